@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,10 +25,11 @@ os.environ["MLX_ENABLE_TF32"] = "0"
 # Some virtual machines report AMX but cannot run it: PyTorch's bfloat16 products end the process there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
+import etkv
 import reference
 import tiny_gguf
 from etkv.export.progress import third_party_noise
-from reference import Variant
+from reference import PROMPT, Variant, config
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +48,30 @@ def quiet():
 def tiny() -> Callable[[str], Path]:
     """Return a function: name of a tiny model -> its Hugging Face folder."""
     return reference.tiny_source
+
+
+@pytest.fixture(scope="session")
+def llama() -> reference.Program:
+    return reference.program(Variant("tiny-llama"))
+
+
+@pytest.fixture
+def loaded(llama) -> Iterator[etkv.Program]:
+    """The program of tiny-llama, with a session of 200 positions."""
+    session = etkv.DecodeSession(config(llama, 200))
+    with session, etkv.load(llama.path, session, logits="last") as program:
+        yield program
+
+
+@pytest.fixture(scope="session")
+def greedy_ids(llama) -> list[int]:
+    """24 greedy ids of tiny-llama after ``PROMPT``, by transformers."""
+    return reference.greedy(llama.hf, {"prompt": PROMPT}, 24)["prompt"].ids
+
+
+@pytest.fixture(scope="session")
+def tokenizer(llama) -> etkv.Tokenizer:
+    return etkv.Tokenizer.from_pretrained(llama.path)
 
 
 @pytest.fixture(scope="session")

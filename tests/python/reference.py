@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import etkv
 import tiny_models
 from etkv import models
 from etkv.constants import read_constants
@@ -76,6 +77,9 @@ it was harder to read, and when a storm washed away the chalk of a single day, e
 was wrong until she climbed down to the river and measured afresh.
 """
 """A text of about 300 tokens."""
+
+PROMPT = [60, 61, 62, 63, 64, 65, 66]
+"""Ids for a tiny model."""
 
 
 # ---- Programs -------------------------------------------------------------------------------------------------------
@@ -236,6 +240,12 @@ def _export(request: ExportRequest) -> None:
     request.output.parent.mkdir(parents=True, exist_ok=True)
     with third_party_noise(allowed=False):
         export_program(request)
+
+
+def config(program: Program, capacity: int = 64, **changes: Any) -> etkv.CacheConfig:
+    """The configuration of a float32 cache for ``program``."""
+    layers = etkv.read_kv_cache_metadata(program.path).layers
+    return etkv.CacheConfig(layers, capacity, **{"k_format": "f32", "v_format": "f32", **changes})
 
 
 # ---- Running programs -----------------------------------------------------------------------------------------------

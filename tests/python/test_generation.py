@@ -15,19 +15,7 @@ import pytest
 import etkv
 import reference
 from etkv import _device
-from reference import Variant
-from test_runtime import PROMPT, config
-
-
-@pytest.fixture(scope="module")
-def tiny() -> reference.Program:
-    return reference.program(Variant("tiny-llama"))
-
-
-@pytest.fixture
-def program(tiny):
-    with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
-        yield program
+from reference import PROMPT, Variant, config
 
 
 @pytest.fixture
@@ -36,78 +24,79 @@ def by_steps(monkeypatch):
     monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
 
 
-@pytest.fixture(scope="module")
-def greedy(tiny) -> list[int]:
-    return reference.greedy(tiny.hf, {"prompt": PROMPT}, 24)["prompt"].ids
-
-
-def test_greedy_ids_are_those_of_transformers(program, greedy):
-    answer = etkv.generate_tokens(program, PROMPT, max_tokens=24, eos_token_ids=[])
-    assert list(answer) == greedy == answer.token_ids
+def test_greedy_ids_are_those_of_transformers(loaded, greedy_ids):
+    answer = etkv.generate_tokens(loaded, PROMPT, max_tokens=24, eos_token_ids=[])
+    assert list(answer) == greedy_ids == answer.token_ids
     assert answer.finish_reason == "length"
-    assert (answer.cached_tokens, program.session.length) == (23, len(PROMPT) + 23)
+    assert (answer.cached_tokens, loaded.session.length) == (23, len(PROMPT) + 23)
     assert answer.prefill_seconds > 0
     assert answer.tokens_per_second > 0
 
 
-def test_what_goes_on_goes_behind(program, greedy):
+def test_what_goes_on_goes_behind(loaded, greedy_ids):
     """A break keeps whole tokens; the rest of the answer begins with what the cache does not hold yet."""
-    answer = etkv.generate_tokens(program, PROMPT, max_tokens=24, eos_token_ids=[])
+    answer = etkv.generate_tokens(loaded, PROMPT, max_tokens=24, eos_token_ids=[])
     for _, _token in zip(range(10), answer, strict=False):
         pass
     assert answer.finish_reason is None
-    assert program.session.length == len(PROMPT) + answer.cached_tokens
+    assert loaded.session.length == len(PROMPT) + answer.cached_tokens
     rest = etkv.generate_tokens(
-        program, answer.token_ids[answer.cached_tokens :], max_tokens=24 - len(answer.token_ids), eos_token_ids=[]
+        loaded, answer.token_ids[answer.cached_tokens :], max_tokens=24 - len(answer.token_ids), eos_token_ids=[]
     )
-    assert answer.token_ids + list(rest) == greedy
+    assert answer.token_ids + list(rest) == greedy_ids
 
 
-def test_nothing_runs_before_the_first_token(program):
-    answer = etkv.generate_tokens(program, PROMPT)
-    assert (program.session.length, answer.cached_tokens, answer.token_ids) == (0, 0, [])
+def test_nothing_runs_before_the_first_token(loaded):
+    answer = etkv.generate_tokens(loaded, PROMPT)
+    assert (loaded.session.length, answer.cached_tokens, answer.token_ids) == (0, 0, [])
 
 
-def test_ends_and_capacity(tiny, program, greedy):
-    answer = etkv.generate_tokens(program, PROMPT, eos_token_ids=[greedy[5]])
-    first = greedy.index(greedy[5])
-    assert list(answer) == greedy[:first]
+def test_ends_and_capacity(llama, loaded, greedy_ids):
+    answer = etkv.generate_tokens(loaded, PROMPT, eos_token_ids=[greedy_ids[5]])
+    first = greedy_ids.index(greedy_ids[5])
+    assert list(answer) == greedy_ids[:first]
     assert answer.finish_reason == "stop"
-    with etkv.DecodeSession(config(tiny, 10)) as session, etkv.load(tiny.path, session, logits="last") as small:
+    with (
+        etkv.DecodeSession(config(llama, 10)) as session,
+        etkv.load(llama.path, session, logits="last") as small,
+    ):
         answer = etkv.generate_tokens(small, PROMPT, eos_token_ids=[])
-        assert list(answer) == greedy[:4]
+        assert list(answer) == greedy_ids[:4]
         assert answer.finish_reason == "capacity"
         assert session.length == 10
         session.rewind(7)
-        assert list(etkv.generate_tokens(small, [greedy[0]], max_tokens=2, eos_token_ids=[])) == greedy[1:3]
+        assert list(etkv.generate_tokens(small, [greedy_ids[0]], max_tokens=2, eos_token_ids=[])) == greedy_ids[1:3]
         with pytest.raises(etkv.CapacityError, match="the prompt has 5 tokens, the cache has room for"):
             list(etkv.generate_tokens(small, [1] * 5))
 
 
-def test_a_prompt_longer_than_a_step(program):
+def test_a_prompt_longer_than_a_step(loaded):
     """150 tokens in chunks of 64 give what one row at a time gives."""
     prompt = [(7 * i) % 250 for i in range(150)]
-    chunked = list(etkv.generate_tokens(program, prompt, max_tokens=8, eos_token_ids=[]))
-    program.session.clear()
+    chunked = list(etkv.generate_tokens(loaded, prompt, max_tokens=8, eos_token_ids=[]))
+    loaded.session.clear()
     for position, token in enumerate(prompt[:-1]):
-        program.forward([token], [position], copy=False)
-    assert list(etkv.generate_tokens(program, prompt[-1:], max_tokens=8, eos_token_ids=[])) == chunked
+        loaded.forward([token], [position], copy=False)
+    assert list(etkv.generate_tokens(loaded, prompt[-1:], max_tokens=8, eos_token_ids=[])) == chunked
 
 
-def test_sequences_of_one_session(tiny, greedy):
-    with etkv.SeqSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
-        first = etkv.generate_tokens(program, PROMPT, max_tokens=12, eos_token_ids=[])
-        second = etkv.generate_tokens(program, PROMPT, max_tokens=12, eos_token_ids=[], sequence=9)
+def test_sequences_of_one_session(llama, greedy_ids):
+    with (
+        etkv.SeqSession(config(llama, 200)) as session,
+        etkv.load(llama.path, session, logits="last") as loaded,
+    ):
+        first = etkv.generate_tokens(loaded, PROMPT, max_tokens=12, eos_token_ids=[])
+        second = etkv.generate_tokens(loaded, PROMPT, max_tokens=12, eos_token_ids=[], sequence=9)
         pairs = list(zip(first, second, strict=True))
-        assert pairs == [(token, token) for token in greedy[:12]]
+        assert pairs == [(token, token) for token in greedy_ids[:12]]
         assert session.sequences() == [0, 9]
 
 
 @pytest.mark.parametrize("failing", [1, 2], ids=["prefill", "decode"])
-def test_a_step_that_fails_leaves_nothing_declared(tiny, greedy, monkeypatch, by_steps, failing):
+def test_a_step_that_fails_leaves_nothing_declared(llama, greedy_ids, monkeypatch, by_steps, failing):
     """A tree takes candidates, and any step is the next one's own."""
-    with etkv.TreeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session) as program:
-        forward, calls = program.forward, []
+    with etkv.TreeSession(config(llama, 200)) as session, etkv.load(llama.path, session) as loaded:
+        forward, calls = loaded.forward, []
 
         def fails(*args, **options):
             calls.append(1)
@@ -115,11 +104,11 @@ def test_a_step_that_fails_leaves_nothing_declared(tiny, greedy, monkeypatch, by
                 raise KeyboardInterrupt
             return forward(*args, **options)
 
-        monkeypatch.setattr(program, "forward", fails)
-        answer = etkv.generate_tokens(program, PROMPT, max_tokens=8, eos_token_ids=[])
+        monkeypatch.setattr(loaded, "forward", fails)
+        answer = etkv.generate_tokens(loaded, PROMPT, max_tokens=8, eos_token_ids=[])
         with pytest.raises(KeyboardInterrupt):
             list(answer)
-        assert answer.token_ids == greedy[: failing - 1]
+        assert answer.token_ids == greedy_ids[: failing - 1]
         at = session.seq_next(0)
         assert at == (len(PROMPT) if answer.token_ids else 0)
         rest = answer.token_ids[answer.cached_tokens :] or PROMPT
@@ -128,16 +117,16 @@ def test_a_step_that_fails_leaves_nothing_declared(tiny, greedy, monkeypatch, by
         forward([rest[0]] * 2, [at] * 2)
         session.commit([0] if answer.token_ids else [])
         if not answer.token_ids:
-            assert list(etkv.generate_tokens(program, PROMPT, max_tokens=3, eos_token_ids=[])) == greedy[:3]
+            assert list(etkv.generate_tokens(loaded, PROMPT, max_tokens=3, eos_token_ids=[])) == greedy_ids[:3]
         assert session.seq_next(0) > at
 
 
-def test_draws(program):
+def test_draws(loaded):
     """A seed repeats, the best one alone is greedy, and a temperature spreads."""
 
     def draw(**options) -> list[int]:
-        program.session.clear()
-        return list(etkv.generate_tokens(program, PROMPT, max_tokens=16, eos_token_ids=[], **options))
+        loaded.session.clear()
+        return list(etkv.generate_tokens(loaded, PROMPT, max_tokens=16, eos_token_ids=[], **options))
 
     best = draw()
     assert draw(temperature=0.7, top_k=1, seed=1) == best
@@ -161,22 +150,22 @@ SAMPLINGS = [
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_the_device_chooses_what_the_host_chooses(program, monkeypatch, sampling):
+def test_the_device_chooses_what_the_host_chooses(loaded, monkeypatch, sampling):
     def drawn() -> list[int]:
-        program.session.clear()
-        return list(etkv.generate_tokens(program, PROMPT, max_tokens=40, eos_token_ids=[], seed=11, **sampling))
+        loaded.session.clear()
+        return list(etkv.generate_tokens(loaded, PROMPT, max_tokens=40, eos_token_ids=[], seed=11, **sampling))
 
     on_device = drawn()
     monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
     assert drawn() == on_device
 
 
-def test_the_device_chooses_for_every_token_of_a_step(tiny):
+def test_the_device_chooses_for_every_token_of_a_step(llama):
     """Those of the rows of logits; a step that is refused leaves nothing."""
-    with etkv.DecodeSession(config(tiny, 64)) as session, etkv.load(tiny.path, session) as program:
-        wanted = program.forward(PROMPT, range(len(PROMPT))).argmax(-1).tolist()
+    with etkv.DecodeSession(config(llama, 64)) as session, etkv.load(llama.path, session) as loaded:
+        wanted = loaded.forward(PROMPT, range(len(PROMPT))).argmax(-1).tolist()
         session.clear()
-        assert program.choose(PROMPT, range(len(PROMPT))) == wanted
+        assert loaded.choose(PROMPT, range(len(PROMPT))) == wanted
         for tokens, at, told in [
             ([], [], "0 tokens"),
             ([1], [0, 1], "1 tokens at 2 positions"),
@@ -185,18 +174,18 @@ def test_the_device_chooses_for_every_token_of_a_step(tiny):
             ([2**63], [6], "token 9223372036854775808; expected 0 to"),
         ]:
             with pytest.raises(etkv.EtkvError, match=told):
-                program.choose(tokens, at)
+                loaded.choose(tokens, at)
         assert session.length == len(PROMPT)
     with pytest.raises(etkv.EtkvError, match="is closed"):
-        program.choose([1], [0])
-    with etkv.load(tiny.path, None) as program, pytest.raises(etkv.EtkvError, match="without a session"):
-        program.choose([1], [0])
+        loaded.choose([1], [0])
+    with etkv.load(llama.path, None) as loaded, pytest.raises(etkv.EtkvError, match="without a session"):
+        loaded.choose([1], [0])
 
 
-def test_a_program_that_is_closed_ends_its_answers(tiny):
-    with etkv.DecodeSession(config(tiny, 200)) as session:
-        with etkv.load(tiny.path, session, logits="last") as program:
-            answer = etkv.generate_tokens(program, PROMPT, max_tokens=24, eos_token_ids=[])
+def test_a_program_that_is_closed_ends_its_answers(llama):
+    with etkv.DecodeSession(config(llama, 200)) as session:
+        with etkv.load(llama.path, session, logits="last") as loaded:
+            answer = etkv.generate_tokens(loaded, PROMPT, max_tokens=24, eos_token_ids=[])
             next(answer)
         with pytest.raises(etkv.EtkvError, match="is closed: load it again"):
             next(answer)
@@ -219,27 +208,22 @@ def test_a_program_that_is_closed_ends_its_answers(tiny):
         ({"prompt": "Hello"}, "prompt has 'H'; it has token ids, and a tokenizer makes them of text"),
     ],
 )
-def test_wrong_use(program, options, told):
+def test_wrong_use(loaded, options, told):
     with pytest.raises(etkv.EtkvError) as caught:
-        etkv.generate_tokens(program, options.pop("prompt", PROMPT), **options)
+        etkv.generate_tokens(loaded, options.pop("prompt", PROMPT), **options)
     assert told in str(caught.value)
     assert caught.value.status is etkv.Status.INVALID_ARGUMENT
 
 
-def test_without_a_session(tiny):
-    with etkv.load(tiny.path, None) as program, pytest.raises(etkv.EtkvError, match="without a session"):
-        etkv.generate_tokens(program, PROMPT)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny) -> etkv.Tokenizer:
-    return etkv.Tokenizer.from_pretrained(tiny.path)
+def test_without_a_session(llama):
+    with etkv.load(llama.path, None) as loaded, pytest.raises(etkv.EtkvError, match="without a session"):
+        etkv.generate_tokens(loaded, PROMPT)
 
 
 QUESTION = [{"role": "user", "content": "Hi"}]
 
 
-def test_text(tiny, tokenizer):
+def test_text(llama, tokenizer):
     assert tokenizer.decode(tokenizer.encode("naïve €")) == "naïve €"
     written = "<|im_start|>user\nHi<|im_end|>\n"
     assert tokenizer.apply_chat_template(QUESTION, tokenize=False) == written
@@ -251,8 +235,8 @@ def test_text(tiny, tokenizer):
         tokenizer.apply_chat_template([3])
 
 
-def test_a_template_takes_variables(tiny, tokenizer):
-    other = etkv.Tokenizer.from_file(tiny.path.parent / "tokenizer.json")
+def test_a_template_takes_variables(llama, tokenizer):
+    other = etkv.Tokenizer.from_file(llama.path.parent / "tokenizer.json")
     assert not other.has_chat_template
     with pytest.raises(etkv.EtkvError, match="the model has no chat template: use encode"):
         other.apply_chat_template(QUESTION)
@@ -261,10 +245,10 @@ def test_a_template_takes_variables(tiny, tokenizer):
     assert other.apply_chat_template(QUESTION) == tokenizer.encode("Hi")
 
 
-def test_eos_token_ids(tiny, tokenizer, tmp_path):
+def test_eos_token_ids(llama, tokenizer, tmp_path):
     """Of generation_config.json, an id or a list; else the tokenizer's own."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny.path.parent / name, tmp_path)
+        shutil.copy(llama.path.parent / name, tmp_path)
     assert etkv.Tokenizer.from_pretrained(tmp_path).eos_token_ids == {tokenizer.hf.eos_token_id}
     for told, expected in (("7", {7}), ("[5, 6]", {5, 6}), ("null", {tokenizer.hf.eos_token_id})):
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {told}}}')
@@ -295,12 +279,12 @@ def test_a_detokenizer_gives_whole_characters(tokenizer):
     assert detokenizer.text == "aß\ufffd"
 
 
-def test_text_of_an_answer(program, tokenizer):
+def test_text_of_an_answer(loaded, tokenizer):
     """A response a token, and a last one; in whole the same as generate and as the decoded ids."""
     prompt = tokenizer.encode("Hi")
-    ids = list(etkv.generate_tokens(program, prompt, max_tokens=12, eos_token_ids=[]))
-    program.session.clear()
-    responses = list(etkv.stream_generate(program, tokenizer, "Hi", max_tokens=12, eos_token_ids=[]))
+    ids = list(etkv.generate_tokens(loaded, prompt, max_tokens=12, eos_token_ids=[]))
+    loaded.session.clear()
+    responses = list(etkv.stream_generate(loaded, tokenizer, "Hi", max_tokens=12, eos_token_ids=[]))
     assert [response.token for response in responses] == [*ids, None]
     assert [response.finish_reason for response in responses] == [None] * 12 + ["length"]
     assert [response.generation_tokens for response in responses] == [*range(1, 13), 12]
@@ -309,55 +293,58 @@ def test_text_of_an_answer(program, tokenizer):
     assert responses[-1].generation_tps > 0
     text = "".join(response.text for response in responses)
     assert text == tokenizer.decode(ids)
-    program.session.clear()
-    assert etkv.generate(program, tokenizer, prompt, max_tokens=12, eos_token_ids=[]) == text
+    loaded.session.clear()
+    assert etkv.generate(loaded, tokenizer, prompt, max_tokens=12, eos_token_ids=[]) == text
 
 
-def test_the_tokenizers_eos_token_ids_end_what_the_program_does_not(program, greedy, tokenizer, monkeypatch):
-    ending = etkv.Tokenizer(tokenizer.hf, eos_token_ids=[greedy[2]])
-    first = greedy.index(greedy[2])
+def test_the_tokenizers_eos_token_ids_end_what_the_program_does_not(loaded, greedy_ids, tokenizer, monkeypatch):
+    ending = etkv.Tokenizer(tokenizer.hf, eos_token_ids=[greedy_ids[2]])
+    first = greedy_ids.index(greedy_ids[2])
 
     def answered(**options) -> tuple[int, str]:
-        program.session.clear()
-        *_, last = etkv.stream_generate(program, ending, PROMPT, max_tokens=24, **options)
+        loaded.session.clear()
+        *_, last = etkv.stream_generate(loaded, ending, PROMPT, max_tokens=24, **options)
         return last.generation_tokens, last.finish_reason
 
     monkeypatch.setattr(etkv.Program, "eos_token_ids", frozenset())
     assert answered() == (first, "stop")
     assert answered(eos_token_ids=[]) == (24, "length")
-    monkeypatch.setattr(etkv.Program, "eos_token_ids", frozenset([greedy[0]]))
+    monkeypatch.setattr(etkv.Program, "eos_token_ids", frozenset([greedy_ids[0]]))
     assert answered() == (0, "stop")
 
 
-def test_arguments_are_refused_before_the_first_response(program, tokenizer):
+def test_arguments_are_refused_before_the_first_response(loaded, tokenizer):
     with pytest.raises(etkv.EtkvError, match="temperature is -1, the least is 0"):
-        etkv.stream_generate(program, tokenizer, "Hi", temperature=-1)
+        etkv.stream_generate(loaded, tokenizer, "Hi", temperature=-1)
 
 
-def test_what_objects_say_of_themselves(tiny, program, tokenizer):
-    answer = etkv.generate_tokens(program, PROMPT, max_tokens=3, eos_token_ids=[])
+def test_what_objects_say_of_themselves(llama, loaded, tokenizer):
+    answer = etkv.generate_tokens(loaded, PROMPT, max_tokens=3, eos_token_ids=[])
     assert repr(answer) == "<Generation: 0 of 3 tokens, unfinished>"
     list(answer)
     assert repr(answer) == "<Generation: 3 of 3 tokens, length>"
-    assert repr(program) == f"<Program: {tiny.path.name}, bound to {program.session!r}>"
-    assert not program.closed
-    program.close()
-    assert program.closed
-    assert repr(program) == f"<Program: {tiny.path.name}, closed>"
+    assert repr(loaded) == f"<Program: {llama.path.name}, bound to {loaded.session!r}>"
+    assert not loaded.closed
+    loaded.close()
+    assert loaded.closed
+    assert repr(loaded) == f"<Program: {llama.path.name}, closed>"
     assert repr(tokenizer) == f"<Tokenizer: {len(tokenizer.hf)} tokens, a chat template>"
     assert repr(tokenizer.detokenizer) == "<StreamingDetokenizer: 0 tokens, 0 characters>"
 
 
-def test_a_chat_runs_what_is_new(tiny, program, tokenizer):
+def test_a_chat_runs_what_is_new(llama, loaded, tokenizer):
     """Each turn equals one that runs the whole conversation on an empty cache."""
-    chat = etkv.Chat(program, tokenizer, system="Be brief.")
+    chat = etkv.Chat(loaded, tokenizer, system="Be brief.")
     for text in ("Hi", "And you?"):
         messages = [*chat.messages, {"role": "user", "content": text}]
         whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         said = "".join(chat.send_message(text, max_tokens=12))
         assert chat.messages == [*messages, {"role": "assistant", "content": said}]
         ids, prefilled = chat.generation.token_ids, chat.generation.prompt_tokens
-        with etkv.DecodeSession(config(tiny, 200)) as alone, etkv.load(tiny.path, alone, logits="last") as other:
+        with (
+            etkv.DecodeSession(config(llama, 200)) as alone,
+            etkv.load(llama.path, alone, logits="last") as other,
+        ):
             assert list(etkv.generate_tokens(other, whole, max_tokens=12)) == ids
     first = tokenizer.apply_chat_template(chat.messages[:2], add_generation_prompt=True)
     assert prefilled <= len(whole) - len(first), "the first turn was not run again"
@@ -374,9 +361,9 @@ def test_a_chat_runs_what_is_new(tiny, program, tokenizer):
     assert len(chat.generation.token_ids) == 3
 
 
-def test_an_answer_that_is_dropped_lets_go(program):
+def test_an_answer_that_is_dropped_lets_go(loaded):
     """At once, not when the collector comes by."""
-    answer = etkv.generate_tokens(program, PROMPT, eos_token_ids=[])
+    answer = etkv.generate_tokens(loaded, PROMPT, eos_token_ids=[])
     next(answer)
     watched = weakref.ref(answer)
     gc.disable()
@@ -395,9 +382,9 @@ def test_steps_of_window_layers_are_those_of_the_cache():
     for max_step_tokens in (16, 64):
         with (
             etkv.DecodeSession(config(windowed, 200, max_step_tokens=max_step_tokens)) as session,
-            etkv.load(windowed.path, session, logits="last") as program,
+            etkv.load(windowed.path, session, logits="last") as loaded,
         ):
-            answers.append(list(etkv.generate_tokens(program, prompt, max_tokens=8, eos_token_ids=[])))
+            answers.append(list(etkv.generate_tokens(loaded, prompt, max_tokens=8, eos_token_ids=[])))
     assert answers[0] == answers[1]
 
 
@@ -408,16 +395,16 @@ def test_steps_before_a_conversion_are_those_of_the_cache(kind):
     formats = {"k_format": "affine8g32", "v_format": "mxfp8", "float_format": "f32"}
     prompt = [(7 * i) % 250 for i in range(60)]
     settings = config(wide, 200, max_step_tokens=8, quantized_kv_start=48, **formats)
-    with kind(settings) as session, etkv.load(wide.path, session, logits="last") as program:
+    with kind(settings) as session, etkv.load(wide.path, session, logits="last") as loaded:
         assert session.formats == ("f32", "f32")
-        assert len(list(etkv.generate_tokens(program, prompt, max_tokens=4, eos_token_ids=[]))) == 4
+        assert len(list(etkv.generate_tokens(loaded, prompt, max_tokens=4, eos_token_ids=[]))) == 4
         assert session.formats == ("affine8g32", "mxfp8")
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1}, {"max_tokens": 3, "fails_at": 1}, {"fails_at": 3}, {}])
-def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(tiny, program, tokenizer, monkeypatch, options):
+def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(llama, loaded, tokenizer, monkeypatch, options):
     """Refused for its options, its length, or failed at its first step or a later one: the next is as without it."""
-    chat = etkv.Chat(program, tokenizer)
+    chat = etkv.Chat(loaded, tokenizer)
     list(chat.send_message("Hi", max_tokens=6, eos_token_ids=[]))
     messages = list(chat.messages)
 
@@ -442,12 +429,15 @@ def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(tiny, program, tok
     )
     list(chat.send_message("And you?", max_tokens=6, eos_token_ids=[]))
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
-    with etkv.DecodeSession(config(tiny, 200)) as alone, etkv.load(tiny.path, alone, logits="last") as other:
+    with (
+        etkv.DecodeSession(config(llama, 200)) as alone,
+        etkv.load(llama.path, alone, logits="last") as other,
+    ):
         assert list(etkv.generate_tokens(other, whole, max_tokens=6, eos_token_ids=[])) == chat.generation.token_ids
 
 
-def test_messages_that_the_template_refuses_are_dropped(program, tokenizer):
-    chat = etkv.Chat(program, tokenizer)
+def test_messages_that_the_template_refuses_are_dropped(loaded, tokenizer):
+    chat = etkv.Chat(loaded, tokenizer)
     chat.messages.append(3)
     with pytest.raises(etkv.EtkvError, match="the chat template does not take these messages"):
         list(chat.send_message("Hi"))
@@ -469,7 +459,7 @@ def test_missing_tokenizer(tmp_path):
         etkv.Tokenizer("model.pte")
 
 
-def test_bars(tiny, capfd):
+def test_bars(llama, capfd):
     """Progress goes to stderr, and only if it is asked for."""
     script = (
         "import etkv\nfrom test_generation import *\n"
@@ -493,8 +483,8 @@ def test_bars(tiny, capfd):
     assert "answer" in done.stderr
 
 
-def test_a_reader_that_has_enough_ends_the_command(tiny):
-    command = [sys.executable, "-m", "etkv", "inspect", str(tiny.path), "--instructions"]
+def test_a_reader_that_has_enough_ends_the_command(llama):
+    command = [sys.executable, "-m", "etkv", "inspect", str(llama.path), "--instructions"]
     read, write = os.pipe()
     os.close(read)
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -503,8 +493,8 @@ def test_a_reader_that_has_enough_ends_the_command(tiny):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_capacity_of_none_is_refused(tiny, capsys):
+def test_a_capacity_of_none_is_refused(llama, capsys):
     from etkv.__main__ import main
 
-    assert main(["generate", str(tiny.path), "Hi", "--capacity", "0"]) == 2
+    assert main(["generate", str(llama.path), "Hi", "--capacity", "0"]) == 2
     assert "capacity is 0, the least is 1" in capsys.readouterr().err

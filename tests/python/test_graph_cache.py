@@ -13,10 +13,9 @@ import reference
 import upstream_programs
 from etkv import inspection
 from etkv.__main__ import main
-from reference import Variant
+from reference import PROMPT, Variant
 from runners import FAILED, answers, refused, runner
 from test_interruptions import Interruption
-from test_runtime import PROMPT
 from upstream_programs import CHUNK, CONTEXT, IN_GRAPH, OPTIMUM, llm
 
 MADE = llm("tiny-llama", *IN_GRAPH)

@@ -19,32 +19,18 @@ import pytest
 import etkv
 import reference
 from etkv import _device, _library, generation
-from reference import Variant
-from test_runtime import PROMPT, config
+from reference import PROMPT, config
 
 STRIDE = int(os.environ.get("ETKV_INTERRUPTED", "5"))
 """Of so many places where Ctrl-C can arrive in an answer, one is tried."""
 
 
-@pytest.fixture(scope="module")
-def tiny() -> reference.Program:
-    return reference.program(Variant("tiny-llama"))
-
-
-@pytest.fixture
-def program(tiny):
-    with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
-        yield program
-
-
-@pytest.fixture(scope="module")
-def greedy(tiny) -> list[int]:
-    return reference.greedy(tiny.hf, {"prompt": PROMPT}, 24)["prompt"].ids
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny) -> etkv.Tokenizer:
-    return etkv.Tokenizer.from_pretrained(tiny.path)
+@pytest.fixture(params=["device", "host"])
+def where(request, monkeypatch) -> str:
+    """What chooses the tokens."""
+    if request.param == "host":
+        monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
+    return request.param
 
 
 class Interruption:
@@ -80,11 +66,8 @@ class Interruption:
 
 
 @pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("where", ["device", "host"])
-def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, where, at):
+def test_interrupted_where_a_token_is_chosen(loaded, greedy_ids, monkeypatch, where, at):
     """What was run and led to no token that was taken is rolled back, so that nothing of the answer is lost."""
-    if where == "host":
-        monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
     place, name = (_device.DeviceAnswer, "next") if where == "device" else (generation, "choose")
     choose, calls = getattr(place, name), []
 
@@ -95,29 +78,29 @@ def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, where
             raise KeyboardInterrupt
         return chosen
 
-    answer = etkv.generate_tokens(program, PROMPT, max_tokens=8, eos_token_ids=[])
+    answer = etkv.generate_tokens(loaded, PROMPT, max_tokens=8, eos_token_ids=[])
     monkeypatch.setattr(place, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(answer)
-    assert answer.token_ids == greedy[: at - 1]
-    assert program.session.length == (len(PROMPT) + answer.cached_tokens if answer.token_ids else 0)
+    assert answer.token_ids == greedy_ids[: at - 1]
+    assert loaded.session.length == (len(PROMPT) + answer.cached_tokens if answer.token_ids else 0)
     monkeypatch.setattr(place, name, choose)
     rest = answer.token_ids[answer.cached_tokens :] or PROMPT
-    assert list(etkv.generate_tokens(program, rest, max_tokens=3, eos_token_ids=[])) == greedy[at - 1 : at + 2]
+    assert list(etkv.generate_tokens(loaded, rest, max_tokens=3, eos_token_ids=[])) == greedy_ids[at - 1 : at + 2]
 
 
-@pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("session_class", [etkv.DecodeSession, etkv.SeqSession])
-def test_interrupted_anywhere(tiny, greedy, monkeypatch, session_class, where):
+def test_interrupted_anywhere(llama, greedy_ids, session_class, where):
     """At any place: no token of the answer is lost, and none runs twice."""
-    if where == "host":
-        monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
-    with session_class(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
+    with (
+        session_class(config(llama, 200)) as session,
+        etkv.load(llama.path, session, logits="last") as loaded,
+    ):
 
         def answered(at: int | None) -> tuple[etkv.Generation | None, int]:
             answer = None
             with Interruption(at) as interruption:
-                answer = etkv.generate_tokens(program, PROMPT, max_tokens=4, eos_token_ids=[])
+                answer = etkv.generate_tokens(loaded, PROMPT, max_tokens=4, eos_token_ids=[])
                 list(answer)
             return answer, interruption.n_places
 
@@ -134,19 +117,19 @@ def test_interrupted_anywhere(tiny, greedy, monkeypatch, session_class, where):
             unfinished += len(ids) < 4
             assert session.length == (len(PROMPT) + held if session.length else 0)
             rest = ids[held:] if session.length else PROMPT
-            again = list(etkv.generate_tokens(program, rest, max_tokens=3, eos_token_ids=[]))
-            assert ids + again == greedy[: len(ids) + 3], f"interrupted at place {at}"
+            again = list(etkv.generate_tokens(loaded, rest, max_tokens=3, eos_token_ids=[]))
+            assert ids + again == greedy_ids[: len(ids) + 3], f"interrupted at place {at}"
         assert unfinished > n_places // STRIDE // 2
 
 
 @pytest.mark.parametrize("restored", [False, True])
-def test_a_chat_interrupted_anywhere(program, tokenizer, restored):
+def test_a_chat_interrupted_anywhere(loaded, tokenizer, restored):
     """The next turn is that of a chat which begins with the same messages: those it has, or those before the turn."""
     sent = {"max_tokens": 3, "eos_token_ids": []}
 
     def turn(at: int | None) -> tuple[etkv.Chat, int]:
         """A second turn, with Ctrl-C at this place. The first message is another one, so that the chat rewinds."""
-        chat = etkv.Chat(program, tokenizer, system="Be brief.")
+        chat = etkv.Chat(loaded, tokenizer, system="Be brief.")
         list(chat.send_message("Hi", **sent))
         first = copy.deepcopy(chat.messages)
         chat.messages[1]["content"] = "Ha"
@@ -164,7 +147,7 @@ def test_a_chat_interrupted_anywhere(program, tokenizer, restored):
         assert chat.messages[-1]["role"] == "assistant", f"interrupted at place {at}"
         messages = list(chat.messages)
         list(chat.send_message("And then?", **sent))
-        other = etkv.Chat(program, tokenizer)
+        other = etkv.Chat(loaded, tokenizer)
         other.messages = messages
         list(other.send_message("And then?", **sent))
         assert chat.generation.token_ids == other.generation.token_ids, f"interrupted at place {at}"
@@ -173,7 +156,7 @@ def test_a_chat_interrupted_anywhere(program, tokenizer, restored):
 _INTERRUPTED = """
 import json, sys
 import etkv
-from test_runtime import PROMPT, config
+from reference import PROMPT, config
 import reference
 from reference import Variant
 tiny = reference.program(Variant("tiny-llama"))
@@ -199,9 +182,9 @@ with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, sess
 """
 
 
-def test_an_interruption_leaves_the_cache_usable(tiny):
+def test_an_interruption_leaves_the_cache_usable(llama):
     """Ctrl-C at any time: what the session holds is whole, and answering goes on from there."""
-    expected = reference.greedy(tiny.hf, {"prompt": PROMPT}, 200)["prompt"].ids
+    expected = reference.greedy(llama.hf, {"prompt": PROMPT}, 200)["prompt"].ids
     environment = {**os.environ, "ETKV_TEST_KEEP_PROGRAMS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-c", _INTERRUPTED]
     with reference.started(words, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -18,31 +18,20 @@ import torch
 import etkv
 import reference
 from etkv import _capi, _mlx_serialization
-from reference import Variant
+from reference import PROMPT, Variant, config
 
 SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
-PROMPT = [60, 61, 62, 63, 64, 65, 66]
 
 
 @pytest.fixture(scope="module")
-def tiny() -> reference.Program:
-    return reference.program(Variant("tiny-llama"))
-
-
-@pytest.fixture(scope="module")
-def expected(tiny) -> np.ndarray:
+def expected(llama) -> np.ndarray:
     """A row of logits for each token of the prompt, by transformers."""
-    return reference.logits(reference.load_hf(tiny.hf), PROMPT)
-
-
-def config(program: reference.Program, capacity: int = 64, **changes) -> etkv.CacheConfig:
-    layers = etkv.read_kv_cache_metadata(program.path).layers
-    return etkv.CacheConfig(layers, capacity, **{"k_format": "f32", "v_format": "f32", **changes})
+    return reference.logits(reference.load_hf(llama.hf), PROMPT)
 
 
 @pytest.fixture
-def session(tiny):
-    with etkv.DecodeSession(config(tiny)) as session:
+def session(llama):
+    with etkv.DecodeSession(config(llama)) as session:
         yield session
 
 
@@ -51,26 +40,26 @@ def run(program: etkv.Program, ids, start: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession, etkv.TreeSession])
-def test_logits_are_those_of_transformers(tiny, expected, kind):
-    with kind(config(tiny)) as session, etkv.load(tiny.path, session) as program:
+def test_logits_are_those_of_transformers(llama, expected, kind):
+    with kind(config(llama)) as session, etkv.load(llama.path, session) as program:
         rows = [run(program, PROMPT[:4]), run(program, PROMPT[4:6], 4), run(program, PROMPT[6:], 6)]
         np.testing.assert_allclose(np.concatenate(rows), expected, atol=2e-4)
         assert session.length == len(PROMPT)
 
 
-def test_the_last_row_alone(tiny, session, expected):
-    with etkv.load(tiny.path, session, logits="last") as program:
+def test_the_last_row_alone(llama, session, expected):
+    with etkv.load(llama.path, session, logits="last") as program:
         rows = run(program, PROMPT)
         assert rows.shape == (1, expected.shape[1])
         np.testing.assert_allclose(rows[0], expected[-1], atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession, etkv.TreeSession])
-def test_the_last_row_of_text_and_all_of_candidates(tiny, kind):
+def test_the_last_row_of_text_and_all_of_candidates(llama, kind):
     n = len(PROMPT)
-    with kind(config(tiny)) as session, etkv.load(tiny.path, session) as program:
+    with kind(config(llama)) as session, etkv.load(llama.path, session) as program:
         prompt, three = run(program, PROMPT), run(program, [7, 8, 9], n)
-    with kind(config(tiny)) as session, etkv.load(tiny.path, session, logits="proposed") as program:
+    with kind(config(llama)) as session, etkv.load(llama.path, session, logits="proposed") as program:
         np.testing.assert_allclose(run(program, PROMPT), prompt[-1:], atol=2e-4)
         np.testing.assert_allclose(run(program, [7, 8, 9], n), three[-1:], atol=2e-4)
         if kind is not etkv.DecodeSession:
@@ -86,9 +75,9 @@ def test_the_last_row_of_text_and_all_of_candidates(tiny, kind):
             np.testing.assert_allclose(run(program, [8, 9], n + 1), three[-1:], atol=2e-4)
 
 
-def test_what_goes_in_says_what_comes_out(tiny, session, expected):
+def test_what_goes_in_says_what_comes_out(llama, session, expected):
     positions = list(range(len(PROMPT)))
-    with etkv.load(tiny.path, session) as program:
+    with etkv.load(llama.path, session) as program:
         for ids, at, kind in [
             (PROMPT, positions, np.ndarray),
             (np.array(PROMPT), np.array(positions), np.ndarray),
@@ -104,8 +93,8 @@ def test_what_goes_in_says_what_comes_out(tiny, session, expected):
             np.testing.assert_allclose(np.asarray(rows), expected, atol=2e-4)
 
 
-def test_rows_are_copied_unless_told_otherwise(tiny, session):
-    with etkv.load(tiny.path, session, logits="last") as program:
+def test_rows_are_copied_unless_told_otherwise(llama, session):
+    with etkv.load(llama.path, session, logits="last") as program:
         kept = run(program, PROMPT)
         before = kept.copy()
         shared = program.forward([7], [7], copy=False)
@@ -120,8 +109,8 @@ def test_rows_are_copied_unless_told_otherwise(tiny, session):
     np.testing.assert_array_equal(again, seen)
 
 
-def test_inputs_that_the_method_does_not_take(tiny, session):
-    with etkv.load(tiny.path, session) as program:
+def test_inputs_that_the_method_does_not_take(llama, session):
+    with etkv.load(llama.path, session) as program:
         ids, at = torch.tensor([PROMPT]), torch.arange(len(PROMPT))
         for inputs, told in [
             ((ids,), "model.pte has 2 inputs, 1 are given"),
@@ -143,25 +132,25 @@ def test_bfloat16_rows_are_tensors_or_widened():
         assert loaded.forward(torch.tensor(PROMPT), torch.arange(len(PROMPT))).dtype == torch.bfloat16
 
 
-def test_the_runtime_of_executorch_runs_it_too(tiny, expected):
+def test_the_runtime_of_executorch_runs_it_too(llama, expected):
     etkv.register_backend()
     from executorch.runtime import Runtime
 
     runtime = Runtime.get()
     assert runtime.backend_registry.is_available("MLXBackend")
-    with etkv.SeqSession(config(tiny)) as session:
+    with etkv.SeqSession(config(llama)) as session:
         with session.bound(logits="last"):
-            forward = runtime.load_program(tiny.path).load_method("forward")
+            forward = runtime.load_program(llama.path).load_method("forward")
         rows = forward.execute([torch.tensor([PROMPT]), torch.arange(len(PROMPT))])[0]
         np.testing.assert_allclose(rows[0].numpy(), expected[-1:], atol=2e-4)
         assert session.length == len(PROMPT)
         # Outside of the block nothing is bound.
-        alone = runtime.load_program(tiny.path).load_method("forward")
+        alone = runtime.load_program(llama.path).load_method("forward")
         with pytest.raises(RuntimeError):
             alone.execute([torch.tensor([PROMPT]), torch.arange(len(PROMPT))])
 
 
-def test_what_is_bound_is_the_thread_s_and_nests(tiny):
+def test_what_is_bound_is_the_thread_s_and_nests(llama):
     """What a block binds is undone where it ends, also by an error, and no other thread sees it."""
     etkv.register_backend()
     from executorch.runtime import Runtime
@@ -169,14 +158,14 @@ def test_what_is_bound_is_the_thread_s_and_nests(tiny):
     def loads(into: etkv.Session | None) -> bool:
         """Whether what is loaded now runs on the cache of ``into``."""
         before = into.length if into else 0
-        method = Runtime.get().load_program(tiny.path).load_method("forward")
+        method = Runtime.get().load_program(llama.path).load_method("forward")
         try:
             method.execute([torch.tensor([[60]]), torch.tensor([before])])
         except RuntimeError:
             return into is None
         return into is not None and into.length == before + 1
 
-    with etkv.DecodeSession(config(tiny)) as outer, etkv.DecodeSession(config(tiny)) as inner:
+    with etkv.DecodeSession(config(llama)) as outer, etkv.DecodeSession(config(llama)) as inner:
         with outer.bound():
             with pytest.raises(RuntimeError, match="within"), inner.bound():
                 assert loads(inner)
@@ -191,11 +180,11 @@ def test_what_is_bound_is_the_thread_s_and_nests(tiny):
         assert (outer.length, inner.length) == (1, 1)
 
 
-def test_many_sequences_in_a_step(tiny, expected):
+def test_many_sequences_in_a_step(llama, expected):
     """Two sequences in one step, then a fork of the first: each has the rows that it has alone."""
     other = [9, 8, 7]
-    alone = reference.logits(reference.load_hf(tiny.hf), other)
-    with etkv.SeqSession(config(tiny)) as session, etkv.load(tiny.path, session) as program:
+    alone = reference.logits(reference.load_hf(llama.hf), other)
+    with etkv.SeqSession(config(llama)) as session, etkv.load(llama.path, session) as program:
         session.begin_step([0] * 4 + [5] * 3)
         rows = program.forward(PROMPT[:4] + other, [0, 1, 2, 3, 0, 1, 2])
         np.testing.assert_allclose(rows[:4], expected[:4], atol=2e-4)
@@ -212,8 +201,8 @@ def test_many_sequences_in_a_step(tiny, expected):
         np.testing.assert_allclose(run(program, PROMPT[5:], 5), expected[5:], atol=2e-4)
 
 
-def test_a_token_of_two_sequences(tiny, expected):
-    with etkv.SeqSession(config(tiny)) as session, etkv.load(tiny.path, session) as program:
+def test_a_token_of_two_sequences(llama, expected):
+    with etkv.SeqSession(config(llama)) as session, etkv.load(llama.path, session) as program:
         session.begin_step_shared([[0, 3]] * 4)
         run(program, PROMPT[:4])
         assert (session.length, session.seq_len(0), session.seq_len(3)) == (4, 4, 4)
@@ -221,9 +210,9 @@ def test_a_token_of_two_sequences(tiny, expected):
         np.testing.assert_allclose(run(program, PROMPT[4:], 4), expected[4:], atol=2e-4)
 
 
-def test_a_tree_of_candidates(tiny, expected):
+def test_a_tree_of_candidates(llama, expected):
     """Of two branches behind a prompt each sees its own ancestors, and the accepted one goes on."""
-    with etkv.TreeSession(config(tiny)) as session, etkv.load(tiny.path, session) as program:
+    with etkv.TreeSession(config(llama)) as session, etkv.load(llama.path, session) as program:
         run(program, PROMPT[:4])
         session.propose([-1, -1, 1])
         rows = program.forward([11, PROMPT[4], PROMPT[5]], [4, 4, 5])
@@ -250,8 +239,8 @@ def test_a_tree_of_candidates(tiny, expected):
         ([True], [7], etkv.EtkvError, "tokens has dtype torch.bool"),
     ],
 )
-def test_a_bad_step_changes_nothing(tiny, session, expected, ids, positions, error, told):
-    with etkv.load(tiny.path, session) as program:
+def test_a_bad_step_changes_nothing(llama, session, expected, ids, positions, error, told):
+    with etkv.load(llama.path, session) as program:
         run(program, PROMPT)
         with pytest.raises(error, match=told):
             program.forward(ids, list(positions))
@@ -286,27 +275,27 @@ def cacheless(path: Path) -> Path:
     return path
 
 
-def test_no_session_is_none_of_the_block(tiny, session):
+def test_no_session_is_none_of_the_block(llama, session):
     """A program that asks for no session has none, whatever the block around it binds."""
-    with session.bound(), etkv.load(tiny.path, None) as program:
+    with session.bound(), etkv.load(llama.path, None) as program:
         assert program.session is None
         with pytest.raises(etkv.NoCacheError, match="loaded without one"):
             run(program, PROMPT)
         assert session.length == 0
         # The block goes on as it was.
-        with etkv.load(tiny.path, session) as bound:
+        with etkv.load(llama.path, session) as bound:
             run(bound, PROMPT)
         assert session.length == len(PROMPT)
 
 
-def test_without_a_session(tiny):
-    with etkv.load(tiny.path, None) as program, pytest.raises(etkv.NoCacheError, match="loaded without one"):
+def test_without_a_session(llama):
+    with etkv.load(llama.path, None) as program, pytest.raises(etkv.NoCacheError, match="loaded without one"):
         run(program, PROMPT)
 
 
-def test_after_close(tiny):
-    session = etkv.DecodeSession(config(tiny))
-    program = etkv.load(tiny.path, session)
+def test_after_close(llama):
+    session = etkv.DecodeSession(config(llama))
+    program = etkv.load(llama.path, session)
     session.close()
     with pytest.raises(etkv.EtkvError, match=r"the session of model.pte is closed: make a new one"):
         run(program, PROMPT)
@@ -315,39 +304,39 @@ def test_after_close(tiny):
     with pytest.raises(etkv.EtkvError, match=r"model.pte is closed: load it again"):
         run(program, PROMPT)
     with pytest.raises(etkv.EtkvError, match="closed"):
-        etkv.load(tiny.path, session)
+        etkv.load(llama.path, session)
 
 
-def test_a_cache_of_other_layers(tiny):
+def test_a_cache_of_other_layers(llama):
     with etkv.DecodeSession(etkv.CacheConfig([etkv.LayerConfig(2, 16)] * 3, 10)) as session:
         with pytest.raises(etkv.StatusError) as caught:
-            etkv.load(tiny.path, session)
+            etkv.load(llama.path, session)
         assert caught.value.status == etkv.Status.SHAPE
         assert "3" in str(caught.value)
 
 
-def test_what_is_no_program(tiny, session, tmp_path):
+def test_what_is_no_program(llama, session, tmp_path):
     with pytest.raises(etkv.EtkvError, match="cannot be read: No such file"):
         etkv.load(tmp_path / "nowhere.pte", session)
     file = tmp_path / "x.pte"
     file.write_bytes(b"0123456789")
     with pytest.raises(etkv.EtkvError, match="is not an ExecuTorch program"):
         etkv.load(file, session)
-    file.write_bytes(tiny.path.read_bytes()[:5000])
+    file.write_bytes(llama.path.read_bytes()[:5000])
     with pytest.raises(etkv.ProgramError, match="is damaged"):
         etkv.load(file, session)
-    file.write_bytes(tiny.path.read_bytes().replace(b"MLX0", b"MLX7"))
+    file.write_bytes(llama.path.read_bytes().replace(b"MLX0", b"MLX7"))
     with pytest.raises(etkv.ProgramError, match="MLX0"):
         etkv.load(file, session)
     with pytest.raises(etkv.EtkvError, match="has no method 'backward'; it has forward"):
-        etkv.load(tiny.path, session, method="backward")
+        etkv.load(llama.path, session, method="backward")
     with pytest.raises(etkv.EtkvError, match="logits is 'none', expected one of all, last"):
-        etkv.load(tiny.path, session, logits="none")
+        etkv.load(llama.path, session, logits="none")
     with pytest.raises(etkv.EtkvError, match="session is 'cache-0', expected a DecodeSession"):
-        etkv.load(tiny.path, "cache-0")
+        etkv.load(llama.path, "cache-0")
 
 
-def test_a_missing_library_is_reported(tiny, tmp_path):
+def test_a_missing_library_is_reported(llama, tmp_path):
     """The second time as the first."""
     missing = [f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv{SUFFIX}"]
     assert two_uses(tmp_path) == missing * 2
@@ -375,8 +364,8 @@ def two_uses(libraries: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_loaded_on_one_thread_and_run_on_another(tiny, session, expected):
-    with etkv.load(tiny.path, session) as program:
+def test_loaded_on_one_thread_and_run_on_another(llama, session, expected):
+    with etkv.load(llama.path, session) as program:
         rows = []
         thread = threading.Thread(target=lambda: rows.append(run(program, PROMPT)))
         thread.start()
@@ -384,9 +373,9 @@ def test_loaded_on_one_thread_and_run_on_another(tiny, session, expected):
         np.testing.assert_allclose(rows[0], expected, atol=2e-4)
 
 
-def test_the_cache_outlives_the_session_for_the_program(tiny):
+def test_the_cache_outlives_the_session_for_the_program(llama):
     """A session that is dropped without a close is closed, and the program keeps its own hold on the cache."""
-    program = etkv.load(tiny.path, etkv.DecodeSession(config(tiny)))
+    program = etkv.load(llama.path, etkv.DecodeSession(config(llama)))
     assert run(program, PROMPT).shape[0] == len(PROMPT)
     assert program.session.length == len(PROMPT)
 
@@ -405,16 +394,16 @@ def test_the_cache_outlives_the_session_for_the_program(tiny):
         (torch.tensor([1]).to_sparse(), [0], "tokens is a tensor without rows in memory: torch.sparse_coo on cpu"),
     ],
 )
-def test_what_is_no_row_of_integers(tiny, session, ids, positions, told):
-    with etkv.load(tiny.path, session) as program, pytest.raises(etkv.EtkvError, match=told):
+def test_what_is_no_row_of_integers(llama, session, ids, positions, told):
+    with etkv.load(llama.path, session) as program, pytest.raises(etkv.EtkvError, match=told):
         program.forward(ids, positions)
     assert session.length == 0
 
 
-def test_arrays_however_they_lie_in_memory(tiny, session, expected):
+def test_arrays_however_they_lie_in_memory(llama, session, expected):
     read_only = np.array(PROMPT)
     read_only.setflags(write=False)
-    with etkv.load(tiny.path, session) as program:
+    with etkv.load(llama.path, session) as program:
         for ids in (np.array(PROMPT[::-1])[::-1], np.repeat(PROMPT, 3)[::3], np.array(PROMPT, ">i8"), read_only):
             session.clear()
             with warnings.catch_warnings():
@@ -423,8 +412,8 @@ def test_arrays_however_they_lie_in_memory(tiny, session, expected):
             np.testing.assert_allclose(rows, expected, atol=2e-4)
 
 
-def test_a_closed_program_tells_nothing(tiny, session):
-    program = etkv.load(tiny.path, session)
+def test_a_closed_program_tells_nothing(llama, session):
+    program = etkv.load(llama.path, session)
     program.close()
     for use in (
         lambda: program.metadata,
@@ -444,7 +433,7 @@ def script(code: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_failures_on_several_threads_at_once(tiny):
+def test_failures_on_several_threads_at_once(llama):
     """ExecuTorch logs each failure, and its log is one for the process."""
     done = script(
         """
@@ -462,13 +451,13 @@ def test_failures_on_several_threads_at_once(tiny):
         for thread in threads: thread.join()
         print(len(refused))
         """,
-        str(tiny.path),
+        str(llama.path),
     )
     assert (done.returncode, done.stdout) == (0, "900\n"), done.stderr[-1000:]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
-def test_a_forked_process_is_refused(tiny):
+def test_a_forked_process_is_refused(llama):
     done = script(
         """
         import os
@@ -484,6 +473,6 @@ def test_a_forked_process_is_refused(tiny):
         os.wait()
         print(program.forward([1], [0]).shape[0])
         """,
-        str(tiny.path),
+        str(llama.path),
     )
     assert (done.returncode, done.stdout) == (0, "True\nTrue\n1\n"), done.stderr[-1000:]
