@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +35,14 @@ class Source:
     def files(self) -> list[Path]:
         """Return the files that the export reads, in a fixed order."""
         if self.gguf_file:
-            return [self.path]
+            return gguf.find_files(self.path)
         wanted = (*_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt")
         return sorted({file for pattern in wanted for file in self.folder.glob(pattern) if file.is_file()})
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that make ``from_pretrained`` read only this source."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {"local_files_only": True}
+    @cached_property
+    def opened(self) -> gguf.GgufFile:
+        """The opened GGUF file. Raises :class:`EtkvError` if it cannot be read."""
+        return gguf.GgufFile(self.path)
 
 
 def find(model: Path) -> Source:
@@ -53,7 +55,7 @@ def find(model: Path) -> Source:
         return Source(model, None)
     if model.suffix.lower() != ".gguf":
         raise EtkvError(f"file {model} does not end in .gguf; a model is a Hugging Face folder or a .gguf file")
-    gguf.check_magic(model)
+    gguf.find_files(model)
     return Source(model.parent, model.name)
 
 
@@ -66,7 +68,12 @@ def read_config(source: Source) -> PreTrainedConfig:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
-        config = AutoConfig.from_pretrained(source.folder, **source.arguments())
+        if source.gguf_file:
+            config = gguf.read_config(source.opened)
+        else:
+            config = AutoConfig.from_pretrained(source.folder, local_files_only=True)
+    except EtkvError:
+        raise
     except Exception as error:
         raise EtkvError(f"the configuration of {source.path} cannot be read: {first_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -81,14 +88,14 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    if source.gguf_file:
+        return gguf.read_tokenizer(source.opened)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.arguments())
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     except Exception as error:
         raise EtkvError(f"the tokenizer of {source.path} cannot be read: {first_line(error)}") from error
     if not tokenizer.is_fast:
         raise EtkvError(f"the tokenizer of {source.path} has no tokenizer.json form ({type(tokenizer).__name__})")
-    if source.gguf_file:
-        gguf.restore_pre_tokenizer(source.path, tokenizer)
     return tokenizer
 
 
@@ -101,19 +108,24 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrain
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from etkv.export import experts
 
     attention.register()
     experts.register()
+    family, origin = AutoModelForCausalLM, {"local_files_only": True}
+    if source.gguf_file:
+        family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        origin = {"state_dict": gguf.read_weights(source.opened, config, getattr(torch, dtype))}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source.folder,
+        model, report = family.from_pretrained(
+            None if source.gguf_file else source.folder,
             config=config,
             dtype=getattr(torch, dtype),
             attn_implementation=attention.NAME,
             output_loading_info=True,
-            **source.arguments(),
+            **origin,
         )
     except KeyError as error:
         if error.args != (attention.NAME,):
@@ -126,9 +138,6 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrain
     missing = sorted(report["missing_keys"])
     if missing:
         raise EtkvError(f"{source.path} lacks {len(missing)} weights of its model, the first is {missing[0]}")
-    if source.gguf_file:
-        gguf.forget_quantization(model)
-    experts.take(model)
     return model.eval()
 
 

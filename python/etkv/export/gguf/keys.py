@@ -1,0 +1,173 @@
+"""The metadata of a GGUF file as typed values, with a record of which keys were read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from etkv.errors import EtkvError
+from etkv.export.gguf.file import GgufFile
+
+_DESCRIPTIVE = ("general.", "quantize.imatrix.", "imatrix.", "mradermacher.", "split.", "tokenizer.")
+"""Prefixes of keys that say nothing about the model's computation: who made the file, from what and how.
+
+``split.`` is checked where the files are opened, ``tokenizer.`` where the tokenizer is read."""
+
+_WITHOUT_EFFECT = ("tensor_data_layout", "rope.scaling.finetuned")
+"""Keys of an architecture that tell how the weights came to be. No computation reads them."""
+
+
+class Keys:
+    """Reads the keys of a file's architecture. A name without that prefix, such as ``attention.head_count``."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self._prefix = f"{file.architecture}."
+        self._read: set[str] = set()
+        self._tensors_read: set[str] = set()
+
+    def key(self, name: str) -> str:
+        """Return the whole key of ``name``, for messages."""
+        return self._prefix + name
+
+    def refuse(self, name: str, reason: str) -> EtkvError:
+        """Return the error for the value of ``name``."""
+        return EtkvError(f"{self.file.path} has {self.key(name)} = {_shown(self._get(name))}, {reason}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Return a whole number from 0 on; of a list with one element for each layer, the one that all layers share.
+
+        Raises :class:`EtkvError` for another value, and for a key that is absent and has no ``default``.
+        """
+        value = self._shared(name, self._required(name, default))
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.refuse(name, "which has to be a whole number from 0 on")
+        return value
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        """Return a whole number from 1 on; otherwise as :meth:`integer`."""
+        value = self.integer(name, default)
+        if value == 0:
+            raise self.refuse(name, "which has to be above 0")
+        return value
+
+    def real(self, name: str, default: float | None = None) -> float:
+        """Return a finite number. Raises :class:`EtkvError` as :meth:`integer` does."""
+        value = self._shared(name, self._required(name, default))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.refuse(name, "which has to be a finite number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a truth value. Raises :class:`EtkvError` for another one."""
+        value = self._required(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name, "which has to be true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """Return a text. Raises :class:`EtkvError` for another value."""
+        value = self._required(name, default)
+        if not isinstance(value, str):
+            raise self.refuse(name, "which has to be a text")
+        return value
+
+    def flags_or_integer(self, name: str, default: int) -> int | list[bool]:
+        """Return a whole number, or a list of truth values, one for each layer. Raises :class:`EtkvError` otherwise."""
+        value = self._required(name, default)
+        if isinstance(value, list) and all(isinstance(item, bool | int) for item in value):
+            return [bool(item) for item in value]
+        return self.integer(name, default)
+
+    def has(self, name: str) -> bool:
+        """Return whether the file has the key ``name``. It does not count as read."""
+        return self._get(name) is not None
+
+    def was_read(self, name: str) -> bool:
+        """Return whether a reader took the key ``name``."""
+        return self.key(name) in self._read
+
+    def only(self, name: str, *allowed: float | bool | str, reason: str) -> None:
+        """Read a key that says what this architecture does anyway. ``allowed`` are the values that say so.
+
+        An absent key says nothing. Numbers are compared up to the rounding of float32. Raises :class:`EtkvError` with
+        ``reason`` for any other value.
+        """
+        self._read.add(self.key(name))
+        value = self._get(name)
+        if value is None:
+            return
+        value = self._shared(name, value)
+        for item in allowed:
+            if type(item) is type(value) and item == value:
+                return
+            numbers = isinstance(item, int | float) and isinstance(value, int | float)
+            if numbers and not isinstance(value, bool) and math.isclose(value, item, rel_tol=1e-6):
+                return
+        raise self.refuse(name, reason)
+
+    def skip(self, *names: str) -> None:
+        """Count ``names`` as read: the caller knows that they change nothing."""
+        self._read.update(self.key(name) for name in names)
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the file has the tensor ``name``."""
+        return name in self.file.tensors
+
+    def vector(self, name: str, length: int) -> list[float] | None:
+        """Return a tensor that stands for settings: ``length`` numbers; ``None`` if the file has none of that name.
+
+        Raises :class:`EtkvError` for another shape, and for values that are not finite and above 0.
+        """
+        tensor = self.file.tensors.get(name)
+        if tensor is None:
+            return None
+        self._tensors_read.add(name)
+        if tensor.shape != (length,):
+            raise EtkvError(f"tensor {name} of {self.file.path} has shape {list(tensor.shape)}, expected [{length}]")
+        values = [float(value) for value in tensor.read()]
+        if not all(math.isfinite(value) and value > 0 for value in values):
+            raise EtkvError(f"tensor {name} of {self.file.path} has a value that is not a finite number above 0")
+        return values
+
+    def check_all_read(self, settings: tuple[str, ...]) -> None:
+        """Raise :class:`EtkvError` for a key that has not been read, or a tensor of ``settings`` that has not."""
+        allowed = {self.key(name) for name in _WITHOUT_EFFECT}
+        for key, value in self.file.values.items():
+            if key in self._read or key in allowed or key.startswith(_DESCRIPTIVE):
+                continue
+            raise EtkvError(
+                f"{self.file.path} has {key} = {_shown(value)}, which the exporter does not know for architecture "
+                f"{self.file.architecture!r}; export the model's Hugging Face folder instead"
+            )
+        for name in settings:
+            if name in self.file.tensors and name not in self._tensors_read:
+                raise EtkvError(
+                    f"{self.file.path} has tensor {name}, which the exporter does not know for architecture "
+                    f"{self.file.architecture!r}; export the model's Hugging Face folder instead"
+                )
+
+    def _get(self, name: str) -> Any:
+        return self.file.values.get(self.key(name))
+
+    def _required(self, name: str, default: Any) -> Any:
+        self._read.add(self.key(name))
+        value = self._get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise EtkvError(f"{self.file.path} lacks {self.key(name)}")
+        return default
+
+    def _shared(self, name: str, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        if not value or any(item != value[0] for item in value):
+            raise self.refuse(name, "which differs from layer to layer; the exporter takes one value for all layers")
+        return value[0]
+
+
+def _shown(value: Any) -> str:
+    """Return ``value`` for a message, cut where it is long."""
+    text = repr(value) if not isinstance(value, list) else f"{value[:4]!r}"[:-1] + (", …]" if len(value) > 4 else "]")
+    return text if len(text) <= 60 else text[:57] + "…"

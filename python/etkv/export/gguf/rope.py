@@ -1,0 +1,114 @@
+"""Rotary embeddings of GGUF files, as the ``rope_parameters`` of a transformers configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from etkv.errors import EtkvError
+from etkv.export.gguf.keys import Keys
+
+FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+"""Tensors that divide the frequencies: of every text (Llama 3), and of short and long texts (Phi-3)."""
+
+SETTINGS = (FACTORS, SHORT_FACTORS, LONG_FACTORS)
+"""Tensors that are settings of the rotary embedding, and not weights."""
+
+
+def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
+    """Return the rotary embedding of every layer, as transformers words it.
+
+    Factors that a file stores as a tensor become ``longrope``: its frequencies are divided by factors too, and any set
+    of factors has a place there. ``partial`` allows heads of which only the first numbers are rotated.
+
+    Raises :class:`EtkvError` for settings that transformers' embeddings cannot express.
+    """
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base", 10000.0)}
+    rotary_dim = keys.positive("rope.dimension_count", head_dim)
+    if rotary_dim > head_dim or rotary_dim % 2 or (rotary_dim != head_dim and not partial):
+        limit = "an even number up to" if partial else "exactly"
+        raise keys.refuse("rope.dimension_count", f"and this architecture rotates {limit} {head_dim} numbers of a head")
+    if partial:
+        parameters["partial_rotary_factor"] = _share(rotary_dim, head_dim)
+    kind = keys.text("rope.scaling.type", "linear")
+    factor = keys.real("rope.scaling.factor", 0.0) or keys.real("rope.scale_linear", 0.0) or 1.0
+    keys.skip("rope.scale_linear")
+    context = keys.positive("context_length")
+    original = keys.integer("rope.scaling.original_context_length", 0) or context
+    attention_factor = keys.real("rope.scaling.attn_factor", 0.0)
+    factors = keys.vector(FACTORS, rotary_dim // 2)
+    short, long = (keys.vector(name, rotary_dim // 2) for name in (SHORT_FACTORS, LONG_FACTORS))
+    if (short is None) != (long is None):
+        raise EtkvError(f"{keys.file.path} has one of {SHORT_FACTORS} and {LONG_FACTORS}; it needs both")
+    if factor < 1.0:
+        raise keys.refuse("rope.scaling.factor", "which has to be 1 or more")
+    if kind == "yarn":
+        if factors or short:
+            raise keys.refuse("rope.scaling.type", "and factors of its own beside it; the exporter takes one of them")
+        return parameters | _yarn(keys, factor, original, attention_factor)
+    if kind == "none":
+        factor = 1.0
+    elif kind not in ("linear", "longrope"):
+        raise keys.refuse("rope.scaling.type", "and the exporter knows none, linear, yarn and longrope")
+    _refuse_yarn_settings(keys, kind)
+    if short is not None and long is not None:
+        if factors is not None:
+            raise EtkvError(f"{keys.file.path} has {FACTORS} and {SHORT_FACTORS}; the exporter takes one of them")
+        parameters |= {"rope_type": "longrope", "short_factor": _scaled(short, factor), "original": original}
+        parameters |= {"long_factor": _scaled(long, factor)}
+    elif kind == "longrope":
+        raise keys.refuse("rope.scaling.type", f"and no {SHORT_FACTORS} and {LONG_FACTORS}")
+    elif factors is not None or attention_factor not in (0.0, 1.0):
+        both = _scaled(factors or [1.0] * (rotary_dim // 2), factor)
+        attention_factor = attention_factor or 1.0
+        parameters |= {"rope_type": "longrope", "short_factor": both, "long_factor": both, "original": context}
+    elif factor != 1.0:
+        return parameters | {"rope_type": "linear", "factor": factor}
+    else:
+        return parameters
+    parameters["original_max_position_embeddings"] = parameters.pop("original")
+    parameters["factor"] = max(1.0, context / parameters["original_max_position_embeddings"])
+    if attention_factor:
+        parameters["attention_factor"] = attention_factor
+    return parameters
+
+
+def _yarn(keys: Keys, factor: float, original: int, attention_factor: float) -> dict[str, Any]:
+    """Return YaRN's settings.
+
+    ``yarn_attn_factor`` is the factor of cosines and sines whole, as transformers' ``attention_factor``. Without it
+    the factor follows from the scaling, and ``attn_factor`` multiplies it.
+    """
+    keys.only("rope.scaling.yarn_ext_factor", 1.0, reason="and YaRN is read with an extrapolation factor of 1 only")
+    logarithm = math.log(factor)
+    scale = keys.real("rope.scaling.yarn_attn_factor", 0.0)
+    all_dimensions = keys.real("rope.scaling.yarn_log_multiplier", 0.0)
+    if not scale:
+        scale = (0.1 * logarithm + 1.0) / (0.1 * all_dimensions * logarithm + 1.0)
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "attention_factor": scale * (attention_factor or 1.0),
+        "beta_fast": keys.real("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": keys.real("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def _refuse_yarn_settings(keys: Keys, kind: str) -> None:
+    reason = f"and no YaRN: rope.scaling.type is {kind!r}"
+    keys.only("rope.scaling.yarn_ext_factor", 0.0, reason=reason)
+    keys.only("rope.scaling.yarn_attn_factor", 0.0, 1.0, reason=reason)
+    keys.only("rope.scaling.yarn_beta_fast", 32.0, reason=reason)
+    keys.only("rope.scaling.yarn_beta_slow", 1.0, reason=reason)
+    keys.only("rope.scaling.yarn_log_multiplier", 0.0, reason=reason)
+
+
+def _scaled(factors: list[float], factor: float) -> list[float]:
+    return [value * factor for value in factors]
+
+
+def _share(rotary_dim: int, head_dim: int) -> float:
+    """Return the share that transformers multiplies by ``head_dim`` and cuts to ``rotary_dim``."""
+    share = rotary_dim / head_dim
+    return share if int(share * head_dim) == rotary_dim else math.nextafter(share, 1.0)

@@ -1,0 +1,79 @@
+"""The special tokens of a GGUF file: its ids of special meaning, and the tokens that end an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etkv.errors import EtkvError
+from etkv.export.gguf.file import GgufFile
+
+_ENDS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<eos>",
+        "</s>",
+        "<EOT>",
+        "< EOT >",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<turn|>",
+        "<|tool_response>",
+        "<｜end▁of▁sentence｜>",
+        "[e~[",
+    }
+)
+"""Texts of tokens that end a turn or a text in every vocabulary that has them.
+
+Files name one end token, and chat models end their turns with another."""
+
+
+def token_id(file: GgufFile, name: str) -> int | None:
+    """Return the id that ``tokenizer.ggml.{name}_token_id`` gives, or ``None``.
+
+    Raises :class:`EtkvError` for an id outside the vocabulary.
+    """
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = file.values.get(key)
+    if value is None:
+        return None
+    count = len(file.values.get("tokenizer.ggml.tokens") or ())
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
+        raise EtkvError(f"{file.path} has {key} = {value!r}, and its vocabulary has {count} tokens")
+    return value
+
+
+def ends(file: GgufFile) -> list[int]:
+    """Return the ids of the tokens that end an answer: those that keys name first, then those known by their text."""
+    named = [token_id(file, name) for name in ("eos", "eot", "eom")]
+    texts = {text: index for index, text in enumerate(file.values.get("tokenizer.ggml.tokens") or ()) if text in _ENDS}
+    if {"<|return|>", "<|call|>"} <= texts.keys() or {"<|calls|>", "<|flush|>"} <= texts.keys():
+        # There "<|end|>" ends a message, and an answer consists of several.
+        texts.pop("<|end|>", None)
+    if "<|tool_response>" in texts:
+        texts.pop("</s>", None)
+    return list(dict.fromkeys([*(index for index in named if index is not None), *texts.values()]))
+
+
+def ids(file: GgufFile) -> dict[str, Any]:
+    """Return the entries of a configuration: ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.
+
+    Several end tokens are a list. Raises :class:`EtkvError` for an id outside the vocabulary.
+    """
+    found = ends(file)
+    return {
+        "bos_token_id": token_id(file, "bos"),
+        "eos_token_id": found[0] if len(found) == 1 else found or None,
+        "pad_token_id": token_id(file, "padding"),
+    }

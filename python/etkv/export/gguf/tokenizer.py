@@ -1,0 +1,292 @@
+"""The tokenizer of a GGUF file, built from its vocabulary, merges or scores, token types and flags."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from etkv.errors import EtkvError, first_line
+from etkv.export.gguf import special_tokens
+from etkv.export.gguf.file import GgufFile
+from etkv.export.gguf.splits import SPLITS
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+"""llama.cpp's types of tokens."""
+
+_READ = frozenset(
+    f"tokenizer.{name}"
+    for name in (
+        "chat_template",
+        "chat_templates",
+        "ggml.add_bos_token",
+        "ggml.add_eos_token",
+        "ggml.add_space_prefix",
+        "ggml.bos_token_id",
+        "ggml.eom_token_id",
+        "ggml.eos_token_id",
+        "ggml.eot_token_id",
+        "ggml.merges",
+        "ggml.model",
+        "ggml.padding_token_id",
+        "ggml.pre",
+        "ggml.scores",
+        "ggml.token_type",
+        "ggml.tokens",
+        "ggml.unknown_token_id",
+    )
+)
+_WITHOUT_EFFECT = frozenset(
+    # The ids of tokens for filling in the middle and for encoders: nothing asks a decoder's tokenizer for them.
+    [
+        f"tokenizer.ggml.{name}_token_id"
+        for name in (
+            *("cls", "mask", "seperator", "separator"),
+            *("prefix", "suffix", "middle", "fsep"),
+            *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"),
+        )
+    ]
+    # Another form of the same tokenizer.
+    + ["tokenizer.huggingface.json"]
+)
+_ONLY = {
+    "tokenizer.ggml.add_sep_token": False,
+    "tokenizer.ggml.normalizer.lowercase": False,
+    "tokenizer.ggml.normalizer.strip_accents": False,
+    "tokenizer.ggml.remove_extra_whitespaces": False,
+}
+"""Keys whose other value changes text or ids in a way that the exporter does not reproduce."""
+
+_TEMPLATE = "tokenizer.chat_template"
+
+
+def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of ``file`` with its chat templates.
+
+    Raises :class:`EtkvError` for a kind of tokenizer, a pre-tokenizer or a key that the exporter does not know, and for
+    a vocabulary that contradicts itself.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    _check_keys(file)
+    vocabulary = _Vocabulary(file)
+    kind = file.values.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer, adds_bos = _byte_level(vocabulary)
+    elif kind == "llama":
+        tokenizer, adds_bos = _sentencepiece(vocabulary), True
+    else:
+        raise EtkvError(
+            f"{file.path} has tokenizer.ggml.model = {kind!r}, and the exporter reads gpt2 (byte pairs) and llama "
+            "(SentencePiece); export the model's Hugging Face folder instead"
+        )
+    tokenizer.add_tokens(vocabulary.added())
+    _add_ends(tokenizer, vocabulary, adds_bos)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=vocabulary.special("bos"),
+        eos_token=vocabulary.special("eos"),
+        unk_token=vocabulary.special("unknown"),
+        pad_token=vocabulary.special("padding"),
+        chat_template=_chat_template(file),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _check_keys(file: GgufFile) -> None:
+    for key, value in file.values.items():
+        if not key.startswith("tokenizer.") or key in _READ or key in _WITHOUT_EFFECT:
+            continue
+        if key.startswith(f"{_TEMPLATE}.") or (key in _ONLY and value == _ONLY[key]):
+            continue
+        raise EtkvError(
+            f"{file.path} has {key} = {str(value)[:40]}, which the exporter does not know for a decoder's tokenizer; "
+            "export the model's Hugging Face folder instead"
+        )
+
+
+class _Vocabulary:
+    """The tokens of a file by id, with their types, and the tokens of special meaning."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.tokens: list[str] = self.list_of("tokens", str) or []
+        if not self.tokens:
+            raise EtkvError(f"{file.path} has no vocabulary (tokenizer.ggml.tokens)")
+        self.tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(self.tokens)]
+        self.ids = {token: index for index, token in enumerate(self.tokens)}
+        if len(self.ids) != len(self.tokens):
+            twice = next(token for index, token in enumerate(self.tokens) if self.ids[token] != index)
+            raise EtkvError(
+                f"the vocabulary of {file.path} has token {twice!r} twice, as {self.tokens.index(twice)} too"
+            )
+        self.types: list[int] = self.list_of("token_type", int) or [_NORMAL] * len(self.tokens)
+        embedding = file.tensors.get("token_embd.weight")
+        if embedding is not None and embedding.shape[0] < len(self.tokens):
+            raise EtkvError(
+                f"the vocabulary of {file.path} has {len(self.tokens)} tokens, and its embedding {embedding.shape[0]} rows"
+            )
+
+    def list_of(self, name: str, kind: type) -> list[Any] | None:
+        """Return ``tokenizer.ggml.{name}``, one element for each token; ``None`` if it is absent."""
+        key = f"tokenizer.ggml.{name}"
+        values = self.file.values.get(key)
+        if values is None:
+            return None
+        allowed = (int, float) if kind is float else kind
+        if not isinstance(values, list) or not all(isinstance(value, allowed) for value in values):
+            raise EtkvError(f"{self.file.path} has {key} of another form than a list of {kind.__name__}")
+        if name not in ("tokens", "merges") and len(values) != len(self.tokens):
+            raise EtkvError(f"{self.file.path} has {key} of {len(values)} elements for {len(self.tokens)} tokens")
+        return values
+
+    def special(self, name: str) -> str | None:
+        """Return the token that ``tokenizer.ggml.{name}_token_id`` gives, or ``None``."""
+        index = special_tokens.token_id(self.file, name)
+        return None if index is None else self.tokens[index]
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.file.values.get(f"tokenizer.ggml.{name}", default)
+        if not isinstance(value, bool):
+            raise EtkvError(f"{self.file.path} has tokenizer.ggml.{name} = {value!r}, which has to be true or false")
+        return value
+
+    def added(self) -> list[AddedToken]:
+        """Return the tokens that are found in a text before it is split, in the order of their ids.
+
+        Control tokens and tokens that end an answer are special: a text without special tokens leaves them out.
+        """
+        from tokenizers import AddedToken
+
+        ends = set(special_tokens.ends(self.file))
+        return [
+            AddedToken(token, special=kind != _USER_DEFINED or index in ends, normalized=False)
+            for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind in (_CONTROL, _USER_DEFINED, _UNKNOWN) or index in ends
+        ]
+
+    def merges(self) -> list[tuple[str, str]] | None:
+        """Return the pairs to merge, the first first; ``None`` if the file has no list of them."""
+        lines = self.list_of("merges", str)
+        if lines is None:
+            return None
+        pairs = []
+        for line in lines:
+            # A token may begin with a space, but none is empty.
+            at = line.find(" ", 1)
+            left, right = line[:at], line[at + 1 :]
+            if at < 1 or not all(token in self.ids for token in (left, right, left + right)):
+                raise EtkvError(f"{self.file.path} has a merge of tokens that its vocabulary lacks: {line!r}")
+            pairs.append((left, right))
+        return pairs
+
+    def merges_of_scores(self) -> list[tuple[str, str]]:
+        """Return the pairs whose union is a token, the token with the highest score first.
+
+        SentencePiece merges the neighbours that make the best token. Among equal scores the lower id comes first.
+        """
+        scores = self.list_of("scores", float)
+        if scores is None:
+            raise EtkvError(f"{self.file.path} has neither tokenizer.ggml.scores nor tokenizer.ggml.merges")
+        if not all(math.isfinite(score) for score in scores):
+            raise EtkvError(f"{self.file.path} has a score in tokenizer.ggml.scores that is not a finite number")
+        merges = []
+        for index in sorted(range(len(self.tokens)), key=lambda index: (-scores[index], index)):
+            token = self.tokens[index]
+            if self.types[index] not in (_CONTROL, _UNKNOWN, _BYTE):
+                cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+                merges += [(left, right) for left, right in cuts if left in self.ids and right in self.ids]
+        return merges
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    """Return a tokenizer that merges bytes, and whether it begins texts with BOS unless the file says otherwise."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    path = vocabulary.file.path
+    name = vocabulary.file.values.get("tokenizer.ggml.pre")
+    if name is None:
+        raise EtkvError(
+            f"{path} does not say how its tokenizer splits text (tokenizer.ggml.pre); convert the model again, or export "
+            "its Hugging Face folder"
+        )
+    splits = SPLITS.get(name)
+    if splits is None:
+        raise EtkvError(
+            f"{path} has tokenizer.ggml.pre = {name!r}, a pre-tokenizer that the exporter cannot reproduce; export the "
+            "model's Hugging Face folder instead"
+        )
+    merges = vocabulary.merges()
+    if merges is None:
+        raise EtkvError(f"{path} lacks tokenizer.ggml.merges")
+    try:
+        tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=splits.whole_words))
+    except Exception as error:
+        raise EtkvError(f"the tokenizer of {path} cannot be made: {first_line(error)}") from error
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in splits.expressions),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, splits.adds_bos
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
+    """Return a tokenizer that merges characters, spaces among them, and falls back to bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    unknown = vocabulary.special("unknown")
+    if unknown is None and vocabulary.types[0] == _UNKNOWN:
+        unknown = vocabulary.tokens[0]
+    prefix = vocabulary.flag("add_space_prefix", True)
+    merges = vocabulary.merges()
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary.ids,
+            vocabulary.merges_of_scores() if merges is None else merges,
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback="<0x00>" in vocabulary.ids,
+        )
+    )
+    space = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space] if prefix else [space])
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
+    """Make ``tokenizer`` put BOS before a text and EOS after it, where the file or its kind says so."""
+    from tokenizers import processors
+
+    adds = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
+    named = {name: vocabulary.special(name) for name, added in adds.items() if added}
+    for name, token in named.items():
+        if token is None:
+            raise EtkvError(
+                f"{vocabulary.file.path} adds an {name.upper()} token to texts and lacks tokenizer.ggml.{name}_token_id"
+            )
+    if not named:
+        return
+    template = [*([named["bos"]] if "bos" in named else []), "$A", *([named["eos"]] if "eos" in named else [])]
+    pairs = {token: vocabulary.ids[token] for token in named.values() if token is not None}
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=list(pairs.items()))
+
+
+def _chat_template(file: GgufFile) -> str | dict[str, str] | None:
+    """Return the file's chat template; templates by name if it has several."""
+    named = {
+        key.removeprefix(f"{_TEMPLATE}."): value
+        for key, value in file.values.items()
+        if key.startswith(f"{_TEMPLATE}.") and isinstance(value, str)
+    }
+    default = file.values.get(_TEMPLATE)
+    if not named:
+        return default if isinstance(default, str) else None
+    return ({"default": default} if isinstance(default, str) else {}) | named

@@ -1,0 +1,150 @@
+"""The weights of a GGUF file under the names, and in the order of numbers, of transformers' model."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from etkv.errors import EtkvError
+from etkv.export.gguf import rope
+from etkv.export.gguf.file import GgufFile
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from transformers import PreTrainedConfig
+
+_INTERLEAVED = frozenset({"llama", "granite", "granitemoe", "smollm3"})
+"""Architectures whose queries and keys are stored for rotating neighbours, where transformers rotates halves."""
+
+_SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3", "nemotron"})
+"""Architectures whose norms are stored with the 1 that transformers adds to their weights."""
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+_WITHOUT_EFFECT = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
+"""Tensors that follow from the settings: old converters stored the frequencies of the rotary embedding."""
+
+_JOINED = {
+    r"(.*\.)experts\.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    r"(.*\.)experts\.down_proj": ("ffn_down_exps.weight",),
+    r"(.*\.)block_sparse_moe\.router\.weight": ("ffn_gate_inp.weight",),
+    r"(.*\.)shared_mlp\.input_linear\.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+}
+"""Patterns of transformers' names that the ``gguf`` package does not map -> the tensors of a layer to join by rows."""
+
+_OPTIONAL_BIAS = re.compile(r".*\.(self_attn|mlp)\.[a-z]+_proj\.bias")
+"""Biases that transformers adds to all projections of a block, if one has a bias. An absent one is zero."""
+
+
+def read_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the weights of the model of ``config`` in ``dtype``: name -> tensor. Quantized ones are dequantized.
+
+    ``config`` may have fewer layers than the file. Raises :class:`EtkvError` if the file lacks a weight, has one of
+    another shape, or has a tensor that the model has no place for.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    parameters = model.state_dict()
+    if config.tie_word_embeddings:
+        for name in model.all_tied_weights_keys:
+            parameters.pop(name, None)
+    reader = _Reader(file, config)
+    sources = {name: reader.sources(name) for name in parameters}
+    reader.check_all_named(sources)
+    return {
+        name: torch.from_numpy(reader.read(name, sources[name], tuple(parameter.shape))).to(dtype)
+        for name, parameter in parameters.items()
+    }
+
+
+class _Reader:
+    def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        self._file = file
+        self._config = config
+        architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
+        self._names = get_tensor_name_map(architecture, config.num_hidden_layers)
+
+    def read(self, name: str, sources: list[str], shape: tuple[int, ...]) -> np.ndarray:
+        """Return the values of transformers' parameter ``name``, contiguous and of ``shape``."""
+        import numpy as np
+
+        if len(sources) == 1 and sources[0] not in self._file.tensors and _OPTIONAL_BIAS.fullmatch(name):
+            return np.zeros(shape, dtype=np.float32)
+        parts = [self._values(source) for source in sources]
+        # Experts are stacked: their rows are the axis after the first.
+        values = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=parts[0].ndim - 2)
+        values = self._reordered(name, sources[0], values)
+        if values.shape != shape and values.size == np.prod(shape) and 1 in (*shape, *values.shape):
+            values = values.reshape(shape)
+        if values.shape != shape:
+            raise EtkvError(
+                f"tensor {sources[0]} of {self._file.path} has shape {list(values.shape)}, and its model needs "
+                f"{list(shape)} there"
+            )
+        return np.ascontiguousarray(values)
+
+    def check_all_named(self, sources: dict[str, list[str]]) -> None:
+        """Raise :class:`EtkvError` for a tensor that no parameter is made of, of the layers that the model has."""
+        named = {source for parts in sources.values() for source in parts}
+        stored = self._file.values[f"{self._file.architecture}.block_count"]
+        for name in self._file.tensors:
+            layer = _LAYER.match(name)
+            if layer is not None and self._config.num_hidden_layers <= int(layer[1]) < stored:
+                continue
+            if name in named or name in rope.SETTINGS or _WITHOUT_EFFECT.fullmatch(name):
+                continue
+            raise EtkvError(
+                f"tensor {name} of {self._file.path} has no place in transformers' model of family "
+                f"{self._config.model_type!r}; export the model's Hugging Face folder instead"
+            )
+
+    def sources(self, name: str) -> list[str]:
+        """Return the names of the file's tensors that make up transformers' parameter ``name``."""
+        layer = re.search(r"\.(\d+)\.", name)
+        for pattern, parts in _JOINED.items():
+            if layer is not None and re.fullmatch(pattern, name):
+                return [f"blk.{layer[1]}.{part}" for part in parts]
+        head = re.fullmatch(r".*\.self_attn\.([qk])_layernorm\.norms\.\d+\.weight", name)
+        if layer is not None and head is not None:
+            return [f"blk.{layer[1]}.attn_{head[1]}_norm.weight"]
+        known: str | None = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name == "lm_head.weight":
+            known = "output.weight"
+        if known is None:
+            raise EtkvError(f"parameter {name} of family {self._config.model_type!r} has no name in GGUF files")
+        return [known]
+
+    def _values(self, name: str) -> np.ndarray:
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
+            raise EtkvError(f"{self._file.path} lacks tensor {name} of its model")
+        return tensor.read()
+
+    def _reordered(self, name: str, source: str, values: np.ndarray) -> np.ndarray:
+        """Return ``values`` as transformers stores them, where llama.cpp's converters store them otherwise."""
+        architecture, config = self._file.architecture, self._config
+        if architecture in _INTERLEAVED and ".attn_q." in source:
+            return _halves(values, config.num_attention_heads)
+        if architecture in _INTERLEAVED and ".attn_k." in source:
+            return _halves(values, config.num_key_value_heads)
+        if architecture in _SHIFTED_NORMS and source.endswith("norm.weight"):
+            return values - 1.0
+        if architecture == "gpt2" and values.ndim == 2 and source.startswith("blk."):
+            return values.T
+        if architecture == "gptneox" and ".attn_qkv." in source:
+            heads = config.num_attention_heads
+            return values.reshape(3, heads, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+        if architecture == "stablelm" and (head := re.search(r"_layernorm\.norms\.(\d+)\.", name)):
+            return values.reshape(-1, values.shape[-1])[int(head[1])]
+        return values
+
+
+def _halves(values: np.ndarray, heads: int) -> np.ndarray:
+    """Return rows of a projection with the two halves of each head apart, which were stored in turn."""
+    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)

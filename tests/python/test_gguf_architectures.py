@@ -1,0 +1,319 @@
+"""GGUF files of every architecture that is read: the logits are those of the folder that the file was made of."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import tiny_gguf
+import tiny_models
+from etkv.errors import EtkvError
+from etkv.export import gguf, source
+
+TOKENS = [(index * 37 + 11) % 250 for index in range(120)]
+SHAPE = {**tiny_models.SHAPE, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_KEYS = {
+    ".rope.scaling.type": "yarn",
+    ".rope.scaling.factor": 4.0,
+    ".rope.scaling.original_context_length": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SHORT, LONG = [1.0 + 0.1 * index for index in range(8)], [2.0 + 0.5 * index for index in range(8)]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": SHORT,
+    "long_factor": LONG,
+    "original_max_position_embeddings": 64,
+}
+
+
+def llama3_factors(dim: int) -> np.ndarray:
+    """The factors that the converter stores for Llama 3: none for short waves, all for long ones, some between."""
+    factors = []
+    for index in range(0, dim, 2):
+        wave = 2 * math.pi * LLAMA3["rope_theta"] ** (index / dim)
+        share = (LLAMA3["original_max_position_embeddings"] / wave - 1.0) / (4.0 - 1.0)
+        share = min(max(share, 0.0), 1.0)
+        factors.append(1 / ((1 - share) / LLAMA3["factor"] + share))
+    return np.array(factors)
+
+
+CASES = {
+    "llama": ("llama", "llama", {}, {}, {}),
+    "llama, all biases": ("llama", "llama", {"attention_bias": True, "mlp_bias": True}, {}, {}),
+    "llama, tied": ("llama", "llama", {"tie_word_embeddings": True}, {}, {}),
+    "llama, wide heads": ("llama", "llama", {"head_dim": 32}, {}, {}),
+    "llama, linear": (
+        "llama",
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0},
+        {},
+    ),
+    "llama, linear by its old name": (
+        "llama",
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        {".rope.scale_linear": 4.0},
+        {},
+    ),
+    "llama 3.1": ("llama", "llama", {"rope_parameters": LLAMA3}, {}, {"rope_freqs.weight": llama3_factors(16)}),
+    "mistral": ("llama", "mistral", {"sliding_window": 24}, {".attention.sliding_window": 24}, {}),
+    "mixtral": ("llama", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}, {}),
+    "qwen2": ("qwen2", "qwen2", {}, {}, {}),
+    "qwen2, yarn": ("qwen2", "qwen2", {"rope_parameters": YARN}, YARN_KEYS, {}),
+    "qwen2, yarn whole": (
+        "qwen2",
+        "qwen2",
+        {"rope_parameters": YARN | {"attention_factor": 1.7, "beta_fast": 20.0, "beta_slow": 2.0}},
+        YARN_KEYS
+        | {
+            ".rope.scaling.yarn_attn_factor": 1.7,
+            ".rope.scaling.yarn_beta_fast": 20.0,
+            ".rope.scaling.yarn_beta_slow": 2.0,
+        },
+        {},
+    ),
+    "qwen2moe": (
+        "qwen2moe",
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+        {},
+        {},
+    ),
+    "qwen3": ("qwen3", "qwen3", {"head_dim": 32}, {}, {}),
+    "qwen3moe": (
+        "qwen3moe",
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+        {},
+        {},
+    ),
+    "gemma": ("gemma", "gemma", {"head_dim": 32}, {}, {}),
+    "gemma2": (
+        "gemma2",
+        "gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        },
+        {
+            ".attn_logit_softcapping": 3.0,
+            ".final_logit_softcapping": 5.0,
+            ".attention.sliding_window": 24,
+        },
+        {},
+    ),
+    "gemma3": (
+        "gemma3",
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 24,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        {".attention.sliding_window": 24, ".rope.scaling.type": "linear", ".rope.scaling.factor": 8.0},
+        {},
+    ),
+    "gemma3, its own scale and bases": (
+        "gemma3",
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        {
+            ".attention.scale": 20**-0.5,
+            ".attention.sliding_window": 24,
+            ".attention.sliding_window_pattern": [False, True],
+            ".rope.freq_base_swa": 500.0,
+        },
+        {},
+    ),
+    "phi2": ("phi2", "phi", {"rope_parameters": PARTIAL}, {}, {}),
+    "phi3": ("phi3", "phi3", {}, {".rope.scaling.original_context_length": 256}, {}),
+    "phi3, window": ("phi3", "phi3", {"sliding_window": 24}, {".attention.sliding_window": 24}, {}),
+    "phi3, partial": ("phi3", "phi3", {"rope_parameters": PARTIAL}, {".attention.sliding_window": 0}, {}),
+    "phi3, long": (
+        "phi3",
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+        {
+            ".rope.scaling.original_context_length": 64,
+            ".rope.scaling.attn_factor": math.sqrt(1 + math.log(4) / math.log(64)),
+        },
+        {"rope_factors_short.weight": np.array(SHORT), "rope_factors_long.weight": np.array(LONG)},
+    ),
+    "starcoder2": ("starcoder2", "starcoder2", {}, {}, {}),
+    "starcoder2, untied": ("starcoder2", "starcoder2", {"tie_word_embeddings": False}, {}, {}),
+    "stablelm": (
+        "stablelm",
+        "stablelm",
+        {"rope_parameters": PARTIAL, "use_qkv_bias": True},
+        {".use_parallel_residual": True},
+        {},
+    ),
+    "stablelm, parallel and normed": (
+        "stablelm",
+        "stablelm",
+        {"rope_parameters": PARTIAL, "use_parallel_residual": True, "qk_layernorm": True},
+        {".use_parallel_residual": True},
+        {},
+    ),
+    "gpt2": ("gpt2", "gpt2", {"intermediate_size": None, "n_inner": 96, "rope_parameters": None}, {}, {}),
+    "gptneox": ("gptneox", "gpt_neox", {"rope_parameters": PARTIAL}, {".use_parallel_residual": True}, {}),
+    "gptneox, sequential": (
+        "gptneox",
+        "gpt_neox",
+        {"rope_parameters": PARTIAL, "use_parallel_residual": False},
+        {".use_parallel_residual": False},
+        {},
+    ),
+    "nemotron": ("nemotron", "nemotron", {"rope_parameters": PARTIAL}, {".rope.scaling.type": "none"}, {}),
+    "granite": (
+        "granite",
+        "granite",
+        {
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+        {".attention.scale": 0.1, ".embedding_scale": 3.0, ".residual_scale": 0.5, ".logit_scale": 2.0},
+        {},
+    ),
+    "granitemoe": (
+        "granitemoe",
+        "granitemoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
+        {},
+        {},
+    ),
+    "granitemoe, shared": (
+        "granitemoe",
+        "granitemoeshared",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25, "shared_intermediate_size": 48},
+        {},
+        {},
+    ),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4}, {}, {}),
+    "olmo2": ("olmo2", "olmo2", {}, {}, {}),
+    "olmo3": (
+        "olmo2",
+        "olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 24},
+        {".attention.sliding_window": 24, ".attention.sliding_window_pattern": [True, True, True, False]},
+        {},
+    ),
+    "olmoe": ("olmoe", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, {}, {}),
+    "command-r": ("command-r", "cohere", {"use_qk_norm": True, "logit_scale": 0.5}, {".logit_scale": 0.5}, {}),
+    "cohere2": (
+        "cohere2",
+        "cohere2",
+        {"num_hidden_layers": 4, "sliding_window": 24, "logit_scale": 0.5, "head_dim": 32},
+        {".logit_scale": 0.5, ".attention.sliding_window": 24, ".rope.dimension_count": 32},
+        {},
+    ),
+}
+"""A name -> architecture, family of transformers, its settings, the file's keys, its further tensors."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a function that makes the folder of a family with settings, and random numbers in all its weights."""
+
+    def make(model_type: str, settings: dict):
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        made = tmp_path_factory.mktemp(model_type)
+        arguments = {**SHAPE, **settings}
+        if model_type in ("gpt2", "gpt_neox"):
+            arguments.pop("num_key_value_heads")
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**arguments)).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(made)
+        tokenizer = tiny_models.tokenizer()
+        tokenizer.save_pretrained(made)
+        return made
+
+    return make
+
+
+def logits(model) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(torch.tensor([TOKENS])).logits[0].numpy()
+
+
+def read(file):
+    """Return the model of a GGUF file with transformers' own attention."""
+    import torch
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    origin = source.find(file)
+    config = source.read_config(origin)
+    weights = gguf.read_weights(origin.opened, config, torch.float32)
+    model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=weights, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_those_of_the_folder(folder, tmp_path, name):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    architecture, model_type, settings, keys, tensors = CASES[name]
+    origin = folder(model_type, settings)
+    file = tiny_gguf.write(origin, tmp_path / "x.gguf", architecture=architecture, keys=keys, tensors=tensors)
+    original = AutoModelForCausalLM.from_pretrained(origin, dtype=torch.float32, attn_implementation="eager")
+    expected = logits(original)
+    np.testing.assert_allclose(logits(read(file)), expected, rtol=1e-3, atol=1e-3 * expected.std())
