@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from etkv import _mlx_serialization
 from etkv.errors import EtkvError
-from etkv.export import companions, hf_folder, layers, limits, lowering, manifest, rope, source
+from etkv.export import attention, companions, hf_folder, layers, limits, lowering, manifest, rope, source
 from etkv.export.progress import Progress
+from etkv.export.reasons import explained
 from etkv.export.request import ExportRequest
 
 if TYPE_CHECKING:
@@ -51,21 +52,35 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 
     with progress.step("importing torch, transformers and ExecuTorch"):
         _import_tools()
+    from etkv.export import check, experts
+
     with progress.step(f"reading the configuration of {origin.path}"):
         config = source.read_config(origin)
-        layers.keep_first(config, request.layers)
-        layers.check_taps(request.tap_layers, config)
-        settled = limits.settle(request, layers.last(config, request.draft) if request.draft else config)
+        with explained(config.model_type, "exported"):
+            layers.keep_first(config, request.layers)
+            layers.check_taps(request.tap_layers, config)
+            settled = limits.settle(request, layers.last(config, request.draft) if request.draft else config)
     with progress.step("reading the tokenizer"):
         tokenizer = source.read_tokenizer(origin)
     with progress.step("reading the weights"):
         model = source.read_model(origin, config, request.dtype)
         rope.settle(model, settled.max_context)
         generation = source.generation_settings(origin, model, tokenizer)
-    predictor = _feature_predictor(model, tokenizer, request.draft, generation, progress) if request.draft else None
+    family = config.model_type
+    with explained(family, "exported", model):
+        predictor = _feature_predictor(model, tokenizer, request.draft, generation, progress) if request.draft else None
+        step = _step(request, model, predictor)
+        with progress.step("running the model once"):
+            layout = attention.survey(step, step.inputs(min(3, settled.prefill_chunk)))
+            settled = settled.within(layout, request)
+    checked = check.Check(step, request, settled, layout, progress)
+    if request.quantize is None:
+        checked.run_model()
+    experts.take(model)
     if request.quantize is not None:
-        with progress.step(f"quantizing to {request.quantize}"):
+        with progress.step(f"quantizing to {request.quantize}"), explained(family, "quantized", model):
             lowering.quantize(model, request, settled.group_size)
+        checked.run_model()
     with contextlib.ExitStack() as scratches:
         kept = None
         if request.keep_hf is not None:
@@ -75,10 +90,10 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
             with progress.step(f"writing the weights for {request.keep_hf}"), _writing(request.keep_hf):
                 kept.write(model, tokenizer, generation)
 
-        methods = lowering.constant_methods(request, settled, generation)
+        methods = lowering.constant_methods(request, settled, layout, generation)
         if predictor is not None:
             methods["get_draft_tap"] = config.get_text_config().num_hidden_layers - request.draft - 1
-        program = lowering.lower(_step(request, model, predictor), request, settled, methods, progress)
+        program = lowering.lower(step, request, settled, layout, methods, progress)
 
         folder = request.output.parent
         with progress.step(f"writing {request.output}"), _writing(request.output):
@@ -91,6 +106,8 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
             size = (scratch / request.output.name).stat().st_size
             names = companions.write(scratch, tokenizer, generation)
             manifest.write(scratch, request, origin, settled, size, names)
+        checked.run_program(scratch / request.output.name)
+        with _writing(request.output):
             _publish(scratch, folder, [*names, request.output.name, manifest.NAME], kept)
     progress.note(f"wrote {request.output} ({size / 1e6:.1f} MB)")
     return request.output

@@ -136,6 +136,13 @@ def _parser() -> argparse.ArgumentParser:
         help="also write the exported weights, dequantized, as a Hugging Face folder for comparisons",
     )
     parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run the program on a few tokens and compare it with the model, before it is written (default: where the "
+        "weights take up to 1 GiB)",
+    )
+    parser.add_argument(
         "--if-changed",
         action="store_true",
         help="do nothing if the program was made from the same model and arguments with the same versions",

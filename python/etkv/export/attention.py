@@ -1,7 +1,15 @@
-"""Attention that calls the KV cache op, and refuses features that the op lacks."""
+"""Attention that calls the KV cache op, and refuses what the op lacks.
+
+A model runs twice before it is a program. The first run, :func:`survey`, is plain PyTorch: it tells which cache each
+attention uses, of which sizes and window, and it sees the masks that the family asks for. The second is the trace.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from etkv._mlx_serialization import ensure_available
@@ -12,31 +20,193 @@ if TYPE_CHECKING:
 NAME = "etkv_offgraph"
 """The name under which transformers finds this attention."""
 
-_LACKED = {"softcap": "a softcap", "s_aux": "learned sinks"}
+_LACKED = {
+    "softcap": "a softcap",
+    "s_aux": "learned sinks",
+    "sinks": "learned sinks",
+    "position_bias": "a bias by position",
+    "head_mask": "a mask of heads",
+    "block_indices": "a selection of blocks",
+    "indices": "a selection of tokens",
+}
 """Arguments of attention functions that the op lacks -> their names in messages."""
+
+_WITHOUT_EFFECT = {
+    # The cache is outside of the graph, and positions are the step's.
+    "cache_position",
+    "position_ids",
+    "position_embeddings",
+    "past_key_values",
+    "use_cache",
+    # They choose what a model returns, beside its logits.
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    # Nothing is trained.
+    "deterministic",
+    "labels",
+    "num_items_in_batch",
+}
+"""Arguments of attention functions that change nothing of the result here. None and False never do."""
+
+_USED = {"dropout", "is_causal", "scaling", "sliding_window"}
+"""Arguments of attention functions that :func:`_attend` reads."""
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """One entry for each KV cache of the program, in the order of their ids.
+
+    ``kv_heads`` counts heads, ``head_dims`` and ``v_head_dims`` elements of a head's keys and values, ``windows``
+    positions (0 keeps the full history).
+    """
+
+    kv_heads: list[int]
+    head_dims: list[int]
+    v_head_dims: list[int]
+    windows: list[int]
+
+
+@dataclass(frozen=True)
+class _CausalMask:
+    """What takes the place of a mask in a survey. ``window`` counts positions; 0 is the causal mask."""
+
+    window: int
+
+
+@dataclass
+class _Survey:
+    """What the attention of a model asks for in one step."""
+
+    modules: dict[torch.nn.Module, _Call] = field(default_factory=dict)
+    """The first call of each module."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of the op: the number of its cache, what it brings, and the window of its mask."""
+
+    cache: int
+    key: torch.Tensor
+    value: torch.Tensor
+    window: int
+
+    def shares(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Return whether a call brings the same rows, as those of layers that share keys and values do."""
+        return all(
+            mine.data_ptr() == other.data_ptr() and mine.shape == other.shape
+            for mine, other in ((self.key, key), (self.value, value))
+        )
+
+
+_survey: ContextVar[_Survey | None] = ContextVar("etkv.export.attention.survey", default=None)
+
+
+class _Positions:
+    value: torch.Tensor | None = None
+
+
+_positions = _Positions()
+"""The positions of a step's tokens, ``[T]``, while a model runs: not every family passes them to its attention."""
 
 
 def register() -> None:
-    """Register the attention :data:`NAME` with transformers, without masks: the cache applies them."""
+    """Register the attention :data:`NAME` with transformers. The cache applies the masks, so a graph has none."""
     ensure_available()
-    from executorch.backends.mlx.llm.hf_attention import register_mlx_offgraph_attention, sdpa_mask_passthrough
+    # This registers the op, once.
+    from executorch.extension.llm.cache import update_and_attend  # noqa: F401
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # This imports the op, which registers it once.
-    register_mlx_offgraph_attention()
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask_passthrough)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
 
 
-def layer_windows(config: Any) -> list[int]:
-    """Return the window of each layer in positions, from the configuration of a model; 0 is full history."""
-    window = getattr(config, "sliding_window", None) or 0
-    kinds = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> CacheLayout:
+    """Run ``step`` once with ``inputs``, outside of a trace, and return the caches that its attention uses.
+
+    Each attention module of the model is given the number of its cache. Modules that share keys and values share a
+    cache. Raises what the model raises, and :class:`ValueError` for attention that the op lacks.
+    """
+    import torch
+
+    found = _Survey()
+    with torch.no_grad(), _surveying(found):
+        try:
+            step(**inputs)
+        except (AttributeError, TypeError) as error:
+            if _CausalMask.__name__ not in str(error):
+                raise
+            own = ValueError("it applies a mask by itself, and the KV cache op cannot take its attention's place")
+            raise own.with_traceback(error.__traceback__) from None
+    if not found.modules:
+        raise ValueError("the KV cache op cannot take its attention's place")
+    for module, call in found.modules.items():
+        module.etkv_cache = call.cache
+    first = {call.cache: call for call in reversed(found.modules.values())}
+    calls = [first[cache] for cache in sorted(first)]
+    return CacheLayout(
+        kv_heads=[call.key.shape[1] for call in calls],
+        head_dims=[call.key.shape[-1] for call in calls],
+        v_head_dims=[call.value.shape[-1] for call in calls],
+        windows=[call.window for call in calls],
     )
-    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def run(model: torch.nn.Module, cache_position: torch.Tensor, **arguments: Any) -> Any:
+    """Call ``model`` with ``arguments`` for tokens at ``cache_position``, ``[T]``, without a cache of transformers'."""
+    _positions.value = cache_position
+    made = model(
+        **arguments,
+        cache_position=cache_position,
+        # Without these, the model counts positions from its own cache, and it has none.
+        position_ids=cache_position.unsqueeze(0),
+        use_cache=False,
+        past_key_values=None,
+    )
+    _positions.value = None
+    return made
+
+
+@contextmanager
+def _surveying(found: _Survey) -> Iterator[None]:
+    token = _survey.set(found)
+    try:
+        yield
+    finally:
+        _survey.reset(token)
+
+
+def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -> _CausalMask | None:
+    """Return no mask in a graph, and in a survey what the mask would be.
+
+    Raises :class:`ValueError` for masks other than the causal one and that of a window.
+    """
+    import torch
+
+    if torch.compiler.is_compiling() or _survey.get() is None:
+        return None
+    window = None if use_vmap else _window(mask_function)
+    if window is None:
+        name = getattr(mask_function, "__qualname__", "?").split(".")[0]
+        raise ValueError(f"its attention has a mask that is neither causal nor a sliding window ({name})")
+    return _CausalMask(window)
+
+
+def _window(mask_function: Any) -> int | None:
+    """Return the window of one of transformers' mask functions; 0 for the causal one, None for another."""
+    from transformers.masking_utils import causal_mask_function, sliding_window_overlay
+
+    if mask_function is causal_mask_function:
+        return 0
+    parts = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    if len(parts) == 1 and isinstance(parts[0], tuple) and len(parts[0]) == 2 and parts[0][1] is causal_mask_function:
+        overlay = parts[0][0]
+        if overlay.__code__ is sliding_window_overlay(1).__code__:
+            return int(overlay.__closure__[0].cell_contents)
+    return None
 
 
 def _attend(
@@ -44,26 +214,72 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: _CausalMask | torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of one layer, from ``[1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``.
+    """Compute the attention of one layer, from ``[1, heads, T, head_dim]`` to ``[1, T, heads, v_head_dim]``.
 
-    Raises :class:`ValueError` for arguments that change the result and that the op lacks. Other arguments are ignored.
+    Raises :class:`ValueError` for arguments that change the result and that the op lacks.
     """
-    from executorch.backends.mlx.llm.hf_attention import mlx_offgraph_attention_forward
+    import torch
 
-    if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
-        raise ValueError("its tokens see those after them, and the KV cache op is causal")
-    for name, meaning in _LACKED.items():
-        if arguments.get(name) is not None:
-            raise ValueError(f"its attention has {meaning}, which the KV cache op lacks")
-    layer: Any = module
-    declared = layer_windows(layer.config)[layer.layer_idx]
-    used = arguments.get("sliding_window") or 0
-    if used != declared:
-        raise ValueError(f"layer {layer.layer_idx} has a window of {used}, and its configuration says {declared}")
-    attended: tuple[torch.Tensor, None] = mlx_offgraph_attention_forward(
-        module, query, key, value, attention_mask, **arguments
+    _check_arguments(module, arguments)
+    if isinstance(attention_mask, torch.Tensor):
+        raise ValueError("it makes a mask of its own for its attention, which the KV cache op lacks")
+    found = None if torch.compiler.is_compiling() else _survey.get()
+    if found is not None:
+        window = attention_mask.window if isinstance(attention_mask, _CausalMask) else 0
+        _note(found, module, key, value, window, arguments.get("sliding_window"))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    position, cache = _positions.value, getattr(module, "etkv_cache", None)
+    if position is None or cache is None:
+        raise ValueError("its attention runs outside of a step of the program")
+    scale = arguments.get("scaling")
+    attended: torch.Tensor = torch.ops.kvcache.update_and_attend(
+        query,
+        key,
+        value,
+        position.reshape(-1, 1),
+        layer_id=cache,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        out_dtype=query.dtype,
     )
-    return attended
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _check_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+    causal = arguments.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ValueError("its tokens see those after them, and the KV cache op is causal")
+    for name, given in arguments.items():
+        if given is None or given is False or name in _WITHOUT_EFFECT or name in _USED:
+            continue
+        if name in _LACKED:
+            raise ValueError(f"its attention has {_LACKED[name]}, which the KV cache op lacks")
+        raise ValueError(f"its attention takes {name!r}, which the KV cache op lacks")
+    if arguments.get("dropout"):
+        raise ValueError("its attention drops out, and a program is not trained")
+
+
+def _note(
+    found: _Survey,
+    module: torch.nn.Module,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int,
+    declared: int | None,
+) -> None:
+    """Add a call to a survey. Raises :class:`ValueError` if one cache could not do what its calls ask for."""
+    if declared and declared != window:
+        raise ValueError(f"its attention has a window of {declared}, and its mask one of {window}")
+    earlier = found.modules.get(module)
+    if earlier is not None:
+        if not earlier.shares(key, value):
+            raise ValueError("a step runs the same attention several times, with keys and values of its own each time")
+        return
+    donor = next((call for call in found.modules.values() if call.shares(key, value)), None)
+    if donor is not None and donor.window != window:
+        raise ValueError(f"layers that share keys and values have windows of {donor.window} and {window}")
+    cache = donor.cache if donor is not None else len({call.cache for call in found.modules.values()})
+    found.modules[module] = _Call(cache, key, value, window)

@@ -69,14 +69,7 @@ class DraftForward(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         predicted = self.predictor(self.model.get_input_embeddings()(input_ids), hidden_states)
         given = predicted + known * (hidden_states - predicted)
-        made = self.model(
-            inputs_embeds=given,
-            cache_position=cache_position,
-            position_ids=cache_position.unsqueeze(0),
-            use_cache=False,
-            past_key_values=None,
-            **self._rows,
-        )
+        made = attention.run(self.model, cache_position, inputs_embeds=given, **self._rows)
         return made.logits, given
 
 

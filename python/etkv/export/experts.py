@@ -94,6 +94,11 @@ def _is_mixture(module: torch.nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
+def is_mixture(model: torch.nn.Module) -> bool:
+    """Return whether ``model`` has experts that a router chooses."""
+    return any(_is_mixture(module) for module in model.modules())
+
+
 def _mixtures(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Return the modules of experts, each with its name."""
     return ((name, module) for name, module in model.named_modules() if _is_mixture(module))

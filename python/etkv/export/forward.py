@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from etkv.errors import EtkvError
-from etkv.export import layers
+from etkv.export import attention, layers
 
 
 class Forward(torch.nn.Module):
@@ -43,15 +43,7 @@ class Forward(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, cache_position: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        made = self.model(
-            input_ids=input_ids,
-            cache_position=cache_position,
-            # Without these, the model counts positions from its own cache, and it has none.
-            position_ids=cache_position.unsqueeze(0),
-            use_cache=False,
-            past_key_values=None,
-            **self._rows,
-        )
+        made = attention.run(self.model, cache_position, input_ids=input_ids, **self._rows)
         if not self._taps:
             logits: torch.Tensor = made.logits
             return logits

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from etkv.errors import EtkvError
-from etkv.export import attention
+from etkv.export.attention import CacheLayout
 from etkv.export.request import (
     DEFAULT_MAX_CONTEXT,
     DEFAULT_PREFILL_CHUNK,
@@ -23,22 +24,13 @@ if TYPE_CHECKING:
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """The names that families have for their number of experts."""
 
-
-@dataclass(frozen=True)
-class CacheLayout:
-    """One entry for each KV cache of the program, in the order of their ids.
-
-    ``kv_heads`` counts heads, ``head_dims`` elements of a head, ``windows`` positions (0 keeps the full history).
-    """
-
-    kv_heads: list[int]
-    head_dims: list[int]
-    windows: list[int]
+_KINDS = ("full_attention", "sliding_attention")
+"""The kinds of layers that the KV cache op serves, by their names in configurations."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The facts that the program declares: tokens of context, tokens in one execution, and its caches.
+    """The facts that the program declares: tokens of context, and tokens in one execution.
 
     ``group_size`` counts elements; ``None`` is one scale a row, or no quantization at all.
     """
@@ -46,35 +38,53 @@ class Limits:
     max_context: int
     prefill_chunk: int
     group_size: int | None
-    layout: CacheLayout
+
+    def within(self, layout: CacheLayout, request: ExportRequest) -> Limits:
+        """Return the limits of a program with the caches of ``layout``: no step is longer than a window.
+
+        Raises :class:`EtkvError` if the request asks for longer steps, or if a window is shorter than any step.
+        """
+        window = min((window for window in layout.windows if window), default=self.max_context)
+        if window < MIN_STEP:
+            raise EtkvError(f"the model's sliding window of {window} is below the minimum step of {MIN_STEP}")
+        if request.prefill_chunk is not None and request.prefill_chunk > window:
+            raise EtkvError(f"prefill-chunk {request.prefill_chunk} is above the sliding window of {window}")
+        return dataclasses.replace(self, prefill_chunk=min(self.prefill_chunk, window))
 
 
 def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
-    """Return the limits of the program of ``request``.
+    """Return the limits of the program of ``request``, as far as they follow from the model's configuration.
 
     Raises :class:`EtkvError` if the request exceeds the limits of the model, or if the model cannot be exported.
     """
+    _check_layers(config)
     _check_experts(request, config)
-    layout = _layout(config)
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if own is not None and own < MIN_STEP:
+        # Families without a limit say so by -1.
+        own = None
     max_context = request.max_context
     if max_context is None:
         max_context = min(own or DEFAULT_MAX_CONTEXT, DEFAULT_MAX_CONTEXT)
     elif own is not None and max_context > own:
         raise EtkvError(f"max-context {max_context} is above the {own} positions of the model")
-
-    windows = [window for window in layout.windows if window]
-    ceiling = min([max_context, *windows])
-    if ceiling < MIN_STEP:
-        raise EtkvError(f"the model's sliding window of {ceiling} is below the minimum step of {MIN_STEP}")
     chunk = request.prefill_chunk
     if chunk is None:
-        chunk = min(DEFAULT_PREFILL_CHUNK, ceiling)
-    elif chunk > ceiling:
-        limit = "sliding window" if ceiling < max_context else "max-context"
-        raise EtkvError(f"prefill-chunk {chunk} is above the {limit} of {ceiling}")
+        chunk = min(DEFAULT_PREFILL_CHUNK, max_context)
+    elif chunk > max_context:
+        raise EtkvError(f"prefill-chunk {chunk} is above the max-context of {max_context}")
+    return Limits(max_context, chunk, _group_size(request, config))
 
-    return Limits(max_context, chunk, _group_size(request, config), layout)
+
+def _check_layers(config: PreTrainedConfig) -> None:
+    """Raise :class:`EtkvError` for a configuration that names layers which attend otherwise, or not at all."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    other = next((kind for kind in kinds if kind not in _KINDS), None)
+    if other is not None:
+        raise EtkvError(
+            f"model family {config.model_type!r} has layers of kind {other!r}, and a program has layers that attend to "
+            f"all earlier tokens or to a sliding window"
+        )
 
 
 def _check_experts(request: ExportRequest, config: PreTrainedConfig) -> None:
@@ -84,30 +94,9 @@ def _check_experts(request: ExportRequest, config: PreTrainedConfig) -> None:
         count = getattr(text_config, name, None) or 1
         if count > 1 and request.backend != "mlx":
             raise EtkvError(
-                f"model family {config.model_type!r} is a mixture of {count} experts, which backend "
-                f"{request.backend} cannot run; --backend mlx can"
+                f"model family {config.model_type!r} is a mixture of {count} experts, and backend {request.backend} "
+                f"has no product with the experts that a router chooses; backend mlx has one"
             )
-
-
-def _layout(config: PreTrainedConfig) -> CacheLayout:
-    from executorch.backends.mlx.llm.cache import resolve_hf_cache_layout
-
-    text_config = config.get_text_config()
-    try:
-        kinds, kv_heads, head_dims = resolve_hf_cache_layout(config)
-    except AttributeError as error:
-        raise EtkvError(f"model family {config.model_type!r} has no KV cache that can be described: {error}") from error
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise EtkvError(f"model family {config.model_type!r} has layers of kind {unknown[0]!r}, which keep no KV cache")
-    # A family whose head size follows from its hidden size may leave it out.
-    derived = text_config.hidden_size // text_config.num_attention_heads
-    return CacheLayout(
-        kv_heads=[int(heads) for heads in kv_heads],
-        head_dims=[int(size or derived) for size in head_dims],
-        # Layers that share the keys and values of others come last and have no cache.
-        windows=attention.layer_windows(text_config)[: len(kinds)],
-    )
 
 
 def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from etkv.errors import EtkvError, root_line
+from etkv.config import Dtype
+from etkv.errors import EtkvError
 from etkv.export import cpu, mlx
+from etkv.export.attention import CacheLayout
 from etkv.export.limits import Limits
 from etkv.export.progress import Progress
+from etkv.export.reasons import explained
 from etkv.export.request import ExportRequest
 from etkv.metadata import BACKEND, write_kv_cache_metadata
 
@@ -23,13 +25,18 @@ if TYPE_CHECKING:
 
 METHOD = "forward"
 
+_DTYPES: dict[str, Dtype] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+"""The dtype of a request -> its name in the metadata."""
+
 
 def quantize(model: PreTrainedModel, request: ExportRequest, group_size: int | None) -> None:
     """Quantize the weights of ``model`` in place, as the request says. ``group_size`` counts elements."""
     _target(request.backend).quantize(model, request.quantize, group_size)
 
 
-def constant_methods(request: ExportRequest, limits: Limits, generation: dict[str, Any]) -> dict[str, Any]:
+def constant_methods(
+    request: ExportRequest, limits: Limits, layout: CacheLayout, generation: dict[str, Any]
+) -> dict[str, Any]:
     """Return the constant methods of the program: name -> value.
 
     The first six are those of ExecuTorch's MLX exporter. ``get_bos_id`` and ``get_eos_ids`` are those that ExecuTorch's
@@ -39,7 +46,6 @@ def constant_methods(request: ExportRequest, limits: Limits, generation: dict[st
     """
     import torch
 
-    layout = limits.layout
     methods: dict[str, Any] = {
         "get_n_caches": len(layout.kv_heads),
         "get_kv_heads": torch.tensor(layout.kv_heads, dtype=torch.int32),
@@ -62,9 +68,10 @@ def constant_methods(request: ExportRequest, limits: Limits, generation: dict[st
         n_layers=len(layout.kv_heads),
         n_kv_heads=_once(layout.kv_heads),
         head_dim=_once(layout.head_dims),
-        v_head_dim=_once(layout.head_dims),
+        v_head_dim=_once(layout.v_head_dims),
         window=_once(layout.windows),
         sinks=0,
+        dtype=_DTYPES[request.dtype],
     )
 
 
@@ -79,26 +86,28 @@ def _target(backend: str) -> ModuleType:
 
 
 def lower(
-    step: Forward | DraftForward, request: ExportRequest, limits: Limits, methods: dict[str, Any], progress: Progress
+    step: Forward | DraftForward,
+    request: ExportRequest,
+    limits: Limits,
+    layout: CacheLayout,
+    methods: dict[str, Any],
+    progress: Progress,
 ) -> ExecutorchProgramManager:
-    """Return the program of ``step``, with T from 1 to ``limits.prefill_chunk``.
+    """Return the program of ``step``, with T from 1 to ``limits.prefill_chunk`` and the caches of ``layout``.
 
-    Raises :class:`EtkvError` if the family cannot be traced, does not route its attention through the KV cache op, or
+    Raises :class:`EtkvError` if the family cannot be traced, calls the KV cache op otherwise than ``layout`` says, or
     has an operator that the backend lacks.
     """
     family = step.model.config.model_type
     target = _target(request.backend)
-    target.prepare(step.model, request)
-    with progress.step("tracing the graph"):
-        try:
-            traced = _trace(step, limits.prefill_chunk)
-        except Exception as error:
-            raise EtkvError(f"model family {family!r} cannot be traced: {_reason(error)}") from error
-        _check_caches(traced, limits, family)
-    with progress.step(f"delegating to {target.NAME}"):
+    with progress.step("tracing the graph"), explained(family, "traced", step.model):
+        target.prepare(step.model, request)
+        traced = _trace(step, limits.prefill_chunk)
+        _check_caches(traced, layout, family)
+    with progress.step(f"delegating to {target.NAME}"), explained(family, f"delegated to {target.NAME}"):
         edge = target.delegate({METHOD: traced}, methods, request)
         target.check(edge.exported_program(METHOD).graph, family)
-    with progress.step("serializing"):
+    with progress.step("serializing"), explained(family, "serialized"):
         return _serialize(edge)
 
 
@@ -119,32 +128,22 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
         )
 
 
-def _reason(error: Exception) -> str:
-    """Return the reason why tracing failed, from the message of the tracer."""
-    line = root_line(error)
-    raised = re.fullmatch(r"raised exception \w+\((['\"])(.*)\1\)", line)
-    return raised[2] if raised else line
-
-
-def _check_caches(traced: ExportedProgram, limits: Limits, family: str) -> None:
-    """Raise :class:`EtkvError` unless the program uses every cache that it declares, and no other."""
+def _check_caches(traced: ExportedProgram, layout: CacheLayout, family: str) -> None:
+    """Raise :class:`EtkvError` unless the graph calls the KV cache op with the layers and sizes of ``layout``."""
     import torch
 
     op = torch.ops.kvcache.update_and_attend.default
-    used = {
-        node.kwargs["layer_id"] if "layer_id" in node.kwargs else node.args[4]
-        for node in traced.graph.nodes
-        if node.target is op
-    }
-    declared = len(limits.layout.kv_heads)
-    if not used:
+    sizes: dict[int, set[tuple[int, int, int]]] = {}
+    for node in traced.graph.nodes:
+        if node.target is op:
+            _, key, value = (argument.meta["val"] for argument in node.args[:3])
+            layer = node.kwargs["layer_id"] if "layer_id" in node.kwargs else node.args[4]
+            sizes.setdefault(layer, set()).add((key.shape[1], key.shape[3], value.shape[3]))
+    declared = dict(enumerate(zip(layout.kv_heads, layout.head_dims, layout.v_head_dims, strict=True)))
+    if sizes != {layer: {size} for layer, size in declared.items()}:
         raise EtkvError(
-            f"model family {family!r} cannot be exported: the KV cache op cannot take its attention's place"
-        )
-    if used != set(range(declared)):
-        raise EtkvError(
-            f"model family {family!r} cannot be exported: it declares {declared} KV caches, "
-            f"and its attention uses {len(used)}"
+            f"model family {family!r} cannot be exported: traced, its attention uses the caches {sizes} (heads, and "
+            f"elements of a key and a value), and in plain PyTorch {declared}"
         )
 
 

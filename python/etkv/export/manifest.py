@@ -19,7 +19,7 @@ from etkv.export.source import Source
 
 NAME = "export.json"
 
-_OUTWARD = ("__main__.py", "progress.py")
+_OUTWARD = ("__main__.py", "progress.py", "check.py", "reasons.py")
 """Modules of the exporter that do not affect the program."""
 
 _PACKAGES = ("executorch", "torch", "torchao", "transformers", "gguf")
@@ -31,8 +31,8 @@ def describe(request: ExportRequest, source: Source) -> dict[str, Any]:
         "request": {
             field.name: _plain(getattr(request, field.name))
             for field in dataclasses.fields(request)
-            # The folder can move: its contents stay current.
-            if field.name != "output"
+            # The folder can move, and a check changes nothing: its contents stay current.
+            if field.name not in ("output", "check")
         },
         "source": [[file.name, *_stamp(file)] for file in source.files()],
         "versions": {

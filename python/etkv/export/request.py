@@ -55,6 +55,8 @@ class ExportRequest:
     ``draft`` exports its last layers, fed with the hidden states of the layer below them. ``logits`` selects the rows
     of logits that a step returns, ``all`` or ``last``. ``tap_layers`` are indices of layers, from 0. The outputs of
     these, side by side, are a second output of the program.
+
+    ``check`` compares the program with the model before it is written; ``None`` does so for models of up to 1 GiB.
     """
 
     model: Path
@@ -70,6 +72,7 @@ class ExportRequest:
     draft: int | None = None
     logits: str = "all"
     tap_layers: tuple[int, ...] = ()
+    check: bool | None = None
 
     def validated(self) -> ExportRequest:
         """Return the request with the dtype spelled in full and absolute paths.
@@ -96,6 +99,7 @@ class ExportRequest:
             draft=_draft(self),
             logits=_logits(self.logits),
             tap_layers=_tap_layers(self.tap_layers),
+            check=self.check,
         )
 
 

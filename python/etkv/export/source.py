@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etkv.errors import EtkvError, first_line
-from etkv.export import attention, gguf
+from etkv.export import attention, gguf, weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -102,9 +102,8 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """Return the model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op.
 
-    Experts are products with weights that an index selects.
-
-    Raises :class:`EtkvError` if weights are missing or cannot be read, or if the family's attention cannot be replaced.
+    Raises :class:`EtkvError` if weights are missing, have no place in the model or cannot be read, or if the family's
+    attention cannot be replaced.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -114,30 +113,34 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrain
 
     attention.register()
     experts.register()
-    family, origin = AutoModelForCausalLM, {"local_files_only": True}
-    if source.gguf_file:
-        family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        origin = {"state_dict": gguf.read_weights(source.opened, config, getattr(torch, dtype))}
+    if source.gguf_file is None:
+        weights.check_files(source.folder)
+    family: Any = AutoModelForCausalLM
+    origin: dict[str, Any] = {"local_files_only": True}
     try:
+        if source.gguf_file:
+            family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            origin = {"state_dict": gguf.read_weights(source.opened, config, getattr(torch, dtype))}
         model, report = family.from_pretrained(
             None if source.gguf_file else source.folder,
             config=config,
             dtype=getattr(torch, dtype),
             attn_implementation=attention.NAME,
             output_loading_info=True,
+            # They are in the report.
+            ignore_mismatched_sizes=True,
             **origin,
         )
-    except KeyError as error:
-        if error.args != (attention.NAME,):
-            raise EtkvError(f"the weights of {source.path} cannot be loaded: {first_line(error)} is missing") from error
-        raise EtkvError(
-            f"model family {config.model_type!r} cannot be exported: the KV cache op cannot take its attention's place"
-        ) from error
+    except EtkvError:
+        raise
     except Exception as error:
-        raise EtkvError(f"the weights of {source.path} cannot be loaded: {first_line(error)}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise EtkvError(f"{source.path} lacks {len(missing)} weights of its model, the first is {missing[0]}")
+        if isinstance(error, KeyError) and error.args == (attention.NAME,):
+            raise EtkvError(
+                f"model family {config.model_type!r} cannot be exported: the KV cache op cannot take its attention's "
+                "place"
+            ) from error
+        raise weights.unreadable(source.path, config, error) from error
+    weights.check_loaded(source.path, model, report)
     return model.eval()
 
 

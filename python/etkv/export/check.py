@@ -1,0 +1,175 @@
+"""Compares a program with the model that it was made of, on a few tokens of prompt and decoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from etkv import _library
+from etkv.config import CacheConfig
+from etkv.errors import EtkvError
+from etkv.export import attention, experts
+from etkv.export.reasons import explained
+from etkv.metadata import read_kv_cache_metadata
+from etkv.runtime import load
+from etkv.session import DecodeSession
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from etkv.export.attention import CacheLayout
+    from etkv.export.draft import DraftForward
+    from etkv.export.forward import Forward
+    from etkv.export.limits import Limits
+    from etkv.export.progress import Progress
+    from etkv.export.request import ExportRequest
+
+MAX_BYTES = 1 << 30
+"""Weights, in bytes, up to which a program is checked unless the request says otherwise."""
+
+_TOKENS, _DECODED = 24, 6
+"""Tokens that are compared, and those at their end that run one a step."""
+
+_BEYOND = 16
+"""Tokens after a window that are compared too."""
+
+_MAX_PRODUCTS = 30e9
+"""Parameters times tokens up to which the comparison goes beyond a window: a few seconds on two cores."""
+
+_TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.25, "8da4w": 0.25}
+"""The dtype of a program, or its quantization -> the largest error of a row of outputs, as a part of their spread.
+
+A wrong mask, position or weight makes an error of the order of 1. The model is computed in the same dtype, and with the
+same weights. Activations in 8 bits are rounded to one step or the next by a last bit.
+"""
+
+_FORMATS: dict[str, str] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+"""The dtype of a program -> the format that its cache stores the same numbers in."""
+
+
+class Check:
+    """The comparison of one export. Its methods do nothing where the program is not checked."""
+
+    def __init__(
+        self,
+        step: Forward | DraftForward,
+        request: ExportRequest,
+        limits: Limits,
+        layout: CacheLayout,
+        progress: Progress,
+    ) -> None:
+        self._step, self._request, self._limits, self._progress = step, request, limits, progress
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._outputs: list[torch.Tensor] = []
+        parameters = list(step.model.parameters())
+        n = sum(weight.numel() for weight in parameters)
+        self._wanted = request.check
+        if self._wanted is None:
+            self._wanted = sum(weight.nbytes for weight in parameters) <= MAX_BYTES
+        lengths = [_TOKENS, *(window + _BEYOND for window in layout.windows if window)]
+        longest = max(length for length in lengths if length == _TOKENS or length * n <= _MAX_PRODUCTS)
+        self._length = min(longest, limits.max_context)
+
+    def run_model(self) -> None:
+        """Run the model with transformers' own attention, and keep what its program has to return.
+
+        Raises :class:`EtkvError` if the model fails.
+        """
+        if not self._wanted:
+            return
+        model = self._step.model
+        self._inputs = _inputs(self._step, self._length)
+        family = model.config.model_type
+        with self._progress.step("running the model to compare with"), explained(family, "run by transformers", model):
+            model.set_attn_implementation("eager")
+            try:
+                with torch.inference_mode():
+                    made = self._step(**self._inputs)
+            finally:
+                model.set_attn_implementation(attention.NAME)
+        self._outputs = [_rows(output) for output in (made if isinstance(made, tuple) else (made,))]
+
+    def run_program(self, program: Path) -> None:
+        """Run ``program`` and compare. Does nothing if etkv's library is not built.
+
+        Raises :class:`EtkvError` if the program does not run, or if it returns something else than the model.
+        """
+        if not self._wanted:
+            return
+        try:
+            _library.backends()
+        except EtkvError as error:
+            self._progress.note(f"the program is not checked: {error}")
+            return
+        with self._progress.step(f"comparing {self._length} tokens with the model"):
+            try:
+                steps = list(self._run(program))
+            except EtkvError as error:
+                raise EtkvError(f"the program does not run: {error}; --no-check writes it as it is") from error
+            for number, expected in enumerate(self._outputs):
+                self._compare(("logits", "hidden states")[number], steps, number, expected)
+
+    def _run(self, program: Path) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Run ``program`` on the inputs. Yield the end of each step, in tokens, and its outputs."""
+        facts = read_kv_cache_metadata(program)
+        prompt = self._length - min(_DECODED, self._length // 2)
+        # Steps of different lengths, of which none begins where a window does.
+        chunk = self._limits.prefill_chunk
+        ends = [*range(min(7, chunk, prompt), prompt, chunk), *range(prompt, self._length + 1)]
+        stored = _FORMATS[self._request.dtype]
+        config = CacheConfig(facts.layers, capacity=self._length, k_format=stored, v_format=stored)
+        with DecodeSession(config, backend=facts.backend) as session, load(program, session) as loaded:
+            for begin, end in zip([0, *ends], ends, strict=False):
+                inputs = (
+                    given.narrow(min(1, given.dim() - 1), begin, end - begin).contiguous()
+                    for given in self._inputs.values()
+                )
+                yield end, [_rows(output) for output in loaded.execute(*inputs)]
+
+    def _compare(
+        self, name: str, steps: list[tuple[int, list[torch.Tensor]]], number: int, expected: torch.Tensor
+    ) -> None:
+        """Compare output ``number`` of all steps, which may be the last row of each alone."""
+        spread = max(float(expected[torch.isfinite(expected)].std()), 1e-6)
+        errors = []
+        for end, outputs in steps:
+            rows = outputs[number]
+            for at, row in enumerate(rows, start=end - len(rows)):
+                # Where the model itself overflows in its dtype, there is nothing to compare.
+                if torch.isfinite(expected[at]).all():
+                    errors.append((float((row - expected[at]).square().mean().sqrt()) / spread, at))
+        request = self._request
+        tolerance = _TOLERANCES["8da4w" if request.quantize == "8da4w" else request.dtype]
+        if request.dtype != "float32" and experts.is_mixture(self._step.model):
+            # A router that finds two experts nearly equal takes one or the other by a last bit.
+            errors = sorted(errors)[: len(errors) // 2 + 1]
+        wrong = [(at, error) for error, at in errors if not error <= tolerance]
+        if wrong:
+            at, error = min(wrong)
+            raise EtkvError(
+                f"the program answers otherwise than the model: its {name} at position {at} of {self._length} are off "
+                f"by {error:.2g} of their spread, where rounding explains {tolerance:g}; it was not written, and "
+                "--no-check writes it as it is"
+            )
+        self._progress.note(f"{name}: off by at most {max(errors, default=(0.0, 0))[0]:.1e} of their spread")
+
+
+def _inputs(step: Forward | DraftForward, length: int) -> dict[str, torch.Tensor]:
+    """Return the inputs of ``length`` tokens."""
+    inputs = step.inputs(length)
+    # Special tokens are the first or the last ones of a vocabulary, and some of them stand for images.
+    n = step.model.get_input_embeddings().weight.shape[0]
+    inputs["input_ids"] = (torch.arange(length) * 37 % max(1, min(n // 2, 1000)) + n // 4).reshape(1, -1)
+    numbers = torch.Generator().manual_seed(0)
+    for name, example in inputs.items():
+        if example.is_floating_point():
+            inputs[name] = torch.rand(example.shape, generator=numbers).to(example.dtype)
+    if "known" in inputs:
+        inputs["known"] = inputs["known"].round()
+    return inputs
+
+
+def _rows(output: torch.Tensor) -> torch.Tensor:
+    return output.detach().float().reshape(-1, output.shape[-1]).clone()

@@ -1,0 +1,71 @@
+"""Turns what fails within an export into one sentence: the family, the module and the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from etkv.errors import EtkvError, first_line
+
+if TYPE_CHECKING:
+    import torch
+
+_OF_THE_TRACER = (
+    (r"Constraints violated", "its graph depends on the number of tokens in a step"),
+    (r"[Dd]ata-dependent|DataDependent|GuardOnDataDependent", "its graph depends on values that only a run knows"),
+    (r"marked as skipped|skipped", "it calls a function that torch.export does not enter"),
+    (r"[Gg]raph break", "it does what torch.export cannot put into a graph"),
+)
+"""What torch's tracer says of itself -> what it means for the model."""
+
+
+@contextlib.contextmanager
+def explained(family: str, doing: str, model: torch.nn.Module | None = None) -> Iterator[None]:
+    """Raise an error of the block as :class:`EtkvError`: ``family`` cannot be ``doing``, in which module, and why.
+
+    The module is one of ``model``.
+    """
+    try:
+        yield
+    except EtkvError:
+        raise
+    except Exception as error:
+        where = f"{place}: " if (place := _module(error, model)) else ""
+        raise EtkvError(f"model family {family!r} cannot be {doing}: {where}{_reason(error)}") from error
+
+
+def _module(error: Exception, model: torch.nn.Module | None) -> str:
+    """Return the name of the innermost module of ``model`` that an error comes from; empty if there is none."""
+    names = {} if model is None else {module: name for name, module in model.named_modules()}
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        # A module's equality is its identity, and other objects may have an equality of their own.
+        found = next((name for known, name in names.items() if known is module), "") or found
+        trace = trace.tb_next
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason for an error in one line."""
+    began: BaseException = error
+    while (earlier := began.__cause__ or (None if began.__suppress_context__ else began.__context__)) is not None:
+        began = earlier
+    line = first_line(began)
+    if raised := re.fullmatch(r"raised exception \w+\((['\"])(.*)\1\)", line):
+        # What the model's code raised while it was traced.
+        return raised[2]
+    if type(error).__module__.startswith(("torch._dynamo", "torch.fx", "torch._export", "torch.export")):
+        for pattern, meaning in _OF_THE_TRACER:
+            if re.search(pattern, f"{error}\n{line}"):
+                return f"{meaning}{_code(error)}"
+    return line if isinstance(began, ValueError | NotImplementedError) else f"{type(began).__name__}: {line}"
+
+
+def _code(error: Exception) -> str:
+    """Return the line of the model's code that a tracer stopped at, where it says so."""
+    lines = re.findall(r'File "[^"]*/(modeling_\w+\.py)", line (\d+), in (\w+)', str(error))
+    return f" ({lines[-1][0]}, line {lines[-1][1]}, in {lines[-1][2]})" if lines else ""

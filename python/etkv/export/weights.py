@@ -1,0 +1,161 @@
+"""Refuses weights that a model would be exported without."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etkv.errors import EtkvError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_CHECKPOINTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""The checkpoints that transformers looks for, in this order. It reads the first one."""
+
+_OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|rng_state.*|random_states.*)\.bin")
+"""Files that a training leaves beside its weights."""
+
+_WITHOUT_EFFECT = re.compile(
+    # What models compute anew: frequencies, positions, and causal masks that were buffers once.
+    r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+    r"|(.*\.)?position_ids"
+    r"|(.*\.)?(attn|attention|self_attn|self_attention)\.(bias|masked_bias)"
+    # What a language model without pictures and sound leaves out.
+    r"|(.*\.)?(vision_tower|vision_model|vision_embed_tokens|visual|audio_tower|multi_modal_projector|embed_vision"
+    r"|embed_audio|image_newline)(\..*)?"
+    # What is predicted beside the next token: a value, a class, tokens after the next.
+    r"|(score|v_head|classifier)\..*"
+    r"|(.*\.)?mtp\..*"
+)
+"""Names of weights that may have no place in the model: its logits do not depend on them."""
+
+_MASK = re.compile(r"(.*\.)?(attn|attention|self_attn|self_attention)\.bias")
+"""Names of masks that were buffers once, and of biases."""
+
+_NAMED = 3
+"""Names of weights in a message; others are counted."""
+
+
+def check_files(folder: Path) -> None:
+    """Raise :class:`EtkvError` if ``folder`` has weights that transformers would not read, or lacks some that it names.
+
+    It may have one checkpoint, whole or in shards, and no adapter.
+    """
+    adapters = sorted(
+        file.name for file in folder.glob("adapter_*") if file.suffix in (".json", ".safetensors", ".bin")
+    )
+    if adapters:
+        raise EtkvError(
+            f"folder {folder} has an adapter ({', '.join(adapters)}), which the program would lack: merge it into the "
+            "weights and export those, or move it out of the folder"
+        )
+    checkpoint = next((name for name in _CHECKPOINTS if (folder / name).is_file()), None)
+    if checkpoint is None:
+        raise EtkvError(
+            f"folder {folder} has no weights under a name that transformers reads: {', '.join(_CHECKPOINTS)}"
+        )
+    read = {checkpoint}
+    if checkpoint.endswith(".json"):
+        read |= (shards := _shards(folder / checkpoint))
+        absent = sorted(name for name in shards if not (folder / name).is_file())
+        if absent:
+            raise EtkvError(f"folder {folder} lacks {_few(absent)}, of the weights that its {checkpoint} names")
+    there = {file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern)}
+    there |= {name for name in _CHECKPOINTS if (folder / name).is_file()}
+    unread = sorted(name for name in there - read if not _OF_TRAINING.fullmatch(name))
+    if unread:
+        raise EtkvError(
+            f"folder {folder} has weights beside those of its {checkpoint}, which the program would lack: move "
+            f"{_few(unread)} out of the folder"
+        )
+
+
+def _shards(index: Path) -> set[str]:
+    """Return the names of the files that an index names."""
+    try:
+        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise EtkvError(f"{index} is no index of weights: {first_line(error)}") from error
+
+
+def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any]) -> None:
+    """Raise :class:`EtkvError` unless every weight of ``path`` has its place in ``model``, and the other way round.
+
+    ``report`` is transformers' report of what it loaded.
+    """
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise EtkvError(f"{path} lacks {len(missing)} weights of its model, the first is {missing[0]}")
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise EtkvError(
+            f"{path} has {len(mismatched)} weights of another shape than its configuration says, the first is {name}: "
+            f"{list(found)}, expected {list(expected)}"
+        )
+    masks = _masks(path, report["unexpected_keys"])
+    unexpected = sorted(
+        name
+        for name in report["unexpected_keys"]
+        if not _WITHOUT_EFFECT.fullmatch(name) or (_MASK.fullmatch(name) and name not in masks)
+    )
+    if unexpected:
+        raise EtkvError(
+            f"{path} has {len(unexpected)} weights that model family {model.config.model_type!r} has no place for with "
+            f"this configuration, and that the program would lack: {_few(unexpected)}; mend config.json, or take them "
+            "out of the checkpoint"
+        )
+    packed = [name for name, weight in model.named_parameters() if weight.element_size() == 1]
+    if packed:
+        raise EtkvError(f"{path} has quantized weights, such as {packed[0]}: {_PLAIN}")
+
+
+_PLAIN = "export the model from before its quantization, and let the export quantize it"
+
+
+def unreadable(path: Path, config: PreTrainedConfig, error: Exception) -> EtkvError:
+    """Return what to say of weights that transformers cannot load."""
+    method = quantization(config)
+    if method is not None:
+        return EtkvError(f"the weights of {path} are quantized ({method}): {first_line(error)}; {_PLAIN}")
+    line = f"{first_line(error)} is missing" if isinstance(error, KeyError) else first_line(error)
+    return EtkvError(f"the weights of {path} cannot be loaded: {line}")
+
+
+def quantization(config: PreTrainedConfig) -> str | None:
+    """Return the method by which a checkpoint is quantized; None if it is not."""
+    settings = getattr(config, "quantization_config", None)
+    if not settings:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return str(getattr(method, "value", method) or "by a method that it does not name")
+
+
+def _masks(path: Path, names: Iterable[str]) -> set[str]:
+    """Return those of ``names`` that are masks ``[.., n, n]``, by the shapes in the safetensors files of ``path``."""
+    from safetensors import safe_open
+
+    wanted = {name for name in names if _MASK.fullmatch(name)}
+    found: set[str] = set()
+    for file in path.glob("*.safetensors") if wanted else ():
+        with safe_open(file, framework="numpy") as weights:
+            for name in wanted & set(weights.keys()):
+                shape = weights.get_slice(name).get_shape()
+                if len(shape) >= 2 and shape[-1] == shape[-2]:
+                    found.add(name)
+    return found
+
+
+def _few(names: list[str]) -> str:
+    """Return the first of some names, and how many others there are."""
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
