@@ -347,11 +347,11 @@ class Fork {
         model_.encode(
             {{"system", context_},
              {"user", kept.title},
-             {"assistant", said},
+             {"assistant", said, model_.without_eos(kept.ids)},
              {"user", kQuestion}}));
     auto held = kept.prompt;
     held.insert(held.end(), kept.ids.begin(), kept.ids.end() - 1);
-    // A text can be encoded to other ids than it was decoded from.
+    // The template may write the answer in another way.
     const size_t same = std::min(shared_prefix(ids, held), ids.size() - 1);
     ASSIGN_OR_RETURN(shared_, cut(cache_, kept.sequence, same));
     return Decoding{

@@ -267,7 +267,8 @@ class Rollback {
     if (going) {
       ASSIGN_OR_RETURN(
           const std::string text, model_.decode(answers_.back().ids));
-      said.push_back({"assistant", text});
+      said.push_back(
+          {"assistant", text, model_.without_eos(answers_.back().ids)});
     }
     return going;
   }

@@ -39,7 +39,7 @@ Chat::Chat(
           model.eos_token_ids(),
           speculator,
           options.sampling),
-      conversation_(model.tokenizer(), options.model.raw, options.system) {}
+      conversation_(model, options.model.raw, options.system) {}
 
 Result<Answer> Chat::ask(const std::string& said) {
   arm_interrupt();
@@ -60,7 +60,7 @@ Result<Answer> Chat::ask(const std::string& said) {
     text += piece;
     write_piece(piece);
   };
-  Detokenizer detokenizer = model_.tokenizer().detokenizer();
+  Detokenizer detokenizer = model_.detokenizer();
   std::optional<PrefillProgress> progress(model_.program().prefill_size());
   Listener listener;
   listener.on_prefill = [&](size_t done, size_t total) {

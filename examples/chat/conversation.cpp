@@ -5,18 +5,21 @@
 namespace etkv::examples {
 
 Conversation::Conversation(
-    const Tokenizer& tokenizer,
+    const Model& model,
     bool raw,
     std::optional<std::string> system)
-    : tokenizer_(tokenizer), raw_(raw), system_(std::move(system)) {}
+    : model_(model), raw_(raw), system_(std::move(system)) {}
 
 Result<std::vector<int64_t>> Conversation::prompt(
     const std::string& said) const {
   if (raw_) {
     // Only the start of a text gets the tokenizer's first token.
-    auto added =
-        tokenizer_.encode(said, /*add_special_tokens=*/exchanges_.empty());
-    if (!added.ok() || exchanges_.empty()) {
+    if (exchanges_.empty()) {
+      return model_.encode_text(said);
+    }
+    const auto added =
+        model_.tokenizer().encode(said, /*add_special_tokens=*/false);
+    if (!added.ok()) {
       return added;
     }
     std::vector<int64_t> ids = exchanges_.back().ids;
@@ -29,11 +32,10 @@ Result<std::vector<int64_t>> Conversation::prompt(
   }
   for (const auto& exchange : exchanges_) {
     messages.push_back({"user", exchange.said});
-    messages.push_back({"assistant", exchange.answer});
+    messages.push_back({"assistant", exchange.answer, exchange.answer_ids});
   }
   messages.push_back({"user", said});
-  return tokenizer_.apply_chat_template(
-      messages, /*add_generation_prompt=*/true);
+  return model_.encode(messages);
 }
 
 void Conversation::add(
@@ -43,7 +45,8 @@ void Conversation::add(
     const std::string& answer,
     size_t kept) {
   prompt.insert(prompt.end(), ids.begin(), ids.end());
-  exchanges_.push_back({said, answer, std::move(prompt), kept});
+  exchanges_.push_back(
+      {said, answer, model_.without_eos(ids), std::move(prompt), kept});
 }
 
 std::optional<size_t> Conversation::undo() {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "etkv/etkv.hpp"
-#include "examples/tokenizer/tokenizer.hpp"
+#include "examples/common/model.hpp"
 
 namespace etkv::examples {
 
@@ -16,13 +16,10 @@ namespace etkv::examples {
 /// one text that both continue.
 class Conversation {
  public:
-  Conversation(
-      const Tokenizer& tokenizer,
-      bool raw,
-      std::optional<std::string> system);
+  Conversation(const Model& model, bool raw, std::optional<std::string> system);
 
-  /// Returns the ids of everything so far and of `said` after it. Changes
-  /// nothing.
+  /// Returns the ids of everything so far and of `said` after it. The answers
+  /// keep the ids that the model chose. Changes nothing.
   Result<std::vector<int64_t>> prompt(const std::string& said) const;
 
   /// Adds an exchange.
@@ -53,11 +50,12 @@ class Conversation {
   struct Exchange {
     std::string said;
     std::string answer;
+    std::vector<int64_t> answer_ids;
     std::vector<int64_t> ids; // of everything up to here
     size_t kept = 0;
   };
 
-  const Tokenizer& tokenizer_;
+  const Model& model_;
   bool raw_;
   std::optional<std::string> system_;
   std::vector<Exchange> exchanges_;

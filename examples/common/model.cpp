@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "examples/common/console.hpp"
 #include "examples/common/try.hpp"
 
 namespace etkv::examples {
@@ -53,6 +54,17 @@ void add_model_arguments(Arguments& arguments, ModelOptions& options) {
       "--raw",
       "take texts as they are, without the chat template",
       &options.raw);
+  arguments.text(
+      "--chat-template-kwargs",
+      "JSON",
+      "more variables of the chat template, as an object:\n"
+      "{\"tools\": […], \"enable_thinking\": false}",
+      &options.template_variables);
+  arguments.flag(
+      "--show-special",
+      "write the special tokens of answers, such as those of\n"
+      "tool calls",
+      &options.show_special);
 }
 
 void add_format_argument(
@@ -115,6 +127,18 @@ Result<Model> Model::open(const ModelOptions& options, GraphCache graph_cache) {
         "there is no chat template beside " + tokenizer_path +
         "; --raw takes the prompt as it is");
   }
+  if (options.template_variables) {
+    if (options.raw) {
+      return refuse(
+          "--chat-template-kwargs is for the chat template, which --raw leaves "
+          "out");
+    }
+    // What is wrong with the variables is told before the weights are loaded.
+    if (auto read = check_template_variables(*options.template_variables);
+        !read.ok()) {
+      return refuse("--chat-template-kwargs: " + read.error().message());
+    }
+  }
   Model model(path, std::move(program), std::move(tokenizer));
   if (model.program_.eos_token_ids()) {
     model.eos_token_ids_ = *model.program_.eos_token_ids();
@@ -123,7 +147,9 @@ Result<Model> Model::open(const ModelOptions& options, GraphCache graph_cache) {
   }
   model.format_ = options.kv_format.value_or(model.program_.native_format());
   model.capacity_ = static_cast<int32_t>(capacity);
+  model.template_variables_ = options.template_variables.value_or("");
   model.raw_ = options.raw;
+  model.show_special_ = options.show_special;
   return model;
 }
 
@@ -131,19 +157,35 @@ Result<std::vector<int64_t>> Model::encode(
     const std::vector<Message>& messages) const {
   if (!raw_) {
     return tokenizer_.apply_chat_template(
-        messages, /*add_generation_prompt=*/true);
+        messages, /*add_generation_prompt=*/true, template_variables_);
   }
   std::string all;
   for (const auto& message : messages) {
     all += (all.empty() ? "" : "\n") + message.content;
   }
-  return tokenizer_.encode(all, /*add_special_tokens=*/true);
+  return encode_text(all);
+}
+
+Result<std::vector<int64_t>> Model::encode_text(const std::string& text) const {
+  ASSIGN_OR_RETURN(const bool has_bos, tokenizer_.begins_with_bos(text));
+  if (has_bos) {
+    say("the text begins with the token that the tokenizer puts first: it gets "
+        "no second one");
+  }
+  return tokenizer_.encode(text, /*add_special_tokens=*/true);
+}
+
+std::vector<int64_t> Model::without_eos(std::vector<int64_t> ids) const {
+  if (!ids.empty() && ends(ids.back())) {
+    ids.pop_back();
+  }
+  return ids;
 }
 
 Result<std::string> Model::decode(const std::vector<int64_t>& ids) const {
-  Detokenizer detokenizer = tokenizer_.detokenizer();
+  Detokenizer detokenizer = this->detokenizer();
   std::string all;
-  for (const int64_t id : ids) {
+  for (const int64_t id : without_eos(ids)) {
     ASSIGN_OR_RETURN(const std::string_view piece, detokenizer.add_token(id));
     all += piece;
   }

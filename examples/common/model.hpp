@@ -27,6 +27,10 @@ struct ModelOptions {
   std::optional<std::string> kv_format;
   /// Whether texts are used without the chat template.
   bool raw = false;
+  /// More variables of the chat template, as a JSON object.
+  std::optional<std::string> template_variables;
+  /// Whether special tokens of an answer are part of its text.
+  bool show_special = false;
 };
 
 /// Adds the options of a model to a command line.
@@ -65,7 +69,8 @@ class Model {
   }
 
   /// Returns the ids of a conversation, up to where the model's next message
-  /// begins. Without a template, returns those of its texts.
+  /// begins, as the options of the model say: by the chat template, or without
+  /// one those of its texts.
   Result<std::vector<int64_t>> encode(
       const std::vector<Message>& messages) const;
 
@@ -74,8 +79,20 @@ class Model {
     return encode({{"user", question}});
   }
 
-  /// Returns the text of ids.
+  /// Returns the ids of a text that begins one, without the chat template.
+  Result<std::vector<int64_t>> encode_text(const std::string& text) const;
+
+  /// Returns the ids of an answer without the one that ended it, which the chat
+  /// template writes itself.
+  std::vector<int64_t> without_eos(std::vector<int64_t> ids) const;
+
+  /// Returns the text of an answer.
   Result<std::string> decode(const std::vector<int64_t>& ids) const;
+
+  /// Returns a detokenizer for one answer.
+  Detokenizer detokenizer() const {
+    return tokenizer_.detokenizer(/*skip_special_tokens=*/!show_special_);
+  }
 
   /// Returns whether this id ends an answer.
   bool ends(int64_t id) const;
@@ -117,7 +134,9 @@ class Model {
   std::vector<int64_t> eos_token_ids_;
   std::string format_;
   int32_t capacity_ = 0;
+  std::string template_variables_;
   bool raw_ = false;
+  bool show_special_ = false;
 };
 
 } // namespace etkv::examples

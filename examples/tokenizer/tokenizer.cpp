@@ -28,6 +28,21 @@ std::string_view viewed(rust::Str text) {
   return {text.data(), text.size()};
 }
 
+std::vector<bridge::Message> bridged(const std::vector<Message>& messages) {
+  std::vector<bridge::Message> bridged;
+  bridged.reserve(messages.size());
+  for (const auto& message : messages) {
+    rust::Vec<uint32_t> ids;
+    ids.reserve(message.ids.size());
+    for (const int64_t id : message.ids) {
+      ids.push_back(static_cast<uint32_t>(id));
+    }
+    bridged.push_back(
+        {bytes(message.role), bytes(message.content), std::move(ids)});
+  }
+  return bridged;
+}
+
 /// Returns the result of `call`, or the exception that it throws as an error.
 template <typename Call>
 auto caught(Call&& call) -> Result<decltype(call())> {
@@ -45,9 +60,7 @@ void Detokenizer::Free::operator()(bridge::Detokenizer* raw) const {
 }
 
 Result<std::string_view> Detokenizer::add_token(int64_t id) {
-  return caught([&] {
-    return viewed(bridge::add_token(*raw_, static_cast<uint32_t>(id)));
-  });
+  return caught([&] { return viewed(bridge::add_token(*raw_, id)); });
 }
 
 Result<std::string_view> Detokenizer::finalize() {
@@ -72,22 +85,41 @@ Result<std::vector<int64_t>> Tokenizer::encode(
   });
 }
 
+Result<bool> Tokenizer::begins_with_bos(std::string_view text) const {
+  return caught([&] { return bridge::begins_with_bos(*raw_, bytes(text)); });
+}
+
 bool Tokenizer::has_chat_template() const {
   return raw_->has_chat_template();
 }
 
+Result<std::string> Tokenizer::render_chat_template(
+    const std::vector<Message>& messages,
+    bool add_generation_prompt,
+    std::string_view variables) const {
+  return caught([&] {
+    const auto all = bridged(messages);
+    return std::string(
+        bridge::render_chat_template(
+            *raw_,
+            {all.data(), all.size()},
+            add_generation_prompt,
+            bytes(variables)));
+  });
+}
+
 Result<std::vector<int64_t>> Tokenizer::apply_chat_template(
     const std::vector<Message>& messages,
-    bool add_generation_prompt) const {
+    bool add_generation_prompt,
+    std::string_view variables) const {
   return caught([&] {
-    std::vector<bridge::Message> bridged;
-    bridged.reserve(messages.size());
-    for (const auto& message : messages) {
-      bridged.push_back({bytes(message.role), bytes(message.content)});
-    }
+    const auto all = bridged(messages);
     return copied(
         bridge::apply_chat_template(
-            *raw_, {bridged.data(), bridged.size()}, add_generation_prompt));
+            *raw_,
+            {all.data(), all.size()},
+            add_generation_prompt,
+            bytes(variables)));
   });
 }
 
@@ -95,8 +127,16 @@ std::vector<int64_t> Tokenizer::eos_token_ids() const {
   return copied(raw_->eos_token_ids());
 }
 
-Detokenizer Tokenizer::detokenizer() const {
-  return Detokenizer(raw_->detokenizer().into_raw());
+Detokenizer Tokenizer::detokenizer(bool skip_special_tokens) const {
+  return Detokenizer(raw_->detokenizer(skip_special_tokens).into_raw());
+}
+
+Result<void> check_template_variables(std::string_view variables) {
+  auto checked = caught([&] {
+    bridge::check_variables(bytes(variables));
+    return true;
+  });
+  return checked.ok() ? Result<void>() : Result<void>(checked.error());
 }
 
 } // namespace etkv::examples

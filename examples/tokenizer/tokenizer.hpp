@@ -22,14 +22,18 @@ struct Message {
   /// "system", "user", "assistant", or another role of the template.
   std::string role;
   std::string content;
+  /// The ids that the model made of `content`; empty for text of another
+  /// origin.
+  std::vector<int64_t> ids = {};
 };
 
-/// Makes the text of one answer from its ids, one at a time, without special
-/// tokens.
+/// Makes the text of one answer from its ids, one at a time. Together the
+/// pieces are what all ids decode to: what later ids may change is held back.
 class Detokenizer {
  public:
-  /// Returns the text that `id` completes: whole characters, or none. Valid
-  /// until the next call.
+  /// Returns the text that `id` completes: whole characters, or none. U+FFFD
+  /// stands for bytes that are no character. An id without a token has no text;
+  /// a number that is no id is an error. Valid until the next call.
   Result<std::string_view> add_token(int64_t id);
 
   /// Ends the answer and returns the rest of its text. U+FFFD stands for an
@@ -52,32 +56,51 @@ class Detokenizer {
 class Tokenizer {
  public:
   /// Reads a tokenizer.json, or the folder that holds one. Also reads, from the
-  /// same folder if they exist, chat_template.jinja, tokenizer_config.json and
-  /// generation_config.json.
+  /// same folder if they exist, chat_template.jinja, additional_chat_templates/,
+  /// tokenizer_config.json and generation_config.json.
   static Result<Tokenizer> from_pretrained(const std::string& path);
 
-  /// Returns the ids of `text`. With `add_special_tokens`, includes the tokens
-  /// that the tokenizer puts around a text.
+  /// Returns the ids of `text`: all of them, whatever the truncation and the
+  /// padding of tokenizer.json. With `add_special_tokens`, includes the tokens
+  /// that the tokenizer puts around a text; a text that begins with the first of
+  /// them gets no second one.
   Result<std::vector<int64_t>> encode(
       std::string_view text,
       bool add_special_tokens) const;
 
+  /// Returns whether `text` begins with the token that the tokenizer puts
+  /// before a text.
+  Result<bool> begins_with_bos(std::string_view text) const;
+
   /// Returns whether the model has a chat template.
   bool has_chat_template() const;
 
-  /// Returns the ids of a conversation in the model's chat template. With
+  /// Returns the text of a conversation in the model's chat template. With
   /// `add_generation_prompt`, it ends where the model's next message begins.
+  ///
+  /// @param variables  more variables of the template as a JSON object, such as
+  ///                   {"tools": […], "enable_thinking": false}; may be empty.
+  ///                   Its `messages` replace `messages`.
+  Result<std::string> render_chat_template(
+      const std::vector<Message>& messages,
+      bool add_generation_prompt,
+      std::string_view variables = {}) const;
+
+  /// Returns the ids of the same. The ids of a message stand in the place of its
+  /// content, as far as the template writes that content.
   Result<std::vector<int64_t>> apply_chat_template(
       const std::vector<Message>& messages,
-      bool add_generation_prompt) const;
+      bool add_generation_prompt,
+      std::string_view variables = {}) const;
 
   /// Returns the ids that end an answer: `eos_token_id` of
   /// generation_config.json, or else the `eos_token` of tokenizer_config.json,
   /// or else none.
   std::vector<int64_t> eos_token_ids() const;
 
-  /// Returns a detokenizer for one answer. It may outlive the tokenizer.
-  Detokenizer detokenizer() const;
+  /// Returns a detokenizer for one answer, which leaves special tokens out
+  /// unless told otherwise. It may outlive the tokenizer.
+  Detokenizer detokenizer(bool skip_special_tokens = true) const;
 
  private:
   struct Free {
@@ -87,5 +110,8 @@ class Tokenizer {
 
   std::unique_ptr<bridge::Tokenizer, Free> raw_;
 };
+
+/// Refuses variables of a chat template that are not a JSON object.
+Result<void> check_template_variables(std::string_view variables);
 
 } // namespace etkv::examples

@@ -14,7 +14,7 @@ from etkv.prefix_cache import PrefixCache
 from etkv.prefix_store import PrefixStore
 from etkv.runtime import Program
 from etkv.session import DecodeSession
-from etkv.tokenizer import Tokenizer
+from etkv.tokenizer import StreamingDetokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,7 +24,8 @@ class Chat:
     """Turns of a conversation under the model's chat template.
 
     ``messages`` are dicts ``{"role": …, "content": …}``. The caller may change them between turns: the next turn keeps
-    the beginning that the cache shares with them, and runs the rest. ``generation`` is the :class:`Generation` of the
+    the beginning that the cache shares with them, and runs the rest. An answer whose text is not changed keeps the ids
+    that the model chose, special tokens too. ``generation`` is the :class:`Generation` of the
     last turn, or None before the first.
     """
 
@@ -37,6 +38,7 @@ class Chat:
         prefix_store: PrefixStore | None = None,
         prefix_cache: PrefixCache | None = None,
         fingerprint: str | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
         """Begin a conversation, and clear the cache of ``program``, which is for this chat alone: a
         :class:`DecodeSession`, or the :class:`GraphCache` of a program that keeps its cache in its graph.
@@ -46,7 +48,8 @@ class Chat:
         also the prompt of each turn, so that the next turn finds where to go on even if the answer is other tokens
         there. With a ``prefix_store`` it loads what its texts begin with from there, and stores each turn that ends.
         ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the program. A store or a prefix cache
-        that fails is passed by, with a warning in the log.
+        that fails is passed by, with a warning in the log. Answers have special tokens in their text, such as those
+        around a tool call, unless ``skip_special_tokens``.
 
         Raises :class:`EtkvError` if ``program`` has no cache or one of another type, for a ``prefix_store`` or a
         ``prefix_cache`` with a cache in the graph, and for both: a prefix cache has a store of its own.
@@ -61,6 +64,9 @@ class Chat:
         kept = prefix_store or prefix_cache
         self._keeper = None if kept is None else Keeper(program, kept, fingerprint)
         self._held: list[int] = []
+        self._skip_special_tokens = skip_special_tokens
+        # Message number -> the text of an answer, and the ids that the model made of it.
+        self._answers: dict[int, tuple[str, list[int]]] = {}
         self._cache.clear()
 
     def send_message(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[str]:
@@ -84,7 +90,7 @@ class Chat:
 
     def _turn(self, options: GenerateOptions) -> Iterator[str]:
         """Yield the answer to the last message. Append the answer to ``messages``, also if the turn stops early."""
-        ids = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
+        ids = self._tokenizer.conversation_ids(self.messages, self._unchanged_answers())
         self._rewind_to_shared(ids)
         self._attach(ids)
         shared = len(self._held)
@@ -93,7 +99,7 @@ class Chat:
         keeper = self._keeper
         if keeper is not None and keeper.has_windows:
             generation.before_last = lambda: keeper.keep(ids[:-1])
-        detokenizer = self._tokenizer.detokenizer
+        detokenizer = StreamingDetokenizer(self._tokenizer, skip_special_tokens=self._skip_special_tokens)
         try:
             for token in generation:
                 detokenizer.add_token(token)
@@ -103,10 +109,21 @@ class Chat:
             if piece := detokenizer.last_segment:
                 yield piece
         finally:
+            self._answers[len(self.messages)] = (detokenizer.text, list(generation.token_ids))
             self.messages.append({"role": "assistant", "content": detokenizer.text})
             self._held = [*ids, *generation.token_ids][: self._cache.length]
         if keeper is not None:
             keeper.keep(self._held)
+
+    def _unchanged_answers(self) -> dict[int, list[int]]:
+        """Forget the answers whose messages the caller has changed, and return the ids of the others."""
+        messages = dict(enumerate(self.messages))
+        self._answers = {
+            n: (text, ids)
+            for n, (text, ids) in self._answers.items()
+            if messages.get(n) == {"role": "assistant", "content": text}
+        }
+        return {n: ids for n, (_, ids) in self._answers.items()}
 
     def _attach(self, ids: list[int]) -> None:
         """Go on from what is kept of ``ids``, if it is more than the cache holds."""

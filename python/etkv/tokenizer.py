@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
+from etkv import _conversation
+from etkv._backend import Backend, check_id
 from etkv.errors import EtkvError, first_line
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _FILE = "tokenizer.json"
 _GENERATION_CONFIG = "generation_config.json"
 
 
 class Tokenizer:
-    """The tokenizer of a model, with its chat template and eos token ids. It wraps a tokenizer of transformers, ``hf``.
+    """The tokenizer of a model, with its chat template and eos token ids.
 
-    :meth:`from_pretrained` and :meth:`from_file` make instances.
+    ``hf``, a tokenizer of transformers, renders chat templates. Ids and texts are those of its ``tokenizer.json``, as
+    the runners read it: see ``etkv/_backend.py``. :meth:`from_pretrained` and :meth:`from_file` make instances.
     """
 
     def __init__(self, hf: Any, *, eos_token_ids: Iterable[int] | None = None) -> None:
         """Wrap a fast tokenizer of transformers. ``eos_token_ids`` end an answer; None uses the tokenizer's own.
+
+        Later changes of ``hf`` change chat templates alone.
 
         Raises :class:`EtkvError` if ``hf`` is not a fast tokenizer.
         """
@@ -31,6 +39,7 @@ class Tokenizer:
                 "Tokenizer.from_pretrained reads one from a folder"
             )
         self.hf = hf
+        self._backend = Backend(_copy(hf.backend_tokenizer), hf)
         if eos_token_ids is None:
             eos_token_ids = [] if hf.eos_token_id is None else [hf.eos_token_id]
         self.eos_token_ids: frozenset[int] = frozenset(eos_token_ids)
@@ -48,13 +57,18 @@ class Tokenizer:
             raise EtkvError(
                 f"{folder} has no {_FILE}: the exporter writes it beside the program; copy the model's own there"
             )
-        from transformers import AutoTokenizer
+        from tokenizers import Tokenizer as FileTokenizer
+        from transformers import PreTrainedTokenizerFast
 
         try:
-            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            # Not AutoTokenizer: some of its classes make another tokenizer than tokenizer.json says.
+            hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            backend = FileTokenizer.from_file(str(folder / _FILE))
         except Exception as error:
             raise EtkvError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
-        return cls(hf, eos_token_ids=_eos_token_ids(folder))
+        made = cls(hf, eos_token_ids=_eos_token_ids(folder))
+        made._backend = Backend(backend, hf)
+        return made
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
@@ -75,12 +89,19 @@ class Tokenizer:
             raise EtkvError(f"the tokenizer {path} cannot be read: {first_line(error)}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``; ``add_special_tokens`` includes those that the tokenizer puts around a text."""
-        return list(self.hf(text, add_special_tokens=add_special_tokens).input_ids)
+        """Return the ids of ``text``; ``add_special_tokens`` includes those that the tokenizer puts around a text.
+
+        A text that begins with the first of these, such as a rendered conversation, gets no second one. Truncation and
+        padding of ``tokenizer.json`` do not count.
+        """
+        return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ``ids``, without special tokens if ``skip_special_tokens``."""
-        return str(self.hf.decode([operator.index(each) for each in ids], skip_special_tokens=skip_special_tokens))
+        """Return the text of ``ids``, without special tokens if ``skip_special_tokens``.
+
+        An id without a token has no text. Raises :class:`EtkvError` for what is no id.
+        """
+        return self._backend.decode(ids, skip_special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
@@ -134,9 +155,33 @@ class Tokenizer:
         # The template writes the special tokens itself.
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
+    def conversation_ids(
+        self, messages: Sequence[Mapping[str, Any]], answers: Mapping[int, Sequence[int]], **variables: Any
+    ) -> list[int]:
+        """Return the ids of a conversation up to where the model answers, with answers of the model as it made them.
+
+        ``answers`` has the ids of messages by their place in ``messages``. They stand in the place of the message's
+        ``content``, as far as the template writes it: one that the template changes is encoded from its text.
+
+        Raises :class:`EtkvError` as :meth:`apply_chat_template` does.
+        """
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            return self.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+
+        ids: list[int] = []
+        for part in _conversation.parts(messages, answers, render):
+            if not isinstance(part, str):
+                ids += part
+            elif ids:
+                ids += self._backend.encode_after(part)
+            else:
+                ids = self.encode(part, add_special_tokens=False)
+        return ids
+
     @property
     def detokenizer(self) -> StreamingDetokenizer:
-        """Return a new detokenizer, for the text of one answer."""
+        """Return a new detokenizer, for the text of one answer without special tokens."""
         return StreamingDetokenizer(self)
 
     def __repr__(self) -> str:
@@ -145,35 +190,72 @@ class Tokenizer:
 
 
 class StreamingDetokenizer:
-    """Converts the token ids of an answer to text, one at a time, without special tokens.
+    """Converts the token ids of an answer to text, one at a time.
 
-    ``tokens`` are the ids that were added. ``text`` is their text up to the last complete character.
+    ``tokens`` are the ids that were added. ``text`` is their text as far as the next ids cannot change it. At the end
+    it is what :meth:`Tokenizer.decode` makes of ``tokens``.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        """Begin an answer. Special tokens, such as those around a tool call, are part of ``text`` if
+        ``skip_special_tokens`` is false.
+        """
+        self._backend = tokenizer._backend
+        self._skip_special_tokens = skip_special_tokens
         self.reset()
 
     def reset(self) -> None:
         """Begin another answer."""
-        from tokenizers.decoders import DecodeStream
-
         self.tokens: list[int] = []
         self.text = ""
         self._told = 0
-        self._pieces: Any = DecodeStream(skip_special_tokens=True)
+        # The ids that affect the text to come: _n_context of them have all of their text out, and _out is the part of
+        # the text of all of them that is out.
+        self._ids: list[int] = []
+        self._n_context = 0
+        self._out = ""
 
-    def add_token(self, token: int) -> None:
-        """Add the next token of the answer."""
-        piece: str | None = self._pieces.step(self._tokenizer.hf.backend_tokenizer, token)
-        self.tokens.append(token)
-        self.text += piece or ""
+    def add_token(self, token: SupportsIndex) -> None:
+        """Add the next token of the answer. An id without a token has no text.
+
+        Raises :class:`EtkvError` for what is no id.
+        """
+        number = check_id(token)
+        self.tokens.append(number)
+        backend = self._backend
+        if not backend.has_token(number) or (self._skip_special_tokens and backend.is_special(number)):
+            return
+        self._ids.append(number)
+        # A run of byte tokens decodes as a whole.
+        if not backend.is_byte(number):
+            self._read()
+
+    def _read(self) -> None:
+        text = self._decode()
+        # The bytes of a character that is not complete.
+        certain = text.removesuffix(_REPLACEMENT)
+        if certain.startswith(self._out):
+            self.text += certain[len(self._out) :]
+            self._out = certain
+            if len(certain) < len(text):
+                return
+        elif len(self._ids) - self._n_context < _MAX_HELD:
+            return
+        else:
+            self.text += _after_common_prefix(text, self._out)
+        # The ids since the last time are the context of the next ones: some decoders treat the first id alone in
+        # another way.
+        del self._ids[: self._n_context]
+        self._n_context = len(self._ids)
+        self._out = self._decode()
+
+    def _decode(self) -> str:
+        return self._backend.decode(self._ids, self._skip_special_tokens)
 
     def finalize(self) -> None:
         """End the answer: ``text`` gets the rest, with U+FFFD for an incomplete character."""
-        whole: str = self._tokenizer.hf.backend_tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if whole.startswith(self.text):
-            self.text = whole
+        self.text += _after_common_prefix(self._decode(), self._out)
+        self._ids, self._n_context, self._out = [], 0, ""
 
     @property
     def last_segment(self) -> str:
@@ -184,6 +266,25 @@ class StreamingDetokenizer:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {len(self.tokens)} tokens, {len(self.text)} characters>"
+
+
+_REPLACEMENT = "\ufffd"
+"""What stands for bytes that are no character."""
+
+_MAX_HELD = 64
+"""The most ids whose text is held back because it contradicts the text that is out."""
+
+
+def _after_common_prefix(text: str, out: str) -> str:
+    """Return what follows in ``text`` the characters that it begins with in common with ``out``."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, out, strict=False))
+    return text[sum(1 for _ in pairs) :]
+
+
+def _copy(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as StringTokenizer
+
+    return StringTokenizer.from_str(tokenizer.to_str())
 
 
 def _eos_token_ids(folder: Path) -> list[int] | None:
@@ -201,6 +302,6 @@ def _eos_token_ids(folder: Path) -> list[int] | None:
     if told is None:
         return None
     ids = told if isinstance(told, list) else [told]
-    if not all(isinstance(value, int) and not isinstance(value, bool) for value in ids):
+    if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in ids):
         raise EtkvError(f"{path} has eos_token_id {told!r}; expected an id or a list of ids")
     return ids

@@ -8,9 +8,9 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::path::Path;
 use std::str;
 
-use crate::chat;
 use crate::detokenizer::Detokenizer;
 use crate::error::{Error, Result};
+use crate::template::{self, Variables};
 use crate::tokenizer::Tokenizer;
 
 #[cxx::bridge(namespace = "etkv::examples::bridge")]
@@ -20,6 +20,8 @@ mod ffi {
         /// "system", "user", "assistant", or another role of the template.
         role: &'a [u8],
         content: &'a [u8],
+        /// The ids that the model made of `content`; empty for text of another origin.
+        ids: Vec<u32>,
     }
 
     extern "Rust" {
@@ -29,17 +31,27 @@ mod ffi {
         fn from_pretrained(path: &[u8]) -> Result<Box<Tokenizer>>;
         fn encode(tokenizer: &Tokenizer, text: &[u8], add_special_tokens: bool)
             -> Result<Vec<u32>>;
+        fn begins_with_bos(tokenizer: &Tokenizer, text: &[u8]) -> Result<bool>;
+        fn check_variables(variables: &[u8]) -> Result<()>;
+        /// `variables` is a JSON object, or empty.
+        fn render_chat_template(
+            tokenizer: &Tokenizer,
+            messages: &[Message],
+            add_generation_prompt: bool,
+            variables: &[u8],
+        ) -> Result<String>;
         fn apply_chat_template(
             tokenizer: &Tokenizer,
             messages: &[Message],
             add_generation_prompt: bool,
+            variables: &[u8],
         ) -> Result<Vec<u32>>;
         fn has_chat_template(self: &Tokenizer) -> bool;
         fn eos_token_ids(self: &Tokenizer) -> &[u32];
-        fn detokenizer(self: &Tokenizer) -> Box<Detokenizer>;
+        fn detokenizer(self: &Tokenizer, skip_special_tokens: bool) -> Box<Detokenizer>;
 
         /// The strings that these functions return are valid until the next call.
-        fn add_token(detokenizer: &mut Detokenizer, id: u32) -> Result<&str>;
+        fn add_token(detokenizer: &mut Detokenizer, id: i64) -> Result<&str>;
         fn finalize(detokenizer: &mut Detokenizer) -> Result<&str>;
     }
 }
@@ -52,26 +64,51 @@ fn encode(tokenizer: &Tokenizer, text: &[u8], add_special_tokens: bool) -> Resul
     boundary(|| tokenizer.encode(utf8(text, "the text")?, add_special_tokens))
 }
 
+fn begins_with_bos(tokenizer: &Tokenizer, text: &[u8]) -> Result<bool> {
+    boundary(|| tokenizer.begins_with_bos(utf8(text, "the text")?))
+}
+
+fn render_chat_template(
+    tokenizer: &Tokenizer,
+    messages: &[ffi::Message],
+    add_generation_prompt: bool,
+    more: &[u8],
+) -> Result<String> {
+    boundary(|| tokenizer.render_chat_template(&variables(messages, add_generation_prompt, more)?))
+}
+
 fn apply_chat_template(
     tokenizer: &Tokenizer,
     messages: &[ffi::Message],
     add_generation_prompt: bool,
+    more: &[u8],
 ) -> Result<Vec<u32>> {
-    boundary(|| {
-        let messages = messages
-            .iter()
-            .map(|message| {
-                Ok(chat::Message {
-                    role: utf8(message.role, "the role")?.to_owned(),
-                    content: utf8(message.content, "the text")?.to_owned(),
-                })
-            })
-            .collect::<Result<Vec<_>>>()?;
-        tokenizer.apply_chat_template(&messages, add_generation_prompt)
-    })
+    boundary(|| tokenizer.apply_chat_template(&variables(messages, add_generation_prompt, more)?))
 }
 
-fn add_token(detokenizer: &mut Detokenizer, id: u32) -> Result<&str> {
+fn check_variables(more: &[u8]) -> Result<()> {
+    boundary(|| variables(&[], false, more).map(drop))
+}
+
+fn variables(
+    messages: &[ffi::Message],
+    add_generation_prompt: bool,
+    more: &[u8],
+) -> Result<Variables> {
+    let messages = messages
+        .iter()
+        .map(|message| {
+            Ok(template::Message {
+                role: utf8(message.role, "the role")?.to_owned(),
+                content: utf8(message.content, "the text")?.to_owned(),
+                ids: message.ids.clone(),
+            })
+        })
+        .collect::<Result<Vec<_>>>()?;
+    Variables::new(messages, add_generation_prompt, utf8(more, "the template's variables")?)
+}
+
+fn add_token(detokenizer: &mut Detokenizer, id: i64) -> Result<&str> {
     boundary(|| detokenizer.add_token(id))
 }
 
@@ -125,11 +162,11 @@ mod tests {
     fn a_detokenizer_outlives_its_tokenizer() {
         let tokenizer = open();
         let ids = encode(&tokenizer, "hi é".as_bytes(), false).unwrap();
-        let mut detokenizer = tokenizer.detokenizer();
+        let mut detokenizer = tokenizer.detokenizer(true);
         drop(tokenizer);
         let mut answer = String::new();
         for id in ids {
-            answer += add_token(&mut detokenizer, id).unwrap();
+            answer += add_token(&mut detokenizer, id.into()).unwrap();
         }
         assert_eq!(answer, "hi é");
         assert_eq!(finalize(&mut detokenizer).unwrap(), "");
@@ -145,9 +182,9 @@ mod tests {
             "the text is not valid UTF-8 from byte 1 on"
         );
         for (role, content, what) in [(&bad[..], &b""[..], "role"), (b"user", bad, "text")] {
-            let messages = [ffi::Message { role, content }];
+            let messages = [ffi::Message { role, content, ids: Vec::new() }];
             assert_eq!(
-                told(apply_chat_template(&tokenizer, &messages, true).unwrap_err()),
+                told(apply_chat_template(&tokenizer, &messages, true, b"").unwrap_err()),
                 format!("the {what} is not valid UTF-8 from byte 1 on")
             );
         }

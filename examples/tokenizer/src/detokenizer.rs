@@ -2,64 +2,104 @@
 
 use std::sync::Arc;
 
-use tokenizers::tokenizer::step_decode_stream;
-
+use crate::backend::Backend;
 use crate::error::{Error, Result};
 
-/// The text of one answer as it is made. Special tokens are left out.
+/// What stands for bytes that are no character.
+const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
+
+/// The most ids whose text is held back because it contradicts the text that is out.
+const MAX_HELD: usize = 64;
+
+/// The text of one answer as it is made. The pieces together are what all ids decode to.
+///
+/// What the next ids may still change is held back: the bytes of a character that is not complete, and a run of byte
+/// tokens, which decodes as a whole.
 pub struct Detokenizer {
-    tokenizer: Arc<tokenizers::Tokenizer>,
-    /// The ids that affect the text to come, and the text that they decode to: the state that
-    /// `step_decode_stream` keeps between calls.
+    backend: Arc<Backend>,
+    skip_special_tokens: bool,
+    /// The ids that affect the text to come: `n_context` of them have all of their text out.
     ids: Vec<u32>,
-    prefix: String,
-    prefix_index: usize,
+    n_context: usize,
+    /// The part of the text of `ids` that is out.
+    out: String,
     /// The text that the last call returned.
     piece: String,
 }
 
 impl Detokenizer {
-    pub fn new(tokenizer: Arc<tokenizers::Tokenizer>) -> Self {
+    pub fn new(backend: Arc<Backend>, skip_special_tokens: bool) -> Self {
         Self {
-            tokenizer,
+            backend,
+            skip_special_tokens,
             ids: Vec::new(),
-            prefix: String::new(),
-            prefix_index: 0,
+            n_context: 0,
+            out: String::new(),
             piece: String::new(),
         }
     }
 
-    /// Adds the next id. Returns the text that it completes, which may be empty.
-    pub fn add_token(&mut self, id: u32) -> Result<&str> {
+    /// Adds the next id. Returns the text that it completes, which may be empty. An id without a token has no text.
+    pub fn add_token(&mut self, id: i64) -> Result<&str> {
         self.piece.clear();
-        let piece = step_decode_stream(
-            &self.tokenizer,
-            vec![id],
-            true,
-            &mut self.ids,
-            &mut self.prefix,
-            &mut self.prefix_index,
-        )
-        .map_err(|error| Error::Decode { id, reason: error.to_string() })?;
-        self.piece.push_str(piece.as_deref().unwrap_or_default());
+        let id = u32::try_from(id).map_err(|_| Error::Decode {
+            id,
+            reason: "expected an id from 0 to 4294967295".to_owned(),
+        })?;
+        let Some(token) = self.backend.token(id) else {
+            return Ok("");
+        };
+        if self.skip_special_tokens && self.backend.is_special(&token) {
+            return Ok("");
+        }
+        self.ids.push(id);
+        if !self.backend.is_byte(&token) {
+            self.read()?;
+        }
         Ok(&self.piece)
+    }
+
+    /// Moves what the ids decode to, as far as it is certain, to `piece`.
+    fn read(&mut self) -> Result<()> {
+        let text = self.backend.decode(&self.ids, self.skip_special_tokens)?;
+        let certain = text.strip_suffix(REPLACEMENT).unwrap_or(&text);
+        match certain.strip_prefix(&self.out) {
+            Some(piece) => {
+                self.piece.push_str(piece);
+                if certain.len() < text.len() {
+                    self.out.push_str(piece);
+                    return Ok(());
+                }
+            }
+            None if self.ids.len() - self.n_context < MAX_HELD => return Ok(()),
+            None => self.piece.push_str(after_common_prefix(&text, &self.out)),
+        }
+        // The ids since the last time are the context of the next ones: some decoders treat the first id alone in
+        // another way.
+        self.ids.drain(..self.n_context);
+        self.n_context = self.ids.len();
+        self.out = self.backend.decode(&self.ids, self.skip_special_tokens)?;
+        Ok(())
     }
 
     /// Ends the answer and returns the rest of its text. U+FFFD stands for an incomplete character.
     /// The next answer may begin.
     pub fn finalize(&mut self) -> Result<&str> {
         self.piece.clear();
-        let last = self.ids.last().copied().unwrap_or_default();
-        let text = self
-            .tokenizer
-            .decode(&self.ids, true)
-            .map_err(|error| Error::Decode { id: last, reason: error.to_string() })?;
-        self.piece.push_str(text.strip_prefix(&self.prefix).unwrap_or_default());
+        let text = self.backend.decode(&self.ids, self.skip_special_tokens)?;
+        self.piece.push_str(after_common_prefix(&text, &self.out));
         self.ids.clear();
-        self.prefix.clear();
-        self.prefix_index = 0;
+        self.n_context = 0;
+        self.out.clear();
         Ok(&self.piece)
     }
+}
+
+/// Returns what follows in `text` the characters that it begins with in common with `out`.
+fn after_common_prefix<'a>(text: &'a str, out: &str) -> &'a str {
+    let common =
+        text.chars().zip(out.chars()).take_while(|(a, b)| a == b).map(|(c, _)| c.len_utf8());
+    &text[common.sum()..]
 }
 
 #[cfg(test)]
@@ -67,18 +107,17 @@ mod tests {
     use crate::fixture;
     use crate::tokenizer::Tokenizer;
 
-    /// Returns the text of `ids` byte by byte, as the fixture's tokens are.
     fn pieces(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
-        let mut detokenizer = tokenizer.detokenizer();
+        let mut detokenizer = tokenizer.detokenizer(true);
         let mut pieces: Vec<String> =
-            ids.iter().map(|&id| detokenizer.add_token(id).unwrap().to_owned()).collect();
+            ids.iter().map(|&id| detokenizer.add_token(id.into()).unwrap().to_owned()).collect();
         pieces.push(detokenizer.finalize().unwrap().to_owned());
         pieces
     }
 
     #[test]
     fn whole_characters_only() {
-        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
+        let tokenizer = fixture::tokenizer();
         let ids = tokenizer.encode("a é🙂.", false).unwrap();
         let pieces = pieces(&tokenizer, &ids);
         assert_eq!(pieces.concat(), "a é🙂.");
@@ -88,7 +127,7 @@ mod tests {
 
     #[test]
     fn a_character_cut_short_comes_out_at_the_end() {
-        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
+        let tokenizer = fixture::tokenizer();
         let mut ids = tokenizer.encode("ok🙂", false).unwrap();
         ids.pop();
         let pieces = pieces(&tokenizer, &ids);
@@ -98,24 +137,52 @@ mod tests {
     }
 
     #[test]
-    fn special_tokens_are_left_out_and_a_detokenizer_starts_over() {
-        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
-        let a = tokenizer.encode("a", false).unwrap()[0];
-        let mut detokenizer = tokenizer.detokenizer();
-        for _ in 0..3 {
-            assert_eq!(detokenizer.add_token(fixture::START).unwrap(), "");
-            assert_eq!(detokenizer.add_token(a).unwrap(), "a");
-            assert_eq!(detokenizer.add_token(fixture::END).unwrap(), "");
-            assert_eq!(detokenizer.add_token(a).unwrap(), "a");
-            assert_eq!(detokenizer.finalize().unwrap(), "");
+    fn a_run_of_byte_tokens_is_read_as_a_whole() {
+        let tokenizer = fixture::with_byte_fallback();
+        let byte = |byte: u8| tokenizer.backend.id_of(&format!("<0x{byte:02X}>")).unwrap();
+        let a = tokenizer.backend.id_of("a").unwrap();
+        let ids: Vec<u32> = [a]
+            .into_iter()
+            .chain("é".bytes().map(byte))
+            // A whole character and then a cut one: the decoder takes back what it said of the first.
+            .chain([byte(0xe2), a, fixture::START, byte(0xf0), a, a])
+            .chain("🙂".bytes().map(byte))
+            .collect();
+        let pieces = pieces(&tokenizer, &ids);
+        assert_eq!(pieces.concat(), tokenizer.backend.decode(&ids, true).unwrap());
+        assert_eq!(pieces.concat(), "a\u{fffd}\u{fffd}\u{fffd}a\u{fffd}aa🙂");
+        assert_eq!(pieces[0], "a");
+    }
+
+    #[test]
+    fn special_tokens_are_left_out_or_kept_and_a_detokenizer_starts_over() {
+        let tokenizer = fixture::tokenizer();
+        let a = i64::from(tokenizer.encode("a", false).unwrap()[0]);
+        for (skip, start, end) in [(true, "", ""), (false, "<start>", "<end>")] {
+            let mut detokenizer = tokenizer.detokenizer(skip);
+            for _ in 0..3 {
+                assert_eq!(detokenizer.add_token(fixture::START.into()).unwrap(), start);
+                assert_eq!(detokenizer.add_token(a).unwrap(), "a");
+                assert_eq!(detokenizer.add_token(fixture::END.into()).unwrap(), end);
+                assert_eq!(detokenizer.add_token(a).unwrap(), "a");
+                assert_eq!(detokenizer.finalize().unwrap(), "");
+            }
         }
     }
 
     #[test]
-    fn an_unknown_id_is_no_text() {
-        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
-        let mut detokenizer = tokenizer.detokenizer();
+    fn an_unknown_id_is_no_text_and_a_number_that_is_no_id_is_an_error() {
+        let mut detokenizer = fixture::tokenizer().detokenizer(true);
         assert_eq!(detokenizer.add_token(1_000_000).unwrap(), "");
+        for id in [-1, 1 << 32] {
+            let refusal = detokenizer.add_token(id).unwrap_err().to_string();
+            assert_eq!(
+                refusal,
+                format!(
+                    "the tokenizer cannot decode token {id}: expected an id from 0 to 4294967295"
+                )
+            );
+        }
         assert_eq!(detokenizer.finalize().unwrap(), "");
     }
 }

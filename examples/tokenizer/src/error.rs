@@ -17,13 +17,19 @@ pub enum Error {
     Encode(String),
 
     #[error("the tokenizer cannot decode token {id}: {reason}")]
-    Decode { id: u32, reason: String },
+    Decode { id: i64, reason: String },
 
     #[error("{} has no chat template", .0.display())]
     NoTemplate(PathBuf),
 
+    #[error("none of the chat templates is for a conversation without tools: expected one named default, found {0}")]
+    NoDefaultTemplate(String),
+
     #[error("the chat template cannot render this conversation: {0}")]
     Template(String),
+
+    #[error("the variables of the chat template cannot be read: expected a JSON object: {0}")]
+    Variables(String),
 
     #[error("{what} is not valid UTF-8 from byte {at} on")]
     Utf8 { what: &'static str, at: usize },

@@ -6,8 +6,32 @@ use serde_json::json;
 use tempfile::TempDir;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
+use crate::tokenizer::Tokenizer;
+
 pub const START: u32 = 256;
 pub const END: u32 = 257;
+
+/// Returns the tokenizer of [`folder`].
+pub fn tokenizer() -> Tokenizer {
+    Tokenizer::from_pretrained(folder().path()).unwrap()
+}
+
+/// Returns a tokenizer like [`tokenizer`] with tokens for bytes, as Llama 2 has them.
+pub fn with_byte_fallback() -> Tokenizer {
+    let folder = folder();
+    let path = folder.path().join("tokenizer.json");
+    let mut file: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    for byte in 0..=255 {
+        file["model"]["vocab"][format!("<0x{byte:02X}>")] = json!(300 + byte);
+    }
+    file["decoder"] = json!({"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0}]});
+    fs::write(&path, file.to_string()).unwrap();
+    Tokenizer::from_pretrained(folder.path()).unwrap()
+}
 
 pub fn folder() -> TempDir {
     let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();

@@ -5,12 +5,13 @@
 //! `cxx` generates the C++ interface. Runners include `tokenizer.hpp`. This crate does not depend
 //! on models or caches.
 
+mod backend;
 mod bridge;
-mod chat;
+mod conversation;
 mod detokenizer;
 mod error;
 mod folder;
-mod json;
+mod template;
 mod tokenizer;
 
 #[cfg(test)]

@@ -3,15 +3,17 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::chat::{ChatTemplate, Message};
+use crate::backend::Backend;
+use crate::conversation::{parts, Part};
 use crate::detokenizer::Detokenizer;
 use crate::error::{Error, Result};
 use crate::folder::Folder;
+use crate::template::{ChatTemplates, Variables};
 
 pub struct Tokenizer {
-    pub model: Arc<tokenizers::Tokenizer>,
+    pub backend: Arc<Backend>,
     folder: Folder,
-    template: Option<ChatTemplate>,
+    templates: ChatTemplates,
     eos_token_ids: Vec<u32>,
 }
 
@@ -22,54 +24,65 @@ impl Tokenizer {
         if !file.exists() {
             return Err(Error::Missing(file));
         }
-        let mut tokenizer = tokenizers::Tokenizer::from_file(&file)
-            .map_err(|error| Error::Tokenizer { path: file.clone(), reason: error.to_string() })?;
-        // A tokenizer's cache of words stays with the thread, even after the tokenizer is dropped.
-        let mut model = tokenizer.get_model().clone();
-        model.resize_cache(0);
-        tokenizer.with_model(model);
+        let unreadable = |reason: String| Error::Tokenizer { path: file.clone(), reason };
+        let model = tokenizers::Tokenizer::from_file(&file)
+            .map_err(|error| unreadable(error.to_string()))?;
+        let mut folder = Folder::read(file.parent().unwrap_or(Path::new(".")))?;
+        let backend = Backend::new(model, &folder.config).map_err(unreadable)?;
 
-        let folder = Folder::read(file.parent().unwrap_or(Path::new(".")))?;
-        let template = folder
-            .chat_template
-            .as_deref()
-            .map(|source| ChatTemplate::new(source, folder.special_tokens.clone()));
+        let templates = ChatTemplates::new(
+            std::mem::take(&mut folder.chat_templates),
+            folder.special_tokens.clone(),
+        );
         let eos_token_ids = match &folder.eos_token_ids {
             Some(ids) => ids.clone(),
             None => folder
                 .special_tokens
                 .get("eos_token")
-                .and_then(|token| tokenizer.token_to_id(token))
+                .and_then(|token| backend.id_of(token))
                 .into_iter()
                 .collect(),
         };
-        Ok(Self { model: Arc::new(tokenizer), folder, template, eos_token_ids })
+        Ok(Self { backend: Arc::new(backend), folder, templates, eos_token_ids })
     }
 
     /// Returns the ids of `text`. With `add_special_tokens`, includes the tokens that the tokenizer
-    /// puts around a text.
+    /// puts around a text; a text that begins with the first of them gets no second one.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
-        self.model
-            .encode_fast(text, add_special_tokens)
-            .map(|encoding| encoding.get_ids().to_vec())
-            .map_err(|error| Error::Encode(error.to_string()))
+        self.backend.encode(text, add_special_tokens)
     }
 
-    /// Returns the ids of a conversation. With `add_generation_prompt`, it ends where the model's
-    /// next message begins.
-    pub fn apply_chat_template(
-        &self,
-        messages: &[Message],
-        add_generation_prompt: bool,
-    ) -> Result<Vec<u32>> {
-        let template =
-            self.template.as_ref().ok_or_else(|| Error::NoTemplate(self.folder.path.clone()))?;
-        // The template writes the special tokens itself.
-        self.encode(&template.render(messages, add_generation_prompt)?, false)
+    /// Does `text` begin with the token that the tokenizer puts before a text?
+    pub fn begins_with_bos(&self, text: &str) -> Result<bool> {
+        self.backend.begins_with_bos(text)
+    }
+
+    /// Returns the text of a conversation.
+    pub fn render_chat_template(&self, variables: &Variables) -> Result<String> {
+        if !self.has_chat_template() {
+            return Err(Error::NoTemplate(self.folder.path.clone()));
+        }
+        self.templates.render(variables)
+    }
+
+    /// Returns the ids of a conversation. Ids of messages stand in the place of their text, as far as the template
+    /// writes that text.
+    pub fn apply_chat_template(&self, variables: &Variables) -> Result<Vec<u32>> {
+        let parts = parts(variables, |variables| self.render_chat_template(variables))?;
+        let mut ids = Vec::new();
+        for part in parts {
+            match part {
+                // The template writes the special tokens itself.
+                Part::Text(text) if ids.is_empty() => ids = self.encode(&text, false)?,
+                Part::Text(text) => ids.extend(self.backend.encode_after(&text)?),
+                Part::Ids(answer) => ids.extend(answer),
+            }
+        }
+        Ok(ids)
     }
 
     pub fn has_chat_template(&self) -> bool {
-        self.template.is_some()
+        !self.templates.is_empty()
     }
 
     /// Returns the ids that end an answer; none if the folder does not name any.
@@ -78,8 +91,8 @@ impl Tokenizer {
     }
 
     /// Returns a detokenizer for one answer. It may outlive the tokenizer.
-    pub fn detokenizer(&self) -> Box<Detokenizer> {
-        Box::new(Detokenizer::new(Arc::clone(&self.model)))
+    pub fn detokenizer(&self, skip_special_tokens: bool) -> Box<Detokenizer> {
+        Box::new(Detokenizer::new(Arc::clone(&self.backend), skip_special_tokens))
     }
 }
 
@@ -87,7 +100,17 @@ impl Tokenizer {
 mod tests {
     use super::*;
     use crate::fixture;
+    use crate::template::Message;
+    use serde_json::json;
     use std::fs;
+
+    fn said(role: &str, content: &str, ids: &[u32]) -> Message {
+        Message { role: role.to_owned(), content: content.to_owned(), ids: ids.to_vec() }
+    }
+
+    fn conversation(messages: &[Message]) -> Variables {
+        Variables::new(messages.to_vec(), true, "").unwrap()
+    }
 
     #[test]
     fn a_file_or_its_folder() {
@@ -96,15 +119,65 @@ mod tests {
         let by_file = Tokenizer::from_pretrained(&folder.path().join("tokenizer.json")).unwrap();
         let ids = by_folder.encode("hello é", false).unwrap();
         assert_eq!(ids, by_file.encode("hello é", false).unwrap());
-        assert_eq!(by_folder.model.decode(&ids, true).unwrap(), "hello é");
+        assert_eq!(by_folder.backend.decode(&ids, true).unwrap(), "hello é");
     }
 
     #[test]
     fn special_tokens_around_a_text() {
-        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
+        let tokenizer = fixture::tokenizer();
         let bare = tokenizer.encode("a", false).unwrap();
         let special = tokenizer.encode("a", true).unwrap();
         assert_eq!(special, [&[fixture::START][..], &bare].concat());
+        assert!(!tokenizer.begins_with_bos("a").unwrap());
+    }
+
+    #[test]
+    fn a_text_with_bos_gets_no_second_one() {
+        let tokenizer = fixture::tokenizer();
+        let once = tokenizer.encode("a", true).unwrap();
+        assert_eq!(tokenizer.encode("<start>a", true).unwrap(), once);
+        assert!(tokenizer.begins_with_bos("<start>a").unwrap());
+        // What the text says itself stays.
+        let twice = [&[fixture::START][..], &once].concat();
+        assert_eq!(tokenizer.encode("<start><start>a", true).unwrap(), twice);
+        assert_eq!(tokenizer.encode("", true).unwrap(), [fixture::START]);
+        assert_eq!(tokenizer.encode("<start>", true).unwrap(), [fixture::START]);
+    }
+
+    #[test]
+    fn truncation_and_padding_do_not_count() {
+        let folder = fixture::folder();
+        let plain =
+            Tokenizer::from_pretrained(folder.path()).unwrap().encode("hello", true).unwrap();
+        let path = folder.path().join("tokenizer.json");
+        let mut file: serde_json::Value =
+            serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+        file["truncation"] =
+            json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0});
+        file["padding"] = json!({"strategy": {"Fixed": 32}, "direction": "Left", "pad_to_multiple_of": null,
+            "pad_id": 0, "pad_type_id": 0, "pad_token": "!"});
+        fs::write(&path, file.to_string()).unwrap();
+        let tokenizer = Tokenizer::from_pretrained(folder.path()).unwrap();
+        assert_eq!(tokenizer.encode("hello", true).unwrap(), plain);
+    }
+
+    #[test]
+    fn settings_of_the_config_count() {
+        let folder = fixture::folder();
+        let path = folder.path().join("tokenizer_config.json");
+        fs::write(&path, r#"{"split_special_tokens": true}"#).unwrap();
+        let tokenizer = Tokenizer::from_pretrained(folder.path()).unwrap();
+        assert_eq!(tokenizer.encode("<end>", false).unwrap().len(), 5);
+        let spaced = |config: &str| {
+            fs::write(&path, config).unwrap();
+            let tokenizer = Tokenizer::from_pretrained(folder.path()).unwrap();
+            let ids = tokenizer.encode("a , b .", false).unwrap();
+            tokenizer.backend.decode(&ids, true).unwrap()
+        };
+        assert_eq!(spaced(r#"{"clean_up_tokenization_spaces": true}"#), "a , b .");
+        let even_for_bpe = r#"{"clean_up_tokenization_spaces": true,
+            "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": true}"#;
+        assert_eq!(spaced(even_for_bpe), "a, b.");
     }
 
     #[test]
@@ -121,14 +194,34 @@ mod tests {
 
     #[test]
     fn a_conversation() {
-        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
-        let messages = [Message { role: "user".to_owned(), content: "hi".to_owned() }];
-        let ids = tokenizer.apply_chat_template(&messages, true).unwrap();
+        let tokenizer = fixture::tokenizer();
+        let ids = tokenizer.apply_chat_template(&conversation(&[said("user", "hi", &[])])).unwrap();
         assert_eq!(ids[0], fixture::START);
         assert_eq!(
-            tokenizer.model.decode(&ids, false).unwrap(),
+            tokenizer.backend.decode(&ids, false).unwrap(),
             "<start>user: hi<end><start>assistant: "
         );
+    }
+
+    #[test]
+    fn an_answer_keeps_its_ids() {
+        let tokenizer = fixture::tokenizer();
+        // The tokenizer makes other ids of the same text.
+        let answer = [fixture::END, 1, 2];
+        let whole = tokenizer
+            .apply_chat_template(&conversation(&[
+                said("user", "yo", &[]),
+                said("assistant", " yo ", &answer),
+                said("user", "yo", &[]),
+            ]))
+            .unwrap();
+        let expected = [
+            tokenizer.encode("<start>user: yo<end><start>assistant: ", false).unwrap(),
+            answer.to_vec(),
+            tokenizer.encode("<end><start>user: yo<end><start>assistant: ", false).unwrap(),
+        ]
+        .concat();
+        assert_eq!(whole, expected);
     }
 
     #[test]
@@ -137,7 +230,7 @@ mod tests {
         fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
         let tokenizer = Tokenizer::from_pretrained(folder.path()).unwrap();
         assert!(!tokenizer.has_chat_template());
-        let error = tokenizer.apply_chat_template(&[], true).unwrap_err().to_string();
+        let error = tokenizer.apply_chat_template(&conversation(&[])).unwrap_err().to_string();
         assert!(error.ends_with("has no chat template"), "{error}");
     }
 

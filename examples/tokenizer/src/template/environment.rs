@@ -1,0 +1,86 @@
+//! Jinja with the settings of transformers: block tags remove the line that they are on, `break` and `continue` work
+//! in loops, values have Python's methods, and tests and filters decide as Jinja2's do.
+
+use minijinja::formatting::{format, FormatStyle};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{StringInput, Tuple, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, Value};
+
+use super::{json, methods, rewrite};
+
+pub fn new() -> Result<Environment<'static>, Error> {
+    let mut environment = Environment::new();
+    environment.set_syntax(syntax()?);
+    environment.set_unknown_method_callback(methods::call);
+    environment.add_filter("tojson", json::tojson);
+    environment.add_filter("trim", trim);
+    environment.add_test("iterable", is_iterable);
+    environment.add_test("sequence", is_sequence);
+    environment.add_function("raise_exception", raise_exception);
+    environment.add_function("strftime_now", strftime_now);
+    environment.add_function(rewrite::PERCENT, percent);
+    Ok(environment)
+}
+
+pub fn syntax() -> Result<SyntaxConfig, Error> {
+    SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()
+}
+
+/// Has Python an iterator of this value? None has not, though minijinja loops over it.
+fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && value.try_iter().is_ok()
+}
+
+/// Has this value a length and items? Strings and mappings have, too.
+fn is_sequence(value: &Value) -> bool {
+    value.is_undefined()
+        || matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
+}
+
+fn trim(value: StringInput<'_>, chars: Option<String>) -> String {
+    methods::strip(value.as_str(), chars.as_deref(), true, true).to_owned()
+}
+
+fn raise_exception(message: String) -> Result<String, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, message))
+}
+
+fn strftime_now(format: String) -> Result<String, Error> {
+    jiff::fmt::strtime::format(&format, &jiff::Zoned::now())
+        .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
+}
+
+/// `left % right`: what a format string makes of its arguments, or a remainder with the sign of `right`.
+fn percent(left: &Value, right: &Value) -> Result<Value, Error> {
+    if let Some(text) = left.as_str() {
+        let arguments = match right.downcast_object_ref::<Tuple>() {
+            Some(items) => items.to_vec(),
+            None => vec![right.clone()],
+        };
+        return format(FormatStyle::Printf, text, &arguments).map(Value::from);
+    }
+    let refused = |reason: &str| {
+        let told = format!("{left} % {right}: {reason}");
+        Error::new(ErrorKind::InvalidOperation, told)
+    };
+    let whole = |value: &Value| match value.kind() {
+        ValueKind::Bool => Some(i64::from(value.is_true())),
+        _ => value.as_i64().filter(|_| value.is_integer()),
+    };
+    if let (Some(a), Some(b)) = (whole(left), whole(right)) {
+        if b == 0 {
+            return Err(refused("division by zero"));
+        }
+        let remainder = i128::from(a).rem_euclid(b.into());
+        let below = b < 0 && remainder != 0;
+        return Ok(Value::from(if below { remainder + i128::from(b) } else { remainder }));
+    }
+    let number = |value: &Value| {
+        whole(value).map(|n| n as f64).or_else(|| f64::try_from(value.clone()).ok())
+    };
+    match (number(left), number(right)) {
+        (Some(_), Some(0.0)) => Err(refused("division by zero")),
+        (Some(a), Some(b)) => Ok(Value::from(a - b * (a / b).floor())),
+        _ => Err(refused("expected a format string or numbers")),
+    }
+}

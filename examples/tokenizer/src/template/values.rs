@@ -1,0 +1,115 @@
+//! What a template sees of a conversation.
+
+use std::collections::BTreeMap;
+
+use minijinja::value::{merge_maps, ValueKind};
+use minijinja::{context, Value};
+
+use crate::error::{Error, Result};
+
+/// A message of a conversation.
+#[derive(Clone)]
+pub struct Message {
+    pub role: String,
+    pub content: String,
+    /// The ids that the model made of `content`; empty for text of another origin.
+    pub ids: Vec<u32>,
+}
+
+/// The variables of a template.
+pub struct Variables {
+    pub messages: Vec<Message>,
+    pub add_generation_prompt: bool,
+    /// More variables by name, such as `tools`. They replace others of the same name, `messages` too.
+    more: Value,
+}
+
+/// Names of a message's reasoning. The first is the one that templates read.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+impl Variables {
+    /// `more` is a JSON object, or empty.
+    pub fn new(messages: Vec<Message>, add_generation_prompt: bool, more: &str) -> Result<Self> {
+        let more = if more.is_empty() {
+            context! {}
+        } else {
+            serde_json::from_str(more).map_err(|error| Error::Variables(error.to_string()))?
+        };
+        if more.kind() != ValueKind::Map {
+            return Err(Error::Variables(format!("it is a {}", more.kind())));
+        }
+        Ok(Self { messages, add_generation_prompt, more })
+    }
+
+    pub fn has_tools(&self) -> bool {
+        self.named("tools").is_some_and(|tools| !tools.is_none())
+    }
+
+    /// Returns the same with the mark of each message of `numbers` in place of its text.
+    pub fn with_marks(&self, numbers: &[usize], mark: impl Fn(usize) -> String) -> Self {
+        let mut messages = self.messages.clone();
+        for &n in numbers {
+            messages[n].content = mark(n);
+        }
+        Self {
+            messages,
+            add_generation_prompt: self.add_generation_prompt,
+            more: self.more.clone(),
+        }
+    }
+
+    /// Returns everything that the template sees.
+    pub fn context(&self, special_tokens: &BTreeMap<String, String>) -> Value {
+        let messages: Value = match self.named("messages") {
+            Some(messages) => messages,
+            None => self
+                .messages
+                .iter()
+                .map(|message| context! { role => message.role.as_str(), content => message.content.as_str() })
+                .collect(),
+        };
+        // The later ones replace those of the same name.
+        let defaults = context! {
+            add_generation_prompt => self.add_generation_prompt,
+            tools => (),
+            documents => (),
+            ..Value::from_pairs(special_tokens.clone())
+        };
+        let given = merge_maps([defaults, self.more.clone()]);
+        merge_maps([given, context! { messages => normalized(&messages) }])
+    }
+
+    fn named(&self, name: &str) -> Option<Value> {
+        self.more.get_attr(name).ok().filter(|value| !value.is_undefined())
+    }
+}
+
+/// Returns messages as transformers gives them to templates: keys without a value are absent, and reasoning has the
+/// names that templates read.
+fn normalized(messages: &Value) -> Value {
+    let Ok(messages) = messages.try_iter() else {
+        return messages.clone();
+    };
+    messages.map(|message| normalized_message(&message)).collect()
+}
+
+fn normalized_message(message: &Value) -> Value {
+    if message.kind() != ValueKind::Map {
+        return message.clone();
+    }
+    let pairs =
+        || message.as_object().and_then(|object| object.try_iter_pairs()).into_iter().flatten();
+    let mut kept: Vec<(Value, Value)> = pairs().filter(|(_, value)| !value.is_none()).collect();
+    let value_of = |kept: &[(Value, Value)], name: &str| {
+        kept.iter().find(|(key, _)| key.as_str() == Some(name)).map(|(_, value)| value.clone())
+    };
+    let reasoning = REASONING.iter().find_map(|name| value_of(&kept, name));
+    if let Some(reasoning) = reasoning {
+        if value_of(&kept, "thinking").is_none() {
+            kept.insert(0, (Value::from("thinking"), reasoning.clone()));
+        }
+        kept.retain(|(key, _)| key.as_str() != Some("reasoning_content"));
+        kept.push((Value::from("reasoning_content"), reasoning));
+    }
+    Value::from_pairs(kept)
+}

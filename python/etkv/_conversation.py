@@ -1,0 +1,68 @@
+"""A conversation in parts: text of the template, and the ids of answers, which a text is not made into again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+_MARK = "\uf8fe"
+"""Stands around the number of a message in place of its text: of the characters without a meaning, so that no text of a
+conversation has it."""
+
+
+def parts(
+    messages: Messages, answers: Mapping[int, Sequence[int]], render: Callable[[Messages], str]
+) -> list[str | list[int]]:
+    """Render a conversation, and return ids of messages in the place of their text.
+
+    ``answers`` has ids by the number of the message. A message whose text the template changes, as some remove the
+    reasoning of earlier answers, is text. Raises what ``render`` raises for ``messages``.
+    """
+    text = render(messages)
+    kept = {n: list(ids) for n, ids in answers.items() if ids}
+    while kept:
+        marked_messages = [
+            {**message, "content": f"{_MARK}{n}{_MARK}"} if n in kept else message for n, message in enumerate(messages)
+        ]
+        try:
+            marked = render(marked_messages)
+        except Exception:
+            # A template that takes other texts alone.
+            break
+        found = _split(text, marked, messages, kept)
+        if isinstance(found, list):
+            return found
+        if kept.pop(found, None) is None:
+            break
+    return [text]
+
+
+def _split(
+    text: str, marked: str, messages: Messages, kept: Mapping[int, list[int]]
+) -> list[str | list[int]] | int | None:
+    """Split ``text`` where ``marked``, its rendering with marks, has the messages.
+
+    Returns the number of the message beside which the two differ, if they do.
+    """
+    # Text and numbers of messages in turns.
+    before, *pieces = marked.split(_MARK)
+    last = int(pieces[0]) if pieces else None
+    if not text.startswith(before):
+        return last
+    rest = text[len(before) :]
+    found: list[str | list[int]] = []
+    for number, after in zip(pieces[::2], pieces[1::2], strict=True):
+        last = int(number)
+        content = str(messages[last]["content"])
+        # Many templates trim a message. Its ids stay whole: the cache has them.
+        for written in (content, content.strip(), content.lstrip(), content.rstrip()):
+            if rest.startswith(written + after):
+                rest = rest[len(written + after) :]
+                break
+        else:
+            return last
+        found += [before, kept[last]]
+        before = after
+    return last if rest else [*found, before]
