@@ -9,7 +9,6 @@ import pytest
 
 import tiny_gguf
 import tiny_models
-from etkv.errors import EtkvError
 from etkv.export import gguf, source
 
 TOKENS = [(index * 37 + 11) % 250 for index in range(120)]
@@ -206,7 +205,14 @@ CASES = {
         {".use_parallel_residual": False},
         {},
     ),
-    "nemotron": ("nemotron", "nemotron", {"rope_parameters": PARTIAL}, {".rope.scaling.type": "none"}, {}),
+    "nemotron": ("nemotron", "nemotron", {"rope_parameters": PARTIAL}, {}, {}),
+    "nemotron, no scaling": (
+        "nemotron",
+        "nemotron",
+        {"rope_parameters": PARTIAL},
+        {".rope.scaling.type": "none", ".rope.scaling.factor": 2.0},
+        {},
+    ),
     "granite": (
         "granite",
         "granite",
@@ -229,7 +235,12 @@ CASES = {
     "granitemoe, shared": (
         "granitemoe",
         "granitemoeshared",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25, "shared_intermediate_size": 48},
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.25,
+            "shared_intermediate_size": 48,
+        },
         {},
         {},
     ),

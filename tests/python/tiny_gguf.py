@@ -53,7 +53,7 @@ def write(
     """Write the model in ``folder`` to ``file`` with float32 weights and return ``file``.
 
     ``pre_tokenizer`` is the name that the file gives for its way of splitting text. ``keys`` are added to the file's,
-    or replace them: names with a dot first belong to the architecture. ``None`` leaves a key out. ``tensors`` are added.
+    or replace them: names with a dot first belong to the architecture. ``None`` leaves a key out. ``tensors`` too.
     """
     import gguf
 

@@ -4,9 +4,9 @@ A file is read whole or refused: a key or a tensor that no part of this package 
 Keys that describe the file and not the model are listed in :mod:`etkv.export.gguf.keys`.
 """
 
+from etkv.export.gguf.architectures import read_config
 from etkv.export.gguf.file import GgufFile, find_files
 from etkv.export.gguf.tokenizer import read_tokenizer
 from etkv.export.gguf.weights import read_weights
-from etkv.export.gguf.architectures import read_config  # isort: skip
 
 __all__ = ["GgufFile", "find_files", "read_config", "read_tokenizer", "read_weights"]

@@ -23,18 +23,30 @@ class Decoder:
             raise EtkvError(f"{keys.file.path} lacks tensor token_embd.weight")
         self.vocab_size = embedding.shape[0]
         keys.only("vocab_size", self.vocab_size, reason=f"and its embedding has {self.vocab_size} rows")
+        width = embedding.shape[-1]
         self.hidden = keys.positive("embedding_length")
+        keys.only("embedding_length", width, reason=f"and its embedding has rows of {width} numbers")
         self.layers = keys.positive("block_count")
         self.heads = keys.positive("attention.head_count")
         self.kv_heads = keys.positive("attention.head_count_kv", self.heads)
         self.context = keys.positive("context_length")
-        self.head_dim = keys.positive("attention.key_length", self._stored_head_dim())
-        keys.only("attention.value_length", self.head_dim, reason=f"and keys of {self.head_dim}; they have to be alike")
+        stored = self._stored_head_dim()
+        self.head_dim = keys.positive("attention.key_length", stored)
+        if "blk.0.attn_q.weight" in keys.file.tensors:
+            keys.only("attention.key_length", stored, reason=f"and its queries have heads of {stored} numbers")
+        keys.only(
+            "attention.value_length",
+            self.head_dim,
+            reason=f"and {keys.key('attention.key_length')} is {self.head_dim}; they have to be alike",
+        )
 
     def _stored_head_dim(self) -> int:
         """Return the size of a head by the shape of the first layer's queries, or by the width of the model."""
         query = self.keys.file.tensors.get("blk.0.attn_q.weight")
-        return (query.shape[0] if query is not None else self.hidden) // self.heads
+        rows = self.hidden if query is None else query.shape[0]
+        if rows % self.heads:
+            raise self.keys.refuse("attention.head_count", f"which does not divide {rows}, the length of its queries")
+        return rows // self.heads
 
     @property
     def common(self) -> Settings:
@@ -69,9 +81,8 @@ class Decoder:
     def usual_head_dim(self) -> None:
         """Raise :class:`EtkvError` unless heads divide the width: the family has no other size of a head."""
         if self.head_dim * self.heads != self.hidden:
-            raise self.keys.refuse(
-                "attention.key_length", f"and heads of this architecture have {self.hidden} / {self.heads} numbers"
-            )
+            name = "attention.key_length" if self.keys.has("attention.key_length") else "attention.head_count"
+            raise self.keys.refuse(name, f"and heads of this architecture make up its width of {self.hidden} numbers")
 
     def usual_scale(self) -> None:
         """Raise :class:`EtkvError` if attention is scaled by anything but the root of the head's size."""

@@ -98,12 +98,8 @@ class Keys:
         if value is None:
             return
         value = self._shared(name, value)
-        for item in allowed:
-            if type(item) is type(value) and item == value:
-                return
-            numbers = isinstance(item, int | float) and isinstance(value, int | float)
-            if numbers and not isinstance(value, bool) and math.isclose(value, item, rel_tol=1e-6):
-                return
+        if any(_same(value, item) for item in allowed):
+            return
         raise self.refuse(name, reason)
 
     def skip(self, *names: str) -> None:
@@ -165,6 +161,13 @@ class Keys:
         if not value or any(item != value[0] for item in value):
             raise self.refuse(name, "which differs from layer to layer; the exporter takes one value for all layers")
         return value[0]
+
+
+def _same(value: Any, allowed: float | bool | str) -> bool:
+    """Return whether a file's ``value`` is ``allowed``, up to the rounding of float32."""
+    if isinstance(value, bool | str) or isinstance(allowed, bool | str):
+        return type(value) is type(allowed) and bool(value == allowed)
+    return isinstance(value, int | float) and math.isclose(value, allowed, rel_tol=1e-6)
 
 
 def _shown(value: Any) -> str:

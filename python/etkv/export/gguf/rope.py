@@ -25,14 +25,17 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
     """
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base", 10000.0)}
     rotary_dim = keys.positive("rope.dimension_count", head_dim)
+    if head_dim % 2 and not keys.has("rope.dimension_count"):
+        raise keys.refuse(
+            "attention.key_length", f"and an odd number of {head_dim} numbers of a head cannot be rotated"
+        )
     if rotary_dim > head_dim or rotary_dim % 2 or (rotary_dim != head_dim and not partial):
         limit = "an even number up to" if partial else "exactly"
         raise keys.refuse("rope.dimension_count", f"and this architecture rotates {limit} {head_dim} numbers of a head")
     if partial:
         parameters["partial_rotary_factor"] = _share(rotary_dim, head_dim)
     kind = keys.text("rope.scaling.type", "linear")
-    factor = keys.real("rope.scaling.factor", 0.0) or keys.real("rope.scale_linear", 0.0) or 1.0
-    keys.skip("rope.scale_linear")
+    factor = _factor(keys)
     context = keys.positive("context_length")
     original = keys.integer("rope.scaling.original_context_length", 0) or context
     attention_factor = keys.real("rope.scaling.attn_factor", 0.0)
@@ -40,8 +43,6 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
     short, long = (keys.vector(name, rotary_dim // 2) for name in (SHORT_FACTORS, LONG_FACTORS))
     if (short is None) != (long is None):
         raise EtkvError(f"{keys.file.path} has one of {SHORT_FACTORS} and {LONG_FACTORS}; it needs both")
-    if factor < 1.0:
-        raise keys.refuse("rope.scaling.factor", "which has to be 1 or more")
     if kind == "yarn":
         if factors or short:
             raise keys.refuse("rope.scaling.type", "and factors of its own beside it; the exporter takes one of them")
@@ -71,6 +72,18 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
     if attention_factor:
         parameters["attention_factor"] = attention_factor
     return parameters
+
+
+def _factor(keys: Keys) -> float:
+    """Return the factor that stretches positions: 1 if the file has none. ``rope.scale_linear`` is its older name."""
+    keys.skip("rope.scale_linear")
+    for name in ("rope.scaling.factor", "rope.scale_linear"):
+        factor = keys.real(name, 0.0)
+        if factor and factor < 1.0:
+            raise keys.refuse(name, "which has to be 1 or more")
+        if factor:
+            return factor
+    return 1.0
 
 
 def _yarn(keys: Keys, factor: float, original: int, attention_factor: float) -> dict[str, Any]:

@@ -30,7 +30,7 @@ _ENDS = frozenset(
         "[EOS]",
         "<turn|>",
         "<|tool_response>",
-        "<｜end▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",  # noqa: RUF001
         "[e~[",
     }
 )

@@ -127,7 +127,8 @@ class _Vocabulary:
         embedding = file.tensors.get("token_embd.weight")
         if embedding is not None and embedding.shape[0] < len(self.tokens):
             raise EtkvError(
-                f"the vocabulary of {file.path} has {len(self.tokens)} tokens, and its embedding {embedding.shape[0]} rows"
+                f"the vocabulary of {file.path} has {len(self.tokens)} tokens, and its embedding has "
+                f"{embedding.shape[0]} rows"
             )
 
     def list_of(self, name: str, kind: type) -> list[Any] | None:
@@ -210,8 +211,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     name = vocabulary.file.values.get("tokenizer.ggml.pre")
     if name is None:
         raise EtkvError(
-            f"{path} does not say how its tokenizer splits text (tokenizer.ggml.pre); convert the model again, or export "
-            "its Hugging Face folder"
+            f"{path} does not say how its tokenizer splits text (tokenizer.ggml.pre); convert the model again, or "
+            "export its Hugging Face folder"
         )
     splits = SPLITS.get(name)
     if splits is None:

@@ -32,8 +32,13 @@ _JOINED = {
 }
 """Patterns of transformers' names that the ``gguf`` package does not map -> the tensors of a layer to join by rows."""
 
-_OPTIONAL_BIAS = re.compile(r".*\.(self_attn|mlp)\.[a-z]+_proj\.bias")
-"""Biases that transformers adds to all projections of a block, if one has a bias. An absent one is zero."""
+_OPTIONAL_BIASES = {
+    "attention_bias": re.compile(r".*\.self_attn\.[qkvo]_proj\.bias"),
+    "mlp_bias": re.compile(r".*\.mlp\.(gate|up|down)_proj\.bias"),
+}
+"""Settings that give every projection of a block a bias, also where the file has some only -> names of these biases.
+
+An absent one is zero."""
 
 
 def read_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -73,7 +78,7 @@ class _Reader:
         """Return the values of transformers' parameter ``name``, contiguous and of ``shape``."""
         import numpy as np
 
-        if len(sources) == 1 and sources[0] not in self._file.tensors and _OPTIONAL_BIAS.fullmatch(name):
+        if self._is_absent_bias(name, sources[0]):
             return np.zeros(shape, dtype=np.float32)
         parts = [self._values(source) for source in sources]
         # Experts are stacked: their rows are the axis after the first.
@@ -119,6 +124,14 @@ class _Reader:
             raise EtkvError(f"parameter {name} of family {self._config.model_type!r} has no name in GGUF files")
         return [known]
 
+    def _is_absent_bias(self, name: str, source: str) -> bool:
+        if source in self._file.tensors:
+            return False
+        return any(
+            getattr(self._config, setting, False) and pattern.fullmatch(name)
+            for setting, pattern in _OPTIONAL_BIASES.items()
+        )
+
     def _values(self, name: str) -> np.ndarray:
         tensor = self._file.tensors.get(name)
         if tensor is None:
@@ -128,23 +141,24 @@ class _Reader:
     def _reordered(self, name: str, source: str, values: np.ndarray) -> np.ndarray:
         """Return ``values`` as transformers stores them, where llama.cpp's converters store them otherwise."""
         architecture, config = self._file.architecture, self._config
+        ordered: np.ndarray = values
         if architecture in _INTERLEAVED and ".attn_q." in source:
             return _halves(values, config.num_attention_heads)
         if architecture in _INTERLEAVED and ".attn_k." in source:
             return _halves(values, config.num_key_value_heads)
         if architecture in _SHIFTED_NORMS and source.endswith("norm.weight"):
-            return values - 1.0
-        if architecture == "gpt2" and values.ndim == 2 and source.startswith("blk."):
-            return values.T
-        if architecture == "gptneox" and ".attn_qkv." in source:
-            heads = config.num_attention_heads
-            return values.reshape(3, heads, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
-        if architecture == "stablelm" and (head := re.search(r"_layernorm\.norms\.(\d+)\.", name)):
-            return values.reshape(-1, values.shape[-1])[int(head[1])]
-        return values
+            ordered = values - 1.0
+        elif architecture == "gpt2" and values.ndim == 2 and source.startswith("blk."):
+            ordered = values.T
+        elif architecture == "gptneox" and ".attn_qkv." in source:
+            apart = values.reshape(3, config.num_attention_heads, -1, *values.shape[1:])
+            ordered = apart.swapaxes(0, 1).reshape(values.shape)
+        elif architecture == "stablelm" and (head := re.search(r"_layernorm\.norms\.(\d+)\.", name)):
+            ordered = values.reshape(-1, values.shape[-1])[int(head[1])]
+        return ordered
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:
     """Return rows of a projection with the two halves of each head apart, which were stored in turn."""
-    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(values.shape)
+    pairs: np.ndarray = values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    return pairs

@@ -1,0 +1,213 @@
+"""What a GGUF file says is taken or refused by its name: nothing is dropped."""
+
+from __future__ import annotations
+
+import copy
+
+import gguf as gguf_package
+import numpy as np
+import pytest
+
+import tiny_gguf
+from etkv.errors import EtkvError
+from etkv.export import gguf, source
+from etkv.export.gguf import architectures
+from test_gguf_architectures import CASES, folder  # noqa: F401 (a fixture)
+
+ODD = (11, 0.37, -1, True, False, "odd", [11, 8], [0.5, 0.25])
+"""Values that no key has by default, of every type."""
+
+CHANGES_NOTHING = {
+    "tensor_data_layout": "how the weights came to be",
+    "rope.scaling.finetuned": "how the weights came to be",
+    "rope.scale_linear": "the older name of a factor, which the newer one overrides",
+    "rope.scaling.original_context_length": "where nothing is scaled",
+    "attention.sliding_window_pattern": "where no layer has a window",
+    "attention.layer_norm_epsilon": "where the norms are RMS norms",
+    "attention.layer_norm_rms_epsilon": "where the norms are layer norms",
+    "use_parallel_residual": "where the tensors say it",
+}
+"""Keys that some architecture may ignore, with the reason."""
+
+
+def known_keys() -> list[str]:
+    """Every key that the gguf package knows of an architecture, without the architecture."""
+    found = set()
+    classes = [gguf_package.Keys]
+    while classes:
+        for name, value in vars(classes.pop()).items():
+            if isinstance(value, type) and not name.startswith("_"):
+                classes.append(value)
+            elif isinstance(value, str) and value.startswith("{arch}."):
+                found.add(value.removeprefix("{arch}."))
+    return sorted(found | {"mystery", "attention.mystery", "rope.scale_linear"})
+
+
+@pytest.fixture(scope="module")
+def opened(folder, tmp_path_factory):  # noqa: F811
+    """Return a function that opens the file of a case of :data:`CASES`, each once."""
+    files = {}
+
+    def get(name: str) -> gguf.GgufFile:
+        if name not in files:
+            architecture, model_type, settings, keys, tensors = CASES[name]
+            file = tmp_path_factory.mktemp("gguf") / "x.gguf"
+            tiny_gguf.write(folder(model_type, settings), file, architecture=architecture, keys=keys, tensors=tensors)
+            files[name] = source.find(file).opened
+        return files[name]
+
+    return get
+
+
+def changed(file: gguf.GgufFile, **values) -> gguf.GgufFile:
+    """Return ``file`` with the ``values`` of keys, a dot first for those of its architecture."""
+    other = copy.copy(file)
+    named = {f"{file.architecture}{key}" if key.startswith(".") else key: value for key, value in values.items()}
+    other.values = {key: value for key, value in (file.values | named).items() if value is not None}
+    return other
+
+
+FIRST = {architecture: name for name, (architecture, *_) in reversed(CASES.items())}
+
+
+@pytest.mark.parametrize("architecture", FIRST)
+def test_every_key_counts(opened, architecture):
+    """A key of the gguf package with an odd value changes the configuration, or is refused by a name."""
+    file = opened(FIRST[architecture])
+    usual = gguf.read_config(file).to_dict()
+    for key in known_keys():
+        for value in ODD:
+            try:
+                config = gguf.read_config(changed(file, **{f".{key}": value})).to_dict()
+            except EtkvError as error:
+                assert f" {architecture}." in str(error), (key, value)
+                assert "None" not in str(error), (key, value)
+                assert "\n" not in str(error)
+                continue
+            assert config != usual or key in CHANGES_NOTHING or architectures_agree(file, key, value), (key, value)
+
+
+def architectures_agree(file, key: str, value) -> bool:
+    """Return whether ``value`` is what the architecture does without the key."""
+    neutral = {"attention.causal": True, "expert_weights_norm": True}
+    return key in neutral and value in (True, False)
+
+
+def test_every_architecture_is_tried():
+    assert set(FIRST) == set(architectures._READERS)
+
+
+@pytest.mark.parametrize(
+    "architecture", sorted(set(gguf_package.MODEL_ARCH_NAMES.values()) - set(architectures._READERS))
+)
+def test_other_architectures_are_refused(opened, architecture):
+    file = copy.copy(opened("llama"))
+    file.values = file.values | {"general.architecture": architecture}
+    with pytest.raises(EtkvError, match=rf"architecture '{architecture}' of .* is not among those"):
+        gguf.read_config(file)
+
+
+@pytest.mark.parametrize("key", ["mystery", "unsloth.version", "clip.vision.image_size"])
+def test_unknown_keys_are_refused(opened, key):
+    with pytest.raises(EtkvError, match=f"has {key} = 7, which the exporter does not know"):
+        gguf.read_config(changed(opened("llama"), **{key: 7}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("general.type", "adapter", "holds no model: its general.type is 'adapter'"),
+        ("general.type", "mmproj", "holds no model: its general.type is 'mmproj'"),
+        ("adapter.type", "lora", "holds no model but an adapter: it has adapter.type"),
+        (".attention.key_length", 8, "and its queries have heads of 16 numbers"),
+        (".embedding_length", 32, "and its embedding has rows of 64 numbers"),
+        (".attention.value_length", 8, r"and llama\.attention\.key_length is 16; they have to be alike"),
+        (".rope.dimension_count", 8, "this architecture rotates exactly 16 numbers of a head"),
+        (".rope.scaling.type", "ntk", "the exporter knows none, linear, yarn and longrope"),
+        (".rope.scaling.type", "longrope", "and no rope_factors_short.weight"),
+        (".attention.head_count_kv", [2, 1], "which differs from layer to layer"),
+        (".attention.head_count", 0, "which has to be above 0"),
+        (".attention.causal", False, "the KV cache is for causal attention"),
+        (".vocab_size", 319, "its embedding has 320 rows"),
+        (".context_length", None, "lacks llama.context_length"),
+        (".attention.layer_norm_rms_epsilon", None, "lacks llama.attention.layer_norm_rms_epsilon"),
+        ("tokenizer.ggml.eos_token_id", 320, "and its vocabulary has 320 tokens"),
+        ("tokenizer.ggml.eot_token_id", 320, "and its vocabulary has 320 tokens"),
+    ],
+)
+def test_values_that_cannot_be(opened, key, value, said):
+    file = changed(opened("llama"), **{key: value})
+    with pytest.raises(EtkvError, match=said):
+        gguf.read_config(file)
+
+
+@pytest.mark.parametrize(
+    ("case", "tensor"),
+    [
+        ("qwen2", "blk.0.attn_output.bias"),
+        ("phi3", "blk.1.ffn_up.bias"),
+        ("llama", "blk.0.attn_q_norm.weight"),
+        ("llama", "blk.0.attn_sinks.weight"),
+        ("llama", "blk.2.attn_q.weight"),
+        ("gemma", "output_norm.bias"),
+        ("qwen3", "output.bias"),
+        ("mixtral", "blk.0.exp_probs_b.bias"),
+        ("llama", "mystery.weight"),
+    ],
+)
+def test_tensors_without_a_place_are_refused(opened, case, tensor):
+    import torch
+
+    file = copy.copy(opened(case))
+    file.tensors = file.tensors | {tensor: file.tensors["output_norm.weight"]}
+    config = gguf.read_config(file)
+    with pytest.raises(EtkvError, match=f"tensor {tensor} of .* has no place in transformers' model of family"):
+        gguf.read_weights(file, config, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"])
+def test_factors_have_to_fit(opened, name):
+    file = copy.copy(opened("llama"))
+    file.tensors = file.tensors | {name: file.tensors["output_norm.weight"]}
+    with pytest.raises(EtkvError, match=rf"tensor {name} of .* has shape \[64\], expected \[8\]"):
+        gguf.read_config(file)
+
+
+def test_tensors_have_to_fit(opened):
+    import torch
+
+    file = changed(opened("llama"), **{".feed_forward_length": 96})
+    with pytest.raises(
+        EtkvError, match=r"tensor blk.0.ffn_gate.weight of .* has shape \[128, 64\], and its model needs"
+    ):
+        gguf.read_weights(file, gguf.read_config(file), torch.float32)
+
+
+def test_missing_tensor(opened):
+    import torch
+
+    file = copy.copy(opened("llama"))
+    file.tensors = {name: tensor for name, tensor in file.tensors.items() if name != "blk.1.attn_v.weight"}
+    with pytest.raises(EtkvError, match=r"lacks tensor blk\.1\.attn_v\.weight of its model"):
+        gguf.read_weights(file, gguf.read_config(file), torch.float32)
+
+
+def test_some_biases_are_some_zeros(opened):
+    """Files of Llama's architecture may have biases of some projections; transformers has all or none."""
+    import torch
+
+    file = copy.copy(opened("llama"))
+    file.tensors = file.tensors | {"blk.0.attn_k.bias": opened("qwen2").tensors["blk.0.attn_k.bias"]}
+    weights = gguf.read_weights(file, gguf.read_config(file), torch.float32)
+    assert weights["model.layers.0.self_attn.k_proj.bias"].abs().sum() > 0
+    for name in ("layers.0.self_attn.q_proj", "layers.0.self_attn.o_proj", "layers.1.self_attn.k_proj"):
+        np.testing.assert_array_equal(weights[f"model.{name}.bias"].numpy(), 0.0)
+
+
+def test_fewer_layers_leave_tensors_over(opened):
+    import torch
+
+    file = opened("llama")
+    config = gguf.read_config(file)
+    config.num_hidden_layers = 1
+    assert not any(".1." in name for name in gguf.read_weights(file, config, torch.float32))
