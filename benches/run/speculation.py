@@ -95,10 +95,10 @@ def answers(bench: Bench, topic: Topic, model: Model) -> Table:
         if not has_chat_template(model):
             command.append("--raw")
         text = bench.output_of_tool("etkv_speculative", *command)
-        found = re.search(r"^(\d+) tokens? in (\d+) steps?: .* ([\d.]+)/s, (\d+)%", text, re.M)
+        found = re.search(r"^(\d+) tokens? after the first in (\d+) steps?: .* ([\d.]+)/s,", text, re.M)
         if not found:
-            raise NotRunError("etkv_speculative printed no figures")
-        tokens, steps, speed, _ = map(float, found.groups())
+            raise NotRunError(f"etkv_speculative printed no figures: {text[-200:]!r}")
+        tokens, steps, speed = map(float, found.groups())
         return {"tokens_a_step": tokens / steps, "tokens_per_second": speed}
 
     contestants = {name: partial(run, options) for name, options in DRAFTS.items()}

@@ -59,9 +59,9 @@ ETKV_API etkv_status etkv_cache_can_extend(
 
 /**
  * Returns the most positions that the cache can hold, at least 1. Returns 0 if
- * `cache` is no live handle. The capacity, the number of layers and the kind
- * are facts: these calls do not wait for a step or for another call on the
- * cache.
+ * `cache` is no live handle. The capacity, the number of layers, the most
+ * tokens of a step and the kind are facts: these calls do not wait for a step
+ * or for another call on the cache.
  */
 ETKV_API int32_t etkv_cache_capacity(const etkv_cache* cache);
 
@@ -77,6 +77,13 @@ etkv_cache_length(const etkv_cache* cache, int32_t* length, etkv_error** error);
  * handle.
  */
 ETKV_API size_t etkv_cache_n_layers(const etkv_cache* cache);
+
+/**
+ * Returns the most tokens of one step: `max_step_tokens` of the config where a
+ * window slides or `quantized_kv_start` is set, and else the capacity. A
+ * program may take fewer. Returns 0 if `cache` is no live handle.
+ */
+ETKV_API int32_t etkv_cache_max_step_tokens(const etkv_cache* cache);
 
 /**
  * Returns the name of the kind, a static string. Returns NULL if `cache` is no

@@ -62,6 +62,10 @@ class Cache {
   size_t n_layers() const {
     return etkv_cache_n_layers(raw());
   }
+  /// Returns the most tokens of one step; see etkv_cache_max_step_tokens().
+  int32_t max_step_tokens() const {
+    return etkv_cache_max_step_tokens(raw());
+  }
   /// Returns the name of the kind.
   std::string kind() const {
     const char* kind = etkv_cache_kind(raw());

@@ -48,6 +48,16 @@ ETKV_API etkv_status etkv_format_row_bytes(
     uint64_t* bytes,
     etkv_error** error);
 
+/** The dtype that the program computes keys and values in. */
+typedef int32_t etkv_dtype;
+enum {
+  /** The program does not tell it. */
+  ETKV_DTYPE_UNKNOWN = 0,
+  ETKV_DTYPE_F32 = 1,
+  ETKV_DTYPE_F16 = 2,
+  ETKV_DTYPE_BF16 = 3,
+};
+
 /**
  * What one attention layer stores. The program's architecture gives these
  * numbers.
@@ -70,8 +80,11 @@ typedef struct etkv_layer_config {
    * a layer without a window.
    */
   int32_t sinks;
-  /** 0. */
-  int32_t reserved;
+  /**
+   * What the program computes in. It is the storage of a cache whose config
+   * names no format, and limits no other choice.
+   */
+  etkv_dtype dtype;
 } etkv_layer_config;
 
 /** How buffers grow as positions arrive, up to what the capacity needs. */
@@ -98,11 +111,15 @@ typedef struct etkv_cache_config {
   /** `n_layers` layers, `layers->struct_size` bytes apart. */
   const etkv_layer_config* layers;
   size_t n_layers;
-  /** Formats of keys and of values, by name; NULL for "f16". */
+  /**
+   * Formats of keys and of values, by name. NULL for the `dtype` of the layers,
+   * which must then be one for all, and for "f16" where it is unknown.
+   */
   const char* k_format;
   const char* v_format;
   /**
-   * Format of both before `quantized_kv_start`: a float format; NULL for "f16".
+   * Format of both before `quantized_kv_start`: a float format. NULL as for
+   * `k_format`.
    */
   const char* float_format;
   /**

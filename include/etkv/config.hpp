@@ -13,6 +13,14 @@
 
 namespace etkv {
 
+/// What a program computes keys and values in; see etkv_dtype.
+enum class Dtype : etkv_dtype {
+  unknown = ETKV_DTYPE_UNKNOWN,
+  f32 = ETKV_DTYPE_F32,
+  f16 = ETKV_DTYPE_F16,
+  bf16 = ETKV_DTYPE_BF16,
+};
+
 /// What one attention layer stores; see etkv_layer_config.
 struct LayerConfig {
   int32_t n_kv_heads = 0;
@@ -20,6 +28,7 @@ struct LayerConfig {
   int32_t v_head_dim = 0;
   int32_t window = 0;
   int32_t sinks = 0;
+  Dtype dtype = Dtype::unknown;
 };
 
 /// How buffers grow; see etkv_growth.
@@ -31,7 +40,7 @@ enum class Growth : etkv_growth {
 };
 
 /// The config of a cache; see etkv_cache_config. Zeros and empty names have
-/// their defaults.
+/// their defaults: rows are stored in the dtype of the layers.
 struct CacheConfig {
   std::vector<LayerConfig> layers;
   int32_t capacity = 0;
@@ -58,6 +67,7 @@ class RawConfig {
       raw.v_head_dim = layer.v_head_dim;
       raw.window = layer.window;
       raw.sinks = layer.sinks;
+      raw.dtype = static_cast<etkv_dtype>(layer.dtype);
       layers_.push_back(raw);
     }
     const auto name = [](const std::string& format) {

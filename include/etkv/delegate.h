@@ -23,8 +23,11 @@ extern "C" {
  * @param cache_key  a session's key, or one of the registry; NULL for none.
  * @param logits     "all" or "last", or "proposed" for the MLX delegate: the rows
  *                   of the logits that the program gives. NULL for "all".
- * @param passes     "default" or "none": the passes that make the program
- *                   faster when it is loaded. NULL for "default".
+ * @param passes     the passes that change the program when it is loaded:
+ *                   "default", those that make it faster on its device;
+ *                   "interpreted", the same, and no step is captured as one
+ *                   launch of a GPU; "none", those that the other options need.
+ *                   NULL for "default".
  * @param buffers    a name for the buffers that the program keeps between its
  *                   calls, such as a cache in its graph; NULL for none. See
  *                   etkv_delegate_reset_buffers().

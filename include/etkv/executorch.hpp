@@ -427,6 +427,52 @@ class Metadata {
   const ConstantMethods& constants_;
 };
 
+/// Returns the dtype that ExecuTorch has this type for, as programs compute in.
+inline Dtype dtype_of(executorch::aten::ScalarType type) {
+  using executorch::aten::ScalarType;
+  switch (type) {
+    case ScalarType::Float:
+      return Dtype::f32;
+    case ScalarType::Half:
+      return Dtype::f16;
+    case ScalarType::BFloat16:
+      return Dtype::bf16;
+    default:
+      return Dtype::unknown;
+  }
+}
+
+/// Returns the dtype of this name; `unknown` where there is no such method.
+inline Result<Dtype> read_dtype(const ConstantMethods& constants) {
+  constexpr const char* kName = "kv_cache.dtype";
+  auto value = constants(kName);
+  if (!value.ok()) {
+    return value.error();
+  }
+  if (!value->has_value()) {
+    return Dtype::unknown;
+  }
+  if (!(*value)->isString()) {
+    return Error(
+        ETKV_ERROR_PROGRAM, std::string("`") + kName + "` is not a string");
+  }
+  const auto view = (*value)->toString();
+  const std::string name(view.data(), view.size());
+  if (name == "f32") {
+    return Dtype::f32;
+  }
+  if (name == "f16") {
+    return Dtype::f16;
+  }
+  if (name == "bf16") {
+    return Dtype::bf16;
+  }
+  return Error(
+      ETKV_ERROR_PROGRAM,
+      std::string("`") + kName + "` is `" + name.substr(0, 32) +
+          "`, expected f32, f16 or bf16");
+}
+
 /// The names of the constant methods: those of `kv_cache.*`, or those of
 /// ExecuTorch's exporter. NULL where there is no such method.
 struct MetadataNames {
@@ -457,9 +503,8 @@ inline constexpr MetadataNames kExporterNames = {
     nullptr,
     false};
 
-inline Result<std::vector<LayerConfig>> read_layers(
-    const Metadata& metadata,
-    const MetadataNames& names) {
+inline Result<std::vector<LayerConfig>>
+read_layers(const Metadata& metadata, const MetadataNames& names, Dtype dtype) {
   auto n_layers = metadata.get(names.n_layers);
   if (!n_layers.ok()) {
     return n_layers.error();
@@ -506,7 +551,8 @@ inline Result<std::vector<LayerConfig>> read_layers(
          (*head_dims)[i],
          (*v_head_dims)[i],
          (*windows)[i],
-         (*sinks)[i]});
+         (*sinks)[i],
+         dtype});
   }
   return layers;
 }
@@ -517,8 +563,9 @@ inline Result<std::vector<LayerConfig>> read_layers(
 /// With `kv_cache.schema_version`, which must be 1, there are
 /// `kv_cache.n_layers` layers. `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`,
 /// `window` and `sinks` describe each: an integer for all layers, or a tensor
-/// of one integer a layer. The last three are optional. Other versions are
-/// refused.
+/// of one integer a layer. The last three are optional. `kv_cache.dtype`, one
+/// of f32, f16 and bf16, is what the program computes in, and optional. Other
+/// versions are refused.
 ///
 /// Without it, the layers are those that ExecuTorch's exporter writes:
 /// get_n_caches, get_kv_heads, get_head_dims and get_windows.
@@ -539,9 +586,14 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
             std::to_string(**version) + "; this etkv reads version " +
             std::to_string(kMetadataVersion));
   }
+  auto dtype = detail::read_dtype(constants);
+  if (!dtype.ok()) {
+    return dtype.error();
+  }
   auto layers = detail::read_layers(
       metadata,
-      version->has_value() ? detail::kVersionedNames : detail::kExporterNames);
+      version->has_value() ? detail::kVersionedNames : detail::kExporterNames,
+      *dtype);
   if (!layers.ok()) {
     return layers.error();
   }
@@ -562,6 +614,8 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
 /// A MethodMeta of release 1.5 has no values, so the facts come from the
 /// program's constant methods. Where these do not report the most tokens of a
 /// step, it is the length of the method's first one-dimensional int64 input.
+/// Where they do not report the dtype, it is that of the method's first output,
+/// the logits.
 inline Result<ModelCacheParams> read_kv_cache_metadata(
     const executorch::runtime::MethodMeta& method,
     const ConstantMethods& constants,
@@ -581,6 +635,12 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
     return params;
   }
   params->backend_id = backend_id;
+  const auto output = method.output_tensor_meta(0);
+  for (auto& layer : params->layers) {
+    if (layer.dtype == Dtype::unknown && output.ok()) {
+      layer.dtype = detail::dtype_of(output->scalar_type());
+    }
+  }
   if (params->prefill_chunk_size > 0) {
     return params;
   }
@@ -638,7 +698,8 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
 /// may set its other fields.
 ///
 /// @param capacity   the most positions: the session's context length
-/// @param format     the format of keys and values; empty for the default
+/// @param format     the format of keys and values; empty for what the program
+///                   computes in
 /// @param min_chunk  slots of the first allocation; 0 for the default
 inline CacheConfig make_config(
     const ModelCacheParams& params,

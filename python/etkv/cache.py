@@ -31,7 +31,7 @@ from etkv._capi import (
     struct,
     text_options,
 )
-from etkv.config import GROWTHS, CacheConfig
+from etkv.config import DTYPES, GROWTHS, CacheConfig
 from etkv.errors import EtkvError
 from etkv.prefix import Prefix
 
@@ -93,6 +93,13 @@ class Cache:
     def n_layers(self) -> int:
         """The number of layers."""
         return int(self._fact("etkv_cache_n_layers"))
+
+    @property
+    def max_step_tokens(self) -> int:
+        """The most tokens of one step: that of the config where a window slides or ``quantized_kv_start`` is set, and
+        else the capacity. A program may take fewer.
+        """
+        return int(self._fact("etkv_cache_max_step_tokens"))
 
     @property
     def kind(self) -> str:
@@ -452,12 +459,11 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
         raw.v_head_dim = int32(layer.v_head_dim or 0, "v_head_dim")
         raw.window = int32(layer.window, "window")
         raw.sinks = int32(layer.sinks, "sinks")
+        raw.dtype = 0 if layer.dtype is None else 1 + DTYPES.index(layer.dtype)
     if config.growth not in GROWTHS:
         raise EtkvError(f"growth is {config.growth!r}, expected one of {', '.join(GROWTHS)}")
-    names = {
-        field: ffi.new("char[]", encoded(getattr(config, field), field))
-        for field in ("k_format", "v_format", "float_format")
-    }
+    given = {field: getattr(config, field) for field in ("k_format", "v_format", "float_format")}
+    names = {field: ffi.new("char[]", encoded(name, field)) for field, name in given.items() if name is not None}
     raw = struct(
         "etkv_cache_config",
         layers=layers,

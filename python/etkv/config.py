@@ -6,10 +6,21 @@ module checks types only. The native library and the reference check limits when
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal, TypeAlias, get_args
 
 from etkv.errors import EtkvError
+
+DEFAULT_MAX_STEP_TOKENS = 512
+"""The most tokens of one step where neither the program nor the config says it."""
+
+Dtype: TypeAlias = Literal["f32", "f16", "bf16"]
+"""What a program computes in, by the name of the storage format of the same type."""
+
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+"""The dtypes, in the order of ``etkv_dtype``, which begins with an unknown one."""
 
 GROWTHS = ("doubling", "step", "exact", "upfront")
 """The ways in which buffers grow, in the order of ``etkv_growth``."""
@@ -30,10 +41,14 @@ class LayerConfig:
     """Positions that a query sees, its own included; 0 for full history."""
     sinks: int = 0
     """First positions of the sequence that a query sees besides its window; 0 without a window."""
+    dtype: Dtype | None = None
+    """What the program computes keys and values in; None if it is unknown. The storage of a config without formats."""
 
     def __post_init__(self) -> None:
         for name in ("n_kv_heads", "k_head_dim", "window", "sinks"):
             _integer(f"{type(self).__name__}.{name}", getattr(self, name))
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise EtkvError(f"LayerConfig.dtype is {self.dtype!r}, expected None or one of {', '.join(DTYPES)}")
         if self.v_head_dim is not None:
             _integer(f"{type(self).__name__}.v_head_dim", self.v_head_dim)
 
@@ -43,19 +58,30 @@ class LayerConfig:
         return self.k_head_dim if self.v_head_dim is None else self.v_head_dim
 
 
+class LayerConfigs(tuple[LayerConfig, ...]):
+    """The layers of a model, in the order of the program's layer ids. Prints equal neighbours once."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        runs = ((layer, len(list(same))) for layer, same in itertools.groupby(self))
+        return f"[{', '.join(f'{n} × {layer}' if n > 1 else repr(layer) for layer, n in runs)}]"
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """The config of a cache."""
 
     layers: Sequence[LayerConfig]
-    """One entry a layer, in the order of the program's layer ids. Kept as a tuple."""
+    """One entry a layer, in the order of the program's layer ids. Kept as :class:`LayerConfigs`."""
     capacity: int
     """The most positions that the cache can hold: the session's context length."""
     _: KW_ONLY
-    k_format: str = "f16"
-    """The format of keys, by name."""
-    v_format: str = "f16"
-    """The format of values, by name."""
+    k_format: str | None = None
+    """The format of keys, by name. None for what the program computes in, the dtype of the layers; for ``f16`` where
+    that is unknown. A cache tells what it uses: :attr:`etkv.Cache.formats`."""
+    v_format: str | None = None
+    """The format of values, by name; None as for keys."""
     max_step_tokens: int = 0
     """The most tokens of one step where layers have windows or ``quantized_kv_start`` is set; 0 for 512."""
     growth: str = "doubling"
@@ -64,13 +90,13 @@ class CacheConfig:
     """Slots of a chunk, for the growths ``doubling`` and ``step``; 0 for 256."""
     quantized_kv_start: int = 0
     """Positions that are stored in ``float_format`` before quantization begins; 0 to begin at once."""
-    float_format: str = "f16"
-    """The format of keys and values before ``quantized_kv_start``: a float format."""
+    float_format: str | None = None
+    """The format of keys and values before ``quantized_kv_start``: a float format; None as for ``k_format``."""
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, (str, LayerConfig)) or not isinstance(self.layers, Iterable):
             raise EtkvError(f"CacheConfig.layers is {self.layers!r}, expected a sequence of LayerConfig")
-        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "layers", LayerConfigs(self.layers))
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
                 raise EtkvError(f"CacheConfig.layers[{index}] is {layer!r}, expected a LayerConfig")
@@ -78,7 +104,7 @@ class CacheConfig:
             _integer(f"CacheConfig.{name}", getattr(self, name))
         for name in ("k_format", "v_format", "growth", "float_format"):
             value = getattr(self, name)
-            if not isinstance(value, str):
+            if not isinstance(value, str) and (value is not None or name == "growth"):
                 raise EtkvError(f"CacheConfig.{name} is {value!r}, expected a string")
 
 

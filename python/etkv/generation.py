@@ -18,10 +18,12 @@ from etkv._capi import INT32_MAX
 from etkv._device import DeviceAnswer
 from etkv._sampling import CONTEXT, Sampling, choose
 from etkv.cache import SeqCache
+from etkv.config import DEFAULT_MAX_STEP_TOKENS
 from etkv.errors import CapacityError, EtkvError
 from etkv.graph_cache import GraphCache
 from etkv.keeper import Keeper
 from etkv.runtime import Program
+from etkv.tokenizer import StreamingDetokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,12 +32,9 @@ if TYPE_CHECKING:
 
     from etkv.prefix_cache import PrefixCache
     from etkv.runtime import Ids
-    from etkv.tokenizer import StreamingDetokenizer, Tokenizer
+    from etkv.tokenizer import Tokenizer
 
     Row: TypeAlias = npt.NDArray[np.floating[Any]]
-
-DEFAULT_CHUNK = 512
-"""Tokens of a prompt in one step, if the program does not report a number."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "capacity"]
 """The reason why an answer ended: an eos token, ``max_tokens``, or a full cache."""
@@ -86,10 +85,15 @@ def generate(
     *,
     prefix_cache: PrefixCache | None = None,
     fingerprint: str | None = None,
+    skip_special_tokens: bool = True,
     **options: Unpack[GenerateOptions],
 ) -> str:
     """Return the text of the answer to ``prompt``; :func:`stream_generate` documents the arguments."""
-    kept: Any = {"prefix_cache": prefix_cache, "fingerprint": fingerprint}
+    kept: Any = {
+        "prefix_cache": prefix_cache,
+        "fingerprint": fingerprint,
+        "skip_special_tokens": skip_special_tokens,
+    }
     return "".join(response.text for response in stream_generate(program, tokenizer, prompt, **kept, **options))
 
 
@@ -100,13 +104,15 @@ def stream_generate(
     *,
     prefix_cache: PrefixCache | None = None,
     fingerprint: str | None = None,
+    skip_special_tokens: bool = True,
     **options: Unpack[GenerateOptions],
 ) -> Iterator[GenerationResponse]:
     """Iterate over the answer to ``prompt``: a response for each token, and a last one with the ``finish_reason``.
 
     ``prompt`` is a text or token ids, such as :meth:`Tokenizer.apply_chat_template` makes; a text is encoded as
     :meth:`Tokenizer.encode` does. ``options`` are those of :func:`generate_tokens`. Where the program names no eos
-    token ids, the tokenizer's end the answer.
+    token ids, the tokenizer's end the answer. Special tokens of the answer, such as those around a tool call, are in
+    its text unless ``skip_special_tokens``.
 
     With a ``prefix_cache`` the prompt is a whole text. The cache of ``program`` is cleared, goes on from the longest
     beginning of the prompt that is kept, and is kept when the answer has ended; where layers have windows, also where
@@ -117,14 +123,15 @@ def stream_generate(
     """
     ids: Ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     options = with_eos_token_ids(options, program, tokenizer)
+    detokenizer = StreamingDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     # Checks the arguments.
     generation = generate_tokens(program, ids, **options)
     if prefix_cache is None:
-        return _responses(generation, tokenizer.detokenizer)
+        return _responses(generation, detokenizer)
     if options.get("sequence"):
         raise EtkvError(f"sequence is {options['sequence']}, and a prefix_cache has texts of sequence 0")
     keeper = Keeper(program, prefix_cache, fingerprint)
-    return _kept_responses(keeper, program, _id_list(ids), options, tokenizer.detokenizer)
+    return _kept_responses(keeper, program, _id_list(ids), options, detokenizer)
 
 
 def _kept_responses(
@@ -428,13 +435,9 @@ class Generation(Iterator[int]):
 
     def _most_tokens(self) -> int:
         """The most tokens of a step: the limit of the program, and that of the cache if it has one."""
-        most: int = self._program.constant("get_prefill_chunk_size") or self._program.max_step_tokens or DEFAULT_CHUNK
-        if isinstance(self._cache, GraphCache):
-            return most
-        config = self._cache.config
-        if config.quantized_kv_start or any(layer.window for layer in config.layers):
-            most = min(most, config.max_step_tokens or DEFAULT_CHUNK)
-        return most
+        program = self._program
+        most: int = program.constant("get_prefill_chunk_size") or program.max_step_tokens or DEFAULT_MAX_STEP_TOKENS
+        return most if isinstance(self._cache, GraphCache) else min(most, self._cache.max_step_tokens)
 
     def _forget(self, position: int) -> None:
         """Roll back the positions from ``position`` on, as far as layers with windows allow."""

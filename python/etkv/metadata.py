@@ -2,8 +2,10 @@
 
 ``kv_cache.schema_version`` is 1, and ``kv_cache.n_layers`` is the number of layers. ``kv_cache.n_kv_heads``,
 ``head_dim``, ``v_head_dim``, ``window`` and ``sinks`` are one integer for all layers, or a tensor of one a layer. The
-last three may be absent. If there is no version, the facts that ExecuTorch's own exporter writes are read instead. The
-capacity and the storage format are not in the metadata: the application chooses them.
+last three may be absent. ``kv_cache.dtype`` is what the program computes keys and values in, ``f32``, ``f16`` or
+``bf16``; where it is absent, it is the dtype of the program's first output, the logits. If there is no version, the
+facts that ExecuTorch's own exporter writes are read instead. The capacity and the storage format are not in the
+metadata: the application chooses them, and without a choice rows are stored as the program computes them.
 
 The rules are those of ``read_kv_cache_metadata`` in ``include/etkv/executorch.hpp``.
 """
@@ -11,13 +13,13 @@ The rules are those of ``read_kv_cache_metadata`` in ``include/etkv/executorch.h
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from etkv.config import LayerConfig
+from etkv.config import DTYPES, Dtype, LayerConfig, LayerConfigs
 from etkv.errors import EtkvError
 
 SCHEMA_VERSION = 1
@@ -36,6 +38,7 @@ BACKEND = "kv_cache.backend"
 """The constant method with the backend of the program. One without it is for MLX."""
 
 _VERSION = "kv_cache.schema_version"
+_DTYPE = "kv_cache.dtype"
 _INT32_MAX = 2**31 - 1
 CONTEXT_NAMES = ("get_max_ctx_len", "get_max_context_len", "get_max_seq_len")
 
@@ -47,7 +50,7 @@ Count = int | Sequence[int]
 class ModelCacheParams:
     """The cache metadata of a program, and the sizes that it was exported for."""
 
-    layers: tuple[LayerConfig, ...]
+    layers: LayerConfigs
     prefill_chunk_size: int
     """The most tokens of one step; 0 if the program does not say."""
     max_context_length: int
@@ -65,14 +68,15 @@ def write_kv_cache_metadata(
     v_head_dim: Count | None = None,
     window: Count | None = None,
     sinks: Count | None = None,
+    dtype: Dtype | None = None,
 ) -> dict[str, Any]:
     """Add the cache's facts to ``metadata``, the constant methods of a program by name, and return it.
 
     Each fact is one int for all layers, or one for each layer, which becomes an int32 tensor. ``window`` counts
-    positions; 0 is full history.
+    positions; 0 is full history. ``dtype`` is what the program computes keys and values in.
 
-    Raises :class:`EtkvError` if a value is not a 32-bit count, or if a fact does not have one value for each layer. The
-    message names the fact, and ``metadata`` is unchanged.
+    Raises :class:`EtkvError` if a value is not a 32-bit count, if a fact does not have one value for each layer, or for
+    another dtype. The message names the fact, and ``metadata`` is unchanged.
     """
     layers = _in_range(_count("n_layers", n_layers), "n_layers")
     facts: dict[str, Any] = {_VERSION: SCHEMA_VERSION, "kv_cache.n_layers": layers}
@@ -80,6 +84,8 @@ def write_kv_cache_metadata(
     given = {name: fact for name, fact in optional.items() if fact is not None}
     for name, fact in {"n_kv_heads": n_kv_heads, "head_dim": head_dim, **given}.items():
         facts[f"kv_cache.{name}"] = _written(name, fact, layers)
+    if dtype is not None:
+        facts[_DTYPE] = _dtype(dtype, "dtype")
     metadata.update(facts)
     return metadata
 
@@ -92,16 +98,19 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
     Raises :class:`EtkvError` if the version is not 1, or if a fact is absent or not a count. The message names the
     fact.
     """
+    computed: Dtype | None = None
     if isinstance(source, Mapping):
         constants = source
     else:
-        from etkv.pte import constant_methods
+        from etkv.pte import constant_methods, output_dtype
 
-        constants = constant_methods(Path(source))
+        constants, computed = constant_methods(Path(source)), output_dtype(Path(source))
+    dtype = _dtype(constants[_DTYPE], _DTYPE) if _DTYPE in constants else computed
     version = _find(constants, _VERSION)
     if version is not None and version != SCHEMA_VERSION:
         raise EtkvError(f"the program's {_VERSION} is {version}; this etkv reads version {SCHEMA_VERSION}")
-    layers = _exporters_layers(constants) if version is None else _versioned_layers(constants)
+    read_layers = _exporters_layers if version is None else _versioned_layers
+    layers = LayerConfigs(replace(layer, dtype=dtype) for layer in read_layers(constants))
     context = context_length(constants)
     backend = constants.get(BACKEND, "MLXBackend")
     if backend not in BACKENDS:
@@ -200,6 +209,13 @@ def _count(name: str, value: Any) -> int:
     if not _is_int(value) or not 0 <= value <= _INT32_MAX:
         raise EtkvError(f"`{name}` is {value!r}, which is not a 32-bit count")
     return int(value)
+
+
+def _dtype(value: Any, name: str) -> Dtype:
+    for known in DTYPES:
+        if value == known:
+            return known
+    raise EtkvError(f"`{name}` is {str(value)[:32]!r}, expected one of {', '.join(DTYPES)}")
 
 
 def _is_int(value: Any) -> bool:

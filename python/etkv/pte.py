@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from etkv import _library
+from etkv.config import Dtype
 from etkv.errors import EtkvError, first_line
 
 DAMAGE = (RuntimeError, UnicodeDecodeError, IndexError, MemoryError)
@@ -25,6 +26,9 @@ _LISTS = frozenset({"get_eos_ids"})
 """Constant methods that return a list, as one output an element."""
 
 _MLX = _library.MLX_BACKEND
+
+_DTYPES: dict[str | None, Dtype] = {"FLOAT": "f32", "HALF": "f16", "BFLOAT16": "bf16"}
+"""ExecuTorch's name of a type -> the dtype."""
 
 _HEAD = struct.Struct("<8x4sIQQ")
 """The flatbuffer's header, then the extended one: mark, length, bytes of the tables, offset of the segments."""
@@ -71,6 +75,15 @@ class PteFile:
     def constant_names(self) -> list[str]:
         """Return the names of the methods without inputs and delegates: facts that the exporter wrote."""
         return [name for name, plan in self._plans.items() if not plan.get("delegates") and not plan.get("inputs")]
+
+    def output_dtype(self) -> Dtype | None:
+        """Return the dtype of the first output of the method that delegates run; None if it is none of them."""
+        for plan in self._plans.values():
+            if plan.get("delegates") and plan.get("outputs"):
+                with self._damage_told():
+                    value = plan["values"][plan["outputs"][0]]["val"]
+                    return _DTYPES.get(value.get("scalar_type"))
+        return None
 
     def operators(self, method: str) -> list[str]:
         """Return the names of the operators of ``method`` that run outside of delegates.
@@ -172,6 +185,11 @@ def constant_methods(path: Path) -> dict[str, Any]:
             return {name: constant(program, name) for name in names}
     except DAMAGE as error:
         raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
+
+
+def output_dtype(path: Path) -> Dtype | None:
+    """Return the dtype of a program's first output: what it computes in, as far as its tables tell."""
+    return PteFile(path).output_dtype()
 
 
 def for_backend(path: Path, backend: str) -> bytes:

@@ -68,8 +68,7 @@ fn lengths(most: i32) -> BTreeSet<i32> {
 
 /// Returns the most tokens of a step of a program on a cache.
 pub fn most_tokens(inputs: &TextInputs, cache: &MlxCache) -> i32 {
-    let most = [inputs.most.unwrap_or(i32::MAX), cache.config().max_step_tokens];
-    most.into_iter().filter(|&most| most > 0).min().unwrap_or(i32::MAX)
+    inputs.most.unwrap_or(i32::MAX).min(cache.config().step_limit()).max(1)
 }
 
 /// Runs up to `steps` steps, and returns how many ran. Ends quietly before one that the memory budget

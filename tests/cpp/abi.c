@@ -16,7 +16,7 @@ _Static_assert(offsetof(etkv_layer_config, k_head_dim) == 12, "");
 _Static_assert(offsetof(etkv_layer_config, v_head_dim) == 16, "");
 _Static_assert(offsetof(etkv_layer_config, window) == 20, "");
 _Static_assert(offsetof(etkv_layer_config, sinks) == 24, "");
-_Static_assert(offsetof(etkv_layer_config, reserved) == 28, "");
+_Static_assert(offsetof(etkv_layer_config, dtype) == 28, "");
 
 _Static_assert(sizeof(etkv_cache_config) >= 72, "etkv_cache_config");
 _Static_assert(offsetof(etkv_cache_config, struct_size) == 0, "");
@@ -495,7 +495,8 @@ static void config_fields(void) {
   CHECK_FIELD(layers[1].v_head_dim, -8, invalid, "layer 1: v_head_dim is -8");
   CHECK_FIELD(layers[1].window, -1, invalid, "layer 1: window is -1");
   CHECK_FIELD(layers[1].sinks, 2, invalid, "layer 1: sinks is 2");
-  CHECK_FIELD(layers[0].reserved, -7, invalid, "layer 0: layer.reserved is -7");
+  CHECK_FIELD(layers[1].dtype, -7, invalid, "layer 1: dtype is -7");
+  CHECK_FIELD(layers[1].dtype, 4, invalid, "dtypes are 0 to 3");
 #undef CHECK_FIELD
 
   /* Fields that do not go together. */

@@ -3,6 +3,7 @@
 
 #include <map>
 #include <stdexcept>
+#include <tuple>
 
 #include "fixture.hpp"
 
@@ -208,6 +209,59 @@ void of_a_method() {
       "does not run on OtherBackend");
 }
 
+/// Without a format, rows are stored in what the program computes in.
+void default_formats() {
+  for (const auto& [name, dtype, format] :
+       {std::tuple("llama-f32", Dtype::f32, "f32"),
+        std::tuple("llama-cpu", Dtype::f32, "f32"),
+        std::tuple("llama-bf16", Dtype::bf16, "bf16")}) {
+    Model model(name);
+    const auto params = model.params();
+    for (const auto& layer : params.layers) {
+      CHECK(layer.dtype == dtype);
+    }
+    auto config = make_config(params, 48);
+    auto named = make_config(params, 48, format);
+    CHECK(must(estimate(config, 40)) == must(estimate(named, 40)));
+    auto session = must(make_decode_session(params.backend_id, config));
+    CHECK(session.cache().formats()->k == format);
+    CHECK(session.cache().formats()->v == format);
+    CHECK_INT(session.cache().max_step_tokens(), 48);
+    config.layers[1].dtype = Dtype::f16;
+    CHECK_REFUSED(
+        make_decode_session(params.backend_id, config),
+        ETKV_ERROR_INVALID_ARGUMENT,
+        "k_format is not set, and the dtype of layer 1 is f16");
+    config.layers[0].dtype = config.layers[1].dtype = Dtype::unknown;
+    session = must(make_decode_session(params.backend_id, config));
+    CHECK(session.cache().formats()->k == "f16");
+  }
+  // A program that does not tell it, by another exporter: the logits' dtype.
+  Model model("llama-bf16");
+  const auto meta = model.module().method_meta("forward");
+  REQUIRE(meta.ok());
+  const ConstantMethods constants =
+      [](const std::string& name) -> Result<Value> {
+    static auto facts = versioned();
+    const auto found = facts.values.find(name);
+    return found == facts.values.end() ? Value() : Value(found->second);
+  };
+  CHECK(
+      must(read_kv_cache_metadata(*meta, constants)).layers[0].dtype ==
+      Dtype::bf16);
+  auto facts = versioned();
+  facts.set("kv_cache.dtype", 1);
+  CHECK_REFUSED(
+      facts.read(), ETKV_ERROR_PROGRAM, "`kv_cache.dtype` is not a string");
+  std::string word = "float32";
+  ::executorch::aten::ArrayRef<char> view(word.data(), word.size());
+  facts.values.insert_or_assign("kv_cache.dtype", EValue(&view));
+  CHECK_REFUSED(
+      facts.read(),
+      ETKV_ERROR_PROGRAM,
+      "`kv_cache.dtype` is `float32`, expected f32, f16 or bf16");
+}
+
 /// What a session will hold is known before it is made.
 void estimates() {
   Model model("llama-f32");
@@ -234,8 +288,8 @@ void estimates() {
       CHECK_INT(found.layers[i].v_allocated, wanted.layers[i].v_allocated);
       CHECK_INT(found.layers[i].v_used, wanted.layers[i].v_used);
     }
-    CHECK(on->formats()->k == (length < 10 ? "f16" : "row-int4"));
-    CHECK(on->formats()->v == (length < 10 ? "f16" : "nvfp4"));
+    CHECK(on->formats()->k == (length < 10 ? "f32" : "row-int4"));
+    CHECK(on->formats()->v == (length < 10 ? "f32" : "nvfp4"));
     on.model.at(length, slice(ids, static_cast<size_t>(length), 5));
   }
   CHECK_REFUSED(
@@ -315,6 +369,7 @@ int main() {
   of_executorchs_exporter();
   what_is_missing_or_wrong();
   of_a_method();
+  default_formats();
   estimates();
   budgets();
   callbacks_for_memory();

@@ -388,6 +388,30 @@ def test_steps_of_window_layers_are_those_of_the_cache():
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("by_device", [True, False])
+def test_full_layers_do_not_limit_a_step(llama, monkeypatch, by_device):
+    """60 tokens of a prompt are one step of a program that takes 64, whatever the cache's limit for windows is."""
+    reads, owner, name = [], *((_device.DeviceAnswer, "read_prompt") if by_device else (etkv.Program, "forward"))
+    read = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **options: (reads.append(1), read(*args, **options))[1])
+    if not by_device:
+        monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
+    prompt = [(7 * i) % 250 for i in range(60)]
+    with (
+        etkv.DecodeSession(config(llama, 200, max_step_tokens=8)) as session,
+        etkv.load(llama.path, session, logits="last") as loaded,
+    ):
+        assert session.max_step_tokens == 200
+        assert len(list(etkv.generate_tokens(loaded, prompt, max_tokens=1, eos_token_ids=[]))) == 1
+        assert len(reads) == 1
+    for limited in (
+        config(reference.program(Variant("tiny-mistral-window")), 200, max_step_tokens=16),
+        config(llama, 200, max_step_tokens=16, quantized_kv_start=4),
+    ):
+        with etkv.DecodeSession(limited) as session:
+            assert session.max_step_tokens == 16
+
+
 @pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession])
 def test_steps_before_a_conversion_are_those_of_the_cache(kind):
     """60 tokens, quantized after 48, in steps of 8 at most: the cache refuses longer ones before the conversion."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import reference
 import torch
+from reference import Variant
 
+import etkv
 from etkv import pte
 from etkv.config import LayerConfig
 from etkv.errors import EtkvError
@@ -96,7 +100,7 @@ def test_one_layer_with_a_list_of_one(tmp_path):
 def test_what_the_exporter_writes(exported):
     """A program of this package's exporter, whose layers and steps are those of the tiny model."""
     params = read_kv_cache_metadata(exported("tiny-llama") / "model.pte")
-    assert params.layers == (LayerConfig(2, 16, 16),) * 2
+    assert params.layers == (LayerConfig(2, 16, 16, dtype="f32"),) * 2
     assert (params.prefill_chunk_size, params.max_context_length) == (64, 256)
 
 
@@ -110,6 +114,79 @@ def test_executorchs_exporter():
     assert read_kv_cache_metadata({**facts, "get_max_context_len": 2048}).max_context_length == 2048
     # The version goes before it.
     assert read_kv_cache_metadata({**exporters(), **versioned()}).layers == (LayerConfig(8, 64, 64),) * 2
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_dtypes(tmp_path, dtype):
+    metadata = write_kv_cache_metadata({}, n_layers=2, n_kv_heads=3, head_dim=80, dtype=dtype)
+    for source in (metadata, saved(tmp_path, metadata)):
+        assert read_kv_cache_metadata(source).layers == (LayerConfig(3, 80, dtype=dtype, v_head_dim=80),) * 2
+    # ExecuTorch's exporter does not write one, and a program of it is not refused for lacking it.
+    assert read_kv_cache_metadata({**exporters(), "kv_cache.dtype": dtype}).layers[1].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "", 1, None, "x" * 1000])
+def test_dtypes_that_are_none(dtype):
+    with pytest.raises(EtkvError, match=r"`kv_cache\.dtype` is .{0,40}, expected one of f32, f16, bf16"):
+        read_kv_cache_metadata({**versioned(), "kv_cache.dtype": dtype})
+    if dtype is not None:
+        with pytest.raises(EtkvError, match="`dtype` is"):
+            write_kv_cache_metadata({}, n_layers=2, n_kv_heads=3, head_dim=80, dtype=dtype)
+
+
+@pytest.mark.parametrize("variant", [Variant("tiny-llama"), Variant("tiny-llama", "bf16")])
+def test_a_program_that_does_not_tell_its_dtype(variant, monkeypatch):
+    """As of ExecuTorch's exporter: it is the dtype of the logits."""
+    path = reference.program(variant).path
+    constants = pte.constant_methods(path)
+    told = constants.pop("kv_cache.dtype")
+    monkeypatch.setattr(pte, "constant_methods", lambda path: constants)
+    assert {layer.dtype for layer in read_kv_cache_metadata(path).layers} == {told}
+    assert read_kv_cache_metadata(constants).layers[0].dtype is None
+
+
+@pytest.mark.parametrize("variant", [Variant("tiny-llama"), Variant("tiny-llama", "bf16")])
+@pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession, etkv.TreeSession])
+def test_a_cache_stores_what_its_program_computes_in(variant, kind):
+    path = reference.program(variant).path
+    facts, dtype = read_kv_cache_metadata(path), variant.dtype
+    config = etkv.CacheConfig(facts.layers, capacity=32)
+    assert etkv.estimate(config, 8) == etkv.estimate(replace(config, k_format=dtype, v_format=dtype), 8)
+    with kind(config, backend=facts.backend) as session:
+        assert session.formats == (dtype, dtype)
+        assert session.report()["config"]["k_format"] == dtype
+    # Each of the two may be chosen alone.
+    with kind(replace(config, v_format="f16"), backend=facts.backend) as session:
+        assert session.formats == (dtype, "f16")
+    # Before quantization too.
+    with kind(replace(config, k_format="row-int4", v_format="nvfp4", quantized_kv_start=4)) as session:
+        assert session.formats == (dtype, dtype)
+
+
+def test_layers_of_several_dtypes_need_a_format():
+    layers = [LayerConfig(1, 8, dtype="f32"), LayerConfig(1, 8, dtype="bf16")]
+    told = "k_format is not set, and the dtype of layer 1 is bf16, that of layer 0 f32; set k_format"
+    for made in (etkv.DecodeSession, etkv.reference.ContiguousCache):
+        with pytest.raises(EtkvError, match=told):
+            made(etkv.CacheConfig(layers, 16))
+        with pytest.raises(EtkvError, match="v_format is not set"):
+            made(etkv.CacheConfig(layers, 16, k_format="f32"))
+        made(etkv.CacheConfig(layers, 16, k_format="f32", v_format="f16"))
+    unknown = [LayerConfig(1, 8), LayerConfig(1, 8)]
+    assert etkv.reference.ContiguousCache(etkv.CacheConfig(unknown, 16)).formats == ("f16", "f16")
+    with etkv.DecodeSession(etkv.CacheConfig(unknown, 16)) as session:
+        assert session.formats == ("f16", "f16")
+    with pytest.raises(EtkvError, match="LayerConfig.dtype is 'float32', expected None or one of f32, f16, bf16"):
+        LayerConfig(1, 8, dtype="float32")
+
+
+def test_equal_layers_print_as_one():
+    layers = (LayerConfig(1, 8),) * 30 + (LayerConfig(1, 8, window=4),)
+    one, other = repr(layers[0]), repr(layers[30])
+    assert repr(etkv.CacheConfig(layers, 16).layers) == f"[30 × {one}, {other}]"
+    params = read_kv_cache_metadata(versioned(n_layers=30))
+    assert repr(params.layers) == f"[30 × {LayerConfig(8, 64, 64)}]"
+    assert repr(params).count("LayerConfig(") == 1
 
 
 @pytest.mark.parametrize("version", [0, 2, 1000])

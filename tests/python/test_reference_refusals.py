@@ -90,7 +90,7 @@ def test_invalid_configs_are_refused(kind, change, words):
     [
         ({"capacity": "8"}, "capacity is '8', expected an integer"),
         ({"capacity": 8, "max_step_tokens": True}, "max_step_tokens is True"),
-        ({"capacity": 8, "k_format": None}, "k_format is None, expected a string"),
+        ({"capacity": 8, "k_format": 16}, "k_format is 16, expected a string"),
         ({"capacity": 8, "layers": LayerConfig(1, 8)}, "expected a sequence of LayerConfig"),
         ({"capacity": 8, "layers": [(1, 8)]}, r"layers\[0\] is \(1, 8\), expected a LayerConfig"),
     ],

@@ -113,6 +113,12 @@ pub extern "C" fn etkv_cache_n_layers(cache: *const etkv_cache) -> usize {
     value(0, || Ok(handle::look_up(cache, "cache")?.cache.n_layers()))
 }
 
+/// Returns the most tokens of one step. Returns 0 if `cache` is no live handle.
+#[no_mangle]
+pub extern "C" fn etkv_cache_max_step_tokens(cache: *const etkv_cache) -> i32 {
+    value(0, || Ok(handle::look_up(cache, "cache")?.cache.max_step_tokens()))
+}
+
 /// Returns the name of the cache's kind. Returns NULL if `cache` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_cache_kind(cache: *const etkv_cache) -> *const c_char {

@@ -19,7 +19,7 @@ pub struct etkv_layer_config {
     v_head_dim: i32,
     window: i32,
     sinks: i32,
-    reserved: i32,
+    dtype: i32,
 }
 
 /// The config of a cache; see the header.
@@ -138,8 +138,13 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
                 config.quantized_kv_start
             );
         }
+        let raw_layers = raw_layers(&config)?;
+        let format = |name, field| match format(name, field)? {
+            Some(format) => Ok(format),
+            None => default_format(&raw_layers, field),
+        };
         Ok(CacheConfig {
-            layers: read_layers(&config)?,
+            layers: read_layers(&raw_layers)?,
             capacity: config.capacity,
             max_step_tokens: match config.max_step_tokens {
                 0 => CacheConfig::DEFAULT_MAX_STEP_TOKENS,
@@ -150,7 +155,13 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
             v_format: format(config.v_format, "v_format")?,
             quantized_kv_start: (config.quantized_kv_start > 0)
                 .then_some(config.quantized_kv_start),
-            float_format: format(config.float_format, "float_format")?,
+            float_format: match format(config.float_format, "float_format") {
+                // Nothing is stored in it.
+                Err(_) if config.float_format.is_null() && config.quantized_kv_start == 0 => {
+                    KvFormat::default()
+                }
+                format => format?,
+            },
         })
     }
 }
@@ -158,7 +169,7 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
 /// # Safety
 /// `config.layers` points to `config.n_layers` structs, `layers->struct_size`
 /// bytes apart.
-unsafe fn read_layers(config: &etkv_cache_config) -> Result<Vec<LayerConfig>> {
+unsafe fn raw_layers(config: &etkv_cache_config) -> Result<Vec<etkv_layer_config>> {
     const MAX_LAYERS: usize = 65_536;
     if config.n_layers > MAX_LAYERS {
         fail!(InvalidArgument, "n_layers is {}, the most is {MAX_LAYERS}", config.n_layers);
@@ -172,7 +183,7 @@ unsafe fn read_layers(config: &etkv_cache_config) -> Result<Vec<LayerConfig>> {
         .map(|id| {
             // SAFETY: within the caller's list, whose structs have the size of the
             // first: callers of another version have structs of another size.
-            let layer = unsafe {
+            unsafe {
                 let at = config.layers.byte_add(id * first.struct_size);
                 if at.cast::<usize>().read() != first.struct_size {
                     fail!(
@@ -182,27 +193,64 @@ unsafe fn read_layers(config: &etkv_cache_config) -> Result<Vec<LayerConfig>> {
                         first.struct_size
                     );
                 }
-                at.read()
-            };
-            read_layer(&layer).map_err(|error| error.at(format_args!("layer {id}")))
+                Ok(at.read())
+            }
         })
         .collect()
 }
 
+fn read_layers(layers: &[etkv_layer_config]) -> Result<Vec<LayerConfig>> {
+    let read =
+        |(id, layer)| read_layer(layer).map_err(|error| error.at(format_args!("layer {id}")));
+    layers.iter().enumerate().map(read).collect()
+}
+
 fn read_layer(layer: &etkv_layer_config) -> Result<LayerConfig> {
-    refuse_reserved(layer.reserved, "layer")?;
     let policy = match (layer.window, layer.sinks) {
         (0, 0) => LayerPolicy::Full,
         (0, sinks) => fail!(InvalidArgument, "sinks is {sinks}, for a layer without a window"),
         (window, _) if window < 0 => fail!(InvalidArgument, "window is {window}, the least is 0"),
         (window, sinks) => LayerPolicy::Window { window, sinks },
     };
+    dtype(layer)?;
     Ok(LayerConfig {
         n_kv_heads: layer.n_kv_heads,
         k_head_dim: layer.k_head_dim,
         v_head_dim: if layer.v_head_dim == 0 { layer.k_head_dim } else { layer.v_head_dim },
         policy,
     })
+}
+
+/// Returns the format of the dtype that a layer's keys and values are computed in; `None` if it is unknown.
+fn dtype(layer: &etkv_layer_config) -> Result<Option<KvFormat>> {
+    match layer.dtype {
+        0 => Ok(None),
+        1 => Ok(Some(KvFormat::F32)),
+        2 => Ok(Some(KvFormat::F16)),
+        3 => Ok(Some(KvFormat::Bf16)),
+        other => fail!(InvalidArgument, "dtype is {other}, dtypes are 0 to 3"),
+    }
+}
+
+/// Returns the format of `field` in a config that names none: what the layers are computed in.
+fn default_format(layers: &[etkv_layer_config], field: &str) -> Result<KvFormat> {
+    let name = |dtype: Option<KvFormat>| dtype.map_or("unknown".into(), String::from);
+    let Some(first) = layers.first() else {
+        return Ok(KvFormat::default());
+    };
+    let dtype_of_first = dtype(first).map_err(|error| error.at("layer 0"))?;
+    for (id, layer) in layers.iter().enumerate() {
+        let other = dtype(layer).map_err(|error| error.at(format_args!("layer {id}")))?;
+        if other != dtype_of_first {
+            fail!(
+                InvalidArgument,
+                "{field} is not set, and the dtype of layer {id} is {}, that of layer 0 {}; set {field}",
+                name(other),
+                name(dtype_of_first)
+            );
+        }
+    }
+    Ok(dtype_of_first.unwrap_or_default())
 }
 
 /// Refuses a reserved field that is not 0: a later version may give it a meaning.
@@ -228,22 +276,22 @@ fn growth(growth: i32, min_chunk: i32) -> Result<Growth> {
     Ok(growth)
 }
 
-/// Returns the format of that name, or the default for NULL.
+/// Returns the format of that name, or `None` for NULL.
 ///
 /// # Safety
 /// `name` is NULL or points to a string that ends in a zero byte.
-unsafe fn format(name: *const c_char, field: &str) -> Result<KvFormat> {
+unsafe fn format(name: *const c_char, field: &str) -> Result<Option<KvFormat>> {
     if name.is_null() {
-        return Ok(KvFormat::default());
+        return Ok(None);
     }
     // SAFETY: the caller says so.
-    unsafe { text(name, field)? }.parse().map_err(|error: etkv_core::Error| error.at(field))
+    unsafe { given_format(name, field).map(Some) }
 }
 
 /// Returns the format of that name; NULL is an error.
 ///
 /// # Safety
-/// As for [`format`].
+/// As for [`format`](fn@format).
 pub(super) unsafe fn given_format(name: *const c_char, field: &str) -> Result<KvFormat> {
     // SAFETY: the caller says so.
     unsafe { text(name, field)? }.parse().map_err(|error: etkv_core::Error| error.at(field))

@@ -138,6 +138,18 @@ impl CacheConfig {
         self.v_format.check(layer.v_head_dim).map_err(|error| error.at("values"))
     }
 
+    /// Returns the most tokens of one step: `max_step_tokens` where a window slides or rows await quantization, and
+    /// else the capacity.
+    pub fn step_limit(&self) -> i32 {
+        let slides =
+            |layer: &LayerConfig| self.window(layer.policy).is_some_and(|window| window.slides());
+        if self.quantized_kv_start.is_some() || self.layers.iter().any(slides) {
+            self.max_step_tokens.min(self.capacity)
+        } else {
+            self.capacity
+        }
+    }
+
     /// Returns the window that a layer of this policy keeps, or `None` for full history.
     pub fn window(&self, policy: LayerPolicy) -> Option<Window> {
         match policy {
@@ -312,6 +324,21 @@ mod tests {
         // Sinks, window, two steps, and room for a quarter of a window.
         assert_eq!(slots(10_000), 4 + 99 + 20 + 25);
         assert_eq!(slots(149), 148);
+    }
+
+    #[test]
+    fn only_windows_and_quantization_limit_a_step() {
+        let config = CacheConfig { max_step_tokens: 10, ..CacheConfig::uniform(1, 1, 4, 1000) };
+        let of = |change: fn(&mut CacheConfig)| {
+            let mut config = config.clone();
+            change(&mut config);
+            config.step_limit()
+        };
+        assert_eq!(of(|_| ()), 1000);
+        assert_eq!(of(|config| config.layers.push(windowed(100, 4))), 10);
+        assert_eq!(of(|config| config.quantized_kv_start = Some(1)), 10);
+        assert_eq!(of(|config| config.layers.push(windowed(1000, 0))), 1000, "it never slides");
+        assert_eq!(of(|config| (config.quantized_kv_start, config.capacity) = (Some(1), 7)), 7);
     }
 
     #[test]

@@ -31,6 +31,7 @@ struct Facts {
     kind: String,
     capacity: i32,
     n_layers: usize,
+    max_step_tokens: i32,
     holder: Option<u64>,
 }
 
@@ -50,6 +51,7 @@ impl SharedCache {
             kind: cache.kind().to_owned(),
             capacity: cache.capacity(),
             n_layers: cache.config().layers.len(),
+            max_step_tokens: cache.config().step_limit(),
             holder: cache.holder(),
         });
         let place = Arc::new(Place {
@@ -61,7 +63,7 @@ impl SharedCache {
         Self { cache: Shared(place), program: Arc::new(program), store: C::Store::NAME, facts }
     }
 
-    /// Returns the name of the kind. This and the next three do not wait for the lock, and answer
+    /// Returns the name of the kind. This and the next four do not wait for the lock, and answer
     /// for a poisoned cache too.
     pub fn kind(&self) -> &str {
         &self.facts.kind
@@ -75,6 +77,11 @@ impl SharedCache {
     /// Returns the number of layers.
     pub fn n_layers(&self) -> usize {
         self.facts.n_layers
+    }
+
+    /// Returns the most tokens of one step; see [`CacheConfig::step_limit`](crate::CacheConfig::step_limit).
+    pub fn max_step_tokens(&self) -> i32 {
+        self.facts.max_step_tokens
     }
 
     /// Returns the number of the cache in [`MemoryBudget::holders`](crate::MemoryBudget::holders), if it is

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from etkv.config import GROWTHS, CacheConfig, LayerConfig
+from etkv.config import DEFAULT_MAX_STEP_TOKENS, GROWTHS, CacheConfig, LayerConfig
 from etkv.errors import StatusError
 from etkv.reference.errors import at_least, invalid
 from etkv.reference.formats import Format, format_of
 from etkv.reference.window import Sight
-
-DEFAULT_MAX_STEP_TOKENS = 512
-"""The default of ``max_step_tokens``."""
 
 _MOST = 2**31 - 1
 
@@ -52,7 +49,7 @@ def limits_of(config: CacheConfig) -> Limits:
         raise invalid(f"unknown growth {config.growth!r}; available: {', '.join(GROWTHS)}")
     if config.min_chunk and config.growth not in ("doubling", "step"):
         raise invalid(f"expected min_chunk 0 for growth {config.growth!r}, got {config.min_chunk}")
-    named = {name: _format(name, getattr(config, name)) for name in ("k_format", "v_format", "float_format")}
+    named = {name: _format(name, _named(config, name)) for name in ("k_format", "v_format", "float_format")}
     if config.quantized_kv_start and not named["float_format"].is_float:
         raise invalid(f"expected float_format f32, f16 or bf16, got {config.float_format}")
     formats = (named["k_format"], named["v_format"])
@@ -93,6 +90,21 @@ def _check_layer(layer: LayerConfig) -> None:
         _at_most(name, getattr(layer, name))
     if layer.sinks and not layer.window:
         raise invalid(f"expected sinks 0 for a layer without a window, got {layer.sinks}")
+
+
+def _named(config: CacheConfig, field: str) -> str:
+    """Return the format of ``field``: what the layers are computed in where the config names none."""
+    name: str | None = getattr(config, field)
+    if name is not None:
+        return name
+    first = config.layers[0].dtype
+    for index, layer in enumerate(config.layers):
+        if layer.dtype != first and (field != "float_format" or config.quantized_kv_start):
+            raise invalid(
+                f"{field} is not set, and the dtype of layer {index} is {layer.dtype or 'unknown'}, "
+                f"that of layer 0 {first or 'unknown'}; set {field}"
+            )
+    return first or "f16"
 
 
 def _format(field: str, name: str) -> Format:

@@ -1,5 +1,6 @@
 //! Answers, token by token.
 
+use etkv_core::CacheConfig;
 use etkv_host::LogitsRows;
 
 use super::ahead::{release, roll_back, Ahead};
@@ -11,9 +12,6 @@ use crate::backend::ProgramCache;
 use crate::error::{fail, Error, Result};
 use crate::mlx;
 use crate::program::execute::Program;
-
-/// The most tokens of a step where neither the program nor the cache says it.
-const CHUNK: usize = 512;
 
 /// Answers to one prompt, or to several in one cache of sequences.
 ///
@@ -72,8 +70,7 @@ impl Generation {
                 inputs.most.unwrap_or_default()
             );
         }
-        let mut limits = vec![inputs.most.map_or(CHUNK, |most| most.max(1) as usize)];
-        let answers = {
+        let (chunk, answers) = {
             let cache = cache.lock()?;
             let n: usize = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
             if !i32::try_from(n).is_ok_and(|n| cache.can_extend(n)) {
@@ -84,11 +81,12 @@ impl Generation {
                     cache.capacity()
                 );
             }
-            let config = cache.config();
-            if config.max_step_tokens > 0 {
-                limits.push(config.max_step_tokens as usize);
-            }
-            prompts.into_iter().map(|prompt| Answer::new(&*cache, prompt)).collect::<Result<_>>()?
+            let chunk = inputs.most.unwrap_or(CacheConfig::DEFAULT_MAX_STEP_TOKENS);
+            let answers = prompts.into_iter().map(|prompt| Answer::new(&*cache, prompt));
+            (
+                chunk.min(cache.config().step_limit()).max(1) as usize,
+                answers.collect::<Result<_>>()?,
+            )
         };
         Ok(Self {
             program: program.clone(),
@@ -100,7 +98,7 @@ impl Generation {
             firsts: Vec::new(),
             ahead: None,
             broken: None,
-            chunk: limits.into_iter().min().unwrap_or(CHUNK),
+            chunk,
         })
     }
 
