@@ -84,10 +84,13 @@ class Check:
         family = model.config.model_type
         with self._progress.step("running the model to compare with"), explained(family, "run by transformers", model):
             model.set_attn_implementation("eager")
+            # Every row, for the last ones of all steps.
+            rows, self._step.rows = self._step.rows, {}
             try:
                 with torch.inference_mode():
                     made = self._step(**self._inputs)
             finally:
+                self._step.rows = rows
                 model.set_attn_implementation(attention.NAME)
         self._outputs = [_rows(output) for output in (made if isinstance(made, tuple) else (made,))]
 

@@ -53,7 +53,7 @@ class DraftForward(torch.nn.Module):
         super().__init__()
         self.model = model
         self.predictor = predictor
-        self._rows = kept_rows(model, last_logits)
+        self.rows = kept_rows(model, last_logits)
 
     def inputs(self, length: int) -> dict[str, torch.Tensor]:
         """Return example inputs of ``length`` tokens."""
@@ -69,7 +69,7 @@ class DraftForward(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         predicted = self.predictor(self.model.get_input_embeddings()(input_ids), hidden_states)
         given = predicted + known * (hidden_states - predicted)
-        made = attention.run(self.model, cache_position, inputs_embeds=given, **self._rows)
+        made = attention.run(self.model, cache_position, inputs_embeds=given, **self.rows)
         return made.logits, given
 
 

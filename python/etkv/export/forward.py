@@ -25,7 +25,7 @@ class Forward(torch.nn.Module):
         super().__init__()
         self.model = model
         self._taps = taps
-        self._rows = kept_rows(model, last_logits)
+        self.rows = kept_rows(model, last_logits)
         self._tapped: dict[int, torch.Tensor] = {}
         for index in taps:
             layers.modules(model)[index].register_forward_hook(self._tap(index))
@@ -43,7 +43,7 @@ class Forward(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, cache_position: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        made = attention.run(self.model, cache_position, input_ids=input_ids, **self._rows)
+        made = attention.run(self.model, cache_position, input_ids=input_ids, **self.rows)
         if not self._taps:
             logits: torch.Tensor = made.logits
             return logits
