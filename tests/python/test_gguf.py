@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -10,16 +12,17 @@ import tiny_gguf
 import tiny_models
 from etkv import pte
 from etkv.errors import EtkvError
-from etkv.export import ExportRequest, export_program, source
+from etkv.export import ExportRequest, export_program, gguf, source
 
 
 def test_export(tiny_llama_gguf, tmp_path):
     file = export_program(ExportRequest(tiny_llama_gguf, tmp_path / "model.pte", keep_hf=tmp_path / "hf"))
     methods = pte.constant_methods(file)
     assert methods["get_kv_heads"] == [2, 2]
-    assert methods["get_eos_ids"] == [tiny_models.EOS]
+    # "<|endoftext|>" ends a text wherever a vocabulary has it, and this one has it as its BOS token.
+    assert methods["get_eos_ids"] == [tiny_models.EOS, tiny_models.BOS]
     generation = json.loads((tmp_path / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": tiny_models.BOS, "eos_token_id": [tiny_models.EOS]}
+    assert generation == {"bos_token_id": tiny_models.BOS, "eos_token_id": [tiny_models.EOS, tiny_models.BOS]}
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["rope_theta"] == 10000.0, "mlx-lm reads it at the top level"
     assert "quantization_config" not in config
@@ -42,7 +45,61 @@ def test_special_tokens_are_single(tiny_llama_gguf):
 
 
 def test_truncated_file(tiny_llama_gguf, tmp_path):
-    file = tmp_path / "short.gguf"
-    file.write_bytes(tiny_llama_gguf.read_bytes()[:200])
-    with pytest.raises(EtkvError, match=r"the configuration of .* cannot be read"):
-        export_program(ExportRequest(file, tmp_path / "model.pte"))
+    for length in (200, 20):
+        file = tmp_path / "short.gguf"
+        file.write_bytes(tiny_llama_gguf.read_bytes()[:length])
+        with pytest.raises(EtkvError, match=r"file .*short.gguf cannot be read as GGUF: "):
+            export_program(ExportRequest(file, tmp_path / "model.pte"))
+
+
+@pytest.fixture(scope="module")
+def parts(tiny, tmp_path_factory):
+    """The files of a model that is split into three."""
+    file = tmp_path_factory.mktemp("parts") / "tiny.gguf"
+    tiny_gguf.write(tiny("tiny-llama"), file, tensors_of_a_part=8)
+    return sorted(file.parent.glob("*.gguf"))
+
+
+def weights(file):
+    import torch
+
+    origin = source.find(file)
+    return gguf.read_weights(origin.opened, source.read_config(origin), torch.float32)
+
+
+def test_parts_are_read_together(parts, tiny_llama_gguf):
+    assert [file.name for file in parts] == [f"tiny-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    assert source.find(parts[0]).files() == parts
+    whole, read = weights(tiny_llama_gguf), weights(parts[0])
+    assert whole.keys() == read.keys()
+    assert all(whole[name].equal(read[name]) for name in whole)
+
+
+def test_parts_alone_are_refused(parts, tmp_path):
+    with pytest.raises(EtkvError, match="is part 2 of 3 of a split model; name its first part"):
+        source.find(parts[1])
+    first = Path(shutil.copy(parts[0], tmp_path))
+    with pytest.raises(EtkvError, match=r"file .*tiny-00002-of-00003\.gguf cannot be read: No such file"):
+        source.find(first)
+    renamed = Path(shutil.copy(parts[0], tmp_path / "model.gguf"))
+    with pytest.raises(
+        EtkvError, match=r"one of 3 parts of a split model, .* or merge the parts with llama-gguf-split"
+    ):
+        source.read_config(source.find(renamed))
+
+
+def test_parts_in_another_order_are_refused(parts, tmp_path):
+    for file, name in zip(parts, (parts[0].name, parts[2].name, parts[1].name), strict=True):
+        shutil.copy(file, tmp_path / name)
+    with pytest.raises(EtkvError, match=r"tiny-00002-of-00003\.gguf says that it is part 3 of its model"):
+        source.read_config(source.find(tmp_path / parts[0].name))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantized_weights(tiny, tmp_path, kind):
+    """Weights of the formats that the package can also write are near those that they were made of."""
+    plain = weights(tiny_gguf.write(tiny("tiny-llama"), tmp_path / "plain.gguf"))
+    read = weights(tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize=kind))
+    for name, weight in plain.items():
+        assert (weight - read[name]).abs().mean() < 0.12 * weight.abs().mean()
+        assert weight.equal(read[name]) == (weight.ndim == 1)

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001 (texts and expressions have characters that look like others)
+# ruff: noqa: RUF001, SIM905 (texts and expressions have characters that look like others)
 """Tokenizers of GGUF files, id by id against a tokenizer of a few lines that follows llama.cpp's words."""
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from collections import Counter
 
 import pytest
 import regex
+from transformers import AutoTokenizer
 
 import tiny_gguf
 import tiny_models
 from etkv.errors import EtkvError
 from etkv.export import gguf, source
+from etkv.export.gguf import special_tokens
+from etkv.export.gguf import tokenizer as gguf_tokenizer
 from etkv.export.gguf.splits import SPLITS
 
 TEXTS = [
@@ -248,3 +251,236 @@ def test_other_pre_tokenizers_are_refused(file, name):
 def test_a_file_has_to_name_its_pre_tokenizer(file):
     with pytest.raises(EtkvError, match="does not say how its tokenizer splits text"):
         gguf.read_tokenizer(changed(file, pre=None))
+
+
+def special(file: gguf.GgufFile, texts: dict[int, str], types: dict[int, int] | None = None, **values):
+    """Return the tokenizer of ``file`` with other texts and types of tokens."""
+    tokens = list(file.values["tokenizer.ggml.tokens"])
+    kinds = list(file.values["tokenizer.ggml.token_type"])
+    for index, text in texts.items():
+        tokens[index] = text
+    for index, kind in (types or {}).items():
+        kinds[index] = kind
+    return changed(file, tokens=tokens, token_type=kinds, **values)
+
+
+ENDS = (
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <|endoftext|> <|end_of_text|> <end_of_turn> <EOT> "
+    "_<EOT> [EOT] [EOS] </s> <eos> <end_of_utterance> <turn|> <｜end▁of▁sentence｜>"
+).split()
+
+
+@pytest.mark.parametrize("text", [*ENDS, "< EOT >"])
+def test_tokens_that_end_a_turn_are_known_by_their_text(file, text):
+    opened = special(file, {256: "<a>", 257: "<b>", 300: text}, eos_token_id=256)
+    assert special_tokens.ids(opened)["eos_token_id"] == [256, 300]
+    tokenizer = gguf.read_tokenizer(opened)
+    assert tokenizer.encode(f"a{text}b") == [ord("a"), 300, ord("b")], "it is one token in a text"
+    assert tokenizer.decode([ord("a"), 300], skip_special_tokens=True) == "a"
+
+
+def test_tokens_that_end_a_turn_are_named_by_keys(file):
+    opened = special(file, {256: "<a>", 257: "<b>"}, eos_token_id=256, eot_token_id=290, eom_token_id=291)
+    assert special_tokens.ids(opened) == {"bos_token_id": 256, "eos_token_id": [256, 290, 291], "pad_token_id": None}
+
+
+def test_a_message_of_harmony_is_not_the_answer(file):
+    opened = special(file, {256: "<|end|>", 257: "<|return|>", 300: "<|call|>"}, eos_token_id=257)
+    assert special_tokens.ids(opened)["eos_token_id"] == [257, 300]
+
+
+def test_one_end_is_no_list(file):
+    assert special_tokens.ids(special(file, {256: "<a>"}))["eos_token_id"] == 257
+
+
+@pytest.mark.parametrize("kind", [tiny_gguf.CONTROL, tiny_gguf.USER_DEFINED, tiny_gguf.NORMAL])
+def test_token_types(file, kind):
+    """Control and user-defined tokens are found whole in a text, and only control tokens are left out of an answer."""
+    tokenizer = gguf.read_tokenizer(special(file, {300: "<th ink>"}, {300: kind}))
+    found = kind != tiny_gguf.NORMAL
+    assert tokenizer.encode("a<th ink>") == ([ord("a"), 300] if found else list(b"a<th ink>"))
+    assert tokenizer.decode([ord("a"), 300], skip_special_tokens=True) == (
+        "a" if kind == tiny_gguf.CONTROL else "a<th ink>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pre", "flags", "expected"),
+    [
+        ("gpt-2", {}, [97]),
+        ("llama-bpe", {}, [256, 97]),
+        ("tekken", {}, [256, 97]),
+        ("llama-bpe", {"add_bos_token": False}, [97]),
+        ("gpt-2", {"add_bos_token": True}, [256, 97]),
+        ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, [256, 97, 257]),
+        ("gpt-2", {"add_eos_token": True}, [97, 257]),
+    ],
+)
+def test_ends_of_a_text(file, tmp_path, pre, flags, expected):
+    tokenizer = gguf.read_tokenizer(changed(file, pre=pre, **flags))
+    assert tokenizer.encode("a") == expected
+    assert tokenizer.encode("a", add_special_tokens=False) == [97]
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("a") == expected
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "chameleon"])
+def test_bos_has_to_be_known(file, pre):
+    with pytest.raises(EtkvError, match=r"adds BOS tokens to texts and lacks tokenizer\.ggml\.bos_token_id"):
+        gguf.read_tokenizer(changed(file, pre=pre, bos_token_id=None))
+
+
+def test_templates(file, tmp_path):
+    """A file may have several templates: transformers takes the one for tools when a conversation has some."""
+    values = {".chat_template": "plain", ".chat_template.tool_use": "tools", ".chat_templates": ["tool_use"]}
+    tokenizer = gguf.read_tokenizer(changed(file, **values))
+    tokenizer.save_pretrained(tmp_path)
+    conversation = [{"role": "user", "content": "hi"}]
+    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert one.chat_template == {"default": "plain", "tool_use": "tools"}
+        assert one.apply_chat_template(conversation, tokenize=False) == "plain"
+        assert one.apply_chat_template(conversation, tools=[{"name": "f"}], tokenize=False) == "tools"
+    assert gguf.read_tokenizer(changed(file, **{".chat_template": None})).chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model": "bert"}, "tokenizer.ggml.model = 'bert', and the exporter reads gpt2"),
+        ({"model": "t5"}, "tokenizer.ggml.model = 't5'"),
+        ({"model": "rwkv"}, "tokenizer.ggml.model = 'rwkv'"),
+        ({"model": "plamo2"}, "tokenizer.ggml.model = 'plamo2'"),
+        ({"model": "gemma4"}, "tokenizer.ggml.model = 'gemma4'"),
+        ({"model": "none"}, "tokenizer.ggml.model = 'none'"),
+        ({"model": None}, "tokenizer.ggml.model = None"),
+        ({"tokens": None}, "has no vocabulary"),
+        ({"merges": None}, "lacks tokenizer.ggml.merges"),
+        ({"merges": ["Ġ zz"]}, "merge of tokens that its vocabulary lacks: 'Ġ zz'"),
+        ({"merges": ["ĠĠ"]}, "merge of tokens that its vocabulary lacks: 'ĠĠ'"),
+        ({"token_type": [1, 2]}, "tokenizer.ggml.token_type of 2 elements for 320 tokens"),
+        ({"add_bos_token": 1}, "tokenizer.ggml.add_bos_token = 1, which has to be true or false"),
+        ({"padding_token_id": -1}, "tokenizer.ggml.padding_token_id = -1, and its vocabulary has 320 tokens"),
+        ({"precompiled_charsmap": [1]}, "tokenizer.ggml.precompiled_charsmap = "),
+        ({"remove_extra_whitespaces": True}, "tokenizer.ggml.remove_extra_whitespaces = True"),
+        ({"normalizer.lowercase": True}, "tokenizer.ggml.normalizer.lowercase = True"),
+        ({"add_sep_token": True}, "tokenizer.ggml.add_sep_token = True"),
+        ({"suppress_tokens": [1]}, "tokenizer.ggml.suppress_tokens = "),
+        ({"mystery": 1}, "tokenizer.ggml.mystery = 1, which the exporter does not know"),
+        ({".rwkv.world": "x"}, "tokenizer.rwkv.world = x, which the exporter does not know"),
+    ],
+)
+def test_what_cannot_be_reproduced_is_refused(file, values, said):
+    with pytest.raises(EtkvError, match=regex.escape(said)):
+        gguf.read_tokenizer(changed(file, **values))
+
+
+def test_tokens_are_unique(file):
+    with pytest.raises(EtkvError, match="has token '<b>' twice, as 299 and 300"):
+        gguf.read_tokenizer(special(file, {299: "<b>", 300: "<b>"}))
+
+
+def test_a_vocabulary_fits_the_embedding(file):
+    opened = copy.copy(file)
+    opened.values = file.values | {
+        f"tokenizer.ggml.{key}": [*file.values[f"tokenizer.ggml.{key}"], more]
+        for key, more in (("tokens", "<one more>"), ("token_type", 1))
+    }
+    with pytest.raises(EtkvError, match="has 321 tokens, and its embedding has 320 rows"):
+        gguf.read_tokenizer(opened)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no-prefix"])
+def pieced(request, file, tmp_path_factory):
+    """A SentencePiece model, and the GGUF file of it: with a space before each text, or without."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("spm")
+    (folder / "texts.txt").write_text("\n".join(text.replace("\n", " ") for text in TEXTS * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "texts.txt"),
+        model_prefix=str(folder / "m"),
+        model_type="bpe",
+        vocab_size=700,
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=request.param,
+        allow_whitespace_only_pieces=True,
+        user_defined_symbols=["<mark>"],
+        control_symbols=["<|user|>"],
+        minloglevel=2,
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "m.model"))
+    count = pieces.get_piece_size()
+
+    def kind(index: int) -> int:
+        if pieces.is_byte(index):
+            return tiny_gguf.BYTE
+        if pieces.is_unknown(index):
+            return tiny_gguf.UNKNOWN
+        if pieces.is_control(index):
+            return tiny_gguf.CONTROL
+        return tiny_gguf.USER_DEFINED if pieces.id_to_piece(index) == "<mark>" else tiny_gguf.NORMAL
+
+    opened = changed(
+        file,
+        model="llama",
+        pre="default",
+        tokens=[pieces.id_to_piece(index) for index in range(count)],
+        scores=[pieces.get_score(index) for index in range(count)],
+        token_type=[kind(index) for index in range(count)],
+        merges=None,
+        bos_token_id=1,
+        eos_token_id=2,
+        unknown_token_id=0,
+        add_space_prefix=None if request.param else False,
+    )
+    return pieces, opened
+
+
+def test_sentencepiece(pieced, tmp_path):
+    pieces, opened = pieced
+    tokenizer = gguf.read_tokenizer(opened)
+    tokenizer.save_pretrained(tmp_path)
+    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        for text in TEXTS:
+            expected = pieces.encode(text)
+            assert one.encode(text) == [1, *expected], text
+            assert one.decode(expected) == text
+
+
+def test_special_tokens_of_sentencepiece(pieced):
+    """Every piece of text after a special token begins as a text does."""
+    pieces, opened = pieced
+    tokenizer = gguf.read_tokenizer(opened)
+    user, mark = pieces.piece_to_id("<|user|>"), pieces.piece_to_id("<mark>")
+    for first, second in (("don't", "new lines"), ("x", " y"), ("", "x")):
+        expected = [user, *pieces.encode(first), mark, *pieces.encode(second), 2]
+        assert tokenizer.encode(f"<|user|>{first}<mark>{second}</s>", add_special_tokens=False) == expected
+    assert tokenizer.decode([user, *pieces.encode("don't"), 2], skip_special_tokens=True) == "don't"
+
+
+def test_phi_3_drops_white_space_behind_its_tokens(pieced):
+    pieces, opened = pieced
+    phi = copy.copy(opened)
+    phi.values = opened.values | {"general.architecture": "phi3"}
+    user = pieces.piece_to_id("<|user|>")
+    ids = gguf.read_tokenizer(phi).encode("<|user|>\n x<s> x", add_special_tokens=False)
+    assert ids == [user, *pieces.encode("x"), 1, *pieces.encode(" x")]
+
+
+def test_merges_of_a_sentencepiece_file_go_before_its_scores(pieced):
+    """Files that were made of a tokenizer.json have scores that say nothing, and the merges."""
+    pieces, opened = pieced
+    merges = [" ".join(pair) for pair in gguf_tokenizer._Vocabulary(opened).merges_of_scores()]
+    named = {"tokenizer.ggml.merges": merges, "tokenizer.ggml.scores": [-1000.0] * pieces.get_piece_size()}
+    other = copy.copy(opened)
+    other.values = opened.values | named
+    assert gguf.read_tokenizer(other).encode(TEXTS[1]) == gguf.read_tokenizer(opened).encode(TEXTS[1])
+
+
+@pytest.mark.parametrize("scores", [None, [float("nan")] * 700])
+def test_sentencepiece_needs_scores(pieced, scores):
+    with pytest.raises(EtkvError, match=r"tokenizer\.ggml\.scores"):
+        gguf.read_tokenizer(changed(pieced[1], scores=scores))

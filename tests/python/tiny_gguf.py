@@ -49,23 +49,32 @@ def write(
     architecture: str = "llama",
     keys: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
+    tensors_of_a_part: int = 0,
+    quantize: str | None = None,
 ) -> Path:
     """Write the model in ``folder`` to ``file`` with float32 weights and return ``file``.
 
     ``pre_tokenizer`` is the name that the file gives for its way of splitting text. ``keys`` are added to the file's,
     or replace them: names with a dot first belong to the architecture. ``None`` leaves a key out. ``tensors`` too.
+    ``tensors_of_a_part`` splits the model into parts of so many, as llama.cpp names them.
+    ``quantize`` is the format of matrices.
     """
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
     values = _sizes(config, architecture) | _tokenizer(folder, config, pre_tokenizer)
     values |= {f"{architecture}{key}" if key.startswith(".") else key: value for key, value in (keys or {}).items()}
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=tensors_of_a_part)
     for key, value in values.items():
         if value is not None:
             add(writer, key, value)
     for name, weight in {**_weights(folder, config, architecture), **(tensors or {})}.items():
-        writer.add_tensor(name, np.ascontiguousarray(weight, dtype=np.float32))
+        values = np.ascontiguousarray(weight, dtype=np.float32)
+        if quantize is None or values.ndim == 1:
+            writer.add_tensor(name, values)
+        else:
+            kind = gguf.GGMLQuantizationType[quantize]
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -105,7 +105,8 @@ class GgufFile:
             field = reader.fields.get("split.no")
             number = None if field is None else field.contents()
             if number != index:
-                raise EtkvError(f"file {file} says that it is part {number} of its model, and its name says {index}")
+                said = "no part" if number is None else f"part {number + 1}"
+                raise EtkvError(f"file {file} says that it is {said} of its model; restore the names of the parts")
         total = self.values.get("split.tensors.count", len(self.tensors))
         if total != len(self.tensors):
             raise EtkvError(f"the parts of {self.path} have {len(self.tensors)} tensors, and the first says {total}")

@@ -119,9 +119,9 @@ class _Vocabulary:
         self.tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(self.tokens)]
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
-            twice = next(token for index, token in enumerate(self.tokens) if self.ids[token] != index)
+            second, token = next(pair for pair in enumerate(self.tokens) if self.tokens.index(pair[1]) != pair[0])
             raise EtkvError(
-                f"the vocabulary of {file.path} has token {twice!r} twice, as {self.tokens.index(twice)} too"
+                f"the vocabulary of {file.path} has token {token!r} twice, as {self.tokens.index(token)} and {second}"
             )
         self.types: list[int] = self.list_of("token_type", int) or [_NORMAL] * len(self.tokens)
         embedding = file.tensors.get("token_embd.weight")
@@ -163,8 +163,15 @@ class _Vocabulary:
         from tokenizers import AddedToken
 
         ends = set(special_tokens.ends(self.file))
+        # Phi-3's own tokenizer drops white space behind its tokens; no key says so.
+        strips = self.file.architecture == "phi3" and self.file.values.get("tokenizer.ggml.model") == "llama"
         return [
-            AddedToken(token, special=kind != _USER_DEFINED or index in ends, normalized=False)
+            AddedToken(
+                token,
+                special=kind != _USER_DEFINED or index in ends,
+                normalized=False,
+                rstrip=strips and token not in ("<unk>", "<s>", "<|endoftext|>"),
+            )
             for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
             if kind in (_CONTROL, _USER_DEFINED, _UNKNOWN) or index in ends
         ]
@@ -271,7 +278,7 @@ def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> 
     for name, token in named.items():
         if token is None:
             raise EtkvError(
-                f"{vocabulary.file.path} adds an {name.upper()} token to texts and lacks tokenizer.ggml.{name}_token_id"
+                f"{vocabulary.file.path} adds {name.upper()} tokens to texts and lacks tokenizer.ggml.{name}_token_id"
             )
     if not named:
         return
