@@ -431,9 +431,8 @@ def pieced(request, file, tmp_path_factory):
         scores=[pieces.get_score(index) for index in range(count)],
         token_type=[kind(index) for index in range(count)],
         merges=None,
-        bos_token_id=1,
-        eos_token_id=2,
-        unknown_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
         add_space_prefix=None if request.param else False,
     )
     return pieces, opened

@@ -172,6 +172,9 @@ def _phi3(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     settings = decoder.llama_like(partial=True)
     rotary = settings["rope_parameters"]
+    if rotary["rope_type"] not in ("default", "longrope"):
+        name = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
+        raise keys.refuse(name, f"and transformers' Phi-3 has no rotary embedding of type {rotary['rope_type']!r}")
     original = rotary.get("original_max_position_embeddings", decoder.context)
     settings["original_max_position_embeddings"] = original
     return "phi3", settings | {"sliding_window": keys.integer("attention.sliding_window", 0) or None}

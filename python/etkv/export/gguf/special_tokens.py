@@ -39,15 +39,19 @@ _ENDS = frozenset(
 Files name one end token, and chat models end their turns with another."""
 
 
+_OF_SENTENCEPIECE = {"unknown": 0, "bos": 1, "eos": 2}
+"""The ids that a SentencePiece vocabulary gives these tokens unless it is told otherwise."""
+
+
 def token_id(file: GgufFile, name: str) -> int | None:
-    """Return the id that ``tokenizer.ggml.{name}_token_id`` gives, or ``None``.
+    """Return the id that ``tokenizer.ggml.{name}_token_id`` gives, or that the kind of tokenizer implies, or ``None``.
 
     Raises :class:`EtkvError` for an id outside the vocabulary.
     """
     key = f"tokenizer.ggml.{name}_token_id"
     value = file.values.get(key)
     if value is None:
-        return None
+        return _OF_SENTENCEPIECE.get(name) if file.values.get("tokenizer.ggml.model") == "llama" else None
     count = len(file.values.get("tokenizer.ggml.tokens") or ())
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
         raise EtkvError(f"{file.path} has {key} = {value!r}, and its vocabulary has {count} tokens")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 """llama.cpp's types of tokens."""
 
 _READ = frozenset(
@@ -248,16 +248,13 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     """Return a tokenizer that merges characters, spaces among them, and falls back to bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    unknown = vocabulary.special("unknown")
-    if unknown is None and vocabulary.types[0] == _UNKNOWN:
-        unknown = vocabulary.tokens[0]
     prefix = vocabulary.flag("add_space_prefix", True)
     merges = vocabulary.merges()
     tokenizer = Tokenizer(
         models.BPE(
             vocabulary.ids,
             vocabulary.merges_of_scores() if merges is None else merges,
-            unk_token=unknown,
+            unk_token=vocabulary.special("unknown"),
             fuse_unk=True,
             byte_fallback="<0x00>" in vocabulary.ids,
         )

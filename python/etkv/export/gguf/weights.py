@@ -91,7 +91,8 @@ class _Reader:
                 f"tensor {sources[0]} of {self._file.path} has shape {list(values.shape)}, and its model needs "
                 f"{list(shape)} there"
             )
-        return np.ascontiguousarray(values)
+        # Of float32 a file holds the values themselves, which are not to be written to.
+        return np.require(values, requirements=["C", "W"])
 
     def check_all_named(self, sources: dict[str, list[str]]) -> None:
         """Raise :class:`EtkvError` for a tensor that no parameter is made of, of the layers that the model has."""
