@@ -254,6 +254,31 @@ CASES = {
         {},
     ),
     "olmoe": ("olmoe", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, {}, {}),
+    "olmo": (
+        "olmo",
+        "olmo",
+        {"clip_qkv": 0.7},
+        {".attention.clamp_kqv": 0.7, ".attention.layer_norm_epsilon": 1e-5},
+        {},
+    ),
+    "exaone4": ("exaone4", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, {}, {}),
+    "exaone4, windows": (
+        "exaone4",
+        "exaone4",
+        {"num_hidden_layers": 4, "sliding_window": 24, "rope_parameters": LLAMA3},
+        {".attention.sliding_window": 24, ".attention.sliding_window_pattern": [True, True, True, False]},
+        {"rope_freqs.weight": llama3_factors(16)},
+    ),
+    "seed_oss": ("seed_oss", "seed_oss", {"head_dim": 32}, {}, {}),
+    "arcee": ("arcee", "arcee", {}, {}, {}),
+    "ernie4_5": ("ernie4_5", "ernie4_5", {"head_dim": 32}, {}, {}),
+    "mistral3": (
+        "mistral3",
+        "ministral3",
+        {"head_dim": 32, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
+        YARN_KEYS | {".rope.scaling.yarn_log_multiplier": 1.0, ".attention.temperature_scale": 0.3},
+        {},
+    ),
     "command-r": ("command-r", "cohere", {"use_qk_norm": True, "logit_scale": 0.5}, {".logit_scale": 0.5}, {}),
     "cohere2": (
         "cohere2",
@@ -279,7 +304,8 @@ def folder(tmp_path_factory):
         arguments = {**SHAPE, **settings}
         if model_type in ("gpt2", "gpt_neox"):
             arguments.pop("num_key_value_heads")
-        arguments = {name: value for name, value in arguments.items() if value is not None}
+        if model_type != "exaone4":  # its window of None means none, and no window its default
+            arguments = {name: value for name, value in arguments.items() if value is not None}
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**arguments)).float()
         with torch.no_grad():

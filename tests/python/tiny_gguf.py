@@ -12,7 +12,7 @@ import numpy as np
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
 
-_INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3")
+_INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "olmo", "smollm3")
 _SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "nemotron")
 _SIZES = {
     "max_position_embeddings": "context_length",

@@ -295,6 +295,53 @@ def _olmoe(keys: Keys) -> tuple[str, Settings]:
     return "olmoe", settings
 
 
+def _olmo(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_head_dim()
+    decoder.usual_scale()
+    keys.only("attention.layer_norm_epsilon", 1e-5, reason="and this architecture's norms add 1e-05")
+    settings = decoder.common | {"attention_bias": decoder.biases()["attention_bias"]}
+    settings["clip_qkv"] = keys.real("attention.clamp_kqv", 0.0) or None
+    return "olmo", settings | {"rope_parameters": rope.read(keys, decoder.head_dim)}
+
+
+def _exaone4(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    return "exaone4", decoder.llama_like() | decoder.window(4)
+
+
+def _seed_oss(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    biases = {"attention_bias": decoder.has_bias("attn_q"), "attention_out_bias": decoder.has_bias("attn_output")}
+    return "seed_oss", decoder.llama_like() | biases | {"mlp_bias": decoder.biases()["mlp_bias"]}
+
+
+def _arcee(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    return "arcee", decoder.llama_like() | decoder.biases()
+
+
+def _ernie4_5(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    return "ernie4_5", decoder.llama_like() | {"use_bias": decoder.has_bias("attn_q")}
+
+
+def _mistral3(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like() | {"sliding_window": keys.integer("attention.sliding_window", 0) or None}
+    rotary = settings["rope_parameters"]
+    # Queries grow with the logarithm of their position in lengths of the first training's texts.
+    rotary["llama_4_scaling_beta"] = keys.real("attention.temperature_scale", 0.0)
+    length = rotary.setdefault("original_max_position_embeddings", decoder.context)
+    keys.only("attention.temperature_length", length, reason=f"and this architecture counts in lengths of {length}")
+    return "ministral3", settings
+
+
 def _command_r(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_head_dim()
@@ -313,8 +360,11 @@ def _cohere2(keys: Keys) -> tuple[str, Settings]:
 
 
 _READERS: dict[str, Callable[[Keys], tuple[str, Settings]]] = {
+    "arcee": _arcee,
     "cohere2": _cohere2,
     "command-r": _command_r,
+    "ernie4_5": _ernie4_5,
+    "exaone4": _exaone4,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -323,7 +373,9 @@ _READERS: dict[str, Callable[[Keys], tuple[str, Settings]]] = {
     "granite": _granite,
     "granitemoe": _granitemoe,
     "llama": _llama,
+    "mistral3": _mistral3,
     "nemotron": _nemotron,
+    "olmo": _olmo,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
     "phi2": _phi2,
@@ -332,6 +384,7 @@ _READERS: dict[str, Callable[[Keys], tuple[str, Settings]]] = {
     "qwen2moe": _qwen2moe,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,
+    "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "stablelm": _stablelm,
     "starcoder2": _starcoder2,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-_INTERLEAVED = frozenset({"llama", "granite", "granitemoe", "smollm3"})
+_INTERLEAVED = frozenset({"arcee", "granite", "granitemoe", "llama", "mistral3", "olmo", "smollm3"})
 """Architectures whose queries and keys are stored for rotating neighbours, where transformers rotates halves."""
 
 _SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3", "nemotron"})
