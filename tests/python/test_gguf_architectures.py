@@ -68,6 +68,22 @@ CASES = {
         {".rope.scale_linear": 4.0},
         {},
     ),
+    "llama, longer cosines": (
+        "llama",
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0] * 8,
+                "original_max_position_embeddings": 256,
+                "attention_factor": 1.3,
+            }
+        },
+        {".rope.scaling.attn_factor": 1.3},
+        {},
+    ),
     "llama 3.1": ("llama", "llama", {"rope_parameters": LLAMA3}, {}, {"rope_freqs.weight": llama3_factors(16)}),
     "mistral": ("llama", "mistral", {"sliding_window": 24}, {".attention.sliding_window": 24}, {}),
     "mixtral": ("llama", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}, {}),
@@ -111,6 +127,13 @@ CASES = {
         {},
         {},
     ),
+    "qwen3moe, not normed": (
+        "qwen3moe",
+        "qwen3_moe",
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {".expert_weights_norm": False},
+        {},
+    ),
     "gemma": ("gemma", "gemma", {"head_dim": 32}, {}, {}),
     "gemma2": (
         "gemma2",
@@ -151,6 +174,7 @@ CASES = {
         {
             "head_dim": 32,
             "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 4.0,
             "sliding_window": 24,
             "layer_types": ["full_attention", "sliding_attention"],
             "rope_parameters": {
@@ -163,6 +187,7 @@ CASES = {
             ".attention.sliding_window": 24,
             ".attention.sliding_window_pattern": [False, True],
             ".rope.freq_base_swa": 500.0,
+            ".final_logit_softcapping": 4.0,
         },
         {},
     ),

@@ -101,7 +101,7 @@ def _qwen2(keys: Keys) -> tuple[str, Settings]:
 def _qwen2moe(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_scale()
-    settings = decoder.llama_like() | decoder.experts(normalized=False)
+    settings = decoder.llama_like() | decoder.experts(normalized=False, fixed=False)
     settings |= {"use_sliding_window": False, "sliding_window": None, "qkv_bias": decoder.has_bias("attn_q")}
     settings["moe_intermediate_size"] = keys.positive("expert_feed_forward_length")
     settings["shared_expert_intermediate_size"] = keys.positive("expert_shared_feed_forward_length")
@@ -118,7 +118,7 @@ def _qwen3(keys: Keys) -> tuple[str, Settings]:
 def _qwen3moe(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_scale()
-    settings = decoder.llama_like() | decoder.experts(normalized=True) | {"norm_topk_prob": True}
+    settings = decoder.llama_like() | decoder.experts(normalized=True, fixed=False)
     settings |= {"use_sliding_window": False, "sliding_window": None}
     settings["moe_intermediate_size"] = keys.positive("expert_feed_forward_length")
     return "qwen3_moe", settings | {"attention_bias": decoder.biases()["attention_bias"]}
@@ -290,7 +290,7 @@ def _olmo2(keys: Keys) -> tuple[str, Settings]:
 def _olmoe(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_scale()
-    settings = decoder.llama_like() | decoder.experts(normalized=False) | {"norm_topk_prob": False}
+    settings = decoder.llama_like() | decoder.experts(normalized=False, fixed=False)
     keys.only("expert_feed_forward_length", settings["intermediate_size"], reason="and experts of another width")
     return "olmoe", settings
 

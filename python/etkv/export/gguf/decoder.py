@@ -111,18 +111,21 @@ class Decoder:
         kinds = ["sliding_attention" if window and slides else "full_attention" for slides in pattern]
         return {"sliding_window": window or None, "layer_types": kinds}
 
-    def experts(self, *, normalized: bool) -> Settings:
+    def experts(self, *, normalized: bool, fixed: bool = True) -> Settings:
         """Return the number of experts and how many a token takes.
 
-        ``normalized`` is whether the family's weights of a token's experts add up to 1; the file may only agree.
+        ``normalized`` is whether the weights of a token's experts add up to 1 where the file does not say. If it is
+        ``fixed``, the family has no other rule; otherwise the settings have ``norm_topk_prob``.
         """
         keys = self.keys
         keys.only("expert_gating_func", 0, 1, reason="and this architecture's router is a softmax (1)")
         keys.only("expert_weights_scale", 0.0, 1.0, reason="and this architecture does not scale its experts' weights")
-        keys.only("expert_weights_norm", normalized, reason=f"and this architecture takes {normalized}")
         keys.only("expert_group_count", 0, 1, reason="and this architecture has no groups of experts")
         keys.only("expert_group_used_count", 0, 1, reason="and this architecture has no groups of experts")
+        if fixed:
+            keys.only("expert_weights_norm", normalized, reason=f"and this architecture takes {normalized}")
         count, used = keys.positive("expert_count"), keys.positive("expert_used_count")
         if used > count:
             raise keys.refuse("expert_used_count", f"and there are {count} experts")
-        return {"num_experts": count, "num_experts_per_tok": used}
+        rule = {} if fixed else {"norm_topk_prob": keys.flag("expert_weights_norm", normalized)}
+        return {"num_experts": count, "num_experts_per_tok": used} | rule
