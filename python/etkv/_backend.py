@@ -63,9 +63,10 @@ class Backend:
         even_for_bpe = hf.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
         is_bpe = type(tokenizer.model).__name__ == "BPE"
         if hf.clean_up_tokenization_spaces and (not is_bpe or even_for_bpe):
-            steps = [] if tokenizer.decoder is None else [tokenizer.decoder]
+            # Tokens without a decoder have a space between them; no token has this prefix.
+            decoder = tokenizer.decoder or decoders.WordPiece(prefix="\uf8fe", cleanup=False)
             cleaning = [decoders.Replace(spaced, cleaned) for spaced, cleaned in _CLEAN_UP]
-            tokenizer.decoder = decoders.Sequence([*steps, decoders.Fuse(), *cleaning])
+            tokenizer.decoder = decoders.Sequence([decoder, decoders.Fuse(), *cleaning])
         self._tokenizer = tokenizer
         self._has_byte_fallback = _has_byte_fallback(tokenizer)
         self._special = frozenset(

@@ -334,12 +334,13 @@ def test_what_objects_say_of_themselves(llama, loaded, tokenizer):
 
 def test_a_chat_runs_what_is_new(llama, loaded, tokenizer):
     """Each turn equals one that runs the whole conversation on an empty cache."""
-    chat = etkv.Chat(loaded, tokenizer, system="Be brief.")
+    chat, answers = etkv.Chat(loaded, tokenizer, system="Be brief."), {}
     for text in ("Hi", "And you?"):
         messages = [*chat.messages, {"role": "user", "content": text}]
-        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        whole = tokenizer.conversation_ids(messages, answers)
         said = "".join(chat.send_message(text, max_tokens=12))
         assert chat.messages == [*messages, {"role": "assistant", "content": said}]
+        answers[len(messages)] = chat.generation.token_ids
         ids, prefilled = chat.generation.token_ids, chat.generation.prompt_tokens
         with (
             etkv.DecodeSession(config(llama, 200)) as alone,
@@ -359,6 +360,24 @@ def test_a_chat_runs_what_is_new(llama, loaded, tokenizer):
     assert [message["role"] for message in chat.messages[-2:]] == ["user", "assistant"]
     list(chat.send_message("y", max_tokens=3, eos_token_ids=[]))
     assert len(chat.generation.token_ids) == 3
+
+
+def test_special_tokens_of_an_answer(loaded, tokenizer):
+    """They are left out unless asked for. The next turn of a chat has them in either case."""
+    special = tokenizer.hf.bos_token_id
+    forced = {"max_tokens": 3, "logit_bias": {special: 1e9}, "eos_token_ids": []}
+    for skip, text in ((True, ""), (False, 3 * tokenizer.hf.bos_token)):
+        loaded.session.clear()
+        assert etkv.generate(loaded, tokenizer, PROMPT, skip_special_tokens=skip, **forced) == text
+        chat = etkv.Chat(loaded, tokenizer, skip_special_tokens=skip)
+        assert "".join(chat.send_message("a", **forced)) == text
+        assert chat.messages[1]["content"] == text
+        held = loaded.session.length
+        list(chat.send_message("b", max_tokens=1, eos_token_ids=[]))
+        ids = tokenizer.conversation_ids(chat.messages[:3], {1: 3 * [special]})
+        assert ids.count(special) == 3
+        # All that the cache held stays: what is new is the last token of the answer, and what follows it.
+        assert chat.generation.prompt_tokens == len(ids) - held
 
 
 def test_an_answer_that_is_dropped_lets_go(loaded):
@@ -430,7 +449,7 @@ def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(llama, loaded, tok
     """Refused for its options, its length, or failed at its first step or a later one: the next is as without it."""
     chat = etkv.Chat(loaded, tokenizer)
     list(chat.send_message("Hi", max_tokens=6, eos_token_ids=[]))
-    messages = list(chat.messages)
+    messages, answer = list(chat.messages), chat.generation.token_ids
 
     fails_at, options = options.get("fails_at"), {key: options[key] for key in options if key != "fails_at"}
     with monkeypatch.context() as patch, pytest.raises(etkv.EtkvError):
@@ -448,9 +467,7 @@ def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(llama, loaded, tok
         list(chat.send_message("and then?" if options or fails_at else "x" * 300, **options, eos_token_ids=[]))
     assert chat.messages == messages
 
-    whole = tokenizer.apply_chat_template(
-        [*messages, {"role": "user", "content": "And you?"}], add_generation_prompt=True
-    )
+    whole = tokenizer.conversation_ids([*messages, {"role": "user", "content": "And you?"}], {1: answer})
     list(chat.send_message("And you?", max_tokens=6, eos_token_ids=[]))
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
     with (

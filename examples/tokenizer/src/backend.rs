@@ -10,6 +10,7 @@
 use serde_json::Value;
 use tokenizers::decoders::fuse::Fuse;
 use tokenizers::decoders::sequence::Sequence;
+use tokenizers::decoders::wordpiece::WordPiece;
 use tokenizers::normalizers::replace::Replace;
 use tokenizers::{DecoderWrapper, ModelWrapper, Tokenizer};
 
@@ -137,8 +138,10 @@ fn has_byte_fallback(decoder: &DecoderWrapper) -> bool {
 
 /// Returns a decoder that removes the spaces of [`CLEAN_UP`] from what `decoder` makes.
 fn cleaning(decoder: Option<&DecoderWrapper>) -> tokenizers::Result<DecoderWrapper> {
-    let mut steps: Vec<DecoderWrapper> = decoder.cloned().into_iter().collect();
-    steps.push(DecoderWrapper::Fuse(Fuse::new()));
+    // Tokens without a decoder have a space between them; no token has this prefix.
+    let spaced = || DecoderWrapper::WordPiece(WordPiece::new("\u{f8fe}".to_owned(), false));
+    let decoder = decoder.cloned().unwrap_or_else(spaced);
+    let mut steps = vec![decoder, DecoderWrapper::Fuse(Fuse::new())];
     for (from, to) in CLEAN_UP {
         steps.push(DecoderWrapper::Replace(Replace::new(from, to)?));
     }

@@ -165,8 +165,4 @@ def _publish(scratch: Path, folder: Path, names: list[str], kept: hf_folder.Stag
     (folder / manifest.NAME).unlink(missing_ok=True)
     if kept is not None:
         kept.publish()
-    for name in companions.OPTIONAL:
-        if name not in names:
-            (folder / name).unlink(missing_ok=True)
-    for name in names:
-        (scratch / name).replace(folder / name)
+    companions.publish(scratch, folder, names)

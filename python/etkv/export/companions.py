@@ -6,18 +6,66 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from etkv.errors import EtkvError
+from etkv.tokenizer import Tokenizer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REQUIRED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 """Files beside every program."""
 
-OPTIONAL = ("chat_template.jinja",)
-"""Files beside a program if the model has them."""
+TEMPLATE = "chat_template.jinja"
+"""The file of the chat template, beside a program if the model has one."""
+
+TEMPLATES = "additional_chat_templates"
+"""The folder of named chat templates, such as ``tool_use``, beside a program if the model has some."""
+
+_PROBES = (
+    "Hello, world! It's 2026.",
+    "  two spaces\n\tand a tab\n\n",
+    "na\u00efve \u65e5\u672c\u8a9e \U0001f642 e\u0301 <|x|>",
+)
+"""Texts whose ids tell whether a tokenizer was written as it is."""
 
 
 def write(folder: Path, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> list[str]:
-    """Write the files to ``folder`` and return their names."""
+    """Write the files to ``folder`` and return their names, with the folder of named templates before each of them.
+
+    Raises :class:`EtkvError` if the tokenizer does more than a ``tokenizer.json`` can say.
+    """
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-    return [name for name in (*REQUIRED, *OPTIONAL) if (folder / name).is_file()]
+    _check(folder, tokenizer)
+    names = [name for name in (*REQUIRED, TEMPLATE) if (folder / name).is_file()]
+    return names + [f"{TEMPLATES}/{file.name}" for file in sorted((folder / TEMPLATES).glob("*.jinja"))]
+
+
+def publish(scratch: Path, folder: Path, names: list[str]) -> None:
+    """Move the files ``names`` from ``scratch`` to ``folder``. Remove the templates of an earlier export there."""
+    for stale in (folder / TEMPLATE, *(folder / TEMPLATES).glob("*.jinja")):
+        if stale.relative_to(folder).as_posix() not in names:
+            stale.unlink(missing_ok=True)
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (scratch / name).replace(folder / name)
+
+
+def _check(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Compare ids and texts of ``tokenizer`` with those of the tokenizer in ``folder``."""
+    written = Tokenizer.from_pretrained(folder)
+    for text in _PROBES:
+        for special in (False, True):
+            ids = list(tokenizer(text, add_special_tokens=special).input_ids)
+            found = written.encode(text, add_special_tokens=special)
+            if ids != found:
+                raise EtkvError(
+                    f"the tokenizer ({type(tokenizer).__name__}) cannot be written as tokenizer.json: "
+                    f"the ids of {text!r} are {ids}, and by that file {found}"
+                )
+        made, back = tokenizer.decode(ids, skip_special_tokens=True), written.decode(ids)
+        if made != back:
+            raise EtkvError(
+                f"the tokenizer ({type(tokenizer).__name__}) cannot be written as tokenizer.json: "
+                f"the text of {ids} is {made!r}, and by that file {back!r}"
+            )

@@ -37,6 +37,9 @@ class Staged:
             if stale.name not in written:
                 stale.unlink()
         for name in sorted(written, key=lambda name: name == "config.json"):
+            if (self.folder / name).is_dir():
+                # The folder of named chat templates: one that has files cannot be replaced.
+                shutil.rmtree(self.folder / name)
             (self._scratch / name).replace(self.folder / name)
 
     def __enter__(self) -> Staged:

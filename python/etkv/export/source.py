@@ -36,7 +36,7 @@ class Source:
         """Return the files that the export reads, in a fixed order."""
         if self.gguf_file:
             return gguf.find_files(self.path)
-        wanted = (*_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt")
+        wanted = (*_WEIGHTS, "*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt")
         return sorted({file for pattern in wanted for file in self.folder.glob(pattern) if file.is_file()})
 
     @cached_property
@@ -147,9 +147,13 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrain
 def generation_settings(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the contents of ``generation_config.json``, with every eos token id of model and tokenizer.
 
-    A chat model often ends its turn with a token that only one of the two names. ``eos_token_id`` is a list, the
-    model's own ids first. ``bos_token_id`` is there if the model or the tokenizer has one.
+    The model's ids are those at which transformers ends a generation: of ``generation_config.json``, or else of the
+    configuration, where the default of the family counts too. A chat model often ends its turn with a token that only
+    model or tokenizer names. ``eos_token_id`` is a list, the model's ids first. ``bos_token_id`` is there if the model
+    or the tokenizer has one.
     """
+    from transformers import GenerationConfig
+
     file = source.folder / "generation_config.json"
     if source.gguf_file is None and file.is_file():
         settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -159,14 +163,12 @@ def generation_settings(source: Source, model: PreTrainedModel, tokenizer: PreTr
             for key, value in model.generation_config.to_dict().items()
             if key in ("bos_token_id", "eos_token_id", "pad_token_id") and value is not None
         }
-    text_config = model.config.get_text_config()
-    ends = [
-        *_ids(settings.get("eos_token_id")),
-        *_ids(getattr(text_config, "eos_token_id", None)),
-        *_ids(tokenizer.eos_token_id),
-    ]
-    settings["eos_token_id"] = list(dict.fromkeys(ends))
-    for start in (getattr(text_config, "bos_token_id", None), tokenizer.bos_token_id):
+    of_config = GenerationConfig.from_model_config(model.config)
+    ends = settings.get("eos_token_id")
+    if ends is None:
+        ends = of_config.eos_token_id
+    settings["eos_token_id"] = list(dict.fromkeys([*_ids(ends), *_ids(tokenizer.eos_token_id)]))
+    for start in (of_config.bos_token_id, tokenizer.bos_token_id):
         if settings.get("bos_token_id") is None and start is not None:
             settings["bos_token_id"] = start
     return settings

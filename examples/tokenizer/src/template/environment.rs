@@ -3,8 +3,9 @@
 
 use minijinja::formatting::{format, FormatStyle};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{StringInput, Tuple, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, Value};
+use minijinja::value::{Kwargs, StringInput, Tuple, ValueKind};
+use minijinja::{escape_formatter, filters, Environment, Error, ErrorKind, Output, State, Value};
+use minijinja_contrib::add_to_environment;
 
 use super::{json, methods, rewrite};
 
@@ -12,12 +13,20 @@ pub fn new() -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(syntax()?);
     environment.set_unknown_method_callback(methods::call);
+    environment.set_formatter(write);
+    add_to_environment(&mut environment);
     environment.add_filter("tojson", json::tojson);
     environment.add_filter("trim", trim);
+    environment.add_filter("length", length);
+    environment.add_filter("count", length);
+    environment.add_filter("int", int);
+    environment.add_filter("float", float);
+    environment.add_filter("string", string);
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", strftime_now);
+    environment.add_function(rewrite::ITER, iter);
     environment.add_function(rewrite::PERCENT, percent);
     Ok(environment)
 }
@@ -39,6 +48,79 @@ fn is_sequence(value: &Value) -> bool {
 
 fn trim(value: StringInput<'_>, chars: Option<String>) -> String {
     methods::strip(value.as_str(), chars.as_deref(), true, true).to_owned()
+}
+
+/// Writes a value as Python prints it.
+fn write(output: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
+    match as_float(value) {
+        Some(number) => write!(output, "{}", json::float(number)).map_err(Error::from),
+        None => escape_formatter(output, state, value),
+    }
+}
+
+fn as_float(value: &Value) -> Option<f64> {
+    if value.kind() == ValueKind::Number && !value.is_integer() {
+        f64::try_from(value.clone()).ok()
+    } else {
+        None
+    }
+}
+
+fn string(value: &Value) -> Value {
+    match (value.as_str(), as_float(value)) {
+        (Some(_), _) => value.clone(),
+        (_, Some(number)) => Value::from(json::float(number)),
+        _ => Value::from(value.to_string()),
+    }
+}
+
+fn length(value: &Value) -> Result<usize, Error> {
+    if value.is_undefined() {
+        return Ok(0);
+    }
+    filters::length(value)
+}
+
+/// Jinja2's filter returns the default for what is no number.
+fn int(
+    state: &State,
+    value: &Value,
+    default: Option<Value>,
+    base: Option<u32>,
+    named: Kwargs,
+) -> Result<Value, Error> {
+    let default = default.or(named.get("default")?).unwrap_or_else(|| Value::from(0));
+    let base = base.or(named.get("base")?);
+    let made = filters::int(state, value, Some(default.clone()), base, no_names());
+    Ok(made.unwrap_or(default))
+}
+
+fn float(
+    state: &State,
+    value: &Value,
+    default: Option<Value>,
+    named: Kwargs,
+) -> Result<Value, Error> {
+    let default = default.or(named.get("default")?).unwrap_or_else(|| Value::from(0.0));
+    Ok(filters::float(state, value, Some(default.clone()), no_names()).unwrap_or(default))
+}
+
+fn no_names() -> Kwargs {
+    std::iter::empty::<(String, Value)>().collect()
+}
+
+/// Returns what a loop goes over: a list where minijinja does not know the length otherwise.
+fn iter(value: &Value) -> Result<Value, Error> {
+    match value.kind() {
+        ValueKind::None => {
+            Err(Error::new(ErrorKind::InvalidOperation, "None cannot be looped over"))
+        }
+        ValueKind::String => {
+            Ok(value.as_str().unwrap_or_default().chars().map(Value::from).collect())
+        }
+        ValueKind::Iterable => Ok(Value::from(value.try_iter()?.collect::<Vec<_>>())),
+        _ => Ok(value.clone()),
+    }
 }
 
 fn raise_exception(message: String) -> Result<String, Error> {

@@ -135,11 +135,12 @@ pub fn float(value: f64) -> String {
 /// The `tojson` filter of chat templates. Unlike Jinja's own, it does not escape for HTML.
 pub fn tojson(
     value: &Value,
-    ensure_ascii: Option<bool>,
+    ensure_ascii: Option<Value>,
     indent: Option<Value>,
     named: Kwargs,
 ) -> Result<String, Error> {
-    let ensure_ascii = ensure_ascii.or(named.get("ensure_ascii")?).unwrap_or(false);
+    let ensure_ascii =
+        ensure_ascii.or(named.get("ensure_ascii")?).is_some_and(|value| value.is_true());
     let indent = match indent.or(named.get("indent")?).filter(|indent| !indent.is_none()) {
         None => None,
         Some(indent) => Some(indentation(&indent)?),

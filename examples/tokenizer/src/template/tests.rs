@@ -78,6 +78,36 @@ fn percent_formats_texts_and_divides_numbers() {
 }
 
 #[test]
+fn slices_with_a_step() {
+    for (source, made) in [
+        ("{{ [1, 2, 3][-1:-3:-1] }}{{ [1, 2, 3][::-1] }}{{ 'abc'[2::-2] }}", "[3, 2][3, 2, 1]ca"),
+        ("{{ (1, 2, 3)[:1:-1] }}{{ [[1, 2], 3][0][::2] }}{{ 'abcd'[1:9:2] }}", "(3,)[1]bd"),
+        ("{{ {'a': [1, 2][::-1][0], 'b': 2}['a'] }}{{ 'a:b'[1:] }}", "2:b"),
+    ] {
+        assert_eq!(render(source).unwrap(), made, "{source}");
+    }
+}
+
+#[test]
+fn loops_over_texts_and_none() {
+    for (source, made) in [
+        ("{% for c in 'ab' %}{{ c }}{{ loop.last }}{% endfor %}", "aFalsebTrue"),
+        ("{% for a, b in {'k': 1}.items() if b in [1] %}{{ a }}{{ loop.length }}{% endfor %}", "k1"),
+        ("{%- for x in [1, 2] | reverse -%} {{ x }} {%- endfor %}{% for x in no %}{% else %}E{% endfor %}", "21E"),
+        ("{% for x in 1, 2 %}{{ x }}{% endfor %}", "12"),
+    ] {
+        assert_eq!(render(source).unwrap(), made, "{source}");
+    }
+    assert!(render("{% for x in none %}{% endfor %}").is_err());
+}
+
+#[test]
+fn numbers_as_python_prints_them() {
+    let source = "{{ 1e20 }} {{ 0.5 }} {{ 1e-7 | string }} {{ 'x' | int }} {{ '2.5' | float }} {{ no | length }}";
+    assert_eq!(render(source).unwrap(), "1e+20 0.5 1e-07 0 2.5 0");
+}
+
+#[test]
 fn named_templates() {
     let several = named(&[("default", "D"), ("tool_use", "T"), ("rag", "R")]);
     let render = |more| several.render(&variables(&[], false, more)).unwrap();

@@ -105,11 +105,14 @@ fn normalized_message(message: &Value) -> Value {
     };
     let reasoning = REASONING.iter().find_map(|name| value_of(&kept, name));
     if let Some(reasoning) = reasoning {
-        if value_of(&kept, "thinking").is_none() {
-            kept.insert(0, (Value::from("thinking"), reasoning.clone()));
+        // In the order in which transformers writes them.
+        let thinking = value_of(&kept, "thinking").unwrap_or_else(|| reasoning.clone());
+        kept.retain(|(key, _)| key.as_str() != Some("thinking"));
+        kept.insert(0, (Value::from("thinking"), thinking));
+        match kept.iter_mut().find(|(key, _)| key.as_str() == Some("reasoning_content")) {
+            Some((_, value)) => *value = reasoning,
+            None => kept.push((Value::from("reasoning_content"), reasoning)),
         }
-        kept.retain(|(key, _)| key.as_str() != Some("reasoning_content"));
-        kept.push((Value::from("reasoning_content"), reasoning));
     }
     Value::from_pairs(kept)
 }

@@ -1,0 +1,157 @@
+"""Chat templates: the runners render what transformers renders, and choose the same template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+import etkv
+import template_cases
+import tokenizers_made
+from etkv.export import companions
+from runner_text import RunnerText
+from template_cases import CONSTRUCTS, CONVERSATIONS, LAYOUTS, VALUES, VARIABLES
+
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[RunnerText]:
+    runner = RunnerText()
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def opened(runner, tmp_path):
+    """Return a function: the source of a template -> the runners' tokenizer with it."""
+    tokenizers_made.made()["byte-level: plain"]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPECIAL_TOKENS))
+
+    def with_template(source: str) -> RunnerText:
+        (tmp_path / "chat_template.jinja").write_bytes(source.encode())
+        runner.open(tmp_path)
+        return runner
+
+    return with_template
+
+
+def reference(source: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str | None:
+    """Return what transformers renders, or None for what it refuses."""
+    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        rendered, _ = render_jinja_template([present], chat_template=source, **SPECIAL_TOKENS, **variables)
+    except Exception:
+        return None
+    return str(rendered[0])
+
+
+def rendered(runner: RunnerText, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str | None:
+    try:
+        return runner.render(messages=messages, **variables)
+    except etkv.EtkvError as error:
+        assert "the chat template cannot render this conversation: " in str(error)
+        return None
+
+
+@pytest.mark.parametrize("source", [*CONSTRUCTS, *LAYOUTS])
+def test_constructs(source, opened):
+    assert rendered(opened(source), [], VALUES) == reference(source, [], VALUES)
+
+
+def test_templates_of_installed_packages(opened):
+    """What transformers refuses, the runners may render: minijinja takes more."""
+    templates = dict(template_cases.installed())
+    assert templates
+    for name, source in templates.items():
+        runner = opened(source)
+        for messages in CONVERSATIONS:
+            for variables in VARIABLES:
+                expected = reference(source, messages, variables)
+                if expected is not None:
+                    assert rendered(runner, messages, variables) == expected, (name, messages, variables)
+
+
+NAMED = {"default": "D{{ messages[0].content }}", "tool_use": "T{{ tools | tojson }}", "rag": "R"}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_named_templates_are_exported_and_chosen(runner, tmp_path):
+    """By tools, in the folder that was exported as in the model's; a later export without them removes them."""
+    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizers_made.made()["byte-level: plain"](), **SPECIAL_TOKENS)
+    hf.chat_template = NAMED
+    folder, scratch = tmp_path / "program", tmp_path / "scratch"
+    folder.mkdir()
+    names = companions.write(scratch, hf, {"eos_token_id": [1]})
+    companions.publish(scratch, folder, names)
+    assert "additional_chat_templates/tool_use.jinja" in names
+    tokenizer = etkv.Tokenizer.from_pretrained(folder)
+    runner.open(folder)
+    messages = [{"role": "user", "content": "x"}]
+    for variables in ({}, {"tools": TOOLS}, {"tools": []}):
+        expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False, **variables)
+        assert tokenizer.apply_chat_template(messages, tokenize=False, **variables) == expected
+        assert runner.render(messages=messages, **variables) == expected
+    hf.chat_template = None
+    companions.publish(scratch, folder, companions.write(_empty(scratch), hf, {"eos_token_id": [1]}))
+    assert not list(folder.rglob("*.jinja"))
+
+
+def _empty(folder: Path) -> Path:
+    for file in folder.rglob("*.jinja"):
+        file.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_named_templates_in_the_config(runner, tmp_path, as_list):
+    """Older folders have them in tokenizer_config.json. Files replace all of these."""
+    tokenizers_made.made()["byte-level: plain"]().save(str(tmp_path / "tokenizer.json"))
+    listed = [{"name": name, "template": source} for name, source in NAMED.items()]
+    config = {**SPECIAL_TOKENS, "chat_template": listed if as_list else NAMED}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    messages = [{"role": "user", "content": "x"}]
+
+    def both(**variables: Any) -> set[str]:
+        runner.open(tmp_path)
+        tokenizer = etkv.Tokenizer.from_pretrained(tmp_path)
+        return {
+            runner.render(messages=messages, **variables),
+            tokenizer.apply_chat_template(messages, tokenize=False, **variables),
+        }
+
+    assert both() == {"Dx"}
+    assert both(tools=TOOLS) == {f"T{json.dumps(TOOLS)}"}
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert both(tools=TOOLS) == {"file"}
+
+
+def test_templates_without_a_default_are_refused(runner, tmp_path):
+    tokenizers_made.made()["byte-level: plain"]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("R")
+    runner.open(tmp_path)
+    with pytest.raises(etkv.EtkvError, match="expected one named default, found rag"):
+        runner.render(messages=[])
+
+
+def test_the_ids_of_a_conversation_are_those_of_its_text(opened):
+    runner = opened("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")
+    messages = [{"role": "user", "content": "the cat"}]
+    assert runner.chat(messages=messages) == runner.encode(runner.render(messages=messages), False)
+
+
+def test_bounds(opened):
+    """A template that does not end, or makes too long a text, is refused in a moment."""
+    nested = "{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}"
+    with pytest.raises(etkv.EtkvError, match="instructions"):
+        opened(nested).render(messages=[])
+    deep = "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"
+    with pytest.raises(etkv.EtkvError, match="cannot render"):
+        opened(deep).render(messages=[])
