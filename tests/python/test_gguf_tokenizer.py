@@ -18,6 +18,7 @@ from etkv.export import gguf, source
 from etkv.export.gguf import special_tokens
 from etkv.export.gguf import tokenizer as gguf_tokenizer
 from etkv.export.gguf.splits import SPLITS
+from runner_text import RunnerText
 
 TEXTS = [
     "x  2024",
@@ -212,8 +213,16 @@ def changed(file: gguf.GgufFile, **values) -> gguf.GgufFile:
     return other
 
 
+@pytest.fixture(scope="module")
+def runner():
+    """The runners' tokenizer: another regular expression engine reads the same file."""
+    text = RunnerText()
+    yield text
+    text.close()
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_pre_tokenizer(file, alphabet, merges, name):
+def test_pre_tokenizer(file, alphabet, merges, runner, tmp_path, name):
     tokens = list(dict.fromkeys([*alphabet, *(left + right for left, right in merges), "<s>"]))
     opened = changed(
         file,
@@ -226,6 +235,8 @@ def test_pre_tokenizer(file, alphabet, merges, name):
         add_bos_token=False,
     )
     tokenizer = gguf.read_tokenizer(opened)
+    tokenizer.save_pretrained(tmp_path)
+    runner.open(tmp_path)
     ids = {token: index for index, token in enumerate(tokens)}
     ranks = {pair: rank for rank, pair in reversed(list(enumerate(merges)))}
     for text in TEXTS:
@@ -235,6 +246,7 @@ def test_pre_tokenizer(file, alphabet, merges, name):
             whole = name in WHOLE_WORDS and "".join(word) in ids
             expected += [ids[token] for token in (["".join(word)] if whole else byte_pairs(word, ranks))]
         assert tokenizer.encode(text) == expected, text
+        assert runner.encode(text) == expected, text
         assert tokenizer.decode(expected) == text
 
 
@@ -438,10 +450,12 @@ def pieced(request, file, tmp_path_factory):
     return pieces, opened
 
 
-def test_sentencepiece(pieced, tmp_path):
+def test_sentencepiece(pieced, runner, tmp_path):
     pieces, opened = pieced
     tokenizer = gguf.read_tokenizer(opened)
     tokenizer.save_pretrained(tmp_path)
+    runner.open(tmp_path)
+    assert [runner.encode(text) for text in TEXTS] == [[1, *pieces.encode(text)] for text in TEXTS]
     for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         for text in TEXTS:
             expected = pieces.encode(text)
