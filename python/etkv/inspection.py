@@ -124,13 +124,14 @@ def _runs_here(described: dict[str, Any], file: PteFile, known: tuple[str, ...] 
     return {**build, "runs": True}
 
 
-def _layer(layer: LayerConfig) -> dict[str, int]:
+def _layer(layer: LayerConfig) -> dict[str, Any]:
     return {
         "n_kv_heads": layer.n_kv_heads,
         "k_head_dim": layer.k_head_dim,
         "v_head_dim": layer.value_dim,
         "window": layer.window,
         "sinks": layer.sinks,
+        "dtype": layer.dtype,
     }
 
 
@@ -199,14 +200,15 @@ def _cache_lines(found: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _layer_text(layer: dict[str, int]) -> str:
+def _layer_text(layer: dict[str, Any]) -> str:
     k, v = layer["k_head_dim"], layer["v_head_dim"]
     heads = f"{layer['n_kv_heads']} KV {'head' if layer['n_kv_heads'] == 1 else 'heads'}"
     size = f"head_dim {k}" if k == v else f"head_dim {k} (keys) and {v} (values)"
+    dtype = f", stored as {layer['dtype']} by default" if layer["dtype"] else ""
     if not layer["window"]:
-        return f"{heads}, {size}, full history"
+        return f"{heads}, {size}, full history{dtype}"
     sinks = f" and the first {layer['sinks']}" if layer["sinks"] else ""
-    return f"{heads}, {size}, a window of {layer['window']}{sinks}"
+    return f"{heads}, {size}, a window of {layer['window']}{sinks}{dtype}"
 
 
 def _operation_lines(title: str, counts: dict[str, int]) -> Iterator[str]:

@@ -299,7 +299,7 @@ void estimates() {
 /// What would hold more than the budget is refused, and changes nothing.
 void budgets() {
   Model model("llama-f32");
-  const auto config = make_config(model.params(), 48, "", 16);
+  const auto config = make_config(model.params(), 48, "f16", 16);
   const uint64_t first = must(estimate(config, 1)).allocated;
   const uint64_t before = must(memory_budget()).held;
   const Ids ids = text(24);

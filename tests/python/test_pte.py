@@ -27,7 +27,7 @@ def test_report(program, capsys):
     assert "method forward: MLXBackend" in lines
     assert "runs here (etkv 0.1.0, MLX 0.32.2)" in lines
     assert "get_eos_ids: [257]" in lines
-    assert "cache: 2 layers of 2 KV heads, head_dim 16, full history" in lines
+    assert "cache: 2 layers of 2 KV heads, head_dim 16, full history, stored as f32 by default" in lines
     # 2 layers x keys and values x 2 heads x 16 elements x 2 bytes, for 100 positions.
     assert "cache in f16: 25.0 KiB at 100 positions, 256 bytes for the first one" in lines
     assert "2 UpdateAndAttend" in [line.strip() for line in lines]
