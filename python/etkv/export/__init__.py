@@ -57,13 +57,13 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
     with progress.step(f"reading the configuration of {origin.path}"):
         config = source.read_config(origin)
         with explained(config.model_type, "exported"):
-            layers.keep_first(config, request.layers)
+            dropped = layers.keep_first(config, request.layers)
             layers.check_taps(request.tap_layers, config)
             settled = limits.settle(request, layers.last(config, request.draft) if request.draft else config)
     with progress.step("reading the tokenizer"):
         tokenizer = source.read_tokenizer(origin)
     with progress.step("reading the weights"):
-        model = source.read_model(origin, config, request.dtype)
+        model = source.read_model(origin, config, request.dtype, dropped)
         rope.settle(model, settled.max_context)
         generation = source.generation_settings(origin, model, tokenizer)
     family = config.model_type

@@ -15,17 +15,18 @@ _ONE_A_LAYER = ("layer_types", "no_rope_layers")
 """Entries of a configuration that are lists with an element for each layer."""
 
 
-def keep_first(config: PreTrainedConfig, count: int | None) -> None:
+def keep_first(config: PreTrainedConfig, count: int | None) -> range:
     """Change ``config`` to that of a model with the first ``count`` layers only; ``None`` keeps all.
 
-    Raises :class:`EtkvError` if the model has fewer layers.
+    Returns the layers that the model then lacks. Raises :class:`EtkvError` if the model has fewer layers.
     """
+    there: int = config.get_text_config().num_hidden_layers
     if count is None:
-        return
-    there = config.get_text_config().num_hidden_layers
+        return range(there, there)
     if count > there:
         raise EtkvError(f"layers {count} is above the {there} layers of the model")
     _keep(config, slice(count))
+    return range(count, there)
 
 
 def last(config: PreTrainedConfig, count: int) -> PreTrainedConfig:

@@ -99,8 +99,10 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: range = range(0)) -> PreTrainedModel:
     """Return the model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op.
+
+    ``dropped`` are the layers of the source that ``config`` leaves out.
 
     Raises :class:`EtkvError` if weights are missing, have no place in the model or cannot be read, or if the family's
     attention cannot be replaced.
@@ -140,7 +142,7 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrain
                 "place"
             ) from error
         raise weights.unreadable(source.path, config, error) from error
-    weights.check_loaded(source.path, model, report)
+    weights.check_loaded(source.path, model, report, dropped)
     return model.eval()
 
 

@@ -87,10 +87,10 @@ def _shards(index: Path) -> set[str]:
         raise EtkvError(f"{index} is no index of weights: {first_line(error)}") from error
 
 
-def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any]) -> None:
+def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dropped: range) -> None:
     """Raise :class:`EtkvError` unless every weight of ``path`` has its place in ``model``, and the other way round.
 
-    ``report`` is transformers' report of what it loaded.
+    ``report`` is transformers' report of what it loaded. Weights of the layers ``dropped`` need no place.
     """
     missing = sorted(report["missing_keys"])
     if missing:
@@ -106,7 +106,8 @@ def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any]) -> 
     unexpected = sorted(
         name
         for name in report["unexpected_keys"]
-        if not _WITHOUT_EFFECT.fullmatch(name) or (_MASK.fullmatch(name) and name not in masks)
+        if (not _WITHOUT_EFFECT.fullmatch(name) or (_MASK.fullmatch(name) and name not in masks))
+        and _layer(name) not in dropped
     )
     if unexpected:
         raise EtkvError(
@@ -138,6 +139,12 @@ def quantization(config: PreTrainedConfig) -> str | None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     return str(getattr(method, "value", method) or "by a method that it does not name")
+
+
+def _layer(name: str) -> int | None:
+    """Return the layer that a weight of this name belongs to, if it belongs to one."""
+    found = re.search(r"\.(\d+)\.", name)
+    return None if found is None else int(found[1])
 
 
 def _masks(path: Path, names: Iterable[str]) -> set[str]:
