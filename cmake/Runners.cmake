@@ -71,8 +71,8 @@ foreach(runner admission agent_fork batch prefix rollback run speculative)
 endforeach()
 
 etkv_runner(etkv_forward tests/cpp/forward.cpp)
-etkv_program(etkv_text tests/cpp/text.cpp)
-target_link_libraries(etkv_text PRIVATE etkv_tokenizer)
+etkv_program(etkv_tokenize tests/cpp/tokenize.cpp)
+target_link_libraries(etkv_tokenize PRIVATE etkv_tokenizer)
 
 etkv_runner(etkv_minimal examples/minimal.cpp)
 

@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N best (default: 0, all)")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="and from the share P (default: 1)")
     generate.add_argument("--seed", type=int, metavar="N", help="of the draws at a temperature")
+    generate.add_argument("--show-special", action="store_true", help="write the special tokens of the answer too")
     generate.add_argument("--progress", action="store_true", help="show bars on stderr")
     # For the list of commands only: its arguments are read by etkv.export.
     commands.add_parser("export", help="export a model; the same as python -m etkv.export", add_help=False)
@@ -133,6 +134,7 @@ def _generate(options: argparse.Namespace) -> None:
             top_p=options.top_p,
             seed=options.seed,
             progress=options.progress,
+            skip_special_tokens=not options.show_special,
         )
         finish_reason = None
         for response in responses:

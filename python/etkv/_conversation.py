@@ -34,8 +34,9 @@ def parts(
         found = _split(text, marked, messages, kept)
         if isinstance(found, list):
             return found
-        if kept.pop(found, None) is None:
+        if found not in kept:
             break
+        del kept[found]
     return [text]
 
 

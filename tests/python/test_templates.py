@@ -15,15 +15,15 @@ import etkv
 import template_cases
 import tokenizers_made
 from etkv.export import companions
-from runner_text import RunnerText
+from runner_tokenizer import RunnerTokenizer
 from template_cases import CONSTRUCTS, CONVERSATIONS, LAYOUTS, VALUES, VARIABLES
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[RunnerText]:
-    runner = RunnerText()
+def runner() -> Iterator[RunnerTokenizer]:
+    runner = RunnerTokenizer()
     yield runner
     runner.close()
 
@@ -34,7 +34,7 @@ def opened(runner, tmp_path):
     tokenizers_made.made()["byte-level: plain"]().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPECIAL_TOKENS))
 
-    def with_template(source: str) -> RunnerText:
+    def with_template(source: str) -> RunnerTokenizer:
         (tmp_path / "chat_template.jinja").write_bytes(source.encode())
         runner.open(tmp_path)
         return runner
@@ -52,7 +52,7 @@ def reference(source: str, messages: list[dict[str, Any]], variables: dict[str, 
     return str(rendered[0])
 
 
-def rendered(runner: RunnerText, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str | None:
+def rendered(runner: RunnerTokenizer, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str | None:
     try:
         return runner.render(messages=messages, **variables)
     except etkv.EtkvError as error:

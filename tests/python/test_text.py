@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import etkv
 import tokenizers_made
-from runner_text import RunnerText
+from runner_tokenizer import RunnerTokenizer
 from tokenizers_made import BOS, CALL, EOS, TEXTS, UNK
 
 MADE = tokenizers_made.made()
@@ -23,8 +23,8 @@ BYTES = "🙂é日\u0301 "
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[RunnerText]:
-    runner = RunnerText()
+def runner() -> Iterator[RunnerTokenizer]:
+    runner = RunnerTokenizer()
     yield runner
     runner.close()
 

@@ -144,7 +144,7 @@ mod tests {
         let ids: Vec<u32> = [a]
             .into_iter()
             .chain("é".bytes().map(byte))
-            // A whole character and then a cut one: the decoder takes back what it said of the first.
+            // A whole character and then a cut one: with the cut one the first is no character either.
             .chain([byte(0xe2), a, fixture::START, byte(0xf0), a, a])
             .chain("🙂".bytes().map(byte))
             .collect();

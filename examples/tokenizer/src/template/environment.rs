@@ -22,6 +22,7 @@ pub fn new() -> Result<Environment<'static>, Error> {
     environment.add_filter("int", int);
     environment.add_filter("float", float);
     environment.add_filter("string", string);
+    environment.add_test("callable", is_callable);
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
     environment.add_function("raise_exception", raise_exception);
@@ -33,6 +34,11 @@ pub fn new() -> Result<Environment<'static>, Error> {
 
 pub fn syntax() -> Result<SyntaxConfig, Error> {
     SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()
+}
+
+/// Is this a macro or a function?
+fn is_callable(value: &Value) -> bool {
+    value.kind() == ValueKind::Plain
 }
 
 /// Has Python an iterator of this value? None has not, though minijinja loops over it.
@@ -81,7 +87,7 @@ fn length(value: &Value) -> Result<usize, Error> {
     filters::length(value)
 }
 
-/// Jinja2's filter returns the default for what is no number.
+/// Jinja2's filter returns the default for text that is not numeric.
 fn int(
     state: &State,
     value: &Value,

@@ -1,4 +1,4 @@
-"""The runners' tokenizer, in a process that answers requests (tests/cpp/text.cpp)."""
+"""The runners' tokenizer, in a process that answers requests (tests/cpp/tokenize.cpp)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from etkv.errors import EtkvError
 
-TOOL = Path(__file__).parents[2] / "build/bin/etkv_text"
+TOOL = Path(__file__).parents[2] / "build/bin/etkv_tokenize"
 
 
-class RunnerText:
+class RunnerTokenizer:
     """A tokenizer of the runners. What it refuses is an :class:`EtkvError`."""
 
     def __init__(self, tool: Path = TOOL) -> None:
