@@ -38,8 +38,11 @@ class Tokenizer:
                 f"hf is {type(hf).__name__}, expected a fast tokenizer of transformers; "
                 "Tokenizer.from_pretrained reads one from a folder"
             )
+        self._begin(hf, _copy(hf.backend_tokenizer), eos_token_ids)
+
+    def _begin(self, hf: Any, backend: tokenizers.Tokenizer, eos_token_ids: Iterable[int] | None) -> None:
         self.hf = hf
-        self._backend = Backend(_copy(hf.backend_tokenizer), hf)
+        self._backend = Backend(backend, hf)
         if eos_token_ids is None:
             eos_token_ids = [] if hf.eos_token_id is None else [hf.eos_token_id]
         self.eos_token_ids: frozenset[int] = frozenset(eos_token_ids)
@@ -66,8 +69,9 @@ class Tokenizer:
             backend = FileTokenizer.from_file(str(folder / _FILE))
         except Exception as error:
             raise EtkvError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
-        made = cls(hf, eos_token_ids=_eos_token_ids(folder))
-        made._backend = Backend(backend, hf)
+        # Without the copy that __init__ makes.
+        made = cls.__new__(cls)
+        made._begin(hf, backend, _eos_token_ids(folder))
         return made
 
     @classmethod

@@ -10,6 +10,7 @@
 namespace etkv::tests {
 namespace {
 
+using examples::check_template_variables;
 using examples::Detokenizer;
 using examples::Message;
 using examples::Tokenizer;
@@ -51,6 +52,14 @@ void text_and_back() {
   cut.pop_back();
   CHECK(decoded(file.detokenizer(), cut) == "\ufffd");
   CHECK(decoded(file.detokenizer(), {1 << 20}).empty());
+
+  // Special tokens of an answer, and a second BOS.
+  const Ids special = must(file.encode("<|bos|>a", false));
+  CHECK(decoded(file.detokenizer(), special) == "a");
+  CHECK(
+      decoded(file.detokenizer(/*skip_special_tokens=*/false), special) ==
+      "<|bos|>a");
+  CHECK(!must(file.begins_with_bos("a")));
 }
 
 void conversations() {
@@ -64,6 +73,20 @@ void conversations() {
   CHECK_INT(opened.eos_token_ids().size(), 1);
   CHECK(
       std::count(closed.begin(), closed.end(), opened.eos_token_ids()[0]) > 0);
+
+  // An answer keeps the ids that the model made of it.
+  const Ids made{300, 65, 300};
+  const Ids kept = must(
+      opened.apply_chat_template({{"assistant", "A", made}}, /*add=*/false));
+  CHECK(
+      std::search(kept.begin(), kept.end(), made.begin(), made.end()) !=
+      kept.end());
+
+  // Variables of the template.
+  const char kMessages[] = R"({"messages": [{"role": "x", "content": "y"}]})";
+  CHECK(
+      must(opened.render_chat_template(messages, false, kMessages))
+          .find("x\ny") != std::string::npos);
 }
 
 template <typename T>
@@ -85,6 +108,15 @@ void errors() {
   CHECK(
       refusal(opened.apply_chat_template({{"user", "a\xff"}}, true)) ==
       "the text is not valid UTF-8 from byte 1 on");
+
+  CHECK(
+      refusal(opened.detokenizer().add_token(-1)) ==
+      "the tokenizer cannot decode token -1: expected an id from 0 to "
+      "4294967295");
+  CHECK(check_template_variables("{}").ok());
+  CHECK(
+      refusal(check_template_variables("[]")).find("expected a JSON object") !=
+      std::string::npos);
 
   // libetkv's bridge has its own errors, and neither disturbs the other's.
   Module module(program_path("llama-f32"));

@@ -7,7 +7,7 @@ use minijinja::value::{Kwargs, StringInput, Tuple, ValueKind};
 use minijinja::{escape_formatter, filters, Environment, Error, ErrorKind, Output, State, Value};
 use minijinja_contrib::add_to_environment;
 
-use super::{json, methods, rewrite};
+use super::{json, methods, rewrite, text};
 
 pub fn new() -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
@@ -58,26 +58,17 @@ fn trim(value: StringInput<'_>, chars: Option<String>) -> String {
 
 /// Writes a value as Python prints it.
 fn write(output: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
-    match as_float(value) {
-        Some(number) => write!(output, "{}", json::float(number)).map_err(Error::from),
+    match text::printed(value) {
+        Some(text) => write!(output, "{text}").map_err(Error::from),
         None => escape_formatter(output, state, value),
     }
 }
 
-fn as_float(value: &Value) -> Option<f64> {
-    if value.kind() == ValueKind::Number && !value.is_integer() {
-        f64::try_from(value.clone()).ok()
-    } else {
-        None
-    }
-}
-
 fn string(value: &Value) -> Value {
-    match (value.as_str(), as_float(value)) {
-        (Some(_), _) => value.clone(),
-        (_, Some(number)) => Value::from(json::float(number)),
-        _ => Value::from(value.to_string()),
+    if value.as_str().is_some() {
+        return value.clone();
     }
+    Value::from(text::printed(value).unwrap_or_else(|| value.to_string()))
 }
 
 fn length(value: &Value) -> Result<usize, Error> {

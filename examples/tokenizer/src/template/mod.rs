@@ -7,6 +7,7 @@ mod environment;
 mod json;
 mod methods;
 mod rewrite;
+mod text;
 mod values;
 
 use std::collections::BTreeMap;

@@ -105,6 +105,8 @@ fn loops_over_texts_and_none() {
 fn numbers_as_python_prints_them() {
     let source = "{{ 1e20 }} {{ 0.5 }} {{ 1e-7 | string }} {{ 'x' | int }} {{ '2.5' | float }} {{ no | length }}";
     assert_eq!(render(source).unwrap(), "1e+20 0.5 1e-07 0 2.5 0");
+    let source = "{{ {'a': [1e20, (1,), (), none], 'b': \"it's\"} }}{{ [(2, 'x')] | string }}";
+    assert_eq!(render(source).unwrap(), r#"{'a': [1e+20, (1,), (), None], 'b': "it's"}[(2, 'x')]"#);
 }
 
 #[test]
