@@ -128,6 +128,8 @@ def test_unknown_keys_are_refused(opened, key):
         (".attention.head_count_kv", [2, 1], "which differs from layer to layer"),
         (".attention.head_count", 0, "which has to be above 0"),
         (".attention.causal", False, "the KV cache is for causal attention"),
+        (".rope.freq_base", 0.0, "which has to be above 0"),
+        (".rope.scaling.factor", 0.5, "which has to be 1 or more"),
         (".vocab_size", 319, "its embedding has 320 rows"),
         (".context_length", None, "lacks llama.context_length"),
         (".attention.layer_norm_rms_epsilon", None, "lacks llama.attention.layer_norm_rms_epsilon"),
@@ -211,3 +213,10 @@ def test_fewer_layers_leave_tensors_over(opened):
     config = gguf.read_config(file)
     config.num_hidden_layers = 1
     assert not any(".1." in name for name in gguf.read_weights(file, config, torch.float32))
+
+
+@pytest.mark.parametrize(("case", "layers", "scalar"), [("gemma2", 46, 16), ("gemma3", 62, 16), ("gemma3", 34, 32)])
+def test_gemma_of_27b_scales_attention_by_its_width(opened, case, layers, scalar):
+    """llama.cpp knows these models by their number of layers: 64 / 4 heads, where a head has 32 numbers."""
+    file = changed(opened(case), **{".block_count": layers})
+    assert gguf.read_config(file).query_pre_attn_scalar == scalar

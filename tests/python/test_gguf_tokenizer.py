@@ -18,7 +18,7 @@ from etkv.export import gguf, source
 from etkv.export.gguf import special_tokens
 from etkv.export.gguf import tokenizer as gguf_tokenizer
 from etkv.export.gguf.splits import SPLITS
-from runner_text import RunnerText
+from runner_tokenizer import RunnerTokenizer
 
 TEXTS = [
     "x  2024",
@@ -216,9 +216,9 @@ def changed(file: gguf.GgufFile, **values) -> gguf.GgufFile:
 @pytest.fixture(scope="module")
 def runner():
     """The runners' tokenizer: another regular expression engine reads the same file."""
-    text = RunnerText()
-    yield text
-    text.close()
+    runner = RunnerTokenizer()
+    yield runner
+    runner.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -371,6 +371,7 @@ def test_templates(file, tmp_path):
         ({"merges": ["ĠĠ"]}, "merge of tokens that its vocabulary lacks: 'ĠĠ'"),
         ({"token_type": [1, 2]}, "tokenizer.ggml.token_type of 2 elements for 320 tokens"),
         ({"add_bos_token": 1}, "tokenizer.ggml.add_bos_token = 1, which has to be true or false"),
+        ({"add_space_prefix": True}, "tokenizer.ggml.add_space_prefix = True, and a tokenizer of byte pairs"),
         ({"padding_token_id": -1}, "tokenizer.ggml.padding_token_id = -1, and its vocabulary has 320 tokens"),
         ({"precompiled_charsmap": [1]}, "tokenizer.ggml.precompiled_charsmap = "),
         ({"remove_extra_whitespaces": True}, "tokenizer.ggml.remove_extra_whitespaces = True"),

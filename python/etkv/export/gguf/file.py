@@ -126,7 +126,7 @@ def _open(path: Path) -> GGUFReader:
     try:
         return GGUFReader(path)
     except Exception as error:  # the package checks little of a file, and fails in many ways
-        raise EtkvError(f"file {path} cannot be read as GGUF: {first_line(error)}") from error
+        raise EtkvError(f"file {path} cannot be read as GGUF; is it whole? {first_line(error)}") from error
 
 
 def _values(path: Path, reader: GGUFReader) -> dict[str, Any]:

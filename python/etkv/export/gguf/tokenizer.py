@@ -227,6 +227,11 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
             f"{path} has tokenizer.ggml.pre = {name!r}, a pre-tokenizer that the exporter cannot reproduce; export the "
             "model's Hugging Face folder instead"
         )
+    if vocabulary.flag("add_space_prefix", False):
+        raise EtkvError(
+            f"{path} has tokenizer.ggml.add_space_prefix = True, and a tokenizer of byte pairs is read without a space "
+            "before texts; export the model's Hugging Face folder instead"
+        )
     merges = vocabulary.merges()
     if merges is None:
         raise EtkvError(f"{path} lacks tokenizer.ggml.merges")
