@@ -117,6 +117,7 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: ra
     experts.register()
     if source.gguf_file is None:
         weights.check_files(source.folder)
+        weights.check_quantization(source.path, config)
     family: Any = AutoModelForCausalLM
     origin: dict[str, Any] = {"local_files_only": True}
     try:

@@ -87,6 +87,15 @@ def _shards(index: Path) -> set[str]:
         raise EtkvError(f"{index} is no index of weights: {first_line(error)}") from error
 
 
+def check_quantization(path: Path, config: PreTrainedConfig) -> None:
+    """Raise :class:`EtkvError` for weights quantized by a method that transformers would take for plain ones."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    method = quantization(config)
+    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise EtkvError(f"the weights of {path} are quantized ({method}), which transformers does not know; {REMEDY}")
+
+
 def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dropped: range) -> None:
     """Raise :class:`EtkvError` unless every weight of ``path`` has its place in ``model``, and the other way round.
 
@@ -117,17 +126,17 @@ def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dro
         )
     packed = [name for name, weight in model.named_parameters() if weight.element_size() == 1]
     if packed:
-        raise EtkvError(f"{path} has quantized weights, such as {packed[0]}: {_PLAIN}")
+        raise EtkvError(f"{path} has quantized weights, such as {packed[0]}: {REMEDY}")
 
 
-_PLAIN = "export the model from before its quantization, and let the export quantize it"
+REMEDY = "export the model from before its quantization, and let the export quantize it"
 
 
 def unreadable(path: Path, config: PreTrainedConfig, error: Exception) -> EtkvError:
     """Return what to say of weights that transformers cannot load."""
     method = quantization(config)
     if method is not None:
-        return EtkvError(f"the weights of {path} are quantized ({method}): {first_line(error)}; {_PLAIN}")
+        return EtkvError(f"the weights of {path} are quantized ({method}): {first_line(error)}; {REMEDY}")
     line = f"{first_line(error)} is missing" if isinstance(error, KeyError) else first_line(error)
     return EtkvError(f"the weights of {path} cannot be loaded: {line}")
 

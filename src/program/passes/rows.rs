@@ -2,7 +2,9 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::program::ir::{Dim, Function, Graph, Index, InputSpec, Int, IntValue, Op, Out, Value};
+use crate::program::ir::{
+    Dim, Function, Graph, Index, InputSpec, Int, IntValue, OneAxis, Op, Out, Reduction, Value,
+};
 
 /// Values, and the number of axes of each.
 type Ranks = HashMap<Value, usize>;
@@ -11,11 +13,16 @@ type Ranks = HashMap<Value, usize>;
 const HEAD_AXES: usize = 4;
 
 /// The facts about the program's rows.
+#[derive(Default)]
 pub struct Rows {
     /// The integers that count the tokens.
     pub counts: HashSet<IntValue>,
     /// The first of these that the program computes.
     pub count: Option<IntValue>,
+    /// The integers of the tokens, `[1, T]`: ids and positions.
+    ids: HashSet<Value>,
+    /// The values that are the same for every row and are computed of constants, of one axis or none.
+    constants: HashSet<Value>,
     /// The values whose second axis is that of the tokens, `[1, T, ...]`, with their number of
     /// axes, 3 or more.
     by_row: Ranks,
@@ -37,28 +44,20 @@ pub struct Rows {
 impl Rows {
     /// Examines the main chain.
     pub fn find(graph: &Graph) -> Self {
-        let tokens: HashSet<Value> = graph
-            .inputs
-            .iter()
-            .filter_map(|input| match input {
-                InputSpec::Tensor { value, shape, .. } => {
-                    matches!(shape[..], [Dim::Static(1), Dim::UpTo(_)]).then_some(*value)
-                }
-                InputSpec::Int(_) => None,
-            })
-            .collect();
+        let mut rows = Self::default();
+        let mut positions = HashSet::new();
+        for input in &graph.inputs {
+            if let InputSpec::Tensor { value, shape, .. } = input {
+                match shape[..] {
+                    [Dim::Static(1), Dim::UpTo(_)] => rows.ids.insert(*value),
+                    [Dim::UpTo(_)] => positions.insert(*value),
+                    _ => false,
+                };
+            }
+        }
+        let tokens = rows.ids.clone();
         let n_uses = graph.main.n_uses();
         let outputs: HashSet<Value> = graph.main.tensor_outputs().collect();
-        let mut rows = Self {
-            counts: HashSet::new(),
-            count: None,
-            cut: HashMap::new(),
-            heads: HashSet::new(),
-            by_row: HashMap::new(),
-            single: HashMap::new(),
-            attended: HashSet::new(),
-            narrowable: HashSet::new(),
-        };
         for instruction in &graph.main.instructions {
             match (&instruction.op, instruction.out) {
                 (Op::SymSize { x, dim: 1 | -1 }, Out::Int(value)) if tokens.contains(x) => {
@@ -71,8 +70,17 @@ impl Rows {
                         rows.narrowable.insert(value);
                     }
                 }
+                (Op::ExpandDims { x, axis: 0 }, Out::Tensor(value)) if positions.contains(x) => {
+                    rows.ids.insert(value);
+                }
+                (op, Out::Tensor(value)) if rows.is_computed_constant(op, graph) => {
+                    rows.constants.insert(value);
+                }
+                (op, Out::Tensor(value)) if rows.makes_ids(op, graph) => {
+                    rows.ids.insert(value);
+                }
                 (op, Out::Tensor(value)) => {
-                    if let Some(rank) = rows.rank(op, graph, &tokens) {
+                    if let Some(rank) = rows.rank(op, graph) {
                         rows.by_row.insert(value, rank);
                     } else if let Some(rank) = rows.rank_of_single(op, graph) {
                         rows.single.insert(value, rank);
@@ -114,7 +122,7 @@ impl Rows {
                     )
             }
             // Norms of heads.
-            op => row_by_row(op, graph, &self.cut).is_some(),
+            op => self.row_by_row(op, graph, &self.cut).is_some(),
         }
     }
 
@@ -147,18 +155,44 @@ impl Rows {
         self.single.contains_key(&value)
     }
 
+    /// Returns whether a value is the same for every row.
+    fn is_constant(&self, graph: &Graph, value: Value) -> bool {
+        self.constants.contains(&value) || is_row_constant(graph, value)
+    }
+
+    /// Returns whether an instruction makes a number for all rows of other such numbers.
+    fn is_computed_constant(&self, op: &Op, graph: &Graph) -> bool {
+        match op {
+            Op::Call { function: Function::Full { .. }, ints, .. } => ints.is_empty(),
+            op => elementwise(op).is_some_and(|read| {
+                !read.is_empty() && read.iter().all(|&x| self.is_constant(graph, x))
+            }),
+        }
+    }
+
+    /// Returns whether an instruction makes integers `[1, T]`, one for each token.
+    fn makes_ids(&self, op: &Op, graph: &Graph) -> bool {
+        elementwise(op).is_some_and(|read| {
+            read.iter().any(|x| self.ids.contains(x))
+                && read.iter().all(|&x| self.ids.contains(&x) || self.is_constant(graph, x))
+        })
+    }
+
     /// Returns the number of axes of an instruction's result, if it has rows.
-    fn rank(&self, op: &Op, graph: &Graph, tokens: &HashSet<Value>) -> Option<usize> {
+    fn rank(&self, op: &Op, graph: &Graph) -> Option<usize> {
         match op {
             Op::Take { x, index: Index::Many(index), axis: 0 } => {
-                (is_matrix(graph, *x) && tokens.contains(index)).then_some(3)
+                (is_matrix(graph, *x) && self.ids.contains(index)).then_some(3)
+            }
+            Op::Take { x, index: Index::One(_), .. } => {
+                self.read_by(op, graph).map(|_| self.by_row[x] - 1)
             }
             Op::Dequantize { w, .. } => self.by_row.get(w).copied(),
             Op::Transpose { x, perm } => {
                 (perm[..] == [0, 2, 1, 3] && self.attended.contains(x)).then_some(4)
             }
             // Also of what is not made row by row, such as a mixture of experts.
-            Op::Reshape { shape, .. } => self.counts_tokens(shape).then_some(3),
+            Op::Reshape { shape, .. } => self.counts_tokens(shape).then_some(shape.len()),
             op => self.by_row.get(self.read_by(op, graph)?.first()?).copied(),
         }
     }
@@ -167,7 +201,7 @@ impl Rows {
         if let Some(x) = self.last_row_of(op) {
             return self.by_row.get(&x).copied();
         }
-        let read = row_by_row(op, graph, &self.single)?;
+        let read = self.row_by_row(op, graph, &self.single)?;
         self.single.get(read.first()?).copied()
     }
 
@@ -184,15 +218,22 @@ impl Rows {
             Op::Transpose { x, perm } if perm[..] == [0, 2, 1, 3] => {
                 self.narrowable.contains(x).then(|| vec![*x])
             }
-            op => row_by_row(op, graph, &self.by_row),
+            // One of several rows of features that a token has.
+            Op::Take { x, index: Index::One(Int::Literal(_)), axis: 2.. } => {
+                self.by_row.get(x).is_some_and(|&rank| rank > 3).then(|| vec![*x])
+            }
+            op => self.row_by_row(op, graph, &self.by_row),
         }
     }
 
-    /// Returns whether a shape is `[1, T, features]`.
+    /// Returns whether a shape is `[1, T, features]`, or has these on several axes.
     fn counts_tokens(&self, shape: &[Int]) -> bool {
         matches!(
             shape,
-            [Int::Literal(1), Int::Value(count), Int::Literal(_)] if self.counts.contains(count)
+            [Int::Literal(1), Int::Value(count), features @ ..]
+                if self.counts.contains(count)
+                    && !features.is_empty()
+                    && features.iter().all(|dim| matches!(dim, Int::Literal(_)))
         )
     }
 
@@ -213,40 +254,86 @@ impl Rows {
             _ => None,
         }
     }
+
+    /// Returns the tensors of the set `known` that an instruction reads, if it makes each row from the
+    /// same row of theirs.
+    fn row_by_row(&self, op: &Op, graph: &Graph, known: &Ranks) -> Option<Vec<Value>> {
+        match op {
+            Op::RmsNorm { x, .. } | Op::LayerNorm { x, .. } => {
+                known.contains_key(x).then(|| vec![*x])
+            }
+            // Along an axis of features: rows have at least one.
+            Op::Piece { x, axis, .. } => {
+                (known.contains_key(x) && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
+            }
+            Op::Slice { x, axis: Int::Literal(axis), start, stop, .. } => {
+                let fixed = [start, stop].iter().all(|bound| matches!(bound, Int::Literal(_)));
+                (known.contains_key(x) && fixed && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
+            }
+            Op::Linear { x, bias, .. } => {
+                let plain = bias.is_none_or(|bias| is_row_constant(graph, bias));
+                (plain && known.contains_key(x)).then(|| vec![*x])
+            }
+            Op::QuantizedMatmul { x, w, .. } => {
+                (graph.is_constant(*w) && known.contains_key(x)).then(|| vec![*x])
+            }
+            Op::Call { function, tensors, .. } if reduces_features(function) => {
+                tensors.first().filter(|x| known.contains_key(x)).map(|x| vec![*x])
+            }
+            op => {
+                let (rows, others): (Vec<Value>, Vec<Value>) =
+                    elementwise(op)?.into_iter().partition(|x| known.contains_key(x));
+                let others_have_none = others.iter().all(|&x| self.is_constant(graph, x));
+                // With other ranks the rows of one would meet another axis of the other.
+                let side_by_side = rows.windows(2).all(|pair| known[&pair[0]] == known[&pair[1]]);
+                (!rows.is_empty() && others_have_none && side_by_side).then_some(rows)
+            }
+        }
+    }
 }
 
-/// Returns the tensors of the set `known` that an instruction reads, if it makes each row from the
-/// same row of theirs.
-fn row_by_row(op: &Op, graph: &Graph, known: &Ranks) -> Option<Vec<Value>> {
+/// Returns the tensors that an instruction combines element by element; `None` for another instruction.
+fn elementwise(op: &Op) -> Option<Vec<Value>> {
     match op {
-        Op::Unary { x, .. }
-        | Op::AsType { x, .. }
-        | Op::RmsNorm { x, .. }
-        | Op::LayerNorm { x, .. } => known.contains_key(x).then(|| vec![*x]),
-        // Along an axis of features: rows have at least one.
-        Op::Piece { x, axis, .. } => {
-            (known.contains_key(x) && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
-        }
-        Op::Slice { x, axis: Int::Literal(axis), start, stop, .. } => {
-            let fixed = [start, stop].iter().all(|bound| matches!(bound, Int::Literal(_)));
-            (known.contains_key(x) && fixed && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
-        }
-        Op::Binary { a, b, .. } => {
-            let (rows, others): (Vec<Value>, Vec<Value>) =
-                [*a, *b].iter().partition(|x| known.contains_key(x));
-            let others_have_none = others.iter().all(|&value| is_row_constant(graph, value));
-            // With other ranks the rows of one would meet another axis of the other.
-            let side_by_side = rows.windows(2).all(|pair| known[&pair[0]] == known[&pair[1]]);
-            (!rows.is_empty() && others_have_none && side_by_side).then_some(rows)
-        }
-        Op::Linear { x, bias, .. } => {
-            let plain = bias.is_none_or(|bias| is_row_constant(graph, bias));
-            (plain && known.contains_key(x)).then(|| vec![*x])
-        }
-        Op::QuantizedMatmul { x, w, .. } => {
-            (graph.is_constant(*w) && known.contains_key(x)).then(|| vec![*x])
-        }
+        Op::Unary { x, .. } | Op::AsType { x, .. } => Some(vec![*x]),
+        Op::Binary { a, b, .. } => Some(vec![*a, *b]),
+        Op::Call { function, tensors, .. } => matches!(
+            function,
+            Function::BitwiseAnd
+                | Function::BitwiseOr
+                | Function::BitwiseXor
+                | Function::Clip { .. }
+                | Function::Equal
+                | Function::Greater
+                | Function::GreaterEqual
+                | Function::Less
+                | Function::LessEqual
+                | Function::LogicalAnd
+                | Function::LogicalNot
+                | Function::LogicalOr
+                | Function::NotEqual
+                | Function::Round { .. }
+                | Function::Where
+        )
+        .then(|| tensors.to_vec()),
         _ => None,
+    }
+}
+
+/// Returns whether a function makes one number of the last axis, which stays, or goes over it number by number.
+fn reduces_features(function: &Function) -> bool {
+    match function {
+        Function::Max(over)
+        | Function::Mean(over)
+        | Function::Min(over)
+        | Function::Sum(over)
+        | Function::Std { over, .. }
+        | Function::Var { over, .. } => {
+            matches!(over, Reduction { axes, keep_dims: true } if axes[..] == [-1])
+        }
+        Function::Argmax(OneAxis { axis: -1, keep_dims: true }) => true,
+        Function::Softmax { axis: -1, .. } => true,
+        _ => false,
     }
 }
 
@@ -261,3 +348,6 @@ pub fn is_row_constant(graph: &Graph, value: Value) -> bool {
         && graph.constants[value.0 as usize].shape.len() <= 1
         && !graph.init_targets.contains(&value)
 }
+
+#[cfg(test)]
+mod tests;

@@ -23,6 +23,10 @@ _ATEN = torch.ops.aten
 def apply(program: ExportedProgram) -> None:
     """Rewrite the graph of ``program`` in place."""
     _drop_checks(program)
+    for node in _calls(program, _ATEN.chunk.default, _ATEN.split.Tensor, _ATEN.split_with_sizes.default):
+        _parts(program, node)
+    for node in _calls(program, _ATEN.slice.Tensor, _ATEN.cat.default):
+        _whole(program, node)
     for node in _calls(program, _ATEN.layer_norm.default, _ATEN.rms_norm.default):
         _norm(program, node)
     for node in _calls(program, _ATEN.gelu.default):
@@ -62,6 +66,39 @@ def _drop_checks(program: ExportedProgram) -> None:
         if source.meta["val"].dtype == node.meta["val"].dtype and not is_output:
             node.replace_all_uses_with(source)
             program.graph.erase_node(node)
+
+
+def _parts(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Replace a split of heads [1, heads, T, dim] along their last axis by slices."""
+    source: Any = node.args[0]
+    value = source.meta["val"]
+    given: list[Any] = [*node.args, *[0] * (3 - len(node.args))]
+    if value.dim() != 4 or node.kwargs.get("dim", given[2]) % 4 != 3:
+        return
+    begin = 0
+    for part, made in enumerate(node.meta["val"]):
+        with program.graph.inserting_before(node):
+            piece = _call(program, _ATEN.slice.Tensor, source, 3, begin, begin + made.shape[3])
+        begin += made.shape[3]
+        for user in [user for user in node.users if user.args[1] == part]:
+            _replace(program, user, piece)
+    program.graph.erase_node(node)
+
+
+def _whole(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Remove a slice that is all of its tensor, and empty parts of a concatenation, as of heads that turn as a whole."""
+    source: Any = node.args[0]
+    if node.target is _ATEN.slice.Tensor:
+        # As text: sizes that are compared as numbers become facts of the graph.
+        if str(source.meta["val"].shape) == str(node.meta["val"].shape):
+            _replace(program, node, source)
+        return
+    axis: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    parts = [part for part in source if part.meta["val"].shape[axis] != 0]
+    if len(parts) == 1:
+        _replace(program, node, parts[0])
+    elif parts:
+        node.args = (parts, axis)
 
 
 def _norm(program: ExportedProgram, node: torch.fx.Node) -> None:

@@ -8,7 +8,7 @@ use mlx_rs::Dtype;
 /// A matrix.
 pub const WEIGHT: Value = Value(0);
 const TOKENS: Value = Value(1);
-const COUNT: IntValue = IntValue(0);
+pub const COUNT: IntValue = IntValue(0);
 
 /// Returns a program over `[1, T]` inputs with one weight. `ops` make the values from 2 on, the
 /// last of which is its output.

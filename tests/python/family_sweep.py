@@ -1,0 +1,243 @@
+"""Exports a tiny form of every family of transformers for both backends, and compares the programs with transformers.
+
+``python tests/python/family_sweep.py`` runs what it has no outcome of yet and writes the table of ``docs/families.md``.
+``--families llama,gemma2`` and ``--backends cpu`` run a part, ``--again`` runs what has an outcome too. Each export has
+a process of its own and a limit of time; they share what this process has imported. Outcomes are kept in
+``build/families.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import reference
+import tiny_families
+import tiny_models
+from etkv.errors import EtkvError
+from etkv.export.progress import third_party_noise
+
+BACKENDS = ("mlx", "cpu")
+PAGE = reference.ROOT / "docs/families.md"
+KEPT = reference.BUILD / "families.json"
+
+_SECONDS = 600
+"""The limit of one export and its comparison."""
+
+_PROMPT, _TOKENS, _CHUNK = 35, 45, 7
+"""Tokens of the prompt, of all, and of a step of the prompt. A window has 24."""
+
+_TOLERANCE = 1e-3
+"""The largest difference of a logit in float32; logits of tiny models spread by 1."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a family on a backend.
+
+    ``kind`` is ``equal``, ``refused`` or ``no tiny form``; anything else is a fault: ``wrong``, ``traceback``,
+    ``does not run``, ``ended``. ``reason`` says more.
+    """
+
+    kind: str
+    reason: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        """Return whether an export must not end so."""
+        return self.kind not in ("equal", "refused", "no tiny form")
+
+
+def prepare() -> None:
+    """Import what exports need, so that the processes of exports share it."""
+    from etkv.export import _import_tools
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    reference.speed_up_exports()
+    _import_tools()
+    import executorch.backends.xnnpack.partition.xnnpack_partitioner  # noqa: F401
+
+
+def outcome(family: str, backend: str) -> Outcome:
+    """Export the tiny form of ``family`` for ``backend`` in a process of its own, and return what came of it."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        signal.alarm(_SECONDS)
+        try:
+            with third_party_noise(allowed=False), tempfile.TemporaryDirectory() as scratch:
+                found = _outcome(family, backend, Path(scratch))
+        except BaseException as error:
+            found = Outcome("traceback", f"{type(error).__name__}: {_line(error)}")
+        os.write(write, json.dumps(asdict(found)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return Outcome(**json.loads(said)) if said else Outcome("ended", f"by signal {os.WTERMSIG(status)}")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _outcome(family: str, backend: str, scratch: Path) -> Outcome:
+    import torch
+
+    from etkv.export import ExportRequest, export_program
+
+    torch.set_num_threads(1)
+    try:
+        config = tiny_families.config(family)
+        _write(config, scratch / "model")
+    except Exception as error:
+        return Outcome("no tiny form", f"{type(error).__name__}: {_line(error)}")
+    ids = [(number * 37 + 11) % 250 for number in range(_TOKENS)]
+    # Before the export: that some models cannot run is their own fault.
+    try:
+        expected = reference.logits(_eager(scratch / "model"), ids)
+    except Exception:
+        expected = None
+    (scratch / "out").mkdir()
+    request = ExportRequest(scratch / "model", scratch / "out/model.pte", backend=backend, prefill_chunk=16)
+    try:
+        program = export_program(request)
+    except EtkvError as error:
+        return Outcome("refused", str(error).replace(str(scratch), "DIR"))
+    if expected is None:
+        return Outcome("wrong", "the model cannot run, and its program was made")
+    try:
+        every, last = (torch.cat(_run(program, ids, rows)) for rows in ("all", "last"))
+    except EtkvError as error:
+        return Outcome("does not run", str(error))
+    ends = [*range(_CHUNK, _PROMPT + 1, _CHUNK), *range(_PROMPT + 1, _TOKENS + 1)]
+    expected = torch.from_numpy(expected)
+    off = max(float((every - expected).abs().max()), float((last - expected[[end - 1 for end in ends]]).abs().max()))
+    return Outcome("equal") if off < _TOLERANCE else Outcome("wrong", f"logits are off by {off:.2g}")
+
+
+def _write(config, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
+
+
+def _eager(folder: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _run(program: Path, ids: Sequence[int], rows: str) -> list:
+    """Run a prompt in chunks and a token a step after it. Return the logits of each step."""
+    import torch
+
+    import etkv
+
+    facts = etkv.read_kv_cache_metadata(program)
+    config = etkv.CacheConfig(facts.layers, len(ids), k_format="f32", v_format="f32")
+    with (
+        etkv.DecodeSession(config, backend=facts.backend) as session,
+        etkv.load(program, session, logits=rows) as loaded,
+    ):
+        begins = [*range(0, _PROMPT, _CHUNK), *range(_PROMPT, _TOKENS)]
+        steps = zip(begins, [*begins[1:], _TOKENS], strict=True)
+        return [loaded.forward(torch.tensor(ids[begin:end]), range(begin, end)).float().clone() for begin, end in steps]
+
+
+def page(outcomes: dict[str, dict[str, Outcome]]) -> str:
+    """Return ``docs/families.md``."""
+    import transformers
+
+    runs = {
+        backend: sum(found[backend].kind == "equal" for found in outcomes.values() if backend in found)
+        for backend in BACKENDS
+    }
+    lines = [
+        "# Families",
+        "",
+        "Every family of causal language models of transformers "
+        f"{transformers.__version__}, in a tiny form with random weights, as",
+        "`python tests/python/family_sweep.py` exports and compares them; it writes this page. *equal*: all logits of",
+        "a prompt in chunks, and of the tokens after it, are those of transformers in float32, loaded for all rows and",
+        "for the last one. Otherwise the export is refused with the sentence that stands here. A published model may",
+        "differ from the tiny form in what its configuration turns on.",
+        "",
+        f"Of {len(outcomes)} families {runs['mlx']} run on MLX and {runs['cpu']} on the CPU.",
+        "",
+        "| family | MLX | CPU |",
+        "| --- | --- | --- |",
+    ]
+    for family, found in sorted(outcomes.items()):
+        said = [_cell(found.get(backend)) for backend in BACKENDS]
+        # A sentence that both have stands once.
+        lines.append(f"| {family} | {said[0]} | {'as MLX' if said[1] == said[0] != 'equal' else said[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(found: Outcome | None) -> str:
+    if found is None:
+        return "not run"
+    reason = found.reason.replace("|", "\\|").replace("<", "&lt;")
+    return found.kind if found.kind == "equal" else reason if found.kind == "refused" else f"{found.kind}: {reason}"
+
+
+def read() -> dict[str, dict[str, Outcome]]:
+    """Return the outcomes that are kept, by family and backend."""
+    if not KEPT.is_file():
+        return {}
+    kept = json.loads(KEPT.read_text())
+    return {family: {name: Outcome(**found) for name, found in had.items()} for family, had in kept.items()}
+
+
+def sweep(families: Sequence[str], backends: Sequence[str], *, again: bool) -> dict[str, dict[str, Outcome]]:
+    """Return the outcomes of ``families`` on ``backends``, and keep them. Prints each as it comes."""
+    outcomes = read()
+    for family in families:
+        for backend in backends:
+            if not again and backend in outcomes.get(family, {}):
+                continue
+            found = outcome(family, backend)
+            outcomes.setdefault(family, {})[backend] = found
+            print(f"{family} on {backend}: {found.kind} {found.reason}", flush=True)
+            KEPT.parent.mkdir(exist_ok=True)
+            KEPT.write_text(
+                json.dumps({name: {b: asdict(o) for b, o in had.items()} for name, had in outcomes.items()})
+            )
+    return {family: {name: outcomes[family][name] for name in backends} for family in families}
+
+
+def main() -> int:
+    """Run the sweep. Return 1 if an export ended as it must not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", type=lambda text: text.split(","))
+    parser.add_argument("--backends", type=lambda text: text.split(","), default=list(BACKENDS))
+    parser.add_argument("--again", action="store_true")
+    options = parser.parse_args()
+    with third_party_noise(allowed=False):
+        prepare()
+    outcomes = sweep(options.families or tiny_families.names(), options.backends, again=options.again)
+    PAGE.write_text(page(read()))
+    return int(any(found.is_fault for had in outcomes.values() for found in had.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

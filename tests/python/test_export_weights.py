@@ -1,0 +1,149 @@
+"""Weights that a program would lack are refused by name; those without effect are not missed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from etkv.errors import EtkvError
+from etkv.export import source, weights
+from etkv.export.request import ExportRequest
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    return shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+
+
+def _add(folder, **added: torch.Tensor) -> None:
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **{name.replace("__", "."): x for name, x in added.items()}}, file, {"format": "pt"})
+
+
+def _read(folder):
+    origin = source.find(ExportRequest(folder, folder).model)
+    return source.read_model(origin, source.read_config(origin), "float32")
+
+
+def _error(folder) -> str:
+    with pytest.raises(EtkvError) as caught:
+        _read(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_biases_without_a_place_are_named(folder):
+    biases = {
+        f"model__layers__{layer}__self_attn__{name}_proj__bias": torch.ones(1) for layer in (0, 1) for name in "qkv"
+    }
+    _add(folder, **biases)
+    assert _error(folder) == (
+        f"{folder} has 6 weights that model family 'llama' has no place for with this configuration, and that the "
+        "program would lack: model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.q_proj.bias, "
+        "model.layers.0.self_attn.v_proj.bias and 3 more; mend config.json, or take them out of the checkpoint"
+    )
+
+
+def test_weights_without_effect_are_left_out(folder):
+    _add(
+        folder,
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8),
+        model__layers__0__self_attn__bias=torch.ones(1, 1, 8, 8),
+        model__layers__0__self_attn__masked_bias=torch.tensor(-1e4),
+        vision_tower__blocks__0__weight=torch.ones(2, 2),
+        score__weight=torch.ones(2, 64),
+    )
+    _read(folder)
+
+
+def test_a_bias_is_no_mask(folder):
+    _add(folder, model__layers__0__self_attn__bias=torch.ones(64))
+    assert "model.layers.0.self_attn.bias;" in _error(folder)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+def test_an_adapter_beside_the_model_is_refused(folder, name):
+    (folder / name).write_bytes(b"{}")
+    assert _error(folder) == (
+        f"folder {folder} has an adapter ({name}), which the program would lack: merge it into the weights and export "
+        "those, or move it out of the folder"
+    )
+
+
+def test_a_shape_that_the_configuration_contradicts(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    assert _error(folder) == (
+        f"{folder} has 6 weights of another shape than its configuration says, the first is "
+        "model.layers.0.mlp.down_proj.weight: [64, 128], expected [64, 96]"
+    )
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.safetensors", "consolidated.safetensors"])
+def test_a_second_checkpoint_is_refused(folder, name):
+    shutil.copy(folder / "model.safetensors", folder / name)
+    assert _error(folder) == (
+        f"folder {folder} has weights beside those of its model.safetensors, which the program would lack: move {name} "
+        "out of the folder"
+    )
+
+
+def test_files_of_a_training_are_no_weights(folder):
+    (folder / "training_args.bin").write_bytes(b"x")
+    _read(folder)
+
+
+def _shard(folder, **changes: str) -> None:
+    """Split the checkpoint in two, with an index whose entries ``changes`` replaces."""
+    loaded = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(loaded)}
+    for shard in set(names.values()):
+        save_file({name: loaded[name] for name in names if names[name] == shard}, folder / shard, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {**names, **changes}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_shards_are_read_together(folder):
+    _shard(folder)
+    _read(folder)
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "more.safetensors")
+    assert "move more.safetensors out of the folder" in _error(folder)
+
+
+def test_an_absent_shard_is_named(folder):
+    _shard(folder, **{"model.norm.weight": "model-00003-of-00002.safetensors"})
+    assert _error(folder) == (
+        f"folder {folder} lacks model-00003-of-00002.safetensors, of the weights that its model.safetensors.index.json "
+        "names"
+    )
+    (folder / "model.safetensors.index.json").write_text("[]")
+    assert "model.safetensors.index.json is no index of weights" in _error(folder)
+
+
+def test_weights_under_another_name_are_not_read(folder):
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    assert _error(folder).startswith(f"folder {folder} has no weights under a name that transformers reads: model.safe")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "gptq", "bits": 4, "group_size": 64},
+        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        {"quant_method": "unheard-of"},
+    ],
+    ids=lambda settings: settings["quant_method"],
+)
+def test_quantized_checkpoints_are_refused(folder, settings):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    said = _error(folder)
+    assert settings["quant_method"] in said
+    assert said.endswith(weights.REMEDY)
