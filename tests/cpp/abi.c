@@ -754,6 +754,9 @@ static void visit(void* context, const char* backend_id, const char* kind) {
   CHECK_INT(etkv_cache_new(backend_id, kind, &s.config, &cache, NULL), ETKV_OK);
   CHECK(strcmp(etkv_cache_kind(cache), kind) == 0);
   CHECK_INT(etkv_cache_n_layers(cache), LAYERS);
+  /* One of its layers may have a window. */
+  CHECK(etkv_cache_max_step_tokens(cache) >= 1);
+  CHECK(etkv_cache_max_step_tokens(cache) <= CAPACITY);
   etkv_cache_free(cache);
 }
 

@@ -91,6 +91,7 @@ static void with_cache(etkv_cache* c, const char* words) {
   /* Values that no live handle has. */
   CHECK_INT(etkv_cache_capacity(c), 0);
   CHECK_INT(etkv_cache_n_layers(c), 0);
+  CHECK_INT(etkv_cache_max_step_tokens(c), 0);
   CHECK(etkv_cache_kind(c) == NULL);
   CHECK(etkv_cache_share(c) == NULL);
 }
