@@ -7,7 +7,7 @@ import pytest
 import reference
 import tiny_models
 from etkv import _mlx_serialization
-from etkv.export import ExportRequest, limits, lowering, mlx, rope, source
+from etkv.export import ExportRequest, attention, limits, lowering, mlx, rope, source
 from reference import EVERYTHING, Variant
 
 _PROMPT = [tiny_models.IM_START, *b"user\nhow far is it?", tiny_models.EOS, *b"\n"]
@@ -25,6 +25,7 @@ def _reference(folder, dtype="float32"):
 
 
 def _traced(request: ExportRequest):
+    from etkv.export import experts
     from etkv.export.forward import Forward
 
     _mlx_serialization.ensure_available()
@@ -33,19 +34,23 @@ def _traced(request: ExportRequest):
     settled = limits.settle(request, config)
     model = source.read_model(origin, config, request.dtype)
     rope.settle(model, settled.max_context)
+    step = Forward(model)
+    layout = attention.survey(step, step.inputs(3))
+    experts.take(model)
     if request.quantize:
         lowering.quantize(model, request, settled.group_size)
     mlx.prepare(model, request)
-    return lowering._trace(Forward(model), settled.prefill_chunk).module(), settled
+    settled = settled.within(layout, request)
+    return lowering._trace(step, settled.prefill_chunk).module(), (settled, layout)
 
 
-def _run(module, settled: limits.Limits, steps: list[int], dtype: str):
+def _run(module, facts: tuple[limits.Limits, attention.CacheLayout], steps: list[int], dtype: str):
     """Logits of the traced graph, fed in ``steps`` tokens at a time, its cache the wheel's reference."""
     import torch
     from executorch.extension.llm.cache.reference_cache import CacheConfig, ContiguousReferenceCache
     from executorch.extension.llm.cache.update_and_attend import REGISTRY
 
-    layout = settled.layout
+    settled, layout = facts
     REGISTRY.install(
         "test",
         ContiguousReferenceCache(
@@ -82,9 +87,9 @@ def test_graph_equals_transformers(tiny, tmp_path, name):
 
     expected = _reference(tiny(name))
     request = ExportRequest(tiny(name), tmp_path / "x.pte", prefill_chunk=64)
-    module, settled = _traced(request)
+    module, facts = _traced(request)
     for steps in ([_LENGTH], [1] * _LENGTH, [7, 2, 1, _LENGTH - 10]):
-        torch.testing.assert_close(_run(module, settled, steps, "float32"), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(_run(module, facts, steps, "float32"), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_long_rope_is_that_of_the_context(tmp_path):
@@ -101,10 +106,10 @@ def test_long_rope_is_that_of_the_context(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "long")
     request = ExportRequest(tmp_path / "long", tmp_path / "x.pte", prefill_chunk=16)
 
-    module, settled = _traced(request)
-    assert settled.max_context == 256
+    module, facts = _traced(request)
+    assert facts[0].max_context == 256
     expected = _reference(tmp_path / "long")
-    torch.testing.assert_close(_run(module, settled, [16, _LENGTH - 16], "float32"), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(_run(module, facts, [16, _LENGTH - 16], "float32"), expected, rtol=1e-4, atol=1e-4)
 
     def start(context: int | None) -> torch.Tensor:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "long").eval()
@@ -128,8 +133,8 @@ def test_kept_weights_are_the_exported_ones(tiny, exported, tmp_path, name, quan
     import torch
 
     kept = exported(name, "f32", quantize) / "hf"
-    module, settled = _traced(ExportRequest(tiny(name), tmp_path / "x.pte", quantize=quantize, prefill_chunk=64))
-    actual = _run(module, settled, [_LENGTH], "float32")
+    module, facts = _traced(ExportRequest(tiny(name), tmp_path / "x.pte", quantize=quantize, prefill_chunk=64))
+    actual = _run(module, facts, [_LENGTH], "float32")
     torch.testing.assert_close(actual, _reference(kept), rtol=1e-4, atol=1e-4)
     assert (actual - _reference(tiny(name))).abs().max() > 1e-3, "quantization changes something"
 
@@ -160,6 +165,6 @@ def test_mlx_lm_reads_the_kept_folder(exported, name):
 def test_gguf_equals_its_source(tiny, tiny_llama_gguf, tmp_path):
     import torch
 
-    module, settled = _traced(ExportRequest(tiny_llama_gguf, tmp_path / "x.pte", prefill_chunk=64))
-    actual = _run(module, settled, [5, _LENGTH - 5], "float32")
+    module, facts = _traced(ExportRequest(tiny_llama_gguf, tmp_path / "x.pte", prefill_chunk=64))
+    actual = _run(module, facts, [5, _LENGTH - 5], "float32")
     torch.testing.assert_close(actual, _reference(tiny("tiny-llama")), rtol=1e-4, atol=1e-4)

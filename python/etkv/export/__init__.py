@@ -17,7 +17,7 @@ from etkv import _mlx_serialization
 from etkv.errors import EtkvError
 from etkv.export import attention, companions, hf_folder, layers, limits, lowering, manifest, rope, source
 from etkv.export.progress import Progress
-from etkv.export.reasons import explained
+from etkv.export.reasons import explained, reason
 from etkv.export.request import ExportRequest
 
 if TYPE_CHECKING:
@@ -44,12 +44,18 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
     The files that a runner needs and ``export.json`` are written beside it. No file gets its final name before all
     files are complete: a failed export leaves the earlier files in place.
 
-    Raises :class:`EtkvError` if the request or the model is wrong; the message is one line.
+    Raises :class:`EtkvError` if the request or the model is wrong, or if anything else fails; the message is one line.
     """
-    progress = progress or Progress()
     request = request.validated()
-    origin = source.find(request.model)
+    try:
+        return _export(request, source.find(request.model), progress or Progress())
+    except EtkvError:
+        raise
+    except Exception as error:
+        raise EtkvError(f"{request.model} cannot be exported: {reason(error)}") from error
 
+
+def _export(request: ExportRequest, origin: source.Source, progress: Progress) -> Path:
     with progress.step("importing torch, transformers and ExecuTorch"):
         _import_tools()
     from etkv.export import check, experts

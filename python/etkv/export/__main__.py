@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from etkv.errors import EtkvError
 from etkv.export import export_program, is_current
-from etkv.export.progress import Progress, third_party_noise
+from etkv.export.progress import Progress, native_noise, third_party_noise
 from etkv.export.request import (
     BACKENDS,
     DEFAULT_MAX_CONTEXT,
@@ -166,8 +166,8 @@ def main(arguments: list[str] | None = None) -> int:
         gc.set_threshold(50_000, 20, 100)
         # A terminated export cleans up like an interrupted one.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with third_party_noise(allowed=verbose):
-            export_program(request, Progress(sys.stderr))
+        with third_party_noise(allowed=verbose), native_noise(allowed=verbose) as stream:
+            export_program(request, Progress(stream))
     except EtkvError as error:
         if verbose:
             traceback.print_exc()

@@ -197,11 +197,13 @@ def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -
 
 def _window(mask_function: Any) -> int | None:
     """Return the window of one of transformers' mask functions; 0 for the causal one, None for another."""
-    from transformers.masking_utils import causal_mask_function, sliding_window_overlay
+    from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_overlay
 
     if mask_function is causal_mask_function:
         return 0
-    parts = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    if getattr(mask_function, "__code__", None) is not and_masks().__code__:
+        return None
+    parts = [cell.cell_contents for cell in mask_function.__closure__]
     if len(parts) == 1 and isinstance(parts[0], tuple) and len(parts[0]) == 2 and parts[0][1] is causal_mask_function:
         overlay = parts[0][0]
         if overlay.__code__ is sliding_window_overlay(1).__code__:

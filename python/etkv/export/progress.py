@@ -6,10 +6,12 @@ import contextlib
 import io
 import logging
 import os
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 _HEARTBEAT_SECONDS = 10.0
@@ -71,3 +73,22 @@ def third_party_noise(allowed: bool) -> Iterator[None]:
             yield
     finally:
         logging.disable(previous)
+
+
+@contextlib.contextmanager
+def native_noise(allowed: bool) -> Iterator[TextIO]:
+    """Hide what libraries write to the standard error of the process unless ``allowed``; yield what still reaches it.
+
+    ExecuTorch reports there which files of the processor it reads. Like :func:`third_party_noise`, for commands only.
+    """
+    if allowed or sys.stderr is not sys.__stderr__:
+        yield sys.stderr
+        return
+    sys.stderr.flush()
+    number = 2
+    with os.fdopen(os.dup(number), "w", buffering=1) as stream, Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), number)
+        try:
+            yield stream
+        finally:
+            os.dup2(stream.fileno(), number)

@@ -33,7 +33,7 @@ def explained(family: str, doing: str, model: torch.nn.Module | None = None) -> 
         raise
     except Exception as error:
         where = f"{place}: " if (place := _module(error, model)) else ""
-        raise EtkvError(f"model family {family!r} cannot be {doing}: {where}{_reason(error)}") from error
+        raise EtkvError(f"model family {family!r} cannot be {doing}: {where}{reason(error)}") from error
 
 
 def _module(error: Exception, model: torch.nn.Module | None) -> str:
@@ -49,7 +49,7 @@ def _module(error: Exception, model: torch.nn.Module | None) -> str:
     return found
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Return the reason for an error in one line."""
     began: BaseException = error
     while (earlier := began.__cause__ or (None if began.__suppress_context__ else began.__context__)) is not None:

@@ -1,0 +1,183 @@
+"""What the exporter learns from one run of a model, and what it refuses there: masks, arguments, sizes."""
+
+from __future__ import annotations
+
+import io
+import types
+
+import pytest
+import torch
+
+import tiny_families
+from etkv.errors import EtkvError
+from etkv.export import ExportRequest, Progress, attention, check, export_program, lowering, reasons
+from etkv.export.attention import CacheLayout
+from etkv.export.forward import Forward
+
+
+def _step(family: str, **changes) -> Forward:
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    config = tiny_families.config(family, **changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+    return Forward(model.eval())
+
+
+def _survey(family: str, **changes) -> CacheLayout:
+    step = _step(family, **changes)
+    return attention.survey(step, step.inputs(3))
+
+
+def _error(family: str, **changes) -> str:
+    step = _step(family, **changes)
+    with pytest.raises(EtkvError) as caught, reasons.explained(family, "exported", step.model):
+        attention.survey(step, step.inputs(3))
+    return str(caught.value).removeprefix(f"model family '{family}' cannot be exported: ")
+
+
+def test_caches_are_those_of_the_calls():
+    """Not those that the configuration would suggest."""
+    # It repeats its keys for each of two experts.
+    assert _survey("jetmoe") == CacheLayout([4, 4], [16, 16], [16, 16], [0, 0])
+    # Values are smaller than keys.
+    assert _survey("minicpm3") == CacheLayout([4, 4], [24, 24], [16, 16], [0, 0])
+    # Sizes by layer, and a window in one of them.
+    layout = _survey("gemma4_text", layer_types=["sliding_attention", "full_attention"])
+    assert layout.windows == [24, 0]
+    assert len(layout.head_dims) == 2
+    # A window that the configuration names and no mask has.
+    assert _survey("llama", sliding_window=64).windows == [0, 0]
+
+
+def test_layers_that_share_keys_and_values_share_a_cache():
+    kinds = ["sliding_attention", "full_attention"] * 2
+    step = _step("gemma4_text", num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2)
+    assert attention.survey(step, step.inputs(3)).windows == [24, 0]
+    assert [layer.self_attn.etkv_cache for layer in step.model.model.layers] == [0, 1, 0, 1]
+
+
+def test_attention_that_is_not_called_or_called_twice():
+    assert _error("rwkv") == "the KV cache op cannot take its attention's place"
+    assert _error("hrm_text") == (
+        "model.L_module.layers.0.self_attn: a step runs the same attention several times, with keys and values of its "
+        "own each time"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        ("doge", "model.layers.0.self_attn"),
+        ("bloom", "transformer.h.0.self_attention"),
+        ("gpt_neox_japanese", "gpt_neox_japanese.layers.0.attention"),
+    ],
+)
+def test_masks_that_a_family_applies_by_itself(family, module):
+    assert _error(family) == (
+        f"{module}: it applies a mask by itself, and the KV cache op cannot take its attention's place"
+    )
+
+
+def test_masks_other_than_causal_ones_and_windows():
+    from transformers import masking_utils as masks
+
+    sliding = masks.sliding_window_causal_mask_function
+    assert attention._window(masks.causal_mask_function) == 0
+    assert attention._window(sliding(7)) == 7
+    causal, overlay = masks.causal_mask_function, masks.sliding_window_overlay(7)
+    others = (
+        masks.bidirectional_mask_function,
+        masks.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long)),
+        masks.or_masks(overlay, causal),
+        masks.and_masks(causal, overlay, masks.sliding_window_overlay(3)),
+        masks.and_masks(sliding(7), masks.padding_mask_function(torch.ones(1, 8))),
+        masks.sliding_window_bidirectional_mask_function(7),
+    )
+    found = [attention._window(mask) for mask in others]
+    # A union has the same parts as the window's mask, which is an intersection.
+    assert found == [None] * len(others)
+    assert _error("bert").startswith("bert: its attention has a mask that is neither causal nor a sliding window")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"position_bias": torch.zeros(1)}, "its attention has a bias by position, which the KV cache op lacks"),
+        ({"s_aux": torch.zeros(1)}, "its attention has learned sinks, which the KV cache op lacks"),
+        ({"softcap": 30.0}, "its attention has a softcap, which the KV cache op lacks"),
+        ({"block_indices": torch.zeros(1)}, "its attention has a selection of blocks, which the KV cache op lacks"),
+        ({"temperature": 2.0}, "its attention takes 'temperature', which the KV cache op lacks"),
+        ({"dropout": 0.1}, "its attention drops out, and a program is not trained"),
+        ({"is_causal": False}, "its tokens see those after them, and the KV cache op is causal"),
+    ],
+)
+def test_arguments_that_change_the_result(given, said):
+    module = types.SimpleNamespace(is_causal=True)
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        attention._attend(module, None, None, None, None, **given)
+
+
+def test_a_mask_as_a_tensor():
+    module = types.SimpleNamespace(is_causal=True)
+    with pytest.raises(ValueError, match="it makes a mask of its own"):
+        attention._attend(module, None, None, None, torch.zeros(1, 1, 2, 2), softcap=None, use_cache=False)
+
+
+def test_an_error_names_the_family_the_module_and_the_reason():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(3, 3))
+    with pytest.raises(EtkvError) as caught, reasons.explained("x", "exported", model):
+        model(torch.zeros(1, 2))
+    assert str(caught.value).startswith("model family 'x' cannot be exported: 1: RuntimeError: mat1 and mat2 shapes")
+    with pytest.raises(EtkvError, match=r"^as it is$"), reasons.explained("x", "exported", model):
+        raise EtkvError("as it is")
+
+
+def test_a_program_that_answers_otherwise_is_not_written(tiny, tmp_path, monkeypatch):
+    lower = lowering.lower
+
+    def halved(step, *others):
+        with torch.no_grad():
+            step.model.model.norm.weight.mul_(0.5)
+        return lower(step, *others)
+
+    monkeypatch.setattr(lowering, "lower", halved)
+    request = ExportRequest(tiny("tiny-llama"), tmp_path / "model.pte", layers=1)
+    with pytest.raises(
+        EtkvError, match=r"^the program answers otherwise than the model: its logits at position 0 of 24"
+    ):
+        export_program(request)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_checked(tiny, monkeypatch):
+    """By default small models; the tokens go beyond a window where that is cheap."""
+    step = _step("mistral")
+    layout = attention.survey(step, step.inputs(3))
+    limits = types.SimpleNamespace(max_context=256, prefill_chunk=16)
+    request = ExportRequest(tiny("tiny-llama"), tiny("tiny-llama"))
+
+    def checked(**changes):
+        made = check.Check(step, types.SimpleNamespace(**{**vars(request), **changes}), limits, layout, Progress())
+        return made._wanted, made._length
+
+    assert checked() == (True, 40)
+    assert checked(check=False) == (False, 40)
+    monkeypatch.setattr(check, "MAX_BYTES", 1)
+    monkeypatch.setattr(check, "_MAX_PRODUCTS", 1)
+    assert checked() == (False, 24)
+    assert checked(check=True) == (True, 24)
+
+
+def test_without_the_library_nothing_is_checked(monkeypatch):
+    def absent():
+        raise EtkvError("etkv's library is not built")
+
+    monkeypatch.setattr(check._library, "backends", absent)
+    said = io.StringIO()
+    step = _step("llama")
+    limits = types.SimpleNamespace(max_context=256, prefill_chunk=16)
+    request = types.SimpleNamespace(check=None)
+    made = check.Check(step, request, limits, attention.survey(step, step.inputs(3)), Progress(said))
+    made.run_program(None)
+    assert "the program is not checked: etkv's library is not built" in said.getvalue()
