@@ -53,7 +53,9 @@ def test_caches_are_those_of_the_calls():
 def test_layers_that_share_keys_and_values_share_a_cache():
     kinds = ["sliding_attention", "full_attention"] * 2
     step = _step("gemma4_text", num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2)
-    assert attention.survey(step, step.inputs(3)).windows == [24, 0]
+    for last_logits in (False, True):
+        step = Forward(step.model, last_logits=last_logits)
+        assert attention.survey(step, step.inputs(3)).windows == [24, 0]
     assert [layer.self_attn.etkv_cache for layer in step.model.model.layers] == [0, 1, 0, 1]
 
 

@@ -75,12 +75,16 @@ class _CausalMask:
 
     window: int
 
+    def __getitem__(self, rows: object) -> _CausalMask:
+        """Return the mask of some of its tokens, where all are taken: see :func:`etkv.export.forward.kept_rows`."""
+        return self
+
 
 @dataclass
 class _Survey:
     """What the attention of a model asks for in one step."""
 
-    modules: dict[torch.nn.Module, _Call] = field(default_factory=dict)
+    modules: dict[Any, _Call] = field(default_factory=dict)
     """The first call of each module."""
 
 
@@ -231,7 +235,7 @@ def _attend(
     found = None if torch.compiler.is_compiling() else _survey.get()
     if found is not None:
         window = attention_mask.window if isinstance(attention_mask, _CausalMask) else 0
-        _note(found, module, key, value, window, arguments.get("sliding_window"))
+        _note(found, module, query, key, value, window, arguments.get("sliding_window"))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     position, cache = _positions.value, getattr(module, "etkv_cache", None)
@@ -267,12 +271,15 @@ def _check_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None
 def _note(
     found: _Survey,
     module: torch.nn.Module,
+    query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     window: int,
     declared: int | None,
 ) -> None:
     """Add a call to a survey. Raises :class:`ValueError` if one cache could not do what its calls ask for."""
+    if query.shape[2] != key.shape[2]:
+        raise ValueError("a step has other tokens for its queries than for its keys")
     if declared and declared != window:
         raise ValueError(f"its attention has a window of {declared}, and its mask one of {window}")
     earlier = found.modules.get(module)

@@ -58,7 +58,7 @@ def token_inputs(length: int) -> dict[str, torch.Tensor]:
     }
 
 
-def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int]:
+def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int | slice]:
     """Return the argument that makes ``model`` compute its head on the last token only; empty unless ``last_only``.
 
     Raises :class:`EtkvError` for a family without such an argument.
@@ -67,4 +67,7 @@ def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int]:
         return {}
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise EtkvError(f"logits last: model family {model.config.model_type!r} computes every row of its logits")
+    if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
+        # For a number, layers that share keys and values would run on the last token alone. A slice is for the head.
+        return {"logits_to_keep": slice(-1, None)}
     return {"logits_to_keep": 1}

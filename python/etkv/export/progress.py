@@ -81,10 +81,10 @@ def native_noise(allowed: bool) -> Iterator[TextIO]:
 
     ExecuTorch reports there which files of the processor it reads. Like :func:`third_party_noise`, for commands only.
     """
-    if allowed or sys.stderr is not sys.__stderr__:
-        yield sys.stderr
+    shown = sys.stderr
+    if allowed or shown is not sys.__stderr__:
+        yield shown
         return
-    sys.stderr.flush()
     number = 2
     with os.fdopen(os.dup(number), "w", buffering=1) as stream, Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), number)
