@@ -22,6 +22,8 @@ pub fn new() -> Result<Environment<'static>, Error> {
     environment.add_filter("int", int);
     environment.add_filter("float", float);
     environment.add_filter("string", string);
+    environment.add_filter("e", escape);
+    environment.add_filter("escape", escape);
     environment.add_test("callable", is_callable);
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
@@ -69,6 +71,26 @@ fn string(value: &Value) -> Value {
         return value.clone();
     }
     Value::from(text::printed(value).unwrap_or_else(|| value.to_string()))
+}
+
+/// Escapes for HTML with the references that Python writes.
+fn escape(value: &Value) -> Value {
+    if value.is_safe() {
+        return value.clone();
+    }
+    let text = text::printed(value).unwrap_or_else(|| value.to_string());
+    let mut made = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => made.push_str("&amp;"),
+            '<' => made.push_str("&lt;"),
+            '>' => made.push_str("&gt;"),
+            '\'' => made.push_str("&#39;"),
+            '"' => made.push_str("&#34;"),
+            c => made.push(c),
+        }
+    }
+    Value::from_safe_string(made)
 }
 
 fn length(value: &Value) -> Result<usize, Error> {
