@@ -54,11 +54,11 @@ void text_and_back() {
   CHECK(decoded(file.detokenizer(), {1 << 20}).empty());
 
   // Special tokens of an answer, and a second BOS.
-  const Ids special = must(file.encode("<|bos|>a", false));
+  const Ids special = must(file.encode("<|im_end|>a", false));
   CHECK(decoded(file.detokenizer(), special) == "a");
   CHECK(
       decoded(file.detokenizer(/*skip_special_tokens=*/false), special) ==
-      "<|bos|>a");
+      "<|im_end|>a");
   CHECK(!must(file.begins_with_bos("a")));
 }
 
