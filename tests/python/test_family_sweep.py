@@ -17,9 +17,10 @@ SHORT = {
     ("bloom", "cpu"): "refused",
     ("rwkv", "mlx"): "refused",
     ("llama4_text", "cpu"): "refused",
-    # Positions that no attention is passed, half of each head turned, sizes by layer.
+    # Positions that no attention is passed; a part of each head rotated, and all of it; sizes by layer.
     ("persimmon", "cpu"): "equal",
     ("gpt_neox", "cpu"): "equal",
+    ("phi3", "cpu"): "equal",
     ("gemma4_text", "mlx"): "equal",
     # Norms that are written out, and a factor after the head.
     ("cohere", "mlx"): "equal",

@@ -41,6 +41,9 @@ _KERNELS = {
 }
 """Operators that ExecuTorch's own kernels may run: they move rows or run once a step."""
 
+_OF_POSITIONS = {"aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor"}
+"""Operators that they may run on integers: positions, of which a step has one a token."""
+
 
 def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
     """Quantize every linear weight of ``model`` in place; activations are quantized as a step computes them."""
@@ -81,8 +84,16 @@ def check(graph: torch.fx.Graph, family: str) -> None:
     """Raise :class:`EtkvError` if something is left that would compute products outside of XNNPACK."""
     from executorch.exir.delegate import executorch_call_delegate
 
-    called = {node.target for node in graph.nodes if node.op == "call_function"}
-    names = {target.__name__ for target in called - {executorch_call_delegate, operator.getitem}}
-    left = sorted(names - _KERNELS)
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    nodes = [node for node in nodes if node.target not in (executorch_call_delegate, operator.getitem)]
+    left = sorted({node.target.__name__ for node in nodes if not _may_run(node)})
     if left:
         raise EtkvError(f"model family {family!r} has operators that the CPU backend lacks: {', '.join(left)}")
+
+
+def _may_run(node: torch.fx.Node) -> bool:
+    """Return whether one of ExecuTorch's own kernels may run what ``node`` calls."""
+    target: Any = node.target
+    if target.__name__ in _OF_POSITIONS:
+        return not node.meta["val"].dtype.is_floating_point
+    return target.__name__ in _KERNELS
