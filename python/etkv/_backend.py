@@ -94,14 +94,14 @@ class Backend:
         return self._encode(text, False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        with _errors("the text cannot be encoded"):
+        with errors("the text cannot be encoded"):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
 
     def decode(self, ids: Iterable[Any], skip_special_tokens: bool) -> str:
         """Return the text of ``ids``. An id without a token has no text."""
         checked = [check_id(value) for value in ids]
-        with _errors(f"the ids {_short(checked)} cannot be decoded"):
+        with errors(f"the ids {_short(checked)} cannot be decoded"):
             text: str = self._tokenizer.decode(checked, skip_special_tokens=skip_special_tokens)
             return text
 
@@ -139,8 +139,8 @@ def _short(ids: list[int]) -> str:
 
 
 @contextlib.contextmanager
-def _errors(what: str) -> Iterator[None]:
-    """Raise what ``tokenizers`` raises as :class:`EtkvError`. A defect in Rust raises a ``BaseException``."""
+def errors(what: str) -> Iterator[None]:
+    """Raise what ``tokenizers`` raises as :class:`EtkvError`. A panic in Rust is a ``BaseException`` there."""
     try:
         yield
     except BaseException as error:

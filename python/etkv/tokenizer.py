@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from etkv import _conversation
-from etkv._backend import Backend, check_id
+from etkv._backend import Backend, check_id, errors
 from etkv.errors import EtkvError, first_line
 
 if TYPE_CHECKING:
@@ -63,12 +63,10 @@ class Tokenizer:
         from tokenizers import Tokenizer as FileTokenizer
         from transformers import PreTrainedTokenizerFast
 
-        try:
+        with errors(f"the tokenizer in {folder} cannot be read"):
             # Not AutoTokenizer: some of its classes make another tokenizer than tokenizer.json says.
             hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             backend = FileTokenizer.from_file(str(folder / _FILE))
-        except Exception as error:
-            raise EtkvError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
         # Without the copy that __init__ makes.
         made = cls.__new__(cls)
         made._begin(hf, backend, _eos_token_ids(folder))
@@ -86,11 +84,10 @@ class Tokenizer:
             # Transformers reports a missing file without its name.
             with Path(path).open("rb"):
                 pass
-            return cls(PreTrainedTokenizerFast(tokenizer_file=str(path)))
         except OSError as error:
             raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
-        except Exception as error:
-            raise EtkvError(f"the tokenizer {path} cannot be read: {first_line(error)}") from error
+        with errors(f"the tokenizer {path} cannot be read"):
+            return cls(PreTrainedTokenizerFast(tokenizer_file=str(path)))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``; ``add_special_tokens`` includes those that the tokenizer puts around a text.

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from etkv.errors import EtkvError
+from reference import BIN
 
-TOOL = Path(__file__).parents[2] / "build/bin/etkv_tokenize"
+TOOL = BIN / "etkv_tokenize"
 
 
 class RunnerTokenizer:
