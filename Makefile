@@ -235,7 +235,7 @@ test-macos-short: build
 	python tests/macos/check.py --short
 
 # The files whose tests have more cases with ETKV_TEST_LONG=1.
-WITH_LONG_FORM := bench cpu_programs draft_runners export families metal_kernels model_greedy model_precision numbers passes upstream_exporters upstream_ops upstream_turboquant upstream_voxtral windows
+WITH_LONG_FORM := bench cpu_programs draft_runners export families family_sweep metal_kernels model_greedy model_precision numbers passes upstream_exporters upstream_ops upstream_turboquant upstream_voxtral windows
 
 LONG := --timeout 14400 -o faulthandler_timeout=14600
 

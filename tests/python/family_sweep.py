@@ -1,14 +1,13 @@
 """Exports a tiny form of every family of transformers for both backends, and compares the programs with transformers.
 
 ``python tests/python/family_sweep.py`` runs what it has no outcome of yet and writes the table of ``docs/families.md``.
-``--families llama,gemma2`` and ``--backends cpu`` run a part, ``--again`` runs what has an outcome too. Each export has
-a process of its own and a limit of time; they share what this process has imported. Outcomes are kept in
-``build/families.json``.
+Outcomes are kept in ``build/families.json``; remove it to run all again. ``family_sweep.py FILE llama:cpu gemma2:mlx``
+runs these and writes their outcomes to ``FILE``. Each export has a process of its own and a limit of time; they share
+what this process has imported.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -200,44 +199,40 @@ def _cell(found: Outcome | None) -> str:
     return found.kind if found.kind == "equal" else reason if found.kind == "refused" else f"{found.kind}: {reason}"
 
 
-def read() -> dict[str, dict[str, Outcome]]:
-    """Return the outcomes that are kept, by family and backend."""
-    if not KEPT.is_file():
+def read(file: Path = KEPT) -> dict[str, dict[str, Outcome]]:
+    """Return the outcomes that are kept in ``file``, by family and backend."""
+    if not file.is_file():
         return {}
-    kept = json.loads(KEPT.read_text())
+    kept = json.loads(file.read_text())
     return {family: {name: Outcome(**found) for name, found in had.items()} for family, had in kept.items()}
 
 
-def sweep(families: Sequence[str], backends: Sequence[str], *, again: bool) -> dict[str, dict[str, Outcome]]:
-    """Return the outcomes of ``families`` on ``backends``, and keep them. Prints each as it comes."""
-    outcomes = read()
-    for family in families:
-        for backend in backends:
-            if not again and backend in outcomes.get(family, {}):
-                continue
-            found = outcome(family, backend)
-            outcomes.setdefault(family, {})[backend] = found
-            print(f"{family} on {backend}: {found.kind} {found.reason}", flush=True)
-            KEPT.parent.mkdir(exist_ok=True)
-            KEPT.write_text(
-                json.dumps({name: {b: asdict(o) for b, o in had.items()} for name, had in outcomes.items()})
-            )
-    return {family: {name: outcomes[family][name] for name in backends} for family in families}
+def sweep(cases: Sequence[tuple[str, str]], file: Path) -> dict[str, dict[str, Outcome]]:
+    """Return the outcomes of families on backends, those of ``file`` included, and keep them there. Prints each."""
+    outcomes = read(file)
+    for family, backend in cases:
+        if backend in outcomes.get(family, {}):
+            continue
+        found = outcome(family, backend)
+        outcomes.setdefault(family, {})[backend] = found
+        print(f"{family} on {backend}: {found.kind} {found.reason}", flush=True)
+        file.write_text(json.dumps({name: {b: asdict(o) for b, o in had.items()} for name, had in outcomes.items()}))
+    return outcomes
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Run the sweep. Return 1 if an export ended as it must not."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--families", type=lambda text: text.split(","))
-    parser.add_argument("--backends", type=lambda text: text.split(","), default=list(BACKENDS))
-    parser.add_argument("--again", action="store_true")
-    options = parser.parse_args()
     with third_party_noise(allowed=False):
         prepare()
-    outcomes = sweep(options.families or tiny_families.names(), options.backends, again=options.again)
-    PAGE.write_text(page(read()))
+    if arguments:
+        file, *named = arguments
+        outcomes = sweep([tuple(case.split(":")) for case in named], Path(file))
+    else:
+        KEPT.parent.mkdir(exist_ok=True)
+        outcomes = sweep([(family, name) for name in BACKENDS for family in tiny_families.names()], KEPT)
+        PAGE.write_text(page(outcomes))
     return int(any(found.is_fault for had in outcomes.values() for found in had.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
