@@ -63,13 +63,15 @@ def expected(tokenizer: etkv.Tokenizer, prompt: list[int], count: int = COUNT) -
 
 
 def turns(tokenizer: etkv.Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """Return prompt and answer of each turn of a chat, as transformers makes them."""
+    """Return prompt and answer of each turn of a chat, as transformers makes them. Answers keep their ids."""
     messages: list[dict[str, str]] = []
+    answered: dict[int, list[int]] = {}
     made = []
     for said in SAID:
         messages.append({"role": "user", "content": said})
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        prompt = tokenizer.conversation_ids(messages, answered)
         ids = expected(tokenizer, prompt)
+        answered[len(messages)] = [one for one in ids if one not in tokenizer.eos_token_ids]
         messages.append({"role": "assistant", "content": tokenizer.decode(ids)})
         made.append((prompt, ids))
     assert len(made[0][0]) > CHUNK
