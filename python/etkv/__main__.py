@@ -50,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="at most (default: 256)")
     generate.add_argument("--capacity", type=int, metavar="N", help="positions of the cache (default: the program's)")
-    generate.add_argument("--kv-format", metavar="NAME", help="storage of keys and values (default: as the program computes)")
+    generate.add_argument(
+        "--kv-format", metavar="NAME", help="storage of keys and values (default: what the program computes in)"
+    )
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     generate.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N best (default: 0, all)")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="and from the share P (default: 1)")

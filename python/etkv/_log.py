@@ -7,8 +7,14 @@ instead, and the call that caused them passes them to :mod:`logging` at its end.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
+import re
+import sys
+from collections.abc import Iterator
+from typing import TextIO
 
 NAMES = ("etkv.core", "etkv.program", "etkv.file", "etkv.api")
 """The loggers: the library's targets, with ``.`` for ``::``."""
@@ -34,7 +40,17 @@ KEPT = 10_000
 _LOGGERS = {name.replace(".", "::"): logging.getLogger(name) for name in NAMES}
 """The library's target -> its logger."""
 
+_EXECUTORCH = logging.getLogger("etkv.executorch")
+"""The logger of lines that ExecuTorch writes while a program is loaded."""
+
+_LINE = re.compile(r"\[\w+\.(cpp|h|hpp):\d+\] ")
+"""How ExecuTorch begins its lines."""
+
 logging.getLogger("etkv").addHandler(logging.NullHandler())
+# Importing torchao makes torch warn of what torchao does. A user of etkv can do nothing about it.
+logging.getLogger("torch.utils._pytree").addFilter(
+    lambda record: "register_constant() on Enum subclasses" not in record.getMessage()
+)
 
 
 def deliver(messages: str) -> None:
@@ -46,6 +62,53 @@ def deliver(messages: str) -> None:
             record = logger.makeRecord(logger.name, level, "(etkv)", 0, told["message"], (), None)
             record.created, record.msecs = told["time"], told["time"] % 1 * 1000
             logger.handle(record)
+
+
+@contextlib.contextmanager
+def executorchs_lines() -> Iterator[None]:
+    """Pass lines that ExecuTorch writes to ``sys.stderr`` in the block to the logger ``etkv.executorch``.
+
+    It tells there which files of the processor it reads, for instance. Other lines, such as another thread's, are
+    written as they are.
+    """
+    before = sys.stderr
+    kept = sys.stderr = _Kept(before)
+    try:
+        yield
+    finally:
+        if sys.stderr is kept:
+            sys.stderr = before
+        kept.flush_last()
+
+
+class _Kept(io.TextIOBase):
+    """A stream that logs ExecuTorch's lines, and writes the others to ``shown``."""
+
+    def __init__(self, shown: TextIO | None) -> None:
+        self._shown = shown
+        self._last = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self._last = (self._last + text).split("\n")
+        for line in lines:
+            if _LINE.match(line):
+                _EXECUTORCH.debug("%s", line)
+            elif self._shown is not None:
+                self._shown.write(line + "\n")
+        return len(text)
+
+    def flush_last(self) -> None:
+        """Write what does not end in a newline yet."""
+        if self._last:
+            self.write("\n") if _LINE.match(self._last) else self._show_last()
+
+    def _show_last(self) -> None:
+        text, self._last = self._last, ""
+        if self._shown is not None:
+            self._shown.write(text)
 
 
 def wanted() -> str:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, overload
 
 from etkv import _capi, _library, pte
+from etkv._log import executorchs_lines
 from etkv.errors import EtkvError, KindError, ProgramError, UnsupportedError, first_line
 from etkv.graph_cache import GraphCache
 from etkv.session import Logits, Passes, Session, load_options
@@ -62,6 +63,7 @@ def load(
     passes: Passes = "default",
     method: str = METHOD,
     warm_up: bool = True,
+    beyond_context: bool = False,
 ) -> Program:
     """Open the program at ``path`` and bind it to the cache of ``session``.
 
@@ -72,7 +74,9 @@ def load(
     row in others. Verifying a tree needs ``all`` or ``proposed``. Programs for the CPU refuse ``proposed``. ``passes``
     selects the passes that make an MLX program faster: ``default``, ``interpreted`` to run no step as one launch of a
     GPU, or ``none`` to compare with the program as exported. ``method`` is the name of the method to run. On a GPU
-    ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later ones.
+    ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later ones. A session
+    of more positions than the program was exported for is refused, because a model is not made for more, unless
+    ``beyond_context``.
 
     Raises :class:`EtkvError` if something is missing or does not fit. The message names it.
     """
@@ -85,7 +89,7 @@ def load(
     except OSError as error:
         raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
     pte.check_mark(head, path)
-    program = Program(path, session, logits, method, register_backend(), passes)
+    program = Program(path, session, logits, method, register_backend(), passes, beyond_context)
     if warm_up and session is not None:
         program.warm_up()
     return program
@@ -122,6 +126,7 @@ class Program:
         method: str,
         backend: str,
         passes: Passes = "default",
+        beyond_context: bool = False,
     ) -> None:
         _require_one_process()
         _capi.follow_log_levels()
@@ -132,15 +137,16 @@ class Program:
         self._parts: weakref.WeakSet[Closable] = weakref.WeakSet()
         self.cache: Session | GraphCache | None = session
         try:
-            with _library.EXECUTORCH_CALLS:
-                self._load(logits, passes, method, backend)
+            with _library.EXECUTORCH_CALLS, executorchs_lines():
+                self._open(method, backend)
+                self._load(logits, passes, method, beyond_context)
         finally:
             _capi.deliver_log()
 
-    def _load(self, logits: Logits, passes: Passes, method: str, backend: str) -> None:
+    def _open(self, method: str, backend: str) -> None:
         from executorch.runtime import Runtime, Verification
 
-        path, session = self.path, self.session
+        path = self.path
         try:
             # Another backend's id is in a copy of the file in memory, not in the file.
             data = path if backend == _library.MLX_BACKEND else pte.for_backend(path, backend)
@@ -150,8 +156,31 @@ class Program:
         if method not in self._program.method_names:
             names = ", ".join(sorted(self._program.method_names))
             raise EtkvError(f"{path} has no method {method!r}; it has {names}")
+
+    def _check_context(self, capacity: int) -> None:
+        """Raise :class:`EtkvError` if a cache of ``capacity`` positions holds more than the program was exported for.
+
+        A program that does not tell its context takes any.
+        """
+        context = self._context_length()
+        if 0 < context < capacity:
+            raise EtkvError(
+                f"the session has a capacity of {capacity}, above {context}, the context length that {self.path} was "
+                f"exported for: make a session of at most {context}, export with a larger --max-context, or load with "
+                "beyond_context=True"
+            )
+
+    def _context_length(self) -> int:
+        from etkv.metadata import CONTEXT_NAMES, context_length
+
+        return context_length({name: self.constant(name) for name in self.method_names.intersection(CONTEXT_NAMES)})
+
+    def _load(self, logits: Logits, passes: Passes, method: str, beyond_context: bool) -> None:
+        path, session = self.path, self.session
         _capi.forget_delegate_error()
         try:
+            if session is not None and not beyond_context:
+                self._check_context(session.capacity)
             key = None if session is None else session.key
             with load_options(key, logits, passes, self._buffers):
                 self._method = self._program.load_method(method)
@@ -164,11 +193,11 @@ class Program:
 
     def _graph_cache(self) -> GraphCache | None:
         """Return the cache in the graph of a model of tokens and positions; None for another program."""
-        from etkv.metadata import CONTEXT_NAMES, context_length, describes_layers
+        from etkv.metadata import describes_layers
 
         if not _takes_text(self._method.metadata) or describes_layers(self._program.method_names):
             return None
-        context = context_length({name: self.constant(name) for name in CONTEXT_NAMES if name in self.method_names})
+        context = self._context_length()
         with contextlib.suppress(EtkvError):
             return GraphCache(self._buffers, context) if context else None
         # It keeps nothing from one call to the next.

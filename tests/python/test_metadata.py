@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import reference
 import torch
-from reference import Variant
 
 import etkv
+import reference
 from etkv import pte
 from etkv.config import LayerConfig
 from etkv.errors import EtkvError
 from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cache_metadata
+from reference import Variant
 
 
 def versioned(**changes):
@@ -176,7 +176,7 @@ def test_layers_of_several_dtypes_need_a_format():
     assert etkv.reference.ContiguousCache(etkv.CacheConfig(unknown, 16)).formats == ("f16", "f16")
     with etkv.DecodeSession(etkv.CacheConfig(unknown, 16)) as session:
         assert session.formats == ("f16", "f16")
-    with pytest.raises(EtkvError, match="LayerConfig.dtype is 'float32', expected None or one of f32, f16, bf16"):
+    with pytest.raises(EtkvError, match=r"LayerConfig\.dtype is 'float32', expected None or one of f32, f16, bf16"):
         LayerConfig(1, 8, dtype="float32")
 
 

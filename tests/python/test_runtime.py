@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import cpu_programs
 import etkv
 import reference
 from etkv import _capi, _mlx_serialization
@@ -313,6 +314,47 @@ def test_a_cache_of_other_layers(llama):
             etkv.load(llama.path, session)
         assert caught.value.status == etkv.Status.SHAPE
         assert "3" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession, etkv.TreeSession])
+def test_a_session_beyond_the_context(llama, kind):
+    """Refused as runners refuse it, before the weights are read, and possible by name."""
+    context = etkv.read_kv_cache_metadata(llama.path).max_context_length
+    with kind(config(llama, context)) as session, etkv.load(llama.path, session):
+        pass
+    with kind(config(llama, context + 1)) as session:
+        told = f"the session has a capacity of {context + 1}, above {context}, the context length that .*model.pte was"
+        with pytest.raises(etkv.EtkvError, match=told):
+            etkv.load(llama.path, session)
+        assert session.length == 0
+        with etkv.load(llama.path, session, beyond_context=True) as program:
+            assert run(program, PROMPT).shape[0] == len(PROMPT)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+def test_only_the_application_writes(llama, backend):
+    """Neither imports nor a program's first step write to a terminal. ExecuTorch's lines are logged."""
+    path = cpu_programs.program(Variant("tiny-llama")).path if backend == "cpu" else llama.path
+    script = f"""
+        import logging, sys
+        import etkv
+        class Kept(logging.Handler):
+            lines = []
+            def emit(self, record):
+                self.lines.append(record.getMessage())
+        logging.getLogger("etkv.executorch").addHandler(Kept())
+        logging.getLogger("etkv.executorch").setLevel(logging.DEBUG)
+        facts = etkv.read_kv_cache_metadata({str(path)!r})
+        config = etkv.CacheConfig(facts.layers, 32)
+        with etkv.DecodeSession(config, backend=facts.backend) as s, etkv.load({str(path)!r}, s) as p:
+            assert len(list(etkv.generate_tokens(p, [1, 2, 3], max_tokens=2, eos_token_ids=[]))) == 2
+        assert all("\\n" not in line for line in Kept.lines)
+        if facts.backend == "cpu" and sys.platform == "linux":
+            assert any("cpuinfo" in line for line in Kept.lines), Kept.lines
+        print("the application's own line", file=sys.stderr)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "the application's own line\n")
 
 
 def test_what_is_no_program(llama, session, tmp_path):
