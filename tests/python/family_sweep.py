@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -180,13 +181,13 @@ def page(outcomes: dict[str, dict[str, Outcome]]) -> str:
         "for the last one. Otherwise the export is refused with the sentence that stands here. A published model may",
         "differ from the tiny form in what its configuration turns on.",
         "",
-        f"Of {len(outcomes)} families {runs['mlx']} run on MLX and {runs['cpu']} on the CPU.",
+        f"Of {len(tiny_families.names())} families {runs['mlx']} run on MLX and {runs['cpu']} on the CPU.",
         "",
         "| family | MLX | CPU |",
         "| --- | --- | --- |",
     ]
-    for family, found in sorted(outcomes.items()):
-        said = [_cell(found.get(backend)) for backend in BACKENDS]
+    for family in tiny_families.names():
+        said = [_cell(outcomes.get(family, {}).get(backend)) for backend in BACKENDS]
         # A sentence that both have stands once.
         lines.append(f"| {family} | {said[0]} | {'as MLX' if said[1] == said[0] != 'equal' else said[1]} |")
     return "\n".join(lines) + "\n"
@@ -195,7 +196,7 @@ def page(outcomes: dict[str, dict[str, Outcome]]) -> str:
 def _cell(found: Outcome | None) -> str:
     if found is None:
         return "not run"
-    reason = found.reason.replace("|", "\\|").replace("<", "&lt;")
+    reason = re.sub(r"^model family '[^']*' ", "", found.reason).replace("|", "\\|").replace("<", "&lt;")
     return found.kind if found.kind == "equal" else reason if found.kind == "refused" else f"{found.kind}: {reason}"
 
 

@@ -20,9 +20,9 @@ def keep_first(config: PreTrainedConfig, count: int | None) -> range:
 
     Returns the layers that the model then lacks. Raises :class:`EtkvError` if the model has fewer layers.
     """
-    there: int = config.get_text_config().num_hidden_layers
     if count is None:
-        return range(there, there)
+        return range(0)
+    there: int = config.get_text_config().num_hidden_layers
     if count > there:
         raise EtkvError(f"layers {count} is above the {there} layers of the model")
     _keep(config, slice(count))
@@ -52,10 +52,8 @@ def _keep(config: PreTrainedConfig, kept: slice) -> None:
 
 def check_taps(taps: tuple[int, ...], config: PreTrainedConfig) -> None:
     """Raise :class:`EtkvError` if ``config`` has no layer of one of the indices ``taps``."""
-    last = config.get_text_config().num_hidden_layers - 1
-    for tap in taps:
-        if tap > last:
-            raise EtkvError(f"tap-layers {tap} is above {last}, the last layer of the model")
+    if taps and max(taps) > (last := config.get_text_config().num_hidden_layers - 1):
+        raise EtkvError(f"tap-layers {max(taps)} is above {last}, the last layer of the model")
 
 
 def modules(model: PreTrainedModel) -> torch.nn.ModuleList:
