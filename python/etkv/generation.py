@@ -232,7 +232,8 @@ class Generation(Iterator[int]):
     """An iterator over the token ids of an answer. :func:`generate_tokens` makes it.
 
     ``token_ids`` are the ids so far. ``finish_reason`` is ``None`` until the answer ends, and then ``stop`` (at an eos
-    token, which is not among ``token_ids``), ``length`` (at ``max_tokens``) or ``capacity`` (the cache is full).
+    token, which is not among ``token_ids``), ``length`` (at ``max_tokens``) or ``capacity`` (the cache is full, or the
+    program's context ends).
     """
 
     def __init__(
@@ -300,6 +301,7 @@ class Generation(Iterator[int]):
                 f"the prompt has {len(prompt)} tokens, the cache has room for {free} of {cache.capacity}"
             )
         self._start = self._next()
+        self._program.check_context(self._start + len(prompt) - 1)
         recent = deque(prompt, CONTEXT)
         try:
             if self.before_last is not None:
@@ -328,8 +330,11 @@ class Generation(Iterator[int]):
     def _on_device(self, prompt: list[int]) -> DeviceAnswer | None:
         if isinstance(self._cache, GraphCache):
             return None
-        stop = self._eos_token_ids
-        answer = DeviceAnswer.make(self._cache, self._sequence, prompt, self._sampling, stop, self._max_tokens)
+        stop, most = self._eos_token_ids, self._max_tokens
+        if self._program.context is not None:
+            # The last token of an answer does not run.
+            most = min(most, self._program.context - self._next() - len(prompt) + 1)
+        answer = DeviceAnswer.make(self._cache, self._sequence, prompt, self._sampling, stop, most)
         if answer is not None:
             self._program.ends_with(answer)
         return answer
@@ -353,7 +358,8 @@ class Generation(Iterator[int]):
                 self._add(token)
                 yield token
                 if end is not None:
-                    self.finish_reason = end
+                    beyond = end == "length" and len(self.token_ids) < self._max_tokens
+                    self.finish_reason = "capacity" if beyond else end
                     return
         except GeneratorExit:
             raise
@@ -411,7 +417,7 @@ class Generation(Iterator[int]):
             if len(self.token_ids) == self._max_tokens:
                 self.finish_reason = "length"
                 return
-            if not cache.can_extend(1):
+            if not cache.can_extend(1) or self._next() == self._program.context:
                 self.finish_reason = "capacity"
                 return
             ids = [token]

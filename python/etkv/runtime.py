@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import warnings
 import weakref
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, overl
 
 from etkv import _capi, _library, pte
 from etkv._log import executorchs_lines
-from etkv.errors import EtkvError, KindError, ProgramError, UnsupportedError, first_line
+from etkv.errors import CapacityError, EtkvError, KindError, ProgramError, UnsupportedError, first_line
 from etkv.graph_cache import GraphCache
 from etkv.session import Logits, Passes, Session, load_options
 
@@ -74,9 +75,9 @@ def load(
     row in others. Verifying a tree needs ``all`` or ``proposed``. Programs for the CPU refuse ``proposed``. ``passes``
     selects the passes that make an MLX program faster: ``default``, ``interpreted`` to run no step as one launch of a
     GPU, or ``none`` to compare with the program as exported. ``method`` is the name of the method to run. On a GPU
-    ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later ones. A session
-    of more positions than the program was exported for is refused, because a model is not made for more, unless
-    ``beyond_context``.
+    ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later ones. A step
+    beyond the context that the program was exported for is refused, because the model is not made for it, unless
+    ``beyond_context``; an answer ends there as at the end of the cache.
 
     Raises :class:`EtkvError` if something is missing or does not fit. The message names it.
     """
@@ -97,6 +98,8 @@ def load(
 
 _LONG = 4
 """The number of int64 among ExecuTorch's dtypes."""
+
+_log = logging.getLogger("etkv.program")
 
 _NUMBERS = itertools.count()
 """The numbers of programs, which tell their buffers apart."""
@@ -133,6 +136,8 @@ class Program:
         self.path = path
         self.session = session
         self._buffers = f"etkv program {next(_NUMBERS)}"
+        self.context: int | None = None
+        """The positions that steps may have where that is fewer than the session has; None if it is not."""
         self._metadata: ModelCacheParams | None = None
         self._parts: weakref.WeakSet[Closable] = weakref.WeakSet()
         self.cache: Session | GraphCache | None = session
@@ -157,17 +162,24 @@ class Program:
             names = ", ".join(sorted(self._program.method_names))
             raise EtkvError(f"{path} has no method {method!r}; it has {names}")
 
-    def _check_context(self, capacity: int) -> None:
-        """Raise :class:`EtkvError` if a cache of ``capacity`` positions holds more than the program was exported for.
+    def check_context(self, position: int) -> None:
+        """Raise :class:`CapacityError` if ``position`` is beyond the context that the program was exported for."""
+        if self.context is not None and position >= self.context:
+            raise CapacityError(
+                f"position {position} is beyond the context of {self.context} tokens that {self.path.name} was "
+                "exported for: export it with a larger --max-context, or load it with beyond_context=True"
+            )
 
-        A program that does not tell its context takes any.
-        """
+    def _limit_context(self, capacity: int) -> None:
         context = self._context_length()
         if 0 < context < capacity:
-            raise EtkvError(
-                f"the session has a capacity of {capacity}, above {context}, the context length that {self.path} was "
-                f"exported for: make a session of at most {context}, export with a larger --max-context, or load with "
-                "beyond_context=True"
+            self.context = context
+            _log.warning(
+                "the session has a capacity of %d, and %s was exported for a context of %d: steps beyond that are "
+                "refused",
+                capacity,
+                self.path,
+                context,
             )
 
     def _context_length(self) -> int:
@@ -180,7 +192,7 @@ class Program:
         _capi.forget_delegate_error()
         try:
             if session is not None and not beyond_context:
-                self._check_context(session.capacity)
+                self._limit_context(session.capacity)
             key = None if session is None else session.key
             with load_options(key, logits, passes, self._buffers):
                 self._method = self._program.load_method(method)
@@ -240,6 +252,8 @@ class Program:
             raise EtkvError(f"there are {at.numel()} positions for {ids.numel()} tokens")
         if self.max_step_tokens is not None and ids.numel() > self.max_step_tokens:
             raise EtkvError(f"the step has {ids.numel()} tokens, the program takes at most {self.max_step_tokens}")
+        if at.numel():
+            self.check_context(int(at.max()))
         rows = self.execute(ids, at, copy=copy)[0]
         rows = rows.reshape(rows.shape[-2:])
         if not copy:
@@ -291,6 +305,7 @@ class Program:
             for number in numbers:
                 if not -(2**bits) <= number < 2**bits:
                     raise EtkvError(f"{what} {number}; expected 0 to {2**bits - 1}")
+        self.check_context(max(positions))
         chosen = _capi.ffi.new("int64_t[]", len(tokens))
         ids, at = _capi.ffi.new("int64_t[]", list(tokens)), _capi.ffi.new("int32_t[]", list(positions))
         _capi.call("etkv_generation_choose", self.session._raw(), ids, at, len(tokens), chosen)

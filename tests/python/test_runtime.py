@@ -18,7 +18,7 @@ import torch
 import cpu_programs
 import etkv
 import reference
-from etkv import _capi, _mlx_serialization
+from etkv import _capi, _device, _mlx_serialization
 from reference import PROMPT, Variant, config
 
 SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
@@ -316,19 +316,41 @@ def test_a_cache_of_other_layers(llama):
         assert "3" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession, etkv.TreeSession])
-def test_a_session_beyond_the_context(llama, kind):
-    """Refused as runners refuse it, before the weights are read, and possible by name."""
-    context = etkv.read_kv_cache_metadata(llama.path).max_context_length
-    with kind(config(llama, context)) as session, etkv.load(llama.path, session):
-        pass
-    with kind(config(llama, context + 1)) as session:
-        told = f"the session has a capacity of {context + 1}, above {context}, the context length that .*model.pte was"
-        with pytest.raises(etkv.EtkvError, match=told):
-            etkv.load(llama.path, session)
-        assert session.length == 0
-        with etkv.load(llama.path, session, beyond_context=True) as program:
-            assert run(program, PROMPT).shape[0] == len(PROMPT)
+@pytest.mark.parametrize("chooser", ["device", "host", "cpu"])
+def test_what_is_beyond_the_context(llama, chooser, caplog, monkeypatch):
+    """It is refused where the session has room, ends answers, and is possible by name."""
+    path = cpu_programs.program(Variant("tiny-llama")).path if chooser == "cpu" else llama.path
+    facts = etkv.read_kv_cache_metadata(path)
+    context = facts.max_context_length
+    prompt = [(7 * n) % 250 for n in range(context - 4)]
+    if chooser == "host":
+        monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
+    options = {"max_tokens": 20, "eos_token_ids": []}
+    with etkv.DecodeSession(etkv.CacheConfig(facts.layers, context + 40), backend=facts.backend) as session:
+        with etkv.load(path, session, logits="last") as program:
+            assert program.context == context
+            assert f"capacity of {context + 40}" in caplog.text
+            answer = etkv.generate_tokens(program, prompt, **options)
+            # Four tokens run, and the fifth is chosen at the last position.
+            assert (len(list(answer)), answer.finish_reason, session.length) == (5, "capacity", context)
+            told = f"position {context} is beyond the context of {context} tokens that model.pte was exported for"
+            for step in (
+                lambda: program.forward([1], [context]),
+                lambda: list(etkv.generate_tokens(program, [1], **options)),
+                lambda: program.forward([1, 2], [context - 1, context]),
+            ):
+                with pytest.raises(etkv.CapacityError, match=told):
+                    step()
+            assert session.length == context
+            session.clear()
+            assert list(etkv.generate_tokens(program, prompt, **{**options, "max_tokens": 5})) == answer.token_ids
+        session.clear()
+        with etkv.load(path, session, logits="last", beyond_context=True) as program:
+            longer = etkv.generate_tokens(program, prompt, **options)
+            assert (list(longer)[:5], longer.finish_reason) == (answer.token_ids, "length")
+    whole = etkv.CacheConfig(facts.layers, context)
+    with etkv.DecodeSession(whole, backend=facts.backend) as session, etkv.load(path, session) as program:
+        assert program.context is None
 
 
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])
