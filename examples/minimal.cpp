@@ -24,7 +24,7 @@ int main(int argc, char** argv) {
   Module module(argc > 1 ? argv[1] : "", Module::LoadMode::Mmap);
   auto params = etkv::read_kv_cache_metadata(module);
   must(params);
-  auto config = etkv::make_config(*params, params->max_context_length, "f32");
+  auto config = etkv::make_config(*params, params->max_context_length);
   auto session = etkv::make_decode_session(params->backend_id, config);
   must(session);
   etkv::LoadOptions options(session->key());
