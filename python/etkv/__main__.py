@@ -94,10 +94,16 @@ def _loaded(options: argparse.Namespace) -> Iterator[Program]:
                 print("the cache is part of the program: there is no session", file=sys.stderr)
                 yield program
                 return
-    facts = etkv.read_kv_cache_metadata(constants)
+    facts = etkv.read_kv_cache_metadata(options.program)
+    context = facts.max_context_length
+    if options.capacity is not None and 0 < context < options.capacity:
+        raise EtkvError(
+            f"--capacity {options.capacity} is above {context}, the context length that {options.program} was exported "
+            "for"
+        )
     config = etkv.CacheConfig(
         facts.layers,
-        (facts.max_context_length or 4096) if options.capacity is None else options.capacity,
+        (context or 4096) if options.capacity is None else options.capacity,
         k_format=options.kv_format,
         v_format=options.kv_format,
         max_step_tokens=facts.prefill_chunk_size,

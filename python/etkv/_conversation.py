@@ -49,6 +49,9 @@ def _split(
     """
     # Text and numbers of messages in turns.
     before, *pieces = marked.split(_MARK)
+    if len(pieces) % 2 or not all(number.isdecimal() and int(number) in kept for number in pieces[::2]):
+        # The template cuts messages, or one has the mark itself.
+        return None
     last = int(pieces[0]) if pieces else None
     if not text.startswith(before):
         return last

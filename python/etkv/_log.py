@@ -8,13 +8,12 @@ instead, and the call that caused them passes them to :mod:`logging` at its end.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 import re
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 NAMES = ("etkv.core", "etkv.program", "etkv.file", "etkv.api")
 """The loggers: the library's targets, with ``.`` for ``::``."""
@@ -72,7 +71,8 @@ def executorchs_lines() -> Iterator[None]:
     written as they are.
     """
     before = sys.stderr
-    kept = sys.stderr = _Kept(before)
+    kept = _Kept(before)
+    sys.stderr = kept
     try:
         yield
     finally:
@@ -81,15 +81,15 @@ def executorchs_lines() -> Iterator[None]:
         kept.flush_last()
 
 
-class _Kept(io.TextIOBase):
-    """A stream that logs ExecuTorch's lines, and writes the others to ``shown``."""
+class _Kept:
+    """A stream that logs ExecuTorch's lines, and writes the others to ``shown``, whose other attributes it has."""
 
     def __init__(self, shown: TextIO | None) -> None:
         self._shown = shown
         self._last = ""
 
-    def writable(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shown, name)
 
     def write(self, text: str) -> int:
         *lines, self._last = (self._last + text).split("\n")
@@ -99,6 +99,10 @@ class _Kept(io.TextIOBase):
             elif self._shown is not None:
                 self._shown.write(line + "\n")
         return len(text)
+
+    def flush(self) -> None:
+        if self._shown is not None:
+            self._shown.flush()
 
     def flush_last(self) -> None:
         """Write what does not end in a newline yet."""

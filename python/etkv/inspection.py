@@ -56,7 +56,7 @@ def report(
         )
         return found
     try:
-        facts = read_kv_cache_metadata(constants)
+        facts = read_kv_cache_metadata(path)
     except EtkvError as error:
         found["layers"], found["cache"] = None, {"unknown": str(error)}
         return found

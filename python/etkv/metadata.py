@@ -98,14 +98,15 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
     Raises :class:`EtkvError` if the version is not 1, or if a fact is absent or not a count. The message names the
     fact.
     """
-    computed: Dtype | None = None
     if isinstance(source, Mapping):
         constants = source
     else:
         from etkv.pte import constant_methods, output_dtype
 
-        constants, computed = constant_methods(Path(source)), output_dtype(Path(source))
-    dtype = _dtype(constants[_DTYPE], _DTYPE) if _DTYPE in constants else computed
+        constants = constant_methods(Path(source))
+        if _DTYPE not in constants and (computed := output_dtype(Path(source))) is not None:
+            constants = {**constants, _DTYPE: computed}
+    dtype = _dtype(constants[_DTYPE], _DTYPE) if _DTYPE in constants else None
     version = _find(constants, _VERSION)
     if version is not None and version != SCHEMA_VERSION:
         raise EtkvError(f"the program's {_VERSION} is {version}; this etkv reads version {SCHEMA_VERSION}")

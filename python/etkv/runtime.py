@@ -252,8 +252,6 @@ class Program:
             raise EtkvError(f"there are {at.numel()} positions for {ids.numel()} tokens")
         if self.max_step_tokens is not None and ids.numel() > self.max_step_tokens:
             raise EtkvError(f"the step has {ids.numel()} tokens, the program takes at most {self.max_step_tokens}")
-        if at.numel():
-            self.check_context(int(at.max()))
         rows = self.execute(ids, at, copy=copy)[0]
         rows = rows.reshape(rows.shape[-2:])
         if not copy:
@@ -318,6 +316,8 @@ class Program:
     def _call(self, inputs: tuple[Any, ...], copy: bool) -> list[Any]:
         loaded = self._opened(self._method)
         _check_inputs(inputs, loaded.metadata, self.path.name)
+        if self.context is not None and _takes_text(loaded.metadata) and inputs[1].numel():
+            self.check_context(int(inputs[1].max()))
         _capi.forget_delegate_error()
         try:
             # The public execute always copies what it returns.

@@ -285,7 +285,8 @@ def _after_common_prefix(text: str, out: str) -> str:
 def _copy(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as StringTokenizer
 
-    return StringTokenizer.from_str(tokenizer.to_str())
+    with errors("the tokenizer cannot be copied"):
+        return StringTokenizer.from_str(tokenizer.to_str())
 
 
 def _eos_token_ids(folder: Path) -> list[int] | None:

@@ -83,7 +83,13 @@ def test_a_shape_that_the_configuration_contradicts(folder):
     )
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.safetensors", "consolidated.safetensors"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.safetensors"])
+def test_copies_in_another_format_are_not_read(folder, name):
+    shutil.copy(folder / "model.safetensors", folder / name)
+    _read(folder)
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "extra.safetensors", "lm_head.bin"])
 def test_a_second_checkpoint_is_refused(folder, name):
     shutil.copy(folder / "model.safetensors", folder / name)
     assert _error(folder) == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,9 +46,6 @@ A wrong mask, position or weight makes an error of the order of 1. The model is 
 same weights. Activations in 8 bits are rounded to one step or the next by a last bit.
 """
 
-_FORMATS: dict[str, str] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-"""The dtype of a program -> the format that its cache stores the same numbers in."""
-
 
 class Check:
     """The comparison of one export. Its methods do nothing where the program is not checked."""
@@ -81,13 +79,16 @@ class Check:
             return
         model = self._step.model
         self._inputs = _inputs(self._step, self._length)
-        family = model.config.model_type
-        with self._progress.step("running the model to compare with"), explained(family, "run by transformers", model):
+        doing = "run by transformers to compare with, and --no-check writes its program as it is"
+        with (
+            self._progress.step("running the model to compare with"),
+            explained(model.config.model_type, doing, model),
+        ):
             model.set_attn_implementation("eager")
             # Every row, for the last ones of all steps.
             rows, self._step.rows = self._step.rows, {}
             try:
-                with torch.inference_mode():
+                with torch.no_grad():
                     made = self._step(**self._inputs)
             finally:
                 self._step.rows = rows
@@ -95,7 +96,7 @@ class Check:
         self._outputs = [_rows(output) for output in (made if isinstance(made, tuple) else (made,))]
 
     def run_program(self, program: Path) -> None:
-        """Run ``program`` and compare. Does nothing if etkv's library is not built.
+        """Run ``program`` and compare. Does nothing if etkv's library is not built, unless a check was asked for.
 
         Raises :class:`EtkvError` if the program does not run, or if it returns something else than the model.
         """
@@ -104,6 +105,8 @@ class Check:
         try:
             _library.backends()
         except EtkvError as error:
+            if self._request.check:
+                raise EtkvError(f"the program cannot be checked: {error}") from error
             self._progress.note(f"the program is not checked: {error}")
             return
         with self._progress.step(f"comparing {self._length} tokens with the model"):
@@ -121,8 +124,7 @@ class Check:
         # Steps of different lengths, of which none begins where a window does.
         chunk = self._limits.prefill_chunk
         ends = [*range(min(7, chunk, prompt), prompt, chunk), *range(prompt, self._length + 1)]
-        stored = _FORMATS[self._request.dtype]
-        config = CacheConfig(facts.layers, capacity=self._length, k_format=stored, v_format=stored)
+        config = CacheConfig(facts.layers, capacity=self._length)
         with DecodeSession(config, backend=facts.backend) as session, load(program, session) as loaded:
             for begin, end in zip([0, *ends], ends, strict=False):
                 inputs = (
@@ -135,17 +137,24 @@ class Check:
         self, name: str, steps: list[tuple[int, list[torch.Tensor]]], number: int, expected: torch.Tensor
     ) -> None:
         """Compare output ``number`` of all steps, which may be the last row of each alone."""
-        spread = max(float(expected[torch.isfinite(expected)].std()), 1e-6)
+        finite = torch.isfinite(expected).all(dim=1)
+        if not finite.any():
+            raise EtkvError(
+                f"the model's {name} are not finite in {self._request.dtype}: export it in another --dtype; --no-check "
+                "writes the program as it is"
+            )
+        spread = max(float(expected[finite].std()), 1e-6)
         errors = []
         for end, outputs in steps:
             rows = outputs[number]
             for at, row in enumerate(rows, start=end - len(rows)):
                 # Where the model itself overflows in its dtype, there is nothing to compare.
-                if torch.isfinite(expected[at]).all():
-                    errors.append((float((row - expected[at]).square().mean().sqrt()) / spread, at))
+                if finite[at]:
+                    error = float((row - expected[at]).square().mean().sqrt()) / spread
+                    errors.append((error if math.isfinite(error) else math.inf, at))
         request = self._request
         tolerance = _TOLERANCES["8da4w" if request.quantize == "8da4w" else request.dtype]
-        if request.dtype != "float32" and experts.is_mixture(self._step.model):
+        if request.dtype != "float32" and experts.is_mixture(self._step.model) and max(errors)[0] < math.inf:
             # A router that finds two experts nearly equal takes one or the other by a last bit.
             errors = sorted(errors)[: len(errors) // 2 + 1]
         wrong = [(at, error) for error, at in errors if not error <= tolerance]

@@ -65,7 +65,9 @@ class Weights(torch.nn.Module):
         """Multiply each row of ``x``, ``[rows, 1, in]``, by the weights of its expert: ``[rows, 1, out]``."""
         ops: Any = torch.ops.mlx
         if not self.group_size:
-            product: torch.Tensor = ops.gather_mm(x, self.weight, rhs_indices=experts, sorted_indices=is_sorted)
+            # Before it is packed, a model runs only to be compared with.
+            weight = self.plain().transpose(-1, -2) if "rows" in self._modules else self.weight
+            product: torch.Tensor = ops.gather_mm(x, weight, rhs_indices=experts, sorted_indices=is_sorted)
             return product
         product = ops.gather_qmm(
             x,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _OF_THE_TRACER = (
     (r"Constraints violated", "its graph depends on the number of tokens in a step"),
     (r"[Dd]ata-dependent|DataDependent|GuardOnDataDependent", "its graph depends on values that only a run knows"),
-    (r"marked as skipped|skipped", "it calls a function that torch.export does not enter"),
+    (r"marked as skipped", "it calls a function that torch.export does not enter"),
     (r"[Gg]raph break", "it does what torch.export cannot put into a graph"),
 )
 """What torch's tracer says of itself -> what it means for the model."""
@@ -52,17 +52,24 @@ def _module(error: Exception, model: torch.nn.Module | None) -> str:
 def reason(error: Exception) -> str:
     """Return the reason for an error in one line."""
     began: BaseException = error
-    while (earlier := began.__cause__ or (None if began.__suppress_context__ else began.__context__)) is not None:
+    while (earlier := began.__cause__ or (began.__context__ if _is_the_tracers(began) else None)) is not None:
         began = earlier
     line = first_line(began)
     if raised := re.fullmatch(r"raised exception \w+\((['\"])(.*)\1\)", line):
         # What the model's code raised while it was traced.
         return raised[2]
-    if type(error).__module__.startswith(("torch._dynamo", "torch.fx", "torch._export", "torch.export")):
+    if "found dependency cycles" in line:
+        return "its graph cannot be cut into parts that run one after the other"
+    if _is_the_tracers(error):
         for pattern, meaning in _OF_THE_TRACER:
             if re.search(pattern, f"{error}\n{line}"):
                 return f"{meaning}{_code(error)}"
     return line if isinstance(began, ValueError | NotImplementedError) else f"{type(began).__name__}: {line}"
+
+
+def _is_the_tracers(error: BaseException) -> bool:
+    """Return whether torch's tracer raised ``error``, which often stands for another one."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch.fx", "torch._export", "torch.export"))
 
 
 def _code(error: Exception) -> str:

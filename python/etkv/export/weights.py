@@ -24,6 +24,11 @@ _CHECKPOINTS = (
 _OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|rng_state.*|random_states.*)\.bin")
 """Files that a training leaves beside its weights."""
 
+_COPIES = re.compile(
+    r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|consolidated(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+)
+"""The same weights in another format, beside those that transformers reads: many published folders have them."""
+
 _WITHOUT_EFFECT = re.compile(
     # What models compute anew: frequencies, positions, and causal masks that were buffers once.
     r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
@@ -71,7 +76,7 @@ def check_files(folder: Path) -> None:
             raise EtkvError(f"folder {folder} lacks {_few(absent)}, of the weights that its {checkpoint} names")
     there = {file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern)}
     there |= {name for name in _CHECKPOINTS if (folder / name).is_file()}
-    unread = sorted(name for name in there - read if not _OF_TRAINING.fullmatch(name))
+    unread = sorted(name for name in there - read if not _OF_TRAINING.fullmatch(name) and not _COPIES.fullmatch(name))
     if unread:
         raise EtkvError(
             f"folder {folder} has weights beside those of its {checkpoint}, which the program would lack: move "

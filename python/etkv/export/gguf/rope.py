@@ -64,7 +64,6 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
         raise keys.refuse("rope.scaling.type", f"and no {SHORT_FACTORS} and {LONG_FACTORS}")
     elif factors is not None or attention_factor not in (0.0, 1.0):
         both = _scaled(factors or [1.0] * (rotary_dim // 2), factor)
-        attention_factor = attention_factor or 1.0
         parameters |= {"rope_type": "longrope", "short_factor": both, "long_factor": both, "original": context}
     elif factor != 1.0:
         return parameters | {"rope_type": "linear", "factor": factor}
@@ -72,8 +71,8 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
         return parameters
     parameters["original_max_position_embeddings"] = parameters.pop("original")
     parameters["factor"] = max(1.0, context / parameters["original_max_position_embeddings"])
-    if attention_factor:
-        parameters["attention_factor"] = attention_factor
+    # transformers would make one of the factor of the context.
+    parameters["attention_factor"] = attention_factor or 1.0
     return parameters
 
 
