@@ -43,7 +43,10 @@ def test_report_as_json(program, capsys):
     found = json.loads(inspect(capsys, program, "--json"))
     assert found["runs_here"]["runs"] is True
     assert found["program"]["operations"]["UpdateAndAttend"] == 2
-    assert found["layers"] == [{"n_kv_heads": 2, "k_head_dim": 16, "v_head_dim": 16, "window": 0, "sinks": 0}] * 2
+    assert (
+        found["layers"]
+        == [{"n_kv_heads": 2, "k_head_dim": 16, "v_head_dim": 16, "window": 0, "sinks": 0, "dtype": "f32"}] * 2
+    )
     assert found["cache"]["capacity"] == 256
     assert found["cache"]["bytes"]["f32"] == {"at_capacity": 256 * 512, "a_position": 512}
     assert found["constants"]["bytes"] > 0
