@@ -62,8 +62,8 @@ void add_model_arguments(Arguments& arguments, ModelOptions& options) {
       &options.template_variables);
   arguments.flag(
       "--show-special",
-      "write the special tokens of answers, such as those of\n"
-      "tool calls",
+      "write the special tokens of answers, such as those\n"
+      "of tool calls",
       &options.show_special);
 }
 
