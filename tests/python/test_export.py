@@ -68,7 +68,7 @@ def test_program(programs, variant):
         "kv_cache.v_head_dim": head_dim,
         "kv_cache.window": windows[0] if len(set(windows)) == 1 else windows,
         "kv_cache.sinks": 0,
-        "kv_cache.dtype": "f32",
+        "kv_cache.dtype": variant.dtype,
     }
 
     program = describe_program(file)
