@@ -3,6 +3,9 @@
 #include "examples/tokenizer/tokenizer.hpp"
 
 #include <exception>
+#include <limits>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "etkv-tokenizer/src/bridge.rs.h"
@@ -35,6 +38,11 @@ std::vector<bridge::Message> bridged(const std::vector<Message>& messages) {
     rust::Vec<uint32_t> ids;
     ids.reserve(message.ids.size());
     for (const int64_t id : message.ids) {
+      if (id < 0 || id > std::numeric_limits<uint32_t>::max()) {
+        throw std::invalid_argument(
+            "expected token ids from 0 to 4294967295 in a message, got " +
+            std::to_string(id));
+      }
       ids.push_back(static_cast<uint32_t>(id));
     }
     bridged.push_back(

@@ -132,7 +132,8 @@ ETKV_API etkv_status etkv_generation_read_prompts(
  *                ended before.
  * @param ends    receives why the answer ended with this token.
  * @param room    the places in both, at least the number of prompts.
- * @param n       receives the number of tokens; 0 if all answers have ended.
+ * @param n       receives the number of tokens; 0 if all answers have ended or
+ *                were cancelled.
  *
  * ETKV_ERROR_POSITION if the host changed a sequence of the answers, and
  * ETKV_ERROR_BACKEND for logits that are not numbers.
@@ -144,6 +145,16 @@ ETKV_API etkv_status etkv_generation_next(
     size_t room,
     size_t* n,
     etkv_error** error);
+
+/**
+ * Ends the answers, from any thread: it waits for nothing. A call of
+ * etkv_generation_next() that runs returns when its step is done, of a prompt
+ * also; it and later ones store 0 tokens. etkv_generation_read_prompts() runs
+ * nothing more, and stores the tokens that wait. The cache holds the steps that
+ * were done. Free the handle only when no thread uses it.
+ */
+ETKV_API etkv_status
+etkv_generation_cancel(const etkv_generation* generation, etkv_error** error);
 
 /**
  * Rolls back the step that runs ahead, if one does, for a host that will not

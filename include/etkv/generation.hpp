@@ -132,6 +132,14 @@ class Generation {
     return generated;
   }
 
+  /// Ends the answers, from any thread, when the step that runs is done: next()
+  /// then returns none. The cache holds the steps that were done.
+  Result<void> cancel() const {
+    return detail::run([&](etkv_error** error) {
+      return etkv_generation_cancel(raw(), error);
+    });
+  }
+
   /// Rolls back the step that runs ahead, if one does.
   Result<void> pause() {
     return detail::run([&](etkv_error** error) {
@@ -151,9 +159,11 @@ class Generation {
   size_t n_prompts_;
 };
 
-/// Answers a prompt. `on_token` is called with each token, and why the answer
-/// ends if it does; false stops it. The cache then holds the prompt and the
-/// answer but its last token.
+/// Answers a prompt by a program for MLX. (The host chooses the tokens of a
+/// program for the CPU, with etkv::choose on its logits.) `on_token` is
+/// called with each token, and why the answer ends if it does; false stops it. The
+/// cache then holds the prompt and the answer but its last token. Use a Generation
+/// to stop a prompt, or an answer from another thread.
 ///
 /// @returns the tokens of the answer, one that stops it included.
 inline Result<std::vector<int64_t>> generate(

@@ -47,7 +47,7 @@ from etkv.errors import (
     UnsupportedError,
     VersionError,
 )
-from etkv.generation import Generation, GenerationResponse, generate, generate_tokens, stream_generate
+from etkv.generation import Answer, Generation, GenerationResponse, generate, generate_tokens, stream_generate
 from etkv.graph_cache import GraphCache
 from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cache_metadata
 from etkv.prefix import Prefix
@@ -58,6 +58,7 @@ from etkv.session import DecodeSession, SeqSession, Session, TreeSession
 from etkv.tokenizer import StreamingDetokenizer, Tokenizer
 
 __all__ = [
+    "Answer",
     "Cache",
     "CacheConfig",
     "CacheFileError",

@@ -19,7 +19,7 @@ import cffi
 from etkv import _library, _log
 from etkv.errors import EtkvError, status_error
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 """The least ``etkv_abi_version()`` that this package works with."""
 
 INT32_MAX = 2**31 - 1

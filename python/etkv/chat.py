@@ -65,8 +65,8 @@ class Chat:
         self._keeper = None if kept is None else Keeper(program, kept, fingerprint)
         self._held: list[int] = []
         self._skip_special_tokens = skip_special_tokens
-        # Message number -> the text of an answer, and the ids that the model made of it.
-        self._answers: dict[int, tuple[str, list[int]]] = {}
+        # The answers in their order: the text, and the ids that the model made of it.
+        self._answers: list[tuple[str, list[int]]] = []
         self._cache.clear()
 
     def send_message(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[str]:
@@ -109,21 +109,26 @@ class Chat:
             if piece := detokenizer.last_segment:
                 yield piece
         finally:
-            self._answers[len(self.messages)] = (detokenizer.text, list(generation.token_ids))
+            self._answers.append((detokenizer.text, list(generation.token_ids)))
             self.messages.append({"role": "assistant", "content": detokenizer.text})
             self._held = [*ids, *generation.token_ids][: self._cache.length]
         if keeper is not None:
             keeper.keep(self._held)
 
     def _unchanged_answers(self) -> dict[int, list[int]]:
-        """Forget the answers whose messages the caller has changed, and return the ids of the others."""
-        messages = dict(enumerate(self.messages))
-        self._answers = {
-            n: (text, ids)
-            for n, (text, ids) in self._answers.items()
-            if messages.get(n) == {"role": "assistant", "content": text}
-        }
-        return {n: ids for n, (_, ids) in self._answers.items()}
+        """Forget the answers whose messages the caller has changed or removed. Return the ids of the others, by the
+        number of the message.
+        """
+        ids_of: dict[int, list[int]] = {}
+        left, kept = self._answers, []
+        for number, message in enumerate(self.messages):
+            texts = ({"role": "assistant", "content": text} for text, _ in left)
+            at = next((at for at, answer in enumerate(texts) if answer == message), None)
+            if at is not None:
+                kept.append(left[at])
+                ids_of[number], left = left[at][1], left[at + 1 :]
+        self._answers = kept
+        return ids_of
 
     def _attach(self, ids: list[int]) -> None:
         """Go on from what is kept of ``ids``, if it is more than the cache holds."""

@@ -10,7 +10,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
@@ -19,7 +19,7 @@ from etkv._device import DeviceAnswer
 from etkv._sampling import CONTEXT, Sampling, choose
 from etkv.cache import SeqCache
 from etkv.config import DEFAULT_MAX_STEP_TOKENS
-from etkv.errors import CapacityError, EtkvError
+from etkv.errors import CapacityError, EtkvError, PositionError
 from etkv.graph_cache import GraphCache
 from etkv.keeper import Keeper
 from etkv.runtime import Program
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     Row: TypeAlias = npt.NDArray[np.floating[Any]]
 
-FinishReason: TypeAlias = Literal["stop", "length", "capacity"]
-"""The reason why an answer ended: an eos token, ``max_tokens``, or a full cache."""
+FinishReason: TypeAlias = Literal["stop", "length", "capacity", "cancelled"]
+"""The reason why an answer ended: an eos token, ``max_tokens``, a full cache, or a call of ``cancel``."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -106,7 +106,7 @@ def stream_generate(
     fingerprint: str | None = None,
     skip_special_tokens: bool = True,
     **options: Unpack[GenerateOptions],
-) -> Iterator[GenerationResponse]:
+) -> Answer:
     """Iterate over the answer to ``prompt``: a response for each token, and a last one with the ``finish_reason``.
 
     ``prompt`` is a text or token ids, such as :meth:`Tokenizer.apply_chat_template` makes; a text is encoded as
@@ -119,7 +119,8 @@ def stream_generate(
     the prompt ends. ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the program. A prefix cache
     that fails is passed by, with a warning in the log.
 
-    The arguments are checked at once. Nothing runs before the first response is requested.
+    The arguments are checked at once. Nothing runs before the first response is requested. :meth:`Answer.cancel` ends
+    the answer from any thread.
     """
     ids: Ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     options = with_eos_token_ids(options, program, tokenizer)
@@ -127,25 +128,53 @@ def stream_generate(
     # Checks the arguments.
     generation = generate_tokens(program, ids, **options)
     if prefix_cache is None:
-        return _responses(generation, detokenizer)
+        return Answer(generation, _responses(generation, detokenizer))
     if options.get("sequence"):
         raise EtkvError(f"sequence is {options['sequence']}, and a prefix_cache has texts of sequence 0")
     keeper = Keeper(program, prefix_cache, fingerprint)
-    return _kept_responses(keeper, program, _id_list(ids), options, detokenizer)
+    return Answer(generation, _kept_responses(keeper, generation, _id_list(ids), detokenizer))
 
 
 def _kept_responses(
-    keeper: Keeper, program: Program, ids: list[int], options: GenerateOptions, detokenizer: StreamingDetokenizer
+    keeper: Keeper, generation: Generation, ids: list[int], detokenizer: StreamingDetokenizer
 ) -> Iterator[GenerationResponse]:
     """Answer a whole text on a cache that goes on from what is kept of it."""
     keeper.cache.clear()
     cached = keeper.attach(ids[:-1])
-    generation = generate_tokens(program, ids[cached:], **options)
+    generation.skip(cached)
     if keeper.has_windows:
         generation.before_last = lambda: keeper.keep(ids[:-1])
     for response in _responses(generation, detokenizer):
         yield replace(response, prompt_tokens=len(ids), cached_tokens=cached)
     keeper.keep([*ids, *generation.token_ids][: keeper.cache.length])
+
+
+class Answer(Iterator[GenerationResponse]):
+    """An iterator over the responses of an answer. :func:`stream_generate` makes it.
+
+    A ``break``, :meth:`close` and :meth:`cancel` leave the cache as :func:`generate_tokens` says.
+    """
+
+    def __init__(self, generation: Generation, responses: Iterator[GenerationResponse]) -> None:
+        self.generation = generation
+        """The token ids of the answer, and what the cache holds of prompt and answer."""
+        self._responses = responses
+
+    def __next__(self) -> GenerationResponse:
+        return next(self._responses)
+
+    def cancel(self) -> None:
+        """End the answer, from any thread, as :meth:`Generation.cancel` does: one more response has its end."""
+        self.generation.cancel()
+
+    def close(self) -> None:
+        """End the answer without a last response, as a ``break`` does. Only for the thread that iterates."""
+        close = getattr(self._responses, "close", None)
+        if close is not None:
+            close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.generation!r}>"
 
 
 def with_eos_token_ids(options: GenerateOptions, program: Program, tokenizer: Tokenizer) -> GenerateOptions:
@@ -206,11 +235,15 @@ def generate_tokens(
     With an MLX program the device chooses each token, and starts the next step before Python asks for its token. A
     program for the CPU, and one with its cache in its graph, runs step by step. The answers are the same.
 
-    Nothing runs before the first token is requested. A ``break`` and an interruption (Ctrl-C) leave the cache usable:
-    it holds the prompt and the first :attr:`Generation.cached_tokens` of the answer. A prompt that is interrupted is
-    rolled back, as far as layers with windows still hold the positions before it; a cache in a graph keeps what ran. If
-    threads share a session, each one must hold a lock of the application's while it iterates: a step that fails cancels
-    the declaration of the next one.
+    Nothing runs before the first token is requested. A ``break``, :meth:`Generation.cancel` and an interruption
+    (Ctrl-C) leave the cache usable: it holds the prompt and the first :attr:`Generation.cached_tokens` of the answer.
+    Of a prompt that did not end it holds the steps that ran, :attr:`Generation.read_tokens`: go on with the rest, or
+    call :meth:`Generation.roll_back`. A step that fails is rolled back together with its prompt, as far as layers with
+    windows still hold the positions before it; a cache in a graph keeps what ran.
+
+    The cache must not change between two tokens: an answer whose positions are no longer the next ones of its sequence
+    ends with an error. If threads share a session, each one must hold a lock of the application's while it iterates: a
+    step that fails cancels the declaration of the next one.
     """
     if program.cache is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
@@ -232,8 +265,8 @@ class Generation(Iterator[int]):
     """An iterator over the token ids of an answer. :func:`generate_tokens` makes it.
 
     ``token_ids`` are the ids so far. ``finish_reason`` is ``None`` until the answer ends, and then ``stop`` (at an eos
-    token, which is not among ``token_ids``), ``length`` (at ``max_tokens``) or ``capacity`` (the cache is full, or the
-    program's context ends).
+    token, which is not among ``token_ids``), ``length`` (at ``max_tokens``), ``capacity`` (the cache is full, or the
+    program's context ends) or ``cancelled`` (by :meth:`cancel`).
     """
 
     def __init__(
@@ -259,8 +292,12 @@ class Generation(Iterator[int]):
         self.before_last: Callable[[], None] | None = None
         """Called when all of the prompt but its last token has run. Set before the first token is requested."""
         self._start: int | None = None
+        self._ran = 0
+        """Tokens of prompt and answer that ran: the next one goes behind them."""
+        self._cancelled = False
+        self._prompt = prompt
         # Its steps hold a weak reference, so that an answer that is dropped releases the session at once.
-        self._steps = Generation._run(weakref.proxy(self), prompt, self._bars)
+        self._steps = Generation._run(weakref.proxy(self), self._bars)
 
     def __repr__(self) -> str:
         state = self.finish_reason or "unfinished"
@@ -268,6 +305,42 @@ class Generation(Iterator[int]):
 
     def __next__(self) -> int:
         return next(self._steps)
+
+    def cancel(self) -> None:
+        """End the answer, from any thread, when the step that runs is done. The iterator then ends, with the
+        ``finish_reason`` ``cancelled``.
+        """
+        self._cancelled = True
+
+    def skip(self, count: int) -> None:
+        """Leave out the first tokens of the prompt, which the cache holds. Only before the first token is requested."""
+        self._prompt = self._prompt[count:]
+        self.prompt_tokens = len(self._prompt)
+        if self._bars:
+            self._bars.prefilled(count)
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens of the prompt that the cache holds: all of them once the answer has begun, and before it all but the
+        last at the most.
+        """
+        return 0 if self._start is None else max(0, min(self._next() - self._start, self.prompt_tokens))
+
+    def roll_back(self) -> None:
+        """Remove what the prompt and the answer have added to the cache.
+
+        Raises :class:`EtkvError` where layers with windows have dropped what the position before needs, and for a cache
+        in a graph, which only clears.
+        """
+        self._steps.close()
+        if self._start is None or self._next() == self._start:
+            return
+        if isinstance(self._cache, SeqCache):
+            self._cache.cancel_step()
+            self._cache.seq_rm(self._sequence, self._start)
+        else:
+            self._cache.rewind(self._start)
+        self._ran = 0
 
     @property
     def cached_tokens(self) -> int:
@@ -293,8 +366,8 @@ class Generation(Iterator[int]):
         cache = self._cache
         return cache.seq_next(self._sequence) if isinstance(cache, SeqCache) else cache.length
 
-    def _run(self, prompt: list[int], bars: _Bars | None) -> Iterator[int]:
-        cache = self._cache
+    def _run(self, bars: _Bars | None) -> Generator[int, None, None]:
+        cache, prompt = self._cache, self._prompt
         if not cache.can_extend(len(prompt)):
             free = cache.capacity - cache.length
             raise CapacityError(
@@ -306,6 +379,8 @@ class Generation(Iterator[int]):
         try:
             if self.before_last is not None:
                 self._read_all_but_last(prompt)
+                if self._ended_by_cancel():
+                    return
                 self.before_last()
                 prompt = prompt[-1:]
             # A device knows the tokens that it runs, and so not those that a penalty is for.
@@ -323,9 +398,28 @@ class Generation(Iterator[int]):
     def _read_all_but_last(self, prompt: list[int]) -> None:
         try:
             self._prefill(prompt[:-1])
-        except BaseException:
-            self._forget(self._last())
+        except BaseException as error:
+            self._undo(error)
             raise
+
+    def _ended_by_cancel(self) -> bool:
+        if self._cancelled:
+            self.finish_reason = "cancelled"
+            if not self.token_ids:
+                self._keep_read()
+        return self._cancelled
+
+    def _undo(self, error: BaseException) -> None:
+        """Roll back what ran without a next token, so that it can run again; of an interrupted prompt its end alone."""
+        if self.token_ids or isinstance(error, Exception):
+            self._forget(self._last())
+        else:
+            self._keep_read()
+
+    def _keep_read(self) -> None:
+        """Keep what ran of a prompt, but for its last token, which goes on."""
+        assert self._start is not None
+        self._forget(min(self._next(), self._start + self.prompt_tokens - 1))
 
     def _on_device(self, prompt: list[int]) -> DeviceAnswer | None:
         if isinstance(self._cache, GraphCache):
@@ -343,7 +437,7 @@ class Generation(Iterator[int]):
         """Yield the tokens that the device chooses."""
         try:
             self._read(answer, waiting)
-            while True:
+            while not self._ended_by_cancel():
                 self._program.check_open()
                 began = time.perf_counter()
                 found = answer.next()
@@ -356,6 +450,7 @@ class Generation(Iterator[int]):
                     self.finish_reason = end
                     return
                 self._add(token)
+                self._ran = self.prompt_tokens + len(self.token_ids) - 1
                 yield token
                 if end is not None:
                     beyond = end == "length" and len(self.token_ids) < self._max_tokens
@@ -363,19 +458,20 @@ class Generation(Iterator[int]):
                     return
         except GeneratorExit:
             raise
-        except BaseException:
+        except BaseException as error:
             # A token may have come that was not taken: it and what leads to it run again.
             answer.close()
-            self._forget(self._last())
+            self._undo(error)
             raise
         finally:
             answer.close()
 
     def _read(self, answer: DeviceAnswer, waiting: int) -> None:
         began = time.perf_counter()
-        while waiting:
+        while waiting and not self._cancelled:
             self._program.check_open()
             left = answer.read_prompt()
+            self._ran += waiting - left
             if self._bars:
                 self._bars.prefilled(waiting - left)
             waiting = left
@@ -399,6 +495,8 @@ class Generation(Iterator[int]):
         while True:
             try:
                 row = self._decode(ids) if self.token_ids else self._prefill(ids)
+                if self._ended_by_cancel():
+                    return
                 assert row is not None
                 token = choose(sampling, row, recent, len(self.token_ids))
                 if not self._max_tokens:
@@ -408,9 +506,8 @@ class Generation(Iterator[int]):
                     self.finish_reason = "stop"
                     return
                 self._add(token)
-            except BaseException:
-                # The ids may have run without a next token: roll them back, so that they can run again.
-                self._forget(self._last())
+            except BaseException as error:
+                self._undo(error)
                 raise
             recent.append(token)
             yield token
@@ -432,6 +529,8 @@ class Generation(Iterator[int]):
         chunk, row = self._most_tokens(), None
         began = time.perf_counter()
         for start in range(0, len(prompt), chunk):
+            if self._cancelled:
+                break
             prefill_chunk = prompt[start : start + chunk]
             row = self._step(prefill_chunk)
             if self._bars:
@@ -447,7 +546,12 @@ class Generation(Iterator[int]):
 
     def _forget(self, position: int) -> None:
         """Roll back the positions from ``position`` on, as far as layers with windows allow."""
+        assert self._start is not None
         with contextlib.suppress(EtkvError):
+            if self._next() < self._start + self._ran:
+                # Something else has changed the cache.
+                return
+            self._ran = min(self._ran, position - self._start)
             if isinstance(self._cache, SeqCache):
                 # The declaration of a step that did not run would apply to the next one.
                 self._cache.cancel_step()
@@ -456,12 +560,18 @@ class Generation(Iterator[int]):
                 self._cache.rewind(position)
 
     def _step(self, ids: list[int]) -> Row:
-        """Run ``ids`` after the positions held; return the last row of logits [vocabulary], valid until the next."""
-        position = self._next()
+        """Run ``ids`` after the positions of the answer; return the last row of logits [vocabulary]."""
+        assert self._start is not None
+        position = self._start + self._ran
+        if self._next() != position:
+            raise PositionError(
+                f"the answer goes on at position {position}, and the cache goes on at {self._next()}: something else "
+                "has changed it"
+            )
         if isinstance(self._cache, SeqCache):
             self._cache.begin_step([self._sequence] * len(ids))
-        rows = self._program.forward(ids, range(position, position + len(ids)), copy=False)
-        row: Row = rows[-1]
+        row = self._program.last_row(ids, range(position, position + len(ids)))
+        self._ran += len(ids)
         return row
 
 

@@ -101,11 +101,9 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
     if isinstance(source, Mapping):
         constants = source
     else:
-        from etkv.pte import constant_methods, output_dtype
+        from etkv.pte import constant_methods
 
-        constants = constant_methods(Path(source))
-        if _DTYPE not in constants and (computed := output_dtype(Path(source))) is not None:
-            constants = {**constants, _DTYPE: computed}
+        constants = with_dtype(constant_methods(Path(source)), Path(source))
     dtype = _dtype(constants[_DTYPE], _DTYPE) if _DTYPE in constants else None
     version = _find(constants, _VERSION)
     if version is not None and version != SCHEMA_VERSION:
@@ -117,6 +115,19 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
     if backend not in BACKENDS:
         raise EtkvError(f"`{BACKEND}` is {backend!r}, expected one of {', '.join(BACKENDS)}")
     return ModelCacheParams(layers, _find(constants, "get_prefill_chunk_size") or 0, context, backend)
+
+
+def with_dtype(constants: Mapping[str, Any], program: Path) -> Mapping[str, Any]:
+    """Return ``constants`` with the dtype that ``program`` computes in, as its outputs tell, if they lack it.
+
+    Raises :class:`EtkvError` if the program is damaged.
+    """
+    if _DTYPE in constants:
+        return constants
+    from etkv.pte import output_dtype
+
+    computed = output_dtype(program)
+    return constants if computed is None else {**constants, _DTYPE: computed}
 
 
 def context_length(constants: Mapping[str, Any]) -> int:

@@ -12,10 +12,10 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, TypeVar, overload
 
 from etkv import _capi, _library, pte
 from etkv._log import executorchs_lines
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     """Integers: a tensor or array of any integer type, or a sequence."""
     RowArray: TypeAlias = npt.NDArray[np.floating[Any]]
     """Rows of logits as numpy has them."""
+
+_T = TypeVar("_T")
 
 METHOD = "forward"
 
@@ -241,7 +243,26 @@ class Program:
         Raises :class:`EtkvError` if the inputs do not fit or the step fails. The cache is then as it was before, unless
         the last product of a CPU program fails: docs/cpu.md.
         """
-        as_tensor = _is_tensor(tokens)
+        ids, at = self._step_inputs(tokens, positions)
+        rows = self.execute(ids, at, copy=copy)[0]
+        rows = rows.reshape(rows.shape[-2:])
+        if not copy:
+            # The memory is the program's, so the rows keep the program alive.
+            rows.owners = (self._method, self._program)
+        return rows if _is_tensor(tokens) else _array(rows)
+
+    def last_row(self, tokens: Ids, positions: Ids) -> RowArray:
+        """Run one step as :meth:`forward` does, and return a copy of the last row of the logits, [vocabulary]."""
+        ids, at = self._step_inputs(tokens, positions)
+
+        def last(outputs: list[Any]) -> RowArray:
+            rows = outputs[0]
+            return _array(rows.reshape(rows.shape[-2:])[-1].clone())
+
+        return self._run((ids, at), False, last)
+
+    def _step_inputs(self, tokens: Ids, positions: Ids) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs of a step, [1, T] and [T]. Raises :class:`EtkvError` if they do not fit."""
         ids, at = _integers(tokens, "tokens"), _integers(positions, "positions")
         if ids.numel() != ids.shape[-1:].numel():
             raise EtkvError(f"tokens has shape {list(ids.shape)}, expected [T] or [1, T]")
@@ -252,23 +273,24 @@ class Program:
             raise EtkvError(f"there are {at.numel()} positions for {ids.numel()} tokens")
         if self.max_step_tokens is not None and ids.numel() > self.max_step_tokens:
             raise EtkvError(f"the step has {ids.numel()} tokens, the program takes at most {self.max_step_tokens}")
-        rows = self.execute(ids, at, copy=copy)[0]
-        rows = rows.reshape(rows.shape[-2:])
-        if not copy:
-            # The memory is the program's, so the rows keep the program alive.
-            rows.owners = (self._method, self._program)
-        return rows if as_tensor else _array(rows)
+        return ids, at
 
     def execute(self, *inputs: Any, copy: bool = True) -> list[Any]:
         """Run the method on the inputs that it declares, torch tensors or integers, and return its outputs.
 
         Raises :class:`EtkvError` if the inputs do not fit or the step fails, or if the program or session is closed.
         """
+        return self._run(inputs, copy, list)
+
+    def _run(self, inputs: tuple[Any, ...], copy: bool, take: Callable[[list[Any]], _T]) -> _T:
+        """Run the method, and return what ``take`` makes of its outputs. Other threads run or close the program only
+        then.
+        """
         self.check_open()
         _capi.follow_log_levels()
         try:
             with _library.EXECUTORCH_CALLS:
-                return self._call(inputs, copy)
+                return take(self._call(inputs, copy))
         finally:
             _capi.deliver_log()
 
@@ -334,10 +356,11 @@ class Program:
     def metadata(self) -> ModelCacheParams:
         """Return the cache metadata of the program. Raises :class:`EtkvError` if it is absent or not valid."""
         if self._metadata is None:
-            from etkv.metadata import read_kv_cache_metadata
+            from etkv.metadata import read_kv_cache_metadata, with_dtype
 
             wanted = [name for name in self.method_names if name.startswith(("kv_cache.", "get_"))]
-            self._metadata = read_kv_cache_metadata({name: self.constant(name) for name in wanted})
+            constants = with_dtype({name: self.constant(name) for name in wanted}, self.path)
+            self._metadata = read_kv_cache_metadata(constants)
         return self._metadata
 
     @property
@@ -365,11 +388,15 @@ class Program:
         return part
 
     def close(self) -> None:
-        """Release the weights and the cache, and end answers. Closing twice does nothing."""
+        """Release the weights and the cache, and end answers: the next token of one is an error.
+
+        Waits for the step that another thread runs. Closing twice does nothing.
+        """
         for part in list(self._parts):
             part.close()
-        self._method = None
-        self._program = None
+        with _library.EXECUTORCH_CALLS:
+            self._method = None
+            self._program = None
 
     def __enter__(self) -> Program:
         return self

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
-from etkv import _conversation
+from etkv import _conversation, _pipeline
 from etkv._backend import Backend, check_id, errors
 from etkv.errors import EtkvError, first_line
 
@@ -60,6 +60,7 @@ class Tokenizer:
             raise EtkvError(
                 f"{folder} has no {_FILE}: the exporter writes it beside the program; copy the model's own there"
             )
+        _pipeline.check(folder / _FILE)
         from tokenizers import Tokenizer as FileTokenizer
         from transformers import PreTrainedTokenizerFast
 
@@ -86,6 +87,7 @@ class Tokenizer:
                 pass
         except OSError as error:
             raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
+        _pipeline.check(Path(path))
         with errors(f"the tokenizer {path} cannot be read"):
             return cls(PreTrainedTokenizerFast(tokenizer_file=str(path)))
 
@@ -235,20 +237,21 @@ class StreamingDetokenizer:
         text = self._decode()
         # The bytes of a character that is not complete.
         certain = text.removesuffix(_REPLACEMENT)
+        is_cut, waits = len(certain) < len(text), len(self._ids) - self._n_context < _MAX_HELD
         if certain.startswith(self._out):
             self.text += certain[len(self._out) :]
             self._out = certain
-            if len(certain) < len(text):
+            if is_cut and waits:
                 return
-        elif len(self._ids) - self._n_context < _MAX_HELD:
+        elif waits:
             return
         else:
-            self.text += _after_common_prefix(text, self._out)
+            self.text += _after_common_prefix(certain, self._out)
         # The ids since the last time are the context of the next ones: some decoders treat the first id alone in
         # another way.
         del self._ids[: self._n_context]
         self._n_context = len(self._ids)
-        self._out = self._decode()
+        self._out = self._decode().removesuffix(_REPLACEMENT) if is_cut else self._decode()
 
     def _decode(self) -> str:
         return self._backend.decode(self._ids, self._skip_special_tokens)
@@ -273,7 +276,7 @@ _REPLACEMENT = "\ufffd"
 """What stands for bytes that are no character."""
 
 _MAX_HELD = 64
-"""The most ids whose text is held back because it contradicts the text that is out."""
+"""The most ids whose text is held back, or read again with each id because it ends within a character."""
 
 
 def _after_common_prefix(text: str, out: str) -> str:

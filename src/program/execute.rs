@@ -8,11 +8,8 @@ use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Passes};
 use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
-#[cfg(target_os = "linux")]
-use tracing::debug;
-use tracing::{debug_span, info, warn};
+use tracing::{debug, debug_span, info, warn};
 
-use super::bound;
 use super::buffers::Buffers;
 #[cfg(target_os = "linux")]
 use super::captured::{CapturedSteps, Recipe, Wanted};
@@ -25,7 +22,7 @@ use super::interpreter::Schedule;
 use super::ir::{Dim, Graph, InputSpec, Op, Value};
 use super::passes::{self, Target};
 use super::stream::ProgramStream;
-use super::{payload, TARGET};
+use super::{bound, by_capacity, payload, TARGET};
 use crate::backend::{MlxCache, ProgramCache, Step, MLX_BACKEND};
 use crate::error::{fail, Error, Result, Status};
 use crate::mlx::{self, Mlx};
@@ -86,7 +83,7 @@ impl Program {
     ) -> Result<Self> {
         let mut graph = decode(payload::read(payload)?)?;
         // Before the constants, because reading these takes longest.
-        let cache = options.cache_key.as_deref().map(|key| bind(&graph, key)).transpose()?;
+        let cache = options.cache_key.as_deref().map(|key| bind(&mut graph, key)).transpose()?;
         let mlx = mlx::enter()?;
         mlx.run(|| {
             let target = Target {
@@ -341,8 +338,8 @@ impl Drop for Loaded {
     }
 }
 
-/// Returns the cache under `key`, if the program can use it.
-fn bind(graph: &Graph, key: &str) -> Result<ProgramCache> {
+/// Returns the cache under `key`, if the program can use it, and makes the choices that depend on it.
+fn bind(graph: &mut Graph, key: &str) -> Result<ProgramCache> {
     let entry = CacheRegistry::global().get(key)?;
     if entry.backend_id != MLX_BACKEND {
         fail!(
@@ -361,7 +358,7 @@ fn bind(graph: &Graph, key: &str) -> Result<ProgramCache> {
             _ => None,
         })
         .collect();
-    let n_layers = entry.cache.lock()?.config().layers.len();
+    let n_layers = entry.cache.n_layers();
     if !layers.iter().copied().eq(0..n_layers) {
         fail!(
             Shape,
@@ -369,7 +366,12 @@ fn bind(graph: &Graph, key: &str) -> Result<ProgramCache> {
             layers.len()
         );
     }
-    Ok(entry.cache.program()?)
+    let bound = entry.cache.program()?;
+    for limit in by_capacity::choose(graph, entry.cache.capacity()) {
+        debug!(target: TARGET, limit, "the capacity is beyond a limit of the program");
+        entry.cache.lock()?.pass_limit(limit)?;
+    }
+    Ok(bound)
 }
 
 fn tensor_inputs(inputs: &[InputSpec]) -> usize {

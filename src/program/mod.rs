@@ -12,6 +12,7 @@
 mod allocations;
 mod bound;
 mod buffers;
+mod by_capacity;
 #[cfg(target_os = "linux")]
 mod captured;
 mod constants;

@@ -261,6 +261,7 @@ static void generations(void) {
   CHECK_INT(etkv_generation_read_prompts(NULL, &n, NULL), invalid);
   CHECK_INT(etkv_generation_next(NULL, &token, &end, 1, &n, NULL), invalid);
   CHECK_INT(etkv_generation_pause(NULL, NULL), invalid);
+  CHECK_INT(etkv_generation_cancel(NULL, NULL), invalid);
   CHECK_INT(token, 2);
   CHECK_INT(end, -7);
   CHECK_INT(n, 7);

@@ -67,7 +67,9 @@ class Interruption:
 
 @pytest.mark.parametrize("at", [1, 4])
 def test_interrupted_where_a_token_is_chosen(loaded, greedy_ids, monkeypatch, where, at):
-    """What was run and led to no token that was taken is rolled back, so that nothing of the answer is lost."""
+    """What was run and led to no token that was taken is rolled back, so that nothing of the answer is lost. Of a
+    prompt all but its last token stays.
+    """
     place, name = (_device.DeviceAnswer, "next") if where == "device" else (generation, "choose")
     choose, calls = getattr(place, name), []
 
@@ -83,9 +85,9 @@ def test_interrupted_where_a_token_is_chosen(loaded, greedy_ids, monkeypatch, wh
     with pytest.raises(KeyboardInterrupt):
         list(answer)
     assert answer.token_ids == greedy_ids[: at - 1]
-    assert loaded.session.length == (len(PROMPT) + answer.cached_tokens if answer.token_ids else 0)
+    assert loaded.session.length == (len(PROMPT) + answer.cached_tokens if answer.token_ids else len(PROMPT) - 1)
     monkeypatch.setattr(place, name, choose)
-    rest = answer.token_ids[answer.cached_tokens :] or PROMPT
+    rest = [*PROMPT[answer.read_tokens :], *answer.token_ids[answer.cached_tokens :]]
     assert list(etkv.generate_tokens(loaded, rest, max_tokens=3, eos_token_ids=[])) == greedy_ids[at - 1 : at + 2]
 
 
@@ -113,10 +115,10 @@ def test_interrupted_anywhere(llama, greedy_ids, session_class, where):
             session.clear()
             answer, _ = answered(at)
             assert not _library.EXECUTORCH_CALLS._is_owned(), f"locked at place {at}"
-            held, ids = (answer.cached_tokens, answer.token_ids) if answer else (0, [])
+            read, held, ids = (answer.read_tokens, answer.cached_tokens, answer.token_ids) if answer else (0, 0, [])
             unfinished += len(ids) < 4
-            assert session.length == (len(PROMPT) + held if session.length else 0)
-            rest = ids[held:] if session.length else PROMPT
+            assert session.length == read + held
+            rest = [*PROMPT[read:], *ids[held:]]
             again = list(etkv.generate_tokens(loaded, rest, max_tokens=3, eos_token_ids=[]))
             assert ids + again == greedy_ids[: len(ids) + 3], f"interrupted at place {at}"
         assert unfinished > n_places // STRIDE // 2
@@ -145,7 +147,7 @@ def test_a_chat_interrupted_anywhere(loaded, tokenizer, restored):
         chat, _ = turn(at)
         assert [message["role"] for message in chat.messages[1::2]] == ["user"] * (len(chat.messages) // 2)
         assert chat.messages[-1]["role"] == "assistant", f"interrupted at place {at}"
-        messages, answers = list(chat.messages), dict(chat._answers)
+        messages, answers = list(chat.messages), list(chat._answers)
         list(chat.send_message("And then?", **sent))
         other = etkv.Chat(loaded, tokenizer)
         # Answers keep their ids, which their text does not tell.
@@ -175,11 +177,11 @@ with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, sess
                 answer = etkv.generate_tokens(program, PROMPT, max_tokens=190, eos_token_ids=[])
         except KeyboardInterrupt:
             caught += 1
-            held, length = answer.cached_tokens, session.length
-            next_ids = answer.token_ids[held:] if length else PROMPT
+            read, held, length = answer.read_tokens, answer.cached_tokens, session.length
+            next_ids = [*PROMPT[read:], *answer.token_ids[held:]]
             rest = list(etkv.generate_tokens(program, next_ids, max_tokens=3, eos_token_ids=[]))
             ids = answer.token_ids[:held]
-            print(json.dumps({"held": held, "length": length, "ids": ids, "rest": rest}), flush=True)
+            print(json.dumps({"read": read, "held": held, "length": length, "ids": ids, "rest": rest}), flush=True)
 """
 
 
@@ -194,9 +196,9 @@ def test_an_interruption_leaves_the_cache_usable(llama):
             time.sleep(pause)
             process.send_signal(signal.SIGINT)
             told = json.loads(process.stdout.readline())
-            assert told["length"] == (len(PROMPT) + told["held"] if told["length"] else 0)
+            assert told["length"] == told["read"] + told["held"]
             assert told["ids"] == expected[: told["held"]]
-            after = told["held"] + 1 if told["length"] else 0
+            after = told["held"] + 1 if told["read"] == len(PROMPT) else 0
             assert told["rest"] == expected[after : after + 3]
 
 

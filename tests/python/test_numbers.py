@@ -92,36 +92,6 @@ def test_graph_equals_transformers(tiny, tmp_path, name):
         torch.testing.assert_close(_run(module, facts, steps, "float32"), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_long_rope_is_that_of_the_context(tmp_path):
-    """transformers takes the long frequencies for a text past 16 positions, a program for every text if it may get so
-    long.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, Phi3Config
-
-    frequencies = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
-    lengths = {"original_max_position_embeddings": 16, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    config = Phi3Config(**tiny_models.SHAPE, rope_parameters={"rope_type": "longrope", **frequencies, **lengths})
-    config.original_max_position_embeddings = 16
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "long")
-    request = ExportRequest(tmp_path / "long", tmp_path / "x.pte", prefill_chunk=16)
-
-    module, facts = _traced(request)
-    assert facts[0].max_context == 256
-    expected = _reference(tmp_path / "long")
-    torch.testing.assert_close(_run(module, facts, [16, _LENGTH - 16], "float32"), expected, rtol=1e-4, atol=1e-4)
-
-    def start(context: int | None) -> torch.Tensor:
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "long").eval()
-        if context:
-            rope.settle(model, context)
-        with torch.no_grad():
-            return model(torch.tensor([_PROMPT[:16]])).logits
-
-    torch.testing.assert_close(start(16), start(None))
-    assert (start(256) - start(None)).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("name", "quantize"),
     [(name, width) for name in ("tiny-llama", "tiny-qwen3-untied") for width in ("4w", "8w")]

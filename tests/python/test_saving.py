@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import resource
+import socket
+
 import numpy as np
 import pytest
 
@@ -135,3 +140,91 @@ def test_what_does_not_fit_is_refused(tmp_path):
         with pytest.raises(etkv.CacheFileError, match="its header says"):
             session.load(path, fingerprint="one")
     assert [found.name for found in tmp_path.iterdir()] == ["cache"]
+
+
+def crafted(path, of, n_tokens: int):
+    """A file with the integers of another one that says it has so many token ids. It takes no room on the disk."""
+    held = of.read_bytes()
+    length = int.from_bytes(held[:8], "little")
+    header = json.loads(held[8 : 8 + length])
+    start, had = n_tokens * 8, header["tokens"]["data_offsets"][1]
+    header["tokens"] = {"dtype": "I64", "shape": [n_tokens], "data_offsets": [0, start]}
+    for name, info in header.items():
+        if name not in ("tokens", "__metadata__"):
+            begin, end = (place - had + start for place in info["data_offsets"])
+            info["data_offsets"] = [begin, end]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + max(info["data_offsets"][1] for name, info in header.items() if name[0] != "_"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_ids_are_bounded_before_memory_is_taken(kind, tmp_path):
+    real, large = tmp_path / "real", tmp_path / "large"
+    with kind(config(), backend="cpu") as session:
+        session.save(real, tokens=PROMPT, fingerprint="one")
+        crafted(large, real, 1 << 28)
+        most = 100 + 65536
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        calls = [lambda: session.load(large, fingerprint="one")]
+        if kind is not etkv.DecodeSession:
+            calls.append(lambda: session.seq_load(1, large, fingerprint="one"))
+        for call in calls:
+            with pytest.raises(etkv.CapacityError, match=f"has {1 << 28} token ids, the most for this cache is {most}"):
+                call()
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
+        session.save(real, tokens=[7] * most)
+        assert len(session.load(real)) == most
+        with pytest.raises(etkv.EtkvError, match=f"{most + 1} token ids, the most"):
+            session.save(real, tokens=[7] * (most + 1))
+
+
+def test_a_store_does_not_read_texts_that_no_cache_could_hold(tmp_path):
+    store = etkv.PrefixStore(tmp_path / "store")
+    tiny = reference.program(Variant("tiny-llama"))
+    facts = etkv.read_kv_cache_metadata(tiny.path)
+    text = [(7 * number) % 250 for number in range(80)]
+
+    def session(capacity: int) -> etkv.DecodeSession:
+        return etkv.DecodeSession(etkv.CacheConfig(facts.layers, capacity), backend=facts.backend)
+
+    with session(100) as written, etkv.load(tiny.path, written) as program:
+        for begin in range(0, 80, 40):
+            program.forward(text[begin : begin + 40], list(range(begin, begin + 40)))
+        assert store.save(written, text, fingerprint="one")
+        (file,) = [found for found in (tmp_path / "store").iterdir() if found.stat().st_size > 10_000]
+        crafted(file.with_name("0" * 8 + file.name[8:]), file, 1 << 28)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert etkv.PrefixStore(tmp_path / "store").find(written, text, fingerprint="one") == len(text)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
+        # A smaller cache leaves a text for larger ones.
+        fresh = etkv.PrefixStore(tmp_path / "store")
+        with session(70) as small:
+            assert fresh.find(small, text, fingerprint="one") == 0
+        assert fresh.find(written, text, fingerprint="one") == len(text)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    fifo, at_socket = tmp_path / "fifo", tmp_path / "socket"
+    os.mkfifo(fifo)
+    with socket.socket(socket.AF_UNIX) as listening, etkv.DecodeSession(config(), backend="cpu") as session:
+        listening.bind(str(at_socket))
+        for path in (fifo, at_socket, "/dev/null", tmp_path):
+            with pytest.raises(etkv.CacheFileError, match="it is no file"):
+                etkv.fingerprint(path)
+            with pytest.raises(etkv.CacheFileError, match="it is no file"):
+                session.save(path)
+            with pytest.raises(etkv.CacheFileError, match="it is no file"):
+                session.load(path)
+    assert fifo.is_fifo() and at_socket.is_socket()
+
+
+def test_messages_quote_little_of_a_file(tmp_path):
+    path = tmp_path / "cache"
+    with etkv.DecodeSession(config(), backend="cpu") as session:
+        session.save(path, fingerprint="m" * 100_000)
+        with pytest.raises(etkv.CacheFileError, match=r"of the model `m{200}…`") as caught:
+            session.load(path)
+        assert len(str(caught.value)) < 500 + len(str(path))

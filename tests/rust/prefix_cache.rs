@@ -50,6 +50,23 @@ fn attach<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) ->
     n
 }
 
+/// A process may open few files, and other things need some.
+#[cfg(target_os = "linux")]
+#[test]
+fn many_texts_take_few_files() {
+    let files = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let (prefixes, before) = (unlimited(), files());
+    for first in 0..400 {
+        let text: Vec<i64> = (0..20).map(|at| first * 1000 + at).collect();
+        assert!(keep::<OnCpu>(&prefixes, TextShape::of(0), &text));
+    }
+    assert_eq!(prefixes.report().prefixes, 400);
+    // Tests beside this one open some too.
+    assert!(files() < before + 100, "{} files, and {before} before", files());
+    prefixes.clear();
+    assert_eq!(prefixes.report().prefixes, 0);
+}
+
 /// Returns how much of a text one that was kept serves where no layer has a window.
 fn served(shape: TextShape, kept: &[i64], text: &[i64]) -> usize {
     let n = shared(kept, text);

@@ -137,6 +137,24 @@ pub unsafe extern "C" fn etkv_generation_next(
     }
 }
 
+/// Ends answers, from any thread.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_generation_cancel(
+    generation: *const etkv_generation,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            handle::look_up(generation, "generation")?.0.cancel();
+            Ok(())
+        })
+    }
+}
+
 /// Rolls back the step that runs ahead.
 ///
 /// # Safety
@@ -211,8 +229,10 @@ struct Next {
 
 #[cfg(all(feature = "mlx", feature = "delegate"))]
 mod inner {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use etkv::program::{self, End, GenerationOptions, Program, Prompt, RunAhead};
-    use etkv_core::{fail, MemoryBudget, SharedCache};
+    use etkv_core::{fail, Error, MemoryBudget, SharedCache, Status};
     use etkv_host::Sampling;
     use parking_lot::{Mutex, MutexGuard};
 
@@ -231,6 +251,8 @@ mod inner {
     pub struct Generation {
         generation: Mutex<program::Generation>,
         n_prompts: usize,
+        /// Beside the lock, which a call has that runs.
+        cancelled: AtomicBool,
     }
 
     impl Generation {
@@ -255,9 +277,26 @@ mod inner {
             let n_prompts = prompts.len();
             let prompts =
                 prompts.into_iter().map(|(sequence, tokens)| Prompt::new(sequence, tokens));
-            let program = Program::bound_to(cache)?;
+            let program = Program::bound_to(cache).map_err(|error| match error.status() {
+                Status::Kind => Error::new(
+                    Status::Kind,
+                    "the device chooses the tokens of programs for MLX alone, and the cache is for another backend: \
+                     run its program step by step, and choose tokens with etkv_sampling_choose",
+                ),
+                _ => error,
+            })?;
             let generation = program::Generation::new(&program, prompts.collect(), made)?;
-            Ok(Self { generation: Mutex::new(generation), n_prompts })
+            let (generation, cancelled) = (Mutex::new(generation), AtomicBool::new(false));
+            Ok(Self { generation, n_prompts, cancelled })
+        }
+
+        /// Ends the answers when the step that runs is done.
+        pub fn cancel(&self) {
+            self.cancelled.store(true, Ordering::Relaxed);
+        }
+
+        fn is_cancelled(&self) -> bool {
+            self.cancelled.load(Ordering::Relaxed)
         }
 
         /// Waits for other threads, but not in the memory callback: they may wait for this one.
@@ -273,7 +312,11 @@ mod inner {
         }
 
         pub fn read_prompts(&self) -> Result<usize> {
-            Ok(self.lock()?.read_prompts()?)
+            let mut generation = self.lock()?;
+            if self.is_cancelled() {
+                return Ok(generation.waiting());
+            }
+            Ok(generation.read_prompts()?)
         }
 
         pub fn next(&self, room: usize) -> Result<Next> {
@@ -284,8 +327,14 @@ mod inner {
                     self.n_prompts
                 );
             }
-            let generated = self.lock()?.next_tokens()?;
             let mut tokens = vec![(-1, 0); self.n_prompts];
+            let mut generation = self.lock()?;
+            while !self.is_cancelled() && generation.read_prompts()? > 0 {}
+            if self.is_cancelled() {
+                generation.pause();
+                return Ok(Next { tokens, count: 0 });
+            }
+            let generated = generation.next_tokens()?;
             for one in &generated {
                 let end = match one.end {
                     None => 0,
@@ -340,6 +389,10 @@ mod inner {
         }
 
         pub fn next(&self, _: usize) -> Result<Next> {
+            match *self {}
+        }
+
+        pub fn cancel(&self) {
             match *self {}
         }
 

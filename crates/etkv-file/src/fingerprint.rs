@@ -1,6 +1,5 @@
 //! The fingerprint of a program: a name for the bytes of its file.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -8,6 +7,7 @@ use etkv_core::{Error, Result};
 
 use crate::checksum::Sum;
 use crate::header::refused;
+use crate::read::opened;
 
 /// The bytes that are read at a time.
 const CHUNK: usize = 1 << 20;
@@ -20,7 +20,8 @@ pub fn fingerprint(path: &Path) -> Result<String> {
     let unread = |error: std::io::Error| -> Error {
         refused(format_args!("cannot read {}: {error}", path.display())).caused_by(error)
     };
-    let mut file = File::open(path).map_err(unread)?;
+    let (mut file, _) = opened(path)
+        .map_err(|error| error.at(format_args!("cannot read {}", path.display())))?;
     let mut chunk = vec![0; CHUNK];
     let mut sum = Sum::new();
     loop {

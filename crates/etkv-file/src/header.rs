@@ -37,6 +37,19 @@ pub fn refused(what: impl std::fmt::Display) -> Error {
     Error::new(Status::File, what)
 }
 
+/// The most characters of a file that a message has.
+const MOST_QUOTED: usize = 200;
+
+/// Returns what a file says for a message: its beginning, if it is long.
+pub fn quoted(what: impl std::fmt::Display) -> String {
+    let mut text = what.to_string();
+    if let Some((end, _)) = text.char_indices().nth(MOST_QUOTED) {
+        text.truncate(end);
+        text.push('…');
+    }
+    text
+}
+
 /// Returns the tensors of a file: token ids, planes, and the checksums of the header and of these.
 /// Planes without slots have none.
 pub fn tensors(n_tokens: usize, planes: &[PlaneRows]) -> Result<Vec<(String, TensorInfo)>> {
@@ -100,20 +113,21 @@ impl Header {
         for (at, (name, info)) in expected.iter().enumerate() {
             match self.tensors.get(at) {
                 Some((found, there)) if found == name && same(info, there) => {}
-                Some((found, there)) => fail!(
-                    File,
-                    "the file is damaged: expected the tensor {name} of {:?} {:?}, got {found} of \
-                     {:?} {:?}",
-                    info.dtype,
-                    info.shape,
-                    there.dtype,
-                    there.shape
-                ),
+                Some((found, there)) => {
+                    let got = format_args!("{found} of {:?} {:?}", there.dtype, there.shape);
+                    fail!(
+                        File,
+                        "the file is damaged: expected the tensor {name} of {:?} {:?}, got {}",
+                        info.dtype,
+                        info.shape,
+                        quoted(got)
+                    )
+                }
                 None => fail!(File, "the file is damaged: it lacks the tensor {name}"),
             }
         }
         if let Some((name, _)) = self.tensors.get(expected.len()) {
-            fail!(File, "the file is damaged: it has a tensor {name} too many");
+            fail!(File, "the file is damaged: it has a tensor {} too many", quoted(name));
         }
         Ok(())
     }
@@ -151,7 +165,7 @@ impl Header {
     /// Returns the header in the JSON of a file.
     pub fn of_json(json: &[u8]) -> Result<Self> {
         let all: Metadata = serde_json::from_slice(json)
-            .map_err(|error| refused(format_args!("the file is no safetensors file: {error}")))?;
+            .map_err(|error| refused(format_args!("the file is no safetensors file: {}", quoted(error))))?;
         let words = all.metadata().as_ref();
         let word = |name: &str| words.and_then(|words| words.get(name)).map(String::as_str);
         if word("kind") != Some(KIND) {
@@ -159,13 +173,17 @@ impl Header {
         }
         let version = word("version").unwrap_or("none");
         if version != VERSION.to_string() {
-            fail!(File, "the file has version {version} of the format, this build reads {VERSION}");
+            fail!(
+                File,
+                "the file has version {} of the format, this build reads {VERSION}",
+                quoted(version)
+            );
         }
         let (Some(fingerprint), Some(state)) = (word("model"), word("cache")) else {
             fail!(File, "the file is damaged: its metadata lacks the model or the cache");
         };
         let snapshot = serde_json::from_str(state)
-            .map_err(|error| refused(format_args!("the file is damaged: its integers: {error}")))?;
+            .map_err(|error| refused(format_args!("the file is damaged: its integers: {}", quoted(error))))?;
         let tensors: Vec<(String, TensorInfo)> = all
             .offset_keys()
             .into_iter()

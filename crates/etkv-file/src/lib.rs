@@ -18,6 +18,7 @@ mod read;
 mod store;
 mod write;
 
+use std::borrow::Cow;
 use std::path::Path;
 
 use etkv_core::error::fail;
@@ -34,7 +35,7 @@ pub struct Labels<'a> {
     /// What the caller tells models apart by, such as the [`fingerprint`] of the program. A file is loaded with the
     /// fingerprint that it was saved with.
     pub fingerprint: &'a str,
-    /// Token ids, which are not interpreted.
+    /// Token ids, which are not interpreted: at most 65,536 more than the capacity of the cache.
     pub tokens: &'a [i64],
 }
 
@@ -44,12 +45,17 @@ pub struct Labels<'a> {
 /// The cache stays as it is, but for a step that was set aside, which is rolled back.
 ///
 /// # Errors
-/// - [`File`](etkv_core::Status::File) if the file cannot be written. An older file is as before.
+/// - [`File`](etkv_core::Status::File) if the file cannot be written, or `path` is a folder, a device, a pipe or a
+///   socket. An older file is as before.
+/// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for too many token ids.
 /// - [`Step`](etkv_core::Status::Step) while a step is open.
 /// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind or a storage that cannot be saved.
 /// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
 pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
     let rewindable_to = cache.rewindable_to().ok();
+    let fingerprint = model_of(cache, labels.fingerprint);
+    let labels = Labels { fingerprint: &fingerprint, ..labels };
+    check_tokens(cache, labels.tokens)?;
     let saving = face(cache)?;
     let header = write::header_of(saving, labels, rewindable_to)?;
     write::save(saving, path, &header, labels.tokens)
@@ -64,14 +70,17 @@ pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
 ///
 /// # Errors
 /// - [`File`](etkv_core::Status::File) for a file that cannot be read, is damaged, or is of another
-///   version, model or config.
+///   version, model or config; and for values that are not finite in a cache whose sequences share cells.
+/// - [`Capacity`](etkv_core::Status::Capacity) for more token ids than a file of this cache may have.
 /// - [`Step`](etkv_core::Status::Step) while a step is open.
 /// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind or a storage that cannot be loaded.
 /// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
 ///
 /// The contents are then as before.
 pub fn load(cache: &mut dyn Cache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
-    read::load(face(cache)?, path, fingerprint)
+    let fingerprint = model_of(cache, fingerprint);
+    let most = most_tokens(cache);
+    read::load(face(cache)?, path, &fingerprint, most)
 }
 
 /// Writes one sequence of a cache of several to a file, as [`save`] does. The file is that of a cache which holds
@@ -87,6 +96,9 @@ pub fn save_sequence(
     labels: Labels,
 ) -> Result<()> {
     let rewindable_to = cache.sequences().map(|all| all.seq_rewindable_to(sequence)).transpose()?;
+    let fingerprint = model_of(cache, labels.fingerprint);
+    let labels = Labels { fingerprint: &fingerprint, ..labels };
+    check_tokens(cache, labels.tokens)?;
     let mut saving = sequence_face(cache, sequence)?;
     let header = write::header_of(&mut *saving, labels, rewindable_to)?;
     write::save(&*saving, path, &header, labels.tokens)
@@ -117,13 +129,51 @@ pub fn load_sequence(
     path: &Path,
     fingerprint: &str,
 ) -> Result<Vec<i64>> {
-    read::load(&mut *sequence_face(cache, sequence)?, path, fingerprint)
+    let fingerprint = model_of(cache, fingerprint);
+    let most = most_tokens(cache);
+    read::load(&mut *sequence_face(cache, sequence)?, path, &fingerprint, most)
 }
 
 /// Returns the checksum of a header, for tests that make files of their own.
 #[doc(hidden)]
 pub fn checksum(bytes: &[u8]) -> [u8; checksum::BYTES] {
     checksum::of(bytes)
+}
+
+/// Returns the name of the model that wrote the rows of a cache: the fingerprint, and the limits that the capacity
+/// of the cache passes, because the program writes other rows beyond them.
+fn model_of<'a>(cache: &dyn Cache, fingerprint: &'a str) -> Cow<'a, str> {
+    match cache.passed_limits() {
+        [] => Cow::Borrowed(fingerprint),
+        limits => {
+            let limits: Vec<String> = limits.iter().map(i32::to_string).collect();
+            Cow::Owned(format!("{fingerprint} with a capacity over {}", limits.join(" and ")))
+        }
+    }
+}
+
+/// Token ids that a file may have besides those of the cache's positions.
+const MORE_TOKENS: usize = 1 << 16;
+
+/// Returns the most token ids of a file of a cache.
+fn most_tokens(cache: &dyn Cache) -> usize {
+    capacity_of(cache).saturating_add(MORE_TOKENS)
+}
+
+fn capacity_of(cache: &dyn Cache) -> usize {
+    usize::try_from(cache.capacity()).unwrap_or_default()
+}
+
+fn check_tokens(cache: &dyn Cache, tokens: &[i64]) -> Result<()> {
+    let (n, most) = (tokens.len(), most_tokens(cache));
+    if n > most {
+        fail!(
+            InvalidArgument,
+            "{n} token ids, the most for a cache with a capacity of {} is {most}",
+            cache.capacity()
+        );
+    }
+    Ok(())
 }
 
 fn face(cache: &mut dyn Cache) -> Result<&mut dyn SaveCache> {

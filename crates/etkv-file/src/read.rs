@@ -8,12 +8,17 @@ use etkv_core::error::fail;
 use etkv_core::{Error, Result, SaveCache, Status};
 
 use crate::checksum::{self, Checksum, Sum};
-use crate::header::{refused, tensors, Header, LARGEST_HEADER};
+use crate::header::{quoted, refused, tensors, Header, LARGEST_HEADER};
 use crate::store::ReadSeek;
 
 /// See [`load`](crate::load).
-pub fn load(cache: &mut dyn SaveCache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
-    let file = opened(path).and_then(|(file, len)| Opened::new(Box::new(file), len));
+pub fn load(
+    cache: &mut dyn SaveCache,
+    path: &Path,
+    fingerprint: &str,
+    most_tokens: usize,
+) -> Result<Vec<i64>> {
+    let file = opened(path).and_then(|(file, len)| Opened::new(Box::new(file), len, most_tokens));
     file.and_then(|file| file.load(cache, fingerprint)).map_err(|error| match error.status() {
         Status::File => error.at(format_args!("cannot load {}", path.display())),
         _ => error,
@@ -36,7 +41,7 @@ impl Opened {
             fail!(
                 File,
                 "the file is of the model `{}`, expected `{fingerprint}`",
-                header.fingerprint
+                quoted(header.fingerprint)
             );
         }
         header.check_tensors(&tensors(header.n_tokens, &cache.planes(&header.snapshot)?)?)?;
@@ -51,14 +56,25 @@ impl Opened {
         Ok(tokens)
     }
 
-    /// Reads the header and the token ids of a file of `len` bytes.
-    pub fn new(file: Box<dyn ReadSeek>, len: u64) -> Result<Self> {
+    /// Reads the header and the token ids of a file of `len` bytes. Refuses more ids than `most_tokens` before it
+    /// takes memory for them.
+    ///
+    /// # Errors
+    /// [`Capacity`](Status::Capacity) for more ids, and [`File`](Status::File).
+    pub fn new(file: Box<dyn ReadSeek>, len: u64, most_tokens: usize) -> Result<Self> {
         let mut file = Source { file, len, sum: Sum::new() };
         let bytes = file.header()?;
         let header = Header::of_json(&bytes[8..])?;
         let expected = (bytes.len() as u64).saturating_add(header.data_bytes());
         if file.len != expected {
             fail!(File, "the file has {} bytes, its header says {expected}", file.len);
+        }
+        if header.n_tokens > most_tokens {
+            fail!(
+                Capacity,
+                "the file has {} token ids, the most for this cache is {most_tokens}",
+                header.n_tokens
+            );
         }
         let mut sums = Checksums(file.checksums(header.n_parts())?.into_iter());
         sums.check(checksum::of(&bytes), format_args!("the header"))?;

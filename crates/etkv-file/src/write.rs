@@ -32,6 +32,9 @@ pub fn save(cache: &dyn SaveCache, path: &Path, header: &Header, tokens: &[i64])
 /// Writes a file beside `path` under another name, and renames it once it is complete and on the disk.
 pub fn put(path: &Path, write: &mut WriteFile) -> Result<()> {
     let wrong = |error: std::io::Error| unwritten(path, error);
+    if std::fs::metadata(path).is_ok_and(|found| !found.is_file()) {
+        return Err(refused(format_args!("cannot write {}: it is no file", path.display())));
+    }
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 /// What stands for bytes that are no character.
 const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
 
-/// The most ids whose text is held back because it contradicts the text that is out.
+/// The most ids whose text is held back, or read again with each id because it ends within a character.
 const MAX_HELD: usize = 64;
 
 /// The text of one answer as it is made. The pieces together are what all ids decode to.
@@ -63,22 +63,27 @@ impl Detokenizer {
     fn read(&mut self) -> Result<()> {
         let text = self.backend.decode(&self.ids, self.skip_special_tokens)?;
         let certain = text.strip_suffix(REPLACEMENT).unwrap_or(&text);
+        let is_cut = certain.len() < text.len();
+        let waits = self.ids.len() - self.n_context < MAX_HELD;
         match certain.strip_prefix(&self.out) {
             Some(piece) => {
                 self.piece.push_str(piece);
-                if certain.len() < text.len() {
+                if is_cut && waits {
                     self.out.push_str(piece);
                     return Ok(());
                 }
             }
-            None if self.ids.len() - self.n_context < MAX_HELD => return Ok(()),
-            None => self.piece.push_str(after_common_prefix(&text, &self.out)),
+            None if waits => return Ok(()),
+            None => self.piece.push_str(after_common_prefix(certain, &self.out)),
         }
         // The ids since the last time are the context of the next ones: some decoders treat the first id alone in
         // another way.
         self.ids.drain(..self.n_context);
         self.n_context = self.ids.len();
         self.out = self.backend.decode(&self.ids, self.skip_special_tokens)?;
+        if is_cut && self.out.ends_with(REPLACEMENT) {
+            self.out.truncate(self.out.len() - REPLACEMENT.len_utf8());
+        }
         Ok(())
     }
 

@@ -11,6 +11,7 @@ mod conversation;
 mod detokenizer;
 mod error;
 mod folder;
+mod pipeline;
 mod template;
 mod tokenizer;
 

@@ -8,6 +8,7 @@ use crate::conversation::{parts, Part};
 use crate::detokenizer::Detokenizer;
 use crate::error::{Error, Result};
 use crate::folder::Folder;
+use crate::pipeline;
 use crate::template::{ChatTemplates, Variables};
 
 pub struct Tokenizer {
@@ -25,6 +26,7 @@ impl Tokenizer {
             return Err(Error::Missing(file));
         }
         let unreadable = |reason: String| Error::Tokenizer { path: file.clone(), reason };
+        pipeline::check(&file).map_err(unreadable)?;
         let model = tokenizers::Tokenizer::from_file(&file)
             .map_err(|error| unreadable(error.to_string()))?;
         let mut folder = Folder::read(file.parent().unwrap_or(Path::new(".")))?;

@@ -111,9 +111,9 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
                 os.fsync(file.fileno())
             size = (scratch / request.output.name).stat().st_size
             names = companions.write(scratch, tokenizer, generation)
-            manifest.write(scratch, request, origin, settled, size, names)
-        checked.run_program(scratch / request.output.name)
+        compared = checked.run_program(scratch / request.output.name)
         with _writing(request.output):
+            manifest.write(scratch, request, origin, settled, size=size, companions=names, checked=compared)
             _publish(scratch, folder, [*names, request.output.name, manifest.NAME], kept)
     progress.note(f"wrote {request.output} ({size / 1e6:.1f} MB)")
     return request.output

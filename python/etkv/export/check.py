@@ -10,7 +10,7 @@ import torch
 from etkv import _library
 from etkv.config import CacheConfig
 from etkv.errors import EtkvError
-from etkv.export import attention, experts
+from etkv.export import attention, by_capacity, experts
 from etkv.export.reasons import explained
 from etkv.metadata import read_kv_cache_metadata
 from etkv.runtime import load
@@ -88,27 +88,28 @@ class Check:
             # Every row, for the last ones of all steps.
             rows, self._step.rows = self._step.rows, {}
             try:
-                with torch.no_grad():
+                with torch.no_grad(), by_capacity.capacity(self._length):
                     made = self._step(**self._inputs)
             finally:
                 self._step.rows = rows
                 model.set_attn_implementation(attention.NAME)
         self._outputs = [_rows(output) for output in (made if isinstance(made, tuple) else (made,))]
 
-    def run_program(self, program: Path) -> None:
-        """Run ``program`` and compare. Does nothing if etkv's library is not built, unless a check was asked for.
+    def run_program(self, program: Path) -> bool:
+        """Run ``program`` and compare. Return whether that was done: not if etkv's library is not built, unless a check
+        was asked for.
 
         Raises :class:`EtkvError` if the program does not run, or if it returns something else than the model.
         """
         if not self._wanted:
-            return
+            return False
         try:
             _library.backends()
         except EtkvError as error:
             if self._request.check:
                 raise EtkvError(f"the program cannot be checked: {error}") from error
             self._progress.note(f"the program is not checked: {error}")
-            return
+            return False
         with self._progress.step(f"comparing {self._length} tokens with the model"):
             try:
                 steps = list(self._run(program))
@@ -116,6 +117,7 @@ class Check:
                 raise EtkvError(f"the program does not run: {error}; --no-check writes it as it is") from error
             for number, expected in enumerate(self._outputs):
                 self._compare(("logits", "hidden states")[number], steps, number, expected)
+        return True
 
     def _run(self, program: Path) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Run ``program`` on the inputs. Yield the end of each step, in tokens, and its outputs."""

@@ -51,6 +51,7 @@ def is_current(request: ExportRequest, source: Source) -> bool:
         wanted = {"program": request.output.name, **describe(request, source)}
         return (
             all(manifest.get(key) == value for key, value in wanted.items())
+            and (manifest.get("checked") or not request.check)
             and request.output.stat().st_size == manifest["bytes"]
             and all((request.output.parent / name).is_file() for name in manifest["companions"])
             and (request.keep_hf is None or (request.keep_hf / "config.json").is_file())
@@ -60,13 +61,24 @@ def is_current(request: ExportRequest, source: Source) -> bool:
 
 
 def write(
-    folder: Path, request: ExportRequest, source: Source, limits: Limits, size: int, companions: list[str]
+    folder: Path,
+    request: ExportRequest,
+    source: Source,
+    limits: Limits,
+    *,
+    size: int,
+    companions: list[str],
+    checked: bool,
 ) -> None:
-    """Write the manifest to ``folder``; ``size`` is the program's, in bytes."""
+    """Write the manifest to ``folder``.
+
+    ``size`` is the program's, in bytes; ``checked`` tells whether it was compared with the model.
+    """
     manifest = {
         "program": request.output.name,
         "bytes": size,
         "companions": companions,
+        "checked": checked,
         "limits": dataclasses.asdict(limits),
         **describe(request, source),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     from executorch.backends.mlx import MLXPartitioner
     from executorch.backends.mlx.passes import get_default_passes
 
+    _register_ops()
     return exir.to_edge_transform_and_lower(
         traced,
         transform_passes=get_default_passes(),
@@ -70,3 +72,23 @@ def check(graph: torch.fx.Graph, family: str) -> None:
         raise EtkvError(f"model family {family!r} has operators that the MLX backend lacks: {', '.join(left)}")
     if len(delegates) != 1:
         raise EtkvError(f"model family {family!r} splits into {len(delegates)} delegates, and a program has one")
+
+
+@functools.cache
+def _register_ops() -> None:
+    """Tell ExecuTorch how the ops of the exporter become nodes of programs for MLX."""
+    import torch
+    from executorch.backends.mlx.builder.op_registry import REGISTRY
+    from executorch.backends.mlx.serialization.mlx_graph_schema import WhereNode
+
+    from etkv.export import by_capacity
+
+    def select_by_capacity(builder: Any, node: torch.fx.Node) -> Any:
+        within, beyond, limit = builder.args(node)
+        flag = builder.make_or_get_constant(by_capacity.FLAG.format(limit), torch.tensor(False))
+        made = builder.make_or_get_slot(node)
+        condition, x, y, out = (builder.slot_to_tid(slot) for slot in (flag, beyond, within, made))
+        builder.emit(WhereNode(condition=condition, x=x, y=y, out=out))
+        return made
+
+    REGISTRY.register(target=[torch.ops.etkv.select_by_capacity.default])(select_by_capacity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import logging
 import os
@@ -88,7 +89,10 @@ def native_noise(allowed: bool) -> Iterator[TextIO]:
     number = 2
     with os.fdopen(os.dup(number), "w", buffering=1) as stream, Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), number)
+        # What a library says before it ends the process is hidden. Where it was called does reach the user.
+        faulthandler.enable(stream)
         try:
             yield stream
         finally:
+            faulthandler.disable()
             os.dup2(stream.fileno(), number)

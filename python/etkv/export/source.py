@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 
+_TOKENIZER_FILES = ("token*", "vocab*", "*.model")
+"""Files of tokenizers, old and new."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -93,7 +96,11 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     except Exception as error:
-        raise EtkvError(f"the tokenizer of {source.path} cannot be read: {first_line(error)}") from error
+        if not any(path for name in _TOKENIZER_FILES for path in source.folder.glob(name)):
+            raise EtkvError(f"{source.path} has no tokenizer: tokenizer.json belongs beside config.json") from error
+        # A sentence that ends so goes on with a list.
+        why = first_line(error).removesuffix(" from one of:")
+        raise EtkvError(f"the tokenizer of {source.path} cannot be read: {why}") from error
     if not tokenizer.is_fast:
         raise EtkvError(f"the tokenizer of {source.path} has no tokenizer.json form ({type(tokenizer).__name__})")
     return tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +162,8 @@ def _layer(name: str) -> int | None:
 
 
 def _masks(path: Path, names: Iterable[str]) -> set[str]:
-    """Return those of ``names`` that are masks ``[.., n, n]``, by the shapes in the safetensors files of ``path``."""
+    """Return those of ``names`` that are masks ``[.., n, n]``, by the shapes in the files of ``path``."""
+    import torch
     from safetensors import safe_open
 
     wanted = {name for name in names if _MASK.fullmatch(name)}
@@ -170,10 +171,17 @@ def _masks(path: Path, names: Iterable[str]) -> set[str]:
     for file in path.glob("*.safetensors") if wanted else ():
         with safe_open(file, framework="numpy") as weights:
             for name in wanted & set(weights.keys()):
-                shape = weights.get_slice(name).get_shape()
-                if len(shape) >= 2 and shape[-1] == shape[-2]:
+                if _is_square(weights.get_slice(name).get_shape()):
                     found.add(name)
+    for file in path.glob("*.bin") if wanted - found else ():
+        # Sizes alone are read.
+        tensors = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+        found |= {name for name in wanted & set(tensors) if _is_square(tensors[name].shape)}
     return found
+
+
+def _is_square(shape: Sequence[int]) -> bool:
+    return len(shape) >= 2 and shape[-1] == shape[-2]
 
 
 def _few(names: list[str]) -> str:

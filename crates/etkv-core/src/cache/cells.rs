@@ -9,6 +9,7 @@ use std::ops::Range;
 use tracing::debug_span;
 
 use super::aside::Aside;
+use super::passed_limits::PassedLimits;
 use super::storage::Storage;
 use super::{AttendCache, Cache, SeqCache, TreeCache};
 use crate::bookkeeping::{AddedStep, CellsBookkeeping, Move};
@@ -39,6 +40,7 @@ pub struct CellsCache<S: Store> {
     open: bool,
     aside: Aside,
     unread: Option<Unread>,
+    passed: PassedLimits,
 }
 
 impl<S: Store> CellsCache<S> {
@@ -69,7 +71,8 @@ impl<S: Store> CellsCache<S> {
         let storage = Storage::new(config, true)?;
         storage.describe(kind);
         let book = CellsBookkeeping::new(capacity, storage.windows());
-        Ok(Self { kind, book, storage, open: false, aside: Aside::default(), unread: None })
+        let (aside, passed) = (Aside::default(), PassedLimits::default());
+        Ok(Self { kind, book, storage, open: false, aside, unread: None, passed })
     }
 
     fn try_begin(&mut self, positions: &[i32]) -> Result<()> {
@@ -155,6 +158,14 @@ impl<S: Store> Cache for CellsCache<S> {
         self.book.capacity()
     }
 
+    fn passed_limits(&self) -> &[i32] {
+        self.passed.limits()
+    }
+
+    fn pass_limit(&mut self, limit: i32) -> Result<()> {
+        self.passed.add(limit, self.book.length())
+    }
+
     fn length(&self) -> i32 {
         self.book.length()
     }
@@ -234,7 +245,7 @@ impl<S: Store> Cache for CellsCache<S> {
 
     fn make_empty(&self) -> Result<Option<Box<dyn Cache>>> {
         let config = CacheConfig { growth: Growth::Exact, ..self.config().clone() };
-        Ok(Some(Box::new(Self::of_kind(self.kind, config)?)))
+        Ok(Some(Box::new(Self { passed: self.passed.clone(), ..Self::of_kind(self.kind, config)? })))
     }
 
     fn sharing(&mut self) -> Option<&mut dyn ShareCache> {

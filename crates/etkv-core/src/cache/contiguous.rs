@@ -4,6 +4,7 @@ mod saving;
 mod sharing;
 
 use super::aside::Aside;
+use super::passed_limits::PassedLimits;
 use super::storage::Storage;
 use super::{AttendCache, Cache};
 use crate::bookkeeping::{ContiguousBookkeeping, ContiguousPlan, LayerGroupPlan, Slots};
@@ -26,6 +27,7 @@ pub struct ContiguousCache<S: Store> {
     aside: Aside,
     /// The open step's plan for each layer group, made once for all of its layers.
     plans: Vec<LayerGroupPlan>,
+    passed: PassedLimits,
 }
 
 impl<S: Store> ContiguousCache<S> {
@@ -43,7 +45,8 @@ impl<S: Store> ContiguousCache<S> {
         storage.describe(Self::KIND);
         let groups = std::iter::once(None).chain(storage.windows().map(Some));
         let book = ContiguousBookkeeping::new(capacity, groups);
-        Ok(Self { book, storage, step: None, aside: Aside::default(), plans: Vec::new() })
+        let (aside, passed) = (Aside::default(), PassedLimits::default());
+        Ok(Self { book, storage, step: None, aside, plans: Vec::new(), passed })
     }
 
     fn try_begin(&mut self, positions: &[i32]) -> Result<()> {
@@ -102,6 +105,14 @@ impl<S: Store> Cache for ContiguousCache<S> {
 
     fn capacity(&self) -> i32 {
         self.book.capacity()
+    }
+
+    fn passed_limits(&self) -> &[i32] {
+        self.passed.limits()
+    }
+
+    fn pass_limit(&mut self, limit: i32) -> Result<()> {
+        self.passed.add(limit, self.book.length())
     }
 
     fn length(&self) -> i32 {
@@ -165,7 +176,7 @@ impl<S: Store> Cache for ContiguousCache<S> {
 
     fn make_empty(&self) -> Result<Option<Box<dyn Cache>>> {
         let config = CacheConfig { growth: Growth::Exact, ..self.config().clone() };
-        Ok(Some(Box::new(Self::new(config)?)))
+        Ok(Some(Box::new(Self { passed: self.passed.clone(), ..Self::new(config)? })))
     }
 
     fn sharing(&mut self) -> Option<&mut dyn ShareCache> {

@@ -7,6 +7,7 @@
 mod aside;
 mod cells;
 mod contiguous;
+mod passed_limits;
 mod storage;
 
 use std::ops::Range;
@@ -34,6 +35,22 @@ pub trait Cache: Send {
 
     /// Returns the most positions that the cache holds.
     fn capacity(&self) -> i32;
+
+    /// Returns the limits that the capacity passes, in ascending order, as far as the programs of the cache depend
+    /// on them. The rows of a cache that passes other limits are rows of another model: a rotary embedding with
+    /// factors for long texts turned them by other angles.
+    fn passed_limits(&self) -> &[i32] {
+        &[]
+    }
+
+    /// Notes that the capacity passes a limit, for [`passed_limits`](Self::passed_limits). A program does so when it
+    /// is loaded.
+    ///
+    /// # Errors
+    /// [`Kind`](crate::Status::Kind) if the limit is new and the cache holds rows.
+    fn pass_limit(&mut self, _limit: i32) -> Result<()> {
+        Ok(())
+    }
 
     /// Returns the number of positions held. One that several sequences share counts once.
     fn length(&self) -> i32;

@@ -8,7 +8,7 @@ use tracing::{debug, warn};
 
 use super::forward::{Forward, Run};
 use super::payload::{Attend, Logits, Payload};
-use super::{rows, TARGET};
+use super::{by_capacity, rows, TARGET};
 use crate::parallel::Parallel;
 
 /// A call of a loaded program. It has one output.
@@ -17,6 +17,8 @@ pub struct Call(Op);
 enum Op {
     Attend { call: Attend, forward: Option<Arc<Forward>> },
     SelectRows(LogitsRows),
+    /// The number of the input that it passes on.
+    SelectByCapacity(usize),
 }
 
 impl Call {
@@ -27,7 +29,8 @@ impl Call {
     /// - [`NoCache`](etkv_core::Status::NoCache) for an unknown key,
     ///   [`Kind`](etkv_core::Status::Kind) for a cache of another backend, and
     ///   [`Shape`](etkv_core::Status::Shape) for a cache with another
-    ///   number of layers.
+    ///   number of layers. [`Kind`](etkv_core::Status::Kind) also if the program chooses by the capacity and the
+    ///   cache holds rows of another choice.
     /// - [`Unsupported`](etkv_core::Status::Unsupported) for the last row of a program that computes
     ///   all, and for the rows of candidates.
     pub fn load(payload: &[u8], options: &LoadOptions) -> Result<Self> {
@@ -47,6 +50,10 @@ impl Call {
         }
         let call = match payload {
             Payload::SelectRows(_) => return Ok(Self(Op::SelectRows(options.logits))),
+            Payload::SelectByCapacity(choice) => {
+                let key = options.cache_key.as_deref();
+                return Ok(Self(Op::SelectByCapacity(by_capacity::choose(&choice, key)?)));
+            }
             Payload::UpdateAndAttend(call) => call,
         };
         if options.logits == LogitsRows::Last && call.logits == Logits::All {
@@ -74,6 +81,7 @@ impl Call {
         match &self.0 {
             Op::Attend { call, .. } => call.n_inputs(),
             Op::SelectRows(_) => 1,
+            Op::SelectByCapacity(_) => by_capacity::N_INPUTS,
         }
     }
 
@@ -99,6 +107,7 @@ impl Call {
         }
         let done = match &self.0 {
             Op::SelectRows(selected) => rows::select(*selected, &inputs[0], host),
+            Op::SelectByCapacity(chosen) => host.take(std::slice::from_ref(&inputs[*chosen])),
             Op::Attend { call, forward: Some(forward) } => {
                 let run = Run { inputs, output_type: output_types[0], host, parallel };
                 forward

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use etkv_core::{fail, CacheRegistry, Result};
+use etkv_core::{fail, CacheRegistry, Entry, Result};
 use etkv_host::{Argument, Host};
 use tracing::info;
 
@@ -74,6 +74,24 @@ pub fn abort_forward() {
     }
 }
 
+/// Returns the cache with this key.
+///
+/// # Errors
+/// [`NoCache`](etkv_core::Status::NoCache) for an unknown key, and [`Kind`](etkv_core::Status::Kind) for a cache of
+/// another backend.
+pub fn entry_of(key: &str) -> Result<Entry> {
+    let entry = CacheRegistry::global().get(key)?;
+    if entry.backend_id != CPU_BACKEND {
+        fail!(
+            Kind,
+            "the program is for backend `{CPU_BACKEND}`, the cache `{key}` for `{}`; make the session for the \
+             program's backend",
+            entry.backend_id
+        );
+    }
+    Ok(entry)
+}
+
 impl Forward {
     /// Returns the forward of the method that this thread loads: that of its calls so far, or a new
     /// one on the cache with this key.
@@ -104,15 +122,7 @@ impl Forward {
     }
 
     fn bind(key: &str, call: &Attend) -> Result<Self> {
-        let entry = CacheRegistry::global().get(key)?;
-        if entry.backend_id != CPU_BACKEND {
-            fail!(
-                Kind,
-                "the program is for backend `{CPU_BACKEND}`, the cache `{key}` for `{}`; make the \
-                 session for the program's backend",
-                entry.backend_id
-            );
-        }
+        let entry = entry_of(key)?;
         let n_layers = entry.cache.n_layers();
         if n_layers != call.n_layers {
             fail!(

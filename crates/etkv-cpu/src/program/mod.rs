@@ -5,6 +5,7 @@
 //! open on the cache from the first of them to the last.
 
 mod argument;
+mod by_capacity;
 mod call;
 mod forward;
 mod payload;

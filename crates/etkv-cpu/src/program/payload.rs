@@ -17,6 +17,8 @@ pub enum Payload {
     UpdateAndAttend(Attend),
     /// The rows that the head of the model computes logits of.
     SelectRows(SelectRows),
+    /// One of two tensors, by the capacity of the cache.
+    SelectByCapacity(SelectByCapacity),
 }
 
 /// Attention over a layer of the cache.
@@ -59,6 +61,14 @@ pub struct SelectRows {
     version: u32,
 }
 
+/// One of two tensors: the second for a cache that holds more positions than the limit.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct SelectByCapacity {
+    version: u32,
+    /// The most positions that the first tensor is for.
+    pub limit: i32,
+}
+
 impl Payload {
     /// Reads a payload.
     ///
@@ -70,7 +80,8 @@ impl Payload {
             Error::new(Status::Program, format!("the payload of a CPU call is damaged: {error}"))
         })?;
         let (Self::UpdateAndAttend(Attend { version, .. })
-        | Self::SelectRows(SelectRows { version })) = payload;
+        | Self::SelectRows(SelectRows { version })
+        | Self::SelectByCapacity(SelectByCapacity { version, .. })) = payload;
         if version != VERSION {
             fail!(
                 Version,
@@ -129,6 +140,11 @@ mod tests {
         assert_eq!((attend.layer, attend.n_inputs(), attend.logits), (1, 3, Logits::Selected));
         let rows = Payload::read(br#"{"op": "select_rows", "version": 1}"#).unwrap();
         assert!(matches!(rows, Payload::SelectRows(_)));
+        let choice = Payload::read(br#"{"op": "select_by_capacity", "version": 1, "limit": 4096}"#);
+        let Payload::SelectByCapacity(choice) = choice.unwrap() else {
+            panic!("another op");
+        };
+        assert_eq!(choice.limit, 4096);
     }
 
     #[test]

@@ -143,7 +143,7 @@ impl Kept {
     /// Removes prefixes that are not pinned until the others fit. The newest is the last to go.
     pub fn make_room(&mut self, max_bytes: u64, newest: Option<u64>) -> Vec<Prefix> {
         let mut gone = Vec::new();
-        while self.bytes > max_bytes || (max_bytes == 0 && !self.held.is_empty()) {
+        while self.bytes > max_bytes {
             let unpinned = self.held.iter().filter(|(_, held)| held.pins == 0);
             // One whose rows all lie in others too would free nothing: the longest ones go first.
             let last = |(&number, held): &(&u64, &Held)| {
@@ -155,12 +155,31 @@ impl Kept {
         gone
     }
 
-    /// Removes the prefix, of those that nothing else holds and no pin, that was used least recently.
-    pub fn take_idle(&mut self) -> Option<Prefix> {
-        let idle = |(_, held): &(&u64, &Held)| held.pins == 0 && held.prefix.is_idle();
-        let found = self.held.iter().filter(idle).min_by_key(|(_, held)| held.used);
-        let number = found.map(|(&number, _)| number)?;
-        self.remove(number)
+    /// Removes all prefixes that are not pinned.
+    pub fn clear(&mut self) -> Vec<Prefix> {
+        let of = |(&number, held): (&u64, &Held)| (held.pins == 0).then_some(number);
+        let unpinned: Vec<u64> = self.held.iter().filter_map(of).collect();
+        unpinned.into_iter().filter_map(|number| self.remove(number)).collect()
+    }
+
+    /// Removes prefixes that nothing else holds and no pin, those that were used least recently first, until those
+    /// have so many bytes that no other prefix has; one at least, if there is one.
+    pub fn take_idle(&mut self, bytes: u64) -> Vec<Prefix> {
+        let of = |(&number, held): (&u64, &Held)| {
+            (held.pins == 0 && held.prefix.is_idle()).then_some((held.used, number))
+        };
+        let mut idle: Vec<(u64, u64)> = self.held.iter().filter_map(of).collect();
+        idle.sort_unstable();
+        let (mut taken, mut sum) = (Vec::new(), 0u64);
+        for (_, number) in idle {
+            if sum >= bytes {
+                break;
+            }
+            let alone = self.held.get(&number).map_or(0, |held| self.alone(&held.prefix));
+            sum = sum.saturating_add(alone);
+            taken.extend(self.remove(number));
+        }
+        taken
     }
 
     /// Pins the prefix that has this whole text.

@@ -6,7 +6,7 @@ mod kept;
 use std::sync::{Arc, Weak};
 
 use etkv_core::error::fail;
-use etkv_core::{Cache, MemoryBudget, Prefix, Reclaim, ReclaimClass, Result, Status};
+use etkv_core::{Cache, MemoryBudget, Piece, Prefix, Reclaim, ReclaimClass, Result, Status};
 use parking_lot::Mutex;
 use tracing::{debug, warn};
 
@@ -14,7 +14,7 @@ use self::ahead::{Asked, ReadAhead};
 use self::kept::{Kept, Texted};
 use crate::store::index::{group_with, Group};
 use crate::store::{check_fingerprint, text_length, MOST_TRIED, TARGET};
-use crate::{Labels, PrefixStore};
+use crate::{capacity_of, model_of, Labels, PrefixStore};
 
 /// Beginnings of texts that caches of this process share: what one cache has read of a text is kept as a
 /// [`Prefix`], and an empty cache whose text begins alike attaches to it, without a copy.
@@ -281,7 +281,8 @@ impl PrefixCache {
 
     /// Drops all prefixes that are not pinned. The files of the store stay.
     pub fn clear(&self) {
-        let gone = self.inner.kept.lock().make_room(0, None);
+        // Dropped without the lock: it takes a while, and other calls do not wait for it.
+        let gone = self.inner.kept.lock().clear();
         drop(gone);
     }
 
@@ -387,10 +388,15 @@ impl Reclaim for Inner {
     fn reclaim(&self, bytes: u64) -> u64 {
         let mut freed: u64 = 0;
         while freed < bytes {
-            let idle = self.kept.lock().take_idle();
-            let Some(prefix) = idle else { break };
-            let pieces = prefix.pieces().to_vec();
-            drop(prefix);
+            let idle = self.kept.lock().take_idle(bytes - freed);
+            if idle.is_empty() {
+                break;
+            }
+            // Several prefixes may have a piece.
+            let mut pieces: Vec<Piece> = idle.iter().flat_map(|prefix| prefix.pieces().to_vec()).collect();
+            drop(idle);
+            pieces.sort_unstable_by_key(Piece::id);
+            pieces.dedup_by_key(|piece| piece.id());
             for piece in pieces.iter().filter(|piece| piece.is_freed()) {
                 freed = freed.saturating_add(piece.bytes());
             }
@@ -406,9 +412,5 @@ fn group_of(fingerprint: &str, cache: &mut dyn Cache) -> Result<Group> {
         Some(face) => face.backend(),
         None => fail!(Unsupported, "caches of kind `{}` share no memory", cache.kind()),
     };
-    group_with(fingerprint, backend, cache)
-}
-
-fn capacity_of(cache: &dyn Cache) -> usize {
-    usize::try_from(cache.capacity()).unwrap_or_default()
+    group_with(&model_of(cache, fingerprint), backend, cache)
 }

@@ -61,6 +61,8 @@ pub struct Index {
     groups: HashMap<Group, Texts<String>>,
     /// What is known of each file.
     files: HashMap<String, Known>,
+    /// Files whose texts are longer than a capacity: what tells each from another one of its name, and the capacity.
+    longer: HashMap<String, (u64, usize)>,
 }
 
 /// A file that was read.
@@ -73,9 +75,16 @@ struct Known {
 }
 
 impl Index {
-    /// Returns whether this file was read.
-    pub fn knows(&self, file: &Found) -> bool {
+    /// Returns whether this file was read, or its text is longer than a capacity.
+    pub fn knows(&self, file: &Found, capacity: usize) -> bool {
+        let is_longer = |&(identity, than): &(u64, usize)| identity == file.identity && than >= capacity;
         self.files.get(&file.name).is_some_and(|known| known.identity == file.identity)
+            || self.longer.get(&file.name).is_some_and(is_longer)
+    }
+
+    /// Notes that the text of a file is longer than a capacity.
+    pub fn is_longer(&mut self, file: &Found, capacity: usize) {
+        self.longer.insert(file.name.clone(), (file.identity, capacity));
     }
 
     /// Adds a file with its beginning, or one that cannot be used.
@@ -121,6 +130,7 @@ impl Index {
 
     /// Forgets the files that are not among these.
     pub fn keep(&mut self, is_there: impl Fn(&str) -> bool) {
+        self.longer.retain(|name, _| is_there(name));
         let gone: Vec<String> = self.files.keys().filter(|name| !is_there(name)).cloned().collect();
         gone.iter().for_each(|name| self.remove(name));
     }
@@ -279,14 +289,14 @@ mod tests {
         index.add(&file("two"), Some((&header("a", 0), vec![1, 2]))).unwrap();
         index.add(&file("three"), None).unwrap();
         index.keep(|name| name == "two");
-        assert!(index.knows(&file("two")));
-        assert!(!index.knows(&file("one")) && !index.knows(&file("three")));
-        assert!(!index.knows(&Found { identity: 2, ..file("two") }));
+        assert!(index.knows(&file("two"), 8));
+        assert!(!index.knows(&file("one"), 8) && !index.knows(&file("three"), 8));
+        assert!(!index.knows(&Found { identity: 2, ..file("two") }, 8));
         let found: Vec<Match> = index.matches(&group, &[1, 2, 3], 1, 9).collect();
         assert_eq!(found, [Match { name: "two".into(), n_tokens: 2 }]);
         index.give_up("two");
         assert_eq!(index.matches(&group, &[1, 2, 3], 1, 9).count(), 0);
-        assert!(index.knows(&file("two")));
+        assert!(index.knows(&file("two"), 8));
         index.keep(|_| false);
         assert_eq!(index.matches(&group, &[1, 2], 1, 9).count(), 0);
     }

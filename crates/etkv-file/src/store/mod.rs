@@ -26,7 +26,7 @@ use self::place::{name_of, Found, Place};
 pub use self::place::{ReadSeek, WriteFile};
 use crate::header::Header;
 use crate::read::Opened;
-use crate::{face, write, Labels};
+use crate::{capacity_of, face, model_of, write, Labels};
 
 /// The target of log events.
 pub(crate) const TARGET: &str = "etkv::file";
@@ -137,6 +137,8 @@ impl PrefixStore {
     pub fn save(&self, cache: &mut dyn Cache, labels: Labels) -> Result<bool> {
         let tokens = labels.tokens;
         check_fingerprint(labels.fingerprint)?;
+        let fingerprint = model_of(cache, labels.fingerprint);
+        let labels = Labels { fingerprint: &fingerprint, tokens };
         let length = text_length(cache)?;
         if usize::try_from(length).ok() != Some(tokens.len()) {
             fail!(
@@ -153,9 +155,9 @@ impl PrefixStore {
         let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
         let rewindable_to = cache.rewindable_to()?.max(converted_at.unwrap_or_default());
         let least = usize::try_from(rewindable_to).unwrap_or_default();
-        let capacity = usize::try_from(cache.capacity()).unwrap_or_default();
+        let capacity = capacity_of(cache);
         let group = group_of(labels.fingerprint, cache)?;
-        let found = self.refresh()?;
+        let found = self.refresh(capacity)?;
         let covering = self.index.lock().covering(&group, tokens, least, capacity).cloned();
         if let Some(entry) = covering {
             self.touch(&found, &entry.what);
@@ -173,7 +175,7 @@ impl PrefixStore {
         self.place
             .put(&name, bytes, &mut |file| write::write(saving, &header, tokens, file, &path))?;
         // It is read from the folder like the files of others.
-        self.refresh()?;
+        self.refresh(capacity)?;
         let covered = self.index.lock().covered(&group, tokens, least);
         for name in &covered {
             self.place.remove(name);
@@ -189,7 +191,8 @@ impl PrefixStore {
     /// [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and [`File`](Status::File) if
     /// the folder cannot be read.
     pub fn n_stored(&self, cache: &dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<usize> {
-        let (_, matches) = self.matches(cache, fingerprint, tokens, 1)?;
+        check_fingerprint(fingerprint)?;
+        let (_, matches) = self.matches(cache, &model_of(cache, fingerprint), tokens, 1)?;
         Ok(matches.first().map_or(0, |found| found.n_tokens))
     }
 
@@ -214,9 +217,11 @@ impl PrefixStore {
                 cache.length()
             );
         }
-        let (found, matches) = self.matches(cache, fingerprint, tokens, MOST_TRIED)?;
+        check_fingerprint(fingerprint)?;
+        let fingerprint = model_of(cache, fingerprint);
+        let (found, matches) = self.matches(cache, &fingerprint, tokens, MOST_TRIED)?;
         for Match { name, n_tokens } in matches {
-            match self.load_file(cache, fingerprint, &name, &tokens[..n_tokens]) {
+            match self.load_file(cache, &fingerprint, &name, &tokens[..n_tokens]) {
                 Ok(true) => {
                     self.touch(&found, &name);
                     debug!(target: TARGET, tokens = n_tokens, file = name, "a text was loaded");
@@ -245,7 +250,8 @@ impl PrefixStore {
         name: &str,
         tokens: &[i64],
     ) -> Result<bool> {
-        let file = self.place.open(name).and_then(|(file, bytes)| Opened::new(file, bytes))?;
+        let most = capacity_of(cache);
+        let file = self.place.open(name).and_then(|(file, bytes)| Opened::new(file, bytes, most))?;
         let loading = face(cache)?;
         if loading.planes(&file.header.snapshot).is_err() {
             return Ok(false);
@@ -273,10 +279,9 @@ impl PrefixStore {
         tokens: &[i64],
         most: usize,
     ) -> Result<(Vec<Found>, Vec<Match>)> {
-        check_fingerprint(fingerprint)?;
-        let capacity = usize::try_from(cache.capacity()).unwrap_or_default();
+        let capacity = capacity_of(cache);
         let group = group_of(fingerprint, cache)?;
-        let found = self.refresh()?;
+        let found = self.refresh(capacity)?;
         let index = self.index.lock();
         let matches = index.matches(&group, tokens, LEAST_TOKENS, capacity).take(most).collect();
         drop(index);
@@ -290,20 +295,22 @@ impl PrefixStore {
         }
     }
 
-    /// Reads the beginnings of files that are new, and forgets those that are gone. Returns all.
-    fn refresh(&self) -> Result<Vec<Found>> {
+    /// Reads the beginnings of files that are new, and forgets those that are gone. Returns all. What a cache of this
+    /// capacity could not hold is left for a larger one.
+    fn refresh(&self, capacity: usize) -> Result<Vec<Found>> {
         let found = self.place.files()?;
         let names: HashSet<&str> = found.iter().map(|file| file.name.as_str()).collect();
         let mut index = self.index.lock();
         index.keep(|name| names.contains(name));
-        let new: Vec<&Found> = found.iter().filter(|file| !index.knows(file)).collect();
+        let new: Vec<&Found> = found.iter().filter(|file| !index.knows(file, capacity)).collect();
         // Other threads search while this one reads. They may read the same files.
         drop(index);
-        let read = self.beginnings(&new);
+        let read = self.beginnings(&new, capacity);
         let mut index = self.index.lock();
         for (file, beginning) in new.into_iter().zip(read) {
             match beginning {
                 Ok((header, tokens)) => index.add(file, Some((&header, tokens)))?,
+                Err(error) if error.status() == Status::Capacity => index.is_longer(file, capacity),
                 // The system may fail in another way the next time.
                 Err(error) if error.status() != Status::File || error.source().is_some() => {
                     debug!(target: TARGET, %error, file = file.name, "a stored text was not read");
@@ -318,11 +325,12 @@ impl PrefixStore {
         Ok(found)
     }
 
-    /// Returns the beginnings of files, several read at once where the place asks for it.
-    fn beginnings(&self, files: &[&Found]) -> Vec<Result<Beginning>> {
+    /// Returns the beginnings of files, several read at once where the place asks for it. Those of texts of more
+    /// tokens than `capacity` are not read.
+    fn beginnings(&self, files: &[&Found], capacity: usize) -> Vec<Result<Beginning>> {
         let read = |file: &Found| {
             let (source, bytes) = self.place.open(&file.name)?;
-            let Opened { header, tokens, .. } = Opened::new(source, bytes)?;
+            let Opened { header, tokens, .. } = Opened::new(source, bytes, capacity)?;
             Ok((header, tokens))
         };
         let n_threads = self.place.at_once().min(files.len());

@@ -1,7 +1,8 @@
 """The calls of a graph that etkv carries out, each a delegate of its own.
 
 ``kvcache::update_and_attend`` writes and reads a layer of the cache. ``etkv::select_rows`` passes on the rows that the
-head of the model computes logits of: all, or the last, as the program is loaded.
+head of the model computes logits of: all, or the last, as the program is loaded. ``etkv::select_by_capacity`` passes on
+the one of two tensors that is for the capacity of the cache.
 ``crates/etkv-cpu/src/program/payload.rs`` reads what this writes.
 """
 
@@ -25,6 +26,7 @@ VERSION = 1
 
 _ATTEND = "update_and_attend"
 _SELECT = "select_rows"
+_BY_CAPACITY = "select_by_capacity"
 _TENSORS = 4
 """Tensors of ``update_and_attend``: queries, keys, values and positions."""
 
@@ -90,6 +92,9 @@ def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
     for number, node in enumerate(selects):
         name = node.meta["delegation_tag"] = f"{_SELECT}_{number}"
         specs[name] = _spec({"op": _SELECT})
+    for number, node in enumerate(node for node in nodes if _BY_CAPACITY in str(node.target)):
+        name = node.meta["delegation_tag"] = f"{_BY_CAPACITY}_{number}"
+        specs[name] = _spec({"op": _BY_CAPACITY, "limit": _argument(node, 2, "limit")})
     return specs
 
 

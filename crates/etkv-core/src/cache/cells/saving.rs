@@ -52,7 +52,9 @@ impl<S: Store> SaveCache for CellsCache<S> {
     fn restore(&mut self, snapshot: &Snapshot, give: &mut GiveRows) -> Result<()> {
         self.settle_between_steps("load")?;
         let contents = self.contents(snapshot)?;
-        self.storage = self.storage.restored(snapshot, &contents, give)?;
+        let restored = self.storage.restored(snapshot, &contents, give)?;
+        restored.refuse_not_finite(&contents.held)?;
+        self.storage = restored;
         self.book = contents.book;
         Ok(())
     }

@@ -1,22 +1,74 @@
 //! Frozen bytes in an anonymous file, which every mapping has as its own pages until it writes to them.
+//!
+//! All frozen bytes of a process lie in one file, because a process may open few. What nothing reads any more is cut
+//! out of it.
 
 use std::ffi::c_void;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use rustix::fs::{ftruncate, memfd_create, MemfdFlags};
+use rustix::fs::{fallocate, ftruncate, memfd_create, FallocateFlags, MemfdFlags};
 use rustix::io::{pwrite, Errno, Result};
 use rustix::mm::{mmap, MapFlags};
+use rustix::process::{getpid, getrlimit, Pid, Resource};
 
 use super::ACCESS;
 
 /// Whether mappings of the same bytes are the same memory.
 pub const SHARES: bool = true;
 
-/// Bytes that nothing writes to.
+/// Where a file ends at the latest. Its bytes that were cut out take no memory, and no room again.
+const MOST: u64 = 1 << 40;
+
+/// The file that new bytes go to.
+static CURRENT: Mutex<Weak<Shared>> = Mutex::new(Weak::new());
+
+/// A file with the frozen bytes of many prefixes.
+#[derive(Debug)]
+struct Shared {
+    file: OwnedFd,
+    /// The process that made it. A forked one has the same file, and leaves it as it is.
+    owner: Pid,
+    end: Mutex<u64>,
+}
+
+impl Shared {
+    /// Returns a file with room for `len` bytes, and where they begin.
+    fn with_room(len: u64) -> Result<(Arc<Self>, u64)> {
+        let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
+        let most = getrlimit(Resource::Fsize).current.unwrap_or(MOST).min(MOST);
+        if let Some(shared) = current.upgrade().filter(|shared| shared.owner == getpid()) {
+            if let Some(start) = shared.extend(len, most)? {
+                return Ok((shared, start));
+            }
+        }
+        let file = memfd_create(c"etkv-prefixes", MemfdFlags::CLOEXEC)?;
+        let shared = Arc::new(Self { file, owner: getpid(), end: Mutex::default() });
+        // A run that is longer than any file may be fails here, as the system says.
+        let start = shared.extend(len, u64::MAX)?.unwrap_or_default();
+        *current = Arc::downgrade(&shared);
+        Ok((shared, start))
+    }
+
+    /// Makes room at the end, unless the file would be longer than `most`.
+    fn extend(&self, len: u64, most: u64) -> Result<Option<u64>> {
+        let mut end = self.end.lock().unwrap_or_else(PoisonError::into_inner);
+        let (start, behind) = (*end, end.saturating_add(len));
+        if behind > most {
+            return Ok(None);
+        }
+        ftruncate(&self.file, behind)?;
+        *end = behind;
+        Ok(Some(start))
+    }
+}
+
+/// Bytes that nothing writes to: a run of whole pages of a file.
 #[derive(Debug)]
 pub struct Frozen {
-    file: OwnedFd,
+    shared: Arc<Shared>,
+    start: u64,
+    len: u64,
 }
 
 impl Frozen {
@@ -26,38 +78,69 @@ impl Frozen {
     /// These pages are mapped, and no reference points into them.
     pub unsafe fn map(&self, at: *mut u8, len: usize, offset: u64) -> Result<()> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
-        // SAFETY: the caller's promise. The file has as many bytes, and nothing writes to it or cuts it.
-        unsafe { mmap(at.cast::<c_void>(), len, ACCESS, flags, &self.file, offset) }.map(drop)
+        let offset = self.start.saturating_add(offset);
+        // SAFETY: the caller's promise. The file has as many bytes, and nothing writes to these or cuts them out.
+        unsafe { mmap(at.cast::<c_void>(), len, ACCESS, flags, &self.shared.file, offset) }.map(drop)
     }
 }
 
-/// Puts bytes into a file.
-pub struct Writer {
-    frozen: Arc<Frozen>,
-    end: u64,
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        if self.len > 0 && self.shared.owner == getpid() {
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            // Where it fails, the bytes go with the file.
+            let _ = fallocate(&self.shared.file, flags, self.start, self.len);
+        }
+    }
 }
+
+/// Puts bytes into the file.
+pub struct Writer;
 
 impl Writer {
     pub fn new() -> Result<Self> {
-        let file = memfd_create(c"etkv-prefix", MemfdFlags::CLOEXEC)?;
-        Ok(Self { frozen: Arc::new(Frozen { file }), end: 0 })
+        Ok(Self)
     }
 
     /// Adds bytes, and zeros up to `whole` bytes. Returns where they lie.
     pub fn add(&mut self, bytes: &[u8], whole: usize) -> Result<(Arc<Frozen>, u64)> {
-        let offset = self.end;
-        let end = offset.saturating_add(whole as u64);
-        ftruncate(&self.frozen.file, end)?;
+        let len = whole as u64;
+        let (shared, start) = Shared::with_room(len)?;
+        // What was written goes with it if the rest fails.
+        let frozen = Frozen { shared, start, len };
         let mut written = 0;
         while written < bytes.len() {
-            match pwrite(&self.frozen.file, &bytes[written..], offset + written as u64) {
+            match pwrite(&frozen.shared.file, &bytes[written..], start + written as u64) {
                 Ok(0) => return Err(Errno::NOSPC),
                 Ok(n) => written += n,
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(error),
             }
         }
-        self.end = end;
-        Ok((Arc::clone(&self.frozen), offset))
+        Ok((Arc::new(frozen), 0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::fstat;
+
+    use super::*;
+
+    #[test]
+    fn many_runs_are_in_one_file_and_go_with_their_last_reader() {
+        let page = rustix::param::page_size();
+        let bytes = vec![7; 3 * page - 5];
+        let mut writer = Writer::new().unwrap();
+        let runs: Vec<Arc<Frozen>> =
+            (0..100).map(|_| writer.add(&bytes, 3 * page).unwrap().0).collect();
+        let shared = Arc::clone(&runs[0].shared);
+        assert!(runs.iter().all(|run| Arc::ptr_eq(&run.shared, &shared)));
+        let taken = || fstat(&shared.file).unwrap().st_blocks as usize * 512;
+        let before = taken();
+        assert!(before >= 300 * page);
+        drop(runs);
+        // Other tests may have runs in the same file.
+        assert!(taken() <= before - 300 * page, "{} of {before} bytes are taken", taken());
     }
 }

@@ -278,5 +278,18 @@ pub fn a_sequence_that_is_not_finite_joins_no_others<B: Backend>() {
                 .iter()
                 .all(|&bits| f32::from_bits(bits).is_finite()));
         }
+        // The same of all sequences at once.
+        let mut wide = Shape { kind: 1, config: config.clone() }.make::<B>();
+        let rows = |value| B::tensor(&vec![vec![vec![value; 64]]; 2]);
+        let mut step = etkv_core::Step::begin(&mut *wide, &[0, 1]).unwrap();
+        step.update_and_fetch(0, &rows(0.5), &rows(1e30)).unwrap();
+        step.commit(&[]).unwrap();
+        save(&mut *wide, &place.path, labels(&[])).unwrap();
+        load(&mut *wide, &place.path, MODEL).unwrap();
+        let mut narrow =
+            Shape { kind: 1, config: config.clone().stored_as(KvFormat::F16) }.make::<B>();
+        let error = load(&mut *narrow, &place.path, MODEL).unwrap_err();
+        assert_eq!((error.status(), narrow.length()), (Status::File, 0));
+        assert!(error.message().contains("a value of layer 0 is not finite"), "{error}");
     });
 }

@@ -8,6 +8,12 @@ use crate::snapshot::{damaged, GroupState, SequenceState};
 /// The most positions of a sequence in a file. Integers then do not overflow for as many more.
 const MOST_POSITIONS: i32 = 1 << 30;
 
+/// Cells up to which positions may lie anywhere.
+const MOST_SPARSE: usize = 1 << 22;
+
+/// The most cells for each position, beyond those. Bookkeeping takes two bytes for each, held or not.
+const MOST_CELLS_A_ROW: i64 = 64;
+
 impl LayerGroup {
     /// Returns the state without that of the trees.
     pub fn state(&self) -> GroupState {
@@ -50,7 +56,14 @@ impl LayerGroup {
             check_runs(*sequence, runs)?;
             all.extend(runs.iter().map(|&[position, cell, len]| Run { position, cell, len }));
         }
+        let n_held: i64 = all.iter().map(|run| i64::from(run.len)).sum();
         let end = group.check_cells(all, nodes)?;
+        if end > MOST_SPARSE && end as i64 / MOST_CELLS_A_ROW > n_held + nodes.len() as i64 {
+            fail!(
+                File,
+                "the file has {n_held} positions in cells up to {end}; compact the cache before it is saved"
+            );
+        }
         if group.owners.try_reserve_exact(end).is_err() {
             return Err(Error::new(
                 Status::Backend,

@@ -1,0 +1,89 @@
+"""Refuses a ``tokenizer.json`` whose steps, one after another, make a text longer without end.
+
+The rule is that of the runners, ``examples/tokenizer/src/pipeline.rs``. A step that writes two characters for one
+doubles a text, and forty of them end a process for want of memory: what a file may ask for is bounded before it is
+loaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+from etkv.errors import EtkvError
+
+MOST = 1024.0
+"""How many times as long a text may become in one part of a tokenizer. Published ones stay below 200."""
+
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+
+_GROWTH = {"ByteLevel": 2.0, "BertNormalizer": 3.0, "BertPreTokenizer": 1.0, "Lowercase": 3.0}
+"""Kinds of steps that write more bytes than they read, whatever their settings."""
+
+_STEPS = ("normalizers", "pretokenizers", "processors", "decoders")
+"""The names under which a sequence has its steps."""
+
+
+def check(path: Path) -> None:
+    """Raise :class:`EtkvError` for a tokenizer that makes texts too long. One that is no JSON is left to its reader."""
+    try:
+        told = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return
+    for part in _PARTS:
+        growth = _growth(told.get(part) if isinstance(told, dict) else None)
+        if growth > MOST:
+            raise EtkvError(
+                f"the tokenizer {path} cannot be used: its {part} makes a text up to {growth:.3g} times as long, the "
+                f"most is {MOST:.0f}"
+            )
+
+
+def _growth(step: Any) -> float:
+    """Return how many times as many bytes ``step`` may write as it reads."""
+    if not isinstance(step, dict):
+        return 1.0
+    growth = 1.0
+    for name in _STEPS:
+        for inner in step.get(name) or () if isinstance(step.get(name), list) else ():
+            growth = min(growth * _growth(inner), 1e300)
+    return growth * _own_growth(step)
+
+
+def _own_growth(step: dict[str, Any]) -> float:
+    kind = step.get("type")
+    if kind == "Replace":
+        written, pattern = _bytes(step.get("content")), step.get("pattern")
+        exact = _bytes(pattern.get("String")) if isinstance(pattern, dict) and "String" in pattern else 0
+        # A regular expression may match a single character, or nothing, before each.
+        return max(1.0, written / exact) if exact else 1.0 + written
+    if kind == "Prepend":
+        return 1.0 + _bytes(step.get("prepend"))
+    if kind == "Metaspace":
+        return 1.0 + _bytes(step.get("replacement"))
+    if kind in ("WordPiece", "BPEDecoder", "CTC"):
+        # They write a space, or the text of a special token, between tokens.
+        return 1.0 + max(_bytes(step.get(name)) for name in ("prefix", "suffix", "pad_token", "word_delimiter_token"))
+    if kind == "Precompiled":
+        return _longest(step.get("precompiled_charsmap"))
+    if kind == "TemplateProcessing":
+        single = step.get("single")
+        pieces = [piece for piece in single if isinstance(piece, dict)] if isinstance(single, list) else []
+        return float(max(1, sum("Sequence" in piece for piece in pieces)))
+    return _GROWTH.get(kind, 1.0) if isinstance(kind, str) else 1.0
+
+
+def _bytes(text: Any) -> int:
+    return len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else 0
+
+
+def _longest(charsmap: Any) -> float:
+    """Return the bytes of the longest text that a map of characters writes: they lie behind its trie."""
+    try:
+        data = base64.b64decode(charsmap)
+    except (TypeError, ValueError):
+        return 1.0
+    written = data[4 + int.from_bytes(data[:4], "little") :]
+    return float(max(map(len, written.split(b"\0")), default=1) or 1)
