@@ -283,7 +283,7 @@ mod inner {
                     "the device chooses the tokens of programs for MLX alone, and the cache is for another backend: \
                      run its program step by step, and choose tokens with etkv_sampling_choose",
                 ),
-                _ => error,
+                _ => error.into(),
             })?;
             let generation = program::Generation::new(&program, prompts.collect(), made)?;
             let (generation, cancelled) = (Mutex::new(generation), AtomicBool::new(false));

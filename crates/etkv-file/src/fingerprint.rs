@@ -20,8 +20,8 @@ pub fn fingerprint(path: &Path) -> Result<String> {
     let unread = |error: std::io::Error| -> Error {
         refused(format_args!("cannot read {}: {error}", path.display())).caused_by(error)
     };
-    let (mut file, _) = opened(path)
-        .map_err(|error| error.at(format_args!("cannot read {}", path.display())))?;
+    let (mut file, _) =
+        opened(path).map_err(|error| error.at(format_args!("cannot read {}", path.display())))?;
     let mut chunk = vec![0; CHUNK];
     let mut sum = Sum::new();
     loop {

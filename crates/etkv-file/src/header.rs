@@ -164,8 +164,9 @@ impl Header {
 
     /// Returns the header in the JSON of a file.
     pub fn of_json(json: &[u8]) -> Result<Self> {
-        let all: Metadata = serde_json::from_slice(json)
-            .map_err(|error| refused(format_args!("the file is no safetensors file: {}", quoted(error))))?;
+        let all: Metadata = serde_json::from_slice(json).map_err(|error| {
+            refused(format_args!("the file is no safetensors file: {}", quoted(error)))
+        })?;
         let words = all.metadata().as_ref();
         let word = |name: &str| words.and_then(|words| words.get(name)).map(String::as_str);
         if word("kind") != Some(KIND) {
@@ -182,8 +183,9 @@ impl Header {
         let (Some(fingerprint), Some(state)) = (word("model"), word("cache")) else {
             fail!(File, "the file is damaged: its metadata lacks the model or the cache");
         };
-        let snapshot = serde_json::from_str(state)
-            .map_err(|error| refused(format_args!("the file is damaged: its integers: {}", quoted(error))))?;
+        let snapshot = serde_json::from_str(state).map_err(|error| {
+            refused(format_args!("the file is damaged: its integers: {}", quoted(error)))
+        })?;
         let tensors: Vec<(String, TensorInfo)> = all
             .offset_keys()
             .into_iter()

@@ -245,7 +245,10 @@ impl<S: Store> Cache for CellsCache<S> {
 
     fn make_empty(&self) -> Result<Option<Box<dyn Cache>>> {
         let config = CacheConfig { growth: Growth::Exact, ..self.config().clone() };
-        Ok(Some(Box::new(Self { passed: self.passed.clone(), ..Self::of_kind(self.kind, config)? })))
+        Ok(Some(Box::new(Self {
+            passed: self.passed.clone(),
+            ..Self::of_kind(self.kind, config)?
+        })))
     }
 
     fn sharing(&mut self) -> Option<&mut dyn ShareCache> {

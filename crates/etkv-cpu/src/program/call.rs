@@ -15,7 +15,10 @@ use crate::parallel::Parallel;
 pub struct Call(Op);
 
 enum Op {
-    Attend { call: Attend, forward: Option<Arc<Forward>> },
+    Attend {
+        call: Attend,
+        forward: Option<Arc<Forward>>,
+    },
     SelectRows(LogitsRows),
     /// The number of the input that it passes on.
     SelectByCapacity(usize),

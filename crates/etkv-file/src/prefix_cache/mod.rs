@@ -393,7 +393,8 @@ impl Reclaim for Inner {
                 break;
             }
             // Several prefixes may have a piece.
-            let mut pieces: Vec<Piece> = idle.iter().flat_map(|prefix| prefix.pieces().to_vec()).collect();
+            let mut pieces: Vec<Piece> =
+                idle.iter().flat_map(|prefix| prefix.pieces().to_vec()).collect();
             drop(idle);
             pieces.sort_unstable_by_key(Piece::id);
             pieces.dedup_by_key(|piece| piece.id());

@@ -77,7 +77,8 @@ struct Known {
 impl Index {
     /// Returns whether this file was read, or its text is longer than a capacity.
     pub fn knows(&self, file: &Found, capacity: usize) -> bool {
-        let is_longer = |&(identity, than): &(u64, usize)| identity == file.identity && than >= capacity;
+        let is_longer =
+            |&(identity, than): &(u64, usize)| identity == file.identity && than >= capacity;
         self.files.get(&file.name).is_some_and(|known| known.identity == file.identity)
             || self.longer.get(&file.name).is_some_and(is_longer)
     }

@@ -251,7 +251,8 @@ impl PrefixStore {
         tokens: &[i64],
     ) -> Result<bool> {
         let most = capacity_of(cache);
-        let file = self.place.open(name).and_then(|(file, bytes)| Opened::new(file, bytes, most))?;
+        let file =
+            self.place.open(name).and_then(|(file, bytes)| Opened::new(file, bytes, most))?;
         let loading = face(cache)?;
         if loading.planes(&file.header.snapshot).is_err() {
             return Ok(false);

@@ -80,7 +80,8 @@ impl Frozen {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         let offset = self.start.saturating_add(offset);
         // SAFETY: the caller's promise. The file has as many bytes, and nothing writes to these or cuts them out.
-        unsafe { mmap(at.cast::<c_void>(), len, ACCESS, flags, &self.shared.file, offset) }.map(drop)
+        unsafe { mmap(at.cast::<c_void>(), len, ACCESS, flags, &self.shared.file, offset) }
+            .map(drop)
     }
 }
 
