@@ -83,6 +83,13 @@
  *   position, its rows are then written to the wrong sequence, without an
  *   error.
  *
+ *   A process that is forked from one that has made a handle lacks etkv's
+ *   threads, and locks that other threads held stay locked. Every call that can
+ *   fail is refused there with ETKV_ERROR_STEP, facts are those of no handle, and
+ *   nothing is freed. Call exec() after fork(), or make the first handle in the
+ *   new process. Programs of ExecuTorch and MLX cannot run there either, and
+ *   nothing refuses that.
+ *
  *   The callback of etkv_kinds() runs on the calling thread, within the call,
  *   without locks. The callbacks of an etkv_cache_vtable run on any thread, one
  *   at a time for a cache, while etkv holds the lock of that cache, and in a

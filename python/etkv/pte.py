@@ -10,11 +10,11 @@ import contextlib
 import json
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from etkv import _library
+from etkv import _library, _tables
 from etkv.config import Dtype
 from etkv.errors import EtkvError, first_line
 
@@ -52,14 +52,8 @@ class PteFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                self.size = path.stat().st_size
-                n_tables, self._segments_at = _extent(file.read(_HEAD.size), path, self.size)
-                file.seek(0)
-                tables = file.read(n_tables)
-        except OSError as error:
-            raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
+        tables, self._segments_at = read_tables(path)
+        self.size = path.stat().st_size
         with self._damage_told():
             from executorch.exir._serialize._flatbuffer import _program_flatbuffer_to_json
 
@@ -128,17 +122,8 @@ class PteFile:
             place = delegate["processed"]
             if place["location"] == "SEGMENT":
                 segment = self._tables["segments"][place["index"]]
-                return self._read(self._segments_at + segment["offset"], segment["size"])
+                return _read(self.path, self._segments_at + segment["offset"], segment["size"])
             return bytes(self._tables["backend_delegate_data"][place["index"]]["data"])
-
-    def _read(self, offset: int, n_bytes: int) -> bytes:
-        if offset + n_bytes > self.size:
-            raise EtkvError(
-                f"{self.path} is damaged: it has {self.size} bytes, a segment goes up to {offset + n_bytes}"
-            )
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            return file.read(n_bytes)
 
     @contextlib.contextmanager
     def _damage_told(self) -> Iterator[None]:
@@ -149,6 +134,29 @@ class PteFile:
             raise
         except Exception as error:
             raise EtkvError(f"{self.path} is damaged: {first_line(error)}") from error
+
+
+def _read(path: Path, offset: int, n_bytes: int) -> bytes:
+    size = path.stat().st_size
+    if offset + n_bytes > size:
+        raise EtkvError(f"{path} is damaged: it has {size} bytes, a segment goes up to {offset + n_bytes}")
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(n_bytes)
+
+
+def read_tables(path: Path) -> tuple[bytes, int]:
+    """Return the tables of a program, and the offset of its segments.
+
+    Raises :class:`EtkvError` if ``path`` cannot be read, is not a program, or is shorter than its tables.
+    """
+    try:
+        with path.open("rb") as file:
+            n_tables, segments_at = _extent(file.read(_HEAD.size), path, path.stat().st_size)
+            file.seek(0)
+            return file.read(n_tables), segments_at
+    except OSError as error:
+        raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _extent(head: bytes, path: Path, size: int) -> tuple[int, int]:
@@ -170,15 +178,26 @@ def _extent(head: bytes, path: Path, size: int) -> tuple[int, int]:
 def constant_methods(path: Path) -> dict[str, Any]:
     """Return the value of each constant method by its name: an int, a bool, a float or a list of ints.
 
-    Runs each method with the wheel's runtime, so the values are those that a runner in C++ reads. A program has a list
-    of ints as one output an element. Here it is a list even if it has one element only.
+    Numbers, texts and lists of integers are read from the tables. Other constants are run with the wheel's runtime, as
+    a runner in C++ does. A program may have a list of ints as one output an element. Here it is a list even if it has
+    one element only.
 
     Raises :class:`EtkvError` if the program is damaged.
     """
+    tables, segments_at = read_tables(path)
+    try:
+        found = _tables.constants(tables, lambda offset, n: _read(path, segments_at + offset, n))
+    except _tables.DAMAGE as error:
+        raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
+    values: dict[str, Any] = {name: _of_outputs(name, outputs) for name, outputs in found.items() if outputs}
+    names = found.keys() - values.keys()
+    return values | _run_constants(path, names) if names else values
+
+
+def _run_constants(path: Path, names: Iterable[str]) -> dict[str, Any]:
     _library.go_first()
     from executorch.runtime import Runtime, Verification
 
-    names = PteFile(path).constant_names
     try:
         with _library.EXECUTORCH_CALLS:
             program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
@@ -210,8 +229,11 @@ def for_backend(path: Path, backend: str) -> bytes:
 def constant(program: Any, name: str) -> Any:
     """Return the value of the constant method ``name`` of a program that ``executorch.runtime`` has loaded."""
     with _library.EXECUTORCH_CALLS:
-        values = [_plain(output) for output in program.load_method(name).execute([])]
-    return values if name in _LISTS else values[0]
+        return _of_outputs(name, [_plain(output) for output in program.load_method(name).execute([])])
+
+
+def _of_outputs(name: str, outputs: list[Any]) -> Any:
+    return outputs if name in _LISTS else outputs[0]
 
 
 def _plain(output: Any) -> Any:

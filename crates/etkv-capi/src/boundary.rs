@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use tracing::{debug, error};
 
 use super::error::{etkv_error, OK};
+use super::fork;
 use super::handle::{self, Object};
 
 /// The target of this crate's events.
@@ -26,6 +27,13 @@ pub(crate) unsafe fn boundary(
     error: *mut *mut etkv_error,
     body: impl FnOnce() -> Result<()>,
 ) -> i32 {
+    if fork::happened() {
+        if !error.is_null() {
+            // SAFETY: the caller says so.
+            unsafe { error.write(fork::error()) };
+        }
+        return fork::STATUS as i32;
+    }
     let result =
         catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panic_error(&*panic)));
     match result {
@@ -43,8 +51,11 @@ pub(crate) unsafe fn boundary(
 }
 
 /// Runs the body of a C function that returns a value. Returns `otherwise` if the handle is not
-/// live, or on a panic.
+/// live, on a panic, and after a fork.
 pub(crate) fn value<T>(otherwise: T, body: impl FnOnce() -> Result<T>) -> T {
+    if fork::happened() {
+        return otherwise;
+    }
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(found)) => found,
         Ok(Err(_)) | Err(_) => otherwise,
@@ -65,6 +76,10 @@ pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
 /// Runs the body of a function that frees. Such a function has no status, so a panic is only
 /// logged.
 pub(crate) fn free<T: Object>(handle: *mut T) {
+    // After a fork the objects are the other process's.
+    if fork::happened() {
+        return;
+    }
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| handle::reclaim(handle))) {
         panic_error(&*panic);
     }

@@ -5,6 +5,7 @@ use std::ffi::{c_char, CStr, CString};
 use etkv_core::{fail, Error, Result, Status};
 
 use super::boundary::{boundary, free, lasting, text};
+use super::fork;
 use super::handle::{self, Object};
 
 /// ETKV_OK.
@@ -19,6 +20,7 @@ pub struct etkv_error {
 
 impl Object for etkv_error {
     const NAME: &'static str = "etkv_error";
+    const IN_USE: bool = false;
 }
 
 impl etkv_error {
@@ -94,6 +96,9 @@ pub extern "C" fn etkv_error_status(error: *const etkv_error) -> i32 {
     if error.is_null() {
         return OK;
     }
+    if fork::happened() {
+        return fork::STATUS as i32;
+    }
     handle::look_up(error, "error").map_or(Status::InvalidArgument as i32, |error| error.status())
 }
 
@@ -102,6 +107,9 @@ pub extern "C" fn etkv_error_status(error: *const etkv_error) -> i32 {
 pub extern "C" fn etkv_error_message(error: *const etkv_error) -> *const c_char {
     if error.is_null() {
         return c"".as_ptr();
+    }
+    if fork::happened() {
+        return fork::MESSAGE.as_ptr();
     }
     match handle::look_up(error, "error") {
         // The table of handles keeps the string until the handle is freed.

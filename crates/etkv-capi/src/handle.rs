@@ -12,10 +12,15 @@ use std::sync::{Arc, LazyLock};
 use dashmap::DashMap;
 use etkv_core::{fail, Result};
 
+use super::fork;
+
 /// A type of objects behind handles. A C type is the Rust type of the same name.
 pub(crate) trait Object: Any + Send + Sync {
     /// Its name in the header.
     const NAME: &'static str;
+
+    /// Whether etkv is in use from the first one on.
+    const IN_USE: bool = true;
 }
 
 struct Entry {
@@ -36,6 +41,9 @@ const MARK: usize = if usize::BITS == 64 { 0xE74B << (usize::BITS - 16) } else {
 /// Makes a handle on an object, for the caller.
 pub(crate) fn give<T: Object>(object: T) -> *mut T {
     static NEXT: AtomicUsize = AtomicUsize::new(1);
+    if T::IN_USE {
+        fork::watch();
+    }
     let number = MARK | NEXT.fetch_add(1, Ordering::Relaxed);
     LIVE.insert(number, Entry { name: T::NAME, object: Arc::new(object) });
     COUNT.fetch_add(1, Ordering::Relaxed);

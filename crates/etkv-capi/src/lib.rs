@@ -15,6 +15,7 @@ mod config;
 mod custom;
 mod delegate;
 mod error;
+mod fork;
 #[cfg(feature = "mlx")]
 mod forwards;
 mod generation;

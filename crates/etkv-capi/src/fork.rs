@@ -1,0 +1,41 @@
+//! Refuses calls in a process that was forked from one that used etkv: it has no threads but one, and locks that
+//! another thread held stay locked.
+
+use std::ptr::without_provenance_mut;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Once;
+
+use etkv_core::Status;
+
+use super::error::etkv_error;
+
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// The status of calls after a fork.
+pub(crate) const STATUS: Status = Status::Step;
+
+/// The message of their error.
+pub(crate) const MESSAGE: &std::ffi::CStr =
+    c"this process was forked from one that used etkv, and lacks its threads: call exec after fork, or use etkv in the new process alone";
+
+/// Notes forks from now on.
+pub(crate) fn watch() {
+    static WATCHING: Once = Once::new();
+    extern "C" fn note() {
+        FORKED.store(true, Ordering::Relaxed);
+    }
+    // SAFETY: `note` only stores a number. Without memory for it, forks go unnoticed.
+    WATCHING.call_once(|| unsafe {
+        libc::pthread_atfork(None, None, Some(note));
+    });
+}
+
+/// Returns whether this process was forked after etkv was used.
+pub(crate) fn happened() -> bool {
+    FORKED.load(Ordering::Relaxed)
+}
+
+/// Returns the error of calls after a fork, which is no handle: the table of those may be locked for ever.
+pub(crate) fn error() -> *mut etkv_error {
+    without_provenance_mut(usize::MAX)
+}

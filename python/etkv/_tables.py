@@ -1,0 +1,139 @@
+"""Reads the constants of an exported ``.pte`` from its tables, without ExecuTorch: its import takes seconds.
+
+A constant is a method without inputs, delegates and instructions. Its outputs are numbers, texts, and tensors of
+integers with one axis. The tables are those of ExecuTorch's ``program.fbs``, in the form of flatbuffers.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from flatbuffers import encode, packer
+from flatbuffers import number_types as types
+from flatbuffers.table import Table
+
+Read: TypeAlias = Callable[[int, int], bytes]
+"""Reads bytes behind the tables: an offset from where the segments begin, and a number of bytes."""
+
+_PLANS, _SEGMENTS, _CONSTANTS = 1, 4, 5
+"""Places in the table of a program: its methods, its segments, and where the data of tensors lie in one."""
+
+_NAME, _VALUES, _INPUTS, _OUTPUTS, _CHAINS, _DELEGATES = 0, 2, 3, 4, 5, 7
+"""Places in the table of a method."""
+
+_INSTRUCTIONS = 2
+"""The place of its instructions in the table of a chain."""
+
+_KIND, _VALUE = 0, 1
+"""Places in the table of a value."""
+
+_NUMBERS = {2: types.Int64Flags, 3: types.BoolFlags, 4: types.Float64Flags}
+"""Kinds of values that are numbers."""
+
+_TENSOR, _STRING = 5, 6
+"""Other kinds of values."""
+
+_DTYPE, _SIZES, _DATA, _ALLOCATION = 0, 2, 5, 6
+"""Places in the table of a tensor."""
+
+_INTEGERS = {0: "B", 1: "b", 2: "h", 3: "i", 4: "q"}
+"""ExecuTorch's numbers of integer types -> the letters of ``struct``."""
+
+DAMAGE = (struct.error, IndexError, ValueError, TypeError, AssertionError, UnicodeDecodeError, OverflowError)
+"""The exceptions of a read of damaged tables."""
+
+
+def constants(tables: bytes, read: Read) -> dict[str, list[Any] | None]:
+    """Return the outputs of each constant by its name; None for one with an output of another kind.
+
+    Raises one of :data:`DAMAGE` for tables that are damaged, and what ``read`` raises.
+    """
+    root = Table(tables, encode.Get(packer.uoffset, tables, 0))
+    found = {}
+    for plan in _tables(root, _PLANS):
+        if _length(plan, _INPUTS) == 0 and _length(plan, _DELEGATES) == 0:
+            found[_text(plan, _NAME)] = _outputs(root, plan, read)
+    return found
+
+
+def _outputs(root: Table, plan: Table, read: Read) -> list[Any] | None:
+    if any(_length(chain, _INSTRUCTIONS) for chain in _tables(plan, _CHAINS)):
+        return None
+    values = list(_tables(plan, _VALUES))
+    outputs = []
+    for index in _numbers(plan, _OUTPUTS, types.Int32Flags):
+        if not 0 <= index < len(values):
+            raise IndexError(f"value {index} of {len(values)}")
+        output = _value(root, values[index], read)
+        if output is None:
+            return None
+        outputs.append(output)
+    return outputs
+
+
+def _value(root: Table, value: Table, read: Read) -> Any:
+    kind, place = _number(value, _KIND, types.Uint8Flags), _place(value, _VALUE)
+    inner = Table(value.Bytes, 0)
+    if not place:
+        return None
+    value.Union(inner, place)
+    if kind in _NUMBERS:
+        return _number(inner, 0, _NUMBERS[kind])
+    if kind == _STRING:
+        return _text(inner, 0)
+    return _integers(root, inner, read) if kind == _TENSOR else None
+
+
+def _integers(root: Table, tensor: Table, read: Read) -> list[int] | None:
+    """Return the elements of a constant tensor of integers with one axis; None for another one."""
+    letter = _INTEGERS.get(_number(tensor, _DTYPE, types.Int8Flags))
+    sizes, place = list(_numbers(tensor, _SIZES, types.Int32Flags)), _place(root, _CONSTANTS)
+    if letter is None or len(sizes) != 1 or _place(tensor, _ALLOCATION) or not place:
+        return None
+    constants = Table(root.Bytes, root.Indirect(root.Pos + place))
+    offset = list(_numbers(constants, 1, types.Uint64Flags))[_number(tensor, _DATA, types.Uint32Flags)]
+    segment = list(_tables(root, _SEGMENTS))[_number(constants, 0, types.Uint32Flags)]
+    layout = struct.Struct(f"<{math.prod(sizes)}{letter}")
+    return list(layout.unpack(read(_number(segment, 0, types.Uint64Flags) + offset, layout.size)))
+
+
+def _place(table: Table, number: int) -> int:
+    place: int = table.Offset(4 + 2 * number)
+    return place
+
+
+def _number(table: Table, number: int, flags: Any) -> Any:
+    """Return a number. One that is 0 is left out of a table."""
+    place = _place(table, number)
+    return table.Get(flags, table.Pos + place) if place else flags.py_type(0)
+
+
+def _length(table: Table, number: int) -> int:
+    place = _place(table, number)
+    return int(table.VectorLen(place)) if place else 0
+
+
+def _numbers(table: Table, number: int, flags: Any) -> Iterator[int]:
+    """Yield the numbers of a vector."""
+    place = _place(table, number)
+    start = table.Vector(place) if place else 0
+    for at in range(_length(table, number)):
+        yield table.Get(flags, start + flags.bytewidth * at)
+
+
+def _tables(table: Table, number: int) -> Iterator[Table]:
+    """Yield the tables of a vector."""
+    place = _place(table, number)
+    start = table.Vector(place) if place else 0
+    for at in range(_length(table, number)):
+        yield Table(table.Bytes, table.Indirect(start + 4 * at))
+
+
+def _text(table: Table, number: int) -> str:
+    place = _place(table, number)
+    if not place:
+        raise IndexError("a method has no name")
+    return bytes(table.String(table.Pos + place)).decode()
