@@ -21,7 +21,11 @@ void must(const etkv::Result<T>& result) {
 }
 
 int main(int argc, char** argv) {
-  Module module(argc > 1 ? argv[1] : "", Module::LoadMode::Mmap);
+  if (argc < 3 || argv[1][0] == '-') {
+    std::printf("etkv_minimal MODEL.pte ID...\nPrints 16 greedy token ids.\n");
+    return argc > 1 && argv[1][0] == '-' ? 0 : 2;
+  }
+  Module module(argv[1], Module::LoadMode::Mmap);
   auto params = etkv::read_kv_cache_metadata(module);
   must(params);
   auto config = etkv::make_config(*params, params->max_context_length);

@@ -662,13 +662,15 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
     const std::string& method = "forward") {
   using Value = std::optional<executorch::runtime::EValue>;
   etkv_error_free(etkv_delegate_take_error());
-  if (auto opened = detail::open(module, "cannot open the program");
+  if (auto opened =
+          detail::open(module, "cannot open the program (is its path right?)");
       !opened.ok()) {
     return opened.error();
   }
   const auto names = module.method_names();
   if (!names.ok()) {
-    return detail::executorch_error(names.error(), "cannot open the program");
+    return detail::executorch_error(
+        names.error(), "cannot open the program (is its path right?)");
   }
   const ConstantMethods constants =
       [&](const std::string& name) -> Result<Value> {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -45,7 +46,35 @@ _EXECUTORCH = logging.getLogger("etkv.executorch")
 _LINE = re.compile(r"\[\w+\.(cpp|h|hpp):\d+\] ")
 """How ExecuTorch begins its lines."""
 
+_WORDS = {word: level for level, word in _FILTERS} | {"off": logging.CRITICAL + 1}
+"""A level in the variable ``ETKV_LOG`` -> the level of :mod:`logging`."""
+
+
+def follow_environment(told: str) -> None:
+    """Write lines to standard error as ``told``, the value of ``ETKV_LOG``, asks: a level, or targets with one each.
+
+    What is neither is named in a warning.
+    """
+    if not told:
+        return
+    lines = logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)5s %(name)s: %(message)s"))
+    logging.getLogger("etkv").addHandler(lines)
+    for part in told.split(","):
+        target, _, word = part.strip().rpartition("=")
+        level, logger = _WORDS.get(word.lower()), logging.getLogger(target.replace("::", ".") or "etkv")
+        if level is None or logger.name.split(".")[0] != "etkv":
+            logging.getLogger("etkv").warning(
+                "ETKV_LOG has %r; expected error, warn, info, debug, trace or off, or a target with one, as in "
+                "etkv::core=debug",
+                part,
+            )
+        else:
+            logger.setLevel(level)
+
+
 logging.getLogger("etkv").addHandler(logging.NullHandler())
+follow_environment(os.environ.get("ETKV_LOG", ""))
 # Importing torchao makes torch warn of what torchao does. A user of etkv can do nothing about it.
 logging.getLogger("torch.utils._pytree").addFilter(
     lambda record: "register_constant() on Enum subclasses" not in record.getMessage()

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use etkv_core::{fail, Result};
 use etkv_host::{Argument, Host, LoadOptions, LogitsRows};
-use tracing::{debug, warn};
+use tracing::{trace, warn};
 
 use super::forward::{Forward, Run};
 use super::payload::{Attend, Logits, Payload};
@@ -67,7 +67,7 @@ impl Call {
         }
         let key = options.cache_key.as_deref();
         let forward = key.map(|key| Forward::of_call(&call, key)).transpose()?;
-        debug!(target: TARGET, call = call.call, layer = call.layer, key, "a call is loaded");
+        trace!(target: TARGET, call = call.call, layer = call.layer, key, "a call is loaded");
         Ok(Self(Op::Attend { call, forward }))
     }
 
