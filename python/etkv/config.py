@@ -59,9 +59,18 @@ class LayerConfig:
 
 
 class LayerConfigs(tuple[LayerConfig, ...]):
-    """The layers of a model, in the order of the program's layer ids. Prints equal neighbours once."""
+    """The layers of a model, in the order of the program's layer ids. Prints equal neighbours once.
 
-    __slots__ = ()
+    ``backend`` is that of the program that they were read of; None for others.
+    """
+
+    backend: str | None
+
+    def __new__(cls, layers: Iterable[LayerConfig] = (), backend: str | None = None) -> LayerConfigs:
+        """Take ``layers``, and their backend if they are such."""
+        made = super().__new__(cls, layers)
+        made.backend = layers.backend if backend is None and isinstance(layers, LayerConfigs) else backend
+        return made
 
     def __repr__(self) -> str:
         runs = ((layer, len(list(same))) for layer, same in itertools.groupby(self))

@@ -109,11 +109,12 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
     if version is not None and version != SCHEMA_VERSION:
         raise EtkvError(f"the program's {_VERSION} is {version}; this etkv reads version {SCHEMA_VERSION}")
     read_layers = _exporters_layers if version is None else _versioned_layers
-    layers = LayerConfigs(replace(layer, dtype=dtype) for layer in read_layers(constants))
+    of_layers = [replace(layer, dtype=dtype) for layer in read_layers(constants)]
     context = context_length(constants)
     backend = constants.get(BACKEND, "MLXBackend")
     if backend not in BACKENDS:
         raise EtkvError(f"`{BACKEND}` is {backend!r}, expected one of {', '.join(BACKENDS)}")
+    layers = LayerConfigs(of_layers, backend)
     return ModelCacheParams(layers, _find(constants, "get_prefill_chunk_size") or 0, context, backend)
 
 

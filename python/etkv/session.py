@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from etkv._capi import ask, call, ffi, follow_log_levels, lib, text
+from etkv._library import MLX_BACKEND
 from etkv.cache import Cache, SeqCache, TreeCache, raw_config
-from etkv.config import CacheConfig
+from etkv.config import CacheConfig, LayerConfigs
 from etkv.errors import EtkvError
 from etkv.metadata import Backend
 
@@ -49,14 +50,18 @@ class Session(Cache):
 
     _open = False
 
-    def __init__(self, config: CacheConfig, *, backend: Backend = "MLXBackend") -> None:
+    def __init__(self, config: CacheConfig, *, backend: Backend | None = None) -> None:
         """Make the cache and register it. ``backend`` runs the programs: see :attr:`etkv.ModelCacheParams.backend`.
+
+        None is that of the program which the config's layers were read of, and MLX for layers of another origin.
 
         Raises :class:`EtkvError` for a config that is not valid. The message names the value and its limit.
         """
         follow_log_levels()
         raw, _keep = raw_config(config)
-        made = ask("etkv_session_new", "etkv_session*", backend.encode(), self.KIND.encode(), raw)
+        known = config.layers.backend if isinstance(config.layers, LayerConfigs) else None
+        chosen = backend or known or MLX_BACKEND
+        made = ask("etkv_session_new", "etkv_session*", chosen.encode(), self.KIND.encode(), raw)
         self._session = ffi.gc(made, lib().etkv_session_free)
         self.config = config
         self._open = True
