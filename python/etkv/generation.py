@@ -332,8 +332,10 @@ class Generation(Iterator[int]):
         Raises :class:`EtkvError` where layers with windows have dropped what the position before needs, and for a cache
         in a graph, which only clears.
         """
+        if self._start is None:
+            return
         self._steps.close()
-        if self._start is None or self._next() == self._start:
+        if self._next() == self._start:
             return
         if isinstance(self._cache, SeqCache):
             self._cache.cancel_step()
@@ -411,7 +413,12 @@ class Generation(Iterator[int]):
 
     def _undo(self, error: BaseException) -> None:
         """Roll back what ran without a next token, so that it can run again; of an interrupted prompt its end alone."""
-        if self.token_ids or isinstance(error, Exception):
+        if isinstance(error, PositionError):
+            # Something else has changed the cache, and what it has made stays.
+            if isinstance(self._cache, SeqCache):
+                with contextlib.suppress(EtkvError):
+                    self._cache.cancel_step()
+        elif self.token_ids or isinstance(error, Exception):
             self._forget(self._last())
         else:
             self._keep_read()
@@ -492,7 +499,7 @@ class Generation(Iterator[int]):
         """Yield the tokens that are chosen from the logits of each step."""
         cache, sampling = self._cache, self._sampling.raw()
         ids = prompt
-        while True:
+        while not self._ended_by_cancel():
             try:
                 row = self._decode(ids) if self.token_ids else self._prefill(ids)
                 if self._ended_by_cancel():

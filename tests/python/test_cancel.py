@@ -170,7 +170,6 @@ def test_a_prompt_ends_where_something_else_changed_the_cache(loaded, steps, cha
 _CLOSED = """
 import sys, threading
 import etkv
-import reference
 backend = etkv.read_kv_cache_metadata(sys.argv[1]).backend
 for delay in range(8):
     facts = etkv.read_kv_cache_metadata(sys.argv[1])

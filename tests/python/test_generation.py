@@ -96,7 +96,7 @@ def test_sequences_of_one_session(llama, greedy_ids):
 def test_a_step_that_fails_leaves_nothing_declared(llama, greedy_ids, monkeypatch, by_steps, failing):
     """A tree takes candidates, and any step is the next one's own."""
     with etkv.TreeSession(config(llama, 200)) as session, etkv.load(llama.path, session) as loaded:
-        forward, calls = loaded.forward, []
+        forward, calls = loaded.last_row, []
 
         def fails(*args, **options):
             calls.append(1)
@@ -104,7 +104,7 @@ def test_a_step_that_fails_leaves_nothing_declared(llama, greedy_ids, monkeypatc
                 raise KeyboardInterrupt
             return forward(*args, **options)
 
-        monkeypatch.setattr(loaded, "forward", fails)
+        monkeypatch.setattr(loaded, "last_row", fails)
         answer = etkv.generate_tokens(loaded, PROMPT, max_tokens=8, eos_token_ids=[])
         with pytest.raises(KeyboardInterrupt):
             list(answer)
@@ -410,7 +410,7 @@ def test_steps_of_window_layers_are_those_of_the_cache():
 @pytest.mark.parametrize("by_device", [True, False])
 def test_full_layers_do_not_limit_a_step(llama, monkeypatch, by_device):
     """60 tokens of a prompt are one step of a program that takes 64, whatever the cache's limit for windows is."""
-    reads, owner, name = [], *((_device.DeviceAnswer, "read_prompt") if by_device else (etkv.Program, "forward"))
+    reads, owner, name = [], *((_device.DeviceAnswer, "read_prompt") if by_device else (etkv.Program, "last_row"))
     read = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **options: (reads.append(1), read(*args, **options))[1])
     if not by_device:

@@ -182,7 +182,7 @@ def test_token_ids_are_bounded_before_memory_is_taken(kind, tmp_path):
 
 
 def test_a_store_does_not_read_texts_that_no_cache_could_hold(tmp_path):
-    store = etkv.PrefixStore(tmp_path / "store")
+    store = etkv.PrefixStore(tmp_path / "store", 1 << 40)
     tiny = reference.program(Variant("tiny-llama"))
     facts = etkv.read_kv_cache_metadata(tiny.path)
     text = [(7 * number) % 250 for number in range(80)]
@@ -197,10 +197,10 @@ def test_a_store_does_not_read_texts_that_no_cache_could_hold(tmp_path):
         (file,) = [found for found in (tmp_path / "store").iterdir() if found.stat().st_size > 10_000]
         crafted(file.with_name("0" * 8 + file.name[8:]), file, 1 << 28)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        assert etkv.PrefixStore(tmp_path / "store").find(written, text, fingerprint="one") == len(text)
+        assert etkv.PrefixStore(tmp_path / "store", 1 << 40).find(written, text, fingerprint="one") == len(text)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
         # A smaller cache leaves a text for larger ones.
-        fresh = etkv.PrefixStore(tmp_path / "store")
+        fresh = etkv.PrefixStore(tmp_path / "store", 1 << 40)
         with session(70) as small:
             assert fresh.find(small, text, fingerprint="one") == 0
         assert fresh.find(written, text, fingerprint="one") == len(text)
