@@ -25,7 +25,7 @@ extern "C" {
  *       floats; "f16" is the default
  *   "affine<bits>g<group>", as in "affine4g64"
  *       integers of 2, 3, 4, 5, 6 or 8 bits with a scale and an offset for
- *       every 32, 64 or 128 elements; "affine4" is "affine4g64"
+ *       every 32, 64 or 128 elements; "affine4" is "affine4g32"
  *   "mxfp8", "mxfp4"
  *       OCP microscaling: a scale for every 32 elements
  *   "nvfp4"

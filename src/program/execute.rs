@@ -1,6 +1,6 @@
 //! A loaded program: load it once, run it once a step.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use etkv_core::CacheRegistry;
@@ -47,6 +47,8 @@ pub struct Loaded {
     pub(super) logits: LogitsRows,
     /// The output that they are, if one may be.
     logits_at: Option<usize>,
+    /// Whether all rows are computed, and the last one is given.
+    cuts_logits: bool,
     pub(super) stream: ProgramStream,
 }
 
@@ -92,7 +94,7 @@ impl Program {
                 only_needed: options.passes == Passes::None,
             };
             let scalars = constants::scalars(&graph, source);
-            let layouts = passes::run(&mut graph, target, &scalars)?;
+            let (layouts, cuts_logits) = prepare(&mut graph, target, &scalars)?;
             let logits_at = match passes::logits_output(&graph) {
                 Ok((at, _)) => Some(at),
                 Err(error) if options.logits == LogitsRows::Proposed => return Err(error),
@@ -138,6 +140,7 @@ impl Program {
                 cache,
                 logits: options.logits,
                 logits_at,
+                cuts_logits,
                 stream: ProgramStream::new(&mlx)?,
             }));
             bound::add(&program);
@@ -208,7 +211,10 @@ impl Loaded {
         let mut mlx = mlx::enter()?;
         #[cfg(target_os = "linux")]
         if let Some(cache) = cache.as_deref_mut() {
-            let wanted = if last_row_only { Wanted::LastLogits } else { Wanted::Logits };
+            let wanted = match last_row_only || self.cuts_logits {
+                true => Wanted::LastLogits,
+                false => Wanted::Logits,
+            };
             if self.run_captured(&mut mlx, cache, inputs, wanted, output_types, host)? {
                 return Ok(());
             }
@@ -261,7 +267,7 @@ impl Loaded {
             let n = output_types.len();
             fail!(InvalidArgument, "expected {} outputs, got {n}", made.len());
         }
-        if let Some(at) = self.logits_at.filter(|_| last_row_only) {
+        if let Some(at) = self.logits_at.filter(|_| last_row_only || self.cuts_logits) {
             made[at].keep_last_row()?;
         }
         let made = made
@@ -336,6 +342,30 @@ impl Drop for Loaded {
         self.buffers.reset();
         self.cache = None;
     }
+}
+
+/// Improves a program for a target. Returns how to keep each constant, and whether the last row of its logits is to be cut
+/// from all of them: where what comes before them is not made row by row.
+fn prepare(
+    graph: &mut Graph,
+    target: Target,
+    scalars: &HashMap<Value, f32>,
+) -> Result<(Vec<Layout>, bool)> {
+    if !target.last_token_only {
+        return Ok((passes::run(graph, target, scalars)?, false));
+    }
+    let before = graph.clone();
+    let error = match passes::run(graph, target, scalars) {
+        Ok(layouts) => return Ok((layouts, false)),
+        Err(error) => error,
+    };
+    *graph = before;
+    if error.status() != Status::Unsupported || passes::logits_output(graph).is_err() {
+        return Err(error);
+    }
+    debug!(target: TARGET, why = %error, "the last row of the logits is cut from all");
+    let target = Target { last_token_only: false, ..target };
+    Ok((passes::run(graph, target, scalars)?, true))
 }
 
 /// Returns the cache under `key`, if the program can use it, and makes the choices that depend on it.

@@ -262,15 +262,15 @@ impl Output {
         })
     }
 
-    /// Leaves out all rows `[1, T, ...]` of a tensor but the last.
+    /// Leaves out all rows `[1, T, vocabulary]` of logits but the last.
     ///
     /// # Errors
     /// [`Unsupported`](crate::Status::Unsupported) for a tensor of another shape.
     pub fn keep_last_row(&mut self) -> Result<()> {
         if let Self::Tensor(array, _) = self {
-            let &[1, rows, ..] = array.shape() else {
+            let &[1, rows, _] = array.shape() else {
                 let shape = array.shape();
-                fail!(Unsupported, "cannot leave out rows of logits of shape {shape:?}, expected [1, T, ...]; load with logits=all");
+                fail!(Unsupported, "cannot leave out rows of logits of shape {shape:?}, expected [1, T, vocabulary]; load with logits=all");
             };
             *array = slice_axis(array, 1, rows - 1, rows, 1)?;
         }

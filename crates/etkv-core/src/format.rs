@@ -138,13 +138,14 @@ impl TryFrom<String> for KvFormat {
 impl FromStr for KvFormat {
     type Err = Error;
 
-    /// Parses what `Display` writes; `affine8` is `affine8g64`, and so on.
+    /// Parses what `Display` writes; `affine8` is `affine8g32`, and so on: groups of 32 lose half as
+    /// much as those of 64, for 4 bytes a group.
     fn from_str(name: &str) -> Result<Self> {
         let affine = || {
             let (bits, group) = name
                 .strip_prefix("affine")?
                 .split_once('g')
-                .unwrap_or((name.strip_prefix("affine")?, "64"));
+                .unwrap_or((name.strip_prefix("affine")?, "32"));
             Some(Self::Affine { bits: bits.parse().ok()?, group: group.parse().ok()? })
         };
         let found = match name {
@@ -183,7 +184,7 @@ mod tests {
         {
             assert_eq!(name.parse::<KvFormat>().unwrap().to_string(), name);
         }
-        let affine8 = KvFormat::Affine { bits: 8, group: 64 };
+        let affine8 = KvFormat::Affine { bits: 8, group: 32 };
         assert_eq!("affine8".parse::<KvFormat>().unwrap(), affine8);
         for name in ["", "affine", "affine7", "affine4g16", "f64", "affine4g"] {
             let message = name.parse::<KvFormat>().unwrap_err().to_string();
