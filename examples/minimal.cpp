@@ -21,9 +21,9 @@ void must(const etkv::Result<T>& result) {
 }
 
 int main(int argc, char** argv) {
-  if (argc < 3 || argv[1][0] == '-') {
+  if (argc < 3 || *argv[1] == '-') {
     std::printf("etkv_minimal MODEL.pte ID...\nPrints 16 greedy token ids.\n");
-    return argc > 1 && argv[1][0] == '-' ? 0 : 2;
+    return argc > 1 && *argv[1] == '-' ? 0 : 2;
   }
   Module module(argv[1], Module::LoadMode::Mmap);
   auto params = etkv::read_kv_cache_metadata(module);

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from etkv import _library, _tables
+from etkv import _library
 from etkv.config import Dtype
 from etkv.errors import EtkvError, first_line
 
@@ -184,6 +184,8 @@ def constant_methods(path: Path) -> dict[str, Any]:
 
     Raises :class:`EtkvError` if the program is damaged.
     """
+    from etkv import _tables
+
     tables, segments_at = read_tables(path)
     try:
         found = _tables.constants(tables, lambda offset, n: _read(path, segments_at + offset, n))

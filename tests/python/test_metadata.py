@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import etkv
+import etkv.reference
 import reference
 from etkv import pte
 from etkv.config import LayerConfig
