@@ -2,6 +2,9 @@
  * Every function of the C interface with what it cannot take: NULL for each
  * pointer, a handle that was freed, one of another type, and what is none.
  */
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "abi.h"
 
 /* ---- Handles -------------------------------------------------------------- */
@@ -362,6 +365,33 @@ static void handles_leave_in_any_order(void) {
   }
 }
 
+/* The new process has one thread, and may have locks that another held. */
+static void calls_after_a_fork_are_refused(void) {
+  handles all = make_all();
+  setup s;
+  set_up(&s);
+  const pid_t child = fork();
+  if (child == 0) {
+    etkv_session* session = NULL;
+    etkv_error* error = NULL;
+    CHECK_INT(
+        etkv_session_new("cpu", "seq", &s.config, &session, &error),
+        ETKV_ERROR_STEP);
+    CHECK_INT(etkv_error_status(error), ETKV_ERROR_STEP);
+    CHECK_HAS(etkv_error_message(error), "forked");
+    etkv_error_free(error);
+    CHECK_INT(etkv_cache_clear(all.cache, false, NULL), ETKV_ERROR_STEP);
+    CHECK_INT(etkv_cache_capacity(all.cache), 0);
+    etkv_cache_free(all.cache);
+    _exit(check_report());
+  }
+  int status = -1;
+  CHECK_INT(waitpid(child, &status, 0), child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK_INT(etkv_cache_clear(all.cache, false, NULL), ETKV_OK);
+  free_all(all);
+}
+
 int main(void) {
   null_handles();
   null_results();
@@ -370,6 +400,7 @@ int main(void) {
   what_never_was_a_handle();
   handles_of_another_type();
   handles_leave_in_any_order();
+  calls_after_a_fork_are_refused();
   CHECK_INT(etkv_live_handles(), 0);
   return check_report();
 }
