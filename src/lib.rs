@@ -66,6 +66,8 @@ pub use etkv_core::{
     Session, SharedCache, Status, TreeCache,
 };
 pub use etkv_file as file;
+/// The mlx-rs whose arrays the caches take and give.
+pub use mlx_rs;
 pub use {
     attention::{attend, attend_rows, attend_stored, AttendSpec, Mask},
     backend::{builders, CellsCache, ContiguousCache, MlxCache, ProgramCache, Step, MLX_BACKEND},

@@ -255,7 +255,42 @@ inline Result<void> load_method(
   return {};
 }
 
+namespace detail {
+/// Returns the error of a step that is longer than the method takes, which
+/// ExecuTorch refuses with a code alone; nullopt for inputs that fit.
+inline std::optional<Error> too_long(
+    executorch::extension::Module& module,
+    const std::string& method,
+    const std::vector<executorch::runtime::EValue>& inputs) {
+  const auto meta = module.method_meta(method);
+  if (!meta.ok() || inputs.empty() || !inputs[0].isTensor() ||
+      meta->num_inputs() == 0) {
+    return std::nullopt;
+  }
+  const auto first = meta->input_tensor_meta(0);
+  // Other inputs than token ids are not counted in tokens.
+  if (inputs[0].toTensor().scalar_type() != kLong) {
+    return std::nullopt;
+  }
+  const auto given = inputs[0].toTensor().sizes();
+  if (!first.ok() || given.empty() || first->sizes().size() != given.size()) {
+    return std::nullopt;
+  }
+  const auto n = given[given.size() - 1],
+             most = first->sizes()[given.size() - 1];
+  if (n <= most) {
+    return std::nullopt;
+  }
+  return Error(
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "the step has " + std::to_string(n) +
+          " tokens, the program takes at most " + std::to_string(most));
+}
+} // namespace detail
+
 /// Runs a method of `module`. A failure has the delegate's own error.
+/// ETKV_ERROR_INVALID_ARGUMENT for a step of more tokens than the program takes:
+/// run a longer prompt in several steps.
 inline Result<std::vector<executorch::runtime::EValue>> execute(
     executorch::extension::Module& module,
     const std::string& method,
@@ -268,6 +303,9 @@ inline Result<std::vector<executorch::runtime::EValue>> execute(
   auto outputs = module.execute(method, inputs);
   if (!outputs.ok()) {
     etkv_delegate_abort_forward();
+    if (auto error = detail::too_long(module, method, inputs)) {
+      return *std::move(error);
+    }
     return detail::executorch_error(outputs.error(), cannot);
   }
   return std::move(outputs.get());

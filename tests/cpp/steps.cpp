@@ -150,8 +150,10 @@ void inputs_that_executorch_refuses() {
     }
     CHECK(Seen(bound.cache()) == before);
   }
-  const auto many = bound.model.step(text(33), run(0, 33));
-  CHECK(!many.ok());
+  CHECK_REFUSED(
+      bound.model.step(text(33), run(0, 33)),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "the step has 33 tokens, the program takes at most 32");
   CHECK(Seen(bound.cache()) == before);
   CHECK(bound.at(9, slice(ids, 9, 3)) == wanted);
 }
