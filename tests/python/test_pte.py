@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
 import lacking_program
 from etkv import __main__ as command
-from etkv import describe_program, inspection, pte
+from etkv import _tables, describe_program, inspection, pte
 from etkv.errors import EtkvError
 
 
@@ -98,3 +99,28 @@ def test_truncated_program(program, tmp_path):
     file.write_bytes(whole[: pte.PteFile(program)._segments_at + 500])
     with pytest.raises(EtkvError, match="is damaged: it has"):
         describe_program(file)
+
+
+def test_constants_are_those_that_the_runtime_returns(program):
+    """They are read from the tables."""
+    read = pte.constant_methods(program)
+    assert read == pte._run_constants(program, read.keys())
+    assert all(type(value) in (int, float, bool, str, list) for value in read.values())
+    assert {"get_n_caches", "kv_cache.dtype", "get_kv_heads"} <= read.keys()
+
+
+def test_damaged_tables_of_constants_are_refused(program, tmp_path):
+    held, numbers = bytearray(program.read_bytes()), random.Random(3)
+    n_tables = len(pte.read_tables(program)[0])
+    refused = 0
+    for _ in range(300):
+        damaged = held.copy()
+        for _ in range(numbers.randrange(1, 4)):
+            damaged[numbers.randrange(40, n_tables)] = numbers.choice([0, 1, 127, 128, 255, numbers.randrange(256)])
+        path = tmp_path / "damaged.pte"
+        path.write_bytes(damaged)
+        try:
+            _tables.constants(pte.read_tables(path)[0], lambda offset, n: bytes(n) if n < 1 << 20 else b"")
+        except (*_tables.DAMAGE, EtkvError):
+            refused += 1
+    assert refused > 10
