@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -170,3 +171,25 @@ def test_a_process_ends_while_it_listens():
     done = run(MAKE + "logging.basicConfig(level='INFO', format='%(name)s %(message)s'); kept = use()")
     # Spans are told from `debug` on, so the one around it is not.
     assert done.stderr == "etkv.core the cache is converted k_format=f32 v_format=f32\n"
+
+
+def test_a_variable_of_the_environment_asks_for_lines():
+    code = (
+        "import etkv\n"
+        "with etkv.DecodeSession(etkv.CacheConfig([etkv.LayerConfig(1, 8)], 8), backend='cpu') as session:\n"
+        "    try:\n"
+        "        session.rewind(3)\n"
+        "    except etkv.EtkvError:\n"
+        "        pass\n"
+    )
+
+    def lines(told: str) -> str:
+        environment = {**os.environ, "ETKV_LOG": told}
+        ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 0
+        return ran.stderr
+
+    assert "DEBUG etkv.api: a call fails" in lines("debug")
+    assert "DEBUG etkv.api: a call fails" in lines("off,etkv::api=debug")
+    assert lines("") == lines("error") == lines("debug,etkv::api=off") == ""
+    assert "ETKV_LOG has 'loud'" in lines("loud")

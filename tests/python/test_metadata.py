@@ -271,3 +271,27 @@ def test_a_config_and_a_reader_need_no_torch():
     code = "import sys, etkv.config, etkv.metadata; print({'torch', 'numpy', 'executorch'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "set()\n", ran.stderr
+
+
+def test_metadata_are_read_without_torch():
+    program = reference.program(Variant("tiny-llama")).path
+    code = (
+        "import sys, etkv; etkv.read_kv_cache_metadata(sys.argv[1])\nprint({'torch', 'executorch'} & set(sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, program], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "set()\n", ran.stderr
+
+
+def test_a_session_is_for_the_backend_of_the_program_that_its_layers_are_of():
+    import cpu_programs
+
+    for program, backend in (
+        (reference.program(Variant("tiny-llama")).path, "MLXBackend"),
+        (cpu_programs.program(Variant("tiny-llama")).path, "cpu"),
+    ):
+        facts = read_kv_cache_metadata(program)
+        assert facts.backend == facts.layers.backend == backend
+        with etkv.SeqSession(etkv.CacheConfig(facts.layers, 8)) as session, etkv.load(program, session) as loaded:
+            loaded.forward([1, 2], [0, 1])
+            assert session.length == 2
+    assert etkv.CacheConfig([LayerConfig(1, 8)], 8).layers.backend is None
