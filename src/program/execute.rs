@@ -344,7 +344,7 @@ impl Drop for Loaded {
     }
 }
 
-/// Improves a program for a target. Returns how to keep each constant, and whether the last row of its logits is to be cut
+/// Improves a program for a target. Returns how to keep each constant, and whether the last row of its logits must be cut
 /// from all of them: where what comes before them is not made row by row.
 fn prepare(
     graph: &mut Graph,
