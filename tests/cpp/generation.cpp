@@ -313,7 +313,7 @@ void refusals() {
   CHECK_REFUSED(
       Generation::make(on_cpu.cache(), {{{1}, 0}}, options()),
       ETKV_ERROR_KIND,
-      "expected a cache in MLX storage");
+      "programs for MLX alone");
   On<SeqCache> last;
   Model narrow("llama-f32");
   must(narrow.load(last.session.key(), Logits::last));
@@ -328,7 +328,7 @@ void refusals() {
   CHECK_REFUSED(
       choose(on_cpu.cache(), {1}, {0}),
       ETKV_ERROR_KIND,
-      "expected a cache in MLX storage");
+      "programs for MLX alone");
   CHECK_INT(*last->length(), 0);
 }
 

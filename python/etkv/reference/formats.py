@@ -69,7 +69,7 @@ class Format:
 
 
 def format_of(name: str) -> Format:
-    """Returns the format of this name. ``affine4`` is ``affine4g64``.
+    """Returns the format of this name. ``affine4`` is ``affine4g32``.
 
     Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for an unknown name.
     """
@@ -84,7 +84,7 @@ def format_of(name: str) -> Format:
             f"unknown storage format `{name}`; available: f32, f16, bf16, affine<2|3|4|5|6|8>[g<32|64|128>], mxfp8, "
             "mxfp4, nvfp4, row-int4, row-fp4"
         )
-    bits, group = int(affine[1]), int(affine[2] or 64)
+    bits, group = int(affine[1]), int(affine[2] or 32)
     return Format(f"affine{bits}g{group}", group, lambda rows: affine_planes(rows, bits, group), affine_rows)
 
 
