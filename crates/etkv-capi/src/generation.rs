@@ -238,13 +238,25 @@ mod inner {
 
     use super::{etkv_generation_options, Next, Result};
 
+    /// Returns the program that was last loaded with a cache.
+    fn bound_to(cache: &SharedCache) -> Result<Program> {
+        Program::bound_to(cache).map_err(|error| match error.status() {
+            Status::Kind => Error::new(
+                Status::Kind,
+                "the device chooses the tokens of programs for MLX alone, and the cache is for another backend: run its \
+                 program step by step, and choose tokens with etkv_sampling_choose",
+            ),
+            _ => error.into(),
+        })
+    }
+
     pub fn warm_up(cache: &SharedCache, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
-        Program::bound_to(cache)?.warm_up(progress)?;
+        bound_to(cache)?.warm_up(progress)?;
         Ok(())
     }
 
     pub fn choose(cache: &SharedCache, tokens: &[i64], positions: &[i32]) -> Result<Vec<i64>> {
-        Ok(Program::bound_to(cache)?.choose(tokens, positions)?)
+        Ok(bound_to(cache)?.choose(tokens, positions)?)
     }
 
     /// Answers of an MLX program.
@@ -277,14 +289,7 @@ mod inner {
             let n_prompts = prompts.len();
             let prompts =
                 prompts.into_iter().map(|(sequence, tokens)| Prompt::new(sequence, tokens));
-            let program = Program::bound_to(cache).map_err(|error| match error.status() {
-                Status::Kind => Error::new(
-                    Status::Kind,
-                    "the device chooses the tokens of programs for MLX alone, and the cache is for another backend: \
-                     run its program step by step, and choose tokens with etkv_sampling_choose",
-                ),
-                _ => error.into(),
-            })?;
+            let program = bound_to(cache)?;
             let generation = program::Generation::new(&program, prompts.collect(), made)?;
             let (generation, cancelled) = (Mutex::new(generation), AtomicBool::new(false));
             Ok(Self { generation, n_prompts, cancelled })
