@@ -83,11 +83,11 @@
  *   position, its rows are then written to the wrong sequence, without an
  *   error.
  *
- *   A process that is forked from one that has made a handle lacks etkv's
+ *   A process that is forked from one that has live handles lacks etkv's
  *   threads, and locks that other threads held stay locked. Every call that can
  *   fail is refused there with ETKV_ERROR_STEP, facts are those of no handle, and
- *   nothing is freed. Call exec() after fork(), or make the first handle in the
- *   new process. Programs of ExecuTorch and MLX cannot run there either, and
+ *   nothing is freed. Call exec() after fork(), or make the handles in the
+ *   new process alone. Programs of ExecuTorch and MLX cannot run there either, and
  *   nothing refuses that.
  *
  *   The callback of etkv_kinds() runs on the calling thread, within the call,

@@ -1,5 +1,5 @@
-//! Refuses calls in a process that was forked from one that used etkv: it has no threads but one, and locks that
-//! another thread held stay locked.
+//! Refuses calls in a process that was forked from one that uses etkv, which has live handles: it has no threads but
+//! one, and locks that another thread held stay locked.
 
 use std::ptr::without_provenance_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,6 +8,7 @@ use std::sync::Once;
 use etkv_core::Status;
 
 use super::error::etkv_error;
+use super::handle;
 
 static FORKED: AtomicBool = AtomicBool::new(false);
 
@@ -22,7 +23,9 @@ pub(crate) const MESSAGE: &std::ffi::CStr =
 pub(crate) fn watch() {
     static WATCHING: Once = Once::new();
     extern "C" fn note() {
-        FORKED.store(true, Ordering::Relaxed);
+        if handle::count() > 0 {
+            FORKED.store(true, Ordering::Relaxed);
+        }
     }
     // SAFETY: `note` only stores a number. Without memory for it, forks go unnoticed.
     WATCHING.call_once(|| unsafe {
@@ -30,7 +33,7 @@ pub(crate) fn watch() {
     });
 }
 
-/// Returns whether this process was forked after etkv was used.
+/// Returns whether this process was forked while etkv was used.
 pub(crate) fn happened() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
