@@ -157,8 +157,11 @@ def ask(function: str, kind: str, *arguments: Any) -> Any:
     return out[0]
 
 
-def ask_list(function: str, kind: str, *arguments: Any) -> list[Any]:
-    """Return the values that a function of ``(…, array, room, n, error)`` stores."""
+def ask_list(function: str, kind: str, *arguments: Any, of: Callable[[Any], Any] | None = None) -> list[Any]:
+    """Return the values that a function of ``(…, array, room, n, error)`` stores, or what ``of`` makes of each.
+
+    Structs need ``of``: they are parts of the array, which goes.
+    """
     n = ffi.new("size_t*")
     call(function, *arguments, ffi.NULL, 0, n)
     while True:
@@ -172,7 +175,8 @@ def ask_list(function: str, kind: str, *arguments: Any) -> list[Any]:
             if n[0] <= room:
                 raise
             continue
-        return list(array[0 : n[0]])
+        values = list(array[0 : n[0]])
+        return values if of is None else [of(value) for value in values]
 
 
 def struct(kind: str, **fields: Any) -> Any:

@@ -261,8 +261,13 @@ class SeqCache(Cache):
 
     def seq_positions(self, sequence: int) -> list[range]:
         """Return the positions that a sequence holds, as ranges in order."""
-        found = ask_list("etkv_seq_cache_positions", "etkv_range", self._seq(), int32(sequence, "sequence"))
-        return [range(item.begin, item.end) for item in found]
+        return ask_list(
+            "etkv_seq_cache_positions",
+            "etkv_range",
+            self._seq(),
+            int32(sequence, "sequence"),
+            of=lambda item: range(item.begin, item.end),
+        )
 
     def sequences(self) -> list[int]:
         """Return the sequences that hold positions or carry trees, in order."""

@@ -9,8 +9,10 @@ import pickle
 import pytest
 
 import etkv
+import reference
 from etkv import CacheConfig, DecodeSession, LayerConfig, SeqSession, TreeSession, cache
 from etkv._capi import lib, text
+from reference import Variant
 
 LAYERS = (LayerConfig(2, 64), LayerConfig(1, 32, 64, window=8, sinks=2))
 KINDS = [(DecodeSession, "contiguous"), (SeqSession, "seq"), (TreeSession, "tree")]
@@ -270,3 +272,18 @@ def test_a_session_is_not_copied():
             with pytest.raises(etkv.EtkvError, match="a SeqSession is neither copied nor sent to another process"):
                 copied(session)
         assert session.length == 0
+
+
+def test_positions_are_copied_before_their_memory_goes():
+    """Each range is read while the array that it is a part of is there."""
+    program = reference.program(Variant("tiny-llama")).path
+    facts = etkv.read_kv_cache_metadata(program)
+    with etkv.SeqSession(CacheConfig(facts.layers, 64)) as session, etkv.load(program, session) as loaded:
+        loaded.forward(list(range(40)), list(range(40)))
+        for start in range(1, 38, 2):
+            session.seq_rm(0, start, start + 1)
+        expected = [*(range(start, start + 1) for start in range(0, 38, 2)), range(38, 40)]
+        for _ in range(3000):
+            assert session.seq_positions(0) == expected
+            # As large as the array.
+            bytes(160)
