@@ -181,7 +181,7 @@ def test_rows_are_stored_alone(name):
 
 
 def test_names():
-    assert format_of("affine4").name == "affine4g64"
+    assert format_of("affine4").name == "affine4g32"
     for name in ("", "affine", "affine7", "affine4g16", "f64", "affine4g", "affine4g64 "):
         with pytest.raises(StatusError, match=f"unknown storage format `{name}`"):
             format_of(name)
