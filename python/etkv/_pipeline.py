@@ -19,7 +19,7 @@ MOST = 1024.0
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
-_GROWTH = {"ByteLevel": 2.0, "BertNormalizer": 3.0, "BertPreTokenizer": 1.0, "Lowercase": 3.0}
+_GROWTH = {"ByteLevel": 2.0, "BertNormalizer": 3.0, "Lowercase": 3.0}
 """Kinds of steps that write more bytes than they read, whatever their settings."""
 
 _STEPS = ("normalizers", "pretokenizers", "processors", "decoders")
@@ -45,11 +45,11 @@ def _growth(step: Any) -> float:
     """Return how many times as many bytes ``step`` may write as it reads."""
     if not isinstance(step, dict):
         return 1.0
-    growth = 1.0
-    for name in _STEPS:
-        for inner in step.get(name) or () if isinstance(step.get(name), list) else ():
+    growth = _own_growth(step)
+    for steps in map(step.get, _STEPS):
+        for inner in steps if isinstance(steps, list) else ():
             growth = min(growth * _growth(inner), 1e300)
-    return growth * _own_growth(step)
+    return growth
 
 
 def _own_growth(step: dict[str, Any]) -> float:
