@@ -1,19 +1,27 @@
 //! Jinja with the settings of transformers: block tags remove the line that they are on, `break` and `continue` work
 //! in loops, values have Python's methods, and tests and filters decide as Jinja2's do.
 
+use std::fmt::Write;
+use std::sync::Arc;
+
 use minijinja::formatting::{format, FormatStyle};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, StringInput, Tuple, ValueKind};
-use minijinja::{escape_formatter, filters, Environment, Error, ErrorKind, Output, State, Value};
+use minijinja::{filters, Environment, Error, ErrorKind, Output, State, Value};
 use minijinja_contrib::add_to_environment;
 
-use super::{json, methods, rewrite, text};
+use super::bounds::Budget;
+use super::program::{self, Check};
+use super::{checks, json, methods, rewrite, text};
 
-pub fn new() -> Result<Environment<'static>, Error> {
+/// Returns an environment for one rendering of the template whose operands `checks` looks at.
+pub fn new(checks: &[Check]) -> Result<Environment<'static>, Error> {
+    let budget = Arc::new(Budget::new());
     let mut environment = Environment::new();
     environment.set_syntax(syntax()?);
     environment.set_unknown_method_callback(methods::call);
-    environment.set_formatter(write);
+    let printing = budget.clone();
+    environment.set_formatter(move |output, _, value| write(output, value, &printing));
     add_to_environment(&mut environment);
     environment.add_filter("tojson", json::tojson);
     environment.add_filter("trim", trim);
@@ -21,16 +29,40 @@ pub fn new() -> Result<Environment<'static>, Error> {
     environment.add_filter("count", length);
     environment.add_filter("int", int);
     environment.add_filter("float", float);
-    environment.add_filter("string", string);
-    environment.add_filter("e", escape);
-    environment.add_filter("escape", escape);
+    let printing = budget.clone();
+    environment.add_filter("string", move |value: &Value| string(value, &printing));
+    for name in ["e", "escape"] {
+        let printing = budget.clone();
+        environment.add_filter(name, move |value: &Value| escape(value, &printing));
+    }
+    environment.add_filter(rewrite::SAME, |value: Value| value);
     environment.add_test("callable", is_callable);
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", strftime_now);
-    environment.add_function(rewrite::ITER, iter);
-    environment.add_function(rewrite::PERCENT, percent);
+    let taken = budget.clone();
+    environment.add_function(program::ITER, move |value: &Value| {
+        let items = iter(value)?;
+        taken.take_read(&items)?;
+        Ok::<_, Error>(items)
+    });
+    let taken = budget.clone();
+    environment.add_function(program::PERCENT, move |left: &Value, right: &Value| {
+        checks::formatting(left, std::slice::from_ref(right), &taken)?;
+        let made = percent(left, right)?;
+        taken.take_result(&made)?;
+        Ok::<_, Error>(made)
+    });
+    let taken = budget.clone();
+    environment.add_function(
+        program::SLICE,
+        move |value: &Value, start: Option<i64>, stop: Option<i64>, step: Option<i64>| {
+            taken.take_read(value)?;
+            methods::slice(value, start, stop, step)
+        },
+    );
+    checks::add(&mut environment, checks, &budget);
     Ok(environment)
 }
 
@@ -59,38 +91,41 @@ fn trim(value: StringInput<'_>, chars: Option<String>) -> String {
 }
 
 /// Writes a value as Python prints it.
-fn write(output: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
-    match text::printed(value) {
-        Some(text) => write!(output, "{text}").map_err(Error::from),
-        None => escape_formatter(output, state, value),
-    }
+fn write(output: &mut Output, value: &Value, budget: &Budget) -> Result<(), Error> {
+    let written = match value.as_str() {
+        Some(text) => {
+            budget.take_text(text.len() as u64)?;
+            output.write_str(text)
+        }
+        None => output.write_str(&text::printed(value, budget)?),
+    };
+    written.map_err(Error::from)
 }
 
-fn string(value: &Value) -> Value {
-    if value.as_str().is_some() {
-        return value.clone();
+fn string(value: &Value, budget: &Budget) -> Result<Value, Error> {
+    match value.as_str() {
+        Some(_) => Ok(value.clone()),
+        None => text::printed(value, budget).map(Value::from),
     }
-    Value::from(text::printed(value).unwrap_or_else(|| value.to_string()))
 }
 
 /// Escapes for HTML with the references that Python writes.
-fn escape(value: &Value) -> Value {
+fn escape(value: &Value, budget: &Budget) -> Result<Value, Error> {
     if value.is_safe() {
-        return value.clone();
+        return Ok(value.clone());
     }
-    let text = text::printed(value).unwrap_or_else(|| value.to_string());
-    let mut made = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => made.push_str("&amp;"),
-            '<' => made.push_str("&lt;"),
-            '>' => made.push_str("&gt;"),
-            '\'' => made.push_str("&#39;"),
-            '"' => made.push_str("&#34;"),
-            c => made.push(c),
-        }
-    }
-    Value::from_safe_string(made)
+    let text = text::printed(value, budget)?;
+    let made = budget.writer().written(|made| {
+        text.chars().try_for_each(|c| match c {
+            '&' => made.write_str("&amp;"),
+            '<' => made.write_str("&lt;"),
+            '>' => made.write_str("&gt;"),
+            '\'' => made.write_str("&#39;"),
+            '"' => made.write_str("&#34;"),
+            c => made.write_char(c),
+        })
+    });
+    made.map(Value::from_safe_string)
 }
 
 fn length(value: &Value) -> Result<usize, Error> {

@@ -5,8 +5,6 @@ use minijinja::value::{from_args, Kwargs, Tuple, ValueKind};
 use minijinja::{Error, ErrorKind, State, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::rewrite::SLICE;
-
 /// Calls `method` of `value`. minijinja-contrib has the methods that are not here.
 pub fn call(
     state: &mut State,
@@ -14,9 +12,6 @@ pub fn call(
     method: &str,
     arguments: &[Value],
 ) -> Result<Value, Error> {
-    if method == SLICE {
-        return slice(value, arguments);
-    }
     let made = match (value.kind(), value.as_str()) {
         (ValueKind::String, Some(text)) => string_method(text, method, arguments)?,
         (ValueKind::Seq, _) => list_method(value, method, arguments)?,
@@ -30,35 +25,49 @@ pub fn call(
 }
 
 /// `value[start:stop:step]`.
-fn slice(value: &Value, arguments: &[Value]) -> Result<Value, Error> {
-    let (start, stop, step) = read::<(Option<i64>, Option<i64>, Option<i64>)>(arguments)?;
-    let (items, text): (Vec<Value>, bool) = match (value.kind(), value.as_str()) {
-        (_, Some(text)) => (text.chars().map(Value::from).collect(), true),
-        (ValueKind::Seq | ValueKind::Iterable, _) => (value.try_iter()?.collect(), false),
-        (kind, _) => return refused(format!("a {kind} has no slices")),
-    };
+pub fn slice(
+    value: &Value,
+    start: Option<i64>,
+    stop: Option<i64>,
+    step: Option<i64>,
+) -> Result<Value, Error> {
     let step = step.unwrap_or(1);
     if step == 0 {
         return refused("slice step cannot be zero");
     }
-    let length = items.len() as i64;
+    if let Some(text) = value.as_str() {
+        let chars: Vec<char> = text.chars().collect();
+        let chosen = places(chars.len(), start, stop, step).map(|n| chars[n]);
+        return Ok(Value::from(chosen.collect::<String>()));
+    }
+    let items: Vec<Value> = match value.kind() {
+        ValueKind::Seq | ValueKind::Iterable => value.try_iter()?.collect(),
+        kind => return refused(format!("a {kind} has no slices")),
+    };
+    let chosen: Vec<Value> =
+        places(items.len(), start, stop, step).map(|n| items[n].clone()).collect();
+    Ok(match value.downcast_object_ref::<Tuple>() {
+        Some(_) => Value::from(Tuple::from(chosen)),
+        None => Value::from(chosen),
+    })
+}
+
+/// Returns the places of the items that a slice of `length` items has.
+fn places(
+    length: usize,
+    start: Option<i64>,
+    stop: Option<i64>,
+    step: i64,
+) -> impl Iterator<Item = usize> {
+    let length = length as i64;
     // The places that a start or an end may have.
     let (least, most) = if step > 0 { (0, length) } else { (-1, length - 1) };
     let place = |n: i64| (if n < 0 { n + length } else { n }).clamp(least, most);
     let (first, last) = if step > 0 { (least, most) } else { (most, least) };
-    let (mut at, end) = (start.map_or(first, place), stop.map_or(last, place));
-    let mut chosen = Vec::new();
-    while (step > 0 && at < end) || (step < 0 && at > end) {
-        chosen.push(items[at as usize].clone());
-        at = at.saturating_add(step);
-    }
-    Ok(if text {
-        Value::from(chosen.iter().map(ToString::to_string).collect::<String>())
-    } else if value.downcast_object_ref::<Tuple>().is_some() {
-        Value::from(Tuple::from(chosen))
-    } else {
-        Value::from(chosen)
-    })
+    let (at, end) = (start.map_or(first, place), stop.map_or(last, place));
+    std::iter::successors(Some(at), move |at| Some(at.saturating_add(step)))
+        .take_while(move |&at| if step > 0 { at < end } else { at > end })
+        .map(|at| at as usize)
 }
 
 /// Removes `chars`, or Python's white space, from the chosen ends.

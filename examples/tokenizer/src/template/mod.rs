@@ -1,32 +1,36 @@
 //! A model's chat templates. They render a conversation as the text that the model was trained on.
 //!
 //! transformers renders templates with Jinja2; this module renders the same text with minijinja. What the two engines
-//! do differently is in `environment`, `methods` and `rewrite`.
+//! do differently is in `environment`, `methods`, `program` and `rewrite`; what a template may take is in `bounds`.
 
+mod bounds;
+mod checks;
 mod environment;
 mod json;
 mod methods;
+mod program;
 mod rewrite;
 mod text;
 mod values;
 
 use std::collections::BTreeMap;
-use std::io;
 use std::thread;
 
-use minijinja::{Error as TemplateError, ErrorKind, Value};
+use minijinja::machinery::{eval, make_string_output};
+use minijinja::{AutoEscape, Error as TemplateError, ErrorKind, Value};
 
 use crate::error::{Error, Result};
 pub use values::{Message, Variables};
 
-/// Bytes of stack of the thread that renders: deep templates must not depend on the caller's.
-const STACK: usize = 16 << 20;
+/// The most bytes of a template. Published ones have up to 60,000.
+const MAX_SOURCE: usize = 256 << 10;
+
+/// Bytes of stack of the thread that renders, of which the system gives those that are used. Expressions nest at most
+/// once for two bytes of a template, and values once for the 512 units of a list.
+const STACK: usize = 256 << 20;
 
 /// The most instructions that a rendering executes.
-const MAX_FUEL: u64 = 20_000_000;
-
-/// The most bytes that a template renders to.
-const MAX_OUTPUT: usize = 64 << 20;
+const MAX_FUEL: u64 = 10_000_000;
 
 /// The name of the template for conversations without tools.
 const DEFAULT: &str = "default";
@@ -46,8 +50,7 @@ impl ChatTemplates {
         sources: BTreeMap<String, String>,
         special_tokens: BTreeMap<String, String>,
     ) -> Self {
-        let sources = sources.into_iter().map(|(name, text)| (name, rewrite::prepared(&text)));
-        Self { sources: sources.collect(), special_tokens }
+        Self { sources, special_tokens }
     }
 
     pub fn is_empty(&self) -> bool {
@@ -81,28 +84,32 @@ impl ChatTemplates {
 }
 
 fn render(source: &str, context: Value) -> std::result::Result<String, TemplateError> {
-    let mut environment = environment::new()?;
-    environment.set_fuel(Some(MAX_FUEL));
-    let mut output = Limited(Vec::new());
-    environment.template_from_str(source)?.render_captured_to(context, &mut output)?;
-    String::from_utf8(output.0)
-        .map_err(|error| TemplateError::new(ErrorKind::InvalidOperation, error.to_string()))
-}
-
-/// Text that is refused when it is longer than [`MAX_OUTPUT`].
-struct Limited(Vec<u8>);
-
-impl io::Write for Limited {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.0.len() + bytes.len() > MAX_OUTPUT {
-            return Err(io::Error::other(format!("the text is longer than {MAX_OUTPUT} bytes")));
-        }
-        self.0.extend_from_slice(bytes);
-        Ok(bytes.len())
+    if source.len() > MAX_SOURCE {
+        return Err(TemplateError::new(
+            ErrorKind::InvalidOperation,
+            format!("it has {} bytes, the most is {MAX_SOURCE}", source.len()),
+        ));
     }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+    let source = rewrite::prepared(source)?;
+    let program = program::compiled(&source)?;
+    let checks = program.checks();
+    let mut environment = environment::new(&checks)?;
+    environment.set_fuel(Some(MAX_FUEL));
+    let program = program.checked(&checks)?;
+    let mut text = String::new();
+    let mut output = make_string_output(&mut text);
+    eval(
+        &environment,
+        &program.instructions,
+        context,
+        &program.blocks,
+        &mut output,
+        AutoEscape::None,
+    )?;
+    drop(output);
+    match text.len() as u64 {
+        bytes if bytes > bounds::MAX_TEXT => Err(bounds::too_long(bytes)),
+        _ => Ok(text),
     }
 }
 
@@ -110,7 +117,6 @@ impl io::Write for Limited {
 fn sentence(error: &TemplateError) -> String {
     let reason = match (error.kind(), error.detail()) {
         (ErrorKind::OutOfFuel, _) => format!("it executes more than {MAX_FUEL} instructions"),
-        (ErrorKind::WriteFailure, _) => format!("its text is longer than {MAX_OUTPUT} bytes"),
         (_, Some(detail)) => detail.to_owned(),
         (kind, None) => kind.to_string(),
     };

@@ -158,6 +158,44 @@ fn an_endless_template_is_an_error() {
 }
 
 #[test]
+fn values_within_a_template_are_bounded() {
+    let grown = |value: &str, by: &str| {
+        format!("{{% set ns = namespace(a={value}) %}}{{% for i in range(60) %}}{{% set ns.a = {by} %}}{{% endfor %}}")
+    };
+    for (source, why) in [
+        (grown("'x'", "ns.a ~ ns.a"), "makes a text of"),
+        (grown("'x'", "ns.a + ns.a"), "makes a text of"),
+        (grown("'x'", "ns.a | replace('x', 'xx')"), "makes a text of"),
+        (grown("[1]", "ns.a + ns.a"), "reads and writes"),
+        (grown("[1]", "[ns.a, ns.a]") + "{{ ns.a }}", "makes a text of"),
+        (grown("[1]", "[ns.a, ns.a]") + "{{ {ns.a: 1} }}", "reads and writes"),
+        (grown("[1]", "[ns.a, ns.a]") + "{{ ns.a | upper }}", "reads and writes"),
+        (grown("1", "[[[ns.a]]]") + "{{ ns.a }}", "nested more than 100 levels"),
+        ("{{ [1] | batch(10 ** 14, 0) | list }}".to_owned(), "reads and writes"),
+        ("{{ 'a\nb' | indent(10 ** 14) }}".to_owned(), "makes a text of"),
+        ("{{ '%*d' % (10 ** 14, 1) }}".to_owned(), "makes a text of"),
+        ("{{ '{:99999999999}'.format(1) }}".to_owned(), "makes a text of"),
+        ("{{ 'a' * 99999999 }}".to_owned(), "makes a text of"),
+        ("{% set ns = namespace() %}{% set ns.a = [ns] %}".to_owned(), "namespace"),
+        (format!("{{{{ x{} }}}}", "+1".repeat(9999)), "more than 4096 words and signs"),
+        ("x".repeat(300_000), "the most is 262144"),
+    ] {
+        let refusal = render(&source).unwrap_err().to_string();
+        assert!(refusal.contains(why), "{source}: {refusal}");
+    }
+}
+
+#[test]
+fn checks_change_no_answer() {
+    let source = "{% for m, n in {'a': 2, 'b': 3}.items() recursive %}{{ m * n ~ '-' }}{% endfor %}\
+        {% set x %}{{ 'a' if 1 in [1] else 'b' }}{% endset %}{{ x | replace('a', 'c') | upper }}\
+        {% macro f(a, b=2, c=[]) %}{{ a }}{{ b }}{{ c | length }}{{ caller() if caller }}{% endmacro %}\
+        {{ f(*[1], **{'b': 5}) }}{% call f(1, c=(1, 2)) %}!{% endcall %}\
+        {{ [1, 2] | map('string') | join(', ') }}{{ '%s' % ((1, 2) | length) }}{{ 1 < 2 <= 2 }}{{ 'ab'[-1:] }}";
+    assert_eq!(render(source).unwrap(), "aa-bbb-C150122!1, 22Trueb");
+}
+
+#[test]
 fn the_date() {
     let year = render("{{ strftime_now('%Y') }}").unwrap();
     assert!(year.parse::<i32>().unwrap() > 2000, "{year}");

@@ -1,0 +1,293 @@
+//! The checks that [`super::program`] puts before operators, filters, methods and tests: each takes the units of what
+//! follows it from the budget, and returns its arguments.
+
+use std::sync::Arc;
+
+use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs};
+use minijinja::{Environment, Error, Value};
+
+use super::bounds::{is_namespace, items, Budget, ITEM};
+use super::program::{self, Check, Kind};
+use super::text;
+
+/// Adds the checks of operators, and those of a template's filters, tests and methods.
+pub fn add(environment: &mut Environment, checks: &[Check], budget: &Arc<Budget>) {
+    let operators: [(&'static str, Operands); 11] = [
+        (program::ADD, add_),
+        (program::TIMES, times),
+        (program::COMPARE, |all, budget| budget.take_comparison(&all[0], &all[1])),
+        (program::IN, |all, budget| budget.take_search(&all[0], &all[1])),
+        (program::INDEX, |all, budget| budget.take_whole(&all[1]).map(|_| ())),
+        (program::CONTAINER, |all, budget| budget.take_container(all)),
+        (program::MAPPING, mapping),
+        (program::SPREAD, read),
+        (program::SET, set),
+        (program::CALL, read),
+        ("", read),
+    ];
+    for (name, check) in operators {
+        let budget = budget.clone();
+        environment.add_function(name, move |all: Rest<ValueOrKwargs>| {
+            let all = all.into_values();
+            check(&all, &budget)?;
+            Ok::<_, Error>(all)
+        });
+    }
+    for Check { kind, name, function } in checks.iter().cloned() {
+        let budget = budget.clone();
+        let check: fn(&str, &[Value], &Budget) -> Result<(), Error> = match kind {
+            Kind::Filter => filter,
+            Kind::Test => test,
+            Kind::Method => method,
+            Kind::Function => call,
+        };
+        environment.add_function(function, move |all: Rest<ValueOrKwargs>| {
+            let all = all.into_values();
+            check(&name, &all, &budget)?;
+            Ok::<_, Error>(all)
+        });
+    }
+    let taken = budget.clone();
+    environment.add_function(program::RESULT, move |value: Value| {
+        taken.take_result(&value)?;
+        Ok::<_, Error>(value)
+    });
+    let joined = budget.clone();
+    environment.add_function(program::CONCAT, move |left: &Value, right: &Value| {
+        let (left, right) = (text::printed(left, &joined)?, text::printed(right, &joined)?);
+        joined.take_text((left.len() + right.len()) as u64)?;
+        Ok::<_, Error>(left + &right)
+    });
+}
+
+type Operands = fn(&[Value], &Budget) -> Result<(), Error>;
+
+fn read(all: &[Value], budget: &Budget) -> Result<(), Error> {
+    all.iter().try_for_each(|value| budget.take_read(value))
+}
+
+fn add_(all: &[Value], budget: &Budget) -> Result<(), Error> {
+    match (all[0].as_str(), all[1].as_str()) {
+        (Some(left), Some(right)) => budget.take_text((left.len() + right.len()) as u64),
+        _ => read(all, budget),
+    }
+}
+
+fn times(all: &[Value], budget: &Budget) -> Result<(), Error> {
+    let times = |value: &Value| if value.is_number() { number(value).max(1) } else { 1 };
+    for (value, by) in [(&all[0], times(&all[1])), (&all[1], times(&all[0]))] {
+        match value.as_str() {
+            Some(text) => budget.take_text((text.len() as u64).saturating_mul(by))?,
+            None => budget.take(items(value).saturating_mul(ITEM).saturating_mul(by))?,
+        }
+    }
+    Ok(())
+}
+
+/// `{key: value, …}`, of which the keys are hashed.
+fn mapping(all: &[Value], budget: &Budget) -> Result<(), Error> {
+    budget.take_container(all)?;
+    whole(all.iter().step_by(2), budget)
+}
+
+fn whole<'a>(all: impl IntoIterator<Item = &'a Value>, budget: &Budget) -> Result<(), Error> {
+    all.into_iter().try_for_each(|value| budget.take_whole(value).map(|_| ()))
+}
+
+/// `{% set namespace.name = value %}`.
+fn set(all: &[Value], budget: &Budget) -> Result<(), Error> {
+    match is_namespace(&all[0]) {
+        true => budget.take_container(&all[..1]),
+        false => budget.take(1),
+    }
+}
+
+fn filter(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
+    let name: String = name.chars().filter(|c| !c.is_ascii_whitespace()).collect();
+    let (value, arguments) = (&all[0], &all[1..]);
+    match name.as_str() {
+        "replace" => replacement(value, arguments, budget),
+        "join" => {
+            let separator = arguments.first().and_then(Value::as_str).map_or(0, str::len) as u64;
+            joined(value, separator, budget)
+        }
+        "indent" => indentation(value, arguments, budget),
+        "format" => formatting(value, arguments, budget),
+        "batch" | "slice" => {
+            characters(all, budget)?;
+            numbers(arguments).try_for_each(|n| budget.take(n.saturating_mul(ITEM)))
+        }
+        "map" => match arguments.first().and_then(Value::as_str) {
+            Some(inner) => {
+                budget.take_read(value)?;
+                for item in value.try_iter()? {
+                    let rest = arguments[1..].iter().cloned();
+                    filter(inner, &[item].into_iter().chain(rest).collect::<Vec<_>>(), budget)?;
+                }
+                Ok(())
+            }
+            None => read(all, budget),
+        },
+        "select" | "reject" | "selectattr" | "rejectattr" => {
+            read(all, budget)?;
+            let mut each = 1u64;
+            for argument in arguments {
+                each = each.saturating_add(budget.take_whole(argument)?);
+            }
+            budget.take(items(value).saturating_mul(each))
+        }
+        // They do not look at what is within the items.
+        "list" | "reverse" => characters(all, budget),
+        "first" | "last" | "length" | "count" | "default" | "d" | "items" | "attr" | "safe"
+        | "chain" | "zip" => read(all, budget),
+        _ => whole(all, budget),
+    }
+}
+
+/// Of a text these filters make a list of characters.
+fn characters(all: &[Value], budget: &Budget) -> Result<(), Error> {
+    let length = all[0].as_str().map_or(0, str::len) as u64;
+    budget.take(length.saturating_mul(ITEM))?;
+    read(all, budget)
+}
+
+fn call(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
+    match name {
+        // They take texts: other values are printed.
+        "raise_exception" | "strftime_now" => whole(all, budget),
+        _ => read(all, budget),
+    }
+}
+
+fn test(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
+    match (name, all) {
+        ("in", [what, container, ..]) => budget.take_search(what, container),
+        (_, [left, right, ..]) => budget.take_comparison(left, right),
+        (_, [value]) if value.as_str().is_some() => budget.take_read(value),
+        _ => budget.take(1),
+    }
+}
+
+fn method(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
+    let (value, arguments) = (&all[0], &all[1..]);
+    let Some(text) = value.as_str() else {
+        return match name {
+            "index" | "count" => whole(all, budget),
+            _ => {
+                budget.take_read(value)?;
+                whole(arguments, budget)
+            }
+        };
+    };
+    match name {
+        "replace" => replacement(value, arguments, budget),
+        "join" => match arguments.first() {
+            Some(parts) => joined(parts, text.len() as u64, budget),
+            None => Ok(()),
+        },
+        "format" => formatting(value, arguments, budget),
+        "expandtabs" => {
+            let tabs = text.matches('\t').count() as u64;
+            let width = numbers(arguments).max().unwrap_or(8);
+            budget.take_text((text.len() as u64).saturating_add(tabs.saturating_mul(width)))
+        }
+        _ => whole(all, budget),
+    }
+}
+
+/// `text.replace(from, to)`.
+fn replacement(value: &Value, arguments: &[Value], budget: &Budget) -> Result<(), Error> {
+    let value = text::printed(value, budget)?;
+    let texts: Vec<&str> = arguments.iter().filter_map(Value::as_str).collect();
+    let [from, to, ..] = texts.as_slice() else {
+        return Ok(());
+    };
+    let found = value.matches(from).count() as u64;
+    budget.take_text((value.len() as u64).saturating_add(found.saturating_mul(to.len() as u64)))
+}
+
+/// A join of the items of `parts`, each as it prints.
+fn joined(parts: &Value, separator: u64, budget: &Budget) -> Result<(), Error> {
+    let bytes = budget.take_whole(parts)?;
+    budget.take_text(bytes.saturating_add(items(parts).saturating_mul(separator)))
+}
+
+/// The filter `indent`: some lines of the text are as much longer as it is told.
+fn indentation(value: &Value, arguments: &[Value], budget: &Budget) -> Result<(), Error> {
+    let value = text::printed(value, budget)?;
+    let lines = 1 + value.matches('\n').count() as u64;
+    let texts = flat(arguments).filter_map(|value| value.as_str().map(|text| text.len() as u64));
+    let width = numbers(arguments).chain(texts).max().unwrap_or(4);
+    budget.take_text((value.len() as u64).saturating_add(lines.saturating_mul(width)))
+}
+
+/// `text % arguments`, `text.format(…)`.
+pub fn formatting(value: &Value, arguments: &[Value], budget: &Budget) -> Result<(), Error> {
+    let Some(text) = value.as_str() else {
+        return Ok(());
+    };
+    budget.take_read(value)?;
+    let mut each = 0;
+    for argument in arguments {
+        each = u64::max(each, budget.take_whole(argument)?);
+    }
+    let given = numbers(arguments).max().unwrap_or(0);
+    let (mut total, mut places) = (text.len() as u64, 0);
+    for spec in text.match_indices(['%', '{']).map(|(at, _)| spec(&text[at..])) {
+        let width = spec.split(|c: char| !c.is_ascii_digit()).map(width).max().unwrap_or(0);
+        let width = if spec.contains('*') { width.max(given) } else { width };
+        total = total.saturating_add(width).saturating_add(each);
+        places += 1;
+    }
+    // A value of which the format takes parts may be printed at each place.
+    budget.take(places)?;
+    budget.take_text(total)
+}
+
+/// Returns what stands between a `%` or `{` that `text` begins with and the end of its specification.
+fn spec(text: &str) -> &str {
+    let is_longer = |c: char| c.is_ascii_digit() || "-+ #.*".contains(c);
+    if let Some(inside) = text.strip_prefix('{') {
+        return &inside[..inside.find(['{', '}']).unwrap_or(inside.len())];
+    }
+    let rest = &text[1..];
+    let rest = match rest.strip_prefix('(') {
+        Some(named) => named.split_once(')').map_or("", |(_, rest)| rest),
+        None => rest,
+    };
+    &rest[..rest.find(|c| !is_longer(c)).unwrap_or(rest.len())]
+}
+
+/// Returns the number that `digits` are: `u64::MAX` where it is larger.
+fn width(digits: &str) -> u64 {
+    if digits.is_empty() {
+        return 0;
+    }
+    digits.parse().unwrap_or(u64::MAX)
+}
+
+/// Returns the whole numbers among arguments, those with a name too; negative ones as positive.
+fn numbers(arguments: &[Value]) -> impl Iterator<Item = u64> + '_ {
+    flat(arguments).filter(Value::is_number).map(|value| number(&value))
+}
+
+/// Returns a number as a whole one without a sign: `u64::MAX` where it is larger.
+fn number(value: &Value) -> u64 {
+    value.as_i64().map_or(u64::MAX, i64::unsigned_abs)
+}
+
+/// Returns arguments, the values of named ones, and the items of tuples.
+fn flat(arguments: &[Value]) -> impl Iterator<Item = Value> + '_ {
+    arguments.iter().flat_map(|value| match value {
+        value if value.is_kwargs() => Kwargs::try_from(value.clone())
+            .map(|named| {
+                let named = &named;
+                named.args().filter_map(|name| named.get(name).ok()).collect::<Vec<Value>>()
+            })
+            .unwrap_or_default(),
+        value if value.kind() == ValueKind::Seq => {
+            value.try_iter().map(Iterator::collect).unwrap_or_default()
+        }
+        value => vec![value.clone()],
+    })
+}

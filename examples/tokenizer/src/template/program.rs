@@ -1,0 +1,250 @@
+//! A template as instructions, with the checks of `bounds` and Python's operators among them.
+//!
+//! minijinja compiles a template to instructions for a machine with a stack. [`compiled`] puts calls of functions
+//! before or in the place of some of them:
+//!
+//! | instruction | in its place | because |
+//! | --- | --- | --- |
+//! | `a % b`, `a ~ b`, `y[a:b:c]` | a call | minijinja computes remainders alone, prints as Rust does, and takes other ends for negative steps |
+//! | `for x in y` | a call before it | minijinja loops over None, and does not know the length of a text |
+//! | text of the template | the text as a value that is written | what is written is counted in one place |
+//! | other operators, filters, methods, calls | a call before it | its operands are checked |
+//! | what returns a value of any size | a call after it | the result is checked |
+//!
+//! The names of these functions are no identifiers, so that no template can call or replace them.
+
+use std::collections::BTreeMap;
+
+use minijinja::machinery::{parse, CodeGenerator, Instruction, Instructions};
+use minijinja::{Error, ErrorKind, Value};
+
+use super::environment::syntax;
+
+/// Takes what a loop goes over; returns it as a list where minijinja does not know its length.
+pub const ITER: &str = "for";
+
+/// Returns `value[start:stop:step]`.
+pub const SLICE: &str = "[:]";
+
+/// Returns `left % right`.
+pub const PERCENT: &str = "%";
+
+/// Returns `left ~ right`.
+pub const CONCAT: &str = "~";
+
+/// Returns its argument, a result, unless it is too large.
+pub const RESULT: &str = "=";
+
+/// Names of functions that take the operands of an operator and return them as a list, unless the operator would take
+/// too much.
+pub const ADD: &str = "+";
+pub const TIMES: &str = "*";
+pub const COMPARE: &str = "==";
+pub const IN: &str = " in ";
+pub const INDEX: &str = "[]";
+pub const CONTAINER: &str = "[,]";
+pub const MAPPING: &str = "{,}";
+pub const SPREAD: &str = "**";
+pub const SET: &str = ". =";
+pub const CALL: &str = "()";
+
+/// Returns the name of the function that checks the arguments of a function.
+pub fn function(name: &str) -> String {
+    format!("{name}()")
+}
+
+/// Returns the name of the function that checks the operands of a filter.
+pub fn filter(name: &str) -> String {
+    format!("|{name}")
+}
+
+/// Returns the name of the function that checks the operands of a test.
+pub fn test(name: &str) -> String {
+    format!(" is {name}")
+}
+
+/// Returns the name of the function that checks a method's value and arguments.
+pub fn method(name: &str) -> String {
+    format!(".{name}")
+}
+
+/// The most items of a list that a template spells out.
+const MAX_SPELLED: usize = u16::MAX as usize;
+
+/// A template and its blocks.
+pub struct Program<'a> {
+    pub instructions: Instructions<'a>,
+    pub blocks: BTreeMap<&'a str, Instructions<'a>>,
+}
+
+/// Compiles a template.
+pub fn compiled<'a>(source: &'a str) -> Result<Program<'a>, Error> {
+    let tree = parse(source, "template", syntax()?)?;
+    let mut generator = CodeGenerator::new("template", source);
+    generator.compile_stmt(&tree);
+    let (instructions, blocks) = generator.finish();
+    Ok(Program { instructions, blocks })
+}
+
+impl Program<'_> {
+    /// Returns the checks of the filters, tests, methods and functions that the template uses.
+    pub fn checks(&self) -> Vec<Check> {
+        let all = self.blocks.values().chain([&self.instructions]).flat_map(each);
+        let mut checks: Vec<Check> = all
+            .filter_map(|instruction| match *instruction {
+                Instruction::ApplyFilter(name, ..) => Some(Check::of(Kind::Filter, name)),
+                Instruction::PerformTest(name, ..) => Some(Check::of(Kind::Test, name)),
+                Instruction::CallMethod(name, _) => Some(Check::of(Kind::Method, name)),
+                Instruction::CallFunction(name, _) => Some(Check::of(Kind::Function, name)),
+                _ => None,
+            })
+            .collect();
+        checks.sort();
+        checks.dedup();
+        checks
+    }
+
+    /// Returns the program with the checks among its instructions. `checks` are those of [`Program::checks`].
+    pub fn checked<'b>(&'b self, checks: &'b [Check]) -> Result<Program<'b>, Error> {
+        let blocks = self.blocks.iter().map(|(&name, block)| Ok((name, checked(block, checks)?)));
+        Ok(Program {
+            instructions: checked(&self.instructions, checks)?,
+            blocks: blocks.collect::<Result<_, Error>>()?,
+        })
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    Filter,
+    Test,
+    Method,
+    Function,
+}
+
+/// A function that checks the operands of a filter, a test, a method or a function.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Check {
+    pub kind: Kind,
+    /// What the template calls.
+    pub name: String,
+    /// The name of the function.
+    pub function: String,
+}
+
+impl Check {
+    fn of(kind: Kind, name: &str) -> Self {
+        let made = match kind {
+            Kind::Filter => filter,
+            Kind::Test => test,
+            Kind::Method => method,
+            Kind::Function => function,
+        };
+        Self { kind, name: name.to_owned(), function: made(name) }
+    }
+}
+
+fn each<'b, 'a>(all: &'b Instructions<'a>) -> impl Iterator<Item = &'b Instruction<'a>> {
+    (0..).map_while(|n| all.get(n))
+}
+
+fn checked<'b>(all: &'b Instructions<'_>, checks: &'b [Check]) -> Result<Instructions<'b>, Error> {
+    let mut made = Instructions::new(all.name(), all.source());
+    // Where each instruction has gone: jumps follow it, to the checks before it.
+    let mut places = Vec::new();
+    let mut length = 0;
+    let mut previous = None;
+    for (n, instruction) in each(all).enumerate() {
+        places.push(length);
+        let line = all.get_line(n as u32).unwrap_or_default() as u16;
+        for one in with_checks(instruction, previous, checks)? {
+            length = made.add_with_line(one, line) + 1;
+        }
+        previous = Some(instruction);
+    }
+    places.push(length);
+    for n in 0.. {
+        let Some(instruction) = made.get_mut(n) else {
+            break;
+        };
+        use Instruction::{
+            BuildMacro, Iterate, Jump, JumpIfFalse, JumpIfFalseOrPop, JumpIfTrueOrPop,
+        };
+        if let Jump(to)
+        | JumpIfFalse(to)
+        | JumpIfFalseOrPop(to)
+        | JumpIfTrueOrPop(to)
+        | Iterate(to)
+        | BuildMacro(_, to, _) = instruction
+        {
+            *to = places[*to as usize];
+        }
+    }
+    Ok(made)
+}
+
+/// Returns `instruction` as [`checked`] writes it.
+fn with_checks<'b>(
+    instruction: &'b Instruction<'_>,
+    previous: Option<&Instruction<'_>>,
+    checks: &'b [Check],
+) -> Result<Vec<Instruction<'b>>, Error> {
+    use Instruction as I;
+    let call = |name: &'b str, n: usize| I::CallFunction(name, u16::try_from(n).ok());
+    // The check takes the operands and returns them as a list, which is spread on the stack again, with its length.
+    let before = |name: &'b str, n: usize, then: I<'b>| {
+        vec![call(name, n), I::UnpackLists(1), I::DiscardTop, then]
+    };
+    let around = |name: &'b str, n: Option<u16>, then: I<'b>| {
+        vec![I::CallFunction(name, n), I::UnpackLists(1), then, call(RESULT, 1)]
+    };
+    let named = |kind: Kind, name: &str| -> &'b str {
+        let known = checks.iter().find(|check| check.kind == kind && check.name == name);
+        known.map_or("", |check| check.function.as_str())
+    };
+    let spelled = |n: usize| match n > MAX_SPELLED {
+        true => Err(Error::new(
+            ErrorKind::InvalidOperation,
+            format!("a list of {n} items, the most is {MAX_SPELLED}"),
+        )),
+        false => Ok(n),
+    };
+    let same = instruction.clone();
+    Ok(match *instruction {
+        I::EmitRaw(text) => vec![I::LoadConst(Value::from(text)), I::Emit],
+        I::Rem => vec![call(PERCENT, 2)],
+        I::StringConcat => vec![call(CONCAT, 2)],
+        I::Slice => vec![call(SLICE, 4)],
+        I::PushLoop(_) => vec![call(ITER, 1), same],
+        I::Add => before(ADD, 2, same),
+        I::Mul => before(TIMES, 2, same),
+        I::Eq | I::Ne | I::Gt | I::Gte | I::Lt | I::Lte => before(COMPARE, 2, same),
+        I::In => before(IN, 2, same),
+        // `a < b < c` or `a in b in c`: a search takes as much as a comparison, or more.
+        I::CompareAndPreserve(_) => before(IN, 2, same),
+        // A name that the template spells out is short.
+        I::GetItem if !matches!(previous, Some(I::LoadConst(_))) => before(INDEX, 2, same),
+        I::SetAttr(_) => before(SET, 2, same),
+        I::BuildList(Some(n)) | I::BuildTuple(Some(n)) if n > 0 => {
+            before(CONTAINER, spelled(n)?, same)
+        }
+        I::BuildMap(n) if n > 0 => before(MAPPING, spelled(2 * n)?, same),
+        I::BuildKwargs(n) if n > 0 => before(SPREAD, spelled(2 * n)?, same),
+        I::MergeKwargs(n) | I::UnpackLists(n) if n > 0 => before(SPREAD, spelled(n)?, same),
+        I::ApplyFilter(name, n, id) => {
+            around(named(Kind::Filter, name), n, I::ApplyFilter(name, None, id))
+        }
+        I::PerformTest(name, n, id) => {
+            let name = named(Kind::Test, name);
+            let I::PerformTest(test, ..) = *instruction else { unreachable!() };
+            vec![I::CallFunction(name, n), I::UnpackLists(1), I::PerformTest(test, None, id)]
+        }
+        I::CallMethod(name, n) => around(named(Kind::Method, name), n, I::CallMethod(name, None)),
+        I::CallFunction(name, n) => {
+            around(named(Kind::Function, name), n, I::CallFunction(name, None))
+        }
+        I::CallObject(n) => around(CALL, n, I::CallObject(None)),
+        I::EndCapture => vec![same, call(RESULT, 1)],
+        _ => vec![same],
+    })
+}
