@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
-from etkv import _conversation, _pipeline
+from etkv import _conversation, _pipeline, _template
 from etkv._backend import Backend, check_id, errors
 from etkv.errors import EtkvError, first_line
 
@@ -150,13 +150,18 @@ class Tokenizer:
         if not self.has_chat_template:
             raise EtkvError("the model has no chat template: use encode")
         try:
-            text: str = self.hf.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
-            )
+            text = self._rendered(messages, {"add_generation_prompt": add_generation_prompt, **variables})
         except Exception as error:
             raise EtkvError(f"the chat template does not take these messages: {first_line(error)}") from error
         # The template writes the special tokens itself.
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any]) -> str:
+        chosen = self.hf.get_chat_template(variables.pop("chat_template", None), variables.get("tools"))
+        template = _template.checked(chosen)
+        with _template.rendering(template):
+            text: str = self.hf.apply_chat_template(messages, chat_template=template, tokenize=False, **variables)
+            return text
 
     def conversation_ids(
         self, messages: Sequence[Mapping[str, Any]], answers: Mapping[int, Sequence[int]], **variables: Any

@@ -99,7 +99,11 @@ def bombs() -> Iterator[str]:
                   "[ns.a, ns.a] | join", "'%s%s' % (ns.a, ns.a)", "'{0}{0}'.format(ns.a)", "ns.a | e | e | e",
                   "ns.a | indent(9, true)", "ns.a | urlencode | urlencode", "ns.a | tojson | tojson"):  # fmt: skip
         yield "{% set ns = namespace(a='x&') %}{% for i in range(60) %}{% set ns.a = " + grown + " %}{% endfor %}"
-        yield "{% set ns = namespace(a='x&\\n') %}{% for i in range(60) %}{% set ns.a %}{{ " + grown + " }}{% endset %}{% endfor %}"
+        yield (
+            "{% set ns = namespace(a='x&\\n') %}{% for i in range(60) %}{% set ns.a %}{{ "
+            + grown
+            + " }}{% endset %}{% endfor %}"
+        )
     listed = "{% set ns = namespace(l=['a']) %}{% for i in range(60) %}{% set ns.l = ns.l + ns.l %}{% endfor %}"
     yield listed
     yield listed + "{{ ns.l | length }}"

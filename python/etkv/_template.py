@@ -1,0 +1,156 @@
+"""Renders chat templates with bounds: they can come from anyone, and must not take a process's memory or time.
+
+transformers renders templates in jinja2's sandbox, which keeps a template from Python's internals and bounds neither.
+:func:`checked` puts calls of ``_template_checks.py`` into a parsed template. transformers does the rest as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from etkv import _template_checks as checks
+from etkv.errors import EtkvError
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
+
+_MAX_SOURCE = 256 << 10
+"""The most characters of a template. Published ones have up to 60,000."""
+
+
+class Template:
+    """Stands for a template's text where transformers compiles it: jinja2 takes a parsed template in its place.
+
+    jinja2 goes by the name of the class.
+    """
+
+    def __init__(self, source: str, tree: nodes.Template) -> None:
+        self._source = source
+        self._tree = tree
+
+    def __getattribute__(self, name: str) -> Any:
+        # jinja2 compiles instances of its class alone, and asks for the class by this name.
+        own = name in ("_source", "_tree")
+        return object.__getattribute__(self, name) if own else getattr(self._tree, name)
+
+    def __contains__(self, text: str) -> bool:
+        """Return whether the template's text has ``text``: transformers looks for the names of fields."""
+        return text in self._source
+
+
+@functools.lru_cache(maxsize=32)
+def checked(source: str) -> Template:
+    """Return the template ``source`` with checks, for transformers' ``chat_template``.
+
+    Raises :class:`EtkvError` for a template that is too long or too deep, and jinja2's errors for one with errors.
+    """
+    if len(source) > _MAX_SOURCE:
+        raise EtkvError(f"it has {len(source)} characters, the most is {_MAX_SOURCE}")
+    from transformers.utils import chat_template_utils
+
+    tree = chat_template_utils._compile_jinja_template("").environment.parse(source)
+    return Template(source, _transformed(tree))
+
+
+@contextmanager
+def rendering(template: Template) -> Iterator[None]:
+    """Bound what a rendering of ``template`` takes."""
+    _prepare(template)
+    with checks.rendering():
+        yield
+
+
+def _prepare(template: Template) -> None:
+    """Put checks around the filters, tests and calls of the environment that transformers makes for ``template``."""
+    from transformers.utils import chat_template_utils
+
+    environment = chat_template_utils._compile_jinja_template(template).environment
+    if getattr(environment, "etkv_checks", False):
+        return
+    environment.filters = {name: checks.filtered(name, function) for name, function in environment.filters.items()}
+    environment.tests = {name: checks.filtered(name, function) for name, function in environment.tests.items()}
+    environment.call = checks.called(environment)
+    environment.etkv_checks = True
+
+
+def _transformed(tree: nodes.Template) -> nodes.Template:
+    """Put the checks into a parsed template."""
+    from jinja2 import nodes
+    from jinja2.visitor import NodeTransformer
+
+    def call(function: Callable[..., Any], *arguments: nodes.Expr) -> nodes.Expr:
+        name = nodes.ImportedName(f"{function.__module__}.{function.__name__}")
+        return nodes.Call(name, list(arguments), [], None, None, lineno=arguments[0].lineno)
+
+    def operand(node: nodes.Expr) -> nodes.Expr:
+        return node if isinstance(node, nodes.Const) else call(checks.read, node)
+
+    def binary(function: Callable[..., Any]) -> Callable[[nodes.BinExpr], nodes.Expr]:
+        return lambda node: call(function, node.left, node.right)
+
+    def compare(node: nodes.Compare) -> nodes.Expr:
+        node.expr = operand(node.expr)
+        for compared in node.ops:
+            compared.expr = operand(compared.expr)
+        return node
+
+    def getitem(node: nodes.Getitem) -> nodes.Expr:
+        if isinstance(node.arg, nodes.Slice):
+            return call(checks.made, node)
+        node.arg = operand(node.arg)
+        return node
+
+    def mapping(node: nodes.Dict) -> nodes.Expr:
+        for pair in node.items:
+            pair.key = operand(pair.key)
+        return node
+
+    def output(node: nodes.Output) -> nodes.Output:
+        length = sum(len(part.data) for part in node.nodes if isinstance(part, nodes.TemplateData))
+        node.nodes = [
+            part if isinstance(part, nodes.TemplateData) else call(checks.written, part) for part in node.nodes
+        ]
+        node.nodes.append(call(checks.wrote, nodes.Const(length)))
+        return node
+
+    def body(node: Any) -> nodes.Node:
+        parts = sum(1 for _ in node.find_all(nodes.Node))
+        node.body.insert(0, nodes.ExprStmt(call(checks.step, nodes.Const(parts)), lineno=node.lineno))
+        return cast("nodes.Node", node)
+
+    def loop(node: nodes.For) -> nodes.Node:
+        node.iter = call(checks.looped, cast("nodes.Expr", node.iter))
+        return body(node)
+
+    def filtered(node: nodes.Filter) -> nodes.Expr:
+        if node.node is not None:
+            node.node = call(checks.same, node.node)
+        return node
+
+    rules: dict[type, Callable[[Any], nodes.Node]] = {
+        nodes.Add: binary(checks.add),
+        nodes.Mul: binary(checks.times),
+        nodes.Pow: binary(checks.power),
+        nodes.Mod: binary(checks.percent),
+        nodes.Concat: lambda node: call(checks.concat, *node.nodes),
+        nodes.Compare: compare,
+        nodes.Getitem: getitem,
+        nodes.Dict: mapping,
+        nodes.Output: output,
+        nodes.For: loop,
+        nodes.Macro: body,
+        nodes.CallBlock: body,
+        nodes.Filter: filtered,
+    }
+
+    class Transformer(NodeTransformer):
+        def visit(self, node: nodes.Node, *args: Any, **named: Any) -> nodes.Node:
+            self.generic_visit(node)
+            rule = rules.get(type(node))
+            return node if rule is None else rule(node)
+
+    Transformer().visit(tree)
+    return tree
