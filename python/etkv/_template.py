@@ -71,7 +71,9 @@ def _prepare(template: Template) -> None:
     if getattr(environment, "etkv_checks", False):
         return
     environment.filters = {name: checks.filtered(name, function) for name, function in environment.filters.items()}
-    environment.tests = {name: checks.filtered(name, function) for name, function in environment.tests.items()}
+    environment.tests = {
+        name: checks.filtered(name, function, is_test=True) for name, function in environment.tests.items()
+    }
     environment.call = checks.called(environment)
     environment.etkv_checks = True
 

@@ -82,7 +82,7 @@ def _budget() -> _Budget:
 
 
 def _text(length: int) -> None:
-    """Take the units of a text that is to be made."""
+    """Take the units of a text before it is made."""
     if length > _MAX_TEXT:
         raise EtkvError(f"it makes a text of {length} characters, the most is {_MAX_TEXT}")
     _budget().take(length)
@@ -121,6 +121,17 @@ def _result(value: Any) -> None:
         _budget().take(len(value) * _ITEM)
     elif isinstance(value, int):
         _number(value.bit_length())
+
+
+def _listed(value: Any) -> Any:
+    """Return the items of an iterator as a list, so that they can be counted; other values as they are."""
+    if not isinstance(value, Iterator):
+        return value
+    items = []
+    for item in value:
+        _budget().take(_ITEM)
+        items.append(item)
+    return items
 
 
 def _number(bits: int) -> None:
@@ -307,14 +318,18 @@ def _grown(name: str, value: Any, arguments: list[Any]) -> None:
         _budget().take(math.prod(numbers) * 800 * _SLOW)
 
 
-def filtered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) -> Callable[..., Any]:
     """Return a filter or a test that takes units from the budget."""
+    # Tests and these two tell an iterator from a list.
+    lists = not is_test and name not in ("length", "count")
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
     def checked(*args: Any, **named: Any) -> Any:
-        value, arguments = args[first], [*args[first + 1 :], *named.values()]
         _budget().step(10)
+        if lists:
+            args = tuple(map(_listed, args))
+        value, arguments = args[first], [*args[first + 1 :], *named.values()]
         if name in _SHALLOW:
             looped(value)
         else:
@@ -337,6 +352,7 @@ def called(environment: Environment) -> Callable[..., Any]:
         if isinstance(function, FunctionType) and function.__module__ == __name__ and function.__name__ in _OWN:
             return function(*args)
         _budget().step(10)
+        args = tuple(map(_listed, args))
         # jinja2 puts a function of its own around str.format.
         inside = getattr(function, "__wrapped__", function)
         bound, name = getattr(inside, "__self__", None), getattr(inside, "__name__", "")

@@ -42,7 +42,7 @@ impl Budget {
             .map_err(|_| refusal(format!("it reads and writes more than {} MiB", MAX_UNITS >> 20)))
     }
 
-    /// Takes the units of a text that is to be made.
+    /// Takes the units of a text before it is made.
     pub fn take_text(&self, bytes: u64) -> Result<(), Error> {
         if bytes > MAX_TEXT {
             return Err(too_long(bytes));
