@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView
 from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ _MAX_STEPS = 3_000_000
 
 _MAX_BITS = 100_000
 """The most bits of a number."""
+
+_COLLECTIONS = (list, tuple, set, frozenset, range, MappingView)
 
 _SLOW = 100
 """Units of a character that a filter looks at one by one."""
@@ -105,8 +107,8 @@ def _whole(value: Any) -> int:
         if isinstance(value, Mapping):
             waiting += value.keys()
             waiting += value.values()
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            waiting += value
+        elif isinstance(value, _COLLECTIONS):
+            waiting += list(value)
         elif isinstance(value, Namespace):
             # It prints what it has.
             waiting += value._Namespace__attrs.values()
@@ -117,7 +119,7 @@ def _result(value: Any) -> None:
     """Take the units of a value that an operation returned."""
     if isinstance(value, str):
         _text(len(value))
-    elif isinstance(value, (list, tuple, Mapping)):
+    elif isinstance(value, (*_COLLECTIONS, Mapping)):
         _budget().take(len(value) * _ITEM)
     elif isinstance(value, int):
         _number(value.bit_length())

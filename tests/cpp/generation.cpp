@@ -1,5 +1,9 @@
 // Answers whose tokens the device chooses, compared with steps of the host's own.
 
+#include <atomic>
+#include <limits>
+#include <thread>
+
 #include "examples/common/log.hpp"
 #include "fixture.hpp"
 
@@ -209,6 +213,44 @@ void between_tokens() {
   CHECK_REFUSED(one.next(), ETKV_ERROR_POSITION, "goes on at 10");
 }
 
+/// After a cancel, also one of another thread, there are no more tokens; the cache
+/// holds what was delivered, and another answer goes on from it.
+void cancels() {
+  const Ids prompt = text(40, 3);
+  const Ids wanted = by_steps(prompt, {});
+  On<Cache> bound;
+  auto one =
+      must(Generation::make(*bound.operator->(), {{prompt, 0}}, options()));
+  for (size_t n = 0; n < 3; ++n) {
+    CHECK(must(one.next()).at(0).token == wanted[n]);
+  }
+  must(one.cancel());
+  CHECK(must(one.next()).empty());
+  CHECK(must(one.next()).empty());
+  CHECK_INT(*bound->length(), 40 + 2);
+  auto how = options();
+  how.max_tokens = 4;
+  CHECK(
+      must(generate(*bound.operator->(), {wanted[2]}, how)) ==
+      slice(wanted, 3, 4));
+
+  On<Cache> other;
+  how.max_tokens = std::numeric_limits<int32_t>::max();
+  auto endless = must(Generation::make(*other.operator->(), {{{1}, 0}}, how));
+  std::atomic<int> delivered = 0;
+  std::thread reader([&] {
+    while (!must(endless.next()).empty()) {
+      ++delivered;
+    }
+  });
+  while (delivered < 2) {
+    std::this_thread::yield();
+  }
+  must(endless.cancel());
+  reader.join();
+  CHECK(must(endless.next()).empty());
+}
+
 /// Steps of the host's own whose ids the device chooses: those of the rows of
 /// logits, in text and in trees, and nothing of a step that is refused.
 void choices() {
@@ -345,6 +387,7 @@ int main() {
   ends();
   batches();
   between_tokens();
+  cancels();
   choices();
   warm_ups<etkv::Cache>();
   warm_ups<etkv::TreeCache>();

@@ -74,7 +74,7 @@ class SeqCache(ReferenceCache):
         return min((position + 1 for position in positions if position + 1 >= least), default=0)
 
     def rewindable_to(self) -> int:
-        return self.seq_rewindable_to(self._only_sequence())
+        return self.seq_rewindable_to(self._only_sequence("seq_rewindable_to is for one of them"))
 
     # ---- Changes by a runner ---------------------------------------------
 
@@ -167,7 +167,7 @@ class SeqCache(ReferenceCache):
         """
         self._refuse_in_step("rewind the cache")
         length = integer("length", length)
-        sequence = self._only_sequence()
+        sequence = self._only_sequence("seq_rm shortens one of them")
         if not 0 <= length <= self._next(sequence):
             raise status_error(
                 Status.POSITION,
@@ -229,7 +229,7 @@ class SeqCache(ReferenceCache):
         """Returns the sequences of the next step's tokens."""
         if self._declared is not None:
             return self._declared
-        return [(self._only_sequence(),)] * n_tokens
+        return [(self._only_sequence("begin_step names those of a step"),)] * n_tokens
 
     def _expected(self, owners: list[Members], token: int, sequence: int) -> int:
         """Returns the position that a token of a step must have for one of its sequences."""
@@ -285,10 +285,10 @@ class SeqCache(ReferenceCache):
     def _next(self, sequence: int) -> int:
         return max(self._tokens(sequence), default=-1) + 1
 
-    def _only_sequence(self) -> int:
+    def _only_sequence(self, otherwise: str) -> int:
         live = self.sequences()
         if len(live) > 1:
-            raise invalid(f"the cache holds {len(live)} sequences; name one of them (for a step with begin_step)")
+            raise invalid(f"the cache holds {len(live)} sequences; {otherwise}")
         return live[0] if live else 0
 
     def _held(self) -> list[int]:

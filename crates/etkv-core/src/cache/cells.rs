@@ -171,7 +171,7 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn next_position(&self) -> Result<i32> {
-        self.book.seq_next(self.book.only_sequence()?)
+        self.book.seq_next(self.book.only_sequence("seq_next is for one of them")?)
     }
 
     fn can_extend(&self, n: i32) -> bool {
@@ -195,7 +195,8 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn rewindable_to(&self) -> Result<i32> {
-        self.book.rewindable_to(self.book.only_sequence()?)
+        let sequence = self.book.only_sequence("seq_rewindable_to is for one of them")?;
+        self.book.rewindable_to(sequence)
     }
 
     fn memory(&self) -> Memory {

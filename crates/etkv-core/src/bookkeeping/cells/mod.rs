@@ -120,17 +120,17 @@ impl CellsBookkeeping {
         all
     }
 
-    /// Returns the only sequence, or 0 if the cache is empty.
+    /// Returns the only sequence, or 0 if the cache is empty. `otherwise` says what is for one of several.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several.
-    pub fn only_sequence(&self) -> Result<i32> {
+    pub fn only_sequence(&self, otherwise: &str) -> Result<i32> {
         let mut live = self.full().owners().chain(self.trees.keys().copied());
         let only = live.next().unwrap_or(0);
         if live.any(|other| other != only) {
             fail!(
                 InvalidArgument,
-                "the cache holds {} sequences; name one of them (for a step with begin_step)",
+                "the cache holds {} sequences; {otherwise}",
                 self.sequences().len()
             );
         }

@@ -139,7 +139,7 @@ impl CellsBookkeeping {
     ///   its positions would stay.
     pub fn rewind(&mut self, length: i32) -> Result<()> {
         self.refuse_in_step("rewind the cache")?;
-        let sequence = self.only_sequence()?;
+        let sequence = self.only_sequence("seq_rm shortens one of them")?;
         let next = self.next(sequence);
         if length < 0 || length > next {
             fail!(

@@ -161,7 +161,8 @@ impl CellsBookkeeping {
             frontiers.push(&[sequence], tree.n_pending());
         }
         if frontiers.members().is_empty() {
-            return Ok(Segments::One { sequence: self.only_sequence()?, n_tokens });
+            let otherwise = "begin_step names those of a step";
+            return Ok(Segments::One { sequence: self.only_sequence(otherwise)?, n_tokens });
         }
         Ok(frontiers.simplified())
     }
