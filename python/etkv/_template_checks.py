@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView
 from contextlib import contextmanager
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from etkv.errors import EtkvError
 
@@ -108,7 +108,7 @@ def _whole(value: Any) -> int:
             waiting += value.keys()
             waiting += value.values()
         elif isinstance(value, _COLLECTIONS):
-            waiting += list(value)
+            waiting += cast("Iterable[Any]", value)
         elif isinstance(value, Namespace):
             # It prints what it has.
             waiting += value._Namespace__attrs.values()
