@@ -129,7 +129,7 @@ TESTED := --workspace --exclude etkv-benches
 # A library is compiled once more for the tests within it. These two take twice as long to optimize as to compile, and no
 # other such tests depend on them.
 WITHIN := --exclude etkv-tests --exclude etkv-capi --lib \
-  --config profile.release.package.etkv.opt-level=1 --config profile.release.package.etkv-tokenizer.opt-level=1
+  --config profile.release.package.etkv-mlx-program.opt-level=1 --config profile.release.package.etkv-tokenizer.opt-level=1
 # All others but `buckets`, which has a command of its own.
 OUTSIDE := --test '[!b]*' --test 'b[!u]*' --test 'bu[!c]*'
 

@@ -1,6 +1,6 @@
 //! Compares the ways to multiply rows by a weight on the CPU: float32 weights transposed or as
 //! stored, and weights of a few bits packed or unpacked first. The tables decide the layouts of
-//! `src/program/passes/linear.rs` and the thresholds of `src/program/ops/quantized.rs`.
+//! `crates/etkv-mlx-program/src/passes/linear.rs` and the thresholds of `crates/etkv-mlx-program/src/ops/quantized.rs`.
 
 use std::time::{Duration, Instant};
 

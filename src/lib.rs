@@ -6,8 +6,7 @@
 //! [`Session`].
 //!
 //! Bookkeeping, kinds, registry and sessions come from `etkv_core`, which knows no MLX. This crate
-//! adds the storage on MLX arrays, attention over it, and the interpreter of ExecuTorch's MLX
-//! programs.
+//! adds the storage on MLX arrays, and attention over it. `etkv_mlx_program` runs programs on it.
 //!
 //! # Examples
 //!
@@ -50,13 +49,10 @@
 pub mod attention;
 mod backend;
 mod error;
-#[cfg(feature = "delegate")]
 mod kernel_cache;
-mod kernels;
+pub mod kernels;
 mod layers;
 pub mod mlx;
-#[cfg(feature = "delegate")]
-pub mod program;
 mod store;
 
 use etkv_core::{config, format};

@@ -119,7 +119,6 @@ pub fn attend(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Resul
 
 /// Compiles the kernels for masks that are like those without that have run. A sequence whose layers
 /// have windows needs them only once it is longer than these.
-#[cfg(feature = "delegate")]
 pub fn compile_masked() -> Result<()> {
     if !can_run()? {
         return Ok(());

@@ -7,10 +7,8 @@ mod attention;
 mod finite;
 #[cfg(target_os = "linux")]
 mod kept;
-#[cfg(feature = "delegate")]
 mod linear;
 mod raw;
-#[cfg(feature = "delegate")]
 mod rotary;
 #[cfg(test)]
 mod testing;
@@ -24,14 +22,11 @@ use std::path::Path;
 use mlx_rs::Dtype;
 use tracing::warn;
 
-#[cfg(feature = "delegate")]
 pub use self::attention::compile_masked;
 pub use self::attention::{attend, several_queries};
 pub use self::finite::{non_finite, MOST_ARRAYS};
-#[cfg(feature = "delegate")]
 pub use self::linear::{few_rows, Gate, Product, RmsNorm, Turn, MOST_ROWS};
 use self::raw::Kernel;
-#[cfg(feature = "delegate")]
 pub use self::rotary::rotary;
 use crate::error::{Error, Result, Status};
 use crate::mlx;
@@ -76,7 +71,6 @@ impl<T: Eq + Hash> Compiled<T> {
     }
 
     /// Returns the templates whose kernels run.
-    #[cfg(feature = "delegate")]
     fn templates(&self) -> impl Iterator<Item = &T> {
         self.0.iter().filter(|(_, kernel)| kernel.is_some()).map(|(template, _)| template)
     }

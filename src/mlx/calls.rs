@@ -97,14 +97,12 @@ impl Arrays {
     }
 
     /// Adds an array.
-    #[cfg(feature = "delegate")]
     pub fn push(&mut self, array: &Array) -> Result<()> {
         // SAFETY: both handles are live, and the list copies the array's.
         check(unsafe { mlx_sys::mlx_vector_array_append_value(self.0, array.as_ptr()) })
     }
 
     /// Returns the arrays stacked along a new axis.
-    #[cfg(feature = "delegate")]
     pub fn stack(&self, axis: i32) -> Result<Array> {
         // SAFETY: the list is live.
         call(|made, stream| unsafe { mlx_sys::mlx_stack_axis(made, self.0, axis, stream) })
@@ -121,14 +119,12 @@ impl Arrays {
     }
 
     /// Returns the arrays, one after the other.
-    #[cfg(feature = "delegate")]
     pub fn iter(&self) -> impl Iterator<Item = Result<Array>> + '_ {
         // SAFETY: the list is live.
         unsafe { each(self.0) }
     }
 
     /// Returns the arrays.
-    #[cfg(feature = "delegate")]
     pub fn to_vec(&self) -> Result<Vec<Array>> {
         // SAFETY: the list is live.
         unsafe { arrays(self.0) }
@@ -146,7 +142,6 @@ impl Drop for Arrays {
 ///
 /// # Safety
 /// The list is live.
-#[cfg(feature = "delegate")]
 pub unsafe fn arrays(list: mlx_sys::mlx_vector_array) -> Result<Vec<Array>> {
     // SAFETY: as for this function.
     unsafe { each(list) }.collect()
@@ -156,7 +151,6 @@ pub unsafe fn arrays(list: mlx_sys::mlx_vector_array) -> Result<Vec<Array>> {
 ///
 /// # Safety
 /// The list lives as long as the iterator.
-#[cfg(feature = "delegate")]
 unsafe fn each(list: mlx_sys::mlx_vector_array) -> impl Iterator<Item = Result<Array>> {
     // SAFETY: the caller says that the list is live.
     let n = unsafe { mlx_sys::mlx_vector_array_size(list) };

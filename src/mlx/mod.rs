@@ -10,10 +10,9 @@
 //! Locks cannot wait for each other in a circle, because a thread that holds MLX waits for nothing
 //! but the device: [`give_way`] releases MLX while it waits for a cache.
 
-pub(crate) mod bits;
+pub mod bits;
 mod calls;
 mod host;
-#[cfg(feature = "delegate")]
 mod shares;
 mod start;
 
@@ -23,22 +22,16 @@ use std::sync::OnceLock;
 use mlx_rs::{Device, DeviceType, Stream};
 use parking_lot::{Mutex, MutexGuard, ReentrantMutex, ReentrantMutexGuard};
 
-#[cfg(feature = "delegate")]
-pub(crate) use self::calls::arrays;
+pub use self::calls::arrays;
 pub use self::calls::check;
-pub(crate) use self::calls::optional_int;
-pub(crate) use self::calls::wait;
-pub(crate) use self::calls::{
-    before_writes, call, cast, slice_axis, synchronize, update_axis, Arrays,
-};
-pub(crate) use self::host::bytes;
-#[cfg(feature = "delegate")]
-pub(crate) use self::host::HostBytes;
-pub(crate) use self::host::{array_of, elements, host_array, on_device};
-#[cfg(feature = "delegate")]
-pub(crate) use self::shares::shared;
-#[cfg(feature = "delegate")]
-pub(crate) use self::start::unowned_stream;
+pub use self::calls::optional_int;
+pub use self::calls::wait;
+pub use self::calls::{before_writes, call, cast, slice_axis, synchronize, update_axis, Arrays};
+pub use self::host::bytes;
+pub use self::host::HostBytes;
+pub use self::host::{array_of, elements, host_array, on_device};
+pub use self::shares::shared;
+pub use self::start::unowned_stream;
 use self::start::{adopted, start, Runtime};
 pub use self::start::{blas, version, MLX_VERSION};
 use crate::error::Result;
@@ -53,12 +46,12 @@ thread_local! {
 
 /// The lock of MLX, held by this thread until it is dropped. Dropping arrays needs it, also where
 /// MLX could not start.
-pub(crate) struct Held {
+pub struct Held {
     _lock: ReentrantMutexGuard<'static, ()>,
 }
 
 /// Waits until no other thread is in MLX, and locks it.
-pub(crate) fn hold() -> Held {
+pub fn hold() -> Held {
     let lock = LOCK.lock();
     DEPTH.set(DEPTH.get() + 1);
     Held { _lock: lock }
@@ -93,7 +86,7 @@ pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
 }
 
 /// Locks `mutex`. Releases MLX while it waits.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     match mutex.try_lock() {
         Some(guard) => guard,
         None => give_way(|| mutex.lock()),
@@ -126,7 +119,7 @@ impl Mlx {
     }
 
     /// Runs `work` on a stream that belongs to no thread, or on the stream of the enclosing call.
-    pub(crate) fn run_on<T>(&self, stream: &Stream, work: impl FnOnce() -> T) -> T {
+    pub fn run_on<T>(&self, stream: &Stream, work: impl FnOnce() -> T) -> T {
         thread_local! {
             static HAS_STREAM: Cell<bool> = const { Cell::new(false) };
         }
@@ -150,8 +143,7 @@ impl Mlx {
     }
 
     /// Keeps the kernels that were compiled since for later processes.
-    #[cfg(feature = "delegate")]
-    pub(crate) fn publish_kernels(&self) {
+    pub fn publish_kernels(&self) {
         if let Some(kernels) = &self.runtime.kernels {
             if let Err(error) = kernels.publish() {
                 tracing::warn!(%error, "kernels cannot be kept for later processes");
@@ -218,22 +210,21 @@ unsafe fn is_on_gpu(stream: mlx_sys::mlx_stream) -> Result<bool> {
 }
 
 /// Returns whether the stream of the enclosing [`run`] is the shared one, not one of a host.
-pub(crate) fn is_stream_shared() -> Result<bool> {
+pub fn is_stream_shared() -> Result<bool> {
     let own = Stream::thread_local_or_default();
     // SAFETY: both streams live as long as their objects.
     Ok(unsafe { mlx_sys::mlx_stream_equal(own.as_ptr(), runtime()?.stream.as_ptr()) })
 }
 
 /// Returns whether the stream of the enclosing [`run`] is on a GPU.
-pub(crate) fn is_stream_on_gpu() -> Result<bool> {
+pub fn is_stream_on_gpu() -> Result<bool> {
     // SAFETY: the stream lives as long as its object.
     unsafe { is_on_gpu(Stream::thread_local_or_default().as_ptr()) }
 }
 
 /// Runs `work` on the shared stream, also where an enclosing call has another one. The caller is
 /// inside MLX.
-#[cfg(feature = "delegate")]
-pub(crate) fn on_shared<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub fn on_shared<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     mlx_rs::with_stream(&runtime()?.stream, work)
 }
 
@@ -242,8 +233,7 @@ fn runtime() -> Result<&'static Runtime> {
 }
 
 /// Returns the folder of this process for what is made of kernels, if there is one.
-pub(crate) fn kernel_folder() -> Option<&'static std::path::Path> {
-    #[cfg(feature = "delegate")]
+pub fn kernel_folder() -> Option<&'static std::path::Path> {
     if let Ok(runtime) = runtime() {
         return runtime.kernels.as_ref().map(|kernels| kernels.own());
     }
@@ -252,7 +242,7 @@ pub(crate) fn kernel_folder() -> Option<&'static std::path::Path> {
 
 /// Returns where what etkv compiles for this MLX and GPU is kept for later processes, if there is such a place.
 #[cfg(target_os = "linux")]
-pub(crate) fn compiled_folder() -> Option<std::path::PathBuf> {
+pub fn compiled_folder() -> Option<std::path::PathBuf> {
     Some(kernel_folder()?.parent()?.parent()?.join("compiled"))
 }
 

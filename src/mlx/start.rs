@@ -6,7 +6,6 @@ use mlx_rs::{memory, Device, DeviceType, Stream};
 
 use super::calls::{check, on_error};
 use crate::error::{fail, Error, Result, Status};
-#[cfg(feature = "delegate")]
 use crate::kernel_cache::{self, KernelCache};
 
 /// The MLX release that this build is made for.
@@ -20,7 +19,6 @@ pub struct Runtime {
     pub stream: Stream,
     pub on_gpu: bool,
     /// The kernels that MLX compiles for an NVIDIA GPU, if they are kept.
-    #[cfg(feature = "delegate")]
     pub kernels: Option<KernelCache>,
 }
 
@@ -99,15 +97,9 @@ pub fn start() -> Result<Runtime> {
     // on the CPU.
     // SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
-    #[cfg(feature = "delegate")]
     let kernels =
         architecture.and_then(|architecture| kernel_cache::start(&architecture, MLX_VERSION));
-    Ok(Runtime {
-        stream,
-        on_gpu,
-        #[cfg(feature = "delegate")]
-        kernels,
-    })
+    Ok(Runtime { stream, on_gpu, kernels })
 }
 
 /// Lets MLX send shorter graphs to the NVIDIA GPUs for which it chooses 100 operations: the GPU has nothing

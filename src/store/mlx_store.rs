@@ -46,8 +46,7 @@ impl MlxStore {
     /// Returns the formats and the buffers of a layer's keys and values: `[1, n_kv_heads, slots, width]` for
     /// each plane of the format. Returns `None` where slots are frozen: buffers then have some of the slots
     /// only, and what reads them by their addresses would miss the others.
-    #[cfg(all(feature = "delegate", target_os = "linux"))]
-    pub(crate) fn planes(&self, layer: usize) -> Option<[(KvFormat, Vec<&Array>); 2]> {
+    pub fn planes(&self, layer: usize) -> Option<[(KvFormat, Vec<&Array>); 2]> {
         let pools = self.pools.get(layer)?;
         pools.iter().all(|pool| pool.base() == 0).then_some(())?;
         Some(pools.each_ref().map(|pool| (pool.format(), pool.buffers())))
@@ -56,7 +55,7 @@ impl MlxStore {
     /// Returns the buffers of a layer's keys and values, `[1, n_kv_heads, slots, head_dim]` each, if both
     /// are stored in floats and no slots are frozen.
     #[cfg(test)]
-    pub(crate) fn float_buffers(&self, layer: usize) -> Option<[&Array; 2]> {
+    pub fn float_buffers(&self, layer: usize) -> Option<[&Array; 2]> {
         let [k, v] = self.pools.get(layer)?;
         (k.base() == 0 && v.base() == 0).then_some(())?;
         float_dtype(k.format()).and(float_dtype(v.format()))?;

@@ -105,7 +105,7 @@ pub trait Pool: Send {
     fn blank(&mut self, slots: &Slots) -> Result<()>;
 
     /// Returns the number of the first slots that are frozen. The buffers begin behind them.
-    #[cfg(any(test, all(feature = "delegate", target_os = "linux")))]
+    #[cfg(any(test, target_os = "linux"))]
     fn base(&self) -> i32;
 
     /// Returns the number of the first slots that other pools may read too.
@@ -288,7 +288,7 @@ impl Pool for CodecPool {
         self.planes.write_unfrozen(slots, &zeros)
     }
 
-    #[cfg(any(test, all(feature = "delegate", target_os = "linux")))]
+    #[cfg(any(test, target_os = "linux"))]
     fn base(&self) -> i32 {
         self.planes.base()
     }

@@ -1,6 +1,6 @@
 """The page ``docs/ops.md``: what runs each operation of ExecuTorch's schema, and where it was tried.
 
-Made of the schema of the installed wheel, the table of operations in ``src/program/ops/mod.rs``, and the outcomes of a
+Made of the schema of the installed wheel, the table of operations in ``crates/etkv-mlx-program/src/ops/mod.rs``, and the outcomes of a
 run. ``python -m tests.upstream_ops --write-expected`` writes it; a test compares it.
 """
 
@@ -29,9 +29,9 @@ _HEAD = """# Operations
 What runs each operation of the schema of ExecuTorch's MLX delegate. `make upstream-ops UPSTREAM=--write-expected`
 writes this page from the code and a run of [ExecuTorch's own tests](programs.md#executorchs-own-tests).
 
-- **file** is in [src/program/ops](../src/program/ops).
+- **file** is in [crates/etkv-mlx-program/src/ops](../crates/etkv-mlx-program/src/ops).
 - **CPU**: the tests of ExecuTorch with this operation that pass, of those that compare something. `-` means that the
-  wheel has no test of it; those of [src/program/tests](../src/program/tests) cover it.
+  wheel has no test of it; those of [crates/etkv-mlx-program/src/tests](../crates/etkv-mlx-program/src/tests) cover it.
 - **CUDA**: whether the tests with this operation were run on an NVIDIA GPU, where they pass as well, some of them
   without TF32 ([figures](performance.md#executorchs-tests-of-operations)).
 - **Metal**: no operation was run there. [Metal kernels](programs.md#metal-kernels) run as operations of MLX.

@@ -134,12 +134,12 @@ mod program {
         Ok(())
     }
 
-    #[cfg(feature = "mlx")]
+    #[cfg(feature = "mlx-programs")]
     pub fn reset_buffers(name: &str) -> Result<()> {
-        Ok(etkv::program::Program::reset_buffers(name)?)
+        Ok(etkv_mlx_program::Program::reset_buffers(name)?)
     }
 
-    #[cfg(not(feature = "mlx"))]
+    #[cfg(not(feature = "mlx-programs"))]
     pub fn reset_buffers(name: &str) -> Result<()> {
         etkv_core::fail!(InvalidArgument, "no loaded program keeps buffers named `{name}`");
     }
@@ -152,12 +152,12 @@ mod program {
         check_mlx(payload)
     }
 
-    #[cfg(feature = "mlx")]
+    #[cfg(feature = "mlx-programs")]
     fn check_mlx(payload: &[u8]) -> Result<()> {
-        Ok(etkv::program::Program::check(payload)?)
+        Ok(etkv_mlx_program::Program::check(payload)?)
     }
 
-    #[cfg(not(feature = "mlx"))]
+    #[cfg(not(feature = "mlx-programs"))]
     fn check_mlx(_: &[u8]) -> Result<()> {
         etkv_core::fail!(
             Unsupported,

@@ -227,13 +227,13 @@ struct Next {
     count: usize,
 }
 
-#[cfg(all(feature = "mlx", feature = "delegate"))]
+#[cfg(feature = "mlx-programs")]
 mod inner {
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    use etkv::program::{self, End, GenerationOptions, Program, Prompt, RunAhead};
     use etkv_core::{fail, Error, MemoryBudget, SharedCache, Status};
     use etkv_host::Sampling;
+    use etkv_mlx_program::{self as program, End, GenerationOptions, Program, Prompt, RunAhead};
     use parking_lot::{Mutex, MutexGuard};
 
     use super::{etkv_generation_options, Next, Result};
@@ -360,7 +360,7 @@ mod inner {
     }
 }
 
-#[cfg(not(all(feature = "mlx", feature = "delegate")))]
+#[cfg(not(feature = "mlx-programs"))]
 mod inner {
     use etkv_core::{fail, SharedCache};
     use etkv_host::Sampling;

@@ -14,8 +14,8 @@ pub enum Program {
     /// A call of a CPU program.
     Cpu(Call),
     /// An MLX program.
-    #[cfg(feature = "mlx")]
-    Mlx(etkv::program::Program),
+    #[cfg(feature = "mlx-programs")]
+    Mlx(etkv_mlx_program::Program),
 }
 
 impl Program {
@@ -36,18 +36,18 @@ impl Program {
         Self::load_mlx(payload, constants, options)
     }
 
-    #[cfg(feature = "mlx")]
+    #[cfg(feature = "mlx-programs")]
     fn load_mlx(
         payload: &[u8],
         constants: Pin<&mut Constants>,
         options: &LoadOptions,
     ) -> Result<Self> {
         let mut constants = mlx::OfProgram(constants);
-        let program = etkv::program::Program::load(payload, &mut constants, options)?;
+        let program = etkv_mlx_program::Program::load(payload, &mut constants, options)?;
         Ok(Self::Mlx(program))
     }
 
-    #[cfg(not(feature = "mlx"))]
+    #[cfg(not(feature = "mlx-programs"))]
     fn load_mlx(_: &[u8], _: Pin<&mut Constants>, _: &LoadOptions) -> Result<Self> {
         etkv_core::fail!(
             Unsupported,
@@ -68,7 +68,7 @@ impl Program {
     ) -> Result<()> {
         match self {
             Self::Cpu(call) => call.execute(inputs, output_types, host, parallel),
-            #[cfg(feature = "mlx")]
+            #[cfg(feature = "mlx-programs")]
             Self::Mlx(program) => Ok(program.execute(inputs, output_types, host)?),
         }
     }
@@ -77,7 +77,7 @@ impl Program {
     pub fn n_inputs(&self) -> usize {
         match self {
             Self::Cpu(call) => call.n_inputs(),
-            #[cfg(feature = "mlx")]
+            #[cfg(feature = "mlx-programs")]
             Self::Mlx(program) => program.n_inputs(),
         }
     }
@@ -86,17 +86,17 @@ impl Program {
     pub fn n_outputs(&self) -> usize {
         match self {
             Self::Cpu(_) => 1,
-            #[cfg(feature = "mlx")]
+            #[cfg(feature = "mlx-programs")]
             Self::Mlx(program) => program.n_outputs(),
         }
     }
 }
 
-#[cfg(feature = "mlx")]
+#[cfg(feature = "mlx-programs")]
 mod mlx {
     use std::pin::Pin;
 
-    use etkv::program::ConstantSource;
+    use etkv_mlx_program::ConstantSource;
 
     use crate::bridge::Constants;
 

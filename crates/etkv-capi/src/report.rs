@@ -84,12 +84,12 @@ pub unsafe extern "C" fn etkv_string_free(string: *mut c_char) {
     }
 }
 
-#[cfg(all(feature = "delegate", feature = "mlx"))]
+#[cfg(feature = "mlx-programs")]
 fn describe(payload: &[u8]) -> Result<*mut c_char> {
-    text_of(&etkv::program::Program::describe(payload)?)
+    text_of(&etkv_mlx_program::Program::describe(payload)?)
 }
 
-#[cfg(not(all(feature = "delegate", feature = "mlx")))]
+#[cfg(not(feature = "mlx-programs"))]
 fn describe(_: &[u8]) -> Result<*mut c_char> {
     etkv_core::fail!(Unsupported, "this libetkv was built without the interpreter of MLX programs");
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use etkv::program::{LogitsRows, Passes};
+use etkv_mlx_program::{LogitsRows, Passes};
 use etkv_tests::Rng;
 
 use super::corpus::{Exported, Kind, Site};

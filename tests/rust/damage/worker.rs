@@ -4,10 +4,10 @@ use std::io::Write;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::path::Path;
 
-use etkv::program::{
+use etkv::{CacheConfig, KvFormat, Session, Status, MLX_BACKEND};
+use etkv_mlx_program::{
     Argument, ArgumentDescription, ConstantSource, DimDescription, Host, LoadOptions, Program,
 };
-use etkv::{CacheConfig, KvFormat, Session, Status, MLX_BACKEND};
 
 use super::corpus::{self, Exported, Tensor};
 use super::mutation::{self, Damaged};
@@ -22,7 +22,7 @@ pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
     // A panic is told to the one that started this.
     std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
     warm_up(&programs[0]);
-    etkv::program::set_most_bytes(TENSOR);
+    etkv_mlx_program::set_most_bytes(TENSOR);
     limit();
     let start = resident();
     let mut out = std::io::stdout().lock();
@@ -64,7 +64,7 @@ fn whole(program: &Exported) -> Damaged {
 /// Returns what became of the programs without damage that did not run, besides those with a kernel that
 /// no build has.
 pub fn refused(programs: &Path) -> Vec<String> {
-    etkv::program::set_most_bytes(TENSOR);
+    etkv_mlx_program::set_most_bytes(TENSOR);
     let programs = corpus::read(programs);
     let told = programs.iter().map(|program| (program, run(&whole(program))));
     told.filter(|(_, told)| told != "ran" && !told.contains("Metal kernel"))

@@ -7,6 +7,6 @@ pub extern "C" fn embedded_capacity() -> i32 {
     let session = etkv::Session::new(etkv::builders(), etkv::MLX_BACKEND, "tree", config);
     let found = session.and_then(|session| Ok(session.cache().lock()?.capacity()));
     // This links the interpreter of programs as well.
-    let checked = etkv::program::Program::check(&[]);
+    let checked = etkv_mlx_program::Program::check(&[]);
     found.map_or(-1, |capacity| capacity + i32::from(checked.is_ok()))
 }

@@ -1,0 +1,45 @@
+//! Generates the reader of MLX program payloads, from the schema of the installed
+//! ExecuTorch.
+
+// A build script reports errors by panicking.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
+
+use std::path::PathBuf;
+use std::process::Command;
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    link_mlx();
+    make_reader();
+}
+
+/// Passes on what `mlx-sys` knows: cargo applies a build script's linker arguments to its own
+/// package only.
+fn link_mlx() {
+    let of_mlx = |name: &str| std::env::var(format!("DEP_MLX_{name}")).unwrap_or_default();
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{}", of_mlx("LIB"));
+    if std::env::var("CARGO_CFG_TARGET_OS").as_deref() == Ok("linux") {
+        println!("cargo:rustc-link-arg=-Wl,-rpath-link,{}", of_mlx("RPATH_LINK"));
+    }
+}
+
+/// Makes the reader of a delegate's payload, as the installed ExecuTorch writes it.
+fn make_reader() {
+    let python = pip_packages::python();
+    let executorch = pip_packages::package(&python, "executorch").unwrap_or_else(|| {
+        panic!(
+            "no ExecuTorch found: `{} -c 'import executorch'` fails; run `make setup`",
+            python.display()
+        )
+    });
+    let schema = executorch.join("backends/mlx/serialization/schema.fbs");
+    let flatc = executorch.join("data/bin/flatc");
+    println!("cargo:rerun-if-changed={}", schema.display());
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
+    let status = Command::new(&flatc)
+        .args(["--rust", "-o"])
+        .args([out.as_path(), schema.as_path()])
+        .status()
+        .unwrap_or_else(|error| panic!("{} does not run: {error}", flatc.display()));
+    assert!(status.success(), "{} cannot read {}", flatc.display(), schema.display());
+}

@@ -1,0 +1,267 @@
+//! The steps of answers, one of them ahead of the host.
+
+use std::sync::Arc;
+
+use tracing::debug;
+
+use super::answer::next_position;
+use super::device_loop::Generation;
+use super::sampler::Chosen;
+use super::step::{withdraw, Batch};
+use super::text_inputs::Tokens;
+use super::RunAhead;
+use crate::error::{fail, Result};
+use crate::TARGET;
+use etkv::mlx;
+use etkv::{MlxCache, Step};
+
+/// Tokens that are being computed.
+pub(super) struct Ahead {
+    /// The answers that they continue.
+    pub answers: Vec<usize>,
+    pub chosen: Chosen,
+    /// The number of the step that computes them, if it waits to be committed.
+    pub step: Option<u64>,
+    /// Whether that step is committed and its values are not read.
+    pub unread: bool,
+}
+
+impl Generation {
+    /// Commits the step that computes the next tokens of the answers that go on, `active`, or runs it.
+    /// Then starts the step behind it. Returns the tokens, perhaps not computed yet.
+    pub(super) fn advance(&mut self, active: Vec<usize>) -> Result<Ahead> {
+        let shared = self.cache.clone();
+        // Until the values of the step are read: others must not build on it before.
+        let mut cache = shared.lock()?;
+        let coming = match self.ahead.take() {
+            Some(ahead) => self.settled(&mut *cache, ahead)?,
+            None => self.again(&mut *cache, active)?,
+        };
+        if self.runs_ahead(&*cache, coming.answers.len())? {
+            // Where it fails, nothing runs ahead: the next call runs the step, and tells why if it fails
+            // again.
+            match self.run_ahead(&mut *cache, &coming) {
+                Ok(next) => self.ahead = next,
+                Err(error) => debug!(target: TARGET, %error, "no step runs ahead"),
+            }
+        }
+        if coming.unread {
+            self.check(&mut *cache, coming)
+        } else {
+            Ok(coming)
+        }
+    }
+
+    /// Returns whether the next step, of so many tokens, begins before those of this one are read.
+    fn runs_ahead(&self, cache: &MlxCache, tokens: usize) -> Result<bool> {
+        match self.options.run_ahead {
+            RunAhead::Auto => Ok(mlx::on_gpu()? && !self.is_captured(cache, tokens)),
+            RunAhead::Never => Ok(false),
+            RunAhead::Always => Ok(true),
+        }
+    }
+
+    /// Returns whether a step of so many tokens is one launch, which is faster than to run ahead.
+    fn is_captured(&self, cache: &MlxCache, tokens: usize) -> bool {
+        #[cfg(target_os = "linux")]
+        if let Some(captured) = &self.program.0.captured {
+            return self.options.sampling.takes_greatest() && captured.suits(cache, tokens);
+        }
+        let _ = (cache, tokens);
+        false
+    }
+
+    /// Reads whether the values of the committed step are finite, and waits for them. If they are not,
+    /// neither it nor the step behind it is there.
+    fn check(&mut self, cache: &mut MlxCache, mut coming: Ahead) -> Result<Ahead> {
+        // Outside of MLX. If it fails, reading the tokens tells why.
+        let waited = mlx::enter().and_then(|mut mlx| mlx.outside(|| coming.chosen.wait()));
+        coming.unread = false;
+        let Err(error) = cache.check_unread() else {
+            return Ok(coming);
+        };
+        withdraw(cache);
+        for &index in &coming.answers {
+            self.answers[index].done -= 1;
+        }
+        release(coming.chosen);
+        let _held = mlx::hold();
+        self.ahead = None;
+        // Tokens that the device did not compute cannot be read again either.
+        self.broken = waited.as_ref().err().cloned();
+        Err(waited.err().unwrap_or(error.into()))
+    }
+
+    /// Commits the step that computes these tokens. Runs it again if it was rolled back meanwhile.
+    fn settled(&mut self, cache: &mut MlxCache, mut ahead: Ahead) -> Result<Ahead> {
+        let Some(number) = ahead.step.take() else {
+            return Ok(ahead);
+        };
+        let unread = cache.can_commit_unread();
+        match self.commit(cache, number, &ahead.chosen, unread) {
+            Ok(true) => {
+                for &index in &ahead.answers {
+                    self.answers[index].done += 1;
+                }
+                Ok(Ahead { unread, ..ahead })
+            }
+            Ok(false) => {
+                debug!(target: TARGET, "a step that ran ahead runs again");
+                release(ahead.chosen);
+                self.again(cache, ahead.answers)
+            }
+            Err(error) => {
+                release(ahead.chosen);
+                roll_back(cache, number);
+                Err(error)
+            }
+        }
+    }
+
+    /// Commits a step that was set aside, `unread`: before its values are read. Returns `false` if it was
+    /// rolled back meanwhile.
+    fn commit(
+        &self,
+        cache: &mut MlxCache,
+        number: u64,
+        chosen: &Chosen,
+        unread: bool,
+    ) -> Result<bool> {
+        let mut mlx = mlx::enter()?;
+        if cache.sequences().is_some() && !unread {
+            // Its commit reads whether all values are finite, and would wait for them in MLX.
+            mlx.outside(|| chosen.wait())?;
+        }
+        let Some(step) = Step::resume(cache, number) else {
+            return Ok(false);
+        };
+        let commit = || if unread { step.commit_unread(&[]) } else { step.commit(&[]) };
+        let committed = self.program.0.stream.run(&mlx, commit);
+        if committed.is_err() {
+            withdraw(cache);
+        }
+        committed?;
+        Ok(true)
+    }
+
+    /// Runs the step of the last tokens of these answers.
+    fn again(&mut self, cache: &mut MlxCache, answers: Vec<usize>) -> Result<Ahead> {
+        let of = |index: &usize| {
+            let answer = &self.answers[*index];
+            (answer.text[answer.done], answer.position(answer.done))
+        };
+        let (tokens, positions): (Vec<i64>, Vec<i32>) = answers.iter().map(of).unzip();
+        let Some(chosen) = self.run(cache, &answers, &tokens, &positions, true)? else {
+            fail!(Internal, "a step has chosen no tokens");
+        };
+        for &index in &answers {
+            self.answers[index].done += 1;
+        }
+        Ok(Ahead { answers, chosen, step: None, unread: false })
+    }
+
+    /// Runs tokens of these answers, and commits the step. Returns the tokens that follow if they are
+    /// asked for.
+    pub(super) fn run(
+        &mut self,
+        cache: &mut MlxCache,
+        answers: &[usize],
+        tokens: &[i64],
+        positions: &[i32],
+        choose: bool,
+    ) -> Result<Option<Chosen>> {
+        for &index in answers {
+            let answer = &self.answers[index];
+            let (expected, next) =
+                (answer.position(answer.done), next_position(cache, answer.sequence)?);
+            if next != expected {
+                fail!(
+                    Position,
+                    "the answer goes on at position {expected}, and the cache goes on at {next}: it \
+                     was changed meanwhile; generate anew"
+                );
+            }
+        }
+        let mut mlx = mlx::enter()?;
+        #[cfg(target_os = "linux")]
+        if choose && self.is_captured(cache, tokens.len()) {
+            let program = &self.program.0;
+            // Only the last row of an answer is read. Where it is not finite, reading the token says so.
+            let take = |mlx: &mut mlx::Mlx, ids: &[i32]| {
+                mlx.run(|| Chosen::known(&ids[ids.len().saturating_sub(answers.len())..]))
+            };
+            let text = (tokens, positions);
+            let captured = self
+                .declare(cache, answers, positions.len())
+                .and_then(|()| program.choose_captured(&mut mlx, cache, text, take));
+            if captured.is_err() {
+                withdraw(cache);
+            }
+            if let Some(chosen) = captured? {
+                return Ok(Some(chosen));
+            }
+        }
+        let batch = Batch { answers, tokens: Tokens::Host(tokens), positions, choose };
+        let stream = Arc::clone(&self.program.0);
+        self.with_step(&mut mlx, cache, batch, |mlx, chosen, step| {
+            if let Some(chosen) = &chosen {
+                mlx.outside(|| chosen.wait())?;
+            }
+            stream.stream.run(mlx, || step.commit(&[]))?;
+            Ok(chosen)
+        })
+    }
+
+    /// Starts the step behind tokens that are being computed, for the answers that may go on.
+    fn run_ahead(&mut self, cache: &mut MlxCache, coming: &Ahead) -> Result<Option<Ahead>> {
+        let of_row = |row: usize| &self.answers[coming.answers[row]];
+        let rows: Vec<usize> = (0..coming.answers.len())
+            .filter(|&row| of_row(row).n_answered() + 1 < self.options.max_tokens)
+            .collect();
+        let positions: Vec<i32> =
+            rows.iter().map(|&row| of_row(row).position(of_row(row).text.len())).collect();
+        let answers: Vec<usize> = rows.iter().map(|&row| coming.answers[row]).collect();
+        let fits = cache.can_extend(answers.len() as i32);
+        if answers.is_empty() || !fits || !cache.can_set_aside() {
+            return Ok(None);
+        }
+        let mut mlx = mlx::enter()?;
+        let ids = self.program.0.stream.run(&mlx, || coming.chosen.at(&rows))?;
+        let batch = Batch {
+            answers: &answers,
+            tokens: Tokens::Device(&ids, coming.chosen.below),
+            positions: &positions,
+            choose: true,
+        };
+        self.with_step(&mut mlx, cache, batch, |_, chosen, step| {
+            Ok(match (chosen, step.set_aside()) {
+                (Some(chosen), Ok(number)) => Some(Ahead {
+                    answers: answers.clone(),
+                    chosen,
+                    step: Some(number),
+                    unread: false,
+                }),
+                // Such a cache was passed by above.
+                _ => None,
+            })
+        })
+    }
+}
+
+/// Rolls a step back that was set aside.
+pub(super) fn roll_back(cache: &mut MlxCache, number: u64) {
+    if cache.resume(number) {
+        cache.set_aside();
+        cache.abort();
+        withdraw(cache);
+    }
+}
+
+/// Drops tokens that are not read, under the lock of MLX.
+pub(super) fn release(chosen: Chosen) {
+    let _held = mlx::hold();
+    drop(chosen);
+}
+
+#[cfg(test)]
+mod tests;

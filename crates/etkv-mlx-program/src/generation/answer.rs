@@ -1,0 +1,87 @@
+//! Prompts, and how far their answers are.
+
+use crate::error::{fail, Result};
+use etkv::MlxCache;
+
+/// A text to continue.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct Prompt {
+    /// The sequence to continue; 0 in a cache of one.
+    pub sequence: i32,
+    /// The tokens behind what the sequence holds, at least one.
+    pub tokens: Vec<i64>,
+}
+
+impl Prompt {
+    /// Returns a prompt of these tokens.
+    pub fn new(sequence: i32, tokens: Vec<i64>) -> Self {
+        Self { sequence, tokens }
+    }
+}
+
+/// One prompt and its answer.
+pub struct Answer {
+    pub sequence: i32,
+    /// The prompt and the answer's tokens.
+    pub text: Vec<i64>,
+    pub n_prompt: usize,
+    /// Tokens of `text` that ran.
+    pub done: usize,
+    /// The position of the first token.
+    pub start: i32,
+    pub ended: bool,
+}
+
+impl Answer {
+    /// Returns the answer to a prompt, which has not begun.
+    pub fn new(cache: &MlxCache, prompt: Prompt) -> Result<Self> {
+        Ok(Self {
+            sequence: prompt.sequence,
+            start: next_position(cache, prompt.sequence)?,
+            n_prompt: prompt.tokens.len(),
+            text: prompt.tokens,
+            done: 0,
+            ended: false,
+        })
+    }
+
+    /// The tokens of the answer so far.
+    pub fn n_answered(&self) -> usize {
+        self.text.len() - self.n_prompt
+    }
+
+    /// The position of token `n` of the text.
+    pub fn position(&self, n: usize) -> i32 {
+        self.start.saturating_add(i32::try_from(n).unwrap_or(i32::MAX))
+    }
+}
+
+/// Refuses prompts that cannot be answered together.
+pub fn check_prompts(prompts: &[Prompt]) -> Result<()> {
+    if prompts.is_empty() {
+        fail!(InvalidArgument, "there is no prompt to answer");
+    }
+    for (index, prompt) in prompts.iter().enumerate() {
+        if prompt.tokens.is_empty() {
+            fail!(InvalidArgument, "prompt {index} has no tokens; it has at least one");
+        }
+        if prompts[..index].iter().any(|other| other.sequence == prompt.sequence) {
+            fail!(
+                InvalidArgument,
+                "prompt {index} is the second for sequence {}; a sequence takes one",
+                prompt.sequence
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Returns the position at which a sequence goes on.
+pub fn next_position(cache: &MlxCache, sequence: i32) -> Result<i32> {
+    match cache.sequences() {
+        Some(cells) => Ok(cells.seq_next(sequence)?),
+        None if sequence == 0 => Ok(cache.length()),
+        None => fail!(InvalidArgument, "the cache has one sequence, 0, and no sequence {sequence}"),
+    }
+}

@@ -1,0 +1,66 @@
+//! A step of the host's own whose tokens the device chooses: those of a verification.
+
+use super::sampler::{finite, Sampler};
+use super::step::last_rows;
+use super::text_inputs::{TextInputs, Tokens};
+use crate::error::{fail, Result};
+use crate::execute::Program;
+use etkv::mlx;
+
+impl Program {
+    /// Runs one step on the program's cache, as [`execute`](Self::execute) does, and returns the id of the
+    /// greatest logit of each token's row, the first of equal ones. The logits stay on the device: on a GPU
+    /// it takes longer to copy those of a few tokens than to verify these.
+    ///
+    /// A tree is verified by its tokens in the order in which it was proposed, and a step of several
+    /// sequences is declared before.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](etkv::Status::InvalidArgument) without tokens, with another number of
+    ///   positions, and for a program without a cache.
+    /// - [`Unsupported`](etkv::Status::Unsupported) for a program whose inputs are not tokens `[1, T]` and
+    ///   positions `[T]`, and for several tokens of one that gives the last row only.
+    /// - Those of the cache for positions that it refuses, and [`Backend`](etkv::Status::Backend), also
+    ///   for logits that are not finite. The step is rolled back.
+    pub fn choose(&self, tokens: &[i64], positions: &[i32]) -> Result<Vec<i64>> {
+        let loaded = &self.0;
+        let Some(cache) = &loaded.cache else {
+            fail!(InvalidArgument, "the program was loaded without a cache");
+        };
+        let inputs = TextInputs::find(&loaded.inputs)?;
+        let n = tokens.len();
+        if n == 0 || positions.len() != n {
+            fail!(
+                InvalidArgument,
+                "{n} tokens at {} positions; expected 1 or more, one at each",
+                positions.len()
+            );
+        }
+        if let Some(most) = inputs.most.filter(|&most| n > most as usize) {
+            fail!(InvalidArgument, "a step of {n} tokens; the program takes 1 to {most}");
+        }
+        let mut cache = cache.lock()?;
+        let mut mlx = mlx::enter()?;
+        #[cfg(target_os = "linux")]
+        {
+            let take = |_: &mut mlx::Mlx, ids: &[i32]| finite(ids, |row| ids[row] >= 0);
+            let text = (tokens, positions);
+            if let Some(ids) = loaded.choose_captured(&mut mlx, &mut *cache, text, take)? {
+                return Ok(ids);
+            }
+        }
+        let started: Result<_> = loaded.stream.run(&mlx, || {
+            let tokens = Tokens::Host(tokens);
+            let (logits, step) =
+                loaded.logits(&mlx, &inputs, &tokens, positions, false, &mut *cache)?;
+            let chosen = Sampler::default().choose(&last_rows(&logits, n)?, None, &[])?;
+            step.schedule(&chosen.arrays())?;
+            Ok((chosen, step))
+        });
+        let (chosen, step) = started?;
+        mlx.outside(|| chosen.wait())?;
+        let ids = chosen.ids()?;
+        loaded.stream.run(&mlx, || step.commit(&[]))?;
+        Ok(ids)
+    }
+}

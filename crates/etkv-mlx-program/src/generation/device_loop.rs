@@ -1,0 +1,238 @@
+//! Answers, token by token.
+
+use etkv_core::CacheConfig;
+use etkv_host::LogitsRows;
+
+use super::ahead::{release, roll_back, Ahead};
+use super::answer::{check_prompts, Answer, Prompt};
+use super::sampler::{Chosen, Sampler};
+use super::text_inputs::TextInputs;
+use super::{End, Generated, GenerationOptions};
+use crate::error::{fail, Error, Result};
+use crate::execute::Program;
+use etkv::mlx;
+use etkv::ProgramCache;
+
+/// Answers to one prompt, or to several in one cache of sequences.
+///
+/// A cache that the host changes while it waits for the next token, such as by a step of its own on
+/// another sequence, is no error: the step that ran ahead runs again. If the answer's own sequence
+/// changed, the next call fails.
+pub struct Generation {
+    pub(super) program: Program,
+    pub(super) cache: ProgramCache,
+    pub(super) inputs: TextInputs,
+    pub(super) sampler: Sampler,
+    pub(super) options: GenerationOptions,
+    pub(super) answers: Vec<Answer>,
+    /// The first token of each prompt that was read.
+    firsts: Vec<Chosen>,
+    pub(super) ahead: Option<Ahead>,
+    /// The error of tokens that could not be read, after which the answers cannot go on.
+    pub(super) broken: Option<Error>,
+    /// The most tokens of a step of a prompt.
+    chunk: usize,
+}
+
+impl Generation {
+    /// Prepares answers by a program that was loaded with a cache. Nothing runs.
+    ///
+    /// # Errors
+    /// - [`Unsupported`](etkv::Status::Unsupported) for a program that is no language model.
+    /// - [`InvalidArgument`](etkv::Status::InvalidArgument) for no prompt, a prompt without tokens,
+    ///   several prompts for one sequence, several with a program that was loaded for the last row of
+    ///   the logits, and options out of their range.
+    /// - [`Capacity`](etkv::Status::Capacity) if the prompts do not fit the cache.
+    pub fn new(
+        program: &Program,
+        prompts: Vec<Prompt>,
+        options: GenerationOptions,
+    ) -> Result<Self> {
+        options.sampling.check()?;
+        let inputs = TextInputs::find(&program.0.inputs)?;
+        let Some(cache) = program.0.cache.clone() else {
+            fail!(NoCache, "cannot choose tokens with a program that was loaded without a cache");
+        };
+        check_prompts(&prompts)?;
+        if prompts.len() > 1 && program.0.logits == LogitsRows::Last {
+            fail!(
+                InvalidArgument,
+                "{} prompts need a row of logits each, and the program was loaded with logits=last; \
+                 load it with logits=all or proposed",
+                prompts.len()
+            );
+        }
+        if inputs.most.is_some_and(|most| prompts.len() > most.max(1) as usize) {
+            fail!(
+                InvalidArgument,
+                "there are {} prompts, and a step of the program takes at most {} tokens",
+                prompts.len(),
+                inputs.most.unwrap_or_default()
+            );
+        }
+        let (chunk, answers) = {
+            let cache = cache.lock()?;
+            let n: usize = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
+            if !i32::try_from(n).is_ok_and(|n| cache.can_extend(n)) {
+                fail!(
+                    Capacity,
+                    "the prompts have {n} tokens, the cache has room for {} of {}",
+                    cache.capacity() - cache.length(),
+                    cache.capacity()
+                );
+            }
+            let chunk = inputs.most.unwrap_or(CacheConfig::DEFAULT_MAX_STEP_TOKENS);
+            let answers = prompts.into_iter().map(|prompt| Answer::new(&*cache, prompt));
+            (
+                chunk.min(cache.config().step_limit()).max(1) as usize,
+                answers.collect::<Result<_>>()?,
+            )
+        };
+        Ok(Self {
+            program: program.clone(),
+            cache,
+            inputs,
+            sampler: Sampler::new(options.sampling.clone()),
+            options,
+            answers,
+            firsts: Vec::new(),
+            ahead: None,
+            broken: None,
+            chunk,
+        })
+    }
+
+    /// Returns the tokens of the prompts that have not run.
+    pub fn waiting(&self) -> usize {
+        self.answers.iter().map(|answer| answer.n_prompt.saturating_sub(answer.done)).sum()
+    }
+
+    /// Runs the next step of the prompts, and returns the tokens that then have not run.
+    ///
+    /// # Errors
+    /// Those of [`Program::execute`]. The steps before stay: the host may call again, or roll the
+    /// sequence back.
+    pub fn read_prompts(&mut self) -> Result<usize> {
+        let reading = |answer: &Answer| answer.done < answer.n_prompt;
+        let Some(index) = self.answers.iter().position(reading) else {
+            return Ok(0);
+        };
+        let answer = &self.answers[index];
+        let end = answer.n_prompt.min(answer.done + self.chunk);
+        let positions: Vec<i32> = (answer.done..end).map(|n| answer.position(n)).collect();
+        let tokens = answer.text[answer.done..end].to_vec();
+        let choose = end == answer.n_prompt;
+        let shared = self.cache.clone();
+        let first = self.run(&mut *shared.lock()?, &[index], &tokens, &positions, choose)?;
+        self.answers[index].done = end;
+        self.firsts.extend(first);
+        let waiting = self.waiting();
+        if waiting == 0 {
+            let mlx = mlx::enter()?;
+            let firsts = std::mem::take(&mut self.firsts);
+            let chosen = self.program.0.stream.run(&mlx, || Chosen::joined(firsts))?;
+            let answers = (0..self.answers.len()).collect();
+            self.ahead = Some(Ahead { answers, chosen, step: None, unread: false });
+        }
+        Ok(waiting)
+    }
+
+    /// Returns the next token of each answer that goes on. Runs what has not run of the prompts. Empty
+    /// once all answers have ended.
+    ///
+    /// # Errors
+    /// Those of [`Program::execute`], [`Position`](etkv::Status::Position) if the cache no longer
+    /// holds the text so far, and [`Backend`](etkv::Status::Backend) for logits that are not finite.
+    pub fn next_tokens(&mut self) -> Result<Vec<Generated>> {
+        if let Some(error) = &self.broken {
+            return Err(error.clone());
+        }
+        while self.read_prompts()? > 0 {}
+        if self.options.max_tokens == 0 {
+            self.answers.iter_mut().for_each(|answer| answer.ended = true);
+        }
+        let active: Vec<usize> =
+            (0..self.answers.len()).filter(|&index| !self.answers[index].ended).collect();
+        if active.is_empty() {
+            return Ok(Vec::new());
+        }
+        let Ahead { answers, chosen, .. } = self.advance(active)?;
+        let taken = read(chosen).and_then(|ids| self.take(&answers, &ids));
+        if let Err(error) = &taken {
+            self.pause();
+            self.broken = Some(error.clone());
+        }
+        taken
+    }
+
+    /// Rolls back the step that runs ahead, if there is one. The cache then holds the prompts that were
+    /// read and all tokens of the answers but the last of each. [`next_tokens`](Self::next_tokens) goes
+    /// on from there.
+    pub fn pause(&mut self) {
+        let Some(number) = self.ahead.as_ref().and_then(|ahead| ahead.step) else {
+            return;
+        };
+        let _held = mlx::hold();
+        self.ahead = None;
+        // A poisoned cache has no step.
+        if let Ok(mut cache) = self.cache.lock() {
+            roll_back(&mut *cache, number);
+        }
+    }
+
+    /// Takes the tokens that were computed into the texts, and tells which answers have ended.
+    fn take(&mut self, answers: &[usize], ids: &[i64]) -> Result<Vec<Generated>> {
+        let cache = self.cache.lock()?;
+        let mut generated = Vec::new();
+        for (&index, &token) in answers.iter().zip(ids) {
+            let answer = &mut self.answers[index];
+            answer.text.push(token);
+            let end = if self.options.stop.contains(&token) {
+                Some(End::Stop)
+            } else {
+                (answer.n_answered() >= self.options.max_tokens).then_some(End::Length)
+            };
+            generated.push(Generated { prompt: index, token, end });
+        }
+        let going = generated.iter().filter(|one| one.end.is_none()).count();
+        let fits = cache.can_extend(going as i32);
+        drop(cache);
+        for one in &mut generated {
+            one.end = one.end.or((!fits).then_some(End::Capacity));
+            self.answers[one.prompt].ended = one.end.is_some();
+        }
+        let ran_on = self
+            .ahead
+            .as_ref()
+            .is_some_and(|ahead| ahead.answers.iter().any(|&index| self.answers[index].ended));
+        if ran_on {
+            self.pause();
+        }
+        Ok(generated)
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        self.pause();
+        let _held = mlx::hold();
+        self.firsts.clear();
+        self.ahead = None;
+        self.sampler.release();
+    }
+}
+
+/// Waits for tokens, and returns their ids.
+pub(super) fn read(chosen: Chosen) -> Result<Vec<i64>> {
+    let mut mlx = match mlx::enter() {
+        Ok(mlx) => mlx,
+        Err(error) => {
+            release(chosen);
+            return Err(error);
+        }
+    };
+    let ids = mlx.outside(|| chosen.wait()).and_then(|()| chosen.ids());
+    // Before MLX is free.
+    drop(chosen);
+    ids
+}

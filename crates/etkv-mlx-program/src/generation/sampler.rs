@@ -1,0 +1,289 @@
+//! Chooses tokens on the device, as [`Sampling::choose`] does on the host.
+
+use etkv_host::Sampling;
+use mlx_rs::ops::indexing::argmax_axis;
+use mlx_rs::ops::{arange, concatenate, select, softmax_axis, sort_axis};
+use mlx_rs::transforms::async_eval;
+use mlx_rs::{Array, Dtype};
+
+use crate::error::{fail, Result};
+use etkv::mlx::{self, cast, slice_axis};
+
+/// The tokens that one step chooses, perhaps not computed yet.
+pub struct Chosen {
+    /// Token ids, `[B]`, int32.
+    pub tokens: Array,
+    /// `[B]`, float32: not finite where the logits were no numbers.
+    witness: Array,
+    /// A number that every id is below.
+    pub below: i32,
+}
+
+impl Chosen {
+    /// Returns tokens that the host knows. One less than 0 stands for logits that are not finite.
+    pub fn known(ids: &[i32]) -> Result<Self> {
+        let n = ids.len() as i32;
+        let below = ids.iter().max().map_or(0, |most| most + 1);
+        let witness = |&id: &i32| if id < 0 { f32::NAN } else { 0.0 };
+        let witness = mlx::array_of(&ids.iter().map(witness).collect::<Vec<f32>>(), &[n])?;
+        Ok(Self { tokens: mlx::array_of(ids, &[n])?, witness, below })
+    }
+
+    /// Returns the arrays to compute.
+    pub fn arrays(&self) -> [&Array; 2] {
+        [&self.tokens, &self.witness]
+    }
+
+    /// Waits until the tokens are computed, which was started before.
+    pub fn wait(&self) -> Result<()> {
+        self.arrays().into_iter().try_for_each(mlx::wait)
+    }
+
+    /// Returns the computed token ids.
+    ///
+    /// # Errors
+    /// [`Backend`](etkv::Status::Backend) for logits that are not finite.
+    pub fn ids(&self) -> Result<Vec<i64>> {
+        let witness: Vec<f32> = mlx::elements(&self.witness)?;
+        let ids: Vec<i32> = mlx::elements(&self.tokens)?;
+        finite(&ids, |row| witness[row].is_finite())
+    }
+
+    /// Returns these tokens in one list, in order, and starts its computation.
+    pub fn joined(mut parts: Vec<Self>) -> Result<Self> {
+        if parts.len() == 1 {
+            return Ok(parts.swap_remove(0));
+        }
+        let all = |of: fn(&Self) -> &Array| -> Result<Array> {
+            Ok(concatenate(&parts.iter().map(of).collect::<Vec<_>>(), 0)?)
+        };
+        let below = parts.iter().map(|part| part.below).max().unwrap_or(0);
+        let joined =
+            Self { tokens: all(|part| &part.tokens)?, witness: all(|part| &part.witness)?, below };
+        async_eval(joined.arrays())?;
+        Ok(joined)
+    }
+
+    /// Returns the tokens at `rows`.
+    pub fn at(&self, rows: &[usize]) -> Result<Array> {
+        let n = self.tokens.size();
+        if rows.iter().copied().eq(0..n) {
+            return Ok(self.tokens.clone());
+        }
+        let rows: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
+        Ok(self.tokens.take_axis(mlx::array_of(&rows, &[rows.len() as i32])?, 0)?)
+    }
+}
+
+/// Returns the ids of rows, all of which `is_finite`.
+///
+/// # Errors
+/// [`Backend`](etkv::Status::Backend) for logits that are not finite.
+pub fn finite(ids: &[i32], is_finite: impl Fn(usize) -> bool) -> Result<Vec<i64>> {
+    if let Some(row) = (0..ids.len()).find(|&row| !is_finite(row)) {
+        fail!(Backend, "logits of row {row} are not finite, so no token can be chosen");
+    }
+    Ok(ids.iter().copied().map(i64::from).collect())
+}
+
+/// Chooses tokens as a [`Sampling`] says.
+#[derive(Default)]
+pub struct Sampler {
+    sampling: Sampling,
+    /// The bias of each token, `[vocabulary]`, float32, once the vocabulary is known.
+    bias: Option<Array>,
+}
+
+impl Sampler {
+    /// Returns a sampler for a checked `sampling`.
+    pub fn new(sampling: Sampling) -> Self {
+        Self { sampling, bias: None }
+    }
+
+    /// Drops the arrays, under the lock of MLX.
+    pub fn release(&mut self) {
+        self.bias = None;
+    }
+
+    /// Chooses a token for each row of `logits`, `[B, vocabulary]`. `recent`, `[B, n]`, are the tokens
+    /// that count as repeated; `draws` are numbers from 0 to 1, one for each row.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](etkv::Status::InvalidArgument) for a bias of a token that has no logit.
+    pub fn choose(
+        &mut self,
+        logits: &Array,
+        recent: Option<&Array>,
+        draws: &[f32],
+    ) -> Result<Chosen> {
+        let mut logits = logits.clone();
+        if !self.sampling.logit_bias.is_empty() {
+            logits = cast(&logits, Dtype::Float32)?.add(self.bias(logits.dim(-1))?)?;
+        }
+        if let Some(recent) = recent {
+            logits = self.penalized(&cast(&logits, Dtype::Float32)?, recent)?;
+        }
+        if self.sampling.temperature == 0.0 {
+            let tokens = cast(&argmax_axis(&logits, -1, false)?, Dtype::Int32)?;
+            let witness = cast(&logits.max_axis(-1, false)?, Dtype::Float32)?;
+            return Ok(Chosen { tokens, witness, below: logits.dim(-1) });
+        }
+        let draws = mlx::array_of(draws, &[draws.len() as i32, 1])?;
+        self.drawn(&cast(&logits, Dtype::Float32)?, &draws)
+    }
+
+    fn bias(&mut self, vocabulary: i32) -> Result<&Array> {
+        let fits = |bias: &Array| bias.size() == vocabulary as usize;
+        if !self.bias.as_ref().is_some_and(fits) {
+            self.sampling.check_vocabulary(vocabulary as usize)?;
+            let mut dense = vec![0.0f32; vocabulary as usize];
+            for &(id, bias) in &self.sampling.logit_bias {
+                dense[id as usize] += bias;
+            }
+            self.bias = Some(Array::from_slice(&dense, &[vocabulary]));
+        }
+        match &self.bias {
+            Some(bias) => Ok(bias),
+            None => fail!(Internal, "the bias was not made"),
+        }
+    }
+
+    fn penalized(&self, logits: &Array, recent: &Array) -> Result<Array> {
+        let penalty = Array::from_f32(self.sampling.repetition_penalty);
+        let found = logits.take_along_axis(recent, -1)?;
+        let [less, more] = [found.divide(&penalty)?, found.multiply(&penalty)?];
+        let changed = select(found.gt(Array::from_f32(0.0))?, less, more)?;
+        // A token that comes twice gets the same value twice.
+        Ok(logits.put_along_axis(recent, changed, -1)?)
+    }
+
+    /// Chooses the first token at which the weights of the kept tokens up to it exceed `draws` of all.
+    fn drawn(&self, logits: &Array, draws: &Array) -> Result<Chosen> {
+        let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
+        let vocabulary = logits.dim(-1);
+        let zero = Array::from_f32(0.0);
+        let mut logits = logits.divide(Array::from_f32(temperature))?;
+        if top_k > 0 && top_k < vocabulary as usize {
+            let sorted = sort_axis(&logits, -1)?;
+            let at = vocabulary - top_k as i32;
+            let least = slice_axis(&sorted, 1, at, at + 1, 1)?;
+            let none = Array::from_f32(f32::NEG_INFINITY);
+            logits = select(logits.ge(least)?, &logits, none)?;
+        }
+        let mut p = softmax_axis(&logits, -1, true)?;
+        if top_p < 1.0 {
+            let sorted = sort_axis(&p, -1)?;
+            // All less a token and what is less probable is what is more probable.
+            let sums = sorted.cumsum(-1, false, true)?;
+            let all = slice_axis(&sums, 1, vocabulary - 1, vocabulary, 1)?;
+            let kept = all.subtract(&sums)?.lt(Array::from_f32(top_p))?;
+            let least = select(kept, &sorted, Array::from_f32(1.0))?.min_axis(-1, true)?;
+            p = select(p.ge(least)?, &p, &zero)?;
+        }
+        if min_p > 0.0 {
+            let least = p.max_axis(-1, true)?.multiply(Array::from_f32(min_p))?;
+            p = select(p.ge(least)?, &p, &zero)?;
+        }
+        let sums = p.cumsum(-1, false, true)?;
+        let all = slice_axis(&sums, 1, vocabulary - 1, vocabulary, 1)?;
+        // Sums that are added in parallel may grow at a token that is not kept.
+        let passed = sums.gt(all.multiply(draws)?)?.logical_and(p.gt(&zero)?)?;
+        let none = Array::from_int(vocabulary);
+        let ids = arange::<_, i32>(0, vocabulary, None)?.reshape(&[1, vocabulary])?;
+        let first = select(passed, ids, &none)?.min_axis(-1, false)?;
+        let best = cast(&argmax_axis(&p, -1, false)?, Dtype::Int32)?;
+        let tokens = select(first.lt(&none)?, &first, best)?;
+        let witness = all.reshape(&[-1])?.contiguous()?;
+        Ok(Chosen { tokens, witness, below: vocabulary })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Status;
+
+    /// Logits that an inexact sum cannot confuse: a few hundred tokens of different probability.
+    fn logits(row: usize, n: usize) -> Vec<f32> {
+        (0..n).map(|id| ((id * 7919 + row * 104_729) % 1009) as f32 / 130.0 - 3.0).collect()
+    }
+
+    #[test]
+    fn the_device_chooses_what_the_host_chooses() {
+        let (rows, vocabulary) = (3, 307);
+        let plain = Sampling { temperature: 0.8, seed: 5, ..Sampling::default() };
+        let bias = vec![(3, 4.0), (100, f32::NEG_INFINITY)];
+        let cases = [
+            Sampling::default(),
+            plain.clone(),
+            Sampling { top_k: 20, ..plain.clone() },
+            Sampling { top_p: 0.7, ..plain.clone() },
+            Sampling { top_p: 1e-9, ..plain.clone() },
+            Sampling { min_p: 0.2, ..plain.clone() },
+            Sampling { top_k: 40, top_p: 0.9, min_p: 0.05, ..plain.clone() },
+            Sampling { logit_bias: bias.clone(), ..plain.clone() },
+            Sampling { repetition_penalty: 1.7, ..plain.clone() },
+            Sampling { repetition_penalty: 1.7, logit_bias: bias, ..Sampling::default() },
+        ];
+        mlx::run(|| {
+            let all: Vec<f32> = (0..rows).flat_map(|row| logits(row, vocabulary)).collect();
+            let array = Array::from_slice(&all, &[rows as i32, vocabulary as i32]);
+            let text: Vec<i64> = vec![1, 5, 5, 306, 12];
+            for sampling in cases {
+                let recent = sampling.recent(&text).to_vec();
+                let ids: Vec<i32> =
+                    (0..rows).flat_map(|_| recent.iter().map(|&id| id as i32)).collect();
+                let on_device = (!recent.is_empty())
+                    .then(|| Array::from_slice(&ids, &[rows as i32, recent.len() as i32]));
+                let mut sampler = Sampler::new(sampling.clone());
+                for n in 0..40 {
+                    let draws: Vec<f32> = (0..rows).map(|row| sampling.draw(row, n)).collect();
+                    let chosen = sampler.choose(&array, on_device.as_ref(), &draws)?;
+                    for (row, id) in chosen.ids()?.into_iter().enumerate() {
+                        let row_logits = logits(row, vocabulary);
+                        let expected = sampling.choose(&row_logits, &recent, draws[row])?;
+                        assert_eq!(id, expected as i64, "{sampling:?}, row {row}, token {n}");
+                    }
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    /// A step of one launch gives ids, and -1 for logits that are not finite.
+    #[test]
+    fn known_tokens_are_refused_where_their_logits_are_not_finite() {
+        mlx::run(|| {
+            let chosen = Chosen::known(&[3, 0, 7])?;
+            assert_eq!((chosen.ids()?, chosen.below), (vec![3, 0, 7], 8));
+            for row in 0..3 {
+                let mut ids = [3, 0, 7];
+                ids[row] = -1;
+                let refused = Chosen::known(&ids)?.ids().unwrap_err();
+                assert_eq!(refused.status(), Status::Backend);
+                assert!(refused.message().contains(&format!("row {row} are not finite")));
+                assert_eq!(finite(&ids, |row| ids[row] >= 0).unwrap_err(), refused);
+            }
+            assert_eq!(Chosen::known(&[-1])?.below, 0);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn what_is_not_finite_is_refused() {
+        mlx::run(|| {
+            let array = Array::from_slice(&[0.0, f32::NAN, 1.0], &[1, 3]);
+            for temperature in [0.0, 1.0] {
+                let sampling = Sampling { temperature, ..Sampling::default() };
+                let chosen = Sampler::new(sampling).choose(&array, None, &[0.5])?;
+                assert_eq!(chosen.ids().unwrap_err().status(), Status::Backend);
+            }
+            let far = Sampling { logit_bias: vec![(3, 1.0)], ..Sampling::default() };
+            assert!(Sampler::new(far).choose(&array, None, &[0.5]).is_err());
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -1,0 +1,182 @@
+//! Convolutions of one, two and three dimensions.
+
+use mlx_rs::Array;
+
+use super::calls::{check_size, decode, Arguments};
+use crate::error::{fail, Result};
+use crate::fb;
+use crate::ir::{Convolution, Function, Instruction};
+use crate::limits::{bytes_of, most_bytes};
+use crate::slots::Slots;
+use etkv::mlx::call;
+
+/// The most of a stride, a padding and so on: more than any model has, and few enough that sizes do not
+/// overflow.
+const MOST: i32 = 1 << 20;
+
+macro_rules! convolution {
+    ($($name:ident: $node:ident, $stride:expr, $padding:expr, $dilation:expr, $output_padding:expr;)+) => {$(
+        pub fn $name(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
+            let convolution = Convolution {
+                stride: $stride(&node).to_vec(),
+                padding: $padding(&node).to_vec(),
+                dilation: $dilation(&node).to_vec(),
+                output_padding: $output_padding(&node),
+                groups: node.groups(),
+            };
+            check(&convolution)?;
+            let function = Function::Conv(convolution);
+            decode(slots, function, &[node.x(), node.w()], Vec::new(), node.out())
+        }
+    )+};
+}
+
+convolution! {
+    conv1d: Conv1DNode,
+        |n: &fb::Conv1DNode<'_>| [n.stride()],
+        |n: &fb::Conv1DNode<'_>| [n.padding()],
+        |n: &fb::Conv1DNode<'_>| [n.dilation()],
+        |_: &fb::Conv1DNode<'_>| None;
+    conv2d: Conv2DNode,
+        |n: &fb::Conv2DNode<'_>| [n.stride_h(), n.stride_w()],
+        |n: &fb::Conv2DNode<'_>| [n.padding_h(), n.padding_w()],
+        |n: &fb::Conv2DNode<'_>| [n.dilation_h(), n.dilation_w()],
+        |_: &fb::Conv2DNode<'_>| None;
+    conv3d: Conv3DNode,
+        |n: &fb::Conv3DNode<'_>| [n.stride_d(), n.stride_h(), n.stride_w()],
+        |n: &fb::Conv3DNode<'_>| [n.padding_d(), n.padding_h(), n.padding_w()],
+        |n: &fb::Conv3DNode<'_>| [n.dilation_d(), n.dilation_h(), n.dilation_w()],
+        |_: &fb::Conv3DNode<'_>| None;
+    conv_transpose1d: ConvTranspose1DNode,
+        |n: &fb::ConvTranspose1DNode<'_>| [n.stride()],
+        |n: &fb::ConvTranspose1DNode<'_>| [n.padding()],
+        |n: &fb::ConvTranspose1DNode<'_>| [n.dilation()],
+        |n: &fb::ConvTranspose1DNode<'_>| Some(vec![n.output_padding()]);
+    conv_transpose2d: ConvTranspose2DNode,
+        |n: &fb::ConvTranspose2DNode<'_>| [n.stride_h(), n.stride_w()],
+        |n: &fb::ConvTranspose2DNode<'_>| [n.padding_h(), n.padding_w()],
+        |n: &fb::ConvTranspose2DNode<'_>| [n.dilation_h(), n.dilation_w()],
+        |n: &fb::ConvTranspose2DNode<'_>| Some(vec![n.output_padding_h(), n.output_padding_w()]);
+    conv_transpose3d: ConvTranspose3DNode,
+        |n: &fb::ConvTranspose3DNode<'_>| [n.stride_d(), n.stride_h(), n.stride_w()],
+        |n: &fb::ConvTranspose3DNode<'_>| [n.padding_d(), n.padding_h(), n.padding_w()],
+        |n: &fb::ConvTranspose3DNode<'_>| [n.dilation_d(), n.dilation_h(), n.dilation_w()],
+        |n: &fb::ConvTranspose3DNode<'_>| {
+            Some(vec![n.output_padding_d(), n.output_padding_h(), n.output_padding_w()])
+        };
+}
+
+/// Checks numbers: MLX divides by some of them.
+fn check(convolution: &Convolution) -> Result<()> {
+    let Convolution { stride, padding, dilation, output_padding, groups } = convolution;
+    let from_one = stride.iter().chain(dilation).chain(std::iter::once(groups));
+    let from_zero = padding.iter().chain(output_padding.iter().flatten());
+    let fits = from_one.clone().all(|n| (1..=MOST).contains(n))
+        && from_zero.clone().all(|n| (0..=MOST).contains(n));
+    if !fits {
+        fail!(
+            Program,
+            "expected strides, dilations and groups from 1 and paddings from 0, up to {MOST}, got \
+             {convolution:?}"
+        );
+    }
+    Ok(())
+}
+
+/// Checks the sizes of what MLX makes on the way, which it computes in 32 bits: the input with its
+/// paddings, and for a transposed convolution with its strides; the result; and on a CPU a row of the
+/// input for each element of the result.
+fn check_sizes(x: &Array, w: &Array, convolution: &Convolution, on_gpu: bool) -> Result<()> {
+    let Convolution { stride, padding, dilation, output_padding, .. } = convolution;
+    let (rank, channels) = (stride.len(), x.dim(-1));
+    let (mut padded, mut made) = (vec![x.dim(0)], vec![x.dim(0)]);
+    for axis in 0..rank {
+        let [size, kernel] = [x, w].map(|array| i64::from(array.shape()[axis + 1]));
+        let [stride, padding, dilation] =
+            [stride, padding, dilation].map(|list| i64::from(list[axis]));
+        let kernel = dilation * (kernel - 1) + 1;
+        let (padded_size, made_size) = match output_padding {
+            None => {
+                let padded = size + 2 * padding;
+                (padded, (padded - kernel).div_euclid(stride) + 1)
+            }
+            Some(output_padding) => {
+                let more = 2 * (kernel - 1 - padding) + i64::from(output_padding[axis]);
+                let padded = (size - 1) * stride + 1 + more;
+                (padded.max((size - 1) * stride + 1), padded - kernel + 1)
+            }
+        };
+        if made_size < 1 {
+            fail!(
+                Program,
+                "a convolution of {:?} with {:?} has no element: {convolution:?}",
+                x.shape(),
+                w.shape()
+            );
+        }
+        for (list, size) in [(&mut padded, padded_size), (&mut made, made_size)] {
+            list.push(i32::try_from(size).unwrap_or(-1));
+        }
+    }
+    padded.push(channels);
+    check_size(&padded, x.dtype())?;
+    let elements = w.size() / w.dim(0) as usize * convolution.groups as usize;
+    let rows = bytes_of(&made, x.dtype()).and_then(|bytes| bytes.checked_mul(elements));
+    made.push(w.dim(0));
+    check_size(&made, x.dtype())?;
+    let most = most_bytes().saturating_mul(ROWS);
+    match rows {
+        Some(rows) if on_gpu || rows <= most => Ok(()),
+        _ => fail!(
+            Program,
+            "a convolution of {:?} with {:?} needs more than {most} bytes: {convolution:?}",
+            x.shape(),
+            w.shape()
+        ),
+    }
+}
+
+/// The bytes of the rows of a convolution on a CPU, at most, as a multiple of those of a tensor.
+const ROWS: usize = 4;
+
+/// Runs a convolution of `x`, `[N, ..., C]`, with `w`, `[O, ..., C / groups]`.
+pub fn run(arguments: &Arguments, convolution: &Convolution) -> Result<Array> {
+    let (x, w) = (arguments.tensor(0)?, arguments.tensor(1)?);
+    let Convolution { stride, padding, dilation, output_padding, groups } = convolution;
+    let rank = stride.len() + 2;
+    if x.ndim() != rank || w.ndim() != rank || x.size() == 0 || w.size() == 0 {
+        fail!(
+            Program,
+            "expected tensors of {rank} axes with elements for a convolution, got {:?} and {:?}",
+            x.shape(),
+            w.shape()
+        );
+    }
+    check_sizes(x, w, convolution, arguments.frame.on_gpu())?;
+    let (x, w, groups) = (x.as_ptr(), w.as_ptr(), *groups);
+    let (s, p, d) = (&stride[..], &padding[..], &dilation[..]);
+    // SAFETY: the arrays are live.
+    call(|made, stream| unsafe {
+        match (s, p, d, output_padding.as_deref()) {
+            (&[s], &[p], &[d], None) => mlx_sys::mlx_conv1d(made, x, w, s, p, d, groups, stream),
+            (&[s0, s1], &[p0, p1], &[d0, d1], None) => {
+                mlx_sys::mlx_conv2d(made, x, w, s0, s1, p0, p1, d0, d1, groups, stream)
+            }
+            (&[s0, s1, s2], &[p0, p1, p2], &[d0, d1, d2], None) => {
+                mlx_sys::mlx_conv3d(made, x, w, s0, s1, s2, p0, p1, p2, d0, d1, d2, groups, stream)
+            }
+            (&[s], &[p], &[d], Some(&[o])) => {
+                mlx_sys::mlx_conv_transpose1d(made, x, w, s, p, d, o, groups, stream)
+            }
+            (&[s0, s1], &[p0, p1], &[d0, d1], Some(&[o0, o1])) => mlx_sys::mlx_conv_transpose2d(
+                made, x, w, s0, s1, p0, p1, d0, d1, o0, o1, groups, stream,
+            ),
+            (&[s0, s1, s2], &[p0, p1, p2], &[d0, d1, d2], Some(&[o0, o1, o2])) => {
+                mlx_sys::mlx_conv_transpose3d(
+                    made, x, w, s0, s1, s2, p0, p1, p2, d0, d1, d2, o0, o1, o2, groups, stream,
+                )
+            }
+            _ => 1,
+        }
+    })
+}

@@ -1,0 +1,68 @@
+//! A product whose features are heads, some of which turn: queries, keys and values.
+
+use mlx_rs::Array;
+
+use super::linear::{by_kernel, linear, ByKernel};
+use super::rotary::rotary;
+use super::views::{reshape_transpose, run_split, Pieces};
+use crate::error::{fail, Result};
+use crate::frame::Frame;
+use crate::ir::{Heads, Norm, Value};
+use etkv::kernels::{Product, RmsNorm, Turn};
+use etkv::mlx::cast;
+
+/// The axis of heads in `[1, heads, T, head_dim]`.
+const HEADS: i32 = 1;
+
+/// A product, with the norm of its rows.
+pub struct Layer {
+    pub x: Value,
+    pub weight: Value,
+    pub bias: Option<Value>,
+    pub norm: Option<Norm>,
+}
+
+/// Multiplies, and returns the pieces of the heads. On the way, where the kernel takes it.
+pub fn run(frame: &Frame, layer: &Layer, transposed: bool, heads: &Heads) -> Result<Pieces> {
+    let tensor = |value: Option<Value>| value.map(|value| frame.tensor(value)).transpose();
+    let (x, weight) = (frame.tensor(layer.x)?, frame.tensor(layer.weight)?);
+    let (positions, periods) = (frame.tensor(heads.offsets)?, frame.tensor(heads.periods)?);
+    let norm = match layer.norm {
+        Some(norm) => Some(RmsNorm { weight: tensor(norm.weight)?, eps: norm.eps }),
+        None => None,
+    };
+    let turn = Turn { positions, periods, heads: heads.turned };
+    let product = Product {
+        bias: tensor(layer.bias)?,
+        norm,
+        turn: (x.dtype() == heads.dtype).then_some(turn),
+        ..Product::plain(x, weight, transposed)
+    };
+    let shape = [1, frame.int(heads.tokens)?, heads.n, heads.head_dim];
+    let viewed = |product: &Array| reshape_transpose(product, &shape, &[0, 2, 1, 3]);
+    let split = |x: &Array, at: &[i32], n: i32| run_split(x, HEADS, at, &(n..=n));
+    let out = match by_kernel(&product)? {
+        ByKernel::Made(out) if product.turn.is_some() => {
+            return split(&out.transpose_axes(&[0, 2, 1, 3])?, &heads.at, heads.n)
+        }
+        ByKernel::Made(out) => out,
+        ByKernel::Left(normalized) => {
+            let x = normalized.as_ref().unwrap_or(x);
+            linear(&Product { x, norm: None, turn: None, ..product })?
+        }
+    };
+    let mut all = split(&viewed(&out)?, &[heads.turned], heads.n)?;
+    let still = all.pop();
+    let [turned] = &all[..] else {
+        fail!(Internal, "{} of {} heads turn", heads.turned, heads.n);
+    };
+    let turned = cast(&rotary(turned, positions, periods)?, heads.dtype)?;
+    // A cut is among the heads that turn, or behind them.
+    let inside = heads.at.partition_point(|&at| at < heads.turned);
+    let mut pieces = split(&turned, &heads.at[..inside], heads.turned)?;
+    if let Some(still) = &still {
+        let behind: Vec<i32> = heads.at[inside + 1..].iter().map(|at| at - heads.turned).collect();
+        pieces.extend(split(still, &behind, heads.n - heads.turned)?);
+    }
+    Ok(pieces)
+}

@@ -1,0 +1,247 @@
+//! Matrix products of floats.
+
+use mlx_rs::ops::{addmm as mlx_addmm, concatenate, matmul};
+use mlx_rs::{Array, Dtype};
+
+use super::views::run_split;
+use super::{activation, instruction};
+use crate::error::{fail, Result};
+use crate::fb;
+use crate::frame::Frame;
+use crate::ir::{Instruction, Norm, Op, Unary, Value};
+use crate::slots::Slots;
+use etkv::kernels::{self, Gate, Product, RmsNorm};
+use etkv::mlx::{self, slice_axis};
+
+pub fn addmm(slots: &mut Slots, node: fb::AddmmNode) -> Result<Instruction> {
+    let op = Op::Addmm {
+        mat1: slots.read(node.mat1())?,
+        mat2: slots.read(node.mat2())?,
+        bias: slots.read_optional(node.bias())?,
+        alpha: node.alpha(),
+        beta: node.beta(),
+    };
+    if node.bias().is_none() && node.alpha() != 1.0 {
+        fail!(Unsupported, "expected alpha 1 for Addmm without a bias, got {}", node.alpha());
+    }
+    Ok(instruction(op, slots.write(node.out())?))
+}
+
+pub fn run_addmm(
+    frame: &Frame,
+    [mat1, mat2]: [Value; 2],
+    bias: Option<Value>,
+    alpha: f32,
+    beta: f32,
+) -> Result<Array> {
+    let (mat1, mat2) = (frame.tensor(mat1)?, frame.tensor(mat2)?);
+    let bias = bias.map(|bias| frame.tensor(bias)).transpose()?;
+    product(mat1, mat2, bias, alpha, beta)
+}
+
+/// Multiplies `x` by `weight`, which is `[in, out]` if `transposed`, else `[out, in]`.
+pub fn run_linear(
+    frame: &Frame,
+    x: Value,
+    weight: Value,
+    bias: Option<Value>,
+    transposed: bool,
+) -> Result<Array> {
+    let bias = bias.map(|bias| frame.tensor(bias)).transpose()?;
+    let (x, weight) = (frame.tensor(x)?, frame.tensor(weight)?);
+    linear(&Product { bias, ..Product::plain(x, weight, transposed) })
+}
+
+/// What a layer does before and after a product.
+pub struct Block {
+    pub norm: Option<Norm>,
+    pub gate: Option<Unary>,
+    pub plus: Option<Value>,
+}
+
+/// Multiplies as [`run_linear`] does, between what `block` says.
+pub fn run_block(
+    frame: &Frame,
+    x: Value,
+    weight: Value,
+    bias: Option<Value>,
+    transposed: bool,
+    block: Block,
+) -> Result<Array> {
+    let tensor = |value: Option<Value>| value.map(|value| frame.tensor(value)).transpose();
+    let (x, weight, bias) = (frame.tensor(x)?, frame.tensor(weight)?, tensor(bias)?);
+    let plus = tensor(block.plus)?;
+    let norm = match block.norm {
+        Some(norm) => Some(RmsNorm { weight: tensor(norm.weight)?, eps: norm.eps }),
+        None => None,
+    };
+    let gate = block.gate.map(kernel_gate).transpose()?;
+    let product = Product { bias, norm, gate, plus, ..Product::plain(x, weight, transposed) };
+    let normalized = match by_kernel(&product)? {
+        ByKernel::Made(out) => return Ok(out),
+        ByKernel::Left(normalized) => normalized,
+    };
+    let x = normalized.as_ref().unwrap_or(x);
+    let plain = Product { bias, ..Product::plain(x, weight, transposed) };
+    let mut out = linear(&plain)?;
+    if let Some(gate) = block.gate {
+        let features = out.shape().last().copied().unwrap_or_default();
+        let halves = run_split(&out, -1, &[features / 2], &(features..=features))?;
+        let [activated, gated] = &halves[..] else {
+            fail!(Shape, "a gate of {features} features has no two halves");
+        };
+        out = activation::run(frame, gate, activated, Some(gated))?;
+    }
+    Ok(match plus {
+        Some(plus) => out.add(plus)?,
+        None => out,
+    })
+}
+
+/// What the kernel has done of a product.
+pub enum ByKernel {
+    /// All of it.
+    Made(Array),
+    /// Nothing. These are the normalized rows, if the product has a norm.
+    Left(Option<Array>),
+}
+
+/// Computes a product with what surrounds it by the [kernel](kernels::few_rows), if that takes it.
+pub fn by_kernel(product: &Product) -> Result<ByKernel> {
+    if let Some(out) = kernels::few_rows(product)? {
+        return Ok(ByKernel::Made(out));
+    }
+    let Some(norm) = product.norm else {
+        return Ok(ByKernel::Left(None));
+    };
+    let normalized = mlx_rs::fast::rms_norm(product.x, norm.weight, norm.eps)?;
+    // Rows may only be too long to be normalized on the way.
+    let rest = Product { x: &normalized, norm: None, ..*product };
+    Ok(match kernels::few_rows(&rest)? {
+        Some(out) => ByKernel::Made(out),
+        None => ByKernel::Left(Some(normalized)),
+    })
+}
+
+fn kernel_gate(function: Unary) -> Result<Gate> {
+    Ok(match function {
+        Unary::Silu => Gate::Silu,
+        Unary::Gelu => Gate::Gelu,
+        Unary::GeluTanh => Gate::GeluTanh,
+        other => fail!(Internal, "{other:?} is no activation of a gate"),
+    })
+}
+
+/// Returns a product with its bias.
+pub fn linear(linear: &Product) -> Result<Array> {
+    if let Some(out) = kernels::few_rows(linear)? {
+        return Ok(out);
+    }
+    let Product { x, weight, transposed, bias, .. } = *linear;
+    let axis = usize::from(transposed);
+    let outputs = weight.shape().get(axis).copied().unwrap_or_default();
+    let cuts = weight.ndim() == 2 && bias.is_none_or(|bias| bias.shape() == [outputs]);
+    // float32 goes to a BLAS, which has threads of its own.
+    if x.dtype() != Dtype::Float32 && cuts {
+        let shared = mlx::shared(outputs, x.size() as i64, |range| {
+            let part = |array, axis| slice_axis(array, axis, range.start, range.end, 1);
+            let bias = bias.map(|bias| part(bias, 0)).transpose()?;
+            whole(x, &part(weight, axis)?, transposed, bias.as_ref())
+        })?;
+        if let Some(out) = shared {
+            return Ok(out);
+        }
+    }
+    whole(x, weight, transposed, bias)
+}
+
+/// Returns a product with its bias, by MLX.
+fn whole(x: &Array, weight: &Array, transposed: bool, bias: Option<&Array>) -> Result<Array> {
+    let turned;
+    let weight = match transposed {
+        true => weight,
+        false => {
+            turned = weight.transpose_axes(&[1, 0])?;
+            &turned
+        }
+    };
+    match rows_to_add(x)? {
+        0 => product(x, weight, bias, 1.0, 1.0),
+        more => with_rows(x, more, |x| product(x, weight, bias, 1.0, 1.0)),
+    }
+}
+
+/// More rows than the [kernel](kernels::few_rows) takes are half of this, or a multiple of it, when cuBLAS
+/// gets them. It takes 3 ms to choose how to multiply with a number that the process had not before, for
+/// each weight.
+pub const ROWS_THAT_RECUR: i32 = 64;
+
+/// Returns how many rows `x`, `[1, T, in]`, lacks on a GPU to a number that comes often.
+fn rows_to_add(x: &Array) -> Result<i32> {
+    let is_one = x.ndim() == 3 && x.dim(0) == 1;
+    if cfg!(target_os = "macos") || !is_one || !mlx::is_stream_on_gpu()? {
+        return Ok(0);
+    }
+    Ok(lacking(x.dim(1)))
+}
+
+/// Returns how many rows to add to `rows`, no more than there are.
+fn lacking(rows: i32) -> i32 {
+    match rows {
+        ..=kernels::MOST_ROWS => 0,
+        rows if rows <= ROWS_THAT_RECUR / 2 => ROWS_THAT_RECUR / 2 - rows,
+        rows => (ROWS_THAT_RECUR - rows % ROWS_THAT_RECUR) % ROWS_THAT_RECUR,
+    }
+}
+
+/// Calls `work` with `x`, `[1, T, in]`, and its first `more` rows once more, at most `T`. Returns what it
+/// makes of the rows of `x`.
+fn with_rows(x: &Array, more: i32, work: impl FnOnce(&Array) -> Result<Array>) -> Result<Array> {
+    let n = x.dim(1);
+    let out = work(&concatenate(&[x, &slice_axis(x, 1, 0, more, 1)?], 1)?)?;
+    slice_axis(&out, 1, 0, n, 1)
+}
+
+fn product(
+    mat1: &Array,
+    mat2: &Array,
+    bias: Option<&Array>,
+    alpha: f32,
+    beta: f32,
+) -> Result<Array> {
+    Ok(match bias {
+        None => matmul(mat1, mat2)?,
+        Some(bias) => mlx_addmm(bias, mat1, mat2, alpha, beta)?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_filled_up_to_few_numbers() {
+        for (rows, filled) in [(1, 1), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128)]
+        {
+            assert_eq!(rows + lacking(rows), filled);
+        }
+        assert!((1..5000).all(|rows| lacking(rows) <= rows));
+    }
+
+    #[test]
+    fn more_rows_change_no_product() {
+        mlx::run(|| {
+            let numbers = |shape: &[i32]| mlx_rs::random::normal::<f32>(shape, None, None, None);
+            let (x, weight, bias) = (numbers(&[1, 70, 24])?, numbers(&[24, 10])?, numbers(&[10])?);
+            let plain = product(&x, &weight, Some(&bias), 1.0, 1.0)?;
+            let longer = with_rows(&x, 58, |x| {
+                assert_eq!(x.shape(), [1, 128, 24]);
+                product(x, &weight, Some(&bias), 1.0, 1.0)
+            })?;
+            assert_eq!(longer.shape(), [1, 70, 10]);
+            assert!(plain.all_close(&longer, 1e-5, 1e-5, None)?);
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -1,0 +1,348 @@
+//! The operations: decoding and running each.
+//!
+//! A new operation is a variant of [`Op`], one function that decodes it, one that runs it, and a
+//! line in each of the two tables here.
+
+mod activation;
+mod attention;
+pub mod bounds;
+mod by_expert;
+mod calls;
+mod compare;
+pub mod control;
+mod convolution;
+mod create;
+mod elementwise;
+mod experts;
+mod gather;
+mod heads;
+mod indexing;
+mod integers;
+mod linear;
+mod metal;
+mod norm;
+mod order;
+mod packed;
+mod quantized;
+mod rearrange;
+mod reduction;
+mod rotary;
+mod shape;
+mod views;
+
+use mlx_rs::Array;
+
+pub use self::linear::ROWS_THAT_RECUR;
+pub use self::rearrange::note_reduced;
+use super::fb::{self, OpNode};
+use super::frame::Frame;
+use super::ir::{Instruction, Int, Op, Out};
+use super::slots::Slots;
+use crate::error::{fail, Result};
+
+/// The result of an instruction.
+pub enum Made {
+    /// A tensor.
+    Tensor(Array),
+    /// Several tensors.
+    Tensors(views::Pieces),
+    /// An integer.
+    Int(i32),
+}
+
+/// The decoding table: node type, accessor of the schema's union, function.
+macro_rules! decoding {
+    ($($kind:ident: $accessor:ident => $decode:expr,)+) => {
+        /// Returns whether this build has the operation.
+        pub fn is_known(kind: OpNode) -> bool {
+            matches!(
+                kind,
+                OpNode::NoopNode
+                    | OpNode::IdCopyNode
+                    | OpNode::IfNode
+                    | OpNode::ScanNode
+                    | OpNode::SplitNode
+                    $(| OpNode::$kind)+
+            )
+        }
+
+        fn decode_node(slots: &mut Slots, instruction: fb::Instruction) -> Result<Instruction> {
+            match instruction.op_type() {
+                $(OpNode::$kind => match instruction.$accessor() {
+                    Some(node) => $decode(slots, node),
+                    None => fail!(Program, "{} is empty", stringify!($kind)),
+                },)+
+                other => fail!(Unsupported, "{other:?}"),
+            }
+        }
+    };
+}
+
+decoding! {
+    ARangeNode: op_as_arange_node => create::arange,
+    AbsNode: op_as_abs_node => elementwise::abs,
+    AddIntNode: op_as_add_int_node => integers::add,
+    AddNode: op_as_add_node => elementwise::add,
+    AddmmNode: op_as_addmm_node => linear::addmm,
+    AllNode: op_as_all_node => reduction::all,
+    AnyNode: op_as_any_node => reduction::any,
+    ArccosNode: op_as_arccos_node => elementwise::arccos,
+    ArccoshNode: op_as_arccosh_node => elementwise::arccosh,
+    ArcsinNode: op_as_arcsin_node => elementwise::arcsin,
+    ArcsinhNode: op_as_arcsinh_node => elementwise::arcsinh,
+    ArctanNode: op_as_arctan_node => elementwise::arctan,
+    ArctanhNode: op_as_arctanh_node => elementwise::arctanh,
+    ArgPartitionNode: op_as_arg_partition_node => order::argpartition,
+    ArgmaxNode: op_as_argmax_node => reduction::argmax,
+    ArgminNode: op_as_argmin_node => reduction::argmin,
+    ArgsortNode: op_as_argsort_node => order::argsort,
+    AsStridedNode: op_as_as_strided_node => rearrange::as_strided,
+    AsTypeNode: op_as_as_type_node => elementwise::as_type,
+    Atan2Node: op_as_atan_2_node => elementwise::atan2,
+    BitwiseAndNode: op_as_bitwise_and_node => compare::bitwise_and,
+    BitwiseInvertNode: op_as_bitwise_invert_node => elementwise::bitwise_invert,
+    BitwiseOrNode: op_as_bitwise_or_node => compare::bitwise_or,
+    BitwiseXorNode: op_as_bitwise_xor_node => compare::bitwise_xor,
+    BroadcastToNode: op_as_broadcast_to_node => rearrange::broadcast_to,
+    CeilNode: op_as_ceil_node => elementwise::ceil,
+    ClipNode: op_as_clip_node => compare::clip,
+    ConcatenateNode: op_as_concatenate_node => shape::concatenate,
+    ContiguousNode: op_as_contiguous_node => rearrange::contiguous,
+    Conv1DNode: op_as_conv_1_dnode => convolution::conv1d,
+    Conv2DNode: op_as_conv_2_dnode => convolution::conv2d,
+    Conv3DNode: op_as_conv_3_dnode => convolution::conv3d,
+    ConvTranspose1DNode: op_as_conv_transpose_1_dnode => convolution::conv_transpose1d,
+    ConvTranspose2DNode: op_as_conv_transpose_2_dnode => convolution::conv_transpose2d,
+    ConvTranspose3DNode: op_as_conv_transpose_3_dnode => convolution::conv_transpose3d,
+    CosNode: op_as_cos_node => elementwise::cos,
+    CoshNode: op_as_cosh_node => elementwise::cosh,
+    CumsumNode: op_as_cumsum_node => reduction::cumsum,
+    DequantizeNode: op_as_dequantize_node => quantized::dequantize,
+    DivideNode: op_as_divide_node => elementwise::divide,
+    EqualNode: op_as_equal_node => compare::equal,
+    ErfNode: op_as_erf_node => elementwise::erf,
+    ExpNode: op_as_exp_node => elementwise::exp,
+    ExpandDimsNode: op_as_expand_dims_node => shape::expand_dims,
+    Expm1Node: op_as_expm_1_node => elementwise::expm1,
+    FlipNode: op_as_flip_node => rearrange::flip,
+    FloorDivideIntNode: op_as_floor_divide_int_node => integers::floor_divide,
+    FloorDivideNode: op_as_floor_divide_node => elementwise::floor_divide,
+    FloorNode: op_as_floor_node => elementwise::floor,
+    FullLikeNode: op_as_full_like_node => create::full_like,
+    FullNode: op_as_full_node => create::full,
+    GatherMmNode: op_as_gather_mm_node => experts::gather_mm,
+    GatherNode: op_as_gather_node => gather::gather,
+    GatherQmmNode: op_as_gather_qmm_node => experts::gather_qmm,
+    GeluNode: op_as_gelu_node => elementwise::gelu,
+    GreaterEqualNode: op_as_greater_equal_node => compare::greater_equal,
+    GreaterNode: op_as_greater_node => compare::greater,
+    IndexCopyNode: op_as_index_copy_node => gather::index_copy,
+    ItemIntNode: op_as_item_int_node => integers::item,
+    LayerNormNode: op_as_layer_norm_node => norm::layer_norm,
+    LessEqualNode: op_as_less_equal_node => compare::less_equal,
+    LessNode: op_as_less_node => compare::less,
+    Log10Node: op_as_log_10_node => elementwise::log10,
+    Log1pNode: op_as_log_1p_node => elementwise::log1p,
+    Log2Node: op_as_log_2_node => elementwise::log2,
+    LogAddExpNode: op_as_log_add_exp_node => elementwise::logaddexp,
+    LogNode: op_as_log_node => elementwise::log,
+    LogSumExpNode: op_as_log_sum_exp_node => reduction::logsumexp,
+    LogicalAndNode: op_as_logical_and_node => compare::logical_and,
+    LogicalNotNode: op_as_logical_not_node => compare::logical_not,
+    LogicalOrNode: op_as_logical_or_node => compare::logical_or,
+    MaxNode: op_as_max_node => reduction::max,
+    MaximumNode: op_as_maximum_node => elementwise::maximum,
+    MeanNode: op_as_mean_node => reduction::mean,
+    MedianNode: op_as_median_node => reduction::median,
+    MinNode: op_as_min_node => reduction::min,
+    MinimumNode: op_as_minimum_node => elementwise::minimum,
+    MetalKernelNode: op_as_metal_kernel_node => metal::metal_kernel,
+    ModIntNode: op_as_mod_int_node => integers::modulo,
+    MultiplyIntNode: op_as_multiply_int_node => integers::multiply,
+    MultiplyNode: op_as_multiply_node => elementwise::multiply,
+    NegNode: op_as_neg_node => elementwise::neg,
+    NotEqualNode: op_as_not_equal_node => compare::not_equal,
+    PadNode: op_as_pad_node => rearrange::pad,
+    PartitionNode: op_as_partition_node => order::partition,
+    PowerNode: op_as_power_node => elementwise::power,
+    ProdNode: op_as_prod_node => reduction::prod,
+    QuantizedMatmulNode: op_as_quantized_matmul_node => quantized::quantized_matmul,
+    RMSNormNode: op_as_rmsnorm_node => norm::rms_norm,
+    RandomBitsNode: op_as_random_bits_node => create::random_bits,
+    ReciprocalNode: op_as_reciprocal_node => elementwise::reciprocal,
+    RemainderNode: op_as_remainder_node => elementwise::remainder,
+    RepeatNode: op_as_repeat_node => rearrange::repeat,
+    ReshapeNode: op_as_reshape_node => shape::reshape,
+    RollNode: op_as_roll_node => rearrange::roll,
+    RopeNode: op_as_rope_node => rotary::rope,
+    RoundNode: op_as_round_node => compare::round,
+    RsqrtNode: op_as_rsqrt_node => elementwise::rsqrt,
+    ScatterAddNode: op_as_scatter_add_node => gather::scatter_add,
+    SdpaNode: op_as_sdpa_node => attention::sdpa,
+    SigmoidNode: op_as_sigmoid_node => elementwise::sigmoid,
+    SignNode: op_as_sign_node => elementwise::sign,
+    SiluNode: op_as_silu_node => elementwise::silu,
+    SinNode: op_as_sin_node => elementwise::sin,
+    SinhNode: op_as_sinh_node => elementwise::sinh,
+    SliceNode: op_as_slice_node => shape::slice,
+    SliceUpdateNode: op_as_slice_update_node => gather::slice_update,
+    SoftmaxNode: op_as_softmax_node => reduction::softmax,
+    SortNode: op_as_sort_node => order::sort,
+    SqrtNode: op_as_sqrt_node => elementwise::sqrt,
+    SquareNode: op_as_square_node => elementwise::square,
+    SqueezeNode: op_as_squeeze_node => rearrange::squeeze,
+    StackNode: op_as_stack_node => rearrange::stack,
+    StdNode: op_as_std_node => reduction::std,
+    SubtractIntNode: op_as_subtract_int_node => integers::subtract,
+    SubtractNode: op_as_subtract_node => elementwise::subtract,
+    SumNode: op_as_sum_node => reduction::sum,
+    SymSizeNode: op_as_sym_size_node => shape::sym_size,
+    TakeAlongAxisNode: op_as_take_along_axis_node => gather::take_along_axis,
+    TakeNode: op_as_take_node => indexing::take,
+    TanNode: op_as_tan_node => elementwise::tan,
+    TanhNode: op_as_tanh_node => elementwise::tanh,
+    TileNode: op_as_tile_node => rearrange::tile,
+    TransposeNode: op_as_transpose_node => shape::transpose,
+    TriNode: op_as_tri_node => create::tri,
+    TrilNode: op_as_tril_node => rearrange::tril,
+    TriuNode: op_as_triu_node => rearrange::triu,
+    TruncNode: op_as_trunc_node => elementwise::trunc,
+    UpdateAndAttendNode: op_as_update_and_attend_node => attention::update_and_attend,
+    VarNode: op_as_var_node => reduction::var,
+    WhereNode: op_as_where_node => compare::choose,
+}
+
+/// Decodes an instruction: usually to one operation, to none if it only renames, and to one for
+/// each output of a split.
+pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Vec<Instruction>> {
+    if instruction.op_type() == OpNode::NoopNode {
+        return Ok(Vec::new());
+    }
+    if let Some(node) = instruction.op_as_id_copy_node() {
+        slots.copy(node.x(), node.out())?;
+        return Ok(Vec::new());
+    }
+    // Heads that turn as a whole come joined with nothing.
+    if let Some(node) =
+        instruction.op_as_concatenate_node().filter(|node| node.tensors().len() == 1)
+    {
+        slots.copy(node.tensors().get(0), node.out())?;
+        return Ok(Vec::new());
+    }
+    if let Some(node) = instruction.op_as_split_node() {
+        return shape::split(slots, node);
+    }
+    Ok(vec![decode_node(slots, instruction)?])
+}
+
+/// Runs an operation.
+pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
+    Ok(Made::Tensor(match op {
+        Op::Unary { function, x } => elementwise::run_unary(*function, frame.tensor(*x)?)?,
+        Op::Binary { function, a, b } => {
+            elementwise::run_binary(*function, frame.tensor(*a)?, frame.tensor(*b)?)?
+        }
+        Op::AsType { x, dtype } => etkv::mlx::cast(frame.tensor(*x)?, *dtype)?,
+        Op::ExpandDims { x, axis } => frame.tensor(*x)?.expand_dims(*axis)?,
+        Op::Reshape { x, shape } => shape::run_reshape(frame, *x, shape)?,
+        Op::Transpose { x, perm } => frame.tensor(*x)?.transpose_axes(perm)?,
+        Op::Slice { x, axis, start, stop, step } => {
+            shape::run_slice(frame, *x, *axis, [*start, *stop], *step)?
+        }
+        Op::Piece { x, axis, start, stop, sizes } => {
+            shape::run_piece(frame.tensor(*x)?, *axis, [*start, *stop], sizes)?
+        }
+        Op::Split { x, axis, at, sizes } => {
+            return views::run_split(frame.tensor(*x)?, *axis, at, sizes).map(Made::Tensors)
+        }
+        Op::ReshapeTranspose { x, shape, perm } => {
+            views::run_reshape_transpose(frame, *x, shape, perm)?
+        }
+        Op::TransposeReshape { x, perm, shape } => {
+            views::run_transpose_reshape(frame, *x, perm, shape)?
+        }
+        Op::Activation { function, x, by } => {
+            let by = by.map(|by| frame.tensor(by)).transpose()?;
+            activation::run(frame, *function, frame.tensor(*x)?, by)?
+        }
+        Op::Concatenate { tensors, axis } => shape::run_concatenate(frame, tensors, *axis)?,
+        Op::Take { x, index, axis } => indexing::run_take(frame, *x, *index, *axis)?,
+        Op::TakeTransposed { x, index } => indexing::run_take_transposed(frame, *x, *index)?,
+        Op::RmsNorm { x, weight, eps } => norm::run_rms_norm(frame, *x, *weight, *eps)?,
+        Op::LayerNorm { x, weight, bias, eps } => {
+            norm::run_layer_norm(frame, *x, *weight, *bias, *eps)?
+        }
+        Op::Addmm { mat1, mat2, bias, alpha, beta } => {
+            linear::run_addmm(frame, [*mat1, *mat2], *bias, *alpha, *beta)?
+        }
+        Op::Linear { x, weight, bias, transposed } => {
+            linear::run_linear(frame, *x, *weight, *bias, *transposed)?
+        }
+        Op::LinearBlock { x, weight, bias, transposed, norm, gate, plus } => {
+            let block = linear::Block { norm: *norm, gate: *gate, plus: *plus };
+            linear::run_block(frame, *x, *weight, *bias, *transposed, block)?
+        }
+        Op::LinearHeads { x, weight, bias, transposed, norm, heads } => {
+            let layer = heads::Layer { x: *x, weight: *weight, bias: *bias, norm: *norm };
+            return heads::run(frame, &layer, *transposed, heads).map(Made::Tensors);
+        }
+        Op::QuantizedMatmul { x, w, scales, biases, packing, transpose } => {
+            quantized::run_quantized_matmul(
+                frame,
+                *x,
+                [*w, *scales],
+                *biases,
+                *packing,
+                *transpose,
+            )?
+        }
+        Op::Dequantize { w, scales, biases, packing, dtype } => {
+            quantized::run_dequantize(frame, *w, *scales, *biases, *packing, *dtype)?
+        }
+        Op::UpdateAndAttend { q, k, v, position, layer, scale, out_dtype, last_query } => {
+            let call = attention::Call {
+                layer: *layer,
+                scale: *scale,
+                out_dtype: *out_dtype,
+                last_query: *last_query,
+            };
+            attention::run_update_and_attend(frame, [*q, *k, *v], *position, call)?
+        }
+        Op::Rotary { x, offsets, periods, dtype } => {
+            rotary::run(frame, *x, [*offsets, *periods], *dtype)?
+        }
+        Op::RotaryPeriods { inverse } => frame.tensor(*inverse)?.reshape(&[-1])?.reciprocal()?,
+        Op::LastToken { x } => shape::run_last_token(frame.tensor(*x)?)?,
+        Op::WantedRows { x } => {
+            let x = frame.tensor(*x)?;
+            // Without an axis of its own for features a tensor is no logits, which is said where they are read.
+            match frame.last_row_only() && x.ndim() > 2 {
+                true => shape::run_last_token(x)?,
+                false => x.clone(),
+            }
+        }
+        Op::Call { function, tensors, ints } => calls::run(frame, function, tensors, ints)?,
+        Op::If { .. } | Op::Scan(_) => fail!(Internal, "the schedule runs chains inside"),
+        Op::ItemInt { x } => return integers::run_item(frame.tensor(*x)?).map(Made::Int),
+        Op::MetalKernel { kernel, inputs, shapes } => {
+            return metal::run(frame, kernel, inputs, shapes)
+        }
+        Op::SymSize { x, dim } => {
+            return shape::run_sym_size(frame.tensor(*x)?, *dim).map(Made::Int)
+        }
+        Op::IntBinary { function, a, b } => {
+            return integers::run(*function, frame.int(*a)?, frame.int(*b)?).map(Made::Int)
+        }
+    }))
+}
+
+fn ints(
+    slots: &Slots,
+    list: flatbuffers::Vector<'_, flatbuffers::ForwardsUOffset<fb::IntOrVid<'_>>>,
+) -> Result<Vec<Int>> {
+    list.iter().map(|argument| slots.int(argument)).collect()
+}
+
+fn instruction(op: Op, out: Out) -> Instruction {
+    Instruction { op, out }
+}

@@ -1,0 +1,134 @@
+//! Weights in MLX's packed forms, which no pass looks into: numbers of few bits with a shared exponent or
+//! scale. Those with a scale and a bias for each group, in matrices, are in [`quantized`](super::quantized).
+
+use std::ffi::CStr;
+
+use mlx_rs::{Array, Dtype};
+
+use super::calls::{none, Arguments};
+use crate::error::{fail, Result};
+use crate::ir::{Packing, PackingMode};
+use etkv::mlx::{call, optional_int};
+
+/// The packings that MLX knows, with the sizes of their groups and their bits.
+const FLOATS: [(&str, PackingMode, i32, i32); 3] = [
+    ("mxfp4", PackingMode::Mxfp4, 32, 4),
+    ("mxfp8", PackingMode::Mxfp8, 32, 8),
+    ("nvfp4", PackingMode::Nvfp4, 16, 4),
+];
+
+/// Returns a packing by its name, and whether it has biases.
+pub fn packing(mode: &str, group_size: i32, bits: i32, has_biases: bool) -> Result<Packing> {
+    if mode == "affine" {
+        if !has_biases {
+            fail!(Program, "expected biases with affine quantization, got none");
+        }
+        if !matches!(bits, 2 | 3 | 4 | 5 | 6 | 8) {
+            fail!(Unsupported, "expected weights of 2, 3, 4, 5, 6 or 8 bits, got {bits}");
+        }
+        if !matches!(group_size, 32 | 64 | 128) {
+            fail!(
+                Unsupported,
+                "expected quantization in groups of 32, 64 or 128, got {group_size}"
+            );
+        }
+        return Ok(Packing { mode: PackingMode::Affine, group_size, bits });
+    }
+    let Some((_, kind, group, width)) = FLOATS.iter().find(|(name, ..)| *name == mode) else {
+        fail!(Unsupported, "unknown quantization `{mode}`; available: affine, mxfp4, mxfp8, nvfp4");
+    };
+    if (group_size, bits) != (*group, *width) || has_biases {
+        fail!(
+            Program,
+            "expected {mode} of {width} bits in groups of {group} without biases, got {bits} bits in \
+             groups of {group_size}"
+        );
+    }
+    Ok(Packing { mode: *kind, group_size, bits })
+}
+
+impl Packing {
+    /// Returns MLX's name.
+    pub fn name(self) -> &'static CStr {
+        match self.mode {
+            PackingMode::Affine => c"affine",
+            PackingMode::Mxfp4 => c"mxfp4",
+            PackingMode::Mxfp8 => c"mxfp8",
+            PackingMode::Nvfp4 => c"nvfp4",
+        }
+    }
+}
+
+/// Returns a tensor of a call, or none.
+pub fn given(
+    arguments: &Arguments,
+    index: &mut usize,
+    is_given: bool,
+) -> Result<mlx_sys::mlx_array> {
+    if !is_given {
+        return Ok(none());
+    }
+    *index += 1;
+    Ok(arguments.tensor(*index - 1)?.as_ptr())
+}
+
+pub fn run_dequantize(
+    arguments: &Arguments,
+    packing: Packing,
+    [biases, global_scale]: [bool; 2],
+    dtype: Option<Dtype>,
+) -> Result<Array> {
+    let (w, scales) = (arguments.tensor(0)?.as_ptr(), arguments.tensor(1)?.as_ptr());
+    let mut next = 2;
+    let biases = given(arguments, &mut next, biases)?;
+    let global_scale = given(arguments, &mut next, global_scale)?;
+    let dtype = mlx_sys::mlx_optional_dtype {
+        value: dtype.unwrap_or(Dtype::Float32).into(),
+        has_value: dtype.is_some(),
+    };
+    let (group, bits, mode) =
+        (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
+    // SAFETY: the arrays are live, or none.
+    call(|made, stream| unsafe {
+        mlx_sys::mlx_dequantize(
+            made,
+            w,
+            scales,
+            biases,
+            group,
+            bits,
+            mode.as_ptr(),
+            global_scale,
+            dtype,
+            stream,
+        )
+    })
+}
+
+pub fn run_matmul(
+    arguments: &Arguments,
+    packing: Packing,
+    transpose: bool,
+    biases: bool,
+) -> Result<Array> {
+    let [x, w, scales] = [0, 1, 2].map(|index| arguments.tensor(index));
+    let (x, w, scales) = (x?.as_ptr(), w?.as_ptr(), scales?.as_ptr());
+    let biases = given(arguments, &mut 3, biases)?;
+    let (group, bits, mode) =
+        (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
+    // SAFETY: the arrays are live, or none.
+    call(|made, stream| unsafe {
+        mlx_sys::mlx_quantized_matmul(
+            made,
+            x,
+            w,
+            scales,
+            biases,
+            transpose,
+            group,
+            bits,
+            mode.as_ptr(),
+            stream,
+        )
+    })
+}

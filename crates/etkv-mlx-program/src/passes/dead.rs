@@ -1,0 +1,31 @@
+//! Removes instructions whose results nothing reads.
+
+use std::collections::HashSet;
+
+use crate::ir::{Graph, IntValue, Op, Out, Value};
+
+/// Removes them from the main chain. Writing to the cache counts as a use.
+pub fn eliminate(graph: &mut Graph) {
+    let mut tensors: HashSet<Value> = HashSet::new();
+    let mut ints: HashSet<IntValue> = HashSet::new();
+    for out in &graph.main.outputs {
+        tensors.extend(out.tensors());
+        if let Out::Int(value) = out {
+            ints.insert(*value);
+        }
+    }
+    let mut kept = Vec::new();
+    for instruction in std::mem::take(&mut graph.main.instructions).into_iter().rev() {
+        let wanted = match instruction.out {
+            Out::Int(value) => ints.contains(&value),
+            out => out.tensors().any(|value| tensors.contains(&value)),
+        };
+        if wanted || matches!(instruction.op, Op::UpdateAndAttend { .. }) {
+            tensors.extend(instruction.op.reads());
+            ints.extend(instruction.op.int_reads());
+            kept.push(instruction);
+        }
+    }
+    kept.reverse();
+    graph.main.instructions = kept;
+}

@@ -1,0 +1,88 @@
+//! The dtypes of values, where they are certain.
+
+use std::collections::HashMap;
+
+use mlx_rs::Dtype;
+
+use crate::dtype::{dtype_of, is_float};
+use crate::ir::{Graph, InputSpec, Op, Unary, Value};
+
+/// Returns the dtypes of the constants, the inputs and those results of the main chain whose dtype
+/// follows from theirs.
+pub fn known(graph: &Graph) -> HashMap<Value, Dtype> {
+    let constants = (0..).map(Value).zip(&graph.constants);
+    let mut dtypes: HashMap<Value, Dtype> = constants
+        .filter(|(value, _)| !graph.init_targets.contains(value))
+        .map(|(value, constant)| (value, constant.dtype))
+        .collect();
+    for input in &graph.inputs {
+        if let InputSpec::Tensor { value, scalar_type, .. } = input {
+            dtypes.extend(dtype_of(*scalar_type).ok().map(|dtype| (*value, dtype)));
+        }
+    }
+    for instruction in &graph.main.instructions {
+        if let Some(dtype) = of(&instruction.op, &dtypes) {
+            dtypes.extend(instruction.out.tensors().map(|value| (value, dtype)));
+        }
+    }
+    dtypes
+}
+
+fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
+    let of = |value: &Value| dtypes.get(value).copied();
+    match op {
+        Op::AsType { dtype, .. } | Op::Rotary { dtype, .. } => Some(*dtype),
+        Op::UpdateAndAttend { out_dtype, .. } => *out_dtype,
+        Op::Dequantize { dtype, .. } => *dtype,
+        Op::MetalKernel { kernel, .. } => Some(kernel.dtype()),
+        Op::ExpandDims { x, .. }
+        | Op::Reshape { x, .. }
+        | Op::Transpose { x, .. }
+        | Op::ReshapeTranspose { x, .. }
+        | Op::TransposeReshape { x, .. }
+        | Op::Slice { x, .. }
+        | Op::Piece { x, .. }
+        | Op::Split { x, .. }
+        | Op::Take { x, .. }
+        | Op::TakeTransposed { x, .. }
+        | Op::LastToken { x }
+        | Op::WantedRows { x }
+        | Op::RotaryPeriods { inverse: x }
+        | Op::Unary { function: Unary::Neg, x } => of(x),
+        // Functions of integers are floats.
+        Op::Unary { x, .. } => of(x).filter(|&dtype| is_float(dtype)),
+        Op::Concatenate { tensors, .. } => shared(tensors.iter().map(of)),
+        Op::Activation { x, by, .. } => shared(std::iter::once(of(x)).chain(by.as_ref().map(of))),
+        Op::Binary { a, b, .. } => shared([of(a), of(b)].into_iter()),
+        Op::RmsNorm { x, weight, .. } => {
+            shared(std::iter::once(of(x)).chain(weight.as_ref().map(of)))
+        }
+        Op::LayerNorm { x, weight, bias, .. } => {
+            shared(std::iter::once(of(x)).chain([weight, bias].into_iter().flatten().map(of)))
+        }
+        Op::Linear { x, weight, bias, .. } => {
+            shared([of(x), of(weight)].into_iter().chain(bias.as_ref().map(of)))
+        }
+        Op::LinearBlock { .. } => shared(op.reads().iter().map(of)),
+        Op::LinearHeads { x, weight, bias, heads, .. } => {
+            let product = [of(x), of(weight)].into_iter().chain(bias.as_ref().map(of));
+            shared(product.chain([Some(heads.dtype)]))
+        }
+        Op::Addmm { mat1, mat2, bias, .. } => {
+            shared([of(mat1), of(mat2)].into_iter().chain(bias.as_ref().map(of)))
+        }
+        Op::QuantizedMatmul { x, scales, .. } => shared([of(x), of(scales)].into_iter()),
+        Op::Call { .. }
+        | Op::If { .. }
+        | Op::Scan(_)
+        | Op::SymSize { .. }
+        | Op::ItemInt { .. }
+        | Op::IntBinary { .. } => None,
+    }
+}
+
+/// Returns the dtype that all operands have, if it is a float: others may be divided or promoted.
+fn shared(mut dtypes: impl Iterator<Item = Option<Dtype>>) -> Option<Dtype> {
+    let first = dtypes.next().flatten().filter(|&dtype| is_float(dtype))?;
+    dtypes.all(|dtype| dtype == Some(first)).then_some(first)
+}

@@ -1,0 +1,156 @@
+//! Computes at load what is the same in every step.
+//!
+//! Nothing that an input leads to is the same in two steps, so this is what constants alone lead to:
+//! the periods of rotary embedding, a norm's weight plus one, conversions of scalars.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::ir::{Constant, Graph, Op, Out, Value};
+
+/// The most elements that a result may have. Results are kept beside the constants that they are
+/// made of, and weights must not be there twice.
+const MAX_ELEMENTS: u64 = 1 << 18;
+
+/// Moves instructions whose operands are small constants to the load.
+pub fn fold(graph: &mut Graph) {
+    let mut sizes = HashMap::<Value, u64>::new();
+    let written: HashSet<Value> = graph.init_targets.iter().copied().collect();
+    for (value, constant) in (0..).map(Value).zip(&graph.constants) {
+        let elements = elements(constant).filter(|_| !written.contains(&value));
+        sizes.extend(elements.map(|n| (value, n)));
+    }
+    let outputs: HashSet<Value> = graph.main.tensor_outputs().collect();
+    let (mut made, mut left) = (Vec::new(), Vec::new());
+    for instruction in std::mem::take(&mut graph.main.instructions) {
+        match (instruction.out, result_size(&instruction.op, &sizes)) {
+            (Out::Tensor(value), Some(n)) if n <= MAX_ELEMENTS && !outputs.contains(&value) => {
+                sizes.insert(value, n);
+                made.push(instruction);
+            }
+            _ => left.push(instruction),
+        }
+    }
+    graph.main.instructions = left;
+    if !made.is_empty() {
+        graph.make_at_load(made);
+    }
+}
+
+fn elements(constant: &Constant) -> Option<u64> {
+    constant.shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(u64::try_from(dim).ok()?))
+}
+
+/// Returns the most elements that the result of an instruction has, if it is a function of small
+/// constants.
+fn result_size(op: &Op, sizes: &HashMap<Value, u64>) -> Option<u64> {
+    let size = |value: &Value| sizes.get(value).copied();
+    match op {
+        Op::Unary { x, .. }
+        | Op::AsType { x, .. }
+        | Op::ExpandDims { x, .. }
+        | Op::Transpose { x, .. }
+        | Op::RotaryPeriods { inverse: x } => size(x),
+        Op::Reshape { x, .. } if op.int_reads().is_empty() => size(x),
+        // Broadcast, a result has at most the product of the elements.
+        Op::Binary { a, b, .. } => {
+            let (a, b) = (size(a)?, size(b)?);
+            if a == 1 || b == 1 || a == b {
+                Some(a.max(b))
+            } else {
+                a.checked_mul(b)
+            }
+        }
+        Op::Concatenate { tensors, .. } => {
+            tensors.iter().try_fold(0u64, |sum, tensor| sum.checked_add(size(tensor)?))
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ir::{Binary, Chain, Dim, InputSpec, Instruction, Unary};
+    use mlx_rs::Dtype;
+
+    /// Constants are 0, a norm's weight, 1, a number, and 2, which is large. The input is 3.
+    fn folded(ops: Vec<Op>, init: Chain, init_targets: Vec<Value>) -> Graph {
+        let constant = |shape: &[i32]| Constant {
+            name: String::new(),
+            shape: shape.to_vec(),
+            dtype: Dtype::Bfloat16,
+            joined: Vec::new(),
+        };
+        let n = ops.len() as u32;
+        let made = (4..).zip(ops);
+        let mut graph = Graph {
+            constants: vec![constant(&[64]), constant(&[]), constant(&[1 << 10, 1 << 10])],
+            inputs: vec![InputSpec::Tensor {
+                value: Value(3),
+                name: String::new(),
+                shape: vec![Dim::UpTo(None)],
+                scalar_type: 6,
+            }],
+            init,
+            init_targets,
+            buffers: Vec::new(),
+            main: Chain {
+                instructions: made
+                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
+                    .collect(),
+                outputs: vec![Out::Tensor(Value(3 + n))],
+            },
+            n_values: 4 + n,
+            n_ints: 0,
+        };
+        fold(&mut graph);
+        graph
+    }
+
+    fn wide(x: u32) -> Op {
+        Op::AsType { x: Value(x), dtype: Dtype::Float32 }
+    }
+
+    fn sum(a: u32, b: u32) -> Op {
+        Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }
+    }
+
+    fn norm(weight: u32) -> Op {
+        Op::RmsNorm { x: Value(3), weight: Some(Value(weight)), eps: 1e-6 }
+    }
+
+    #[test]
+    fn what_constants_lead_to_is_made_at_load() {
+        let graph = folded(vec![wide(0), sum(4, 1), norm(5)], Chain::default(), Vec::new());
+        // Two constants more: the input is 5, the values from 6 on.
+        let ops: Vec<Op> = graph.main.instructions.iter().map(|made| made.op.clone()).collect();
+        assert_eq!(ops, [Op::RmsNorm { x: Value(5), weight: Some(Value(4)), eps: 1e-6 }]);
+        assert_eq!(graph.main.outputs, [Out::Tensor(Value(8))]);
+        assert_eq!(graph.constants.len(), 5);
+        assert!(matches!(graph.inputs[0], InputSpec::Tensor { value: Value(5), .. }));
+        let init: Vec<Op> = graph.init.instructions.iter().map(|made| made.op.clone()).collect();
+        assert_eq!(init, [wide(0), sum(6, 1)]);
+        assert_eq!(graph.init_targets, [Value(3), Value(4)]);
+        assert_eq!(graph.init.outputs, [Out::Tensor(Value(6)), Out::Tensor(Value(7))]);
+        assert_eq!(graph.n_values, 9);
+    }
+
+    #[test]
+    fn what_is_large_or_no_constant_stays() {
+        for op in [wide(2), wide(3), sum(0, 2)] {
+            let graph = folded(vec![op.clone(), norm(4)], Chain::default(), Vec::new());
+            assert_eq!(graph.main.instructions[0].op, op);
+            assert_eq!(graph.constants.len(), 3);
+        }
+        // An output is made where it is read.
+        assert_eq!(folded(vec![wide(0)], Chain::default(), Vec::new()).constants.len(), 3);
+        // The init chain replaces the constant.
+        let replaced = Instruction {
+            op: Op::Unary { function: Unary::Neg, x: Value(1) },
+            out: Out::Tensor(Value(9)),
+        };
+        let init = Chain { instructions: vec![replaced], outputs: vec![Out::Tensor(Value(9))] };
+        let graph = folded(vec![wide(0), norm(4)], init, vec![Value(0)]);
+        assert_eq!(graph.main.instructions.len(), 2);
+    }
+}

@@ -1,0 +1,414 @@
+//! Joins products that read the same tensor: queries, keys and values; a gate and its other half.
+//!
+//! One product of all rows of their weights takes one launch, and its result is cut into theirs. The
+//! joined weight replaces its parts, so weights are there once. On the CPU products are limited by
+//! memory, and cutting costs more than calls.
+
+use std::collections::{HashMap, HashSet};
+
+use mlx_rs::Dtype;
+
+use crate::ir::{Affine, Binary, Graph, Instruction, Op, Out, Value};
+
+/// Joins the products of the main chain where their weights are used nowhere else.
+pub fn join(graph: &mut Graph) {
+    let mut groups: Vec<(Key, Vec<Product>)> = Vec::new();
+    {
+        let finder = Finder::new(graph);
+        let mut places = HashMap::<Key, usize>::new();
+        for index in 0..graph.main.instructions.len() {
+            let Some((key, product)) = finder.product(index) else { continue };
+            let place = *places.entry(key.clone()).or_insert_with(|| {
+                groups.push((key, Vec::new()));
+                groups.len() - 1
+            });
+            groups[place].1.push(product);
+        }
+    }
+    groups.retain(|(_, products)| products.len() > 1);
+
+    let mut unneeded = HashSet::new();
+    let mut renamed = HashMap::new();
+    let mut replaced = HashMap::<usize, Vec<Instruction>>::new();
+    for (_, products) in groups {
+        let [first, others @ ..] = &products[..] else { continue };
+        for (place, &kept) in first.constants.iter().enumerate() {
+            let parts = others
+                .iter()
+                .map(|other| graph.constants[other.constants[place].0 as usize].clone());
+            let parts: Vec<_> = parts.collect();
+            graph.constants[kept.0 as usize].joined = parts;
+        }
+        // The first's instruction at load makes the joined biases.
+        unneeded.extend(others.iter().filter_map(|other| other.biases_at_load));
+        let mut made = vec![graph.main.instructions[first.index].clone()];
+        if let Some(add) = first.add {
+            made.push(graph.main.instructions[add].clone());
+        }
+        // The first product makes the joined result under a name of its own.
+        let joined = graph.new_value();
+        let n = products.len() as u32;
+        let pieces = Out::Tensors(graph.new_values(n), n);
+        if let Some(last) = made.last_mut() {
+            last.out = Out::Tensor(joined);
+        }
+        made.push(Instruction { op: split(joined, &products), out: pieces });
+        for (product, piece) in products.iter().zip(pieces.tensors()) {
+            renamed.insert(product.out, piece);
+            replaced.insert(product.index, Vec::new());
+            replaced.extend(product.add.map(|add| (add, Vec::new())));
+        }
+        replaced.insert(first.index, made);
+    }
+    let old = std::mem::take(&mut graph.main.instructions);
+    for (index, instruction) in old.into_iter().enumerate() {
+        match replaced.remove(&index) {
+            Some(made) => graph.main.instructions.extend(made),
+            None => graph.main.instructions.push(instruction),
+        }
+    }
+    graph.rename(&renamed);
+    drop_from_load(graph, &unneeded);
+}
+
+/// Lets the init chain no longer make these constants.
+fn drop_from_load(graph: &mut Graph, unneeded: &HashSet<Value>) {
+    let (targets, outputs): (Vec<Value>, Vec<Out>) = std::mem::take(&mut graph.init_targets)
+        .into_iter()
+        .zip(std::mem::take(&mut graph.init.outputs))
+        .filter(|(target, _)| !unneeded.contains(target))
+        .unzip();
+    (graph.init_targets, graph.init.outputs) = (targets, outputs);
+    let needed: HashSet<Value> = graph.init.uses().collect();
+    let is_needed = |made: &Instruction| {
+        matches!(made.out, Out::Int(_)) || made.out.tensors().any(|out| needed.contains(&out))
+    };
+    graph.init.instructions.retain(is_needed);
+}
+
+fn split(x: Value, products: &[Product]) -> Op {
+    let (at, total) = cuts(products.iter().map(|product| product.rows));
+    Op::Split { x, axis: -1, at, sizes: total..=total }
+}
+
+/// Returns where pieces of these sizes cut an axis, and its size.
+pub fn cuts(sizes: impl Iterator<Item = i32>) -> (Vec<i32>, i32) {
+    let mut total = 0;
+    let mut at: Vec<i32> = sizes
+        .map(|size| {
+            total += size;
+            total
+        })
+        .collect();
+    at.pop();
+    (at, total)
+}
+
+/// A product with a constant, and the sum with a constant that alone reads it, if there is one.
+struct Product {
+    index: usize,
+    add: Option<usize>,
+    /// The result of both.
+    out: Value,
+    rows: i32,
+    /// Its constants, whose rows are joined.
+    constants: Vec<Value>,
+    /// Its biases, if the init chain makes them of its scales.
+    biases_at_load: Option<Value>,
+}
+
+/// What products have in common that are joined.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    x: Value,
+    packing: Option<Affine>,
+    adds: bool,
+    /// What the init chain multiplies scales with, to make biases.
+    factor: Option<Value>,
+    /// The shapes of rows and the dtypes of the constants.
+    constants: Vec<(Vec<i32>, Dtype)>,
+}
+
+struct Finder<'a> {
+    graph: &'a Graph,
+    /// The constants that one instruction reads, once.
+    movable: HashSet<Value>,
+    /// The instructions that read each value, once for each read; outputs count as the end.
+    readers: HashMap<Value, Vec<usize>>,
+    /// The biases that the init chain makes, each with the scales and the number that it multiplies.
+    /// Nothing else reads either.
+    at_load: HashMap<Value, (Value, Value)>,
+}
+
+impl<'a> Finder<'a> {
+    fn new(graph: &'a Graph) -> Self {
+        let mut readers = HashMap::<Value, Vec<usize>>::new();
+        for (index, instruction) in graph.main.instructions.iter().enumerate() {
+            for value in instruction.op.reads() {
+                readers.entry(value).or_default().push(index);
+            }
+        }
+        for value in graph.main.tensor_outputs() {
+            readers.entry(value).or_default().push(graph.main.instructions.len());
+        }
+        let at_load = biases_at_load(graph);
+        let scales: HashSet<Value> = at_load.values().map(|(scales, _)| *scales).collect();
+        let elsewhere: HashSet<Value> =
+            graph.init.uses().chain(graph.init_targets.iter().copied()).collect();
+        let movable = (0..graph.constants.len() as u32)
+            .map(Value)
+            .filter(|value| readers.get(value).is_some_and(|readers| readers.len() == 1))
+            .filter(|value| scales.contains(value) || !elsewhere.contains(value))
+            .collect();
+        Self { graph, movable, readers, at_load }
+    }
+
+    /// Returns the product that an instruction makes, if it can be joined.
+    fn product(&self, index: usize) -> Option<(Key, Product)> {
+        let instruction = &self.graph.main.instructions[index];
+        let Out::Tensor(mut out) = instruction.out else { return None };
+        let (mut biases_at_load, mut factor) = (None, None);
+        let (x, packing, mut constants) = match &instruction.op {
+            Op::Linear { x, weight, bias, transposed: false } => {
+                (*x, None, [*weight].into_iter().chain(*bias).collect::<Vec<_>>())
+            }
+            Op::QuantizedMatmul { x, w, scales, biases, packing, transpose: true } => {
+                let mut constants = vec![*w, *scales];
+                match biases.and_then(|biases| self.at_load.get(&biases)) {
+                    Some((multiplied, number)) if multiplied == scales => {
+                        let alone = self.readers.get(&(*biases)?)?.len() == 1;
+                        (biases_at_load, factor) = (*biases, alone.then_some(*number));
+                        factor?;
+                    }
+                    // Without biases it is refused when it runs; scales of other biases stay.
+                    Some(_) | None => constants.push((*biases)?),
+                }
+                (*x, Some(*packing), constants)
+            }
+            _ => return None,
+        };
+        let rows = *self.shape(*constants.first()?)?.first()?;
+        let add = self.added(out, rows);
+        if let Some((_, bias, sum)) = add {
+            constants.push(bias);
+            out = sum;
+        }
+        let described = constants
+            .iter()
+            .map(|constant| {
+                let (&found, row) = self.shape(*constant)?.split_first()?;
+                let fits = found == rows && self.movable.contains(constant);
+                let dtype = self.graph.constants[constant.0 as usize].dtype;
+                fits.then(|| (row.to_vec(), dtype))
+            })
+            .collect::<Option<Vec<_>>>()?;
+        // A matrix by its rows, and at most one bias of numbers: else it is another kind of product.
+        if described.first()?.0.len() != 1 || constants.contains(&x) {
+            return None;
+        }
+        let add = add.map(|(index, ..)| index);
+        let key = Key { x, packing, adds: add.is_some(), factor, constants: described };
+        Some((key, Product { index, add, out, rows, constants, biases_at_load }))
+    }
+
+    /// Returns the sum with a bias, `[rows]`, that alone reads a value: its place, the bias and its
+    /// result.
+    fn added(&self, value: Value, rows: i32) -> Option<(usize, Value, Value)> {
+        let [reader] = self.readers.get(&value)?[..] else { return None };
+        let sum = self.graph.main.instructions.get(reader)?;
+        let (Op::Binary { function: Binary::Add, a, b }, Out::Tensor(out)) = (&sum.op, sum.out)
+        else {
+            return None;
+        };
+        let bias = if *a == value { *b } else { *a };
+        let fits = self.movable.contains(&bias) && self.shape(bias)? == [rows];
+        fits.then_some((reader, bias, out))
+    }
+
+    fn shape(&self, constant: Value) -> Option<&[i32]> {
+        Some(&self.graph.constants.get(constant.0 as usize)?.shape)
+    }
+}
+
+/// Returns the constants that the init chain makes as the product of a constant and a number: zero
+/// points, which are the same for all groups, as biases. With each, its two operands. Nothing else
+/// in the init chain reads the first of these.
+fn biases_at_load(graph: &Graph) -> HashMap<Value, (Value, Value)> {
+    let n_uses = graph.init.n_uses();
+    let written: HashSet<Value> = graph.init_targets.iter().copied().collect();
+    let is_once = |value: Value| n_uses.get(&value) == Some(&1);
+    let targets: HashMap<Value, Value> =
+        graph.init.tensor_outputs().zip(graph.init_targets.iter().copied()).collect();
+    let made = graph.init.instructions.iter().filter_map(|made| {
+        let (Op::Binary { function: Binary::Multiply, a, b }, Out::Tensor(out)) =
+            (&made.op, made.out)
+        else {
+            return None;
+        };
+        let is_number = graph.constants.get(b.0 as usize)?.shape.iter().all(|&size| size == 1);
+        let stays = graph.is_constant(*a) && !written.contains(a) && !written.contains(b);
+        let biases = *targets.get(&out)?;
+        (is_number && stays && is_once(*a) && is_once(out)).then_some((biases, (*a, *b)))
+    });
+    made.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ir::{Chain, Constant};
+
+    fn constant(name: &str, shape: &[i32]) -> Constant {
+        Constant {
+            name: name.to_owned(),
+            shape: shape.to_vec(),
+            dtype: Dtype::Float32,
+            joined: Vec::new(),
+        }
+    }
+
+    /// The input is the value after the constants; `ops` make the next ones, which are outputs.
+    fn graph(constants: Vec<Constant>, ops: Vec<Op>) -> Graph {
+        let first = constants.len() as u32 + 1;
+        let n_values = first + ops.len() as u32;
+        Graph {
+            constants,
+            inputs: Vec::new(),
+            init: Chain::default(),
+            init_targets: Vec::new(),
+            buffers: Vec::new(),
+            main: Chain {
+                instructions: (first..)
+                    .zip(ops)
+                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
+                    .collect(),
+                outputs: (first..n_values).map(|value| Out::Tensor(Value(value))).collect(),
+            },
+            n_values,
+            n_ints: 0,
+        }
+    }
+
+    fn linear(x: u32, weight: u32, bias: Option<u32>) -> Op {
+        let (x, weight, bias) = (Value(x), Value(weight), bias.map(Value));
+        Op::Linear { x, weight, bias, transposed: false }
+    }
+
+    fn joined_names(graph: &Graph, constant: usize) -> Vec<&str> {
+        graph.constants[constant].joined.iter().map(|part| &part.name[..]).collect()
+    }
+
+    #[test]
+    fn products_of_one_tensor_are_one() {
+        let weights = [("q", 8), ("k", 4), ("v", 4)].map(|(name, rows)| constant(name, &[rows, 6]));
+        // 3 is the input.
+        let ops = (0..3).map(|weight| linear(3, weight, None)).collect();
+        let mut graph = graph(weights.to_vec(), ops);
+        join(&mut graph);
+        assert_eq!(joined_names(&graph, 0), ["k", "v"]);
+        let [product, split] = &graph.main.instructions[..] else { panic!("{:?}", graph.main) };
+        assert_eq!(product.op, linear(3, 0, None));
+        let [x] = split.op.reads()[..] else { panic!("{split:?}") };
+        assert_eq!(product.out, Out::Tensor(x));
+        assert_eq!(split.op, Op::Split { x, axis: -1, at: vec![8, 12], sizes: 16..=16 });
+        let pieces: Vec<Out> = split.out.tensors().map(Out::Tensor).collect();
+        assert_eq!(graph.main.outputs, pieces);
+    }
+
+    #[test]
+    fn products_that_differ_stay() {
+        let w = |name| constant(name, &[4, 6]);
+        let stays = |constants: Vec<Constant>, ops: Vec<Op>, change: fn(&mut Graph)| {
+            let mut graph = graph(constants, ops);
+            change(&mut graph);
+            let before = graph.main.clone();
+            join(&mut graph);
+            assert_eq!(graph.main.instructions, before.instructions);
+            assert!(graph.constants.iter().all(|constant| constant.joined.is_empty()));
+        };
+        let pair = || vec![linear(2, 0, None), linear(2, 1, None)];
+        let same = |_: &mut Graph| {};
+        // Of other tensors, with other rows, of another dtype.
+        stays(vec![w("a"), w("b")], vec![linear(2, 0, None), linear(3, 1, None)], same);
+        stays(vec![w("a"), constant("b", &[4, 5])], pair(), same);
+        stays(vec![w("a"), w("b")], pair(), |graph| graph.constants[1].dtype = Dtype::Bfloat16);
+        // One with a bias.
+        let bias = constant("bias", &[4]);
+        stays(vec![w("a"), w("b"), bias], vec![linear(3, 0, None), linear(3, 1, Some(2))], same);
+        // A weight that something else reads, at load or later, or that the load replaces.
+        stays(vec![w("a"), w("b")], vec![linear(2, 0, None), linear(2, 0, None)], same);
+        stays(vec![w("a"), w("b")], pair(), |graph| graph.main.outputs.push(Out::Tensor(Value(0))));
+        stays(vec![w("a"), w("b")], pair(), |graph| graph.init.outputs.push(Out::Tensor(Value(1))));
+        stays(vec![w("a"), w("b")], pair(), |graph| graph.init_targets.push(Value(1)));
+    }
+
+    /// Packed weights whose biases are made at load, and the sums after their products.
+    fn quantized() -> Graph {
+        let packed = |name: &str| constant(name, &[4, 8]);
+        let scales = |name: &str| constant(name, &[4, 2]);
+        let one = |name: &str| constant(name, &[]);
+        let constants = vec![
+            packed("w0"),
+            scales("s0"),
+            one("b0"),
+            constant("a0", &[4]),
+            packed("w1"),
+            scales("s1"),
+            one("b1"),
+            constant("a1", &[4]),
+            one("zero"),
+        ];
+        let product = |w: u32| Op::QuantizedMatmul {
+            x: Value(9),
+            w: Value(w),
+            scales: Value(w + 1),
+            biases: Some(Value(w + 2)),
+            packing: Affine { group_size: 32, bits: 4 },
+            transpose: true,
+        };
+        let sum = |a, b| Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) };
+        let ops = vec![product(0), sum(10, 3), product(4), sum(7, 12)];
+        let mut graph = graph(constants, ops);
+        graph.main.outputs = vec![Out::Tensor(Value(11)), Out::Tensor(Value(13))];
+        for (scales, biases, out) in [(1, 2, 20), (5, 6, 21)] {
+            let (a, b) = (Value(scales), Value(8));
+            let op = Op::Binary { function: Binary::Multiply, a, b };
+            let out = Out::Tensor(Value(out));
+            graph.init.instructions.push(Instruction { op, out });
+            graph.init.outputs.push(out);
+            graph.init_targets.push(Value(biases));
+        }
+        graph.n_values = 22;
+        graph
+    }
+
+    #[test]
+    fn packed_weights_are_joined_with_all_that_belongs_to_them() {
+        let mut graph = quantized();
+        join(&mut graph);
+        let kinds: Vec<String> =
+            graph.main.instructions.iter().map(|made| made.op.kind()).collect();
+        assert_eq!(kinds, ["QuantizedMatmul", "Add", "Split"]);
+        for (place, name) in [(0, "w1"), (1, "s1"), (3, "a1")] {
+            assert_eq!(joined_names(&graph, place), [name]);
+        }
+        // The joined scales make the joined biases.
+        assert!(graph.constants[2].joined.is_empty());
+        assert_eq!(graph.init.instructions.len(), 1);
+        assert_eq!(graph.init_targets, [Value(2)]);
+        assert_eq!(graph.init.outputs, [Out::Tensor(Value(20))]);
+    }
+
+    #[test]
+    fn biases_of_other_numbers_stay() {
+        let mut graph = quantized();
+        graph.constants.push(constant("other", &[]));
+        // Values move up by the constant; of the init chain only what is compared matters.
+        if let Op::Binary { b, .. } = &mut graph.init.instructions[1].op {
+            *b = Value(3);
+        }
+        let before = graph.main.clone();
+        join(&mut graph);
+        assert_eq!(graph.main.instructions, before.instructions);
+    }
+}

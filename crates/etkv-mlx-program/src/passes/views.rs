@@ -1,0 +1,342 @@
+//! Merges chains of views: reshapes, transpositions and slices, and removes those that change
+//! nothing.
+//!
+//! A view moves no elements, but MLX builds, schedules and frees a node for each. A decode step has
+//! one token. Its heads need no transposition then, and one reshape does the work of two views.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::RangeInclusive;
+
+use super::{dead, dtypes, maker, makers};
+use crate::ir::{Graph, Instruction, Int, Op, Out, Value};
+
+/// Merges the views of the main chain. Results keep every bit.
+pub fn merge(graph: &mut Graph) {
+    skip_through(graph);
+    pair(graph);
+    split(graph);
+    dead::eliminate(graph);
+}
+
+/// Lets views read what the views before them read, and removes those without effect.
+fn skip_through(graph: &mut Graph) {
+    let dtypes = dtypes::known(graph);
+    let mut renamed = HashMap::<Value, Value>::new();
+    // The views so far, each with what it reads after the changes.
+    let mut views = HashMap::<Value, Op>::new();
+    for Instruction { op, out } in &mut graph.main.instructions {
+        op.for_each_read(&mut |value| *value = *renamed.get(value).unwrap_or(value));
+        let Out::Tensor(value) = *out else { continue };
+        match op {
+            Op::Reshape { x, .. } => {
+                // The elements and their order are those that the other view reads.
+                if let Some(Op::Reshape { x: read, .. } | Op::ExpandDims { x: read, .. }) =
+                    views.get(x)
+                {
+                    *x = *read;
+                }
+            }
+            Op::Transpose { x, perm } => {
+                let inner = match views.get(x) {
+                    Some(Op::Transpose { x, perm }) => Some((*x, perm)),
+                    _ => None,
+                };
+                if let Some((read, both)) =
+                    inner.and_then(|(read, inner)| Some((read, composed(inner, perm)?)))
+                {
+                    (*x, *perm) = (read, both);
+                }
+            }
+            _ => {}
+        }
+        let same = match op {
+            Op::Transpose { x, perm } => {
+                (0..).zip(perm.iter()).all(|(axis, &from)| axis == from).then_some(*x)
+            }
+            Op::Slice {
+                x, start: Int::Literal(0), stop: Int::Literal(i64::MAX), step: 1, ..
+            } => Some(*x),
+            Op::AsType { x, dtype } => (dtypes.get(x) == Some(dtype)).then_some(*x),
+            _ => None,
+        };
+        if let Some(same) = same {
+            renamed.insert(value, same);
+        }
+        if matches!(op, Op::Reshape { .. } | Op::ExpandDims { .. } | Op::Transpose { .. }) {
+            views.insert(value, op.clone());
+        }
+    }
+    graph.rename(&renamed);
+    graph
+        .main
+        .instructions
+        .retain(|made| !matches!(made.out, Out::Tensor(value) if renamed.contains_key(&value)));
+}
+
+/// Returns the transposition that does `first`, then `second`; `None` if they do not fit.
+fn composed(first: &[i32], second: &[i32]) -> Option<Vec<i32>> {
+    let is_permutation = |perm: &[i32]| {
+        let mut sorted = perm.to_vec();
+        sorted.sort_unstable();
+        (0..).zip(&sorted).all(|(axis, &found)| axis == found)
+    };
+    if first.len() != second.len() || !is_permutation(first) || !is_permutation(second) {
+        return None;
+    }
+    Some(second.iter().map(|&axis| first[axis as usize]).collect())
+}
+
+/// Makes one instruction of a reshape and a transposition that follow each other, if nothing else
+/// reads the value between.
+fn pair(graph: &mut Graph) {
+    let n_uses = graph.main.n_uses();
+    let makers = makers(graph);
+    let mut paired = Vec::new();
+    for (index, instruction) in graph.main.instructions.iter().enumerate() {
+        let alone = |value: Value| {
+            (n_uses.get(&value) == Some(&1)).then(|| maker(graph, &makers, value)).flatten()
+        };
+        let pair = match &instruction.op {
+            Op::Transpose { x, perm } => match alone(*x) {
+                Some(Op::Reshape { x: read, shape }) if shape.len() == perm.len() => {
+                    let (shape, perm) = (shape.clone(), perm.clone());
+                    Some((*x, Op::ReshapeTranspose { x: *read, shape, perm }))
+                }
+                _ => None,
+            },
+            Op::Reshape { x, shape } => match alone(*x) {
+                Some(Op::Transpose { x: read, perm }) => {
+                    let (perm, shape) = (perm.clone(), shape.clone());
+                    Some((*x, Op::TransposeReshape { x: *read, perm, shape }))
+                }
+                _ => None,
+            },
+            _ => None,
+        };
+        if let Some((between, op)) = pair {
+            paired.push((index, makers[&between], op));
+        }
+    }
+    let mut gone = vec![false; graph.main.instructions.len()];
+    let mut is_pair = vec![false; gone.len()];
+    for (index, before, op) in paired {
+        // The first of three views pairs with the second, and then the third stays.
+        if !is_pair[before] {
+            graph.main.instructions[index].op = op;
+            (is_pair[index], gone[before]) = (true, true);
+        }
+    }
+    remove(graph, gone);
+}
+
+/// Removes the instructions of the main chain that are marked.
+fn remove(graph: &mut Graph, marked: Vec<bool>) {
+    let mut marked = marked.into_iter();
+    graph.main.instructions.retain(|_| !marked.next().unwrap_or(false));
+}
+
+/// A piece of a tensor: where it starts and stops, and the sizes that the axis may have.
+struct Piece {
+    index: usize,
+    value: Value,
+    start: i32,
+    /// `None` is the end of the axis.
+    stop: Option<i32>,
+    sizes: RangeInclusive<i32>,
+}
+
+/// Makes one instruction of slices that cut an axis into pieces.
+fn split(graph: &mut Graph) {
+    let mut found = BTreeMap::<(Value, i32), Vec<Piece>>::new();
+    for (index, instruction) in graph.main.instructions.iter().enumerate() {
+        let Out::Tensor(value) = instruction.out else { continue };
+        if let Some((of, piece)) = piece(index, &instruction.op, value) {
+            found.entry(of).or_default().push(piece);
+        }
+    }
+    let mut renamed = HashMap::new();
+    let mut gone = vec![false; graph.main.instructions.len()];
+    for ((x, axis), mut pieces) in found {
+        pieces.sort_by_key(|piece| piece.start);
+        let Some(at) = cuts(&pieces) else { continue };
+        let first = pieces.iter().map(|piece| piece.index).min().unwrap_or_default();
+        let values = Out::Tensors(graph.new_values(pieces.len() as u32), pieces.len() as u32);
+        for (piece, value) in pieces.iter().zip(values.tensors()) {
+            renamed.insert(piece.value, value);
+            gone[piece.index] = piece.index != first;
+        }
+        let sizes = pieces[0].sizes.clone();
+        graph.main.instructions[first] =
+            Instruction { op: Op::Split { x, axis, at, sizes }, out: values };
+    }
+    remove(graph, gone);
+    graph.rename(&renamed);
+}
+
+/// Returns the operand and the axis of a slice with fixed bounds, and the piece that it makes.
+fn piece(index: usize, op: &Op, value: Value) -> Option<((Value, i32), Piece)> {
+    match op {
+        Op::Piece { x, axis, start, stop, sizes } => {
+            // The last piece goes to the end of the axis, wherever that is.
+            let stop = (stop < sizes.end()).then_some(*stop);
+            let (start, sizes) = (*start, sizes.clone());
+            Some(((*x, *axis), Piece { index, value, start, stop, sizes }))
+        }
+        Op::Slice {
+            x,
+            axis: Int::Literal(axis),
+            start: Int::Literal(start),
+            stop: Int::Literal(stop),
+            step: 1,
+        } => {
+            let stop = match stop {
+                &i64::MAX => None,
+                stop => Some(i32::try_from(*stop).ok().filter(|&stop| stop >= 0)?),
+            };
+            let start = i32::try_from(*start).ok().filter(|&start| start >= 0)?;
+            let axis = i32::try_from(*axis).ok()?;
+            Some(((*x, axis), Piece { index, value, start, stop, sizes: 0..=i32::MAX }))
+        }
+        _ => None,
+    }
+}
+
+/// Returns where pieces in order cut the axis, if they make up all of it and are at least two.
+fn cuts(pieces: &[Piece]) -> Option<Vec<i32>> {
+    let (last, before) = pieces.split_last()?;
+    let mut at = Vec::new();
+    for piece in before {
+        let expected = at.last().copied().unwrap_or(0);
+        at.push(piece.stop.filter(|&stop| piece.start == expected && stop > expected)?);
+    }
+    let same_sizes = before.iter().all(|piece| piece.sizes == last.sizes);
+    (last.stop.is_none() && Some(&last.start) == at.last() && same_sizes).then_some(at)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ir::{Chain, Dim, InputSpec, IntValue, Unary};
+    use mlx_rs::Dtype;
+
+    /// The input is 0; `ops` make the values from 1 on, and the last ones are outputs.
+    fn merged(ops: Vec<Op>, n_outputs: u32) -> (Vec<Op>, Vec<Out>) {
+        let n = ops.len() as u32;
+        let made = (1..).zip(ops);
+        let mut graph = Graph {
+            constants: Vec::new(),
+            inputs: vec![InputSpec::Tensor {
+                value: Value(0),
+                name: String::new(),
+                shape: vec![Dim::UpTo(None)],
+                scalar_type: 15,
+            }],
+            init: Chain::default(),
+            init_targets: Vec::new(),
+            buffers: Vec::new(),
+            main: Chain {
+                instructions: made
+                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
+                    .collect(),
+                outputs: (n + 1 - n_outputs..=n).map(|value| Out::Tensor(Value(value))).collect(),
+            },
+            n_values: n + 1,
+            n_ints: 1,
+        };
+        merge(&mut graph);
+        let ops = graph.main.instructions.into_iter().map(|made| made.op).collect();
+        (ops, graph.main.outputs)
+    }
+
+    fn reshape(x: u32, last: i64) -> Op {
+        let shape =
+            [Int::Literal(1), Int::Value(IntValue(0)), Int::Literal(-1), Int::Literal(last)];
+        Op::Reshape { x: Value(x), shape: shape.to_vec() }
+    }
+
+    fn transpose(x: u32, perm: &[i32]) -> Op {
+        Op::Transpose { x: Value(x), perm: perm.to_vec() }
+    }
+
+    fn slice(x: u32, start: i64, stop: i64) -> Op {
+        Op::Slice {
+            x: Value(x),
+            axis: Int::Literal(2),
+            start: Int::Literal(start),
+            stop: Int::Literal(stop),
+            step: 1,
+        }
+    }
+
+    fn neg(x: u32) -> Op {
+        Op::Unary { function: Unary::Neg, x: Value(x) }
+    }
+
+    const END: i64 = i64::MAX;
+
+    #[test]
+    fn chains_of_views_are_one() {
+        assert_eq!(merged(vec![reshape(0, 8), reshape(1, 16)], 1).0, [reshape(0, 16)]);
+        let expand = Op::ExpandDims { x: Value(0), axis: 0 };
+        assert_eq!(merged(vec![expand, reshape(1, 16)], 1).0, [reshape(0, 16)]);
+        let turns = vec![transpose(0, &[2, 0, 1]), transpose(1, &[0, 2, 1])];
+        assert_eq!(merged(turns, 1).0, [transpose(0, &[2, 1, 0])]);
+        let back = vec![transpose(0, &[2, 0, 1]), transpose(1, &[1, 2, 0]), neg(2)];
+        assert_eq!(merged(back, 1).0, [neg(0)]);
+    }
+
+    #[test]
+    fn a_reshape_and_a_transposition_are_one() {
+        let (Op::Reshape { shape, .. }, perm) = (reshape(0, 8), vec![0, 2, 1, 3]) else { return };
+        let heads = vec![reshape(0, 8), transpose(1, &perm)];
+        let expected =
+            Op::ReshapeTranspose { x: Value(0), shape: shape.clone(), perm: perm.clone() };
+        assert_eq!(merged(heads, 1).0, vec![expected.clone()]);
+        let back = vec![transpose(0, &perm), reshape(1, 8)];
+        let x = Value(0);
+        assert_eq!(
+            merged(back, 1).0,
+            [Op::TransposeReshape { x, perm: perm.clone(), shape: shape.clone() }]
+        );
+        // Of three the first two pair.
+        let three = vec![reshape(0, 8), transpose(1, &perm), reshape(2, 8)];
+        assert_eq!(merged(three, 1).0, [expected, reshape(2, 8)]);
+        // The value between is read.
+        let read = vec![reshape(0, 8), transpose(1, &perm), neg(1)];
+        assert_eq!(merged(read.clone(), 2).0, read);
+    }
+
+    #[test]
+    fn what_changes_nothing_goes() {
+        let same = Op::AsType { x: Value(0), dtype: Dtype::Bfloat16 };
+        assert_eq!(merged(vec![same, slice(1, 0, END)], 1), (vec![], vec![Out::Tensor(Value(0))]));
+        let other = vec![Op::AsType { x: Value(0), dtype: Dtype::Float32 }, slice(1, 1, END)];
+        assert_eq!(merged(other.clone(), 1).0, other);
+        assert_eq!(merged(vec![transpose(0, &[0, 1])], 1), (vec![], vec![Out::Tensor(Value(0))]));
+    }
+
+    #[test]
+    fn slices_that_make_up_an_axis_are_one_split() {
+        let (ops, outputs) = merged(vec![slice(0, 4, END), slice(0, 0, 4)], 2);
+        let expected = Op::Split { x: Value(0), axis: 2, at: vec![4], sizes: 0..=i32::MAX };
+        assert_eq!(ops, [expected]);
+        assert_eq!(outputs, [Out::Tensor(Value(4)), Out::Tensor(Value(3))]);
+        let piece = |start, stop| Op::Piece { x: Value(0), axis: 1, start, stop, sizes: 9..=12 };
+        let (ops, _) = merged(vec![piece(0, 4), piece(4, 8), piece(8, 12)], 3);
+        assert_eq!(ops, [Op::Split { x: Value(0), axis: 1, at: vec![4, 8], sizes: 9..=12 }]);
+    }
+
+    #[test]
+    fn other_slices_stay() {
+        for slices in [
+            vec![slice(0, 0, 4)],
+            vec![slice(0, 0, 4), slice(0, 5, END)],
+            vec![slice(0, 0, 4), slice(0, 4, 8)],
+            vec![slice(0, 0, 4), slice(0, 0, 4), slice(0, 4, END)],
+            vec![slice(0, 0, -4), slice(0, -4, END)],
+            vec![slice(0, 1, 4), slice(0, 4, END)],
+        ] {
+            assert_eq!(merged(slices.clone(), slices.len() as u32).0, slices);
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Lets a run that wants no logits but the last row's leave out the others' product, the widest of a program.
+//!
+//! Unlike [`last_token`](super::last_token) it decides in each run: a program that verifies candidates reads prompts
+//! too. It narrows the last product alone, because what runs before that is little against it.
+
+use super::rows::is_row_constant;
+use super::{insert, logits_output, makers, only_readers};
+use crate::ir::{Function, Graph, Instruction, Op, Out, Value};
+
+/// Cuts the rows that enter the product of the logits to those that are wanted. Leaves a program as it is whose logits
+/// are not made by a product of rows, or are read by others on the way.
+pub fn leave_out_unwanted_rows(graph: &mut Graph) {
+    let Some((index, x)) = product_of_logits(graph) else {
+        return;
+    };
+    let rows = graph.new_value();
+    graph.main.instructions[index].op.for_each_read(&mut |value| {
+        if *value == x {
+            *value = rows;
+        }
+    });
+    insert(graph, vec![(index, Instruction { op: Op::WantedRows { x }, out: Out::Tensor(rows) })]);
+}
+
+/// Returns the instruction that multiplies rows into logits, and the rows.
+fn product_of_logits(graph: &Graph) -> Option<(usize, Value)> {
+    let (_, mut value) = logits_output(graph).ok()?;
+    let (makers, readers) = (makers(graph), only_readers(graph));
+    // Once, as the output.
+    if graph.main.uses().filter(|&used| used == value).count() != 1 {
+        return None;
+    }
+    loop {
+        let &index = makers.get(&value)?;
+        let x = match graph.main.instructions[index].op {
+            Op::Linear { x, bias, .. } | Op::LinearBlock { x, bias, plus: None, .. } => {
+                let plain = bias.is_none_or(|bias| is_row_constant(graph, bias));
+                return plain.then_some((index, x));
+            }
+            Op::QuantizedMatmul { x, w, .. } => {
+                return graph.is_constant(w).then_some((index, x));
+            }
+            Op::Call { function: Function::PackedMatmul { .. }, ref tensors, .. } => {
+                let (&x, weights) = tensors.split_first()?;
+                let constant = weights.iter().all(|&weight| graph.is_constant(weight));
+                return constant.then_some((index, x));
+            }
+            Op::Unary { x, .. } | Op::AsType { x, .. } | Op::Activation { x, by: None, .. } => x,
+            // Such as the scale of logits that are capped.
+            Op::Binary { a, b, .. } if is_row_constant(graph, b) => a,
+            Op::Binary { a, b, .. } if is_row_constant(graph, a) => b,
+            _ => return None,
+        };
+        if !readers.contains_key(&x) {
+            return None;
+        }
+        value = x;
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,52 @@
+//! Streams of programs.
+
+use mlx_rs::{Device, Stream};
+use parking_lot::Mutex;
+
+use crate::error::Result;
+use etkv::mlx::{unowned_stream, Mlx};
+
+/// The stream of one program on the CPU. MLX computes each stream on a thread of its own there, so
+/// programs on several threads are computed at the same time. A GPU's programs use the shared
+/// stream.
+pub struct ProgramStream(Option<Unowned>);
+
+/// A stream that belongs to no thread.
+struct Unowned(Stream);
+
+// SAFETY: it is used under the lock of MLX only, by one thread at a time.
+unsafe impl Send for Unowned {}
+
+/// Streams of programs that are gone. MLX keeps a stream, and its thread, until the process ends.
+static SPARE: Mutex<Vec<Unowned>> = Mutex::new(Vec::new());
+
+impl ProgramStream {
+    /// Returns a stream that no other program uses.
+    ///
+    /// # Errors
+    /// [`Backend`](etkv::Status::Backend) if MLX cannot make one.
+    pub fn new(mlx: &Mlx) -> Result<Self> {
+        if mlx.on_gpu() {
+            return Ok(Self(None));
+        }
+        let spare = SPARE.lock().pop();
+        Ok(Self(Some(match spare {
+            Some(stream) => stream,
+            None => Unowned(unowned_stream(&Device::cpu())?),
+        })))
+    }
+
+    /// Runs `work` on the stream, or on the stream of the enclosing call.
+    pub fn run<T>(&self, mlx: &Mlx, work: impl FnOnce() -> T) -> T {
+        match &self.0 {
+            Some(stream) => mlx.run_on(&stream.0, work),
+            None => mlx.run(work),
+        }
+    }
+}
+
+impl Drop for ProgramStream {
+    fn drop(&mut self) {
+        SPARE.lock().extend(self.0.take());
+    }
+}

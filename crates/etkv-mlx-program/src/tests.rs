@@ -1,0 +1,481 @@
+//! Hand-made payloads: contradictions, payloads that would cost more than their size, and rare
+//! output of the exporter.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use flatbuffers::{FlatBufferBuilder, UnionWIPOffset, WIPOffset};
+use rustix::time::{clock_gettime, ClockId};
+
+use super::passes::{self, Target};
+use super::{decode, fb, payload, Argument, ConstantSource, Host, LoadOptions, Program};
+use crate::error::{Result, Status};
+
+mod control;
+mod functions;
+
+pub const FLOAT32: i8 = 6;
+pub const INT64: i8 = 4;
+/// A dimension that is known only at run time.
+pub const OPEN: i32 = -1;
+
+pub type Node = (fb::OpNode, WIPOffset<UnionWIPOffset>);
+pub type Builder<'a> = FlatBufferBuilder<'a>;
+
+/// A program without its instructions. Slots are numbered as in the payload: constants, inputs, buffers,
+/// temporaries.
+#[derive(Default)]
+pub struct Parts {
+    /// Name and shape, in float32.
+    pub constants: Vec<(String, Vec<i32>)>,
+    /// Shape and dtype.
+    pub inputs: Vec<(Vec<i32>, i8)>,
+    /// The shapes of what the program keeps, in float32.
+    pub buffers: Vec<Vec<i32>>,
+    pub n_temporaries: u32,
+    pub n_values: u32,
+    /// Whether chains but the first stand inside instructions.
+    pub inner: bool,
+    /// Replaces all inputs, in order.
+    pub input_map: Option<Vec<(fb::SlotType, u32)>>,
+    pub outputs: Vec<u32>,
+    /// Whether all inputs are one table in the payload.
+    pub one_meta: bool,
+}
+
+impl Parts {
+    /// Returns the payload of the program with a main chain, and with an init chain if there are two and
+    /// none stands inside.
+    pub fn payload(self, chains: impl FnOnce(&mut Builder) -> Vec<Vec<Node>>) -> Vec<u8> {
+        let builder = &mut FlatBufferBuilder::new();
+        let chains: Vec<_> = chains(builder)
+            .into_iter()
+            .map(|nodes| {
+                let instructions: Vec<_> = nodes
+                    .into_iter()
+                    .map(|(op_type, op)| {
+                        let args = fb::InstructionArgs { op_type, op: Some(op) };
+                        fb::Instruction::create(builder, &args)
+                    })
+                    .collect();
+                let instructions = Some(builder.create_vector(&instructions));
+                fb::InstructionChain::create(builder, &fb::InstructionChainArgs { instructions })
+            })
+            .collect();
+        let n_constants = self.constants.len() as u32;
+        let n_inputs = self.inputs.len() as u32;
+        let input_names = (0..n_inputs).map(|input| format!("in{input}"));
+        let names = self.constants.iter().map(|(name, _)| name.clone()).chain(input_names);
+        let named: Vec<_> = (0..)
+            .zip(names)
+            .map(|(slot, name)| {
+                let name = Some(builder.create_string(&name));
+                let slot = Some(variant(builder, fb::SlotType::TensorSlot, slot));
+                fb::NamedSlot::create(builder, &fb::NamedSlotArgs { name, slot })
+            })
+            .collect();
+        let mut metas: Vec<_> =
+            self.constants.iter().map(|(_, shape)| meta(builder, shape, FLOAT32)).collect();
+        for (index, (shape, dtype)) in self.inputs.iter().enumerate() {
+            let made = (self.one_meta && index > 0).then(|| metas[n_constants as usize]);
+            metas.push(made.unwrap_or_else(|| meta(builder, shape, *dtype)));
+        }
+        metas.extend(self.buffers.iter().map(|shape| meta(builder, shape, FLOAT32)));
+        let every_input = || {
+            (n_constants..n_constants + n_inputs)
+                .map(|slot| (fb::SlotType::TensorSlot, slot))
+                .collect()
+        };
+        let input_map = variants(builder, self.input_map.unwrap_or_else(every_input));
+        let outputs = self.outputs.into_iter().map(|slot| (fb::SlotType::TensorSlot, slot));
+        let output_map = variants(builder, outputs.collect());
+        let args = fb::MLXGraphArgs {
+            num_constant_tensors: n_constants,
+            num_input_tensors: n_inputs,
+            num_mutable_buffer_tensors: self.buffers.len() as u32,
+            num_temp_tensors: self.n_temporaries,
+            num_values: self.n_values,
+            // The second of two chains is the init chain.
+            init_chain_idx: if chains.len() > 1 && !self.inner { 1 } else { -1 },
+            instruction_chains: Some(builder.create_vector(&chains)),
+            input_map: Some(input_map),
+            output_map: Some(output_map),
+            named_slots: Some(builder.create_vector(&named)),
+            tensor_meta: Some(builder.create_vector(&metas)),
+            ..Default::default()
+        };
+        let graph = fb::MLXGraph::create(builder, &args);
+        builder.finish(graph, None);
+        let mut payload = vec![0; 24];
+        payload[4..8].copy_from_slice(b"MLX0");
+        payload.extend_from_slice(builder.finished_data());
+        payload
+    }
+}
+
+fn variant<'a>(
+    builder: &mut Builder<'a>,
+    slot_type: fb::SlotType,
+    idx: u32,
+) -> WIPOffset<fb::SlotVariant<'a>> {
+    fb::SlotVariant::create(builder, &fb::SlotVariantArgs { idx, slot_type })
+}
+
+type Variants<'a> =
+    WIPOffset<flatbuffers::Vector<'a, flatbuffers::ForwardsUOffset<fb::SlotVariant<'a>>>>;
+
+/// Equal slots that follow each other share a table.
+fn variants<'a>(builder: &mut Builder<'a>, slots: Vec<(fb::SlotType, u32)>) -> Variants<'a> {
+    let mut last = None;
+    let made: Vec<_> = slots
+        .into_iter()
+        .map(|(slot_type, slot)| match last {
+            Some((before, table)) if before == (slot_type, slot) => table,
+            _ => {
+                let table = variant(builder, slot_type, slot);
+                last = Some(((slot_type, slot), table));
+                table
+            }
+        })
+        .collect();
+    builder.create_vector(&made)
+}
+
+fn meta<'a>(
+    builder: &mut Builder<'a>,
+    shape: &[i32],
+    scalar_type: i8,
+) -> WIPOffset<fb::TensorMeta<'a>> {
+    let dims: Vec<_> = shape
+        .iter()
+        .map(|&value| {
+            let args = fb::ShapeDimArgs { value, min_value: -1, max_value: -1 };
+            fb::ShapeDim::create(builder, &args)
+        })
+        .collect();
+    let shape = Some(builder.create_vector(&dims));
+    fb::TensorMeta::create(builder, &fb::TensorMetaArgs { shape, scalar_type, dim_order: None })
+}
+
+fn neg(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
+    let node = fb::NegNode::create(builder, &fb::NegNodeArgs { x: Some(&x), out: Some(&out) });
+    (fb::OpNode::NegNode, node.as_union_value())
+}
+
+fn copy(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
+    let args = fb::IdCopyNodeArgs { x: Some(&x), out: Some(&out) };
+    (fb::OpNode::IdCopyNode, fb::IdCopyNode::create(builder, &args).as_union_value())
+}
+
+fn transpose(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
+    let perm = Some(builder.create_vector(&[1, 0]));
+    let args = fb::TransposeNodeArgs { x: Some(&x), out: Some(&out), perm };
+    (fb::OpNode::TransposeNode, fb::TransposeNode::create(builder, &args).as_union_value())
+}
+
+fn product(builder: &mut Builder, a: u32, b: u32, out: u32) -> Node {
+    let [a, b, out] = [a, b, out].map(fb::Tid::new);
+    let args = fb::AddmmNodeArgs {
+        mat1: Some(&a),
+        mat2: Some(&b),
+        out: Some(&out),
+        bias: None,
+        alpha: 1.0,
+        beta: 1.0,
+    };
+    (fb::OpNode::AddmmNode, fb::AddmmNode::create(builder, &args).as_union_value())
+}
+
+pub fn expand(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
+    let args = fb::ExpandDimsNodeArgs { x: Some(&x), out: Some(&out), axis: 0 };
+    (fb::OpNode::ExpandDimsNode, fb::ExpandDimsNode::create(builder, &args).as_union_value())
+}
+
+/// Rows of `x` at the indices of `index`.
+pub fn take(builder: &mut Builder, x: u32, index: u32, out: u32) -> Node {
+    let [x, index, out] = [x, index, out].map(fb::Tid::new);
+    let args = fb::IntOrVidOrTidArgs { kind: 2, tid: Some(&index), ..Default::default() };
+    let index = Some(fb::IntOrVidOrTid::create(builder, &args));
+    let args = fb::TakeNodeArgs { x: Some(&x), out: Some(&out), index, axis: 0 };
+    (fb::OpNode::TakeNode, fb::TakeNode::create(builder, &args).as_union_value())
+}
+
+fn size(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Vid::new(out));
+    let args = fb::SymSizeNodeArgs { a: Some(&x), dim: 1, out: Some(&out) };
+    (fb::OpNode::SymSizeNode, fb::SymSizeNode::create(builder, &args).as_union_value())
+}
+
+pub fn attend(builder: &mut Builder, rows: u32, position: u32, out: u32) -> Node {
+    let [rows, position, out] = [rows, position, out].map(fb::Tid::new);
+    let args = fb::UpdateAndAttendNodeArgs {
+        q: Some(&rows),
+        k: Some(&rows),
+        v: Some(&rows),
+        position: Some(&position),
+        out: Some(&out),
+        layer_id: Some(0),
+        scale: Some(1.0),
+        out_dtype: None,
+    };
+    let node = fb::UpdateAndAttendNode::create(builder, &args);
+    (fb::OpNode::UpdateAndAttendNode, node.as_union_value())
+}
+
+// ---- What contradicts itself -----------------------------------------------
+
+fn refusal(payload: &[u8]) -> String {
+    let error = Program::check(payload).unwrap_err();
+    assert_eq!(error.status(), Status::Program);
+    error.message().to_owned()
+}
+
+#[test]
+fn a_slot_is_one_input() {
+    let program = |input_map| {
+        let inputs = vec![(vec![1], INT64); 2];
+        let parts = Parts { inputs, n_values: 2, input_map: Some(input_map), ..Default::default() };
+        parts.payload(|_| vec![vec![]])
+    };
+    const TENSOR: fb::SlotType = fb::SlotType::TensorSlot;
+    const INT: fb::SlotType = fb::SlotType::IntValueSlot;
+    Program::check(&program(vec![(TENSOR, 1), (INT, 1), (TENSOR, 0)])).unwrap();
+    let twice = program(vec![(TENSOR, 1), (TENSOR, 0), (TENSOR, 1)]);
+    assert_eq!(refusal(&twice), "tensor 1 is two inputs; a slot takes one");
+    let twice = program(vec![(INT, 0), (INT, 0)]);
+    assert_eq!(refusal(&twice), "value 0 is two inputs; a slot takes one");
+    let past = program(vec![(INT, 2)]);
+    assert_eq!(refusal(&past), "value 2 is an input, the program has 2");
+}
+
+#[test]
+fn constants_have_names_of_their_own() {
+    let constants = ["w", "v", "w"].map(|name| (name.to_owned(), vec![1]));
+    let payload =
+        Parts { constants: constants.to_vec(), ..Default::default() }.payload(|_| vec![vec![]]);
+    assert_eq!(refusal(&payload), "constants 0 and 2 have the same name, `w`");
+}
+
+#[test]
+fn an_init_chain_reads_no_input() {
+    let parts = || Parts {
+        constants: vec![("w".to_owned(), vec![1])],
+        inputs: vec![(vec![1], FLOAT32)],
+        outputs: vec![0],
+        ..Default::default()
+    };
+    let payload = parts().payload(|builder| vec![vec![], vec![neg(builder, 1, 0)]]);
+    assert_eq!(refusal(&payload), "the init chain reads value 1, which is an input or a buffer");
+    // What it writes over an input is gone behind it.
+    let chains = |builder: &mut Builder| vec![vec![neg(builder, 1, 0)], vec![neg(builder, 0, 1)]];
+    Program::check(&parts().payload(chains)).unwrap();
+}
+
+// ---- What would cost more than its size ------------------------------------
+
+const MEGABYTE: usize = 1 << 20;
+
+/// Decodes a payload and runs the passes of both devices.
+fn read_whole(payload: &[u8]) -> Result<()> {
+    payload::read(payload).and_then(decode::decode).and_then(|graph| {
+        [true, false].into_iter().try_for_each(|on_gpu| {
+            let target = Target { on_gpu, ..Target::default() };
+            passes::run(&mut graph.clone(), target, &HashMap::new()).map(drop)
+        })
+    })
+}
+
+/// Decodes payloads of about a megabyte and of a quarter of it, made with `scale` 4 and 1. The large one must
+/// not cost much more than four times as much: with the square of its size, it would cost sixteen times. Only
+/// what this thread computed counts, and the least of a few tries, so that a busy machine changes nothing.
+fn grows_with_its_size(make: impl Fn(usize) -> Vec<u8>) -> Result<()> {
+    let cost = |payload: &[u8]| {
+        let spent = || {
+            let now = clock_gettime(ClockId::ThreadCPUTime);
+            Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+        };
+        let begin = spent();
+        let result = read_whole(payload);
+        (spent() - begin, result)
+    };
+    let [small, large] = [1, 4].map(make);
+    assert!((MEGABYTE / 2..MEGABYTE * 2).contains(&large.len()), "{} bytes", large.len());
+    assert!(small.len() < large.len() / 3, "{} and {} bytes", small.len(), large.len());
+    let mut least = [Duration::MAX; 2];
+    for _ in 0..5 {
+        let (one, _) = cost(&small);
+        let (four, result) = cost(&large);
+        least = [one.min(least[0]), four.min(least[1])];
+        // A payload that is refused at once costs next to nothing, and nothing is no measure.
+        if least[1] < least[0] * 9 + Duration::from_millis(2) {
+            return result;
+        }
+    }
+    panic!("{} bytes cost {:?}, and {} bytes {:?}", small.len(), least[0], large.len(), least[1]);
+}
+
+fn tokens(n: usize) -> Vec<(Vec<i32>, i8)> {
+    vec![(vec![1, OPEN], INT64); n]
+}
+
+#[test]
+fn reading_many_inputs_grows_with_their_number() {
+    let made =
+        |scale| Parts { inputs: tokens(3_500 * scale), one_meta: true, ..Default::default() };
+    grows_with_its_size(|scale| made(scale).payload(|_| vec![vec![]])).unwrap();
+}
+
+#[test]
+fn refusing_one_input_many_times_grows_with_its_number() {
+    let made = |scale: usize| {
+        let n = 1_750 * scale;
+        let again = (fb::SlotType::TensorSlot, n as u32 - 1);
+        Parts {
+            inputs: tokens(n),
+            one_meta: true,
+            input_map: Some(vec![again; 37_500 * scale]),
+            ..Default::default()
+        }
+    };
+    assert!(grows_with_its_size(|scale| made(scale).payload(|_| vec![vec![]])).is_err());
+}
+
+#[test]
+fn looking_sizes_of_inputs_up_grows_with_their_number() {
+    let made = |scale| {
+        let n = 2_250 * scale;
+        let parts = Parts { inputs: tokens(n), one_meta: true, n_values: 1, ..Default::default() };
+        let last = n as u32 - 1;
+        parts.payload(|builder| vec![(0..2 * n).map(|_| size(builder, last, 0)).collect()])
+    };
+    grows_with_its_size(made).unwrap();
+}
+
+#[test]
+fn counting_outputs_of_instructions_grows_with_their_number() {
+    let made = |scale| {
+        let parts = Parts {
+            inputs: vec![(vec![1], FLOAT32)],
+            n_temporaries: 1,
+            outputs: vec![1; 25_000 * scale],
+            ..Default::default()
+        };
+        let n = 3_500 * scale;
+        parts.payload(|builder| vec![(0..n).map(|_| neg(builder, 0, 1)).collect()])
+    };
+    grows_with_its_size(made).unwrap();
+}
+
+#[test]
+fn tracing_positions_behind_views_grows_with_their_number() {
+    let made = |scale: usize| {
+        let parts = Parts {
+            inputs: vec![(vec![OPEN], INT64), (vec![1, 1, OPEN, 8], FLOAT32)],
+            n_temporaries: 2,
+            ..Default::default()
+        };
+        parts.payload(|builder| {
+            let mut nodes = vec![expand(builder, 0, 2)];
+            nodes.extend((0..5_000 * scale).map(|_| expand(builder, 2, 2)));
+            nodes.extend((0..3_500 * scale).map(|_| attend(builder, 1, 2, 3)));
+            vec![nodes]
+        })
+    };
+    grows_with_its_size(made).unwrap();
+}
+
+/// A small payload that stands for a large one: many places name the same bytes.
+#[test]
+fn what_many_places_share_is_refused() {
+    // A shape of many dimensions, of many inputs.
+    let inputs = vec![(vec![1; 20_000], INT64); 8_000];
+    let parts = Parts { inputs, one_meta: true, ..Default::default() };
+    let error = read_whole(&parts.payload(|_| vec![vec![]])).unwrap_err();
+    assert_eq!(error.status(), Status::Program);
+    assert!(error.message().contains("the payload is damaged"), "{error}");
+}
+
+// ---- What the exporter writes seldom ---------------------------------------
+
+pub struct Weights(pub BTreeMap<&'static str, Vec<u8>>);
+
+impl ConstantSource for Weights {
+    fn find(&mut self, name: &str) -> Option<&[u8]> {
+        self.0.get(name).map(|bytes| &bytes[..])
+    }
+}
+
+#[derive(Default)]
+pub struct Made(pub Vec<(Vec<i32>, Vec<f32>)>);
+
+impl Host for Made {
+    fn take(&mut self, outputs: &[Argument]) -> etkv_core::Result<()> {
+        self.0.extend(outputs.iter().map(|out| (out.shape().to_vec(), floats(out.bytes()))));
+        Ok(())
+    }
+}
+
+pub fn bytes(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|chunk| f32::from_ne_bytes(chunk.try_into().unwrap())).collect()
+}
+
+const W: [f32; 6] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
+const V: [f32; 6] = [-1.0, 0.0, 1.0, 0.0, 2.0, 0.0];
+
+/// Loads a program of the weights `w` and `v`, both `[2, 3]`, and an input `[1, 3]`, and returns
+/// its result for ones.
+fn run(
+    n_temporaries: u32,
+    outputs: Vec<u32>,
+    chains: impl FnOnce(&mut Builder) -> Vec<Vec<Node>>,
+) -> Vec<(Vec<i32>, Vec<f32>)> {
+    let parts = Parts {
+        constants: ["w", "v"].map(|name| (name.to_owned(), vec![2, 3])).to_vec(),
+        inputs: vec![(vec![1, 3], FLOAT32)],
+        n_temporaries,
+        outputs,
+        ..Default::default()
+    };
+    let mut weights = Weights([("w", bytes(&W)), ("v", bytes(&V))].into());
+    let payload = parts.payload(chains);
+    let program = Program::load(&payload, &mut weights, &LoadOptions::default()).unwrap();
+    let ones = bytes(&[1.0; 3]);
+    let input = Argument::tensor(FLOAT32, &[1, 3], &ones);
+    let mut made = Made::default();
+    program.execute(&[input], &vec![FLOAT32; program.n_outputs()], &mut made).unwrap();
+    made.0
+}
+
+#[test]
+fn a_constant_may_be_an_output() {
+    // 3: the transpose of w, 4: the input by it.
+    let made = run(2, vec![4, 0, 1], |builder| {
+        vec![vec![transpose(builder, 0, 3), product(builder, 2, 3, 4)]]
+    });
+    let expected =
+        [(vec![1, 2], vec![6.0, 15.0]), (vec![2, 3], W.to_vec()), (vec![2, 3], V.to_vec())];
+    assert_eq!(made, expected);
+}
+
+#[test]
+fn a_constant_that_init_makes_may_be_an_output() {
+    let made = run(0, vec![0, 1], |builder| vec![vec![], vec![neg(builder, 1, 0)]]);
+    assert_eq!(made, [(vec![2, 3], V.map(|x| -x).to_vec()), (vec![2, 3], V.to_vec())]);
+}
+
+#[test]
+fn init_may_exchange_constants() {
+    // 3: a slot that keeps one of them. Nothing is computed.
+    let made = run(1, vec![0, 1], |builder| {
+        vec![vec![], vec![copy(builder, 0, 3), copy(builder, 1, 0), copy(builder, 3, 1)]]
+    });
+    assert_eq!(made, [(vec![2, 3], V.to_vec()), (vec![2, 3], W.to_vec())]);
+}
