@@ -1,7 +1,7 @@
 """The page ``docs/ops.md``: what runs each operation of ExecuTorch's schema, and where it was tried.
 
-Made of the schema of the installed wheel, the table of operations in ``crates/etkv-mlx-program/src/ops/mod.rs``, and the outcomes of a
-run. ``python -m tests.upstream_ops --write-expected`` writes it; a test compares it.
+Made of the schema of the installed wheel, the table of operations in ``crates/etkv-mlx-program/src/ops/mod.rs``, and
+the outcomes of a run. ``python -m tests.upstream_ops --write-expected`` writes it; a test compares it.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def names(schema: str) -> list[str]:
 
 def _files() -> dict[str, str]:
     """Return the file of each operation."""
-    table = (ROOT / "src" / "program" / "ops" / "mod.rs").read_text()
+    table = (ROOT / "crates" / "etkv-mlx-program" / "src" / "ops" / "mod.rs").read_text()
     files = dict(ELSEWHERE)
     for name, module in re.findall(r"^    (\w+)Node: \w+ => (\w+)::\w+,$", table, re.MULTILINE):
-        path = ROOT / "src" / "program" / "ops" / f"{module}.rs"
+        path = ROOT / "crates" / "etkv-mlx-program" / "src" / "ops" / f"{module}.rs"
         files[name] = path.name if path.exists() else f"{module}/"
     return files
 
