@@ -33,7 +33,7 @@ struct Options {
 };
 
 Arguments arguments_into(Options& options) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   Arguments arguments(
       "usage: etkv_sequences --model MODEL.pte [options]\n"
       "Decodes several sequences together, greedily, and prints what that "
@@ -48,7 +48,7 @@ Arguments arguments_into(Options& options) {
       "N",
       "tokens of a sequence's prompt (128)",
       1,
-      kMost,
+      kMax,
       &options.context);
   arguments.integer(
       "--steps",
@@ -56,15 +56,10 @@ Arguments arguments_into(Options& options) {
       "steps after the prompts, a token of each sequence\n"
       "a step (32)",
       1,
-      kMost,
+      kMax,
       &options.steps);
   arguments.integer(
-      "--ids",
-      "N",
-      "prompts have ids below this (200)",
-      2,
-      kMost,
-      &options.ids);
+      "--ids", "N", "prompts have ids below this (200)", 2, kMax, &options.ids);
   arguments.choice(
       "--loop",
       {"steps", "device"},

@@ -435,12 +435,12 @@ int main(int argc, char** argv) {
           "--context names one");
     }
     // The trunk counts as a sequence of the cache.
-    constexpr size_t kMost = kSequences - 1;
+    constexpr size_t kMax = kSequences - 1;
     const size_t n = runner.options().prompts_or(tasks()).size();
-    if (n > kMost) {
+    if (n > kMax) {
       return refuse(
           std::to_string(n) + " prompts are more than the " +
-          std::to_string(kMost) + " branches that a cache has besides a trunk");
+          std::to_string(kMax) + " branches that a cache has besides a trunk");
     }
     return {};
   });

@@ -83,7 +83,7 @@ std::string format_of(const std::string& dtype) {
 Result<CacheConfig> cache_config(const std::string& sizes) {
   constexpr const char* kNames[] = {
       "capacity", "n_layers", "n_kv_heads", "head_dim"};
-  constexpr int32_t kMostLayers = 65536;
+  constexpr int32_t kMaxLayers = 65536;
   std::vector<std::string> parts(1);
   for (const char letter : sizes) {
     if (letter == ',') {
@@ -101,7 +101,7 @@ Result<CacheConfig> cache_config(const std::string& sizes) {
   int32_t numbers[4] = {};
   for (size_t i = 0; i < 4; ++i) {
     const int32_t most =
-        i == 1 ? kMostLayers : std::numeric_limits<int32_t>::max();
+        i == 1 ? kMaxLayers : std::numeric_limits<int32_t>::max();
     const char* end = parts[i].data() + parts[i].size();
     const auto [stop, code] = std::from_chars(parts[i].data(), end, numbers[i]);
     if (code != std::errc() || stop != end || numbers[i] < 1 ||

@@ -21,7 +21,7 @@ constexpr int32_t kCapacity = 384;
 constexpr int kOperations = 40;
 /// Sequences that operations choose among, and the tokens of a step.
 constexpr int32_t kSequences = 8;
-constexpr int kMostTokens = 64;
+constexpr int kMaxTokens = 64;
 /// How far logits may be apart in float16, as parts of the largest: those of
 /// floats and of codes. A tiny model with one key of 300 missing has 0.013, one
 /// with one of 60 missing 0.06; codes of a key that is rounded the other way
@@ -49,13 +49,13 @@ Counts some_tokens(Random& random) {
   Counts counts;
   // A token of each of many, or several of a few.
   if (random.in(0, 3) == 0) {
-    const int32_t n = random.in(2, kMostTokens);
+    const int32_t n = random.in(2, kMaxTokens);
     for (int32_t sequence = 0; sequence < n; ++sequence) {
       counts.emplace_back(sequence, 1);
     }
     return counts;
   }
-  int left = kMostTokens;
+  int left = kMaxTokens;
   for (int32_t sequence = 0; sequence < kSequences; ++sequence) {
     if (random.in(0, 2) == 0) {
       const int n = std::min(left, random.in(0, 3) == 0 ? 24 : random.in(1, 3));
@@ -123,8 +123,8 @@ void change_some(Both<C>& both, Random& random) {
 void run_sequences(Both<SeqCache>& both, Random& random) {
   if (random.in(0, 3) == 0) {
     const int32_t n = random.in(1, 120);
-    for (int32_t at = 0; at < n; at += kMostTokens) {
-      both.run({{0, std::min(kMostTokens, n - at)}});
+    for (int32_t at = 0; at < n; at += kMaxTokens) {
+      both.run({{0, std::min(kMaxTokens, n - at)}});
     }
     const int32_t least = must(both.cache().rewindable_to());
     both.attach(random.in(std::max(least, 1), n));
@@ -161,14 +161,14 @@ void run_tree(Both<TreeCache>& both, Random& random) {
 }
 
 void run_trees(Both<TreeCache>& both, Random& random) {
-  both.run({{0, random.in(1, kMostTokens)}});
+  both.run({{0, random.in(1, kMaxTokens)}});
   for (int i = 0; i < kOperations; ++i) {
     switch (random.in(0, 5)) {
       case 0:
         if (random.in(0, 1) == 0) {
           run_some(both, {{0, random.in(1, 9)}});
-        } else if (both.cache().can_extend(kMostTokens).value_or(false)) {
-          both.run_text(random.in(1, kMostTokens));
+        } else if (both.cache().can_extend(kMaxTokens).value_or(false)) {
+          both.run_text(random.in(1, kMaxTokens));
         }
         break;
       case 1: {

@@ -53,19 +53,18 @@ float to_float(BFloat16 value) {
 /// a row from vector instructions.
 float to_float(Half value) {
   constexpr uint32_t kSign = 0x8000U;
-  constexpr uint32_t kLeastNotFinite = 0x7c00U;
+  constexpr uint32_t kMinNotFinite = 0x7c00U;
   constexpr uint32_t kFloatExponent = 0x7f800000U;
   // The exponents of float16 are biased by 15, those of float32 by 127.
   constexpr float kRebias = 0x1p112F;
   const uint32_t magnitude = value.x & ~kSign;
   const float scaled = bits_as<float>(magnitude << 13U) * kRebias;
-  const uint32_t not_finite =
-      magnitude >= kLeastNotFinite ? kFloatExponent : 0U;
+  const uint32_t not_finite = magnitude >= kMinNotFinite ? kFloatExponent : 0U;
   const uint32_t sign = (value.x & kSign) << 16U;
   return bits_as<float>(bits_as<uint32_t>(scaled) | not_finite | sign);
 }
 
-constexpr float kLeast = -std::numeric_limits<float>::infinity();
+constexpr float kMin = -std::numeric_limits<float>::infinity();
 
 /// Returns the greatest of `n` values that are not NaN; -infinity if all are
 /// NaN.
@@ -76,7 +75,7 @@ float greatest(const T* values, int64_t n) {
   constexpr int64_t kMaxima = 32;
   float maxima[kMaxima];
   for (float& maximum : maxima) {
-    maximum = kLeast;
+    maximum = kMin;
   }
   int64_t i = 0;
   for (; i + kMaxima <= n; i += kMaxima) {
@@ -85,7 +84,7 @@ float greatest(const T* values, int64_t n) {
       maxima[at] = value > maxima[at] ? value : maxima[at];
     }
   }
-  float best = kLeast;
+  float best = kMin;
   for (; i < n; ++i) {
     const float value = to_float(values[i]);
     best = value > best ? value : best;
@@ -113,7 +112,7 @@ int64_t first_greatest(const T* values, int64_t n) {
   // The search for the index has to look at one value after another: it looks
   // at one block only, the first with the greatest.
   constexpr int64_t kBlock = 1024;
-  float best = kLeast;
+  float best = kMin;
   int64_t best_start = -1;
   for (int64_t start = 0; start < n; start += kBlock) {
     const float value = greatest(values + start, std::min(kBlock, n - start));
@@ -123,7 +122,7 @@ int64_t first_greatest(const T* values, int64_t n) {
     }
   }
   if (best_start < 0) {
-    return first_equal(values, 0, n, kLeast);
+    return first_equal(values, 0, n, kMin);
   }
   return first_equal(
       values, best_start, std::min(best_start + kBlock, n), best);

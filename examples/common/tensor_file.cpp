@@ -43,7 +43,7 @@ constexpr std::array<Dtype, 7> kDtypes = {{
 }};
 
 /// The most dimensions of a tensor in ExecuTorch.
-constexpr uint32_t kMostDimensions = 16;
+constexpr uint32_t kMaxDimensions = 16;
 
 const Dtype* find_dtype(ScalarType type) {
   const auto found =
@@ -100,11 +100,11 @@ class Reader {
     FileTensor tensor;
     tensor.type = dtype.type;
     ASSIGN_OR_RETURN(const uint32_t rank, number("the rank of " + name));
-    if (rank > kMostDimensions) {
+    if (rank > kMaxDimensions) {
       return wrong(
           name,
           "rank " + std::to_string(rank),
-          "at most " + std::to_string(kMostDimensions));
+          "at most " + std::to_string(kMaxDimensions));
     }
     tensor.sizes.resize(rank);
     RETURN_IF_ERROR(take(
@@ -156,7 +156,7 @@ class Reader {
       const FileTensor& tensor,
       const Dtype& dtype) const {
     // ExecuTorch multiplies the sizes in order, a 0 among them or not.
-    constexpr uint64_t kMost = std::numeric_limits<int64_t>::max();
+    constexpr uint64_t kMax = std::numeric_limits<int64_t>::max();
     uint64_t product = dtype.bytes;
     bool empty = false;
     for (const SizesType size : tensor.sizes) {
@@ -165,13 +165,13 @@ class Reader {
       }
       if (size == 0) {
         empty = true;
-      } else if (product > kMost / static_cast<uint64_t>(size)) {
+      } else if (product > kMax / static_cast<uint64_t>(size)) {
         return wrong(
             name,
             "the shape " +
                 tensor_text(
                     tensor.type, {tensor.sizes.data(), tensor.sizes.size()}),
-            "at most " + std::to_string(kMost) + " bytes");
+            "at most " + std::to_string(kMax) + " bytes");
       } else {
         product *= static_cast<uint64_t>(size);
       }

@@ -9,7 +9,7 @@ void LatencyModel::add(size_t tokens, double seconds) {
   constexpr double kNew = 0.25;
   // A cache that grows makes one forward several times as long. If it counted in
   // full, none of so many tokens might come again to show that it was an exception.
-  constexpr double kMost = 1.5;
+  constexpr double kMax = 1.5;
   // Forwards before they are a mean.
   constexpr int kEarly = 4;
   const auto entry = means_.try_emplace(tokens, Mean{seconds, 0}).first;
@@ -18,7 +18,7 @@ void LatencyModel::add(size_t tokens, double seconds) {
   if (mean.forwards <= kEarly) {
     mean.seconds = std::min(mean.seconds, seconds);
   } else {
-    const double counted = std::min(seconds, kMost * mean.seconds);
+    const double counted = std::min(seconds, kMax * mean.seconds);
     mean.seconds += kNew * (counted - mean.seconds);
   }
 }

@@ -9,8 +9,8 @@ namespace {
 
 /// The least and the most ids that have to match: one alone says little, and
 /// more than this adds nothing.
-constexpr size_t kLeast = 2;
-constexpr size_t kMost = 8;
+constexpr size_t kMin = 2;
+constexpr size_t kMax = 8;
 
 /// An earlier place of the text, and the match before it.
 struct Place {
@@ -21,7 +21,7 @@ struct Place {
 /// Returns how many ids before `at` match those before the end.
 size_t likeness(const std::vector<int64_t>& text, size_t at) {
   size_t n = 0;
-  while (n < kMost && n < at && text[at - 1 - n] == text[text.size() - 1 - n]) {
+  while (n < kMax && n < at && text[at - 1 - n] == text[text.size() - 1 - n]) {
     ++n;
   }
   return n;
@@ -29,12 +29,12 @@ size_t likeness(const std::vector<int64_t>& text, size_t at) {
 
 std::vector<Place> places(const std::vector<int64_t>& text) {
   std::vector<Place> found;
-  for (size_t at = kLeast; at < text.size(); ++at) {
-    if (const size_t n = likeness(text, at); n >= kLeast) {
+  for (size_t at = kMin; at < text.size(); ++at) {
+    if (const size_t n = likeness(text, at); n >= kMin) {
       // One more id outweighs several places; of ties the later place wins.
       double weight = 1.0 + static_cast<double>(at) /
                                 (4.0 * static_cast<double>(text.size()));
-      for (size_t i = kLeast; i < n; ++i) {
+      for (size_t i = kMin; i < n; ++i) {
         weight *= 4.0;
       }
       found.push_back({at, weight});

@@ -23,15 +23,15 @@ constexpr int64_t kSingles = 4;
 constexpr int64_t kTrials = 2;
 constexpr int64_t kTrialDepth = 3;
 constexpr double kEarlyTrialShare = 0.02;
-constexpr double kMostEarlyPatience = 32.0;
+constexpr double kMaxEarlyPatience = 32.0;
 /// Steps without a tree before one is tried again, at least and at most: so many
 /// that drafts of trials take this part of the time. Their verification takes some
 /// more.
 constexpr double kPatience = 16.0;
-constexpr double kMostPatience = 256.0;
+constexpr double kMaxPatience = 256.0;
 constexpr double kTrialShare = 0.01;
 /// Steps with a tree before one without is measured again.
-constexpr int64_t kMostTrees = 256;
+constexpr int64_t kMaxTrees = 256;
 
 } // namespace
 
@@ -44,7 +44,7 @@ TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
   }
   is_trial_ = false;
   // Measure the cost of one id first, and then trees.
-  if ((singles_ < kSingles || behind_ >= kMostTrees) && !depth_) {
+  if ((singles_ < kSingles || behind_ >= kMaxTrees) && !depth_) {
     best.depth = 0;
     return best;
   }
@@ -102,10 +102,10 @@ double Tuner::patience(double first_draft_seconds) const {
   const double step = std::max(verification_.at(1.0), 1e-9);
   if (trees_ < kTrials) {
     const double draft = std::max(first_draft_seconds, trial_seconds_);
-    return std::min(draft / (kEarlyTrialShare * step), kMostEarlyPatience);
+    return std::min(draft / (kEarlyTrialShare * step), kMaxEarlyPatience);
   }
   const double wanted = trial_seconds_ / (kTrialShare * step);
-  return std::clamp(wanted, kPatience, kMostPatience);
+  return std::clamp(wanted, kPatience, kMaxPatience);
 }
 
 void Tuner::observe(

@@ -548,13 +548,13 @@ read_layers(const Metadata& metadata, const MetadataNames& names, Dtype dtype) {
     return n_layers.error();
   }
   // A larger number is damage.
-  constexpr int32_t kMostLayers = 65536;
-  if (*n_layers < 1 || *n_layers > kMostLayers) {
+  constexpr int32_t kMaxLayers = 65536;
+  if (*n_layers < 1 || *n_layers > kMaxLayers) {
     return Error(
         ETKV_ERROR_PROGRAM,
         std::string("`") + names.n_layers + "` is " +
             std::to_string(*n_layers) + ", expected 1 to " +
-            std::to_string(kMostLayers));
+            std::to_string(kMaxLayers));
   }
   auto kv_heads = metadata.each(names.n_kv_heads, *n_layers);
   if (!kv_heads.ok()) {

@@ -14,7 +14,7 @@ from typing import Any
 
 from etkv.errors import EtkvError
 
-MOST = 1024.0
+MAX = 1024.0
 """How many times as long a text may become in one part of a tokenizer. Published ones stay below 200."""
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -34,10 +34,10 @@ def check(path: Path) -> None:
         return
     for part in _PARTS:
         growth = _growth(told.get(part) if isinstance(told, dict) else None)
-        if growth > MOST:
+        if growth > MAX:
             raise EtkvError(
                 f"the tokenizer {path} cannot be used: its {part} makes a text up to {growth:.3g} times as long, the "
-                f"most is {MOST:.0f}"
+                f"most is {MAX:.0f}"
             )
 
 

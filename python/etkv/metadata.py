@@ -25,7 +25,7 @@ from etkv.errors import EtkvError
 SCHEMA_VERSION = 1
 """The version of the ``kv_cache.*`` metadata that this module writes and reads."""
 
-MOST_LAYERS = 65536
+MAX_LAYERS = 65536
 """The most layers of a program. A larger number means that the program is damaged."""
 
 BACKENDS = ("MLXBackend", "cpu")
@@ -171,8 +171,8 @@ def _n_layers(constants: Mapping[str, Any], name: str) -> int:
 
 
 def _in_range(n_layers: int, name: str) -> int:
-    if not 1 <= n_layers <= MOST_LAYERS:
-        raise EtkvError(f"`{name}` is {n_layers}, expected 1 to {MOST_LAYERS}")
+    if not 1 <= n_layers <= MAX_LAYERS:
+        raise EtkvError(f"`{name}` is {n_layers}, expected 1 to {MAX_LAYERS}")
     return n_layers
 
 

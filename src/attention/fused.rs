@@ -18,7 +18,7 @@ use crate::mlx;
 
 /// The most bytes of scores that MLX's composed attention may hold. At this size it takes as long as
 /// a plan.
-const MOST_SCORES: u64 = 512 << 20;
+const MAX_SCORES: u64 = 512 << 20;
 
 /// Calls after which a plan has paid for itself.
 const CALLS: u32 = 128;
@@ -27,7 +27,7 @@ const CALLS: u32 = 128;
 const STEP: i32 = 256;
 
 /// The most pairs of lengths that are counted.
-const MOST_COUNTED: usize = 256;
+const MAX_COUNTED: usize = 256;
 
 /// Shapes of queries and keys.
 type Shapes = [i32; 5];
@@ -46,7 +46,7 @@ pub fn dtype_for(q: &Array, k: &Array, mask: &Mask) -> Result<Dtype> {
     }
     let size = |n: i32| u64::from(n.unsigned_abs());
     let scores = size(heads).saturating_mul(size(n_queries)).saturating_mul(size(n_keys));
-    if scores.saturating_mul(4) > MOST_SCORES {
+    if scores.saturating_mul(4) > MAX_SCORES {
         return Ok(dtype);
     }
     let recurs = n_queries % STEP == 0 && n_keys % STEP == 0 && !matches!(mask, Mask::Explicit(_));
@@ -58,7 +58,7 @@ pub fn dtype_for(q: &Array, k: &Array, mask: &Mask) -> Result<Dtype> {
 /// at most twice the shortest.
 fn is_worth_a_plan(shapes: Shapes) -> bool {
     COUNTED.with_borrow_mut(|counted| {
-        if counted.len() >= MOST_COUNTED && !counted.contains_key(&shapes) {
+        if counted.len() >= MAX_COUNTED && !counted.contains_key(&shapes) {
             counted.clear();
         }
         let calls = counted.entry(shapes).or_default();
@@ -79,9 +79,9 @@ mod tests {
         }
         assert!(is_worth_a_plan(shape(512)));
         assert!(!is_worth_a_plan(shape(1024)));
-        for n in 0..2 * MOST_COUNTED as i32 {
+        for n in 0..2 * MAX_COUNTED as i32 {
             is_worth_a_plan(shape(n));
         }
-        COUNTED.with_borrow(|counted| assert!(counted.len() <= MOST_COUNTED));
+        COUNTED.with_borrow(|counted| assert!(counted.len() <= MAX_COUNTED));
     }
 }

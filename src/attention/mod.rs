@@ -70,7 +70,7 @@ pub fn attend_rows(
 }
 
 /// The most bytes of keys and values that are unpacked at a time on a GPU, in float32.
-const MOST_UNPACKED: u64 = 256 << 20;
+const MAX_UNPACKED: u64 = 256 << 20;
 
 /// Computes attention over rows in the dtype of `q`, and returns that dtype.
 fn by_rows(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Array> {
@@ -200,5 +200,5 @@ fn heads_at_a_time(spec: &AttendSpec) -> Result<usize> {
     let size = |n: i32| u64::from(n.unsigned_abs());
     let row = size(spec.k.head_dim()) + size(spec.v.head_dim());
     let head = size(spec.k.len()) * row * size_of::<f32>() as u64;
-    Ok((MOST_UNPACKED / head.max(1)).clamp(1, size(spec.k.n_kv_heads()).max(1)) as usize)
+    Ok((MAX_UNPACKED / head.max(1)).clamp(1, size(spec.k.n_kv_heads()).max(1)) as usize)
 }

@@ -21,14 +21,14 @@ use crate::mlx::slice_axis;
 mod tests;
 
 /// The most queries of a call in half precision: the steps of a prompt. One query has MLX's own kernel.
-const MOST_QUERIES: i32 = 1 << 16;
+const MAX_QUERIES: i32 = 1 << 16;
 
 /// The most queries of a call in float32, whose products are slow without tensor cores: for more, MLX's
 /// attention is faster.
-const MOST_F32: i32 = 64;
+const MAX_F32: i32 = 64;
 
 /// The most of one sequence in float32.
-const MOST_F32_OF_ONE: i32 = 16;
+const MAX_F32_OF_ONE: i32 = 16;
 
 /// The dimensions of a row that the kernel takes, in multiples of 16.
 const DIMS: std::ops::RangeInclusive<i32> = 32..=256;
@@ -42,19 +42,19 @@ const THREADS: i32 = 128;
 const BLOCKS: i32 = 528;
 
 /// The most blocks of a launch along its second and third axis.
-const MOST_BLOCKS: i32 = 65_535;
+const MAX_BLOCKS: i32 = 65_535;
 
 /// The most slices of the keys. The last block reads what each has left.
-const MOST_SLICES: i32 = 64;
+const MAX_SLICES: i32 = 64;
 
 /// The fewest tiles of a slice.
-const FEWEST_TILES: i32 = 1;
+const MIN_TILES: i32 = 1;
 
 /// Shared memory that every GPU since Ampere has.
-const MOST_SHARED: i32 = 96 << 10;
+const MAX_SHARED: i32 = 96 << 10;
 
 /// Slices that are merged at once, as in the kernel.
-const MOST_MERGED: i32 = 16;
+const MAX_MERGED: i32 = 16;
 
 /// Counters of a call, and the calls that have counters of their own. Rows of blocks need one, or 9
 /// where there are more slices than are merged at once; many rows of blocks have few slices. The
@@ -95,9 +95,9 @@ pub fn several_queries(
     scale: f32,
 ) -> Result<Option<Array>> {
     let most = match (q.dtype(), mask) {
-        (Dtype::Float32, Mask::Explicit(_)) => MOST_F32,
-        (Dtype::Float32, Mask::None | Mask::Causal) => MOST_F32_OF_ONE,
-        _ => MOST_QUERIES,
+        (Dtype::Float32, Mask::Explicit(_)) => MAX_F32,
+        (Dtype::Float32, Mask::None | Mask::Causal) => MAX_F32_OF_ONE,
+        _ => MAX_QUERIES,
     };
     if q.ndim() != 4 || !(2..=most).contains(&q.dim(2)) {
         return Ok(None);
@@ -157,9 +157,9 @@ impl Call {
         let fits = kv_heads > 0
             && heads % kv_heads == 0
             && (v.dim(1), v.dim(2), k.dim(3)) == (kv_heads, n, dim)
-            && (1..=MOST_QUERIES).contains(&t)
+            && (1..=MAX_QUERIES).contains(&t)
             && n > 0
-            && (heads / kv_heads) <= i32::MAX / MOST_QUERIES;
+            && (heads / kv_heads) <= i32::MAX / MAX_QUERIES;
         if !fits || !template.is_supported() {
             return None;
         }
@@ -167,7 +167,7 @@ impl Call {
         let rows_of_block = ROWS * row_warps;
         let blocks_of_rows = (heads / kv_heads * t + rows_of_block - 1) / rows_of_block;
         let slices = slices_of(n, kv_heads.checked_mul(blocks_of_rows)?);
-        if blocks_of_rows.max(kv_heads) > MOST_BLOCKS {
+        if blocks_of_rows.max(kv_heads) > MAX_BLOCKS {
             return None;
         }
         // MLX counts threads.
@@ -203,8 +203,8 @@ fn row_warps(rows: i32, most: i32) -> i32 {
 
 /// Returns into how many slices `n` keys are divided where `rows` blocks read each.
 fn slices_of(n: i32, rows: i32) -> i32 {
-    let most = (n / TILE + i32::from(n % TILE != 0)) / FEWEST_TILES;
-    (BLOCKS / rows.max(1)).min(most).clamp(1, MOST_SLICES)
+    let most = (n / TILE + i32::from(n % TILE != 0)) / MIN_TILES;
+    (BLOCKS / rows.max(1)).min(most).clamp(1, MAX_SLICES)
 }
 
 /// Returns the kernel's number for a mask that it takes.
@@ -225,7 +225,7 @@ fn kind_of(mask: &Mask, t: i32, n: i32) -> Option<u8> {
 impl Template {
     fn is_supported(&self) -> bool {
         [self.k_dim, self.v_dim].iter().all(|dim| DIMS.contains(dim) && dim % 16 == 0)
-            && self.memory().is_some_and(|(_, bytes)| bytes <= MOST_SHARED)
+            && self.memory().is_some_and(|(_, bytes)| bytes <= MAX_SHARED)
     }
 
     /// In float32 the queries take shared memory too, so there are fewer.
@@ -246,11 +246,11 @@ impl Template {
             Dtype::Float32 => ROWS * self.most_row_warps() * (self.k_dim + pad) * size,
             _ => 0,
         };
-        let tiles = if 2 * tile + queries <= MOST_SHARED { 2 } else { 1 };
+        let tiles = if 2 * tile + queries <= MAX_SHARED { 2 } else { 1 };
         // The same memory takes the sums of all warps with their weights, and then those of the
         // slices that are merged.
         let sums = 4 * ROWS * (self.v_dim + 8 + 2) * 4;
-        let weights = (2 * MOST_MERGED + 1) * 4 * ROWS * 4;
+        let weights = (2 * MAX_MERGED + 1) * 4 * ROWS * 4;
         Some((tiles, (tiles * tile + queries).max(sums).max(weights)))
     }
 

@@ -14,18 +14,18 @@ use super::{c_text, can_run, element, header, source, Compiled};
 use crate::error::{Error, Result, Status};
 
 /// The most arrays of a call.
-pub const MOST_ARRAYS: usize = 16;
+pub const MAX_ARRAYS: usize = 16;
 
 /// Threads of a block. Each array has one block.
 const THREADS: i32 = 512;
 
 /// The most elements of an array: what one block reads in some microseconds.
-const MOST_ELEMENTS: usize = 1 << 17;
+const MAX_ELEMENTS: usize = 1 << 17;
 
 static KERNELS: Mutex<Option<Compiled<Dtype>>> = Mutex::new(None);
 
 /// Returns a number for each array, 0 if all its elements are finite, if the kernel takes them: up to
-/// [`MOST_ARRAYS`] arrays of four axes and of one float dtype.
+/// [`MAX_ARRAYS`] arrays of four axes and of one float dtype.
 pub fn non_finite(arrays: &[&Array]) -> Result<Option<Array>> {
     if !takes(arrays) || !can_run()? {
         return Ok(None);
@@ -41,19 +41,19 @@ fn takes(arrays: &[&Array]) -> bool {
     let Some(first) = arrays.first() else {
         return false;
     };
-    arrays.len() <= MOST_ARRAYS
+    arrays.len() <= MAX_ARRAYS
         && arrays.iter().all(|array| {
             array.ndim() == 4
                 && array.dim(0) == 1
                 && array.dtype() == first.dtype()
-                && array.size() <= MOST_ELEMENTS
+                && array.size() <= MAX_ELEMENTS
         })
 }
 
 fn launch(kernel: &Kernel, arrays: &[&Array]) -> Result<Array> {
     // Those that are missing are not read.
-    let inputs: SmallVec<[&Array; MOST_ARRAYS]> =
-        (0..MOST_ARRAYS).map(|i| arrays[i % arrays.len()]).collect();
+    let inputs: SmallVec<[&Array; MAX_ARRAYS]> =
+        (0..MAX_ARRAYS).map(|i| arrays[i % arrays.len()]).collect();
     let n = arrays.len() as i32;
     kernel.launch(&inputs, &[(&[n], Dtype::Uint32)], [n * THREADS, 1, 1], THREADS)
 }
@@ -65,7 +65,7 @@ fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
     };
     let mut call = format!("etkv::Elements<{name}> rows;\nswitch (blockIdx.x) {{\n");
     let mut inputs: Vec<CString> = Vec::new();
-    for (i, letter) in ('a'..='z').take(MOST_ARRAYS).enumerate() {
+    for (i, letter) in ('a'..='z').take(MAX_ARRAYS).enumerate() {
         let x = format!("rows_{letter}");
         let written = writeln!(
             call,
@@ -97,7 +97,7 @@ mod tests {
     fn the_kernel_finds_each_array_with_other_elements() {
         on_cuda(|| {
             for dtype in [Dtype::Bfloat16, Dtype::Float16, Dtype::Float32] {
-                for n in [1, 2, 5, MOST_ARRAYS] {
+                for n in [1, 2, 5, MAX_ARRAYS] {
                     let mut arrays = Vec::new();
                     for i in 0..n {
                         let x = array(i as u64, &[1, 3, 5 + i as i32, 48], dtype);
@@ -134,7 +134,7 @@ mod tests {
         assert!(takes(&[&half, &half]));
         assert!(!takes(&[]));
         assert!(!takes(&[&half, &full]));
-        assert!(!takes(&[&half; MOST_ARRAYS + 1]));
+        assert!(!takes(&[&half; MAX_ARRAYS + 1]));
         assert!(!takes(&[&array(1, &[2, 3, 4], Dtype::Float16)]));
         assert!(!takes(&[&array(1, &[1, 8, 1 << 10, 32], Dtype::Float16)]));
     }

@@ -20,14 +20,14 @@ use crate::error::{Error, Result};
 mod tests;
 
 /// The most rows of a call. For more, cuBLAS is faster; one row has MLX's own kernel, which is faster.
-pub const MOST_ROWS: i32 = 16;
+pub const MAX_ROWS: i32 = 16;
 
 /// Outputs of a tile, and the threads of a block: as in the kernel.
 const TILE: i32 = 16;
 const THREADS: i32 = 256;
 
 /// The most blocks: two on each multiprocessor of an H200. A block has several tiles if there are more.
-const MOST_BLOCKS: i32 = 264;
+const MAX_BLOCKS: i32 = 264;
 
 /// Elements that a thread reads at a time.
 const PIECE: i32 = 8;
@@ -35,8 +35,8 @@ const PIECE: i32 = 8;
 /// Rows that fit shared memory are there, normalized: elements between two of them, and the most of all,
 /// as in the kernel.
 const PAD: i32 = 32;
-const MOST_SHARED: i32 = 33_280;
-const BYTES_SHARED: i32 = 2 * MOST_SHARED;
+const MAX_SHARED: i32 = 33_280;
+const BYTES_SHARED: i32 = 2 * MAX_SHARED;
 
 /// A product, and what surrounds it.
 #[derive(Debug, Clone, Copy)]
@@ -56,20 +56,20 @@ pub struct Product<'a> {
     pub gate: Option<Gate>,
     /// Rows that are added to the result, of its shape.
     pub plus: Option<&'a Array>,
-    /// How the outputs turn, which are heads. Then there is no gate and no sum, and the result is `[1, T,
+    /// How the outputs rotate, which are heads. Then there is no gate and no sum, and the result is `[1, T,
     /// heads, head_dim]`.
-    pub turn: Option<Turn<'a>>,
+    pub rotation: Option<Rotation<'a>>,
 }
 
-/// The rotary embedding of the first outputs of each row: element `j` of a head turns together with
+/// The rotary embedding of the first outputs of each row: element `j` of a head rotates together with
 /// `head_dim / 2 + j`, by `1 / periods[j]` a position.
 #[derive(Debug, Clone, Copy)]
-pub struct Turn<'a> {
+pub struct Rotation<'a> {
     /// Where the rows are, `[T]`, int32.
     pub positions: &'a Array,
     /// `[head_dim / 2]`, float32.
     pub periods: &'a Array,
-    /// The heads that turn. Those after them do not.
+    /// The heads that rotate. Those after them do not.
     pub heads: i32,
 }
 
@@ -94,7 +94,16 @@ pub enum Gate {
 impl<'a> Product<'a> {
     /// Returns a product with nothing around it.
     pub fn plain(x: &'a Array, weight: &'a Array, transposed: bool) -> Self {
-        Self { x, weight, transposed, bias: None, norm: None, gate: None, plus: None, turn: None }
+        Self {
+            x,
+            weight,
+            transposed,
+            bias: None,
+            norm: None,
+            gate: None,
+            plus: None,
+            rotation: None,
+        }
     }
 }
 
@@ -112,19 +121,19 @@ struct Form {
     gate: i32,
     normalizes: bool,
     eps: f32,
-    /// Outputs that turn.
-    turned: i32,
+    /// Outputs that rotate.
+    rotated: i32,
 }
 
-const PLAIN: Form = Form { gate: 0, normalizes: false, eps: 0.0, turned: 0 };
+const PLAIN: Form = Form { gate: 0, normalizes: false, eps: 0.0, rotated: 0 };
 
 /// The kernels of this process, and the forms of its calls. Used under the lock of MLX only.
 #[derive(Default)]
 struct Kernels {
     compiled: Compiled<Template>,
     forms: Vec<(Form, Dtype, Array)>,
-    /// A position and a period, for products that do not turn.
-    unturned: Option<[Array; 2]>,
+    /// A position and a period, for products that do not rotate.
+    unrotated: Option<[Array; 2]>,
 }
 
 static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
@@ -139,20 +148,20 @@ pub fn few_rows(product: &Product) -> Result<Option<Array>> {
         return Ok(None);
     }
     let mut kernels = KERNELS.lock();
-    let Kernels { compiled, forms, unturned } = kernels.get_or_insert_default();
-    if unturned.is_none() {
+    let Kernels { compiled, forms, unrotated } = kernels.get_or_insert_default();
+    if unrotated.is_none() {
         let arrays = [Array::zeros::<i32>(&[1])?, Array::ones::<f32>(&[1])?];
         eval(&arrays)?;
-        *unturned = Some(arrays);
+        *unrotated = Some(arrays);
     }
-    let Some(unturned) = unturned else {
+    let Some(unrotated) = unrotated else {
         return Ok(None);
     };
     let form = kept(forms, call.form, call.template.dtype)?;
-    let how = How { form: &form, unturned };
+    let how = How { form: &form, unrotated };
     let compile = |template: &Template| {
         let plain = kept(forms, PLAIN, template.dtype)?;
-        tried(template, How { form: &plain, unturned })
+        tried(template, How { form: &plain, unrotated })
     };
     match compiled.get(call.template, compile) {
         Some(kernel) => call.launch(kernel, product, how).map(Some),
@@ -164,7 +173,7 @@ pub fn few_rows(product: &Product) -> Result<Option<Array>> {
 #[derive(Clone, Copy)]
 struct How<'a> {
     form: &'a Array,
-    unturned: &'a [Array; 2],
+    unrotated: &'a [Array; 2],
 }
 
 /// A call that the kernel takes.
@@ -178,7 +187,7 @@ struct Call {
 
 impl Call {
     fn of(product: &Product) -> Option<Self> {
-        let Product { x, weight, bias, norm, gate, plus, turn, .. } = *product;
+        let Product { x, weight, bias, norm, gate, plus, rotation, .. } = *product;
         let shape = x.shape();
         let (leading, &[rows, inner]) = shape.split_last_chunk()?;
         let weights = weight_outputs(weight, inner, product.transposed)?;
@@ -187,7 +196,7 @@ impl Call {
         let is_half = matches!(dtype, Dtype::Float16 | Dtype::Bfloat16);
         let is_row = |row: &Array, size: i32| row.dtype() == dtype && row.shape() == [size];
         let fits = leading.iter().all(|&n| n == 1)
-            && (2..=MOST_ROWS).contains(&rows)
+            && (2..=MAX_ROWS).contains(&rows)
             && inner > 0
             && inner % PIECE == 0
             && weights % halves == 0
@@ -196,7 +205,7 @@ impl Call {
             && bias.is_none_or(|bias| is_row(bias, weights))
             && norm.and_then(|norm| norm.weight).is_none_or(|weight| is_row(weight, inner))
             && norm.is_none_or(|norm| norm.eps >= 0.0)
-            && (norm.is_none() || rows.checked_mul(inner + PAD)? <= MOST_SHARED);
+            && (norm.is_none() || rows.checked_mul(inner + PAD)? <= MAX_SHARED);
         if !fits {
             return None;
         }
@@ -206,50 +215,50 @@ impl Call {
         if !plus.is_none_or(|plus| plus.dtype() == dtype && plus.shape() == &out[..]) {
             return None;
         }
-        let mut turned = 0;
-        if let Some(turn) = turn {
+        let mut rotated = 0;
+        if let Some(rotation) = rotation {
             if gate.is_some() || plus.is_some() || leading.len() != 1 {
                 return None;
             }
-            let head_dim = turn.head_dim(rows, outputs)?;
-            turned = turn.heads * head_dim;
+            let head_dim = rotation.head_dim(rows, outputs)?;
+            rotated = rotation.heads * head_dim;
             out = SmallVec::from_buf([1, rows, outputs / head_dim, head_dim]);
         }
         let form = Form {
             gate: gate.map_or(0, |gate| gate as i32),
             normalizes: norm.is_some(),
             eps: norm.map_or(0.0, |norm| norm.eps),
-            turned,
+            rotated,
         };
         let template = Template { dtype, rank: shape.len() };
         Some(Self { template, form, threads: threads(outputs, TILE / halves), out })
     }
 
     fn launch(&self, kernel: &Kernel, product: &Product, how: How) -> Result<Array> {
-        let Product { x, weight, bias, norm, plus, turn, .. } = *product;
+        let Product { x, weight, bias, norm, plus, rotation, .. } = *product;
         let norm = norm.and_then(|norm| norm.weight);
         // What is missing has the form in its place.
         let [bias, norm, plus] = [bias, norm, plus].map(|array| array.unwrap_or(how.form));
-        let [position, period] = how.unturned;
+        let [position, period] = how.unrotated;
         let (positions, periods) =
-            turn.map_or((position, period), |turn| (turn.positions, turn.periods));
+            rotation.map_or((position, period), |rotation| (rotation.positions, rotation.periods));
         let inputs = [x, weight, bias, norm, plus, positions, periods, how.form];
         kernel.launch(&inputs, &[(&self.out, self.template.dtype)], [self.threads, 1, 1], THREADS)
     }
 }
 
-impl Turn<'_> {
-    /// Returns the size of a head, if the kernel can turn these outputs: a tile has whole pairs.
+impl Rotation<'_> {
+    /// Returns the size of a head, if the kernel can rotate these outputs: a tile has whole pairs.
     fn head_dim(&self, rows: i32, outputs: i32) -> Option<i32> {
         let &[half] = self.periods.shape() else {
             return None;
         };
         let head_dim = half.checked_mul(2)?;
-        let turned = self.heads.checked_mul(head_dim)?;
+        let rotated = self.heads.checked_mul(head_dim)?;
         let fits = head_dim > 0
             && head_dim % TILE == 0
             && outputs % head_dim == 0
-            && (1..=outputs).contains(&turned)
+            && (1..=outputs).contains(&rotated)
             && self.positions.shape() == [rows]
             && self.positions.dtype() == Dtype::Int32
             && self.periods.dtype() == Dtype::Float32;
@@ -266,10 +275,10 @@ fn kept(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Resu
     }
     // An axis has at least one element.
     let how = 1 + form.gate + if form.normalizes { 4 } else { 0 };
-    let shape = [how, (form.eps.to_bits() as i32).max(1), 1 + form.turned];
+    let shape = [how, (form.eps.to_bits() as i32).max(1), 1 + form.rotated];
     let array = broadcast_to(&Array::zeros::<f32>(&[1, 1, 1])?.as_dtype(dtype)?, &shape)?;
     eval([&array])?;
-    if forms.len() >= MOST_FORMS {
+    if forms.len() >= MAX_FORMS {
         forms.clear();
     }
     forms.push((form, dtype, array.clone()));
@@ -277,12 +286,12 @@ fn kept(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Resu
 }
 
 /// Forms that are kept. A program has five.
-const MOST_FORMS: usize = 64;
+const MAX_FORMS: usize = 64;
 
 /// Returns the threads of all blocks, which is what MLX counts, for tiles of `tile` outputs.
 fn threads(outputs: i32, tile: i32) -> i32 {
     let tiles = outputs / tile + i32::from(outputs % tile != 0);
-    tiles.min(MOST_BLOCKS) * THREADS
+    tiles.min(MAX_BLOCKS) * THREADS
 }
 
 /// Returns the outputs of a weight for rows of `inner` elements, if it lies in memory as the kernel
@@ -320,7 +329,7 @@ impl Template {
         );
         let inputs = [c"x", c"w", c"bias", c"norm", c"plus", c"positions", c"periods", c"form"];
         let header =
-            header("few_rows", &[text::INSTRUCTIONS, text::TURN, text::FEW_ROWS].concat())?;
+            header("few_rows", &[text::INSTRUCTIONS, text::ROTATION, text::FEW_ROWS].concat())?;
         Kernel::new(c"etkv_few_rows", &inputs, &[c"out"], &source(&call)?, &header, BYTES_SHARED)
             .map(Some)
     }

@@ -24,8 +24,8 @@ use tracing::warn;
 
 pub use self::attention::compile_masked;
 pub use self::attention::{attend, several_queries};
-pub use self::finite::{non_finite, MOST_ARRAYS};
-pub use self::linear::{few_rows, Gate, Product, RmsNorm, Turn, MOST_ROWS};
+pub use self::finite::{non_finite, MAX_ARRAYS};
+pub use self::linear::{few_rows, Gate, Product, RmsNorm, Rotation, MAX_ROWS};
 use self::raw::Kernel;
 pub use self::rotary::rotary;
 use crate::error::{Error, Result, Status};
@@ -33,7 +33,7 @@ use crate::mlx;
 
 /// Kernels of one kind that a process compiles. A program has one to six; one with another scale in
 /// each layer would never end.
-const MOST_KERNELS: usize = 64;
+const MAX_KERNELS: usize = 64;
 
 /// Returns whether kernels can run here: on the shared stream of a GPU. A host may have streams of its
 /// own, on a CPU too; kernels of two streams would share their counters.
@@ -58,7 +58,7 @@ impl<T: Eq + Hash> Compiled<T> {
         make: impl FnOnce(&T) -> Result<Option<Kernel>>,
     ) -> Option<&Kernel> {
         if !self.0.contains_key(&template) {
-            if self.0.len() >= MOST_KERNELS {
+            if self.0.len() >= MAX_KERNELS {
                 return None;
             }
             let kernel = make(&template).unwrap_or_else(|error| {

@@ -21,7 +21,7 @@ const THREADS: i32 = 128;
 static KERNELS: Mutex<Option<Compiled<Dtype>>> = Mutex::new(None);
 
 /// Returns the rotary embedding of `x`, `[1, heads, T, head_dim]`, whose token `i` is at `positions[i]`, if
-/// the kernel takes it. Element `j` turns together with `head_dim / 2 + j`, by `1 / periods[j]` a
+/// the kernel takes it. Element `j` rotates together with `head_dim / 2 + j`, by `1 / periods[j]` a
 /// position. `positions` are int32, `periods` float32.
 pub fn rotary(x: &Array, positions: &Array, periods: &Array) -> Result<Option<Array>> {
     let Some(threads) = threads(x, positions, periods) else {
@@ -71,7 +71,7 @@ fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
          work.run(out);\n",
     );
     let inputs = [c"x", c"positions", c"periods"];
-    let header = header("rotary", &[text::TURN, include_str!("cuda/rotary.cuh")].concat())?;
+    let header = header("rotary", &[text::ROTATION, include_str!("cuda/rotary.cuh")].concat())?;
     let kernel = Kernel::new(c"etkv_rotary", &inputs, &[c"out"], &source(&call)?, &header, 0)?;
     let x = Array::ones::<f32>(&[1, 1, 1, 2])?.as_dtype(*dtype)?;
     let (positions, periods) = (Array::zeros::<i32>(&[1])?, Array::ones::<f32>(&[1])?);

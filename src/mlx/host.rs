@@ -72,7 +72,7 @@ pub enum HostBytes<'a> {
 }
 
 /// The most bytes that are kept between copies: the logits of a step of one token.
-const MOST_SPARE: usize = 1 << 20;
+const MAX_SPARE: usize = 1 << 20;
 
 thread_local! {
     /// The memory of the last copy, for the next one.
@@ -95,7 +95,7 @@ impl Drop for HostBytes<'_> {
         if let Self::Copy(bytes) = self {
             let bytes = std::mem::take(bytes);
             SPARE.with_borrow_mut(|spare| {
-                if (spare.capacity()..=MOST_SPARE).contains(&bytes.capacity()) {
+                if (spare.capacity()..=MAX_SPARE).contains(&bytes.capacity()) {
                     *spare = bytes;
                 }
             });
@@ -211,8 +211,8 @@ mod tests {
             assert!(array_of(&[1i32, 2], &[-2]).is_err());
             let array = array_of(&[1i32, 2, 3, 4], &[2, 2])?;
             assert!(elements::<f32>(&array).is_err());
-            let turned = array.transpose_axes(&[1, 0])?;
-            assert_eq!(elements::<i32>(&turned).unwrap_err().status(), crate::Status::Internal);
+            let rotated = array.transpose_axes(&[1, 0])?;
+            assert_eq!(elements::<i32>(&rotated).unwrap_err().status(), crate::Status::Internal);
             Ok(())
         })
         .unwrap();

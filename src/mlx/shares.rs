@@ -15,10 +15,10 @@ use super::start::unowned_stream;
 use crate::error::Result;
 
 /// The most parts. Products are limited by memory, which a few cores use up.
-const MOST: usize = 8;
+const MAX: usize = 8;
 
 /// The fewest multiplications of a part: below, to wait for another thread takes as long as to multiply.
-const FEWEST: i64 = 1 << 17;
+const MIN: i64 = 1 << 17;
 
 /// Parts begin at multiples of this, as MLX's loops over outputs do.
 const STEP: i32 = 16;
@@ -48,7 +48,7 @@ fn streams() -> Result<&'static [Stream]> {
 fn threads() -> usize {
     let asked = std::env::var("OPENBLAS_NUM_THREADS").ok().and_then(|n| n.parse().ok());
     let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    asked.unwrap_or_else(cores).clamp(1, MOST)
+    asked.unwrap_or_else(cores).clamp(1, MAX)
 }
 
 /// Returns a product whose last axis has `outputs`, each of `multiplications`, if threads share it: a CPU's,
@@ -85,7 +85,7 @@ fn on(
 
 /// Cuts outputs into at most `most` ranges of about one size.
 fn cut(outputs: i32, multiplications: i64, most: usize) -> Vec<Range<i32>> {
-    let affordable = i64::from(outputs).saturating_mul(multiplications) / FEWEST;
+    let affordable = i64::from(outputs).saturating_mul(multiplications) / MIN;
     let n = most.min(usize::try_from(affordable).unwrap_or(1)).max(1) as i32;
     let size = (outputs / n + STEP) / STEP * STEP;
     let starts = (0..outputs).step_by(size.max(STEP) as usize);
@@ -104,7 +104,7 @@ mod tests {
     fn ranges_make_up_the_outputs() {
         for outputs in [1, 15, 16, 17, 576, 1000, 49_152] {
             for most in [1, 2, 3, 8] {
-                let ranges = cut(outputs, FEWEST, most);
+                let ranges = cut(outputs, MIN, most);
                 assert!(ranges.len() <= most.max(1), "{ranges:?}");
                 assert_eq!(ranges.first().map(|range| range.start), Some(0));
                 assert_eq!(ranges.last().map(|range| range.end), Some(outputs));
@@ -113,8 +113,8 @@ mod tests {
             }
         }
         // Small products stay whole.
-        assert_eq!(cut(64, FEWEST / 64, 8).len(), 1);
-        assert_eq!(cut(64, FEWEST / 16, 2).len(), 2);
+        assert_eq!(cut(64, MIN / 64, 8).len(), 1);
+        assert_eq!(cut(64, MIN / 16, 2).len(), 2);
     }
 
     #[test]
@@ -132,13 +132,12 @@ mod tests {
             // One product after the other, each of all parts of the one before.
             for _ in 0..20 {
                 let whole = part(&x, 0..96)?;
-                let made = on(&streams, 96, FEWEST, |range| part(&x, range))?.expect("it is cut");
+                let made = on(&streams, 96, MIN, |range| part(&x, range))?.expect("it is cut");
                 assert_eq!(made.shape(), [1, 3, 96]);
                 assert!(made.eq_values(&whole)?);
                 x = made.multiply(Array::from_f32(0.1).as_dtype(Dtype::Bfloat16)?)?;
             }
-            let failed =
-                on(&streams, 96, FEWEST, |range| part(&weight.reshape(&[1, 4, -1])?, range));
+            let failed = on(&streams, 96, MIN, |range| part(&weight.reshape(&[1, 4, -1])?, range));
             assert!(failed.is_err());
             assert!(on(&streams, 96, 1, |range| part(&x, range))?.is_none());
             Ok(())

@@ -6,7 +6,7 @@ use mlx_rs::{Array, Dtype};
 use smallvec::smallvec;
 
 use super::bits::{e8m0, from_e2m1, from_e4m3, from_e8m0, pack_nibbles, to_e2m1, unpack_nibbles};
-use super::codec::{scores_in_blocks, weighted_in_blocks, Codec, MOST_IN_BLOCKS};
+use super::codec::{scores_in_blocks, weighted_in_blocks, Codec, MAX_IN_BLOCKS};
 use super::packed::{exactly, Layout, Packed};
 use super::planes::{self, Parts, Plane};
 use crate::error::Result;
@@ -144,7 +144,7 @@ impl Codec for BlockFloat {
 
     fn most_packed(&self) -> Result<i32> {
         match self.in_blocks()? {
-            true => Ok(MOST_IN_BLOCKS),
+            true => Ok(MAX_IN_BLOCKS),
             false => self.layout.most_packed(),
         }
     }

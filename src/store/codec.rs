@@ -69,7 +69,7 @@ pub(super) const F16_MAX: f32 = 65504.0;
 
 /// The most rows a KV head for which unpacking in blocks is faster than unpacking one KV head at a
 /// time.
-pub(super) const MOST_IN_BLOCKS: i32 = 64;
+pub(super) const MAX_IN_BLOCKS: i32 = 64;
 
 /// The bytes of rows that are unpacked at a time: what a CPU's caches hold.
 const CPU_BLOCK: i64 = 4 << 20;

@@ -12,7 +12,7 @@ use crate::mlx::{self, cast};
 
 /// The most tokens of a step whose values are kept until it ends. Those of a prompt would take the
 /// memory of all layers at once, so theirs are read layer by layer.
-const MOST_KEPT: i32 = 64;
+const MAX_KEPT: i32 = 64;
 
 /// The watched writes of one step.
 #[derive(Default)]
@@ -68,7 +68,7 @@ impl Finite {
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     pub fn watch(&mut self, values: &Array, stored: Dtype) -> Result<()> {
-        let few = values.ndim() == 4 && values.dim(2) <= MOST_KEPT;
+        let few = values.ndim() == 4 && values.dim(2) <= MAX_KEPT;
         if !few {
             let numbers = Numbers::Together(zero_if(values, stored)?);
             let flag = Flag { writes: vec![self.writes.len()], numbers };
@@ -90,7 +90,7 @@ impl Finite {
         while let Some(&first) = left.first() {
             let joins = |&write: &usize| self.writes[first].joins(&self.writes[write]);
             let (writes, others): (Vec<usize>, _) = left.into_iter().partition(joins);
-            for some in writes.chunks(kernels::MOST_ARRAYS) {
+            for some in writes.chunks(kernels::MAX_ARRAYS) {
                 flags.push(Flag { writes: some.to_vec(), numbers: self.numbers(some)? });
             }
             left = others;

@@ -3,7 +3,7 @@
 use mlx_rs::{Array, Dtype};
 use smallvec::smallvec;
 
-use super::codec::{Codec, MOST_IN_BLOCKS};
+use super::codec::{Codec, MAX_IN_BLOCKS};
 use super::planes::{Layout, Parts, Plane};
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
@@ -62,6 +62,6 @@ impl Codec for Float {
     }
 
     fn most_packed(&self) -> Result<i32> {
-        Ok(MOST_IN_BLOCKS)
+        Ok(MAX_IN_BLOCKS)
     }
 }

@@ -9,11 +9,11 @@ use crate::mlx;
 
 /// From so many elements on, a GPU makes a mask of its runs. The few launches that it takes cost as
 /// much as to fill and copy so many bytes.
-const FEWEST: usize = 1 << 18;
+const MIN: usize = 1 << 18;
 
 /// The most elements that each of three arrays may have on the way: one for each query, slot and run of
 /// a query. Masks of more are made of bytes.
-const MOST: usize = 8 << 20;
+const MAX: usize = 8 << 20;
 
 /// Returns the mask as an array, `[T, L]`.
 pub fn array(mask: &MaskRuns) -> Result<Array> {
@@ -27,7 +27,7 @@ pub fn array(mask: &MaskRuns) -> Result<Array> {
 fn runs_to_compare(mask: &MaskRuns) -> Option<usize> {
     let elements = mask.n_tokens() * mask.n_slots();
     let most = (0..mask.n_tokens()).map(|query| mask.runs(query).len()).max()?;
-    (elements >= FEWEST && (1..=MOST / elements).contains(&most)).then_some(most)
+    (elements >= MIN && (1..=MAX / elements).contains(&most)).then_some(most)
 }
 
 fn of_bytes(mask: &MaskRuns) -> Result<Array> {
@@ -142,14 +142,14 @@ mod tests {
 
     #[test]
     fn small_masks_and_those_of_many_runs_are_made_of_bytes() {
-        let in_turns = |turns: i32, n: i32| {
+        let in_turns = |rotates: i32, n: i32| {
             let mut book = CellsBookkeeping::new(1 << 20, []);
-            for first in (0..turns).map(|turn| turn * n) {
+            for first in (0..rotates).map(|rotation| rotation * n) {
                 let positions: Vec<i32> = (first..first + n).collect();
                 append(&mut book, &vec![0; n as usize], &positions);
                 append(&mut book, &vec![1; n as usize], &positions);
             }
-            runs_to_compare(&mask_of(&mut book, &[0, 1], &[turns * n, turns * n]))
+            runs_to_compare(&mask_of(&mut book, &[0, 1], &[rotates * n, rotates * n]))
         };
         assert_eq!((in_turns(3, 1), in_turns(70, 1000)), (None, None));
         let mask = mask_of(&mut two_runs(1 << 20, 70_000), &[0, 1], &[70_000, 70_000]);

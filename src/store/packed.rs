@@ -76,7 +76,7 @@ impl Layout {
             Self::Affine { bits: 3 | 5, .. } => 8,
             Self::Affine { .. } => 64,
             Self::Mxfp4 | Self::Nvfp4 => 256,
-            Self::Mxfp8 => super::codec::MOST_IN_BLOCKS,
+            Self::Mxfp8 => super::codec::MAX_IN_BLOCKS,
         })
     }
 }

@@ -209,14 +209,14 @@ impl Planes {
 }
 
 /// The most slots of a list whose array is kept: those of a step.
-const MOST_KEPT: usize = 4096;
+const MAX_KEPT: usize = 4096;
 
 /// Returns slots as an array. All planes of all layers are written and read at the same ones, so the last
 /// array is kept, computed: on the shared stream of a GPU, where making it takes a launch.
 pub(super) fn indices(list: &[i32]) -> Result<Array> {
     static LAST: Mutex<Option<(Vec<i32>, Array)>> = Mutex::new(None);
     let make = || mlx::on_device(&mlx::array_of(list, &[list.len() as i32])?);
-    if list.len() > MOST_KEPT || !mlx::is_stream_on_gpu()? || !mlx::is_stream_shared()? {
+    if list.len() > MAX_KEPT || !mlx::is_stream_on_gpu()? || !mlx::is_stream_shared()? {
         return make();
     }
     let mut last = LAST.lock();

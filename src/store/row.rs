@@ -167,7 +167,7 @@ impl Codec for Row {
     fn most_packed(&self) -> Result<i32> {
         match self.head_dim % 32 {
             0 => Layout::Mxfp4.most_packed(),
-            _ => Ok(super::codec::MOST_IN_BLOCKS),
+            _ => Ok(super::codec::MAX_IN_BLOCKS),
         }
     }
 }

@@ -31,7 +31,7 @@ using Ids = std::vector<int64_t>;
 
 /// What models.py exports: 320 tokens, at most 32 of them in a step.
 inline constexpr int64_t kVocabulary = 320;
-inline constexpr int64_t kMostTokens = 32;
+inline constexpr int64_t kMaxTokens = 32;
 
 /// Whether the test runs float32 programs for the CPU in place of MLX's.
 inline bool on_cpu() {

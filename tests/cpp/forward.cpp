@@ -41,7 +41,7 @@ struct Options {
 };
 
 Arguments arguments_into(Options& options) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   Arguments arguments(
       "usage: etkv_forward --model MODEL.pte --ids-file FILE [options]\n"
       "Runs a program on the ids of a file, then greedily on its own.\n");
@@ -58,7 +58,7 @@ Arguments arguments_into(Options& options) {
       "positions of the cache; by default all that the\n"
       "program was exported for",
       1,
-      kMost,
+      kMax,
       &options.capacity);
   arguments.integer(
       "--chunk",
@@ -66,14 +66,14 @@ Arguments arguments_into(Options& options) {
       "tokens of a prefill step; 0, the default, for the\n"
       "program's own size",
       0,
-      kMost,
+      kMax,
       &options.chunk);
   arguments.integer(
       "--decode",
       "N",
       "greedy steps after the prompt (0)",
       0,
-      kMost,
+      kMax,
       &options.decode);
   arguments.choice(
       "--loop",
@@ -103,7 +103,7 @@ Arguments arguments_into(Options& options) {
       "N",
       "runs, each on the cleared cache (1)",
       1,
-      kMost,
+      kMax,
       &options.repeat);
   arguments.flag(
       "--json",

@@ -31,8 +31,8 @@ HiddenStates hidden_states_of(Target& target, const Ids& text) {
   must(target.cache().clear());
   Program& program = target.model.program();
   HiddenStates found{*program.hidden_state_type(), {}};
-  for (size_t at = 0; at < text.size(); at += kMostTokens) {
-    const size_t n = std::min<size_t>(kMostTokens, text.size() - at);
+  for (size_t at = 0; at < text.size(); at += kMaxTokens) {
+    const size_t n = std::min<size_t>(kMaxTokens, text.size() - at);
     must(program.step_at(text.data() + at, static_cast<int64_t>(at), n));
     const auto& made = *program.hidden_states();
     CHECK_INT(made.rows, n);

@@ -202,7 +202,7 @@ void of_a_method() {
   };
   const auto params = must(read_kv_cache_metadata(*meta, constants));
   CHECK_INT(params.layers.size(), 2);
-  CHECK_INT(params.prefill_chunk_size, kMostTokens);
+  CHECK_INT(params.prefill_chunk_size, kMaxTokens);
   CHECK_REFUSED(
       read_kv_cache_metadata(*meta, constants, "OtherBackend"),
       ETKV_ERROR_PROGRAM,

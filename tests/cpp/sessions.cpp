@@ -39,7 +39,7 @@ void what_a_program_tells() {
     CHECK_INT(layer.v_head_dim, 16);
     CHECK_INT(layer.window, 0);
   }
-  CHECK_INT(params.prefill_chunk_size, kMostTokens);
+  CHECK_INT(params.prefill_chunk_size, kMaxTokens);
   CHECK_INT(params.max_context_length, 256);
 
   Module absent("/nowhere/model.pte");

@@ -90,8 +90,8 @@ inline Ids reference_ids(const std::string& name, const Ids& prompt, size_t n) {
   On<Cache> on([](CacheConfig& config) { config.capacity = 200; }, name);
   Ids wanted;
   Rows rows;
-  for (size_t at = 0; at < prompt.size(); at += kMostTokens) {
-    const size_t n = std::min<size_t>(kMostTokens, prompt.size() - at);
+  for (size_t at = 0; at < prompt.size(); at += kMaxTokens) {
+    const size_t n = std::min<size_t>(kMaxTokens, prompt.size() - at);
     rows = on.model.at(static_cast<int64_t>(at), slice(prompt, at, n));
   }
   while (wanted.size() < n) {

@@ -23,7 +23,7 @@ struct Refused {
 std::vector<Refused> refused_steps() {
   constexpr int64_t kBig = std::numeric_limits<int32_t>::max();
   constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
-  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+  constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
   const auto position = ETKV_ERROR_POSITION;
   const auto invalid = ETKV_ERROR_INVALID_ARGUMENT;
   return {
@@ -36,7 +36,7 @@ std::vector<Refused> refused_steps() {
       {"negative", {1}, {-1}, position, "position -1"},
       {"negative later", {1, 2}, {9, -1}, position, "-1"},
       {"from below zero", {1, 2}, {-1, 0}, position, "position -1"},
-      {"the least", {1}, {kLeast}, position, "-9223372036854775808"},
+      {"the least", {1}, {kMin}, position, "-9223372036854775808"},
       {"a hole", {1, 2}, {9, 11}, position, "11"},
       {"one twice", {1, 2}, {9, 9}, position, "got 9"},
       {"backwards", {1, 2}, {9, 8}, position, "got 8"},
@@ -260,7 +260,7 @@ void chunks() {
   }
   // As many as the program takes.
   Bound most;
-  CHECK_INT(most.at(0, text(kMostTokens)).count, kMostTokens);
+  CHECK_INT(most.at(0, text(kMaxTokens)).count, kMaxTokens);
 }
 
 void last_row() {

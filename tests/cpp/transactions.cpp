@@ -88,13 +88,13 @@ std::vector<Fault> output_faults() {
        replace(
            kLogits,
            from_blob(
-               nullptr, {1, kMostTokens, kVocabulary}, ScalarType::Float))},
+               nullptr, {1, kMaxTokens, kVocabulary}, ScalarType::Float))},
       {"a dtype that MLX lacks",
        ETKV_ERROR_UNSUPPORTED,
        "dtype",
        replace(
            kLogits,
-           from_blob(reals, {1, kMostTokens, kVocabulary}, ScalarType::QInt8))},
+           from_blob(reals, {1, kMaxTokens, kVocabulary}, ScalarType::QInt8))},
       {"no tensor",
        shape,
        "expected a tensor to write to",

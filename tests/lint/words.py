@@ -30,6 +30,8 @@ RETIRED = {
     r"HeldPrefix|common/prefix\.": "prefix cache",
     r"\bstore::Rows\b|store/rows\b": "KV view",
     r"--max-new-tokens": "--max-tokens",
+    r"(?<![A-Za-z0-9])_?(MOST|LEAST|FEWEST)(?![A-Za-z0-9])|\bk(Most|Least)[A-Z]": "MAX, MIN",
+    r"\b(un)turned\b": "unrotated",
     r"etkv[_-]text|examples/text\b|\bTextStream\b": "tokenizer",
 }
 """Patterns, and what is said instead. Words that also have an ordinary meaning are here in their other forms only."""

@@ -35,7 +35,7 @@ FORMATS = [
 """The storage formats that fit rows of 32 elements."""
 
 QUESTIONS = [f"Question {i}: what comes after {'abcdefghij'[i] * (i + 1)}?" for i in range(10)]
-MOST = 64
+MAX = 64
 """The most tokens of an answer."""
 CONTEXT = 2048
 

@@ -11,7 +11,7 @@ from reference import CHAT, Program
 from runners import EACH, answers, checked, only_long, prompts, succeed, with_longer_context
 
 WINDOW = 64
-MOST = 220
+MAX = 220
 """Tokens of an answer: more than a window and two steps, so that every kind of cache drops positions."""
 
 MODELS = pytest.mark.parametrize("model", ["tiny-mistral-window", pytest.param("tiny-gemma3", marks=only_long)])
@@ -26,7 +26,7 @@ def mistral() -> Program:
 @MODELS
 @EACH
 def test_answers_are_those_of_reference_decoding(name, model):
-    words = ["--max-tokens", MOST, "--check", "--ids", "--prompt", "Well?", "--prompt", "What else is there?"]
+    words = ["--max-tokens", MAX, "--check", "--ids", "--prompt", "Well?", "--prompt", "What else is there?"]
     done = succeed(name, with_longer_context(model), *words)
     assert max(map(len, answers(done.stdout))) > WINDOW + 2 * reference.TINY_CHUNK
     n_answers, n_tokens = checked(done)
@@ -43,7 +43,7 @@ def test_answers_are_those_of_reference_decoding(name, model):
 @pytest.mark.parametrize("options", [["--session", "contiguous"], ["--session", "seq"], ["--draft", "ngram"]])
 def test_chat_takes_back_what_windows_have_moved_past(model, options):
     """What follows is what a conversation answers in which it was never said."""
-    words = [CHAT, "--model", with_longer_context(model).path, "--ids", "--max-tokens", MOST, *options]
+    words = [CHAT, "--model", with_longer_context(model).path, "--ids", "--max-tokens", MAX, *options]
 
     def converse(*lines: str) -> list[list[int]]:
         done = reference.run(words, input="\n".join([*lines, ""]), stdin=None)

@@ -16,8 +16,8 @@ from runners import (
     FAILED,
     FORMATS,
     LETTERS,
+    MAX,
     MISUSED,
-    MOST,
     QUESTIONS,
     RUNNERS,
     answers,
@@ -56,7 +56,7 @@ def on_cpu() -> Program:
 @EACH
 def test_answers_are_those_of_reference_decoding(llama, name):
     """By the runner's own check."""
-    done = succeed(name, llama, "--max-tokens", MOST, "--check", "--ids", *prompts(QUESTIONS))
+    done = succeed(name, llama, "--max-tokens", MAX, "--check", "--ids", *prompts(QUESTIONS))
     n_answers, n_tokens = checked(done)
     assert n_answers == len(answers(done.stdout)) >= len(QUESTIONS) == 10
     assert n_tokens == sum(map(len, answers(done.stdout)))
@@ -67,7 +67,7 @@ def test_answers_are_those_of_reference_decoding(llama, name):
 @pytest.mark.parametrize("kv_format", ["f32", "affine4g32"])
 def test_answers_on_the_cpu(on_cpu, qwen3, name, kv_format):
     """By the runner's own check; in float32 they are those on MLX."""
-    words = ["--max-tokens", MOST, "--check", "--ids", "--kv-format", kv_format, *prompts(QUESTIONS)]
+    words = ["--max-tokens", MAX, "--check", "--ids", "--kv-format", kv_format, *prompts(QUESTIONS)]
     done = succeed(name, on_cpu, *words)
     n_answers, n_tokens = checked(done)
     assert n_answers == len(answers(done.stdout)) >= 10
@@ -91,8 +91,8 @@ def test_answers_in_every_format(qwen3, name, kv_format):
 
 def test_batch_answers_are_those_of_transformers(llama):
     """By another implementation altogether."""
-    done = succeed("batch", llama, "--max-tokens", MOST, "--ids", *prompts(QUESTIONS))
-    assert by_title(done.stdout) == expected(llama, QUESTIONS, MOST)
+    done = succeed("batch", llama, "--max-tokens", MAX, "--ids", *prompts(QUESTIONS))
+    assert by_title(done.stdout) == expected(llama, QUESTIONS, MAX)
 
 
 def expected(program: Program, questions: list[str], most: int) -> dict[str, list[int]]:
@@ -133,7 +133,7 @@ REAL_QUESTIONS = [
     "How many days does a week have?",
     "What is a library?",
 ][: 10 if EVERYTHING else 3]
-REAL_MOST = 64 if EVERYTHING else 12
+REAL_MAX = 64 if EVERYTHING else 12
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +153,10 @@ def smollm2() -> Program:
     ids=["batch", "admission", "draft", "wider draft"],
 )
 def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
-    words = ["--max-tokens", REAL_MOST, "--ids", *prompts(REAL_QUESTIONS)]
+    words = ["--max-tokens", REAL_MAX, "--ids", *prompts(REAL_QUESTIONS)]
     done = reference.run([runner(name), "--model", smollm2.path, *options, *words], timeout=1800)
     assert done.returncode == 0, done.stderr
-    assert by_title(done.stdout) == expected(smollm2, REAL_QUESTIONS, REAL_MOST)
+    assert by_title(done.stdout) == expected(smollm2, REAL_QUESTIONS, REAL_MAX)
     reference.note(done.stderr)
 
 
@@ -179,7 +179,7 @@ def test_the_real_model_answers_as_by_itself(smollm2, name, options):
     """
     environment = {**os.environ, "ETKV_BLAS": "mlx"} if "--kv-format" in options else None
     asked = prompts(REAL_QUESTIONS if EVERYTHING else REAL_QUESTIONS[:2])
-    most = REAL_MOST if EVERYTHING else 8
+    most = REAL_MAX if EVERYTHING else 8
     words = [runner(name), "--model", smollm2.path, "--max-tokens", most, "--check", "--ids", *asked, *options]
     done = reference.run(words, timeout=1800, env=environment)
     assert done.returncode == 0, done.stderr
@@ -205,10 +205,10 @@ def test_repetition_is_drafted_from_the_text(smollm2):
 
 def test_batch_at_capacity(llama):
     """What does not fit at once goes in rounds; an answer that does not fit at all ends with a word, the rest go on."""
-    free = by_title(succeed("batch", llama, "--max-tokens", MOST, "--ids", *prompts(QUESTIONS)).stdout)
+    free = by_title(succeed("batch", llama, "--max-tokens", MAX, "--ids", *prompts(QUESTIONS)).stdout)
     lengths = sorted(map(len, encoded(llama, QUESTIONS).values()))
-    capacity = lengths[4] + MOST - 1
-    done = succeed("batch", llama, "--max-tokens", MOST, "--ids", "--capacity", capacity, *prompts(QUESTIONS))
+    capacity = lengths[4] + MAX - 1
+    done = succeed("batch", llama, "--max-tokens", MAX, "--ids", "--capacity", capacity, *prompts(QUESTIONS))
     full = by_title(done.stdout)
     cut = {title for title in free if full[title] != free[title]}
     assert len(cut) == 5
@@ -234,7 +234,7 @@ def test_batch_at_capacity(llama):
 )
 def test_a_full_cache_ends_an_answer_and_not_the_runner(llama, name, options):
     """It is told, what is rolled back makes room, and all that there is of every answer is right."""
-    words = [str(word) for word in command(name, llama, "--max-tokens", MOST, "--check", *options)]
+    words = [str(word) for word in command(name, llama, "--max-tokens", MAX, "--check", *options)]
     # Both streams as they come, for the order of things.
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(words, **streams, encoding="utf-8", timeout=60, check=True)
@@ -432,7 +432,7 @@ def test_more_prompts_than_a_cache_has_sequences_in_a_batch():
 def test_drafts_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
     path = {"itself": qwen3.path, "another": llama.path, "ngram": "ngram"}[draft]
     words = [runner("speculative"), "--model", qwen3.path, "--draft", path, "--kv-format", kv_format, *shape]
-    done = reference.run([*words, "--max-tokens", MOST, "--check", "--ids"])
+    done = reference.run([*words, "--max-tokens", MAX, "--check", "--ids"])
     assert done.returncode == 0, done.stderr
     assert checked(done) == (3, sum(map(len, answers(done.stdout))))
     steps = [float(found) for found in re.findall(r"([\d.]+) a step, ", done.stderr)]
@@ -445,7 +445,7 @@ def test_first_layers_draft_for_all_of_them(qwen3):
     """A draft that the exporter makes of the model itself."""
     draft = with_longer_context("tiny-qwen3", layers=1)
     assert draft.path.stat().st_size < qwen3.path.stat().st_size
-    done = succeed("speculative", qwen3, "--draft", draft.path, "--max-tokens", MOST, "--check", "--ids")
+    done = succeed("speculative", qwen3, "--draft", draft.path, "--max-tokens", MAX, "--check", "--ids")
     assert checked(done) == (3, sum(map(len, answers(done.stdout))))
 
 

@@ -25,7 +25,7 @@ from reference import Program, Variant
 SEEDS = int(os.environ.get("ETKV_ANSWER_SEEDS", "1"))
 MODELS = ("tiny-llama", "tiny-mistral-window")
 SESSIONS = {"contiguous": etkv.DecodeSession, "seq": etkv.SeqSession, "tree": etkv.TreeSession}
-CAPACITY, LONGEST_STEP, DECODE = 256, 24, 5
+CAPACITY, MAX_STEP_LENGTH, DECODE = 256, 24, 5
 Row = np.ndarray
 
 
@@ -53,7 +53,7 @@ def some_ids(rng: random.Random, n: int) -> list[int]:
 
 
 def some_text(rng: random.Random) -> Text:
-    steps = [some_ids(rng, rng.randint(1, LONGEST_STEP)) for _ in range(rng.randint(2, 7))]
+    steps = [some_ids(rng, rng.randint(1, MAX_STEP_LENGTH)) for _ in range(rng.randint(2, 7))]
     return Text(steps, some_ids(rng, rng.randint(1, 9)))
 
 
@@ -63,7 +63,7 @@ class Reader:
     def __init__(self, program: Program, kind: str, format: str) -> None:
         facts = etkv.read_kv_cache_metadata(program.path)
         config = etkv.CacheConfig(
-            facts.layers, CAPACITY, k_format=format, v_format=format, max_step_tokens=LONGEST_STEP
+            facts.layers, CAPACITY, k_format=format, v_format=format, max_step_tokens=MAX_STEP_LENGTH
         )
         self.cache = SESSIONS[kind](config, backend=facts.backend)
         self.program = etkv.load(program.path, self.cache, warm_up=False)

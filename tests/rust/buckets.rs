@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use etkv_core::{CacheConfig, ContiguousCache, Status, Step};
 use etkv_cpu::CpuStore;
-use etkv_file::{Labels, PrefixCache, PrefixCacheOptions, PrefixStore, LEAST_TOKENS};
+use etkv_file::{Labels, PrefixCache, PrefixCacheOptions, PrefixStore, MIN_TOKENS};
 use etkv_tests::backend::Backend;
 use etkv_tests::on_cpu::OnCpu;
 use etkv_tests::texts::{answer, read, shared, some_text, TextShape};
@@ -115,7 +115,7 @@ fn load(store: &PrefixStore, shape: TextShape, text: &[i64]) -> usize {
     let mut cache = shape.make::<OnCpu>();
     let n = store.load(&mut *cache, MODEL, text).unwrap();
     assert_eq!(cache.next_position(), Ok(n as i32));
-    assert!(n == 0 || n >= LEAST_TOKENS, "{n} tokens");
+    assert!(n == 0 || n >= MIN_TOKENS, "{n} tokens");
     let mut fresh = shape.make::<OnCpu>();
     read::<OnCpu>(&mut fresh, &text[..n]);
     let same = answer::<OnCpu>(&mut cache, &text[..n]) == answer::<OnCpu>(&mut fresh, &text[..n]);
@@ -147,8 +147,8 @@ fn the_longest_beginning_is_loaded() {
                     0 => stores[which] = bucket.open(u64::MAX),
                     1 | 2 => {
                         let written = save(&stores[which], shape, &text);
-                        assert!(!written || text.len() >= LEAST_TOKENS);
-                        if text.len() >= LEAST_TOKENS {
+                        assert!(!written || text.len() >= MIN_TOKENS);
+                        if text.len() >= MIN_TOKENS {
                             saved.push(text);
                         }
                     }
@@ -161,7 +161,7 @@ fn the_longest_beginning_is_loaded() {
                             true => whole.max().unwrap_or(0),
                             false => longest,
                         };
-                        let served = |n| if n < LEAST_TOKENS { 0 } else { n };
+                        let served = |n| if n < MIN_TOKENS { 0 } else { n };
                         assert!((served(least)..=served(longest)).contains(&found), "{found}");
                     }
                 }

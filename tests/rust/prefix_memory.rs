@@ -37,11 +37,11 @@ fn make() -> ContiguousCache<CpuStore> {
 
 /// Reads `n` tokens behind those that the cache holds, and attends to all of them.
 fn read(cache: &mut ContiguousCache<CpuStore>, n: usize) {
-    const MOST: usize = 256;
+    const MAX: usize = 256;
     let end = cache.length() as usize + n;
     while (cache.length() as usize) < end {
         let start = cache.length() as usize;
-        let n = MOST.min(end - start);
+        let n = MAX.min(end - start);
         let cache: &mut dyn AttendCache<Store = CpuStore> = cache;
         let positions: Vec<i32> = (start as i32..(start + n) as i32).collect();
         let mut step = Step::begin(cache, &positions).unwrap();

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use etkv_core::{AttendCache, CacheConfig, CellsCache, ContiguousCache, LayerPolicy, Status, Step};
 use etkv_cpu::CpuStore;
-use etkv_file::{Labels, PrefixStore, LEAST_TOKENS};
+use etkv_file::{Labels, PrefixStore, MIN_TOKENS};
 use etkv_tests::backend::Backend;
 use etkv_tests::on_cpu::OnCpu;
 use etkv_tests::{for_seeds, oracle, runs, Rng};
@@ -132,7 +132,7 @@ fn load(store: &PrefixStore, shape: Shape, text: &[i64]) -> usize {
     let mut cache = shape.make();
     let n = store.load(&mut *cache, MODEL, text).unwrap();
     assert_eq!(cache.next_position(), Ok(n as i32));
-    assert!(n == 0 || n >= LEAST_TOKENS, "{n} tokens");
+    assert!(n == 0 || n >= MIN_TOKENS, "{n} tokens");
     let mut fresh = shape.make();
     read(&mut fresh, &text[..n]);
     assert_eq!(answer(&mut cache, &text[..n]), answer(&mut fresh, &text[..n]), "{n} of {text:?}");
@@ -164,11 +164,11 @@ fn the_longest_beginning_is_loaded() {
                 1 | 2 => {
                     let has = saved.iter().any(|old| old.starts_with(&text));
                     let written = save(&stores[which], shape, &text);
-                    assert!(!written || text.len() >= LEAST_TOKENS);
+                    assert!(!written || text.len() >= MIN_TOKENS);
                     // A window may have to be stored again where it ends.
-                    assert!(written || text.len() < LEAST_TOKENS || has);
+                    assert!(written || text.len() < MIN_TOKENS || has);
                     assert!(!(written && has && !shape.windowed));
-                    if text.len() >= LEAST_TOKENS {
+                    if text.len() >= MIN_TOKENS {
                         saved.push(text);
                     }
                 }
@@ -180,7 +180,7 @@ fn the_longest_beginning_is_loaded() {
                         true => (whole.max().unwrap_or(0), longest),
                         false => (longest, longest),
                     };
-                    let served = |n| if n < LEAST_TOKENS { 0 } else { n };
+                    let served = |n| if n < MIN_TOKENS { 0 } else { n };
                     assert!((served(least)..=served(most)).contains(&found), "{found}");
                     let cache = shape.make();
                     assert_eq!(stores[1 - which].n_stored(&*cache, MODEL, &text), Ok(found));

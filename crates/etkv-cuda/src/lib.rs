@@ -17,5 +17,5 @@ pub use step::{
     Address, Attend, Blend, Buffer, Captured, Columns, Compiler, Copied, Device, Element, Embed,
     Error, Gate, Heads, KeyMask, Launch, Logits, Memory, Norm, Normalize, Outputs, Packed,
     PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product, Result, StepInputs, Weight,
-    MOST_FEW, MOST_GROUPS, MOST_TOKENS,
+    MAX_FEW, MAX_GROUPS, MAX_TOKENS,
 };

@@ -8,9 +8,9 @@
 pub const PRELUDE: &str = include_str!("kernels/prelude.cuh");
 /// The instructions that C++ has no words for.
 pub const INSTRUCTIONS: &str = include_str!("kernels/instructions.cuh");
-/// The turn of two elements in rotary embedding.
-pub const TURN: &str = include_str!("kernels/turn.cuh");
-/// Products of a few rows with a weight. Needs [`INSTRUCTIONS`] and [`TURN`].
+/// The rotation of two elements in rotary embedding.
+pub const ROTATION: &str = include_str!("kernels/rotation.cuh");
+/// Products of a few rows with a weight. Needs [`INSTRUCTIONS`] and [`ROTATION`].
 pub const FEW_ROWS: &str = include_str!("kernels/few_rows.cuh");
 /// Rows as attention gets them.
 pub const ROWS: &str = include_str!("kernels/rows.cuh");

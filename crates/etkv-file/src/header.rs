@@ -14,7 +14,7 @@ use crate::checksum;
 pub const VERSION: u32 = 1;
 
 /// The most bytes of a header.
-pub const LARGEST_HEADER: u64 = 64 << 20;
+pub const MAX_HEADER: u64 = 64 << 20;
 
 const KIND: &str = "etkv-cache";
 const REWINDABLE_TO: &str = "rewindable_to";
@@ -38,12 +38,12 @@ pub fn refused(what: impl std::fmt::Display) -> Error {
 }
 
 /// The most characters of a file that a message has.
-const MOST_QUOTED: usize = 200;
+const MAX_QUOTED: usize = 200;
 
 /// Returns what a file says for a message: its beginning, if it is long.
 pub fn quoted(what: impl std::fmt::Display) -> String {
     let mut text = what.to_string();
-    if let Some((end, _)) = text.char_indices().nth(MOST_QUOTED) {
+    if let Some((end, _)) = text.char_indices().nth(MAX_QUOTED) {
         text.truncate(end);
         text.push('…');
     }
@@ -151,11 +151,11 @@ impl Header {
         // Tensors begin at a multiple of 8 bytes.
         bytes.resize(bytes.len().next_multiple_of(8), b' ');
         let length = bytes.len() as u64 - 8;
-        if length > LARGEST_HEADER {
+        if length > MAX_HEADER {
             fail!(
                 File,
                 "the cache's sequences take a header of {length} bytes, the most is \
-                 {LARGEST_HEADER}; compact the cache first"
+                 {MAX_HEADER}; compact the cache first"
             );
         }
         bytes[..8].copy_from_slice(&length.to_le_bytes());

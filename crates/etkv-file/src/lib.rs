@@ -25,9 +25,9 @@ use etkv_core::error::fail;
 use etkv_core::{Cache, Result, SaveCache};
 
 pub use fingerprint::fingerprint;
-pub use header::{LARGEST_HEADER, VERSION};
+pub use header::{MAX_HEADER, VERSION};
 pub use prefix_cache::{Pin, PrefixCache, PrefixCacheOptions, PrefixCacheReport};
-pub use store::{PrefixStore, LEAST_TOKENS};
+pub use store::{PrefixStore, MIN_TOKENS};
 
 /// What the caller adds to the contents of a cache.
 #[derive(Debug, Clone, Copy, Default)]

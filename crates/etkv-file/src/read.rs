@@ -8,7 +8,7 @@ use etkv_core::error::fail;
 use etkv_core::{Error, Result, SaveCache, Status};
 
 use crate::checksum::{self, Checksum, Sum};
-use crate::header::{quoted, refused, tensors, Header, LARGEST_HEADER};
+use crate::header::{quoted, refused, tensors, Header, MAX_HEADER};
 use crate::store::ReadSeek;
 
 /// See [`load`](crate::load).
@@ -138,7 +138,7 @@ impl Source {
         }
         let mut length = [0; 8];
         self.read(&mut length)?;
-        let most = LARGEST_HEADER.min(self.len - 8);
+        let most = MAX_HEADER.min(self.len - 8);
         let n = u64::from_le_bytes(length);
         if n > most {
             fail!(

@@ -209,13 +209,13 @@ fn main_chain(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Chain> {
 }
 
 /// The most chains inside one another.
-const MOST_INSIDE: usize = 16;
+const MAX_INSIDE: usize = 16;
 
 /// The most instructions of a program, with those of chains as often as they stand inside others.
-const MOST_INSTRUCTIONS: usize = 1 << 20;
+const MAX_INSTRUCTIONS: usize = 1 << 20;
 
 /// The most slots that are copied for chains inside others.
-const MOST_COPIED: usize = 1 << 24;
+const MAX_COPIED: usize = 1 << 24;
 
 /// Where a chain stands.
 #[derive(Default)]
@@ -234,20 +234,20 @@ fn chain(slots: &mut Slots, graph: fb::MLXGraph, index: usize, place: &mut Place
     if index >= chains.len() {
         fail!(Program, "chain {index} is to run, the program has {}", chains.len());
     }
-    if place.around.contains(&index) || place.around.len() >= MOST_INSIDE {
-        fail!(Program, "chain {index} stands inside itself, or inside {MOST_INSIDE} others");
+    if place.around.contains(&index) || place.around.len() >= MAX_INSIDE {
+        fail!(Program, "chain {index} stands inside itself, or inside {MAX_INSIDE} others");
     }
     place.around.push(index);
     let mut chain = Chain::default();
     for (number, instruction) in chains.get(index).instructions().iter().enumerate() {
         place.n_instructions += 1;
-        if place.n_instructions > MOST_INSTRUCTIONS {
-            fail!(Program, "the program has more than {MOST_INSTRUCTIONS} instructions");
+        if place.n_instructions > MAX_INSTRUCTIONS {
+            fail!(Program, "the program has more than {MAX_INSTRUCTIONS} instructions");
         }
         if matches!(instruction.op_type(), fb::OpNode::IfNode | fb::OpNode::ScanNode) {
             // What all slots hold is copied.
             place.n_copied += slots.held().tensors.len() + slots.held().ints.len();
-            if place.n_copied > MOST_COPIED {
+            if place.n_copied > MAX_COPIED {
                 fail!(Program, "the program has too many chains inside others for its tensors");
             }
         }

@@ -11,17 +11,17 @@ use super::ir::Op;
 use crate::error::{fail, Result};
 
 /// The most bytes of one tensor, besides those of the tensors that it reads. As in ExecuTorch.
-static MOST_BYTES: AtomicUsize = AtomicUsize::new(4 << 30);
+static MAX_BYTES: AtomicUsize = AtomicUsize::new(4 << 30);
 
 /// Returns the most bytes of a tensor that a program makes, besides those of the tensors that it reads.
 pub fn most_bytes() -> usize {
-    MOST_BYTES.load(Ordering::Relaxed)
+    MAX_BYTES.load(Ordering::Relaxed)
 }
 
 /// Sets the most bytes of a tensor, for tests with less memory.
 #[doc(hidden)]
 pub fn set_most_bytes(bytes: usize) {
-    MOST_BYTES.store(bytes, Ordering::Relaxed);
+    MAX_BYTES.store(bytes, Ordering::Relaxed);
 }
 
 /// Returns the bytes of a tensor; `None` for a size below zero, and past 64 bits.

@@ -42,7 +42,7 @@ const READ: [i32; 3] = [16, 32, 64];
 const TREE: i32 = 9;
 
 /// The most tokens of a step that is warmed up.
-const MOST: i32 = 2048;
+const MAX: i32 = 2048;
 
 /// A step of the warm-up: the sequence and the position of each token.
 struct WarmStep {
@@ -62,7 +62,7 @@ impl WarmStep {
 /// Returns the numbers of tokens of the steps, if a step may have up to `most`: a few, and those that
 /// [products](super::ops::ROWS_THAT_RECUR) are filled up to.
 fn lengths(most: i32) -> BTreeSet<i32> {
-    let prompts = (1..).map(|n| n * ROWS_THAT_RECUR).take_while(|&n| n <= MOST);
+    let prompts = (1..).map(|n| n * ROWS_THAT_RECUR).take_while(|&n| n <= MAX);
     FEW.into_iter().chain(prompts).map(|n| most.min(n)).collect()
 }
 
@@ -363,6 +363,6 @@ mod tests {
         assert_eq!(of(40), [1, 2, 8, 16, 32, 40]);
         assert_eq!(of(200), [1, 2, 8, 16, 32, 64, 128, 192, 200]);
         assert_eq!(of(512).len(), 5 + 8);
-        assert_eq!(of(i32::MAX).last(), Some(&MOST));
+        assert_eq!(of(i32::MAX).last(), Some(&MAX));
     }
 }

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 /// How many times as long a text may become in one part of a tokenizer. Published ones stay below 200.
-const MOST: f64 = 1024.0;
+const MAX: f64 = 1024.0;
 
 /// The names under which a sequence has its steps.
 const STEPS: [&str; 4] = ["normalizers", "pretokenizers", "processors", "decoders"];
@@ -39,9 +39,9 @@ pub fn check(path: &Path) -> Result<(), String> {
     ];
     for (name, part) in named {
         let growth = growth(&part.unwrap_or_default());
-        if growth > MOST {
+        if growth > MAX {
             return Err(format!(
-                "its {name} makes a text up to {growth:.0} times as long, the most is {MOST}"
+                "its {name} makes a text up to {growth:.0} times as long, the most is {MAX}"
             ));
         }
     }

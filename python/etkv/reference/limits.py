@@ -10,7 +10,7 @@ from etkv.reference.errors import at_least, invalid
 from etkv.reference.formats import Format, format_of
 from etkv.reference.window import Sight
 
-_MOST = 2**31 - 1
+_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -115,5 +115,5 @@ def _format(field: str, name: str) -> Format:
 
 
 def _at_most(name: str, value: int) -> None:
-    if value > _MOST:
-        raise invalid(f"{name} is {value}, the most is {_MOST}")
+    if value > _MAX:
+        raise invalid(f"{name} is {value}, the most is {_MAX}")

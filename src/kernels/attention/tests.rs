@@ -185,13 +185,13 @@ fn calls_that_run_at_a_time_do_not_disturb_each_other() {
 fn slices_fill_a_gpu_and_are_worth_merging() {
     assert_eq!(slices_of(64, 8), 1);
     assert_eq!(slices_of(1500, 8), 24);
-    assert_eq!(slices_of(32_768, 8), MOST_SLICES);
+    assert_eq!(slices_of(32_768, 8), MAX_SLICES);
     assert_eq!(slices_of(32_768, 32), 16);
-    assert_eq!(slices_of(i32::MAX, 1), MOST_SLICES);
+    assert_eq!(slices_of(i32::MAX, 1), MAX_SLICES);
     for rows in 1..600 {
         let counters = match slices_of(i32::MAX, rows) {
             1 => 0,
-            ..=MOST_MERGED => rows,
+            ..=MAX_MERGED => rows,
             _ => rows * 9,
         };
         assert!(counters <= COUNTERS);
@@ -206,7 +206,7 @@ fn what_the_kernel_takes_fits_any_gpu() {
         {
             let template = Template { dtype, k_dim, v_dim, mask: 0, scale: 0 };
             let (tiles, bytes) = template.memory().unwrap();
-            assert!(tiles >= 1 && (!template.is_supported() || bytes <= MOST_SHARED));
+            assert!(tiles >= 1 && (!template.is_supported() || bytes <= MAX_SHARED));
             let small = [k_dim, v_dim].iter().all(|dim| (32..=128).contains(dim));
             assert!(template.is_supported() || !small);
         }

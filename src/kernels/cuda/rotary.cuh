@@ -20,7 +20,7 @@ struct Rotary {
     int j = i % half, h = i / half % heads, t = i / half / heads;
     const E* from = x + h * head + t * token + j * column;
     E first = from[0], second = from[half * column];
-    turn(first, second, angle_of(positions[t * position_step], periods[j * period_step]));
+    rotate(first, second, angle_of(positions[t * position_step], periods[j * period_step]));
     E* to = out + (static_cast<long long>(t) * heads + h) * 2 * half + j;
     to[0] = first;
     to[half] = second;

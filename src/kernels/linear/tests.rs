@@ -152,7 +152,7 @@ fn the_kernel_multiplies_as_the_definition_says() {
                 check(Dtype::Bfloat16, rows, outputs, inner, Rows::Columns, BIAS);
             }
         }
-        for rows in 2..=MOST_ROWS {
+        for rows in 2..=MAX_ROWS {
             check(Dtype::Bfloat16, rows, 100, 128, Rows::Whole, PLAIN);
         }
         Ok(())
@@ -188,7 +188,7 @@ fn the_kernel_does_what_surrounds_a_product() {
     });
 }
 
-/// Compares a product of heads, of which all but the last two turn.
+/// Compares a product of heads, of which all but the last two rotate.
 fn check_heads(dtype: Dtype, rows: i32, n: i32, head_dim: i32, lie: Rows, bias: bool) {
     let (inner, outputs, half) = (72, n * head_dim, head_dim / 2);
     let x = lie.make(rows, inner, dtype);
@@ -200,11 +200,11 @@ fn check_heads(dtype: Dtype, rows: i32, n: i32, head_dim: i32, lie: Rows, bias: 
     let lengths: Vec<f32> = (0..half).map(|j| 1.5f32.powi(j % 16)).collect();
     let positions = Array::from_slice(&at, &[rows]);
     let periods = Array::from_slice(&lengths, &[half]);
-    let turn = Some(Turn { positions: &positions, periods: &periods, heads: n - 2 });
+    let rotation = Some(Rotation { positions: &positions, periods: &periods, heads: n - 2 });
     let norm = (rows % 2 == 0).then_some(RmsNorm { weight: None, eps: 1e-5 });
-    let turned = Product { bias: bias.as_ref(), turn, norm, ..Product::plain(&x, &w, false) };
-    let found = values(&few_rows(&turned).unwrap().expect("the kernel takes it"));
-    let plain = few_rows(&Product { turn: None, ..turned }).unwrap().unwrap();
+    let rotated = Product { bias: bias.as_ref(), rotation, norm, ..Product::plain(&x, &w, false) };
+    let found = values(&few_rows(&rotated).unwrap().expect("the kernel takes it"));
+    let plain = few_rows(&Product { rotation: None, ..rotated }).unwrap().unwrap();
     let plain = values(&plain);
     let rounding = if dtype == Dtype::Float16 { 1e-3 } else { 8e-3 };
     let (head_dim, half, outputs) = (head_dim as usize, half as usize, outputs as usize);
@@ -257,9 +257,9 @@ fn heads_that_turn_fit_the_product() {
         let takes = |tokens: i32, n_periods: i32, heads: i32, gate: Option<Gate>| {
             let positions = Array::zeros::<i32>(&[tokens])?;
             let periods = Array::ones::<f32>(&[n_periods])?;
-            let turn = Some(Turn { positions: &positions, periods: &periods, heads });
-            let product = Product { turn, gate, ..Product::plain(&x, &weight, false) };
-            Ok::<_, crate::Error>(Call::of(&product).map(|call| call.form.turned))
+            let rotation = Some(Rotation { positions: &positions, periods: &periods, heads });
+            let product = Product { rotation, gate, ..Product::plain(&x, &weight, false) };
+            Ok::<_, crate::Error>(Call::of(&product).map(|call| call.form.rotated))
         };
         assert_eq!(takes(3, 16, 4, None)?, Some(128));
         assert_eq!(takes(3, 16, 5, None)?, Some(160));
@@ -270,8 +270,8 @@ fn heads_that_turn_fit_the_product() {
         }
         assert_eq!(takes(3, 16, 2, Some(Gate::Silu))?, None);
         let (positions, periods) = (Array::ones::<f32>(&[3])?, Array::ones::<f32>(&[16])?);
-        let turn = Some(Turn { positions: &positions, periods: &periods, heads: 1 });
-        assert!(Call::of(&Product { turn, ..Product::plain(&x, &weight, false) }).is_none());
+        let rotation = Some(Rotation { positions: &positions, periods: &periods, heads: 1 });
+        assert!(Call::of(&Product { rotation, ..Product::plain(&x, &weight, false) }).is_none());
         Ok(())
     })
     .unwrap();

@@ -14,12 +14,12 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 /// The bytes that a program may take in memory besides those that a worker starts with.
-pub const MOST: u64 = 1 << 30;
+pub const MAX: u64 = 1 << 30;
 
 /// The bytes of addresses that a worker has besides those that it starts with.
 pub const LEFT: u64 = 6 << 30;
 
-/// The most bytes of one tensor, so that several are less than [`MOST`].
+/// The most bytes of one tensor, so that several are less than [`MAX`].
 pub const TENSOR: usize = 64 << 20;
 
 /// A program that takes longer hangs: seconds of a processor, and seconds of a clock.

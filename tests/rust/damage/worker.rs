@@ -11,10 +11,10 @@ use etkv_mlx_program::{
 
 use super::corpus::{self, Exported, Tensor};
 use super::mutation::{self, Damaged};
-use super::{LEFT, MOST, TENSOR};
+use super::{LEFT, MAX, TENSOR};
 
 /// The most bytes of an input that is made to fit a damaged program.
-const MOST_INPUT: usize = 16 << 20;
+const MAX_INPUT: usize = 16 << 20;
 
 /// Takes the seeds `first..` in steps of `step`, `n` of them. Writes a line before each and one behind it.
 pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
@@ -32,12 +32,12 @@ pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
         let ended = catch_unwind(AssertUnwindSafe(|| run(&damaged)));
         let mut told = ended.unwrap_or_else(|_| String::from("panic"));
         let grown = peak().saturating_sub(start);
-        if grown > MOST {
+        if grown > MAX {
             told = format!("memory {grown} bytes: {told}");
         }
         writeln!(out, "end {seed} {told}").unwrap();
         // What is left of former programs is not to take the memory of the next.
-        if resident() > start + MOST / 4 {
+        if resident() > start + MAX / 4 {
             writeln!(out, "grown {seed}").unwrap();
             return;
         }
@@ -201,7 +201,7 @@ fn fit(argument: &ArgumentDescription, own: &[u8]) -> Option<Tensor> {
     let n = shape
         .iter()
         .try_fold(size, |n: usize, &dim| n.checked_mul(usize::try_from(dim).ok()?))
-        .filter(|&n| n <= MOST_INPUT)?;
+        .filter(|&n| n <= MAX_INPUT)?;
     let own = if own.is_empty() { &[0] } else { own };
     Some(Tensor { scalar_type, shape, bytes: own.iter().copied().cycle().take(n).collect() })
 }

@@ -7,7 +7,7 @@ use serde::Deserialize;
 const VERSION: u32 = 1;
 
 /// The most calls of a forward: more than any model has, and few enough to count each.
-const MOST_CALLS: usize = 1 << 16;
+const MAX_CALLS: usize = 1 << 16;
 
 /// The payload of a call.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -102,12 +102,8 @@ impl Attend {
     }
 
     fn check(&self) -> Result<()> {
-        if self.n_calls > MOST_CALLS {
-            fail!(
-                Program,
-                "expected at most {MOST_CALLS} calls of a forward, got {}",
-                self.n_calls
-            );
+        if self.n_calls > MAX_CALLS {
+            fail!(Program, "expected at most {MAX_CALLS} calls of a forward, got {}", self.n_calls);
         }
         if self.call >= self.n_calls {
             fail!(Program, "expected a call below {}, got {}", self.n_calls, self.call);

@@ -18,13 +18,13 @@ pub(crate) struct Affine {
 }
 
 /// The most elements of a group.
-const MOST: usize = 128;
+const MAX: usize = 128;
 
 /// The largest float16.
 const F16_MAX: f32 = 65504.0;
 
 /// The least step between codes.
-const LEAST_SCALE: f32 = 1e-7;
+const MIN_SCALE: f32 = 1e-7;
 
 impl Affine {
     /// Returns the codec. There are formats of these bits and groups.
@@ -38,7 +38,7 @@ impl Affine {
         let (least, most) = range(group);
         let reaches_down = least.abs() > most.abs();
         let step = (most - least) / top;
-        let step = if step < LEAST_SCALE { LEAST_SCALE } else { step };
+        let step = if step < MIN_SCALE { MIN_SCALE } else { step };
         let (edge, step) = if reaches_down { (least, step) } else { (most, -step) };
         // Zero has a code, and the edge is the last code from it.
         let to_edge = (edge / step).round_ties_even();
@@ -103,7 +103,7 @@ impl RowCodec for Affine {
 
     fn encode(&self, row: &[f32], [codes, scales, offsets]: [&mut [u8]; 3]) {
         let (bits, group) = (usize::from(self.bits), usize::from(self.group));
-        let mut fitted = [0; MOST];
+        let mut fitted = [0; MAX];
         let fitted = &mut fitted[..group];
         let pairs = scales.chunks_exact_mut(2).zip(offsets.chunks_exact_mut(2));
         let groups = row.chunks_exact(group).zip(codes.chunks_exact_mut(group / 8 * bits));

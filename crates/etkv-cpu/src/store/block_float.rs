@@ -24,7 +24,7 @@ pub(crate) struct BlockFloat {
 }
 
 /// The most elements of a block.
-const MOST: usize = 32;
+const MAX: usize = 32;
 
 impl BlockFloat {
     /// Returns the codec.
@@ -79,7 +79,7 @@ impl RowCodec for BlockFloat {
                     *code = to_e4m3(value * inverse);
                 }
             } else {
-                let mut apart = [0; MOST];
+                let mut apart = [0; MAX];
                 for (code, &value) in apart.iter_mut().zip(values) {
                     *code = to_e2m1(value * inverse);
                 }

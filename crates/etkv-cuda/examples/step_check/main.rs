@@ -26,7 +26,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use etkv_cuda::{
-    Captured, Copied, Device, Element, KeyMask, Launch, Logits, Plan, StepInputs, MOST_FEW,
+    Captured, Copied, Device, Element, KeyMask, Launch, Logits, Plan, StepInputs, MAX_FEW,
 };
 
 use model::{rounded, to_bytes, to_numbers, Model, Packing, Random, Shape};
@@ -55,7 +55,7 @@ const SMALL: Shape = Shape {
     vocabulary: 1000,
     capacity: 2304,
     bias: false,
-    turns: true,
+    rotates: true,
     packing: None,
 };
 
@@ -101,7 +101,7 @@ fn run() -> Answer<bool> {
     for &element in checked {
         for shape in [
             SMALL,
-            Shape { bias: true, turns: false, ..SMALL },
+            Shape { bias: true, rotates: false, ..SMALL },
             NINE,
             Shape { bias: true, ..NINE },
             WIDE,
@@ -112,7 +112,7 @@ fn run() -> Answer<bool> {
             with_packed(Shape { bias: true, ..SMALL }, 4, 128),
             with_packed(NINE, 4, 64),
             with_packed(SMALL, 8, 128),
-            with_packed(Shape { bias: true, turns: false, ..NINE }, 8, 64),
+            with_packed(Shape { bias: true, rotates: false, ..NINE }, 8, 64),
             with_packed(WIDE, 8, 32),
         ] {
             good &= check_shape(&device, Shape { element, ..shape })?;
@@ -161,15 +161,15 @@ fn with_packed(shape: Shape, bits: usize, group: usize) -> Shape {
 }
 
 fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
-    let Shape { name, element, bias, turns, packing, .. } = shape;
-    say!("{name}, {element:?}, bias {bias}, turns {turns}, {packing:?}");
+    let Shape { name, element, bias, rotates, packing, .. } = shape;
+    say!("{name}, {element:?}, bias {bias}, rotates {rotates}, {packing:?}");
     let limit = if element == Element::Bf16 { 0.012 } else { 0.002 };
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     let mut model = Model::new(device, shape, Some(Random(88_172_645_463_325_252)))?;
     fill_pools(&mut model, &mut random)?;
     let mut good = true;
     // Packed weights take a few tokens only.
-    let is_many = |tokens: &usize| *tokens <= MOST_FEW || packing.is_none();
+    let is_many = |tokens: &usize| *tokens <= MAX_FEW || packing.is_none();
     for tokens in [1, 2, 5, 8, 16, 24, 32, 41, 64].into_iter().filter(is_many) {
         let spread = model.plan(tokens, true, false);
         let mut kinds = Vec::new();
@@ -217,7 +217,7 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
         for apart in [false, true] {
             good &= check_masks(device, &model, (tokens, apart), limit, &mut random)?;
         }
-        if tokens > MOST_FEW {
+        if tokens > MAX_FEW {
             good &= check_padding(device, &model, tokens, limit, &mut random)?;
         }
     }

@@ -20,7 +20,7 @@ pub struct Shape {
     pub vocabulary: usize,
     pub capacity: usize,
     pub bias: bool,
-    pub turns: bool,
+    pub rotates: bool,
     pub packing: Option<Packing>,
 }
 
@@ -256,9 +256,9 @@ impl Model {
             let at = |index| self.at(1 + EACH * layer + index);
             let weight = |index: usize| self.weights[1 + EACH * layer + index].weight();
             let (keys, values) = (self.pool(2 * layer), self.pool(2 * layer + 1));
-            let periods = self.shape.turns.then(|| self.at(self.weights.len() - 1));
+            let periods = self.shape.rotates.then(|| self.at(self.weights.len() - 1));
             let heads =
-                Heads { group: 0, n_q, n_kv, head_dim, periods, turned: head_dim, keys, values };
+                Heads { group: 0, n_q, n_kv, head_dim, periods, rotated: head_dim, keys, values };
             let q = buffers.take(1, tokens * n_q * head_dim);
             launches.push(Launch::Product(Product {
                 bias: self.shape.bias.then(|| at(BIAS)),

@@ -1,4 +1,4 @@
-//! Heads that are normalized, turned and stored: plain rows against plain arithmetic, and packed ones, bit for
+//! Heads that are normalized, rotated and stored: plain rows against plain arithmetic, and packed ones, bit for
 //! bit, against the codes of the plain rows.
 
 use etkv_cuda::{
@@ -21,12 +21,12 @@ struct Shape {
     n_q: usize,
     n_kv: usize,
     dim: usize,
-    /// Whether queries and keys are normalized, and whether they turn.
+    /// Whether queries and keys are normalized, and whether they rotate.
     norms: [bool; 2],
     /// Whether the weights of norms are float32.
     wide: bool,
-    /// The part of a head that turns, in quarters.
-    turns: usize,
+    /// The part of a head that rotates, in quarters.
+    rotates: usize,
 }
 
 /// Returns the weights of a norm, of elements or of float32.
@@ -70,18 +70,18 @@ struct Case {
 pub fn run(device: &Device) -> Answer<bool> {
     let mut good = true;
     for element in [Element::Bf16, Element::F16] {
-        let (norms, wide, turns) = ([true; 2], false, 4);
-        let shape = Shape { element, n_q: 8, n_kv: 2, dim: 64, norms, wide, turns };
+        let (norms, wide, rotates) = ([true; 2], false, 4);
+        let shape = Shape { element, n_q: 8, n_kv: 2, dim: 64, norms, wide, rotates };
         for shape in [
             shape,
             Shape { n_q: 32, n_kv: 8, dim: 128, norms: [false; 2], ..shape },
-            Shape { n_q: 3, n_kv: 3, dim: 128, turns: 0, ..shape },
+            Shape { n_q: 3, n_kv: 3, dim: 128, rotates: 0, ..shape },
             Shape { n_q: 20, n_kv: 2, dim: 256, norms: [true, false], ..shape },
             Shape { n_q: 4, n_kv: 2, dim: 96, norms: [false, true], ..shape },
             Shape { n_q: 4, n_kv: 1, dim: 256, wide: true, ..shape },
             Shape { n_q: 6, n_kv: 2, dim: 96, wide: true, ..shape },
-            Shape { n_q: 24, n_kv: 8, dim: 128, turns: 3, norms: [false; 2], ..shape },
-            Shape { n_q: 4, n_kv: 4, dim: 64, turns: 1, ..shape },
+            Shape { n_q: 24, n_kv: 8, dim: 128, rotates: 3, norms: [false; 2], ..shape },
+            Shape { n_q: 4, n_kv: 4, dim: 64, rotates: 1, ..shape },
         ] {
             good &= check_shape(device, shape)?;
         }
@@ -171,7 +171,7 @@ impl Case {
         table.write(0, &to_bytes(element, &rows))?;
         let mut norm = || weights(device, element, dim, shape.wide, &mut random);
         let norms = [norm()?, norm()?];
-        let half = (dim * shape.turns / 8).max(1);
+        let half = (dim * shape.rotates / 8).max(1);
         let periods: Vec<f32> = (0..half).map(|j| 10_000f32.powf(j as f32 / half as f32)).collect();
         let mut memory = device.allocate(4 * half)?;
         let bytes: Vec<u8> = periods.iter().flat_map(|period| period.to_le_bytes()).collect();
@@ -181,14 +181,14 @@ impl Case {
 
     /// Runs a step, and returns the queries.
     fn run(&self, device: &Device, step: &StepInputs, pools: [&DevicePool; 2]) -> Answer<Vec<u8>> {
-        let Shape { element, n_q, n_kv, dim, turns, .. } = self.shape;
+        let Shape { element, n_q, n_kv, dim, rotates, .. } = self.shape;
         let (tokens, width) = (step.ids.len(), (n_q + 2 * n_kv) * dim);
         let norm = |which: usize| {
             let weight = Some(self.norms[which].1.address());
             self.shape.norms[which].then_some(Norm { weight, wide: self.shape.wide, eps: EPS })
         };
-        let periods: Option<Address> = (turns > 0).then(|| self.periods.1.address());
-        let turned = if turns > 0 { dim * turns / 4 } else { dim };
+        let periods: Option<Address> = (rotates > 0).then(|| self.periods.1.address());
+        let rotated = if rotates > 0 { dim * rotates / 4 } else { dim };
         let [keys, values] = pools.map(DevicePool::pool);
         let plan = Plan {
             element,
@@ -210,7 +210,7 @@ impl Case {
                         n_kv,
                         head_dim: dim,
                         periods,
-                        turned,
+                        rotated,
                         keys,
                         values,
                     },
@@ -266,17 +266,17 @@ impl Case {
 
     /// Returns a head as it is placed: of queries, keys or values.
     fn placed(&self, row: &[f64], kind: usize, position: i32) -> Vec<f64> {
-        let Shape { element, dim, turns, .. } = self.shape;
+        let Shape { element, dim, rotates, .. } = self.shape;
         let round = |x: f64| rounded(element, x);
         let mut row = row.to_vec();
         if kind < 2 && self.shape.norms[kind] {
             row = normalized(element, &row, &self.norms[kind].0, self.shape.wide);
         }
-        if kind == 2 || turns == 0 {
+        if kind == 2 || rotates == 0 {
             return row;
         }
-        let half = dim * turns / 8;
-        let turned = |j: usize| {
+        let half = dim * rotates / 8;
+        let rotated = |j: usize| {
             if j >= 2 * half {
                 return row[j];
             }
@@ -287,7 +287,7 @@ impl Case {
                 false => x * angle.sin() + y * angle.cos(),
             })
         };
-        (0..dim).map(turned).collect()
+        (0..dim).map(rotated).collect()
     }
 
     /// Compares a row of codes with that of the plain row. Returns what is wrong.

@@ -13,9 +13,9 @@ use std::io::Write;
 /// Bytes of weights that are read one after another: more than a device's caches hold.
 const BYTES: usize = 540 << 20;
 /// Launches of a plan.
-const LEAST: usize = 4;
-const MOST: usize = 64;
-const MOST_TOKENS: usize = 64;
+const MIN: usize = 4;
+const MAX: usize = 64;
+const MAX_TOKENS: usize = 64;
 const TOKENS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
 
 /// Prints the median microseconds of a launch for 1 to 64 tokens.
@@ -38,14 +38,14 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
         n_kv,
         head_dim,
         periods: None,
-        turned: head_dim,
+        rotated: head_dim,
         keys: pool,
         values: pool,
     };
     say!("{}: microseconds of a launch, T {TOKENS:?}", shape.name);
     for (name, inner, outputs) in kinds {
         let bytes = 2 * inner * outputs * if name == "gate" { 2 } else { 1 };
-        let count = (BYTES / bytes).clamp(LEAST, MOST);
+        let count = (BYTES / bytes).clamp(MIN, MAX);
         let at = |offset: usize| Address(weights.address().0 + offset as u64);
         let product = |number: usize| Product {
             x: Buffer(0),
@@ -81,10 +81,10 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
             scale: 0.1,
             out: Buffer(1),
         };
-        let text = times_of(device, shape, keys, false, |_| vec![Launch::Attend(attend); MOST])?;
+        let text = times_of(device, shape, keys, false, |_| vec![Launch::Attend(attend); MAX])?;
         say!("  attention over {keys}: {text}");
-        if keys * MOST_TOKENS <= shape.capacity {
-            let all = |_| vec![Launch::Attend(attend); MOST];
+        if keys * MAX_TOKENS <= shape.capacity {
+            let all = |_| vec![Launch::Attend(attend); MAX];
             say!("  sequences of {keys}: {}", times_of(device, shape, keys, true, all)?);
         }
     }

@@ -139,7 +139,7 @@ impl Done<'_> {
         }
     }
 
-    /// Compares heads that have not turned yet with those of the device, which have.
+    /// Compares heads that have not rotated yet with those of the device, which have.
     fn heads(&self, heads: &Heads, q: &[f64], rows: &[f64]) -> Result<Vec<Difference>> {
         let &Heads { n_q, n_kv, head_dim, .. } = heads;
         let all = n_q + 2 * n_kv;

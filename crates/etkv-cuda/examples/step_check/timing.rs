@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use etkv_cuda::{Copied, Device, Element, KeyMask, Logits, Plan, Result, StepInputs, MOST_FEW};
+use etkv_cuda::{Copied, Device, Element, KeyMask, Logits, Plan, Result, StepInputs, MAX_FEW};
 
 use crate::model::{Matrix, Model, Packing, Shape};
 use crate::say;
@@ -23,7 +23,7 @@ pub const LLAMA: Shape = Shape {
     vocabulary: 128_256,
     capacity: CAPACITY,
     bias: false,
-    turns: true,
+    rotates: true,
     packing: None,
 };
 
@@ -153,7 +153,7 @@ fn sequences(device: &Device, model: &Model) -> Result<()> {
 
 /// Returns numbers of tokens that steps of a shape may have.
 fn tokens_of(shape: Shape) -> impl Iterator<Item = usize> {
-    let takes = move |tokens: &usize| *tokens <= MOST_FEW || shape.packing.is_none();
+    let takes = move |tokens: &usize| *tokens <= MAX_FEW || shape.packing.is_none();
     [1, 2, 4, 8, 16, 32, 64].into_iter().filter(takes)
 }
 

@@ -4,13 +4,13 @@
 namespace etkv {
 
 // The most slices that are merged at once; more are merged in groups first.
-constexpr int MOST_MERGED = 16;
+constexpr int MAX_MERGED = 16;
 constexpr int GROUP = 8;
-constexpr int MOST_GROUPS = 8;
+constexpr int MAX_GROUPS = 8;
 
-template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS>
-struct Attention : Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS> {
-  using Base = Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS>;
+template <typename E, int DK, int DV, int MASK, int STAGES, int MAX_ROW_WARPS>
+struct Attention : Slice<E, DK, DV, MASK, STAGES, MAX_ROW_WARPS> {
+  using Base = Slice<E, DK, DV, MASK, STAGES, MAX_ROW_WARPS>;
   using Base::first_row, Base::leave, Base::rows_of_block, Base::shared, Base::sizes, Base::slices,
       Base::write;
 
@@ -19,8 +19,8 @@ struct Attention : Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS> {
   __device__ void merge(E* out, float* parts, float* stats, int first, int n, int step, bool is_all) {
     int rows = rows_of_block();
     float* weights = reinterpret_cast<float*>(shared);
-    float* wholes = weights + MOST_MERGED * rows;
-    float* mosts = wholes + MOST_MERGED * rows;
+    float* wholes = weights + MAX_MERGED * rows;
+    float* mosts = wholes + MAX_MERGED * rows;
     for (int i = threadIdx.x; i < n * rows; i += THREADS) {
       const float* from = stats + 2 * ((first + i / rows * step) * rows + i % rows);
       weights[i] = __ldcg(from);
@@ -108,13 +108,13 @@ struct Attention : Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS> {
     float* stats = partial + gridDim.z * gridDim.y * rows * DV + 2 * rows_of_blocks * rows;
     this->end_slice(out, parts, stats);
     if (slices == 1) return;
-    if (slices <= MOST_MERGED) {
+    if (slices <= MAX_MERGED) {
       if (is_last(counts + rows_of_blocks, slices)) merge(out, parts, stats, 0, slices, 1, true);
       return;
     }
     int groups = (slices + GROUP - 1) / GROUP, first = slice / GROUP * GROUP;
     int members = first + GROUP <= slices ? GROUP : slices - first;
-    counts += rows_of_blocks * (MOST_GROUPS + 1);
+    counts += rows_of_blocks * (MAX_GROUPS + 1);
     if (!is_last(counts + 1 + slice / GROUP, members)) return;
     merge(out, parts, stats, first, members, 1, false);
     if (is_last(counts, groups)) merge(out, parts, stats, 0, groups, GROUP, true);

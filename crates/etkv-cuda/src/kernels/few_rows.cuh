@@ -1,6 +1,6 @@
 // Products of a few rows with a weight: each weight is read once, from where it lies, into registers.
 // What a layer does before and after a product is done on the way: its rows are normalized; the
-// activated half of the outputs gates the other half, or heads turn by rotary embedding; and the result
+// activated half of the outputs gates the other half, or heads rotate by rotary embedding; and the result
 // is added to other rows. Heads of keys and values may go to where a cache keeps them.
 
 namespace etkv {
@@ -11,15 +11,15 @@ constexpr int SHARES = 8;
 constexpr int STEP = 64 * SHARES;
 // Rows that are multiplied together, and the most rows.
 constexpr int ROWS = 8;
-constexpr int MOST_ROWS = 2 * ROWS;
+constexpr int MAX_ROWS = 2 * ROWS;
 // Pieces of the weight that a thread has asked for.
 constexpr int DEPTH = 4;
 // The floats that the warps leave of two tiles, and of the rows' squares.
-constexpr int SUMS = 2 * SHARES * MOST_ROWS * OUTPUTS;
-constexpr int SQUARES = MOST_ROWS * SHARES;
+constexpr int SUMS = 2 * SHARES * MAX_ROWS * OUTPUTS;
+constexpr int SQUARES = MAX_ROWS * SHARES;
 // Elements between rows in shared memory, so that two rows are in different banks; and the most of all.
 constexpr int PAD = 32;
-constexpr int MOST_SHARED = 33280;
+constexpr int MAX_SHARED = 33280;
 
 // The function of the first half of the outputs, as the host numbers them.
 enum Gates { NO_GATE, SILU, GELU, GELU_TANH };
@@ -62,16 +62,16 @@ struct FewRows {
   int gate;
   // Outputs are those of the result: a gate has twice as many rows of weights.
   int rows, outputs, inner;
-  // Outputs are heads of so many, the first `turned` outputs of which turn; or 0. Element `j` of a head
-  // turns together with `j + head_dim / 2`.
-  int head_dim, turned;
+  // Outputs are heads of so many, the first `rotated` outputs of which rotate; or 0. Element `j` of a head
+  // rotates together with `j + head_dim / 2`.
+  int head_dim, rotated;
   const int* positions;
   long long position_step;
   const float* periods;
   long long period_step;
   Pools<E> pools = {};
   // Rows of up to so many elements are in shared memory, those between them counted in.
-  int most_shared = MOST_SHARED;
+  int most_shared = MAX_SHARED;
 
   // Eight elements that lie anywhere.
   __device__ static uint4 gathered(const E* from, long long step) {
@@ -92,7 +92,7 @@ struct FewRows {
 
   __device__ bool is_shared() const { return rows * (inner + PAD) <= most_shared; }
 
-  // A tile has two outputs of each pair that belongs together: a gate and what is gated, or two that turn.
+  // A tile has two outputs of each pair that belongs together: a gate and what is gated, or two that rotate.
   __device__ bool is_paired() const { return gate || head_dim; }
 
   __device__ int columns() const { return is_paired() ? OUTPUTS / 2 : OUTPUTS; }
@@ -130,8 +130,8 @@ struct FewRows {
     memcpy(by, &weights, sizeof(weights));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      E turned = static_cast<E>(static_cast<float>(each[i]) * scale);
-      each[i] = norm ? static_cast<E>(static_cast<float>(by[i]) * static_cast<float>(turned)) : turned;
+      E rotated = static_cast<E>(static_cast<float>(each[i]) * scale);
+      each[i] = norm ? static_cast<E>(static_cast<float>(by[i]) * static_cast<float>(rotated)) : rotated;
     }
     memcpy(&piece, each, sizeof(piece));
     return piece;
@@ -325,7 +325,7 @@ struct FewRows {
     return pools.values + (head - pools.each) * pools.values_head + at;
   }
 
-  // Writes two outputs of a head, which turn if they are among the first. Rounds where a function of its
+  // Writes two outputs of a head, which rotate if they are among the first. Rounds where a function of its
   // own would. Keys and values of a row without a slot go nowhere.
   __device__ void end_pair(E* out, int r, int output, float sum, float other) const {
     int half = head_dim / 2;
@@ -335,9 +335,9 @@ struct FewRows {
       other += static_cast<float>(bias[(output + half) * bias_step]);
     }
     E first = static_cast<E>(sum), second = static_cast<E>(other);
-    if (output < turned) {
+    if (output < rotated) {
       float angle = angle_of(positions[r * position_step], periods[output % head_dim * period_step]);
-      turn(first, second, angle);
+      rotate(first, second, angle);
     }
     E* to = place_of(out, r, output);
     to[0] = first;

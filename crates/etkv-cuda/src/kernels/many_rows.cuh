@@ -163,10 +163,10 @@ struct ManyRows : FewRows<E> {
   // Multiplies the rows of a place with those of its weight.
   __device__ static void multiply_place(Sums& sums, const E* place) {
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int turn = thread % 8;
+    int rotation = thread % 8;
     // Four matrices of 8x8: of the weight, first its rows and then its columns; of x, its columns.
     const E* rows_of_w = place + (warp % OUTPUT_WARPS * 16 + thread % 16) * MANY_WIDE;
-    const E* rows_of_x = place + (MANY_TILE + warp / OUTPUT_WARPS * 8 * PARTS + turn) * MANY_WIDE;
+    const E* rows_of_x = place + (MANY_TILE + warp / OUTPUT_WARPS * 8 * PARTS + rotation) * MANY_WIDE;
 #pragma unroll
     for (int k = 0; k < MANY_WIDE / 32; ++k) {
       unsigned a[2][2][4], b[PARTS][4];
@@ -174,12 +174,12 @@ struct ManyRows : FewRows<E> {
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          int piece = (4 * k + 2 * i + thread / 16) ^ turn;
+          int piece = (4 * k + 2 * i + thread / 16) ^ rotation;
           read_matrices(a[half][i], rows_of_w + half * MANY_PAIRS * MANY_WIDE + 8 * piece);
         }
       }
 #pragma unroll
-      for (int n = 0; n < PARTS; ++n) read_matrices(b[n], rows_of_x + 8 * n * MANY_WIDE + 8 * ((4 * k + thread / 8) ^ turn));
+      for (int n = 0; n < PARTS; ++n) read_matrices(b[n], rows_of_x + 8 * n * MANY_WIDE + 8 * ((4 * k + thread / 8) ^ rotation));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll

@@ -1,5 +1,5 @@
 // The product of a single row with a weight. A warp has two rows of the weight at a time, which belong
-// together: those of a gate and of what is gated, those of two elements that turn, or two neighbours.
+// together: those of a gate and of what is gated, those of two elements that rotate, or two neighbours.
 // It asks for their first pieces before it waits for the kernel before, and never for a piece that
 // another block has asked for. Where there are fewer pairs than warps, several warps share the inner axis.
 

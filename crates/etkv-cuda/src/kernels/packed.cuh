@@ -14,7 +14,7 @@ struct Codes {
   static constexpr int EIGHTS = CODES<BITS> / 8;
 
   // Returns the piece with its eights in turn, beginning with number `first`.
-  __device__ static uint4 turned(uint4 piece, int first) {
+  __device__ static uint4 rotated(uint4 piece, int first) {
     if (BITS == 4 && first % 2) piece = make_uint4(piece.y, piece.z, piece.w, piece.x);
     if (BITS == 4 ? first / 2 : first) piece = make_uint4(piece.z, piece.w, piece.x, piece.y);
     return piece;
@@ -123,7 +123,7 @@ struct PackedRows : OneRow<E> {
     int first = 2 * SPAN * warp, mine = first + PIECE * member;
     // Threads of a group begin with different eights: those of rows in shared memory are then in different
     // banks.
-    int turn = member * Kind::EIGHTS / 4;
+    int rotation = member * Kind::EIGHTS / 4;
 
     uint4 a[PACKED_DEPTH][2][2];
     unsigned groups[PACKED_DEPTH][2][2];
@@ -182,7 +182,7 @@ struct PackedRows : OneRow<E> {
           if (from + first >= inner) continue;
           // Codes behind a row are zeros, as their scales and biases are.
           int from_x = min(from + mine, inner - PIECE);
-          uint4 upper = Kind::turned(a[place][0][half], turn), lower = Kind::turned(a[place][1][half], turn);
+          uint4 upper = Kind::rotated(a[place][0][half], rotation), lower = Kind::rotated(a[place][1][half], rotation);
 #pragma unroll
           for (int i = 0; i < Kind::EIGHTS; ++i) {
             unsigned up[4], low[4];
@@ -190,7 +190,7 @@ struct PackedRows : OneRow<E> {
             Kind::unpack(low, lower, i, groups[place][1][half], mask);
             unsigned head[4] = {up[0], low[0], up[1], low[1]};
             unsigned tail[4] = {up[2], low[2], up[3], low[3]};
-            int at = from_x + 8 * ((i + turn) % Kind::EIGHTS);
+            int at = from_x + 8 * ((i + rotation) % Kind::EIGHTS);
 #pragma unroll
             for (int j = 0; j < TILES; ++j) {
               uint4 y = IN_SHARED ? *reinterpret_cast<const uint4*>(at_x[j] + at) : read_rows(at_x[j] + at);

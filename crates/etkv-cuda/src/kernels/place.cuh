@@ -1,9 +1,9 @@
-// Heads that a product has made, to where attention takes them: normalized, turned, and stored. A block has
+// Heads that a product has made, to where attention takes them: normalized, rotated, and stored. A block has
 // the heads of a token that belong to one head of keys, each warp a head at a time.
 
 namespace etkv {
 
-constexpr int MOST_PLACE_WARPS = 8;
+constexpr int MAX_PLACE_WARPS = 8;
 
 template <typename E>
 struct Row {
@@ -34,15 +34,15 @@ struct Row {
     for (int i = 0; i < 8; ++i) x[i] = norm.normed(x[i], scale, 8 * thread + i);
   }
 
-  // Element `j` of the first ones, which turn, does together with `j + turned / 2`, which another thread has.
-  __device__ void turn_row(int position, const float* periods, int turned) {
-    int half = turned / 16, other = thread < half ? thread + half : thread - half;
+  // Element `j` of the first ones, which rotate, does together with `j + rotated / 2`, which another thread has.
+  __device__ void rotate_row(int position, const float* periods, int rotated) {
+    int half = rotated / 16, other = thread < half ? thread + half : thread - half;
     bool is_second = thread >= half;
     for (int i = 0; i < 8; ++i) {
       float its = __shfl_sync(ALL, static_cast<float>(x[i]), other);
-      if (8 * thread >= turned) continue;
+      if (8 * thread >= rotated) continue;
       E first = is_second ? E(its) : x[i], second = is_second ? x[i] : E(its);
-      turn(first, second, angle_of(position, periods[8 * (thread % half) + i]));
+      rotate(first, second, angle_of(position, periods[8 * (thread % half) + i]));
       x[i] = is_second ? second : first;
     }
   }

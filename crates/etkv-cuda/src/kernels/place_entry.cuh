@@ -3,7 +3,7 @@
 using Keys = ETKV_KEYS;
 using Values = ETKV_VALUES;
 
-// As the host has it. Periods are null if nothing turns. A norm is 0 if there is none, and 2 if its weights are
+// As the host has it. Periods are null if nothing rotates. A norm is 0 if there is none, and 2 if its weights are
 // float32.
 struct PlaceWork {
   const Element* x;
@@ -14,12 +14,12 @@ struct PlaceWork {
   const etkv::Step* step;
   etkv::Planes keys, values;
   float q_eps, k_eps;
-  int q_normalizes, k_normalizes, queries, each, dim, turned;
+  int q_normalizes, k_normalizes, queries, each, dim, rotated;
 };
 static_assert(sizeof(PlaceWork) == 144, "as the host has it");
 
 // A block for each head of keys and each token.
-extern "C" __global__ void __launch_bounds__(32 * etkv::MOST_PLACE_WARPS) etkv_place(const PlaceWork work) {
+extern "C" __global__ void __launch_bounds__(32 * etkv::MAX_PLACE_WARPS) etkv_place(const PlaceWork work) {
   __shared__ int is_hidden;
   etkv::let_next_begin();
   int head = blockIdx.x, t = blockIdx.y, group = work.queries / work.each, dim = work.dim;
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(32 * etkv::MOST_PLACE_WARPS) etkv_p
     row.read(from + number * dim);
     if (is_key && work.k_normalizes) row.normalize({work.k_norm, work.k_eps, work.k_normalizes == 2});
     if (i > 1 && work.q_normalizes) row.normalize({work.q_norm, work.q_eps, work.q_normalizes == 2});
-    if (!is_value && work.periods) row.turn_row(position, work.periods, work.turned);
+    if (!is_value && work.periods) row.rotate_row(position, work.periods, work.rotated);
     if (!row.is_finite()) is_hidden = 1;
     if (i > 1) {
       row.write(out + (i - 2) * dim);

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(32 * etkv::TILED_WARPS, 1) etkv_til
   extern __shared__ uint4 shared_memory[];
   etkv::let_next_begin();
   Element* memory = reinterpret_cast<Element*>(shared_memory);
-  bool is_held = work.inner <= etkv::MOST_HELD, is_half = work.rows <= 8;
+  bool is_held = work.inner <= etkv::MAX_HELD, is_half = work.rows <= 8;
   if (is_held && is_half) Tiled<1, true>{rows_of(work)}.run_tiled(work.out, memory);
   if (is_held && !is_half) Tiled<2, true>{rows_of(work)}.run_tiled(work.out, memory);
   if (!is_held && is_half) Tiled<1, false>{rows_of(work)}.run_tiled(work.out, memory);

@@ -14,7 +14,7 @@ struct ProductWork {
   const etkv::Step* step;
   long long keys_head, values_head;
   float eps;
-  int normalizes, gate, rows, outputs, inner, head_dim, turned, queries, each, most_shared, team;
+  int normalizes, gate, rows, outputs, inner, head_dim, rotated, queries, each, most_shared, team;
 };
 static_assert(sizeof(ProductWork) == 144, "as the host has it");
 
@@ -22,7 +22,7 @@ __device__ inline etkv::FewRows<Element> rows_of(const ProductWork& work) {
   return {
       work.x, work.inner, 1, work.w, work.bias, 1, work.normalizes != 0, work.eps, work.norm, 1,
       work.plus, work.outputs, 1, work.gate, work.rows, work.outputs, work.inner, work.head_dim,
-      work.turned, work.step->positions, 1, work.periods, 1,
+      work.rotated, work.step->positions, 1, work.periods, 1,
       {work.keys, work.values, work.keys_head, work.values_head, work.step->slots, work.queries, work.each},
       work.most_shared};
 }

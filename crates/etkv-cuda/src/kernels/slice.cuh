@@ -17,10 +17,10 @@ constexpr int STEP = 16;
 // Rows of a warp.
 constexpr int ROWS = 16;
 
-// The warps of a block that share its rows are `MOST_ROW_WARPS`, or else these are the most. A block of threads has
+// The warps of a block that share its rows are `MAX_ROW_WARPS`, or else these are the most. A block of threads has
 // `PARTS` blocks of rows, one after another, and as many of these objects. `AT_ONCE`: the most steps of keys that a
 // warp attends to at a time, as registers allow.
-template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS, bool IS_FIXED = false, int PARTS = 1,
+template <typename E, int DK, int DV, int MASK, int STAGES, int MAX_ROW_WARPS, bool IS_FIXED = false, int PARTS = 1,
           int AT_ONCE = 2>
 struct Slice {
   static constexpr int PIECE = 16 / sizeof(E);
@@ -70,10 +70,10 @@ struct Slice {
 
   // Divides the warps between rows and keys. Fewer rows are fewer sequences, whose keys lie apart.
   __device__ void divide_rows() {
-    row_warps = MOST_ROW_WARPS;
+    row_warps = MAX_ROW_WARPS;
     if (IS_FIXED) return;
     row_warps = 1;
-    while (row_warps < MOST_ROW_WARPS && row_warps * ROWS * PARTS < sizes.rows()) row_warps *= 2;
+    while (row_warps < MAX_ROW_WARPS && row_warps * ROWS * PARTS < sizes.rows()) row_warps *= 2;
   }
 
   __device__ void start(int part = 0) {
@@ -123,7 +123,7 @@ struct Slice {
   // Does so by way of the last tile's place in shared memory, to which nothing is copied yet: threads read 16 bytes, and
   // no two the same.
   __device__ void read_whole_queries() {
-    constexpr int PIECES = DK / PIECE, EACH = (MOST_ROW_WARPS * ROWS * PIECES + THREADS - 1) / THREADS;
+    constexpr int PIECES = DK / PIECE, EACH = (MAX_ROW_WARPS * ROWS * PIECES + THREADS - 1) / THREADS;
     E* place = reinterpret_cast<E*>(shared) + (STAGES - 1) * STAGE;
     // All are asked for at once.
     uint4 x[EACH];
@@ -363,7 +363,7 @@ struct Slice {
   // can be without one that has more tiles: each leaves much to be merged.
   __device__ int slices_of(int block, int most) const {
     int tiles = max(tiles_of_all(block), 1);
-    if (MOST_ROW_WARPS * PARTS == 1) return min(tiles, most);
+    if (MAX_ROW_WARPS * PARTS == 1) return min(tiles, most);
     int each = (tiles + most - 1) / most;
     return (tiles + each - 1) / each;
   }
@@ -432,7 +432,7 @@ struct Slice {
     // With three places or more a tile may be copied once all warps have come to the one before it: then they have
     // ended with what was in its place, and wait for each other once a tile in place of twice. Where no warps share
     // rows, each has so much to do for a tile that the copies would come late.
-    constexpr bool LOADS_LATE = STAGES > 2 && MOST_ROW_WARPS < WARPS;
+    constexpr bool LOADS_LATE = STAGES > 2 && MAX_ROW_WARPS < WARPS;
     int tiles = tiles_of_all(block);
     int first = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / slices);
     int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / slices);
@@ -519,7 +519,7 @@ struct Slice {
   // Adds the sums of the warps that share rows. Writes the result if this is the only slice, or else
   // what is merged.
   __device__ void end_slice(E* out, float* parts, float* stats) {
-    bool is_direct = MOST_ROW_WARPS == WARPS && row_warps == WARPS && slices > 1;
+    bool is_direct = MAX_ROW_WARPS == WARPS && row_warps == WARPS && slices > 1;
     for (int i = 0; i < 2; ++i) {
       int of_warp = thread / 4 + 8 * i, r = static_cast<int>(blockIdx.x) * rows_of_block() + row_of_warp + of_warp;
       float whole = over_row(total[i], true);
@@ -545,8 +545,8 @@ struct Slice {
 
   // Does so with what all warps have kept.
   __device__ void add_warps(E* out, float* parts, float* stats) {
-    if (MOST_ROW_WARPS == WARPS && row_warps == WARPS) return add_shared<1>(out, parts, stats);
-    if (MOST_ROW_WARPS > 1 && row_warps == 2) return add_shared<WARPS / 2>(out, parts, stats);
+    if (MAX_ROW_WARPS == WARPS && row_warps == WARPS) return add_shared<1>(out, parts, stats);
+    if (MAX_ROW_WARPS > 1 && row_warps == 2) return add_shared<WARPS / 2>(out, parts, stats);
     add_shared<WARPS>(out, parts, stats);
   }
 

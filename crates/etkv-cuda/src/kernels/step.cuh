@@ -2,7 +2,7 @@
 
 namespace etkv {
 
-constexpr int MOST_TOKENS = 64;
+constexpr int MAX_TOKENS = 64;
 
 struct Step {
   // One past the last row of the pools that is read, the step's own rows among them.
@@ -10,10 +10,10 @@ struct Step {
   // How many numbers come before the tiles of keys, if the step has a mask.
   int before_tiles;
   int unused[2];
-  int ids[MOST_TOKENS];
-  int positions[MOST_TOKENS];
+  int ids[MAX_TOKENS];
+  int positions[MAX_TOKENS];
   // Less than 0 for a token that only fills up.
-  int slots[MOST_TOKENS];
+  int slots[MAX_TOKENS];
 };
 static_assert(sizeof(Step) == 784, "as the host has it");
 

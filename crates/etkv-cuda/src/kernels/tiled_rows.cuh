@@ -14,7 +14,7 @@ constexpr int TILE = 16;
 constexpr int HELD_WIDE = 128, HELD_DEPTH = 2;
 constexpr int OTHER_WIDE = 64, OTHER_DEPTH = 3;
 // The longest rows that stay in registers.
-constexpr int MOST_HELD = TILED_WARPS * HELD_WIDE;
+constexpr int MAX_HELD = TILED_WARPS * HELD_WIDE;
 
 // `HALVES`: 1 for up to 8 rows of `x`, 2 for up to 16.
 template <typename E, int HALVES, bool HELD>

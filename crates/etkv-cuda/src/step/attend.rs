@@ -12,24 +12,24 @@ use crate::step::source::Source;
 /// Keys that attention reads at a time, rows of a warp, and the most slices, as in the kernel.
 pub(crate) const TILE: usize = 64;
 const ROWS: usize = 16;
-const MOST_SLICES: usize = 64;
+const MAX_SLICES: usize = 64;
 /// Threads and warps of a block, as in the kernel.
 pub(crate) const ATTEND_THREADS: usize = 32 * WARPS;
 const WARPS: usize = 4;
 /// The most tiles of plain pools that a block holds at a time.
-const MOST_TILES: usize = 3;
+const MAX_TILES: usize = 3;
 /// The most blocks that merge, for each multiprocessor, where they are few, and where they are some.
 const FEW_MERGING: usize = 1;
 const SOME_MERGING: usize = 4;
 /// The most blocks along the second and third axis.
-const MOST_BLOCKS: usize = 65_535;
+const MAX_BLOCKS: usize = 65_535;
 /// Shared memory for the tiles of packed pools in a block.
-const MOST_PACKED_SHARED: usize = 96 << 10;
+const MAX_PACKED_SHARED: usize = 96 << 10;
 /// The most tiles of packed pools that a block holds at a time. A multiprocessor has fewer blocks rather than fewer tiles.
-const MOST_STAGES: usize = 4;
+const MAX_STAGES: usize = 4;
 /// The largest heads of which a warp takes more rows, or of which a multiprocessor has more than two blocks: their
 /// sums are in registers.
-const MOST_SHARED_DIM: usize = 128;
+const MAX_SHARED_DIM: usize = 128;
 /// Rows of a tile of rows over packed pools.
 const ROW_TILE: usize = 8;
 
@@ -74,8 +74,8 @@ impl AttendShape {
         let Division { rows, rows_of_block, .. } = division;
         let (source, blocks, bytes_shared) = Self::source(plan, attend, division, limits);
         let row_blocks = rows.div_ceil(rows_of_block);
-        if row_blocks > MOST_BLOCKS {
-            fail!(Plan, "{rows} rows of queries, expected {} or fewer", MOST_BLOCKS * ROWS);
+        if row_blocks > MAX_BLOCKS {
+            fail!(Plan, "{rows} rows of queries, expected {} or fewer", MAX_BLOCKS * ROWS);
         }
         if bytes_shared > limits.block_shared {
             let most = limits.block_shared;
@@ -83,7 +83,7 @@ impl AttendShape {
         }
         let blocks = plan.attention_blocks.unwrap_or(blocks * limits.processors);
         let tiles = attend.keys.capacity.min(attend.values.capacity).div_ceil(TILE);
-        let slices = (blocks / (attend.n_kv * row_blocks)).min(tiles).clamp(1, MOST_SLICES);
+        let slices = (blocks / (attend.n_kv * row_blocks)).min(tiles).clamp(1, MAX_SLICES);
         Ok(Self {
             source,
             grid: [slices, attend.n_kv, row_blocks],
@@ -112,23 +112,23 @@ impl AttendShape {
             // Rows are 16 bytes apart. Elements have 2.
             let tile = TILE * 2 * (dim + 8) * 2;
             // Of many rows fewer blocks leave less to be merged, and hold more tiles each.
-            let blocks = if rows_of_block == ROWS && dim <= MOST_SHARED_DIM { 3 } else { 2 };
-            let tiles = (shared(blocks) / tile).clamp(1, MOST_TILES);
+            let blocks = if rows_of_block == ROWS && dim <= MAX_SHARED_DIM { 3 } else { 2 };
+            let tiles = (shared(blocks) / tile).clamp(1, MAX_TILES);
             let source = Source::Attend { element, dim, tiles, row_warps, blocks, masked };
             return (source, blocks, (tiles * tile).max(sums));
         };
         let stage = stage_bytes(keys, values, dim);
         // Fewer tiles of rows leave more registers, so that a multiprocessor has more blocks.
         let most_blocks = match row_tiles {
-            _ if dim > MOST_SHARED_DIM => 2,
+            _ if dim > MAX_SHARED_DIM => 2,
             1 => 4,
             2 => 3,
             _ => 2,
         };
-        let stages = |blocks: usize| shared(blocks).min(MOST_PACKED_SHARED) / stage;
-        let is_enough = |blocks: &usize| stages(*blocks) >= MOST_STAGES;
+        let stages = |blocks: usize| shared(blocks).min(MAX_PACKED_SHARED) / stage;
+        let is_enough = |blocks: &usize| stages(*blocks) >= MAX_STAGES;
         let blocks = (2..=most_blocks).rev().find(is_enough).unwrap_or(most_blocks.min(3));
-        let stages = stages(blocks).clamp(2, MOST_STAGES);
+        let stages = stages(blocks).clamp(2, MAX_STAGES);
         let source = Source::AttendPacked {
             element,
             dim,
@@ -195,7 +195,7 @@ struct Division {
 impl Division {
     fn of(plan: &Plan, attend: &Attend) -> Self {
         let rows = attend.n_q / attend.n_kv * plan.tokens;
-        let is_shared = rows > ROWS && attend.head_dim <= MOST_SHARED_DIM && !plan.apart;
+        let is_shared = rows > ROWS && attend.head_dim <= MAX_SHARED_DIM && !plan.apart;
         let is_packed = [attend.keys, attend.values].iter().any(|pool| format_of(*pool).is_some());
         let row_tiles = match rows {
             ..=ROW_TILE => 1,

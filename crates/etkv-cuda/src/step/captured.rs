@@ -13,7 +13,7 @@ use crate::step::error::{check, fail, Result};
 use crate::step::inputs::{check_given, check_steps, StepInputs};
 use crate::step::launch::{int, Step};
 use crate::step::mask::RowBlocks;
-use crate::step::plan::{Buffer, Copied, Logits, Plan, MOST_TOKENS};
+use crate::step::plan::{Buffer, Copied, Logits, Plan, MAX_TOKENS};
 use crate::step::work::{Layout, Work, APART, LOGITS_AT};
 
 /// A plan that is captured: an instantiated graph and its memory. It keeps its device.
@@ -248,10 +248,10 @@ impl Captured {
             keys: int(step.n_keys),
             before_tiles: int(before_tiles),
             unused: [0; 2],
-            ids: [0; MOST_TOKENS],
-            positions: [0; MOST_TOKENS],
+            ids: [0; MAX_TOKENS],
+            positions: [0; MAX_TOKENS],
             // Tokens that the step does not have leave nothing in the pools.
-            slots: [-1; MOST_TOKENS],
+            slots: [-1; MAX_TOKENS],
         };
         let n = step.ids.len();
         inputs.ids[..n].copy_from_slice(step.ids);

@@ -3,15 +3,15 @@
 use crate::step::error::{fail, Result};
 use crate::step::plan::{
     Address, Attend, Blend, Buffer, Columns, Copied, Embed, Heads, Launch, Logits, Norm, Normalize,
-    Packed, PackedFormat, Place, Plan, Pool, PoolRows, Product, Weight, MOST_GROUPS, MOST_TOKENS,
+    Packed, PackedFormat, Place, Plan, Pool, PoolRows, Product, Weight, MAX_GROUPS, MAX_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
 /// twice each within 32.
-const LARGEST: usize = 1 << 30;
+const MAX: usize = 1 << 30;
 /// The most elements of a row that is multiplied, and heads.
 const LONGEST: usize = 1 << 24;
-const MOST_HEADS: usize = 4096;
+const MAX_HEADS: usize = 4096;
 /// Elements that a thread reads at a time, and outputs of a tile.
 const PIECE: usize = 8;
 const TILE: usize = 16;
@@ -27,16 +27,16 @@ const DIMS: std::ops::RangeInclusive<usize> = 32..=256;
 
 /// Returns an error if the plan cannot be on any device.
 pub(crate) fn check(plan: &Plan) -> Result<()> {
-    if !(1..=MOST_TOKENS).contains(&plan.tokens) {
-        fail!(Plan, "{} tokens, expected 1 to {MOST_TOKENS}", plan.tokens);
+    if !(1..=MAX_TOKENS).contains(&plan.tokens) {
+        fail!(Plan, "{} tokens, expected 1 to {MAX_TOKENS}", plan.tokens);
     }
     if plan.attention_blocks == Some(0) {
         fail!(Plan, "0 blocks of attention, expected 1 or more");
     }
     for &elements in &plan.buffers {
-        is_within("elements of a buffer", elements, 1, LARGEST)?;
+        is_within("elements of a buffer", elements, 1, MAX)?;
     }
-    is_within("groups", plan.masked.len(), 1, MOST_GROUPS)?;
+    is_within("groups", plan.masked.len(), 1, MAX_GROUPS)?;
     for group in (0..plan.masked.len()).filter(|&group| plan.is_masked(group)) {
         let is_own = |launch: &Launch| matches!(launch, Launch::Attend(own) if own.group == group);
         if !plan.launches.iter().any(is_own) {
@@ -91,7 +91,7 @@ pub(crate) fn capacity(plan: &Plan, group: usize) -> usize {
         };
         (own == group).then(|| keys.capacity.min(values.capacity))
     };
-    plan.launches.iter().filter_map(of).min().unwrap_or(LARGEST)
+    plan.launches.iter().filter_map(of).min().unwrap_or(MAX)
 }
 
 /// A plan, and the buffers that the launches so far have written.
@@ -113,7 +113,7 @@ impl Work<'_> {
     }
 
     fn check_embed(&mut self, embed: &Embed) -> Result<()> {
-        is_within("rows of a table", embed.vocabulary, 1, LARGEST)?;
+        is_within("rows of a table", embed.vocabulary, 1, MAX)?;
         is_within("elements of a row", embed.inner, 1, LONGEST)?;
         is_weight("the table", embed.table, embed.inner)?;
         if let Some(scale) = embed.scale {
@@ -149,8 +149,11 @@ impl Work<'_> {
                     fail!(Plan, "heads have no gate, no sum, and all rows");
                 }
                 self.check_heads(heads, outputs)?;
-                if heads.turned != heads.head_dim {
-                    fail!(Plan, "heads of a product turn whole; place those of which a part turns");
+                if heads.rotated != heads.head_dim {
+                    fail!(
+                        Plan,
+                        "heads of a product rotate whole; place those of which a part rotates"
+                    );
                 }
                 for pool in [heads.keys, heads.values] {
                     if !matches!(pool.rows, PoolRows::Plain(_)) {
@@ -240,9 +243,9 @@ impl Work<'_> {
                 "heads of {head_dim} elements, expected a multiple of {PLACED} to place them"
             );
         }
-        is_within("elements that turn", heads.turned, TILE, head_dim)?;
-        if heads.turned % TILE != 0 {
-            fail!(Plan, "{} elements that turn, expected a multiple of {TILE}", heads.turned);
+        is_within("elements that rotate", heads.rotated, TILE, head_dim)?;
+        if heads.rotated % TILE != 0 {
+            fail!(Plan, "{} elements that rotate, expected a multiple of {TILE}", heads.rotated);
         }
         are_placed(heads)?;
         is_norm(*q_norm)?;
@@ -320,7 +323,7 @@ impl Work<'_> {
     }
 
     fn check_logits(&self, logits: Logits) -> Result<()> {
-        is_within("rows of logits", logits.rows, 1, MOST_TOKENS)?;
+        is_within("rows of logits", logits.rows, 1, MAX_TOKENS)?;
         is_within("logits of a row", logits.vocabulary, 1, LONGEST)?;
         if logits.copied == Copied::Last && logits.rows != self.plan.tokens {
             fail!(
@@ -384,7 +387,7 @@ fn are_pieces(inner: usize) -> Result<()> {
 }
 
 fn are_heads(n_q: usize, n_kv: usize, head_dim: usize) -> Result<()> {
-    is_within("heads", n_q, 1, MOST_HEADS)?;
+    is_within("heads", n_q, 1, MAX_HEADS)?;
     is_within("heads of keys", n_kv, 1, n_q)?;
     if n_q % n_kv != 0 {
         fail!(Plan, "{n_q} heads, expected a multiple of {n_kv}");
@@ -423,7 +426,7 @@ fn is_norm(norm: Option<Norm>) -> Result<()> {
 }
 
 fn is_pool(what: &str, pool: Pool, head_dim: usize) -> Result<()> {
-    is_within("rows of a pool", pool.capacity, 1, LARGEST)?;
+    is_within("rows of a pool", pool.capacity, 1, MAX)?;
     let rows = match pool.rows {
         PoolRows::Plain(address) => return is_address(what, address, 16),
         PoolRows::Packed(rows) => rows,

@@ -17,7 +17,7 @@ use crate::step::plan::Plan;
 use crate::step::source::Source;
 
 /// The least compute capability: that of Ampere, as the kernels' instructions need it.
-const LEAST_CAPABILITY: usize = 80;
+const MIN_CAPABILITY: usize = 80;
 
 /// Device 0 of CUDA, and the kernels that are loaded on it. Clones are the same device.
 #[derive(Debug, Clone)]
@@ -46,10 +46,10 @@ impl Device {
         let context = Context::open()?;
         let of = |attribute| context.attribute(attribute);
         let capability = context.capability()?;
-        if capability < LEAST_CAPABILITY {
+        if capability < MIN_CAPABILITY {
             fail!(
                 Unavailable,
-                "the device has compute capability {capability}, expected {LEAST_CAPABILITY}"
+                "the device has compute capability {capability}, expected {MIN_CAPABILITY}"
             );
         }
         let limits = Limits {

@@ -7,7 +7,7 @@ use cudarc::driver::sys;
 use crate::step::check::rows;
 use crate::step::driver::{Kernel, Stream};
 use crate::step::error::{check, fail, Result};
-use crate::step::plan::{Address, Plan, Product, Weight, MOST_FEW, MOST_TOKENS};
+use crate::step::plan::{Address, Plan, Product, Weight, MAX_FEW, MAX_TOKENS};
 
 /// Threads of a block, as in the kernels.
 pub(crate) const PRODUCT_THREADS: usize = 256;
@@ -40,7 +40,7 @@ const HELD_WIDE: usize = 128;
 const HELD_DEPTH: usize = 2;
 const OTHER_WIDE: usize = 64;
 const OTHER_DEPTH: usize = 3;
-const MOST_HELD: usize = TILED_WARPS * HELD_WIDE;
+const MAX_HELD: usize = TILED_WARPS * HELD_WIDE;
 
 /// What the kernel of many rows has: its threads, the rows of the weight in a tile and the pairs of them, the
 /// elements of a row in a place of its ring, and the most rows and places.
@@ -51,7 +51,7 @@ const MANY_WIDE: usize = 64;
 const MANY_ROWS: usize = 64;
 const MANY_DEPTHS: std::ops::RangeInclusive<usize> = 3..=9;
 /// The most blocks that share a tile. Each leaves sums that are read again.
-const MOST_SPLITS: usize = 8;
+const MAX_SPLITS: usize = 8;
 
 /// What a device has.
 #[derive(Debug, Clone, Copy)]
@@ -78,9 +78,9 @@ pub(crate) struct Step {
     pub(crate) keys: i32,
     pub(crate) before_tiles: i32,
     pub(crate) unused: [i32; 2],
-    pub(crate) ids: [i32; MOST_TOKENS],
-    pub(crate) positions: [i32; MOST_TOKENS],
-    pub(crate) slots: [i32; MOST_TOKENS],
+    pub(crate) ids: [i32; MAX_TOKENS],
+    pub(crate) positions: [i32; MAX_TOKENS],
+    pub(crate) slots: [i32; MAX_TOKENS],
 }
 
 /// The argument of a product. Addresses are 0 where there is nothing.
@@ -106,7 +106,7 @@ pub(crate) struct ProductWork {
     pub(crate) outputs: i32,
     pub(crate) inner: i32,
     pub(crate) head_dim: i32,
-    pub(crate) turned: i32,
+    pub(crate) rotated: i32,
     pub(crate) queries: i32,
     pub(crate) each: i32,
     pub(crate) most_shared: i32,
@@ -175,7 +175,7 @@ impl ProductShape {
     /// rows than the kernels of a weight take.
     pub(crate) fn of(plan: &Plan, product: &Product, limits: Limits) -> Result<Self> {
         let n = rows(plan, product);
-        if n > MOST_FEW {
+        if n > MAX_FEW {
             return Self::many(n, product, limits);
         }
         if let Some(shape) = Self::tiled(n, product, limits) {
@@ -218,7 +218,7 @@ impl ProductShape {
         let Weight::Plain(weight) = product.weight else {
             return None;
         };
-        let is_held = product.inner <= MOST_HELD;
+        let is_held = product.inner <= MAX_HELD;
         let shared = tiled_shared(rows, is_held);
         let takes = rows > 1
             && shared <= limits.block_shared
@@ -240,7 +240,7 @@ impl ProductShape {
                 fail!(Plan, "{rows} rows and a weight not at a multiple of 16 bytes")
             }
             Weight::Packed(_) => {
-                fail!(Plan, "{rows} rows and a packed weight, which takes {MOST_FEW} or fewer");
+                fail!(Plan, "{rows} rows and a packed weight, which takes {MAX_FEW} or fewer");
             }
         }
         let depth = many_depth(limits);
@@ -285,7 +285,7 @@ fn splits_of(tiles: usize, inner: usize, processors: usize) -> usize {
         let end = if *splits > 1 { 4 + splits / 2 } else { 1 };
         (tiles * splits).div_ceil(processors) * (steps.div_ceil(*splits) + end)
     };
-    (1..=steps.min(MOST_SPLITS)).min_by_key(time).unwrap_or(1)
+    (1..=steps.min(MAX_SPLITS)).min_by_key(time).unwrap_or(1)
 }
 
 /// Returns the rows that the kernel of many rows multiplies.

@@ -26,5 +26,5 @@ pub use self::mask::KeyMask;
 pub use self::plan::{
     Address, Attend, Blend, Buffer, Columns, Copied, Element, Embed, Gate, Heads, Launch, Logits,
     Norm, Normalize, Packed, PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product,
-    Weight, MOST_FEW, MOST_GROUPS, MOST_TOKENS,
+    Weight, MAX_FEW, MAX_GROUPS, MAX_TOKENS,
 };

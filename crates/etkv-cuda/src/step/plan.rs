@@ -1,12 +1,12 @@
 //! What a step computes: its launches, and what lies between them.
 
 /// Tokens of a step, at most.
-pub const MOST_TOKENS: usize = 64;
+pub const MAX_TOKENS: usize = 64;
 /// Rows that are multiplied by kernels for a few, which packed weights need.
-pub const MOST_FEW: usize = 16;
+pub const MAX_FEW: usize = 16;
 
 /// Groups of layers of a plan, at most.
-pub const MOST_GROUPS: usize = 4;
+pub const MAX_GROUPS: usize = 4;
 
 /// The type of all weights that are not packed, of keys and values, and of what lies between launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -145,13 +145,13 @@ pub struct Packed {
 pub struct Plan {
     /// The type of all elements.
     pub element: Element,
-    /// T: 1 to [`MOST_TOKENS`].
+    /// T: 1 to [`MAX_TOKENS`].
     pub tokens: usize,
     /// The elements of each buffer between launches. The device allocates them.
     pub buffers: Vec<usize>,
     /// What runs, in this order.
     pub launches: Vec<Launch>,
-    /// Of each group of layers whether every step has a [`KeyMask`](crate::KeyMask) for it: 1 to [`MOST_GROUPS`].
+    /// Of each group of layers whether every step has a [`KeyMask`](crate::KeyMask) for it: 1 to [`MAX_GROUPS`].
     /// The layers of a group store a step's rows in the same slots of their pools, and its tokens see the same
     /// keys. Without a mask query t of T sees the rows of the pools below `n_keys - T + t + 1`. If all groups have
     /// masks, a step may have fewer tokens than the plan.
@@ -185,7 +185,7 @@ impl Plan {
 pub struct Logits {
     /// `[rows, vocabulary]`.
     pub buffer: Buffer,
-    /// 1 to [`MOST_TOKENS`].
+    /// 1 to [`MAX_TOKENS`].
     pub rows: usize,
     /// The logits of a row.
     pub vocabulary: usize,
@@ -238,7 +238,7 @@ pub struct Embed {
     pub out: Buffer,
 }
 
-/// `out = turned(gated(norm(x) weight^T + bias)) + plus`.
+/// `out = rotated(gated(norm(x) weight^T + bias)) + plus`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Product {
     /// `[T, inner]`.
@@ -328,7 +328,7 @@ pub enum Gate {
     GeluTanh = 3,
 }
 
-/// Heads that are normalized, turned and stored, as a product does with its own, but also to packed pools and
+/// Heads that are normalized, rotated and stored, as a product does with its own, but also to packed pools and
 /// after norms of queries and keys.
 ///
 /// A token with a key or value that is not finite gets queries of NaN where that is read, since codes would
@@ -357,14 +357,14 @@ pub struct Heads {
     pub n_q: usize,
     /// Heads of keys, and of values.
     pub n_kv: usize,
-    /// The elements of a head: a multiple of 16, of 32 to 256; of 64 for more than [`MOST_FEW`] tokens.
+    /// The elements of a head: a multiple of 16, of 32 to 256; of 64 for more than [`MAX_FEW`] tokens.
     pub head_dim: usize,
-    /// The periods of rotary embedding, `[turned / 2]`, float32: element j of a query or key turns
-    /// together with `turned / 2 + j`, by `1 / periods[j]` a position. `None` if nothing turns.
+    /// The periods of rotary embedding, `[rotated / 2]`, float32: element j of a query or key rotates
+    /// together with `rotated / 2 + j`, by `1 / periods[j]` a position. `None` if nothing rotates.
     pub periods: Option<Address>,
-    /// The first elements of a head that turn: all of those of a product, a multiple of 16 of those that are
+    /// The first elements of a head that rotate: all of those of a product, a multiple of 16 of those that are
     /// placed.
-    pub turned: usize,
+    pub rotated: usize,
     /// Where the keys go.
     pub keys: Pool,
     /// Where the values go.

@@ -11,7 +11,7 @@ use crate::step::plan::{PackedFormat, Place, Plan, Pool, PoolRows};
 use crate::step::source::Source;
 
 /// The most warps of a block that places heads, as in the kernel.
-const MOST_PLACE_WARPS: usize = 8;
+const MAX_PLACE_WARPS: usize = 8;
 
 /// Where a pool's rows are. Plain rows are the codes.
 #[repr(C)]
@@ -57,7 +57,7 @@ pub(crate) struct PlaceWork {
     queries: i32,
     each: i32,
     dim: i32,
-    turned: i32,
+    rotated: i32,
 }
 
 // The kernels' files have the same sizes.
@@ -85,7 +85,7 @@ impl PlaceWork {
             queries: int(heads.n_q),
             each: int(heads.n_kv),
             dim: int(heads.head_dim),
-            turned: int(heads.turned),
+            rotated: int(heads.rotated),
         }
     }
 
@@ -108,7 +108,7 @@ pub(crate) fn place_kernel(device: &Device, plan: &Plan, place: &Place) -> Resul
 /// Returns the blocks of a launch that places heads, and the threads of each.
 pub(crate) fn place_grid(plan: &Plan, place: &Place) -> ([usize; 3], usize) {
     let heads = &place.heads;
-    let warps = (heads.n_q / heads.n_kv + 2).min(MOST_PLACE_WARPS);
+    let warps = (heads.n_q / heads.n_kv + 2).min(MAX_PLACE_WARPS);
     ([heads.n_kv, plan.tokens, 1], 32 * warps)
 }
 

@@ -78,7 +78,7 @@ impl Source {
                 &[
                     STEP,
                     text::INSTRUCTIONS,
-                    text::TURN,
+                    text::ROTATION,
                     text::FEW_ROWS,
                     ONE_ROW,
                     TILED_ROWS,
@@ -95,7 +95,7 @@ impl Source {
                 &[
                     STEP,
                     text::INSTRUCTIONS,
-                    text::TURN,
+                    text::ROTATION,
                     text::FEW_ROWS,
                     MANY_ROWS,
                     PRODUCT_WORK,
@@ -110,7 +110,7 @@ impl Source {
                 &[
                     STEP,
                     text::INSTRUCTIONS,
-                    text::TURN,
+                    text::ROTATION,
                     text::FEW_ROWS,
                     ONE_ROW,
                     TOKENS,
@@ -133,7 +133,7 @@ impl Source {
                 &[
                     STEP,
                     text::INSTRUCTIONS,
-                    text::TURN,
+                    text::ROTATION,
                     text::ROWS,
                     FORMATS,
                     ENCODE,

@@ -446,14 +446,14 @@ impl Work {
             ..ProductWork::default()
         };
         if let Some(heads) = &product.heads {
-            let turned = heads.periods.map_or(0, |_| (heads.n_q + heads.n_kv) * heads.head_dim);
+            let rotated = heads.periods.map_or(0, |_| (heads.n_q + heads.n_kv) * heads.head_dim);
             work.periods = or_null(heads.periods);
             work.keys = plain(heads.keys)?;
             work.values = plain(heads.values)?;
             work.keys_head = (heads.keys.capacity * heads.head_dim) as i64;
             work.values_head = (heads.values.capacity * heads.head_dim) as i64;
             work.head_dim = int(heads.head_dim);
-            work.turned = int(turned);
+            work.rotated = int(rotated);
             work.queries = int(heads.n_q);
             work.each = int(heads.n_kv);
         }

@@ -17,10 +17,10 @@ use crate::store::index::Group;
 use crate::store::TARGET;
 
 /// The most texts that wait to be read.
-const MOST_WAITING: usize = 16;
+const MAX_WAITING: usize = 16;
 
 /// The most texts whose answers are remembered.
-const MOST_ANSWERS: usize = 64;
+const MAX_ANSWERS: usize = 64;
 
 /// How long the store is not asked again for a text that was read ahead. Other processes may store more of it.
 const ANSWERED_FOR: Duration = Duration::from_secs(60);
@@ -91,7 +91,7 @@ impl Asked {
                 self.read += u64::from(n > 0);
                 self.tokens = self.tokens.saturating_add(n as u64);
                 self.answered.retain(|old| !(old.group == group && old.tokens == tokens));
-                if self.answered.len() == MOST_ANSWERS {
+                if self.answered.len() == MAX_ANSWERS {
                     self.answered.pop_front();
                 }
                 self.answered.push_back(Answer { group, tokens, n_there, when: Instant::now() });
@@ -151,7 +151,7 @@ impl ReadAhead {
         let refused = match thread.jobs.try_send(job) {
             Ok(()) => return Ok(true),
             Err(TrySendError::Full(job)) => {
-                debug!(target: TARGET, most = MOST_WAITING, "a text is not read ahead: others wait");
+                debug!(target: TARGET, most = MAX_WAITING, "a text is not read ahead: others wait");
                 job
             }
             Err(TrySendError::Disconnected(job)) => {
@@ -167,7 +167,7 @@ impl ReadAhead {
     }
 
     fn start(&self) -> Result<Thread> {
-        let (jobs, waiting) = sync_channel(MOST_WAITING);
+        let (jobs, waiting) = sync_channel(MAX_WAITING);
         let (inner, ends) = (Arc::clone(&self.inner), Arc::clone(&self.ends));
         let named = std::thread::Builder::new().name("etkv-read-ahead".into());
         let handle = named.spawn(move || work(&inner, &ends, &waiting)).map_err(|error| {

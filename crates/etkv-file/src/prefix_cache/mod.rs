@@ -13,7 +13,7 @@ use tracing::{debug, warn};
 use self::ahead::{Asked, ReadAhead};
 use self::kept::{Kept, Texted};
 use crate::store::index::{group_with, Group};
-use crate::store::{check_fingerprint, text_length, MOST_TRIED, TARGET};
+use crate::store::{check_fingerprint, text_length, MAX_TRIED, TARGET};
 use crate::{capacity_of, model_of, Labels, PrefixStore};
 
 /// Beginnings of texts that caches of this process share: what one cache has read of a text is kept as a
@@ -136,7 +136,7 @@ impl PrefixCache {
                 cache.length()
             );
         }
-        let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), MOST_TRIED);
+        let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), MAX_TRIED);
         let in_memory = found.first().map_or(0, |(n, ..)| *n);
         let mut counted = [0, 0];
         // What was read ahead a moment ago: the store has no more than memory. The store is asked without the

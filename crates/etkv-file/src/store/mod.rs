@@ -32,10 +32,10 @@ use crate::{capacity_of, face, model_of, write, Labels};
 pub(crate) const TARGET: &str = "etkv::file";
 
 /// The most files that are tried for a text.
-pub(crate) const MOST_TRIED: usize = 8;
+pub(crate) const MAX_TRIED: usize = 8;
 
 /// The fewest tokens that are stored, and that are worth reading a file for.
-pub const LEAST_TOKENS: usize = 32;
+pub const MIN_TOKENS: usize = 32;
 
 /// What a file has before its rows.
 type Beginning = (Header, Vec<i64>);
@@ -126,7 +126,7 @@ impl PrefixStore {
     }
 
     /// Stores the contents of a cache, which are those of the text `labels.tokens`. Returns whether a file
-    /// was written. None is for a text that is shorter than [`LEAST_TOKENS`], that the folder has already,
+    /// was written. None is for a text that is shorter than [`MIN_TOKENS`], that the folder has already,
     /// or that takes more bytes than the folder may have; nor for a cache that was converted by hand. Files
     /// go whose texts this one begins with, if it serves all that they do.
     ///
@@ -148,7 +148,7 @@ impl PrefixStore {
             );
         }
         let formats = cache.config().formats_at(length);
-        if tokens.len() < LEAST_TOKENS || cache.formats() != formats {
+        if tokens.len() < MIN_TOKENS || cache.formats() != formats {
             return Ok(false);
         }
         // A text that is still shorter than where rows are converted has other formats.
@@ -197,7 +197,7 @@ impl PrefixStore {
     }
 
     /// Loads the longest beginning of a text that the folder has. Returns how many of its first tokens
-    /// the cache then holds: 0 for none, or [`LEAST_TOKENS`] or more. The host runs the rest. The model
+    /// the cache then holds: 0 for none, or [`MIN_TOKENS`] or more. The host runs the rest. The model
     /// computes logits for what runs only, so it passes the text without its last token.
     ///
     /// A file that is damaged, does not fit, or is gone meanwhile, is passed by.
@@ -219,7 +219,7 @@ impl PrefixStore {
         }
         check_fingerprint(fingerprint)?;
         let fingerprint = model_of(cache, fingerprint);
-        let (found, matches) = self.matches(cache, &fingerprint, tokens, MOST_TRIED)?;
+        let (found, matches) = self.matches(cache, &fingerprint, tokens, MAX_TRIED)?;
         for Match { name, n_tokens } in matches {
             match self.load_file(cache, &fingerprint, &name, &tokens[..n_tokens]) {
                 Ok(true) => {
@@ -284,7 +284,7 @@ impl PrefixStore {
         let group = group_of(fingerprint, cache)?;
         let found = self.refresh(capacity)?;
         let index = self.index.lock();
-        let matches = index.matches(&group, tokens, LEAST_TOKENS, capacity).take(most).collect();
+        let matches = index.matches(&group, tokens, MIN_TOKENS, capacity).take(most).collect();
         drop(index);
         Ok((found, matches))
     }

@@ -1,4 +1,4 @@
-//! The heads of a layer where its queries and keys are normalized, or do not turn, or in part: between the product
+//! The heads of a layer where its queries and keys are normalized, or do not rotate, or in part: between the product
 //! that makes them and attention the passes leave views, norms and embeddings of each.
 //!
 //! A product with all of this on the way is a [`LinearHeads`](Op::LinearHeads), which the recipe reads alone.
@@ -27,11 +27,11 @@ pub struct LayerHeads {
     pub n_q: usize,
     pub n_kv: usize,
     pub head_dim: usize,
-    /// The periods by which queries and keys turn, and the dtype that they then have.
-    pub turn: Option<(Value, Dtype)>,
-    /// The elements of a head that turn, the first ones.
-    pub turned: usize,
-    /// How each head of queries, and of keys, is normalized before it turns.
+    /// The periods by which queries and keys rotate, and the dtype that they then have.
+    pub rotation: Option<(Value, Dtype)>,
+    /// The elements of a head that rotate, the first ones.
+    pub rotated: usize,
+    /// How each head of queries, and of keys, is normalized before it rotates.
     pub q_norm: Option<RowNorm>,
     pub k_norm: Option<RowNorm>,
 }
@@ -78,18 +78,18 @@ struct Traced {
     /// The elements of a head, if the piece is viewed as heads behind the split.
     head_dim: Option<i64>,
     norm: Option<RowNorm>,
-    turn: Option<(Value, Dtype)>,
-    /// The elements that turn, if they are not all.
-    turned: Option<i32>,
+    rotation: Option<(Value, Dtype)>,
+    /// The elements that rotate, if they are not all.
+    rotated: Option<i32>,
     /// The instructions on the way.
     between: Vec<usize>,
 }
 
-/// Heads of which a part turns: before, its periods and dtype, its elements, and the instructions.
-struct TurnedPart {
+/// Heads of which a part rotates: before, its periods and dtype, its elements, and the instructions.
+struct RotatedPart {
     x: Value,
-    turn: (Value, Dtype),
-    turned: i32,
+    rotation: (Value, Dtype),
+    rotated: i32,
     between: [usize; 2],
 }
 
@@ -122,10 +122,10 @@ impl<'a> Finder<'a> {
         let (q, k, v) = (q?, k?, v?);
         let fits = [q.split, k.split] == [v.split; 2]
             && [q.piece, k.piece, v.piece] == [0, 1, 2]
-            && (q.turn, q.turned) == (k.turn, k.turned)
+            && (q.rotation, q.rotated) == (k.rotation, k.rotated)
             && [q.head_dim, k.head_dim] == [v.head_dim; 2]
             && v.norm.is_none()
-            && v.turn.is_none();
+            && v.rotation.is_none();
         fits.then_some(())?;
         let made = &self.graph.main.instructions[q.split];
         let (&Op::Split { x, axis, ref at, .. }, Out::Tensors(_, 3)) = (&made.op, made.out) else {
@@ -160,16 +160,16 @@ impl<'a> Finder<'a> {
             n_q: count(to_keys)?,
             n_kv: count(to_values - to_keys)?,
             head_dim: usize::try_from(head_dim).ok()?,
-            turn: q.turn,
-            turned: usize::try_from(q.turned.map_or(head_dim, i64::from)).ok()?,
+            rotation: q.rotation,
+            rotated: usize::try_from(q.rotated.map_or(head_dim, i64::from)).ok()?,
             q_norm: q.norm,
             k_norm: k.norm,
         };
         Some((product, heads, between))
     }
 
-    /// Returns what heads are of which the first part has turned, and is with the rest again.
-    fn turned_part(&self, parts: &[Value], axis: i32) -> Option<TurnedPart> {
+    /// Returns what heads are of which the first part has rotated, and is with the rest again.
+    fn rotated_part(&self, parts: &[Value], axis: i32) -> Option<RotatedPart> {
         let &[first, rest] = parts else {
             return None;
         };
@@ -182,15 +182,15 @@ impl<'a> Finder<'a> {
             return None;
         };
         self.maker(rest)?;
-        let &[turned] = &at[..] else {
+        let &[rotated] = &at[..] else {
             return None;
         };
         let fits = ELEMENTS.contains(&axis)
             && ELEMENTS.contains(&cut)
             && out.tensors().eq([part, rest])
             && self.positions.contains(&offsets);
-        let (turn, between) = ((periods, dtype), [rotary, split]);
-        fits.then_some(TurnedPart { x, turn, turned, between })
+        let (rotation, between) = ((periods, dtype), [rotary, split]);
+        fits.then_some(RotatedPart { x, rotation, rotated, between })
     }
 
     /// Returns whether a value that only one instruction reads is normalized.
@@ -200,21 +200,21 @@ impl<'a> Finder<'a> {
 
     /// Follows what attention reads back to a piece of a split.
     fn trace(&self, mut value: Value) -> Option<Traced> {
-        let (mut head_dim, mut norm, mut made, mut turn) = (None, None, None, None);
-        let (mut turned, mut is_swapped, mut between) = (None, false, Vec::new());
+        let (mut head_dim, mut norm, mut made, mut rotation) = (None, None, None, None);
+        let (mut rotated, mut is_swapped, mut between) = (None, false, Vec::new());
         loop {
             let (index, op, out) = self.maker(value)?;
             value = match *op {
                 Op::Rotary { x, offsets, periods, dtype }
                     if between.is_empty() && self.positions.contains(&offsets) =>
                 {
-                    turn = Some((periods, dtype));
+                    rotation = Some((periods, dtype));
                     x
                 }
                 Op::Concatenate { ref tensors, axis } if between.is_empty() => {
-                    let found = self.turned_part(tensors, axis)?;
-                    turn = Some(found.turn);
-                    turned = Some(found.turned);
+                    let found = self.rotated_part(tensors, axis)?;
+                    rotation = Some(found.rotation);
+                    rotated = Some(found.rotated);
                     between.extend(found.between);
                     found.x
                 }
@@ -244,7 +244,15 @@ impl<'a> Finder<'a> {
                 Op::Split { .. } if is_swapped <= head_dim.is_some() => {
                     let piece = out.tensors().position(|piece| piece == value)?;
                     let split = index;
-                    return Some(Traced { split, piece, head_dim, norm, turn, turned, between });
+                    return Some(Traced {
+                        split,
+                        piece,
+                        head_dim,
+                        norm,
+                        rotation,
+                        rotated,
+                        between,
+                    });
                 }
                 _ => return None,
             };

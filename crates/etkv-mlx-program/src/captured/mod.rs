@@ -26,9 +26,7 @@ use std::sync::OnceLock;
 use std::time::Instant;
 
 use etkv_core::KvFormat;
-use etkv_cuda::{
-    Captured, Copied, Device, Element, StepInputs, MOST_FEW, MOST_GROUPS, MOST_TOKENS,
-};
+use etkv_cuda::{Captured, Copied, Device, Element, StepInputs, MAX_FEW, MAX_GROUPS, MAX_TOKENS};
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -184,7 +182,7 @@ impl CapturedSteps {
     }
 
     fn takes(&self, cache: &MlxCache, tokens: usize) -> bool {
-        let most = if self.planner.takes_many { MOST_TOKENS } else { MOST_FEW };
+        let most = if self.planner.takes_many { MAX_TOKENS } else { MAX_FEW };
         (1..=most).contains(&tokens)
             && (tokens == 1 || !self.recipe.last_row_only)
             && self.can_write_to(cache)
@@ -257,7 +255,7 @@ impl CapturedSteps {
             Ok(places) => places,
             Err(why) => return Ok(Err(why)),
         };
-        let inputs: SmallVec<[StepInputs; MOST_GROUPS]> = rows
+        let inputs: SmallVec<[StepInputs; MAX_GROUPS]> = rows
             .iter()
             .map(|rows| StepInputs {
                 ids: &ids,

@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 use etkv_core::KvFormat;
 use etkv_cuda::{
     Address, Attend, Blend, Buffer, Element, Embed, Heads, KeyMask, Launch, Logits, Norm, Place,
-    Plan, Pool, PoolRows, Product, Weight, MOST_TOKENS,
+    Plan, Pool, PoolRows, Product, Weight, MAX_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
@@ -127,16 +127,16 @@ impl Planner {
         self.constants.extend(product.bias.iter().chain(&norm));
         let mut width = rows / halves;
         if let Some(heads) = &product.heads {
-            let &LayerHeads { n_q, n_kv, head_dim, turn, turned, q_norm, k_norm, .. } = heads;
-            let periods = turn.map(|(periods, _)| periods);
-            let is_placed = q_norm.is_some() || k_norm.is_some() || turned != head_dim;
+            let &LayerHeads { n_q, n_kv, head_dim, rotation, rotated, q_norm, k_norm, .. } = heads;
+            let periods = rotation.map(|(periods, _)| periods);
+            let is_placed = q_norm.is_some() || k_norm.is_some() || rotated != head_dim;
             let fits = (n_q + 2 * n_kv) * head_dim == rows
                 && n_kv > 0
                 && heads.layer == self.layers.len()
-                && turn.is_none_or(|(_, made)| made == dtype)
-                && is_row(periods, turned / 2, Dtype::Float32)
-                && turned % 16 == 0
-                && (16..=head_dim).contains(&turned)
+                && rotation.is_none_or(|(_, made)| made == dtype)
+                && is_row(periods, rotated / 2, Dtype::Float32)
+                && rotated % 16 == 0
+                && (16..=head_dim).contains(&rotated)
                 && (!is_placed || head_dim % pools::PLACED == 0);
             fits.then_some(())?;
             self.layers.push((n_kv, head_dim));
@@ -170,7 +170,7 @@ impl Planner {
     }
 
     /// Returns ids as the kernels take them, if all have a row of the table.
-    pub fn ids(&self, ids: &[i64]) -> Option<SmallVec<[i32; MOST_TOKENS]>> {
+    pub fn ids(&self, ids: &[i64]) -> Option<SmallVec<[i32; MAX_TOKENS]>> {
         let known =
             |&id: &i64| i32::try_from(id).ok().filter(|&id| (id as usize) < self.n_ids && id >= 0);
         ids.iter().map(known).collect()
@@ -320,12 +320,13 @@ impl Planner {
         });
         let mut norms = [None; 2];
         let heads = product.heads.as_ref().map(|heads| {
-            let &LayerHeads { layer, n_q, n_kv, head_dim, turn, turned, q_norm, k_norm } = heads;
+            let &LayerHeads { layer, n_q, n_kv, head_dim, rotation, rotated, q_norm, k_norm } =
+                heads;
             let [keys, values] = places.pools[layer];
-            let periods = turn.map(|_| next());
+            let periods = rotation.map(|_| next());
             norms = [q_norm, k_norm].map(|norm| norm.map(|norm| self.row_norm(norm, next)));
             let group = places.groups.of_layer[layer];
-            Heads { group, n_q, n_kv, head_dim, periods, turned, keys, values }
+            Heads { group, n_q, n_kv, head_dim, periods, rotated, keys, values }
         });
         let product = Product {
             x: Buffer(product.x),
@@ -351,7 +352,7 @@ impl Planner {
 fn fits_product(heads: &Heads, norms: [Option<Norm>; 2]) -> bool {
     let is_plain = |pool: Pool| matches!(pool.rows, PoolRows::Plain(_));
     norms == [None; 2]
-        && heads.turned == heads.head_dim
+        && heads.rotated == heads.head_dim
         && is_plain(heads.keys)
         && is_plain(heads.values)
 }

@@ -388,7 +388,7 @@ impl Reader<'_> {
                 for norm in [found.heads.q_norm, found.heads.k_norm] {
                     self.optional(norm.and_then(|norm| norm.weight))?;
                 }
-                self.optional(found.heads.turn.map(|(periods, _)| periods))?;
+                self.optional(found.heads.rotation.map(|(periods, _)| periods))?;
                 (Some(found.heads), found.queries)
             }
             None => (None, out),
@@ -416,21 +416,21 @@ impl Reader<'_> {
         let &Op::UpdateAndAttend { q, k, v, layer, .. } = &reader.op else {
             return None;
         };
-        let &[n_q, n_turned] = &heads.at[..] else {
+        let &[n_q, n_rotated] = &heads.at[..] else {
             return None;
         };
-        let sizes = [n_q, n_turned - n_q, heads.n - n_turned, heads.head_dim];
+        let sizes = [n_q, n_rotated - n_q, heads.n - n_rotated, heads.head_dim];
         let [n_q, n_kv, n_values, head_dim] = sizes.map(|size| usize::try_from(size).unwrap_or(0));
         let fits = [q, k, v] == [queries, keys, values]
-            && n_turned == heads.turned
+            && n_rotated == heads.rotated
             && n_kv == n_values
             && self.positions.contains(&heads.offsets)
             && self.constant(heads.periods).is_some();
         fits.then_some(())?;
-        let turn = Some((heads.periods, heads.dtype));
+        let rotation = Some((heads.periods, heads.dtype));
         let (q_norm, k_norm) = (None, None);
-        let turned = head_dim;
-        let heads = LayerHeads { layer, n_q, n_kv, head_dim, turn, turned, q_norm, k_norm };
+        let rotated = head_dim;
+        let heads = LayerHeads { layer, n_q, n_kv, head_dim, rotation, rotated, q_norm, k_norm };
         let product = Product {
             x: self.buffer(*x)?,
             weight: self.weight(*weight, *transposed)?,

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use etkv_core::bookkeeping::{MaskPlan, Slots};
 use etkv_core::{LayerConfig, LayerPolicy, Placement};
-use etkv_cuda::{KeyMask, MOST_FEW, MOST_GROUPS, MOST_TOKENS};
+use etkv_cuda::{KeyMask, MAX_FEW, MAX_GROUPS, MAX_TOKENS};
 use smallvec::SmallVec;
 
 use crate::error::Result;
@@ -16,13 +16,13 @@ use etkv::Step;
 pub struct Groups {
     /// The group of each layer.
     pub of_layer: Vec<usize>,
-    policies: SmallVec<[LayerPolicy; MOST_GROUPS]>,
+    policies: SmallVec<[LayerPolicy; MAX_GROUPS]>,
 }
 
 impl Groups {
     /// Returns the groups, if a step can have so many.
     pub fn of(layers: &[LayerConfig]) -> Option<Self> {
-        let mut policies = SmallVec::<[LayerPolicy; MOST_GROUPS]>::new();
+        let mut policies = SmallVec::<[LayerPolicy; MAX_GROUPS]>::new();
         let mut of_layer = Vec::with_capacity(layers.len());
         for layer in layers {
             let known = policies.iter().position(|&policy| policy == layer.policy);
@@ -31,7 +31,7 @@ impl Groups {
                 policies.push(layer.policy);
             }
         }
-        (1..=MOST_GROUPS).contains(&policies.len()).then_some(Self { of_layer, policies })
+        (1..=MAX_GROUPS).contains(&policies.len()).then_some(Self { of_layer, policies })
     }
 
     /// Returns whether steps always have a mask for a group. Windows slide at some time, and a step with a
@@ -47,8 +47,8 @@ impl Groups {
     }
 
     /// Places the rows of all layers. Returns those of each group, or nothing if the cache has to see the rows.
-    pub fn place(&self, step: &mut Step) -> Result<Option<SmallVec<[Rows; MOST_GROUPS]>>> {
-        let mut placed: SmallVec<[Option<Placement>; MOST_GROUPS]> =
+    pub fn place(&self, step: &mut Step) -> Result<Option<SmallVec<[Rows; MAX_GROUPS]>>> {
+        let mut placed: SmallVec<[Option<Placement>; MAX_GROUPS]> =
             self.policies.iter().map(|_| None).collect();
         for (layer, &group) in self.of_layer.iter().enumerate() {
             let Some(placement) = step.place(layer)? else {
@@ -66,13 +66,13 @@ impl Groups {
 }
 
 /// Of each group of layers whether a step has a mask for it.
-pub type Masked = SmallVec<[bool; MOST_GROUPS]>;
+pub type Masked = SmallVec<[bool; MAX_GROUPS]>;
 
 /// The rows of a step in the layers of a group.
 #[derive(Debug, PartialEq)]
 pub struct Rows {
     /// Of each token its slot.
-    pub slots: SmallVec<[i32; MOST_TOKENS]>,
+    pub slots: SmallVec<[i32; MAX_TOKENS]>,
     /// The slots that attention may read: those below.
     pub n_keys: usize,
     /// The keys that each token sees, with room for as many tokens as are [planned](planned_tokens). Without
@@ -83,7 +83,7 @@ pub struct Rows {
 /// Returns the tokens of the plan that runs a step of `n`. Steps of many share a few plans: what fills
 /// them up costs little, and each other number would be captured anew.
 pub fn planned_tokens(n: usize) -> usize {
-    if n > MOST_FEW {
+    if n > MAX_FEW {
         n.next_multiple_of(32)
     } else {
         n
@@ -98,7 +98,7 @@ impl Rows {
         // A plan without a mask has exactly the step's tokens.
         let causal = !is_masked
             && is_behind
-            && write.len() <= MOST_FEW
+            && write.len() <= MAX_FEW
             && match mask {
                 MaskPlan::Causal => true,
                 MaskPlan::None => write.len() == 1,

@@ -105,7 +105,7 @@ pub struct Norm {
     pub eps: f32,
 }
 
-/// How the features of a product are heads, the first of which turn by rotary embedding.
+/// How the features of a product are heads, the first of which rotate by rotary embedding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Heads {
     /// The tokens of the product.
@@ -116,13 +116,13 @@ pub struct Heads {
     pub n: i32,
     /// Where the heads are cut into pieces: the heads before each cut.
     pub at: Vec<i32>,
-    /// How many heads turn: those of the first pieces. The last piece does not.
-    pub turned: i32,
+    /// How many heads rotate: those of the first pieces. The last piece does not.
+    pub rotated: i32,
     /// The position of each token.
     pub offsets: Value,
     /// As in [`Op::Rotary`].
     pub periods: Value,
-    /// The dtype of the heads that turn.
+    /// The dtype of the heads that rotate.
     pub dtype: Dtype,
 }
 
@@ -307,7 +307,7 @@ pub enum Op {
         index: Value,
     },
     /// Made by a pass: the rotary embedding of `x`, `[1, heads, T, head_dim]`, whose token `i` is at
-    /// `offsets[i]`, in `dtype`. Element `j` turns together with `head_dim / 2 + j`, by `1 /
+    /// `offsets[i]`, in `dtype`. Element `j` rotates together with `head_dim / 2 + j`, by `1 /
     /// periods[j]` a position.
     Rotary {
         x: Value,

@@ -146,8 +146,9 @@ pub fn run(frame: &Frame, function: &Function, values: &[Value], ints: &[Int]) -
         }
 
         Function::Rope { dims, traditional, base, scale, offsets, freqs } => {
-            let turn = rotary::Turn { dims: *dims, traditional: *traditional, scale: *scale };
-            rotary::run_rope(call, turn, *base, [*offsets, *freqs])
+            let rotation =
+                rotary::Rotation { dims: *dims, traditional: *traditional, scale: *scale };
+            rotary::run_rope(call, rotation, *base, [*offsets, *freqs])
         }
         Function::Sdpa { scale, causal, mask, last_query } => {
             attention::run_sdpa(call, *scale, [*causal, *mask], *last_query)

@@ -17,7 +17,7 @@ use etkv::mlx::{slice_axis, Arrays};
 type Inner<'a> = dyn FnMut(&mut Slots, usize) -> Result<Chain> + 'a;
 
 /// The most runs of a body.
-const MOST_RUNS: i32 = 1 << 20;
+const MAX_RUNS: i32 = 1 << 20;
 
 /// Decodes a choice. What both chains leave in a slot, or one changes there, is a result. An integer that
 /// either changes is not there behind it.
@@ -208,10 +208,10 @@ fn axis_of(frame: &Frame, scan: &Scan) -> Result<(usize, i32)> {
         let x = frame.tensor(*original)?;
         let axis = super::shape::normalize_axis(scan.axis, x.ndim())?;
         let size = x.dim(axis as i32);
-        if *found.get_or_insert((axis, size)) != (axis, size) || !(1..=MOST_RUNS).contains(&size) {
+        if *found.get_or_insert((axis, size)) != (axis, size) || !(1..=MAX_RUNS).contains(&size) {
             fail!(
                 Program,
-                "a loop runs along axis {} of {:?}, expected an axis of 1 to {MOST_RUNS} elements, as \
+                "a loop runs along axis {} of {:?}, expected an axis of 1 to {MAX_RUNS} elements, as \
                  many in each tensor",
                 scan.axis,
                 x.shape()

@@ -12,7 +12,7 @@ use etkv::mlx::call;
 
 /// The most of a stride, a padding and so on: more than any model has, and few enough that sizes do not
 /// overflow.
-const MOST: i32 = 1 << 20;
+const MAX: i32 = 1 << 20;
 
 macro_rules! convolution {
     ($($name:ident: $node:ident, $stride:expr, $padding:expr, $dilation:expr, $output_padding:expr;)+) => {$(
@@ -71,12 +71,12 @@ fn check(convolution: &Convolution) -> Result<()> {
     let Convolution { stride, padding, dilation, output_padding, groups } = convolution;
     let from_one = stride.iter().chain(dilation).chain(std::iter::once(groups));
     let from_zero = padding.iter().chain(output_padding.iter().flatten());
-    let fits = from_one.clone().all(|n| (1..=MOST).contains(n))
-        && from_zero.clone().all(|n| (0..=MOST).contains(n));
+    let fits = from_one.clone().all(|n| (1..=MAX).contains(n))
+        && from_zero.clone().all(|n| (0..=MAX).contains(n));
     if !fits {
         fail!(
             Program,
-            "expected strides, dilations and groups from 1 and paddings from 0, up to {MOST}, got \
+            "expected strides, dilations and groups from 1 and paddings from 0, up to {MAX}, got \
              {convolution:?}"
         );
     }

@@ -1,4 +1,4 @@
-//! A product whose features are heads, some of which turn: queries, keys and values.
+//! A product whose features are heads, some of which rotate: queries, keys and values.
 
 use mlx_rs::Array;
 
@@ -8,7 +8,7 @@ use super::views::{reshape_transpose, run_split, Pieces};
 use crate::error::{fail, Result};
 use crate::frame::Frame;
 use crate::ir::{Heads, Norm, Value};
-use etkv::kernels::{Product, RmsNorm, Turn};
+use etkv::kernels::{Product, RmsNorm, Rotation};
 use etkv::mlx::cast;
 
 /// The axis of heads in `[1, heads, T, head_dim]`.
@@ -31,38 +31,38 @@ pub fn run(frame: &Frame, layer: &Layer, transposed: bool, heads: &Heads) -> Res
         Some(norm) => Some(RmsNorm { weight: tensor(norm.weight)?, eps: norm.eps }),
         None => None,
     };
-    let turn = Turn { positions, periods, heads: heads.turned };
+    let rotation = Rotation { positions, periods, heads: heads.rotated };
     let product = Product {
         bias: tensor(layer.bias)?,
         norm,
-        turn: (x.dtype() == heads.dtype).then_some(turn),
+        rotation: (x.dtype() == heads.dtype).then_some(rotation),
         ..Product::plain(x, weight, transposed)
     };
     let shape = [1, frame.int(heads.tokens)?, heads.n, heads.head_dim];
     let viewed = |product: &Array| reshape_transpose(product, &shape, &[0, 2, 1, 3]);
     let split = |x: &Array, at: &[i32], n: i32| run_split(x, HEADS, at, &(n..=n));
     let out = match by_kernel(&product)? {
-        ByKernel::Made(out) if product.turn.is_some() => {
+        ByKernel::Made(out) if product.rotation.is_some() => {
             return split(&out.transpose_axes(&[0, 2, 1, 3])?, &heads.at, heads.n)
         }
         ByKernel::Made(out) => out,
         ByKernel::Left(normalized) => {
             let x = normalized.as_ref().unwrap_or(x);
-            linear(&Product { x, norm: None, turn: None, ..product })?
+            linear(&Product { x, norm: None, rotation: None, ..product })?
         }
     };
-    let mut all = split(&viewed(&out)?, &[heads.turned], heads.n)?;
+    let mut all = split(&viewed(&out)?, &[heads.rotated], heads.n)?;
     let still = all.pop();
-    let [turned] = &all[..] else {
-        fail!(Internal, "{} of {} heads turn", heads.turned, heads.n);
+    let [rotated] = &all[..] else {
+        fail!(Internal, "{} of {} heads rotate", heads.rotated, heads.n);
     };
-    let turned = cast(&rotary(turned, positions, periods)?, heads.dtype)?;
-    // A cut is among the heads that turn, or behind them.
-    let inside = heads.at.partition_point(|&at| at < heads.turned);
-    let mut pieces = split(&turned, &heads.at[..inside], heads.turned)?;
+    let rotated = cast(&rotary(rotated, positions, periods)?, heads.dtype)?;
+    // A cut is among the heads that rotate, or behind them.
+    let inside = heads.at.partition_point(|&at| at < heads.rotated);
+    let mut pieces = split(&rotated, &heads.at[..inside], heads.rotated)?;
     if let Some(still) = &still {
-        let behind: Vec<i32> = heads.at[inside + 1..].iter().map(|at| at - heads.turned).collect();
-        pieces.extend(split(still, &behind, heads.n - heads.turned)?);
+        let behind: Vec<i32> = heads.at[inside + 1..].iter().map(|at| at - heads.rotated).collect();
+        pieces.extend(split(still, &behind, heads.n - heads.rotated)?);
     }
     Ok(pieces)
 }

@@ -157,12 +157,12 @@ pub fn linear(linear: &Product) -> Result<Array> {
 
 /// Returns a product with its bias, by MLX.
 fn whole(x: &Array, weight: &Array, transposed: bool, bias: Option<&Array>) -> Result<Array> {
-    let turned;
+    let rotated;
     let weight = match transposed {
         true => weight,
         false => {
-            turned = weight.transpose_axes(&[1, 0])?;
-            &turned
+            rotated = weight.transpose_axes(&[1, 0])?;
+            &rotated
         }
     };
     match rows_to_add(x)? {
@@ -188,7 +188,7 @@ fn rows_to_add(x: &Array) -> Result<i32> {
 /// Returns how many rows to add to `rows`, no more than there are.
 fn lacking(rows: i32) -> i32 {
     match rows {
-        ..=kernels::MOST_ROWS => 0,
+        ..=kernels::MAX_ROWS => 0,
         rows if rows <= ROWS_THAT_RECUR / 2 => ROWS_THAT_RECUR / 2 - rows,
         rows => (ROWS_THAT_RECUR - rows % ROWS_THAT_RECUR) % ROWS_THAT_RECUR,
     }

@@ -222,7 +222,7 @@ pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Vec<Ins
         slots.copy(node.x(), node.out())?;
         return Ok(Vec::new());
     }
-    // Heads that turn as a whole come joined with nothing.
+    // Heads that rotate as a whole come joined with nothing.
     if let Some(node) =
         instruction.op_as_concatenate_node().filter(|node| node.tensors().len() == 1)
     {

@@ -32,11 +32,11 @@ pub fn rope(slots: &mut Slots, node: fb::RopeNode) -> Result<Instruction> {
     decode(slots, function, &tensors, ints, node.out())
 }
 
-/// How a rotary embedding turns.
-pub struct Turn {
-    /// The first elements of a row, which turn.
+/// How a rotary embedding rotates.
+pub struct Rotation {
+    /// The first elements of a row, which rotate.
     pub dims: i32,
-    /// Whether neighbours turn together, and not the halves.
+    /// Whether neighbours rotate together, and not the halves.
     pub traditional: bool,
     /// What positions are multiplied by.
     pub scale: f32,
@@ -44,16 +44,16 @@ pub struct Turn {
 
 pub fn run_rope(
     arguments: &Arguments,
-    turn: Turn,
+    rotation: Rotation,
     base: f32,
     [offsets, freqs]: [bool; 2],
 ) -> Result<Array> {
-    let Turn { dims, traditional, scale } = turn;
+    let Rotation { dims, traditional, scale } = rotation;
     // MLX's function on CUDA writes past the end of its result where tokens have gaps between them.
     let x = arguments.tensor(0)?.contiguous()?;
     let features = if x.ndim() < 3 { 0 } else { x.dim(-1) };
     if dims % 2 != 0 || !(1..=features).contains(&dims) {
-        fail!(Program, "cannot turn {dims} elements of each row of {:?}", x.shape());
+        fail!(Program, "cannot rotate {dims} elements of each row of {:?}", x.shape());
     }
     let periods = match freqs {
         true => {
@@ -108,8 +108,8 @@ pub fn rotary(x: &Array, offsets: &Array, periods: &Array) -> Result<Array> {
     if x.dim(2) == 1 {
         return Ok(embed(x)?);
     }
-    if let Some(turned) = kernels::rotary(x, offsets, periods)? {
-        return Ok(turned);
+    if let Some(rotated) = kernels::rotary(x, offsets, periods)? {
+        return Ok(rotated);
     }
     let tokens_first = [2, 1, 0, 3];
     // A piece of a joined product has gaps between its tokens. On CUDA MLX's function makes room for the
@@ -133,8 +133,8 @@ mod tests {
         let angles = offsets.as_dtype(Dtype::Float32)?.reshape(&[-1, 1])?.multiply(inverse)?;
         let angles = concatenate(&[&angles, &angles], -1)?;
         let back = slice_axis(x, 3, half, 2 * half, 1)?.negative()?;
-        let turned = concatenate(&[&back, &slice_axis(x, 3, 0, half, 1)?], -1)?;
-        Ok(x.multiply(angles.cos()?)?.add(turned.multiply(angles.sin()?)?)?)
+        let rotated = concatenate(&[&back, &slice_axis(x, 3, 0, half, 1)?], -1)?;
+        Ok(x.multiply(angles.cos()?)?.add(rotated.multiply(angles.sin()?)?)?)
     }
 
     #[test]

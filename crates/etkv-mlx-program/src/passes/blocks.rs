@@ -3,7 +3,7 @@
 //!
 //! On a GPU a product of 2 to 16 rows in half precision does it on the way. Each launch costs the host more
 //! than the work takes the device: a layer of a Llama has 8 instead of 14 for such a step, and 7 once its heads
-//! [turn](super::turned) on the way.
+//! [rotate](super::rotated) on the way.
 
 use std::collections::HashMap;
 

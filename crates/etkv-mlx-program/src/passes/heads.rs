@@ -2,7 +2,7 @@
 //! their features as heads, and rotary embedding.
 //!
 //! The heads of all of them are cut along the axis of heads, after one view. Queries and keys that
-//! turn by the same angles turn in one launch.
+//! rotate by the same angles rotate in one launch.
 
 use std::collections::{HashMap, HashSet};
 
@@ -99,7 +99,7 @@ impl<'a> Finder<'a> {
         Some(Heads { index, x: *x, shape, perm, sizes, views, rotary })
     }
 
-    /// Returns the embeddings of the first views that turn by the same angles, if they are several.
+    /// Returns the embeddings of the first views that rotate by the same angles, if they are several.
     fn rotary(&self, views: &[usize]) -> Vec<usize> {
         let instructions = &self.graph.main.instructions;
         let embedding = |view: usize| {
@@ -148,11 +148,11 @@ impl Rewritten {
         let op = Op::ReshapeTranspose { x, shape, perm };
         let mut first = vec![Instruction { op, out: Out::Tensor(all) }];
 
-        // The pieces that turn together are one piece at first.
-        let n_turned = rotary.len();
-        let mut outer = sizes[n_turned..].to_vec();
-        if n_turned > 0 {
-            outer.insert(0, sizes[..n_turned].iter().sum());
+        // The pieces that rotate together are one piece at first.
+        let n_rotated = rotary.len();
+        let mut outer = sizes[n_rotated..].to_vec();
+        if n_rotated > 0 {
+            outer.insert(0, sizes[..n_rotated].iter().sum());
         }
         let mut values = vec![all];
         if outer.len() > 1 {
@@ -161,9 +161,9 @@ impl Rewritten {
             first.push(Instruction { op, out });
             values = out.tensors().collect();
         }
-        let rest = &values[usize::from(n_turned > 0)..];
+        let rest = &values[usize::from(n_rotated > 0)..];
         self.renamed
-            .extend(results(graph, &views[n_turned..]).into_iter().zip(rest.iter().copied()));
+            .extend(results(graph, &views[n_rotated..]).into_iter().zip(rest.iter().copied()));
 
         if let (Some(&at), Some(&together)) = (rotary.iter().min(), values.first()) {
             let mut op = graph.main.instructions[at].op.clone();
@@ -171,11 +171,11 @@ impl Rewritten {
                 *x = together;
             }
             let embedded = graph.new_value();
-            let out = pieces(graph, n_turned);
+            let out = pieces(graph, n_rotated);
             self.renamed.extend(results(graph, &rotary).into_iter().zip(out.tensors()));
             let made = [
                 Instruction { op, out: Out::Tensor(embedded) },
-                Instruction { op: split(embedded, &sizes[..n_turned]), out },
+                Instruction { op: split(embedded, &sizes[..n_rotated]), out },
             ];
             self.new.insert(at, made.into());
         }
@@ -200,7 +200,7 @@ mod tests {
     use crate::ir::{Chain, IntValue};
     use mlx_rs::Dtype;
 
-    /// A product 0 of 4 + 2 + 2 heads of 8, cut into 1 to 3, viewed as 4 to 6. 4 and 5 turn to 7 and
+    /// A product 0 of 4 + 2 + 2 heads of 8, cut into 1 to 3, viewed as 4 to 6. 4 and 5 rotate to 7 and
     /// 8. Angles are 9 and 10.
     fn graph() -> Graph {
         let view = |x| Op::ReshapeTranspose {
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_are_viewed_and_turned_together() {
+    fn heads_are_viewed_and_rotated_together() {
         let mut graph = graph();
         join(&mut graph);
         assert_eq!(

@@ -12,8 +12,8 @@ mod last_token;
 mod linear;
 mod positions;
 mod rotary;
+mod rotated;
 mod rows;
-mod turned;
 mod views;
 mod wanted;
 
@@ -100,7 +100,7 @@ pub fn run_each(
     pass("join_products", faster && target.on_gpu, &plain(joined::join))?;
     pass("join_heads", faster && target.on_gpu, &plain(heads::join))?;
     pass("join_blocks", faster && target.on_gpu, &plain(blocks::join))?;
-    pass("join_rotary", faster && target.on_gpu, &plain(turned::join))?;
+    pass("join_rotary", faster && target.on_gpu, &plain(rotated::join))?;
     // Last: it numbers the values anew, and `scalars` are those of the numbers before.
     pass("fold_constants", faster, &plain(fold::fold))?;
     Ok(linear::choose_layouts(graph, target))
@@ -111,7 +111,7 @@ pub fn run_each(
 pub fn join_layers(graph: &mut Graph) {
     dead::eliminate(graph);
     blocks::join(graph);
-    turned::join(graph);
+    rotated::join(graph);
 }
 
 /// Returns the instruction of the main chain that makes each value.

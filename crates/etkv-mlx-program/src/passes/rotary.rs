@@ -15,7 +15,7 @@ use crate::ir::{Binary, Graph, Instruction, Int, Op, Out, Unary, Value};
 struct Angles {
     /// The positions, an input `[T]`.
     positions: Value,
-    /// The constant that holds how much each pair turns from one position to the next.
+    /// The constant that holds how much each pair rotates from one position to the next.
     inverse: Value,
 }
 
@@ -86,17 +86,17 @@ impl Finder<'_> {
         let both = |[p, q]: [Value; 2]| [[p, q], [q, p]];
         let pairs = both(a).into_iter().flat_map(|a| both(b).map(|b| (a, b)));
         let all = pairs.flat_map(|(a, b)| [(a, b), (b, a)]);
-        all.into_iter().find_map(|([x, cos], [turned, sin])| {
-            let half = self.turned_half(x, turned)?;
+        all.into_iter().find_map(|([x, cos], [rotated, sin])| {
+            let half = self.rotated_half(x, rotated)?;
             let (angles, dtype) = self.table(cos, Unary::Cos, half)?;
             let same = self.table(sin, Unary::Sin, half)? == (angles, dtype);
             same.then_some(Found { x, angles, dtype })
         })
     }
 
-    /// Returns `h` where `turned` is `[-x[h..], x[..h]]` along the last axis.
-    fn turned_half(&self, x: Value, turned: Value) -> Option<i64> {
-        let Op::Concatenate { tensors, axis: -1 | 3 } = self.op(turned)? else {
+    /// Returns `h` where `rotated` is `[-x[h..], x[..h]]` along the last axis.
+    fn rotated_half(&self, x: Value, rotated: Value) -> Option<i64> {
+        let Op::Concatenate { tensors, axis: -1 | 3 } = self.op(rotated)? else {
             return None;
         };
         let [negated, front] = tensors[..] else {
@@ -271,7 +271,7 @@ mod tests {
         let back = Op::Unary { function: Unary::Neg, x: v(16) };
         assert!(fused(replace(14, back), 1.0).is_none(), "the front twice");
         let swapped = Op::Concatenate { tensors: vec![v(16), v(18)], axis: -1 };
-        assert!(fused(replace(15, swapped), 1.0).is_none(), "turned the other way");
+        assert!(fused(replace(15, swapped), 1.0).is_none(), "rotated the other way");
         let first = Op::Take { x: v(2), index: crate::ir::Index::One(Int::Literal(0)), axis: 0 };
         assert!(fused(replace(0, first), 1.0).is_none(), "the first position alone");
         assert!(

@@ -32,7 +32,7 @@ pub struct Rows {
     /// The rows cut into heads, `[1, T, heads, head_dim]`, with their number of axes.
     cut: Ranks,
     /// Those with their axes in attention's order, `[1, heads, T, head_dim]`, and what is made of them
-    /// token by token, such as queries that are turned.
+    /// token by token, such as queries that are rotated.
     heads: HashSet<Value>,
     /// The results of attention, `[1, heads, T, head_dim]`.
     attended: HashSet<Value>,

@@ -279,8 +279,8 @@ mod tests {
         assert_eq!(merged(vec![reshape(0, 8), reshape(1, 16)], 1).0, [reshape(0, 16)]);
         let expand = Op::ExpandDims { x: Value(0), axis: 0 };
         assert_eq!(merged(vec![expand, reshape(1, 16)], 1).0, [reshape(0, 16)]);
-        let turns = vec![transpose(0, &[2, 0, 1]), transpose(1, &[0, 2, 1])];
-        assert_eq!(merged(turns, 1).0, [transpose(0, &[2, 1, 0])]);
+        let rotates = vec![transpose(0, &[2, 0, 1]), transpose(1, &[0, 2, 1])];
+        assert_eq!(merged(rotates, 1).0, [transpose(0, &[2, 1, 0])]);
         let back = vec![transpose(0, &[2, 0, 1]), transpose(1, &[1, 2, 0]), neg(2)];
         assert_eq!(merged(back, 1).0, [neg(0)]);
     }

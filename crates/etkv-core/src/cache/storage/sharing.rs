@@ -13,14 +13,14 @@ use super::{bytes_of, Contents, Storage};
 
 /// Prefixes that may lie one behind the other. With more, all rows are copied into one: a buffer is mapped from
 /// as many pieces.
-const MOST_PIECES: usize = 4;
+const MAX_PIECES: usize = 4;
 
 impl<S: Store> Storage<S> {
     /// Freezes the slots below the last that `held` names in each layer group, and reads them from there.
     pub fn freeze(&mut self, held: &[Slots]) -> Result<Arc<FrozenRows<S>>> {
         self.check()?;
         let parent = self.prefix.clone();
-        let anew = parent.as_ref().is_some_and(|parent| parent.depth() >= MOST_PIECES);
+        let anew = parent.as_ref().is_some_and(|parent| parent.depth() >= MAX_PIECES);
         let slots: Vec<i32> = self.groups.iter().map(|&group| held[group].end()).collect();
         let mut bytes: u64 = 0;
         for (layer, &end) in slots.iter().enumerate() {

@@ -18,7 +18,7 @@ use super::ACCESS;
 pub const SHARES: bool = true;
 
 /// Where a file ends at the latest. Its bytes that were cut out take no memory, and no room again.
-const MOST: u64 = 1 << 40;
+const MAX: u64 = 1 << 40;
 
 /// The file that new bytes go to.
 static CURRENT: Mutex<Weak<Shared>> = Mutex::new(Weak::new());
@@ -36,7 +36,7 @@ impl Shared {
     /// Returns a file with room for `len` bytes, and where they begin.
     fn with_room(len: u64) -> Result<(Arc<Self>, u64)> {
         let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
-        let most = getrlimit(Resource::Fsize).current.unwrap_or(MOST).min(MOST);
+        let most = getrlimit(Resource::Fsize).current.unwrap_or(MAX).min(MAX);
         if let Some(shared) = current.upgrade().filter(|shared| shared.owner == getpid()) {
             if let Some(start) = shared.extend(len, most)? {
                 return Ok((shared, start));

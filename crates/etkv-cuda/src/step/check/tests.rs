@@ -20,7 +20,7 @@ fn plan() -> Plan {
         out: Buffer(1),
     };
     let heads =
-        Heads { group: 0, n_q: 8, n_kv: 2, head_dim: 64, periods: None, turned: 64, keys, values };
+        Heads { group: 0, n_q: 8, n_kv: 2, head_dim: 64, periods: None, rotated: 64, keys, values };
     Plan {
         element: Element::Bf16,
         tokens: 4,
@@ -110,7 +110,7 @@ fn attend(plan: &mut Plan) -> &mut Attend {
 fn a_plan_that_can_be_is_taken() {
     check(&plan()).unwrap();
     assert_eq!(capacity(&plan(), 0), 100);
-    assert_eq!(capacity(&plan(), 1), LARGEST);
+    assert_eq!(capacity(&plan(), 1), MAX);
 }
 
 #[test]
@@ -125,7 +125,9 @@ fn sizes_that_kernels_do_not_take_are_refused() {
     assert!(refused(|plan| heads(plan).n_kv = 3).contains("expected a multiple of 3"));
     assert!(refused(|plan| heads(plan).head_dim = 72).contains("multiple of 16"));
     assert!(refused(|plan| attend(plan).head_dim = 272).contains("of 272 elements"));
-    assert!(refused(|plan| heads(plan).turned = 32).contains("place those of which a part turns"));
+    assert!(
+        refused(|plan| heads(plan).rotated = 32).contains("place those of which a part rotates")
+    );
     assert!(refused(|plan| attend(plan).scale = f32::NAN).contains("NaN"));
     assert!(refused(
         |plan| product(plan, 1).norm = Some(Norm { weight: None, wide: false, eps: -1.0 })
@@ -234,9 +236,11 @@ fn heads_that_cannot_be_placed_are_refused() {
         .contains("-1"));
     assert!(refused(|place| place.x = Buffer(0)).contains("buffer 0 has 1024 elements"));
     assert!(refused(|place| place.out = Buffer(4)).contains("over the heads"));
-    assert_eq!(refused(|place| place.heads.turned = 48), "");
-    assert!(refused(|place| place.heads.turned = 40).contains("40 elements that turn, expected a"));
-    assert!(refused(|place| place.heads.turned = 80).contains("80 elements that turn"));
+    assert_eq!(refused(|place| place.heads.rotated = 48), "");
+    assert!(
+        refused(|place| place.heads.rotated = 40).contains("40 elements that rotate, expected a")
+    );
+    assert!(refused(|place| place.heads.rotated = 80).contains("80 elements that rotate"));
     let text = refused(|place| place.heads.keys.rows = PoolRows::Plain(Address(2)));
     assert!(text.contains("the keys at 0x2"), "{text}");
 }

@@ -15,7 +15,7 @@ use super::Shared;
 const FIRST: u64 = 256 << 10;
 
 /// The most bytes of a request.
-const MOST: u64 = 8 << 20;
+const MAX: u64 = 8 << 20;
 
 /// Requests that are under way ahead of the reader.
 const AHEAD: usize = 3;
@@ -111,7 +111,7 @@ impl Object {
         if self.ahead.front().is_none_or(|(range, _)| range.start != position) {
             self.stop();
         }
-        let most = if follows { MOST } else { FIRST };
+        let most = if follows { MAX } else { FIRST };
         let (range, found) = match self.ahead.pop_front() {
             Some((range, fetch)) => {
                 let found = self.shared.wait(async { Ok(fetch.await) })?;
@@ -138,7 +138,7 @@ impl Object {
         let mut next = self.ahead.back().map_or(end, |(range, _)| range.end);
         while self.ahead.len() < AHEAD && next < self.len {
             let Some(runtime) = &self.shared.runtime else { return };
-            let range = next..self.len.min(next + MOST);
+            let range = next..self.len.min(next + MAX);
             next = range.end;
             let fetch = runtime.spawn(self.start(range.clone()));
             self.ahead.push_back((range, fetch));

@@ -16,7 +16,7 @@ const PART: u64 = 8 << 20;
 const PARTS_AT_ONCE: usize = 3;
 
 /// The most parts of an upload are 10,000 in S3.
-const MOST_PARTS: u64 = 9_000;
+const MAX_PARTS: u64 = 9_000;
 
 pub struct Upload<'a> {
     shared: &'a Shared,
@@ -29,7 +29,7 @@ pub struct Upload<'a> {
 impl<'a> Upload<'a> {
     /// Returns an upload of `bytes` bytes. Nothing is sent yet.
     pub fn new(shared: &'a Shared, at: Path, bytes: u64) -> Self {
-        let part = PART.max(bytes.div_ceil(MOST_PARTS)) as usize;
+        let part = PART.max(bytes.div_ceil(MAX_PARTS)) as usize;
         Self { shared, at, part, pending: Vec::new(), parts: None }
     }
 

@@ -165,8 +165,8 @@ fn decoder(k_norm: Option<RowNorm>) -> (Recipe, Planner) {
         n_q: 4,
         n_kv: KV_HEADS,
         head_dim: HEAD_DIM,
-        turn: Some((Value(2), Dtype::Bfloat16)),
-        turned: HEAD_DIM,
+        rotation: Some((Value(2), Dtype::Bfloat16)),
+        rotated: HEAD_DIM,
         q_norm: None,
         k_norm,
     };
@@ -358,7 +358,8 @@ fn heads_that_turn_in_part_are_placed() {
     let pool = pool(PoolRows::Plain(Address(640)));
     let periods = Some(Address(64));
     let (keys, values, group) = (pool, pool, 0);
-    let of = |turned| Heads { group, n_q: 4, n_kv: 2, head_dim: 64, periods, turned, keys, values };
+    let of =
+        |rotated| Heads { group, n_q: 4, n_kv: 2, head_dim: 64, periods, rotated, keys, values };
     assert!(fits_product(&of(64), [None; 2]));
     assert!(!fits_product(&of(48), [None; 2]));
 }

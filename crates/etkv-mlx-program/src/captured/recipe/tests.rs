@@ -21,7 +21,7 @@ fn decoder() -> Graph {
         head_dim: 16,
         n: 8,
         at: vec![4, 6],
-        turned: 6,
+        rotated: 6,
         offsets: Value(10),
         periods: PERIODS,
         dtype: Dtype::Bfloat16,
@@ -182,9 +182,9 @@ fn what_is_not_known_is_left_to_the_interpreter() {
                 *v = Value(12);
             }
         }),
-        ("values that turn", |graph| {
+        ("values that rotate", |graph| {
             if let Op::LinearHeads { heads, .. } = &mut graph.main.instructions[3].op {
-                heads.turned = 8;
+                heads.rotated = 8;
             }
         }),
         ("keys that others read", |graph| {
@@ -254,8 +254,8 @@ fn normalized() -> Graph {
     apart(made)
 }
 
-/// What is left of SmolLM3's layers that do not turn.
-fn unturned() -> Graph {
+/// What is left of SmolLM3's layers that do not rotate.
+fn unrotated() -> Graph {
     let view = Op::ReshapeTranspose { x: Value(20), shape: view(), perm: vec![0, 2, 1, 3] };
     let split = Op::Split { x: Value(21), axis: 1, at: vec![4, 6], sizes: 8..=8 };
     apart(vec![tensor(view, 21), (split, Out::Tensors(Value(11), 3))])
@@ -278,13 +278,13 @@ fn heads_that_are_normalized_are_those_of_one_product() {
         n_q: 4,
         n_kv: 2,
         head_dim: 16,
-        turn: Some((PERIODS, Dtype::Bfloat16)),
-        turned: 16,
+        rotation: Some((PERIODS, Dtype::Bfloat16)),
+        rotated: 16,
         q_norm: norm(NORM),
         k_norm: norm(PERIODS),
     };
     assert_eq!(*heads_of(&recipe), expected);
-    // All else is as where the product turns its heads.
+    // All else is as where the product rotates its heads.
     let plain = Recipe::of(&decoder()).unwrap();
     let names =
         |recipe: &Recipe| -> Vec<_> { recipe.parts.iter().map(std::mem::discriminant).collect() };
@@ -294,9 +294,9 @@ fn heads_that_are_normalized_are_those_of_one_product() {
 
 #[test]
 fn heads_that_do_not_turn_are_those_of_one_product() {
-    let recipe = Recipe::of(&unturned()).unwrap();
+    let recipe = Recipe::of(&unrotated()).unwrap();
     let heads = heads_of(&recipe);
-    assert_eq!((heads.n_q, heads.n_kv, heads.head_dim, heads.turn), (4, 2, 16, None));
+    assert_eq!((heads.n_q, heads.n_kv, heads.head_dim, heads.rotation), (4, 2, 16, None));
     assert_eq!((heads.q_norm, heads.k_norm), (None, None));
     assert_eq!(recipe.parts[2..], Recipe::of(&decoder()).unwrap().parts[2..]);
 }
@@ -320,7 +320,7 @@ fn heads_that_differ_are_left_to_the_interpreter() {
                 *offsets = IDS;
             }
         }),
-        ("keys that turn otherwise", |op| {
+        ("keys that rotate otherwise", |op| {
             if let Op::Rotary { x: Value(30), periods, .. } = op {
                 *periods = NORM;
             }

@@ -114,7 +114,7 @@ struct Chunk {
 impl Chunk {
     /// Returns the outputs, and the state after the tokens.
     fn run(&self, state: &Array, n: i32) -> Result<(Array, Array)> {
-        let (columns, keys) = (turned(state)?, turned(&self.k)?);
+        let (columns, keys) = (rotated(state)?, rotated(&self.k)?);
         let decayed = self.decay.cumprod(TOKENS as i32, None, None)?;
         let recalled = matmul(&self.k, &columns)?.multiply(&decayed)?;
         let corrections = self.v.subtract(recalled)?.multiply(&self.beta)?;
@@ -124,14 +124,14 @@ impl Chunk {
         let kept = state.multiply(last(&decayed)?)?;
         if n == 1 {
             let y = answers.add(scores.multiply(&corrections)?)?;
-            return Ok((y, kept.add(turned(&corrections)?.multiply(&self.k)?)?));
+            return Ok((y, kept.add(rotated(&corrections)?.multiply(&self.k)?)?));
         }
         let between = self.between(n)?;
         let likeness = matmul(&self.k, &keys)?.multiply(&between)?.multiply(&self.beta)?;
         let corrections = matmul(inverse(&likeness, n)?, &corrections)?;
         let y = answers.add(matmul(scores.multiply(&between)?, &corrections)?)?;
-        let weights = turned(&last(&between)?)?;
-        let added = matmul(turned(&corrections)?, self.k.multiply(weights)?)?;
+        let weights = rotated(&last(&between)?)?;
+        let added = matmul(rotated(&corrections)?, self.k.multiply(weights)?)?;
         Ok((y, kept.add(added)?))
     }
 
@@ -173,6 +173,6 @@ fn mask(n: i32, is_set: impl Fn(i32, i32) -> bool) -> Result<Array> {
 }
 
 /// Returns a view with the last two axes exchanged.
-fn turned(array: &Array) -> Result<Array> {
+fn rotated(array: &Array) -> Result<Array> {
     Ok(array.swap_axes(-1, -2)?)
 }

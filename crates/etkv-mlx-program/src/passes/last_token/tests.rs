@@ -140,13 +140,13 @@ fn attended_in_graph(queries: Op) -> Graph {
     graph(vec![embed(), cut, heads(3), queries, sdpa(5, true), heads(6), merged, linear(8)])
 }
 
-fn turned() -> Op {
+fn rotated() -> Op {
     Op::Binary { function: Binary::Multiply, a: Value(4), b: Value(0) }
 }
 
 #[test]
 fn rows_are_dropped_at_attention_in_the_graph() {
-    let mut graph = attended_in_graph(turned());
+    let mut graph = attended_in_graph(rotated());
     graph.buffers.push(Buffer {
         name: "keys".into(),
         shape: vec![1, 2, 8, 4],

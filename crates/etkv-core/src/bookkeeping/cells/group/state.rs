@@ -6,13 +6,13 @@ use crate::error::{fail, Error, Result, Status};
 use crate::snapshot::{damaged, GroupState, SequenceState};
 
 /// The most positions of a sequence in a file. Integers then do not overflow for as many more.
-const MOST_POSITIONS: i32 = 1 << 30;
+const MAX_POSITIONS: i32 = 1 << 30;
 
 /// Cells up to which positions may lie anywhere.
-const MOST_SPARSE: usize = 1 << 22;
+const MAX_SPARSE: usize = 1 << 22;
 
 /// The most cells for each position, beyond those. Bookkeeping takes two bytes for each, held or not.
-const MOST_CELLS_A_ROW: i64 = 64;
+const MAX_CELLS_A_ROW: i64 = 64;
 
 impl LayerGroup {
     /// Returns the state without that of the trees.
@@ -58,7 +58,7 @@ impl LayerGroup {
         }
         let n_held: i64 = all.iter().map(|run| i64::from(run.len)).sum();
         let end = group.check_cells(all, nodes)?;
-        if end > MOST_SPARSE && end as i64 / MOST_CELLS_A_ROW > n_held + nodes.len() as i64 {
+        if end > MAX_SPARSE && end as i64 / MAX_CELLS_A_ROW > n_held + nodes.len() as i64 {
             fail!(
                 File,
                 "the file has {n_held} positions in cells up to {end}; compact the cache before it is saved"
@@ -131,7 +131,7 @@ fn check_runs(sequence: i32, runs: &[[i32; 3]]) -> Result<()> {
     }
     let mut next = 0;
     for &[position, _, len] in runs {
-        let end = position.checked_add(len).filter(|&end| end <= MOST_POSITIONS);
+        let end = position.checked_add(len).filter(|&end| end <= MAX_POSITIONS);
         match end {
             Some(end) if position >= next && len >= 1 => next = end,
             _ => {

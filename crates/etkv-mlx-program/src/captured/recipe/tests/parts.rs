@@ -1,8 +1,8 @@
-//! Heads of which a part turns, and gates whose halves a program cuts itself, as in Phi-3.
+//! Heads of which a part rotates, and gates whose halves a program cuts itself, as in Phi-3.
 
 use super::*;
 
-/// The decoder of which the first 8 elements of each head turn, with a gate of a product of 64 rows.
+/// The decoder of which the first 8 elements of each head rotate, with a gate of a product of 64 rows.
 fn partly() -> Graph {
     let (perm, sizes) = (vec![0, 2, 1, 3], 0..=i32::MAX);
     let split = |x, axis, at, out, n| {
@@ -14,13 +14,13 @@ fn partly() -> Graph {
     };
     let mut made =
         vec![split(20, 2, vec![64, 96], 21, 3), seen(21, 24), seen(22, 25), seen(23, 13)];
-    for (x, parts, turned, out) in [(24, 26, 30, 11), (25, 28, 31, 12)] {
+    for (x, parts, rotated, out) in [(24, 26, 30, 11), (25, 28, 31, 12)] {
         let (offsets, dtype) = (Value(10), Dtype::Bfloat16);
         let rotary = Op::Rotary { x: Value(parts), offsets, periods: PERIODS, dtype };
-        let tensors = vec![Value(turned), Value(parts + 1)];
+        let tensors = vec![Value(rotated), Value(parts + 1)];
         made.extend([
             split(x, 3, vec![8], parts, 2),
-            tensor(rotary, turned),
+            tensor(rotary, rotated),
             tensor(Op::Concatenate { tensors, axis: -1 }, out),
         ]);
     }
@@ -45,9 +45,9 @@ fn partly() -> Graph {
 fn parts_of_heads_and_halves_of_products_are_known() {
     let recipe = Recipe::of(&partly()).unwrap();
     let heads = heads_of(&recipe);
-    assert_eq!((heads.n_q, heads.n_kv, heads.head_dim, heads.turned), (4, 2, 16, 8));
-    assert_eq!(heads.turn, Some((PERIODS, Dtype::Bfloat16)));
-    // All else is as where heads turn whole, and the passes know the halves.
+    assert_eq!((heads.n_q, heads.n_kv, heads.head_dim, heads.rotated), (4, 2, 16, 8));
+    assert_eq!(heads.rotation, Some((PERIODS, Dtype::Bfloat16)));
+    // All else is as where heads rotate whole, and the passes know the halves.
     let plain = Recipe::of(&decoder()).unwrap();
     assert_eq!((&recipe.parts[2..], recipe.n_buffers), (&plain.parts[2..], plain.n_buffers));
     // Weights that are joined count.
@@ -83,7 +83,7 @@ fn other_parts_and_halves_are_left_to_the_interpreter() {
                 }
             });
         }),
-        ("keys of which more turns", |graph| {
+        ("keys of which more rotates", |graph| {
             change(graph, |op| {
                 if let Op::Split { x: Value(25), at, .. } = op {
                     at[0] = 12;
@@ -97,7 +97,7 @@ fn other_parts_and_halves_are_left_to_the_interpreter() {
                 }
             });
         }),
-        ("a part that turns at other positions", |graph| {
+        ("a part that rotates at other positions", |graph| {
             change(graph, |op| {
                 if let Op::Rotary { offsets, .. } = op {
                     *offsets = IDS;

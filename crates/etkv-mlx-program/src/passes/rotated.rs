@@ -1,6 +1,6 @@
-//! Lets a product of queries, keys and values take on the rotary embedding of the heads that turn.
+//! Lets a product of queries, keys and values take on the rotary embedding of the heads that rotate.
 //!
-//! On a GPU a product of 2 to 16 rows in half precision turns its outputs on the way: a launch less a
+//! On a GPU a product of 2 to 16 rows in half precision rotates its outputs on the way: a launch less a
 //! layer.
 
 use std::collections::HashMap;
@@ -99,18 +99,18 @@ impl Finder<'_> {
         let (&first, still) = pieces.split_first()?;
         let (rotary, op, Out::Tensor(embedded)) = self.reader(first)? else { return None };
         let &Op::Rotary { offsets, periods, dtype, .. } = op else { return None };
-        let (inner, among, turned, mut made) = self.cut(embedded)?;
+        let (inner, among, rotated, mut made) = self.cut(embedded)?;
         made.extend_from_slice(still);
         let replaced = vec![index, view, cut, rotary, inner];
-        // Nothing may read the heads that do not turn before the others are made.
+        // Nothing may read the heads that do not rotate before the others are made.
         let reads = |value: &Value| {
             self.graph.main.instructions[..inner].iter().any(|made| made.op.reads().contains(value))
         };
-        if at.first() != Some(&turned) || still.iter().any(reads) {
+        if at.first() != Some(&rotated) || still.iter().any(reads) {
             return None;
         }
         let at = among.iter().chain(at).copied().collect();
-        let heads = Heads { tokens, head_dim, n, at, turned, offsets, periods, dtype };
+        let heads = Heads { tokens, head_dim, n, at, rotated, offsets, periods, dtype };
         let op = Op::LinearHeads { x, weight, bias, transposed: false, norm, heads };
         Some(Found { op, replaced, pieces: made })
     }
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
     use crate::ir::{Chain, IntValue};
 
-    /// The input 0 times the weight 1, viewed as 4 + 2 + 2 heads of 16. The first six turn: 6 are the
+    /// The input 0 times the weight 1, viewed as 4 + 2 + 2 heads of 16. The first six rotate: 6 are the
     /// queries, 7 the keys, 5 the values. Angles are 9 and 10.
     fn graph() -> Graph {
         let split =
@@ -186,7 +186,7 @@ mod tests {
             head_dim: 16,
             n: 8,
             at: vec![4, 6],
-            turned: 6,
+            rotated: 6,
             offsets: Value(9),
             periods: Value(10),
             dtype: Dtype::Bfloat16,
@@ -213,7 +213,7 @@ mod tests {
             join(&mut graph);
             assert_eq!(graph.main.instructions, before);
         };
-        // The product, the heads, those that turn, and those that have turned.
+        // The product, the heads, those that rotate, and those that have rotated.
         for value in [2, 3, 4, 8] {
             let mut graph = graph();
             graph.main.outputs.push(Out::Tensor(Value(value)));
@@ -221,7 +221,7 @@ mod tests {
             join(&mut graph);
             assert_eq!(graph.main.instructions, before);
         }
-        // Values that are read before the queries have turned.
+        // Values that are read before the queries have rotated.
         stays(|graph| {
             let op = Op::ExpandDims { x: Value(5), axis: 0 };
             let made = Instruction { op, out: Out::Tensor(Value(11)) };

@@ -1,11 +1,11 @@
-// The turn of two elements in rotary embedding.
+// The rotation of two elements in rotary embedding.
 
 namespace etkv {
 
 __device__ inline float angle_of(int position, float period) { return static_cast<float>(position) * (1.0f / period); }
 
 template <typename E>
-__device__ inline void turn(E& first, E& second, float angle) {
+__device__ inline void rotate(E& first, E& second, float angle) {
   float sine, cosine;
   sincosf(angle, &sine, &cosine);
   float x = static_cast<float>(first), y = static_cast<float>(second);
