@@ -86,7 +86,7 @@ def _parts(program: ExportedProgram, node: torch.fx.Node) -> None:
 
 
 def _whole(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Remove a slice that is all of its tensor, and empty parts of a concatenation: some heads turn as a whole."""
+    """Remove a slice that is all of its tensor, and empty parts of a concatenation: some heads rotate as a whole."""
     source: Any = node.args[0]
     if node.target is _ATEN.slice.Tensor:
         # As text: sizes that are compared as numbers become facts of the graph.
