@@ -1,5 +1,5 @@
 //! Kernels for CUDA where MLX has none that is fast enough. They are compiled where they run first, and
-//! [kept](kept) for later processes.
+//! kept for later processes.
 //!
 //! Everywhere else, and for what a kernel does not take, there is no result and MLX computes it.
 
