@@ -1,6 +1,6 @@
 """libetkv exports what the C headers declare and one symbol for the delegate; the tests of the C interface call it all.
 
-``exports.py NM LIBRARY INCLUDE TEST.c...``
+``exports.py NM LIBRARY INCLUDE TEST...``, of which the last are executables
 """
 
 from __future__ import annotations
@@ -37,10 +37,17 @@ def exported(nm: str, library: Path) -> set[str]:
     return {name for name in names if not name.startswith(PRIVATE)}
 
 
+def called_by(nm: str, test: Path) -> set[str]:
+    """The symbols that a program takes from its libraries."""
+    listing = [nm, "-u", "-j"] if sys.platform == "darwin" else [nm, "-D", "-u", "--format=just-symbols"]
+    symbols = subprocess.run([*listing, str(test)], check=True, capture_output=True, text=True, timeout=120)
+    return {symbol.removeprefix("_") if sys.platform == "darwin" else symbol for symbol in symbols.stdout.split()}
+
+
 def main(nm: str, library: Path, include: Path, *tests: Path) -> int:
     functions = declared(include)
     symbols = exported(nm, library)
-    called = {name for test in tests for name in re.findall(r"\b(etkv_\w+)\s*\(", test.read_text())}
+    called = {name for test in tests for name in called_by(nm, test)}
     failures = [
         *(f"{name} is declared, but not exported" for name in sorted(functions - symbols)),
         *(f"{name} is exported, but not declared" for name in sorted(symbols - functions)),
