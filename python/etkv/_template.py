@@ -17,8 +17,17 @@ from etkv.errors import EtkvError
 if TYPE_CHECKING:
     from jinja2 import nodes
 
-_MAX_SOURCE = 256 << 10
+_MAX_SOURCE = 128 << 10
 """The most characters of a template. Published ones have up to 60,000."""
+
+_MAX_NODES = 30_000
+"""The most parts of a template."""
+
+_MAX_NESTED = 40
+"""The most loops, macros and conditions within each other."""
+
+_MAX_NAME = 200
+"""The most characters of a name."""
 
 
 class Template:
@@ -52,7 +61,29 @@ def checked(source: str) -> Template:
     from transformers.utils import chat_template_utils
 
     tree = chat_template_utils._compile_jinja_template("").environment.parse(source)
+    _check(tree)
     return Template(source, _transformed(tree))
+
+
+def _check(tree: nodes.Template) -> None:
+    """Refuse what takes long to compile, and what reads other templates."""
+    from jinja2 import nodes
+
+    count = sum(1 for _ in tree.find_all(nodes.Node))
+    if count > _MAX_NODES:
+        raise EtkvError(f"it has {count} parts, the most is {_MAX_NODES}")
+    for node in tree.find_all(nodes.Node):
+        if isinstance(node, (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
+            raise EtkvError("it reads other templates")
+        if isinstance(node, (nodes.Macro, nodes.Name)) and len(node.name) > _MAX_NAME:
+            raise EtkvError(f"it has a name of {len(node.name)} characters, the most is {_MAX_NAME}")
+
+    def nested(node: nodes.Node) -> int:
+        inner = max(map(nested, node.iter_child_nodes()), default=0)
+        return inner + isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock, nodes.If))
+
+    if nested(tree) > _MAX_NESTED:
+        raise EtkvError(f"its loops and conditions are nested more than {_MAX_NESTED} levels deep")
 
 
 @contextmanager
@@ -70,7 +101,13 @@ def _prepare(template: Template) -> None:
     environment = chat_template_utils._compile_jinja_template(template).environment
     if getattr(environment, "etkv_checks", False):
         return
-    environment.filters = {name: checks.filtered(name, function) for name, function in environment.filters.items()}
+    environment.filters = {
+        name: checks.filtered(name, function)
+        for name, function in environment.filters.items()
+        if name not in checks.LEFT_OUT
+    }
+    for name in ("cycler", "joiner", "lipsum"):
+        environment.globals.pop(name, None)
     environment.tests = {
         name: checks.filtered(name, function, is_test=True) for name, function in environment.tests.items()
     }
@@ -96,7 +133,8 @@ def _transformed(tree: nodes.Template) -> nodes.Template:
     def compare(node: nodes.Compare) -> nodes.Expr:
         node.expr = operand(node.expr)
         for compared in node.ops:
-            compared.expr = operand(compared.expr)
+            within = compared.op in ("in", "notin") and not isinstance(compared.expr, nodes.Const)
+            compared.expr = call(checks.searched, compared.expr) if within else operand(compared.expr)
         return node
 
     def getitem(node: nodes.Getitem) -> nodes.Expr:
@@ -119,12 +157,23 @@ def _transformed(tree: nodes.Template) -> nodes.Template:
         return node
 
     def body(node: Any) -> nodes.Node:
-        parts = sum(1 for _ in node.find_all(nodes.Node))
-        node.body.insert(0, nodes.ExprStmt(call(checks.step, nodes.Const(parts)), lineno=node.lineno))
+        node.body.insert(0, counted(node.body, node.lineno))
+        if getattr(node, "else_", None):
+            node.else_.insert(0, counted(node.else_, node.lineno))
         return cast("nodes.Node", node)
 
+    def counted(body: list[nodes.Node], lineno: int) -> nodes.Stmt:
+        return nodes.ExprStmt(call(checks.step, nodes.Const(sum(map(parts, body)))), lineno=lineno)
+
+    def parts(node: nodes.Node) -> int:
+        """Return the parts of a node without the bodies of loops and macros in it, which count for themselves."""
+        own = isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))
+        children = () if own else node.iter_child_nodes()
+        return 1 + sum(map(parts, children))
+
     def loop(node: nodes.For) -> nodes.Node:
-        node.iter = call(checks.looped, cast("nodes.Expr", node.iter))
+        tested = 0 if node.test is None else parts(node.test)
+        node.iter = call(checks.looped, cast("nodes.Expr", node.iter), nodes.Const(tested))
         return body(node)
 
     def filtered(node: nodes.Filter) -> nodes.Expr:
@@ -145,6 +194,10 @@ def _transformed(tree: nodes.Template) -> nodes.Template:
         nodes.For: loop,
         nodes.Macro: body,
         nodes.CallBlock: body,
+        nodes.Block: body,
+        nodes.Sub: binary(checks.subtract),
+        nodes.Div: binary(checks.divide),
+        nodes.FloorDiv: binary(checks.floor),
         nodes.Filter: filtered,
     }
 

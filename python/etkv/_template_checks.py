@@ -8,7 +8,6 @@ unit is a byte of text, an item of a list counts as :data:`_ITEM` of them.
 from __future__ import annotations
 
 import functools
-import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView
@@ -27,10 +26,13 @@ _MAX_TEXT = 16 << 20
 _MAX_UNITS = 256 << 20
 """The most units that a rendering reads and writes."""
 
-_MAX_STEPS = 3_000_000
+_MAX_STEPS = 20_000_000
 """The most parts of a template that a rendering goes through, those within loops each time."""
 
-_MAX_BITS = 100_000
+_MAX_DEPTH = 100
+"""The most lists within lists that are printed, compared or hashed."""
+
+_MAX_BITS = 4096
 """The most bits of a number."""
 
 _COLLECTIONS = (list, tuple, set, frozenset, range, MappingView)
@@ -99,19 +101,22 @@ def _whole(value: Any) -> int:
         return 1 if not isinstance(value, int) else 1 + value.bit_length() // 3
     from jinja2.utils import Namespace
 
-    budget, length, waiting = _budget(), 0, [value]
+    budget, length, waiting = _budget(), 0, [(value, 0)]
     while waiting:
-        value = waiting.pop()
-        length += len(value) + 2 if isinstance(value, str) else 2
+        value, depth = waiting.pop()
+        if depth > _MAX_DEPTH:
+            raise EtkvError(f"its lists are nested more than {_MAX_DEPTH} levels deep")
+        length += len(value) + 2 if isinstance(value, str) else 40
         budget.take(_NODE + (len(value) if isinstance(value, str) else 0))
+        inside: Iterable[Any] = ()
         if isinstance(value, Mapping):
-            waiting += value.keys()
-            waiting += value.values()
+            inside = (*value.keys(), *value.values())
         elif isinstance(value, _COLLECTIONS):
-            waiting += cast("Iterable[Any]", value)
+            inside = cast("Iterable[Any]", value)
         elif isinstance(value, Namespace):
             # It prints what it has.
-            waiting += value._Namespace__attrs.values()
+            inside = value._Namespace__attrs.values()
+        waiting += ((item, depth + 1) for item in inside)
     return length
 
 
@@ -137,6 +142,7 @@ def _listed(value: Any) -> Any:
 
 
 def _number(bits: int) -> None:
+    _budget().take(bits)
     if bits > _MAX_BITS:
         raise EtkvError(f"it makes a number of {bits} bits, the most is {_MAX_BITS}")
 
@@ -149,8 +155,15 @@ def step(parts: int) -> None:
     _budget().step(parts)
 
 
-def looped(iterable: Any) -> Any:
-    """Return what a loop goes over."""
+def looped(iterable: Any, tested: int) -> Any:
+    """Return what a loop goes over. The condition of the loop has ``tested`` parts."""
+    iterable = _listed(iterable) if tested else iterable
+    if tested and hasattr(iterable, "__len__"):
+        _budget().step(len(iterable) * tested)
+    return _shallow(iterable)
+
+
+def _shallow(iterable: Any) -> Any:
     if isinstance(iterable, str):
         _budget().take(len(iterable) * _ITEM)
     else:
@@ -163,6 +176,11 @@ def read(value: Any) -> Any:
     _budget().step()
     _whole(value)
     return value
+
+
+def searched(value: Any) -> Any:
+    """Return what is searched for an operand: of a mapping its keys are looked up, not read."""
+    return value if isinstance(value, Mapping) else read(value)
 
 
 def same(value: Any) -> Any:
@@ -192,11 +210,11 @@ def made(value: Any) -> Any:
 
 def concat(*values: Any) -> str:
     """``a ~ b``."""
-    from jinja2.runtime import markup_join
+    from jinja2.runtime import str_join
 
     _budget().step()
     _text(sum(map(_whole, values)))
-    return markup_join(values)
+    return str_join(values)
 
 
 def add(left: Any, right: Any) -> Any:
@@ -216,6 +234,31 @@ def times(left: Any, right: Any) -> Any:
     if isinstance(left, int) and isinstance(right, int):
         _number(left.bit_length() + right.bit_length())
     return left * right
+
+
+def subtract(left: Any, right: Any) -> Any:
+    """``a - b``."""
+    _numbers(left, right, "-")
+    return left - right
+
+
+def divide(left: Any, right: Any) -> Any:
+    """``a / b``."""
+    _numbers(left, right, "/")
+    return left / right
+
+
+def floor(left: Any, right: Any) -> Any:
+    """``a // b``."""
+    _numbers(left, right, "//")
+    return left // right
+
+
+def _numbers(left: Any, right: Any, operator: str) -> None:
+    """Refuse operands that are no numbers: sets, views of mappings and others have such operators too."""
+    _budget().step()
+    if not (isinstance(left, (int, float)) and isinstance(right, (int, float))):
+        raise EtkvError(f"{type(left).__name__} {operator} {type(right).__name__}: expected numbers")
 
 
 def power(left: Any, right: Any) -> Any:
@@ -247,8 +290,11 @@ def _formatting(text: str, arguments: Iterable[Any]) -> None:
     length = len(text)
     _budget().take(length)
     for spec in _SPEC.findall(text):
+        _budget().take(_SLOW)
+        if "{" in spec[1:]:
+            raise EtkvError("a format has a format within it")
         widths = [int(digits[-20:]) for digits in _DIGITS.findall(spec)]
-        if "*" in spec or "{" in spec[1:]:
+        if "*" in spec:
             widths += numbers
         length += each + max(widths, default=0)
     _text(length)
@@ -280,22 +326,21 @@ _SHALLOW = {
 _SHALLOW |= {"map", "select", "reject", "selectattr", "rejectattr"}
 
 
-def _grown(name: str, value: Any, arguments: list[Any]) -> None:
+def _grown(name: str, value: Any, arguments: list[Any], *, is_method: bool = False) -> None:
     """Take the units of what a filter, or a text's method, makes of ``value``."""
     numbers = [abs(argument) for argument in arguments if isinstance(argument, int)]
-    texts = [argument for argument in arguments if isinstance(argument, str)]
-    longest = max(map(len, texts), default=0)
     most = max(numbers, default=0)
-    if name == "replace" and len(texts) >= 2:
-        text = value if isinstance(value, str) else str(value)
-        _text(len(text) + text.count(texts[0]) * len(texts[1]))
+    longest = max((_whole(argument) for argument in arguments if not isinstance(argument, int)), default=0)
+    length = len(value) if isinstance(value, str) else 0
+    if name == "replace" and len(arguments) >= 2:
+        text = str(value)
+        _text(len(text) + text.count(str(arguments[0])) * _whole(arguments[1]))
     elif name == "join":
-        parts = value if not isinstance(value, str) else (arguments[0] if arguments else ())
-        separator = len(value) if isinstance(value, str) and not texts else longest
+        parts, separator = (arguments[0] if arguments else (), length) if is_method else (value, longest)
         _text(_whole(parts) + (len(parts) if hasattr(parts, "__len__") else 0) * separator)
     elif name in ("indent", "expandtabs"):
         text = str(value)
-        lines = 1 + text.count("\t" if name == "expandtabs" else "\n")
+        lines = 1 + (text.count("\t") if name == "expandtabs" else len(text.splitlines()))
         _text(len(text) + lines * max(most, longest, 8))
     elif name in ("center", "ljust", "rjust", "zfill"):
         _text(len(str(value)) + most)
@@ -304,20 +349,40 @@ def _grown(name: str, value: Any, arguments: list[Any]) -> None:
     elif name in ("batch", "slice"):
         _items(most + (len(value) if hasattr(value, "__len__") else 0))
     elif name == "tojson":
+        # Each value may begin a line, indented by its depth.
         _text(_whole(value) * (1 + most + longest))
-    elif name == "wordwrap":
-        _text(len(str(value)) * (1 + longest))
-        _budget().take(len(str(value)) * _SLOW)
-    elif name in ("sort", "unique", "groupby", "min", "max", "sum", "dictsort") and isinstance(value, str):
-        _budget().take(len(value) * _SLOW)
-    elif name in ("urlize", "pprint", "striptags"):
-        _budget().take(_whole(value) * _SLOW)
-    elif name in ("round", "truncate", "filesizeformat"):
+    elif name in ("round", "truncate"):
         _text(most)
-    elif name == "lipsum":
-        # A paragraph has up to 100 words unless its arguments say more.
-        _text(math.prod(numbers) * 800)
-        _budget().take(math.prod(numbers) * 800 * _SLOW)
+    elif name in _FROM_THE_END:
+        # The worst case of these searches, and of a strip of many characters.
+        _budget().take(length * max(1, longest))
+    elif name in ("sort", "unique", "groupby", "min", "max", "sum", "dictsort", "striptags", "wordcount"):
+        _budget().take((length or _whole(value)) * (_SLOW if length else 1))
+    if name == "sum" and any(not isinstance(argument, (int, float, str)) for argument in arguments[1:]):
+        raise EtkvError("the filter sum begins with a number")
+    if any(isinstance(argument, str) and len(argument) > _MAX_NAME for argument in arguments) and name in _BY_NAME:
+        raise EtkvError(f"the filter {name} takes a name of {longest} characters, the most is {_MAX_NAME}")
+
+
+_FROM_THE_END = {"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim"}
+
+_BY_NAME = {
+    "attr",
+    "groupby",
+    "map",
+    "max",
+    "min",
+    "reject",
+    "rejectattr",
+    "select",
+    "selectattr",
+    "sort",
+    "sum",
+    "unique",
+}
+
+_MAX_NAME = 200
+"""The most characters of the name of an attribute, and of a macro."""
 
 
 def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) -> Callable[..., Any]:
@@ -333,7 +398,7 @@ def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) 
             args = tuple(map(_listed, args))
         value, arguments = args[first], [*args[first + 1 :], *named.values()]
         if name in _SHALLOW:
-            looped(value)
+            _shallow(value)
         else:
             _whole(value)
         for argument in arguments:
@@ -350,6 +415,8 @@ def called(environment: Environment) -> Callable[..., Any]:
     """Return the environment's rule of calls, with units taken from the budget."""
     inner = environment.call  # type: ignore[attr-defined]
 
+    from jinja2.runtime import Macro
+
     def call(context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
         if isinstance(function, FunctionType) and function.__module__ == __name__ and function.__name__ in _OWN:
             return function(*args)
@@ -358,17 +425,20 @@ def called(environment: Environment) -> Callable[..., Any]:
         # jinja2 puts a function of its own around str.format.
         inside = getattr(function, "__wrapped__", function)
         bound, name = getattr(inside, "__self__", None), getattr(inside, "__name__", "")
-        if isinstance(bound, str):
-            arguments = [*args, *named.values()]
+        arguments = [*args, *named.values()]
+        methods = _METHODS.get(type(bound))
+        if methods is not None and name not in methods:
+            raise EtkvError(f"it calls {name} of a {type(bound).__name__}, which is not known here")
+        if not isinstance(function, Macro):
             for argument in arguments:
                 _whole(argument)
+        if isinstance(bound, str):
             _budget().take(len(bound))
-            _grown(name, bound, arguments)
-        elif bound is not None or name in ("raise_exception", "strftime_now"):
-            for argument in (*args, *named.values()):
-                _whole(argument)
-        elif name == "generate_lorem_ipsum":
-            _grown("lipsum", "", [*args, *named.values()])
+            _grown(name, bound, arguments, is_method=True)
+        elif isinstance(bound, (list, tuple)):
+            _whole(bound)
+        elif name == "strftime_now" and args and len(str(args[0])) > _MAX_NAME:
+            raise EtkvError(f"strftime_now takes a format of {len(str(args[0]))} characters, the most is {_MAX_NAME}")
         result = inner(context, function, *args, **named)
         _result(result)
         return result
@@ -376,5 +446,27 @@ def called(environment: Environment) -> Callable[..., Any]:
     return call
 
 
+_TESTED = "alnum alpha ascii decimal digit identifier lower numeric printable space title upper"
+_OF_TEXTS = "capitalize casefold center count endswith expandtabs find format format_map index join ljust lower lstrip"
+_OF_TEXTS += " partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines"
+_OF_TEXTS += " startswith strip swapcase title upper zfill"
+
+_METHODS: dict[type, set[str]] = {
+    str: {*_OF_TEXTS.split(), *(f"is{name}" for name in _TESTED.split())},
+    dict: {"copy", "get", "items", "keys", "values"},
+    list: {"copy", "count", "index"},
+    tuple: {"count", "index"},
+    int: set(),
+    float: set(),
+    bool: set(),
+    bytes: set(),
+    range: {"count", "index"},
+}
+"""The methods of Python's types that a template may call: what they take is known."""
+
+LEFT_OUT = {"pprint", "random", "urlize", "wordwrap", "xmlattr", "filesizeformat"}
+"""Filters of jinja2 that no chat template needs, and whose time is not known."""
+
 _OWN = {"step", "looped", "read", "same", "wrote", "written", "made", "concat", "add", "times", "power", "percent"}
+_OWN |= {"searched", "subtract", "divide", "floor"}
 """The functions that a checked template calls."""

@@ -50,12 +50,23 @@ impl Budget {
         self.take(bytes)
     }
 
-    /// Takes the units of a value that an operation returned.
-    pub fn take_result(&self, value: &Value) -> Result<(), Error> {
-        match value.as_str() {
-            Some(text) => self.take_text(text.len() as u64),
-            None => self.take(1 + items(value) * ITEM),
+    /// Takes the units of a value that an operation returned. Returns the value: a list where it is made as it is read,
+    /// for such lists can be nested without end.
+    pub fn take_result(&self, value: Value) -> Result<Value, Error> {
+        if let Some(text) = value.as_str() {
+            self.take_text(text.len() as u64)?;
+            return Ok(value);
         }
+        if value.kind() != ValueKind::Iterable {
+            self.take(1 + items(&value) * ITEM)?;
+            return Ok(value);
+        }
+        let mut made = Vec::new();
+        for item in value.try_iter()? {
+            self.take(ITEM)?;
+            made.push(item);
+        }
+        Ok(Value::from(made))
     }
 
     /// Takes the units of reading a value, but not what is within its items.
@@ -77,7 +88,9 @@ impl Budget {
         }
         self.take(ITEM)?;
         let Some(inside) = inside(value)? else {
-            return Ok(1 + value.as_str().map_or(0, |text| text.len() as u64));
+            // The longest number has 310 digits.
+            let printed = if value.is_number() && !value.is_integer() { 320 } else { 40 };
+            return Ok(value.as_str().map_or(printed, |text| 1 + text.len() as u64));
         };
         let mut bytes = 1u64;
         for item in inside {
@@ -116,6 +129,11 @@ impl Budget {
     /// Takes the units of a list or a mapping that is made of `parts`.
     pub fn take_container(&self, parts: &[Value]) -> Result<(), Error> {
         self.take(CONTAINER + parts.len() as u64 * ITEM)?;
+        Self::check_parts(parts)
+    }
+
+    /// Refuses what may not be within another value.
+    pub fn check_parts(parts: &[Value]) -> Result<(), Error> {
         // A namespace can change later, and so come to contain itself.
         match parts.iter().any(is_namespace) {
             true => Err(refusal("a namespace cannot be within another value".into())),

@@ -20,7 +20,10 @@ pub fn add(environment: &mut Environment, checks: &[Check], budget: &Arc<Budget>
         (program::INDEX, |all, budget| budget.take_whole(&all[1]).map(|_| ())),
         (program::CONTAINER, |all, budget| budget.take_container(all)),
         (program::MAPPING, mapping),
-        (program::SPREAD, read),
+        (program::SPREAD, |all, budget| {
+            Budget::check_parts(all)?;
+            read(all, budget)
+        }),
         (program::SET, set),
         (program::CALL, read),
         ("", read),
@@ -48,10 +51,7 @@ pub fn add(environment: &mut Environment, checks: &[Check], budget: &Arc<Budget>
         });
     }
     let taken = budget.clone();
-    environment.add_function(program::RESULT, move |value: Value| {
-        taken.take_result(&value)?;
-        Ok::<_, Error>(value)
-    });
+    environment.add_function(program::RESULT, move |value: Value| taken.take_result(value));
     let joined = budget.clone();
     environment.add_function(program::CONCAT, move |left: &Value, right: &Value| {
         let (left, right) = (text::printed(left, &joined)?, text::printed(right, &joined)?);
@@ -108,7 +108,10 @@ fn filter(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
     match name.as_str() {
         "replace" => replacement(value, arguments, budget),
         "join" => {
-            let separator = arguments.first().and_then(Value::as_str).map_or(0, str::len) as u64;
+            let mut separator = 0;
+            for argument in flat(arguments) {
+                separator += budget.take_whole(&argument)?;
+            }
             joined(value, separator, budget)
         }
         "indent" => indentation(value, arguments, budget),
@@ -129,7 +132,7 @@ fn filter(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
             None => read(all, budget),
         },
         "select" | "reject" | "selectattr" | "rejectattr" => {
-            read(all, budget)?;
+            whole(all, budget)?;
             let mut each = 1u64;
             for argument in arguments {
                 each = each.saturating_add(budget.take_whole(argument)?);
@@ -138,8 +141,9 @@ fn filter(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
         }
         // They do not look at what is within the items.
         "list" | "reverse" => characters(all, budget),
-        "first" | "last" | "length" | "count" | "default" | "d" | "items" | "attr" | "safe"
-        | "chain" | "zip" => read(all, budget),
+        "first" | "last" | "length" | "count" | "default" | "d" | "items" => read(all, budget),
+        "trim" => stripped(value, arguments, budget),
+        "wordcount" => budget.take(text_length(value).saturating_mul(10)),
         _ => whole(all, budget),
     }
 }
@@ -162,6 +166,7 @@ fn call(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
 fn test(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
     match (name, all) {
         ("in", [what, container, ..]) => budget.take_search(what, container),
+        ("startingwith" | "endingwith" | "filter" | "test", _) => whole(all, budget),
         (_, [left, right, ..]) => budget.take_comparison(left, right),
         (_, [value]) if value.as_str().is_some() => budget.take_read(value),
         _ => budget.take(1),
@@ -186,6 +191,7 @@ fn method(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
             None => Ok(()),
         },
         "format" => formatting(value, arguments, budget),
+        "strip" | "lstrip" | "rstrip" => stripped(value, arguments, budget),
         "expandtabs" => {
             let tabs = text.matches('\t').count() as u64;
             let width = numbers(arguments).max().unwrap_or(8);
@@ -195,14 +201,25 @@ fn method(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
     }
 }
 
+/// A text from whose ends one of several characters is removed: each is compared with each.
+fn stripped(value: &Value, arguments: &[Value], budget: &Budget) -> Result<(), Error> {
+    let removed = arguments.first().map_or(1, text_length).max(1);
+    whole(std::iter::once(value), budget)?;
+    budget.take(text_length(value).saturating_mul(removed) / 16)
+}
+
+fn text_length(value: &Value) -> u64 {
+    value.as_str().map_or(0, str::len) as u64
+}
+
 /// `text.replace(from, to)`.
 fn replacement(value: &Value, arguments: &[Value], budget: &Budget) -> Result<(), Error> {
     let value = text::printed(value, budget)?;
-    let texts: Vec<&str> = arguments.iter().filter_map(Value::as_str).collect();
-    let [from, to, ..] = texts.as_slice() else {
+    let [from, to, ..] = arguments else {
         return Ok(());
     };
-    let found = value.matches(from).count() as u64;
+    let (from, to) = (text::printed(from, budget)?, text::printed(to, budget)?);
+    let found = value.matches(&from).count() as u64;
     budget.take_text((value.len() as u64).saturating_add(found.saturating_mul(to.len() as u64)))
 }
 

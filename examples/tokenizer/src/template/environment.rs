@@ -10,7 +10,7 @@ use minijinja::value::{Kwargs, StringInput, Tuple, ValueKind};
 use minijinja::{filters, Environment, Error, ErrorKind, Output, State, Value};
 use minijinja_contrib::add_to_environment;
 
-use super::bounds::Budget;
+use super::bounds::{self, Budget};
 use super::program::{self, Check};
 use super::{checks, json, methods, rewrite, text};
 
@@ -35,6 +35,12 @@ pub fn new(checks: &[Check]) -> Result<Environment<'static>, Error> {
         let printing = budget.clone();
         environment.add_filter(name, move |value: &Value| escape(value, &printing));
     }
+    // Jinja2 has none of these, and lists that are made as they are read can be nested without end.
+    for name in ["bool", "chain", "lines", "pprint", "split", "zip"] {
+        environment.remove_filter(name);
+    }
+    environment.remove_global("debug");
+    environment.add_filter("indent", indent);
     environment.add_filter(rewrite::SAME, |value: Value| value);
     environment.add_test("callable", is_callable);
     environment.add_test("iterable", is_iterable);
@@ -44,15 +50,15 @@ pub fn new(checks: &[Check]) -> Result<Environment<'static>, Error> {
     let taken = budget.clone();
     environment.add_function(program::ITER, move |value: &Value| {
         let items = iter(value)?;
-        taken.take_read(&items)?;
+        // They live for the loop alone.
+        taken.take(bounds::items(&items))?;
         Ok::<_, Error>(items)
     });
     let taken = budget.clone();
     environment.add_function(program::PERCENT, move |left: &Value, right: &Value| {
         checks::formatting(left, std::slice::from_ref(right), &taken)?;
         let made = percent(left, right)?;
-        taken.take_result(&made)?;
-        Ok::<_, Error>(made)
+        taken.take_result(made)
     });
     let taken = budget.clone();
     environment.add_function(
@@ -163,6 +169,41 @@ fn no_names() -> Kwargs {
     std::iter::empty::<(String, Value)>().collect()
 }
 
+/// Jinja2's filter, which keeps empty lines as they are unless `blank`.
+fn indent(
+    value: &str,
+    width: Option<Value>,
+    first: Option<bool>,
+    blank: Option<bool>,
+    named: Kwargs,
+) -> Result<String, Error> {
+    let width = width.or(named.get("width")?).unwrap_or_else(|| Value::from(4));
+    let first = first.or(named.get("first")?).unwrap_or(false);
+    let blank = blank.or(named.get("blank")?).unwrap_or(false);
+    named.assert_all_used()?;
+    let indention = match width.as_str() {
+        Some(text) => text.to_owned(),
+        None => " ".repeat(width.as_usize().unwrap_or(0)),
+    };
+    let text = format!("{value}\n");
+    let mut lines = methods::lines(&text);
+    let mut made = String::new();
+    if first {
+        made.push_str(&indention);
+    }
+    if let Some(line) = lines.next() {
+        made.push_str(line);
+    }
+    for line in lines {
+        made.push('\n');
+        if blank || !line.is_empty() {
+            made.push_str(&indention);
+        }
+        made.push_str(line);
+    }
+    Ok(made)
+}
+
 /// Returns what a loop goes over: a list where minijinja does not know the length otherwise.
 fn iter(value: &Value) -> Result<Value, Error> {
     match value.kind() {
@@ -196,7 +237,7 @@ fn percent(left: &Value, right: &Value) -> Result<Value, Error> {
         return format(FormatStyle::Printf, text, &arguments).map(Value::from);
     }
     let refused = |reason: &str| {
-        let told = format!("{left} % {right}: {reason}");
+        let told = format!("{} % {}: {reason}", left.kind(), right.kind());
         Error::new(ErrorKind::InvalidOperation, told)
     };
     let whole = |value: &Value| match value.kind() {

@@ -7,6 +7,8 @@ use minijinja::{Error, ErrorKind, Value};
 use serde::Serialize;
 use serde_json::ser::{Formatter, Serializer};
 
+use super::bounds::{too_long, MAX_TEXT};
+
 /// The arguments of `json.dumps` that templates may give.
 struct Python {
     ensure_ascii: bool,
@@ -157,12 +159,30 @@ pub fn tojson(
 
     let python =
         Python { ensure_ascii, indent, item_separator, key_separator, level: 0, has_value: false };
-    let mut bytes = Vec::new();
+    let mut bytes = Limited(Vec::new());
     let value = if sort_keys { sorted(value)? } else { value.clone() };
     value
         .serialize(&mut Serializer::with_formatter(&mut bytes, python))
         .map_err(|error| refused(&error.to_string()))?;
-    String::from_utf8(bytes).map_err(|error| refused(&error.to_string()))
+    String::from_utf8(bytes.0).map_err(|error| refused(&error.to_string()))
+}
+
+/// Bytes that are refused where a text may not be longer.
+struct Limited(Vec<u8>);
+
+impl io::Write for Limited {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let length = (self.0.len() + bytes.len()) as u64;
+        if length > MAX_TEXT {
+            return Err(io::Error::other(too_long(length).to_string()));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// The deepest indentation of a level.

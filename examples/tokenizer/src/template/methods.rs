@@ -234,28 +234,46 @@ fn split_lines(text: &str, arguments: &[Value]) -> Result<Value, Error> {
     let (keep, named) = read::<(Option<bool>, Kwargs)>(arguments)?;
     let keep = keep.or(named.get("keepends")?).unwrap_or(false);
     named.assert_all_used()?;
-    let ends = |c: char| {
-        matches!(
-            c,
-            '\n' | '\r' | '\x0b' | '\x0c' | '\x1c'..='\x1e' | '\u{85}' | '\u{2028}' | '\u{2029}'
-        )
-    };
-    let mut lines = Vec::new();
-    let mut rest = text;
-    while let Some(place) = rest.find(ends) {
-        let (line, after) = rest.split_at(place);
+    let parts = Lines { rest: text }.map(|(line, end)| Value::from(if keep { end } else { line }));
+    Ok(Value::from(parts.collect::<Vec<_>>()))
+}
+
+/// Returns the lines of a text, as Python's `splitlines` does.
+pub fn lines(text: &str) -> impl Iterator<Item = &str> {
+    Lines { rest: text }.map(|(line, _)| line)
+}
+
+/// Lines without and with their ends.
+struct Lines<'a> {
+    rest: &'a str,
+}
+
+impl<'a> Iterator for Lines<'a> {
+    type Item = (&'a str, &'a str);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let text = self.rest;
+        let ends = |c: char| {
+            matches!(
+                c,
+                '\n' | '\r' | '\x0b' | '\x0c' | '\x1c'
+                    ..='\x1e' | '\u{85}' | '\u{2028}' | '\u{2029}'
+            )
+        };
+        let place = match text.find(ends) {
+            Some(place) => place,
+            None if text.is_empty() => return None,
+            None => text.len(),
+        };
+        let after = &text[place..];
         let end = match after.chars().next() {
             Some('\r') if after.starts_with("\r\n") => 2,
             Some(c) => c.len_utf8(),
             None => 0,
         };
-        lines.push(Value::from(if keep { &rest[..place + end] } else { line }));
-        rest = &after[end..];
+        self.rest = &after[end..];
+        Some((&text[..place], &text[..place + end]))
     }
-    if !rest.is_empty() {
-        lines.push(Value::from(rest));
-    }
-    Ok(Value::from(lines))
 }
 
 /// Returns the characters from `start` to `end`, which count from the end where they are negative, and the number of

@@ -30,7 +30,10 @@ const MAX_SOURCE: usize = 256 << 10;
 const STACK: usize = 256 << 20;
 
 /// The most instructions that a rendering executes.
-const MAX_FUEL: u64 = 10_000_000;
+const MAX_FUEL: u64 = 30_000_000;
+
+/// The most macros and loops within each other.
+const MAX_RECURSION: usize = 100;
 
 /// The name of the template for conversations without tools.
 const DEFAULT: &str = "default";
@@ -95,6 +98,7 @@ fn render(source: &str, context: Value) -> std::result::Result<String, TemplateE
     let checks = program.checks();
     let mut environment = environment::new(&checks)?;
     environment.set_fuel(Some(MAX_FUEL));
+    environment.set_recursion_limit(MAX_RECURSION);
     let program = program.checked(&checks)?;
     let mut text = String::new();
     let mut output = make_string_output(&mut text);

@@ -153,14 +153,12 @@ fn checked<'b>(all: &'b Instructions<'_>, checks: &'b [Check]) -> Result<Instruc
     // Where each instruction has gone: jumps follow it, to the checks before it.
     let mut places = Vec::new();
     let mut length = 0;
-    let mut previous = None;
     for (n, instruction) in each(all).enumerate() {
         places.push(length);
         let line = all.get_line(n as u32).unwrap_or_default() as u16;
-        for one in with_checks(instruction, previous, checks)? {
+        for one in with_checks(instruction, checks)? {
             length = made.add_with_line(one, line) + 1;
         }
-        previous = Some(instruction);
     }
     places.push(length);
     for n in 0.. {
@@ -186,7 +184,6 @@ fn checked<'b>(all: &'b Instructions<'_>, checks: &'b [Check]) -> Result<Instruc
 /// Returns `instruction` as [`checked`] writes it.
 fn with_checks<'b>(
     instruction: &'b Instruction<'_>,
-    previous: Option<&Instruction<'_>>,
     checks: &'b [Check],
 ) -> Result<Vec<Instruction<'b>>, Error> {
     use Instruction as I;
@@ -199,8 +196,9 @@ fn with_checks<'b>(
         vec![I::CallFunction(name, n), I::UnpackLists(1), then, call(RESULT, 1)]
     };
     let named = |kind: Kind, name: &str| -> &'b str {
-        let known = checks.iter().find(|check| check.kind == kind && check.name == name);
-        known.map_or("", |check| check.function.as_str())
+        let known =
+            checks.binary_search_by(|check| (check.kind, check.name.as_str()).cmp(&(kind, name)));
+        known.map_or("", |n| checks[n].function.as_str())
     };
     let spelled = |n: usize| match n > MAX_SPELLED {
         true => Err(Error::new(
@@ -217,13 +215,20 @@ fn with_checks<'b>(
         I::Slice => vec![call(SLICE, 4)],
         I::PushLoop(_) => vec![call(ITER, 1), same],
         I::Add => before(ADD, 2, same),
-        I::Mul => before(TIMES, 2, same),
+        I::Mul => {
+            let mut made = before(TIMES, 2, same);
+            made.push(call(RESULT, 1));
+            made
+        }
         I::Eq | I::Ne | I::Gt | I::Gte | I::Lt | I::Lte => before(COMPARE, 2, same),
         I::In => before(IN, 2, same),
         // `a < b < c` or `a in b in c`: a search takes as much as a comparison, or more.
         I::CompareAndPreserve(_) => before(IN, 2, same),
-        // A name that the template spells out is short.
-        I::GetItem if !matches!(previous, Some(I::LoadConst(_))) => before(INDEX, 2, same),
+        I::GetItem => before(INDEX, 2, same),
+        I::Include(_) | I::LoadBlocks => {
+            let reason = "a template cannot read others";
+            return Err(Error::new(ErrorKind::InvalidOperation, reason));
+        }
         I::SetAttr(_) => before(SET, 2, same),
         I::BuildList(Some(n)) | I::BuildTuple(Some(n)) if n > 0 => {
             before(CONTAINER, spelled(n)?, same)
@@ -240,6 +245,8 @@ fn with_checks<'b>(
             vec![I::CallFunction(name, n), I::UnpackLists(1), I::PerformTest(test, None, id)]
         }
         I::CallMethod(name, n) => around(named(Kind::Method, name), n, I::CallMethod(name, None)),
+        // A range is as short as its bounds.
+        I::CallFunction("range", _) => vec![same],
         I::CallFunction(name, n) => {
             around(named(Kind::Function, name), n, I::CallFunction(name, None))
         }
