@@ -40,7 +40,7 @@ _COLLECTIONS = (list, tuple, set, frozenset, range, MappingView)
 _SLOW = 100
 """Units of a character that a filter looks at one by one."""
 
-_ITEM = 32
+_ITEM = 8
 _NODE = 256
 """Units of an item of a list, and of a value that is looked at within another."""
 
@@ -323,6 +323,9 @@ _SHALLOW = {
 }
 """Filters that do not look at what is within the items of a list."""
 
+_CONSTANT = {"attr", "count", "d", "default", "first", "last", "length", "safe"}
+"""Those that do not look at all items either."""
+
 _SHALLOW |= {"map", "select", "reject", "selectattr", "rejectattr"}
 
 
@@ -398,7 +401,8 @@ def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) 
             args = tuple(map(_listed, args))
         value, arguments = args[first], [*args[first + 1 :], *named.values()]
         if name in _SHALLOW:
-            _shallow(value)
+            if name not in _CONSTANT:
+                _shallow(value)
         else:
             _whole(value)
         for argument in arguments:
@@ -425,7 +429,8 @@ def called(environment: Environment) -> Callable[..., Any]:
         # jinja2 puts a function of its own around str.format.
         inside = getattr(function, "__wrapped__", function)
         bound, name = getattr(inside, "__self__", None), getattr(inside, "__name__", "")
-        arguments = [*args, *named.values()]
+        # jinja2 passes the variables of loops and blocks along.
+        arguments = [*args, *(value for key, value in named.items() if key not in ("_loop_vars", "_block_vars"))]
         methods = _METHODS.get(type(bound))
         if methods is not None and name not in methods:
             raise EtkvError(f"it calls {name} of a {type(bound).__name__}, which is not known here")
