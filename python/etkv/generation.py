@@ -348,8 +348,9 @@ class Generation(Iterator[int]):
     def cached_tokens(self) -> int:
         """Tokens of the answer that the cache holds. The last token runs when the next one is requested.
 
-        A prompt that continues this answer begins with ``token_ids[cached_tokens:]``: its last token, or nothing if
-        the model ended the answer. A cache in a program's graph cannot rewind: if the answer was interrupted, clear it.
+        A prompt that continues this answer begins with ``token_ids[cached_tokens:]``: its last token, also where the
+        answer was cancelled, or nothing if the model ended the answer. A cache in a program's graph cannot rewind: if
+        the answer was interrupted, clear it.
         """
         if self._start is None:
             return 0
@@ -503,6 +504,9 @@ class Generation(Iterator[int]):
             try:
                 row = self._decode(ids) if self.token_ids else self._prefill(ids)
                 if self._ended_by_cancel():
+                    if self.token_ids:
+                        # The last token ran, and the one after it is not delivered: it runs again.
+                        self._forget(self._last())
                     return
                 assert row is not None
                 token = choose(sampling, row, recent, len(self.token_ids))

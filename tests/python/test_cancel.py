@@ -122,6 +122,33 @@ def test_a_step_of_a_prompt_that_fails_removes_the_prompt(loaded, steps):
     assert loaded.session.length == answer.read_tokens == 0
 
 
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_an_answer_that_is_cancelled_within_a_step_goes_on(loaded, monkeypatch, at):
+    prompt = LONG[:5]
+    expected = answered(loaded, prompt, 12)
+    loaded.session.clear()
+    answer = etkv.generate_tokens(loaded, prompt, max_tokens=12, eos_token_ids=[])
+    left = [at]
+
+    def cancelling(step):
+        def then(*given):
+            left[0] -= 1
+            if left[0] == 0:
+                answer.cancel()
+            return step(*given)
+
+        return then
+
+    monkeypatch.setattr(_device.DeviceAnswer, "next", cancelling(_device.DeviceAnswer.next))
+    monkeypatch.setattr(loaded, "last_row", cancelling(loaded.last_row))
+    taken = list(answer)
+    # Where the first step is that of the prompt, the prompt goes on.
+    rest = (prompt + taken)[loaded.session.length :]
+    assert len(rest) == 1
+    assert answer.cached_tokens == max(0, len(taken) - 1)
+    assert taken + answered(loaded, rest, 12 - len(taken)) == expected
+
+
 def test_an_answer_is_cancelled_by_another_thread(loaded, tokenizer):
     stream = etkv.stream_generate(loaded, tokenizer, [1, 2, 3], max_tokens=300, eos_token_ids=[])
     responses = [next(stream), next(stream)]

@@ -39,11 +39,12 @@ _BEYOND = 16
 _MAX_PRODUCTS = 30e9
 """Parameters times tokens up to which the comparison goes beyond a window: a few seconds on two cores."""
 
-_TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "8da4w": 0.15}
+_TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "8da4w": 0.4}
 """The dtype of a program, or its quantization -> the largest error of a row of outputs, as a part of their spread.
 
 A wrong mask, position or weight makes an error of the order of 1. The model is computed in the same dtype, and with the
-same weights. Activations in 8 bits are rounded to one step or the next by a last bit.
+same weights. Activations in 8 bits are rounded to one step or the next by a last bit, layer after layer: SmolLM2-135M
+is off by 0.28 at the most.
 """
 
 
