@@ -151,8 +151,8 @@ def _number(bits: int) -> None:
 
 
 def step(parts: int) -> None:
-    """Go through a loop or a macro once, which has ``parts`` parts."""
-    _budget().step(parts)
+    """Go through a loop or a macro once, which has ``parts`` parts. What it takes by itself counts too."""
+    _budget().step(parts + 16)
 
 
 def looped(iterable: Any, tested: int) -> Any:
@@ -165,7 +165,8 @@ def looped(iterable: Any, tested: int) -> Any:
 
 def _shallow(iterable: Any) -> Any:
     if isinstance(iterable, str):
-        _budget().take(len(iterable) * _ITEM)
+        # Each character becomes a text.
+        _budget().take(len(iterable) * 32)
     else:
         _result(iterable)
     return iterable
@@ -396,7 +397,7 @@ def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) 
 
     @functools.wraps(function)
     def checked(*args: Any, **named: Any) -> Any:
-        _budget().step(10)
+        _budget().step(30)
         if lists:
             args = tuple(map(_listed, args))
         value, arguments = args[first], [*args[first + 1 :], *named.values()]
@@ -424,7 +425,7 @@ def called(environment: Environment) -> Callable[..., Any]:
     def call(context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
         if isinstance(function, FunctionType) and function.__module__ == __name__ and function.__name__ in _OWN:
             return function(*args)
-        _budget().step(10)
+        _budget().step(30)
         args = tuple(map(_listed, args))
         # jinja2 puts a function of its own around str.format.
         inside = getattr(function, "__wrapped__", function)

@@ -132,6 +132,26 @@ def bombs() -> Iterator[str]:
     yield "{{ '%99999999999d' % 1 }}{{ '%.99999999f' % 1.5 }}{{ '{:99999999999}'.format(1) }}"
     yield "{{ '{:" + "0" * 100 + "99999999999}' | format(1) }}{{ '{:" + "0" * 100 + "99999999999}'.format(1) }}"
     yield "{{ strftime_now('%Y' * 1000000) }}{{ strftime_now('%999999999Y') }}"
+    yield nested + "(ns.a, ) %}{% endfor %}{% if i == 9 %}{% if {ns.a: 1} %}{% endif %}{% endif %}{% endfor %}"
+    yield (
+        "{% set ns = namespace(a=[1] * 1) %}"
+        + "{% for i in range(99999) %}" * 2
+        + "{% set ns.a = ns.a "
+        + "| chain " * 140
+    )
+    yield "{{ ('a' * 1000000) | replace('a', [1] * 600) }}{{ ([1] * 20000) | join([1] * 30000) }}"
+    yield "{{ ([1] * 20000) | join(d='x' * 100000) }}{{ ([1] * 3000) | tojson(separators=('a' * 1000000, ':')) }}"
+    yield "{% set ns = namespace() %}{% set ns.a = dict(k=ns) %}{{ ns }}"
+    yield doubled + "{{ ns.a % 2 }}{{ {'a': 1} | attr(ns.a) }}"
+    yield doubled + "{{ {'a': 1}[ns.a or 'c'] }}"
+    yield "{{ ('a' * 8000000).strip('b' * 4000000 ~ 'a') }}{{ ('a' * 8000000).rfind('ab' ~ 'a' * 4000000) }}"
+    yield "{{ ('a' * 16000).translate({97: 'b' * 1000000}) }}"
+    yield "{{ 'x'.encode() * 10 ** 9 }}{{ (3).to_bytes(1900000000, 'big') }}"
+    yield "{{ '{0:{1}}'.format('a', '1500000000') }}"
+    kept = "{% for i in range(9999) %}{% set ns.a = ns.a + [dict(a=1).keys() - []] %}{% endfor %}"
+    yield "{% set ns = namespace(a=[]) %}" + kept
+    yield "{% for i in range(99999) %}" * 3 + "{% set x = i // 7 %}" + "{% endfor %}" * 3
+    yield "{% for a in b %}" * 60 + "x" + "{% endfor %}" * 60
     yield "{% include 'x' %}"
     yield "{% extends 'template' %}"
     yield "{% import 'template' as t %}{{ t }}"

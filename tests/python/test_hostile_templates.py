@@ -16,8 +16,8 @@ from reference import EVERYTHING
 
 TEMPLATES = list(hostile_templates.templates(seed=7, count=1000))[:: 1 if EVERYTHING else 20]
 ADDRESS_SPACE = 2 << 30
-SECONDS = 20 if EVERYTHING else 6
-"""The longest rendering. Alone on a machine none takes 2; tests share the cores."""
+SECONDS = 20
+"""The longest rendering. Alone on a machine none takes 5; tests share the cores."""
 
 MESSAGES = [{"role": "user", "content": "Hi there"}]
 

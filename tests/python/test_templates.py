@@ -147,6 +147,46 @@ def test_the_ids_of_a_conversation_are_those_of_its_text(opened):
     assert runner.chat(messages=messages) == runner.encode(runner.render(messages=messages), False)
 
 
+@pytest.fixture
+def python(tmp_path):
+    """Return a function: the source of a template -> Python's tokenizer with it."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "<unk>": 1}, "unk_token": "<unk>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    tokenizer = etkv.Tokenizer.from_pretrained(tmp_path)
+
+    def with_template(source: str) -> etkv.Tokenizer:
+        tokenizer.hf.chat_template = source
+        return tokenizer
+
+    return with_template
+
+
+def _text(tokenizer, messages):
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **VALUES)
+    except Exception as error:
+        return type(error)
+
+
+def test_the_bounds_of_python_change_no_text(python):
+    """Where transformers refuses a template with an error, so does etkv."""
+    sources = [
+        *CONSTRUCTS,
+        *LAYOUTS,
+        "{{ '<a>' ~ ('b' | safe) }}{{ 'c' ~ 1.5 ~ none }}",
+        *dict(template_cases.installed()).values(),
+    ]
+    compared = 0
+    for source in sources:
+        for messages in CONVERSATIONS:
+            tokenizer = python(source)
+            made = _text(tokenizer, messages)
+            expected = _text(tokenizer.hf, messages)
+            assert made == expected or (made is etkv.EtkvError and isinstance(expected, type)), source
+            compared += isinstance(expected, str)
+    assert compared > len(sources)
+
+
 def test_bounds(opened):
     """A template that does not end, or makes too long a text, is refused in a moment."""
     nested = "{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}"
