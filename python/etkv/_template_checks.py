@@ -256,7 +256,7 @@ def floor(left: Any, right: Any) -> Any:
 
 
 def _numbers(left: Any, right: Any, operator: str) -> None:
-    """Refuse operands that are no numbers: sets, views of mappings and others have such operators too."""
+    """Refuse operands that are not numbers: sets, views of mappings and others have such operators too."""
     _budget().step()
     if not (isinstance(left, (int, float)) and isinstance(right, (int, float))):
         raise EtkvError(f"{type(left).__name__} {operator} {type(right).__name__}: expected numbers")
