@@ -211,7 +211,10 @@ def encoded(value: str, name: str) -> bytes:
     """Return ``value`` as C reads it. Raises :class:`EtkvError` for what is no string, or has a zero byte."""
     if not isinstance(value, str) or "\0" in value:
         raise EtkvError(f"{name} is {value!r}, expected a name")
-    return value.encode("utf-8")
+    try:
+        return value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise EtkvError(f"{name} is {value!r}, which is not UTF-8 from character {error.start} on") from error
 
 
 def encoded_path(path: str | os.PathLike[str], name: str = "path") -> bytes:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
-from etkv._capi import INT32_MAX
+from etkv._capi import int32
 from etkv._device import DeviceAnswer
 from etkv._sampling import CONTEXT, Sampling, choose
 from etkv.cache import SeqCache
@@ -122,6 +122,8 @@ def stream_generate(
     The arguments are checked at once. Nothing runs before the first response is requested. :meth:`Answer.cancel` ends
     the answer from any thread.
     """
+    if not hasattr(tokenizer, "encode"):
+        raise EtkvError(f"tokenizer is {type(tokenizer).__name__}, expected an etkv.Tokenizer; the program goes first")
     ids: Ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     options = with_eos_token_ids(options, program, tokenizer)
     detokenizer = StreamingDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
@@ -245,15 +247,16 @@ def generate_tokens(
     ends with an error. If threads share a session, each one must hold a lock of the application's while it iterates: a
     step that fails cancels the declaration of the next one.
     """
+    if not isinstance(program, Program):
+        raise EtkvError(f"program is {type(program).__name__}, expected what etkv.load returns")
     if program.cache is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
     ids = _id_list(prompt)
     if not ids:
         raise EtkvError("prompt is empty; it has at least one token")
+    max_tokens = int32(max_tokens, "max_tokens")
     if max_tokens < 0:
         raise EtkvError(f"max_tokens is {max_tokens}, the least is 0")
-    if max_tokens > INT32_MAX:
-        raise EtkvError(f"max_tokens is {max_tokens}, the most is {INT32_MAX}")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {}, seed)
     if sequence and not isinstance(program.cache, SeqCache):
         raise EtkvError(f"sequence is {sequence}, and the cache has one only: use a SeqSession")

@@ -86,6 +86,7 @@ def load(
     path = Path(path)
     if session is not None and not isinstance(session, Session):
         raise EtkvError(f"session is {session!r}, expected a DecodeSession, SeqSession or TreeSession")
+    _capi.encoded(str(path), "path")
     try:
         with path.open("rb") as file:
             head = file.read(8)

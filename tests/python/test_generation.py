@@ -192,10 +192,26 @@ def test_a_program_that_is_closed_ends_its_answers(llama):
         assert session.length == len(PROMPT)
 
 
+def test_arguments_in_another_order_are_refused(loaded, tokenizer):
+    with pytest.raises(etkv.EtkvError, match=r"tokenizer is Program, expected an etkv\.Tokenizer"):
+        etkv.generate(tokenizer, loaded, "Hello")
+    with pytest.raises(etkv.EtkvError, match=r"program is Tokenizer, expected what etkv\.load returns"):
+        etkv.generate_tokens(tokenizer, PROMPT)
+
+
+def test_paths_that_are_not_text_are_refused(llama):
+    with etkv.DecodeSession(config(llama, 20)) as session:
+        for path in ("a\udcff.pte", "a\0.pte"):
+            for call in (lambda path: etkv.load(path, session), session.save, session.load):
+                with pytest.raises(etkv.EtkvError, match="path is"):
+                    call(path)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"max_tokens": -1}, "max_tokens is -1, the least is 0"),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5, expected an integer"),
         ({"temperature": -0.5}, "temperature is -0.5, the least is 0"),
         ({"temperature": float("nan")}, "temperature is nan, the least is 0"),
         ({"seed": -1}, "seed is -1, the least is 0"),

@@ -58,6 +58,22 @@ fn builders_use_the_registry_from_within() {
 }
 
 #[test]
+fn what_is_unknown_is_told_with_what_there_is() {
+    let builders = BuilderRegistry::global();
+    builders.register("one", "ring", |config| cache(config));
+    builders.register("one", "stack", |config| cache(config));
+    builders.register("two", "ring", |config| cache(config));
+    let told = |backend, kind| builders.build(backend, kind, config()).err().unwrap().to_string();
+    assert_eq!(
+        told("one", "tree"),
+        "unknown cache kind `tree` for backend `one`; available: ring, stack"
+    );
+    let backend = told("three", "ring");
+    assert!(backend.starts_with("unknown backend `three`; available: "), "{backend}");
+    assert!(backend.contains("one, two"), "{backend}");
+}
+
+#[test]
 fn keys_are_given_once_whoever_asks() {
     BuilderRegistry::global().register("Meeting", "contiguous", cache);
     let make = || {

@@ -95,13 +95,7 @@ impl BuilderRegistry {
         let builder = self.builders.get(&key).map(|found| Builder::clone(&found));
         match builder {
             Some(builder) => builder(config),
-            None => Err(Error::new(
-                Status::Kind,
-                format!(
-                    "unknown cache kind `{kind}` for backend `{backend_id}`; available: {}",
-                    self.known()
-                ),
-            )),
+            None => Err(Error::new(Status::Kind, self.unknown(backend_id, kind))),
         }
     }
 
@@ -112,13 +106,23 @@ impl BuilderRegistry {
         kinds
     }
 
-    fn known(&self) -> String {
-        let known: Vec<String> = self
-            .kinds()
+    /// Says what there is in place of an unknown kind or backend.
+    fn unknown(&self, backend_id: &str, kind: &str) -> String {
+        let known = self.kinds();
+        let kinds: Vec<&str> = known
             .iter()
-            .map(|(backend, kind)| format!("`{kind}` for `{backend}`"))
+            .filter(|(backend, _)| backend == backend_id)
+            .map(|(_, kind)| kind.as_str())
             .collect();
-        known.join(", ")
+        if !kinds.is_empty() {
+            let kinds = kinds.join(", ");
+            return format!(
+                "unknown cache kind `{kind}` for backend `{backend_id}`; available: {kinds}"
+            );
+        }
+        let mut backends: Vec<&str> = known.iter().map(|(backend, _)| backend.as_str()).collect();
+        backends.dedup();
+        format!("unknown backend `{backend_id}`; available: {}", backends.join(", "))
     }
 }
 
