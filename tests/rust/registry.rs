@@ -60,9 +60,9 @@ fn builders_use_the_registry_from_within() {
 #[test]
 fn what_is_unknown_is_told_with_what_there_is() {
     let builders = BuilderRegistry::global();
-    builders.register("one", "ring", |config| cache(config));
-    builders.register("one", "stack", |config| cache(config));
-    builders.register("two", "ring", |config| cache(config));
+    builders.register("one", "ring", cache);
+    builders.register("one", "stack", cache);
+    builders.register("two", "ring", cache);
     let told = |backend, kind| builders.build(backend, kind, config()).err().unwrap().to_string();
     assert_eq!(
         told("one", "tree"),
