@@ -69,10 +69,10 @@ def _check(tree: nodes.Template) -> None:
     """Refuse what takes long to compile, and what reads other templates."""
     from jinja2 import nodes
 
-    count = sum(1 for _ in tree.find_all(nodes.Node))
-    if count > _MAX_NODES:
-        raise EtkvError(f"it has {count} parts, the most is {_MAX_NODES}")
-    for node in tree.find_all(nodes.Node):
+    parts = list(tree.find_all(nodes.Node))
+    if len(parts) > _MAX_NODES:
+        raise EtkvError(f"it has {len(parts)} parts, the most is {_MAX_NODES}")
+    for node in parts:
         if isinstance(node, (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
             raise EtkvError("it reads other templates")
         if isinstance(node, (nodes.Macro, nodes.Name)) and len(node.name) > _MAX_NAME:

@@ -307,27 +307,11 @@ _DIGITS = re.compile(r"\d+")
 
 # ---- Filters, tests and calls ------------------------------------------------
 
-_SHALLOW = {
-    "list",
-    "first",
-    "last",
-    "length",
-    "count",
-    "default",
-    "d",
-    "reverse",
-    "items",
-    "attr",
-    "safe",
-    "batch",
-    "slice",
-}
-"""Filters that do not look at what is within the items of a list."""
-
 _CONSTANT = {"attr", "count", "d", "default", "first", "last", "length", "safe"}
-"""Those that do not look at all items either."""
+"""Filters that do not look at all items of a list."""
 
-_SHALLOW |= {"map", "select", "reject", "selectattr", "rejectattr"}
+_SHALLOW = {"batch", "items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"}
+"""Those that look at all items, and not at what is within them."""
 
 
 def _grown(name: str, value: Any, arguments: list[Any], *, is_method: bool = False) -> None:
@@ -402,9 +386,8 @@ def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) 
             args = tuple(map(_listed, args))
         value, arguments = args[first], [*args[first + 1 :], *named.values()]
         if name in _SHALLOW:
-            if name not in _CONSTANT:
-                _shallow(value)
-        else:
+            _shallow(value)
+        elif name not in _CONSTANT:
             _whole(value)
         for argument in arguments:
             _whole(argument)

@@ -150,8 +150,7 @@ fn filter(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
 
 /// Of a text these filters make a list of characters.
 fn characters(all: &[Value], budget: &Budget) -> Result<(), Error> {
-    let length = all[0].as_str().map_or(0, str::len) as u64;
-    budget.take(length.saturating_mul(ITEM))?;
+    budget.take(text_length(&all[0]).saturating_mul(ITEM))?;
     read(all, budget)
 }
 

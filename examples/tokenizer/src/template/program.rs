@@ -48,26 +48,6 @@ pub const SPREAD: &str = "**";
 pub const SET: &str = ". =";
 pub const CALL: &str = "()";
 
-/// Returns the name of the function that checks the arguments of a function.
-pub fn function(name: &str) -> String {
-    format!("{name}()")
-}
-
-/// Returns the name of the function that checks the operands of a filter.
-pub fn filter(name: &str) -> String {
-    format!("|{name}")
-}
-
-/// Returns the name of the function that checks the operands of a test.
-pub fn test(name: &str) -> String {
-    format!(" is {name}")
-}
-
-/// Returns the name of the function that checks a method's value and arguments.
-pub fn method(name: &str) -> String {
-    format!(".{name}")
-}
-
 /// The most items of a list that a template spells out.
 const MAX_SPELLED: usize = u16::MAX as usize;
 
@@ -134,13 +114,13 @@ pub struct Check {
 
 impl Check {
     fn of(kind: Kind, name: &str) -> Self {
-        let made = match kind {
-            Kind::Filter => filter,
-            Kind::Test => test,
-            Kind::Method => method,
-            Kind::Function => function,
+        let function = match kind {
+            Kind::Filter => format!("|{name}"),
+            Kind::Test => format!(" is {name}"),
+            Kind::Method => format!(".{name}"),
+            Kind::Function => format!("{name}()"),
         };
-        Self { kind, name: name.to_owned(), function: made(name) }
+        Self { kind, name: name.to_owned(), function }
     }
 }
 
@@ -240,9 +220,8 @@ fn with_checks<'b>(
             around(named(Kind::Filter, name), n, I::ApplyFilter(name, None, id))
         }
         I::PerformTest(name, n, id) => {
-            let name = named(Kind::Test, name);
-            let I::PerformTest(test, ..) = *instruction else { unreachable!() };
-            vec![I::CallFunction(name, n), I::UnpackLists(1), I::PerformTest(test, None, id)]
+            let check = I::CallFunction(named(Kind::Test, name), n);
+            vec![check, I::UnpackLists(1), I::PerformTest(name, None, id)]
         }
         I::CallMethod(name, n) => around(named(Kind::Method, name), n, I::CallMethod(name, None)),
         // A range is as short as its bounds.
