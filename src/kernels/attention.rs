@@ -267,10 +267,10 @@ impl Template {
             self.most_row_warps(),
             self.scale as i32,
         );
-        call.push_str(include_str!("cuda/call.cuh"));
+        call.push_str(text::MLX_ATTENTION);
         let mut inputs = vec![c"q", c"k", c"v"];
         if self.mask == 2 {
-            call.push_str(include_str!("cuda/call_marked.cuh"));
+            call.push_str(text::MLX_ATTENTION_MASKED);
             inputs.push(c"mask");
         }
         call.push_str("work.run(out, partial, const_cast<unsigned*>(done));\n");

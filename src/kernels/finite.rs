@@ -4,6 +4,7 @@
 use std::ffi::{CStr, CString};
 use std::fmt::Write;
 
+use etkv_cuda::text;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
@@ -80,7 +81,7 @@ fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
         "}\nbool bad = rows.has_non_finite();\nif (threadIdx.x == 0) out[blockIdx.x] = bad;\n",
     );
     let inputs: Vec<&CStr> = inputs.iter().map(CString::as_c_str).collect();
-    let header = header("finite", include_str!("cuda/finite.cuh"))?;
+    let header = header("finite", text::FINITE)?;
     let kernel = Kernel::new(c"etkv_finite", &inputs, &[c"out"], &source(&call)?, &header, 0)?;
     let one = Array::ones::<f32>(&[1, 1, 1, 1])?.as_dtype(*dtype)?;
     eval([&launch(&kernel, &[&one])?])?;

@@ -21,9 +21,6 @@ use crate::mlx::{self, check};
 /// The target of this module's events.
 const TARGET: &str = "etkv::kernels";
 
-/// What the text has of MLX's headers and of the standard library.
-const HEADERS: &str = include_str!("cuda/headers.cuh");
-
 /// Lets MLX find the kernel that makes an array, which is not computed.
 pub fn provide(made: &Array) {
     let Some(folder) = mlx::kernel_folder() else {
@@ -104,11 +101,11 @@ impl Kernel {
 }
 
 /// Returns a kernel's text without `#include`, and with a name that is not mangled: the files of headers that `read`
-/// knows are in it, and [`HEADERS`] in the place of all others. Returns `None` for another kernel.
+/// knows are in it, and [`text::MLX_HEADERS`] in the place of all others. Returns `None` for another kernel.
 fn whole(name: &str, text: &str, read: impl Fn(&Path) -> Option<String>) -> Option<String> {
     let head = format!("__global__ void {name}(");
     let (before, body) = text.split_once(&head)?;
-    let mut whole = format!("{}{HEADERS}", text::PRELUDE);
+    let mut whole = [text::PRELUDE, text::MLX_HEADERS].concat();
     for line in before.lines() {
         let included = line.trim().strip_prefix("#include");
         match included.map(|named| read(Path::new(named.trim().trim_matches(['"', '<', '>'])))) {

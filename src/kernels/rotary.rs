@@ -71,7 +71,7 @@ fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
          work.run(out);\n",
     );
     let inputs = [c"x", c"positions", c"periods"];
-    let header = header("rotary", &[text::ROTATION, include_str!("cuda/rotary.cuh")].concat())?;
+    let header = header("rotary", &[text::ROTATION, text::ROTARY].concat())?;
     let kernel = Kernel::new(c"etkv_rotary", &inputs, &[c"out"], &source(&call)?, &header, 0)?;
     let x = Array::ones::<f32>(&[1, 1, 1, 2])?.as_dtype(*dtype)?;
     let (positions, periods) = (Array::zeros::<i32>(&[1])?, Array::ones::<f32>(&[1])?);

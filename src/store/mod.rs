@@ -104,8 +104,7 @@ pub trait Pool: Send {
     /// [`Backend`](crate::Status::Backend).
     fn blank(&mut self, slots: &Slots) -> Result<()>;
 
-    /// Returns the number of the first slots that are frozen. The buffers begin behind them.
-    #[cfg(any(test, target_os = "linux"))]
+    /// Returns the number of the first slots that are frozen. The buffers begin after them.
     fn base(&self) -> i32;
 
     /// Returns the number of the first slots that other pools may read too.
@@ -288,7 +287,6 @@ impl Pool for CodecPool {
         self.planes.write_unfrozen(slots, &zeros)
     }
 
-    #[cfg(any(test, target_os = "linux"))]
     fn base(&self) -> i32 {
         self.planes.base()
     }

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "ops.md"
 
 ELSEWHERE = {
-    "If": "control.rs",
-    "Scan": "control.rs",
+    "If": "../frontend/control.rs",
+    "Scan": "../frontend/control.rs",
     "Split": "shape.rs",
     "IdCopy": "mod.rs",
     "Noop": "mod.rs",

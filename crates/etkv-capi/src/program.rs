@@ -43,7 +43,8 @@ impl Program {
         options: &LoadOptions,
     ) -> Result<Self> {
         let mut constants = mlx::OfProgram(constants);
-        let program = etkv_mlx_program::Program::load(payload, &mut constants, options)?;
+        let steps = etkv_mlx_cuda::step_compiler();
+        let program = etkv_mlx_program::Program::load(payload, &mut constants, options, steps)?;
         Ok(Self::Mlx(program))
     }
 

@@ -86,7 +86,8 @@ pub unsafe extern "C" fn etkv_string_free(string: *mut c_char) {
 
 #[cfg(feature = "mlx-programs")]
 fn describe(payload: &[u8]) -> Result<*mut c_char> {
-    text_of(&etkv_mlx_program::Program::describe(payload)?)
+    let steps = etkv_mlx_cuda::step_compiler();
+    text_of(&etkv_mlx_program::Program::describe(payload, steps)?)
 }
 
 #[cfg(not(feature = "mlx-programs"))]

@@ -18,3 +18,13 @@ pub const ROWS: &str = include_str!("kernels/rows.cuh");
 pub const SLICE: &str = include_str!("kernels/slice.cuh");
 /// Attention over all slices. Needs [`SLICE`].
 pub const ATTENTION: &str = include_str!("kernels/attention.cuh");
+/// Rotary embedding of heads. Needs [`ROTATION`].
+pub const ROTARY: &str = include_str!("kernels/rotary.cuh");
+/// The search for values that are not finite.
+pub const FINITE: &str = include_str!("kernels/finite.cuh");
+/// The body of MLX's kernel that calls [`ATTENTION`], up to its mask.
+pub const MLX_ATTENTION: &str = include_str!("kernels/mlx_attention.cuh");
+/// What follows it if there is a mask.
+pub const MLX_ATTENTION_MASKED: &str = include_str!("kernels/mlx_attention_masked.cuh");
+/// What MLX's kernels have of MLX's headers and of the standard library.
+pub const MLX_HEADERS: &str = include_str!("kernels/mlx_headers.cuh");

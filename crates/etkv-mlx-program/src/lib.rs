@@ -2,53 +2,41 @@
 //! cache.
 //!
 //! ```text
-//! payload (verified flatbuffer) -> decode -> ir -> passes -> load -> interpreter
+//! frontend: payload (verified flatbuffer) -> ir -> passes -> runtime: load, interpreter -> generation
 //! ```
 //!
 //! The payload is read once. The interpreter runs `ir`: typed instructions over values that are
 //! each written once. What can be computed before a run is computed before it.
 
-#[cfg(test)]
-mod allocations;
-mod bound;
-mod buffers;
-mod by_capacity;
-#[cfg(target_os = "linux")]
-mod captured;
-mod constants;
-mod decode;
 mod describe;
 mod dtype;
 mod error;
-mod execute;
-mod frame;
+mod frontend;
 mod generation;
-mod interpreter;
-mod ir;
-mod limits;
+pub mod ir;
 mod ops;
-mod passes;
-mod payload;
-mod slots;
-mod stream;
+pub mod passes;
+mod runtime;
 #[cfg(test)]
 mod tests;
-mod warm_up;
 
-pub use constants::ConstantSource;
 pub use describe::{
     ArgumentDescription, AttentionDescription, ChangeDescription, ConstantDescription,
     ConstantsDescription, DimDescription, InstructionDescription, LayoutsDescription,
     OperationCount, PassDescription, ProgramDescription,
 };
+pub use dtype::{dtype_of, item_size, name as dtype_name};
 pub use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Passes, Sampling};
-pub use execute::Program;
 pub use generation::{End, Generated, Generation, GenerationOptions, Prompt, RunAhead};
 #[doc(hidden)]
-pub use limits::set_most_bytes;
+pub use ops::limits::set_most_bytes;
+pub use runtime::{
+    ConstantSource, Program, RowsInput, StepCompiler, StepExecutor, StepOutputs, StepSignature,
+    StepTokens, Take, TextInputs, Wanted,
+};
 
 /// The target of the spans and events of programs.
-const TARGET: &str = "etkv::program";
+pub const TARGET: &str = "etkv::program";
 
 /// The reader that `flatc` makes of ExecuTorch's schema.
 #[allow(

@@ -8,9 +8,11 @@ use flatbuffers::{FlatBufferBuilder, UnionWIPOffset, WIPOffset};
 use rustix::time::{clock_gettime, ClockId};
 
 use super::passes::{self, Target};
-use super::{decode, fb, payload, Argument, ConstantSource, Host, LoadOptions, Program};
+use super::{fb, Argument, ConstantSource, Host, LoadOptions, Program};
 use crate::error::{Result, Status};
+use crate::frontend::{decode, payload};
 
+mod allocations;
 mod control;
 mod functions;
 
@@ -446,7 +448,7 @@ fn run(
     };
     let mut weights = Weights([("w", bytes(&W)), ("v", bytes(&V))].into());
     let payload = parts.payload(chains);
-    let program = Program::load(&payload, &mut weights, &LoadOptions::default()).unwrap();
+    let program = Program::load(&payload, &mut weights, &LoadOptions::default(), None).unwrap();
     let ones = bytes(&[1.0; 3]);
     let input = Argument::tensor(FLOAT32, &[1, 3], &ones);
     let mut made = Made::default();

@@ -1,6 +1,6 @@
 """The op that chooses between two tensors by the capacity of the cache, which a program knows when it is loaded.
 
-On MLX the choice is a ``where`` with a constant flag, false, whose name ``crates/etkv-mlx-program/src/by_capacity.rs``
+On MLX the choice is a ``where`` with a constant flag, false, whose name ``crates/etkv-mlx-program/src/passes/by_capacity.rs``
 knows. On the CPU it is a call of etkv, see :mod:`etkv.export.cpu.calls`.
 """
 

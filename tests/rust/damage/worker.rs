@@ -124,8 +124,8 @@ fn load_and_run(damaged: &Damaged) -> Result<(), Failure> {
     options.passes = damaged.passes;
     options.logits = damaged.logits;
     let mut source = Constants(&program.constants);
-    let loaded =
-        Program::load(&program.payload, &mut source, &options).map_err(|error| ("load", error))?;
+    let loaded = Program::load(&program.payload, &mut source, &options, None)
+        .map_err(|error| ("load", error))?;
     for _ in 0..damaged.runs {
         let ran = execute(&loaded, &program.inputs, program);
         let Err(error) = ran else { continue };
@@ -160,7 +160,7 @@ const INTEGER: i8 = -1;
 
 /// Returns inputs of the dtypes and shapes that a damaged program declares, of the elements of its own.
 fn fitting(program: &Exported) -> Option<Vec<Tensor>> {
-    let described = Program::describe(&program.payload).ok()?;
+    let described = Program::describe(&program.payload, None).ok()?;
     let whole: Vec<u8> = program.inputs.iter().flat_map(|input| input.bytes.clone()).collect();
     let mut inputs = Vec::new();
     for (index, argument) in described.inputs.iter().enumerate() {

@@ -7,14 +7,15 @@ use std::collections::{BTreeMap, HashMap};
 
 use serde::Serialize;
 
-use super::constants::Layout;
-use super::decode::{self, decode};
-use super::dtype;
-use super::fb;
-use super::ir::{Chain, Graph, Value};
-use super::passes::{self, Target};
-use super::{ops, payload};
-use crate::error::{Error, Result, Status};
+use crate::dtype;
+use crate::error::{Result, Status};
+use crate::fb;
+use crate::frontend::decode::{self, decode};
+use crate::frontend::payload;
+use crate::ir::{Chain, Graph, Value};
+use crate::passes::{self, Layout, Target};
+use crate::runtime::StepCompiler;
+use crate::{ops, Program};
 
 /// A description of a program. `docs/reports.md` lists the fields in JSON.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -45,8 +46,8 @@ pub struct ProgramDescription {
     pub passes: Vec<PassDescription>,
     /// The effect of each pass on a GPU, in order; empty if the program is refused.
     pub passes_on_gpu: Vec<PassDescription>,
-    /// `captured` if steps of a few tokens are one launch on CUDA, as far as instructions and dtypes tell;
-    /// otherwise why not. Absent if the program is refused, and in builds that have no such steps.
+    /// `captured` if steps of a few tokens are CUDA graphs, as far as instructions and dtypes tell; otherwise why not.
+    /// Absent if the program is refused, and in builds that capture no steps.
     pub steps_on_cuda: Option<String>,
     /// The layouts of constants on the CPU; absent if the program is refused.
     pub layouts: Option<LayoutsDescription>,
@@ -177,11 +178,7 @@ pub struct InstructionDescription {
     pub fields: String,
 }
 
-/// Describes a payload.
-///
-/// # Errors
-/// [`Program`](Status::Program) for a payload that is damaged or foreign.
-pub fn describe(payload: &[u8]) -> Result<ProgramDescription> {
+fn describe(payload: &[u8], steps: Option<&dyn StepCompiler>) -> Result<ProgramDescription> {
     let graph = payload::read(payload)?;
     let main = instructions(graph, i64::from(graph.main_chain_idx()));
     let init = instructions(graph, i64::from(graph.init_chain_idx()));
@@ -208,7 +205,8 @@ pub fn describe(payload: &[u8]) -> Result<ProgramDescription> {
         Ok(graph) => {
             let mut on_gpu = graph.clone();
             (described.passes_on_gpu, _) = passes_of(&mut on_gpu, true)?;
-            described.steps_on_cuda = steps_on_cuda(&on_gpu);
+            described.steps_on_cuda = steps
+                .map(|steps| steps.why_not(&on_gpu).unwrap_or_else(|| String::from("captured")));
             let mut graph = graph;
             let (passes, layouts) = passes_of(&mut graph, false)?;
             (described.passes, described.layouts) = (passes, Some(layouts));
@@ -219,17 +217,6 @@ pub fn describe(payload: &[u8]) -> Result<ProgramDescription> {
         Err(error) => return Err(error),
     }
     Ok(described)
-}
-
-/// Returns whether steps are captured of a program that the passes for a GPU have changed.
-#[cfg(target_os = "linux")]
-fn steps_on_cuda(graph: &Graph) -> Option<String> {
-    Some(super::captured::why_not(graph).unwrap_or_else(|| String::from("captured")))
-}
-
-#[cfg(not(target_os = "linux"))]
-fn steps_on_cuda(_: &Graph) -> Option<String> {
-    None
 }
 
 /// Returns the effects of the passes for a device, and the layouts of constants there.
@@ -398,13 +385,16 @@ fn instruction(found: &fb::Instruction<'_>) -> InstructionDescription {
     InstructionDescription { operation: name(found.op_type()), fields: fields::of(found) }
 }
 
-impl super::Program {
-    /// Describes a payload, also one that this build does not run. Reads no constants and does not
-    /// use MLX.
+impl Program {
+    /// Describes a payload, also one that this build does not run. `steps` tells whether it would make an executor of
+    /// the program's steps. Reads no constants and does not use MLX.
     ///
     /// # Errors
     /// [`Program`](Status::Program) for a payload that is damaged or foreign.
-    pub fn describe(payload: &[u8]) -> Result<ProgramDescription, Error> {
-        describe(payload)
+    pub fn describe(
+        payload: &[u8],
+        steps: Option<&dyn StepCompiler>,
+    ) -> Result<ProgramDescription> {
+        describe(payload, steps)
     }
 }

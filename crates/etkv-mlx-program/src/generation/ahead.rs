@@ -8,9 +8,9 @@ use super::answer::next_position;
 use super::device_loop::Generation;
 use super::sampler::Chosen;
 use super::step::{withdraw, Batch};
-use super::text_inputs::Tokens;
 use super::RunAhead;
 use crate::error::{fail, Result};
+use crate::runtime::Tokens;
 use crate::TARGET;
 use etkv::mlx;
 use etkv::{MlxCache, Step};
@@ -55,20 +55,17 @@ impl Generation {
     /// Returns whether the next step, of so many tokens, begins before those of this one are read.
     fn runs_ahead(&self, cache: &MlxCache, tokens: usize) -> Result<bool> {
         match self.options.run_ahead {
-            RunAhead::Auto => Ok(mlx::on_gpu()? && !self.is_captured(cache, tokens)),
+            RunAhead::Auto => Ok(mlx::on_gpu()? && !self.is_fast(cache, tokens)),
             RunAhead::Never => Ok(false),
             RunAhead::Always => Ok(true),
         }
     }
 
-    /// Returns whether a step of so many tokens is one launch, which is faster than to run ahead.
-    fn is_captured(&self, cache: &MlxCache, tokens: usize) -> bool {
-        #[cfg(target_os = "linux")]
-        if let Some(captured) = &self.program.0.captured {
-            return self.options.sampling.takes_greatest() && captured.suits(cache, tokens);
-        }
-        let _ = (cache, tokens);
-        false
+    /// Returns whether an executor runs a step of so many tokens, which is faster than to run ahead.
+    fn is_fast(&self, cache: &MlxCache, tokens: usize) -> bool {
+        let executor = self.program.0.executor.as_ref();
+        self.options.sampling.takes_greatest()
+            && executor.is_some_and(|executor| executor.suits(cache, tokens))
     }
 
     /// Reads whether the values of the committed step are finite, and waits for them. If they are not,
@@ -183,8 +180,7 @@ impl Generation {
             }
         }
         let mut mlx = mlx::enter()?;
-        #[cfg(target_os = "linux")]
-        if choose && self.is_captured(cache, tokens.len()) {
+        if choose && self.is_fast(cache, tokens.len()) {
             let program = &self.program.0;
             // Only the last row of an answer is read. Where it is not finite, reading the token says so.
             let take = |mlx: &mut mlx::Mlx, ids: &[i32]| {
@@ -193,7 +189,7 @@ impl Generation {
             let text = (tokens, positions);
             let captured = self
                 .declare(cache, answers, positions.len())
-                .and_then(|()| program.choose_captured(&mut mlx, cache, text, take));
+                .and_then(|()| program.choose_fast(&mut mlx, cache, text, take));
             if captured.is_err() {
                 withdraw(cache);
             }

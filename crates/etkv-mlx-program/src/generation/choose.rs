@@ -2,9 +2,8 @@
 
 use super::sampler::{finite, Sampler};
 use super::step::last_rows;
-use super::text_inputs::{TextInputs, Tokens};
 use crate::error::{fail, Result};
-use crate::execute::Program;
+use crate::runtime::{Program, TextInputs, Tokens};
 use etkv::mlx;
 
 impl Program {
@@ -41,13 +40,10 @@ impl Program {
         }
         let mut cache = cache.lock()?;
         let mut mlx = mlx::enter()?;
-        #[cfg(target_os = "linux")]
-        {
-            let take = |_: &mut mlx::Mlx, ids: &[i32]| finite(ids, |row| ids[row] >= 0);
-            let text = (tokens, positions);
-            if let Some(ids) = loaded.choose_captured(&mut mlx, &mut *cache, text, take)? {
-                return Ok(ids);
-            }
+        let take = |_: &mut mlx::Mlx, ids: &[i32]| finite(ids, |row| ids[row] >= 0);
+        let text = (tokens, positions);
+        if let Some(ids) = loaded.choose_fast(&mut mlx, &mut *cache, text, take)? {
+            return Ok(ids);
         }
         let started: Result<_> = loaded.stream.run(&mlx, || {
             let tokens = Tokens::Host(tokens);

@@ -6,10 +6,9 @@ use etkv_host::LogitsRows;
 use super::ahead::{release, roll_back, Ahead};
 use super::answer::{check_prompts, Answer, Prompt};
 use super::sampler::{Chosen, Sampler};
-use super::text_inputs::TextInputs;
 use super::{End, Generated, GenerationOptions};
 use crate::error::{fail, Error, Result};
-use crate::execute::Program;
+use crate::runtime::{Program, TextInputs};
 use etkv::mlx;
 use etkv::ProgramCache;
 

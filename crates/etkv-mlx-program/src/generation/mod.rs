@@ -12,15 +12,14 @@ mod choose;
 mod device_loop;
 mod sampler;
 mod step;
-mod text_inputs;
+mod warm_up;
 
 use etkv_host::Sampling;
 
 pub use self::answer::Prompt;
 pub use self::device_loop::Generation;
-pub use self::sampler::Sampler;
-pub use self::step::{last_rows, withdraw};
-pub use self::text_inputs::{TextInputs, Tokens};
+use self::sampler::Sampler;
+use self::step::{last_rows, withdraw};
 
 /// How answers are made.
 #[derive(Debug, Clone)]

@@ -7,8 +7,8 @@ use mlx_rs::Array;
 
 use super::device_loop::Generation;
 use super::sampler::Chosen;
-use super::text_inputs::Tokens;
 use crate::error::{fail, Result};
+use crate::runtime::Tokens;
 use etkv::mlx::{self, slice_axis, Mlx};
 use etkv::{MlxCache, Step};
 

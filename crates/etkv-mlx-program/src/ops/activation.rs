@@ -10,8 +10,8 @@ use mlx_sys::{mlx_closure, mlx_vector_array};
 
 use super::elementwise::run_unary;
 use crate::error::{fail, Result};
-use crate::frame::Frame;
 use crate::ir::Unary;
+use crate::ops::frame::Frame;
 use etkv::mlx::{self, arrays, check, Arrays};
 
 /// Returns the function of `x`, times `by` if there is one.

@@ -7,9 +7,9 @@ use super::instruction;
 use crate::dtype::dtype_of;
 use crate::error::{fail, Result};
 use crate::fb;
-use crate::frame::Frame;
 use crate::ir::{Function, Instruction, Op, Value};
-use crate::slots::Slots;
+use crate::ops::frame::Frame;
+use crate::ops::slots::Slots;
 use etkv::mlx::{call, cast, slice_axis};
 use etkv::{attend, Mask};
 

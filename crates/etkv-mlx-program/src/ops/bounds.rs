@@ -4,8 +4,8 @@
 use mlx_rs::Dtype;
 
 use super::shape::normalize_axis;
-use crate::frame::Frame;
 use crate::ir::{Function, OneAxis, Op, Value};
+use crate::ops::frame::Frame;
 
 /// Returns a number that the elements of an instruction's results are below, none of them negative.
 pub fn limit(op: &Op, frame: &Frame) -> Option<i32> {
@@ -60,8 +60,8 @@ mod tests {
     use smallvec::smallvec;
 
     use super::*;
-    use crate::frame::StepState;
     use crate::ir::Int;
+    use crate::ops::frame::StepState;
     use etkv::mlx;
 
     #[test]

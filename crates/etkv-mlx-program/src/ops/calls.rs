@@ -9,9 +9,9 @@ use super::{
 };
 use crate::error::{fail, Result};
 use crate::fb;
-use crate::frame::Frame;
 use crate::ir::{Function, Instruction, Int, Op, Value};
-use crate::slots::Slots;
+use crate::ops::frame::Frame;
+use crate::ops::slots::Slots;
 
 /// The arguments of a call.
 pub struct Arguments<'a, 's> {
@@ -158,7 +158,7 @@ pub fn run(frame: &Frame, function: &Function, values: &[Value], ints: &[Int]) -
 
 /// Returns the axis of a tensor of so many axes, counted from the end where it is below zero.
 pub use super::shape::normalize_axis;
-pub use crate::limits::check_size;
+pub use crate::ops::limits::check_size;
 
 /// An array that MLX takes for none.
 pub fn none() -> mlx_sys::mlx_array {

@@ -6,7 +6,7 @@ use super::calls::{decode, none, Arguments};
 use crate::error::Result;
 use crate::fb;
 use crate::ir::{Function, Instruction};
-use crate::slots::Slots;
+use crate::ops::slots::Slots;
 use etkv::mlx::call;
 
 macro_rules! pair {

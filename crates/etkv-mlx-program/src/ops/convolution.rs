@@ -6,8 +6,8 @@ use super::calls::{check_size, decode, Arguments};
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Convolution, Function, Instruction};
-use crate::limits::{bytes_of, most_bytes};
-use crate::slots::Slots;
+use crate::ops::limits::{bytes_of, most_bytes};
+use crate::ops::slots::Slots;
 use etkv::mlx::call;
 
 /// The most of a stride, a padding and so on: more than any model has, and few enough that sizes do not

@@ -8,7 +8,7 @@ use crate::dtype::dtype_of;
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Fill, Function, Instruction, Int};
-use crate::slots::Slots;
+use crate::ops::slots::Slots;
 use etkv::mlx::{call, cast, check};
 
 pub fn arange(slots: &mut Slots, node: fb::ARangeNode) -> Result<Instruction> {

@@ -10,7 +10,7 @@ use crate::dtype::{dtype_of, is_float};
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Binary, Instruction, Op, Unary};
-use crate::slots::Slots;
+use crate::ops::slots::Slots;
 use etkv::mlx::{call, cast};
 
 macro_rules! unary {

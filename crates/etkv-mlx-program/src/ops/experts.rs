@@ -11,7 +11,7 @@ use crate::dtype::is_float;
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Affine, Function, Instruction, Int, Packing, PackingMode};
-use crate::slots::Slots;
+use crate::ops::slots::Slots;
 use etkv::kernels::Product;
 use etkv::mlx::{call, cast, optional_int, slice_axis};
 

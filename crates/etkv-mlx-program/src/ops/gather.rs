@@ -7,7 +7,7 @@ use super::indexing::{check_indices, check_range};
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Function, Instruction};
-use crate::slots::Slots;
+use crate::ops::slots::Slots;
 use etkv::mlx::{self, call, slice_axis, update_axis, Arrays};
 
 pub fn gather(slots: &mut Slots, node: fb::GatherNode) -> Result<Instruction> {

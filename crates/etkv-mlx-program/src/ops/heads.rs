@@ -6,8 +6,8 @@ use super::linear::{by_kernel, linear, ByKernel};
 use super::rotary::rotary;
 use super::views::{reshape_transpose, run_split, Pieces};
 use crate::error::{fail, Result};
-use crate::frame::Frame;
 use crate::ir::{Heads, Norm, Value};
+use crate::ops::frame::Frame;
 use etkv::kernels::{Product, RmsNorm, Rotation};
 use etkv::mlx::cast;
 

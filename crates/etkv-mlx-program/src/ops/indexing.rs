@@ -8,9 +8,9 @@ use super::shape::normalize_axis;
 use crate::dtype;
 use crate::error::{fail, Error, Result, Status};
 use crate::fb;
-use crate::frame::Frame;
 use crate::ir::{Index, Instruction, Int, Op, Value};
-use crate::slots::Slots;
+use crate::ops::frame::Frame;
+use crate::ops::slots::Slots;
 
 pub fn take(slots: &mut Slots, node: fb::TakeNode) -> Result<Instruction> {
     let argument = node.index();

@@ -6,7 +6,7 @@ use super::instruction;
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Instruction, IntBinary, Op};
-use crate::slots::Slots;
+use crate::ops::slots::Slots;
 use etkv::mlx;
 
 macro_rules! binary {

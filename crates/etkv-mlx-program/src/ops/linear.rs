@@ -7,9 +7,9 @@ use super::views::run_split;
 use super::{activation, instruction};
 use crate::error::{fail, Result};
 use crate::fb;
-use crate::frame::Frame;
 use crate::ir::{Instruction, Norm, Op, Unary, Value};
-use crate::slots::Slots;
+use crate::ops::frame::Frame;
+use crate::ops::slots::Slots;
 use etkv::kernels::{self, Gate, Product, RmsNorm};
 use etkv::mlx::{self, slice_axis};
 

@@ -9,15 +9,16 @@ pub mod bounds;
 mod by_expert;
 mod calls;
 mod compare;
-pub mod control;
 mod convolution;
 mod create;
 mod elementwise;
 mod experts;
+pub mod frame;
 mod gather;
 mod heads;
 mod indexing;
 mod integers;
+pub mod limits;
 mod linear;
 mod metal;
 mod norm;
@@ -28,17 +29,20 @@ mod rearrange;
 mod reduction;
 mod rotary;
 mod shape;
+pub mod slots;
 mod views;
 
 use mlx_rs::Array;
 
 pub use self::linear::ROWS_THAT_RECUR;
 pub use self::rearrange::note_reduced;
-use super::fb::{self, OpNode};
-use super::frame::Frame;
-use super::ir::{Instruction, Int, Op, Out};
-use super::slots::Slots;
+pub use self::shape::normalize_axis;
+pub use self::views::Pieces;
 use crate::error::{fail, Result};
+use crate::fb::{self, OpNode};
+use crate::ir::{Instruction, Int, Op, Out};
+use crate::ops::frame::Frame;
+use crate::ops::slots::Slots;
 
 /// The result of an instruction.
 pub enum Made {

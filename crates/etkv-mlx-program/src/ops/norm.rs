@@ -5,9 +5,9 @@ use mlx_rs::Array;
 use super::instruction;
 use crate::error::Result;
 use crate::fb;
-use crate::frame::Frame;
 use crate::ir::{Instruction, Op, Value};
-use crate::slots::Slots;
+use crate::ops::frame::Frame;
+use crate::ops::slots::Slots;
 
 pub fn rms_norm(slots: &mut Slots, node: fb::RMSNormNode) -> Result<Instruction> {
     let op = Op::RmsNorm {

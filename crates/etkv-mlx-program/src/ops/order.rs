@@ -6,7 +6,7 @@ use super::calls::{decode, normalize_axis, Arguments};
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Function, Instruction};
-use crate::slots::Slots;
+use crate::ops::slots::Slots;
 use etkv::mlx::{call, cast};
 
 pub fn sort(slots: &mut Slots, node: fb::SortNode) -> Result<Instruction> {

@@ -12,9 +12,9 @@ use super::shape::Sizes;
 use crate::dtype::dtype_of;
 use crate::error::{fail, Result};
 use crate::fb;
-use crate::frame::Frame;
 use crate::ir::{Affine, Function, Instruction, Op, PackingMode, Value};
-use crate::slots::Slots;
+use crate::ops::frame::Frame;
+use crate::ops::slots::Slots;
 use etkv::mlx::{self, call, cast, optional_int, slice_axis};
 
 pub fn quantized_matmul(slots: &mut Slots, node: fb::QuantizedMatmulNode) -> Result<Instruction> {

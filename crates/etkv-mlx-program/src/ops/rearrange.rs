@@ -10,7 +10,7 @@ use super::ints;
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Chain, Function, Instruction, Op, Out, PadMode, Value};
-use crate::slots::Slots;
+use crate::ops::slots::Slots;
 use etkv::mlx::{call, Arrays};
 
 pub fn as_strided(slots: &mut Slots, node: fb::AsStridedNode) -> Result<Instruction> {

@@ -7,7 +7,7 @@ use super::calls::{decode, normalize_axis, Arguments};
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Function, Instruction, OneAxis, Reduction};
-use crate::slots::Slots;
+use crate::ops::slots::Slots;
 use etkv::mlx::{call, cast};
 
 macro_rules! reduction {

@@ -6,9 +6,9 @@ use mlx_rs::{Array, Dtype};
 use super::calls::{decode, none, Arguments};
 use crate::error::{fail, Result};
 use crate::fb;
-use crate::frame::Frame;
 use crate::ir::{Function, Instruction, Int, Value};
-use crate::slots::Slots;
+use crate::ops::frame::Frame;
+use crate::ops::slots::Slots;
 use etkv::kernels;
 use etkv::mlx::{call, cast};
 

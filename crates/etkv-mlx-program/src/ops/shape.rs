@@ -8,9 +8,9 @@ use smallvec::SmallVec;
 use super::{instruction, ints};
 use crate::error::{fail, Result};
 use crate::fb;
-use crate::frame::Frame;
 use crate::ir::{Instruction, Int, IntBinary, Op, Out, Value};
-use crate::slots::Slots;
+use crate::ops::frame::Frame;
+use crate::ops::slots::Slots;
 use etkv::mlx::{call, slice_axis, Arrays};
 
 /// The axis of tokens in `[1, T, ...]`.

@@ -7,8 +7,8 @@ use smallvec::{smallvec, SmallVec};
 
 use super::shape::{axis_to_split, resolved, sizes, Sizes};
 use crate::error::Result;
-use crate::frame::Frame;
 use crate::ir::{Int, Value};
+use crate::ops::frame::Frame;
 use etkv::mlx::{check, slice_axis, Arrays};
 
 /// The outputs of a split.

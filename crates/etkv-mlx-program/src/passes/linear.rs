@@ -5,8 +5,20 @@ use std::collections::{HashMap, HashSet};
 use mlx_rs::Dtype;
 
 use super::{maker, makers, Target};
-use crate::constants::Layout;
 use crate::ir::{Graph, Index, Op, Value};
+
+/// The layout of a constant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// As it is stored.
+    Stored,
+    /// Transposed, as a matrix product reads it.
+    Transposed,
+    /// As it is stored, seen through a transposition.
+    View,
+    /// Not kept: nothing uses it.
+    Absent,
+}
 
 /// Replaces a product with a transposed constant by one `Linear`.
 pub fn fuse(graph: &mut Graph) {

@@ -2,6 +2,7 @@
 
 mod activation;
 mod blocks;
+pub mod by_capacity;
 mod common;
 mod dead;
 mod dtypes;
@@ -18,11 +19,11 @@ mod views;
 mod wanted;
 
 pub use self::last_token::logits_output;
+pub use self::linear::Layout;
 pub use self::wanted::leave_out_unwanted_rows;
-use super::constants::Layout;
-use super::ir::{Graph, Instruction, Op, Out, Value};
-use super::TARGET;
 use crate::error::Result;
+use crate::ir::{Graph, Instruction, Op, Out, Value};
+use crate::TARGET;
 use std::collections::HashMap;
 
 use tracing::{debug, debug_span};
@@ -107,7 +108,6 @@ pub fn run_each(
 }
 
 /// Joins the products of the main chain with what a layer does around them, and removes what nothing reads.
-#[cfg(target_os = "linux")]
 pub fn join_layers(graph: &mut Graph) {
     dead::eliminate(graph);
     blocks::join(graph);

@@ -72,7 +72,7 @@ impl Loop<'_> {
 }
 
 fn load(payload: &[u8]) -> Result<Program> {
-    Program::load(payload, &mut Weights(BTreeMap::new()), &LoadOptions::default())
+    Program::load(payload, &mut Weights(BTreeMap::new()), &LoadOptions::default(), None)
 }
 
 /// An input: a tensor of these sizes, or an integer.

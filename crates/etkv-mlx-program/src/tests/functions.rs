@@ -18,7 +18,7 @@ fn run(
     };
     let payload = parts.payload(|builder| vec![build(builder)]);
     let mut none = Weights(BTreeMap::new());
-    let program = Program::load(&payload, &mut none, &LoadOptions::default()).unwrap();
+    let program = Program::load(&payload, &mut none, &LoadOptions::default(), None).unwrap();
     let held: Vec<_> = inputs.iter().map(|(shape, numbers)| (*shape, bytes(numbers))).collect();
     let arguments: Vec<_> =
         held.iter().map(|(shape, bytes)| Argument::tensor(FLOAT32, shape, bytes)).collect();

@@ -47,7 +47,7 @@ fn counting(session: &Session) -> Program {
     ]));
     let mut options = LoadOptions::default();
     options.cache_key = Some(session.key().to_owned());
-    Program::load(&payload, &mut weights, &options).unwrap()
+    Program::load(&payload, &mut weights, &options, None).unwrap()
 }
 
 fn session(kind: &str, policy: LayerPolicy) -> Session {

@@ -18,9 +18,9 @@ use super::{instruction, Made};
 use crate::dtype::{dtype_of, is_float, name};
 use crate::error::{fail, Result};
 use crate::fb;
-use crate::frame::Frame;
 use crate::ir::{Gguf, Instruction, Int, MetalKernel, Op, Out, Value};
-use crate::slots::Slots;
+use crate::ops::frame::Frame;
+use crate::ops::slots::Slots;
 use etkv::mlx::bits::{and, or, shl, shr};
 
 /// The most axes of a result.

@@ -1,0 +1,10 @@
+//! Passes on what `mlx-sys` knows: cargo applies a build script's linker arguments to its own package only.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    let of_mlx = |name: &str| std::env::var(format!("DEP_MLX_{name}")).unwrap_or_default();
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{}", of_mlx("LIB"));
+    if std::env::var("CARGO_CFG_TARGET_OS").as_deref() == Ok("linux") {
+        println!("cargo:rustc-link-arg=-Wl,-rpath-link,{}", of_mlx("RPATH_LINK"));
+    }
+}

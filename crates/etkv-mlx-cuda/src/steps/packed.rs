@@ -1,0 +1,123 @@
+//! Lets products and embeddings of packed weights be read as those of plain ones.
+//!
+//! The interpreter multiplies packed weights by operations of their own, and the passes leave what surrounds
+//! them alone. Here, on a copy of the program, they become the operations of plain weights, and the
+//! passes that join these with their surroundings do the rest. The program that the interpreter runs is not
+//! changed.
+
+use std::collections::HashMap;
+
+use etkv_mlx_program::ir::{Affine, Binary, Graph, Index, Op, Out, Value};
+use etkv_mlx_program::passes;
+
+/// A packed weight: the constants that it consists of.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Packed {
+    pub codes: Value,
+    pub scales: Value,
+    pub biases: Value,
+    pub packing: Affine,
+}
+
+/// The packed weights of a program, by their codes.
+pub type PackedWeights = HashMap<Value, Packed>;
+
+/// Returns the program with plain operations, whose weights are the codes, in the place of those of packed
+/// weights. Returns `None` if it has no packed weights, or some that cannot be told by their codes.
+pub fn as_plain(graph: &Graph) -> Option<(Graph, PackedWeights)> {
+    let mut plain = graph.clone();
+    let mut found = Found { graph, rows: HashMap::new(), weights: PackedWeights::new() };
+    for made in &mut plain.main.instructions {
+        if let Some(op) = found.plain(&made.op, made.out)? {
+            made.op = op;
+        }
+    }
+    let weights = found.weights;
+    if weights.is_empty() {
+        return None;
+    }
+    add_biases(&mut plain, &weights);
+    passes::join_layers(&mut plain);
+    Some((plain, weights))
+}
+
+struct Found<'a> {
+    graph: &'a Graph,
+    /// The values that are rows of a constant: the constant, and the indices.
+    rows: HashMap<Value, (Value, Value)>,
+    weights: PackedWeights,
+}
+
+impl Found<'_> {
+    /// Returns the operation in the place of another one, if there is one. Returns `None` for codes that are
+    /// packed in two ways.
+    fn plain(&mut self, op: &Op, out: Out) -> Option<Option<Op>> {
+        match *op {
+            Op::Take { x, index: Index::Many(index), axis: 0 } if self.graph.is_constant(x) => {
+                self.rows.extend(out.tensors().map(|value| (value, (x, index))));
+                Some(None)
+            }
+            Op::Dequantize { w, scales, biases: Some(biases), packing, dtype } => {
+                let rows = [w, scales, biases].map(|value| self.rows.get(&value).copied());
+                let [Some((codes, index)), Some((scales, of_scales)), Some((biases, of_biases))] =
+                    rows
+                else {
+                    return Some(None);
+                };
+                let made = self.graph.constants[scales.0 as usize].dtype;
+                if [of_scales, of_biases] != [index; 2] || dtype.is_some_and(|dtype| dtype != made)
+                {
+                    return Some(None);
+                }
+                self.add(Packed { codes, scales, biases, packing })?;
+                Some(Some(Op::Take { x: codes, index: Index::Many(index), axis: 0 }))
+            }
+            Op::QuantizedMatmul {
+                x,
+                w: codes,
+                scales,
+                biases: Some(biases),
+                packing,
+                transpose: true,
+            } if [codes, scales, biases].iter().all(|&value| self.graph.is_constant(value)) => {
+                self.add(Packed { codes, scales, biases, packing })?;
+                Some(Some(Op::Linear { x, weight: codes, bias: None, transposed: false }))
+            }
+            _ => Some(None),
+        }
+    }
+
+    fn add(&mut self, packed: Packed) -> Option<()> {
+        let known = *self.weights.entry(packed.codes).or_insert(packed);
+        (known == packed).then_some(())
+    }
+}
+
+/// Lets the products of packed weights take on the constant row that alone is added to them.
+fn add_biases(graph: &mut Graph, weights: &PackedWeights) {
+    let readers = passes::only_readers(graph);
+    for index in 0..graph.main.instructions.len() {
+        let made = &graph.main.instructions[index];
+        let (&Op::Linear { x, weight, bias: None, transposed }, Out::Tensor(product)) =
+            (&made.op, made.out)
+        else {
+            continue;
+        };
+        let Some(&sum) = readers.get(&product).filter(|_| weights.contains_key(&weight)) else {
+            continue;
+        };
+        let Op::Binary { function: Binary::Add, a, b } = graph.main.instructions[sum].op else {
+            continue;
+        };
+        let bias = if a == product { b } else { a };
+        let is_row = graph.is_constant(bias) && graph.constants[bias.0 as usize].shape.len() == 1;
+        if is_row {
+            // The product itself has no reader any more: `join_layers` removes it.
+            let op = Op::Linear { x, weight, bias: Some(bias), transposed };
+            graph.main.instructions[sum].op = op;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

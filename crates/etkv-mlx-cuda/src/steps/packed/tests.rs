@@ -1,0 +1,256 @@
+use mlx_rs::Dtype;
+
+use super::*;
+use crate::steps::recipe::{Part, Product, Recipe, Weight};
+use etkv_mlx_program::ir::{
+    Chain, Constant, Dim, InputSpec, Instruction, Int, IntValue, Norm, Op, Unary,
+};
+
+// Constants: packed weights of three values each, a norm, the periods and a bias. The inputs are behind them.
+const TABLE: Value = Value(0);
+const HEADS: Value = Value(3);
+const OUT: Value = Value(6);
+const GATED: Value = Value(9);
+const DOWN: Value = Value(12);
+const NORM: Value = Value(15);
+const PERIODS: Value = Value(16);
+const BIAS: Value = Value(17);
+const IDS: Value = Value(18);
+const POSITIONS: Value = Value(19);
+const PACKING: Affine = Affine { group_size: 32, bits: 4 };
+
+fn packed(codes: Value) -> Packed {
+    let (scales, biases) = (Value(codes.0 + 1), Value(codes.0 + 2));
+    Packed { codes, scales, biases, packing: PACKING }
+}
+
+fn product(x: u32, codes: Value, out: u32) -> (Op, Out) {
+    let Packed { codes: w, scales, biases, packing } = packed(codes);
+    let (x, biases) = (Value(x), Some(biases));
+    (Op::QuantizedMatmul { x, w, scales, biases, packing, transpose: true }, tensor(out))
+}
+
+fn tensor(value: u32) -> Out {
+    Out::Tensor(Value(value))
+}
+
+fn norm(x: u32, out: u32) -> (Op, Out) {
+    (Op::RmsNorm { x: Value(x), weight: Some(NORM), eps: 1e-6 }, tensor(out))
+}
+
+fn add(a: u32, b: u32, out: u32) -> (Op, Out) {
+    (Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }, tensor(out))
+}
+
+/// A decoder of one layer as the passes for a GPU leave it: 4 + 2 + 2 heads of 16 with a bias, and a tied
+/// head.
+fn decoder() -> Graph {
+    let take = |x: Value, out| (Op::Take { x, index: Index::Many(IDS), axis: 0 }, tensor(out));
+    let tokens = Int::Value(IntValue(0));
+    let split = |x, axis, at: i32, n| Op::Split { x: Value(x), axis, at: vec![at], sizes: n..=n };
+    let made = vec![
+        (Op::SymSize { x: IDS, dim: 1 }, Out::Int(IntValue(0))),
+        take(TABLE, 20),
+        take(Value(TABLE.0 + 1), 21),
+        take(Value(TABLE.0 + 2), 22),
+        (
+            Op::Dequantize {
+                w: Value(20),
+                scales: Value(21),
+                biases: Some(Value(22)),
+                packing: PACKING,
+                dtype: Some(Dtype::Bfloat16),
+            },
+            tensor(23),
+        ),
+        norm(23, 24),
+        product(24, HEADS, 25),
+        add(25, BIAS.0, 26),
+        (
+            Op::ReshapeTranspose {
+                x: Value(26),
+                shape: vec![Int::Literal(1), tokens, Int::Literal(-1), Int::Literal(16)],
+                perm: vec![0, 2, 1, 3],
+            },
+            tensor(27),
+        ),
+        (split(27, 1, 6, 8), Out::Tensors(Value(28), 2)),
+        (Op::AsType { x: POSITIONS, dtype: Dtype::Int32 }, tensor(30)),
+        (
+            Op::Rotary {
+                x: Value(28),
+                offsets: Value(30),
+                periods: PERIODS,
+                dtype: Dtype::Bfloat16,
+            },
+            tensor(31),
+        ),
+        (split(31, 1, 4, 6), Out::Tensors(Value(32), 2)),
+        (
+            Op::UpdateAndAttend {
+                q: Value(32),
+                k: Value(33),
+                v: Value(29),
+                position: POSITIONS,
+                layer: 0,
+                scale: 0.25,
+                out_dtype: Some(Dtype::Bfloat16),
+                last_query: false,
+            },
+            tensor(34),
+        ),
+        (
+            Op::TransposeReshape {
+                x: Value(34),
+                perm: vec![0, 2, 1, 3],
+                shape: vec![Int::Literal(1), tokens, Int::Literal(-1)],
+            },
+            tensor(35),
+        ),
+        product(35, OUT, 36),
+        add(23, 36, 37),
+        norm(37, 38),
+        product(38, GATED, 39),
+        (split(39, -1, 512, 1024), Out::Tensors(Value(40), 2)),
+        (Op::Activation { function: Unary::Silu, x: Value(40), by: Some(Value(41)) }, tensor(42)),
+        product(42, DOWN, 43),
+        add(37, 43, 44),
+        norm(44, 45),
+        product(45, TABLE, 46),
+    ];
+    let constant = |index: u32| Constant {
+        name: index.to_string(),
+        shape: if index < NORM.0 { vec![8, 8] } else { vec![8] },
+        dtype: Dtype::Bfloat16,
+        joined: Vec::new(),
+    };
+    let input = |value, name: &str, shape| InputSpec::Tensor {
+        value,
+        name: name.to_owned(),
+        shape,
+        scalar_type: 4,
+    };
+    Graph {
+        constants: (0..IDS.0).map(constant).collect(),
+        inputs: vec![
+            input(IDS, "ids", vec![Dim::Static(1), Dim::UpTo(None)]),
+            input(POSITIONS, "positions", vec![Dim::UpTo(None)]),
+        ],
+        init: Chain::default(),
+        init_targets: Vec::new(),
+        buffers: Vec::new(),
+        main: Chain {
+            instructions: made.into_iter().map(|(op, out)| Instruction { op, out }).collect(),
+            outputs: vec![tensor(46)],
+        },
+        n_values: 47,
+        n_ints: 1,
+    }
+}
+
+/// Returns the place of the instruction that makes a value.
+fn place(graph: &Graph, value: u32) -> usize {
+    let makes = |made: &Instruction| made.out.tensors().any(|out| out == Value(value));
+    graph.main.instructions.iter().position(makes).unwrap()
+}
+
+fn op(graph: &mut Graph, value: u32) -> &mut Op {
+    let place = place(graph, value);
+    &mut graph.main.instructions[place].op
+}
+
+#[test]
+fn a_packed_decoder_is_known_and_left_as_it_is() {
+    let graph = decoder();
+    let recipe = Recipe::of(&graph).unwrap();
+    assert_eq!(graph.main, decoder().main);
+    assert_eq!((recipe.n_buffers, recipe.logits, recipe.last_row_only), (7, 6, false));
+    let [embed, heads, attend, out, gated, down, head] = &recipe.parts[..] else {
+        panic!("{:?}", recipe.parts);
+    };
+    let packed = |codes| Weight::Packed(packed(codes));
+    assert_eq!(*embed, Part::Embed { table: packed(TABLE), scale: None, out: 0 });
+    let dtype = Some(Dtype::Bfloat16);
+    assert_eq!(*attend, Part::Attend { layer: 0, q: 1, scale: 0.25, dtype, out: 2 });
+    let norm = Some(Norm { weight: Some(NORM), eps: 1e-6 });
+    let is = |part: &Part, expected: Product| match part {
+        Part::Product(product) => assert_eq!(*product, expected),
+        other => panic!("{other:?}"),
+    };
+    let plain = |x, codes, out| Product {
+        x,
+        weight: packed(codes),
+        bias: None,
+        norm: None,
+        gate: None,
+        plus: None,
+        heads: None,
+        out,
+    };
+    let Part::Product(Product { heads: Some(of_heads), .. }) = heads else {
+        panic!("{heads:?}");
+    };
+    assert_eq!((of_heads.layer, of_heads.n_q, of_heads.n_kv), (0, 4, 2));
+    let own = Some(of_heads.clone());
+    is(heads, Product { bias: Some(BIAS), norm, heads: own, ..plain(0, HEADS, 1) });
+    is(out, Product { plus: Some(0), ..plain(2, OUT, 3) });
+    is(gated, Product { norm, gate: Some(etkv_cuda::Gate::Silu), ..plain(3, GATED, 4) });
+    is(down, Product { plus: Some(3), ..plain(4, DOWN, 5) });
+    is(head, Product { norm, ..plain(5, TABLE, 6) });
+}
+
+#[test]
+fn a_program_may_have_plain_weights_beside_packed_ones() {
+    let mut graph = decoder();
+    *op(&mut graph, 23) = Op::Take { x: NORM, index: Index::Many(IDS), axis: 0 };
+    let recipe = Recipe::of(&graph).unwrap();
+    let table = Weight::Plain { value: NORM, transposed: false };
+    assert_eq!(recipe.parts[0], Part::Embed { table, scale: None, out: 0 });
+    let is_packed =
+        |part: &&Part| matches!(part, Part::Product(Product { weight: Weight::Packed(_), .. }));
+    assert_eq!(recipe.parts.iter().filter(is_packed).count(), 5);
+}
+
+#[test]
+fn other_ways_to_read_packed_weights_are_not_known() {
+    type Change = (&'static str, fn(&mut Graph));
+    let changes: &[Change] = &[
+        ("a weight that is not transposed", |graph| {
+            if let Op::QuantizedMatmul { transpose, .. } = op(graph, 36) {
+                *transpose = false;
+            }
+        }),
+        ("scales that are made", |graph| {
+            if let Op::QuantizedMatmul { scales, .. } = op(graph, 36) {
+                *scales = Value(35);
+            }
+        }),
+        ("codes with two scales", |graph| {
+            if let Op::QuantizedMatmul { scales, .. } = op(graph, 46) {
+                *scales = Value(OUT.0 + 1);
+            }
+        }),
+        ("codes of two packings", |graph| {
+            if let Op::QuantizedMatmul { packing, .. } = op(graph, 46) {
+                packing.group_size = 64;
+            }
+        }),
+        ("rows of other tokens", |graph| {
+            if let Op::Take { index, .. } = op(graph, 21) {
+                *index = Index::Many(POSITIONS);
+            }
+        }),
+        ("rows in another dtype", |graph| {
+            if let Op::Dequantize { dtype, .. } = op(graph, 23) {
+                *dtype = Some(Dtype::Float32);
+            }
+        }),
+        ("a sum with a matrix", |graph| graph.constants[BIAS.0 as usize].shape = vec![8, 8]),
+        ("a sum that others read", |graph| graph.main.outputs.push(tensor(25))),
+    ];
+    for (what, change) in changes {
+        let mut graph = decoder();
+        change(&mut graph);
+        assert!(Recipe::of(&graph).is_err(), "{what}");
+    }
+}

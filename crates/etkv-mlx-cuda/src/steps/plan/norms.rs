@@ -1,0 +1,75 @@
+//! Rows and heads that no product normalizes.
+
+use etkv_cuda::{Address, Buffer, Columns, Norm, Normalize};
+use mlx_rs::{Array, Dtype};
+
+use super::{is_vector, recipe, Planner, PIECE};
+use crate::steps::recipe::RowNorm;
+use etkv_mlx_program::ir::Value;
+
+impl Planner {
+    /// Adds the constants of rows that are normalized, and their buffers.
+    pub(super) fn add_normalize<'a>(
+        &mut self,
+        rows: &recipe::Normalize,
+        array: &dyn Fn(Value) -> Option<&'a Array>,
+    ) -> Option<()> {
+        let recipe::Normalize { x, norm, plus, out, next } = *rows;
+        let inner = self.widths[x];
+        let fits = inner % PIECE == 0 && plus.is_none_or(|plus| self.widths[plus] == inner);
+        fits.then_some(())?;
+        for (norm, out) in std::iter::once((norm, out)).chain(next) {
+            self.add_norm(norm, inner, array)?;
+            self.widths[out] = inner;
+        }
+        Some(())
+    }
+
+    /// Returns the launch, with the weights at the next addresses.
+    pub(super) fn normalize(
+        &self,
+        rows: &recipe::Normalize,
+        next: &mut dyn FnMut() -> Address,
+    ) -> Normalize {
+        let recipe::Normalize { x, norm, plus, out, next: again } = *rows;
+        // In the order in which they were added.
+        let norm = self.row_norm(norm, next);
+        let again = again.map(|(norm, out)| (self.row_norm(norm, next), Buffer(out)));
+        let (out, columns) = match self.columns.get(&out) {
+            Some(&(out, first)) => (out, Some(Columns { first, width: self.widths[out] })),
+            None => (out, None),
+        };
+        let (x, inner, plus, out) = (Buffer(x), self.widths[x], plus.map(Buffer), Buffer(out));
+        Normalize { x, inner, norm, plus, out, columns, next: again }
+    }
+
+    /// Adds the weights of a norm of rows. Those of float32 make rows that are converted.
+    pub(super) fn add_norm<'a>(
+        &mut self,
+        norm: RowNorm,
+        inner: usize,
+        array: &dyn Fn(Value) -> Option<&'a Array>,
+    ) -> Option<()> {
+        let own = self.dtype;
+        let Some(weight) = norm.weight else {
+            return norm.made.is_none_or(|made| made == own).then_some(());
+        };
+        let found = array(weight)?;
+        let is_wide = found.dtype() == Dtype::Float32;
+        let made = norm.made.unwrap_or(found.dtype());
+        let fits =
+            made == own && is_vector(found, inner, if is_wide { Dtype::Float32 } else { own });
+        fits.then_some(())?;
+        if is_wide {
+            self.wide.insert(weight);
+        }
+        self.constants.push(weight);
+        Some(())
+    }
+
+    /// Returns a norm of rows whose weight is at the next address.
+    pub(super) fn row_norm(&self, norm: RowNorm, next: &mut dyn FnMut() -> Address) -> Norm {
+        let wide = norm.weight.is_some_and(|weight| self.wide.contains(&weight));
+        Norm { weight: norm.weight.map(|_| next()), wide, eps: norm.eps }
+    }
+}

@@ -1,0 +1,480 @@
+//! What a program must look like to be captured: a decoder, as the passes for a GPU leave one.
+
+mod gates;
+mod hidden;
+mod norms;
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+
+use etkv_cuda::Gate;
+use mlx_rs::Dtype;
+
+use super::heads::{AllFound, LayerHeads};
+use super::packed::{self, Packed, PackedWeights};
+use etkv_mlx_program::ir::{Binary, Graph, Index, Norm, Op, Out, Unary, Value};
+use etkv_mlx_program::passes;
+use etkv_mlx_program::TextInputs;
+
+/// The steps of a program, in the order in which they run. Values are constants of the program; buffers
+/// are what is between two parts.
+#[derive(Debug, PartialEq)]
+pub struct Recipe {
+    pub parts: Vec<Part>,
+    /// The buffers, by number.
+    pub n_buffers: usize,
+    /// The buffer of the logits.
+    pub logits: usize,
+    /// The place of the logits among the outputs.
+    pub logits_at: usize,
+    /// The buffers whose rows, side by side, are the other output, if there is one: hidden states.
+    pub tapped: Vec<usize>,
+    /// What the host gives besides tokens.
+    pub given: Vec<Given>,
+    /// Whether the program drops all rows but the last on the way. Steps of several tokens are then not
+    /// captured.
+    pub last_row_only: bool,
+    pub inputs: TextInputs,
+}
+
+#[derive(Debug, PartialEq)]
+pub enum Part {
+    /// The rows of tokens, multiplied by the number in a constant.
+    Embed {
+        table: Weight,
+        scale: Option<Value>,
+        out: usize,
+    },
+    Product(Product),
+    Normalize(Normalize),
+    /// Rows that are normalized, side by side.
+    Join {
+        x: Vec<usize>,
+        out: usize,
+    },
+    /// `x + share * (y - x)`.
+    Blend {
+        x: usize,
+        y: usize,
+        share: usize,
+        out: usize,
+    },
+    Attend {
+        layer: usize,
+        q: usize,
+        scale: f32,
+        dtype: Option<Dtype>,
+        out: usize,
+    },
+}
+
+/// A matrix among the program's constants.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Weight {
+    /// Perhaps seen through a transposition.
+    Plain {
+        value: Value,
+        transposed: bool,
+    },
+    Packed(Packed),
+}
+
+#[derive(Debug, PartialEq)]
+pub struct Product {
+    pub x: usize,
+    pub weight: Weight,
+    pub bias: Option<Value>,
+    pub norm: Option<Norm>,
+    pub gate: Option<Gate>,
+    pub plus: Option<usize>,
+    /// What the features are if they are heads.
+    pub heads: Option<LayerHeads>,
+    pub out: usize,
+}
+
+/// A norm of rows or of heads, and the dtype that they are converted to behind it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RowNorm {
+    pub weight: Option<Value>,
+    pub eps: f32,
+    pub made: Option<Dtype>,
+}
+
+/// Rows that are normalized, the buffer that is added to them, and how the sum is normalized, and where to.
+#[derive(Debug, PartialEq)]
+pub struct Normalize {
+    pub x: usize,
+    pub norm: RowNorm,
+    pub plus: Option<usize>,
+    pub out: usize,
+    pub next: Option<(RowNorm, usize)>,
+}
+
+/// An input `[1, T, width]`: a row for each token, in a buffer that the host fills.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Given {
+    pub value: Value,
+    pub width: usize,
+    pub dtype: Dtype,
+    pub buffer: usize,
+}
+
+impl Recipe {
+    /// Returns the recipe of a program if the interpreter would leave out rows of the same output, or what is
+    /// not known here.
+    pub fn with_known_logits(graph: &Graph) -> Result<Self, Unknown> {
+        let recipe = Self::of(graph)?;
+        match passes::logits_output(graph) {
+            Ok((at, _)) if at == recipe.logits_at => Ok(recipe),
+            _ => Err(Unknown::Logits),
+        }
+    }
+
+    /// Returns the recipe of a program, or what is not known here.
+    pub fn of(graph: &Graph) -> Result<Self, Unknown> {
+        match packed::as_plain(graph) {
+            Some((plain, weights)) => Self::read(&plain, &weights),
+            None => Self::read(graph, &PackedWeights::new()),
+        }
+    }
+
+    /// Returns the constant whose dtype is that of the embeddings.
+    pub fn table(&self) -> Option<Value> {
+        match self.parts.first()? {
+            &Part::Embed { table: Weight::Plain { value, .. }, .. }
+            | &Part::Embed { table: Weight::Packed(Packed { scales: value, .. }), .. } => {
+                Some(value)
+            }
+            _ => None,
+        }
+    }
+
+    fn read(graph: &Graph, packed: &PackedWeights) -> Result<Self, Unknown> {
+        let (given, text) = hidden::inputs(graph);
+        let Ok(inputs) = TextInputs::find(&text) else {
+            return Err(Unknown::Inputs);
+        };
+        let positions = positions(graph, inputs.positions());
+        let mut reader = Reader {
+            graph,
+            packed,
+            inputs,
+            buffers: given.iter().map(|given| (given.value, given.buffer)).collect(),
+            joined: HashMap::new(),
+            found: AllFound::of(graph, &positions),
+            positions,
+            readers: passes::only_readers(graph),
+            taken: HashSet::new(),
+            parts: Vec::new(),
+            n_buffers: given.len(),
+            n_given: given.len(),
+            last_row_only: false,
+        };
+        for (index, made) in graph.main.instructions.iter().enumerate() {
+            reader.read(index).ok_or_else(|| Unknown::Instruction(index, made.op.kind()))?;
+        }
+        let (logits, logits_at, tapped) = reader.outputs().ok_or(Unknown::Outputs)?;
+        let has_attention = reader.parts.iter().any(|part| matches!(part, Part::Attend { .. }));
+        if !graph.buffers.is_empty() || !has_attention {
+            return Err(Unknown::Cache);
+        }
+        Ok(Self {
+            parts: reader.parts,
+            n_buffers: reader.n_buffers,
+            logits,
+            logits_at,
+            tapped,
+            given,
+            last_row_only: reader.last_row_only,
+            inputs,
+        })
+    }
+}
+
+/// Why a program has no recipe.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Unknown {
+    /// The inputs are not token ids and positions, alone or with rows of tokens.
+    Inputs,
+    /// The number of an instruction, as the passes leave them, and its kind.
+    Instruction(usize, String),
+    /// The outputs are not the logits, alone or with hidden states.
+    Outputs,
+    /// More than one output may be the logits.
+    Logits,
+    /// The program keeps keys and values itself, or has none.
+    Cache,
+}
+
+impl fmt::Display for Unknown {
+    fn fmt(&self, out: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::Inputs => out.write_str(
+                "its inputs are not token ids and positions, alone or with hidden states",
+            ),
+            Self::Instruction(index, kind) => {
+                write!(out, "instruction {index}, {kind}, is not one of a decoder's step")
+            }
+            Self::Outputs => {
+                out.write_str("its outputs are not logits, alone or with hidden states")
+            }
+            Self::Logits => out.write_str("more than one of its outputs may be the logits"),
+            Self::Cache => out.write_str("it has no attention over a cache of the host"),
+        }
+    }
+}
+
+/// Returns the values that are the positions: the input, and what it is converted to.
+fn positions(graph: &Graph, input: Value) -> Vec<Value> {
+    let mut all = vec![input];
+    for made in &graph.main.instructions {
+        if let (&Op::AsType { x, dtype: Dtype::Int32 }, Out::Tensor(out)) = (&made.op, made.out) {
+            if all.contains(&x) {
+                all.push(out);
+            }
+        }
+    }
+    all
+}
+
+struct Reader<'a> {
+    graph: &'a Graph,
+    packed: &'a PackedWeights,
+    inputs: TextInputs,
+    /// The buffer of each value that has one.
+    buffers: HashMap<Value, usize>,
+    /// The buffers of values that are outputs: rows side by side.
+    joined: HashMap<Value, Vec<usize>>,
+    /// The values that are the positions.
+    positions: Vec<Value>,
+    /// The heads that more than one instruction makes.
+    found: AllFound,
+    /// The instruction that reads each value, for values that only one reads.
+    readers: HashMap<Value, usize>,
+    /// The instructions that those before them have taken on.
+    taken: HashSet<usize>,
+    parts: Vec<Part>,
+    n_buffers: usize,
+    /// The first of these are those that the host fills.
+    n_given: usize,
+    last_row_only: bool,
+}
+
+impl Reader<'_> {
+    fn buffer(&self, value: Value) -> Option<usize> {
+        self.buffers.get(&value).copied()
+    }
+
+    /// Gives a value a buffer of its own.
+    fn made(&mut self, value: Value) -> usize {
+        let buffer = self.n_buffers;
+        self.n_buffers += 1;
+        self.buffers.insert(value, buffer);
+        buffer
+    }
+
+    /// Lets a value be the same buffer as another.
+    fn same(&mut self, value: Value, as_other: Value) -> Option<()> {
+        self.buffers.insert(value, self.buffer(as_other)?);
+        Some(())
+    }
+
+    fn constant(&self, value: Value) -> Option<Value> {
+        ((value.0 as usize) < self.graph.constants.len()).then_some(value)
+    }
+
+    fn weight(&self, value: Value, transposed: bool) -> Option<Weight> {
+        match self.packed.get(&value) {
+            Some(packed) => (!transposed).then_some(Weight::Packed(*packed)),
+            None => self.constant(value).map(|value| Weight::Plain { value, transposed }),
+        }
+    }
+
+    fn optional(&self, value: Option<Value>) -> Option<Option<Value>> {
+        match value {
+            Some(value) => self.constant(value).map(Some),
+            None => Some(None),
+        }
+    }
+
+    fn norm(&self, norm: Option<Norm>) -> Option<Option<Norm>> {
+        match norm {
+            Some(norm) => self.optional(norm.weight).map(|_| Some(norm)),
+            None => Some(None),
+        }
+    }
+
+    /// Reads an instruction. Returns `None` for one that is not known here.
+    fn read(&mut self, index: usize) -> Option<()> {
+        let instruction = &self.graph.main.instructions[index];
+        if self.found.between.contains(&index) || self.taken.contains(&index) {
+            return Some(());
+        }
+        match (&instruction.op, instruction.out) {
+            // Only the shapes of views have such integers, which are the tokens of the step.
+            (Op::SymSize { .. }, Out::Int(_)) => Some(()),
+            (&Op::AsType { x, dtype: Dtype::Int32 }, Out::Tensor(out))
+                if self.positions.contains(&x) && self.positions.contains(&out) =>
+            {
+                Some(())
+            }
+            (&Op::Take { x, index: Index::Many(ids), axis: 0 }, Out::Tensor(out))
+                if ids == self.inputs.tokens() =>
+            {
+                let table = self.weight(x, false)?;
+                let out = self.made(out);
+                self.parts.push(Part::Embed { table, scale: None, out });
+                Some(())
+            }
+            (op @ Op::RmsNorm { .. }, Out::Tensor(out)) => self.read_norm(op, out),
+            (op @ Op::Binary { function: Binary::Subtract, .. }, Out::Tensor(out)) => {
+                self.read_blend(op, out)
+            }
+            (op @ Op::Binary { .. }, Out::Tensor(out)) => self.read_scale(op, out),
+            (op @ Op::Concatenate { .. }, Out::Tensor(out)) => self.read_join(op, out),
+            (&Op::LastToken { x }, Out::Tensor(out)) => {
+                self.last_row_only = true;
+                self.same(out, x)
+            }
+            (Op::TransposeReshape { x, perm, shape }, Out::Tensor(out))
+                if perm[..] == [0, 2, 1, 3] && shape.len() == 3 =>
+            {
+                let is_attention = self.parts.iter().any(
+                    |part| matches!(part, Part::Attend { out, .. } if Some(*out) == self.buffer(*x)),
+                );
+                is_attention.then_some(())?;
+                self.same(out, *x)
+            }
+            (op, Out::Tensor(out)) => self.read_product(op, out, index),
+            (op @ Op::Split { .. }, out @ Out::Tensors(_, 2)) => self.read_gate(op, out),
+            (op, Out::Tensors(..)) => self.read_layer(op, instruction.out, index),
+            _ => None,
+        }
+    }
+
+    fn read_product(&mut self, op: &Op, out: Value, index: usize) -> Option<()> {
+        let product = match *op {
+            Op::UpdateAndAttend { .. } => return self.read_attention(op, out),
+            Op::Linear { x, weight, bias, transposed } => Product {
+                x: self.buffer(x)?,
+                weight: self.weight(weight, transposed)?,
+                bias: self.optional(bias)?,
+                norm: None,
+                gate: None,
+                plus: None,
+                heads: None,
+                out: 0,
+            },
+            Op::LinearBlock { x, weight, bias, transposed, norm, gate, plus } => Product {
+                x: self.buffer(x)?,
+                weight: self.weight(weight, transposed)?,
+                bias: self.optional(bias)?,
+                norm: self.norm(norm)?,
+                gate: match gate {
+                    None => None,
+                    Some(function) => Some(gate_of(function)?),
+                },
+                plus: match plus {
+                    None => None,
+                    Some(plus) => Some(self.buffer(plus)?),
+                },
+                heads: None,
+                out: 0,
+            },
+            _ => return None,
+        };
+        let (heads, out) = match self.found.products.remove(&index) {
+            Some(found) => {
+                for norm in [found.heads.q_norm, found.heads.k_norm] {
+                    self.optional(norm.and_then(|norm| norm.weight))?;
+                }
+                self.optional(found.heads.rotation.map(|(periods, _)| periods))?;
+                (Some(found.heads), found.queries)
+            }
+            None => (None, out),
+        };
+        let out = self.made(out);
+        self.parts.push(Part::Product(Product { heads, out, ..product }));
+        Some(())
+    }
+
+    /// Reads a product of heads. The layer's attention is the one that reads its pieces.
+    fn read_layer(&mut self, op: &Op, out: Out, index: usize) -> Option<()> {
+        let Op::LinearHeads { x, weight, bias, transposed, norm, heads } = op else {
+            return None;
+        };
+        let pieces: Vec<Value> = out.tensors().collect();
+        let &[queries, keys, values] = &pieces[..] else {
+            return None;
+        };
+        let mut readers = self.graph.main.instructions[index..]
+            .iter()
+            .filter(|made| made.op.reads().iter().any(|value| pieces.contains(value)));
+        let (Some(reader), None) = (readers.next(), readers.next()) else {
+            return None;
+        };
+        let &Op::UpdateAndAttend { q, k, v, layer, .. } = &reader.op else {
+            return None;
+        };
+        let &[n_q, n_rotated] = &heads.at[..] else {
+            return None;
+        };
+        let sizes = [n_q, n_rotated - n_q, heads.n - n_rotated, heads.head_dim];
+        let [n_q, n_kv, n_values, head_dim] = sizes.map(|size| usize::try_from(size).unwrap_or(0));
+        let fits = [q, k, v] == [queries, keys, values]
+            && n_rotated == heads.rotated
+            && n_kv == n_values
+            && self.positions.contains(&heads.offsets)
+            && self.constant(heads.periods).is_some();
+        fits.then_some(())?;
+        let rotation = Some((heads.periods, heads.dtype));
+        let (q_norm, k_norm) = (None, None);
+        let rotated = head_dim;
+        let heads = LayerHeads { layer, n_q, n_kv, head_dim, rotation, rotated, q_norm, k_norm };
+        let product = Product {
+            x: self.buffer(*x)?,
+            weight: self.weight(*weight, *transposed)?,
+            bias: self.optional(*bias)?,
+            norm: self.norm(*norm)?,
+            gate: None,
+            plus: None,
+            heads: Some(heads),
+            out: self.made(queries),
+        };
+        self.parts.push(Part::Product(product));
+        Some(())
+    }
+
+    fn read_attention(&mut self, op: &Op, out: Value) -> Option<()> {
+        let &Op::UpdateAndAttend {
+            q, position, layer, scale, last_query, out_dtype: dtype, ..
+        } = op
+        else {
+            return None;
+        };
+        self.positions.contains(&position).then_some(())?;
+        // Its keys and values are those of the product that made its queries.
+        let queries = self.buffer(q)?;
+        let is_own = |part: &Part| {
+            matches!(part, Part::Product(Product { heads: Some(heads), out, .. })
+                if heads.layer == layer && *out == queries)
+        };
+        self.parts.iter().any(is_own).then_some(())?;
+        self.last_row_only |= last_query;
+        let out = self.made(out);
+        self.parts.push(Part::Attend { layer, q: queries, scale, dtype, out });
+        Some(())
+    }
+}
+
+fn gate_of(function: Unary) -> Option<Gate> {
+    match function {
+        Unary::Silu => Some(Gate::Silu),
+        Unary::Gelu => Some(Gate::Gelu),
+        Unary::GeluTanh => Some(Gate::GeluTanh),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;

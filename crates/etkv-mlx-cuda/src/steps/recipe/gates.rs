@@ -1,0 +1,54 @@
+//! Gates of products whose halves a program cuts itself: the passes do not know that there are two.
+
+use super::{gate_of, Part, Reader, Weight};
+use etkv_mlx_program::ir::{Op, Out};
+
+/// The axis of features in `[1, T, features]`.
+const FEATURES: [i32; 2] = [-1, 2];
+
+impl Reader<'_> {
+    /// Reads the halves of a product, the first of which is activated and multiplied with the other.
+    pub(super) fn read_gate(&mut self, op: &Op, out: Out) -> Option<()> {
+        let &Op::Split { x, axis, ref at, .. } = op else {
+            return None;
+        };
+        let halves: Vec<_> = out.tensors().collect();
+        let (&[first, second], &[half]) = (&halves[..], &at[..]) else {
+            return None;
+        };
+        let (index, activation, gated) = self.reader(first)?;
+        let &Op::Activation { function, x: activated, by: Some(by) } = activation else {
+            return None;
+        };
+        let (gate, buffer) = (gate_of(function)?, self.buffer(x)?);
+        let is_alone = self.readers.contains_key(&x) && self.readers.contains_key(&second);
+        let fits = FEATURES.contains(&axis) && [activated, by] == [first, second] && is_alone;
+        fits.then_some(())?;
+        let weight = match self.parts.last()? {
+            Part::Product(made) if made.out == buffer => made.weight,
+            _ => return None,
+        };
+        (self.rows_of(weight)? == 2 * i64::from(half)).then_some(())?;
+        match self.parts.last_mut() {
+            Some(Part::Product(made))
+                if made.gate.is_none() && made.plus.is_none() && made.heads.is_none() =>
+            {
+                made.gate = Some(gate);
+            }
+            _ => return None,
+        }
+        self.taken.insert(index);
+        self.same(gated, x)
+    }
+
+    /// Returns the rows of a weight, with those that are joined to it.
+    fn rows_of(&self, weight: Weight) -> Option<i64> {
+        let (Weight::Plain { value, .. } | Weight::Packed(super::Packed { codes: value, .. })) =
+            weight;
+        let constant = self.graph.constants.get(value.0 as usize)?;
+        std::iter::once(constant)
+            .chain(&constant.joined)
+            .map(|part| part.shape.first().map(|&rows| i64::from(rows)))
+            .sum()
+    }
+}

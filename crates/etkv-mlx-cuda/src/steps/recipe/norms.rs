@@ -1,0 +1,68 @@
+//! Norms that no product takes on: their weights are float32, or what they make is added up, or read twice.
+
+use super::{Normalize, Part, Reader, RowNorm};
+use etkv_mlx_program::ir::{Binary, Op, Out, Value};
+
+impl Reader<'_> {
+    /// Returns the instruction that alone reads a value, and what it makes.
+    pub(super) fn reader(&self, value: Value) -> Option<(usize, &Op, Value)> {
+        let &index = self.readers.get(&value)?;
+        let made = &self.graph.main.instructions[index];
+        match made.out {
+            Out::Tensor(out) => Some((index, &made.op, out)),
+            _ => None,
+        }
+    }
+
+    /// Reads a norm, with the conversion and the sum behind it.
+    pub(super) fn read_norm(&mut self, op: &Op, mut out: Value) -> Option<()> {
+        let &Op::RmsNorm { x, weight, eps } = op else {
+            return None;
+        };
+        let x = self.buffer(x)?;
+        self.optional(weight)?;
+        let mut norm = RowNorm { weight, eps, made: None };
+        if let Some((index, &Op::AsType { dtype, .. }, converted)) = self.reader(out) {
+            (norm.made, out) = (Some(dtype), converted);
+            self.taken.insert(index);
+        }
+        let mut plus = None;
+        if let Some((index, &Op::Binary { function: Binary::Add, a, b }, sum)) = self.reader(out) {
+            // Of a sum with what is made later, only the sum is left.
+            plus = self.buffer(if a == out { b } else { a });
+            if plus.is_some() {
+                out = sum;
+                self.taken.insert(index);
+            }
+        }
+        let out = self.made(out);
+        match self.parts.last_mut() {
+            // One launch makes both.
+            Some(Part::Normalize(last))
+                if last.out == x && last.next.is_none() && plus.is_none() =>
+            {
+                last.next = Some((norm, out));
+            }
+            _ => self.parts.push(Part::Normalize(Normalize { x, norm, plus, out, next: None })),
+        }
+        Some(())
+    }
+
+    /// Reads the product of the rows of tokens with a number.
+    pub(super) fn read_scale(&mut self, op: &Op, out: Value) -> Option<()> {
+        let &Op::Binary { function: Binary::Multiply, a, b } = op else {
+            return None;
+        };
+        let (rows, by) = if self.constant(b).is_some() { (a, b) } else { (b, a) };
+        let by = self.constant(by)?;
+        let buffer = self.buffer(rows)?;
+        let is_alone = self.readers.contains_key(&rows);
+        match self.parts.last_mut() {
+            Some(Part::Embed { out, scale: scale @ None, .. }) if *out == buffer && is_alone => {
+                *scale = Some(by);
+            }
+            _ => return None,
+        }
+        self.same(out, rows)
+    }
+}

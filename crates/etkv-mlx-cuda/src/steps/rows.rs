@@ -1,0 +1,130 @@
+//! Where the rows of a captured step go, and the keys that its tokens see.
+
+use std::iter::once;
+use std::ops::Range;
+
+use etkv_core::bookkeeping::{MaskPlan, Slots};
+use etkv_core::{LayerConfig, LayerPolicy, Placement};
+use etkv_cuda::{KeyMask, MAX_FEW, MAX_GROUPS, MAX_TOKENS};
+use smallvec::SmallVec;
+
+use etkv::Result;
+use etkv::Step;
+
+/// The layers of a cache in groups of one policy: a step has the same rows in all layers of a group.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// The group of each layer.
+    pub of_layer: Vec<usize>,
+    policies: SmallVec<[LayerPolicy; MAX_GROUPS]>,
+}
+
+impl Groups {
+    /// Returns the groups, if a step can have so many.
+    pub fn of(layers: &[LayerConfig]) -> Option<Self> {
+        let mut policies = SmallVec::<[LayerPolicy; MAX_GROUPS]>::new();
+        let mut of_layer = Vec::with_capacity(layers.len());
+        for layer in layers {
+            let known = policies.iter().position(|&policy| policy == layer.policy);
+            of_layer.push(known.unwrap_or(policies.len()));
+            if known.is_none() {
+                policies.push(layer.policy);
+            }
+        }
+        (1..=MAX_GROUPS).contains(&policies.len()).then_some(Self { of_layer, policies })
+    }
+
+    /// Returns whether steps always have a mask for a group. Windows slide at some time, and a step with a
+    /// mask is another graph.
+    fn is_masked(&self, group: usize) -> bool {
+        self.policies[group] != LayerPolicy::Full
+    }
+
+    /// Returns the groups for which steps may have masks, if sequences may share the cache.
+    pub fn may_be_masked(&self, is_shared: bool) -> Masked {
+        let of = |group| is_shared || self.is_masked(group);
+        (0..self.policies.len()).map(of).collect()
+    }
+
+    /// Places the rows of all layers. Returns those of each group, or nothing if the cache has to see the rows.
+    pub fn place(&self, step: &mut Step) -> Result<Option<SmallVec<[Rows; MAX_GROUPS]>>> {
+        let mut placed: SmallVec<[Option<Placement>; MAX_GROUPS]> =
+            self.policies.iter().map(|_| None).collect();
+        for (layer, &group) in self.of_layer.iter().enumerate() {
+            let Some(placement) = step.place(layer)? else {
+                return Ok(None);
+            };
+            if placed[group].get_or_insert_with(|| placement.clone()) != &placement {
+                return Ok(None);
+            }
+        }
+        let rows = |(group, placement): (usize, Option<Placement>)| {
+            Some(Rows::of(&placement?, self.is_masked(group)))
+        };
+        Ok(placed.into_iter().enumerate().map(rows).collect())
+    }
+}
+
+/// Of each group of layers whether a step has a mask for it.
+pub type Masked = SmallVec<[bool; MAX_GROUPS]>;
+
+/// The rows of a step in the layers of a group.
+#[derive(Debug, PartialEq)]
+pub struct Rows {
+    /// Of each token its slot.
+    pub slots: SmallVec<[i32; MAX_TOKENS]>,
+    /// The slots that attention may read: those below.
+    pub n_keys: usize,
+    /// The keys that each token sees, with room for as many tokens as are [planned](planned_tokens). Without
+    /// one, each token sees all before it and itself.
+    pub mask: Option<KeyMask>,
+}
+
+/// Returns the tokens of the plan that runs a step of `n`. Steps of many share a few plans: what fills
+/// them up costs little, and each other number would be captured anew.
+pub fn planned_tokens(n: usize) -> usize {
+    if n > MAX_FEW {
+        n.next_multiple_of(32)
+    } else {
+        n
+    }
+}
+
+impl Rows {
+    fn of(Placement { write, read, mask }: &Placement, is_masked: bool) -> Self {
+        // The kernels take all slots from the first on, and the last ones for those of the step.
+        let is_behind =
+            read.start == 0 && *write == Slots::Run(read.end - write.len() as i32..read.end);
+        // A plan without a mask has exactly the step's tokens.
+        let causal = !is_masked
+            && is_behind
+            && write.len() <= MAX_FEW
+            && match mask {
+                MaskPlan::Causal => true,
+                MaskPlan::None => write.len() == 1,
+                MaskPlan::Explicit(_) => false,
+            };
+        let mask =
+            (!causal).then(|| key_mask(write.len(), read.start as usize..read.end as usize, mask));
+        Self { slots: write.iter().collect(), n_keys: read.end as usize, mask }
+    }
+}
+
+fn key_mask(n: usize, read: Range<usize>, mask: &MaskPlan) -> KeyMask {
+    let planned = planned_tokens(n);
+    match mask {
+        MaskPlan::None => KeyMask::padded(planned, (0..n).map(|_| once(read.clone()))),
+        MaskPlan::Causal => {
+            KeyMask::padded(planned, (0..n).map(|t| once(read.start..read.end - n + t + 1)))
+        }
+        MaskPlan::Explicit(runs) => KeyMask::padded(
+            planned,
+            (0..n).map(|query| {
+                let start = read.start;
+                runs.runs(query)
+                    .iter()
+                    .map(move |run| run.start as usize + start..run.end as usize + start)
+            }),
+        ),
+    }
+}

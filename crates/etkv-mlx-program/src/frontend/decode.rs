@@ -1,0 +1,432 @@
+//! Decodes a payload to [`ir`](crate::ir), once. Values are renamed so that each is written once.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::control;
+use crate::dtype::dtype_of;
+use crate::error::{fail, Result};
+use crate::fb;
+use crate::ir::{Buffer, Chain, Constant, Dim, Graph, InputSpec, Out, Value};
+use crate::ops;
+use crate::ops::limits::{bytes_of, most_bytes};
+use crate::ops::slots::{Counts, Slots};
+
+/// Decodes a program.
+///
+/// # Errors
+/// - [`Program`](etkv::Status::Program) for a program that contradicts itself.
+/// - [`Unsupported`](etkv::Status::Unsupported) for a program that needs what this build lacks;
+///   the message names all operations that it lacks.
+pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
+    let mut slots = Slots::new(Counts::read(graph)?);
+    refuse_unknown_ops(graph)?;
+    let names = tensor_names(graph);
+    let constants = constants(&mut slots, graph, &names)?;
+    let inputs = inputs(&mut slots, graph, &names)?;
+    let buffers = buffers(&mut slots, graph, &names)?;
+    let (init, init_targets) = init(&mut slots, graph)?;
+    let mut main = main_chain(&mut slots, graph)?;
+    ops::note_reduced(&mut main);
+    Ok(Graph {
+        constants,
+        inputs,
+        init,
+        init_targets,
+        main,
+        buffers,
+        n_values: slots.n_values(),
+        n_ints: slots.n_ints(),
+    })
+}
+
+/// Checks all operations at once, so that one error names everything that is missing.
+fn refuse_unknown_ops(graph: fb::MLXGraph) -> Result<()> {
+    let mut unknown = BTreeMap::<String, usize>::new();
+    for chain in graph.instruction_chains() {
+        for instruction in chain.instructions() {
+            let kind = instruction.op_type();
+            if !ops::is_known(kind) {
+                let name = kind.variant_name().map_or_else(
+                    || format!("operation {}", kind.0),
+                    |name| name.trim_end_matches("Node").to_owned(),
+                );
+                *unknown.entry(name).or_default() += 1;
+            }
+        }
+    }
+    if unknown.is_empty() {
+        return Ok(());
+    }
+    let list: Vec<String> =
+        unknown.iter().map(|(name, count)| format!("{name} ({count} times)")).collect();
+    fail!(Unsupported, "the program needs operations that this build lacks: {}", list.join(", "))
+}
+
+/// The names of the tensors' slots.
+pub type Names<'a> = BTreeMap<u32, &'a str>;
+
+/// Returns the names of tensors.
+pub fn tensor_names<'a>(graph: fb::MLXGraph<'a>) -> Names<'a> {
+    graph
+        .named_slots()
+        .into_iter()
+        .flatten()
+        .filter(|named| named.slot().slot_type() == fb::SlotType::TensorSlot)
+        .map(|named| (named.slot().idx(), named.name()))
+        .collect()
+}
+
+fn constants(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<Constant>> {
+    let mut named = BTreeMap::new();
+    (0..slots.counts().constants)
+        .map(|slot| {
+            let Some(&name) = names.get(&slot) else {
+                fail!(Program, "constant {slot} has no name");
+            };
+            // Each constant of a repeated name would hold the data once more.
+            if let Some(other) = named.insert(name, slot) {
+                fail!(Program, "constants {other} and {slot} have the same name, `{name}`");
+            }
+            let meta = meta(graph, slot)?;
+            slots.bind(slot);
+            Ok(Constant {
+                name: name.to_owned(),
+                shape: fixed_shape(meta, name)?,
+                dtype: dtype_of(meta.scalar_type())?,
+                joined: Vec::new(),
+            })
+        })
+        .collect()
+}
+
+fn inputs(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<InputSpec>> {
+    let first = slots.counts().constants;
+    let (mut tensors, mut ints) = (BTreeSet::new(), BTreeSet::new());
+    graph
+        .input_map()
+        .into_iter()
+        .flatten()
+        .map(|slot| match slot.slot_type() {
+            fb::SlotType::TensorSlot => {
+                if slot.idx() < first || slot.idx() >= first + slots.counts().inputs {
+                    fail!(Program, "tensor {} is no input", slot.idx());
+                }
+                if !tensors.insert(slot.idx()) {
+                    fail!(Program, "tensor {} is two inputs; a slot takes one", slot.idx());
+                }
+                let meta = meta(graph, slot.idx())?;
+                // Only known dtypes pass, so running need not check.
+                dtype_of(meta.scalar_type())?;
+                let value = slots.bind(slot.idx());
+                Ok(InputSpec::Tensor {
+                    value,
+                    name: slot_name(names, slot.idx()),
+                    shape: meta.shape().iter().map(dim).collect(),
+                    scalar_type: meta.scalar_type(),
+                })
+            }
+            fb::SlotType::IntValueSlot => {
+                let value = slots.input_int(slot.idx())?;
+                if !ints.insert(slot.idx()) {
+                    fail!(Program, "value {} is two inputs; a slot takes one", slot.idx());
+                }
+                Ok(InputSpec::Int(value))
+            }
+            other => fail!(Unsupported, "an input of kind {other:?}"),
+        })
+        .collect()
+}
+
+fn buffers(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<Buffer>> {
+    let (first, n) = slots.counts().buffers;
+    let mut bytes = 0usize;
+    (first..first + n)
+        .map(|slot| {
+            let name = slot_name(names, slot);
+            let meta = meta(graph, slot)?;
+            let (shape, dtype) = (fixed_shape(meta, &name)?, dtype_of(meta.scalar_type())?);
+            let size = bytes_of(&shape, dtype)
+                .and_then(|size| bytes.checked_add(size))
+                .filter(|&all| all <= most_bytes());
+            let Some(all) = size else {
+                fail!(
+                    Program,
+                    "with buffer `{name}`, of shape {shape:?}, the program keeps more than {} bytes",
+                    most_bytes()
+                );
+            };
+            bytes = all;
+            Ok(Buffer { name, shape, dtype, value: slots.bind(slot) })
+        })
+        .collect()
+}
+
+fn fixed_shape(meta: fb::TensorMeta, name: &str) -> Result<Vec<i32>> {
+    let sizes = meta.shape().iter().map(|dim| match dim.value() {
+        size if size >= 0 => Ok(size),
+        _ => fail!(Program, "`{name}` has no fixed shape"),
+    });
+    sizes.collect()
+}
+
+fn init(slots: &mut Slots, graph: fb::MLXGraph) -> Result<(Chain, Vec<Value>)> {
+    let Ok(index) = usize::try_from(graph.init_chain_idx()) else {
+        return Ok((Chain::default(), Vec::new()));
+    };
+    // Inputs and buffers are not there yet, and what the chain writes in their slots is gone behind it.
+    let before = slots.held().clone();
+    let (tensors, ints) = (slots.counts().constants..slots.n_values(), 0..slots.n_ints());
+    let mut chain = chain(slots, graph, index, &mut Place::default())?;
+    let (first, n) = slots.counts().buffers;
+    let after = slots.held();
+    if (first..first + n).any(|slot| after.tensors.get(&slot) != before.tensors.get(&slot)) {
+        fail!(Unsupported, "the init chain writes a buffer, and buffers begin as zeros");
+    }
+    let (targets, values): (Vec<Value>, Vec<Value>) = slots.end_init(before).into_iter().unzip();
+    chain.outputs.extend(values.into_iter().map(Out::Tensor));
+    if let Some(value) = chain.uses().find(|value| tensors.contains(&value.0)) {
+        fail!(Program, "the init chain reads value {}, which is an input or a buffer", value.0);
+    }
+    let read = chain.instructions.iter().flat_map(|instruction| instruction.op.int_reads());
+    if let Some(value) = read.into_iter().find(|value| ints.contains(&value.0)) {
+        fail!(Program, "the init chain reads integer {}, which is an input", value.0);
+    }
+    Ok((chain, targets))
+}
+
+fn main_chain(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Chain> {
+    let mut chain = chain(slots, graph, graph.main_chain_idx() as usize, &mut Place::default())?;
+    for slot in graph.output_map().into_iter().flatten() {
+        chain.outputs.push(match slot.slot_type() {
+            fb::SlotType::TensorSlot => Out::Tensor(slots.read(&fb::Tid::new(slot.idx()))?),
+            fb::SlotType::IntValueSlot => Out::Int(slots.read_int(&fb::Vid::new(slot.idx()))?),
+            other => fail!(Unsupported, "an output of kind {other:?}"),
+        });
+    }
+    let (first, n) = slots.counts().buffers;
+    for slot in first..first + n {
+        chain.outputs.push(Out::Tensor(slots.read(&fb::Tid::new(slot))?));
+    }
+    Ok(chain)
+}
+
+/// The most chains inside one another.
+const MAX_INSIDE: usize = 16;
+
+/// The most instructions of a program, with those of chains as often as they stand inside others.
+const MAX_INSTRUCTIONS: usize = 1 << 20;
+
+/// The most slots that are copied for chains inside others.
+const MAX_COPIED: usize = 1 << 24;
+
+/// Where a chain stands.
+#[derive(Default)]
+struct Place {
+    /// The chains around it.
+    around: Vec<usize>,
+    /// The instructions so far, in all chains.
+    n_instructions: usize,
+    /// The slots that were copied so far, once for each chain inside another.
+    n_copied: usize,
+}
+
+/// Decodes a chain with those inside it.
+fn chain(slots: &mut Slots, graph: fb::MLXGraph, index: usize, place: &mut Place) -> Result<Chain> {
+    let chains = graph.instruction_chains();
+    if index >= chains.len() {
+        fail!(Program, "chain {index} is to run, the program has {}", chains.len());
+    }
+    if place.around.contains(&index) || place.around.len() >= MAX_INSIDE {
+        fail!(Program, "chain {index} stands inside itself, or inside {MAX_INSIDE} others");
+    }
+    place.around.push(index);
+    let mut chain = Chain::default();
+    for (number, instruction) in chains.get(index).instructions().iter().enumerate() {
+        place.n_instructions += 1;
+        if place.n_instructions > MAX_INSTRUCTIONS {
+            fail!(Program, "the program has more than {MAX_INSTRUCTIONS} instructions");
+        }
+        if matches!(instruction.op_type(), fb::OpNode::IfNode | fb::OpNode::ScanNode) {
+            // What all slots hold is copied.
+            place.n_copied += slots.held().tensors.len() + slots.held().ints.len();
+            if place.n_copied > MAX_COPIED {
+                fail!(Program, "the program has too many chains inside others for its tensors");
+            }
+        }
+        let mut inner = |slots: &mut Slots, index| self::chain(slots, graph, index, place);
+        let decoded = match instruction.op_type() {
+            fb::OpNode::IfNode => control::decode_if(slots, instruction, &mut inner),
+            fb::OpNode::ScanNode => control::decode_scan(slots, instruction, &mut inner),
+            _ => ops::decode(slots, instruction),
+        };
+        let decoded = decoded.map_err(|error| error.at(format_args!("instruction {number}")))?;
+        chain.instructions.extend(decoded);
+    }
+    place.around.pop();
+    Ok(chain)
+}
+
+/// Returns what the payload tells of a tensor.
+pub fn meta<'a>(graph: fb::MLXGraph<'a>, slot: u32) -> Result<fb::TensorMeta<'a>> {
+    match graph.tensor_meta() {
+        Some(metas) if (slot as usize) < metas.len() => Ok(metas.get(slot as usize)),
+        _ => fail!(Program, "tensor {slot} is not described"),
+    }
+}
+
+fn dim(dim: fb::ShapeDim) -> Dim {
+    match dim.value() {
+        size if size >= 0 => Dim::Static(size),
+        _ => Dim::UpTo((dim.max_value() >= 0).then(|| dim.max_value())),
+    }
+}
+
+/// Returns the name without the prefix that separates the names of several methods.
+pub fn slot_name(names: &Names, slot: u32) -> String {
+    names.get(&slot).map_or_else(
+        || format!("tensor {slot}"),
+        |name| name.rsplit('/').next().unwrap_or_default().to_owned(),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use etkv::Status;
+    use flatbuffers::FlatBufferBuilder;
+
+    /// Returns a program of one chain with these instructions.
+    fn program(
+        build: impl Fn(
+            &mut FlatBufferBuilder,
+        )
+            -> Vec<(fb::OpNode, flatbuffers::WIPOffset<flatbuffers::UnionWIPOffset>)>,
+        n_temporaries: u32,
+    ) -> Vec<u8> {
+        let mut builder = FlatBufferBuilder::new();
+        let ops = build(&mut builder);
+        let instructions: Vec<_> = ops
+            .into_iter()
+            .map(|(op_type, op)| {
+                fb::Instruction::create(
+                    &mut builder,
+                    &fb::InstructionArgs { op_type, op: Some(op) },
+                )
+            })
+            .collect();
+        let instructions = builder.create_vector(&instructions);
+        let chain = fb::InstructionChain::create(
+            &mut builder,
+            &fb::InstructionChainArgs { instructions: Some(instructions) },
+        );
+        let chains = builder.create_vector(&[chain]);
+        let graph = fb::MLXGraph::create(
+            &mut builder,
+            &fb::MLXGraphArgs {
+                instruction_chains: Some(chains),
+                num_temp_tensors: n_temporaries,
+                ..Default::default()
+            },
+        );
+        builder.finish(graph, None);
+        let mut payload = vec![0; 24];
+        payload[4..8].copy_from_slice(b"MLX0");
+        payload.extend_from_slice(builder.finished_data());
+        payload
+    }
+
+    fn error(payload: &[u8]) -> etkv::Error {
+        decode(crate::frontend::payload::read(payload).unwrap()).unwrap_err()
+    }
+
+    #[test]
+    fn every_operation_that_is_missing_is_named_at_once() {
+        let payload = program(
+            |builder| {
+                // The schema may grow: these are numbers of operations to come.
+                let tid = fb::Tid::new(0);
+                let mut unknown = |number| {
+                    let args = fb::TanNodeArgs { x: Some(&tid), out: Some(&tid) };
+                    (fb::OpNode(number), fb::TanNode::create(builder, &args).as_union_value())
+                };
+                vec![unknown(251), unknown(250), unknown(251)]
+            },
+            1,
+        );
+        let error = error(&payload);
+        assert_eq!(error.status(), Status::Unsupported);
+        assert!(
+            error.message().contains("operation 250 (1 times), operation 251 (2 times)"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn slots_are_read_after_they_are_written() {
+        let payload = program(
+            |builder| {
+                let (x, out) = (fb::Tid::new(1), fb::Tid::new(0));
+                let args = fb::CosNodeArgs { x: Some(&x), out: Some(&out) };
+                vec![(fb::OpNode::CosNode, fb::CosNode::create(builder, &args).as_union_value())]
+            },
+            2,
+        );
+        let error = error(&payload);
+        assert_eq!(error.status(), Status::Program);
+        assert_eq!(error.message(), "instruction 0: tensor 1 is read before it is written");
+    }
+
+    fn split(n_sizes: usize, n_outs: u32) -> etkv::Error {
+        let payload = program(
+            |builder| {
+                let sizes: Vec<_> = (0..n_sizes)
+                    .map(|_| {
+                        let args = fb::IntOrVidArgs { literal: 2, ..Default::default() };
+                        fb::IntOrVid::create(builder, &args)
+                    })
+                    .collect();
+                let sizes = builder.create_vector(&sizes);
+                let outs: Vec<_> = (0..n_outs).map(fb::Tid::new).collect();
+                let outs = builder.create_vector(&outs);
+                let args = fb::SplitNodeArgs {
+                    x: Some(&fb::Tid::new(0)),
+                    outs: Some(outs),
+                    sizes: Some(sizes),
+                    axis: -1,
+                };
+                let node = fb::SplitNode::create(builder, &args).as_union_value();
+                vec![(fb::OpNode::SplitNode, node)]
+            },
+            3,
+        );
+        error(&payload)
+    }
+
+    #[test]
+    fn splits_that_contradict_themselves_are_refused() {
+        let error = split(2, 3);
+        assert_eq!(error.status(), Status::Program);
+        assert_eq!(error.message(), "instruction 0: expected 2 outputs of a split, got 3");
+        assert!(split(2, 2).message().contains("tensor 0 is read before it is written"));
+    }
+
+    #[test]
+    fn a_gelu_of_another_kind_is_refused() {
+        let payload = program(
+            |builder| {
+                let (tid, approximate) = (fb::Tid::new(0), builder.create_string("quick"));
+                let args = fb::GeluNodeArgs {
+                    x: Some(&tid),
+                    out: Some(&tid),
+                    approximate: Some(approximate),
+                };
+                let node = fb::GeluNode::create(builder, &args).as_union_value();
+                vec![(fb::OpNode::GeluNode, node)]
+            },
+            1,
+        );
+        let error = error(&payload);
+        assert_eq!(error.status(), Status::Unsupported);
+        assert!(error.message().contains("unknown Gelu `quick`"), "{error}");
+    }
+}

@@ -1,0 +1,5 @@
+//! From the payload in a `.pte` file to a graph.
+
+mod control;
+pub mod decode;
+pub mod payload;

@@ -1,0 +1,117 @@
+//! The payload of the delegate in a `.pte` file: a header and a flatbuffer.
+
+use flatbuffers::VerifierOptions;
+
+use crate::error::{fail, Error, Result, Status};
+use crate::fb;
+
+/// The header: 4 bytes of padding, the magic, and the place of the data after the flatbuffer.
+const HEADER: usize = 24;
+const MAGIC: &[u8] = b"MLX0";
+/// The newest format that this build reads.
+const MAX_VERSION: u32 = 1;
+
+/// Verifies a payload and returns its program.
+///
+/// # Errors
+/// [`Program`](Status::Program) for a payload that is damaged or foreign, and
+/// [`Version`](Status::Version) for one of a newer format.
+pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
+    if payload.len() < HEADER {
+        fail!(Program, "the payload has {} bytes, its header alone has {HEADER}", payload.len());
+    }
+    if &payload[4..8] != MAGIC {
+        fail!(Program, "the payload is not one of the MLX delegate: its mark is not MLX0");
+    }
+    let number = |at: usize| {
+        payload[at..at + 8].iter().rev().fold(0u64, |number, &byte| number << 8 | u64::from(byte))
+    };
+    let data = number(8);
+    let end = match usize::try_from(data) {
+        // Without data the flatbuffer extends to the end.
+        Ok(0) => payload.len(),
+        Ok(end) if end >= HEADER && end <= payload.len() => end,
+        _ => fail!(
+            Program,
+            "the payload has {} bytes, but its data are said to start at {data}",
+            payload.len()
+        ),
+    };
+    let flatbuffer = &payload[HEADER..end];
+    let options = limits(flatbuffer.len());
+    let graph =
+        flatbuffers::root_with_opts::<fb::MLXGraph>(&options, flatbuffer).map_err(|error| {
+            let words = error.to_string();
+            let first = words.lines().next().unwrap_or_default();
+            Error::new(Status::Program, format!("the payload is damaged: {first}")).caused_by(error)
+        })?;
+    check_version(graph.version())?;
+    Ok(graph)
+}
+
+/// Returns the bytes read of a flatbuffer of at most `n_bytes`, counted once for each reference to
+/// them.
+///
+/// The exporter writes every table, list and name for one place. If many places name the same one,
+/// a small payload stands for any amount of work and memory. So the bytes read are bounded by the
+/// payload's size. A table has at least 8 bytes. A byte of the exporter's counts up to 5 times: a
+/// table counts its list of fields, which others share.
+fn limits(n_bytes: usize) -> VerifierOptions {
+    VerifierOptions {
+        max_depth: 64,
+        max_tables: n_bytes / 4,
+        max_apparent_size: n_bytes.saturating_mul(16).saturating_add(1 << 16),
+        ..VerifierOptions::default()
+    }
+}
+
+fn check_version(version: Option<&str>) -> Result<()> {
+    match version.filter(|text| !text.is_empty()).map(str::parse::<u32>) {
+        None => Ok(()),
+        Some(Ok(number)) if number <= MAX_VERSION => Ok(()),
+        Some(Ok(number)) => {
+            fail!(Version, "the program has format {number}, this build reads up to {MAX_VERSION}")
+        }
+        Some(Err(_)) => {
+            fail!(Program, "the program's format `{}` is not a number", version.unwrap_or_default())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(payload: &[u8]) -> String {
+        match read(payload) {
+            Ok(_) => panic!("{payload:?} was read"),
+            Err(error) => {
+                assert_eq!(error.status(), Status::Program);
+                error.to_string()
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_program_is_refused() {
+        assert!(message(b"").contains("0 bytes"));
+        assert!(message(&[0; 100]).contains("MLX0"));
+        let mut payload = vec![0u8; 100];
+        payload[4..8].copy_from_slice(MAGIC);
+        assert!(message(&payload).contains("damaged"));
+        payload[8..16].copy_from_slice(&1000u64.to_le_bytes());
+        assert!(message(&payload).contains("start at 1000"));
+        payload[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
+        assert!(message(&payload).contains("100 bytes"));
+    }
+
+    #[test]
+    fn newer_formats_are_refused() {
+        assert!(check_version(None).is_ok());
+        assert!(check_version(Some("1")).is_ok());
+        let error = check_version(Some("2")).unwrap_err();
+        assert_eq!(error.status(), Status::Version);
+        assert!(error.message().contains("format 2"));
+        assert!(check_version(Some("x")).unwrap_err().message().contains("`x`"));
+    }
+}

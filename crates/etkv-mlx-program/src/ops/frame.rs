@@ -1,0 +1,305 @@
+//! The state of one run of a program: its values so far, and its step.
+
+use mlx_rs::Array;
+use smallvec::SmallVec;
+
+use crate::dtype::dtype_of;
+use crate::error::{fail, Result};
+use crate::ir::{Int, IntValue, Out, Value};
+use etkv::mlx::{self, slice_axis, HostBytes, Mlx};
+use etkv::AttendSpec;
+use etkv::{MlxCache, Step};
+use etkv_host::Argument;
+
+/// The elements of an integer input. Those of a step of few tokens need no allocation.
+pub type HostInts = SmallVec<[i64; 4]>;
+
+/// The state of one run of a chain.
+pub struct Frame<'c, 's> {
+    tensors: Vec<Option<Array>>,
+    ints: Vec<Option<i32>>,
+    constants: &'c [Option<Array>],
+    on_gpu: bool,
+    /// Whether no logits but the last row's are wanted.
+    last_row_only: bool,
+    /// The elements of integer inputs, as the host passed them.
+    host: SmallVec<[(Value, HostInts); 4]>,
+    /// A number that the elements of a value are below, none of them negative; 0 if none is known. Empty
+    /// until one is.
+    limits: Vec<i32>,
+    /// Declared after the tensors, so that it is dropped after them. Dropping a step aborts it, and
+    /// views of its buffers would turn that into copies.
+    step: StepState<'s>,
+}
+
+/// The positions of a step.
+type Positions = SmallVec<[i32; 8]>;
+
+/// The step of a run.
+pub enum StepState<'a> {
+    /// The program has no cache.
+    NoCache,
+    /// The program has a cache, and its first layer opens the step.
+    Ready(&'a mut MlxCache),
+    /// The step is open, with these positions, which this value holds.
+    Open(Step<'a>, Value, Positions),
+}
+
+impl<'c, 's> Frame<'c, 's> {
+    /// Returns an empty frame for values below `n_values` and integers below `n_ints`.
+    pub fn new(
+        mlx: &Mlx,
+        n_values: u32,
+        n_ints: u32,
+        constants: &'c [Option<Array>],
+        step: StepState<'s>,
+    ) -> Self {
+        Self {
+            tensors: (0..n_values).map(|_| None).collect(),
+            ints: vec![None; n_ints as usize],
+            constants,
+            on_gpu: mlx.on_gpu(),
+            last_row_only: false,
+            host: SmallVec::new(),
+            limits: Vec::new(),
+            step,
+        }
+    }
+
+    /// Returns whether the run is on a GPU.
+    pub fn on_gpu(&self) -> bool {
+        self.on_gpu
+    }
+
+    /// Sets whether no logits but the last row's are wanted. By default those of all rows are.
+    pub fn set_last_row_only(&mut self, last_row_only: bool) {
+        self.last_row_only = last_row_only;
+    }
+
+    /// Returns whether no logits but the last row's are wanted.
+    pub fn last_row_only(&self) -> bool {
+        self.last_row_only
+    }
+
+    /// Returns the tensor of a value.
+    pub fn tensor(&self, value: Value) -> Result<&Array> {
+        let index = value.0 as usize;
+        let found = match self.constants.get(index) {
+            Some(constant) => constant.as_ref(),
+            None => self.tensors.get(index).and_then(Option::as_ref),
+        };
+        match found {
+            Some(array) => Ok(array),
+            None => fail!(Internal, "value {index} is read before it is made"),
+        }
+    }
+
+    /// Returns the number of an integer argument, clamped to 32 bits: "to the end" becomes the
+    /// largest.
+    pub fn int(&self, argument: Int) -> Result<i32> {
+        match argument {
+            Int::Literal(literal) => {
+                Ok(literal.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32)
+            }
+            Int::Value(value) => self.int_value(value),
+        }
+    }
+
+    /// Returns the number of an integer value.
+    pub fn int_value(&self, value: IntValue) -> Result<i32> {
+        match self.ints.get(value.0 as usize).copied().flatten() {
+            Some(number) => Ok(number),
+            None => fail!(Internal, "integer {} is read before it is made", value.0),
+        }
+    }
+
+    /// Drops a value after its last read.
+    pub fn forget(&mut self, value: Value) {
+        self.tensors[value.0 as usize] = None;
+    }
+
+    /// Binds a value.
+    pub fn set(&mut self, value: Value, array: Array) {
+        self.tensors[value.0 as usize] = Some(array);
+    }
+
+    /// Binds an integer value.
+    pub fn set_int(&mut self, value: IntValue, number: i32) {
+        self.ints[value.0 as usize] = Some(number);
+    }
+
+    /// Keeps the elements of an integer input, for [`host_ints`](Self::host_ints).
+    pub fn set_host_ints(&mut self, value: Value, numbers: HostInts) {
+        self.host.push((value, numbers));
+    }
+
+    /// Returns the elements of an integer input, or `None` if `value` is another value.
+    pub fn host_ints(&self, value: Value) -> Option<&[i64]> {
+        let found = self.host.iter().rfind(|(of, _)| *of == value);
+        found.map(|(_, numbers)| &numbers[..])
+    }
+
+    /// Says that the elements of a value are at least 0 and below `limit`; or, with `None`, that nothing is
+    /// known of them.
+    pub fn set_limit(&mut self, value: Value, limit: Option<i32>) {
+        if self.limits.is_empty() {
+            if limit.is_none() {
+                return;
+            }
+            self.limits.resize(self.tensors.len(), 0);
+        }
+        self.limits[value.0 as usize] = limit.unwrap_or(0);
+    }
+
+    /// Returns the number that the elements of a value are known to be below, none of them negative.
+    pub fn limit(&self, value: Value) -> Option<i32> {
+        self.limits.get(value.0 as usize).copied().filter(|&limit| limit > 0)
+    }
+
+    /// Opens the step with the positions in `position`, at the first layer. Later layers must have
+    /// the same positions.
+    pub fn begin_step(&mut self, position: Value) -> Result<()> {
+        if matches!(self.step, StepState::Open(_, opened, _) if opened == position) {
+            return Ok(());
+        }
+        let positions = self.positions(position)?;
+        match std::mem::replace(&mut self.step, StepState::NoCache) {
+            StepState::NoCache => fail!(
+                NoCache,
+                "the program keeps its KV cache outside, and was loaded without one; pass \
+                 `cache_key` when loading it"
+            ),
+            StepState::Ready(cache) => {
+                let step = Step::begin(cache, &positions)?;
+                self.step = StepState::Open(step, position, positions);
+                Ok(())
+            }
+            StepState::Open(step, value, opened) => {
+                let agrees = opened == positions;
+                self.step = StepState::Open(step, value, opened);
+                if !agrees {
+                    fail!(Position, "layers of one step have different positions");
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Returns the positions in `position`, `[T]` or `[T, 1]`. Those of an input are kept on the
+    /// host. Others are computed, and this waits for them.
+    fn positions(&self, position: Value) -> Result<Positions> {
+        let array = self.tensor(position)?;
+        let shape = array.shape();
+        if !matches!(shape, [_] | [_, 1]) {
+            fail!(Shape, "positions have shape {shape:?}, they may be [T] or [T, 1]");
+        }
+        let computed;
+        let numbers = match self.host_ints(position) {
+            Some(numbers) => numbers,
+            None => {
+                let flat = array.as_dtype(mlx_rs::Dtype::Int64)?.contiguous()?;
+                computed = mlx::elements::<i64>(&flat)?;
+                &computed
+            }
+        };
+        numbers
+            .iter()
+            .map(|&number| match i32::try_from(number) {
+                Ok(position) => Ok(position),
+                Err(_) => fail!(Position, "position {number} is past 32 bits"),
+            })
+            .collect()
+    }
+
+    /// Writes a layer's rows to the cache, and returns what its queries attend to.
+    pub fn update_and_fetch(&mut self, layer: usize, k: Value, v: Value) -> Result<AttendSpec> {
+        let (k, v) = (self.tensor(k)?.clone(), self.tensor(v)?.clone());
+        match &mut self.step {
+            StepState::Open(step, ..) => Ok(step.update_and_fetch(layer, &k, &v)?),
+            _ => fail!(Step, "no step is open"),
+        }
+    }
+
+    /// Ends the run. Returns the outputs of the chain, and the step if one is open.
+    pub fn finish(mut self, outputs: &[Out]) -> Result<(Outputs, Option<Step<'s>>)> {
+        let made = outputs
+            .iter()
+            .map(|out| match *out {
+                Out::Tensor(value) => Ok(Output::Tensor(self.tensor(value)?.clone(), 0)),
+                Out::Tensors(..) => fail!(Internal, "an output of a chain is several tensors"),
+                Out::Int(value) => Ok(Output::Int(self.int_value(value)?)),
+            })
+            .collect::<Result<Outputs>>()?;
+        let step = match std::mem::replace(&mut self.step, StepState::NoCache) {
+            StepState::Open(step, ..) => Some(step),
+            _ => None,
+        };
+        Ok((made, step))
+    }
+}
+
+/// The outputs of a chain.
+pub type Outputs = SmallVec<[Output; 4]>;
+
+/// An output of a chain.
+pub enum Output {
+    /// A tensor, with ExecuTorch's number of its dtype, or 0 before [`of_type`](Self::of_type).
+    Tensor(Array, i8),
+    /// An integer.
+    Int(i32),
+}
+
+impl Output {
+    /// Returns the output with a tensor's elements in the dtype of this ExecuTorch number,
+    /// row-major.
+    pub fn of_type(self, scalar_type: i8) -> Result<Self> {
+        Ok(match self {
+            Self::Tensor(array, _) => {
+                let array = mlx::cast(&array, dtype_of(scalar_type)?)?.contiguous()?;
+                Self::Tensor(array, scalar_type)
+            }
+            int => int,
+        })
+    }
+
+    /// Leaves out all rows `[1, T, vocabulary]` of logits but the last.
+    ///
+    /// # Errors
+    /// [`Unsupported`](etkv::Status::Unsupported) for a tensor of another shape.
+    pub fn keep_last_row(&mut self) -> Result<()> {
+        if let Self::Tensor(array, _) = self {
+            let &[1, rows, _] = array.shape() else {
+                let shape = array.shape();
+                fail!(Unsupported, "cannot leave out rows of logits of shape {shape:?}, expected [1, T, vocabulary]; load with logits=all");
+            };
+            *array = slice_axis(array, 1, rows - 1, rows, 1)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the tensor, if the output is one.
+    pub fn tensor(&self) -> Option<&Array> {
+        match self {
+            Self::Tensor(array, _) => Some(array),
+            Self::Int(_) => None,
+        }
+    }
+
+    /// Waits until the output is computed, which was started before.
+    pub fn wait(&self) -> Result<()> {
+        self.tensor().map_or(Ok(()), mlx::wait)
+    }
+
+    /// Returns the elements of a tensor for the host, once they are computed. An integer has none.
+    pub fn read(&self) -> Result<HostBytes<'_>> {
+        self.tensor().map_or(Ok(HostBytes::InPlace(&[])), mlx::bytes)
+    }
+
+    /// Returns the output for the host, with what was [read](Self::read).
+    pub fn argument<'a>(&'a self, read: &'a HostBytes<'_>) -> Argument<'a> {
+        match self {
+            Self::Tensor(array, scalar_type) => Argument::tensor(*scalar_type, array.shape(), read),
+            Self::Int(number) => Argument::of(i64::from(*number)),
+        }
+    }
+}

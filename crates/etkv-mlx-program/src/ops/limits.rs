@@ -1,0 +1,79 @@
+//! The limits on what a program may make. Shapes are numbers of the program: MLX makes whatever they say,
+//! and a CPU's allocator that has no such memory ends the process.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use mlx_rs::{Array, Dtype};
+
+use crate::dtype::item_size;
+use crate::error::{fail, Result};
+use crate::ir::Op;
+use crate::ops::frame::Frame;
+
+/// The most bytes of one tensor, besides those of the tensors that it reads. As in ExecuTorch.
+static MAX_BYTES: AtomicUsize = AtomicUsize::new(4 << 30);
+
+/// Returns the most bytes of a tensor that a program makes, besides those of the tensors that it reads.
+pub fn most_bytes() -> usize {
+    MAX_BYTES.load(Ordering::Relaxed)
+}
+
+/// Sets the most bytes of a tensor, for tests with less memory.
+#[doc(hidden)]
+pub fn set_most_bytes(bytes: usize) {
+    MAX_BYTES.store(bytes, Ordering::Relaxed);
+}
+
+/// Returns the bytes of a tensor; `None` for a size below zero, and past 64 bits.
+pub fn bytes_of(shape: &[i32], dtype: Dtype) -> Option<usize> {
+    shape
+        .iter()
+        .try_fold(item_size(dtype), |bytes, &size| bytes.checked_mul(usize::try_from(size).ok()?))
+}
+
+/// Checks the shape of a tensor before it is made.
+pub fn check_size(shape: &[i32], dtype: Dtype) -> Result<()> {
+    let most = most_bytes();
+    match bytes_of(shape, dtype) {
+        Some(bytes) if bytes <= most => Ok(()),
+        _ => fail!(
+            Program,
+            "expected a tensor of at most {most} bytes, got shape {shape:?} of {dtype:?}"
+        ),
+    }
+}
+
+/// Checks what an instruction has made, before it is computed: views of a large tensor may be as large.
+pub fn check_made(made: &Array, op: &Op, frame: &Frame) -> Result<()> {
+    let bytes = bytes_of(made.shape(), made.dtype());
+    if bytes.is_some_and(|bytes| bytes <= most_bytes()) {
+        return Ok(());
+    }
+    let read = op.reads().into_iter().filter_map(|value| frame.tensor(value).ok());
+    let most = read.map(Array::nbytes).fold(most_bytes(), usize::saturating_add);
+    match bytes {
+        Some(bytes) if bytes <= most => Ok(()),
+        _ => fail!(
+            Program,
+            "expected a result of at most {most} bytes, got shape {:?} of {:?}",
+            made.shape(),
+            made.dtype()
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_past_the_limit_are_refused() {
+        let four_gib = 1 << 30;
+        check_size(&[four_gib], Dtype::Float32).unwrap();
+        check_size(&[0, i32::MAX, i32::MAX, i32::MAX], Dtype::Float32).unwrap();
+        for shape in [&[four_gib + 1][..], &[-1], &[i32::MAX, i32::MAX, i32::MAX]] {
+            let error = check_size(shape, Dtype::Float32).unwrap_err();
+            assert!(error.message().contains("at most 4294967296 bytes"), "{error}");
+        }
+    }
+}

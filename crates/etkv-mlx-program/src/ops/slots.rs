@@ -1,0 +1,209 @@
+//! The payload's slots, and the value that each holds while a program is decoded.
+
+use std::collections::BTreeMap;
+
+use crate::error::{fail, Result};
+use crate::fb;
+use crate::ir::{Int, IntValue, Out, Value};
+
+/// The most slots of a program: more than any program has, and few enough to allocate.
+const MAX_SLOTS: u32 = 1_000_000;
+
+/// The number of tensor slots of each kind. Slots are numbered in this order, temporaries last.
+pub struct Counts {
+    pub constants: u32,
+    pub inputs: u32,
+    /// The first buffer that the program keeps between calls, and how many there are.
+    pub buffers: (u32, u32),
+    all: u32,
+    ints: u32,
+}
+
+impl Counts {
+    /// Reads the numbers from a payload.
+    pub fn read(graph: fb::MLXGraph) -> Result<Self> {
+        let kinds = [
+            graph.num_constant_tensors(),
+            graph.num_input_tensors(),
+            graph.num_output_tensors(),
+            graph.num_mutable_buffer_tensors(),
+            graph.num_temp_tensors(),
+        ];
+        let all: u64 = kinds.iter().map(|&n| u64::from(n)).sum();
+        if all > u64::from(MAX_SLOTS) || graph.num_values() > MAX_SLOTS {
+            fail!(
+                Program,
+                "the program has {all} tensors and {} values, the most is {MAX_SLOTS}",
+                graph.num_values()
+            );
+        }
+        Ok(Self {
+            constants: kinds[0],
+            inputs: kinds[1],
+            buffers: (kinds[0] + kinds[1] + kinds[2], kinds[3]),
+            all: all as u32,
+            ints: graph.num_values(),
+        })
+    }
+}
+
+/// The value that each slot holds at one place of a program.
+#[derive(Debug, Clone, Default)]
+pub struct Held {
+    pub tensors: BTreeMap<u32, Value>,
+    pub ints: BTreeMap<u32, IntValue>,
+}
+
+/// Tracks the value that each slot holds.
+pub struct Slots {
+    counts: Counts,
+    held: Held,
+    n_values: u32,
+    n_ints: u32,
+}
+
+impl Slots {
+    /// Returns slots without values.
+    pub fn new(counts: Counts) -> Self {
+        Self { counts, held: Held::default(), n_values: 0, n_ints: 0 }
+    }
+
+    /// Returns the number of slots.
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    /// Returns the number of tensor values so far.
+    pub fn n_values(&self) -> u32 {
+        self.n_values
+    }
+
+    /// Returns the number of integer values so far.
+    pub fn n_ints(&self) -> u32 {
+        self.n_ints
+    }
+
+    /// Returns the value in a slot.
+    pub fn read(&self, tid: &fb::Tid) -> Result<Value> {
+        match self.held.tensors.get(&tid.idx()) {
+            Some(&value) => Ok(value),
+            None => fail!(Program, "tensor {} is read before it is written", tid.idx()),
+        }
+    }
+
+    /// Returns the value in a slot, if one is named.
+    pub fn read_optional(&self, tid: Option<&fb::Tid>) -> Result<Option<Value>> {
+        tid.map(|tid| self.read(tid)).transpose()
+    }
+
+    /// Returns an integer argument.
+    pub fn int(&self, argument: fb::IntOrVid) -> Result<Int> {
+        if !argument.is_vid() {
+            return Ok(Int::Literal(argument.literal()));
+        }
+        let Some(vid) = argument.vid() else {
+            fail!(Program, "an integer argument names no value");
+        };
+        Ok(Int::Value(self.read_int(vid)?))
+    }
+
+    /// Returns the value in an integer slot.
+    pub fn read_int(&self, vid: &fb::Vid) -> Result<IntValue> {
+        match self.held.ints.get(&vid.idx()) {
+            Some(&value) => Ok(value),
+            None => fail!(Program, "value {} is read before it is written", vid.idx()),
+        }
+    }
+
+    /// Puts a new value in a slot.
+    pub fn write(&mut self, tid: &fb::Tid) -> Result<Out> {
+        if tid.idx() >= self.counts.all {
+            fail!(Program, "tensor {} is written, the program has {}", tid.idx(), self.counts.all);
+        }
+        let value = self.new_value();
+        self.held.tensors.insert(tid.idx(), value);
+        Ok(Out::Tensor(value))
+    }
+
+    /// Puts a new value in an integer slot.
+    pub fn write_int(&mut self, vid: &fb::Vid) -> Result<Out> {
+        if vid.idx() >= self.counts.ints {
+            fail!(Program, "value {} is written, the program has {}", vid.idx(), self.counts.ints);
+        }
+        Ok(Out::Int(self.bind_int(vid.idx())))
+    }
+
+    /// Puts a new value in the integer slot of an input.
+    pub fn input_int(&mut self, slot: u32) -> Result<IntValue> {
+        if slot >= self.counts.ints {
+            fail!(Program, "value {slot} is an input, the program has {}", self.counts.ints);
+        }
+        Ok(self.bind_int(slot))
+    }
+
+    /// Copies the value of one slot to another.
+    pub fn copy(&mut self, from: &fb::Tid, to: &fb::Tid) -> Result<()> {
+        let value = self.read(from)?;
+        if to.idx() >= self.counts.all {
+            fail!(Program, "tensor {} is written, the program has {}", to.idx(), self.counts.all);
+        }
+        self.held.tensors.insert(to.idx(), value);
+        Ok(())
+    }
+
+    /// Puts a new value in the slot of a constant or an input.
+    pub fn bind(&mut self, slot: u32) -> Value {
+        let value = self.new_value();
+        self.held.tensors.insert(slot, value);
+        value
+    }
+
+    fn bind_int(&mut self, slot: u32) -> IntValue {
+        let value = self.new_int();
+        self.held.ints.insert(slot, value);
+        value
+    }
+
+    /// Ends the init chain. Returns the constants that it has overwritten, as pairs of the
+    /// constant and its new contents. Afterwards all slots hold what they have held
+    /// `before`, and nothing else of the chain is visible.
+    pub fn end_init(&mut self, before: Held) -> Vec<(Value, Value)> {
+        let mut written = Vec::new();
+        for slot in 0..self.counts.constants {
+            let constant = Value(slot);
+            match self.held.tensors.insert(slot, constant) {
+                Some(value) if value != constant => written.push((constant, value)),
+                _ => {}
+            }
+        }
+        self.held = before;
+        written
+    }
+
+    /// Returns what the slots hold here.
+    pub fn held(&self) -> &Held {
+        &self.held
+    }
+
+    /// Lets the slots hold what they have held at another place. Returns what they hold here.
+    pub fn exchange(&mut self, held: Held) -> Held {
+        std::mem::replace(&mut self.held, held)
+    }
+
+    /// Returns the first of `n` new values, which follow each other and which no slot holds.
+    pub fn new_values(&mut self, n: u32) -> Value {
+        self.n_values += n;
+        Value(self.n_values - n)
+    }
+
+    /// Returns a new integer value, which no slot holds.
+    pub fn new_int(&mut self) -> IntValue {
+        self.n_ints += 1;
+        IntValue(self.n_ints - 1)
+    }
+
+    fn new_value(&mut self) -> Value {
+        self.n_values += 1;
+        Value(self.n_values - 1)
+    }
+}

@@ -1,0 +1,114 @@
+//! Chooses what depends on the capacity of the cache: the frequencies of a rotary embedding that has some for long
+//! texts.
+//!
+//! The exporter writes `where(flag, beyond, within)`. The flag is a constant, false, whose name has the limit: a
+//! runtime that does not know the name computes as for short texts.
+
+use std::collections::{BTreeSet, HashMap};
+
+use crate::ir::{Function, Graph, Op, Out, Value};
+
+/// What the name of a flag begins with, after the program's own prefix. The limit follows.
+const FLAG: &str = "etkv_capacity_over_";
+
+/// Replaces each choice by what it is for a cache of `capacity` positions. Returns the limits that those pass.
+pub fn choose(graph: &mut Graph, capacity: i32) -> BTreeSet<i32> {
+    let mut passed = BTreeSet::new();
+    let mut chosen = HashMap::new();
+    let limits: HashMap<Value, i32> = (0..)
+        .map(Value)
+        .zip(&graph.constants)
+        .filter_map(|(value, constant)| Some((value, limit_of(&constant.name)?)))
+        .collect();
+    graph.main.instructions.retain(|instruction| {
+        let (Op::Call { function: Function::Where, tensors, .. }, Out::Tensor(made)) =
+            (&instruction.op, instruction.out)
+        else {
+            return true;
+        };
+        let [flag, beyond, within] = tensors[..] else {
+            return true;
+        };
+        let Some(&limit) = limits.get(&flag) else {
+            return true;
+        };
+        let passes = capacity > limit;
+        if passes {
+            passed.insert(limit);
+        }
+        chosen.insert(made, if passes { beyond } else { within });
+        false
+    });
+    graph.rename(&chosen);
+    passed
+}
+
+fn limit_of(name: &str) -> Option<i32> {
+    let name = name.rsplit('/').next()?;
+    name.strip_prefix(FLAG)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::Dtype;
+    use smallvec::smallvec;
+
+    use super::*;
+    use crate::ir::{Chain, Constant, Instruction, Unary};
+
+    /// Constants are 0, a flag, 1 and 2, the frequencies beyond and within. The cosine of the choice is the output.
+    fn graph(flag: &str) -> Graph {
+        let constant = |name: &str| Constant {
+            name: name.to_owned(),
+            shape: vec![4],
+            dtype: Dtype::Float32,
+            joined: Vec::new(),
+        };
+        let choice = Op::Call {
+            function: Function::Where,
+            tensors: smallvec![Value(0), Value(1), Value(2)],
+            ints: Vec::new(),
+        };
+        let cosine = Op::Unary { function: Unary::Cos, x: Value(3) };
+        let made = (3..).zip([choice, cosine]);
+        Graph {
+            constants: [flag, "beyond", "within"].map(constant).to_vec(),
+            inputs: Vec::new(),
+            init: Chain::default(),
+            init_targets: Vec::new(),
+            buffers: Vec::new(),
+            main: Chain {
+                instructions: made
+                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
+                    .collect(),
+                outputs: vec![Out::Tensor(Value(4))],
+            },
+            n_values: 5,
+            n_ints: 0,
+        }
+    }
+
+    fn chosen(flag: &str, capacity: i32) -> (Option<Value>, Vec<i32>) {
+        let mut graph = graph(flag);
+        let passed = choose(&mut graph, capacity).into_iter().collect();
+        match &graph.main.instructions[..] {
+            [Instruction { op: Op::Unary { x, .. }, .. }] => (Some(*x), passed),
+            _ => (None, passed),
+        }
+    }
+
+    #[test]
+    fn the_capacity_chooses() {
+        let flag = "3ac5/etkv_capacity_over_4096";
+        assert_eq!(chosen(flag, 4095), (Some(Value(2)), vec![]));
+        assert_eq!(chosen(flag, 4096), (Some(Value(2)), vec![]));
+        assert_eq!(chosen(flag, 4097), (Some(Value(1)), vec![4096]));
+    }
+
+    #[test]
+    fn other_choices_stay() {
+        for flag in ["mask", "etkv_capacity_over_", "etkv_capacity_over_many"] {
+            assert_eq!(chosen(flag, 4097), (None, vec![]), "{flag}");
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! What a program keeps from one call to the next, such as a cache in its graph.
+
+use mlx_rs::ops::zeros_dtype;
+use mlx_rs::Array;
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+
+use crate::error::{fail, Error, Result};
+use crate::ir::Buffer;
+use crate::ops::frame::{Frame, Output};
+
+/// The buffers of a loaded program. Zeros until a call writes them. Used under the lock of MLX only.
+pub struct Buffers {
+    name: Option<String>,
+    list: Vec<Buffer>,
+    arrays: Mutex<Vec<Option<Array>>>,
+    /// Why what they hold was not computed.
+    broken: Mutex<Option<Error>>,
+}
+
+impl Buffers {
+    /// Returns buffers of zeros.
+    pub fn new(name: Option<String>, list: Vec<Buffer>) -> Self {
+        let arrays = Mutex::new(vec![None; list.len()]);
+        Self { name, list, arrays, broken: Mutex::new(None) }
+    }
+
+    /// Returns whether there are buffers, under this name.
+    pub fn is_named(&self, name: &str) -> bool {
+        !self.list.is_empty() && self.name.as_deref() == Some(name)
+    }
+
+    /// Returns the number of buffers.
+    pub fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Lets all buffers be zeros.
+    pub fn reset(&self) {
+        self.arrays.lock().fill(None);
+        *self.broken.lock() = None;
+    }
+
+    /// Refuses further calls until a reset: what the last one left could not be computed.
+    pub fn give_up(&self, error: &Error) {
+        if !self.list.is_empty() {
+            *self.broken.lock() = Some(error.clone());
+        }
+    }
+
+    /// Binds the values of the buffers. Returns another reference to each: a call that fails before its
+    /// computation starts leaves all of them as they were.
+    pub fn bind(&self, frame: &mut Frame) -> Result<SmallVec<[Array; 4]>> {
+        if let Some(error) = &*self.broken.lock() {
+            fail!(Step, "an earlier call did not compute what the program keeps ({error}); reset its buffers");
+        }
+        let mut found = SmallVec::new();
+        let arrays = self.arrays.lock();
+        for (buffer, array) in self.list.iter().zip(arrays.iter()) {
+            let array = match array {
+                Some(array) => array.clone(),
+                None => zeros_dtype(&buffer.shape, buffer.dtype)?,
+            };
+            frame.set(buffer.value, array.clone());
+            found.push(array);
+        }
+        Ok(found)
+    }
+
+    /// Keeps what a call leaves, which need not be computed. Returns it.
+    pub fn keep(&self, made: SmallVec<[Output; 4]>) -> Result<Vec<Array>> {
+        let mut kept = Vec::with_capacity(made.len());
+        for (buffer, output) in self.list.iter().zip(&made) {
+            match output.tensor() {
+                Some(array) if array.shape() == buffer.shape => kept.push(array.clone()),
+                Some(array) => fail!(
+                    Program,
+                    "buffer `{}` has shape {:?}, and a call leaves {:?}",
+                    buffer.name,
+                    buffer.shape,
+                    array.shape()
+                ),
+                None => fail!(Internal, "a buffer is no tensor"),
+            }
+        }
+        *self.arrays.lock() = kept.iter().cloned().map(Some).collect();
+        Ok(kept)
+    }
+}

@@ -1,0 +1,115 @@
+//! Steps that the interpreter need not run: the face of what runs them faster, such as one CUDA graph.
+//!
+//! A [`StepCompiler`] is given when a program is loaded, and makes a [`StepExecutor`] for it. Each step is offered to
+//! that first. Where it declines, nothing has changed, and the interpreter runs the step.
+
+use mlx_rs::{Array, Dtype};
+
+use super::text_inputs::TextInputs;
+use crate::error::Result;
+use crate::ir::{Graph, Value};
+use etkv::mlx::Mlx;
+use etkv::MlxCache;
+
+/// What makes executors of the steps of programs.
+pub trait StepCompiler: Sync {
+    /// Returns why the steps of a program have no executor, as far as its instructions and dtypes tell, or `None` if
+    /// they have one on a device that it can use. `graph` is as the passes for a GPU leave it.
+    fn why_not(&self, graph: &Graph) -> Option<String>;
+
+    /// Returns the executor of a program's steps on MLX's device, if there can be one. `constants` are the loaded
+    /// constants of `graph`, by their values.
+    fn compile(
+        &self,
+        mlx: &Mlx,
+        graph: &Graph,
+        constants: &[Option<Array>],
+    ) -> Option<Box<dyn StepExecutor>>;
+}
+
+/// What runs steps of one program.
+pub trait StepExecutor: Send + Sync {
+    /// Returns the inputs and outputs of the program.
+    fn signature(&self) -> &StepSignature;
+
+    /// Returns whether it runs a step of so many tokens on this cache, as far as is known before the step.
+    fn suits(&self, cache: &MlxCache, tokens: usize) -> bool;
+
+    /// Runs a step on the cache, gives what it computes to `take`, and commits the step if that succeeds. Returns
+    /// whether it did. If not, the cache is as it was before.
+    ///
+    /// # Errors
+    /// Those of the cache for positions that it refuses, those of `take`, and
+    /// [`Backend`](etkv::Status::Backend). The step is rolled back.
+    fn try_step(
+        &self,
+        mlx: &mut Mlx,
+        constants: &[Option<Array>],
+        cache: &mut MlxCache,
+        tokens: StepTokens,
+        wanted: Wanted,
+        take: &mut Take<'_>,
+    ) -> Result<bool>;
+}
+
+/// Takes what a step computes.
+pub type Take<'a> = dyn FnMut(&mut Mlx, StepOutputs) -> Result<()> + 'a;
+
+/// The inputs and outputs of a program whose steps have an executor.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepSignature {
+    /// The inputs of tokens and positions.
+    pub text: TextInputs,
+    /// The inputs of rows besides, such as hidden states, in the order of [`StepTokens::rows`].
+    pub rows: Vec<RowsInput>,
+    /// The dtype of all outputs.
+    pub dtype: Dtype,
+    /// The index of the logits among the outputs.
+    pub logits_at: usize,
+    /// Whether hidden states are the other output.
+    pub gives_hidden: bool,
+}
+
+/// An input `[1, T, width]`: a row for each token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RowsInput {
+    /// Its value in the graph.
+    pub value: Value,
+    /// Elements of a row.
+    pub width: usize,
+    /// The dtype of its elements.
+    pub dtype: Dtype,
+}
+
+/// What the host gives for each token of a step.
+#[derive(Debug, Clone, Copy)]
+pub struct StepTokens<'a> {
+    /// Token ids.
+    pub ids: &'a [i64],
+    /// Their positions.
+    pub positions: &'a [i32],
+    /// Rows for each of [`StepSignature::rows`]: bytes of its dtype.
+    pub rows: &'a [&'a [u8]],
+}
+
+/// What the host wants of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wanted {
+    /// The logits of each token.
+    Logits,
+    /// The logits of the last token.
+    LastLogits,
+    /// The id of the greatest logit of each token.
+    Chosen,
+}
+
+/// What a step computes.
+pub enum StepOutputs<'a> {
+    /// Logits `[1, rows, vocabulary]`, and hidden states `[1, tokens, width]` if the program returns them.
+    Logits(Rows<'a>, Option<Rows<'a>>),
+    /// An id for each token, less than 0 for one whose logits are not finite.
+    Chosen(&'a [i32]),
+}
+
+/// Bytes of the program's dtype, and their shape.
+pub type Rows<'a> = (&'a [u8], [i32; 3]);

@@ -1,0 +1,156 @@
+//! A test of what a step of a loaded program allocates in Rust.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+
+use etkv_core::{CacheConfig, Session};
+
+use super::{attend, bytes, expand, take, Builder, Node, Parts, Weights, FLOAT32, INT64, OPEN};
+use crate::{fb, Argument, Host, LoadOptions, Passes, Program};
+use etkv::builders;
+use etkv::MLX_BACKEND;
+
+/// The system's allocator, which counts what each thread allocates. MLX does not use it.
+struct Counting;
+
+thread_local! {
+    static COUNT: Cell<usize> = const { Cell::new(0) };
+}
+
+// SAFETY: it passes all calls on.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        COUNT.set(COUNT.get() + 1);
+        // SAFETY: as for this function.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        // SAFETY: as for this function.
+        unsafe { System.dealloc(start, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Takes no output.
+struct Nothing;
+
+impl Host for Nothing {
+    fn take(&mut self, _: &[Argument]) -> etkv_core::Result<()> {
+        Ok(())
+    }
+}
+
+type Ints<'a> =
+    flatbuffers::WIPOffset<flatbuffers::Vector<'a, flatbuffers::ForwardsUOffset<fb::IntOrVid<'a>>>>;
+
+fn ints<'a>(builder: &mut Builder<'a>, numbers: &[i64]) -> Ints<'a> {
+    let made: Vec<_> = numbers
+        .iter()
+        .map(|&literal| {
+            let args = fb::IntOrVidArgs { literal, ..Default::default() };
+            fb::IntOrVid::create(builder, &args)
+        })
+        .collect();
+    builder.create_vector(&made)
+}
+
+fn reshape(builder: &mut Builder, x: u32, shape: &[i64], out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
+    let shape = Some(ints(builder, shape));
+    let args = fb::ReshapeNodeArgs { x: Some(&x), out: Some(&out), shape };
+    (fb::OpNode::ReshapeNode, fb::ReshapeNode::create(builder, &args).as_union_value())
+}
+
+fn transpose(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
+    let perm = Some(builder.create_vector(&[0, 2, 1, 3]));
+    let args = fb::TransposeNodeArgs { x: Some(&x), out: Some(&out), perm };
+    (fb::OpNode::TransposeNode, fb::TransposeNode::create(builder, &args).as_union_value())
+}
+
+fn sum(builder: &mut Builder, a: u32, b: u32, out: u32) -> Node {
+    let [a, b, out] = [a, b, out].map(fb::Tid::new);
+    let args = fb::AddNodeArgs { a: Some(&a), b: Some(&b), out: Some(&out) };
+    (fb::OpNode::AddNode, fb::AddNode::create(builder, &args).as_union_value())
+}
+
+fn concatenate(builder: &mut Builder, tensors: [u32; 2], out: u32) -> Node {
+    let tensors = Some(builder.create_vector(&tensors.map(fb::Tid::new)));
+    let out = fb::Tid::new(out);
+    let args = fb::ConcatenateNodeArgs { tensors, out: Some(&out), axis: -1 };
+    (fb::OpNode::ConcatenateNode, fb::ConcatenateNode::create(builder, &args).as_union_value())
+}
+
+/// Halves `x`, `[1, T, 16]`.
+fn split(builder: &mut Builder, x: u32, outs: [u32; 2]) -> Node {
+    let x = fb::Tid::new(x);
+    let outs = Some(builder.create_vector(&outs.map(fb::Tid::new)));
+    let sizes = Some(ints(builder, &[8, 8]));
+    let args = fb::SplitNodeArgs { x: Some(&x), outs, sizes, axis: -1 };
+    (fb::OpNode::SplitNode, fb::SplitNode::create(builder, &args).as_union_value())
+}
+
+/// Loads a program of so many blocks of views, pieces and sums, and of one layer of attention.
+fn blocks(n: u32, session: &Session, passes: Passes) -> Program {
+    let parts = Parts {
+        constants: vec![("rows".to_owned(), vec![4, 8])],
+        // 1: tokens, 2: positions.
+        inputs: vec![(vec![1, OPEN], INT64), (vec![OPEN], INT64)],
+        n_temporaries: 3 + 8 * n,
+        outputs: vec![5 + 8 * n],
+        ..Default::default()
+    };
+    let payload = parts.payload(|builder| {
+        let mut nodes = vec![take(builder, 0, 1, 3)];
+        for x in (0..n).map(|block| 3 + 8 * block) {
+            nodes.extend([
+                reshape(builder, x, &[1, -1, 2, 4], x + 1),
+                transpose(builder, x + 1, x + 2),
+                sum(builder, x + 2, x + 2, x + 3),
+                transpose(builder, x + 3, x + 4),
+                reshape(builder, x + 4, &[1, -1, 8], x + 5),
+                concatenate(builder, [x + 5, x], x + 6),
+                split(builder, x + 6, [x + 7, x + 1]),
+                sum(builder, x + 7, x + 1, x + 8),
+            ]);
+        }
+        let last = 3 + 8 * n;
+        nodes.extend([expand(builder, last, last + 1), attend(builder, last + 1, 2, last + 2)]);
+        vec![nodes]
+    });
+    let mut weights = Weights(BTreeMap::from([("rows", bytes(&[1.0; 32]))]));
+    let mut options = LoadOptions::default();
+    options.cache_key = Some(session.key().to_owned());
+    options.passes = passes;
+    Program::load(&payload, &mut weights, &options, None).unwrap()
+}
+
+/// Returns the allocations of a decode step, after some of them.
+fn of_a_step(n: u32, passes: Passes) -> usize {
+    let config = CacheConfig::uniform(1, 1, 8, 64);
+    let session = Session::new(builders(), MLX_BACKEND, "contiguous", config).unwrap();
+    let program = blocks(n, &session, passes);
+    let mut last = 0;
+    for position in 0..12i64 {
+        let (token, position) = (2i64.to_ne_bytes(), position.to_ne_bytes());
+        let inputs =
+            [Argument::tensor(INT64, &[1, 1], &token), Argument::tensor(INT64, &[1], &position)];
+        let before = COUNT.get();
+        program.execute(&inputs, &[FLOAT32], &mut Nothing).unwrap();
+        last = COUNT.get() - before;
+    }
+    last
+}
+
+#[test]
+fn instructions_allocate_nothing() {
+    for passes in [Passes::Default, Passes::None] {
+        let (few, many) = (of_a_step(2, passes), of_a_step(12, passes));
+        println!("{passes:?}: {few} allocations of a step of 2 blocks, {many} of 12");
+        assert_eq!(many, few, "{passes:?}: of 12 blocks, and of 2");
+    }
+}
