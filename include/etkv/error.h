@@ -83,12 +83,6 @@ ETKV_API const char* etkv_error_message(const etkv_error* error);
 
 ETKV_API void etkv_error_free(etkv_error* error);
 
-/**
- * Returns a new error, for a callback to store. Returns NULL where `status` is
- * ETKV_OK or unknown, or `message` is NULL or not UTF-8. `message` is copied.
- */
-ETKV_API etkv_error* etkv_error_new(etkv_status status, const char* message);
-
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

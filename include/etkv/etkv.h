@@ -91,20 +91,16 @@
  *   nothing refuses that.
  *
  *   The callback of etkv_kinds() runs on the calling thread, within the call,
- *   without locks. The callbacks of an etkv_cache_vtable run on any thread, one
- *   at a time for a cache, while etkv holds the lock of that cache, and in a
- *   step that of MLX. There, a call on that cache is refused with
- *   ETKV_ERROR_STEP. A callback that waits there for another thread's call can
- *   wait forever. The log callback runs on any thread, on several at once, and
+ *   without locks. The log callback runs on any thread, on several at once, and
  *   must not call etkv: see log.h. The memory callback runs in the middle of the
- *   call that needs memory, and may call etkv: see memory.h. No callback may exit by an exception.
+ *   call that needs memory, and may call etkv: see memory.h. No callback may
+ *   exit by an exception.
  */
 #ifndef ETKV_ETKV_H
 #define ETKV_ETKV_H
 
 #include "etkv/cache.h"
 #include "etkv/config.h"
-#include "etkv/custom.h"
 #include "etkv/delegate.h"
 #include "etkv/error.h"
 #include "etkv/export.h"

@@ -21,7 +21,6 @@
 
 #include "etkv/cache.hpp"
 #include "etkv/config.hpp"
-#include "etkv/custom.hpp"
 #include "etkv/detail.hpp"
 #include "etkv/error.hpp"
 #include "etkv/generation.hpp"

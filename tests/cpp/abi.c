@@ -146,16 +146,6 @@ static void errors(void) {
   CHECK_HAS(etkv_error_message(second), "backend_id is NULL");
   etkv_error_free(second);
 
-  /* Of the caller's own, for callbacks. */
-  etkv_error* own = etkv_error_new(ETKV_ERROR_POSITION, "not there");
-  CHECK_INT(etkv_error_status(own), ETKV_ERROR_POSITION);
-  CHECK(strcmp(etkv_error_message(own), "not there") == 0);
-  etkv_error_free(own);
-  CHECK(etkv_error_new(ETKV_OK, "no error") == NULL);
-  CHECK(etkv_error_new(ETKV_ERROR_VERSION + 1, "none") == NULL);
-  CHECK(etkv_error_new(-1, "none") == NULL);
-  CHECK(etkv_error_new(ETKV_ERROR_STEP, "\xff") == NULL);
-
   /* The delegate has done nothing here, and errors of other calls are not its.
    */
   CHECK(etkv_delegate_take_error() == NULL);
@@ -780,58 +770,6 @@ static void kinds(void) {
   CHECK(strcmp(found.last, "cpu/tree") == 0);
 }
 
-/* Kinds of the caller's own: what cannot be is refused, and is not there. */
-static void own_kinds(void) {
-  const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
-  etkv_cache_vtable v;
-  memset(&v, 0, sizeof(v));
-  v.struct_size = sizeof(v) - 1;
-  CHECK_REFUSED(
-      etkv_builder_register(BACKEND, "own", KIND, &v, NULL, error),
-      invalid,
-      "vtable.struct_size is");
-  v.struct_size = sizeof(v);
-  CHECK_REFUSED(
-      etkv_builder_register(BACKEND, KIND, KIND, &v, NULL, error),
-      invalid,
-      "kind `contiguous` is registered");
-  CHECK_REFUSED(
-      etkv_builder_register(BACKEND, "own", "tapestry", &v, NULL, error),
-      ETKV_ERROR_KIND,
-      "base is `tapestry`");
-  CHECK_REFUSED(
-      etkv_builder_register(BACKEND, "", KIND, &v, NULL, error),
-      invalid,
-      "kind is empty");
-  setup s;
-  set_up(&s);
-  CHECK_NO_SESSION(BACKEND, "own", &s.config, ETKV_ERROR_KIND, "`own`");
-
-  /* Without a callback it is the kind that it wraps, under another name. */
-  CHECK_INT(
-      etkv_builder_register(BACKEND, "own", "seq", &v, NULL, NULL), ETKV_OK);
-  CHECK_REFUSED(
-      etkv_builder_register(BACKEND, "own", KIND, &v, NULL, error),
-      invalid,
-      "`own`");
-  etkv_session* session = new_session_of("own", &s.config);
-  etkv_cache* cache = cache_of(session);
-  CHECK(strcmp(etkv_cache_kind(cache), "own") == 0);
-  bool fits = false;
-  CHECK_INT(etkv_cache_can_extend(cache, CAPACITY, &fits, NULL), ETKV_OK);
-  CHECK(fits);
-  etkv_seq_cache* sequences = NULL;
-  CHECK_INT(etkv_session_seq(session, &sequences, NULL), ETKV_OK);
-  CHECK_INT(etkv_seq_cache_rm(sequences, 0, 0, INT32_MAX, NULL), ETKV_OK);
-  etkv_seq_cache_free(sequences);
-  etkv_tree_cache* trees = NULL;
-  CHECK_INT(etkv_session_tree(session, &trees, NULL), ETKV_ERROR_KIND);
-  CHECK_INT(etkv_cache_clear(cache, true, NULL), ETKV_OK);
-  CHECK_INT(etkv_cache_rewind(cache, 0, NULL), ETKV_OK);
-  etkv_cache_free(cache);
-  etkv_session_free(session);
-}
-
 static void an_empty_cache(void) {
   setup s;
   set_up(&s);
@@ -1272,7 +1210,6 @@ int main(void) {
   estimates();
   formats();
   kinds();
-  own_kinds();
   an_empty_cache();
   files();
   files_of_sequences();

@@ -225,23 +225,6 @@ static void null_others(void) {
   REFUSES(etkv_format_row_bytes("f16", 8, NULL, error), "bytes is NULL");
   CHECK(bytes == 7);
   etkv_kinds(NULL, NULL);
-  CHECK(etkv_error_new(ETKV_ERROR_STEP, NULL) == NULL);
-
-  etkv_cache_vtable v;
-  memset(&v, 0, sizeof(v));
-  v.struct_size = sizeof(v);
-  REFUSES(
-      etkv_builder_register(NULL, "own", KIND, &v, NULL, error),
-      "backend_id is NULL");
-  REFUSES(
-      etkv_builder_register(BACKEND, NULL, KIND, &v, NULL, error),
-      "kind is NULL");
-  REFUSES(
-      etkv_builder_register(BACKEND, "own", NULL, &v, NULL, error),
-      "base is NULL");
-  REFUSES(
-      etkv_builder_register(BACKEND, "own", KIND, NULL, NULL, error),
-      "vtable is NULL");
   REFUSES(etkv_mlx_memory_read(NULL, error), "memory is NULL");
 
   REFUSES(

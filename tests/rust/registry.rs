@@ -38,9 +38,7 @@ fn builders_use_the_registry_from_within() {
             let builders = BuilderRegistry::global();
             // Its own place, and others.
             builders.register("Nesting", &same, cache);
-            assert!(builders.register_new("Nesting", &same, cache).is_err());
-            assert!(builders.knows("Nesting", &same));
-            assert!(!builders.kinds().is_empty());
+            assert!(builders.kinds().contains(&("Nesting".into(), same.clone())));
             builders.build("Nesting", &same, config)
         });
         assert!(builders.build("Nesting", &name, config()).is_ok());

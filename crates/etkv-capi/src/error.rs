@@ -2,9 +2,9 @@
 
 use std::ffi::{c_char, CStr, CString};
 
-use etkv_core::{fail, Error, Result, Status};
+use etkv_core::{Error, Status};
 
-use super::boundary::{boundary, free, lasting, text};
+use super::boundary::{free, lasting};
 use super::fork;
 use super::handle::{self, Object};
 
@@ -46,20 +46,6 @@ impl etkv_error {
     }
 }
 
-/// Returns the result of a callback of the host: its status, and its error object, which this
-/// frees.
-pub(super) fn from_host(status: i32, error: *mut etkv_error, what: &str) -> Result<()> {
-    let message = handle::look_up(error, "error")
-        .ok()
-        .map(|error| error.message().to_string_lossy().into_owned());
-    free(error);
-    if status == OK {
-        return Ok(());
-    }
-    let words = message.unwrap_or_else(|| format!("the host's {what} failed with status {status}"));
-    Err(Error::new(Status::from_number(status).unwrap_or(Status::Internal), words))
-}
-
 /// Returns the name of a status.
 #[no_mangle]
 pub extern "C" fn etkv_status_name(status: i32) -> *const c_char {
@@ -68,26 +54,6 @@ pub extern "C" fn etkv_status_name(status: i32) -> *const c_char {
         Some(status) => lasting(status.name()),
         None => c"UNKNOWN".as_ptr(),
     }
-}
-
-/// Makes an error, for a callback to store. Returns NULL for a status that is not an error's.
-///
-/// # Safety
-/// `message` is NULL or points to a string that ends in a zero byte.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_error_new(status: i32, message: *const c_char) -> *mut etkv_error {
-    let mut made = std::ptr::null_mut();
-    // SAFETY: no place for an error is passed, and the caller guarantees the string.
-    unsafe {
-        boundary(std::ptr::null_mut(), || {
-            let Some(status) = Status::from_number(status) else {
-                fail!(InvalidArgument, "status is {status}, that of no error");
-            };
-            made = etkv_error::give(&Error::new(status, text(message, "message")?));
-            Ok(())
-        })
-    };
-    made
 }
 
 /// Returns the status of `error`; ETKV_OK if it is NULL.

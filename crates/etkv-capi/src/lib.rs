@@ -12,7 +12,6 @@ mod boundary;
 mod bridge;
 mod cache;
 mod config;
-mod custom;
 mod delegate;
 mod error;
 mod fork;

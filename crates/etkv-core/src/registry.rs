@@ -42,32 +42,6 @@ impl BuilderRegistry {
         drop(self.builders.insert(key, Arc::new(builder)));
     }
 
-    /// Registers a kind under a new name, as [`register`](Self::register).
-    ///
-    /// # Errors
-    /// [`InvalidArgument`](Status::InvalidArgument) if the name is taken.
-    pub fn register_new(
-        &self,
-        backend_id: &str,
-        kind: &str,
-        builder: impl Fn(CacheConfig) -> Result<SharedCache> + Send + Sync + 'static,
-    ) -> Result<()> {
-        let key = (backend_id.to_owned(), kind.to_owned());
-        let builder: Builder = Arc::new(builder);
-        match self.builders.entry(key) {
-            Place::Occupied(_) => {
-                fail!(
-                    InvalidArgument,
-                    "kind `{kind}` is registered for `{backend_id}`; choose another name"
-                )
-            }
-            Place::Vacant(place) => {
-                place.insert(builder);
-                Ok(())
-            }
-        }
-    }
-
     /// Registers the three kinds of this crate on a backend's store: contiguous, seq and tree.
     pub fn register_kinds<S: Store>(&self, backend_id: &str) {
         self.register(backend_id, ContiguousCache::<S>::KIND, |config| {
@@ -79,11 +53,6 @@ impl BuilderRegistry {
         self.register(backend_id, CellsCache::<S>::TREE, |config| {
             Ok(SharedCache::new(CellsCache::<S>::with_trees(config)?))
         });
-    }
-
-    /// Returns whether this kind is registered.
-    pub fn knows(&self, backend_id: &str, kind: &str) -> bool {
-        self.builders.contains_key(&(backend_id.to_owned(), kind.to_owned()))
     }
 
     /// Creates a cache of this kind.
