@@ -5,13 +5,13 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{fail, Error, Result, Status};
+use crate::error::{fail, Error, Result};
+use crate::planes::{Element, PlaneFormat};
 
 /// A storage format. A row is one position of one KV head. Each row is stored alone: no format
 /// mixes rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
-#[non_exhaustive]
 pub enum KvFormat {
     /// IEEE binary32.
     F32,
@@ -42,43 +42,80 @@ pub enum KvFormat {
     RowFp4,
 }
 
+/// The formats whose names say all, with these names.
+const NAMED: [(KvFormat, &str); 8] = [
+    (KvFormat::F32, "f32"),
+    (KvFormat::F16, "f16"),
+    (KvFormat::Bf16, "bf16"),
+    (KvFormat::Mxfp8, "mxfp8"),
+    (KvFormat::Mxfp4, "mxfp4"),
+    (KvFormat::Nvfp4, "nvfp4"),
+    (KvFormat::RowInt4, "row-int4"),
+    (KvFormat::RowFp4, "row-fp4"),
+];
+
+/// How the rows of a packed format lie: codes, scales, and perhaps offsets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Packing {
+    /// The bits of a code.
+    pub bits: usize,
+    /// The elements that share a scale; `None` if all of a row do.
+    pub group: Option<usize>,
+    /// The type of a scale: float16, or a byte of E8M0 or E4M3.
+    pub scale: Element,
+    /// Whether each group has an offset, in float16.
+    pub has_offsets: bool,
+}
+
+impl Packing {
+    /// Returns the elements that share a scale, in rows of `head_dim` elements.
+    pub const fn group_of(&self, head_dim: usize) -> usize {
+        match self.group {
+            Some(group) => group,
+            None => head_dim,
+        }
+    }
+}
+
 impl KvFormat {
+    /// Returns how rows lie, or `None` for rows in a float dtype. All sizes follow from this.
+    pub const fn packing(self) -> Option<Packing> {
+        let (bits, group, scale) = match self {
+            Self::F32 | Self::F16 | Self::Bf16 => return None,
+            Self::Affine { bits, group } => (bits as usize, Some(group as usize), Element::F16),
+            Self::Mxfp8 => (8, Some(32), Element::U8),
+            Self::Mxfp4 => (4, Some(32), Element::U8),
+            Self::Nvfp4 => (4, Some(16), Element::U8),
+            Self::RowInt4 | Self::RowFp4 => (4, None, Element::F16),
+        };
+        let has_offsets = matches!(self, Self::Affine { .. });
+        Some(Packing { bits, group, scale, has_offsets })
+    }
+
     /// Returns whether rows are stored in a float dtype, unpacked.
     pub const fn is_float(self) -> bool {
-        matches!(self, Self::F32 | Self::F16 | Self::Bf16)
+        self.packing().is_none()
     }
 
     /// Returns the number that head_dim is a multiple of: the elements that share a scale or, in
     /// formats with one scale a row, the elements that share a word of 32 bits.
     pub const fn granule(self) -> usize {
-        match self {
-            Self::F32 | Self::F16 | Self::Bf16 => 1,
-            Self::Affine { group, .. } => group as usize,
-            Self::Mxfp8 | Self::Mxfp4 => 32,
-            Self::Nvfp4 => 16,
-            Self::RowInt4 | Self::RowFp4 => 8,
+        match self.packing() {
+            None => 1,
+            Some(Packing { group: Some(group), .. }) => group,
+            Some(Packing { bits, .. }) => 32 / bits,
         }
     }
 
     /// Returns the bytes of one row of `head_dim` elements, including its scales.
-    pub const fn row_bytes(self, head_dim: usize) -> usize {
-        match self {
-            Self::F32 => 4 * head_dim,
-            Self::F16 | Self::Bf16 => 2 * head_dim,
-            Self::Affine { bits, group } => {
-                head_dim * bits as usize / 8 + 4 * (head_dim / group as usize)
-            }
-            Self::Mxfp8 => head_dim + head_dim / 32,
-            Self::Mxfp4 => head_dim / 2 + head_dim / 32,
-            Self::Nvfp4 => head_dim / 2 + head_dim / 16,
-            Self::RowInt4 | Self::RowFp4 => head_dim / 2 + 2,
-        }
+    pub fn row_bytes(self, head_dim: usize) -> usize {
+        self.planes(head_dim).iter().map(PlaneFormat::row_bytes).sum()
     }
 
     /// Checks that the format exists and that rows of `head_dim` elements fit it.
     ///
     /// # Errors
-    /// [`InvalidArgument`](Status::InvalidArgument), naming the value.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument), naming the value.
     pub fn check(self, head_dim: i32) -> Result<()> {
         if let Self::Affine { bits, group } = self {
             if !matches!(bits, 2..=6 | 8) {
@@ -107,17 +144,11 @@ impl KvFormat {
 
 impl fmt::Display for KvFormat {
     fn fmt(&self, out: &mut fmt::Formatter) -> fmt::Result {
-        match self {
-            Self::F32 => out.write_str("f32"),
-            Self::F16 => out.write_str("f16"),
-            Self::Bf16 => out.write_str("bf16"),
-            Self::Affine { bits, group } => write!(out, "affine{bits}g{group}"),
-            Self::Mxfp8 => out.write_str("mxfp8"),
-            Self::Mxfp4 => out.write_str("mxfp4"),
-            Self::Nvfp4 => out.write_str("nvfp4"),
-            Self::RowInt4 => out.write_str("row-int4"),
-            Self::RowFp4 => out.write_str("row-fp4"),
+        if let Self::Affine { bits, group } = self {
+            return write!(out, "affine{bits}g{group}");
         }
+        let named = NAMED.iter().find(|(format, _)| format == self);
+        out.write_str(named.map_or("", |(_, name)| name))
     }
 }
 
@@ -142,33 +173,22 @@ impl FromStr for KvFormat {
     /// much as those of 64, for 4 bytes a group.
     fn from_str(name: &str) -> Result<Self> {
         let affine = || {
-            let (bits, group) = name
-                .strip_prefix("affine")?
-                .split_once('g')
-                .unwrap_or((name.strip_prefix("affine")?, "32"));
+            let sizes = name.strip_prefix("affine")?;
+            let (bits, group) = sizes.split_once('g').unwrap_or((sizes, "32"));
             Some(Self::Affine { bits: bits.parse().ok()?, group: group.parse().ok()? })
         };
-        let found = match name {
-            "f32" => Some(Self::F32),
-            "f16" => Some(Self::F16),
-            "bf16" => Some(Self::Bf16),
-            "mxfp8" => Some(Self::Mxfp8),
-            "mxfp4" => Some(Self::Mxfp4),
-            "nvfp4" => Some(Self::Nvfp4),
-            "row-int4" => Some(Self::RowInt4),
-            "row-fp4" => Some(Self::RowFp4),
-            _ => affine(),
-        };
+        let named = NAMED.iter().find(|(_, known)| *known == name).map(|(format, _)| *format);
         // Any multiple of 128 fits every group, so this checks the rest.
-        match found.filter(|format| format.check(128).is_ok()) {
+        match named.or_else(affine).filter(|format| format.check(128).is_ok()) {
             Some(format) => Ok(format),
-            None => Err(Error::new(
-                Status::InvalidArgument,
-                format!(
-                    "unknown storage format `{name}`; available: f32, f16, bf16, affine<2|3|4|5|6|8>\
-                     [g<32|64|128>], mxfp8, mxfp4, nvfp4, row-int4, row-fp4"
-                ),
-            )),
+            None => {
+                let names = NAMED.map(|(_, name)| name).join(", ");
+                let affine = "affine<2|3|4|5|6|8>[g<32|64|128>]";
+                fail!(
+                    InvalidArgument,
+                    "unknown storage format `{name}`; available: {names}, {affine}"
+                )
+            }
         }
     }
 }
@@ -179,9 +199,7 @@ mod tests {
 
     #[test]
     fn names_are_read_back() {
-        for name in
-            ["f32", "f16", "bf16", "affine3g32", "mxfp8", "mxfp4", "nvfp4", "row-int4", "row-fp4"]
-        {
+        for name in NAMED.map(|(_, name)| name).into_iter().chain(["affine3g32"]) {
             assert_eq!(name.parse::<KvFormat>().unwrap().to_string(), name);
         }
         let affine8 = KvFormat::Affine { bits: 8, group: 32 };

@@ -51,7 +51,7 @@ pub use budget::{BudgetReport, HolderReport, MemoryBudget};
 pub use cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache};
 pub use config::{CacheConfig, LayerConfig, LayerPolicy};
 pub use error::{Error, Result, Status};
-pub use format::KvFormat;
+pub use format::{KvFormat, Packing};
 pub use growth::Growth;
 pub use memory::{Bytes, LayerMemory, Memory};
 pub use planes::{Element, PlaneFormat};

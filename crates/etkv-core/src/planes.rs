@@ -48,28 +48,23 @@ impl KvFormat {
     /// Returns the planes of a row of `head_dim` elements. Codes are packed, the first lowest.
     pub fn planes(self, head_dim: usize) -> Vec<PlaneFormat> {
         let plane = |name, element, width| PlaneFormat { name, element, width };
-        let rows = |element| vec![plane("rows", element, head_dim)];
-        let codes = |bits: usize| plane("codes", Element::U8, head_dim / 8 * bits);
-        let scales = |element, group: usize| plane("scales", element, head_dim / group);
-        match self {
-            Self::F32 => rows(Element::F32),
-            Self::F16 => rows(Element::F16),
-            Self::Bf16 => rows(Element::Bf16),
-            Self::Affine { bits, group } => {
-                let groups = usize::from(group).max(1);
-                vec![
-                    codes(bits.into()),
-                    scales(Element::F16, groups),
-                    PlaneFormat { name: "offsets", ..scales(Element::F16, groups) },
-                ]
-            }
-            Self::Mxfp8 => vec![codes(8), scales(Element::U8, 32)],
-            Self::Mxfp4 => vec![codes(4), scales(Element::U8, 32)],
-            Self::Nvfp4 => vec![codes(4), scales(Element::U8, 16)],
-            Self::RowInt4 | Self::RowFp4 => {
-                vec![codes(4), plane("scales", Element::F16, 1)]
-            }
+        let Some(packing) = self.packing() else {
+            let element = match self {
+                Self::F16 => Element::F16,
+                Self::Bf16 => Element::Bf16,
+                _ => Element::F32,
+            };
+            return vec![plane("rows", element, head_dim)];
+        };
+        let groups = head_dim / packing.group_of(head_dim).max(1);
+        let mut planes = vec![
+            plane("codes", Element::U8, head_dim / 8 * packing.bits),
+            plane("scales", packing.scale, groups),
+        ];
+        if packing.has_offsets {
+            planes.push(plane("offsets", Element::F16, groups));
         }
+        planes
     }
 }
 

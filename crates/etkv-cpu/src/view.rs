@@ -98,7 +98,7 @@ impl View {
     /// # Errors
     /// [`Unsupported`](etkv_core::Status::Unsupported) for a format that the crate lacks.
     pub fn dequantized(&self) -> Result<Vec<f32>> {
-        let codec = Codec::of(self.format)?;
+        let codec = Codec::of(self.format);
         let mut rows = vec![0.0; self.n_kv_heads * self.n_slots * self.head_dim];
         for (at, row) in rows.chunks_exact_mut(self.head_dim.max(1)).enumerate() {
             let (head, slot) = (at / self.n_slots, at % self.n_slots);

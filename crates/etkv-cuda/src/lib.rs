@@ -16,6 +16,6 @@ pub mod text;
 pub use step::{
     Address, Attend, Blend, Buffer, Captured, Columns, Compiler, Copied, Device, Element, Embed,
     Error, Gate, Heads, KeyMask, Launch, Logits, Memory, Norm, Normalize, Outputs, Packed,
-    PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product, Result, StepInputs, Weight,
-    MAX_FEW, MAX_GROUPS, MAX_TOKENS,
+    PackedRows, Place, Plan, Pool, PoolRows, Product, Result, StepInputs, Weight, MAX_FEW,
+    MAX_GROUPS, MAX_TOKENS,
 };

@@ -50,7 +50,7 @@ pub fn view(
     random: &mut Random,
 ) -> Result<View> {
     let mut planes = [const { None }; 3];
-    let widths = Codec::of(format)?.widths(head_dim);
+    let widths = Codec::of(format).widths(head_dim);
     for (p, bytes) in widths.into_iter().enumerate().filter(|&(_, bytes)| bytes > 0) {
         // The view begins within its memory, as one of a store may.
         let (offset, slot_stride) = (64, bytes * n_kv_heads);

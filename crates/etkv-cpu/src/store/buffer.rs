@@ -44,7 +44,7 @@ impl Buffer {
     /// - [`Unsupported`](etkv_core::Status::Unsupported) for a format that the crate lacks.
     pub fn new(format: KvFormat, n_kv_heads: usize, head_dim: usize) -> Result<Self> {
         format.check(i32::try_from(head_dim).unwrap_or(-1))?;
-        let codec = Codec::of(format)?;
+        let codec = Codec::of(format);
         let widths = codec.widths(head_dim);
         let planes = [None, None, None];
         Ok(Self { format, codec, n_kv_heads, head_dim, widths, slots: 0, shared: 0, planes })

@@ -1,7 +1,6 @@
 //! The storage formats: how a row becomes the bytes of its planes, and back.
 
-use etkv_core::error::fail;
-use etkv_core::{KvFormat, Result};
+use etkv_core::KvFormat;
 
 use super::affine::Affine;
 use super::block_float::{BlockFloat, Layout};
@@ -40,11 +39,8 @@ pub(crate) enum Codec {
 
 impl Codec {
     /// Returns the codec of a format.
-    ///
-    /// # Errors
-    /// [`Unsupported`](etkv_core::Status::Unsupported) for a format that the crate lacks.
-    pub fn of(format: KvFormat) -> Result<Self> {
-        Ok(match format {
+    pub fn of(format: KvFormat) -> Self {
+        match format {
             KvFormat::F32 => Self::Float(Float::F32),
             KvFormat::F16 => Self::Float(Float::F16),
             KvFormat::Bf16 => Self::Float(Float::Bf16),
@@ -54,8 +50,7 @@ impl Codec {
             KvFormat::Nvfp4 => Self::BlockFloat(BlockFloat::new(Layout::Nvfp4)),
             KvFormat::RowInt4 => Self::Row(Row::new(Element::Int4)),
             KvFormat::RowFp4 => Self::Row(Row::new(Element::Fp4)),
-            other => fail!(Unsupported, "CPU storage lacks the format {other}; choose another"),
-        })
+        }
     }
 
     fn of_rows(&self) -> &dyn RowCodec {

@@ -61,7 +61,7 @@ fn formats() -> Vec<(KvFormat, i32)> {
 type Stored = [Vec<u8>; 3];
 
 fn stored(format: KvFormat, row: &[f32]) -> Stored {
-    let codec = Codec::of(format).unwrap();
+    let codec = Codec::of(format);
     let mut planes = codec.widths(row.len()).map(|width| vec![0; width]);
     codec.encode(row, planes.each_mut().map(|plane| plane.as_mut_slice()));
     planes
@@ -69,7 +69,7 @@ fn stored(format: KvFormat, row: &[f32]) -> Stored {
 
 fn read_back(format: KvFormat, planes: &Stored, dim: usize) -> Vec<f32> {
     let mut row = vec![0.0; dim];
-    Codec::of(format).unwrap().decode(planes.each_ref().map(|plane| plane.as_slice()), &mut row);
+    Codec::of(format).decode(planes.each_ref().map(|plane| plane.as_slice()), &mut row);
     row
 }
 
@@ -91,7 +91,7 @@ fn shown(view: &View, start: i32) -> Model {
 }
 
 fn zeros(format: KvFormat, dim: usize) -> Stored {
-    Codec::of(format).unwrap().widths(dim).map(|width| vec![0; width])
+    Codec::of(format).widths(dim).map(|width| vec![0; width])
 }
 
 /// A store of one layer beside what it holds.
@@ -531,7 +531,7 @@ fn rows_are_as_near_as_the_format_allows() {
 #[test]
 fn rows_have_the_bytes_of_the_format() {
     for (format, dim) in formats() {
-        let widths = Codec::of(format).unwrap().widths(dim as usize);
+        let widths = Codec::of(format).widths(dim as usize);
         assert_eq!(widths.iter().sum::<usize>(), format.row_bytes(dim as usize), "{format}");
         let zeros = read_back(format, &zeros(format, dim as usize), dim as usize);
         assert!(zeros.iter().all(|&x| x == 0.0), "{format}");

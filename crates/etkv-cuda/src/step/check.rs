@@ -3,7 +3,7 @@
 use crate::step::error::{fail, Result};
 use crate::step::plan::{
     Address, Attend, Blend, Buffer, Columns, Copied, Embed, Heads, Launch, Logits, Norm, Normalize,
-    Packed, PackedFormat, Place, Plan, Pool, PoolRows, Product, Weight, MAX_GROUPS, MAX_TOKENS,
+    Packed, Place, Plan, Pool, PoolRows, Product, Weight, MAX_GROUPS, MAX_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
@@ -18,8 +18,6 @@ const TILE: usize = 16;
 /// The bits of a packed weight's codes, and the codes of a group.
 const BITS: [usize; 2] = [4, 8];
 const GROUPS: [usize; 3] = [32, 64, 128];
-/// The bits of a packed pool's codes.
-const POOL_BITS: [usize; 6] = [2, 3, 4, 5, 6, 8];
 /// What the elements of a head are a multiple of where a pool is packed or heads are placed.
 const PLACED: usize = 32;
 /// The elements of a head.
@@ -434,26 +432,19 @@ fn is_pool(what: &str, pool: Pool, head_dim: usize) -> Result<()> {
     if head_dim % PLACED != 0 {
         fail!(Plan, "{what} with rows of {head_dim} elements, expected a multiple of {PLACED}");
     }
-    if let PackedFormat::Affine { bits, group } = rows.format {
-        if !POOL_BITS.contains(&bits) {
-            fail!(Plan, "{what} of {bits} bits, expected {POOL_BITS:?}");
-        }
-        if !GROUPS.contains(&group) {
-            fail!(Plan, "{what} in groups of {group}, expected {GROUPS:?}");
-        }
-        if head_dim % group != 0 {
-            fail!(Plan, "{what} with rows of {head_dim} elements, expected a multiple of {group}");
-        }
+    if let Err(error) = rows.format.check(head_dim as i32) {
+        fail!(Plan, "{what}: {}", error.message());
     }
+    let Some(packing) = rows.format.packing() else {
+        fail!(Plan, "{what} of packed rows in {}, a float format", rows.format);
+    };
     is_address(&format!("the codes of {what}"), rows.codes, 16)?;
     is_address(&format!("the scales of {what}"), rows.scales, 16)?;
-    match (rows.format, rows.offsets) {
-        (PackedFormat::Affine { .. }, Some(offsets)) => {
-            is_address(&format!("the offsets of {what}"), offsets, 16)
-        }
-        (PackedFormat::Affine { .. }, None) => fail!(Plan, "{what} without offsets"),
-        (_, Some(_)) => fail!(Plan, "{what} with offsets, which their format lacks"),
-        (_, None) => Ok(()),
+    match (packing.has_offsets, rows.offsets) {
+        (true, Some(offsets)) => is_address(&format!("the offsets of {what}"), offsets, 16),
+        (true, None) => fail!(Plan, "{what} without offsets"),
+        (false, Some(_)) => fail!(Plan, "{what} with offsets, which their format lacks"),
+        (false, None) => Ok(()),
     }
 }
 

@@ -25,6 +25,6 @@ pub use self::inputs::StepInputs;
 pub use self::mask::KeyMask;
 pub use self::plan::{
     Address, Attend, Blend, Buffer, Columns, Copied, Element, Embed, Gate, Heads, Launch, Logits,
-    Norm, Normalize, Packed, PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product,
-    Weight, MAX_FEW, MAX_GROUPS, MAX_TOKENS,
+    Norm, Normalize, Packed, PackedRows, Place, Plan, Pool, PoolRows, Product, Weight, MAX_FEW,
+    MAX_GROUPS, MAX_TOKENS,
 };

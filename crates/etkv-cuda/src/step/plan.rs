@@ -1,5 +1,7 @@
 //! What a step computes: its launches, and what lies between them.
 
+use etkv_core::KvFormat;
+
 /// Tokens of a step, at most.
 pub const MAX_TOKENS: usize = 64;
 /// Rows that are multiplied by kernels for a few, which packed weights need.
@@ -55,65 +57,14 @@ pub enum PoolRows {
 /// Rows of codes: planes `[1, n_kv, capacity, width]`, row-major, of which a row's width follows from the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PackedRows {
-    /// What codes and scales stand for.
-    pub format: PackedFormat,
+    /// What codes and scales stand for: a packed format.
+    pub format: KvFormat,
     /// Words of 32 bits, the first code the lowest: a multiple of 16 bytes.
     pub codes: Address,
     /// float16, or bytes of E8M0 or E4M3: a multiple of 16 bytes.
     pub scales: Address,
     /// float16, in affine formats only: a multiple of 16 bytes.
     pub offsets: Option<Address>,
-}
-
-/// A packed format of keys or values, with the bits that the caches store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum PackedFormat {
-    /// Integers with a float16 scale and offset for each group.
-    Affine {
-        /// 2, 3, 4, 5, 6 or 8.
-        bits: usize,
-        /// 32, 64 or 128, which head_dim is a multiple of.
-        group: usize,
-    },
-    /// E4M3 elements, an E8M0 scale for every 32.
-    Mxfp8,
-    /// E2M1 elements, an E8M0 scale for every 32.
-    Mxfp4,
-    /// E2M1 elements, an E4M3 scale for every 16.
-    Nvfp4,
-    /// Integers from -8 to 7, stored with 8 added, and a float16 scale a row.
-    RowInt4,
-    /// E2M1 elements and a float16 scale a row.
-    RowFp4,
-}
-
-impl PackedFormat {
-    /// Returns the bits of a code.
-    pub fn bits(self) -> usize {
-        match self {
-            Self::Affine { bits, .. } => bits,
-            Self::Mxfp8 => 8,
-            Self::Mxfp4 | Self::Nvfp4 | Self::RowInt4 | Self::RowFp4 => 4,
-        }
-    }
-
-    /// Returns the elements that share a scale, in rows of `head_dim` elements.
-    pub fn group(self, head_dim: usize) -> usize {
-        match self {
-            Self::Affine { group, .. } => group,
-            Self::Mxfp8 | Self::Mxfp4 => 32,
-            Self::Nvfp4 => 16,
-            Self::RowInt4 | Self::RowFp4 => head_dim,
-        }
-    }
-
-    /// Returns the bytes of a scale.
-    pub fn scale_bytes(self) -> usize {
-        match self {
-            Self::Affine { .. } | Self::RowInt4 | Self::RowFp4 => 2,
-            Self::Mxfp8 | Self::Mxfp4 | Self::Nvfp4 => 1,
-        }
-    }
 }
 
 /// A matrix `[rows, columns]`, row-major.

@@ -2,12 +2,14 @@
 
 use std::ffi::c_void;
 
+use etkv_core::KvFormat;
+
 use crate::step::attend::TILE;
 use crate::step::device::Device;
 use crate::step::driver::Kernel;
 use crate::step::error::Result;
 use crate::step::launch::{int, or_null};
-use crate::step::plan::{PackedFormat, Place, Plan, Pool, PoolRows};
+use crate::step::plan::{Place, Plan, Pool, PoolRows};
 use crate::step::source::Source;
 
 /// The most warps of a block that places heads, as in the kernel.
@@ -113,18 +115,15 @@ pub(crate) fn place_grid(plan: &Plan, place: &Place) -> ([usize; 3], usize) {
 }
 
 /// Returns the bytes of shared memory that a tile of keys and values takes, as in the kernel.
-pub(crate) fn stage_bytes(
-    keys: Option<PackedFormat>,
-    values: Option<PackedFormat>,
-    dim: usize,
-) -> usize {
-    let tile = |format: Option<PackedFormat>, apart: usize| {
-        let row = format.map_or(2 * dim, |format| dim * format.bits() / 8).next_multiple_of(16);
+pub(crate) fn stage_bytes(keys: Option<KvFormat>, values: Option<KvFormat>, dim: usize) -> usize {
+    let tile = |format: Option<KvFormat>, apart: usize| {
+        let packing = format.and_then(KvFormat::packing);
+        let row = packing.map_or(2 * dim, |packing| dim * packing.bits / 8).next_multiple_of(16);
         // Rows are apart so that threads read them in different banks.
         let pitch = if row % apart == 0 { row + 16 } else { row };
-        let scales = format.map_or(0, |format| {
-            let offset = if matches!(format, PackedFormat::Affine { .. }) { 2 } else { 0 };
-            dim / format.group(dim) * (format.scale_bytes() + offset)
+        let scales = packing.map_or(0, |packing| {
+            let offset = if packing.has_offsets { 2 } else { 0 };
+            dim / packing.group_of(dim) * (packing.scale.bytes() + offset)
         });
         (TILE * (pitch + scales)).next_multiple_of(16)
     };
@@ -132,7 +131,7 @@ pub(crate) fn stage_bytes(
 }
 
 /// Returns the format of a pool that is packed.
-pub(crate) fn format_of(pool: Pool) -> Option<PackedFormat> {
+pub(crate) fn format_of(pool: Pool) -> Option<KvFormat> {
     match pool.rows {
         PoolRows::Plain(_) => None,
         PoolRows::Packed(rows) => Some(rows.format),
@@ -140,14 +139,15 @@ pub(crate) fn format_of(pool: Pool) -> Option<PackedFormat> {
 }
 
 /// Returns the type of a pool's format in the kernels.
-pub(crate) fn type_of(format: Option<PackedFormat>) -> String {
-    match format {
-        None => "etkv::Plain".to_owned(),
-        Some(PackedFormat::Affine { bits, group }) => format!("etkv::Affine<{bits}, {group}>"),
-        Some(PackedFormat::Mxfp8) => "etkv::Mxfp8".to_owned(),
-        Some(PackedFormat::Mxfp4) => "etkv::Mxfp4".to_owned(),
-        Some(PackedFormat::Nvfp4) => "etkv::Nvfp4".to_owned(),
-        Some(PackedFormat::RowInt4) => "etkv::RowInt4".to_owned(),
-        Some(PackedFormat::RowFp4) => "etkv::RowFp4".to_owned(),
-    }
+pub(crate) fn type_of(format: Option<KvFormat>) -> String {
+    let name = match format {
+        None | Some(KvFormat::F32 | KvFormat::F16 | KvFormat::Bf16) => "Plain",
+        Some(KvFormat::Affine { bits, group }) => return format!("etkv::Affine<{bits}, {group}>"),
+        Some(KvFormat::Mxfp8) => "Mxfp8",
+        Some(KvFormat::Mxfp4) => "Mxfp4",
+        Some(KvFormat::Nvfp4) => "Nvfp4",
+        Some(KvFormat::RowInt4) => "RowInt4",
+        Some(KvFormat::RowFp4) => "RowFp4",
+    };
+    format!("etkv::{name}")
 }

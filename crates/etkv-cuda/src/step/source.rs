@@ -1,6 +1,8 @@
 //! What is compiled together: the texts of a step's kernels.
 
-use crate::step::plan::{Element, PackedFormat};
+use etkv_core::KvFormat;
+
+use crate::step::plan::Element;
 use crate::step::pools::{stage_bytes, type_of};
 use crate::text;
 
@@ -42,7 +44,7 @@ pub(crate) enum Source {
     /// The kernels that normalize and blend rows.
     Norm(Element),
     /// The kernel that places heads in pools, packed if they have a format.
-    Place { element: Element, keys: Option<PackedFormat>, values: Option<PackedFormat> },
+    Place { element: Element, keys: Option<KvFormat>, values: Option<KvFormat> },
     /// Attention over heads of so many elements, of which a block holds so many tiles at a time. So many of its
     /// warps share rows, and a multiprocessor has so many blocks.
     Attend {
@@ -63,8 +65,8 @@ pub(crate) enum Source {
         row_warps: usize,
         blocks: usize,
         masked: bool,
-        keys: Option<PackedFormat>,
-        values: Option<PackedFormat>,
+        keys: Option<KvFormat>,
+        values: Option<KvFormat>,
     },
 }
 

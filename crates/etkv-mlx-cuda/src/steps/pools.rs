@@ -1,7 +1,7 @@
 //! The pools of a cache, as kernels read and write them.
 
 use etkv_core::KvFormat;
-use etkv_cuda::{Address, Element, PackedFormat, PackedRows, Pool, PoolRows};
+use etkv_cuda::{Address, Element, PackedRows, Pool, PoolRows};
 use mlx_rs::{Array, Dtype};
 
 use super::{element_of, format_of};
@@ -12,16 +12,16 @@ pub const PLACED: usize = 32;
 
 /// Returns whether kernels take heads of `head_dim` elements in a format. Floats are those of the program.
 pub fn takes(format: KvFormat, head_dim: usize, element: Element) -> bool {
-    match packed_of(format) {
-        Some(_) => head_dim % PLACED == 0,
-        None => format == format_of(element),
+    match format.is_float() {
+        true => format == format_of(element),
+        false => head_dim % PLACED == 0,
     }
 }
 
 /// Returns where a pool is: `n_kv` heads of rows of `head_dim` elements. Nothing, if its buffers are not what
 /// kernels take. `address` returns where the elements of an array begin.
 pub fn pool_at(
-    (format, buffers): &(KvFormat, Vec<&Array>),
+    &(format, ref buffers): &(KvFormat, Vec<&Array>),
     n_kv: usize,
     head_dim: usize,
     element: Element,
@@ -32,7 +32,7 @@ pub fn pool_at(
         let fits = is_plane(array, [n_kv, capacity, width]) && array.dtype() == dtype;
         fits.then(|| address(array).map(Address)).flatten()
     };
-    let Some(format) = packed_of(*format) else {
+    let Some(packing) = format.packing() else {
         let &[rows] = &buffers[..] else {
             return None;
         };
@@ -40,17 +40,16 @@ pub fn pool_at(
         let rows = PoolRows::Plain(at(rows, head_dim, rows.dtype())?);
         return Some(Pool { rows, capacity });
     };
-    let scale = if format.scale_bytes() == 2 { Dtype::Float16 } else { Dtype::Uint8 };
-    let groups = head_dim / format.group(head_dim);
-    let has_offsets = matches!(format, PackedFormat::Affine { .. });
+    let scale = if packing.scale.bytes() == 2 { Dtype::Float16 } else { Dtype::Uint8 };
+    let groups = head_dim / packing.group_of(head_dim);
     let (codes, scales, offsets) = match buffers[..] {
-        [codes, scales] if !has_offsets => (codes, scales, None),
-        [codes, scales, offsets] if has_offsets => (codes, scales, Some(offsets)),
+        [codes, scales] if !packing.has_offsets => (codes, scales, None),
+        [codes, scales, offsets] if packing.has_offsets => (codes, scales, Some(offsets)),
         _ => return None,
     };
     let rows = PackedRows {
         format,
-        codes: at(codes, head_dim * format.bits() / 32, Dtype::Uint32)?,
+        codes: at(codes, head_dim * packing.bits / 32, Dtype::Uint32)?,
         scales: at(scales, groups, scale)?,
         offsets: match offsets {
             Some(offsets) => Some(at(offsets, groups, Dtype::Float16)?),
@@ -68,21 +67,6 @@ fn is_plane(array: &Array, [heads, slots, width]: [usize; 3]) -> bool {
     let is_shape = array.shape().iter().map(|&size| size as usize).eq(shape);
     let mut axes = array.strides().iter().zip(strides).zip(shape);
     is_shape && axes.all(|((&stride, expected), size)| size == 1 || stride == expected)
-}
-
-/// Returns a format as kernels know it, if it is a packed one.
-fn packed_of(format: KvFormat) -> Option<PackedFormat> {
-    match format {
-        KvFormat::Affine { bits, group } => {
-            Some(PackedFormat::Affine { bits: bits.into(), group: group.into() })
-        }
-        KvFormat::Mxfp8 => Some(PackedFormat::Mxfp8),
-        KvFormat::Mxfp4 => Some(PackedFormat::Mxfp4),
-        KvFormat::Nvfp4 => Some(PackedFormat::Nvfp4),
-        KvFormat::RowInt4 => Some(PackedFormat::RowInt4),
-        KvFormat::RowFp4 => Some(PackedFormat::RowFp4),
-        _ => None,
-    }
 }
 
 #[cfg(test)]

@@ -69,7 +69,6 @@ fn decoded(view: &View, slot: usize, head: usize) -> Vec<f64> {
         KvFormat::Nvfp4 => small_float(code_at(codes, i, 4), 2, 1) * scale(i, 16),
         KvFormat::RowInt4 => (f64::from(code_at(codes, i, 4)) - 8.0) * scale(i, view.head_dim),
         KvFormat::RowFp4 => small_float(code_at(codes, i, 4), 2, 1) * scale(i, view.head_dim),
-        _ => panic!("{}", view.format),
     };
     (0..view.head_dim).map(element).collect()
 }

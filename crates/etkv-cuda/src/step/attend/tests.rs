@@ -1,5 +1,7 @@
 use super::*;
-use crate::step::plan::{Address, Buffer, Element, PackedFormat, PackedRows, Pool, PoolRows};
+use etkv_core::KvFormat;
+
+use crate::step::plan::{Address, Buffer, Element, PackedRows, Pool, PoolRows};
 
 const H100: Limits = Limits { processors: 132, block_shared: 232_448, processor_shared: 233_472 };
 
@@ -64,7 +66,7 @@ fn attention_is_divided_among_the_processors() {
 #[test]
 fn packed_pools_share_what_is_unpacked() {
     let at = Address(16);
-    let format = PackedFormat::Affine { bits: 4, group: 64 };
+    let format = KvFormat::Affine { bits: 4, group: 64 };
     let rows = PackedRows { format, codes: at, scales: at, offsets: Some(at) };
     let of = |tokens, head_dim| {
         let pool = Pool { rows: PoolRows::Packed(rows), capacity: 32_768 };

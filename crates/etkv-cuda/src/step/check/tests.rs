@@ -1,6 +1,7 @@
 use super::*;
 use crate::step::plan::{Copied, Element, Gate, Norm, PackedRows};
 use crate::Error;
+use etkv_core::KvFormat;
 
 /// Returns a plan of one layer.
 fn plan() -> Plan {
@@ -178,9 +179,9 @@ fn packed_weights_that_kernels_do_not_take_are_refused() {
 }
 
 /// Returns rows of codes.
-fn packed_rows(format: PackedFormat) -> PackedRows {
+fn packed_rows(format: KvFormat) -> PackedRows {
     let at = Address(4096);
-    let offsets = matches!(format, PackedFormat::Affine { .. }).then_some(at);
+    let offsets = matches!(format, KvFormat::Affine { .. }).then_some(at);
     PackedRows { format, codes: at, scales: at, offsets }
 }
 
@@ -194,18 +195,20 @@ fn packed_pools_that_kernels_do_not_take_are_refused() {
             Err(error) => error.to_string(),
         }
     };
-    let affine = |bits, group| packed_rows(PackedFormat::Affine { bits, group });
+    let affine = |bits, group| packed_rows(KvFormat::Affine { bits, group });
     assert_eq!(with(affine(4, 64)), "");
-    assert_eq!(with(packed_rows(PackedFormat::RowFp4)), "");
-    assert!(with(affine(7, 64)).contains("the keys of 7 bits, expected [2, 3, 4, 5, 6, 8]"));
-    assert!(with(affine(4, 16)).contains("groups of 16, expected [32, 64, 128]"));
-    assert!(with(affine(4, 128)).contains("rows of 64 elements, expected a multiple of 128"));
+    assert_eq!(with(packed_rows(KvFormat::RowFp4)), "");
+    assert!(with(affine(7, 64))
+        .contains("the keys: expected affine storage of 2, 3, 4, 5, 6 or 8 bits, got 7"));
+    assert!(with(affine(4, 16)).contains("groups of 32, 64 or 128 elements, got 16"));
+    assert!(with(affine(4, 128)).contains("a head_dim that is a multiple of 128, got head_dim 64"));
+    assert!(with(packed_rows(KvFormat::Bf16)).contains("in bf16, a float format"));
     let text = with(PackedRows { codes: Address(8), ..affine(4, 64) });
     assert!(text.contains("the codes of the keys at 0x8"), "{text}");
     let text = with(PackedRows { scales: Address(0), ..affine(4, 64) });
     assert!(text.contains("the scales of the keys at 0x0"), "{text}");
     assert!(with(PackedRows { offsets: None, ..affine(4, 64) }).contains("without offsets"));
-    let text = with(PackedRows { format: PackedFormat::Mxfp4, ..affine(4, 64) });
+    let text = with(PackedRows { format: KvFormat::Mxfp4, ..affine(4, 64) });
     assert!(text.contains("the keys with offsets, which their format lacks"), "{text}");
     let rows = PoolRows::Packed(affine(4, 64));
     assert!(refused(|plan| heads(plan).keys.rows = rows).contains("plain pools"));
@@ -216,7 +219,7 @@ fn heads_that_cannot_be_placed_are_refused() {
     let refused = |change: fn(&mut Place)| {
         let mut plan = plan();
         let mut heads = product(&mut plan, 1).heads.take().unwrap();
-        heads.values.rows = PoolRows::Packed(packed_rows(PackedFormat::Nvfp4));
+        heads.values.rows = PoolRows::Packed(packed_rows(KvFormat::Nvfp4));
         plan.buffers.push(4 * 768);
         product(&mut plan, 1).out = Buffer(4);
         let norm = Some(Norm { weight: Some(Address(4096)), wide: false, eps: 1e-6 });

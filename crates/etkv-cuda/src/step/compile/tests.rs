@@ -1,17 +1,18 @@
 use std::cell::RefCell;
 
 use super::*;
-use crate::step::plan::{Element, PackedFormat};
+use crate::step::plan::Element;
 use crate::step::source::Source;
 use crate::Error;
+use etkv_core::KvFormat;
 
-const FORMATS: [PackedFormat; 6] = [
-    PackedFormat::Affine { bits: 4, group: 64 },
-    PackedFormat::Mxfp8,
-    PackedFormat::Mxfp4,
-    PackedFormat::Nvfp4,
-    PackedFormat::RowInt4,
-    PackedFormat::RowFp4,
+const FORMATS: [KvFormat; 6] = [
+    KvFormat::Affine { bits: 4, group: 64 },
+    KvFormat::Mxfp8,
+    KvFormat::Mxfp4,
+    KvFormat::Nvfp4,
+    KvFormat::RowInt4,
+    KvFormat::RowFp4,
 ];
 
 /// Returns the compiler, unless its library is missing.
@@ -65,7 +66,7 @@ fn heads_are_placed_in_every_format() {
     let Some(compiler) = found(90, None) else {
         return;
     };
-    let affine = |bits| Some(PackedFormat::Affine { bits, group: 64 });
+    let affine = |bits| Some(KvFormat::Affine { bits, group: 64 });
     let (keys, values) = (FORMATS, [affine(2), affine(3), affine(5), affine(6), affine(8), None]);
     for (n, (keys, values)) in keys.into_iter().zip(values).enumerate() {
         let element = if n % 2 == 0 { Element::F16 } else { Element::Bf16 };
@@ -77,7 +78,7 @@ fn heads_are_placed_in_every_format() {
 
 #[test]
 fn attention_reads_every_format() {
-    let affine = |bits, group| Some(PackedFormat::Affine { bits, group });
+    let affine = |bits, group| Some(KvFormat::Affine { bits, group });
     let [a, b, c, d, e, f] = FORMATS.map(Some);
     let cases = [
         (64, 1, a, a),

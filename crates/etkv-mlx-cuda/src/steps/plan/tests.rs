@@ -240,7 +240,7 @@ fn heads_of_plain_pools_are_stored_by_their_product() {
 #[test]
 fn heads_of_packed_pools_are_placed() {
     let rows = etkv_cuda::PackedRows {
-        format: etkv_cuda::PackedFormat::Nvfp4,
+        format: KvFormat::Nvfp4,
         codes: Address(640),
         scales: Address(1280),
         offsets: None,

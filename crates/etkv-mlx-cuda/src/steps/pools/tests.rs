@@ -32,19 +32,19 @@ fn pools(format: KvFormat, head_dim: i32) -> [Option<Pool>; 2] {
     found.each_ref().map(at)
 }
 
-const PACKED: [(KvFormat, PackedFormat); 7] = [
-    (KvFormat::Affine { bits: 3, group: 32 }, PackedFormat::Affine { bits: 3, group: 32 }),
-    (KvFormat::Affine { bits: 8, group: 64 }, PackedFormat::Affine { bits: 8, group: 64 }),
-    (KvFormat::Mxfp8, PackedFormat::Mxfp8),
-    (KvFormat::Mxfp4, PackedFormat::Mxfp4),
-    (KvFormat::Nvfp4, PackedFormat::Nvfp4),
-    (KvFormat::RowInt4, PackedFormat::RowInt4),
-    (KvFormat::RowFp4, PackedFormat::RowFp4),
+const PACKED: [KvFormat; 7] = [
+    KvFormat::Affine { bits: 3, group: 32 },
+    KvFormat::Affine { bits: 8, group: 64 },
+    KvFormat::Mxfp8,
+    KvFormat::Mxfp4,
+    KvFormat::Nvfp4,
+    KvFormat::RowInt4,
+    KvFormat::RowFp4,
 ];
 
 #[test]
 fn packed_pools_are_found_with_all_their_planes() {
-    for (stored, expected) in PACKED {
+    for stored in PACKED {
         let [Some(keys), Some(values)] = pools(stored, 64) else {
             panic!("{stored}");
         };
@@ -55,8 +55,8 @@ fn packed_pools_are_found_with_all_their_planes() {
         });
         let mut addresses = Vec::new();
         for rows in rows {
-            assert_eq!(rows.format, expected);
-            let has_offsets = matches!(expected, PackedFormat::Affine { .. });
+            assert_eq!(rows.format, stored);
+            let has_offsets = matches!(stored, KvFormat::Affine { .. });
             assert_eq!(rows.offsets.is_some(), has_offsets, "{stored}");
             addresses.extend([Some(rows.codes), Some(rows.scales), rows.offsets]);
         }

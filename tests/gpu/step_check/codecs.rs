@@ -2,7 +2,8 @@
 
 use std::sync::LazyLock;
 
-use etkv_cuda::{Device, Memory, PackedFormat, PackedRows, Pool, PoolRows, Result};
+use etkv_core::{KvFormat, Packing, PlaneFormat};
+use etkv_cuda::{Device, Memory, PackedRows, Pool, PoolRows, Result};
 use half::f16;
 
 const F16_MAX: f32 = 65504.0;
@@ -49,51 +50,58 @@ fn nearest(numbers: &[f64], size: f64) -> u8 {
     }) as u8
 }
 
+/// Returns how rows of a packed format lie.
+pub fn packing(format: KvFormat) -> Packing {
+    format.packing().unwrap_or_else(|| unreachable!("{format} is not packed"))
+}
+
 /// The bytes of a row's codes, scales and offsets.
-pub fn row_bytes(format: PackedFormat, dim: usize) -> [usize; 3] {
-    let groups = dim / format.group(dim);
-    let offsets = if matches!(format, PackedFormat::Affine { .. }) { 2 * groups } else { 0 };
-    [dim * format.bits() / 8, groups * format.scale_bytes(), offsets]
+pub fn row_bytes(format: KvFormat, dim: usize) -> [usize; 3] {
+    let planes = format.planes(dim);
+    [0, 1, 2].map(|plane| planes.get(plane).map_or(0, PlaneFormat::row_bytes))
 }
 
 /// Appends a row to planes.
-pub fn encode(format: PackedFormat, row: &[f32], to: &mut Planes) {
+pub fn encode(format: KvFormat, row: &[f32], to: &mut Planes) {
     let mut codes = Vec::new();
-    for group in row.chunks_exact(format.group(row.len())) {
+    for group in row.chunks_exact(packing(format).group_of(row.len())) {
         match format {
-            PackedFormat::Affine { bits, .. } => {
+            KvFormat::Affine { bits, .. } => {
                 let (scale, offset) = affine(bits, group, &mut codes);
                 to.scales.extend(f16::from_f32(scale).to_le_bytes());
                 to.offsets.extend(f16::from_f32(offset).to_le_bytes());
             }
-            PackedFormat::RowInt4 | PackedFormat::RowFp4 => {
-                let most = if format == PackedFormat::RowInt4 { 7.0 } else { 6.0 };
+            KvFormat::RowInt4 | KvFormat::RowFp4 => {
+                let most = if format == KvFormat::RowInt4 { 7.0 } else { 6.0 };
                 let stored = f16::from_f32((peak(group) / most).min(F16_MAX));
                 let scale = if stored == f16::ZERO { 1.0 } else { stored.to_f32() };
                 codes.extend(group.iter().map(|x| match format {
-                    PackedFormat::RowInt4 => {
+                    KvFormat::RowInt4 => {
                         ((x / scale).round_ties_even().clamp(-8.0, 7.0) + 8.0) as u8
                     }
                     _ => signed(&E2M1, x / scale, 8, (x / scale) < 0.0),
                 }));
                 to.scales.extend(stored.to_le_bytes());
             }
-            PackedFormat::Mxfp8 | PackedFormat::Mxfp4 | PackedFormat::Nvfp4 => {
+            KvFormat::Mxfp8 | KvFormat::Mxfp4 | KvFormat::Nvfp4 => {
                 let (code, inverse) = block_scale(format, peak(group));
                 to.scales.push(code);
                 codes.extend(group.iter().map(|x| match format {
-                    PackedFormat::Mxfp8 => {
+                    KvFormat::Mxfp8 => {
                         signed(&E4M3, x * inverse, 128, (x * inverse).is_sign_negative())
                     }
                     _ => signed(&E2M1, x * inverse, 8, x * inverse < 0.0),
                 }));
             }
+            KvFormat::F32 | KvFormat::F16 | KvFormat::Bf16 => {
+                unreachable!("{format} is not packed")
+            }
         }
     }
-    let mut packed = vec![0u8; row.len() * format.bits() / 8];
+    let mut packed = vec![0u8; row.len() * packing(format).bits / 8];
     for (i, code) in codes.iter().enumerate() {
-        for bit in 0..format.bits() {
-            let at = i * format.bits() + bit;
+        for bit in 0..packing(format).bits {
+            let at = i * packing(format).bits + bit;
             packed[at / 8] |= (code >> bit & 1) << (at % 8);
         }
     }
@@ -109,21 +117,21 @@ fn signed(numbers: &[f64], x: f32, sign: u8, is_negative: bool) -> u8 {
 }
 
 /// Returns the code of a block's scale, and the inverse of the scale.
-fn block_scale(format: PackedFormat, peak: f32) -> (u8, f32) {
-    if format == PackedFormat::Nvfp4 {
+fn block_scale(format: KvFormat, peak: f32) -> (u8, f32) {
+    if format == KvFormat::Nvfp4 {
         let code = nearest(&E4M3, f64::from(peak / 6.0));
         let scale = E4M3[usize::from(code)] as f32;
         return (code, if code == 0 { 0.0 } else { 1.0 / scale });
     }
     // The least power of two that brings the peak to no more than 448, or 7.
-    let most = if format == PackedFormat::Mxfp8 { 448.0 } else { 7.0 };
+    let most = if format == KvFormat::Mxfp8 { 448.0 } else { 7.0 };
     let fits = |code: &i32| f64::from(peak) <= most * 2f64.powi(code - 127);
     let code = (0..=254).find(fits).unwrap_or(254);
     (code as u8, 2f64.powi(127 - code) as f32)
 }
 
 /// As MLX has it on CUDA: the largest is 0 or more, and ties go away from zero.
-fn affine(bits: usize, group: &[f32], codes: &mut Vec<u8>) -> (f32, f32) {
+fn affine(bits: u8, group: &[f32], codes: &mut Vec<u8>) -> (f32, f32) {
     let top = ((1 << bits) - 1) as f32;
     let group: Vec<f32> = group.iter().map(|x| x.clamp(-F16_MAX, F16_MAX)).collect();
     let least = group.iter().fold(f32::MAX, |least, &x| least.min(x));
@@ -137,8 +145,8 @@ fn affine(bits: usize, group: &[f32], codes: &mut Vec<u8>) -> (f32, f32) {
 }
 
 /// Returns the rows of planes.
-pub fn decode(format: PackedFormat, dim: usize, planes: &Planes) -> Vec<f64> {
-    let (bits, group) = (format.bits(), format.group(dim));
+pub fn decode(format: KvFormat, dim: usize, planes: &Planes) -> Vec<f64> {
+    let (bits, group) = (packing(format).bits, packing(format).group_of(dim));
     let half = |bytes: &[u8], at: usize| {
         f64::from(f16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]]).to_f32())
     };
@@ -160,17 +168,20 @@ pub fn decode(format: PackedFormat, dim: usize, planes: &Planes) -> Vec<f64> {
         let code: usize = (0..bits).map(bit).sum();
         let of = i / group;
         match format {
-            PackedFormat::Affine { .. } => {
+            KvFormat::Affine { .. } => {
                 code as f64 * half(&planes.scales, of) + half(&planes.offsets, of)
             }
-            PackedFormat::RowInt4 => (code as f64 - 8.0) * half(&planes.scales, of),
-            PackedFormat::RowFp4 => number(small, code, 8) * half(&planes.scales, of),
-            PackedFormat::Nvfp4 => number(small, code, 8) * large[usize::from(planes.scales[of])],
-            PackedFormat::Mxfp4 => {
+            KvFormat::RowInt4 => (code as f64 - 8.0) * half(&planes.scales, of),
+            KvFormat::RowFp4 => number(small, code, 8) * half(&planes.scales, of),
+            KvFormat::Nvfp4 => number(small, code, 8) * large[usize::from(planes.scales[of])],
+            KvFormat::Mxfp4 => {
                 number(small, code, 8) * 2f64.powi(i32::from(planes.scales[of]) - 127)
             }
-            PackedFormat::Mxfp8 => {
+            KvFormat::Mxfp8 => {
                 number(large, code, 128) * 2f64.powi(i32::from(planes.scales[of]) - 127)
+            }
+            KvFormat::F32 | KvFormat::F16 | KvFormat::Bf16 => {
+                unreachable!("{format} is not packed")
             }
         }
     };
@@ -179,7 +190,7 @@ pub fn decode(format: PackedFormat, dim: usize, planes: &Planes) -> Vec<f64> {
 
 /// A pool on the device, with its planes.
 pub struct DevicePool {
-    pub format: Option<PackedFormat>,
+    pub format: Option<KvFormat>,
     capacity: usize,
     /// Codes or plain rows, scales, and offsets.
     pub planes: [Memory; 3],
@@ -189,7 +200,7 @@ impl DevicePool {
     /// Allocates a pool of zeros. Plain rows have 2 bytes an element.
     pub fn new(
         device: &Device,
-        format: Option<PackedFormat>,
+        format: Option<KvFormat>,
         n_kv: usize,
         capacity: usize,
         dim: usize,
@@ -208,7 +219,7 @@ impl DevicePool {
                 format,
                 codes: codes.address(),
                 scales: scales.address(),
-                offsets: matches!(format, PackedFormat::Affine { .. }).then(|| offsets.address()),
+                offsets: matches!(format, KvFormat::Affine { .. }).then(|| offsets.address()),
             }),
         };
         Pool { rows, capacity: self.capacity }
@@ -230,18 +241,18 @@ impl DevicePool {
 }
 
 /// All formats, with every number of bits and every group.
-pub const FORMATS: [PackedFormat; 13] = [
-    PackedFormat::Affine { bits: 4, group: 64 },
-    PackedFormat::Affine { bits: 8, group: 64 },
-    PackedFormat::Mxfp8,
-    PackedFormat::Mxfp4,
-    PackedFormat::Nvfp4,
-    PackedFormat::RowInt4,
-    PackedFormat::RowFp4,
-    PackedFormat::Affine { bits: 2, group: 32 },
-    PackedFormat::Affine { bits: 3, group: 64 },
-    PackedFormat::Affine { bits: 5, group: 32 },
-    PackedFormat::Affine { bits: 6, group: 64 },
-    PackedFormat::Affine { bits: 4, group: 32 },
-    PackedFormat::Affine { bits: 8, group: 32 },
+pub const FORMATS: [KvFormat; 13] = [
+    KvFormat::Affine { bits: 4, group: 64 },
+    KvFormat::Affine { bits: 8, group: 64 },
+    KvFormat::Mxfp8,
+    KvFormat::Mxfp4,
+    KvFormat::Nvfp4,
+    KvFormat::RowInt4,
+    KvFormat::RowFp4,
+    KvFormat::Affine { bits: 2, group: 32 },
+    KvFormat::Affine { bits: 3, group: 64 },
+    KvFormat::Affine { bits: 5, group: 32 },
+    KvFormat::Affine { bits: 6, group: 64 },
+    KvFormat::Affine { bits: 4, group: 32 },
+    KvFormat::Affine { bits: 8, group: 32 },
 ];

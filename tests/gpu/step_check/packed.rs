@@ -2,8 +2,9 @@
 
 use std::iter::once;
 
+use etkv_core::KvFormat;
 use etkv_cuda::{
-    Attend, Buffer, Device, Element, Embed, KeyMask, Launch, PackedFormat, Plan, StepInputs, Weight,
+    Attend, Buffer, Device, Element, Embed, KeyMask, Launch, Plan, StepInputs, Weight,
 };
 
 use crate::codecs::{decode, encode, DevicePool, Planes, FORMATS};
@@ -21,7 +22,7 @@ struct Case {
     n_q: usize,
     n_kv: usize,
     dim: usize,
-    formats: [Option<PackedFormat>; 2],
+    formats: [Option<KvFormat>; 2],
     masked: bool,
     tokens: &'static [usize],
 }
@@ -43,7 +44,7 @@ pub fn run(device: &Device) -> Answer<bool> {
         masked: true,
         tokens: ALL,
     };
-    let affine = |bits, group| Some(PackedFormat::Affine { bits, group });
+    let affine = |bits, group| Some(KvFormat::Affine { bits, group });
     let mut cases: Vec<Case> = Vec::new();
     // The formats that are compared most, in both dtypes and with both kinds of masks.
     cases.push(Case { dim: 128, ..base });
@@ -97,7 +98,7 @@ impl Case {
                     pool.write(&planes)?;
                     // As the kernel rounds them: affine rows are always float16.
                     let inner = match format {
-                        PackedFormat::Affine { .. } => Element::F16,
+                        KvFormat::Affine { .. } => Element::F16,
                         _ => element,
                     };
                     let decoded = decode(format, dim, &planes);
@@ -106,8 +107,7 @@ impl Case {
             }
             pools.push(pool);
         }
-        let is_affine =
-            |format: &Option<PackedFormat>| matches!(format, Some(PackedFormat::Affine { .. }));
+        let is_affine = |format: &Option<KvFormat>| matches!(format, Some(KvFormat::Affine { .. }));
         // A scaled code is rounded before its offset is added, and is up to twice as large as the element.
         let limit = match element {
             Element::Bf16 => 0.012,

@@ -3,9 +3,10 @@
 use std::iter::once;
 use std::time::Instant;
 
+use etkv_core::KvFormat;
 use etkv_cuda::{
-    Attend, Buffer, Captured, Device, Element, Embed, KeyMask, Launch, PackedFormat, Plan, Result,
-    StepInputs, Weight,
+    Attend, Buffer, Captured, Device, Element, Embed, KeyMask, Launch, Plan, Result, StepInputs,
+    Weight,
 };
 
 use crate::codecs::{row_bytes, DevicePool};
@@ -21,13 +22,13 @@ const RUNS: usize = 30;
 /// step.
 const CAPACITY: usize = 65_536;
 
-const FORMATS: [Option<PackedFormat>; 6] = [
+const FORMATS: [Option<KvFormat>; 6] = [
     None,
-    Some(PackedFormat::Affine { bits: 4, group: 64 }),
-    Some(PackedFormat::Mxfp4),
-    Some(PackedFormat::Affine { bits: 8, group: 64 }),
-    Some(PackedFormat::Mxfp8),
-    Some(PackedFormat::RowInt4),
+    Some(KvFormat::Affine { bits: 4, group: 64 }),
+    Some(KvFormat::Mxfp4),
+    Some(KvFormat::Affine { bits: 8, group: 64 }),
+    Some(KvFormat::Mxfp8),
+    Some(KvFormat::RowInt4),
 ];
 /// The first of them that are timed in bfloat16 too. Each is compiled four times, for seconds.
 const IN_BF16: usize = 3;
@@ -109,14 +110,14 @@ pub fn run(device: &Device) -> Result<()> {
 }
 
 /// Returns whether `ETKV_ATTENTION` is part of a format's name, or 1. Plain rows are always timed.
-fn is_wanted(format: Option<PackedFormat>) -> bool {
+fn is_wanted(format: Option<KvFormat>) -> bool {
     let wanted = std::env::var("ETKV_ATTENTION").unwrap_or_default();
-    let is_named = |format: PackedFormat| format!("{format:?}").contains(&wanted);
+    let is_named = |format: KvFormat| format!("{format:?}").contains(&wanted);
     wanted == "1" || format.is_none_or(is_named)
 }
 
 /// Returns the bytes of a row.
-fn bytes(format: Option<PackedFormat>) -> usize {
+fn bytes(format: Option<KvFormat>) -> usize {
     format.map_or(2 * DIM, |format| row_bytes(format, DIM).iter().sum())
 }
 

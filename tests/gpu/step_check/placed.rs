@@ -1,9 +1,11 @@
 //! Heads that are normalized, rotated and stored: plain rows against plain arithmetic, and packed ones, bit for
 //! bit, against the codes of the plain rows.
 
+use crate::codecs::packing;
+use etkv_core::KvFormat;
 use etkv_cuda::{
-    Address, Buffer, Device, Element, Embed, Heads, Launch, Memory, Norm, PackedFormat, Place,
-    Plan, StepInputs, Weight,
+    Address, Buffer, Device, Element, Embed, Heads, Launch, Memory, Norm, Place, Plan, StepInputs,
+    Weight,
 };
 
 use crate::codecs::{encode, row_bytes, DevicePool, Planes, FORMATS};
@@ -95,7 +97,7 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
     let mut good = true;
     let mut largest = 0f64;
     let mut packed = Vec::new();
-    let fits = |format: &PackedFormat| dim % format.group(dim) == 0;
+    let fits = |format: &KvFormat| dim % packing(*format).group_of(dim) == 0;
     for format in FORMATS.into_iter().filter(fits) {
         packed.push(DevicePool::new(device, Some(format), n_kv, CAPACITY, dim)?);
     }
