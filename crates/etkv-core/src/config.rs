@@ -35,6 +35,38 @@ pub struct LayerConfig {
     pub policy: LayerPolicy,
 }
 
+/// The layers of a cache in groups of one policy: a step has the same slots in all layers of a group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LayerGroups {
+    /// The policy of each group.
+    pub policies: Vec<LayerPolicy>,
+    /// The group of each layer.
+    pub of_layer: Vec<usize>,
+}
+
+impl LayerGroups {
+    /// Returns the groups in the order of their first layers.
+    pub fn of(layers: &[LayerConfig]) -> Self {
+        Self { policies: Vec::new(), of_layer: Vec::with_capacity(layers.len()) }.with(layers)
+    }
+
+    /// Returns the groups as a cache plans them: the first has full history, even if no layer has it.
+    pub(crate) fn with_full_history(layers: &[LayerConfig]) -> Self {
+        Self { policies: vec![LayerPolicy::Full], of_layer: Vec::new() }.with(layers)
+    }
+
+    fn with(mut self, layers: &[LayerConfig]) -> Self {
+        for layer in layers {
+            let known = self.policies.iter().position(|&policy| policy == layer.policy);
+            self.of_layer.push(known.unwrap_or(self.policies.len()));
+            if known.is_none() {
+                self.policies.push(layer.policy);
+            }
+        }
+        self
+    }
+}
+
 /// The config of a cache: layers, capacity, growth and storage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheConfig {

@@ -49,7 +49,7 @@ mod watch;
 
 pub use budget::{BudgetReport, HolderReport, MemoryBudget};
 pub use cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache};
-pub use config::{CacheConfig, LayerConfig, LayerPolicy};
+pub use config::{CacheConfig, LayerConfig, LayerGroups, LayerPolicy};
 pub use error::{Error, Result, Status};
 pub use format::{KvFormat, Packing};
 pub use growth::Growth;

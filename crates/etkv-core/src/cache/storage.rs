@@ -14,7 +14,7 @@ use tracing::{debug, debug_span, enabled, error, info, trace, warn, Level, Span}
 
 use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use crate::budget::Share;
-use crate::config::{slot_bytes, CacheConfig, LayerConfig, LayerPolicy};
+use crate::config::{slot_bytes, CacheConfig, LayerGroups, LayerPolicy};
 use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
 use crate::growth::Growth;
@@ -80,16 +80,8 @@ impl<S: Store> Storage<S> {
 
     /// Returns a store for a valid config that has allocated nothing and stores rows in `formats`.
     fn without_slots(config: CacheConfig, shared: bool, formats: [KvFormat; 2]) -> Result<Self> {
-        let mut policies = vec![LayerPolicy::Full];
-        for layer in &config.layers {
-            if !policies.contains(&layer.policy) {
-                policies.push(layer.policy);
-            }
-        }
-        let group_of = |layer: &LayerConfig| {
-            policies.iter().position(|&policy| policy == layer.policy).unwrap_or(0)
-        };
-        let groups = config.layers.iter().map(group_of).collect();
+        let LayerGroups { policies, of_layer: groups } =
+            LayerGroups::with_full_history(&config.layers);
         let store = S::new(&config.layers, formats)?;
         let masks = vec![None; policies.len()];
         let awaits = config.quantized_kv_start.is_some();

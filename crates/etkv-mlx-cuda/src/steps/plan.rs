@@ -192,7 +192,7 @@ impl Planner {
         constants: &[Option<Array>],
         groups: Groups,
     ) -> Ran<Places> {
-        if groups.of_layer.len() != self.layers.len() {
+        if groups.of_layer().len() != self.layers.len() {
             return Err("the cache has another number of layers");
         }
         let of_constant = |value: &Value| address(constants.get(value.0 as usize)?.as_ref()?);
@@ -269,7 +269,7 @@ impl Planner {
                     let (n_kv, head_dim) = self.layers[*layer];
                     let [keys, values] = places.pools[*layer];
                     launches.push(Launch::Attend(Attend {
-                        group: places.groups.of_layer[*layer],
+                        group: places.groups.of_layer()[*layer],
                         q: Buffer(*q),
                         keys,
                         values,
@@ -325,7 +325,7 @@ impl Planner {
             let [keys, values] = places.pools[layer];
             let periods = rotation.map(|_| next());
             norms = [q_norm, k_norm].map(|norm| norm.map(|norm| self.row_norm(norm, next)));
-            let group = places.groups.of_layer[layer];
+            let group = places.groups.of_layer()[layer];
             Heads { group, n_q, n_kv, head_dim, periods, rotated, keys, values }
         });
         let product = Product {

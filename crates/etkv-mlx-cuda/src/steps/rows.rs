@@ -4,53 +4,46 @@ use std::iter::once;
 use std::ops::Range;
 
 use etkv_core::bookkeeping::{MaskPlan, Slots};
-use etkv_core::{LayerConfig, LayerPolicy, Placement};
+use etkv_core::{LayerConfig, LayerGroups, LayerPolicy, Placement};
 use etkv_cuda::{KeyMask, MAX_FEW, MAX_GROUPS, MAX_TOKENS};
 use smallvec::SmallVec;
 
 use etkv::Result;
 use etkv::Step;
 
-/// The layers of a cache in groups of one policy: a step has the same rows in all layers of a group.
+/// The layer groups of a cache, as many as a step can have.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Groups {
-    /// The group of each layer.
-    pub of_layer: Vec<usize>,
-    policies: SmallVec<[LayerPolicy; MAX_GROUPS]>,
-}
+pub struct Groups(LayerGroups);
 
 impl Groups {
     /// Returns the groups, if a step can have so many.
     pub fn of(layers: &[LayerConfig]) -> Option<Self> {
-        let mut policies = SmallVec::<[LayerPolicy; MAX_GROUPS]>::new();
-        let mut of_layer = Vec::with_capacity(layers.len());
-        for layer in layers {
-            let known = policies.iter().position(|&policy| policy == layer.policy);
-            of_layer.push(known.unwrap_or(policies.len()));
-            if known.is_none() {
-                policies.push(layer.policy);
-            }
-        }
-        (1..=MAX_GROUPS).contains(&policies.len()).then_some(Self { of_layer, policies })
+        let groups = LayerGroups::of(layers);
+        (1..=MAX_GROUPS).contains(&groups.policies.len()).then_some(Self(groups))
+    }
+
+    /// Returns the group of each layer.
+    pub fn of_layer(&self) -> &[usize] {
+        &self.0.of_layer
     }
 
     /// Returns whether steps always have a mask for a group. Windows slide at some time, and a step with a
     /// mask is another graph.
     fn is_masked(&self, group: usize) -> bool {
-        self.policies[group] != LayerPolicy::Full
+        self.0.policies[group] != LayerPolicy::Full
     }
 
     /// Returns the groups for which steps may have masks, if sequences may share the cache.
     pub fn may_be_masked(&self, is_shared: bool) -> Masked {
         let of = |group| is_shared || self.is_masked(group);
-        (0..self.policies.len()).map(of).collect()
+        (0..self.0.policies.len()).map(of).collect()
     }
 
     /// Places the rows of all layers. Returns those of each group, or nothing if the cache has to see the rows.
     pub fn place(&self, step: &mut Step) -> Result<Option<SmallVec<[Rows; MAX_GROUPS]>>> {
         let mut placed: SmallVec<[Option<Placement>; MAX_GROUPS]> =
-            self.policies.iter().map(|_| None).collect();
-        for (layer, &group) in self.of_layer.iter().enumerate() {
+            self.0.policies.iter().map(|_| None).collect();
+        for (layer, &group) in self.0.of_layer.iter().enumerate() {
             let Some(placement) = step.place(layer)? else {
                 return Ok(None);
             };

@@ -67,7 +67,7 @@ fn rows_of_full_history_go_behind_all_that_is_read() {
 fn layers_of_one_policy_are_a_group() {
     let policies = [FULL, window(4, 0), FULL, window(4, 1), window(4, 0)];
     let groups = Groups::of(&with_policies(&policies).layers).unwrap();
-    assert_eq!(groups.of_layer, [0, 1, 0, 2, 1]);
+    assert_eq!(groups.of_layer(), [0, 1, 0, 2, 1]);
     // A window has a mask before it slides.
     assert_eq!(groups.may_be_masked(false)[..], [false, true, true]);
     assert_eq!(groups.may_be_masked(true)[..], [true; 3]);

@@ -30,7 +30,7 @@ fn check_step(cache: &mut MlxCache, sequences: &[i32], positions: &[i32]) -> usi
     let rows = groups.place(&mut step).unwrap().unwrap();
     let mut n_masked = 0;
     for (layer, &policy) in POLICIES.iter().enumerate() {
-        let rows = &rows[groups.of_layer[layer]];
+        let rows = &rows[groups.of_layer()[layer]];
         let at = keys(&step, layer);
         for (t, &slot) in rows.slots.iter().enumerate() {
             // SAFETY: the buffer has the slot, and no other thread has the buffer.
