@@ -175,7 +175,7 @@ TSAN_HOST := x86_64-unknown-linux-gnu
 TSAN_RUST = RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=thread TSAN_OPTIONS=halt_on_error=1:history_size=7 ETKV_RUNS=20 \
   $(BOUNDED) 3600 cargo test --release --locked -Zbuild-std --target $(TSAN_HOST) --target-dir build/threads
 # The attention's other tests compare every format and shape, over nine minutes under the sanitizer.
-TSAN_CPU := parallel:: threads_attend steps_of_one_shape
+TSAN_CPU := threads_attend steps_of_one_shape
 
 test-threads: .venv/.ready ## Run the caches' tests on many threads under ThreadSanitizer; needs rust-src
 	@command -v rustc >/dev/null && test -d "$$(rustc --print sysroot)/lib/rustlib/src/rust/library" || \

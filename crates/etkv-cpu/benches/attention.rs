@@ -10,13 +10,27 @@ use std::time::Instant;
 use etkv_core::KvFormat;
 use etkv_cpu::attention::synthetic::{self, Random};
 use etkv_cpu::attention::{attend, MaskRef, Output, Queries, Shape, Workspace};
-use etkv_cpu::{Parallel, Pool, View};
+use etkv_cpu::{Parallel, View};
+use rayon::prelude::*;
 
 const HEADS: usize = 9;
 const KV_HEADS: usize = 3;
 const DIM: usize = 64;
 /// Keys and values are new to the caches if this many bytes were read since.
 const COLD: usize = 600 << 20;
+
+/// Threads that stay, as a host's do. To start them for each call would take as long as a short one.
+struct Threads(rayon::ThreadPool);
+
+impl Parallel for Threads {
+    fn threads(&self) -> usize {
+        self.0.current_num_threads()
+    }
+
+    fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync)) {
+        self.0.install(|| (0..count).into_par_iter().with_max_len(1).for_each(call));
+    }
+}
 
 /// A call and the copies of its keys and values that it goes through.
 struct Case {
@@ -33,7 +47,7 @@ struct Case {
 impl Case {
     fn call(
         &mut self,
-        pool: &Pool,
+        threads: &Threads,
         work: &mut Workspace,
         round: usize,
     ) -> Result<(), etkv_core::Error> {
@@ -46,19 +60,19 @@ impl Case {
             return Ok(());
         };
         let begin = Instant::now();
-        attend(work, pool, &queries, k, v, MaskRef::Causal, 0.125, &mut out)?;
+        attend(work, threads, &queries, k, v, MaskRef::Causal, 0.125, &mut out)?;
         self.times.push(begin.elapsed().as_secs_f64() * 1e3);
         black_box(&self.out);
         Ok(())
     }
 
-    fn read(&mut self, pool: &Pool, bytes: &[u64], round: usize) {
+    fn read(&mut self, threads: &Threads, bytes: &[u64], round: usize) {
         let words = self.bytes / 8;
         let copies = bytes.len() / words;
         let bytes = &bytes[round % copies * words..][..words];
         let begin = Instant::now();
         let each = words.div_ceil(32);
-        pool.run(32, &|i| {
+        threads.run(32, &|i| {
             let part = &bytes[(i * each).min(words)..((i + 1) * each).min(words)];
             // Eight sums, so that the reads do not wait for one another.
             let mut sums = [0u64; 8];
@@ -77,16 +91,19 @@ fn median(times: &mut [f64]) -> [f64; 2] {
     [times[times.len() / 2], times[0]]
 }
 
-fn main() -> Result<(), etkv_core::Error> {
+fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1).filter(|arg| !arg.starts_with('-'));
     let filter = args.next().unwrap_or_default();
-    let pool = args.next().and_then(|n| n.parse().ok()).map_or_else(Pool::of_host, Pool::new);
+    // 0 threads stand for as many as the process may use processors.
+    let n_threads = args.next().and_then(|n| n.parse().ok()).unwrap_or(0);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(n_threads).use_current_thread();
+    let threads = Threads(pool.build()?);
     let rounds: Option<usize> = args.next().and_then(|n| n.parse().ok());
     let mut work = Workspace::new();
     let bytes = vec![1u64; COLD / 8];
     println!(
         "{HEADS} query heads, {KV_HEADS} KV heads, head_dim {DIM}, causal, {} threads",
-        pool.threads()
+        threads.threads()
     );
     println!(
         "{:30} {:>8} {:>8}   {:>8} {:>8}   {:>5} {:>5}  {:>7}",
@@ -144,8 +161,8 @@ fn main() -> Result<(), etkv_core::Error> {
             for case in &mut cases {
                 // No two calls read the same copy soon after each other.
                 round += 1;
-                case.call(&pool, &mut work, round)?;
-                case.read(&pool, &bytes, round);
+                case.call(&threads, &mut work, round)?;
+                case.read(&threads, &bytes, round);
             }
         }
         for case in &mut cases {

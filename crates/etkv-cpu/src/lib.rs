@@ -21,7 +21,7 @@ pub use attend::attend;
 pub use backend::{
     builders, CellsCache, ContiguousCache, CpuCache, ProgramCache, Step, CPU_BACKEND,
 };
-pub use parallel::{Parallel, Pool, Serial};
+pub use parallel::{Parallel, Serial};
 pub use store::{CpuStore, SavedRows};
 pub use tensor::{Dtype, Tensor, Values};
 pub use view::{Plane, View};

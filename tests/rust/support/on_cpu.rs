@@ -1,10 +1,9 @@
 //! The backend of plain memory, computed at once.
 
-use std::sync::LazyLock;
-
 use etkv_core::{CacheConfig, Error, KvFormat, Result, Spec, Status};
+use etkv_cpu::attention::synthetic::Threads;
 use etkv_cpu::attention::Workspace;
-use etkv_cpu::{ContiguousCache, CpuStore, Pool, Step, Tensor};
+use etkv_cpu::{ContiguousCache, CpuStore, Step, Tensor};
 
 use crate::backend::Backend;
 use crate::oracle::{Row, Rows};
@@ -46,8 +45,7 @@ impl Backend for OnCpu {
     }
 
     fn attend(q: &Tensor, spec: &Spec<CpuStore>, scale: f32) -> Result<Tensor> {
-        static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(2));
-        etkv_cpu::attend(q, spec, scale, None, &mut Workspace::new(), &*POOL)
+        etkv_cpu::attend(q, spec, scale, None, &mut Workspace::new(), &Threads(2))
     }
 
     /// Returns what a cache reads back, which the tests of the storage compare with bounds.

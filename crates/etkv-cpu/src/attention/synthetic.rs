@@ -1,13 +1,42 @@
-//! Views of made-up rows, for tests and benchmarks.
+//! Views of made-up rows, and threads that share work, for tests and benchmarks.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
 use etkv_core::{KvFormat, Result};
 use half::{bf16, f16};
 
 use crate::memory::Memory;
+use crate::parallel::Parallel;
 use crate::store::Codec;
 use crate::view::{Plane, View};
+
+/// So many threads, which begin and end with each work.
+#[derive(Debug, Clone, Copy)]
+pub struct Threads(pub usize);
+
+impl Parallel for Threads {
+    fn threads(&self) -> usize {
+        self.0
+    }
+
+    fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync)) {
+        let begun = AtomicUsize::new(0);
+        let work = || loop {
+            let i = begun.fetch_add(1, Ordering::Relaxed);
+            if i >= count {
+                break;
+            }
+            call(i);
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..self.0.min(count) {
+                scope.spawn(work);
+            }
+            work();
+        });
+    }
+}
 
 /// Pseudorandom numbers: SplitMix64.
 #[derive(Debug, Clone)]

@@ -6,9 +6,8 @@ use etkv_core::{KvFormat, Status};
 use half::{bf16, f16};
 
 use self::reference::{case, Case, TestMask};
-use super::synthetic::{self, Random};
+use super::synthetic::{self, Random, Threads};
 use super::*;
-use crate::parallel::Pool;
 use crate::Dtype;
 
 /// Every format, with every size of group.
@@ -22,10 +21,6 @@ fn formats() -> Vec<KvFormat> {
     formats
 }
 
-fn pools() -> [Pool; 2] {
-    [Pool::new(2), Pool::new(3)]
-}
-
 /// A head_dim from 16 to 256 that fits the format.
 fn head_dim(format: KvFormat, random: &mut Random) -> usize {
     let granule = format.granule();
@@ -35,7 +30,7 @@ fn head_dim(format: KvFormat, random: &mut Random) -> usize {
 
 #[test]
 fn every_format_and_mask_and_shape() {
-    let (pools, mut work) = (pools(), Workspace::new());
+    let mut work = Workspace::new();
     let mut random = Random::new(1);
     let (formats, mut worst) = (formats(), 0f64);
     for round in 0..3 {
@@ -55,7 +50,7 @@ fn every_format_and_mask_and_shape() {
                     _ => TestMask::random(n_tokens, n_slots, &mut random),
                 };
                 let shape = [heads[0], heads[1], n_tokens, n_slots];
-                worst = worst.max(case(shape, k, v, mask, &mut random).check(&pools, &mut work));
+                worst = worst.max(case(shape, k, v, mask, &mut random).check(&mut work));
             }
         }
     }
@@ -65,7 +60,7 @@ fn every_format_and_mask_and_shape() {
 
 #[test]
 fn many_slots_are_split_and_put_together() {
-    let (pools, mut work) = (pools(), Workspace::new());
+    let mut work = Workspace::new();
     let mut random = Random::new(2);
     let affine = KvFormat::Affine { bits: 4, group: 64 };
     for format in [KvFormat::F32, KvFormat::Bf16, affine, KvFormat::Nvfp4] {
@@ -74,8 +69,7 @@ fn many_slots_are_split_and_put_together() {
                 [TestMask::None, TestMask::Causal, TestMask::random(n_tokens, n_slots, &mut random)]
             {
                 let shape = [2, 3, n_tokens, n_slots];
-                case(shape, (format, 64), (format, 128), mask, &mut random)
-                    .check(&pools, &mut work);
+                case(shape, (format, 64), (format, 128), mask, &mut random).check(&mut work);
             }
         }
     }
@@ -101,7 +95,7 @@ fn a_query_that_sees_nothing_gives_zeros() {
     // Causal, with more queries than slots: the first see nothing.
     let case =
         case([1, 1, 9, 4], (KvFormat::F16, 32), (KvFormat::F16, 32), TestMask::Causal, &mut random);
-    case.check(&pools(), &mut work);
+    case.check(&mut work);
 }
 
 #[test]
@@ -123,7 +117,7 @@ fn slots_that_no_query_sees_are_not_read() {
                 }
             }
         }
-        case.check(&pools(), &mut Workspace::new());
+        case.check(&mut Workspace::new());
     }
 }
 
@@ -229,23 +223,21 @@ fn steps_of_one_shape_keep_their_memory() {
     let mut random = Random::new(8);
     let format = (KvFormat::F32, 64);
     let mut work = Workspace::new();
-    let pool = Pool::new(2);
     let case = case([3, 3, 1, 1000], format, format, TestMask::None, &mut random);
-    let first = case.attend(Instructions::best(), &pool, &mut work);
+    let first = case.attend(Instructions::best(), &Threads(2), &mut work);
     let size = work.size();
     assert!(size > 0);
     for _ in 0..3 {
-        assert_eq!(case.attend(Instructions::best(), &pool, &mut work), first);
+        assert_eq!(case.attend(Instructions::best(), &Threads(2), &mut work), first);
         assert_eq!(work.size(), size);
     }
 }
 
 #[test]
-fn threads_attend_at_the_same_time_over_one_pool() {
+fn threads_attend_at_the_same_time() {
     let mut random = Random::new(9);
     let format = (KvFormat::F32, 64);
     let case = case([3, 3, 2, 1000], format, format, TestMask::Causal, &mut random);
-    let pool = Pool::new(3);
     let expected = case.attend(Instructions::best(), &Serial, &mut Workspace::new());
     let case = std::sync::Arc::new(case);
     std::thread::scope(|scope| {
@@ -253,7 +245,7 @@ fn threads_attend_at_the_same_time_over_one_pool() {
             scope.spawn(|| {
                 let mut work = Workspace::new();
                 for _ in 0..50 {
-                    assert!(case.attend(Instructions::best(), &pool, &mut work) == expected);
+                    assert!(case.attend(Instructions::best(), &Threads(3), &mut work) == expected);
                 }
             });
         }
