@@ -38,7 +38,7 @@ using ::executorch::runtime::Span;
 using interpreter::View;
 
 const interpreter::Interpreter& libetkv() {
-  return *etkv_private_interpreter_6();
+  return *etkv_private_interpreter_7();
 }
 
 /// Returns ExecuTorch's code for a status of etkv.h. The message goes to the
@@ -105,12 +105,12 @@ class FileConstants final : public interpreter::Constants {
  public:
   explicit FileConstants(const NamedDataMap* data) : data_(data) {}
 
-  bool find(std::string_view name) override {
+  bool find(const char* name, std::size_t size) override {
     found_.reset();
     if (data_ == nullptr) {
       return false;
     }
-    auto buffer = data_->get_data(name);
+    auto buffer = data_->get_data({name, size});
     if (!buffer.ok()) {
       return false;
     }
@@ -118,11 +118,11 @@ class FileConstants final : public interpreter::Constants {
     return true;
   }
 
-  View<std::uint8_t> bytes() const override {
-    if (!found_ || found_->data() == nullptr) {
-      return {};
-    }
-    return {static_cast<const std::uint8_t*>(found_->data()), found_->size()};
+  const std::uint8_t* data() const override {
+    return found_ ? static_cast<const std::uint8_t*>(found_->data()) : nullptr;
+  }
+  std::size_t size() const override {
+    return found_ ? found_->size() : 0;
   }
 
  private:
@@ -130,56 +130,67 @@ class FileConstants final : public interpreter::Constants {
   std::optional<FreeableBuffer> found_;
 };
 
-/// Writes the outputs to the delegate's arguments after its inputs.
+/// The delegate's arguments after its inputs, which a run writes.
 class OutputArguments final : public interpreter::Host {
  public:
   explicit OutputArguments(Span<EValue*> outputs) : outputs_(outputs) {}
 
-  std::string take(View<interpreter::Argument> outputs) override {
-    for (std::size_t i = 0; i < outputs.size; ++i) {
-      std::string refusal = write(*outputs_[i], outputs.data[i]);
-      if (!refusal.empty()) {
-        return "output " + std::to_string(i) + ": " + refusal;
-      }
+  std::uint8_t* place(
+      std::size_t i,
+      const std::int32_t* shape,
+      std::size_t rank,
+      std::size_t n_bytes) override {
+    if (i >= outputs_.size() || !outputs_[i]->isTensor()) {
+      return refuse(i, "expected a tensor to write to, the host has none");
     }
-    return {};
+    Tensor& tensor = outputs_[i]->toTensor();
+    static_assert(sizeof(SizesType) == sizeof(std::int32_t));
+    const auto resized = ::executorch::runtime::resize_tensor(
+        tensor, ArrayRef<SizesType>(shape, rank));
+    if (resized != Error::Ok || tensor.nbytes() != n_bytes) {
+      return refuse(
+          i,
+          "the host's tensor does not take shape " + describe(shape, rank) +
+              ", " + std::to_string(n_bytes) + " bytes");
+    }
+    if (n_bytes == 0) {
+      // Nothing is written, and the address says that the shape is taken.
+      return reinterpret_cast<std::uint8_t*>(this);
+    }
+    auto* const memory = static_cast<std::uint8_t*>(tensor.mutable_data_ptr());
+    return memory != nullptr ? memory
+                             : refuse(i, "the host's tensor has no memory");
+  }
+
+  bool set_integer(std::size_t i, std::int64_t value) override {
+    if (i >= outputs_.size()) {
+      refuse(i, "the host has no such output");
+      return false;
+    }
+    *outputs_[i] = EValue(value);
+    return true;
+  }
+
+  const std::string& refusal() const override {
+    return refusal_;
   }
 
  private:
-  static std::string write(EValue& value, const interpreter::Argument& made) {
-    if (!made.is_tensor) {
-      value = EValue(made.integer);
-      return {};
-    }
-    if (!value.isTensor()) {
-      return "expected a tensor to write to, the host has none";
-    }
-    Tensor& tensor = value.toTensor();
-    static_assert(sizeof(SizesType) == sizeof(std::int32_t));
-    const auto resized = ::executorch::runtime::resize_tensor(
-        tensor, ArrayRef<SizesType>(made.shape, made.rank));
-    if (resized != Error::Ok || tensor.nbytes() != made.n_bytes) {
-      return "the host's tensor does not take shape " + describe(made) + ", " +
-             std::to_string(made.n_bytes) + " bytes";
-    }
-    if (made.n_bytes != 0) {
-      if (tensor.mutable_data_ptr() == nullptr) {
-        return "the host's tensor has no memory";
-      }
-      std::memcpy(tensor.mutable_data_ptr(), made.data, made.n_bytes);
-    }
-    return {};
+  std::uint8_t* refuse(std::size_t i, const std::string& why) {
+    refusal_ = "output " + std::to_string(i) + ": " + why;
+    return nullptr;
   }
 
-  static std::string describe(const interpreter::Argument& made) {
+  static std::string describe(const std::int32_t* shape, std::size_t rank) {
     std::string text = "[";
-    for (std::size_t i = 0; i < made.rank; ++i) {
-      text += (i == 0 ? "" : ", ") + std::to_string(made.shape[i]);
+    for (std::size_t i = 0; i < rank; ++i) {
+      text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
     }
     return text + "]";
   }
 
   Span<EValue*> outputs_;
+  std::string refusal_;
 };
 
 /// Converts an argument of the host's to one of the interpreter's. Returns what

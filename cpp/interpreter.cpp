@@ -5,13 +5,12 @@
 #include <type_traits>
 #include <utility>
 
-#include "cpp/bridge_types.hpp"
 #include "etkv-capi/src/bridge.rs.h"
 
 namespace etkv::interpreter {
 namespace {
 
-// The layout of crates/etkv-host/src/argument.rs, which checks the same numbers.
+// The layout of crates/etkv-delegate/src/argument.rs, which checks the same numbers.
 static_assert(std::is_trivially_copyable_v<Argument>);
 static_assert(sizeof(void*) != 8 || sizeof(Argument) == 48);
 static_assert(sizeof(void*) != 8 || offsetof(Argument, shape) == 16);
@@ -48,10 +47,9 @@ class BridgedProgram final : public Program {
       std::string_view logits,
       std::string_view passes,
       std::string_view buffers) override {
-    bridge::Constants bridged(constants);
     return outcome(delegate_->load(
         slice(payload),
-        bridged,
+        constants,
         text(cache_key),
         text(logits),
         text(passes),
@@ -63,10 +61,8 @@ class BridgedProgram final : public Program {
       View<std::int8_t> output_types,
       Host& host,
       const Threads& threads) override {
-    bridge::Host bridged(host);
-    const bridge::Threads shared(threads);
-    return outcome(delegate_->execute(
-        slice(inputs), slice(output_types), bridged, shared));
+    return outcome(
+        delegate_->execute(slice(inputs), slice(output_types), host, threads));
   }
 
   std::size_t n_inputs() const override {
@@ -93,7 +89,7 @@ class BridgedInterpreter final : public Interpreter {
 } // namespace
 } // namespace etkv::interpreter
 
-const etkv::interpreter::Interpreter* etkv_private_interpreter_6() {
+const etkv::interpreter::Interpreter* etkv_private_interpreter_7() {
   static const etkv::interpreter::BridgedInterpreter interpreter;
   return &interpreter;
 }

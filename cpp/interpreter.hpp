@@ -31,7 +31,7 @@ struct Outcome {
 };
 
 /// An argument of a program, an input or an output: a contiguous tensor, or an
-/// integer. It crosses to Rust unchanged: crates/etkv-host/src/argument.rs has
+/// integer. It crosses to Rust unchanged: crates/etkv-delegate/src/argument.rs has
 /// the same fields.
 struct Argument {
   /// The elements of a tensor, row-major.
@@ -50,19 +50,30 @@ struct Argument {
 class Constants {
  public:
   virtual ~Constants() = default;
-  /// Finds a constant and keeps it mapped until the next call.
-  virtual bool find(std::string_view name) = 0;
-  /// Returns the bytes of the constant that was found last.
-  virtual View<std::uint8_t> bytes() const = 0;
+  /// Finds a constant by a name of `size` bytes, and keeps it mapped until the
+  /// next call.
+  virtual bool find(const char* name, std::size_t size) = 0;
+  /// Return the bytes of the constant that was found last.
+  virtual const std::uint8_t* data() const = 0;
+  virtual std::size_t size() const = 0;
 };
 
 /// The host that runs a program.
 class Host {
  public:
   virtual ~Host() = default;
-  /// Receives the outputs of a run, in order. They are valid for the call.
-  /// Returns "" on success, or else a message.
-  virtual std::string take(View<Argument> outputs) = 0;
+  /// Gives output `i` a shape, and returns where its `n_bytes` bytes go:
+  /// memory that stays for the run. Returns nullptr if the output does not take
+  /// the shape; `refusal` then says why.
+  virtual std::uint8_t* place(
+      std::size_t i,
+      const std::int32_t* shape,
+      std::size_t rank,
+      std::size_t n_bytes) = 0;
+  /// Sets output `i`, an integer. Returns false if it is none.
+  virtual bool set_integer(std::size_t i, std::int64_t value) = 0;
+  /// Returns why the last output was refused.
+  virtual const std::string& refusal() const = 0;
 };
 
 /// Work that threads share: `run(context, i)` does part `i` of it.
@@ -101,8 +112,8 @@ class Program {
       std::string_view logits,
       std::string_view passes,
       std::string_view buffers) = 0;
-  /// Runs the program on its inputs and hands the outputs to `host`, in the
-  /// dtypes of these ExecuTorch numbers.
+  /// Runs the program on its inputs and writes the outputs where `host` places
+  /// them, in the dtypes of these ExecuTorch numbers.
   virtual Outcome execute(
       View<Argument> inputs,
       View<std::int8_t> output_types,
@@ -129,4 +140,4 @@ class Interpreter {
 /// the version of the classes above: increase it with any change to them, so
 /// that libraries of two builds do not load together.
 extern "C" ETKV_API const etkv::interpreter::Interpreter*
-etkv_private_interpreter_6();
+etkv_private_interpreter_7();

@@ -56,7 +56,7 @@ class Server {
     tell(events);
     std::vector<size_t> done;
     if (events.stuck) {
-      requests_[*events.stuck].stop = Stop::capacity;
+      requests_[*events.stuck].stop = FinishReason::capacity;
       done.push_back(*events.stuck);
     }
     if (shares.empty()) {

@@ -247,8 +247,8 @@ class Fork {
   }
 
   void stop_full(Decoding& branch) {
-    branch.stop = Stop::capacity;
-    say_stop(Stop::capacity, cache_.capacity());
+    branch.stop = FinishReason::capacity;
+    say_stop(FinishReason::capacity, cache_.capacity());
   }
 
   Result<void> show_scored(const Decoding& branch) {

@@ -142,7 +142,7 @@ class Together {
         took_.decode_tokens += static_cast<int64_t>(active.size());
         ++took_.decode_steps;
       } else {
-        active.back()->stop = Stop::capacity;
+        active.back()->stop = FinishReason::capacity;
       }
       RETURN_IF_ERROR(retire(all));
     }

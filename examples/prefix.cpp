@@ -86,7 +86,7 @@ class Server {
       if (fits) {
         RETURN_IF_ERROR(step_together(model_, cache_, {&one}));
       } else {
-        one.stop = Stop::capacity;
+        one.stop = FinishReason::capacity;
       }
     }
     if (!going) {

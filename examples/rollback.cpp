@@ -107,7 +107,7 @@ class Thread {
     while (!one.stop && !interrupted()) {
       ASSIGN_OR_RETURN(const bool fits, cache_.can_extend());
       if (!fits) {
-        one.stop = Stop::capacity;
+        one.stop = FinishReason::capacity;
         break;
       }
       const int64_t id = one.ids.back();
@@ -240,7 +240,7 @@ class Rollback {
       }
       ASSIGN_OR_RETURN(const bool fits, cache_.can_extend());
       if (!fits) {
-        one.stop = Stop::capacity;
+        one.stop = FinishReason::capacity;
         break;
       }
       RETURN_IF_ERROR(step_together(model_, cache_, {&one}));

@@ -16,7 +16,7 @@ fn bridge() {
     // The folder of the sources, for `cpp/` and `include/`.
     let root = std::path::Path::new("../..");
     println!("cargo:rerun-if-changed=src/bridge.rs");
-    for header in ["cpp/bridge_types.hpp", "cpp/interpreter.hpp", "include/etkv"] {
+    for header in ["cpp/interpreter.hpp", "include/etkv"] {
         println!("cargo:rerun-if-changed={}", root.join(header).display());
     }
     cxx_build::bridge("src/bridge.rs")

@@ -115,7 +115,7 @@ void Chat::store() {
 
 void Chat::report(const Answer& answer) const {
   say_stop(answer.stop, cache_.capacity());
-  if (answer.stop == Stop::interrupted) {
+  if (answer.stop == FinishReason::cancelled) {
     say("stopped: interrupted");
   }
   const auto cache = describe_cache();

@@ -21,7 +21,7 @@ Result<int> talk(Chat chat, const Options& options) {
     return 0;
   }
   ASSIGN_OR_RETURN(const auto answer, chat.ask(*options.prompt));
-  return answer.stop == Stop::interrupted ? kInterrupted : 0;
+  return answer.stop == FinishReason::cancelled ? kInterrupted : 0;
 }
 
 /// Runs one token a step, on a cache of any kind.

@@ -13,9 +13,9 @@ Decoding::take(const Model& model, const LogitsView& logits, int64_t row) {
   ids.push_back(id);
   log_probability += examples::log_probability(logits, row, id);
   if (model.ends(id)) {
-    stop = Stop::end;
+    stop = FinishReason::stop;
   } else if (static_cast<int64_t>(ids.size()) >= max_tokens) {
-    stop = Stop::limit;
+    stop = FinishReason::length;
   }
   return {};
 }

@@ -68,7 +68,7 @@ struct Decoding {
   /// The natural logarithm of the probability of all ids together.
   double log_probability = 0.0;
   /// The reason why it ended; nothing before that.
-  std::optional<Stop> stop = std::nullopt;
+  std::optional<FinishReason> stop = std::nullopt;
 
   /// Returns the position of the last id.
   int64_t position() const {

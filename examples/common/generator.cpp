@@ -25,16 +25,16 @@ Result<void> check_length(size_t prompt_tokens, int32_t capacity) {
   return {};
 }
 
-std::optional<Stop> stop_of(End end) {
+std::optional<FinishReason> stop_of(End end) {
   switch (end) {
     case End::none:
       return std::nullopt;
     case End::stop:
-      return Stop::end;
+      return FinishReason::stop;
     case End::length:
-      return Stop::limit;
+      return FinishReason::length;
     case End::capacity:
-      return Stop::capacity;
+      return FinishReason::capacity;
   }
   return std::nullopt;
 }
@@ -142,7 +142,7 @@ Result<void> Generator::run_on_device(
   Stopwatch watch;
   for (size_t waiting = total; waiting > 0;) {
     if (waiting < total && interrupted()) {
-      answer.stop = Stop::interrupted;
+      answer.stop = FinishReason::cancelled;
       return {};
     }
     ASSIGN_OR_RETURN(waiting, generation.read_prompts());
@@ -155,7 +155,7 @@ Result<void> Generator::run_on_device(
     }
   }
   if (interrupted()) {
-    answer.stop = Stop::interrupted;
+    answer.stop = FinishReason::cancelled;
     return {};
   }
   const auto decoded = decode_on_device(generation, listener, answer);
@@ -183,7 +183,7 @@ Result<void> Generator::decode_on_device(
       RETURN_IF_ERROR(listener.on_token(id));
     }
     if (end == End::none && interrupted()) {
-      answer.stop = Stop::interrupted;
+      answer.stop = FinishReason::cancelled;
       return {};
     }
     if (const auto stop = stop_of(end)) {
@@ -227,7 +227,7 @@ Result<void> Generator::run(
     return logits.error();
   }
   if (!logits.value()) {
-    answer.stop = Stop::interrupted;
+    answer.stop = FinishReason::cancelled;
     return {};
   }
   return decode(stepper, *logits.value(), max_tokens, listener, answer);
@@ -254,20 +254,20 @@ Result<void> Generator::decode(
       }
     }
     if (ends(ids.back())) {
-      answer.stop = Stop::end;
+      answer.stop = FinishReason::stop;
       break;
     }
     if (answer.ids.size() >= most) {
-      answer.stop = Stop::limit;
+      answer.stop = FinishReason::length;
       break;
     }
     if (interrupted()) {
-      answer.stop = Stop::interrupted;
+      answer.stop = FinishReason::cancelled;
       break;
     }
     ASSIGN_OR_RETURN(const bool fits, cache_.can_extend());
     if (!fits) {
-      answer.stop = Stop::capacity;
+      answer.stop = FinishReason::capacity;
       break;
     }
     ASSIGN_OR_RETURN(ids, stepper.next(text, most - answer.ids.size()));

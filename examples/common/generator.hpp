@@ -16,21 +16,21 @@
 namespace etkv::examples {
 
 /// The reason why an answer ended.
-enum class Stop {
-  end,         ///< the model ended it
-  limit,       ///< at the limit of tokens
-  capacity,    ///< the cache is full
-  interrupted, ///< at Ctrl-C
+enum class FinishReason {
+  stop,      ///< the model ended it
+  length,    ///< at the limit of tokens
+  capacity,  ///< the cache is full
+  cancelled, ///< at Ctrl-C
 };
 
 /// Returns why an answer ended that a generation made; nothing if it goes on.
-std::optional<Stop> stop_of(End end);
+std::optional<FinishReason> stop_of(End end);
 
 /// An answer, with the tokens and the time that it took.
 struct Answer {
   /// The ids that the model chose, the eos token id included.
   std::vector<int64_t> ids;
-  Stop stop = Stop::limit;
+  FinishReason stop = FinishReason::length;
   /// Positions of the prompt that the cache held before.
   size_t reused_tokens = 0;
   size_t prefill_tokens = 0;

@@ -149,14 +149,14 @@ Result<void> check_end(
             std::to_string(end - answer.ids.begin() + 1) + ". of " +
             std::to_string(n));
   }
-  if (ended != (*answer.stop == Stop::end) ||
-      (*answer.stop == Stop::limit && n != answer.max_tokens)) {
+  if (ended != (*answer.stop == FinishReason::stop) ||
+      (*answer.stop == FinishReason::length && n != answer.max_tokens)) {
     return differs(
         answer, "ended after " + counted(n, "token") + " for no reason");
   }
   // The last id is not in the cache.
   const int64_t held = answer.position();
-  if (*answer.stop == Stop::capacity && capacity && held != *capacity) {
+  if (*answer.stop == FinishReason::capacity && capacity && held != *capacity) {
     return differs(
         answer,
         "ended at a full cache, with " + counted(held, "position") + " of " +

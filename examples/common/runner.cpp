@@ -149,8 +149,8 @@ Result<void> show(
   return {};
 }
 
-void say_stop(Stop stop, int32_t capacity) {
-  if (stop == Stop::capacity) {
+void say_stop(FinishReason stop, int32_t capacity) {
+  if (stop == FinishReason::capacity) {
     say("stopped: the cache is full at " + counted(capacity, "position") +
         " (--capacity)");
   }

@@ -91,7 +91,7 @@ Result<void> show(
 
 /// Prints a message if an answer ended because the cache is full, at its
 /// capacity.
-void say_stop(Stop stop, int32_t capacity);
+void say_stop(FinishReason stop, int32_t capacity);
 
 /// Counts the requests that a server refuses while it goes on with the others.
 class Refusals {

@@ -1,12 +1,9 @@
 //! What passes between the host's memory and the device.
 
-use std::cell::RefCell;
-use std::ops::Deref;
-
 use mlx_rs::{Array, ArrayElement, Dtype};
 
 use super::calls::{call, check};
-use super::{is_stream_on_gpu, on_gpu};
+use super::{is_stream_on_gpu, on_gpu, Mlx};
 use crate::error::{fail, Result};
 
 /// Returns an array of elements of the host. MLX's own would move to an NVIDIA GPU page by page when a
@@ -63,68 +60,49 @@ pub fn on_device(array: &Array) -> Result<Array> {
     })
 }
 
-/// The elements of an array, where the host can read them.
-pub enum HostBytes<'a> {
-    /// In the array's own memory.
-    InPlace(&'a [u8]),
-    /// In a copy.
-    Copy(Vec<u8>),
+/// Copies the elements of a computed, row-contiguous array to `to`, which has as many bytes.
+///
+/// # Errors
+/// [`Backend`](crate::Status::Backend).
+pub fn copy_to(array: &Array, to: &mut [u8]) -> Result<()> {
+    if let Some(bytes) = copied_or_in_place(array, to)? {
+        to.copy_from_slice(bytes);
+    }
+    Ok(())
 }
 
-/// The most bytes that are kept between copies: the logits of a step of one token.
-const MAX_SPARE: usize = 1 << 20;
-
-thread_local! {
-    /// The memory of the last copy, for the next one.
-    static SPARE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-}
-
-impl Deref for HostBytes<'_> {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::InPlace(bytes) => bytes,
-            Self::Copy(bytes) => bytes,
+impl Mlx {
+    /// [`copy_to`], without the lock of MLX where the host can read the elements in place.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    pub fn copy_to(&mut self, array: &Array, to: &mut [u8]) -> Result<()> {
+        if let Some(bytes) = copied_or_in_place(array, to)? {
+            self.outside(|| to.copy_from_slice(bytes));
         }
+        Ok(())
     }
 }
 
-impl Drop for HostBytes<'_> {
-    fn drop(&mut self) {
-        if let Self::Copy(bytes) = self {
-            let bytes = std::mem::take(bytes);
-            SPARE.with_borrow_mut(|spare| {
-                if (spare.capacity()..=MAX_SPARE).contains(&bytes.capacity()) {
-                    *spare = bytes;
-                }
-            });
-        }
-    }
-}
-
-/// Returns the elements of a computed, row-contiguous array.
-pub fn bytes(array: &Array) -> Result<HostBytes<'_>> {
+/// Copies the elements of an array on a GPU to `to`. Returns the elements of one that the host can read in place.
+fn copied_or_in_place<'a>(array: &'a Array, to: &mut [u8]) -> Result<Option<&'a [u8]>> {
     let n = array.nbytes();
+    if n != to.len() {
+        fail!(Internal, "an array of {n} bytes is copied to {}", to.len());
+    }
     if n == 0 {
-        return Ok(HostBytes::InPlace(&[]));
+        return Ok(None);
     }
     #[cfg(target_os = "linux")]
     if on_gpu()? {
-        let mut copy = SPARE.take();
-        copy.clear();
-        copy.reserve(n);
         let mut done = false;
         // SAFETY: there is room for `n` bytes.
         check(unsafe {
-            mlx_sys::etkv_mlx_array_read(&mut done, copy.as_mut_ptr().cast(), n, array.as_ptr())
+            mlx_sys::etkv_mlx_array_read(&mut done, to.as_mut_ptr().cast(), n, array.as_ptr())
         })?;
         if done {
-            // SAFETY: so many were copied.
-            unsafe { copy.set_len(n) };
-            return Ok(HostBytes::Copy(copy));
+            return Ok(None);
         }
-        SPARE.set(copy);
     }
     // SAFETY: the accessor reads nothing; it waits for the buffer and points to it.
     let data = unsafe { mlx_sys::mlx_array_data_uint8(array.as_ptr()) };
@@ -133,11 +111,11 @@ pub fn bytes(array: &Array) -> Result<HostBytes<'_>> {
     }
     // SAFETY: an evaluated array has `n` bytes there, and keeps them while it is
     // borrowed.
-    Ok(HostBytes::InPlace(unsafe { std::slice::from_raw_parts(data, n) }))
+    Ok(Some(unsafe { std::slice::from_raw_parts(data, n) }))
 }
 
 /// Returns the elements of a row-contiguous array. Waits until it is computed.
-pub fn elements<T: ArrayElement + Copy>(array: &Array) -> Result<Vec<T>> {
+pub fn elements<T: ArrayElement + Copy + Default>(array: &Array) -> Result<Vec<T>> {
     if array.dtype() != T::DTYPE {
         fail!(Internal, "elements of {:?} are read as {:?}", array.dtype(), T::DTYPE);
     }
@@ -148,14 +126,12 @@ pub fn elements<T: ArrayElement + Copy>(array: &Array) -> Result<Vec<T>> {
     if !in_order {
         fail!(Internal, "elements that lie apart are read, of shape {:?}", array.shape());
     }
-    let bytes = bytes(array)?;
-    let mut elements = Vec::with_capacity(array.size());
-    // SAFETY: the bytes are those of so many elements of this type, and there is room for them.
-    unsafe {
-        let to: *mut T = elements.as_mut_ptr();
-        std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.cast(), bytes.len());
-        elements.set_len(array.size());
-    }
+    let mut elements = vec![T::default(); array.size()];
+    // SAFETY: an element of a dtype has no padding, and all bits are one.
+    let bytes = unsafe {
+        std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), size_of_val(&elements[..]))
+    };
+    copy_to(array, bytes)?;
     Ok(elements)
 }
 

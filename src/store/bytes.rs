@@ -18,8 +18,7 @@ impl Planes {
         let rows = self.taken(plane, slots)?;
         let rows = rows.transpose_axes(&EXCHANGED)?.contiguous()?;
         eval([&rows])?;
-        bytes.copy_from_slice(&mlx::bytes(&rows)?);
-        Ok(())
+        mlx::copy_to(&rows, bytes)
     }
 
     /// Writes rows of a plane. Waits until they are written.

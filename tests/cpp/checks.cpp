@@ -14,7 +14,7 @@ namespace etkv::tests {
 namespace {
 
 using examples::Decoding;
-using examples::Stop;
+using examples::FinishReason;
 
 examples::Model open(
     const std::string& name,
@@ -34,7 +34,7 @@ Decoding answer(const Ids& prompt, size_t n, int32_t window = 0) {
     }
   });
   Decoding one{"the answer", prompt, static_cast<int64_t>(n)};
-  one.stop = Stop::limit;
+  one.stop = FinishReason::length;
   Rows rows = on.model.at(0, prompt);
   while (one.ids.size() < n) {
     one.ids.push_back(rows.best());
@@ -81,7 +81,7 @@ void ends() {
       check_answers(model, {cut}),
       ETKV_ERROR_INTERNAL,
       "ended after 11 tokens for no reason");
-  cut.stop = Stop::end;
+  cut.stop = FinishReason::stop;
   CHECK_REFUSED(
       check_answers(model, {cut}), ETKV_ERROR_INTERNAL, "for no reason");
 
@@ -90,7 +90,7 @@ void ends() {
   REQUIRE(std::count(one.ids.begin(), one.ids.end(), one.ids.back()) == 1);
   CHECK_REFUSED(
       check_answers(model, {one}), ETKV_ERROR_INTERNAL, "for no reason");
-  one.stop = Stop::end;
+  one.stop = FinishReason::stop;
   must(check_answers(model, {one}));
   one.ids.push_back(1);
   CHECK_REFUSED(
@@ -103,7 +103,7 @@ void ends() {
 void full_caches() {
   Decoding one = answer(text(7), 12);
   one.max_tokens = 100;
-  one.stop = Stop::capacity;
+  one.stop = FinishReason::capacity;
   // The last id is not in the cache.
   auto exact = open("llama-f32", 7 + 12 - 1);
   exact.end_with({});
@@ -213,7 +213,7 @@ void margins() {
 Decoding worst(const Ids& prompt, size_t n, double (*most)(double best)) {
   Bound on("llama-bf16", 64, "bf16");
   Decoding one{"the worst", prompt, static_cast<int64_t>(n)};
-  one.stop = Stop::limit;
+  one.stop = FinishReason::length;
   Rows rows = on.at(0, prompt).last();
   while (one.ids.size() < n) {
     const auto& row = rows.values;

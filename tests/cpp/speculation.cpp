@@ -201,7 +201,7 @@ void at_capacity() {
         target.model.program(), target.cache(), {}, &speculator);
     const auto full =
         must(generator.answer(prompt(), 40, examples::Listener()));
-    CHECK(full.stop == examples::Stop::capacity);
+    CHECK(full.stop == examples::FinishReason::capacity);
     CHECK_INT(full.ids.size(), 40 - prompt().size() + 1);
     CHECK(full.ids == slice(wanted, 0, full.ids.size()));
     CHECK_INT(*target.cache().length(), 40);
@@ -245,7 +245,7 @@ void ends_within_a_tree() {
         &speculator);
     const auto answer =
         must(generator.answer(prompt(), 24, examples::Listener()));
-    CHECK(answer.stop == examples::Stop::end);
+    CHECK(answer.stop == examples::FinishReason::stop);
     CHECK(answer.ids == slice(wanted, 0, end + 1));
     CHECK_INT(*target.cache().length(), prompt().size() + end);
     CHECK_INT(must(target.cache().tree_len()), 0);

@@ -242,7 +242,7 @@ class Package:
             manifest.write('\n[profile.release]\ndebug = "line-tables-only"\n')
             manifest.write('[profile.release.package."*"]\ndebug = false\n')
             # Packages with a path have another name here, so these are compiled for this test alone.
-            for name in ("etkv", "etkv-core", "etkv-cuda", "etkv-file", "etkv-host", "mlx-rs", "mlx-sys"):
+            for name in ("etkv", "etkv-core", "etkv-cuda", "etkv-file", "etkv-delegate", "mlx-rs", "mlx-sys"):
                 manifest.write(f"[profile.release.package.{name}]\nopt-level = 0\n")
         built = ["--release", "--quiet", "--target-dir", CARGO]
         environment = {"ETKV_PYTHON": str(self.python)}

@@ -2,6 +2,7 @@
 //!
 //! Nothing throws across it, in either direction: every call returns an [`ffi::Outcome`].
 
+use std::ffi::c_void;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +11,7 @@ use cxx::kind::Trivial;
 use cxx::{type_id, ExternType};
 use etkv_core::{Error, Result, Status};
 use etkv_cpu::Parallel;
-use etkv_host::{Host, LoadOptions};
+use etkv_delegate::{Host, LoadOptions};
 
 use crate::program::Program;
 use crate::{boundary, delegate};
@@ -42,7 +43,7 @@ mod ffi {
             buffers: &str,
         ) -> Outcome;
 
-        /// Runs the program on its inputs and hands the outputs to `host`, in the dtypes of these
+        /// Runs the program on its inputs and writes the outputs where `host` places them, in the dtypes of these
         /// ExecuTorch numbers.
         fn execute(
             self: &mut Delegate,
@@ -57,48 +58,60 @@ mod ffi {
 
         /// Keeps an error for `etkv_delegate_take_error` on this thread.
         fn report(status: i32, message: &str);
-
-        /// Does part `i` of the work at an address.
-        ///
-        /// # Safety
-        /// A [`Task`](super::Task) is there.
-        unsafe fn run_part(task: usize, i: usize);
     }
 
     unsafe extern "C++" {
-        include!("cpp/bridge_types.hpp");
+        include!("cpp/interpreter.hpp");
 
         /// The program's constants, by name.
+        #[namespace = "etkv::interpreter"]
         type Constants;
 
-        /// Finds a constant and keeps it mapped until the next call.
-        fn find(self: Pin<&mut Constants>, name: &str) -> bool;
-        /// Returns the bytes of the constant that was found last.
-        fn bytes(self: &Constants) -> &[u8];
+        /// Finds a constant by a name of `size` bytes and keeps it mapped until the next call.
+        unsafe fn find(self: Pin<&mut Constants>, name: *const c_char, size: usize) -> bool;
+        /// Returns where the bytes of the constant are that was found last.
+        fn data(self: &Constants) -> *const u8;
+        /// Returns how many they are.
+        fn size(self: &Constants) -> usize;
 
         /// An argument of the program: a tensor, or an integer.
         #[namespace = "etkv::interpreter"]
         type Argument<'a> = super::Argument<'a>;
 
         /// The host that runs the program.
+        #[namespace = "etkv::interpreter"]
         type Host;
 
-        /// Receives the outputs. Returns "" on success, or else a message.
-        fn take(self: Pin<&mut Host>, outputs: &[Argument]) -> String;
+        /// Gives output `i` a shape, and returns where its bytes go; NULL if it does not take the shape.
+        unsafe fn place(
+            self: Pin<&mut Host>,
+            i: usize,
+            shape: *const i32,
+            rank: usize,
+            n_bytes: usize,
+        ) -> *mut u8;
+        /// Sets output `i`, an integer. Returns whether it is one.
+        fn set_integer(self: Pin<&mut Host>, i: usize, value: i64) -> bool;
+        /// Returns why the last output was refused.
+        fn refusal(self: &Host) -> &CxxString;
 
         /// The threads of the host.
+        #[namespace = "etkv::interpreter"]
         type Threads;
+        /// Work that they share.
+        #[namespace = "etkv::interpreter"]
+        type Task = super::Task;
 
         /// Returns the most parts that are done at the same time.
         fn count(self: &Threads) -> usize;
         /// Does each of `n_parts` parts of a task once.
-        fn run(self: &Threads, n_parts: usize, task: usize);
+        fn run(self: &Threads, n_parts: usize, task: &Task);
     }
 }
 
-/// [`etkv_host::Argument`] under its C++ name.
+/// [`etkv_delegate::Argument`] under its C++ name.
 #[repr(transparent)]
-pub struct Argument<'a>(etkv_host::Argument<'a>);
+pub struct Argument<'a>(etkv_delegate::Argument<'a>);
 
 // SAFETY: the two have the same fields in the same order, and neither has a destructor;
 // `cpp/interpreter.cpp` checks the layout.
@@ -180,13 +193,8 @@ impl Delegate {
     }
 }
 
-fn unwrapped<'a, 'b>(arguments: &'b [Argument<'a>]) -> &'b [etkv_host::Argument<'a>] {
+fn unwrapped<'a, 'b>(arguments: &'b [Argument<'a>]) -> &'b [etkv_delegate::Argument<'a>] {
     // SAFETY: `Argument` is a transparent wrapper of the other type.
-    unsafe { std::slice::from_raw_parts(arguments.as_ptr().cast(), arguments.len()) }
-}
-
-fn wrapped<'a, 'b>(arguments: &'b [etkv_host::Argument<'a>]) -> &'b [Argument<'a>] {
-    // SAFETY: as above.
     unsafe { std::slice::from_raw_parts(arguments.as_ptr().cast(), arguments.len()) }
 }
 
@@ -206,13 +214,43 @@ fn report(status: i32, message: &str) {
 pub(crate) use ffi::Constants;
 
 impl Host for Pin<&mut ffi::Host> {
-    fn take(&mut self, outputs: &[etkv_host::Argument]) -> Result<()> {
-        let refusal = self.as_mut().take(wrapped(outputs));
-        if refusal.is_empty() {
-            Ok(())
-        } else {
-            Err(Error::new(Status::Shape, refusal))
+    fn place(&mut self, index: usize, shape: &[i32], n_bytes: usize) -> Result<&mut [u8]> {
+        // SAFETY: the shape has so many sizes.
+        let memory = unsafe { self.as_mut().place(index, shape.as_ptr(), shape.len(), n_bytes) };
+        if memory.is_null() {
+            return Err(self.refused());
         }
+        // SAFETY: the host says that so many bytes are there, and keeps them for the call.
+        Ok(unsafe { std::slice::from_raw_parts_mut(memory, n_bytes) })
+    }
+
+    fn set_integer(&mut self, index: usize, value: i64) -> Result<()> {
+        match self.as_mut().set_integer(index, value) {
+            true => Ok(()),
+            false => Err(self.refused()),
+        }
+    }
+}
+
+impl ffi::Host {
+    fn refused(&self) -> Error {
+        Error::new(Status::Shape, self.refusal().to_string_lossy().into_owned())
+    }
+}
+
+impl ffi::Constants {
+    /// Returns the bytes of a constant, until the next call.
+    pub fn bytes(mut self: Pin<&mut Self>, name: &str) -> Option<&[u8]> {
+        // SAFETY: the name has so many bytes.
+        if !unsafe { self.as_mut().find(name.as_ptr().cast(), name.len()) } {
+            return None;
+        }
+        let constant = self.into_ref().get_ref();
+        if constant.data().is_null() {
+            return Some(&[]);
+        }
+        // SAFETY: so many bytes are there, and stay until the next call.
+        Some(unsafe { std::slice::from_raw_parts(constant.data(), constant.size()) })
     }
 }
 
@@ -224,20 +262,35 @@ unsafe impl Send for SharedThreads<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for SharedThreads<'_> {}
 
-/// Work that the host's threads share.
-struct Task<'a> {
+/// Work that the host's threads share: `run(context, i)` does part `i` of it.
+///
+/// It has the layout of `etkv::interpreter::Task` in `cpp/interpreter.hpp`.
+#[repr(C)]
+pub struct Task {
+    run: unsafe extern "C" fn(*const c_void, usize),
+    context: *const c_void,
+}
+
+// SAFETY: the two have the same fields in the same order, and neither has a destructor.
+unsafe impl ExternType for Task {
+    type Id = type_id!("etkv::interpreter::Task");
+    type Kind = Trivial;
+}
+
+/// What the parts of a task call.
+struct Parts<'a> {
     call: &'a (dyn Fn(usize) + Sync),
     /// Whether a part panicked: a panic must not leave [`run_part`].
     panicked: AtomicBool,
 }
 
 /// # Safety
-/// A [`Task`] is at this address, and stays for the call.
-unsafe fn run_part(task: usize, i: usize) {
+/// `context` points to [`Parts`], which stay for the call.
+unsafe extern "C" fn run_part(context: *const c_void, i: usize) {
     // SAFETY: the caller says so.
-    let task = unsafe { &*(task as *const Task) };
-    if catch_unwind(AssertUnwindSafe(|| (task.call)(i))).is_err() {
-        task.panicked.store(true, Ordering::Relaxed);
+    let parts = unsafe { &*context.cast::<Parts>() };
+    if catch_unwind(AssertUnwindSafe(|| (parts.call)(i))).is_err() {
+        parts.panicked.store(true, Ordering::Relaxed);
     }
 }
 
@@ -247,9 +300,9 @@ impl Parallel for SharedThreads<'_> {
     }
 
     fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync)) {
-        let task = Task { call, panicked: AtomicBool::new(false) };
-        self.0.run(count, std::ptr::from_ref(&task) as usize);
-        if task.panicked.into_inner() {
+        let parts = Parts { call, panicked: AtomicBool::new(false) };
+        self.0.run(count, &Task { run: run_part, context: std::ptr::from_ref(&parts).cast() });
+        if parts.panicked.into_inner() {
             #[allow(clippy::panic)] // That of a part goes on.
             {
                 panic!("a part of the work failed by a defect");

@@ -125,7 +125,7 @@ pub unsafe extern "C" fn etkv_delegate_check(
 mod program {
     use etkv_core::Result;
     use etkv_cpu::program::Call;
-    use etkv_host::LoadOptions;
+    use etkv_delegate::LoadOptions;
 
     use super::LoadTexts;
 

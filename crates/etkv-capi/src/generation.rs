@@ -232,7 +232,7 @@ mod inner {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use etkv_core::{fail, Error, MemoryBudget, SharedCache, Status};
-    use etkv_host::Sampling;
+    use etkv_delegate::Sampling;
     use etkv_mlx_program::{self as program, End, GenerationOptions, Program, Prompt, RunAhead};
     use parking_lot::{Mutex, MutexGuard};
 
@@ -363,7 +363,7 @@ mod inner {
 #[cfg(not(feature = "mlx-programs"))]
 mod inner {
     use etkv_core::{fail, SharedCache};
-    use etkv_host::Sampling;
+    use etkv_delegate::Sampling;
 
     use super::{etkv_generation_options, Next, Result};
 

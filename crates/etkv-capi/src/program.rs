@@ -5,7 +5,7 @@ use std::pin::Pin;
 use etkv_core::Result;
 use etkv_cpu::program::Call;
 use etkv_cpu::Parallel;
-use etkv_host::{Argument, Host, LoadOptions};
+use etkv_delegate::{Argument, Host, LoadOptions};
 
 use crate::bridge::Constants;
 
@@ -56,7 +56,7 @@ impl Program {
         );
     }
 
-    /// Runs the program on its inputs, and hands the outputs to `host`.
+    /// Runs the program on its inputs, and writes the outputs where `host` places them.
     ///
     /// # Errors
     /// Those of the program.
@@ -106,11 +106,7 @@ mod mlx {
 
     impl ConstantSource for OfProgram<'_> {
         fn find(&mut self, name: &str) -> Option<&[u8]> {
-            if self.0.as_mut().find(name) {
-                Some(self.0.bytes())
-            } else {
-                None
-            }
+            self.0.as_mut().bytes(name)
         }
     }
 }

@@ -1,7 +1,7 @@
 //! `etkv_sampling`: how tokens are chosen, and the choice on the host.
 
 use etkv_core::{fail, Result};
-use etkv_host::Sampling;
+use etkv_delegate::Sampling;
 
 use super::boundary::{boundary, list, out, read_struct};
 use super::error::etkv_error;

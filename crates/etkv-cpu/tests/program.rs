@@ -13,7 +13,7 @@ use etkv_core::{
 };
 use etkv_cpu::program::{abort_forward, Call};
 use etkv_cpu::{builders, CellsCache, ContiguousCache, Serial, CPU_BACKEND};
-use etkv_host::{Argument, Host, LoadOptions};
+use etkv_delegate::{Argument, Host, LoadOptions};
 
 fn session(n_layers: usize) -> Session {
     let config = CacheConfig::uniform(n_layers, 1, DIM as i32, 8).stored_as(KvFormat::F32);
@@ -143,16 +143,27 @@ fn a_host_aborts_an_unfinished_forward() {
 /// Each of two programs waits inside a call until the other is inside one.
 #[test]
 fn programs_run_at_the_same_time() {
-    struct Meeting(Sender<()>, Receiver<()>);
+    struct Meeting(Sender<()>, Receiver<()>, Taker);
     impl Host for Meeting {
-        fn take(&mut self, _: &[Argument]) -> Result<()> {
+        fn place(&mut self, index: usize, shape: &[i32], n_bytes: usize) -> Result<&mut [u8]> {
             self.0.send(()).unwrap();
-            let met = self.1.recv_timeout(Duration::from_secs(30));
-            met.map_err(|_| Error::new(Status::Internal, "the other program did not run meanwhile"))
+            match self.1.recv_timeout(Duration::from_secs(30)) {
+                Ok(()) => self.2.place(index, shape, n_bytes),
+                Err(_) => {
+                    Err(Error::new(Status::Internal, "the other program did not run meanwhile"))
+                }
+            }
+        }
+
+        fn set_integer(&mut self, index: usize, value: i64) -> Result<()> {
+            self.2.set_integer(index, value)
         }
     }
     let [(to_a, from_b), (to_b, from_a)] = [channel(), channel()];
-    let meetings = [("a", Meeting(to_b, from_b)), ("b", Meeting(to_a, from_a))];
+    let meetings = [
+        ("a", Meeting(to_b, from_b, Taker::default())),
+        ("b", Meeting(to_a, from_a, Taker::default())),
+    ];
     std::thread::scope(|scope| {
         for (name, mut host) in meetings {
             scope.spawn(move || {

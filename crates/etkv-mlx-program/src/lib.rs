@@ -26,7 +26,7 @@ pub use describe::{
     OperationCount, PassDescription, ProgramDescription,
 };
 pub use dtype::{dtype_of, item_size, name as dtype_name};
-pub use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Passes, Sampling};
+pub use etkv_delegate::{Argument, Host, LoadOptions, LogitsRows, Passes, Sampling};
 pub use generation::{End, Generated, Generation, GenerationOptions, Prompt, RunAhead};
 #[doc(hidden)]
 pub use ops::limits::set_most_bytes;

@@ -67,8 +67,9 @@ fn values(array: &Array) -> Result<Vec<f32>> {
 fn bytes_of(array: &Array) -> Result<Vec<u8>> {
     let flat = array.contiguous()?;
     flat.eval()?;
-    let bytes = crate::mlx::bytes(&flat)?;
-    Ok(bytes.to_vec())
+    let mut bytes = vec![0; flat.nbytes()];
+    crate::mlx::copy_to(&flat, &mut bytes)?;
+    Ok(bytes)
 }
 
 fn pool_of(format: KvFormat, rows: &Array) -> Result<Box<dyn Pool>> {

@@ -1,7 +1,7 @@
 //! The arguments of a call, checked.
 
 use etkv_core::{fail, Result};
-use etkv_host::Argument;
+use etkv_delegate::Argument;
 
 use crate::tensor::{Dtype, Tensor};
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use etkv_core::{fail, Result};
-use etkv_host::{Argument, Host, LoadOptions, LogitsRows};
+use etkv_delegate::{Argument, Host, LoadOptions, LogitsRows};
 use tracing::{trace, warn};
 
 use super::forward::{Forward, Run};
@@ -88,7 +88,7 @@ impl Call {
         }
     }
 
-    /// Carries the call out and hands its output to `host`, in the dtype of this ExecuTorch number.
+    /// Carries the call out and writes its output where `host` places it, in the dtype of this ExecuTorch number.
     ///
     /// # Errors
     /// [`NoCache`](etkv_core::Status::NoCache) if the program was loaded without a cache, those of
@@ -110,7 +110,10 @@ impl Call {
         }
         let done = match &self.0 {
             Op::SelectRows(selected) => rows::select(*selected, &inputs[0], host),
-            Op::SelectByCapacity(chosen) => host.take(std::slice::from_ref(&inputs[*chosen])),
+            Op::SelectByCapacity(chosen) => {
+                let chosen = &inputs[*chosen];
+                rows::copy(host, chosen.shape(), chosen.bytes())
+            }
             Op::Attend { call, forward: Some(forward) } => {
                 let run = Run { inputs, output_type: output_types[0], host, parallel };
                 forward

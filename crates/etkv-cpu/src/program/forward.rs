@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use etkv_core::{fail, CacheRegistry, Entry, Result};
-use etkv_host::{Argument, Host};
+use etkv_delegate::{Argument, Host};
 use tracing::info;
 
 use super::argument;
@@ -14,7 +14,6 @@ use super::TARGET;
 use crate::attend::attend_into;
 use crate::attention::Workspace;
 use crate::backend::{ProgramCache, CPU_BACKEND};
-use crate::memory::Memory;
 use crate::parallel::Parallel;
 
 /// The forwards of a loaded method on its cache, one at a time.
@@ -43,7 +42,6 @@ struct State {
     /// Those of the call.
     given: Vec<i32>,
     workspace: Workspace,
-    out: Option<Memory>,
 }
 
 /// The method that this thread loads: ExecuTorch makes its delegates one after another.
@@ -185,15 +183,21 @@ impl Forward {
         let &[_, heads, n, _] = q.shape();
         let shape = [1, heads, n, spec.v.head_dim() as i32];
         let size = shape[1..].iter().map(|&size| size as usize).product::<usize>() * dtype.size();
-        let State { workspace, out, .. } = state;
-        let start = Memory::at_least(out, size)?.as_ptr();
-        // SAFETY: the block has `size` bytes, is aligned to a cache line, and is this call's alone.
-        unsafe { attend_into(&q, &spec, call.scale, start, dtype, workspace, parallel)? };
+        let out = host.place(0, &shape, size)?;
+        let start = out.as_mut_ptr();
+        if out.len() != size || start.align_offset(dtype.size()) != 0 {
+            fail!(
+                Shape,
+                "output: expected {size} aligned bytes for shape {shape:?}, got {}",
+                out.len()
+            );
+        }
+        // SAFETY: the host's memory has `size` bytes and is aligned, and this call alone borrows it.
+        unsafe {
+            attend_into(&q, &spec, call.scale, start, dtype, &mut state.workspace, parallel)?
+        };
         // A view that is kept would turn the moves of a commit into copies.
         drop(spec);
-        // SAFETY: as above, and no one writes to it until the host has taken it.
-        let bytes = unsafe { std::slice::from_raw_parts(start, size) };
-        host.take(&[Argument::tensor(output_type, &shape, bytes)])?;
         if call.call + 1 == self.n_calls {
             cache.commit()?;
         }

@@ -5,7 +5,7 @@
 use etkv_core::{Error, Result, Status};
 use etkv_cpu::program::Call;
 use etkv_cpu::Serial;
-use etkv_host::{Argument, Host, LoadOptions};
+use etkv_delegate::{Argument, Host, LoadOptions};
 
 /// Elements of a row.
 pub const DIM: usize = 8;
@@ -22,19 +22,24 @@ pub struct Taker {
 }
 
 impl Host for Taker {
-    fn take(&mut self, outputs: &[Argument]) -> Result<()> {
+    fn place(&mut self, index: usize, shape: &[i32], n_bytes: usize) -> Result<&mut [u8]> {
+        assert_eq!(index, 0);
         if self.refuses {
             return Err(Error::new(Status::Shape, "no room"));
         }
-        let [output] = outputs else { panic!("{} outputs", outputs.len()) };
-        self.shape = output.shape().to_vec();
-        self.values = output
-            .bytes()
-            .chunks_exact(4)
-            .map(|bytes| f32::from_ne_bytes(bytes.try_into().unwrap()))
-            .collect();
-        Ok(())
+        self.shape = shape.to_vec();
+        self.values = vec![0.0; n_bytes / 4];
+        Ok(bytes_mut(&mut self.values))
     }
+
+    fn set_integer(&mut self, _: usize, _: i64) -> Result<()> {
+        panic!("an output is an integer");
+    }
+}
+
+fn bytes_mut(values: &mut [f32]) -> &mut [u8] {
+    // SAFETY: all bits are bytes, and all bytes are floats.
+    unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
 }
 
 /// The payload of a call in which a layer attends.

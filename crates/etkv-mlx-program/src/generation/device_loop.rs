@@ -1,7 +1,7 @@
 //! Answers, token by token.
 
 use etkv_core::CacheConfig;
-use etkv_host::LogitsRows;
+use etkv_delegate::LogitsRows;
 
 use super::ahead::{release, roll_back, Ahead};
 use super::answer::{check_prompts, Answer, Prompt};

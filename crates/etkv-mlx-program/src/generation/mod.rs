@@ -14,7 +14,7 @@ mod sampler;
 mod step;
 mod warm_up;
 
-use etkv_host::Sampling;
+use etkv_delegate::Sampling;
 
 pub use self::answer::Prompt;
 pub use self::device_loop::Generation;

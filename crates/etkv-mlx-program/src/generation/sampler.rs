@@ -1,6 +1,6 @@
 //! Chooses tokens on the device, as [`Sampling::choose`] does on the host.
 
-use etkv_host::Sampling;
+use etkv_delegate::Sampling;
 use mlx_rs::ops::indexing::argmax_axis;
 use mlx_rs::ops::{arange, concatenate, select, softmax_axis, sort_axis};
 use mlx_rs::transforms::async_eval;

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::time::Instant;
 
 use etkv_core::{Growth, LayerPolicy, MemoryBudget};
-use etkv_host::LogitsRows;
+use etkv_delegate::LogitsRows;
 use tracing::{debug, info};
 
 use super::{last_rows, withdraw, Sampler};

@@ -6,10 +6,10 @@ use smallvec::SmallVec;
 use crate::dtype::dtype_of;
 use crate::error::{fail, Result};
 use crate::ir::{Int, IntValue, Out, Value};
-use etkv::mlx::{self, slice_axis, HostBytes, Mlx};
+use etkv::mlx::{self, slice_axis, Mlx};
 use etkv::AttendSpec;
 use etkv::{MlxCache, Step};
-use etkv_host::Argument;
+use etkv_delegate::Host;
 
 /// The elements of an integer input. Those of a step of few tokens need no allocation.
 pub type HostInts = SmallVec<[i64; 4]>;
@@ -225,7 +225,7 @@ impl<'c, 's> Frame<'c, 's> {
         let made = outputs
             .iter()
             .map(|out| match *out {
-                Out::Tensor(value) => Ok(Output::Tensor(self.tensor(value)?.clone(), 0)),
+                Out::Tensor(value) => Ok(Output::Tensor(self.tensor(value)?.clone())),
                 Out::Tensors(..) => fail!(Internal, "an output of a chain is several tensors"),
                 Out::Int(value) => Ok(Output::Int(self.int_value(value)?)),
             })
@@ -243,8 +243,8 @@ pub type Outputs = SmallVec<[Output; 4]>;
 
 /// An output of a chain.
 pub enum Output {
-    /// A tensor, with ExecuTorch's number of its dtype, or 0 before [`of_type`](Self::of_type).
-    Tensor(Array, i8),
+    /// A tensor.
+    Tensor(Array),
     /// An integer.
     Int(i32),
 }
@@ -254,9 +254,8 @@ impl Output {
     /// row-major.
     pub fn of_type(self, scalar_type: i8) -> Result<Self> {
         Ok(match self {
-            Self::Tensor(array, _) => {
-                let array = mlx::cast(&array, dtype_of(scalar_type)?)?.contiguous()?;
-                Self::Tensor(array, scalar_type)
+            Self::Tensor(array) => {
+                Self::Tensor(mlx::cast(&array, dtype_of(scalar_type)?)?.contiguous()?)
             }
             int => int,
         })
@@ -267,7 +266,7 @@ impl Output {
     /// # Errors
     /// [`Unsupported`](etkv::Status::Unsupported) for a tensor of another shape.
     pub fn keep_last_row(&mut self) -> Result<()> {
-        if let Self::Tensor(array, _) = self {
+        if let Self::Tensor(array) = self {
             let &[1, rows, _] = array.shape() else {
                 let shape = array.shape();
                 fail!(Unsupported, "cannot leave out rows of logits of shape {shape:?}, expected [1, T, vocabulary]; load with logits=all");
@@ -280,7 +279,7 @@ impl Output {
     /// Returns the tensor, if the output is one.
     pub fn tensor(&self) -> Option<&Array> {
         match self {
-            Self::Tensor(array, _) => Some(array),
+            Self::Tensor(array) => Some(array),
             Self::Int(_) => None,
         }
     }
@@ -290,16 +289,16 @@ impl Output {
         self.tensor().map_or(Ok(()), mlx::wait)
     }
 
-    /// Returns the elements of a tensor for the host, once they are computed. An integer has none.
-    pub fn read(&self) -> Result<HostBytes<'_>> {
-        self.tensor().map_or(Ok(HostBytes::InPlace(&[])), mlx::bytes)
-    }
-
-    /// Returns the output for the host, with what was [read](Self::read).
-    pub fn argument<'a>(&'a self, read: &'a HostBytes<'_>) -> Argument<'a> {
+    /// Gives the output to the host, once it is computed.
+    ///
+    /// # Errors
+    /// Those of the host, and [`Backend`](etkv::Status::Backend).
+    pub fn give(&self, mlx: &mut Mlx, index: usize, host: &mut dyn Host) -> Result<()> {
         match self {
-            Self::Tensor(array, scalar_type) => Argument::tensor(*scalar_type, array.shape(), read),
-            Self::Int(number) => Argument::of(i64::from(*number)),
+            Self::Tensor(array) => {
+                mlx.copy_to(array, host.place(index, array.shape(), array.nbytes())?)
+            }
+            Self::Int(number) => Ok(host.set_integer(index, i64::from(*number))?),
         }
     }
 }

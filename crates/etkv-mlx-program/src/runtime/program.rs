@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use etkv_core::CacheRegistry;
-use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Passes};
+use etkv_delegate::{Argument, Host, LoadOptions, LogitsRows, Passes};
 use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
@@ -171,11 +171,11 @@ impl Program {
     }
 
     /// Runs the program once, converts each output tensor to the dtype in `output_types` (numbers of
-    /// ExecuTorch's `ScalarType`, one for each output), and hands the outputs to `host`. With a
+    /// ExecuTorch's `ScalarType`, one for each output), and writes the outputs where `host` places them. With a
     /// cache, this is one step on it. The step commits if `host` takes the outputs, and is rolled
     /// back otherwise.
     ///
-    /// Other threads may use MLX while this one waits for the device and while the host copies.
+    /// Other threads may use MLX while this one waits for the device and copies in main memory.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument), [`Shape`](Status::Shape) and
@@ -221,11 +221,9 @@ impl Loaded {
         mlx.outside(|| made.iter().try_for_each(Output::wait))
             .and_then(|()| mlx.outside(|| kept.iter().try_for_each(mlx::wait)))
             .inspect_err(|error| self.buffers.give_up(error))?;
-        // Inside: on a GPU this copies the elements to where the host can read them.
-        let read: SmallVec<[_; 4]> = made.iter().map(Output::read).collect::<Result<_>>()?;
-        let outputs: SmallVec<[_; 4]> =
-            made.iter().zip(&read).map(|(output, read)| output.argument(read)).collect();
-        mlx.outside(|| host.take(&outputs))?;
+        for (index, output) in made.iter().enumerate() {
+            output.give(&mut mlx, index, host)?;
+        }
         match step {
             Some(step) => self.stream.run(&mlx, || Ok(step.commit(&[])?)),
             None => Ok(()),
@@ -310,7 +308,7 @@ impl Loaded {
         let logits = self.logits_at.and_then(|at| outputs.get(at..=at)).unwrap_or_default();
         match frame.finish(logits)? {
             (made, Some(step)) => match made.into_iter().next() {
-                Some(Output::Tensor(logits, _)) => Ok((logits, step)),
+                Some(Output::Tensor(logits)) => Ok((logits, step)),
                 _ => fail!(Unsupported, "cannot choose tokens: no output can be logits"),
             },
             (_, None) => {
@@ -430,7 +428,7 @@ fn load_constants(
     init.run(&mut frame).map_err(|error| error.at("init chain"))?;
     let (made, _) = frame.finish(&init.chain().outputs)?;
     for (output, target) in made.into_iter().zip(&graph.init_targets) {
-        if let Output::Tensor(array, _) = output {
+        if let Output::Tensor(array) = output {
             array.eval()?;
             constants[target.0 as usize] = Some(array);
         }

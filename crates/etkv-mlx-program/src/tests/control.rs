@@ -91,7 +91,7 @@ fn execute(program: &Program, inputs: &[Input]) -> Result<Vec<(Vec<i32>, Vec<f32
         .collect();
     let mut made = Made::default();
     program.execute(&inputs, &vec![FLOAT32; program.n_outputs()], &mut made)?;
-    Ok(made.0)
+    Ok(made.floats())
 }
 
 // ---- Choices ----------------------------------------------------------------

@@ -24,7 +24,7 @@ fn run(
         held.iter().map(|(shape, bytes)| Argument::tensor(FLOAT32, shape, bytes)).collect();
     let mut made = Made::default();
     program.execute(&arguments, &vec![FLOAT32; n_made as usize], &mut made).unwrap();
-    made.0
+    made.floats()
 }
 
 #[test]

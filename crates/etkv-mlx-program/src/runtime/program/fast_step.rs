@@ -1,6 +1,6 @@
 //! Steps that a program's executor runs in place of the interpreter.
 
-use etkv_host::{Argument, Host};
+use etkv_delegate::{Argument, Host};
 use mlx_rs::Dtype;
 use smallvec::SmallVec;
 
@@ -54,12 +54,12 @@ impl Loaded {
             StepOutputs::Logits(logits, hidden) => {
                 let mut made = [Some(logits), hidden];
                 made.swap(0, signature.logits_at);
-                let outputs: SmallVec<[Argument; 2]> = output_types
-                    .iter()
-                    .zip(made.iter().flatten())
-                    .map(|(&of, (bytes, shape))| Argument::tensor(of, shape, bytes))
-                    .collect();
-                Ok(mlx.outside(|| host.take(&outputs))?)
+                mlx.outside(|| {
+                    for (index, (bytes, shape)) in made.iter().flatten().enumerate() {
+                        host.place(index, shape, bytes.len())?.copy_from_slice(bytes);
+                    }
+                    Ok(())
+                })
             }
             StepOutputs::Chosen(_) => fail!(Internal, "a step chose ids in place of logits"),
         };

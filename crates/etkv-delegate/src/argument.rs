@@ -93,9 +93,16 @@ unsafe fn slice<'a, T>(data: *const T, n: usize) -> &'a [T] {
 
 /// The host that runs a program.
 pub trait Host {
-    /// Receives the outputs of a run, in order. They are valid for the call.
+    /// Gives the output at `index` a shape, and returns its memory: `n_bytes` bytes, aligned to its elements, which a
+    /// run writes, row-major. A run that fails later may have written there.
     ///
     /// # Errors
-    /// Returns an error if the outputs do not fit. The step is then rolled back.
-    fn take(&mut self, outputs: &[Argument]) -> Result<()>;
+    /// [`Shape`](etkv_core::Status::Shape) if the output does not take the shape. The step is then rolled back.
+    fn place(&mut self, index: usize, shape: &[i32], n_bytes: usize) -> Result<&mut [u8]>;
+
+    /// Sets the output at `index`, an integer.
+    ///
+    /// # Errors
+    /// [`Shape`](etkv_core::Status::Shape) if the output is no integer. The step is then rolled back.
+    fn set_integer(&mut self, index: usize, value: i64) -> Result<()>;
 }
