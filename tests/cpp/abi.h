@@ -68,6 +68,8 @@ static inline void* untouched(void) {
 }
 #define UNTOUCHED untouched()
 
+#define CHECK_OK(call) CHECK_INT(call, ETKV_OK)
+
 /* A call's refusal: its status, and a message that says `words`. */
 static inline void check_refused(
     int line,

@@ -1,29 +1,23 @@
 """libetkv exports what the C headers declare and one symbol for the delegate; the tests of the C interface call it all.
 
-``exports.py NM LIBRARY INCLUDE TEST...``, of which the last are executables
+``exports.py NM CC LIBRARY INCLUDE TEST...``, of which the last are executables
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
+
+from abi_table import Headers
 
 PRIVATE = "etkv_private_"
 """What libetkv_mlx_backend asks for, which the two agree on between them."""
 
 
-def declared(include: Path) -> set[str]:
-    """The functions that the C headers mark as exported. ``etkv.h`` includes all of these headers."""
-    umbrella = (include / "etkv" / "etkv.h").read_text()
-    headers = {path for path in (include / "etkv").glob("*.h") if path.name != "etkv.h"}
-    included = {include / name for name in re.findall(r'^#include "(etkv/\w+\.h)"$', umbrella, re.MULTILINE)}
-    if headers != included:
-        raise SystemExit(f"etkv.h includes other headers than there are: {sorted(map(str, headers ^ included))}")
-    text = "\n".join(path.read_text() for path in sorted(headers))
-    text = re.sub(r"/\*.*?\*/|^#.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
-    return set(re.findall(r"\bETKV_API\b[^;(]*?\b(\w+)\s*\(", text))
+def declared(include: Path, cc: str, names: list[str]) -> set[str]:
+    """The functions of some headers, with those that they include."""
+    return set(Headers(include, cc, names).functions)
 
 
 def exported(nm: str, library: Path) -> set[str]:
@@ -44,11 +38,13 @@ def called_by(nm: str, test: Path) -> set[str]:
     return {symbol.removeprefix("_") if sys.platform == "darwin" else symbol for symbol in symbols.stdout.split()}
 
 
-def main(nm: str, library: Path, include: Path, *tests: Path) -> int:
-    functions = declared(include)
+def main(nm: str, cc: str, library: Path, include: Path, *tests: Path) -> int:
+    functions = declared(include, cc, sorted(path.name for path in (include / "etkv").glob("*.h")))
+    in_umbrella = declared(include, cc, ["etkv.h"])
     symbols = exported(nm, library)
     called = {name for test in tests for name in called_by(nm, test)}
     failures = [
+        *(f"{name} is declared, and etkv.h does not include it" for name in sorted(functions - in_umbrella)),
         *(f"{name} is declared, but not exported" for name in sorted(functions - symbols)),
         *(f"{name} is exported, but not declared" for name in sorted(symbols - functions)),
         *(f"{name} is called in no test" for name in sorted(functions - called)),
@@ -62,4 +58,4 @@ def main(nm: str, library: Path, include: Path, *tests: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], *map(Path, sys.argv[2:])))
+    sys.exit(main(sys.argv[1], sys.argv[2], *map(Path, sys.argv[3:])))
