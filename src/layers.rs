@@ -8,10 +8,10 @@ use mlx_rs::Array;
 use parking_lot::Mutex;
 
 use crate::attention::{AttendSpec, Mask};
-use crate::backend::ProgramCache;
 use crate::config::LayerPolicy;
 use crate::error::{fail, Result};
 use crate::mlx;
+use crate::store::MlxStore;
 
 /// The forwards of a host on a cache. The first layer opens a step, and the last one commits it.
 ///
@@ -24,11 +24,7 @@ use crate::mlx;
 /// holds the positions with unknown rows: rewind them, or clear the cache.
 pub struct Forwards {
     cache: SharedCache,
-    program: ProgramCache,
-    /// The positions of the open step; empty outside one.
-    positions: Vec<i32>,
-    /// Whether each layer was called in the open step.
-    done: Vec<bool>,
+    forwards: etkv_core::Forwards<MlxStore>,
     /// Whether the host can apply a mask.
     masks: bool,
 }
@@ -37,11 +33,10 @@ impl Forwards {
     /// Makes forwards on `cache`. The caller must not write rows to it otherwise meanwhile.
     ///
     /// # Errors
-    /// Those of [`SharedCache::program`] and [`SharedCache::lock`].
+    /// Those of [`SharedCache::program`].
     pub fn new(cache: SharedCache) -> Result<Self> {
-        let program = cache.program()?;
-        let n_layers = cache.lock()?.config().layers.len();
-        Ok(Self { cache, program, positions: Vec::new(), done: vec![false; n_layers], masks: true })
+        let forwards = etkv_core::Forwards::new(cache.program()?, cache.n_layers());
+        Ok(Self { cache, forwards, masks: true })
     }
 
     /// Makes forwards for a host with causal attention only. Queries that need a mask are refused
@@ -65,10 +60,10 @@ impl Forwards {
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
     pub fn offset(&self, layer: usize) -> Result<i32> {
-        match (self.positions.first(), self.positions.last(), self.done.get(layer)) {
-            (_, Some(last), Some(true)) => Ok(last + 1),
-            (Some(first), _, _) => Ok(*first),
-            _ => Ok(self.cache.lock()?.next_position()?),
+        match self.forwards.positions() {
+            [.., last] if self.forwards.has_made(layer) => Ok(last + 1),
+            [first, ..] => Ok(*first),
+            [] => Ok(self.cache.lock()?.next_position()?),
         }
     }
 
@@ -102,67 +97,30 @@ impl Forwards {
         v: &Array,
         work: impl FnOnce(&AttendSpec) -> Result<T>,
     ) -> Result<T> {
-        let had = self.done.get(layer).copied().unwrap_or(false);
-        if had || self.positions != positions {
+        if self.forwards.has_made(layer) || self.forwards.positions() != positions {
             self.abort();
         }
-        let result = mlx::run(|| self.in_step(layer, positions, k, v, work));
-        if result.is_err() {
-            self.abort();
-        }
-        result
+        let masks = self.masks;
+        mlx::run(|| {
+            self.forwards.call((layer, layer), positions, k, v, |spec| {
+                if !masks && matches!(spec.mask, Mask::Explicit(_)) {
+                    fail!(
+                        Unsupported,
+                        "{} queries from position {} of layer {layer} need a mask, which this face has no \
+                         place for",
+                        positions.len(),
+                        positions[0]
+                    );
+                }
+                work(spec)
+            })
+        })
     }
 
     /// Rolls back an unfinished forward, as dropping does. Does nothing without one.
     pub fn abort(&mut self) {
-        if !self.positions.is_empty() {
-            let _held = mlx::hold();
-            // A poisoned cache has no step to roll back.
-            if let Ok(mut cache) = self.program.lock() {
-                cache.abort();
-            }
-            self.close();
-        }
-    }
-
-    fn in_step<T>(
-        &mut self,
-        layer: usize,
-        positions: &[i32],
-        k: &Array,
-        v: &Array,
-        work: impl FnOnce(&AttendSpec) -> Result<T>,
-    ) -> Result<T> {
-        let mut cache = self.program.lock()?;
-        if self.positions.is_empty() {
-            cache.begin(positions)?;
-            self.positions.extend_from_slice(positions);
-        }
-        let spec = cache.update_and_fetch(layer, k, v)?;
-        if !self.masks && matches!(spec.mask, Mask::Explicit(_)) {
-            fail!(
-                Unsupported,
-                "{} queries from position {} of layer {layer} need a mask, which this face has no \
-                 place for",
-                positions.len(),
-                positions[0]
-            );
-        }
-        let made = work(&spec)?;
-        // A view that is kept would turn the moves of a commit into copies.
-        drop(spec);
-        self.done[layer] = true;
-        if self.done.iter().all(|&done| done) {
-            cache.commit()?;
-            drop(cache);
-            self.close();
-        }
-        Ok(made)
-    }
-
-    fn close(&mut self) {
-        self.positions.clear();
-        self.done.fill(false);
+        let _held = mlx::hold();
+        self.forwards.abort();
     }
 }
 

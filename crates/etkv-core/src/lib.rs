@@ -32,6 +32,7 @@ mod cache;
 pub mod config;
 pub mod error;
 pub mod format;
+mod forwards;
 mod growth;
 pub mod memory;
 mod planes;
@@ -52,6 +53,7 @@ pub use cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeC
 pub use config::{CacheConfig, LayerConfig, LayerGroups, LayerPolicy};
 pub use error::{Error, Result, Status};
 pub use format::{KvFormat, Packing};
+pub use forwards::Forwards;
 pub use growth::Growth;
 pub use memory::{Bytes, LayerMemory, Memory};
 pub use planes::{Element, PlaneFormat};

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 use crate::cache::{AttendCache, Cache};
 use crate::error::{fail, Result};
@@ -24,6 +24,8 @@ pub struct SharedCache {
     /// The store's name.
     store: &'static str,
     facts: Arc<Facts>,
+    /// The programs that were loaded with the cache, the newest last.
+    bound: Arc<Mutex<Vec<Weak<dyn Any + Send + Sync>>>>,
 }
 
 /// The facts of a cache, which are read without its lock.
@@ -60,7 +62,13 @@ impl SharedCache {
             cache: Mutex::new(cache),
         });
         let program: ProgramCache<C::Store> = Shared(place.clone());
-        Self { cache: Shared(place), program: Arc::new(program), store: C::Store::NAME, facts }
+        Self {
+            cache: Shared(place),
+            program: Arc::new(program),
+            store: C::Store::NAME,
+            facts,
+            bound: Arc::default(),
+        }
     }
 
     /// Returns the name of the kind. This and the next four do not wait for the lock, and answer
@@ -116,6 +124,25 @@ impl SharedCache {
                 self.store
             ),
         }
+    }
+
+    /// Notes a program, or what a backend keeps of one, that was loaded with this cache. The cache does not keep it
+    /// alive.
+    pub fn bind<T: Any + Send + Sync>(&self, program: &Arc<T>) {
+        let program: Weak<T> = Arc::downgrade(program);
+        let mut bound = self.bound();
+        bound.retain(|other| other.strong_count() > 0);
+        bound.push(program);
+    }
+
+    /// Returns what was [bound](Self::bind) of this type and is alive, the newest first.
+    pub fn bound_programs<T: Any + Send + Sync>(&self) -> Vec<Arc<T>> {
+        let alive = self.bound().iter().rev().filter_map(Weak::upgrade).collect::<Vec<_>>();
+        alive.into_iter().filter_map(|program| program.downcast().ok()).collect()
+    }
+
+    fn bound(&self) -> MutexGuard<'_, Vec<Weak<dyn Any + Send + Sync>>> {
+        self.bound.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns whether both are the same cache.

@@ -3,8 +3,9 @@
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::ThreadId;
 
-use etkv_core::{fail, CacheRegistry, Entry, Result};
+use etkv_core::{fail, CacheRegistry, Entry, Forwards, Result};
 use etkv_delegate::{Argument, Host};
 use tracing::info;
 
@@ -13,13 +14,16 @@ use super::payload::Attend;
 use super::TARGET;
 use crate::attend::attend_into;
 use crate::attention::Workspace;
-use crate::backend::{ProgramCache, CPU_BACKEND};
+use crate::backend::CPU_BACKEND;
 use crate::parallel::Parallel;
+use crate::store::CpuStore;
 
 /// The forwards of a loaded method on its cache, one at a time.
 pub struct Forward {
-    cache: ProgramCache,
-    n_calls: usize,
+    program: String,
+    /// The thread that loads it, and whether each of its calls is there: ExecuTorch makes the delegates of a method one
+    /// after another.
+    loading: Mutex<(ThreadId, Vec<bool>)>,
     state: Mutex<State>,
 }
 
@@ -33,28 +37,14 @@ pub struct Run<'a> {
 }
 
 /// What changes from call to call.
-#[derive(Default)]
 struct State {
-    /// The call that comes next. The step is open unless it is 0.
-    next: usize,
-    /// The positions of the open step.
-    positions: Vec<i32>,
-    /// Those of the call.
+    forwards: Forwards<CpuStore>,
+    /// The positions of the call.
     given: Vec<i32>,
     workspace: Workspace,
 }
 
-/// The method that this thread loads: ExecuTorch makes its delegates one after another.
-struct Loading {
-    program: String,
-    key: String,
-    /// Whether each of its calls is there.
-    had: Vec<bool>,
-    forward: Weak<Forward>,
-}
-
 thread_local! {
-    static LOADING: RefCell<Option<Loading>> = const { RefCell::new(None) };
     /// The forward whose step this thread opened last: ExecuTorch makes the calls of a forward on one
     /// thread.
     static OPEN: RefCell<Weak<Forward>> = const { RefCell::new(Weak::new()) };
@@ -67,7 +57,7 @@ pub fn abort_forward() {
     let open = OPEN.try_with(|open| open.take().upgrade()).ok().flatten();
     if let Some(forward) = open {
         if let Ok(mut state) = forward.state() {
-            forward.abort(&mut state);
+            state.forwards.abort();
         }
     }
 }
@@ -99,28 +89,12 @@ impl Forward {
     /// for a cache of another backend, and [`Shape`](etkv_core::Status::Shape) for a cache with
     /// another number of layers.
     pub fn of_call(call: &Attend, key: &str) -> Result<Arc<Self>> {
-        LOADING.with(|loading| {
-            let loading = &mut *loading.borrow_mut();
-            if let Some(method) = loading {
-                if let Some(forward) = method.join(call, key) {
-                    return Ok(forward);
-                }
-            }
-            let forward = Arc::new(Self::bind(key, call)?);
-            let mut had = vec![false; call.n_calls];
-            had[call.call] = true;
-            *loading = Some(Loading {
-                program: call.program.clone(),
-                key: key.to_owned(),
-                had,
-                forward: Arc::downgrade(&forward),
-            });
-            Ok(forward)
-        })
-    }
-
-    fn bind(key: &str, call: &Attend) -> Result<Self> {
         let entry = entry_of(key)?;
+        let joined =
+            entry.cache.bound_programs::<Self>().into_iter().find(|old| old.joins(call, key));
+        if let Some(forward) = joined {
+            return Ok(forward);
+        }
         let n_layers = entry.cache.n_layers();
         if n_layers != call.n_layers {
             fail!(
@@ -129,8 +103,33 @@ impl Forward {
                 call.n_layers
             );
         }
-        let cache = entry.cache.program()?;
-        Ok(Self { cache, n_calls: call.n_calls, state: Mutex::default() })
+        let mut had = vec![false; call.n_calls];
+        had[call.call] = true;
+        let forwards = Forwards::new(entry.cache.program()?, call.n_calls);
+        let state = State { forwards, given: Vec::new(), workspace: Workspace::default() };
+        let forward = Arc::new(Self {
+            program: call.program.clone(),
+            loading: Mutex::new((std::thread::current().id(), had)),
+            state: Mutex::new(state),
+        });
+        entry.cache.bind(&forward);
+        Ok(forward)
+    }
+
+    /// Takes a call, if it belongs to the method that this thread loads. Returns whether it did.
+    fn joins(&self, call: &Attend, key: &str) -> bool {
+        let mut loading = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
+        let (thread, had) = &mut *loading;
+        let lacks = self.program == call.program
+            && *thread == std::thread::current().id()
+            && had.get(call.call) == Some(&false);
+        if lacks {
+            had[call.call] = true;
+            if had.iter().all(|&had| had) {
+                info!(target: TARGET, calls = had.len(), key, "a program is loaded");
+            }
+        }
+        lacks
     }
 
     /// Carries out a call. An error rolls the step back.
@@ -145,74 +144,11 @@ impl Forward {
         if call.call == 0 {
             OPEN.with(|open| open.replace(Arc::downgrade(self)));
         }
-        let done = self.attend_now(&mut state, call, run);
-        match done {
-            Ok(()) => state.next = (call.call + 1) % self.n_calls,
-            Err(_) => self.abort(&mut state),
+        let done = attend_now(&mut state, call, run);
+        if done.is_err() {
+            state.forwards.abort();
         }
         done
-    }
-
-    fn attend_now(&self, state: &mut State, call: &Attend, run: Run) -> Result<()> {
-        let Run { inputs, output_type, host, parallel } = run;
-        let [q, k, v, positions] = call.inputs.map(|i| &inputs[i]);
-        let q = argument::rows(q, "queries")?;
-        let (k, v) = (argument::rows(k, "keys")?, argument::rows(v, "values")?);
-        argument::positions(positions, &mut state.given)?;
-        if call.call == 0 {
-            // An operator between the calls of the last forward failed.
-            self.abort(state);
-        } else if state.next != call.call {
-            fail!(
-                Step,
-                "expected call {} of a forward, got call {}: run whole forwards, one at a time",
-                state.next,
-                call.call
-            );
-        } else if state.given != state.positions {
-            fail!(Position, "expected the positions of the forward's first layer, got others");
-        }
-        let mut cache = self.cache.lock()?;
-        if call.call == 0 {
-            copy(&state.given, &mut state.positions)?;
-            cache.begin(&state.positions)?;
-            state.next = 1;
-        }
-        let spec = cache.update_and_fetch(call.layer, &k, &v)?;
-        let dtype = argument::dtype(output_type).map_err(|error| error.at("output"))?;
-        let &[_, heads, n, _] = q.shape();
-        let shape = [1, heads, n, spec.v.head_dim() as i32];
-        let size = shape[1..].iter().map(|&size| size as usize).product::<usize>() * dtype.size();
-        let out = host.place(0, &shape, size)?;
-        let start = out.as_mut_ptr();
-        if out.len() != size || start.align_offset(dtype.size()) != 0 {
-            fail!(
-                Shape,
-                "output: expected {size} aligned bytes for shape {shape:?}, got {}",
-                out.len()
-            );
-        }
-        // SAFETY: the host's memory has `size` bytes and is aligned, and this call alone borrows it.
-        unsafe {
-            attend_into(&q, &spec, call.scale, start, dtype, &mut state.workspace, parallel)?
-        };
-        // A view that is kept would turn the moves of a commit into copies.
-        drop(spec);
-        if call.call + 1 == self.n_calls {
-            cache.commit()?;
-        }
-        Ok(())
-    }
-
-    /// Rolls an open step back.
-    fn abort(&self, state: &mut State) {
-        if state.next != 0 {
-            state.next = 0;
-            // A poisoned cache has no step to roll back.
-            if let Ok(mut cache) = self.cache.lock() {
-                cache.abort();
-            }
-        }
     }
 
     fn state(&self) -> Result<MutexGuard<'_, State>> {
@@ -228,34 +164,36 @@ impl Forward {
     }
 }
 
-/// Makes `to` the same positions.
-fn copy(from: &[i32], to: &mut Vec<i32>) -> Result<()> {
-    to.clear();
-    argument::reserve(to, from.len())?;
-    to.extend_from_slice(from);
-    Ok(())
-}
-
-impl Drop for Forward {
-    fn drop(&mut self) {
-        let mut state =
-            std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
-        self.abort(&mut state);
+fn attend_now(state: &mut State, call: &Attend, run: Run) -> Result<()> {
+    let Run { inputs, output_type, host, parallel } = run;
+    let State { forwards, given, workspace } = state;
+    let [q, k, v, positions] = call.inputs.map(|i| &inputs[i]);
+    let q = argument::rows(q, "queries")?;
+    let (k, v) = (argument::rows(k, "keys")?, argument::rows(v, "values")?);
+    argument::positions(positions, given)?;
+    let next = forwards.n_made();
+    if call.call == 0 {
+        // An operator between the calls of the last forward failed.
+        forwards.abort();
+    } else if next != call.call {
+        fail!(
+            Step,
+            "expected call {next} of a forward, got call {}: run whole forwards, one at a time",
+            call.call
+        );
     }
-}
-
-impl Loading {
-    /// Returns the forward if the call is the next of this method.
-    fn join(&mut self, call: &Attend, key: &str) -> Option<Arc<Forward>> {
-        let same = self.program == call.program
-            && self.key == key
-            && self.had.get(call.call) == Some(&false);
-        // All calls of an earlier load are gone: it failed.
-        let forward = self.forward.upgrade().filter(|_| same)?;
-        self.had[call.call] = true;
-        if self.had.iter().all(|&had| had) {
-            info!(target: TARGET, calls = self.had.len(), key, "a program is loaded");
+    forwards.call((call.call, call.layer), given, &k, &v, |spec| {
+        let dtype = argument::dtype(output_type).map_err(|error| error.at("output"))?;
+        let &[_, heads, n, _] = q.shape();
+        let shape = [1, heads, n, spec.v.head_dim() as i32];
+        let size = shape[1..].iter().map(|&size| size as usize).product::<usize>() * dtype.size();
+        let out = host.place(0, &shape, size)?;
+        let start = out.as_mut_ptr();
+        if out.len() != size || start.align_offset(dtype.size()) != 0 {
+            let found = out.len();
+            fail!(Shape, "output: expected {size} aligned bytes for shape {shape:?}, got {found}");
         }
-        Some(forward)
-    }
+        // SAFETY: the host's memory has `size` bytes and is aligned, and this call alone borrows it.
+        unsafe { attend_into(&q, spec, call.scale, start, dtype, workspace, parallel) }
+    })
 }

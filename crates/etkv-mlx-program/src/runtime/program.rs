@@ -6,7 +6,7 @@ mod fast_step;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use etkv_core::CacheRegistry;
+use etkv_core::{CacheRegistry, SharedCache};
 use etkv_delegate::{Argument, Host, LoadOptions, LogitsRows, Passes};
 use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
@@ -90,7 +90,8 @@ impl Program {
     ) -> Result<Self> {
         let mut graph = decode(payload::read(payload)?)?;
         // Before the constants, because reading these takes longest.
-        let cache = options.cache_key.as_deref().map(|key| bind(&mut graph, key)).transpose()?;
+        let bound = options.cache_key.as_deref().map(|key| bind(&mut graph, key)).transpose()?;
+        let (shared, cache) = bound.unzip();
         let mlx = mlx::enter()?;
         mlx.run(|| {
             let target = Target {
@@ -136,7 +137,10 @@ impl Program {
                 cuts_logits,
                 stream: ProgramStream::new(&mlx)?,
             }));
-            bound::add(&program);
+            bound::add_named(&program);
+            if let Some(shared) = &shared {
+                shared.bind(&program.0);
+            }
             Ok(program)
         })
     }
@@ -356,7 +360,7 @@ fn prepare(
 }
 
 /// Returns the cache under `key`, if the program can use it, and makes the choices that depend on it.
-fn bind(graph: &mut Graph, key: &str) -> Result<ProgramCache> {
+fn bind(graph: &mut Graph, key: &str) -> Result<(SharedCache, ProgramCache)> {
     let entry = CacheRegistry::global().get(key)?;
     if entry.backend_id != MLX_BACKEND {
         fail!(
@@ -388,7 +392,7 @@ fn bind(graph: &mut Graph, key: &str) -> Result<ProgramCache> {
         debug!(target: TARGET, limit, "the capacity is beyond a limit of the program");
         entry.cache.lock()?.pass_limit(limit)?;
     }
-    Ok(bound)
+    Ok((entry.cache, bound))
 }
 
 fn tensor_inputs(inputs: &[InputSpec]) -> usize {

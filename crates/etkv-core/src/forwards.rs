@@ -1,0 +1,139 @@
+//! The forwards of a host that calls a cache layer by layer.
+
+use crate::error::{Error, Result, Status};
+use crate::shared::ProgramCache;
+use crate::store::{Spec, Store};
+
+/// The forwards of a host on a cache, one at a time. The first call opens a step, and the step commits once each call
+/// was made. A call that fails rolls the step back, and so does dropping an unfinished forward.
+pub struct Forwards<S: Store> {
+    program: ProgramCache<S>,
+    /// The positions of the open step; empty outside one.
+    positions: Vec<i32>,
+    /// Whether each call was made in the open step.
+    made: Vec<bool>,
+}
+
+impl<S: Store> Forwards<S> {
+    /// Returns forwards of `n_calls` calls each. The caller must not write rows to the cache otherwise meanwhile.
+    pub fn new(program: ProgramCache<S>, n_calls: usize) -> Self {
+        Self { program, positions: Vec::new(), made: vec![false; n_calls] }
+    }
+
+    /// Returns the positions of the open step; none outside one.
+    pub fn positions(&self) -> &[i32] {
+        &self.positions
+    }
+
+    /// Returns whether this call was made in the open step.
+    pub fn has_made(&self, call: usize) -> bool {
+        self.made.get(call).copied().unwrap_or(false)
+    }
+
+    /// Returns the number of calls that were made in the open step.
+    pub fn n_made(&self) -> usize {
+        self.made.iter().filter(|&&made| made).count()
+    }
+
+    /// Makes a call: writes a layer's new rows, and returns the result of `work` on what its queries attend to. If
+    /// `work` fails, the forward is rolled back, even in its last call: a forward commits only if the host has all of
+    /// its results.
+    ///
+    /// # Errors
+    /// - [`Step`](crate::Status::Step) for a call that was made already, and
+    ///   [`Position`](crate::Status::Position) for positions other than those of the first call.
+    /// - Those of [`AttendCache::begin`](crate::AttendCache::begin),
+    ///   [`update_and_fetch`](crate::AttendCache::update_and_fetch) and [`commit`](crate::AttendCache::commit), and
+    ///   those of `work`.
+    pub fn call<T, E: From<Error>>(
+        &mut self,
+        (call, layer): (usize, usize),
+        positions: &[i32],
+        k: &S::Tensor,
+        v: &S::Tensor,
+        work: impl FnOnce(&Spec<S>) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let made = self.call_now((call, layer), positions, k, v, work);
+        if made.is_err() {
+            self.abort();
+        }
+        made
+    }
+
+    fn call_now<T, E: From<Error>>(
+        &mut self,
+        (call, layer): (usize, usize),
+        positions: &[i32],
+        k: &S::Tensor,
+        v: &S::Tensor,
+        work: impl FnOnce(&Spec<S>) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let mut cache = self.program.lock()?;
+        if self.positions.is_empty() {
+            let n = positions.len();
+            if self.positions.try_reserve(n).is_err() {
+                return Err(no_memory(n).into());
+            }
+            self.positions.extend_from_slice(positions);
+            if let Err(error) = cache.begin(positions) {
+                // No step is open, or another owner's.
+                self.positions.clear();
+                return Err(error.into());
+            }
+        } else if self.positions != positions {
+            return Err(other_positions().into());
+        }
+        if self.has_made(call) {
+            return Err(made_twice(call).into());
+        }
+        let spec = cache.update_and_fetch(layer, k, v)?;
+        let result = work(&spec)?;
+        // A view that is kept would turn the moves of a commit into copies.
+        drop(spec);
+        if let Some(made) = self.made.get_mut(call) {
+            *made = true;
+        }
+        if self.made.iter().all(|&made| made) {
+            cache.commit()?;
+            drop(cache);
+            self.close();
+        }
+        Ok(result)
+    }
+
+    /// Rolls back an unfinished forward, as dropping does. Does nothing without one.
+    pub fn abort(&mut self) {
+        if !self.positions.is_empty() {
+            // A poisoned cache has no step to roll back.
+            if let Ok(mut cache) = self.program.lock() {
+                cache.abort();
+            }
+            self.close();
+        }
+    }
+
+    fn close(&mut self) {
+        self.positions.clear();
+        self.made.fill(false);
+    }
+}
+
+impl<S: Store> Drop for Forwards<S> {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
+
+fn no_memory(n: usize) -> Error {
+    let text = format!("out of memory: {n} positions; free memory or take fewer tokens at a time");
+    Error::new(Status::Backend, text)
+}
+
+fn other_positions() -> Error {
+    let text = "expected the positions of the forward's first layer, got others";
+    Error::new(Status::Position, text)
+}
+
+fn made_twice(call: usize) -> Error {
+    Error::new(Status::Step, format!("call {call} of a forward comes twice"))
+}
