@@ -1,102 +1,75 @@
-"""The base of the reference caches: forwards as transactions, admission, formats."""
+"""What all kinds of caches share, and the cache of one sequence.
+
+A forward is a transaction: its tokens go to copies of their sequences, which replace them when every layer is called.
+What is refused raises :class:`StatusError` with the status of the native caches, and changes nothing.
+"""
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from etkv.config import CacheConfig
-from etkv.errors import Status, StatusError, status_error
-from etkv.reference.attention import attention, check_dtypes, check_queries
-from etkv.reference.errors import at_least, integer, invalid
-from etkv.reference.limits import limits_of
-from etkv.reference.rows import RowStore, TokenKv, stack
-from etkv.reference.window import Sight, WindowLayerGroup
+from etkv.config import DEFAULT_MAX_STEP_TOKENS, CacheConfig
+from etkv.errors import CapacityError, PositionError, Status, StatusError, StepError
+from etkv.reference.attention import attention
+from etkv.reference.config import Formats, check_config, check_formats, formats_of
+from etkv.reference.errors import check_range, integer, invalid
+from etkv.reference.formats import FLOATS, format_of
+from etkv.reference.tokens import Token, TokenSequence, Window, distinct
 
-Given = tuple[Tensor, Tensor, Tensor]
-"""The keys and values that queries attend to, and the mask."""
-
-
-@dataclass
-class Call:
-    """The call of a layer in a forward."""
-
-    k: Tensor
-    v: Tensor
-    """The rows as passed."""
-    rows: list[TokenKv]
-    """The rows as stored."""
-    given: Given
+Members = tuple[int, ...]  # the sequences that a token belongs to
+Fetched = tuple[Tensor, Tensor, Tensor]  # the keys and values that queries attend to, and the mask
 
 
 @dataclass
 class Step:
-    """An open forward. It changes nothing before every layer is called."""
+    """A forward. It changes nothing before every layer is called."""
 
-    positions: list[int]
-    tokens: list[int]
-    """The numbers of the tokens."""
-    history: list[int]
-    """Tokens that the queries may see, besides the step's own."""
-    seen: list[set[int]]
-    """For each query the tokens that it may see. Its position and the window restrict them."""
-    commit: Callable[[], None]
-    """Adds the tokens to the cache."""
-    calls: dict[int, Call] = field(default_factory=dict)
-    """The calls by layer, in their order."""
-    again: set[int] = field(default_factory=set)
-    """The layers called again, from the first layer on. They may belong to a new forward with the same positions."""
-    masks: dict[Sight, Tensor] = field(default_factory=dict)
+    tokens: list[Token]  # the new ones
+    history: list[Token]  # the others that are read
+    seen: list[set[Token]]  # for each query the tokens that it may see, which windows restrict
+    sequences: dict[int, TokenSequence]  # those that get new tokens, as they will be
+    calls: dict[int, tuple[Tensor, Tensor, Fetched]] = field(default_factory=dict)  # by layer: k and v, and the result
+    masks: dict[Window, Tensor] = field(default_factory=dict)
 
-    def answer(self, layer: int, k: Tensor, v: Tensor) -> Given | None:
-        """Returns the result of a layer that is called again with the same rows.
-
-        Returns None if the layer was not called yet, or had other rows.
-        """
-        call = self.calls.get(layer)
-        if call is None or not (_same(call.k, k) and _same(call.v, v)):
-            return None
-        if layer == next(iter(self.calls)):
-            self.again = {layer}
-        elif self.again:
-            self.again.add(layer)
-        return call.given
+    def mask(self, window: Window) -> Tensor:
+        """Returns the mask ``[T, L]`` of a layer: the tokens that its queries see. Equal windows share it."""
+        if window not in self.masks:
+            read = [*self.history, *self.tokens]
+            self.masks[window] = torch.tensor(
+                [
+                    [token in seen and window.sees(query.position, token.position) for token in read]
+                    for query, seen in zip(self.tokens, self.seen, strict=True)
+                ]
+            )
+        return self.masks[window]
 
 
 class ReferenceCache(ABC):
     """A KV cache in plain PyTorch. Tests compare the results and the errors of the native caches with it.
 
-    Use it on one thread. It is slow: a step creates a Python object for each token of the history in each layer.
+    Use it on one thread. It is slow: it has a Python object for each token, and compares each query with each of them.
     """
 
     kind: ClassVar[str]
-    shares_rows: ClassVar[bool] = False
-    """True if queries read rows of other sequences, which the mask hides."""
+    max_sequences: ClassVar[int]
 
     def __init__(self, config: CacheConfig) -> None:
-        """Makes an empty cache. Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for an invalid config."""
+        """Makes an empty cache. Refuses an invalid config."""
+        check_config(config)
         self.config = config
-        self._limits = limits_of(config)
-        self._store = RowStore(config, self._limits)
-        self._groups = {
-            sight: WindowLayerGroup(sight, self._limits.max_step_tokens, config.capacity)
-            for sight in dict.fromkeys(self._limits.sights)
-            if sight.window
-        }
-        self._positions: dict[int, int] = {}
-        """The position of each token that the cache holds."""
-        self._numbers = itertools.count()
-        self._step: Step | None = None
-        self._last: Step | None = None
-        """The last forward, until the next change: layers that share keys and values may be called again."""
-
-    # ---- Queries of a runner ---------------------------------------------
+        self._max_step_tokens = config.max_step_tokens or DEFAULT_MAX_STEP_TOKENS
+        step = min(self._max_step_tokens, config.capacity)
+        self._windows = [Window(layer.window, layer.sinks, step, config.capacity) for layer in config.layers]
+        self._step: Step | None = None  # the open forward
+        self._last: Step | None = None  # the last forward, until the next change: its layers may be called again
+        self.clear()
 
     @property
     def capacity(self) -> int:
@@ -104,47 +77,44 @@ class ReferenceCache(ABC):
         return self.config.capacity
 
     @property
-    @abstractmethod
     def length(self) -> int:
         """Returns the number of positions held. One that several sequences share counts once."""
+        return len(distinct(self._sequences))
 
     def can_extend(self, n: int = 1) -> bool:
         """Returns whether ``n`` more positions fit."""
         n = integer("n", n)
-        at_least(0, "n", n)
+        check_range("n", n, 0)
         return n <= self.capacity - self.length
 
     @property
     def formats(self) -> tuple[str, str]:
         """Returns the present formats of keys and values."""
-        k_format, v_format = self._store.formats
-        return k_format.name, v_format.name
+        return self._formats[0].name, self._formats[1].name
 
     @abstractmethod
     def rewindable_to(self) -> int:
         """Returns the least length other than 0 that the only sequence can be rewound to."""
 
-    # ---- Changes by a runner ---------------------------------------------
-
     @abstractmethod
     def rewind(self, length: int) -> None:
-        """Removes the positions from ``length`` on, of the only sequence."""
+        """Removes the positions from ``length`` on, of the only sequence; 0 removes all of them."""
 
     def clear(self, *, release: bool = False) -> None:
         """Removes every position and restores the formats of the config. There are no buffers to ``release``."""
         self._refuse_in_step("clear the cache")
-        self._forget_all()
-        self._store.clear()
-        self._positions.clear()
-        for group in self._groups.values():
-            group.clear()
+        formats, floats = formats_of(self.config)
+        self._awaits_quantization = self.config.quantized_kv_start > 0
+        self._formats = (floats, floats) if self._awaits_quantization else formats
+        self._sequences = [self._empty() for _ in range(self.max_sequences)]
+        self._declared: list[Members] | None = None  # the sequences of the next step's tokens
 
     def convert(self, k_format: str, v_format: str) -> None:
         """Converts stored and future rows to other formats, until the cache is cleared."""
         self._refuse_in_step("convert the cache")
-        self._store.convert(k_format, v_format)
-
-    # ---- Steps of a program ----------------------------------------------
+        formats = format_of(k_format), format_of(v_format)
+        check_formats(formats, self.config)
+        self._convert(formats)
 
     def update_and_attend(
         self,
@@ -161,41 +131,39 @@ class ReferenceCache(ABC):
         ``q`` is ``[1, n_heads, T, k_head_dim]``, ``k`` ``[1, n_kv_heads, T, k_head_dim]`` and ``v``
         ``[1, n_kv_heads, T, v_head_dim]``; the result is ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``.
 
-        A forward begins with the call of the first layer. It commits once every layer is called with the same
-        positions, in any order. A layer that is called again with the same rows only attends: layers that share keys
-        and values do so. A layer that is called with other rows, or other positions, begins a new forward. So does the
-        call after a refused one. An unfinished forward is rolled back.
-
-        Raises :class:`StatusError` if the inputs do not fit or the cache refuses the step. The forward is rolled back.
+        A forward commits once every layer is called with the same positions, in any order. A layer that is called again
+        with the same rows only attends: layers that share keys and values do so. A layer with other rows begins a new
+        forward, in which the layers called before it keep their rows. So do other positions, without rows of before,
+        and the call after a refused one. An unfinished forward is rolled back.
         """
         try:
-            check_dtypes(q=q.dtype, k=k.dtype, v=v.dtype, out_dtype=out_dtype)
-            check_queries(q, k, v)
+            self._check_inputs(layer, len(positions), q=q)
+            _check_dtype("out_dtype", out_dtype)
         except StatusError:
             self.abort()
             raise
-        keys, values, mask = self.update_and_fetch(layer, k, v, positions)
-        return attention(q, keys, values, mask, scale, out_dtype)
+        return attention(q, *self.update_and_fetch(layer, k, v, positions), scale, out_dtype)
 
-    def update_and_fetch(self, layer: int, k: Tensor, v: Tensor, positions: Sequence[int]) -> Given:
+    def update_and_fetch(self, layer: int, k: Tensor, v: Tensor, positions: Sequence[int]) -> Fetched:
         """Writes a layer's rows, and returns the keys, the values and the mask for its queries.
 
         The keys ``[1, n_kv_heads, L, k_head_dim]`` and values ``[1, n_kv_heads, L, v_head_dim]`` are all that are
-        stored, in float32, the new ones last. The mask ``[T, L]`` is true where a query sees a key. Layers of equal
-        windows get the same mask.
+        stored, in float32, the new ones last. The mask ``[T, L]`` is true where a query sees a key.
         """
         try:
             positions = [integer("a position", position) for position in positions]
-            had = self._step or self._last
-            if had is None or had.positions != positions:
+            self._check_inputs(layer, len(positions), k=k, v=v)
+            step = self._step or self._last
+            if step is None or positions != [token.position for token in step.tokens]:
                 self.abort()
-                return self._in_step(layer, k, v, positions)
-            given = had.answer(layer, k, v)
-            if given is not None:
-                return given
-            if layer in had.calls or had is self._last:
-                self._begin_anew(had, layer)
-            return self._in_step(layer, k, v, positions)
+            elif layer in step.calls:
+                old_k, old_v, fetched = step.calls[layer]
+                if _same(k, old_k) and _same(v, old_v):
+                    return fetched
+                self.abort()
+                for other in itertools.takewhile(lambda called: called != layer, step.calls):
+                    self._write(other, *step.calls[other][:2], positions)
+            return self._write(layer, k, v, positions)
         except BaseException:
             self.abort()
             raise
@@ -204,120 +172,155 @@ class ReferenceCache(ABC):
         """Rolls the open forward back. Does nothing without one."""
         self._step = self._last = None
 
-    def _begin_anew(self, had: Step, layer: int) -> None:
-        """Begins a forward with the positions of the forward before it, ``had``.
-
-        The layers in ``had.again`` were already called for the new forward. Their rows were the same as before, so they
-        were treated as layers that share rows.
-        """
-        self.abort()
-        if had.again and layer not in had.again:
-            self._step = self._plan(had.positions)
-            self._step.calls = {other: call for other, call in had.calls.items() if other in had.again}
-
-    def _in_step(self, layer: int, k: Tensor, v: Tensor, positions: list[int]) -> Given:
-        step = self._step
-        if step is None:
-            step = self._step = self._plan(positions)
-        n_layers = len(self.config.layers)
-        if not 0 <= integer("layer_id", layer) < n_layers:
-            raise status_error(Status.SHAPE, f"expected a layer from 0 to {n_layers - 1}, got {layer}")
-        fresh = self._store.encode(layer, k, v, len(positions))
-        if self.shares_rows:
-            self._store.check_values(layer, v)
-        keys, values = stack([*self._store.get(layer, step.history), *fresh])
-        given = keys, values, self._mask(step, self._limits.sights[layer])
+    def _write(self, layer: int, k: Tensor, v: Tensor, positions: list[int]) -> Fetched:
+        step = self._step = self._step or self._plan(positions)
+        keys, values = (stored_as.stored(rows[0]) for stored_as, rows in zip(self._formats, (k, v), strict=True))
+        self._check_values(layer, values if self._formats[1].is_float else v)
+        for index, token in enumerate(step.tokens):
+            token.rows[layer] = keys[:, index], values[:, index]
+        rows = [token.rows[layer] for token in (*step.history, *step.tokens)]
+        keys, values = (torch.stack(one, dim=1).unsqueeze(0) for one in zip(*rows, strict=True))
+        fetched = keys, values, step.mask(self._windows[layer])
         # The host may overwrite the tensors that it passed.
-        step.calls[layer] = Call(k.detach().clone(), v.detach().clone(), fresh, given)
-        if len(step.calls) == n_layers:
-            self._finish(step)
-        return given
-
-    def _mask(self, step: Step, sight: Sight) -> Tensor:
-        """Returns the mask ``[T, L]`` of a step: true where a query sees a token that is read."""
-        if sight not in step.masks:
-            at = {**self._positions, **dict(zip(step.tokens, step.positions, strict=True))}
-            step.masks[sight] = torch.tensor(
-                [
-                    [token in seen and sight.sees(position, at[token]) for token in [*step.history, *step.tokens]]
-                    for position, seen in zip(step.positions, step.seen, strict=True)
-                ]
-            )
-        return step.masks[sight]
-
-    def _finish(self, step: Step) -> None:
-        for layer, call in step.calls.items():
-            self._store.put(layer, step.tokens, call.rows)
-        self._positions.update(zip(step.tokens, step.positions, strict=True))
-        self._step, self._last = None, step
-        step.commit()
-        self._settle()
-
-    def _settle(self) -> None:
-        """Removes rows without an owner, and converts the others if ``quantized_kv_start`` is reached."""
-        held = self._held()
-        self._store.keep(held)
-        self._positions = {token: self._positions[token] for token in held}
-        self._store.convert_at(self._committed())
-
-    # ---- Defined by each kind --------------------------------------------
+        step.calls[layer] = k.detach().clone(), v.detach().clone(), fetched
+        if len(step.calls) == len(self.config.layers):
+            self._step, self._last, self._declared = None, step, None
+            self._put(step.sequences)
+        return fetched
 
     @abstractmethod
     def _plan(self, positions: list[int]) -> Step:
         """Returns a step for tokens at these positions. Raises :class:`StatusError` if the cache refuses it."""
 
-    @abstractmethod
-    def _held(self) -> list[int]:
-        """Returns the tokens that the cache holds."""
+    def _step_of(self, positions: list[int], owners: list[Members], sequences: dict[int, TokenSequence]) -> Step:
+        """Returns a step whose tokens belong to ``owners``. Adds them to ``sequences``, which are copies."""
+        if len(owners) != len(positions):
+            raise invalid(f"the step has {len(positions)} tokens, but begin_step declared {len(owners)}")
+        history = distinct(sequences.get(number, one) for number, one in enumerate(self._sequences))
+        step = Step([Token(position) for position in positions], history, [set() for _ in positions], sequences)
+        for index, (token, members) in enumerate(zip(step.tokens, owners, strict=True)):
+            for number in members:
+                sequence, tree = sequences[number], sequences[number].tree
+                if tree.parents and (len(members) > 1 or not tree.n_pending):
+                    told = f"a tree of {len(tree.parents)} nodes, {tree.n_pending} of them for this step"
+                    raise StepError(f"sequence {number} carries {told}; it takes no other tokens before its commit")
+                if token.position != sequence.expected:
+                    place = f"token {index} of the step, the next of sequence {number}"
+                    raise PositionError(f"expected position {sequence.expected} for {place}, got {token.position}")
+                step.seen[index] |= sequence.append(token)
+        return step
 
-    @abstractmethod
-    def _forget_all(self) -> None:
-        """Removes every token."""
-
-    def _committed(self) -> int:
-        """Returns the number of positions held, without candidates."""
-        return self.length
-
-    # ---- Shared by the kinds ---------------------------------------------
-
-    def _new_tokens(self, n: int) -> list[int]:
-        return list(itertools.islice(self._numbers, n))
-
-    def _refuse_in_step(self, what: str) -> None:
-        if self._step is not None:
-            raise status_error(Status.STEP, f"cannot {what} in the middle of a step")
-        self._last = None
+    def _check_room(self, step: Step) -> None:
+        free, n_tokens = self.capacity - len(step.history), len(step.tokens)
+        if n_tokens > free:
+            raise CapacityError(f"a step of {n_tokens} tokens does not fit: {free} of {self.capacity} cells are free")
 
     def _check_count(self, n_tokens: int) -> None:
-        """Raises :class:`StatusError` with ``CAPACITY`` for more tokens of a sequence than windows can roll back."""
-        for group in self._groups.values():
-            if group.drops and n_tokens > group.max_step_tokens:
-                raise status_error(
-                    Status.CAPACITY,
-                    f"a step of {n_tokens} tokens: the window layers take at most max_step_tokens, "
-                    f"{group.max_step_tokens}",
-                )
+        """Refuses more tokens of a sequence than windows can roll back."""
+        for window in self._windows:
+            if window.drops and n_tokens > window.step:
+                raise CapacityError(f"{n_tokens} tokens: the window layers take at most max_step_tokens, {window.step}")
 
-    def _check_floats(self, n_tokens: int, length: int) -> None:
-        """Raises :class:`StatusError` with ``CAPACITY`` for more positions in float than the memory estimate allows."""
-        most = self._limits.most_floats
-        if self._store.awaits_conversion and length > most:
-            raise status_error(
-                Status.CAPACITY,
-                f"a step of {n_tokens} tokens would store {length} positions in {self._limits.float_format.name}, the "
-                f"most is {most}: quantized_kv_start - 1, and max_step_tokens {self._limits.max_step_tokens}; "
-                "take smaller steps",
-            )
+    def _check_floats(self, length: int) -> None:
+        """Refuses more positions in float than the memory estimate allows."""
+        most = min(max(self.config.quantized_kv_start - 1, 0) + self._max_step_tokens, self.capacity)
+        if self._awaits_quantization and length > most:
+            told = f"{length} positions in {self.formats[0]}, the most is {most}"
+            raise CapacityError(f"{told}: quantized_kv_start - 1, and max_step_tokens {self._max_step_tokens}")
 
-    def _exact_from(self, sequence: int, positions: Sequence[int]) -> int:
-        """Returns the least position at which a query sees none of these positions that windows have dropped."""
-        return max((group.exact_from(sequence, positions) for group in self._groups.values()), default=0)
+    def _check_values(self, layer: int, values: Tensor) -> None:
+        """Refuses values that are not finite if there may be other sequences, which would read NaN.
+
+        The native caches read masked rows with weight 0, and 0 times infinity is NaN.
+        """
+        if self.max_sequences > 1 and not torch.isfinite(values).all():
+            raise invalid(f"a value of layer {layer} is not finite as {self.formats[1]}; other sequences would read it")
+
+    def _check_exact(self, following: int, *sequences: TokenSequence) -> None:
+        """Refuses a sequence that goes on at ``following`` if its next query would see positions that are dropped."""
+        least = max(sequence.exact_from for sequence in sequences)
+        if 0 < following < least:
+            dropped = "the window layers have dropped what a query there sees"
+            raise PositionError(f"cannot go on at {following}: {dropped}; a sequence can at 0, or at {least} or later")
+
+    def _put(self, sequences: dict[int, TokenSequence]) -> None:
+        """Replaces sequences by what they have become. Quantizes all if there are enough, without candidates."""
+        for number, sequence in sequences.items():
+            if not sequence.tree.parents:
+                sequence.drop()
+            self._sequences[number] = sequence
+        n_committed = len({token for one in self._sequences for token in one.tokens.values()})
+        if self._awaits_quantization and n_committed >= self.config.quantized_kv_start:
+            self._convert(formats_of(self.config)[0])
+
+    def _convert(self, formats: Formats) -> None:
+        for token in distinct(self._sequences):
+            for layer, rows in token.rows.items():
+                changes = zip(self._formats, formats, rows, strict=True)
+                token.rows[layer] = tuple(row if old.name == new.name else new.stored(row) for old, new, row in changes)
+        self._formats = formats
+        # An explicit conversion is not undone later.
+        self._awaits_quantization = False
+
+    def _empty(self) -> TokenSequence:
+        return TokenSequence({window: set() for window in self._windows if window.drops})
+
+    def _refuse_in_step(self, what: str) -> None:
+        if self._step:
+            raise StepError(f"cannot {what} in the middle of a step")
+        self._last = None
+
+    def _check_inputs(self, layer: int, n_tokens: int, **tensors: Tensor) -> None:
+        """Refuses ``q``, ``k`` or ``v`` of another dtype or shape than the layer's."""
+        n_layers = len(self.config.layers)
+        if not 0 <= integer("layer_id", layer) < n_layers:
+            raise StatusError(f"expected a layer from 0 to {n_layers - 1}, got {layer}", Status.SHAPE)
+        if n_tokens == 0:
+            raise invalid("a step needs at least 1 token")
+        config = self.config.layers[layer]
+        for name, tensor in tensors.items():
+            _check_dtype(name, tensor.dtype)
+            shape, n_kv_heads = list(tensor.shape), config.n_kv_heads
+            head_dim = config.value_dim if name == "v" else config.k_head_dim
+            share = max(shape[1] // n_kv_heads, 1) if name == "q" and len(shape) == 4 else 1
+            if shape != [1, n_kv_heads * share, n_tokens, head_dim]:
+                heads = f"{n_kv_heads} or a multiple" if name == "q" else f"{n_kv_heads}"
+                expected = f"{name} of shape [1, {heads}, {n_tokens}, {head_dim}] for layer {layer}"
+                raise StatusError(f"expected {expected}, got {shape}", Status.SHAPE)
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in FLOATS.values():
+        raise StatusError(f"expected {name} in float32, float16 or bfloat16, got {dtype}", Status.DTYPE)
 
 
 def _same(rows: Tensor, others: Tensor) -> bool:
-    return bool(rows.dtype == others.dtype and rows.device == others.device and torch.equal(rows, others))
+    return rows.dtype == others.dtype and rows.device == others.device and torch.equal(rows, others)
 
 
-def refuse_empty(positions: Sequence[int]) -> None:
-    if not positions:
-        raise invalid("a step needs at least 1 token")
+class ContiguousCache(ReferenceCache):
+    """One sequence. A step at its length appends. A step below its length first rewinds to its start."""
+
+    kind = "contiguous"
+    max_sequences = 1
+
+    def rewindable_to(self) -> int:
+        return self._sequences[0].exact_from
+
+    def rewind(self, length: int) -> None:
+        self._refuse_in_step("rewind the cache")
+        if not 0 <= integer("length", length) <= self.length:
+            raise PositionError(f"cannot rewind to length {length}: the sequence has {self.length} positions")
+        self._check_exact(length, self._sequences[0])
+        self._sequences[0] = self._sequences[0].part(range(length))
+
+    def _plan(self, positions: list[int]) -> Step:
+        start, n_tokens = positions[0], len(positions)
+        if not 0 <= start <= self.length:
+            raise PositionError(f"a step begins at position {start}; expected 0 to {self.length}, which is the next")
+        step = self._step_of(positions, [(0,)] * n_tokens, {0: self._sequences[0].part(range(start))})
+        self._check_room(step)
+        self._check_exact(start, self._sequences[0])
+        self._check_count(n_tokens)
+        self._check_floats(start + n_tokens)
+        return step

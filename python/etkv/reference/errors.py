@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from etkv.errors import NoCacheError, Status, StatusError, status_error
+from etkv.errors import NoCacheError, Status, StatusError
 
 
 class NoActiveCacheError(NoCacheError, RuntimeError):
@@ -19,14 +19,11 @@ class NoActiveCacheError(NoCacheError, RuntimeError):
 
 
 def invalid(message: str) -> StatusError:
-    return status_error(Status.INVALID_ARGUMENT, message)
+    return StatusError(message, Status.INVALID_ARGUMENT)
 
 
 def integer(name: str, value: Any) -> int:
-    """Returns ``value``, an integer of Python, numpy or torch, as an int.
-
-    Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for all else, also for bools and floats.
-    """
+    """Returns ``value``, an integer of Python, numpy or torch, as an int. Refuses all else, also bools and floats."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -35,6 +32,7 @@ def integer(name: str, value: Any) -> int:
     raise invalid(f"expected {name} as an integer, got {value!r}")
 
 
-def at_least(least: int, name: str, value: int) -> None:
-    if value < least:
-        raise invalid(f"{name} is {value}, the least is {least}")
+def check_range(name: str, value: int, least: int, most: int = 2**31 - 1) -> None:
+    if not least <= value <= most:
+        limit = f"least is {least}" if value < least else f"most is {most}"
+        raise invalid(f"{name} is {value}, the {limit}")

@@ -1,7 +1,7 @@
 """The storage formats, and the rounding of rows by each.
 
 A row is one position of one KV head: the last axis of a tensor. No format mixes rows. Codes, scales and offsets are
-those of the native caches, so :func:`stored` returns the numbers that their attention reads, in float32.
+those of the native caches, so :meth:`Format.stored` returns the numbers that their attention reads, in float32.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from torch import Tensor
 
 from etkv.reference.errors import invalid
 
-FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-"""Formats that store rows unpacked, in a float dtype."""
-
-F16_MAX = 65504.0
-"""The largest float16, and so the limit of stored scales and offsets."""
-
-E4M3_MAX = 448.0
-"""The largest of the eight-bit floats with three bits of mantissa."""
-
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""The four-bit floats by their code, without signs."""
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}  # formats that store rows unpacked
+F16_MAX = 65504.0  # the largest float16, and so the limit of stored scales and offsets
+E4M3_MAX = 448.0  # the largest of the eight-bit floats with three bits of mantissa
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # the four-bit floats by their code, without signs
 
 
 @dataclass(frozen=True)
 class Planes:
     """Stored rows: one code for each element, and for each group of elements a scale and perhaps an offset.
 
-    ``codes`` have the shape of the rows; ``scales`` and ``offsets`` have one element a group in place of the last axis.
+    ``codes`` are numbers, not bits, and have the shape of the rows. ``scales`` and ``offsets`` have one element a group
+    in place of the last axis. Scales in uint8 are the exponents of powers of two, as the bits of a float32 hold them.
     """
 
     codes: Tensor
     scales: Tensor
     offsets: Tensor | None = None
+
+    def decode(self) -> Tensor:
+        """Returns the rows, in float32: codes times scales, plus offsets."""
+        scales = (self.scales.int() << 23).view(torch.float32) if self.scales.dtype == torch.uint8 else self.scales
+        groups: Tensor = self.codes.unflatten(-1, (scales.shape[-1], -1)) * scales.float().unsqueeze(-1)
+        return (groups if self.offsets is None else groups + self.offsets.float().unsqueeze(-1)).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -45,47 +45,40 @@ class Format:
     """A storage format."""
 
     name: str
-    granule: int
-    """head_dim is a multiple of this."""
-    encode: Callable[[Tensor], Planes] | None = None
-    decode: Callable[[Planes], Tensor] | None = None
+    granule: int  # head_dim is a multiple of this
+    encode: Callable[[Tensor], Planes] | None = None  # None for the floats
 
     @property
     def is_float(self) -> bool:
-        return self.name in FLOATS
+        return self.encode is None
 
-    def check(self, head_dim: int) -> None:
+    def check(self, head_dim: int, place: str = "") -> None:
         if head_dim % self.granule:
-            raise invalid(f"{self.name} takes a head_dim that is a multiple of {self.granule}, got head_dim {head_dim}")
+            takes = f"{self.name} takes a head_dim that is a multiple of {self.granule}"
+            raise invalid(f"{place}{takes}, got head_dim {head_dim}")
 
     def stored(self, rows: Tensor) -> Tensor:
         """Returns rows in any float dtype as they are read back: float32, ``[..., head_dim]``.
 
         Values beyond the range of float16 become infinite in ``f16``, as in the native caches.
         """
-        if self.encode is None or self.decode is None:
+        if self.encode is None:
             return rows.to(FLOATS[self.name]).float()
-        return self.decode(self.encode(rows.float()))
+        return self.encode(rows.float()).decode()
 
 
 def format_of(name: str) -> Format:
-    """Returns the format of this name. ``affine4`` is ``affine4g32``.
-
-    Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for an unknown name.
-    """
+    """Returns the format of this name. ``affine4`` is ``affine4g32``."""
     if name in FLOATS:
         return Format(name, 1)
-    if name in _OTHERS:
-        granule, encode, decode = _OTHERS[name]
-        return Format(name, granule, encode, decode)
+    if name in _SCALED:
+        return Format(name, *_SCALED[name])
     affine = re.fullmatch(r"affine([234568])(?:g(32|64|128))?", name)
     if affine is None:
-        raise invalid(
-            f"unknown storage format `{name}`; available: f32, f16, bf16, affine<2|3|4|5|6|8>[g<32|64|128>], mxfp8, "
-            "mxfp4, nvfp4, row-int4, row-fp4"
-        )
+        known = ", ".join([*FLOATS, "affine<2|3|4|5|6|8>[g<32|64|128>]", *_SCALED])
+        raise invalid(f"unknown storage format `{name}`; available: {known}")
     bits, group = int(affine[1]), int(affine[2] or 32)
-    return Format(f"affine{bits}g{group}", group, lambda rows: affine_planes(rows, bits, group), affine_rows)
+    return Format(f"affine{bits}g{group}", group, lambda rows: affine_planes(rows, bits, group))
 
 
 def affine_planes(rows: Tensor, bits: int, group: int) -> Planes:
@@ -110,13 +103,6 @@ def affine_planes(rows: Tensor, bits: int, group: int) -> Planes:
     return Planes(codes.flatten(-2), scale.squeeze(-1).half(), offset.squeeze(-1).half())
 
 
-def affine_rows(planes: Planes) -> Tensor:
-    assert planes.offsets is not None
-    groups: Tensor = planes.codes.unflatten(-1, (planes.scales.shape[-1], -1))
-    scales, offsets = planes.scales.float().unsqueeze(-1), planes.offsets.float().unsqueeze(-1)
-    return (groups * scales + offsets).flatten(-2)
-
-
 def mx_planes(rows: Tensor, top: int, to_element: Callable[[Tensor], Tensor]) -> Planes:
     """Returns elements with a power of two as the scale of every 32: the layouts of OCP microscaling.
 
@@ -127,39 +113,24 @@ def mx_planes(rows: Tensor, top: int, to_element: Callable[[Tensor], Tensor]) ->
     peaks = groups.abs().amax(-1)
     # A positive float32 has 23 bits of mantissa below its exponent: a mantissa above 1.75 carries into the exponent.
     exponents = (peaks.view(torch.int32) + 0x001F_FFFF) >> 23
-    codes = (exponents.clamp(min=top) - top).clamp(max=254 - top)
-    inverse = ((254 - codes) << 23).view(torch.float32)
-    elements = to_element(groups * inverse.unsqueeze(-1))
-    return Planes(elements.flatten(-2), codes.to(torch.uint8))
-
-
-def mx_rows(planes: Planes) -> Tensor:
-    scales = (planes.scales.to(torch.int32) << 23).view(torch.float32)
-    return _scaled(planes.codes, scales)
+    scales = (exponents.clamp(min=top) - top).clamp(max=254 - top)
+    inverse = ((254 - scales) << 23).view(torch.float32)
+    return Planes(to_element(groups * inverse.unsqueeze(-1)).flatten(-2), scales.to(torch.uint8))
 
 
 def nvfp4_planes(rows: Tensor) -> Planes:
     """Returns E2M1 elements with an E4M3 scale for every 16, the largest magnitude over 6."""
     groups = rows.unflatten(-1, (-1, 16))
-    scales = to_e4m3((groups.abs().amax(-1) / 6.0).clamp(max=E4M3_MAX))
-    inverse = torch.where(scales == 0, torch.zeros_like(scales), scales.reciprocal())
+    scales = to_e4m3(groups.abs().amax(-1) / 6.0)
+    inverse = scales.masked_fill(scales == 0, 1.0).reciprocal()
     return Planes(to_e2m1(groups * inverse.unsqueeze(-1)).flatten(-2), scales)
-
-
-def nvfp4_rows(planes: Planes) -> Tensor:
-    return _scaled(planes.codes, planes.scales)
 
 
 def row_planes(rows: Tensor, most: float, to_element: Callable[[Tensor], Tensor]) -> Planes:
     """Returns elements with one float16 scale a row. The largest magnitude becomes ``most``."""
     scales = (rows.abs().amax(-1, keepdim=True) / most).clamp(max=F16_MAX).half()
     # A row of zeros has scale 0 and any elements.
-    divisors = torch.where(scales == 0, torch.ones_like(scales), scales).float()
-    return Planes(to_element(rows / divisors), scales)
-
-
-def row_rows(planes: Planes) -> Tensor:
-    return planes.codes * planes.scales.float()
+    return Planes(to_element(rows / scales.masked_fill(scales == 0, 1.0).float()), scales)
 
 
 def to_e2m1(values: Tensor) -> Tensor:
@@ -172,28 +143,15 @@ def to_e2m1(values: Tensor) -> Tensor:
 
 
 def to_e4m3(values: Tensor) -> Tensor:
-    """Returns the nearest eight-bit floats, ties to even, of values of at most 448."""
-    return values.to(torch.float8_e4m3fn).float()
+    """Returns the nearest eight-bit floats, ties to even. Magnitudes above 448 become 448."""
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
-def to_int4(values: Tensor) -> Tensor:
-    return values.round().clamp(-8.0, 7.0)
-
-
-def _clamped_e4m3(values: Tensor) -> Tensor:
-    return to_e4m3(values.clamp(-E4M3_MAX, E4M3_MAX))
-
-
-def _scaled(elements: Tensor, scales: Tensor) -> Tensor:
-    groups: Tensor = elements.unflatten(-1, (scales.shape[-1], -1))
-    return (groups * scales.unsqueeze(-1)).flatten(-2)
-
-
-# Elements are stored as numbers, not as bits.
-_OTHERS: dict[str, tuple[int, Callable[[Tensor], Planes], Callable[[Planes], Tensor]]] = {
-    "mxfp8": (32, lambda rows: mx_planes(rows, 8, _clamped_e4m3), mx_rows),
-    "mxfp4": (32, lambda rows: mx_planes(rows, 2, to_e2m1), mx_rows),
-    "nvfp4": (16, nvfp4_planes, nvfp4_rows),
-    "row-int4": (8, lambda rows: row_planes(rows, 7.0, to_int4), row_rows),
-    "row-fp4": (8, lambda rows: row_planes(rows, 6.0, to_e2m1), row_rows),
+_SCALED: dict[str, tuple[int, Callable[[Tensor], Planes]]] = {
+    "mxfp8": (32, lambda rows: mx_planes(rows, 8, to_e4m3)),
+    "mxfp4": (32, lambda rows: mx_planes(rows, 2, to_e2m1)),
+    "nvfp4": (16, nvfp4_planes),
+    "row-int4": (8, lambda rows: row_planes(rows, 7.0, lambda values: values.round().clamp(-8.0, 7.0))),
+    "row-fp4": (8, lambda rows: row_planes(rows, 6.0, to_e2m1)),
 }
+"""Formats without offsets: their granule, and their rows."""

@@ -1,0 +1,60 @@
+"""What a config must hold. The native caches check the same."""
+
+from __future__ import annotations
+
+from etkv.config import GROWTHS, CacheConfig
+from etkv.errors import StatusError
+from etkv.reference.errors import check_range, invalid
+from etkv.reference.formats import Format, format_of
+
+Formats = tuple[Format, Format]  # of keys and of values
+
+
+def check_config(config: CacheConfig) -> None:
+    """Refuses an invalid field. The message names the field, the value and the limit."""
+    if not config.layers:
+        raise invalid("a cache needs at least 1 layer")
+    for name in ("capacity", "max_step_tokens", "min_chunk", "quantized_kv_start"):
+        check_range(name, getattr(config, name), int(name == "capacity"))
+    if config.growth not in GROWTHS:
+        raise invalid(f"unknown growth {config.growth!r}; available: {', '.join(GROWTHS)}")
+    if config.min_chunk and config.growth not in ("doubling", "step"):
+        raise invalid(f"expected min_chunk 0 for growth {config.growth!r}, got {config.min_chunk}")
+    for index, layer in enumerate(config.layers):
+        for name in ("n_kv_heads", "k_head_dim"):
+            check_range(f"layer {index}: {name}", getattr(layer, name), 1)
+        check_range(f"layer {index}: v_head_dim", layer.value_dim, 1)
+        for name in ("window", "sinks"):
+            check_range(f"layer {index}: {name}", getattr(layer, name), 0)
+        if layer.sinks and not layer.window:
+            raise invalid(f"layer {index}: expected sinks 0 for a layer without a window, got {layer.sinks}")
+    check_formats(formats_of(config)[0], config)
+
+
+def check_formats(formats: Formats, config: CacheConfig) -> None:
+    """Refuses formats that do not fit the head_dim of a layer."""
+    for index, layer in enumerate(config.layers):
+        formats[0].check(layer.k_head_dim, f"layer {index}: keys: ")
+        formats[1].check(layer.value_dim, f"layer {index}: values: ")
+
+
+def formats_of(config: CacheConfig) -> tuple[Formats, Format]:
+    """Returns the formats of keys and values, and the float format that both have before ``quantized_kv_start``."""
+    keys, values, floats = (_format(config, field) for field in ("k_format", "v_format", "float_format"))
+    if config.quantized_kv_start and not floats.is_float:
+        raise invalid(f"expected float_format f32, f16 or bf16, got {config.float_format}")
+    return (keys, values), floats
+
+
+def _format(config: CacheConfig, field: str) -> Format:
+    """Returns the format of a field: the dtype that the layers are computed in where the config names none."""
+    name: str | None = getattr(config, field)
+    first = config.layers[0].dtype
+    for index, layer in enumerate(config.layers):
+        if name is None and layer.dtype != first and (field != "float_format" or config.quantized_kv_start):
+            dtypes = f"the dtype of layer {index} is {layer.dtype or 'unknown'}, that of layer 0 {first or 'unknown'}"
+            raise invalid(f"{field} is not set, and {dtypes}; set {field}")
+    try:
+        return format_of((first or "f16") if name is None else name)
+    except StatusError as error:
+        raise invalid(f"{field}: {error}") from None

@@ -1,0 +1,133 @@
+"""Tokens, the sequences and trees that hold them, and the positions that a query sees."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+ROOT = -1  # the parent of a node that follows the sequence itself
+
+
+@dataclass(eq=False)
+class Token:
+    """A token that a cache holds. Forks hold the same one."""
+
+    position: int
+    rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """Layer -> key ``[n_kv_heads, k_head_dim]`` and value ``[n_kv_heads, v_head_dim]``, float32, rounded as stored."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The positions that a layer's queries see, and those that the native caches hold for them.
+
+    The reference drops no rows. It tracks the positions that a native cache holds for one reason: a sequence cannot go
+    on where a query would see dropped positions, and both raise the same error for that.
+    """
+
+    size: int  # positions, including the query's own; 0 for all
+    sinks: int  # first positions, which are also seen
+    step: int  # the most tokens of one sequence in a step
+    capacity: int
+
+    def sees(self, query: int, position: int) -> bool:
+        """Returns whether a query at position ``query`` sees an earlier position of its own sequence."""
+        return self.size == 0 or position > query - self.size or position < self.sinks
+
+    @property
+    def slots(self) -> int:
+        """Returns the most positions of a sequence that a native cache holds."""
+        return min(self.sinks + self.size - 1 + 2 * self.step + max(self.step, self.size // 4), self.capacity)
+
+    @property
+    def drops(self) -> bool:
+        """Returns whether a sequence can be longer than the slots."""
+        return self.size > 0 and self.slots < self.capacity
+
+    def left(self, held: set[int], following: int) -> set[int]:
+        """Returns what is left of the positions held, after a step of a sequence whose next is ``following``.
+
+        Nothing is dropped while another step of ``step`` tokens fits. Then sinks stay, and so do the windows of the
+        next query and of a query ``step`` positions before, so that a step of any legal size can be rolled back.
+        """
+        first = following - (self.size - 1) - self.step
+        fits = len(held) <= self.slots - self.step
+        return {at for at in held if fits or at < self.sinks or at >= first}
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Candidates after a sequence, numbered in the order of their proposal. Without candidates there is no tree."""
+
+    parents: tuple[int, ...] = ()  # of each node; a parent comes before its children
+    tokens: tuple[Token, ...] = ()  # of the nodes that have run: all, or those before the last frontier
+
+    @property
+    def n_pending(self) -> int:
+        """Returns the number of nodes that the next step runs."""
+        return len(self.parents) - len(self.tokens)
+
+    def path(self, node: int) -> list[int]:
+        """Returns the nodes from the child of the sequence down to ``node``, including both."""
+        path: list[int] = []
+        while node != ROOT:
+            path.insert(0, node)
+            node = self.parents[node]
+        return path
+
+
+@dataclass
+class TokenSequence:
+    """A sequence: its tokens by position, and perhaps a tree of candidates, which takes all tokens until it ends."""
+
+    held: dict[Window, set[int]]  # the positions that a native cache holds, for each window that drops some
+    tokens: dict[int, Token] = field(default_factory=dict)
+    tree: Tree = Tree()
+
+    @property
+    def following(self) -> int:
+        """Returns the position after the last."""
+        return max(self.tokens, default=-1) + 1
+
+    @property
+    def expected(self) -> int:
+        """Returns the position of the next token, which is the next candidate if there is a tree."""
+        return self.following + (len(self.tree.path(len(self.tree.tokens))) - 1 if self.tree.parents else 0)
+
+    def append(self, token: Token) -> set[Token]:
+        """Adds the next token. Returns what it may see: the sequence and itself, or the sequence and its path."""
+        if self.tree.parents:
+            nodes = (*self.tree.tokens, token)
+            self.tree = Tree(self.tree.parents, nodes)
+            return {*self.tokens.values(), *(nodes[node] for node in self.tree.path(len(nodes) - 1))}
+        self.tokens[token.position] = token
+        for held in self.held.values():
+            held.add(token.position)
+        return set(self.tokens.values())
+
+    def drop(self) -> None:
+        """Drops what a native cache drops after a step."""
+        self.held = {window: window.left(held, self.following) for window, held in self.held.items()}
+
+    def part(self, positions: Container[int]) -> TokenSequence:
+        """Returns a copy with these positions only, and with the tree."""
+        held = {window: {at for at in held if at in positions} for window, held in self.held.items()}
+        return TokenSequence(held, {at: one for at, one in self.tokens.items() if at in positions}, self.tree)
+
+    @property
+    def exact_from(self) -> int:
+        """Returns the least position at which a query sees no position that a window has dropped."""
+        dropped = [
+            at + window.size
+            for window, held in self.held.items()
+            for at in self.tokens
+            if at >= window.sinks and at not in held
+        ]
+        return max(dropped, default=0)
+
+
+def distinct(sequences: Iterable[TokenSequence]) -> list[Token]:
+    """Returns the tokens that sequences and their trees hold, each once."""
+    return list(dict.fromkeys(token for one in sequences for token in (*one.tokens.values(), *one.tree.tokens)))
