@@ -92,8 +92,8 @@
  *
  *   The callback of etkv_kinds() runs on the calling thread, within the call,
  *   without locks. The log callback runs on any thread, on several at once, and
- *   must not call etkv: see log.h. The memory callback runs in the middle of the
- *   call that needs memory, and may call etkv: see memory.h. No callback may
+ *   must not call etkv: see watch.h. The memory callback runs in the middle of
+ *   the call that needs memory, and may call etkv: see memory.h. No callback may
  *   exit by an exception.
  */
 #ifndef ETKV_ETKV_H
@@ -106,20 +106,12 @@
 #include "etkv/export.h"
 #include "etkv/forwards.h"
 #include "etkv/generation.h"
-#include "etkv/kinds.h"
-#include "etkv/log.h"
 #include "etkv/memory.h"
 #include "etkv/prefix.h"
-#include "etkv/prefix_cache.h"
-#include "etkv/prefix_store.h"
-#include "etkv/process.h"
-#include "etkv/registry.h"
-#include "etkv/report.h"
-#include "etkv/sampling.h"
 #include "etkv/saving.h"
 #include "etkv/seq.h"
 #include "etkv/session.h"
-#include "etkv/tree.h"
 #include "etkv/version.h"
+#include "etkv/watch.h"
 
 #endif /* ETKV_ETKV_H */

@@ -1,20 +1,29 @@
 /*
- * Prefixes: what a cache holds, frozen, for any number of caches to go on from
- * without a copy. docs/prefixes.md describes them. A part of etkv.h, whose
- * conventions hold here.
+ * Prefixes: what caches have read, for others to go on from.
+ * docs/prefixes.md describes them. A part of etkv.h, whose conventions hold
+ * here.
+ *
+ *   etkv_prefix        what a cache holds, frozen
+ *   etkv_prefix_store  beginnings of texts in a folder or a bucket
+ *   etkv_prefix_cache  prefixes in memory by their texts, over a store or none
  */
 #ifndef ETKV_PREFIX_H
 #define ETKV_PREFIX_H
 
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "etkv/cache.h"
 #include "etkv/error.h"
 #include "etkv/export.h"
+#include "etkv/saving.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* ---- What a cache holds, frozen ---------------------------------------- */
 
 /**
  * A sequence from position 0 on, read-only, for any number of threads. Its rows
@@ -30,7 +39,7 @@ typedef struct etkv_prefix etkv_prefix;
  *
  * ETKV_ERROR_INVALID_ARGUMENT where the cache is empty, or holds anything but
  * sequence 0 from position 0 on, without candidates and gaps. ETKV_ERROR_STEP
- * while a step is open. ETKV_ERROR_UNSUPPORTED for a kind that the host added
+ * while a step is open. ETKV_ERROR_UNSUPPORTED for a kind that Rust code added
  * and a backend that shares no memory. ETKV_ERROR_BACKEND where the cache is
  * poisoned or memory is lacking. The contents are then as before.
  */
@@ -74,6 +83,311 @@ ETKV_API uint64_t etkv_prefix_bytes(const etkv_prefix* prefix);
 
 /** Frees a handle. Caches that read the rows keep them. */
 ETKV_API void etkv_prefix_free(etkv_prefix* prefix);
+
+/* ---- Beginnings of texts that outlive the process ---------------------- */
+
+/**
+ * A folder or a bucket of texts that caches have read, for any number of
+ * threads and processes. Files appear under their names when they are complete.
+ *
+ * The files hold keys, values and token ids: what users wrote can be read from
+ * them. They are written where etkv_prefix_store_save() is called, and by a
+ * prefix cache that has the store behind it, and nowhere else.
+ */
+typedef struct etkv_prefix_store etkv_prefix_store;
+
+/**
+ * Opens a folder, which is made, for the user alone, if it is not there. The
+ * caller frees the store with etkv_prefix_store_free().
+ *
+ * @param folder     the folder. In a library that was built with ETKV_BUCKETS
+ *                   also the address of a bucket, such as s3://bucket/prefix,
+ *                   of gs:// and of az://. The environment has the credentials
+ *                   and the endpoint, as in AWS_ACCESS_KEY_ID,
+ *                   AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT. What is
+ *                   called the folder here is then the bucket's objects whose
+ *                   names begin with the prefix and a slash.
+ * @param max_bytes  the most bytes of its files. etkv_prefix_store_save()
+ *                   removes those that were used least recently. While a
+ *                   file is written it is there besides.
+ *
+ * ETKV_ERROR_FILE where the folder cannot be made or read.
+ * ETKV_ERROR_UNSUPPORTED for an address in a library without buckets.
+ */
+ETKV_API etkv_status etkv_prefix_store_open(
+    const char* folder,
+    uint64_t max_bytes,
+    etkv_prefix_store** store,
+    etkv_error** error);
+
+/** Frees a store. The folder stays. */
+ETKV_API void etkv_prefix_store_free(etkv_prefix_store* store);
+
+/**
+ * Stores the number of files in the folder, and their bytes.
+ *
+ * ETKV_ERROR_FILE where the folder cannot be read.
+ */
+ETKV_API etkv_status etkv_prefix_store_usage(
+    const etkv_prefix_store* store,
+    size_t* n_files,
+    uint64_t* n_bytes,
+    etkv_error** error);
+
+/**
+ * Stores the contents of a cache of one sequence. No file is written for a text
+ * of fewer than 32 tokens, one that the folder has already as the beginning of
+ * another, and one that takes more bytes than the folder may have; nor for a
+ * cache that was converted by hand. Files go whose texts this one begins with,
+ * if it serves all that they do.
+ *
+ * @param options  the model's fingerprint, and the text of the cache, token by
+ *                 token.
+ * @param written  receives whether a file was written. NULL where it is not
+ *                 wanted.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, and where the cache does not
+ * hold the positions of all tokens, of sequence 0 alone and without candidates;
+ * and the errors of etkv_cache_save().
+ */
+ETKV_API etkv_status etkv_prefix_store_save(
+    const etkv_prefix_store* store,
+    const etkv_cache* cache,
+    const etkv_save_options* options,
+    bool* written,
+    etkv_error** error);
+
+/**
+ * Loads the longest beginning of a text that the folder has for a cache of this
+ * kind, these layers and these formats. The caller runs the rest, at least one
+ * token, whose logits it needs: so it passes the text without its last token.
+ *
+ * A layer with a window can be rewound a little only. A file of such a model
+ * serves texts that go on near its end. A file that is damaged is passed by,
+ * with a warning in the log.
+ *
+ * @param cache     it is empty.
+ * @param options   the model's fingerprint, and the text.
+ * @param n_loaded  receives how many of the first tokens the cache then holds:
+ *                  0, or 32 or more.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, and where the cache is not
+ * empty. ETKV_ERROR_FILE where
+ * the folder cannot be read. ETKV_ERROR_STEP while a step is open.
+ * ETKV_ERROR_UNSUPPORTED for a kind that Rust code added. ETKV_ERROR_BACKEND
+ * where the cache is poisoned or memory is lacking.
+ */
+ETKV_API etkv_status etkv_prefix_store_load(
+    const etkv_prefix_store* store,
+    etkv_cache* cache,
+    const etkv_save_options* options,
+    size_t* n_loaded,
+    etkv_error** error);
+
+/**
+ * Stores how many tokens etkv_prefix_store_load() would load for a cache like
+ * this one, which may hold something. Files are not read whole, so damage shows
+ * only when they are loaded.
+ */
+ETKV_API etkv_status etkv_prefix_store_find(
+    const etkv_prefix_store* store,
+    const etkv_cache* cache,
+    const etkv_save_options* options,
+    size_t* n_stored,
+    etkv_error** error);
+
+/* ---- Prefixes in memory, by their texts -------------------------------- */
+
+/**
+ * Prefixes by the model's fingerprint, the layers and formats of the cache, and
+ * the token ids of the text. Any number of threads may use one.
+ */
+typedef struct etkv_prefix_cache etkv_prefix_cache;
+
+/** Keeps a prefix in memory until it is freed. */
+typedef struct etkv_prefix_pin etkv_prefix_pin;
+
+/** What a prefix cache may hold. */
+typedef struct etkv_prefix_cache_options {
+  size_t struct_size;
+  /**
+   * The most bytes of rows that prefixes keep in memory, or 0 for no limit.
+   * Those that were used least recently go first. Pinned ones stay.
+   */
+  uint64_t max_bytes;
+  /**
+   * A store that is asked for what memory lacks, and to which everything is
+   * written that is kept; or NULL. Its handle may be freed afterwards.
+   */
+  const etkv_prefix_store* store;
+} etkv_prefix_cache_options;
+
+/** What a prefix cache holds, and what it was asked for. */
+typedef struct etkv_prefix_statistics {
+  size_t struct_size;
+  /** The prefixes in memory, and those of them that are pinned. */
+  size_t n_prefixes;
+  size_t n_pinned;
+  /** Bytes of their rows. What several have in common counts once. */
+  uint64_t n_bytes;
+  /** Tokens of the texts that etkv_prefix_cache_attach() got. */
+  uint64_t tokens_asked;
+  /** Tokens of these that were found in memory, and in the store. */
+  uint64_t tokens_in_memory;
+  uint64_t tokens_in_store;
+  /**
+   * Texts that wait to be read ahead, with the one that is read now; those of
+   * which something was read ahead into memory, and their tokens; and those that
+   * could not be read, for which the log tells why.
+   */
+  size_t n_ahead_waiting;
+  uint64_t n_ahead_read;
+  uint64_t tokens_ahead;
+  uint64_t n_ahead_failed;
+} etkv_prefix_statistics;
+
+/**
+ * Makes a prefix cache. The caller frees it with etkv_prefix_cache_free().
+ *
+ * @param options  NULL for no limit and no store.
+ */
+ETKV_API etkv_status etkv_prefix_cache_new(
+    const etkv_prefix_cache_options* options,
+    etkv_prefix_cache** prefixes,
+    etkv_error** error);
+
+/**
+ * Frees a prefix cache. Caches that read its prefixes keep the rows, and pins
+ * keep theirs. Waits for a text that is being read ahead.
+ */
+ETKV_API void etkv_prefix_cache_free(etkv_prefix_cache* prefixes);
+
+/**
+ * Attaches an empty cache to the longest beginning of a text that is kept. The
+ * caller runs the rest, at least one token, whose logits it needs: so it passes
+ * the text without its last token.
+ *
+ * Layers with windows can be rewound a little only: a prefix of such a model
+ * serves texts that go on near its end. If the store has a longer beginning, the
+ * cache loads it, and shares it in memory from then on. A store that fails is
+ * passed by, with a warning in the log.
+ *
+ * @param options     the model's fingerprint, and the text.
+ * @param n_attached  receives how many of the first tokens the cache then
+ *                    holds.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, and where the cache is not
+ * empty. ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED for a kind
+ * that Rust code added. ETKV_ERROR_BACKEND where the cache is poisoned or memory
+ * is lacking.
+ */
+ETKV_API etkv_status etkv_prefix_cache_attach(
+    const etkv_prefix_cache* prefixes,
+    etkv_cache* cache,
+    const etkv_save_options* options,
+    size_t* n_attached,
+    etkv_error** error);
+
+/**
+ * Stores how many tokens etkv_prefix_cache_attach() would attach a cache like
+ * this one to, which may hold something.
+ */
+ETKV_API etkv_status etkv_prefix_cache_find(
+    const etkv_prefix_cache* prefixes,
+    const etkv_cache* cache,
+    const etkv_save_options* options,
+    size_t* n_kept,
+    etkv_error** error);
+
+/**
+ * Keeps the contents of a cache, which goes on from them itself. Prefixes go
+ * whose texts this one begins with, if it serves all that they do. The store
+ * gets the text too: its file has what users wrote.
+ *
+ * @param options  the model's fingerprint, and the text of the cache, token by
+ *                 token.
+ * @param kept     receives whether memory has the text then. It has not if the
+ *                 text takes more bytes than there may be, or the cache was
+ *                 converted by hand. NULL where it is not wanted.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, for no tokens, and where the
+ * cache does not hold the positions of all tokens; and the errors of
+ * etkv_cache_freeze().
+ */
+ETKV_API etkv_status etkv_prefix_cache_keep(
+    const etkv_prefix_cache* prefixes,
+    etkv_cache* cache,
+    const etkv_save_options* options,
+    bool* kept,
+    etkv_error** error);
+
+/**
+ * Has the longest beginning of a text that the store has read into memory, by a
+ * thread of the prefix cache, so that a later etkv_prefix_cache_attach() of a
+ * cache like this one finds it there. Waits for nothing, and asks neither the
+ * folder nor the network.
+ *
+ * What is read is a prefix like others: it takes of `max_bytes` and of the
+ * memory budget. What cannot be read, also for lack of memory, is counted in
+ * etkv_prefix_statistics. Where it is read, etkv_prefix_cache_attach() does not
+ * ask the store for this text again for a minute, as long as memory has it. A
+ * callback of the memory budget may be called on that thread.
+ *
+ * @param cache    of the kind, layers and formats that will read the text. It
+ *                 may hold something, and does not change.
+ * @param options  the model's fingerprint, and the text.
+ * @param waits    receives whether the text waits to be read: not if memory has
+ *                 all of it, if there is no store, or if 16 others wait. NULL
+ *                 where it is not wanted.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint. ETKV_ERROR_UNSUPPORTED for a
+ * kind that Rust code added. ETKV_ERROR_BACKEND where no thread can be started.
+ */
+ETKV_API etkv_status etkv_prefix_cache_prefetch(
+    const etkv_prefix_cache* prefixes,
+    const etkv_cache* cache,
+    const etkv_save_options* options,
+    bool* waits,
+    etkv_error** error);
+
+/**
+ * Pins a prefix that holds a whole text, for caches like this one: nothing
+ * removes it from memory until etkv_prefix_pin_free().
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, and where no prefix has the
+ * text.
+ */
+ETKV_API etkv_status etkv_prefix_cache_pin(
+    const etkv_prefix_cache* prefixes,
+    const etkv_cache* cache,
+    const etkv_save_options* options,
+    etkv_prefix_pin** pin,
+    etkv_error** error);
+
+/** Unpins a prefix. */
+ETKV_API void etkv_prefix_pin_free(etkv_prefix_pin* pin);
+
+/**
+ * Frees prefixes that are not pinned and that no cache reads, those that were
+ * used least recently first, until `n_bytes` are free.
+ *
+ * @param freed  receives the bytes that were freed. NULL where it is not wanted.
+ */
+ETKV_API etkv_status etkv_prefix_cache_reclaim(
+    const etkv_prefix_cache* prefixes,
+    uint64_t n_bytes,
+    uint64_t* freed,
+    etkv_error** error);
+
+/** Drops all prefixes that are not pinned. The files of the store stay. */
+ETKV_API etkv_status
+etkv_prefix_cache_clear(const etkv_prefix_cache* prefixes, etkv_error** error);
+
+/** Fills `statistics`. The caller sets its `struct_size` first. */
+ETKV_API etkv_status etkv_prefix_cache_read(
+    const etkv_prefix_cache* prefixes,
+    etkv_prefix_statistics* statistics,
+    etkv_error** error);
 
 #ifdef __cplusplus
 } /* extern "C" */

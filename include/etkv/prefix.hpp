@@ -1,16 +1,22 @@
-// Prefixes that caches go on from without a copy, for C++17. See prefix.h, and
-// docs/prefixes.md.
+// Prefixes: what caches have read, for others to go on from. A part of
+// etkv.hpp. See prefix.h, and docs/prefixes.md.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
+#include <utility>
 
 #include "etkv/cache.hpp"
 #include "etkv/detail.hpp"
 #include "etkv/error.h"
 #include "etkv/prefix.h"
 #include "etkv/result.hpp"
+#include "etkv/saving.hpp"
 
 namespace etkv {
+
+// ---- What a cache holds, frozen --------------------------------------------
 
 /// What a cache held, frozen; see etkv_prefix.
 class Prefix {
@@ -60,5 +66,227 @@ inline Result<void> attach(Cache& cache, const Prefix& prefix, int32_t length) {
     return etkv_cache_attach(cache.raw(), prefix.raw(), length, error);
   });
 }
+
+// ---- Beginnings of texts that outlive the process --------------------------
+
+/// A folder or a bucket of texts that caches have read; see etkv_prefix_store.
+class PrefixStore {
+ public:
+  /// What the files of the folder take.
+  struct Usage {
+    size_t files = 0;
+    uint64_t bytes = 0;
+  };
+
+  /// Opens a folder, or a bucket by its address, whose files take up to
+  /// `max_bytes`; see etkv_prefix_store_open.
+  static Result<PrefixStore> open(
+      const std::string& folder,
+      uint64_t max_bytes) {
+    auto opened = detail::ask<etkv_prefix_store*>([&](etkv_prefix_store** store,
+                                                      etkv_error** error) {
+      return etkv_prefix_store_open(folder.c_str(), max_bytes, store, error);
+    });
+    if (!opened.ok()) {
+      return opened.error();
+    }
+    return PrefixStore(*opened);
+  }
+
+  /// Returns what the files take.
+  Result<Usage> usage() const {
+    Usage usage;
+    const auto asked = detail::run([&](etkv_error** error) {
+      return etkv_prefix_store_usage(
+          handle_.get(), &usage.files, &usage.bytes, error);
+    });
+    if (!asked.ok()) {
+      return asked.error();
+    }
+    return usage;
+  }
+
+  /// Stores the contents of a cache, whose text is `text.tokens`. Returns
+  /// whether a file was written; see etkv_prefix_store_save.
+  Result<bool> save(const Cache& cache, const SaveOptions& text) {
+    const auto raw = detail::raw_of(text);
+    return detail::ask<bool>([&](bool* written, etkv_error** error) {
+      return etkv_prefix_store_save(
+          handle_.get(), cache.raw(), &raw, written, error);
+    });
+  }
+
+  /// Loads the longest beginning of `text.tokens` that the folder has into an
+  /// empty cache. Returns its length; see etkv_prefix_store_load.
+  Result<size_t> load(Cache& cache, const SaveOptions& text) const {
+    const auto raw = detail::raw_of(text);
+    return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
+      return etkv_prefix_store_load(handle_.get(), cache.raw(), &raw, n, error);
+    });
+  }
+
+  /// Returns how many tokens load() would load; see etkv_prefix_store_find.
+  Result<size_t> find(const Cache& cache, const SaveOptions& text) const {
+    const auto raw = detail::raw_of(text);
+    return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
+      return etkv_prefix_store_find(handle_.get(), cache.raw(), &raw, n, error);
+    });
+  }
+
+  /// Returns the handle of the C interface. This object keeps its ownership.
+  const etkv_prefix_store* raw() const {
+    return handle_.get();
+  }
+
+ private:
+  explicit PrefixStore(etkv_prefix_store* handle) : handle_(handle) {}
+
+  detail::Handle<etkv_prefix_store, etkv_prefix_store_free> handle_;
+};
+
+// ---- Prefixes in memory, by their texts ------------------------------------
+
+/// Keeps a prefix in memory for as long as it lives; see etkv_prefix_pin.
+class PrefixPin {
+ public:
+  /// Owns a handle.
+  explicit PrefixPin(etkv_prefix_pin* handle) : handle_(handle) {}
+
+ private:
+  detail::Handle<etkv_prefix_pin, etkv_prefix_pin_free> handle_;
+};
+
+/// What a prefix cache holds, and what it was asked for; see
+/// etkv_prefix_statistics.
+struct PrefixStatistics {
+  size_t prefixes = 0;           ///< prefixes in memory
+  size_t pinned = 0;             ///< those of them that are pinned
+  uint64_t bytes = 0;            ///< of their rows, each once
+  uint64_t tokens_asked = 0;     ///< of the texts that caches were to have
+  uint64_t tokens_in_memory = 0; ///< of these, found in memory
+  uint64_t tokens_in_store = 0;  ///< of these, loaded from the store
+  size_t ahead_waiting = 0;      ///< texts that wait to be read ahead
+  uint64_t ahead_read = 0;       ///< texts that were read ahead
+  uint64_t tokens_ahead = 0;     ///< their tokens
+  uint64_t ahead_failed = 0;     ///< texts that could not be read ahead
+};
+
+/// Prefixes that caches share; see etkv_prefix_cache.
+class PrefixCache {
+ public:
+  /// Makes a prefix cache of up to `max_bytes`, or without a limit for 0. It
+  /// keeps `store` for itself; nullptr for none.
+  static Result<PrefixCache> make(
+      uint64_t max_bytes = 0,
+      const PrefixStore* store = nullptr) {
+    etkv_prefix_cache_options options{};
+    options.struct_size = sizeof(options);
+    options.max_bytes = max_bytes;
+    options.store = store == nullptr ? nullptr : store->raw();
+    auto made = detail::ask<etkv_prefix_cache*>(
+        [&](etkv_prefix_cache** prefixes, etkv_error** error) {
+          return etkv_prefix_cache_new(&options, prefixes, error);
+        });
+    if (!made.ok()) {
+      return made.error();
+    }
+    return PrefixCache(*made);
+  }
+
+  /// Attaches an empty cache to the longest beginning of `text.tokens` that is
+  /// kept. Returns its length; see etkv_prefix_cache_attach.
+  Result<size_t> attach(Cache& cache, const SaveOptions& text) {
+    const auto raw = detail::raw_of(text);
+    return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
+      return etkv_prefix_cache_attach(
+          handle_.get(), cache.raw(), &raw, n, error);
+    });
+  }
+
+  /// Returns how many tokens attach() would find; see etkv_prefix_cache_find.
+  Result<size_t> find(const Cache& cache, const SaveOptions& text) const {
+    const auto raw = detail::raw_of(text);
+    return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
+      return etkv_prefix_cache_find(handle_.get(), cache.raw(), &raw, n, error);
+    });
+  }
+
+  /// Keeps the contents of a cache, whose text is `text.tokens`. Returns whether
+  /// memory has the text then; see etkv_prefix_cache_keep.
+  Result<bool> keep(Cache& cache, const SaveOptions& text) {
+    const auto raw = detail::raw_of(text);
+    return detail::ask<bool>([&](bool* kept, etkv_error** error) {
+      return etkv_prefix_cache_keep(
+          handle_.get(), cache.raw(), &raw, kept, error);
+    });
+  }
+
+  /// Has what the store has of `text.tokens` read into memory, by another
+  /// thread. Returns whether it waits for that; see etkv_prefix_cache_prefetch.
+  Result<bool> prefetch(const Cache& cache, const SaveOptions& text) {
+    const auto raw = detail::raw_of(text);
+    return detail::ask<bool>([&](bool* waits, etkv_error** error) {
+      return etkv_prefix_cache_prefetch(
+          handle_.get(), cache.raw(), &raw, waits, error);
+    });
+  }
+
+  /// Pins a prefix that holds a whole text; see etkv_prefix_cache_pin.
+  Result<PrefixPin> pin(const Cache& cache, const SaveOptions& text) {
+    const auto raw = detail::raw_of(text);
+    auto made = detail::ask<etkv_prefix_pin*>(
+        [&](etkv_prefix_pin** pin, etkv_error** error) {
+          return etkv_prefix_cache_pin(
+              handle_.get(), cache.raw(), &raw, pin, error);
+        });
+    if (!made.ok()) {
+      return made.error();
+    }
+    return PrefixPin(*made);
+  }
+
+  /// Frees prefixes that nothing uses, until `bytes` are free. Returns the bytes
+  /// that were freed; see etkv_prefix_cache_reclaim.
+  Result<uint64_t> reclaim(uint64_t bytes) {
+    return detail::ask<uint64_t>([&](uint64_t* freed, etkv_error** error) {
+      return etkv_prefix_cache_reclaim(handle_.get(), bytes, freed, error);
+    });
+  }
+
+  /// Drops all prefixes that are not pinned.
+  Result<void> clear() {
+    return detail::run([&](etkv_error** error) {
+      return etkv_prefix_cache_clear(handle_.get(), error);
+    });
+  }
+
+  /// Returns what it holds, and what it was asked for.
+  Result<PrefixStatistics> statistics() const {
+    etkv_prefix_statistics raw{};
+    raw.struct_size = sizeof(raw);
+    if (auto read = detail::run([&](etkv_error** error) {
+          return etkv_prefix_cache_read(handle_.get(), &raw, error);
+        });
+        !read.ok()) {
+      return read.error();
+    }
+    return PrefixStatistics{
+        raw.n_prefixes,
+        raw.n_pinned,
+        raw.n_bytes,
+        raw.tokens_asked,
+        raw.tokens_in_memory,
+        raw.tokens_in_store,
+        raw.n_ahead_waiting,
+        raw.n_ahead_read,
+        raw.tokens_ahead,
+        raw.n_ahead_failed};
+  }
+
+ private:
+  explicit PrefixCache(etkv_prefix_cache* handle) : handle_(handle) {}
+
+  detail::Handle<etkv_prefix_cache, etkv_prefix_cache_free> handle_;
+};
 
 } // namespace etkv

@@ -44,7 +44,7 @@ typedef struct etkv_save_options {
  *
  * ETKV_ERROR_FILE where the file cannot be written; an older one stays as it
  * was. ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED for a kind
- * that the host added. ETKV_ERROR_BACKEND where the cache is poisoned.
+ * that Rust code added. ETKV_ERROR_BACKEND where the cache is poisoned.
  */
 ETKV_API etkv_status etkv_cache_save(
     const etkv_cache* cache,
@@ -71,7 +71,7 @@ ETKV_API etkv_status etkv_cache_save(
  *
  * ETKV_ERROR_FILE for a file that cannot be read, is damaged, or is of another
  * version, model or config. ETKV_ERROR_STEP while a step is open.
- * ETKV_ERROR_UNSUPPORTED for a kind that the host added. ETKV_ERROR_BACKEND
+ * ETKV_ERROR_UNSUPPORTED for a kind that Rust code added. ETKV_ERROR_BACKEND
  * where the cache is poisoned or memory is lacking.
  */
 ETKV_API etkv_status etkv_cache_load(
@@ -124,7 +124,7 @@ ETKV_API etkv_status etkv_seq_cache_save(
  * ETKV_ERROR_FILE for a file that cannot be read, is damaged, or is of another
  * version, model or config, and for values that are not finite, which other
  * sequences would read. ETKV_ERROR_STEP while a step is open.
- * ETKV_ERROR_UNSUPPORTED for a kind that the host added. ETKV_ERROR_BACKEND
+ * ETKV_ERROR_UNSUPPORTED for a kind that Rust code added. ETKV_ERROR_BACKEND
  * where the cache is poisoned or memory is lacking. The contents are then as
  * before.
  */

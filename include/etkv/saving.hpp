@@ -10,10 +10,10 @@
 #include "etkv/cache.hpp"
 #include "etkv/detail.hpp"
 #include "etkv/error.h"
-#include "etkv/report.hpp"
 #include "etkv/result.hpp"
 #include "etkv/saving.h"
 #include "etkv/seq.hpp"
+#include "etkv/watch.hpp"
 
 namespace etkv {
 

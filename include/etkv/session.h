@@ -1,6 +1,6 @@
 /*
- * A cache and the key under which programs find it. A part of etkv.h, whose
- * conventions hold here.
+ * Kinds of caches, and the keys under which programs find caches.
+ * A part of etkv.h, whose conventions hold here.
  */
 #ifndef ETKV_SESSION_H
 #define ETKV_SESSION_H
@@ -10,11 +10,32 @@
 #include "etkv/error.h"
 #include "etkv/export.h"
 #include "etkv/seq.h"
-#include "etkv/tree.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* ---- Kinds ------------------------------------------------------------- */
+
+/*
+ * The kind of a cache decides what it can do. It is fixed when the cache is
+ * made.
+ *
+ *   "contiguous"  one growing sequence; the fastest kind for one
+ *   "seq"         up to 256 sequences that share cells: forks, removal, batches
+ *   "tree"        as "seq", with trees of candidates behind sequences
+ */
+
+/**
+ * Calls `visit` once for each kind, in order of backend id and name. `context`
+ * is passed on. The strings live as long as the call. Does nothing where
+ * `visit` is NULL.
+ */
+ETKV_API void etkv_kinds(
+    void (*visit)(void* context, const char* backend_id, const char* kind),
+    void* context);
+
+/* ---- Sessions ---------------------------------------------------------- */
 
 /**
  * A session: a cache, registered under a key for as long as the session lives.
@@ -68,6 +89,38 @@ ETKV_API etkv_status etkv_session_tree(
     const etkv_session* session,
     etkv_tree_cache** cache,
     etkv_error** error);
+
+/* ---- The registry ------------------------------------------------------ */
+
+/*
+ * The process-wide registry: programs find their caches in it, by key. Sessions
+ * use it; call these functions only to choose the keys yourself.
+ */
+
+/**
+ * Adds a cache under a key, for programs of this backend. The registry keeps
+ * the cache until the key is erased. The handle stays the caller's.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT where the key is taken or empty.
+ */
+ETKV_API etkv_status etkv_registry_install(
+    const char* key,
+    const char* backend_id,
+    const etkv_cache* cache,
+    etkv_error** error);
+
+/**
+ * Stores a handle on the cache under a key. The caller frees it.
+ * ETKV_ERROR_NO_CACHE where there is none.
+ */
+ETKV_API etkv_status
+etkv_registry_get(const char* key, etkv_cache** cache, etkv_error** error);
+
+/**
+ * Removes a key. The cache lives on while it has other owners.
+ * ETKV_ERROR_NO_CACHE where the key is unknown.
+ */
+ETKV_API etkv_status etkv_registry_erase(const char* key, etkv_error** error);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -1,8 +1,10 @@
-// A cache and the key under which programs find it. A part of etkv.hpp.
+// Kinds of caches, and the keys under which programs find caches. A part of
+// etkv.hpp.
 #pragma once
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "etkv/cache.h"
 #include "etkv/cache.hpp"
@@ -12,9 +14,29 @@
 #include "etkv/result.hpp"
 #include "etkv/seq.hpp"
 #include "etkv/session.h"
-#include "etkv/tree.hpp"
 
 namespace etkv {
+
+// ---- Kinds -----------------------------------------------------------------
+
+/// A kind of cache, and the backend that it is for.
+struct Kind {
+  std::string backend_id;
+  std::string name;
+};
+
+/// Returns the kinds of caches, in order of backend id and name.
+inline std::vector<Kind> kinds() {
+  std::vector<Kind> found;
+  etkv_kinds(
+      [](void* context, const char* backend_id, const char* kind) {
+        static_cast<std::vector<Kind>*>(context)->push_back({backend_id, kind});
+      },
+      &found);
+  return found;
+}
+
+// ---- Sessions --------------------------------------------------------------
 
 /// A session: a cache, in the registry for as long as this object lives.
 ///
@@ -101,5 +123,42 @@ inline Result<CacheSession<TreeCache>> make_tree_session(
     const CacheConfig& config) {
   return CacheSession<TreeCache>::make(backend_id, config);
 }
+
+// ---- The registry ----------------------------------------------------------
+
+/// The process-wide registry: programs find their caches in it, by key.
+/// Sessions use it; call it only to choose the keys yourself.
+struct CacheRegistry {
+  /// Adds a cache under a key, until the key is erased; see
+  /// etkv_registry_install.
+  static Result<void> install(
+      const std::string& key,
+      const std::string& backend_id,
+      const Cache& cache) {
+    return detail::run([&](etkv_error** error) {
+      return etkv_registry_install(
+          key.c_str(), backend_id.c_str(), cache.raw(), error);
+    });
+  }
+  /// Returns a face on the cache under a key. ETKV_ERROR_NO_CACHE where there
+  /// is none.
+  template <typename Face = Cache>
+  static Result<Face> get(const std::string& key) {
+    auto found =
+        detail::ask<etkv_cache*>([&](etkv_cache** cache, etkv_error** error) {
+          return etkv_registry_get(key.c_str(), cache, error);
+        });
+    if (!found.ok()) {
+      return found.error();
+    }
+    return Face::adopt(*found);
+  }
+  /// Removes a key. The cache lives on while it has other owners.
+  static Result<void> erase(const std::string& key) {
+    return detail::run([&](etkv_error** error) {
+      return etkv_registry_erase(key.c_str(), error);
+    });
+  }
+};
 
 } // namespace etkv

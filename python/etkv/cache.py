@@ -103,7 +103,7 @@ class Cache:
 
     @property
     def kind(self) -> str:
-        """``contiguous``, ``seq`` or ``tree``, or the name of a kind that the host added."""
+        """``contiguous``, ``seq`` or ``tree``, or the name of a kind that Rust code added."""
         return _capi.text(self._fact("etkv_cache_kind"))
 
     @property

@@ -1,7 +1,26 @@
 /*
- * The log of etkv: messages of caches and programs, passed to one callback.
- *
- * Targets, for which a filter may set levels of their own:
+ * What a running etkv tells: its log, reports, MLX's memory, and handles.
+ * A part of etkv.h, whose conventions hold here.
+ */
+#ifndef ETKV_WATCH_H
+#define ETKV_WATCH_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "etkv/cache.h"
+#include "etkv/error.h"
+#include "etkv/export.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- The log ----------------------------------------------------------- */
+
+/*
+ * Targets of the log's messages, for which a filter may set levels of their
+ * own:
  *
  *   etkv::core      caches: steps, growth, conversions, moves, rollbacks
  *   etkv::program   programs: loading, passes, forwards
@@ -9,17 +28,6 @@
  *
  * docs/watching.md lists the messages and their fields.
  */
-#ifndef ETKV_LOG_H
-#define ETKV_LOG_H
-
-#include <stddef.h>
-
-#include "etkv/error.h"
-#include "etkv/export.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /** The level of a message. Numbers are never reused. */
 typedef int32_t etkv_log_level;
@@ -113,8 +121,84 @@ etkv_log_keep(const char* filter, size_t most, etkv_error** error);
  */
 ETKV_API etkv_status etkv_log_take(char** json, etkv_error** error);
 
+/* ---- Reports ----------------------------------------------------------- */
+
+/*
+ * Reports are JSON, for monitoring and debugging. docs/reports.md lists the
+ * fields. Later versions may add fields; a field never changes its meaning.
+ */
+
+/**
+ * Stores a report of a cache: kind, length, sequences, formats, bytes and slots
+ * by layer, config, whether a step is open, and why the cache is poisoned if it
+ * is. Waits for a step that a program is in the middle of. Returns
+ * ETKV_ERROR_INTERNAL for a cache in which a defect happened, as every call
+ * does.
+ *
+ * @param json  receives a JSON object, which the caller frees with
+ *              etkv_string_free().
+ */
+ETKV_API etkv_status
+etkv_cache_report(const etkv_cache* cache, char** json, etkv_error** error);
+
+/**
+ * Stores a report of this process: the memory budget, what is held and free of
+ * it, and what each cache and each prefix that is kept holds. Waits for no
+ * cache.
+ *
+ * @param json  receives a JSON object, which the caller frees with
+ *              etkv_string_free().
+ */
+ETKV_API etkv_status etkv_process_report(char** json, etkv_error** error);
+
+/**
+ * Stores a description of a program: its inputs and outputs, operations,
+ * attention layers, constants, the passes of this build over it, and the
+ * operations that this build lacks.
+ *
+ * @param payload  the delegate's payload, of `n_bytes` bytes.
+ * @param json     receives a JSON object, which the caller frees with
+ *                 etkv_string_free().
+ *
+ * ETKV_ERROR_PROGRAM for a payload that is damaged or foreign.
+ */
+ETKV_API etkv_status etkv_program_describe(
+    const uint8_t* payload,
+    size_t n_bytes,
+    char** json,
+    etkv_error** error);
+
+/**
+ * Frees a string that a function stored. Free each one once. Such a string is
+ * memory, not a handle: etkv_live_handles() does not count it. Does nothing for
+ * NULL.
+ */
+ETKV_API void etkv_string_free(char* string);
+
+/* ---- The process ------------------------------------------------------- */
+
+/** Bytes that MLX holds in this process, for caches and programs together. */
+typedef struct etkv_mlx_memory {
+  size_t struct_size;
+  /** In use. */
+  uint64_t active;
+  /** Free, kept for reuse. */
+  uint64_t cached;
+  /** The most that was in use at one time. */
+  uint64_t peak;
+} etkv_mlx_memory;
+
+/** Fills `memory`. The caller sets its `struct_size` first. */
+ETKV_API etkv_status
+etkv_mlx_memory_read(etkv_mlx_memory* memory, etkv_error** error);
+
+/**
+ * Returns the number of handles, of every type, that were made and not freed.
+ */
+ETKV_API size_t etkv_live_handles(void);
+
 #ifdef __cplusplus
-}
+} /* extern "C" */
 #endif
 
-#endif /* ETKV_LOG_H */
+#endif /* ETKV_WATCH_H */
