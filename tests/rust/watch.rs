@@ -130,6 +130,12 @@ fn a_rollback_is_told() {
     let mut cells = CellsCache::<VecStore>::new(CacheConfig::uniform(1, 1, 8, 16)).unwrap();
     let lines = told(|| drop(Step::begin(&mut cells, &[0, 1]).unwrap()));
     has(&lines, &["WARN etkv::core in [step]:", "a step is rolled back", "layers=0"]);
+    // One that another way of computing takes over is no warning.
+    let lines = told(|| Step::begin(&mut cells, &[0, 1]).unwrap().decline());
+    has(&lines, &["DEBUG etkv::core in [step]:", "in the ordinary course", "layers=0"]);
+    assert!(!lines.iter().any(|line| line.starts_with("WARN")), "{lines:?}");
+    assert_eq!(cells.length(), 0);
+    append(&mut cells, 0, 2).unwrap();
 }
 
 #[test]

@@ -129,6 +129,13 @@ impl<'a, S: Store> Step<'a, S> {
         }
     }
 
+    /// Rolls the step back in the ordinary course, which is no warning in the log: another way of computing it takes
+    /// over.
+    pub fn decline(self) {
+        // Dropping rolls it back.
+        self.cache.set_aside();
+    }
+
     /// Takes up the step that was set aside under this number. Returns `None` if it was rolled back
     /// meanwhile.
     pub fn resume(cache: &'a mut dyn AttendCache<Store = S>, number: u64) -> Option<Self> {

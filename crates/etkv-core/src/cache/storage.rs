@@ -567,7 +567,7 @@ impl<S: Store> Storage<S> {
     }
 
     /// Rolls the step back. `written` are the slots of each layer group that it wrote. One that was
-    /// set `aside` ends like this in the ordinary course.
+    /// set `aside` ends like this in the ordinary course, which is no warning.
     ///
     /// Unevaluated writes are rolled back without being evaluated: if that failed once, it would
     /// fail again. Evaluated writes are not needed, and no value may stay that a mask cannot hide.
@@ -579,7 +579,7 @@ impl<S: Store> Storage<S> {
         let _span = self.enter_step();
         let layers = self.done.iter().filter(|&&progress| progress != Progress::Waiting).count();
         if aside {
-            debug!(target: TARGET, layers, "a step that waited is rolled back");
+            debug!(target: TARGET, layers, "a step is rolled back in the ordinary course");
         } else {
             warn!(target: TARGET, layers, "a step is rolled back");
         }

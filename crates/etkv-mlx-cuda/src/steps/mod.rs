@@ -211,14 +211,14 @@ impl CapturedSteps {
             cache.sequences().is_some() || cache.formats().iter().any(|format| !format.is_float());
         let mut step = Step::begin(cache, positions)?;
         let Some(rows) = groups.place(&mut step)? else {
-            return Ok(Err("the cache has to see the rows"));
+            return declined(step, "the cache has to see the rows");
         };
         let Some(store) = step.store() else {
-            return Ok(Err("the cache has no buffers of its own"));
+            return declined(step, "the cache has no buffers of its own");
         };
         let places = match self.planner.places(store, constants, groups) {
             Ok(places) => places,
-            Err(why) => return Ok(Err(why)),
+            Err(why) => return declined(step, why),
         };
         let inputs: SmallVec<[StepInputs; MAX_GROUPS]> = rows
             .iter()
@@ -241,7 +241,7 @@ impl CapturedSteps {
             chosen: wanted == Wanted::Chosen || is_watched,
         };
         let Some(graph) = self.graph(&mut state, kind, places) else {
-            return Ok(Err("this kind could not be captured"));
+            return declined(step, "this kind could not be captured");
         };
         // SAFETY: the constants and the cache's buffers live as long as the step, and have the shapes that
         // were planned for. The addresses are those of now, and MLX has written what it writes there. This
@@ -253,7 +253,7 @@ impl CapturedSteps {
         if is_watched && chosen.iter().any(|&id| id < 0) {
             // A value that is not finite makes the logits of its token so. The interpreter refuses it, or
             // stores it as its codes are.
-            return Ok(Err("logits are not finite"));
+            return declined(step, "logits are not finite");
         }
         let (hidden, width) = match wanted {
             Wanted::Logits | Wanted::LastLogits => {
@@ -307,6 +307,12 @@ impl CapturedSteps {
             None => None,
         }
     }
+}
+
+/// Rolls a step back that the interpreter runs instead, and passes on why.
+fn declined(step: Step, why: &'static str) -> Result<Ran<()>> {
+    step.decline();
+    Ok(Err(why))
 }
 
 impl StepExecutor for CapturedSteps {
