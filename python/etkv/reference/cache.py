@@ -32,22 +32,21 @@ class Step:
     """A forward. It changes nothing before every layer is called."""
 
     tokens: list[Token]  # the new ones
-    history: list[Token]  # the others that are read
-    seen: list[set[Token]]  # for each query the tokens that it may see, which windows restrict
-    sequences: dict[int, TokenSequence]  # those that get new tokens, as they will be
+    owners: list[Members]  # the sequences that each of them goes to
+    sequences: dict[int, TokenSequence]  # these sequences, as they will be
+    history: list[Token]  # the other tokens that are read
     calls: dict[int, tuple[Tensor, Tensor, Fetched]] = field(default_factory=dict)  # by layer: k and v, and the result
     masks: dict[Window, Tensor] = field(default_factory=dict)
 
     def mask(self, window: Window) -> Tensor:
         """Returns the mask ``[T, L]`` of a layer: the tokens that its queries see. Equal windows share it."""
         if window not in self.masks:
-            read = [*self.history, *self.tokens]
-            self.masks[window] = torch.tensor(
-                [
-                    [token in seen and window.sees(query.position, token.position) for token in read]
-                    for query, seen in zip(self.tokens, self.seen, strict=True)
-                ]
-            )
+            mask = []
+            for query, members in zip(self.tokens, self.owners, strict=True):
+                seen = {token for number in members for token in self.sequences[number].text(query)}
+                seen = {token for token in seen if window.sees(query.position, token.position)}
+                mask.append([token in seen for token in (*self.history, *self.tokens)])
+            self.masks[window] = torch.tensor(mask)
         return self.masks[window]
 
 
@@ -66,7 +65,8 @@ class ReferenceCache(ABC):
         self.config = config
         self._max_step_tokens = config.max_step_tokens or DEFAULT_MAX_STEP_TOKENS
         step = min(self._max_step_tokens, config.capacity)
-        self._windows = [Window(layer.window, layer.sinks, step, config.capacity) for layer in config.layers]
+        self._windows = [Window(layer.window, layer.sinks, step) for layer in config.layers]
+        self._dropping = [window for window in self._windows if window.size and window.slots < config.capacity]
         self._step: Step | None = None  # the open forward
         self._last: Step | None = None  # the last forward, until the next change: its layers may be called again
         self.clear()
@@ -197,8 +197,8 @@ class ReferenceCache(ABC):
         if len(owners) != len(positions):
             raise invalid(f"the step has {len(positions)} tokens, but begin_step declared {len(owners)}")
         history = distinct(sequences.get(number, one) for number, one in enumerate(self._sequences))
-        step = Step([Token(position) for position in positions], history, [set() for _ in positions], sequences)
-        for index, (token, members) in enumerate(zip(step.tokens, owners, strict=True)):
+        tokens = [Token(position) for position in positions]
+        for index, (token, members) in enumerate(zip(tokens, owners, strict=True)):
             for number in members:
                 sequence, tree = sequences[number], sequences[number].tree
                 if tree.parents and (len(members) > 1 or not tree.n_pending):
@@ -207,8 +207,8 @@ class ReferenceCache(ABC):
                 if token.position != sequence.expected:
                     place = f"token {index} of the step, the next of sequence {number}"
                     raise PositionError(f"expected position {sequence.expected} for {place}, got {token.position}")
-                step.seen[index] |= sequence.append(token)
-        return step
+                sequence.append(token)
+        return Step(tokens, owners, sequences, history)
 
     def _check_room(self, step: Step) -> None:
         free, n_tokens = self.capacity - len(step.history), len(step.tokens)
@@ -217,8 +217,8 @@ class ReferenceCache(ABC):
 
     def _check_count(self, n_tokens: int) -> None:
         """Refuses more tokens of a sequence than windows can roll back."""
-        for window in self._windows:
-            if window.drops and n_tokens > window.step:
+        for window in self._dropping:
+            if n_tokens > window.step:
                 raise CapacityError(f"{n_tokens} tokens: the window layers take at most max_step_tokens, {window.step}")
 
     def _check_floats(self, length: int) -> None:
@@ -263,7 +263,7 @@ class ReferenceCache(ABC):
         self._awaits_quantization = False
 
     def _empty(self) -> TokenSequence:
-        return TokenSequence({window: set() for window in self._windows if window.drops})
+        return TokenSequence({window: set() for window in self._dropping})
 
     def _refuse_in_step(self, what: str) -> None:
         if self._step:

@@ -32,7 +32,7 @@ class SeqCache(ReferenceCache):
     def seq_positions(self, sequence: int) -> list[range]:
         """Returns the positions that a sequence holds, as ranges in order."""
         ranges: list[range] = []
-        for position in sorted(self._sequence(sequence).tokens):
+        for position in self._sequence(sequence).tokens:
             begin = ranges.pop().start if ranges and ranges[-1].stop == position else position
             ranges.append(range(begin, position + 1))
         return ranges
@@ -88,11 +88,11 @@ class SeqCache(ReferenceCache):
         self._refuse_tree(target, "copy onto it")
         if source == target or not copied.tokens:
             return
-        for at in sorted(copied.tokens.keys() & onto.tokens.keys()):
-            if copied.tokens[at] is not onto.tokens[at]:
+        for at, token in copied.tokens.items():
+            if onto.tokens.get(at, token) is not token:
                 raise PositionError(f"sequences {source} and {target} hold different tokens at position {at}")
         self._check_exact(max(onto.following, copied.following), onto, copied)
-        onto.tokens |= copied.tokens
+        onto.tokens = dict(sorted({**onto.tokens, **copied.tokens}.items()))
         for window, held in copied.held.items():
             onto.held[window] |= held
 

@@ -30,7 +30,6 @@ class Window:
     size: int  # positions, including the query's own; 0 for all
     sinks: int  # first positions, which are also seen
     step: int  # the most tokens of one sequence in a step
-    capacity: int
 
     def sees(self, query: int, position: int) -> bool:
         """Returns whether a query at position ``query`` sees an earlier position of its own sequence."""
@@ -38,13 +37,8 @@ class Window:
 
     @property
     def slots(self) -> int:
-        """Returns the most positions of a sequence that a native cache holds."""
-        return min(self.sinks + self.size - 1 + 2 * self.step + max(self.step, self.size // 4), self.capacity)
-
-    @property
-    def drops(self) -> bool:
-        """Returns whether a sequence can be longer than the slots."""
-        return self.size > 0 and self.slots < self.capacity
+        """Returns the most positions of a sequence that a native cache holds. It drops others if it is larger."""
+        return self.sinks + self.size - 1 + 2 * self.step + max(self.step, self.size // 4)
 
     def left(self, held: set[int], following: int) -> set[int]:
         """Returns what is left of the positions held, after a step of a sequence whose next is ``following``.
@@ -82,30 +76,35 @@ class Tree:
 class TokenSequence:
     """A sequence: its tokens by position, and perhaps a tree of candidates, which takes all tokens until it ends."""
 
-    held: dict[Window, set[int]]  # the positions that a native cache holds, for each window that drops some
-    tokens: dict[int, Token] = field(default_factory=dict)
+    held: dict[Window, set[int]]  # the positions that a native cache holds for each window that drops some
+    tokens: dict[int, Token] = field(default_factory=dict)  # in the order of their positions
     tree: Tree = Tree()
 
     @property
     def following(self) -> int:
         """Returns the position after the last."""
-        return max(self.tokens, default=-1) + 1
+        return next(reversed(self.tokens), -1) + 1
 
     @property
     def expected(self) -> int:
         """Returns the position of the next token, which is the next candidate if there is a tree."""
         return self.following + (len(self.tree.path(len(self.tree.tokens))) - 1 if self.tree.parents else 0)
 
-    def append(self, token: Token) -> set[Token]:
-        """Adds the next token. Returns what it may see: the sequence and itself, or the sequence and its path."""
+    def append(self, token: Token) -> None:
+        """Adds the next token, or runs the next candidate if there is a tree."""
         if self.tree.parents:
-            nodes = (*self.tree.tokens, token)
-            self.tree = Tree(self.tree.parents, nodes)
-            return {*self.tokens.values(), *(nodes[node] for node in self.tree.path(len(nodes) - 1))}
+            self.tree = Tree(self.tree.parents, (*self.tree.tokens, token))
+            return
         self.tokens[token.position] = token
         for held in self.held.values():
             held.add(token.position)
-        return set(self.tokens.values())
+
+    def text(self, query: Token) -> set[Token]:
+        """Returns what a query may see: the sequence up to itself, or the sequence and its path in the tree."""
+        if query in self.tree.tokens:
+            path = self.tree.path(self.tree.tokens.index(query))
+            return {*self.tokens.values(), *(self.tree.tokens[node] for node in path)}
+        return {token for position, token in self.tokens.items() if position <= query.position}
 
     def drop(self) -> None:
         """Drops what a native cache drops after a step."""
