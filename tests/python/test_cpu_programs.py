@@ -21,6 +21,8 @@ from reference import EVERYTHING, STORY, Variant
 from test_draft import hidden_states as first_hidden_states
 from test_outputs import hidden_states
 
+pytestmark = pytest.mark.long
+
 LEFT_OUT = () if EVERYTHING else ("tiny-phi", "tiny-smollm3")
 """Families whose attention and rotation are those of others here."""
 FAMILIES = [

@@ -17,6 +17,8 @@ sys.path.insert(0, str(reference.ROOT))
 
 from tests.upstream_ops import damage
 
+pytestmark = pytest.mark.long
+
 PROGRAMS = 10_000
 
 

@@ -10,6 +10,8 @@ import reference
 from reference import EVERYTHING, Program
 from runners import DRAFTED, EACH, FAILED, answers, checked, command, only_long, refused, succeed, with_longer_context
 
+pytestmark = pytest.mark.long
+
 MODELS = DRAFTED
 SHAPES = [("--depth", depth, "--width", width) for depth in range(1, 7) for width in (1, 3, 8)]
 

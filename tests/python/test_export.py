@@ -17,6 +17,8 @@ from etkv.export import ExportRequest, attention, cpu, export_program, is_curren
 from reference import Program, Variant
 from runners import only_long
 
+pytestmark = pytest.mark.long
+
 VARIANTS = reference.chosen(
     [
         *(Variant(name) for name in tiny_models.CONFIGS),

@@ -12,6 +12,8 @@ import tiny_models
 from etkv.description import describe_program
 from reference import STORY, Program, Variant
 
+pytestmark = pytest.mark.long
+
 # Qwen2, Llama and Qwen3 in other dtypes are in test_model_precision, windows in test_windows.
 VARIANTS = reference.chosen(
     [

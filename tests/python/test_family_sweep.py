@@ -14,6 +14,8 @@ import reference
 import tiny_families
 from reference import EVERYTHING
 
+pytestmark = pytest.mark.long
+
 SHORT = {
     # Masks of its own, attention of its own, no attention, layers of other kinds.
     ("doge", "mlx"): "refused",

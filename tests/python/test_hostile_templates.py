@@ -14,6 +14,8 @@ import reference
 import runner_tokenizer
 from reference import EVERYTHING
 
+pytestmark = pytest.mark.long
+
 TEMPLATES = list(hostile_templates.templates(seed=7, count=1000))[:: 1 if EVERYTHING else 20]
 ADDRESS_SPACE = 2 << 30
 SECONDS = 20

@@ -16,6 +16,8 @@ from etkv import _mlx_serialization, describe_program, load
 from etkv.errors import EtkvError
 from reference import EVERYTHING
 
+pytestmark = pytest.mark.long
+
 _mlx_serialization.ensure_available()
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

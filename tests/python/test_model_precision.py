@@ -14,6 +14,8 @@ import reference
 from reference import DTYPES, EVERYTHING, STORY, TINY_CHUNK, Program, Variant
 from runners import only_long
 
+pytestmark = pytest.mark.long
+
 PRECISIONS = [(dtype, quantize) for dtype in DTYPES for quantize in (None, "4w", "8w")]
 EACH_ONCE = [("f32", None), ("f16", "8w"), ("bf16", "4w")]
 """Every dtype, and every width of weights: enough for a family whose arithmetic is that of another."""

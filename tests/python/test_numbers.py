@@ -10,6 +10,8 @@ from etkv import _mlx_serialization
 from etkv.export import ExportRequest, attention, limits, lowering, mlx, rope, source
 from reference import EVERYTHING, Variant
 
+pytestmark = pytest.mark.long
+
 _PROMPT = [tiny_models.IM_START, *b"user\nhow far is it?", tiny_models.EOS, *b"\n"]
 _LENGTH = len(_PROMPT)
 

@@ -14,6 +14,8 @@ import etkv
 import reference
 from reference import STORY, Program, Variant
 
+pytestmark = pytest.mark.long
+
 VARIANTS = reference.chosen(
     [
         Variant("tiny-llama"),

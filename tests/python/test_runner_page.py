@@ -11,6 +11,8 @@ import pytest
 import reference
 from runners import only_long
 
+pytestmark = [pytest.mark.long, pytest.mark.runner]
+
 PAGE = reference.ROOT / "examples" / "README.md"
 BLOCK = re.compile(r"^```\n\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

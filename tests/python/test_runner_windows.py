@@ -10,6 +10,8 @@ import reference
 from reference import CHAT, Program
 from runners import EACH, answers, checked, only_long, prompts, succeed, with_longer_context
 
+pytestmark = [pytest.mark.long, pytest.mark.runner]
+
 WINDOW = 64
 MAX = 220
 """Tokens of an answer: more than a window and two steps, so that every kind of cache drops positions."""

@@ -32,6 +32,8 @@ from runners import (
     with_longer_context,
 )
 
+pytestmark = [pytest.mark.long, pytest.mark.runner]
+
 
 @pytest.fixture(scope="module")
 def llama() -> Program:

@@ -29,6 +29,8 @@ from reference import EVERYTHING
 from upstream_programs import IN_GRAPH, OFF_GRAPH, OPTIMUM, Export, dflash, llm, whisper
 from upstream_runs import DECODE, PROMPT, STEP, greedy, loaded, prompt, read
 
+pytestmark = pytest.mark.long
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 

@@ -19,6 +19,8 @@ from tests.upstream_ops import cases, expected, export, outcomes, part, table, w
 from tests.upstream_ops.cases import Case
 from tests.upstream_ops.outcomes import Outcome
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def ended() -> list[Outcome]:

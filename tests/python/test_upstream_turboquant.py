@@ -23,6 +23,8 @@ from reference import EVERYTHING
 from upstream_programs import CONTEXT, Export, gemma4_31b
 from upstream_runs import DECODE, PROMPT, prompt
 
+pytestmark = pytest.mark.long
+
 CODED, PLAIN = gemma4_31b("--turboquant"), gemma4_31b()
 RAN = [CODED, PLAIN] if EVERYTHING else [CODED]
 

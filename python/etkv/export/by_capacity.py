@@ -1,7 +1,7 @@
 """The op that chooses between two tensors by the capacity of the cache, which a program knows when it is loaded.
 
-On MLX the choice is a ``where`` with a constant flag, false, whose name ``crates/etkv-mlx-program/src/passes/by_capacity.rs``
-knows. On the CPU it is a call of etkv, see :mod:`etkv.export.cpu.calls`.
+On MLX the choice is a ``where`` with a constant flag, false, whose name the pass ``by_capacity`` of
+``crates/etkv-mlx-program`` knows. On the CPU it is a call of etkv, see :mod:`etkv.export.cpu.calls`.
 """
 
 from __future__ import annotations
