@@ -13,7 +13,7 @@ enum { MAX_ARGUMENTS = 10, ROOM = 512, FOREIGN_HANDLES = 5, UNWRITTEN = 0xA5 };
 typedef struct {
   int at;
   /* ANY is NULL, and ZEROS is an array. */
-  enum { ANY, HANDLE, STRUCT, TEXT, ZEROS, PLACE } is;
+  enum { ANY, HANDLE, STRUCT, CONFIG, TEXT, ZEROS, PLACE } is;
   int handle;
   size_t size;
   const char* text;
@@ -107,13 +107,12 @@ static void set_arguments(const function* f, const wrong* w) {
   for (int i = 0; i < f->n; ++i) {
     const parameter* p = &f->parameters[i];
     void* place = places[p->at];
-    const bool is_config = p->size == sizeof(config.config);
     const size_t size = w->is == SIZE && w->at == p->at ? w->value : p->size;
     arguments[p->at] = place;
-    if (p->is == STRUCT) {
+    if (p->is == STRUCT || p->is == CONFIG) {
       REQUIRE(p->size + 16 <= ROOM);
       memset(place, 0, p->size);
-      memcpy(place, &config.config, is_config ? p->size : 0);
+      memcpy(place, &config.config, p->is == CONFIG ? p->size : 0);
       memcpy(place, &size, sizeof(size));
     } else if (p->is == ZEROS) {
       memset(place, 0, ROOM);
@@ -187,7 +186,7 @@ static void check_accepted_call(const function* f, const wrong* w) {
       FREE[p->handle](&made, NULL);
     }
     /* The tail of a newer version's struct is not looked at. */
-    if (p->is == STRUCT) {
+    if (p->size > 0) {
       check_int(f->name, p->at, "the tail", place[p->size], UNWRITTEN);
     }
   }

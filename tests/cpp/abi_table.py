@@ -171,7 +171,7 @@ class Parameter:
         elif self.is_handle:
             form = "ANY" if self.kind in NOT_MADE else "HANDLE"
         elif self.is_struct:
-            form = "STRUCT"
+            form = "CONFIG" if self.kind == "etkv_cache_config" else "STRUCT"
         elif is_const:
             form = "TEXT" if text else "ZEROS"
         return f'{{{self.at}, {form}, {handle}, {f"sizeof({self.kind})" if self.is_struct else 0}, "{text}"}}'
