@@ -97,9 +97,14 @@ fn variables(
 ) -> Result<Variables> {
     let messages = messages
         .iter()
-        .map(|message| {
+        .enumerate()
+        .map(|(index, message)| {
+            let role = utf8(message.role, "the role")?;
+            if role.is_empty() {
+                return Err(Error::NoRole(index));
+            }
             Ok(template::Message {
-                role: utf8(message.role, "the role")?.to_owned(),
+                role: role.to_owned(),
                 content: utf8(message.content, "the text")?.to_owned(),
                 ids: message.ids.clone(),
             })
@@ -188,6 +193,17 @@ mod tests {
                 format!("the {what} is not valid UTF-8 from byte 1 on")
             );
         }
+    }
+
+    #[test]
+    fn a_message_without_a_role_is_an_error() {
+        let messages = ["user", ""].map(|role| ffi::Message {
+            role: role.as_bytes(),
+            content: b"hi",
+            ids: Vec::new(),
+        });
+        let error = apply_chat_template(&open(), &messages, true, b"").unwrap_err();
+        assert!(error.to_string().starts_with("message 1 has no role"), "{error}");
     }
 
     #[test]

@@ -31,6 +31,9 @@ pub enum Error {
     #[error("the variables of the chat template cannot be read: expected a JSON object: {0}")]
     Variables(String),
 
+    #[error("message {0} has no role: expected system, user, assistant, or another one of the chat template")]
+    NoRole(usize),
+
     #[error("{what} is not valid UTF-8 from byte {at} on")]
     Utf8 { what: &'static str, at: usize },
 
