@@ -33,6 +33,9 @@ fn in_a_process_of_its_own(name: &str, body: fn() -> etkv::Result<()>) {
         .unwrap();
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}: {told}", output.status);
+    // A process that runs no test succeeds too.
+    let counted = String::from_utf8_lossy(&output.stdout);
+    assert!(counted.contains("ok. 1 passed"), "{counted}");
 }
 
 /// Limits the process to its present memory and `left` more bytes; without `left` removes the
