@@ -2,16 +2,14 @@
 # pkg-config file.
 
 if(SKBUILD)
-  # Of a wheel: what Python loads, and the headers that it reads signatures from.
+  # Of a wheel: what Python loads.
   install(
     TARGETS etkv etkv_mlx_backend etkv_cpu_backend
     LIBRARY DESTINATION lib COMPONENT python)
   if(TARGET etkv_blas)
     install(TARGETS etkv_blas LIBRARY DESTINATION lib COMPONENT python)
   endif()
-  install(
-    DIRECTORY include/etkv DESTINATION include COMPONENT python
-    FILES_MATCHING PATTERN "*.h")
+  install(FILES ${etkv_capi_tables} DESTINATION lib COMPONENT python)
   return()
 endif()
 

@@ -100,6 +100,32 @@ target_link_libraries(
   PRIVATE $<LINK_LIBRARY:WHOLE_ARCHIVE,etkv_rust>
   PUBLIC $<TARGET_NAME_IF_EXISTS:etkv::blas> $<TARGET_NAME_IF_EXISTS:etkv::mlx>)
 
+# What Python calls the C interface by, beside the library.
+if(ETKV_MLX AND PROJECT_IS_TOP_LEVEL)
+  execute_process(
+    COMMAND ${ETKV_PYTHON} -c "import cffi"
+    RESULT_VARIABLE problem OUTPUT_QUIET ERROR_QUIET)
+  if(NOT problem)
+    set(etkv_capi_tables ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/capi_tables.py)
+    if(SKBUILD)
+      set(etkv_capi_tables ${CMAKE_CURRENT_BINARY_DIR}/capi_tables.py)
+    endif()
+    file(GLOB headers CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/include/etkv/*.h)
+    add_custom_command(
+      OUTPUT ${etkv_capi_tables}
+      COMMAND ${ETKV_PYTHON} ${PROJECT_SOURCE_DIR}/cmake/capi_tables.py
+              ${CMAKE_C_COMPILER} ${PROJECT_SOURCE_DIR}/include ${etkv_capi_tables}
+      DEPENDS ${headers} cmake/capi_tables.py
+      VERBATIM)
+    add_custom_target(etkv_capi_tables DEPENDS ${etkv_capi_tables})
+    add_dependencies(etkv etkv_capi_tables)
+  elseif(SKBUILD)
+    message(FATAL_ERROR "etkv's wheel needs cffi: ${ETKV_PYTHON} has none")
+  else()
+    message(STATUS "Python cannot use this build: ${ETKV_PYTHON} has no cffi")
+  endif()
+endif()
+
 # What Rust's archive needs is MLX, the C++ library, and the system's.
 add_library(etkv_static INTERFACE)
 add_library(etkv::etkv_static ALIAS etkv_static)

@@ -1,20 +1,18 @@
-"""The C interface, read from ``etkv.h``: :func:`lib` has its functions, :func:`call` makes exceptions of their errors.
+"""The C interface: :func:`lib` has its functions, :func:`call` makes exceptions of their errors.
 
-Signatures come from the header that the library was built with, so there is no second list of them to go stale.
+The build makes a module of ``etkv.h`` for cffi, so there is no second list of signatures to go stale.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
-import re
 import threading
 from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import Any, Literal, NoReturn, overload
-
-import cffi
 
 from etkv import _library, _log
 from etkv.errors import EtkvError, status_error
@@ -24,13 +22,9 @@ ABI_VERSION = 15
 
 INT32_MAX = 2**31 - 1
 
-ffi = cffi.FFI()
-
-_declaring = threading.Lock()
-_declared = False
-"""Whether ``ffi`` has the types and functions of the header."""
-
 _loading = threading.Lock()
+_loaded: tuple[Any, Any] | None = None
+"""cffi's ``ffi`` with the types of the interface, and the library."""
 
 _log_setting = threading.Lock()
 _log_filter = ""
@@ -39,82 +33,36 @@ _log_filter = ""
 
 def lib() -> Any:
     """Return the loaded library, with the functions of ``etkv.h``."""
-    return _loaded() if _loaded.cache_info().currsize else _load()
+    return (_loaded or _load())[1]
 
 
-def _load() -> Any:
-    # If threads call at once, the second finds the library that the first has loaded.
+class _Ffi:
+    """cffi's ``ffi``. Its first use loads the library: a program is exported without one."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr((_loaded or _load())[0], name)
+        # Found without this function from now on.
+        setattr(self, name, value)
+        return value
+
+
+ffi: Any = _Ffi()
+
+
+def _load() -> tuple[Any, Any]:
+    global _loaded
     with _loading:
-        return _loaded()
-
-
-@functools.cache
-def _loaded() -> Any:
-    path = str(_library.etkv())
-    _declare()
-    library = ffi.dlopen(path)
-    found = library.etkv_abi_version()
-    if found < ABI_VERSION:
-        raise EtkvError(f"{path} has interface {found}, this package needs {ABI_VERSION}: build it again")
-    return library
-
-
-def _declare() -> None:
-    """Read the header. Once: cffi refuses a second time, and a library that cannot be loaded may be asked for again."""
-    if not _declared:
-        if threading.current_thread() is threading.main_thread():
-            # Ctrl-C interrupts the main thread only. Inside cffi it would leave the header or a struct half declared,
-            # and cffi refuses that for the rest of the process.
-            _on_another_thread(_read_header)
-        else:
-            _read_header()
-
-
-def _on_another_thread(work: Callable[[], None]) -> None:
-    """Do ``work``, and raise what it raises."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=run)
-    try:
-        thread.start()
-    except RuntimeError:
-        # Python is ending, and begins no threads.
-        run()
-    else:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
-def _read_header() -> None:
-    global _declared
-    with _declaring:
-        if not _declared:
-            ffi.cdef(_declarations(_headers("etkv/etkv.h", set())))
-            for name in ffi.list_types()[0]:
-                # Otherwise cffi would lay out a struct where it is first used.
-                ffi.typeof(name)
-            _declared = True
-
-
-def _headers(name: str, seen: set[str]) -> str:
-    """Return the text of a header, after the text of the headers that it includes, each once."""
-    seen.add(name)
-    text = (_library.include() / name).read_text(encoding="utf-8")
-    included = re.findall(r'^#include "(etkv/\w+\.h)"$', text, re.MULTILINE)
-    return "".join(_headers(other, seen) for other in included if other not in seen) + text
-
-
-def _declarations(header: str) -> str:
-    """Return the header without directives and macros, for a C parser without a preprocessor."""
-    header = re.sub(r"#ifdef __cplusplus.*?#endif", "", header, flags=re.DOTALL)
-    return re.sub(r"^\s*#.*$", "", header, flags=re.MULTILINE).replace("ETKV_API ", "")
+        # If threads call at once, the second finds what the first has loaded.
+        if _loaded is None:
+            path = str(_library.etkv())
+            tables = ModuleType("etkv.capi_tables")
+            SourceFileLoader(tables.__name__, str(_library.capi_tables())).exec_module(tables)
+            library = tables.ffi.dlopen(path)
+            found = library.etkv_abi_version()
+            if found < ABI_VERSION:
+                raise EtkvError(f"{path} has interface {found}, this package needs {ABI_VERSION}: build it again")
+            _loaded = tables.ffi, library
+        return _loaded
 
 
 def call(function: str, *arguments: Any) -> None:
@@ -151,7 +99,6 @@ def ask(function: str, kind: str, *arguments: Any) -> Any: ...
 
 def ask(function: str, kind: str, *arguments: Any) -> Any:
     """Return the value that such a function stores in its last parameter before ``error``, of C type ``kind``."""
-    lib()
     out = ffi.new(f"{kind}*")
     call(function, *arguments, out)
     return out[0]
@@ -181,7 +128,6 @@ def ask_list(function: str, kind: str, *arguments: Any, of: Callable[[Any], Any]
 
 def struct(kind: str, **fields: Any) -> Any:
     """Return a struct of the interface with its ``struct_size`` set."""
-    _declare()
     made = ffi.new(f"{kind}*")
     made.struct_size = ffi.sizeof(kind)
     for name, value in fields.items():

@@ -18,6 +18,9 @@ from pathlib import Path
 from etkv.errors import EtkvError
 
 _PACKAGE = Path(__file__).resolve().parent
+_OWN = (_PACKAGE / "lib", _PACKAGE.parents[1] / "build" / "lib")
+"""The folders of a wheel's libraries, and of a checkout's."""
+
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 MLX_VERSION = "0.32.2"
@@ -129,8 +132,7 @@ def folder() -> Path:
     The environment variable ``ETKV_LIBRARY_DIR`` overrides both. Raises :class:`EtkvError` if there is no library.
     """
     given = os.environ.get("ETKV_LIBRARY_DIR")
-    candidates = [Path(given)] if given else [_PACKAGE / "lib", _checkout() / "build" / "lib"]
-    for candidate in candidates:
+    for candidate in [Path(given)] if given else _OWN:
         if (candidate / f"libetkv{_SUFFIX}").is_file():
             return candidate
     if given:
@@ -140,21 +142,16 @@ def folder() -> Path:
     )
 
 
-@functools.cache
-def include() -> Path:
-    """Return the folder of ``etkv/etkv.h``, the C interface that the library was built with.
+def capi_tables() -> Path:
+    """Return the module that the build made of ``etkv.h``: the one beside the library, or else the package's own.
 
     Raises :class:`EtkvError` if there is none.
     """
-    for candidate in (_PACKAGE / "include", _checkout() / "include"):
-        if (candidate / "etkv" / "etkv.h").is_file():
-            return candidate
-    raise EtkvError(f"{_PACKAGE} has no etkv.h beside its libraries: install it again")
-
-
-def _checkout() -> Path:
-    """Return the root of the checkout that has this file in python/etkv/."""
-    return _PACKAGE.parents[1]
+    for candidate in (folder(), *_OWN):
+        path = candidate / "capi_tables.py"
+        if path.is_file():
+            return path
+    raise EtkvError(f"{folder()} has no capi_tables.py: build it again, with a Python that has cffi (ETKV_PYTHON)")
 
 
 def _require(package: str, version: str, install: str) -> None:

@@ -275,7 +275,9 @@ class Package:
         (site,) = venv.glob("lib/python3*/site-packages")
         (site / "dependencies.pth").write_text(f"{package('executorch').parent}\n")
         run(python, "-m", "pip", "install", *offline[:1], *offline[2:], wheel)
-        told = run(python, "-c", "import etkv, etkv._library as at; print(etkv.__file__, at.folder(), at.include())")
+        told = run(
+            python, "-c", "import etkv, etkv._library as at; print(etkv.__file__, at.folder(), at.capi_tables())"
+        )
         expect(told.count(str(site)) == 3, f"not from the wheel alone: {told}")
         said = run(python, SOURCE / "tests/python/document.py", SOURCE / "docs/python.md", cwd=SOURCE)
         # The page saves a conversation beside the models that it names from here.

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from types import FrameType
 
-import cffi
 import pytest
 
 import etkv
@@ -34,13 +33,13 @@ def where(request, monkeypatch) -> str:
 
 
 class Interruption:
-    """Ctrl-C at one place of ``etkv``'s Python code, or of cffi's: the ``at``-th from where a block begins.
+    """Ctrl-C at one place of ``etkv``'s Python code: the ``at``-th from where a block begins.
 
     Python looks for signals where a function begins and where a call has returned. It also does where a loop begins
     again, which is left out.
     """
 
-    FOLDERS = (str(Path(etkv.__file__).parent), str(Path(cffi.__file__).parent))
+    FOLDER = str(Path(etkv.__file__).parent)
 
     def __init__(self, at: int | None) -> None:
         self._at = at
@@ -57,7 +56,7 @@ class Interruption:
     def _follow(self, frame: FrameType, event: str, argument: object) -> None:
         # A generator that yields has not returned: the call of `next` has.
         yields = event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR
-        if event == "c_call" or yields or not frame.f_code.co_filename.startswith(self.FOLDERS):
+        if event == "c_call" or yields or not frame.f_code.co_filename.startswith(self.FOLDER):
             return
         self.n_places += 1
         if self.n_places == self._at:
@@ -202,41 +201,51 @@ def test_an_interruption_leaves_the_cache_usable(llama):
             assert told["rest"] == expected[after : after + 3]
 
 
-_WHILE_THE_HEADER_IS_READ = """
-import os, signal
-import cffi
-from etkv import _capi
+_FIRST_USE = """
+import itertools, os, sys
+import etkv
+from etkv import _library
 
-read = _capi.ffi.cdef
+FOLDERS = os.path.dirname(etkv.__file__), os.path.dirname(_library.capi_tables())
+use = lambda: etkv.row_bytes("f16", 64)
 
-def interrupted(text):
-    os.kill(os.getpid(), signal.SIGINT)
-    read(text)
+def used(at):
+    # In a process of its own: 0 if it was interrupted at place `at` and a second use is as the first, 1 if it has no
+    # such place.
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    places = itertools.count(1)
 
-_capi.ffi.cdef = interrupted
-try:
-    _capi.struct("etkv_sampling")
-except KeyboardInterrupt:
-    print("interrupted")
-_capi._declare()
+    def follow(frame, event, argument):
+        if event != "c_call" and frame.f_code.co_filename.startswith(FOLDERS) and next(places) == at:
+            raise KeyboardInterrupt
 
-def late(self, ffi, finishlist, finish=cffi.model.StructType.finish_backend_type):
-    assert self.completed or self.fldtypes is None, f"{self.name} is laid out after the header was read"
-    finish(self, ffi, finishlist)
+    sys.setprofile(follow)
+    try:
+        use()
+        os._exit(1)
+    except KeyboardInterrupt:
+        sys.setprofile(None)
+        os._exit(0 if use() == 128 else 2)
+    finally:
+        os._exit(3)
 
-cffi.model.StructType.finish_backend_type = late
-for name in _capi.ffi.list_types()[0]:
-    _capi.ffi.typeof(f"{name}*")
-assert _capi.struct("etkv_sampling").struct_size
-assert len(_capi.ffi.new("etkv_logit_bias[]", 3)) == 3
-_capi.lib()
-print("whole")
+at = 1
+while (status := used(at)) == 0:
+    at += int(sys.argv[1])
+print(at, status)
 """
 
 
-def test_the_header_is_read_whole_when_ctrl_c_comes():
-    done = subprocess.run([sys.executable, "-c", _WHILE_THE_HEADER_IS_READ], capture_output=True, text=True, timeout=60)
-    assert (done.stdout.split(), done.stderr) == (["interrupted", "whole"], "")
+def test_the_first_use_interrupted_anywhere():
+    """What the library is called by is loaded whole by the next use."""
+    words = [sys.executable, "-c", _FIRST_USE, str(STRIDE)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    places, status = map(int, done.stdout.split())
+    assert status == 1, f"interrupted at place {places}"
+    assert places > 30
 
 
 _AT_THE_END = """
@@ -259,7 +268,6 @@ else:
 
 
 @pytest.mark.parametrize("when", ["atexit", "thread"])
-def test_the_header_is_read_while_python_ends(when):
-    """Python begins no threads then."""
+def test_the_first_use_while_python_ends(when):
     done = subprocess.run([sys.executable, "-c", _AT_THE_END, when], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("used\n", "")

@@ -18,7 +18,7 @@ import torch
 import cpu_programs
 import etkv
 import reference
-from etkv import _capi, _device, _mlx_serialization
+from etkv import _capi, _device, _library, _mlx_serialization
 from reference import PROMPT, Variant, config
 
 SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
@@ -415,6 +415,18 @@ def test_a_missing_library_is_reported(llama, tmp_path):
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
     told = f"{library} has interface 1, this package needs {_capi.ABI_VERSION}: build it again"
     assert two_uses(tmp_path) == [told] * 2
+
+
+def test_the_tables_beside_a_library_come_first(tmp_path, monkeypatch):
+    own, other = tmp_path / "own", tmp_path / "other"
+    monkeypatch.setattr(_library, "_OWN", (own,))
+    monkeypatch.setattr(_library, "folder", lambda: other)
+    with pytest.raises(etkv.EtkvError, match=f"^{other} has no capi_tables.py: build it again"):
+        _library.capi_tables()
+    for folder in (own, other):
+        folder.mkdir()
+        (folder / "capi_tables.py").touch()
+        assert _library.capi_tables() == folder / "capi_tables.py"
 
 
 def two_uses(libraries: Path) -> list[str]:
