@@ -274,7 +274,8 @@ def percent(left: Any, right: Any) -> Any:
     """``a % b``."""
     _budget().step()
     if isinstance(left, str):
-        _formatting(left, right if isinstance(right, tuple) else (right,))
+        arguments = right if isinstance(right, tuple) else (right,)
+        _formatting(left, arguments, map(_whole, arguments))
     return left % right
 
 
@@ -282,12 +283,9 @@ def _items(count: int) -> None:
     _budget().take(count * _ITEM)
 
 
-def _formatting(text: str, arguments: Iterable[Any]) -> None:
+def _formatting(text: str, arguments: Iterable[Any], sizes: Iterable[int]) -> None:
     """Take the units of a text with values at its places. Numbers in it are widths, or those of arguments."""
-    each, numbers = 0, []
-    for argument in arguments:
-        each = max(each, _whole(argument))
-        numbers += [abs(argument)] if isinstance(argument, int) else []
+    each, numbers = max(sizes, default=0), [abs(argument) for argument in arguments if isinstance(argument, int)]
     length = len(text)
     _budget().take(length)
     for spec in _SPEC.findall(text):
@@ -314,18 +312,20 @@ _SHALLOW = {"batch", "items", "list", "map", "reject", "rejectattr", "reverse", 
 """Those that look at all items, and not at what is within them."""
 
 
-def _grown(name: str, value: Any, arguments: list[Any], *, is_method: bool = False) -> None:
-    """Take the units of what a filter, or a text's method, makes of ``value``."""
+def _grown(name: str, value: Any, arguments: list[Any], sizes: list[int], *, is_method: bool = False) -> None:
+    """Take the units of what a filter, or a text's method, makes of ``value``; :func:`_whole` returned ``sizes``."""
     numbers = [abs(argument) for argument in arguments if isinstance(argument, int)]
     most = max(numbers, default=0)
-    longest = max((_whole(argument) for argument in arguments if not isinstance(argument, int)), default=0)
+    measured = zip(arguments, sizes, strict=True)
+    longest = max((size for argument, size in measured if not isinstance(argument, int)), default=0)
     length = len(value) if isinstance(value, str) else 0
     if name == "replace" and len(arguments) >= 2:
         text = str(value)
-        _text(len(text) + text.count(str(arguments[0])) * _whole(arguments[1]))
+        _text(len(text) + text.count(str(arguments[0])) * sizes[1])
     elif name == "join":
         parts, separator = (arguments[0] if arguments else (), length) if is_method else (value, longest)
-        _text(_whole(parts) + (len(parts) if hasattr(parts, "__len__") else 0) * separator)
+        printed = sum(sizes[:1]) if is_method else _whole(parts)
+        _text(printed + (len(parts) if hasattr(parts, "__len__") else 0) * separator)
     elif name in ("indent", "expandtabs"):
         text = str(value)
         lines = 1 + (text.count("\t") if name == "expandtabs" else len(text.splitlines()))
@@ -333,7 +333,7 @@ def _grown(name: str, value: Any, arguments: list[Any], *, is_method: bool = Fal
     elif name in ("center", "ljust", "rjust", "zfill"):
         _text(len(str(value)) + most)
     elif name in ("format", "format_map"):
-        _formatting(str(value), arguments)
+        _formatting(str(value), arguments, sizes)
     elif name in ("batch", "slice"):
         _items(most + (len(value) if hasattr(value, "__len__") else 0))
     elif name == "tojson":
@@ -389,9 +389,7 @@ def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) 
             _shallow(value)
         elif name not in _CONSTANT:
             _whole(value)
-        for argument in arguments:
-            _whole(argument)
-        _grown(name, value, arguments)
+        _grown(name, value, arguments, [_whole(argument) for argument in arguments])
         result = function(*args, **named)
         _result(result)
         return result
@@ -418,12 +416,10 @@ def called(environment: Environment) -> Callable[..., Any]:
         methods = _METHODS.get(type(bound))
         if methods is not None and name not in methods:
             raise EtkvError(f"it calls {name} of a {type(bound).__name__}, which is not known here")
-        if not isinstance(function, Macro):
-            for argument in arguments:
-                _whole(argument)
+        sizes = [] if isinstance(function, Macro) else [_whole(argument) for argument in arguments]
         if isinstance(bound, str):
             _budget().take(len(bound))
-            _grown(name, bound, arguments, is_method=True)
+            _grown(name, bound, arguments, sizes, is_method=True)
         elif isinstance(bound, (list, tuple)):
             _whole(bound)
         elif name == "strftime_now" and args and len(str(args[0])) > _MAX_NAME:
