@@ -162,12 +162,14 @@ REFUSED = [
     ("contiguous", ONE, at(4), lambda c: c.can_extend(True), INVALID, "expected n as an integer, got True"),
     # Windows.
     ("contiguous", SLIDING, at(40), lambda c: c.rewind(36), POSITION, f"36: {DROPPED}; .* at 0, or at 37 or later"),
+    ("contiguous", SLIDING, at(40), lambda c: c.rewind(1), POSITION, f"1: {DROPPED}; .* at 0, or at 37 or later"),
     ("contiguous", SLIDING, at(40), lambda c: forward(c, [36]), POSITION, f"36: {DROPPED}; .* or at 37 or later"),
     ("contiguous", SLIDING, at(40), lambda c: forward(c, range(40, 43)), CAPACITY, "3 tokens: .* max_step_tokens, 2"),
+    ("seq", SLIDING, at(40), lambda c: forward(c, range(40, 43)), CAPACITY, "3 tokens: .* max_step_tokens, 2"),
     ("seq", SLIDING, at(40), lambda c: c.seq_cp(0, 1, 0, 20), POSITION, f"20: {DROPPED}; .* at 0, or at 23 or later"),
     ("seq", SLIDING, at(40), lambda c: c.seq_rm(0, 20), POSITION, f"20: {DROPPED}; .* at 0, or at 37 or later"),
     # Several sequences.
-    ("seq", ONE, fork, lambda c: forward(c, [2]), INVALID, "holds 2 sequences; begin_step names those of a step"),
+    ("seq", ONE, fork, lambda c: forward(c, [2]), INVALID, "holds 2 sequences; call begin_step to assign tokens"),
     ("seq", ONE, fork, lambda c: c.rewind(1), INVALID, "holds 2 sequences; seq_rm shortens one of them"),
     ("seq", ONE, fork, lambda c: c.rewindable_to(), INVALID, "holds 2 sequences; seq_rewindable_to is for one of them"),
     ("seq", ONE, fork, lambda c: c.begin_step([]), INVALID, "sequences of at least 1 token"),
@@ -385,6 +387,20 @@ def test_forks_of_what_windows_dropped_go_on():
     assert (cache.length, cache.seq_next(1), cache.seq_rewindable_to(1)) == (40, 40, 37)
 
 
+def test_windows_of_a_sequence_drop_nothing_before_its_tree_ends():
+    cache = grown(TreeCache(SLIDING), 6)
+    cache.seq_cp(0, 1)
+    for at in range(6, 11):
+        forward(cache, [at], owners=[[0]])
+    cache.seq_cp(0, 1)
+    assert (cache.seq_rewindable_to(0), cache.seq_rewindable_to(1)) == (7, 0)
+    cache.propose([-1], 1)
+    forward(cache, [11])
+    assert cache.seq_rewindable_to(1) == 0
+    cache.commit([], 1)
+    assert cache.seq_rewindable_to(1) == 9
+
+
 def test_a_sequence_goes_on_after_its_last():
     cache = SeqCache(ONE)
     last_three(cache)
@@ -507,3 +523,13 @@ def test_conversion_by_hand_lasts_until_the_cache_is_cleared():
     assert torch.equal(v, format_of("nvfp4").stored(raw[1]))
     cache.clear()
     assert cache.formats == ("f32", "f32")
+
+
+def test_rows_that_have_a_format_are_not_converted_to_it():
+    config = CacheConfig([LayerConfig(1, 32)], 40, k_format="affine8", v_format="f32")
+    cache = grown(ContiguousCache(config), 3)
+    cache.convert("affine8g32", "f16")
+    [(k, _, _)] = forward(cache, [3], seed=3)
+    stored = format_of("affine8").stored(torch.cat([rows(config, 0, 1, seed=at)[0] for at in range(4)], dim=2))
+    assert torch.equal(k, stored)
+    assert not torch.equal(stored, format_of("affine8").stored(stored)), "to quantize twice changes these"

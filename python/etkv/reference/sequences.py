@@ -103,8 +103,7 @@ class SeqCache(ReferenceCache):
         left = before.part({at for at in before.tokens if at not in span})
         if left.tokens:
             self._refuse_tree(sequence, "remove a part of it")
-            if left.following < before.following:
-                self._check_exact(left.following, before)
+            self._check_exact(left.following, before)
         elif before.tokens or 0 in span:
             left = self._empty()
         self._sequences[sequence] = left
@@ -145,7 +144,7 @@ class SeqCache(ReferenceCache):
         if self._declared is not None:
             return self._declared
         frontiers: list[Members] = [(at,) for at, one in enumerate(self._sequences) for _ in range(one.tree.n_pending)]
-        return frontiers or [(self._only_sequence("begin_step names those of a step"),)] * n_tokens
+        return frontiers or [(self._only_sequence("call begin_step to assign tokens"),)] * n_tokens
 
     def _sequence(self, number: int) -> TokenSequence:
         if not 0 <= integer("a sequence", number) < MAX_SEQUENCES:

@@ -118,13 +118,9 @@ class TokenSequence:
     @property
     def exact_from(self) -> int:
         """Returns the least position at which a query sees no position that a window has dropped."""
-        dropped = [
-            at + window.size
-            for window, held in self.held.items()
-            for at in self.tokens
-            if at >= window.sinks and at not in held
-        ]
-        return max(dropped, default=0)
+        return max(
+            (at + window.size for window, held in self.held.items() for at in self.tokens.keys() - held), default=0
+        )
 
 
 def distinct(sequences: Iterable[TokenSequence]) -> list[Token]:
