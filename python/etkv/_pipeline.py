@@ -26,12 +26,15 @@ _STEPS = ("normalizers", "pretokenizers", "processors", "decoders")
 """The names under which a sequence has its steps."""
 
 
-def check(path: Path) -> None:
-    """Raise :class:`EtkvError` for a tokenizer that makes texts too long. One that is no JSON is left to its reader."""
+def checked(path: Path) -> Any:
+    """Return what a ``tokenizer.json`` says; None where it is no JSON, which is left to its reader.
+
+    Raises :class:`EtkvError` for a tokenizer that makes texts too long.
+    """
     try:
         told = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return
+        return None
     for part in _PARTS:
         growth = _growth(told.get(part) if isinstance(told, dict) else None)
         if growth > MAX:
@@ -39,6 +42,7 @@ def check(path: Path) -> None:
                 f"the tokenizer {path} cannot be used: its {part} makes a text up to {growth:.3g} times as long, the "
                 f"most is {MAX:.0f}"
             )
+    return told
 
 
 def _growth(step: Any) -> float:

@@ -60,18 +60,14 @@ class Tokenizer:
             raise EtkvError(
                 f"{folder} has no {_FILE}: the exporter writes it beside the program; copy the model's own there"
             )
-        _pipeline.check(folder / _FILE)
-        from tokenizers import Tokenizer as FileTokenizer
+        told = _pipeline.checked(folder / _FILE)
         from transformers import PreTrainedTokenizerFast
 
+        eos_token_ids = _eos_token_ids(folder)
         with errors(f"the tokenizer in {folder} cannot be read"):
             # Not AutoTokenizer: some of its classes make another tokenizer than tokenizer.json says.
             hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            backend = FileTokenizer.from_file(str(folder / _FILE))
-        # Without the copy that __init__ makes.
-        made = cls.__new__(cls)
-        made._begin(hf, backend, _eos_token_ids(folder))
-        return made
+            return cls._of_file(told, hf, eos_token_ids)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
@@ -87,9 +83,30 @@ class Tokenizer:
                 pass
         except OSError as error:
             raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
-        _pipeline.check(Path(path))
+        told = _pipeline.checked(Path(path))
         with errors(f"the tokenizer {path} cannot be read"):
-            return cls(PreTrainedTokenizerFast(tokenizer_file=str(path)))
+            return cls._of_file(told, PreTrainedTokenizerFast(tokenizer_file=str(path)), None)
+
+    @classmethod
+    def _of_file(cls, told: dict[str, Any], hf: Any, eos_token_ids: Iterable[int] | None) -> Tokenizer:
+        """Return the tokenizer of a ``tokenizer.json`` that says ``told``, and that ``hf`` was made of.
+
+        The model, which has nearly all of the file, is that of ``hf``: transformers changes other parts only.
+        """
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as StringTokenizer
+
+        nothing = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+        backend = StringTokenizer.from_str(json.dumps({**told, **nothing}))
+        backend.model = hf.backend_tokenizer.model
+        # Their order gives them their ids.
+        added = [{**token} for token in told.get("added_tokens") or ()]
+        for token in added:
+            token.pop("id")
+        backend.add_tokens([AddedToken(**token) for token in added])
+        made = cls.__new__(cls)
+        made._begin(hf, backend, eos_token_ids)
+        return made
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``; ``add_special_tokens`` includes those that the tokenizer puts around a text.

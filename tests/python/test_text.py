@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as FileTokenizer
 from transformers import PreTrainedTokenizerFast
 
 import etkv
@@ -118,6 +119,19 @@ def test_a_second_bos_is_left_out_with_a_line_in_the_log(tmp_path, caplog):
         assert tokenizer.encode(f"{BOS}a") == tokenizer.encode("a")
         assert "begins with <s>" in caplog.text
         assert tokenizer.encode(f"{BOS}{BOS}a") == [hf.bos_token_id, *tokenizer.encode("a")]
+
+
+@EACH
+def test_each_part_of_the_file_is_read(name, tmp_path):
+    written(name, tmp_path)
+    told, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    # A token that transformers adds to what the file says.
+    config.write_text(json.dumps({**json.loads(config.read_text()), "pad_token": "<another>"}))
+    in_file = FileTokenizer.from_file(str(told))
+    in_file.no_truncation()
+    in_file.no_padding()
+    for tokenizer in (etkv.Tokenizer.from_pretrained(tmp_path), etkv.Tokenizer.from_file(told)):
+        assert tokenizer._backend._tokenizer.to_str() == in_file.to_str()
 
 
 def test_a_wrapped_tokenizer_is_not_changed(tmp_path):
