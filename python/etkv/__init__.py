@@ -14,6 +14,7 @@ Importing this package imports neither torch nor ExecuTorch: its functions do so
 """
 
 from etkv._capi import set_log_level
+from etkv.answer import Answer, GenerationResponse, generate, stream_generate
 from etkv.cache import (
     Cache,
     LayerMemory,
@@ -47,7 +48,7 @@ from etkv.errors import (
     UnsupportedError,
     VersionError,
 )
-from etkv.generation import Answer, Generation, GenerationResponse, generate, generate_tokens, stream_generate
+from etkv.generation import Generation, generate_tokens
 from etkv.graph_cache import GraphCache
 from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cache_metadata
 from etkv.prefix import Prefix

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from etkv.answer import with_eos_token_ids
 from etkv.errors import EtkvError
-from etkv.generation import GenerateOptions, Generation, generate_tokens, with_eos_token_ids
+from etkv.generation import GenerateOptions, Generation, generate_tokens
 from etkv.graph_cache import GraphCache
 from etkv.keeper import Keeper
 from etkv.prefix_cache import PrefixCache

@@ -1,8 +1,4 @@
-"""Answers of a language model, token by token.
-
-:func:`generate` returns the text of an answer, :func:`stream_generate` its pieces as they are made, and
-:func:`generate_tokens` its token ids. The last one needs no tokenizer.
-"""
+"""Answers of a language model as token ids, made without a tokenizer. :mod:`etkv.answer` has their text."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from etkv._capi import int32
@@ -21,18 +16,13 @@ from etkv.cache import SeqCache
 from etkv.config import DEFAULT_MAX_STEP_TOKENS
 from etkv.errors import CapacityError, EtkvError, PositionError
 from etkv.graph_cache import GraphCache
-from etkv.keeper import Keeper
 from etkv.runtime import Program
-from etkv.tokenizer import StreamingDetokenizer
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from typing_extensions import Unpack
 
-    from etkv.prefix_cache import PrefixCache
     from etkv.runtime import Ids
-    from etkv.tokenizer import Tokenizer
 
     Row: TypeAlias = npt.NDArray[np.floating[Any]]
 
@@ -54,156 +44,6 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     eos_token_ids: Collection[int] | None
     progress: bool
-
-
-@dataclass(frozen=True)
-class GenerationResponse:
-    """A piece of an answer, as :func:`stream_generate` yields them."""
-
-    text: str
-    """Whole characters; may be empty."""
-    token: int | None
-    """The token id that completed the text; None in the last response, which has the rest of the text."""
-    prompt_tokens: int
-    """Tokens of the prompt."""
-    generation_tokens: int
-    """Tokens of the answer so far."""
-    prompt_tps: float
-    """Tokens of the prompt a second."""
-    generation_tps: float
-    """Tokens of the answer a second; 0 before the second token."""
-    finish_reason: FinishReason | None
-    """The reason why the answer ended, in the last response; None in the others."""
-    cached_tokens: int = 0
-    """Tokens of the prompt that a prefix cache had: the model has not read them. ``prompt_tps`` counts the others."""
-
-
-def generate(
-    program: Program,
-    tokenizer: Tokenizer,
-    prompt: str | Ids,
-    *,
-    prefix_cache: PrefixCache | None = None,
-    fingerprint: str | None = None,
-    skip_special_tokens: bool = True,
-    **options: Unpack[GenerateOptions],
-) -> str:
-    """Return the text of the answer to ``prompt``; :func:`stream_generate` documents the arguments."""
-    kept: Any = {
-        "prefix_cache": prefix_cache,
-        "fingerprint": fingerprint,
-        "skip_special_tokens": skip_special_tokens,
-    }
-    return "".join(response.text for response in stream_generate(program, tokenizer, prompt, **kept, **options))
-
-
-def stream_generate(
-    program: Program,
-    tokenizer: Tokenizer,
-    prompt: str | Ids,
-    *,
-    prefix_cache: PrefixCache | None = None,
-    fingerprint: str | None = None,
-    skip_special_tokens: bool = True,
-    **options: Unpack[GenerateOptions],
-) -> Answer:
-    """Iterate over the answer to ``prompt``: a response for each token, and a last one with the ``finish_reason``.
-
-    ``prompt`` is a text or token ids, such as :meth:`Tokenizer.apply_chat_template` makes; a text is encoded as
-    :meth:`Tokenizer.encode` does. ``options`` are those of :func:`generate_tokens`. Where the program names no eos
-    token ids, the tokenizer's end the answer. Special tokens of the answer, such as those around a tool call, are in
-    its text unless ``skip_special_tokens``.
-
-    With a ``prefix_cache`` the prompt is a whole text. The cache of ``program`` is cleared, goes on from the longest
-    beginning of the prompt that is kept, and is kept when the answer has ended; where layers have windows, also where
-    the prompt ends. ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the program. A prefix cache
-    that fails is passed by, with a warning in the log.
-
-    The arguments are checked at once. Nothing runs before the first response is requested. :meth:`Answer.cancel` ends
-    the answer from any thread.
-    """
-    if not hasattr(tokenizer, "encode"):
-        raise EtkvError(f"tokenizer is {type(tokenizer).__name__}, expected an etkv.Tokenizer; the program goes first")
-    ids: Ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    options = with_eos_token_ids(options, program, tokenizer)
-    detokenizer = StreamingDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    # Checks the arguments.
-    generation = generate_tokens(program, ids, **options)
-    if prefix_cache is None:
-        return Answer(generation, _responses(generation, detokenizer))
-    if options.get("sequence"):
-        raise EtkvError(f"sequence is {options['sequence']}, and a prefix_cache has texts of sequence 0")
-    keeper = Keeper(program, prefix_cache, fingerprint)
-    return Answer(generation, _kept_responses(keeper, generation, _id_list(ids), detokenizer))
-
-
-def _kept_responses(
-    keeper: Keeper, generation: Generation, ids: list[int], detokenizer: StreamingDetokenizer
-) -> Iterator[GenerationResponse]:
-    """Answer a whole text on a cache that goes on from what is kept of it."""
-    keeper.cache.clear()
-    cached = keeper.attach(ids[:-1])
-    generation.skip(cached)
-    if keeper.has_windows:
-        generation.before_last = lambda: keeper.keep(ids[:-1])
-    for response in _responses(generation, detokenizer):
-        yield replace(response, prompt_tokens=len(ids), cached_tokens=cached)
-    keeper.keep([*ids, *generation.token_ids][: keeper.cache.length])
-
-
-class Answer(Iterator[GenerationResponse]):
-    """An iterator over the responses of an answer. :func:`stream_generate` makes it.
-
-    A ``break``, :meth:`close` and :meth:`cancel` leave the cache as :func:`generate_tokens` says.
-    """
-
-    def __init__(self, generation: Generation, responses: Iterator[GenerationResponse]) -> None:
-        self.generation = generation
-        """The token ids of the answer, and what the cache holds of prompt and answer."""
-        self._responses = responses
-
-    def __next__(self) -> GenerationResponse:
-        return next(self._responses)
-
-    def cancel(self) -> None:
-        """End the answer, from any thread, as :meth:`Generation.cancel` does: one more response has its end."""
-        self.generation.cancel()
-
-    def close(self) -> None:
-        """End the answer without a last response, as a ``break`` does. Only for the thread that iterates."""
-        close = getattr(self._responses, "close", None)
-        if close is not None:
-            close()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.generation!r}>"
-
-
-def with_eos_token_ids(options: GenerateOptions, program: Program, tokenizer: Tokenizer) -> GenerateOptions:
-    """Return ``options``, with the tokenizer's eos token ids if neither ``options`` nor the program has any."""
-    if options.get("eos_token_ids") is not None or program.eos_token_ids:
-        return options
-    return {**options, "eos_token_ids": tokenizer.eos_token_ids}
-
-
-def _responses(generation: Generation, detokenizer: StreamingDetokenizer) -> Iterator[GenerationResponse]:
-    for token in generation:
-        detokenizer.add_token(token)
-        yield _response(generation, detokenizer.last_segment, token)
-    detokenizer.finalize()
-    yield _response(generation, detokenizer.last_segment, None)
-
-
-def _response(generation: Generation, text: str, token: int | None) -> GenerationResponse:
-    return GenerationResponse(
-        text,
-        token,
-        generation.prompt_tokens,
-        len(generation.token_ids),
-        generation.prompt_tokens / generation.prefill_seconds if generation.prefill_seconds > 0 else 0.0,
-        generation.tokens_per_second,
-        None if token is not None else generation.finish_reason,
-    )
 
 
 def generate_tokens(
@@ -251,7 +91,7 @@ def generate_tokens(
         raise EtkvError(f"program is {type(program).__name__}, expected what etkv.load returns")
     if program.cache is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
-    ids = _id_list(prompt)
+    ids = id_list(prompt)
     if not ids:
         raise EtkvError("prompt is empty; it has at least one token")
     max_tokens = int32(max_tokens, "max_tokens")
@@ -617,7 +457,8 @@ class _Bars:
         self._bar.close()
 
 
-def _id_list(prompt: Ids) -> list[int]:
+def id_list(prompt: Ids) -> list[int]:
+    """Return the ids of a prompt. Raises :class:`EtkvError` for what is no ids."""
     values: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
     if len(values) == 1 and isinstance(values[0], list):
         values = values[0]
