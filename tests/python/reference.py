@@ -112,6 +112,11 @@ class Variant:
 
 
 LONG = {
+    *map(Variant, ("tiny-llama3", "tiny-mixtral", "tiny-phi", "tiny-phi3", "tiny-qwen2", "tiny-smollm3")),
+    Variant("tiny-qwen3-untied"),
+    Variant("tiny-qwen3", "bf16", "4w"),
+    Variant("tiny-llama", "f16", "8w"),
+    Variant("tiny-gemma3", "bf16"),
     *(
         Variant("tiny-llama", *precision)
         for precision in (("f32", "8w"), ("f16", "4w"), ("bf16", "4w"), ("bf16", "8w"))
@@ -126,7 +131,8 @@ LONG = {
     Variant("tiny-qwen3-moe", "f32", "8w"),
     Variant("tiny-qwen3-moe", "bf16"),
 }
-"""Variants of `make test-long` alone. The others have each family, dtype and width of weights, and most pairs of them.
+"""Variants of `make test-long` alone. The others have each kind of part: windows, norms of heads, experts, packed
+weights, half precision, a head that is tied or not.
 
 An export takes ten seconds.
 """

@@ -23,12 +23,10 @@ from test_outputs import hidden_states
 
 pytestmark = pytest.mark.long
 
-LEFT_OUT = () if EVERYTHING else ("tiny-phi", "tiny-smollm3")
-"""Families whose attention and rotation are those of others here."""
 FAMILIES = [
     variant
     for variant in test_families.VARIANTS
-    if variant.dtype == "f32" and not variant.quantize and variant.model not in (*tiny_models.MIXTURES, *LEFT_OUT)
+    if variant.dtype == "f32" and not variant.quantize and variant.model not in tiny_models.MIXTURES
 ]
 LLAMA = Variant("tiny-llama")
 TAPPED = Variant("tiny-llama", tap_layers=(1, 0))

@@ -40,13 +40,9 @@ RING = 127
 The tokens of a test are fewer: see :data:`upstream_runs.PROMPT`.
 """
 
-FLOAT = [
-    llm("tiny-llama", *IN_GRAPH),
-    llm("tiny-gemma3", *IN_GRAPH),
-    llm("tiny-gemma3", *OFF_GRAPH),
-    llm("tiny-gemma4", *OFF_GRAPH),
-]
+FLOAT = [llm("tiny-llama", *IN_GRAPH), llm("tiny-gemma3", *IN_GRAPH), llm("tiny-gemma3", *OFF_GRAPH)]
 FLOAT_LONG = [
+    llm("tiny-gemma4", *OFF_GRAPH),
     llm("tiny-llama", IN_GRAPH[0]),
     llm("tiny-llama", IN_GRAPH[1]),
     llm("tiny-llama", *OFF_GRAPH),
@@ -56,8 +52,9 @@ FLOAT_LONG = [
     llm("tiny-mistral-window", *OFF_GRAPH),
 ]
 PLAIN = [llm("tiny-llama"), llm("tiny-qwen3"), llm("tiny-gemma3")] if OPTIMUM else []
-QUANTIZED = [llm("tiny-llama", *IN_GRAPH, "--qlinear", name) for name in ("4w", "nvfp4")]
+QUANTIZED = [llm("tiny-llama", *IN_GRAPH, "--qlinear", "4w")]
 QUANTIZED_LONG = [
+    llm("tiny-llama", *IN_GRAPH, "--qlinear", "nvfp4"),
     llm("tiny-llama", *IN_GRAPH, "--qlinear", "8w"),
     *(llm("tiny-llama", *OFF_GRAPH, "--qlinear", name) for name in ("4w", "8w", "nvfp4")),
     *(llm("tiny-llama", *IN_GRAPH, "--qlinear", name, "--qembedding", name) for name in ("4w", "8w", "nvfp4")),
