@@ -15,7 +15,7 @@ fn contiguous(length: i32) -> ContiguousBookkeeping {
     book
 }
 
-/// Returns `n` sequences of `each` tokens, one behind the other.
+/// Returns `n` sequences of `each` tokens, one after the other.
 fn cells(n: i32, each: i32) -> CellsBookkeeping {
     let mut book = CellsBookkeeping::new(CAPACITY, []);
     for sequence in 0..n {
@@ -83,7 +83,7 @@ fn verbs(criterion: &mut Criterion) {
     criterion.bench_function("fork of 65,536, and its removal", |b| {
         b.iter(|| fork(&mut book));
     });
-    criterion.bench_function("tree of 32 behind 65,536: propose, plan, commit 5", |b| {
+    criterion.bench_function("tree of 32 after 65,536: propose, plan, commit 5", |b| {
         b.iter(|| tree(&mut book, 65_536));
     });
 }

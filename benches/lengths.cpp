@@ -176,7 +176,7 @@ int main(int argc, char** argv) {
       ones.push_back(step(1));
     }
     add(context, 1, ones);
-    print("a token behind " + std::to_string(context), ones);
+    print("a token after " + std::to_string(context), ones);
     const double one = median(ones);
     std::printf("  %.1f tokens/s\n", 1e3 / one);
     for (const int64_t n : {2, 4, 8, 16}) {

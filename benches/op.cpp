@@ -3,7 +3,7 @@
 //
 //   etkv_op HEADS KV_HEADS HEAD_DIM LAYERS DTYPE TOKENS ROUNDS LENGTH...
 //
-// DTYPE is f32, f16 or bf16. A step runs TOKENS new tokens behind LENGTH
+// DTYPE is f32, f16 or bf16. A step runs TOKENS new tokens after LENGTH
 // positions through every layer, each on what the layer before gives, and the
 // host waits for the last. In MLX alone, rows go into buffers that are as long
 // as they will ever be, with slice_update, and fast::scaled_dot_product_attention
@@ -142,7 +142,7 @@ class Bare {
   std::vector<mx::array> v_;
 };
 
-/// Returns the microseconds of each of `steps` steps behind `length` positions,
+/// Returns the microseconds of each of `steps` steps after `length` positions,
 /// which are read in parts first.
 template <typename Steps>
 std::vector<double>

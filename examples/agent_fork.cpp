@@ -299,7 +299,7 @@ class Fork {
     ASSIGN_OR_RETURN(const int32_t positions, cache_.length());
     say("prefill: " + std::to_string(prefill_tokens_) + " tokens, " +
         std::to_string(shared_ - loaded_) + " of them shared" +
-        (loaded_ > 0 ? ", behind " + std::to_string(loaded_) + " from the store"
+        (loaded_ > 0 ? ", after " + std::to_string(loaded_) + " from the store"
                      : "") +
         "; " + runs + " would read " + std::to_string(apart) + ", " +
         std::to_string(apart - prefill_tokens_) + " are spared");

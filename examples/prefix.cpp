@@ -74,7 +74,7 @@ class Server {
     ASSIGN_OR_RETURN(bool going, begin(model_, cache_, one, shared));
     const double prefill_seconds = watch.lap();
     if (going && kept_.has_windows) {
-      // The next prompt may have other tokens behind this one than the answer.
+      // The next prompt may have other tokens after this one than the answer.
       RETURN_IF_ERROR(keep(one.prompt));
     }
     while (going && !one.stop) {

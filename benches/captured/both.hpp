@@ -92,7 +92,7 @@ class Both {
     return done.ok();
   }
 
-  /// Runs so many tokens of each sequence, behind those that it has.
+  /// Runs so many tokens of each sequence, after those that it has.
   void run(const Counts& counts) {
     if (!try_run(counts)) {
       std::fprintf(stderr, "etkv_captured: a step is refused\n");

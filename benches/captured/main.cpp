@@ -1,4 +1,4 @@
-// Steps that are captured as one launch of a GPU, and the same steps of the
+// Steps that are captured as one CUDA graph, and the same steps of the
 // interpreter: how far their logits and hidden states are apart, which ids they
 // choose, and what they take, in turns. A draft that takes hidden states gets
 // made-up ones, and runs a single sequence.
@@ -70,7 +70,7 @@ struct Side {
     return must(session.cache().length());
   }
 
-  /// Runs the tokens behind what the cache holds. Returns all logits.
+  /// Runs the tokens after what the cache holds. Returns all logits.
   std::vector<float> step(const std::vector<int64_t>& tokens) {
     return etkv::benches::rows_of(run(tokens, length()));
   }
@@ -146,9 +146,9 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
   size_t same_chosen = 0;
   size_t wrong = 0;
   std::set<size_t> sizes;
-  for (const size_t behind : {size_t{0}, size_t{70}, longest / 2, longest}) {
-    captured.fill(behind);
-    interpreted.fill(behind);
+  for (const size_t after : {size_t{0}, size_t{70}, longest / 2, longest}) {
+    captured.fill(after);
+    interpreted.fill(after);
     Agreement agreement;
     Agreement hidden;
     for (const size_t n : {1, 2, 3, 5, 8, 13, 16, 24, 64, 41, 1, 1}) {
@@ -172,14 +172,13 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
       wrong += not_greatest(found, chosen);
       same_chosen += equal(chosen, interpreted.choose(tokens, at));
     }
-    agreement.print(("behind " + std::to_string(behind)).c_str());
+    agreement.print(("after " + std::to_string(after)).c_str());
     if (!agreement.is_rounding()) {
       std::fprintf(stderr, "etkv_captured: these logits are too far apart\n");
       agree = false;
     }
     if (captured.program.hidden_states()) {
-      hidden.print(
-          ("behind " + std::to_string(behind)).c_str(), "hidden states");
+      hidden.print(("after " + std::to_string(after)).c_str(), "hidden states");
       if (!hidden.is_rounding()) {
         std::fprintf(
             stderr, "etkv_captured: these hidden states are too far apart\n");
@@ -216,8 +215,8 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
 
 /// Prints what steps of both sides take.
 void measure(Side& captured, Side& interpreted, size_t longest, size_t rounds) {
-  for (const size_t behind : {size_t{256}, longest}) {
-    if (behind > longest) {
+  for (const size_t after : {size_t{256}, longest}) {
+    if (after > longest) {
       continue;
     }
     for (const bool chosen : {false, true}) {
@@ -227,8 +226,8 @@ void measure(Side& captured, Side& interpreted, size_t longest, size_t rounds) {
       for (const size_t n : {1, 2, 4, 8, 16, 32, 64}) {
         std::vector<double> times[2];
         const std::vector<int64_t> tokens(n, 1);
-        captured.fill(behind);
-        interpreted.fill(behind);
+        captured.fill(after);
+        interpreted.fill(after);
         for (size_t round = 0; round < rounds; ++round) {
           size_t side = 0;
           for (Side* one : {&captured, &interpreted}) {
@@ -240,9 +239,9 @@ void measure(Side& captured, Side& interpreted, size_t longest, size_t rounds) {
         const double a = median(times[0]);
         const double b = median(times[1]);
         std::printf(
-            "behind %5zu, %2zu tokens, %s: captured %.3f ms, interpreted %.3f, "
+            "after %5zu, %2zu tokens, %s: captured %.3f ms, interpreted %.3f, "
             "%.2f times\n",
-            behind,
+            after,
             n,
             chosen ? "chosen on the device" : "logits to the host  ",
             a,

@@ -51,7 +51,7 @@ void run_attached(Both<SeqCache>& both) {
   both.run({{0, 1}});
   both.run({{0, 1}});
   both.run({{0, 90}});
-  // A prefix behind a prefix, of which the cache goes on from a part.
+  // A prefix after a prefix, of which the cache goes on from a part.
   both.attach(200);
   both.run({{0, 5}});
   both.change([](SeqCache& cache) { return cache.seq_cp(0, 1); });
@@ -86,7 +86,7 @@ bool compare_shared(
     const char* model,
     const std::string& format,
     const Log& log) {
-  // All of them, also behind one that fails.
+  // All of them, also after one that fails.
   const bool sequences = compare(
       "several sequences",
       log,
@@ -95,7 +95,7 @@ bool compare_shared(
       },
       run_sequences);
   const bool attached = compare(
-      "a sequence behind a prefix",
+      "a sequence after a prefix",
       log,
       [&] {
         return Both<SeqCache>(model, format, make_seq_session, kCapacity);

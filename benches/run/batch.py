@@ -68,7 +68,7 @@ def table(model: Model, found: dict[int, Results], context: int) -> Table:
     """Returns the table: a row for each number of sequences."""
     made = Table(
         model.name,
-        f"Tokens a second of all sequences, behind prompts of {thousands(context)} tokens; medians of steps. A ratio "
+        f"Tokens a second of all sequences, after prompts of {thousands(context)} tokens; medians of steps. A ratio "
         "above 1: etkv is so many times as fast as mlx-lm's loop in the column before.",
         ["sequences", ETKV, PIPELINED, "ratio", WAITING, "ratio"],
     )

@@ -17,7 +17,7 @@ def measure(bench: Bench) -> Topic:
     topic = Topic(
         NAME,
         "Formats of keys and values",
-        "Decoding behind one context, through a cache of each format. The model's weights and activations stay as they "
+        "Decoding after one context, through a cache of each format. The model's weights and activations stay as they "
         "are. Bytes are those that keys and values of the context take.",
     )
     model = bench.models[0]

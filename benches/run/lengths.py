@@ -23,7 +23,7 @@ def measure(bench: Bench) -> Topic:
         NAME,
         "Lengths never run before",
         "Milliseconds up to the first token of a prompt, for lengths that the process has not run before and for the "
-        "same lengths again; then steps of some tokens, as a verification of draft tokens has them, behind a context "
+        "same lengths again; then steps of some tokens, as a verification of draft tokens has them, after a context "
         "that grows by a token a step. The host reads a token after each step, on both sides.",
     )
     longest = bench.choose(quick=128, cpu=256, gpu=4000)
@@ -89,7 +89,7 @@ def table(model: Model, results: Results, longest: int, prompts: int, cases: lis
         "prompts, lengths not run before": "fresh_ms",
         "prompts, the same lengths again": "again_ms",
     }
-    named |= {f"{n} token{'s' * (n > 1)} behind {thousands(context)}": step_metric(context, n) for context, n in cases}
+    named |= {f"{n} token{'s' * (n > 1)} after {thousands(context)}": step_metric(context, n) for context, n in cases}
     for label, metric in named.items():
         row = [label, *(cell(results.median(name, metric), 2) for name in (ETKV, PEER))]
         made.rows.append([*row, ratio_cell(results.ratio(ETKV, PEER, metric, more_is_better=False))])

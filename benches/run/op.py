@@ -61,7 +61,7 @@ def compare(bench: Bench, topic: Topic, shape: list[object], length: int) -> Res
         for name, metric in ((ETKV, "etkv_us"), (BARE, "mlx_us")):
             rounds = [[time / LAYERS for time in times] for times in figures[metric]]
             results.rounds[name] = [{"layer_us": times} for times in rounds]
-    topic.left_out(ran, f"{shape[-1]} tokens behind {thousands(length)}")
+    topic.left_out(ran, f"{shape[-1]} tokens after {thousands(length)}")
     return results
 
 

@@ -22,7 +22,7 @@ namespace etkv::examples {
 /// bits. Another logit can then be the greatest. So an id that reference
 /// decoding does not choose is accepted if its logit is less than the greatest
 /// by no more than rounding_margin(). Such ids are reported, and reference
-/// decoding goes on behind them. A larger difference is an error that names the
+/// decoding goes on after them. A larger difference is an error that names the
 /// answer, the step, both ids and the margin. More such ids than allowed_ties()
 /// are an error too.
 ///

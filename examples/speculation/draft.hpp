@@ -16,7 +16,7 @@ class Draft {
  public:
   virtual ~Draft() = default;
 
-  /// Grows a tree behind `text`, whose last id is the root. The text may differ
+  /// Grows a tree after `text`, whose last id is the root. The text may differ
   /// from the one before.
   virtual Result<TokenTree> propose(
       const std::vector<int64_t>& text,

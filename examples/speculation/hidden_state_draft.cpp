@@ -66,7 +66,7 @@ void HiddenStateDraft::saw(
     const HiddenStatesView& hidden_states) {
   const auto first = static_cast<size_t>(position);
   if (first > seen() || !(hidden_states.type == given_type_)) {
-    // No call needs a row behind a gap: the text before it is refused.
+    // No call needs a row after a gap: the text before it is refused.
     return;
   }
   hidden_states_.resize(first * type_.bytes());
@@ -86,7 +86,7 @@ Result<size_t> HiddenStateDraft::reusable(const std::vector<int64_t>& text) {
             " have not come, and the text has " + std::to_string(needed) +
             " positions before its last");
   }
-  // Rows behind them belonged to another text.
+  // Rows after them belonged to another text.
   hidden_states_.resize(needed * type_.bytes());
   known_ = std::min(known_, needed);
   return known_;

@@ -14,7 +14,7 @@ class NgramDraft : public Draft {
  public:
   /// Needs no second model and no random numbers: the choice is deterministic.
   ///
-  /// Every earlier place with the same last ids proposes the ids behind it. A
+  /// Every earlier place with the same last ids proposes the ids after it. A
   /// longer match counts more, and of equal matches the later one. Each level
   /// has the candidates that count most.
   Result<TokenTree> propose(

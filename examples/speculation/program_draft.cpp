@@ -199,7 +199,7 @@ Result<TokenTree> ProgramDraft::grow(
         tree.drawn_from[static_cast<size_t>(leaf.node)] = std::move(leaf.q);
       }
     }
-    // The probabilities behind the last level are not needed.
+    // The probabilities after the last level are not needed.
     if (level == shape.depth || next.empty() || interrupted()) {
       return tree;
     }

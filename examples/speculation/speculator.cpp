@@ -175,7 +175,7 @@ Result<VerificationResult> Speculator::verify_on_device(
   return verify(tree, chosen);
 }
 
-/// An eos id is the last of its answer: it does not run, and nothing behind it
+/// An eos id is the last of its answer: it does not run, and nothing after it
 /// is kept.
 void Speculator::cut_at_end(const TokenTree& tree, VerificationResult& verified)
     const {

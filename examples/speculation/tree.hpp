@@ -1,4 +1,4 @@
-// A tree of candidates behind a text, and what a model makes of it.
+// A tree of candidates after a text, and what a model makes of it.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace etkv::examples {
 
-/// Nodes in the order they were added, each behind its parent. Node 0 is the
+/// Nodes in the order they were added, each after its parent. Node 0 is the
 /// root: the last id of the text, which is no candidate.
 struct TokenTree {
   explicit TokenTree(int64_t root) {
@@ -72,21 +72,21 @@ struct TreeShape {
 struct VerificationResult {
   /// The accepted chain, which is now part of the text, the root first.
   std::vector<int32_t> accepted;
-  /// The id behind the chain: the model's own.
+  /// The id after the chain: the model's own.
   int64_t next = 0;
 };
 
 /// Walks down from the root while the model accepts a child. `logits` have a
 /// row for each node.
 ///
-/// Greedily, it accepts the child with the greatest logit behind its parent, so
+/// Greedily, it accepts the child with the greatest logit after its parent, so
 /// the text is the same as without the tree. Otherwise it offers each child in
 /// turn, see accept(), so every id of the text has the probability that the
 /// model gives it.
 Result<VerificationResult>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler);
 
-/// Does the same greedily with the model's own id behind each node.
+/// Does the same greedily with the model's own id after each node.
 Result<VerificationResult> verify(
     const TokenTree& tree,
     const std::vector<int64_t>& chosen);

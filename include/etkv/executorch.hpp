@@ -46,7 +46,7 @@ enum class Logits {
 enum class Passes {
   standard, ///< those that make it faster on its device
   none, ///< those that the other options need, to compare and to find faults
-  /// As standard, and no step is captured as one launch of a GPU.
+  /// As standard, and no step is captured as one CUDA graph.
   interpreted,
 };
 

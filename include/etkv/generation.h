@@ -112,7 +112,7 @@ typedef struct etkv_generation etkv_generation;
 /** A text to continue. The caller owns what it points to. */
 typedef struct etkv_prompt {
   size_t struct_size;
-  /** The tokens behind what the sequence holds, at least one. */
+  /** The tokens after what the sequence holds, at least one. */
   const int64_t* tokens;
   size_t n_tokens;
   /** The sequence that it continues; 0 in a cache of one. */
@@ -125,7 +125,7 @@ typedef struct etkv_prompt {
 typedef int32_t etkv_run_ahead;
 enum {
   /**
-   * On a GPU, but for steps that are one launch. On a CPU nothing is gained: MLX
+   * On a GPU, but for steps that are one CUDA graph. On a CPU nothing is gained: MLX
    * then copies each buffer that the step before still reads.
    */
   ETKV_RUN_AHEAD_AUTO = 0,

@@ -97,7 +97,7 @@ inline Result<int64_t> choose(
 
 /// A text to continue.
 struct Prompt {
-  /// The tokens behind what the sequence holds, at least one.
+  /// The tokens after what the sequence holds, at least one.
   std::vector<int64_t> tokens;
   /// The sequence that it continues; 0 in a cache of one.
   int32_t sequence = 0;

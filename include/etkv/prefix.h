@@ -48,7 +48,7 @@ etkv_cache_freeze(etkv_cache* cache, etkv_prefix** prefix, etkv_error** error);
 
 /**
  * Makes an empty cache hold the first `length` positions of a prefix. No rows
- * are copied. What the cache writes behind them is its own. Caches of every
+ * are copied. What the cache writes after them is its own. Caches of every
  * kind take each other's prefixes.
  *
  * @param length  from etkv_prefix_rewindable_to() to etkv_prefix_length().

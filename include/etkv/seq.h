@@ -1,5 +1,5 @@
 /*
- * Several sequences in one cache, and trees of candidates behind them.
+ * Several sequences in one cache, and trees of candidates after them.
  * A part of etkv.h, whose conventions hold here.
  */
 #ifndef ETKV_SEQ_H
@@ -221,7 +221,7 @@ ETKV_API etkv_status etkv_cache_as_tree(
 ETKV_API void etkv_tree_cache_free(etkv_tree_cache* cache);
 
 /**
- * Appends a frontier of candidates to the tree behind a sequence: the queries
+ * Appends a frontier of candidates to the tree after a sequence: the queries
  * of its next step. Each query sees the sequence, its ancestors and itself. A
  * node's position is the sequence's next position plus its depth.
  *
@@ -261,7 +261,7 @@ ETKV_API etkv_status etkv_tree_cache_commit(
     etkv_error** error);
 
 /**
- * Stores the number of nodes of the tree behind a sequence; 0 without a tree.
+ * Stores the number of nodes of the tree after a sequence; 0 without a tree.
  */
 ETKV_API etkv_status etkv_tree_cache_len(
     const etkv_tree_cache* cache,

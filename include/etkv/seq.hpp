@@ -1,4 +1,4 @@
-// Several sequences in one cache, and trees of candidates behind them. A part
+// Several sequences in one cache, and trees of candidates after them. A part
 // of etkv.hpp.
 #pragma once
 
@@ -223,7 +223,7 @@ class TreeCache : public SeqCache {
       int32_t sequence = 0) {
     return commit(std::vector<int32_t>(accepted), sequence);
   }
-  /// Returns the number of nodes of the tree behind a sequence; 0 without a
+  /// Returns the number of nodes of the tree after a sequence; 0 without a
   /// tree.
   Result<size_t> tree_len(int32_t sequence = 0) const {
     return detail::ask<size_t>([&](size_t* n_nodes, etkv_error** error) {

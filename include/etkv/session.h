@@ -23,7 +23,7 @@ extern "C" {
  *
  *   "contiguous"  one growing sequence; the fastest kind for one
  *   "seq"         up to 256 sequences that share cells: forks, removal, batches
- *   "tree"        as "seq", with trees of candidates behind sequences
+ *   "tree"        as "seq", with trees of candidates after sequences
  */
 
 /**

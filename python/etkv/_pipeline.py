@@ -84,7 +84,7 @@ def _bytes(text: Any) -> int:
 
 
 def _longest(charsmap: Any) -> float:
-    """Return the bytes of the longest text that a map of characters writes: they lie behind its trie."""
+    """Return the bytes of the longest text that a map of characters writes: they lie after its trie."""
     try:
         data = base64.b64decode(charsmap)
     except (TypeError, ValueError):

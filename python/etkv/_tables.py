@@ -16,7 +16,7 @@ from flatbuffers import number_types as types
 from flatbuffers.table import Table
 
 Read: TypeAlias = Callable[[int, int], bytes]
-"""Reads bytes behind the tables: an offset from where the segments begin, and a number of bytes."""
+"""Reads bytes after the tables: an offset from where the segments begin, and a number of bytes."""
 
 _PLANS, _SEGMENTS, _CONSTANTS = 1, 4, 5
 """Places in the table of a program: its methods, its segments, and where the data of tensors lie in one."""

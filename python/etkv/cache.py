@@ -326,7 +326,7 @@ class TreeCache(SeqCache):
         call("etkv_tree_cache_commit", self._tree(), int32(sequence, "sequence"), int32s(accepted, "accepted"), n)
 
     def tree_len(self, sequence: int = 0) -> int:
-        """Return the number of nodes of the tree behind a sequence; 0 without a tree."""
+        """Return the number of nodes of the tree after a sequence; 0 without a tree."""
         return ask("etkv_tree_cache_len", "size_t", self._tree(), int32(sequence, "sequence"))
 
 

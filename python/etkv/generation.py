@@ -136,7 +136,7 @@ class Generation(Iterator[int]):
         """Called when all of the prompt but its last token has run. Set before the first token is requested."""
         self._start: int | None = None
         self._ran = 0
-        """Tokens of prompt and answer that ran: the next one goes behind them."""
+        """Tokens of prompt and answer that ran: the next one goes after them."""
         self._cancelled = False
         self._prompt = prompt
         # Its steps hold a weak reference, so that an answer that is dropped releases the session at once.

@@ -169,7 +169,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield from _pass_lines("on the CPU", program["passes"])
         yield from _pass_lines("on a GPU", program["passes_on_gpu"])
         if steps := program["steps_on_cuda"]:
-            yield f"steps of a few tokens on CUDA: {'one launch' if steps == 'captured' else f'not captured: {steps}'}"
+            yield f"steps of a few tokens on CUDA: {steps if steps == 'captured' else f'not captured: {steps}'}"
 
 
 def _runs_text(runs: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ Logits: TypeAlias = Literal["all", "last", "proposed"]
 
 PASSES = ("default", "interpreted", "none")
 """The passes that change a program of the MLX delegate when it is loaded: ``default``, those that make it faster on
-its device; ``interpreted``, the same, and no step runs as one launch of a GPU; ``none``, those that the other options
+its device; ``interpreted``, the same, and no step runs as one CUDA graph; ``none``, those that the other options
 need and no more. ``gpu``, those of a GPU on any device, is for tests."""
 
 Passes: TypeAlias = Literal["default", "interpreted", "none", "gpu"]
@@ -134,7 +134,7 @@ class SeqSession(Session, SeqCache):
 
 
 class TreeSession(Session, TreeCache):
-    """Sequences as in :class:`SeqSession`, with trees of candidates behind them."""
+    """Sequences as in :class:`SeqSession`, with trees of candidates after them."""
 
     KIND = "tree"
 

@@ -83,7 +83,7 @@ void without_windows() {
   CHECK_INT(more.reused_tokens, 9);
 }
 
-/// Fails behind the first id, and leaves the cache so that it cannot go back.
+/// Fails after the first id, and leaves the cache so that it cannot go back.
 class Failing : public examples::Stepper {
  public:
   explicit Failing(SeqCache& cache) : cache_(cache) {}

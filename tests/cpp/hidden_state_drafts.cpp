@@ -213,7 +213,7 @@ void missing_hidden_states() {
   proposer->saw(10, hidden_states.view(10, 19));
   const auto tree = must(proposer->propose(ids, shape, greedy));
   CHECK(same(tree, fresh("llama-draft", target, ids, shape)));
-  // What is seen again takes the place of all behind it.
+  // What is seen again takes the place of all after it.
   proposer->saw(5, hidden_states.view(5, 1));
   refused(6);
   proposer->saw(6, hidden_states.view(6, 23));

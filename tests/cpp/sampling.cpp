@@ -106,7 +106,7 @@ grow(uint32_t seed, size_t width, Drawn how, double temperature, Rng& rng) {
   return tree;
 }
 
-/// The first two ids behind a root that the target of `seed` gives to trees of
+/// The first two ids after a root that the target of `seed` gives to trees of
 /// another language, against what it gives alone. `judge` verifies.
 using Judge = std::function<
     VerificationResult(const TokenTree&, const LogitsView&, Sampler&)>;
@@ -266,7 +266,7 @@ void no_numbers() {
 
 // ---- On programs ----------------------------------------------------------------
 
-/// How often each id came first, and each behind it second; or the probabilities.
+/// How often each id came first, and each after it second; or the probabilities.
 struct Pairs {
   std::vector<double> first = std::vector<double>(kVocabulary);
   std::vector<std::vector<double>> both = {kVocabulary, first};

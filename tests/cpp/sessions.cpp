@@ -55,7 +55,7 @@ void what_a_program_tells() {
 }
 
 /// ExecuTorch's default looks at a program's first bytes only. Here the table
-/// behind them says that its fields are far outside of the file.
+/// after them says that its fields are far outside of the file.
 void damaged_tables() {
   std::ifstream whole(program_path("llama-f32"), std::ios::binary);
   std::string bytes(

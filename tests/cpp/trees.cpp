@@ -8,7 +8,7 @@ namespace {
 
 using Parents = std::vector<int32_t>;
 
-/// How far behind the sequence each node lies.
+/// How far after the sequence each node lies.
 std::vector<int64_t> depths(const Parents& parents) {
   std::vector<int64_t> found;
   for (const int32_t parent : parents) {
@@ -144,7 +144,7 @@ void rejected() {
   CHECK_INT(*on->length(), 9);
 }
 
-/// Trees behind several sequences, verified in one step.
+/// Trees after several sequences, verified in one step.
 void several() {
   const Ids a = text(6, 1);
   const Ids b = text(4, 2);

@@ -62,7 +62,7 @@ void any_measurements() {
 }
 
 /// Where times are a line, the model has that line, between what was measured and
-/// behind it, however long the first forward of each number takes.
+/// after it, however long the first forward of each number takes.
 void a_line() {
   for (const double once : {0.0, 7.0}) {
     for (const double each : {0.0, 0.001, 2.0}) {
@@ -294,7 +294,7 @@ void first_patience() {
 }
 
 /// Returns how many trees a tuner still asks for once none is right any more, in 50
-/// steps behind as many that were all right. A draft takes no time.
+/// steps after as many that were all right. A draft takes no time.
 int trees_until_noticed() {
   Tuner tuner(std::nullopt, /*width=*/1);
   int asked = 0;

@@ -45,7 +45,7 @@ def session(path: Path) -> etkv.DecodeSession:
 def run(path: Path, ids: Sequence[int], *others: torch.Tensor, logits: str = "all", step: int = 40) -> list[Any]:
     """Return every output of the program at ``path``, [rows, ...], the rows of its steps one after the other.
 
-    Steps have ``step`` tokens. ``others`` are inputs [1, T, ...] behind tokens and positions.
+    Steps have ``step`` tokens. ``others`` are inputs [1, T, ...] after tokens and positions.
     """
     made = []
     with session(path) as cache, etkv.load(path, cache, logits=logits) as loaded:

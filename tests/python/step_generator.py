@@ -54,7 +54,7 @@ class Generator:
         self.cache: Any = make_cache(kind, _small(config))
         self.max_step_tokens = min(config.max_step_tokens or 512, config.capacity)
         self.trees: dict[int, list[int]] = {}
-        """Parents of the nodes behind each sequence."""
+        """Parents of the nodes after each sequence."""
         self.n_run: dict[int, int] = {}
         """Of these, those that a step has run."""
         self.left_over: tuple[Members, ...] | None = None

@@ -390,7 +390,7 @@ def test_text_files_that_cannot_be_used(folder, name, content, told):
 
 
 def test_a_tokenizer_of_another_model(folder):
-    """Its ids are refused before they reach the embedding, which would read behind its table."""
+    """Its ids are refused before they reach the embedding, which would read past its table."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     tokenizer["model"]["vocab"]["a"] = 5000
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")

@@ -35,7 +35,7 @@ def loaded(model):
 
 @pytest.fixture
 def steps(loaded, monkeypatch):
-    """A list of functions: each is called behind a step of a prompt, the first behind the first."""
+    """A list of functions: each is called after a step of a prompt, the first after the first."""
     waiting: list = []
 
     def then(made):

@@ -63,7 +63,7 @@ def draft_request() -> ExportRequest:
 
 @pytest.mark.parametrize("variant", FAMILIES, ids=str)
 def test_ids_equal_those_of_transformers(programs, variant):
-    """Through a prompt in chunks and a token a step behind it."""
+    """Through a prompt in chunks and a token a step after it."""
     program = programs[variant]
     prompt = IDS[:PROMPT]
     ids, rows = cpu_programs.greedy(program.path, prompt, DECODE)
@@ -207,7 +207,7 @@ def test_all_calls_of_a_program_have_its_name(programs):
 
 @pytest.mark.parametrize("variant", [*FAMILIES, QUANTIZED], ids=str)
 def test_what_is_between_two_calls_is_one_delegate(programs, variant):
-    """Angles are before the first, where a kernel joins two halves, and the head is behind the last."""
+    """Angles are before the first, where a kernel joins two halves, and the head is after the last."""
     file = PteFile(programs[variant].path)
     n_layers = pte.constant_methods(programs[variant].path)["kv_cache.n_layers"]
     count = file.delegates["forward"].count("XnnpackBackend")

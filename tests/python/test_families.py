@@ -35,7 +35,7 @@ VARIANTS = reference.chosen(
 )
 PROMPT, DECODE = 70, 32
 CAPTURED = {"tiny-llama", "tiny-qwen3", "tiny-mistral-window", "tiny-gemma3", "tiny-phi3", "tiny-smollm3"}
-"""The families whose steps of a few tokens are one launch on CUDA, in half precision."""
+"""The families whose steps of a few tokens are CUDA graphs, in half precision."""
 
 
 @pytest.fixture(scope="module")

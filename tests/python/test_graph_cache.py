@@ -99,7 +99,7 @@ def test_chat_answers_as_transformers_does(model, tokenizer):
 
 
 def test_what_goes_on_runs_new_tokens_only(model, tokenizer):
-    """With --raw a conversation is one text: its second turn goes on behind the first answer."""
+    """With --raw a conversation is one text: its second turn goes on after the first answer."""
     first = tokenizer.encode(SAID[0])
     answer = expected(tokenizer, first)
     added = tokenizer.encode(SAID[1], add_special_tokens=False)

@@ -37,7 +37,7 @@ class Token:
 
 @dataclass
 class Texts:
-    """Sequences as texts, and the candidates behind them as their nodes: parent and token."""
+    """Sequences as texts, and the candidates after them as their nodes: parent and token."""
 
     sequences: dict[int, list[Token]] = field(default_factory=dict)
     trees: dict[int, list[tuple[int, Token | None]]] = field(default_factory=dict)

@@ -341,7 +341,7 @@ def test_a_fork_loads_the_context_that_an_earlier_process_has_read(llama, tmp_pa
     checked(again)
     assert again.stdout == first.stdout
     (shared,) = re.findall(r"tokens, (\d+) of them shared; ", first.stderr)
-    assert f", 0 of them shared, behind {shared} from the store; " in again.stderr
+    assert f", 0 of them shared, after {shared} from the store; " in again.stderr
 
 
 CACHED = r"^(\d+) tokens, (\d+) cached, (\d+) read in "

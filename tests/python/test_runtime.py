@@ -212,7 +212,7 @@ def test_a_token_of_two_sequences(llama, expected):
 
 
 def test_a_tree_of_candidates(llama, expected):
-    """Of two branches behind a prompt each sees its own ancestors, and the accepted one goes on."""
+    """Of two branches after a prompt each sees its own ancestors, and the accepted one goes on."""
     with etkv.TreeSession(config(llama)) as session, etkv.load(llama.path, session) as program:
         run(program, PROMPT[:4])
         session.propose([-1, -1, 1])

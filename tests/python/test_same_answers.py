@@ -2,7 +2,7 @@
 
 Generated texts, models with full history and with windows, both backends, every kind of cache and several formats. A
 text is read in steps; then come a question in one step and greedy tokens. The ways: an empty cache; one that was used
-before; one attached to a prefix, which was frozen there or behind more text; a fork; a cache that was compacted, or
+before; one attached to a prefix, which was frozen there or after more text; a fork; a cache that was compacted, or
 saved and loaded; and one that combines them. In other steps, rounding differs: ids are the same there.
 ``ETKV_ANSWER_SEEDS`` sets how many texts each program, kind and format gets.
 """
@@ -38,7 +38,7 @@ def programs() -> dict[tuple[str, str], Program]:
 
 @dataclass
 class Text:
-    """A text in steps, and the question behind it."""
+    """A text in steps, and the question after it."""
 
     steps: list[list[int]]
     question: list[int]
@@ -73,7 +73,7 @@ class Reader:
         self.cache.close()
 
     def step(self, ids: Sequence[int], sequence: int | None = None) -> Row:
-        """Run a step behind a sequence, and return its rows of logits."""
+        """Run a step after a sequence, and return its rows of logits."""
         if sequence is None:
             start = self.cache.length
         else:
@@ -87,7 +87,7 @@ class Reader:
             self.step(ids, sequence)
 
     def answer(self, question: Sequence[int], sequence: int | None = None) -> Row:
-        """Run the question and greedy tokens behind it, and return all rows."""
+        """Run the question and greedy tokens after it, and return all rows."""
         rows = [self.step(question, sequence)]
         for _ in range(DECODE):
             rows.append(self.step([int(rows[-1][-1].argmax())], sequence))
@@ -122,7 +122,7 @@ def ways(text: Text, make: Make, kind: str, rng: random.Random, tmp_path) -> dic
     attached.read([some_ids(rng, rng.randint(1, 9))])
     attached.close()
 
-    # What was read behind a prefix is frozen behind it.
+    # What was read after a prefix is frozen after it.
     chained = make()
     n = rng.randint(1, len(text.steps) - 1)
     chained.read(text.steps[:n])
@@ -137,7 +137,7 @@ def ways(text: Text, make: Make, kind: str, rng: random.Random, tmp_path) -> dic
     again = make()
     again.cache.attach(second, text.length)
     del second
-    made["attached to a prefix behind a prefix"] = again.answer(text.question)
+    made["attached to a prefix after a prefix"] = again.answer(text.question)
     again.close()
 
     # The prefix has more than is wanted of it.

@@ -251,7 +251,7 @@ def test_hidden_states_of_a_step(ended):
         rows, hidden = read(program, text)
     logits, expected = with_hidden_states(reference.load_hf(TAPPED.weights), text, (0, 1))
     np.testing.assert_allclose(rows, logits, rtol=1e-4, atol=2e-4)
-    # transformers gives the last layer's states behind the final norm.
+    # transformers gives the last layer's states after the final norm.
     np.testing.assert_allclose(hidden, expected, rtol=1e-4, atol=2e-4)
 
 

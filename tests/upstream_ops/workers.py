@@ -65,7 +65,7 @@ class _Worker:
         return self._receive(seconds, errors)
 
     def _receive(self, seconds: float, errors: int) -> Any | Death:
-        """Return the next answer; of a death the last line that was written behind ``errors`` bytes."""
+        """Return the next answer; of a death the last line that was written after ``errors`` bytes."""
         assert self.process.stdout is not None
         late = threading.Event()
 

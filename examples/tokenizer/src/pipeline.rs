@@ -83,7 +83,7 @@ fn own_growth(step: &Value) -> f64 {
     }
 }
 
-/// Returns the bytes of the longest text that a map of characters, in base64, writes: they lie behind its trie.
+/// Returns the bytes of the longest text that a map of characters, in base64, writes: they lie after its trie.
 fn longest(charsmap: &str) -> f64 {
     let data = decoded(charsmap);
     let (Some(length), rest) = (data.first_chunk::<4>(), data.get(4..).unwrap_or_default()) else {

@@ -1,4 +1,4 @@
-"""Makes drafts that are fed with hidden states: a model's last layers, behind a predictor of their input.
+"""Makes drafts that are fed with hidden states: a model's last layers, after a predictor of their input.
 
 A model that is tapped below its last layers returns, for each token that it has run, the input of these layers. For
 other tokens the feature predictor predicts this input: a linear function of the token's embedding and of the hidden
@@ -151,7 +151,7 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _texts(model: PreTrainedModel, tap: int, start: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return texts that the model generates behind ``start``, and the outputs of layer ``tap`` for them.
+    """Return texts that the model generates after ``start``, and the outputs of layer ``tap`` for them.
 
     The texts are ``[texts, tokens]``, the outputs ``[texts, tokens, hidden]``.
     """

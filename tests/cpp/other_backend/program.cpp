@@ -100,7 +100,7 @@ void what_is_renamed() {
   detail::rename_backend(tables.data(), size);
   const std::string renamed("\x0a\0\0\0EtkvForMLX\0", 15);
   CHECK(tables == renamed + other + "MLXBackend" + renamed);
-  // One that ends behind the tables is left alone.
+  // One that ends after the tables is left alone.
   std::string cut = counted;
   detail::rename_backend(cut.data(), cut.size() - 1);
   CHECK(cut == counted);

@@ -10,7 +10,7 @@
 #include <etkv/executorch.hpp>
 
 #ifdef LOGGED
-// log.c: with the log of all of it on standard output, and a report behind it.
+// log.c: with the log of all of it on standard output, and a report after it.
 extern "C" int print_log(void);
 extern "C" int end_log(const etkv_cache* cache);
 #endif

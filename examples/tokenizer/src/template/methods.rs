@@ -277,7 +277,7 @@ impl<'a> Iterator for Lines<'a> {
 }
 
 /// Returns the characters from `start` to `end`, which count from the end where they are negative, and the number of
-/// characters before them. None if `start` is behind the text or behind `end`.
+/// characters before them. None if `start` is after the text or after `end`.
 fn sliced(text: &str, start: Option<i64>, end: Option<i64>) -> Option<(usize, &str)> {
     let length = text.chars().count() as i64;
     let place = |n: i64| if n < 0 { (n + length).max(0) } else { n };
@@ -345,7 +345,7 @@ fn justified(text: &str, method: &str, width: i64, fill: char) -> Result<Value, 
     Ok(Value::from(format!("{}{text}{}", fill(left), fill(lacking - left))))
 }
 
-/// A letter behind a letter is small, another one is capital.
+/// A letter after a letter is small, another one is capital.
 fn title(text: &str) -> String {
     let mut inside = false;
     let mut made = String::with_capacity(text.len());

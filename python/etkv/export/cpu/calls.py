@@ -39,7 +39,7 @@ def select_rows(hidden: torch.Tensor) -> torch.Tensor:
 
 @select_rows.register_fake
 def _(hidden: torch.Tensor) -> torch.Tensor:
-    # At run time it has one row or T. Nothing behind it depends on which.
+    # At run time it has one row or T. Nothing after it depends on which.
     return torch.empty_like(hidden)
 
 

@@ -163,7 +163,7 @@ class _Vocabulary:
         from tokenizers import AddedToken
 
         ends = set(special_tokens.ends(self.file))
-        # Phi-3's own tokenizer drops white space behind its tokens; no key says so.
+        # Phi-3's own tokenizer drops white space after its tokens; no key says so.
         strips = self.file.architecture == "phi3" and self.file.values.get("tokenizer.ggml.model") == "llama"
         return [
             AddedToken(
