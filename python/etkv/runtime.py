@@ -75,8 +75,8 @@ def load(
     ``last`` for the last row, which is enough for a prompt, or ``proposed``. That gives all rows in steps of proposed
     candidates (:meth:`TreeSession.propose`) and of declared sequences (:meth:`SeqSession.begin_step`), and the last
     row in others. Verifying a tree needs ``all`` or ``proposed``. Programs for the CPU refuse ``proposed``. ``passes``
-    selects the passes that make an MLX program faster: ``default``, ``interpreted`` to run no step as one launch of a
-    GPU, or ``none`` to compare with the program as exported. ``method`` is the name of the method to run. On a GPU
+    selects the passes that make an MLX program faster: ``default``, ``interpreted`` to run no step as one CUDA
+    graph, or ``none`` to compare with the program as exported. ``method`` is the name of the method to run. On a GPU
     ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later ones. A step
     beyond the context that the program was exported for is refused, because the model is not made for it, unless
     ``beyond_context``; an answer ends there as at the end of the cache.
