@@ -28,8 +28,8 @@ NINJA := env -u MAKEFLAGS cmake --build build/cmake
 BESIDE := $(MAKE) --no-print-directory -j2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build model demo question chat test made rust faces programs lint format test-rust test-buckets \
-  test-cpp test-package test-sanitize test-threads test-python test-macos test-macos-short test-long upstream-ops \
+.PHONY: help setup build model demo question chat test made rust faces programs lint format test-unit test-conformance test-rust \
+  test-buckets test-cpp test-package test-sanitize test-threads test-python test-macos test-macos-short test-long upstream-ops \
   fuzz-programs benches bench bench-pack bench-llama bench-lengths bench-caches bench-speculation bench-restart \
   bench-threads clean
 
@@ -81,6 +81,10 @@ format: .venv/.ready ## Format every file
 	ruff check --fix --quiet .
 	ruff format --quiet .
 
+test-unit: .venv/.ready ## Run the tests within the crates that need no MLX
+	cargo test --release --locked -p etkv-core -p etkv-cpu -p etkv-delegate -p etkv-file
+test-conformance: .venv/.ready ## Run generated operations on every store, against an independent model
+	cargo test --release --locked -p etkv-tests --test 'on_*'
 test-rust: .venv/.ready ## Run Rust's tests; the core also by itself, with debug assertions
 	@tools/test-rust
 test-cpp: build ## Run the tests of the C and C++ faces
