@@ -182,7 +182,7 @@ class Parameter:
         name += "[0]" if self.is_array and self.is_struct else ""
         made = [(i, each) for i, each in enumerate(handles) if each not in NOT_MADE]
         if self.is_handle:
-            words = f'"{name} is no handle: it was freed, or is not of etkv"'
+            words = f'"{name} is no live handle: it was freed, or is not from etkv"'
             yield from (f"-1, FREED, {i}, true, {words}" for i, _ in made)
             yield from (f"-1, FOREIGN, {i}, true, {words}" for i in range(FOREIGN_HANDLES))
             others = ((i, each) for i, each in made if each != self.kind)

@@ -1,5 +1,5 @@
-//! The boundary between Rust and C. No panic crosses it: it becomes a status and an error object,
-//! the value for no live handle, or a log message.
+//! The boundary between Rust and C. No panic crosses it: a panic becomes a status with an error object, the
+//! value for a dead handle, or a log message.
 
 use std::any::Any;
 use std::collections::HashSet;
@@ -18,8 +18,8 @@ use super::handle::{self, Object};
 /// The target of this crate's events.
 pub(crate) const TARGET: &str = "etkv::api";
 
-/// Runs the body of a C function. Turns an error or a panic into a status, and stores an error
-/// object if the caller passed a place for it.
+/// Runs the body of a C function. Converts an error or a panic to a status, and stores an error object if the
+/// caller passed a pointer for it.
 ///
 /// # Safety
 /// `error` is NULL or points to writable memory for one pointer.
@@ -76,7 +76,7 @@ pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
 /// Runs the body of a function that frees. Such a function has no status, so a panic is only
 /// logged.
 pub(crate) fn free<T: Object>(handle: *mut T) {
-    // After a fork the objects are the other process's.
+    // After a fork the objects belong to the other process.
     if fork::happened() {
         return;
     }
@@ -118,8 +118,8 @@ pub(crate) unsafe fn list<'a, T>(pointer: *const T, n: usize, name: &str) -> Res
     Ok(unsafe { std::slice::from_raw_parts(pointer, n) })
 }
 
-/// Copies `found` to an array of the caller's with room for `room` elements, and their number to
-/// `n`. With a NULL array and a `room` of 0, stores the number only.
+/// Copies `found` to the caller's array, which has room for `room` elements, and stores their number in `n`.
+/// With a NULL array and a `room` of 0, stores the number only.
 ///
 /// # Safety
 /// `array` is NULL or has room for `room` elements. `n` is NULL or has room for one.
@@ -154,7 +154,7 @@ pub(crate) fn out<T>(pointer: *mut T, name: &str) -> Result<*mut T> {
     Ok(pointer)
 }
 
-/// Copies a struct of the caller's. The caller may be compiled with a newer version of the struct.
+/// Copies the caller's struct. The caller may be compiled with a newer version of the struct.
 ///
 /// # Safety
 /// `pointer` is NULL or points to a struct that begins with its size, and has that size.
@@ -165,7 +165,7 @@ pub(crate) unsafe fn read_struct<T: Copy>(pointer: *const T, name: &str) -> Resu
     // SAFETY: it begins with its size.
     let size = unsafe { pointer.cast::<usize>().read() };
     let (needed, step) = (std::mem::size_of::<T>(), std::mem::align_of::<T>());
-    // A larger number is no size of any version of the struct, so nothing is read at that size.
+    // No version of the struct has a larger size, so nothing is read at such a size.
     let possible = size >= needed && size <= needed + 4096 && size % step == 0;
     if !possible {
         fail!(
@@ -178,11 +178,11 @@ pub(crate) unsafe fn read_struct<T: Copy>(pointer: *const T, name: &str) -> Resu
     Ok(unsafe { pointer.read() })
 }
 
-/// Copies a struct of the caller's that had `least` bytes in its first version. Fields that the caller does not
-/// have are zero. Returns it with its size.
+/// Copies the caller's struct, which had `least` bytes in its first version. Fields that the caller lacks are
+/// zero. Returns the struct and its size.
 ///
 /// # Safety
-/// As [`read_struct`]; zeros are a value of every field behind `least`.
+/// As [`read_struct`]; zero is a valid value of every field after the first `least` bytes.
 pub(crate) unsafe fn read_grown<T: Copy>(
     pointer: *const T,
     least: usize,
@@ -200,7 +200,8 @@ pub(crate) unsafe fn read_grown<T: Copy>(
         return Ok((unsafe { read_struct(pointer, name) }?, whole));
     }
     let mut copy = std::mem::MaybeUninit::<T>::zeroed();
-    // SAFETY: the struct has that size, which is less than that of the copy, whose other bytes are zero.
+    // SAFETY: the caller's struct has that size, which is at most the size of the copy; the other bytes are
+    // zero.
     let copy = unsafe {
         copy.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(pointer.cast(), size);
         copy.assume_init()

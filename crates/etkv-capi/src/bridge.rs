@@ -31,8 +31,8 @@ mod ffi {
         /// Returns a delegate for a program, or for a call of a CPU program.
         fn new_delegate(on_cpu: bool) -> Box<Delegate>;
 
-        /// Decodes a payload, copies its constants and binds the cache. An empty `cache_key`,
-        /// `logits`, `passes` or `buffers` is an absent option.
+        /// Decodes a payload, copies its constants and binds the cache. An empty `cache_key`, `logits`,
+        /// `passes` or `buffers` means that the option is absent.
         fn load(
             self: &mut Delegate,
             payload: &[u8],
@@ -43,8 +43,8 @@ mod ffi {
             buffers: &str,
         ) -> Outcome;
 
-        /// Runs the program on its inputs and writes the outputs where `host` places them, in the dtypes of these
-        /// ExecuTorch numbers.
+        /// Runs the program on its inputs. Writes the outputs to the memory that `host` returns, in the
+        /// dtypes with these ExecuTorch numbers.
         fn execute(
             self: &mut Delegate,
             inputs: &[Argument],
@@ -67,11 +67,11 @@ mod ffi {
         #[namespace = "etkv::interpreter"]
         type Constants;
 
-        /// Finds a constant by a name of `size` bytes and keeps it mapped until the next call.
+        /// Finds a constant by its name of `size` bytes, and keeps the constant mapped until the next call.
         unsafe fn find(self: Pin<&mut Constants>, name: *const c_char, size: usize) -> bool;
-        /// Returns where the bytes of the constant are that was found last.
+        /// Returns the address of the constant that was found last.
         fn data(self: &Constants) -> *const u8;
-        /// Returns how many they are.
+        /// Returns its number of bytes.
         fn size(self: &Constants) -> usize;
 
         /// An argument of the program: a tensor, or an integer.
@@ -82,7 +82,8 @@ mod ffi {
         #[namespace = "etkv::interpreter"]
         type Host;
 
-        /// Gives output `i` a shape, and returns where its bytes go; NULL if it does not take the shape.
+        /// Gives output `i` a shape. Returns the address for its bytes, or NULL if the output does not take
+        /// the shape.
         unsafe fn place(
             self: Pin<&mut Host>,
             i: usize,
@@ -90,7 +91,7 @@ mod ffi {
             rank: usize,
             n_bytes: usize,
         ) -> *mut u8;
-        /// Sets output `i`, an integer. Returns whether it is one.
+        /// Sets output `i`. Returns whether it is an integer.
         fn set_integer(self: Pin<&mut Host>, i: usize, value: i64) -> bool;
         /// Returns why the last output was refused.
         fn refusal(self: &Host) -> &CxxString;
@@ -102,9 +103,9 @@ mod ffi {
         #[namespace = "etkv::interpreter"]
         type Task = super::Task;
 
-        /// Returns the most parts that are done at the same time.
+        /// Returns how many parts can run at the same time.
         fn count(self: &Threads) -> usize;
-        /// Does each of `n_parts` parts of a task once.
+        /// Runs each of the `n_parts` parts of a task once.
         fn run(self: &Threads, n_parts: usize, task: &Task);
     }
 }
@@ -124,7 +125,7 @@ unsafe impl ExternType for Argument<'_> {
 pub struct Delegate {
     on_cpu: bool,
     program: Option<Program>,
-    /// Set after a panic: the state behind it is unknown.
+    /// Set after a panic: the state is then unknown.
     poisoned: bool,
 }
 
@@ -215,12 +216,12 @@ pub(crate) use ffi::Constants;
 
 impl Host for Pin<&mut ffi::Host> {
     fn place(&mut self, index: usize, shape: &[i32], n_bytes: usize) -> Result<&mut [u8]> {
-        // SAFETY: the shape has so many sizes.
+        // SAFETY: the pointer has as many sizes as the shape.
         let memory = unsafe { self.as_mut().place(index, shape.as_ptr(), shape.len(), n_bytes) };
         if memory.is_null() {
             return Err(self.refused());
         }
-        // SAFETY: the host says that so many bytes are there, and keeps them for the call.
+        // SAFETY: the host guarantees `n_bytes` bytes there for the whole call.
         Ok(unsafe { std::slice::from_raw_parts_mut(memory, n_bytes) })
     }
 
@@ -241,7 +242,7 @@ impl ffi::Host {
 impl ffi::Constants {
     /// Returns the bytes of a constant, until the next call.
     pub fn bytes(mut self: Pin<&mut Self>, name: &str) -> Option<&[u8]> {
-        // SAFETY: the name has so many bytes.
+        // SAFETY: the name has that length.
         if !unsafe { self.as_mut().find(name.as_ptr().cast(), name.len()) } {
             return None;
         }
@@ -249,12 +250,12 @@ impl ffi::Constants {
         if constant.data().is_null() {
             return Some(&[]);
         }
-        // SAFETY: so many bytes are there, and stay until the next call.
+        // SAFETY: the constant has that many bytes, which stay until the next call.
         Some(unsafe { std::slice::from_raw_parts(constant.data(), constant.size()) })
     }
 }
 
-/// The host's threads, for calls of Rust's.
+/// The host's threads, for Rust code.
 struct SharedThreads<'a>(&'a ffi::Threads);
 
 // SAFETY: the C++ object may be used by any thread.
@@ -277,7 +278,7 @@ unsafe impl ExternType for Task {
     type Kind = Trivial;
 }
 
-/// What the parts of a task call.
+/// The closure that the parts of a task call.
 struct Parts<'a> {
     call: &'a (dyn Fn(usize) + Sync),
     /// Whether a part panicked: a panic must not leave [`run_part`].

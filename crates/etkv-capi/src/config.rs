@@ -22,7 +22,7 @@ pub struct etkv_layer_config {
     dtype: i32,
 }
 
-/// The config of a cache; see the header.
+/// What is stored of one attention layer; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -156,7 +156,7 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
             quantized_kv_start: (config.quantized_kv_start > 0)
                 .then_some(config.quantized_kv_start),
             float_format: match format(config.float_format, "float_format") {
-                // Nothing is stored in it.
+                // Nothing is stored in that dtype.
                 Err(_) if config.float_format.is_null() && config.quantized_kv_start == 0 => {
                     KvFormat::default()
                 }
@@ -288,7 +288,7 @@ unsafe fn format(name: *const c_char, field: &str) -> Result<Option<KvFormat>> {
     unsafe { given_format(name, field).map(Some) }
 }
 
-/// Returns the format of that name; NULL is an error.
+/// Returns the format of that name. NULL is an error.
 ///
 /// # Safety
 /// As for [`format`](fn@format).

@@ -35,8 +35,7 @@ pub(crate) fn report(status: i32, message: &str) {
     let _ = REPORTED.try_with(|kept| kept.replace(Some(etkv_error::new(status, message))));
 }
 
-/// Returns the load options that ExecuTorch passed. For absent ones, returns those that this thread
-/// has set.
+/// Returns the load options that ExecuTorch passed. An absent option comes from this thread's options.
 #[cfg_attr(not(feature = "delegate"), allow(dead_code))]
 pub(crate) fn or_of_thread(given: [&str; 4]) -> LoadTexts {
     let [cache_key, logits, passes, buffers] = given;
@@ -57,7 +56,7 @@ pub extern "C" fn etkv_delegate_take_error() -> *mut etkv_error {
     taken.map_or(std::ptr::null_mut(), handle::give)
 }
 
-/// Rolls back the step of a program for the CPU that the calling thread began and that is not done.
+/// Rolls back the unfinished step of a CPU program that the calling thread began.
 #[no_mangle]
 pub extern "C" fn etkv_delegate_abort_forward() {
     etkv_cpu::program::abort_forward();
@@ -94,7 +93,7 @@ pub unsafe extern "C" fn etkv_delegate_set_load_options(
     }
 }
 
-/// Lets the buffers that programs keep be zeros, of the programs that were loaded with this name.
+/// Sets to zero the buffers of the programs that were loaded with this name.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

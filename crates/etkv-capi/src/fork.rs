@@ -1,5 +1,5 @@
-//! Refuses calls in a process that was forked from one that uses etkv, which has live handles: it has no threads but
-//! one, and locks that another thread held stay locked.
+//! Refuses calls in a process that was forked from one with live handles: the new process has one thread
+//! only, and locks that another thread held stay locked.
 
 use std::ptr::without_provenance_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,7 +27,7 @@ pub(crate) fn watch() {
             FORKED.store(true, Ordering::Relaxed);
         }
     }
-    // SAFETY: `note` only stores a number. Without memory for it, forks go unnoticed.
+    // SAFETY: `note` only stores a number. If memory is lacking, forks are not noticed.
     WATCHING.call_once(|| unsafe {
         libc::pthread_atfork(None, None, Some(note));
     });
@@ -38,7 +38,7 @@ pub(crate) fn happened() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
 
-/// Returns the error of calls after a fork, which is no handle: the table of those may be locked for ever.
+/// Returns the error of calls after a fork. It is not in the table of handles, which may stay locked forever.
 pub(crate) fn error() -> *mut etkv_error {
     without_provenance_mut(usize::MAX)
 }

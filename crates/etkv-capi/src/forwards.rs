@@ -14,7 +14,7 @@ use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle::{self, Object};
 
-/// [`boundary::boundary`] for bodies that fail with errors of MLX.
+/// [`boundary::boundary`] for bodies that return errors of MLX.
 ///
 /// # Safety
 /// As for [`boundary::boundary`].
@@ -31,8 +31,8 @@ pub struct etkv_forwards {
 }
 
 impl etkv_forwards {
-    /// Calls `work` with the forwards, once other threads are done with them. Releases MLX while it
-    /// waits, because they may need it.
+    /// Calls `work` with the forwards, once no other thread uses them. Releases MLX while it waits, because
+    /// the other threads may need it.
     fn with<T>(&self, work: impl FnOnce(&mut Forwards) -> Result<T>) -> Result<T> {
         let forwards = match self.forwards.try_lock() {
             Some(forwards) => forwards,
@@ -45,7 +45,7 @@ impl etkv_forwards {
             None => mlx::give_way(|| self.forwards.lock()),
         };
         let Ok(mut forwards) = forwards.try_borrow_mut() else {
-            fail!(Step, "the forwards are asked from inside a call on them");
+            fail!(Step, "the forwards are called from inside a call on them");
         };
         work(&mut forwards)
     }
@@ -55,7 +55,7 @@ impl Object for etkv_forwards {
     const NAME: &'static str = "etkv_forwards";
 }
 
-/// The rows of a layer and the stream to work on, as C passes them.
+/// The rows of a layer and the stream of the computation, as C passes them.
 #[repr(C)]
 #[derive(Clone, Copy)]
 #[allow(non_camel_case_types)]
@@ -231,9 +231,9 @@ impl Rows<'_> {
         }
     }
 
-    /// Writes the rows to their layer, on the host's stream. Calls `make` with what the layer
-    /// attends to, and `deliver` with the result. If `make` fails, the forward is rolled back.
-    /// `deliver` runs once the forward can no longer fail.
+    /// Writes the rows to their layer, on the host's stream. Calls `make` with the layer's `AttendSpec`, and
+    /// `deliver` with the result. If `make` fails, the forward is rolled back. `deliver` runs once the
+    /// forward can no longer fail.
     fn on_stream<T>(
         &self,
         forwards: &etkv_forwards,
@@ -264,7 +264,7 @@ fn check_float(name: &str, rows: &Array) -> Result<()> {
     Ok(())
 }
 
-/// Returns an array of the host's. The host shares it.
+/// Returns an array that the host shares.
 ///
 /// # Safety
 /// `pointer` is NULL or points to an `mlx::core::array`.
@@ -286,7 +286,7 @@ fn target((pointer, name): (*mut c_void, &str)) -> Result<mlx_sys::mlx_array> {
     Ok(mlx_sys::mlx_array { ctx: out(pointer, name)? })
 }
 
-/// Assigns to an array of the host's.
+/// Assigns to an array of the host.
 fn give(mut target: mlx_sys::mlx_array, array: &Array) -> Result<()> {
     // SAFETY: the caller says that `target` is an `mlx::core::array`.
     mlx::check(unsafe { mlx_sys::mlx_array_set(&mut target, array.as_ptr()) })

@@ -22,7 +22,7 @@ pub struct etkv_prompt {
     pub reserved: i32,
 }
 
-/// How answers are made, as C passes it.
+/// The options of generation, as C passes them.
 #[repr(C)]
 #[derive(Clone, Copy)]
 #[allow(non_camel_case_types)]
@@ -35,7 +35,7 @@ pub struct etkv_generation_options {
     pub run_ahead: i32,
 }
 
-/// A handle on answers that are being made.
+/// A handle on running answers.
 #[allow(non_camel_case_types)]
 pub struct etkv_generation(inner::Generation);
 
@@ -80,7 +80,7 @@ pub unsafe extern "C" fn etkv_generation_new(
     }
 }
 
-/// Frees answers, and rolls back the step that runs ahead.
+/// Frees answers, and rolls back the step that was enqueued ahead.
 #[no_mangle]
 pub extern "C" fn etkv_generation_free(generation: *mut etkv_generation) {
     free(generation);
@@ -155,7 +155,7 @@ pub unsafe extern "C" fn etkv_generation_cancel(
     }
 }
 
-/// Rolls back the step that runs ahead.
+/// Rolls back the step that was enqueued ahead.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -169,7 +169,7 @@ pub unsafe extern "C" fn etkv_generation_pause(
 }
 
 /// Runs one step of the program that was last loaded with a cache, and chooses a token for each of its
-/// own.
+/// tokens.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -221,7 +221,7 @@ pub unsafe extern "C" fn etkv_generation_warm_up(
     }
 }
 
-/// The tokens of one call, by prompt: an id, or -1, and the number of why the answer ended.
+/// The tokens of one call, by prompt: an id, or -1, and the number of the reason why the answer ended.
 struct Next {
     tokens: Vec<(i64, i32)>,
     count: usize,
@@ -263,7 +263,7 @@ mod inner {
     pub struct Generation {
         generation: Mutex<program::Generation>,
         n_prompts: usize,
-        /// Beside the lock, which a call has that runs.
+        /// Outside the lock, which a running call holds.
         cancelled: AtomicBool,
     }
 
@@ -295,7 +295,7 @@ mod inner {
             Ok(Self { generation, n_prompts, cancelled })
         }
 
-        /// Ends the answers when the step that runs is done.
+        /// Ends the answers after the running step.
         pub fn cancel(&self) {
             self.cancelled.store(true, Ordering::Relaxed);
         }
@@ -304,7 +304,7 @@ mod inner {
             self.cancelled.load(Ordering::Relaxed)
         }
 
-        /// Waits for other threads, but not in the memory callback: they may wait for this one.
+        /// Waits for other threads, except in the memory callback: they may wait for this one.
         fn lock(&self) -> Result<MutexGuard<'_, program::Generation>> {
             match self.generation.try_lock() {
                 Some(generation) => Ok(generation),
@@ -346,7 +346,7 @@ mod inner {
                     Some(End::Stop) => 1,
                     Some(End::Length) => 2,
                     Some(End::Capacity) => 3,
-                    Some(_) => fail!(Internal, "an answer ended for a reason without a number"),
+                    Some(_) => fail!(Internal, "an answer ended for a reason that has no number"),
                 };
                 tokens[one.prompt] = (one.token, end);
             }
@@ -375,7 +375,7 @@ mod inner {
         fail!(Unsupported, "this libetkv runs no MLX programs");
     }
 
-    /// Answers, of which there are none without MLX programs.
+    /// Answers. A build without MLX programs has none.
     pub enum Generation {}
 
     impl Generation {

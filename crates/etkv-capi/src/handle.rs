@@ -1,8 +1,7 @@
 //! Handles: numbers that look like pointers.
 //!
-//! A handle of C's is never followed as a pointer, only looked up here. So a freed handle, one of
-//! another type and a foreign pointer are refused without a read of memory that may be gone. No
-//! number is used twice.
+//! A handle is never dereferenced as a pointer, only looked up here. So a freed handle, one of another type
+//! or a foreign pointer is refused, and no freed memory is read. No number is used twice.
 
 use std::any::Any;
 use std::ptr::without_provenance_mut;
@@ -19,7 +18,7 @@ pub(crate) trait Object: Any + Send + Sync {
     /// Its name in the header.
     const NAME: &'static str;
 
-    /// Whether etkv is in use from the first one on.
+    /// Whether etkv counts as in use from the first such object on.
     const IN_USE: bool = true;
 }
 
@@ -28,11 +27,11 @@ struct Entry {
     object: Arc<dyn Any + Send + Sync>,
 }
 
-/// The live handles. No object is dropped while a part of the table is locked: a drop may take time
-/// and locks of its own.
+/// The live handles. No object is dropped while a part of the table is locked: a drop may take long and take
+/// locks of its own.
 static LIVE: LazyLock<DashMap<usize, Entry>> = LazyLock::new(DashMap::new);
 
-/// The number of entries, counted apart, because the table counts its own part by part.
+/// The number of entries. It is counted here, because the table counts shard by shard.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 /// Bits that are set in every handle. On 64-bit machines no address of an object has them.
@@ -50,8 +49,8 @@ pub(crate) fn give<T: Object>(object: T) -> *mut T {
     without_provenance_mut(number)
 }
 
-/// Returns the object behind a handle. The object lives while the caller holds it, even if the
-/// handle is freed meanwhile.
+/// Returns the object of a handle. The object lives while the caller holds it, even if the handle is freed
+/// meanwhile.
 pub(crate) fn look_up<T: Object>(handle: *const T, name: &str) -> Result<Arc<T>> {
     if handle.is_null() {
         fail!(InvalidArgument, "{name} is NULL");
@@ -59,7 +58,11 @@ pub(crate) fn look_up<T: Object>(handle: *const T, name: &str) -> Result<Arc<T>>
     let found = LIVE.get(&handle.addr()).map(|entry| (entry.object.clone(), entry.name));
     let (object, found) = match found {
         Some(found) => found,
-        None => fail!(InvalidArgument, "{name} is no handle: it was freed, or is not of etkv"),
+        None => fail!(
+            InvalidArgument,
+            "{name} is no live handle: it was freed, or is not from \
+         etkv"
+        ),
     };
     match object.downcast() {
         Ok(object) => Ok(object),

@@ -1,7 +1,7 @@
-//! The C interface; `include/etkv/etkv.h` documents it. Caches lie in plain memory, and with the
-//! feature `mlx` in MLX arrays. With the feature `delegate` also the bridge to ExecuTorch's backends.
+//! The C interface; `include/etkv/etkv.h` documents it. Caches lie in plain memory, and with the feature
+//! `mlx` also in MLX arrays. The feature `delegate` adds the bridge to ExecuTorch's backends.
 //!
-//! Each file has the functions of a header or of a section of one: `tree.rs` has those of trees in
+//! Each file has the functions of one header or of one section of it: `tree.rs` has the functions of trees in
 //! `include/etkv/seq.h`. `boundary` and `handle` serve all of them.
 //!
 //! This is the only crate that exports C symbols.

@@ -38,13 +38,13 @@ unsafe impl Send for Listener {}
 // SAFETY: as above.
 unsafe impl Sync for Listener {}
 
-/// The receiver of messages. Read-locked during a callback, so that an earlier callback does not
-/// run after it is replaced.
+/// The receiver of messages. It is read-locked during a callback, so that no earlier callback runs after its
+/// replacement.
 static LISTENER: RwLock<Option<Listener>> = RwLock::new(None);
 
 /// A message that the host may take.
 #[derive(Serialize)]
-struct Kept {
+struct KeptMessage {
     level: i32,
     target: &'static str,
     message: String,
@@ -53,7 +53,7 @@ struct Kept {
 }
 
 /// Messages that were kept and not taken. Locked briefly, after every other lock.
-static KEPT: Mutex<VecDeque<Kept>> = Mutex::new(VecDeque::new());
+static KEPT: Mutex<VecDeque<KeptMessage>> = Mutex::new(VecDeque::new());
 
 /// The filter of the messages; `None` before the first callback.
 static FILTER: Mutex<Option<reload::Handle<EnvFilter, Registry>>> = Mutex::new(None);
@@ -201,7 +201,7 @@ fn tell(metadata: &'static Metadata<'static>, message: String) {
             while kept.len() >= most {
                 kept.pop_front();
             }
-            kept.push_back(Kept { level, target, message, time: time.as_secs_f64() });
+            kept.push_back(KeptMessage { level, target, message, time: time.as_secs_f64() });
         }
         None => {}
     }
@@ -220,7 +220,7 @@ fn number(level: &Level) -> i32 {
 }
 
 /// The fields of a span, as text, and the time when it began.
-struct Told {
+struct SpanRecord {
     fields: Fields,
     began: Instant,
 }
@@ -233,13 +233,13 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tell {
         if let Some(span) = context.span(id) {
             let mut fields = Fields::default();
             attributes.record(&mut fields);
-            span.extensions_mut().insert(Told { fields, began: Instant::now() });
+            span.extensions_mut().insert(SpanRecord { fields, began: Instant::now() });
         }
     }
 
     fn on_record(&self, id: &Id, values: &Record<'_>, context: Context<'_, S>) {
         if let Some(span) = context.span(id) {
-            if let Some(told) = span.extensions_mut().get_mut::<Told>() {
+            if let Some(told) = span.extensions_mut().get_mut::<SpanRecord>() {
                 values.record(&mut told.fields);
             }
         }
@@ -259,7 +259,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tell {
 
     fn on_close(&self, id: Id, context: Context<'_, S>) {
         let Some(span) = context.span(&id) else { return };
-        let took = span.extensions().get::<Told>().map(|told| told.began.elapsed());
+        let took = span.extensions().get::<SpanRecord>().map(|told| told.began.elapsed());
         let mut message = String::new();
         for span in span.scope().from_root() {
             place(&mut message, &span);
@@ -273,7 +273,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tell {
 /// Adds the name of a message's span: `step{tokens=1 first=7}: `.
 fn place<'a, S: LookupSpan<'a>>(message: &mut String, span: &SpanRef<'a, S>) {
     message.push_str(span.name());
-    if let Some(told) = span.extensions().get::<Told>() {
+    if let Some(told) = span.extensions().get::<SpanRecord>() {
         let fields = told.fields.others.trim_start();
         if !fields.is_empty() {
             let _ = write!(message, "{{{fields}}}");
@@ -282,7 +282,7 @@ fn place<'a, S: LookupSpan<'a>>(message: &mut String, span: &SpanRef<'a, S>) {
     message.push_str(": ");
 }
 
-/// The fields of a span or event: its message, and ` name=value` for each other one.
+/// The fields of an event or a span: its message, and ` name=value` for each other field.
 #[derive(Default)]
 struct Fields {
     message: String,

@@ -1,4 +1,4 @@
-//! `etkv_memory`: bytes of a cache's buffers, and the limit of those of all caches.
+//! `etkv_memory`: bytes of a cache's buffers, and the memory budget.
 
 use std::ffi::c_void;
 use std::sync::{Arc, LazyLock};
@@ -140,8 +140,8 @@ pub unsafe extern "C" fn etkv_memory_budget_read(
     }
 }
 
-/// Frees memory of the host's choice: gets the bytes that are lacking and the host's pointer, and returns
-/// the bytes that it freed.
+/// Frees memory that the host chooses: receives the number of lacking bytes and the host's pointer, and
+/// returns the number of bytes that it freed.
 #[allow(non_camel_case_types)]
 pub type etkv_memory_callback = unsafe extern "C" fn(u64, *mut c_void) -> u64;
 
@@ -155,8 +155,8 @@ unsafe impl Sync for Host {}
 
 impl Reclaim for Host {
     fn reclaim(&self, bytes: u64) -> u64 {
-        // Read-locked during the call, so that an earlier callback does not run after it is replaced. No
-        // thread is in here twice: a reclaimer's own reservations ask no reclaimer.
+        // Read-locked during the call, so that no earlier callback runs after its replacement. No thread is
+        // in here twice: a reclaimer's own reservations call no reclaimer.
         match *self.0.read() {
             // SAFETY: the host says that it can be called so.
             Some((callback, user)) => unsafe { callback(bytes, user) },
@@ -165,7 +165,7 @@ impl Reclaim for Host {
     }
 }
 
-/// The one reclaimer of the host, which the budget knows once there is a callback.
+/// The host's only reclaimer. The budget knows it once there is a callback.
 static HOST: LazyLock<Arc<Host>> = LazyLock::new(|| {
     let host = Arc::new(Host(RwLock::new(None)));
     let reclaimer: Arc<dyn Reclaim> = host.clone();
@@ -173,7 +173,7 @@ static HOST: LazyLock<Arc<Host>> = LazyLock::new(|| {
     host
 });
 
-/// Sets or removes the callback that may free memory where the budget is full.
+/// Sets or removes the callback that may free memory when the budget is full.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -1,4 +1,4 @@
-//! `etkv_prefix`: what a cache held, frozen for other caches to go on from.
+//! `etkv_prefix`: the frozen contents of a cache, from which other caches go on.
 
 use etkv_core::{fail, Cache, Prefix, Result, ShareCache};
 
@@ -15,7 +15,7 @@ impl Object for etkv_prefix {
     const NAME: &'static str = "etkv_prefix";
 }
 
-/// Freezes what a cache holds.
+/// Freezes the contents of a cache.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -28,7 +28,7 @@ impl Object for etkv_prefix_pin {
     const NAME: &'static str = "etkv_prefix_pin";
 }
 
-/// What a prefix cache may hold; see the header.
+/// The limits of a prefix cache, and the store that it reads from; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -38,7 +38,7 @@ pub struct etkv_prefix_cache_options {
     store: *const etkv_prefix_store,
 }
 
-/// What a prefix cache holds and was asked for; see the header.
+/// The contents of a prefix cache and the number of lookups; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -56,7 +56,7 @@ pub struct etkv_prefix_statistics {
     n_ahead_failed: u64,
 }
 
-/// The size of the struct before texts were read ahead.
+/// The size of the struct before it had the fields of prefetching.
 const WITHOUT_AHEAD: usize = std::mem::offset_of!(etkv_prefix_statistics, n_ahead_waiting);
 
 /// Makes a prefix cache.
@@ -94,7 +94,7 @@ pub extern "C" fn etkv_prefix_cache_free(prefixes: *mut etkv_prefix_cache) {
     free(prefixes);
 }
 
-/// Attaches a cache to the longest beginning of a text that is kept.
+/// Attaches a cache to the longest kept prefix of a text.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -168,7 +168,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_keep(
     }
 }
 
-/// Reads what the store has of a text into memory, on another thread.
+/// Reads the prefix of a text from the store into memory, on another thread.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -194,7 +194,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_prefetch(
     }
 }
 
-/// Pins the prefix that has a text.
+/// Pins the prefix of a text.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

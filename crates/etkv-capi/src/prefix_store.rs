@@ -95,7 +95,7 @@ pub unsafe extern "C" fn etkv_prefix_store_save(
     }
 }
 
-/// Loads the longest beginning of a text that the folder has.
+/// Loads the longest stored prefix of a text.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -119,7 +119,7 @@ pub unsafe extern "C" fn etkv_prefix_store_load(
     }
 }
 
-/// Stores how many of the first tokens of a text a cache like this one could load.
+/// Stores the length of the longest prefix of a text that a cache like this one could load.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -19,11 +19,11 @@ pub enum Program {
 }
 
 impl Program {
-    /// Loads a payload of a CPU program or else of an MLX program.
+    /// Loads a payload as a CPU program, or else as an MLX program.
     ///
     /// # Errors
-    /// Those of the program, and [`Unsupported`](etkv_core::Status::Unsupported) for an MLX program
-    /// in a build without MLX.
+    /// Those of the program; [`Unsupported`](etkv_core::Status::Unsupported) for an MLX program in a build
+    /// without MLX.
     pub fn load(
         on_cpu: bool,
         payload: &[u8],
@@ -56,7 +56,7 @@ impl Program {
         );
     }
 
-    /// Runs the program on its inputs, and writes the outputs where `host` places them.
+    /// Runs the program on its inputs, and writes the outputs to the memory that `host` returns.
     ///
     /// # Errors
     /// Those of the program.

@@ -1,4 +1,4 @@
-//! `etkv_sampling`: how tokens are chosen, and the choice on the host.
+//! `etkv_sampling`: sampling parameters, and sampling on the host.
 
 use etkv_core::{fail, Result};
 use etkv_delegate::Sampling;
@@ -16,7 +16,7 @@ pub struct etkv_logit_bias {
     pub reserved: i32,
 }
 
-/// How a token is chosen, as C passes it.
+/// Sampling parameters, as C passes them.
 #[repr(C)]
 #[derive(Clone, Copy)]
 #[allow(non_camel_case_types)]
@@ -33,7 +33,7 @@ pub struct etkv_sampling {
     pub n_logit_bias: usize,
 }
 
-/// Reads how tokens are chosen. NULL means the greatest logit.
+/// Reads sampling parameters. NULL means greedy.
 ///
 /// # Safety
 /// `sampling` is NULL or as the header says.
@@ -71,7 +71,7 @@ pub(crate) unsafe fn read_sampling(sampling: *const etkv_sampling) -> Result<Sam
     Ok(sampling)
 }
 
-/// Chooses a token from the logits of a step that the host ran.
+/// Samples a token from the logits of a step that the host ran.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

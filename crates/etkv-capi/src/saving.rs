@@ -13,7 +13,7 @@ use super::handle;
 use super::report::string;
 use super::seq::etkv_seq_cache;
 
-/// What the caller adds to the contents of a cache; see the header.
+/// The options of saving a cache; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -136,7 +136,7 @@ unsafe fn save(
     save(&mut *cache.lock()?, path, labels)
 }
 
-/// Loads a file by `load`, and stores its token ids if they are wanted.
+/// Loads a file by `load`, and stores its token ids if the caller asks for them.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

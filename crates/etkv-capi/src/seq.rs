@@ -207,7 +207,7 @@ pub unsafe extern "C" fn etkv_seq_cache_keep(
     unsafe { change(cache, error, |cache| cache.seq_keep(sequence)) }
 }
 
-/// Makes each sequence one run of cells, as far as shared cells allow.
+/// Makes each sequence one run of cells, unless shared cells prevent it.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -67,7 +67,7 @@ pub extern "C" fn etkv_tree_cache_free(cache: *mut etkv_tree_cache) {
     free(cache);
 }
 
-/// Appends a frontier of candidates to the tree behind a sequence.
+/// Appends a frontier of candidates to the tree after a sequence.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn etkv_tree_cache_commit(
     }
 }
 
-/// Stores the number of nodes of the tree behind a sequence.
+/// Stores the number of nodes of the tree after a sequence.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

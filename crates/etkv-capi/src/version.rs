@@ -1,4 +1,4 @@
-//! Versions of the library and of what it runs on.
+//! Versions of the library and its dependencies.
 
 use std::ffi::c_char;
 
