@@ -1,8 +1,8 @@
-//! A limit of bytes for the buffers of all caches of the process together.
+//! A limit for the total bytes of the buffers of all caches in the process.
 //!
-//! A cache reserves what its buffers are about to grow by, while it still holds those that they replace,
-//! and settles what it holds when the step has ended. Where the limit is reached, reclaimers are asked to
-//! free memory. What is beyond the limit even then is refused before anything is allocated.
+//! Before its buffers grow, a cache reserves the bytes they grow by, on top of the old buffers, which it
+//! still holds. When the step has ended it settles what it holds. At the limit the budget asks reclaimers to
+//! free memory. If that is not enough, it refuses the reservation before anything is allocated.
 
 use std::collections::BTreeMap;
 use std::sync::Weak;
@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::error::{Error, Result, Status};
 use crate::reclaim::{inside, Reclaim, ReclaimClass, Reclaimers};
 
-/// The limit, and what all caches of the process hold.
+/// The limit, and the total of all caches of the process.
 #[derive(Debug)]
 pub struct MemoryBudget {
     state: Mutex<State>,
@@ -23,11 +23,11 @@ pub struct MemoryBudget {
 #[derive(Debug)]
 struct State {
     limit: Option<u64>,
-    /// The sum of what the holders hold. It cannot overflow: few holders have less than 2^64 bytes each.
+    /// The sum over all holders. It cannot overflow: there are few holders, each with less than 2^64 bytes.
     held: u128,
     peak: u128,
     holders: BTreeMap<u64, Holder>,
-    /// The id of the holder that was added last.
+    /// The id that was given last.
     last: u64,
 }
 
@@ -37,7 +37,7 @@ struct Holder {
     name: Option<String>,
     is_cache: bool,
     held: u128,
-    /// The shares that count for this holder.
+    /// The number of shares of this holder.
     shares: usize,
 }
 
@@ -45,26 +45,27 @@ struct Holder {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BudgetReport {
-    /// The most that they may hold, if there is a limit.
+    /// The most bytes that they may hold, if there is a limit.
     pub limit: Option<u64>,
-    /// What they hold now. While a step or a conversion replaces buffers, both are held.
+    /// The bytes they hold now. While a step or a conversion replaces buffers, both the old and the new ones
+    /// count.
     pub held: u64,
-    /// The most that they have held or reserved. What a step reserves counts even if the step is rolled back
-    /// before it allocates; what is refused does not.
+    /// The most bytes they have held or reserved. A reservation counts even if its step is rolled back before
+    /// it allocates; a refused one does not.
     pub peak: u64,
-    /// The caches that there are, empty ones too.
+    /// The number of caches, including empty ones.
     pub caches: usize,
 }
 
-/// What one holder has of the budget.
+/// The bytes of one holder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct HolderReport {
     /// Its number. A process uses no number twice.
     pub id: u64,
-    /// The kind of the cache, or `prefix` for the beginning of prompts that is kept.
+    /// The kind of the cache, or `prefix` for a kept prefix of prompts.
     pub kind: String,
-    /// What its owner calls it, if anything.
+    /// The name that its owner gave it, if any.
     pub name: Option<String>,
     /// The keys that a cache is registered under.
     pub keys: Vec<String>,
@@ -90,25 +91,26 @@ impl MemoryBudget {
         &GLOBAL
     }
 
-    /// Sets the most bytes that all caches may hold, or none. Less than they hold is no error: they keep
-    /// what they have, and grow no more until enough is free.
+    /// Sets the most bytes that all caches may hold, or removes the limit. A limit below what they hold is no
+    /// error: they keep their buffers, and do not grow until enough is free.
     pub fn set_limit(&self, limit: Option<u64>) {
         self.state.lock().limit = limit;
     }
 
-    /// Adds a reclaimer behind the others of its class. Before a reservation is refused, they are called in
-    /// order, each with the bytes that are still lacking, until it fits. What is more than the whole limit
-    /// fits never, and nothing is reclaimed for it. The budget forgets a reclaimer that is dropped.
+    /// Adds a reclaimer after the others of its class. Before a reservation is refused, they are called in
+    /// order until it fits, each with the number of bytes that are still lacking. A reservation above the
+    /// whole limit never fits, so no reclaimer is called for it. The budget forgets a reclaimer that is
+    /// dropped.
     pub fn add_reclaimer(&self, class: ReclaimClass, reclaimer: Weak<dyn Reclaim>) {
         self.reclaimers.add(class, reclaimer);
     }
 
-    /// Returns what is held, and the limit.
+    /// Returns the bytes held, and the limit.
     pub fn report(&self) -> BudgetReport {
         self.state.lock().report()
     }
 
-    /// Returns what is held, the limit, and what each holder has of it, in the order in which they were
+    /// Returns the bytes held, the limit, and each holder's bytes, in the order in which the holders were
     /// added. Their keys are left out.
     pub fn holders(&self) -> (BudgetReport, Vec<HolderReport>) {
         let state = self.state.lock();
@@ -122,13 +124,13 @@ impl MemoryBudget {
         (state.report(), state.holders.iter().map(of).collect())
     }
 
-    /// Returns whether this thread is in a reclaimer, and so waits for no lock that another thread may hold
-    /// while it asks for memory.
+    /// Returns whether this thread runs a reclaimer. It must then wait for no lock that another thread may
+    /// hold while that thread asks for memory.
     pub fn is_reclaiming() -> bool {
         inside()
     }
 
-    /// Returns whether an error is a refusal of a budget, and not of the backend.
+    /// Returns whether an error comes from a budget, and not from the backend.
     pub fn is_refusal(error: &Error) -> bool {
         error.is_caused_by::<OverBudget>()
     }
@@ -146,7 +148,7 @@ fn shown(bytes: u128) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
-/// A part of what one holder has of a budget. It gives all of it back when it is dropped.
+/// A part of one holder's bytes in a budget. Dropping it gives the bytes back.
 #[derive(Debug)]
 pub struct Share {
     budget: &'static MemoryBudget,
@@ -172,13 +174,13 @@ impl Share {
         Self { budget, id, held: 0 }
     }
 
-    /// Returns the share of a new holder that is no cache, in the budget of this process. `kind` is its kind
-    /// in reports, as in `prefix`.
+    /// Returns the share of a new holder that is not a cache, in the budget of this process. `kind` is its
+    /// kind in reports, such as `prefix`.
     pub fn new(kind: &str) -> Self {
         Self::of(MemoryBudget::global(), kind, false)
     }
 
-    /// Returns another share of the same holder, which has nothing yet.
+    /// Returns another share of the same holder, with 0 bytes.
     #[must_use]
     pub fn sibling(&self) -> Self {
         if let Some(holder) = self.budget.state.lock().holders.get_mut(&self.id) {
@@ -199,17 +201,17 @@ impl Share {
         }
     }
 
-    /// Takes so many bytes more, if the limit allows them. Asks reclaimers if it does not.
+    /// Reserves this number of additional bytes, if the limit allows them. Asks reclaimers if it does not.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend): it does not, or `bytes` is [`u64::MAX`], which stands for sums
-    /// that no memory can hold. Nothing is taken.
+    /// [`Backend`](crate::Status::Backend) if the limit does not allow them, or `bytes` is [`u64::MAX`],
+    /// which stands for a sum above 2^64. Nothing is reserved.
     pub fn reserve(&mut self, bytes: u64) -> Result<()> {
         self.reserve_giving_way(bytes, |reclaim| reclaim())
     }
 
-    /// Does what [`reserve`](Self::reserve) does. Reclaimers run within `give_way`: as
-    /// [`Store::give_way`](crate::Store::give_way), it gives up locks that they may wait for.
+    /// Does what [`reserve`](Self::reserve) does. Reclaimers run inside `give_way`, which releases locks that
+    /// they may wait for, as [`Store::give_way`](crate::Store::give_way) does.
     ///
     /// # Errors
     /// As [`reserve`](Self::reserve).
@@ -222,7 +224,7 @@ impl Share {
             return Ok(());
         }
         let mut taken = self.take(bytes);
-        let can_fit = |refused: &Refused| refused.limit.is_some_and(|limit| bytes <= limit);
+        let can_fit = |refused: &Refusal| refused.limit.is_some_and(|limit| bytes <= limit);
         if taken.as_ref().is_err_and(can_fit) && !inside() {
             let budget = self.budget;
             give_way(&mut || {
@@ -237,20 +239,20 @@ impl Share {
         taken.map_err(|refused| refused.error(bytes))
     }
 
-    fn take(&mut self, bytes: u64) -> std::result::Result<(), Refused> {
+    fn take(&mut self, bytes: u64) -> std::result::Result<(), Refusal> {
         let mut state = self.budget.state.lock();
         let held = state.held + u128::from(bytes);
         let limit = state.limit;
         let most = u128::from(limit.unwrap_or(u64::MAX));
         if held > most || bytes == u64::MAX {
             let lacking = shown(held.saturating_sub(most));
-            return Err(Refused { limit, held: state.held, lacking });
+            return Err(Refusal { limit, held: state.held, lacking });
         }
         self.change(&mut state, self.held + bytes);
         Ok(())
     }
 
-    /// Says what the share holds now.
+    /// Sets the bytes that the share holds now.
     pub fn settle(&mut self, held: u64) {
         if held != self.held {
             let budget = self.budget;
@@ -269,14 +271,14 @@ impl Share {
     }
 }
 
-struct Refused {
+struct Refusal {
     limit: Option<u64>,
     held: u128,
-    /// The bytes that others would have to free.
+    /// The bytes that other holders would have to free.
     lacking: u64,
 }
 
-impl Refused {
+impl Refusal {
     fn error(self, bytes: u64) -> Error {
         let Self { limit, held, .. } = self;
         let message = match limit {

@@ -1,5 +1,5 @@
-//! The config of a cache: the model's layers, which are facts, and the capacity and storage, which
-//! the application chooses.
+//! The config of a cache: the model's layers, which are facts, and capacity and storage, which the
+//! application chooses.
 
 use crate::bookkeeping::Window;
 use crate::error::{fail, Result};
@@ -35,7 +35,7 @@ pub struct LayerConfig {
     pub policy: LayerPolicy,
 }
 
-/// The layers of a cache in groups of one policy: a step has the same slots in all layers of a group.
+/// The layers of a cache in groups of one policy: a step uses the same slots in all layers of a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerGroups {
     /// The policy of each group.
@@ -74,8 +74,8 @@ pub struct CacheConfig {
     pub layers: Vec<LayerConfig>,
     /// The most positions that the cache holds.
     pub capacity: i32,
-    /// The most tokens of one step in a cache with window layers. These keep that many positions
-    /// besides the window, so that a step can be rolled back. It also limits the step that passes
+    /// The most tokens of one step in a cache with window layers. These layers keep that many positions in
+    /// addition to the window, so that a step can be rolled back. It also limits the step that reaches
     /// `quantized_kv_start`, which is stored in float before everything is converted.
     pub max_step_tokens: i32,
     /// How buffers grow.
@@ -84,8 +84,8 @@ pub struct CacheConfig {
     pub k_format: KvFormat,
     /// Storage of values.
     pub v_format: KvFormat,
-    /// If set, rows are stored in `float_format` until the cache holds this many positions. They
-    /// are then converted, once.
+    /// If set, rows are stored in `float_format` until the cache holds this many positions. Then all are
+    /// converted, once.
     pub quantized_kv_start: Option<i32>,
     /// Storage of keys and values before `quantized_kv_start`.
     pub float_format: KvFormat,
@@ -170,7 +170,7 @@ impl CacheConfig {
         self.v_format.check(layer.v_head_dim).map_err(|error| error.at("values"))
     }
 
-    /// Returns the most tokens of one step: `max_step_tokens` where a window slides or rows await quantization, and
+    /// Returns the most tokens of one step: `max_step_tokens` if a window slides or rows await quantization,
     /// else the capacity.
     pub fn step_limit(&self) -> i32 {
         let slides =
@@ -195,8 +195,7 @@ impl CacheConfig {
         }
     }
 
-    /// Returns the slots that a layer of this policy has allocated when one sequence has grown to
-    /// `length` positions.
+    /// Returns the slots that a layer of this policy allocates for one sequence of `length` positions.
     pub fn slots_for(&self, policy: LayerPolicy, length: i32) -> i32 {
         match self.window(policy) {
             None => self.growth.slots(length, self.capacity),
@@ -204,7 +203,7 @@ impl CacheConfig {
         }
     }
 
-    /// Returns the formats of keys and values in a cache that has grown to `length` positions.
+    /// Returns the formats of keys and values in a cache of `length` positions.
     pub fn formats_at(&self, length: i32) -> [KvFormat; 2] {
         match self.quantized_kv_start {
             Some(tokens) if length < tokens => [self.float_format; 2],
@@ -212,8 +211,8 @@ impl CacheConfig {
         }
     }
 
-    /// Returns the memory, to the byte, that a cache of this config reports when one sequence has
-    /// grown to `length` positions. For the kind "contiguous". Needs no cache.
+    /// Returns the exact memory that a cache of this config reports when one sequence has grown to `length`
+    /// positions, for the kind "contiguous". Needs no cache.
     pub fn estimate(&self, length: i32) -> Memory {
         self.estimate_of(length, false)
     }
@@ -230,7 +229,7 @@ impl CacheConfig {
             .layers
             .iter()
             .map(|layer| {
-                // Sequences that do not overlap may need a slot for every position.
+                // If sequences share no positions, every position may need its own slot.
                 let allocated = match self.growth {
                     Growth::Upfront if shared => self.capacity,
                     _ => self.slots_for(layer.policy, length),
@@ -260,14 +259,14 @@ impl CacheConfig {
         };
         let whole = at(self.capacity, self.formats_at(self.capacity));
         match self.quantized_kv_start {
-            // The floats may be larger than everything after them.
+            // The floats may take more than all that follows.
             Some(_) => whole.max(at(self.most_floats(), [self.float_format; 2])),
             None => whole,
         }
     }
 
-    /// Returns the most positions that are ever stored in `float_format` before
-    /// `quantized_kv_start`. A step is stored before it is converted.
+    /// Returns the most positions that are ever stored in `float_format` before `quantized_kv_start`. A step
+    /// is stored before it is converted.
     pub(crate) fn most_floats(&self) -> i32 {
         let before = self.quantized_kv_start.map_or(0, |tokens| tokens.saturating_sub(1));
         before.saturating_add(self.max_step_tokens).min(self.capacity)
@@ -282,8 +281,8 @@ impl CacheConfig {
         })
     }
 
-    /// Returns the most bytes that any number of sequences need. Windows that do not overlap may
-    /// need a slot for every position.
+    /// Returns the most bytes that any number of sequences need. If sequences share no positions, every
+    /// position may need its own slot.
     pub fn at_capacity_shared(&self) -> u64 {
         let full = |layer: &LayerConfig| LayerConfig { policy: LayerPolicy::Full, ..*layer };
         Self { layers: self.layers.iter().map(full).collect(), ..self.clone() }.at_capacity()

@@ -13,9 +13,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Status {
     /// An argument is absent, negative, or of the wrong type or size.
     InvalidArgument = 1,
-    /// The step or the sequence does not fit in the cache's capacity.
+    /// The step or the sequence exceeds the cache's capacity.
     Capacity = 2,
-    /// A position is negative, leaves a gap, or breaks the run of its step.
+    /// A position is negative, leaves a gap, or is not consecutive within its step.
     Position = 3,
     /// The registry has no cache under this key, or the program was loaded without one.
     NoCache = 4,
@@ -31,11 +31,11 @@ pub enum Status {
     Unsupported = 9,
     /// The backend reported an error, or memory for buffers is lacking.
     Backend = 10,
-    /// A step is open on this cache and the call needs none, or the reverse.
+    /// The call needs a closed step and one is open on this cache, or the reverse.
     Step = 11,
     /// A defect inside this crate.
     Internal = 12,
-    /// A file of a cache's contents cannot be read or written, is damaged, or is of another version,
+    /// A file of a cache's contents cannot be read or written, is damaged, or belongs to another version,
     /// model or config.
     File = 13,
     /// The program is of a version that this build does not read.
@@ -43,7 +43,7 @@ pub enum Status {
 }
 
 impl Status {
-    /// All of them, in the order of their numbers.
+    /// All statuses, in the order of their numbers.
     pub const ALL: [Self; 14] = [
         Self::InvalidArgument,
         Self::Capacity,
@@ -61,7 +61,7 @@ impl Status {
         Self::Version,
     ];
 
-    /// The name that it has in every language: that of C's constant without `ETKV_ERROR_`.
+    /// The name in every language: that of the C constant without `ETKV_ERROR_`.
     pub fn name(self) -> &'static str {
         match self {
             Self::InvalidArgument => "INVALID_ARGUMENT",
@@ -89,8 +89,8 @@ impl Status {
 
 /// An error. The call that returned it changed nothing, unless its documentation says otherwise.
 ///
-/// The message is complete: it includes what [`source`](std::error::Error::source) says. Errors
-/// are equal if their status and message are.
+/// The message is complete: it includes the text of [`source`](std::error::Error::source). Errors are equal
+/// if their status and message are.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
@@ -107,13 +107,13 @@ impl Error {
         Self { status, message, source: None }
     }
 
-    /// Returns the error with the error of another library that caused it, which
+    /// Returns the error with its cause, an error of another library, which
     /// [`source`](std::error::Error::source) returns.
     pub fn caused_by(self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self { source: Some(Arc::new(source)), ..self }
     }
 
-    /// Returns whether an error of this type caused it.
+    /// Returns whether its cause is an error of this type.
     pub(crate) fn is_caused_by<T: std::error::Error + 'static>(&self) -> bool {
         self.source.as_deref().is_some_and(|source| source.is::<T>())
     }
@@ -128,7 +128,7 @@ impl Error {
         &self.message
     }
 
-    /// Returns the error with its place in front: `place: message`.
+    /// Returns the error with its context first: `place: message`.
     pub fn at(self, place: impl fmt::Display) -> Self {
         let placed = Self::new(self.status, format_args!("{place}: {}", self.message));
         Self { source: self.source, ..placed }

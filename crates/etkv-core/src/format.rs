@@ -8,8 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{fail, Error, Result};
 use crate::planes::{Element, PlaneFormat};
 
-/// A storage format. A row is one position of one KV head. Each row is stored alone: no format
-/// mixes rows.
+/// A storage format. A row is one position of one KV head. Each row is encoded alone: no format mixes rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub enum KvFormat {
@@ -25,7 +24,7 @@ pub enum KvFormat {
     Affine {
         /// 2, 3, 4, 5, 6 or 8.
         bits: u8,
-        /// 32, 64 or 128; head_dim is a multiple of it.
+        /// 32, 64 or 128; head_dim must be a multiple of it.
         group: u8,
     },
     /// OCP microscaling: E4M3 elements, an E8M0 scale for every 32.
@@ -42,7 +41,7 @@ pub enum KvFormat {
     RowFp4,
 }
 
-/// The formats whose names say all, with these names.
+/// The formats without parameters, and their names.
 const NAMED: [(KvFormat, &str); 8] = [
     (KvFormat::F32, "f32"),
     (KvFormat::F16, "f16"),
@@ -54,12 +53,12 @@ const NAMED: [(KvFormat, &str); 8] = [
     (KvFormat::RowFp4, "row-fp4"),
 ];
 
-/// How the rows of a packed format lie: codes, scales, and perhaps offsets.
+/// The layout of the rows of a packed format: codes, scales, and optional offsets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packing {
     /// The bits of a code.
     pub bits: usize,
-    /// The elements that share a scale; `None` if all of a row do.
+    /// The number of elements that share a scale; `None` if all elements of a row do.
     pub group: Option<usize>,
     /// The type of a scale: float16, or a byte of E8M0 or E4M3.
     pub scale: Element,
@@ -68,7 +67,7 @@ pub struct Packing {
 }
 
 impl Packing {
-    /// Returns the elements that share a scale, in rows of `head_dim` elements.
+    /// Returns the number of elements that share a scale, in rows of `head_dim` elements.
     pub const fn group_of(&self, head_dim: usize) -> usize {
         match self.group {
             Some(group) => group,
@@ -78,7 +77,7 @@ impl Packing {
 }
 
 impl KvFormat {
-    /// Returns how rows lie, or `None` for rows in a float dtype. All sizes follow from this.
+    /// Returns the layout of the rows, or `None` for rows in a float dtype. All sizes follow from it.
     pub const fn packing(self) -> Option<Packing> {
         let (bits, group, scale) = match self {
             Self::F32 | Self::F16 | Self::Bf16 => return None,
@@ -97,8 +96,8 @@ impl KvFormat {
         self.packing().is_none()
     }
 
-    /// Returns the number that head_dim is a multiple of: the elements that share a scale or, in
-    /// formats with one scale a row, the elements that share a word of 32 bits.
+    /// Returns the number that head_dim must be a multiple of: the elements that share a scale or, in formats
+    /// with one scale a row, the elements that share a word of 32 bits.
     pub const fn granule(self) -> usize {
         match self.packing() {
             None => 1,
@@ -169,8 +168,8 @@ impl TryFrom<String> for KvFormat {
 impl FromStr for KvFormat {
     type Err = Error;
 
-    /// Parses what `Display` writes; `affine8` is `affine8g32`, and so on: groups of 32 lose half as
-    /// much as those of 64, for 4 bytes a group.
+    /// Parses the output of `Display`. `affine8` is `affine8g32`, and so on: groups of 32 lose half as much
+    /// as groups of 64, for 4 bytes a group.
     fn from_str(name: &str) -> Result<Self> {
         let affine = || {
             let sizes = name.strip_prefix("affine")?;
@@ -178,7 +177,7 @@ impl FromStr for KvFormat {
             Some(Self::Affine { bits: bits.parse().ok()?, group: group.parse().ok()? })
         };
         let named = NAMED.iter().find(|(_, known)| *known == name).map(|(format, _)| *format);
-        // Any multiple of 128 fits every group, so this checks the rest.
+        // A head_dim of 128 is a multiple of every group, so this checks the rest.
         match named.or_else(affine).filter(|format| format.check(128).is_ok()) {
             Some(format) => Ok(format),
             None => {

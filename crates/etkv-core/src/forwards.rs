@@ -4,8 +4,8 @@ use crate::error::{Error, Result, Status};
 use crate::shared::ProgramCache;
 use crate::store::{Spec, Store};
 
-/// The forwards of a host on a cache, one at a time. The first call opens a step, and the step commits once each call
-/// was made. A call that fails rolls the step back, and so does dropping an unfinished forward.
+/// The forwards of a host on a cache, one at a time. The first call opens a step, and the step commits once
+/// every call was made. A call that fails rolls the step back, and so does dropping an unfinished forward.
 pub struct Forwards<S: Store> {
     program: ProgramCache<S>,
     /// The positions of the open step; empty outside one.
@@ -15,12 +15,13 @@ pub struct Forwards<S: Store> {
 }
 
 impl<S: Store> Forwards<S> {
-    /// Returns forwards of `n_calls` calls each. The caller must not write rows to the cache otherwise meanwhile.
+    /// Returns forwards of `n_calls` calls each. Meanwhile the caller must not write rows to the cache in
+    /// another way.
     pub fn new(program: ProgramCache<S>, n_calls: usize) -> Self {
         Self { program, positions: Vec::new(), made: vec![false; n_calls] }
     }
 
-    /// Returns the positions of the open step; none outside one.
+    /// Returns the positions of the open step; empty outside one.
     pub fn positions(&self) -> &[i32] {
         &self.positions
     }
@@ -35,12 +36,12 @@ impl<S: Store> Forwards<S> {
         self.made.iter().filter(|&&made| made).count()
     }
 
-    /// Makes a call: writes a layer's new rows, and returns the result of `work` on what its queries attend to. If
-    /// `work` fails, the forward is rolled back, even in its last call: a forward commits only if the host has all of
-    /// its results.
+    /// Makes a call: writes a layer's new rows, and returns the result of `work` on what its queries attend to.
+    /// If `work` fails, the forward is rolled back, even in its last call: a forward commits only if the host
+    /// has all of its results.
     ///
     /// # Errors
-    /// - [`Step`](crate::Status::Step) for a call that was made already, and
+    /// - [`Step`](crate::Status::Step) for a call that was already made, and
     ///   [`Position`](crate::Status::Position) for positions other than those of the first call.
     /// - Those of [`AttendCache::begin`](crate::AttendCache::begin),
     ///   [`update_and_fetch`](crate::AttendCache::update_and_fetch) and [`commit`](crate::AttendCache::commit), and
@@ -76,7 +77,7 @@ impl<S: Store> Forwards<S> {
             }
             self.positions.extend_from_slice(positions);
             if let Err(error) = cache.begin(positions) {
-                // No step is open, or another owner's.
+                // No step is open, or the open one belongs to another owner.
                 self.positions.clear();
                 return Err(error.into());
             }
@@ -88,7 +89,7 @@ impl<S: Store> Forwards<S> {
         }
         let spec = cache.update_and_fetch(layer, k, v)?;
         let result = work(&spec)?;
-        // A view that is kept would turn the moves of a commit into copies.
+        // A view that is still alive would make the moves of a commit copy.
         drop(spec);
         if let Some(made) = self.made.get_mut(call) {
             *made = true;

@@ -1,4 +1,4 @@
-//! How many slots a cache allocates for the slots that it needs.
+//! The number of slots that a cache allocates for those that it needs.
 
 /// How buffers grow with the positions. They never grow beyond the capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -14,8 +14,7 @@ pub enum Growth {
         /// At least 1.
         step: i32,
     },
-    /// To the slots that a step needs. This takes the least memory, and copies at each step that
-    /// grows.
+    /// To the slots that a step needs. This takes the least memory, and copies at each step.
     Exact,
     /// To the capacity, when the cache is created.
     Upfront,
@@ -31,7 +30,7 @@ impl Growth {
     /// Slots of the first allocation by default.
     pub const DEFAULT_CHUNK: i32 = 256;
 
-    /// Returns the slots to allocate for `needed` slots, `most` at most.
+    /// Returns the slots to allocate for `needed` slots, at most `most`.
     pub fn slots(self, needed: i32, most: i32) -> i32 {
         if needed <= 0 && self != Self::Upfront {
             return 0;
@@ -51,7 +50,7 @@ impl Growth {
             Self::Exact => i64::from(needed),
             Self::Upfront => i64::from(most),
         };
-        // `most` is an i32, so the least of the two is one as well.
+        // `most` is an i32, so the minimum is one as well.
         slots.min(i64::from(most)) as i32
     }
 }

@@ -1,16 +1,15 @@
 //! KV caches without a backend.
 //!
-//! A cache is a *bookkeeping* (which position lies in which slot: integers) and a
-//! backend's [`Store`] (how rows lie in slots: bytes). This crate has the bookkeeping,
-//! the kinds of caches over any store, their faces, the step, the registry and the
-//! sessions. It knows no MLX, no C++ and no Python.
+//! A cache is a *bookkeeping* (integers: which position lies in which slot) and a backend's [`Store`] (bytes:
+//! how rows lie in slots). This crate has the bookkeeping, the kinds of caches over any store, their faces,
+//! the step, the registry and the sessions. It depends on no MLX, C++ or Python.
 //!
 //! A runner holds a [`Cache`], and a [`SeqCache`] or [`TreeCache`] if the kind has that face. A
 //! program drives an [`AttendCache`], one [`Step`] a forward. The program finds the cache by the
 //! key of a [`Session`].
 //!
-//! A backend implements [`Store`], registers the kinds of this crate on it with
-//! [`BuilderRegistry::register_kinds`], and each kind of its own by a builder:
+//! A backend implements [`Store`], registers the kinds of this crate with
+//! [`BuilderRegistry::register_kinds`], and each kind of its own with a builder:
 //!
 //! ```
 //! use etkv_core::{BuilderRegistry, ContiguousCache, SharedCache, Store};

@@ -5,7 +5,7 @@
 pub struct Bytes {
     /// Bytes allocated.
     pub allocated: u64,
-    /// Bytes of these that hold positions.
+    /// Those of the bytes that hold positions.
     pub used: u64,
 }
 
@@ -24,11 +24,12 @@ pub struct LayerMemory {
 pub struct Memory {
     /// Bytes allocated now.
     pub allocated: u64,
-    /// Bytes of these that hold positions.
+    /// Those of the bytes that hold positions.
     pub used: u64,
-    /// Bytes of rows that it reads from a prefix, and other caches may read too. They are not among the others.
+    /// Bytes of rows that the cache reads from a prefix, which other caches may read too. The other fields do
+    /// not count them.
     pub shared: u64,
-    /// The most bytes that the cache can come to hold.
+    /// The most bytes that the cache can ever hold.
     pub at_capacity: u64,
     /// The bytes of each layer.
     pub layers: Vec<LayerMemory>,

@@ -1,8 +1,8 @@
-//! The planes of a row: how formats lie in files, in any backend's store alike.
+//! The planes of a row: how formats lie in files, the same for every backend.
 
 use crate::format::KvFormat;
 
-/// The element type of a plane. Elements lie with their lowest byte first.
+/// The element type of a plane. Elements are little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Element {
     /// A byte: packed codes, or a scale of 8 bits.
@@ -45,7 +45,7 @@ impl PlaneFormat {
 }
 
 impl KvFormat {
-    /// Returns the planes of a row of `head_dim` elements. Codes are packed, the first lowest.
+    /// Returns the planes of a row of `head_dim` elements. Codes are packed, the first in the lowest bits.
     pub fn planes(self, head_dim: usize) -> Vec<PlaneFormat> {
         let plane = |name, element, width| PlaneFormat { name, element, width };
         let Some(packing) = self.packing() else {
@@ -69,7 +69,7 @@ impl KvFormat {
 }
 
 impl KvFormat {
-    /// Returns whether rows of this format with these bytes in one of their planes can be finite: no element,
+    /// Returns whether rows of this format are finite, given the bytes of one of their planes: no element,
     /// scale or offset is infinite or NaN, and no scale makes the largest code infinite in f32.
     pub(crate) fn is_finite(self, plane: &PlaneFormat, bytes: &[u8]) -> bool {
         let halves = |bytes: &[u8], exponent: u16| {

@@ -1,4 +1,4 @@
-//! The frozen contents of a cache, which any number of caches go on from without copying them.
+//! The frozen contents of a cache. Any number of caches go on from them without a copy.
 
 use std::any::Any;
 use std::sync::{Arc, Weak};
@@ -10,11 +10,11 @@ use crate::format::KvFormat;
 use crate::snapshot::{Book, CellsState, ContiguousState, SavedFormats, SavedLayer, Snapshot};
 use crate::store::Store;
 
-/// A sequence from position 0 on, read-only. Caches of the same layers, formats and backend
-/// [attach](ShareCache::attach) to it: they read its rows where they lie, and write what follows into buffers
-/// of their own. The rows are freed when the prefix and every cache that reads them are gone, in any order.
+/// A read-only sequence from position 0 on. Caches of the same layers, formats and backend
+/// [attach](ShareCache::attach) to it: they read its rows in place, and write what follows into buffers of
+/// their own. The rows are freed when the prefix and every cache that reads them are gone, in any order.
 ///
-/// A copy of the handle is the same prefix. Any thread may hold one.
+/// A clone of the handle is the same prefix. Any thread may hold one.
 #[derive(Clone)]
 pub struct Prefix {
     /// The integers of the cache that was frozen.
@@ -25,12 +25,12 @@ pub struct Prefix {
     backend: &'static str,
     /// [`FrozenRows`] of a store.
     rows: Arc<dyn Any + Send + Sync>,
-    /// What the rows lie in, and what those lie behind.
+    /// The memory of its rows, and of the rows of the prefixes before it.
     pieces: Arc<[Piece]>,
 }
 
-/// Memory that rows of a prefix lie in. Prefixes that were frozen one behind the other have some in common.
-/// It is not held by this.
+/// Memory that holds rows of a prefix. Prefixes that follow the same prefix share its pieces. This handle
+/// does not keep the memory alive.
 #[derive(Clone)]
 pub struct Piece {
     rows: Weak<dyn Any + Send + Sync>,
@@ -38,35 +38,35 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Returns its bytes.
+    /// Returns its number of bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Returns what tells it from every other piece, for as long as this is there.
+    /// Returns a number that no other piece has while this one exists.
     pub fn id(&self) -> usize {
         self.rows.as_ptr().cast::<()>().addr()
     }
 
-    /// Returns whether no prefix and no cache holds it any longer.
+    /// Returns whether no prefix and no cache holds the piece any longer.
     pub fn is_freed(&self) -> bool {
         self.rows.strong_count() == 0
     }
 }
 
-/// The rows of a prefix, and what they take of the memory budget.
+/// The rows of a prefix, and their share of the memory budget.
 pub(crate) struct FrozenRows<S: Store> {
     /// `None` only while it is dropped.
     frozen: Option<S::Frozen>,
     bytes: u64,
-    /// Gives the bytes back to the memory budget in the end.
+    /// Gives the bytes back to the memory budget on drop.
     _share: Share,
-    /// The rows that the first of these slots lie in.
+    /// The rows that hold the first slots.
     parent: Option<Arc<Self>>,
 }
 
 impl<S: Store> FrozenRows<S> {
-    /// `bytes` are those that the share has taken.
+    /// `bytes` are those that the share has reserved.
     pub fn new(frozen: S::Frozen, (bytes, share): (u64, Share), parent: Option<Arc<Self>>) -> Self {
         Self { frozen: Some(frozen), bytes, _share: share, parent }
     }
@@ -78,7 +78,7 @@ impl<S: Store> FrozenRows<S> {
         }
     }
 
-    /// Returns these rows, and those that they lie behind.
+    /// Returns the pieces of these rows, and of the rows before them.
     fn pieces(self: &Arc<Self>) -> Arc<[Piece]> {
         let chain = std::iter::successors(Some(self), |rows| rows.parent.as_ref());
         let piece = |rows: &Arc<Self>| {
@@ -88,7 +88,7 @@ impl<S: Store> FrozenRows<S> {
         chain.map(piece).collect()
     }
 
-    /// Returns how many prefixes lie one behind the other.
+    /// Returns the length of the chain of prefixes.
     pub fn depth(&self) -> usize {
         1 + self.parent.as_ref().map_or(0, |parent| parent.depth())
     }
@@ -101,23 +101,23 @@ impl<S: Store> Drop for FrozenRows<S> {
     }
 }
 
-/// The face of a cache that can share what it holds with other caches.
+/// The face of a cache that can share its contents with other caches.
 pub trait ShareCache {
-    /// Freezes what the cache holds, and goes on from it itself. Rows that it already reads from a prefix stay
-    /// where they are; the others move to memory that caches read together, one layer at a time. Rolls back a
-    /// step that was set aside, and reads the values of a step that was committed unread.
+    /// Freezes the contents of the cache, which goes on from the prefix itself. Rows that it already reads
+    /// from a prefix stay in place; the others move to shared memory, one layer at a time. Rolls back a step
+    /// that was set aside, and reads the values of a step that was committed unread.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is empty, or holds anything but
-    ///   sequence 0 from position 0 on, without candidates and gaps.
+    ///   sequence 0 from position 0 on without candidates and gaps.
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Unsupported`](crate::Status::Unsupported) for a backend that shares no memory.
+    /// - [`Unsupported`](crate::Status::Unsupported) for a backend that cannot share memory.
     /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or memory is lacking. The contents are as
     ///   before.
     fn freeze(&mut self) -> Result<Prefix>;
 
-    /// Makes an empty cache hold the first `length` positions of a prefix. No rows are copied. A contiguous
-    /// cache, one of sequences and one of trees take each other's prefixes.
+    /// Makes an empty cache hold the first `length` positions of a prefix. No rows are copied. Contiguous,
+    /// seq and tree caches accept each other's prefixes.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is not empty; for a prefix of other
@@ -126,16 +126,17 @@ pub trait ShareCache {
     /// - [`Step`](crate::Status::Step) while a step is open.
     /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or memory is lacking.
     ///
-    /// Nothing has changed then.
+    /// In each case nothing has changed.
     fn attach(&mut self, prefix: &Prefix, length: i32) -> Result<()>;
 
-    /// Refuses a prefix that the cache cannot [attach](Self::attach) to at any length, even empty.
+    /// Refuses a prefix that the cache cannot [attach](Self::attach) to at any length, even if the cache were
+    /// empty.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument), naming what does not fit.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument), naming the difference.
     fn fits(&self, prefix: &Prefix) -> Result<()>;
 
-    /// Returns the name of the backend, whose caches share memory with each other only.
+    /// Returns the name of the backend. Only caches of the same backend share memory.
     fn backend(&self) -> &'static str;
 }
 
@@ -161,7 +162,7 @@ impl Prefix {
         self.rewindable_to
     }
 
-    /// Returns the bytes of its rows, without those that lie in the prefix which it was frozen behind.
+    /// Returns the bytes of its rows, without the rows of the prefix that it follows.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -176,8 +177,8 @@ impl Prefix {
         &self.snapshot
     }
 
-    /// Returns what its rows lie in: first those of [`bytes`](Self::bytes), then those of the prefixes that
-    /// it was frozen behind.
+    /// Returns the memory of its rows: first its own [`bytes`](Self::bytes), then the pieces of the prefixes
+    /// that it follows.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces
     }
@@ -187,7 +188,7 @@ impl Prefix {
         Arc::strong_count(&self.rows) == 1
     }
 
-    /// Returns the rows, if they are those of a store of this type.
+    /// Returns the rows, if they belong to a store of this type.
     pub(crate) fn rows<S: Store>(&self) -> Result<Arc<FrozenRows<S>>> {
         match Arc::clone(&self.rows).downcast() {
             Ok(rows) => Ok(rows),
@@ -257,14 +258,14 @@ impl Prefix {
         Ok(())
     }
 
-    /// Returns the integers as a contiguous cache has them, whose layer groups have these sinks.
+    /// Returns the integers for a contiguous cache whose layer groups have these sinks.
     pub(crate) fn contiguous(&self, sinks: &[i32]) -> Result<ContiguousState> {
         let state = match &self.snapshot.book {
             Book::Contiguous(state) => return Ok(state.clone()),
             Book::Cells(state) => state,
         };
         let groups = state.groups.iter().zip(sinks).map(|(group, &sinks)| {
-            // Sinks come first, then what the window holds, in the order of positions and of slots.
+            // Sinks come first, then the window, in the order of positions and of slots.
             let mut slot = 0;
             let mut dropped = 0;
             for &[position, cell, len] in group.sequences.iter().flat_map(|held| &held.runs) {
@@ -284,8 +285,7 @@ impl Prefix {
         Ok(ContiguousState { length: self.length, dropped: groups.collect::<Result<_>>()? })
     }
 
-    /// Returns the integers as a cache of cells has them, whose layer groups have these sinks and as many
-    /// cells as `sizes`.
+    /// Returns the integers for a cache of cells whose layer groups have these sinks and numbers of cells.
     pub(crate) fn cells(&self, groups: &[(i32, i32)]) -> CellsState {
         let state = match &self.snapshot.book {
             Book::Cells(state) => return state.clone(),

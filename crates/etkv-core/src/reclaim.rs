@@ -1,4 +1,4 @@
-//! What gives memory back when the memory budget is full.
+//! Objects that free memory when the memory budget is full.
 
 use std::cell::Cell;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -9,33 +9,33 @@ use tracing::{debug, error};
 
 use crate::watch::TARGET;
 
-/// An object that can free memory which counts for the [`MemoryBudget`](crate::MemoryBudget).
+/// An object that can free memory which the [`MemoryBudget`](crate::MemoryBudget) counts.
 ///
 /// # Threads and locks
 ///
-/// The budget calls it from the middle of the call that needs memory, such as the beginning of a step: on
-/// any thread, on several at once, and while the lock of the cache that asks is held. So a reclaimer waits
-/// for no lock that a thread may hold while it asks for memory: it tries to take it, and frees nothing if
-/// it cannot. It hands no work to another thread to wait for it.
+/// The budget calls it in the middle of the call that needs memory, such as the beginning of a step: on any
+/// thread, on several at once, and while the lock of the requesting cache is held. So a reclaimer must not
+/// wait for a lock that a thread may hold while it requests memory: it tries to take the lock, and frees
+/// nothing if it cannot. It also must not wait for work on another thread.
 ///
 /// The budget enforces this for caches: inside a reclaimer, [`SharedCache::lock`](crate::SharedCache::lock)
-/// refuses a cache that is in use, the one that asks among them, with [`Step`](crate::Status::Step). What a
-/// reclaimer reserves itself is refused where it does not fit: reclaimers are not called for it.
+/// refuses a cache that is in use, such as the requesting one, with [`Step`](crate::Status::Step). A
+/// reclaimer's own reservation is refused if it does not fit: no reclaimer is called for it.
 ///
 /// A panic is logged, and counts as nothing freed.
 pub trait Reclaim: Send + Sync {
-    /// Tries to free `bytes` of the budget, or more. It may free less, or nothing. Returns the bytes that it
-    /// freed, for the log: the budget itself counts what its holders give back.
+    /// Tries to free `bytes` of the budget, or more. It may free less, or nothing. Returns the number of
+    /// freed bytes, for the log: the budget counts by itself.
     fn reclaim(&self, bytes: u64) -> u64;
 }
 
-/// What a reclaimer frees. Those of an earlier class are asked first.
+/// What a reclaimer frees. Earlier classes are asked first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ReclaimClass {
-    /// Beginnings of prompts that no sequence uses, which can be read again.
+    /// Prefixes of prompts that no sequence uses, and that can be read again.
     IdlePrefixes,
-    /// What the application chooses, by its callback.
+    /// Memory that the application chooses, by its callback.
     Host,
 }
 
@@ -54,7 +54,7 @@ impl Reclaimers {
         Self(Mutex::new(Vec::new()))
     }
 
-    /// Adds one behind those of its class. Forgets those that are gone.
+    /// Adds a reclaimer after the others of its class. Forgets those that are gone.
     pub fn add(&self, class: ReclaimClass, reclaimer: Weak<dyn Reclaim>) {
         let mut all = self.0.lock();
         all.retain(|(_, reclaimer)| reclaimer.strong_count() > 0);
@@ -62,7 +62,8 @@ impl Reclaimers {
         all.insert(at, (class, reclaimer));
     }
 
-    /// Calls them in order, without a lock, until `fits` returns how many bytes are lacking as `None`.
+    /// Calls the reclaimers in order, without a lock, until `fits` returns `None`. It returns the number of
+    /// lacking bytes before.
     pub fn ask(&self, fits: &mut dyn FnMut() -> Option<u64>) {
         let all: Vec<_> = {
             let all = self.0.lock();
@@ -79,7 +80,7 @@ impl Reclaimers {
 
 fn run(reclaimer: Arc<dyn Reclaim>, lacking: u64) -> u64 {
     let _inside = Inside::enter();
-    // The last owner may be this one: what it drops then is inside too.
+    // This may be the last owner: the drop must run inside too.
     let call = AssertUnwindSafe(move || reclaimer.reclaim(lacking));
     catch_unwind(call).unwrap_or_else(|_| {
         error!(target: TARGET, "a reclaimer of the memory budget failed by a defect");
@@ -96,7 +97,7 @@ pub(crate) fn inside() -> bool {
     INSIDE.try_with(Cell::get).unwrap_or(false)
 }
 
-/// Marks this thread as in a reclaimer until it is dropped.
+/// Marks this thread as inside a reclaimer, until dropped.
 struct Inside;
 
 impl Inside {

@@ -1,9 +1,9 @@
-//! Two registries: caches by key, where programs find them, and builders by kind.
+//! Two registries: caches by key, for programs, and builders by kind.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
-use dashmap::{DashMap, Entry as Place};
+use dashmap::{DashMap, Entry as Slot};
 
 use crate::cache::{CellsCache, ContiguousCache};
 use crate::config::CacheConfig;
@@ -16,8 +16,8 @@ pub type Builder = Arc<dyn Fn(CacheConfig) -> Result<SharedCache> + Send + Sync>
 
 /// Creates caches by backend id and kind.
 ///
-/// A new kind registers itself; no code changes here. A builder may use the registry
-/// itself: it is called, and dropped, while no part of the registry is locked.
+/// A new kind registers itself; no code changes here. A builder may use the registry itself: it is called and
+/// dropped while no part of the registry is locked.
 pub struct BuilderRegistry {
     builders: DashMap<(String, String), Builder>,
 }
@@ -30,7 +30,7 @@ impl BuilderRegistry {
         &GLOBAL
     }
 
-    /// Registers a kind, and replaces a kind of that name. Existing caches stay as they are.
+    /// Registers a kind. Replaces a kind of the same name. Existing caches stay as they are.
     pub fn register(
         &self,
         backend_id: &str,
@@ -38,7 +38,7 @@ impl BuilderRegistry {
         builder: impl Fn(CacheConfig) -> Result<SharedCache> + Send + Sync + 'static,
     ) {
         let key = (backend_id.to_owned(), kind.to_owned());
-        // The replaced builder is dropped outside the lock: its destructor may be any code.
+        // The replaced builder is dropped outside the lock: its destructor may run any code.
         drop(self.builders.insert(key, Arc::new(builder)));
     }
 
@@ -75,7 +75,7 @@ impl BuilderRegistry {
         kinds
     }
 
-    /// Says what there is in place of an unknown kind or backend.
+    /// Lists what is available instead of an unknown kind or backend.
     fn unknown(&self, backend_id: &str, kind: &str) -> String {
         let known = self.kinds();
         let kinds: Vec<&str> = known
@@ -104,7 +104,7 @@ pub struct Entry {
     pub cache: SharedCache,
 }
 
-/// The most bytes of a key: what an option of ExecuTorch holds, without its end.
+/// The most bytes of a key: the size of an ExecuTorch option without its terminating zero.
 const MAX_KEY: usize = 255;
 
 /// Caches by key, for the whole process.
@@ -121,12 +121,12 @@ impl CacheRegistry {
         &GLOBAL
     }
 
-    /// Registers `entry` under a new key, which no other call returns.
+    /// Registers `entry` under a new unique key.
     pub fn install_new(&self, entry: Entry) -> String {
         loop {
             let key = format!("cache-{}", self.next.fetch_add(1, Ordering::Relaxed));
-            // A host may have chosen such a key.
-            if let Place::Vacant(place) = self.entries.entry(key.clone()) {
+            // A host may have chosen the same key.
+            if let Slot::Vacant(place) = self.entries.entry(key.clone()) {
                 place.insert(entry);
                 return key;
             }
@@ -147,11 +147,11 @@ impl CacheRegistry {
             );
         }
         match self.entries.entry(key.to_owned()) {
-            Place::Occupied(_) => fail!(
+            Slot::Occupied(_) => fail!(
                 InvalidArgument,
                 "the cache key `{key}` is taken; erase it first, or name another"
             ),
-            Place::Vacant(place) => {
+            Slot::Vacant(place) => {
                 place.insert(entry);
                 Ok(())
             }
@@ -170,8 +170,8 @@ impl CacheRegistry {
         }
     }
 
-    /// Returns the keys in order, each with the number of its cache as a holder of the memory budget. Caches
-    /// that hold nothing of it are left out.
+    /// Returns the keys in order, each with its cache's holder number in the memory budget. Caches that the
+    /// budget does not count are left out.
     pub(crate) fn holders(&self) -> Vec<(String, u64)> {
         let of = |entry: dashmap::mapref::multiple::RefMulti<'_, String, Entry>| {
             Some((entry.key().clone(), entry.cache.holder()?))
@@ -186,8 +186,7 @@ impl CacheRegistry {
         self.entries.remove(key).map(|(_, entry)| entry)
     }
 
-    /// Removes `key` if it has this cache. After an earlier removal the key may belong to another
-    /// cache.
+    /// Removes `key` if it belongs to this cache. After an earlier removal it may belong to another one.
     pub fn erase_own(&self, key: &str, cache: &SharedCache) -> Option<Entry> {
         self.entries.remove_if(key, |_, entry| entry.cache.is(cache)).map(|(_, entry)| entry)
     }

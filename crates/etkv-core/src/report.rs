@@ -27,14 +27,14 @@ pub struct CacheReport {
     pub poisoned: Option<String>,
     /// The formats of keys and values now.
     pub formats: FormatsReport,
-    /// The sequences that hold positions or carry trees, in order. Empty ones are left out. In a
-    /// kind of one sequence it has the number 0.
+    /// The sequences that hold positions or carry trees, in order. Empty ones are left out. Kinds with one
+    /// sequence number it 0.
     pub sequences: Vec<SequenceReport>,
     /// Bytes of all buffers.
     pub memory: MemoryReport,
     /// The buffers, layer by layer.
     pub layers: Vec<LayerReport>,
-    /// The config that the cache was made with.
+    /// The config that the cache was created with.
     pub config: ConfigReport,
 }
 
@@ -61,7 +61,7 @@ pub struct SequenceReport {
     pub next: i32,
     /// The least length, apart from 0, that it can be rewound to.
     pub rewindable_to: i32,
-    /// The number of nodes of the tree behind it.
+    /// The number of nodes of the tree after it.
     pub tree: usize,
 }
 
@@ -71,11 +71,12 @@ pub struct SequenceReport {
 pub struct MemoryReport {
     /// Bytes of all buffers.
     pub allocated: u64,
-    /// Bytes of these that positions use.
+    /// Those of the bytes that positions use.
     pub used: u64,
-    /// Bytes of rows that it reads from a prefix, and other caches may read too. They are not among the others.
+    /// Bytes of rows that the cache reads from a prefix, which other caches may read too. The other fields do
+    /// not count them.
     pub shared: u64,
-    /// The most bytes that the cache can come to hold.
+    /// The most bytes that the cache can ever hold.
     pub at_capacity: u64,
 }
 
@@ -100,7 +101,7 @@ pub struct BufferReport {
     pub slots: Option<i32>,
     /// Bytes of the buffer.
     pub allocated: u64,
-    /// Bytes of these that positions use.
+    /// Those of the bytes that positions use.
     pub used: u64,
 }
 
@@ -142,11 +143,11 @@ pub struct LayerConfigReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ProcessReport {
-    /// What holds memory of the budget.
+    /// The memory budget and its holders.
     pub memory: MemoryBudgetReport,
 }
 
-/// The memory budget, and what holds how much of it.
+/// The memory budget, and how much of it each holder has.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct MemoryBudgetReport {
@@ -158,9 +159,9 @@ pub struct MemoryBudgetReport {
     pub free: Option<u64>,
     /// The most bytes that were held or reserved.
     pub peak: u64,
-    /// The caches that there are, empty ones too.
+    /// The number of caches, including empty ones.
     pub caches: usize,
-    /// What holds them, in the order in which they were made: caches, and prefixes that are kept.
+    /// The holders, in the order in which they were created: caches, and kept prefixes.
     pub holders: Vec<HolderReport>,
 }
 
@@ -184,8 +185,8 @@ fn as_name<S: Serializer>(format: &KvFormat, serializer: S) -> Result<S::Ok, S::
 }
 
 impl CacheReport {
-    /// Returns the report of a cache from its face alone: without sequences, slots, an open step
-    /// and a reason to be poisoned.
+    /// Returns the report of a cache from its face alone: without sequences, slots, `step_open` and
+    /// `poisoned`.
     pub fn of<C: Cache + ?Sized>(cache: &C) -> Self {
         let [k, v] = cache.formats();
         let Memory { allocated, used, shared, at_capacity, layers } = cache.memory();

@@ -7,7 +7,7 @@ use crate::shared::SharedCache;
 
 /// A cache in the registry, for as long as the session lives.
 ///
-/// Programs that are bound to the cache keep it when the session is dropped.
+/// Programs that are bound to the cache keep it after the session is dropped.
 pub struct Session {
     key: String,
     cache: SharedCache,
@@ -43,8 +43,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // The entry is dropped outside the registry's lock: the last owner of a cache frees its
-        // buffers.
+        // The entry is dropped outside the registry's lock: the last owner of a cache frees its buffers.
         drop(CacheRegistry::global().erase_own(&self.key, &self.cache));
     }
 }

@@ -11,8 +11,8 @@ use crate::error::{fail, Result};
 use crate::reclaim::inside;
 use crate::store::Store;
 
-/// A cache that sessions, programs and handles share, as its runner sees it. It lives until its
-/// last owner is gone.
+/// A cache that sessions, programs and handles share, with its runner's face. It lives until its last owner
+/// is gone.
 ///
 /// A panic during a call poisons the cache: its contents are unknown, and every later call is
 /// refused.
@@ -28,7 +28,7 @@ pub struct SharedCache {
     bound: Arc<Mutex<Vec<Weak<dyn Any + Send + Sync>>>>,
 }
 
-/// The facts of a cache, which are read without its lock.
+/// The facts of a cache. They are read without its lock.
 struct Facts {
     kind: String,
     capacity: i32,
@@ -37,7 +37,7 @@ struct Facts {
     holder: Option<u64>,
 }
 
-/// The same cache, as the programs of one backend see it.
+/// The same cache with the face for programs of one backend.
 pub type ProgramCache<S> = Shared<dyn AttendCache<Store = S>>;
 
 /// A locked [`SharedCache`]; other threads wait until this is dropped.
@@ -56,7 +56,7 @@ impl SharedCache {
             max_step_tokens: cache.config().step_limit(),
             holder: cache.holder(),
         });
-        let place = Arc::new(Place {
+        let place = Arc::new(LockedCache {
             holder: AtomicU64::new(0),
             give_way: C::Store::give_way,
             cache: Mutex::new(cache),
@@ -71,8 +71,8 @@ impl SharedCache {
         }
     }
 
-    /// Returns the name of the kind. This and the next four do not wait for the lock, and answer
-    /// for a poisoned cache too.
+    /// Returns the name of the kind. This and the next four functions do not wait for the lock, and also
+    /// answer for a poisoned cache.
     pub fn kind(&self) -> &str {
         &self.facts.kind
     }
@@ -92,25 +92,23 @@ impl SharedCache {
         self.facts.max_step_tokens
     }
 
-    /// Returns the number of the cache in [`MemoryBudget::holders`](crate::MemoryBudget::holders), if it is
-    /// there.
+    /// Returns the cache's number in [`MemoryBudget::holders`](crate::MemoryBudget::holders), if it has one.
     pub fn holder(&self) -> Option<u64> {
         self.facts.holder
     }
 
-    /// Locks the cache for a query or a change, and waits for other threads. If this thread holds
-    /// its backend's own lock, other threads may take that while it waits, so the order of the two
-    /// locks does not matter.
+    /// Locks the cache for a query or a change. Waits for other threads. If this thread holds its backend's
+    /// own lock, other threads may take that lock meanwhile, so the order of the two locks does not matter.
     ///
     /// # Errors
-    /// [`Internal`](crate::Status::Internal) if the cache is poisoned, and
-    /// [`Step`](crate::Status::Step) if this thread holds the lock already: it would wait for ever; or if
-    /// this thread is in a [`Reclaim`](crate::Reclaim), and another one uses the cache.
+    /// [`Internal`](crate::Status::Internal) if the cache is poisoned. [`Step`](crate::Status::Step) if this
+    /// thread already holds the lock, since it would wait forever; or if this thread is in a
+    /// [`Reclaim`](crate::Reclaim) and another one uses the cache.
     pub fn lock(&self) -> Result<CacheGuard<'_>> {
         self.cache.lock()
     }
 
-    /// Returns the cache as programs of the backend with this store see it.
+    /// Returns the cache with the face for programs of the backend with this store.
     ///
     /// # Errors
     /// [`Kind`](crate::Status::Kind) if the cache has another backend's store.
@@ -126,8 +124,8 @@ impl SharedCache {
         }
     }
 
-    /// Notes a program, or what a backend keeps of one, that was loaded with this cache. The cache does not keep it
-    /// alive.
+    /// Registers a program that was loaded with this cache, or a backend's data about it. The cache does not
+    /// keep it alive.
     pub fn bind<T: Any + Send + Sync>(&self, program: &Arc<T>) {
         let program: Weak<T> = Arc::downgrade(program);
         let mut bound = self.bound();
@@ -135,7 +133,7 @@ impl SharedCache {
         bound.push(program);
     }
 
-    /// Returns what was [bound](Self::bind) of this type and is alive, the newest first.
+    /// Returns the [bound](Self::bind) objects of this type that are alive, the newest first.
     pub fn bound_programs<T: Any + Send + Sync>(&self) -> Vec<Arc<T>> {
         let alive = self.bound().iter().rev().filter_map(Weak::upgrade).collect::<Vec<_>>();
         alive.into_iter().filter_map(|program| program.downcast().ok()).collect()
@@ -152,9 +150,9 @@ impl SharedCache {
 }
 
 /// One face of a shared cache.
-pub struct Shared<C: ?Sized>(Arc<Place<C>>);
+pub struct Shared<C: ?Sized>(Arc<LockedCache<C>>);
 
-struct Place<C: ?Sized> {
+struct LockedCache<C: ?Sized> {
     /// The number of the thread that holds the lock, or 0.
     holder: AtomicU64,
     /// [`Store::give_way`] of the cache's store.
@@ -174,7 +172,7 @@ impl<C: ?Sized> Shared<C> {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Locks the cache, also for the whole of a step; see [`SharedCache::lock`].
+    /// Locks the cache for a call or a whole step; see [`SharedCache::lock`].
     ///
     /// # Errors
     /// As [`SharedCache::lock`].
@@ -198,12 +196,12 @@ impl<C: ?Sized> Shared<C> {
         Ok(SharedGuard { holder: &self.0.holder, unwinding, cache })
     }
 
-    /// The cache, when others are done with it; none where it is poisoned.
+    /// Returns the cache once other threads are done with it, or `None` if it is poisoned.
     fn wait(&self) -> Result<Option<MutexGuard<'_, C>>> {
         Ok(match self.0.cache.try_lock() {
             Ok(cache) => Some(cache),
             Err(TryLockError::Poisoned(_)) => None,
-            // This thread holds the cache that asks for memory. The other thread may wait for that one.
+            // This thread holds the cache that requests memory, and the other thread may wait for that cache.
             Err(TryLockError::WouldBlock) if inside() => fail!(
                 Step,
                 "the cache is in use, and a reclaimer of the memory budget must not wait for it; free \
@@ -221,7 +219,8 @@ impl<C: ?Sized> Shared<C> {
 /// A locked shared cache; other threads wait until this is dropped.
 pub struct SharedGuard<'a, C: ?Sized> {
     holder: &'a AtomicU64,
-    /// Whether the thread was panicking when it took the cache: no defect of this call's.
+    /// Whether the thread was already panicking when it took the cache. The panic is then no defect of this
+    /// call.
     unwinding: bool,
     cache: MutexGuard<'a, C>,
 }

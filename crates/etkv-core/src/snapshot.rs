@@ -9,7 +9,7 @@ use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
 use crate::planes::PlaneFormat;
 
-/// The integers of a cache: what it holds and where, and the config that this fits.
+/// The integers of a cache: its positions and their slots, and the config that they need.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Snapshot {
@@ -25,7 +25,7 @@ pub struct Snapshot {
     pub storage: SavedFormats,
     /// The formats of keys and values now.
     pub formats: [KvFormat; 2],
-    /// Whether the cache has yet to reach `quantized_kv_start`.
+    /// Whether the cache has not reached `quantized_kv_start` yet.
     pub awaits: bool,
     /// The positions that it holds, and their slots.
     pub book: Book,
@@ -55,7 +55,7 @@ pub struct SavedFormats {
     pub v_format: KvFormat,
     /// Positions that are stored in `float_format` before all are converted.
     pub quantized_kv_start: Option<i32>,
-    /// Storage before that.
+    /// Storage before `quantized_kv_start`.
     pub float_format: KvFormat,
 }
 
@@ -66,7 +66,7 @@ pub enum Book {
     /// One growing sequence.
     #[serde(rename = "contiguous")]
     Contiguous(ContiguousState),
-    /// Sequences in cells, and trees behind them.
+    /// Sequences in cells, and trees after them.
     #[serde(rename = "cells")]
     Cells(CellsState),
 }
@@ -77,7 +77,7 @@ pub enum Book {
 pub struct ContiguousState {
     /// The number of positions.
     pub length: i32,
-    /// For each layer group, the positions that it has dropped behind its sinks.
+    /// For each layer group, the number of positions that it has dropped after its sinks.
     pub dropped: Vec<i32>,
 }
 
@@ -107,11 +107,11 @@ pub struct GroupState {
 pub struct SequenceState {
     /// The sequence's number.
     pub sequence: i32,
-    /// First position, cell of it, and number of positions of each run, in the order of positions.
+    /// The first position, its cell, and the number of positions of each run, in the order of positions.
     pub runs: Vec<[i32; 3]>,
 }
 
-/// The tree of candidates behind a sequence.
+/// The tree of candidates after a sequence.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TreeState {
@@ -121,7 +121,7 @@ pub struct TreeState {
     pub parents: Vec<i32>,
     /// Nodes whose rows are written.
     pub n_written: usize,
-    /// The cells of these, for each layer group.
+    /// The cells of the written nodes, for each layer group.
     pub cells: Vec<Vec<i32>>,
 }
 
@@ -130,27 +130,27 @@ pub struct TreeState {
 pub struct PlaneId {
     /// The layer.
     pub layer: usize,
-    /// Whether it is one of the values'.
+    /// Whether it belongs to the values.
     pub values: bool,
     /// Its number in [`KvFormat::planes`].
     pub plane: usize,
 }
 
-/// The rows of one plane that a snapshot goes with: `[n_slots, n_kv_heads, width]`.
+/// The rows of one plane that belong to a snapshot: `[n_slots, n_kv_heads, width]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlaneRows {
-    /// Whose they are.
+    /// The plane of the rows.
     pub id: PlaneId,
     /// The elements of a row.
     pub format: PlaneFormat,
     /// KV heads.
     pub n_kv_heads: usize,
-    /// Slots that hold rows.
+    /// The number of slots that hold rows.
     pub n_slots: usize,
 }
 
 impl PlaneRows {
-    /// Returns the bytes of one slot: its heads.
+    /// Returns the bytes of one slot: all of its heads.
     pub const fn slot_bytes(&self) -> usize {
         self.format.row_bytes().saturating_mul(self.n_kv_heads)
     }
@@ -161,16 +161,16 @@ impl PlaneRows {
     }
 }
 
-/// Takes the bytes of a plane, some whole slots at a time.
+/// Receives the bytes of a plane, whole slots at a time.
 pub type TakeRows<'a> = dyn FnMut(&PlaneRows, &[u8]) -> Result<()> + 'a;
 
-/// Gives the bytes of a plane, some whole slots at a time.
+/// Provides the bytes of a plane, whole slots at a time.
 pub type GiveRows<'a> = dyn FnMut(&PlaneRows, &mut [u8]) -> Result<()> + 'a;
 
-/// The face of a cache whose contents can be written to a file and read back. That of
-/// [one sequence](crate::Cache::saving_sequence) is of these contents alone.
+/// The face of a cache whose contents can be written to a file and read back. The face of [one
+/// sequence](crate::Cache::saving_sequence) covers that sequence only.
 ///
-/// A declaration of the sequences of a next step is not among the contents.
+/// A declaration for the next step is not part of the contents.
 pub trait SaveCache {
     /// Returns the integers. Rolls back a step that was set aside, and reads the values of a step
     /// that was committed unread.
@@ -180,22 +180,21 @@ pub trait SaveCache {
     /// poisoned, and the error of an unread step.
     fn snapshot(&mut self) -> Result<Snapshot>;
 
-    /// Returns the planes that go with a snapshot, in the order in which
-    /// [`read_rows`](Self::read_rows) and [`restore`](Self::restore) pass them. Checks that
-    /// the snapshot is whole and fits the cache.
+    /// Returns the planes that belong to a snapshot, in the order in which [`read_rows`](Self::read_rows) and
+    /// [`restore`](Self::restore) pass them. Checks that the snapshot is complete and fits the cache.
     ///
     /// # Errors
-    /// [`File`](Status::File), naming what does not fit.
+    /// [`File`](Status::File), naming the difference.
     fn planes(&self, snapshot: &Snapshot) -> Result<Vec<PlaneRows>>;
 
-    /// Passes the rows that go with the snapshot of this cache, which has not changed since.
+    /// Passes the rows that belong to the snapshot of this cache, which has not changed since.
     ///
     /// # Errors
-    /// Those of `take`, and [`Backend`](Status::Backend).
+    /// Those of `take`; [`Backend`](Status::Backend).
     fn read_rows(&self, snapshot: &Snapshot, take: &mut TakeRows) -> Result<()>;
 
-    /// Replaces the contents by those of a snapshot and its rows. The old contents go when the new
-    /// ones are complete; there is memory for both until then.
+    /// Replaces the contents by those of a snapshot and its rows. The old contents are freed when the new
+    /// ones are complete; until then both take memory.
     ///
     /// # Errors
     /// Those of [`planes`](Self::planes) and of `give`, [`Step`](Status::Step) while a step is open,
@@ -220,7 +219,7 @@ impl From<&CacheConfig> for SavedFormats {
             k_format: config.k_format,
             v_format: config.v_format,
             quantized_kv_start: config.quantized_kv_start,
-            // Without a start it has no meaning.
+            // Without `quantized_kv_start` it has no meaning.
             float_format: config.quantized_kv_start.map_or(KvFormat::F32, |_| config.float_format),
         }
     }
@@ -305,7 +304,7 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Refuses windows of other slots: what they hold would not fit.
+    /// Refuses windows with other slots: their contents would not fit.
     fn check_window(&self, config: &CacheConfig, policy: LayerPolicy) -> Result<()> {
         if self.capacity < 1 || self.max_step_tokens < 1 {
             let Self { capacity, max_step_tokens, .. } = self;
@@ -329,7 +328,7 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Returns whether a window has the same slots in the cache that was saved as in one of this config.
+    /// Returns whether a window has the same slots in the saved cache and in one of this config.
     pub(crate) fn has_window(&self, config: &CacheConfig, policy: LayerPolicy) -> bool {
         let saved = CacheConfig {
             capacity: self.capacity,
@@ -343,8 +342,8 @@ impl Snapshot {
         facts(&saved) == facts(config)
     }
 
-    /// Returns the formats that the cache has after loading, and whether it then has yet to reach
-    /// `quantized_kv_start`. `counted` positions count for that.
+    /// Returns the formats that the cache has after loading, and whether it then has not reached
+    /// `quantized_kv_start` yet. `counted` positions count for it.
     pub(crate) fn target(
         &self,
         config: &CacheConfig,
@@ -352,7 +351,7 @@ impl Snapshot {
     ) -> Result<([KvFormat; 2], bool)> {
         self.check_formats()?;
         if self.storage == SavedFormats::from(config) {
-            // As it was, also after a conversion by hand.
+            // The formats of the saved cache, even after an explicit conversion.
             let floats = [config.float_format; 2];
             if self.awaits && (config.quantized_kv_start.is_none() || self.formats != floats) {
                 let [k, v] = self.formats;
@@ -366,11 +365,12 @@ impl Snapshot {
         Ok((target, awaits))
     }
 
-    /// Refuses rows of one sequence that a cache of this config, which stores rows in `formats` now, would not
-    /// have: all sequences of a cache have the same formats.
+    /// Refuses one sequence's rows in formats that a cache of this config, which now stores rows in
+    /// `formats`, cannot have: all sequences of a cache have the same formats.
     pub(crate) fn check_joining(&self, config: &CacheConfig, formats: [KvFormat; 2]) -> Result<()> {
         self.check_formats()?;
-        // What a cache of this config had before `quantized_kv_start` is converted as it would have been.
+        // Rows that a cache of this config stored before `quantized_kv_start` are converted as that cache
+        // would have done.
         let waited = self.awaits
             && self.storage == SavedFormats::from(config)
             && self.formats == [config.float_format; 2]
@@ -391,7 +391,7 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Refuses formats that are not these and not converted into these.
+    /// Refuses formats that differ from these and do not convert to them.
     fn check_conversion(&self, target: [KvFormat; 2]) -> Result<()> {
         for (what, found, expected) in
             [("keys", self.formats[0], target[0]), ("values", self.formats[1], target[1])]
@@ -409,8 +409,8 @@ impl Snapshot {
 }
 
 impl ContiguousState {
-    /// Returns the same positions in the cells of sequence 0, where layer groups have these sinks and as many
-    /// cells as the second numbers say.
+    /// Returns the same positions in the cells of sequence 0, for layer groups with these sinks and numbers
+    /// of cells.
     pub(crate) fn in_cells(&self, groups: &[(i32, i32)]) -> CellsState {
         let of = |(&(sinks, size), &dropped): (&(i32, i32), &i32)| {
             let length = self.length;

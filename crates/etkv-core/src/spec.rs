@@ -7,10 +7,9 @@ use crate::bookkeeping::{MaskPlan, Slots};
 /// The keys that a query sees.
 #[derive(Debug, Clone)]
 pub enum Mask<M> {
-    /// Every key that is read.
+    /// Every key that the step reads.
     None,
-    /// Query `i` of `T` sees all keys but the last `T - 1 - i`: the queries are
-    /// the tail of the keys.
+    /// Query `i` of `T` sees all keys but the last `T - 1 - i`: the last key belongs to the last query.
     Causal,
     /// The keys that are true in this boolean mask, `[T, L]` or a shape that broadcasts to `[1,
     /// n_heads, T, L]`.
@@ -28,13 +27,13 @@ pub struct AttendSpec<V, M> {
     pub mask: Mask<M>,
 }
 
-/// Where a step puts a layer's new rows, for a program that writes them into the store itself.
+/// The slots for a layer's new rows, for a program that writes them into the store itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
     /// The slots of the rows, in the order of the step's tokens.
     pub write: Slots,
-    /// The slots that attention reads, those of the new rows too.
+    /// The slots that attention reads, including those of the new rows.
     pub read: Range<i32>,
-    /// Which of them each query sees.
+    /// Which of the read slots each query sees.
     pub mask: MaskPlan,
 }

@@ -52,7 +52,7 @@ impl<'a, S: Store> Step<'a, S> {
         self.cache.update_and_fetch(layer, k, v)
     }
 
-    /// Takes a layer's new rows as written, and returns where the caller writes them; see
+    /// Counts a layer's new rows as written, and returns the slots that the caller writes them to; see
     /// [`AttendCache::place`].
     ///
     /// # Errors
@@ -66,7 +66,7 @@ impl<'a, S: Store> Step<'a, S> {
         self.cache.store()
     }
 
-    /// Evaluates `outputs` together with what the step wrote.
+    /// Evaluates `outputs` together with the writes of the step.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend) if evaluating fails.
@@ -74,7 +74,7 @@ impl<'a, S: Store> Step<'a, S> {
         self.cache.eval(outputs)
     }
 
-    /// Starts what [`eval`](Self::eval) does, and may return before it is done.
+    /// Starts what [`eval`](Self::eval) does, and may return before it is finished.
     ///
     /// # Errors
     /// As [`eval`](Self::eval).
@@ -82,14 +82,14 @@ impl<'a, S: Store> Step<'a, S> {
         self.cache.schedule(outputs)
     }
 
-    /// Evaluates `outputs` together with what the step wrote, unless that was done
-    /// or started before, and makes the step's positions visible.
+    /// Evaluates `outputs` together with the writes of the step, unless that was done or started before, and
+    /// makes the step's positions visible.
     ///
     /// # Errors
-    /// - [`Backend`](crate::Status::Backend) if evaluating fails, [`Step`](crate::Status::Step) if a layer
-    ///   is missing, [`InvalidArgument`](crate::Status::InvalidArgument) if values that are not
-    ///   finite would reach other sequences. The step is rolled back.
-    /// - [`Backend`](crate::Status::Backend) if rows that slide could not be moved: the cache is poisoned
+    /// - [`Backend`](crate::Status::Backend) if evaluating fails, [`Step`](crate::Status::Step) if a layer is
+    ///   missing, [`InvalidArgument`](crate::Status::InvalidArgument) if values that are not finite would
+    ///   reach other sequences. The step is rolled back.
+    /// - [`Backend`](crate::Status::Backend) if a window's rows could not be moved: the cache is poisoned
     ///   until it is cleared.
     pub fn commit(mut self, outputs: &[&S::Tensor]) -> Result<()> {
         self.eval(outputs)?;
@@ -99,12 +99,12 @@ impl<'a, S: Store> Step<'a, S> {
     }
 
     /// Makes the step's positions visible before its values are read, if the cache can; see
-    /// [`AttendCache::commit_unread`]. Starts to compute `outputs` and what the step wrote, unless
+    /// [`AttendCache::commit_unread`]. Starts the computation of `outputs` and the writes of the step, unless
     /// that was done or started before.
     ///
     /// # Errors
-    /// As [`commit`](Self::commit). Values that are not finite are an error of
-    /// [`AttendCache::check_unread`] instead.
+    /// As [`commit`](Self::commit), but values that are not finite become an error of
+    /// [`AttendCache::check_unread`].
     pub fn commit_unread(mut self, outputs: &[&S::Tensor]) -> Result<()> {
         if !self.cache.can_commit_unread() {
             return self.commit(outputs);
@@ -115,10 +115,10 @@ impl<'a, S: Store> Step<'a, S> {
         Ok(())
     }
 
-    /// Leaves the step open without the cache; see [`AttendCache::set_aside`]. Returns its number.
+    /// Leaves the step open and releases the cache; see [`AttendCache::set_aside`]. Returns its number.
     ///
     /// # Errors
-    /// Returns the step if the cache keeps each step open until it ends.
+    /// Returns the step itself if the cache keeps each step open until it ends.
     pub fn set_aside(mut self) -> std::result::Result<u64, Self> {
         match self.cache.set_aside() {
             Some(number) => {
@@ -129,15 +129,14 @@ impl<'a, S: Store> Step<'a, S> {
         }
     }
 
-    /// Rolls the step back in the ordinary course, which is no warning in the log: another way of computing it takes
-    /// over.
+    /// Rolls the step back because another way of computing it takes over. This is normal, so it logs no
+    /// warning.
     pub fn decline(self) {
         // Dropping rolls it back.
         self.cache.set_aside();
     }
 
-    /// Takes up the step that was set aside under this number. Returns `None` if it was rolled back
-    /// meanwhile.
+    /// Resumes the step that was set aside under this number. Returns `None` if it was rolled back meanwhile.
     pub fn resume(cache: &'a mut dyn AttendCache<Store = S>, number: u64) -> Option<Self> {
         cache.resume(number).then_some(Self { cache, open: true })
     }

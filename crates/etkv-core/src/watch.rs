@@ -1,7 +1,7 @@
 //! Spans and events of `tracing` that a running cache emits.
 //!
-//! This crate only emits them. Without a subscriber, each costs a comparison of a number, and
-//! nothing is formatted.
+//! This crate only emits them. Without a subscriber, each costs one integer comparison, and nothing is
+//! formatted.
 //!
 //! | level | what |
 //! | --- | --- |

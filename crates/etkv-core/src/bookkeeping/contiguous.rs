@@ -1,4 +1,4 @@
-//! One growing sequence. Position `p` lies in slot `p`, so the length describes it. Layers with a
+//! One growing sequence. Position `p` lies in slot `p`, so a length is enough to describe it. Layers with a
 //! sliding window drop positions at the front and move their rows.
 
 mod state;
@@ -17,7 +17,7 @@ pub struct ContiguousBookkeeping {
     capacity: i32,
     length: i32,
     groups: Vec<LayerGroup>,
-    /// Counts changes, so that a plan can be recognised as stale.
+    /// Counts changes, so that a stale plan can be detected.
     changes: u64,
 }
 
@@ -29,23 +29,22 @@ struct LayerGroup {
     dropped: i32,
 }
 
-/// What the queries of a step see of the slots that they read.
+/// The mask of a step over the slots that it reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Sight {
     All,
     Causal,
-    /// A window each.
+    /// One window for each query.
     Windows,
 }
 
-/// The positions that a step writes and reads. [`ContiguousBookkeeping::plan`] returns it and
-/// changes nothing. [`ContiguousBookkeeping::commit`] carries it out, unless the sequence has
-/// changed in between.
+/// The positions that a step writes and reads. [`ContiguousBookkeeping::plan`] returns it and changes
+/// nothing. [`ContiguousBookkeeping::commit`] applies it, unless the sequence has changed in between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ContiguousPlan {
     /// The step's first position.
     pub start: i32,
-    /// One past the last position: the length afterwards.
+    /// The last position plus 1: the length after the step.
     pub end: i32,
     /// The length before the step. If it is more than `start`, the step rewinds.
     pub length: i32,
@@ -58,7 +57,7 @@ impl ContiguousPlan {
         self.end - self.start
     }
 
-    /// Returns the positions whose present rows the step overwrites.
+    /// Returns the positions whose current rows the step overwrites.
     pub fn displaced(&self) -> Range<i32> {
         self.start..self.end.min(self.length).max(self.start)
     }
@@ -106,13 +105,12 @@ impl ContiguousBookkeeping {
     /// position.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tokens.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): there are no tokens.
     /// - [`Position`](crate::Status::Position): a negative position, a gap after
     ///   the sequence, positions that are not consecutive, or a rewind below
     ///   [`rewindable_to`](Self::rewindable_to).
-    /// - [`Capacity`](crate::Status::Capacity): the positions end beyond the capacity, are more
-    ///   than window layer groups take in a step, or need a mask of more elements than an array
-    ///   has.
+    /// - [`Capacity`](crate::Status::Capacity): the positions end past the capacity, are more than window
+    ///   layer groups take in a step, or need a mask with more elements than an array can have.
     pub fn plan(&self, positions: &[i32]) -> Result<ContiguousPlan> {
         let Some(&start) = positions.first() else {
             fail!(InvalidArgument, "a step needs at least 1 token");
@@ -164,12 +162,12 @@ impl ContiguousBookkeeping {
         Ok(plan)
     }
 
-    /// Returns what a plan does to the slots of one layer group. The plan is not stale. Layer
-    /// groups are numbered from 0 in the order in which [`new`](Self::new) got them.
+    /// Returns the slots of one layer group that a plan writes and reads. The plan is not stale. Layer groups
+    /// are numbered from 0 in the order that [`new`](Self::new) got them in.
     ///
     /// # Panics
-    /// If the layer group does not exist; [`used`](Self::used) and [`displaced`](Self::displaced)
-    /// do the same.
+    /// If the layer group does not exist. [`used`](Self::used) and [`displaced`](Self::displaced) panic as
+    /// well.
     pub fn group(&self, group: usize, plan: &ContiguousPlan) -> Result<LayerGroupPlan> {
         let dropped = self.dropped(group, plan);
         let write = Slots::Run(plan.start - dropped..plan.end - dropped);
@@ -190,7 +188,7 @@ impl ContiguousBookkeeping {
         (0..self.groups.len()).map(|group| self.group(group, plan))
     }
 
-    /// Returns the slots of a layer group that a plan reads, and what its queries see of them.
+    /// Returns the slots of a layer group that a plan reads, and the mask of its queries.
     fn read(&self, group: usize, plan: &ContiguousPlan) -> (Range<i32>, Sight) {
         let end = plan.end - self.dropped(group, plan);
         let causal = if plan.n_tokens() == 1 { Sight::All } else { Sight::Causal };
@@ -226,8 +224,7 @@ impl ContiguousBookkeeping {
         Ok(mask)
     }
 
-    /// Returns the slots of one layer group whose present rows a plan overwrites. The plan is not
-    /// stale.
+    /// Returns the slots of one layer group whose current rows a plan overwrites. The plan is not stale.
     ///
     /// # Panics
     /// If the layer group does not exist.
@@ -246,12 +243,12 @@ impl ContiguousBookkeeping {
         }
     }
 
-    /// Carries out a plan: the sequence ends where its step ends. Layer groups without room for
-    /// another step drop the positions that they no longer need. Returns the moves of their rows.
+    /// Applies a plan: the sequence then ends where its step ends. Layer groups without room for another step
+    /// drop the positions that they no longer need. Returns the moves of their rows.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) for a stale plan: another plan was committed after it was
-    /// made, or the sequence was rewound or cleared. Nothing has changed.
+    /// [`Step`](crate::Status::Step) for a stale plan: another plan was committed after this one was made, or
+    /// the sequence was rewound or cleared. Nothing has changed.
     pub fn commit(&mut self, plan: &ContiguousPlan) -> Result<Vec<Move>> {
         if plan.changes != self.changes {
             fail!(
@@ -278,9 +275,8 @@ impl ContiguousBookkeeping {
     /// Removes the positions from `length` on.
     ///
     /// # Errors
-    /// [`Position`](crate::Status::Position) if `length` is negative, more than
-    /// the present length, or neither 0 nor at least
-    /// [`rewindable_to`](Self::rewindable_to).
+    /// [`Position`](crate::Status::Position) if `length` is negative, more than the current length, or
+    /// neither 0 nor at least [`rewindable_to`](Self::rewindable_to).
     pub fn rewind(&mut self, length: i32) -> Result<()> {
         if length < 0 || length > self.length {
             fail!(

@@ -7,8 +7,8 @@ use crate::error::{fail, Error, Result, Status};
 /// The most elements of a mask. Arrays count elements in 32 bits.
 const MAX_MASK: usize = i32::MAX as usize;
 
-/// The slots that each query of a step sees, of those that are read. Most are a few long runs: a
-/// backend passes by what lies between them, or makes an array of them.
+/// The slots that each query of a step sees, among those that the step reads. They are usually a few long
+/// runs. A backend skips the gaps between runs, or makes an array from them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MaskRuns {
     n_slots: usize,
@@ -19,10 +19,10 @@ pub struct MaskRuns {
 }
 
 impl MaskRuns {
-    /// Returns the mask of no queries yet; `n_tokens` will come. They read `n_slots` slots.
+    /// Returns a mask without queries; `n_tokens` queries are added later. They read `n_slots` slots.
     ///
     /// # Errors
-    /// Those of [`mask_len`], and [`Backend`](Status::Backend) if there is no memory.
+    /// Those of [`mask_len`]; [`Backend`](Status::Backend) if memory is lacking.
     pub(crate) fn new(n_tokens: usize, n_slots: usize) -> Result<Self> {
         mask_len(n_tokens, n_slots)?;
         let mut made = Self { n_slots, runs: Vec::new(), ends: Vec::new() };
@@ -32,12 +32,12 @@ impl MaskRuns {
         Ok(made)
     }
 
-    /// Adds slots that the next query sees. They may come in any order, and more than once. The
-    /// first slot that is read is 0.
+    /// Adds slots that the next query sees, in any order; the same slot may be added twice. The first slot
+    /// that is read is 0.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if there is no memory, [`Internal`](Status::Internal) for slots that
-    /// are not read.
+    /// [`Backend`](Status::Backend) if memory is lacking, [`Internal`](Status::Internal) for slots that are
+    /// not read.
     pub(crate) fn see(&mut self, slots: Range<i32>) -> Result<()> {
         if slots.is_empty() {
             return Ok(());
@@ -60,7 +60,7 @@ impl MaskRuns {
         Ok(())
     }
 
-    /// Ends the next query: it sees what was added.
+    /// Ends the next query: it sees the slots that were added.
     pub(crate) fn end_query(&mut self) {
         let begin = self.begin();
         let own = &mut self.runs[begin..];
@@ -96,8 +96,8 @@ impl MaskRuns {
         self.n_slots
     }
 
-    /// Returns the runs of slots that a query sees, in order and with slots between them. The first
-    /// slot that is read is 0. A query that the mask lacks sees none.
+    /// Returns the runs of slots that a query sees, in order, with gaps between them. The first slot that is
+    /// read is 0. A query that the mask lacks sees none.
     pub fn runs(&self, query: usize) -> &[Range<u32>] {
         let start =
             query.checked_sub(1).and_then(|before| self.ends.get(before)).map_or(0, |end| *end);
@@ -116,10 +116,10 @@ impl MaskRuns {
         self.runs(query).iter().any(|run| run.contains(&(slot as u32)))
     }
 
-    /// Returns the mask as `n_tokens` rows of one byte for each slot: 1 is seen, 0 is not.
+    /// Returns the mask as `n_tokens` rows of one byte for each slot: 1 if the query sees the slot, else 0.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if there is no such memory.
+    /// [`Backend`](Status::Backend) if memory is lacking.
     pub fn bytes(&self) -> Result<Vec<u8>> {
         let len = self.n_tokens() * self.n_slots;
         let mut bytes = Vec::new();
@@ -149,7 +149,7 @@ fn lacking(n_tokens: usize, n_slots: usize) -> Error {
 /// Returns the elements of the mask of `n_tokens` queries over `width` slots.
 ///
 /// # Errors
-/// [`Capacity`](Status::Capacity) if an array cannot have so many elements.
+/// [`Capacity`](Status::Capacity) if no array can have that many elements.
 pub(crate) fn mask_len(n_tokens: usize, width: usize) -> Result<usize> {
     match n_tokens.checked_mul(width) {
         Some(len) if len <= MAX_MASK => Ok(len),

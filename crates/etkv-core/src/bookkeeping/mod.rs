@@ -1,7 +1,7 @@
 //! Bookkeeping: which position lies in which slot. Integers only.
 //!
-//! Nothing here knows arrays, formats or layers. A cache asks for a plan, writes and reads its
-//! pools by the plan, and commits it.
+//! This module knows no arrays, formats or layers. A cache asks for a plan, writes and reads its pools by the
+//! plan, and commits it.
 
 mod cells;
 mod contiguous;

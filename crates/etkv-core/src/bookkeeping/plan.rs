@@ -18,7 +18,7 @@ pub enum Slots {
 }
 
 impl Slots {
-    /// Returns the slots in their simplest form.
+    /// Returns the slots as a run if possible.
     pub fn of(slots: &[i32]) -> Self {
         let start = slots.first().copied().unwrap_or(0);
         let is_run = slots.iter().zip(start..).all(|(&slot, expected)| slot == expected);
@@ -37,12 +37,12 @@ impl Slots {
         }
     }
 
-    /// Returns whether there are no slots.
+    /// Returns whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Returns one past the last slot, or 0 without slots.
+    /// Returns the last slot plus 1, or 0 without slots.
     pub fn end(&self) -> i32 {
         match self {
             Self::Run(run) => run.end,
@@ -50,7 +50,7 @@ impl Slots {
         }
     }
 
-    /// Returns the first slot, by its number.
+    /// Returns the slot with the lowest number.
     pub fn least(&self) -> Option<i32> {
         match self {
             Self::Run(run) => (!run.is_empty()).then_some(run.start),
@@ -67,14 +67,14 @@ impl Slots {
     }
 }
 
-/// The slots that a query sees, of those that are read.
+/// The slots that a query sees, among those that the step reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MaskPlan {
     /// Every slot.
     None,
     /// Query `i` of `T` sees all but the last `T - 1 - i`.
     Causal,
-    /// Other slots for each query.
+    /// A set of slots for each query.
     Explicit(Arc<MaskRuns>),
 }
 
@@ -90,7 +90,7 @@ pub struct LayerGroupPlan {
 }
 
 impl LayerGroupPlan {
-    /// Returns the number of slots that have to be allocated.
+    /// Returns the number of slots that must be allocated.
     pub fn needed(&self) -> i32 {
         self.read.end.max(self.write.end())
     }
@@ -100,9 +100,9 @@ impl LayerGroupPlan {
 /// once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Move {
-    /// The layer group.
+    /// The layer group's number.
     pub group: usize,
-    /// The present slots.
+    /// The current slots.
     pub from: Slots,
     /// The new slots, in the same order.
     pub to: Slots,

@@ -6,10 +6,9 @@ use crate::growth::Growth;
 
 /// The window of a layer, and the slots that one sequence takes in it.
 ///
-/// Rows are appended, so a window is one run of slots, which attention reads fastest. When another
-/// step may not fit, the rows that are still needed move to the front, at the end of a step and
-/// never within one. Needed are the window and `max_step_tokens` more positions, so that a step of
-/// that many tokens can be rewound.
+/// Rows are appended, so a window is one run of slots, which attention reads fastest. When another step may
+/// not fit, the rows that are still needed move to the front, at the end of a step and never within one. They
+/// are the window and `max_step_tokens` more positions, so that a step of that many tokens can be rewound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Window {
     window: i32,
@@ -24,7 +23,7 @@ impl Window {
     /// `max_step_tokens` tokens and sequences of at most `capacity` positions.
     pub fn new(window: i32, sinks: i32, max_step_tokens: i32, capacity: i32) -> Self {
         let (wide, step) = (i64::from(window), i64::from(max_step_tokens));
-        // Moving the window copies it, at most once in `room` tokens.
+        // Moving a window copies it, at most once every `room` tokens.
         let room = step.max(wide / 4);
         let slots = i64::from(sinks) + wide - 1 + 2 * step + room;
         // The minimum with `capacity`, an i32, is an i32.
@@ -42,17 +41,17 @@ impl Window {
         self.max_step_tokens
     }
 
-    /// Returns the number of positions at the front that every query sees.
+    /// Returns the number of sinks: positions at the front that every query sees.
     pub fn sinks(&self) -> i32 {
         self.sinks
     }
 
-    /// Returns whether a sequence can be longer than the slots.
+    /// Returns whether a sequence can be longer than the window's slots.
     pub fn slides(&self) -> bool {
         self.slots < self.capacity
     }
 
-    /// Returns whether a sequence that takes `used` slots has to free some before the next step.
+    /// Returns whether a sequence that takes `used` slots must free some before the next step.
     pub fn is_full(&self, used: i32) -> bool {
         self.slides() && used > self.slots - self.max_step_tokens
     }
@@ -72,19 +71,18 @@ impl Window {
         Ok(())
     }
 
-    /// Returns the first position that a query at `position` sees, besides the sinks.
+    /// Returns the first position that a query at `position` sees, not counting the sinks.
     pub fn first_seen(&self, position: i32) -> i32 {
         (position - (self.window - 1)).max(0)
     }
 
-    /// Returns the first position, besides the sinks, that a sequence of `next` positions still
-    /// needs.
+    /// Returns the first position that a sequence of `next` positions still needs, not counting the sinks.
     pub fn first_needed(&self, next: i32) -> i32 {
         (next - (self.window - 1) - self.max_step_tokens).max(0)
     }
 
-    /// Returns the least length that a sequence can be rewound to if positions below `first_held`,
-    /// besides the sinks, are dropped.
+    /// Returns the least length that a sequence can be rewound to if positions below `first_held`, other than
+    /// the sinks, are dropped.
     pub fn rewindable_to(&self, first_held: i32) -> i32 {
         if first_held <= self.sinks {
             0
@@ -102,7 +100,7 @@ impl Window {
 
     /// Returns the slots that are allocated when one sequence has grown to `length`.
     pub fn allocated(&self, growth: Growth, length: i32) -> i32 {
-        // Beyond this the window slides and uses all of its slots in turn.
+        // From here on the window slides and uses all of its slots in turn.
         growth.slots(if self.is_full(length) { self.slots } else { length }, self.slots)
     }
 }

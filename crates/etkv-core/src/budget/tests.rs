@@ -32,7 +32,7 @@ fn shares_end_at_the_limit() {
         "the memory budget is 3 bytes"
     )));
     a.reserve(0).unwrap();
-    // What grew has replaced what was there.
+    // The new buffers have replaced the old ones.
     b.settle(150);
     a.reserve(50).unwrap();
     assert_eq!(report().1, 300);
@@ -59,7 +59,7 @@ fn what_no_memory_can_hold_is_refused_and_forgets_no_one() {
         error.message().starts_with("7 bytes are held, and 18446744073709551614 more"),
         "{error}"
     );
-    // What is counted and not refused is not lost either.
+    // A share that counts without being refused is settled as well.
     b.settle(u64::MAX);
     assert_eq!(BUDGET.report().held, u64::MAX);
     drop(b);
@@ -118,7 +118,7 @@ impl Reclaim for Idle {
         let freed = self.part.min(share.held);
         let left = share.held - freed;
         share.settle(left);
-        // It does not fit, and asks no reclaimer: this one would wait for its own lock.
+        // It does not fit, and calls no reclaimer: this one would wait for its own lock.
         assert!(share.reserve(1 << 20).is_err());
         freed
     }
@@ -142,18 +142,18 @@ fn reclaimers_are_asked_in_order_before_a_refusal() {
     // The first one frees enough.
     cache.reserve(60).unwrap();
     assert_eq!((prefixes.asked(), host.asked()), (60, 0));
-    // The first one does not: 40 are free, 250 are needed.
+    // The first one does not free enough: 40 are free, 250 are needed.
     cache.reserve(250).unwrap();
     assert_eq!((prefixes.asked(), host.asked()), (210, 110));
-    // What is above the limit is not asked for.
+    // A reservation above the limit calls no reclaimer.
     cache.reserve(1001).unwrap_err();
     assert_eq!((prefixes.asked(), host.asked()), (0, 0));
-    // All is refused that does not fit even then.
+    // Anything that still does not fit is refused.
     let held = BUDGET.report().held;
     let error = cache.reserve(900).unwrap_err();
     assert_eq!(prefixes.asked(), 900 - (1000 - held));
     assert!(error.message().contains("710 are held"), "{error}");
-    // One that is dropped is forgotten.
+    // A dropped reclaimer is forgotten.
     drop((prefixes, host));
     cache.reserve(900).unwrap_err();
 }

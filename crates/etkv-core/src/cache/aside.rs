@@ -1,9 +1,9 @@
-//! An open step that waits until its host asks for more.
+//! An open step that waits for its host's next call.
 
 /// Which step is open, and whether it was set aside.
 #[derive(Debug, Default)]
 pub struct Aside {
-    /// The number of the last step that was set aside; no two have the same.
+    /// The number of the last step that was set aside; numbers are unique.
     number: u64,
     waits: bool,
 }
@@ -16,7 +16,7 @@ impl Aside {
         self.number
     }
 
-    /// Takes the step of this number up again. Returns whether it still waits.
+    /// Resumes the step of this number. Returns whether it was still waiting.
     pub fn resume(&mut self, number: u64) -> bool {
         self.waits && self.number == number && self.end()
     }
@@ -26,7 +26,7 @@ impl Aside {
         self.waits
     }
 
-    /// Forgets the step, which has ended or goes on. Returns whether it waited.
+    /// Forgets the step, which has ended or was resumed. Returns whether it was waiting.
     pub fn end(&mut self) -> bool {
         std::mem::take(&mut self.waits)
     }

@@ -1,4 +1,4 @@
-//! Many sequences in one pool of cells, and trees of candidates behind them.
+//! Many sequences in one pool of cells, and trees of candidates after them.
 
 mod saving;
 mod saving_sequence;
@@ -25,10 +25,10 @@ use crate::spec::Placement;
 use crate::store::{Spec, Store};
 use crate::watch::TARGET;
 
-/// A committed step whose values were not read.
+/// A committed step whose values are not read yet.
 struct Unread {
     added: AddedStep,
-    /// Whether the step behind it has begun.
+    /// Whether the step after it has begun.
     followed: bool,
 }
 
@@ -44,9 +44,9 @@ pub struct CellsCache<S: Store> {
 }
 
 impl<S: Store> CellsCache<S> {
-    /// The kind's name if sequences carry no trees.
+    /// The name of the kind without trees.
     pub const SEQ: &'static str = "seq";
-    /// The kind's name if sequences carry trees.
+    /// The name of the kind with trees.
     pub const TREE: &'static str = "tree";
 
     /// Returns an empty cache of kind [`SEQ`](Self::SEQ).
@@ -91,45 +91,45 @@ impl<S: Store> CellsCache<S> {
         Ok(())
     }
 
-    /// The bookkeeping, to change it. Rolls back a step that was set aside, and reads the values of
+    /// Returns the bookkeeping for a change. Rolls back a step that was set aside, and reads the values of
     /// the step before.
     fn changing(&mut self) -> Result<&mut CellsBookkeeping> {
         self.settle()?;
         Ok(&mut self.book)
     }
 
-    /// The bookkeeping, to declare a step. Rolls back a step that was set aside.
+    /// Returns the bookkeeping for a declaration. Rolls back a step that was set aside.
     fn declaring(&mut self) -> &mut CellsBookkeeping {
         self.drop_aside();
         &mut self.book
     }
 
-    /// Rolls back a step that was set aside. Then reads the values of the step that was committed
-    /// unread, so that nothing builds on what would be undone.
+    /// Rolls back a step that was set aside. Then reads the values of the step that was committed unread, so
+    /// that nothing builds on values that would be undone.
     fn settle(&mut self) -> Result<()> {
         self.drop_aside();
-        // While a step is open the call is refused, and what it builds on is read by the commit.
+        // While a step is open, the call is refused. The commit of that step reads the values.
         if self.open {
             return Ok(());
         }
         self.check_before()
     }
 
-    /// Reads the values of the step that was committed unread, for a call that did not bring them.
+    /// Reads the values of the step that was committed unread, for a call that did not write them.
     fn check_before(&mut self) -> Result<()> {
-        self.check_unread().map_err(|error| error.at("the step before is undone"))
+        self.check_unread().map_err(|error| error.at("the previous step is undone"))
     }
 
-    /// Rolls back a step that was set aside, and withdraws what was declared for it.
+    /// Rolls back a step that was set aside, and withdraws its declaration.
     fn drop_aside(&mut self) {
         if self.aside.waits() {
             self.abort();
-            // No step is open now, so it cannot be refused.
+            // No step is open now, so this cannot be refused.
             let _ = self.book.cancel_step();
         }
     }
 
-    /// The positions that count for `quantized_kv_start`: candidates do not.
+    /// The positions that count for `quantized_kv_start`; candidates do not count.
     fn counted(&self) -> i32 {
         self.book.length() - self.book.candidates()
     }
@@ -138,7 +138,7 @@ impl<S: Store> CellsCache<S> {
         self.storage.quantize_at(self.counted());
     }
 
-    /// Moves rows to the slots that the bookkeeping gives their positions.
+    /// Moves rows to the slots that the bookkeeping assigns to their positions.
     fn apply(&mut self, moves: Result<Vec<Move>>) -> Result<()> {
         let moves = moves?;
         self.storage.apply(&moves)
@@ -183,7 +183,8 @@ impl<S: Store> Cache for CellsCache<S> {
         if self.open {
             fail!(Step, "cannot clear the cache in the middle of a step");
         }
-        // Undone or not, its positions go. Buffers may stay, so no value may that a mask cannot hide.
+        // The positions are removed in either case. Buffers may stay, so no value may stay that a mask cannot
+        // hide.
         let _ = self.check_unread();
         self.storage.clear(release)?;
         self.book.clear();
@@ -214,7 +215,7 @@ impl<S: Store> Cache for CellsCache<S> {
             })
         };
         let sequences = self.book.sequences().into_iter().map(of);
-        // Sequences that are there have all of it.
+        // Live sequences can be asked for it, so this does not fail.
         let sequences = sequences.collect::<Result<_>>().unwrap_or_default();
         self.storage.report(CacheReport { sequences, ..CacheReport::of(self) })
     }
@@ -359,7 +360,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
 
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
         self.drop_aside();
-        // The first step may begin before the values are read: its commit reads them.
+        // The first step after it may begin before the values are read: its commit reads them.
         let behind = match &mut self.unread {
             Some(unread) if !self.open => !std::mem::replace(&mut unread.followed, true),
             _ => false,
@@ -451,10 +452,10 @@ impl<S: Store> AttendCache for CellsCache<S> {
         };
         let checked = self.storage.check_unread();
         if checked.is_err() {
-            // An open step has read what is undone.
+            // The open step has read values that are now undone.
             self.drop_aside();
             self.abort();
-            // No step is open now, so it cannot be refused.
+            // No step is open now, so this cannot be refused.
             let _ = self.book.undo(&added);
             self.storage.blank(|_| added.cells().clone());
         }

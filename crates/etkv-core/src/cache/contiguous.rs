@@ -19,7 +19,7 @@ use crate::snapshot::SaveCache;
 use crate::spec::Placement;
 use crate::store::{Spec, Store};
 
-/// One sequence; without a mask if all layers have full history.
+/// One sequence. It needs no mask if all layers have full history.
 pub struct ContiguousCache<S: Store> {
     book: ContiguousBookkeeping,
     storage: Storage<S>,
@@ -34,7 +34,7 @@ impl<S: Store> ContiguousCache<S> {
     /// The name of this kind.
     pub const KIND: &'static str = "contiguous";
 
-    /// Returns an empty cache. It allocates as positions come, unless the config says otherwise.
+    /// Returns an empty cache. It allocates as positions are added, unless the config says otherwise.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for an invalid config.

@@ -1,8 +1,8 @@
-//! Caches: a bookkeeping and a backend's store, behind two faces.
+//! Caches: bookkeeping and a backend's store, with two faces.
 //!
-//! A runner controls a [`Cache`], in integers. [`SeqCache`] and [`TreeCache`] add the calls of
-//! caches of several sequences and of candidates. A program's `update_and_attend` drives an
-//! [`AttendCache`], in the tensors of its backend. One object has both faces.
+//! A runner controls a [`Cache`], with integers. [`SeqCache`] and [`TreeCache`] add the calls for several
+//! sequences and for candidates. A program's `update_and_attend` drives an [`AttendCache`], with the tensors
+//! of its backend. One object has both faces.
 
 mod aside;
 mod cells;
@@ -27,7 +27,7 @@ use crate::store::{Spec, Store};
 
 /// The runner's face of a cache.
 pub trait Cache: Send {
-    /// Returns the kind's name, as sessions ask for it.
+    /// Returns the name of the kind, which sessions use.
     fn kind(&self) -> &str;
 
     /// Returns the config that the cache was created with.
@@ -36,15 +36,15 @@ pub trait Cache: Send {
     /// Returns the most positions that the cache holds.
     fn capacity(&self) -> i32;
 
-    /// Returns the limits that the capacity passes, in ascending order, as far as the programs of the cache depend
-    /// on them. The rows of a cache that passes other limits are rows of another model: a rotary embedding with
-    /// factors for long texts turned them by other angles.
+    /// Returns the limits on which the programs of the cache depend and which its capacity exceeds, in
+    /// ascending order. Rows written under other limits belong to another model: a rotary embedding with
+    /// factors for long texts rotated them by other angles.
     fn passed_limits(&self) -> &[i32] {
         &[]
     }
 
-    /// Notes that the capacity passes a limit, for [`passed_limits`](Self::passed_limits). A program does so when it
-    /// is loaded.
+    /// Notes that the capacity exceeds a limit, for [`passed_limits`](Self::passed_limits). A program does so
+    /// when it is loaded.
     ///
     /// # Errors
     /// [`Kind`](crate::Status::Kind) if the limit is new and the cache holds rows.
@@ -52,7 +52,7 @@ pub trait Cache: Send {
         Ok(())
     }
 
-    /// Returns the number of positions held. One that several sequences share counts once.
+    /// Returns the number of positions held. A position that several sequences share counts once.
     fn length(&self) -> i32;
 
     /// Returns the position of the next token of the only sequence.
@@ -66,29 +66,29 @@ pub trait Cache: Send {
     /// Returns whether `n` more positions fit; false for a negative `n`.
     fn can_extend(&self, n: i32) -> bool;
 
-    /// Removes every position, and frees the buffers if `release`. The cache is then as new:
-    /// conversions are undone as well. Freed buffers are allocated again with the next step,
-    /// whatever the growth.
+    /// Removes every position, and frees the buffers if `release`. The cache is then like a new one:
+    /// conversions are undone as well. Freed buffers are allocated again with the next step, whatever the
+    /// growth.
     ///
     /// # Errors
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Backend`](crate::Status::Backend) if memory is lacking for buffers that are allocated upfront; nothing
-    ///   has changed. With `release` it is never lacking.
+    /// - [`Backend`](crate::Status::Backend) if memory is lacking for buffers that are allocated upfront;
+    ///   nothing has changed. This cannot happen with `release`.
     fn clear(&mut self, release: bool) -> Result<()>;
 
-    /// Removes the positions from `length` on, of the only sequence.
+    /// Removes the positions from `length` on of the only sequence.
     ///
     /// # Errors
-    /// - [`Position`](crate::Status::Position) if `length` is negative or more than the next
-    ///   position; or if it is not 0, and it is less than [`rewindable_to`](Self::rewindable_to) or
-    ///   the position before it was removed, so that the sequence could not go on there.
+    /// - [`Position`](crate::Status::Position) if `length` is negative or more than the next position; or if
+    ///   it is not 0, and it is below [`rewindable_to`](Self::rewindable_to) or the position before it was
+    ///   removed, so that the sequence could not go on there.
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
     /// - [`Step`](crate::Status::Step) while a step is open, or if the sequence carries a tree and
     ///   some of its positions would stay.
     fn rewind(&mut self, length: i32) -> Result<()>;
 
-    /// Returns the least length other than 0 that the only sequence can be rewound to. Window
-    /// layers have dropped what a query further back would see, or earlier positions were removed.
+    /// Returns the least length other than 0 that the only sequence can be rewound to. Below it, window
+    /// layers have dropped what a query would see, or positions were removed.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
@@ -102,50 +102,49 @@ pub trait Cache: Send {
         CacheReport::of(self)
     }
 
-    /// Returns the number of the cache in [`MemoryBudget::holders`](crate::MemoryBudget::holders), which never
-    /// changes. A cache whose bytes the budget does not count has none.
+    /// Returns the cache's number in [`MemoryBudget::holders`](crate::MemoryBudget::holders), which never
+    /// changes; `None` if the budget does not count the cache's bytes.
     fn holder(&self) -> Option<u64> {
         None
     }
 
-    /// Returns the present formats of keys and values.
+    /// Returns the current formats of keys and values.
     fn formats(&self) -> [KvFormat; 2];
 
-    /// Converts stored and future rows to other formats, until the cache is cleared. It converts
-    /// one layer's keys or values at a time and needs the memory of one of them besides, which the
-    /// [`MemoryBudget`](crate::MemoryBudget) has to have before it begins: where it does not, nothing changes.
+    /// Converts stored and future rows to other formats, until the cache is cleared. Converts one layer's
+    /// keys or values at a time, which takes the memory of one of them in addition. The
+    /// [`MemoryBudget`](crate::MemoryBudget) must allow that before it begins; otherwise nothing changes.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument) for a format that some layer's rows do
-    ///   not fit; nothing has changed.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) for a format that does not fit the rows of some
+    ///   layer; nothing has changed.
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Backend`](crate::Status::Backend): some layers may be converted and others not, each of them
-    ///   whole; call again to go on.
+    /// - [`Backend`](crate::Status::Backend): some layers may be converted and others not, each completely or
+    ///   not at all; call again to go on.
     fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()>;
 
-    /// Returns the face by which the contents are written to a file and read back, if the cache has
-    /// it.
+    /// Returns the face that writes the contents to a file and reads them back, if the cache has it.
     fn saving(&mut self) -> Option<&mut dyn SaveCache> {
         None
     }
 
-    /// Returns the face by which one sequence is written to a file and read back, if the cache has several and
-    /// the face. What it writes is a cache that holds this sequence alone, as sequence 0. It reads such a cache
-    /// of any kind, adds its sequence to what the cache holds, and needs the memory of its rows twice meanwhile.
-    /// A sequence number is checked by its calls:
+    /// Returns the face that writes one sequence to a file and reads it back, if the cache has several
+    /// sequences and the face. It writes a cache that holds this sequence only, as sequence 0. It reads such
+    /// a cache of any kind and adds its sequence to the contents; meanwhile it needs the memory of the rows
+    /// twice. Its calls check the sequence number:
     ///
     /// - `snapshot` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range, for a
     ///   sequence without positions, and for one that carries candidates.
-    /// - `restore` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range and for a
-    ///   sequence that holds positions or carries candidates,
-    ///   [`Capacity`](crate::Status::Capacity) if the sequence does not fit beside the others, and
-    ///   [`File`](crate::Status::File) for values that are not finite, which other sequences would read.
+    /// - `restore` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range and
+    ///   for a sequence that holds positions or carries candidates, [`Capacity`](crate::Status::Capacity) if
+    ///   the sequence does not fit next to the others, and [`File`](crate::Status::File) for values that are
+    ///   not finite, which other sequences would read.
     fn saving_sequence(&mut self, _sequence: i32) -> Option<Box<dyn SaveCache + '_>> {
         None
     }
 
-    /// Returns an empty cache of the same backend, kind and config, if the cache can make one. It allocates what
-    /// it holds and no more.
+    /// Returns an empty cache of the same backend, kind and config, if the cache can make one. The new cache
+    /// allocates only what it holds.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend) if memory is lacking.
@@ -153,7 +152,7 @@ pub trait Cache: Send {
         Ok(None)
     }
 
-    /// Returns the face by which the contents are shared with other caches, if the cache has it.
+    /// Returns the face that shares the contents with other caches, if the cache has it.
     fn sharing(&mut self) -> Option<&mut dyn ShareCache> {
         None
     }
@@ -183,19 +182,17 @@ pub trait Cache: Send {
 /// [`MAX_SEQUENCES`](crate::bookkeeping::MAX_SEQUENCES) - 1. They need no creation: a sequence
 /// without positions is empty.
 ///
-/// Ranges are of positions; `i32::MAX` as the end means all that follow.
+/// Ranges are of positions. `i32::MAX` as the end means all positions from the start on.
 ///
-/// While a step is open and not [set aside](AttendCache::set_aside), every call that changes something
-/// is refused with [`Step`](crate::Status::Step), and queries answer as before the step. Every call answers
-/// [`InvalidArgument`](crate::Status::InvalidArgument) to a number out of range and to a range that
-/// ends before it starts or starts below 0. Behind a step that was
-/// [committed unread](AttendCache::commit_unread), a call that changes something returns its error if the
-/// values of that step are not finite.
+/// While a step is open and not [set aside](AttendCache::set_aside), every call that changes something is
+/// refused with [`Step`](crate::Status::Step), and queries answer as before the step. Every call returns
+/// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range and for a range that starts
+/// below 0 or ends before it starts. After a step that was [committed unread](AttendCache::commit_unread), a
+/// call that changes something returns that step's error if its values are not finite.
 pub trait SeqCache: Cache {
-    /// Declares the sequence of each token of the next step. Without a declaration the tokens are
-    /// those of the proposed frontiers, by the number of their sequence; without frontiers, those
-    /// of the only sequence. The declaration holds until a step is committed or another declaration
-    /// replaces it.
+    /// Declares the sequence of each token of the next step. Without a declaration the step takes the
+    /// proposed frontiers, ordered by sequence number, or the only sequence if there are no frontiers. The
+    /// declaration holds until a step is committed or another declaration replaces it.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for no tokens or a number out of range;
@@ -205,34 +202,33 @@ pub trait SeqCache: Cache {
     /// Declares the sequences of each token, which may be several; they share the token's cell.
     ///
     /// # Errors
-    /// As [`begin_step`](Self::begin_step), and
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a token of no
-    /// sequence, or twice of the same.
+    /// As [`begin_step`](Self::begin_step), and [`InvalidArgument`](crate::Status::InvalidArgument) for a
+    /// token without a sequence, or with the same one twice.
     fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()>;
 
     /// Withdraws the declaration of [`begin_step`](Self::begin_step) or
-    /// [`begin_step_shared`](Self::begin_step_shared), for a host whose step does not come. Does
-    /// nothing without one.
+    /// [`begin_step_shared`](Self::begin_step_shared), for a host that does not run the step. Does nothing
+    /// without one.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.
     fn cancel_step(&mut self) -> Result<()>;
 
-    /// Returns whether the next step is text of the only sequence: none are declared for it, and no
-    /// [frontier](TreeCache::propose) waits for it.
+    /// Returns whether the tokens of the next step belong to the only sequence: nothing is declared, and no
+    /// [frontier](TreeCache::propose) is pending.
     fn awaits_text(&self) -> bool;
 
     /// Makes `target` share `source`'s positions, in the same cells. No bytes move.
     ///
     /// # Errors
-    /// [`Position`](crate::Status::Position) if `target` has other cells for some of them, or if
-    /// window layers have dropped what its next query would see. [`Step`](crate::Status::Step) if
-    /// `target` carries a tree, or while a step is open.
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for numbers or a range out of range.
+    /// [`Position`](crate::Status::Position) if `target` has other cells for some of the positions, or if
+    /// window layers have dropped what its next query would see. [`Step`](crate::Status::Step) if `target`
+    /// carries a tree, or while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument) for
+    /// numbers or a range out of range.
     fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()>;
 
-    /// Removes positions from a sequence. A cell without an owner is free. A sequence without
-    /// positions begins at 0 again, also if its first position was another.
+    /// Removes positions from a sequence. A cell without an owner is free. A sequence without positions
+    /// begins at 0 again, even if its first position was not 0.
     ///
     /// # Errors
     /// [`Position`](crate::Status::Position) if the sequence would go on below
@@ -254,7 +250,7 @@ pub trait SeqCache: Cache {
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_len(&self, sequence: i32) -> Result<i32>;
 
-    /// Returns the position of a sequence's next token: one past its last. After a removal at the
+    /// Returns the position of a sequence's next token: its last position plus 1. After a removal at the
     /// front it is more than the number of positions.
     ///
     /// # Errors
@@ -276,56 +272,56 @@ pub trait SeqCache: Cache {
     /// Returns the sequences that hold positions or carry trees, in order.
     fn live_sequences(&self) -> Vec<i32>;
 
-    /// Makes each sequence one run of cells, as far as shared cells allow, so that it is read
-    /// without a mask again. Moves as few rows as possible.
+    /// Makes each sequence one run of cells, unless shared cells prevent it, so that it is read without a
+    /// mask again. Moves as few rows as possible.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open. [`Backend`](crate::Status::Backend) if the
-    /// [`MemoryBudget`](crate::MemoryBudget) refuses the slots that rows would move to: nothing has changed; or
-    /// if the rows could not be moved: the cache is poisoned until it is cleared.
+    /// [`MemoryBudget`](crate::MemoryBudget) refuses the slots that rows would move to (nothing has changed),
+    /// or if the rows could not be moved (the cache is poisoned until it is cleared).
     fn compact(&mut self) -> Result<()>;
 }
 
 /// The runner's face of a cache whose sequences carry trees of candidates.
 pub trait TreeCache: SeqCache {
-    /// Appends a frontier of candidates to the tree behind a sequence: queries of its next step.
-    /// Each sees the sequence, its ancestors and itself. A parent is the number of an earlier node
-    /// of the tree, over all its frontiers, or -1 for the sequence itself. A node's position is the
-    /// sequence's next position plus its depth.
+    /// Appends a frontier of candidates to the tree after a sequence: queries of its next step. Each sees the
+    /// sequence, its ancestors and itself. A parent is the number of an earlier node of the tree, over all
+    /// its frontiers, or -1 for the sequence itself. A node's position is the sequence's next position plus
+    /// its depth.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no nodes or a parent that is no
-    /// earlier node; [`Step`](crate::Status::Step) if the last frontier has not run;
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no nodes or a parent that is not an earlier
+    /// node; [`Step`](crate::Status::Step) if the last frontier has not run;
     /// [`Capacity`](crate::Status::Capacity) if the frontier does not fit.
     fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()>;
 
-    /// Adds a chain of candidates, from a child of the sequence down, to the sequence, and removes
-    /// the rest of its tree. No nodes remove the whole tree.
+    /// Adds a chain of candidates to the sequence, beginning with a child of the sequence, and removes the
+    /// rest of its tree. An empty chain removes the whole tree.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there is no tree, or if the nodes are
-    /// no chain of nodes that ran. [`Backend`](crate::Status::Backend) if the rows could not be moved: the
-    /// cache is poisoned until it is cleared.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there is no tree, or if the nodes are not a
+    /// chain of nodes that ran. [`Backend`](crate::Status::Backend) if the rows could not be moved: the cache
+    /// is poisoned until it is cleared.
     fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()>;
 
-    /// Returns the number of nodes of the tree behind a sequence, or 0 without a tree.
+    /// Returns the number of nodes of the tree after a sequence, or 0 without a tree.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn tree_len(&self, sequence: i32) -> Result<usize>;
 }
 
-/// The program's face of a cache. Drive it through a [`Step`](crate::Step), which always ends what
-/// it opens.
+/// The program's face of a cache. Drive it through a [`Step`](crate::Step), which ends every step that it
+/// opens.
 pub trait AttendCache: Cache {
-    /// The storage of the backend whose tensors the cache takes.
+    /// The store of the backend whose tensors the cache takes.
     type Store: Store;
 
     /// Opens a step for tokens at these positions, one for each query token.
     ///
     /// # Errors
-    /// Those of the cache for positions that it refuses, and [`Step`](crate::Status::Step) while
-    /// another step is open.
+    /// Those of the cache for positions that it refuses; [`Step`](crate::Status::Step) while another step is
+    /// open.
     fn begin(&mut self, positions: &[i32]) -> Result<()>;
 
     /// Writes a layer's new rows and returns what its queries attend to.
@@ -333,9 +329,9 @@ pub trait AttendCache: Cache {
     /// `k` is `[1, n_kv_heads, T, k_head_dim]`, `v` is
     /// `[1, n_kv_heads, T, v_head_dim]`.
     ///
-    /// A layer may come again within a step, with the rows that it brought before: in models whose
-    /// layers share keys and values, several layers attend to those of one. Such a call writes
-    /// nothing and returns the same.
+    /// A layer may be called again within a step, with the rows of its first call: in models whose layers
+    /// share keys and values, several layers attend to the same ones. Such a call writes nothing and returns
+    /// the same.
     ///
     /// # Errors
     /// - [`Step`](crate::Status::Step) outside a step.
@@ -348,12 +344,12 @@ pub trait AttendCache: Cache {
         v: &<Self::Store as Store>::Tensor,
     ) -> Result<Spec<Self::Store>>;
 
-    /// Takes a layer's new rows as written and returns where they go: the caller writes them into the
-    /// [store](Self::store) itself, before it commits. The slots are allocated. Returns `None`, and
-    /// changes nothing, if this cache has to see the rows.
+    /// Counts a layer's new rows as written and returns their slots, which are allocated: the caller writes
+    /// the rows into the [store](Self::store) itself before it commits. Returns `None`, and changes nothing,
+    /// if this cache must see the rows.
     ///
-    /// Where sequences share cells, the caller commits no values that are not finite: other sequences would
-    /// read them, with a weight of 0, as NaN.
+    /// Where sequences share cells, the caller commits only finite values: other sequences would read them
+    /// with a weight of 0, which gives NaN.
     ///
     /// # Errors
     /// As [`update_and_fetch`](Self::update_and_fetch).
@@ -366,14 +362,14 @@ pub trait AttendCache: Cache {
         None
     }
 
-    /// Computes `outputs` together with what the open step wrote.
+    /// Computes `outputs` together with the writes of the open step.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn eval(&self, outputs: &[&<Self::Store as Store>::Tensor]) -> Result<()>;
 
-    /// Starts what [`eval`](Self::eval) does, and may return before it is done: the
-    /// caller waits for the outputs.
+    /// Starts what [`eval`](Self::eval) does, and may return before it is finished: the caller waits for the
+    /// outputs.
     ///
     /// # Errors
     /// As [`eval`](Self::eval).
@@ -390,21 +386,21 @@ pub trait AttendCache: Cache {
     ///   poisoned until it is cleared.
     fn commit(&mut self) -> Result<()>;
 
-    /// Returns whether [`commit_unread`](Self::commit_unread) leaves the values of the open step to be
-    /// read later. Otherwise it is [`commit`](Self::commit), and waits for them.
+    /// Returns whether [`commit_unread`](Self::commit_unread) defers reading the values of the open step.
+    /// Otherwise it is the same as [`commit`](Self::commit), which waits for them.
     fn can_commit_unread(&self) -> bool {
         false
     }
 
-    /// Commits the open step before it is known whether its values are finite, as sequences that share
-    /// cells ask of it. The device may still compute them. [`check_unread`](Self::check_unread) reads
-    /// them, and undoes the step if they are not.
+    /// Commits the open step before it is known whether its values are finite, which caches with shared cells
+    /// check. The device may still compute them. [`check_unread`](Self::check_unread) reads them, and undoes
+    /// the step if they are not.
     ///
-    /// Until then queries count the step. One step may begin, and be set aside: the one behind it, which
-    /// the same caller begins before it gives the cache to others. Every other call that changes the
-    /// cache reads the values first, as does the commit of that step. If they are not finite, the
-    /// call undoes the step, changes nothing else and returns the error of `check_unread`; only
-    /// [`clear`](Cache::clear) goes on, and a call that declares a step does not ask.
+    /// Until then queries count the step. One further step may begin and be set aside: the next one, which
+    /// the same caller begins before it gives the cache to others. Every other call that changes the cache
+    /// reads the values first, and so does the commit of that further step. If they are not finite, the call
+    /// undoes the unread step, changes nothing else and returns the error of `check_unread`. Two calls
+    /// differ: [`clear`](Cache::clear) goes on, and a call that declares a step does not check.
     ///
     /// # Errors
     /// As [`commit`](Self::commit).
@@ -412,10 +408,10 @@ pub trait AttendCache: Cache {
         self.commit()
     }
 
-    /// Reads the values of the step that was committed unread, and waits for them. If they are not
-    /// finite, undoes the step: its positions are removed, as if it had been rolled back. A step that is
-    /// open or set aside is rolled back before, with what was declared for one set aside. Does nothing
-    /// without such a step.
+    /// Waits for the values of the step that was committed unread, and checks them. If they are not finite,
+    /// undoes the step: its positions are removed, as if it had been rolled back. A later step that is open
+    /// or set aside is rolled back first; one that was set aside loses its declaration. Does nothing without
+    /// an unread step.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if the values are not finite, with the
@@ -432,17 +428,16 @@ pub trait AttendCache: Cache {
         false
     }
 
-    /// Sets the open step aside: a program that runs ahead of its host waits for it without the
-    /// cache. Whatever else is then called that changes the cache rolls the step back first, and
-    /// withdraws what was declared for it. Returns
-    /// the step's number, for [`resume`](Self::resume); `None` if no step is open, or in a cache
-    /// that keeps each step open until it ends.
+    /// Sets the open step aside: a program that runs ahead of its host waits without holding the cache. Any
+    /// other call that changes the cache first rolls the step back and withdraws its declaration. Returns the
+    /// step's number for [`resume`](Self::resume), or `None` if no step is open or the cache cannot set steps
+    /// aside.
     fn set_aside(&mut self) -> Option<u64> {
         None
     }
 
-    /// Takes a step that was set aside up again, to commit or abort it. Returns `false` if it was
-    /// rolled back meanwhile.
+    /// Resumes a step that was set aside, to commit or abort it. Returns `false` if it was rolled back
+    /// meanwhile.
     fn resume(&mut self, _step: u64) -> bool {
         false
     }

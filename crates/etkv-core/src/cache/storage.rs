@@ -1,5 +1,5 @@
-//! The bytes of a cache: a backend's store, driven by the plans of its layer groups. It has
-//! everything that all kinds of caches do with a store.
+//! The bytes of a cache: a backend's store, driven by the plans of its layer groups. It has everything that
+//! all kinds of caches share in using a store.
 
 mod saving;
 mod sharing;
@@ -29,12 +29,12 @@ use crate::watch::{self, TARGET};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Progress {
     Waiting,
-    /// Some of its rows may be written.
+    /// Some of the layer's rows may be written.
     Begun,
     Done,
 }
 
-/// The store of all layers, and the state of the open step that is not integers.
+/// The store of all layers, and the state of the open step apart from the bookkeeping.
 pub struct Storage<S: Store> {
     config: CacheConfig,
     /// The policy of each layer group. The first has full history, even if no layer has it.
@@ -42,25 +42,26 @@ pub struct Storage<S: Store> {
     /// The layer group of each layer.
     groups: Vec<usize>,
     store: S,
-    /// What the store holds of the process's memory budget.
+    /// The store's share of the process's memory budget.
     share: Share,
-    /// The rows that buffers read and others may too. They stay as long as any buffer lies in them.
+    /// The frozen rows that buffers read and other caches may read too. They stay while any buffer lies in
+    /// them.
     prefix: Option<Arc<FrozenRows<S>>>,
-    /// The first slots of each layer group, whose rows were frozen; empty without a prefix.
+    /// For each layer group, the number of its first slots that are frozen; empty without a prefix.
     frozen: Vec<i32>,
-    /// Whether buffers may have grown since that was settled.
+    /// Whether buffers may have grown since the share was settled.
     unsettled: bool,
     /// The progress of the open step in each layer; empty without one.
     done: Vec<Progress>,
     /// The masks of the open step, made when a layer first needs them.
     masks: Vec<Option<S::Mask>>,
-    /// Copies of the rows that the open step overwrites and an abort restores.
+    /// Copies of the rows that the open step overwrites. An abort restores them.
     saved: Option<S::Saved>,
     /// Whether sequences share the slots. Queries then read rows that a mask hides from them.
     shared: bool,
     /// The formats of the store.
     formats: [KvFormat; 2],
-    /// Whether the cache has yet to reach `quantized_kv_start`.
+    /// Whether the cache has not reached `quantized_kv_start` yet.
     awaits: bool,
     /// The span of the open step.
     step: Span,
@@ -69,8 +70,8 @@ pub struct Storage<S: Store> {
 }
 
 impl<S: Store> Storage<S> {
-    /// Returns a store for a valid config. It allocates as positions come, or now if the config
-    /// says so. `shared`: several sequences will use it.
+    /// Returns a store for a valid config. It allocates as positions are added, or now if the config says so.
+    /// `shared`: several sequences will use it.
     pub fn new(config: CacheConfig, shared: bool) -> Result<Self> {
         let formats = config.formats_at(0);
         let mut storage = Self::without_slots(config, shared, formats)?;
@@ -118,8 +119,8 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Takes what growth to so many slots of each layer group needs from the memory budget. The buffers that
-    /// it replaces are held until [`settle`](Self::settle).
+    /// Reserves in the memory budget what growth to this number of slots of each layer group needs. The
+    /// replaced buffers stay counted until [`settle`](Self::settle).
     fn reserve(&mut self, slots: impl Fn(&Self, usize) -> i32) -> Result<()> {
         let bytes = self.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
             let slots = slots(self, group);
@@ -150,7 +151,7 @@ impl<S: Store> Storage<S> {
         self.share.describe(kind, None);
     }
 
-    /// Gives back to the memory budget what replaced buffers held.
+    /// Gives the bytes of replaced buffers back to the memory budget.
     fn settle(&mut self) {
         if std::mem::take(&mut self.unsettled) {
             self.share.settle(self.held());
@@ -169,7 +170,7 @@ impl<S: Store> Storage<S> {
     fn buffers(&self, layer: usize) -> [(Extent, u64); 2] {
         let [mut k, mut v] = self.store.extents(layer);
         if self.policies[self.groups[layer]] != LayerPolicy::Full {
-            // A window soon moves its rows over shared ones: they count as its own from the beginning.
+            // A window soon moves its rows over shared ones, so they count as its own from the beginning.
             (k.shared, v.shared) = (0, 0);
         }
         let [k_slot, v_slot] = self.slot_bytes(layer, [k.format, v.format]);
@@ -182,7 +183,7 @@ impl<S: Store> Storage<S> {
         [slot_bytes(layer, k, layer.k_head_dim), slot_bytes(layer, v, layer.v_head_dim)]
     }
 
-    /// Takes what other buffers of these formats and slots need, while those that there are stay.
+    /// Reserves other buffers of these formats and slots, on top of the existing ones.
     fn reserve_others(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
         let bytes = slots.iter().enumerate().fold(0, |bytes: u64, (layer, &slots)| {
             let made = self.slot_bytes(layer, formats).into_iter().zip(formats);
@@ -221,9 +222,9 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Refuses a step of `n_tokens` behind `length` positions that would store more positions in
-    /// float than the memory estimate allows before `quantized_kv_start`. First repeats a
-    /// conversion that failed before. `counted` positions count for `quantized_kv_start`.
+    /// Refuses a step of `n_tokens` after `length` positions that would store more positions in float than
+    /// the memory estimate allows before `quantized_kv_start`. First repeats a conversion that failed before.
+    /// `counted` positions count for `quantized_kv_start`.
     ///
     /// # Errors
     /// - [`Capacity`](Status::Capacity): the step is too long.
@@ -253,12 +254,12 @@ impl<S: Store> Storage<S> {
         );
     }
 
-    /// Returns whether `length` positions reach `quantized_kv_start`, and are not converted.
+    /// Returns whether `length` positions reach `quantized_kv_start`, and are not converted yet.
     pub fn is_time_to_quantize(&self, length: i32) -> bool {
         self.awaits && self.config.quantized_kv_start.is_some_and(|tokens| length >= tokens)
     }
 
-    /// Takes what a step with these plans of the layer groups needs from the memory budget.
+    /// Reserves in the memory budget what a step with these plans of the layer groups needs.
     pub fn reserve_for(&mut self, plans: &[LayerGroupPlan]) -> Result<()> {
         self.reserve_own(|group| plans.get(group).and_then(|plan| plan.write.least()))?;
         self.reserve(|storage, group| {
@@ -266,8 +267,7 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Opens a step. An abort restores the rows in `displaced`, which are slots of each layer
-    /// group.
+    /// Opens a step. An abort restores the rows in `displaced`, given as slots of each layer group.
     pub fn begin(&mut self, displaced: impl Fn(usize) -> Slots) -> Result<()> {
         let of_layer = |(layer, &group): (usize, &usize)| (layer, displaced(group));
         let mut displaced: Vec<(usize, Slots)> =
@@ -288,8 +288,8 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Tells how a step began: with a span that lasts until the step ends, or with why
-    /// it is refused. `plans` are those of the layer groups.
+    /// Logs the beginning of a step: a span that lasts until the step ends, or the reason of its refusal.
+    /// `plans` are those of the layer groups.
     pub fn begun(
         &mut self,
         positions: &[i32],
@@ -302,7 +302,7 @@ impl<S: Store> Storage<S> {
             warn!(target: TARGET, tokens, first, ?status, %error, "a step is refused");
             return Err(error);
         }
-        // The first layer group may be without layers.
+        // The first layer group may have no layers.
         let used =
             || (0..).zip(plans).filter(|(n, _)| self.groups.contains(n)).map(|(_, plan)| plan);
         self.step = debug_span!(
@@ -335,8 +335,8 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Writes a layer's new rows and reads as its layer group's plan says. If the step already has
-    /// the layer's rows, the call only reads.
+    /// Writes a layer's new rows and reads by the plan of its layer group. If the step already has the
+    /// layer's rows, the call only reads.
     pub fn update_and_fetch(
         &mut self,
         layer: usize,
@@ -386,7 +386,7 @@ impl<S: Store> Storage<S> {
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n)? })
     }
 
-    /// Takes a layer's new rows as written, and returns where they go. The slots are allocated.
+    /// Counts a layer's new rows as written, and returns their slots, which are allocated.
     pub fn place(&mut self, layer: usize, plan: &LayerGroupPlan) -> Result<Placement> {
         let _span = self.enter_step();
         let group = self.group(layer)?;
@@ -441,7 +441,7 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Returns the slots that a layer group has allocated for `needed` slots.
+    /// Returns the number of slots that a layer group allocates when it needs `needed` slots.
     fn allocated(&self, group: usize, needed: i32) -> i32 {
         let (growth, capacity) = (self.config.growth, self.config.capacity);
         let everything = self.shared && growth == Growth::Upfront;
@@ -449,16 +449,16 @@ impl<S: Store> Storage<S> {
             Some(window) if needed <= window.slots() && !everything => {
                 window.allocated(growth, needed)
             }
-            // Several sequences, or trees, need more than one sequence does.
+            // Several sequences, or trees, need more than one sequence.
             _ => {
-                // Only what is behind a prefix grows.
+                // Only the slots after a prefix grow.
                 let frozen = self.frozen.get(group).copied().unwrap_or(0).min(capacity);
                 frozen + growth.slots(needed - frozen, capacity - frozen)
             }
         }
     }
 
-    /// Computes `outputs` together with what the open step wrote.
+    /// Computes `outputs` together with the writes of the open step.
     pub fn eval(&self, outputs: &[&S::Tensor]) -> Result<()> {
         self.compute(|store| store.eval(outputs))
     }
@@ -475,8 +475,7 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Refuses to end a step that lacks a layer, or that brought values which would spoil other
-    /// sequences.
+    /// Refuses to end a step that lacks a layer, or that wrote values which would spoil other sequences.
     pub fn check_done(&self) -> Result<()> {
         let found =
             self.find_missing().and_then(|()| self.refuse_non_finite(self.store.non_finite()));
@@ -513,20 +512,20 @@ impl<S: Store> Storage<S> {
     }
 
     /// Refuses to end a step that lacks a layer, as [`check_done`](Self::check_done) does, and starts the
-    /// computation of what is not started.
+    /// computation of the rest.
     pub fn check_written(&self) -> Result<()> {
         tell_of_end(self.find_missing())?;
         self.schedule(&[])
     }
 
-    /// Ends a committed step that moves no rows, before its values are read.
+    /// Commits a step that moves no rows, before its values are read.
     pub fn commit_unread(&mut self) {
         self.store.end_unread();
         self.end();
     }
 
-    /// Refuses the step that ended unread if it brought values which would spoil other sequences.
-    /// Waits for them.
+    /// Waits for the values of the step that was committed unread, and refuses it if they would spoil other
+    /// sequences.
     pub fn check_unread(&mut self) -> Result<()> {
         let found = self.store.unread_non_finite();
         self.refuse_non_finite(found).inspect_err(|error| {
@@ -539,7 +538,7 @@ impl<S: Store> Storage<S> {
         S::exclusively(&mut || {
             let of_layer = |(layer, &group): (usize, &usize)| (layer, slots(group));
             let blank: Vec<_> = self.groups.iter().enumerate().map(of_layer).collect();
-            // A step that is rolled back at once.
+            // A step that is rolled back immediately.
             let begun = self.store.begin(&[]);
             if let Err(error) = begun.and_then(|saved| self.store.abort(saved, &blank)) {
                 self.poison(error);
@@ -550,8 +549,8 @@ impl<S: Store> Storage<S> {
     /// Converts the rows if `length` positions reach `quantized_kv_start`.
     pub fn quantize_at(&mut self, length: i32) {
         if self.is_time_to_quantize(length) {
-            // If memory is lacking the floats stay; the contents are right either way. The next
-            // step tries again. A step without room for floats reports why (`check_floats`).
+            // If memory is lacking, the floats stay, and the contents are still right. The next step tries
+            // again. If that step has no room for floats, it reports why (`check_floats`).
             let [k, v] = [self.config.k_format, self.config.v_format];
             if let Err(error) = self.convert([k, v]) {
                 warn!(
@@ -566,11 +565,11 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Rolls the step back. `written` are the slots of each layer group that it wrote. One that was
-    /// set `aside` ends like this in the ordinary course, which is no warning.
+    /// Rolls the step back. `written` are the slots that it wrote in each layer group. For a step that was
+    /// set `aside` this is normal, so it logs no warning.
     ///
-    /// Unevaluated writes are rolled back without being evaluated: if that failed once, it would
-    /// fail again. Evaluated writes are not needed, and no value may stay that a mask cannot hide.
+    /// Unevaluated writes are undone without evaluation: if it failed once, it would fail again. Evaluated
+    /// writes are not needed, and no value may stay that a mask cannot hide.
     pub fn abort(&mut self, aside: bool, written: impl Fn(usize) -> Option<Slots>) {
         S::exclusively(&mut || self.roll_back(aside, &written));
     }
@@ -611,8 +610,8 @@ impl<S: Store> Storage<S> {
         self.settle();
     }
 
-    /// Takes what [`apply`](Self::apply) needs from the memory budget: sequences may move apart, to slots that
-    /// were never used. Moves at the end of a step need nothing, as they go to the first slots.
+    /// Reserves in the memory budget what [`apply`](Self::apply) needs: compaction may move sequences apart,
+    /// to slots that were never used. Moves at the end of a step need nothing, as they go to the first slots.
     pub fn reserve_moves(&mut self, moves: &[Move]) -> Result<()> {
         let reserved = self.reserve(|storage, group| {
             let ends = moves.iter().filter(|rows| rows.group == group).map(|rows| rows.to.end());
@@ -646,7 +645,7 @@ impl<S: Store> Storage<S> {
         for Move { group, from, to } in moves {
             let all = 0..self.groups.len();
             let layers: Vec<usize> = all.filter(|&layer| self.groups[layer] == *group).collect();
-            // Sequences may move apart, to slots that were never used.
+            // Compaction may move sequences apart, to slots that were never used.
             let slots = self.allocated(*group, to.end());
             self.store.relocate(&layers, from, to, slots)?;
         }
@@ -669,19 +668,18 @@ impl<S: Store> Storage<S> {
         self.settle();
         converted?;
         if self.formats[0] != k_format && self.formats[1] != v_format {
-            // No buffer lies in it any more.
+            // No buffer lies in the prefix any more.
             self.prefix = None;
             self.frozen.clear();
         }
         self.formats = formats;
         info!(target: TARGET, k_format = %k_format, v_format = %v_format, "the cache is converted");
-        // An explicit conversion is not undone later.
+        // Reaching `quantized_kv_start` later does not undo an explicit conversion.
         self.awaits = false;
         Ok(())
     }
 
-    /// Converts layer by layer. All that this needs at its peak is reserved before, so that the budget refuses
-    /// no conversion in its middle.
+    /// Converts layer by layer. Reserves the peak first, so that the budget refuses no conversion halfway.
     fn convert_layers(&mut self, formats: [KvFormat; 2]) -> Result<()> {
         let layers = self.groups.len();
         self.reserve_bytes(self.besides(formats, 0..layers))?;
@@ -693,8 +691,8 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Returns the most bytes that a conversion of these layers holds besides what there is before it. Buffers
-    /// are converted one after the other, and each old one goes when its new one is made.
+    /// Returns the most additional bytes that a conversion of these layers holds. Buffers are converted one
+    /// after the other, and each old one is freed when its new one is made.
     fn besides(&self, formats: [KvFormat; 2], layers: Range<usize>) -> u64 {
         let (mut more, mut most) = (0i128, 0i128);
         for layer in layers {
@@ -714,16 +712,16 @@ impl<S: Store> Storage<S> {
     /// the next step, whatever the growth.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if a config that allocates upfront does not get its buffers. The store
-    /// keeps its rows, and a poisoned cache stays poisoned.
+    /// [`Backend`](Status::Backend) if memory is lacking for a config that allocates upfront. The store keeps
+    /// its rows, and a poisoned cache stays poisoned.
     pub fn clear(&mut self, release: bool) -> Result<()> {
         if self.poisoned.is_some() {
-            // Buffers with unfinished work are useless, and hold memory that the new ones may need.
+            // Buffers with unfinished work are useless, and take memory that the new ones may need.
             self.store.release();
             self.unsettled = true;
             self.settle();
         }
-        // Buffers that lie in a prefix go with it: what is written next is this cache's alone.
+        // Buffers in a prefix are freed with it: the next writes are this cache's own.
         let release = release || self.prefix.is_some();
         let formats = self.config.formats_at(0);
         let slots = |&group: &usize| if release { 0 } else { self.allocated(group, 0) };
@@ -744,7 +742,7 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Adds to a report what only the storage knows.
+    /// Adds to a report the figures that only the storage knows.
     pub fn report(&self, report: CacheReport) -> CacheReport {
         let extents = (0..self.groups.len()).map(|layer| self.store.extents(layer));
         CacheReport {
@@ -779,12 +777,12 @@ impl<S: Store> Storage<S> {
     }
 }
 
-/// Returns the bytes of so many slots; [`u64::MAX`], which the memory budget refuses, for more.
+/// Returns the bytes of this number of slots, or [`u64::MAX`], which the memory budget refuses, on overflow.
 fn bytes_of(slots: i32, slot: u64) -> u64 {
     slot.saturating_mul(slots.max(0) as u64)
 }
 
-/// Tells why a step cannot end, if it cannot.
+/// Logs why a step cannot end, if so.
 fn tell_of_end(checked: Result<()>) -> Result<()> {
     checked.inspect_err(|error| {
         warn!(target: TARGET, status = ?error.status(), %error, "a step cannot end");

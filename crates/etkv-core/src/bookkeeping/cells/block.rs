@@ -4,18 +4,17 @@ use std::collections::BTreeMap;
 
 use super::group::LayerGroup;
 
-/// The cells of one sequence, by position, and the cells of the tree behind it.
+/// The cells of one sequence, by position, and the cells of the tree after it.
 pub struct Block<'a> {
     pub cells: Vec<i32>,
     pub nodes: &'a [i32],
-    /// Whether the cells have to lie in the order of their positions.
+    /// Whether the cells must lie in the order of their positions.
     pub ordered: bool,
     /// Whether other sequences also own some of the cells.
     pub shares: bool,
-    /// The first of `cells`, or of `nodes` if there are no cells.
+    /// The first of `cells`, or of `nodes` without cells.
     pub start: i32,
-    /// Whether `cells` are one run, ordered if they have to be, and the nodes lie behind it in
-    /// order.
+    /// Whether `cells` are one run, ordered if they must be, and the nodes follow it in order.
     pub is_run: bool,
 }
 
@@ -58,14 +57,14 @@ impl<'a> Block<'a> {
         (self.cells.len() + self.nodes.len()) as i32
     }
 
-    /// Returns the place from `least` to `most` for a run of `cells` with the nodes behind it that
-    /// leaves the most of them where they are, and how many stay. Of equal places it is the first.
+    /// Returns the start from `least` to `most` of a run of `cells` and the nodes after it that leaves the
+    /// most of them in place, and the number that stays. Of equal starts it is the first.
     pub fn window(&self, cells: &[i32], least: i32, most: i32) -> Option<(i32, i32)> {
         if most < least {
             return None;
         }
         let len = cells.len() as i32;
-        // What stays for one start alone: everything that has to lie in order.
+        // What stays in place for one start alone: everything that must lie in order.
         let mut at: BTreeMap<i32, i32> = BTreeMap::new();
         let in_order = if self.ordered { cells } else { &[] };
         let behind = self.nodes.iter().zip(len..);
@@ -74,7 +73,7 @@ impl<'a> Block<'a> {
         }
         let mut sorted = if self.ordered { Vec::new() } else { cells.to_vec() };
         sorted.sort_unstable();
-        // Between these starts a run loses cells and gains none.
+        // Between two of these starts a run loses cells and gains none.
         let mut starts: Vec<i32> = sorted.iter().copied().chain(at.keys().copied()).collect();
         starts.retain(|start| (least..=most).contains(start));
         starts.extend([least, most]);

@@ -7,9 +7,9 @@ use crate::bookkeeping::Move;
 use crate::error::Result;
 
 impl CellsBookkeeping {
-    /// Makes every sequence one run of cells, as far as shared cells allow. Does nothing if they
-    /// are runs already. Returns the moves of rows: the fewest that leave room for more tokens.
-    /// Room for 64 tokens is worth moving as many rows.
+    /// Makes every sequence one run of cells, unless shared cells prevent it. Does nothing if they are runs
+    /// already. Returns the moves of rows: the fewest that leave room for more tokens. Room for 64 tokens is
+    /// worth 64 moved rows.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.

@@ -8,12 +8,13 @@ use super::occupancy::Occupancy;
 use super::runs::{Run, Runs};
 use crate::bookkeeping::Window;
 
-/// Cells that stay free behind the last one of another sequence where a new sequence begins. Both
-/// then go on in one run for a while.
+/// Cells that stay free between the last cell of another sequence and the first of a new one. Both then grow
+/// as one run for a while.
 pub const ROOM: i32 = 64;
 
-/// The same where a sequence goes on elsewhere, as forks do: cells of sequences that decode together
-/// would else take turns, and each would read the rows of all. Each fork takes so much more memory.
+/// The same for a sequence that goes on elsewhere, such as a fork: otherwise the cells of sequences that
+/// decode together would alternate, and each would read the rows of all. Each fork takes that much more
+/// memory.
 const ROOM_TO_GO_ON: i32 = 16;
 
 /// The cells of the layers of one policy.
@@ -21,10 +22,10 @@ const ROOM_TO_GO_ON: i32 = 16;
 pub struct LayerGroup {
     pub window: Option<Window>,
     capacity: i32,
-    /// Cells below this one are allocated; it grows when they are too few.
+    /// Cells below this one are allocated. It grows when more are needed.
     size: i32,
     pub occupancy: Occupancy,
-    /// The number of sequences that own each cell; 0 beyond the end.
+    /// The number of sequences that own each cell; 0 past the end.
     owners: Vec<u16>,
     /// The cells of each sequence.
     held: Vec<Runs>,
@@ -78,9 +79,9 @@ impl LayerGroup {
         self.owners.get(cell as usize).copied().unwrap_or(0)
     }
 
-    /// Allocates `n` cells, which are available: behind `after` as far as those are free, else a run
-    /// with room for all, away from the ends of other sequences if possible, else the first free
-    /// ones. Without `after` a new sequence begins. `cells` has those that the step took before.
+    /// Allocates `n` cells, which are available: after `after` if those are free, else a run with room for
+    /// all, away from the ends of other sequences if possible, else the first free ones. Without `after` a
+    /// new sequence begins. `cells` has the cells that the step took before.
     pub fn allocate(&mut self, n: i32, after: Option<i32>, cells: &mut Vec<i32>) {
         while self.size - self.taken() < n && self.size < self.capacity {
             let more = self.window.map_or(self.capacity, |window| window.slots());
@@ -107,7 +108,7 @@ impl LayerGroup {
         }
     }
 
-    /// Returns the start of the first free run of `n` cells, of one with room before it if possible.
+    /// Returns the start of the first free run of `n` cells, preferably one with room before it.
     fn run_for(&self, n: i32, room: i32, just_taken: &[i32]) -> Option<i32> {
         let mut found = None;
         let mut start = self.occupancy.next_free(0);
@@ -128,7 +129,7 @@ impl LayerGroup {
         found
     }
 
-    /// Returns whether a sequence would go on behind this cell.
+    /// Returns whether a sequence would go on right after this cell.
     fn is_tail(&self, cell: i32) -> bool {
         self.held.iter().any(|held| held.cell_after() == Some(cell + 1))
     }
@@ -177,11 +178,11 @@ impl LayerGroup {
         }
     }
 
-    /// Makes `target` an owner of the cells of `source`'s `positions`.
+    /// Makes `target` another owner of the cells of `source`'s `positions`.
     pub fn share(&mut self, source: i32, target: i32, positions: Range<i32>) {
         let runs: Vec<Run> = self.held(source).clipped(positions).collect();
         let known = self.held(target).clone();
-        // Positions that both have lie in the same cells already.
+        // Both have these positions in the same cells already.
         let mut fresh = Vec::new();
         for run in runs {
             let mut position = run.position;
@@ -211,8 +212,8 @@ impl LayerGroup {
         });
     }
 
-    /// Drops the positions that a sequence of `next` positions no longer needs, if its window is
-    /// full. Returns whether it was.
+    /// Drops the positions that a sequence of `next` positions no longer needs, if its window is full.
+    /// Returns whether it was full.
     pub fn trim(&mut self, sequence: i32, next: i32) -> bool {
         let Some(window) = self.window else {
             return false;

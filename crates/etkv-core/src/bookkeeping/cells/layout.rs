@@ -1,23 +1,22 @@
-//! Computes new places for the cells of a layer group, so that sequences are runs and few rows
-//! move.
+//! Computes new cells for the positions of a layer group, so that sequences are runs and few rows move.
 
 use super::block::Block;
 use super::group::{LayerGroup, ROOM};
 use super::occupancy::Occupancy;
 use crate::bookkeeping::{Move, Slots};
 
-/// The new place of each cell.
+/// The new cell of each cell.
 #[derive(Default)]
 pub struct Layout {
-    /// By cell; -1 for a cell without a place yet.
+    /// By cell; -1 while a cell has no new cell.
     targets: Vec<i32>,
     /// The number of cells that move.
     n_moved: i32,
 }
 
 impl Layout {
-    /// Returns places for all cells of a layer group, or `None` if no more sequences would be runs
-    /// than now. An `ordered` layer group keeps positions in order.
+    /// Returns the layout of all cells of a layer group, or `None` if it would not make more sequences runs.
+    /// An `ordered` layer group keeps positions in order.
     pub fn of(group: &LayerGroup, trees: &[(i32, Vec<i32>)], ordered: bool) -> Option<Self> {
         let mut blocks = Block::all(group, trees, ordered);
         let n_runs = blocks.iter().filter(|block| block.is_run).count();
@@ -25,8 +24,8 @@ impl Layout {
             return None;
         }
         blocks.sort_by_key(|block| block.start);
-        // Without room behind it a sequence is a run only until its next token. Room is worth
-        // moving as many rows as it has cells.
+        // Without room after it a sequence is a run only until its next token. Room is worth as many moved
+        // rows as it has cells.
         let candidates = [(ROOM, 0), (0, ROOM)].into_iter().flat_map(|(room, price)| {
             let layouts = [Self::around(&blocks, group, room), Self::in_turn(&blocks, group, room)];
             layouts.into_iter().flatten().map(move |layout| (layout, price))
@@ -42,8 +41,8 @@ impl Layout {
             .map(|(.., layout)| layout)
     }
 
-    /// Keeps blocks that are runs or share cells, and places the others beside them, the largest
-    /// first. Returns `None` if some block has no free run.
+    /// Keeps blocks that are runs or share cells, and puts the others next to them, the largest first.
+    /// Returns `None` if a block has no free run.
     fn around(blocks: &[Block], group: &LayerGroup, room: i32) -> Option<Self> {
         let mut layout = Self::default();
         let mut taken = Occupancy::default();
@@ -80,8 +79,8 @@ impl Layout {
         Some(layout)
     }
 
-    /// Places one block after the other, each behind the cells that it shares with earlier ones.
-    /// Returns `None` if there is too little room; with `room` 0 there is always enough.
+    /// Puts one block after the other, each after the cells that it shares with earlier ones. Returns `None`
+    /// if there is too little room; with `room` 0 there is always enough.
     fn in_turn(blocks: &[Block], group: &LayerGroup, room: i32) -> Option<Self> {
         let mut layout = Self::default();
         let mut left = group.taken();
@@ -117,8 +116,8 @@ impl Layout {
         Some(layout)
     }
 
-    /// Gives the cells of a block the places from `start` on, and its nodes the places behind them.
-    /// If order does not matter, cells that lie there already stay.
+    /// Puts the cells of a block at `start` and the following cells, and its nodes after them. If order does
+    /// not matter, cells that are there already stay.
     fn put(&mut self, block: &Block, cells: &[i32], start: i32) {
         let places = start..start + cells.len() as i32;
         block.nodes.iter().zip(places.end..).for_each(|(&node, place)| self.place(node, place));
@@ -138,7 +137,7 @@ impl Layout {
         }
     }
 
-    /// Gives a cell without a place one.
+    /// Gives a cell its new cell, if it has none.
     pub fn place(&mut self, cell: i32, target: i32) {
         let index = cell as usize;
         if self.targets.len() <= index {
@@ -148,7 +147,7 @@ impl Layout {
         self.n_moved += i32::from(cell != target);
     }
 
-    /// Returns the new place of a cell.
+    /// Returns the new cell of a cell.
     pub fn target(&self, cell: i32) -> i32 {
         match self.targets.get(cell as usize) {
             Some(&target) if target >= 0 => target,
@@ -156,7 +155,7 @@ impl Layout {
         }
     }
 
-    /// Returns the cells of a block without a place.
+    /// Returns the cells of a block that have no new cell.
     fn rest(&self, block: &Block) -> Vec<i32> {
         let is_placed =
             |cell: i32| self.targets.get(cell as usize).is_some_and(|&target| target >= 0);
@@ -171,8 +170,7 @@ impl Layout {
     }
 }
 
-/// Returns the number of cells that stay free at the end of a layer group, for the sequence that
-/// lies before them.
+/// Returns the number of cells that stay free at the end of a layer group, for the sequence before them.
 fn tail(group: &LayerGroup) -> i32 {
     ROOM.min((group.size() - group.taken()) / 2)
 }

@@ -1,5 +1,5 @@
-//! What the queries of a step see of a layer group: all of one run of cells if possible, and
-//! otherwise a mask over the cells.
+//! What the queries of a step see of a layer group: one whole run of cells if possible, otherwise a mask over
+//! the cells.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -37,9 +37,9 @@ impl CellsBookkeeping {
         Ok(LayerGroupPlan { write, read, mask: MaskPlan::Explicit(Arc::new(mask)) })
     }
 
-    /// Returns the cells that the step reads if it needs no mask but the order of its tokens: it is
-    /// one sequence, or a chain of candidates behind one, in one run of cells, and the last query
-    /// sees all of them.
+    /// Returns the cells that the step reads, if the order of its tokens is the only mask it needs: it is one
+    /// sequence, or a chain of candidates after one, in one run of cells, and the last query sees all of
+    /// them.
     fn single(
         &self,
         group: usize,
@@ -74,8 +74,7 @@ impl CellsBookkeeping {
             return Some(start..write.end);
         };
         let seen = window.first_seen(last);
-        // The last query does not see these positions: none may be held, and none may come in this
-        // step.
+        // The last query does not see these positions: none may be held, and this step may add none.
         let unseen = window.sinks()..seen;
         let first_fresh = (first - nodes.len() as i32).max(unseen.start);
         if held.clipped(unseen.clone()).next().is_none() && first_fresh >= unseen.end {
@@ -83,7 +82,7 @@ impl CellsBookkeeping {
         }
         // A single query's window is one run if positions lie in order.
         let in_order = held.n_runs() == 1 && nodes.is_empty() && window.sinks() == 0;
-        // A copied sequence may end long before the window.
+        // A copied sequence may end far before the window.
         let hidden = (seen - held.first()?).min(held.count());
         (positions.len() == 1 && in_order).then(|| start + hidden..write.end)
     }
@@ -109,7 +108,7 @@ impl CellsBookkeeping {
                 };
                 let mut row = Row { mask: &mut mask, start: read.start };
                 for &sequence in members {
-                    let seen = Seen { group: state, position };
+                    let seen = QueryView { group: state, position };
                     seen.mark(state.held(sequence), &mut row)?;
                     if let Some(tree) = self.trees.get(&sequence) {
                         let nodes = nodes.entry(sequence).or_default();
@@ -128,9 +127,9 @@ impl CellsBookkeeping {
         Ok((read, mask))
     }
 
-    /// Returns the range from the first to the last cell that the step may see. It depends on nothing else that is
-    /// held: attention sums up by where a key is in this range, so that the same keys in the same order have the
-    /// same sums.
+    /// Returns the range from the first to the last cell that the step may see. It depends on nothing else in
+    /// the cache: attention sums by the offset of a key in this range, so the same keys in the same order
+    /// give the same sums.
     fn extent(
         &self,
         group: usize,
@@ -153,7 +152,7 @@ impl CellsBookkeeping {
                 let held = state.held(sequence);
                 match own.iter().min().filter(|_| state.window.is_some()) {
                     Some(&position) => {
-                        for range in (Seen { group: state, position }).ranges(i32::MAX) {
+                        for range in (QueryView { group: state, position }).ranges(i32::MAX) {
                             held.clipped(range).for_each(|run| widen(run.cells()));
                         }
                     }
@@ -181,13 +180,13 @@ impl Row<'_> {
     }
 }
 
-/// The view of a query at `position`.
-struct Seen<'a> {
+/// What a query at `position` sees.
+struct QueryView<'a> {
     group: &'a LayerGroup,
     position: i32,
 }
 
-impl Seen<'_> {
+impl QueryView<'_> {
     fn mark(&self, runs: &Runs, row: &mut Row) -> Result<()> {
         for range in self.ranges(self.position + 1) {
             runs.clipped(range).try_for_each(|run| row.see(run.cells()))?;
@@ -204,8 +203,8 @@ impl Seen<'_> {
         [0..sinks.min(first), first..end]
     }
 
-    /// Marks the ancestors of the next node of `tree`. The `written` nodes have cells from earlier
-    /// steps, the `fresh` ones from this step.
+    /// Marks the ancestors of the next node of `tree`. The `written` nodes got cells in earlier steps, the
+    /// `fresh` ones in this step.
     fn mark_chain(&self, tree: &Tree, written: &[i32], fresh: &[i32], row: &mut Row) -> Result<()> {
         let node = written.len() + fresh.len();
         let base = self.position - tree.depth(node);

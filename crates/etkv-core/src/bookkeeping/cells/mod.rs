@@ -1,8 +1,7 @@
-//! A pool of cells that many sequences share. A cell holds one position and belongs to a set of
-//! sequences. Forks share cells. A cell is free when its last owner leaves it.
+//! A pool of cells that many sequences share. A cell holds one position and belongs to a set of sequences.
+//! Forks share cells. A cell is free once no sequence owns it.
 //!
-//! The first layer group holds every position of every sequence. The others hold what their windows
-//! need.
+//! The first layer group holds every position of every sequence. The others hold what their windows show.
 
 mod block;
 mod compact;
@@ -32,7 +31,7 @@ pub use undo::AddedStep;
 /// The number of sequences; they are numbered from 0.
 pub const MAX_SEQUENCES: i32 = 256;
 
-/// Sequences, and trees of candidates behind them, in `capacity` cells.
+/// Sequences, and trees of candidates after them, in `capacity` cells.
 #[derive(Debug, Clone)]
 pub struct CellsBookkeeping {
     capacity: i32,
@@ -42,9 +41,8 @@ pub struct CellsBookkeeping {
     /// The sequences of the next step's tokens, if they are declared.
     declared: Option<Segments>,
     step: Option<OpenStep>,
-    /// The open step's plan for each layer group, and the cells and positions of its tokens. The
-    /// lists keep their memory from step to step. Masks do not: that of a long prompt would be held
-    /// for good.
+    /// The open step's plan for each layer group, and the cells and positions of its tokens. The lists keep
+    /// their memory from step to step. Masks do not, or the mask of a long prompt would stay forever.
     plans: Vec<LayerGroupPlan>,
     cells: Vec<Vec<i32>>,
     positions: Vec<i32>,
@@ -120,7 +118,8 @@ impl CellsBookkeeping {
         all
     }
 
-    /// Returns the only sequence, or 0 if the cache is empty. `otherwise` says what is for one of several.
+    /// Returns the only sequence, or 0 if the cache is empty. `otherwise` is the advice in the error for
+    /// several sequences.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several.
@@ -147,7 +146,7 @@ impl CellsBookkeeping {
         Ok(self.full().held(sequence).count())
     }
 
-    /// Returns the position of a sequence's next token: one past its last. After a removal at the
+    /// Returns the position of a sequence's next token: its last position plus 1. After a removal at the
     /// front it is more than the number of positions.
     ///
     /// # Errors
@@ -177,8 +176,8 @@ impl CellsBookkeeping {
         Ok(ranges)
     }
 
-    /// Returns whether a sequence by itself is read without a mask in the layer group of full
-    /// history: its cells are one run, in any order.
+    /// Returns whether this sequence alone is read without a mask in the layer group of full history: its
+    /// cells are one run, in any order.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -192,7 +191,7 @@ impl CellsBookkeeping {
         self.groups.iter_mut().for_each(LayerGroup::clear);
         self.trees.clear();
         self.declared = None;
-        // Its cells are free again, so nothing is left to commit or abort.
+        // The cells of the step are free again, so nothing is left to commit or abort.
         self.step = None;
     }
 

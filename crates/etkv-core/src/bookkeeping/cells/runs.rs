@@ -46,7 +46,7 @@ impl Run {
 pub struct Runs {
     runs: Vec<Run>,
     count: i32,
-    /// From the first to the last cell; empty without cells.
+    /// From the first to the last cell; empty if there are no cells.
     extent: Range<i32>,
 }
 
@@ -89,13 +89,13 @@ impl Runs {
         self.runs.first().map(|run| run.position)
     }
 
-    /// Returns one past the last position, or 0 without positions.
+    /// Returns the last position plus 1, or 0 without positions.
     pub fn next(&self) -> i32 {
         self.runs.last().map_or(0, |run| run.position + run.len)
     }
 
-    /// Returns the cell for the next position: behind all cells if they are one run in any order,
-    /// which they then stay; else behind the last position's cell.
+    /// Returns the cell for the next position: after all cells if they are one run in any order, which stays
+    /// a run; else after the last position's cell.
     pub fn cell_after(&self) -> Option<i32> {
         let last = self.runs.last()?;
         Some(if self.is_contiguous() { self.extent.end } else { last.cell + last.len })
@@ -113,7 +113,7 @@ impl Runs {
             .filter_map(move |run| run.clipped(&positions))
     }
 
-    /// Returns the last position in `range` that `other` lacks.
+    /// Returns the last position in `range` that is missing from `other`.
     pub fn last_missing_in(&self, other: &Self, range: &Range<i32>) -> Option<i32> {
         let mut others = other.runs.iter().rev().peekable();
         for run in self.runs.iter().rev().filter_map(|run| run.clipped(range)) {
@@ -129,7 +129,7 @@ impl Runs {
         None
     }
 
-    /// Appends a run. Its positions are greater than those of `self`.
+    /// Appends a run. Its positions are greater than all others.
     pub fn push(&mut self, run: Run) {
         self.widen(&run);
         match self.runs.last_mut() {
@@ -138,7 +138,7 @@ impl Runs {
         }
     }
 
-    /// Adds positions in any order. `self` has none of them.
+    /// Adds positions in any order. None of them may be there already.
     pub fn insert_all(&mut self, other: impl IntoIterator<Item = Run>) {
         let mut all = std::mem::take(&mut self.runs);
         all.extend(other);

@@ -21,7 +21,7 @@ impl Segment {
 pub enum Segments {
     /// All tokens belong to one sequence: the single-stream path, which allocates nothing.
     One { sequence: i32, n_tokens: usize },
-    /// The segments in order, and the members of all of them.
+    /// The segments in order, and the members of all segments.
     Many { members: Vec<i32>, list: Vec<Segment> },
 }
 
@@ -48,7 +48,7 @@ impl Segments {
         }
     }
 
-    /// Returns the same segments in their simplest form.
+    /// Returns the same segments as `One` if possible.
     pub fn simplified(self) -> Self {
         match &self {
             Self::Many { members, list } => match (members.as_slice(), list.as_slice()) {

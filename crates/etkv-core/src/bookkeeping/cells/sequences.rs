@@ -7,8 +7,8 @@ use super::{check_sequence, CellsBookkeeping};
 use crate::error::{fail, Result};
 
 impl CellsBookkeeping {
-    /// Returns the least position other than 0 that a sequence can be rewound to: it holds the
-    /// position before, and every layer group holds all that a query there sees.
+    /// Returns the least position other than 0 that a sequence can be rewound to: the sequence holds the
+    /// position before it, and every layer group holds all that a query there sees.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -23,8 +23,8 @@ impl CellsBookkeeping {
         Ok(reachable.map_or(0, |run| run.position + 1))
     }
 
-    /// Returns the least position at which a query sees none of the `positions` that a layer group
-    /// has dropped of a sequence, or 0 if none is dropped.
+    /// Returns the least position at which a query sees none of the `positions` of a sequence that a layer
+    /// group has dropped, or 0 if none is dropped.
     fn exact_from(&self, sequence: i32, positions: Range<i32>) -> i32 {
         let exact_from = |group: &LayerGroup| {
             let window = group.window?;
@@ -36,8 +36,8 @@ impl CellsBookkeeping {
         self.groups.iter().filter_map(exact_from).max().unwrap_or(0)
     }
 
-    /// Makes `target` share `source`'s positions from `positions`, in the same cells. `i32::MAX` as
-    /// the end means all that follow.
+    /// Makes `target` share `source`'s positions in `positions`, in the same cells. `i32::MAX` as the end
+    /// means all positions from the start on.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): a sequence or range out of range.
@@ -87,9 +87,9 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Removes positions from a sequence. Cells without an owner are then free. `i32::MAX` as the
-    /// end means all that follow. Removing all positions also removes the sequence's tree. The
-    /// sequence then begins at 0 again, also if its first position was another.
+    /// Removes positions from a sequence. Cells without an owner become free. `i32::MAX` as the end means all
+    /// positions from the start on. Removing all positions also removes the sequence's tree. The sequence
+    /// then begins at 0 again, even if its first position was not 0.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): a sequence or range out of range.
@@ -105,7 +105,7 @@ impl CellsBookkeeping {
         let stays = |range: Range<i32>| runs.clipped(range).last();
         let last = stays(positions.end..i32::MAX).or_else(|| stays(0..positions.start));
         match last {
-            // A tree behind an empty sequence begins at 0.
+            // The tree of an empty sequence begins at 0.
             None if runs.count() > 0 || positions.contains(&0) => self.drop_tree(sequence),
             None => {}
             Some(run) => {
@@ -127,14 +127,13 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Removes the positions from `length` on, of the only sequence, which then goes on at
-    /// `length`. 0 removes all of them.
+    /// Removes the positions from `length` on of the only sequence, which then goes on at `length`. With 0 it
+    /// removes all.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
-    /// - [`Position`](crate::Status::Position): `length` is negative or more than the next
-    ///   position; or it is not 0, and the position before it was removed or it is below
-    ///   [`rewindable_to`](Self::rewindable_to).
+    /// - [`Position`](crate::Status::Position): `length` is negative or more than the next position; or it is
+    ///   not 0, and it is below [`rewindable_to`](Self::rewindable_to) or the position before it was removed.
     /// - [`Step`](crate::Status::Step): a step is open, or the sequence carries a tree and some of
     ///   its positions would stay.
     pub fn rewind(&mut self, length: i32) -> Result<()> {

@@ -10,7 +10,7 @@ use crate::error::{fail, Result};
 use crate::snapshot::{damaged, CellsState, ContiguousState, GroupState, SequenceState};
 
 impl CellsBookkeeping {
-    /// Returns the state. No step is open; what is declared for the next is left out.
+    /// Returns the state. No step may be open. The declaration of the next step is left out.
     pub fn state(&self) -> CellsState {
         CellsState {
             groups: self.groups.iter().map(|group| group.state()).collect(),
@@ -18,11 +18,11 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Returns bookkeeping of the same capacity and layer groups in another state.
+    /// Returns bookkeeping of the same capacity and layer groups with this state.
     ///
     /// # Errors
-    /// [`File`](crate::Status::File) for a state that no steps lead to, or one that does not fit;
-    /// [`Backend`](crate::Status::Backend) if there is no memory.
+    /// [`File`](crate::Status::File) for a state that no sequence of steps produces, or that does not fit;
+    /// [`Backend`](crate::Status::Backend) if memory is lacking.
     pub fn with_state(&self, state: &CellsState) -> Result<Self> {
         let n_groups = self.groups.len();
         if state.groups.len() != n_groups {
@@ -54,7 +54,7 @@ impl CellsBookkeeping {
         Ok(Self { groups, trees, cells, ..Self::new(self.capacity, []) })
     }
 
-    /// Returns the state of bookkeeping that holds this sequence alone, as sequence 0, in the first cells in
+    /// Returns the state of bookkeeping that holds this sequence only, as sequence 0, in the first cells in
     /// the order of its positions. Its tree is left out.
     pub fn sequence_state(&self, sequence: i32) -> CellsState {
         let of = |group: &LayerGroup| {
@@ -80,9 +80,9 @@ impl CellsBookkeeping {
         Slots::of(&self.groups[group].held(sequence).cells().collect::<Vec<_>>())
     }
 
-    /// Returns bookkeeping that also holds the only sequence of a state, which [fits](Self::with_state), under
-    /// a number that has neither positions nor a tree; and for each layer group its cells, in the order of
-    /// those of the state.
+    /// Returns bookkeeping that also holds the only sequence of a state, which [fits](Self::with_state),
+    /// under a number that has neither positions nor a tree. Also returns its cells in each layer group, in
+    /// the order of the cells of the state.
     ///
     /// # Errors
     /// [`Capacity`](crate::Status::Capacity) if too few cells are free. [`Step`](crate::Status::Step) while a
@@ -119,7 +119,7 @@ impl CellsBookkeeping {
         Ok((book, all))
     }
 
-    /// Refuses the state of one growing sequence that no steps lead to, or that does not fit.
+    /// Refuses a state of one growing sequence that no steps produce, or that does not fit.
     ///
     /// # Errors
     /// [`File`](crate::Status::File).

@@ -1,4 +1,4 @@
-//! One step over sequences and trees: the sequences of its tokens, their cells, and its end.
+//! One step over sequences and trees: the sequences of its tokens, their cells, and its commit or abort.
 
 use super::segments::Segments;
 use super::tree::Tree;
@@ -13,13 +13,12 @@ pub struct OpenStep {
     declared: bool,
 }
 
-/// A number for each sequence.
+/// One number for each sequence.
 type PerSequence = [i32; MAX_SEQUENCES as usize];
 
 impl CellsBookkeeping {
-    /// Declares the sequence of each token of the next step. Without a declaration the tokens are
-    /// those of the waiting frontiers, by the number of their sequence; without frontiers, those of
-    /// the only sequence.
+    /// Declares the sequence of each token of the next step. Without a declaration the step takes the pending
+    /// frontiers, ordered by sequence number, or the only sequence if no frontier is pending.
     ///
     /// The declaration holds for the next step that is committed.
     ///
@@ -28,7 +27,7 @@ impl CellsBookkeeping {
     /// range; [`Step`](crate::Status::Step) while a step is open. An earlier declaration then
     /// holds.
     pub fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
-        self.refuse_in_step("say whose tokens come next")?;
+        self.refuse_in_step("declare the sequences of tokens")?;
         refuse_none(sequences.len())?;
         let mut segments = Segments::none();
         for &sequence in sequences {
@@ -39,12 +38,12 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Declares the sequences of each token of the next step, which may be several.
+    /// Declares the sequences of each token of the next step. A token may have several.
     ///
     /// # Errors
-    /// As [`begin_step`](Self::begin_step), and for a token of no sequence or twice of the same.
+    /// As [`begin_step`](Self::begin_step), and for a token without a sequence or with the same one twice.
     pub fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()> {
-        self.refuse_in_step("say whose tokens come next")?;
+        self.refuse_in_step("declare the sequences of tokens")?;
         refuse_none(sequences.len())?;
         let mut segments = Segments::none();
         for (token, members) in sequences.iter().enumerate() {
@@ -75,13 +74,13 @@ impl CellsBookkeeping {
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.
     pub fn cancel_step(&mut self) -> Result<()> {
-        self.refuse_in_step("cancel what was said of the next")?;
+        self.refuse_in_step("cancel the declaration")?;
         self.declared = None;
         Ok(())
     }
 
-    /// Returns whether the tokens of the next step are those of the only sequence: no frontier
-    /// waits, and nothing is declared.
+    /// Returns whether the tokens of the next step belong to the only sequence: no frontier is pending, and
+    /// nothing is declared.
     pub fn awaits_text(&self) -> bool {
         self.declared.is_none() && self.trees.values().all(|tree| tree.n_pending() == 0)
     }
@@ -89,8 +88,8 @@ impl CellsBookkeeping {
     /// Plans a step for tokens at these positions, and opens it: what each layer group writes,
     /// reads and masks. [`commit`](Self::commit) or [`abort`](Self::abort) ends it.
     ///
-    /// A token's position is the next of each of its sequences. A candidate's is that plus its
-    /// depth in the tree.
+    /// A token's position is the next position of each of its sequences. A candidate's position is that plus
+    /// its depth in the tree.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tokens, more or
@@ -99,8 +98,8 @@ impl CellsBookkeeping {
     /// - [`Capacity`](crate::Status::Capacity): too few free cells, more tokens of
     ///   a sequence than window layer groups take in a step, or a mask of more elements
     ///   than an array has.
-    /// - [`Step`](crate::Status::Step): a step is open; tokens for a sequence that
-    ///   carries a tree, other than its frontier.
+    /// - [`Capacity`](crate::Status::Capacity): too few free cells, more tokens of a sequence than window
+    ///   layer groups take in a step, or a mask with more elements than an array can have.
     pub fn plan(&mut self, positions: &[i32]) -> Result<&[LayerGroupPlan]> {
         self.refuse_in_step("begin another")?;
         let declared = self.declared.take();
@@ -161,7 +160,7 @@ impl CellsBookkeeping {
             frontiers.push(&[sequence], tree.n_pending());
         }
         if frontiers.members().is_empty() {
-            let otherwise = "begin_step names those of a step";
+            let otherwise = "call begin_step to assign tokens";
             return Ok(Segments::One { sequence: self.only_sequence(otherwise)?, n_tokens });
         }
         Ok(frontiers.simplified())
@@ -253,7 +252,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Returns the position of the token after `ahead` others of this step.
+    /// Returns the position of a token with `ahead` tokens before it in this step.
     fn expected(&self, sequence: i32, ahead: i32, members: &[i32]) -> Result<i64> {
         let next = i64::from(self.next(sequence));
         let Some(tree) = self.trees.get(&sequence) else {
@@ -294,7 +293,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Returns the cell behind the last one of a sequence and its tree.
+    /// Returns the cell after the last one of a sequence and its tree.
     fn cell_after(&self, group: usize, sequence: i32) -> Option<i32> {
         match self.trees.get(&sequence).and_then(|tree| tree.cells[group].last()) {
             Some(&node) => Some(node + 1),
@@ -349,8 +348,8 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Drops the positions that window layer groups no longer need of these sequences. A layer
-    /// group that holds one sequence is then packed to its front, in order of positions.
+    /// Drops the positions of these sequences that window layer groups no longer need. A layer group that
+    /// holds one sequence is then packed to its front, in order of positions.
     pub(super) fn slide(&mut self, sequences: &[i32]) -> Vec<Move> {
         let mut moves = Vec::new();
         if self.groups.len() == 1 {
@@ -378,7 +377,7 @@ fn is_written(tree: &Tree) -> bool {
     tree.cells.first().is_some_and(|cells| cells.len() == tree.len())
 }
 
-/// Checks that a declaration has tokens: a declaration of none could never end.
+/// Checks that a declaration has tokens: no step could commit an empty one.
 fn refuse_none(n_tokens: usize) -> Result<()> {
     if n_tokens == 0 {
         fail!(InvalidArgument, "expected the sequences of at least 1 token, got none");

@@ -1,23 +1,23 @@
-//! Trees of candidate tokens behind a sequence.
+//! Trees of candidate tokens after a sequence.
 
 use super::{check_sequence, CellsBookkeeping};
 use crate::bookkeeping::{Move, Slots};
 use crate::error::{fail, Result};
 use crate::snapshot::{damaged, TreeState};
 
-/// A tree of candidates behind one sequence. Nodes are numbered in the order of their proposal. A
-/// parent comes before its children.
+/// A tree of candidates after one sequence. Nodes are numbered in the order of their proposal. A parent comes
+/// before its children.
 #[derive(Debug, Clone, Default)]
 pub struct Tree {
     parents: Vec<i32>,
     depths: Vec<i32>,
-    /// Nodes whose rows are written: all before the last frontier, or all.
+    /// Nodes whose rows are written: all nodes, or all before the last frontier.
     n_written: usize,
     /// The cells of the written nodes, for each layer group.
     pub cells: Vec<Vec<i32>>,
 }
 
-/// The parent of a node that follows the sequence itself.
+/// The parent of a node that directly follows the sequence.
 pub const ROOT: i32 = -1;
 
 impl Tree {
@@ -25,16 +25,16 @@ impl Tree {
         Self { cells: vec![Vec::new(); n_groups], ..Self::default() }
     }
 
-    /// Returns what a file keeps of the tree behind `sequence`.
+    /// Returns the state of the tree after `sequence`, for a file.
     pub fn state(&self, sequence: i32) -> TreeState {
         let Self { parents, n_written, cells, .. } = self.clone();
         TreeState { sequence, parents, n_written, cells }
     }
 
-    /// Returns the tree that a file keeps. Its cells are not checked.
+    /// Returns the tree of a file's state. Its cells are not checked.
     ///
     /// # Errors
-    /// [`File`](crate::Status::File) for what is no tree.
+    /// [`File`](crate::Status::File) if the state is no tree.
     pub fn of_state(state: &TreeState, n_groups: usize) -> Result<Self> {
         let mut tree = Self::new(n_groups);
         tree.propose(&state.parents).map_err(damaged)?;
@@ -61,7 +61,7 @@ impl Tree {
         self.len() - self.n_written
     }
 
-    /// Returns the distance of a node from the sequence's end: 0 if it follows directly.
+    /// Returns the distance of a node from the end of the sequence: 0 if it directly follows it.
     pub fn depth(&self, node: usize) -> i32 {
         self.depths[node]
     }
@@ -101,7 +101,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Marks the pending nodes as written; their cells are known.
+    /// Marks the pending nodes as written. Their cells are set.
     pub fn written(&mut self) {
         self.n_written = self.len();
     }
@@ -116,7 +116,7 @@ impl Tree {
         self.parents.iter().zip(ROOT..).all(|(&parent, before)| parent == before)
     }
 
-    /// Checks that the nodes lead down from the sequence, each the child of the one before, and
+    /// Checks that each node is the child of the one before, that the first is a child of the sequence, and
     /// that all are written.
     ///
     /// # Errors
@@ -146,8 +146,8 @@ impl Tree {
 }
 
 impl CellsBookkeeping {
-    /// Appends a frontier of candidates to the tree behind a sequence: the queries of its next
-    /// step. A parent is the number of an earlier node, or -1 for the sequence itself.
+    /// Appends a frontier of candidates to the tree after a sequence: the queries of its next step. A parent
+    /// is the number of an earlier node, or -1 for the sequence itself.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): no nodes, or a parent that is no
@@ -180,7 +180,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Returns the number of nodes of the tree behind a sequence, or 0 without a tree.
+    /// Returns the number of nodes of the tree after a sequence, or 0 without a tree.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -189,18 +189,17 @@ impl CellsBookkeeping {
         Ok(self.trees.get(&sequence).map_or(0, Tree::len))
     }
 
-    /// Returns the number of cells of candidates, over all trees.
+    /// Returns the number of cells that candidates of all trees take.
     pub fn candidates(&self) -> i32 {
         self.trees.values().map(|tree| tree.n_written() as i32).sum()
     }
 
-    /// Adds a chain of candidates to their sequence and removes the rest of the tree. The chain's
-    /// rows move to the first of the tree's cells, as returned. A sequence that is one run stays
-    /// one.
+    /// Adds a chain of candidates to their sequence and removes the rest of the tree. The rows of the chain
+    /// move to the first of the tree's cells; the moves are returned. A sequence that is one run stays one.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tree, or nodes that are no chain
-    ///   from the sequence.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tree, or nodes that are not a chain from the
+    ///   sequence.
     /// - [`Step`](crate::Status::Step): a step is open.
     pub fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<Vec<Move>> {
         self.refuse_in_step("commit a tree")?;

@@ -21,13 +21,14 @@ impl AddedStep {
 }
 
 impl CellsBookkeeping {
-    /// Returns whether a step is open that only adds positions: its commit moves and drops no rows,
-    /// so [`undo`](Self::undo) leaves what was there before.
+    /// Returns whether the open step only adds positions: its commit moves and drops no rows, so
+    /// [`undo`](Self::undo) restores the state before it.
     pub fn only_adds(&self) -> bool {
         self.step.is_some() && self.groups.len() == 1 && self.trees.is_empty()
     }
 
-    /// Commits the open step, which [only adds](Self::only_adds) positions, and returns what undoes it.
+    /// Commits the open step, which [only adds](Self::only_adds) positions. Returns what [`undo`](Self::undo)
+    /// needs.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) if none is open.
@@ -44,8 +45,8 @@ impl CellsBookkeeping {
         Ok(added)
     }
 
-    /// Removes what the last committed step added. The sequences are as before it. What was declared
-    /// for it is not declared again.
+    /// Removes what the last committed step added. The sequences are as before the step. Its declaration is
+    /// not restored.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.

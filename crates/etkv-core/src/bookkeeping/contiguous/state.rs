@@ -6,16 +6,16 @@ use crate::error::{fail, Result};
 use crate::snapshot::{damaged, ContiguousState};
 
 impl ContiguousBookkeeping {
-    /// Returns the state. No plan is being carried out.
+    /// Returns the state. No plan may be in progress.
     pub fn state(&self) -> ContiguousState {
         let dropped = self.groups.iter().map(|group| group.dropped).collect();
         ContiguousState { length: self.length, dropped }
     }
 
-    /// Returns bookkeeping of the same capacity and layer groups in another state.
+    /// Returns bookkeeping of the same capacity and layer groups with this state.
     ///
     /// # Errors
-    /// [`File`](crate::Status::File) for a state that no steps lead to, or one that does not fit.
+    /// [`File`](crate::Status::File) for a state that no sequence of steps produces, or that does not fit.
     pub fn with_state(&self, state: &ContiguousState) -> Result<Self> {
         let (length, capacity) = (state.length, self.capacity);
         if length < 0 {

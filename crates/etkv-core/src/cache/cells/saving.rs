@@ -1,4 +1,4 @@
-//! Sequences and trees, in a file and back.
+//! Saving and loading of sequences and trees.
 
 use super::CellsCache;
 use crate::bookkeeping::CellsBookkeeping;

@@ -1,4 +1,4 @@
-//! One of several sequences, in a file and back.
+//! Saving and loading of one of several sequences.
 
 use super::CellsCache;
 use crate::bookkeeping::Slots;
@@ -9,7 +9,7 @@ use crate::format::KvFormat;
 use crate::snapshot::{Book, CellsState, GiveRows, PlaneRows, SaveCache, Snapshot, TakeRows};
 use crate::store::Store;
 
-/// One sequence of a cache, as a file has it: alone, as sequence 0, in the first cells by position.
+/// One sequence of a cache as a file stores it: alone, as sequence 0, in the first cells by position.
 pub struct OneSequence<'a, S: Store> {
     pub cache: &'a mut CellsCache<S>,
     pub sequence: i32,
@@ -75,11 +75,11 @@ impl<S: Store> OneSequence<'_, S> {
         }
     }
 
-    /// Returns the formats that the cache has when it holds the sequence too.
+    /// Returns the formats of the cache once it also holds the sequence.
     fn formats_with(&self, snapshot: &Snapshot) -> [KvFormat; 2] {
         let cache = &self.cache;
         let quantized = [cache.config().k_format, cache.config().v_format];
-        // An empty cache can be what the saved one was behind `quantized_kv_start`.
+        // An empty cache can become what the saved one was after `quantized_kv_start`.
         let is_empty = cache.book.length() == 0;
         if is_empty && cache.storage.awaits() && !snapshot.awaits && snapshot.formats == quantized {
             return quantized;
@@ -87,9 +87,9 @@ impl<S: Store> OneSequence<'_, S> {
         cache.formats()
     }
 
-    /// Returns the slots in which the rows come from a file: the first ones of each layer group.
+    /// Returns the slots of the rows in the file: the first slots of each layer group.
     fn as_given(&self, state: &CellsState) -> Result<Vec<Slots>> {
-        // Checks the integers, by themselves.
+        // Checks the integers without the sequences of this cache.
         let alone = self.cache.book.with_state(state)?;
         let n = |group| alone.held_cells(group).len() as i32;
         Ok((0..state.groups.len()).map(|group| Slots::Run(0..n(group))).collect())

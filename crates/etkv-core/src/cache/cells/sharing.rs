@@ -1,4 +1,4 @@
-//! A sequence in cells as a prefix, and back.
+//! Sharing a sequence in cells as a prefix.
 
 use super::CellsCache;
 use crate::cache::storage::Contents;
@@ -9,7 +9,7 @@ use crate::snapshot::SaveCache;
 use crate::store::Store;
 
 impl<S: Store> CellsCache<S> {
-    /// Returns the length of sequence 0, if it is all that the cache holds and whole.
+    /// Returns the length of sequence 0, if the cache holds nothing else and the sequence has no gaps.
     fn only_text(&self) -> Result<i32> {
         let others = self.live_sequences();
         if others.iter().any(|&sequence| sequence != 0) {

@@ -1,4 +1,4 @@
-//! One growing sequence, in a file and back.
+//! Saving and loading of one growing sequence.
 
 use super::ContiguousCache;
 use crate::bookkeeping::ContiguousBookkeeping;

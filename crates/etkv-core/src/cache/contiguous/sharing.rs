@@ -1,4 +1,4 @@
-//! One growing sequence as a prefix, and back.
+//! Sharing one growing sequence as a prefix.
 
 use super::ContiguousCache;
 use crate::cache::storage::Contents;
@@ -38,7 +38,7 @@ impl<S: Store> ShareCache for ContiguousCache<S> {
         let as_argument =
             |error: Error| Error::new(Status::InvalidArgument, error.at("the prefix does not fit"));
         let mut book = self.book.with_state(&state).map_err(as_argument)?;
-        // All rows of the prefix are there to be read, also those behind `length`.
+        // All rows of the prefix can be read, even those after `length`.
         let held = (0..state.dropped.len()).map(|group| book.held(group)).collect();
         let snapshot = prefix.snapshot();
         let target = (snapshot.formats, snapshot.awaits);

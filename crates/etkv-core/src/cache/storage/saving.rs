@@ -1,4 +1,4 @@
-//! The rows of a cache, in a file and back.
+//! Saving and loading of the rows of a cache.
 
 use crate::bookkeeping::Slots;
 use crate::config::CacheConfig;
@@ -10,21 +10,21 @@ use crate::store::Store;
 
 use super::Storage;
 
-/// The bytes of a plane that pass at a time, unless one slot has more.
+/// The bytes of a plane that are passed at a time, unless one slot has more.
 const CHUNK: usize = 4 << 20;
 
-/// What a snapshot comes to in a cache with this bookkeeping.
+/// The contents that a cache with this bookkeeping has after loading a snapshot.
 pub struct Contents<B> {
     /// The positions, and their slots.
     pub book: B,
     /// For each layer group, the slots that hold rows.
     pub held: Vec<Slots>,
-    /// The formats after loading, and whether the cache has yet to reach `quantized_kv_start`.
+    /// The formats after loading, and whether the cache has not reached `quantized_kv_start` yet.
     pub target: ([KvFormat; 2], bool),
 }
 
 impl<S: Store> Storage<S> {
-    /// Returns whether the cache has yet to reach `quantized_kv_start`.
+    /// Returns whether the cache has not reached `quantized_kv_start` yet.
     pub fn awaits(&self) -> bool {
         self.awaits
     }
@@ -44,7 +44,7 @@ impl<S: Store> Storage<S> {
                 }));
             }
         }
-        // Wide elements lie first, so that all are aligned.
+        // Planes of wide elements come first, so that all are aligned.
         all.sort_by_key(|rows| std::cmp::Reverse(rows.format.element.bytes()));
         all
     }
@@ -62,8 +62,8 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Returns a store like this one with the rows that `give` gives, at the held slots. They come
-    /// in the formats of the snapshot and are converted to the target's.
+    /// Returns a store like this one with the rows from `give`, in the held slots. They have the formats of
+    /// the snapshot and are converted to those of the target.
     pub fn restored<B>(
         &self,
         snapshot: &Snapshot,
@@ -73,7 +73,7 @@ impl<S: Store> Storage<S> {
         self.filled(self.config.clone(), snapshot, contents, give)
     }
 
-    /// Returns a store with these rows alone, which [`take_rows`](Self::take_rows) adds to this one.
+    /// Returns a store with only these rows, which [`take_rows`](Self::take_rows) adds to this one.
     pub fn apart<B>(
         &self,
         snapshot: &Snapshot,
@@ -94,7 +94,7 @@ impl<S: Store> Storage<S> {
         let Contents { held, target: (target, awaits), .. } = contents;
         let (target, awaits) = (*target, *awaits);
         let mut made = Self::without_slots(config, self.shared, snapshot.formats)?;
-        // Both count for the same cache, and this one stays.
+        // Both stores belong to the same holder of the budget, and this one stays.
         made.share = self.share.sibling();
         let needed = |made: &Self, group: usize| made.allocated(group, held[group].end());
         made.reserve(needed)?;
@@ -117,7 +117,7 @@ impl<S: Store> Storage<S> {
         Ok(made)
     }
 
-    /// Refuses rows of a file whose values are not finite as they are stored.
+    /// Refuses a file with values that are not finite as stored.
     pub fn refuse_not_finite(&self, held: &[Slots]) -> Result<()> {
         let format = self.formats[1];
         self.read_rows(held, &mut |rows, bytes| {
@@ -132,7 +132,7 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Refuses rows from a file with which there would be `length` positions, if those were more than may be
+    /// Refuses rows of a file that would make the cache hold `length` positions, if that is more than may be
     /// stored in float before `quantized_kv_start`.
     pub fn check_joining_floats(&self, length: i32) -> Result<()> {
         let most = self.config.most_floats();
@@ -197,7 +197,7 @@ fn chunks(slots: &Slots, slot_bytes: usize) -> impl Iterator<Item = Slots> + '_ 
     })
 }
 
-/// Returns the first `n` bytes of a buffer, which grows.
+/// Returns the first `n` bytes of a buffer, which grows if needed.
 fn room(buffer: &mut Vec<u8>, n: usize) -> Result<&mut [u8]> {
     if n > buffer.len() {
         if buffer.try_reserve_exact(n - buffer.len()).is_err() {

@@ -1,4 +1,4 @@
-//! The rows of a cache as a prefix, and back.
+//! Freezing the rows of a cache as a prefix, and attaching to one.
 
 use std::sync::Arc;
 
@@ -11,12 +11,13 @@ use crate::store::{Extent, Store};
 
 use super::{bytes_of, Contents, Storage};
 
-/// Prefixes that may lie one behind the other. With more, all rows are copied into one: a buffer is mapped from
-/// as many pieces.
+/// The most prefixes in a chain. At this depth all rows are copied into a single prefix, because a buffer is
+/// mapped from that many pieces.
 const MAX_PIECES: usize = 4;
 
 impl<S: Store> Storage<S> {
-    /// Freezes the slots below the last that `held` names in each layer group, and reads them from there.
+    /// Freezes the slots up to the last held one of each layer group, and reads them from the prefix from now
+    /// on.
     pub fn freeze(&mut self, held: &[Slots]) -> Result<Arc<FrozenRows<S>>> {
         self.check()?;
         let parent = self.prefix.clone();
@@ -50,7 +51,7 @@ impl<S: Store> Storage<S> {
         contents: &Contents<B>,
     ) -> Result<Self> {
         let mut made = Self::without_slots(self.config.clone(), self.shared, formats)?;
-        // Both count for the same cache, and this one stays.
+        // Both stores belong to the same holder of the budget, and this one stays.
         made.share = self.share.sibling();
         made.store.attach(rows.frozen()?, &made.most())?;
         made.prefix = Some(rows);
@@ -73,7 +74,7 @@ impl<S: Store> Storage<S> {
         Ok(made)
     }
 
-    /// Returns the most slots that each layer can come to have.
+    /// Returns the most slots that each layer can need.
     fn most(&self) -> Vec<i32> {
         let capacity = self.config.capacity;
         let of = |&group: &usize| match self.config.window(self.policies[group]) {
@@ -83,9 +84,9 @@ impl<S: Store> Storage<S> {
         self.groups.iter().map(of).collect()
     }
 
-    /// Takes from the memory budget what rows need that a step writes where a prefix has others: they and
-    /// all shared ones behind them are then counted as this cache's own.
-    /// `first` is the first slot that is written, for each layer group.
+    /// Reserves in the memory budget the rows that a step writes where a prefix has others: these and all
+    /// shared rows after them then count as this cache's own. `first` is the first slot that is written, for
+    /// each layer group.
     pub(super) fn reserve_own(&mut self, first: impl Fn(usize) -> Option<i32>) -> Result<()> {
         if self.prefix.is_none() {
             return Ok(());

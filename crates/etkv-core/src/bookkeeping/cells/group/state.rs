@@ -5,17 +5,18 @@ use crate::bookkeeping::cells::check_sequence;
 use crate::error::{fail, Error, Result, Status};
 use crate::snapshot::{damaged, GroupState, SequenceState};
 
-/// The most positions of a sequence in a file. Integers then do not overflow for as many more.
+/// The most positions of a sequence in a file. Twice as many do not overflow an integer.
 const MAX_POSITIONS: i32 = 1 << 30;
 
-/// Cells up to which positions may lie anywhere.
+/// Below this number of cells positions may lie anywhere.
 const MAX_SPARSE: usize = 1 << 22;
 
-/// The most cells for each position, beyond those. Bookkeeping takes two bytes for each, held or not.
+/// The most cells for each position, above `MAX_SPARSE`. Bookkeeping takes two bytes for each cell, held or
+/// not.
 const MAX_CELLS_A_ROW: i64 = 64;
 
 impl LayerGroup {
-    /// Returns the state without that of the trees.
+    /// Returns the state without the trees.
     pub fn state(&self) -> GroupState {
         let sequence = |sequence: i32| SequenceState {
             sequence,
@@ -29,12 +30,11 @@ impl LayerGroup {
         (0..).zip(&self.owners).filter(|(_, &n)| n > 0).map(|(cell, _)| cell).collect()
     }
 
-    /// Returns a layer group like this one that holds what `state` says, and the cells of trees in
-    /// `nodes`.
+    /// Returns a layer group like this one with the contents of `state`, and the cells of trees in `nodes`.
     ///
     /// # Errors
-    /// [`File`](Status::File) for cells that cannot be held so, [`Backend`](Status::Backend) if there
-    /// is no memory.
+    /// [`File`](Status::File) for cells that cannot be held like this, [`Backend`](Status::Backend) if memory
+    /// is lacking.
     pub fn with_state(&self, state: &GroupState, nodes: &[i32]) -> Result<Self> {
         let mut group = Self::new(self.window, self.capacity);
         // Full history may use every cell of any capacity.
@@ -84,10 +84,10 @@ impl LayerGroup {
         Ok(group)
     }
 
-    /// Checks that cells exist, and that each holds one position or one node. Returns one past the
-    /// last.
+    /// Checks that cells exist, and that each holds one position or one node. Returns the index after the
+    /// last one.
     fn check_cells(&self, runs: Vec<Run>, nodes: &[i32]) -> Result<usize> {
-        // The distance from a cell to its position, and none for a node.
+        // The distance from a cell to its position; `None` for a node.
         let shifted = runs.iter().map(|run| (run.cell, run.len, Some(run.position)));
         let mut all: Vec<(i32, i32, Option<i32>)> =
             shifted.chain(nodes.iter().map(|&cell| (cell, 1, None))).collect();
