@@ -8,13 +8,12 @@ use crate::parallel::Parallel;
 use crate::store::CpuStore;
 use crate::tensor::{Dtype, Tensor, Values};
 
-/// Computes the attention of `q`, `[1, n_heads, T, k_head_dim]`, over what a step reads.
+/// Computes the attention of `q`, `[1, n_heads, T, k_head_dim]`, over the keys and values that a step reads.
 ///
-/// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` for `None`.
+/// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` if that is `None`.
 ///
 /// # Errors
-/// [`Shape`](etkv_core::Status::Shape) for queries of another batch than 1, and those of
-/// [`attention::attend`].
+/// [`Shape`](etkv_core::Status::Shape) for queries whose batch is not 1, and those of [`attention::attend`].
 pub fn attend(
     q: &Tensor,
     spec: &Spec<CpuStore>,
@@ -32,16 +31,16 @@ pub fn attend(
         Dtype::Bf16 => Values::Bf16(vec![bf16::ZERO; size]),
     };
     let (start, dtype) = values.as_mut_ptr();
-    // SAFETY: the elements are those of `values`, side by side.
+    // SAFETY: these are the elements of `values`, contiguous.
     unsafe { attend_into(q, spec, scale, start, dtype, workspace, parallel)? };
     Tensor::new(shape, values)
 }
 
-/// [`attend`], to elements that lie at `start`.
+/// [`attend`], with the output at `start`.
 ///
 /// # Safety
-/// `n_heads * T * v_head_dim` elements of `dtype` lie at `start`, aligned to their size, and no one
-/// else touches them during the call.
+/// `n_heads * T * v_head_dim` elements of `dtype` lie at `start`, aligned to their size, and nothing else
+/// accesses them during the call.
 pub(crate) unsafe fn attend_into(
     q: &Tensor,
     spec: &Spec<CpuStore>,

@@ -1,4 +1,4 @@
-//! The kinds of caches in plain memory, and where sessions find them.
+//! The kinds of caches in plain memory, and their builders.
 
 use std::sync::Once;
 
@@ -9,7 +9,7 @@ use crate::store::CpuStore;
 /// The backend id of caches in plain memory.
 pub const CPU_BACKEND: &str = "cpu";
 
-/// One sequence, without a mask where all layers have full history.
+/// One sequence. It needs no mask if all layers have full history.
 pub type ContiguousCache = etkv_core::ContiguousCache<CpuStore>;
 
 /// Sequences that share cells; a single one is read like a contiguous cache.
@@ -18,7 +18,7 @@ pub type CellsCache = etkv_core::CellsCache<CpuStore>;
 /// A cache of any kind in plain memory.
 pub type CpuCache = dyn AttendCache<Store = CpuStore>;
 
-/// A shared cache as CPU programs see it.
+/// A shared cache with the face for CPU programs.
 pub type ProgramCache = etkv_core::ProgramCache<CpuStore>;
 
 /// One forward of a CPU program on a cache.
@@ -41,7 +41,7 @@ pub type ProgramCache = etkv_core::ProgramCache<CpuStore>;
 /// ```
 pub type Step<'a> = etkv_core::Step<'a, CpuStore>;
 
-/// The builders of this process, with the kinds of this crate among them.
+/// Returns the builders of this process, including the kinds of this crate.
 pub fn builders() -> &'static BuilderRegistry {
     static REGISTERED: Once = Once::new();
     let builders = BuilderRegistry::global();

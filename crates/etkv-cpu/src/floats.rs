@@ -1,4 +1,4 @@
-//! Rows of half floats, converted as MLX does on x86-64. Rows are runs of bytes, as planes are.
+//! Rows of half floats, converted like MLX does on x86-64. Rows are byte slices, as planes are.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -6,7 +6,7 @@ use half::{bf16, f16};
 /// Elements that are converted at a time.
 const BLOCK: usize = 64;
 
-/// The bits of a float32 without its sign. They order magnitudes: NaN is above infinity.
+/// Returns the bits of a float32 without its sign. They order magnitudes: NaN is above infinity.
 pub(crate) fn magnitude(value: f32) -> u32 {
     value.to_bits() & 0x7fff_ffff
 }
@@ -28,7 +28,7 @@ pub(crate) fn load_f32(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Rounds to the nearest, ties to even. Every NaN becomes one of the same sign.
+/// Rounds to nearest, ties to even. Every NaN becomes the same NaN with its sign.
 pub(crate) fn store_f16(values: &[f32], out: &mut [u8]) {
     let mut halves = [f16::ZERO; BLOCK];
     for (values, out) in values.chunks(BLOCK).zip(out.chunks_mut(2 * BLOCK)) {
@@ -61,11 +61,11 @@ fn without_payload(half: f16, value: f32) -> f16 {
     f16::from_bits(if value.is_nan() { sign | 0x7d00 } else { half.to_bits() })
 }
 
-/// Rounds to the nearest, ties to even. Every NaN becomes the same.
+/// Rounds to nearest, ties to even. Every NaN becomes the same one.
 pub(crate) fn store_bf16(values: &[f32], out: &mut [u8]) {
     for (&value, out) in values.iter().zip(out.chunks_exact_mut(2)) {
         let bits = value.to_bits();
-        // Without overflow: NaN is left out.
+        // This cannot overflow: NaN is left out.
         let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
         let stored = if value.is_nan() { bf16::NAN.to_bits() } else { rounded as u16 };
         out.copy_from_slice(&stored.to_le_bytes());

@@ -1,10 +1,10 @@
 //! KV caches in plain memory, and attention over them on the CPU.
 //!
-//! The kinds of caches come from `etkv_core`. This crate adds a [`Store`](etkv_core::Store) on
-//! plain memory, attention that reads rows as they are stored, and the calls of ExecuTorch's programs
-//! that attend. It knows no MLX, no C++ and no Python.
+//! The kinds of caches come from `etkv_core`. This crate adds a [`Store`](etkv_core::Store) on plain memory,
+//! attention that reads rows as they are stored, and the attention calls of ExecuTorch's programs. It depends
+//! on no MLX, C++ or Python.
 //!
-//! Rows are stored with the bits of etkv's storage on MLX arrays, in every format.
+//! Rows are stored with the same bits as etkv's storage on MLX arrays, in every format.
 
 mod attend;
 pub mod attention;

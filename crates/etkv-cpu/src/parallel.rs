@@ -1,12 +1,12 @@
 //! Threads that share the work of one call.
 
-/// Something that can make calls at the same time: the host's threads.
+/// Threads that can make calls at the same time: the host's.
 pub trait Parallel: Send + Sync {
-    /// Returns the most calls that run at the same time.
+    /// Returns how many calls can run at the same time.
     fn threads(&self) -> usize;
 
-    /// Calls `call` with each of `0..count` once, and returns after the last. Calls may run at the
-    /// same time and in any order.
+    /// Calls `call` with each of `0..count` once, and returns after the last. Calls may run at the same time
+    /// and in any order.
     fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync));
 }
 

@@ -93,8 +93,8 @@ enum Data {
     Borrowed { start: *const u8, dtype: Dtype },
 }
 
-/// Rows as programs pass them, `[1, heads, T, dim]` in float32, float16 or bfloat16, in memory of
-/// their own or of a program. Axes may lie in any order in memory.
+/// Rows as programs pass them, `[1, heads, T, dim]` in float32, float16 or bfloat16, in their own memory or a
+/// program's. Axes may lie in any order in memory.
 #[derive(Debug, Clone)]
 pub struct Tensor {
     data: Data,
@@ -104,7 +104,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Returns a tensor of these elements, the last axis fastest.
+    /// Returns a tensor of these elements, in row-major order.
     ///
     /// # Errors
     /// [`Shape`](etkv_core::Status::Shape) if the shape has another number of elements.
@@ -121,16 +121,15 @@ impl Tensor {
         Ok(Self { data: Data::Owned(values), shape, strides })
     }
 
-    /// Returns a tensor of elements that lie elsewhere: the one at an index is `strides` times the
-    /// index, in elements, behind `start`.
+    /// Returns a tensor over borrowed memory: the element at an index lies the sum of `strides` times the
+    /// index after `start`, in elements.
     ///
     /// # Errors
     /// [`Shape`](etkv_core::Status::Shape) for a negative size.
     ///
     /// # Safety
-    /// Until the tensor is dropped, all elements are initialized and readable in one allocation,
-    /// lie at addresses that their dtype is aligned to, and are not written. Without elements
-    /// `start` may be anything.
+    /// Until the tensor is dropped, all elements are initialized and readable in one allocation, are aligned
+    /// to their dtype, and are not written. Without elements `start` may be anything.
     pub unsafe fn borrowed(
         start: *const c_void,
         dtype: Dtype,
@@ -156,34 +155,33 @@ impl Tensor {
         &self.shape
     }
 
-    /// Returns the elements in float32, the last axis fastest.
+    /// Returns the elements in float32, in row-major order.
     pub fn to_f32(&self) -> Vec<f32> {
         let [batch, heads, n, dim] = self.shape.map(|size| size as usize);
         let mut values = vec![0.0; batch * heads * n * dim];
         for (at, out) in values.chunks_exact_mut(dim.max(1)).enumerate() {
             let index = [at / (heads * n), at / n % heads, at % n];
-            // SAFETY: the index is one of the shape.
+            // SAFETY: the index is inside the shape.
             unsafe { self.load_row(index, out) };
         }
         values
     }
 
-    /// Passes each row of the first batch to `take`, in float32: its index in `T`, its head, its
-    /// elements. `row` has room for one.
+    /// Passes each row of the first batch to `take`, in float32: its index in `T`, its head, its elements.
+    /// `row` has room for one row.
     pub(crate) fn for_each_row(&self, row: &mut [f32], mut take: impl FnMut(usize, usize, &[f32])) {
         let [batch, heads, n, dim] = self.shape.map(|size| size as usize);
         let row = &mut row[..dim];
         for at in 0..if batch > 0 { n } else { 0 } {
             for head in 0..heads {
-                // SAFETY: the index is one of the shape.
+                // SAFETY: the index is inside the shape.
                 unsafe { self.load_row([0, head, at], row) };
                 take(at, head, row);
             }
         }
     }
 
-    /// Does the same with the bytes of rows whose elements lie one after the other. Returns whether
-    /// they do.
+    /// Does the same with the bytes of rows whose elements are contiguous. Returns whether they are.
     pub(crate) fn for_each_run(&self, mut take: impl FnMut(usize, usize, &[u8])) -> bool {
         let [batch, heads, n, _] = self.shape.map(|size| size as usize);
         if !self.has_runs() {
@@ -191,27 +189,26 @@ impl Tensor {
         }
         for at in 0..if batch > 0 { n } else { 0 } {
             for head in 0..heads {
-                // SAFETY: the index is one of the shape, and rows are runs.
+                // SAFETY: the index is inside the shape, and rows are contiguous.
                 take(at, head, unsafe { self.run([0, head, at]) });
             }
         }
         true
     }
 
-    /// Passes the first batch as queries to `work`. Copies it if the elements of its rows do not lie
-    /// side by side.
+    /// Passes the first batch as queries to `work`. Copies it if the elements of its rows are not contiguous.
     pub(crate) fn with_queries<T>(&self, work: impl FnOnce(&Queries) -> T) -> T {
         let [_, heads, n, dim] = self.shape.map(|size| size as usize);
         let mut shape = Shape::contiguous(heads, n, dim);
         match (usize::try_from(self.strides[1]), usize::try_from(self.strides[2])) {
             (Ok(head_stride), Ok(token_stride)) if self.has_runs() => {
                 (shape.head_stride, shape.token_stride) = (head_stride, token_stride);
-                // SAFETY: the elements lie there, by the constructors' contracts.
+                // SAFETY: the elements lie there, by the contracts of the constructors.
                 work(&unsafe { Queries::new(self.start(), self.dtype(), shape) })
             }
             _ => {
                 let values = self.to_f32();
-                // SAFETY: as many elements as the shape has, one after the other.
+                // SAFETY: there are as many contiguous elements as the shape has.
                 work(&unsafe { Queries::new(values.as_ptr().cast(), Dtype::F32, shape) })
             }
         }
@@ -226,7 +223,7 @@ impl Tensor {
         }
     }
 
-    /// Returns whether the elements of a row lie one after the other.
+    /// Returns whether the elements of a row are contiguous.
     fn has_runs(&self) -> bool {
         self.strides[3] == 1 || self.shape[3] <= 1
     }
@@ -234,32 +231,32 @@ impl Tensor {
     /// Returns the first element of a row.
     ///
     /// # Safety
-    /// There is such an element.
+    /// The element exists.
     unsafe fn element(&self, index: [usize; 3]) -> *const u8 {
         let along = index.iter().zip(&self.strides);
         let offset: isize = along.map(|(&at, stride)| at as isize * stride).sum();
-        // SAFETY: the element lies in the same allocation, by the constructors' contracts.
+        // SAFETY: the element lies in the same allocation, by the contracts of the constructors.
         unsafe { self.start().offset(offset * self.dtype().size() as isize) }
     }
 
     /// Returns the bytes of a row.
     ///
     /// # Safety
-    /// The index is one of the shape, and rows are runs.
+    /// The index is inside the shape, and rows are contiguous.
     unsafe fn run(&self, index: [usize; 3]) -> &[u8] {
         let size = self.shape[3] as usize * self.dtype().size();
         if size == 0 {
             return &[];
         }
-        // SAFETY: the elements of the row are initialized and not written while this is borrowed,
-        // by the constructors' contracts.
+        // SAFETY: the elements of the row are initialized and not written while they are borrowed, by the
+        // contracts of the constructors.
         unsafe { std::slice::from_raw_parts(self.element(index), size) }
     }
 
-    /// Converts a row, of the length of `out`.
+    /// Converts a row with the length of `out`.
     ///
     /// # Safety
-    /// The index is one of the shape.
+    /// The index is inside the shape.
     unsafe fn load_row(&self, index: [usize; 3], out: &mut [f32]) {
         let dtype = self.dtype();
         if self.has_runs() {
@@ -267,10 +264,10 @@ impl Tensor {
             return dtype.load(unsafe { self.run(index) }, out);
         }
         let step = self.strides[3] * dtype.size() as isize;
-        // SAFETY: as for this function; without runs there are several elements.
+        // SAFETY: as for this function; without contiguous rows there are several elements.
         let start = unsafe { self.element(index) };
         for (at, out) in (0..).zip(out) {
-            // SAFETY: the element is one of the row, of this size.
+            // SAFETY: the element belongs to the row, and has this size.
             let bytes =
                 unsafe { std::slice::from_raw_parts(start.offset(at * step), dtype.size()) };
             dtype.load(bytes, std::slice::from_mut(out));
@@ -328,7 +325,7 @@ mod tests {
         assert_eq!(view.to_f32(), values);
         assert_eq!(rows(&view), rows(&tensors[0]));
         assert!(!view.for_each_run(|_, _, _| unreachable!()));
-        // Rows that are runs, their heads side by side.
+        // Contiguous rows, their heads next to each other.
         let side: Vec<f32> = (0..24)
             .map(|at| (at / 12, at / 4 % 3, at % 4))
             .map(|(n, head, dim)| values[(head * 2 + n) * 4 + dim])
@@ -351,7 +348,7 @@ mod tests {
         assert_eq!(error.status(), Status::Shape);
         assert!(error.message().contains("24") && error.message().contains("23"), "{error}");
         for shape in [[1, -1, 1, 1], [i32::MAX; 4]] {
-            // SAFETY: refused, and never read.
+            // SAFETY: it is refused, so it is never read.
             let tensor = unsafe { Tensor::borrowed(std::ptr::null(), Dtype::F32, shape, [0; 4]) };
             assert_eq!(tensor.unwrap_err().status(), Status::Shape);
         }

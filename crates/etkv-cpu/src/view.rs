@@ -14,21 +14,19 @@ pub struct Plane {
     pub(crate) memory: Arc<Memory>,
     /// Bytes from the start of the memory to the first slot of the view.
     pub(crate) offset: usize,
-    /// Bytes from a slot to the next. The heads of a slot lie in between.
+    /// Bytes from a slot to the next one. The heads of a slot lie between.
     pub(crate) slot_stride: usize,
-    /// Bytes from a head to the next: the bytes of one row.
+    /// Bytes from a head to the next one: the bytes of one row.
     pub(crate) head_stride: usize,
 }
 
-/// What a step reads of a layer's keys, or of its values: some slots, in the form in which they are
-/// stored. Rows of a slot are side by side, head by head, so a thread that takes some slots reads
-/// one run of memory.
+/// What a step reads of a layer's keys, or of its values: some slots, in their stored form. The rows of a
+/// slot are contiguous, head by head, so a thread that takes some slots reads one run of memory.
 ///
-/// A view keeps what it shows. It shares the store's memory: if the store writes to a layer while
-/// a view of it exists, it copies the layer's keys or values first. Drop views before the next
-/// step.
+/// A view never changes. It shares the store's memory: if the store writes to a layer while a view of it
+/// exists, it copies the layer's keys or values first. Drop views before the next step.
 ///
-/// The planes of each format are those of etkv's MLX storage, bit for bit:
+/// The planes of each format are the same as in etkv's MLX storage, bit for bit:
 ///
 /// | format | planes |
 /// | --- | --- |
@@ -47,7 +45,7 @@ pub struct View {
     pub(crate) head_dim: usize,
     /// The number of slots.
     pub(crate) n_slots: usize,
-    /// As many planes as the format has; the others are absent.
+    /// One for each plane of the format; the others are absent.
     pub(crate) planes: [Option<Plane>; 3],
 }
 

@@ -8,7 +8,7 @@ use etkv_cpu::attention::synthetic::{self, Random};
 use etkv_cpu::attention::{attend, MaskRef, Output, Queries, Shape, Workspace};
 use etkv_cpu::Parallel;
 
-/// The work of two threads, one after the other: threads themselves would allocate.
+/// The work of two threads, run in sequence: threads themselves would allocate.
 struct InTurn;
 
 impl Parallel for InTurn {

@@ -11,17 +11,17 @@ use calls::Method;
 use etkv_core::{CacheConfig, Growth, KvFormat, LayerPolicy, Session, Status};
 use etkv_cpu::{builders, CellsCache, ContiguousCache, CPU_BACKEND};
 
-/// Bytes of a block that can be lacking. What the test allocates itself is smaller.
+/// The size from which an allocation can fail. The test's own allocations are smaller.
 const LARGE: usize = 1024;
 
-/// The system's allocator, which has no large block left for a thread once it has had so many.
+/// The system's allocator. It refuses large blocks to a thread after a given number of them.
 struct Short;
 
 thread_local! {
     static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-// SAFETY: it passes calls on, or has no memory.
+// SAFETY: it forwards calls, or returns no memory.
 unsafe impl GlobalAlloc for Short {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() >= LARGE {
@@ -44,7 +44,7 @@ unsafe impl GlobalAlloc for Short {
 #[global_allocator]
 static ALLOCATOR: Short = Short;
 
-/// The tokens of the forwards: they pass growth, conversion and the end of a window.
+/// The tokens of the forwards: they cover growth, conversion and the end of a window.
 const TOKENS: [i64; 14] = [3, 16, 1, 16, 16, 16, 16, 1, 16, 16, 1, 1, 16, 16];
 
 fn session(kind: &str, config: &CacheConfig) -> Session {

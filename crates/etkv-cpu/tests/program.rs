@@ -1,4 +1,4 @@
-//! The calls of a program, as ExecuTorch's delegates make them.
+//! The calls of a program, made like ExecuTorch's delegates make them.
 
 #![allow(clippy::panic, clippy::unwrap_used)]
 
@@ -24,7 +24,7 @@ fn options(key: &str) -> LoadOptions {
     LoadOptions::parse(key, "all", "", "").unwrap()
 }
 
-/// What layer 1 gives the query at the last of these positions.
+/// The output of layer 1 for the query at the last of these positions.
 fn expected(positions: std::ops::RangeInclusive<i64>) -> Vec<f32> {
     let last = *positions.end();
     let row = |at: i64, add: f32| (0..DIM).map(move |i| (at as f32 + add) * 0.1 + i as f32 * 0.01);
@@ -60,7 +60,7 @@ fn a_forward_attends_and_commits() {
     assert_eq!(length(&session), 4);
 }
 
-/// A step is open between the calls of a forward. What fails there rolls it back.
+/// A step is open between the calls of a forward. A failure there rolls it back.
 #[test]
 fn a_failed_forward_changes_nothing() {
     let session = session(2);
@@ -95,7 +95,7 @@ fn a_failed_forward_changes_nothing() {
     check(&mut method, refused, Status::Position, "the positions of the forward's first layer");
 }
 
-/// An operator between two calls fails: the next forward begins anew, and so does unloading.
+/// An operator between two calls fails. The next forward begins anew, and so does one after unloading.
 #[test]
 fn an_unfinished_forward_is_rolled_back() {
     let session = session(2);
@@ -114,8 +114,8 @@ fn an_unfinished_forward_is_rolled_back() {
     session.cache().lock().unwrap().rewind(1).unwrap();
 }
 
-/// A host that knows of the failure rolls the step back at once: sequences that were declared for a
-/// step could not be declared for the next one before.
+/// A host that knows of the failure rolls the step back at once: otherwise it could not declare sequences for
+/// the next step.
 #[test]
 fn a_host_aborts_an_unfinished_forward() {
     let config = CacheConfig::uniform(2, 1, DIM as i32, 8).stored_as(KvFormat::F32);
@@ -131,7 +131,7 @@ fn a_host_aborts_an_unfinished_forward() {
     declare().unwrap();
     assert_near(&method.forward(&[0]).unwrap(), &expected(0..=0));
     assert_eq!(length(&session), 1);
-    // Nothing is left to abort, also on a thread that began nothing.
+    // Nothing is left to abort, even on a thread that began nothing.
     abort_forward();
     declare().unwrap();
     method.call(0, &[1], &mut Taker::default()).unwrap();
@@ -177,7 +177,7 @@ fn programs_run_at_the_same_time() {
     });
 }
 
-/// Calls of two loads, by turns on one thread, with the same program.
+/// Calls of two loads alternate on one thread, with the same program.
 #[test]
 fn each_load_has_a_forward_of_its_own() {
     let [one, two] = [session(2), session(2)];
@@ -186,7 +186,7 @@ fn each_load_has_a_forward_of_its_own() {
     };
     let mut first = Method::load("twice", one.key());
     let mut second = Method::load("twice", two.key());
-    // In another order, as a file may have them.
+    // In another order, which a file may have.
     let last = load(&one, 1);
     let mut third = Method(vec![load(&one, 0), last]);
     first.forward(&[0, 1]).unwrap();
@@ -194,7 +194,7 @@ fn each_load_has_a_forward_of_its_own() {
     assert_eq!((length(&one), length(&two)), (2, 1));
     let mut host = Taker::default();
     first.call(0, &[2], &mut host).unwrap();
-    // The third shares a cache with the first, and not its forward.
+    // The third shares a cache with the first, but not its forward.
     let refused = third.call(1, &[2], &mut host).unwrap_err();
     assert!(refused.message().contains("expected call 0"), "{refused}");
     let refused = third.call(0, &[2], &mut host).unwrap_err();
@@ -204,7 +204,7 @@ fn each_load_has_a_forward_of_its_own() {
     assert_eq!(length(&one), 4);
 }
 
-/// A load that fails half-way leaves nothing for the next one.
+/// A load that fails halfway leaves nothing for the next one.
 #[test]
 fn a_load_that_fails_is_forgotten() {
     let session = session(2);

@@ -41,7 +41,7 @@ fn a_step_of_one_token_allocates_nothing() {
             store.end();
             drop(saved);
         };
-        // The first step makes room for what is watched.
+        // The first step allocates room for the watched writes.
         step(0);
         assert_eq!(allocations(|| (1..64).for_each(&mut step)), 0, "{format}");
     }

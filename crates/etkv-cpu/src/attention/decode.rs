@@ -4,18 +4,18 @@ use etkv_core::{fail, KvFormat, Result};
 
 use super::simd::{Simd, E4M3};
 
-/// One row of one KV head: where its run of bytes begins in each plane.
+/// One row of one KV head: the address of its bytes in each plane.
 pub(super) type Row = [*const u8; 3];
 
 /// How the rows of a format are read.
 pub(super) trait Decode: Copy {
-    /// Bits of an element in the first plane.
+    /// The bits of an element in the first plane.
     const BITS: usize;
 
-    /// What the elements of a group are multiplied with and moved by, in every element of the vector.
+    /// The factor and the offset for the elements of a group, in every element of a vector.
     type Scale<S: Simd>: Copy;
 
-    /// Returns the elements that share a scale, of rows of `dim` elements.
+    /// Returns the number of elements that share a scale, in rows of `dim` elements.
     fn group(self, dim: usize) -> usize;
 
     /// Returns the scale of group `group`.
@@ -24,7 +24,7 @@ pub(super) trait Decode: Copy {
     /// As [`Simd`]; the row has this group.
     unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> Self::Scale<S>;
 
-    /// Returns the elements from `at`, a multiple of the vector width; all are of the group of `scale`.
+    /// Returns the elements from `at`, a multiple of the vector width; all belong to the group of `scale`.
     ///
     /// # Safety
     /// As [`Simd`]; the row has these elements.
@@ -91,7 +91,8 @@ impl<const BITS: usize> Decode for Affine<BITS> {
 
     #[inline(always)]
     unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: Self::Scale<S>) -> S::F {
-        // SAFETY: the caller's; the vector width is a multiple of 8, so the element begins a byte.
+        // SAFETY: the caller's; the vector width is a multiple of 8, so the element starts at a byte
+        // boundary.
         unsafe { S::fma(S::integers::<BITS>(row[0].add(at / 8 * BITS)), scale.0, scale.1) }
     }
 }
@@ -159,11 +160,11 @@ macro_rules! scaled {
 }
 
 scaled! {
-    /// E4M3 elements with an E8M0 scale for 32.
+    /// E4M3 elements with an E8M0 scale for every 32.
     Mxfp8: 8, |_| 32, S::F, e8m0::<S>, |from, scale| S::mul(S::e4m3(from), scale);
-    /// E2M1 elements with an E8M0 scale for 32.
+    /// E2M1 elements with an E8M0 scale for every 32.
     Mxfp4: 4, |_| 32, S::Table, |from, group| S::e2m1_table(e8m0::<S>(from, group)), S::e2m1;
-    /// E2M1 elements with an E4M3 scale for 16.
+    /// E2M1 elements with an E4M3 scale for every 16.
     Nvfp4: 4, |_| 16, S::Table, |from, group| S::e2m1_table(e4m3::<S>(from, group)), S::e2m1;
     /// E2M1 elements with a float16 scale for the row.
     RowFp4: 4, |dim| dim, S::Table, |from, _| S::e2m1_table(S::splat_f16(from)), S::e2m1;
@@ -192,7 +193,7 @@ unsafe fn e4m3<S: Simd>(scales: *const u8, group: usize) -> S::F {
     unsafe { S::splat(E4M3[usize::from(*scales.add(group))]) }
 }
 
-/// The formats that attention reads: one variant for each loop that the compiler makes.
+/// The formats that attention reads, one variant for each compiled loop.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Encoding {
     F32,
@@ -215,7 +216,7 @@ impl Encoding {
     /// Returns how rows of `format` are read, and the number of its planes.
     ///
     /// # Errors
-    /// [`Unsupported`](etkv_core::Status::Unsupported), naming a format that is not read.
+    /// [`Unsupported`](etkv_core::Status::Unsupported), naming the format, if attention does not read it.
     pub fn of(format: KvFormat) -> Result<(Self, usize)> {
         Ok(match format {
             KvFormat::F32 => (Self::F32, 1),

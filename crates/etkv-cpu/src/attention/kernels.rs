@@ -1,27 +1,27 @@
 //! The loops of attention, each written once for every instruction set and every format.
 //!
-//! A tile is up to [`TILE`] slots of one KV head. For a few query rows, [`Dots`] multiplies the
-//! stored keys where they lie, and [`Product`] the stored values. For many, [`Unpack`] and
-//! [`Transpose`] bring the tile into scratch memory first, and both products are [`Product`].
+//! A tile is up to [`TILE`] slots of one KV head. For a few query rows, [`Dots`] multiplies the stored keys
+//! in place, and [`Product`] the stored values. For many, [`Unpack`] and [`Transpose`] first bring the tile
+//! into scratch memory, and both products use [`Product`].
 
-// An index is a register; iterators would hide which.
+// An index names a register; iterators would hide which.
 #![allow(clippy::needless_range_loop)]
 
 use super::decode::{Decode, Row};
 use super::simd::{Kernel, Simd};
 
-/// The most slots that are worked on at once: as many as a word has bits.
+/// The most slots that are processed at once: the number of bits of a word.
 pub(super) const TILE: usize = 64;
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Rows of one KV head by their slots.
+/// Rows of one KV head, addressed by their slots.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rows<'a> {
     /// The row of slot 0 in each plane.
     pub first: Row,
-    /// Bytes from a slot to the next in each plane.
+    /// Bytes from a slot to the next one in each plane.
     pub strides: [usize; 3],
     /// The slots that are read.
     pub slots: &'a [u32],
@@ -44,25 +44,25 @@ impl Rows<'_> {
     }
 }
 
-/// Rows that are read after this loop, which asks for their bytes in time: they are too far apart for
-/// the machine to fetch them by itself.
+/// Rows that are read after this loop. It prefetches them, as they are too far apart for the hardware
+/// prefetcher.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Next<'a> {
     /// The rows.
     pub rows: Rows<'a>,
-    /// Bytes of a row in the first plane. The other planes are small, and lie in one run.
+    /// Bytes of a row in the first plane. The other planes are small and contiguous.
     pub bytes: usize,
 }
 
 impl<'a> Next<'a> {
-    /// Returns the rows that the loop over query rows `at` to `end` of `count` asks for.
+    /// Returns the rows that the loop over query rows `at` to `end` of `count` prefetches.
     pub fn share(mut self, at: usize, end: usize, count: usize) -> Self {
         let slots = self.rows.slots;
         self.rows.slots = &slots[slots.len() * at / count..slots.len() * end / count];
         self
     }
 
-    /// Returns what asks for the rows in `steps` steps.
+    /// Returns a prefetcher that spreads the rows over `steps` steps.
     #[inline(always)]
     fn in_steps(next: Option<Self>, steps: usize) -> Fetch<'a> {
         let nothing = Rows { first: [std::ptr::null(); 3], strides: [0; 3], slots: &[] };
@@ -73,16 +73,16 @@ impl<'a> Next<'a> {
     }
 }
 
-/// Asks for rows, a few lines at a time: a processor that is asked for many at once waits.
+/// Prefetches rows, a few cache lines at a time: a processor stalls on many requests at once.
 struct Fetch<'a> {
     rows: Rows<'a>,
-    /// Lines of a row.
+    /// Cache lines of a row.
     lines: usize,
-    /// Lines of a step.
+    /// Cache lines of a step.
     each: usize,
     /// The next row.
     row: usize,
-    /// The next line, and how many are left of its row.
+    /// The next cache line, and the number of lines left in its row.
     line: *const u8,
     left: usize,
 }
@@ -95,7 +95,7 @@ impl Fetch<'_> {
                 if self.row == self.rows.slots.len() {
                     break;
                 }
-                // SAFETY: there is such a row.
+                // SAFETY: the row exists.
                 self.line = unsafe { self.rows.row(self.row) }[0];
                 self.left = self.lines;
                 self.row += 1;
@@ -110,7 +110,7 @@ impl Fetch<'_> {
 #[inline(always)]
 fn prefetch(at: *const u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: it reads nothing that the program sees, whatever the address; all machines have SSE.
+    // SAFETY: a prefetch has no visible effect, whatever the address; all machines have SSE.
     unsafe {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
         _mm_prefetch::<_MM_HINT_T0>(at.cast());
@@ -132,8 +132,8 @@ pub(super) struct Dots<'a, D, const R: usize> {
     pub keys: Rows<'a>,
     /// A multiple of the vector width, and of the group.
     pub dim: usize,
-    /// `R` rows of [`TILE`] numbers, one after another. Those beyond the slots, up to a multiple of
-    /// four, are written too.
+    /// `R` rows of [`TILE`] numbers, one after another. Numbers past the slots, up to a multiple of four, are
+    /// written too.
     pub scores: *mut f32,
     pub next: Option<Next<'a>>,
 }
@@ -144,14 +144,14 @@ impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
         let (group, count) = (self.decode.group(self.dim), self.keys.slots.len());
         // SAFETY: the pointers are as the fields say.
         unsafe {
-            // Closures over vectors are calls: they are not compiled for the instructions of `S`. Loops
-            // of a few vectors take no time for the iterators of the standard library.
+            // Closures over vectors become calls, which are not compiled for the instructions of `S`. Loops
+            // over a few vectors are too short for the iterators of the standard library.
             let mut fetch = Next::in_steps(self.next, count.div_ceil(4));
             let mut first = 0;
             while first < count {
                 let mut rows = [self.keys.row(first); 4];
                 for i in 1..4 {
-                    // The last row stands for those beyond it.
+                    // The last row replaces the missing ones.
                     rows[i] = self.keys.row((first + i).min(count - 1));
                 }
                 fetch.step();
@@ -195,9 +195,9 @@ pub(super) struct Product<'a, D, const R: usize> {
     pub rows: Rows<'a>,
     /// Elements of a stored row: a multiple of the vector width, and of the group.
     pub dim: usize,
-    /// `R` rows of `dim` numbers; all different.
+    /// `R` rows of `dim` numbers, which do not overlap.
     pub out: [*mut f32; R],
-    /// Zero if what lies there is anything, NaN too.
+    /// Zero if the memory is uninitialized and may hold NaN.
     pub keep: [f32; R],
     pub next: Option<Next<'a>>,
 }
@@ -205,7 +205,7 @@ pub(super) struct Product<'a, D, const R: usize> {
 impl<D: Decode, const R: usize> Kernel for Product<'_, D, R> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the pointers are as the fields say, and the blocks make up `dim`.
+        // SAFETY: the pointers are as the fields say, and the blocks cover `dim`.
         unsafe {
             let mut at = 0;
             while at + S::COLS * S::WIDTH <= self.dim {
@@ -225,7 +225,7 @@ impl<D: Decode, const R: usize> Kernel for Product<'_, D, R> {
 }
 
 impl<D: Decode, const R: usize> Product<'_, D, R> {
-    /// Computes `C` vectors side by side from element `at`.
+    /// Computes `C` adjacent vectors from element `at`.
     #[inline(always)]
     unsafe fn block<S: Simd, const C: usize>(&self, at: usize) {
         let group = self.decode.group(self.dim);
@@ -272,12 +272,12 @@ impl<D: Decode, const R: usize> Product<'_, D, R> {
 pub(super) struct Unpack<'a, D> {
     pub decode: D,
     pub rows: Rows<'a>,
-    /// Elements of a row: a multiple of the group, or less than a vector more than one.
+    /// Elements of a row: a multiple of the group, or less than one vector above such a multiple.
     pub dim: usize,
-    /// As many rows of `padded` numbers. Those beyond `dim` are finite if the row is, so that they
-    /// count nothing where queries have zeros.
+    /// One row of `padded` numbers for each stored row. Numbers past `dim` are finite if the row is, so that
+    /// they do not count where queries have zeros.
     pub out: *mut f32,
-    /// The next multiple of the vector width.
+    /// `dim`, rounded up to the vector width.
     pub padded: usize,
 }
 
@@ -308,14 +308,14 @@ impl<D: Decode> Kernel for Unpack<'_, D> {
 }
 
 impl<D: Decode> Unpack<'_, D> {
-    /// Unpacks the last elements, fewer than a vector, without reading beyond the row.
+    /// Unpacks the last elements, fewer than a vector, without reading past the row.
     #[inline(always)]
     unsafe fn tail<S: Simd>(&self, row: Row, at: usize, out: *mut f32) {
         let (begins, count) = (at * D::BITS / 8, self.dim - at);
-        // Sixteen elements of 32 bits.
+        // 16 elements of 32 bits.
         let mut codes = [0u8; 64];
         let mut numbers = [0f32; 16];
-        // SAFETY: the caller's; what is copied is the end of the row, and less than a vector.
+        // SAFETY: the caller's; only the end of the row is copied, which is less than a vector.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 row[0].add(begins),
@@ -330,7 +330,7 @@ impl<D: Decode> Unpack<'_, D> {
     }
 }
 
-/// Turns [`TILE`] rows of `dim` numbers, a multiple of the vector width, into `dim` rows of [`TILE`].
+/// Transposes [`TILE`] rows of `dim` numbers, a multiple of the vector width, to `dim` rows of [`TILE`].
 pub(super) struct Transpose {
     pub from: *const f32,
     pub dim: usize,

@@ -1,4 +1,4 @@
-//! Which slots a query sees: never a matrix of booleans.
+//! The slots that a query sees. They are never a matrix of booleans.
 
 use std::ops::Range;
 
@@ -11,14 +11,13 @@ use super::kernels::TILE;
 pub enum MaskRef<'a> {
     /// Every slot.
     None,
-    /// Query `i` of `T` sees all slots but the last `T - 1 - i`: the queries are the tail of the
-    /// slots.
+    /// Query `i` of `T` sees all slots but the last `T - 1 - i`: the last slot belongs to the last query.
     Causal,
-    /// Query `i` sees the slots of `runs[ends[i - 1]..ends[i]]`, where the first begins at run 0.
+    /// Query `i` sees the slots of `runs[ends[i - 1]..ends[i]]`. For query 0 the runs begin at 0.
     Runs {
-        /// Runs of slots. Those of one query are ascending and do not overlap; they may be empty.
+        /// Runs of slots. The runs of one query are ascending and do not overlap; they may be empty.
         runs: &'a [Range<u32>],
-        /// For each query, the number of runs up to its last.
+        /// For each query, the index after its last run.
         ends: &'a [u32],
     },
 }
@@ -67,8 +66,8 @@ impl<'a> MaskRef<'a> {
         &runs[begin..ends[token] as usize]
     }
 
-    /// Returns which of the [`TILE`] slots from `first` query `token` of `n_tokens` sees, the first
-    /// in the lowest bit.
+    /// Returns a bit for each of the [`TILE`] slots from `first`, the first in the lowest bit: 1 if query
+    /// `token` of `n_tokens` sees the slot.
     pub(super) fn seen(&self, token: usize, n_tokens: usize, first: usize, n_slots: usize) -> u64 {
         match *self {
             Self::None => bits(0, n_slots.saturating_sub(first)),
@@ -89,7 +88,7 @@ impl<'a> MaskRef<'a> {
         }
     }
 
-    /// Returns a slot beyond all that the queries up to `last_token` see.
+    /// Returns a slot after all slots that the queries up to `last_token` see.
     pub(super) fn end(&self, last_token: usize, n_tokens: usize, n_slots: usize) -> usize {
         match self {
             Self::Causal => (n_slots + last_token + 1).saturating_sub(n_tokens),
@@ -98,13 +97,13 @@ impl<'a> MaskRef<'a> {
     }
 }
 
-/// Returns the bits from `begin` to `end`, which may be beyond the last.
+/// Returns a word with the bits from `begin` to `end` set. Both may be past the last bit.
 fn bits(begin: usize, end: usize) -> u64 {
     let below = |bit: usize| if bit >= TILE { u64::MAX } else { (1 << bit) - 1 };
     below(end) & !below(begin)
 }
 
-/// Returns the bits of `seen` at the places of the bits of `all`, without the places in between.
+/// Returns the bits of `seen` at the set bits of `all`, moved together.
 pub(super) fn compact(seen: u64, all: u64) -> u64 {
     if all & all.wrapping_add(1) == 0 {
         return seen;

@@ -1,9 +1,9 @@
 //! Attention over rows as they are stored.
 //!
-//! A call is split into tasks (`plan`) of some query rows and some slots. A task goes through its
-//! slots in tiles of 64 (`task`): scores, an online softmax, and the weighted values (`kernels`,
-//! `softmax`). If tasks share the slots of a row, their parts are put together in the end. Kernels
-//! are written once over vectors (`simd`) and formats (`decode`).
+//! A call is split into tasks (`plan`) of some query rows and some slots. A task goes through its slots in
+//! tiles of 64 (`task`): scores, an online softmax, and the weighted values (`kernels`, `softmax`). If
+//! several tasks share the slots of a row, their partial results are merged at the end. Kernels are written
+//! once over vectors (`simd`) and formats (`decode`).
 
 mod decode;
 mod kernels;
@@ -32,7 +32,7 @@ use crate::view::View;
 use decode::Encoding;
 use plan::{Plan, Sizes};
 use simd::Simd;
-use task::{Job, Stored};
+use task::{Job, StoredRows};
 use workspace::Blocks;
 
 /// An instruction set that attention is compiled for.
@@ -48,7 +48,7 @@ pub(crate) enum Instructions {
 }
 
 impl Instructions {
-    /// Returns those that this machine has, the best first.
+    /// Returns the instruction sets of this machine, the best first.
     fn available() -> impl Iterator<Item = Self> {
         [
             #[cfg(target_arch = "x86_64")]
@@ -99,15 +99,15 @@ macro_rules! with_simd {
 /// `v`, with weights `softmax(scale * q k^T)` over the slots that `mask` shows. Writes `[n_heads, T,
 /// v_head_dim]` to `out`.
 ///
-/// `n_heads` is a multiple of the KV heads. Keys and values may differ in format and head_dim. All
-/// sums are in float32. The result does not depend on the number of threads. A query that sees no
-/// slot gives zeros. Slots that no query sees are not read. A slot that is hidden from one query of a
-/// step and seen by another must be finite: its values have weight 0.
+/// `n_heads` is a multiple of the KV heads. Keys and values may differ in format and head_dim. All sums are
+/// in float32. The result does not depend on the number of threads. A query that sees no slot gives zeros.
+/// Slots that no query sees are not read. A slot that one query of a step sees and another does not must be
+/// finite: its values have weight 0.
 ///
 /// # Errors
-/// [`Shape`](etkv_core::Status::Shape) if the shapes do not fit each other,
-/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) if the mask has slots beyond the views,
-/// [`Unsupported`](etkv_core::Status::Unsupported) for a format that is not read, and
+/// [`Shape`](etkv_core::Status::Shape) if the shapes do not match,
+/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) if the mask has slots past the views,
+/// [`Unsupported`](etkv_core::Status::Unsupported) for a format that attention does not read, and
 /// [`Backend`](etkv_core::Status::Backend) if memory is lacking. Then nothing is written.
 #[allow(clippy::too_many_arguments)]
 pub fn attend(
@@ -123,7 +123,7 @@ pub fn attend(
     attend_with(Instructions::best(), workspace, parallel, queries, k, v, mask, scale, out)
 }
 
-/// [`attend`] with some instructions that the machine has.
+/// [`attend`] with one of the machine's instruction sets.
 #[allow(clippy::too_many_arguments)]
 fn attend_with(
     instructions: Instructions,
@@ -143,10 +143,10 @@ fn attend_with(
     if sizes.rows() == 0 || sizes.n_kv_heads == 0 || sizes.v_dim == 0 {
         return Ok(());
     }
-    // About ten microseconds are not worth waking a thread.
+    // About ten microseconds of work are not worth waking a thread.
     let work = sizes.n_kv_heads * sizes.n_slots * (sizes.k_dim + sizes.v_dim) * sizes.rows();
     let parallel = if work < 1 << 17 { &Serial } else { parallel };
-    // A host may take a lock to answer.
+    // A host may take a lock for this call.
     let available = parallel.threads();
     let plan = Plan::new(sizes, available);
     let threads = available.min(plan.n_tasks()).max(1);
@@ -158,7 +158,7 @@ fn attend_with(
     Ok(())
 }
 
-/// Runs the tasks of a call, then puts their parts together.
+/// Runs the tasks of a call, then merges their parts.
 fn run<S: Simd>(job: &Job, blocks: &Blocks, parallel: &dyn Parallel, threads: usize) {
     let (begun, n_tasks) = (AtomicUsize::new(0), job.plan.n_tasks());
     parallel.run(threads, &|thread| {
@@ -168,7 +168,7 @@ fn run<S: Simd>(job: &Job, blocks: &Blocks, parallel: &dyn Parallel, threads: us
             if i >= n_tasks {
                 break;
             }
-            // SAFETY: the block is this call's alone; see `Parallel::run`.
+            // SAFETY: only this call uses the block; see `Parallel::run`.
             let scratch = scratch.get_or_insert_with(|| unsafe { blocks.scratch(thread) });
             // SAFETY: the machine has the instructions, and each task has rows of its own.
             unsafe { task::run::<S>(job, job.plan.task(i), scratch) };
@@ -177,7 +177,7 @@ fn run<S: Simd>(job: &Job, blocks: &Blocks, parallel: &dyn Parallel, threads: us
     if job.plan.n_parts == 1 {
         return;
     }
-    // The task of part 0 stands for all parts of its rows.
+    // The task of part 0 represents all parts of its rows.
     let n_rows = job.plan.all_rows() * job.plan.n_parts;
     let serial = n_rows * job.plan.sizes.v_dim < 1 << 17;
     let merged = AtomicUsize::new(0);
@@ -186,12 +186,12 @@ fn run<S: Simd>(job: &Job, blocks: &Blocks, parallel: &dyn Parallel, threads: us
         if i >= n_tasks {
             break;
         }
-        // SAFETY: the block is this call's alone; see `Parallel::run`.
+        // SAFETY: only this call uses the block; see `Parallel::run`.
         let mut scratch = unsafe { blocks.scratch(thread) };
         let task = job.plan.task(i);
         for head in task.first_head..task.end_head {
             for row in 0..(task.end_token - task.first_token) * job.plan.sizes.group {
-                // SAFETY: all tasks are done, and the rows are of this task alone.
+                // SAFETY: all tasks are done, and only this task uses the rows.
                 unsafe { task::finish::<S>(job, task, head, row, &mut scratch) };
             }
         }
@@ -203,7 +203,7 @@ fn run<S: Simd>(job: &Job, blocks: &Blocks, parallel: &dyn Parallel, threads: us
     }
 }
 
-/// Checks that the shapes fit each other, and returns them.
+/// Checks that the shapes match, and returns the sizes.
 fn sizes(queries: Shape, k: &View, v: &View, out: Shape, vector_width: usize) -> Result<Sizes> {
     let Shape { n_heads, n_tokens, head_dim, .. } = queries;
     let n_kv_heads = k.n_kv_heads;
@@ -244,10 +244,10 @@ fn sizes(queries: Shape, k: &View, v: &View, out: Shape, vector_width: usize) ->
     })
 }
 
-/// Returns where the rows of a view lie.
-fn stored(view: &View) -> Result<Stored> {
+/// Returns the addresses of the rows of a view.
+fn stored(view: &View) -> Result<StoredRows> {
     let (encoding, n_planes) = Encoding::of(view.format)?;
-    let mut stored = Stored {
+    let mut stored = StoredRows {
         encoding,
         dim: view.head_dim,
         bytes: 0,

@@ -1,21 +1,21 @@
-//! How a call is split into tasks. The split depends on the shapes alone, never on the threads, so
-//! the result does not either; the threads only decide how many heads a task takes.
+//! How a call is split into tasks. The split depends on the shapes alone and not on the threads, so neither
+//! does the result. The threads only decide how many heads a task takes.
 
 use super::kernels::TILE;
 
-/// Query rows of a KV head in one task. They use each tile that the task unpacks, and what they
-/// sum up stays near.
+/// Query rows of a KV head in one task. They use each tile that the task unpacks, and their sums stay in the
+/// cache.
 const ROWS: usize = 192;
 
-/// Query rows of a KV head up to which a task takes several heads, so that it reads slots whole.
+/// Up to this number of query rows of a KV head a task takes several heads, so that it reads whole slots.
 const FEW_ROWS: usize = 32;
 
-/// The least and the most parts that slots are split into, and the rows of all parts of a KV head
-/// between them: each row of a part is written and put together with the others.
+/// The minimum and maximum number of parts that slots are split into, and between them the number of rows of
+/// all parts of a KV head: each row of a part is written and later merged with the others.
 const PARTS: [usize; 2] = [8, 32];
 const PART_ROWS: usize = 512;
 
-/// The fewest tiles of a part.
+/// The minimum number of tiles of a part.
 const TILES: usize = 2;
 
 /// The sizes of a call.
@@ -28,7 +28,7 @@ pub(super) struct Sizes {
     pub n_slots: usize,
     pub k_dim: usize,
     pub v_dim: usize,
-    /// Float32 numbers of a vector.
+    /// Float32 elements of a vector.
     pub vector_width: usize,
 }
 
@@ -38,12 +38,12 @@ impl Sizes {
         self.group * self.n_tokens
     }
 
-    /// Returns the elements of a key with zeros up to a whole vector.
+    /// Returns the elements of a key, padded with zeros to whole vectors.
     pub fn k_padded(&self) -> usize {
         self.k_dim.next_multiple_of(self.vector_width)
     }
 
-    /// Returns the elements of a value with zeros up to a whole vector.
+    /// Returns the elements of a value, padded with zeros to whole vectors.
     pub fn v_padded(&self) -> usize {
         self.v_dim.next_multiple_of(self.vector_width)
     }
@@ -59,7 +59,7 @@ pub(super) struct Plan {
     pub tokens: usize,
     /// Slots of a task: whole tiles.
     pub slots: usize,
-    /// Tasks that share the slots of the same rows. If it is one, tasks write the result.
+    /// The number of tasks that share the slots of the same rows. If it is 1, tasks write the result.
     pub n_parts: usize,
 }
 
@@ -76,7 +76,7 @@ pub(super) struct Task {
 }
 
 impl Plan {
-    /// Returns the plan for `threads` threads. There are tokens and heads.
+    /// Returns the plan for `threads` threads. There is at least one token and one head.
     pub fn new(sizes: Sizes, threads: usize) -> Self {
         let tokens = (ROWS / sizes.group).clamp(1, sizes.n_tokens);
         let n_tiles = sizes.n_slots.div_ceil(TILE);
@@ -88,7 +88,7 @@ impl Plan {
         let slots = n_tiles.div_ceil(most).max(TILES) * TILE;
         let n_parts = sizes.n_slots.div_ceil(slots).max(1);
         let mut heads = if few { sizes.n_kv_heads } else { 1 };
-        // Four tasks a thread even out what the machine does besides.
+        // Four tasks for each thread even out other load on the machine.
         while heads > 1 && n_parts * sizes.n_kv_heads.div_ceil(heads) < 4 * threads {
             heads = heads.div_ceil(2);
         }
@@ -100,7 +100,7 @@ impl Plan {
         self.n_blocks() * self.n_head_groups() * self.n_parts
     }
 
-    /// Returns the `i`th task. Those that take longest come first.
+    /// Returns the `i`th task. The longest tasks come first.
     pub fn task(&self, i: usize) -> Task {
         let (part, i) = (i % self.n_parts, i / self.n_parts);
         let (group, i) = (i % self.n_head_groups(), i / self.n_head_groups());

@@ -1,13 +1,13 @@
-//! The online softmax, and how parts of it are put together.
+//! The online softmax, and the merging of partial results.
 
 use super::kernels::TILE;
 use super::simd::{Kernel, Simd};
 
-/// The peak of a row that has seen nothing. It is finite, so that no difference of two peaks is NaN.
+/// The peak of a row that has seen no slot. It is finite, so that no difference of two peaks is NaN.
 pub(super) const NO_PEAK: f32 = f32::MIN;
 
-/// Returns 2 to the power of numbers that are at most 0, or NaN. It is off by at most 2 units in
-/// the last place. Below -127 it is zero.
+/// Returns 2 to the power of numbers that are at most 0, or NaN. The error is at most 2 units in the last
+/// place. Below -127 the result is zero.
 #[inline(always)]
 unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
     // 2^r - 1 over r on [-0.5, 0.5]: the polynomial of Cephes' exp2f, by S. Moshier.
@@ -19,7 +19,7 @@ unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
         2.402_264_7e-1,
         6.931_472e-1,
     ];
-    // A float32 of this size is an integer; its lowest bits are those of what was added.
+    // A float32 of this size is an integer; its lowest bits are those of the number that was added.
     const INTEGER: f32 = 12_582_912.0;
     // SAFETY: the caller's.
     unsafe {
@@ -34,28 +34,28 @@ unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
     }
 }
 
-/// What is known of the scores of each query row so far.
+/// The totals of the scores of each query row so far.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Totals {
     /// The largest score.
     pub peaks: *mut f32,
-    /// The sum of 2 to the power of each score less the peak.
+    /// The sum of 2 to the power of each score minus the peak.
     pub sums: *mut f32,
 }
 
-/// Turns the scores of a tile into weights, and updates the totals.
+/// Converts the scores of a tile to weights, and updates the totals.
 pub(super) struct Weigh<'a> {
-    /// A row of [`TILE`] scores for each of `rows`. They become 2 to the power of the score less the
-    /// row's peak, and zeros for slots that the row does not see.
+    /// A row of [`TILE`] scores for each of `rows`. They become 2 to the power of the score minus the row's
+    /// peak, and zeros for slots that the row does not see.
     pub scores: *mut f32,
     /// The slots of the tile.
     pub count: usize,
-    /// The query rows, as the totals count them.
+    /// The numbers of the query rows in the totals.
     pub rows: &'a [u32],
     /// For each row, one bit for each slot that it sees; at least one is set.
     pub seen: &'a [u64],
     pub totals: Totals,
-    /// For each row, what the weights of earlier tiles are multiplied with.
+    /// For each row, the factor for the weights of earlier tiles.
     pub keep: &'a mut [f32],
 }
 
@@ -96,8 +96,8 @@ impl Kernel for Weigh<'_> {
     }
 }
 
-/// Turns the scores of a tile, `N` vectors, into weights. Returns the larger of `before` and their
-/// peak, and the sum of the weights.
+/// Converts the scores of a tile, `N` vectors, to weights. Returns the larger of `before` and their peak, and
+/// the sum of the weights.
 #[inline(always)]
 unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32, f32) {
     // SAFETY: the caller's.
@@ -121,16 +121,16 @@ unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32,
     }
 }
 
-/// Puts the parts of one query row together: each has a peak, a sum and the weighted values.
+/// Merges the parts of one query row: each has a peak, a sum and the weighted values.
 pub(super) struct Merge<'a> {
-    /// The peak of the first part; the next is `stride` numbers on. So with the others.
+    /// The peak of the first part; the next one is `stride` numbers later. The sums are laid out alike.
     pub totals: Totals,
     pub totals_stride: usize,
     /// The weighted values of the first part, `dim` numbers.
     pub values: *const f32,
     pub values_stride: usize,
     pub parts: usize,
-    /// The mean of the values by their weights; zeros if the row has seen nothing. As long as a row
+    /// The mean of the values by their weights; zeros if the row has seen no slot. It has the length of a row
     /// of `values`, a multiple of the vector width.
     pub out: &'a mut [f32],
 }
@@ -146,7 +146,7 @@ impl Kernel for Merge<'_> {
             self.out.fill(0.0);
             let mut total = 0.0;
             for part in 0..self.parts {
-                // A part that has seen nothing has no weight. One of NaN has.
+                // A part that has seen no slot has no weight. A part with NaN has.
                 if sum_of(part) == 0.0 {
                     continue;
                 }

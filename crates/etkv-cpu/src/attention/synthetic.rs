@@ -1,4 +1,4 @@
-//! Views of made-up rows, and threads that share work, for tests and benchmarks.
+//! Views of random rows, and threads that share work, for tests and benchmarks.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::parallel::Parallel;
 use crate::store::Codec;
 use crate::view::{Plane, View};
 
-/// So many threads, which begin and end with each work.
+/// A number of threads, which start and end with each task.
 #[derive(Debug, Clone, Copy)]
 pub struct Threads(pub usize);
 
@@ -81,14 +81,14 @@ pub fn view(
     let mut planes = [const { None }; 3];
     let widths = Codec::of(format).widths(head_dim);
     for (p, bytes) in widths.into_iter().enumerate().filter(|&(_, bytes)| bytes > 0) {
-        // The view begins within its memory, as one of a store may.
+        // The view starts inside its memory, as a view of a store may.
         let (offset, slot_stride) = (64, bytes * n_kv_heads);
         let memory = Memory::zeroed(offset + n_slots * slot_stride)?;
         let mut at = offset;
         while at < offset + n_slots * slot_stride {
             let element = element(format, p, random);
             for byte in element.bytes() {
-                // SAFETY: a plane is whole elements, and only this function has the memory.
+                // SAFETY: a plane has whole elements, and only this function has the memory.
                 unsafe { memory.as_ptr().add(at).write(byte) };
                 at += 1;
             }
@@ -142,7 +142,7 @@ fn element(format: KvFormat, plane: usize, random: &mut Random) -> Element {
 }
 
 impl View {
-    /// Returns a view of the same rows in memory of its own.
+    /// Returns a view of the same rows in its own memory.
     ///
     /// # Errors
     /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.

@@ -11,7 +11,7 @@ use super::workspace::{Parts, Scratch};
 
 /// The rows of keys, or of values, as tasks read them.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Stored {
+pub(super) struct StoredRows {
     pub encoding: Encoding,
     pub dim: usize,
     /// Bytes of a row in the first plane.
@@ -22,12 +22,12 @@ pub(super) struct Stored {
     pub head_strides: [usize; 3],
 }
 
-// SAFETY: it is read only, by pointers that are good while the call lasts.
-unsafe impl Sync for Stored {}
+// SAFETY: it is only read, through pointers that are valid during the call.
+unsafe impl Sync for StoredRows {}
 
-impl Stored {
-    /// Returns whether the kernels of `n_rows` query rows read the rows where they lie. Packed ones
-    /// are then unpacked for every few query rows; instead they are unpacked once, to memory.
+impl StoredRows {
+    /// Returns whether the kernels of `n_rows` query rows read the rows in place. Packed rows are then
+    /// unpacked again for every few query rows; otherwise they are unpacked once, to memory.
     fn in_place<S: Simd>(&self, n_rows: usize) -> bool {
         let most = match self.encoding {
             Encoding::F32 => 12,
@@ -42,7 +42,7 @@ impl Stored {
         Rows { first, strides: self.slot_strides, slots }
     }
 
-    /// Returns the same slots, `ahead` slots on, to be asked for.
+    /// Returns the slots that are `ahead` slots later, to prefetch.
     fn next<'a>(&self, head: usize, slots: &'a [u32], ahead: usize) -> Next<'a> {
         let mut rows = self.rows(head, slots);
         rows.first[0] = rows.first[0].wrapping_add(ahead * self.slot_strides[0]);
@@ -50,21 +50,21 @@ impl Stored {
     }
 }
 
-/// A call, as its tasks see it.
+/// A call, for its tasks.
 pub(super) struct Job<'a> {
     pub plan: Plan,
     pub queries: &'a Queries<'a>,
-    pub k: Stored,
-    pub v: Stored,
+    pub k: StoredRows,
+    pub v: StoredRows,
     pub mask: MaskRef<'a>,
-    /// What queries are multiplied with, so that weights are powers of two.
+    /// The factor of the queries that makes weights powers of two.
     pub factor: f32,
     pub out: &'a Output<'a>,
     pub parts: Parts,
 }
 
-/// Runs an expression for all of `count` query rows, at most `most` at a time: their number is the
-/// constant `rows`, the first of them `at`. Only numbers up to `most` are compiled.
+/// Runs an expression for all `count` query rows, at most `most` at a time: their number is the constant
+/// `rows`, the first of them `at`. Only numbers up to `most` are compiled.
 macro_rules! by_rows {
     ($count:expr, $most:expr, |$at:ident, $rows:ident| $body:expr) => {{
         let mut $at = 0;
@@ -93,8 +93,8 @@ macro_rules! by_rows {
 /// Runs a task.
 ///
 /// # Safety
-/// The machine has the instructions of `S`; the scratch memory and the parts are those of the plan,
-/// and no other thread uses the scratch or the rows of this task.
+/// The machine has the instructions of `S`; the scratch memory and the parts are those of the plan, and no
+/// other thread uses the scratch memory or the rows of this task.
 pub(super) unsafe fn run<S: Simd>(job: &Job, task: Task, scratch: &mut Scratch) {
     let sizes = &job.plan.sizes;
     let rows = (task.end_token - task.first_token) * sizes.group;
@@ -102,7 +102,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job, task: Task, scratch: &mut Scratch) 
     read_queries(job, task, scratch);
     let end = job.mask.end(task.end_token - 1, sizes.n_tokens, sizes.n_slots).min(task.end_slot);
     for head in heads.clone() {
-        // SAFETY: the rows are of this task.
+        // SAFETY: the rows belong to this task.
         let (totals, _) = unsafe { job.totals_and_values(task, head, scratch.part) };
         for row in 0..rows {
             // SAFETY: as above.
@@ -125,7 +125,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job, task: Task, scratch: &mut Scratch) 
     if job.plan.n_parts == 1 {
         for head in heads {
             for row in 0..rows {
-                // SAFETY: the rows are of this task.
+                // SAFETY: the rows belong to this task.
                 unsafe { finish::<S>(job, task, head, row, scratch) };
             }
         }
@@ -135,15 +135,15 @@ pub(super) unsafe fn run<S: Simd>(job: &Job, task: Task, scratch: &mut Scratch) 
 /// The slots of a tile that a query of the task sees.
 struct Tile<'a> {
     slots: &'a [u32],
-    /// How many of the rows in `scratch.rows` see some.
+    /// The number of rows in `scratch.rows`, which see some of the slots.
     n_rows: usize,
-    /// Whether the task goes on with the tile after this one.
+    /// Whether the task continues with the next tile.
     goes_on: bool,
 }
 
 impl<'a> Tile<'a> {
-    /// Returns the tile at slot `first`, `None` if no query sees it. Writes the rows that see some
-    /// of it to the scratch memory, with what each sees.
+    /// Returns the tile at slot `first`, or `None` if no query sees it. Writes the rows that see some of it,
+    /// and the slots that each sees, to the scratch memory.
     fn new(
         job: &Job,
         task: Task,
@@ -198,11 +198,11 @@ fn read_queries(job: &Job, task: Task, scratch: &mut Scratch) {
 }
 
 impl Job<'_> {
-    /// Returns the totals and the weighted values of the first row of a head in a task: in the
-    /// task's part, or in scratch memory if there is one part.
+    /// Returns the totals and the weighted values of the first row of a head in a task: in the task's part,
+    /// or in scratch memory if there is only one part.
     ///
     /// # Safety
-    /// The memory is that of the plan.
+    /// The memory belongs to the plan.
     unsafe fn totals_and_values(&self, task: Task, head: usize, own: Parts) -> (Totals, *mut f32) {
         let sizes = &self.plan.sizes;
         let (parts, row) = match self.plan.n_parts {
@@ -212,7 +212,7 @@ impl Job<'_> {
                 (self.parts, task.part * self.plan.all_rows() + row)
             }
         };
-        // SAFETY: the row is within the memory.
+        // SAFETY: the row is inside the memory.
         unsafe {
             let totals = Totals { peaks: parts.peaks.add(row), sums: parts.sums.add(row) };
             (totals, parts.values.add(row * sizes.v_padded()))
@@ -241,7 +241,7 @@ unsafe fn attend_tile<S: Simd>(
     let queries = scratch.queries[own..].as_ptr();
     let scores = scratch.scores.as_mut_ptr();
     let unpacked = scratch.unpacked.as_mut_ptr();
-    // Keys are followed by their values, values by the keys of the next head or tile.
+    // After keys come their values, after values the keys of the next head or tile.
     let after_keys = job.v.next(head, tile.slots, 0);
     let after_values = if head + 1 < task.end_head {
         Some(job.k.next(head + 1, tile.slots, 0))
@@ -249,8 +249,8 @@ unsafe fn attend_tile<S: Simd>(
         tile.goes_on.then(|| job.k.next(task.first_head, tile.slots, TILE))
     };
     let keys = job.k.rows(head, tile.slots);
-    // SAFETY: the scratch memory is as large as the plan says, so each pointer is good for what the
-    // kernels' fields say of it. The machine has the instructions.
+    // SAFETY: the scratch memory has the size of the plan, so each pointer is valid for what the kernels'
+    // fields say. The machine has the instructions.
     unsafe {
         if job.k.in_place::<S>(n_rows) {
             with_decode!(job.k.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
@@ -325,8 +325,8 @@ fn in_order(first: *const f32, dim: usize, slots: &[u32]) -> Rows<'_> {
 /// Unpacks rows to `out`, `padded` numbers each.
 ///
 /// # Safety
-/// As [`run`]; there is room.
-unsafe fn unpack<S: Simd>(stored: &Stored, rows: Rows, out: *mut f32, padded: usize) {
+/// As [`run`]; `out` has room.
+unsafe fn unpack<S: Simd>(stored: &StoredRows, rows: Rows, out: *mut f32, padded: usize) {
     let dim = stored.dim;
     // SAFETY: the caller's.
     unsafe {
@@ -336,7 +336,7 @@ unsafe fn unpack<S: Simd>(stored: &Stored, rows: Rows, out: *mut f32, padded: us
     }
 }
 
-/// Writes the result of row `row` of a head of a task: the task's own part, or all parts.
+/// Writes the result of row `row` of a head of a task: from the task's own part, or from all parts.
 ///
 /// # Safety
 /// As [`run`]; all parts are complete.

@@ -6,24 +6,24 @@ use half::{bf16, f16};
 
 use crate::tensor::Dtype;
 
-/// The shape of queries or outputs, `[n_heads, n_tokens, head_dim]`, and where their rows lie. The
-/// elements of a row are side by side.
+/// The shape of queries or outputs, `[n_heads, n_tokens, head_dim]`, and the strides of their rows. The
+/// elements of a row are contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     /// Query heads.
     pub n_heads: usize,
     /// Tokens of the step.
     pub n_tokens: usize,
-    /// Elements of a row.
+    /// Elements from a head to the next one.
     pub head_dim: usize,
-    /// Elements from a head to the next.
+    /// Elements from a token to the next one.
     pub head_stride: usize,
     /// Elements from a token to the next.
     pub token_stride: usize,
 }
 
 impl Shape {
-    /// Returns the shape of a contiguous tensor.
+    /// Returns the least number of elements in memory for a tensor of this shape.
     pub const fn contiguous(n_heads: usize, n_tokens: usize, head_dim: usize) -> Self {
         let head_stride = n_tokens * head_dim;
         Self { n_heads, n_tokens, head_dim, head_stride, token_stride: head_dim }
@@ -59,18 +59,18 @@ unsafe impl Sync for Queries<'_> {}
 unsafe impl Send for Queries<'_> {}
 
 impl<'a> Queries<'a> {
-    /// Returns the queries that lie at `start`.
+    /// Returns the queries at `start`.
     ///
     /// # Safety
-    /// Elements of `dtype` lie where `shape` says, aligned to their size, and stay as they are for
+    /// Elements of `dtype` lie at the strides of `shape`, aligned to their size, and do not change during
     /// `'a`.
     pub unsafe fn new(start: *const u8, dtype: Dtype, shape: Shape) -> Self {
         Self { start, dtype, shape, lifetime: PhantomData }
     }
 
-    /// Returns contiguous float32 queries, `None` if `numbers` are fewer than the shape has.
+    /// Returns contiguous float32 queries, or `None` if the shape needs more than `numbers`.
     pub fn of_f32(numbers: &'a [f32], shape: Shape) -> Option<Self> {
-        // SAFETY: the elements are within the slice.
+        // SAFETY: the elements are inside the slice.
         (numbers.len() >= shape.span())
             .then(|| unsafe { Self::new(numbers.as_ptr().cast(), Dtype::F32, shape) })
     }
@@ -85,7 +85,7 @@ impl<'a> Queries<'a> {
         let (dim, offset) = (self.shape.head_dim, self.shape.offset(head, token));
         let (out, rest) = out.split_at_mut(dim);
         rest.fill(0.0);
-        // SAFETY: the row is of the tensor, as promised to `new`.
+        // SAFETY: the row belongs to the tensor, as promised to `new`.
         unsafe {
             let start = self.start.add(offset * self.dtype.size());
             self.dtype.load(std::slice::from_raw_parts(start, dim * self.dtype.size()), out);
@@ -94,7 +94,7 @@ impl<'a> Queries<'a> {
     }
 }
 
-/// Where the result of a step goes.
+/// The destination of the result of a step.
 #[derive(Debug)]
 pub struct Output<'a> {
     start: *mut u8,
@@ -109,16 +109,16 @@ unsafe impl Sync for Output<'_> {}
 unsafe impl Send for Output<'_> {}
 
 impl<'a> Output<'a> {
-    /// Returns the output that lies at `start`.
+    /// Returns the output at `start`.
     ///
     /// # Safety
-    /// Elements of `dtype` lie where `shape` says, aligned to their size. Rows do not overlap, and
-    /// no one else touches them for `'a`.
+    /// Elements of `dtype` lie at the strides of `shape`, aligned to their size. Rows do not overlap, and
+    /// nothing else accesses them during `'a`.
     pub unsafe fn new(start: *mut u8, dtype: Dtype, shape: Shape) -> Self {
         Self { start, dtype, shape, lifetime: PhantomData }
     }
 
-    /// Returns a contiguous float32 output, `None` if `numbers` are fewer than it has.
+    /// Returns a contiguous float32 output, or `None` if the shape needs more than `numbers`.
     pub fn of_f32(
         numbers: &'a mut [f32],
         n_heads: usize,
@@ -126,7 +126,7 @@ impl<'a> Output<'a> {
         dim: usize,
     ) -> Option<Self> {
         let shape = Shape::contiguous(n_heads, n_tokens, dim);
-        // SAFETY: the elements are within the slice, which is borrowed exclusively.
+        // SAFETY: the elements are inside the slice, which is borrowed exclusively.
         (numbers.len() >= shape.span())
             .then(|| unsafe { Self::new(numbers.as_mut_ptr().cast(), Dtype::F32, shape) })
     }
@@ -142,7 +142,7 @@ impl<'a> Output<'a> {
     /// No other thread writes the same row.
     pub(super) unsafe fn write(&self, head: usize, token: usize, row: &[f32]) {
         let dim = self.shape.head_dim;
-        // SAFETY: the row is of the tensor, as promised to `new`; the caller writes it alone.
+        // SAFETY: the row belongs to the tensor, as promised to `new`; only the caller writes it.
         unsafe {
             let start = self.start.add(self.shape.offset(head, token) * self.dtype.size());
             match self.dtype {

@@ -1,4 +1,4 @@
-//! Memory that attention works in, kept from call to call.
+//! Scratch memory for attention, kept from call to call.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -9,8 +9,8 @@ use super::kernels::TILE;
 use super::plan::Plan;
 use crate::memory::Memory;
 
-/// Memory for calls of [`attend`](super::attend). It grows to what the largest call needs, so steps
-/// of one shape allocate in the first only. Each thread that calls needs one of its own.
+/// Memory for calls of [`attend`](super::attend). It grows to the size that the largest call needs, so steps
+/// of one shape allocate in the first only. Each calling thread needs its own.
 #[derive(Debug, Default)]
 pub struct Workspace {
     memory: Option<Memory>,
@@ -22,19 +22,19 @@ impl Workspace {
         Self::default()
     }
 
-    /// Returns the bytes that it holds.
+    /// Returns its number of bytes.
     pub fn size(&self) -> usize {
         self.memory.as_ref().map_or(0, |memory| memory.bytes().len())
     }
 
-    /// Returns room for the parts of a call, and for what each of `threads` threads works in.
+    /// Returns room for the parts of a call, and scratch memory for each of `threads` threads.
     ///
     /// # Errors
     /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
     pub(super) fn prepare(&mut self, plan: &Plan, threads: usize) -> Result<(Parts, Blocks<'_>)> {
         let rows = if plan.n_parts > 1 { plan.n_parts * plan.all_rows() } else { 0 };
         let v_padded = plan.sizes.v_padded();
-        // Pieces of a block that is not there tell its size.
+        // Pieces of an empty block give its size.
         let mut pieces = Pieces::default();
         Parts::new(&mut pieces, rows, v_padded);
         let shared = pieces.used;
@@ -59,15 +59,15 @@ pub(super) struct Blocks<'a> {
     lifetime: PhantomData<&'a mut Workspace>,
 }
 
-// SAFETY: it hands out memory under the terms of `scratch`.
+// SAFETY: it hands out memory under the conditions of `scratch`.
 unsafe impl Sync for Blocks<'_> {}
 
 impl Blocks<'_> {
-    /// Returns what thread `thread` works in. The numbers in it are anything.
+    /// Returns the scratch memory of thread `thread`. Its numbers are arbitrary.
     ///
     /// # Safety
-    /// There are more than `thread` threads. Scratch memory of the same thread is not used any more,
-    /// and this one only while the blocks live.
+    /// There are more than `thread` threads. Earlier scratch memory of the same thread is no longer used, and
+    /// this one only while the blocks live.
     pub unsafe fn scratch(&self, thread: usize) -> Scratch {
         debug_assert!(thread < self.threads);
         let start = self.start.wrapping_add(thread * self.each);
@@ -98,13 +98,13 @@ impl Pieces {
     }
 }
 
-/// Types for which all bits are a value.
+/// Types for which every bit pattern is a value.
 trait Number: Copy {}
 impl Number for f32 {}
 impl Number for u32 {}
 impl Number for u64 {}
 
-/// A piece of a block. It is used only if the block is there, while it is, and by one thread.
+/// A piece of a block. Only one thread uses it, while the block lives.
 #[derive(Debug)]
 pub(super) struct Piece<T> {
     start: *mut T,
@@ -115,7 +115,7 @@ impl<T> Deref for Piece<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: the block has it, of zeros at first, and all bits are a value.
+        // SAFETY: the block has the piece, zeroed at first, and every bit pattern is a value.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }
@@ -135,7 +135,7 @@ pub(super) struct Parts {
     pub values: *mut f32,
 }
 
-// SAFETY: each task uses rows of its own, and they are read after all tasks are done.
+// SAFETY: each task uses its own rows, and they are read after all tasks are done.
 unsafe impl Sync for Parts {}
 
 impl Parts {
@@ -148,16 +148,16 @@ impl Parts {
     }
 }
 
-/// What one thread works in.
+/// The scratch memory of one thread.
 #[derive(Debug)]
 pub(super) struct Scratch {
     /// The queries of the task in float32.
     pub queries: Piece<f32>,
-    /// The results of the task, if it has them to itself.
+    /// The results of the task, if no other task has a part of them.
     pub part: Parts,
     /// A row of [`TILE`] scores for each query row.
     pub scores: Piece<f32>,
-    /// What each query row's weights of earlier tiles are multiplied with.
+    /// The factor of each query row for its weights of earlier tiles.
     pub keep: Piece<f32>,
     /// One result.
     pub result: Piece<f32>,
@@ -167,11 +167,11 @@ pub(super) struct Scratch {
     pub columns: Piece<f32>,
     /// The query rows that see some of a tile.
     pub rows: Piece<u32>,
-    /// The numbers from 0.
+    /// The numbers 0, 1, 2 and so on.
     pub in_order: Piece<u32>,
     /// For each of `rows`, the slots of the tile that it sees.
     pub seen: Piece<u64>,
-    /// For each token, which of [`TILE`] slots it sees.
+    /// For each token, which of the [`TILE`] slots it sees.
     pub seen_by_token: Piece<u64>,
 }
 

@@ -11,8 +11,7 @@ use etkv_core::{Error, Result, Status};
 use pages::Mapping;
 pub(crate) use pages::{page, Freezer, Piece, SHARES};
 
-/// A block of bytes that begins at a cache line. The store writes to it only while no view holds
-/// it.
+/// A block of bytes, aligned to a cache line. The store writes to it only while no view holds it.
 #[derive(Debug)]
 pub(crate) struct Memory {
     block: Block,
@@ -20,16 +19,16 @@ pub(crate) struct Memory {
     size: usize,
 }
 
-/// Where the bytes lie.
+/// The memory of the bytes.
 #[derive(Debug)]
 enum Block {
     /// In memory of the allocator.
     Own(NonNull<u8>, Layout),
-    /// In pages, the first of which other blocks may have too.
+    /// In pages. The first ones may be shared with other blocks.
     Mapped(Mapping),
 }
 
-// SAFETY: it owns its bytes, and hands them out as a reference to it allows.
+// SAFETY: it owns its bytes, and hands them out under the rules of references to it.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
@@ -37,14 +36,14 @@ unsafe impl Sync for Memory {}
 impl Memory {
     const LINE: usize = 64;
 
-    /// The alignment that is asked for. With more, the allocator would write the zeros itself; with
-    /// this, large blocks are pages that the system has as zeros already.
+    /// The requested alignment. With a larger one, the allocator would write the zeros itself; with this one,
+    /// large blocks are pages that the system already zeroes.
     const ALIGN: usize = 16;
 
     /// Returns `size` bytes of zeros.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if there is no such memory.
+    /// [`Backend`](Status::Backend) if memory is lacking.
     pub fn zeroed(size: usize) -> Result<Self> {
         let lacking = || {
             Error::new(
@@ -65,21 +64,21 @@ impl Memory {
         // SAFETY: the layout's size is not 0.
         let block = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(lacking)?;
         let skipped = block.as_ptr().align_offset(Self::LINE).min(Self::LINE);
-        // SAFETY: the block has a line more than `size` bytes.
+        // SAFETY: the block has one cache line more than `size` bytes.
         let start = unsafe { block.add(skipped) };
         Ok(Self { block: Block::Own(block, layout), start, size })
     }
 
-    /// Returns `size` bytes that begin with frozen ones, and can become `most` bytes without a copy.
+    /// Returns `size` bytes that begin with frozen ones, and can grow to `most` bytes without a copy.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if there is no such memory.
+    /// [`Backend`](Status::Backend) if memory is lacking.
     pub fn mapped(pieces: Vec<Piece>, size: usize, most: usize) -> Result<Self> {
         let mapping = Mapping::new(pieces, most.max(size))?;
         Ok(Self { start: mapping.start(), block: Block::Mapped(mapping), size })
     }
 
-    /// Returns the frozen bytes that it was mapped with, or nothing for memory of its own.
+    /// Returns the frozen bytes that it was mapped with, or `None` for allocated memory.
     pub fn pieces(&self) -> Option<&[Piece]> {
         match &self.block {
             Block::Own(..) => None,
@@ -87,7 +86,7 @@ impl Memory {
         }
     }
 
-    /// Returns whether it can become `size` bytes where it is.
+    /// Returns whether it can grow to `size` bytes in place.
     pub fn has_room(&self, size: usize) -> bool {
         match &self.block {
             Block::Own(..) => size <= self.size,
@@ -95,18 +94,18 @@ impl Memory {
         }
     }
 
-    /// Becomes `size` bytes, if it has room for them: new ones are zeros. Never shrinks.
+    /// Grows to `size` bytes, if it has room for them: new bytes are zero. Never shrinks.
     pub fn extend(&mut self, size: usize) {
         if self.has_room(size) {
             self.size = self.size.max(size);
         }
     }
 
-    /// Returns a block of at least `size` bytes: the one in `place`, or a new one of zeros there. The
-    /// old one is freed first.
+    /// Returns a block of at least `size` bytes: the one in `place`, or a new zeroed one, which is stored
+    /// there. The old one is freed first.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if there is no such memory; `place` is then empty.
+    /// [`Backend`](Status::Backend) if memory is lacking; `place` is then empty.
     pub fn at_least(place: &mut Option<Self>, size: usize) -> Result<&mut Self> {
         let block = match place.take() {
             Some(block) if block.size >= size => block,
@@ -118,10 +117,10 @@ impl Memory {
         Ok(place.insert(block))
     }
 
-    /// Returns `size` bytes: these, and zeros behind them.
+    /// Returns `size` bytes: these, and zeros after them.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if there is no such memory.
+    /// [`Backend`](Status::Backend) if memory is lacking.
     pub fn copied(&self, size: usize) -> Result<Self> {
         let mut copy = Self::zeroed(size)?;
         let n = size.min(self.size);
@@ -129,16 +128,14 @@ impl Memory {
         Ok(copy)
     }
 
-    /// Returns the first byte. It is written through only by a single holder that has no reference
-    /// to the bytes.
+    /// Returns the first byte. Only a single owner without a reference to the bytes may write through it.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
     /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: there are so many bytes, which began as zeros. They are not written while they are
-        // borrowed.
+        // SAFETY: there are `size` bytes, initially zero. They are not written while they are borrowed.
         unsafe { std::slice::from_raw_parts(self.as_ptr(), self.size) }
     }
 
@@ -158,11 +155,10 @@ impl Drop for Memory {
     }
 }
 
-/// Returns the bytes to write to. If a view holds them, the view keeps them, and they are copied
-/// first.
+/// Returns the bytes for writing. If a view holds them, it keeps them, and they are copied first.
 ///
 /// # Errors
-/// [`Backend`](Status::Backend) if there is no memory for the copy.
+/// [`Backend`](Status::Backend) if memory for the copy is lacking.
 pub(crate) fn unshared(memory: &mut Arc<Memory>) -> Result<&mut [u8]> {
     if Arc::get_mut(memory).is_none() {
         *memory = Arc::new(memory.copied(memory.size)?);
@@ -182,7 +178,7 @@ pub(crate) mod shortage {
         static AFTER: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
-    /// Makes all allocations fail after `n` more. `None`: none fails.
+    /// Makes all allocations fail after `n` more. With `None`, none fails.
     pub fn after(n: Option<usize>) {
         AFTER.set(n);
     }
@@ -211,7 +207,7 @@ mod tests {
         }
     }
 
-    /// Mappings of the same bytes see them, and each only its own writes.
+    /// Mappings of the same bytes see them, and only their own writes.
     #[test]
     fn mappings_share_what_none_of_them_wrote() {
         let page = page();
@@ -234,7 +230,7 @@ mod tests {
         assert_eq!((a.bytes()[0], a.bytes()[page], a.bytes()[4 * page]), (0, 255, 9));
         assert_eq!((b.bytes()[0], b.bytes()[page]), (77, bytes[page]));
         drop(a);
-        // One that begins with a part of it, and goes on with other bytes.
+        // A block that begins with a part of it, and continues with other bytes.
         let mut freezer = Freezer::new().unwrap();
         let next = freezer.add(&[5; 10], 2 * page).unwrap();
         let joined = vec![piece.up_to(2 * page).unwrap(), next];

@@ -1,6 +1,5 @@
-//! Memory that begins with bytes which caches read together. It looks like any other run of memory, so that
-//! the kernels know nothing of it. A write to a page that is shared gives the writer a page of its own; the
-//! system does that.
+//! Memory that begins with bytes that caches share. It looks like any other memory, so that kernels need not
+//! know. When a shared page is written to, the system gives the writer its own copy of the page.
 
 #[cfg(not(target_os = "linux"))]
 #[path = "pages/copies.rs"]
@@ -18,20 +17,21 @@ use rustix::io::Errno;
 use rustix::mm::{mmap_anonymous, munmap, MapFlags, ProtFlags};
 
 pub(crate) use frozen::SHARES;
-use frozen::{Frozen, Writer};
+use frozen::{FrozenPages, Writer};
 
 const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
-/// A run of frozen bytes, and where it lies in a mapping. Both begin at a page and have whole pages.
+/// A run of frozen bytes, and its offset in a mapping. Both start at a page boundary and have whole pages.
 #[derive(Debug, Clone)]
 pub(crate) struct Piece {
-    frozen: Arc<Frozen>,
+    frozen: Arc<FrozenPages>,
     offset: u64,
     place: Range<usize>,
 }
 
 impl Piece {
-    /// Returns this piece up to a place in the mapping, which begins a page; nothing if it lies behind.
+    /// Returns the part of this piece before the offset `end`, which starts a page; `None` if the piece lies
+    /// after it.
     pub fn up_to(&self, end: usize) -> Option<Self> {
         let end = end.min(self.place.end);
         (self.place.start < end).then(|| Self { place: self.place.start..end, ..self.clone() })
@@ -48,7 +48,7 @@ impl Freezer {
         Writer::new().map(Self).map_err(|error| lacking("a prefix", error))
     }
 
-    /// Copies bytes, which lie at `place`, the beginning of a page, in a mapping.
+    /// Copies bytes at the offset `place`, which starts a page, of a mapping.
     ///
     /// # Errors
     /// [`Backend`](Status::Backend) if memory is lacking.
@@ -61,8 +61,8 @@ impl Freezer {
     }
 }
 
-/// A run of memory that begins with frozen bytes. What is behind them starts as zeros, and takes memory when
-/// it is written.
+/// A run of memory that begins with frozen bytes. The bytes after them are zero at first, and take memory
+/// once they are written.
 #[derive(Debug)]
 pub(super) struct Mapping {
     start: NonNull<u8>,
@@ -70,13 +70,13 @@ pub(super) struct Mapping {
     pieces: Vec<Piece>,
 }
 
-// SAFETY: it owns its mapping, and hands its bytes out as a reference to it allows.
+// SAFETY: it owns its mapping, and hands its bytes out under the rules of references to it.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the pieces, in order and side by side from the beginning, into room for `size` bytes.
+    /// Maps the pieces, in order and without gaps from the beginning, into room for `size` bytes.
     ///
     /// # Errors
     /// [`Backend`](Status::Backend) if the system has no such room.
@@ -93,7 +93,7 @@ impl Mapping {
         let mapping = Self { start, size, pieces };
         for Piece { frozen, offset, place } in &mapping.pieces {
             debug_assert!(place.start % page() == 0 && place.end <= size);
-            // SAFETY: the place lies in this mapping, which no reference points into yet.
+            // SAFETY: the range lies in this mapping, which no reference points into yet.
             let mapped = unsafe {
                 let at = mapping.start.as_ptr().add(place.start);
                 frozen.map(at, place.len(), *offset)
@@ -107,7 +107,7 @@ impl Mapping {
         self.start
     }
 
-    /// Returns the bytes that there is room for.
+    /// Returns the number of bytes that it has room for.
     pub fn size(&self) -> usize {
         self.size
     }
@@ -130,7 +130,7 @@ pub(crate) fn page() -> usize {
     rustix::param::page_size()
 }
 
-/// Returns so many bytes in whole pages.
+/// Rounds bytes up to whole pages.
 fn whole_pages(bytes: usize) -> usize {
     bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX - (usize::MAX % page()))
 }

@@ -1,14 +1,14 @@
-//! The arguments of a call, checked.
+//! The checked arguments of a call.
 
 use etkv_core::{fail, Result};
 use etkv_delegate::Argument;
 
 use crate::tensor::{Dtype, Tensor};
 
-/// Returns the dtype that has this number in ExecuTorch.
+/// Returns the dtype with this number in ExecuTorch.
 ///
 /// # Errors
-/// [`Dtype`](etkv_core::Status::Dtype) for other types than float32, float16 and bfloat16.
+/// [`Dtype`](etkv_core::Status::Dtype) for types other than float32, float16 and bfloat16.
 pub fn dtype(scalar_type: i8) -> Result<Dtype> {
     match scalar_type {
         6 => Ok(Dtype::F32),
@@ -21,11 +21,11 @@ pub fn dtype(scalar_type: i8) -> Result<Dtype> {
     }
 }
 
-/// Returns rows, `[1, heads, T, dim]`, that stay where the argument has them.
+/// Returns rows, `[1, heads, T, dim]`, which stay in the argument's memory.
 ///
 /// # Errors
-/// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for another
-/// argument, which `name` says in the message.
+/// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for any other argument. The
+/// message has its `name`.
 pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
     let dtype = tensor(argument, name).and_then(|()| dtype(argument.scalar_type()));
     let dtype = dtype.map_err(|error| error.at(name))?;
@@ -50,14 +50,14 @@ pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
     for axis in (0..3).rev() {
         strides[axis] = strides[axis + 1] * shape[axis + 1] as isize;
     }
-    // SAFETY: the argument has the bytes for the shape, and the call ends before its arguments do.
+    // SAFETY: the argument has the bytes for the shape, and lives longer than the call.
     unsafe { Tensor::borrowed(bytes.as_ptr().cast(), dtype, shape, strides) }
 }
 
-/// Reads positions, int64 or int32 in `[T]` or `[T, n]`, of which the first component counts.
+/// Reads positions, int64 or int32 in `[T]` or `[T, n]`. The first component is the position.
 ///
 /// # Errors
-/// [`Position`](etkv_core::Status::Position) for one that is no 32-bit integer;
+/// [`Position`](etkv_core::Status::Position) for a value that is no 32-bit integer;
 /// [`Dtype`](etkv_core::Status::Dtype) and [`Shape`](etkv_core::Status::Shape) for other tensors.
 pub fn positions(argument: &Argument, out: &mut Vec<i32>) -> Result<()> {
     tensor(argument, "positions").map_err(|error| error.at("positions"))?;
@@ -86,10 +86,10 @@ pub fn positions(argument: &Argument, out: &mut Vec<i32>) -> Result<()> {
     Ok(())
 }
 
-/// Makes room for `n` positions behind those in `positions`.
+/// Makes room for `n` more positions in `positions`.
 ///
 /// # Errors
-/// [`Backend`](etkv_core::Status::Backend) if there is no such memory.
+/// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
 pub fn reserve(positions: &mut Vec<i32>, n: usize) -> Result<()> {
     if positions.try_reserve(n).is_err() {
         fail!(Backend, "out of memory: {n} positions; free memory or take fewer tokens at a time");

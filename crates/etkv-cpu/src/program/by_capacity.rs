@@ -1,4 +1,5 @@
-//! What depends on the capacity of the cache: the frequencies of a rotary embedding that has some for long texts.
+//! A choice by the capacity of the cache: the frequencies of a rotary embedding with a separate set for long
+//! texts.
 
 use etkv_core::Result;
 use tracing::debug;
@@ -7,15 +8,15 @@ use super::forward::entry_of;
 use super::payload::SelectByCapacity;
 use super::TARGET;
 
-/// The tensors to choose from: that within the limit, and that beyond.
+/// The tensors to choose from: for capacities up to the limit, and above it.
 pub const N_INPUTS: usize = 2;
 
-/// Returns the number of the tensor that a program passes on, and notes in its cache that the limit is passed. Without
-/// a cache it is the first.
+/// Returns the number of the tensor that a program uses, and notes in its cache that the capacity passes the
+/// limit. Without a cache it is the first tensor.
 ///
 /// # Errors
-/// [`NoCache`](etkv_core::Status::NoCache) for an unknown key, and [`Kind`](etkv_core::Status::Kind) for a cache of
-/// another backend, or one with rows of the other choice.
+/// [`NoCache`](etkv_core::Status::NoCache) for an unknown key, and [`Kind`](etkv_core::Status::Kind) for a
+/// cache of another backend, or one with rows of the other choice.
 pub fn choose(choice: &SelectByCapacity, key: Option<&str>) -> Result<usize> {
     let Some(key) = key else {
         return Ok(0);
@@ -24,7 +25,7 @@ pub fn choose(choice: &SelectByCapacity, key: Option<&str>) -> Result<usize> {
     if cache.capacity() <= choice.limit {
         return Ok(0);
     }
-    debug!(target: TARGET, limit = choice.limit, "the capacity is beyond a limit of the program");
+    debug!(target: TARGET, limit = choice.limit, "the capacity exceeds a limit of the program");
     cache.lock()?.pass_limit(choice.limit)?;
     Ok(1)
 }

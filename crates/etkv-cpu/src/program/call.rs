@@ -1,4 +1,4 @@
-//! A call of a program, loaded.
+//! A loaded call of a program.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ enum Op {
         forward: Option<Arc<Forward>>,
     },
     SelectRows(LogitsRows),
-    /// The number of the input that it passes on.
+    /// The number of the chosen input.
     SelectByCapacity(usize),
 }
 
@@ -29,13 +29,12 @@ impl Call {
     ///
     /// # Errors
     /// - [`Program`](etkv_core::Status::Program) for a payload that is damaged or of another version.
-    /// - [`NoCache`](etkv_core::Status::NoCache) for an unknown key,
-    ///   [`Kind`](etkv_core::Status::Kind) for a cache of another backend, and
-    ///   [`Shape`](etkv_core::Status::Shape) for a cache with another
-    ///   number of layers. [`Kind`](etkv_core::Status::Kind) also if the program chooses by the capacity and the
-    ///   cache holds rows of another choice.
-    /// - [`Unsupported`](etkv_core::Status::Unsupported) for the last row of a program that computes
-    ///   all, and for the rows of candidates.
+    /// - [`NoCache`](etkv_core::Status::NoCache) for an unknown key, [`Kind`](etkv_core::Status::Kind) for a
+    ///   cache of another backend, and [`Shape`](etkv_core::Status::Shape) for a cache with another number of
+    ///   layers. Also [`Kind`](etkv_core::Status::Kind) if the program chooses by the capacity and the cache
+    ///   holds rows of another choice.
+    /// - [`Unsupported`](etkv_core::Status::Unsupported) if only the last row is requested of a program that
+    ///   computes all rows, and for the rows of candidates.
     pub fn load(payload: &[u8], options: &LoadOptions) -> Result<Self> {
         Self::load_now(payload, options).inspect_err(|error| {
             warn!(target: TARGET, status = ?error.status(), %error, "a program is refused");
@@ -88,11 +87,12 @@ impl Call {
         }
     }
 
-    /// Carries the call out and writes its output where `host` places it, in the dtype of this ExecuTorch number.
+    /// Runs the call and writes its output to the memory that `host` returns, in the dtype with this
+    /// ExecuTorch number.
     ///
     /// # Errors
-    /// [`NoCache`](etkv_core::Status::NoCache) if the program was loaded without a cache, those of
-    /// the cache for what it refuses, and those of the host. The step is then rolled back.
+    /// [`NoCache`](etkv_core::Status::NoCache) if the program was loaded without a cache, those of the cache,
+    /// and those of the host. The step is then rolled back.
     pub fn execute(
         &mut self,
         inputs: &[Argument],

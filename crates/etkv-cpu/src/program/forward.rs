@@ -1,5 +1,5 @@
-//! The forward that the calls of a program share: a step that is open on the cache from the first
-//! call to the last.
+//! The forward that the calls of a program share: a step that is open on the cache from the first call to the
+//! last.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -21,22 +21,22 @@ use crate::store::CpuStore;
 /// The forwards of a loaded method on its cache, one at a time.
 pub struct Forward {
     program: String,
-    /// The thread that loads it, and whether each of its calls is there: ExecuTorch makes the delegates of a method one
-    /// after another.
+    /// The thread that loads the method, and whether each of its calls is loaded: ExecuTorch makes the
+    /// delegates of a method one after another.
     loading: Mutex<(ThreadId, Vec<bool>)>,
     state: Mutex<State>,
 }
 
-/// What a call gets from its host.
+/// The arguments of a call and its output's dtype, from the host.
 pub struct Run<'a> {
     pub inputs: &'a [Argument<'a>],
-    /// ExecuTorch's number of the output's dtype.
+    /// The output's dtype, as ExecuTorch numbers it.
     pub output_type: i8,
     pub host: &'a mut dyn Host,
     pub parallel: &'a dyn Parallel,
 }
 
-/// What changes from call to call.
+/// The part that changes from call to call.
 struct State {
     forwards: Forwards<CpuStore>,
     /// The positions of the call.
@@ -45,15 +45,13 @@ struct State {
 }
 
 thread_local! {
-    /// The forward whose step this thread opened last: ExecuTorch makes the calls of a forward on one
-    /// thread.
+    /// The forward whose step this thread opened last: ExecuTorch makes all calls of a forward on one thread.
     static OPEN: RefCell<Weak<Forward>> = const { RefCell::new(Weak::new()) };
 }
 
-/// Rolls back the forward that this thread began, if it is not done: an operator between two calls
-/// failed.
+/// Rolls back the unfinished forward that this thread began: an operator between two calls failed.
 pub fn abort_forward() {
-    // A thread that ends may have no storage left.
+    // A thread that ends may have no thread-local storage left.
     let open = OPEN.try_with(|open| open.take().upgrade()).ok().flatten();
     if let Some(forward) = open {
         if let Ok(mut state) = forward.state() {
@@ -81,8 +79,8 @@ pub fn entry_of(key: &str) -> Result<Entry> {
 }
 
 impl Forward {
-    /// Returns the forward of the method that this thread loads: that of its calls so far, or a new
-    /// one on the cache with this key.
+    /// Returns the forward of the method that this thread loads: the one of its earlier calls, or a new one
+    /// on the cache with this key.
     ///
     /// # Errors
     /// [`NoCache`](etkv_core::Status::NoCache) for an unknown key, [`Kind`](etkv_core::Status::Kind)
@@ -116,7 +114,7 @@ impl Forward {
         Ok(forward)
     }
 
-    /// Takes a call, if it belongs to the method that this thread loads. Returns whether it did.
+    /// Adds a call, if it belongs to the method that this thread loads. Returns whether it does.
     fn joins(&self, call: &Attend, key: &str) -> bool {
         let mut loading = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let (thread, had) = &mut *loading;
@@ -132,7 +130,7 @@ impl Forward {
         lacks
     }
 
-    /// Carries out a call. An error rolls the step back.
+    /// Runs a call. An error rolls the step back.
     ///
     /// # Errors
     /// Those of [`begin`](etkv_core::AttendCache::begin),
@@ -193,7 +191,7 @@ fn attend_now(state: &mut State, call: &Attend, run: Run) -> Result<()> {
             let found = out.len();
             fail!(Shape, "output: expected {size} aligned bytes for shape {shape:?}, got {found}");
         }
-        // SAFETY: the host's memory has `size` bytes and is aligned, and this call alone borrows it.
+        // SAFETY: the host's memory has `size` bytes and is aligned, and only this call borrows it.
         unsafe { attend_into(&q, spec, call.scale, start, dtype, workspace, parallel) }
     })
 }

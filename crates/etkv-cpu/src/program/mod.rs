@@ -1,8 +1,8 @@
-//! The calls of a CPU program that etkv carries out. ExecuTorch and XNNPACK carry out the others.
+//! The calls of a CPU program that etkv runs. ExecuTorch and XNNPACK run the others.
 //!
-//! The exporter makes each call a delegate of its own, with a `payload` that says what it is. A
-//! loaded method has one [`Call`] for each. Those that attend share a `forward`: the step that is
-//! open on the cache from the first of them to the last.
+//! The exporter makes each call a separate delegate, with a `payload` that describes it. A loaded method has
+//! one [`Call`] for each. Those that attend share a `forward`: the step that is open on the cache from the
+//! first of them to the last.
 
 mod argument;
 mod by_capacity;

@@ -1,12 +1,12 @@
-//! What the exporter says of a call: JSON, written by `python/etkv/export/cpu/calls.py`.
+//! The exporter's description of a call: JSON, written by `python/etkv/export/cpu/calls.py`.
 
 use etkv_core::{fail, Error, Result, Status};
 use serde::Deserialize;
 
-/// The version of payloads that this reads.
+/// The version of payloads that this build reads.
 const VERSION: u32 = 1;
 
-/// The most calls of a forward: more than any model has, and few enough to count each.
+/// The most calls of a forward: more than any model has, and few enough for a flag for each.
 const MAX_CALLS: usize = 1 << 16;
 
 /// The payload of a call.
@@ -15,9 +15,9 @@ const MAX_CALLS: usize = 1 << 16;
 pub enum Payload {
     /// Attention over a layer of the cache.
     UpdateAndAttend(Attend),
-    /// The rows that the head of the model computes logits of.
+    /// The rows of hidden states for which the model's head computes logits.
     SelectRows(SelectRows),
-    /// One of two tensors, by the capacity of the cache.
+    /// One of two tensors, chosen by the capacity of the cache.
     SelectByCapacity(SelectByCapacity),
 }
 
@@ -25,21 +25,21 @@ pub enum Payload {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Attend {
     version: u32,
-    /// A name that all calls of a program share. Programs of the same graph share it too.
+    /// A name that all calls of a program share. Programs of the same graph have the same name.
     pub program: String,
     /// The number of this call among those of a forward, from 0.
     pub call: usize,
-    /// The number of those.
+    /// The number of calls of a forward.
     pub n_calls: usize,
-    /// The layers of the cache that they use, from 0.
+    /// The number of layers of the cache that the calls use, from 0.
     pub n_layers: usize,
     /// The layer of the cache.
     pub layer: usize,
     /// The factor of the scores.
     pub scale: f32,
-    /// The input that each of queries, keys, values and positions is. Two may be the same.
+    /// The inputs that are the queries, keys, values and positions. Two may be the same.
     pub inputs: [usize; 4],
-    /// Whether the program has a call that selects rows, or else computes the last row only.
+    /// Whether the program has a call that selects rows, computes all rows or computes the last row only.
     pub logits: Logits,
 }
 
@@ -47,25 +47,25 @@ pub struct Attend {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Logits {
-    /// Those that are selected at load.
+    /// The rows that are selected at load.
     Selected,
-    /// One for each token.
+    /// One row for each token.
     All,
-    /// That of the last token.
+    /// The row of the last token.
     Last,
 }
 
-/// The rows that the head of the model computes logits of.
+/// The rows of hidden states for which the model's head computes logits.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct SelectRows {
     version: u32,
 }
 
-/// One of two tensors: the second for a cache that holds more positions than the limit.
+/// One of two tensors: the second for a cache whose capacity exceeds the limit.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct SelectByCapacity {
     version: u32,
-    /// The most positions that the first tensor is for.
+    /// The largest capacity that the first tensor is for.
     pub limit: i32,
 }
 
@@ -73,8 +73,8 @@ impl Payload {
     /// Reads a payload.
     ///
     /// # Errors
-    /// [`Program`](Status::Program) for what is no payload, and [`Version`](Status::Version) for one of
-    /// another version.
+    /// [`Program`](Status::Program) for bytes that are no payload, and [`Version`](Status::Version) for a
+    /// payload of another version.
     pub fn read(bytes: &[u8]) -> Result<Self> {
         let payload: Self = serde_json::from_slice(bytes).map_err(|error| {
             Error::new(Status::Program, format!("the payload of a CPU call is damaged: {error}"))

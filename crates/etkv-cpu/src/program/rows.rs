@@ -1,9 +1,9 @@
-//! The rows of hidden states that the head of a model computes logits of.
+//! The rows of hidden states for which a model's head computes logits.
 
 use etkv_core::{fail, Result};
 use etkv_delegate::{Argument, Host, LogitsRows};
 
-/// Gives `host` all rows of the input, `[1, T, hidden]`, or the last.
+/// Gives `host` all rows of the input, `[1, T, hidden]`, or only the last.
 ///
 /// # Errors
 /// [`Shape`](etkv_core::Status::Shape) for another input, and those of the host.

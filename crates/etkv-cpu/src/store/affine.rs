@@ -6,11 +6,11 @@ use super::bits::to_byte;
 use super::codec::{RowCodec, Widths};
 use crate::floats::to_f16;
 
-/// Affine groups, with the codes, scales and offsets that MLX computes from the rows in float32.
-/// Scales and offsets are then rounded to float16.
+/// Affine groups, with the codes, scales and offsets that MLX computes from the rows in float32. Scales and
+/// offsets are then rounded to float16.
 ///
-/// MLX fits the scale so that the end of larger magnitude and zero are exact. Elements beyond the
-/// range of float16 are stored as its nearest value, so no group holds an infinity.
+/// MLX fits the scale so that zero and the end of larger magnitude are exact. Elements outside the range of
+/// float16 are stored as its nearest value, so no group holds an infinity.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Affine {
     bits: u8,
@@ -23,11 +23,11 @@ const MAX: usize = 128;
 /// The largest float16.
 const F16_MAX: f32 = 65504.0;
 
-/// The least step between codes.
+/// The minimum step between codes.
 const MIN_SCALE: f32 = 1e-7;
 
 impl Affine {
-    /// Returns the codec. There are formats of these bits and groups.
+    /// Returns the codec. There must be formats with these bits and groups.
     pub fn new(bits: u8, group: u8) -> Self {
         Self { bits, group }
     }
@@ -40,7 +40,7 @@ impl Affine {
         let step = (most - least) / top;
         let step = if step < MIN_SCALE { MIN_SCALE } else { step };
         let (edge, step) = if reaches_down { (least, step) } else { (most, -step) };
-        // Zero has a code, and the edge is the last code from it.
+        // Zero has a code, and the last code is as many steps from it.
         let to_edge = (edge / step).round_ties_even();
         let (scale, offset) = if to_edge == 0.0 { (step, 0.0) } else { (edge / to_edge, edge) };
         for (code, &value) in codes.iter_mut().zip(group) {
@@ -55,7 +55,7 @@ fn clipped(value: f32) -> f32 {
     value.clamp(-F16_MAX, F16_MAX)
 }
 
-/// Returns the least and the largest of some values, without NaN.
+/// Returns the minimum and maximum of some values, ignoring NaN.
 fn range(group: &[f32]) -> (f32, f32) {
     const WIDTH: usize = 8;
     let (mut least, mut most) = ([f32::INFINITY; WIDTH], [f32::NEG_INFINITY; WIDTH]);
@@ -72,7 +72,7 @@ fn range(group: &[f32]) -> (f32, f32) {
     (least.iter().fold(f32::INFINITY, smaller), most.iter().fold(f32::NEG_INFINITY, larger))
 }
 
-/// Packs eight codes at a time into as many bytes as a code has bits, the first lowest.
+/// Packs eight codes at a time into as many bytes as a code has bits, the first in the lowest bits.
 fn pack(bits: usize, codes: &[u8], out: &mut [u8]) {
     for (codes, out) in codes.chunks_exact(8).zip(out.chunks_exact_mut(bits)) {
         let along = codes.iter().zip((0..).step_by(bits));
@@ -81,7 +81,7 @@ fn pack(bits: usize, codes: &[u8], out: &mut [u8]) {
     }
 }
 
-/// Replaces each element by that of its code, eight at a time.
+/// Replaces each element by the value of its code, eight at a time.
 fn unpack(bits: usize, bytes: &[u8], row: &mut [f32], element: impl Fn(u8) -> f32) {
     let mask = (1u64 << bits) - 1;
     for (bytes, out) in bytes.chunks_exact(bits).zip(row.chunks_exact_mut(8)) {
@@ -109,7 +109,7 @@ impl RowCodec for Affine {
         let groups = row.chunks_exact(group).zip(codes.chunks_exact_mut(group / 8 * bits));
         for ((values, codes), (scale_out, offset_out)) in groups.zip(pairs) {
             let (scale, offset) = self.fit(values, fitted);
-            // With the number of bits known, loops are unrolled.
+            // With a constant number of bits, the compiler unrolls the loops.
             match bits {
                 2 => pack(2, fitted, codes),
                 3 => pack(3, fitted, codes),

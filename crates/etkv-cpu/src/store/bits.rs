@@ -2,8 +2,8 @@
 
 use crate::floats::magnitude;
 
-/// Adding it to a float32 of up to 2^22 rounds to an integer, ties to even. The lowest bits of the
-/// sum are the integer's.
+/// Adding this to a float32 of up to 2^22 rounds it to an integer, ties to even. The lowest bits of the sum
+/// are those of the integer.
 const ROUNDING: f32 = 12_582_912.0;
 
 /// Returns the integer nearest to `value`, ties to even. Its magnitude is at most 2^22.
@@ -11,19 +11,19 @@ pub(super) fn rounded(value: f32) -> f32 {
     (value + ROUNDING) - ROUNDING
 }
 
-/// Returns the integer nearest to `value`, ties to even, which is from 0 to 255.
+/// Returns the integer from 0 to 255 that is nearest to `value`, ties to even.
 pub(super) fn to_byte(value: f32) -> u8 {
     (value + ROUNDING).to_bits() as u8
 }
 
-/// Packs codes of 4 bits in pairs, the first lowest.
+/// Packs codes of 4 bits in pairs, the first in the lower bits.
 pub(super) fn pack_nibbles(codes: &[u8], out: &mut [u8]) {
     for (pair, out) in codes.chunks_exact(2).zip(out) {
         *out = pair[0] | pair[1] << 4;
     }
 }
 
-/// Replaces each element by that of its code.
+/// Replaces each element by the value of its code.
 pub(super) fn unpack_nibbles(bytes: &[u8], row: &mut [f32], element: impl Fn(u8) -> f32) {
     for (byte, pair) in bytes.iter().zip(row.chunks_exact_mut(2)) {
         pair[0] = element(byte & 15);
@@ -41,8 +41,7 @@ pub(super) fn to_e2m1(value: f32) -> u8 {
     } else {
         0.0
     };
-    // Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6. The right one of the three results is the
-    // least.
+    // Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6. The smallest of the three results is right.
     let by_half = rounded(size * 2.0);
     let by_one = rounded(size) + 2.0;
     let by_two = rounded(size * 0.5) + 4.0;
@@ -59,10 +58,10 @@ pub(super) const E2M1: [f32; 16] =
 pub(super) fn to_e4m3(value: f32) -> u8 {
     let size = magnitude(value);
     let sign = (value.to_bits() >> 24) as u8 & 0x80;
-    // Below the least normal number, 2^-6, steps are 2^-9, as those of float32 are from 2^14 on.
+    // Below the smallest normal number, 2^-6, steps are 2^-9, which is the step of float32 from 2^14 on.
     let base = 16384f32;
     let low = (f32::from_bits(size) + base).to_bits().wrapping_sub(base.to_bits());
-    // Three bits of the mantissa stay, and the exponent's bias becomes 7.
+    // Three bits of the mantissa remain, and the exponent's bias becomes 7.
     let rounding = 0x0007_ffff + (size >> 20 & 1);
     let high = size.wrapping_sub(120 << 23).wrapping_add(rounding) >> 20;
     let code = if size < 121 << 23 { low } else { high };
@@ -77,7 +76,7 @@ const fn e4m3() -> [f32; 256] {
     let mut code = 0;
     while code < 256 {
         let (exponent, mantissa) = (code >> 3 & 15, code & 7);
-        // The step of the code's exponent, a power of two; subnormals have that of exponent 1.
+        // The step of the code's exponent, a power of two; subnormals have the step of exponent 1.
         let step = if exponent == 0 { 1 } else { exponent } as u32 + 117;
         let steps = if exponent == 0 { mantissa } else { 8 + mantissa } as f32;
         let value = steps * f32::from_bits(step << 23);
@@ -87,9 +86,8 @@ const fn e4m3() -> [f32; 256] {
     values
 }
 
-/// Computes the E8M0 scale of a block whose largest magnitude is `peak`, for elements of at most
-/// 1.75 times 2^`top`, which 7 and 448 are. It is the least power of two that brings the peak to no
-/// more.
+/// Computes the E8M0 scale of a block whose largest magnitude is `peak`, for elements of at most 1.75 times
+/// 2^`top`, such as 7 and 448. It is the smallest power of two that scales the peak to at most that.
 ///
 /// Returns the code, and the inverse of the scale.
 pub(super) fn e8m0(peak: u32, top: u32) -> (u8, f32) {
@@ -100,7 +98,7 @@ pub(super) fn e8m0(peak: u32, top: u32) -> (u8, f32) {
     (code as u8, f32::from_bits((254 - code) << 23))
 }
 
-/// Returns the value of an E8M0 code. The least stands for 0.
+/// Returns the value of an E8M0 code. The smallest code stands for 0.
 pub(super) fn from_e8m0(code: u8) -> f32 {
     f32::from_bits(u32::from(code) << 23)
 }

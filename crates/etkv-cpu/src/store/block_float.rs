@@ -1,4 +1,4 @@
-//! Floats of four and eight bits with a scale a block: OCP microscaling, and NVIDIA's.
+//! Floats of four and eight bits with one scale a block: OCP microscaling, and NVIDIA's.
 
 use super::bits::{e8m0, from_e8m0, pack_nibbles, to_e2m1, to_e4m3, unpack_nibbles, E2M1, E4M3};
 use super::codec::{RowCodec, Widths};
@@ -15,9 +15,9 @@ pub(crate) enum Layout {
     Nvfp4,
 }
 
-/// Block floats. In mxfp8 and mxfp4 scales are powers of two, which cover every float32. The scale
-/// of nvfp4 is an E4M3 number: its blocks above 2688, which is 6 times the largest scale, are
-/// stored as the nearest value, and blocks below 0.006 as zeros.
+/// Block floats. In mxfp8 and mxfp4 scales are powers of two, which cover every float32. The scale of nvfp4
+/// is an E4M3 number: values above 2688 (6 times the largest scale) are stored as the nearest value, and
+/// blocks below 0.006 as zeros.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BlockFloat {
     layout: Layout,

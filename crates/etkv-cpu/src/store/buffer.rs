@@ -13,8 +13,8 @@ use crate::memory::{unshared, Memory, SHARES};
 use crate::tensor::Tensor;
 use crate::view::{Plane, View};
 
-/// The rows of one layer's keys, or of its values, in slots. Slots come first in memory, the heads
-/// of a slot are side by side. Slots that were never written are zero.
+/// The rows of one layer's keys, or of its values, in slots. The slot is the outer axis in memory, and the
+/// heads of a slot are contiguous. Slots that were never written are zero.
 pub(super) struct Buffer {
     format: KvFormat,
     codec: Codec,
@@ -22,13 +22,13 @@ pub(super) struct Buffer {
     head_dim: usize,
     widths: Widths,
     pub(super) slots: i32,
-    /// The first slots, whose rows lie in frozen memory: none of them was written since.
+    /// The number of first slots whose rows lie in frozen memory and were not written since.
     pub(super) shared: i32,
-    /// As many as the format has, or none without slots.
+    /// One for each plane of the format; absent without slots.
     pub(super) planes: [Option<Arc<Memory>>; 3],
 }
 
-/// Copies of rows, bit for bit: a run of slots for each plane.
+/// Bitwise copies of rows: a run of slots for each plane.
 pub(super) struct Rows {
     format: KvFormat,
     n_slots: usize,
@@ -68,9 +68,9 @@ impl Buffer {
         self.head_dim
     }
 
-    /// Returns the bytes of one slot in a plane: its heads.
+    /// Returns the bytes of one slot in a plane: all of its heads.
     pub(super) fn slot_bytes(&self, plane: usize) -> usize {
-        // Saturated sizes are refused when they are allocated.
+        // Saturated sizes are refused by the allocation.
         self.n_kv_heads.saturating_mul(self.widths[plane])
     }
 
@@ -78,7 +78,7 @@ impl Buffer {
         plane == 0 || self.widths[plane] > 0
     }
 
-    /// Allocates planes of `n` slots; `make` gets the plane and its bytes.
+    /// Allocates planes of `n` slots; `make` receives the plane and its bytes.
     fn planes_of<T>(
         &self,
         n: usize,
@@ -95,7 +95,7 @@ impl Buffer {
     /// ones are complete.
     ///
     /// # Errors
-    /// [`Backend`](etkv_core::Status::Backend); the buffer stays as it is.
+    /// [`Backend`](etkv_core::Status::Backend); the buffer is unchanged.
     pub fn grow(&mut self, slots: i32) -> Result<()> {
         if slots <= self.slots || self.extend(slots) {
             return Ok(());
@@ -115,7 +115,7 @@ impl Buffer {
         Ok(())
     }
 
-    /// Grows where the planes are, if they have room.
+    /// Grows the planes in place, if they have room.
     fn extend(&mut self, slots: i32) -> bool {
         let sizes = [0, 1, 2].map(|at| (slots as usize).saturating_mul(self.slot_bytes(at)));
         let mut planes = Vec::new();
@@ -139,7 +139,7 @@ impl Buffer {
         (self.slots, self.shared) = (0, 0);
     }
 
-    /// Notes that these slots are written: from the first of them on the rows are this buffer's alone.
+    /// Notes that these slots are written: from the first of them on the rows belong to this buffer only.
     pub(super) fn own(&mut self, slots: &Slots) {
         if self.shared > 0 {
             self.shared = slots.least().map_or(self.shared, |first| first.min(self.shared));
@@ -157,12 +157,12 @@ impl Buffer {
         Ok(())
     }
 
-    /// Writes one row for each slot. Returns whether all are finite as they are stored; without
-    /// `watch` it is not looked at. `row` has room for a row.
+    /// Writes one row for each slot. Returns whether all are finite as stored, which is checked only with
+    /// `watch`. `row` has room for a row.
     ///
     /// # Errors
-    /// [`Backend`](etkv_core::Status::Backend) if a view holds the buffer and there is no memory for
-    /// a copy. No row is then written.
+    /// [`Backend`](etkv_core::Status::Backend) if a view holds the buffer and memory for a copy is lacking.
+    /// Then no row is written.
     pub fn write(
         &mut self,
         slots: &Slots,
@@ -217,7 +217,7 @@ impl Buffer {
         Ok(finite)
     }
 
-    /// Returns a run of slots as attention reads them.
+    /// Returns a view of a run of slots, for attention.
     ///
     /// # Errors
     /// [`Internal`](etkv_core::Status::Internal) for slots that are not allocated.
@@ -257,7 +257,7 @@ impl Buffer {
         Ok(Rows { format: self.format, n_slots: slots.len(), planes: copies })
     }
 
-    /// Writes copies to as many other slots, or to the same ones.
+    /// Writes copies back, to the same number of slots.
     ///
     /// # Errors
     /// [`Backend`](etkv_core::Status::Backend).
@@ -281,13 +281,13 @@ impl Buffer {
         Ok(())
     }
 
-    /// Moves rows, as if all were read before any is written. Takes no memory for a run of slots,
-    /// nor for rows in the order of their slots that move towards slot 0: all that windows, accepted
-    /// candidates and compaction ask for.
+    /// Moves rows as if all were read before any is written. Takes no memory for a run of slots, nor for rows
+    /// in the order of their slots that move towards slot 0, which covers windows, accepted candidates and
+    /// compaction.
     ///
     /// # Errors
-    /// [`Backend`](etkv_core::Status::Backend), before anything is moved, if there is no memory for a
-    /// copy of the rows.
+    /// [`Backend`](etkv_core::Status::Backend), before anything is moved, if memory for a copy of the rows is
+    /// lacking.
     pub fn relocate(&mut self, from: &Slots, to: &Slots) -> Result<()> {
         self.check(from)?;
         self.check(to)?;
@@ -324,8 +324,7 @@ impl Buffer {
     /// Sets slots to zero.
     ///
     /// # Errors
-    /// [`Backend`](etkv_core::Status::Backend) if a view holds the buffer and there is no memory for
-    /// a copy.
+    /// [`Backend`](etkv_core::Status::Backend) if a view holds the buffer and memory for a copy is lacking.
     pub fn blank(&mut self, slots: &Slots) -> Result<()> {
         self.check(slots)?;
         self.own(slots);
@@ -396,8 +395,8 @@ fn slot_at(slots: &Slots, at: usize) -> usize {
     }
 }
 
-/// Passes runs of slots to `take`, in bytes: where they lie in a plane, and where in a copy that has
-/// these slots alone.
+/// Passes runs of slots to `take`, in bytes: their range in a plane, and their range in a copy of only these
+/// slots.
 pub(super) fn for_each_run(
     slots: &Slots,
     slot_bytes: usize,

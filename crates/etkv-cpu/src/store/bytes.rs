@@ -1,4 +1,4 @@
-//! The bytes of a buffer's planes, for files: they lie in memory as in a file.
+//! The bytes of a buffer's planes, for files: the layout is the same in memory and in a file.
 
 use etkv_core::bookkeeping::Slots;
 use etkv_core::error::fail;
@@ -26,7 +26,7 @@ impl Buffer {
     ///
     /// # Errors
     /// As [`copy_out`](Self::copy_out), and [`Backend`](etkv_core::Status::Backend) if a view holds the
-    /// buffer and there is no memory for a copy.
+    /// buffer and memory for a copy is lacking.
     pub fn copy_in(&mut self, plane: usize, slots: &Slots, bytes: &[u8]) -> Result<()> {
         self.check_bytes(plane, slots, bytes.len())?;
         self.own(slots);

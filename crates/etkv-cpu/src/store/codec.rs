@@ -1,4 +1,4 @@
-//! The storage formats: how a row becomes the bytes of its planes, and back.
+//! The storage formats: encoding a row to the bytes of its planes, and decoding.
 
 use etkv_core::KvFormat;
 
@@ -7,10 +7,10 @@ use super::block_float::{BlockFloat, Layout};
 use super::float::Float;
 use super::row::{Element, Row};
 
-/// The bytes of one row in each plane. A plane that a format lacks has none.
+/// The bytes of one row in each plane, 0 for a plane that a format lacks.
 pub(crate) type Widths = [usize; 3];
 
-/// A storage format. The length of a row fits it. A row of zeros in every plane is a row of zeros.
+/// A storage format. The length of a row fits it. Planes of zeros decode to a row of zeros.
 pub(crate) trait RowCodec {
     /// Returns the bytes of a row of `head_dim` elements.
     fn widths(&self, head_dim: usize) -> Widths;
@@ -21,8 +21,8 @@ pub(crate) trait RowCodec {
     /// Converts planes to a row.
     fn decode(&self, planes: [&[u8]; 3], row: &mut [f32]);
 
-    /// Returns the least magnitude, as [`magnitude`](crate::floats::magnitude) has it, that is
-    /// infinite once it is stored; infinity in formats that need no more than the program's dtype.
+    /// Returns the smallest [`magnitude`](crate::floats::magnitude) that becomes infinite when stored;
+    /// infinity in formats whose range covers the program's dtype.
     fn infinite_from(&self) -> u32 {
         f32::INFINITY.to_bits()
     }

@@ -4,7 +4,7 @@ use super::codec::{RowCodec, Widths};
 use crate::floats::{store_bf16, store_f16, store_f32};
 use crate::tensor::Dtype;
 
-/// Rows in a float dtype. Values beyond the range of float16 become infinite.
+/// Rows in a float dtype. Values outside the range of float16 become infinite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Float {
     F32,
@@ -13,7 +13,7 @@ pub(crate) enum Float {
 }
 
 impl Float {
-    /// Returns the dtype whose rows are stored as they are.
+    /// Returns the dtype whose rows are stored without conversion.
     pub fn dtype(self) -> Dtype {
         match self {
             Self::F32 => Dtype::F32,
@@ -43,7 +43,7 @@ impl RowCodec for Float {
     fn infinite_from(&self) -> u32 {
         match self {
             Self::F32 => f32::INFINITY.to_bits(),
-            // Half a step above the largest: ties are rounded to even, which infinity is.
+            // Half a step above the largest value: ties round to even, which is infinity.
             Self::F16 => 65520f32.to_bits(),
             Self::Bf16 => 0x7f7f_8000,
         }

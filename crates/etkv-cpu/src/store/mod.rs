@@ -1,7 +1,7 @@
 //! The storage of a cache in plain memory.
 //!
-//! Each layer has a buffer for its keys and one for its values. A buffer has a run of memory for
-//! each plane of its format. A format is a codec: the planes of a row.
+//! Each layer has a buffer for its keys and one for its values. A buffer has a block of memory for each plane
+//! of its format. A codec converts a row to its planes.
 
 mod affine;
 mod bits;
@@ -27,11 +27,11 @@ use buffer::{Buffer, Rows};
 pub(crate) use codec::Codec;
 pub use sharing::FrozenLayers;
 
-/// The storage of a cache in plain memory. All work is done at once.
+/// The storage of a cache in plain memory. It computes eagerly.
 pub struct CpuStore {
     /// Keys and values of each layer.
     layers: Vec<[Buffer; 2]>,
-    /// For each watched write of the open step, whether its values are finite as they are stored.
+    /// For each watched write of the open step, whether its values are finite as stored.
     finite: Vec<bool>,
     /// Room for one row of any layer.
     row: Vec<f32>,
@@ -42,8 +42,8 @@ pub struct CpuStore {
 pub struct SavedRows(Vec<(usize, Slots, [Rows; 2])>);
 
 impl CpuStore {
-    /// Returns the buffers that replace those of another format, in order. The other buffers then
-    /// also have the slots that are asked for, and keep their rows.
+    /// Returns the buffers that replace those of another format, in order. Then the other buffers also have
+    /// the requested slots, and keep their rows.
     fn cleared(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<Vec<Option<Buffer>>> {
         let mut all = Vec::new();
         for (buffers, &slots) in self.layers.iter_mut().zip(slots) {
@@ -149,8 +149,8 @@ impl Store for CpuStore {
         self.finite.clear();
     }
 
-    /// Rows that the step wrote to slots without a row before it may stay: no step reads them
-    /// before another writes them, unless they are among the `blank` ones.
+    /// Rows that the step wrote to empty slots may stay: no step reads them before another writes them,
+    /// unless they are among the `blank` ones.
     fn abort(&mut self, saved: SavedRows, blank: &[(usize, Slots)]) -> Result<()> {
         self.end();
         for (layer, slots) in blank {
@@ -185,7 +185,7 @@ impl Store for CpuStore {
 
     fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
         let fresh = self.cleared(formats, slots)?;
-        // Nothing fails from here on.
+        // Nothing can fail from here on.
         self.end();
         for (buffer, fresh) in self.layers.iter_mut().flatten().zip(fresh) {
             if let Some(fresh) = fresh {

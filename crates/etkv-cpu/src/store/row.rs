@@ -15,10 +15,10 @@ pub(crate) enum Element {
     Fp4,
 }
 
-/// Rows of 4-bit codes, eight in a word of 32 bits with the first lowest, and a scale.
+/// Rows of 4-bit codes, eight in a word of 32 bits with the first in the lowest bits, and a scale.
 ///
-/// Codes are computed with the scale as float16 stores it, at most 65504. Rows beyond 7 or 6 times
-/// that scale are stored as the nearest value.
+/// Codes are computed with the scale as float16 stores it, at most 65504. Values above 7 or 6 times that
+/// scale are stored as the nearest value.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Row {
     element: Element,
@@ -49,7 +49,7 @@ impl Row {
 
 /// Returns the code of an integer.
 fn to_int4(step: f32) -> u8 {
-    // NaN has no integer; the least code stands for it.
+    // NaN has no integer; the lowest code stands for it.
     let step = if step >= -8.0 { step.min(7.0) } else { -8.0 };
     to_byte(rounded(step) + 8.0)
 }
@@ -62,7 +62,7 @@ impl RowCodec for Row {
     fn encode(&self, row: &[f32], [codes, scale_out, _]: [&mut [u8]; 3]) {
         let stored = self.scale(row);
         scale_out.copy_from_slice(&stored.to_le_bytes());
-        // A row of zeros has scale 0 and any codes.
+        // A row of zeros has scale 0 and arbitrary codes.
         let scale = if stored.to_f32() == 0.0 { 1.0 } else { stored.to_f32() };
         for (values, codes) in row.chunks(BLOCK).zip(codes.chunks_mut(BLOCK / 2)) {
             let mut apart = [0; BLOCK];

@@ -16,13 +16,13 @@ pub struct FrozenLayers(Vec<[FrozenBuffer; 2]>);
 struct FrozenBuffer {
     format: KvFormat,
     slots: i32,
-    /// For each plane, what a mapping begins with.
+    /// For each plane, the first pieces of a mapping.
     planes: [Vec<Piece>; 3],
 }
 
 impl Buffer {
-    /// Freezes the first `slots` slots, and goes on from there itself, with room for `most`. The slots behind
-    /// them hold no rows and go: they come back without a copy.
+    /// Freezes the first `slots` slots, and continues on the frozen rows, with room for `most`. The slots
+    /// after them hold no rows and are freed: they come back without a copy.
     fn freeze(
         &mut self,
         freezer: &mut Freezer,
@@ -33,7 +33,7 @@ impl Buffer {
         if slots < 0 || slots > self.slots {
             fail!(Internal, "{slots} slots of {} must be frozen", self.slots);
         }
-        // Pages that were never written are shared already.
+        // Pages that were never written are already shared.
         let shared = if anew { 0 } else { self.extent().shared.min(slots) };
         let mut frozen: [Vec<Piece>; 3] = Default::default();
         let mut mapped: [Option<Arc<Memory>>; 3] = Default::default();
@@ -56,7 +56,7 @@ impl Buffer {
         Ok(FrozenBuffer { format: self.format(), slots, planes: frozen })
     }
 
-    /// Begins with frozen rows, in a buffer without slots.
+    /// Attaches a buffer without slots to frozen rows.
     fn attach(&mut self, frozen: &FrozenBuffer, most: i32) -> Result<()> {
         if self.slots > 0 || frozen.format != self.format() {
             let FrozenBuffer { format, slots, .. } = frozen;
@@ -89,7 +89,7 @@ impl CpuStore {
             self.layers.iter().flatten().map(|buffer| buffer.extent().shared).collect();
         let frozen = self.try_freeze(slots, most, anew);
         if frozen.is_err() {
-            // What was frozen is this store's alone.
+            // The frozen rows are this store's own again.
             for (buffer, shared) in self.layers.iter_mut().flatten().zip(shared) {
                 buffer.shared = buffer.shared.min(shared);
             }

@@ -1,5 +1,5 @@
-//! Generated calls on stores of every format, with memory that runs out, compared with rows that
-//! are kept one by one.
+//! Generated calls on stores of every format, with memory that runs out, compared with rows that are kept
+//! separately.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::memory::{shortage, SHARES};
 use crate::tensor::{Dtype, Tensor};
 use crate::view::View;
 
-/// Numbers that a seed repeats.
+/// Pseudorandom numbers of a seed.
 struct Rng(u64);
 
 impl Rng {
@@ -94,7 +94,7 @@ fn zeros(format: KvFormat, dim: usize) -> Stored {
     Codec::of(format).widths(dim).map(|width| vec![0; width])
 }
 
-/// A store of one layer beside what it holds.
+/// A store of one layer, and the expected contents.
 struct Run {
     rng: Rng,
     store: CpuStore,
@@ -104,7 +104,7 @@ struct Run {
     slots: i32,
     /// Views, and what they showed when they were read.
     held: Vec<(View, Model)>,
-    /// What was frozen: its formats, slots and rows.
+    /// The frozen formats, slots and rows.
     frozen: Vec<Shared>,
 }
 
@@ -146,7 +146,7 @@ impl Run {
         rng.pick(&all)
     }
 
-    /// Makes memory run out, sometimes.
+    /// Makes memory run out at times.
     fn starve(&mut self) {
         shortage::after((self.rng.below(3) == 0).then(|| self.rng.below(6)));
     }
@@ -162,7 +162,7 @@ impl Run {
         self.slots = self.slots.max(slots);
     }
 
-    /// Grows until both buffers have these slots: a call that fails may leave either grown.
+    /// Grows until both buffers have these slots: a call that fails may have grown one of them.
     fn grow(&mut self, slots: i32) {
         self.starve();
         let grown = self.store.grow(0, slots);
@@ -177,7 +177,7 @@ impl Run {
         self.grown(slots);
     }
 
-    /// Returns some slots, none twice.
+    /// Returns some different slots.
     fn some_slots(&mut self) -> Slots {
         let n = 1 + self.rng.below(self.slots.min(5) as usize) as i32;
         if self.rng.below(2) == 0 {
@@ -193,7 +193,7 @@ impl Run {
         Slots::List(all)
     }
 
-    /// Returns rows of any dtype, some of them beyond it, and their values.
+    /// Returns rows of any dtype, some of them outside its range, and their values.
     fn rows(&mut self, n: i32) -> (Tensor, Vec<f32>) {
         let shape = [1, self.layer.n_kv_heads, n, 128];
         let mut values: Vec<f32> = (0..shape.iter().product()).map(|_| self.rng.number()).collect();
@@ -214,7 +214,7 @@ impl Run {
         (tensor, values)
     }
 
-    /// Runs a step: it is kept, or aborted, perhaps because memory ran out.
+    /// Runs a step. It is committed, or aborted, perhaps because memory ran out.
     fn step(&mut self) {
         let slots = self.some_slots();
         let n = slots.len() as i32;
@@ -256,7 +256,7 @@ impl Run {
         assert_eq!(self.store.non_finite(), None);
     }
 
-    /// Blanks slots, as an abort does whose step displaced nothing.
+    /// Blanks slots, as the abort of a step does that displaced nothing.
     fn blank(&mut self) {
         let slots = self.some_slots();
         let saved = self.store.begin(&[]).unwrap();
@@ -348,7 +348,7 @@ impl Run {
         self.slots = most;
     }
 
-    /// Freezes the first slots, and goes on from them. Those behind go.
+    /// Freezes the first slots and continues on them. The slots after them are freed.
     fn freeze(&mut self) {
         let all = self.slots;
         let slots =
@@ -372,7 +372,7 @@ impl Run {
         self.frozen.push(Shared { rows, formats: self.formats, slots, model });
     }
 
-    /// Goes on with another store, from what was frozen once, whatever was written since.
+    /// Continues with another store, attached to earlier frozen rows, whatever was written since.
     fn attach(&mut self) {
         if self.frozen.is_empty() {
             return;
@@ -392,7 +392,7 @@ impl Run {
         }
     }
 
-    /// Compares all rows, and those that views keep.
+    /// Compares all rows, including those of held views.
     fn check(&mut self) {
         let [k, v] = self.store.read(0, 0..self.slots).unwrap();
         for (view, model) in [&k, &v].into_iter().zip(&self.model) {
@@ -448,7 +448,7 @@ fn stores_hold_what_was_written_while_memory_runs_out() {
     }
 }
 
-/// The hash of planes (FNV-1a) that MLX 0.32.2 has for the same rows on x86-64.
+/// The hash (FNV-1a) of the planes that MLX 0.32.2 makes of the same rows on x86-64.
 const HASHES: [(&str, u64); 14] = [
     ("f32", 0x3468_260d_d0e2_52bf),
     ("f16", 0x2d3e_f76d_5010_206c),
@@ -466,7 +466,7 @@ const HASHES: [(&str, u64); 14] = [
     ("row-fp4", 0xe2aa_152b_d488_e886),
 ];
 
-/// Caches that are written to disk or sent elsewhere are read by others.
+/// Other builds read caches from disk and from other machines.
 #[test]
 fn the_bits_of_a_format_do_not_change() {
     let mut rng = Rng(1);
@@ -491,7 +491,7 @@ fn the_bits_of_a_format_do_not_change() {
     assert_eq!(found, HASHES);
 }
 
-/// Errors of an element are within what its format allows.
+/// The error of an element is within what its format allows.
 #[test]
 fn rows_are_as_near_as_the_format_allows() {
     let mut rng = Rng(2);
@@ -510,12 +510,12 @@ fn rows_are_as_near_as_the_format_allows() {
                         KvFormat::F32 => 0.0,
                         KvFormat::F16 => x.abs() / 2048.0 + 3e-8,
                         KvFormat::Bf16 => x.abs() / 256.0,
-                        // One step of the codes from the least to the largest.
+                        // One step of the codes from the minimum to the maximum.
                         KvFormat::Affine { bits, .. } => {
                             2.0 * most / ((1 << bits) as f32 - 1.0) * 1.5 + most / 500.0
                         }
                         KvFormat::Mxfp8 => x.abs() / 16.0 + most / 448.0 / 8.0,
-                        // Half the step from 4 to 6, where the peak may be 3.5; or it is 7.
+                        // Half the step from 4 to 6, for a scaled peak of 3.5; or 7.
                         KvFormat::Mxfp4 => most / 3.5,
                         KvFormat::Nvfp4 => (most / 5.0).max(0.006),
                         KvFormat::RowInt4 => most / 7.0 * 0.51,
@@ -538,7 +538,7 @@ fn rows_have_the_bytes_of_the_format() {
     }
 }
 
-/// Sizes that no machine has are refused, and nothing changes.
+/// Impossible sizes are refused, and nothing changes.
 #[test]
 fn slots_that_do_not_fit_memory_are_refused() {
     let layer = LayerConfig {

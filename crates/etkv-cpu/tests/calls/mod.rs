@@ -38,7 +38,7 @@ impl Host for Taker {
 }
 
 fn bytes_mut(values: &mut [f32]) -> &mut [u8] {
-    // SAFETY: all bits are bytes, and all bytes are floats.
+    // SAFETY: floats have no invalid bytes, and every bit pattern is a float.
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
 }
 
@@ -65,7 +65,7 @@ impl Method {
         Self((0..2).map(|call| load(call).unwrap()).collect())
     }
 
-    /// One call with rows that follow from the positions. Returns the output.
+    /// Makes one call with rows that follow from the positions. Returns the output.
     pub fn call(&mut self, call: usize, positions: &[i64], host: &mut dyn Host) -> Result<()> {
         let rows = |add: f32| -> Vec<f32> {
             let row = |&at: &i64| (0..DIM).map(move |i| (at as f32 + add) * 0.1 + i as f32 * 0.01);
@@ -85,7 +85,7 @@ impl Method {
         self.0[call].execute(&inputs, &[FLOAT], host, &Serial)
     }
 
-    /// A forward. Returns what its last layer gives.
+    /// Runs a forward. Returns the output of its last layer.
     pub fn forward(&mut self, positions: &[i64]) -> Result<Vec<f32>> {
         let mut host = Taker::default();
         self.call(0, positions, &mut host)?;
@@ -95,8 +95,8 @@ impl Method {
     }
 }
 
-/// Bytes at an address that floats are aligned to.
+/// Returns the bytes of floats, which are aligned.
 pub fn bytes(values: &[f32]) -> &[u8] {
-    // SAFETY: all bits are bytes.
+    // SAFETY: every bit pattern is valid as bytes.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }

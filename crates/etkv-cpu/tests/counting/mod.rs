@@ -1,4 +1,4 @@
-//! An allocator that counts, for programs of one test.
+//! An allocator that counts, for test programs with one test.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,8 +8,8 @@ struct Counting;
 
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns the allocations of the process during `work`, in the call with the fewest of several: the
-/// harness of tests allocates on a thread of its own now and then.
+/// Returns the allocations of the process during `work`, in the call with the fewest of several: the test
+/// harness sometimes allocates on its own thread.
 pub fn allocations(mut work: impl FnMut()) -> usize {
     let count = |()| {
         let before = COUNT.load(Ordering::SeqCst);
@@ -19,7 +19,7 @@ pub fn allocations(mut work: impl FnMut()) -> usize {
     [(); 5].map(count).into_iter().min().unwrap_or_default()
 }
 
-// SAFETY: it passes all calls on.
+// SAFETY: it forwards all calls.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         COUNT.fetch_add(1, Ordering::SeqCst);

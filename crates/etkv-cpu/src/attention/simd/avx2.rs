@@ -44,8 +44,8 @@ impl Avx2 {
     }
 }
 
-/// Safety is that of the trait: the machine has AVX2, FMA and F16C, and pointers are good for what
-/// is read and written.
+/// Safety is that of the trait: the machine has AVX2, FMA and F16C, and pointers are valid for the bytes that
+/// are read and written.
 impl Simd for Avx2 {
     const WIDTH: usize = 8;
     const ROWS: usize = 3;
@@ -161,7 +161,7 @@ impl Simd for Avx2 {
             for (i, row) in rows.iter_mut().enumerate() {
                 *row = _mm256_loadu_ps(from.add(i * from_stride));
             }
-            // Within parts of 128 bits: blocks of 4 by 4.
+            // Inside parts of 128 bits: blocks of 4 by 4.
             let mut blocks = rows;
             for i in [0, 4] {
                 let low = _mm256_unpacklo_ps(rows[i], rows[i + 1]);

@@ -1,4 +1,4 @@
-//! AVX-512: F, BW, DQ and VL, which all machines with AVX-512 of the last years have.
+//! AVX-512: F, BW, DQ and VL, which all recent machines with AVX-512 have.
 
 use std::arch::x86_64::*;
 
@@ -48,8 +48,8 @@ impl Avx512 {
     }
 }
 
-/// Safety is that of the trait: the machine has AVX-512, and pointers are good for what is read and
-/// written.
+/// Safety is that of the trait: the machine has AVX-512, and pointers are valid for the bytes that are read
+/// and written.
 impl Simd for Avx512 {
     const WIDTH: usize = 16;
     const ROWS: usize = 4;
@@ -163,7 +163,7 @@ impl Simd for Avx512 {
             for (i, row) in rows.iter_mut().enumerate() {
                 *row = _mm512_loadu_ps(from.add(i * from_stride));
             }
-            // Within parts of 128 bits: blocks of 4 by 4.
+            // Inside parts of 128 bits: blocks of 4 by 4.
             let mut blocks = rows;
             for i in (0..16).step_by(4) {
                 let low = _mm512_unpacklo_ps(rows[i], rows[i + 1]);

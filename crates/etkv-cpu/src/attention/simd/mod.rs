@@ -1,7 +1,7 @@
 //! Vectors of float32 numbers, one implementation for each instruction set.
 //!
-//! A [`Kernel`] is written once, over [`Simd`]. [`Simd::enter`] runs it in a function that the
-//! compiler may fill with the instructions of the set; everything below it is inlined.
+//! A [`Kernel`] is written once, over [`Simd`]. [`Simd::enter`] runs it in a function that is compiled with
+//! the instructions of the set; everything below is inlined.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -24,26 +24,26 @@ pub(super) trait Kernel {
     /// Runs it.
     ///
     /// # Safety
-    /// The machine has the instructions of `S`, and what the fields point to is as they say.
+    /// The machine has the instructions of `S`, and the fields point to what their comments say.
     unsafe fn run<S: Simd>(self);
 }
 
-/// One vector of an instruction set, and what kernels do with it.
+/// One vector of an instruction set, and the operations that kernels need.
 ///
 /// # Safety
-/// All functions need a machine that has the instructions. Pointers need as many bytes as the
+/// All functions need a machine that has the instructions. Pointers must be valid for the bytes that the
 /// function reads or writes; they need no alignment.
 pub(super) trait Simd: Copy {
     /// Float32 numbers in a vector: 8 or 16.
     const WIDTH: usize;
-    /// Query rows that fit the registers beside four stored rows; 0 if stored rows are better
-    /// unpacked to memory first.
+    /// The number of query rows that fit the registers next to four stored rows; 0 if it is faster to unpack
+    /// stored rows to memory first.
     const ROWS: usize;
-    /// Vectors side by side that fit the registers for six rows of a product.
+    /// The number of adjacent vectors that fit the registers for six rows of a product.
     const COLS: usize;
     /// A vector.
     type F: Copy;
-    /// How codes of four bits become numbers, scaled.
+    /// A lookup table from codes of four bits to scaled numbers.
     type Table: Copy;
 
     /// Runs a kernel with these instructions.
@@ -59,8 +59,7 @@ pub(super) trait Simd: Copy {
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// Returns the larger, and `b` if `b` is NaN.
     unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
-    /// Returns 2 to the power of the integer in the lowest nine bits of each number, -127 to 127; of
-    /// -127, zero.
+    /// Returns 2 to the power of the integer in the lowest nine bits of each number, -127 to 127; 0 for -127.
     unsafe fn pow2(x: Self::F) -> Self::F;
     /// Returns the sum of the numbers.
     unsafe fn sum(x: Self::F) -> f32;
@@ -79,11 +78,11 @@ pub(super) trait Simd: Copy {
     unsafe fn splat_f16(from: *const u8) -> Self::F;
     /// Returns `WIDTH` integers of `BITS` bits, the first in the lowest bits.
     unsafe fn integers<const BITS: usize>(from: *const u8) -> Self::F;
-    /// Returns what [`int4`](Self::int4) takes to multiply with `scale` and add `offset`.
+    /// Returns the table with which [`int4`](Self::int4) multiplies by `scale` and adds `offset`.
     unsafe fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table;
     /// Returns `WIDTH` integers of four bits, the first in the lowest bits.
     unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F;
-    /// Returns what [`e2m1`](Self::e2m1) takes to multiply with `scale`.
+    /// Returns the table with which [`e2m1`](Self::e2m1) multiplies by `scale`.
     unsafe fn e2m1_table(scale: Self::F) -> Self::Table;
     /// Returns `WIDTH` E2M1 numbers, the first in the lowest bits.
     unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F;
@@ -95,14 +94,14 @@ pub(super) trait Simd: Copy {
 pub(super) const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
-/// The E4M3 numbers in the order of their codes. Code 127, which the format calls NaN, is 480: no
-/// writer stores it.
+/// The E4M3 numbers in the order of their codes. Code 127, which is NaN in the format, is 480 here: no writer
+/// stores it.
 pub(super) static E4M3: [f32; 256] = {
     let mut numbers = [0.0; 256];
     let mut code = 0;
     while code < 256 {
         let (exponent, mantissa) = ((code >> 3) & 15, code & 7);
-        // 2^-9 is the least magnitude; powers of two are exact.
+        // 2^-9 is the smallest magnitude; powers of two are exact.
         let size = match exponent {
             0 => mantissa as f32 / 512.0,
             _ => ((8 + mantissa) << (exponent - 1)) as f32 / 512.0,
@@ -113,7 +112,7 @@ pub(super) static E4M3: [f32; 256] = {
     numbers
 };
 
-/// Returns a number of `BYTES` bytes, 2 to 12, the first lowest.
+/// Returns a little-endian number of `BYTES` bytes, 2 to 12.
 ///
 /// # Safety
 /// There are `BYTES` bytes at `from`.
@@ -141,8 +140,8 @@ pub(super) unsafe fn bytes<const BYTES: usize>(from: *const u8) -> u128 {
 }
 
 #[cfg(target_arch = "x86_64")]
-/// For integer `i` of a vector, of `bits` bits: the bytes that hold it, as four indices of a byte
-/// shuffle, and how far to shift them right.
+/// For integer `i` of a vector, of `bits` bits: the bytes that hold it, as four indices of a byte shuffle,
+/// and the number of bits to shift them right.
 pub(super) const fn places<const WIDTH: usize>(bits: usize) -> ([[u8; 4]; WIDTH], [u32; WIDTH]) {
     let (mut bytes, mut shifts) = ([[0; 4]; WIDTH], [0; WIDTH]);
     let mut i = 0;

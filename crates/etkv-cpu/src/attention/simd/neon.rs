@@ -1,5 +1,5 @@
-//! NEON, which every 64-bit ARM has. Two registers make a vector, so that packed integers of all
-//! sizes begin whole bytes.
+//! NEON, which every 64-bit ARM has. Two registers make a vector, so that packed integers of every size start
+//! at a byte boundary.
 
 use std::arch::aarch64::*;
 use std::arch::asm;
@@ -11,7 +11,7 @@ use super::{bytes, Kernel, Simd, E2M1, E4M3};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Neon;
 
-/// Safety is that of the trait: pointers are good for what is read and written. Every machine has
+/// Safety is that of the trait: pointers are valid for the bytes that are read and written. Every machine has
 /// the instructions.
 impl Simd for Neon {
     const WIDTH: usize = 8;
@@ -73,7 +73,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     unsafe fn max(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: see the trait. NaN wins.
+        // SAFETY: see the trait. NaN takes precedence.
         from_fn(|i| unsafe { vmaxq_f32(a[i], b[i]) })
     }
 

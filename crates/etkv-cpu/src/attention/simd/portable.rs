@@ -1,4 +1,4 @@
-//! Vectors for every machine, left to the compiler.
+//! Vectors for every machine, which the compiler vectorizes.
 
 use std::array::from_fn;
 
@@ -6,11 +6,11 @@ use half::{bf16, f16};
 
 use super::{bytes, Kernel, Simd, E2M1, E4M3};
 
-/// No instruction set in particular.
+/// No specific instruction set.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Portable;
 
-/// Safety is that of the trait: pointers are good for what is read and written.
+/// Safety is that of the trait: pointers are valid for the bytes that are read and written.
 impl Simd for Portable {
     const WIDTH: usize = 8;
     const ROWS: usize = 0;
@@ -58,7 +58,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        // `f32::mul_add` is a call where the machine has no such instruction.
+        // `f32::mul_add` is a call on machines without such an instruction.
         from_fn(|i| a[i] * b[i] + c[i])
     }
 

@@ -35,7 +35,7 @@ fn every_format_and_mask_and_shape() {
     let (formats, mut worst) = (formats(), 0f64);
     for round in 0..3 {
         for (i, &k) in formats.iter().enumerate() {
-            // Values in the same format, then in others.
+            // Values in the same format first, then in others.
             let v = formats[(i + 7 * round) % formats.len()];
             for mask in 0..3 {
                 let n_tokens = [1, 2, 5, 13, 40, 70][random.integer(0, 5)];
@@ -54,7 +54,7 @@ fn every_format_and_mask_and_shape() {
             }
         }
     }
-    // A bound that nothing comes near would find nothing.
+    // A bound that no result comes near would detect nothing.
     assert!(worst > 0.02, "{worst}");
 }
 
@@ -92,7 +92,7 @@ fn a_query_that_sees_nothing_gives_zeros() {
             }
         }
     }
-    // Causal, with more queries than slots: the first see nothing.
+    // Causal, with more queries than slots: the first queries see nothing.
     let case =
         case([1, 1, 9, 4], (KvFormat::F16, 32), (KvFormat::F16, 32), TestMask::Causal, &mut random);
     case.check(&mut work);
@@ -146,7 +146,7 @@ fn large_scores_stay_finite() {
     let format = (KvFormat::F32, 64);
     for n_tokens in [1, 30] {
         let mut case = case([1, 1, n_tokens, 900], format, format, TestMask::None, &mut random);
-        // Scores of several thousands: one slot takes all the weight.
+        // Scores of several thousand: one slot takes all the weight.
         case.scale = 100.0;
         let (expected, _) = case.expected();
         for isa in Instructions::available() {

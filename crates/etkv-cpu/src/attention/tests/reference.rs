@@ -162,16 +162,16 @@ impl Case {
         out
     }
 
-    /// The result, and for each row how far off float32 may be.
+    /// The result, and the allowed float32 error of each row.
     ///
-    /// A score is a sum of `d` products of float32 numbers, each rounded once by a fused operation
-    /// (twice without one) after the query is scaled, rounded twice. In the order of vectors the
-    /// longest chain is `d / 8 + 4` additions; so a score is off by at most `(d / 8 + 10) * e` times
-    /// the sum of the magnitudes of its products, with `e = 2^-24`, and some more for unpacking
-    /// elements: one rounding. The difference from the peak and the power of two add `4 e` of the
-    /// score and of the weight. A relative error `x` of all weights moves the mean by at most `2 x`
-    /// times the largest magnitude of the values. Sums over `n` values in parts add `(n / 16 + 70) *
-    /// e`. The bound below is half of that: errors do not all have the same sign.
+    /// A score is a sum of `d` products of float32 numbers. Each product is rounded once by a fused operation
+    /// (twice without one), after the query is scaled, which rounds twice. In the order of vectors the
+    /// longest chain is `d / 8 + 4` additions. So the error of a score is at most `(d / 8 + 10) * e` times
+    /// the sum of the magnitudes of its products, with `e = 2^-24`, and one rounding more for unpacked
+    /// elements. The difference from the peak and the power of two add `4 e` of the score and of the weight.
+    /// A relative error `x` of all weights moves the mean by at most `2 x` times the largest magnitude of the
+    /// values. Sums over `n` values in parts add `(n / 16 + 70) * e`. The bound below is half of that: errors
+    /// do not all have the same sign.
     pub fn expected(&self) -> (Vec<f64>, Vec<f64>) {
         let (n, d) = (self.k.n_slots, self.k.head_dim);
         let e = f64::from(f32::EPSILON) / 2.0;
@@ -214,8 +214,8 @@ impl Case {
         (out, bounds)
     }
 
-    /// Checks all instruction sets, each with 1, 2 and 3 threads. Returns the largest error as a part
-    /// of its bound.
+    /// Checks all instruction sets, each with 1, 2 and 3 threads. Returns the largest error as a fraction of
+    /// its bound.
     pub fn check(&self, work: &mut Workspace) -> f64 {
         let (expected, bounds) = self.expected();
         let mut worst = 0f64;

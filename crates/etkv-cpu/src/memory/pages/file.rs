@@ -1,7 +1,7 @@
-//! Frozen bytes in an anonymous file, which every mapping has as its own pages until it writes to them.
+//! Frozen bytes in an anonymous file. Every mapping has them as its own pages until it writes to them.
 //!
-//! All frozen bytes of a process lie in one file, because a process may open few. What nothing reads any more is cut
-//! out of it.
+//! All frozen bytes of a process lie in one file, because a process may open few. Bytes that nothing reads
+//! any more are cut out of it.
 
 use std::ffi::c_void;
 use std::os::fd::OwnedFd;
@@ -17,23 +17,23 @@ use super::ACCESS;
 /// Whether mappings of the same bytes are the same memory.
 pub const SHARES: bool = true;
 
-/// Where a file ends at the latest. Its bytes that were cut out take no memory, and no room again.
+/// The maximum size of a file. Bytes that were cut out take no memory, but their room is not reused.
 const MAX: u64 = 1 << 40;
 
-/// The file that new bytes go to.
-static CURRENT: Mutex<Weak<Shared>> = Mutex::new(Weak::new());
+/// The file that new bytes are written to.
+static CURRENT: Mutex<Weak<PrefixFile>> = Mutex::new(Weak::new());
 
 /// A file with the frozen bytes of many prefixes.
 #[derive(Debug)]
-struct Shared {
+struct PrefixFile {
     file: OwnedFd,
-    /// The process that made it. A forked one has the same file, and leaves it as it is.
+    /// The process that made it. A forked process has the same file, and does not change it.
     owner: Pid,
     end: Mutex<u64>,
 }
 
-impl Shared {
-    /// Returns a file with room for `len` bytes, and where they begin.
+impl PrefixFile {
+    /// Returns a file with room for `len` bytes, and their offset.
     fn with_room(len: u64) -> Result<(Arc<Self>, u64)> {
         let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
         let most = getrlimit(Resource::Fsize).current.unwrap_or(MAX).min(MAX);
@@ -44,13 +44,13 @@ impl Shared {
         }
         let file = memfd_create(c"etkv-prefixes", MemfdFlags::CLOEXEC)?;
         let shared = Arc::new(Self { file, owner: getpid(), end: Mutex::default() });
-        // A run that is longer than any file may be fails here, as the system says.
+        // A run longer than the largest possible file fails here, with the system's error.
         let start = shared.extend(len, u64::MAX)?.unwrap_or_default();
         *current = Arc::downgrade(&shared);
         Ok((shared, start))
     }
 
-    /// Makes room at the end, unless the file would be longer than `most`.
+    /// Makes room at the end. Returns `None` if the file would be longer than `most`.
     fn extend(&self, len: u64, most: u64) -> Result<Option<u64>> {
         let mut end = self.end.lock().unwrap_or_else(PoisonError::into_inner);
         let (start, behind) = (*end, end.saturating_add(len));
@@ -65,37 +65,38 @@ impl Shared {
 
 /// Bytes that nothing writes to: a run of whole pages of a file.
 #[derive(Debug)]
-pub struct Frozen {
-    shared: Arc<Shared>,
+pub struct FrozenPages {
+    shared: Arc<PrefixFile>,
     start: u64,
     len: u64,
 }
 
-impl Frozen {
-    /// Makes `len` bytes at `at`, whole pages, those from `offset` on.
+impl FrozenPages {
+    /// Maps `len` bytes at `at`, whole pages, from `offset` on.
     ///
     /// # Safety
     /// These pages are mapped, and no reference points into them.
     pub unsafe fn map(&self, at: *mut u8, len: usize, offset: u64) -> Result<()> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         let offset = self.start.saturating_add(offset);
-        // SAFETY: the caller's promise. The file has as many bytes, and nothing writes to these or cuts them out.
+        // SAFETY: the caller's promise. The file has that many bytes, and nothing writes to them or cuts them
+        // out.
         unsafe { mmap(at.cast::<c_void>(), len, ACCESS, flags, &self.shared.file, offset) }
             .map(drop)
     }
 }
 
-impl Drop for Frozen {
+impl Drop for FrozenPages {
     fn drop(&mut self) {
         if self.len > 0 && self.shared.owner == getpid() {
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            // Where it fails, the bytes go with the file.
+            // If this fails, the bytes are freed with the file.
             let _ = fallocate(&self.shared.file, flags, self.start, self.len);
         }
     }
 }
 
-/// Puts bytes into the file.
+/// Writes bytes to the file.
 pub struct Writer;
 
 impl Writer {
@@ -103,12 +104,12 @@ impl Writer {
         Ok(Self)
     }
 
-    /// Adds bytes, and zeros up to `whole` bytes. Returns where they lie.
-    pub fn add(&mut self, bytes: &[u8], whole: usize) -> Result<(Arc<Frozen>, u64)> {
+    /// Adds bytes, padded with zeros to `whole` bytes. Returns where they lie.
+    pub fn add(&mut self, bytes: &[u8], whole: usize) -> Result<(Arc<FrozenPages>, u64)> {
         let len = whole as u64;
-        let (shared, start) = Shared::with_room(len)?;
-        // What was written goes with it if the rest fails.
-        let frozen = Frozen { shared, start, len };
+        let (shared, start) = PrefixFile::with_room(len)?;
+        // If the rest fails, dropping this frees what was written.
+        let frozen = FrozenPages { shared, start, len };
         let mut written = 0;
         while written < bytes.len() {
             match pwrite(&frozen.shared.file, &bytes[written..], start + written as u64) {
@@ -133,7 +134,7 @@ mod tests {
         let page = rustix::param::page_size();
         let bytes = vec![7; 3 * page - 5];
         let mut writer = Writer::new().unwrap();
-        let runs: Vec<Arc<Frozen>> =
+        let runs: Vec<Arc<FrozenPages>> =
             (0..100).map(|_| writer.add(&bytes, 3 * page).unwrap().0).collect();
         let shared = Arc::clone(&runs[0].shared);
         assert!(runs.iter().all(|run| Arc::ptr_eq(&run.shared, &shared)));
