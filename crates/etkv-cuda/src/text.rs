@@ -1,18 +1,18 @@
-//! The texts of the kernels, for those who compile them by themselves.
+//! The texts of the kernels, for callers that compile them themselves.
 //!
-//! All but [`PRELUDE`] expect `__half` and `__nv_bfloat16`, `INFINITY` and `cuda::std::is_same_v`, which
-//! CUDA's headers have. `ETKV_OVERLAPS` is defined where kernels may begin before those that they need
-//! have ended; without it no instruction of that kind is in the texts.
+//! All but [`PRELUDE`] need `__half`, `__nv_bfloat16`, `INFINITY` and `cuda::std::is_same_v` from CUDA's
+//! headers. `ETKV_OVERLAPS` is defined where kernels may begin before the kernels that they depend on have
+//! ended; without it the texts have no instruction of that kind.
 
-/// What the others expect of CUDA's headers.
+/// The parts of CUDA's headers that the other texts need.
 pub const PRELUDE: &str = include_str!("kernels/prelude.cuh");
-/// The instructions that C++ has no words for.
+/// Instructions that C++ has no syntax for.
 pub const INSTRUCTIONS: &str = include_str!("kernels/instructions.cuh");
-/// The rotation of two elements in rotary embedding.
+/// The rotation of two elements in a rotary embedding.
 pub const ROTATION: &str = include_str!("kernels/rotation.cuh");
 /// Products of a few rows with a weight. Needs [`INSTRUCTIONS`] and [`ROTATION`].
 pub const FEW_ROWS: &str = include_str!("kernels/few_rows.cuh");
-/// Rows as attention gets them.
+/// Rows in the form that attention reads.
 pub const ROWS: &str = include_str!("kernels/rows.cuh");
 /// Attention over a slice of the keys. Needs [`INSTRUCTIONS`] and [`ROWS`].
 pub const SLICE: &str = include_str!("kernels/slice.cuh");
@@ -24,7 +24,7 @@ pub const ROTARY: &str = include_str!("kernels/rotary.cuh");
 pub const FINITE: &str = include_str!("kernels/finite.cuh");
 /// The body of MLX's kernel that calls [`ATTENTION`], up to its mask.
 pub const MLX_ATTENTION: &str = include_str!("kernels/mlx_attention.cuh");
-/// What follows it if there is a mask.
+/// The rest of that body if there is a mask.
 pub const MLX_ATTENTION_MASKED: &str = include_str!("kernels/mlx_attention_masked.cuh");
-/// What MLX's kernels have of MLX's headers and of the standard library.
+/// The parts of MLX's headers and of the standard library that MLX's kernels use.
 pub const MLX_HEADERS: &str = include_str!("kernels/mlx_headers.cuh");

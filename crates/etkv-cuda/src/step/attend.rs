@@ -1,4 +1,4 @@
-//! Attention as it is launched: arguments, grids, and shared memory.
+//! Launch parameters of attention: arguments, grids, and shared memory.
 
 use std::ffi::CStr;
 
@@ -9,7 +9,7 @@ use crate::step::plan::{Attend, Launch, Plan};
 use crate::step::pools::{format_of, stage_bytes, Planes};
 use crate::step::source::Source;
 
-/// Keys that attention reads at a time, rows of a warp, and the most slices, as in the kernel.
+/// The keys that attention reads at a time, the rows of a warp, and the most slices, as in the kernel.
 pub(crate) const TILE: usize = 64;
 const ROWS: usize = 16;
 const MAX_SLICES: usize = 64;
@@ -18,19 +18,20 @@ pub(crate) const ATTEND_THREADS: usize = 32 * WARPS;
 const WARPS: usize = 4;
 /// The most tiles of plain pools that a block holds at a time.
 const MAX_TILES: usize = 3;
-/// The most blocks that merge, for each multiprocessor, where they are few, and where they are some.
+/// The most merging blocks for each multiprocessor that count as few, and as some.
 const FEW_MERGING: usize = 1;
 const SOME_MERGING: usize = 4;
-/// The most blocks along the second and third axis.
+/// The most blocks along the second and third axes.
 const MAX_BLOCKS: usize = 65_535;
 /// Shared memory for the tiles of packed pools in a block.
 const MAX_PACKED_SHARED: usize = 96 << 10;
-/// The most tiles of packed pools that a block holds at a time. A multiprocessor has fewer blocks rather than fewer tiles.
+/// The most tiles of packed pools that a block holds at a time. A multiprocessor runs fewer blocks rather
+/// than fewer tiles.
 const MAX_STAGES: usize = 4;
-/// The largest heads of which a warp takes more rows, or of which a multiprocessor has more than two blocks: their
+/// The largest head with which a warp takes more rows, or a multiprocessor runs more than two blocks: the
 /// sums are in registers.
 const MAX_SHARED_DIM: usize = 128;
-/// Rows of a tile of rows over packed pools.
+/// Rows of a row tile over packed pools.
 const ROW_TILE: usize = 8;
 
 /// The argument of attention.
@@ -55,13 +56,13 @@ pub(crate) struct AttendWork {
 // The kernels' file has the same size.
 const _: () = assert!(size_of::<AttendWork>() == 128);
 
-/// How attention is launched.
+/// The launch parameters of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct AttendShape {
     pub(crate) source: Source,
     pub(crate) grid: [usize; 3],
     pub(crate) bytes_shared: usize,
-    /// Floats that slices leave to be merged, the blocks that merge, and the kernel that they run.
+    /// The floats that slices leave for merging, the blocks that merge, and their kernel.
     pub(crate) floats: usize,
     pub(crate) merging: [usize; 3],
     pub(crate) merge: MergeKernel,
@@ -94,7 +95,8 @@ impl AttendShape {
         })
     }
 
-    /// Returns what is compiled, how many blocks a multiprocessor has at a time, and a block's bytes of shared memory.
+    /// Returns what is compiled, the number of blocks that a multiprocessor runs at a time, and a block's
+    /// bytes of shared memory.
     fn source(
         plan: &Plan,
         attend: &Attend,
@@ -103,22 +105,22 @@ impl AttendShape {
     ) -> (Source, usize, usize) {
         let Division { rows_of_block, row_warps, row_tiles, .. } = division;
         let (element, dim, masked) = (plan.element, attend.head_dim, plan.is_masked(attend.group));
-        // The same memory takes the sums of all warps and what they end with.
+        // The same memory holds the sums of all warps and their results.
         let sums = WARPS * ROWS * (dim + 8 + 2) * 4;
         let shared =
             |blocks: usize| (limits.processor_shared / blocks).saturating_sub(SYSTEM_SHARED);
         let [keys, values] = [attend.keys, attend.values].map(format_of);
         let Some(row_tiles) = row_tiles else {
-            // Rows are 16 bytes apart. Elements have 2.
+            // Rows are aligned to 16 bytes. Elements have 2.
             let tile = TILE * 2 * (dim + 8) * 2;
-            // Of many rows fewer blocks leave less to be merged, and hold more tiles each.
+            // With many rows, fewer blocks leave less to merge, and hold more tiles each.
             let blocks = if rows_of_block == ROWS && dim <= MAX_SHARED_DIM { 3 } else { 2 };
             let tiles = (shared(blocks) / tile).clamp(1, MAX_TILES);
             let source = Source::Attend { element, dim, tiles, row_warps, blocks, masked };
             return (source, blocks, (tiles * tile).max(sums));
         };
         let stage = stage_bytes(keys, values, dim);
-        // Fewer tiles of rows leave more registers, so that a multiprocessor has more blocks.
+        // Fewer row tiles leave more registers, so that a multiprocessor runs more blocks.
         let most_blocks = match row_tiles {
             _ if dim > MAX_SHARED_DIM => 2,
             1 => 4,
@@ -144,7 +146,7 @@ impl AttendShape {
     }
 }
 
-/// The kernels that merge. Where blocks are few, each has more threads; where they are few or some, a thread asks for more
+/// The kernels that merge. With few blocks, each has more threads; with few or some, a thread requests more
 /// slices at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MergeKernel {
@@ -154,7 +156,7 @@ pub(crate) enum MergeKernel {
 }
 
 impl MergeKernel {
-    /// Returns the one for so many blocks for each multiprocessor.
+    /// Returns the kernel for this number of blocks for each multiprocessor.
     fn of(blocks: usize) -> Self {
         if blocks <= FEW_MERGING {
             Self::Few
@@ -181,11 +183,11 @@ impl MergeKernel {
     }
 }
 
-/// How the rows of queries for a head of keys are divided.
+/// The division of the rows of queries for one head of keys.
 #[derive(Debug, Clone, Copy)]
 struct Division {
     rows: usize,
-    /// Tiles of 8 rows that a warp has if pools are packed.
+    /// Tiles of 8 rows that a warp has, for packed pools.
     row_tiles: Option<usize>,
     /// Warps of a block that share its rows.
     row_warps: usize,
@@ -199,7 +201,7 @@ impl Division {
         let is_packed = [attend.keys, attend.values].iter().any(|pool| format_of(*pool).is_some());
         let row_tiles = match rows {
             ..=ROW_TILE => 1,
-            // Two parts of a warp's rows share what the warp unpacks.
+            // Two parts of a warp's rows share the unpacked keys of the warp.
             _ if is_shared => 4,
             _ => 2,
         };
@@ -217,8 +219,8 @@ impl Division {
     }
 }
 
-/// Returns the blocks of rows that read a list of tiles each, if a group of layers is masked. Those of all its
-/// attentions are alike.
+/// Returns the blocks of rows that read one list of tiles each, if a layer group is masked. All attentions of
+/// a group have the same.
 pub(crate) fn row_blocks(plan: &Plan, group: usize) -> Option<RowBlocks> {
     let of_group = |launch: &Launch| match launch {
         Launch::Attend(attend) if attend.group == group => Some(*attend),

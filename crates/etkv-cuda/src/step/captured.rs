@@ -1,4 +1,4 @@
-//! A step as a graph that is replayed.
+//! A captured step: a CUDA graph that is replayed.
 
 use std::ops::Range;
 use std::ptr::null_mut;
@@ -8,99 +8,99 @@ use cudarc::driver::sys::{self, CUstreamCaptureMode};
 use crate::step::attend::row_blocks;
 use crate::step::check::{capacity, check as check_plan};
 use crate::step::device::Device;
-use crate::step::driver::{Memory, Pinned, Stream};
+use crate::step::driver::{Memory, PinnedMemory, Stream};
 use crate::step::error::{check, fail, Result};
 use crate::step::inputs::{check_given, check_steps, StepInputs};
 use crate::step::launch::{int, Step};
 use crate::step::mask::RowBlocks;
-use crate::step::plan::{Buffer, Copied, Logits, Plan, MAX_TOKENS};
+use crate::step::plan::{Buffer, CopiedRows, Logits, Plan, MAX_TOKENS};
 use crate::step::work::{Layout, Work, APART, LOGITS_AT};
 
-/// A plan that is captured: an instantiated graph and its memory. It keeps its device.
+/// A captured plan: an instantiated CUDA graph and its memory. It keeps its device alive.
 ///
-/// Dropping it waits for a step that runs.
+/// Dropping it waits for a running step.
 #[derive(Debug)]
-pub struct Captured {
+pub struct CapturedStep {
     exec: sys::CUgraphExec,
     started: bool,
     tokens: usize,
     groups: Vec<Group>,
-    /// The ids that are chosen, and the bytes of logits that are copied.
+    /// The number of argmax ids, and the bytes of logits that are copied.
     chosen: usize,
     logits: usize,
-    /// Where the rows of logits are of which each step copies its last one.
+    /// The address of the rows of logits of which each step copies its last one.
     last_of: Option<u64>,
-    /// Where tapped buffers are among the outputs.
+    /// The range of tapped buffers in the outputs.
     tapped: Range<usize>,
-    /// Where each buffer that the host fills is behind the steps, and the bytes of its rows.
+    /// For each buffer that the host fills, its offset after the steps, and the bytes of its rows.
     given: Vec<(usize, usize)>,
-    /// A step for each group, and the buffers that the host fills.
-    step: Pinned,
-    outputs: Pinned,
-    /// What the graph's nodes name.
+    /// One step for each group, and the buffers that the host fills.
+    step: PinnedMemory,
+    outputs: PinnedMemory,
+    /// The memory that the graph's nodes name.
     work: Work,
     device: Device,
 }
 
-/// What a group of layers has.
+/// The data of a layer group.
 #[derive(Debug)]
 struct Group {
-    /// The rows of its pools.
+    /// The number of rows of its pools.
     capacity: usize,
     /// Where the mask of a step is copied from, if it has one.
-    tiles: Option<Pinned>,
-    /// The blocks of rows that read it.
+    tiles: Option<PinnedMemory>,
+    /// The blocks of rows that read the mask.
     rows: Option<RowBlocks>,
 }
 
 // SAFETY: a graph may be used by all threads, one at a time, which `&mut` ensures.
-unsafe impl Send for Captured {}
+unsafe impl Send for CapturedStep {}
 // SAFETY: shared references read plain fields only.
-unsafe impl Sync for Captured {}
+unsafe impl Sync for CapturedStep {}
 
-/// What a step gives the host.
+/// The results of a step, for the host.
 #[derive(Debug, Clone, Copy)]
 pub struct Outputs<'a> {
     /// The [copied](crate::Logits::copied) rows of logits, `[rows, vocabulary]` of the plan's elements, in their 2
     /// bytes each.
     pub logits: &'a [u8],
-    /// The elements of tapped buffers, one behind the other, in their 2 bytes each. Empty if no logits are copied.
+    /// The elements of tapped buffers, one after the other, 2 bytes each. Empty if no logits are copied.
     pub tapped: &'a [u8],
-    /// The place of the greatest logit of each row of the plan, the first of equals, or -1 if one is NaN or the
-    /// greatest is infinite. Empty if none is chosen.
+    /// The argmax of each row of the plan, the first of equals, or -1 if a logit is NaN or the largest is
+    /// infinite. Empty if the plan computes none.
     pub chosen: &'a [i32],
 }
 
-impl Captured {
+impl CapturedStep {
     pub(crate) fn new(device: &Device, plan: &Plan) -> Result<Self> {
         check_plan(plan)?;
         let context = &device.0.context;
-        let copied = plan.logits.map_or(Copied::None, |logits| logits.copied);
+        let copied = plan.logits.map_or(CopiedRows::None, |logits| logits.copied);
         let logits = plan.logits.map_or(0, |Logits { rows, vocabulary, copied, .. }| {
             let rows = match copied {
-                Copied::None => 0,
-                Copied::Last => 1,
-                Copied::All => rows,
+                CopiedRows::None => 0,
+                CopiedRows::Last => 1,
+                CopiedRows::All => rows,
             };
             2 * rows * vocabulary
         });
         let chosen = plan.logits.filter(|logits| logits.chosen).map_or(0, |logits| logits.rows);
         let work = Work::new(device, plan)?;
         let layout = Layout::of(plan);
-        let step = Pinned::new(context, layout.step_bytes)?;
+        let step = PinnedMemory::new(context, layout.step_bytes)?;
         let tapped = match copied {
-            Copied::None => 0,
+            CopiedRows::None => 0,
             _ => layout.outputs_bytes - layout.tapped_at,
         };
         let tapped_at = match copied {
-            Copied::All => layout.tapped_at,
-            Copied::None | Copied::Last => (LOGITS_AT + logits).next_multiple_of(APART),
+            CopiedRows::All => layout.tapped_at,
+            CopiedRows::None | CopiedRows::Last => (LOGITS_AT + logits).next_multiple_of(APART),
         };
-        let outputs = Pinned::new(context, tapped_at + tapped)?;
+        let outputs = PinnedMemory::new(context, tapped_at + tapped)?;
         let row = |Buffer(index): Buffer| 2 * plan.buffers[index] / plan.tokens;
         let given = layout.given.iter().map(|&(buffer, at)| (at, row(buffer))).collect();
         let group_of = |(group, memory): (usize, &Option<Memory>)| {
-            let tiles = memory.as_ref().map(|memory| Pinned::new(context, memory.bytes()));
+            let tiles = memory.as_ref().map(|memory| PinnedMemory::new(context, memory.bytes()));
             let rows = row_blocks(plan, group);
             Ok(Group { capacity: capacity(plan, group), tiles: tiles.transpose()?, rows })
         };
@@ -108,7 +108,7 @@ impl Captured {
 
         let stream = Stream::new(context)?;
         let graph = Graph::capture(&stream, || {
-            // SAFETY: both places have so many bytes, as long as the graph lives.
+            // SAFETY: both ranges have `bytes` bytes while the graph lives.
             check("cuMemcpyHtoDAsync", unsafe {
                 let to = work.step.address().0;
                 sys::cuMemcpyHtoDAsync_v2(to, step.data().cast(), layout.step_bytes, stream.raw)
@@ -116,7 +116,7 @@ impl Captured {
             work.launch_all(&stream, plan)?;
             let copy = |from: usize, to: usize, bytes: usize| match bytes {
                 0 => Ok(()),
-                // SAFETY: both places have so many bytes, as long as the graph lives.
+                // SAFETY: both ranges have `bytes` bytes while the graph lives.
                 _ => check("cuMemcpyDtoHAsync", unsafe {
                     let from = work.outputs.address().0 + from as u64;
                     let to = outputs.data().add(to).cast();
@@ -125,16 +125,17 @@ impl Captured {
             };
             let begin = if chosen > 0 { 0 } else { LOGITS_AT };
             match copied {
-                Copied::None => copy(0, 0, 4 * chosen),
-                Copied::Last => {
+                CopiedRows::None => copy(0, 0, 4 * chosen),
+                CopiedRows::Last => {
                     copy(0, 0, 4 * chosen)?;
                     copy(layout.tapped_at, tapped_at, tapped)
                 }
-                // One behind the other in both places.
-                Copied::All => copy(begin, begin, tapped_at + tapped - begin),
+                // They follow each other in both places.
+                CopiedRows::All => copy(begin, begin, tapped_at + tapped - begin),
             }
         })?;
-        let last_of = (copied == Copied::Last).then(|| work.outputs.address().0 + LOGITS_AT as u64);
+        let last_of =
+            (copied == CopiedRows::Last).then(|| work.outputs.address().0 + LOGITS_AT as u64);
         let exec = graph.instantiate(&device.0.stream)?;
         Ok(Self {
             exec,
@@ -156,26 +157,26 @@ impl Captured {
     /// Runs a step of a plan with one group and waits for it.
     ///
     /// # Errors
-    /// [`Error::Step`](crate::Error::Step) for a step that does not fit the plan, or while one runs;
-    /// nothing has changed then. [`Error::Driver`](crate::Error::Driver) if the device fails, which
-    /// leaves the step's rows of the pools unknown.
+    /// [`Error::Step`](crate::Error::Step) for a step that does not fit the plan, or while one runs; nothing
+    /// has changed then. [`Error::Driver`](crate::Error::Driver) if the device fails; the step's rows of the
+    /// pools are then unknown.
     ///
     /// # Safety
-    /// As for [`Captured::start`].
+    /// As for [`CapturedStep::start`].
     pub unsafe fn run(&mut self, step: &StepInputs) -> Result<Outputs<'_>> {
         // SAFETY: as the caller says.
         unsafe { self.run_groups(std::slice::from_ref(step), &[]) }
     }
 
-    /// Runs a step, told for each group of the plan, and waits for it. All have the same tokens.
-    /// `given` has the rows of these tokens for each buffer that the host [fills](Plan::given): the bytes of the
-    /// plan's elements.
+    /// Runs a step, with inputs for each group of the plan, and waits for it. All groups have the same
+    /// tokens. `given` has the rows of these tokens for each buffer that the host [fills](Plan::given): the
+    /// bytes of the plan's elements.
     ///
     /// # Errors
-    /// As for [`Captured::run`].
+    /// As for [`CapturedStep::run`].
     ///
     /// # Safety
-    /// As for [`Captured::start`].
+    /// As for [`CapturedStep::start`].
     pub unsafe fn run_groups(
         &mut self,
         steps: &[StepInputs],
@@ -186,15 +187,16 @@ impl Captured {
         self.wait()
     }
 
-    /// Starts a step, told as to [`run_groups`](Self::run_groups), which runs after those that were started before on this device.
+    /// Starts a step with the inputs of [`run_groups`](Self::run_groups). It runs after the steps that were
+    /// started before on this device.
     ///
     /// # Errors
-    /// As for [`Captured::run`].
+    /// As for [`CapturedStep::run`].
     ///
     /// # Safety
-    /// All addresses of the plan are live until the step has been waited for, with the shapes that the
-    /// plan says; what other streams write there is complete; and no other work writes there, or
-    /// reads the step's rows of the pools, meanwhile.
+    /// Until the step was waited for, all addresses of the plan are live, with the shapes of the plan; writes
+    /// of other streams there are complete; and meanwhile no other work writes there, or reads the step's
+    /// rows of the pools.
     pub unsafe fn start(&mut self, steps: &[StepInputs], given: &[&[u8]]) -> Result<()> {
         if self.started {
             fail!(Step, "a step of this plan runs; wait for it first");
@@ -207,19 +209,20 @@ impl Captured {
         for (group, step) in steps.iter().enumerate() {
             let inputs = Self::inputs(step, self.copy_tiles(group, step)?);
             // SAFETY: the block has the bytes of a step for each group, and is aligned to a page. No graph
-            // reads it: none is started.
+            // reads it, since none is started.
             unsafe { self.step.data().cast::<Step>().add(group).write(inputs) };
         }
         for (&(at, _), rows) in self.given.iter().zip(given) {
-            // SAFETY: the block has the rows of all tokens there, of which the check has found no more. No graph
-            // reads it.
+            // SAFETY: the block has the rows of all tokens there, and the check found no more tokens than
+            // that. No graph reads it.
             unsafe { self.step.data().add(at).copy_from_nonoverlapping(rows.as_ptr(), rows.len()) };
         }
-        // SAFETY: the graph and the stream are live, and what the graph names is, as the caller says.
+        // SAFETY: the graph and the stream are live, and so is the memory that the graph names, by the
+        // caller's promise.
         let launched = unsafe { sys::cuGraphLaunch(self.exec, device.stream.raw) };
         let started = check("cuGraphLaunch", launched).and_then(|()| self.copy_last_row(&steps[0]));
         if let Err(error) = started {
-            // The copy of the tiles reads what the next step writes.
+            // The copy of the tiles reads memory that the next step writes.
             let _ = device.stream.wait();
             return Err(error);
         }
@@ -234,15 +237,15 @@ impl Captured {
             return Ok(());
         };
         let from = first + (self.logits * (step.ids.len() - 1)) as u64;
-        // SAFETY: the check has found as many tokens as the plan has at most, each with a row there. The other place has
-        // the bytes of one.
+        // SAFETY: the check found at most as many tokens as the plan has, each with a row there. The
+        // destination has the bytes of one row.
         check("cuMemcpyDtoHAsync", unsafe {
             let to = self.outputs.data().add(LOGITS_AT).cast();
             sys::cuMemcpyDtoHAsync_v2(to, from, self.logits, self.device.0.stream.raw)
         })
     }
 
-    /// Returns a step as the kernels read it, of whose mask so many numbers come before the tiles.
+    /// Returns a step as the kernels read it, whose mask has this many numbers before the tiles.
     fn inputs(step: &StepInputs, before_tiles: usize) -> Step {
         let mut inputs = Step {
             keys: int(step.n_keys),
@@ -250,7 +253,7 @@ impl Captured {
             unused: [0; 2],
             ids: [0; MAX_TOKENS],
             positions: [0; MAX_TOKENS],
-            // Tokens that the step does not have leave nothing in the pools.
+            // Missing tokens write nothing to the pools.
             slots: [-1; MAX_TOKENS],
         };
         let n = step.ids.len();
@@ -260,8 +263,8 @@ impl Captured {
         inputs
     }
 
-    /// Starts the copy of a step's mask, of which the graph does not know the size. Returns how many numbers
-    /// come before the tiles.
+    /// Starts the copy of a step's mask, whose size the graph does not know. Returns how many numbers come
+    /// before the tiles.
     fn copy_tiles(&self, group: usize, step: &StepInputs) -> Result<usize> {
         let own = self.groups.get(group);
         let from = own.and_then(|group| Some((group.tiles.as_ref()?, group.rows?)));
@@ -270,8 +273,8 @@ impl Captured {
             return Ok(0);
         };
         let numbers = from.bytes().len() / size_of::<u64>();
-        // SAFETY: both places have the bytes of every mask of so many tokens over the plan's pools, which the
-        // step's check has compared. No step runs that reads them.
+        // SAFETY: both ranges have the bytes of every mask of this many tokens over the plan's pools, as the
+        // step's check verified. No running step reads them.
         let (written, copied) = unsafe {
             let own = std::slice::from_raw_parts_mut(from.data().cast::<u64>(), numbers);
             let written = mask.write(rows, own);
@@ -283,7 +286,7 @@ impl Captured {
         Ok(written.lists)
     }
 
-    /// Waits for the step that was started, and returns its results.
+    /// Waits for the started step, and returns its results.
     ///
     /// # Errors
     /// [`Error::Step`](crate::Error::Step) if none was started, and
@@ -302,9 +305,9 @@ impl Captured {
     }
 }
 
-impl Captured {
-    /// Copies what the last step left in the beginning of a buffer, for tests: a launch may have written
-    /// over what another one left.
+impl CapturedStep {
+    /// Copies the beginning of a buffer after the last step, for tests: a later kernel may have overwritten
+    /// what an earlier one wrote.
     ///
     /// # Errors
     /// [`Error::Step`](crate::Error::Step) while a step runs or for more bytes than the buffer has, and
@@ -320,16 +323,16 @@ impl Captured {
             fail!(Step, "{} bytes of buffer {}, which has {bytes}", to.len(), buffer.0);
         }
         let _current = self.device.0.context.enter()?;
-        // SAFETY: the buffer has so many bytes.
+        // SAFETY: the buffer has that many bytes.
         let copied = unsafe { sys::cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), place, to.len()) };
         check("cuMemcpyDtoH", copied)
     }
 }
 
-impl Drop for Captured {
+impl Drop for CapturedStep {
     fn drop(&mut self) {
         if self.started {
-            // After an error of the device nothing runs.
+            // After a device error nothing runs.
             let _ = self.device.0.stream.wait();
         }
         if let Ok(_current) = self.device.0.context.enter() {
@@ -343,12 +346,12 @@ impl Drop for Captured {
 struct Graph(sys::CUgraph);
 
 impl Graph {
-    /// Captures what `work` asks of the stream.
+    /// Captures the work that `work` enqueues on the stream.
     fn capture(stream: &Stream, work: impl FnOnce() -> Result<()>) -> Result<Self> {
         let _current = stream.context.enter()?;
-        // Other threads, and other libraries, go on as they like.
+        // Other threads and libraries are not affected.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream is live and no one else's.
+        // SAFETY: the stream is live, and only this owner uses it.
         check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(stream.raw, mode) })?;
         let done = work();
         let mut graph = Self(null_mut());
@@ -359,7 +362,7 @@ impl Graph {
         Ok(graph)
     }
 
-    /// Returns the graph as one that can run, its parts already on the device.
+    /// Returns the graph as an executable one, already uploaded to the device.
     fn instantiate(&self, stream: &Stream) -> Result<sys::CUgraphExec> {
         let _current = stream.context.enter()?;
         let mut exec = null_mut();

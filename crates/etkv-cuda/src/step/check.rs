@@ -1,15 +1,16 @@
-//! Which plans can be.
+//! The checks of plans.
 
 use crate::step::error::{fail, Result};
 use crate::step::plan::{
-    Address, Attend, Blend, Buffer, Columns, Copied, Embed, Heads, Launch, Logits, Norm, Normalize,
-    Packed, Place, Plan, Pool, PoolRows, Product, Weight, MAX_GROUPS, MAX_TOKENS,
+    Address, Attend, Blend, Buffer, Columns, CopiedRows, Embed, Heads, Launch, Logits, Norm,
+    Normalize, PackedWeight, PlaceHeads, Plan, Pool, PoolRows, Product, Weight, MAX_GROUPS,
+    MAX_TOKENS,
 };
 
-/// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
-/// twice each within 32.
+/// The most elements of a row, rows of a table, and keys: products of two fit 64 bits, and twice each fits 32
+/// bits.
 const MAX: usize = 1 << 30;
-/// The most elements of a row that is multiplied, and heads.
+/// The most elements of a row that is multiplied, and the most heads.
 const LONGEST: usize = 1 << 24;
 const MAX_HEADS: usize = 4096;
 /// Elements that a thread reads at a time, and outputs of a tile.
@@ -18,12 +19,12 @@ const TILE: usize = 16;
 /// The bits of a packed weight's codes, and the codes of a group.
 const BITS: [usize; 2] = [4, 8];
 const GROUPS: [usize; 3] = [32, 64, 128];
-/// What the elements of a head are a multiple of where a pool is packed or heads are placed.
+/// The number that the elements of a head are a multiple of, if a pool is packed or heads are placed.
 const PLACED: usize = 32;
 /// The elements of a head.
 const DIMS: std::ops::RangeInclusive<usize> = 32..=256;
 
-/// Returns an error if the plan cannot be on any device.
+/// Returns an error if no device can run the plan.
 pub(crate) fn check(plan: &Plan) -> Result<()> {
     if !(1..=MAX_TOKENS).contains(&plan.tokens) {
         fail!(Plan, "{} tokens, expected 1 to {MAX_TOKENS}", plan.tokens);
@@ -62,7 +63,7 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
     }
 }
 
-/// Checks that all attentions of a group can read the same lists of tiles: those of a block of rows.
+/// Checks that all attentions of a group can read the same lists of tiles: the lists of a block of rows.
 fn check_lists(plan: &Plan, group: usize) -> Result<()> {
     let queries = plan.launches.iter().filter_map(|launch| match launch {
         Launch::Attend(attend) if attend.group == group => attend.n_q.checked_div(attend.n_kv),
@@ -75,7 +76,7 @@ fn check_lists(plan: &Plan, group: usize) -> Result<()> {
     Ok(())
 }
 
-/// Returns the rows that each head of a group's pools has.
+/// Returns the number of rows of each head in a group's pools.
 pub(crate) fn capacity(plan: &Plan, group: usize) -> usize {
     let of = |launch: &Launch| {
         let (own, keys, values) = match launch {
@@ -84,7 +85,9 @@ pub(crate) fn capacity(plan: &Plan, group: usize) -> usize {
             | Launch::Blend(_)
             | Launch::Product(Product { heads: None, .. }) => return None,
             Launch::Product(Product { heads: Some(heads), .. })
-            | Launch::Place(Place { heads, .. }) => (heads.group, heads.keys, heads.values),
+            | Launch::PlaceHeads(PlaceHeads { heads, .. }) => {
+                (heads.group, heads.keys, heads.values)
+            }
             Launch::Attend(attend) => (attend.group, attend.keys, attend.values),
         };
         (own == group).then(|| keys.capacity.min(values.capacity))
@@ -92,7 +95,7 @@ pub(crate) fn capacity(plan: &Plan, group: usize) -> usize {
     plan.launches.iter().filter_map(of).min().unwrap_or(MAX)
 }
 
-/// A plan, and the buffers that the launches so far have written.
+/// A plan, and the buffers that its launches have written so far.
 struct Work<'a> {
     plan: &'a Plan,
     written: Vec<bool>,
@@ -105,7 +108,7 @@ impl Work<'_> {
             Launch::Product(product) => self.check_product(product),
             Launch::Normalize(normalize) => self.check_normalize(normalize),
             Launch::Blend(blend) => self.check_blend(blend),
-            Launch::Place(place) => self.check_place(place),
+            Launch::PlaceHeads(place) => self.check_place(place),
             Launch::Attend(attend) => self.check_attend(attend),
         }
     }
@@ -230,8 +233,8 @@ impl Work<'_> {
         self.write(out, elements)
     }
 
-    fn check_place(&mut self, place: &Place) -> Result<()> {
-        let Place { heads, q_norm, k_norm, .. } = place;
+    fn check_place(&mut self, place: &PlaceHeads) -> Result<()> {
+        let PlaceHeads { heads, q_norm, k_norm, .. } = place;
         let Heads { n_q, n_kv, head_dim, .. } = *heads;
         are_heads(n_q, n_kv, head_dim)?;
         self.has_group(heads.group)?;
@@ -279,7 +282,7 @@ impl Work<'_> {
         }
     }
 
-    /// Checks the buffers that the host fills, which are then written.
+    /// Checks the buffers that the host fills. They then count as written.
     fn check_given(&mut self) -> Result<()> {
         for &buffer in &self.plan.given {
             self.has(buffer, self.plan.tokens)?;
@@ -323,7 +326,7 @@ impl Work<'_> {
     fn check_logits(&self, logits: Logits) -> Result<()> {
         is_within("rows of logits", logits.rows, 1, MAX_TOKENS)?;
         is_within("logits of a row", logits.vocabulary, 1, LONGEST)?;
-        if logits.copied == Copied::Last && logits.rows != self.plan.tokens {
+        if logits.copied == CopiedRows::Last && logits.rows != self.plan.tokens {
             fail!(
                 Plan,
                 "{} rows of logits, of which the last token's is copied, expected {}",
@@ -375,7 +378,7 @@ fn is_within(what: &str, value: usize, least: usize, most: usize) -> Result<()> 
     Ok(())
 }
 
-/// Checks the elements of a row that threads read 16 bytes of at a time.
+/// Checks the elements of a row that threads read 16 bytes at a time.
 fn are_pieces(inner: usize) -> Result<()> {
     is_within("elements of a row", inner, PIECE, LONGEST)?;
     if inner % PIECE != 0 {
@@ -401,7 +404,7 @@ fn are_heads(n_q: usize, n_kv: usize, head_dim: usize) -> Result<()> {
     Ok(())
 }
 
-/// Checks where the heads go, and their periods.
+/// Checks the destinations of the heads, and their periods.
 fn are_placed(heads: &Heads) -> Result<()> {
     if let Some(periods) = heads.periods {
         is_address("the periods", periods, 4)?;
@@ -449,7 +452,7 @@ fn is_pool(what: &str, pool: Pool, head_dim: usize) -> Result<()> {
 }
 
 fn is_weight(what: &str, weight: Weight, inner: usize) -> Result<()> {
-    let Packed { codes, scales, biases, bits, group } = match weight {
+    let PackedWeight { codes, scales, biases, bits, group } = match weight {
         Weight::Plain(address) => return is_address(what, address, 2),
         Weight::Packed(packed) => packed,
     };

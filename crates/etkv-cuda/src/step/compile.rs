@@ -1,4 +1,4 @@
-//! The kernels' compiler, and the folder in which its results are kept.
+//! The kernels' compiler, and its cache folder.
 
 use std::ffi::{c_char, CString};
 use std::fs;
@@ -16,13 +16,13 @@ use crate::step::error::{fail, Result};
 #[derive(Debug)]
 pub struct Compiler {
     folder: Option<PathBuf>,
-    /// The compute capability, as in 90 for 9.0.
+    /// The compute capability: 90 for 9.0.
     pub(crate) capability: usize,
     version: (i32, i32),
 }
 
 impl Compiler {
-    /// Returns the compiler for device 0. What it compiles is kept in `folder`, which need not exist.
+    /// Returns the compiler for device 0. Compiled kernels are cached in `folder`, which need not exist.
     ///
     /// # Errors
     /// [`Error::Unavailable`](crate::Error::Unavailable) with the reason, if there is no device or no compiler
@@ -31,7 +31,7 @@ impl Compiler {
         Self::for_capability(Context::open()?.capability()?, folder)
     }
 
-    /// Returns the compiler for devices of a compute capability, as in 90 for 9.0. There need be none.
+    /// Returns the compiler for devices of a compute capability: 90 for 9.0. No such device need exist.
     ///
     /// # Errors
     /// [`Error::Unavailable`](crate::Error::Unavailable) if there is no compiler.
@@ -50,30 +50,30 @@ impl Compiler {
         [format!("--gpu-architecture=sm_{}", self.capability), "-std=c++17".to_owned()]
     }
 
-    /// Returns the cubin of a text without `#include`: the one that is kept, or else a new one, which is then
-    /// kept.
+    /// Returns the cubin of a text without `#include`: the cached one, or else a new one, which is then
+    /// cached.
     ///
     /// # Errors
-    /// [`Error::Compiler`](crate::Error::Compiler) with what the compiler says of the text.
+    /// [`Error::Compiler`](crate::Error::Compiler) with the compiler's message.
     pub fn cubin(&self, text: &str) -> Result<Vec<u8>> {
         self.load(text, |cubin| Ok(cubin.to_vec()))
     }
 
-    /// Returns what `load` makes of the cubin of a text. If it cannot load the one that is kept, that is
-    /// compiled anew.
+    /// Returns the result of `load` for the cubin of a text. If `load` refuses the cached one, the text is
+    /// compiled again.
     pub(crate) fn load<T>(&self, text: &str, load: impl Fn(&[u8]) -> Result<T>) -> Result<T> {
         let kept = self.folder.as_ref().map(|folder| folder.join(self.name(text)));
         if let Some(found) = kept.as_deref().and_then(read) {
             match load(&found) {
                 Ok(loaded) => return Ok(loaded),
-                Err(error) => warn!(%error, file = ?kept, "a kept kernel is compiled anew"),
+                Err(error) => warn!(%error, file = ?kept, "a cached kernel is compiled again"),
             }
         }
         let cubin = self.compile(text)?;
         let loaded = load(&cubin)?;
         if let Some(path) = kept {
             if let Err(error) = write(&path, &cubin) {
-                warn!(%error, file = ?path, "a kernel is not kept and will be compiled again");
+                warn!(%error, file = ?path, "a kernel is not cached and will be compiled again");
             }
         }
         Ok(loaded)
@@ -93,8 +93,8 @@ impl Compiler {
         let options = self.options().map(|option| CString::new(option).unwrap_or_default());
         let options = options.each_ref().map(|option| option.as_ptr());
         let mut program = Program(null_mut());
-        // SAFETY: the text outlives the program; each list has as many elements as is said; the
-        // buffer has the size that the compiler asks for.
+        // SAFETY: the text outlives the program; each list has the stated number of elements; the buffer has
+        // the size that the compiler requests.
         unsafe {
             let name = c"etkv.cu".as_ptr();
             let made =
@@ -118,10 +118,10 @@ impl Compiler {
 struct Program(nvrtcProgram);
 
 impl Program {
-    /// Returns what the compiler says, shortened.
+    /// Returns the compiler's log, shortened.
     fn log(&self) -> String {
         let mut bytes = 0;
-        // SAFETY: the program is live; the buffer has the size that the compiler asks for.
+        // SAFETY: the program is live; the buffer has the size that the compiler requests.
         let log = unsafe {
             if sys::nvrtcGetProgramLogSize(self.0, &mut bytes) != nvrtcResult::NVRTC_SUCCESS {
                 return String::new();
@@ -153,19 +153,19 @@ fn check(call: &str, result: nvrtcResult) -> Result<()> {
     }
 }
 
-/// Returns a cubin that was kept, if it is whole: its hash follows it.
+/// Returns a cached cubin, if it is complete: its hash follows it.
 fn read(path: &Path) -> Option<Vec<u8>> {
     let mut bytes = fs::read(path).ok()?;
     let (cubin, kept) = bytes.split_last_chunk::<16>()?;
     if u128::from_le_bytes(*kept) != hash(cubin) {
-        warn!(file = ?path, "a kept kernel is damaged and compiled anew");
+        warn!(file = ?path, "a cached kernel is damaged; it is compiled again");
         return None;
     }
     bytes.truncate(bytes.len() - 16);
     Some(bytes)
 }
 
-/// Keeps a cubin: under another name first, so that no one finds a part of it.
+/// Caches a cubin. Writes it under another name first, so that no reader sees an incomplete file.
 fn write(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     static WRITTEN: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = path.parent() {
@@ -176,7 +176,7 @@ fn write(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     let bytes = [cubin, &hash(cubin).to_le_bytes()].concat();
     let done = fs::write(&beside, bytes).and_then(|()| fs::rename(&beside, path));
     if done.is_err() {
-        // What is left of it is of no use; that it stays is no other error.
+        // The remaining file is useless; if it cannot be removed, that is no error.
         let _ = fs::remove_file(&beside);
     }
     done

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use parking_lot::Mutex;
 
-use crate::step::captured::Captured;
+use crate::step::captured::CapturedStep;
 use crate::step::compile::Compiler;
 use crate::step::driver::{Context, Kernel, Memory, Module, Stream};
 use crate::step::error::{fail, Result};
@@ -16,7 +16,7 @@ use crate::step::launch::Limits;
 use crate::step::plan::Plan;
 use crate::step::source::Source;
 
-/// The least compute capability: that of Ampere, as the kernels' instructions need it.
+/// The minimum compute capability: that of Ampere, whose instructions the kernels use.
 const MIN_CAPABILITY: usize = 80;
 
 /// Device 0 of CUDA, and the kernels that are loaded on it. Clones are the same device.
@@ -28,19 +28,19 @@ pub(crate) struct Inner {
     modules: Mutex<HashMap<Source, Arc<Module>>>,
     compiler: Compiler,
     pub(crate) limits: Limits,
-    /// Whether kernels can begin before those before them have ended.
+    /// Whether a kernel can begin before the previous one has ended.
     pub(crate) overlaps: bool,
     pub(crate) stream: Stream,
     pub(crate) context: Arc<Context>,
 }
 
 impl Device {
-    /// Opens device 0, with its primary context, which other libraries of this process share, and a
-    /// stream of its own. Compiled kernels are kept in `cubin_folder`, which need not exist.
+    /// Opens device 0, with its primary context, which other libraries of this process share, and with a
+    /// separate stream. Compiled kernels are cached in `cubin_folder`, which need not exist.
     ///
     /// # Errors
-    /// [`Error::Unavailable`](crate::Error::Unavailable) with the reason, if there is no driver with
-    /// CUDA 12.3, no device of compute capability 8.0, or no compiler (libnvrtc);
+    /// [`Error::Unavailable`](crate::Error::Unavailable) with the reason, if there is no driver with CUDA
+    /// 12.3, no device of compute capability 8.0, or no compiler (libnvrtc);
     /// [`Error::Driver`](crate::Error::Driver) if the driver fails.
     pub fn open(cubin_folder: Option<&Path>) -> Result<Self> {
         let context = Context::open()?;
@@ -66,26 +66,25 @@ impl Device {
         Ok(Self(Arc::new(Inner { modules, compiler, limits, overlaps, stream, context })))
     }
 
-    /// Captures a plan as a graph. Kernels that no plan has needed before are compiled, which takes
+    /// Captures a plan as a CUDA graph. Kernels that no earlier plan needed are compiled, which takes
     /// seconds, or read from the folder.
     ///
     /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) for a plan that cannot be;
-    /// [`Error::Compiler`](crate::Error::Compiler) and [`Error::Driver`](crate::Error::Driver), such as
-    /// for lack of memory.
-    pub fn capture(&self, plan: &Plan) -> Result<Captured> {
-        Captured::new(self, plan)
+    /// [`Error::Plan`](crate::Error::Plan) for an invalid plan; [`Error::Compiler`](crate::Error::Compiler)
+    /// and [`Error::Driver`](crate::Error::Driver), for example if memory is lacking.
+    pub fn capture(&self, plan: &Plan) -> Result<CapturedStep> {
+        CapturedStep::new(self, plan)
     }
 
-    /// Allocates memory of zeros, for callers that have none of another library.
+    /// Allocates zeroed memory, for callers that have none from another library.
     ///
     /// # Errors
-    /// [`Error::Driver`](crate::Error::Driver) for lack of memory.
+    /// [`Error::Driver`](crate::Error::Driver) if memory is lacking.
     pub fn allocate(&self, bytes: usize) -> Result<Memory> {
         Memory::new(&self.0.context, bytes)
     }
 
-    /// Returns a kernel that may have up to `shared` bytes of dynamic shared memory.
+    /// Returns a kernel that may use up to `shared` bytes of dynamic shared memory.
     pub(crate) fn kernel(&self, source: Source, name: &CStr, shared: usize) -> Result<Kernel> {
         let inner = &*self.0;
         let mut modules = inner.modules.lock();

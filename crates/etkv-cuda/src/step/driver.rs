@@ -12,23 +12,23 @@ use crate::step::error::{check, fail, Error, Result};
 /// The oldest driver: the first with CUDA 12.3, which captures kernels that overlap.
 const OLDEST_DRIVER: c_int = 12_030;
 
-/// The percentage of a multiprocessor's memory that is shared memory. Kernels that differ in it cannot
-/// overlap: a multiprocessor is divided anew only when it is idle.
+/// The percentage of a multiprocessor's memory that is shared memory. Kernels with different percentages
+/// cannot overlap: a multiprocessor changes the division only when it is idle.
 const ALL_SHARED: c_int = 100;
 
-/// The primary context of a device, which the other users of CUDA in this process share.
+/// The primary context of a device, which other users of CUDA in this process share.
 #[derive(Debug)]
 pub(crate) struct Context {
     device: sys::CUdevice,
     raw: sys::CUcontext,
 }
 
-// SAFETY: the driver's contexts may be used by all threads.
+// SAFETY: all threads may use the driver's contexts.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// Makes a context current until it is dropped; the thread then has that from before.
+/// Makes a context current until dropped. Then the thread has its former context.
 pub(crate) struct Current(PhantomData<*mut ()>);
 
 impl Context {
@@ -50,7 +50,7 @@ impl Context {
             fail!(Unavailable, "the driver has CUDA {version}, expected {OLDEST_DRIVER} or later");
         }
         let (mut device, mut raw) = (0, null_mut());
-        // SAFETY: the first call initializes the driver for those after it; each writes its result.
+        // SAFETY: the first call initializes the driver for the later ones; each writes its result.
         unsafe {
             check("cuInit", sys::cuInit(0)).map_err(unavailable)?;
             check("cuDeviceGet", sys::cuDeviceGet(&mut device, 0)).map_err(unavailable)?;
@@ -67,7 +67,7 @@ impl Context {
         Ok(Current(PhantomData))
     }
 
-    /// Returns the compute capability of the device, as in 90 for 9.0.
+    /// Returns the compute capability of the device: 90 for 9.0.
     pub(crate) fn capability(&self) -> Result<usize> {
         let major = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
         let minor = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
@@ -93,12 +93,12 @@ impl Drop for Context {
 impl Drop for Current {
     fn drop(&mut self) {
         let mut before = null_mut();
-        // SAFETY: pushed once, by this thread, which a guard without `Send` does not leave.
+        // SAFETY: pushed once, by this thread, which a guard without `Send` cannot leave.
         unsafe { sys::cuCtxPopCurrent_v2(&mut before) };
     }
 }
 
-/// Memory of the device, for callers that have none of another library.
+/// Memory of the device, for callers that have none from another library.
 #[derive(Debug)]
 pub struct Memory {
     context: Arc<Context>,
@@ -107,7 +107,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Allocates memory of zeros.
+    /// Allocates zeroed memory.
     pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
         let _current = context.enter()?;
         let bytes = bytes.max(16);
@@ -115,7 +115,7 @@ impl Memory {
         // SAFETY: writes an address.
         check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut address, bytes) })?;
         let memory = Self { context: context.clone(), address, bytes };
-        // SAFETY: the memory has so many bytes. Other streams do not wait for the null stream's work.
+        // SAFETY: the memory has that many bytes. Other streams do not wait for the null stream's work.
         unsafe {
             check("cuMemsetD8", sys::cuMemsetD8_v2(address, 0, bytes))?;
             check("cuStreamSynchronize", sys::cuStreamSynchronize(null_mut()))?;
@@ -123,7 +123,7 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Returns where the memory begins.
+    /// Returns the address of the memory.
     pub fn address(&self) -> crate::Address {
         crate::Address(self.address)
     }
@@ -133,14 +133,14 @@ impl Memory {
         self.bytes
     }
 
-    /// Copies bytes to the place `at` of this memory, and waits.
+    /// Copies bytes to the offset `at` of this memory, and waits.
     ///
     /// # Errors
     /// [`Error::Driver`] if they do not fit, or if the copy fails.
     pub fn write(&mut self, at: usize, from: &[u8]) -> Result<()> {
         let to = self.place(at, from.len())?;
         let _current = self.context.enter()?;
-        // SAFETY: both places have so many bytes. The copy may go on when the first call returns, and
+        // SAFETY: both ranges have that many bytes. The copy may continue after the first call returns, and
         // other streams do not wait for it.
         unsafe {
             check("cuMemcpyHtoD", sys::cuMemcpyHtoD_v2(to, from.as_ptr().cast(), from.len()))?;
@@ -148,14 +148,14 @@ impl Memory {
         }
     }
 
-    /// Copies bytes from the place `at` of this memory, and waits.
+    /// Copies bytes from the offset `at` of this memory, and waits.
     ///
     /// # Errors
-    /// [`Error::Driver`] if there are fewer, or if the copy fails.
+    /// [`Error::Driver`] if there are too few, or if the copy fails.
     pub fn read(&self, at: usize, to: &mut [u8]) -> Result<()> {
         let from = self.place(at, to.len())?;
         let _current = self.context.enter()?;
-        // SAFETY: both places have so many bytes.
+        // SAFETY: both ranges have that many bytes.
         check("cuMemcpyDtoH", unsafe {
             sys::cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), from, to.len())
         })
@@ -181,21 +181,21 @@ impl Drop for Memory {
     }
 }
 
-/// Memory of the host that the device copies from and to by itself.
+/// Host memory that the device copies from and to asynchronously.
 #[derive(Debug)]
-pub(crate) struct Pinned {
+pub(crate) struct PinnedMemory {
     context: Arc<Context>,
     data: *mut u8,
     bytes: usize,
 }
 
 // SAFETY: plain memory with one owner.
-unsafe impl Send for Pinned {}
+unsafe impl Send for PinnedMemory {}
 // SAFETY: shared references read only.
-unsafe impl Sync for Pinned {}
+unsafe impl Sync for PinnedMemory {}
 
-impl Pinned {
-    /// Allocates memory of zeros.
+impl PinnedMemory {
+    /// Allocates zeroed memory.
     pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
         let _current = context.enter()?;
         let bytes = bytes.max(16);
@@ -213,13 +213,13 @@ impl Pinned {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: so many bytes are allocated and set. Those who have a device write them hold
-        // `&mut` of the owner until they have waited for it.
+        // SAFETY: the bytes are allocated and set. While the device writes them, the caller holds `&mut` of
+        // the owner, until it has waited.
         unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
     }
 }
 
-impl Drop for Pinned {
+impl Drop for PinnedMemory {
     fn drop(&mut self) {
         if let Ok(_current) = self.context.enter() {
             // SAFETY: allocated once; its users have waited for the device.
@@ -235,7 +235,7 @@ pub(crate) struct Stream {
     pub(crate) raw: sys::CUstream,
 }
 
-// SAFETY: the driver's streams may be used by all threads.
+// SAFETY: all threads may use the driver's streams.
 unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
@@ -274,19 +274,19 @@ pub(crate) struct Module {
     raw: sys::CUmodule,
 }
 
-// SAFETY: the driver's modules may be used by all threads.
+// SAFETY: all threads may use the driver's modules.
 unsafe impl Send for Module {}
 // SAFETY: as above.
 unsafe impl Sync for Module {}
 
-/// A kernel of a module, which outlives it.
+/// A kernel of a module. It keeps the module alive.
 #[derive(Debug, Clone)]
 pub(crate) struct Kernel {
     _module: Arc<Module>,
     pub(crate) raw: sys::CUfunction,
 }
 
-// SAFETY: the driver's functions may be used by all threads.
+// SAFETY: all threads may use the driver's functions.
 unsafe impl Send for Kernel {}
 // SAFETY: as above.
 unsafe impl Sync for Kernel {}
@@ -296,14 +296,14 @@ impl Module {
     pub(crate) fn load(context: &Arc<Context>, cubin: &[u8]) -> Result<Arc<Self>> {
         let _current = context.enter()?;
         let mut raw = null_mut();
-        // SAFETY: the bytes are a whole file of the compiler, and are copied.
+        // SAFETY: the bytes are a complete file of the compiler, and are copied.
         check("cuModuleLoadData", unsafe {
             sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast())
         })?;
         Ok(Arc::new(Self { context: context.clone(), raw }))
     }
 
-    /// Returns a kernel that may have up to `shared` bytes of dynamic shared memory.
+    /// Returns a kernel that may use up to `shared` bytes of dynamic shared memory.
     pub(crate) fn kernel(self: &Arc<Self>, name: &CStr, shared: usize) -> Result<Kernel> {
         let _current = self.context.enter()?;
         let mut raw = null_mut();
@@ -311,8 +311,8 @@ impl Module {
         let carveout =
             sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
         let shared = c_int::try_from(shared).unwrap_or(c_int::MAX);
-        // SAFETY: the module is live, the name ends with a zero, and the first call writes the handle
-        // that the others use.
+        // SAFETY: the module is live, the name ends with a zero, and the first call writes the handle that
+        // the others use.
         unsafe {
             check(
                 "cuModuleGetFunction",

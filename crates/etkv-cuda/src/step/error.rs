@@ -1,4 +1,4 @@
-//! What can fail.
+//! The errors of this crate.
 
 use std::ffi::CStr;
 
@@ -7,11 +7,11 @@ use cudarc::driver::sys::CUresult;
 /// The result of a call of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can fail.
+/// An error of this crate.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is no device that kernels could run on, or no compiler for them.
+    /// There is no device that can run the kernels, or no compiler for them.
     #[error("no CUDA device can be used: {0}")]
     Unavailable(String),
     /// A call of the driver failed.
@@ -19,14 +19,14 @@ pub enum Error {
     Driver {
         /// The driver's function.
         call: &'static str,
-        /// The driver's name for the error, and what it says of it.
+        /// The driver's name for the error, and its description.
         reason: String,
     },
     /// A kernel cannot be compiled.
     #[error("a kernel cannot be compiled: {0}")]
     Compiler(String),
-    /// A plan cannot be.
-    #[error("the plan cannot be: {0}")]
+    /// A plan is invalid.
+    #[error("the plan is invalid: {0}")]
     Plan(String),
     /// A step does not fit its plan.
     #[error("the step does not fit its plan: {0}")]
@@ -51,8 +51,8 @@ pub(crate) fn check(call: &'static str, result: CUresult) -> Result<()> {
 
 fn reason(result: CUresult) -> String {
     let mut text = std::ptr::null();
-    // SAFETY: the driver is present, since it returned a result; it writes a pointer to a static text
-    // or null.
+    // SAFETY: the driver is present, since it returned a result; it writes a pointer to a static text, or
+    // null.
     let known = unsafe { cudarc::driver::sys::cuGetErrorString(result, &mut text) };
     if known != CUresult::CUDA_SUCCESS || text.is_null() {
         return format!("{result:?}");

@@ -1,26 +1,26 @@
-//! What a step brings, and which steps fit a plan.
+//! The inputs of a step, and their checks against a plan.
 
 use crate::step::error::{fail, Result};
 use crate::step::mask::KeyMask;
 
-/// The inputs of a step of T tokens, or fewer with a mask, for a group of layers. The rows of keys and values that
-/// it writes are `slots`, and those that it reads are the first `n_keys`.
+/// The inputs of a step of T tokens, or fewer with a mask, for a layer group. The step writes the rows
+/// `slots` of keys and values, and reads the first `n_keys`.
 #[derive(Debug, Clone, Copy)]
 pub struct StepInputs<'a> {
     /// `[T]`.
     pub ids: &'a [i32],
-    /// `[T]`: where the tokens are in the sequence.
+    /// `[T]`: the positions of the tokens in the sequence.
     pub positions: &'a [i32],
-    /// `[T]`: different rows of the pools. Without a mask, attention takes the last T of the first `n_keys`
-    /// rows for those of the step's tokens.
+    /// `[T]`: different rows of the pools. Without a mask, attention assumes that the last T of the first
+    /// `n_keys` rows are those of the step's tokens.
     pub slots: &'a [i32],
-    /// One past the last row that is read, the step's rows among them: T to the capacity of the pools.
+    /// The number of rows that are read, including the step's own: T to the capacity of the pools.
     pub n_keys: usize,
     /// The keys that each token of the plan sees, if the group is [masked](crate::Plan::masked).
     pub mask: Option<&'a KeyMask>,
 }
 
-/// Returns an error if these are not a step of `tokens` tokens, told for each group with its pools' rows and
+/// Returns an error if these are not a step of `tokens` tokens. Each group comes with its pools' rows and
 /// whether it is masked.
 pub(crate) fn check_steps(
     steps: &[StepInputs],
@@ -45,8 +45,8 @@ pub(crate) fn check_steps(
     Ok(())
 }
 
-/// Returns an error if `given` are not the rows of a step's tokens, which have so many bytes in each buffer that the host
-/// fills.
+/// Returns an error if `given` are not the rows of a step's tokens. `given` lists the bytes of a row in each
+/// buffer that the host fills.
 pub(crate) fn check_given(
     steps: &[StepInputs],
     given: &[&[u8]],

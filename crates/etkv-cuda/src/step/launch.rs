@@ -1,4 +1,4 @@
-//! The kernels as they are launched: arguments, grids, and shared memory.
+//! Launch parameters of the kernels: arguments, grids, and shared memory.
 
 use std::ffi::c_void;
 
@@ -17,24 +17,25 @@ pub(crate) const NORMALIZE_THREADS: usize = 256;
 
 /// Outputs of a tile of a product, as in the kernel.
 const OUTPUTS: usize = 16;
-/// Elements between two rows in shared memory, and the most of all for which a multiprocessor holds two
-/// blocks on every device.
+/// The padding elements between two rows in shared memory, and the most elements with which a multiprocessor
+/// holds two blocks on every device.
 const PAD: usize = 32;
 const FEW_SHARED: usize = 33_280;
-/// The blocks of a single row's product on each multiprocessor. One leaves room for the next kernel's, and
-/// takes a quarter longer on an H200.
+/// The blocks of a single row's product on each multiprocessor. One would leave room for the next kernel's
+/// blocks, but takes a quarter longer on an H200.
 const ROW_BLOCKS: usize = 2;
-/// The warps of such a block, and the fewest elements of the inner axis that one has: with 1024 a product took a quarter
-/// longer on an H200.
+/// The warps of such a block, and the minimum number of elements of the inner axis for each: with 1024 a
+/// product took a quarter longer on an H200.
 const ROW_WARPS: usize = PRODUCT_THREADS / 32;
 const ROW_SPAN: usize = 2048;
-/// The shared memory that a product has besides the rows, and what every block takes of a
+/// The shared memory that a product needs in addition to the rows, and that every block takes of a
 /// multiprocessor's.
 const STATIC_SHARED: usize = 4 * (2 * 8 * 16 * 16 + 16 * 8);
 pub(crate) const SYSTEM_SHARED: usize = 1024;
 
-/// What the kernel with rings has: its warps; the elements of a row that a warp has at a time and the places
-/// of its ring, for rows that stay in registers and for others; and the longest rows that stay there.
+/// The parameters of the kernel with rings: its warps; the elements of a row that a warp has at a time and
+/// the places of its ring, for rows that stay in registers and for others; and the longest rows that stay
+/// there.
 const TILED_WARPS: usize = 16;
 const HELD_WIDE: usize = 128;
 const HELD_DEPTH: usize = 2;
@@ -42,8 +43,8 @@ const OTHER_WIDE: usize = 64;
 const OTHER_DEPTH: usize = 3;
 const MAX_HELD: usize = TILED_WARPS * HELD_WIDE;
 
-/// What the kernel of many rows has: its threads, the rows of the weight in a tile and the pairs of them, the
-/// elements of a row in a place of its ring, and the most rows and places.
+/// The parameters of the kernel of many rows: its threads, the rows of the weight in a tile and the pairs of
+/// them, the elements of a row in a place of its ring, and the most rows and places.
 const MANY_THREADS: usize = 256;
 const MANY_TILE: usize = 128;
 const MANY_PAIRS: usize = MANY_TILE / 2;
@@ -53,25 +54,25 @@ const MANY_DEPTHS: std::ops::RangeInclusive<usize> = 3..=9;
 /// The most blocks that share a tile. Each leaves sums that are read again.
 const MAX_SPLITS: usize = 8;
 
-/// What a device has.
+/// The limits of a device.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     /// Multiprocessors.
     pub(crate) processors: usize,
-    /// Bytes of shared memory that a block may have.
+    /// Bytes of shared memory that a block may use.
     pub(crate) block_shared: usize,
     /// Bytes that a multiprocessor has.
     pub(crate) processor_shared: usize,
 }
 
 impl Limits {
-    /// Returns the bytes of dynamic shared memory that a product may have.
+    /// Returns the bytes of dynamic shared memory that a product may use.
     pub(crate) fn product_shared(&self) -> usize {
         self.block_shared.saturating_sub(STATIC_SHARED)
     }
 }
 
-/// A step, as the kernels read it.
+/// A step in the layout that the kernels read.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Step {
@@ -83,7 +84,7 @@ pub(crate) struct Step {
     pub(crate) slots: [i32; MAX_TOKENS],
 }
 
-/// The argument of a product. Addresses are 0 where there is nothing.
+/// The argument of a product. An absent address is 0.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ProductWork {
@@ -110,11 +111,11 @@ pub(crate) struct ProductWork {
     pub(crate) queries: i32,
     pub(crate) each: i32,
     pub(crate) most_shared: i32,
-    /// The warps that share the inner axis, of a single row.
+    /// The warps that share the inner axis of a single row.
     pub(crate) team: i32,
 }
 
-/// The argument of a product with a packed weight, the codes of which are `product.w`.
+/// The argument of a product with a packed weight. Its codes are `product.w`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct PackedWork {
@@ -146,17 +147,17 @@ const _: () = assert!(size_of::<ManyWork>() == 168);
 /// The kernels of products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ProductKernel {
-    /// A single row. So many warps share the inner axis.
+    /// A single row. `team` warps share the inner axis.
     Row { team: usize },
-    /// Rows that are in shared memory, or read anew for each tile.
+    /// Rows that are in shared memory, or read again for each tile.
     Few,
     /// Rows in registers, and the weight in rings.
     Tiled,
-    /// More rows, in rings as well. So many blocks share each of the tiles.
+    /// More rows, also with rings. `splits` blocks share each of the tiles.
     Many { tiles: usize, splits: usize },
 }
 
-/// How a product is launched.
+/// The launch parameters of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ProductShape {
     pub(crate) kernel: ProductKernel,
@@ -168,7 +169,7 @@ pub(crate) struct ProductShape {
 }
 
 impl ProductShape {
-    /// Returns the shape of a launch.
+    /// Returns the launch parameters.
     ///
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) if rows that are normalized do not fit shared memory, or for more
@@ -212,8 +213,8 @@ impl ProductShape {
         Ok(Self { kernel, blocks, threads, shared: 2 * shared })
     }
 
-    /// Returns the shape of a launch of the kernel with rings, if it takes the product. A block of it takes a
-    /// whole multiprocessor, so that a step of a single row is faster by kernels that overlap, on an H200.
+    /// Returns the launch parameters of the kernel with rings, if it takes the product. Its block takes a
+    /// whole multiprocessor, so for a single row kernels that overlap are faster, on an H200.
     fn tiled(rows: usize, product: &Product, limits: Limits) -> Option<Self> {
         let Weight::Plain(weight) = product.weight else {
             return None;
@@ -232,7 +233,7 @@ impl ProductShape {
 }
 
 impl ProductShape {
-    /// Returns the shape of a launch of the kernel of many rows.
+    /// Returns the launch parameters of the kernel of many rows.
     fn many(rows: usize, product: &Product, limits: Limits) -> Result<Self> {
         match product.weight {
             Weight::Plain(Address(address)) if address % 16 == 0 => {}
@@ -259,7 +260,8 @@ impl ProductShape {
         Ok(Self { kernel, blocks, threads: MANY_THREADS, shared: depth * MANY_PLACE })
     }
 
-    /// Returns the floats that blocks which share tiles leave, and the numbers that count them.
+    /// Returns the number of floats that blocks sharing tiles leave, and the number of counters of such
+    /// blocks.
     pub(crate) fn scratch(&self, rows: usize) -> (usize, usize) {
         match self.kernel {
             ProductKernel::Many { tiles, splits } if splits > 1 => {
@@ -270,15 +272,16 @@ impl ProductShape {
     }
 }
 
-/// Returns how many warps share the inner axis of a single row: as many as there are for each pair of outputs.
+/// Returns how many warps share the inner axis of a single row: the number of warps for each pair of outputs.
 fn team_of(pairs: usize, inner: usize, processors: usize) -> usize {
     let most = ROW_BLOCKS * processors * ROW_WARPS / pairs.max(1);
     let fits = |team: &usize| *team <= most && inner >= team * ROW_SPAN;
     [8, 4, 2].into_iter().find(fits).unwrap_or(1)
 }
 
-/// Returns how many blocks share a tile: as many as let all multiprocessors end soonest. What a block does at
-/// the end of a tile counts as a step of its inner axis; to leave sums, and to add up what others left, as more.
+/// Returns how many blocks share a tile: the number with which all multiprocessors end soonest. The end of a
+/// tile counts as one more step of its inner axis; leaving sums, and adding up the sums of others, counts as
+/// more.
 fn splits_of(tiles: usize, inner: usize, processors: usize) -> usize {
     let steps = inner.div_ceil(MANY_WIDE);
     let time = |splits: &usize| {
@@ -293,10 +296,11 @@ fn many_rows(rows: usize) -> usize {
     rows.next_multiple_of(32)
 }
 
-/// The bytes of a place of the ring of the kernel of many rows.
+/// The bytes of one place of the ring in the kernel of many rows.
 const MANY_PLACE: usize = 2 * (MANY_TILE + MANY_ROWS) * MANY_WIDE;
 
-/// Returns how many places the ring of the kernel of many rows has. A device may have too little memory for it.
+/// Returns the number of places of the ring in the kernel of many rows. A device may have too little memory
+/// for it.
 pub(crate) fn many_depth(limits: Limits) -> usize {
     (limits.block_shared.saturating_sub(SYSTEM_SHARED) / MANY_PLACE).min(*MANY_DEPTHS.end())
 }
@@ -311,20 +315,20 @@ fn tiled_shared(rows: usize, is_held: bool) -> usize {
     TILED_WARPS * (2 * ring + 4 * 2 * x_rows * OUTPUTS + 4 * x_rows)
 }
 
-/// Returns an address, or 0.
+/// Returns an address, or 0 for `None`.
 pub(crate) fn or_null(address: Option<Address>) -> u64 {
     address.map_or(0, |address| address.0)
 }
 
-/// Returns a size that a plan's check has limited.
+/// Returns a size that the check of a plan has limited.
 pub(crate) fn int(size: usize) -> i32 {
     i32::try_from(size).unwrap_or(i32::MAX)
 }
 
-/// Launches a kernel. With `overlaps` it may begin before the kernel before it has ended.
+/// Launches a kernel. With `overlaps` it may begin before the previous kernel has ended.
 ///
 /// # Safety
-/// The arguments are those of the kernel, in order, and valid when it runs.
+/// The arguments are those of the kernel, in order, and valid until it runs.
 pub(crate) unsafe fn launch(
     stream: &Stream,
     kernel: &Kernel,

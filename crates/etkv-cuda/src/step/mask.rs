@@ -1,26 +1,28 @@
-//! Which keys each token of a step sees.
+//! The keys that each token of a step sees.
 
 use std::ops::Range;
 
 use crate::step::attend::TILE;
 
-/// The keys that each token of a step sees: a list of the tiles of 64 keys in which a token sees some. The
-/// kernels read no others.
+/// The keys that each token of a step sees: a list of the tiles of 64 keys in which some token sees a key.
+/// The kernels read no others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyMask {
     n_tokens: usize,
     /// The first token that sees no key.
     blind: Option<usize>,
-    /// One past the last key that is seen.
+    /// One past the last visible key.
     end: usize,
-    /// Of each tile its number, and a bit for each of its keys and each token, the first key the lowest.
+    /// For each tile its number, and then a bit for each of its keys and each token, the first key in the
+    /// lowest bit.
     numbers: Vec<u64>,
-    /// Of each tile the tokens that see a key of it, [a bit](bit_of) each.
+    /// For each tile the tokens that see one of its keys, as [bits](bit_of).
     members: Vec<u64>,
 }
 
 impl KeyMask {
-    /// Returns the mask of T tokens, the first of which sees the keys of the first runs, and so on.
+    /// Returns the mask of T tokens. Each token sees the keys of its runs; the first runs are those of the
+    /// first token.
     pub fn of<R>(runs: impl ExactSizeIterator<Item = R> + Clone) -> Self
     where
         R: IntoIterator<Item = Range<usize>>,
@@ -28,8 +30,8 @@ impl KeyMask {
         Self::padded(runs.len(), runs)
     }
 
-    /// Returns the mask of a plan's tokens, of which a step has as many as there are runs, or fewer than the
-    /// plan. The others see no key.
+    /// Returns the mask of a plan's tokens, for a step with as many tokens as `runs`, or fewer than the plan.
+    /// The others see no key.
     pub fn padded<R>(n_tokens: usize, runs: impl ExactSizeIterator<Item = R> + Clone) -> Self
     where
         R: IntoIterator<Item = Range<usize>>,
@@ -39,7 +41,7 @@ impl KeyMask {
         let sees_none = |runs: R| runs.into_iter().all(|run| run.is_empty());
         let blind = runs.clone().position(sees_none);
         let end = each().map(|run| run.end).max().unwrap_or(0);
-        // Where each tile is in the list, once all are known.
+        // The index of each tile in the list, once all are known.
         let mut places = vec![usize::MAX; end.div_ceil(TILE)];
         for run in each() {
             places[run.start / TILE..run.end.div_ceil(TILE)].fill(0);
@@ -77,7 +79,7 @@ impl KeyMask {
         self.blind
     }
 
-    /// Returns one past the last key that is seen.
+    /// Returns one past the last visible key.
     pub(crate) fn end(&self) -> usize {
         self.end
     }
@@ -87,13 +89,13 @@ impl KeyMask {
         self.numbers.len() / (1 + self.n_tokens)
     }
 
-    /// Writes the list as the kernels read it, and returns how much that is. A block of rows reads only the
-    /// tiles in which a token of its own sees a key. First comes for each block one past the last of its tiles
-    /// in the lists of all blocks; then these lists, of each tile its number and, above that, its place; and
-    /// then the tiles.
+    /// Writes the list as the kernels read it, and returns its size. A block of rows reads only the tiles in
+    /// which one of its tokens sees a key. First comes, for each block, the end of its tiles in the lists of
+    /// all blocks; then these lists, with each tile's number and, in the upper bits, its index; and then the
+    /// tiles.
     ///
-    /// `to` has [`most_numbers`] of as many rows and keys.
-    pub(crate) fn write(&self, rows: RowBlocks, to: &mut [u64]) -> Written {
+    /// `to` has [`most_numbers`] for this number of rows and keys.
+    pub(crate) fn write(&self, rows: RowBlocks, to: &mut [u64]) -> MaskSize {
         let mut lists = rows.n_blocks;
         for block in rows.blocks() {
             for place in self.seen(rows.tokens(block)) {
@@ -103,18 +105,18 @@ impl KeyMask {
             to[block] = (lists - rows.n_blocks) as u64;
         }
         to[lists..][..self.numbers.len()].copy_from_slice(&self.numbers);
-        Written { lists, all: lists + self.numbers.len() }
+        MaskSize { lists, all: lists + self.numbers.len() }
     }
 
-    /// Returns the places of the tiles in which some of the tokens see a key.
+    /// Returns the indices of the tiles in which some of the tokens see a key.
     fn seen(&self, tokens: Range<usize>) -> impl Iterator<Item = usize> + '_ {
         let wanted = tokens.fold(0, |bits, token| bits | bit_of(token));
         let members = self.members.iter().enumerate();
         members.filter(move |(_, &members)| members & wanted != 0).map(|(place, _)| place)
     }
 
-    /// Returns the tiles that blocks of so many rows read together, where each token has `group` rows for each
-    /// head of keys. A tile that several blocks read counts for each.
+    /// Returns the number of tiles that all blocks of `rows` rows read, where each token has `group` rows for
+    /// each head of keys. A tile that several blocks read counts for each.
     pub fn tiles_of_blocks(&self, group: usize, rows: usize) -> usize {
         let rows = RowBlocks::of(self.n_tokens, group, rows);
         rows.blocks().map(|block| self.seen(rows.tokens(block)).count()).sum()
@@ -128,21 +130,21 @@ impl KeyMask {
     }
 }
 
-/// Returns the bit of a token among those that see a key of a tile. Plans have 64 tokens or fewer; any others
-/// share the last bit, and more tiles than they need are listed for them.
+/// Returns the bit of a token in the set of tokens that see a tile. Plans have 64 tokens or fewer; any more
+/// share the last bit, so too many tiles are listed for them.
 fn bit_of(token: usize) -> u64 {
     1 << token.min(63)
 }
 
-/// What a mask takes as kernels read it, in numbers of 64 bits.
+/// The size of a mask as the kernels read it, in numbers of 64 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Written {
-    /// What comes before the tiles.
+pub(crate) struct MaskSize {
+    /// The part before the tiles.
     pub(crate) lists: usize,
     pub(crate) all: usize,
 }
 
-/// The blocks of rows of an attention. Each token has `group` rows, one behind the other.
+/// The blocks of rows of an attention. Each token has `group` adjacent rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RowBlocks {
     n_tokens: usize,
@@ -152,7 +154,7 @@ pub(crate) struct RowBlocks {
 }
 
 impl RowBlocks {
-    /// Returns blocks of so many rows.
+    /// Returns blocks of `rows` rows.
     pub(crate) fn of(n_tokens: usize, group: usize, rows: usize) -> Self {
         Self { n_tokens, group, rows, n_blocks: (n_tokens * group).div_ceil(rows) }
     }
@@ -161,14 +163,14 @@ impl RowBlocks {
         0..self.n_blocks
     }
 
-    /// Returns the tokens of which a block has rows.
+    /// Returns the tokens whose rows are in a block.
     fn tokens(self, block: usize) -> Range<usize> {
         let first = block * self.rows;
         first / self.group..((first + self.rows).div_ceil(self.group)).min(self.n_tokens)
     }
 }
 
-/// Returns the most numbers of a mask of so many tokens over so many keys.
+/// Returns the most numbers in a mask of this number of tokens over `n_keys` keys.
 pub(crate) fn most_numbers(rows: RowBlocks, n_keys: usize) -> usize {
     let tiles = n_keys.div_ceil(TILE);
     rows.n_blocks * (1 + tiles) + tiles * (1 + rows.n_tokens)
@@ -196,7 +198,7 @@ mod tests {
         let rows = RowBlocks::of(4, 4, 8);
         let mut to = vec![u64::MAX; most_numbers(rows, 256)];
         let written = mask.write(rows, &mut to);
-        assert_eq!(written, Written { lists: 7, all: 7 + 3 * 5 });
+        assert_eq!(written, MaskSize { lists: 7, all: 7 + 3 * 5 });
         let place = |tile: u64, place: u64| tile | place << 32;
         let lists = [place(0, 0), place(1, 1), place(3, 2), place(0, 0), place(3, 2)];
         assert_eq!((&to[..2], &to[2..7]), (&[3, 5][..], &lists[..]));

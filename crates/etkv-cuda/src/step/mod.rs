@@ -16,7 +16,7 @@ mod pools;
 mod source;
 mod work;
 
-pub use self::captured::{Captured, Outputs};
+pub use self::captured::{CapturedStep, Outputs};
 pub use self::compile::Compiler;
 pub use self::device::Device;
 pub use self::driver::Memory;
@@ -24,7 +24,7 @@ pub use self::error::{Error, Result};
 pub use self::inputs::StepInputs;
 pub use self::mask::KeyMask;
 pub use self::plan::{
-    Address, Attend, Blend, Buffer, Columns, Copied, Element, Embed, Gate, Heads, Launch, Logits,
-    Norm, Normalize, Packed, PackedRows, Place, Plan, Pool, PoolRows, Product, Weight, MAX_FEW,
-    MAX_GROUPS, MAX_TOKENS,
+    Address, Attend, Blend, Buffer, Columns, CopiedRows, Element, Embed, Gate, Heads, Launch,
+    Logits, Norm, Normalize, PackedRows, PackedWeight, PlaceHeads, Plan, Pool, PoolRows, Product,
+    Weight, MAX_FEW, MAX_GROUPS, MAX_TOKENS,
 };

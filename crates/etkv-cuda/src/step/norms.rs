@@ -1,4 +1,4 @@
-//! Rows that launches of their own normalize or blend.
+//! Rows that separate kernels normalize or blend.
 
 use std::ffi::c_void;
 
@@ -30,7 +30,7 @@ pub(crate) struct NormWork {
 const _: () = assert!(size_of::<NormWork>() == 72);
 
 impl NormWork {
-    /// Returns the argument. `at` tells where buffers are.
+    /// Returns the argument. `at` returns the address of a buffer.
     pub(crate) fn of(normalize: &Normalize, at: impl Fn(crate::Buffer) -> u64) -> Self {
         let Normalize { x, inner, norm, plus, out, columns, next } = *normalize;
         let next_norm = next.map(|(norm, _)| norm);
@@ -71,7 +71,7 @@ pub(crate) struct BlendWork {
 const _: () = assert!(size_of::<BlendWork>() == 40);
 
 impl BlendWork {
-    /// Returns the argument. `at` tells where buffers are.
+    /// Returns the argument. `at` returns the address of a buffer.
     pub(crate) fn of(blend: &Blend, at: impl Fn(crate::Buffer) -> u64) -> Self {
         let Blend { x, y, share, inner, out } = *blend;
         let inner = int(inner);

@@ -1,16 +1,16 @@
-//! What a step computes: its launches, and what lies between them.
+//! The computation of a step: its kernels, and the buffers between them.
 
 use etkv_core::KvFormat;
 
-/// Tokens of a step, at most.
+/// The most tokens of a step.
 pub const MAX_TOKENS: usize = 64;
-/// Rows that are multiplied by kernels for a few, which packed weights need.
+/// The most rows for the kernels of few rows, which packed weights need.
 pub const MAX_FEW: usize = 16;
 
-/// Groups of layers of a plan, at most.
+/// The most layer groups of a plan.
 pub const MAX_GROUPS: usize = 4;
 
-/// The type of all weights that are not packed, of keys and values, and of what lies between launches.
+/// The type of all unpacked weights, of keys and values, and of the buffers between kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 pub enum Element {
@@ -28,7 +28,7 @@ impl Element {
     }
 }
 
-/// Where memory of the device begins, which belongs to the caller.
+/// An address in device memory that belongs to the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Address(pub u64);
 
@@ -54,12 +54,12 @@ pub enum PoolRows {
     Packed(PackedRows),
 }
 
-/// Rows of codes: planes `[1, n_kv, capacity, width]`, row-major, of which a row's width follows from the format.
+/// Rows of codes: planes `[1, n_kv, capacity, width]`, row-major. The width of a row follows from the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PackedRows {
-    /// What codes and scales stand for: a packed format.
+    /// The packed format of codes and scales.
     pub format: KvFormat,
-    /// Words of 32 bits, the first code the lowest: a multiple of 16 bytes.
+    /// Words of 32 bits, the first code in the lowest bits: a multiple of 16 bytes.
     pub codes: Address,
     /// float16, or bytes of E8M0 or E4M3: a multiple of 16 bytes.
     pub scales: Address,
@@ -72,14 +72,14 @@ pub struct PackedRows {
 pub enum Weight {
     /// Of the plan's elements.
     Plain(Address),
-    /// Of fewer bits an element.
-    Packed(Packed),
+    /// With fewer bits an element.
+    Packed(PackedWeight),
 }
 
 /// A matrix of codes: code `q` stands for `scale * q + bias`, by the scale and the bias of its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Packed {
-    /// `[rows, columns]`, of so many bits a code, the first the lowest: a multiple of 16 bytes.
+pub struct PackedWeight {
+    /// `[rows, columns]` of `bits` bits, the first code in the lowest bits: a multiple of 16 bytes.
     pub codes: Address,
     /// `[rows, columns / group]`, of the plan's elements.
     pub scales: Address,
@@ -87,7 +87,7 @@ pub struct Packed {
     pub biases: Address,
     /// 4 or 8.
     pub bits: usize,
-    /// The codes of a group: 32, 64 or 128, which the columns are a multiple of.
+    /// The codes of a group: 32, 64 or 128. The columns are a multiple of it.
     pub group: usize,
 }
 
@@ -100,38 +100,38 @@ pub struct Plan {
     pub tokens: usize,
     /// The elements of each buffer between launches. The device allocates them.
     pub buffers: Vec<usize>,
-    /// What runs, in this order.
+    /// The kernels, in the order in which they run.
     pub launches: Vec<Launch>,
-    /// Of each group of layers whether every step has a [`KeyMask`](crate::KeyMask) for it: 1 to [`MAX_GROUPS`].
-    /// The layers of a group store a step's rows in the same slots of their pools, and its tokens see the same
-    /// keys. Without a mask query t of T sees the rows of the pools below `n_keys - T + t + 1`. If all groups have
-    /// masks, a step may have fewer tokens than the plan.
+    /// For each layer group, whether every step has a [`KeyMask`](crate::KeyMask) for it: 1 to [`MAX_GROUPS`]
+    /// groups. The layers of a group store a step's rows in the same slots of their pools, and its tokens see
+    /// the same keys. Without a mask query t of T sees the rows of the pools below `n_keys - T + t + 1`. If
+    /// all groups have masks, a step may have fewer tokens than the plan.
     pub masked: Vec<bool>,
-    /// Whether attention with a mask cuts rows into small blocks, each of which reads only the keys that its
-    /// tokens see: for tokens of sequences that have few keys in common.
+    /// Whether attention with a mask splits rows into small blocks, each of which reads only the keys that
+    /// its tokens see: for tokens of sequences that have few keys in common.
     pub apart: bool,
-    /// Buffers that the host fills before each step, with a row for each token: different ones.
+    /// Buffers that the host fills before each step, with a row for each token. All are different.
     pub given: Vec<Buffer>,
-    /// What the host gets.
+    /// The outputs for the host.
     pub logits: Option<Logits>,
-    /// Buffers that the host gets with logits, if some are copied: hidden states of layers, of a multiple of 8
-    /// elements each. They are different ones, and others than the logits and the given ones.
+    /// Buffers that the host gets with the logits, if some are copied: hidden states of layers, a multiple of
+    /// 8 elements each. They are all different, and are neither the logits nor buffers that the host fills.
     pub tapped: Vec<Buffer>,
-    /// Whether a kernel may begin before the one before it has ended, and ask for its weights. Without
-    /// effect on devices before compute capability 9.0.
+    /// Whether a kernel may begin before the previous one has ended, and prefetch its weights. Has no effect
+    /// on devices before compute capability 9.0.
     pub overlap: bool,
-    /// The blocks of an attention that is divided among the multiprocessors, or `None` for two on each.
+    /// The blocks of an attention that is split among the multiprocessors, or `None` for two on each.
     pub attention_blocks: Option<usize>,
 }
 
 impl Plan {
-    /// Returns whether each step has a mask for a group.
+    /// Returns whether each step has a mask for a layer group.
     pub(crate) fn is_masked(&self, group: usize) -> bool {
         self.masked.get(group).copied().unwrap_or(false)
     }
 }
 
-/// The logits, as the last launch that writes their buffer leaves them.
+/// The logits: the contents of their buffer after the last kernel that writes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Logits {
     /// `[rows, vocabulary]`.
@@ -140,18 +140,18 @@ pub struct Logits {
     pub rows: usize,
     /// The logits of a row.
     pub vocabulary: usize,
-    /// Which rows are copied to the host.
-    pub copied: Copied,
-    /// Whether the place of the greatest logit of each row is.
+    /// The rows that are copied to the host.
+    pub copied: CopiedRows,
+    /// Whether the argmax of each row is copied too.
     pub chosen: bool,
 }
 
 /// The rows of logits that the host gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Copied {
+pub enum CopiedRows {
     /// None, and no tapped buffers either.
     None,
-    /// That of the last token of each step. The plan then has a row for each of its tokens.
+    /// The row of the last token of each step. The plan then has a row for each of its tokens.
     Last,
     /// All [rows](Logits::rows).
     All,
@@ -166,22 +166,22 @@ pub enum Launch {
     Product(Product),
     /// Rows that are normalized.
     Normalize(Normalize),
-    /// Rows that are shared with others.
+    /// Rows that are blended with others.
     Blend(Blend),
-    /// Heads that a product has made, to where attention takes them.
-    Place(Place),
+    /// Stores the heads of a product where attention reads them.
+    PlaceHeads(PlaceHeads),
     /// Attention over the keys of a layer.
     Attend(Attend),
 }
 
-/// The rows of a table by the step's token ids. An id that is none gets the nearest row.
+/// The rows of a table for the step's token ids. An id out of range gets the nearest row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Embed {
     /// `[vocabulary, inner]`.
     pub table: Weight,
-    /// One of the plan's elements, by which rows are multiplied.
+    /// The factor of the rows, one of the plan's elements.
     pub scale: Option<Address>,
-    /// The rows of the table.
+    /// The number of rows of the table.
     pub vocabulary: usize,
     /// The elements of a row.
     pub inner: usize,
@@ -194,68 +194,71 @@ pub struct Embed {
 pub struct Product {
     /// `[T, inner]`.
     pub x: Buffer,
-    /// Whether only the last row is taken, so that the result has one row.
+    /// Whether only the last row is multiplied, so that the result has one row.
     pub last_row: bool,
-    /// `[outputs, inner]`; `[2 * outputs, inner]` with a gate, whose half is the first.
+    /// `[outputs, inner]`; `[2 * outputs, inner]` with a gate, which is the first half.
     pub weight: Weight,
     /// The elements of a row of `x`: a multiple of 8.
     pub inner: usize,
     /// The elements of a row of the result.
     pub outputs: usize,
-    /// An element for each row of the weight.
+    /// One element for each row of the weight.
     pub bias: Option<Address>,
-    /// How `x` is normalized first, with a weight that is not [wide](Norm::wide).
+    /// The norm of `x`, with a weight that is not [wide](Norm::wide).
     pub norm: Option<Norm>,
-    /// The function of the first half of the outputs, by which the second half is multiplied.
+    /// The function of the first half of the outputs. It multiplies the second half.
     pub gate: Option<Gate>,
-    /// `[rows, outputs]`, added to the result. May be `out`.
+    /// The residual, `[rows, outputs]`, added to the result. May be `out`.
     pub plus: Option<Buffer>,
-    /// What the outputs are if they are heads, whose pools are plain. Then there is no gate and no sum.
+    /// The description of the outputs if they are heads, whose pools are plain. Then there is no gate and no
+    /// residual.
     pub heads: Option<Heads>,
     /// `[rows, outputs]`, or `[rows, n_q, head_dim]` for heads.
     pub out: Buffer,
 }
 
-/// A normalization by the root mean square.
+/// An RMS norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Norm {
     /// `[inner]`, or `None` for ones.
     pub weight: Option<Address>,
-    /// Whether the weight is float32, behind which a row is rounded once. Not for the rows of a product.
+    /// Whether the weight is float32; a row is then rounded once after it. Not allowed for the rows of a
+    /// product.
     pub wide: bool,
     /// Added to the mean square.
     pub eps: f32,
 }
 
-/// `out = norm(x) + plus`, and another norm of that.
+/// `out = norm(x) + plus`, and another norm of the result.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Normalize {
     /// `[T, inner]`.
     pub x: Buffer,
     /// The elements of a row: a multiple of 8.
     pub inner: usize,
-    /// How `x` is normalized.
+    /// The norm of `x`.
     pub norm: Norm,
-    /// `[T, inner]`, added to that. May be `out`, if that has no other columns.
+    /// The residual, `[T, inner]`, added to the normalized rows. May be `out`, if that has no other columns.
     pub plus: Option<Buffer>,
     /// `[T, inner]`, or some columns of wider rows.
     pub out: Buffer,
-    /// Which columns. There is no next norm then.
+    /// The columns of `out`. Then there is no next norm.
     pub columns: Option<Columns>,
-    /// How `out` is normalized, and where to.
+    /// The norm of `out`, and its result.
     pub next: Option<(Norm, Buffer)>,
 }
 
 /// Columns of a buffer `[T, width]`. Both numbers are multiples of 8.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Columns {
-    /// The first of them.
+    /// The first column.
     pub first: usize,
     /// The elements of a row.
     pub width: usize,
 }
 
-/// `out = x + share * (y - x)`, each difference, product and sum rounded: `y` where its share is 1, `x` where that is 0.
+/// `out = x + share * (y - x)`, with each difference, product and sum rounded: `y` where its share is 1, `x`
+/// where it is 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Blend {
     /// `[T, inner]`.
@@ -270,7 +273,7 @@ pub struct Blend {
     pub out: Buffer,
 }
 
-/// An activation function. The kernel has the same numbers.
+/// An activation function. The kernel uses the same numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Gate {
@@ -279,18 +282,17 @@ pub enum Gate {
     GeluTanh = 3,
 }
 
-/// Heads that are normalized, rotated and stored, as a product does with its own, but also to packed pools and
-/// after norms of queries and keys.
+/// Heads that are normalized, rotated and stored. A product does this with its own heads; this launch also
+/// writes packed pools and applies norms to queries and keys.
 ///
-/// A token with a key or value that is not finite gets queries of NaN where that is read, since codes would
-/// hide it.
+/// If a key or value of a token is not finite, its queries become NaN, since codes would hide it.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Place {
+pub struct PlaceHeads {
     /// `[T, n_q + 2 * n_kv, head_dim]`.
     pub x: Buffer,
-    /// Where they go. Here head_dim is a multiple of 32.
+    /// Their destinations. Here head_dim is a multiple of 32.
     pub heads: Heads,
-    /// How each head of queries is normalized first. The weight is `[head_dim]`.
+    /// The norm of each head of queries. The weight is `[head_dim]`.
     pub q_norm: Option<Norm>,
     /// Likewise for keys.
     pub k_norm: Option<Norm>,
@@ -298,8 +300,8 @@ pub struct Place {
     pub out: Buffer,
 }
 
-/// Outputs that are heads: `n_q` of queries, then `n_kv` of keys, then `n_kv` of values. Row t of the
-/// keys and values goes to row `slots[t]` of each head of the pools.
+/// Outputs that are heads: `n_q` of queries, then `n_kv` of keys, then `n_kv` of values. Row t of the keys
+/// and values goes to row `slots[t]` of each head of the pools.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Heads {
     /// The [group](Plan::masked) of the layer.
@@ -308,38 +310,39 @@ pub struct Heads {
     pub n_q: usize,
     /// Heads of keys, and of values.
     pub n_kv: usize,
-    /// The elements of a head: a multiple of 16, of 32 to 256; of 64 for more than [`MAX_FEW`] tokens.
+    /// The elements of a head: a multiple of 16 from 32 to 256; a multiple of 64 for more than [`MAX_FEW`]
+    /// tokens.
     pub head_dim: usize,
-    /// The periods of rotary embedding, `[rotated / 2]`, float32: element j of a query or key rotates
-    /// together with `rotated / 2 + j`, by `1 / periods[j]` a position. `None` if nothing rotates.
+    /// The periods of the rotary embedding, `[rotated / 2]`, float32: element j of a query or key rotates
+    /// together with element `rotated / 2 + j`, by `1 / periods[j]` a position. `None` if nothing rotates.
     pub periods: Option<Address>,
-    /// The first elements of a head that rotate: all of those of a product, a multiple of 16 of those that are
-    /// placed.
+    /// The number of first elements of a head that rotate: all of them in a product, a multiple of 16 in
+    /// [`PlaceHeads`].
     pub rotated: usize,
-    /// Where the keys go.
+    /// The destination of the keys.
     pub keys: Pool,
-    /// Where the values go.
+    /// The destination of the values.
     pub values: Pool,
 }
 
-/// Attention to the rows of the pools that [`Plan::masked`] says.
+/// Attention to the rows of the pools that [`Plan::masked`] describes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attend {
     /// The [group](Plan::masked) of the layer.
     pub group: usize,
     /// `[T, n_q, head_dim]`.
     pub q: Buffer,
-    /// The keys, those of this step too.
+    /// The keys, including those of this step.
     pub keys: Pool,
-    /// The values, likewise.
+    /// The values, including those of this step.
     pub values: Pool,
     /// Heads of queries: a multiple of `n_kv`.
     pub n_q: usize,
     /// Heads of keys.
     pub n_kv: usize,
-    /// The elements of a head: a multiple of 16, of 32 to 256.
+    /// The elements of a head: a multiple of 16 from 32 to 256.
     pub head_dim: usize,
-    /// By which scores are multiplied.
+    /// The factor of the scores.
     pub scale: f32,
     /// `[T, n_q * head_dim]`.
     pub out: Buffer,

@@ -1,4 +1,4 @@
-//! Pools as the kernels read and write them.
+//! Pools in the layout that the kernels read and write.
 
 use std::ffi::c_void;
 
@@ -9,13 +9,13 @@ use crate::step::device::Device;
 use crate::step::driver::Kernel;
 use crate::step::error::Result;
 use crate::step::launch::{int, or_null};
-use crate::step::plan::{Place, Plan, Pool, PoolRows};
+use crate::step::plan::{PlaceHeads, Plan, Pool, PoolRows};
 use crate::step::source::Source;
 
 /// The most warps of a block that places heads, as in the kernel.
 const MAX_PLACE_WARPS: usize = 8;
 
-/// Where a pool's rows are. Plain rows are the codes.
+/// The addresses of a pool's rows. Plain rows are the codes.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Planes {
@@ -68,7 +68,7 @@ const _: () = assert!(size_of::<PlaceWork>() == 144);
 
 impl PlaceWork {
     /// Returns the argument, with the addresses of buffers.
-    pub(crate) fn of(place: &Place, [x, out, step]: [u64; 3]) -> Self {
+    pub(crate) fn of(place: &PlaceHeads, [x, out, step]: [u64; 3]) -> Self {
         let heads = &place.heads;
         let weight = |norm: Option<crate::Norm>| or_null(norm.and_then(|norm| norm.weight));
         Self {
@@ -96,19 +96,19 @@ impl PlaceWork {
     }
 }
 
-/// Returns a norm's kind, as the kernel has them.
+/// Returns the kind of a norm, as the kernel numbers it.
 fn kind_of(norm: Option<crate::Norm>) -> i32 {
     norm.map_or(0, |norm| if norm.wide { 2 } else { 1 })
 }
 
-/// The kernel that places heads in the pools of a launch.
-pub(crate) fn place_kernel(device: &Device, plan: &Plan, place: &Place) -> Result<Kernel> {
+/// Returns the kernel that places heads in the pools of a launch.
+pub(crate) fn place_kernel(device: &Device, plan: &Plan, place: &PlaceHeads) -> Result<Kernel> {
     let [keys, values] = [place.heads.keys, place.heads.values].map(format_of);
-    device.kernel(Source::Place { element: plan.element, keys, values }, c"etkv_place", 0)
+    device.kernel(Source::PlaceHeads { element: plan.element, keys, values }, c"etkv_place", 0)
 }
 
 /// Returns the blocks of a launch that places heads, and the threads of each.
-pub(crate) fn place_grid(plan: &Plan, place: &Place) -> ([usize; 3], usize) {
+pub(crate) fn place_grid(plan: &Plan, place: &PlaceHeads) -> ([usize; 3], usize) {
     let heads = &place.heads;
     let warps = (heads.n_q / heads.n_kv + 2).min(MAX_PLACE_WARPS);
     ([heads.n_kv, plan.tokens, 1], 32 * warps)
@@ -119,7 +119,7 @@ pub(crate) fn stage_bytes(keys: Option<KvFormat>, values: Option<KvFormat>, dim:
     let tile = |format: Option<KvFormat>, apart: usize| {
         let packing = format.and_then(KvFormat::packing);
         let row = packing.map_or(2 * dim, |packing| dim * packing.bits / 8).next_multiple_of(16);
-        // Rows are apart so that threads read them in different banks.
+        // Rows are spaced so that threads read them from different banks.
         let pitch = if row % apart == 0 { row + 16 } else { row };
         let scales = packing.map_or(0, |packing| {
             let offset = if packing.has_offsets { 2 } else { 0 };
@@ -130,7 +130,7 @@ pub(crate) fn stage_bytes(keys: Option<KvFormat>, values: Option<KvFormat>, dim:
     tile(keys, 128) + tile(values, 32)
 }
 
-/// Returns the format of a pool that is packed.
+/// Returns the format of a packed pool.
 pub(crate) fn format_of(pool: Pool) -> Option<KvFormat> {
     match pool.rows {
         PoolRows::Plain(_) => None,

@@ -1,4 +1,4 @@
-//! What is compiled together: the texts of a step's kernels.
+//! The texts that are compiled together for a step's kernels.
 
 use etkv_core::KvFormat;
 
@@ -32,21 +32,21 @@ const ATTEND_PLAIN: &str = include_str!("../kernels/attend_plain.cuh");
 const ATTEND_PACKED: &str = include_str!("../kernels/attend_packed.cuh");
 const ATTEND_ENTRY: &str = include_str!("../kernels/attend_entry.cuh");
 
-/// What is compiled together.
+/// Kernels that are compiled together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Source {
     /// All kernels but attention, those that read packed weights, and those of many rows.
     Product(Element),
-    /// Kernels that multiply many rows, with rings of so many places.
+    /// Kernels that multiply many rows, with rings of `depth` places.
     Many { element: Element, depth: usize },
-    /// Kernels that read packed weights of so many bits.
+    /// Kernels that read packed weights of `bits` bits.
     Packed { element: Element, bits: usize },
     /// The kernels that normalize and blend rows.
     Norm(Element),
-    /// The kernel that places heads in pools, packed if they have a format.
-    Place { element: Element, keys: Option<KvFormat>, values: Option<KvFormat> },
-    /// Attention over heads of so many elements, of which a block holds so many tiles at a time. So many of its
-    /// warps share rows, and a multiprocessor has so many blocks.
+    /// The kernel that places heads in pools, which are packed if they have a format.
+    PlaceHeads { element: Element, keys: Option<KvFormat>, values: Option<KvFormat> },
+    /// Attention with the head's elements, the tiles that a block holds at a time, the warps that share rows,
+    /// and the blocks of a multiprocessor.
     Attend {
         element: Element,
         dim: usize,
@@ -55,8 +55,8 @@ pub(crate) enum Source {
         blocks: usize,
         masked: bool,
     },
-    /// The same where keys or values are packed. A warp has so many tiles of rows, which share what it unpacks, and a
-    /// multiprocessor so many blocks.
+    /// The same for packed keys or values. `row_tiles` is the number of row tiles of a warp, which share what
+    /// it unpacks.
     AttendPacked {
         element: Element,
         dim: usize,
@@ -71,7 +71,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// Returns the whole text. Kernels overlap from compute capability 9.0 on.
+    /// Returns the complete text. Kernels overlap from compute capability 9.0 on.
     pub(crate) fn text(self, capability: usize) -> String {
         let overlaps = if capability >= 90 { "#define ETKV_OVERLAPS\n" } else { "" };
         let (head, parts) = match self {
@@ -125,7 +125,7 @@ impl Source {
                 format!("{overlaps}using Element = {};\n", element.name()),
                 &[text::INSTRUCTIONS, NORM, NORM_ENTRY][..],
             ),
-            Self::Place { element, keys, values } => (
+            Self::PlaceHeads { element, keys, values } => (
                 format!(
                     "{overlaps}using Element = {};\n#define ETKV_KEYS {}\n#define ETKV_VALUES {}\n",
                     element.name(),

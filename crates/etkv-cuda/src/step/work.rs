@@ -1,4 +1,4 @@
-//! The kernels of a plan as they are launched, and the memory between them.
+//! The launches of a plan's kernels, and the memory between them.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -15,12 +15,12 @@ use crate::step::launch::{
 use crate::step::mask::most_numbers;
 use crate::step::norms::{BlendWork, NormWork, NORM_THREADS};
 use crate::step::plan::{
-    Attend, Buffer, Embed, Launch, Packed, Plan, Pool, PoolRows, Product, Weight,
+    Attend, Buffer, Embed, Launch, PackedWeight, Plan, Pool, PoolRows, Product, Weight,
 };
 use crate::step::pools::{place_grid, place_kernel, PlaceWork, Planes};
 use crate::step::source::Source;
 
-/// Where the logits are behind the ids that are chosen, in bytes, and how far apart buffers begin.
+/// The offset of the logits, which follow the argmax ids, in bytes, and the alignment of buffers.
 pub(crate) const LOGITS_AT: usize = 256;
 pub(crate) const APART: usize = 256;
 
@@ -30,25 +30,25 @@ pub(crate) struct Work {
     product: Kernel,
     row: Kernel,
     tiled: Kernel,
-    /// Those of many rows, if the plan has such products.
+    /// Kernels of many rows, if the plan has such products.
     many: Option<ManyKernels>,
     embed: Kernel,
     choose: Kernel,
-    /// Those of packed weights, by the bits of a code.
+    /// Kernels of packed weights, by the bits of a code.
     packed: HashMap<usize, PackedKernels>,
-    /// Those of rows, if the plan has such launches.
+    /// Kernels of rows, if the plan has such launches.
     rows: Option<RowKernels>,
-    /// Those that place heads, by the launch.
+    /// Kernels that place heads, by the launch.
     place: HashMap<usize, Kernel>,
-    /// Of each launch, if it is attention: itself, and what merges its slices.
+    /// For each launch that is attention: its kernel, and the kernel that merges its slices.
     attend: Vec<Option<(Kernel, Kernel, AttendShape)>>,
-    /// Where each buffer is, and its bytes.
+    /// The address of each buffer, and its bytes.
     pub(crate) places: Vec<(u64, usize)>,
     /// A step for each group, and the buffers that the host fills.
     pub(crate) step: Memory,
-    /// The ids that are chosen, the logits, and tapped buffers.
+    /// The argmax ids, the logits, and tapped buffers.
     pub(crate) outputs: Memory,
-    /// The mask of a step for each group, if it is masked.
+    /// The mask of a step for each masked group.
     pub(crate) tiles: Vec<Option<Memory>>,
     partial: Memory,
     _buffers: Memory,
@@ -115,8 +115,12 @@ impl PackedKernels {
     fn of(device: &Device, plan: &Plan) -> Result<HashMap<usize, Self>> {
         let mut found = HashMap::new();
         for launch in &plan.launches {
-            let (Launch::Product(Product { weight: Weight::Packed(Packed { bits, .. }), .. })
-            | Launch::Embed(Embed { table: Weight::Packed(Packed { bits, .. }), .. })) = *launch
+            let (Launch::Product(Product {
+                weight: Weight::Packed(PackedWeight { bits, .. }),
+                ..
+            })
+            | Launch::Embed(Embed { table: Weight::Packed(PackedWeight { bits, .. }), .. })) =
+                *launch
             else {
                 continue;
             };
@@ -133,7 +137,7 @@ impl PackedKernels {
     }
 }
 
-/// The kernels of rows that no product takes on.
+/// The kernels of rows that are not part of a product.
 #[derive(Debug)]
 struct RowKernels {
     norm: Kernel,
@@ -153,15 +157,16 @@ impl RowKernels {
     }
 }
 
-/// What the host writes before a step, and reads after it. Each is one block of bytes, here and on the device.
+/// The memory that the host writes before a step, and reads after it. Each is one block of bytes, on the host
+/// and on the device.
 #[derive(Debug)]
 pub(crate) struct Layout {
-    /// The buffers that the host fills, behind a step for each group: where each begins.
+    /// The buffers that the host fills, and their offsets after a step for each group.
     pub(crate) given: Vec<(Buffer, usize)>,
     pub(crate) step_bytes: usize,
-    /// The logits, and tapped buffers one behind the other, behind the ids that are chosen.
+    /// The logits, and then the tapped buffers, with their offsets after the argmax ids.
     outputs: Vec<(Buffer, usize)>,
-    /// Where the tapped buffers begin.
+    /// The offset of the tapped buffers.
     pub(crate) tapped_at: usize,
     pub(crate) outputs_bytes: usize,
 }
@@ -201,7 +206,7 @@ impl Work {
         let source = Source::Product(plan.element);
         let (mut attend, mut place) = (Vec::new(), HashMap::new());
         for (number, launch) in plan.launches.iter().enumerate() {
-            if let Launch::Place(work) = launch {
+            if let Launch::PlaceHeads(work) = launch {
                 place.insert(number, place_kernel(device, plan, work)?);
             }
             attend.push(match launch {
@@ -215,9 +220,10 @@ impl Work {
                     ProductShape::of(plan, product, limits)?;
                     None
                 }
-                Launch::Embed(_) | Launch::Normalize(_) | Launch::Blend(_) | Launch::Place(_) => {
-                    None
-                }
+                Launch::Embed(_)
+                | Launch::Normalize(_)
+                | Launch::Blend(_)
+                | Launch::PlaceHeads(_) => None,
             });
         }
         let shapes = || attend.iter().flatten().map(|(_, _, shape)| shape);
@@ -239,7 +245,7 @@ impl Work {
             }
             let at = bytes;
             bytes += all.next_multiple_of(APART);
-            // In the memory of all others, which is allocated below.
+            // In the memory of all other buffers, which is allocated below.
             (at as u64, all)
         };
         let mut places: Vec<(u64, usize)> =
@@ -275,7 +281,7 @@ impl Work {
         })
     }
 
-    /// Returns where the step is as a group of layers reads it.
+    /// Returns the address of the step for a layer group.
     fn step_of(&self, group: usize) -> u64 {
         self.step.address().0 + (group * size_of::<Step>()) as u64
     }
@@ -284,11 +290,11 @@ impl Work {
         self.places[index].0
     }
 
-    /// Asks the stream for all launches.
+    /// Enqueues all launches on the stream.
     pub(crate) fn launch_all(&self, stream: &Stream, plan: &Plan) -> Result<()> {
         let overlap = plan.overlap && self.device.0.overlaps;
         for (number, launch) in plan.launches.iter().enumerate() {
-            // The first follows a copy, which has to end.
+            // The first launch follows a copy, which has to end.
             let overlaps = overlap && number > 0;
             match (launch, &self.attend[number]) {
                 (Launch::Embed(embed), _) => self.embed(stream, plan, embed, overlaps)?,
@@ -297,7 +303,7 @@ impl Work {
                     let work = self.attend_work(plan, attend, shape);
                     let (threads, shared) = (ATTEND_THREADS, shape.bytes_shared);
                     let arguments = &mut [of(&work)];
-                    // SAFETY: this is the kernels' argument; the plan's check has compared all sizes.
+                    // SAFETY: this is the kernels' argument; the plan's check has verified all sizes.
                     unsafe {
                         let grid = shape.grid;
                         launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)?;
@@ -315,7 +321,7 @@ impl Work {
                     let kernel = &self.rows()?.blend;
                     self.rows_of(stream, plan, kernel, work.argument(), overlaps)?;
                 }
-                (Launch::Place(place), _) => {
+                (Launch::PlaceHeads(place), _) => {
                     let Some(kernel) = self.place.get(&number) else {
                         fail!(Plan, "heads that are placed have no kernel");
                     };
@@ -324,7 +330,7 @@ impl Work {
                     let work = PlaceWork::of(place, places);
                     let (grid, threads) = place_grid(plan, place);
                     let arguments = &mut [work.argument()];
-                    // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
+                    // SAFETY: this is the kernel's argument; the plan's check has verified all sizes.
                     unsafe {
                         launch::launch(stream, kernel, grid, threads, 0, arguments, overlaps)?;
                     }
@@ -339,7 +345,7 @@ impl Work {
                 let vocabulary = int(logits.vocabulary);
                 let arguments = &mut [of(&out), of(&from), of(&vocabulary)];
                 let threads = launch::CHOOSE_THREADS;
-                // SAFETY: these are the kernel's arguments; the logits have so many rows.
+                // SAFETY: these are the kernel's arguments; the logits have that many rows.
                 unsafe {
                     launch::launch(stream, &self.choose, grid, threads, 0, arguments, overlap)
                 }
@@ -348,7 +354,7 @@ impl Work {
         }
     }
 
-    /// Returns the kernels of rows, which the plan has.
+    /// Returns the kernels of rows. The plan must have them.
     fn rows(&self) -> Result<&RowKernels> {
         match &self.rows {
             Some(kernels) => Ok(kernels),
@@ -356,7 +362,7 @@ impl Work {
         }
     }
 
-    /// Launches a kernel of rows, a block for each token.
+    /// Launches a kernel of rows, with one block for each token.
     fn rows_of(
         &self,
         stream: &Stream,
@@ -366,12 +372,12 @@ impl Work {
         overlaps: bool,
     ) -> Result<()> {
         let (grid, arguments) = ([plan.tokens, 1, 1], &mut [argument]);
-        // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
+        // SAFETY: this is the kernel's argument; the plan's check has verified all sizes.
         unsafe { launch::launch(stream, kernel, grid, NORM_THREADS, 0, arguments, overlaps) }
     }
 
-    /// Returns the kernels of a packed weight, which the plan has.
-    fn packed(&self, packed: &Packed) -> Result<&PackedKernels> {
+    /// Returns the kernels of a packed weight. The plan must have them.
+    fn packed(&self, packed: &PackedWeight) -> Result<&PackedKernels> {
         match self.packed.get(&packed.bits) {
             Some(kernels) => Ok(kernels),
             None => fail!(Plan, "weights of {} bits have no kernels", packed.bits),
@@ -379,7 +385,7 @@ impl Work {
     }
 
     fn embed(&self, stream: &Stream, plan: &Plan, embed: &Embed, overlaps: bool) -> Result<()> {
-        // The ids are those of each group.
+        // The ids are the same in each group.
         let (out, step) = (self.at(embed.out), self.step_of(0));
         let (vocabulary, inner) = (int(embed.vocabulary), int(embed.inner));
         let scale = or_null(embed.scale);
@@ -427,7 +433,7 @@ impl Work {
     ) -> Result<()> {
         let shape = ProductShape::of(plan, product, self.device.0.limits)?;
         let skipped = (plan.tokens - rows(plan, product)) * product.inner;
-        let (Weight::Plain(codes) | Weight::Packed(Packed { codes, .. })) = product.weight;
+        let (Weight::Plain(codes) | Weight::Packed(PackedWeight { codes, .. })) = product.weight;
         let mut work = ProductWork {
             x: self.at(product.x) + 2 * skipped as u64,
             w: codes.0,
@@ -460,7 +466,7 @@ impl Work {
         let grid = [shape.blocks, 1, 1];
         let launch = |kernel: &Kernel, argument: *mut c_void| {
             let (threads, shared, arguments) = (shape.threads, shape.shared, &mut [argument]);
-            // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
+            // SAFETY: this is the kernel's argument; the plan's check has verified all sizes.
             unsafe { launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps) }
         };
         match (product.weight, shape.kernel) {
@@ -488,7 +494,7 @@ impl Work {
                     let out = many.normalized.address().0;
                     let arguments = &mut [of(&work), of(&out)];
                     let (grid, threads) = ([rows(plan, product), 1, 1], launch::NORMALIZE_THREADS);
-                    // SAFETY: these are the kernel's arguments; the memory has so many rows.
+                    // SAFETY: these are the kernel's arguments; the memory has that many rows.
                     unsafe {
                         let kernel = &many.normalize;
                         launch::launch(stream, kernel, grid, threads, 0, arguments, overlaps)?;
@@ -510,7 +516,7 @@ impl Work {
                     (None, None) => &many.plain,
                 };
                 let (threads, shared, arguments) = (shape.threads, shape.shared, &mut [of(&work)]);
-                // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
+                // SAFETY: this is the kernel's argument; the plan's check has verified all sizes.
                 unsafe {
                     launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)
                 }
@@ -539,7 +545,7 @@ impl Work {
     }
 }
 
-/// Returns where a plain pool begins.
+/// Returns the address of a plain pool.
 fn plain(pool: Pool) -> Result<u64> {
     match pool.rows {
         PoolRows::Plain(address) => Ok(address.0),
@@ -548,7 +554,7 @@ fn plain(pool: Pool) -> Result<u64> {
 }
 
 /// Returns the logarithm of the size of a packed weight's groups, which the plan's check has limited.
-fn group_shift(packed: &Packed) -> i32 {
+fn group_shift(packed: &PackedWeight) -> i32 {
     packed.group.trailing_zeros() as i32
 }
 

@@ -41,7 +41,7 @@ fn attention_is_divided_among_the_processors() {
     let llama = of(1, 32, 8, 64, 8192);
     assert_eq!((llama.grid, llama.bytes_shared), ([49, 8, 1], 55_296));
     assert_eq!((llama.floats, llama.merging), (49 * 8 * 16 * 66, [4, 8, 1]));
-    // Of many rows a multiprocessor has two blocks in place of three, with more tiles each.
+    // With many rows a multiprocessor has two blocks instead of three, with more tiles each.
     let many = of(16, 32, 8, 128, 8192);
     assert_eq!((many.grid, many.bytes_shared), ([33, 8, 1], 3 * 34_816));
     // The fewer blocks merge, the more threads and registers each has.
@@ -49,7 +49,7 @@ fn attention_is_divided_among_the_processors() {
     assert_eq!(merges, (MergeKernel::Few, MergeKernel::Some, MergeKernel::Many));
     assert_eq!(of(1, 32, 8, 128, 8192).bytes_shared, 2 * 34_816);
     assert_eq!(of(16, 9, 1, 64, 8192).grid, [64, 1, 3]);
-    // No more slices than tiles.
+    // There are no more slices than tiles.
     assert_eq!(of(1, 8, 2, 64, 65).grid, [2, 2, 1]);
     assert_eq!(of(1, 8, 2, 64, 1).grid, [1, 2, 1]);
     // More KV heads than blocks.

@@ -1,5 +1,5 @@
 use super::*;
-use crate::step::plan::{Copied, Element, Gate, Norm, PackedRows};
+use crate::step::plan::{CopiedRows, Element, Gate, Norm, PackedRows};
 use crate::Error;
 use etkv_core::KvFormat;
 
@@ -61,7 +61,7 @@ fn plan() -> Plan {
             buffer: Buffer(3),
             rows: 1,
             vocabulary: 1000,
-            copied: Copied::All,
+            copied: CopiedRows::All,
             chosen: true,
         }),
         overlap: true,
@@ -73,7 +73,7 @@ fn plan() -> Plan {
     }
 }
 
-/// Returns what is wrong with a plan that `change` has changed.
+/// Returns the error of a plan after `change`.
 fn refused(change: impl FnOnce(&mut Plan)) -> String {
     let mut plan = plan();
     change(&mut plan);
@@ -90,10 +90,10 @@ fn product(plan: &mut Plan, number: usize) -> &mut Product {
     }
 }
 
-/// Returns a packed weight of any rows.
-fn packed() -> Packed {
+/// Returns a packed weight with any number of rows.
+fn packed() -> PackedWeight {
     let at = Address(4096);
-    Packed { codes: at, scales: at, biases: at, bits: 4, group: 64 }
+    PackedWeight { codes: at, scales: at, biases: at, bits: 4, group: 64 }
 }
 
 fn heads(plan: &mut Plan) -> &mut Heads {
@@ -149,7 +149,7 @@ fn addresses_that_cannot_be_read_are_refused() {
 
 #[test]
 fn packed_weights_that_kernels_do_not_take_are_refused() {
-    let with = |change: fn(&mut Packed)| {
+    let with = |change: fn(&mut PackedWeight)| {
         let mut packed = packed();
         change(&mut packed);
         let mut plan = plan();
@@ -172,7 +172,7 @@ fn packed_weights_that_kernels_do_not_take_are_refused() {
     });
     assert_eq!(text, "launch 3: the weight with rows of 480 elements, expected a multiple of 64");
     let text = refused(|plan| match &mut plan.launches[0] {
-        Launch::Embed(embed) => embed.table = Weight::Packed(Packed { bits: 5, ..packed() }),
+        Launch::Embed(embed) => embed.table = Weight::Packed(PackedWeight { bits: 5, ..packed() }),
         other => panic!("{other:?}"),
     });
     assert_eq!(text, "launch 0: the table of 5 bits, expected [4, 8]");
@@ -216,7 +216,7 @@ fn packed_pools_that_kernels_do_not_take_are_refused() {
 
 #[test]
 fn heads_that_cannot_be_placed_are_refused() {
-    let refused = |change: fn(&mut Place)| {
+    let refused = |change: fn(&mut PlaceHeads)| {
         let mut plan = plan();
         let mut heads = product(&mut plan, 1).heads.take().unwrap();
         heads.values.rows = PoolRows::Packed(packed_rows(KvFormat::Nvfp4));
@@ -224,9 +224,9 @@ fn heads_that_cannot_be_placed_are_refused() {
         product(&mut plan, 1).out = Buffer(4);
         let norm = Some(Norm { weight: Some(Address(4096)), wide: false, eps: 1e-6 });
         let (q_norm, k_norm) = (norm, None);
-        let mut place = Place { x: Buffer(4), heads, q_norm, k_norm, out: Buffer(1) };
+        let mut place = PlaceHeads { x: Buffer(4), heads, q_norm, k_norm, out: Buffer(1) };
         change(&mut place);
-        plan.launches.insert(2, Launch::Place(place));
+        plan.launches.insert(2, Launch::PlaceHeads(place));
         match check(&plan) {
             Ok(()) => String::new(),
             Err(error) => error.to_string(),
@@ -259,7 +259,7 @@ fn rows_that_cannot_be_normalized_are_refused() {
         let columns = None;
         let mut normalize = Normalize { x, inner: 256, norm, plus, out, columns, next };
         change(&mut plan, &mut normalize);
-        // Behind the rows of tokens.
+        // After the rows of tokens.
         let first = plan.launches.len() - 4;
         plan.launches.insert(first, Launch::Normalize(normalize));
         match check(&plan) {
@@ -268,7 +268,7 @@ fn rows_that_cannot_be_normalized_are_refused() {
         }
     };
     assert_eq!(refused(|_, _| ()), "");
-    // A sum may be where it goes, once something is there.
+    // A residual may be in the buffer of the result, if that was written before.
     let in_place = |plan: &mut Plan, normalize: &mut Normalize| {
         plan.launches.insert(0, plan.launches[0]);
         if let Launch::Embed(embed) = &mut plan.launches[0] {
@@ -321,7 +321,7 @@ fn buffers_that_do_not_fit_are_refused() {
     assert!(refused(|plan| plan.logits.as_mut().unwrap().rows = 2).contains("expected 2000"));
     let text = refused(|plan| {
         let logits = plan.logits.as_mut().unwrap();
-        (logits.copied, logits.rows) = (Copied::Last, plan.tokens + 1);
+        (logits.copied, logits.rows) = (CopiedRows::Last, plan.tokens + 1);
     });
     assert!(text.contains("of which the last token's is copied"), "{text}");
     assert!(refused(|plan| product(plan, 1).gate = Some(Gate::Silu)).contains("no gate"));
@@ -371,7 +371,8 @@ fn rows_that_the_host_cannot_fill_or_get_are_refused() {
     assert!(refused(&[], &[0], |plan| plan.buffers[0] = 1028).contains("1028 tapped elements"));
 }
 
-/// A norm into some columns of wider rows, and a blend of given rows, both behind the rows of tokens.
+/// A norm into some columns of wider rows, and a blend of rows that the host fills, both after the rows of
+/// tokens.
 #[test]
 fn columns_and_blends_that_do_not_fit_are_refused() {
     let refused = |change: fn(&mut Normalize, &mut Blend)| {

@@ -47,7 +47,7 @@ fn all_kernels_compile_without_headers() {
                 attend(128, 2, false),
                 attend(256, 1, true),
             ];
-            // All take a minute.
+            // All of them take a minute.
             let count = match (capability, element) {
                 (90, _) => 9,
                 (_, Element::Bf16) => 7,
@@ -70,7 +70,7 @@ fn heads_are_placed_in_every_format() {
     let (keys, values) = (FORMATS, [affine(2), affine(3), affine(5), affine(6), affine(8), None]);
     for (n, (keys, values)) in keys.into_iter().zip(values).enumerate() {
         let element = if n % 2 == 0 { Element::F16 } else { Element::Bf16 };
-        let source = Source::Place { element, keys: Some(keys), values };
+        let source = Source::PlaceHeads { element, keys: Some(keys), values };
         let cubin = compiler.compile(&source.text(90)).unwrap();
         assert_eq!(&cubin[..4], b"\x7fELF", "{source:?}");
     }
@@ -145,7 +145,7 @@ fn a_kept_kernel_is_loaded_and_a_bad_one_compiled_anew() {
     let text = source.text(90);
     let first = compiler.cubin(&text).unwrap();
     assert_eq!(read(&path).unwrap(), first);
-    // One that is whole but that the driver refuses.
+    // A complete cubin that the driver refuses.
     write(&path, b"other").unwrap();
     let seen = RefCell::new(Vec::new());
     let load = |cubin: &[u8]| {
@@ -157,7 +157,7 @@ fn a_kept_kernel_is_loaded_and_a_bad_one_compiled_anew() {
     };
     compiler.load(&text, load).unwrap();
     assert_eq!(*seen.borrow(), [b"other".to_vec(), first.clone()]);
-    // One that is damaged, and one that is empty.
+    // A damaged cubin, and an empty one.
     for bytes in [&[1u8; 100][..], &[]] {
         fs::write(&path, bytes).unwrap();
         assert_eq!(compiler.cubin(&text).unwrap(), first);

@@ -1,5 +1,5 @@
 use super::*;
-use crate::step::plan::{Buffer, Element, Gate, Norm, Packed};
+use crate::step::plan::{Buffer, Element, Gate, Norm, PackedWeight};
 
 const H100: Limits = Limits { processors: 132, block_shared: 232_448, processor_shared: 233_472 };
 
@@ -57,9 +57,9 @@ fn rows_that_are_normalized_fit_shared_memory() {
     assert_eq!(of(16, &last), Ok(row(1, 256, 8224)));
     let gated = Product { gate: Some(Gate::Silu), ..product(2048, 1000) };
     assert_eq!(of(1, &gated), Ok(row(1, 125, 2080)));
-    // One kernel for all numbers of rows.
+    // The same kernel for all numbers of rows.
     let at = Address(16);
-    let packed = Packed { codes: at, scales: at, biases: at, bits: 4, group: 64 };
+    let packed = PackedWeight { codes: at, scales: at, biases: at, bits: 4, group: 64 };
     let packed = Product { weight: Weight::Packed(packed), ..product(2048, 2560) };
     assert_eq!(of(1, &packed), Ok(few(160, 2080)));
     assert_eq!(of(16, &packed), Ok(few(160, 33_280)));
@@ -77,13 +77,13 @@ fn rings_take_what_fits_them() {
     assert_eq!(of(16, &product(2048, 128_256)), tiled(132, held[1]));
     let gated = Product { gate: Some(Gate::Silu), ..product(2048, 1000) };
     assert_eq!(of(8, &gated), tiled(125, held[0]));
-    // Long rows, if they are not normalized.
+    // Long rows that are not normalized.
     let plain = Product { norm: None, ..product(8192, 2048) };
     assert_eq!(of(1, &plain).kernel, ProductKernel::Row { team: 2 });
     assert_eq!(of(2, &plain), tiled(128, 16 * (9216 + 1024 + 32)));
     assert_eq!(of(16, &plain), tiled(128, 16 * (12_288 + 2048 + 64)));
     assert_eq!(of(2, &product(8192, 2048)).kernel, ProductKernel::Few);
-    // Weights that do not lie on 16 bytes, and devices with less shared memory.
+    // Weights that are not aligned to 16 bytes, and devices with less shared memory.
     let misplaced = Product { weight: Weight::Plain(Address(8)), ..plain };
     assert_eq!(of(16, &misplaced).kernel, ProductKernel::Few);
     let small = Limits { processors: 82, block_shared: 101_376, processor_shared: 102_400 };
