@@ -6,8 +6,8 @@ use etkv_core::Result;
 
 /// An argument of a program, an input or an output: a contiguous tensor, or an integer.
 ///
-/// It has the layout of `etkv::interpreter::Argument` in `cpp/interpreter.hpp`, so it crosses the
-/// bridge unchanged.
+/// It has the layout of `etkv::interpreter::Argument` in `cpp/interpreter.hpp`, so it crosses the bridge
+/// unchanged.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Argument<'a> {
@@ -18,7 +18,7 @@ pub struct Argument<'a> {
     integer: i64,
     scalar_type: i8,
     is_tensor: bool,
-    /// Borrows the memory behind the pointers.
+    /// The pointers borrow this memory.
     borrowed: PhantomData<(&'a [u8], &'a [i32])>,
 }
 
@@ -34,7 +34,7 @@ const _: () = {
 };
 
 impl<'a> Argument<'a> {
-    /// Returns a tensor: ExecuTorch's number of its dtype, its shape, and its elements, row-major.
+    /// Returns a tensor of ExecuTorch's number of its dtype, its shape, and its elements in row-major order.
     pub fn tensor(scalar_type: i8, shape: &'a [i32], bytes: &'a [u8]) -> Self {
         Self {
             data: bytes.as_ptr(),
@@ -74,7 +74,7 @@ impl<'a> Argument<'a> {
         unsafe { slice(self.shape, self.rank) }
     }
 
-    /// Returns the tensor's elements, row-major.
+    /// Returns the tensor's elements in row-major order.
     pub fn bytes(&self) -> &'a [u8] {
         // SAFETY: as above.
         unsafe { slice(self.data, self.n_bytes) }
@@ -82,7 +82,7 @@ impl<'a> Argument<'a> {
 }
 
 /// # Safety
-/// `data` is NULL or points to `n` elements that live and do not change for `'a`.
+/// `data` is NULL or points to `n` elements that live and do not change during `'a`.
 unsafe fn slice<'a, T>(data: *const T, n: usize) -> &'a [T] {
     if data.is_null() || n == 0 {
         return &[];
@@ -93,8 +93,8 @@ unsafe fn slice<'a, T>(data: *const T, n: usize) -> &'a [T] {
 
 /// The host that runs a program.
 pub trait Host {
-    /// Gives the output at `index` a shape, and returns its memory: `n_bytes` bytes, aligned to its elements, which a
-    /// run writes, row-major. A run that fails later may have written there.
+    /// Gives the output at `index` a shape, and returns its memory: `n_bytes` bytes, aligned to its elements,
+    /// which the run writes in row-major order. A run that fails later may have written there.
     ///
     /// # Errors
     /// [`Shape`](etkv_core::Status::Shape) if the output does not take the shape. The step is then rolled back.

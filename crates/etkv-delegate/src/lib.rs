@@ -1,5 +1,5 @@
-//! What programs of every backend exchange with the host that runs them: options, arguments,
-//! calls of the host, and how tokens are chosen.
+//! What programs of every backend exchange with the host that runs them: options, arguments, callbacks, and
+//! sampling.
 
 mod argument;
 mod options;

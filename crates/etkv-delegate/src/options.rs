@@ -2,7 +2,7 @@
 
 use etkv_core::{fail, Result};
 
-/// The rows of the logits that a program gives.
+/// The rows of the logits that a program returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum LogitsRows {
@@ -11,7 +11,8 @@ pub enum LogitsRows {
     All,
     /// The row of the last token only.
     Last,
-    /// All rows in steps of proposed candidates and of declared sequences, and the row of the last token in others.
+    /// All rows in steps of proposed candidates and of declared sequences, and the row of the last token in
+    /// other steps.
     Proposed,
 }
 
@@ -19,14 +20,14 @@ pub enum LogitsRows {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Passes {
-    /// Those that make the program faster on its device.
+    /// The passes that make the program faster on its device.
     #[default]
     Default,
-    /// Those that the other options need, and no more.
+    /// Only the passes that the other options need.
     None,
-    /// Those of a GPU, on any device; for tests.
+    /// The passes for a GPU, on any device; for tests.
     Gpu,
-    /// As by default, and no step is captured as one launch: the interpreter runs all.
+    /// As by default, but no step is captured as a CUDA graph: the interpreter runs all steps.
     Interpreted,
 }
 
@@ -36,20 +37,20 @@ pub enum Passes {
 pub struct LoadOptions {
     /// The key of the cache to bind.
     pub cache_key: Option<String>,
-    /// The rows of the logits that the program gives.
+    /// The rows of the logits that the program returns.
     pub logits: LogitsRows,
     /// The passes over the program. Programs for the CPU have none.
     pub passes: Passes,
-    /// The name by which the buffers that the program keeps can be reset.
+    /// The name with which the program's buffers can be reset.
     pub buffers: Option<String>,
 }
 
 impl LoadOptions {
-    /// Parses the options that a backend receives. An empty string is an absent option.
+    /// Parses the options that a backend receives. An empty string means that the option is absent.
     ///
     /// # Errors
-    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for other `logits` than `all`, `last` and
-    /// `proposed`, and other `passes` than `default`, `interpreted`, `none` and `gpu`.
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for `logits` other than `all`, `last` and
+    /// `proposed`, and for `passes` other than `default`, `interpreted`, `none` and `gpu`.
     pub fn parse(cache_key: &str, logits: &str, passes: &str, buffers: &str) -> Result<Self> {
         let logits = match logits {
             "" | "all" => LogitsRows::All,

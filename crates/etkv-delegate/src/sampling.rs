@@ -1,8 +1,7 @@
-//! How a token is chosen from logits.
+//! Sampling: the choice of a token from logits.
 //!
-//! A backend may choose on its device; [`Sampling::choose`] says what it has to answer. Both draw
-//! the same numbers, so the same seed gives the same tokens, but for what the last bits of a float
-//! decide.
+//! A backend may sample on its device; [`Sampling::choose`] defines the result. Both draw the same numbers,
+//! so the same seed gives the same tokens, except where the last bits of a float decide.
 
 use std::borrow::Cow;
 
@@ -10,30 +9,30 @@ use etkv_core::{fail, Result};
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// How a token is chosen. The steps are taken in the order of the fields.
+/// Sampling parameters. The steps are applied in the order of the fields.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sampling {
     /// Added to the logits of these token ids; minus infinity forbids one.
     pub logit_bias: Vec<(i64, f32)>,
-    /// Divides the positive logits of tokens that the text has, and multiplies the negative ones; 1
+    /// Divides the positive logits of tokens that the text contains, and multiplies the negative ones; 1
     /// changes nothing.
     pub repetition_penalty: f32,
     /// The last tokens of the text that count as repeated.
     pub repetition_context: usize,
-    /// Divides the logits. At 0 the greatest logit is chosen, and what follows is not used.
+    /// Divides the logits. At 0 the argmax is taken, and the fields below have no effect.
     pub temperature: f32,
-    /// Keeps the tokens of so many greatest logits; 0 keeps all.
+    /// Keeps the tokens with the `top_k` largest logits; 0 keeps all.
     pub top_k: usize,
-    /// Keeps the fewest of the most probable tokens that have this share of the probability.
+    /// Keeps the smallest set of the most probable tokens whose probability is at least this.
     pub top_p: f32,
-    /// Keeps tokens of at least this share of the greatest probability.
+    /// Keeps tokens with at least this fraction of the largest probability.
     pub min_p: f32,
-    /// The seed of the numbers that choose among them.
+    /// The seed of the random numbers.
     pub seed: u64,
 }
 
 impl Default for Sampling {
-    /// The greatest logit.
+    /// Greedy sampling.
     fn default() -> Self {
         Self {
             logit_bias: Vec::new(),
@@ -99,17 +98,17 @@ impl Sampling {
         }
     }
 
-    /// Returns whether each token is the one with the greatest logit, whatever came before.
+    /// Returns whether each token is the argmax of its logits, whatever the text.
     pub fn takes_greatest(&self) -> bool {
         self.temperature == 0.0 && self.logit_bias.is_empty() && !self.is_repetition_penalized()
     }
 
-    /// Returns whether tokens that the text has count.
+    /// Returns whether tokens of the text are penalized.
     pub fn is_repetition_penalized(&self) -> bool {
         self.repetition_penalty != 1.0 && self.repetition_context > 0
     }
 
-    /// Returns the last tokens of `text` that count as repeated.
+    /// Returns the last tokens of `text`, which count as repeated.
     pub fn recent<'a>(&self, text: &'a [i64]) -> &'a [i64] {
         if self.is_repetition_penalized() {
             &text[text.len().saturating_sub(self.repetition_context)..]
@@ -118,22 +117,21 @@ impl Sampling {
         }
     }
 
-    /// Returns the number that chooses token `n` of the answer to prompt `answer`: at least 0 and less
-    /// than 1.
+    /// Returns the random number for token `n` of the answer to prompt `answer`: at least 0 and less than 1.
     pub fn draw(&self, answer: usize, n: u64) -> f32 {
         let mut numbers = ChaCha8Rng::seed_from_u64(self.seed);
         numbers.set_stream(answer as u64);
         numbers.set_word_pos(u128::from(n));
-        // All of the 24 bits that a float has.
+        // The 24 bits of precision of a float.
         (numbers.next_u32() >> 8) as f32 / (1u32 << 24) as f32
     }
 
-    /// Chooses a token from the logits of the vocabulary. `recent` are the tokens that count as
-    /// repeated, and `draw` is from 0 to 1.
+    /// Chooses a token from the logits of the vocabulary. `recent` are the tokens that count as repeated, and
+    /// `draw` is from 0 to 1.
     ///
     /// # Errors
-    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for no logits, for logits that are no
-    /// numbers, and for a bias of a token that has no logit.
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for no logits, for logits that are not finite,
+    /// and for a bias of a token without a logit.
     pub fn choose(&self, logits: &[f32], recent: &[i64], draw: f32) -> Result<usize> {
         self.check_vocabulary(logits.len())?;
         let mut logits = Cow::Borrowed(logits);
@@ -157,7 +155,7 @@ impl Sampling {
         done.sort_unstable();
         done.dedup();
         for id in done {
-            // A token that has no logit cannot be chosen either.
+            // A token without a logit cannot be chosen anyway.
             let Some(logit) = usize::try_from(id).ok().and_then(|id| logits.get_mut(id)) else {
                 continue;
             };
@@ -169,8 +167,7 @@ impl Sampling {
         }
     }
 
-    /// Replaces logits by weights: that of the greatest is 1, and that of a token which is not kept
-    /// is 0.
+    /// Replaces logits by weights: 1 for the argmax, and 0 for a token that is not kept.
     fn weigh(&self, logits: &mut [f32], best: usize) {
         let most = logits[best];
         let mut sorted: Vec<f32> = Vec::new();
@@ -191,7 +188,7 @@ impl Sampling {
             sorted.extend(logits.iter().copied().filter(|&weight| weight > 0.0));
             sorted.sort_unstable_by(|a, b| b.total_cmp(a));
             let enough = self.top_p * sorted.iter().sum::<f32>();
-            // The token that reaches the share is kept.
+            // The token that reaches `top_p` is kept.
             let mut before = 0.0;
             let mut last = 1.0;
             for &weight in &sorted {
@@ -208,7 +205,7 @@ impl Sampling {
     }
 }
 
-/// Returns the index of the greatest number, the first of equals.
+/// Returns the index of the largest number, the first of equals.
 fn greatest(values: &[f32]) -> Result<usize> {
     let Some((&first, rest)) = values.split_first() else {
         fail!(InvalidArgument, "there are no logits to choose from");
@@ -225,7 +222,7 @@ fn greatest(values: &[f32]) -> Result<usize> {
     Ok(best)
 }
 
-/// Returns the index at which the weights before it and its own exceed `draw` of all.
+/// Returns the index of the first token whose weight and those before it together exceed `draw` of the total.
 fn pick(weights: &[f32], draw: f32) -> Option<usize> {
     let all: f32 = weights.iter().sum();
     let mut sum = 0.0;
@@ -249,7 +246,7 @@ mod tests {
         Sampling { temperature: 1.0, ..Sampling::default() }
     }
 
-    /// The tokens that the draws of a fine grid choose, and how often.
+    /// The tokens that the draws of a fine grid choose, and their counts.
     fn chosen(sampling: &Sampling, shares: &[f32]) -> Vec<usize> {
         let mut counts = vec![0; shares.len()];
         for at in 0..1000 {
