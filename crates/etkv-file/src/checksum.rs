@@ -1,14 +1,14 @@
-//! Checksums of the parts of a file: 128 bits of XXH3, which tells chance damage, not intent.
+//! Checksums of the parts of a file: 128 bits of XXH3. They detect accidental damage, not manipulation.
 
 use twox_hash::XxHash3_128;
 
-/// The bytes of a checksum.
+/// The size of a checksum in bytes.
 pub const BYTES: usize = 16;
 
-/// A checksum, lowest byte first.
+/// A checksum, little-endian.
 pub type Checksum = [u8; BYTES];
 
-/// The checksum of what was added.
+/// The checksum of the bytes added so far.
 pub struct Sum {
     hash: XxHash3_128,
     n_bytes: usize,
@@ -24,12 +24,12 @@ impl Sum {
         self.n_bytes += bytes.len();
     }
 
-    /// Returns the checksum, and begins anew.
+    /// Returns the checksum and starts a new one.
     pub fn take(&mut self) -> Checksum {
         std::mem::replace(self, Self::new()).hash.finish_128().to_le_bytes()
     }
 
-    /// Returns the checksum and begins anew, if all `n_bytes` of a part were added.
+    /// Returns the checksum and starts a new one, if all `n_bytes` of a part were added.
     pub fn take_after(&mut self, n_bytes: usize) -> Option<Checksum> {
         (self.n_bytes >= n_bytes).then(|| self.take())
     }

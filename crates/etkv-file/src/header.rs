@@ -1,4 +1,4 @@
-//! The header of a file: its tensors by safetensors' rules, and what is in its metadata.
+//! The header of a file: its tensors in the format of safetensors, and its metadata.
 
 use std::collections::HashMap;
 
@@ -21,12 +21,12 @@ const REWINDABLE_TO: &str = "rewindable_to";
 const TOKENS: &str = "tokens";
 const CHECKSUMS: &str = "checksums";
 
-/// What a file says before its tensors.
+/// The description of a file's tensors.
 pub struct Header {
     pub fingerprint: String,
     pub snapshot: Snapshot,
     pub n_tokens: usize,
-    /// The least length that the only sequence can be rewound to, if that is known.
+    /// The least length that the only sequence can be rewound to, if it is known.
     pub rewindable_to: Option<i32>,
     /// Name, dtype, shape, first and last byte of each tensor.
     tensors: Vec<(String, TensorInfo)>,
@@ -37,10 +37,10 @@ pub fn refused(what: impl std::fmt::Display) -> Error {
     Error::new(Status::File, what)
 }
 
-/// The most characters of a file that a message has.
+/// The most characters that a message quotes from a file.
 const MAX_QUOTED: usize = 200;
 
-/// Returns what a file says for a message: its beginning, if it is long.
+/// Quotes a text of a file for a message. A long one is cut.
 pub fn quoted(what: impl std::fmt::Display) -> String {
     let mut text = what.to_string();
     if let Some((end, _)) = text.char_indices().nth(MAX_QUOTED) {
@@ -50,8 +50,8 @@ pub fn quoted(what: impl std::fmt::Display) -> String {
     text
 }
 
-/// Returns the tensors of a file: token ids, planes, and the checksums of the header and of these.
-/// Planes without slots have none.
+/// Returns the tensors of a file: token ids, planes, and the checksums of the header and of these. A plane
+/// without slots has no tensor.
 pub fn tensors(n_tokens: usize, planes: &[PlaneRows]) -> Result<Vec<(String, TensorInfo)>> {
     let mut all = Vec::new();
     let mut start = 0usize;
@@ -105,7 +105,7 @@ impl Header {
         self.tensors.last().map_or(0, |(_, info)| info.data_offsets.1 as u64)
     }
 
-    /// Refuses a file whose tensors are not those that its integers ask for.
+    /// Refuses a file whose tensors differ from those that its integers need.
     pub fn check_tensors(&self, expected: &[(String, TensorInfo)]) -> Result<()> {
         let same = |a: &TensorInfo, b: &TensorInfo| {
             a.dtype == b.dtype && a.shape == b.shape && a.data_offsets == b.data_offsets
@@ -132,7 +132,7 @@ impl Header {
         Ok(())
     }
 
-    /// Returns the header as it is in a file: its length, and JSON.
+    /// Returns the header in its form in a file: its length, and JSON.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let internal = |error: &dyn std::fmt::Display| Error::new(Status::Internal, error);
         let state = serde_json::to_string(&self.snapshot).map_err(|error| internal(&error))?;
@@ -148,7 +148,7 @@ impl Header {
         let all = Metadata::new(Some(metadata), all).map_err(|error| internal(&error))?;
         let mut bytes = vec![0; 8];
         serde_json::to_writer(&mut bytes, &all).map_err(|error| internal(&error))?;
-        // Tensors begin at a multiple of 8 bytes.
+        // Tensors start at a multiple of 8 bytes.
         bytes.resize(bytes.len().next_multiple_of(8), b' ');
         let length = bytes.len() as u64 - 8;
         if length > MAX_HEADER {
@@ -162,7 +162,7 @@ impl Header {
         Ok(bytes)
     }
 
-    /// Returns the header in the JSON of a file.
+    /// Parses the header of a file from JSON.
     pub fn of_json(json: &[u8]) -> Result<Self> {
         let all: Metadata = serde_json::from_slice(json).map_err(|error| {
             refused(format_args!("the file is no safetensors file: {}", quoted(error)))

@@ -1,13 +1,13 @@
-//! The contents of a cache in a file, and back.
+//! Saving the contents of a cache to a file, and loading them.
 //!
-//! A file is one of safetensors: the planes of every layer's keys and values as they are stored, the
-//! token ids of the caller, checksums, and in its metadata the version of this format, the model's
-//! fingerprint and the integers of the cache. docs/saving.md describes it.
+//! A file is a safetensors file: the planes of every layer's keys and values as they are stored, the token
+//! ids of the caller, and checksums. Its metadata has the version of this format, the model's fingerprint and
+//! the integers of the cache. docs/saving.md describes it.
 //!
-//! A [`PrefixStore`] is a folder or a bucket of such files, by the texts that they hold. A [`PrefixCache`] has texts in
-//! memory, which caches share.
+//! A [`PrefixStore`] is a folder or a bucket of such files, found by their texts. A [`PrefixCache`] keeps
+//! prefixes of texts in memory, which caches share.
 //!
-//! Nothing here knows a backend: a file that one backend's cache wrote can be read by another's.
+//! This crate knows no backend: a cache of one backend can read a file that another backend's cache wrote.
 #![forbid(unsafe_code)]
 
 mod checksum;
@@ -29,20 +29,20 @@ pub use header::{MAX_HEADER, VERSION};
 pub use prefix_cache::{Pin, PrefixCache, PrefixCacheOptions, PrefixCacheReport};
 pub use store::{PrefixStore, MIN_TOKENS};
 
-/// What the caller adds to the contents of a cache.
+/// The caller's data next to the contents of a cache.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Labels<'a> {
-    /// What the caller tells models apart by, such as the [`fingerprint`] of the program. A file is loaded with the
-    /// fingerprint that it was saved with.
+    /// The name with which the caller distinguishes models, such as the [`fingerprint`] of the program. A
+    /// file is loaded with the fingerprint that it was saved with.
     pub fingerprint: &'a str,
     /// Token ids, which are not interpreted: at most 65,536 more than the capacity of the cache.
     pub tokens: &'a [i64],
 }
 
-/// Writes the contents of a cache to a file, beside it under another name first. An older file
-/// under this name stays until the new one is complete and on the disk.
+/// Writes the contents of a cache to a file, under a temporary name first. An older file of this name stays
+/// until the new one is complete and on the disk.
 ///
-/// The cache stays as it is, but for a step that was set aside, which is rolled back.
+/// The cache is unchanged, except that a step that was set aside is rolled back.
 ///
 /// # Errors
 /// - [`File`](etkv_core::Status::File) if the file cannot be written, or `path` is a folder, a device, a pipe or a
@@ -61,12 +61,12 @@ pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
     write::save(saving, path, &header, labels.tokens)
 }
 
-/// Replaces the contents of a cache by those of a file, and returns the token ids of the file. Both
-/// contents are in memory until the new ones are complete.
+/// Replaces the contents of a cache by those of a file, and returns the token ids of the file. Both contents
+/// are in memory until the new ones are complete.
 ///
-/// A file of a cache of the same kind, layers and windows fits. If the formats of its config are the
-/// cache's too, the cache goes on as the saved one would have. Else float formats are converted into
-/// those of the cache, and other formats are refused.
+/// A file fits if its cache has the same kind, layers and windows. If it also has the same formats in its
+/// config, the cache goes on as the saved one would have. Otherwise float formats are converted to those of
+/// the cache, and other formats are refused.
 ///
 /// # Errors
 /// - [`File`](etkv_core::Status::File) for a file that cannot be read, is damaged, or is of another
@@ -76,15 +76,15 @@ pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
 /// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind or a storage that cannot be loaded.
 /// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
 ///
-/// The contents are then as before.
+/// In each case the contents are as before.
 pub fn load(cache: &mut dyn Cache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
     let fingerprint = model_of(cache, fingerprint);
     let most = most_tokens(cache);
     read::load(face(cache)?, path, &fingerprint, most)
 }
 
-/// Writes one sequence of a cache of several to a file, as [`save`] does. The file is that of a cache which holds
-/// this sequence alone, as sequence 0.
+/// Writes one sequence of a cache with several to a file, as [`save`] does. The file is that of a cache which
+/// holds only this sequence, as sequence 0.
 ///
 /// # Errors
 /// As [`save`], and [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, for a
@@ -104,25 +104,25 @@ pub fn save_sequence(
     write::save(&*saving, path, &header, labels.tokens)
 }
 
-/// Adds the only sequence of a file to a cache of several, under a number that holds nothing. Returns the token
-/// ids of the file. Everything is checked before the cache changes, and other sequences stay as they are. The
-/// rows of the sequence are in memory twice until they are complete.
+/// Adds the only sequence of a file to a cache with several, under an unused number. Returns the token ids of
+/// the file. Everything is checked before the cache changes, and other sequences stay as they are. The rows
+/// of the sequence are in memory twice until they are complete.
 ///
-/// A file of a cache of any kind that [`save_sequence`] or [`save`] wrote fits, if it has one sequence without
-/// candidates, and the same layers and windows. Rows have the cache's present formats: float formats are
-/// converted into each other, and other formats are refused.
+/// A file fits if [`save_sequence`] or [`save`] wrote it from a cache of any kind with the same layers and
+/// windows, and it has one sequence without candidates. Rows get the cache's current formats: float formats
+/// are converted into each other, and other formats are refused.
 ///
 /// # Errors
-/// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, and for a sequence that
-///   holds positions or carries candidates.
-/// - [`Capacity`](etkv_core::Status::Capacity) if the sequence does not fit beside the others.
+/// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, and for a sequence
+///   that holds positions or carries candidates.
+/// - [`Capacity`](etkv_core::Status::Capacity) if the sequence does not fit next to the others.
 /// - [`File`](etkv_core::Status::File) for a file that cannot be read, is damaged, or is of another version,
 ///   model or config; and for values that are not finite, which other sequences would read.
 /// - [`Step`](etkv_core::Status::Step) while a step is open.
 /// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind of one sequence, or that cannot be loaded.
 /// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
 ///
-/// The contents are then as before.
+/// In each case the contents are as before.
 pub fn load_sequence(
     cache: &mut dyn Cache,
     sequence: i32,
@@ -134,14 +134,14 @@ pub fn load_sequence(
     read::load(&mut *sequence_face(cache, sequence)?, path, &fingerprint, most)
 }
 
-/// Returns the checksum of a header, for tests that make files of their own.
+/// Returns the checksum of a header, for tests that make their own files.
 #[doc(hidden)]
 pub fn checksum(bytes: &[u8]) -> [u8; checksum::BYTES] {
     checksum::of(bytes)
 }
 
-/// Returns the name of the model that wrote the rows of a cache: the fingerprint, and the limits that the capacity
-/// of the cache passes, because the program writes other rows beyond them.
+/// Returns the name of the model that wrote the rows of a cache: the fingerprint, and the limits that the
+/// capacity of the cache exceeds, because the program writes other rows above them.
 fn model_of<'a>(cache: &dyn Cache, fingerprint: &'a str) -> Cow<'a, str> {
     match cache.passed_limits() {
         [] => Cow::Borrowed(fingerprint),
@@ -152,10 +152,10 @@ fn model_of<'a>(cache: &dyn Cache, fingerprint: &'a str) -> Cow<'a, str> {
     }
 }
 
-/// Token ids that a file may have besides those of the cache's positions.
+/// The number of token ids that a file may have in addition to those of the cache's positions.
 const MORE_TOKENS: usize = 1 << 16;
 
-/// Returns the most token ids of a file of a cache.
+/// Returns the most token ids that a cache's file may have.
 fn most_tokens(cache: &dyn Cache) -> usize {
     capacity_of(cache).saturating_add(MORE_TOKENS)
 }

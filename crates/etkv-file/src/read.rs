@@ -1,4 +1,4 @@
-//! Reads a file. Everything is checked before the cache changes, and sizes before memory is taken.
+//! Reading a file. Everything is checked before the cache changes, and sizes before memory is allocated.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -18,7 +18,7 @@ pub fn load(
     fingerprint: &str,
     most_tokens: usize,
 ) -> Result<Vec<i64>> {
-    let file = opened(path).and_then(|(file, len)| Opened::new(Box::new(file), len, most_tokens));
+    let file = opened(path).and_then(|(file, len)| OpenFile::new(Box::new(file), len, most_tokens));
     file.and_then(|file| file.load(cache, fingerprint)).map_err(|error| match error.status() {
         Status::File => error.at(format_args!("cannot load {}", path.display())),
         _ => error,
@@ -26,14 +26,14 @@ pub fn load(
 }
 
 /// A file whose header and token ids are read and checked against their checksums. The rows follow.
-pub struct Opened {
+pub struct OpenFile {
     pub header: Header,
     pub tokens: Vec<i64>,
     file: Source,
     sums: Checksums,
 }
 
-impl Opened {
+impl OpenFile {
     /// Loads the rows into a cache, and returns the token ids.
     pub fn load(self, cache: &mut dyn SaveCache, fingerprint: &str) -> Result<Vec<i64>> {
         let Self { mut file, header, tokens, mut sums } = self;
@@ -56,11 +56,11 @@ impl Opened {
         Ok(tokens)
     }
 
-    /// Reads the header and the token ids of a file of `len` bytes. Refuses more ids than `most_tokens` before it
-    /// takes memory for them.
+    /// Reads the header and the token ids of a file of `len` bytes. Refuses more ids than `most_tokens`
+    /// before it allocates memory for them.
     ///
     /// # Errors
-    /// [`Capacity`](Status::Capacity) for more ids, and [`File`](Status::File).
+    /// [`Capacity`](Status::Capacity) for too many ids, and [`File`](Status::File).
     pub fn new(file: Box<dyn ReadSeek>, len: u64, most_tokens: usize) -> Result<Self> {
         let mut file = Source { file, len, sum: Sum::new() };
         let bytes = file.header()?;
@@ -100,14 +100,14 @@ impl Checksums {
     }
 }
 
-/// An open file, and the checksum of what was read of it.
+/// An open file, and the checksum of the bytes read so far.
 struct Source {
     file: Box<dyn ReadSeek>,
     len: u64,
     sum: Sum,
 }
 
-/// Opens a file. Returns it with its bytes.
+/// Opens a file. Returns it with its size in bytes.
 pub fn opened(path: &Path) -> Result<(File, u64)> {
     let found = std::fs::metadata(path).map_err(unread)?;
     if !found.is_file() {
@@ -131,7 +131,7 @@ impl Source {
         Ok(())
     }
 
-    /// Returns the header with the length before it.
+    /// Returns the header, including its length field.
     fn header(&mut self) -> Result<Vec<u8>> {
         if self.len < 8 {
             fail!(File, "the file has {} bytes, the least is 8", self.len);
@@ -166,7 +166,7 @@ impl Source {
         Ok(each.filter_map(|sum| sum.try_into().ok()).collect())
     }
 
-    /// Returns as many token ids. The file has their bytes.
+    /// Reads `n` token ids. The file has their bytes.
     fn tokens(&mut self, n: usize) -> Result<Vec<i64>> {
         let mut tokens = Vec::new();
         if tokens.try_reserve_exact(n).is_err() {

@@ -29,7 +29,7 @@ pub fn save(cache: &dyn SaveCache, path: &Path, header: &Header, tokens: &[i64])
     put(path, &mut |file| write(cache, header, tokens, file, path))
 }
 
-/// Writes a file beside `path` under another name, and renames it once it is complete and on the disk.
+/// Writes a file next to `path` under another name, and renames it once it is complete and on the disk.
 pub fn put(path: &Path, write: &mut WriteFile) -> Result<()> {
     let wrong = |error: std::io::Error| unwritten(path, error);
     if std::fs::metadata(path).is_ok_and(|found| !found.is_file()) {
@@ -39,7 +39,7 @@ pub fn put(path: &Path, write: &mut WriteFile) -> Result<()> {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     };
-    // Only the user may read it. It is removed where something fails.
+    // Only the user may read it. It is removed if anything fails.
     let mut file = tempfile::Builder::new()
         .prefix(".etkv-")
         .suffix(".part")
@@ -80,7 +80,7 @@ pub fn write(
     file.write_all(&sums.concat()).map_err(wrong)
 }
 
-/// Returns the bytes of tokens as a file has them, some at a time.
+/// Returns the bytes of tokens in a file, in chunks.
 pub fn token_bytes(tokens: &[i64]) -> impl Iterator<Item = Vec<u8>> + '_ {
     tokens.chunks(1 << 16).map(|some| some.iter().flat_map(|token| token.to_le_bytes()).collect())
 }
@@ -89,7 +89,7 @@ fn unwritten(path: &Path, error: std::io::Error) -> Error {
     refused(format_args!("cannot write {}: {error}", path.display())).caused_by(error)
 }
 
-/// Makes the new name last.
+/// Makes the new name durable.
 #[cfg(unix)]
 fn sync_folder(folder: &Path) -> std::io::Result<()> {
     std::fs::File::open(folder)?.sync_all()

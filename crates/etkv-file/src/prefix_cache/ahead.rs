@@ -1,4 +1,4 @@
-//! Texts that are read from the store before they are needed, by a thread of their own.
+//! Reading texts from the store before they are needed, on a separate thread.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,10 +19,11 @@ use crate::store::TARGET;
 /// The most texts that wait to be read.
 const MAX_WAITING: usize = 16;
 
-/// The most texts whose answers are remembered.
+/// The most texts whose results are remembered.
 const MAX_ANSWERS: usize = 64;
 
-/// How long the store is not asked again for a text that was read ahead. Other processes may store more of it.
+/// For this time the store is not asked again for a text that was read ahead. Other processes may store more
+/// of it.
 const ANSWERED_FOR: Duration = Duration::from_secs(60);
 
 /// A text that waits to be read.
@@ -34,7 +35,7 @@ struct Job {
     tokens: Arc<[i64]>,
 }
 
-/// What memory and the store had of a text together when it was read ahead.
+/// The result of a text that was read ahead.
 #[derive(Debug)]
 struct Answer {
     group: Group,
@@ -43,17 +44,17 @@ struct Answer {
     when: Instant,
 }
 
-/// What came of a text that waited.
-struct Read {
+/// The result of a waiting text.
+struct ReadCount {
     /// Tokens that were read.
     n: usize,
-    /// Tokens that memory and the store had together.
+    /// Tokens of the text that memory and the store had together.
     n_there: usize,
 }
 
-/// What the store was asked for ahead, and what came of it.
+/// The queue of texts to read ahead, and the results.
 #[derive(Debug, Default)]
-pub struct Asked {
+pub struct ReadQueue {
     waiting: VecDeque<(Group, Arc<[i64]>)>,
     answered: VecDeque<Answer>,
     read: u64,
@@ -61,8 +62,9 @@ pub struct Asked {
     failed: u64,
 }
 
-impl Asked {
-    /// Returns whether memory, with so many tokens of a text, has what the store had of it a moment ago.
+impl ReadQueue {
+    /// Returns whether memory, with this number of tokens of a text, has all that the store had of it
+    /// recently.
     pub fn has(&self, group: &str, tokens: &[i64], in_memory: usize) -> bool {
         self.answered.iter().any(|answer| {
             answer.when.elapsed() < ANSWERED_FOR
@@ -83,11 +85,11 @@ impl Asked {
         self.waiting.iter().any(|(of, text)| of == group && **text == *tokens)
     }
 
-    /// Notes what came of a text that waited.
-    fn end(&mut self, group: Group, tokens: Arc<[i64]>, read: Result<Read>) {
+    /// Notes the result of a waiting text.
+    fn end(&mut self, group: Group, tokens: Arc<[i64]>, read: Result<ReadCount>) {
         self.waiting.retain(|(of, text)| !(*of == group && *text == tokens));
         match read {
-            Ok(Read { n, n_there }) => {
+            Ok(ReadCount { n, n_there }) => {
                 self.read += u64::from(n > 0);
                 self.tokens = self.tokens.saturating_add(n as u64);
                 self.answered.retain(|old| !(old.group == group && old.tokens == tokens));
@@ -101,8 +103,8 @@ impl Asked {
     }
 }
 
-/// A thread that reads texts ahead, from the first on. Dropping it ends the thread, behind the text that is
-/// being read.
+/// A thread that reads texts ahead. It starts with the first text. Dropping it ends the thread, after the
+/// text that is being read.
 #[derive(Debug)]
 pub struct ReadAhead {
     inner: Arc<Inner>,
@@ -121,7 +123,7 @@ impl ReadAhead {
         Self { inner, ends: Arc::default(), thread: Mutex::default() }
     }
 
-    /// Has a text read into an empty cache. Returns whether it waits for that.
+    /// Queues a text to be read into an empty cache. Returns whether it was queued.
     pub fn read(
         &self,
         cache: Box<dyn Cache>,
@@ -182,9 +184,9 @@ impl Drop for ReadAhead {
         self.ends.store(true, Ordering::Relaxed);
         if let Some(Thread { jobs, handle }) = self.thread.get_mut().take() {
             drop(jobs);
-            // A callback of the memory budget may drop it on that thread itself.
+            // A callback of the memory budget may drop this on the thread itself.
             if handle.thread().id() != std::thread::current().id() {
-                // It logged what went wrong.
+                // The thread has logged its errors.
                 let _ = handle.join();
             }
         }
@@ -200,24 +202,24 @@ fn work(inner: &Inner, ends: &AtomicBool, waiting: &Receiver<Job>) {
         if let Err(error) = &read {
             warn!(target: TARGET, %error, tokens = tokens.len(), "a text is not read ahead");
         }
-        // Its rows are the prefix's now.
+        // The rows belong to the prefix now.
         drop(cache);
         inner.asked.lock().end(group, tokens, read);
     }
 }
 
 impl Inner {
-    /// Reads what the store has of a text and memory lacks.
+    /// Reads the part of a text that the store has and memory lacks.
     fn read_ahead(
         &self,
         cache: &mut dyn Cache,
         group: &Group,
         fingerprint: &str,
         tokens: &[i64],
-    ) -> Result<Read> {
+    ) -> Result<ReadCount> {
         let found = self.kept.lock().matches(group, tokens, capacity_of(cache), 1);
         let in_memory = found.first().map_or(0, |(n, ..)| *n);
-        let nothing = Ok(Read { n: 0, n_there: in_memory });
+        let nothing = Ok(ReadCount { n: 0, n_there: in_memory });
         let Some(store) = &self.store else { return nothing };
         if store.n_stored(cache, fingerprint, tokens)? <= in_memory {
             return nothing;
@@ -232,6 +234,6 @@ impl Inner {
             return Err(Error::new(Status::Backend, told));
         }
         debug!(target: TARGET, tokens = n, "a text was read ahead");
-        Ok(Read { n, n_there: n.max(in_memory) })
+        Ok(ReadCount { n, n_there: n.max(in_memory) })
     }
 }

@@ -1,4 +1,4 @@
-//! Which prefixes are kept, how recently they were used, and what they take.
+//! The kept prefixes, how recently they were used, and their sizes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::store::texts::{Entry, Texts};
 
 /// A text that a cache holds.
 #[derive(Clone, Copy)]
-pub struct Texted<'a> {
+pub struct CachedText<'a> {
     pub group: &'a Group,
     pub tokens: &'a [i64],
     /// The least length other than 0 that the cache can be rewound to.
@@ -20,27 +20,27 @@ pub struct Texted<'a> {
 }
 
 #[derive(Debug)]
-struct Held {
+struct HeldPrefixEntry {
     prefix: Prefix,
     group: Group,
     tokens: Arc<[i64]>,
-    /// When it was used last, in uses.
+    /// The number of its last use.
     used: u64,
     pins: usize,
 }
 
 /// The prefixes of a prefix cache.
 ///
-/// Calls that remove some return them: dropping one may wait for a backend, so that is for the caller to do
+/// Calls that remove prefixes return them: dropping one may wait for a backend, so the caller must do it
 /// without a lock.
 #[derive(Debug, Default)]
-pub struct Kept {
+pub struct KeptPrefixes {
     groups: HashMap<Group, Texts<u64>>,
-    held: HashMap<u64, Held>,
-    /// Bytes, and in how many prefixes they are.
+    held: HashMap<u64, HeldPrefixEntry>,
+    /// Bytes of a piece, and the number of prefixes that have it.
     pieces: HashMap<usize, (u64, usize)>,
     bytes: u64,
-    /// The uses so far.
+    /// The number of uses so far.
     now: u64,
     /// The number of the prefix that was added last.
     last: u64,
@@ -48,8 +48,9 @@ pub struct Kept {
     found: [u64; 2],
 }
 
-impl Kept {
-    /// Returns the prefixes whose texts have most in common with another: how much, their numbers, and handles.
+impl KeptPrefixes {
+    /// Returns the prefixes that have the longest common beginning with a text: its length, their numbers,
+    /// and handles.
     pub fn matches(
         &self,
         group: &str,
@@ -74,7 +75,7 @@ impl Kept {
         }
     }
 
-    /// Adds to the tokens that were asked for and found, in memory and in the store.
+    /// Adds to the number of requested tokens, and of those found in memory and in the store.
     pub fn count(&mut self, asked: usize, found: [usize; 2]) {
         self.asked = self.asked.saturating_add(asked as u64);
         for (all, n) in self.found.iter_mut().zip(found) {
@@ -82,14 +83,14 @@ impl Kept {
         }
     }
 
-    /// Returns the prefix that serves all that one of this text would.
-    fn covering(&self, text: Texted) -> Option<u64> {
+    /// Returns a prefix that can replace one of this text in every use.
+    fn covering(&self, text: CachedText) -> Option<u64> {
         let texts = self.groups.get(text.group)?;
         let entry = texts.covering(text.tokens, text.rewindable_to, text.capacity)?;
         Some(entry.what)
     }
 
-    /// Returns whether a prefix serves all that one of this text would. It counts as used then.
+    /// Returns whether a prefix can replace one of this text in every use. This counts as a use of it.
     pub fn has(
         &mut self,
         group: &Group,
@@ -97,14 +98,19 @@ impl Kept {
         rewindable_to: usize,
         capacity: usize,
     ) -> bool {
-        let found = self.covering(Texted { group, tokens, rewindable_to, capacity });
+        let found = self.covering(CachedText { group, tokens, rewindable_to, capacity });
         found.inspect(|&number| self.touch(number)).is_some()
     }
 
-    /// Adds a prefix, and removes those that it makes unneeded and those that were used least recently. Returns
-    /// whether memory has the text then, and what goes.
-    pub fn insert(&mut self, text: Texted, prefix: Prefix, max_bytes: u64) -> (bool, Vec<Prefix>) {
-        // Another thread may have been first.
+    /// Adds a prefix. Removes those that it makes unnecessary and those that were used least recently.
+    /// Returns whether memory then has the text, and the removed prefixes.
+    pub fn insert(
+        &mut self,
+        text: CachedText,
+        prefix: Prefix,
+        max_bytes: u64,
+    ) -> (bool, Vec<Prefix>) {
+        // Another thread may have added it first.
         if self.covering(text).is_some() {
             return (true, vec![prefix]);
         }
@@ -113,13 +119,13 @@ impl Kept {
         if sum > max_bytes {
             return (false, vec![prefix]);
         }
-        let Texted { group, tokens, rewindable_to, capacity } = text;
+        let CachedText { group, tokens, rewindable_to, capacity } = text;
         let mut gone = Vec::new();
         let texts = self.groups.entry(group.clone()).or_default();
         let covered: Vec<u64> =
             texts.covered(tokens, rewindable_to).iter().map(|entry| entry.what).collect();
         let same = texts.get(tokens).map(|entry| entry.what);
-        // One of the same text gives way. Its pins stay, and so does its number, which they have.
+        // A prefix of the same text is replaced. Its number and its pins stay, as pins refer to the number.
         let pins = same.and_then(|number| self.held.get(&number)).map_or(0, |held| held.pins);
         let number = same.unwrap_or(self.last + 1);
         self.last = self.last.max(number);
@@ -129,8 +135,10 @@ impl Kept {
         let tokens: Arc<[i64]> = tokens.into();
         let entry = Entry { what: number, rewindable_to, capacity };
         self.groups.entry(group.clone()).or_default().insert(Arc::clone(&tokens), entry);
-        self.held
-            .insert(number, Held { prefix, group: group.clone(), tokens, used: self.now, pins });
+        self.held.insert(
+            number,
+            HeldPrefixEntry { prefix, group: group.clone(), tokens, used: self.now, pins },
+        );
         for number in covered {
             if self.held.get(&number).is_some_and(|held| held.pins == 0) {
                 gone.extend(self.remove(number));
@@ -140,13 +148,13 @@ impl Kept {
         (self.held.contains_key(&number), gone)
     }
 
-    /// Removes prefixes that are not pinned until the others fit. The newest is the last to go.
+    /// Removes prefixes that are not pinned until the others fit. The newest goes last.
     pub fn make_room(&mut self, max_bytes: u64, newest: Option<u64>) -> Vec<Prefix> {
         let mut gone = Vec::new();
         while self.bytes > max_bytes {
             let unpinned = self.held.iter().filter(|(_, held)| held.pins == 0);
-            // One whose rows all lie in others too would free nothing: the longest ones go first.
-            let last = |(&number, held): &(&u64, &Held)| {
+            // Removing a prefix whose rows all lie in others too would free nothing, so the longest go first.
+            let last = |(&number, held): &(&u64, &HeldPrefixEntry)| {
                 (Some(number) == newest, self.alone(&held.prefix) == 0, held.used)
             };
             let Some((&number, _)) = unpinned.min_by_key(last) else { break };
@@ -157,15 +165,15 @@ impl Kept {
 
     /// Removes all prefixes that are not pinned.
     pub fn clear(&mut self) -> Vec<Prefix> {
-        let of = |(&number, held): (&u64, &Held)| (held.pins == 0).then_some(number);
+        let of = |(&number, held): (&u64, &HeldPrefixEntry)| (held.pins == 0).then_some(number);
         let unpinned: Vec<u64> = self.held.iter().filter_map(of).collect();
         unpinned.into_iter().filter_map(|number| self.remove(number)).collect()
     }
 
-    /// Removes prefixes that nothing else holds and no pin, those that were used least recently first, until those
-    /// have so many bytes that no other prefix has; one at least, if there is one.
+    /// Removes prefixes that nothing else holds or pins, those that were used least recently first, until the
+    /// removed ones have `bytes` bytes that no other prefix has; at least one, if there is one.
     pub fn take_idle(&mut self, bytes: u64) -> Vec<Prefix> {
-        let of = |(&number, held): (&u64, &Held)| {
+        let of = |(&number, held): (&u64, &HeldPrefixEntry)| {
             (held.pins == 0 && held.prefix.is_idle()).then_some((held.used, number))
         };
         let mut idle: Vec<(u64, u64)> = self.held.iter().filter_map(of).collect();
@@ -182,10 +190,10 @@ impl Kept {
         taken
     }
 
-    /// Pins the prefix that has this whole text.
+    /// Pins the prefix that has this complete text.
     pub fn pin(&mut self, group: &Group, tokens: &[i64], capacity: usize) -> Option<u64> {
         let rewindable_to = tokens.len();
-        let number = self.covering(Texted { group, tokens, rewindable_to, capacity })?;
+        let number = self.covering(CachedText { group, tokens, rewindable_to, capacity })?;
         self.held.get_mut(&number)?.pins += 1;
         Some(number)
     }
@@ -209,7 +217,7 @@ impl Kept {
     }
 
     fn remove(&mut self, number: u64) -> Option<Prefix> {
-        let Held { prefix, group, tokens, .. } = self.held.remove(&number)?;
+        let HeldPrefixEntry { prefix, group, tokens, .. } = self.held.remove(&number)?;
         if let Some(texts) = self.groups.get_mut(&group) {
             texts.remove(&tokens);
             if texts.is_empty() {

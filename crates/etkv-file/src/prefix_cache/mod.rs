@@ -1,4 +1,4 @@
-//! Prefixes in memory, by the texts that they hold.
+//! Prefixes in memory, found by their texts.
 
 mod ahead;
 mod kept;
@@ -10,62 +10,62 @@ use etkv_core::{Cache, MemoryBudget, Piece, Prefix, Reclaim, ReclaimClass, Resul
 use parking_lot::Mutex;
 use tracing::{debug, warn};
 
-use self::ahead::{Asked, ReadAhead};
-use self::kept::{Kept, Texted};
+use self::ahead::{ReadAhead, ReadQueue};
+use self::kept::{CachedText, KeptPrefixes};
 use crate::store::index::{group_with, Group};
 use crate::store::{check_fingerprint, text_length, MAX_TRIED, TARGET};
 use crate::{capacity_of, model_of, Labels, PrefixStore};
 
-/// Beginnings of texts that caches of this process share: what one cache has read of a text is kept as a
+/// Prefixes of texts that caches of this process share: what one cache has read of a text is kept as a
 /// [`Prefix`], and an empty cache whose text begins alike attaches to it, without a copy.
 ///
-/// A prefix serves caches of the same backend, layers and formats under the same fingerprint, and is used up
-/// to what both texts have in common. Layers with windows can be rewound a little only, so their prefixes
-/// serve texts that go on near their end, in caches of the same capacity and `max_step_tokens`. A kind takes
+/// A prefix serves caches of the same backend, layers and formats with the same fingerprint, up to the length
+/// that both texts have in common. Layers with windows can be rewound only a little, so their prefixes serve
+/// texts that differ near their end, in caches of the same capacity and `max_step_tokens`. Each kind accepts
 /// the prefixes of every other, as [`ShareCache::attach`](etkv_core::ShareCache::attach) says.
 ///
-/// Any number of threads may use it. A copy of the handle is the same prefix cache; the prefixes go with the
-/// last one. A cache that is attached keeps its rows.
+/// Any number of threads may use it. A clone of the handle is the same prefix cache; the prefixes are dropped
+/// with the last one. A cache that is attached keeps its rows.
 #[derive(Debug, Clone)]
 pub struct PrefixCache {
     inner: Arc<Inner>,
-    /// Ends its thread with the last handle.
+    /// The last handle ends its thread.
     ahead: Arc<ReadAhead>,
 }
 
-/// What a [`PrefixCache`] may hold, and what lies behind it.
+/// The limits of a [`PrefixCache`], and the store that it reads from.
 #[derive(Debug, Clone, Default)]
 pub struct PrefixCacheOptions {
     /// The most bytes of rows that prefixes keep in memory, or no limit. Those that were used least recently
-    /// go first. Pinned ones stay, also beyond the limit.
+    /// are removed first. Pinned ones stay, even above the limit.
     pub max_bytes: Option<u64>,
-    /// A store that is asked for what memory lacks, and to which everything is written that is kept.
+    /// A store that is asked for what memory lacks, and that all kept texts are written to.
     pub store: Option<Arc<PrefixStore>>,
 }
 
-/// What a [`PrefixCache`] holds, and what it was asked for.
+/// The contents of a [`PrefixCache`], and the number of lookups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct PrefixCacheReport {
-    /// The prefixes in memory.
+    /// The number of prefixes in memory.
     pub prefixes: usize,
-    /// Bytes of their rows. What several have in common counts once.
+    /// Bytes of their rows. Rows that several have in common count once.
     pub bytes: u64,
     /// Prefixes that are pinned.
     pub pinned: usize,
-    /// Tokens of the texts that `attach` got.
+    /// Tokens of all texts passed to `attach`.
     pub tokens_asked: u64,
-    /// Tokens of these that were found in memory.
+    /// Those of the tokens that were found in memory.
     pub tokens_in_memory: u64,
-    /// Tokens of these that were loaded from the store.
+    /// Those of the tokens that were loaded from the store.
     pub tokens_in_store: u64,
-    /// Texts that wait to be [read ahead](PrefixCache::prefetch), with the one that is read now.
+    /// Texts that wait to be [read ahead](PrefixCache::prefetch), including the one that is being read.
     pub ahead_waiting: usize,
-    /// Texts of which something was read ahead into memory.
+    /// Texts that were read ahead into memory, at least in part.
     pub ahead_read: u64,
     /// Their tokens.
     pub tokens_ahead: u64,
-    /// Texts that could not be read ahead. The log tells why.
+    /// Texts that could not be read ahead. The log has the reasons.
     pub ahead_failed: u64,
 }
 
@@ -73,10 +73,10 @@ pub struct PrefixCacheReport {
 struct Inner {
     max_bytes: u64,
     store: Option<Arc<PrefixStore>>,
-    /// No prefix is dropped while this is locked: that may wait for a backend.
-    kept: Mutex<Kept>,
-    /// What the store was asked for ahead.
-    asked: Mutex<Asked>,
+    /// No prefix is dropped while this is locked: a drop may wait for a backend.
+    kept: Mutex<KeptPrefixes>,
+    /// The texts to read ahead, and the results.
+    asked: Mutex<ReadQueue>,
 }
 
 /// Keeps a prefix in memory until this is dropped.
@@ -98,7 +98,7 @@ impl Drop for Pin {
 }
 
 impl PrefixCache {
-    /// Returns a prefix cache without prefixes. A memory budget that is full [reclaims](Self::reclaim) from it.
+    /// Returns an empty prefix cache. A full memory budget [reclaims](Self::reclaim) from it.
     pub fn new(options: PrefixCacheOptions) -> Self {
         let PrefixCacheOptions { max_bytes, store } = options;
         let max_bytes = max_bytes.unwrap_or(u64::MAX);
@@ -110,12 +110,12 @@ impl PrefixCache {
         Self { inner, ahead }
     }
 
-    /// Attaches an empty cache to the longest beginning of a text that is kept. Returns how many of its first
-    /// tokens the cache then holds. The host runs the rest. The model computes logits for what runs only, so
-    /// it passes the text without its last token.
+    /// Attaches an empty cache to the longest kept prefix of a text. Returns how many of the text's tokens
+    /// the cache then holds. The host runs the rest. The model computes logits only for tokens that run, so
+    /// the host passes the text without its last token.
     ///
-    /// If the store has a longer beginning, the cache loads it, and shares it in memory from then on. A store
-    /// that fails is passed by, with a warning in the log.
+    /// If the store has a longer prefix, the cache loads it, and shares it in memory from then on. If the
+    /// store fails, it is skipped, with a warning in the log.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache is not empty.
@@ -139,8 +139,8 @@ impl PrefixCache {
         let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), MAX_TRIED);
         let in_memory = found.first().map_or(0, |(n, ..)| *n);
         let mut counted = [0, 0];
-        // What was read ahead a moment ago: the store has no more than memory. The store is asked without the
-        // lock, for which `prefetch` would wait.
+        // This was read ahead recently: the store has no more than memory. The store is asked without the
+        // lock, because `prefetch` would wait for it.
         let was_read = self.inner.asked.lock().has(&group, tokens, in_memory);
         let in_store = match was_read {
             true => 0,
@@ -152,7 +152,8 @@ impl PrefixCache {
             counted[1] = n;
         }
         if n > 0 {
-            // What the store has lies in memory from now on. A cache that cannot share it has it all the same.
+            // The loaded text is shared in memory from now on. If that is not possible, the cache holds it
+            // anyway.
             if let Err(error) = self.inner.keep(cache, &group, &tokens[..n]) {
                 debug!(target: TARGET, %error, "a loaded text is not shared");
             }
@@ -165,19 +166,20 @@ impl PrefixCache {
         Ok(n)
     }
 
-    /// Keeps the contents of a cache, which are those of the text `tokens`. The cache goes on from them itself.
-    /// Returns whether memory has the text then. It has not if the text takes more bytes than there may be, or
-    /// the cache was converted by hand. Texts go that this one begins with, if it serves all that they do.
+    /// Keeps the contents of a cache, which are those of the text `tokens`. The cache itself goes on from
+    /// them. Returns whether memory then has the text. It does not if the text takes more than the allowed
+    /// bytes, or the cache was converted explicitly. Removes texts that are a prefix of this one, if it can
+    /// replace them in every use.
     ///
-    /// A store gets the text too: **the file has what users wrote**. One that fails is passed by, with a warning
-    /// in the log.
+    /// A store gets the text too: **the file has what users wrote**. If the store fails, it is skipped, with
+    /// a warning in the log.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, for no tokens, and if the cache
-    ///   does not hold the positions of all tokens, of sequence 0 alone and without candidates.
+    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, for no tokens, and if the
+    ///   cache does not hold exactly the positions of all tokens, in sequence 0 only and without candidates.
     /// - Those of [`ShareCache::freeze`](etkv_core::ShareCache::freeze).
     ///
-    /// The cache is then as before.
+    /// In each case the cache is as before.
     pub fn keep(&self, cache: &mut dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<bool> {
         let group = group_of(fingerprint, cache)?;
         let length = text_length(cache)?;
@@ -189,7 +191,7 @@ impl PrefixCache {
             );
         }
         let kept = match self.inner.keep(cache, &group, tokens) {
-            // There is the store at least.
+            // The text can still be stored.
             Err(error) if error.status() == Status::Unsupported && self.inner.store.is_some() => {
                 debug!(target: TARGET, %error, "a text is in the store alone");
                 false
@@ -204,8 +206,8 @@ impl PrefixCache {
         Ok(kept)
     }
 
-    /// Returns how many of the first tokens of a text a cache like this one, if it were empty, could have from
-    /// memory or the store.
+    /// Returns how many of the first tokens of a text an empty cache like this one could get from memory or
+    /// the store.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint.
@@ -221,16 +223,16 @@ impl PrefixCache {
         Ok(in_memory.max(self.inner.in_store(cache, fingerprint, tokens, in_memory)))
     }
 
-    /// Reads the longest beginning of a text that the store has into memory, on a thread of this prefix cache, so
-    /// that a later [`attach`](Self::attach) of a cache like this one finds it there. Waits for nothing, and asks
-    /// neither the folder nor the network. Returns whether the text waits to be read: not if memory has all of it,
-    /// if there is no store, if as many texts wait already as may, or if the cache [cannot make](Cache::make_empty) one
-    /// like it.
+    /// Reads the longest prefix of a text that the store has into memory, on a thread of this prefix cache,
+    /// so that a later [`attach`](Self::attach) of a cache like this one finds it there. Does not wait, and
+    /// asks neither the folder nor the network. Returns whether the text was queued. It is not if memory has
+    /// all of it, if there is no store, if too many texts wait, or if the cache [cannot
+    /// make](Cache::make_empty) one like it.
     ///
-    /// What is read is a prefix like others: it takes of `max_bytes` and of the memory budget, and goes when it was
-    /// used least recently. What cannot be read, also for lack of memory, is counted in the
-    /// [report](Self::report). Where it is read, `attach` does not ask the store for this text again for a minute, as
-    /// long as memory has it.
+    /// The result is a prefix like others: it counts for `max_bytes` and the memory budget, and is removed
+    /// when it was used least recently. Texts that cannot be read, including for lack of memory, are counted
+    /// in the [report](Self::report). After a text was read, `attach` does not ask the store for it again for
+    /// a minute, as long as memory has it.
     ///
     /// Dropping the last handle of the prefix cache waits for the text that is being read.
     ///
@@ -253,8 +255,8 @@ impl PrefixCache {
         self.ahead.read(empty, group, fingerprint, tokens, in_memory)
     }
 
-    /// Pins a prefix that holds a whole text, for caches like this one: nothing removes it from memory while
-    /// the pin lives.
+    /// Pins a prefix that holds a complete text, for caches like this one: nothing removes it from memory
+    /// while the pin lives.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if no prefix has the text.
@@ -272,33 +274,34 @@ impl PrefixCache {
     }
 
     /// Frees prefixes that are not pinned and that no cache reads, those that were used least recently first,
-    /// until so many bytes are free. Returns the bytes that were freed.
+    /// until `bytes` bytes are free. Returns the number of freed bytes.
     ///
-    /// It may wait until no other thread uses a backend. The caller holds no lock that such a thread may want.
+    /// May wait until no other thread uses a backend. The caller must hold no lock that such a thread may
+    /// want.
     pub fn reclaim(&self, bytes: u64) -> u64 {
         self.inner.reclaim(bytes)
     }
 
     /// Drops all prefixes that are not pinned. The files of the store stay.
     pub fn clear(&self) {
-        // Dropped without the lock: it takes a while, and other calls do not wait for it.
+        // Dropped without the lock: it takes long, and other calls should not wait for it.
         let gone = self.inner.kept.lock().clear();
         drop(gone);
     }
 
-    /// Returns what is held, and what was asked for.
+    /// Returns the contents and the number of lookups.
     pub fn report(&self) -> PrefixCacheReport {
         let mut report = self.inner.kept.lock().report();
         self.inner.asked.lock().add_to(&mut report);
         report
     }
 
-    /// Returns the store behind it, if there is one.
+    /// Returns the store that it reads from, if there is one.
     pub fn store(&self) -> Option<&Arc<PrefixStore>> {
         self.inner.store.as_ref()
     }
 
-    /// Attaches a cache to the first of these that it fits.
+    /// Attaches a cache to the first of these prefixes that fits it.
     fn attach_to(&self, cache: &mut dyn Cache, found: Vec<(usize, u64, Prefix)>) -> Result<usize> {
         for (n, number, prefix) in found {
             let length = i32::try_from(n).unwrap_or(i32::MAX);
@@ -308,7 +311,7 @@ impl PrefixCache {
                     self.inner.kept.lock().touch(number);
                     return Ok(n);
                 }
-                // Such as cells in an order that a contiguous cache cannot have.
+                // For example, cells in an order that a contiguous cache cannot have.
                 Err(error) if error.status() == Status::InvalidArgument => {
                     debug!(target: TARGET, %error, "a prefix does not fit");
                 }
@@ -320,13 +323,13 @@ impl PrefixCache {
 }
 
 impl Inner {
-    /// Returns the tokens of the longest beginning that memory has.
+    /// Returns the length of the longest prefix of the text in memory.
     fn in_memory(&self, cache: &dyn Cache, group: &Group, tokens: &[i64]) -> usize {
         let found = self.kept.lock().matches(group, tokens, capacity_of(cache), 1);
         found.first().map_or(0, |(n, ..)| *n)
     }
 
-    /// Returns the tokens that the store has, which is asked if it can have more than memory.
+    /// Returns the length of the prefix in the store, which is asked if it can be longer than that in memory.
     fn in_store(
         &self,
         cache: &dyn Cache,
@@ -343,7 +346,7 @@ impl Inner {
         })
     }
 
-    /// Loads what the store has. The cache is empty if that is nothing.
+    /// Loads the text from the store. If that loads nothing, the cache is empty.
     fn load(&self, cache: &mut dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<usize> {
         let Some(store) = &self.store else { return Ok(0) };
         match store.load(cache, fingerprint, tokens) {
@@ -356,13 +359,13 @@ impl Inner {
         }
     }
 
-    /// Freezes a cache that holds a text, unless memory has it already.
+    /// Freezes a cache that holds a text, unless memory already has it.
     fn keep(&self, cache: &mut dyn Cache, group: &Group, tokens: &[i64]) -> Result<bool> {
         let length = cache.length();
         if cache.formats() != cache.config().formats_at(length) {
             return Ok(false);
         }
-        // A text that is still shorter than where rows are converted has other formats.
+        // A text shorter than `quantized_kv_start` has other formats.
         let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
         let rewindable_to = cache.rewindable_to()?.max(converted_at.unwrap_or_default());
         let least = usize::try_from(rewindable_to).unwrap_or_default();
@@ -376,7 +379,7 @@ impl Inner {
         }
         let Some(face) = cache.sharing() else { return Ok(false) };
         let prefix = face.freeze()?;
-        let texted = Texted { group, tokens, rewindable_to: least, capacity };
+        let texted = CachedText { group, tokens, rewindable_to: least, capacity };
         let max_bytes = self.max_bytes;
         let (is_kept, gone) = self.kept.lock().insert(texted, prefix, max_bytes);
         drop(gone);
@@ -392,7 +395,7 @@ impl Reclaim for Inner {
             if idle.is_empty() {
                 break;
             }
-            // Several prefixes may have a piece.
+            // Several prefixes may have the same piece.
             let mut pieces: Vec<Piece> =
                 idle.iter().flat_map(|prefix| prefix.pieces().to_vec()).collect();
             drop(idle);
@@ -406,7 +409,7 @@ impl Reclaim for Inner {
     }
 }
 
-/// Returns the group of a cache's texts. Kinds share what they hold, backends do not.
+/// Returns the group of a cache's texts. Kinds share their contents, backends do not.
 fn group_of(fingerprint: &str, cache: &mut dyn Cache) -> Result<Group> {
     check_fingerprint(fingerprint)?;
     let backend = match cache.sharing() {

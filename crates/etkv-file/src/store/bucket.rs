@@ -1,4 +1,4 @@
-//! The files of a store in a bucket that the crate `object_store` speaks to.
+//! The files of a store in a bucket, accessed with the crate `object_store`.
 
 mod object;
 mod upload;
@@ -23,19 +23,19 @@ use tracing::debug;
 
 use self::object::Object;
 use self::upload::Upload;
-use super::place::{is_name, Found, Place, ReadSeek, WriteFile};
+use super::place::{is_name, ReadSeek, StorePlace, StoredFile, WriteFile};
 use super::TARGET;
 use crate::checksum;
 use crate::header::refused;
 
-/// Objects have no time of their last use that can be set. A second, empty object has it: it is written
-/// again when a file is used.
+/// The time of an object's last use cannot be set. A second, empty object records it: it is written again
+/// when a file is used.
 const USED: &str = ".used";
 
-/// How old the time of the last use is when it is noted again: a request each time would be for nothing.
+/// The minimum time between two records of a use: a request for each use would be wasteful.
 const NOTED_EVERY: Duration = Duration::from_secs(60);
 
-/// How long a bucket that failed is not asked: each request would keep the host waiting.
+/// A bucket that failed is not asked again for this time: each request would make the host wait.
 const PASSED_BY: Duration = Duration::from_secs(30);
 
 /// Objects that are opened at once.
@@ -43,12 +43,12 @@ const AT_ONCE: usize = 8;
 
 /// A bucket's objects below a prefix.
 pub struct Bucket {
-    shared: Arc<Shared>,
+    shared: Arc<BucketClient>,
     noted_every: Duration,
 }
 
-/// What open objects need of a bucket.
-struct Shared {
+/// The parts of a bucket that open objects need.
+struct BucketClient {
     store: Arc<dyn ObjectStore>,
     prefix: Path,
     /// `None` while it is dropped.
@@ -58,14 +58,14 @@ struct Shared {
 }
 
 impl Bucket {
-    /// Opens an address, such as `s3://bucket/prefix`. The environment has credentials and the endpoint.
+    /// Opens an address, such as `s3://bucket/prefix`. Credentials and endpoint come from the environment.
     pub fn open(address: &str) -> Result<Self> {
         let wrong = |error: &dyn Display| refused(format_args!("cannot open {address}: {error}"));
-        // TLS has the provider that the process chose, or this one.
+        // TLS uses the provider that the process chose, or this one.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let url = url::Url::parse(address).map_err(|error| wrong(&error))?;
         let (scheme, prefix) = ObjectStoreScheme::parse(&url).map_err(|error| wrong(&error))?;
-        // A host waits for the answer: what takes longer than this is read by the model instead.
+        // The host waits for the result: a text that takes longer than this is computed by the model instead.
         let retry = RetryConfig {
             max_retries: 3,
             retry_timeout: Duration::from_secs(15),
@@ -96,7 +96,7 @@ impl Bucket {
 
     /// Opens the objects of a bucket below a prefix.
     pub fn new(store: Arc<dyn ObjectStore>, prefix: Path) -> Result<Self> {
-        // Connections live on its thread, also between calls.
+        // Connections live on its thread, even between calls.
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("etkv-bucket")
@@ -105,15 +105,16 @@ impl Bucket {
             .map_err(|error| {
                 Error::new(Status::Backend, "cannot start a thread").caused_by(error)
             })?;
-        let shared = Shared { store, prefix, runtime: Some(runtime), failed: Mutex::default() };
+        let shared =
+            BucketClient { store, prefix, runtime: Some(runtime), failed: Mutex::default() };
         let bucket = Self { shared: Arc::new(shared), noted_every: NOTED_EVERY };
         bucket.tidy()?;
         Ok(bucket)
     }
 
-    /// Returns the stored files, and the times of last uses by the names of files.
-    fn all(&self) -> Result<(Vec<Found>, HashMap<String, SystemTime>)> {
-        let Shared { store, prefix, .. } = &*self.shared;
+    /// Returns the stored files, and the times of last use by file name.
+    fn all(&self) -> Result<(Vec<StoredFile>, HashMap<String, SystemTime>)> {
+        let BucketClient { store, prefix, .. } = &*self.shared;
         let prefix = (!prefix.is_root()).then_some(prefix);
         let listed = self.shared.wait(store.list_with_delimiter(prefix));
         let listed = listed.map_err(|error| {
@@ -131,13 +132,13 @@ impl Bucket {
                 let [a, b, c, d, e, f, g, h, ..] = checksum::of(version.as_bytes());
                 let identity = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
                 let (name, bytes) = (name.to_owned(), object.size);
-                files.push(Found { name, bytes, used: changed, identity });
+                files.push(StoredFile { name, bytes, used: changed, identity });
             }
         }
         Ok((files, uses))
     }
 
-    /// Removes the times of uses of files that are gone. Checks that the bucket answers.
+    /// Removes the records of uses of files that are gone. Checks that the bucket answers.
     fn tidy(&self) -> Result<()> {
         let (files, uses) = self.all()?;
         let names: HashSet<&str> = files.iter().map(|file| file.name.as_str()).collect();
@@ -148,7 +149,7 @@ impl Bucket {
     }
 
     fn delete(&self, name: &str) {
-        let Shared { store, .. } = &*self.shared;
+        let BucketClient { store, .. } = &*self.shared;
         if let Err(error) = self.shared.wait(store.delete(&self.shared.at(name))) {
             debug!(target: TARGET, %error, file = name, "a stored object is not removed");
         }
@@ -159,12 +160,12 @@ impl Bucket {
     }
 }
 
-impl Shared {
+impl BucketClient {
     fn at(&self, name: &str) -> Path {
         self.prefix.clone().join(name)
     }
 
-    /// Waits for a request, unless one failed a moment ago.
+    /// Waits for a request, unless one failed recently.
     fn wait<T: Send>(
         &self,
         work: impl Future<Output = object_store::Result<T>> + Send,
@@ -180,7 +181,7 @@ impl Shared {
             }
         }
         let done = self.block_on(work)?;
-        // What is wrong with one object is nothing to wait for.
+        // An error of a single object does not pause requests.
         *self.failed.lock() = match &done {
             Err(error @ object_store::Error::Generic { .. }) => {
                 Some((Instant::now(), error.to_string()))
@@ -190,7 +191,7 @@ impl Shared {
         done.map_err(io::Error::from)
     }
 
-    /// Waits for work on the runtime. A thread of another runtime may not wait: a new thread does.
+    /// Waits for work on the runtime. A thread of another runtime must not block, so a new thread waits.
     fn block_on<T: Send>(&self, work: impl Future<Output = T> + Send) -> io::Result<T> {
         let ended = || io::Error::other("the request ended without an answer");
         let Some(runtime) = &self.runtime else { return Err(ended()) };
@@ -202,9 +203,9 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for BucketClient {
     fn drop(&mut self) {
-        // Another runtime's thread may not wait for its end.
+        // A thread of another runtime must not wait for its end.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -223,8 +224,8 @@ impl fmt::Debug for Bucket {
     }
 }
 
-impl Place for Bucket {
-    fn files(&self) -> Result<Vec<Found>> {
+impl StorePlace for Bucket {
+    fn files(&self) -> Result<Vec<StoredFile>> {
         let (mut files, uses) = self.all()?;
         for file in &mut files {
             file.used = uses.get(&file.name).map_or(file.used, |&used| used.max(file.used));
@@ -250,12 +251,12 @@ impl Place for Bucket {
         }
     }
 
-    fn touch(&self, file: &Found) {
+    fn touch(&self, file: &StoredFile) {
         let age = SystemTime::now().duration_since(file.used).unwrap_or_default();
         if age < self.noted_every {
             return;
         }
-        let Shared { store, .. } = &*self.shared;
+        let BucketClient { store, .. } = &*self.shared;
         let at = self.shared.at(&format!("{}{USED}", file.name));
         if let Err(error) = self.shared.wait(store.put(&at, PutPayload::new())) {
             debug!(target: TARGET, %error, file = file.name, "the use of a stored text is not noted");
@@ -301,7 +302,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(5));
         put(&bucket, &two, b"two");
         assert_eq!(names(&bucket), [one.clone(), two.clone()]);
-        // What was used a moment ago is not noted again.
+        // A recent use is not recorded again.
         let touch = |bucket: &Bucket, name: &str| {
             let files = bucket.files().unwrap();
             bucket.touch(files.iter().find(|file| file.name == name).unwrap());
@@ -311,11 +312,11 @@ mod tests {
         bucket.noted_every = Duration::ZERO;
         touch(&bucket, &one);
         assert_eq!(names(&bucket), [two.clone(), one.clone()]);
-        // It has no bytes of a file, and goes with it.
+        // It does not count as bytes of a file, and is removed with it.
         assert_eq!(bucket.files().unwrap().iter().map(|file| file.bytes).sum::<u64>(), 6);
         bucket.remove(&one);
         assert!(bucket.all().unwrap().1.is_empty());
-        // One that another process left is removed when the bucket is opened.
+        // A record that another process left is removed when the bucket is opened.
         touch(&bucket, &two);
         bucket.delete(&two);
         assert_eq!(bucket.all().unwrap().1.len(), 1);
@@ -342,14 +343,14 @@ mod tests {
         for (at, n) in [(0, 8), (39_999_990, 10), (8, 300_000), (300_008, 39_699_992), (5, 5)] {
             check(at, n);
         }
-        // In steps that are ahead and are not, and at the end.
+        // In steps that are prefetched and that are not, and at the end.
         for at in (0..39_000_000).step_by(3_000_001) {
             check(at, 1_000_000);
         }
         assert_eq!(file.seek(SeekFrom::End(0)).unwrap(), len);
         assert_eq!(file.read(&mut [0; 4]).unwrap(), 0);
         assert!(file.seek(SeekFrom::Current(-50_000_000)).is_err());
-        // Another one that takes its name is not read on.
+        // Another object of the same name is not read further.
         put(&bucket, &name, &bytes[1..]);
         file.seek(SeekFrom::Start(20_000_000)).unwrap();
         assert!(file.read_exact(&mut [0; 4]).is_err());
@@ -371,7 +372,7 @@ mod tests {
         }
     }
 
-    /// As in a server that waits for its own requests.
+    /// For example, a server that waits for its own requests.
     #[test]
     fn a_thread_of_another_runtime_may_call() {
         let other = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();

@@ -8,12 +8,12 @@ use std::time::{Duration, SystemTime};
 use etkv_core::{Error, Result};
 use tracing::debug;
 
-use super::place::{is_name, Found, Place, ReadSeek, WriteFile};
+use super::place::{is_name, ReadSeek, StorePlace, StoredFile, WriteFile};
 use super::TARGET;
 use crate::header::refused;
 use crate::{read, write};
 
-/// How long a file that is being written may take.
+/// How long writing a file may take.
 const WRITTEN_WITHIN: Duration = Duration::from_secs(3600);
 
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl Folder {
         self.0.join(name)
     }
 
-    fn all(&self, fits: impl Fn(&str) -> bool) -> Result<Vec<Found>> {
+    fn all(&self, fits: impl Fn(&str) -> bool) -> Result<Vec<StoredFile>> {
         let unread =
             |error| wrong(format_args!("cannot read the folder {}", self.0.display()), error);
         let mut files = Vec::new();
@@ -51,13 +51,18 @@ impl Folder {
             let Ok(found) = entry.metadata() else { continue };
             if found.is_file() {
                 let used = found.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-                files.push(Found { name, bytes: found.len(), used, identity: identity_of(&found) });
+                files.push(StoredFile {
+                    name,
+                    bytes: found.len(),
+                    used,
+                    identity: identity_of(&found),
+                });
             }
         }
         Ok(files)
     }
 
-    /// Removes the files that were never completed.
+    /// Removes files that were never completed.
     fn tidy(&self) -> Result<()> {
         let now = SystemTime::now();
         for file in self.all(|name| name.starts_with(".etkv-") && name.ends_with(".part"))? {
@@ -70,8 +75,8 @@ impl Folder {
     }
 }
 
-impl Place for Folder {
-    fn files(&self) -> Result<Vec<Found>> {
+impl StorePlace for Folder {
+    fn files(&self) -> Result<Vec<StoredFile>> {
         self.all(is_name)
     }
 
@@ -84,8 +89,8 @@ impl Place for Folder {
         write::put(&self.file(name), write)
     }
 
-    /// The next process reads it from the time of the file's last change.
-    fn touch(&self, file: &Found) {
+    /// The next process reads this as the time of the file's last change.
+    fn touch(&self, file: &StoredFile) {
         let touched = File::options()
             .append(true)
             .open(self.file(&file.name))

@@ -1,4 +1,4 @@
-//! Which texts the files of a folder hold.
+//! The texts of the files of a folder.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -6,12 +6,12 @@ use std::sync::Arc;
 use etkv_core::snapshot::{SavedFormats, SavedLayer};
 use etkv_core::{Cache, Error, Result, Snapshot, Status};
 
-use super::place::Found;
+use super::place::StoredFile;
 use super::texts::{Entry, Texts};
 use crate::header::Header;
 
-/// What the texts of one group have in common: the model's fingerprint, and the kind, layers and formats
-/// of the cache, as JSON. With windows also what their slots depend on.
+/// The properties that the texts of one group share: the model's fingerprint, and the kind, layers and
+/// formats of the cache, as JSON. With windows also the settings that their slots depend on.
 pub type Group = String;
 
 /// Returns the group of a cache's texts.
@@ -19,7 +19,7 @@ pub fn group_of(fingerprint: &str, cache: &dyn Cache) -> Result<Group> {
     group_with(fingerprint, cache.kind(), cache)
 }
 
-/// Returns the group of the texts of caches that share what is kept if they have `kind` in common.
+/// Returns the group of texts for caches that share contents if they share `kind`.
 pub fn group_with(fingerprint: &str, kind: &str, cache: &dyn Cache) -> Result<Group> {
     let config = cache.config();
     let layers: Vec<SavedLayer> = config.layers.iter().map(SavedLayer::from).collect();
@@ -45,12 +45,12 @@ fn group(
         .map_err(|error| Error::new(Status::Internal, error))
 }
 
-/// A file whose text begins like another text.
+/// A file whose text has a common beginning with another text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Match {
     /// Its name in the store.
     pub name: String,
-    /// The tokens that both begin with, and that its cache can be rewound to.
+    /// The length of the common beginning, which its cache can be rewound to.
     pub n_tokens: usize,
 }
 
@@ -59,24 +59,24 @@ pub struct Match {
 pub struct Index {
     /// File names by text.
     groups: HashMap<Group, Texts<String>>,
-    /// What is known of each file.
-    files: HashMap<String, Known>,
-    /// Files whose texts are longer than a capacity: what tells each from another one of its name, and the capacity.
+    /// The files by their names.
+    files: HashMap<String, IndexedFile>,
+    /// Files whose texts are longer than a capacity: the identity of each, and the capacity.
     longer: HashMap<String, (u64, usize)>,
 }
 
 /// A file that was read.
 #[derive(Debug)]
-struct Known {
-    /// What tells it from another one of its name.
+struct IndexedFile {
+    /// A number that differs for another file of the same name.
     identity: u64,
     /// The group and the text, or `None` if it cannot be used.
     place: Option<(Group, Arc<[i64]>)>,
 }
 
 impl Index {
-    /// Returns whether this file was read, or its text is longer than a capacity.
-    pub fn knows(&self, file: &Found, capacity: usize) -> bool {
+    /// Returns whether this file was read, or is known to have a text longer than a capacity.
+    pub fn knows(&self, file: &StoredFile, capacity: usize) -> bool {
         let is_longer =
             |&(identity, than): &(u64, usize)| identity == file.identity && than >= capacity;
         self.files.get(&file.name).is_some_and(|known| known.identity == file.identity)
@@ -84,13 +84,13 @@ impl Index {
     }
 
     /// Notes that the text of a file is longer than a capacity.
-    pub fn is_longer(&mut self, file: &Found, capacity: usize) {
+    pub fn is_longer(&mut self, file: &StoredFile, capacity: usize) {
         self.longer.insert(file.name.clone(), (file.identity, capacity));
     }
 
-    /// Adds a file with its beginning, or one that cannot be used.
-    pub fn add(&mut self, file: &Found, beginning: Option<(&Header, Vec<i64>)>) -> Result<()> {
-        let Found { name, identity, .. } = file;
+    /// Adds a file with its beginning, or marks it as unusable.
+    pub fn add(&mut self, file: &StoredFile, beginning: Option<(&Header, Vec<i64>)>) -> Result<()> {
+        let StoredFile { name, identity, .. } = file;
         self.remove(name);
         let mut place = None;
         if let Some((header, tokens)) = beginning {
@@ -103,15 +103,15 @@ impl Index {
             self.groups.entry(group.clone()).or_default().insert(tokens.clone(), entry);
             place = Some((group, tokens));
         }
-        self.files.insert(name.clone(), Known { identity: *identity, place });
+        self.files.insert(name.clone(), IndexedFile { identity: *identity, place });
         Ok(())
     }
 
-    /// Notes that a file cannot be used, until another one has its name.
+    /// Notes that a file cannot be used, until another file has its name.
     pub fn give_up(&mut self, name: &str) {
         if let Some(identity) = self.files.get(name).map(|known| known.identity) {
             self.remove(name);
-            self.files.insert(name.to_owned(), Known { identity, place: None });
+            self.files.insert(name.to_owned(), IndexedFile { identity, place: None });
         }
     }
 
@@ -129,15 +129,15 @@ impl Index {
         }
     }
 
-    /// Forgets the files that are not among these.
+    /// Forgets the files that are gone.
     pub fn keep(&mut self, is_there: impl Fn(&str) -> bool) {
         self.longer.retain(|name, _| is_there(name));
         let gone: Vec<String> = self.files.keys().filter(|name| !is_there(name)).cloned().collect();
         gone.iter().for_each(|name| self.remove(name));
     }
 
-    /// Returns the files whose caches have `least` tokens or more in common with a text and `capacity`
-    /// at most in all, those with the most first.
+    /// Returns the files whose caches have at least `least` tokens in common with a text and hold at most
+    /// `capacity` in all, the longest common beginning first.
     pub fn matches<'a>(
         &'a self,
         group: &str,
@@ -153,8 +153,7 @@ impl Index {
             .map(|(n_tokens, entry)| Match { name: entry.what.clone(), n_tokens })
     }
 
-    /// Returns the file that makes one of this text unneeded: all that it would serve, the other serves,
-    /// also caches of `capacity`.
+    /// Returns a file that can replace one of this text in every use, including caches of `capacity`.
     pub fn covering(
         &self,
         group: &str,
@@ -165,7 +164,7 @@ impl Index {
         self.groups.get(group)?.covering(tokens, rewindable_to, capacity)
     }
 
-    /// Returns the files that one of this text makes unneeded: all that they serve, it serves too.
+    /// Returns the files that a file of this text can replace in every use.
     pub fn covered(&self, group: &str, tokens: &[i64], rewindable_to: usize) -> Vec<String> {
         let texts = self.groups.get(group).into_iter();
         let covered = texts.flat_map(|texts| texts.covered(tokens, rewindable_to));
@@ -180,9 +179,9 @@ mod tests {
 
     use super::*;
 
-    fn file(name: &str) -> Found {
+    fn file(name: &str) -> StoredFile {
         let used = std::time::SystemTime::UNIX_EPOCH;
-        Found { name: name.to_owned(), bytes: 1, used, identity: 1 }
+        StoredFile { name: name.to_owned(), bytes: 1, used, identity: 1 }
     }
 
     fn header(fingerprint: &str, rewindable_to: i32) -> Header {
@@ -206,7 +205,7 @@ mod tests {
         header
     }
 
-    /// A text of a few tokens, of which many begin alike.
+    /// A text of a few tokens. Many of the texts begin alike.
     fn text(state: &mut u64) -> Vec<i64> {
         let mut next = |below: u64| {
             *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_041);
@@ -215,7 +214,7 @@ mod tests {
         (0..1 + next(7)).map(|_| next(3) as i64 - 1).collect()
     }
 
-    /// Compares the index with a list that is searched from end to end.
+    /// Compares the index with a list that is searched linearly.
     #[test]
     fn an_index_finds_what_a_list_finds() {
         let mut state = 7;
@@ -292,7 +291,7 @@ mod tests {
         index.keep(|name| name == "two");
         assert!(index.knows(&file("two"), 8));
         assert!(!index.knows(&file("one"), 8) && !index.knows(&file("three"), 8));
-        assert!(!index.knows(&Found { identity: 2, ..file("two") }, 8));
+        assert!(!index.knows(&StoredFile { identity: 2, ..file("two") }, 8));
         let found: Vec<Match> = index.matches(&group, &[1, 2, 3], 1, 9).collect();
         assert_eq!(found, [Match { name: "two".into(), n_tokens: 2 }]);
         index.give_up("two");

@@ -1,7 +1,7 @@
-//! A folder or a bucket of files, by the texts whose keys and values they hold.
+//! A folder or a bucket of files with keys and values, found by their texts.
 //!
-//! Any number of processes may use it. A file appears under its name when it is complete, and is
-//! never changed. Each call looks at what is there.
+//! Any number of processes may use it. A file appears under its name when it is complete, and never changes.
+//! Each call looks at the current files.
 
 #[cfg(feature = "buckets")]
 mod bucket;
@@ -22,10 +22,10 @@ use tracing::{debug, warn};
 
 use self::folder::Folder;
 use self::index::{group_of, Index, Match};
-use self::place::{name_of, Found, Place};
+use self::place::{name_of, StorePlace, StoredFile};
 pub use self::place::{ReadSeek, WriteFile};
 use crate::header::Header;
-use crate::read::Opened;
+use crate::read::OpenFile;
 use crate::{capacity_of, face, model_of, write, Labels};
 
 /// The target of log events.
@@ -34,38 +34,38 @@ pub(crate) const TARGET: &str = "etkv::file";
 /// The most files that are tried for a text.
 pub(crate) const MAX_TRIED: usize = 8;
 
-/// The fewest tokens that are stored, and that are worth reading a file for.
+/// The minimum number of tokens to store, and to read a file for.
 pub const MIN_TOKENS: usize = 32;
 
-/// What a file has before its rows.
+/// The part of a file before its rows.
 type Beginning = (Header, Vec<i64>);
 
-/// Beginnings of texts that outlive the process: what a cache has read of a text is stored in a folder or a
-/// bucket, and a cache that is to read a text that begins alike loads it.
+/// Prefixes of texts that outlive the process: what a cache has read of a text is stored in a folder or a
+/// bucket, and a cache whose text begins alike loads it.
 ///
-/// A file holds a whole cache of one sequence. Another cache loads it if it has the same kind, layers and
-/// formats, and if the model's fingerprint is the same, and is then rewound to what both texts have in
-/// common. Layers with windows can be rewound a little only, so their files serve texts that go on near
+/// A file holds a whole cache of one sequence. A cache of the same kind, layers and formats, and with the
+/// same fingerprint of the model, can load it. It is then rewound to the length that both texts have in
+/// common. Layers with windows can be rewound only a little, so their files serve texts that differ near
 /// their end, in caches of the same capacity and `max_step_tokens`.
 #[derive(Debug)]
 pub struct PrefixStore {
     /// The folder, or the address of the bucket.
     path: PathBuf,
-    place: Box<dyn Place>,
+    place: Box<dyn StorePlace>,
     max_bytes: u64,
     index: Mutex<Index>,
 }
 
 impl PrefixStore {
-    /// Opens a folder, which is made if it is not there, for the user alone. Removes what a process left
-    /// there that was killed while it wrote, an hour ago or longer.
+    /// Opens a folder. Creates it for the user only if it does not exist. Removes incomplete files that a
+    /// killed process left an hour ago or earlier.
     ///
-    /// An address such as `s3://bucket/prefix` is that of a bucket, with the feature `buckets`. The environment
-    /// has its credentials and its endpoint, as `from_env` of the crate `object_store` reads them. What is called
-    /// a folder here is then the objects whose names begin with the prefix and a slash.
+    /// With the feature `buckets`, an address such as `s3://bucket/prefix` opens a bucket. Its credentials
+    /// and endpoint come from the environment, as `from_env` of the crate `object_store` reads them. The word
+    /// folder then means the objects whose names begin with the prefix and a slash.
     ///
-    /// Files take `max_bytes` at most: [`save`](Self::save) removes those that were used least recently. The
-    /// new file is there besides while it is written.
+    /// Files take at most `max_bytes`: [`save`](Self::save) removes those that were used least recently.
+    /// While a new file is written it takes space in addition.
     ///
     /// # Errors
     /// [`File`](Status::File) if the folder cannot be made or read. [`Unsupported`](Status::Unsupported) for an
@@ -92,11 +92,11 @@ impl PrefixStore {
         );
     }
 
-    /// Opens a bucket by the means of the crate `object_store`: the objects whose names begin with `prefix` and
-    /// a slash, or all if it is empty.
+    /// Opens a bucket through the crate `object_store`: the objects whose names begin with `prefix` and a
+    /// slash, or all objects if it is empty.
     ///
     /// # Errors
-    /// [`File`](Status::File) if they cannot be listed.
+    /// [`File`](Status::File) if the objects cannot be listed.
     #[cfg(feature = "buckets")]
     pub fn in_bucket(
         bucket: std::sync::Arc<dyn object_store::ObjectStore>,
@@ -107,7 +107,7 @@ impl PrefixStore {
         Ok(Self::at(PathBuf::from(bucket.to_string()), Box::new(bucket), max_bytes))
     }
 
-    fn at(path: PathBuf, place: Box<dyn Place>, max_bytes: u64) -> Self {
+    fn at(path: PathBuf, place: Box<dyn StorePlace>, max_bytes: u64) -> Self {
         Self { path, place, max_bytes, index: Mutex::default() }
     }
 
@@ -126,13 +126,13 @@ impl PrefixStore {
     }
 
     /// Stores the contents of a cache, which are those of the text `labels.tokens`. Returns whether a file
-    /// was written. None is for a text that is shorter than [`MIN_TOKENS`], that the folder has already,
-    /// or that takes more bytes than the folder may have; nor for a cache that was converted by hand. Files
-    /// go whose texts this one begins with, if it serves all that they do.
+    /// was written. No file is written if the text is shorter than [`MIN_TOKENS`], is already in the folder,
+    /// or takes more bytes than the folder may have; nor if the cache was converted explicitly. Removes files
+    /// whose texts are a prefix of this one, if it can replace them in every use.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache does not
-    ///   hold the positions of all tokens, of sequence 0 alone and without candidates.
+    ///   hold exactly the positions of all tokens, in sequence 0 only and without candidates.
     /// - Those of [`save`](crate::save).
     pub fn save(&self, cache: &mut dyn Cache, labels: Labels) -> Result<bool> {
         let tokens = labels.tokens;
@@ -151,7 +151,7 @@ impl PrefixStore {
         if tokens.len() < MIN_TOKENS || cache.formats() != formats {
             return Ok(false);
         }
-        // A text that is still shorter than where rows are converted has other formats.
+        // A text shorter than `quantized_kv_start` has other formats.
         let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
         let rewindable_to = cache.rewindable_to()?.max(converted_at.unwrap_or_default());
         let least = usize::try_from(rewindable_to).unwrap_or_default();
@@ -174,7 +174,7 @@ impl PrefixStore {
         let path = self.path.join(&name);
         self.place
             .put(&name, bytes, &mut |file| write::write(saving, &header, tokens, file, &path))?;
-        // It is read from the folder like the files of others.
+        // The new file is read from the folder like other files.
         self.refresh(capacity)?;
         let covered = self.index.lock().covered(&group, tokens, least);
         for name in &covered {
@@ -196,11 +196,11 @@ impl PrefixStore {
         Ok(matches.first().map_or(0, |found| found.n_tokens))
     }
 
-    /// Loads the longest beginning of a text that the folder has. Returns how many of its first tokens
-    /// the cache then holds: 0 for none, or [`MIN_TOKENS`] or more. The host runs the rest. The model
-    /// computes logits for what runs only, so it passes the text without its last token.
+    /// Loads the longest prefix of a text that the folder has. Returns how many of the text's tokens the
+    /// cache then holds: 0, or at least [`MIN_TOKENS`]. The host runs the rest. The model computes logits
+    /// only for tokens that run, so the host passes the text without its last token.
     ///
-    /// A file that is damaged, does not fit, or is gone meanwhile, is passed by.
+    /// A file that is damaged, does not fit, or has disappeared, is skipped.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache is not
@@ -230,7 +230,7 @@ impl PrefixStore {
                 Ok(false) => debug!(target: TARGET, file = name, "a stored text does not fit"),
                 Err(error) if error.status() == Status::File => {
                     warn!(target: TARGET, %error, file = name, "a stored text is passed by");
-                    // The system may fail in another way the next time.
+                    // The system may fail in another way next time.
                     if error.source().is_none() {
                         self.index.lock().give_up(&name);
                     }
@@ -241,8 +241,8 @@ impl PrefixStore {
         Ok(0)
     }
 
-    /// Loads a text, and rewinds the cache to `tokens`. Returns `false` for a file that does not fit. The
-    /// cache is empty then, and after an error.
+    /// Loads a text, and rewinds the cache to `tokens`. Returns `false` for a file that does not fit. Then,
+    /// and after an error, the cache is empty.
     fn load_file(
         &self,
         cache: &mut dyn Cache,
@@ -252,7 +252,7 @@ impl PrefixStore {
     ) -> Result<bool> {
         let most = capacity_of(cache);
         let file =
-            self.place.open(name).and_then(|(file, bytes)| Opened::new(file, bytes, most))?;
+            self.place.open(name).and_then(|(file, bytes)| OpenFile::new(file, bytes, most))?;
         let loading = face(cache)?;
         if loading.planes(&file.header.snapshot).is_err() {
             return Ok(false);
@@ -272,14 +272,14 @@ impl PrefixStore {
         Ok(true)
     }
 
-    /// Returns all files, and some that hold beginnings of a text, those with the longest first.
+    /// Returns all files, and some that hold prefixes of a text, the longest first.
     fn matches(
         &self,
         cache: &dyn Cache,
         fingerprint: &str,
         tokens: &[i64],
         most: usize,
-    ) -> Result<(Vec<Found>, Vec<Match>)> {
+    ) -> Result<(Vec<StoredFile>, Vec<Match>)> {
         let capacity = capacity_of(cache);
         let group = group_of(fingerprint, cache)?;
         let found = self.refresh(capacity)?;
@@ -289,22 +289,23 @@ impl PrefixStore {
         Ok((found, matches))
     }
 
-    /// Notes that one of these files is used.
-    fn touch(&self, found: &[Found], name: &str) {
+    /// Records the use of one of these files.
+    fn touch(&self, found: &[StoredFile], name: &str) {
         if let Some(file) = found.iter().find(|file| file.name == name) {
             self.place.touch(file);
         }
     }
 
-    /// Reads the beginnings of files that are new, and forgets those that are gone. Returns all. What a cache of this
-    /// capacity could not hold is left for a larger one.
-    fn refresh(&self, capacity: usize) -> Result<Vec<Found>> {
+    /// Reads the beginnings of new files, and forgets those that are gone. Returns all files. Texts longer
+    /// than this capacity are left for a larger cache.
+    fn refresh(&self, capacity: usize) -> Result<Vec<StoredFile>> {
         let found = self.place.files()?;
         let names: HashSet<&str> = found.iter().map(|file| file.name.as_str()).collect();
         let mut index = self.index.lock();
         index.keep(|name| names.contains(name));
-        let new: Vec<&Found> = found.iter().filter(|file| !index.knows(file, capacity)).collect();
-        // Other threads search while this one reads. They may read the same files.
+        let new: Vec<&StoredFile> =
+            found.iter().filter(|file| !index.knows(file, capacity)).collect();
+        // Other threads may search while this one reads. They may read the same files.
         drop(index);
         let read = self.beginnings(&new, capacity);
         let mut index = self.index.lock();
@@ -312,7 +313,7 @@ impl PrefixStore {
             match beginning {
                 Ok((header, tokens)) => index.add(file, Some((&header, tokens)))?,
                 Err(error) if error.status() == Status::Capacity => index.is_longer(file, capacity),
-                // The system may fail in another way the next time.
+                // The system may fail in another way next time.
                 Err(error) if error.status() != Status::File || error.source().is_some() => {
                     debug!(target: TARGET, %error, file = file.name, "a stored text was not read");
                 }
@@ -326,12 +327,12 @@ impl PrefixStore {
         Ok(found)
     }
 
-    /// Returns the beginnings of files, several read at once where the place asks for it. Those of texts of more
-    /// tokens than `capacity` are not read.
-    fn beginnings(&self, files: &[&Found], capacity: usize) -> Vec<Result<Beginning>> {
-        let read = |file: &Found| {
+    /// Returns the beginnings of files, several read at once if the place allows it. Texts of more tokens
+    /// than `capacity` are not read.
+    fn beginnings(&self, files: &[&StoredFile], capacity: usize) -> Vec<Result<Beginning>> {
+        let read = |file: &StoredFile| {
             let (source, bytes) = self.place.open(&file.name)?;
-            let Opened { header, tokens, .. } = Opened::new(source, bytes, capacity)?;
+            let OpenFile { header, tokens, .. } = OpenFile::new(source, bytes, capacity)?;
             Ok((header, tokens))
         };
         let n_threads = self.place.at_once().min(files.len());
@@ -372,7 +373,7 @@ impl PrefixStore {
     }
 }
 
-/// Returns how many positions of one text the cache holds, which is that of sequence 0 from position 0 on.
+/// Returns how many positions of one text the cache holds. The text is sequence 0 from position 0 on.
 pub(crate) fn text_length(cache: &dyn Cache) -> Result<i32> {
     let length = cache.next_position()?;
     let others = cache.sequences().map(|all| all.live_sequences()).unwrap_or_default();

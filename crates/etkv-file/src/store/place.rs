@@ -1,4 +1,4 @@
-//! Where the files of a store lie: what is between the index and a folder or a bucket.
+//! The place of a store's files: the interface between the index and a folder or a bucket.
 
 use std::fmt::Debug;
 use std::io::{Read, Seek, Write};
@@ -14,12 +14,12 @@ const END: &str = ".safetensors";
 
 /// A file of a store.
 #[derive(Debug, Clone)]
-pub struct Found {
+pub struct StoredFile {
     pub name: String,
     pub bytes: u64,
-    /// When it was last used.
+    /// The time of its last use.
     pub used: SystemTime,
-    /// What tells it from a file that had its name before.
+    /// A number that differs for another file of the same name.
     pub identity: u64,
 }
 
@@ -31,34 +31,34 @@ impl<T: Read + Seek + Send> ReadSeek for T {}
 /// Writes a file. It is called once.
 pub type WriteFile<'a> = dyn FnMut(&mut dyn Write) -> Result<()> + 'a;
 
-/// A place where complete files appear under names, are never changed, and may be gone at any time.
-pub trait Place: Debug + Send + Sync {
-    /// Returns the stored files, without what others write or have removed at this moment.
+/// A place where complete files appear under names, never change, and may disappear at any time.
+pub trait StorePlace: Debug + Send + Sync {
+    /// Returns the stored files, without those that others are writing or have removed.
     ///
     /// # Errors
-    /// [`File`](etkv_core::Status::File), as below.
-    fn files(&self) -> Result<Vec<Found>>;
+    /// [`File`](etkv_core::Status::File), here and below.
+    fn files(&self) -> Result<Vec<StoredFile>>;
 
-    /// Opens a file. Returns it with its bytes.
+    /// Opens a file. Returns it with its size in bytes.
     fn open(&self, name: &str) -> Result<(Box<dyn ReadSeek>, u64)>;
 
-    /// Writes a file of `bytes` bytes, which has its name once it is complete. Where `write` fails there
-    /// is none, and an older one of this name stays.
+    /// Writes a file of `bytes` bytes, which gets its name once it is complete. If `write` fails, no file is
+    /// created, and an older one of this name stays.
     fn put(&self, name: &str, bytes: u64, write: &mut WriteFile) -> Result<()>;
 
-    /// Notes that a file is used.
-    fn touch(&self, file: &Found);
+    /// Records a use of a file.
+    fn touch(&self, file: &StoredFile);
 
-    /// Removes a file. Another process may have been first.
+    /// Removes a file. Another process may have removed it first.
     fn remove(&self, name: &str);
 
-    /// Returns how many files are opened at once: more than one where each takes the time of a request.
+    /// Returns how many files are opened at once: more than one if each takes the time of a request.
     fn at_once(&self) -> usize {
         1
     }
 }
 
-/// Returns whether a file has a name of [`name_of`].
+/// Returns whether a file name has the form of [`name_of`].
 pub fn is_name(name: &str) -> bool {
     let digits = name.strip_prefix(BEGIN).and_then(|name| name.strip_suffix(END));
     digits.is_some_and(|digits| {
@@ -66,7 +66,7 @@ pub fn is_name(name: &str) -> bool {
     })
 }
 
-/// Returns the name of the file of a text: the same in every process.
+/// Returns the file name of a text, which is the same in every process.
 pub fn name_of(group: &str, tokens: &[i64]) -> String {
     let mut sum = Sum::new();
     sum.add(&(group.len() as u64).to_le_bytes());

@@ -1,14 +1,14 @@
-//! Texts in the order of their tokens, so that those which begin most like another are its neighbours.
+//! Texts in the order of their tokens, so that the texts with the longest common beginning are neighbours.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::Arc;
 
-/// What is kept of a text, and which caches it serves.
+/// The entry of a text, and the caches that it serves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry<T> {
-    /// What is kept: a file's name, or a number.
+    /// The entry: a file's name, or a number.
     pub what: T,
     /// The least length other than 0 that its cache can be rewound to.
     pub rewindable_to: usize,
@@ -31,7 +31,7 @@ impl<T> Texts<T> {
         self.0.is_empty()
     }
 
-    /// Adds a text, in the place of the same one.
+    /// Adds a text. Replaces the same text.
     pub fn insert(&mut self, tokens: Arc<[i64]>, entry: Entry<T>) {
         self.0.insert(tokens, entry);
     }
@@ -44,9 +44,9 @@ impl<T> Texts<T> {
         self.0.remove(tokens);
     }
 
-    /// Returns the texts that have `least` tokens or more in common with another and `capacity` at most in
-    /// all, with the tokens that both begin with, those with the most first. Left out are those whose
-    /// caches cannot be rewound so far.
+    /// Returns the texts that have at least `least` tokens in common with another and at most `capacity` in
+    /// all, with the length of the common beginning, the longest first. Texts whose caches cannot be rewound
+    /// to that length are left out.
     pub fn matches<'a>(
         &'a self,
         tokens: &'a [i64],
@@ -66,8 +66,7 @@ impl<T> Texts<T> {
             .map(|(n, _, entry)| (n, entry))
     }
 
-    /// Returns what makes this text unneeded: all that it would serve, the other serves, also caches of
-    /// `capacity`.
+    /// Returns an entry that can replace this text in every use, including caches of `capacity`.
     pub fn covering(
         &self,
         tokens: &[i64],
@@ -82,17 +81,17 @@ impl<T> Texts<T> {
             .map(|(_, entry)| entry)
     }
 
-    /// Returns what this text makes unneeded: all that they serve, it serves too.
+    /// Returns the entries that this text can replace in every use.
     pub fn covered(&self, tokens: &[i64], rewindable_to: usize) -> Vec<&Entry<T>> {
         let mut covered = Vec::new();
         let mut bound = Bound::Excluded(tokens);
-        // Beginnings of a text come before it, the longest first.
+        // Prefixes of a text come before it, the longest first.
         while let Some((text, entry)) =
             self.0.range::<[i64], _>((Bound::Unbounded, bound)).next_back()
         {
             let n = shared(text, tokens);
             bound = if n < text.len() {
-                // One that differs: beginnings that are longer than what it shares would come behind it.
+                // A text that differs: prefixes longer than the common beginning would come after it.
                 Bound::Included(&tokens[..n])
             } else {
                 if entry.rewindable_to >= rewindable_to && tokens.len() <= entry.capacity {
@@ -114,7 +113,7 @@ fn counted<'a, T: 'a>(
     texts.map(|(text, entry)| (shared(text, tokens), text, entry))
 }
 
-/// Merges two sequences with falling numbers into one.
+/// Merges two descending sequences of numbers.
 fn merged<'a, T: 'a>(
     a: impl Iterator<Item = Counted<'a, T>>,
     b: impl Iterator<Item = Counted<'a, T>>,
@@ -134,7 +133,7 @@ fn merged<'a, T: 'a>(
     })
 }
 
-/// Returns how many tokens two texts begin with alike.
+/// Returns the length of the common beginning of two texts.
 fn shared(a: &[i64], b: &[i64]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }

@@ -1,4 +1,4 @@
-//! An object that is read in ranges. While they follow each other, some are fetched ahead.
+//! An object that is read in ranges. While the ranges are consecutive, the next ones are prefetched.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -9,15 +9,15 @@ use object_store::path::Path;
 use object_store::{GetOptions, ObjectStore};
 use tokio::task::JoinHandle;
 
-use super::Shared;
+use super::BucketClient;
 
-/// The bytes of the first request for an object, which hold the header and the token ids of most.
+/// The bytes of the first request for an object. In most objects they contain the header and the token ids.
 const FIRST: u64 = 256 << 10;
 
 /// The most bytes of a request.
 const MAX: u64 = 8 << 20;
 
-/// Requests that are under way ahead of the reader.
+/// The number of prefetch requests under way.
 const AHEAD: usize = 3;
 
 /// Bytes of an object, from an offset on.
@@ -40,22 +40,22 @@ impl Part {
 }
 
 pub struct Object {
-    shared: Arc<Shared>,
+    shared: Arc<BucketClient>,
     at: Path,
-    /// The version that was opened. Another one that takes its name is refused.
+    /// The version that was opened. Another version of the same name is refused.
     version: Option<String>,
     len: u64,
-    /// Where it begins, which is read twice: the token ids come after the checksums.
+    /// Its beginning, which is read twice: the token ids come after the checksums.
     head: Part,
     part: Part,
     ahead: VecDeque<(Range<u64>, Fetch)>,
     position: u64,
 }
 
-type Fetch = JoinHandle<object_store::Result<Fetched>>;
+type Fetch = JoinHandle<object_store::Result<FetchedRange>>;
 
 /// The answer to a request for a range.
-struct Fetched {
+struct FetchedRange {
     len: u64,
     version: Option<String>,
     bytes: Vec<u8>,
@@ -66,18 +66,18 @@ async fn fetch(
     at: Path,
     version: Option<String>,
     range: Range<u64>,
-) -> object_store::Result<Fetched> {
+) -> object_store::Result<FetchedRange> {
     let options =
         GetOptions { if_match: version, range: Some(range.into()), ..GetOptions::default() };
     let got = store.get_opts(&at, options).await?;
     let (len, version) = (got.meta.size, got.meta.e_tag.clone());
-    Ok(Fetched { len, version, bytes: got.bytes().await?.into() })
+    Ok(FetchedRange { len, version, bytes: got.bytes().await?.into() })
 }
 
 impl Object {
-    pub fn open(shared: &Arc<Shared>, at: Path) -> io::Result<Self> {
+    pub fn open(shared: &Arc<BucketClient>, at: Path) -> io::Result<Self> {
         let first = fetch(Arc::clone(&shared.store), at.clone(), None, 0..FIRST);
-        let Fetched { len, version, bytes } = shared.wait(first)?;
+        let FetchedRange { len, version, bytes } = shared.wait(first)?;
         if bytes.len() as u64 != len.min(FIRST) {
             return Err(other_length(bytes.len() as u64, len.min(FIRST)));
         }
@@ -100,11 +100,11 @@ impl Object {
     fn start(
         &self,
         range: Range<u64>,
-    ) -> impl std::future::Future<Output = object_store::Result<Fetched>> {
+    ) -> impl std::future::Future<Output = object_store::Result<FetchedRange>> {
         fetch(Arc::clone(&self.shared.store), self.at.clone(), self.version.clone(), range)
     }
 
-    /// Fetches the bytes from the position on.
+    /// Fetches the bytes from the current position on.
     fn fill(&mut self) -> io::Result<()> {
         let position = self.position;
         let follows = position == self.head.ends() || position == self.part.ends();
@@ -133,7 +133,7 @@ impl Object {
         Ok(())
     }
 
-    /// Begins to fetch what follows `end`.
+    /// Starts to fetch the bytes after `end`.
     fn fetch_ahead(&mut self, end: u64) {
         let mut next = self.ahead.back().map_or(end, |(range, _)| range.end);
         while self.ahead.len() < AHEAD && next < self.len {

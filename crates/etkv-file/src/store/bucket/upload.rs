@@ -1,4 +1,4 @@
-//! An object that is written: whole if it is small, else in parts, which the bucket shows once they are
+//! An object that is written: at once if it is small, else in parts, which the bucket shows when all are
 //! complete.
 
 use std::io::{self, Write};
@@ -7,19 +7,19 @@ use object_store::path::Path;
 use object_store::{ObjectStoreExt, WriteMultipart};
 use tracing::debug;
 
-use super::{Shared, TARGET};
+use super::{BucketClient, TARGET};
 
-/// The bytes of a part of an upload, unless that were too many parts.
+/// The bytes of a part of an upload, unless that would make too many parts.
 const PART: u64 = 8 << 20;
 
 /// The parts of an upload that are under way at once, each with its own memory.
 const PARTS_AT_ONCE: usize = 3;
 
-/// The most parts of an upload are 10,000 in S3.
+/// S3 allows 10,000 parts of an upload at most.
 const MAX_PARTS: u64 = 9_000;
 
 pub struct Upload<'a> {
-    shared: &'a Shared,
+    shared: &'a BucketClient,
     at: Path,
     part: usize,
     pending: Vec<u8>,
@@ -28,12 +28,12 @@ pub struct Upload<'a> {
 
 impl<'a> Upload<'a> {
     /// Returns an upload of `bytes` bytes. Nothing is sent yet.
-    pub fn new(shared: &'a Shared, at: Path, bytes: u64) -> Self {
+    pub fn new(shared: &'a BucketClient, at: Path, bytes: u64) -> Self {
         let part = PART.max(bytes.div_ceil(MAX_PARTS)) as usize;
         Self { shared, at, part, pending: Vec::new(), parts: None }
     }
 
-    /// Sends what is pending, once fewer parts are under way.
+    /// Sends the pending bytes, once fewer parts are under way.
     fn send(&mut self) -> io::Result<()> {
         let (store, part) = (&self.shared.store, self.part);
         let mut parts = match self.parts.take() {
@@ -55,7 +55,7 @@ impl<'a> Upload<'a> {
         sent.map_err(io::Error::from)
     }
 
-    /// Makes the object appear.
+    /// Completes the object, so that it is visible.
     pub fn complete(mut self) -> io::Result<()> {
         if self.parts.is_none() {
             let bytes = std::mem::take(&mut self.pending);
@@ -69,7 +69,7 @@ impl<'a> Upload<'a> {
             }
         }
         match self.parts.take() {
-            // It aborts the upload where a part fails.
+            // A failing part aborts the upload.
             Some(parts) => self.shared.wait(parts.finish()).map(drop),
             None => Ok(()),
         }
