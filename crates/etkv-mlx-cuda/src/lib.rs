@@ -1,15 +1,15 @@
 //! Steps of decoders on NVIDIA GPUs, each as one CUDA graph.
 //!
-//! `etkv-mlx-program` asks [`step_compiler`] for an executor of a program's steps when it loads it. A program that is
-//! a decoder has one: its steps of a few tokens are captured as CUDA graphs (`etkv-cuda`), whose kernels read and
-//! write MLX's arrays where these are. All other steps are the interpreter's.
+//! When `etkv-mlx-program` loads a program, it asks [`step_compiler`] for an executor of the program's steps.
+//! If the program is a decoder, it gets one: steps of a few tokens are captured as CUDA graphs (`etkv-cuda`),
+//! whose kernels read and write MLX's arrays in place. The interpreter runs all other steps.
 
 #[cfg(target_os = "linux")]
 mod steps;
 
 use etkv_mlx_program::StepCompiler;
 
-/// Returns what captures steps on NVIDIA GPUs, or `None` on systems that MLX has no CUDA for.
+/// Returns the compiler that captures steps on NVIDIA GPUs, or `None` on systems for which MLX has no CUDA.
 pub fn step_compiler() -> Option<&'static dyn StepCompiler> {
     #[cfg(target_os = "linux")]
     {

@@ -1,7 +1,8 @@
-//! The heads of a layer where its queries and keys are normalized, or do not rotate, or in part: between the product
-//! that makes them and attention the passes leave views, norms and embeddings of each.
+//! The heads of a layer whose queries and keys are normalized, or do not rotate or only in part: between
+//! their product and attention, the passes leave views, norms and embeddings of each.
 //!
-//! A product with all of this on the way is a [`LinearHeads`](Op::LinearHeads), which the recipe reads alone.
+//! A product that includes all of this is a [`LinearHeads`](Op::LinearHeads), which the recipe reads
+//! directly.
 
 use std::collections::{HashMap, HashSet};
 
@@ -19,26 +20,26 @@ const ELEMENTS: [i32; 2] = [-1, 3];
 /// From tokens before heads to heads before tokens.
 const SWAPPED: [i32; 4] = [0, 2, 1, 3];
 
-/// The heads that a product makes for a layer: queries, keys and values.
+/// The heads that a product computes for a layer: queries, keys and values.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerHeads {
     pub layer: usize,
-    /// The heads of queries, and those of keys and of values each.
+    /// The number of query heads, and of KV heads.
     pub n_q: usize,
     pub n_kv: usize,
     pub head_dim: usize,
-    /// The periods by which queries and keys rotate, and the dtype that they then have.
+    /// The periods by which queries and keys rotate, and the dtype of the result.
     pub rotation: Option<(Value, Dtype)>,
-    /// The elements of a head that rotate, the first ones.
+    /// The number of first elements of a head that rotate.
     pub rotated: usize,
-    /// How each head of queries, and of keys, is normalized before it rotates.
+    /// The norm of each head of queries, and of keys, before it rotates.
     pub q_norm: Option<RowNorm>,
     pub k_norm: Option<RowNorm>,
 }
 
 /// A product whose features are a layer's heads.
 #[derive(Debug)]
-pub struct Found {
+pub struct HeadsProduct {
     pub heads: LayerHeads,
     /// The queries, as attention reads them.
     pub queries: Value,
@@ -47,13 +48,13 @@ pub struct Found {
 /// The products of a program whose heads are found here, by their instruction, and the instructions between
 /// them and attention.
 #[derive(Debug, Default)]
-pub struct AllFound {
-    pub products: HashMap<usize, Found>,
+pub struct HeadsProducts {
+    pub products: HashMap<usize, HeadsProduct>,
     pub between: HashSet<usize>,
 }
 
-impl AllFound {
-    /// Looks for the heads of each attention. `positions` are the values that are the step's positions.
+impl HeadsProducts {
+    /// Searches the heads of each attention. `positions` are the values that are the step's positions.
     pub fn of(graph: &Graph, positions: &[Value]) -> Self {
         let finder = Finder::new(graph, positions);
         let mut all = Self::default();
@@ -62,7 +63,7 @@ impl AllFound {
                 continue;
             };
             if let Some((product, heads, between)) = finder.heads([q, k, v], layer) {
-                all.products.insert(product, Found { heads, queries: q });
+                all.products.insert(product, HeadsProduct { heads, queries: q });
                 all.between.extend(between);
             }
         }
@@ -70,22 +71,23 @@ impl AllFound {
     }
 }
 
-/// A piece of a product, and what becomes of it on the way to attention.
-struct Traced {
+/// A piece of a product, and the operations on it before attention.
+struct PieceTrace {
     split: usize,
     /// The number of the piece.
     piece: usize,
-    /// The elements of a head, if the piece is viewed as heads behind the split.
+    /// The elements of a head, if the piece is viewed as heads after the split.
     head_dim: Option<i64>,
     norm: Option<RowNorm>,
     rotation: Option<(Value, Dtype)>,
-    /// The elements that rotate, if they are not all.
+    /// The number of elements that rotate, if not all do.
     rotated: Option<i32>,
-    /// The instructions on the way.
+    /// The instructions between the product and attention.
     between: Vec<usize>,
 }
 
-/// Heads of which a part rotates: before, its periods and dtype, its elements, and the instructions.
+/// Heads that rotate in part: the value before, its periods and dtype, the elements that rotate, and the
+/// instructions.
 struct RotatedPart {
     x: Value,
     rotation: (Value, Dtype),
@@ -96,7 +98,7 @@ struct RotatedPart {
 struct Finder<'a> {
     graph: &'a Graph,
     positions: &'a [Value],
-    /// The instruction that makes each value, and the one that alone reads it.
+    /// The instruction that makes each value, and the only one that reads it.
     makers: HashMap<Value, usize>,
     readers: HashMap<Value, usize>,
 }
@@ -108,7 +110,7 @@ impl<'a> Finder<'a> {
         Self { graph, positions, makers: makers.collect(), readers: passes::only_readers(graph) }
     }
 
-    /// Returns what makes a value that only one instruction reads.
+    /// Returns the instruction that makes a value with only one reader.
     fn maker(&self, value: Value) -> Option<(usize, &'a Op, Out)> {
         self.readers.get(&value)?;
         let &index = self.makers.get(&value)?;
@@ -154,7 +156,7 @@ impl<'a> Finder<'a> {
         let (to_keys, to_values) = (i64::from(to_keys), i64::from(to_values));
         let is_whole = to_keys % of_head == 0 && to_values % of_head == 0;
         let count = |n: i64| usize::try_from(n / of_head).ok().filter(|&n| n > 0 && is_whole);
-        // That the product has as many features as this says is checked with its weight.
+        // The check with the weight ensures that the product has this many features.
         let heads = LayerHeads {
             layer,
             n_q: count(to_keys)?,
@@ -168,7 +170,7 @@ impl<'a> Finder<'a> {
         Some((product, heads, between))
     }
 
-    /// Returns what heads are of which the first part has rotated, and is with the rest again.
+    /// Returns the heads whose first part was rotated and joined with the rest again.
     fn rotated_part(&self, parts: &[Value], axis: i32) -> Option<RotatedPart> {
         let &[first, rest] = parts else {
             return None;
@@ -193,13 +195,13 @@ impl<'a> Finder<'a> {
         fits.then_some(RotatedPart { x, rotation, rotated, between })
     }
 
-    /// Returns whether a value that only one instruction reads is normalized.
+    /// Returns whether a value with only one reader is normalized.
     fn is_norm(&self, value: Value) -> bool {
         self.maker(value).is_some_and(|(_, op, _)| matches!(op, Op::RmsNorm { .. }))
     }
 
-    /// Follows what attention reads back to a piece of a split.
-    fn trace(&self, mut value: Value) -> Option<Traced> {
+    /// Traces a value that attention reads back to a piece of a split.
+    fn trace(&self, mut value: Value) -> Option<PieceTrace> {
         let (mut head_dim, mut norm, mut made, mut rotation) = (None, None, None, None);
         let (mut rotated, mut is_swapped, mut between) = (None, false, Vec::new());
         loop {
@@ -218,7 +220,7 @@ impl<'a> Finder<'a> {
                     between.extend(found.between);
                     found.x
                 }
-                // A norm is one of each head, whether heads or tokens come first.
+                // A norm is one for each head, whether heads or tokens come first.
                 Op::Transpose { x, ref perm } if perm[..] == SWAPPED && !is_swapped => {
                     is_swapped = true;
                     x
@@ -244,7 +246,7 @@ impl<'a> Finder<'a> {
                 Op::Split { .. } if is_swapped <= head_dim.is_some() => {
                     let piece = out.tensors().position(|piece| piece == value)?;
                     let split = index;
-                    return Some(Traced {
+                    return Some(PieceTrace {
                         split,
                         piece,
                         head_dim,
@@ -261,7 +263,7 @@ impl<'a> Finder<'a> {
     }
 }
 
-/// Returns the elements of a head in a view `[1, T, heads, head_dim]` that leaves their number open.
+/// Returns the elements of a head in a view `[1, T, heads, head_dim]` whose number of heads is open.
 fn head_dim_of(shape: &[Int]) -> Option<i64> {
     match *shape {
         [Int::Literal(1), _, Int::Literal(-1), Int::Literal(head_dim)] if head_dim > 0 => {

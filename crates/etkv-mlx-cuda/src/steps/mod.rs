@@ -1,17 +1,16 @@
 //! Steps of a few tokens as CUDA graphs.
 //!
-//! Each operation of MLX costs the host 6 to 10 µs on an NVIDIA GPU, more than most take on the device. A
-//! program that is a decoder, as a [`Recipe`] knows it, is captured as a CUDA graph instead: its
-//! kernels read weights, and read and write keys and values, where MLX's arrays have them.
+//! Each MLX operation costs the host 6 to 10 µs on an NVIDIA GPU, more than most take on the device. A
+//! program that is a decoder, which a [`Recipe`] recognizes, is captured as a CUDA graph instead: its kernels
+//! read weights, and read and write keys and values, in MLX's arrays.
 //!
-//! MLX owns the memory, and both use a cache in turns. A captured step begins when what MLX writes to the
-//! cache's buffers is complete, and the cache is locked until its end. MLX moves
-//! an array when the host reads it and makes others when a pool grows, so a step compares the addresses
-//! with those of its graph and captures anew if one has changed.
+//! MLX owns the memory, and MLX and the graph use a cache in turns. A captured step begins when MLX's writes
+//! to the cache's buffers are complete, and the cache is locked until its end. MLX moves an array when the
+//! host reads it and makes new ones when a pool grows, so a step compares the addresses with those of its
+//! graph, and captures it again if one has changed.
 //!
-//! What is not captured runs as before: other programs, steps of more tokens, and formats that are not the
-//! program's floats or packed.
-//! The results are the same but for the order of sums.
+//! All else runs as before: other programs, steps of more tokens, and formats that are neither the program's
+//! float dtype nor packed. The results are the same except for the order of sums.
 
 mod heads;
 mod packed;
@@ -25,33 +24,35 @@ use std::sync::OnceLock;
 use std::time::Instant;
 
 use etkv_core::KvFormat;
-use etkv_cuda::{Captured, Copied, Device, Element, StepInputs, MAX_FEW, MAX_GROUPS, MAX_TOKENS};
+use etkv_cuda::{
+    CapturedStep, CopiedRows, Device, Element, StepInputs, MAX_FEW, MAX_GROUPS, MAX_TOKENS,
+};
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use tracing::{debug, warn};
 
-use self::plan::{Places, Planner};
+use self::plan::{Planner, StepAddresses};
 use self::recipe::Recipe;
 use self::rows::{planned_tokens, Groups, Masked};
 use etkv::mlx::{self, Mlx};
 use etkv::{Error, MlxCache, Result, Status, Step};
 use etkv_mlx_program::ir::Graph as Program;
 use etkv_mlx_program::{
-    dtype_name, item_size, RowsInput, StepCompiler, StepExecutor, StepOutputs, StepSignature,
-    StepTokens, Take, Wanted, TARGET,
+    dtype_name, item_size, RequestedOutputs, RowsInput, StepCompiler, StepExecutor, StepOutputs,
+    StepSignature, StepTokens, Take, TARGET,
 };
 
-/// Returns the logits that a step of so many tokens copies to the host.
-fn copied(wanted: Wanted, tokens: usize) -> Copied {
+/// Returns the rows of logits that a step of this number of tokens copies to the host.
+fn copied(wanted: RequestedOutputs, tokens: usize) -> CopiedRows {
     match wanted {
-        Wanted::LastLogits if tokens > 1 => Copied::Last,
-        Wanted::Logits | Wanted::LastLogits => Copied::All,
-        Wanted::Chosen => Copied::None,
+        RequestedOutputs::LastLogits if tokens > 1 => CopiedRows::Last,
+        RequestedOutputs::Logits | RequestedOutputs::LastLogits => CopiedRows::All,
+        RequestedOutputs::Chosen => CopiedRows::None,
     }
 }
 
-/// What a captured step came to, or why the step is the interpreter's.
+/// The result of a captured step, or the reason why the interpreter runs the step.
 type Ran<T> = std::result::Result<T, &'static str>;
 
 /// Captures the steps of programs as CUDA graphs.
@@ -103,13 +104,13 @@ struct CapturedSteps {
 #[derive(Default)]
 struct State {
     graphs: Vec<Graph>,
-    /// What could not be captured: long rows of many tokens fit no shared memory.
+    /// Kinds that could not be captured: long rows of many tokens do not fit shared memory.
     failed: Vec<Kind>,
 }
 
 impl State {
-    /// Returns whether steps of so many tokens could not be captured. What fails without a mask fails
-    /// with one.
+    /// Returns whether steps of this number of tokens could not be captured. A step that fails without a mask
+    /// also fails with one.
     fn has_failed(&self, tokens: usize, masked: &Masked) -> bool {
         let planned = planned_tokens(tokens);
         let implies =
@@ -118,24 +119,24 @@ impl State {
     }
 }
 
-/// What a graph computes.
+/// The properties of a captured step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Kind {
     tokens: usize,
-    /// Of each group of layers, whether each token sees keys of its own, and not all before it. Steps of many tokens always have such
-    /// a list.
+    /// For each layer group, whether each token sees its own set of keys, and not all before it. Steps of
+    /// many tokens always have such a mask.
     masked: Masked,
-    /// Whether tokens have few of these keys in common.
+    /// Whether tokens have few of the visible keys in common.
     apart: bool,
-    /// The logits that are copied to the host, and whether the greatest of each row is chosen.
-    copied: Copied,
+    /// The logits that are copied to the host, and whether the argmax of each row is computed.
+    copied: CopiedRows,
     chosen: bool,
 }
 
 struct Graph {
     kind: Kind,
-    places: Places,
-    captured: Captured,
+    places: StepAddresses,
+    captured: CapturedStep,
 }
 
 /// The device, if this process can capture steps on it.
@@ -153,7 +154,8 @@ fn device() -> Option<&'static Device> {
 }
 
 impl CapturedSteps {
-    /// Returns the captured steps of a program, if its constants are what they read and there is a device.
+    /// Returns the captured steps of a program, if its constants have the layouts that the kernels read and
+    /// there is a device.
     fn of(recipe: Recipe, constants: &[Option<Array>]) -> Option<Self> {
         let planner = Planner::of(&recipe, constants)?;
         device()?;
@@ -184,14 +186,14 @@ impl CapturedSteps {
         cache.store().is_some() && self.planner.can_store(cache.formats())
     }
 
-    /// Runs a step, or tells why it cannot be captured.
+    /// Runs a step, or returns why it cannot be captured.
     fn run(
         &self,
         mlx: &mut Mlx,
         constants: &[Option<Array>],
         cache: &mut MlxCache,
         given: StepTokens,
-        wanted: Wanted,
+        wanted: RequestedOutputs,
         take: &mut Take<'_>,
     ) -> Result<Ran<()>> {
         let positions = given.positions;
@@ -206,7 +208,7 @@ impl CapturedSteps {
         if state.has_failed(n, &groups.may_be_masked(false)) {
             return Ok(Err("so many tokens could not be captured"));
         }
-        // Codes hide a value that is not finite, and other sequences would read one.
+        // Codes hide a value that is not finite, and other sequences would read it.
         let is_watched =
             cache.sequences().is_some() || cache.formats().iter().any(|format| !format.is_float());
         let mut step = Step::begin(cache, positions)?;
@@ -238,47 +240,52 @@ impl CapturedSteps {
                 .filter_map(|rows| rows.mask.as_ref())
                 .any(|mask| self.planner.lie_apart(mask)),
             copied: copied(wanted, n),
-            chosen: wanted == Wanted::Chosen || is_watched,
+            chosen: wanted == RequestedOutputs::Chosen || is_watched,
         };
         let Some(graph) = self.graph(&mut state, kind, places) else {
             return declined(step, "this kind could not be captured");
         };
-        // SAFETY: the constants and the cache's buffers live as long as the step, and have the shapes that
-        // were planned for. The addresses are those of now, and MLX has written what it writes there. This
-        // thread has locked the cache.
+        // SAFETY: the constants and the cache's buffers live as long as the step, and have the planned
+        // shapes. The addresses are current, and MLX has completed its writes there. This thread has locked
+        // the cache.
         let ran = mlx.outside(|| unsafe { graph.captured.run_groups(&inputs, given.rows) });
         let outputs = ran.map_err(|error| Error::new(Status::Backend, error.to_string()))?;
         // The plan may have more tokens than the step.
         let chosen = &outputs.chosen[..n.min(outputs.chosen.len())];
         if is_watched && chosen.iter().any(|&id| id < 0) {
-            // A value that is not finite makes the logits of its token so. The interpreter refuses it, or
-            // stores it as its codes are.
+            // A value that is not finite makes the logits of its token not finite. The interpreter refuses
+            // it, or stores its codes.
             return declined(step, "logits are not finite");
         }
         let (hidden, width) = match wanted {
-            Wanted::Logits | Wanted::LastLogits => {
+            RequestedOutputs::Logits | RequestedOutputs::LastLogits => {
                 self.planner.side_by_side(&self.recipe, outputs.tapped, n)
             }
-            Wanted::Chosen => (Cow::Borrowed(&[][..]), 0),
+            RequestedOutputs::Chosen => (Cow::Borrowed(&[][..]), 0),
         };
         let made = match wanted {
-            Wanted::Logits | Wanted::LastLogits => {
-                let rows = if wanted == Wanted::LastLogits { 1 } else { n };
+            RequestedOutputs::Logits | RequestedOutputs::LastLogits => {
+                let rows = if wanted == RequestedOutputs::LastLogits { 1 } else { n };
                 let shape = |rows: usize, width: usize| [1, rows as i32, width as i32];
                 let vocabulary = self.planner.vocabulary;
                 let bytes = rows * vocabulary * item_size(self.planner.dtype);
                 let logits = (&outputs.logits[..bytes], shape(rows, vocabulary));
                 StepOutputs::Logits(logits, (width > 0).then(|| (&*hidden, shape(n, width))))
             }
-            Wanted::Chosen => StepOutputs::Chosen(chosen),
+            RequestedOutputs::Chosen => StepOutputs::Chosen(chosen),
         };
         take(mlx, made)?;
         step.commit(&[])?;
         Ok(Ok(()))
     }
 
-    /// Returns the graph of a kind at these places, captured anew if they are others than before.
-    fn graph<'a>(&self, state: &'a mut State, kind: Kind, places: Places) -> Option<&'a mut Graph> {
+    /// Returns the graph of a kind at these addresses. Captures it again if they have changed.
+    fn graph<'a>(
+        &self,
+        state: &'a mut State,
+        kind: Kind,
+        places: StepAddresses,
+    ) -> Option<&'a mut Graph> {
         if state.has_failed(kind.tokens, &kind.masked) {
             return None;
         }
@@ -309,7 +316,7 @@ impl CapturedSteps {
     }
 }
 
-/// Rolls a step back that the interpreter runs instead, and passes on why.
+/// Rolls back a step that the interpreter runs instead, and passes the reason on.
 fn declined(step: Step, why: &'static str) -> Result<Ran<()>> {
     step.decline();
     Ok(Err(why))
@@ -334,7 +341,7 @@ impl StepExecutor for CapturedSteps {
         constants: &[Option<Array>],
         cache: &mut MlxCache,
         given: StepTokens,
-        wanted: Wanted,
+        wanted: RequestedOutputs,
         take: &mut Take<'_>,
     ) -> Result<bool> {
         let n = given.ids.len();
@@ -357,7 +364,7 @@ fn format_of(element: Element) -> KvFormat {
     }
 }
 
-/// Returns the type of the elements of a program, if steps can have it.
+/// Returns the element type of a program, if steps support it.
 fn element_of(dtype: Dtype) -> Option<Element> {
     match dtype {
         Dtype::Float16 => Some(Element::F16),

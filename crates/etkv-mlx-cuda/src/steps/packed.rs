@@ -1,18 +1,17 @@
-//! Lets products and embeddings of packed weights be read as those of plain ones.
+//! Rewrites products and embeddings of packed weights as those of unpacked ones.
 //!
-//! The interpreter multiplies packed weights by operations of their own, and the passes leave what surrounds
-//! them alone. Here, on a copy of the program, they become the operations of plain weights, and the
-//! passes that join these with their surroundings do the rest. The program that the interpreter runs is not
-//! changed.
+//! The interpreter has separate operations for packed weights, and the passes leave their surroundings alone.
+//! Here, on a copy of the program, they become the operations of unpacked weights, and the passes that join
+//! these with their surroundings do the rest. The program that the interpreter runs does not change.
 
 use std::collections::HashMap;
 
 use etkv_mlx_program::ir::{Affine, Binary, Graph, Index, Op, Out, Value};
 use etkv_mlx_program::passes;
 
-/// A packed weight: the constants that it consists of.
+/// The constants of a packed weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Packed {
+pub struct PackedConstants {
     pub codes: Value,
     pub scales: Value,
     pub biases: Value,
@@ -20,13 +19,13 @@ pub struct Packed {
 }
 
 /// The packed weights of a program, by their codes.
-pub type PackedWeights = HashMap<Value, Packed>;
+pub type PackedWeights = HashMap<Value, PackedConstants>;
 
-/// Returns the program with plain operations, whose weights are the codes, in the place of those of packed
-/// weights. Returns `None` if it has no packed weights, or some that cannot be told by their codes.
+/// Returns the program with unpacked operations, whose weights are the codes, instead of packed ones. Returns
+/// `None` if it has no packed weights, or if different ones have the same codes.
 pub fn as_plain(graph: &Graph) -> Option<(Graph, PackedWeights)> {
     let mut plain = graph.clone();
-    let mut found = Found { graph, rows: HashMap::new(), weights: PackedWeights::new() };
+    let mut found = PackedFinder { graph, rows: HashMap::new(), weights: PackedWeights::new() };
     for made in &mut plain.main.instructions {
         if let Some(op) = found.plain(&made.op, made.out)? {
             made.op = op;
@@ -41,16 +40,16 @@ pub fn as_plain(graph: &Graph) -> Option<(Graph, PackedWeights)> {
     Some((plain, weights))
 }
 
-struct Found<'a> {
+struct PackedFinder<'a> {
     graph: &'a Graph,
     /// The values that are rows of a constant: the constant, and the indices.
     rows: HashMap<Value, (Value, Value)>,
     weights: PackedWeights,
 }
 
-impl Found<'_> {
-    /// Returns the operation in the place of another one, if there is one. Returns `None` for codes that are
-    /// packed in two ways.
+impl PackedFinder<'_> {
+    /// Returns the replacement of an operation, if there is one. Returns `None` for codes that are packed in
+    /// two ways.
     fn plain(&mut self, op: &Op, out: Out) -> Option<Option<Op>> {
         match *op {
             Op::Take { x, index: Index::Many(index), axis: 0 } if self.graph.is_constant(x) => {
@@ -69,7 +68,7 @@ impl Found<'_> {
                 {
                     return Some(None);
                 }
-                self.add(Packed { codes, scales, biases, packing })?;
+                self.add(PackedConstants { codes, scales, biases, packing })?;
                 Some(Some(Op::Take { x: codes, index: Index::Many(index), axis: 0 }))
             }
             Op::QuantizedMatmul {
@@ -80,20 +79,20 @@ impl Found<'_> {
                 packing,
                 transpose: true,
             } if [codes, scales, biases].iter().all(|&value| self.graph.is_constant(value)) => {
-                self.add(Packed { codes, scales, biases, packing })?;
+                self.add(PackedConstants { codes, scales, biases, packing })?;
                 Some(Some(Op::Linear { x, weight: codes, bias: None, transposed: false }))
             }
             _ => Some(None),
         }
     }
 
-    fn add(&mut self, packed: Packed) -> Option<()> {
+    fn add(&mut self, packed: PackedConstants) -> Option<()> {
         let known = *self.weights.entry(packed.codes).or_insert(packed);
         (known == packed).then_some(())
     }
 }
 
-/// Lets the products of packed weights take on the constant row that alone is added to them.
+/// Moves the constant row that is added to a packed product into the product as its bias.
 fn add_biases(graph: &mut Graph, weights: &PackedWeights) {
     let readers = passes::only_readers(graph);
     for index in 0..graph.main.instructions.len() {

@@ -1,4 +1,4 @@
-//! From a recipe to what the device captures: shapes, once, and addresses, for each step.
+//! Builds the plan of a recipe: shapes once, and addresses for each step.
 
 mod hidden;
 mod norms;
@@ -8,14 +8,14 @@ use std::collections::{HashMap, HashSet};
 
 use etkv_core::KvFormat;
 use etkv_cuda::{
-    Address, Attend, Blend, Buffer, Element, Embed, Heads, KeyMask, Launch, Logits, Norm, Place,
-    Plan, Pool, PoolRows, Product, Weight, MAX_TOKENS,
+    Address, Attend, Blend, Buffer, Element, Embed, Heads, KeyMask, Launch, Logits, Norm,
+    PlaceHeads, Plan, Pool, PoolRows, Product, Weight, MAX_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
 use super::heads::LayerHeads;
-use super::packed::Packed;
+use super::packed::PackedConstants;
 use super::pools;
 use super::recipe::{self, Part, Recipe};
 use super::rows::Groups;
@@ -24,9 +24,9 @@ use etkv::mlx;
 use etkv::MlxStore;
 use etkv_mlx_program::ir::{self, Value};
 
-/// What the elements of rows are a multiple of where launches of their own normalize or blend them.
+/// The number that the elements of rows are a multiple of, if a separate kernel normalizes or blends them.
 const PIECE: usize = 8;
-/// The rows of queries of a block of attention, if it has few of them or as many as it takes.
+/// The rows of queries of an attention block: a small one, and the largest.
 const SMALL_BLOCK: usize = 16;
 const LARGE_BLOCK: usize = 64;
 
@@ -35,34 +35,34 @@ pub struct Planner {
     pub element: Element,
     pub dtype: Dtype,
     pub vocabulary: usize,
-    /// Whether kernels of many rows take its weights and heads.
+    /// Whether the kernels of many rows accept its weights and heads.
     pub takes_many: bool,
-    /// The rows of the table of embeddings.
+    /// The number of rows of the embedding table.
     n_ids: usize,
     /// The elements of a row of each buffer.
     widths: Vec<usize>,
-    /// The most query heads of a head of keys.
+    /// The most query heads for one KV head.
     group: usize,
-    /// The heads of keys of each layer, and their elements.
+    /// The number of KV heads of each layer, and their elements.
     layers: Vec<(usize, usize)>,
-    /// The constants that are read, in the order in which the parts name them.
+    /// The constants that are read, in the order of the parts.
     constants: Vec<Value>,
-    /// Those that are weights of norms in float32.
+    /// Those of the constants that are weights of norms in float32.
     wide: HashSet<Value>,
-    /// The buffers that are columns of wider ones: which one, and its first column.
+    /// The buffers that are columns of wider ones: the wider buffer, and the first column.
     columns: HashMap<usize, (usize, usize)>,
 }
 
-/// Where everything is now.
+/// The current addresses of all memory that a step reads or writes.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Places {
+pub struct StepAddresses {
     constants: Vec<u64>,
     pools: Vec<[Pool; 2]>,
     groups: Groups,
 }
 
 impl Planner {
-    /// Checks the constants of a recipe, and takes their shapes.
+    /// Checks the constants of a recipe, and reads their shapes.
     pub fn of(recipe: &Recipe, constants: &[Option<Array>]) -> Option<Self> {
         let array = |value: Value| constants.get(value.0 as usize)?.as_ref();
         let dtype = array(recipe.table()?)?.dtype();
@@ -154,29 +154,30 @@ impl Planner {
     fn add_weight(&mut self, weight: recipe::Weight) {
         match weight {
             recipe::Weight::Plain { value, .. } => self.constants.push(value),
-            recipe::Weight::Packed(Packed { codes, scales, biases, .. }) => {
+            recipe::Weight::Packed(PackedConstants { codes, scales, biases, .. }) => {
                 self.takes_many = false;
                 self.constants.extend([codes, scales, biases]);
             }
         }
     }
 
-    /// Returns whether the tokens of a mask see few keys in common, so that attention reads little more if blocks
-    /// of rows are small. Its warps share each tile then, where in larger blocks most of them see nothing in it.
+    /// Returns whether the tokens of a mask see few keys in common, so that attention reads little more with
+    /// small blocks of rows. The warps of a small block share each tile, whereas in larger blocks most of
+    /// them see nothing in it.
     pub fn lie_apart(&self, mask: &KeyMask) -> bool {
         let read = |rows| mask.tiles_of_blocks(self.group, rows);
         let is_one = mask.n_tokens() * self.group <= SMALL_BLOCK;
         !is_one && 2 * read(SMALL_BLOCK) < 3 * read(LARGE_BLOCK)
     }
 
-    /// Returns ids as the kernels take them, if all have a row of the table.
+    /// Returns ids in the kernels' type, if all are rows of the table.
     pub fn ids(&self, ids: &[i64]) -> Option<SmallVec<[i32; MAX_TOKENS]>> {
         let known =
             |&id: &i64| i32::try_from(id).ok().filter(|&id| (id as usize) < self.n_ids && id >= 0);
         ids.iter().map(known).collect()
     }
 
-    /// Returns whether the kernels take caches of these formats.
+    /// Returns whether the kernels support caches of these formats.
     pub fn can_store(&self, formats: [KvFormat; 2]) -> bool {
         let takes = |format, head_dim| pools::takes(format, head_dim, self.element);
         let of_layer = |&(_, head_dim): &(usize, usize)| {
@@ -185,13 +186,13 @@ impl Planner {
         self.layers.iter().all(of_layer)
     }
 
-    /// Returns where everything is, once MLX has computed it, or why the kernels cannot read it there.
+    /// Returns the current addresses, once MLX has computed the arrays, or why the kernels cannot read them.
     pub fn places(
         &self,
         store: &MlxStore,
         constants: &[Option<Array>],
         groups: Groups,
-    ) -> Ran<Places> {
+    ) -> Ran<StepAddresses> {
         if groups.of_layer().len() != self.layers.len() {
             return Err("the cache has another number of layers");
         }
@@ -217,17 +218,17 @@ impl Planner {
             Ok([at(&k)?, at(&v)?])
         };
         let pools = self.layers.iter().enumerate().map(of_layer).collect::<Ran<_>>()?;
-        Ok(Places { constants, pools, groups })
+        Ok(StepAddresses { constants, pools, groups })
     }
 
     /// Returns the plan of a kind of step.
-    pub fn plan(&self, recipe: &Recipe, places: &Places, kind: &Kind) -> Plan {
+    pub fn plan(&self, recipe: &Recipe, places: &StepAddresses, kind: &Kind) -> Plan {
         let &Kind { tokens, ref masked, apart, copied, chosen } = kind;
         let mut addresses = places.constants.iter().map(|&address| Address(address));
-        // There are as many as the parts name.
+        // There are as many addresses as the parts need.
         let mut next = || addresses.next().unwrap_or(Address(0));
-        // Heads on their way to pools that a product does not write to. Each launch waits for the one before it,
-        // so all layers share it.
+        // Heads for pools that a product does not write to. Each launch waits for the previous one, so all
+        // layers share this buffer.
         let mut unplaced = None;
         let mut launches = Vec::new();
         for part in &recipe.parts {
@@ -248,15 +249,15 @@ impl Planner {
                             unplaced = Some(made.outputs.max(unplaced.unwrap_or(0)));
                             let product = Product { heads: None, out: x, ..made };
                             let ([q_norm, k_norm], out) = (norms, made.out);
-                            let place = Place { x, heads, q_norm, k_norm, out };
-                            launches.extend([Launch::Product(product), Launch::Place(place)]);
+                            let place = PlaceHeads { x, heads, q_norm, k_norm, out };
+                            launches.extend([Launch::Product(product), Launch::PlaceHeads(place)]);
                         }
                     }
                 }
                 Part::Normalize(rows) => {
                     launches.push(Launch::Normalize(self.normalize(rows, &mut next)));
                 }
-                // Its rows are written there.
+                // The products write its rows in place.
                 Part::Join { .. } => {}
                 Part::Blend { x, y, share, out } => launches.push(Launch::Blend(Blend {
                     x: Buffer(*x),
@@ -303,11 +304,11 @@ impl Planner {
         }
     }
 
-    /// Returns a product, and how its heads of queries and of keys are normalized.
+    /// Returns a product, and the norms of its heads of queries and of keys.
     fn product(
         &self,
         product: &recipe::Product,
-        places: &Places,
+        places: &StepAddresses,
         next: &mut dyn FnMut() -> Address,
     ) -> (Product, [Option<Norm>; 2]) {
         // In the order in which they were added.
@@ -361,23 +362,25 @@ fn fits_product(heads: &Heads, norms: [Option<Norm>; 2]) -> bool {
 fn weight_at(weight: recipe::Weight, next: &mut dyn FnMut() -> Address) -> Weight {
     match weight {
         recipe::Weight::Plain { .. } => Weight::Plain(next()),
-        recipe::Weight::Packed(Packed { packing, .. }) => Weight::Packed(etkv_cuda::Packed {
-            codes: next(),
-            scales: next(),
-            biases: next(),
-            bits: packing.bits as usize,
-            group: packing.group_size as usize,
-        }),
+        recipe::Weight::Packed(PackedConstants { packing, .. }) => {
+            Weight::Packed(etkv_cuda::PackedWeight {
+                codes: next(),
+                scales: next(),
+                biases: next(),
+                bits: packing.bits as usize,
+                group: packing.group_size as usize,
+            })
+        }
     }
 }
 
-/// Returns the rows and columns of a weight, if the kernels read it as it is.
+/// Returns the rows and columns of a weight, if the kernels support its layout.
 fn weight_sizes<'a>(
     weight: recipe::Weight,
     dtype: Dtype,
     array: &dyn Fn(Value) -> Option<&'a Array>,
 ) -> Option<(usize, usize)> {
-    let Packed { codes, scales, biases, packing } = match weight {
+    let PackedConstants { codes, scales, biases, packing } = match weight {
         recipe::Weight::Plain { value, transposed } => {
             return matrix(array(value)?, dtype, transposed);
         }
@@ -395,7 +398,7 @@ fn weight_sizes<'a>(
     fits.then_some((rows, columns))
 }
 
-/// Returns the rows and columns of a matrix that lies in memory row by row.
+/// Returns the rows and columns of a row-major matrix.
 fn matrix(array: &Array, dtype: Dtype, transposed: bool) -> Option<(usize, usize)> {
     let (&[a, b], &[along_a, along_b]) = (array.shape(), array.strides()) else {
         return None;
@@ -410,7 +413,7 @@ fn is_vector(array: &Array, n: usize, dtype: Dtype) -> bool {
     array.dtype() == dtype && array.shape() == [n as i32] && array.strides() == [1]
 }
 
-/// Returns where the elements of an array begin. Waits until they are computed.
+/// Returns the address of an array's first element. Waits until the elements are computed.
 fn address(array: &Array) -> Option<u64> {
     for _ in 0..2 {
         let mut address = 0;

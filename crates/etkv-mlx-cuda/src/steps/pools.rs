@@ -1,4 +1,4 @@
-//! The pools of a cache, as kernels read and write them.
+//! The pools of a cache in the layout that kernels read and write.
 
 use etkv_core::KvFormat;
 use etkv_cuda::{Address, Element, PackedRows, Pool, PoolRows};
@@ -6,11 +6,12 @@ use mlx_rs::{Array, Dtype};
 
 use super::{element_of, format_of};
 
-/// What the elements of a head are a multiple of where codes stand for them, or where a launch of its own
-/// places them.
+/// The number that the elements of a head are a multiple of, if the pool is packed or a separate kernel
+/// places the heads.
 pub const PLACED: usize = 32;
 
-/// Returns whether kernels take heads of `head_dim` elements in a format. Floats are those of the program.
+/// Returns whether kernels support heads of `head_dim` elements in a format. Float formats must be the
+/// program's dtype.
 pub fn takes(format: KvFormat, head_dim: usize, element: Element) -> bool {
     match format.is_float() {
         true => format == format_of(element),
@@ -18,8 +19,8 @@ pub fn takes(format: KvFormat, head_dim: usize, element: Element) -> bool {
     }
 }
 
-/// Returns where a pool is: `n_kv` heads of rows of `head_dim` elements. Nothing, if its buffers are not what
-/// kernels take. `address` returns where the elements of an array begin.
+/// Returns the address of a pool: `n_kv` heads of rows of `head_dim` elements. Returns `None` if the kernels
+/// do not support its buffers. `address` returns the address of an array's first element.
 pub fn pool_at(
     &(format, ref buffers): &(KvFormat, Vec<&Array>),
     n_kv: usize,
@@ -59,8 +60,8 @@ pub fn pool_at(
     (head_dim % PLACED == 0).then_some(Pool { rows: PoolRows::Packed(rows), capacity })
 }
 
-/// Returns whether an array is `[1, heads, slots, width]` and lies row by row. Along an axis of one element a stride
-/// says nothing: that of a single slot, which a step has written whole, is any.
+/// Returns whether an array is `[1, heads, slots, width]` and row-major. The stride of an axis with one
+/// element has no meaning: a step that has written a single slot may leave any.
 fn is_plane(array: &Array, [heads, slots, width]: [usize; 3]) -> bool {
     let shape = [1, heads, slots, width];
     let strides = [heads * slots * width, slots * width, width, 1];

@@ -1,4 +1,4 @@
-//! What a program must look like to be captured: a decoder, as the passes for a GPU leave one.
+//! The decoders that can be captured, in the form in which the GPU passes leave them.
 
 mod gates;
 mod hidden;
@@ -10,14 +10,14 @@ use std::fmt;
 use etkv_cuda::Gate;
 use mlx_rs::Dtype;
 
-use super::heads::{AllFound, LayerHeads};
-use super::packed::{self, Packed, PackedWeights};
+use super::heads::{HeadsProducts, LayerHeads};
+use super::packed::{self, PackedConstants, PackedWeights};
 use etkv_mlx_program::ir::{Binary, Graph, Index, Norm, Op, Out, Unary, Value};
 use etkv_mlx_program::passes;
 use etkv_mlx_program::TextInputs;
 
-/// The steps of a program, in the order in which they run. Values are constants of the program; buffers
-/// are what is between two parts.
+/// The parts of a program, in the order in which they run. Values are constants of the program; buffers lie
+/// between two parts.
 #[derive(Debug, PartialEq)]
 pub struct Recipe {
     pub parts: Vec<Part>,
@@ -25,13 +25,13 @@ pub struct Recipe {
     pub n_buffers: usize,
     /// The buffer of the logits.
     pub logits: usize,
-    /// The place of the logits among the outputs.
+    /// The index of the logits in the outputs.
     pub logits_at: usize,
-    /// The buffers whose rows, side by side, are the other output, if there is one: hidden states.
+    /// The buffers whose joined rows are the other output, if there is one: hidden states.
     pub tapped: Vec<usize>,
-    /// What the host gives besides tokens.
-    pub given: Vec<Given>,
-    /// Whether the program drops all rows but the last on the way. Steps of several tokens are then not
+    /// The host's inputs in addition to tokens.
+    pub given: Vec<RowInput>,
+    /// Whether the program drops all rows but the last before the end. Steps of several tokens are then not
     /// captured.
     pub last_row_only: bool,
     pub inputs: TextInputs,
@@ -47,7 +47,7 @@ pub enum Part {
     },
     Product(Product),
     Normalize(Normalize),
-    /// Rows that are normalized, side by side.
+    /// Normalized rows, joined.
     Join {
         x: Vec<usize>,
         out: usize,
@@ -71,12 +71,12 @@ pub enum Part {
 /// A matrix among the program's constants.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Weight {
-    /// Perhaps seen through a transposition.
+    /// Optionally seen through a transposition.
     Plain {
         value: Value,
         transposed: bool,
     },
-    Packed(Packed),
+    Packed(PackedConstants),
 }
 
 #[derive(Debug, PartialEq)]
@@ -87,12 +87,12 @@ pub struct Product {
     pub norm: Option<Norm>,
     pub gate: Option<Gate>,
     pub plus: Option<usize>,
-    /// What the features are if they are heads.
+    /// The description of the features if they are heads.
     pub heads: Option<LayerHeads>,
     pub out: usize,
 }
 
-/// A norm of rows or of heads, and the dtype that they are converted to behind it.
+/// A norm of rows or of heads, and the dtype that the result is converted to.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RowNorm {
     pub weight: Option<Value>,
@@ -100,7 +100,7 @@ pub struct RowNorm {
     pub made: Option<Dtype>,
 }
 
-/// Rows that are normalized, the buffer that is added to them, and how the sum is normalized, and where to.
+/// Normalized rows, the residual, the norm of the sum, and its result.
 #[derive(Debug, PartialEq)]
 pub struct Normalize {
     pub x: usize,
@@ -112,7 +112,7 @@ pub struct Normalize {
 
 /// An input `[1, T, width]`: a row for each token, in a buffer that the host fills.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Given {
+pub struct RowInput {
     pub value: Value,
     pub width: usize,
     pub dtype: Dtype,
@@ -120,8 +120,8 @@ pub struct Given {
 }
 
 impl Recipe {
-    /// Returns the recipe of a program if the interpreter would leave out rows of the same output, or what is
-    /// not known here.
+    /// Returns the recipe of a program if the interpreter would leave out rows of the same output, or the
+    /// unknown part.
     pub fn with_known_logits(graph: &Graph) -> Result<Self, Unknown> {
         let recipe = Self::of(graph)?;
         match passes::logits_output(graph) {
@@ -130,7 +130,7 @@ impl Recipe {
         }
     }
 
-    /// Returns the recipe of a program, or what is not known here.
+    /// Returns the recipe of a program, or the unknown part.
     pub fn of(graph: &Graph) -> Result<Self, Unknown> {
         match packed::as_plain(graph) {
             Some((plain, weights)) => Self::read(&plain, &weights),
@@ -142,9 +142,9 @@ impl Recipe {
     pub fn table(&self) -> Option<Value> {
         match self.parts.first()? {
             &Part::Embed { table: Weight::Plain { value, .. }, .. }
-            | &Part::Embed { table: Weight::Packed(Packed { scales: value, .. }), .. } => {
-                Some(value)
-            }
+            | &Part::Embed {
+                table: Weight::Packed(PackedConstants { scales: value, .. }), ..
+            } => Some(value),
             _ => None,
         }
     }
@@ -161,7 +161,7 @@ impl Recipe {
             inputs,
             buffers: given.iter().map(|given| (given.value, given.buffer)).collect(),
             joined: HashMap::new(),
-            found: AllFound::of(graph, &positions),
+            found: HeadsProducts::of(graph, &positions),
             positions,
             readers: passes::only_readers(graph),
             taken: HashSet::new(),
@@ -196,7 +196,7 @@ impl Recipe {
 pub enum Unknown {
     /// The inputs are not token ids and positions, alone or with rows of tokens.
     Inputs,
-    /// The number of an instruction, as the passes leave them, and its kind.
+    /// The number of an instruction after the passes, and its kind.
     Instruction(usize, String),
     /// The outputs are not the logits, alone or with hidden states.
     Outputs,
@@ -224,7 +224,7 @@ impl fmt::Display for Unknown {
     }
 }
 
-/// Returns the values that are the positions: the input, and what it is converted to.
+/// Returns the values that are the positions: the input, and its conversions.
 fn positions(graph: &Graph, input: Value) -> Vec<Value> {
     let mut all = vec![input];
     for made in &graph.main.instructions {
@@ -247,15 +247,15 @@ struct Reader<'a> {
     joined: HashMap<Value, Vec<usize>>,
     /// The values that are the positions.
     positions: Vec<Value>,
-    /// The heads that more than one instruction makes.
-    found: AllFound,
-    /// The instruction that reads each value, for values that only one reads.
+    /// Heads that take more than one instruction.
+    found: HeadsProducts,
+    /// The only instruction that reads each value, for values with one reader.
     readers: HashMap<Value, usize>,
-    /// The instructions that those before them have taken on.
+    /// Instructions that are already part of an earlier one.
     taken: HashSet<usize>,
     parts: Vec<Part>,
     n_buffers: usize,
-    /// The first of these are those that the host fills.
+    /// The first buffers are those that the host fills.
     n_given: usize,
     last_row_only: bool,
 }
@@ -265,7 +265,7 @@ impl Reader<'_> {
         self.buffers.get(&value).copied()
     }
 
-    /// Gives a value a buffer of its own.
+    /// Gives a value its own buffer.
     fn made(&mut self, value: Value) -> usize {
         let buffer = self.n_buffers;
         self.n_buffers += 1;
@@ -273,7 +273,7 @@ impl Reader<'_> {
         buffer
     }
 
-    /// Lets a value be the same buffer as another.
+    /// Gives a value the same buffer as another.
     fn same(&mut self, value: Value, as_other: Value) -> Option<()> {
         self.buffers.insert(value, self.buffer(as_other)?);
         Some(())
@@ -304,14 +304,14 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads an instruction. Returns `None` for one that is not known here.
+    /// Reads an instruction. Returns `None` for an unknown one.
     fn read(&mut self, index: usize) -> Option<()> {
         let instruction = &self.graph.main.instructions[index];
         if self.found.between.contains(&index) || self.taken.contains(&index) {
             return Some(());
         }
         match (&instruction.op, instruction.out) {
-            // Only the shapes of views have such integers, which are the tokens of the step.
+            // Only the shapes of views use such integers, which are the tokens of the step.
             (Op::SymSize { .. }, Out::Int(_)) => Some(()),
             (&Op::AsType { x, dtype: Dtype::Int32 }, Out::Tensor(out))
                 if self.positions.contains(&x) && self.positions.contains(&out) =>
@@ -453,7 +453,7 @@ impl Reader<'_> {
             return None;
         };
         self.positions.contains(&position).then_some(())?;
-        // Its keys and values are those of the product that made its queries.
+        // Its keys and values must come from the same product as its queries.
         let queries = self.buffer(q)?;
         let is_own = |part: &Part| {
             matches!(part, Part::Product(Product { heads: Some(heads), out, .. })

@@ -1,4 +1,4 @@
-//! Where the rows of a captured step go, and the keys that its tokens see.
+//! The slots of a captured step's rows, and the keys that its tokens see.
 
 use std::iter::once;
 use std::ops::Range;
@@ -11,12 +11,12 @@ use smallvec::SmallVec;
 use etkv::Result;
 use etkv::Step;
 
-/// The layer groups of a cache, as many as a step can have.
+/// The layer groups of a cache, within the limit of a step.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Groups(LayerGroups);
 
 impl Groups {
-    /// Returns the groups, if a step can have so many.
+    /// Returns the groups, if a step can have that many.
     pub fn of(layers: &[LayerConfig]) -> Option<Self> {
         let groups = LayerGroups::of(layers);
         (1..=MAX_GROUPS).contains(&groups.policies.len()).then_some(Self(groups))
@@ -27,8 +27,8 @@ impl Groups {
         &self.0.of_layer
     }
 
-    /// Returns whether steps always have a mask for a group. Windows slide at some time, and a step with a
-    /// mask is another graph.
+    /// Returns whether steps always have a mask for a group. A window slides at some point, and a step with a
+    /// mask needs another graph.
     fn is_masked(&self, group: usize) -> bool {
         self.0.policies[group] != LayerPolicy::Full
     }
@@ -39,7 +39,8 @@ impl Groups {
         (0..self.0.policies.len()).map(of).collect()
     }
 
-    /// Places the rows of all layers. Returns those of each group, or nothing if the cache has to see the rows.
+    /// Places the rows of all layers. Returns the rows of each group, or `None` if the cache must see the
+    /// rows.
     pub fn place(&self, step: &mut Step) -> Result<Option<SmallVec<[Rows; MAX_GROUPS]>>> {
         let mut placed: SmallVec<[Option<Placement>; MAX_GROUPS]> =
             self.0.policies.iter().map(|_| None).collect();
@@ -58,23 +59,23 @@ impl Groups {
     }
 }
 
-/// Of each group of layers whether a step has a mask for it.
+/// For each layer group, whether a step has a mask for it.
 pub type Masked = SmallVec<[bool; MAX_GROUPS]>;
 
 /// The rows of a step in the layers of a group.
 #[derive(Debug, PartialEq)]
 pub struct Rows {
-    /// Of each token its slot.
+    /// The slot of each token.
     pub slots: SmallVec<[i32; MAX_TOKENS]>,
-    /// The slots that attention may read: those below.
+    /// The number of first slots that attention may read.
     pub n_keys: usize,
-    /// The keys that each token sees, with room for as many tokens as are [planned](planned_tokens). Without
-    /// one, each token sees all before it and itself.
+    /// The keys that each token sees, with room for the number of [planned tokens](planned_tokens). Without a
+    /// mask, each token sees itself and all before it.
     pub mask: Option<KeyMask>,
 }
 
-/// Returns the tokens of the plan that runs a step of `n`. Steps of many share a few plans: what fills
-/// them up costs little, and each other number would be captured anew.
+/// Returns the tokens of the plan that runs a step of `n`. Steps of many tokens share a few plans: padding
+/// costs little, and each other number would need another capture.
 pub fn planned_tokens(n: usize) -> usize {
     if n > MAX_FEW {
         n.next_multiple_of(32)
@@ -85,7 +86,7 @@ pub fn planned_tokens(n: usize) -> usize {
 
 impl Rows {
     fn of(Placement { write, read, mask }: &Placement, is_masked: bool) -> Self {
-        // The kernels take all slots from the first on, and the last ones for those of the step.
+        // The kernels read all slots from the first on, and assume that the last ones are the step's.
         let is_behind =
             read.start == 0 && *write == Slots::Run(read.end - write.len() as i32..read.end);
         // A plan without a mask has exactly the step's tokens.

@@ -18,7 +18,7 @@ fn window(window: i32, sinks: i32) -> LayerPolicy {
     LayerPolicy::Window { window, sinks }
 }
 
-/// A config with a layer of each of these policies.
+/// A config with one layer for each of these policies.
 fn with_policies(policies: &[LayerPolicy]) -> CacheConfig {
     let mut config = CacheConfig::uniform(policies.len(), 1, 8, CAPACITY).stored_as(KvFormat::F32);
     for (layer, &policy) in config.layers.iter_mut().zip(policies) {
@@ -27,7 +27,7 @@ fn with_policies(policies: &[LayerPolicy]) -> CacheConfig {
     CacheConfig { max_step_tokens: 6, ..config }
 }
 
-/// Places the rows of a step of layers that are all alike, and commits it.
+/// Places the rows of a step whose layers are all alike, and commits it.
 fn placed(cache: &mut MlxCache, positions: &[i32]) -> Option<Rows> {
     let groups = Groups::of(&cache.config().layers).unwrap();
     let mut step = Step::begin(cache, positions).unwrap();
@@ -47,7 +47,7 @@ fn seen(rows: &Rows) -> Vec<Vec<usize>> {
 #[test]
 fn rows_of_full_history_go_behind_all_that_is_read() {
     let mut contiguous = ContiguousCache::new(config()).unwrap();
-    // A single sequence is read likewise.
+    // A single sequence is read in the same way.
     let mut cells = CellsCache::new(config()).unwrap();
     for cache in [&mut contiguous as &mut MlxCache, &mut cells] {
         for (first, n) in [(0, 3), (3, 1), (4, 2)] {
@@ -86,7 +86,7 @@ fn tokens_of_several_sequences_see_their_own_keys() {
     let rows = placed(&mut cells, &[3, 3]).unwrap();
     assert_eq!((&rows.slots[..], rows.n_keys), (&[6, 7][..], 8));
     assert_eq!(seen(&rows), [[3, 4, 5, 6], [0, 1, 2, 7]]);
-    // A single one is read as one run, wherever it begins.
+    // A single sequence is read as one run, wherever it begins.
     cells.seq_rm(0, 0..i32::MAX).unwrap();
     let rows = placed(&mut cells, &[4]).unwrap();
     assert_eq!((&rows.slots[..], seen(&rows)), (&[7][..], vec![vec![3, 4, 5, 6, 7]]));
@@ -96,14 +96,14 @@ fn tokens_of_several_sequences_see_their_own_keys() {
 fn candidates_see_those_that_lead_to_them() {
     let mut cells = CellsCache::with_trees(config()).unwrap();
     placed(&mut cells, &[0, 1]).unwrap();
-    // Two that follow the sequence, and one behind each.
+    // Two nodes that follow the sequence, and one after each.
     cells.propose(0, &[-1, -1, 0, 1]).unwrap();
     let rows = placed(&mut cells, &[2, 2, 3, 3]).unwrap();
     assert_eq!(rows.slots[..], [2, 3, 4, 5]);
     assert_eq!(seen(&rows), [vec![0, 1, 2], vec![0, 1, 3], vec![0, 1, 2, 4], vec![0, 1, 3, 5]]);
 }
 
-/// Returns numbers below a limit, one after the other.
+/// Returns random numbers below a limit.
 fn numbers(mut state: u64) -> impl FnMut(usize) -> usize {
     move |below| {
         // A step of xorshift64.
@@ -114,19 +114,19 @@ fn numbers(mut state: u64) -> impl FnMut(usize) -> usize {
     }
 }
 
-/// What a slot holds: a position, and the sequences that it belongs to.
+/// The contents of a slot: a position, and the sequences that it belongs to.
 #[derive(Clone, Default)]
-struct Held {
+struct SlotContents {
     position: i32,
     sequences: Vec<i32>,
 }
 
 const SEQUENCES: i32 = 5;
 
-/// A cache, and what its slots hold by the steps that were placed.
+/// A cache, and the expected contents of its slots.
 struct Sequences {
     cells: CellsCache,
-    held: Vec<Held>,
+    held: Vec<SlotContents>,
 }
 
 impl Sequences {
@@ -161,11 +161,11 @@ impl Sequences {
         for (t, &slot) in rows.slots.iter().enumerate() {
             let cell = &mut self.held[slot as usize];
             assert!(cell.sequences.is_empty(), "slot {slot} is in use");
-            *cell = Held { position: positions[t], sequences: vec![sequences[t]] };
+            *cell = SlotContents { position: positions[t], sequences: vec![sequences[t]] };
         }
         let of = |t: usize| {
             let sees = |&key: &usize| {
-                let Held { position, sequences: owners } = &self.held[key];
+                let SlotContents { position, sequences: owners } = &self.held[key];
                 owners.contains(&sequences[t]) && *position <= positions[t]
             };
             (0..self.held.len()).filter(sees).collect()
@@ -175,7 +175,7 @@ impl Sequences {
     }
 }
 
-/// The keys that each token sees where there is no mask.
+/// The keys that each token sees without a mask.
 fn seen_without(rows: &Rows) -> Vec<Vec<usize>> {
     let first = rows.n_keys - rows.slots.len();
     let behind = (first..rows.n_keys).eq(rows.slots.iter().map(|&slot| slot as usize));
@@ -192,7 +192,7 @@ fn tokens_see_what_their_sequences_hold() {
     let mut kinds = [0; 3];
     for _ in 0..60 {
         let config = config();
-        let held = vec![Held::default(); config.capacity as usize];
+        let held = vec![SlotContents::default(); config.capacity as usize];
         let mut all = Sequences { cells: CellsCache::new(config).unwrap(), held };
         for _ in 0..40 {
             let [sequence, other] = [(); 2].map(|()| number(SEQUENCES as usize) as i32);
@@ -217,7 +217,7 @@ fn tokens_see_what_their_sequences_hold() {
             }
         }
     }
-    // Without a mask, with one, and with slots that lie apart.
+    // Without a mask, with one, and with slots that are not contiguous.
     assert!(kinds.iter().all(|&n| n > 20), "{kinds:?}");
 }
 

@@ -6,7 +6,7 @@ use etkv_mlx_program::ir::{
     Chain, Constant, Dim, InputSpec, Instruction, Int, IntValue, Norm, Op, Unary,
 };
 
-// Constants: packed weights of three values each, a norm, the periods and a bias. The inputs are behind them.
+// Constants: packed weights of three values each, a norm, the periods and a bias. The inputs follow them.
 const TABLE: Value = Value(0);
 const HEADS: Value = Value(3);
 const OUT: Value = Value(6);
@@ -19,13 +19,13 @@ const IDS: Value = Value(18);
 const POSITIONS: Value = Value(19);
 const PACKING: Affine = Affine { group_size: 32, bits: 4 };
 
-fn packed(codes: Value) -> Packed {
+fn packed(codes: Value) -> PackedConstants {
     let (scales, biases) = (Value(codes.0 + 1), Value(codes.0 + 2));
-    Packed { codes, scales, biases, packing: PACKING }
+    PackedConstants { codes, scales, biases, packing: PACKING }
 }
 
 fn product(x: u32, codes: Value, out: u32) -> (Op, Out) {
-    let Packed { codes: w, scales, biases, packing } = packed(codes);
+    let PackedConstants { codes: w, scales, biases, packing } = packed(codes);
     let (x, biases) = (Value(x), Some(biases));
     (Op::QuantizedMatmul { x, w, scales, biases, packing, transpose: true }, tensor(out))
 }
@@ -42,8 +42,7 @@ fn add(a: u32, b: u32, out: u32) -> (Op, Out) {
     (Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }, tensor(out))
 }
 
-/// A decoder of one layer as the passes for a GPU leave it: 4 + 2 + 2 heads of 16 with a bias, and a tied
-/// head.
+/// A decoder of one layer, as the GPU passes leave it: 4 + 2 + 2 heads of 16 with a bias, and a tied head.
 fn decoder() -> Graph {
     let take = |x: Value, out| (Op::Take { x, index: Index::Many(IDS), axis: 0 }, tensor(out));
     let tokens = Int::Value(IntValue(0));
@@ -148,7 +147,7 @@ fn decoder() -> Graph {
     }
 }
 
-/// Returns the place of the instruction that makes a value.
+/// Returns the index of the instruction that makes a value.
 fn place(graph: &Graph, value: u32) -> usize {
     let makes = |made: &Instruction| made.out.tensors().any(|out| out == Value(value));
     graph.main.instructions.iter().position(makes).unwrap()

@@ -1,4 +1,5 @@
-//! Rows that the host gives and gets besides tokens and logits, and what drafts make of them.
+//! Rows that the host exchanges with a program in addition to tokens and logits, and the operations of drafts
+//! on them.
 
 use std::borrow::Cow;
 
@@ -7,7 +8,7 @@ use crate::steps::recipe::Recipe;
 use etkv_mlx_program::item_size;
 
 impl Planner {
-    /// Takes the widths of the rows that the host gives.
+    /// Reads the widths of the rows that the host fills.
     pub(super) fn add_given(&mut self, recipe: &Recipe) -> Option<()> {
         for given in &recipe.given {
             (given.dtype == self.dtype).then_some(())?;
@@ -16,7 +17,7 @@ impl Planner {
         Some(())
     }
 
-    /// Adds rows that lie side by side: those that make them write there.
+    /// Adds joined rows: the kernels that make them write into one buffer.
     pub(super) fn add_join(&mut self, x: &[usize], out: usize) {
         let mut width = 0;
         for &buffer in x {
@@ -35,7 +36,8 @@ impl Planner {
         Some(())
     }
 
-    /// Returns the first rows of tapped buffers, side by side, and how many elements of each token they are.
+    /// Returns the first rows of tapped buffers, next to each other, and the number of elements for each
+    /// token.
     pub fn side_by_side<'a>(
         &self,
         recipe: &Recipe,
@@ -48,7 +50,7 @@ impl Planner {
         if let [_] = recipe.tapped[..] {
             return (Cow::Borrowed(&tapped[..n * all * item]), all);
         }
-        // Each has a row for each token of the plan.
+        // Each buffer has a row for each token of the plan.
         let planned = tapped.len().checked_div(all * item).unwrap_or(0);
         let mut rows = Vec::with_capacity(n * all * item);
         for token in 0..n {

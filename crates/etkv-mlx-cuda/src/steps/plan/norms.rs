@@ -1,4 +1,4 @@
-//! Rows and heads that no product normalizes.
+//! Rows and heads whose norm is not part of a product.
 
 use etkv_cuda::{Address, Buffer, Columns, Norm, Normalize};
 use mlx_rs::{Array, Dtype};
@@ -43,7 +43,7 @@ impl Planner {
         Normalize { x, inner, norm, plus, out, columns, next: again }
     }
 
-    /// Adds the weights of a norm of rows. Those of float32 make rows that are converted.
+    /// Adds the weights of a row norm. A float32 weight needs rows that are converted afterwards.
     pub(super) fn add_norm<'a>(
         &mut self,
         norm: RowNorm,
@@ -67,7 +67,7 @@ impl Planner {
         Some(())
     }
 
-    /// Returns a norm of rows whose weight is at the next address.
+    /// Returns a row norm whose weight is at the next address.
     pub(super) fn row_norm(&self, norm: RowNorm, next: &mut dyn FnMut() -> Address) -> Norm {
         let wide = norm.weight.is_some_and(|weight| self.wide.contains(&weight));
         Norm { weight: norm.weight.map(|_| next()), wide, eps: norm.eps }

@@ -1,4 +1,4 @@
-use etkv_cuda::Copied;
+use etkv_cuda::CopiedRows;
 use mlx_rs::ops::quantize;
 use mlx_rs::random::normal;
 
@@ -13,7 +13,7 @@ const BIAS: Value = Value(3);
 const ROWS: i32 = 48;
 const COLUMNS: i32 = 128;
 
-/// The groups of layers of full history.
+/// The layer groups of layers with full history.
 fn groups(n_layers: usize) -> Groups {
     let layers = etkv_core::CacheConfig::uniform(n_layers.max(1), 1, 64, 32).layers;
     Groups::of(&layers).unwrap()
@@ -24,14 +24,14 @@ fn kind(tokens: usize) -> Kind {
         tokens,
         masked: smallvec::smallvec![false],
         apart: false,
-        copied: Copied::All,
+        copied: CopiedRows::All,
         chosen: false,
     }
 }
 
-/// A table of embeddings, and a product with it. Attention is not planned for here.
+/// A table of embeddings, and a product with it. No attention is planned here.
 fn recipe(packing: Affine) -> Recipe {
-    let weight = recipe::Weight::Packed(Packed {
+    let weight = recipe::Weight::Packed(PackedConstants {
         codes: CODES,
         scales: Value(1),
         biases: Value(2),
@@ -91,12 +91,15 @@ fn packed_weights_are_planned_for() {
             assert_eq!((planner.dtype, planner.vocabulary), (Dtype::Bfloat16, ROWS as usize));
             assert_eq!(planner.widths, [COLUMNS as usize, ROWS as usize]);
             assert_eq!(planner.n_ids, ROWS as usize);
-            let places =
-                Places { constants: (1..=7).collect(), pools: Vec::new(), groups: groups(0) };
+            let places = StepAddresses {
+                constants: (1..=7).collect(),
+                pools: Vec::new(),
+                groups: groups(0),
+            };
             let kind = kind(3);
             let plan = planner.plan(&recipe, &places, &kind);
             let packed = |first| {
-                Weight::Packed(etkv_cuda::Packed {
+                Weight::Packed(etkv_cuda::PackedWeight {
                     codes: Address(first),
                     scales: Address(first + 1),
                     biases: Address(first + 2),
@@ -116,7 +119,7 @@ fn packed_weights_are_planned_for() {
     .unwrap();
 }
 
-/// Returns whether a recipe that says this packing is refused, once a constant is what `change` makes of it.
+/// Returns whether a recipe with this packing is refused after `change` replaced a constant.
 fn is_refused(said: Affine, index: usize, change: fn(&Array) -> Result<Array>) -> bool {
     mlx::run(|| {
         let mut constants = constants(Affine { group_size: 32, bits: 4 })?;
@@ -133,7 +136,7 @@ fn packed_weights_that_kernels_do_not_read_are_not_planned_for() {
     let packing = Affine { group_size: 32, bits: 4 };
     let same = |array: &Array| Ok(array.clone());
     assert!(!is_refused(packing, 0, same));
-    // Other groups than the constants have, and bits that no kernel has.
+    // Other groups than the constants have, and bits that no kernel supports.
     assert!(is_refused(Affine { group_size: 64, ..packing }, 0, same));
     assert!(is_refused(Affine { bits: 8, ..packing }, 0, same));
     assert!(is_refused(Affine { bits: 2, ..packing }, 0, same));
@@ -141,7 +144,7 @@ fn packed_weights_that_kernels_do_not_read_are_not_planned_for() {
     assert!(is_refused(packing, 1, wide));
     assert!(is_refused(packing, 2, wide));
     assert!(is_refused(packing, 0, |array| Ok(array.as_dtype(Dtype::Int32)?)));
-    // Biases that lie column by column, and scales that all rows share.
+    // Column-major biases, and scales that all rows share.
     assert!(is_refused(packing, 2, |array| {
         let columns = array.transpose_axes(&[1, 0])?.contiguous()?;
         Ok(columns.transpose_axes(&[1, 0])?)
@@ -156,7 +159,7 @@ const KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 64;
 const HEADS: usize = 8;
 
-/// A recipe with one layer of 4 + 2 + 2 heads, and its planner. Only shapes count.
+/// A recipe with one layer of 4 + 2 + 2 heads, and its planner. Only shapes matter.
 fn decoder(k_norm: Option<RowNorm>) -> (Recipe, Planner) {
     let packing = Affine { group_size: 32, bits: 4 };
     let weight = |value| recipe::Weight::Plain { value: Value(value), transposed: false };
@@ -212,7 +215,7 @@ fn decoder(k_norm: Option<RowNorm>) -> (Recipe, Planner) {
 
 fn plan_of(pools: [Pool; 2], k_norm: Option<RowNorm>) -> Plan {
     let (recipe, planner) = decoder(k_norm);
-    let places = Places {
+    let places = StepAddresses {
         constants: (1..=5).map(|n| 64 * n).collect(),
         pools: vec![pools],
         groups: groups(1),
@@ -248,7 +251,7 @@ fn heads_of_packed_pools_are_placed() {
     // Only the values are packed.
     let pools = [pool(PoolRows::Plain(Address(320))), pool(PoolRows::Packed(rows))];
     let plan = plan_of(pools, None);
-    let [_, Launch::Product(product), Launch::Place(place), Launch::Attend(attend), _] =
+    let [_, Launch::Product(product), Launch::PlaceHeads(place), Launch::Attend(attend), _] =
         plan.launches[..]
     else {
         panic!("{:?}", plan.launches);
@@ -278,7 +281,7 @@ fn caches_of_the_program_s_floats_and_of_codes_are_taken() {
 fn heads_that_are_normalized_are_placed() {
     let pools = [640, 1280].map(|at| pool(PoolRows::Plain(Address(at))));
     let plan = plan_of(pools, Some(RowNorm { weight: Some(Value(3)), eps: 0.5, made: None }));
-    let [_, Launch::Product(product), Launch::Place(place), _, Launch::Product(head)] =
+    let [_, Launch::Product(product), Launch::PlaceHeads(place), _, Launch::Product(head)] =
         plan.launches[..]
     else {
         panic!("{:?}", plan.launches);
@@ -294,7 +297,7 @@ fn heads_that_are_normalized_are_placed() {
     );
 }
 
-/// Weights of float32 are told from those of the program, and belong to rows that are converted.
+/// Weights of float32 and of the program's dtype are distinguished, and belong to rows that are converted.
 #[test]
 fn rows_are_normalized_with_weights_of_both_kinds() {
     let (bf16, f32) = (Dtype::Bfloat16, Dtype::Float32);
@@ -331,7 +334,7 @@ fn rows_are_normalized_with_weights_of_both_kinds() {
             ];
             Ok(Planner::of(&recipe, &constants))
         });
-        let places = Places {
+        let places = StepAddresses {
             constants: (1..=4).map(|n| 64 * n).collect(),
             pools: Vec::new(),
             groups: groups(1),
@@ -347,7 +350,7 @@ fn rows_are_normalized_with_weights_of_both_kinds() {
     assert_eq!((rows.norm, rows.next), (norm(192, true), Some((norm(256, false), Buffer(2)))));
     assert_eq!((rows.x, rows.plus, rows.out), (Buffer(0), Some(Buffer(0)), Buffer(1)));
     assert_eq!((rows.inner, plan.buffers), (COLUMNS as usize, vec![2 * COLUMNS as usize; 3]));
-    // Rows that stay float32, or become it, and a number that is none.
+    // Rows that stay float32, or become it, and a factor that is not one number.
     assert!(planned([None, None], 3).is_none());
     assert!(planned([Some(bf16), Some(f32)], 3).is_none());
     assert!(planned([Some(bf16), None], 2).is_none());

@@ -6,14 +6,14 @@ use etkv::{ContiguousCache, Step};
 
 const HEADS: usize = 3;
 
-/// Where the host has the elements: MLX is on the CPU in these tests.
+/// The host address of the elements: MLX is on the CPU in these tests.
 fn host_address(array: &Array) -> Option<u64> {
     // SAFETY: the handle is live. The address is not read.
     let at = unsafe { mlx_sys::mlx_array_data_uint8(array.as_ptr()) };
     (!at.is_null()).then_some(at as u64)
 }
 
-/// Returns the pools of a cache that has stored two rows, as a program of bfloat16 finds them.
+/// Returns the pools of a cache that has stored two rows, for a program in bfloat16.
 fn pools(format: KvFormat, head_dim: i32) -> [Option<Pool>; 2] {
     let config = CacheConfig::uniform(1, HEADS as i32, head_dim, 32).stored_as(format);
     let mut cache = ContiguousCache::new(config).unwrap();
@@ -88,7 +88,7 @@ fn packed_heads_are_multiples_of_32() {
     }
 }
 
-/// Conversions take one pool after the other: a cache may have pools of other formats than it says.
+/// Conversions take one pool after the other: a cache may have pools in other formats than it reports.
 #[test]
 fn planes_that_are_others_than_those_of_a_format_are_refused() {
     mlx::run(|| {
@@ -111,7 +111,7 @@ fn planes_that_are_others_than_those_of_a_format_are_refused() {
         assert!(!at(KvFormat::Affine { bits: 4, group: 64 }, vec![&codes, &scales]));
         assert!(at(KvFormat::Affine { bits: 4, group: 64 }, vec![&codes, &scales, &scales]));
         assert!(!at(KvFormat::RowInt4, vec![]));
-        // Another head, and rows that lie apart.
+        // Another head, and rows that are not contiguous.
         let strided = mlx::slice_axis(&zeros(16, Dtype::Uint32)?, 3, 0, 8, 1)?;
         strided.eval()?;
         assert!(!at(KvFormat::RowInt4, vec![&strided, &scales]));
@@ -128,7 +128,7 @@ fn planes_that_are_others_than_those_of_a_format_are_refused() {
     .unwrap();
 }
 
-/// MLX makes rows that fill a buffer the buffer itself, in the order in which the step had them.
+/// If rows fill a buffer, MLX uses them as the buffer, in the axis order of the step.
 #[test]
 fn a_single_slot_is_found_whatever_its_stride() {
     let found = mlx::run(|| {

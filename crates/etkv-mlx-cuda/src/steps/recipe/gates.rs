@@ -1,4 +1,4 @@
-//! Gates of products whose halves a program cuts itself: the passes do not know that there are two.
+//! Gates of products whose halves the program splits itself: the passes do not know that there are two.
 
 use super::{gate_of, Part, Reader, Weight};
 use etkv_mlx_program::ir::{Op, Out};
@@ -7,7 +7,7 @@ use etkv_mlx_program::ir::{Op, Out};
 const FEATURES: [i32; 2] = [-1, 2];
 
 impl Reader<'_> {
-    /// Reads the halves of a product, the first of which is activated and multiplied with the other.
+    /// Reads the halves of a product. The first is activated and multiplied by the other.
     pub(super) fn read_gate(&mut self, op: &Op, out: Out) -> Option<()> {
         let &Op::Split { x, axis, ref at, .. } = op else {
             return None;
@@ -41,10 +41,10 @@ impl Reader<'_> {
         self.same(gated, x)
     }
 
-    /// Returns the rows of a weight, with those that are joined to it.
+    /// Returns the rows of a weight, including those that are joined to it.
     fn rows_of(&self, weight: Weight) -> Option<i64> {
-        let (Weight::Plain { value, .. } | Weight::Packed(super::Packed { codes: value, .. })) =
-            weight;
+        let (Weight::Plain { value, .. }
+        | Weight::Packed(super::PackedConstants { codes: value, .. })) = weight;
         let constant = self.graph.constants.get(value.0 as usize)?;
         std::iter::once(constant)
             .chain(&constant.joined)

@@ -1,14 +1,15 @@
-//! Hidden states that a program takes and returns: those of tapped layers, and what a draft makes of them.
+//! Hidden states that a program takes and returns: those of tapped layers, and the operations of drafts on
+//! them.
 
-use super::{Given, Part, Reader};
+use super::{Part, Reader, RowInput};
 use etkv_mlx_program::dtype_of;
 use etkv_mlx_program::ir::{Binary, Dim, Graph, InputSpec, Op, Out, Value};
 
 /// The axis of features in `[1, T, features]`.
 const FEATURES: [i32; 2] = [-1, 2];
 
-/// Returns the inputs that are rows of floats, a row for each token, and the other ones.
-pub(super) fn inputs(graph: &Graph) -> (Vec<Given>, Vec<InputSpec>) {
+/// Returns the inputs that are rows of floats, one for each token, and the other inputs.
+pub(super) fn inputs(graph: &Graph) -> (Vec<RowInput>, Vec<InputSpec>) {
     let (mut given, mut text) = (Vec::new(), Vec::new());
     for input in &graph.inputs {
         match given_rows(input, given.len()) {
@@ -19,7 +20,7 @@ pub(super) fn inputs(graph: &Graph) -> (Vec<Given>, Vec<InputSpec>) {
     (given, text)
 }
 
-fn given_rows(input: &InputSpec, buffer: usize) -> Option<Given> {
+fn given_rows(input: &InputSpec, buffer: usize) -> Option<RowInput> {
     let InputSpec::Tensor { value, shape, scalar_type, .. } = input else {
         return None;
     };
@@ -27,16 +28,16 @@ fn given_rows(input: &InputSpec, buffer: usize) -> Option<Given> {
         return None;
     };
     let (dtype, width) = (dtype_of(*scalar_type).ok()?, usize::try_from(width).ok()?);
-    (dtype.is_float() && width > 0).then_some(Given { value: *value, width, dtype, buffer })
+    (dtype.is_float() && width > 0).then_some(RowInput { value: *value, width, dtype, buffer })
 }
 
 impl Reader<'_> {
-    /// Reads rows that are put side by side: an output, or norms of which nothing else is read.
+    /// Reads joined rows: an output, or norms that have no other reader.
     pub(super) fn read_join(&mut self, op: &Op, out: Value) -> Option<()> {
         let Op::Concatenate { tensors, axis } = op else {
             return None;
         };
-        // There is a row for each token, and one text.
+        // There is one row for each token, and one sequence.
         FEATURES.contains(axis).then_some(())?;
         let x: Vec<usize> = tensors.iter().map(|&x| self.buffer(x)).collect::<Option<_>>()?;
         if self.graph.main.outputs.contains(&Out::Tensor(out)) {
@@ -53,7 +54,7 @@ impl Reader<'_> {
         Some(())
     }
 
-    /// Reads `x + share * (y - x)`, of which this is the difference. The host gives the shares.
+    /// Reads `x + share * (y - x)`, of which this is the difference. The host passes the shares.
     pub(super) fn read_blend(&mut self, op: &Op, apart: Value) -> Option<()> {
         let &Op::Binary { function: Binary::Subtract, a: from, b: taken } = op else {
             return None;
@@ -80,7 +81,7 @@ impl Reader<'_> {
         Some(())
     }
 
-    /// Returns the buffer of the logits, their place among the outputs, and the buffers of the other output. The
+    /// Returns the buffer of the logits, their index in the outputs, and the buffers of the other output. The
     /// last part makes the logits.
     pub(super) fn outputs(&self) -> Option<(usize, usize, Vec<usize>)> {
         let made = match self.parts.last()? {
@@ -104,7 +105,7 @@ impl Reader<'_> {
         };
         let is_again = |(n, buffer): (usize, &usize)| tapped[..n].contains(buffer);
         let fits = !tapped.contains(&made) && !tapped.iter().enumerate().any(is_again);
-        // A given row goes back as it came.
+        // A row from the host is returned unchanged.
         let is_given = |&buffer: &usize| buffer < self.n_given;
         (fits && !tapped.iter().any(is_given)).then_some((made, at, tapped))
     }

@@ -1,10 +1,11 @@
-//! Norms that no product takes on: their weights are float32, or what they make is added up, or read twice.
+//! Norms that are not part of a product: their weights are float32, or their result is added to something or
+//! read twice.
 
 use super::{Normalize, Part, Reader, RowNorm};
 use etkv_mlx_program::ir::{Binary, Op, Out, Value};
 
 impl Reader<'_> {
-    /// Returns the instruction that alone reads a value, and what it makes.
+    /// Returns the only instruction that reads a value, and its result.
     pub(super) fn reader(&self, value: Value) -> Option<(usize, &Op, Value)> {
         let &index = self.readers.get(&value)?;
         let made = &self.graph.main.instructions[index];
@@ -14,7 +15,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads a norm, with the conversion and the sum behind it.
+    /// Reads a norm, with the conversion and the sum after it.
     pub(super) fn read_norm(&mut self, op: &Op, mut out: Value) -> Option<()> {
         let &Op::RmsNorm { x, weight, eps } = op else {
             return None;
@@ -28,7 +29,7 @@ impl Reader<'_> {
         }
         let mut plus = None;
         if let Some((index, &Op::Binary { function: Binary::Add, a, b }, sum)) = self.reader(out) {
-            // Of a sum with what is made later, only the sum is left.
+            // If the other summand is made later, only the sum remains.
             plus = self.buffer(if a == out { b } else { a });
             if plus.is_some() {
                 out = sum;
@@ -37,7 +38,7 @@ impl Reader<'_> {
         }
         let out = self.made(out);
         match self.parts.last_mut() {
-            // One launch makes both.
+            // One kernel computes both.
             Some(Part::Normalize(last))
                 if last.out == x && last.next.is_none() && plus.is_none() =>
             {

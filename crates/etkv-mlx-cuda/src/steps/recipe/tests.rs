@@ -3,7 +3,7 @@ use etkv_mlx_program::ir::{
     Binary, Chain, Constant, Dim, Heads, InputSpec, Instruction, Int, IntValue,
 };
 
-// Constants, and the inputs behind them.
+// Constants, and then the inputs.
 const TABLE: Value = Value(0);
 const NORM: Value = Value(1);
 const HEADS: Value = Value(2);
@@ -207,8 +207,8 @@ fn what_is_not_known_is_left_to_the_interpreter() {
     }
 }
 
-/// The decoder with a layer whose heads the passes leave apart, in place of its product of heads. `apart` gets
-/// the product, and makes the queries, the keys and the values that attention reads.
+/// The decoder with a layer whose heads the passes leave separate, instead of its product of heads. `apart`
+/// gets the product, and makes the queries, keys and values that attention reads.
 fn apart(apart: Vec<(Op, Out)>) -> Graph {
     let mut graph = decoder();
     let (bias, transposed) = (None, true);
@@ -235,7 +235,7 @@ fn tensor(op: Op, out: u32) -> (Op, Out) {
     (op, Out::Tensor(Value(out)))
 }
 
-/// What is left of Qwen3: queries and keys are normalized, so each piece is viewed alone.
+/// The rest of Qwen3 after the passes: queries and keys are normalized, so each piece is viewed alone.
 fn normalized() -> Graph {
     let perm = vec![0, 2, 1, 3];
     let split = Op::Split { x: Value(20), axis: -1, at: vec![64, 96], sizes: 128..=128 };
@@ -256,7 +256,7 @@ fn normalized() -> Graph {
     apart(made)
 }
 
-/// What is left of SmolLM3's layers that do not rotate.
+/// The rest of SmolLM3's layers that do not rotate, after the passes.
 fn unrotated() -> Graph {
     let view = Op::ReshapeTranspose { x: Value(20), shape: view(), perm: vec![0, 2, 1, 3] };
     let split = Op::Split { x: Value(21), axis: 1, at: vec![4, 6], sizes: 8..=8 };
@@ -286,7 +286,7 @@ fn heads_that_are_normalized_are_those_of_one_product() {
         k_norm: norm(PERIODS),
     };
     assert_eq!(*heads_of(&recipe), expected);
-    // All else is as where the product rotates its heads.
+    // Everything else is as if the product rotated its heads.
     let plain = Recipe::of(&decoder()).unwrap();
     let names =
         |recipe: &Recipe| -> Vec<_> { recipe.parts.iter().map(std::mem::discriminant).collect() };
@@ -353,7 +353,7 @@ fn heads_that_differ_are_left_to_the_interpreter() {
         graph.main.instructions.iter_mut().for_each(|made| change(&mut made.op));
         assert!(Recipe::of(&graph).is_err(), "{what}");
     }
-    // What others read between a product and its attention.
+    // Values between a product and its attention that other instructions read.
     for value in [20, 21, 24, 25, 26, 11, 13] {
         let mut graph = normalized();
         let op = Op::ExpandDims { x: Value(value), axis: 0 };

@@ -1,4 +1,4 @@
-//! Steps of caches with windows: the rows that the tokens see, by what is written in them.
+//! Steps of caches with windows. The rows that the tokens see are identified by their contents.
 
 use super::*;
 use etkv::mlx;
@@ -10,20 +10,20 @@ const POLICIES: [LayerPolicy; 4] = [
     LayerPolicy::Window { window: 8, sinks: 0 },
 ];
 
-/// What a row is known by.
+/// The contents that identify a row.
 fn mark(sequence: i32, position: i32) -> f32 {
     (1000 * sequence + position) as f32
 }
 
-/// Where the host has the keys of a layer. A row has 8 elements.
+/// The host address of the keys of a layer. A row has 8 elements.
 fn keys(step: &Step, layer: usize) -> *mut f32 {
     let [(_, keys), _] = step.store().unwrap().planes(layer).unwrap();
-    // SAFETY: the handle is live; the buffer is one of float32.
+    // SAFETY: the handle is live, and the buffer is float32.
     unsafe { mlx_sys::mlx_array_data_uint8(keys[0].as_ptr()) }.cast_mut().cast()
 }
 
-/// Runs a step that marks its rows, as kernels write theirs, and checks what each token sees. A sequence has
-/// all positions from 0 on.
+/// Runs a step that marks its rows, like kernels write theirs, and checks what each token sees. A sequence
+/// has all positions from 0 on.
 fn check_step(cache: &mut MlxCache, sequences: &[i32], positions: &[i32]) -> usize {
     let groups = Groups::of(&cache.config().layers).unwrap();
     let mut step = Step::begin(cache, positions).unwrap();
@@ -33,7 +33,7 @@ fn check_step(cache: &mut MlxCache, sequences: &[i32], positions: &[i32]) -> usi
         let rows = &rows[groups.of_layer()[layer]];
         let at = keys(&step, layer);
         for (t, &slot) in rows.slots.iter().enumerate() {
-            // SAFETY: the buffer has the slot, and no other thread has the buffer.
+            // SAFETY: the buffer has the slot, and no other thread uses the buffer.
             unsafe { at.add(8 * slot as usize).write(mark(sequences[t], positions[t])) };
         }
         n_masked += usize::from(rows.mask.is_some());

@@ -1,5 +1,5 @@
 use super::*;
-use crate::steps::recipe::Given;
+use crate::steps::recipe::RowInput;
 
 #[test]
 fn tapped_rows_lie_side_by_side() {
@@ -8,7 +8,7 @@ fn tapped_rows_lie_side_by_side() {
         let mut recipe = recipe(packing);
         let planner = Planner::of(&recipe, &constants(packing)?).unwrap();
         let sizes = [2 * ROWS as usize, 2 * COLUMNS as usize];
-        // Of two buffers of three tokens, a byte that tells which of them a row is of.
+        // A byte for each row of two buffers of three tokens, different for each row.
         let row = |buffer: usize, token: usize| vec![(10 * buffer + token) as u8; sizes[buffer]];
         let all = [0, 1].map(|buffer| (0..3).map(|token| row(buffer, token)).collect::<Vec<_>>());
         let tapped = all.concat().concat();
@@ -25,7 +25,8 @@ fn tapped_rows_lie_side_by_side() {
         assert!(width == COLUMNS as usize && *rows == [row(1, 0), row(1, 1)].concat());
         recipe.tapped = Vec::new();
         assert_eq!(planner.side_by_side(&recipe, &[], 2).1, 0);
-        let places = Places { constants: (1..=7).collect(), pools: Vec::new(), groups: groups(0) };
+        let places =
+            StepAddresses { constants: (1..=7).collect(), pools: Vec::new(), groups: groups(0) };
         recipe.tapped = vec![1, 0];
         let plan = planner.plan(&recipe, &places, &kind(3));
         assert_eq!(plan.tapped, [Buffer(1), Buffer(0)]);
@@ -34,7 +35,7 @@ fn tapped_rows_lie_side_by_side() {
     .unwrap();
 }
 
-/// A product with the norms of given rows and of tokens' rows, side by side, and its blend with given ones.
+/// A product with the norms of given rows and of tokens' rows, joined, and its blend with given ones.
 fn draft(packing: Affine, width: usize, dtype: Dtype) -> Recipe {
     let mut recipe = recipe(packing);
     let Some(Part::Product(mut product)) = recipe.parts.pop() else {
@@ -42,7 +43,7 @@ fn draft(packing: Affine, width: usize, dtype: Dtype) -> Recipe {
     };
     // The tokens' rows, and the buffers of two inputs.
     (product.x, product.out) = (5, 6);
-    let given = |value, width, buffer| Given { value: Value(value), width, dtype, buffer };
+    let given = |value, width, buffer| RowInput { value: Value(value), width, dtype, buffer };
     let rows = |x, out| {
         let norm = RowNorm { weight: None, eps: 0.5, made: None };
         Part::Normalize(recipe::Normalize { x, norm, plus: None, out, next: None })
@@ -62,7 +63,7 @@ fn draft(packing: Affine, width: usize, dtype: Dtype) -> Recipe {
 fn drafts_of_given_rows_are_planned_for() {
     mlx::run(|| {
         let packing = Affine { group_size: 32, bits: 4 };
-        // The table's rows are a part of the product's.
+        // The table's rows are some columns of the product's.
         let given = COLUMNS as usize - 64;
         let numbers = |shape: &[i32]| -> Result<Option<Array>> {
             let made = normal::<f32>(shape, None, None, None)?.as_dtype(Dtype::Bfloat16)?;
@@ -87,7 +88,7 @@ fn drafts_of_given_rows_are_planned_for() {
             ];
             let planner = Planner::of(&recipe, &constants);
             let (constants, pools) = ((1..=3).map(|n| 64 * n).collect(), Vec::new());
-            let places = Places { constants, pools, groups: groups(0) };
+            let places = StepAddresses { constants, pools, groups: groups(0) };
             Ok(planner.map(|planner| planner.plan(&recipe, &places, &kind(3))))
         };
         let plan = with(given, Dtype::Bfloat16, given as i32)?.unwrap();
@@ -104,7 +105,7 @@ fn drafts_of_given_rows_are_planned_for() {
         assert_eq!(blend, Blend { x, y, share, inner: given, out });
         assert_eq!((&plan.given[..], &plan.tapped[..]), (&[y, share][..], &[out][..]));
         assert_eq!([1, 2, 5, 7].map(|n| plan.buffers[n]), [3 * given, 3, 3 * 128, 3 * given]);
-        // Rows of another dtype, that do not fill the product's, or that it does not blend with.
+        // Rows of another dtype, rows that do not fill the product's, and rows that it does not blend with.
         assert!(with(given, Dtype::Float16, given as i32)?.is_none());
         assert!(with(given - 8, Dtype::Bfloat16, given as i32)?.is_none());
         assert!(with(given, Dtype::Bfloat16, given as i32 + 8)?.is_none());

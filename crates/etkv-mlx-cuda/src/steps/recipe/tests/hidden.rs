@@ -32,7 +32,7 @@ fn hidden_states_are_another_output() {
         assert_eq!(found(&graph), Ok((6, 1, vec![5, 3, 0])));
         assert_eq!(Recipe::with_known_logits(&graph), Err(Unknown::Logits), "two wide outputs");
     }
-    // A buffer of its own.
+    // A separate buffer.
     let mut graph = decoder();
     graph.main.outputs.insert(0, Out::Tensor(Value(16)));
     assert_eq!(found(&graph), Ok((6, 1, vec![3])));
@@ -49,8 +49,8 @@ fn hidden_states_are_another_output() {
     assert_eq!(found(&graph), Err(Unknown::Outputs), "three outputs");
 }
 
-/// The decoder behind a predictor: its embeddings are `p + known * (rows - p)`, where `p` is a product with
-/// the norms of the tokens' rows and of the given rows side by side.
+/// The decoder after a predictor: its embeddings are `p + known * (rows - p)`, where `p` is a product with
+/// the joined norms of the tokens' rows and of the given rows.
 fn draft() -> Graph {
     let mut graph = decoder();
     let input = |value, name: &str, width| InputSpec::Tensor {
@@ -87,7 +87,7 @@ fn draft() -> Graph {
 #[test]
 fn drafts_fed_with_hidden_states_are_known() {
     let recipe = Recipe::of(&draft()).unwrap();
-    let given = |value, width, buffer| Given { value, width, dtype: Dtype::Bfloat16, buffer };
+    let given = |value, width, buffer| RowInput { value, width, dtype: Dtype::Bfloat16, buffer };
     assert_eq!(recipe.given, [given(ROWS, 64, 0), given(KNOWN, 1, 1)]);
     let [embed, norm, next, join, product, blend, heads, ..] = &recipe.parts[..] else {
         panic!("{:#?}", recipe.parts);
@@ -110,7 +110,7 @@ fn drafts_fed_with_hidden_states_are_known() {
     }
     assert_eq!(*blend, Part::Blend { x: 6, y: 0, share: 1, out: 7 });
     assert!(matches!(heads, Part::Product(Product { x: 7, heads: Some(_), .. })));
-    // What the layers take is the other output.
+    // The input of the layers is the other output.
     assert_eq!((recipe.logits_at, &recipe.tapped[..]), (1, &[7][..]));
 }
 
@@ -171,7 +171,7 @@ fn other_rows_and_blends_are_left_to_the_interpreter() {
         change(&mut graph);
         assert!(Recipe::of(&graph).is_err(), "{what}");
     }
-    // The factors of a product and the parts of a sum may be the other way.
+    // The factors of a product and the summands of a sum may be swapped.
     let mut graph = draft();
     for index in [7, 8] {
         if let Op::Binary { a, b, .. } = &mut graph.main.instructions[index].op {

@@ -1,9 +1,9 @@
-//! Norms that no product takes on, as in Gemma 3.
+//! Norms that are not part of a product, as in Gemma 3.
 
 use super::*;
 
-/// What is left of Gemma 3: norms of float32, converted, after each half of a layer too, and embeddings that are
-/// scaled.
+/// The rest of Gemma 3 after the passes: float32 norms, converted, also after each half of a layer, and
+/// scaled embeddings.
 fn with_norms() -> Graph {
     let mut graph = normalized();
     let (bias, transposed) = (None, true);
@@ -90,7 +90,7 @@ fn norms_that_no_product_takes_on_are_known() {
     assert_eq!(product(heads), (1, false, None, 2));
     assert!(matches!(attend, Part::Attend { q: 2, out: 3, .. }));
     assert_eq!(product(out), (3, false, None, 4));
-    // The sum with the embeddings, and the norm before the next half of the layer.
+    // The residual with the embeddings, and the norm before the next half of the layer.
     assert_eq!(rows(after), (4, Some(0), 5, Some((true, 6))));
     assert_eq!(product(gated), (6, false, Some(Gate::GeluTanh), 7));
     assert_eq!(product(down), (7, false, None, 8));

@@ -1,8 +1,8 @@
-//! Heads of which a part rotates, and gates whose halves a program cuts itself, as in Phi-3.
+//! Heads that rotate in part, and gates whose halves the program splits itself, as in Phi-3.
 
 use super::*;
 
-/// The decoder of which the first 8 elements of each head rotate, with a gate of a product of 64 rows.
+/// The decoder in which the first 8 elements of each head rotate, with a gate on a product of 64 rows.
 fn partly() -> Graph {
     let (perm, sizes) = (vec![0, 2, 1, 3], 0..=i32::MAX);
     let split = |x, axis, at, out, n| {
@@ -47,10 +47,10 @@ fn parts_of_heads_and_halves_of_products_are_known() {
     let heads = heads_of(&recipe);
     assert_eq!((heads.n_q, heads.n_kv, heads.head_dim, heads.rotated), (4, 2, 16, 8));
     assert_eq!(heads.rotation, Some((PERIODS, Dtype::Bfloat16)));
-    // All else is as where heads rotate whole, and the passes know the halves.
+    // Everything else is as if whole heads rotated, and the passes knew the halves.
     let plain = Recipe::of(&decoder()).unwrap();
     assert_eq!((&recipe.parts[2..], recipe.n_buffers), (&plain.parts[2..], plain.n_buffers));
-    // Weights that are joined count.
+    // Joined weights count.
     let mut graph = partly();
     let gated = &mut graph.constants[GATED.0 as usize];
     gated.shape[0] = 32;
