@@ -1,4 +1,4 @@
-//! Errors: those of the caches.
+//! Errors, which are those of the caches.
 
 pub use etkv::{Error, Result, Status};
 pub use etkv_core::fail;

@@ -5,8 +5,8 @@
 //! frontend: payload (verified flatbuffer) -> ir -> passes -> runtime: load, interpreter -> generation
 //! ```
 //!
-//! The payload is read once. The interpreter runs `ir`: typed instructions over values that are
-//! each written once. What can be computed before a run is computed before it.
+//! The payload is read once. The interpreter runs `ir`: typed instructions over values that are each written
+//! once. Whatever possible is computed at load.
 
 mod describe;
 mod dtype;
@@ -31,14 +31,14 @@ pub use generation::{End, Generated, Generation, GenerationOptions, Prompt, RunA
 #[doc(hidden)]
 pub use ops::limits::set_most_bytes;
 pub use runtime::{
-    ConstantSource, Program, RowsInput, StepCompiler, StepExecutor, StepOutputs, StepSignature,
-    StepTokens, Take, TextInputs, Wanted,
+    ConstantSource, Program, RequestedOutputs, RowsInput, StepCompiler, StepExecutor, StepOutputs,
+    StepSignature, StepTokens, Take, TextInputs,
 };
 
 /// The target of the spans and events of programs.
 pub const TARGET: &str = "etkv::program";
 
-/// The reader that `flatc` makes of ExecuTorch's schema.
+/// The reader that `flatc` generates from ExecuTorch's schema.
 #[allow(
     clippy::all,
     clippy::pedantic,

@@ -1,5 +1,5 @@
-//! Hand-made payloads: contradictions, payloads that would cost more than their size, and rare
-//! output of the exporter.
+//! Hand-made payloads: contradictions, payloads that would cost more than their size, and rare forms of the
+//! exporter.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -32,11 +32,11 @@ pub struct Parts {
     pub constants: Vec<(String, Vec<i32>)>,
     /// Shape and dtype.
     pub inputs: Vec<(Vec<i32>, i8)>,
-    /// The shapes of what the program keeps, in float32.
+    /// The shapes of the program's buffers, in float32.
     pub buffers: Vec<Vec<i32>>,
     pub n_temporaries: u32,
     pub n_values: u32,
-    /// Whether chains but the first stand inside instructions.
+    /// Whether all chains but the first are nested.
     pub inner: bool,
     /// Replaces all inputs, in order.
     pub input_map: Option<Vec<(fb::SlotType, u32)>>,
@@ -46,8 +46,8 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Returns the payload of the program with a main chain, and with an init chain if there are two and
-    /// none stands inside.
+    /// Returns the payload of the program with a main chain, and with an init chain if there are two and none
+    /// is nested.
     pub fn payload(self, chains: impl FnOnce(&mut Builder) -> Vec<Vec<Node>>) -> Vec<u8> {
         let builder = &mut FlatBufferBuilder::new();
         let chains: Vec<_> = chains(builder)
@@ -126,7 +126,7 @@ fn variant<'a>(
 type Variants<'a> =
     WIPOffset<flatbuffers::Vector<'a, flatbuffers::ForwardsUOffset<fb::SlotVariant<'a>>>>;
 
-/// Equal slots that follow each other share a table.
+/// Equal adjacent slots share a table.
 fn variants<'a>(builder: &mut Builder<'a>, slots: Vec<(fb::SlotType, u32)>) -> Variants<'a> {
     let mut last = None;
     let made: Vec<_> = slots
@@ -197,7 +197,7 @@ pub fn expand(builder: &mut Builder, x: u32, out: u32) -> Node {
     (fb::OpNode::ExpandDimsNode, fb::ExpandDimsNode::create(builder, &args).as_union_value())
 }
 
-/// Rows of `x` at the indices of `index`.
+/// Takes rows of `x` at the indices of `index`.
 pub fn take(builder: &mut Builder, x: u32, index: u32, out: u32) -> Node {
     let [x, index, out] = [x, index, out].map(fb::Tid::new);
     let args = fb::IntOrVidOrTidArgs { kind: 2, tid: Some(&index), ..Default::default() };
@@ -272,7 +272,7 @@ fn an_init_chain_reads_no_input() {
     };
     let payload = parts().payload(|builder| vec![vec![], vec![neg(builder, 1, 0)]]);
     assert_eq!(refusal(&payload), "the init chain reads value 1, which is an input or a buffer");
-    // What it writes over an input is gone behind it.
+    // Values that it writes over an input are dropped after it.
     let chains = |builder: &mut Builder| vec![vec![neg(builder, 1, 0)], vec![neg(builder, 0, 1)]];
     Program::check(&parts().payload(chains)).unwrap();
 }
@@ -292,8 +292,9 @@ fn read_whole(payload: &[u8]) -> Result<()> {
 }
 
 /// Decodes payloads of about a megabyte and of a quarter of it, made with `scale` 4 and 1. The large one must
-/// not cost much more than four times as much: with the square of its size, it would cost sixteen times. Only
-/// what this thread computed counts, and the least of a few tries, so that a busy machine changes nothing.
+/// not take much more than four times as long: with quadratic cost, it would take sixteen times. Only this
+/// thread's computing time counts, and the minimum of a few tries, so that other load on the machine does not
+/// matter.
 fn grows_with_its_size(make: impl Fn(usize) -> Vec<u8>) -> Result<()> {
     let cost = |payload: &[u8]| {
         let spent = || {
@@ -312,7 +313,7 @@ fn grows_with_its_size(make: impl Fn(usize) -> Vec<u8>) -> Result<()> {
         let (one, _) = cost(&small);
         let (four, result) = cost(&large);
         least = [one.min(least[0]), four.min(least[1])];
-        // A payload that is refused at once costs next to nothing, and nothing is no measure.
+        // A payload that is refused immediately takes nearly no time, too little to measure.
         if least[1] < least[0] * 9 + Duration::from_millis(2) {
             return result;
         }
@@ -390,7 +391,7 @@ fn tracing_positions_behind_views_grows_with_their_number() {
     grows_with_its_size(made).unwrap();
 }
 
-/// A small payload that stands for a large one: many places name the same bytes.
+/// A small payload that stands for a large one, because many references name the same bytes.
 #[test]
 fn what_many_places_share_is_refused() {
     // A shape of many dimensions, of many inputs.
@@ -412,16 +413,16 @@ impl ConstantSource for Weights {
 }
 
 #[derive(Default)]
-pub struct Made(pub Vec<(Vec<i32>, Vec<u8>)>);
+pub struct Outputs(pub Vec<(Vec<i32>, Vec<u8>)>);
 
-impl Made {
+impl Outputs {
     /// Returns the shape and the elements of each output.
     pub fn floats(self) -> Vec<(Vec<i32>, Vec<f32>)> {
         self.0.into_iter().map(|(shape, bytes)| (shape, floats(&bytes))).collect()
     }
 }
 
-impl Host for Made {
+impl Host for Outputs {
     fn place(
         &mut self,
         index: usize,
@@ -449,8 +450,8 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 const W: [f32; 6] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
 const V: [f32; 6] = [-1.0, 0.0, 1.0, 0.0, 2.0, 0.0];
 
-/// Loads a program of the weights `w` and `v`, both `[2, 3]`, and an input `[1, 3]`, and returns
-/// its result for ones.
+/// Loads a program of the weights `w` and `v`, both `[2, 3]`, and an input `[1, 3]`, and returns its result
+/// for ones.
 fn run(
     n_temporaries: u32,
     outputs: Vec<u32>,
@@ -468,14 +469,14 @@ fn run(
     let program = Program::load(&payload, &mut weights, &LoadOptions::default(), None).unwrap();
     let ones = bytes(&[1.0; 3]);
     let input = Argument::tensor(FLOAT32, &[1, 3], &ones);
-    let mut made = Made::default();
+    let mut made = Outputs::default();
     program.execute(&[input], &vec![FLOAT32; program.n_outputs()], &mut made).unwrap();
     made.floats()
 }
 
 #[test]
 fn a_constant_may_be_an_output() {
-    // 3: the transpose of w, 4: the input by it.
+    // 3: the transpose of w, 4: the input times it.
     let made = run(2, vec![4, 0, 1], |builder| {
         vec![vec![transpose(builder, 0, 3), product(builder, 2, 3, 4)]]
     });

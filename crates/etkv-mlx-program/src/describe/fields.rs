@@ -2,8 +2,8 @@
 
 use crate::fb;
 
-/// Returns the fields of an instruction as the schema's reader prints them, with short forms of
-/// numbers and tensors.
+/// Returns the fields of an instruction in the schema's debug format, with short forms of numbers and
+/// tensors.
 pub fn of(found: &fb::Instruction<'_>) -> String {
     let text = format!("{found:?}");
     // `Instruction { op_type: X, op: X { fields } }`
@@ -22,7 +22,7 @@ pub fn of(found: &fb::Instruction<'_>) -> String {
     replaced_some(&text)
 }
 
-/// Replaces the sources of a kernel, which fill pages, with their sizes.
+/// Replaces the sources of a kernel, which would fill pages, by their sizes.
 fn without_source(text: String, node: fb::MetalKernelNode<'_>) -> String {
     let mut text = text;
     let header = node.header().unwrap_or_default();
@@ -41,8 +41,7 @@ fn without_source(text: String, node: fb::MetalKernelNode<'_>) -> String {
     text
 }
 
-/// Replaces each `start...` up to the next ` }` in `text` with the result of `of` on the part
-/// between.
+/// Replaces each `start...` up to the next ` }` in `text` by the result of `of` for the part between.
 fn replaced(text: &str, start: &str, of: impl Fn(&str) -> String) -> String {
     let mut made = String::with_capacity(text.len());
     let mut rest = text;

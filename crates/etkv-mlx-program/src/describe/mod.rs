@@ -23,7 +23,7 @@ use crate::{ops, Program};
 pub struct ProgramDescription {
     /// The payload's format, if it names one.
     pub format: Option<String>,
-    /// The reason why this build does not run the program, if it does not.
+    /// The reason why this build refuses the program, if it does.
     pub refused: Option<String>,
     /// Operations of the program that this build lacks.
     pub missing: Vec<OperationCount>,
@@ -39,15 +39,15 @@ pub struct ProgramDescription {
     pub attention_layers: Vec<AttentionDescription>,
     /// The weights.
     pub constants: ConstantsDescription,
-    /// The number of tensors that the program keeps from one forward to the next: 0 if its KV cache
-    /// is outside of it.
+    /// The number of tensors that the program keeps from one forward to the next: 0 if its KV cache is
+    /// outside it.
     pub mutable_buffers: u32,
     /// The effect of each pass on the CPU, in order; empty if the program is refused.
     pub passes: Vec<PassDescription>,
     /// The effect of each pass on a GPU, in order; empty if the program is refused.
     pub passes_on_gpu: Vec<PassDescription>,
-    /// `captured` if steps of a few tokens are CUDA graphs, as far as instructions and dtypes tell; otherwise why not.
-    /// Absent if the program is refused, and in builds that capture no steps.
+    /// `captured` if steps of a few tokens are CUDA graphs, as far as instructions and dtypes show; otherwise
+    /// the reason. Absent if the program is refused, and in builds that capture no steps.
     pub steps_on_cuda: Option<String>,
     /// The layouts of constants on the CPU; absent if the program is refused.
     pub layouts: Option<LayoutsDescription>,
@@ -76,9 +76,9 @@ pub struct ArgumentDescription {
 pub enum DimDescription {
     /// A fixed size.
     Static(i32),
-    /// A range, with an upper limit where `most` is known.
+    /// A range, with an upper limit if `most` is set.
     Range {
-        /// The least size when the program was traced; it may run with 1.
+        /// The lower limit of the traced program; it may still run with 1.
         least: i32,
         /// The largest size.
         most: Option<i32>,
@@ -164,7 +164,7 @@ pub struct LayoutsDescription {
     pub transposed: usize,
     /// In the stored order, seen through a transposition.
     pub views: usize,
-    /// Not kept: nothing uses them.
+    /// Not kept, since nothing uses them.
     pub absent: usize,
 }
 
@@ -221,8 +221,8 @@ fn describe(payload: &[u8], steps: Option<&dyn StepCompiler>) -> Result<ProgramD
 
 /// Returns the effects of the passes for a device, and the layouts of constants there.
 ///
-/// Constants are not read. Those of one element count as 1: a scale that no exporter leaves out of
-/// tables of rotary embedding.
+/// Constants are not read. Those with one element count as 1: a scale that no exporter omits from rotary
+/// tables.
 fn passes_of(
     graph: &mut Graph,
     on_gpu: bool,
@@ -359,7 +359,7 @@ fn dtype_name(meta: fb::TensorMeta<'_>) -> (String, Option<u64>) {
 fn constants(graph: fb::MLXGraph<'_>) -> ConstantsDescription {
     let names = decode::tensor_names(graph);
     let n_described = graph.tensor_meta().map_or(0, |metas| metas.len());
-    // The program may claim any number of constants; use those that are described.
+    // The program may claim any number of constants; only those that are described count.
     let n = (graph.num_constant_tensors() as usize).min(n_described) as u32;
     let tensors: Vec<ConstantDescription> = (0..n)
         .filter_map(|slot| {
@@ -386,8 +386,8 @@ fn instruction(found: &fb::Instruction<'_>) -> InstructionDescription {
 }
 
 impl Program {
-    /// Describes a payload, also one that this build does not run. `steps` tells whether it would make an executor of
-    /// the program's steps. Reads no constants and does not use MLX.
+    /// Describes a payload, even one that this build does not run. `steps` says whether it would compile an
+    /// executor of the program's steps. Reads no constants and does not use MLX.
     ///
     /// # Errors
     /// [`Program`](Status::Program) for a payload that is damaged or foreign.

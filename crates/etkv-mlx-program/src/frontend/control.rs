@@ -1,17 +1,17 @@
-//! Decodes chains inside instructions: one of two, or one for each element of an axis.
+//! Decodes chains inside instructions: one of two branches, or a loop over the elements of an axis.
 
 use std::collections::HashSet;
 
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Chain, Instruction, Op, Out, Scan, Value};
-use crate::ops::slots::{Held, Slots};
+use crate::ops::slots::{SlotValues, Slots};
 
-/// Decodes a chain by its number.
+/// Decodes the chain with this number.
 type Inner<'a> = dyn FnMut(&mut Slots, usize) -> Result<Chain> + 'a;
 
-/// Decodes a choice. What both chains leave in a slot, or one changes there, is a result. An integer that
-/// either changes is not there behind it.
+/// Decodes a choice. A value that both chains leave in a slot, or that one of them changes, is a result. An
+/// integer that one of them changes is undefined after it.
 pub fn decode_if(
     slots: &mut Slots,
     instruction: fb::Instruction,
@@ -48,8 +48,8 @@ pub fn decode_if(
     Ok(vec![Instruction { op, out: Out::Tensors(first, n) }])
 }
 
-/// Decodes a loop. Behind it there are its outputs and what it carries, and nothing else that the body
-/// has written.
+/// Decodes a loop. After it there are its outputs and the values that it carries, and nothing else that the
+/// body has written.
 pub fn decode_scan(
     slots: &mut Slots,
     instruction: fb::Instruction,
@@ -86,7 +86,7 @@ pub fn decode_scan(
     let n_stacked = node.outputs().len();
     let n = (n_stacked + carried.len()) as u32;
     let first = slots.new_values(n);
-    // An output in the slot of what is carried hides it.
+    // An output in the slot of a carried value hides it.
     let results = node.outputs().iter().chain(node.carry().iter()).zip((first.0..).map(Value));
     for (tid, value) in results.collect::<Vec<_>>().into_iter().rev() {
         behind.tensors.insert(tid.idx(), value);
@@ -107,7 +107,7 @@ pub fn decode_scan(
     Ok(vec![Instruction { op: Op::Scan(Box::new(scan)), out: Out::Tensors(first, n) }])
 }
 
-/// Decodes a chain that stands inside an instruction.
+/// Decodes a chain that is inside an instruction.
 fn inside(slots: &mut Slots, index: usize, inner: &mut Inner<'_>) -> Result<Chain> {
     let chain = inner(slots, index)?;
     if chain.instructions.iter().any(|made| matches!(made.op, Op::UpdateAndAttend { .. })) {
@@ -116,7 +116,7 @@ fn inside(slots: &mut Slots, index: usize, inner: &mut Inner<'_>) -> Result<Chai
     Ok(chain)
 }
 
-/// Puts a new value in each of these slots.
+/// Assigns a new value to each of these slots.
 fn write(slots: &mut Slots, tids: flatbuffers::Vector<'_, fb::Tid>) -> Result<Vec<Value>> {
     tids.iter()
         .map(|tid| match slots.write(tid)? {
@@ -126,8 +126,8 @@ fn write(slots: &mut Slots, tids: flatbuffers::Vector<'_, fb::Tid>) -> Result<Ve
         .collect()
 }
 
-/// Returns what is the same at several places.
-fn unchanged(before: &Held, after: &[&Held]) -> Held {
+/// Returns the slots whose values are the same in all of these states.
+fn unchanged(before: &SlotValues, after: &[&SlotValues]) -> SlotValues {
     let mut same = before.clone();
     same.tensors
         .retain(|slot, value| after.iter().all(|after| after.tensors.get(slot) == Some(value)));
@@ -135,9 +135,14 @@ fn unchanged(before: &Held, after: &[&Held]) -> Held {
     same
 }
 
-/// Refuses a body that changes what it has read, and does not say that it carries it: the next run would
-/// read something else. `known` are the slots that it names.
-fn refuse_hidden_state(before: &Held, unchanged: &Held, body: &Chain, known: &[u32]) -> Result<()> {
+/// Refuses a body that changes a value it has read, without declaring it as carried: the next run would read
+/// something else. `known` are the declared slots.
+fn refuse_hidden_state(
+    before: &SlotValues,
+    unchanged: &SlotValues,
+    body: &Chain,
+    known: &[u32],
+) -> Result<()> {
     let tensors: HashSet<Value> = body.uses().collect();
     for (slot, value) in &before.tensors {
         let is_changed = !unchanged.tensors.contains_key(slot) && !known.contains(slot);

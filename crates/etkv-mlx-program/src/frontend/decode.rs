@@ -15,8 +15,8 @@ use crate::ops::slots::{Counts, Slots};
 ///
 /// # Errors
 /// - [`Program`](etkv::Status::Program) for a program that contradicts itself.
-/// - [`Unsupported`](etkv::Status::Unsupported) for a program that needs what this build lacks;
-///   the message names all operations that it lacks.
+/// - [`Unsupported`](etkv::Status::Unsupported) for a program that needs operations that this build lacks;
+///   the message names all of them.
 pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
     let mut slots = Slots::new(Counts::read(graph)?);
     refuse_unknown_ops(graph)?;
@@ -83,7 +83,7 @@ fn constants(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Ve
             let Some(&name) = names.get(&slot) else {
                 fail!(Program, "constant {slot} has no name");
             };
-            // Each constant of a repeated name would hold the data once more.
+            // Each constant with a repeated name would hold the same data again.
             if let Some(other) = named.insert(name, slot) {
                 fail!(Program, "constants {other} and {slot} have the same name, `{name}`");
             }
@@ -115,7 +115,7 @@ fn inputs(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<I
                     fail!(Program, "tensor {} is two inputs; a slot takes one", slot.idx());
                 }
                 let meta = meta(graph, slot.idx())?;
-                // Only known dtypes pass, so running need not check.
+                // Only known dtypes pass, so running need not check them.
                 dtype_of(meta.scalar_type())?;
                 let value = slots.bind(slot.idx());
                 Ok(InputSpec::Tensor {
@@ -173,10 +173,10 @@ fn init(slots: &mut Slots, graph: fb::MLXGraph) -> Result<(Chain, Vec<Value>)> {
     let Ok(index) = usize::try_from(graph.init_chain_idx()) else {
         return Ok((Chain::default(), Vec::new()));
     };
-    // Inputs and buffers are not there yet, and what the chain writes in their slots is gone behind it.
+    // Inputs and buffers do not exist yet, and what the chain writes to their slots is dropped after it.
     let before = slots.held().clone();
     let (tensors, ints) = (slots.counts().constants..slots.n_values(), 0..slots.n_ints());
-    let mut chain = chain(slots, graph, index, &mut Place::default())?;
+    let mut chain = chain(slots, graph, index, &mut ChainPosition::default())?;
     let (first, n) = slots.counts().buffers;
     let after = slots.held();
     if (first..first + n).any(|slot| after.tensors.get(&slot) != before.tensors.get(&slot)) {
@@ -195,7 +195,8 @@ fn init(slots: &mut Slots, graph: fb::MLXGraph) -> Result<(Chain, Vec<Value>)> {
 }
 
 fn main_chain(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Chain> {
-    let mut chain = chain(slots, graph, graph.main_chain_idx() as usize, &mut Place::default())?;
+    let mut chain =
+        chain(slots, graph, graph.main_chain_idx() as usize, &mut ChainPosition::default())?;
     for slot in graph.output_map().into_iter().flatten() {
         chain.outputs.push(match slot.slot_type() {
             fb::SlotType::TensorSlot => Out::Tensor(slots.read(&fb::Tid::new(slot.idx()))?),
@@ -210,28 +211,33 @@ fn main_chain(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Chain> {
     Ok(chain)
 }
 
-/// The most chains inside one another.
+/// The most nested chains.
 const MAX_INSIDE: usize = 16;
 
-/// The most instructions of a program, with those of chains as often as they stand inside others.
+/// The most instructions of a program, counting a chain once for each place where it is used.
 const MAX_INSTRUCTIONS: usize = 1 << 20;
 
-/// The most slots that are copied for chains inside others.
+/// The most slots that are copied for nested chains.
 const MAX_COPIED: usize = 1 << 24;
 
-/// Where a chain stands.
+/// The position in the nested chains, and the totals so far.
 #[derive(Default)]
-struct Place {
-    /// The chains around it.
+struct ChainPosition {
+    /// The enclosing chains.
     around: Vec<usize>,
     /// The instructions so far, in all chains.
     n_instructions: usize,
-    /// The slots that were copied so far, once for each chain inside another.
+    /// The slots that were copied so far, once for each nested chain.
     n_copied: usize,
 }
 
-/// Decodes a chain with those inside it.
-fn chain(slots: &mut Slots, graph: fb::MLXGraph, index: usize, place: &mut Place) -> Result<Chain> {
+/// Decodes a chain and its nested chains.
+fn chain(
+    slots: &mut Slots,
+    graph: fb::MLXGraph,
+    index: usize,
+    place: &mut ChainPosition,
+) -> Result<Chain> {
     let chains = graph.instruction_chains();
     if index >= chains.len() {
         fail!(Program, "chain {index} is to run, the program has {}", chains.len());
@@ -247,7 +253,7 @@ fn chain(slots: &mut Slots, graph: fb::MLXGraph, index: usize, place: &mut Place
             fail!(Program, "the program has more than {MAX_INSTRUCTIONS} instructions");
         }
         if matches!(instruction.op_type(), fb::OpNode::IfNode | fb::OpNode::ScanNode) {
-            // What all slots hold is copied.
+            // All held values are copied.
             place.n_copied += slots.held().tensors.len() + slots.held().ints.len();
             if place.n_copied > MAX_COPIED {
                 fail!(Program, "the program has too many chains inside others for its tensors");
@@ -266,7 +272,7 @@ fn chain(slots: &mut Slots, graph: fb::MLXGraph, index: usize, place: &mut Place
     Ok(chain)
 }
 
-/// Returns what the payload tells of a tensor.
+/// Returns the payload's description of a tensor.
 pub fn meta<'a>(graph: fb::MLXGraph<'a>, slot: u32) -> Result<fb::TensorMeta<'a>> {
     match graph.tensor_meta() {
         Some(metas) if (slot as usize) < metas.len() => Ok(metas.get(slot as usize)),
@@ -281,7 +287,7 @@ fn dim(dim: fb::ShapeDim) -> Dim {
     }
 }
 
-/// Returns the name without the prefix that separates the names of several methods.
+/// Returns the name without the prefix that distinguishes the names of several methods.
 pub fn slot_name(names: &Names, slot: u32) -> String {
     names.get(&slot).map_or_else(
         || format!("tensor {slot}"),
@@ -343,7 +349,7 @@ mod tests {
     fn every_operation_that_is_missing_is_named_at_once() {
         let payload = program(
             |builder| {
-                // The schema may grow: these are numbers of operations to come.
+                // The schema may grow: these are numbers of future operations.
                 let tid = fb::Tid::new(0);
                 let mut unknown = |number| {
                     let args = fb::TanNodeArgs { x: Some(&tid), out: Some(&tid) };

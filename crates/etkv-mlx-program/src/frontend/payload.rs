@@ -5,7 +5,7 @@ use flatbuffers::VerifierOptions;
 use crate::error::{fail, Error, Result, Status};
 use crate::fb;
 
-/// The header: 4 bytes of padding, the magic, and the place of the data after the flatbuffer.
+/// The header: 4 bytes of padding, the magic, and the offset and size of the data after the flatbuffer.
 const HEADER: usize = 24;
 const MAGIC: &[u8] = b"MLX0";
 /// The newest format that this build reads.
@@ -14,8 +14,8 @@ const MAX_VERSION: u32 = 1;
 /// Verifies a payload and returns its program.
 ///
 /// # Errors
-/// [`Program`](Status::Program) for a payload that is damaged or foreign, and
-/// [`Version`](Status::Version) for one of a newer format.
+/// [`Program`](Status::Program) for a payload that is damaged or foreign, and [`Version`](Status::Version)
+/// for one of a newer format.
 pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
     if payload.len() < HEADER {
         fail!(Program, "the payload has {} bytes, its header alone has {HEADER}", payload.len());
@@ -49,13 +49,12 @@ pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
     Ok(graph)
 }
 
-/// Returns the bytes read of a flatbuffer of at most `n_bytes`, counted once for each reference to
-/// them.
+/// Returns the limits for a flatbuffer of at most `n_bytes`. Bytes count once for each reference to them.
 ///
-/// The exporter writes every table, list and name for one place. If many places name the same one,
-/// a small payload stands for any amount of work and memory. So the bytes read are bounded by the
-/// payload's size. A table has at least 8 bytes. A byte of the exporter's counts up to 5 times: a
-/// table counts its list of fields, which others share.
+/// The exporter writes every table, list and name for one reference. If many references named the same one, a
+/// small payload could cause any amount of work and memory. So the bytes read are bounded by the payload's
+/// size. A table has at least 8 bytes. A byte of the exporter's payload counts up to 5 times: a table counts
+/// its list of fields, which others share.
 fn limits(n_bytes: usize) -> VerifierOptions {
     VerifierOptions {
         max_depth: 64,

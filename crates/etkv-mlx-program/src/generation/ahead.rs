@@ -1,4 +1,4 @@
-//! The steps of answers, one of them ahead of the host.
+//! The steps of answers with async decode: the next step is enqueued before the host reads the token.
 
 use std::sync::Arc;
 
@@ -15,31 +15,31 @@ use crate::TARGET;
 use etkv::mlx;
 use etkv::{MlxCache, Step};
 
-/// Tokens that are being computed.
+/// Tokens whose computation is enqueued.
 pub(super) struct Ahead {
     /// The answers that they continue.
     pub answers: Vec<usize>,
     pub chosen: Chosen,
-    /// The number of the step that computes them, if it waits to be committed.
+    /// The number of the step that computes them, if it is not committed yet.
     pub step: Option<u64>,
-    /// Whether that step is committed and its values are not read.
+    /// Whether that step is committed and its values are not read yet.
     pub unread: bool,
 }
 
 impl Generation {
-    /// Commits the step that computes the next tokens of the answers that go on, `active`, or runs it.
-    /// Then starts the step behind it. Returns the tokens, perhaps not computed yet.
+    /// Commits the step that computes the next tokens of the `active` answers, or runs it. Then starts the
+    /// next step. Returns the tokens, whose computation may still run.
     pub(super) fn advance(&mut self, active: Vec<usize>) -> Result<Ahead> {
         let shared = self.cache.clone();
-        // Until the values of the step are read: others must not build on it before.
+        // The lock is held until the values of the step are read: other calls must not build on it before.
         let mut cache = shared.lock()?;
         let coming = match self.ahead.take() {
             Some(ahead) => self.settled(&mut *cache, ahead)?,
             None => self.again(&mut *cache, active)?,
         };
         if self.runs_ahead(&*cache, coming.answers.len())? {
-            // Where it fails, nothing runs ahead: the next call runs the step, and tells why if it fails
-            // again.
+            // If this fails, nothing runs ahead: the next call runs the step, and returns the error if it
+            // fails again.
             match self.run_ahead(&mut *cache, &coming) {
                 Ok(next) => self.ahead = next,
                 Err(error) => debug!(target: TARGET, %error, "no step runs ahead"),
@@ -52,7 +52,8 @@ impl Generation {
         }
     }
 
-    /// Returns whether the next step, of so many tokens, begins before those of this one are read.
+    /// Returns whether the next step, with this number of tokens, begins before the tokens of this one are
+    /// read.
     fn runs_ahead(&self, cache: &MlxCache, tokens: usize) -> Result<bool> {
         match self.options.run_ahead {
             RunAhead::Auto => Ok(mlx::on_gpu()? && !self.is_fast(cache, tokens)),
@@ -61,17 +62,17 @@ impl Generation {
         }
     }
 
-    /// Returns whether an executor runs a step of so many tokens, which is faster than to run ahead.
+    /// Returns whether an executor runs steps of this number of tokens. That is faster than async decode.
     fn is_fast(&self, cache: &MlxCache, tokens: usize) -> bool {
         let executor = self.program.0.executor.as_ref();
         self.options.sampling.takes_greatest()
             && executor.is_some_and(|executor| executor.suits(cache, tokens))
     }
 
-    /// Reads whether the values of the committed step are finite, and waits for them. If they are not,
-    /// neither it nor the step behind it is there.
+    /// Checks whether the values of the committed step are finite, and waits for them. If they are not, that
+    /// step and the next one are undone.
     fn check(&mut self, cache: &mut MlxCache, mut coming: Ahead) -> Result<Ahead> {
-        // Outside of MLX. If it fails, reading the tokens tells why.
+        // Waits outside of MLX. If this fails, reading the tokens returns the error.
         let waited = mlx::enter().and_then(|mut mlx| mlx.outside(|| coming.chosen.wait()));
         coming.unread = false;
         let Err(error) = cache.check_unread() else {
@@ -84,7 +85,7 @@ impl Generation {
         release(coming.chosen);
         let _held = mlx::hold();
         self.ahead = None;
-        // Tokens that the device did not compute cannot be read again either.
+        // Tokens that the device failed to compute cannot be read again.
         self.broken = waited.as_ref().err().cloned();
         Err(waited.err().unwrap_or(error.into()))
     }
@@ -115,8 +116,8 @@ impl Generation {
         }
     }
 
-    /// Commits a step that was set aside, `unread`: before its values are read. Returns `false` if it was
-    /// rolled back meanwhile.
+    /// Commits a step that was set aside; with `unread`, before its values are read. Returns `false` if it
+    /// was rolled back meanwhile.
     fn commit(
         &self,
         cache: &mut MlxCache,
@@ -126,7 +127,7 @@ impl Generation {
     ) -> Result<bool> {
         let mut mlx = mlx::enter()?;
         if cache.sequences().is_some() && !unread {
-            // Its commit reads whether all values are finite, and would wait for them in MLX.
+            // The commit reads whether all values are finite, and would wait for them inside MLX.
             mlx.outside(|| chosen.wait())?;
         }
         let Some(step) = Step::resume(cache, number) else {
@@ -157,8 +158,7 @@ impl Generation {
         Ok(Ahead { answers, chosen, step: None, unread: false })
     }
 
-    /// Runs tokens of these answers, and commits the step. Returns the tokens that follow if they are
-    /// asked for.
+    /// Runs tokens of these answers, and commits the step. Returns the tokens that follow if requested.
     pub(super) fn run(
         &mut self,
         cache: &mut MlxCache,
@@ -182,7 +182,8 @@ impl Generation {
         let mut mlx = mlx::enter()?;
         if choose && self.is_fast(cache, tokens.len()) {
             let program = &self.program.0;
-            // Only the last row of an answer is read. Where it is not finite, reading the token says so.
+            // Only the last row of an answer is read. If it is not finite, reading the token returns an
+            // error.
             let take = |mlx: &mut mlx::Mlx, ids: &[i32]| {
                 mlx.run(|| Chosen::known(&ids[ids.len().saturating_sub(answers.len())..]))
             };
@@ -208,7 +209,7 @@ impl Generation {
         })
     }
 
-    /// Starts the step behind tokens that are being computed, for the answers that may go on.
+    /// Starts the step after tokens that are being computed, for the answers that may go on.
     fn run_ahead(&mut self, cache: &mut MlxCache, coming: &Ahead) -> Result<Option<Ahead>> {
         let of_row = |row: usize| &self.answers[coming.answers[row]];
         let rows: Vec<usize> = (0..coming.answers.len())
@@ -237,14 +238,14 @@ impl Generation {
                     step: Some(number),
                     unread: false,
                 }),
-                // Such a cache was passed by above.
+                // Such a cache was excluded above.
                 _ => None,
             })
         })
     }
 }
 
-/// Rolls a step back that was set aside.
+/// Rolls back a step that was set aside.
 pub(super) fn roll_back(cache: &mut MlxCache, number: u64) {
     if cache.resume(number) {
         cache.set_aside();
@@ -253,7 +254,7 @@ pub(super) fn roll_back(cache: &mut MlxCache, number: u64) {
     }
 }
 
-/// Drops tokens that are not read, under the lock of MLX.
+/// Drops unread tokens, under the lock of MLX.
 pub(super) fn release(chosen: Chosen) {
     let _held = mlx::hold();
     drop(chosen);

@@ -1,4 +1,4 @@
-//! Prompts, and how far their answers are.
+//! Prompts, and the state of their answers.
 
 use crate::error::{fail, Result};
 use etkv::MlxCache;
@@ -9,7 +9,7 @@ use etkv::MlxCache;
 pub struct Prompt {
     /// The sequence to continue; 0 in a cache of one.
     pub sequence: i32,
-    /// The tokens behind what the sequence holds, at least one.
+    /// The tokens after what the sequence holds, at least one.
     pub tokens: Vec<i64>,
 }
 
@@ -34,7 +34,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Returns the answer to a prompt, which has not begun.
+    /// Returns a new answer to a prompt.
     pub fn new(cache: &MlxCache, prompt: Prompt) -> Result<Self> {
         Ok(Self {
             sequence: prompt.sequence,

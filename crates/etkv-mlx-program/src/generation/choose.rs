@@ -1,4 +1,4 @@
-//! A step of the host's own whose tokens the device chooses: those of a verification.
+//! A step that the host runs itself and whose tokens the device chooses: a verification.
 
 use super::sampler::{finite, Sampler};
 use super::step::last_rows;
@@ -7,20 +7,20 @@ use crate::runtime::{Program, TextInputs, Tokens};
 use etkv::mlx;
 
 impl Program {
-    /// Runs one step on the program's cache, as [`execute`](Self::execute) does, and returns the id of the
-    /// greatest logit of each token's row, the first of equal ones. The logits stay on the device: on a GPU
-    /// it takes longer to copy those of a few tokens than to verify these.
+    /// Runs one step on the program's cache, as [`execute`](Self::execute) does, and returns the argmax of
+    /// each token's row of logits, the first of equals. The logits stay on the device: on a GPU copying those
+    /// of a few tokens takes longer than verifying the tokens.
     ///
-    /// A tree is verified by its tokens in the order in which it was proposed, and a step of several
-    /// sequences is declared before.
+    /// To verify a tree, pass its tokens in the order in which they were proposed. A step of several
+    /// sequences is declared first.
     ///
     /// # Errors
     /// - [`InvalidArgument`](etkv::Status::InvalidArgument) without tokens, with another number of
     ///   positions, and for a program without a cache.
     /// - [`Unsupported`](etkv::Status::Unsupported) for a program whose inputs are not tokens `[1, T]` and
-    ///   positions `[T]`, and for several tokens of one that gives the last row only.
-    /// - Those of the cache for positions that it refuses, and [`Backend`](etkv::Status::Backend), also
-    ///   for logits that are not finite. The step is rolled back.
+    ///   positions `[T]`, and for several tokens of a program that returns the last row only.
+    /// - Those of the cache for positions that it refuses, and [`Backend`](etkv::Status::Backend), also for
+    ///   logits that are not finite. The step is rolled back.
     pub fn choose(&self, tokens: &[i64], positions: &[i32]) -> Result<Vec<i64>> {
         let loaded = &self.0;
         let Some(cache) = &loaded.cache else {

@@ -12,11 +12,11 @@ use crate::runtime::{Program, TextInputs};
 use etkv::mlx;
 use etkv::ProgramCache;
 
-/// Answers to one prompt, or to several in one cache of sequences.
+/// Answers to one prompt, or to several prompts in one cache of sequences.
 ///
-/// A cache that the host changes while it waits for the next token, such as by a step of its own on
-/// another sequence, is no error: the step that ran ahead runs again. If the answer's own sequence
-/// changed, the next call fails.
+/// The host may change the cache between two tokens, for example by a step of its own on another sequence:
+/// the step that was enqueued ahead then runs again. If the answer's own sequence changed, the next call
+/// fails.
 pub struct Generation {
     pub(super) program: Program,
     pub(super) cache: ProgramCache,
@@ -24,10 +24,10 @@ pub struct Generation {
     pub(super) sampler: Sampler,
     pub(super) options: GenerationOptions,
     pub(super) answers: Vec<Answer>,
-    /// The first token of each prompt that was read.
+    /// The first token after each prompt that was read.
     firsts: Vec<Chosen>,
     pub(super) ahead: Option<Ahead>,
-    /// The error of tokens that could not be read, after which the answers cannot go on.
+    /// The error of tokens that could not be read. The answers cannot go on after it.
     pub(super) broken: Option<Error>,
     /// The most tokens of a step of a prompt.
     chunk: usize,
@@ -41,7 +41,9 @@ impl Generation {
     /// - [`InvalidArgument`](etkv::Status::InvalidArgument) for no prompt, a prompt without tokens,
     ///   several prompts for one sequence, several with a program that was loaded for the last row of
     ///   the logits, and options out of their range.
-    /// - [`Capacity`](etkv::Status::Capacity) if the prompts do not fit the cache.
+    /// - [`InvalidArgument`](etkv::Status::InvalidArgument) for no prompt, a prompt without tokens, several
+    ///   prompts for one sequence, several with a program that was loaded for the last row of the logits, and
+    ///   options out of their range.
     pub fn new(
         program: &Program,
         prompts: Vec<Prompt>,
@@ -101,16 +103,15 @@ impl Generation {
         })
     }
 
-    /// Returns the tokens of the prompts that have not run.
+    /// Returns the number of tokens of the prompts that have not run yet.
     pub fn waiting(&self) -> usize {
         self.answers.iter().map(|answer| answer.n_prompt.saturating_sub(answer.done)).sum()
     }
 
-    /// Runs the next step of the prompts, and returns the tokens that then have not run.
+    /// Runs the next step of the prompts. Returns the number of tokens that then have not run yet.
     ///
     /// # Errors
-    /// Those of [`Program::execute`]. The steps before stay: the host may call again, or roll the
-    /// sequence back.
+    /// Those of [`Program::execute`]. Earlier steps stay: the host may call again, or roll the sequence back.
     pub fn read_prompts(&mut self) -> Result<usize> {
         let reading = |answer: &Answer| answer.done < answer.n_prompt;
         let Some(index) = self.answers.iter().position(reading) else {
@@ -136,12 +137,12 @@ impl Generation {
         Ok(waiting)
     }
 
-    /// Returns the next token of each answer that goes on. Runs what has not run of the prompts. Empty
-    /// once all answers have ended.
+    /// Returns the next token of each answer that goes on. Runs the rest of the prompts first. Empty once all
+    /// answers have ended.
     ///
     /// # Errors
-    /// Those of [`Program::execute`], [`Position`](etkv::Status::Position) if the cache no longer
-    /// holds the text so far, and [`Backend`](etkv::Status::Backend) for logits that are not finite.
+    /// Those of [`Program::execute`]; [`Position`](etkv::Status::Position) if the cache no longer holds the
+    /// text so far, and [`Backend`](etkv::Status::Backend) for logits that are not finite.
     pub fn next_tokens(&mut self) -> Result<Vec<Generated>> {
         if let Some(error) = &self.broken {
             return Err(error.clone());
@@ -164,9 +165,9 @@ impl Generation {
         taken
     }
 
-    /// Rolls back the step that runs ahead, if there is one. The cache then holds the prompts that were
-    /// read and all tokens of the answers but the last of each. [`next_tokens`](Self::next_tokens) goes
-    /// on from there.
+    /// Rolls back the step that was enqueued ahead, if there is one. The cache then holds the prompts that
+    /// were read and the tokens of each answer except the last. [`next_tokens`](Self::next_tokens) goes on
+    /// from there.
     pub fn pause(&mut self) {
         let Some(number) = self.ahead.as_ref().and_then(|ahead| ahead.step) else {
             return;
@@ -179,7 +180,7 @@ impl Generation {
         }
     }
 
-    /// Takes the tokens that were computed into the texts, and tells which answers have ended.
+    /// Appends the computed tokens to the texts, and returns which answers have ended.
     fn take(&mut self, answers: &[usize], ids: &[i64]) -> Result<Vec<Generated>> {
         let cache = self.cache.lock()?;
         let mut generated = Vec::new();
@@ -231,7 +232,7 @@ pub(super) fn read(chosen: Chosen) -> Result<Vec<i64>> {
         }
     };
     let ids = mlx.outside(|| chosen.wait()).and_then(|()| chosen.ids());
-    // Before MLX is free.
+    // Dropped before other threads may use MLX.
     drop(chosen);
     ids
 }

@@ -1,10 +1,10 @@
-//! Answers of a program, token by token, with the choice of each token on the device.
+//! Answers of a program, token by token. The device chooses the tokens.
 //!
-//! A step does not need the token that the host has: its input is the token that the step before chose, on
-//! the device. So the next step starts before the host has read the last token, and the device does
-//! not wait for the host. That step is set aside until the host asks for more. If it does not, or the
-//! answer has ended, the step is rolled back: the cache holds what the host has, but for the last
-//! token, as it does when the host runs each step itself.
+//! Async decode: a step does not need the token on the host, since its input is the token that the previous
+//! step chose on the device. So the next step starts before the host has read the last token, and the device
+//! does not wait for the host. That step is set aside until the host asks for the next token. If the host
+//! does not, or the answer has ended, the step is rolled back: the cache then holds all tokens of the host
+//! but the last, as if the host had run each step itself.
 
 mod ahead;
 mod answer;
@@ -21,11 +21,11 @@ pub use self::device_loop::Generation;
 use self::sampler::Sampler;
 use self::step::{last_rows, withdraw};
 
-/// How answers are made.
+/// Options of generation.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct GenerationOptions {
-    /// How tokens are chosen.
+    /// Sampling parameters.
     pub sampling: Sampling,
     /// The most tokens of an answer.
     pub max_tokens: usize,
@@ -39,13 +39,13 @@ pub struct GenerationOptions {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RunAhead {
-    /// On a GPU, but for steps that are one launch. On a CPU nothing is gained: MLX then copies each buffer
-    /// that the step before still reads.
+    /// On a GPU, except for captured steps. On a CPU nothing is gained: MLX then copies each buffer that the
+    /// previous step still reads.
     #[default]
     Auto,
-    /// Each step starts when its token is asked for.
+    /// Each step starts when its token is requested.
     Never,
-    /// Also on a CPU.
+    /// On a CPU, too.
     Always,
 }
 
@@ -64,9 +64,9 @@ impl Default for GenerationOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum End {
-    /// The token is one that ends it.
+    /// The token ends it.
     Stop,
-    /// It has as many tokens as it may have.
+    /// It has the maximum number of tokens.
     Length,
     /// The cache is full.
     Capacity,
@@ -76,7 +76,7 @@ pub enum End {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Generated {
-    /// The index of the prompt that it answers.
+    /// The index of its prompt.
     pub prompt: usize,
     /// The token id.
     pub token: i64,

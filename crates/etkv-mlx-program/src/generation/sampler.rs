@@ -1,4 +1,4 @@
-//! Chooses tokens on the device, as [`Sampling::choose`] does on the host.
+//! Samples tokens on the device, as [`Sampling::choose`] does on the host.
 
 use etkv_delegate::Sampling;
 use mlx_rs::ops::indexing::argmax_axis;
@@ -9,18 +9,18 @@ use mlx_rs::{Array, Dtype};
 use crate::error::{fail, Result};
 use etkv::mlx::{self, cast, slice_axis};
 
-/// The tokens that one step chooses, perhaps not computed yet.
+/// The tokens that one step chooses. Their computation may still run.
 pub struct Chosen {
     /// Token ids, `[B]`, int32.
     pub tokens: Array,
-    /// `[B]`, float32: not finite where the logits were no numbers.
+    /// `[B]`, float32: not finite if the logits are not finite.
     witness: Array,
-    /// A number that every id is below.
+    /// An upper bound of the ids, which are less.
     pub below: i32,
 }
 
 impl Chosen {
-    /// Returns tokens that the host knows. One less than 0 stands for logits that are not finite.
+    /// Returns tokens that the host knows. A negative one stands for logits that are not finite.
     pub fn known(ids: &[i32]) -> Result<Self> {
         let n = ids.len() as i32;
         let below = ids.iter().max().map_or(0, |most| most + 1);
@@ -34,7 +34,7 @@ impl Chosen {
         [&self.tokens, &self.witness]
     }
 
-    /// Waits until the tokens are computed, which was started before.
+    /// Waits for the computation of the tokens, which was started before.
     pub fn wait(&self) -> Result<()> {
         self.arrays().into_iter().try_for_each(mlx::wait)
     }
@@ -49,7 +49,7 @@ impl Chosen {
         finite(&ids, |row| witness[row].is_finite())
     }
 
-    /// Returns these tokens in one list, in order, and starts its computation.
+    /// Returns these tokens in one list, in order, and starts the computation.
     pub fn joined(mut parts: Vec<Self>) -> Result<Self> {
         if parts.len() == 1 {
             return Ok(parts.swap_remove(0));
@@ -75,7 +75,7 @@ impl Chosen {
     }
 }
 
-/// Returns the ids of rows, all of which `is_finite`.
+/// Returns the ids of rows for all of which `is_finite` is true.
 ///
 /// # Errors
 /// [`Backend`](etkv::Status::Backend) for logits that are not finite.
@@ -86,7 +86,7 @@ pub fn finite(ids: &[i32], is_finite: impl Fn(usize) -> bool) -> Result<Vec<i64>
     Ok(ids.iter().copied().map(i64::from).collect())
 }
 
-/// Chooses tokens as a [`Sampling`] says.
+/// Chooses tokens with the parameters of a [`Sampling`].
 #[derive(Default)]
 pub struct Sampler {
     sampling: Sampling,
@@ -109,7 +109,7 @@ impl Sampler {
     /// that count as repeated; `draws` are numbers from 0 to 1, one for each row.
     ///
     /// # Errors
-    /// [`InvalidArgument`](etkv::Status::InvalidArgument) for a bias of a token that has no logit.
+    /// [`InvalidArgument`](etkv::Status::InvalidArgument) for a bias of a token without a logit.
     pub fn choose(
         &mut self,
         logits: &Array,
@@ -153,11 +153,12 @@ impl Sampler {
         let found = logits.take_along_axis(recent, -1)?;
         let [less, more] = [found.divide(&penalty)?, found.multiply(&penalty)?];
         let changed = select(found.gt(Array::from_f32(0.0))?, less, more)?;
-        // A token that comes twice gets the same value twice.
+        // A repeated token gets the same value twice.
         Ok(logits.put_along_axis(recent, changed, -1)?)
     }
 
-    /// Chooses the first token at which the weights of the kept tokens up to it exceed `draws` of all.
+    /// Chooses the first token at which the cumulative weight of the kept tokens exceeds `draws` of the
+    /// total.
     fn drawn(&self, logits: &Array, draws: &Array) -> Result<Chosen> {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
         let vocabulary = logits.dim(-1);
@@ -173,7 +174,8 @@ impl Sampler {
         let mut p = softmax_axis(&logits, -1, true)?;
         if top_p < 1.0 {
             let sorted = sort_axis(&p, -1)?;
-            // All less a token and what is less probable is what is more probable.
+            // The total minus the weight of a token and all less probable ones is the weight of the more
+            // probable ones.
             let sums = sorted.cumsum(-1, false, true)?;
             let all = slice_axis(&sums, 1, vocabulary - 1, vocabulary, 1)?;
             let kept = all.subtract(&sums)?.lt(Array::from_f32(top_p))?;
@@ -186,7 +188,7 @@ impl Sampler {
         }
         let sums = p.cumsum(-1, false, true)?;
         let all = slice_axis(&sums, 1, vocabulary - 1, vocabulary, 1)?;
-        // Sums that are added in parallel may grow at a token that is not kept.
+        // Parallel sums may grow at a token that is not kept.
         let passed = sums.gt(all.multiply(draws)?)?.logical_and(p.gt(&zero)?)?;
         let none = Array::from_int(vocabulary);
         let ids = arange::<_, i32>(0, vocabulary, None)?.reshape(&[1, vocabulary])?;
@@ -251,7 +253,7 @@ mod tests {
         .unwrap();
     }
 
-    /// A step of one launch gives ids, and -1 for logits that are not finite.
+    /// A captured step returns ids, and -1 for logits that are not finite.
     #[test]
     fn known_tokens_are_refused_where_their_logits_are_not_finite() {
         mlx::run(|| {

@@ -1,4 +1,4 @@
-//! A step of answers: its tokens, its logits, and the tokens that are chosen from them.
+//! A step of answers: its tokens, its logits, and the tokens sampled from them.
 
 use std::sync::Arc;
 
@@ -12,18 +12,18 @@ use crate::runtime::Tokens;
 use etkv::mlx::{self, slice_axis, Mlx};
 use etkv::{MlxCache, Step};
 
-/// The tokens of one step: several of one answer, or one of each of several.
+/// The tokens of one step: several of one answer, or one of each of several answers.
 pub(super) struct Batch<'a> {
     pub answers: &'a [usize],
     pub tokens: Tokens<'a>,
     pub positions: &'a [i32],
-    /// Whether tokens are chosen from its logits.
+    /// Whether tokens are sampled from its logits.
     pub choose: bool,
 }
 
 impl Generation {
-    /// Starts a step, and calls `work` with it and with the tokens that it chooses. A failure leaves
-    /// nothing of the step.
+    /// Starts a step, and calls `work` with it and with the tokens that it chooses. If this fails, nothing of
+    /// the step remains.
     pub(super) fn with_step<T>(
         &mut self,
         mlx: &mut Mlx,
@@ -61,7 +61,7 @@ impl Generation {
     ) -> Result<(Option<Chosen>, Step<'c>)> {
         self.declare(cache, batch.answers, batch.positions.len())?;
         let program = &self.program.0;
-        // Of a prompt only the last row is chosen from.
+        // For a prompt only the last row is sampled.
         let one_row = batch.answers.len() == 1;
         let (logits, step) =
             program.logits(mlx, &self.inputs, &batch.tokens, batch.positions, one_row, cache)?;
@@ -87,8 +87,8 @@ impl Generation {
         Ok((Some(chosen), step))
     }
 
-    /// Returns the tokens that count as repeated, `[B, n]`: those of the texts, and those that the
-    /// device has chosen.
+    /// Returns the tokens that count as repeated, `[B, n]`: those of the texts, and those that the device has
+    /// chosen.
     fn recent(&self, batch: &Batch, vocabulary: i32) -> Result<Option<Array>> {
         let sampling = &self.options.sampling;
         if !sampling.is_repetition_penalized() {
@@ -104,11 +104,11 @@ impl Generation {
         let mut ids: Vec<i32> = Vec::new();
         for text in texts() {
             let recent = &text[text.len() - text.len().min(most)..];
-            // A token that comes twice counts once.
+            // A repeated token counts once.
             let filler = recent.first().copied().into_iter().cycle();
             let row = recent.iter().copied().chain(filler).take(width);
             for id in row {
-                // MLX writes whatever lies at an index past the end.
+                // MLX does not check an index past the end and overwrites other memory.
                 match i32::try_from(id) {
                     Ok(id) if id < vocabulary => ids.push(id),
                     _ => fail!(
@@ -128,10 +128,10 @@ impl Generation {
     }
 }
 
-/// Withdraws what was declared for a step that does not come.
+/// Withdraws the declaration of a step that will not run.
 pub fn withdraw(cache: &mut MlxCache) {
     if let Some(cells) = cache.sequences_mut() {
-        // No step is open, so it cannot be refused.
+        // No step is open, so this cannot be refused.
         let _ = cells.cancel_step();
     }
 }

@@ -1,7 +1,7 @@
 //! Runs a program once before its first real step.
 //!
-//! The first run of a shape costs a GPU what later ones do not: kernels are compiled or read from the
-//! disk, libraries choose their ways, buffers are made. A warm-up pays it while the program is loaded.
+//! The first run of a shape has extra costs on a GPU: kernels are compiled or read from the disk, libraries
+//! choose their algorithms, and buffers are allocated. A warm-up pays them while the program is loaded.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -13,26 +13,26 @@ use tracing::{debug, info};
 use super::{last_rows, withdraw, Sampler};
 use crate::error::Result;
 use crate::ops::ROWS_THAT_RECUR;
-use crate::runtime::{Program, TextInputs, Tokens, Wanted};
+use crate::runtime::{Program, RequestedOutputs, TextInputs, Tokens};
 use crate::TARGET;
 use etkv::kernels;
 use etkv::mlx::{self, Mlx};
 use etkv::MlxCache;
 
-/// The tokens of steps that are no prompt's: one of an answer, and some to verify.
+/// The tokens of steps other than a prompt's: one of an answer, and some to verify.
 const FEW: [i32; 5] = [1, 2, 8, 16, 32];
 
-/// The most tokens of a chain that is captured for caches of trees: one of an answer, and as many candidates as are
-/// worth it where a text does not repeat itself.
+/// The most tokens of a chain that is captured for caches of trees: one of an answer, and the number of
+/// candidates that pays off in a text without repetition.
 const CHAIN: i32 = 7;
 
-/// The tokens of steps that are captured for caches of trees besides: a draft that is fed with hidden states reads a
-/// prompt with them, other programs the rest of one, and drafts what came since their last candidates. Each number is
-/// another plan, and these have all kernels that there are.
+/// The tokens of further steps that are captured for caches of trees: a draft that is fed with hidden states
+/// reads a prompt with them, other programs read the rest of one, and drafts read what was added since their
+/// last candidates. Each number is another plan, and together these use all kernels.
 const READ: [i32; 3] = [16, 32, 64];
 
-/// The most candidates of a tree that is captured. Those of a level do not see each other, which is another kernel
-/// for a few numbers of tokens.
+/// The most candidates of a tree that is captured. Candidates of one level do not see each other, which needs
+/// another kernel for a few numbers of tokens.
 const TREE: i32 = 9;
 
 /// The most tokens of a step that is warmed up.
@@ -42,7 +42,7 @@ const MAX: i32 = 2048;
 struct WarmStep {
     sequences: Vec<i32>,
     positions: Vec<i32>,
-    /// Whether it stays for the next one.
+    /// Whether it stays in the cache for the next one.
     stays: bool,
 }
 
@@ -54,14 +54,14 @@ impl WarmStep {
 }
 
 /// Returns the numbers of tokens of the steps, if a step may have up to `most`: a few, and those that
-/// [products](crate::ops::ROWS_THAT_RECUR) are filled up to.
+/// [products](crate::ops::ROWS_THAT_RECUR) are padded to.
 fn lengths(most: i32) -> BTreeSet<i32> {
     let prompts = (1..).map(|n| n * ROWS_THAT_RECUR).take_while(|&n| n <= MAX);
     FEW.into_iter().chain(prompts).map(|n| most.min(n)).collect()
 }
 
-/// Runs up to `steps` steps, and returns how many ran. Ends quietly before one that the memory budget
-/// refuses.
+/// Runs up to `steps` steps, and returns how many ran. Stops without an error before a step that the memory
+/// budget refuses.
 fn run_allowed(steps: usize, run: &mut dyn FnMut(usize) -> Result<()>) -> Result<usize> {
     for index in 0..steps {
         match run(index) {
@@ -77,17 +77,16 @@ fn run_allowed(steps: usize, run: &mut dyn FnMut(usize) -> Result<()>) -> Result
 }
 
 impl Program {
-    /// On a GPU, runs steps of several lengths on the program's cache, if that is empty, rolls them
-    /// back, and frees the buffers that they needed. Calls `progress` before each, and at the end, with
-    /// the steps that ran and that there are. Returns the number of steps that ran: none on a CPU, where
-    /// the first run takes no longer than later ones, and none for a program that is neither a language model nor a
-    /// draft that is fed with hidden states.
-    /// It ends before the first step that the [`MemoryBudget`](etkv_core::MemoryBudget) does not allow: such a
-    /// step does not come later either.
+    /// On a GPU, runs steps of several lengths on the program's cache, if the cache is empty, rolls them
+    /// back, and frees the buffers that they needed. Calls `progress` before each step, and at the end, with
+    /// the number of steps that ran and the total. Returns the number of steps that ran. It is 0 on a CPU,
+    /// where the first run takes no longer than later ones, and for a program that is neither a language
+    /// model nor a draft fed with hidden states. Stops before the first step that the
+    /// [`MemoryBudget`](etkv_core::MemoryBudget) refuses: it would refuse such a step later, too.
     ///
     /// # Errors
-    /// Those of [`execute`](Self::execute), and of [`AttendCache`](etkv::AttendCache) if the cache is
-    /// in use. The buffers are freed then too.
+    /// Those of [`execute`](Self::execute), and of [`AttendCache`](etkv::AttendCache) if the cache is in use.
+    /// The buffers are freed then, too.
     pub fn warm_up(&self, progress: &mut dyn FnMut(usize, usize)) -> Result<usize> {
         if !mlx::on_gpu()? {
             return Ok(0);
@@ -116,7 +115,7 @@ impl Program {
         let mut steps: Vec<WarmStep> = fitting.map(WarmStep::of).collect();
         let has_sequences = cache.sequences().is_some();
         if most >= 2 && has_sequences && cache.can_extend(3) {
-            // Two sequences need a mask, and slots that are apart: the second one leaves room behind
+            // Two sequences need a mask, and slots that are not contiguous: the second one leaves room after
             // the first.
             steps.push(WarmStep { stays: true, ..WarmStep::of(1) });
             steps.push(WarmStep { sequences: vec![0, 1], positions: vec![1, 0], stays: false });
@@ -129,14 +128,14 @@ impl Program {
         if let Some(cells) = cache.sequences_mut() {
             cells.seq_rm(0, 0..i32::MAX)?;
         }
-        // Other caches may need what the steps grew, also where one of them failed.
+        // Other caches may need the memory that the steps allocated, even if one of them failed.
         let cleared = match cache.config().growth {
             Growth::Upfront => Ok(()),
             _ => cache.clear(true),
         };
         let ran = ran?;
         cleared?;
-        // After the clearing: graphs name the buffers that the first real steps have.
+        // After the clearing, so that graphs name the buffers of the first real steps.
         run_allowed(1, &mut |_| self.capture_ahead_of_time(&mut mlx, &mut *cache))?;
         if cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full) {
             mlx.run(kernels::compile_masked)?;
@@ -146,8 +145,8 @@ impl Program {
         Ok(ran)
     }
 
-    /// Warms up a program that is fed with hidden states: its steps of a few tokens, if they are captured. Longer ones
-    /// use what those of its model have compiled. Returns the number of steps that ran.
+    /// Warms up a program that is fed with hidden states: its steps of a few tokens, if they are captured.
+    /// Longer steps use kernels that its model has compiled. Returns the number of steps that ran.
     fn capture_draft(
         &self,
         cache: &mut MlxCache,
@@ -163,9 +162,10 @@ impl Program {
         Ok(ran)
     }
 
-    /// Captures the steps that come first: one token, on caches of trees also chains of [candidates](CHAIN), steps that
-    /// [read text](READ) and [trees](TREE), and a token of a second sequence, whose keys are behind those of the
-    /// first: its attention is another kernel, which steps of several sequences and trees need.
+    /// Captures the steps that come first: one token; on caches of trees also chains of [candidates](CHAIN),
+    /// steps that [read text](READ) and [trees](TREE); and a token of a second sequence, whose keys come
+    /// after those of the first: its attention is another kernel, which steps of several sequences and trees
+    /// need.
     fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
         let (chain, read) = if cache.trees().is_some() { (CHAIN, &READ[..]) } else { (1, &[][..]) };
         let firsts = (1..=chain).chain(read.iter().copied()).map(|tokens| (0, tokens));
@@ -173,7 +173,7 @@ impl Program {
         let mut captured = Ok(());
         for (sequence, tokens) in firsts.chain(second) {
             if captured.is_ok() && sequence == 1 {
-                // The slots of the first sequence are taken.
+                // The first sequence still has its slots.
                 captured = self.capture_step(mlx, cache, 0, 1);
             }
             if captured.is_err() {
@@ -188,14 +188,14 @@ impl Program {
             }
         }
         if cache.length() > 0 || captured.is_err() {
-            // Undoes also the conversion of a `quantized_kv_start` that a step reaches.
+            // Also undoes the conversion if a step reached `quantized_kv_start`.
             cache.clear(false)?;
         }
         captured
     }
 
-    /// Captures a step of a sequence from position 0 on, if it can be: as hosts run it that read logits, of text or of
-    /// candidates, and as the device runs it that chooses tokens.
+    /// Captures a step of a sequence from position 0 on, if possible: for hosts that read logits, of text or
+    /// of candidates, and for the device that chooses tokens.
     fn capture_step(
         &self,
         mlx: &mut Mlx,
@@ -208,9 +208,9 @@ impl Program {
         }
         let leaves_out = self.0.logits == LogitsRows::Proposed && tokens > 1;
         let all = [
-            (Wanted::Logits, !leaves_out || tokens <= CHAIN),
-            (Wanted::LastLogits, leaves_out),
-            (Wanted::Chosen, self.chooses()),
+            (RequestedOutputs::Logits, !leaves_out || tokens <= CHAIN),
+            (RequestedOutputs::LastLogits, leaves_out),
+            (RequestedOutputs::Chosen, self.chooses()),
         ];
         let positions: Vec<i32> = (0..tokens).collect();
         for wanted in all.into_iter().filter_map(|(wanted, comes)| comes.then_some(wanted)) {
@@ -225,11 +225,11 @@ impl Program {
         Ok(())
     }
 
-    /// Captures steps of candidates behind the text of sequence 0, if it has some: without any, candidates have no keys
-    /// in common.
+    /// Captures steps of candidates after the text of sequence 0, if it has some: without text, candidates
+    /// have no keys in common.
     fn capture_trees(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
         let text = cache.length();
-        let kinds = [(Wanted::Logits, true), (Wanted::Chosen, self.chooses())];
+        let kinds = [(RequestedOutputs::Logits, true), (RequestedOutputs::Chosen, self.chooses())];
         if text == 0 {
             debug!(target: TARGET, "no trees are captured: no text is");
             return Ok(());
@@ -250,7 +250,8 @@ impl Program {
         Ok(())
     }
 
-    /// Returns whether the device may choose tokens. The host feeds a draft with hidden states.
+    /// Returns whether the device may choose tokens. For a draft that is fed with hidden states the host
+    /// does.
     fn chooses(&self) -> bool {
         TextInputs::find(&self.0.inputs).is_ok()
     }
@@ -268,7 +269,7 @@ impl Program {
             cells.begin_step(&step.sequences)?;
         }
         let began = Instant::now();
-        // As such steps come: a few tokens may be candidates, whose logits are all wanted.
+        // As real steps do: a few tokens may be candidates, for which all logits are needed.
         let one_row = tokens.len() > FEW[FEW.len() - 1] as usize;
         let ran: Result<_> = loaded.stream.run(mlx, || {
             let tokens = Tokens::Host(&tokens);
@@ -311,7 +312,7 @@ mod tests {
         use crate::error::{Error, Status};
         use etkv::MlxStore;
 
-        // The budget is the process's. No cache of another test has so many bytes.
+        // The budget belongs to the process. No cache of another test has so many bytes.
         let mut config = CacheConfig::uniform(1, 1, 4, i32::MAX);
         config.growth = Growth::Upfront;
         let budget = MemoryBudget::global();

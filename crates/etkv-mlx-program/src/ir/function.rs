@@ -2,16 +2,16 @@
 
 use mlx_rs::Dtype;
 
-/// A function of tensors and integers, which an [`Op::Call`](super::Op::Call) has in the order that is said
-/// here. Names and attributes are those of ExecuTorch's schema, which documents them.
+/// A function of tensors and integers. An [`Op::Call`](super::Op::Call) has its arguments in the order that
+/// is documented here. Names and attributes are those of ExecuTorch's schema, which documents them.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub enum Function {
-    // Of each element.
+    // Bitwise, of each element.
     BitwiseAnd,
     BitwiseOr,
     BitwiseXor,
-    /// Of `x`, then of the bounds that exist.
+    /// The arguments are `x`, then the bounds that exist.
     Clip {
         a_min: bool,
         a_max: bool,
@@ -86,12 +86,12 @@ pub enum Function {
         v: Fill,
         dtype: Dtype,
     },
-    /// Of the tensor whose shape it has. The dtype is that tensor's where none is given.
+    /// The argument is the tensor whose shape it has. Without a dtype it has that tensor's.
     FullLike {
         v: Fill,
         dtype: Option<Dtype>,
     },
-    /// The integers are the shape, and the seed if there is one.
+    /// The integers are the shape, then the seed if there is one.
     RandomBits {
         width: i32,
         seed: bool,
@@ -102,11 +102,11 @@ pub enum Function {
         dtype: Dtype,
     },
 
-    // The same elements, elsewhere.
+    // The same elements in another layout.
     /// The integers are the shape, then the strides.
     AsStrided {
         offset: u64,
-        /// The axes that its only reader reduces; none where something else reads it.
+        /// The axes that its only reader reduces; `None` if it has other readers.
         reduced: Option<Vec<i32>>,
     },
     /// The integers are the shape.
@@ -144,20 +144,20 @@ pub enum Function {
     },
 
     // By index.
-    /// Of `x`, then of the indices along each axis.
+    /// The arguments are `x`, then the indices along each axis.
     Gather {
         axes: Vec<i32>,
         slice_sizes: Vec<i32>,
     },
-    /// Of the destination, the update and the indices.
+    /// The arguments are the destination, the update and the indices.
     IndexCopy {
         axis: i32,
     },
-    /// Of `x`, the indices and the updates.
+    /// The arguments are `x`, the indices and the updates.
     ScatterAdd {
         axis: i32,
     },
-    /// Of the destination and the update. The integers are axis, start and stop.
+    /// The arguments are the destination and the update. The integers are axis, start and stop.
     SliceUpdate {
         step: i32,
     },
@@ -167,21 +167,22 @@ pub enum Function {
 
     // Products.
     Conv(Convolution),
-    /// Of packed rows, scales, biases if there are any, and the scale of the whole if there is one.
+    /// The arguments are packed rows, scales, biases if there are any, and the global scale if there is one.
     Dequantize {
         packing: Packing,
         biases: bool,
         global_scale: bool,
         dtype: Option<Dtype>,
     },
-    /// Of `a` and `b`, then of the indices that exist. The integer, if there is one, says whether those of
-    /// `b` are sorted.
+    /// The arguments are `a` and `b`, then the indices that exist. The integer, if there is one, says whether
+    /// those of `b` are sorted.
     GatherMm {
         lhs: bool,
         rhs: bool,
         sorted: bool,
     },
-    /// Of `x`, packed rows and scales, then of biases and indices that exist. The integer as above.
+    /// The arguments are `x`, packed rows and scales, then biases and indices that exist. The integer as
+    /// above.
     GatherQmm {
         packing: Packing,
         transpose: bool,
@@ -190,7 +191,7 @@ pub enum Function {
         rhs: bool,
         sorted: bool,
     },
-    /// Of `x`, packed rows, scales, and biases if there are any.
+    /// The arguments are `x`, packed rows, scales, and biases if there are any.
     PackedMatmul {
         packing: Packing,
         transpose: bool,
@@ -198,8 +199,8 @@ pub enum Function {
     },
 
     // Attention.
-    /// Of `x`, of the offsets if they are a tensor, and of frequencies if there are any. The integer is
-    /// the offset if there is one.
+    /// The arguments are `x`, the offsets if they are a tensor, and frequencies if there are any. The integer
+    /// is the offset if there is one.
     Rope {
         dims: i32,
         traditional: bool,
@@ -208,17 +209,17 @@ pub enum Function {
         offsets: bool,
         freqs: bool,
     },
-    /// Of queries, keys, values, and a mask if there is one.
+    /// The arguments are queries, keys, values, and a mask if there is one.
     Sdpa {
         scale: f32,
         causal: bool,
         mask: bool,
-        /// Made by a pass: answers the last query only. The integer is the number of queries.
+        /// Made by a pass: computes the last query only. The integer is the number of queries.
         last_query: bool,
     },
 }
 
-/// The axes that a function reduces; none means all.
+/// The axes that a function reduces; an empty list means all.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub struct Reduction {
@@ -237,13 +238,13 @@ pub struct OneAxis {
 /// The number that fills a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Fill {
-    /// Known when the program was exported.
+    /// A constant of the exported program.
     Literal(f64),
     /// The last of the call's integers.
     Last,
 }
 
-/// What stands around a padded tensor.
+/// The values around a padded tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PadMode {
     /// A number.
@@ -252,19 +253,19 @@ pub enum PadMode {
     Edge,
 }
 
-/// A convolution of one, two or three dimensions, which are as many as there are strides.
+/// A convolution of one, two or three dimensions: the number of strides.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub struct Convolution {
     pub stride: Vec<i32>,
     pub padding: Vec<i32>,
     pub dilation: Vec<i32>,
-    /// Of a transposed convolution.
+    /// For a transposed convolution.
     pub output_padding: Option<Vec<i32>>,
     pub groups: i32,
 }
 
-/// How the rows of a weight are packed.
+/// The packing of the rows of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Packing {
@@ -273,7 +274,7 @@ pub struct Packing {
     pub bits: i32,
 }
 
-/// MLX's ways to pack rows.
+/// MLX's packing modes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum PackingMode {

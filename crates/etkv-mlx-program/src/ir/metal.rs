@@ -102,7 +102,7 @@ impl fmt::Display for Gguf {
     }
 }
 
-/// The kernel's name, without the form of a product that it is for.
+/// The kernel's name, without the suffix for its form of product.
 impl fmt::Display for MetalKernel {
     fn fmt(&self, out: &mut fmt::Formatter) -> fmt::Result {
         match self {

@@ -1,8 +1,7 @@
-//! The instructions of a program, typed, over values each of which is written once.
+//! The instructions of a program, typed, over values that are each written once.
 //!
-//! The payload reuses tensor slots, and an instruction may write the slot that it reads. Here every
-//! write makes a new value. So "the value that linear 12 makes" is unique, and passes can reason
-//! about uses.
+//! The payload reuses tensor slots, and an instruction may write the slot that it reads. Here every write
+//! makes a new value. So "the value that linear 12 makes" is unique, and passes can reason about uses.
 
 mod function;
 mod metal;
@@ -29,7 +28,7 @@ pub struct IntValue(pub u32);
 /// An integer argument.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Int {
-    /// Known when the program was exported. `i64::MAX` means "to the end".
+    /// Constant since the export. `i64::MAX` means "to the end".
     Literal(i64),
     /// Known when the program runs.
     Value(IntValue),
@@ -40,7 +39,8 @@ pub enum Int {
 pub enum Out {
     /// A tensor.
     Tensor(Value),
-    /// Several tensors: this value and the next ones, in all this many. No output of a chain.
+    /// Several tensors: this value and the following ones, this many in total. They are never outputs of a
+    /// chain.
     Tensors(Value, u32),
     /// An integer.
     Int(IntValue),
@@ -75,27 +75,27 @@ pub struct Constant {
     pub shape: Vec<i32>,
     /// Its dtype.
     pub dtype: Dtype,
-    /// Made by a pass: the constants whose rows follow its own. Each has its shape but for the
-    /// number of rows. The shape is still that of its own rows.
+    /// Made by a pass: the constants whose rows follow its own. Each has the same shape except for the number
+    /// of rows. The shape is still that of its own rows.
     pub joined: Vec<Constant>,
 }
 
 /// A dimension of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dim {
-    /// The dimension is always this.
+    /// The dimension always has this size.
     Static(i32),
-    /// The dimension is at most this, if there is a limit. The exporter's lower limit belongs to
-    /// its tracing: programs also run on one token.
+    /// The dimension has at most this size, if there is a limit. The exporter's lower limit is an artifact of
+    /// tracing: programs also run on one token.
     UpTo(Option<i32>),
 }
 
 /// An input of the program.
 #[derive(Debug, Clone)]
 pub enum InputSpec {
-    /// A tensor, and the value that it becomes.
+    /// A tensor, and its value.
     Tensor {
-        /// The value that it becomes.
+        /// The value of the input.
         value: Value,
         /// The name in messages.
         name: String,
@@ -104,11 +104,11 @@ pub enum InputSpec {
         /// ExecuTorch's number of its dtype.
         scalar_type: i8,
     },
-    /// An integer, and the value that it becomes.
+    /// An integer, and its value.
     Int(IntValue),
 }
 
-/// A straight run of instructions and its outputs.
+/// A sequence of instructions without branches, and its outputs.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Chain {
     /// The instructions, in order.
@@ -117,22 +117,22 @@ pub struct Chain {
     pub outputs: Vec<Out>,
 }
 
-/// A tensor that a program keeps from one call to the next, such as the rows of a cache of its own.
+/// A tensor that a program keeps from one call to the next, such as the rows of its own cache.
 #[derive(Debug, Clone)]
 pub struct Buffer {
     /// Its name in the program.
     pub name: String,
     /// Its shape.
     pub shape: Vec<i32>,
-    /// Its dtype. Its elements begin as zeros.
+    /// Its dtype. Its elements are initially zero.
     pub dtype: Dtype,
-    /// What a call finds in it.
+    /// Its value at the beginning of a call.
     pub value: Value,
 }
 
 impl Chain {
-    /// Calls `visit` with every tensor that the chain reads or makes; of several that an instruction makes,
-    /// with the first.
+    /// Calls `visit` with every tensor that the chain reads or makes. For an instruction that makes several,
+    /// this is the first.
     pub fn for_each_value(&mut self, visit: &mut dyn FnMut(&mut Value)) {
         for instruction in &mut self.instructions {
             instruction.op.for_each_read(visit);
@@ -168,8 +168,8 @@ impl Chain {
     }
 }
 
-/// A program. Values `0..constants.len()` are its constants, the next ones its tensor inputs, then those of
-/// its buffers, and instructions make the rest.
+/// A program. Values `0..constants.len()` are its constants, then come its tensor inputs, then its buffers,
+/// and instructions make the rest.
 #[derive(Debug, Clone)]
 pub struct Graph {
     /// Constants, in the order of their values.
@@ -180,10 +180,10 @@ pub struct Graph {
     pub init: Chain,
     /// The constants that `init`'s outputs replace.
     pub init_targets: Vec<Value>,
-    /// Runs at every call. Its outputs are those of the program, and then what each buffer has after the
-    /// call.
+    /// Runs at every call. Its outputs are those of the program, followed by the value of each buffer after
+    /// the call.
     pub main: Chain,
-    /// What the program keeps between calls.
+    /// The tensors that the program keeps between calls.
     pub buffers: Vec<Buffer>,
     /// The number of tensor values.
     pub n_values: u32,
@@ -208,7 +208,7 @@ impl Graph {
         Value(self.n_values - n)
     }
 
-    /// Lets everything that reads a value in `renamed` read another one instead, in the main chain.
+    /// Replaces each value in `renamed` by another one wherever the main chain reads it.
     pub fn rename(&mut self, renamed: &HashMap<Value, Value>) {
         if renamed.is_empty() {
             return;
@@ -224,10 +224,9 @@ impl Graph {
         }
     }
 
-    /// Adds constants that the init chain makes: it computes each of the values of `made`, which
-    /// the main chain made before.
+    /// Adds constants that the init chain computes: the values of `made`, which the main chain made before.
     ///
-    /// Constants come first, so all other values move up.
+    /// Constants come first, so all other values are renumbered.
     pub fn make_at_load(&mut self, made: Vec<Instruction>) {
         let (old, n) = (self.constants.len() as u32, made.len() as u32);
         let moved = |value: &mut Value| {

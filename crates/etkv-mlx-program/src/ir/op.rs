@@ -28,7 +28,7 @@ pub enum Unary {
     Expm1,
     Floor,
     Gelu,
-    /// With tanh in place of the error function.
+    /// With tanh instead of the error function.
     GeluTanh,
     Log,
     Log10,
@@ -78,7 +78,7 @@ pub enum IntBinary {
     Subtract,
 }
 
-/// The elements that `Take` takes.
+/// The elements that `Take` selects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Index {
     /// One element; the axis is removed.
@@ -99,30 +99,30 @@ pub struct Affine {
 /// The arguments of an `RmsNorm`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Norm {
-    /// What each normalized feature is multiplied by.
+    /// The weight of each normalized feature.
     pub weight: Option<Value>,
-    /// What is added to the mean square.
+    /// The number that is added to the mean square.
     pub eps: f32,
 }
 
-/// How the features of a product are heads, the first of which rotate by rotary embedding.
+/// The layout of a product's features as heads. The first heads rotate by rotary embedding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Heads {
-    /// The tokens of the product.
+    /// The number of tokens of the product.
     pub tokens: Int,
     /// Features of a head.
     pub head_dim: i32,
     /// The heads.
     pub n: i32,
-    /// Where the heads are cut into pieces: the heads before each cut.
+    /// The boundaries of the pieces of heads: the number of heads before each.
     pub at: Vec<i32>,
-    /// How many heads rotate: those of the first pieces. The last piece does not.
+    /// How many heads rotate: those of all pieces but the last.
     pub rotated: i32,
     /// The position of each token.
     pub offsets: Value,
     /// As in [`Op::Rotary`].
     pub periods: Value,
-    /// The dtype of the heads that rotate.
+    /// The dtype of the rotated heads.
     pub dtype: Dtype,
 }
 
@@ -131,15 +131,15 @@ pub struct Heads {
 pub struct Scan {
     /// The axis, of all of `originals`.
     pub axis: i32,
-    /// The tensors that are cut along the axis.
+    /// The tensors that are split along the axis.
     pub originals: Vec<Value>,
-    /// What the body reads of each: the element of this run.
+    /// The body's value for each: the element of this run.
     pub sliced: Vec<Value>,
-    /// What the first run reads in the place of each of `inside`.
+    /// The value of each of `inside` in the first run.
     pub carried: Vec<Value>,
-    /// What the body reads of what the run before has left.
+    /// The body's values that the previous run has computed.
     pub inside: Vec<Value>,
-    /// The outputs that are stacked. The body's other outputs are what the next run reads.
+    /// The number of outputs that are stacked. The body's other outputs are the values for the next run.
     pub n_stacked: usize,
     /// The instructions.
     pub body: Chain,
@@ -182,8 +182,8 @@ pub enum Op {
         stop: Int,
         step: i32,
     },
-    /// One of the pieces of a Split: `start..stop` of an axis whose size is in `sizes`, or the
-    /// program contradicts itself.
+    /// One of the pieces of a Split: `start..stop` of an axis whose size is in `sizes`; otherwise the program
+    /// is inconsistent.
     Piece {
         x: Value,
         axis: i32,
@@ -191,28 +191,28 @@ pub enum Op {
         stop: i32,
         sizes: RangeInclusive<i32>,
     },
-    /// Made by a pass: the pieces of an axis that is cut at these places, in order. Results are
-    /// several tensors. The axis has a size in `sizes`, as for `Piece`.
+    /// Made by a pass: the pieces of an axis that is split at these places, in order. Results are several
+    /// tensors. The axis has a size in `sizes`, as for `Piece`.
     Split {
         x: Value,
         axis: i32,
         at: Vec<i32>,
         sizes: RangeInclusive<i32>,
     },
-    /// Made by a pass: a reshape, then a transposition. One reshape will do where the axes of more
-    /// than one element stay in order, as those of a single token.
+    /// Made by a pass: a reshape, then a transposition. One reshape is enough if the axes of more than one
+    /// element stay in order, such as those of a single token.
     ReshapeTranspose {
         x: Value,
         shape: Vec<Int>,
         perm: Vec<i32>,
     },
-    /// Made by a pass: a transposition, then a reshape, likewise.
+    /// Made by a pass: a transposition, then a reshape, in the same way.
     TransposeReshape {
         x: Value,
         perm: Vec<i32>,
         shape: Vec<Int>,
     },
-    /// Made by a pass: a function of `x`, times another tensor if there is one. One launch on a GPU.
+    /// Made by a pass: a function of `x`, times another tensor if there is one. One kernel launch on a GPU.
     Activation {
         function: Unary,
         x: Value,
@@ -268,7 +268,7 @@ pub enum Op {
         layer: usize,
         scale: f32,
         out_dtype: Option<Dtype>,
-        /// Made by a pass: only the last query's row is wanted.
+        /// Made by a pass: only the last query's row is computed.
         last_query: bool,
     },
     /// Made by a pass: `x` times the transpose of a weight `[out, in]`, or times a weight that is
@@ -279,9 +279,9 @@ pub enum Op {
         bias: Option<Value>,
         transposed: bool,
     },
-    /// Made by a pass: a `Linear` with what a layer does around it. `x` is normalized first if there is a
-    /// norm. If there is a gate, the result is its function of the first half of the features, times the
-    /// second half. Then `plus` is added. One launch on a GPU for a few rows.
+    /// Made by a pass: a `Linear` with the operations around it in a layer. `x` is normalized first if there
+    /// is a norm. If there is a gate, the result is its function of the first half of the features, times the
+    /// second half. Then the residual `plus` is added. One kernel launch on a GPU for a few rows.
     LinearBlock {
         x: Value,
         weight: Value,
@@ -291,8 +291,8 @@ pub enum Op {
         gate: Option<Unary>,
         plus: Option<Value>,
     },
-    /// Made by a pass: a `Linear` of rows that are normalized first if there is a norm, whose features are
-    /// heads. Makes the pieces, `[1, heads, T, head_dim]`. One launch on a GPU for a few rows.
+    /// Made by a pass: a `Linear` whose features are heads, and whose rows are normalized first if there is a
+    /// norm. Makes the pieces, `[1, heads, T, head_dim]`. One kernel launch on a GPU for a few rows.
     LinearHeads {
         x: Value,
         weight: Value,
@@ -306,16 +306,15 @@ pub enum Op {
         x: Value,
         index: Value,
     },
-    /// Made by a pass: the rotary embedding of `x`, `[1, heads, T, head_dim]`, whose token `i` is at
-    /// `offsets[i]`, in `dtype`. Element `j` rotates together with `head_dim / 2 + j`, by `1 /
-    /// periods[j]` a position.
+    /// Made by a pass: the rotary embedding of `x`, `[1, heads, T, head_dim]`, in `dtype`. Token `i` is at
+    /// `offsets[i]`. Element `j` rotates together with `head_dim / 2 + j`, by `1 / periods[j]` a position.
     Rotary {
         x: Value,
         offsets: Value,
         periods: Value,
         dtype: Dtype,
     },
-    /// Made by a pass: one over each element of a constant, in one axis.
+    /// Made by a pass: the reciprocal of each element of a constant, in one axis.
     RotaryPeriods {
         inverse: Value,
     },
@@ -323,27 +322,27 @@ pub enum Op {
     LastToken {
         x: Value,
     },
-    /// Made by a pass: that row in a run that wants no other logits, and all of `x` in others.
+    /// Made by a pass: that row in a run that needs no other logits, and all of `x` in other runs.
     WantedRows {
         x: Value,
     },
-    /// A function that no pass looks into, of tensors and integers in the order that it says.
+    /// A function that no pass looks into, of tensors and integers in the order that it documents.
     Call {
         function: Function,
         tensors: SmallVec<[Value; 4]>,
         ints: Vec<Int>,
     },
-    /// One of two chains, which have as many outputs, all tensors. The results are those of the one that
-    /// runs.
+    /// One of two chains, which have the same number of outputs, all tensors. The results are those of the
+    /// chain that runs.
     If {
         cond: Int,
         then: Box<Chain>,
         otherwise: Box<Chain>,
     },
     /// A chain that runs for each element of an axis. The results are its outputs, each stacked along that
-    /// axis, and then what it carries after the last element.
+    /// axis, and then the carried values after the last element.
     Scan(Box<Scan>),
-    /// A Metal kernel, by what it computes. Results have these shapes; several are several tensors.
+    /// A Metal kernel, identified by its computation. Results have these shapes; several are several tensors.
     MetalKernel {
         kernel: MetalKernel,
         inputs: Vec<Value>,
@@ -353,7 +352,7 @@ pub enum Op {
         x: Value,
         dim: i32,
     },
-    /// The element of a tensor that has one.
+    /// The element of a tensor with one element.
     ItemInt {
         x: Value,
     },
@@ -365,7 +364,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Calls `visit` with every tensor that the instruction reads. Of chains inside it, also with those that
+    /// Calls `visit` with every tensor that the instruction reads. For nested chains, also with those that
     /// they make.
     pub fn for_each_read(&mut self, visit: &mut dyn FnMut(&mut Value)) {
         match self {
@@ -551,7 +550,7 @@ impl Op {
         }
     }
 
-    /// The name of the operation, the same for all of its kind.
+    /// The name of the operation, without its fields.
     pub fn kind(&self) -> String {
         match self {
             Op::UpdateAndAttend { .. } => String::from("UpdateAndAttend"),

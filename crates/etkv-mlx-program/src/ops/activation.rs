@@ -1,7 +1,7 @@
-//! Activations, and their products with a gate's other half, as one launch on a GPU.
+//! Activations, and their products with a gate's other half, as one kernel launch on a GPU.
 //!
-//! MLX's `compile` makes one kernel of a function's element-wise operations. The function is traced
-//! once for the dtypes and ranks of its arguments. Later calls compare these and make one node.
+//! MLX's `compile` makes one kernel of a function's element-wise operations. The function is traced once for
+//! the dtypes and ranks of its arguments. Later calls compare these and make one node.
 
 use std::sync::OnceLock;
 
@@ -16,7 +16,7 @@ use etkv::mlx::{self, arrays, check, Arrays};
 
 /// Returns the function of `x`, times `by` if there is one.
 pub fn run(frame: &Frame, function: Unary, x: &Array, by: Option<&Array>) -> Result<Array> {
-    // MLX compiles for the CPU with the C++ compiler of the machine that it runs on.
+    // On a CPU MLX would compile with the machine's C++ compiler.
     if !frame.on_gpu() {
         return plain(function, x, by);
     }
@@ -43,17 +43,17 @@ fn plain(function: Unary, x: &Array, by: Option<&Array>) -> Result<Array> {
     })
 }
 
-/// A function that MLX has compiled. It is made once and lives until the process ends: MLX knows
-/// compiled functions by their addresses, on each thread that has called them.
-struct Compiled {
+/// A function compiled by MLX. It is made once and lives until the process ends: MLX identifies compiled
+/// functions by their addresses, on each thread that has called them.
+struct CompiledFunction {
     function: unsafe extern "C" fn(*mut mlx_vector_array, mlx_vector_array) -> i32,
     made: OnceLock<Result<Closure>>,
 }
 
 struct Closure(mlx_closure);
 
-// SAFETY: the closure has no state of its own; it is used under the lock of MLX only, by one thread
-// at a time.
+// SAFETY: the closure has no state of its own; it is used under the lock of MLX only, by one thread at a
+// time.
 unsafe impl Send for Closure {}
 // SAFETY: as above.
 unsafe impl Sync for Closure {}
@@ -64,7 +64,7 @@ macro_rules! compiled {
             // SAFETY: MLX passes two live lists.
             unsafe { trace(Unary::$function, made, given) }
         }
-        static $name: Compiled = Compiled { function: $traced, made: OnceLock::new() };
+        static $name: CompiledFunction = CompiledFunction { function: $traced, made: OnceLock::new() };
     )+};
 }
 
@@ -77,7 +77,7 @@ compiled! {
     GELU_TANH_BY, trace_gelu_tanh_by: GeluTanh;
 }
 
-impl Compiled {
+impl CompiledFunction {
     /// Calls the function. The caller holds the lock of MLX.
     fn call(&self, arguments: &[&Array]) -> Result<Array> {
         let closure = match self.made.get_or_init(|| self.compile()) {
@@ -89,7 +89,7 @@ impl Compiled {
         check(unsafe { mlx_sys::mlx_closure_apply(made.as_raw_mut(), closure.0, given.as_raw()) })?;
         match <[Array; 1]>::try_from(made.to_vec()?) {
             Ok([array]) => Ok(array),
-            Err(made) => fail!(Internal, "a compiled function makes {} arrays", made.len()),
+            Err(made) => fail!(Internal, "a compiled function returns {} arrays", made.len()),
         }
     }
 
@@ -98,7 +98,7 @@ impl Compiled {
         unsafe {
             let plain = mlx_sys::mlx_closure_new_func(Some(self.function));
             let mut compiled = mlx_sys::mlx_closure_new();
-            // Any shapes: a prompt does not compile again.
+            // For any shapes, so that a prompt does not compile again.
             let status = check(mlx_sys::mlx_compile(&mut compiled, plain, true));
             mlx_sys::mlx_closure_free(plain);
             status.map(|()| Closure(compiled))
@@ -106,10 +106,10 @@ impl Compiled {
     }
 }
 
-/// Runs the function on placeholders, for MLX to record.
+/// Runs the function on placeholders, which MLX records.
 ///
-/// The recorded operations keep their stream. So they are recorded on the shared one, which lives
-/// until the process ends: that of an enclosing call may be gone at the next.
+/// The recorded operations keep their stream. So they are recorded on the shared stream, which lives until
+/// the process ends: the stream of an enclosing call may be gone at the next call.
 ///
 /// # Safety
 /// Both lists are live.
@@ -126,7 +126,7 @@ unsafe fn trace(function: Unary, made: *mut mlx_vector_array, given: mlx_vector_
     // A panic must not unwind into MLX.
     let traced = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| mlx::on_shared(traced)));
     match traced {
-        // SAFETY: the caller says that the list is live; it takes a reference of its own.
+        // SAFETY: the caller says that the list is live; it takes its own reference.
         Ok(Ok(array)) => unsafe {
             let one = [array.as_ptr()];
             mlx_sys::mlx_vector_array_set_data(made, one.as_ptr(), 1)
@@ -155,7 +155,7 @@ mod tests {
                     (trace_gelu_tanh_by, Unary::GeluTanh),
                 ];
                 for (function, kind) in traced {
-                    // The function itself: compiled, it needs a C++ compiler on the CPU.
+                    // The function itself: if compiled, it would need a C++ compiler on the CPU.
                     let (given, mut made) = (Arrays::of([&x, &y]), Arrays::empty());
                     // SAFETY: the handle is made and freed here; the lists outlive the call.
                     unsafe {

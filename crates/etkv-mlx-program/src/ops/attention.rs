@@ -1,4 +1,4 @@
-//! Attention: the op that reads and writes the cache, and MLX's own.
+//! Attention: the op that reads and writes the cache, and MLX's function.
 
 use mlx_rs::{Array, Dtype};
 
@@ -14,7 +14,7 @@ use etkv::mlx::{call, cast, slice_axis};
 use etkv::{attend, Mask};
 
 pub fn update_and_attend(slots: &mut Slots, node: fb::UpdateAndAttendNode) -> Result<Instruction> {
-    // The schema cannot require scalars, so it makes them optional.
+    // The schema cannot make scalars required, so they are optional there.
     let Some(layer) = node.layer_id() else {
         fail!(Program, "expected a layer_id of UpdateAndAttend, got none");
     };
@@ -67,7 +67,7 @@ pub fn run_sdpa(
         true => Some(arguments.tensor(3)?),
         false => None,
     };
-    // Marks are taken as they are, and numbers in the dtype of the queries.
+    // A boolean mask is used as it is, and an additive one in the dtype of the queries.
     let mask = mask.map(|mask| match mask.dtype() {
         Dtype::Bool => Ok(mask.clone()),
         _ => cast(mask, q.dtype()),
@@ -86,7 +86,7 @@ pub fn run_sdpa(
     let handle = mask.as_ref().map_or(none(), Array::as_ptr);
     let mode = if causal { c"causal" } else { c"" };
     let (q, k, v) = (q.as_ptr(), k.as_ptr(), v.as_ptr());
-    // SAFETY: the arrays are live, or none.
+    // SAFETY: the arrays are live, or empty handles.
     call(|made, stream| unsafe {
         mlx_sys::mlx_fast_scaled_dot_product_attention(
             made,
@@ -108,15 +108,15 @@ const TOKENS: usize = 2;
 
 /// Returns the last query of a step of `n` tokens.
 fn last_of(q: &Array, n: i32) -> Result<Array> {
-    // A query that broadcasts, or of other tokens, would not be the last token's.
+    // A query that broadcasts, or with other tokens, would not be that of the last token.
     if n < 1 || q.ndim() != 4 || q.dim(TOKENS as i32) != n {
         fail!(Program, "queries of shape {:?} in a step of {n} tokens", q.shape());
     }
     slice_axis(q, TOKENS, n - 1, n, 1)
 }
 
-/// Returns the row of the last of `n` queries of a mask `[..., T, L]`; one of fewer axes, or of one row,
-/// is for every query.
+/// Returns the row of the last of `n` queries of a mask `[..., T, L]`. A mask with fewer axes, or with one
+/// row, is for every query.
 fn last_row_of_mask(mask: Array, n: i32) -> Result<Array> {
     match mask.ndim().checked_sub(2) {
         Some(queries) if mask.dim(queries as i32) == n => slice_axis(&mask, queries, n - 1, n, 1),

@@ -1,5 +1,5 @@
-//! What is known of the elements of results without waiting for them: places in an axis, as an order or a choice
-//! makes them, lie within it. Indices that are known so need no check.
+//! Bounds of the elements of results that are known without waiting for them: indices from a sort or an
+//! argmax lie within their axis. Such indices need no check.
 
 use mlx_rs::Dtype;
 
@@ -7,7 +7,7 @@ use super::shape::normalize_axis;
 use crate::ir::{Function, OneAxis, Op, Value};
 use crate::ops::frame::Frame;
 
-/// Returns a number that the elements of an instruction's results are below, none of them negative.
+/// Returns an exclusive upper limit of the elements of an instruction's results, none of which is negative.
 pub fn limit(op: &Op, frame: &Frame) -> Option<i32> {
     match op {
         Op::Call { function, tensors, .. } => limit_of_call(function, *tensors.first()?, frame),
@@ -85,7 +85,7 @@ mod tests {
             assert_eq!(limit(&viewed, &frame), Some(5));
             let cast = |dtype| Op::AsType { x: places, dtype };
             assert_eq!(limit(&cast(Dtype::Int32), &frame), Some(5));
-            // It may not hold them.
+            // The dtype may not hold them.
             assert_eq!(limit(&cast(Dtype::Int8), &frame), None);
             let rows = Op::Reshape { x: other, shape: vec![Int::Literal(-1)] };
             assert_eq!(limit(&rows, &frame), None);

@@ -1,6 +1,6 @@
-//! Products with chosen weights on a CPU: for each weight that an index chooses one product of all its rows.
+//! Products with selected weights on a CPU: one product for each selected weight, with all of its rows.
 //!
-//! MLX multiplies row by row there, on one thread, and floats in float32 only.
+//! There MLX multiplies row by row, on one thread, and floats in float32 only.
 
 use mlx_rs::ops::{broadcast_to, concatenate};
 use mlx_rs::Array;
@@ -9,11 +9,11 @@ use super::shape::Sizes;
 use crate::error::{fail, Result};
 use etkv::mlx::slice_axis;
 
-/// The rows of a product by weight: the order in which those of one weight lie together, and the weights with
-/// the number of their rows.
+/// The rows of a product, grouped by weight: the order in which the rows of one weight are adjacent, and the
+/// weights with their numbers of rows.
 #[derive(Debug, PartialEq, Eq)]
 struct Groups {
-    /// `None` if the rows lie so already.
+    /// `None` if the rows are already in that order.
     order: Option<Vec<u32>>,
     weights: Vec<(i32, i32)>,
 }
@@ -37,7 +37,7 @@ impl Groups {
     }
 }
 
-/// Multiplies `x`, `[..., M, in]`, by the weight that the index of each matrix chooses: `[..., M, out]`, with
+/// Multiplies `x`, `[..., M, in]`, by the weight that the index of each matrix selects: `[..., M, out]`, with
 /// the leading axes `leading` of the indices. `product` multiplies rows, `[1, rows, in]`, by a weight.
 pub fn multiply(
     x: &Array,
@@ -75,7 +75,7 @@ pub fn multiply(
     Ok(made.reshape(&all)?)
 }
 
-/// Returns where each row lies in an order.
+/// Returns the index of each row in an order.
 fn inverse(order: &[u32]) -> Vec<u32> {
     let mut places = vec![0; order.len()];
     for (place, &row) in (0..).zip(order) {

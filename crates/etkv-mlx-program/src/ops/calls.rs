@@ -1,4 +1,4 @@
-//! The functions that no pass looks into: what they share, and the table of what runs them.
+//! The functions that no pass looks into: their common parts, and the table of their implementations.
 
 use mlx_rs::Array;
 use smallvec::SmallVec;
@@ -39,7 +39,7 @@ impl<'a> Arguments<'a, '_> {
     }
 }
 
-/// Decodes a call of tensors that make one tensor.
+/// Decodes a call that takes tensors and makes one tensor.
 pub fn decode(
     slots: &mut Slots,
     function: Function,
@@ -156,11 +156,11 @@ pub fn run(frame: &Frame, function: &Function, values: &[Value], ints: &[Int]) -
     }
 }
 
-/// Returns the axis of a tensor of so many axes, counted from the end where it is below zero.
+/// Returns an axis of a tensor with this number of axes. A negative one counts from the end.
 pub use super::shape::normalize_axis;
 pub use crate::ops::limits::check_size;
 
-/// An array that MLX takes for none.
+/// An empty handle, which MLX treats as an absent array.
 pub fn none() -> mlx_sys::mlx_array {
     mlx_sys::mlx_array { ctx: std::ptr::null_mut() }
 }

@@ -1,4 +1,4 @@
-//! Comparisons, logic and bits, and what chooses between elements.
+//! Comparisons, logic and bits, and selections between elements.
 
 use mlx_rs::{Array, Dtype};
 
@@ -55,7 +55,7 @@ pub fn choose(slots: &mut Slots, node: fb::WhereNode) -> Result<Instruction> {
 
 pub fn run_pair(function: &Function, arguments: &Arguments) -> Result<Array> {
     let (a, b) = (arguments.tensor(0)?, arguments.tensor(1)?);
-    // On its CPU MLX gives the opposite of a bool (0.32.2).
+    // On the CPU MLX returns the opposite for bools (0.32.2).
     let is_bool = a.dtype() == Dtype::Bool && b.dtype() == Dtype::Bool;
     let (a, b) = (a.as_ptr(), b.as_ptr());
     let work = match function {

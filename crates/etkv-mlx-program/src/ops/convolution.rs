@@ -10,7 +10,7 @@ use crate::ops::limits::{bytes_of, most_bytes};
 use crate::ops::slots::Slots;
 use etkv::mlx::call;
 
-/// The most of a stride, a padding and so on: more than any model has, and few enough that sizes do not
+/// The largest stride, padding and so on: more than any model has, and small enough that sizes do not
 /// overflow.
 const MAX: i32 = 1 << 20;
 
@@ -66,7 +66,7 @@ convolution! {
         };
 }
 
-/// Checks numbers: MLX divides by some of them.
+/// Checks the numbers, because MLX divides by some of them.
 fn check(convolution: &Convolution) -> Result<()> {
     let Convolution { stride, padding, dilation, output_padding, groups } = convolution;
     let from_one = stride.iter().chain(dilation).chain(std::iter::once(groups));
@@ -83,9 +83,9 @@ fn check(convolution: &Convolution) -> Result<()> {
     Ok(())
 }
 
-/// Checks the sizes of what MLX makes on the way, which it computes in 32 bits: the input with its
-/// paddings, and for a transposed convolution with its strides; the result; and on a CPU a row of the
-/// input for each element of the result.
+/// Checks the sizes of MLX's intermediates, which it computes in 32 bits: the input with its paddings, and
+/// for a transposed convolution with its strides; the result; and on a CPU a row of the input for each
+/// element of the result.
 fn check_sizes(x: &Array, w: &Array, convolution: &Convolution, on_gpu: bool) -> Result<()> {
     let Convolution { stride, padding, dilation, output_padding, .. } = convolution;
     let (rank, channels) = (stride.len(), x.dim(-1));
@@ -136,7 +136,7 @@ fn check_sizes(x: &Array, w: &Array, convolution: &Convolution, on_gpu: bool) ->
     }
 }
 
-/// The bytes of the rows of a convolution on a CPU, at most, as a multiple of those of a tensor.
+/// The most bytes of the rows of a convolution on a CPU, as a multiple of the bytes of a tensor.
 const ROWS: usize = 4;
 
 /// Runs a convolution of `x`, `[N, ..., C]`, with `w`, `[O, ..., C / groups]`.

@@ -36,7 +36,7 @@ fn fill(slots: &Slots, v: fb::FloatOrVid, ints: &mut Vec<Int>) -> Result<Fill> {
         return Ok(Fill::Literal(v.literal()));
     }
     let Some(vid) = v.vid() else {
-        fail!(Program, "a number names no value");
+        fail!(Program, "a number refers to no value");
     };
     ints.push(Int::Value(slots.read_int(vid)?));
     Ok(Fill::Last)
@@ -83,10 +83,10 @@ fn filled<'a>(arguments: &'a Arguments, v: Fill) -> Result<(&'a [i32], Array)> {
     })
 }
 
-/// Returns a number as MLX can have it: floats of 64 bits are none that a GPU has.
+/// Returns a number in a dtype that MLX supports: GPUs have no 64-bit floats.
 fn number(v: f64) -> Array {
     const EXACT: f64 = (1u64 << 53) as f64;
-    // Integers have no zero below zero.
+    // Integers have no negative zero.
     if v.fract() == 0.0 && v.abs() <= EXACT && (v != 0.0 || v.is_sign_positive()) {
         return Array::from_slice(&[v as i64], &[]);
     }
@@ -96,7 +96,7 @@ fn number(v: f64) -> Array {
 fn full_of(shape: &[i32], v: &Array, dtype: Dtype) -> Result<Array> {
     check_size(shape, dtype)?;
     let v = cast(v, dtype)?;
-    // SAFETY: the list is as long as is said, and the array is live.
+    // SAFETY: the list has the given length, and the array is live.
     call(|made, stream| unsafe {
         mlx_sys::mlx_full(made, shape.as_ptr(), shape.len(), v.as_ptr(), dtype.into(), stream)
     })
@@ -120,9 +120,9 @@ pub fn run_random_bits(arguments: &Arguments, width: i32, seed: bool) -> Result<
     };
     check_size(shape, Dtype::Uint32)?;
     let key = seed.map(|seed| {
-        // The bits of the seed, as ExecuTorch takes them.
+        // The bits of the seed, as ExecuTorch uses them.
         let seed = i64::from(seed) as u64;
-        // SAFETY: an empty handle, which the call fills or leaves.
+        // SAFETY: an empty handle, which the call fills or leaves empty.
         unsafe {
             let mut key = mlx_sys::mlx_array_new();
             let status = mlx_sys::mlx_random_key(&mut key, seed);
@@ -132,7 +132,7 @@ pub fn run_random_bits(arguments: &Arguments, width: i32, seed: bool) -> Result<
     });
     let key = key.transpose()?;
     let handle = key.as_ref().map_or(none(), Array::as_ptr);
-    // SAFETY: the list is as long as is said. Without a key MLX has its own.
+    // SAFETY: the list has the given length. Without a key MLX uses its own.
     call(|made, stream| unsafe {
         mlx_sys::mlx_random_bits(made, shape.as_ptr(), shape.len(), width, handle, stream)
     })

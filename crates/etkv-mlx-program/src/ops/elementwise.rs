@@ -151,7 +151,7 @@ fn run_gelu(x: &Array, bell: impl Fn(&Array) -> mlx_rs::error::Result<Array>) ->
     cast(&gelu, x.dtype())
 }
 
-/// Returns the integers next to `x` towards zero.
+/// Returns `x` rounded towards zero.
 fn truncated(x: &Array) -> Result<Array> {
     if !is_float(x.dtype()) {
         return Ok(x.clone());
@@ -181,7 +181,7 @@ pub fn run_binary(function: Binary, a: &Array, b: &Array) -> Result<Array> {
     })
 }
 
-/// Returns quotients rounded down. MLX rounds those of integers towards zero.
+/// Returns quotients rounded down. MLX rounds quotients of integers towards zero.
 fn floor_divided(a: &Array, b: &Array) -> Result<Array> {
     if is_float(a.dtype()) || is_float(b.dtype()) {
         return Ok(a.floor_divide(b)?);
@@ -199,7 +199,7 @@ fn floor_divided(a: &Array, b: &Array) -> Result<Array> {
     }
 }
 
-/// Returns what is left of a division rounded down, of the sign of the divisor.
+/// Returns the remainder of a division that rounds down. It has the sign of the divisor.
 fn rest(a: &Array, b: &Array) -> Result<Array> {
     if is_float(a.dtype()) || is_float(b.dtype()) {
         return Ok(a.remainder(b)?);
@@ -207,8 +207,8 @@ fn rest(a: &Array, b: &Array) -> Result<Array> {
     Ok(a.remainder(divisor(b)?)?)
 }
 
-/// Returns divisors with 1 in the place of 0 and of -1: a processor stops a program that divides an integer
-/// by zero, or the least one by -1.
+/// Returns divisors with 1 instead of 0 and -1: a processor traps when an integer is divided by zero, or the
+/// smallest one by -1.
 fn divisor(b: &Array) -> Result<Array> {
     let one = Array::from_int(1).as_dtype(b.dtype())?;
     let mut stops = b.eq(Array::from_int(0))?;
@@ -236,7 +236,7 @@ mod tests {
         }
     }
 
-    /// Sums the integral of the normal distribution.
+    /// Integrates the normal distribution numerically.
     fn gelu(x: f64) -> f64 {
         let n = 20_000;
         let width = (x + 12.0) / f64::from(n);
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn integers_are_divided_as_pythons_are() {
         etkv::mlx::run(|| {
-            // The last two stop a processor: they are divided otherwise.
+            // The last two would trap: they are divided in another way.
             let a = Array::from_slice(&[7, -7, 7, -7, 6, i32::MIN, 5], &[7]);
             let b = Array::from_slice(&[2, 2, -2, -2, -1, -1, 0], &[7]);
             let quotients = run_binary(Binary::FloorDivide, &a, &b)?;

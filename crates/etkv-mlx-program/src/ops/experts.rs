@@ -1,4 +1,4 @@
-//! Products with weights that an index chooses, as a mixture of experts has them.
+//! Products with weights selected by an index, for a mixture of experts.
 
 use mlx_rs::{Array, Dtype};
 
@@ -15,7 +15,7 @@ use crate::ops::slots::Slots;
 use etkv::kernels::Product;
 use etkv::mlx::{call, cast, optional_int, slice_axis};
 
-/// Returns the integer that says whether indices are sorted, where it is known only at run time.
+/// Returns the integer that says whether indices are sorted, if it is known only at run time.
 fn sorted_flag(slots: &Slots, flag: Option<fb::IntOrVid>) -> Result<Vec<Int>> {
     flag.into_iter().map(|flag| slots.int(flag)).collect()
 }
@@ -54,8 +54,8 @@ fn is_sorted(arguments: &Arguments, sorted: bool) -> bool {
     arguments.ints.first().map_or(sorted, |&flag| flag != 0)
 }
 
-/// Checks the indices of matrices: MLX reads whatever lies at an index past the end, and takes one below
-/// zero for one without a sign.
+/// Checks the indices of matrices: MLX does not check an index past the end, and treats a negative one as
+/// unsigned.
 fn check(arguments: &Arguments, index: usize, given: bool, matrices: &Array) -> Result<()> {
     if !given {
         return Ok(());
@@ -69,8 +69,8 @@ fn check(arguments: &Arguments, index: usize, given: bool, matrices: &Array) -> 
     check_range(arguments.frame, arguments.values[index], n)
 }
 
-/// Returns the indices of weights, and their shape, where each weight that they choose is multiplied by itself:
-/// on a CPU, for weights in one axis.
+/// Returns the indices of weights, and their shape, if each selected weight is multiplied separately: on a
+/// CPU, for weights along one axis.
 fn chosen<'a>(
     arguments: &Arguments<'a, '_>,
     index: usize,
@@ -94,14 +94,15 @@ fn matrix(matrices: &Array, index: i32) -> Result<Array> {
     Ok(slice_axis(matrices, 0, index, index + 1, 1)?.squeeze_axes(&[0])?)
 }
 
-/// Returns indices as MLX's products take them, if they are given. MLX itself would convert others on its default
-/// stream, and on an NVIDIA GPU wait for that for ever: nothing starts the work of that stream.
+/// Returns indices in the dtype that MLX's products take, if there are any. MLX itself would convert others
+/// on its default stream, and on an NVIDIA GPU wait for that forever: nothing starts the work of that stream.
 fn indices(arguments: &Arguments, index: usize, given: bool) -> Result<Option<Array>> {
     given.then(|| cast(arguments.tensor(index)?, Dtype::Uint32)).transpose()
 }
 
-/// Returns rows as MLX's products take them. MLX takes a single row for a column where its axis is new, because the
-/// strides allow both, and a kernel for NVIDIA GPUs then reads 16 bytes where none begin.
+/// Returns rows in a layout that MLX's products accept. MLX treats a single row as a column if its axis is
+/// new, because the strides allow both, and a kernel for NVIDIA GPUs then reads 16 bytes at an unaligned
+/// address.
 fn as_rows(rows: Array) -> Result<Array> {
     match *rows.shape() {
         [.., 1, _] => Ok(rows.reshape(&[rows.size() as i32])?.reshape(rows.shape())?),
@@ -109,7 +110,7 @@ fn as_rows(rows: Array) -> Result<Array> {
     }
 }
 
-/// Returns the handle of an array, or that of none.
+/// Returns the handle of an array, or an empty one.
 fn handle(array: Option<&Array>) -> mlx_sys::mlx_array {
     array.map_or_else(none, Array::as_ptr)
 }
@@ -128,16 +129,16 @@ pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool)
     if !is_float(a.dtype()) || !is_float(b.dtype()) {
         fail!(Program, "expected products of floats, got {:?} and {:?}", a.dtype(), b.dtype());
     }
-    // On a CPU MLX multiplies only float32 like this: the whole of both, in each call.
+    // On a CPU MLX multiplies only float32 in this way, and converts both operands completely in each call.
     let dtype = if a.dtype() == b.dtype() { a.dtype() } else { Dtype::Float32 };
     let wide = if arguments.frame.on_gpu() { dtype } else { Dtype::Float32 };
     let (a, b) = (as_rows(cast(a, wide)?)?, cast(b, wide)?);
     let (left, right) =
         (indices(arguments, 2, lhs)?, indices(arguments, 2 + usize::from(lhs), rhs)?);
     let (left, right) = (handle(left.as_ref()), handle(right.as_ref()));
-    // On CUDA MLX's products for sorted indices are wrong where a weight is transposed.
+    // On CUDA MLX's products for sorted indices are wrong if a weight is transposed.
     let sorted = is_sorted(arguments, sorted) && cfg!(target_os = "macos");
-    // SAFETY: the arrays are live, or none; each index is one of a matrix.
+    // SAFETY: the arrays are live, or empty handles; each index is in range.
     let made = call(|made, stream| unsafe {
         mlx_sys::mlx_gather_mm(made, a.as_ptr(), b.as_ptr(), left, right, sorted, stream)
     })?;
@@ -175,7 +176,7 @@ pub fn run_gather_qmm(
     let (group, bits, mode) =
         (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
     let sorted = is_sorted(arguments, sorted);
-    // SAFETY: the arrays are live, or none; each index is one of a matrix.
+    // SAFETY: the arrays are live, or empty handles; each index is in range.
     call(|made, stream| unsafe {
         mlx_sys::mlx_gather_qmm(
             made,

@@ -11,7 +11,7 @@ use etkv::AttendSpec;
 use etkv::{MlxCache, Step};
 use etkv_delegate::Host;
 
-/// The elements of an integer input. Those of a step of few tokens need no allocation.
+/// The elements of an integer input. A step of few tokens needs no allocation.
 pub type HostInts = SmallVec<[i64; 4]>;
 
 /// The state of one run of a chain.
@@ -20,15 +20,15 @@ pub struct Frame<'c, 's> {
     ints: Vec<Option<i32>>,
     constants: &'c [Option<Array>],
     on_gpu: bool,
-    /// Whether no logits but the last row's are wanted.
+    /// Whether only the last row of the logits is needed.
     last_row_only: bool,
     /// The elements of integer inputs, as the host passed them.
     host: SmallVec<[(Value, HostInts); 4]>,
-    /// A number that the elements of a value are below, none of them negative; 0 if none is known. Empty
-    /// until one is.
+    /// An exclusive upper limit of the elements of each value, none of which is negative; 0 if unknown. Empty
+    /// until one is known.
     limits: Vec<i32>,
-    /// Declared after the tensors, so that it is dropped after them. Dropping a step aborts it, and
-    /// views of its buffers would turn that into copies.
+    /// Declared after the tensors, so that it is dropped after them. Dropping a step aborts it, and live
+    /// views of its buffers would make the abort copy.
     step: StepState<'s>,
 }
 
@@ -41,7 +41,7 @@ pub enum StepState<'a> {
     NoCache,
     /// The program has a cache, and its first layer opens the step.
     Ready(&'a mut MlxCache),
-    /// The step is open, with these positions, which this value holds.
+    /// The step is open, with the positions of this value.
     Open(Step<'a>, Value, Positions),
 }
 
@@ -71,12 +71,12 @@ impl<'c, 's> Frame<'c, 's> {
         self.on_gpu
     }
 
-    /// Sets whether no logits but the last row's are wanted. By default those of all rows are.
+    /// Sets whether only the last row of the logits is needed. By default all rows are.
     pub fn set_last_row_only(&mut self, last_row_only: bool) {
         self.last_row_only = last_row_only;
     }
 
-    /// Returns whether no logits but the last row's are wanted.
+    /// Returns whether only the last row of the logits is needed.
     pub fn last_row_only(&self) -> bool {
         self.last_row_only
     }
@@ -94,8 +94,7 @@ impl<'c, 's> Frame<'c, 's> {
         }
     }
 
-    /// Returns the number of an integer argument, clamped to 32 bits: "to the end" becomes the
-    /// largest.
+    /// Returns the number of an integer argument, clamped to 32 bits: "to the end" becomes the maximum.
     pub fn int(&self, argument: Int) -> Result<i32> {
         match argument {
             Int::Literal(literal) => {
@@ -128,7 +127,7 @@ impl<'c, 's> Frame<'c, 's> {
         self.ints[value.0 as usize] = Some(number);
     }
 
-    /// Keeps the elements of an integer input, for [`host_ints`](Self::host_ints).
+    /// Keeps the elements of an integer input for [`host_ints`](Self::host_ints).
     pub fn set_host_ints(&mut self, value: Value, numbers: HostInts) {
         self.host.push((value, numbers));
     }
@@ -139,8 +138,8 @@ impl<'c, 's> Frame<'c, 's> {
         found.map(|(_, numbers)| &numbers[..])
     }
 
-    /// Says that the elements of a value are at least 0 and below `limit`; or, with `None`, that nothing is
-    /// known of them.
+    /// Notes that the elements of a value are at least 0 and below `limit`, or, with `None`, that their range
+    /// is unknown.
     pub fn set_limit(&mut self, value: Value, limit: Option<i32>) {
         if self.limits.is_empty() {
             if limit.is_none() {
@@ -151,7 +150,7 @@ impl<'c, 's> Frame<'c, 's> {
         self.limits[value.0 as usize] = limit.unwrap_or(0);
     }
 
-    /// Returns the number that the elements of a value are known to be below, none of them negative.
+    /// Returns the known exclusive upper limit of the elements of a value, none of which is negative.
     pub fn limit(&self, value: Value) -> Option<i32> {
         self.limits.get(value.0 as usize).copied().filter(|&limit| limit > 0)
     }
@@ -185,8 +184,8 @@ impl<'c, 's> Frame<'c, 's> {
         }
     }
 
-    /// Returns the positions in `position`, `[T]` or `[T, 1]`. Those of an input are kept on the
-    /// host. Others are computed, and this waits for them.
+    /// Returns the positions in `position`, `[T]` or `[T, 1]`. Those of an input are available on the host.
+    /// For others this waits until they are computed.
     fn positions(&self, position: Value) -> Result<Positions> {
         let array = self.tensor(position)?;
         let shape = array.shape();
@@ -250,8 +249,7 @@ pub enum Output {
 }
 
 impl Output {
-    /// Returns the output with a tensor's elements in the dtype of this ExecuTorch number,
-    /// row-major.
+    /// Returns the output with a tensor's elements in the dtype with this ExecuTorch number, row-major.
     pub fn of_type(self, scalar_type: i8) -> Result<Self> {
         Ok(match self {
             Self::Tensor(array) => {
@@ -261,7 +259,7 @@ impl Output {
         })
     }
 
-    /// Leaves out all rows `[1, T, vocabulary]` of logits but the last.
+    /// Keeps only the last of the rows `[1, T, vocabulary]` of logits.
     ///
     /// # Errors
     /// [`Unsupported`](etkv::Status::Unsupported) for a tensor of another shape.
@@ -284,12 +282,12 @@ impl Output {
         }
     }
 
-    /// Waits until the output is computed, which was started before.
+    /// Waits for the computation of the output, which was started before.
     pub fn wait(&self) -> Result<()> {
         self.tensor().map_or(Ok(()), mlx::wait)
     }
 
-    /// Gives the output to the host, once it is computed.
+    /// Passes the computed output to the host.
     ///
     /// # Errors
     /// Those of the host, and [`Backend`](etkv::Status::Backend).

@@ -1,4 +1,4 @@
-//! Elements by index, read and written.
+//! Reading and writing elements by index.
 
 use mlx_rs::{Array, Dtype};
 
@@ -60,7 +60,7 @@ pub fn run_gather(arguments: &Arguments, axes: &[i32], slice_sizes: &[i32]) -> R
         if !(0..x.ndim() as i32).contains(&axis) {
             fail!(Program, "expected an axis from 0 to {}, got {axis}", x.ndim() as i32 - 1);
         }
-        // A slice begins at the index. MLX counts one below zero from the end, and reads on from there.
+        // A slice starts at the index. MLX counts a negative one from the end, and reads on from there.
         let (frame, value) = (arguments.frame, arguments.values[index + 1]);
         match slice_sizes[axis as usize] {
             ..=1 => check_indices(frame, value, x.dim(axis), x.dim(axis))?,
@@ -68,7 +68,7 @@ pub fn run_gather(arguments: &Arguments, axes: &[i32], slice_sizes: &[i32]) -> R
         }
     }
     let indices = Arrays::of(arguments.tensors[1..].iter().copied());
-    // SAFETY: the lists are as long as is said, and each slice lies within the array.
+    // SAFETY: the lists have the given lengths, and each slice lies within the array.
     call(|made, stream| unsafe {
         mlx_sys::mlx_gather(
             made,
@@ -83,7 +83,7 @@ pub fn run_gather(arguments: &Arguments, axes: &[i32], slice_sizes: &[i32]) -> R
     })
 }
 
-/// Copies the rows of an update to where the indices say, run by run.
+/// Copies the rows of an update to the indices, run by run.
 pub fn run_index_copy(arguments: &Arguments, axis: i32) -> Result<Array> {
     let (dst, update) = (arguments.tensor(0)?, arguments.tensor(1)?);
     let axis = normalize_axis(axis, dst.ndim())?;
@@ -166,7 +166,7 @@ pub fn run_slice_update(arguments: &Arguments, step: i32) -> Result<Array> {
     let mut by = vec![1; dst.ndim()];
     (from[axis], to[axis], by[axis]) = (start, stop, step);
     let n = from.len();
-    // SAFETY: the lists are as long as is said.
+    // SAFETY: the lists have the given lengths.
     call(|made, stream| unsafe {
         mlx_sys::mlx_slice_update(
             made,
@@ -194,7 +194,7 @@ pub fn run_take_along_axis(arguments: &Arguments, axis: i32) -> Result<Array> {
     })
 }
 
-/// Checks that indices along an axis of `x` have the other axes of `x`, or one element there.
+/// Checks that indices along an axis of `x` have the same other axes as `x`, or one element there.
 fn check_along_axis(x: &Array, indices: &Array, axis: i32) -> Result<()> {
     let fits = indices.ndim() == x.ndim()
         && (0..x.ndim() as i32).all(|other| {

@@ -14,7 +14,7 @@ use etkv::mlx::cast;
 /// The axis of heads in `[1, heads, T, head_dim]`.
 const HEADS: i32 = 1;
 
-/// A product, with the norm of its rows.
+/// A product, and the norm of its rows.
 pub struct Layer {
     pub x: Value,
     pub weight: Value,
@@ -22,7 +22,7 @@ pub struct Layer {
     pub norm: Option<Norm>,
 }
 
-/// Multiplies, and returns the pieces of the heads. On the way, where the kernel takes it.
+/// Multiplies, and returns the pieces of the heads. If the kernel supports the product, it does all of this.
 pub fn run(frame: &Frame, layer: &Layer, transposed: bool, heads: &Heads) -> Result<Pieces> {
     let tensor = |value: Option<Value>| value.map(|value| frame.tensor(value)).transpose();
     let (x, weight) = (frame.tensor(layer.x)?, frame.tensor(layer.weight)?);
@@ -57,7 +57,7 @@ pub fn run(frame: &Frame, layer: &Layer, transposed: bool, heads: &Heads) -> Res
         fail!(Internal, "{} of {} heads rotate", heads.rotated, heads.n);
     };
     let rotated = cast(&rotary(rotated, positions, periods)?, heads.dtype)?;
-    // A cut is among the heads that rotate, or behind them.
+    // A boundary lies among the heads that rotate, or after them.
     let inside = heads.at.partition_point(|&at| at < heads.rotated);
     let mut pieces = split(&rotated, &heads.at[..inside], heads.rotated)?;
     if let Some(still) = &still {

@@ -1,4 +1,4 @@
-//! Rows by index: the embedding.
+//! Embedding: rows by index.
 
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
@@ -54,18 +54,18 @@ pub fn run_take_transposed(frame: &Frame, x: Value, index: Value) -> Result<Arra
     Ok(columns.transpose_axes(&perm)?)
 }
 
-/// Checks indices: MLX reads whatever lies at an index past the end. An input's indices, such as
-/// tokens, are available; others have to be computed first.
+/// Checks indices, because MLX does not check an index past the end. Indices of an input, such as tokens, are
+/// available; others must be computed first.
 pub fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
     check_between(frame, index, 0, size)
 }
 
-/// Checks indices below `end`, of an axis of `size` elements. Those below zero count from the end.
+/// Checks indices below `end`, of an axis of `size` elements. Negative ones count from the end.
 pub fn check_indices(frame: &Frame, index: Value, end: i32, size: i32) -> Result<()> {
     check_between(frame, index, -size, end)
 }
 
-/// Returns indices that are checked as [`check_range`] does.
+/// Returns indices that are checked like in [`check_range`].
 pub fn read_range(frame: &Frame, index: Value, size: i32) -> Result<Vec<i32>> {
     check_range(frame, index, size)?;
     if let Some(indices) = frame.host_ints(index) {
@@ -105,7 +105,7 @@ fn check_between(frame: &Frame, index: Value, begin: i32, size: i32) -> Result<(
                     .map_err(|error| Error::new(Status::Backend, &error).caused_by(error))
             };
             let (least, most) = (indices.min(None)?, indices.max(None)?);
-            // One wait for both.
+            // Waits once for both.
             eval([&least, &most])?;
             (one(least)?, one(most)?)
         }

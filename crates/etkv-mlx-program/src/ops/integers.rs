@@ -1,4 +1,4 @@
-//! Arithmetic on sizes: 32-bit; overflow is an error.
+//! Integer arithmetic on sizes, in 32 bits; overflow is an error.
 
 use mlx_rs::{Array, Dtype};
 
@@ -32,7 +32,7 @@ pub fn item(slots: &mut Slots, node: fb::ItemIntNode) -> Result<Instruction> {
     Ok(instruction(op, slots.write_int(node.out())?))
 }
 
-/// Returns the element of a tensor of one, which has to be computed first.
+/// Returns the element of a tensor with one element, which must be computed first.
 pub fn run_item(x: &Array) -> Result<i32> {
     if x.size() != 1 {
         fail!(Program, "expected a tensor of one element, got shape {:?}", x.shape());

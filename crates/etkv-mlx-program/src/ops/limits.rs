@@ -1,5 +1,5 @@
-//! The limits on what a program may make. Shapes are numbers of the program: MLX makes whatever they say,
-//! and a CPU's allocator that has no such memory ends the process.
+//! The limits on the tensors of a program. Shapes are numbers of the program: MLX allocates whatever they
+//! say, and on a CPU the allocator ends the process if memory is lacking.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -10,10 +10,11 @@ use crate::error::{fail, Result};
 use crate::ir::Op;
 use crate::ops::frame::Frame;
 
-/// The most bytes of one tensor, besides those of the tensors that it reads. As in ExecuTorch.
+/// The most bytes of one tensor, in addition to those of the tensors that it reads. The value is that of
+/// ExecuTorch.
 static MAX_BYTES: AtomicUsize = AtomicUsize::new(4 << 30);
 
-/// Returns the most bytes of a tensor that a program makes, besides those of the tensors that it reads.
+/// Returns the most bytes of a program's tensor, in addition to those of the tensors that it reads.
 pub fn most_bytes() -> usize {
     MAX_BYTES.load(Ordering::Relaxed)
 }
@@ -24,7 +25,7 @@ pub fn set_most_bytes(bytes: usize) {
     MAX_BYTES.store(bytes, Ordering::Relaxed);
 }
 
-/// Returns the bytes of a tensor; `None` for a size below zero, and past 64 bits.
+/// Returns the bytes of a tensor, or `None` for a negative size or above 64 bits.
 pub fn bytes_of(shape: &[i32], dtype: Dtype) -> Option<usize> {
     shape
         .iter()
@@ -43,7 +44,7 @@ pub fn check_size(shape: &[i32], dtype: Dtype) -> Result<()> {
     }
 }
 
-/// Checks what an instruction has made, before it is computed: views of a large tensor may be as large.
+/// Checks the result of an instruction before it is computed. Views of a large tensor may be as large as it.
 pub fn check_made(made: &Array, op: &Op, frame: &Frame) -> Result<()> {
     let bytes = bytes_of(made.shape(), made.dtype());
     if bytes.is_some_and(|bytes| bytes <= most_bytes()) {

@@ -52,14 +52,14 @@ pub fn run_linear(
     linear(&Product { bias, ..Product::plain(x, weight, transposed) })
 }
 
-/// What a layer does before and after a product.
+/// The operations of a layer before and after a product.
 pub struct Block {
     pub norm: Option<Norm>,
     pub gate: Option<Unary>,
     pub plus: Option<Value>,
 }
 
-/// Multiplies as [`run_linear`] does, between what `block` says.
+/// Multiplies as [`run_linear`] does, with the operations of `block` before and after.
 pub fn run_block(
     frame: &Frame,
     x: Value,
@@ -88,7 +88,7 @@ pub fn run_block(
         let features = out.shape().last().copied().unwrap_or_default();
         let halves = run_split(&out, -1, &[features / 2], &(features..=features))?;
         let [activated, gated] = &halves[..] else {
-            fail!(Shape, "a gate of {features} features has no two halves");
+            fail!(Shape, "a gate takes an even number of features, got {features}");
         };
         out = activation::run(frame, gate, activated, Some(gated))?;
     }
@@ -98,15 +98,15 @@ pub fn run_block(
     })
 }
 
-/// What the kernel has done of a product.
+/// The part of a product that the kernel has computed.
 pub enum ByKernel {
     /// All of it.
     Made(Array),
-    /// Nothing. These are the normalized rows, if the product has a norm.
+    /// Nothing. This has the normalized rows, if the product has a norm.
     Left(Option<Array>),
 }
 
-/// Computes a product with what surrounds it by the [kernel](kernels::few_rows), if that takes it.
+/// Computes a product and its surroundings with the [kernel](kernels::few_rows), if the kernel supports them.
 pub fn by_kernel(product: &Product) -> Result<ByKernel> {
     if let Some(out) = kernels::few_rows(product)? {
         return Ok(ByKernel::Made(out));
@@ -115,7 +115,7 @@ pub fn by_kernel(product: &Product) -> Result<ByKernel> {
         return Ok(ByKernel::Left(None));
     };
     let normalized = mlx_rs::fast::rms_norm(product.x, norm.weight, norm.eps)?;
-    // Rows may only be too long to be normalized on the way.
+    // The kernel may only refuse because rows are too long to be normalized in it.
     let rest = Product { x: &normalized, norm: None, ..*product };
     Ok(match kernels::few_rows(&rest)? {
         Some(out) => ByKernel::Made(out),
@@ -141,7 +141,7 @@ pub fn linear(linear: &Product) -> Result<Array> {
     let axis = usize::from(transposed);
     let outputs = weight.shape().get(axis).copied().unwrap_or_default();
     let cuts = weight.ndim() == 2 && bias.is_none_or(|bias| bias.shape() == [outputs]);
-    // float32 goes to a BLAS, which has threads of its own.
+    // float32 is multiplied by a BLAS, which has its own threads.
     if x.dtype() != Dtype::Float32 && cuts {
         let shared = mlx::shared(outputs, x.size() as i64, |range| {
             let part = |array, axis| slice_axis(array, axis, range.start, range.end, 1);
@@ -155,7 +155,7 @@ pub fn linear(linear: &Product) -> Result<Array> {
     whole(x, weight, transposed, bias)
 }
 
-/// Returns a product with its bias, by MLX.
+/// Returns a product with its bias, computed by MLX.
 fn whole(x: &Array, weight: &Array, transposed: bool, bias: Option<&Array>) -> Result<Array> {
     let rotated;
     let weight = match transposed {
@@ -171,12 +171,12 @@ fn whole(x: &Array, weight: &Array, transposed: bool, bias: Option<&Array>) -> R
     }
 }
 
-/// More rows than the [kernel](kernels::few_rows) takes are half of this, or a multiple of it, when cuBLAS
-/// gets them. It takes 3 ms to choose how to multiply with a number that the process had not before, for
-/// each weight.
+/// For more rows than the [kernel](kernels::few_rows) takes, cuBLAS gets half of this number or a multiple of
+/// it. For each number of rows that is new to the process it takes 3 ms, for each weight, to choose an
+/// algorithm.
 pub const ROWS_THAT_RECUR: i32 = 64;
 
-/// Returns how many rows `x`, `[1, T, in]`, lacks on a GPU to a number that comes often.
+/// Returns how many rows must be added to `x`, `[1, T, in]`, on a GPU to reach a recurring number.
 fn rows_to_add(x: &Array) -> Result<i32> {
     let is_one = x.ndim() == 3 && x.dim(0) == 1;
     if cfg!(target_os = "macos") || !is_one || !mlx::is_stream_on_gpu()? {
@@ -185,7 +185,7 @@ fn rows_to_add(x: &Array) -> Result<i32> {
     Ok(lacking(x.dim(1)))
 }
 
-/// Returns how many rows to add to `rows`, no more than there are.
+/// Returns how many rows to add to `rows`, at most `rows`.
 fn lacking(rows: i32) -> i32 {
     match rows {
         ..=kernels::MAX_ROWS => 0,
@@ -194,8 +194,8 @@ fn lacking(rows: i32) -> i32 {
     }
 }
 
-/// Calls `work` with `x`, `[1, T, in]`, and its first `more` rows once more, at most `T`. Returns what it
-/// makes of the rows of `x`.
+/// Calls `work` with `x`, `[1, T, in]`, extended by its first `more` rows, at most `T`. Returns the part of
+/// the result for the rows of `x`.
 fn with_rows(x: &Array, more: i32, work: impl FnOnce(&Array) -> Result<Array>) -> Result<Array> {
     let n = x.dim(1);
     let out = work(&concatenate(&[x, &slice_axis(x, 1, 0, more, 1)?], 1)?)?;

@@ -45,7 +45,7 @@ use crate::ops::frame::Frame;
 use crate::ops::slots::Slots;
 
 /// The result of an instruction.
-pub enum Made {
+pub enum OpResult {
     /// A tensor.
     Tensor(Array),
     /// Several tensors.
@@ -216,8 +216,8 @@ decoding! {
     WhereNode: op_as_where_node => compare::choose,
 }
 
-/// Decodes an instruction: usually to one operation, to none if it only renames, and to one for
-/// each output of a split.
+/// Decodes an instruction. The result is usually one operation, none if the instruction only renames, and one
+/// for each output of a split.
 pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Vec<Instruction>> {
     if instruction.op_type() == OpNode::NoopNode {
         return Ok(Vec::new());
@@ -226,7 +226,7 @@ pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Vec<Ins
         slots.copy(node.x(), node.out())?;
         return Ok(Vec::new());
     }
-    // Heads that rotate as a whole come joined with nothing.
+    // Heads that rotate completely are joined with nothing.
     if let Some(node) =
         instruction.op_as_concatenate_node().filter(|node| node.tensors().len() == 1)
     {
@@ -240,8 +240,8 @@ pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Vec<Ins
 }
 
 /// Runs an operation.
-pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
-    Ok(Made::Tensor(match op {
+pub fn run(op: &Op, frame: &mut Frame) -> Result<OpResult> {
+    Ok(OpResult::Tensor(match op {
         Op::Unary { function, x } => elementwise::run_unary(*function, frame.tensor(*x)?)?,
         Op::Binary { function, a, b } => {
             elementwise::run_binary(*function, frame.tensor(*a)?, frame.tensor(*b)?)?
@@ -257,7 +257,7 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
             shape::run_piece(frame.tensor(*x)?, *axis, [*start, *stop], sizes)?
         }
         Op::Split { x, axis, at, sizes } => {
-            return views::run_split(frame.tensor(*x)?, *axis, at, sizes).map(Made::Tensors)
+            return views::run_split(frame.tensor(*x)?, *axis, at, sizes).map(OpResult::Tensors)
         }
         Op::ReshapeTranspose { x, shape, perm } => {
             views::run_reshape_transpose(frame, *x, shape, perm)?
@@ -288,7 +288,7 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         }
         Op::LinearHeads { x, weight, bias, transposed, norm, heads } => {
             let layer = heads::Layer { x: *x, weight: *weight, bias: *bias, norm: *norm };
-            return heads::run(frame, &layer, *transposed, heads).map(Made::Tensors);
+            return heads::run(frame, &layer, *transposed, heads).map(OpResult::Tensors);
         }
         Op::QuantizedMatmul { x, w, scales, biases, packing, transpose } => {
             quantized::run_quantized_matmul(
@@ -319,7 +319,8 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         Op::LastToken { x } => shape::run_last_token(frame.tensor(*x)?)?,
         Op::WantedRows { x } => {
             let x = frame.tensor(*x)?;
-            // Without an axis of its own for features a tensor is no logits, which is said where they are read.
+            // A tensor without a separate axis for features cannot be logits; the error is returned where
+            // they are read.
             match frame.last_row_only() && x.ndim() > 2 {
                 true => shape::run_last_token(x)?,
                 false => x.clone(),
@@ -327,15 +328,15 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         }
         Op::Call { function, tensors, ints } => calls::run(frame, function, tensors, ints)?,
         Op::If { .. } | Op::Scan(_) => fail!(Internal, "the schedule runs chains inside"),
-        Op::ItemInt { x } => return integers::run_item(frame.tensor(*x)?).map(Made::Int),
+        Op::ItemInt { x } => return integers::run_item(frame.tensor(*x)?).map(OpResult::Int),
         Op::MetalKernel { kernel, inputs, shapes } => {
             return metal::run(frame, kernel, inputs, shapes)
         }
         Op::SymSize { x, dim } => {
-            return shape::run_sym_size(frame.tensor(*x)?, *dim).map(Made::Int)
+            return shape::run_sym_size(frame.tensor(*x)?, *dim).map(OpResult::Int)
         }
         Op::IntBinary { function, a, b } => {
-            return integers::run(*function, frame.int(*a)?, frame.int(*b)?).map(Made::Int)
+            return integers::run(*function, frame.int(*a)?, frame.int(*b)?).map(OpResult::Int)
         }
     }))
 }

@@ -50,7 +50,7 @@ pub fn run_partition(function: &Function, arguments: &Arguments, axis: i32) -> R
     let axis = normalize_axis(axis, x.ndim())? as i32;
     let size = x.dim(axis);
     if kth < -size || kth >= size {
-        fail!(Program, "expected a place from {} to {}, got {kth}", -size, size - 1);
+        fail!(Program, "expected an index from {} to {}, got {kth}", -size, size - 1);
     }
     if x.size() == 0 {
         return match function {

@@ -1,5 +1,5 @@
 //! Weights in MLX's packed forms, which no pass looks into: numbers of few bits with a shared exponent or
-//! scale. Those with a scale and a bias for each group, in matrices, are in [`quantized`](super::quantized).
+//! scale. Matrices with a scale and a bias for each group are in [`quantized`](super::quantized).
 
 use std::ffi::CStr;
 
@@ -10,7 +10,7 @@ use crate::error::{fail, Result};
 use crate::ir::{Packing, PackingMode};
 use etkv::mlx::{call, optional_int};
 
-/// The packings that MLX knows, with the sizes of their groups and their bits.
+/// MLX's packings, with the sizes of their groups and their bits.
 const FLOATS: [(&str, PackingMode, i32, i32); 3] = [
     ("mxfp4", PackingMode::Mxfp4, 32, 4),
     ("mxfp8", PackingMode::Mxfp8, 32, 8),
@@ -59,7 +59,7 @@ impl Packing {
     }
 }
 
-/// Returns a tensor of a call, or none.
+/// Returns a tensor of a call, or an empty handle.
 pub fn given(
     arguments: &Arguments,
     index: &mut usize,
@@ -88,7 +88,7 @@ pub fn run_dequantize(
     };
     let (group, bits, mode) =
         (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
-    // SAFETY: the arrays are live, or none.
+    // SAFETY: the arrays are live, or empty handles.
     call(|made, stream| unsafe {
         mlx_sys::mlx_dequantize(
             made,
@@ -116,7 +116,7 @@ pub fn run_matmul(
     let biases = given(arguments, &mut 3, biases)?;
     let (group, bits, mode) =
         (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
-    // SAFETY: the arrays are live, or none.
+    // SAFETY: the arrays are live, or empty handles.
     call(|made, stream| unsafe {
         mlx_sys::mlx_quantized_matmul(
             made,

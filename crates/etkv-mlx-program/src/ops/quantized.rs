@@ -75,7 +75,7 @@ pub struct Packed<'a> {
 }
 
 impl Packed<'_> {
-    /// Returns the matrix in the dtype of its scales. Half precision is rounded once, at the end:
+    /// Returns the matrix in the dtype of its scales. Half precision is rounded once, at the end: if it was
     /// unpacked in half precision, the error would be three times as large.
     fn unpack(&self) -> Result<Array> {
         let Affine { group_size, bits } = self.packing;
@@ -104,7 +104,7 @@ pub fn run_quantized_matmul(
         biases: frame.tensor(biases)?,
         packing,
     };
-    // [..., features] by the rows of a weight, as in a linear layer.
+    // [..., features] times the rows of a weight, as in a linear layer.
     let is_linear = transpose && x.size() > 0 && packed.w.ndim() == 2;
     let Some((&features, leading)) = x.shape().split_last().filter(|_| is_linear) else {
         return packed_product(x, &packed, transpose);
@@ -121,8 +121,8 @@ pub fn run_quantized_matmul(
     Ok(product.reshape(&shape)?)
 }
 
-/// Multiplies by MLX's packed product, except for weights of one group a row. Their product with
-/// several rows is wrong on CUDA: 8 bits and 64 features, 4 bits and 128 features, MLX 0.32.2.
+/// Multiplies by MLX's packed product, except for weights with one group a row. Their product with several
+/// rows is wrong on CUDA: 8 bits and 64 features, 4 bits and 128 features, MLX 0.32.2.
 fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
     let (rows, groups) = (x.dim(1), packed.scales.dim(-1));
     if rows > 1 && groups == 1 {
@@ -131,18 +131,17 @@ fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
     packed_product(x, packed, true)
 }
 
-/// The elements of a weight that an x86-64 processor's caches hold in float32: 32 MB.
+/// The elements of a weight that fit the caches of an x86-64 processor in float32: 32 MB.
 const CACHED_ELEMENTS: i64 = 8 << 20;
 
 /// Multiplies `[1, rows, in]` in the faster way. MLX's packed product on the CPU runs row by row, unpacks the
-/// weight for each, and is an order of magnitude slower in half precision than in float32. A few
-/// rows go through it in float32. For more rows it is faster to unpack the weight once and
-/// multiply.
+/// weight for each row, and is an order of magnitude slower in half precision than in float32. For a few rows
+/// it is used in float32. For more rows it is faster to unpack the weight once and multiply.
 ///
-/// The number of rows was measured on x86-64 with MLX 0.32.2 and two threads of OpenBLAS, for 4 and
-/// 8 bits (`cargo bench -p etkv-benches --bench weights`). The two ways meet at 3 to 4 rows in
-/// float32 and at 6 to 8 in half precision. A weight that no cache holds once it is unpacked needs
-/// two to three times as many.
+/// The limit was measured on x86-64 with MLX 0.32.2 and two threads of OpenBLAS, for 4 and 8 bits (`cargo
+/// bench -p etkv-benches --bench weights`). Both ways take the same time at 3 to 4 rows in float32 and at 6
+/// to 8 in half precision. A weight that does not fit the caches when unpacked needs two to three times as
+/// many rows.
 pub fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
     let (rows, dtype) = (x.dim(1), x.dtype());
     let is_float = dtype == Dtype::Float32;
@@ -170,7 +169,7 @@ pub fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
         return cast(&product, dtype);
     }
     let w = packed.unpack()?;
-    // The weight stands on the left, as it is: the other way round BLAS would walk it along its
+    // The weight is the left factor, in its stored layout: as the right one, BLAS would traverse it along its
     // short side.
     let columns = x.reshape(&[rows, -1])?.transpose_axes(&[1, 0])?.contiguous()?;
     let product = matmul(w, columns)?.transpose_axes(&[1, 0])?.expand_dims(0)?;
@@ -195,7 +194,7 @@ fn packed_product(x: &Array, packed: &Packed, transpose: bool) -> Result<Array> 
     })
 }
 
-/// Returns these outputs of a packed product with rows of a weight.
+/// Returns some outputs of a packed product with the rows of a weight.
 fn packed_outputs(x: &Array, packed: &Packed, range: Range<i32>) -> Result<Array> {
     let part = |array| slice_axis(array, 0, range.start, range.end, 1);
     let (w, scales, biases) = (part(packed.w)?, part(packed.scales)?, part(packed.biases)?);

@@ -1,4 +1,4 @@
-//! The same elements in other places.
+//! Rearranging elements.
 
 use std::collections::HashMap;
 
@@ -86,7 +86,7 @@ pub fn triu(slots: &mut Slots, node: fb::TriuNode) -> Result<Instruction> {
     decode(slots, Function::Triu { k: node.k() }, &[node.x()], Vec::new(), node.out())
 }
 
-/// Notes for each view at strides which axes its only reader reduces.
+/// Notes for each strided view which axes its only reader reduces.
 pub fn note_reduced(chain: &mut Chain) {
     let mut readers: HashMap<Value, Option<Vec<i32>>> = HashMap::new();
     for instruction in &chain.instructions {
@@ -111,7 +111,7 @@ pub fn note_reduced(chain: &mut Chain) {
     }
 }
 
-/// Returns the axes that a function reduces by MLX's reductions.
+/// Returns the axes that a function reduces with MLX's reductions.
 fn reduced_by(function: &Function) -> Option<Vec<i32>> {
     match function {
         Function::Max(over)
@@ -123,7 +123,7 @@ fn reduced_by(function: &Function) -> Option<Vec<i32>> {
     }
 }
 
-/// Returns whether some elements of a view lie in the places of others.
+/// Returns whether some elements of a view share their memory.
 fn overlaps(shape: &[i32], strides: &[i32]) -> bool {
     let axes = shape.iter().zip(strides).filter(|(&size, &stride)| size > 1 && stride != 0);
     let mut axes: SmallVec<[(i64, i64); 8]> =
@@ -137,9 +137,9 @@ fn overlaps(shape: &[i32], strides: &[i32]) -> bool {
     })
 }
 
-/// Returns whether MLX (0.32.2) reduces these axes of an overlapping view within its result: on a CPU it
-/// takes as many results at once as the least stride of a reduced axis, if so many elements behind it lie
-/// in a row. These have to be the last axes, and none of those that are reduced.
+/// Returns whether MLX (0.32.2) reduces these axes of an overlapping view correctly: on a CPU it computes as
+/// many results at once as the smallest stride of a reduced axis, if that many elements inside the axis are
+/// contiguous. These must be the last axes, and none of them may be reduced.
 fn reduces_within(shape: &[i32], strides: &[i32], reduced: &[i32]) -> bool {
     let rank = shape.len() as i32;
     let is_reduced = |axis: i32| {
@@ -154,7 +154,7 @@ fn reduces_within(shape: &[i32], strides: &[i32], reduced: &[i32]) -> bool {
     for axis in (0..rank).rev() {
         let (size, stride) = of_axis(axis);
         if in_a_row == least {
-            // More elements in a row would be more than the stride.
+            // More contiguous elements than the stride would overlap.
             return size == 1 || stride != in_a_row || is_reduced(axis) && stride == least;
         }
         if is_reduced(axis) || size > 1 && stride != in_a_row {
@@ -165,13 +165,13 @@ fn reduces_within(shape: &[i32], strides: &[i32], reduced: &[i32]) -> bool {
     false
 }
 
-/// Returns elements of `x`, as they lie in a row, at any strides. MLX reads wherever it is told to.
+/// Returns elements of `x`, as a contiguous array, at any strides. MLX does not check the bounds.
 pub fn run_as_strided(
     arguments: &Arguments,
     offset: u64,
     reduced: Option<&[i32]>,
 ) -> Result<Array> {
-    // MLX takes one axis as it lies.
+    // MLX needs a contiguous array with one axis.
     let x = match arguments.tensor(0)? {
         x if x.ndim() > 1 => x.clone(),
         x => x.contiguous()?,
@@ -199,7 +199,7 @@ pub fn run_as_strided(
     let (sizes, rank) = (shape.as_ptr(), shape.len());
     let is_copied = overlaps(shape, &arguments.ints[rank..])
         && reduced.is_none_or(|axes| !reduces_within(shape, &arguments.ints[rank..], axes));
-    // SAFETY: the lists are as long as is said; all elements lie within the array.
+    // SAFETY: the lists have the given lengths; all elements lie within the array.
     let view = call(|made, stream| unsafe {
         mlx_sys::mlx_as_strided(
             made,
@@ -212,14 +212,14 @@ pub fn run_as_strided(
             stream,
         )
     })?;
-    // Other operations of MLX do not expect that elements share a place.
+    // Other operations of MLX do not expect elements that share memory.
     if is_copied {
         return Ok(view.contiguous()?);
     }
     Ok(view)
 }
 
-/// Broadcasts. A size of -1 is that of `x`.
+/// Broadcasts. A size of -1 means that of `x`.
 pub fn run_broadcast_to(arguments: &Arguments) -> Result<Array> {
     let x = arguments.tensor(0)?;
     let mut shape = arguments.ints.clone();
@@ -232,7 +232,7 @@ pub fn run_broadcast_to(arguments: &Arguments) -> Result<Array> {
     if shape.iter().any(|&size| size < 0) {
         fail!(Program, "cannot broadcast {:?} to {shape:?}", x.shape());
     }
-    // SAFETY: the list is as long as is said.
+    // SAFETY: the list has the given length.
     call(|made, stream| unsafe {
         mlx_sys::mlx_broadcast_to(made, x.as_ptr(), shape.as_ptr(), shape.len(), stream)
     })
@@ -243,7 +243,7 @@ pub fn run_flip(arguments: &Arguments, axes: &[i32]) -> Result<Array> {
     if axes.is_empty() {
         return Ok(x.clone());
     }
-    // SAFETY: the list is as long as is said.
+    // SAFETY: the list has the given length.
     call(|made, stream| unsafe {
         mlx_sys::mlx_flip_axes(made, x.as_ptr(), axes.as_ptr(), axes.len(), stream)
     })
@@ -272,7 +272,7 @@ pub fn run_pad(arguments: &Arguments, mode: PadMode, value: f32) -> Result<Array
     }
     let value = Array::from_f32(value);
     let n = axes.len();
-    // SAFETY: the lists are as long as is said.
+    // SAFETY: the lists have the given lengths.
     call(|made, stream| unsafe {
         mlx_sys::mlx_pad(
             made,
@@ -312,13 +312,13 @@ pub fn run_roll(arguments: &Arguments, axes: &[i32]) -> Result<Array> {
         places.push(normalize_axis(axis, x.ndim())? as i32);
     }
     let (n, by) = (places.len(), shifts.as_ptr());
-    // SAFETY: the lists are as long as is said.
+    // SAFETY: the lists have the given lengths.
     call(|made, stream| unsafe {
         mlx_sys::mlx_roll_axes(made, x.as_ptr(), by, shifts.len(), places.as_ptr(), n, stream)
     })
 }
 
-/// Removes axes of one element: those that are named, or all. A named axis of more stays.
+/// Removes axes with one element: the named ones, or all. A named axis with more stays.
 pub fn run_squeeze(arguments: &Arguments, dims: &[i32]) -> Result<Array> {
     let x = arguments.tensor(0)?;
     let mut axes = Vec::new();
@@ -339,7 +339,7 @@ pub fn run_stack(arguments: &Arguments, axis: i32) -> Result<Array> {
 
 pub fn run_tile(arguments: &Arguments) -> Result<Array> {
     let (x, reps) = (arguments.tensor(0)?, &arguments.ints);
-    // The shorter of the two has axes of one element before its own.
+    // The shorter one gets leading axes with one element.
     let rank = x.ndim().max(reps.len());
     let at = |list: &[i32], index: usize| match (index + list.len()).checked_sub(rank) {
         Some(index) => list[index],
@@ -349,7 +349,7 @@ pub fn run_tile(arguments: &Arguments) -> Result<Array> {
         .map(|index| at(x.shape(), index).checked_mul(at(reps, index)).unwrap_or(-1))
         .collect();
     check_size(&sizes, x.dtype())?;
-    // SAFETY: the list is as long as is said.
+    // SAFETY: the list has the given length.
     call(|made, stream| unsafe {
         mlx_sys::mlx_tile(made, x.as_ptr(), reps.as_ptr(), reps.len(), stream)
     })
@@ -378,7 +378,7 @@ mod tests {
         assert!(overlaps(&[3], &[-1]));
     }
 
-    /// Windows of a pooling, which MLX reduces where they lie, and others.
+    /// Windows of a pooling, which MLX reduces without a copy, and others.
     #[test]
     fn windows_are_reduced_where_they_lie() {
         let (shape, strides) = ([1, 16, 3, 8], [272, 16, 8, 1]);

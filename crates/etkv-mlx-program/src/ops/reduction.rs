@@ -94,8 +94,8 @@ fn axes_of(x: &Array, over: &Reduction) -> Result<Vec<i32>> {
     Ok(axes)
 }
 
-/// Returns the tensor that is reduced. On a CPU MLX (0.32.2) reads the strides of one without elements,
-/// and loops along those of a view that has none.
+/// Returns the tensor that is reduced. On a CPU MLX (0.32.2) reads the strides of an empty tensor, and loops
+/// over those of a view without strides.
 fn reduced(arguments: &Arguments) -> Result<Array> {
     let x = arguments.tensor(0)?;
     Ok(if x.size() == 0 { zeros_dtype(x.shape(), x.dtype())? } else { x.clone() })
@@ -115,13 +115,13 @@ pub fn run(function: &Function, over: &Reduction, arguments: &Arguments) -> Resu
         Function::Prod(_) => mlx_sys::mlx_prod_axes,
         _ => mlx_sys::mlx_sum_axes,
     };
-    // A tensor without axes is reduced to itself.
+    // The reduction of a tensor without axes is the tensor itself.
     if axes.is_empty()
         && matches!(function, Function::Max(_) | Function::Min(_) | Function::Median(_))
     {
         return Ok(x.clone());
     }
-    // SAFETY: the array is live, and the list as long as is said.
+    // SAFETY: the array is live, and the list has the given length.
     call(|made, stream| unsafe {
         work(made, x.as_ptr(), axes.as_ptr(), axes.len(), over.keep_dims, stream)
     })

@@ -42,8 +42,8 @@ pub fn slice(slots: &mut Slots, node: fb::SliceNode) -> Result<Instruction> {
     Ok(instruction(op, slots.write(node.out())?))
 }
 
-/// Decodes a split: one piece of the same tensor for each output. One size is that of all pieces
-/// but the last, which may be smaller; several sizes are those of the pieces.
+/// Decodes a split: one piece of the same tensor for each output. A single size is that of all pieces but the
+/// last, which may be smaller; several sizes are those of the pieces.
 pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>> {
     let sizes = ints(slots, node.sizes())?;
     let literals: Option<Vec<i64>> = sizes
@@ -74,7 +74,7 @@ pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>>
         .collect()
 }
 
-/// Decodes a split whose sizes are known when it runs: slices whose bounds are sums.
+/// Decodes a split whose sizes are known only at run time: slices whose bounds are sums.
 fn split_at_run(slots: &mut Slots, node: fb::SplitNode, sizes: &[Int]) -> Result<Vec<Instruction>> {
     let n = node.outs().len();
     let each: Vec<Int> = match sizes {
@@ -95,7 +95,7 @@ fn split_at_run(slots: &mut Slots, node: fb::SplitNode, sizes: &[Int]) -> Result
     Ok(made)
 }
 
-/// Returns where each of `n` pieces starts and stops.
+/// Returns the start and end of each of `n` pieces.
 fn pieces(sizes: &[i64], n: usize) -> Result<Vec<(i32, i32)>> {
     let each = match sizes {
         [size] => vec![*size; n],
@@ -147,7 +147,7 @@ pub fn sizes(frame: &Frame, shape: &[Int]) -> Result<Sizes> {
     shape.iter().map(|&dim| frame.int(dim)).collect()
 }
 
-/// Returns a new shape of `x` with its open dimension, -1, as a size.
+/// Returns a new shape of `x` with its open dimension, -1, resolved.
 pub fn resolved(x: &Array, mut shape: Sizes) -> Result<Sizes> {
     let open = shape.iter().filter(|&&dim| dim == -1).count();
     let product = shape
@@ -168,8 +168,8 @@ pub fn resolved(x: &Array, mut shape: Sizes) -> Result<Sizes> {
     Ok(shape)
 }
 
-/// Slices along one axis as Python does: bounds below zero count from the end, and all bounds are
-/// clamped to the axis. A step below zero goes backwards.
+/// Slices along one axis as Python does: negative bounds count from the end, and all bounds are clamped to
+/// the axis. A negative step goes backwards.
 pub fn run_slice(
     frame: &Frame,
     x: Value,
@@ -189,7 +189,7 @@ pub fn run_slice(
         let start = start.clamp(0, size);
         return slice_axis(x, axis, start, stop.clamp(start, size), step);
     }
-    // Backwards: from an element to the one before the first at most, which MLX names from the end.
+    // Backwards: the last bound is the element before the first, which MLX counts from the end.
     let start = start.clamp(-1, size - 1);
     let stop = stop.clamp(-1, start);
     match stop == start {
@@ -208,7 +208,7 @@ pub fn run_piece(
     slice_axis(x, axis, start, stop.min(size), 1)
 }
 
-/// Returns an axis of one of these sizes, and its size.
+/// Returns an axis whose size is in this range, and its size.
 pub fn axis_to_split(x: &Array, axis: i32, sizes: &RangeInclusive<i32>) -> Result<(usize, i32)> {
     let axis = normalize_axis(axis, x.ndim())?;
     let size = x.dim(axis as i32);
@@ -246,7 +246,7 @@ pub fn run_last_token(x: &Array) -> Result<Array> {
     slice_axis(x, TOKENS, (n - 1).max(0), n, 1)
 }
 
-/// Returns an axis counted from the front; below zero it counts from the end.
+/// Returns an axis counted from the front; a negative one counts from the end.
 pub fn normalize_axis(axis: i32, ndim: usize) -> Result<usize> {
     let n = ndim as i32;
     if axis < -n || axis >= n {

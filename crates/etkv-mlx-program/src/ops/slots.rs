@@ -1,4 +1,4 @@
-//! The payload's slots, and the value that each holds while a program is decoded.
+//! The payload's slots, and the value that each has while a program is decoded.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ const MAX_SLOTS: u32 = 1_000_000;
 pub struct Counts {
     pub constants: u32,
     pub inputs: u32,
-    /// The first buffer that the program keeps between calls, and how many there are.
+    /// The first buffer that the program keeps between calls, and the number of buffers.
     pub buffers: (u32, u32),
     all: u32,
     ints: u32,
@@ -47,17 +47,17 @@ impl Counts {
     }
 }
 
-/// The value that each slot holds at one place of a program.
+/// The value of each slot at one point of a program.
 #[derive(Debug, Clone, Default)]
-pub struct Held {
+pub struct SlotValues {
     pub tensors: BTreeMap<u32, Value>,
     pub ints: BTreeMap<u32, IntValue>,
 }
 
-/// Tracks the value that each slot holds.
+/// Tracks the value of each slot.
 pub struct Slots {
     counts: Counts,
-    held: Held,
+    held: SlotValues,
     n_values: u32,
     n_ints: u32,
 }
@@ -65,7 +65,7 @@ pub struct Slots {
 impl Slots {
     /// Returns slots without values.
     pub fn new(counts: Counts) -> Self {
-        Self { counts, held: Held::default(), n_values: 0, n_ints: 0 }
+        Self { counts, held: SlotValues::default(), n_values: 0, n_ints: 0 }
     }
 
     /// Returns the number of slots.
@@ -115,7 +115,7 @@ impl Slots {
         }
     }
 
-    /// Puts a new value in a slot.
+    /// Assigns a new value to a slot.
     pub fn write(&mut self, tid: &fb::Tid) -> Result<Out> {
         if tid.idx() >= self.counts.all {
             fail!(Program, "tensor {} is written, the program has {}", tid.idx(), self.counts.all);
@@ -125,7 +125,7 @@ impl Slots {
         Ok(Out::Tensor(value))
     }
 
-    /// Puts a new value in an integer slot.
+    /// Assigns a new value to an integer slot.
     pub fn write_int(&mut self, vid: &fb::Vid) -> Result<Out> {
         if vid.idx() >= self.counts.ints {
             fail!(Program, "value {} is written, the program has {}", vid.idx(), self.counts.ints);
@@ -133,7 +133,7 @@ impl Slots {
         Ok(Out::Int(self.bind_int(vid.idx())))
     }
 
-    /// Puts a new value in the integer slot of an input.
+    /// Assigns a new value to the integer slot of an input.
     pub fn input_int(&mut self, slot: u32) -> Result<IntValue> {
         if slot >= self.counts.ints {
             fail!(Program, "value {slot} is an input, the program has {}", self.counts.ints);
@@ -151,7 +151,7 @@ impl Slots {
         Ok(())
     }
 
-    /// Puts a new value in the slot of a constant or an input.
+    /// Assigns a new value to the slot of a constant or an input.
     pub fn bind(&mut self, slot: u32) -> Value {
         let value = self.new_value();
         self.held.tensors.insert(slot, value);
@@ -164,10 +164,10 @@ impl Slots {
         value
     }
 
-    /// Ends the init chain. Returns the constants that it has overwritten, as pairs of the
-    /// constant and its new contents. Afterwards all slots hold what they have held
-    /// `before`, and nothing else of the chain is visible.
-    pub fn end_init(&mut self, before: Held) -> Vec<(Value, Value)> {
+    /// Ends the init chain. Returns the constants that it has overwritten, as pairs of the constant and its
+    /// new contents. Afterwards all slots have their values from `before`, and nothing else of the chain is
+    /// visible.
+    pub fn end_init(&mut self, before: SlotValues) -> Vec<(Value, Value)> {
         let mut written = Vec::new();
         for slot in 0..self.counts.constants {
             let constant = Value(slot);
@@ -180,17 +180,17 @@ impl Slots {
         written
     }
 
-    /// Returns what the slots hold here.
-    pub fn held(&self) -> &Held {
+    /// Returns the current values of the slots.
+    pub fn held(&self) -> &SlotValues {
         &self.held
     }
 
-    /// Lets the slots hold what they have held at another place. Returns what they hold here.
-    pub fn exchange(&mut self, held: Held) -> Held {
+    /// Replaces the values of the slots by those of another point. Returns the current ones.
+    pub fn exchange(&mut self, held: SlotValues) -> SlotValues {
         std::mem::replace(&mut self.held, held)
     }
 
-    /// Returns the first of `n` new values, which follow each other and which no slot holds.
+    /// Returns the first of `n` new consecutive values, which no slot holds.
     pub fn new_values(&mut self, n: u32) -> Value {
         self.n_values += n;
         Value(self.n_values - n)

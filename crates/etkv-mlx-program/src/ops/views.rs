@@ -14,7 +14,7 @@ use etkv::mlx::{check, slice_axis, Arrays};
 /// The outputs of a split.
 pub type Pieces = SmallVec<[Array; 4]>;
 
-/// Returns the pieces of an axis that is cut at these places.
+/// Returns the pieces of an axis that is split at these places.
 pub fn run_split(x: &Array, axis: i32, at: &[i32], sizes: &RangeInclusive<i32>) -> Result<Pieces> {
     let (axis, size) = axis_to_split(x, axis, sizes)?;
     if at.last().is_none_or(|&last| last > size) {
@@ -57,7 +57,7 @@ pub fn run_reshape_transpose(
     reshape_transpose(x, &resolved(x, shape)?, perm)
 }
 
-/// Reshapes, then transposes, in one reshape where that will do.
+/// Reshapes, then transposes, with a single reshape if possible.
 pub fn reshape_transpose(x: &Array, shape: &[i32], perm: &[i32]) -> Result<Array> {
     if let Some(transposed) = transposed_in_order(shape, perm) {
         return Ok(x.reshape(&transposed)?);
@@ -81,8 +81,8 @@ pub fn run_transpose_reshape(
     Ok(x.transpose_axes(perm)?.reshape(&shape)?)
 }
 
-/// Returns the shape after a transposition that keeps the elements in order: one that moves axes of
-/// one element only.
+/// Returns the shape after a transposition that keeps the elements in order, because it moves only axes with
+/// one element.
 fn transposed_in_order(shape: &[i32], perm: &[i32]) -> Option<Sizes> {
     let mut last = None;
     let mut seen: SmallVec<[bool; 8]> = smallvec![false; shape.len()];

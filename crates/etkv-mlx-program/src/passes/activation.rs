@@ -1,7 +1,7 @@
-//! Gives activations, and their products with a gate's other half, to one compiled kernel.
+//! Fuses activations, and their products with a gate's other half, into one compiled kernel.
 //!
-//! MLX takes two launches for SiLU and nine for GELU, and one for the product. Some exporters write
-//! GELU out. On a GPU each launch costs the host microseconds.
+//! MLX launches two kernels for SiLU, nine for GELU, and one for the product. Some exporters write GELU as a
+//! formula. On a GPU each launch costs the host microseconds.
 
 use std::collections::HashMap;
 
@@ -29,7 +29,7 @@ fn is_activation(function: Unary) -> bool {
     matches!(function, Unary::Silu | Unary::Gelu | Unary::GeluTanh)
 }
 
-/// Joins each activation with the product that alone reads it.
+/// Joins each activation with the product that is its only reader.
 fn products(graph: &mut Graph) {
     let n_uses = graph.main.n_uses();
     let makers = makers(graph);
@@ -58,7 +58,7 @@ fn products(graph: &mut Graph) {
     }
 }
 
-/// Recognises GELU as a formula with tanh, in float32: elsewhere the formula rounds on the way.
+/// Recognises GELU as a formula with tanh, in float32: in half precision the formula rounds at each step.
 fn written_out(graph: &mut Graph, scalars: &HashMap<Value, f32>) {
     let dtypes = dtypes::known(graph);
     let found: Vec<(usize, Value)> = {
@@ -99,13 +99,13 @@ impl Formula<'_> {
         found.is_some_and(|found| (found - expected).abs() <= expected.abs() * 1e-6)
     }
 
-    /// Returns `x` where `value` is `x * factor` or `x + term`, for a constant.
+    /// Returns `x` if `value` is `x * factor` or `x + term`, for a constant.
     fn with(&self, value: Value, function: Binary, constant: f32) -> Option<Value> {
         let both = self.both(self.op(value)?, function)?;
         both.into_iter().find_map(|(x, other)| self.is(other, constant).then_some(x))
     }
 
-    /// Returns `x` where the instruction is `(x / 2) * (1 + tanh(c * (x + 0.044715 * x^3)))`.
+    /// Returns `x` if the instruction is `(x / 2) * (1 + tanh(c * (x + 0.044715 * x^3)))`.
     fn gelu(&self, op: &Op) -> Option<Value> {
         self.both(op, Binary::Multiply)?.into_iter().find_map(|(half, bell)| {
             let x = self.with(half, Binary::Multiply, 0.5)?;
@@ -133,8 +133,7 @@ mod tests {
 
     const SCALARS: [f32; 5] = [0.5, 1.0, 0.797_884_6, 0.044_715, 3.0];
 
-    /// The constants are 0 to 4, the input is 5; `ops` make the values from 6 on, the last of which
-    /// is the output.
+    /// The constants are 0 to 4, the input is 5; `ops` make the values from 6 on. The last one is the output.
     fn graph(ops: Vec<Op>) -> Graph {
         let constant = || Constant {
             name: String::new(),

@@ -1,9 +1,9 @@
-//! Lets a product take on what a layer does around it: the normalization before it, the gate that its
-//! halves make, and the sum with the layer's input.
+//! Fuses a product with the operations around it in a layer: the norm before it, the gate made of its halves,
+//! and the residual.
 //!
-//! On a GPU a product of 2 to 16 rows in half precision does it on the way. Each launch costs the host more
-//! than the work takes the device: a layer of a Llama has 8 instead of 14 for such a step, and 7 once its heads
-//! [rotate](super::rotated) on the way.
+//! On a GPU a product of 2 to 16 rows in half precision computes all of them in its kernel. Each launch costs
+//! the host more than the work takes on the device: for such a step a layer of a Llama has 8 launches instead
+//! of 14, and 7 once the kernel also [rotates](super::rotated) its heads.
 
 use std::collections::HashMap;
 
@@ -22,7 +22,7 @@ pub fn join(graph: &mut Graph) {
         if found.replaced.len() < 2 {
             continue;
         }
-        // Where the last of them was: all that it reads is made by then.
+        // At the position of the last of them: all that it reads exists there.
         let last = found.replaced.iter().copied().max().unwrap_or(index);
         for place in found.replaced {
             instructions[place] = None;
@@ -33,7 +33,7 @@ pub fn join(graph: &mut Graph) {
     graph.main.instructions = instructions.into_iter().flatten().collect();
 }
 
-/// A product, with what it takes on.
+/// A product, with the operations fused into it.
 struct Block {
     x: Value,
     weight: Value,
@@ -60,14 +60,14 @@ impl Block {
 }
 
 /// A block, the instructions that it replaces, and the value that it makes.
-struct Found {
+struct BlockMatch {
     block: Block,
     replaced: Vec<usize>,
     out: Value,
 }
 
 struct Finder<'a> {
-    /// Those that are left.
+    /// The remaining instructions.
     instructions: &'a [Option<Instruction>],
     readers: &'a HashMap<Value, usize>,
     makers: &'a HashMap<Value, usize>,
@@ -84,19 +84,19 @@ impl Finder<'_> {
         self.op(index).map(|(op, out)| (index, op, out))
     }
 
-    /// Returns the product at `index` with everything around it that it can take on.
-    fn around(&self, index: usize, block: Block) -> Found {
+    /// Returns the product at `index` with everything around it that can be fused.
+    fn around(&self, index: usize, block: Block) -> BlockMatch {
         let Some((_, Out::Tensor(out))) = self.op(index) else {
-            return Found { out: block.x, block, replaced: Vec::new() };
+            return BlockMatch { out: block.x, block, replaced: Vec::new() };
         };
-        let mut found = Found { block, replaced: vec![index], out };
+        let mut found = BlockMatch { block, replaced: vec![index], out };
         self.norm(&mut found);
         self.gate(&mut found);
         self.plus(&mut found);
         found
     }
 
-    fn norm(&self, found: &mut Found) {
+    fn norm(&self, found: &mut BlockMatch) {
         let x = found.block.x;
         let alone = self.readers.contains_key(&x);
         let Some(&made) = self.makers.get(&x).filter(|_| alone) else { return };
@@ -107,8 +107,8 @@ impl Finder<'_> {
         }
     }
 
-    /// A split in halves, one of which is activated and multiplied with the other.
-    fn gate(&self, found: &mut Found) {
+    /// Matches a split in halves, one of which is activated and multiplied by the other.
+    fn gate(&self, found: &mut BlockMatch) {
         let Some((split, Op::Split { axis: -1, at, sizes, .. }, out)) = self.reader(found.out)
         else {
             return;
@@ -130,7 +130,7 @@ impl Finder<'_> {
         }
     }
 
-    fn plus(&self, found: &mut Found) {
+    fn plus(&self, found: &mut BlockMatch) {
         let product = found.out;
         let Some((index, &Op::Binary { function: Binary::Add, a, b }, Out::Tensor(out))) =
             self.reader(product)
@@ -154,7 +154,7 @@ mod tests {
     const NORM: Norm = Norm { weight: Some(Value(2)), eps: 1e-5 };
 
     /// The constants are two weights, of 6 rows and of 8, and the weights of a norm; the inputs are 3 and
-    /// 4. Each of `ops` makes the values of its `Out`, the last of which is the output.
+    /// 4. Each of `ops` makes the values of its `Out`. The last one is the output.
     fn graph(ops: Vec<(Op, Out)>) -> Graph {
         let constant = |shape: &[i32]| Constant {
             name: String::new(),
@@ -195,7 +195,7 @@ mod tests {
         tensor(Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }, out)
     }
 
-    /// A gate of the product 11.
+    /// A gate on the product 11.
     fn gate(first: i32) -> [(Op, Out); 2] {
         let split = Op::Split { x: Value(11), axis: -1, at: vec![first], sizes: 8..=8 };
         let by = Some(Value(13));
@@ -234,7 +234,7 @@ mod tests {
 
     #[test]
     fn a_block_stands_where_the_last_of_it_stood() {
-        // What is added is made after the product.
+        // The residual is made after the product.
         let made = joined(vec![linear(3, 0, 10), norm(4, 11), add(10, 11, 12)]);
         let summed = Block { plus: Some(Value(11)), ..block(3, 0) };
         assert_eq!(made, [norm(4, 11), tensor(summed.into_op(), 12)]);
@@ -243,7 +243,7 @@ mod tests {
     #[test]
     fn what_others_read_stays() {
         let stays = |ops: Vec<(Op, Out)>| assert_eq!(joined(ops.clone()), ops);
-        // Normalized rows, and a product, that two read; a product that is added to itself.
+        // Normalized rows, and a product, that have two readers; a product that is added to itself.
         stays(vec![norm(3, 10), linear(10, 0, 11), norm(10, 12)]);
         stays(vec![linear(3, 0, 10), add(3, 10, 11), norm(10, 12)]);
         stays(vec![linear(3, 0, 10), add(10, 10, 11)]);

@@ -1,17 +1,18 @@
-//! Chooses what depends on the capacity of the cache: the frequencies of a rotary embedding that has some for long
+//! Chooses by the capacity of the cache: the frequencies of a rotary embedding with a separate set for long
 //! texts.
 //!
-//! The exporter writes `where(flag, beyond, within)`. The flag is a constant, false, whose name has the limit: a
-//! runtime that does not know the name computes as for short texts.
+//! The exporter writes `where(flag, beyond, within)`. The flag is a constant, false, whose name contains the
+//! limit: a runtime that does not know the name computes with the frequencies of short texts.
 
 use std::collections::{BTreeSet, HashMap};
 
 use crate::ir::{Function, Graph, Op, Out, Value};
 
-/// What the name of a flag begins with, after the program's own prefix. The limit follows.
+/// The prefix of a flag's name, after the program's own prefix. The limit follows.
 const FLAG: &str = "etkv_capacity_over_";
 
-/// Replaces each choice by what it is for a cache of `capacity` positions. Returns the limits that those pass.
+/// Replaces each choice by its result for a cache of `capacity` positions. Returns the limits that the
+/// capacity exceeds.
 pub fn choose(graph: &mut Graph, capacity: i32) -> BTreeSet<i32> {
     let mut passed = BTreeSet::new();
     let mut chosen = HashMap::new();
@@ -56,7 +57,8 @@ mod tests {
     use super::*;
     use crate::ir::{Chain, Constant, Instruction, Unary};
 
-    /// Constants are 0, a flag, 1 and 2, the frequencies beyond and within. The cosine of the choice is the output.
+    /// Constants are 0, a flag, and 1 and 2, the frequencies beyond and within the limit. The cosine of the
+    /// choice is the output.
     fn graph(flag: &str) -> Graph {
         let constant = |name: &str| Constant {
             name: name.to_owned(),

@@ -1,7 +1,7 @@
-//! Makes each value once: an instruction that repeats another one's work is removed.
+//! Removes instructions that repeat the work of another one.
 //!
-//! Exporters write the same conversion, view or size in each layer. Instructions are functions of
-//! what they read, except those that write to the cache or draw numbers, which stay.
+//! Exporters write the same conversion, view or size in each layer. Instructions are functions of their
+//! operands, except those that write to the cache or draw random numbers, which stay.
 
 use std::collections::HashMap;
 
@@ -50,8 +50,8 @@ fn rename(op: &mut Op, tensors: &HashMap<Value, Value>, ints: &HashMap<IntValue,
     });
 }
 
-/// An operation as a key. Its text names every field, and tells floats apart by their bits: it has
-/// as many digits as a float needs, and the sign of zero.
+/// An operation as a key. Its text contains every field, and distinguishes floats by their bits: it has all
+/// significant digits, and the sign of zero.
 #[derive(PartialEq, Eq, Hash)]
 struct Key(String);
 
@@ -120,7 +120,7 @@ mod tests {
             vec![
                 unary(0, 1),
                 unary(0, 2),
-                // The same through what was the same.
+                // Equal instructions whose operands were equal instructions.
                 sum(1, 2, 3),
                 sum(2, 1, 4),
                 size(0, 0),

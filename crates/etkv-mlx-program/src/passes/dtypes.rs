@@ -1,4 +1,4 @@
-//! The dtypes of values, where they are certain.
+//! The dtypes of values, if they are certain.
 
 use std::collections::HashMap;
 
@@ -7,7 +7,7 @@ use mlx_rs::Dtype;
 use crate::dtype::{dtype_of, is_float};
 use crate::ir::{Graph, InputSpec, Op, Unary, Value};
 
-/// Returns the dtypes of the constants, the inputs and those results of the main chain whose dtype
+/// Returns the dtypes of the constants and the inputs, and of those results of the main chain whose dtype
 /// follows from theirs.
 pub fn known(graph: &Graph) -> HashMap<Value, Dtype> {
     let constants = (0..).map(Value).zip(&graph.constants);
@@ -49,7 +49,7 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
         | Op::WantedRows { x }
         | Op::RotaryPeriods { inverse: x }
         | Op::Unary { function: Unary::Neg, x } => of(x),
-        // Functions of integers are floats.
+        // Functions of integers return floats.
         Op::Unary { x, .. } => of(x).filter(|&dtype| is_float(dtype)),
         Op::Concatenate { tensors, .. } => shared(tensors.iter().map(of)),
         Op::Activation { x, by, .. } => shared(std::iter::once(of(x)).chain(by.as_ref().map(of))),
@@ -81,7 +81,7 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
     }
 }
 
-/// Returns the dtype that all operands have, if it is a float: others may be divided or promoted.
+/// Returns the common dtype of all operands, if it is a float: other dtypes may be divided or promoted.
 fn shared(mut dtypes: impl Iterator<Item = Option<Dtype>>) -> Option<Dtype> {
     let first = dtypes.next().flatten().filter(|&dtype| is_float(dtype))?;
     dtypes.all(|dtype| dtype == Some(first)).then_some(first)

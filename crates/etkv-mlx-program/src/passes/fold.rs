@@ -1,14 +1,14 @@
-//! Computes at load what is the same in every step.
+//! Computes values at load that are the same in every step.
 //!
-//! Nothing that an input leads to is the same in two steps, so this is what constants alone lead to:
-//! the periods of rotary embedding, a norm's weight plus one, conversions of scalars.
+//! Everything that depends on an input may change between steps, so these are the values that depend on
+//! constants only: the periods of rotary embeddings, a norm's weight plus one, conversions of scalars.
 
 use std::collections::{HashMap, HashSet};
 
 use crate::ir::{Constant, Graph, Op, Out, Value};
 
-/// The most elements that a result may have. Results are kept beside the constants that they are
-/// made of, and weights must not be there twice.
+/// The most elements of a result. Results are kept in addition to their constants, and weights must not be in
+/// memory twice.
 const MAX_ELEMENTS: u64 = 1 << 18;
 
 /// Moves instructions whose operands are small constants to the load.
@@ -40,7 +40,7 @@ fn elements(constant: &Constant) -> Option<u64> {
     constant.shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(u64::try_from(dim).ok()?))
 }
 
-/// Returns the most elements that the result of an instruction has, if it is a function of small
+/// Returns the most elements that the result of an instruction can have, if it is a function of small
 /// constants.
 fn result_size(op: &Op, sizes: &HashMap<Value, u64>) -> Option<u64> {
     let size = |value: &Value| sizes.get(value).copied();
@@ -51,7 +51,7 @@ fn result_size(op: &Op, sizes: &HashMap<Value, u64>) -> Option<u64> {
         | Op::Transpose { x, .. }
         | Op::RotaryPeriods { inverse: x } => size(x),
         Op::Reshape { x, .. } if op.int_reads().is_empty() => size(x),
-        // Broadcast, a result has at most the product of the elements.
+        // With broadcasting, a result has at most the product of both numbers of elements.
         Op::Binary { a, b, .. } => {
             let (a, b) = (size(a)?, size(b)?);
             if a == 1 || b == 1 || a == b {
@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn what_constants_lead_to_is_made_at_load() {
         let graph = folded(vec![wide(0), sum(4, 1), norm(5)], Chain::default(), Vec::new());
-        // Two constants more: the input is 5, the values from 6 on.
+        // Two more constants: the input is 5, the values from 6 on.
         let ops: Vec<Op> = graph.main.instructions.iter().map(|made| made.op.clone()).collect();
         assert_eq!(ops, [Op::RmsNorm { x: Value(5), weight: Some(Value(4)), eps: 1e-6 }]);
         assert_eq!(graph.main.outputs, [Out::Tensor(Value(8))]);
@@ -142,7 +142,7 @@ mod tests {
             assert_eq!(graph.main.instructions[0].op, op);
             assert_eq!(graph.constants.len(), 3);
         }
-        // An output is made where it is read.
+        // An output is computed where it is read.
         assert_eq!(folded(vec![wide(0)], Chain::default(), Vec::new()).constants.len(), 3);
         // The init chain replaces the constant.
         let replaced = Instruction {

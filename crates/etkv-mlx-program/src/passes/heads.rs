@@ -1,8 +1,8 @@
-//! Lets the queries, keys and values of a joined product share what each does alone: the view of
+//! Joins the operations that the queries, keys and values of a joined product have in common: the view of
 //! their features as heads, and rotary embedding.
 //!
-//! The heads of all of them are cut along the axis of heads, after one view. Queries and keys that
-//! rotate by the same angles rotate in one launch.
+//! All heads are split along the axis of heads, after one view. Queries and keys that rotate by the same
+//! angles rotate in one kernel launch.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,13 +13,13 @@ use crate::ir::{Graph, Instruction, Int, Op, Out, Value};
 /// The axis of heads in `[1, heads, T, head_dim]`.
 const HEADS: i32 = 1;
 
-/// Rewrites the pieces of products in the main chain that are nothing but heads.
+/// Rewrites the pieces of products in the main chain that have only heads.
 pub fn join(graph: &mut Graph) {
     let found: Vec<Heads> = {
         let finder = Finder::new(graph);
         (0..graph.main.instructions.len()).filter_map(|index| finder.heads(index)).collect()
     };
-    let mut rewritten = Rewritten::default();
+    let mut rewritten = HeadsRewrite::default();
     for heads in found {
         rewritten.add(graph, heads);
     }
@@ -34,7 +34,7 @@ pub fn join(graph: &mut Graph) {
     graph.rename(&rewritten.renamed);
 }
 
-/// What the pieces of a split have in common.
+/// The common properties of the pieces of a split.
 struct Heads {
     /// The split.
     index: usize,
@@ -45,13 +45,13 @@ struct Heads {
     sizes: Vec<i32>,
     /// The views of the pieces.
     views: Vec<usize>,
-    /// The embeddings that the first pieces share: two or more, or none.
+    /// The embeddings that the first pieces share: at least two, or none.
     rotary: Vec<usize>,
 }
 
 struct Finder<'a> {
     graph: &'a Graph,
-    /// The instruction that reads each value, for values that only one reads and that are no output.
+    /// The instruction that reads each value, for values with only one reader that are no output.
     readers: HashMap<Value, usize>,
 }
 
@@ -61,7 +61,7 @@ impl<'a> Finder<'a> {
         Self { graph, readers }
     }
 
-    /// Returns what the pieces of a split have in common, if they are heads.
+    /// Returns the common properties of the pieces of a split, if they are heads.
     fn heads(&self, index: usize) -> Option<Heads> {
         let instructions = &self.graph.main.instructions;
         let Instruction { op: Op::Split { x, axis: -1, at, sizes }, out } = &instructions[index]
@@ -70,7 +70,7 @@ impl<'a> Finder<'a> {
         };
         let views: Vec<usize> =
             out.tensors().map(|piece| self.readers.get(&piece).copied()).collect::<Option<_>>()?;
-        // Features of the same heads, whose number each view leaves open.
+        // Features of the same kind of heads, whose number each view leaves open.
         let Op::ReshapeTranspose { shape, perm, .. } = &instructions[*views.first()?].op else {
             return None;
         };
@@ -99,7 +99,7 @@ impl<'a> Finder<'a> {
         Some(Heads { index, x: *x, shape, perm, sizes, views, rotary })
     }
 
-    /// Returns the embeddings of the first views that rotate by the same angles, if they are several.
+    /// Returns the embeddings of the first views that rotate by the same angles, if there are at least two.
     fn rotary(&self, views: &[usize]) -> Vec<usize> {
         let instructions = &self.graph.main.instructions;
         let embedding = |view: usize| {
@@ -130,15 +130,15 @@ impl<'a> Finder<'a> {
 
 /// The changes of the pass.
 #[derive(Default)]
-struct Rewritten {
-    /// The instructions in place of others.
+struct HeadsRewrite {
+    /// The replacements of instructions, by index.
     new: HashMap<usize, Vec<Instruction>>,
-    /// The instructions that go.
+    /// The instructions that are removed.
     gone: HashSet<usize>,
     renamed: HashMap<Value, Value>,
 }
 
-impl Rewritten {
+impl HeadsRewrite {
     fn add(&mut self, graph: &mut Graph, heads: Heads) {
         let Heads { index, x, shape, perm, sizes, views, rotary } = heads;
         let results = |graph: &Graph, places: &[usize]| -> Vec<Value> {
@@ -148,7 +148,7 @@ impl Rewritten {
         let op = Op::ReshapeTranspose { x, shape, perm };
         let mut first = vec![Instruction { op, out: Out::Tensor(all) }];
 
-        // The pieces that rotate together are one piece at first.
+        // At first the pieces that rotate together are one piece.
         let n_rotated = rotary.len();
         let mut outer = sizes[n_rotated..].to_vec();
         if n_rotated > 0 {
@@ -200,7 +200,7 @@ mod tests {
     use crate::ir::{Chain, IntValue};
     use mlx_rs::Dtype;
 
-    /// A product 0 of 4 + 2 + 2 heads of 8, cut into 1 to 3, viewed as 4 to 6. 4 and 5 rotate to 7 and
+    /// A product 0 of 4 + 2 + 2 heads of 8, split into 1 to 3, viewed as 4 to 6. 4 and 5 rotate to 7 and
     /// 8. Angles are 9 and 10.
     fn graph() -> Graph {
         let view = |x| Op::ReshapeTranspose {

@@ -1,8 +1,8 @@
 //! Joins products that read the same tensor: queries, keys and values; a gate and its other half.
 //!
-//! One product of all rows of their weights takes one launch, and its result is cut into theirs. The
-//! joined weight replaces its parts, so weights are there once. On the CPU products are limited by
-//! memory, and cutting costs more than calls.
+//! One product of all rows of their weights takes one kernel launch, and its result is split. The joined
+//! weight replaces its parts, so weights are in memory once. On the CPU products are limited by memory
+//! bandwidth, and splitting costs more than calls.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,7 +10,7 @@ use mlx_rs::Dtype;
 
 use crate::ir::{Affine, Binary, Graph, Instruction, Op, Out, Value};
 
-/// Joins the products of the main chain where their weights are used nowhere else.
+/// Joins the products of the main chain whose weights have no other use.
 pub fn join(graph: &mut Graph) {
     let mut groups: Vec<(Key, Vec<Product>)> = Vec::new();
     {
@@ -39,13 +39,13 @@ pub fn join(graph: &mut Graph) {
             let parts: Vec<_> = parts.collect();
             graph.constants[kept.0 as usize].joined = parts;
         }
-        // The first's instruction at load makes the joined biases.
+        // The first product's instruction at load makes the joined biases.
         unneeded.extend(others.iter().filter_map(|other| other.biases_at_load));
         let mut made = vec![graph.main.instructions[first.index].clone()];
         if let Some(add) = first.add {
             made.push(graph.main.instructions[add].clone());
         }
-        // The first product makes the joined result under a name of its own.
+        // The first product makes the joined result, as a new value.
         let joined = graph.new_value();
         let n = products.len() as u32;
         let pieces = Out::Tensors(graph.new_values(n), n);
@@ -71,7 +71,7 @@ pub fn join(graph: &mut Graph) {
     drop_from_load(graph, &unneeded);
 }
 
-/// Lets the init chain no longer make these constants.
+/// Removes these constants from the results of the init chain.
 fn drop_from_load(graph: &mut Graph, unneeded: &HashSet<Value>) {
     let (targets, outputs): (Vec<Value>, Vec<Out>) = std::mem::take(&mut graph.init_targets)
         .into_iter()
@@ -91,7 +91,7 @@ fn split(x: Value, products: &[Product]) -> Op {
     Op::Split { x, axis: -1, at, sizes: total..=total }
 }
 
-/// Returns where pieces of these sizes cut an axis, and its size.
+/// Returns the boundaries of pieces of these sizes along an axis, and its size.
 pub fn cuts(sizes: impl Iterator<Item = i32>) -> (Vec<i32>, i32) {
     let mut total = 0;
     let mut at: Vec<i32> = sizes
@@ -104,7 +104,7 @@ pub fn cuts(sizes: impl Iterator<Item = i32>) -> (Vec<i32>, i32) {
     (at, total)
 }
 
-/// A product with a constant, and the sum with a constant that alone reads it, if there is one.
+/// A product with a constant, and the sum with a constant that is its only reader, if there is one.
 struct Product {
     index: usize,
     add: Option<usize>,
@@ -113,17 +113,17 @@ struct Product {
     rows: i32,
     /// Its constants, whose rows are joined.
     constants: Vec<Value>,
-    /// Its biases, if the init chain makes them of its scales.
+    /// Its biases, if the init chain computes them from its scales.
     biases_at_load: Option<Value>,
 }
 
-/// What products have in common that are joined.
+/// The properties that joined products must share.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
     x: Value,
     packing: Option<Affine>,
     adds: bool,
-    /// What the init chain multiplies scales with, to make biases.
+    /// The factor of scales in the init chain, which makes biases.
     factor: Option<Value>,
     /// The shapes of rows and the dtypes of the constants.
     constants: Vec<(Vec<i32>, Dtype)>,
@@ -131,12 +131,11 @@ struct Key {
 
 struct Finder<'a> {
     graph: &'a Graph,
-    /// The constants that one instruction reads, once.
+    /// The constants that only one instruction reads, once.
     movable: HashSet<Value>,
-    /// The instructions that read each value, once for each read; outputs count as the end.
+    /// The instructions that read each value, once for each read; an output counts as the end.
     readers: HashMap<Value, Vec<usize>>,
-    /// The biases that the init chain makes, each with the scales and the number that it multiplies.
-    /// Nothing else reads either.
+    /// The biases that the init chain makes, each with its scales and its factor. Neither has another reader.
     at_load: HashMap<Value, (Value, Value)>,
 }
 
@@ -163,7 +162,7 @@ impl<'a> Finder<'a> {
         Self { graph, movable, readers, at_load }
     }
 
-    /// Returns the product that an instruction makes, if it can be joined.
+    /// Returns the product of an instruction, if it can be joined.
     fn product(&self, index: usize) -> Option<(Key, Product)> {
         let instruction = &self.graph.main.instructions[index];
         let Out::Tensor(mut out) = instruction.out else { return None };
@@ -180,7 +179,7 @@ impl<'a> Finder<'a> {
                         (biases_at_load, factor) = (*biases, alone.then_some(*number));
                         factor?;
                     }
-                    // Without biases it is refused when it runs; scales of other biases stay.
+                    // Without biases it is refused when it runs; scales with other biases stay.
                     Some(_) | None => constants.push((*biases)?),
                 }
                 (*x, Some(*packing), constants)
@@ -202,7 +201,8 @@ impl<'a> Finder<'a> {
                 fits.then(|| (row.to_vec(), dtype))
             })
             .collect::<Option<Vec<_>>>()?;
-        // A matrix by its rows, and at most one bias of numbers: else it is another kind of product.
+        // A matrix given by its rows, and at most one bias of numbers; anything else is another kind of
+        // product.
         if described.first()?.0.len() != 1 || constants.contains(&x) {
             return None;
         }
@@ -211,7 +211,7 @@ impl<'a> Finder<'a> {
         Some((key, Product { index, add, out, rows, constants, biases_at_load }))
     }
 
-    /// Returns the sum with a bias, `[rows]`, that alone reads a value: its place, the bias and its
+    /// Returns the sum with a bias, `[rows]`, that is the only reader of a value: its index, the bias and its
     /// result.
     fn added(&self, value: Value, rows: i32) -> Option<(usize, Value, Value)> {
         let [reader] = self.readers.get(&value)?[..] else { return None };
@@ -230,9 +230,9 @@ impl<'a> Finder<'a> {
     }
 }
 
-/// Returns the constants that the init chain makes as the product of a constant and a number: zero
-/// points, which are the same for all groups, as biases. With each, its two operands. Nothing else
-/// in the init chain reads the first of these.
+/// Returns the constants that the init chain computes as the product of a constant and a number: biases from
+/// zero points that are the same for all groups. Also returns the two operands of each. The first has no
+/// other reader in the init chain.
 fn biases_at_load(graph: &Graph) -> HashMap<Value, (Value, Value)> {
     let n_uses = graph.init.n_uses();
     let written: HashSet<Value> = graph.init_targets.iter().copied().collect();
@@ -328,21 +328,21 @@ mod tests {
         };
         let pair = || vec![linear(2, 0, None), linear(2, 1, None)];
         let same = |_: &mut Graph| {};
-        // Of other tensors, with other rows, of another dtype.
+        // Products of other tensors, with other rows, or of another dtype.
         stays(vec![w("a"), w("b")], vec![linear(2, 0, None), linear(3, 1, None)], same);
         stays(vec![w("a"), constant("b", &[4, 5])], pair(), same);
         stays(vec![w("a"), w("b")], pair(), |graph| graph.constants[1].dtype = Dtype::Bfloat16);
         // One with a bias.
         let bias = constant("bias", &[4]);
         stays(vec![w("a"), w("b"), bias], vec![linear(3, 0, None), linear(3, 1, Some(2))], same);
-        // A weight that something else reads, at load or later, or that the load replaces.
+        // A weight that has another reader, at load or later, or that the load replaces.
         stays(vec![w("a"), w("b")], vec![linear(2, 0, None), linear(2, 0, None)], same);
         stays(vec![w("a"), w("b")], pair(), |graph| graph.main.outputs.push(Out::Tensor(Value(0))));
         stays(vec![w("a"), w("b")], pair(), |graph| graph.init.outputs.push(Out::Tensor(Value(1))));
         stays(vec![w("a"), w("b")], pair(), |graph| graph.init_targets.push(Value(1)));
     }
 
-    /// Packed weights whose biases are made at load, and the sums after their products.
+    /// Packed weights whose biases are computed at load, and the sums after their products.
     fn quantized() -> Graph {
         let packed = |name: &str| constant(name, &[4, 8]);
         let scales = |name: &str| constant(name, &[4, 2]);
@@ -392,7 +392,7 @@ mod tests {
         for (place, name) in [(0, "w1"), (1, "s1"), (3, "a1")] {
             assert_eq!(joined_names(&graph, place), [name]);
         }
-        // The joined scales make the joined biases.
+        // The joined biases come from the joined scales.
         assert!(graph.constants[2].joined.is_empty());
         assert_eq!(graph.init.instructions.len(), 1);
         assert_eq!(graph.init_targets, [Value(2)]);
@@ -403,7 +403,7 @@ mod tests {
     fn biases_of_other_numbers_stay() {
         let mut graph = quantized();
         graph.constants.push(constant("other", &[]));
-        // Values move up by the constant; of the init chain only what is compared matters.
+        // Values are renumbered because of the constant; of the init chain only the compared parts matter.
         if let Op::Binary { b, .. } = &mut graph.init.instructions[1].op {
             *b = Value(3);
         }

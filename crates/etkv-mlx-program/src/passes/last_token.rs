@@ -1,12 +1,12 @@
 //! Narrows a program to the last token's row of its logits.
 //!
-//! A prompt's rows matter only through the cache: the host reads one row of its logits. The last
-//! product, which is the widest, then runs on one row, and so does everything before it that works
-//! row by row, up to the last layer's attention. A program that was exported to return the last row
-//! has a slice before that product. What feeds the slice can always be narrowed.
+//! The rows of a prompt matter only through the cache: the host reads one row of its logits. So the last
+//! product, which is the widest, needs only one row, and so does everything before it that works row by row,
+//! up to the last layer's attention. A program that was exported to return the last row has a slice before
+//! that product. The operands of such a slice can always be narrowed.
 //!
-//! Attention may be the op that has the cache, or MLX's own on a cache in the graph. Keys, values and what
-//! writes them need all rows: only queries are narrowed.
+//! Attention may be the op with the cache, or MLX's function on a cache in the graph. Keys, values and their
+//! writes need all rows: only queries are narrowed.
 
 use std::collections::{HashMap, HashSet};
 
@@ -20,25 +20,29 @@ use crate::ir::{Function, Graph, Index, InputSpec, Instruction, Int, Op, Out, Va
 ///
 /// # Errors
 /// [`Unsupported`](etkv::Status::Unsupported) with `last_only` if no output may be logits, or they are not
-/// made row by row.
+/// computed row by row.
 pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     let rows = Rows::find(graph);
     let mut logits = None;
     if last_only {
         let (_, output) = logits_output(graph)?;
-        // A value of one row has only the last one.
+        // A value with one row already has only the last one.
         logits = (!rows.is_single(output)).then_some(output);
     }
     let narrow = narrowed(graph, logits, &rows);
     if logits.is_some_and(|logits| !narrow.contains(&logits)) {
-        fail!(Unsupported, "cannot give logits of the last token only: they are not made row by row; load with logits=all");
+        fail!(
+            Unsupported,
+            "cannot return logits of the last token only: they are not computed \
+         row by row; load with logits=all"
+        );
     }
     rewrite(graph, &narrow, &rows);
     Ok(())
 }
 
-/// Returns which output the logits are, and their value: the first output that may be, or the one that products make
-/// of it. Hidden states come before their logits in some programs.
+/// Returns the index of the logits in the outputs, and their value: the first output that may be logits, or
+/// the one that products compute from it. In some programs hidden states come before their logits.
 ///
 /// # Errors
 /// [`Unsupported`](etkv::Status::Unsupported) if no output may be logits.
@@ -56,8 +60,8 @@ pub fn logits_output(graph: &Graph) -> Result<(usize, Value)> {
     }
 }
 
-/// Returns the outputs that may be logits. Others are integers and elements of inputs, such as the lengths of caches in
-/// the graph, which an exporter writes down with each call.
+/// Returns the outputs that may be logits. Others are integers and elements of inputs, such as the lengths of
+/// caches in the graph, which an exporter returns from each call.
 fn possible_logits(graph: &Graph) -> Vec<(usize, Value)> {
     let inputs: HashSet<Value> = graph
         .inputs
@@ -78,7 +82,7 @@ fn possible_logits(graph: &Graph) -> Vec<(usize, Value)> {
             _ => None,
         })
         .collect();
-    // What the buffers have after the call stands behind the outputs.
+    // The new values of the buffers follow the outputs.
     let n = graph.main.outputs.len().saturating_sub(graph.buffers.len());
     let outputs = graph.main.outputs[..n].iter().enumerate();
     outputs
@@ -89,7 +93,7 @@ fn possible_logits(graph: &Graph) -> Vec<(usize, Value)> {
         .collect()
 }
 
-/// Returns what is made of a value by products, and of what these make.
+/// Returns the values that products compute from a value, directly or through other products.
 fn products_of(graph: &Graph, value: Value) -> HashSet<Value> {
     let (mut dependent, mut behind) = (HashSet::from([value]), HashSet::new());
     for Instruction { op, out } in &graph.main.instructions {
@@ -119,8 +123,8 @@ fn products_of(graph: &Graph, value: Value) -> HashSet<Value> {
     behind
 }
 
-/// Returns the values of which only the last row is read: from `logits` and from slices upwards, as
-/// long as all readers are narrowed too.
+/// Returns the values of which only the last row is read: from `logits` and from slices backwards, while all
+/// readers are narrowed too.
 fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value> {
     let mut readers = HashMap::<Value, Vec<usize>>::new();
     for (index, instruction) in graph.main.instructions.iter().enumerate() {
@@ -161,8 +165,7 @@ fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value>
     narrow
 }
 
-/// Narrows the values: attention answers its last query only, and wide values that enter pass
-/// through `LastToken`.
+/// Narrows the values: attention computes its last query only, and wide operands pass through `LastToken`.
 fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, rows: &Rows) {
     let mut inserted: Vec<(usize, Instruction)> = Vec::new();
     let mut last_rows = HashMap::<Value, Value>::new();

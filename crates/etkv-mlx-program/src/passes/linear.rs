@@ -1,4 +1,4 @@
-//! Recognises linear layers, and lays out their weights for the device.
+//! Recognises linear layers, and chooses the layout of their weights for the device.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,13 +10,13 @@ use crate::ir::{Graph, Index, Op, Value};
 /// The layout of a constant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
-    /// As it is stored.
+    /// In the stored order.
     Stored,
     /// Transposed, as a matrix product reads it.
     Transposed,
-    /// As it is stored, seen through a transposition.
+    /// In the stored order, seen through a transposition.
     View,
-    /// Not kept: nothing uses it.
+    /// Not kept, since nothing uses it.
     Absent,
 }
 
@@ -64,7 +64,7 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
     }
     // Constants that the init chain writes keep their layout.
     transposable.extend(graph.init_targets.iter().map(|&value| (value, false)));
-    // So do constants that either chain passes on.
+    // Constants that either chain passes on keep it, too.
     for value in graph.init.tensor_outputs().chain(graph.main.tensor_outputs()) {
         if graph.is_constant(value) {
             layouts[value.0 as usize] = Layout::Stored;
@@ -94,12 +94,12 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
             *transposable.entry(read).or_insert(true) &= fits;
         }
     }
-    // MLX's CPU build passes float32 products to a BLAS. It streams through the rows of [in, out],
-    // but the reference BLAS walks [out, in] with dot products, which a compiler may not reorder.
-    // Measured on x86-64: there [in, out] is 1.5 times as fast for the rows of a prompt. With OpenBLAS
-    // SmolLM2 decodes 1.02 to 1.08 times as fast, and its prompts take the same time.
-    // Other weights of products are seen through a transposition that is made once. One that rows are
-    // taken of stays, because a lookup reads whole rows.
+    // MLX's CPU build passes float32 products to a BLAS. It streams through the rows of [in, out], but the
+    // reference BLAS traverses [out, in] with dot products, which a compiler may not reorder. Measured on
+    // x86-64: [in, out] is 1.5 times as fast for the rows of a prompt. With OpenBLAS SmolLM2 decodes 1.02 to
+    // 1.08 times as fast, and its prompts take the same time. Other weights of products are seen through a
+    // transposition that is made once. A weight that is also looked up by rows stays, because a lookup reads
+    // whole rows.
     for constant in linear {
         let kept = &graph.constants[constant.0 as usize];
         if target.only_needed || !transposable[&constant] || kept.shape.len() != 2 {

@@ -33,17 +33,17 @@ use tracing::{debug, debug_span};
 pub struct Target {
     /// Whether the program runs on a GPU.
     pub on_gpu: bool,
-    /// Whether the host wants only the last token's row of the output.
+    /// Whether the host needs only the last token's row of the output.
     pub last_token_only: bool,
-    /// Whether only those passes run that the rest of the target needs.
+    /// Whether only the passes run that the other fields need.
     pub only_needed: bool,
 }
 
-/// Improves a program for a target, and returns how to keep each constant. `scalars` are the values of
-/// constants of one float32, as far as they are known.
+/// Improves a program for a target, and returns the layout of each constant. `scalars` are the values of
+/// constants with one float32 element, if they are known.
 ///
 /// # Errors
-/// [`Unsupported`](etkv::Status::Unsupported) if the program cannot do what the target asks for.
+/// [`Unsupported`](etkv::Status::Unsupported) if the program does not support the target.
 pub fn run(
     graph: &mut Graph,
     target: Target,
@@ -52,7 +52,7 @@ pub fn run(
     run_each(graph, target, scalars, |_, _| {})
 }
 
-/// [`run`], telling after each pass that changes instructions its name and what it left.
+/// [`run`], which reports, after each pass that changes instructions, its name and the result.
 ///
 /// # Errors
 /// As [`run`].
@@ -81,7 +81,7 @@ pub fn run_each(
         }
     };
     pass("trace_positions", true, &plain(positions::trace))?;
-    // The last row is found through linear layers.
+    // Linear layers must be recognised to find the last row.
     pass("fuse_linear", faster || target.last_token_only, &plain(linear::fuse))?;
     // On the CPU MLX's function takes 2.5 times as long as the instructions.
     pass("fuse_rotary", faster && target.on_gpu, &|graph| {
@@ -102,12 +102,13 @@ pub fn run_each(
     pass("join_heads", faster && target.on_gpu, &plain(heads::join))?;
     pass("join_blocks", faster && target.on_gpu, &plain(blocks::join))?;
     pass("join_rotary", faster && target.on_gpu, &plain(rotated::join))?;
-    // Last: it numbers the values anew, and `scalars` are those of the numbers before.
+    // Last, because it renumbers the values, and `scalars` has the old numbers.
     pass("fold_constants", faster, &plain(fold::fold))?;
     Ok(linear::choose_layouts(graph, target))
 }
 
-/// Joins the products of the main chain with what a layer does around them, and removes what nothing reads.
+/// Fuses the products of the main chain with the operations around them in a layer, and removes unused
+/// instructions.
 pub fn join_layers(graph: &mut Graph) {
     dead::eliminate(graph);
     blocks::join(graph);
@@ -128,8 +129,8 @@ fn makers(graph: &Graph) -> HashMap<Value, usize> {
         .collect()
 }
 
-/// Returns the instruction of the main chain that reads each value, for values that only one reads, once,
-/// and that are no output.
+/// Returns the instruction of the main chain that reads each value, for values that are read once and are no
+/// output.
 pub fn only_readers(graph: &Graph) -> HashMap<Value, usize> {
     let n_uses = graph.main.n_uses();
     let reads = (0..)

@@ -1,5 +1,5 @@
-//! Finds positions that come straight from an input, so that they are read where the host left
-//! them, without waiting for the device.
+//! Finds positions that come unchanged from an input, so that they are read on the host, without waiting for
+//! the device.
 
 use crate::ir::{Graph, Index, InputSpec, Instruction, Int, Op, Out, Value};
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
-//! Recognises rotary embedding as the exporters write it, and gives it to MLX's own function.
+//! Recognises rotary embedding in the form that exporters write, and replaces it by MLX's own function.
 //!
-//! Exporters write `x * cos + rotate_half(x) * sin` in seven instructions, of which a GPU launches
-//! six, for the queries and again for the keys. MLX's function takes one launch, for any positions.
+//! Exporters write `x * cos + rotate_half(x) * sin` in seven instructions, six of which launch a GPU kernel,
+//! for the queries and again for the keys. MLX's function takes one kernel launch, for any positions.
 
 use std::collections::HashMap;
 
@@ -10,20 +10,19 @@ use mlx_rs::Dtype;
 use super::{insert, makers, positions};
 use crate::ir::{Binary, Graph, Instruction, Int, Op, Out, Unary, Value};
 
-/// What the angles of a rotary embedding are made of.
+/// The operands of a rotary embedding's angles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Angles {
     /// The positions, an input `[T]`.
     positions: Value,
-    /// The constant that holds how much each pair rotates from one position to the next.
+    /// The constant with the angle of each pair from one position to the next.
     inverse: Value,
 }
 
-/// Replaces each rotary embedding by one instruction. `scalars` are the values of constants of one
-/// element.
+/// Replaces each rotary embedding by one instruction. `scalars` are the values of constants with one element.
 pub fn fuse(graph: &mut Graph, scalars: &HashMap<Value, f32>) {
     let views = positions::views(graph);
-    let found: Vec<(usize, Found)> = {
+    let found: Vec<(usize, RotaryMatch)> = {
         let finder = Finder { graph, makers: makers(graph), views, scalars };
         let sums = graph.main.instructions.iter().enumerate();
         sums.filter_map(|(at, sum)| Some((at, finder.rotary(&sum.op)?))).collect()
@@ -31,10 +30,10 @@ pub fn fuse(graph: &mut Graph, scalars: &HashMap<Value, f32>) {
     let Some(&(first, _)) = found.first() else {
         return;
     };
-    // Made once, before the first that reads them.
+    // Made once, before the first instruction that reads them.
     let mut shared = HashMap::<Angles, [Value; 2]>::new();
     let mut made = Vec::new();
-    for (at, Found { x, angles, dtype }) in found {
+    for (at, RotaryMatch { x, angles, dtype }) in found {
         let [offsets, periods] = *shared.entry(angles).or_insert_with(|| {
             let ops = [
                 Op::AsType { x: angles.positions, dtype: Dtype::Int32 },
@@ -52,7 +51,7 @@ pub fn fuse(graph: &mut Graph, scalars: &HashMap<Value, f32>) {
 }
 
 /// A rotary embedding of `x`.
-struct Found {
+struct RotaryMatch {
     x: Value,
     angles: Angles,
     dtype: Dtype,
@@ -78,7 +77,7 @@ impl Finder<'_> {
     }
 
     /// Returns the embedding that a sum computes: a product with cosines and one with sines.
-    fn rotary(&self, sum: &Op) -> Option<Found> {
+    fn rotary(&self, sum: &Op) -> Option<RotaryMatch> {
         let Op::Binary { function: Binary::Add, a, b } = *sum else {
             return None;
         };
@@ -90,11 +89,11 @@ impl Finder<'_> {
             let half = self.rotated_half(x, rotated)?;
             let (angles, dtype) = self.table(cos, Unary::Cos, half)?;
             let same = self.table(sin, Unary::Sin, half)? == (angles, dtype);
-            same.then_some(Found { x, angles, dtype })
+            same.then_some(RotaryMatch { x, angles, dtype })
         })
     }
 
-    /// Returns `h` where `rotated` is `[-x[h..], x[..h]]` along the last axis.
+    /// Returns `h` if `rotated` is `[-x[h..], x[..h]]` along the last axis.
     fn rotated_half(&self, x: Value, rotated: Value) -> Option<i64> {
         let Op::Concatenate { tensors, axis: -1 | 3 } = self.op(rotated)? else {
             return None;
@@ -110,7 +109,7 @@ impl Finder<'_> {
         (start == half && (stop == i64::MAX || stop == 2 * half)).then_some(half)
     }
 
-    /// Returns where a part of the last axis of `x`, `[1, heads, T, head_dim]`, stops and starts.
+    /// Returns the end and the start of a part of the last axis of `x`, `[1, heads, T, head_dim]`.
     fn part(&self, x: Value, part: Value) -> Option<(i64, i64)> {
         match *self.op(part)? {
             Op::Slice {
@@ -134,7 +133,7 @@ impl Finder<'_> {
             (value, dtype) = (x, stored);
         }
         if let Some([a, b]) = self.product(value) {
-            // What some kinds of longer contexts scale a table with.
+            // Some methods for longer contexts scale a table.
             let is_one = |value| self.scalars.get(&value) == Some(&1.0);
             value = if is_one(b) { a } else { is_one(a).then_some(b)? };
         }

@@ -1,7 +1,7 @@
-//! Lets a product of queries, keys and values take on the rotary embedding of the heads that rotate.
+//! Fuses the rotary embedding of the heads that rotate into the product of queries, keys and values.
 //!
-//! On a GPU a product of 2 to 16 rows in half precision rotates its outputs on the way: a launch less a
-//! layer.
+//! On a GPU a product of 2 to 16 rows in half precision rotates its outputs in its kernel, which saves one
+//! launch a layer.
 
 use std::collections::HashMap;
 
@@ -14,20 +14,20 @@ const HEADS: i32 = 1;
 /// Rewrites the products of the main chain whose heads [`heads`](super::heads) has joined.
 pub fn join(graph: &mut Graph) {
     let readers = only_readers(graph);
-    let found: Vec<Found> = (0..graph.main.instructions.len())
+    let found: Vec<RotatedMatch> = (0..graph.main.instructions.len())
         .filter_map(|index| Finder { graph, readers: &readers }.around(index))
         .collect();
     let mut instructions: Vec<Option<Instruction>> =
         std::mem::take(&mut graph.main.instructions).into_iter().map(Some).collect();
     let mut renamed = HashMap::new();
-    for Found { op, replaced, pieces } in found {
+    for RotatedMatch { op, replaced, pieces } in found {
         let n = pieces.len() as u32;
         let out = Out::Tensors(graph.new_values(n), n);
         renamed.extend(pieces.into_iter().zip(out.tensors()));
         for &place in &replaced {
             instructions[place] = None;
         }
-        // Where the last of them was: all that it reads is made by then.
+        // At the position of the last of them: all that it reads exists there.
         if let Some(&last) = replaced.iter().max() {
             instructions[last] = Some(Instruction { op, out });
         }
@@ -36,8 +36,8 @@ pub fn join(graph: &mut Graph) {
     graph.rename(&renamed);
 }
 
-/// A product, the instructions that it replaces, and the values that they make in the end.
-struct Found {
+/// A product, the instructions that it replaces, and the values that they finally make.
+struct RotatedMatch {
     op: Op,
     replaced: Vec<usize>,
     pieces: Vec<Value>,
@@ -56,7 +56,7 @@ impl Finder<'_> {
         Some((index, &instruction.op, instruction.out))
     }
 
-    /// Returns a value that is cut along the heads: where, and into what.
+    /// Returns the split of a value along the heads: its index, its boundaries, and its pieces.
     fn cut(&self, value: Value) -> Option<(usize, &[i32], i32, Vec<Value>)> {
         match self.reader(value)? {
             (index, Op::Split { axis: HEADS, at, sizes, .. }, out)
@@ -68,7 +68,7 @@ impl Finder<'_> {
         }
     }
 
-    fn around(&self, index: usize) -> Option<Found> {
+    fn around(&self, index: usize) -> Option<RotatedMatch> {
         let made = &self.graph.main.instructions[index];
         let (x, weight, bias, norm): (Value, Value, Option<Value>, Option<Norm>) = match made.op {
             Op::Linear { x, weight, bias, transposed: false } => (x, weight, bias, None),
@@ -102,7 +102,7 @@ impl Finder<'_> {
         let (inner, among, rotated, mut made) = self.cut(embedded)?;
         made.extend_from_slice(still);
         let replaced = vec![index, view, cut, rotary, inner];
-        // Nothing may read the heads that do not rotate before the others are made.
+        // Nothing may read the heads that do not rotate before the others exist.
         let reads = |value: &Value| {
             self.graph.main.instructions[..inner].iter().any(|made| made.op.reads().contains(value))
         };
@@ -112,7 +112,7 @@ impl Finder<'_> {
         let at = among.iter().chain(at).copied().collect();
         let heads = Heads { tokens, head_dim, n, at, rotated, offsets, periods, dtype };
         let op = Op::LinearHeads { x, weight, bias, transposed: false, norm, heads };
-        Some(Found { op, replaced, pieces: made })
+        Some(RotatedMatch { op, replaced, pieces: made })
     }
 }
 
@@ -213,7 +213,7 @@ mod tests {
             join(&mut graph);
             assert_eq!(graph.main.instructions, before);
         };
-        // The product, the heads, those that rotate, and those that have rotated.
+        // The product, the heads, the heads that rotate, and the rotated heads.
         for value in [2, 3, 4, 8] {
             let mut graph = graph();
             graph.main.outputs.push(Out::Tensor(Value(value)));

@@ -1,4 +1,4 @@
-//! Finds the values of a program that are made row by row, one row for each token.
+//! Finds the values of a program that are computed row by row, one row for each token.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,35 +9,35 @@ use crate::ir::{
 /// Values, and the number of axes of each.
 type Ranks = HashMap<Value, usize>;
 
-/// The axes of rows that are cut into heads.
+/// The axes of rows that are split into heads.
 const HEAD_AXES: usize = 4;
 
-/// The facts about the program's rows.
+/// The properties of the program's rows.
 #[derive(Default)]
 pub struct Rows {
     /// The integers that count the tokens.
     pub counts: HashSet<IntValue>,
-    /// The first of these that the program computes.
+    /// The first of them that the program computes.
     pub count: Option<IntValue>,
     /// The integers of the tokens, `[1, T]`: ids and positions.
     ids: HashSet<Value>,
-    /// The values that are the same for every row and are computed of constants, of one axis or none.
+    /// The values that are the same for every row and are computed from constants, with one axis or none.
     constants: HashSet<Value>,
-    /// The values whose second axis is that of the tokens, `[1, T, ...]`, with their number of
-    /// axes, 3 or more.
+    /// The values whose second axis is that of the tokens, `[1, T, ...]`, with their number of axes, which is
+    /// at least 3.
     by_row: Ranks,
-    /// The values that are made of the last row of such a value, `[1, 1, ...]`, with their number
-    /// of axes.
+    /// The values that are computed from the last row of such a value, `[1, 1, ...]`, with their number of
+    /// axes.
     single: Ranks,
-    /// The rows cut into heads, `[1, T, heads, head_dim]`, with their number of axes.
+    /// The rows split into heads, `[1, T, heads, head_dim]`, with their number of axes.
     cut: Ranks,
-    /// Those with their axes in attention's order, `[1, heads, T, head_dim]`, and what is made of them
-    /// token by token, such as queries that are rotated.
+    /// Those with their axes in the order of attention, `[1, heads, T, head_dim]`, and values that are
+    /// computed from them token by token, such as rotated queries.
     heads: HashSet<Value>,
     /// The results of attention, `[1, heads, T, head_dim]`.
     attended: HashSet<Value>,
-    /// Those results of attention that only one instruction reads and that are no output: their
-    /// attention may answer its last query only.
+    /// Those results of attention that have only one reader and are no output: their attention may compute
+    /// its last query only.
     pub narrowable: HashSet<Value>,
 }
 
@@ -97,9 +97,9 @@ impl Rows {
         rows
     }
 
-    /// Returns whether an instruction is attention of the step's tokens: the op that has the cache, or
-    /// MLX's own of queries that are made token by token, whose keys and values may be those of a cache in
-    /// the graph.
+    /// Returns whether an instruction is attention of the step's tokens: the op with the cache, or MLX's
+    /// function with queries that are computed token by token, whose keys and values may be those of a cache
+    /// in the graph.
     fn attends(&self, op: &Op) -> bool {
         match op {
             Op::UpdateAndAttend { .. } => true,
@@ -140,8 +140,8 @@ impl Rows {
                 heads.contains(x)
             }
             Op::Concatenate { tensors, axis: 3 | -1 } => tensors.iter().all(|x| heads.contains(x)),
-            // The other one, such as the cosines of the tokens' angles, broadcasts to the heads. That it
-            // does not broadcast the tokens is checked when attention runs.
+            // The other operand, such as the cosines of the tokens' angles, broadcasts to the heads. When
+            // attention runs, it is checked that it does not broadcast the tokens.
             Op::Binary { a, b, .. } => heads.contains(a) || heads.contains(b),
             Op::Call { function: Function::Rope { .. }, tensors, .. } => {
                 tensors.first().is_some_and(|x| heads.contains(x))
@@ -150,7 +150,7 @@ impl Rows {
         }
     }
 
-    /// Returns whether a value is made of the last row only.
+    /// Returns whether a value is computed from the last row only.
     pub fn is_single(&self, value: Value) -> bool {
         self.single.contains_key(&value)
     }
@@ -160,7 +160,7 @@ impl Rows {
         self.constants.contains(&value) || is_row_constant(graph, value)
     }
 
-    /// Returns whether an instruction makes a number for all rows of other such numbers.
+    /// Returns whether an instruction computes a value for all rows from other such values.
     fn is_computed_constant(&self, op: &Op, graph: &Graph) -> bool {
         match op {
             Op::Call { function: Function::Full { .. }, ints, .. } => ints.is_empty(),
@@ -191,7 +191,7 @@ impl Rows {
             Op::Transpose { x, perm } => {
                 (perm[..] == [0, 2, 1, 3] && self.attended.contains(x)).then_some(4)
             }
-            // Also of what is not made row by row, such as a mixture of experts.
+            // Also for values that are not computed row by row, such as those of a mixture of experts.
             Op::Reshape { shape, .. } => self.counts_tokens(shape).then_some(shape.len()),
             op => self.by_row.get(self.read_by(op, graph)?.first()?).copied(),
         }
@@ -205,20 +205,20 @@ impl Rows {
         self.single.get(read.first()?).copied()
     }
 
-    /// Returns the tensors that an instruction reads row by row, if it makes rows of its own, `[1,
-    /// T, ...]`, from theirs only. Otherwise `None`.
+    /// Returns the tensors that an instruction reads row by row, if it computes its own rows, `[1, T, ...]`,
+    /// only from theirs. Otherwise `None`.
     pub fn read_by(&self, op: &Op, graph: &Graph) -> Option<Vec<Value>> {
         match op {
             // [1, T, heads, head_dim] to [1, T, features].
             Op::Reshape { x, shape } => {
                 (self.counts_tokens(shape) && self.by_row.contains_key(x)).then(|| vec![*x])
             }
-            // The result of attention, to [1, T, heads, head_dim]. Its own second axis is that of
-            // the heads, so no row can be cut out of it while it stays whole.
+            // The result of attention, to [1, T, heads, head_dim]. The second axis of the result itself is
+            // that of the heads, so no row can be split off while it stays whole.
             Op::Transpose { x, perm } if perm[..] == [0, 2, 1, 3] => {
                 self.narrowable.contains(x).then(|| vec![*x])
             }
-            // One of several rows of features that a token has.
+            // One of several rows of features of a token.
             Op::Take { x, index: Index::One(Int::Literal(_)), axis: 2.. } => {
                 self.by_row.get(x).is_some_and(|&rank| rank > 3).then(|| vec![*x])
             }
@@ -226,7 +226,7 @@ impl Rows {
         }
     }
 
-    /// Returns whether a shape is `[1, T, features]`, or has these on several axes.
+    /// Returns whether a shape is `[1, T, features]`, or has the features on several axes.
     fn counts_tokens(&self, shape: &[Int]) -> bool {
         matches!(
             shape,
@@ -237,7 +237,7 @@ impl Rows {
         )
     }
 
-    /// Returns whether an instruction takes the last row of a value with rows.
+    /// Returns whether an instruction selects the last row of a value with rows.
     pub fn is_last_row(&self, op: &Op) -> bool {
         self.last_row_of(op).is_some()
     }
@@ -255,14 +255,14 @@ impl Rows {
         }
     }
 
-    /// Returns the tensors of the set `known` that an instruction reads, if it makes each row from the
+    /// Returns the tensors of the set `known` that an instruction reads, if it computes each row from the
     /// same row of theirs.
     fn row_by_row(&self, op: &Op, graph: &Graph, known: &Ranks) -> Option<Vec<Value>> {
         match op {
             Op::RmsNorm { x, .. } | Op::LayerNorm { x, .. } => {
                 known.contains_key(x).then(|| vec![*x])
             }
-            // Along an axis of features: rows have at least one.
+            // Along an axis of features: rows have at least one such axis.
             Op::Piece { x, axis, .. } => {
                 (known.contains_key(x) && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
             }
@@ -284,7 +284,7 @@ impl Rows {
                 let (rows, others): (Vec<Value>, Vec<Value>) =
                     elementwise(op)?.into_iter().partition(|x| known.contains_key(x));
                 let others_have_none = others.iter().all(|&x| self.is_constant(graph, x));
-                // With other ranks the rows of one would meet another axis of the other.
+                // With different ranks the rows of one would be aligned with another axis of the other.
                 let side_by_side = rows.windows(2).all(|pair| known[&pair[0]] == known[&pair[1]]);
                 (!rows.is_empty() && others_have_none && side_by_side).then_some(rows)
             }
@@ -320,7 +320,7 @@ fn elementwise(op: &Op) -> Option<Vec<Value>> {
     }
 }
 
-/// Returns whether a function makes one number of the last axis, which stays, or goes over it number by number.
+/// Returns whether a function reduces the last axis to one number and keeps the axis, or computes along it.
 fn reduces_features(function: &Function) -> bool {
     match function {
         Function::Max(over)

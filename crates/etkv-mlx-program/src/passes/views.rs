@@ -1,8 +1,8 @@
 //! Merges chains of views: reshapes, transpositions and slices, and removes those that change
 //! nothing.
 //!
-//! A view moves no elements, but MLX builds, schedules and frees a node for each. A decode step has
-//! one token. Its heads need no transposition then, and one reshape does the work of two views.
+//! A view moves no elements, but MLX builds, schedules and frees a node for each. In a decode step with one
+//! token the heads need no transposition, and one reshape replaces two views.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::RangeInclusive;
@@ -10,7 +10,7 @@ use std::ops::RangeInclusive;
 use super::{dead, dtypes, maker, makers};
 use crate::ir::{Graph, Instruction, Int, Op, Out, Value};
 
-/// Merges the views of the main chain. Results keep every bit.
+/// Merges the views of the main chain. Results are identical bit for bit.
 pub fn merge(graph: &mut Graph) {
     skip_through(graph);
     pair(graph);
@@ -18,18 +18,18 @@ pub fn merge(graph: &mut Graph) {
     dead::eliminate(graph);
 }
 
-/// Lets views read what the views before them read, and removes those without effect.
+/// Makes views read the operands of the views before them, and removes views without effect.
 fn skip_through(graph: &mut Graph) {
     let dtypes = dtypes::known(graph);
     let mut renamed = HashMap::<Value, Value>::new();
-    // The views so far, each with what it reads after the changes.
+    // The views so far, each with its operand after the changes.
     let mut views = HashMap::<Value, Op>::new();
     for Instruction { op, out } in &mut graph.main.instructions {
         op.for_each_read(&mut |value| *value = *renamed.get(value).unwrap_or(value));
         let Out::Tensor(value) = *out else { continue };
         match op {
             Op::Reshape { x, .. } => {
-                // The elements and their order are those that the other view reads.
+                // Both views read the same elements in the same order.
                 if let Some(Op::Reshape { x: read, .. } | Op::ExpandDims { x: read, .. }) =
                     views.get(x)
                 {
@@ -73,7 +73,7 @@ fn skip_through(graph: &mut Graph) {
         .retain(|made| !matches!(made.out, Out::Tensor(value) if renamed.contains_key(&value)));
 }
 
-/// Returns the transposition that does `first`, then `second`; `None` if they do not fit.
+/// Returns the transposition that does `first`, then `second`, or `None` if they do not match.
 fn composed(first: &[i32], second: &[i32]) -> Option<Vec<i32>> {
     let is_permutation = |perm: &[i32]| {
         let mut sorted = perm.to_vec();
@@ -86,8 +86,8 @@ fn composed(first: &[i32], second: &[i32]) -> Option<Vec<i32>> {
     Some(second.iter().map(|&axis| first[axis as usize]).collect())
 }
 
-/// Makes one instruction of a reshape and a transposition that follow each other, if nothing else
-/// reads the value between.
+/// Merges a reshape and a following transposition into one instruction, if nothing else reads the value
+/// between.
 fn pair(graph: &mut Graph) {
     let n_uses = graph.main.n_uses();
     let makers = makers(graph);
@@ -120,7 +120,7 @@ fn pair(graph: &mut Graph) {
     let mut gone = vec![false; graph.main.instructions.len()];
     let mut is_pair = vec![false; gone.len()];
     for (index, before, op) in paired {
-        // The first of three views pairs with the second, and then the third stays.
+        // If the first of three views pairs with the second, the third stays.
         if !is_pair[before] {
             graph.main.instructions[index].op = op;
             (is_pair[index], gone[before]) = (true, true);
@@ -129,13 +129,13 @@ fn pair(graph: &mut Graph) {
     remove(graph, gone);
 }
 
-/// Removes the instructions of the main chain that are marked.
+/// Removes the marked instructions of the main chain.
 fn remove(graph: &mut Graph, marked: Vec<bool>) {
     let mut marked = marked.into_iter();
     graph.main.instructions.retain(|_| !marked.next().unwrap_or(false));
 }
 
-/// A piece of a tensor: where it starts and stops, and the sizes that the axis may have.
+/// A piece of a tensor: its start and end, and the possible sizes of the axis.
 struct Piece {
     index: usize,
     value: Value,
@@ -145,7 +145,7 @@ struct Piece {
     sizes: RangeInclusive<i32>,
 }
 
-/// Makes one instruction of slices that cut an axis into pieces.
+/// Merges slices that split an axis into pieces into one instruction.
 fn split(graph: &mut Graph) {
     let mut found = BTreeMap::<(Value, i32), Vec<Piece>>::new();
     for (index, instruction) in graph.main.instructions.iter().enumerate() {
@@ -177,7 +177,7 @@ fn split(graph: &mut Graph) {
 fn piece(index: usize, op: &Op, value: Value) -> Option<((Value, i32), Piece)> {
     match op {
         Op::Piece { x, axis, start, stop, sizes } => {
-            // The last piece goes to the end of the axis, wherever that is.
+            // The last piece ends at the end of the axis, whatever its size.
             let stop = (stop < sizes.end()).then_some(*stop);
             let (start, sizes) = (*start, sizes.clone());
             Some(((*x, *axis), Piece { index, value, start, stop, sizes }))
@@ -201,7 +201,8 @@ fn piece(index: usize, op: &Op, value: Value) -> Option<((Value, i32), Piece)> {
     }
 }
 
-/// Returns where pieces in order cut the axis, if they make up all of it and are at least two.
+/// Returns the boundaries of consecutive pieces, if there are at least two and together they are the whole
+/// axis.
 fn cuts(pieces: &[Piece]) -> Option<Vec<i32>> {
     let (last, before) = pieces.split_last()?;
     let mut at = Vec::new();
@@ -298,7 +299,7 @@ mod tests {
             merged(back, 1).0,
             [Op::TransposeReshape { x, perm: perm.clone(), shape: shape.clone() }]
         );
-        // Of three the first two pair.
+        // Of three views the first two pair.
         let three = vec![reshape(0, 8), transpose(1, &perm), reshape(2, 8)];
         assert_eq!(merged(three, 1).0, [expected, reshape(2, 8)]);
         // The value between is read.

@@ -1,14 +1,16 @@
-//! Lets a run that wants no logits but the last row's leave out the others' product, the widest of a program.
+//! Leaves out rows of the product of the logits, the widest of a program, in a run that needs only the last
+//! row of logits.
 //!
-//! Unlike [`last_token`](super::last_token) it decides in each run: a program that verifies candidates reads prompts
-//! too. It narrows the last product alone, because what runs before that is little against it.
+//! Unlike [`last_token`](super::last_token) it decides in each run: a program that verifies candidates reads
+//! prompts too. It narrows the last product only, because everything before it takes little time in
+//! comparison.
 
 use super::rows::is_row_constant;
 use super::{insert, logits_output, makers, only_readers};
 use crate::ir::{Function, Graph, Instruction, Op, Out, Value};
 
-/// Cuts the rows that enter the product of the logits to those that are wanted. Leaves a program as it is whose logits
-/// are not made by a product of rows, or are read by others on the way.
+/// Inserts a selection of the needed rows before the product of the logits. Does not change a program whose
+/// logits are not computed by a product of rows, or have other readers before the output.
 pub fn leave_out_unwanted_rows(graph: &mut Graph) {
     let Some((index, x)) = product_of_logits(graph) else {
         return;
@@ -22,11 +24,11 @@ pub fn leave_out_unwanted_rows(graph: &mut Graph) {
     insert(graph, vec![(index, Instruction { op: Op::WantedRows { x }, out: Out::Tensor(rows) })]);
 }
 
-/// Returns the instruction that multiplies rows into logits, and the rows.
+/// Returns the instruction that multiplies rows to logits, and the rows.
 fn product_of_logits(graph: &Graph) -> Option<(usize, Value)> {
     let (_, mut value) = logits_output(graph).ok()?;
     let (makers, readers) = (makers(graph), only_readers(graph));
-    // Once, as the output.
+    // Used once, as the output.
     if graph.main.uses().filter(|&used| used == value).count() != 1 {
         return None;
     }
@@ -46,7 +48,7 @@ fn product_of_logits(graph: &Graph) -> Option<(usize, Value)> {
                 return constant.then_some((index, x));
             }
             Op::Unary { x, .. } | Op::AsType { x, .. } | Op::Activation { x, by: None, .. } => x,
-            // Such as the scale of logits that are capped.
+            // For example, the scale of logits that are capped.
             Op::Binary { a, b, .. } if is_row_constant(graph, b) => a,
             Op::Binary { a, b, .. } if is_row_constant(graph, a) => b,
             _ => return None,

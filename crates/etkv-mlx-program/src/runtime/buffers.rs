@@ -1,4 +1,4 @@
-//! What a program keeps from one call to the next, such as a cache in its graph.
+//! The tensors that a program keeps from one call to the next, such as a cache in its graph.
 
 use mlx_rs::ops::zeros_dtype;
 use mlx_rs::Array;
@@ -9,12 +9,12 @@ use crate::error::{fail, Error, Result};
 use crate::ir::Buffer;
 use crate::ops::frame::{Frame, Output};
 
-/// The buffers of a loaded program. Zeros until a call writes them. Used under the lock of MLX only.
+/// The buffers of a loaded program. They are zero until a call writes them. Used under the lock of MLX only.
 pub struct Buffers {
     name: Option<String>,
     list: Vec<Buffer>,
     arrays: Mutex<Vec<Option<Array>>>,
-    /// Why what they hold was not computed.
+    /// The error of the call whose results could not be computed.
     broken: Mutex<Option<Error>>,
 }
 
@@ -35,13 +35,13 @@ impl Buffers {
         self.list.len()
     }
 
-    /// Lets all buffers be zeros.
+    /// Sets all buffers to zero.
     pub fn reset(&self) {
         self.arrays.lock().fill(None);
         *self.broken.lock() = None;
     }
 
-    /// Refuses further calls until a reset: what the last one left could not be computed.
+    /// Refuses further calls until a reset, because the contents left by the last call could not be computed.
     pub fn give_up(&self, error: &Error) {
         if !self.list.is_empty() {
             *self.broken.lock() = Some(error.clone());
@@ -49,7 +49,7 @@ impl Buffers {
     }
 
     /// Binds the values of the buffers. Returns another reference to each: a call that fails before its
-    /// computation starts leaves all of them as they were.
+    /// computation starts leaves all of them unchanged.
     pub fn bind(&self, frame: &mut Frame) -> Result<SmallVec<[Array; 4]>> {
         if let Some(error) = &*self.broken.lock() {
             fail!(Step, "an earlier call did not compute what the program keeps ({error}); reset its buffers");
@@ -67,7 +67,7 @@ impl Buffers {
         Ok(found)
     }
 
-    /// Keeps what a call leaves, which need not be computed. Returns it.
+    /// Keeps the buffers that a call returns; they need not be computed. Returns them.
     pub fn keep(&self, made: SmallVec<[Output; 4]>) -> Result<Vec<Array>> {
         let mut kept = Vec::with_capacity(made.len());
         for (buffer, output) in self.list.iter().zip(&made) {
@@ -75,7 +75,7 @@ impl Buffers {
                 Some(array) if array.shape() == buffer.shape => kept.push(array.clone()),
                 Some(array) => fail!(
                     Program,
-                    "buffer `{}` has shape {:?}, and a call leaves {:?}",
+                    "buffer `{}` has shape {:?}, and a call returns {:?}",
                     buffer.name,
                     buffer.shape,
                     array.shape()

@@ -17,8 +17,8 @@ pub trait ConstantSource {
     fn find(&mut self, name: &str) -> Option<&[u8]>;
 }
 
-/// Returns the values of the constants of one float32 that nothing replaces. One that is missing or
-/// damaged is left out: loading it tells why.
+/// Returns the values of the constants with one float32 element that nothing replaces. A missing or damaged
+/// constant is left out: loading it returns the error.
 pub fn scalars(graph: &Graph, source: &mut dyn ConstantSource) -> HashMap<Value, f32> {
     let mut scalars = HashMap::new();
     for (value, constant) in (0..).map(Value).zip(&graph.constants) {
@@ -35,13 +35,12 @@ pub fn scalars(graph: &Graph, source: &mut dyn ConstantSource) -> HashMap<Value,
 
 /// Loads a constant.
 ///
-/// Copies the bytes once, into MLX's memory. The source may free them as soon as this returns, so a
-/// program's weights are never there twice. Of a constant with joined ones, only its own parts are,
-/// while they are joined.
+/// Copies the bytes once, into MLX's memory. The source may free them as soon as this returns, so a program's
+/// weights are never in memory twice. Only the parts of a joined constant are, while they are joined.
 ///
 /// # Errors
-/// [`Program`](etkv::Status::Program) if the data are missing or their size differs from the
-/// program's; [`Backend`](etkv::Status::Backend).
+/// [`Program`](etkv::Status::Program) if the data are missing or their size differs from the program's;
+/// [`Backend`](etkv::Status::Backend).
 pub fn load(constant: &Constant, layout: Layout, source: &mut dyn ConstantSource) -> Result<Array> {
     let mut stored = stored(constant, source)?;
     if !constant.joined.is_empty() {

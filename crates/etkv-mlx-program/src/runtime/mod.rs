@@ -11,6 +11,7 @@ mod text_inputs;
 pub use self::constants::ConstantSource;
 pub use self::program::Program;
 pub use self::step_executor::{
-    RowsInput, StepCompiler, StepExecutor, StepOutputs, StepSignature, StepTokens, Take, Wanted,
+    RequestedOutputs, RowsInput, StepCompiler, StepExecutor, StepOutputs, StepSignature,
+    StepTokens, Take,
 };
 pub use self::text_inputs::{TextInputs, Tokens};

@@ -16,7 +16,7 @@ use tracing::{debug, debug_span, info, warn};
 use super::buffers::Buffers;
 use super::constants::{self, ConstantSource};
 use super::schedule::Schedule;
-use super::step_executor::{StepCompiler, StepExecutor, Wanted};
+use super::step_executor::{RequestedOutputs, StepCompiler, StepExecutor};
 use super::stream::ProgramStream;
 use super::text_inputs::{TextInputs, Tokens};
 use crate::dtype::{self, dtype_of};
@@ -32,13 +32,13 @@ use etkv::{MlxCache, ProgramCache, Step, MLX_BACKEND};
 
 /// A loaded program. Clones are the same program, which lives until the last is gone.
 #[derive(Clone)]
-pub struct Program(pub(crate) Arc<Loaded>);
+pub struct Program(pub(crate) Arc<LoadedProgram>);
 
-/// What is loaded of a program.
-pub struct Loaded {
+/// The parts of a loaded program.
+pub struct LoadedProgram {
     pub(crate) inputs: Vec<InputSpec>,
     pub(crate) constants: Vec<Option<Array>>,
-    /// What is offered its steps first, if there is such.
+    /// The executor that is offered each step first, if there is one.
     pub(crate) executor: Option<Box<dyn StepExecutor>>,
     main: Schedule,
     n_values: u32,
@@ -47,26 +47,26 @@ pub struct Loaded {
     pub(crate) cache: Option<ProgramCache>,
     /// The rows of the logits that it was loaded for.
     pub(crate) logits: LogitsRows,
-    /// The output that they are, if one may be.
+    /// The index of the logits in the outputs, if one may be logits.
     logits_at: Option<usize>,
-    /// Whether all rows are computed, and the last one is given.
+    /// Whether all rows are computed, but only the last one is returned.
     cuts_logits: bool,
     pub(crate) stream: ProgramStream,
 }
 
 // SAFETY: arrays and the stream are used under the lock of MLX only, by one thread at a time.
-unsafe impl Send for Loaded {}
+unsafe impl Send for LoadedProgram {}
 // SAFETY: as above.
-unsafe impl Sync for Loaded {}
+unsafe impl Sync for LoadedProgram {}
 
 impl Program {
-    /// Decodes a payload, loads its constants and binds its cache. `steps` makes an executor of its steps, if the
-    /// passes are the default ones and the device suits it.
+    /// Decodes a payload, loads its constants and binds its cache. `steps` makes an executor of its steps, if
+    /// the passes are the default ones and the device is supported.
     ///
     /// # Errors
     /// - [`Program`](Status::Program) for a payload that is damaged or foreign.
     /// - [`Version`](Status::Version) for one of a newer format.
-    /// - [`Unsupported`](Status::Unsupported) for a program that needs what this build lacks.
+    /// - [`Unsupported`](Status::Unsupported) for a program that needs operations which this build lacks.
     /// - [`NoCache`](Status::NoCache) for an unknown key, [`Kind`](Status::Kind) for a cache of
     ///   another backend, and [`Shape`](Status::Shape) for a cache with other layers.
     pub fn load(
@@ -89,7 +89,7 @@ impl Program {
         steps: Option<&dyn StepCompiler>,
     ) -> Result<Self> {
         let mut graph = decode(payload::read(payload)?)?;
-        // Before the constants, because reading these takes longest.
+        // Before the constants, because loading these takes longest.
         let bound = options.cache_key.as_deref().map(|key| bind(&mut graph, key)).transpose()?;
         let (shared, cache) = bound.unzip();
         let mlx = mlx::enter()?;
@@ -109,7 +109,7 @@ impl Program {
             let constants = load_constants(&mlx, &mut graph, &layouts, source)?;
             let steps = steps.filter(|_| options.passes == Passes::Default && cache.is_some());
             let executor = steps.and_then(|steps| steps.compile(&mlx, &graph, &constants));
-            // After that: executors choose what they copy, and do not know this pass.
+            // After that, because executors decide what they copy, and do not know this pass.
             if options.logits == LogitsRows::Proposed && options.passes != Passes::None {
                 passes::leave_out_unwanted_rows(&mut graph);
             }
@@ -123,7 +123,7 @@ impl Program {
             let n_kept = (graph.constants.len() + tensor_inputs(&graph.inputs)) as u32;
             let buffers = std::mem::take(&mut graph.buffers);
             let buffers = Buffers::new(options.buffers.clone(), buffers);
-            let program = Self(Arc::new(Loaded {
+            let program = Self(Arc::new(LoadedProgram {
                 inputs: graph.inputs,
                 constants,
                 executor,
@@ -164,7 +164,7 @@ impl Program {
         self.0.main.chain().outputs.len() - self.0.buffers.len()
     }
 
-    /// Lets the buffers that the program keeps between calls be zeros again.
+    /// Sets the buffers that the program keeps between calls to zero.
     ///
     /// # Errors
     /// [`Backend`](Status::Backend).
@@ -175,11 +175,11 @@ impl Program {
     }
 
     /// Runs the program once, converts each output tensor to the dtype in `output_types` (numbers of
-    /// ExecuTorch's `ScalarType`, one for each output), and writes the outputs where `host` places them. With a
-    /// cache, this is one step on it. The step commits if `host` takes the outputs, and is rolled
-    /// back otherwise.
+    /// ExecuTorch's `ScalarType`, one for each output), and writes the outputs to the memory that `host`
+    /// returns. With a cache, this is one step on it. The step commits if `host` takes the outputs, and is
+    /// rolled back otherwise.
     ///
-    /// Other threads may use MLX while this one waits for the device and copies in main memory.
+    /// Other threads may use MLX while this one waits for the device and copies outputs in main memory.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument), [`Shape`](Status::Shape) and
@@ -200,16 +200,16 @@ impl Program {
     }
 }
 
-impl Loaded {
+impl LoadedProgram {
     fn run(&self, inputs: &[Argument], output_types: &[i8], host: &mut dyn Host) -> Result<()> {
         let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
         let last_row_only = self.gives_last_row(cache.as_deref());
-        // Dropped after the arrays that are made under it.
+        // Dropped after the arrays that need it.
         let mut mlx = mlx::enter()?;
         if let Some(cache) = cache.as_deref_mut() {
             let wanted = match last_row_only || self.cuts_logits {
-                true => Wanted::LastLogits,
-                false => Wanted::Logits,
+                true => RequestedOutputs::LastLogits,
+                false => RequestedOutputs::Logits,
             };
             if self.run_fast(&mut mlx, cache, inputs, wanted, output_types, host)? {
                 return Ok(());
@@ -234,15 +234,15 @@ impl Loaded {
         }
     }
 
-    /// Returns whether the next step on the program's cache, if it has one, gives the last token's row of its logits:
-    /// if it was loaded for that, and the step is text of one sequence.
+    /// Returns whether the next step on the program's cache, if it has one, returns only the last token's row
+    /// of its logits: it was loaded for that, and the step is text of one sequence.
     fn gives_last_row(&self, cache: Option<&MlxCache>) -> bool {
         let sequences = cache.and_then(|cache| cache.sequences());
         self.logits == LogitsRows::Proposed
             && sequences.is_none_or(|sequences| sequences.awaits_text())
     }
 
-    /// Runs the instructions, and starts the computation of the outputs and of what is kept.
+    /// Runs the instructions, and starts the computation of the outputs and the buffers.
     fn start<'a>(
         &self,
         mut frame: Frame<'_, 'a>,
@@ -269,7 +269,7 @@ impl Loaded {
             .zip(output_types)
             .map(|(output, &scalar_type)| output.of_type(scalar_type))
             .collect::<Result<Outputs>>()?;
-        // What the call found is let go: MLX then writes in place.
+        // Drops the values before the call, so that MLX writes in place.
         drop(found);
         let kept = self.buffers.keep(buffers)?;
         let tensors = made.iter().filter_map(Output::tensor).chain(&kept);
@@ -284,9 +284,9 @@ impl Loaded {
     }
 }
 
-impl Loaded {
-    /// Runs the instructions of a step of a language model. Returns its logits and the step. With `last_row_only` the
-    /// logits may have the last row alone.
+impl LoadedProgram {
+    /// Runs the instructions of a step of a language model. Returns its logits and the step. With
+    /// `last_row_only` the logits may have only the last row.
     ///
     /// # Errors
     /// Those of [`Program::execute`].
@@ -322,7 +322,7 @@ impl Loaded {
     }
 }
 
-impl Drop for Loaded {
+impl Drop for LoadedProgram {
     fn drop(&mut self) {
         let _held = mlx::hold();
         if let Ok(mlx) = mlx::enter() {
@@ -335,8 +335,8 @@ impl Drop for Loaded {
     }
 }
 
-/// Improves a program for a target. Returns how to keep each constant, and whether the last row of its logits must be cut
-/// from all of them: where what comes before them is not made row by row.
+/// Improves a program for a target. Returns the layout of each constant, and whether the last row of its
+/// logits must be selected from all rows, because the values before are not computed row by row.
 fn prepare(
     graph: &mut Graph,
     target: Target,
@@ -354,12 +354,12 @@ fn prepare(
     if error.status() != Status::Unsupported || passes::logits_output(graph).is_err() {
         return Err(error);
     }
-    debug!(target: TARGET, why = %error, "the last row of the logits is cut from all");
+    debug!(target: TARGET, why = %error, "the last row of the logits is selected from all rows");
     let target = Target { last_token_only: false, ..target };
     Ok((passes::run(graph, target, scalars)?, true))
 }
 
-/// Returns the cache under `key`, if the program can use it, and makes the choices that depend on it.
+/// Returns the cache under `key`, if the program can use it, and makes the choices that depend on the cache.
 fn bind(graph: &mut Graph, key: &str) -> Result<(SharedCache, ProgramCache)> {
     let entry = CacheRegistry::global().get(key)?;
     if entry.backend_id != MLX_BACKEND {
@@ -389,7 +389,7 @@ fn bind(graph: &mut Graph, key: &str) -> Result<(SharedCache, ProgramCache)> {
     }
     let bound = entry.cache.program()?;
     for limit in by_capacity::choose(graph, entry.cache.capacity()) {
-        debug!(target: TARGET, limit, "the capacity is beyond a limit of the program");
+        debug!(target: TARGET, limit, "the capacity exceeds a limit of the program");
         entry.cache.lock()?.pass_limit(limit)?;
     }
     Ok((entry.cache, bound))
@@ -413,7 +413,7 @@ fn load_constants(
         .iter()
         .enumerate()
         .map(|(index, constant)| {
-            // A constant that init replaces is stored as a placeholder, a scalar.
+            // A constant that the init chain replaces is stored as a scalar placeholder.
             let value = Value(index as u32);
             let replaced = targets.contains(&value) && !used_by_init.contains(&value);
             match layouts[index] {
@@ -492,7 +492,7 @@ fn tensor(input: &Argument, shape: &[Dim], scalar_type: i8) -> Result<Array> {
     if n * dtype::item_size(dtype) != input.bytes().len() {
         fail!(Internal, "{} bytes for shape {:?}", input.bytes().len(), input.shape());
     }
-    // SAFETY: the bytes are as many as shape and dtype say.
+    // SAFETY: the number of bytes matches shape and dtype.
     let array = unsafe { mlx::host_array(input.bytes(), input.shape(), dtype) }?;
     match dtype {
         // Ids and positions are read once.

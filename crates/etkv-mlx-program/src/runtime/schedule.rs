@@ -11,26 +11,25 @@ use crate::error::{fail, Result, Status};
 use crate::ir::{Chain, Instruction, Op, Out, Value};
 use crate::ops::frame::Frame;
 use crate::ops::limits::check_made;
-use crate::ops::{self, Made};
+use crate::ops::{self, OpResult};
 
-/// A chain, and the instruction after which each value is not needed.
+/// A chain, and the instruction after which each value is no longer needed.
 ///
 /// Values are dropped there, so that MLX can reuse their buffers.
 pub struct Schedule {
     chain: Chain,
     dead_after: Vec<Vec<Value>>,
-    /// The chains inside instructions, with the instruction's index.
+    /// The nested chains, with the index of their instruction.
     inside: Vec<(usize, Vec<Schedule>)>,
 }
 
 impl Schedule {
-    /// Computes the last uses in a chain. Values below `n_kept` are constants and inputs, which
-    /// stay.
+    /// Computes the last uses in a chain. Values below `n_kept` are constants and inputs, which stay.
     pub fn new(chain: Chain, n_kept: u32) -> Self {
         Self::keeping(chain, |value| value.0 < n_kept)
     }
 
-    /// Computes the last uses in a chain that stands inside an instruction. What it does not make stays.
+    /// Computes the last uses in a nested chain. Values that it does not make stay.
     fn inner(chain: &Chain) -> Self {
         let made = chain.instructions.iter().flat_map(|instruction| instruction.out.tensors());
         let made: HashSet<Value> = made.collect();
@@ -75,17 +74,17 @@ impl Schedule {
                 error.at(place)
             })?;
             self.check(&made, index, frame)?;
-            // A choice has said what is known of its results.
+            // A choice has already set the limits of its results.
             if !matches!(instruction.op, Op::If { .. }) {
                 let limit = ops::bounds::limit(&instruction.op, frame);
                 instruction.out.tensors().for_each(|value| frame.set_limit(value, limit));
             }
             match (made, instruction.out) {
-                (Made::Tensor(array), Out::Tensor(value)) => frame.set(value, array),
-                (Made::Tensors(arrays), Out::Tensors(_, n)) if arrays.len() == n as usize => {
+                (OpResult::Tensor(array), Out::Tensor(value)) => frame.set(value, array),
+                (OpResult::Tensors(arrays), Out::Tensors(_, n)) if arrays.len() == n as usize => {
                     instruction.out.tensors().zip(arrays).for_each(|(v, a)| frame.set(v, a));
                 }
-                (Made::Int(number), Out::Int(value)) => frame.set_int(value, number),
+                (OpResult::Int(number), Out::Int(value)) => frame.set_int(value, number),
                 _ => fail!(Internal, "instruction {index} makes another kind of value"),
             }
             for &value in &self.dead_after[index] {
@@ -95,13 +94,13 @@ impl Schedule {
         Ok(())
     }
 
-    /// Checks the sizes of what an instruction has made.
-    fn check(&self, made: &Made, index: usize, frame: &Frame) -> Result<()> {
+    /// Checks the sizes of the results of an instruction.
+    fn check(&self, made: &OpResult, index: usize, frame: &Frame) -> Result<()> {
         let op = &self.chain.instructions[index].op;
         let arrays = match made {
-            Made::Tensor(array) => std::slice::from_ref(array),
-            Made::Tensors(arrays) => &arrays[..],
-            Made::Int(_) => &[],
+            OpResult::Tensor(array) => std::slice::from_ref(array),
+            OpResult::Tensors(arrays) => &arrays[..],
+            OpResult::Int(_) => &[],
         };
         arrays
             .iter()
@@ -109,7 +108,7 @@ impl Schedule {
             .map_err(|error| error.at(format_args!("instruction {index}, {}", op.name())))
     }
 
-    fn run_one(&self, index: usize, frame: &mut Frame) -> Result<Made> {
+    fn run_one(&self, index: usize, frame: &mut Frame) -> Result<OpResult> {
         let Instruction { op, out } = &self.chain.instructions[index];
         if !matches!(op, Op::If { .. } | Op::Scan(_)) {
             return ops::run(op, frame);
@@ -124,7 +123,8 @@ impl Schedule {
     }
 }
 
-/// Returns where a run has failed: the instruction, and the shapes that it has read where they may be why.
+/// Returns the context of a failure: the instruction, and the shapes of its operands if these may be the
+/// reason.
 fn place(index: usize, op: &Op, frame: &Frame, status: Status) -> String {
     let mut text = format!("instruction {index}, {}", op.name());
     let is_of_shapes = matches!(

@@ -1,7 +1,7 @@
-//! Steps that the interpreter need not run: the face of what runs them faster, such as one CUDA graph.
+//! Executors: the interface for running steps faster than the interpreter, for example as one CUDA graph.
 //!
-//! A [`StepCompiler`] is given when a program is loaded, and makes a [`StepExecutor`] for it. Each step is offered to
-//! that first. Where it declines, nothing has changed, and the interpreter runs the step.
+//! A [`StepCompiler`] is passed when a program is loaded, and makes a [`StepExecutor`] for it. Each step is
+//! first offered to the executor. If it declines, nothing has changed, and the interpreter runs the step.
 
 use mlx_rs::{Array, Dtype};
 
@@ -11,14 +11,14 @@ use crate::ir::{Graph, Value};
 use etkv::mlx::Mlx;
 use etkv::MlxCache;
 
-/// What makes executors of the steps of programs.
+/// Makes executors of the steps of programs.
 pub trait StepCompiler: Sync {
-    /// Returns why the steps of a program have no executor, as far as its instructions and dtypes tell, or `None` if
-    /// they have one on a device that it can use. `graph` is as the passes for a GPU leave it.
+    /// Returns why the steps of a program can have no executor, as far as its instructions and dtypes show,
+    /// or `None` if they have one on a supported device. `graph` is the program after the GPU passes.
     fn why_not(&self, graph: &Graph) -> Option<String>;
 
-    /// Returns the executor of a program's steps on MLX's device, if there can be one. `constants` are the loaded
-    /// constants of `graph`, by their values.
+    /// Returns the executor of a program's steps on MLX's device, if there can be one. `constants` are the
+    /// loaded constants of `graph`, by their values.
     fn compile(
         &self,
         mlx: &Mlx,
@@ -27,16 +27,17 @@ pub trait StepCompiler: Sync {
     ) -> Option<Box<dyn StepExecutor>>;
 }
 
-/// What runs steps of one program.
+/// Runs the steps of one program.
 pub trait StepExecutor: Send + Sync {
     /// Returns the inputs and outputs of the program.
     fn signature(&self) -> &StepSignature;
 
-    /// Returns whether it runs a step of so many tokens on this cache, as far as is known before the step.
+    /// Returns whether it runs a step of this number of tokens on this cache, as far as is known before the
+    /// step.
     fn suits(&self, cache: &MlxCache, tokens: usize) -> bool;
 
-    /// Runs a step on the cache, gives what it computes to `take`, and commits the step if that succeeds. Returns
-    /// whether it did. If not, the cache is as it was before.
+    /// Runs a step on the cache, passes the result to `take`, and commits the step if that succeeds. Returns
+    /// whether it did. If not, the cache is unchanged.
     ///
     /// # Errors
     /// Those of the cache for positions that it refuses, those of `take`, and
@@ -47,12 +48,12 @@ pub trait StepExecutor: Send + Sync {
         constants: &[Option<Array>],
         cache: &mut MlxCache,
         tokens: StepTokens,
-        wanted: Wanted,
+        wanted: RequestedOutputs,
         take: &mut Take<'_>,
     ) -> Result<bool>;
 }
 
-/// Takes what a step computes.
+/// Receives the result of a step.
 pub type Take<'a> = dyn FnMut(&mut Mlx, StepOutputs) -> Result<()> + 'a;
 
 /// The inputs and outputs of a program whose steps have an executor.
@@ -60,7 +61,7 @@ pub type Take<'a> = dyn FnMut(&mut Mlx, StepOutputs) -> Result<()> + 'a;
 pub struct StepSignature {
     /// The inputs of tokens and positions.
     pub text: TextInputs,
-    /// The inputs of rows besides, such as hidden states, in the order of [`StepTokens::rows`].
+    /// The inputs of rows, such as hidden states, in the order of [`StepTokens::rows`].
     pub rows: Vec<RowsInput>,
     /// The dtype of all outputs.
     pub dtype: Dtype,
@@ -81,33 +82,33 @@ pub struct RowsInput {
     pub dtype: Dtype,
 }
 
-/// What the host gives for each token of a step.
+/// The host's inputs for each token of a step.
 #[derive(Debug, Clone, Copy)]
 pub struct StepTokens<'a> {
     /// Token ids.
     pub ids: &'a [i64],
     /// Their positions.
     pub positions: &'a [i32],
-    /// Rows for each of [`StepSignature::rows`]: bytes of its dtype.
+    /// The rows for each of [`StepSignature::rows`]: bytes of its dtype.
     pub rows: &'a [&'a [u8]],
 }
 
-/// What the host wants of a step.
+/// The output that the host requests of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wanted {
+pub enum RequestedOutputs {
     /// The logits of each token.
     Logits,
     /// The logits of the last token.
     LastLogits,
-    /// The id of the greatest logit of each token.
+    /// The argmax of each token's logits.
     Chosen,
 }
 
-/// What a step computes.
+/// The result of a step.
 pub enum StepOutputs<'a> {
     /// Logits `[1, rows, vocabulary]`, and hidden states `[1, tokens, width]` if the program returns them.
     Logits(Rows<'a>, Option<Rows<'a>>),
-    /// An id for each token, less than 0 for one whose logits are not finite.
+    /// An id for each token, negative if its logits are not finite.
     Chosen(&'a [i32]),
 }
 

@@ -6,19 +6,18 @@ use parking_lot::Mutex;
 use crate::error::Result;
 use etkv::mlx::{unowned_stream, Mlx};
 
-/// The stream of one program on the CPU. MLX computes each stream on a thread of its own there, so
-/// programs on several threads are computed at the same time. A GPU's programs use the shared
-/// stream.
-pub struct ProgramStream(Option<Unowned>);
+/// The stream of one program on the CPU. There MLX computes each stream on a separate thread, so programs on
+/// several threads are computed at the same time. A GPU's programs use the shared stream.
+pub struct ProgramStream(Option<UnownedStream>);
 
 /// A stream that belongs to no thread.
-struct Unowned(Stream);
+struct UnownedStream(Stream);
 
 // SAFETY: it is used under the lock of MLX only, by one thread at a time.
-unsafe impl Send for Unowned {}
+unsafe impl Send for UnownedStream {}
 
-/// Streams of programs that are gone. MLX keeps a stream, and its thread, until the process ends.
-static SPARE: Mutex<Vec<Unowned>> = Mutex::new(Vec::new());
+/// Streams of dropped programs. MLX keeps a stream, and its thread, until the process ends.
+static SPARE: Mutex<Vec<UnownedStream>> = Mutex::new(Vec::new());
 
 impl ProgramStream {
     /// Returns a stream that no other program uses.
@@ -32,7 +31,7 @@ impl ProgramStream {
         let spare = SPARE.lock().pop();
         Ok(Self(Some(match spare {
             Some(stream) => stream,
-            None => Unowned(unowned_stream(&Device::cpu())?),
+            None => UnownedStream(unowned_stream(&Device::cpu())?),
         })))
     }
 

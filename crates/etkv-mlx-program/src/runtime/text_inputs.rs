@@ -10,11 +10,11 @@ use crate::ops::frame::Frame;
 use etkv::mlx;
 use etkv::MlxCache;
 
-/// Tokens of a step on a GPU or in main memory.
+/// Tokens of a step, on the device or on the host.
 pub enum Tokens<'a> {
     /// Ids that the host knows.
     Host(&'a [i64]),
-    /// Ids that the device has chosen, `[T]`, each less than a limit.
+    /// Ids that the device has chosen, `[T]`, each below a limit.
     Device(&'a Array, i32),
 }
 
@@ -30,7 +30,7 @@ pub struct TextInputs {
 }
 
 impl TextInputs {
-    /// Finds them among the inputs of a program.
+    /// Finds the two among the inputs of a program.
     ///
     /// # Errors
     /// [`Unsupported`](etkv::Status::Unsupported) for a program with other inputs.
@@ -66,7 +66,8 @@ impl TextInputs {
             (Some(tokens), Some(positions)) => Ok(Self { tokens, positions, most }),
             _ => fail!(
                 Unsupported,
-                "cannot choose tokens with a program that has not both tokens [1, T] and positions [T]"
+                "cannot choose tokens with a program that does not take tokens [1, T] and \
+                 positions [T]"
             ),
         }
     }

@@ -1,4 +1,4 @@
-//! A test of what a step of a loaded program allocates in Rust.
+//! A test of the Rust allocations in a step of a loaded program.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -11,14 +11,14 @@ use crate::{fb, Argument, Host, LoadOptions, Passes, Program};
 use etkv::builders;
 use etkv::MLX_BACKEND;
 
-/// The system's allocator, which counts what each thread allocates. MLX does not use it.
+/// The system's allocator, with a counter for each thread. MLX does not use it.
 struct Counting;
 
 thread_local! {
     static COUNT: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: it passes all calls on.
+// SAFETY: it forwards all calls.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         COUNT.set(COUNT.get() + 1);
@@ -89,7 +89,7 @@ fn concatenate(builder: &mut Builder, tensors: [u32; 2], out: u32) -> Node {
     (fb::OpNode::ConcatenateNode, fb::ConcatenateNode::create(builder, &args).as_union_value())
 }
 
-/// Halves `x`, `[1, T, 16]`.
+/// Splits `x`, `[1, T, 16]`, in halves.
 fn split(builder: &mut Builder, x: u32, outs: [u32; 2]) -> Node {
     let x = fb::Tid::new(x);
     let outs = Some(builder.create_vector(&outs.map(fb::Tid::new)));
@@ -98,7 +98,7 @@ fn split(builder: &mut Builder, x: u32, outs: [u32; 2]) -> Node {
     (fb::OpNode::SplitNode, fb::SplitNode::create(builder, &args).as_union_value())
 }
 
-/// Loads a program of so many blocks of views, pieces and sums, and of one layer of attention.
+/// Loads a program of `n` blocks of views, pieces and sums, and of one layer of attention.
 fn blocks(n: u32, session: &Session, passes: Passes) -> Program {
     let parts = Parts {
         constants: vec![("rows".to_owned(), vec![4, 8])],
@@ -133,7 +133,7 @@ fn blocks(n: u32, session: &Session, passes: Passes) -> Program {
     Program::load(&payload, &mut weights, &options, None).unwrap()
 }
 
-/// Returns the allocations of a decode step, after some of them.
+/// Returns the allocations of a decode step, after a few such steps.
 fn of_a_step(n: u32, passes: Passes) -> usize {
     let config = CacheConfig::uniform(1, 1, 8, 64);
     let session = Session::new(builders(), MLX_BACKEND, "contiguous", config).unwrap();

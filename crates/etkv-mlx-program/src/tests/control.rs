@@ -1,4 +1,4 @@
-//! Chains inside instructions, and what a program keeps between calls.
+//! Nested chains, and the tensors that a program keeps between calls.
 
 use std::collections::BTreeMap;
 
@@ -43,7 +43,7 @@ fn choose(builder: &mut Builder, cond: u32, then_chain_idx: u32, else_chain_idx:
     (fb::OpNode::IfNode, fb::IfNode::create(builder, &args).as_union_value())
 }
 
-/// The tensors of a loop: what is cut, the pieces, the outputs, and what is carried.
+/// The tensors of a loop: the ones that are split, the pieces, the outputs, and the carried ones.
 struct Loop<'a> {
     originals: &'a [u32],
     sliced: &'a [u32],
@@ -89,15 +89,15 @@ fn execute(program: &Program, inputs: &[Input]) -> Result<Vec<(Vec<i32>, Vec<f32
             Input::Int(number) => Argument::of(*number),
         })
         .collect();
-    let mut made = Made::default();
+    let mut made = Outputs::default();
     program.execute(&inputs, &vec![FLOAT32; program.n_outputs()], &mut made)?;
     Ok(made.floats())
 }
 
 // ---- Choices ----------------------------------------------------------------
 
-/// The program: `then` doubles the input, `otherwise` squares it, and both change slot 1. Slot 2 is a
-/// temporary of one of them.
+/// A program: `then` doubles the input, `otherwise` squares it, and both change slot 1. Slot 2 is a temporary
+/// of one of them.
 fn choice() -> Vec<u8> {
     let parts = Parts {
         inputs: vec![(vec![3], FLOAT32)],
@@ -153,7 +153,7 @@ fn what_one_chain_makes_is_not_there_behind_a_choice() {
     assert!(refusal(&missing).contains("chain 7 is to run, the program has 1"));
 }
 
-/// Choices inside choices stand for many more instructions than there are.
+/// Nested choices stand for many more instructions than there are.
 #[test]
 fn choices_of_choices_are_refused() {
     let parts = Parts {
@@ -167,15 +167,16 @@ fn choices_of_choices_are_refused() {
     let payload = parts.payload(|builder| {
         (0..14u32).map(|n| (0..40).map(|_| choose(builder, 0, n + 1, n + 1)).collect()).collect()
     });
-    // 40 to the power of 14 instructions are never counted one by one: the limit of the run of tests would end it.
+    // 40 to the power of 14 instructions must not be counted one by one, which would exceed the time limit of
+    // the tests.
     assert!(Program::check(&payload).is_err());
 }
 
 // ---- Loops ------------------------------------------------------------------
 
-/// A loop along an axis of `x`, `[2, T, 3]`: what is carried is its square's half and the piece, and the
-/// output is that times the piece. Slots: 0 `x`, 1 the first carried, 2 the piece, 3 the carried, 4 the
-/// output, 5 a temporary.
+/// A loop along an axis of `x`, `[2, T, 3]`: the carried value becomes half of its square plus the piece, and
+/// the output is that times the piece. Slots: 0 `x`, 1 the first carried value, 2 the piece, 3 the carried
+/// value, 4 the output, 5 a temporary.
 fn recurrence(axis: i32) -> Vec<u8> {
     let parts = Parts {
         inputs: vec![(vec![OPEN, OPEN, 3], FLOAT32), (vec![OPEN, 3], FLOAT32)],
@@ -273,7 +274,7 @@ fn loops_that_contradict_themselves_are_refused() {
         axis,
         body: 1,
     };
-    // 4 changes from run to run.
+    // Slot 4 changes from run to run.
     let body = |builder: &mut Builder| vec![add(builder, 2, 4, 3), add(builder, 4, 2, 4)];
     Program::check(&program(scan(&[4], 1), body)).unwrap();
     let hidden = refusal(&program(scan(&[], 1), body));
@@ -294,7 +295,7 @@ fn loops_that_contradict_themselves_are_refused() {
 
 // ---- What is kept -----------------------------------------------------------
 
-/// A program that adds its input to a buffer, and writes the sum's first column to a place of another one.
+/// A program that adds its input to a buffer, and writes the sum's first column to a position in another one.
 /// Slots: 0 the input, 1 and 2 the buffers, 3 a temporary.
 fn keeping() -> Vec<u8> {
     let parts = Parts {
@@ -325,7 +326,7 @@ fn keeping() -> Vec<u8> {
         let first = fb::SliceNode::create(builder, &args).as_union_value();
         let (axis, start) = (WIPOffset::new(literal(builder, 0)), value(builder, 0));
         let stop = WIPOffset::new(literal(builder, i64::MAX));
-        // To the end: a row of one element is repeated.
+        // To the end: a row with one element is repeated.
         let args = fb::SliceUpdateNodeArgs {
             dst: Some(&fb::Tid::new(2)),
             update: Some(&fb::Tid::new(3)),
@@ -360,7 +361,7 @@ fn buffers_are_kept_over_a_hundred_calls() {
             assert!(execute(&program, &bad).is_err());
         }
     }
-    // Another handle has buffers of its own, and a reset one begins anew.
+    // Another handle has its own buffers, and a reset one starts again.
     let inputs = || [Input::Tensor(&[3], bytes(&[1.0; 3])), Input::Int(99)];
     let fresh = execute(&other, &inputs()).unwrap();
     assert_eq!(fresh[0].1, [1.0; 3]);

@@ -1,4 +1,4 @@
-//! Functions of which ExecuTorch's own tests have none.
+//! Functions for which ExecuTorch has no tests.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ fn run(
     let held: Vec<_> = inputs.iter().map(|(shape, numbers)| (*shape, bytes(numbers))).collect();
     let arguments: Vec<_> =
         held.iter().map(|(shape, bytes)| Argument::tensor(FLOAT32, shape, bytes)).collect();
-    let mut made = Made::default();
+    let mut made = Outputs::default();
     program.execute(&arguments, &vec![FLOAT32; n_made as usize], &mut made).unwrap();
     made.floats()
 }
@@ -43,7 +43,7 @@ fn medians() {
             median(builder, &[0], false, 3),
         ]
     });
-    // An even number of elements has the mean of the two in the middle.
+    // The median of an even number of elements is the mean of the two in the middle.
     let expected =
         [(vec![], vec![2.5]), (vec![2, 1], vec![5.0, 0.0]), (vec![3], vec![3.5, 2.5, 2.5])];
     assert_eq!(made, expected);

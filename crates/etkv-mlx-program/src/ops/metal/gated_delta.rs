@@ -1,4 +1,4 @@
-//! The gated delta rule: a state for each head, which each token decays and corrects.
+//! The gated delta rule: a state for each head. Each token decays and corrects it.
 //!
 //! For each token, with the state `S` of a head, `[v_dim, k_dim]`:
 //!
@@ -16,9 +16,9 @@
 //! Y = P Q S^T + (D * Q K^T) C
 //! ```
 //!
-//! `D[t, s]` is the product of the decays after token `s` up to token `t`, and `P[t]` of all up to
-//! `t`: products, as a quotient or a logarithm fails for a decay of 0. `I + L` is inverted by blocks,
-//! as substitution would do: powers of `L` grow without limit for keys that are alike.
+//! `D[t, s]` is the product of the decays after token `s` up to token `t`, and `P[t]` that of all up to `t`.
+//! They are computed as products, because a quotient or a logarithm fails for a decay of 0. `I + L` is
+//! inverted by blocks, like substitution: powers of `L` grow without limit for similar keys.
 
 use mlx_rs::ops::{concatenate, matmul, select};
 use mlx_rs::{Array, Dtype};
@@ -33,7 +33,7 @@ const CHUNK: i32 = 32;
 /// The axis of tokens in `[B, k_heads, v_heads / k_heads, T, ...]`.
 const TOKENS: usize = 3;
 
-/// The rule, by its sizes.
+/// The sizes of the rule.
 pub struct Rule {
     pub dtype: Dtype,
     pub k_dim: i32,
@@ -43,8 +43,8 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Returns the outputs `[B, T, v_heads, v_dim]` and the state after the last token. Computes in
-    /// float32. The number of tokens is that of `q`; the input `T` says the same and is not read.
+    /// Returns the outputs `[B, T, v_heads, v_dim]` and the state after the last token. Computes in float32.
+    /// The number of tokens is that of `q`; the input `T` has the same and is not read.
     pub fn run(&self, inputs: &[&Array]) -> Result<Vec<Array>> {
         let &[q, k, v, decay, beta, state, tokens] = inputs else {
             fail!(Internal, "{} inputs of the gated delta rule", inputs.len());
@@ -68,7 +68,7 @@ impl Rule {
             expect_float(name, array)?;
             expect_shape(name, array, shape)?;
         }
-        // Value heads that share a key head follow each other.
+        // Value heads that share a key head are adjacent.
         let shared = v_heads / k_heads;
         let by_head = |array: &Array, shared, size| -> Result<Array> {
             let array = cast(array, Dtype::Float32)?.reshape(&[batch, n, k_heads, shared, size])?;
@@ -102,7 +102,7 @@ impl Rule {
     }
 }
 
-/// Some tokens that follow each other, `[B, k_heads, v_heads / k_heads, n, ...]`.
+/// Some consecutive tokens, `[B, k_heads, v_heads / k_heads, n, ...]`.
 struct Chunk {
     q: Array,
     k: Array,
@@ -135,8 +135,8 @@ impl Chunk {
         Ok((y, kept.add(added)?))
     }
 
-    /// Returns the product of the decays after each token, along the last axis, up to each token,
-    /// along the one before: 1 for the same token, 0 for later ones.
+    /// Returns the product of the decays after each token (last axis) up to each token (axis before): 1 for
+    /// the same token, 0 for later ones.
     fn between(&self, n: i32) -> Result<Array> {
         let factors = select(mask(n, |t, s| s < t)?, &self.decay, Array::from_f32(1.0))?;
         let products = factors.cumprod(TOKENS as i32, None, None)?;
@@ -144,11 +144,10 @@ impl Chunk {
     }
 }
 
-/// Returns the inverse of `I + L`, where `L` is what lies below the diagonal of `below`, `[..., n,
-/// n]`.
+/// Returns the inverse of `I + L`, where `L` is the part of `below`, `[..., n, n]`, below the diagonal.
 ///
-/// Blocks of the diagonal are inverted, which have one element at first. The inverse of two of them, `A`
-/// and `B`, with `E` below `A` and beside `B`, has `-B^-1 E A^-1` there.
+/// Inverts blocks of the diagonal, which have one element at first. The inverse of two blocks `A` and `B`,
+/// with `E` below `A` and left of `B`, has `-B^-1 E A^-1` in the place of `E`.
 fn inverse(below: &Array, n: i32) -> Result<Array> {
     let mut inverse = cast(&mask(n, |t, s| t == s)?, Dtype::Float32)?;
     let mut size = 1;
@@ -165,7 +164,7 @@ fn inverse(below: &Array, n: i32) -> Result<Array> {
     Ok(inverse)
 }
 
-/// Returns a boolean `[n, n]`: of each row and column, whether it is set.
+/// Returns a boolean `[n, n]`: `is_set` of each row and column.
 fn mask(n: i32, is_set: impl Fn(i32, i32) -> bool) -> Result<Array> {
     let elements = (0..n).flat_map(|row| (0..n).map(move |column| (row, column)));
     let elements: Vec<bool> = elements.map(|(row, column)| is_set(row, column)).collect();

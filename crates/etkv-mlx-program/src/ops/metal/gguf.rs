@@ -1,5 +1,4 @@
-//! Weights as GGUF files have them: super-blocks of 256 elements, whose parts of 32 or 16 have
-//! scales of their own.
+//! Weights of GGUF files: super-blocks of 256 elements, whose parts of 32 or 16 have their own scales.
 //!
 //! | format | bytes of a super-block |
 //! | --- | --- |
@@ -7,8 +6,7 @@
 //! | Q5_K | as Q4_K, with 32 of the fifth bits in front of the codes |
 //! | Q6_K | 128 of the lower bits, 64 of the upper ones, 16 scales, scale (float16) |
 //!
-//! A weight stays packed in memory. A product unpacks it anew each time, in parts that a
-//! processor's caches hold.
+//! A weight stays packed in memory. Each product unpacks it again, in parts that fit a processor's caches.
 
 use std::ops::Range;
 
@@ -23,8 +21,8 @@ use etkv::mlx::{cast, slice_axis};
 /// The elements of a super-block.
 pub const BLOCK: i32 = 256;
 
-/// The elements of a weight that are unpacked at a time: 2 MB in float32 on a CPU, where parts stay
-/// in its caches, and 512 MB on a GPU, where each part costs a launch for each of its operations.
+/// The elements of a weight that are unpacked at a time: 2 MB in float32 on a CPU, where parts stay in its
+/// caches, and 512 MB on a GPU, where each part costs one kernel launch for each of its operations.
 const PART: i64 = 1 << 19;
 const PART_ON_GPU: i64 = 1 << 27;
 
@@ -39,10 +37,10 @@ impl Gguf {
     }
 }
 
-/// Refuses a weight that is not `rows` by `features`. Returns its rows.
+/// Refuses a weight that is not `rows` by `features`. Returns its number of rows.
 fn check_weight(weight: &Array, format: Gguf, rows: Option<i32>, features: i32) -> Result<i32> {
     expect_dtype("weight", weight, Dtype::Uint8)?;
-    // No more than the elements of the weight, or they do not agree.
+    // At most the elements of the weight, otherwise the sizes contradict each other.
     let row = i64::from(features / BLOCK) * i64::from(format.block_bytes());
     match *weight.shape() {
         [n, bytes] if i64::from(bytes) == row && rows.is_none_or(|rows| rows == n) => Ok(n),
@@ -98,13 +96,13 @@ impl Linear {
 
     /// Returns the outputs, `[rows of x, outputs]`. Unpacks `step` rows of the weight at a time.
     ///
-    /// Threads do not share the parts: BLAS has threads of its own, which would wait for each other.
+    /// The parts are not computed in parallel: BLAS has its own threads, which would wait for each other.
     fn product(&self, columns: &Array, weight: &Array, step: i32) -> Result<Array> {
         let parts = (0..self.outputs).step_by(step as usize).map(|start| {
             let stop = self.outputs.min(start.saturating_add(step));
             let part = unpacked(&slice_axis(weight, 0, start, stop, 1)?, self.format)?;
-            // The weight stands on the left, as it is: the other way round BLAS would walk it along
-            // its short side.
+            // The weight is the left factor, in its stored layout: as the right one, BLAS would traverse it
+            // along its short side.
             Ok(matmul(cast(&part, columns.dtype())?, columns)?)
         });
         let parts = parts.collect::<Result<Vec<_>>>()?;
@@ -116,7 +114,7 @@ impl Linear {
     }
 }
 
-/// Returns rows of a weight by `indices`, which are within it: `[..., features]`.
+/// Returns rows of a weight by `indices`, which are in range: `[..., features]`.
 pub fn embedding(
     weight: &Array,
     indices: &Array,
@@ -160,7 +158,7 @@ struct Blocks {
 }
 
 impl Blocks {
-    /// Returns some bytes of each super-block, as these axes.
+    /// Returns some bytes of each super-block, reshaped to these axes.
     fn part(&self, range: Range<i32>, axes: &[i32]) -> Result<Array> {
         let part = slice_axis(&self.bytes, 2, range.start, range.end, 1)?;
         Ok(part.reshape(&with(&self.bytes.shape()[..2], axes))?)
@@ -172,16 +170,16 @@ impl Blocks {
         cast(&scale, Dtype::Float32)
     }
 
-    /// Returns 128 bytes as 256 elements of 4 bits. Of each `run` bytes the low halves come first,
-    /// then the high ones.
+    /// Returns 128 bytes as 256 elements of 4 bits. In each `run` bytes, all low halves come first, then all
+    /// high ones.
     fn nibbles(&self, range: Range<i32>, run: i32) -> Result<Array> {
         let part = self.part(range, &[128 / run, 1, run])?;
         let halves = [and(&part, &bytes(&[15]))?, shr(&part, &bytes(&[4]))?];
         self.flat(&concatenate(&halves, 3)?)
     }
 
-    /// Returns bytes as 256 elements of `bits` bits, in `runs` runs. Of each run the lowest bits of
-    /// all its bytes come first.
+    /// Returns bytes as 256 elements of `bits` bits, in `runs` runs. In each run, the lowest bits of all its
+    /// bytes come first.
     fn fields(&self, range: Range<i32>, bits: u8, runs: i32) -> Result<Array> {
         let n = (range.end - range.start) / runs;
         let part = self.part(range, &[runs, 1, n])?;
@@ -201,10 +199,10 @@ impl Blocks {
         cast(&groups, Dtype::Float32)
     }
 
-    /// Returns codes times the scales of their groups of 32, less the minima of the groups.
+    /// Returns codes times the scales of their groups of 32, minus the minima of the groups.
     fn affine(&self, codes: &Array) -> Result<Array> {
-        // The lower six bits of eight scales and eight minima. Four bits of the last four of each lie
-        // in the last four bytes, and the upper two in the first eight bytes.
+        // The lower six bits of eight scales and eight minima. For the last four of each, four bits lie in
+        // the last four bytes, and the upper two in the first eight bytes.
         let [a, b, c] = [4..8, 8..12, 12..16].map(|range| self.part(range, &[4]));
         let (a, b, c) = (a?, b?, c?);
         let six = |bytes_of| and(bytes_of, &bytes(&[63]));
@@ -219,7 +217,7 @@ impl Blocks {
         Ok(scaled.subtract(of_groups(&minima, 2)?)?)
     }
 
-    /// Returns codes less 32, times the scales of their groups of 16.
+    /// Returns codes minus 32, times the scales of their groups of 16.
     fn symmetric(&self, codes: &Array) -> Result<Array> {
         let scales = cast(&self.part(192..208, &[16])?.view_dtype(Dtype::Int8)?, Dtype::Float32)?;
         let scales = self.scale(208)?.multiply(scales)?.expand_dims(-1)?;

@@ -1,9 +1,9 @@
-//! Metal kernels, by what they compute.
+//! Metal kernels, identified by their computation.
 //!
-//! ExecuTorch's exporter writes some operations as the Metal source of a kernel. The source is never
-//! read here: a kernel is known by its name, and by its arguments and template arguments, which are
-//! checked. What it computes runs as operations of MLX, on every device, Metal included. Another
-//! kernel is refused when the program is loaded.
+//! ExecuTorch's exporter writes some operations as the Metal source of a kernel. The source is never read
+//! here: a kernel is identified by its name, and its arguments and template arguments are checked. Operations
+//! of MLX compute it, on every device, Metal included. An unknown kernel is refused when the program is
+//! loaded.
 
 mod gated_delta;
 mod gguf;
@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 
 use super::indexing::check_range;
 use super::shape::sizes;
-use super::{instruction, Made};
+use super::{instruction, OpResult};
 use crate::dtype::{dtype_of, is_float, name};
 use crate::error::{fail, Result};
 use crate::fb;
@@ -33,17 +33,17 @@ const NAMES: &str =
 
 pub fn metal_kernel(slots: &mut Slots, node: fb::MetalKernelNode) -> Result<Instruction> {
     let place = || format!("Metal kernel {}", shown(node.name()));
-    let kernel = Described::read(node)
+    let kernel = KernelDescription::read(node)
         .and_then(|described| described.kernel())
         .map_err(|error| error.at(place()))?;
     let inputs = node.inputs().iter().map(|tid| slots.read(tid)).collect::<Result<_>>()?;
     let shapes = shapes(slots, node).map_err(|error| error.at(place()))?;
     let mut outs = node.outputs().iter().map(|tid| slots.write(tid));
-    // Values that are made one after the other follow each other.
+    // Values that are made one after the other have consecutive numbers.
     let out = match (outs.next().transpose()?, outs.collect::<Result<Vec<_>>>()?.len()) {
         (Some(Out::Tensor(first)), others @ 1..) => Out::Tensors(first, 1 + others as u32),
         (Some(out), _) => out,
-        (None, _) => fail!(Internal, "{} without outputs", place()),
+        (None, _) => fail!(Internal, "{} has no outputs", place()),
     };
     Ok(instruction(Op::MetalKernel { kernel, inputs, shapes }, out))
 }
@@ -53,7 +53,7 @@ fn shown(name: &str) -> String {
     format!("`{}`", name.chars().take(64).flat_map(char::escape_default).collect::<String>())
 }
 
-/// Reads the shapes of the outputs, which the payload has one after the other.
+/// Reads the shapes of the outputs, which are concatenated in the payload.
 fn shapes(slots: &Slots, node: fb::MetalKernelNode) -> Result<Vec<Vec<Int>>> {
     let mut flat = node.output_shapes_flat().into_iter().flatten();
     let lengths = node.output_shape_lengths();
@@ -98,7 +98,7 @@ enum Argument {
 }
 
 /// A node's description of its kernel.
-struct Described<'a> {
+struct KernelDescription<'a> {
     name: &'a str,
     inputs: Vec<&'a str>,
     outputs: Vec<&'a str>,
@@ -108,7 +108,7 @@ struct Described<'a> {
 
 type Names<'a> = flatbuffers::Vector<'a, flatbuffers::ForwardsUOffset<&'a str>>;
 
-impl<'a> Described<'a> {
+impl<'a> KernelDescription<'a> {
     /// Reads a node, and refuses options that no known kernel has.
     fn read(node: fb::MetalKernelNode<'a>) -> Result<Self> {
         if node.atomic_outputs() || !node.ensure_row_contiguous() || node.init_value().is_some() {
@@ -136,7 +136,7 @@ impl<'a> Described<'a> {
         Ok(described)
     }
 
-    /// Returns the kernel of the name, once all that it depends on is checked.
+    /// Returns the kernel with this name, after checking everything that it depends on.
     fn kernel(&self) -> Result<MetalKernel> {
         let gguf = self.name.strip_prefix("gguf_").and_then(|rest| rest.split_once('_'));
         let kernel = match (self.name, gguf) {
@@ -187,7 +187,7 @@ impl<'a> Described<'a> {
             3 => &["x", "weight", "bias"],
             _ => &["x", "weight"],
         };
-        // How the kernel shares its work, and a dtype that some of them take from `x`.
+        // How the kernel splits its work, and a dtype that some kernels take from `x`.
         let mut template = vec!["InT", "OutT", "N", "K", "NSG"];
         template.retain(|name| !matches!(*name, "NSG" | "OutT") || self.argument(name).is_some());
         self.has(inputs, &["out"], &template)?;
@@ -267,7 +267,7 @@ impl<'a> Described<'a> {
         }
     }
 
-    /// Returns an integer from 1 on.
+    /// Returns an integer that is at least 1.
     fn size(&self, argument: &str) -> Result<i32> {
         match self.argument(argument) {
             Some(Argument::Int(size)) if size > 0 => Ok(size),
@@ -339,7 +339,7 @@ pub fn run(
     kernel: &MetalKernel,
     inputs: &[Value],
     shapes: &[Vec<Int>],
-) -> Result<Made> {
+) -> Result<OpResult> {
     if let (MetalKernel::GgufEmbedding { .. }, [weight, indices]) = (kernel, inputs) {
         let weight = frame.tensor(*weight)?;
         check_range(frame, *indices, weight.shape().first().copied().unwrap_or(0))?;
@@ -358,12 +358,12 @@ pub fn run(
     }
     let mut made = made.into_iter();
     Ok(match (made.next(), made.len()) {
-        (Some(one), 0) => Made::Tensor(one),
-        (first, _) => Made::Tensors(first.into_iter().chain(made).collect()),
+        (Some(one), 0) => OpResult::Tensor(one),
+        (first, _) => OpResult::Tensors(first.into_iter().chain(made).collect()),
     })
 }
 
-/// Returns what a kernel makes of its inputs.
+/// Computes a kernel from its inputs.
 fn compute(kernel: &MetalKernel, inputs: &[&Array], on_gpu: bool) -> Result<Vec<Array>> {
     let one = |made: Result<Array>| made.map(|array| vec![array]);
     match (*kernel, inputs) {
@@ -397,7 +397,7 @@ fn expect_dtype(input: &str, array: &Array, expected: Dtype) -> Result<()> {
     Ok(())
 }
 
-/// Refuses an input that is no float.
+/// Refuses an input that is not a float.
 fn expect_float(input: &str, array: &Array) -> Result<()> {
     if !is_float(array.dtype()) {
         let found = name(array.dtype());
@@ -414,7 +414,7 @@ fn expect_shape(input: &str, array: &Array, expected: &[i32]) -> Result<()> {
     Ok(())
 }
 
-/// Returns the axes but the last of an input whose last axis has `size` elements.
+/// Returns all axes but the last of an input whose last axis has `size` elements.
 fn leading<'a>(input: &str, array: &'a Array, size: i32) -> Result<&'a [i32]> {
     match array.shape().split_last() {
         Some((&last, leading)) if last == size && leading.len() < MAX_AXES => Ok(leading),
@@ -426,7 +426,7 @@ fn leading<'a>(input: &str, array: &'a Array, size: i32) -> Result<&'a [i32]> {
     }
 }
 
-/// Returns a shape with more axes.
+/// Returns a shape with further axes.
 fn with(leading: &[i32], axes: &[i32]) -> SmallVec<[i32; 8]> {
     leading.iter().chain(axes).copied().collect()
 }

@@ -10,7 +10,7 @@ use etkv::mlx::{self, elements, slice_axis};
 
 // ---- Decoding --------------------------------------------------------------
 
-/// A kernel's node, of tensors 0 and on: inputs, then outputs.
+/// A kernel's node. Its tensors are numbered from 0: inputs, then outputs.
 #[derive(Clone)]
 struct Node {
     name: &'static str,
@@ -142,7 +142,7 @@ fn kernels_are_known_by_name_and_arguments() {
     for node in [norm(), gated_delta(), linear()] {
         node.check().unwrap();
     }
-    // What no product depends on, and what one does not name.
+    // Attributes that no product depends on, and one that it does not name.
     let mut node = linear();
     (node.name, node.kinds) = ("gguf_q6k_matmul", 3);
     node.template.retain(|(name, ..)| !matches!(*name, "OutT" | "NSG"));
@@ -329,7 +329,7 @@ fn inputs_that_do_not_fit_are_refused() {
 
 // ---- The gated delta rule --------------------------------------------------
 
-/// Returns outputs and state, token by token, in float64.
+/// Returns outputs and state, computed token by token in float64.
 #[allow(clippy::many_single_char_names)]
 fn by_token(sizes: [usize; 6], [q, k, v, decay, beta, state]: [&[f32]; 6]) -> (Vec<f64>, Vec<f64>) {
     let [batch, tokens, k_heads, v_heads, k_dim, v_dim] = sizes;
@@ -370,8 +370,8 @@ fn check_close(found: &Array, expected: &[f64], limit: f64) -> Result<()> {
     Ok(())
 }
 
-/// Compares the rule with tokens one by one. `alike` keys are all nearly the same, for which powers of
-/// their products grow.
+/// Compares the rule with tokens computed one by one. `alike` makes all keys nearly the same, so that powers
+/// of their products grow.
 fn compare(sizes: [i32; 6], dtype: Dtype, alike: bool, limit: f64) -> Result<()> {
     let [batch, tokens, k_heads, v_heads, k_dim, v_dim] = sizes;
     let numbers = |shape: &[i32]| normal::<f32>(shape, None, None, None);
@@ -385,7 +385,7 @@ fn compare(sizes: [i32; 6], dtype: Dtype, alike: bool, limit: f64) -> Result<()>
     let v = numbers(&[batch, tokens, v_heads, v_dim])?;
     let mut decay = gates(if alike { 0.999 } else { 0.5 })?;
     if tokens > 3 && !alike {
-        // A token that forgets all.
+        // A token that erases the state.
         let rest = slice_axis(&decay, 1, 1, tokens, 1)?;
         decay = concatenate(&[rest, zeros(&[batch, 1, v_heads], Dtype::Float32)], 1)?;
     }

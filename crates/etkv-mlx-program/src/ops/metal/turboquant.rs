@@ -1,4 +1,4 @@
-//! TurboQuant: vectors as codes of 4 bits, two a byte, and their norms.
+//! TurboQuant: vectors as codes of 4 bits, two in a byte, and their norms.
 
 use mlx_rs::{Array, Dtype};
 

@@ -10,8 +10,8 @@ pub const WEIGHT: Value = Value(0);
 const TOKENS: Value = Value(1);
 pub const COUNT: IntValue = IntValue(0);
 
-/// Returns a program over `[1, T]` inputs with one weight. `ops` make the values from 2 on, the
-/// last of which is its output.
+/// Returns a program over `[1, T]` inputs with one weight. `ops` make the values from 2 on. The last one is
+/// its output.
 pub fn graph(ops: Vec<Op>) -> Graph {
     let shape = vec![8, 8];
     let mut instructions =
@@ -128,8 +128,8 @@ fn sdpa(q: u32, causal: bool) -> Op {
     Op::Call { function, tensors: vec![Value(q), Value(4), Value(4)].into(), ints: Vec::new() }
 }
 
-/// 2: embedding, 3: cut into heads, 4: heads, the keys, 5: queries, 6: attention, 7: heads back,
-/// 8: merged, 9: logits.
+/// 2: embedding, 3: split into heads, 4: heads, the keys, 5: queries, 6: attention, 7: heads back, 8: merged,
+/// 9: logits.
 fn attended_in_graph(queries: Op) -> Graph {
     let count = Int::Value(COUNT);
     let cut = vec![Int::Literal(1), count, Int::Literal(-1), Int::Literal(4)];
@@ -168,7 +168,7 @@ fn rows_are_dropped_at_attention_in_the_graph() {
 
 #[test]
 fn attention_of_other_queries_stays_whole() {
-    // Queries of a weight, as of something learned, are not one for each token.
+    // Queries that come from a weight, such as learned ones, are not one for each token.
     let queries = Op::Transpose { x: WEIGHT, perm: vec![0, 2, 1, 3] };
     let mut graph = attended_in_graph(queries);
     narrow(&mut graph, true).unwrap();
@@ -218,20 +218,20 @@ fn attention_that_is_an_output_stays_whole() {
     narrow(&mut graph, true).unwrap();
     let made = ops(&graph);
     assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
-    // Its second axis is that of the heads: rows are cut once the heads are in place.
+    // Its second axis is that of the heads: rows are narrowed once the tokens' axis is in place.
     assert!(!made.contains(&&Op::LastToken { x: Value(3) }));
 }
 
 #[test]
 fn logits_may_come_behind_hidden_states() {
-    // 2: embedding, 3: hidden states, 4: logits, 5: made of them.
+    // 2: embedding, 3: hidden states, 4: logits, 5: computed from the logits.
     let other = |x| Op::Unary { function: Unary::Abs, x: Value(x) };
     let product = || graph(vec![embed(), linear(2), linear(3), other(4)]);
     for (outputs, expected) in [
         (&[4][..], (0, 4)),
         (&[3, 4], (1, 4)),
         (&[4, 3], (0, 4)),
-        // What is not made by a product is none of its own.
+        // A value that no product computes is not logits.
         (&[4, 5], (0, 4)),
         (&[3, 5], (1, 5)),
         (&[2, 3, 4], (2, 4)),
@@ -248,7 +248,7 @@ fn logits_may_come_behind_hidden_states() {
     graph.main.outputs = vec![Out::Tensor(Value(3)), Out::Tensor(Value(4))];
     narrow(&mut graph, true).unwrap();
     let made = ops(&graph);
-    assert_eq!(*made[3], Op::LastToken { x: Value(3) }, "all hidden states are made");
+    assert_eq!(*made[3], Op::LastToken { x: Value(3) }, "all hidden states are computed");
 }
 
 #[test]
@@ -261,7 +261,7 @@ fn what_has_tokens_again_gives_its_last_row() {
     let mut graph = graph(vec![embed(), rows, again.clone(), sum, linear(5)]);
     narrow(&mut graph, true).unwrap();
     let made = ops(&graph);
-    assert!(made.contains(&&again), "it is made of all rows");
+    assert!(made.contains(&&again), "it is computed from all rows");
     for x in [2, 4] {
         assert!(made.contains(&&Op::LastToken { x: Value(x) }));
     }

@@ -1,4 +1,4 @@
-//! What is made row by row, by what can be narrowed to the last row.
+//! Values that are computed row by row, tested by what can be narrowed to the last row.
 
 use mlx_rs::Dtype;
 
@@ -41,7 +41,7 @@ fn a_norm_that_is_written_out_is_narrowed() {
 
 #[test]
 fn an_activation_of_choices_is_narrowed() {
-    // 2: embedding, 3: hidden, 4: a limit, 5: its sign, 6: which, 7: chosen, 8: logits.
+    // 2: embedding, 3: hidden, 4: a limit, 5: its sign, 6: a condition, 7: selected, 8: logits.
     let limit = call(Function::Full { v: Fill::Literal(0.0), dtype: Dtype::Float32 }, &[]);
     let negated = Op::Unary { function: Unary::Neg, x: Value(4) };
     let mut graph = graph(vec![
@@ -59,7 +59,7 @@ fn an_activation_of_choices_is_narrowed() {
 
 #[test]
 fn embeddings_of_positions_are_rows() {
-    // 2: embedding, 3: positions [1, T], 4: two further, 5: their embedding, 6: sum, 7: logits.
+    // 2: embedding, 3: positions [1, T], 4: positions plus two, 5: their embedding, 6: sum, 7: logits.
     let positions = Value(8);
     let further = call(Function::Full { v: Fill::Literal(2.0), dtype: Dtype::Int64 }, &[]);
     let mut graph = graph(vec![
@@ -85,7 +85,7 @@ fn embeddings_of_positions_are_rows() {
 
 #[test]
 fn one_of_several_rows_of_a_token_is_narrowed() {
-    // 2: embedding, 3: cut into two, 4: the second, 5: logits.
+    // 2: embedding, 3: split into two, 4: the second, 5: logits.
     let count = Int::Value(COUNT);
     let shape = vec![Int::Literal(1), count, Int::Literal(2), Int::Literal(4)];
     let program = |axis| {

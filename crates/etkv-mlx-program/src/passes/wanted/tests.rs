@@ -47,7 +47,7 @@ fn what_works_element_by_element_may_come_behind() {
     leave_out_unwanted_rows(&mut graph);
     assert_eq!(*ops(&graph)[2], Op::WantedRows { x: Value(2) });
     assert_eq!(*ops(&graph)[3], linear(6));
-    // A matrix has a value for each place, not for each column.
+    // A matrix has a value for each element, not for each column.
     let by = |b| Op::Binary { function: Binary::Multiply, a: Value(3), b };
     assert!(is_untouched(&[embed(), linear(2), by(WEIGHT)]));
     assert!(is_untouched(&[embed(), linear(2), by(Value(2))]));
@@ -66,7 +66,7 @@ fn packed_weights_make_logits_too() {
     );
 }
 
-/// The program of a vector in place of the matrix, by which the logits are scaled and moved.
+/// The same program with a vector instead of the matrix. It scales and shifts the logits.
 fn scaled() -> Graph {
     let biased = Op::Linear { x: Value(2), weight: WEIGHT, bias: Some(WEIGHT), transposed: false };
     let scale = Op::Binary { function: Binary::Multiply, a: WEIGHT, b: Value(3) };
@@ -80,7 +80,7 @@ fn a_bias_and_a_scale_are_the_same_for_every_row() {
     let mut known = scaled();
     leave_out_unwanted_rows(&mut known);
     assert_eq!(*ops(&known)[2], Op::WantedRows { x: Value(2) });
-    // What is computed at load may have any shape.
+    // A value that is computed at load may have any shape.
     let mut computed = scaled();
     computed.init_targets.push(WEIGHT);
     let before = ops(&computed).len();
@@ -90,22 +90,22 @@ fn a_bias_and_a_scale_are_the_same_for_every_row() {
 
 #[test]
 fn all_rows_stay_where_others_read_them() {
-    // The product that is an output is added to rows of another one.
+    // The product that is an output is added to rows of another product.
     assert!(is_untouched(&[embed(), block(2, Some(Value(2)))]));
-    // Of the outputs 4 and 3 the first is not a product's: the logits are 3, and 4 reads them.
+    // The outputs are 4 and 3. The first is not a product: the logits are 3, and 4 reads them.
     let mut read =
         graph(vec![embed(), linear(2), Op::Unary { function: Unary::Tanh, x: Value(3) }]);
     read.main.outputs.push(Out::Tensor(Value(3)));
     let before = ops(&read).len();
     leave_out_unwanted_rows(&mut read);
     assert_eq!(ops(&read).len(), before);
-    // Rows that are no product's.
+    // Rows that no product computes.
     assert!(is_untouched(&[embed()]));
 }
 
 #[test]
 fn the_rows_themselves_may_be_read_by_others() {
-    // Hidden states 2 are an output beside the logits 3.
+    // Hidden states 2 are an output next to the logits 3.
     let mut both = graph(vec![embed(), linear(2)]);
     both.main.outputs.insert(0, Out::Tensor(Value(2)));
     leave_out_unwanted_rows(&mut both);

@@ -1,16 +1,16 @@
-//! The loaded programs for hosts that hold their cache, or know the name of their buffers.
+//! The loaded programs, for hosts that have their cache, or know the name of their buffers.
 
 use std::sync::{Arc, Weak};
 
 use etkv_core::SharedCache;
 use parking_lot::Mutex;
 
-use super::{Loaded, Program};
+use super::{LoadedProgram, Program};
 use crate::error::{fail, Result};
 use etkv::MlxStore;
 
 /// The programs that keep buffers under a name.
-static NAMED: Mutex<Vec<Weak<Loaded>>> = Mutex::new(Vec::new());
+static NAMED: Mutex<Vec<Weak<LoadedProgram>>> = Mutex::new(Vec::new());
 
 /// Remembers a program under the name of its buffers, for as long as it is loaded.
 pub fn add_named(program: &Program) {
@@ -22,13 +22,14 @@ pub fn add_named(program: &Program) {
 }
 
 impl Program {
-    /// Lets the buffers of all programs that were loaded with this name of buffers be zeros.
+    /// Sets to zero the buffers of all programs that were loaded with this name of buffers.
     ///
     /// # Errors
-    /// [`InvalidArgument`](etkv::Status::InvalidArgument) if no loaded program keeps buffers under it.
+    /// [`InvalidArgument`](etkv::Status::InvalidArgument) if no loaded program keeps buffers under this name.
     pub fn reset_buffers(name: &str) -> Result<()> {
-        let named = |program: &Arc<Loaded>| program.buffers.is_named(name);
-        let alive: Vec<Arc<Loaded>> = NAMED.lock().iter().filter_map(Weak::upgrade).collect();
+        let named = |program: &Arc<LoadedProgram>| program.buffers.is_named(name);
+        let alive: Vec<Arc<LoadedProgram>> =
+            NAMED.lock().iter().filter_map(Weak::upgrade).collect();
         let found: Vec<Self> = alive.into_iter().filter(named).map(Self).collect();
         if found.is_empty() {
             fail!(InvalidArgument, "no loaded program keeps buffers named `{name}`");

@@ -1,27 +1,27 @@
-//! Steps that a program's executor runs in place of the interpreter.
+//! Steps that a program's executor runs instead of the interpreter.
 
 use etkv_delegate::{Argument, Host};
 use mlx_rs::Dtype;
 use smallvec::SmallVec;
 
-use super::{check_shape, integers, Loaded};
+use super::{check_shape, integers, LoadedProgram};
 use crate::dtype::{dtype_of, item_size};
 use crate::error::{fail, Result};
 use crate::ir::{InputSpec, Value};
 use crate::ops::frame::HostInts;
-use crate::runtime::step_executor::{StepOutputs, StepTokens, Wanted};
+use crate::runtime::step_executor::{RequestedOutputs, StepOutputs, StepTokens};
 use etkv::mlx::Mlx;
 use etkv::MlxCache;
 
-impl Loaded {
-    /// Offers a step to the executor, which gives the host the `wanted` logits. Returns whether it ran the step. If
-    /// not, nothing has changed, and the interpreter runs the step, or says what is wrong with it.
+impl LoadedProgram {
+    /// Offers a step to the executor, which returns the `wanted` logits to the host. Returns whether it ran
+    /// the step. If not, nothing has changed, and the interpreter runs the step, or returns its error.
     pub(super) fn run_fast(
         &self,
         mlx: &mut Mlx,
         cache: &mut MlxCache,
         inputs: &[Argument],
-        wanted: Wanted,
+        wanted: RequestedOutputs,
         output_types: &[i8],
         host: &mut dyn Host,
     ) -> Result<bool> {
@@ -61,14 +61,14 @@ impl Loaded {
                     Ok(())
                 })
             }
-            StepOutputs::Chosen(_) => fail!(Internal, "a step chose ids in place of logits"),
+            StepOutputs::Chosen(_) => fail!(Internal, "a step chose ids instead of logits"),
         };
         let tokens = StepTokens { ids: &ids, positions: &positions, rows: &rows };
         executor.try_step(mlx, &self.constants, cache, tokens, wanted, &mut take)
     }
 
-    /// Offers a step to the executor, and commits it if `take` takes the ids of the greatest logits, less than 0 where
-    /// logits are not finite. Returns `None` as [`run_fast`](Self::run_fast) returns false.
+    /// Offers a step to the executor, and commits it if `take` accepts the argmax ids, which are negative
+    /// where logits are not finite. Returns `None` where [`run_fast`](Self::run_fast) returns false.
     pub(crate) fn choose_fast<T>(
         &self,
         mlx: &mut Mlx,
@@ -86,19 +86,27 @@ impl Loaded {
                 taken = Some(take(mlx, ids)?);
                 Ok(())
             }
-            StepOutputs::Logits(..) => fail!(Internal, "a step made logits in place of ids"),
+            StepOutputs::Logits(..) => fail!(Internal, "a step made logits instead of ids"),
         };
-        executor.try_step(mlx, &self.constants, cache, tokens, Wanted::Chosen, &mut take)?;
+        executor.try_step(
+            mlx,
+            &self.constants,
+            cache,
+            tokens,
+            RequestedOutputs::Chosen,
+            &mut take,
+        )?;
         Ok(taken)
     }
 
-    /// Offers a step at these positions to the executor, for its own sake: with tokens, and rows besides, of zeros.
+    /// Offers a step at these positions to the executor, only to capture and run it, with zeros as tokens and
+    /// as other rows.
     pub(crate) fn run_fast_once(
         &self,
         mlx: &mut Mlx,
         cache: &mut MlxCache,
         positions: &[i32],
-        wanted: Wanted,
+        wanted: RequestedOutputs,
     ) -> Result<()> {
         let Some(executor) = &self.executor else {
             return Ok(());
@@ -121,13 +129,13 @@ impl Loaded {
     }
 }
 
-/// Returns the elements of an input of integers, if it is as it is declared.
+/// Returns the elements of an integer input, if it matches its declaration.
 fn given(specs: &[InputSpec], inputs: &[Argument], wanted: Value) -> Option<HostInts> {
     let (dtype, _, bytes) = declared(specs, inputs, wanted)?;
     integers(dtype, bytes)
 }
 
-/// Returns the bytes of an input of rows, if it is as it is declared and has a row for each token.
+/// Returns the bytes of an input of rows, if it matches its declaration and has a row for each token.
 fn given_rows<'a>(
     specs: &[InputSpec],
     inputs: &[Argument<'a>],
@@ -138,7 +146,7 @@ fn given_rows<'a>(
     (shape.get(1) == Some(&(tokens as i32))).then_some(bytes)
 }
 
-/// Returns the dtype, the shape and the bytes of an input, if it is as it is declared.
+/// Returns the dtype, the shape and the bytes of an input, if it matches its declaration.
 fn declared<'a, 'b>(
     specs: &[InputSpec],
     inputs: &'b [Argument<'a>],

@@ -1,4 +1,4 @@
-//! Runs chains inside instructions: one of two, or one for each element of an axis.
+//! Runs nested chains: one of two branches, or a loop over the elements of an axis.
 
 use mlx_rs::Array;
 
@@ -6,14 +6,14 @@ use super::Schedule;
 use crate::error::{fail, Result};
 use crate::ir::{Int, Out, Scan, Value};
 use crate::ops::frame::Frame;
-use crate::ops::{normalize_axis, Made, Pieces};
+use crate::ops::{normalize_axis, OpResult, Pieces};
 use etkv::mlx::{slice_axis, Arrays};
 
-/// The most runs of a body.
+/// The most runs of a loop's body.
 const MAX_RUNS: i32 = 1 << 20;
 
-/// Runs the first chain unless `cond` is 0, else the second.
-pub fn run_if(frame: &mut Frame, cond: Int, chains: &[Schedule], out: Out) -> Result<Made> {
+/// Runs the first chain if `cond` is not 0, else the second.
+pub fn run_if(frame: &mut Frame, cond: Int, chains: &[Schedule], out: Out) -> Result<OpResult> {
     let index = usize::from(frame.int(cond)? == 0);
     let Some(chain) = chains.get(index) else {
         fail!(Internal, "a choice has {} chains", chains.len());
@@ -22,11 +22,11 @@ pub fn run_if(frame: &mut Frame, cond: Int, chains: &[Schedule], out: Out) -> Re
     for (value, made) in out.tensors().zip(chain.chain().tensor_outputs()) {
         frame.set_limit(value, frame.limit(made));
     }
-    Ok(Made::Tensors(outputs(frame, chain)?.into()))
+    Ok(OpResult::Tensors(outputs(frame, chain)?.into()))
 }
 
 /// Runs the body for each element of an axis.
-pub fn run_scan(frame: &mut Frame, scan: &Scan, body: &Schedule) -> Result<Made> {
+pub fn run_scan(frame: &mut Frame, scan: &Scan, body: &Schedule) -> Result<OpResult> {
     let (axis, n) = axis_of(frame, scan)?;
     let mut stacked: Vec<Arrays> = (0..scan.n_stacked).map(|_| Arrays::empty()).collect();
     let mut carried = arrays(frame, &scan.carried)?;
@@ -48,10 +48,10 @@ pub fn run_scan(frame: &mut Frame, scan: &Scan, body: &Schedule) -> Result<Made>
         made.push(list.stack(axis as i32)?);
     }
     made.extend(carried);
-    Ok(Made::Tensors(Pieces::from_vec(made)))
+    Ok(OpResult::Tensors(Pieces::from_vec(made)))
 }
 
-/// Returns the axis that a loop runs along, and its elements, which are as many in all tensors.
+/// Returns the axis that a loop runs along, and its number of elements, which is the same in all tensors.
 fn axis_of(frame: &Frame, scan: &Scan) -> Result<(usize, i32)> {
     let mut found = None;
     for original in &scan.originals {
