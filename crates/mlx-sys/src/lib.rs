@@ -1,15 +1,14 @@
 //! Raw bindings to mlx-c, linked to the MLX that pip installs.
 //!
-//! A stand-in for the published crate of the same name and version, which
-//! builds MLX from source and only on Apple's systems. The workspace puts it in
-//! place with `[patch.crates-io]`; `mlx-rs` cannot tell the difference.
+//! A replacement for the published crate of the same name and version, which builds MLX from source and only
+//! on Apple's systems. The workspace substitutes it with `[patch.crates-io]`; `mlx-rs` uses it unchanged.
 #![allow(non_upper_case_globals, non_camel_case_types, non_snake_case)]
 #![allow(clippy::all)]
 
 include!(concat!(env!("OUT_DIR"), "/bindings.rs"));
 
-/// Half types and the functions that take them: mlx-c declares these only where
-/// the C compiler has them, which on x86-64 it does not.
+/// Half types and their functions: mlx-c declares these only if the C compiler has such types, which on
+/// x86-64 it does not.
 #[cfg(not(target_arch = "aarch64"))]
 mod half {
     use super::mlx_array;
@@ -37,18 +36,16 @@ mod half {
 pub use half::*;
 
 extern "C" {
-    /// Stores the array that `written` becomes when the writes to it that were not
-    /// carried out are left away. Not found, and nothing stored, where something
-    /// else than writes is still to be carried out.
+    /// Stores the array that `written` becomes without its pending writes. Returns "not found", and stores
+    /// nothing, if anything but writes is pending.
     pub fn etkv_mlx_array_before_writes(
         before: *mut mlx_array,
         found: *mut bool,
         written: mlx_array,
     ) -> ::std::os::raw::c_int;
 
-    /// Stores an array of `bytes` bytes of the host's that a GPU reads where they are. Not made, and
-    /// nothing stored, for more than 64 KiB, and while too many of these arrays exist. For MLX's build
-    /// for CUDA only.
+    /// Stores an array of `bytes` bytes of host memory that a GPU reads in place. Does nothing for more than
+    /// 64 KiB, or while too many of these arrays exist. For MLX's CUDA build only.
     #[cfg(target_os = "linux")]
     pub fn etkv_mlx_array_pinned(
         array: *mut mlx_array,
@@ -60,8 +57,8 @@ extern "C" {
         dtype: mlx_dtype,
     ) -> ::std::os::raw::c_int;
 
-    /// Copies the elements of a computed, row-contiguous array on an NVIDIA GPU, `bytes` bytes. Not
-    /// done where the host can read them in place. For MLX's build for CUDA only.
+    /// Copies the `bytes` bytes of a computed, row-contiguous array from an NVIDIA GPU. Does nothing if the
+    /// host can read them in place. For MLX's CUDA build only.
     #[cfg(target_os = "linux")]
     pub fn etkv_mlx_array_read(
         done: *mut bool,
@@ -70,13 +67,13 @@ extern "C" {
         array: mlx_array,
     ) -> ::std::os::raw::c_int;
 
-    /// Stores where the elements of an array of MLX for CUDA begin, or 0 if they are not computed. It is
-    /// the first element also where the array is a view. For MLX's build for CUDA only.
+    /// Stores the address of an array's first element, or 0 if the elements are not computed. For a view it
+    /// is the view's first element. For MLX's CUDA build only.
     #[cfg(target_os = "linux")]
     pub fn etkv_mlx_array_address(address: *mut u64, array: mlx_array) -> ::std::os::raw::c_int;
 
-    /// Stores the name and the text of the custom kernel that makes an array which is not computed, and the number
-    /// behind the name in the names of its files. They stay empty, and the number 0, for other arrays.
+    /// Stores the name and the text of the custom kernel of an array that is not computed yet, and the number
+    /// after the name in the names of its files. For other arrays they stay empty, and the number is 0.
     #[cfg(target_os = "linux")]
     pub fn etkv_mlx_kernel_text(
         name: *mut mlx_string,
@@ -85,21 +82,21 @@ extern "C" {
         made: mlx_array,
     ) -> ::std::os::raw::c_int;
 
-    /// Does nothing. A call of it makes a linker keep libetkv_blas.
+    /// Does nothing. A call of it keeps libetkv_blas linked.
     #[cfg(target_os = "linux")]
     pub fn etkv_blas_keep();
 
-    /// What multiplies matrices for MLX on the CPU: a string of libetkv_blas's. Loads that library.
+    /// The name of the library that multiplies matrices for MLX on the CPU, a string of libetkv_blas. Loads
+    /// that library.
     #[cfg(target_os = "linux")]
     pub fn etkv_blas_name() -> *const ::std::os::raw::c_char;
 
-    /// From now on, the process ends with its own status where MLX would abort it
-    /// for a CUDA driver that ended first. For after the first stream was made.
+    /// From now on, if the CUDA driver ends before MLX, the process ends with its own status, where MLX would
+    /// abort it. To be called after the first stream was made.
     pub fn etkv_mlx_end_without_driver();
 }
 
-/// The clock that mlx-rs seeds its random state from; Apple's kernel has it,
-/// others do not.
+/// The clock that seeds mlx-rs's random state. Apple's kernel has it, others do not.
 ///
 /// Returns nanoseconds since the first call, plus the process's start as Unix
 /// time, so that two processes differ.
