@@ -1,4 +1,4 @@
-//! The kinds of caches on MLX arrays, and where sessions find them.
+//! The kinds of caches on MLX arrays, and their builders.
 
 use std::sync::Once;
 
@@ -9,7 +9,7 @@ use crate::store::MlxStore;
 /// The backend id of ExecuTorch's MLX delegate.
 pub const MLX_BACKEND: &str = "MLXBackend";
 
-/// One sequence, without a mask where all layers have full history.
+/// One sequence. It needs no mask if all layers have full history.
 pub type ContiguousCache = etkv_core::ContiguousCache<MlxStore>;
 
 /// Sequences that share cells; a single one is read like a contiguous cache.
@@ -18,7 +18,7 @@ pub type CellsCache = etkv_core::CellsCache<MlxStore>;
 /// A cache of any kind on MLX arrays.
 pub type MlxCache = dyn AttendCache<Store = MlxStore>;
 
-/// A shared cache as MLX programs see it.
+/// A shared cache with the face for MLX programs.
 pub type ProgramCache = etkv_core::ProgramCache<MlxStore>;
 
 /// One forward of an MLX program on a cache.
@@ -45,7 +45,7 @@ pub type ProgramCache = etkv_core::ProgramCache<MlxStore>;
 /// ```
 pub type Step<'a> = etkv_core::Step<'a, MlxStore>;
 
-/// The builders of this process, with the kinds of this crate among them.
+/// Returns the builders of this process, including the kinds of this crate.
 pub fn builders() -> &'static BuilderRegistry {
     static REGISTERED: Once = Once::new();
     let builders = BuilderRegistry::global();
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!((runs.runs(0), runs.runs(1)), (&[0..2, 4..5][..], &[2..4, 5..6][..]));
     }
 
-    /// A host may name keys of its own as sessions do.
+    /// A host may choose the same keys as sessions do.
     #[test]
     fn keys_pass_by_those_of_the_host() {
         let config = CacheConfig::uniform(1, 1, 4, 8);

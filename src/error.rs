@@ -18,12 +18,12 @@ impl Error {
         Self(etkv_core::Error::new(status, message))
     }
 
-    /// Returns the error with the error of another library that caused it.
+    /// Returns the error with its cause, an error of another library.
     pub fn caused_by(self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self(self.0.caused_by(source))
     }
 
-    /// Returns the error with its place in front: `place: message`.
+    /// Returns the error with its context first: `place: message`.
     pub fn at(self, place: impl fmt::Display) -> Self {
         Self(self.0.at(place))
     }

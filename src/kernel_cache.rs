@@ -1,10 +1,10 @@
 //! Keeps the kernels that MLX compiles for an NVIDIA GPU, for later processes.
 //!
-//! MLX looks for a kernel in a folder, by name, and writes there what it compiles. Its own choice is one
-//! folder for all users and GPUs, and a process that reads there while another one writes finds half
-//! a kernel. Here each process has a folder of its own. It begins with links to the kernels that
-//! earlier processes have published, for the same MLX and the same kind of GPU, and what is compiled
-//! is published once it is whole.
+//! MLX looks up a kernel in a folder, by name, and writes there what it compiles. By default that is one
+//! folder for all users and GPUs, and a process that reads while another one writes finds an incomplete
+//! kernel. Here each process has its own folder. It starts with links to the kernels that earlier processes
+//! have published, for the same MLX and the same kind of GPU, and new kernels are published once they are
+//! complete.
 
 use std::fs;
 use std::io;
@@ -21,15 +21,15 @@ const VARIABLE: &str = "MLX_PTX_CACHE_DIR";
 /// MLX's files of one kernel, in the order in which it writes them. Only the first two are read.
 const PARTS: [&str; 3] = ["ptx", "txt", "cu"];
 
-/// The folder of this process and the one of all.
+/// The folder of this process, and the folder with the published kernels.
 pub struct KernelCache {
     shared: PathBuf,
     own: PathBuf,
 }
 
 impl KernelCache {
-    /// Makes the folder of this process under `root`, with the kernels that were published, and
-    /// removes those of processes that are gone. `name` tells one kind of GPU and MLX from another.
+    /// Creates the folder of this process under `root`, with the published kernels, and removes the folders
+    /// of processes that are gone. `name` identifies a kind of GPU and a version of MLX.
     ///
     /// # Errors
     /// Those of the file system.
@@ -40,7 +40,7 @@ impl KernelCache {
         make_private(&runs)?;
         let place = place();
         for entry in fs::read_dir(&runs)?.flatten() {
-            // Those of another machine, or container, are not known here.
+            // Processes of other machines or containers are unknown here.
             let name = entry.file_name();
             let process = name.to_str().and_then(|name| name.strip_prefix(&place));
             if process.is_some_and(|process| !is_alive(process)) {
@@ -53,12 +53,12 @@ impl KernelCache {
         make_private(&own)?;
         let cache = Self { shared, own };
         let n = link_new(&cache.shared, &cache.own)?;
-        debug!(target: TARGET, kernels = n, folder = %cache.own.display(), "kernels are kept");
+        debug!(target: TARGET, kernels = n, folder = %cache.own.display(), "kernels are cached");
         Ok(cache)
     }
 
-    /// Publishes the kernels that were compiled since. Returns their number. Call it while nothing
-    /// is compiled.
+    /// Publishes the kernels that were compiled since the last call. Returns their number. Call it while
+    /// nothing is compiled.
     ///
     /// # Errors
     /// Those of the file system.
@@ -72,8 +72,8 @@ impl KernelCache {
     }
 }
 
-/// Lets MLX keep its kernels in the user's cache folder. Does nothing if the host has chosen a folder.
-/// Call it before MLX compiles anything. It changes the environment of the process, once.
+/// Makes MLX cache its kernels in the user's cache folder. Does nothing if the host has chosen a folder. Call
+/// it before MLX compiles anything. It changes the environment of the process, once.
 pub fn start(architecture: &str, mlx_version: &str) -> Option<KernelCache> {
     if std::env::var_os(VARIABLE).is_some() {
         return None;
@@ -89,13 +89,14 @@ pub fn start(architecture: &str, mlx_version: &str) -> Option<KernelCache> {
             Some(cache)
         }
         Err(error) => {
-            warn!(target: TARGET, %error, "kernels are compiled anew in each process: there is no folder to keep them");
+            warn!(target: TARGET, %error, "kernels are compiled again in each process: there is \
+             no folder to cache them");
             None
         }
     }
 }
 
-/// Makes a folder that only this user can write to: a kernel is code.
+/// Creates a folder that only this user can write to, because a kernel is code.
 fn make_private(path: &Path) -> io::Result<()> {
     let mut builder = fs::DirBuilder::new();
     builder.recursive(true);
@@ -104,7 +105,7 @@ fn make_private(path: &Path) -> io::Result<()> {
     builder.create(path)
 }
 
-/// Returns what tells the processes of this machine, and of its containers, from those of others that
+/// Returns a name that distinguishes the processes of this machine and container from those of others which
 /// share the folder.
 fn place() -> String {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
@@ -118,14 +119,14 @@ fn is_alive(process: &str) -> bool {
     process.parse::<u32>().is_ok() && Path::new("/proc").join(process).exists()
 }
 
-/// Links every whole kernel of `from` that `to` lacks, its last file last. Returns their number.
+/// Links every complete kernel of `from` that `to` lacks, its last file last. Returns their number.
 fn link_new(from: &Path, to: &Path) -> io::Result<usize> {
     let mut n = 0;
     for entry in fs::read_dir(from)? {
         let path = entry?.path();
         let Some(name) = path.file_name() else { continue };
         if path.is_dir() {
-            // Long names are folders.
+            // Long names contain folders.
             make_private(&to.join(name))?;
             n += link_new(&path, &to.join(name))?;
             continue;
@@ -158,7 +159,7 @@ fn link(file: &Path, folder: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// A folder that is removed in the end.
+    /// A folder that is removed on drop.
     struct Root(PathBuf);
 
     impl Root {
@@ -192,7 +193,7 @@ mod tests {
         let cache = KernelCache::open(&root.0, "gpu").unwrap();
         write(cache.own(), "add", &PARTS);
         write(cache.own(), "long/name", &PARTS);
-        // It is being compiled.
+        // This one is still being compiled.
         write(cache.own(), "half", &PARTS[..2]);
         assert_eq!(cache.publish().unwrap(), 2);
         assert_eq!(cache.publish().unwrap(), 0);
@@ -211,7 +212,7 @@ mod tests {
         let named = |process: &str| cache.own().with_file_name(format!("{}{process}", place()));
         let gone = named("4294967295");
         fs::create_dir_all(&gone).unwrap();
-        // That of a process that runs: the first one.
+        // The folder of a running process: the first one.
         let running = named("1");
         fs::create_dir_all(&running).unwrap();
         let elsewhere = cache.own().with_file_name("elsewhere-4294967295");

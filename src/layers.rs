@@ -1,5 +1,5 @@
-//! A cache for hosts without steps: each layer writes its rows and reads what it attends to. The
-//! forward commits once every layer has been called exactly once.
+//! A cache for hosts without steps: each layer writes its rows and reads what it attends to. The forward
+//! commits once every layer has been called exactly once.
 
 use std::sync::Arc;
 
@@ -15,10 +15,9 @@ use crate::store::MlxStore;
 
 /// The forwards of a host on a cache. The first layer opens a step, and the last one commits it.
 ///
-/// A second call of a layer, or one with other positions, rolls back the unfinished forward and
-/// begins a new one. So a layer cannot be called twice within a forward, as it can in a
-/// [`Step`](crate::Step). If layers of a model share keys and values, the host attends again to the
-/// result of the layer's first call.
+/// A second call of a layer, or one with other positions, rolls back the unfinished forward and begins a new
+/// one. So a layer cannot be called twice within a forward, as it can in a [`Step`](crate::Step). If layers
+/// of a model share keys and values, the host attends again to the result of the layer's first call.
 ///
 /// The step commits before the host evaluates its outputs. If that evaluation fails, the cache
 /// holds the positions with unknown rows: rewind them, or clear the cache.
@@ -30,7 +29,7 @@ pub struct Forwards {
 }
 
 impl Forwards {
-    /// Makes forwards on `cache`. The caller must not write rows to it otherwise meanwhile.
+    /// Makes forwards on `cache`. Meanwhile the caller must not write rows to it in another way.
     ///
     /// # Errors
     /// Those of [`SharedCache::program`].
@@ -138,11 +137,11 @@ pub trait KeyValueCache {
     /// Returns the most positions that the layer sees, if it has a window.
     fn max_size(&self) -> Option<i32>;
 
-    /// Appends rows, `[1, n_kv_heads, T, head_dim]`, and returns all keys and values, in the dtype
-    /// of the new ones. Attention over them is causal: the queries are the tail of the keys.
+    /// Appends rows, `[1, n_kv_heads, T, head_dim]`, and returns all keys and values, in the dtype of the new
+    /// ones. Attention over them is causal: the last key belongs to the last query.
     ///
     /// # Errors
-    /// Those of the cache behind it.
+    /// Those of the underlying cache.
     fn update_and_fetch(&mut self, keys: Array, values: Array) -> Result<(Array, Array)>;
 }
 
@@ -193,8 +192,7 @@ pub fn layer_caches(cache: SharedCache) -> Result<Vec<LayerCache>> {
 }
 
 impl KeyValueCache for LayerCache {
-    /// Returns the position of the next token, and 0 if several sequences have no one next
-    /// position.
+    /// Returns the position of the next token, or 0 if several sequences have no common next position.
     fn offset(&self) -> i32 {
         mlx::lock(&self.forwards).offset(self.layer).unwrap_or(0)
     }
@@ -204,7 +202,7 @@ impl KeyValueCache for LayerCache {
     }
 
     /// # Errors
-    /// [`Unsupported`](crate::Status::Unsupported) if the queries do not see all rows, as at the
+    /// [`Unsupported`](crate::Status::Unsupported) if the queries do not see all rows, for example at the
     /// edge of a window: use a [`Step`](crate::Step).
     fn update_and_fetch(&mut self, keys: Array, values: Array) -> Result<(Array, Array)> {
         mlx::run(|| {

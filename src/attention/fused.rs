@@ -1,11 +1,11 @@
-//! Which of MLX's two ways of attention a step takes on a GPU, where [the kernel](crate::kernels) does
-//! not apply: rows of few or odd sizes, and masks that differ between heads.
+//! The choice between MLX's two attention implementations on a GPU, for calls that [the
+//! kernel](crate::kernels) does not support: rows of few or odd sizes, and masks that differ between heads.
 //!
-//! In half precision MLX 0.32.2 gives attention of several queries to cuDNN, which plans anew for each
-//! pair of query and key length: 37 to 58 ms on an H200, once in each thread, against 0.05 ms for the
-//! call itself. A cache has another length at every step. In float32 MLX composes attention of its
-//! matrix products, without plans: 0.05 to 0.15 ms for up to 16 queries over 1,500 keys, 0.43 ms for
-//! 512, and it is no less exact.
+//! In half precision MLX 0.32.2 passes attention of several queries to cuDNN, which makes a plan for each
+//! pair of query and key length: 37 to 58 ms on an H200, once in each thread, against 0.05 ms for the call
+//! itself. A cache has another length at every step. In float32 MLX composes attention of its matrix
+//! products, without plans: 0.05 to 0.15 ms for up to 16 queries over 1,500 keys, 0.43 ms for 512, and the
+//! result is no less exact.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -20,10 +20,10 @@ use crate::mlx;
 /// a plan.
 const MAX_SCORES: u64 = 512 << 20;
 
-/// Calls after which a plan has paid for itself.
+/// The number of calls after which a plan has paid for itself.
 const CALLS: u32 = 128;
 
-/// Lengths that are multiples of this come again: a prompt is read in steps of such a size.
+/// Lengths that are multiples of this recur: a prompt is read in steps of such a size.
 const STEP: i32 = 256;
 
 /// The most pairs of lengths that are counted.
@@ -37,7 +37,7 @@ thread_local! {
     static COUNTED: RefCell<HashMap<Shapes, u32>> = RefCell::default();
 }
 
-/// Returns the dtype in which MLX computes attention fastest, given that few lengths come twice.
+/// Returns the dtype in which MLX computes attention fastest, assuming that few lengths recur.
 pub fn dtype_for(q: &Array, k: &Array, mask: &Mask) -> Result<Dtype> {
     let dtype = q.dtype();
     let (heads, n_queries, n_keys) = (q.dim(1), q.dim(2), k.dim(2));
@@ -54,8 +54,8 @@ pub fn dtype_for(q: &Array, k: &Array, mask: &Mask) -> Result<Dtype> {
     Ok(if planned { dtype } else { Dtype::Float32 })
 }
 
-/// Counts a call. A plan is worth its time once that was lost without it: whatever comes, the time is
-/// at most twice the shortest.
+/// Counts a call. A plan is worth its time once the calls without it have lost as much: so the total time is
+/// at most twice the minimum.
 fn is_worth_a_plan(shapes: Shapes) -> bool {
     COUNTED.with_borrow_mut(|counted| {
         if counted.len() >= MAX_COUNTED && !counted.contains_key(&shapes) {

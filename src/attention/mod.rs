@@ -1,4 +1,4 @@
-//! What a step attends to. Only this module calls MLX's attention, or the kernel in its place.
+//! The keys and values that a step attends to. Only this module calls MLX's attention, or the kernel instead.
 
 mod fused;
 
@@ -20,14 +20,14 @@ pub type AttendSpec = etkv_core::AttendSpec<KvView, Array>;
 
 /// Computes the attention of `q`, `[1, n_heads, T, k_head_dim]`, over `spec`.
 ///
-/// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` for `None`.
+/// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` if that is `None`.
 ///
-/// Rows in the dtype of `q` are read in place. For packed rows and rows in another dtype, few
-/// queries read the stored rows, or a block of them at a time. For many queries the keys and values
-/// of one KV head are unpacked at a time, on a GPU of as many as fit 256 MiB.
+/// Rows in the dtype of `q` are read in place. For packed rows and rows in another dtype, few queries read
+/// the stored rows, or a block of them at a time. For many queries the keys and values of one KV head are
+/// unpacked at a time; on a GPU, those of as many heads as fit 256 MiB.
 ///
 /// # Errors
-/// [`Backend`](crate::Status::Backend) if the shapes do not fit each other.
+/// [`Backend`](crate::Status::Backend) if the shapes do not match.
 pub fn attend(q: &Array, spec: &AttendSpec, scale: f32, out_dtype: Option<Dtype>) -> Result<Array> {
     let out = match (spec.k.as_dtype(q.dtype()), spec.v.as_dtype(q.dtype())) {
         (Some(k), Some(v)) => by_rows(q, k, v, &spec.mask, scale)?,
@@ -53,8 +53,8 @@ pub fn attend_stored(q: &Array, spec: &AttendSpec, scale: f32, packed: bool) -> 
     }
 }
 
-/// Computes attention over rows in the dtype of `q` by the kernel for several queries, which takes
-/// one here too, or by MLX. Returns `None` where there is no kernel. The benchmark compares them.
+/// Computes attention over rows in the dtype of `q` with the kernel for several queries, even for a single
+/// one, or with MLX. Returns `None` if there is no kernel. The benchmark compares them.
 #[doc(hidden)]
 pub fn attend_rows(
     [q, k, v]: [&Array; 3],
@@ -109,8 +109,8 @@ fn group_of(q: &Array, spec: &AttendSpec) -> Result<i32> {
     Ok(q.dim(1) / heads)
 }
 
-/// Computes attention with the stored rows. The queries of a KV head are rows of one matrix, so
-/// nothing is repeated.
+/// Computes attention with the stored rows. The queries of a KV head are rows of one matrix, so nothing is
+/// repeated.
 fn by_products(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
     let (heads, t, n) = (spec.k.n_kv_heads(), q.dim(2), spec.k.len());
     let dtype = dtype_of_products(q)?;
@@ -132,8 +132,8 @@ fn dtype_of_products(q: &Array) -> Result<Dtype> {
     Ok(if mlx::on_gpu()? { q.dtype() } else { Dtype::Float32 })
 }
 
-/// Returns `scores`, `[1, n_kv_heads, group, T, L]`, with the least number in place of hidden keys,
-/// as MLX's own attention does.
+/// Returns `scores`, `[1, n_kv_heads, group, T, L]`, with the smallest number for hidden keys, as MLX's own
+/// attention does.
 fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
     let [heads, group, t, n] = [1, 2, 3, 4].map(|axis| scores.dim(axis));
     let seen = match mask {
@@ -142,7 +142,7 @@ fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
             let last = arange::<_, i32>(n - t, n, None)?.reshape(&[t, 1])?;
             arange::<_, i32>(0, n, None)?.reshape(&[1, n])?.le(last)?
         }
-        // The heads are an axis of their own, as in the scores; a mask without heads broadcasts.
+        // The heads are a separate axis, as in the scores; a mask without heads broadcasts.
         Mask::Explicit(mask) if mask.ndim() >= 3 && mask.dim(-3) != 1 => {
             mask.reshape(&[1, heads, group, mask.dim(-2), mask.dim(-1)])?
         }
@@ -161,7 +161,7 @@ fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
     Ok(select(seen, scores, Array::from_f32(least).as_dtype(scores.dtype())?)?)
 }
 
-/// Calls MLX's attention for some KV heads at a time, and unpacks these alone.
+/// Calls MLX's attention for some KV heads at a time, and unpacks only these.
 fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
     let q = cast(q, dtype_of_products(q)?)?;
     let heads = spec.k.n_kv_heads();
@@ -180,7 +180,7 @@ fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Arra
         };
         let out = by_rows(&slice_axis(&q, 1, from, to, 1)?, &k, &v, &mask, scale)?;
         if last - first < heads {
-            // Evaluate now: MLX would otherwise unpack every head before it attends to the first.
+            // Evaluates now, because MLX would otherwise unpack every head before it attends to the first.
             eval([&out])?;
         }
         outs.push(out);
@@ -191,8 +191,8 @@ fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Arra
     }
 }
 
-/// Returns the KV heads whose rows are unpacked together: one on the CPU, where memory is shared with
-/// everything else and each is as fast alone. A GPU waits for each call.
+/// Returns the number of KV heads whose rows are unpacked together: one on the CPU, where a single head is as
+/// fast and takes less memory. On a GPU each call has a latency.
 fn heads_at_a_time(spec: &AttendSpec) -> Result<usize> {
     if !mlx::on_gpu()? {
         return Ok(1);

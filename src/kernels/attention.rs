@@ -1,9 +1,9 @@
-//! Attention of several queries in one launch on CUDA, where MLX has a plan for each pair of lengths or
-//! ten launches a layer.
+//! Attention of several queries in one kernel launch on CUDA, where MLX has a plan for each pair of lengths
+//! or ten launches a layer.
 //!
-//! A launch costs the host 6 to 10 µs, which is most of the time of a step of a few tokens. So the
-//! kernel does not leave the merging of slices to a second one: its blocks count themselves, and the
-//! last merges. See `attention.cuh` of `etkv_cuda`.
+//! A launch costs the host 6 to 10 µs, which is most of the time of a step of a few tokens. So the slices are
+//! merged by the same kernel: its blocks count themselves, and the last one merges. See `attention.cuh` of
+//! `etkv_cuda`.
 
 use etkv_cuda::text;
 use mlx_rs::transforms::eval;
@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::raw::Kernel;
-use super::{can_run, element, header, source, Compiled};
+use super::{can_run, element, header, source, CompiledKernels};
 use crate::attention::Mask;
 use crate::error::{Error, Result};
 use crate::mlx::slice_axis;
@@ -20,17 +20,17 @@ use crate::mlx::slice_axis;
 #[cfg(test)]
 mod tests;
 
-/// The most queries of a call in half precision: the steps of a prompt. One query has MLX's own kernel.
+/// The most queries of a call in half precision: the steps of a prompt. A single query has MLX's own kernel.
 const MAX_QUERIES: i32 = 1 << 16;
 
 /// The most queries of a call in float32, whose products are slow without tensor cores: for more, MLX's
 /// attention is faster.
 const MAX_F32: i32 = 64;
 
-/// The most of one sequence in float32.
+/// The same for one sequence in float32.
 const MAX_F32_OF_ONE: i32 = 16;
 
-/// The dimensions of a row that the kernel takes, in multiples of 16.
+/// The dimensions of a row that the kernel supports, in multiples of 16.
 const DIMS: std::ops::RangeInclusive<i32> = 32..=256;
 
 /// Keys that a block reads at a time, rows of a warp, and threads of a block: as in the kernel.
@@ -38,16 +38,16 @@ const TILE: i32 = 64;
 const ROWS: i32 = 16;
 const THREADS: i32 = 128;
 
-/// Blocks that keep a large GPU busy: four on each multiprocessor of an H100.
+/// The number of blocks that keep a large GPU busy: four on each multiprocessor of an H100.
 const BLOCKS: i32 = 528;
 
-/// The most blocks of a launch along its second and third axis.
+/// The most blocks of a launch along its second and third axes.
 const MAX_BLOCKS: i32 = 65_535;
 
-/// The most slices of the keys. The last block reads what each has left.
+/// The most slices of the keys. The last block reads the result of each.
 const MAX_SLICES: i32 = 64;
 
-/// The fewest tiles of a slice.
+/// The minimum number of tiles of a slice.
 const MIN_TILES: i32 = 1;
 
 /// Shared memory that every GPU since Ampere has.
@@ -56,14 +56,14 @@ const MAX_SHARED: i32 = 96 << 10;
 /// Slices that are merged at once, as in the kernel.
 const MAX_MERGED: i32 = 16;
 
-/// Counters of a call, and the calls that have counters of their own. Rows of blocks need one, or 9
-/// where there are more slices than are merged at once; many rows of blocks have few slices. The
-/// kernels of calls that are further apart never run at a time: MLX's graphs have 100 operations or
+/// The counters of a call, and the number of calls with separate counters. A row of blocks needs one counter,
+/// or 9 if there are more slices than are merged at once; calls with many rows of blocks have few slices. The
+/// kernels of calls that are further apart never run at the same time: MLX's graphs have 100 operations or
 /// fewer.
 const COUNTERS: i32 = 600;
 const CALLS: i32 = 512;
 
-/// What is compiled into a kernel.
+/// The parameters that are compiled into a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Template {
     dtype: Dtype,
@@ -76,17 +76,17 @@ struct Template {
 /// The kernels of this process, and the counters of its calls. Used under the lock of MLX only.
 #[derive(Default)]
 struct Kernels {
-    compiled: Compiled<Template>,
+    compiled: CompiledKernels<Template>,
     counters: Vec<Array>,
     calls: usize,
 }
 
 static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
 
-/// Returns the attention of `q` over `k` and `v`, in the dtype of `q`, if the kernel takes it.
+/// Returns the attention of `q` over `k` and `v`, in the dtype of `q`, if the kernel supports it.
 ///
-/// Keys and values may be views of any strides. A query that sees nothing gets the mean of all
-/// values, as with MLX's composed attention; a query of our caches sees at least its own key.
+/// Keys and values may be views with any strides. A query that sees nothing gets the mean of all values, as
+/// with MLX's composed attention; a query of etkv's caches sees at least its own key.
 pub fn several_queries(
     q: &Array,
     k: &Array,
@@ -105,7 +105,7 @@ pub fn several_queries(
     attend(q, k, v, mask, scale)
 }
 
-/// [`several_queries`] for one query, too.
+/// [`several_queries`], also for one query.
 pub fn attend(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Option<Array>> {
     let Some(call) = Call::of(q, k, v, mask, scale) else {
         return Ok(None);
@@ -117,8 +117,8 @@ pub fn attend(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Resul
     kernels.get_or_insert_default().attend([q, k, v], mask, &call)
 }
 
-/// Compiles the kernels for masks that are like those without that have run. A sequence whose layers
-/// have windows needs them only once it is longer than these.
+/// Compiles the masked variants of the kernels without masks that have run. A sequence whose layers have
+/// windows needs them only once it is longer than the windows.
 pub fn compile_masked() -> Result<()> {
     if !can_run()? {
         return Ok(());
@@ -134,7 +134,7 @@ pub fn compile_masked() -> Result<()> {
     Ok(())
 }
 
-/// A call that the kernel takes.
+/// A call that the kernel supports.
 struct Call {
     template: Template,
     /// Blocks along keys, KV heads, and rows.
@@ -180,19 +180,18 @@ impl Call {
         })
     }
 
-    /// Returns the floats in which the blocks leave their sums, their weights and their largest
-    /// scores.
+    /// Returns the number of floats for the sums, the weights and the largest scores of the blocks.
     fn floats_between_blocks(&self) -> i32 {
         let [slices, heads, blocks] = self.grid;
         match slices {
             1 => 1,
-            // No more than `BLOCKS` in all, of 64 rows each.
+            // At most `BLOCKS` in all, of 64 rows each.
             _ => slices * heads * blocks * self.rows_of_block * (self.template.v_dim + 2),
         }
     }
 }
 
-/// Returns the warps of a block that have rows of their own.
+/// Returns the number of warps of a block that have their own rows.
 fn row_warps(rows: i32, most: i32) -> i32 {
     match rows {
         ..=16 => 1,
@@ -201,13 +200,13 @@ fn row_warps(rows: i32, most: i32) -> i32 {
     }
 }
 
-/// Returns into how many slices `n` keys are divided where `rows` blocks read each.
+/// Returns the number of slices of `n` keys if `rows` blocks read each.
 fn slices_of(n: i32, rows: i32) -> i32 {
     let most = (n / TILE + i32::from(n % TILE != 0)) / MIN_TILES;
     (BLOCKS / rows.max(1)).min(most).clamp(1, MAX_SLICES)
 }
 
-/// Returns the kernel's number for a mask that it takes.
+/// Returns the kernel's number for a mask that it supports.
 fn kind_of(mask: &Mask, t: i32, n: i32) -> Option<u8> {
     match mask {
         Mask::None => Some(0),
@@ -228,7 +227,7 @@ impl Template {
             && self.memory().is_some_and(|(_, bytes)| bytes <= MAX_SHARED)
     }
 
-    /// In float32 the queries take shared memory too, so there are fewer.
+    /// In float32 the queries take shared memory too, so there are fewer warps.
     fn most_row_warps(&self) -> i32 {
         if self.dtype == Dtype::Float32 {
             2
@@ -247,8 +246,8 @@ impl Template {
             _ => 0,
         };
         let tiles = if 2 * tile + queries <= MAX_SHARED { 2 } else { 1 };
-        // The same memory takes the sums of all warps with their weights, and then those of the
-        // slices that are merged.
+        // The same memory holds the sums of all warps with their weights, and then those of the slices that
+        // are merged.
         let sums = 4 * ROWS * (self.v_dim + 8 + 2) * 4;
         let weights = (2 * MAX_MERGED + 1) * 4 * ROWS * 4;
         Some((tiles, (tiles * tile + queries).max(sums).max(weights)))
@@ -293,7 +292,7 @@ impl Kernels {
         }
     }
 
-    /// Returns counters that are zero whenever no kernel of their call runs.
+    /// Returns counters that are zero while no kernel of their call runs.
     fn next_counters(&mut self) -> Result<Array> {
         if self.counters.is_empty() {
             let all = Array::zeros::<u32>(&[CALLS, COUNTERS])?;

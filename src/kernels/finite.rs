@@ -1,5 +1,5 @@
-//! Whether the elements of several arrays are finite, in one launch on CUDA, where MLX copies each of them
-//! into one array first.
+//! Checks whether the elements of several arrays are finite, in one kernel launch on CUDA, where MLX first
+//! copies each array into one.
 
 use std::ffi::{CStr, CString};
 use std::fmt::Write;
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::raw::Kernel;
-use super::{c_text, can_run, element, header, source, Compiled};
+use super::{c_text, can_run, element, header, source, CompiledKernels};
 use crate::error::{Error, Result, Status};
 
 /// The most arrays of a call.
@@ -20,13 +20,13 @@ pub const MAX_ARRAYS: usize = 16;
 /// Threads of a block. Each array has one block.
 const THREADS: i32 = 512;
 
-/// The most elements of an array: what one block reads in some microseconds.
+/// The most elements of an array: one block reads them in some microseconds.
 const MAX_ELEMENTS: usize = 1 << 17;
 
-static KERNELS: Mutex<Option<Compiled<Dtype>>> = Mutex::new(None);
+static KERNELS: Mutex<Option<CompiledKernels<Dtype>>> = Mutex::new(None);
 
-/// Returns a number for each array, 0 if all its elements are finite, if the kernel takes them: up to
-/// [`MAX_ARRAYS`] arrays of four axes and of one float dtype.
+/// Returns a number for each array, 0 if all its elements are finite, if the kernel supports the arrays: up
+/// to [`MAX_ARRAYS`] arrays with four axes and the same float dtype.
 pub fn non_finite(arrays: &[&Array]) -> Result<Option<Array>> {
     if !takes(arrays) || !can_run()? {
         return Ok(None);
@@ -52,7 +52,7 @@ fn takes(arrays: &[&Array]) -> bool {
 }
 
 fn launch(kernel: &Kernel, arrays: &[&Array]) -> Result<Array> {
-    // Those that are missing are not read.
+    // Missing arrays are not read.
     let inputs: SmallVec<[&Array; MAX_ARRAYS]> =
         (0..MAX_ARRAYS).map(|i| arrays[i % arrays.len()]).collect();
     let n = arrays.len() as i32;

@@ -1,8 +1,9 @@
-//! Kernels that later processes need not compile.
+//! Compiled kernels that later processes can use.
 //!
-//! MLX compiles a custom kernel in each process, with CUDA's headers, in one to five seconds, and keeps none. But it looks
-//! into its folder first. So etkv compiles the text that MLX would, without these headers, keeps what it
-//! gets, and puts it into the folder of this process under MLX's name. If that fails, MLX compiles.
+//! MLX compiles a custom kernel in each process, with CUDA's headers, in one to five seconds, and does not
+//! cache it. But it first looks for it in its folder. So etkv compiles the same text without these headers,
+//! caches the result, and puts it into the folder of this process under MLX's name. If that fails, MLX
+//! compiles.
 
 use std::ffi::CStr;
 use std::fmt::{Display, Write};
@@ -21,7 +22,7 @@ use crate::mlx::{self, check};
 /// The target of this module's events.
 const TARGET: &str = "etkv::kernels";
 
-/// Lets MLX find the kernel that makes an array, which is not computed.
+/// Lets MLX find the kernel of an array that is not computed yet.
 pub fn provide(made: &Array) {
     let Some(folder) = mlx::kernel_folder() else {
         return;
@@ -47,7 +48,7 @@ fn provide_in(folder: &Path, made: &Array) -> Result<String> {
     let compiler = compiler().ok_or_else(|| failed("there is no compiler"))?;
     let cubin = compiler.cubin(&text).map_err(failed)?;
     let file = |ending: &str| folder.join(format!("{name}_{number:x}.{ending}"));
-    // MLX looks for the second one first.
+    // MLX looks for the second file first.
     fs::write(file("txt"), format!("mlx::core::cu::{name}\t{name}\n"))
         .and_then(|()| fs::write(file("ptx"), cubin))
         .map_err(|error| failed(format!("{}: {error}", file("ptx").display())))?;
@@ -71,11 +72,11 @@ fn compiler() -> Option<&'static Compiler> {
     COMPILER.get_or_init(open).as_ref()
 }
 
-/// A kernel as MLX would compile it.
+/// A kernel in the form that MLX would compile.
 struct Kernel {
     name: String,
     text: String,
-    /// The number behind the name in the names of its files.
+    /// The number after the name in the names of its files.
     number: u64,
 }
 
@@ -100,8 +101,8 @@ impl Kernel {
     }
 }
 
-/// Returns a kernel's text without `#include`, and with a name that is not mangled: the files of headers that `read`
-/// knows are in it, and [`text::MLX_HEADERS`] in the place of all others. Returns `None` for another kernel.
+/// Returns a kernel's text without `#include`, and with an unmangled name: it contains the header files that
+/// `read` knows, and [`text::MLX_HEADERS`] instead of all others. Returns `None` for another kernel.
 fn whole(name: &str, text: &str, read: impl Fn(&Path) -> Option<String>) -> Option<String> {
     let head = format!("__global__ void {name}(");
     let (before, body) = text.split_once(&head)?;
@@ -167,7 +168,7 @@ __global__ void custom_kernel_etkv_twice(
 
     #[test]
     fn what_mlx_declares_is_known() {
-        // The compiler needs no device, but to know its kind.
+        // The compiler needs a device only to determine its kind.
         let text = whole(NAME, TEXT, own).unwrap();
         match Compiler::for_capability(90, None) {
             Ok(compiler) => assert_eq!(&compiler.cubin(&text).unwrap()[..4], b"\x7fELF"),

@@ -1,9 +1,9 @@
-//! Products of a few rows with a weight in one launch, such as those of tokens to verify, or of a token
-//! of each of several sequences, with what a layer does before and after them.
+//! Products of a few rows with a weight in one kernel launch, with the operations around them in a layer: for
+//! tokens to verify, or one token of each of several sequences.
 //!
-//! MLX gives products to cuBLAS: each call costs the host 16 to 30 µs on an H200, where a launch costs 6 to
-//! 10, and the first call with another number of rows 3 ms. The time of the device is that of reading
-//! the weight, in both. See `few_rows.cuh` of `etkv_cuda`.
+//! MLX passes products to cuBLAS: each call costs the host 16 to 30 µs on an H200, where a launch costs 6 to
+//! 10, and the first call with another number of rows 3 ms. On the device both take the time of reading the
+//! weight. See `few_rows.cuh` of `etkv_cuda`.
 
 use etkv_cuda::text;
 use mlx_rs::ops::broadcast_to;
@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::raw::Kernel;
-use super::{can_run, element, header, source, Compiled};
+use super::{can_run, element, header, source, CompiledKernels};
 use crate::error::{Error, Result};
 
 #[cfg(test)]
@@ -26,38 +26,38 @@ pub const MAX_ROWS: i32 = 16;
 const TILE: i32 = 16;
 const THREADS: i32 = 256;
 
-/// The most blocks: two on each multiprocessor of an H200. A block has several tiles if there are more.
+/// The most blocks: two on each multiprocessor of an H200. With more tiles a block has several.
 const MAX_BLOCKS: i32 = 264;
 
 /// Elements that a thread reads at a time.
 const PIECE: i32 = 8;
 
-/// Rows that fit shared memory are there, normalized: elements between two of them, and the most of all,
-/// as in the kernel.
+/// Rows that fit are normalized in shared memory: the padding elements between two rows, and the most
+/// elements, as in the kernel.
 const PAD: i32 = 32;
 const MAX_SHARED: i32 = 33_280;
 const BYTES_SHARED: i32 = 2 * MAX_SHARED;
 
-/// A product, and what surrounds it.
+/// A product, and the operations around it.
 #[derive(Debug, Clone, Copy)]
 pub struct Product<'a> {
     /// The rows, `[..., T, in]`.
     pub x: &'a Array,
-    /// The weight. It is evaluated, and lies in memory as `[out, in]`, row-major: it is an array of that
-    /// shape, or the transposition of one.
+    /// The weight. It is evaluated, and its memory is `[out, in]`, row-major: it is an array of that shape,
+    /// or the transposition of one.
     pub weight: &'a Array,
     /// Whether the weight is seen as `[in, out]`.
     pub transposed: bool,
     /// `[out]`, added to each row.
     pub bias: Option<&'a Array>,
-    /// How `x` is normalized first. Long rows are not: see [`few_rows`].
+    /// The norm of `x`. Long rows are not normalized here: see [`few_rows`].
     pub norm: Option<RmsNorm<'a>>,
-    /// The function of the first half of the outputs, by which the second half is multiplied.
+    /// The function of the first half of the outputs. It multiplies the second half.
     pub gate: Option<Gate>,
-    /// Rows that are added to the result, of its shape.
+    /// The residual: rows that are added to the result, of its shape.
     pub plus: Option<&'a Array>,
-    /// How the outputs rotate, which are heads. Then there is no gate and no sum, and the result is `[1, T,
-    /// heads, head_dim]`.
+    /// The rotation of the outputs, which are heads. Then there is no gate and no residual, and the result is
+    /// `[1, T, heads, head_dim]`.
     pub rotation: Option<Rotation<'a>>,
 }
 
@@ -65,15 +65,15 @@ pub struct Product<'a> {
 /// `head_dim / 2 + j`, by `1 / periods[j]` a position.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotation<'a> {
-    /// Where the rows are, `[T]`, int32.
+    /// The positions of the rows, `[T]`, int32.
     pub positions: &'a Array,
     /// `[head_dim / 2]`, float32.
     pub periods: &'a Array,
-    /// The heads that rotate. Those after them do not.
+    /// The number of heads that rotate. Those after them do not.
     pub heads: i32,
 }
 
-/// A normalization by the root mean square, as MLX's `fast.rms_norm`.
+/// An RMS norm, as MLX's `fast.rms_norm`.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm<'a> {
     /// `[in]`.
@@ -82,7 +82,7 @@ pub struct RmsNorm<'a> {
     pub eps: f32,
 }
 
-/// An activation function. The kernel has the same numbers.
+/// An activation function. The kernel uses the same numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Gate {
@@ -92,7 +92,7 @@ pub enum Gate {
 }
 
 impl<'a> Product<'a> {
-    /// Returns a product with nothing around it.
+    /// Returns a product without operations around it.
     pub fn plain(x: &'a Array, weight: &'a Array, transposed: bool) -> Self {
         Self {
             x,
@@ -107,7 +107,7 @@ impl<'a> Product<'a> {
     }
 }
 
-/// What is compiled into a kernel.
+/// The parameters that are compiled into a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Template {
     dtype: Dtype,
@@ -115,13 +115,13 @@ struct Template {
     rank: usize,
 }
 
-/// What a call does besides multiplying.
+/// The operations of a call around the product.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Form {
     gate: i32,
     normalizes: bool,
     eps: f32,
-    /// Outputs that rotate.
+    /// The number of outputs that rotate.
     rotated: i32,
 }
 
@@ -130,7 +130,7 @@ const PLAIN: Form = Form { gate: 0, normalizes: false, eps: 0.0, rotated: 0 };
 /// The kernels of this process, and the forms of its calls. Used under the lock of MLX only.
 #[derive(Default)]
 struct Kernels {
-    compiled: Compiled<Template>,
+    compiled: CompiledKernels<Template>,
     forms: Vec<(Form, Dtype, Array)>,
     /// A position and a period, for products that do not rotate.
     unrotated: Option<[Array; 2]>,
@@ -138,8 +138,8 @@ struct Kernels {
 
 static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
 
-/// Returns the result in the dtype of `x`, if the kernel takes the product. Rows that it normalizes have
-/// up to 33,280 elements together, with 32 more for each.
+/// Returns the result in the dtype of `x`, if the kernel supports the product. Rows that it normalizes have
+/// at most 33,280 elements together, counting 32 more for each row.
 pub fn few_rows(product: &Product) -> Result<Option<Array>> {
     let Some(call) = Call::of(product) else {
         return Ok(None);
@@ -169,18 +169,18 @@ pub fn few_rows(product: &Product) -> Result<Option<Array>> {
     }
 }
 
-/// The arrays of a call that are no part of its product.
+/// The arrays of a call other than those of the product.
 #[derive(Clone, Copy)]
 struct How<'a> {
     form: &'a Array,
     unrotated: &'a [Array; 2],
 }
 
-/// A call that the kernel takes.
+/// A call that the kernel supports.
 struct Call {
     template: Template,
     form: Form,
-    /// Those of all blocks.
+    /// The threads of all blocks.
     threads: i32,
     out: SmallVec<[i32; 4]>,
 }
@@ -237,7 +237,7 @@ impl Call {
     fn launch(&self, kernel: &Kernel, product: &Product, how: How) -> Result<Array> {
         let Product { x, weight, bias, norm, plus, rotation, .. } = *product;
         let norm = norm.and_then(|norm| norm.weight);
-        // What is missing has the form in its place.
+        // The form takes the place of missing arrays.
         let [bias, norm, plus] = [bias, norm, plus].map(|array| array.unwrap_or(how.form));
         let [position, period] = how.unrotated;
         let (positions, periods) =
@@ -248,7 +248,7 @@ impl Call {
 }
 
 impl Rotation<'_> {
-    /// Returns the size of a head, if the kernel can rotate these outputs: a tile has whole pairs.
+    /// Returns the size of a head, if the kernel can rotate these outputs: a tile has complete pairs.
     fn head_dim(&self, rows: i32, outputs: i32) -> Option<i32> {
         let &[half] = self.periods.shape() else {
             return None;
@@ -266,8 +266,8 @@ impl Rotation<'_> {
     }
 }
 
-/// Returns the array that tells a form to the kernel. MLX passes no numbers to a kernel but the shapes of
-/// arrays, so this one has them as its shape. Its one element is repeated, and never read.
+/// Returns the array that describes a form to the kernel. MLX passes no numbers to a kernel except the shapes
+/// of arrays, so this array has the numbers as its shape. Its single element is broadcast, and never read.
 fn kept(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Result<Array> {
     let same = |(known, its, _): &&(Form, Dtype, Array)| (*known, *its) == (form, dtype);
     if let Some((.., array)) = forms.iter().find(same) {
@@ -285,7 +285,7 @@ fn kept(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Resu
     Ok(array)
 }
 
-/// Forms that are kept. A program has five.
+/// The most forms that are kept. A program has five.
 const MAX_FORMS: usize = 64;
 
 /// Returns the threads of all blocks, which is what MLX counts, for tiles of `tile` outputs.
@@ -294,8 +294,7 @@ fn threads(outputs: i32, tile: i32) -> i32 {
     tiles.min(MAX_BLOCKS) * THREADS
 }
 
-/// Returns the outputs of a weight for rows of `inner` elements, if it lies in memory as the kernel
-/// reads it.
+/// Returns the outputs of a weight for rows of `inner` elements, if the kernel supports its memory layout.
 fn weight_outputs(weight: &Array, inner: i32, transposed: bool) -> Option<i32> {
     let (&[a, b], &[along_a, along_b]) = (weight.shape(), weight.strides()) else {
         return None;

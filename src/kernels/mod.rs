@@ -1,7 +1,7 @@
-//! Kernels for CUDA where MLX has none that is fast enough. They are compiled where they run first, and
-//! kept for later processes.
+//! Kernels for CUDA where MLX has none that is fast enough. They are compiled on first use, and cached for
+//! later processes.
 //!
-//! Everywhere else, and for what a kernel does not take, there is no result and MLX computes it.
+//! On other devices, and for calls that a kernel does not support, there is no result and MLX computes it.
 
 mod attention;
 mod finite;
@@ -31,27 +31,27 @@ pub use self::rotary::rotary;
 use crate::error::{Error, Result, Status};
 use crate::mlx;
 
-/// Kernels of one kind that a process compiles. A program has one to six; one with another scale in
-/// each layer would never end.
+/// The most kernels of one kind that a process compiles. A program has one to six; one with another scale in
+/// each layer would never stop.
 const MAX_KERNELS: usize = 64;
 
-/// Returns whether kernels can run here: on the shared stream of a GPU. A host may have streams of its
-/// own, on a CPU too; kernels of two streams would share their counters.
+/// Returns whether kernels can run here: on the shared stream of a GPU. A host may have other streams, even
+/// on a CPU; kernels of two streams would share their counters.
 fn can_run() -> Result<bool> {
     Ok(!cfg!(target_os = "macos") && mlx::on_gpu()? && mlx::is_stream_shared()?)
 }
 
-/// The kernels of one kind, or `None` for one that cannot be compiled. Used under the lock of MLX only.
-struct Compiled<T>(HashMap<T, Option<Kernel>>);
+/// The kernels of one kind, with `None` for those that cannot be compiled. Used under the lock of MLX only.
+struct CompiledKernels<T>(HashMap<T, Option<Kernel>>);
 
-impl<T> Default for Compiled<T> {
+impl<T> Default for CompiledKernels<T> {
     fn default() -> Self {
         Self(HashMap::new())
     }
 }
 
-impl<T: Eq + Hash> Compiled<T> {
-    /// Returns the kernel of `template`. `make` compiles it and runs it once, the first time.
+impl<T: Eq + Hash> CompiledKernels<T> {
+    /// Returns the kernel of `template`. The first time, `make` compiles it and runs it once.
     fn get(
         &mut self,
         template: T,
@@ -62,7 +62,7 @@ impl<T: Eq + Hash> Compiled<T> {
                 return None;
             }
             let kernel = make(&template).unwrap_or_else(|error| {
-                warn!(%error, "MLX computes what a kernel would: it cannot be compiled");
+                warn!(%error, "MLX computes instead of a kernel, which cannot be compiled");
                 None
             });
             return self.0.entry(template).or_insert(kernel).as_ref();
@@ -86,17 +86,17 @@ fn element(dtype: Dtype) -> Option<(&'static str, i32)> {
     }
 }
 
-/// Returns what a kernel of MLX begins with to have `text`, the functions that it calls.
+/// Returns the header of an MLX kernel that provides `text`, the functions that it calls.
 ///
 /// MLX copies and hashes a kernel's text in each call, which takes as long as the rest of the call if the
-/// text is long. So the text is a file in the folder of this process, and the kernel includes it.
+/// text is long. So the text is in a file in the folder of this process, and the kernel includes it.
 fn header(name: &str, text: &str) -> Result<CString> {
     let bare = bare(text);
     let included = mlx::kernel_folder().and_then(|folder| included(folder, name, &bare));
     c_text(included.unwrap_or(bare))
 }
 
-/// Returns the line that includes `text`, which is then in a file of `folder`, if it can be there.
+/// Returns the line that includes `text`, which it writes to a file of `folder`, if that is possible.
 fn included(folder: &Path, name: &str, text: &str) -> Option<String> {
     let path = folder.join(format!("etkv_{name}.cuh"));
     let named = path.to_str().filter(|path| !path.contains(['"', '\\', '\n']))?;

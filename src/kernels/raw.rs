@@ -8,7 +8,7 @@ use mlx_rs::{Array, Dtype};
 use crate::error::{Error, Result, Status};
 use crate::mlx::{call, check, Arrays};
 
-/// A kernel that is compiled where it runs first, if it is not [kept](super::kept).
+/// A kernel that is compiled on first use, if it is not [cached](super::kept).
 pub struct Kernel {
     raw: mlx_sys::mlx_fast_cuda_kernel,
     /// Whether it was launched.
@@ -19,8 +19,8 @@ pub struct Kernel {
 unsafe impl Send for Kernel {}
 
 impl Kernel {
-    /// Makes a kernel of `source`, the body of a function of `inputs` and `outputs`, with `bytes`
-    /// of shared memory. Inputs are passed as they lie.
+    /// Makes a kernel of `source`, the body of a function of `inputs` and `outputs`, with `bytes` of shared
+    /// memory. Inputs are passed in their memory layout.
     pub fn new(
         name: &CStr,
         inputs: &[&CStr],
@@ -57,7 +57,7 @@ impl Kernel {
         let mut made = Arrays::empty();
         // SAFETY: the handle is freed with its owner.
         let config = Config(unsafe { mlx_sys::mlx_fast_cuda_kernel_config_new() });
-        // SAFETY: the handle is live; each shape has as many elements as is said.
+        // SAFETY: the handle is live; each shape has the given number of elements.
         unsafe {
             for (shape, dtype) in outputs {
                 check(mlx_sys::mlx_fast_cuda_kernel_config_add_output_arg(

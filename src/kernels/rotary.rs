@@ -1,7 +1,7 @@
-//! Rotary embedding of several tokens, each with a position of its own, in one launch on CUDA.
+//! Rotary embedding of several tokens, each with its own position, in one kernel launch on CUDA.
 //!
-//! MLX's function takes the tokens as a batch, which must lie without gaps: a piece of a joined product
-//! is copied for it.
+//! MLX's function takes the tokens as a batch, which must be contiguous: a piece of a joined product must be
+//! copied for it.
 
 use etkv_cuda::text;
 use mlx_rs::transforms::eval;
@@ -9,7 +9,7 @@ use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 
 use super::raw::Kernel;
-use super::{can_run, element, header, source, Compiled};
+use super::{can_run, element, header, source, CompiledKernels};
 use crate::error::Result;
 
 #[cfg(test)]
@@ -18,11 +18,11 @@ mod tests;
 /// Threads of a block.
 const THREADS: i32 = 128;
 
-static KERNELS: Mutex<Option<Compiled<Dtype>>> = Mutex::new(None);
+static KERNELS: Mutex<Option<CompiledKernels<Dtype>>> = Mutex::new(None);
 
-/// Returns the rotary embedding of `x`, `[1, heads, T, head_dim]`, whose token `i` is at `positions[i]`, if
-/// the kernel takes it. Element `j` rotates together with `head_dim / 2 + j`, by `1 / periods[j]` a
-/// position. `positions` are int32, `periods` float32.
+/// Returns the rotary embedding of `x`, `[1, heads, T, head_dim]`, if the kernel supports it. Token `i` is at
+/// `positions[i]`. Element `j` rotates together with `head_dim / 2 + j`, by `1 / periods[j]` a position.
+/// `positions` are int32, `periods` float32.
 pub fn rotary(x: &Array, positions: &Array, periods: &Array) -> Result<Option<Array>> {
     let Some(threads) = threads(x, positions, periods) else {
         return Ok(None);
@@ -37,7 +37,7 @@ pub fn rotary(x: &Array, positions: &Array, periods: &Array) -> Result<Option<Ar
     }
 }
 
-/// Returns the threads of a call that the kernel takes: one for each pair of elements.
+/// Returns the number of threads of a call that the kernel supports: one for each pair of elements.
 fn threads(x: &Array, positions: &Array, periods: &Array) -> Option<i32> {
     let &[1, heads, tokens, dim] = x.shape() else {
         return None;
@@ -49,7 +49,7 @@ fn threads(x: &Array, positions: &Array, periods: &Array) -> Option<i32> {
         && periods.shape() == [dim / 2]
         && periods.dtype() == Dtype::Float32;
     let threads = tokens.checked_mul(heads)?.checked_mul(dim / 2)?;
-    // MLX counts those of whole blocks.
+    // MLX counts the threads of whole blocks.
     (fits && threads > 0 && threads <= i32::MAX - THREADS).then_some(threads)
 }
 

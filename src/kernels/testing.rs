@@ -1,11 +1,11 @@
-//! Numbers for tests, and where tests of kernels run.
+//! Random numbers for tests, and the condition for tests of kernels.
 
 use mlx_rs::{Array, Dtype};
 
 use crate::error::Result;
 use crate::mlx;
 
-/// Runs a test of a kernel, where MLX has CUDA.
+/// Runs a test of a kernel, if MLX has CUDA.
 pub fn on_cuda(test: impl FnOnce() -> Result<()>) {
     let ran = mlx::run(|| match mlx::on_gpu()? && !cfg!(target_os = "macos") {
         true => test(),

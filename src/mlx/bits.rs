@@ -1,4 +1,4 @@
-//! MLX's functions of the bits of integers, which broadcast.
+//! MLX's bitwise functions of integers, which broadcast.
 
 use mlx_rs::Array;
 

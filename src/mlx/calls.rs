@@ -12,7 +12,7 @@ thread_local! {
 }
 
 extern "C" {
-    // The handler of mlx-rs. Its wrappers read their messages from it.
+    // The error handler of mlx-rs. Its wrappers read their messages from it.
     fn default_mlx_error_handler(message: *const c_char, data: *mut c_void);
 }
 
@@ -44,7 +44,7 @@ pub fn check(status: i32) -> Result<()> {
     Err(MESSAGE.with_borrow(|kept| error_of(kept)))
 }
 
-/// Returns MLX's message as an error, without the place in mlx-c's source that mlx-c adds.
+/// Returns MLX's message as an error, without the source location that mlx-c adds.
 fn error_of(message: &str) -> Error {
     let words = message.rsplit_once(" at ").map_or(message, |(words, place)| {
         let is_place = place.rsplit_once(':').is_some_and(|(_, line)| line.parse::<u32>().is_ok());
@@ -70,8 +70,8 @@ pub fn call(
     check(status).map(|()| array)
 }
 
-/// Waits until all work of the enclosing [`run`](super::run)'s stream is done, and until MLX has let go of the arrays
-/// that it needed: a thread of MLX does that on an NVIDIA GPU, some time after they are computed.
+/// Waits until all work on the stream of the enclosing [`run`](super::run) is done, and until MLX has
+/// released its arrays: on an NVIDIA GPU a thread of MLX does that some time after they are computed.
 pub fn synchronize() -> Result<()> {
     let stream = Stream::thread_local_or_default();
     // SAFETY: the handle is live.
@@ -193,7 +193,7 @@ pub fn update_axis(
     })
 }
 
-/// Returns a number where MLX would choose one itself.
+/// Returns a number for an argument that MLX could choose itself.
 pub fn optional_int(value: i32) -> mlx_sys::mlx_optional_int {
     mlx_sys::mlx_optional_int { value, has_value: true }
 }
@@ -204,8 +204,8 @@ pub fn wait(array: &Array) -> Result<()> {
     check(unsafe { mlx_sys::_mlx_array_wait(array.as_ptr()) })
 }
 
-/// Returns `array` without the writes to it that have not run. Returns `None` if it is the result
-/// of another operation that has not run.
+/// Returns `array` without its pending writes. Returns `None` if it is the result of another pending
+/// operation.
 pub fn before_writes(array: &Array) -> Result<Option<Array>> {
     let mut found = false;
     let before = call(|before, _| {

@@ -1,4 +1,4 @@
-//! What passes between the host's memory and the device.
+//! Transfers between the host's memory and the device.
 
 use mlx_rs::{Array, ArrayElement, Dtype};
 
@@ -6,20 +6,20 @@ use super::calls::{call, check};
 use super::{is_stream_on_gpu, on_gpu, Mlx};
 use crate::error::{fail, Result};
 
-/// Returns an array of elements of the host. MLX's own would move to an NVIDIA GPU page by page when a
-/// kernel reads it first, in 80 to 280 µs. Small ones are read where they are, in a microsecond or two.
+/// Returns an array with elements of the host. MLX's own arrays would move to an NVIDIA GPU page by page when
+/// a kernel first reads them, in 80 to 280 µs. Small ones are read in place, in a microsecond or two.
 ///
 /// # Safety
 /// `bytes` are the elements of an array of this shape and dtype.
 pub unsafe fn host_array(bytes: &[u8], shape: &[i32], dtype: Dtype) -> Result<Array> {
     #[cfg(target_os = "linux")]
-    // MLX has a place of its own for up to 8 bytes.
+    // MLX stores up to 8 bytes separately.
     if bytes.len() > 8 && is_stream_on_gpu()? {
         let mut made = false;
         let (data, n) = (bytes.as_ptr().cast(), bytes.len());
         let (sizes, rank) = (shape.as_ptr(), shape.len());
         let array = call(|array, _| {
-            // SAFETY: the lists have as many elements as is said, and outlive the call.
+            // SAFETY: the lists have the given lengths, and outlive the call.
             unsafe {
                 mlx_sys::etkv_mlx_array_pinned(array, &mut made, data, n, sizes, rank, dtype.into())
             }
@@ -28,17 +28,17 @@ pub unsafe fn host_array(bytes: &[u8], shape: &[i32], dtype: Dtype) -> Result<Ar
             return Ok(array);
         }
     }
-    // SAFETY: the caller says that the elements are as many as shape and dtype say; MLX copies them.
+    // SAFETY: the caller says that the elements match shape and dtype; MLX copies them.
     Ok(unsafe { Array::from_raw_data(bytes.as_ptr().cast(), shape, dtype) })
 }
 
-/// Returns an array of elements of the host, as [`host_array`] does.
+/// Returns an array with elements of the host, as [`host_array`] does.
 pub fn array_of<T: ArrayElement>(elements: &[T], shape: &[i32]) -> Result<Array> {
     let n: i64 = shape.iter().map(|&size| i64::from(size)).product();
     if usize::try_from(n).ok() != Some(elements.len()) {
         fail!(Internal, "{} elements for an array of shape {shape:?}", elements.len());
     }
-    // SAFETY: elements of MLX's types have no padding, and are as many as the shape says.
+    // SAFETY: elements of MLX's types have no padding, and their number matches the shape.
     unsafe {
         let bytes = std::slice::from_raw_parts(
             elements.as_ptr().cast::<u8>(),
@@ -48,19 +48,19 @@ pub fn array_of<T: ArrayElement>(elements: &[T], shape: &[i32]) -> Result<Array>
     }
 }
 
-/// Returns an array of the host's that several kernels read, copied to the memory of an NVIDIA GPU.
+/// Returns a host array that several kernels read, copied to the memory of an NVIDIA GPU.
 pub fn on_device(array: &Array) -> Result<Array> {
     if cfg!(target_os = "macos") || !is_stream_on_gpu()? {
         return Ok(array.clone());
     }
-    // MLX would leave the result in the memory of an array that is named once.
+    // With a single operand MLX would leave the result in its memory.
     Ok(match array.dtype() {
         Dtype::Bool => array.logical_or(array)?,
         _ => mlx_rs::ops::maximum(array, array)?,
     })
 }
 
-/// Copies the elements of a computed, row-contiguous array to `to`, which has as many bytes.
+/// Copies the elements of a computed, row-contiguous array to `to`, which has the same number of bytes.
 ///
 /// # Errors
 /// [`Backend`](crate::Status::Backend).
@@ -72,7 +72,7 @@ pub fn copy_to(array: &Array, to: &mut [u8]) -> Result<()> {
 }
 
 impl Mlx {
-    /// [`copy_to`], without the lock of MLX where the host can read the elements in place.
+    /// [`copy_to`], without the lock of MLX if the host can read the elements in place.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -84,7 +84,8 @@ impl Mlx {
     }
 }
 
-/// Copies the elements of an array on a GPU to `to`. Returns the elements of one that the host can read in place.
+/// Copies the elements of an array on a GPU to `to`. Returns the elements of an array that the host can read
+/// in place.
 fn copied_or_in_place<'a>(array: &'a Array, to: &mut [u8]) -> Result<Option<&'a [u8]>> {
     let n = array.nbytes();
     if n != to.len() {
@@ -104,13 +105,12 @@ fn copied_or_in_place<'a>(array: &'a Array, to: &mut [u8]) -> Result<Option<&'a 
             return Ok(None);
         }
     }
-    // SAFETY: the accessor reads nothing; it waits for the buffer and points to it.
+    // SAFETY: the accessor reads nothing; it waits for the buffer and returns its address.
     let data = unsafe { mlx_sys::mlx_array_data_uint8(array.as_ptr()) };
     if data.is_null() {
         fail!(Internal, "an array has no data");
     }
-    // SAFETY: an evaluated array has `n` bytes there, and keeps them while it is
-    // borrowed.
+    // SAFETY: an evaluated array has `n` bytes there, and keeps them while it is borrowed.
     Ok(Some(unsafe { std::slice::from_raw_parts(data, n) }))
 }
 
@@ -124,10 +124,10 @@ pub fn elements<T: ArrayElement + Copy + Default>(array: &Array) -> Result<Vec<T
     // SAFETY: the handle is live.
     check(unsafe { mlx_sys::_mlx_array_is_row_contiguous(&mut in_order, array.as_ptr()) })?;
     if !in_order {
-        fail!(Internal, "elements that lie apart are read, of shape {:?}", array.shape());
+        fail!(Internal, "elements that are not contiguous are read, of shape {:?}", array.shape());
     }
     let mut elements = vec![T::default(); array.size()];
-    // SAFETY: an element of a dtype has no padding, and all bits are one.
+    // SAFETY: an element of a dtype has no padding, and every bit pattern is valid.
     let bytes = unsafe {
         std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), size_of_val(&elements[..]))
     };
@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn elements_pass_both_ways() {
         run(|| {
-            // Up to 8 bytes, some, and more than a pinned block.
+            // At most 8 bytes, some, and more than a pinned block.
             for n in [1, 2, 100, 40_000] {
                 let numbers: Vec<i32> = (0..n).map(|i| i * 7 - 50).collect();
                 let array = array_of(&numbers, &[1, n])?;

@@ -1,14 +1,13 @@
 //! All access to MLX: a process-wide lock, the stream that all work runs on, and the few operations
 //! that mlx-rs does not offer.
 //!
-//! MLX's graph is not thread-safe, and its ordinary streams belong to the thread that made them. A
-//! host may load on one thread, execute on a second and destroy on a third. So all work here runs
-//! on streams that belong to no thread, under one lock: a shared one, and on the CPU one for each
-//! program. MLX waits where an array of one stream is used on another. [`Mlx`] is the lock: one
-//! thread at a time holds it.
+//! MLX's graph is not thread-safe, and its ordinary streams belong to the thread that made them. A host may
+//! load on one thread, execute on a second and destroy on a third. So all work here runs on streams that
+//! belong to no thread, under one lock: a shared stream, and on the CPU one for each program. MLX waits when
+//! an array of one stream is used on another. [`Mlx`] is the lock: one thread at a time holds it.
 //!
-//! Locks cannot wait for each other in a circle, because a thread that holds MLX waits for nothing
-//! but the device: [`give_way`] releases MLX while it waits for a cache.
+//! Locks cannot deadlock, because a thread that holds MLX waits for nothing but the device: [`give_way`]
+//! releases MLX while it waits for a cache.
 
 pub mod bits;
 mod calls;
@@ -43,30 +42,29 @@ thread_local! {
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The lock of MLX, held by this thread until it is dropped. Dropping arrays needs it, also where
-/// MLX could not start.
-pub struct Held {
+/// The lock of MLX, held by this thread until dropped. Dropping arrays needs it, even if MLX could not start.
+pub struct MlxLock {
     _lock: ReentrantMutexGuard<'static, ()>,
 }
 
 /// Waits until no other thread is in MLX, and locks it.
-pub fn hold() -> Held {
+pub fn hold() -> MlxLock {
     let lock = LOCK.lock();
     DEPTH.set(DEPTH.get() + 1);
-    Held { _lock: lock }
+    MlxLock { _lock: lock }
 }
 
-impl Drop for Held {
+impl Drop for MlxLock {
     fn drop(&mut self) {
         DEPTH.set(DEPTH.get() - 1);
     }
 }
 
-/// Runs `wait`, which may block, without the lock of MLX, however often this thread holds it. What
-/// the thread has built in MLX stays. Other threads may build and evaluate meanwhile.
+/// Runs `wait`, which may block, without the lock of MLX, however often this thread holds it. MLX objects of
+/// the thread stay valid. Other threads may build and evaluate meanwhile.
 #[doc(hidden)]
 pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
-    /// Takes the lock again on drop, also where `wait` panics.
+    /// Takes the lock again on drop, even if `wait` panics.
     struct Again(usize);
     impl Drop for Again {
         fn drop(&mut self) {
@@ -76,8 +74,8 @@ pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
     }
     let depth = DEPTH.replace(0);
     for _ in 0..depth {
-        // SAFETY: this thread holds the lock `depth` times, by guards that live until `Again` has
-        // taken it as often.
+        // SAFETY: this thread holds the lock `depth` times, by guards that live until `Again` has taken it
+        // the same number of times.
         unsafe { LOCK.force_unlock() };
     }
     let _again = Again(depth);
@@ -92,10 +90,10 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     }
 }
 
-/// Access to MLX, which this thread has alone until it is dropped.
+/// Exclusive access of this thread to MLX, until dropped.
 pub struct Mlx {
     runtime: &'static Runtime,
-    _held: Held,
+    _held: MlxLock,
 }
 
 /// Waits until no other thread is in MLX, and enters it. A thread may enter again while it is
@@ -122,7 +120,7 @@ impl Mlx {
         thread_local! {
             static HAS_STREAM: Cell<bool> = const { Cell::new(false) };
         }
-        /// Ends the outermost call on drop, also where `work` panics.
+        /// Ends the outermost call on drop, even if `work` panics.
         struct Outermost;
         impl Drop for Outermost {
             fn drop(&mut self) {
@@ -141,11 +139,11 @@ impl Mlx {
         self.runtime.on_gpu
     }
 
-    /// Keeps the kernels that were compiled since for later processes.
+    /// Publishes the kernels that were compiled since, for later processes.
     pub fn publish_kernels(&self) {
         if let Some(kernels) = &self.runtime.kernels {
             if let Err(error) = kernels.publish() {
-                tracing::warn!(%error, "kernels cannot be kept for later processes");
+                tracing::warn!(%error, "kernels cannot be cached for later processes");
             }
         }
     }
@@ -161,7 +159,7 @@ impl Mlx {
     }
 }
 
-/// Runs `work` alone in MLX, on the shared stream. Calls may nest. While `work` waits for a shared
+/// Runs `work` exclusively in MLX, on the shared stream. Calls may nest. While `work` waits for a shared
 /// cache, other threads may enter MLX.
 ///
 /// # Errors
@@ -170,8 +168,8 @@ pub fn run<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     enter()?.run(work)
 }
 
-/// Does what [`run`] does on a stream of the caller's. `work` may also use arrays of the shared
-/// stream: MLX waits where it must.
+/// Does what [`run`] does on the caller's stream. `work` may also use arrays of the shared stream: MLX waits
+/// if it must.
 ///
 /// # Safety
 /// `stream` is a live stream of MLX.
@@ -208,7 +206,7 @@ unsafe fn is_on_gpu(stream: mlx_sys::mlx_stream) -> Result<bool> {
     Ok(kind == gpu)
 }
 
-/// Returns whether the stream of the enclosing [`run`] is the shared one, not one of a host.
+/// Returns whether the stream of the enclosing [`run`] is the shared one, and not a host's.
 pub fn is_stream_shared() -> Result<bool> {
     let own = Stream::thread_local_or_default();
     // SAFETY: both streams live as long as their objects.
@@ -221,8 +219,7 @@ pub fn is_stream_on_gpu() -> Result<bool> {
     unsafe { is_on_gpu(Stream::thread_local_or_default().as_ptr()) }
 }
 
-/// Runs `work` on the shared stream, also where an enclosing call has another one. The caller is
-/// inside MLX.
+/// Runs `work` on the shared stream, even if an enclosing call has another one. The caller is inside MLX.
 pub fn on_shared<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     mlx_rs::with_stream(&runtime()?.stream, work)
 }
@@ -231,7 +228,7 @@ fn runtime() -> Result<&'static Runtime> {
     RUNTIME.get_or_init(start).as_ref().map_err(Clone::clone)
 }
 
-/// Returns the folder of this process for what is made of kernels, if there is one.
+/// Returns the folder of this process for files of kernels, if there is one.
 pub fn kernel_folder() -> Option<&'static std::path::Path> {
     if let Ok(runtime) = runtime() {
         return runtime.kernels.as_ref().map(|kernels| kernels.own());
@@ -239,7 +236,7 @@ pub fn kernel_folder() -> Option<&'static std::path::Path> {
     None
 }
 
-/// Returns where what etkv compiles for this MLX and GPU is kept for later processes, if there is such a place.
+/// Returns the folder that caches what etkv compiles for this MLX and GPU, if there is one.
 #[cfg(target_os = "linux")]
 pub fn compiled_folder() -> Option<std::path::PathBuf> {
     Some(kernel_folder()?.parent()?.parent()?.join("compiled"))

@@ -1,8 +1,8 @@
-//! Products that several threads of a CPU share.
+//! Products that several CPU threads share.
 //!
-//! MLX's CPU build computes an operation on the one thread of its stream. Only float32 goes to a BLAS,
-//! which has threads of its own. Other products are cut by outputs, and each part is computed on
-//! another stream.
+//! MLX's CPU build computes an operation on the single thread of its stream. Only float32 is multiplied by a
+//! BLAS, which has its own threads. Other products are split by outputs, and each part is computed on another
+//! stream.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -14,16 +14,17 @@ use super::is_stream_on_gpu;
 use super::start::unowned_stream;
 use crate::error::Result;
 
-/// The most parts. Products are limited by memory, which a few cores use up.
+/// The most parts. Products are limited by memory bandwidth, which a few cores saturate.
 const MAX: usize = 8;
 
-/// The fewest multiplications of a part: below, to wait for another thread takes as long as to multiply.
+/// The minimum number of multiplications of a part: below it, waiting for another thread takes as long as
+/// multiplying.
 const MIN: i64 = 1 << 17;
 
-/// Parts begin at multiples of this, as MLX's loops over outputs do.
+/// Parts start at multiples of this, as MLX's loops over outputs do.
 const STEP: i32 = 16;
 
-/// Streams of no thread, for the parts but the first.
+/// Streams that belong to no thread, for all parts but the first.
 struct Streams(Vec<Stream>);
 
 // SAFETY: they are used under the lock of MLX only, by one thread at a time.
@@ -44,16 +45,16 @@ fn streams() -> Result<&'static [Stream]> {
     }
 }
 
-/// Returns how many threads a product may take: as many as OpenBLAS.
+/// Returns how many threads a product may use: as many as OpenBLAS uses.
 fn threads() -> usize {
     let asked = std::env::var("OPENBLAS_NUM_THREADS").ok().and_then(|n| n.parse().ok());
     let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     asked.unwrap_or_else(cores).clamp(1, MAX)
 }
 
-/// Returns a product whose last axis has `outputs`, each of `multiplications`, if threads share it: a CPU's,
-/// for what is large enough. `part` computes a range of the outputs, on the stream that is current when
-/// it is called.
+/// Returns a product whose last axis has `outputs` elements, each of `multiplications`, if threads can share
+/// it: on a CPU, if it is large enough. `part` computes a range of the outputs, on the stream that is current
+/// when it is called.
 pub fn shared(
     outputs: i32,
     multiplications: i64,
@@ -83,7 +84,7 @@ fn on(
     Ok(Some(concatenate(&parts, -1)?))
 }
 
-/// Cuts outputs into at most `most` ranges of about one size.
+/// Splits outputs into at most `most` ranges of about the same size.
 fn cut(outputs: i32, multiplications: i64, most: usize) -> Vec<Range<i32>> {
     let affordable = i64::from(outputs).saturating_mul(multiplications) / MIN;
     let n = most.min(usize::try_from(affordable).unwrap_or(1)).max(1) as i32;
@@ -129,7 +130,7 @@ mod tests {
             let part = |x: &Array, range: Range<i32>| -> Result<Array> {
                 Ok(matmul(x, slice_axis(&weight, 1, range.start, range.end, 1)?)?)
             };
-            // One product after the other, each of all parts of the one before.
+            // A chain of products, each computed from all parts of the previous one.
             for _ in 0..20 {
                 let whole = part(&x, 0..96)?;
                 let made = on(&streams, 96, MIN, |range| part(&x, range))?.expect("it is cut");

@@ -1,4 +1,4 @@
-//! How MLX starts: its release, device, stream and libraries.
+//! Starting MLX: its release, device, stream and libraries.
 
 use std::ffi::CStr;
 
@@ -11,14 +11,14 @@ use crate::kernel_cache::{self, KernelCache};
 /// The MLX release that this build is made for.
 pub const MLX_VERSION: &str = env!("ETKV_MLX_VERSION");
 
-/// The operations of a graph that MLX sends to an NVIDIA GPU.
+/// The number of operations in a graph that MLX sends to an NVIDIA GPU.
 const OPERATIONS_OF_A_GRAPH: &str = "50";
 
-/// What MLX is started with.
+/// The objects that MLX is started with.
 pub struct Runtime {
     pub stream: Stream,
     pub on_gpu: bool,
-    /// The kernels that MLX compiles for an NVIDIA GPU, if they are kept.
+    /// The cache of the kernels that MLX compiles for an NVIDIA GPU, if there is one.
     pub kernels: Option<KernelCache>,
 }
 
@@ -67,8 +67,8 @@ pub fn start() -> Result<Runtime> {
             "this process runs on MLX {found}, but this library is built for {MLX_VERSION}"
         );
     }
-    // The first call through mlx-rs replaces mlx-c's error handler, which ends the process. Our
-    // handler then replaces that of mlx-rs, and calls it.
+    // The first call through mlx-rs replaces mlx-c's error handler, which would end the process. This handler
+    // then replaces that of mlx-rs, and calls it.
     let device = default_device()?;
     // SAFETY: the handler is a function without state.
     unsafe { mlx_sys::mlx_set_error_handler(Some(on_error), std::ptr::null_mut(), None) };
@@ -79,32 +79,31 @@ pub fn start() -> Result<Runtime> {
     };
     limit_graphs(architecture.as_deref());
     if on_gpu && cfg!(target_os = "linux") {
-        // MLX for CUDA destroys its streams at the end of the process, and they use what its allocator
-        // makes. What is made first is destroyed last.
+        // MLX for CUDA destroys its streams at the end of the process, and they use objects of its allocator.
+        // Objects that are made first are destroyed last.
         memory::active_memory()?;
     }
     let stream = unowned_stream(&device)?;
-    // This call makes the linker keep etkv's BLAS library. MLX then finds the matrix products of
-    // that library before those of its wheel. OpenBLAS itself is loaded by the first product: its
-    // threads would take the cores from a program that only asks for MLX's memory.
+    // This call makes the linker keep etkv's BLAS library. MLX then finds the matrix products of that library
+    // before those of its wheel. The first product loads OpenBLAS itself: its threads would take the cores
+    // from a program that only asks for MLX's memory.
     #[cfg(target_os = "linux")]
     // SAFETY: the function does nothing.
     unsafe {
         mlx_sys::etkv_blas_keep();
     }
-    // At the end of a process that has used MLX before, some objects of MLX for CUDA outlive the driver
-    // and throw. The process then ends with its own exit status. It is needed also where the stream is
-    // on the CPU.
-    // SAFETY: it registers a function without state; the stream exists.
+    // At the end of a process that has used MLX before, some objects of MLX for CUDA outlive the driver and
+    // throw. With this call the process ends with its own exit status. It is needed even if the stream is on
+    // the CPU. SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
     let kernels =
         architecture.and_then(|architecture| kernel_cache::start(&architecture, MLX_VERSION));
     Ok(Runtime { stream, on_gpu, kernels })
 }
 
-/// Lets MLX send shorter graphs to the NVIDIA GPUs for which it chooses 100 operations: the GPU has nothing
-/// to do until the first graph of a step is complete. For others it chooses 20. A host may choose another
-/// number. Call it before the first stream is made. It changes the environment of the process, once.
+/// Makes MLX send shorter graphs to the NVIDIA GPUs for which it chooses 100 operations: the GPU is idle
+/// until the first graph of a step is complete. For others it chooses 20. A host may choose another number.
+/// Call it before the first stream is made. It changes the environment of the process, once.
 fn limit_graphs(architecture: Option<&str>) {
     const VARIABLE: &str = "MLX_MAX_OPS_PER_BUFFER";
     const LONG: [&str; 3] = ["sm_90", "sm_100", "sm_120"];
@@ -155,8 +154,7 @@ fn default_device() -> Result<Device> {
 /// Makes a stream that any thread may use, one at a time.
 pub fn unowned_stream(device: &Device) -> Result<Stream> {
     let (kind, index) = (device.get_type()?, device.get_index()?);
-    // SAFETY: handles are made and freed here; the stream outlives its use because
-    // the wrapper holds its own.
+    // SAFETY: handles are made and freed here; the stream outlives its use because the wrapper holds its own.
     unsafe {
         let raw_device = mlx_sys::mlx_device_new_type(kind.into(), index);
         let raw = mlx_sys::mlx_stream_new_thread_unsafe(raw_device);
@@ -167,8 +165,8 @@ pub fn unowned_stream(device: &Device) -> Result<Stream> {
     }
 }
 
-/// Returns a stream of mlx-c as a stream of mlx-rs. mlx-rs makes streams of a device's default
-/// only, so this makes the stream the default for a moment.
+/// Returns a stream of mlx-c as a stream of mlx-rs. mlx-rs only makes streams that are a device's default, so
+/// this makes the stream the default temporarily.
 ///
 /// # Safety
 /// `raw` is a live stream on `device`.

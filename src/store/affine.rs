@@ -5,7 +5,7 @@ use mlx_rs::{Array, Dtype};
 use smallvec::smallvec;
 
 use super::codec::{Codec, F16_MAX};
-use super::packed::{exactly, Layout, Packed};
+use super::packed::{exactly, Layout, PackedRows};
 use super::planes::{self, Parts, Plane};
 use crate::error::Result;
 use crate::format::KvFormat;
@@ -14,10 +14,10 @@ use crate::mlx::cast;
 /// Affine groups. MLX computes codes, scales and offsets from the rows in float32. Scales and
 /// offsets are then rounded to float16.
 ///
-/// An element is off by at most one step of its group, and by half a step except at the far end:
-/// MLX fits the scale so that the end of larger magnitude and zero are exact. Rounding adds a
-/// 2048th of the offset and of the distance to it. Elements beyond the range of float16 are stored
-/// as its nearest value, so no group holds an infinity.
+/// The error of an element is at most one step of its group, and half a step except at the far end: MLX fits
+/// the scale so that zero and the end of larger magnitude are exact. Rounding adds a 2048th of the offset and
+/// of the distance to it. Elements outside the range of float16 are stored as its nearest value, so no group
+/// holds an infinity.
 pub(super) struct Affine {
     bits: u8,
     group: u8,
@@ -30,9 +30,9 @@ impl Affine {
         Self { bits, group, head_dim }
     }
 
-    fn packed(&self, parts: &[Array]) -> Result<Packed> {
+    fn packed(&self, parts: &[Array]) -> Result<PackedRows> {
         let [codes, scales, offsets] = exactly::<3>(parts)?;
-        Ok(Packed {
+        Ok(PackedRows {
             layout: self.mlx_layout(),
             codes: codes.clone(),
             scales: scales.clone(),

@@ -15,7 +15,7 @@ fn shifts() -> Array {
     Array::from_slice(&[0u32, 4, 8, 12, 16, 20, 24, 28], &[PER_WORD])
 }
 
-/// Packs codes of 4 bits, one an element, into words of eight, the first lowest.
+/// Packs codes of 4 bits, one an element, into words of eight, the first in the lowest bits.
 pub(super) fn pack_nibbles(codes: &Array) -> Result<Array> {
     let mut shape = codes.shape().to_vec();
     let width = shape.pop().unwrap_or(0);
@@ -38,13 +38,12 @@ pub(super) fn unpack_nibbles(words: &Array) -> Result<Array> {
 /// 6.
 pub(super) fn to_e2m1(values: &Array) -> Result<Array> {
     let size = values.abs()?;
-    // Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6. The right one of the three results is the
-    // least.
+    // Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6. The smallest of the three results is right.
     let by_half = size.multiply(Array::from_f32(2.0))?.round(None)?;
     let by_one = size.round(None)?.add(Array::from_f32(2.0))?;
     let by_two = size.multiply(Array::from_f32(0.5))?.round(None)?.add(Array::from_f32(4.0))?;
     let code = minimum(minimum(by_half, by_one)?, minimum(by_two, Array::from_f32(7.0))?)?;
-    // The integer of a NaN is undefined. Its neighbours in the word keep their bits.
+    // The integer of a NaN is undefined. The other codes in the word must not change.
     let code = and(&cast(&code, Dtype::Uint32)?, &Array::from_slice(&[7u32], &[1]))?;
     let negative = cast(&values.lt(Array::from_f32(0.0))?, Dtype::Uint32)?;
     or(&code, &shl(&negative, &Array::from_slice(&[3u32], &[1]))?)
@@ -62,7 +61,7 @@ pub(super) fn from_e4m3(codes: &Array) -> Result<Array> {
     bits_to_f32(codes, [0x7f, 7], [0x80, 8], 256.0)
 }
 
-/// Moves exponent and mantissa, and the sign, to their places in float16: a mask and a shift each.
+/// Moves exponent and mantissa, and the sign, to their bits in float16: a mask and a shift each.
 fn bits_to_f32(codes: &Array, size: [u16; 2], sign: [u16; 2], scale: f32) -> Result<Array> {
     let codes = cast(codes, Dtype::Uint16)?;
     let moved = |[mask, by]: [u16; 2]| {
@@ -73,11 +72,11 @@ fn bits_to_f32(codes: &Array, size: [u16; 2], sign: [u16; 2], scale: f32) -> Res
     Ok(cast(&halves, Dtype::Float32)?.multiply(Array::from_f32(scale))?)
 }
 
-/// Computes the E8M0 scale of blocks whose largest magnitudes are `peaks`, in float32, for elements
-/// of at most 1.75 times 2^`top`, which 7 and 448 are. It is the least power of two that brings the
-/// peak to no more. The largest E2M1 value is 6, but 7 is nearer to 6 than to the 8 that the next
-/// power would give. On normal rows the error is 3 % less than with the microscaling standard's
-/// rule, and 8 % less than with MLX's.
+/// Computes the E8M0 scale of blocks whose largest magnitudes are `peaks`, in float32, for elements of at
+/// most 1.75 times 2^`top`, such as 7 and 448. It is the smallest power of two that scales the peak to at
+/// most that. The largest E2M1 value is 6, but 7 is nearer to 6 than to the 8 that the next power would give.
+/// On normal rows the error is 3 % less than with the microscaling standard's rule, and 8 % less than with
+/// MLX's.
 ///
 /// Returns the codes and, in float32, the inverse of the scales.
 pub(super) fn e8m0(peaks: &Array, top: u32) -> Result<[Array; 2]> {

@@ -1,5 +1,4 @@
-//! Floats of four and eight bits with a scale a block: OCP microscaling, and
-//! NVIDIA's.
+//! Floats of four and eight bits with one scale a block: OCP microscaling, and NVIDIA's.
 
 use mlx_rs::ops::{clip, from_fp8, minimum, select, to_fp8};
 use mlx_rs::{Array, Dtype};
@@ -7,7 +6,7 @@ use smallvec::smallvec;
 
 use super::bits::{e8m0, from_e2m1, from_e4m3, from_e8m0, pack_nibbles, to_e2m1, unpack_nibbles};
 use super::codec::{scores_in_blocks, weighted_in_blocks, Codec, MAX_IN_BLOCKS};
-use super::packed::{exactly, Layout, Packed};
+use super::packed::{exactly, Layout, PackedRows};
 use super::planes::{self, Parts, Plane};
 use crate::error::Result;
 use crate::format::KvFormat;
@@ -15,10 +14,10 @@ use crate::mlx::{self, cast};
 
 /// Block floats in MLX's layouts.
 ///
-/// In mxfp8 and mxfp4 scales are powers of two, which cover every float32. An element is off by at
-/// most 2^-4 of its magnitude in mxfp8, and by half a step of E2M1 in mxfp4 and nvfp4. The scale of
-/// nvfp4 is an E4M3 number. Its blocks above 2688, which is 6 times the largest scale, are stored
-/// as the nearest value, and blocks below 0.006 as zeros.
+/// In mxfp8 and mxfp4 scales are powers of two, which cover every float32. The error of an element is at most
+/// 2^-4 of its magnitude in mxfp8, and half a step of E2M1 in mxfp4 and nvfp4. The scale of nvfp4 is an E4M3
+/// number. Values above 2688 (6 times the largest scale) are stored as the nearest value, and blocks below
+/// 0.006 as zeros.
 pub(super) struct BlockFloat {
     layout: Layout,
     head_dim: i32,
@@ -37,7 +36,7 @@ impl BlockFloat {
         }
     }
 
-    /// Returns the shape of `rows` with the blocks on an axis of their own.
+    /// Returns the shape of `rows` with the blocks on a separate axis.
     fn apart(&self, rows: &Array) -> Vec<i32> {
         let mut shape = rows.shape().to_vec();
         shape.truncate(3);
@@ -45,9 +44,9 @@ impl BlockFloat {
         shape
     }
 
-    fn packed(&self, parts: &[Array]) -> Result<Packed> {
+    fn packed(&self, parts: &[Array]) -> Result<PackedRows> {
         let [codes, scales] = exactly::<2>(parts)?;
-        Ok(Packed {
+        Ok(PackedRows {
             layout: self.layout,
             codes: codes.clone(),
             scales: scales.clone(),
@@ -55,8 +54,8 @@ impl BlockFloat {
         })
     }
 
-    /// MLX's CPU unpacks E4M3 by arithmetic for every row that it multiplies, which takes eight
-    /// times as long as the other layouts.
+    /// MLX's CPU build unpacks E4M3 by arithmetic for every row that it multiplies, which takes eight times
+    /// as long as the other layouts.
     fn in_blocks(&self) -> Result<bool> {
         Ok(self.layout == Layout::Mxfp8 && !mlx::on_gpu()?)
     }
@@ -114,7 +113,7 @@ impl Codec for BlockFloat {
         if mlx::on_gpu()? {
             return self.packed(parts)?.unpacked(dtype);
         }
-        // MLX's CPU composes this from other operations, which refuse some head_dims.
+        // MLX's CPU build composes this from other operations, which refuse some head_dims.
         let [codes, scales] = exactly::<2>(parts)?;
         let steps = match self.layout {
             Layout::Mxfp8 => from_e4m3(&codes.view_dtype(Dtype::Uint8)?)?,

@@ -1,5 +1,5 @@
-//! The bytes of a pool's planes, for files. There slots come first, and the heads of a slot lie side by
-//! side; in the buffers heads come first.
+//! The bytes of a pool's planes, for files. In a file slots come first, and the heads of a slot are adjacent;
+//! in the buffers heads come first.
 
 use mlx_rs::transforms::eval;
 
@@ -26,12 +26,12 @@ impl Planes {
         self.check_bytes(plane, slots, bytes.len())?;
         let (width, dtype) = (self.layout[plane].width, self.layout[plane].dtype);
         let shape = [1, slots.len() as i32, self.n_kv_heads, width];
-        // SAFETY: the bytes are as many as the shape and the dtype say.
+        // SAFETY: the number of bytes matches the shape and the dtype.
         let rows = unsafe { mlx::host_array(bytes, &shape, dtype)? };
         let rows = rows.transpose_axes(&EXCHANGED)?;
         let slots = self.for_writing(slots)?;
         let written = with_rows(&self.buffers[plane], &rows, &slots)?;
-        // It holds the buffer alone, so the write is in place.
+        // The buffer has no other owner, so the write is in place.
         self.buffers[plane] = written;
         Ok(eval([&self.buffers[plane]])?)
     }

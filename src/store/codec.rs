@@ -1,4 +1,4 @@
-//! The trait that a storage format implements: it turns rows into planes and computes with planes.
+//! The trait that a storage format implements: it converts rows to planes and computes with planes.
 
 use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::transforms::eval;
@@ -17,7 +17,7 @@ pub trait Codec: Send + Sync {
     /// Returns the number of elements of one row.
     fn head_dim(&self) -> i32;
 
-    /// Returns the planes of a row. A row of zeros in every plane is a row of zeros.
+    /// Returns the planes of a row. Planes of zeros decode to a row of zeros.
     fn layout(&self) -> Layout;
 
     /// Converts rows, `[1, n_kv_heads, n, head_dim]` in any float dtype, to planes.
@@ -37,9 +37,9 @@ pub trait Codec: Send + Sync {
         parts.first().filter(|part| self.format().is_float() && part.dtype() == dtype)
     }
 
-    /// Multiplies `q`, `[1, n_kv_heads, m, head_dim]` in float32 or a similar dtype, by every row
-    /// of these planes: `[1, n_kv_heads, m, n]`. A format without a product of its own unpacks rows
-    /// in blocks of a constant number of bytes.
+    /// Multiplies `q`, `[1, n_kv_heads, m, head_dim]` in float32 or a similar dtype, by every row of these
+    /// planes: `[1, n_kv_heads, m, n]`. A format without its own product unpacks rows in blocks of a constant
+    /// number of bytes.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -64,14 +64,14 @@ pub trait Codec: Send + Sync {
     fn most_packed(&self) -> Result<i32>;
 }
 
-/// The largest float16, and so the limit of stored scales and offsets.
+/// The largest float16, and therefore the limit of stored scales and offsets.
 pub(super) const F16_MAX: f32 = 65504.0;
 
 /// The most rows a KV head for which unpacking in blocks is faster than unpacking one KV head at a
 /// time.
 pub(super) const MAX_IN_BLOCKS: i32 = 64;
 
-/// The bytes of rows that are unpacked at a time: what a CPU's caches hold.
+/// The bytes of rows that are unpacked at a time: the size of a CPU's caches.
 const CPU_BLOCK: i64 = 4 << 20;
 /// The same on a GPU, which waits for each block.
 const GPU_BLOCK: i64 = 32 << 20;
@@ -89,7 +89,7 @@ fn block_slots(n_kv_heads: i32, head_dim: i32, dtype: Dtype) -> Result<i32> {
     Ok((block / slot.max(1)).clamp(16, i64::from(i32::MAX)) as i32)
 }
 
-/// Rows that are stored in `dtype` are one block: they are not unpacked.
+/// Rows that are stored in `dtype` are one block, because they are not unpacked.
 fn blocks<C: Codec + ?Sized>(
     codec: &C,
     parts: &[Array],
@@ -113,7 +113,7 @@ fn block<C: Codec + ?Sized>(
     codec.decode(&planes::along(parts, SLOTS, start, stop)?, dtype)
 }
 
-/// [`Codec::scores`] with at most one block of rows unpacked at a time. Of several blocks, each is
+/// [`Codec::scores`] with at most one block of rows unpacked at a time. With several blocks, each is
 /// evaluated before the next: MLX would otherwise unpack all of them before it multiplies.
 pub(super) fn scores_in_blocks<C: Codec + ?Sized>(
     codec: &C,

@@ -1,4 +1,4 @@
-//! Whether the values that a step writes are finite.
+//! Checks whether the values that a step writes are finite.
 
 use std::cell::RefCell;
 
@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::kernels;
 use crate::mlx::{self, cast};
 
-/// The most tokens of a step whose values are kept until it ends. Those of a prompt would take the
-/// memory of all layers at once, so theirs are read layer by layer.
+/// The most tokens of a step whose values are kept until it ends. Those of a prompt would take the memory of
+/// all layers at once, so they are read layer by layer.
 const MAX_KEPT: i32 = 64;
 
 /// The watched writes of one step.
@@ -22,13 +22,13 @@ pub struct Finite {
 }
 
 struct Write {
-    /// The values, unless a flag of their own reads them.
+    /// The values, unless a separate flag reads them.
     kept: Option<Array>,
     /// The dtype that they are stored in.
     stored: Dtype,
 }
 
-/// Whether the values of some writes are finite as they are stored.
+/// Whether the values of some writes are finite as stored.
 struct Flag {
     /// The writes, in order.
     writes: Vec<usize>,
@@ -36,9 +36,9 @@ struct Flag {
 }
 
 enum Numbers {
-    /// A number that is 0 if all are.
+    /// A number that is 0 if all values are finite.
     Together(Array),
-    /// A number for each write, 0 if its values are.
+    /// A number for each write, 0 if its values are finite.
     Each(Array),
 }
 
@@ -78,8 +78,8 @@ impl Finite {
         Ok(())
     }
 
-    /// Returns the flags. The caller computes them with what the step wrote. Writes since the last call
-    /// share one where they can: each flag is one launch or more on a GPU.
+    /// Returns the flags. The caller computes them with the writes of the step. Writes since the last call
+    /// share a flag if they can: each flag is one kernel launch or more on a GPU.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -115,7 +115,7 @@ impl Finite {
         }))
     }
 
-    /// Waits until the flags are computed, which was started before.
+    /// Waits for the computation of the flags, which was started before.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -126,7 +126,7 @@ impl Finite {
     /// Returns the first write with a value that is not finite.
     pub fn non_finite(&self) -> Option<usize> {
         if self.flags().is_err() {
-            // What cannot be read may be anything.
+            // A flag that cannot be read may mean anything.
             return Some(0);
         }
         let flags = self.flags.borrow();
@@ -138,7 +138,7 @@ impl Finite {
         let zero = match &flag.numbers {
             Numbers::Each(each) => {
                 let numbers = mlx::elements::<u32>(each).unwrap_or_default();
-                // What cannot be read may be anything.
+                // A flag that cannot be read may mean anything.
                 let is_bad = |at: &usize| numbers.get(*at).is_none_or(|&number| number != 0);
                 return (0..flag.writes.len()).find(is_bad).map(|at| flag.writes[at]);
             }
@@ -152,7 +152,7 @@ impl Finite {
             None => true,
         };
         let found = flag.writes.iter().copied().find(|&write| is_bad(&self.writes[write]));
-        // It may be the flag that cannot be read.
+        // This may be the flag that cannot be read.
         found.or(flag.writes.first().copied())
     }
 
@@ -163,11 +163,10 @@ impl Finite {
     }
 }
 
-/// Returns a number that is 0 if all of these values are finite as they are stored: 0 times any other
-/// is NaN.
+/// Returns a number that is 0 if all of these values are finite as stored: 0 times any other value is NaN.
 fn zero_if(values: &Array, stored: Dtype) -> Result<Array> {
     let stored = cast(values, stored)?;
-    // Made in the dtype: a conversion would be one more launch.
+    // Made in the dtype, because a conversion would be another kernel launch.
     let zero = match stored.dtype() {
         Dtype::Float16 => Array::from_slice(&[f16::ZERO], &[1]),
         Dtype::Bfloat16 => Array::from_slice(&[bf16::ZERO], &[1]),

@@ -9,7 +9,7 @@ use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::mlx::cast;
 
-/// Rows in a float dtype. Values beyond the range of float16 become infinite.
+/// Rows in a float dtype. Values outside the range of float16 become infinite.
 #[derive(Debug)]
 pub(super) struct Float {
     format: KvFormat,

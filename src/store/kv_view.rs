@@ -1,4 +1,4 @@
-//! Views of rows as attention reads them, and copies of rows.
+//! Views of rows, for attention, and copies of rows.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,8 +10,7 @@ use super::planes::{self, Parts, HEADS, SLOTS};
 use crate::error::Result;
 use crate::format::KvFormat;
 
-/// What a step reads of a layer's keys, or of its values: some slots of a pool, in the form in
-/// which they are stored.
+/// What a step reads of a layer's keys, or of its values: some slots of a pool, in their stored form.
 #[derive(Clone)]
 pub struct KvView {
     pub(super) codec: Arc<dyn Codec>,
@@ -96,8 +95,8 @@ impl KvView {
         self.codec.weighted(p, &self.parts)
     }
 
-    /// Returns whether multiplying `m` rows a KV head, in `dtype`, by the stored rows is faster
-    /// than unpacking them first.
+    /// Returns whether multiplying `m` rows a KV head, in `dtype`, by the stored rows is faster than
+    /// unpacking them first.
     pub(crate) fn packed_is_better(&self, m: i32, dtype: Dtype) -> Result<bool> {
         Ok(self.as_dtype(dtype).is_some() || m <= self.codec.most_packed()?)
     }
@@ -110,7 +109,7 @@ impl fmt::Debug for KvView {
     }
 }
 
-/// Copies of some slots, bit for bit.
+/// Bitwise copies of some slots.
 #[derive(Debug, Clone)]
 pub struct StoredRows {
     pub(super) format: KvFormat,

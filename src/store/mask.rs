@@ -7,12 +7,12 @@ use mlx_rs::{Array, Dtype};
 use crate::error::Result;
 use crate::mlx;
 
-/// From so many elements on, a GPU makes a mask of its runs. The few launches that it takes cost as
-/// much as to fill and copy so many bytes.
+/// From this number of elements on, a GPU makes a mask from its runs. Its few launches cost as much as
+/// filling and copying the bytes on the host.
 const MIN: usize = 1 << 18;
 
-/// The most elements that each of three arrays may have on the way: one for each query, slot and run of
-/// a query. Masks of more are made of bytes.
+/// The most elements of each of three temporary arrays: one for each query, slot and run of a query. Larger
+/// masks are made from bytes.
 const MAX: usize = 8 << 20;
 
 /// Returns the mask as an array, `[T, L]`.
@@ -23,7 +23,7 @@ pub fn array(mask: &MaskRuns) -> Result<Array> {
     }
 }
 
-/// Returns the most runs of a query, if a GPU makes the mask sooner of them than the host of bytes.
+/// Returns the most runs of a query, if a GPU makes the mask faster from them than the host from bytes.
 fn runs_to_compare(mask: &MaskRuns) -> Option<usize> {
     let elements = mask.n_tokens() * mask.n_slots();
     let most = (0..mask.n_tokens()).map(|query| mask.runs(query).len()).max()?;
@@ -33,14 +33,13 @@ fn runs_to_compare(mask: &MaskRuns) -> Option<usize> {
 fn of_bytes(mask: &MaskRuns) -> Result<Array> {
     let bytes = mask.bytes()?;
     let shape = [mask.n_tokens() as i32, mask.n_slots() as i32];
-    // SAFETY: the shape has as many elements as there are bytes. Each byte is 0 or 1, as MLX stores
-    // booleans.
+    // SAFETY: the shape has as many elements as there are bytes. Each byte is 0 or 1, as MLX stores booleans.
     let mask = unsafe { mlx::host_array(&bytes, &shape, Dtype::Bool) }?;
     // Every layer reads it.
     mlx::on_device(&mask)
 }
 
-/// Makes the mask on the device, of queries that have `most` runs or fewer.
+/// Makes the mask on the device, for queries with at most `most` runs.
 fn of_runs(mask: &MaskRuns, most: usize) -> Result<Array> {
     let n = mask.n_tokens();
     let (mut starts, mut ends) = (Vec::with_capacity(n * most), Vec::with_capacity(n * most));
@@ -82,7 +81,7 @@ mod tests {
         book.commit().unwrap();
     }
 
-    /// Returns the mask of a token of each of these sequences.
+    /// Returns the mask of one token of each of these sequences.
     fn mask_of(book: &mut CellsBookkeeping, sequences: &[i32], positions: &[i32]) -> Arc<MaskRuns> {
         book.begin_step(sequences).unwrap();
         book.plan(positions).unwrap();

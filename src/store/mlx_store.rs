@@ -17,21 +17,21 @@ use super::{convert, float_dtype, mask, pool_for, KvView, Piece, Pool, StoredRow
 use crate::error::{self, fail};
 use crate::mlx;
 
-/// The pools of all layers. A step on it is one inside [`mlx::run`](crate::mlx::run);
-/// [`grow`](Store::grow) and what is done between steps enter MLX themselves.
+/// The pools of all layers. A step on it runs inside [`mlx::run`](crate::mlx::run); [`grow`](Store::grow) and
+/// calls between steps enter MLX themselves.
 pub struct MlxStore {
     /// Keys and values of each layer.
     pools: Vec<[Box<dyn Pool>; 2]>,
     /// The watched writes of the open step.
     finite: Finite,
-    /// Those of a step that ended unread.
+    /// The watched writes of a step that ended unread.
     unread: Finite,
-    /// Whether something was written whose computation was not started.
+    /// Whether something was written and its computation not started.
     pending: Cell<bool>,
 }
 
-/// The most rows that move in all layers at once, such as a chain of a tree. To start the work of a layer and to
-/// wait for it takes a GPU longer than they do.
+/// The most rows that move in all layers at once, such as a chain of a tree. On a GPU, starting the work of a
+/// layer and waiting for it takes longer than moving them.
 const FEW_ROWS: usize = 64;
 
 /// Copies of the rows that a step overwrites and an abort restores: the layer, its slots, keys and
@@ -44,16 +44,16 @@ pub struct FrozenPools(Vec<[(KvFormat, Vec<Piece>); 2]>);
 
 impl MlxStore {
     /// Returns the formats and the buffers of a layer's keys and values: `[1, n_kv_heads, slots, width]` for
-    /// each plane of the format. Returns `None` where slots are frozen: buffers then have some of the slots
-    /// only, and what reads them by their addresses would miss the others.
+    /// each plane of the format. Returns `None` if slots are frozen: the buffers then have only some of the
+    /// slots, and a kernel that reads them by address would miss the others.
     pub fn planes(&self, layer: usize) -> Option<[(KvFormat, Vec<&Array>); 2]> {
         let pools = self.pools.get(layer)?;
         pools.iter().all(|pool| pool.base() == 0).then_some(())?;
         Some(pools.each_ref().map(|pool| (pool.format(), pool.buffers())))
     }
 
-    /// Returns the buffers of a layer's keys and values, `[1, n_kv_heads, slots, head_dim]` each, if both
-    /// are stored in floats and no slots are frozen.
+    /// Returns the buffers of a layer's keys and values, `[1, n_kv_heads, slots, head_dim]` each, if both are
+    /// stored in floats and no slots are frozen.
     #[cfg(test)]
     pub fn float_buffers(&self, layer: usize) -> Option<[&Array; 2]> {
         let [k, v] = self.pools.get(layer)?;
@@ -66,7 +66,7 @@ impl MlxStore {
         self.pools.iter().flatten().flat_map(|pool| pool.buffers())
     }
 
-    /// Passes `outputs` to `work`, with the buffers if something in them is not computed.
+    /// Passes `outputs` to `work`, together with the buffers if something in them is not computed.
     fn compute(
         &self,
         outputs: &[&Array],
@@ -91,14 +91,14 @@ impl MlxStore {
             let [k, v] = &self.pools[*layer];
             saved.push((*layer, slots.clone(), [k.copy(slots)?, v.copy(slots)?]));
         }
-        // Evaluate now, while the rows are unchanged: an outstanding copy would hold the buffer and
-        // turn writes into copies of all of it.
+        // Evaluates now, while the rows are unchanged: a pending copy would hold the buffer, and writes would
+        // copy all of it.
         eval(saved.iter().flat_map(|(.., rows)| rows).flat_map(StoredRows::arrays))?;
         Ok(SavedRows(saved))
     }
 
-    /// Unevaluated writes are rolled back without being evaluated: if that failed once, it would
-    /// fail again. Evaluated writes are not needed, and no value may stay that a mask cannot hide.
+    /// Unevaluated writes are undone without evaluation: if it failed once, it would fail again. Evaluated
+    /// writes are not needed, and no value may stay that a mask cannot hide.
     fn undo(&mut self, saved: &SavedRows, blank: &[(usize, Slots)]) -> error::Result<()> {
         for pool in self.pools.iter_mut().flatten() {
             pool.roll_back()?;
@@ -116,8 +116,8 @@ impl MlxStore {
         Ok(())
     }
 
-    /// Returns the pools that replace those with another format, in order. The other pools then
-    /// also have the slots that are asked for, and keep their rows.
+    /// Returns the pools that replace those with another format, in order. The other pools then also have the
+    /// requested slots, and keep their rows.
     fn cleared(
         &mut self,
         formats: [KvFormat; 2],
@@ -150,7 +150,7 @@ impl MlxStore {
         let pools = layers.iter().flat_map(|&layer| &self.pools[layer]);
         let rows = pools.map(|pool| pool.copy(from)).collect::<error::Result<Vec<_>>>()?;
         eval(rows.iter().flat_map(StoredRows::arrays))?;
-        // MLX holds the buffers that it has read until then, and what writes to them would copy all of them.
+        // Until then MLX holds the buffers that it has read, and writing to them would copy all of them.
         mlx::synchronize()?;
         let mut rows = rows.iter();
         for &layer in layers {
@@ -164,8 +164,8 @@ impl MlxStore {
     }
 }
 
-/// Returns whether pools copy frozen rows at once. Captured steps on CUDA read buffers by their addresses, each
-/// with all slots, and save more than a copy on the device takes.
+/// Returns whether pools copy frozen rows immediately. Captured steps on CUDA read buffers by address, each
+/// with all slots, and save more time than a copy on the device takes.
 fn copies_frozen() -> error::Result<bool> {
     Ok(cfg!(target_os = "linux") && mlx::on_gpu()?)
 }
@@ -217,8 +217,8 @@ impl Store for MlxStore {
     }
 
     fn begin(&mut self, displaced: &[(usize, Slots)]) -> Result<SavedRows> {
-        // Where the steps before were committed without it: all that is still to be
-        // computed is the open step's, should it be aborted.
+        // After steps that were committed without evaluation: only the open step may still be pending, in
+        // case it is aborted.
         self.eval(&[])?;
         if displaced.is_empty() {
             return Ok(SavedRows(Vec::new()));
@@ -281,10 +281,10 @@ impl Store for MlxStore {
             drop(unread);
             return Some(0);
         };
-        // What fails here fails again where the flags are read.
+        // If this fails, reading the flags fails too.
         let _ = mlx.outside(|| unread.wait());
         let found = mlx.run(|| unread.non_finite());
-        // Before MLX is free.
+        // Dropped before other threads may use MLX.
         drop(unread);
         found
     }
@@ -318,7 +318,7 @@ impl Store for MlxStore {
     fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
         let _held = mlx::hold();
         let fresh = self.cleared(formats, slots)?;
-        // Nothing fails from here on.
+        // Nothing can fail from here on.
         self.end();
         for (pool, fresh) in self.pools.iter_mut().flatten().zip(fresh) {
             if let Some(fresh) = fresh {
@@ -349,13 +349,13 @@ impl Store for MlxStore {
             for (pools, &end) in self.pools.iter_mut().zip(slots) {
                 pools.iter_mut().try_for_each(|pool| pool.freeze(end, anew))?;
             }
-            // Nothing fails from here on: until now, what is frozen counts as this store's own.
+            // Nothing can fail from here on. Until now, the frozen rows counted as this store's own.
             let share = |(pools, &end): (&mut [Box<dyn Pool>; 2], &i32)| {
                 pools.each_mut().map(|pool| (pool.format(), pool.share(end)))
             };
             let frozen = FrozenPools(self.pools.iter_mut().zip(slots).map(share).collect());
             if copies_frozen()? {
-                // A pool without memory for a copy goes on from the frozen rows.
+                // A pool without memory for a copy continues with the frozen rows.
                 let copied = self.pools.iter_mut().flatten().try_for_each(|pool| pool.own());
                 if let Err(error) = copied {
                     debug!(target: TARGET, %error, "a cache reads the rows that it has frozen");

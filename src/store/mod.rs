@@ -1,10 +1,10 @@
 //! Storage of rows on MLX arrays: the bytes of a cache.
 //!
-//! [`MlxStore`] is the storage of a cache. Each layer has a pool for its keys and a pool for its
-//! values. A pool knows slots and formats. It knows neither positions nor sequences nor steps.
+//! [`MlxStore`] is the storage of a cache. Each layer has a pool for its keys and a pool for its values. A
+//! pool knows slots and formats. It knows no positions, sequences or steps.
 //!
-//! A format is a [`Codec`]: the planes of a row, and how to compute with them. A pool of any format
-//! keeps its planes in the same kind of buffers.
+//! A format is a [`Codec`]: the planes of a row, and the computations with them. Pools of all formats keep
+//! their planes in the same kind of buffers.
 
 mod affine;
 mod bits;
@@ -56,11 +56,11 @@ pub trait Pool: Send {
     /// Returns the number of allocated slots.
     fn slots(&self) -> i32;
 
-    /// Grows to `slots` slots and keeps the rows; never shrinks. The old and the new buffers exist
-    /// together for a moment.
+    /// Grows to `slots` slots and keeps the rows; never shrinks. Until it is done the old and the new buffers
+    /// are both in memory.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend); the pool stays as it is.
+    /// [`Backend`](crate::Status::Backend); the pool is unchanged.
     fn grow(&mut self, slots: i32) -> Result<()>;
 
     /// Writes rows to these slots, in place. The slots are allocated, and none is named twice.
@@ -69,8 +69,8 @@ pub trait Pool: Send {
     /// [`Backend`](crate::Status::Backend).
     fn write(&mut self, slots: &Slots, rows: &Array) -> Result<()>;
 
-    /// Returns the slots from `start` to `stop` as attention reads them: a view. Where some of them are frozen
-    /// and others not, the view is of a copy, which exists until it is dropped.
+    /// Returns a view of the slots from `start` to `stop`, for attention. If only some of them are frozen, it
+    /// is a view of a copy, which exists until it is dropped.
     ///
     /// The view holds the buffers. Until it is dropped, a write copies all of them.
     ///
@@ -78,49 +78,50 @@ pub trait Pool: Send {
     /// [`Backend`](crate::Status::Backend).
     fn read(&self, start: i32, stop: i32) -> Result<KvView>;
 
-    /// Returns copies of these slots, bit for bit. Evaluate them before the next write. There is at
-    /// least one slot.
+    /// Returns bitwise copies of these slots. Evaluate them before the next write. There is at least one
+    /// slot.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn copy(&self, slots: &Slots) -> Result<StoredRows>;
 
-    /// Writes copies to as many other slots, or to the same ones.
+    /// Writes copies back, to the same number of slots.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn put(&mut self, slots: &Slots, rows: &StoredRows) -> Result<()>;
 
-    /// Writes copies back to the slots that an open step may have overwritten. Those that are frozen are as they
-    /// were, and stay so.
+    /// Writes copies back to the slots that an open step may have overwritten. Frozen slots are unchanged,
+    /// and stay so.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn restore(&mut self, slots: &Slots, rows: &StoredRows) -> Result<()>;
 
-    /// Sets slots that an open step may have written to zero. Those that are frozen were not, and stay.
+    /// Sets slots to zero that an open step may have written. Frozen slots were not written, and stay.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn blank(&mut self, slots: &Slots) -> Result<()>;
 
-    /// Returns the number of the first slots that are frozen. The buffers begin after them.
+    /// Returns the number of first slots that are frozen. The buffers begin after them.
     fn base(&self) -> i32;
 
-    /// Returns the number of the first slots that other pools may read too.
+    /// Returns the number of first slots that other pools may read too.
     fn shared(&self) -> i32;
 
-    /// Makes the rows of the first `end` slots read-only; with `anew` those too that are already, as copies. A
-    /// write to such a slot first copies its row and all frozen ones behind it to the pool's own buffers.
+    /// Makes the rows of the first `end` slots read-only; with `anew`, copies those that are read-only
+    /// already. A write to such a slot first copies its row and all frozen rows after it to the pool's own
+    /// buffers.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend); the pool stays as it is.
+    /// [`Backend`](crate::Status::Backend); the pool is unchanged.
     fn freeze(&mut self, end: i32, anew: bool) -> Result<()>;
 
     /// Returns the frozen rows of the first `end` slots, for other pools.
     fn share(&mut self, end: i32) -> Vec<Piece>;
 
-    /// Makes a pool without slots read frozen rows of its format in the first ones.
+    /// Makes a pool without slots read frozen rows of its format in its first slots.
     ///
     /// # Errors
     /// [`Internal`](crate::Status::Internal) for rows of another format, or a pool with slots.
@@ -129,7 +130,7 @@ pub trait Pool: Send {
     /// Copies frozen rows to the pool's own buffers, which then have all slots.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend); the pool stays as it is.
+    /// [`Backend`](crate::Status::Backend); the pool is unchanged.
     fn own(&mut self) -> Result<()>;
 
     /// Returns the buffers, for evaluation. Frozen rows are not in them.
@@ -145,7 +146,7 @@ pub trait Pool: Send {
     /// Frees the buffers.
     fn release(&mut self);
 
-    /// Copies the rows of a plane to `bytes`: slot by slot, the heads of a slot side by side.
+    /// Copies the rows of a plane to `bytes`: slot by slot, the heads of a slot next to each other.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -184,7 +185,7 @@ fn codec_for(format: KvFormat, head_dim: i32) -> Result<Arc<dyn Codec>> {
     })
 }
 
-/// Slots that are converted at a time.
+/// The slots that are converted at a time.
 const CONVERTED_SLOTS: i32 = 1024;
 
 /// Converts a pool's rows to another format. Slots from `used` on become zero.
@@ -193,7 +194,7 @@ const CONVERTED_SLOTS: i32 = 1024;
 ///
 /// # Errors
 /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the rows do not fit the format.
-/// - [`Backend`](crate::Status::Backend); the pool stays as it is.
+/// - [`Backend`](crate::Status::Backend); the pool is unchanged.
 pub fn convert(pool: &mut Box<dyn Pool>, format: KvFormat, used: i32) -> Result<()> {
     if pool.format() == format {
         return Ok(());

@@ -22,9 +22,9 @@ pub(super) enum Layout {
     Nvfp4,
 }
 
-/// Codes with their scales, and in the affine layout their offsets.
+/// Codes with their scales, and in the affine layout also offsets.
 #[derive(Debug, Clone)]
-pub(super) struct Packed {
+pub(super) struct PackedRows {
     pub layout: Layout,
     /// `[1, n_kv_heads, n, words]` of 32 bits.
     pub codes: Array,
@@ -65,10 +65,9 @@ impl Layout {
     /// products` in docs/performance.md. Codes of 3 and 5 bits cross bytes and are unpacked one by
     /// one for each row.
     ///
-    /// On CUDA unpacking is faster for any number of rows, and MLX compiles its kernels for packed
-    /// products for 16 to 59 s: on an H200 a token of 32 heads over 2,000 slots of 8 took 0.09 ms
-    /// with 4 bits packed, 0.03 ms unpacked, over 32,000 slots 0.60 and 0.13 ms. Metal was not
-    /// measured.
+    /// On CUDA unpacking is faster for any number of rows, and MLX takes 16 to 59 s to compile its kernels
+    /// for packed products: on an H200 a token of 32 heads over 2,000 slots of 8 heads took 0.09 ms with 4
+    /// bits packed and 0.03 ms unpacked, over 32,000 slots 0.60 and 0.13 ms. Metal was not measured.
     pub fn most_packed(self) -> Result<i32> {
         Ok(match self {
             _ if mlx::on_gpu()? && cfg!(target_os = "macos") => 32,
@@ -81,13 +80,12 @@ impl Layout {
     }
 }
 
-impl Packed {
+impl PackedRows {
     /// Multiplies `x`, `[1, n_kv_heads, m, head_dim]`, by the transposed rows, or `x`, `[1,
     /// n_kv_heads, m, n]`, by the rows.
     ///
-    /// MLX copies codes unless their rows lie one after the other through all heads. In a range of
-    /// the slots of several heads they do not; in one head they do. A large range is therefore
-    /// multiplied head by head, without a copy.
+    /// MLX copies codes unless their rows are contiguous through all heads. A range of slots is contiguous in
+    /// one head, but not in several. So a large range is multiplied head by head, without a copy.
     pub fn product(&self, x: &Array, transposed: bool) -> Result<Array> {
         let heads = self.codes.dim(1);
         let copied = if mlx::on_gpu()? { GPU_COPIED } else { CPU_COPIED };
@@ -112,7 +110,7 @@ impl Packed {
     fn whole_product(&self, x: &Array, transposed: bool) -> Result<Array> {
         let fit = self;
         let (group, bits) = (optional_int(fit.layout.group()), optional_int(fit.layout.bits()));
-        // SAFETY: an empty handle stands for no array and owns nothing.
+        // SAFETY: an empty handle is an absent array and owns nothing.
         let none = unsafe { mlx_sys::mlx_array_new() };
         let offsets = fit.offsets.as_ref().map_or(none, Array::as_ptr);
         // SAFETY: the handles outlive the call.
@@ -147,7 +145,7 @@ impl Packed {
             None => dtype,
         };
         let wanted = mlx_optional_dtype { value: wanted.into(), has_value: true };
-        // SAFETY: empty handles stand for no arrays and own nothing.
+        // SAFETY: empty handles are absent arrays and own nothing.
         let (none, no_scale) = unsafe { (mlx_sys::mlx_array_new(), mlx_sys::mlx_array_new()) };
         let offsets = offsets.as_ref().map_or(none, Array::as_ptr);
         // SAFETY: the handles outlive the call.
@@ -168,12 +166,12 @@ impl Packed {
         cast(&rows, dtype)
     }
 
-    /// Returns the same codes in a form that the device multiplies.
+    /// Returns the same codes in a form that the device can multiply.
     ///
-    /// MLX 0.32.2 on CUDA has kernels only for codes whose rows lie one after the other, and throws
-    /// for others. A range of the slots of several heads is copied; one head is not. Its kernel for
-    /// one group a row is wrong for several rows of 8 bits, so one group is split in two with the
-    /// same scale, which stand for the same numbers.
+    /// MLX 0.32.2 on CUDA has kernels only for codes whose rows are contiguous, and throws for others. A
+    /// range of the slots of several heads is copied; one head is not. Its kernel for one group a row is
+    /// wrong for several rows of 8 bits, so one group is split in two with the same scale, which represent
+    /// the same numbers.
     fn fit_for_device(&self) -> Result<Self> {
         if !mlx::on_gpu()? || cfg!(target_os = "macos") {
             return Ok(self.clone());
@@ -196,7 +194,7 @@ impl Packed {
     }
 }
 
-/// Bytes of codes up to which a copy is cheaper than a product for each head.
+/// Up to this size of codes a copy is cheaper than a product for each head.
 const CPU_COPIED: usize = 64 << 10;
 /// The same limit on a GPU.
 const GPU_COPIED: usize = 1 << 20;

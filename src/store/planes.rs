@@ -1,5 +1,5 @@
-//! The buffers of a pool of any format. Each is `[1, n_kv_heads, slots, width]` and is written in
-//! place. Slots in front of them may lie in frozen pieces.
+//! The buffers of a pool of any format. Each is `[1, n_kv_heads, slots, width]` and is written in place.
+//! Slots before them may lie in frozen pieces.
 
 use mlx_rs::ops::indexing::scatter_single;
 use mlx_rs::ops::zeros_dtype;
@@ -13,15 +13,15 @@ use crate::error::{fail, Result};
 use crate::mlx::{self, slice_axis, update_axis};
 use etkv_core::bookkeeping::Slots;
 
-/// The axis of the slots. Heads come first: the rows of a head are then one run of memory, as
-/// attention reads them, and a range of slots is a view.
+/// The axis of the slots. Heads come first: the rows of a head are then contiguous, as attention reads them,
+/// and a range of slots is a view.
 pub(crate) const SLOTS: usize = 2;
 
 /// The axis of the KV heads.
 pub(crate) const HEADS: usize = 1;
 
-/// The most runs of slots that are written one by one on the CPU. More runs are scattered, which moves
-/// one row of one head at a time. On a GPU each run is a launch, and all of them scattered are one too.
+/// The most runs of slots that are written one by one on the CPU. More runs are scattered, which moves one
+/// row of one head at a time. On a GPU each run is a kernel launch, and so is one scatter of all runs.
 const MAX_RUNS: usize = 8;
 
 /// One plane of a row: codes, scales or offsets.
@@ -55,16 +55,16 @@ pub(super) fn along(parts: &[Array], axis: usize, start: i32, stop: i32) -> Resu
     parts.iter().map(|part| slice_axis(part, axis, start, stop, 1)).collect()
 }
 
-/// The buffers of a pool, all of one size, behind the frozen pieces that it reads.
+/// The buffers of a pool, all of the same size, after the frozen pieces that it reads.
 pub(super) struct Planes {
     pub(super) n_kv_heads: i32,
     pub(super) layout: Layout,
-    /// One buffer for each plane, or none without slots. No other handle holds the buffers, so
-    /// writes happen in place.
+    /// One buffer for each plane, or none without slots. No other handle holds the buffers, so writes happen
+    /// in place.
     pub(super) buffers: Parts,
-    /// The rows of the first slots, which are only read. The first slot of the buffers is the one behind them.
+    /// The rows of the first slots, which are only read. The first slot of the buffers follows them.
     pub(super) pieces: Vec<Piece>,
-    /// The first of these slots, which other pools may read too.
+    /// The number of these slots that other pools may read too.
     pub(super) shared: i32,
 }
 
@@ -99,8 +99,7 @@ impl Planes {
         Ok(zeros_dtype(&[1, self.n_kv_heads, slots, plane.width], plane.dtype)?)
     }
 
-    /// Grows the buffers; new slots are zero. The old buffers exist until the new ones are
-    /// complete.
+    /// Grows the buffers; new slots are zero. The old buffers exist until the new ones are complete.
     pub fn grow(&mut self, slots: i32) -> Result<()> {
         let (slots, before) = (slots - self.base(), self.own_slots());
         if slots <= before {
@@ -114,19 +113,19 @@ impl Planes {
             .map(|(at, plane)| {
                 let zeros = self.zeros(plane, slots)?;
                 match self.buffers.get(at) {
-                    // Write into the zeros, in place: joining two arrays would hold a third.
+                    // Writes into the zeros, in place: joining two arrays would hold a third.
                     Some(buffer) => update_axis(&zeros, buffer, SLOTS, 0, before),
                     None => Ok(zeros),
                 }
             })
             .collect::<Result<Parts>>()?;
-        // Evaluate now, while the old buffers exist: if that fails, they stay.
+        // Evaluates now, while the old buffers exist: if that fails, they stay.
         eval(&grown)?;
         self.buffers = grown;
         Ok(())
     }
 
-    /// Refuses sizes that the system does not give: MLX's CPU build would write to address 0.
+    /// Refuses sizes that the system cannot allocate: MLX's CPU build would write to address 0.
     pub(super) fn check_memory(&self, slots: i32) -> Result<()> {
         if mlx::on_gpu()? {
             return Ok(());
@@ -153,7 +152,7 @@ impl Planes {
             .zip(&self.buffers)
             .map(|(plane, buffer)| match mlx::before_writes(buffer)? {
                 Some(before) => Ok(before),
-                // Every slot was rewritten, so none is needed.
+                // Every slot was rewritten, so none of the old rows is needed.
                 None => self.zeros(plane, slots),
             })
             .collect::<Result<Parts>>()?;
@@ -161,7 +160,7 @@ impl Planes {
         Ok(())
     }
 
-    /// Writes one array for each plane, with as many rows as slots.
+    /// Writes one array for each plane, with one row for each slot.
     pub fn write(&mut self, slots: &Slots, parts: &[Array]) -> Result<()> {
         if slots.is_empty() {
             return Ok(());
@@ -187,7 +186,7 @@ impl Planes {
         Ok(())
     }
 
-    /// Returns the slots from `start` to `stop`: views, where they lie in one region. Others are joined.
+    /// Returns the slots from `start` to `stop`: views if they lie in one region, otherwise joined copies.
     pub fn slice(&self, start: i32, stop: i32) -> Result<Parts> {
         if start < 0 || stop < start || stop > self.slots() || self.slots() == 0 {
             fail!(Internal, "slots {start} to {stop} of a pool of {} are read", self.slots());
@@ -211,8 +210,8 @@ impl Planes {
 /// The most slots of a list whose array is kept: those of a step.
 const MAX_KEPT: usize = 4096;
 
-/// Returns slots as an array. All planes of all layers are written and read at the same ones, so the last
-/// array is kept, computed: on the shared stream of a GPU, where making it takes a launch.
+/// Returns slots as an array. All planes of all layers are written and read at the same slots, so the last
+/// array is kept in computed form: on the shared stream of a GPU, where making it takes a kernel launch.
 pub(super) fn indices(list: &[i32]) -> Result<Array> {
     static LAST: Mutex<Option<(Vec<i32>, Array)>> = Mutex::new(None);
     let make = || mlx::on_device(&mlx::array_of(list, &[list.len() as i32])?);
@@ -231,10 +230,11 @@ pub(super) fn indices(list: &[i32]) -> Result<Array> {
     }
 }
 
-/// Returns a plane's buffer with rows in these of its own slots.
+/// Returns a plane's buffer with rows written to these of its own slots.
 pub(super) fn with_rows(buffer: &Array, rows: &Array, slots: &Slots) -> Result<Array> {
     match slots {
-        // MLX takes rows for the whole buffer as the buffer, with their strides, and they come with slots first.
+        // MLX uses rows that replace the whole buffer as the buffer, with their strides, and their slots come
+        // first.
         Slots::Run(run) if run.end - run.start == buffer.dim(SLOTS as i32) => {
             update_axis(buffer, &rows.contiguous()?, SLOTS, run.start, run.end)
         }
@@ -247,7 +247,7 @@ pub(super) fn with_rows(buffer: &Array, rows: &Array, slots: &Slots) -> Result<A
 pub(super) fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<Array> {
     let runs = runs(list);
     if runs.len() > 1 && (runs.len() > MAX_RUNS || mlx::is_stream_on_gpu()?) {
-        // Scattered updates carry the axis of the slots in front.
+        // Scattered updates have the axis of the slots first.
         let rows = rows.transpose_axes(&[2, 0, 1, 3])?.expand_dims(3)?;
         return Ok(scatter_single(buffer, indices(list)?, rows, SLOTS as i32)?);
     }
@@ -261,7 +261,7 @@ pub(super) fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<
     Ok(buffer)
 }
 
-/// Returns the runs of consecutive slots in `list`: where they begin in it, and their lengths.
+/// Returns the runs of consecutive slots in `list`: their start in it, and their length.
 fn runs(list: &[i32]) -> Vec<(usize, usize)> {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for (at, &slot) in list.iter().enumerate() {

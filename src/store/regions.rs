@@ -1,4 +1,4 @@
-//! The regions of a pool: frozen pieces that other pools may read too, and behind them the pool's own buffers.
+//! The regions of a pool: frozen pieces that other pools may read too, and after them the pool's own buffers.
 
 use std::sync::Arc;
 
@@ -15,20 +15,21 @@ use etkv_core::bookkeeping::Slots;
 /// The planes of a piece, computed. They are never written.
 struct FrozenParts(Parts);
 
-// SAFETY: the arrays are computed before they are shared and never written. Their handles are copied, read and
-// dropped by threads that hold MLX, one at a time: pools are used so, and what holds a `Frozen` drops it so.
+// SAFETY: the arrays are computed before they are shared and never written. Only threads that hold MLX, one
+// at a time, copy, read and drop their handles: pools are used in this way, and the owner of a `Frozen` drops
+// it so.
 unsafe impl Send for FrozenParts {}
 // SAFETY: as above.
 unsafe impl Sync for FrozenParts {}
 
-/// The first slots of some frozen rows. A copy of the handle is the same rows. It is dropped with MLX held.
+/// The first slots of some frozen rows. A clone of the handle is the same rows. It is dropped with MLX held.
 #[derive(Clone)]
 pub struct Piece {
     parts: Arc<FrozenParts>,
     slots: i32,
 }
 
-/// Returns rows one behind the other. A single array is returned as it is.
+/// Concatenates rows. A single array is returned as it is.
 fn joined(parts: &[Array]) -> Result<Array> {
     match parts {
         [one] => Ok(one.clone()),
@@ -36,10 +37,10 @@ fn joined(parts: &[Array]) -> Result<Array> {
     }
 }
 
-/// Returns rows in memory that no other array has, even where pieces have those that there are.
+/// Returns rows in memory that no other array shares, even if a single array has all of them.
 fn copied(parts: &[Array]) -> Result<Array> {
     match parts {
-        // MLX would take a copy of a whole array for the array.
+        // MLX would return the array itself as the copy of a whole array.
         [one] => Ok(maximum(one, one)?),
         several => joined(several),
     }
@@ -51,12 +52,12 @@ impl Planes {
         self.pieces.iter().map(|piece| piece.slots).sum()
     }
 
-    /// Returns the first slots that other pools may read too.
+    /// Returns the number of first slots that other pools may read too.
     pub fn shared(&self) -> i32 {
         self.shared
     }
 
-    /// Returns views of the regions of a plane that have slots from `start` to `stop`, at least one.
+    /// Returns views of the regions of a plane with the slots from `start` to `stop`, at least one view.
     pub(super) fn views(&self, plane: usize, start: i32, stop: i32) -> Result<Vec<Array>> {
         let frozen = self.pieces.iter().map(|piece| (piece.parts.0.get(plane), piece.slots));
         let own = (self.buffers.get(plane), self.own_slots());
@@ -68,7 +69,7 @@ impl Planes {
             let Some(array) = array else {
                 continue;
             };
-            // A range without slots is a view of the region where it lies.
+            // A range without slots is a view of the region in which it lies.
             let is_empty_here = start == stop && from == to && views.is_empty();
             if from < to || is_empty_here {
                 views.push(slice_axis(array, SLOTS, from, to, 1)?);
@@ -80,12 +81,12 @@ impl Planes {
         Ok(views)
     }
 
-    /// Returns the rows of a plane at a run of slots: a view, where they lie in one region.
+    /// Returns the rows of a plane at a run of slots, as a view if they lie in one region.
     pub(super) fn range(&self, plane: usize, start: i32, stop: i32) -> Result<Array> {
         joined(&self.views(plane, start, stop)?)
     }
 
-    /// Returns the rows of a plane at these slots, of which there is at least one.
+    /// Returns the rows of a plane at these slots. There is at least one slot.
     pub(super) fn taken(&self, plane: usize, slots: &Slots) -> Result<Array> {
         let list = match slots {
             Slots::Run(run) => return self.range(plane, run.start, run.end),
@@ -97,17 +98,17 @@ impl Planes {
         if let (0, Some(buffer)) = (base, self.buffers.get(plane)) {
             return take(buffer, list);
         }
-        // One range has all of them, from the first to the last. It is as long as that for the moment.
+        // One range covers all of them, from the first to the last, and is temporarily that long.
         let first = slots.least().unwrap_or(0);
         let list: Vec<i32> = list.iter().map(|slot| slot - first).collect();
         take(&self.range(plane, first, slots.end())?, &list)
     }
 
-    /// Returns slots as the own buffers count them. Frozen rows from the least of them on become the
-    /// pool's own first.
+    /// Returns slots in the numbering of the own buffers. Frozen rows from the first of these slots on become
+    /// the pool's own before.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend); the pool stays as it is.
+    /// [`Backend`](crate::Status::Backend); the pool is unchanged.
     pub(super) fn for_writing(&mut self, slots: &Slots) -> Result<Slots> {
         if self.pieces.is_empty() {
             return Ok(slots.clone());
@@ -120,8 +121,8 @@ impl Planes {
         })
     }
 
-    /// Copies the frozen rows from `start` on to the pool's own buffers. What was written to these is computed:
-    /// a rollback keeps it.
+    /// Copies the frozen rows from `start` on to the pool's own buffers. Earlier writes to these are
+    /// computed, so that a rollback keeps them.
     pub(super) fn own_from(&mut self, start: i32) -> Result<()> {
         if start >= self.base() {
             return Ok(());
@@ -131,7 +132,7 @@ impl Planes {
         let mut own = Parts::new();
         for plane in 0..self.layout.len() {
             own.push(copied(&self.views(plane, start, stop)?)?);
-            // One buffer at a time: the others are not computed together with it.
+            // One buffer at a time, so that the others are not computed together with it.
             eval(&own[plane..])?;
         }
         self.trim(start);
@@ -140,16 +141,16 @@ impl Planes {
         Ok(())
     }
 
-    /// Forgets what pieces have from `end` on.
+    /// Forgets the part of the pieces from `end` on.
     fn trim(&mut self, end: i32) {
         self.pieces = first_of(&self.pieces, end);
     }
 
-    /// Moves the own rows below `end` into a piece; with `anew` all rows below it, into a single one. It counts
-    /// as the pool's own until [`share`](Self::share).
+    /// Moves the own rows below `end` into a piece; with `anew`, all rows below it into a single piece. It
+    /// counts as the pool's own until [`share`](Self::share).
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend); the pool stays as it is.
+    /// [`Backend`](crate::Status::Backend); the pool is unchanged.
     pub fn freeze(&mut self, end: i32, anew: bool) -> Result<()> {
         let slots = self.slots();
         if end < 0 || end > slots {
@@ -181,7 +182,7 @@ impl Planes {
         first_of(&self.pieces, end)
     }
 
-    /// Makes a pool without slots read frozen rows in its first ones.
+    /// Makes a pool without slots read frozen rows in its first slots.
     pub fn attach(&mut self, pieces: &[Piece]) -> Result<()> {
         if self.slots() > 0 {
             fail!(Internal, "a pool of {} slots is attached to frozen rows", self.slots());
@@ -194,8 +195,8 @@ impl Planes {
         Ok(())
     }
 
-    /// Writes rows back that an open step may have overwritten, or zeros where it may have written. Slots that
-    /// are still frozen are as they were: a write would have made them the pool's own.
+    /// Writes back rows that an open step may have overwritten, or zeros where it may have written. Slots
+    /// that are still frozen are unchanged: a write would have made them the pool's own.
     pub fn write_unfrozen(&mut self, slots: &Slots, parts: &[Array]) -> Result<()> {
         let base = self.base();
         if slots.least().is_none_or(|least| least >= base) {

@@ -6,7 +6,7 @@ use smallvec::smallvec;
 
 use super::bits::{from_e2m1, pack_nibbles, to_e2m1, unpack_nibbles};
 use super::codec::{scores_in_blocks, weighted_in_blocks, Codec, F16_MAX};
-use super::packed::{exactly, Layout, Packed};
+use super::packed::{exactly, Layout, PackedRows};
 use super::planes::{self, Parts, Plane};
 use crate::error::Result;
 use crate::format::KvFormat;
@@ -21,12 +21,11 @@ pub(super) enum Element {
     Fp4,
 }
 
-/// Rows of 4-bit codes, eight in a word of 32 bits with the first lowest, and a scale.
+/// Rows of 4-bit codes, eight in a word of 32 bits with the first in the lowest bits, and a scale.
 ///
-/// An element is off by at most half a step of its row: half the scale for integers; for E2M1 a
-/// quarter, half or all of the scale, growing with the magnitude. Codes are computed with the scale
-/// as float16 stores it, at most 65504. Rows beyond 7 or 6 times that scale are stored as the
-/// nearest value.
+/// The error of an element is at most half a step of its row: half the scale for integers; for E2M1 a
+/// quarter, half or all of the scale, growing with the magnitude. Codes are computed with the scale as
+/// float16 stores it, at most 65504. Values above 7 or 6 times that scale are stored as the nearest value.
 pub(super) struct Row {
     element: Element,
     head_dim: i32,
@@ -38,9 +37,9 @@ impl Row {
         Self { element, head_dim }
     }
 
-    /// Returns the integers in MLX's affine layout: the scale of the row, and an offset of -8 times
-    /// the scale. `None` if head_dim is no multiple of 32.
-    fn integers(&self, codes: &Array, scales: &Array) -> Result<Option<Packed>> {
+    /// Returns the integers in MLX's affine layout: the scale of the row, and an offset of -8 times the
+    /// scale. `None` if head_dim is not a multiple of 32.
+    fn integers(&self, codes: &Array, scales: &Array) -> Result<Option<PackedRows>> {
         let Some(group) = [128, 64, 32].into_iter().find(|group| self.head_dim % group == 0) else {
             return Ok(None);
         };
@@ -48,7 +47,7 @@ impl Row {
         shape[3] = self.head_dim / group;
         let scales = cast(scales, Dtype::Float32)?;
         let offsets = scales.multiply(Array::from_f32(-8.0))?;
-        Ok(Some(Packed {
+        Ok(Some(PackedRows {
             layout: Layout::Affine { bits: 4, group },
             codes: codes.clone(),
             scales: broadcast_to(scales, &shape)?,
@@ -56,15 +55,15 @@ impl Row {
         }))
     }
 
-    /// Returns the E2M1 elements in MLX's mxfp4 layout, with scales of 1. `None` if head_dim is no
+    /// Returns the E2M1 elements in MLX's mxfp4 layout, with scales of 1. `None` if head_dim is not a
     /// multiple of 32.
-    fn fp4(&self, codes: &Array) -> Result<Option<Packed>> {
+    fn fp4(&self, codes: &Array) -> Result<Option<PackedRows>> {
         if self.head_dim % 32 != 0 {
             return Ok(None);
         }
         let mut shape = codes.shape().to_vec();
         shape[3] = self.head_dim / 32;
-        Ok(Some(Packed {
+        Ok(Some(PackedRows {
             layout: Layout::Mxfp4,
             codes: codes.clone(),
             scales: full::<u8>(&shape, Array::from_slice(&[127u8], &[1]))?,
@@ -102,14 +101,14 @@ impl Codec for Row {
         let scales = clip(peaks.divide(Array::from_f32(most))?, ((), F16_MAX))?;
         let stored = cast(&scales, Dtype::Float16)?;
         let scales = cast(&stored, Dtype::Float32)?;
-        // A row of zeros has scale 0 and any codes.
+        // A row of zeros has scale 0 and arbitrary codes.
         let none = scales.eq(Array::from_f32(0.0))?;
         let steps = rows.divide(select(none, Array::from_f32(1.0), &scales)?)?;
         let codes = match self.element {
             Element::Fp4 => to_e2m1(&steps)?,
             Element::Int4 => {
                 let shifted = clip(steps.round(None)?, (-8.0, 7.0))?.add(Array::from_f32(8.0))?;
-                // NaN has no integer; the least code stands for it.
+                // NaN has no integer; the lowest code stands for it.
                 let shifted = maximum(shifted, Array::from_f32(0.0))?;
                 crate::mlx::bits::and(
                     &cast(&shifted, Dtype::Uint32)?,

@@ -1,4 +1,5 @@
-//! Reading ahead under a memory budget. It is the process's, so this file is a process of its own, with one test.
+//! Prefetching under a memory budget. The budget belongs to the process, so this file is a separate process,
+//! with one test.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -49,7 +50,7 @@ fn what_does_not_fit_is_counted_and_takes_nothing() {
     assert_eq!(budget.report().held, report.bytes);
     assert!(report.bytes >= rows);
 
-    // A budget that is full takes it again: no cache reads it.
+    // A full budget reclaims it: no cache reads it.
     assert_eq!(prefixes.reclaim(1), report.bytes);
     assert_eq!(budget.report().held, 0);
     assert_eq!(prefixes.attach(&mut *cache, MODEL, &text), Ok(90));

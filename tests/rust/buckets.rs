@@ -1,5 +1,6 @@
-//! Stores of texts in buckets: in memory, in `object_store`'s local file system, and in the bucket that
-//! `ETKV_TEST_BUCKET` is the address of, such as that of `make test-buckets`. What is loaded is what was read.
+//! Stores of texts in buckets: in memory, in `object_store`'s local file system, and in the bucket at the
+//! address in `ETKV_TEST_BUCKET`, such as that of `make test-buckets`. A loaded cache must equal one that
+//! read the text.
 //!
 //! `ETKV_RUNS=N` generates N times as much. Empty without the feature `buckets`.
 
@@ -26,12 +27,12 @@ use tempfile::TempDir;
 const MODEL: &str = "a model";
 const PREFIX: &str = "some/texts";
 
-/// A bucket, and how stores in it are opened.
+/// A bucket, and the way in which stores in it are opened.
 struct Bucket {
     name: &'static str,
     objects: Arc<dyn ObjectStore>,
     prefix: String,
-    /// The address, of one that is reached by it.
+    /// The address, for a bucket that has one.
     address: Option<String>,
     folder: TempDir,
 }
@@ -92,7 +93,7 @@ fn buckets() -> Vec<Bucket> {
         static NEXT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
         let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let prefix = format!("{}-{number}/texts", std::process::id());
-        // It chooses what TLS runs on.
+        // This chooses the TLS provider.
         PrefixStore::open(Path::new(&address), 1).unwrap();
         let objects = AmazonS3Builder::from_env().with_url(&address).build().unwrap();
         all.push(Bucket {
@@ -112,7 +113,8 @@ fn save(store: &PrefixStore, shape: TextShape, text: &[i64]) -> bool {
     store.save(&mut *cache, Labels { fingerprint: MODEL, tokens: text }).unwrap()
 }
 
-/// Loads what the store has of a text, and checks that it is what reading makes. Returns its length.
+/// Loads what the store has of a text, and checks that it equals a cache that read the text. Returns its
+/// length.
 fn load(store: &PrefixStore, shape: TextShape, text: &[i64]) -> usize {
     let mut cache = shape.make::<OnCpu>();
     let n = store.load(&mut *cache, MODEL, text).unwrap();
@@ -175,7 +177,7 @@ fn the_longest_beginning_is_loaded() {
     }
 }
 
-/// In parts, and read ahead.
+/// In parts, and with prefetching.
 #[test]
 fn a_large_object_is_whole() {
     let config = CacheConfig::uniform(3, 8, 128, 1200).stored_as("f32".parse().unwrap());
@@ -252,7 +254,7 @@ fn what_is_damaged_or_foreign_is_passed_by() {
         for name in [format!("prefix-{:032x}.safetensors", 7), "other.txt".to_owned()] {
             wait(bucket.objects.put(&bucket.path(&name), b"no cache".to_vec().into())).unwrap();
         }
-        // In the rows, which only loading reads.
+        // In the rows, which are read only on loading.
         let got = wait(async { bucket.objects.get(&bucket.path(&long)).await?.bytes().await });
         let mut bytes = got.unwrap().to_vec();
         let at = bytes.len() - 1000;
@@ -260,7 +262,7 @@ fn what_is_damaged_or_foreign_is_passed_by() {
         wait(bucket.objects.put(&bucket.path(&long), bytes.into())).unwrap();
         assert_eq!(load(&store, shape, &text), 50, "{}", bucket.name);
         assert_eq!(load(&bucket.open(u64::MAX), shape, &text), 50);
-        // It is stored anew under its name.
+        // It is stored again under its name.
         assert!(save(&store, shape, &text));
         assert_eq!(load(&store, shape, &text), 90);
         wait(bucket.objects.delete(&bucket.path(&long))).unwrap();
@@ -297,7 +299,8 @@ fn what_is_read_ahead_is_in_memory() {
     }
 }
 
-/// A bucket that fails is an error, at once while it is fresh, and a prefix cache passes it by.
+/// A bucket that fails returns an error, immediately while the failure is recent, and a prefix cache skips
+/// it.
 #[test]
 fn a_bucket_that_fails_is_passed_by() {
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
@@ -305,7 +308,7 @@ fn a_bucket_that_fails_is_passed_by() {
     let bucket = buckets().into_iter().find(|bucket| bucket.name == "files").unwrap();
     let store = Arc::new(bucket.open(u64::MAX));
     assert!(save(&store, shape, &text));
-    // What was a folder is a file.
+    // A folder is replaced by a file.
     let folder = bucket.folder.path().join("some");
     std::fs::rename(&folder, bucket.folder.path().join("gone")).unwrap();
     std::fs::write(&folder, b"a file").unwrap();
@@ -340,7 +343,7 @@ fn addresses_that_are_no_buckets_are_refused() {
 const STORE: &str = "ETKV_TEST_STORE";
 const SECONDS: &str = "ETKV_TEST_STORE_SECONDS";
 
-/// What the processes of other tests do.
+/// The body of the processes that other tests start.
 #[test]
 #[ignore = "other tests run it in processes of its own"]
 fn a_process_stores_and_loads() {
@@ -404,7 +407,7 @@ fn processes_share_a_bucket() {
     }
 }
 
-/// What a process leaves that is killed while it stores: whole objects.
+/// A process that is killed while it stores leaves complete objects.
 #[test]
 fn a_killed_process_leaves_whole_objects() {
     for (bucket, place) in shared_places() {
@@ -423,7 +426,7 @@ fn a_killed_process_leaves_whole_objects() {
             found += usize::from(load(&store, shape, &text) > 0);
         }
         assert!(found > 0, "nothing was stored in {}", bucket.name);
-        // Every object that has the name of a file can be read.
+        // Every object with the name of a file can be read.
         for name in bucket.names().iter().filter(|name| name.ends_with(".safetensors")) {
             let path = bucket.path(name);
             let bytes = wait(async { bucket.objects.get(&path).await?.bytes().await }).unwrap();
@@ -435,7 +438,7 @@ fn a_killed_process_leaves_whole_objects() {
     }
 }
 
-/// Where no server answers, `open` says so.
+/// If no server answers, `open` returns an error.
 #[test]
 fn no_answer_is_an_error() {
     const ALONE: &str = "ETKV_TEST_NO_ANSWER";

@@ -1,5 +1,5 @@
-//! Sessions that come, grow, convert and go under one memory budget. It is the process's, so this file is a
-//! process of its own, with one test.
+//! Sessions that are created, grow, convert and are dropped under one memory budget. The budget belongs to
+//! the process, so this file is a separate process, with one test.
 
 use etkv_core::{
     AttendCache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, LayerPolicy,
@@ -17,10 +17,10 @@ const SCALE: f32 = 0.3;
 
 struct Session<B: Backend> {
     cache: Box<dyn AttendCache<Store = B::Store>>,
-    /// What each layer has at each position. Both have the same.
+    /// The contents of each layer at each position. Both layers have the same.
     keys: Rows,
     values: Rows,
-    /// Whether the oracle computes what is attended to: full history that was never rounded.
+    /// Whether the oracle computes the attention: full history that was never rounded.
     is_exact: bool,
 }
 
@@ -112,14 +112,14 @@ impl<B: Backend> Session<B> {
     }
 }
 
-/// Refused for the budget, or for memory that is lacking: nothing else may fail.
+/// Refused by the budget, or because memory is lacking: nothing else may fail.
 fn is_refusal(error: &etkv_core::Error) -> bool {
     assert_eq!(error.status(), Status::Backend, "{error}");
     assert!(error.message().contains("the memory budget is"), "{error}");
     true
 }
 
-/// Returns how often the budget refused something, and how often it did not.
+/// Returns how often the budget refused a call, and how often it did not.
 fn sessions_come_and_go<B: Backend>(rng: &mut Rng) -> [usize; 2] {
     let budget = MemoryBudget::global();
     assert_eq!((budget.report().held, budget.report().caches), (0, 0));

@@ -1,7 +1,7 @@
 //! The C interface after a defect: a panic inside every call.
 //!
-//! A kind that panics is registered as a kind from outside the crate, and driven through the
-//! functions that C calls.
+//! A kind that panics is registered as a kind from outside the crate, and driven through the functions that C
+//! calls.
 
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
 use std::panic::{set_hook, take_hook};
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Mutex;
 
 use etkv::{AttendSpec, CellsCache, MlxStore, MLX_BACKEND};
-// The exported functions are called as C calls them.
+// The exported functions are called as from C.
 use etkv_capi as _;
 use etkv_core::{
     AttendCache, Cache, CacheConfig, KvFormat, Memory, Result, SeqCache, SharedCache, TreeCache,
@@ -247,7 +247,7 @@ fn broken(all: &Handles) {
         let shared = etkv_cache_share(all.cache);
         tripped(|error| etkv_cache_length(shared, &mut number, error), words);
         etkv_cache_free(shared);
-        // A handle from its key is refused too.
+        // A handle obtained by its key is refused too.
         let key = etkv_session_key(all.session);
         assert_eq!(etkv_registry_get(key, &mut handle, null_mut()), 0);
         tripped(|error| etkv_cache_length(handle, &mut number, error), words);
@@ -256,16 +256,16 @@ fn broken(all: &Handles) {
     assert_eq!((number, size), (7, 7));
 }
 
-/// What was logged.
+/// The log messages so far.
 static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 unsafe extern "C" fn log(level: i32, target: *const c_char, message: *const c_char, _: Handle) {
-    // SAFETY: both are strings for the time of the call.
+    // SAFETY: both are strings during the call.
     let [target, message] = unsafe { [target, message].map(|text| CStr::from_ptr(text)) };
     LOG.lock().unwrap().push(format!("{level} {target:?} {message:?}"));
 }
 
-/// How often this was logged.
+/// The number of log messages with these words.
 fn logged(words: &str) -> usize {
     LOG.lock().unwrap().iter().filter(|line| line.contains(words)).count()
 }
@@ -287,7 +287,7 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
         }
     }));
 
-    // SAFETY: the callback takes what it is passed.
+    // SAFETY: the callback accepts its arguments.
     let set =
         unsafe { etkv_set_log_callback(c"error".as_ptr(), Some(log), null_mut(), null_mut()) };
     assert_eq!(set, 0);
@@ -326,7 +326,7 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
         broken(&all);
     }
 
-    // Each is told once, as is the cache that it leaves; what is refused later is no defect.
+    // Each panic is logged once, and so is the cache that it poisons; a later refusal is no defect.
     assert_eq!(logged("a defect was caught"), 6);
     assert_eq!(logged("etkv::core\" \"the cache is poisoned"), 5);
     assert_eq!(LOG.lock().unwrap().len(), 11);

@@ -1,8 +1,8 @@
-//! Damaged programs of every operation: each runs or is refused. None ends its process, takes more than
-//! 10 s of a processor, or asks for memory without bound.
+//! Damaged programs of every operation: each runs or is refused. None ends its process, takes more than 10
+//! CPU seconds, or requests unlimited memory.
 //!
-//! `python -m tests.upstream_ops.damage` runs it. Without its variables in the environment it does nothing:
-//! it needs the programs that ExecuTorch's own tests export.
+//! `python -m tests.upstream_ops.damage` runs it. Without its environment variables it does nothing: it needs
+//! the programs that ExecuTorch's own tests export.
 //!
 //! | variable | meaning |
 //! | --- | --- |

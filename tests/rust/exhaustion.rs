@@ -1,6 +1,6 @@
 //! The state of a cache when the system refuses it memory.
 //!
-//! The limit applies to the whole process, so each test runs in its own.
+//! The limit applies to the whole process, so each test runs in a separate one.
 #![cfg(target_os = "linux")]
 
 use std::process::Command;
@@ -12,11 +12,10 @@ use mlx_rs::Array;
 const N_KV_HEADS: usize = 8;
 const HEAD_DIM: usize = 64;
 const CAPACITY: i32 = 1 << 16;
-/// The bytes left to a process: enough for steps of a few tokens, and less than any pool of the
-/// capacity.
+/// The memory left to a process: enough for steps of a few tokens, and less than any pool of the capacity.
 const LEFT: u64 = 8 << 20;
 
-/// Runs `body` in its own process, by the name of the test that calls this.
+/// Runs `body` in a separate process, by the name of the test that calls this.
 fn in_a_process_of_its_own(name: &str, body: fn() -> etkv::Result<()>) {
     const INSIDE: &str = "ETKV_TEST_EXHAUSTION";
     if etkv::mlx::on_gpu().unwrap() {
@@ -38,8 +37,7 @@ fn in_a_process_of_its_own(name: &str, body: fn() -> etkv::Result<()>) {
     assert!(counted.contains("ok. 1 passed"), "{counted}");
 }
 
-/// Limits the process to its present memory and `left` more bytes; without `left` removes the
-/// limit.
+/// Limits the process to its current memory and `left` more bytes; without `left` removes the limit.
 fn limit(left: Option<u64>) {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = status.split(' ').next().unwrap().parse().unwrap();
@@ -61,7 +59,7 @@ fn rows(seed: u64, n: usize) -> Array {
     on_mlx::array(&oracle::random_rows(&mut Rng::new(seed), n, N_KV_HEADS, HEAD_DIM))
 }
 
-/// Runs a step of `n` tokens behind `at`; returns its attention.
+/// Runs a step of `n` tokens from position `at`; returns its attention.
 fn append(cache: &mut MlxCache, at: i32, n: i32) -> etkv::Result<Vec<f32>> {
     let positions: Vec<i32> = (at..at + n).collect();
     let rows = rows(at as u64, n as usize);
@@ -115,8 +113,8 @@ fn a_clear_of_sequences_that_fails_changes_nothing() {
     });
 }
 
-/// Steps go on in float while memory for `quantized_kv_start` is lacking. The first one without
-/// room is refused with the reason, and succeeds once there is memory.
+/// Steps continue in float while memory for `quantized_kv_start` is lacking. The first one without room is
+/// refused with the reason, and succeeds once there is memory.
 fn conversions(cache: &mut MlxCache) -> etkv::Result<()> {
     append(cache, 0, 8)?;
     limit(Some(LEFT));

@@ -1,4 +1,4 @@
-//! A Rust program that uses etkv exports no C symbols of etkv's.
+//! A Rust program that uses etkv exports none of etkv's C symbols.
 
 use std::path::PathBuf;
 use std::process::Command;

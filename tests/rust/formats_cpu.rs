@@ -1,4 +1,4 @@
-//! Rows in plain memory have the bits of rows on MLX arrays, in every format.
+//! Rows in plain memory have the same bits as rows on MLX arrays, in every format.
 
 use etkv_core::{Cache, CacheConfig, ContiguousCache, KvFormat, LayerConfig, LayerPolicy, Step};
 use etkv_cpu::{CpuStore, Tensor, View};
@@ -27,7 +27,7 @@ fn formats() -> Vec<(KvFormat, usize)> {
     formats
 }
 
-/// Returns a row of some kind: ordinary, or at an end of what floats can be.
+/// Returns a row of some kind: ordinary, or at a limit of the float range.
 fn row(rng: &mut Rng, dim: usize) -> Vec<f32> {
     let normal = |rng: &mut Rng| ((0..6).map(|_| rng.unit() - 0.5).sum::<f64>() * 1.4) as f32;
     let bits = |rng: &mut Rng| f32::from_bits(rng.next_u64() as u32);
@@ -192,7 +192,7 @@ fn bytes<T: ArrayElement + Copy>(array: &Array, to: impl Fn(T) -> Vec<u8>) -> Ve
     flat.as_slice::<T>().iter().flat_map(|&word| to(word)).collect()
 }
 
-/// MLX's own planes: its function can be called from here.
+/// MLX's own planes, computed by its function.
 #[test]
 fn affine_planes_are_those_of_mlx() {
     for_seeds(20, |seed| {

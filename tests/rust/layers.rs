@@ -80,7 +80,7 @@ fn a_layer_that_comes_again_begins_anew() {
             assert_eq!(flat(&spec.k.dequantized(second.dtype())?), flat(&second));
         }
         assert_eq!(cache.lock()?.length(), 2);
-        // A begun step is open for other callers, and over when it is dropped.
+        // The step is open for other callers, and ends when it is dropped.
         forwards.update_and_fetch(0, &[2, 3], &first, &first)?;
         assert_eq!(
             cache.program::<MlxStore>()?.lock()?.begin(&[2]).unwrap_err().status(),

@@ -1,12 +1,12 @@
-//! The log callback where Rust code of the process has a subscriber of its own. A
-//! process has one, so this is a program of its own.
+//! The log callback when Rust code of the process has its own subscriber. A process has one, so this is a
+//! separate program.
 
 use std::ffi::{c_char, c_void, CStr};
 use std::ptr::null_mut;
 
 use tracing_subscriber::layer::SubscriberExt;
 
-// So that the C interface is linked.
+// This links the C interface.
 use etkv_capi as _;
 
 extern "C" {
@@ -38,8 +38,7 @@ fn a_subscriber_of_the_application_stays_the_one() {
             etkv_error_free(error);
         }
     }
-    // There is nothing to remove, which is fine.
-    // SAFETY: no pointer is there.
+    // There is nothing to remove, which is no error. SAFETY: no pointers are passed.
     let status = unsafe { etkv_set_log_callback(std::ptr::null(), None, null_mut(), null_mut()) };
     assert_eq!(status, 0);
 }

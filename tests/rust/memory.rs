@@ -78,7 +78,7 @@ fn active() -> i64 {
     last
 }
 
-/// Returns how far `steps` decode steps raise active memory and its peak, in bytes.
+/// Returns how much `steps` decode steps raise active memory and its peak, in bytes.
 fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
     let length = cache.length();
     (length..length + 8).for_each(|position| step(cache, &[position], dtype));
@@ -87,7 +87,7 @@ fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
     reset_peak_memory().unwrap();
     for position in length + 8..length + 8 + steps {
         step(cache, &[position], dtype);
-        // Otherwise a peak would be that of several steps.
+        // Otherwise it would be the peak of several steps.
         active();
     }
     (active() - before, peak_memory().unwrap() as i64 - before)
@@ -96,7 +96,7 @@ fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
 type New = fn(CacheConfig) -> Box<MlxCache>;
 
 const LENGTH: i32 = 32_768;
-/// The bytes of one layer's keys: a copy of them would show.
+/// The bytes of one layer's keys: a copy of them would be visible.
 const LAYER_ELEMENTS: i64 = LENGTH as i64 * (N_KV_HEADS * HEAD_DIM) as i64;
 
 #[test]
@@ -117,7 +117,7 @@ fn decoding_copies_no_history() {
                 let steps = if many { etkv_tests::runs(60) as i32 } else { 16 };
                 let (active, peak) = raised(&mut *cache, steps, dtype);
                 assert_eq!(active, 0, "{kind} {format}: decoding holds on to memory");
-                // Scores of one layer, and their softmax.
+                // The scores of one layer, and their softmax.
                 let scores = i64::from(N_HEADS * (LENGTH + 2000)) * 4;
                 println!("{kind} {format}: a step takes {peak} bytes, scores are {scores}");
                 assert!(peak < 4 * scores, "{kind} {format}: a decode step takes {peak} bytes");
@@ -252,7 +252,7 @@ fn memory_that_there_is_not_is_an_error() {
     if etkv::mlx::on_gpu().unwrap() {
         return;
     }
-    let error = ContiguousCache::new(config).err().expect("2 TB are not to be had");
+    let error = ContiguousCache::new(config).err().expect("2 TB cannot be allocated");
     assert_eq!(error.status(), Status::Backend);
     assert!(error.message().contains("out of memory"), "{error}");
 }

@@ -1,5 +1,5 @@
-//! What sessions on one prefix take of the machine's memory. It is the process's, so this file is a process of
-//! its own, with one test.
+//! The machine memory that sessions on one prefix take. It is measured for the process, so this file is a
+//! separate process, with one test.
 //!
 //! `cargo test -p etkv-tests --test prefix_memory -- --nocapture` prints the figures.
 #![cfg(target_os = "linux")]
@@ -35,7 +35,7 @@ fn make() -> ContiguousCache<CpuStore> {
     ContiguousCache::new(config).unwrap()
 }
 
-/// Reads `n` tokens behind those that the cache holds, and attends to all of them.
+/// Reads `n` tokens after those that the cache holds, and attends to all of them.
 fn read(cache: &mut ContiguousCache<CpuStore>, n: usize) {
     const MAX: usize = 256;
     let end = cache.length() as usize + n;
@@ -51,7 +51,7 @@ fn read(cache: &mut ContiguousCache<CpuStore>, n: usize) {
             let shape = [1, HEADS as i32, n as i32, DIM as i32];
             let kv = Tensor::new(shape, values.clone()).unwrap();
             let spec = step.update_and_fetch(layer, &kv, &kv).unwrap();
-            // One query: what is read counts, not how often.
+            // One query: the memory that is read matters, not how often.
             let q: Vec<f32> = values[..HEADS * DIM].to_vec();
             let q = Tensor::new([1, HEADS as i32, 1, DIM as i32], q).unwrap();
             OnCpu::attend(&q, &spec, 0.125).unwrap();
@@ -64,7 +64,7 @@ fn read(cache: &mut ContiguousCache<CpuStore>, n: usize) {
 fn sessions_on_one_prefix_take_the_memory_of_one() {
     let prefixes = PrefixCache::new(PrefixCacheOptions::default());
     let text: Vec<i64> = (0..PREFIX as i64).collect();
-    // What the process needs besides, such as the threads' workspaces.
+    // The other memory of the process, such as the threads' workspaces.
     read(&mut make(), 512);
     let held = || MemoryBudget::global().report().held;
     let (pss_before, held_before) = (pss(), held());

@@ -1,5 +1,5 @@
-//! Stores of texts: what is loaded is what was read, whatever else was stored, removed or damaged, by
-//! several processes, and after one was killed.
+//! Stores of texts: a loaded cache equals one that read the text, whatever else was stored, removed or
+//! damaged, by several processes, and after one was killed.
 //!
 //! `ETKV_RUNS=N` generates N times as many operations, kills and seconds.
 
@@ -50,13 +50,13 @@ impl Shape {
     }
 }
 
-/// Reads the tokens of a text behind those that the cache holds. Keys and values of a token are a
-/// function of the text up to it. Returns the bits of what the last step's queries see.
+/// Reads the tokens of a text after those that the cache holds. Keys and values of a token are a function of
+/// the text up to it. Returns the bits that the last step's queries see.
 fn read(cache: &mut AnyCache, text: &[i64]) -> Vec<u32> {
     let mut bits = Vec::new();
     loop {
         let start = cache.next_position().unwrap() as usize;
-        // Chunks of the same tokens, wherever a cache begins.
+        // Chunks end at the same tokens, wherever a cache begins.
         let end = text.len().min((start / 8 + 1) * 8);
         if start == end {
             return bits;
@@ -100,7 +100,7 @@ fn answer(cache: &mut AnyCache, text: &[i64]) -> Vec<u32> {
     step(cache, &longer, at, at + 1)
 }
 
-/// Returns a text of a family whose members begin alike for a while.
+/// Returns a text of a family whose members have common beginnings.
 fn some_text(rng: &mut Rng) -> Vec<i64> {
     let mut text = Vec::new();
     let n = 20 + rng.below(60);
@@ -127,7 +127,8 @@ fn save(store: &PrefixStore, shape: Shape, text: &[i64]) -> bool {
     store.save(&mut *cache, labels(text)).unwrap()
 }
 
-/// Loads what the store has of a text, and checks that it is what reading makes. Returns its length.
+/// Loads what the store has of a text, and checks that it equals a cache that read the text. Returns its
+/// length.
 fn load(store: &PrefixStore, shape: Shape, text: &[i64]) -> usize {
     let mut cache = shape.make();
     let n = store.load(&mut *cache, MODEL, text).unwrap();
@@ -203,7 +204,7 @@ fn a_text_takes_the_place_of_its_beginnings() {
         assert!(save(&store, shape, &text[..n]));
         assert_eq!(files(folder.path()).len(), 1);
     }
-    // It has these already, and a text that differs is another file.
+    // The store already has these, and a text that differs is another file.
     assert!(!save(&store, shape, &text[..70]));
     let mut other = text.clone();
     other[50] = 0;
@@ -242,7 +243,7 @@ fn what_was_used_least_recently_makes_room() {
     for (first, n) in [(0, 40), (100, 0), (200, 40), (300, 40)] {
         assert_eq!(load(&store, shape, &text(first)), n, "{first}");
     }
-    // A text that is larger than the folder may be, alone.
+    // A text that is larger than the folder's limit, alone.
     let small = PrefixStore::open(folder.path(), one / 2).unwrap();
     assert!(!save(&small, shape, &text(400)));
     assert_eq!(store.usage(), Ok((3, 3 * one)));
@@ -266,14 +267,14 @@ fn what_is_damaged_or_foreign_is_passed_by() {
     std::fs::write(folder.path().join("other.txt"), b"not ours").unwrap();
     std::fs::create_dir(folder.path().join("prefix-folder.safetensors")).unwrap();
 
-    // In the rows, which only loading reads.
+    // In the rows, which are read only on loading.
     let mut bytes = std::fs::read(&long).unwrap();
     let at = bytes.len() - 1000;
     bytes[at] ^= 1;
     std::fs::write(&long, &bytes).unwrap();
     assert_eq!(load(&store, shape, &text), 50);
     assert_eq!(load(&PrefixStore::open(folder.path(), u64::MAX).unwrap(), shape, &text), 50);
-    // It is stored anew under its name.
+    // It is stored again under its name.
     assert!(save(&store, shape, &text));
     assert_eq!(load(&store, shape, &text), 90);
     std::fs::remove_file(&long).unwrap();
@@ -290,7 +291,7 @@ fn what_is_damaged_or_foreign_is_passed_by() {
     assert_eq!(refused.status(), Status::File);
 }
 
-/// Keys and values of a cache that is no text, or no longer as its config says, are not stored.
+/// Keys and values that are not a text, or no longer in the config's formats, are not stored.
 #[test]
 fn only_texts_are_stored() {
     let folder = TempDir::new().unwrap();
@@ -357,7 +358,7 @@ fn what_a_cache_could_not_have_read_is_not_loaded() {
         store.save(&mut *cache, labels(text)).unwrap()
     };
     let load = |mut cache: AnyCache, text: &[i64]| store.load(&mut *cache, MODEL, text).unwrap();
-    // A longer text does not take the place of one for smaller caches, nor spare it.
+    // A longer text neither replaces one for smaller caches nor makes it unnecessary.
     assert!(save(make(64, None), &text[..50]));
     assert!(save(make(200, None), &text));
     assert_eq!(files(folder.path()).len(), 2);
@@ -368,7 +369,7 @@ fn what_a_cache_could_not_have_read_is_not_loaded() {
     assert!(save(make(200, None), &text));
     assert!(save(make(64, None), &text[..50]));
 
-    // Behind the start the rows are converted; before it they are not.
+    // After the start the rows are converted; before it they are not.
     assert!(save(make(200, Some(60)), &text));
     assert_eq!(load(make(200, Some(60)), &text), 90);
     assert_eq!(load(make(200, Some(60)), &text[..70]), 70);
@@ -377,7 +378,7 @@ fn what_a_cache_could_not_have_read_is_not_loaded() {
     assert_eq!(load(make(200, Some(60)), &text[..55]), 50);
 }
 
-/// An address is no folder, in a library that cannot open it either.
+/// An address is not a folder, even in a library that cannot open it.
 #[cfg(not(feature = "buckets"))]
 #[test]
 fn a_bucket_is_refused_without_the_feature() {
@@ -404,7 +405,7 @@ fn what_was_never_completed_is_removed() {
 const FOLDER: &str = "ETKV_TEST_STORE";
 const SECONDS: &str = "ETKV_TEST_STORE_SECONDS";
 
-/// What the processes of other tests do.
+/// The body of the processes that other tests start.
 #[test]
 #[ignore = "other tests run it in processes of its own"]
 fn a_process_stores_and_loads() {
@@ -445,7 +446,7 @@ fn several_processes_use_one_folder() {
     // A process that runs no test succeeds too.
     assert!(!files(folder.path()).is_empty(), "the processes stored nothing");
     check_all(folder.path());
-    // Each removes what is too much when it stores; both may store at once.
+    // Each removes the excess when it stores; both may store at the same time.
     let (_, bytes) = PrefixStore::open(folder.path(), 1).unwrap().usage().unwrap();
     assert!(bytes < 500_000, "{bytes}");
 }
@@ -464,7 +465,7 @@ fn a_killed_process_leaves_whole_files() {
     assert!(!files(folder.path()).is_empty());
 }
 
-/// Checks that every file holds what reading its text makes.
+/// Checks that every file equals a cache that read its text.
 fn check_all(folder: &Path) {
     for path in files(folder) {
         let right = (0..6).map(Shape::of).any(|shape| {

@@ -1,4 +1,4 @@
-//! The registries: builders that use them from within, and threads that meet in them.
+//! The registries: builders that use them from within, and threads that use them concurrently.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ fn config() -> CacheConfig {
     CacheConfig::uniform(1, 1, 8, 8)
 }
 
-/// Uses the registry when it is dropped, as it is when its builder is replaced.
+/// Uses the registry when it is dropped, which happens when its builder is replaced.
 struct Registers(Arc<AtomicUsize>);
 
 impl Drop for Registers {
@@ -26,8 +26,7 @@ impl Drop for Registers {
     }
 }
 
-/// Every name lies in some part of the table: none of them may be locked while a builder
-/// is called or dropped.
+/// Every name belongs to some shard of the table: none may be locked while a builder is called or dropped.
 #[test]
 fn builders_use_the_registry_from_within() {
     let builders = BuilderRegistry::global();
@@ -36,7 +35,7 @@ fn builders_use_the_registry_from_within() {
         let same = name.clone();
         builders.register("Nesting", &name, move |config| {
             let builders = BuilderRegistry::global();
-            // Its own place, and others.
+            // Its own name, and others.
             builders.register("Nesting", &same, cache);
             assert!(builders.kinds().contains(&("Nesting".into(), same.clone())));
             builders.build("Nesting", &same, config)
@@ -51,7 +50,7 @@ fn builders_use_the_registry_from_within() {
             cache(config)
         });
     }
-    // The last one was replaced by what the one before registered.
+    // The last one was replaced by a registration of the previous one.
     assert!(drops.load(Ordering::Relaxed) >= 49);
 }
 

@@ -1,5 +1,4 @@
-//! What a cache tells of itself: its spans and events, caught by a subscriber, and its
-//! report.
+//! The spans and events of a cache, recorded by a subscriber, and its report.
 
 use std::fmt::{Debug, Write};
 use std::sync::{Arc, Mutex};
@@ -16,7 +15,7 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Keeps each event and each new span as a line: level, target, what, fields.
+/// Records each event and each new span as a line: level, target, message, fields.
 #[derive(Clone, Default)]
 struct Caught(Arc<Mutex<Vec<String>>>);
 
@@ -46,7 +45,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Caught {
     }
 }
 
-/// What `work` tells.
+/// Returns the events of `work`.
 fn told(work: impl FnOnce()) -> Vec<String> {
     let caught = Caught::default();
     let subscriber = tracing_subscriber::registry().with(caught.clone());
@@ -130,7 +129,7 @@ fn a_rollback_is_told() {
     let mut cells = CellsCache::<VecStore>::new(CacheConfig::uniform(1, 1, 8, 16)).unwrap();
     let lines = told(|| drop(Step::begin(&mut cells, &[0, 1]).unwrap()));
     has(&lines, &["WARN etkv::core in [step]:", "a step is rolled back", "layers=0"]);
-    // One that another way of computing takes over is no warning.
+    // A step that another way of computing takes over causes no warning.
     let lines = told(|| Step::begin(&mut cells, &[0, 1]).unwrap().decline());
     has(&lines, &["DEBUG etkv::core in [step]:", "in the ordinary course", "layers=0"]);
     assert!(!lines.iter().any(|line| line.starts_with("WARN")), "{lines:?}");
@@ -215,7 +214,7 @@ fn a_panic_of_a_holder_is_told_once() {
     });
     assert_eq!(warnings(&lines).len(), 1, "{lines:?}");
     has(&lines, &["ERROR etkv::core", "the cache is poisoned", "defect"]);
-    // Another cache that is taken while a thread unwinds is not poisoned.
+    // A second cache that is locked while a thread unwinds is not poisoned.
     struct Looks(SharedCache);
     impl Drop for Looks {
         fn drop(&mut self) {
@@ -284,7 +283,7 @@ fn a_report_tells_of_an_open_step() {
     assert!(!cache.report().step_open);
 }
 
-/// Nothing is formatted, and nothing asked, where no layer listens to it.
+/// Nothing is formatted and no cache is queried if no layer listens.
 #[test]
 fn levels_that_are_off_cost_no_formatting() {
     struct Counts(Level, Arc<Mutex<usize>>);

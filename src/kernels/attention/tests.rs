@@ -1,16 +1,16 @@
-//! The kernel, compared with attention in float64. Without CUDA only what surrounds it is tested.
+//! The kernel, compared with attention in float64. Without CUDA only the code around it is tested.
 
 use super::*;
 use crate::kernels::testing::{array, on_cuda, values};
 use crate::mlx::run;
 
-/// How rows lie in memory.
+/// The memory layout of rows.
 #[derive(Debug, Clone, Copy)]
 enum Layout {
     Whole,
-    /// Some slots of a pool; queries as a projection leaves them, by token.
+    /// Some slots of a pool; queries by token, as a projection leaves them.
     Pool,
-    /// Rows that begin anywhere.
+    /// Rows that start at any address.
     Unaligned,
 }
 
@@ -161,7 +161,7 @@ fn the_kernel_attends_as_the_definition_says() {
     });
 }
 
-/// Calls of one graph that do not wait for each other have counters of their own.
+/// Calls of one graph that do not wait for each other have separate counters.
 #[test]
 fn calls_that_run_at_a_time_do_not_disturb_each_other() {
     on_cuda(|| {

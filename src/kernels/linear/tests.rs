@@ -1,14 +1,14 @@
-//! The kernel, compared with products in float64. Without CUDA only what surrounds it is tested.
+//! The kernel, compared with products in float64. Without CUDA only the code around it is tested.
 
 use super::*;
 use crate::kernels::testing::{array, on_cuda, values};
 use crate::mlx::{run, slice_axis};
 
-/// How the rows of `x` lie in memory.
+/// The memory layout of the rows of `x`.
 #[derive(Debug, Clone, Copy)]
 enum Rows {
     Whole,
-    /// Pieces of longer rows, which begin anywhere.
+    /// Pieces of longer rows, which start at any address.
     Unaligned,
     /// Columns of a matrix.
     Columns,
@@ -26,14 +26,14 @@ impl Rows {
     }
 }
 
-/// What surrounds a product in a test.
+/// The operations around a product in a test.
 #[derive(Debug, Clone, Copy, Default)]
 struct Around {
     bias: bool,
     /// With weights, or without.
     norm: Option<bool>,
     gate: Option<Gate>,
-    /// Rows that lie whole, or by column.
+    /// Rows that are contiguous, or by column.
     plus: Option<bool>,
 }
 
@@ -47,7 +47,7 @@ fn activated(gate: Gate, x: f64) -> f64 {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
             0.5 * x * (1.0 + inner.tanh())
         }
-        // The integral of the bell, by small steps.
+        // The integral of the bell curve, by small steps.
         Gate::Gelu => {
             let steps = 400;
             let width = x / f64::from(steps);
@@ -188,7 +188,7 @@ fn the_kernel_does_what_surrounds_a_product() {
     });
 }
 
-/// Compares a product of heads, of which all but the last two rotate.
+/// Compares a product of heads. All but the last two rotate.
 fn check_heads(dtype: Dtype, rows: i32, n: i32, head_dim: i32, lie: Rows, bias: bool) {
     let (inner, outputs, half) = (72, n * head_dim, head_dim / 2);
     let x = lie.make(rows, inner, dtype);
@@ -222,7 +222,7 @@ fn check_heads(dtype: Dtype, rows: i32, n: i32, head_dim: i32, lie: Rows, bias: 
             true => x * angle.cos() - y * angle.sin(),
             false => x * angle.sin() + y * angle.cos(),
         };
-        // The angle is one of float32.
+        // The angle is a float32.
         let most = rounding * x.abs().max(y.abs()) + 1e-6 * angle * x.abs().max(y.abs()) + 1e-6;
         let case = (dtype, rows, n, head_dim, lie);
         assert!((found - wanted).abs() <= most, "{case:?}: {found} at {i} for {wanted}");
@@ -263,7 +263,7 @@ fn heads_that_turn_fit_the_product() {
         };
         assert_eq!(takes(3, 16, 4, None)?, Some(128));
         assert_eq!(takes(3, 16, 5, None)?, Some(160));
-        // Other tokens, heads that fill no tiles or do not fill the outputs, none, and too many.
+        // Other tokens, heads that do not fill tiles or the outputs, no heads, and too many.
         for (tokens, periods, heads) in [(4, 16, 4), (3, 4, 4), (3, 24, 1), (3, 16, 0), (3, 16, 6)]
         {
             assert_eq!(takes(tokens, periods, heads, None)?, None);
@@ -289,12 +289,13 @@ fn only_what_the_kernel_reads_is_taken() {
         };
         assert!(takes(&[1, 4, 64], &[10, 64], false)?);
         assert!(takes(&[4, 64], &[10, 64], false)?);
-        // One row, many rows, several matrices, other elements, and elements of no whole piece.
+        // One row, many rows, several matrices, other dtypes, and a number of elements that is not a multiple
+        // of a piece.
         for x in [&[1, 1, 64][..], &[1, 17, 64], &[2, 4, 64], &[64], &[1, 4, 72]] {
             assert!(!takes(x, &[10, 64], false)?);
         }
         assert!(!takes(&[1, 4, 12], &[10, 12], false)?);
-        // A weight that lies the other way round.
+        // A weight with the other memory layout.
         assert!(!takes(&[1, 4, 64], &[64, 10], true)?);
         let x = array(1, &[1, 4, 64], half);
         let view = array(2, &[10, 64], half).transpose_axes(&[1, 0])?;
@@ -344,7 +345,7 @@ fn what_surrounds_a_product_fits_it() {
             Call::of(&Product { plus: Some(&plus), gate, ..plain }).is_some()
         };
         assert!(plus(&[1, 2, 10], None) && plus(&[1, 2, 5], Some(Gate::Gelu)));
-        // What MLX would repeat.
+        // A residual that MLX would broadcast.
         assert!(
             !plus(&[10], None) && !plus(&[1, 1, 1], None) && !plus(&[1, 1, 10], Some(Gate::Gelu))
         );

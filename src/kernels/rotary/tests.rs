@@ -1,10 +1,10 @@
-//! The kernel, compared with the definition in float64. Without CUDA only what surrounds it is tested.
+//! The kernel, compared with the definition in float64. Without CUDA only the code around it is tested.
 
 use super::*;
 use crate::kernels::testing::{array, on_cuda, values};
 use crate::mlx::{run, slice_axis};
 
-/// How the tokens of `x` lie in memory.
+/// The memory layout of the tokens of `x`.
 #[derive(Debug, Clone, Copy)]
 enum Lie {
     /// One head after another.

@@ -14,7 +14,7 @@ struct Case {
     read: (i32, i32),
 }
 
-/// Returns which of `n` keys query `i` of head `head` sees.
+/// Returns whether query `i` of head `head` sees a key.
 type Sees = dyn Fn(usize, usize, usize) -> bool;
 
 fn oracle(q: &[f32], k: &[f32], v: &[f32], case: &Case, sees: &Sees) -> Vec<f64> {

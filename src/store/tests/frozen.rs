@@ -1,4 +1,4 @@
-//! Pools that read frozen rows in front of their own.
+//! Pools that read frozen rows before their own.
 
 use mlx_rs::transforms::eval;
 
@@ -69,7 +69,7 @@ fn a_write_to_frozen_slots_changes_one_pool() {
                 for pool in [&mut plain, &mut second] {
                     pool.write(&slots, &rows(9, HEADS, 1, DIM))?;
                 }
-                // Rolled back, the other rows are the frozen ones, wherever they lie now.
+                // After the rollback the other rows are the frozen ones, wherever they lie now.
                 second.roll_back()?;
                 for (from, to) in [(0, start), (start + 1, 20)] {
                     if from < to {

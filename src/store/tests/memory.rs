@@ -1,4 +1,4 @@
-//! The memory of writing and attending, besides the buffers.
+//! The additional memory of writing and attending.
 
 use mlx_rs::memory::{active_memory, clear_cache, peak_memory, reset_peak_memory};
 use mlx_rs::transforms::eval;
@@ -7,7 +7,7 @@ use super::*;
 use crate::attention::{attend, AttendSpec, Mask};
 use crate::mlx::run;
 
-/// Returns the most bytes that MLX holds during `work`, beyond those before.
+/// Returns the peak of MLX's memory during `work`, minus the memory before.
 fn peak_of(work: impl FnOnce() -> Result<()>) -> Result<usize> {
     clear_cache()?;
     let before = active_memory()?;

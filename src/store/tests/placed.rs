@@ -1,5 +1,5 @@
-//! Rows that a program writes into the buffers itself, and a step that is then rolled back: what the cache
-//! held before it has the same bits.
+//! Rows that a program writes into the buffers itself, in a step that is then rolled back: the cache must
+//! have the same bits as before it.
 
 use etkv_core::bookkeeping::Slots;
 use etkv_core::{AttendCache, Cache, CacheConfig, Growth, SeqCache};
@@ -37,8 +37,8 @@ fn run(cache: &mut MlxCache, positions: &[i32], seed: u64) {
     .unwrap();
 }
 
-/// Opens a step, places its rows and overwrites them with `byte`, as a kernel does: MLX does not know of it.
-/// Commits it if that is asked for.
+/// Opens a step, places its rows and overwrites them with `byte`, as a kernel does without MLX's knowledge.
+/// Commits it if requested.
 fn place(cache: &mut MlxCache, positions: &[i32], byte: u8, commit: bool) {
     let mut step = Step::begin(cache, positions).unwrap();
     for layer in 0..LAYERS {
@@ -48,8 +48,7 @@ fn place(cache: &mut MlxCache, positions: &[i32], byte: u8, commit: bool) {
             let &[1, heads, n_slots, dim] = buffer.shape() else { panic!("{:?}", buffer.shape()) };
             assert_eq!((heads, dim), (HEADS, DIM));
             let row = buffer.nbytes() / (heads * n_slots) as usize;
-            // SAFETY: the buffer is computed and lies row by row, which is how its elements are counted
-            // here; no other thread has it.
+            // SAFETY: the buffer is computed and row-major, which the index assumes; no other thread uses it.
             unsafe {
                 let data = mlx_sys::mlx_array_data_uint8(buffer.as_ptr()).cast_mut();
                 for head in 0..heads {
@@ -67,7 +66,7 @@ fn place(cache: &mut MlxCache, positions: &[i32], byte: u8, commit: bool) {
     }
 }
 
-/// The bits of the first `n` rows of each head of all layers.
+/// Returns the bits of the first `n` rows of each head of all layers.
 fn bits(cache: &mut MlxCache, n: i32) -> Vec<u8> {
     let store = cache.store().unwrap();
     let of_buffer = |buffer: &mlx_rs::Array| -> Result<Vec<u8>> {
@@ -77,7 +76,7 @@ fn bits(cache: &mut MlxCache, n: i32) -> Vec<u8> {
     mlx::run(|| Ok(buffers.map(of_buffer).collect::<Result<Vec<_>>>()?.concat())).unwrap()
 }
 
-/// What steps of MLX's own read, which is also what they wrote, behind `length` rows.
+/// Returns what MLX's own steps read after `length` rows, which is also what they wrote.
 fn goes_on(cache: &mut ContiguousCache, length: i32, before: &[u8], what: &str) {
     run(cache, &[length], 77);
     assert_eq!(cache.length(), length + 1);
@@ -95,12 +94,12 @@ fn goes_on(cache: &mut ContiguousCache, length: i32, before: &[u8], what: &str) 
 
 const FORMATS: [KvFormat; 3] = [KvFormat::F32, KvFormat::F16, KvFormat::Bf16];
 
-/// Where MLX is on a GPU, the host cannot write into its memory as a kernel does.
+/// If MLX is on a GPU, the host cannot write into its memory as a kernel does.
 fn is_on_cpu() -> bool {
     !mlx::on_gpu().unwrap()
 }
 
-/// The step begins behind the rewind: rows that were rewound are gone, those before them stay.
+/// The step begins after the rewind: rewound rows are gone, those before them stay.
 #[test]
 fn a_step_behind_a_rewind_leaves_what_was_before_it() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
@@ -115,7 +114,7 @@ fn a_step_behind_a_rewind_leaves_what_was_before_it() {
     }
 }
 
-/// The step itself rewinds: it overwrites rows that are there again when it is rolled back.
+/// The step itself rewinds: a rollback restores the rows that it overwrote.
 #[test]
 fn a_step_that_rewinds_gives_back_what_it_overwrote() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
@@ -131,7 +130,7 @@ fn a_step_that_rewinds_gives_back_what_it_overwrote() {
     }
 }
 
-/// The step grows the buffers, which are others then, and the rows before it were written by MLX or placed.
+/// The step grows the buffers, which are then replaced. The rows before it were written by MLX or placed.
 #[test]
 fn a_step_that_grows_leaves_what_was_before_it() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
@@ -154,8 +153,8 @@ fn a_step_that_grows_leaves_what_was_before_it() {
     }
 }
 
-/// Where sequences share cells, others read the values with a weight of 0, which hides no NaN. So they become
-/// zeros. The sequences that were declared for the step stay so: the interpreter runs it instead.
+/// Where sequences share cells, others read the values with a weight of 0, which does not hide NaN. So they
+/// become zeros. The declaration of the step stays: the interpreter runs it instead.
 #[test]
 fn a_step_of_several_sequences_leaves_zeros_and_runs_again() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
@@ -166,7 +165,7 @@ fn a_step_of_several_sequences_leaves_zeros_and_runs_again() {
         cells.begin_step(&[1, 0]).unwrap();
         place(&mut cells, &[0, 3], 0xff, false);
         assert_eq!((cells.length(), bits(&mut cells, 3)), (3, before.clone()), "{format}");
-        // The last two rows of each head are those of the step.
+        // The last two rows of each head are the step's.
         let rows = bits(&mut cells, 5);
         let buffer = rows.len() / (2 * LAYERS);
         for values in rows.chunks_exact(buffer).skip(1).step_by(2) {

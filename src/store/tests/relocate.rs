@@ -1,4 +1,4 @@
-//! Rows that move: in all layers at once where they are few, and one layer at a time where they are many.
+//! Moves of rows: a few in all layers at once, many one layer at a time.
 
 use etkv_core::bookkeeping::Slots;
 use etkv_core::snapshot::PlaneId;
@@ -14,7 +14,7 @@ const HEADS: i32 = 2;
 const DIM: i32 = 64;
 const SLOTS: i32 = 160;
 
-/// A store whose slots all have rows of their own.
+/// A store whose slots all have different rows.
 fn filled(format: KvFormat) -> MlxStore {
     let policy = LayerPolicy::Full;
     let layer = LayerConfig { n_kv_heads: HEADS, k_head_dim: DIM, v_head_dim: DIM, policy };
@@ -28,7 +28,7 @@ fn filled(format: KvFormat) -> MlxStore {
     store
 }
 
-/// The bits of each slot of a plane.
+/// Returns the bits of each slot of a plane.
 fn slots_of(store: &MlxStore, id: PlaneId, bytes: usize, slots: i32) -> Vec<Vec<u8>> {
     let mut all = vec![0; slots as usize * bytes];
     store.copy_out(id, &Slots::Run(0..slots), &mut all).unwrap();
@@ -38,12 +38,12 @@ fn slots_of(store: &MlxStore, id: PlaneId, bytes: usize, slots: i32) -> Vec<Vec<
 #[test]
 fn rows_move_in_the_layers_that_are_named() {
     let cases = [
-        // A chain of a tree. Where sources are targets, all rows are read first.
+        // A chain of a tree. If sources are also targets, all rows are read first.
         (Slots::List(vec![5, 7, 8]), Slots::Run(4..7), SLOTS),
         (Slots::List(vec![3, 2, 1, 0]), Slots::Run(0..4), SLOTS),
         // To slots that were never used.
         (Slots::Run(10..12), Slots::Run(SLOTS..SLOTS + 2), SLOTS + 8),
-        // More rows than move in all layers at once.
+        // More rows than are moved in all layers at once.
         (Slots::Run(50..150), Slots::Run(20..120), SLOTS),
     ];
     let affine = KvFormat::Affine { bits: 4, group: 64 };

@@ -1,12 +1,12 @@
-//! The time of attention alone: launches that depend on each other, as those of layers do, in one graph.
+//! The time of attention alone: launches that depend on each other, as those of layers do, in one CUDA graph.
 
 use std::iter::once;
 use std::time::Instant;
 
 use etkv_core::KvFormat;
 use etkv_cuda::{
-    Attend, Buffer, Captured, Device, Element, Embed, KeyMask, Launch, Plan, Result, StepInputs,
-    Weight,
+    Attend, Buffer, CapturedStep, Device, Element, Embed, KeyMask, Launch, Plan, Result,
+    StepInputs, Weight,
 };
 
 use crate::codecs::{row_bytes, DevicePool};
@@ -18,8 +18,8 @@ const N_KV: usize = 8;
 const DIM: usize = 128;
 const LAUNCHES: usize = 16;
 const RUNS: usize = 30;
-/// Each launch has pools of its own, as each layer has, so that no cache of the device has the keys of the last
-/// step.
+/// Each launch has separate pools, as each layer has, so that the device's caches do not have the keys of the
+/// last step.
 const CAPACITY: usize = 65_536;
 
 const FORMATS: [Option<KvFormat>; 6] = [
@@ -30,11 +30,11 @@ const FORMATS: [Option<KvFormat>; 6] = [
     Some(KvFormat::Mxfp8),
     Some(KvFormat::RowInt4),
 ];
-/// The first of them that are timed in bfloat16 too. Each is compiled four times, for seconds.
+/// The number of these that are timed in bfloat16 too. Each is compiled four times, which takes seconds.
 const IN_BF16: usize = 3;
 
 #[derive(Clone, Copy)]
-struct Timed<'a> {
+struct TimedAttention<'a> {
     device: &'a Device,
     element: Element,
     pools: &'a [DevicePool],
@@ -42,7 +42,7 @@ struct Timed<'a> {
     apart: bool,
 }
 
-/// Prints microseconds of a launch, and the bytes that it reads a second.
+/// Prints the microseconds of a launch, and the bytes that it reads per second.
 pub fn run(device: &Device) -> Result<()> {
     for element in [Element::F16, Element::Bf16] {
         say!("attention of {N_Q}/{N_KV} heads of {DIM}, {element:?}: us a launch (GB/s of keys and values)");
@@ -53,7 +53,8 @@ pub fn run(device: &Device) -> Result<()> {
             for _ in 0..2 * LAUNCHES {
                 pools.push(DevicePool::new(device, format, N_KV, CAPACITY, DIM)?);
             }
-            let timed = Timed { device, element, pools: &pools, blocks: None, apart: false };
+            let timed =
+                TimedAttention { device, element, pools: &pools, blocks: None, apart: false };
             say!("{}", format.map_or("plain".to_owned(), |format| format!("{format:?}")));
             let mut times = Vec::new();
             for tokens in [1, 8, 16, 32] {
@@ -67,7 +68,7 @@ pub fn run(device: &Device) -> Result<()> {
             }
             let sequences = (0..16).map(|t| once(t * 4096..(t + 1) * 4096));
             let mask = KeyMask::of(sequences);
-            let many = Timed { apart: true, ..timed }.masked(16, 65_536, &mask)?;
+            let many = TimedAttention { apart: true, ..timed }.masked(16, 65_536, &mask)?;
             times.push(("16 sequences of 4096".to_owned(), many, 65_536));
             for branches in [1, 8] {
                 let trunk = 16_384;
@@ -99,7 +100,7 @@ pub fn run(device: &Device) -> Result<()> {
             for tokens in [1, 8, 16] {
                 let mut text = String::new();
                 for blocks in [132, 264, 396, 528] {
-                    let timed = Timed { blocks: Some(blocks), ..timed };
+                    let timed = TimedAttention { blocks: Some(blocks), ..timed };
                     text.push_str(&format!(" {blocks}: {:.2}", timed.causal(tokens, 32_768)?));
                 }
                 say!("  {tokens} tokens at 32768 by blocks:{text}");
@@ -121,7 +122,7 @@ fn bytes(format: Option<KvFormat>) -> usize {
     format.map_or(2 * DIM, |format| row_bytes(format, DIM).iter().sum())
 }
 
-impl Timed<'_> {
+impl TimedAttention<'_> {
     fn causal(&self, tokens: usize, keys: usize) -> Result<f64> {
         self.time(tokens, keys, None)
     }
@@ -132,7 +133,7 @@ impl Timed<'_> {
 
     fn time(&self, tokens: usize, keys: usize, mask: Option<&KeyMask>) -> Result<f64> {
         let whole = self.median(tokens, keys, mask, LAUNCHES)?;
-        // What is around the launches is left out: a graph of one has it too.
+        // The overhead around the launches is subtracted: a graph with one launch has the same.
         let one = self.median(tokens, keys, mask, 1)?;
         Ok((whole - one) / (LAUNCHES - 1) as f64)
     }
@@ -187,7 +188,7 @@ impl Timed<'_> {
     }
 }
 
-fn median_of(graph: &mut Captured, step: &StepInputs) -> Result<f64> {
+fn median_of(graph: &mut CapturedStep, step: &StepInputs) -> Result<f64> {
     let mut times = Vec::new();
     for run in 0..RUNS + 5 {
         let begin = Instant::now();

@@ -1,4 +1,4 @@
-//! The packed formats of keys and values, from their definitions: one element at a time, by tables.
+//! The packed formats of keys and values, by their definitions: one element at a time, with tables.
 
 use std::sync::LazyLock;
 
@@ -50,12 +50,12 @@ fn nearest(numbers: &[f64], size: f64) -> u8 {
     }) as u8
 }
 
-/// Returns how rows of a packed format lie.
+/// Returns the layout of rows of a packed format.
 pub fn packing(format: KvFormat) -> Packing {
     format.packing().unwrap_or_else(|| unreachable!("{format} is not packed"))
 }
 
-/// The bytes of a row's codes, scales and offsets.
+/// Returns the bytes of a row's codes, scales and offsets.
 pub fn row_bytes(format: KvFormat, dim: usize) -> [usize; 3] {
     let planes = format.planes(dim);
     [0, 1, 2].map(|plane| planes.get(plane).map_or(0, PlaneFormat::row_bytes))
@@ -123,14 +123,14 @@ fn block_scale(format: KvFormat, peak: f32) -> (u8, f32) {
         let scale = E4M3[usize::from(code)] as f32;
         return (code, if code == 0 { 0.0 } else { 1.0 / scale });
     }
-    // The least power of two that brings the peak to no more than 448, or 7.
+    // The smallest power of two that scales the peak to at most 448, or 7.
     let most = if format == KvFormat::Mxfp8 { 448.0 } else { 7.0 };
     let fits = |code: &i32| f64::from(peak) <= most * 2f64.powi(code - 127);
     let code = (0..=254).find(fits).unwrap_or(254);
     (code as u8, 2f64.powi(127 - code) as f32)
 }
 
-/// As MLX has it on CUDA: the largest is 0 or more, and ties go away from zero.
+/// Like MLX on CUDA: the maximum is at least 0, and ties round away from zero.
 fn affine(bits: u8, group: &[f32], codes: &mut Vec<u8>) -> (f32, f32) {
     let top = ((1 << bits) - 1) as f32;
     let group: Vec<f32> = group.iter().map(|x| x.clamp(-F16_MAX, F16_MAX)).collect();
@@ -144,7 +144,7 @@ fn affine(bits: u8, group: &[f32], codes: &mut Vec<u8>) -> (f32, f32) {
     (scale, offset)
 }
 
-/// Returns the rows of planes.
+/// Returns the decoded rows of planes.
 pub fn decode(format: KvFormat, dim: usize, planes: &Planes) -> Vec<f64> {
     let (bits, group) = (packing(format).bits, packing(format).group_of(dim));
     let half = |bytes: &[u8], at: usize| {

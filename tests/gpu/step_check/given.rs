@@ -1,9 +1,9 @@
-//! Rows that the host gives with a step: normalized into columns of wider rows, blended, and returned beside logits,
-//! against plain arithmetic.
+//! Rows that the host passes with a step: normalized into columns of wider rows, blended, and returned next
+//! to logits, compared with plain arithmetic.
 
 use etkv_cuda::{
-    Blend, Buffer, Columns, Copied, Device, Element, Embed, Launch, Logits, Norm, Normalize, Plan,
-    StepInputs, Weight,
+    Blend, Buffer, Columns, CopiedRows, Device, Element, Embed, Launch, Logits, Norm, Normalize,
+    Plan, StepInputs, Weight,
 };
 
 use crate::model::{rounded, to_bytes, to_numbers, Random};
@@ -57,12 +57,12 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
             Launch::Blend(blend),
         ],
         given: vec![given, share],
-        // The rows of tokens stand for them.
+        // The rows of tokens take the place of logits.
         logits: Some(Logits {
             buffer: embedded,
             rows: tokens,
             vocabulary: inner,
-            copied: Copied::All,
+            copied: CopiedRows::All,
             chosen: false,
         }),
         tapped: vec![blended, wide],
@@ -72,11 +72,11 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
         apart: false,
     };
     let mut captured = device.capture(&plan)?;
-    let copied = |logits| Logits { copied: Copied::Last, ..logits };
+    let copied = |logits| Logits { copied: CopiedRows::Last, ..logits };
     let mut last = device.capture(&Plan { logits: plan.logits.map(copied), ..plan })?;
     let slots: Vec<i32> = (0..tokens as i32).collect();
     let (mut largest, mut same) = (0f64, true);
-    // Rows of a step before must not be left.
+    // Rows of an earlier step must not remain.
     for again in 0..3 {
         let ids: Vec<i32> = slots.iter().map(|t| (t * 11 + 5 + again) % TABLE as i32).collect();
         let given = numbers(all, 1.5);

@@ -1,9 +1,10 @@
 //! Checks the kernels of etkv-cuda on a GPU against plain arithmetic, launch by launch, and times steps.
 //!
-//! `step_check [FOLDER]` keeps compiled kernels in FOLDER, or in one of the temporary directory. `ETKV_ONLY` has
-//! the parts that run, as in `placed,packed`: `steps`, `placed`, `normalized`, `packed`, `products` and `timing`, or all but
-//! `attention`, which times attention alone. So does
-//! `ETKV_ATTENTION=1`, or a part of the name of a format, as in `Mxfp4` or `bits: 4`. With `ETKV_QUICK` nothing is checked.
+//! `step_check [FOLDER]` caches compiled kernels in FOLDER, or in a folder of the temporary directory.
+//! `ETKV_ONLY` lists the parts to run, as in `placed,packed`: `steps`, `placed`, `normalized`, `packed`,
+//! `products` and `timing`, or all but `attention`, which only times attention. `ETKV_ATTENTION=1` runs that
+//! part too, or a part of the name of a format, as in `Mxfp4` or `bits: 4`. With `ETKV_QUICK` nothing is
+//! checked.
 #![allow(missing_docs)]
 
 mod attention;
@@ -26,7 +27,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use etkv_cuda::{
-    Captured, Copied, Device, Element, KeyMask, Launch, Logits, Plan, StepInputs, MAX_FEW,
+    CapturedStep, CopiedRows, Device, Element, KeyMask, Launch, Logits, Plan, StepInputs, MAX_FEW,
 };
 
 use model::{rounded, to_bytes, to_numbers, Model, Packing, Random, Shape};
@@ -34,7 +35,7 @@ use reference::Done;
 
 type Answer<T> = Result<T, Box<dyn Error>>;
 
-/// Prints a line that is seen even if the next one never comes.
+/// Prints a line and flushes it, so that it is seen if the program ends abnormally.
 macro_rules! say {
     ($($text:tt)*) => {{
         println!($($text)*);
@@ -155,7 +156,7 @@ fn runs(part: &str) -> bool {
     }
 }
 
-/// Returns a shape with packed matrices, the table and the head too.
+/// Returns the shape with packed matrices, including the table and the head.
 fn with_packed(shape: Shape, bits: usize, group: usize) -> Shape {
     Shape { packing: Some(Packing { bits, group }), ..shape }
 }
@@ -168,7 +169,7 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
     let mut model = Model::new(device, shape, Some(Random(88_172_645_463_325_252)))?;
     fill_pools(&mut model, &mut random)?;
     let mut good = true;
-    // Packed weights take a few tokens only.
+    // Packed weights support only a few tokens.
     let is_many = |tokens: &usize| *tokens <= MAX_FEW || packing.is_none();
     for tokens in [1, 2, 5, 8, 16, 24, 32, 41, 64].into_iter().filter(is_many) {
         let spread = model.plan(tokens, true, false);
@@ -225,7 +226,8 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
 }
 
 fn is_within(what: &str, largest: &BTreeMap<&str, f64>, limit: f64) -> bool {
-    // What a gate makes is rounded three times, where others are once: a sum in another order can turn each.
+    // The output of a gate is rounded three times, others once: another order of sums can change each
+    // rounding.
     let most_of = |name: &str| if name == "gated" { 1.5 * limit } else { limit };
     let within = largest.iter().all(|(name, &most)| most <= most_of(name));
     let word = if within { "ok  " } else { "FAIL" };
@@ -234,7 +236,7 @@ fn is_within(what: &str, largest: &BTreeMap<&str, f64>, limit: f64) -> bool {
     within
 }
 
-/// Checks steps whose tokens see keys of their own, and that a mask of all keys before changes no bit.
+/// Checks steps whose tokens see different keys, and that a mask of all earlier keys changes no bit.
 fn check_masks(
     device: &Device,
     model: &Model,
@@ -255,8 +257,8 @@ fn check_masks(
         let expected = unsafe { plain.run(&inputs) }?.logits.to_vec();
         // SAFETY: likewise.
         let found = unsafe { captured.run(&StepInputs { mask: Some(&causal), ..inputs }) }?;
-        // Blocks behind the first read fewer tiles without a mask: their sums are divided otherwise. So are
-        // those of rows that are cut fine.
+        // Blocks after the first read fewer tiles without a mask, so their sums are divided in another way.
+        // So are sums of rows in small blocks.
         let most = if apart { 16 } else { 64 };
         let one_block = tokens * model.shape.n_q / model.shape.n_kv <= most;
         let same = match one_block {
@@ -275,7 +277,7 @@ fn check_masks(
                 step.slots.swap(t, at);
                 step.positions[t] = number(n_keys) as i32;
             }
-            // Its own key, and some runs that overlap or lie far apart.
+            // A token's own key, and some runs that overlap or are far apart.
             let runs: Vec<Vec<_>> = (0..tokens)
                 .map(|t| {
                     let own = step.slots[t] as usize;
@@ -291,7 +293,7 @@ fn check_masks(
             // SAFETY: likewise.
             unsafe { captured.run(&step) }?;
             let done = Done { model, plan: &plan, captured: &captured, step };
-            // The other launches do not know of masks.
+            // The other launches do not use masks.
             let attends = |launch: &Launch| matches!(launch, Launch::Attend(_));
             done.add_differences(attends, &mut largest)?;
         }
@@ -299,7 +301,8 @@ fn check_masks(
     Ok(is_within(&format!("T {tokens}, masks"), &largest, limit) && good)
 }
 
-/// Checks that a step of fewer tokens than its plan has their logits, and writes no other rows.
+/// Checks that a step with fewer tokens than its plan has the right logits for them, and writes no other
+/// rows.
 fn check_padding(
     device: &Device,
     model: &Model,
@@ -347,7 +350,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    /// Makes tokens behind `before` keys. The slots of some steps are in another order.
+    /// Makes tokens after `before` keys. The slots of some steps are in another order.
     fn new(n: usize, before: usize, mixed: bool, random: &mut Random, shape: Shape) -> Self {
         let id = |x: f64| (x.abs() * 1e4) as i32 % shape.vocabulary as i32;
         let mut ids: Vec<i32> = (0..n).map(|_| id(random.next())).collect();
@@ -389,9 +392,9 @@ fn read_pools(model: &Model) -> Answer<Vec<Vec<u8>>> {
     Ok(all)
 }
 
-/// Returns a plan that copies the logits of the last token alone.
+/// Returns a plan that copies only the logits of the last token.
 fn last_copied(plan: Plan) -> Plan {
-    let logits = plan.logits.map(|logits| Logits { copied: Copied::Last, ..logits });
+    let logits = plan.logits.map(|logits| Logits { copied: CopiedRows::Last, ..logits });
     Plan { logits, ..plan }
 }
 
@@ -409,10 +412,10 @@ fn are_greatest(logits: &[f64], chosen: &[i32]) -> bool {
 }
 
 /// Returns whether another plan for the same step has the same logits: the same bits, or nearly the same
-/// ones where the work is divided otherwise.
+/// values if the work is divided in another way.
 fn is_same(
     what: &str,
-    other: &mut Captured,
+    other: &mut CapturedStep,
     step: &StepInputs,
     logits: &[u8],
     chosen: &[i32],
@@ -428,13 +431,13 @@ fn is_same(
     if what != "few blocks" && what != "last row" {
         return Ok(outputs.logits == logits && outputs.chosen == chosen);
     }
-    // The last row alone is normalized by other warps.
+    // Other warps normalize the last row when it is alone.
     let last = logits.len().saturating_sub(outputs.logits.len());
     let near = are_near(outputs.logits, &logits[last..], limit, element);
     Ok(near && are_greatest(&to_numbers(element, outputs.logits), outputs.chosen))
 }
 
-/// Returns whether logits are nearly the same: the differences of an attention grow in the layers behind it.
+/// Returns whether logits are nearly the same: differences in attention grow in the layers after it.
 fn are_near(found: &[u8], expected: &[u8], limit: f64, element: Element) -> bool {
     let [x, y] = [found, expected].map(|bytes| to_numbers(element, bytes));
     let near = x.iter().zip(&y).all(|(x, y)| (x - y).abs() < 8.0 * limit);

@@ -1,8 +1,8 @@
 //! Decoders as plans.
 
 use etkv_cuda::{
-    Address, Attend, Buffer, Copied, Device, Element, Embed, Gate, Heads, Launch, Logits, Memory,
-    Norm, Packed, Plan, Pool, PoolRows, Product, Result, Weight,
+    Address, Attend, Buffer, CopiedRows, Device, Element, Embed, Gate, Heads, Launch, Logits,
+    Memory, Norm, PackedWeight, Plan, Pool, PoolRows, Product, Result, Weight,
 };
 use half::{bf16, f16};
 
@@ -24,14 +24,14 @@ pub struct Shape {
     pub packing: Option<Packing>,
 }
 
-/// How matrices are packed.
+/// The packing of matrices.
 #[derive(Debug, Clone, Copy)]
 pub struct Packing {
     pub bits: usize,
     pub group: usize,
 }
 
-/// Random numbers of about a normal distribution.
+/// Random numbers with about a normal distribution.
 pub struct Random(pub u64);
 
 impl Random {
@@ -47,7 +47,7 @@ impl Random {
     }
 }
 
-/// Returns a number as the elements have it.
+/// Returns a number rounded to the elements' type.
 pub fn rounded(element: Element, x: f64) -> f64 {
     match element {
         Element::F16 => f64::from(f16::from_f32(x as f32)),
@@ -71,10 +71,10 @@ pub fn to_numbers(element: Element, bytes: &[u8]) -> Vec<f64> {
     bytes.chunks_exact(2).map(number).collect()
 }
 
-/// A matrix, on the device and here.
+/// A matrix, on the device and on the host.
 pub struct Matrix {
     pub memory: Memory,
-    /// Its scales and its biases, if `memory` are codes.
+    /// Its scales and its biases, if `memory` has codes.
     groups: Option<(Packing, [Memory; 2])>,
     pub numbers: Vec<f64>,
 }
@@ -89,7 +89,7 @@ impl Matrix {
         let address = self.memory.address();
         match &self.groups {
             None => Weight::Plain(address),
-            Some((packing, [scales, biases])) => Weight::Packed(Packed {
+            Some((packing, [scales, biases])) => Weight::Packed(PackedWeight {
                 codes: address,
                 scales: scales.address(),
                 biases: biases.address(),
@@ -108,7 +108,7 @@ pub struct Model {
     random: Option<Random>,
 }
 
-/// Indices of a layer's weights, behind the table.
+/// Indices of a layer's weights, after the table.
 const NORM: usize = 0;
 const QKV: usize = 1;
 const BIAS: usize = 2;
@@ -164,7 +164,7 @@ impl Model {
         Ok(())
     }
 
-    /// Adds a matrix, packed if the shape's are. Its rows are whole groups.
+    /// Adds a matrix, packed if the shape says so. Its rows are complete groups.
     fn add_matrix(&mut self, device: &Device, elements: usize, scale: f64) -> Result<()> {
         let Some(packing) = self.shape.packing else {
             return self.add(device, elements, scale);
@@ -179,7 +179,7 @@ impl Model {
             let mut bytes = vec![0u8; elements * bits / 8];
             let (mut all_scales, mut all_biases) = (Vec::new(), Vec::new());
             for of_group in 0..elements / group {
-                // Codes that are spread evenly are about as wide as normal numbers of this scale.
+                // Codes that are spread evenly have about the range of normal numbers with this scale.
                 let step = scale * 3.5 / f64::from(most) * (0.75 + 0.25 * random.next().abs());
                 let step = rounded(element, step);
                 let bias = -step * f64::from(most) / 2.0 * (1.0 + 0.1 * random.next());
@@ -187,7 +187,7 @@ impl Model {
                 for i in of_group * group..(of_group + 1) * group {
                     let code = (random.next().abs() * 1e6) as i32 & most;
                     bytes[i * bits / 8] |= (code as u8) << (i * bits % 8);
-                    // The kernels round what they unpack.
+                    // The kernels round unpacked numbers.
                     numbers.push(rounded(element, step * f64::from(code) + bias));
                 }
                 all_scales.push(step);
@@ -208,9 +208,9 @@ impl Model {
         found.map_or(&[], |weight| &weight.numbers)
     }
 
-    /// Returns the numbers of a weight. Those of a packed one are not rounded.
+    /// Returns the numbers of a weight. Those of a packed weight are not rounded.
     pub fn numbers_of(&self, weight: Weight) -> &[f64] {
-        let (Weight::Plain(address) | Weight::Packed(Packed { codes: address, .. })) = weight;
+        let (Weight::Plain(address) | Weight::Packed(PackedWeight { codes: address, .. })) = weight;
         self.numbers(address)
     }
 
@@ -222,8 +222,8 @@ impl Model {
         Pool { rows: PoolRows::Plain(self.pools[index].address()), capacity: self.shape.capacity }
     }
 
-    /// Returns a plan of a step. With `spread` each launch has a buffer of its own, so that all results
-    /// can be read afterwards.
+    /// Returns the plan of a step. With `spread` each launch has a separate buffer, so that all results can
+    /// be read afterwards.
     pub fn plan(&self, tokens: usize, spread: bool, last_row: bool) -> Plan {
         let Shape { hidden, n_q, n_kv, head_dim, intermediate, vocabulary, .. } = self.shape;
         let outputs = (n_q + 2 * n_kv) * head_dim;
@@ -316,7 +316,7 @@ impl Model {
                 buffer: logits,
                 rows,
                 vocabulary,
-                copied: Copied::All,
+                copied: CopiedRows::All,
                 chosen: true,
             }),
             overlap: false,

@@ -1,5 +1,5 @@
-//! Rows that a launch of its own normalizes, adds up and normalizes again, and embeddings that are scaled,
-//! against plain arithmetic.
+//! Rows that a separate launch normalizes, adds up and normalizes again, and scaled embeddings, compared with
+//! plain arithmetic.
 
 use etkv_cuda::{
     Buffer, Device, Element, Embed, Launch, Norm, Normalize, Plan, StepInputs, Weight,
@@ -16,7 +16,7 @@ const TABLE: usize = 70;
 struct Case {
     element: Element,
     inner: usize,
-    /// Whether weights are float32, those of the first norm and of the next.
+    /// Whether the weights of the first norm, and of the next, are float32.
     wide: [bool; 2],
     plus: bool,
     next: bool,
@@ -69,7 +69,7 @@ impl Case {
                         inner,
                         norm: norm(0),
                         plus: plus.then_some(Buffer(0)),
-                        // In place of what is added, at times.
+                        // At times in the place of the residual.
                         out: Buffer(if plus && tokens == 5 { 0 } else { 2 }),
                         columns: None,
                         next: next.then(|| (norm(1), Buffer(3))),
@@ -109,7 +109,7 @@ impl Case {
                 let found = &sums[t * inner..][..inner];
                 largest = largest.max(apart(found, &expected));
                 if next {
-                    // Of what is there, as a sum that is rounded otherwise has another norm.
+                    // The norm of the device's sum, because another rounding of the sum has another norm.
                     let expected = normalized(element, found, &norms[1].0, wide[1]);
                     largest = largest.max(apart(&again[t * inner..][..inner], &expected));
                 }

@@ -1,4 +1,4 @@
-//! Attention over packed pools, against plain arithmetic over the decoded rows.
+//! Attention over packed pools, compared with plain arithmetic over the decoded rows.
 
 use std::iter::once;
 
@@ -12,7 +12,7 @@ use crate::model::{rounded, to_bytes, to_numbers, Random};
 use crate::{say, Answer};
 use std::io::Write;
 
-/// Odd, so that the planes of most heads begin anywhere.
+/// Odd, so that the planes of most heads start at any alignment.
 const CAPACITY: usize = 2177;
 const TABLE: usize = 70;
 
@@ -28,7 +28,8 @@ struct Case {
 }
 
 const ALL: &[usize] = &[1, 2, 5, 8, 16, 24, 64];
-/// Those whose rows fill one part of a warp's, and those that fill two. Each is compiled by itself, for seconds.
+/// Token counts whose rows fill one part of a warp's, and two. Each is compiled separately, which takes
+/// seconds.
 const FEW: &[usize] = &[1, 2, 4];
 const MANY: &[usize] = &[5, 8, 16, 24, 64];
 
@@ -96,7 +97,7 @@ impl Case {
                         encode(format, &row, &mut planes);
                     }
                     pool.write(&planes)?;
-                    // As the kernel rounds them: affine rows are always float16.
+                    // Rounded like in the kernel: affine rows are always float16.
                     let inner = match format {
                         KvFormat::Affine { .. } => Element::F16,
                         _ => element,
@@ -108,7 +109,7 @@ impl Case {
             pools.push(pool);
         }
         let is_affine = |format: &Option<KvFormat>| matches!(format, Some(KvFormat::Affine { .. }));
-        // A scaled code is rounded before its offset is added, and is up to twice as large as the element.
+        // A scaled code is rounded before its offset is added, and may be twice as large as the element.
         let limit = match element {
             Element::Bf16 => 0.012,
             Element::F16 if formats.iter().any(is_affine) => 0.004,

@@ -1,11 +1,11 @@
-//! Heads that are normalized, rotated and stored: plain rows against plain arithmetic, and packed ones, bit for
-//! bit, against the codes of the plain rows.
+//! Heads that are normalized, rotated and stored: plain rows are compared with plain arithmetic, and packed
+//! ones, bit for bit, with the codes of the plain rows.
 
 use crate::codecs::packing;
 use etkv_core::KvFormat;
 use etkv_cuda::{
-    Address, Buffer, Device, Element, Embed, Heads, Launch, Memory, Norm, Place, Plan, StepInputs,
-    Weight,
+    Address, Buffer, Device, Element, Embed, Heads, Launch, Memory, Norm, PlaceHeads, Plan,
+    StepInputs, Weight,
 };
 
 use crate::codecs::{encode, row_bytes, DevicePool, Planes, FORMATS};
@@ -31,7 +31,7 @@ struct Shape {
     rotates: usize,
 }
 
-/// Returns the weights of a norm, of elements or of float32.
+/// Returns the weights of a norm, in the plan's elements or in float32.
 pub fn weights(
     device: &Device,
     element: Element,
@@ -50,7 +50,7 @@ pub fn weights(
     Ok((numbers, memory))
 }
 
-/// Returns a row as a norm leaves it.
+/// Returns a row after a norm.
 pub fn normalized(element: Element, row: &[f64], weights: &[f64], wide: bool) -> Vec<f64> {
     let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
     let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
@@ -204,7 +204,7 @@ impl Case {
                     inner: width,
                     out: Buffer(0),
                 }),
-                Launch::Place(Place {
+                Launch::PlaceHeads(PlaceHeads {
                     x: Buffer(0),
                     heads: Heads {
                         group: 0,
@@ -237,7 +237,7 @@ impl Case {
         Ok(q)
     }
 
-    /// Returns the largest difference of queries and plain rows from what they should be.
+    /// Returns the largest error of queries and plain rows.
     fn difference(&self, step: &StepInputs, q: &[u8], pools: &[DevicePool; 2]) -> Answer<f64> {
         let Shape { element, n_q, n_kv, dim, .. } = self.shape;
         let q = to_numbers(element, q);
@@ -266,7 +266,7 @@ impl Case {
         Ok(largest)
     }
 
-    /// Returns a head as it is placed: of queries, keys or values.
+    /// Returns the expected head after placing: of queries, keys or values.
     fn placed(&self, row: &[f64], kind: usize, position: i32) -> Vec<f64> {
         let Shape { element, dim, rotates, .. } = self.shape;
         let round = |x: f64| rounded(element, x);
@@ -292,7 +292,7 @@ impl Case {
         (0..dim).map(rotated).collect()
     }
 
-    /// Compares a row of codes with that of the plain row. Returns what is wrong.
+    /// Compares a row of codes with that of the plain row. Returns the difference.
     fn other_codes(
         &self,
         plain: &DevicePool,
@@ -317,7 +317,7 @@ impl Case {
         Ok((!is_same).then(|| format!("row {row} has {found:?}, expected {expected:?}")))
     }
 
-    /// Checks that a key or value that is not finite makes the queries NaN that read it, and no others.
+    /// Checks that a key or value that is not finite makes the queries that read it NaN, and no others.
     fn hides_nothing(&self, device: &Device, pools: &[DevicePool]) -> Answer<bool> {
         let Shape { element, n_q, n_kv, dim, .. } = self.shape;
         let all = n_q + 2 * n_kv;

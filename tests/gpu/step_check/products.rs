@@ -1,4 +1,4 @@
-//! The time of each product and of attention alone, behind each other as in a step.
+//! The time of each product and of attention alone, one after the other as in a step.
 
 use etkv_cuda::{
     Address, Attend, Buffer, Device, Element, Gate, Heads, Launch, Norm, Plan, Pool, PoolRows,
@@ -12,7 +12,7 @@ use std::io::Write;
 
 /// Bytes of weights that are read one after another: more than a device's caches hold.
 const BYTES: usize = 540 << 20;
-/// Launches of a plan.
+/// The minimum number of launches of a plan.
 const MIN: usize = 4;
 const MAX: usize = 64;
 const MAX_TOKENS: usize = 64;

@@ -1,19 +1,19 @@
-//! What each launch computes, here.
+//! The computation of each launch, on the host.
 
 use std::collections::BTreeMap;
 
 use etkv_cuda::{
-    Attend, Buffer, Captured, Embed, Gate, Heads, Launch, Plan, Pool, PoolRows, Product, Result,
-    StepInputs,
+    Attend, Buffer, CapturedStep, Embed, Gate, Heads, Launch, Plan, Pool, PoolRows, Product,
+    Result, StepInputs,
 };
 
 use crate::model::{rounded, to_numbers, Model};
 
-/// A step that has run.
+/// A completed step.
 pub struct Done<'a> {
     pub model: &'a Model,
     pub plan: &'a Plan,
-    pub captured: &'a Captured,
+    pub captured: &'a CapturedStep,
     pub step: StepInputs<'a>,
 }
 
@@ -39,14 +39,14 @@ impl Done<'_> {
         Ok(())
     }
 
-    /// Returns the differences of what a launch left from what it should have made of its inputs.
+    /// Returns the differences between the results of a launch and the expected ones for its inputs.
     fn differences(&self, launch: &Launch) -> Result<Vec<Difference>> {
         match launch {
             Launch::Embed(embed) => self.embed(embed),
             Launch::Product(product) => self.product(product),
             Launch::Attend(attend) => self.attend(attend),
-            // Checked by themselves.
-            Launch::Normalize(_) | Launch::Blend(_) | Launch::Place(_) => Ok(Vec::new()),
+            // Other parts check these.
+            Launch::Normalize(_) | Launch::Blend(_) | Launch::PlaceHeads(_) => Ok(Vec::new()),
         }
     }
 
@@ -84,7 +84,7 @@ impl Done<'_> {
         Ok(vec![difference("embed", &self.buffer(embed.out)?, &expected)])
     }
 
-    /// Returns a row as its product takes it.
+    /// Returns a row in the form that its product multiplies.
     fn normalized(&self, product: &Product, row: &[f64]) -> Vec<f64> {
         let Some(norm) = product.norm else {
             return row.to_vec();

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use etkv_cuda::{Copied, Device, Element, KeyMask, Logits, Plan, Result, StepInputs, MAX_FEW};
+use etkv_cuda::{CopiedRows, Device, Element, KeyMask, Logits, Plan, Result, StepInputs, MAX_FEW};
 
 use crate::model::{Matrix, Model, Packing, Shape};
 use crate::say;
@@ -57,7 +57,7 @@ pub const SMOL: Shape = Shape {
     ..LLAMA
 };
 
-/// Prints the median time of steps, with the launch and the wait of the host.
+/// Prints the median time of steps, including the host's launch and wait.
 pub fn run(device: &Device) -> Result<()> {
     for shape in [LLAMA, LLAMA_64, LLAMA_32, LLAMA_8, SMOL] {
         let model = Model::new(device, shape, None)?;
@@ -72,7 +72,7 @@ pub fn run(device: &Device) -> Result<()> {
             for tokens in tokens_of(shape) {
                 let mut text = String::new();
                 for keys in [16, 256, 2048] {
-                    for copied in [Copied::All, Copied::None] {
+                    for copied in [CopiedRows::All, CopiedRows::None] {
                         let mut plan = Plan { overlap: true, ..model.plan(tokens, false, false) };
                         plan.logits = plan.logits.map(|logits| Logits { copied, ..logits });
                         let time = median(&mut device.capture(&plan)?, tokens, keys)?;
@@ -86,7 +86,7 @@ pub fn run(device: &Device) -> Result<()> {
         say!("  T  keys | logits copied: apart overlap | chosen only: apart overlap | GB/s of weights");
         for tokens in tokens_of(shape) {
             let mut graphs = Vec::new();
-            for copied in [Copied::All, Copied::None] {
+            for copied in [CopiedRows::All, CopiedRows::None] {
                 for overlap in [false, true] {
                     let mut plan = Plan { overlap, ..model.plan(tokens, false, false) };
                     plan.logits = plan.logits.map(|logits| Logits { copied, ..logits });
@@ -118,7 +118,7 @@ pub fn run(device: &Device) -> Result<()> {
                     plan.overlap = true;
                     plan.attention_blocks = Some(blocks);
                     plan.logits =
-                        plan.logits.map(|logits| Logits { copied: Copied::None, ..logits });
+                        plan.logits.map(|logits| Logits { copied: CopiedRows::None, ..logits });
                     times.push(median(&mut device.capture(&plan)?, tokens, keys)?);
                 }
                 let times: Vec<String> = times.iter().map(|time| format!("{time:.1}")).collect();
@@ -129,8 +129,8 @@ pub fn run(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Prints what steps take with a token of each of several sequences, whose ids the device chooses, and how far
-/// a sum of tokens a second is above that of one.
+/// Prints the time of steps with one token of each of several sequences, whose ids the device chooses, and
+/// the ratio of their tokens a second to those of one sequence.
 fn sequences(device: &Device, model: &Model) -> Result<()> {
     for each in [128, 256, 512].into_iter().filter(|_| model.shape.capacity >= CAPACITY) {
         let mut text = String::new();
@@ -140,7 +140,7 @@ fn sequences(device: &Device, model: &Model) -> Result<()> {
             plan.overlap = true;
             plan.apart = tokens > 1;
             plan.masked = vec![tokens > 1];
-            plan.logits = plan.logits.map(|logits| Logits { copied: Copied::None, ..logits });
+            plan.logits = plan.logits.map(|logits| Logits { copied: CopiedRows::None, ..logits });
             let time = median_of_sequences(&mut device.capture(&plan)?, tokens, each)?;
             let rate = tokens as f64 / time;
             let ratio = rate / *first.get_or_insert(rate);
@@ -151,22 +151,22 @@ fn sequences(device: &Device, model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// Returns numbers of tokens that steps of a shape may have.
+/// Returns the numbers of tokens that steps of a shape may have.
 fn tokens_of(shape: Shape) -> impl Iterator<Item = usize> {
     let takes = move |tokens: &usize| *tokens <= MAX_FEW || shape.packing.is_none();
     [1, 2, 4, 8, 16, 32, 64].into_iter().filter(takes)
 }
 
-pub fn median(graph: &mut etkv_cuda::Captured, tokens: usize, keys: usize) -> Result<f64> {
+pub fn median(graph: &mut etkv_cuda::CapturedStep, tokens: usize, keys: usize) -> Result<f64> {
     let ids: Vec<i32> = (0..tokens as i32).collect();
     let slots: Vec<i32> = ((keys - tokens) as i32..).take(tokens).collect();
     let step = StepInputs { ids: &ids, positions: &slots, slots: &slots, n_keys: keys, mask: None };
     median_of(graph, &step)
 }
 
-/// Returns the median of steps with a token of each of several sequences, which have so many keys each.
+/// Returns the median time of steps with one token of each of several sequences, which have `each` keys.
 pub fn median_of_sequences(
-    graph: &mut etkv_cuda::Captured,
+    graph: &mut etkv_cuda::CapturedStep,
     tokens: usize,
     each: usize,
 ) -> Result<f64> {
@@ -184,7 +184,7 @@ pub fn median_of_sequences(
     median_of(graph, &step)
 }
 
-fn median_of(graph: &mut etkv_cuda::Captured, step: &StepInputs) -> Result<f64> {
+fn median_of(graph: &mut etkv_cuda::CapturedStep, step: &StepInputs) -> Result<f64> {
     let mut times = Vec::new();
     for run in 0..RUNS + 4 {
         let begin = Instant::now();

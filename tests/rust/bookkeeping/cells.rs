@@ -1,11 +1,11 @@
-//! Generated operations on sequences in a pool of cells, and on trees behind them.
+//! Generated operations on sequences in a pool of cells, and on trees after them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Range, RangeInclusive};
 
 use etkv_core::bookkeeping::{CellsBookkeeping, LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use etkv_core::Status;
-use etkv_tests::kept::Kept;
+use etkv_tests::kept::WindowModel;
 use etkv_tests::model::{is_seen, Members, Model, Sight};
 use etkv_tests::shrink::{check, Case};
 use etkv_tests::slots::{Id, LayerGroupSlots};
@@ -68,8 +68,8 @@ pub enum Op {
     Keep {
         sequence: i32,
     },
-    /// Parents are taken modulo the number of earlier nodes plus two, minus one; `i32::MAX` is the
-    /// node before.
+    /// Parents are taken modulo the number of earlier nodes plus two, minus one; `i32::MAX` is the previous
+    /// node.
     Propose {
         sequence: i32,
         parents: Vec<i32>,
@@ -147,7 +147,7 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
     Case { config, ops }
 }
 
-/// The cells behind a sequence that are worth as many moves.
+/// The cells after a sequence that are worth the same number of moves.
 const ROOM: i32 = 64;
 
 struct Run {
@@ -157,7 +157,7 @@ struct Run {
     windows: Vec<Window>,
     groups: Vec<LayerGroupSlots>,
     /// One entry for each layer group but the first.
-    kept: Vec<Kept>,
+    kept: Vec<WindowModel>,
 }
 
 impl Run {
@@ -165,7 +165,7 @@ impl Run {
         let &Config { capacity, max_step_tokens, ref windows } = config;
         let step = max_step_tokens.min(capacity);
         let window = |&(window, sinks): &(i32, i32)| Window::new(window, sinks, step, capacity);
-        let kept = |&(window, sinks): &(i32, i32)| Kept::new(window, sinks, step, capacity);
+        let kept = |&(window, sinks): &(i32, i32)| WindowModel::new(window, sinks, step, capacity);
         let windows: Vec<Window> = windows.iter().map(window).collect();
         let limits = windows.iter().any(Window::slides);
         let sights = std::iter::once(None).chain(config.windows.iter().copied().map(Some));
@@ -345,12 +345,12 @@ impl Run {
 
     /// Returns the least position at which every window layer group has all of `range`.
     fn exact_from(&self, sequence: i32, range: &Range<i32>) -> i32 {
-        let exact_from = |kept: &Kept| kept.exact_from(&self.model, sequence, range);
+        let exact_from = |kept: &WindowModel| kept.exact_from(&self.model, sequence, range);
         self.kept.iter().map(exact_from).max().unwrap_or(0)
     }
 
-    /// Returns the least position that a sequence can be rewound to: it can go on there, and its
-    /// query has all that it sees; 0 if every position qualifies.
+    /// Returns the least position that a sequence can be rewound to: it can go on there, and its query finds
+    /// all that it sees; 0 if every position qualifies.
     fn least(&self, sequence: i32) -> i32 {
         let least = self.exact_from(sequence, &(0..i32::MAX));
         let positions = self.model.positions_of(sequence);
@@ -360,8 +360,8 @@ impl Run {
         positions.into_iter().map(|at| at + 1).find(|&next| next >= least).unwrap_or(0)
     }
 
-    /// Checks that the rows that a query of a sequence at `least` sees are where they were written
-    /// or moved to.
+    /// Checks that the rows that a query of a sequence at `least` sees are where they were written or moved
+    /// to.
     fn check_held_at(&self, sequence: i32, least: i32) {
         for (&sight, slots) in self.sights.iter().zip(&self.groups) {
             for id in self.model.sequence(sequence).tokens {
@@ -373,9 +373,9 @@ impl Run {
         }
     }
 
-    /// Checks that sequences go on behind their own cells if all of them can. Otherwise the tokens
-    /// that do not fit behind the step's sequence are one run, if there is a free one: the first, unless
-    /// a sequence goes on there.
+    /// Checks that sequences go on after their own cells if all of them can. Otherwise the tokens that do not
+    /// fit after the step's sequence are one run, if there is a free one: the first, unless a sequence goes
+    /// on there.
     fn check_cells(&self, owners: &[Members], write: &Slots) {
         let live = self.model.live();
         let is_live = |id: &Option<Id>| id.is_some_and(|id| live.contains(&id));
@@ -435,7 +435,7 @@ impl Run {
         }
     }
 
-    /// Returns the cell behind the last one of a sequence without its tree.
+    /// Returns the cell after the last one of a sequence, without its tree.
     fn end(&self, sequence: i32) -> Option<usize> {
         let held = self.model.sequences().get(&sequence)?;
         let cells: Vec<usize> =
@@ -448,8 +448,8 @@ impl Run {
         last.map(|&last| last + 1)
     }
 
-    /// Returns the cell of the last node of a sequence's tree in the first layer group. Without a
-    /// tree: its last cell if it is one run, and else the cell of its last token.
+    /// Returns the cell of the last node of a sequence's tree in the first layer group. Without a tree, its
+    /// last cell if it is one run, otherwise the cell of its last token.
     fn tail(&self, sequence: i32) -> Option<usize> {
         let held = self.model.sequences().get(&sequence)?;
         let last = *held.all().last()?;
@@ -459,8 +459,8 @@ impl Run {
         held.tokens.iter().filter_map(|&id| self.groups[0].slot_of(id)).max()
     }
 
-    /// Checks that reads begin and end with cells that sequences of the step hold or write. One
-    /// sequence in one run, all of which the last query sees, takes no mask.
+    /// Checks that reads begin and end with cells that sequences of the step hold or write. One sequence in
+    /// one run, all of which the last query sees, needs no mask.
     fn check_read(&self, group: usize, plan: &LayerGroupPlan, owners: &[Members], ids: &[Id]) {
         let slots = self.groups[group].ids();
         let (start, end) = (plan.read.start as usize, plan.read.end as usize);
@@ -478,7 +478,7 @@ impl Run {
             return;
         };
         let mut run: Vec<Id> = slots[first..end].iter().flatten().copied().collect();
-        // Nodes and the step's tokens have to lie in order; cells before them do not.
+        // Nodes and the step's tokens must lie in order; cells before them need not.
         let n_tokens = self.model.sequence(sequence).tokens.len();
         let is_tail_in_order = run.get(n_tokens..) == Some(&known[n_tokens..]);
         run.sort_unstable();
@@ -490,7 +490,7 @@ impl Run {
         }
     }
 
-    /// Checks that an open step refuses everything but its end.
+    /// Checks that an open step refuses everything but its commit and abort.
     fn refuses_in_step(&mut self) {
         let book = &mut self.book;
         let refused = [
@@ -646,9 +646,9 @@ impl Run {
         }
     }
 
-    /// Returns how many rows of a layer group move if at most one sequence is no run and none
-    /// shares cells: the fewest that make it one run beside the others, with some room behind it.
-    /// The other sequences move if that takes fewer rows, or leaves more room.
+    /// Returns how many rows of a layer group move if at most one sequence is not a run and none shares
+    /// cells: the fewest that make it one run next to the others, with some room after it. The other
+    /// sequences move if that takes fewer rows, or leaves more room.
     fn fewest(&self, group: usize) -> Option<RangeInclusive<usize>> {
         let sequences = self.model.sequences();
         let slots: Vec<Vec<i32>> = sequences
@@ -681,7 +681,7 @@ impl Run {
         let &[broken] = &broken[..] else {
             return broken.is_empty().then_some(0..=0);
         };
-        // A layer group of several sequences can have grown.
+        // A layer group with several sequences may have grown.
         if group > 0 && slots.iter().filter(|slots| !slots.is_empty()).count() > 1 {
             return None;
         }
@@ -710,8 +710,8 @@ impl Run {
         }
     }
 
-    /// Checks the promise: at least what the next query of each sequence sees, and the nodes of
-    /// trees; at most so many positions of each.
+    /// Checks the promise: at least what the next query of each sequence sees, and the nodes of trees; at
+    /// most the window's positions of each.
     fn check_used(&self, group: usize) {
         let live = self.model.live().len() as i32;
         let used = self.book.used(group);
@@ -781,7 +781,7 @@ fn equals_lists_of_tokens_over_generated_operations() {
     check(3000, generate, |config, ops| replay(config.clone(), ops));
 }
 
-/// The path of a runner with one sequence: never a mask.
+/// The path of a runner with one sequence: it never needs a mask.
 #[test]
 fn one_sequence_is_read_without_a_mask() {
     let mut book = CellsBookkeeping::new(200, []);

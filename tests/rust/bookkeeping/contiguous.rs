@@ -9,7 +9,7 @@ use etkv_tests::Rng;
 
 use super::agreed;
 
-/// `windows` has an entry a layer group: none for full history, or `(window, sinks)`.
+/// `windows` has an entry for each layer group: `None` for full history, or `(window, sinks)`.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub capacity: i32,
@@ -24,21 +24,20 @@ pub enum Op {
         n: i32,
         abort: bool,
     },
-    /// `n` tokens from `start` on, modulo one more than the length.
+    /// `n` tokens from `start` on, modulo the length plus one.
     Rewrite {
         start: i32,
         n: i32,
         abort: bool,
     },
-    /// Tokens from `start` on, modulo one more than the length; the `odd`th position is off by
-    /// `by`.
+    /// Tokens from `start` on, modulo the length plus one; the `odd`th position is off by `by`.
     Skewed {
         start: i32,
         n: i32,
         odd: usize,
         by: i32,
     },
-    /// A rewind to a length, modulo two more than the present one.
+    /// A rewind to a length, modulo the current one plus two.
     Rewind {
         length: i32,
     },
@@ -91,7 +90,7 @@ struct Run {
     /// The token at each position.
     tokens: Vec<Id>,
     written: Id,
-    /// The greatest length since the sequence was last empty.
+    /// The largest length since the sequence was last empty.
     peak: i32,
 }
 
@@ -127,8 +126,8 @@ impl Run {
         self.slides.iter().flatten().any(Window::slides)
     }
 
-    /// Returns the least length whose next query finds the rows that it sees among those held; 0 if
-    /// every length qualifies.
+    /// Returns the least length whose next query finds the rows that it sees among the held ones; 0 if every
+    /// length qualifies.
     fn least(&self) -> i32 {
         let least = |group: usize| {
             let (window, sinks) = self.windows[group]?;
@@ -233,8 +232,8 @@ impl Run {
         self.peak = peak.max(self.length());
     }
 
-    /// Checks that a layer group moves only if the next step may not fit, keeps no more than it
-    /// must, and does not move again within `room` tokens.
+    /// Checks that a layer group moves only if the next step may not fit, keeps no more than it must, and
+    /// does not move again within `room` tokens.
     fn check_move(&mut self, moved: &Move, length: i32) {
         let (window, sinks) = self.windows[moved.group].unwrap();
         let slots = self.slides[moved.group].unwrap().slots();

@@ -1,4 +1,4 @@
-//! Where rows lie, and how many move. Reads are right without these properties, but take a mask,
+//! The places of rows, and the number of moves. Reads are right without these properties, but need a mask,
 //! memory or copies.
 
 use etkv_core::bookkeeping::{
@@ -48,7 +48,7 @@ fn sequences_have_numbers_to_255() {
     assert!(book.begin_step(&[256]).is_err() && book.begin_step(&[-1]).is_err());
 }
 
-/// A layer group that is about to slide uses all of its slots in turn.
+/// Before it slides, a layer group uses all of its slots in turn.
 #[test]
 fn a_full_window_has_all_of_its_slots() {
     let window = Window::new(8, 1, 3, 1000);
@@ -69,7 +69,7 @@ fn a_new_sequence_leaves_room_where_there_is_enough_for_both() {
     assert_eq!(cells(&mut book, 1, 2), Slots::Run(3..5));
 }
 
-/// With the first free cell, sequences would take turns once their room has gone.
+/// If they took the first free cell, sequences would alternate once their room is used up.
 #[test]
 fn sequences_that_decode_together_go_on_in_runs() {
     const SEQUENCES: i32 = 8;
@@ -161,7 +161,7 @@ fn runs_stay_where_they_are() {
     }
 }
 
-/// Without space for room between them, sequences begin where they would anyway.
+/// Without space for room between them, sequences begin where they would otherwise.
 #[test]
 fn tight_sequences_close_their_holes_in_place() {
     let mut book = CellsBookkeeping::new(20, []);
@@ -279,7 +279,7 @@ fn a_long_run_does_not_make_way_for_a_short_sequence() {
     let mut book = CellsBookkeeping::new(4096, []);
     cells(&mut book, 0, 300);
     cells(&mut book, 1, 2000);
-    // The first sequence fills the room before the second, and goes on behind it.
+    // The first sequence fills the room before the second, and goes on after it.
     cells(&mut book, 0, 70);
     book.seq_rm(0, 0..294).unwrap();
     assert!(!book.is_contiguous(0).unwrap());

@@ -12,8 +12,7 @@ mod undo;
 
 use etkv_core::{Result, Status};
 
-/// Returns the accepted result, or `None` if the model has reasons to refuse and one of them was
-/// given.
+/// Returns the accepted result, or `None` if the model has reasons for a refusal and one of them was given.
 #[track_caller]
 fn agreed<T>(result: Result<T>, refusals: &[Status]) -> Option<T> {
     match result {

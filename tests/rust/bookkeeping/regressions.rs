@@ -1,4 +1,4 @@
-//! Cases that generated operations found once or rarely reach.
+//! Cases that generated operations found once or reach rarely.
 
 use super::cells::{replay, Config, Op::*};
 
@@ -68,7 +68,7 @@ fn a_chain_of_candidates_in_cells_elsewhere_takes_a_mask() {
             Step { sequences: vec![3], n: 1, in_turns: false, abort: false },
             Remove { sequence: 2, start: 0, end: i32::MAX },
             Propose { sequence: 0, parents: vec![i32::MAX] },
-            // The cell behind three tokens and one candidate, but not behind them.
+            // There is a cell after three tokens and one candidate, but not after the tokens.
             Undeclared { n: 1, abort: false },
         ],
     );

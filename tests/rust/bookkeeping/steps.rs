@@ -44,7 +44,7 @@ fn a_step_of_no_tokens_is_refused_when_it_is_said() {
     book.plan(&[0]).unwrap();
 }
 
-/// A tree takes its frontier again after a declared step that did not come.
+/// A tree takes its frontier again after a declared step that did not run.
 #[test]
 fn what_was_said_of_a_step_can_be_cancelled() {
     let mut book = CellsBookkeeping::new(10, []);
@@ -62,7 +62,7 @@ fn what_was_said_of_a_step_can_be_cancelled() {
     assert_eq!(book.tree_len(0).unwrap(), 1);
 }
 
-/// 40,000 queries of 80,000 cells: no array has so many elements.
+/// 40,000 queries of 80,000 cells: no array can have that many elements.
 #[test]
 fn a_mask_that_is_too_large_is_refused_and_nothing_has_changed() {
     let mut book = CellsBookkeeping::new(100_000, []);
@@ -70,11 +70,11 @@ fn a_mask_that_is_too_large_is_refused_and_nothing_has_changed() {
     let both = [vec![0; 20_000], vec![1; 20_000]].concat();
     let positions = [run(40_000, 20_000), run(0, 20_000)].concat();
     book.begin_step(&both).unwrap();
-    // Again: the first attempt took no cells and changed nothing.
+    // Twice: the first attempt took no cells and changed nothing.
     for _ in 0..2 {
         let error = book.plan(&positions).unwrap_err();
         assert_eq!(error.status(), Status::Capacity);
-        // Of these slots 64 are left free between the two sequences.
+        // 64 of these slots are left free between the two sequences.
         for named in ["40000 tokens", "80064 slots", "2147483647"] {
             assert!(error.message().contains(named), "{error}");
         }
@@ -83,7 +83,7 @@ fn a_mask_that_is_too_large_is_refused_and_nothing_has_changed() {
     }
     let error = book.plan(&[0]).unwrap_err();
     assert!(error.message().contains("declared 40000"), "{error}");
-    // Tokens of one sequence read less, and take no mask.
+    // Tokens of one sequence read less, and need no mask.
     step(&mut book, &[0], 20_000);
     step(&mut book, &[1], 20_000);
     assert_eq!(book.length(), 80_000);

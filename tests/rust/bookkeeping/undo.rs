@@ -1,4 +1,4 @@
-//! A committed step that is undone leaves nothing.
+//! Undoing a committed step leaves nothing of it.
 
 use etkv_core::bookkeeping::{CellsBookkeeping, LayerGroupPlan, Window};
 use etkv_core::Status;
@@ -66,7 +66,7 @@ fn what_follows_is_as_if_the_step_had_not_been() {
                 let added = other.commit_added().unwrap();
                 assert_eq!(added.cells(), &written);
                 assert_eq!(other.length(), book.length() + written.len() as i32);
-                // What the host does not see yet.
+                // A step that the host does not see yet.
                 if rng.chance(0.5) && plan(&mut other, &[vec![0]]).is_some() {
                     assert_eq!(other.undo(&added).unwrap_err().status(), Status::Step);
                     other.abort();

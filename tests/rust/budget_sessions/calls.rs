@@ -1,4 +1,4 @@
-//! The calls of a session, and what they answer.
+//! The calls of a session, and their answers.
 
 use std::path::Path;
 
@@ -8,10 +8,10 @@ use etkv_tests::backend::Backend;
 use etkv_tests::campaign::saving::driver::{one, AnyCache};
 use etkv_tests::{oracle, Rng};
 
-/// What a call answered.
+/// The answer of a call.
 #[derive(Clone, PartialEq)]
 pub enum Answer {
-    /// The bits of what the queries of a step see.
+    /// The bits that the queries of a step see.
     Done(Vec<u32>),
     /// The budget refused it.
     Refused,
@@ -34,7 +34,7 @@ impl Answer {
         }
     }
 
-    /// Returns whether both have the same values but for rounding.
+    /// Returns whether both have the same values, except for rounding.
     pub fn is_close(&self, other: &Self) -> bool {
         let (Self::Done(a), Self::Done(b)) = (self, other) else { return false };
         let close = |(&a, &b): (&u32, &u32)| {
@@ -46,7 +46,7 @@ impl Answer {
 }
 
 impl std::fmt::Debug for Answer {
-    /// The bits of a step fill pages.
+    /// The bits of a step would fill pages.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Done(bits) => write!(f, "{} values, {:?}…", bits.len(), bits.first()),
@@ -68,7 +68,7 @@ pub fn loads(seed: u64) -> bool {
     matches!(Rng::new(seed).below(30), 3 | 4)
 }
 
-/// Makes a call that a seed gives. `file` is the session's own.
+/// Makes the call of a seed. `file` is the session's own.
 pub fn call<B: Backend>(seed: u64, cache: &mut AnyCache<B>, file: &Path) -> Result<Vec<u32>> {
     let mut rng = Rng::new(seed);
     let done = |result: Result<()>| result.map(|()| Vec::new());
@@ -105,7 +105,7 @@ pub fn interrupted<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>, aside: bo
         }
         Ok(())
     });
-    // The declaration of a step that was set aside goes with it.
+    // The declaration of a step that was set aside is dropped with it.
     match cache.sequences_mut() {
         Some(all) if !aside || begun.is_err() => begun.and(all.cancel_step()),
         _ => begun,

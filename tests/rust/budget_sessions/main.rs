@@ -1,9 +1,9 @@
 //! Random sessions on several threads under one memory budget, each compared with the same session without
-//! one. The budget is the process's, so this file is a process of its own, with one test.
+//! one. The budget belongs to the process, so this file is a separate process, with one test.
 //!
-//! A session without a budget repeats the calls of the other one. Where the budget refused a call, the repeated
-//! call is refused as well, so that both have done the same before and after it. All that the queries of steps
-//! see then has to be equal, bit for bit.
+//! A session without a budget repeats the calls of the other one. A call that the budget refused is also
+//! refused in the repetition, so that both have done the same before and after it. Then the queries of all
+//! steps must see the same bits.
 
 mod calls;
 mod prefixes;
@@ -21,23 +21,23 @@ use etkv_tests::vec_store::OnVec;
 use etkv_tests::{for_seeds, runs, Rng};
 
 use calls::{call, interrupted, state, Answer};
-use prefixes::{book, known_after, Common, Shared, Text};
-use twins::{compare, Call, Counts, Ended, What};
+use prefixes::{book, known_after, Common, SharedAction, Text};
+use twins::{compare, Call, Counts, EndedSession, What};
 
 const CALLS: usize = 60;
 
-/// Prefixes that nothing uses, and caches that the host can spare.
+/// Prefixes that nothing uses, and caches that the host does not need.
 struct Spare<T>(Mutex<Vec<T>>);
 
 impl<T: Send> Reclaim for Spare<T> {
     fn reclaim(&self, bytes: u64) -> u64 {
         assert!(bytes > 0 && MemoryBudget::is_reclaiming());
-        // Another thread may be here, and it may wait for what this one has locked.
+        // Another thread may be here, and may wait for a lock that this one holds.
         self.0.try_lock().map_or(0, |mut spare| u64::from(spare.pop().is_some()))
     }
 }
 
-/// What the threads of one seed have in common.
+/// The objects that the threads of one seed share.
 struct Shelter<B: Backend> {
     limit: u64,
     folder: tempfile::TempDir,
@@ -52,7 +52,7 @@ impl<B: Backend> Shelter<B> {
         assert!(held as f64 <= limit as f64 * 1.01, "{held} bytes are held, {limit} allowed");
     }
 
-    /// Holds something that the budget can have back, or frees something.
+    /// Holds something that the budget can reclaim, or frees something.
     fn change(&self, rng: &mut Rng, cache: &mut AnyCache<B>) {
         if rng.chance(0.1) {
             let mut prefix = Share::new("prefix");
@@ -66,7 +66,7 @@ impl<B: Backend> Shelter<B> {
             if let Ok(cache) = &mut spare {
                 let _ = interrupted::<B>(rng, cache, true);
             }
-            // Outside the lock: a reclaimer may ask for it.
+            // Outside the lock, because a reclaimer may need it.
             if let Ok(cache) = spare {
                 self.host.0.lock().unwrap().push(cache);
             }
@@ -79,18 +79,18 @@ impl<B: Backend> Shelter<B> {
     }
 }
 
-/// A session under the budget, and what it answered.
+/// A session under the budget, and its answers.
 struct Session<B: Backend> {
     shape: Shape,
     cache: AnyCache<B>,
     file: PathBuf,
-    /// The text of what the cache holds, as far as it is known.
+    /// The text that the cache holds, as far as it is known.
     text: Text,
     calls: Vec<Call>,
 }
 
 impl<B: Backend> Session<B> {
-    /// Makes random calls. Returns nothing if the budget refuses the cache.
+    /// Makes random calls. Returns `None` if the budget refuses the cache.
     fn run(rng: &mut Rng, shape: Shape, among: &Shelter<B>) -> Option<Self> {
         let made = shape.try_make::<B>();
         let cache = made.map_err(|error| assert!(MemoryBudget::is_refusal(&error), "{error}"));
@@ -105,7 +105,7 @@ impl<B: Backend> Session<B> {
                 _ => session.call(rng.next_u64(), among),
             }
         }
-        // A step that was set aside has what it reserved until it ends.
+        // A step that was set aside keeps its reservation until it ends.
         session.cache.abort();
         Some(session)
     }
@@ -113,8 +113,8 @@ impl<B: Backend> Session<B> {
     fn done(&mut self, what: What, answer: Answer, among: &Shelter<B>) {
         among.check();
         let after = state::<B>(&self.cache);
-        let is_attached = matches!(what, What::Shared(Shared::Attach { .. }));
-        // Not behind other calls: it ends a step that was set aside.
+        let is_attached = matches!(what, What::SharedAction(SharedAction::Attach { .. }));
+        // Not after other calls, because it ends a step that was set aside.
         let book = (is_attached || answer == Answer::Refused).then(|| book::<B>(&mut self.cache));
         self.calls.push(Call { order: among.common.tick(), what, answer, after, book });
     }
@@ -138,14 +138,14 @@ impl<B: Backend> Session<B> {
         let order = among.common.tick();
         let answer = Answer::of(among.common.freeze::<B>(rng, &mut self.cache, &self.text));
         assert_eq!(state::<B>(&self.cache), before);
-        self.done(What::Shared(Shared::Freeze(self.text.clone())), answer, among);
+        self.done(What::SharedAction(SharedAction::Freeze(self.text.clone())), answer, among);
         self.calls.last_mut().unwrap().order = order;
     }
 
-    /// Lets go of what the cache has, and goes on from what any session froze.
+    /// Drops the contents of the cache, and goes on from any session's frozen text.
     fn attach(&mut self, rng: &mut Rng, among: &Shelter<B>) {
         self.cache.abort();
-        // Buffers that are made at once are the cache's own again, unless it gives them back.
+        // Buffers that are allocated upfront are the cache's own again, unless it releases them.
         let keeps = rng.chance(0.5);
         let frees =
             !keeps || Answer::of(self.cache.clear(false).map(|()| Vec::new())) == Answer::Refused;
@@ -161,7 +161,7 @@ impl<B: Backend> Session<B> {
         self.text = text[..n].to_vec();
         let answer = Answer::of(attached.map(|_| Vec::new()));
         let text = self.text.clone();
-        self.done(What::Shared(Shared::Attach { text, n, frees }), answer, among);
+        self.done(What::SharedAction(SharedAction::Attach { text, n, frees }), answer, among);
     }
 }
 
@@ -199,7 +199,7 @@ fn sessions<B: Backend>(seed: u64) -> Counts {
     });
     let Shelter { folder, idle, host, common, .. } = among;
     drop((idle, host, common));
-    // Rows of prefixes are held for as long as a cache reads them, and no longer.
+    // Rows of prefixes are held as long as a cache reads them, and no longer.
     let own: u64 = ran.iter().map(|session| session.cache.memory().allocated).sum();
     assert!(budget.report().held >= own, "{:?}, {own}", budget.report());
     assert_eq!(budget.report().caches, ran.len());
@@ -215,7 +215,7 @@ fn sessions<B: Backend>(seed: u64) -> Counts {
             }
         }
         let Session { shape, file, calls, .. } = session;
-        ended.push(Ended { shape, file, calls });
+        ended.push(EndedSession { shape, file, calls });
     }
     assert_eq!((budget.report().held, budget.report().caches), (0, 0));
     budget.set_limit(None);

@@ -19,12 +19,12 @@ pub const MODEL: &str = "a model";
 
 pub type Text = Vec<i64>;
 
-/// What a session does beside its own calls.
+/// The actions of a session in addition to its own calls.
 #[derive(Debug, Clone)]
-pub enum Shared {
+pub enum SharedAction {
     /// Freezes the cache, which holds this text.
     Freeze(Text),
-    /// Empties the cache, and attaches it to so many tokens of a text.
+    /// Empties the cache, and attaches it to `n` tokens of a text.
     Attach { text: Text, n: usize, frees: bool },
 }
 
@@ -33,7 +33,7 @@ pub fn book<B: Backend>(cache: &mut AnyCache<B>) -> Book {
     cache.saving().unwrap().snapshot().unwrap().book
 }
 
-/// What the sessions on the threads of one seed have in common.
+/// The objects that the sessions of one seed share.
 pub struct Common {
     pub prefixes: PrefixCache,
     frozen: Mutex<Vec<(Prefix, Text)>>,
@@ -59,12 +59,12 @@ impl Common {
         }
     }
 
-    /// Returns a number that is greater than those that were returned before, on any thread.
+    /// Returns a number greater than all that were returned before, on any thread.
     pub fn tick(&self) -> u64 {
         self.clock.fetch_add(1, Ordering::SeqCst)
     }
 
-    /// Returns the text of a cache, whose positions behind those of `known` no other text has.
+    /// Returns the text of a cache. No other text has the same positions after those of `known`.
     pub fn text_of<B: Backend>(&self, known: &Text, cache: &AnyCache<B>) -> Text {
         let length = cache.next_position().unwrap_or(0) as usize;
         let mut text = known.clone();
@@ -73,14 +73,14 @@ impl Common {
         text
     }
 
-    /// Freezes a cache, or keeps what it holds. The answer is whether it is frozen.
+    /// Freezes a cache, or keeps its contents. The answer is whether it is frozen.
     pub fn freeze<B: Backend>(
         &self,
         rng: &mut Rng,
         cache: &mut AnyCache<B>,
         text: &Text,
     ) -> Result<Vec<u32>> {
-        // Before others can attach to it: what was done last is done again last.
+        // Before others can attach to it: the last action is also repeated last.
         let is_kept = if rng.chance(0.7) {
             self.prefixes.keep(&mut **cache, MODEL, text)?
         } else {
@@ -92,7 +92,7 @@ impl Common {
         Ok(vec![u32::from(is_kept)])
     }
 
-    /// Attaches a cache to what was frozen or kept. Returns the text, and how much of it the cache has then.
+    /// Attaches a cache to a frozen or kept text. Returns the text, and how much of it the cache then has.
     pub fn attach<B: Backend>(
         &self,
         rng: &mut Rng,
@@ -109,14 +109,14 @@ impl Common {
         let mut text = pick(rng, &self.texts)?;
         text.truncate(1 + rng.below(text.len()).max(rng.below(text.len())));
         if rng.chance(0.3) {
-            // Some other way to go on.
+            // Another continuation.
             text.push(-1);
         }
         let attached = self.prefixes.attach(&mut **cache, MODEL, &text);
         Some((text, attached))
     }
 
-    /// Frees something, or has it stay, as any thread may at any time.
+    /// Frees something, or keeps it, as any thread may at any time.
     pub fn change<B: Backend>(&self, rng: &mut Rng, cache: &mut AnyCache<B>) {
         match rng.below(8) {
             0..=2 => drop(take(rng, &self.frozen)),
@@ -149,7 +149,7 @@ fn take<T>(rng: &mut Rng, all: &Mutex<Vec<T>>) -> Option<T> {
     })
 }
 
-/// Returns what is known of a cache's text after a call of it that was not [`Shared`].
+/// Returns what is known of a cache's text after one of its calls that was not [`SharedAction`].
 pub fn known_after<B: Backend>(
     mut text: Text,
     (seed, answer): (u64, &Answer),
@@ -158,7 +158,7 @@ pub fn known_after<B: Backend>(
 ) -> Text {
     let stays = cache.sequences().is_none()
         && !(loads(seed) && matches!(answer, Answer::Done(_)))
-        // A conversion by hand rounds the rows.
+        // An explicit conversion rounds the rows.
         && (before.1 == after.1 || before.0 != after.0);
     text.truncate(if stays { after.0 as usize } else { 0 });
     text

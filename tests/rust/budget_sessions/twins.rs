@@ -1,4 +1,4 @@
-//! Sessions again, without a budget, in the order in which their calls ended.
+//! The same sessions without a budget, in the order in which their calls ended.
 
 use std::path::PathBuf;
 
@@ -8,39 +8,39 @@ use etkv_tests::backend::Backend;
 use etkv_tests::campaign::saving::driver::{AnyCache, Shape};
 
 use crate::calls::{call, state, Answer, State};
-use crate::prefixes::{book, Shared, Text};
+use crate::prefixes::{book, SharedAction, Text};
 
-/// What a session did.
+/// An action of a session.
 #[derive(Debug, Clone)]
 pub enum What {
     Call(u64),
-    Shared(Shared),
+    SharedAction(SharedAction),
 }
 
-/// A call of a session: what it was, its answer, and the cache after it.
+/// A call of a session: the action, its answer, and the state of the cache after it.
 pub struct Call {
-    /// Its place among the calls of all sessions.
+    /// Its index in the order of the calls of all sessions.
     pub order: u64,
     pub what: What,
     pub answer: Answer,
     pub after: State,
-    /// Where the positions lie after it, of a call that was refused and one that attached the cache.
+    /// The places of the positions after a call that was refused or that attached the cache.
     pub book: Option<Book>,
 }
 
 /// A session that is over.
-pub struct Ended {
+pub struct EndedSession {
     pub shape: Shape,
     pub file: PathBuf,
     pub calls: Vec<Call>,
 }
 
-/// What was compared.
+/// The numbers of comparisons.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Counts {
     pub sessions: usize,
     pub calls: usize,
-    /// Of these calls.
+    /// The number of these calls that were refused.
     pub refused: usize,
     pub frozen: usize,
     pub attached: usize,
@@ -59,23 +59,24 @@ impl Counts {
 /// A session without a budget.
 struct Twin<B: Backend> {
     cache: AnyCache<B>,
-    /// Whether it was frozen or attached: its buffers may have other room then than those of the session.
+    /// Whether it was frozen or attached: its buffers may then have another capacity than those of the
+    /// session.
     shares: bool,
-    /// Whether rows may lie in other places than in the session: a call that was refused late may have made room
-    /// for more of a window's rows. Values are summed in another order then.
+    /// Whether rows may lie in other places than in the session: a call that was refused late may have made
+    /// room for more of a window's rows. Values are then summed in another order.
     apart: bool,
-    /// Whether it is compared no longer.
+    /// Whether it is no longer compared.
     ended: bool,
 }
 
 /// Repeats the calls of sessions without a budget, and compares the answers.
-pub fn compare<B: Backend>(sessions: &[Ended]) -> Counts {
-    let make = |session: &Ended| {
+pub fn compare<B: Backend>(sessions: &[EndedSession]) -> Counts {
+    let make = |session: &EndedSession| {
         let _ = std::fs::remove_file(&session.file);
         Twin::<B> { cache: session.shape.make::<B>(), shares: false, apart: false, ended: false }
     };
     let mut twins: Vec<Twin<B>> = sessions.iter().map(make).collect();
-    // None is ever dropped, so that a twin has what its session had.
+    // None is ever dropped, so that a twin has everything that its session had.
     let mut frozen: Vec<(Text, Prefix)> = Vec::new();
     let mut counts = Counts { sessions: sessions.len(), ..Counts::default() };
     let mut order: Vec<(usize, &Call)> = sessions
@@ -92,12 +93,12 @@ pub fn compare<B: Backend>(sessions: &[Ended]) -> Counts {
         let twin = &mut twins[at];
         let goes_on = match &call.what {
             What::Call(seed) => twin.call(*seed, call, &sessions[at]),
-            What::Shared(shared) => twin.share(shared, call, &mut frozen, &mut counts),
+            What::SharedAction(shared) => twin.share(shared, call, &mut frozen, &mut counts),
         };
         let formats = state::<B>(&twin.cache).1;
         if !goes_on || formats != call.after.1 {
-            // A conversion of `quantized_kv_start` that waits for memory is no refusal: rows are stored in
-            // float for longer than without a budget, also those of others that attach to them.
+            // A conversion of `quantized_kv_start` that waits for memory is not a refusal: rows are stored in
+            // float for longer than without a budget, including those of sessions that attach to them.
             let waits = sessions[at].shape.config.quantized_kv_start.is_some();
             assert!(waits && (goes_on || others_ended), "{:?}: {formats:?}", call.what);
             twin.ended = true;
@@ -111,10 +112,10 @@ pub fn compare<B: Backend>(sessions: &[Ended]) -> Counts {
 }
 
 impl<B: Backend> Twin<B> {
-    fn call(&mut self, seed: u64, done: &Call, session: &Ended) -> bool {
+    fn call(&mut self, seed: u64, done: &Call, session: &EndedSession) -> bool {
         let is_refused = done.answer == Answer::Refused;
         if is_refused && self.shares {
-            // What was refused has changed nothing.
+            // A refused call has changed nothing.
             self.cache.abort();
         } else {
             let budget = MemoryBudget::global();
@@ -129,17 +130,17 @@ impl<B: Backend> Twin<B> {
         true
     }
 
-    /// Returns whether the twin goes on: the prefix may be of a twin that does not.
+    /// Returns whether the twin goes on: the prefix may belong to a twin that does not.
     fn share(
         &mut self,
-        shared: &Shared,
+        shared: &SharedAction,
         done: &Call,
         frozen: &mut Vec<(Text, Prefix)>,
         counts: &mut Counts,
     ) -> bool {
         self.cache.abort();
         match shared {
-            Shared::Freeze(text) => {
+            SharedAction::Freeze(text) => {
                 if matches!(done.answer, Answer::Done(_)) {
                     frozen.push((text.clone(), self.cache.sharing().unwrap().freeze().unwrap()));
                     counts.frozen += 1;
@@ -147,14 +148,14 @@ impl<B: Backend> Twin<B> {
                 }
                 true
             }
-            Shared::Attach { text, n, frees } => {
+            SharedAction::Attach { text, n, frees } => {
                 self.cache.clear(*frees).unwrap();
                 if *n == 0 {
                     return true;
                 }
                 (self.shares, self.apart) = (true, false);
-                // Of several with these rows the one where they lie alike: windows drop rows at other times where
-                // they lie apart, and values are summed in another order.
+                // Of several with these rows, the one with the same places: windows drop rows at other times
+                // if the places differ, and values are summed in another order.
                 let is_attached = frozen.iter().any(|(of, prefix)| {
                     if of.get(..*n) != Some(text) || prefix.formats() != done.after.1 {
                         return false;

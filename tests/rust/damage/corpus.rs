@@ -9,11 +9,11 @@ const MARK: &[u8] = b"etkv-damage-4\n";
 pub struct Site {
     pub at: usize,
     pub kind: Kind,
-    /// Whether an instruction has it.
+    /// Whether it is part of an instruction.
     pub inside: bool,
 }
 
-/// What a number of a payload is.
+/// The meaning of a number of a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Byte,
@@ -28,7 +28,7 @@ pub enum Kind {
     Length,
     /// The distance to a table, a list or a text.
     Offset,
-    /// The place of a field in its table, 0 without the field.
+    /// The offset of a field in its table, 0 if the field is absent.
     Field,
     /// The type of an operation.
     Type,
@@ -61,7 +61,7 @@ pub struct Tensor {
 
 /// An exported program.
 #[derive(Clone)]
-pub struct Exported {
+pub struct ExportedProgram {
     pub name: String,
     /// `capacity,n_layers,n_kv_heads,head_dim[,dtype]`; empty for none.
     pub cache: String,
@@ -73,12 +73,12 @@ pub struct Exported {
     pub outputs: Vec<i8>,
 }
 
-pub fn read(path: &Path) -> Vec<Exported> {
+pub fn read(path: &Path) -> Vec<ExportedProgram> {
     let data = std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let mut reader = Reader(&data);
     assert_eq!(reader.take(MARK.len()), MARK, "{} is of another version", path.display());
     reader.text();
-    reader.list(|reader| Exported {
+    reader.list(|reader| ExportedProgram {
         name: reader.text(),
         cache: reader.text(),
         ops: reader.list(Reader::text),

@@ -1,4 +1,4 @@
-//! The campaign: starts workers, and tells what became of the programs that they took.
+//! The campaign: starts workers, and reports what happened to the programs that they ran.
 
 mod corpus;
 mod mutation;
@@ -13,20 +13,20 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// The bytes that a program may take in memory besides those that a worker starts with.
+/// The bytes of memory that a program may take in addition to those of the worker at its start.
 pub const MAX: u64 = 1 << 30;
 
-/// The bytes of addresses that a worker has besides those that it starts with.
+/// The bytes of address space that a worker has in addition to those at its start.
 pub const LEFT: u64 = 6 << 30;
 
-/// The most bytes of one tensor, so that several are less than [`MAX`].
+/// The most bytes of one tensor. Several of them are less than [`MAX`].
 pub const TENSOR: usize = 64 << 20;
 
-/// A program that takes longer hangs: seconds of a processor, and seconds of a clock.
+/// The time after which a program counts as hanging: CPU seconds, and wall-clock seconds.
 const PROCESSOR: f64 = 10.0;
 const CLOCK: Duration = Duration::from_secs(100);
 
-/// The most programs of one worker, so that little depends on what came before.
+/// The most programs of one worker, so that earlier programs have little influence.
 const PROGRAMS: u64 = 2_000;
 
 pub fn main() {
@@ -66,14 +66,14 @@ struct Campaign {
     first: u64,
     n: u64,
     jobs: u64,
-    /// Whether to tell what was changed, and every error.
+    /// Whether to print the changes, and every error.
     tell: bool,
 }
 
 /// A line of a worker, or its end.
-struct Ended {
+struct WorkerLine {
     seed: u64,
-    /// The first word of a line: `ran`, `load`, `run`, and what is a finding.
+    /// The first word of a line: `ran`, `load`, `run`, or that of a finding.
     what: String,
     told: String,
 }
@@ -84,7 +84,7 @@ impl Campaign {
         let begin = Instant::now();
         let (send, ended) = mpsc::channel();
         let mut counts: BTreeMap<String, usize> = BTreeMap::new();
-        let mut found: Vec<Ended> = Vec::new();
+        let mut found: Vec<WorkerLine> = Vec::new();
         std::thread::scope(|scope| {
             for job in 0..self.jobs {
                 let send = send.clone();
@@ -111,7 +111,7 @@ impl Campaign {
         found.len()
     }
 
-    fn tell(&self, counts: &BTreeMap<String, usize>, found: &[Ended], took: Duration) {
+    fn tell(&self, counts: &BTreeMap<String, usize>, found: &[WorkerLine], took: Duration) {
         let count = |what: &str| counts.get(what).copied().unwrap_or(0);
         println!(
             "{} damaged programs, seeds {} to {}, {:.0} s: {} ran, {} were refused when loaded, {} when run, \
@@ -152,8 +152,8 @@ impl Campaign {
         }
     }
 
-    /// Gives every `jobs`-th seed to workers, one after the other.
-    fn job(&self, job: u64, send: &mpsc::Sender<Ended>) {
+    /// Assigns every `jobs`-th seed to workers, one after the other.
+    fn job(&self, job: u64, send: &mpsc::Sender<WorkerLine>) {
         let (mut seed, end) = (self.first + job, self.first + self.n);
         while seed < end {
             let n = (end - seed).div_ceil(self.jobs).min(PROGRAMS);
@@ -179,7 +179,7 @@ impl Worker {
             .env("ETKV_FIRST_SEED", first.to_string())
             .env("ETKV_JOBS", step.to_string())
             .env("ETKV_DEVICE", "cpu")
-            // Threads take address space of their own.
+            // Each thread's arena takes address space.
             .env("MALLOC_ARENA_MAX", "1")
             .env("OPENBLAS_NUM_THREADS", "1")
             .stdin(Stdio::null())
@@ -190,8 +190,8 @@ impl Worker {
         Self { child, errors, step, first, n }
     }
 
-    /// Sends what becomes of each program. Returns the next seed.
-    fn follow(mut self, send: &mpsc::Sender<Ended>) -> u64 {
+    /// Sends the result of each program. Returns the next seed.
+    fn follow(mut self, send: &mpsc::Sender<WorkerLine>) -> u64 {
         let lines = BufReader::new(self.child.stdout.take().unwrap()).lines();
         let (line, told) = mpsc::channel();
         let reader = std::thread::spawn(move || {
@@ -225,7 +225,7 @@ impl Worker {
                     next = seed + self.step;
                     let what = words.next().unwrap_or_default().to_owned();
                     let told = words.next().unwrap_or_default().to_owned();
-                    let _ = send.send(Ended { seed, what, told });
+                    let _ = send.send(WorkerLine { seed, what, told });
                 }
                 _ => {}
             }
@@ -238,22 +238,23 @@ impl Worker {
                 (false, Some(signal)) => format!("signal-{signal}"),
                 (false, None) => format!("exit-{:?}", status.code()),
             };
-            let _ = send.send(Ended { seed, what, told: self.last_words() });
+            let _ = send.send(WorkerLine { seed, what, told: self.last_words() });
             next = seed + self.step;
         } else if next == self.first {
             panic!("a worker took none of {} programs: {}", self.n, self.last_words());
         }
         if running.is_none() && !status.success() {
-            // One of the programs before has written where it may not.
+            // One of the earlier programs has written to foreign memory.
             let told =
                 format!("{status} behind seeds {} to here: {}", self.first, self.last_words());
-            let _ = send.send(Ended { seed: next - self.step, what: String::from("late"), told });
+            let _ =
+                send.send(WorkerLine { seed: next - self.step, what: String::from("late"), told });
         }
         let _ = std::fs::remove_file(&self.errors);
         next
     }
 
-    /// The seconds of a processor that the worker has taken.
+    /// Returns the CPU seconds of the worker.
     fn processor(&self) -> f64 {
         let path = format!("/proc/{}/stat", self.child.id());
         let text = std::fs::read_to_string(path).unwrap_or_default();
@@ -263,7 +264,7 @@ impl Worker {
         (of(11).unwrap_or(0.0) + of(12).unwrap_or(0.0)) / 100.0
     }
 
-    /// The end of what the worker wrote to stderr.
+    /// Returns the end of the worker's stderr.
     fn last_words(&self) -> String {
         let mut text = Vec::new();
         if let Ok(mut file) = File::open(&self.errors) {

@@ -1,31 +1,31 @@
-//! The damage of a seed: the same on every machine.
+//! The damage of a seed, which is the same on every machine.
 
 use std::collections::BTreeMap;
 
 use etkv_mlx_program::{LogitsRows, Passes};
 use etkv_tests::Rng;
 
-use super::corpus::{Exported, Kind, Site};
+use super::corpus::{ExportedProgram, Kind, Site};
 
 /// A damaged program, and how it is loaded and run.
-pub struct Damaged {
-    pub program: Exported,
+pub struct DamagedProgram {
+    pub program: ExportedProgram,
     pub passes: Passes,
     pub logits: LogitsRows,
     pub runs: usize,
-    /// What was changed, for people.
+    /// The changes, as text.
     pub changes: Vec<String>,
 }
 
-/// Returns the program of a seed. Each operation has as many seeds as any other.
-pub fn damaged(programs: &[Exported], seed: u64) -> Damaged {
+/// Returns the program of a seed. Each operation has the same number of seeds.
+pub fn damaged(programs: &[ExportedProgram], seed: u64) -> DamagedProgram {
     let mut rng = Rng::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5dee_ce66);
     let rng = &mut rng;
-    // The first numbers of seeds in a row are alike.
+    // The first random numbers of consecutive seeds are similar.
     for _ in 0..4 {
         rng.next_u64();
     }
-    let mut of_op: BTreeMap<&str, Vec<&Exported>> = BTreeMap::new();
+    let mut of_op: BTreeMap<&str, Vec<&ExportedProgram>> = BTreeMap::new();
     for program in programs {
         for op in &program.ops {
             of_op.entry(op).or_default().push(program);
@@ -56,7 +56,7 @@ pub fn damaged(programs: &[Exported], seed: u64) -> Damaged {
     };
     let logits = if one_in(rng, 40) { LogitsRows::Last } else { LogitsRows::All };
     let runs = if one_in(rng, 3) { 2 } else { 1 };
-    Damaged { program, passes, logits, runs, changes }
+    DamagedProgram { program, passes, logits, runs, changes }
 }
 
 fn below(rng: &mut Rng, n: usize) -> usize {
@@ -72,13 +72,13 @@ fn pick<T: Copy>(rng: &mut Rng, list: &[T]) -> T {
 }
 
 struct Damage<'a> {
-    program: Exported,
+    program: ExportedProgram,
     changes: Vec<String>,
     rng: &'a mut Rng,
 }
 
 impl Damage<'_> {
-    /// Changes numbers where they lie.
+    /// Changes numbers in place.
     fn numbers(&mut self) {
         let n = match below(self.rng, 20) {
             0..12 => 1,
@@ -92,7 +92,7 @@ impl Damage<'_> {
     }
 
     fn site(&mut self) -> Site {
-        // Of changes to the structure few get past the verifier, and of changed tensors few past the decoder.
+        // Few changes to the structure get past the verifier, and few changed tensors past the decoder.
         let (inside, kinds) = (below(self.rng, 100) < 75, below(self.rng, 100));
         let fits = |kind: Kind| match kind {
             Kind::Slot | Kind::Type => (72..86).contains(&kinds),
@@ -208,7 +208,7 @@ impl Damage<'_> {
                 8 => old * 2,
                 _ => pick(rng, &[u64::from(u32::MAX), 1 << 31, 1 << 29, of_other]),
             },
-            // To what another one leads to.
+            // The target of another offset.
             Kind::Offset if !one_in(rng, 4) => {
                 (other.at as u64).wrapping_add(of_other).wrapping_sub(at as u64)
             }
@@ -220,7 +220,7 @@ impl Damage<'_> {
             },
         };
         let new = new & (u64::MAX >> (64 - 8 * size));
-        // Two of a kind change places.
+        // Swaps two numbers of the same kind.
         let is_swap = matches!(kind, Kind::Int32 | Kind::Int64 | Kind::Slot | Kind::Type)
             && one_in(self.rng, 6);
         let new = if is_swap { of_other } else { new };
@@ -305,7 +305,7 @@ fn read(payload: &[u8], at: usize, size: usize) -> u64 {
     payload[at..at + size].iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
 }
 
-/// Writes a number at a place that is a multiple of its bytes.
+/// Writes a number at an offset that is a multiple of its bytes.
 fn overwrite(bytes: &mut [u8], at: usize, number: &[u8; 8]) {
     let words = bytes.len() / 8;
     if words > 0 {

@@ -9,17 +9,17 @@ use etkv_mlx_program::{
     Argument, ArgumentDescription, ConstantSource, DimDescription, Host, LoadOptions, Program,
 };
 
-use super::corpus::{self, Exported, Tensor};
-use super::mutation::{self, Damaged};
+use super::corpus::{self, ExportedProgram, Tensor};
+use super::mutation::{self, DamagedProgram};
 use super::{LEFT, MAX, TENSOR};
 
 /// The most bytes of an input that is made to fit a damaged program.
 const MAX_INPUT: usize = 16 << 20;
 
-/// Takes the seeds `first..` in steps of `step`, `n` of them. Writes a line before each and one behind it.
+/// Runs `n` seeds from `first` on in steps of `step`. Writes a line before and after each.
 pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
     let programs = corpus::read(programs);
-    // A panic is told to the one that started this.
+    // A panic is reported to the parent process.
     std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
     warm_up(&programs[0]);
     etkv_mlx_program::set_most_bytes(TENSOR);
@@ -36,7 +36,7 @@ pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
             told = format!("memory {grown} bytes: {told}");
         }
         writeln!(out, "end {seed} {told}").unwrap();
-        // What is left of former programs is not to take the memory of the next.
+        // The memory of earlier programs must not count for the next.
         if resident() > start + MAX / 4 {
             writeln!(out, "grown {seed}").unwrap();
             return;
@@ -45,14 +45,14 @@ pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
     writeln!(out, "done").unwrap();
 }
 
-/// Starts what MLX starts once.
-fn warm_up(program: &Exported) {
+/// Initializes what MLX initializes once.
+fn warm_up(program: &ExportedProgram) {
     assert_eq!(run(&whole(program)), "ran", "{} does not run", program.name);
 }
 
 /// Returns a program without damage.
-fn whole(program: &Exported) -> Damaged {
-    Damaged {
+fn whole(program: &ExportedProgram) -> DamagedProgram {
+    DamagedProgram {
         program: program.clone(),
         passes: Default::default(),
         logits: Default::default(),
@@ -61,8 +61,7 @@ fn whole(program: &Exported) -> Damaged {
     }
 }
 
-/// Returns what became of the programs without damage that did not run, besides those with a kernel that
-/// no build has.
+/// Returns the results of undamaged programs that did not run, except those with a kernel that no build has.
 pub fn refused(programs: &Path) -> Vec<String> {
     etkv_mlx_program::set_most_bytes(TENSOR);
     let programs = corpus::read(programs);
@@ -72,7 +71,7 @@ pub fn refused(programs: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Limits the process to its present memory and [`LEFT`] more.
+/// Limits the process to its current memory and [`LEFT`] more.
 fn limit() {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = status.split(' ').next().unwrap().parse().unwrap();
@@ -100,8 +99,8 @@ fn resident() -> u64 {
     status.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).unwrap_or(0) * 4096
 }
 
-/// Returns what became of a program, in a line.
-pub fn run(damaged: &Damaged) -> String {
+/// Returns the result of a program, in a line.
+pub fn run(damaged: &DamagedProgram) -> String {
     match load_and_run(damaged) {
         Ok(()) => String::from("ran"),
         Err((place, error)) => {
@@ -116,8 +115,8 @@ pub fn run(damaged: &Damaged) -> String {
 
 type Failure = (&'static str, etkv::Error);
 
-fn load_and_run(damaged: &Damaged) -> Result<(), Failure> {
-    let Damaged { program, .. } = damaged;
+fn load_and_run(damaged: &DamagedProgram) -> Result<(), Failure> {
+    let DamagedProgram { program, .. } = damaged;
     let session = session(&program.cache);
     let mut options = LoadOptions::default();
     options.cache_key = session.as_ref().map(|session| session.key().to_owned());
@@ -139,7 +138,7 @@ fn load_and_run(damaged: &Damaged) -> Result<(), Failure> {
     Ok(())
 }
 
-fn execute(loaded: &Program, inputs: &[Tensor], program: &Exported) -> etkv::Result<()> {
+fn execute(loaded: &Program, inputs: &[Tensor], program: &ExportedProgram) -> etkv::Result<()> {
     let arguments: Vec<Argument> = inputs
         .iter()
         .map(|input| match input.scalar_type {
@@ -154,12 +153,13 @@ fn execute(loaded: &Program, inputs: &[Tensor], program: &Exported) -> etkv::Res
     loaded.execute(&arguments, &types, &mut Nothing::default())
 }
 
-/// The number of float32, and one that says that an input is an integer.
+/// The number of float32, and the number that stands for an integer input.
 const FLOAT32: i8 = 6;
 const INTEGER: i8 = -1;
 
-/// Returns inputs of the dtypes and shapes that a damaged program declares, of the elements of its own.
-fn fitting(program: &Exported) -> Option<Vec<Tensor>> {
+/// Returns inputs of the dtypes and shapes that a damaged program declares, with the elements of its original
+/// inputs.
+fn fitting(program: &ExportedProgram) -> Option<Vec<Tensor>> {
     let described = Program::describe(&program.payload, None).ok()?;
     let whole: Vec<u8> = program.inputs.iter().flat_map(|input| input.bytes.clone()).collect();
     let mut inputs = Vec::new();

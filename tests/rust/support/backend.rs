@@ -11,7 +11,7 @@ pub type Tensor<B> = <<B as Backend>::Store as Store>::Tensor;
 pub trait Backend: 'static {
     type Store: Store;
 
-    /// Whether an op that fails fails when it is called, not when its outputs are computed.
+    /// Whether a failing op fails when it is called, and not when its outputs are computed.
     const COMPUTES_AT_ONCE: bool = false;
 
     /// Whether its caches can be saved.
@@ -38,7 +38,7 @@ pub trait Backend: 'static {
     /// Returns rows as a quantized format rounds them.
     fn quantized(rows: &[Row], format: KvFormat) -> Rows;
 
-    /// Returns a tensor like `x` that fails when it is computed, or the failure itself where
+    /// Returns a tensor like `x` that fails when it is computed, or the error itself with
     /// [`COMPUTES_AT_ONCE`](Self::COMPUTES_AT_ONCE).
     fn failing(x: &Tensor<Self>) -> Result<Tensor<Self>>
     where

@@ -1,5 +1,4 @@
-//! The positions that the layers of one window hold of each sequence, in the simplest form: a set
-//! of tokens.
+//! The positions that the layers of one window hold of each sequence, in the simplest form: a set of tokens.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -8,7 +7,7 @@ use crate::model::Model;
 use crate::slots::Id;
 
 #[derive(Debug, Clone)]
-pub struct Kept {
+pub struct WindowModel {
     window: i32,
     sinks: i32,
     max_step_tokens: i32,
@@ -18,7 +17,7 @@ pub struct Kept {
     held: BTreeMap<i32, BTreeSet<Id>>,
 }
 
-impl Kept {
+impl WindowModel {
     pub fn new(window: i32, sinks: i32, max_step_tokens: i32, capacity: i32) -> Self {
         let room = max_step_tokens.max(window / 4);
         let slots = (sinks + window - 1 + 2 * max_step_tokens + room).min(capacity);
@@ -33,8 +32,8 @@ impl Kept {
         self.held.entry(sequence).or_default().extend(ids);
     }
 
-    /// Ends a step of this sequence. If another step of the greatest size may not fit, it drops
-    /// what neither the window nor a rewind of one step needs.
+    /// Ends a step of this sequence. If another step of the maximum size may not fit, drops what neither the
+    /// window nor a rewind of one step needs.
     pub fn slide(&mut self, model: &Model, sequence: i32) {
         let Some(held) = self.held.get_mut(&sequence) else {
             return;

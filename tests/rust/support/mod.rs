@@ -1,5 +1,5 @@
-//! Shared by the tests: random numbers that a seed repeats, the oracles, the backends that caches
-//! are tested on, and the campaign that runs on each of them.
+//! Shared by the tests: random numbers from a seed, the oracles, the backends that caches are tested on, and
+//! the campaign that runs on each of them.
 
 pub mod backend;
 pub mod campaign;
@@ -48,7 +48,7 @@ impl Rng {
     }
 }
 
-/// Runs a test for many seeds, and names the one that fails.
+/// Runs a test for many seeds, and names the seed that fails.
 pub fn for_seeds(default_runs: u64, test: impl Fn(u64) + std::panic::RefUnwindSafe) {
     for seed in seeds(default_runs) {
         if let Err(panic) = std::panic::catch_unwind(|| test(seed)) {
@@ -58,7 +58,7 @@ pub fn for_seeds(default_runs: u64, test: impl Fn(u64) + std::panic::RefUnwindSa
     }
 }
 
-/// Returns the seed of `ETKV_SEED`, or as many seeds as `ETKV_RUNS` says.
+/// Returns the seed in `ETKV_SEED`, or the number of seeds in `ETKV_RUNS`.
 fn seeds(default_runs: u64) -> std::ops::Range<u64> {
     match number("ETKV_SEED") {
         Some(seed) => seed..seed + 1,

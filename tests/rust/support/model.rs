@@ -1,6 +1,6 @@
-//! The expected contents of a cache of sequences, in the simplest form: every token ever written
-//! has a position, a sequence is a list of tokens, a tree is a list of nodes. No cells, no runs, no
-//! layer groups.
+//! The expected contents of a cache of sequences, in the simplest form: every token ever written has a
+//! position, a sequence is a list of tokens, a tree is a list of nodes. There are no cells, runs or layer
+//! groups.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -15,7 +15,7 @@ pub const SEQUENCES: Range<i32> = 0..256;
 /// The visible part of a sequence: all, or `(window, sinks)`.
 pub type Sight = Option<(i32, i32)>;
 
-/// Returns whether a query at `at` sees a token at `position` before or beside it.
+/// Returns whether a query at `at` sees a token at `position`, which is before it or at the same position.
 pub fn is_seen(sight: Sight, at: i32, position: i32) -> bool {
     let Some((window, sinks)) = sight else {
         return position <= at;
@@ -23,7 +23,7 @@ pub fn is_seen(sight: Sight, at: i32, position: i32) -> bool {
     position <= at && (position > at - window || position < sinks)
 }
 
-/// A candidate behind a sequence.
+/// A candidate after a sequence.
 #[derive(Debug, Clone)]
 pub struct Node {
     /// The number of an earlier node, or -1.
@@ -66,7 +66,7 @@ impl Sequence {
     }
 }
 
-/// The owner of a token.
+/// The owners of a token.
 pub type Members = Vec<i32>;
 
 #[derive(Debug, Clone)]
@@ -74,7 +74,7 @@ pub struct Model {
     pub capacity: i32,
     /// The most tokens of one sequence in a step, if windows limit them.
     pub max_step_tokens: Option<i32>,
-    /// The position of every token ever written, also by aborted steps.
+    /// The position of every token ever written, even by aborted steps.
     positions: Vec<i32>,
     /// The sequences that hold tokens or carry trees.
     sequences: BTreeMap<i32, Sequence>,
@@ -132,7 +132,7 @@ impl Model {
         self.capacity - self.live().len() as i32
     }
 
-    /// Returns numbers for tokens of a step, before it commits or aborts.
+    /// Returns numbers for the tokens of a step, before it commits or aborts.
     pub fn write(&mut self, positions: &[i32]) -> Vec<Id> {
         let first = self.positions.len();
         self.positions.extend_from_slice(positions);
@@ -253,15 +253,15 @@ impl Model {
         self.settle();
     }
 
-    /// Returns the tokens of `source` in a range of positions.
+    /// Returns the tokens of a sequence in a range of positions.
     fn in_range(&self, sequence: i32, positions: &Range<i32>) -> Vec<Id> {
         let tokens = self.sequences.get(&sequence).map_or(&[][..], |held| &held.tokens);
         let inside = |id: &Id| positions.contains(&self.positions[*id]);
         tokens.iter().copied().filter(inside).collect()
     }
 
-    /// Returns every reason to refuse a copy, and the least `next` that `target` may then have if
-    /// windows have dropped something.
+    /// Returns every reason to refuse a copy, and the least `next` that `target` may then have if windows
+    /// have dropped something.
     pub fn copy_refusals(
         &self,
         [source, target]: [i32; 2],
@@ -323,7 +323,7 @@ impl Model {
         };
         let held_something = !held.tokens.is_empty();
         held.tokens.retain(|&id| !gone.contains(&self.positions[id]));
-        // A tree behind an empty sequence begins at 0.
+        // The tree of an empty sequence begins at 0.
         if held.tokens.is_empty() && (held_something || gone.contains(&0)) {
             held.tree.clear();
         }

@@ -48,7 +48,7 @@ impl Backend for OnCpu {
         etkv_cpu::attend(q, spec, scale, None, &mut Workspace::new(), &Threads(2))
     }
 
-    /// Returns what a cache reads back, which the tests of the storage compare with bounds.
+    /// Returns the rows that a cache reads back, which the tests of the storage compare with bounds.
     fn quantized(stored: &[Row], format: KvFormat) -> Rows {
         let (heads, dim) = (stored[0].len(), stored[0][0].len());
         let n = stored.len();

@@ -1,4 +1,4 @@
-//! The backend of MLX arrays, which are computed when they are asked for.
+//! The backend of MLX arrays, which are computed lazily.
 
 use etkv::{ContiguousCache, MlxStore};
 use etkv_core::{CacheConfig, KvFormat, Result, Spec, Step};
@@ -48,7 +48,7 @@ impl Backend for OnMlx {
         Ok(etkv::attend(q, spec, scale, None)?)
     }
 
-    /// Returns what a cache reads back, which the tests of the storage compare with bounds.
+    /// Returns the rows that a cache reads back, which the tests of the storage compare with bounds.
     fn quantized(stored: &[Row], format: KvFormat) -> Rows {
         let (heads, dim) = (stored[0].len() as i32, stored[0][0].len() as i32);
         let n = stored.len() as i32;
@@ -62,7 +62,7 @@ impl Backend for OnMlx {
         rows(&read)
     }
 
-    /// A transform that MLX refuses when it runs it.
+    /// A transform that MLX refuses when it runs.
     fn failing(x: &Array) -> Result<Array> {
         let failing = || -> etkv::Result<Array> {
             let odd = Array::ones::<f32>(&[1, 11])?.hadamard_transform(None)?;

@@ -17,7 +17,7 @@ pub fn random_rows(rng: &mut Rng, n: usize, heads: usize, dim: usize) -> Rows {
     (0..n).map(|_| row()).collect()
 }
 
-/// Returns a format of every kind and size.
+/// A format of every kind and size.
 pub const FORMATS: [&str; 14] = [
     "f32",
     "f16",
@@ -41,7 +41,7 @@ pub fn rounded(rows: &[Row], format: KvFormat) -> Rows {
     rows.iter().map(|heads| heads.iter().map(row).collect()).collect()
 }
 
-/// Rounds a number to a float format; other formats leave it as it is.
+/// Rounds a number to a float format; other formats do not change it.
 pub fn round(value: f32, format: KvFormat) -> f32 {
     match format {
         KvFormat::F16 => f16::from_f32(value).to_f32(),
@@ -50,8 +50,8 @@ pub fn round(value: f32, format: KvFormat) -> f32 {
     }
 }
 
-/// Returns one query's attention over the rows that it sees. Query heads share KV heads evenly,
-/// neighbours together.
+/// Returns one query's attention over the rows that it sees. Query heads share KV heads evenly, adjacent ones
+/// together.
 pub fn attention(query: &Row, keys: &[Row], values: &[Row], scale: f32) -> Row {
     let share = query.len() / keys[0].len();
     query

@@ -1,5 +1,4 @@
-//! Generated runs of operations. A failing run is shortened and printed, ready to paste into a
-//! test.
+//! Generated runs of operations. A failing run is shortened and printed, ready to paste into a test.
 //!
 //! `ETKV_SEED=<n>` replays one seed, `ETKV_RUNS=<n>` runs that many.
 
@@ -10,8 +9,8 @@ use std::sync::Once;
 
 use crate::{seeds, Rng};
 
-/// The start of a run and its operations. Operations are generated without knowledge of the state,
-/// and are valid in every state: any part of a run is a run.
+/// The start of a run and its operations. Operations are generated without knowledge of the state, and are
+/// valid in every state: any part of a run is a run.
 #[derive(Debug, Clone)]
 pub struct Case<C, O> {
     pub config: C,
@@ -43,14 +42,14 @@ pub fn check<C: Debug + Clone, O: Debug + Clone>(
     }
 }
 
-/// Removes operations while the rest still fails: first large chunks, then smaller ones, then one
-/// at a time, until none can go.
+/// Removes operations while the rest still fails: first large chunks, then smaller ones, then one at a time,
+/// until none can be removed.
 pub fn shrink<O: Clone>(ops: &[O], fails: impl Fn(&[O]) -> bool) -> Vec<O> {
     let mut ops = ops.to_vec();
     let mut chunk = ops.len().div_ceil(2).max(1);
     loop {
         let mut removed = false;
-        // From the end: operations after the failure go first.
+        // From the end: operations after the failure are removed first.
         let mut end = ops.len();
         while end > 0 {
             let start = end.saturating_sub(chunk);

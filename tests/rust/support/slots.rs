@@ -1,4 +1,4 @@
-//! Executes plans as a cache does, on the ids of tokens in place of their rows.
+//! Executes plans as a cache does, on the ids of tokens instead of their rows.
 
 use etkv_core::bookkeeping::{LayerGroupPlan, MaskPlan, Slots};
 

@@ -20,7 +20,7 @@ pub struct TextShape {
     pub format: usize,
 }
 
-/// Where caches of the third format are converted.
+/// The number of positions at which caches of the third format are converted.
 pub const CONVERTED_AT: usize = 40;
 
 impl TextShape {
@@ -50,11 +50,11 @@ impl TextShape {
     }
 }
 
-/// Reads the tokens of a text behind those that the cache holds.
+/// Reads the tokens of a text after those that the cache holds.
 pub fn read<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) {
     loop {
         let start = cache.next_position().unwrap() as usize;
-        // Chunks of the same tokens, wherever a cache begins.
+        // Chunks end at the same tokens, wherever a cache begins.
         let end = text.len().min((start / 8 + 1) * 8);
         if start == end {
             return;
@@ -98,7 +98,7 @@ fn step<B: Backend>(cache: &mut TextCache<B>, text: &[i64], start: usize, end: u
     bits
 }
 
-/// Returns a text of a family whose members begin alike for a while.
+/// Returns a text of a family whose members have common beginnings.
 pub fn some_text(rng: &mut Rng) -> Vec<i64> {
     let mut text = Vec::new();
     let n = 1 + rng.below(90);
@@ -111,7 +111,7 @@ pub fn some_text(rng: &mut Rng) -> Vec<i64> {
     text
 }
 
-/// Returns how many tokens two texts begin with alike.
+/// Returns the length of the common beginning of two texts.
 pub fn shared(a: &[i64], b: &[i64]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }

@@ -1,7 +1,7 @@
 //! A storage of plain vectors: the smallest backend.
 //!
-//! It stores float32 in every format. Rows are rounded as the float formats round. For quantized
-//! formats they are rounded to as many levels as the codes have, not to the same values.
+//! It stores float32 in every format. Rows are rounded like in the float formats. For quantized formats they
+//! are rounded to the same number of levels as the codes have, but not to the same values.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -318,7 +318,7 @@ impl Store for VecStore {
         Ok(())
     }
 
-    /// Copies: this store shares no memory.
+    /// Copies, because this store shares no memory.
     fn freeze(&mut self, slots: &[i32], _most: &[i32], _anew: bool) -> Result<Self::Frozen> {
         may_fail(Failure::Grow)?;
         let of = |(buffers, &end): (&[Buffer; 2], &i32)| {
@@ -345,7 +345,7 @@ impl Store for VecStore {
     }
 }
 
-/// Plain vectors, computed at once.
+/// The backend of plain vectors, which are computed eagerly.
 pub struct OnVec;
 
 impl Backend for OnVec {

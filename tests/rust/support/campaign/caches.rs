@@ -1,5 +1,5 @@
-//! Caches of sequences and trees, in every format, compared with attention from first principles
-//! over the rows that the model of tokens says are seen.
+//! Caches of sequences and trees, in every format, compared with attention from first principles over the
+//! rows that the model of tokens says are seen.
 //!
 //! Rounding formats are compared over the rounded rows. A failure prints its seed;
 //! `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
@@ -20,7 +20,7 @@ const SCALE: f32 = 0.2;
 
 /// Keys and values of one layer, by token.
 #[derive(Default)]
-struct Stored {
+struct StoredTensors {
     k: Vec<Row>,
     v: Vec<Row>,
 }
@@ -29,9 +29,9 @@ struct Run<B: Backend> {
     rng: Rng,
     cache: CellsCache<B::Store>,
     model: Model,
-    layers: Vec<(LayerConfig, Sight, Stored)>,
+    layers: Vec<(LayerConfig, Sight, StoredTensors)>,
     formats: [KvFormat; 2],
-    /// Whether the cache has yet to reach `quantized_kv_start`.
+    /// Whether the cache has not reached `quantized_kv_start` yet.
     awaits: bool,
     n_sequences: usize,
 }
@@ -84,7 +84,10 @@ impl<B: Backend> Run<B> {
                 config.capacity,
                 windowed.then_some(max_step_tokens.min(config.capacity)),
             ),
-            layers: layers.iter().map(|&l| (l, sight(l.policy), Stored::default())).collect(),
+            layers: layers
+                .iter()
+                .map(|&l| (l, sight(l.policy), StoredTensors::default()))
+                .collect(),
             awaits: config.quantized_kv_start.is_some(),
             cache: CellsCache::with_trees(config).unwrap(),
             formats,
@@ -110,7 +113,7 @@ impl<B: Backend> Run<B> {
         self.rng.below(self.n_sequences) as i32
     }
 
-    /// Runs a step of some tokens or of the waiting frontiers, committed or not.
+    /// Runs a step of some tokens or of the pending frontiers, committed or not.
     fn step(&mut self) {
         let pending = self.model.sequences().values().any(|held| held.pending() > 0);
         if !pending {
@@ -140,7 +143,7 @@ impl<B: Backend> Run<B> {
         let Ok(owners) = self.model.owners(1) else {
             return;
         };
-        // A token that a tree does not take is refused at any position.
+        // A token that a tree refuses is refused at any position.
         let positions: Vec<i32> = (0..owners.len())
             .map(|token| self.model.expected(&owners, token, owners[token][0]).unwrap_or(0))
             .collect();
@@ -195,8 +198,8 @@ impl<B: Backend> Run<B> {
         }
         let n_had = stop_after.unwrap_or(self.layers.len()).min(self.layers.len());
         if n_had > 0 && spoiled.is_none() && self.rng.chance(0.3) {
-            // A layer whose rows are written already, with other queries and with rows whose values
-            // show that nothing is written.
+            // A layer whose rows are already written, called with other queries and with rows that would show
+            // if they were written.
             let index = self.rng.below(n_had);
             let (layer, sight, rows) = &self.layers[index];
             let heads = layer.n_kv_heads as usize;
@@ -212,7 +215,7 @@ impl<B: Backend> Run<B> {
             let number = step.set_aside().ok().unwrap();
             assert_eq!(self.cache.length(), length);
             if stop_after.is_some() {
-                // The next call that changes the cache rolls it back, with what was declared for it.
+                // The next call that changes the cache rolls it back, together with its declaration.
                 self.model.declared = None;
                 return;
             }
@@ -226,7 +229,7 @@ impl<B: Backend> Run<B> {
             step.commit_unread(&[]).map_or_else(|error| refused(&error, spoiled), drop);
             let late = self.cache.length() > length;
             match spoiled {
-                // The next call that changes the cache reads the values, or the next but one if a step
+                // The next call that changes the cache reads the values, or the one after that if a step
                 // begins.
                 None => {
                     self.model.commit(owners, &ids);
@@ -250,7 +253,7 @@ impl<B: Backend> Run<B> {
         }
     }
 
-    /// Lets one of several calls find out that the values of the last step are not finite.
+    /// Makes one of several calls detect that the values of the last step are not finite.
     fn undo(&mut self, spoiled: Option<usize>, length: i32) {
         self.model.declared = None;
         let behind = self.rng.chance(0.5).then(|| self.sequence());
@@ -386,7 +389,7 @@ fn assert_sees<B: Backend>(
     owners: &[Members],
     ids: &[Id],
     (q, out): (&[Row], &Tensor<B>),
-    rows: &Stored,
+    rows: &StoredTensors,
 ) {
     let out = B::rows(out);
     for (query, row) in q.iter().enumerate() {

@@ -39,14 +39,14 @@ struct Run<B: Backend> {
     cache: ContiguousCache<B::Store>,
     model: Model,
     formats: [KvFormat; 2],
-    /// Whether the cache has yet to reach `quantized_kv_start`.
+    /// Whether the cache has not reached `quantized_kv_start` yet.
     awaits: bool,
 }
 
 impl<B: Backend> Run<B> {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        // Float formats take any head_dim.
+        // Float formats support any head_dim.
         let floats = rng.chance(0.5);
         let any = if floats { &oracle::FORMATS[..3] } else { &oracle::FORMATS[..] };
         let dims: &[i32] = if floats { &[4, 8, 16] } else { &[64, 128] };
@@ -126,8 +126,8 @@ impl<B: Backend> Run<B> {
             written.push((all_k, all_v));
         }
         if !written.is_empty() && self.rng.chance(0.3) {
-            // A layer whose rows are written already, with other queries and with rows whose values
-            // show that nothing is written.
+            // A layer whose rows are already written, called with other queries and with rows that would show
+            // if they were written.
             let id = self.rng.below(written.len());
             let layer = self.model.layers[id].0;
             let heads = layer.n_kv_heads as usize;
@@ -150,7 +150,7 @@ impl<B: Backend> Run<B> {
             step
         };
         if stop_after.is_some() {
-            // Not committed: the cache is as before, also where the step overwrote rows.
+            // Not committed: the cache is as before, even where the step overwrote rows.
             drop(step);
         } else {
             step.commit(&[]).unwrap();

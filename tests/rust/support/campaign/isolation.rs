@@ -64,7 +64,7 @@ pub fn values_that_are_not_finite_reach_no_other_sequence<B: Backend>() {
 /// Rows of an evaluated and dropped step lie in free cells.
 pub fn rows_of_an_aborted_step_reach_no_sequence<B: Backend>() {
     let run = || -> Result<()> {
-        // Enough cells that sequences leave each other room.
+        // Enough cells for sequences to leave each other room.
         let mut cache = CellsCache::<B::Store>::new(CacheConfig::uniform(1, 1, 64, 512))?;
         append::<B>(&mut cache, &[0], 1.0)?;
         cache.sequences_mut().unwrap().begin_step(&[1; 8])?;

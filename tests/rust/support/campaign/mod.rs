@@ -1,5 +1,5 @@
-//! Tests of every kind of cache on every storage, generic over the backend.
-//! [`campaign!`](crate::campaign!) makes tests of them on one backend.
+//! Tests of every kind of cache on every storage, generic over the backend. [`campaign!`](crate::campaign!)
+//! instantiates them for one backend.
 
 pub mod caches;
 pub mod contiguous;

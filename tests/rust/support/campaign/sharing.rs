@@ -1,4 +1,4 @@
-//! Caches that read frozen rows answer as caches that ran every step themselves, bit for bit.
+//! Caches that read frozen rows answer like caches that ran every step themselves, bit for bit.
 //!
 //! A failure prints its seed; `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
 
@@ -8,14 +8,14 @@ use super::saving::driver::{operate, AnyCache, Shape};
 use crate::backend::Backend;
 use crate::{for_seeds, Rng};
 
-/// What a cache did.
+/// An action on a cache.
 #[derive(Clone, Copy)]
 enum Done {
     Operation(u64),
     Rewind(i32),
 }
 
-/// A cache that shares rows, one that does not, and what both did.
+/// A cache that shares rows, one that does not, and the actions on both.
 struct Pair<B: Backend> {
     caches: [AnyCache<B>; 2],
     done: Vec<Done>,
@@ -42,7 +42,8 @@ impl<B: Backend> Pair<B> {
         }
     }
 
-    /// Returns a cache at the first `length` positions of a prefix, and one that came there by itself.
+    /// Returns a cache at the first `length` positions of a prefix, and one that reached them by its own
+    /// steps.
     fn attached(shape: &Shape, (prefix, done): &(Prefix, Vec<Done>), length: i32) -> Self {
         let mut pair = Self::new(shape);
         pair.caches[0].sharing().unwrap().attach(prefix, length).unwrap();

@@ -60,9 +60,10 @@ fn seen<B: Backend>(cache: &mut CellsCache<B::Store>, sequences: &[i32]) -> Vec<
     B::rows(&out).into_iter().map(|row| row[0][0]).collect()
 }
 
-/// Returns a cache of three layers where sequences 0 and 1 share two tokens and have one of their own.
+/// Returns a cache of three layers in which sequences 0 and 1 share two tokens and have one token each of
+/// their own.
 fn forked<B: Backend>(format: KvFormat) -> CellsCache<B::Store> {
-    // Enough cells that sequences leave each other room.
+    // Enough cells for sequences to leave each other room.
     let mut cache = cache::<B>(CacheConfig::uniform(3, 1, DIM as i32, 512).stored_as(format));
     seen::<B>(&mut cache, &[0, 0]);
     cache.sequences_mut().unwrap().seq_cp(0, 1, 0..i32::MAX).unwrap();
@@ -70,14 +71,14 @@ fn forked<B: Backend>(format: KvFormat) -> CellsCache<B::Store> {
     cache
 }
 
-/// Checks that a step that was committed with values that are not finite is not there.
+/// Checks that a committed step with values that are not finite is undone.
 fn assert_undone<B: Backend>(cache: &mut CellsCache<B::Store>) {
     assert_eq!(cache.length(), 4);
     let cells = cache.sequences().unwrap();
     assert_eq!([0, 1, 2].map(|one| cells.seq_len(one).unwrap()), [3, 3, 0]);
     assert_eq!(cells.live_sequences(), [0, 1]);
-    // Sequence 2 takes the first of the cells that it had, and 3 cells behind them: those between are
-    // read behind a mask.
+    // Sequence 2 takes the first of its former cells, and 3 takes cells after them: those between are read
+    // with a mask.
     for sequences in [&[2][..], &[3], &[0, 3], &[2, 1, 0], &[0; 9], &[1, 2]] {
         for value in seen::<B>(cache, sequences) {
             assert!((value - 1.0).abs() < 0.1, "{value}");
@@ -98,7 +99,7 @@ fn changes<B: Backend>() -> Vec<Change<B>> {
         |cache| cache.trees_mut().unwrap().propose(0, &[-1]),
         |cache| cache.rewind(1),
         |cache| cache.convert(KvFormat::F32, KvFormat::F32),
-        // The step behind, and one that begins after it.
+        // The next step, and one that begins after it.
         |cache| open::<B>(cache, &[1, 2], 1.0)?.commit(&[]),
         |cache| open::<B>(cache, &[1, 2], 1.0)?.commit_unread(&[]),
         |cache| {
@@ -117,7 +118,7 @@ fn changes<B: Backend>() -> Vec<Change<B>> {
     ]
 }
 
-/// The next call that changes the cache gets the error of the step, and the step is not there.
+/// The next call that changes the cache gets the error of the step, and the step is undone.
 pub fn values_that_are_not_finite_undo_a_committed_step<B: Backend>() {
     B::run(|| {
         for format in ["f16", "f32", "affine4g64"].map(|name| name.parse().unwrap()) {
@@ -148,7 +149,7 @@ pub fn values_that_are_not_finite_undo_a_committed_step<B: Backend>() {
     });
 }
 
-/// Finite values are read and forgotten, and a step set aside behind them stays.
+/// Finite values are read and forgotten, and a later step that was set aside stays.
 pub fn a_step_that_was_committed_unread_stays<B: Backend>() {
     B::run(|| {
         let mut cache = forked::<B>(KvFormat::F16);
@@ -163,10 +164,11 @@ pub fn a_step_that_was_committed_unread_stays<B: Backend>() {
             let mut cache = forked::<B>(KvFormat::F16);
             unread::<B>(&mut cache, &[0, 1, 2], 1.0);
             let changed = change(&mut cache);
-            // Sequence 1 has a token of its own where it is copied to, and several cannot be rewound.
+            // Sequence 1 has its own token at the target of the copy, and several sequences cannot be
+            // rewound.
             assert!(changed.is_ok() || !changed.unwrap_err().message().contains("finite"));
         }
-        // Dropping it is fine, and so is clearing it: no value stays that a mask cannot hide.
+        // Dropping it is no error, and neither is clearing it: no value stays that a mask cannot hide.
         let mut cache = forked::<B>(KvFormat::F16);
         if B::Store::ENDS_UNREAD {
             unread::<B>(&mut cache, &[0, 1, 2], f32::NAN);
@@ -180,7 +182,7 @@ pub fn a_step_that_was_committed_unread_stays<B: Backend>() {
     });
 }
 
-/// What a commit drops, moves or converts cannot be undone, so such a step is read at once.
+/// A commit that drops, moves or converts cannot be undone, so such a step is read immediately.
 pub fn steps_that_cannot_be_undone_are_read_at_once<B: Backend>() {
     B::run(|| {
         let uniform = || CacheConfig::uniform(2, 1, DIM as i32, 64);

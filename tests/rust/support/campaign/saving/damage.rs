@@ -1,27 +1,27 @@
-//! Damaged files: some bytes changed, removed, added or exchanged, integers replaced by absurd ones, and
-//! words of the header by others, with checksums that are made right again.
+//! Damaged files: some bytes are changed, removed, added or exchanged, integers replaced by absurd ones, and
+//! words of the header by others, and checksums are corrected again.
 //!
-//! A second cache sees none of the files. After each of them both answer the same.
+//! A second cache does not load the files. After each of them both answer the same.
 
 use etkv_core::Status;
 use etkv_file::{load, save};
 
 use super::driver::{forward, operate, AnyCache, Shape};
-use super::{labels, written, Place, MODEL};
+use super::{labels, written, SaveFile, MODEL};
 use crate::backend::Backend;
 use crate::{for_seeds, Rng};
 
-/// Damaged files of each seed.
+/// The number of damaged files for each seed.
 const FILES: usize = 50;
 
 fn header_end(bytes: &[u8]) -> usize {
     8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize
 }
 
-/// Changes a file anyhow.
+/// Changes a file at random.
 fn damage(rng: &mut Rng, bytes: &mut Vec<u8>) {
     let n = bytes.len();
-    // Half of them in the header, which is short.
+    // Half of the changes hit the header, which is short.
     let end = if rng.chance(0.5) { header_end(bytes).min(n) } else { n };
     let at = rng.below(end);
     match rng.below(9) {
@@ -37,7 +37,7 @@ fn damage(rng: &mut Rng, bytes: &mut Vec<u8>) {
             bytes.drain(at..stop);
         }
         7 => {
-            // Two parts of one length, such as the keys of two layers.
+            // Two parts of the same length, such as the keys of two layers.
             let other = rng.below(n);
             let len = (1 + rng.below(4096)).min(at.abs_diff(other)).min(n - at.max(other));
             for i in 0..len {
@@ -49,11 +49,11 @@ fn damage(rng: &mut Rng, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Replaces a number of the header by another, and makes the checksum of the header right.
+/// Replaces a number of the header by another, and corrects the checksum of the header.
 fn lie(rng: &mut Rng, bytes: &mut Vec<u8>) {
     let end = header_end(bytes);
     let mut text = String::from_utf8(bytes[8..end].to_vec()).unwrap().trim_end().to_owned();
-    // Not those of the tensors' offsets alone.
+    // Not only those of the tensors' offsets.
     let state = text.find("\"cache\":").unwrap_or(0);
     let from = if rng.chance(0.8) { state } else { 0 };
     let digits: Vec<usize> = (from.max(1)..text.len())
@@ -86,7 +86,7 @@ fn lie(rng: &mut Rng, bytes: &mut Vec<u8>) {
     replace_header(bytes, &text);
 }
 
-/// Replaces a word of the header by another one that a header may have, or removes it.
+/// Replaces a word of the header by another valid one, or removes it.
 fn reword(rng: &mut Rng, bytes: &mut Vec<u8>) {
     const WORDS: [&str; 14] = [
         "contiguous",
@@ -120,7 +120,7 @@ fn reword(rng: &mut Rng, bytes: &mut Vec<u8>) {
     replace_header(bytes, &text);
 }
 
-/// Gives a file another header, whose checksum is right.
+/// Gives a file another header, with a correct checksum.
 fn replace_header(bytes: &mut Vec<u8>, text: &str) {
     let end = header_end(bytes);
     let mut header = vec![0; 8];
@@ -141,7 +141,7 @@ pub fn damaged_files_are_refused_and_change_nothing<B: Backend>() {
     if !B::SAVES {
         return;
     }
-    let place = Place::new();
+    let place = SaveFile::new();
     for_seeds(if B::COMPUTES_AT_ONCE { 60 } else { 12 }, |seed| {
         B::run(|| {
             let mut rng = Rng::new(seed);
@@ -152,7 +152,7 @@ pub fn damaged_files_are_refused_and_change_nothing<B: Backend>() {
             }
             let tokens: Vec<i64> = (0..caches[0].length().into()).collect();
             save(&mut *caches[0], &place.path, labels(&tokens)).unwrap();
-            // What is set aside is rolled back.
+            // Rolls back what is set aside.
             save(&mut *caches[1], &place.path, labels(&tokens)).unwrap();
             let whole = std::fs::read(&place.path).unwrap();
             for _ in 0..10 {
@@ -179,7 +179,7 @@ pub fn damaged_files_are_refused_and_change_nothing<B: Backend>() {
                         operate::<B>(&mut rng, &mut caches);
                     }
                     Ok(_) => {
-                        // What the checksums say is right may be loaded; it does no harm.
+                        // A file with correct checksums may be loaded; it does no harm.
                         assert!(lies || bytes == whole, "a damaged file is loaded");
                         for _ in 0..3 {
                             let one = &mut Rng::new(rng.next_u64());

@@ -1,4 +1,4 @@
-//! Generated operations on several caches alike, which have to answer the same, bit for bit.
+//! Generated operations on several equal caches, which must answer the same, bit for bit.
 
 use etkv_core::{
     AttendCache, CacheConfig, CellsCache, ContiguousCache, Error, Growth, KvFormat, LayerConfig,
@@ -13,7 +13,7 @@ const SEQUENCES: usize = 4;
 
 pub type AnyCache<B> = Box<dyn AttendCache<Store = <B as Backend>::Store>>;
 
-/// A cache of a kind and a config that a seed gives.
+/// The kind and config of a cache, from a seed.
 #[derive(Debug, Clone)]
 pub struct Shape {
     pub kind: usize,
@@ -134,7 +134,7 @@ fn grow_tree<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<()> {
     }
 }
 
-/// Runs a step of some sequences, or of the waiting frontiers.
+/// Runs a step of some sequences, or of the pending frontiers.
 fn step<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32>> {
     let most = cache.config().max_step_tokens as usize;
     let n = if rng.chance(0.5) { 1 } else { 1 + rng.below(most.min(20)) };
@@ -158,7 +158,7 @@ fn step<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32>> 
         if let Some(all) = cache.sequences_mut() {
             all.cancel_step()?;
         }
-        // A refusal for memory is the answer, whatever else would fit.
+        // A refusal for memory is the answer, even if another step would fit.
         if MemoryBudget::is_refusal(&error) {
             return Err(error);
         }
@@ -168,7 +168,7 @@ fn step<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32>> 
     forward::<B>(rng, cache, &positions)
 }
 
-/// Runs the frontiers that wait, after a step of tokens was refused.
+/// Runs the pending frontiers, after a step of tokens was refused.
 fn frontiers<B: Backend>(
     rng: &mut Rng,
     cache: &mut AnyCache<B>,
@@ -177,7 +177,7 @@ fn frontiers<B: Backend>(
     let Some(trees) = cache.trees() else {
         return Err(refused);
     };
-    // Frontiers of one depth only, so that positions are known.
+    // Only frontiers of one depth, so that positions are known.
     let mut positions = Vec::new();
     for sequence in trees.live_sequences() {
         let n = trees.tree_len(sequence)?;

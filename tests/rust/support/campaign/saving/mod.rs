@@ -1,4 +1,4 @@
-//! Caches that were saved and loaded go on as those that were not, and damaged files are refused.
+//! Caches that were saved and loaded go on like those that were not, and damaged files are refused.
 //!
 //! A failure prints its seed; `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
 
@@ -22,13 +22,13 @@ pub use sequences::{
 
 const MODEL: &str = "a model";
 
-/// A folder that is removed in the end, and a file in it.
-struct Place {
+/// A folder that is removed on drop, and a file in it.
+struct SaveFile {
     _folder: tempfile::TempDir,
     path: PathBuf,
 }
 
-impl Place {
+impl SaveFile {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a cache.safetensors");
@@ -36,7 +36,7 @@ impl Place {
     }
 }
 
-/// Returns what a face writes: integers and rows.
+/// Returns the integers and rows that a face writes.
 fn written(face: &mut dyn SaveCache) -> (String, Vec<u8>) {
     let snapshot = face.snapshot().unwrap();
     let mut all = Vec::new();
@@ -56,7 +56,7 @@ pub fn what_was_saved_and_loaded_goes_on_alike<B: Backend>() {
     if !B::SAVES {
         return;
     }
-    let place = Place::new();
+    let place = SaveFile::new();
     for_seeds(150, |seed| {
         B::run(|| {
             let mut rng = Rng::new(seed);
@@ -68,7 +68,7 @@ pub fn what_was_saved_and_loaded_goes_on_alike<B: Backend>() {
                 }
                 let tokens = [round, -1, i64::MAX];
                 save(&mut *caches[0], &place.path, labels(&tokens)).unwrap();
-                // Into a new cache, and into one with contents, which go.
+                // Into a new cache, and into one with contents, which are replaced.
                 if caches.len() < 3 {
                     caches.push(shape.make::<B>());
                 }
@@ -85,7 +85,7 @@ pub fn what_was_saved_and_loaded_goes_on_alike<B: Backend>() {
 
 /// A cache of one backend loads what one of another saved, and saves the same bytes.
 pub fn files_cross_backends<A: Backend, B: Backend>() {
-    let place = Place::new();
+    let place = SaveFile::new();
     for_seeds(30, |seed| {
         let mut rng = Rng::new(seed);
         let shape = Shape::new(&mut rng);
@@ -106,7 +106,7 @@ pub fn files_cross_backends<A: Backend, B: Backend>() {
         let [saved, again] =
             [&saved, &again].map(|bytes| safetensors::SafeTensors::deserialize(bytes).unwrap());
         assert_eq!(saved.names().len(), again.names().len());
-        // The order of words in the metadata is any, and so is the checksum of the header.
+        // The order of words in the metadata may differ, and so may the checksum of the header.
         for name in saved.names().into_iter().filter(|&name| name != "checksums") {
             assert_eq!(saved.tensor(name).unwrap(), again.tensor(name).unwrap(), "{name}");
         }
@@ -126,7 +126,7 @@ pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
     if !B::SAVES {
         return;
     }
-    let place = Place::new();
+    let place = SaveFile::new();
     let mut config = CacheConfig::uniform(2, 2, 64, 40).stored_as(KvFormat::RowInt4);
     config.max_step_tokens = 12;
     config.layers[1].policy = LayerPolicy::Window { window: 4, sinks: 1 };
@@ -179,12 +179,12 @@ pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
     });
 }
 
-/// Rows of one float format in a cache of another are those that a conversion makes.
+/// Rows of one float format in a cache of another equal those that a conversion makes.
 pub fn float_formats_are_converted<B: Backend>() {
     if !B::SAVES {
         return;
     }
-    let place = Place::new();
+    let place = SaveFile::new();
     B::run(|| {
         let floats = [KvFormat::F32, KvFormat::F16, KvFormat::Bf16];
         for (from, to) in floats.iter().flat_map(|&from| floats.map(|to| (from, to))) {

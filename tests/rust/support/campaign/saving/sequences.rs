@@ -1,4 +1,4 @@
-//! Single sequences of caches in files: they go on in another cache beside others, which stay as they are, or
+//! Single sequences of caches in files: they go on in another cache next to others, which are unchanged, or
 //! they are refused and nothing changes.
 
 use std::slice::from_mut;
@@ -8,7 +8,7 @@ use etkv_core::{CacheConfig, KvFormat, LayerPolicy, Status};
 use etkv_file::{load, load_sequence, save, save_sequence};
 
 use super::driver::{forward, operate, AnyCache, Shape};
-use super::{labels, written, Place, MODEL};
+use super::{labels, written, SaveFile, MODEL};
 use crate::backend::Backend;
 use crate::{for_seeds, runs, Rng};
 
@@ -28,12 +28,12 @@ fn fit(found: [KvFormat; 2], here: [KvFormat; 2]) -> bool {
     found.iter().zip(here).all(|(a, b)| *a == b || (a.is_float() && b.is_float()))
 }
 
-/// A sequence of one generated cache is added to another one, by what was generated there.
+/// A sequence of one generated cache is added to another generated cache.
 pub fn a_sequence_joins_others_that_stay<B: Backend>() {
     if !B::SAVES {
         return;
     }
-    let place = Place::new();
+    let place = SaveFile::new();
     let [joined, refused] = [AtomicUsize::new(0), AtomicUsize::new(0)];
     for_seeds(300, |seed| {
         B::run(|| {
@@ -125,13 +125,13 @@ fn check_alike(found: &[u32], expected: &[u32], same_bits: bool) {
     assert!(found.len() == expected.len() && all, "other values");
 }
 
-/// The answers behind it are the same, in caches that hold it as another sequence, alone, or as the only one of a
-/// cache that was saved. Rows of a window come to lie in another order, in which values are summed.
+/// The answers after it are the same, in caches that hold it as another sequence, alone, or as the only one
+/// of a saved cache. Rows of a window may lie in another order, in which values are summed.
 pub fn a_sequence_goes_on_alike<B: Backend>() {
     if !B::SAVES {
         return;
     }
-    let place = Place::new();
+    let place = SaveFile::new();
     let full = CacheConfig::uniform(2, 2, 64, 200);
     B::run(|| {
         for (config, format, same_bits) in [
@@ -164,7 +164,7 @@ pub fn a_sequence_goes_on_alike<B: Backend>() {
                 check_alike(&go_on::<B>(seed, &mut alone, 0, 3), &expected, same_bits);
             }
 
-            // One growing sequence joins others as well.
+            // One growing sequence can join others, too.
             let mut growing = shape(0).make::<B>();
             let mut same = shape(1).make::<B>();
             for seed in 0..4i32 {
@@ -186,7 +186,7 @@ pub fn a_sequence_that_does_not_fit_is_refused<B: Backend>() {
     if !B::SAVES {
         return;
     }
-    let place = Place::new();
+    let place = SaveFile::new();
     B::run(|| {
         let mut saved = Shape { kind: 2, config: windowed() }.make::<B>();
         go_on::<B>(1, &mut saved, 3, 10);
@@ -244,12 +244,12 @@ pub fn a_sequence_that_does_not_fit_is_refused<B: Backend>() {
     });
 }
 
-/// One growing sequence may have such values, which no other reads. In shared cells others would.
+/// One growing sequence may have such values, since no other reads them. In shared cells others would.
 pub fn a_sequence_that_is_not_finite_joins_no_others<B: Backend>() {
     if !B::SAVES {
         return;
     }
-    let place = Place::new();
+    let place = SaveFile::new();
     let config = CacheConfig::uniform(1, 1, 64, 40).stored_as(KvFormat::F32);
     B::run(|| {
         for (value, to, fits) in [
@@ -278,7 +278,7 @@ pub fn a_sequence_that_is_not_finite_joins_no_others<B: Backend>() {
                 .iter()
                 .all(|&bits| f32::from_bits(bits).is_finite()));
         }
-        // The same of all sequences at once.
+        // The same for all sequences at once.
         let mut wide = Shape { kind: 1, config: config.clone() }.make::<B>();
         let rows = |value| B::tensor(&vec![vec![vec![value; 64]]; 2]);
         let mut step = etkv_core::Step::begin(&mut *wide, &[0, 1]).unwrap();
