@@ -73,8 +73,8 @@ mod tests {
         let mut step = Step::begin(&mut cache, &[0, 1, 2]).unwrap();
         assert_eq!(step.place(0), Ok(Some(placed(3, 0, MaskPlan::Causal))));
         assert_eq!(step.place(2).unwrap_err().status(), etkv_core::Status::Shape);
-        let told = step.commit(&[]).unwrap_err();
-        assert!(told.message().contains("without layer 1"), "{told}");
+        let error = step.commit(&[]).unwrap_err();
+        assert!(error.message().contains("without layer 1"), "{error}");
         assert_eq!(cache.length(), 0);
 
         for (first, n, mask) in [(0, 3, MaskPlan::Causal), (3, 1, MaskPlan::None)] {

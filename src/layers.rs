@@ -105,8 +105,8 @@ impl Forwards {
                 if !masks && matches!(spec.mask, Mask::Explicit(_)) {
                     fail!(
                         Unsupported,
-                        "{} queries from position {} of layer {layer} need a mask, which this face has no \
-                         place for",
+                        "{} queries from position {} of layer {layer} need a mask, which this \
+                         face does not support",
                         positions.len(),
                         positions[0]
                     );

@@ -65,7 +65,7 @@ fn compiler() -> Option<&'static Compiler> {
     let open = || match Compiler::open(mlx::compiled_folder().as_deref()) {
         Ok(compiler) => Some(compiler),
         Err(error) => {
-            warn!(target: TARGET, %error, "kernels cannot be kept");
+            warn!(target: TARGET, %error, "kernels cannot be cached");
             None
         }
     };

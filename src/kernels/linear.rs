@@ -55,7 +55,7 @@ pub struct Product<'a> {
     /// The function of the first half of the outputs. It multiplies the second half.
     pub gate: Option<Gate>,
     /// The residual: rows that are added to the result, of its shape.
-    pub plus: Option<&'a Array>,
+    pub residual: Option<&'a Array>,
     /// The rotation of the outputs, which are heads. Then there is no gate and no residual, and the result is
     /// `[1, T, heads, head_dim]`.
     pub rotation: Option<Rotation<'a>>,
@@ -101,7 +101,7 @@ impl<'a> Product<'a> {
             bias: None,
             norm: None,
             gate: None,
-            plus: None,
+            residual: None,
             rotation: None,
         }
     }
@@ -187,7 +187,7 @@ struct Call {
 
 impl Call {
     fn of(product: &Product) -> Option<Self> {
-        let Product { x, weight, bias, norm, gate, plus, rotation, .. } = *product;
+        let Product { x, weight, bias, norm, gate, residual, rotation, .. } = *product;
         let shape = x.shape();
         let (leading, &[rows, inner]) = shape.split_last_chunk()?;
         let weights = weight_outputs(weight, inner, product.transposed)?;
@@ -212,12 +212,14 @@ impl Call {
         let outputs = weights / halves;
         let mut out: SmallVec<[i32; 4]> = SmallVec::from_slice(shape);
         *out.last_mut()? = outputs;
-        if !plus.is_none_or(|plus| plus.dtype() == dtype && plus.shape() == &out[..]) {
+        if !residual
+            .is_none_or(|residual| residual.dtype() == dtype && residual.shape() == &out[..])
+        {
             return None;
         }
         let mut rotated = 0;
         if let Some(rotation) = rotation {
-            if gate.is_some() || plus.is_some() || leading.len() != 1 {
+            if gate.is_some() || residual.is_some() || leading.len() != 1 {
                 return None;
             }
             let head_dim = rotation.head_dim(rows, outputs)?;
@@ -235,14 +237,14 @@ impl Call {
     }
 
     fn launch(&self, kernel: &Kernel, product: &Product, how: How) -> Result<Array> {
-        let Product { x, weight, bias, norm, plus, rotation, .. } = *product;
+        let Product { x, weight, bias, norm, residual, rotation, .. } = *product;
         let norm = norm.and_then(|norm| norm.weight);
         // The form takes the place of missing arrays.
-        let [bias, norm, plus] = [bias, norm, plus].map(|array| array.unwrap_or(how.form));
+        let [bias, norm, residual] = [bias, norm, residual].map(|array| array.unwrap_or(how.form));
         let [position, period] = how.unrotated;
         let (positions, periods) =
             rotation.map_or((position, period), |rotation| (rotation.positions, rotation.periods));
-        let inputs = [x, weight, bias, norm, plus, positions, periods, how.form];
+        let inputs = [x, weight, bias, norm, residual, positions, periods, how.form];
         kernel.launch(&inputs, &[(&self.out, self.template.dtype)], [self.threads, 1, 1], THREADS)
     }
 }
@@ -320,7 +322,7 @@ impl Template {
              etkv::FewRows<{name}> work{{x, x_strides[{row}], x_strides[{column}], w,\n\
              bias == form ? nullptr : bias, bias_strides[0],\n\
              how >= 4, __int_as_float(form_shape[1]), norm == form ? nullptr : norm, norm_strides[0],\n\
-             plus == form ? nullptr : plus, plus_strides[{row}], plus_strides[{column}],\n\
+             residual == form ? nullptr : residual, plus_strides[{row}], plus_strides[{column}],\n\
              gate, x_shape[{row}], outputs, inner,\n\
              form_shape[2] > 1 ? 2 * periods_shape[0] : 0, form_shape[2] - 1,\n\
              positions, positions_strides[0], periods, periods_strides[0]}};\n\

@@ -53,9 +53,9 @@ fn of_runs(mask: &MaskRuns, most: usize) -> Result<Array> {
     }
     let shape = [n as i32, most as i32, 1];
     let slots = arange::<_, i32>(0, mask.n_slots() as i32, None)?;
-    let behind = slots.ge(mlx::on_device(&mlx::array_of(&starts, &shape)?)?)?;
+    let begun = slots.ge(mlx::on_device(&mlx::array_of(&starts, &shape)?)?)?;
     let before = slots.lt(mlx::on_device(&mlx::array_of(&ends, &shape)?)?)?;
-    let seen = behind.logical_and(before)?;
+    let seen = begun.logical_and(before)?;
     Ok(match most {
         1 => seen.squeeze_axes(&[1])?,
         _ => seen.any_axis(1, false)?,

@@ -46,7 +46,7 @@ static void fields(void) {
   CHECK_FIELD(layers[1].window, -1, "layer 1: window is -1");
   CHECK_FIELD(layers[1].sinks, 2, "layer 1: sinks is 2");
   CHECK_FIELD(layers[1].dtype, -7, "layer 1: dtype is -7");
-  CHECK_FIELD(layers[1].dtype, 4, "dtypes are 0 to 3");
+  CHECK_FIELD(layers[1].dtype, 4, "expected 0 to 3");
 
   /* Layers lie one size apart. */
   CHECK_FIELD(layers[0].struct_size, 31, "struct_size is 31, expected 32");

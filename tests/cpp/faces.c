@@ -170,12 +170,12 @@ static void numbers_that_cannot_be(void) {
   static const int32_t two = 2;
 #define SHARED(counts, n) \
   etkv_seq_cache_begin_step_shared(c, members, 3, (counts), (n), error)
-  CHECK_REFUSED(SHARED(few, 2), INVALID, "1 of 3 sequences over");
+  CHECK_REFUSED(SHARED(few, 2), INVALID, "1 of 3 sequences unused");
   CHECK_REFUSED(SHARED(many, 2), INVALID, "token 1 has a count of 2");
   CHECK_REFUSED(SHARED(negative, 2), INVALID, "count of -1");
   CHECK_REFUSED(SHARED(no_owner, 2), INVALID, "token 1");
   CHECK_REFUSED(SHARED(huge, 2), INVALID, "count of 2147483647");
-  CHECK_REFUSED(SHARED(NULL, 0), INVALID, "3 of 3 sequences over");
+  CHECK_REFUSED(SHARED(NULL, 0), INVALID, "3 of 3 sequences unused");
 #undef SHARED
   CHECK_REFUSED(
       etkv_seq_cache_begin_step_shared(c, twice, 2, &two, 1, error),
@@ -264,7 +264,7 @@ static void keys_of_the_callers_own(void) {
   CHECK_REFUSED(
       etkv_registry_install("", BACKEND, cache, error),
       INVALID,
-      "key is empty");
+      "expected a cache key of 1 to 255 bytes, got one of 0 bytes");
 
   CHECK_INT(etkv_registry_install("mine", BACKEND, cache, NULL), ETKV_OK);
   CHECK_REFUSED(

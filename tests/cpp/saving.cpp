@@ -262,7 +262,7 @@ void a_shared_text() {
   CHECK_REFUSED(
       attach(attached.session.cache(), *prefix, 41),
       ETKV_ERROR_INVALID_ARGUMENT,
-      "it has 40, and the least is 1");
+      "it has 40 positions, and the minimum is 1");
   {
     const auto pin = must(prefixes.pin(found.session.cache(), whole));
     must(prefixes.clear());

@@ -86,7 +86,7 @@ def test_a_prefix_is_shared(llama):
     # The rows outlive the session that read them.
     with session(llama) as cache, etkv.load(llama.path, cache) as program:
         for length in (0, 61):
-            with pytest.raises(etkv.EtkvError, match="it has 60, and the least is 1"):
+            with pytest.raises(etkv.EtkvError, match="it has 60 positions, and the minimum is 1"):
                 cache.attach(prefix, length)
         cache.attach(prefix, 45)
         assert cache.length == 45

@@ -165,7 +165,7 @@ def test_what_is_no_program_is_refused(exported, tmp_path):
     payload = bytearray(PteFile(exported("tiny-llama") / "model.pte").mlx_payload())
     with pytest.raises(etkv.ProgramError, match="0 bytes"):
         etkv.describe_program(b"")
-    with pytest.raises(etkv.ProgramError, match="data are said to start at"):
+    with pytest.raises(etkv.ProgramError, match="says that its data start at"):
         etkv.describe_program(bytes(payload[:100]))
     payload[24:28] = b"\xff\xff\xff\x7f"
     with pytest.raises(etkv.ProgramError, match="the payload is damaged"):

@@ -345,7 +345,7 @@ const SECONDS: &str = "ETKV_TEST_STORE_SECONDS";
 
 /// The body of the processes that other tests start.
 #[test]
-#[ignore = "other tests run it in processes of its own"]
+#[ignore = "other tests run it in separate processes"]
 fn a_process_stores_and_loads() {
     let place = std::env::var(STORE).unwrap();
     let seconds: f64 = std::env::var(SECONDS).unwrap().parse().unwrap();

@@ -407,7 +407,7 @@ const SECONDS: &str = "ETKV_TEST_STORE_SECONDS";
 
 /// The body of the processes that other tests start.
 #[test]
-#[ignore = "other tests run it in processes of its own"]
+#[ignore = "other tests run it in separate processes"]
 fn a_process_stores_and_loads() {
     let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
     let seconds: f64 = std::env::var(SECONDS).unwrap().parse().unwrap();

@@ -228,7 +228,7 @@ fn dtype(layer: &etkv_layer_config) -> Result<Option<KvFormat>> {
         1 => Ok(Some(KvFormat::F32)),
         2 => Ok(Some(KvFormat::F16)),
         3 => Ok(Some(KvFormat::Bf16)),
-        other => fail!(InvalidArgument, "dtype is {other}, dtypes are 0 to 3"),
+        other => fail!(InvalidArgument, "dtype is {other}, expected 0 to 3"),
     }
 }
 
@@ -268,10 +268,10 @@ fn growth(growth: i32, min_chunk: i32) -> Result<Growth> {
         1 => return Ok(Growth::Step { step: slots }),
         2 => Growth::Exact,
         3 => Growth::Upfront,
-        _ => fail!(InvalidArgument, "growth is {growth}, ways to grow are 0 to 3"),
+        _ => fail!(InvalidArgument, "growth is {growth}, expected 0 to 3"),
     };
     if min_chunk != 0 {
-        fail!(InvalidArgument, "min_chunk is {min_chunk}, for a growth that has no chunks");
+        fail!(InvalidArgument, "min_chunk is {min_chunk}, expected 0 for a growth without chunks");
     }
     Ok(growth)
 }

@@ -80,7 +80,7 @@ pub extern "C" fn etkv_error_message(error: *const etkv_error) -> *const c_char 
     match handle::look_up(error, "error") {
         // The table of handles keeps the string until the handle is freed.
         Ok(error) => error.message().as_ptr(),
-        Err(_) => c"this is no etkv_error, or no longer".as_ptr(),
+        Err(_) => c"this is not a live etkv_error".as_ptr(),
     }
 }
 

@@ -243,8 +243,9 @@ mod inner {
         Program::bound_to(cache).map_err(|error| match error.status() {
             Status::Kind => Error::new(
                 Status::Kind,
-                "the device chooses the tokens of programs for MLX alone, and the cache is for another backend: run its \
-                 program step by step, and choose tokens with etkv_sampling_choose",
+                "only MLX programs choose tokens on the device, and the cache is for another \
+                 backend: run its program step by step, and choose tokens with \
+                 etkv_sampling_choose",
             ),
             _ => error.into(),
         })
@@ -284,7 +285,7 @@ mod inner {
                 0 => RunAhead::Auto,
                 1 => RunAhead::Never,
                 2 => RunAhead::Always,
-                other => fail!(InvalidArgument, "run_ahead is {other}, it may be from 0 to 2"),
+                other => fail!(InvalidArgument, "run_ahead is {other}, expected 0 to 2"),
             };
             let n_prompts = prompts.len();
             let prompts =
@@ -386,7 +387,7 @@ mod inner {
             _: Vec<i64>,
             _: &etkv_generation_options,
         ) -> Result<Self> {
-            fail!(Unsupported, "this libetkv runs no MLX programs, which alone can generate");
+            fail!(Unsupported, "this libetkv runs no MLX programs, and only these can generate");
         }
 
         pub fn read_prompts(&self) -> Result<usize> {

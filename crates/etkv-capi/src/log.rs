@@ -60,7 +60,7 @@ static FILTER: Mutex<Option<reload::Handle<EnvFilter, Registry>>> = Mutex::new(N
 
 thread_local! {
     /// Whether this thread is in the callback. Messages that it causes there are dropped.
-    static TELLING: Cell<bool> = const { Cell::new(false) };
+    static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Sets or removes the callback.
@@ -144,7 +144,7 @@ fn listen(text: &str, listener: Listener) -> Result<()> {
         return handle.reload(filter).map_err(gone);
     }
     let (filter, handle) = reload::Layer::new(filter);
-    let subscriber = tracing_subscriber::registry().with(filter).with(Tell);
+    let subscriber = tracing_subscriber::registry().with(filter).with(MessageLayer);
     if tracing::subscriber::set_global_default(subscriber).is_err() {
         fail!(
             Unsupported,
@@ -169,7 +169,7 @@ fn remove() -> Result<()> {
 
 /// Refuses a call inside the callback: the thread would wait for a lock that it holds.
 fn refuse_in_callback() -> Result<()> {
-    if TELLING.try_with(Cell::get).unwrap_or(false) {
+    if IN_CALLBACK.try_with(Cell::get).unwrap_or(false) {
         fail!(Step, "the log callback is set from inside itself; set it when the callback is over");
     }
     Ok(())
@@ -180,8 +180,8 @@ fn gone(error: reload::Error) -> Error {
 }
 
 /// Calls the host's callback, or keeps the message.
-fn tell(metadata: &'static Metadata<'static>, message: String) {
-    let telling = TELLING.try_with(|telling| telling.replace(true)).unwrap_or(true);
+fn deliver(metadata: &'static Metadata<'static>, message: String) {
+    let telling = IN_CALLBACK.try_with(|telling| telling.replace(true)).unwrap_or(true);
     if telling {
         return;
     }
@@ -205,7 +205,7 @@ fn tell(metadata: &'static Metadata<'static>, message: String) {
         }
         None => {}
     }
-    let _ = TELLING.try_with(|telling| telling.set(false));
+    let _ = IN_CALLBACK.try_with(|telling| telling.set(false));
 }
 
 /// Returns the level's number in the header.
@@ -226,9 +226,9 @@ struct SpanRecord {
 }
 
 /// Makes messages from events, and from spans that end.
-struct Tell;
+struct MessageLayer;
 
-impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tell {
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for MessageLayer {
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
         if let Some(span) = context.span(id) {
             let mut fields = Fields::default();
@@ -239,8 +239,8 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tell {
 
     fn on_record(&self, id: &Id, values: &Record<'_>, context: Context<'_, S>) {
         if let Some(span) = context.span(id) {
-            if let Some(told) = span.extensions_mut().get_mut::<SpanRecord>() {
-                values.record(&mut told.fields);
+            if let Some(record) = span.extensions_mut().get_mut::<SpanRecord>() {
+                values.record(&mut record.fields);
             }
         }
     }
@@ -254,27 +254,27 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tell {
         }
         message.push_str(&fields.message);
         message.push_str(&fields.others);
-        tell(event.metadata(), message);
+        deliver(event.metadata(), message);
     }
 
     fn on_close(&self, id: Id, context: Context<'_, S>) {
         let Some(span) = context.span(&id) else { return };
-        let took = span.extensions().get::<SpanRecord>().map(|told| told.began.elapsed());
+        let took = span.extensions().get::<SpanRecord>().map(|record| record.began.elapsed());
         let mut message = String::new();
         for span in span.scope().from_root() {
             place(&mut message, &span);
         }
         let micros = took.unwrap_or_default().as_micros();
         let _ = write!(message, "done took_us={micros}");
-        tell(span.metadata(), message);
+        deliver(span.metadata(), message);
     }
 }
 
 /// Adds the name of a message's span: `step{tokens=1 first=7}: `.
 fn place<'a, S: LookupSpan<'a>>(message: &mut String, span: &SpanRef<'a, S>) {
     message.push_str(span.name());
-    if let Some(told) = span.extensions().get::<SpanRecord>() {
-        let fields = told.fields.others.trim_start();
+    if let Some(record) = span.extensions().get::<SpanRecord>() {
+        let fields = record.fields.others.trim_start();
         if !fields.is_empty() {
             let _ = write!(message, "{{{fields}}}");
         }

@@ -25,7 +25,10 @@ pub unsafe extern "C" fn etkv_registry_install(
         boundary(error, || {
             let key = text(key, "key")?;
             if key.is_empty() {
-                fail!(InvalidArgument, "key is empty, which programs take for none");
+                fail!(
+                    InvalidArgument,
+                    "expected a cache key of 1 to 255 bytes, got one of 0 bytes"
+                );
             }
             let backend_id = text(backend_id, "backend_id")?.to_owned();
             let cache = handle::look_up(cache, "cache")?.cache.clone();
@@ -70,7 +73,7 @@ pub unsafe extern "C" fn etkv_registry_erase(
             let key = text(key, "key")?;
             match CacheRegistry::global().erase(key) {
                 Some(_) => Ok(()),
-                None => fail!(NoCache, "no cache is known by the key `{key}`"),
+                None => fail!(NoCache, "there is no cache under the key `{key}`"),
             }
         })
     }

@@ -142,7 +142,7 @@ fn split<'a>(mut all: &'a [i32], counts: &[i32]) -> Result<Vec<&'a [i32]>> {
         let Some((members, rest)) = split else {
             fail!(
                 InvalidArgument,
-                "token {token} has a count of {count}, of {n_sequences} sequences {} are left",
+                "token {token} has a count of {count}, but {} of {n_sequences} sequences are left",
                 all.len()
             );
         };
@@ -152,7 +152,7 @@ fn split<'a>(mut all: &'a [i32], counts: &[i32]) -> Result<Vec<&'a [i32]>> {
     if !all.is_empty() {
         fail!(
             InvalidArgument,
-            "the counts of {} tokens leave {} of {n_sequences} sequences over",
+            "the counts of {} tokens leave {} of {n_sequences} sequences unused",
             counts.len(),
             all.len()
         );

@@ -136,5 +136,5 @@ fn other_positions() -> Error {
 }
 
 fn made_twice(call: usize) -> Error {
-    Error::new(Status::Step, format!("call {call} of a forward comes twice"))
+    Error::new(Status::Step, format!("call {call} of a forward was made twice"))
 }

@@ -250,7 +250,8 @@ impl Prefix {
         if !(self.rewindable_to..=self.length).contains(&length) {
             fail!(
                 InvalidArgument,
-                "cannot attach to the first {length} positions of this prefix: it has {}, and the least is {}",
+                "cannot attach to the first {length} positions of this prefix: it has {} \
+                 positions, and the minimum is {}",
                 self.length,
                 self.rewindable_to
             );

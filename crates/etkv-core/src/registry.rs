@@ -166,7 +166,9 @@ impl CacheRegistry {
         let found = self.entries.get(key).map(|entry| Entry::clone(&entry));
         match found {
             Some(entry) => Ok(entry),
-            None => fail!(NoCache, "no cache is known by the key `{key}`; keep its session alive"),
+            None => {
+                fail!(NoCache, "there is no cache under the key `{key}`; keep its session alive")
+            }
         }
     }
 

@@ -99,7 +99,7 @@ impl Sampling {
     }
 
     /// Returns whether each token is the argmax of its logits, whatever the text.
-    pub fn takes_greatest(&self) -> bool {
+    pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0 && self.logit_bias.is_empty() && !self.is_repetition_penalized()
     }
 
@@ -141,7 +141,7 @@ impl Sampling {
         if !recent.is_empty() {
             self.penalize(logits.to_mut(), recent);
         }
-        let best = greatest(&logits)?;
+        let best = argmax(&logits)?;
         if self.temperature == 0.0 {
             return Ok(best);
         }
@@ -206,7 +206,7 @@ impl Sampling {
 }
 
 /// Returns the index of the largest number, the first of equals.
-fn greatest(values: &[f32]) -> Result<usize> {
+fn argmax(values: &[f32]) -> Result<usize> {
     let Some((&first, rest)) = values.split_first() else {
         fail!(InvalidArgument, "there are no logits to choose from");
     };

@@ -93,9 +93,7 @@ impl Checksums {
     fn check(&mut self, found: Checksum, what: std::fmt::Arguments) -> Result<()> {
         match self.0.next() {
             Some(expected) if expected == found => Ok(()),
-            _ => {
-                Err(refused(format_args!("the file is damaged: the checksum of {what} is another")))
-            }
+            _ => Err(refused(format_args!("the file is damaged: the checksum of {what} differs"))),
         }
     }
 }

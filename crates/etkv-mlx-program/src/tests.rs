@@ -374,7 +374,7 @@ fn counting_outputs_of_instructions_grows_with_their_number() {
 }
 
 #[test]
-fn tracing_positions_behind_views_grows_with_their_number() {
+fn tracing_positions_through_views_grows_with_their_number() {
     let made = |scale: usize| {
         let parts = Parts {
             inputs: vec![(vec![OPEN], INT64), (vec![1, 1, OPEN, 8], FLOAT32)],

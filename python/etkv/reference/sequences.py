@@ -52,7 +52,7 @@ class SeqCache(ReferenceCache):
         return min((at + 1 for at in one.tokens if at + 1 >= one.exact_from), default=0)
 
     def rewindable_to(self) -> int:
-        return self.seq_rewindable_to(self._only_sequence("seq_rewindable_to is for one of them"))
+        return self.seq_rewindable_to(self._only_sequence("call seq_rewindable_to for one of them"))
 
     def begin_step(self, sequences: Sequence[int]) -> None:
         """Declares the sequence of each token of the next step. The default is the only sequence.
@@ -116,7 +116,7 @@ class SeqCache(ReferenceCache):
 
     def rewind(self, length: int) -> None:
         self._refuse_in_step("rewind the cache")
-        only = self._only_sequence("seq_rm shortens one of them")
+        only = self._only_sequence("call seq_rm to shorten one of them")
         if integer("length", length) != 0 and length - 1 not in self._sequences[only].tokens:
             possible = f"0, or {self.seq_rewindable_to(only)} to {self.seq_next(only)}"
             raise PositionError(f"cannot rewind to length {length}: position {length - 1} is not held; use {possible}")

@@ -34,10 +34,10 @@ struct Around {
     norm: Option<bool>,
     gate: Option<Gate>,
     /// Rows that are contiguous, or by column.
-    plus: Option<bool>,
+    residual: Option<bool>,
 }
 
-const PLAIN: Around = Around { bias: false, norm: None, gate: None, plus: None };
+const PLAIN: Around = Around { bias: false, norm: None, gate: None, residual: None };
 const BIAS: Around = Around { bias: true, ..PLAIN };
 
 fn activated(gate: Gate, x: f64) -> f64 {
@@ -71,25 +71,27 @@ fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, around: A
     w.eval().unwrap();
     let bias = around.bias.then(|| array(3, &[halves * outputs], dtype));
     let norm_weight = array(4, &[inner], dtype);
-    let plus = around.plus.map(|whole| match whole {
+    let residual = around.residual.map(|whole| match whole {
         true => array(5, &[1, rows, outputs], dtype),
         false => array(5, &[1, outputs, rows], dtype).transpose_axes(&[0, 2, 1]).unwrap(),
     });
-    let plus =
-        plus.map(|plus| plus.reshape(&[&x.shape()[..x.ndim() - 1], &[outputs]].concat()).unwrap());
+    let residual = residual.map(|residual| {
+        residual.reshape(&[&x.shape()[..x.ndim() - 1], &[outputs]].concat()).unwrap()
+    });
     let norm =
         around.norm.map(|weighs| RmsNorm { weight: weighs.then_some(&norm_weight), eps: EPS });
     let product = Product {
         bias: bias.as_ref(),
         norm,
         gate: around.gate,
-        plus: plus.as_ref(),
+        residual: residual.as_ref(),
         ..Product::plain(&x, &seen, transposed)
     };
     let out = few_rows(&product).unwrap().expect("the kernel takes it");
     assert_eq!((out.dtype(), out.shape().last()), (dtype, Some(&outputs)));
     let (mut x, w, out) = (values(&x), values(&w), values(&out));
-    let (bias, plus) = (bias.map(|bias| values(&bias)), plus.map(|plus| values(&plus)));
+    let (bias, residual) =
+        (bias.map(|bias| values(&bias)), residual.map(|residual| values(&residual)));
     let rounding = if dtype == Dtype::Float16 { 1e-3 } else { 8e-3 };
     let (inner, outputs) = (inner as usize, outputs as usize);
     if let Some(weighs) = around.norm {
@@ -116,9 +118,9 @@ fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, around: A
             largest = largest.max(1.0) * gated.abs().max(1.0);
             wanted = activated(gate, wanted) * gated;
         }
-        if let Some(plus) = &plus {
-            wanted += plus[at];
-            largest = largest.max(plus[at].abs()).max(wanted.abs());
+        if let Some(residual) = &residual {
+            wanted += residual[at];
+            largest = largest.max(residual[at].abs()).max(wanted.abs());
         }
         // Normalized rows are rounded before they are multiplied.
         let roundings = if around.norm.is_some() { 4.0 } else { 2.0 };
@@ -169,10 +171,10 @@ fn the_kernel_does_what_surrounds_a_product() {
         for (outputs, inner) in [(1, 8), (20, 72), (576, 1536), (5003, 264)] {
             for norm in norms {
                 for gate in gates {
-                    for plus in sums {
+                    for residual in sums {
                         n += 1;
-                        let around = Around { bias: n % 2 == 0, norm, gate, plus };
-                        if norm.is_none() && gate.is_none() && plus.is_none() {
+                        let around = Around { bias: n % 2 == 0, norm, gate, residual };
+                        if norm.is_none() && gate.is_none() && residual.is_none() {
                             continue;
                         }
                         let lie = [Rows::Whole, Rows::Unaligned, Rows::Columns][n % 3];
@@ -340,14 +342,16 @@ fn what_surrounds_a_product_fits_it() {
         assert_eq!(Call::of(&gated).map(|call| call.out.to_vec()), Some(vec![1, 2, 5]));
         let odd = array(2, &[9, 64], half);
         assert!(Call::of(&Product { weight: &odd, ..gated }).is_none());
-        let plus = |shape: &[i32], gate: Option<Gate>| {
-            let plus = array(3, shape, half);
-            Call::of(&Product { plus: Some(&plus), gate, ..plain }).is_some()
+        let residual = |shape: &[i32], gate: Option<Gate>| {
+            let residual = array(3, shape, half);
+            Call::of(&Product { residual: Some(&residual), gate, ..plain }).is_some()
         };
-        assert!(plus(&[1, 2, 10], None) && plus(&[1, 2, 5], Some(Gate::Gelu)));
+        assert!(residual(&[1, 2, 10], None) && residual(&[1, 2, 5], Some(Gate::Gelu)));
         // A residual that MLX would broadcast.
         assert!(
-            !plus(&[10], None) && !plus(&[1, 1, 1], None) && !plus(&[1, 1, 10], Some(Gate::Gelu))
+            !residual(&[10], None)
+                && !residual(&[1, 1, 1], None)
+                && !residual(&[1, 1, 10], Some(Gate::Gelu))
         );
         Ok(())
     })

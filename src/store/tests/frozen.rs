@@ -74,7 +74,7 @@ fn a_write_to_frozen_slots_changes_one_pool() {
                 for (from, to) in [(0, start), (start + 1, 20)] {
                     if from < to {
                         let same = bits(&*second, from, to)? == bits(&*first, from, to)?;
-                        assert!(same, "{format}: slots {from} to {to} behind a write of {start}");
+                        assert!(same, "{format}: slots {from} to {to} after a write of {start}");
                     }
                 }
                 assert_eq!((second.base(), second.shared(), second.slots()), (start, start, 20));

@@ -80,7 +80,7 @@ fn bits(cache: &mut MlxCache, n: i32) -> Vec<u8> {
 fn goes_on(cache: &mut ContiguousCache, length: i32, before: &[u8], what: &str) {
     run(cache, &[length], 77);
     assert_eq!(cache.length(), length + 1);
-    assert_eq!(bits(cache, length), before, "{what}: behind a further step");
+    assert_eq!(bits(cache, length), before, "{what}: after a further step");
     let expected = rows(77, HEADS, 1, DIM);
     let store = cache.store().unwrap();
     let [keys, _] = store.float_buffers(0).unwrap();
@@ -101,7 +101,7 @@ fn is_on_cpu() -> bool {
 
 /// The step begins after the rewind: rewound rows are gone, those before them stay.
 #[test]
-fn a_step_behind_a_rewind_leaves_what_was_before_it() {
+fn a_step_after_a_rewind_leaves_what_was_before_it() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
         let mut cache = cache(format);
         run(&mut cache, &[0, 1, 2, 3, 4, 5], 1);

@@ -39,8 +39,8 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
     let norm = Norm { weight: None, wide: false, eps: EPS };
     let columns = |first| Some(Columns { first, width: 2 * inner });
     let rows_of = |x, first| {
-        let (plus, columns) = (None, columns(first));
-        Launch::Normalize(Normalize { x, inner, norm, plus, out: wide, columns, next: None })
+        let (residual, columns) = (None, columns(first));
+        Launch::Normalize(Normalize { x, inner, norm, residual, out: wide, columns, next: None })
     };
     let table_at = Weight::Plain(table.address());
     let embed = Embed { table: table_at, scale: None, vocabulary: TABLE, inner, out: embedded };
@@ -109,6 +109,9 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
     let limit = if element == Element::Bf16 { 0.012 } else { 0.002 };
     let good = same && largest <= limit;
     let word = if good { "ok  " } else { "FAIL" };
-    say!("  {word} given rows, {element:?}, {inner}, T {tokens}: same {same}, {largest:.5}, limit {limit}");
+    say!(
+        "{word} given rows, {element:?}, {inner}, T {tokens}: same {same}, {largest:.5}, limit \
+     {limit}"
+    );
     Ok(good)
 }

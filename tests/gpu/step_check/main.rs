@@ -195,7 +195,7 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
             let outputs = unsafe { captured.run(&step) }?;
             let logits = outputs.logits.to_vec();
             let chosen = outputs.chosen.to_vec();
-            good &= are_greatest(&to_numbers(element, &logits), &chosen);
+            good &= are_argmax(&to_numbers(element, &logits), &chosen);
             let done = Done { model: &model, plan: &spread, captured: &captured, step };
             done.add_differences(|_| true, &mut largest)?;
             let pools = read_pools(&model)?;
@@ -337,7 +337,10 @@ fn check_padding(
         now.iter().zip(then).enumerate().all(|(at, (x, y))| x == y || is_own(at))
     });
     if !(near && kept && is_last) {
-        say!("  FAIL {n} tokens of a plan of {tokens}: near {near}, other rows kept {kept}, last {is_last}");
+        say!(
+            "FAIL {n} tokens of a plan of {tokens}: near {near}, other rows kept {kept}, last \
+         {is_last}"
+        );
     }
     Ok(near && kept && is_last)
 }
@@ -398,13 +401,13 @@ fn last_copied(plan: Plan) -> Plan {
     Plan { logits, ..plan }
 }
 
-fn are_greatest(logits: &[f64], chosen: &[i32]) -> bool {
+fn are_argmax(logits: &[f64], chosen: &[i32]) -> bool {
     let vocabulary = logits.len() / chosen.len().max(1);
-    let greatest = |row: &[f64]| {
+    let argmax = |row: &[f64]| {
         let first = |best: usize, (i, x): (usize, &f64)| if *x > row[best] { i } else { best };
         row.iter().enumerate().fold(0, first) as i32
     };
-    let expected: Vec<i32> = logits.chunks_exact(vocabulary).map(greatest).collect();
+    let expected: Vec<i32> = logits.chunks_exact(vocabulary).map(argmax).collect();
     if expected != chosen {
         say!("  FAIL chosen {chosen:?}, expected {expected:?}");
     }
@@ -434,7 +437,7 @@ fn is_same(
     // Other warps normalize the last row when it is alone.
     let last = logits.len().saturating_sub(outputs.logits.len());
     let near = are_near(outputs.logits, &logits[last..], limit, element);
-    Ok(near && are_greatest(&to_numbers(element, outputs.logits), outputs.chosen))
+    Ok(near && are_argmax(&to_numbers(element, outputs.logits), outputs.chosen))
 }
 
 /// Returns whether logits are nearly the same: differences in attention grow in the layers after it.

@@ -239,7 +239,7 @@ impl Model {
             bias: None,
             norm: None,
             gate: None,
-            plus: None,
+            residual: None,
             heads: None,
             out,
         };
@@ -282,7 +282,7 @@ impl Model {
             }));
             let next = buffers.take(0, tokens * hidden);
             launches.push(Launch::Product(Product {
-                plus: Some(x),
+                residual: Some(x),
                 ..plain(attended, weight(O), n_q * head_dim, hidden, next)
             }));
             x = next;
@@ -294,7 +294,7 @@ impl Model {
             }));
             let next = buffers.take(0, tokens * hidden);
             launches.push(Launch::Product(Product {
-                plus: Some(x),
+                residual: Some(x),
                 ..plain(gated, weight(DOWN), intermediate, hidden, next)
             }));
             x = next;

@@ -18,7 +18,7 @@ struct Case {
     inner: usize,
     /// Whether the weights of the first norm, and of the next, are float32.
     wide: [bool; 2],
-    plus: bool,
+    residual: bool,
     next: bool,
 }
 
@@ -28,7 +28,7 @@ pub fn run(device: &Device) -> Answer<bool> {
     for element in [Element::Bf16, Element::F16] {
         for (n, inner) in [64, 640, 1152, 2560, 5384].into_iter().enumerate() {
             let wide = [n % 2 == 0, n % 3 == 0];
-            good &= Case { element, inner, wide, plus: n != 1, next: n != 2 }.check(device)?;
+            good &= Case { element, inner, wide, residual: n != 1, next: n != 2 }.check(device)?;
         }
     }
     Ok(good)
@@ -36,7 +36,7 @@ pub fn run(device: &Device) -> Answer<bool> {
 
 impl Case {
     fn check(&self, device: &Device) -> Answer<bool> {
-        let Self { element, inner, wide, plus, next } = *self;
+        let Self { element, inner, wide, residual, next } = *self;
         let mut random = Random(0x2545_f491_4f6c_dd1d + inner as u64);
         let mut largest = 0f64;
         for tokens in [1, 5, 64] {
@@ -68,9 +68,9 @@ impl Case {
                         x: Buffer(1),
                         inner,
                         norm: norm(0),
-                        plus: plus.then_some(Buffer(0)),
+                        residual: residual.then_some(Buffer(0)),
                         // At times in the place of the residual.
-                        out: Buffer(if plus && tokens == 5 { 0 } else { 2 }),
+                        out: Buffer(if residual && tokens == 5 { 0 } else { 2 }),
                         columns: None,
                         next: next.then(|| (norm(1), Buffer(3))),
                     }),
@@ -97,14 +97,14 @@ impl Case {
                 captured.read(Buffer(index), &mut bytes)?;
                 Ok(to_numbers(element, &bytes))
             };
-            let sums = read(if plus && tokens == 5 { 0 } else { 2 })?;
+            let sums = read(if residual && tokens == 5 { 0 } else { 2 })?;
             let again = read(3)?;
             for (t, &id) in ids.iter().enumerate() {
                 let row = &rows[id as usize * inner..][..inner];
                 let mut expected = normalized(element, row, &norms[0].0, wide[0]);
                 for (x, y) in expected.iter_mut().zip(row) {
                     let scaled = rounded(element, y * scale);
-                    *x = if plus { rounded(element, *x + scaled) } else { *x };
+                    *x = if residual { rounded(element, *x + scaled) } else { *x };
                 }
                 let found = &sums[t * inner..][..inner];
                 largest = largest.max(apart(found, &expected));

@@ -60,7 +60,7 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
                 eps: 1e-5,
             }),
             gate: (name == "gate").then_some(Gate::Silu),
-            plus: (name == "out" || name == "down").then_some(Buffer(1)),
+            residual: (name == "out" || name == "down").then_some(Buffer(1)),
             heads: (name == "heads").then_some(heads),
             out: Buffer(1),
         };

@@ -104,7 +104,7 @@ impl Done<'_> {
         let weight = self.model.numbers_of(product.weight);
         let bias = product.bias.map(|bias| self.model.numbers(bias));
         let x = self.buffer(product.x)?;
-        let plus = product.plus.map(|plus| self.buffer(plus)).transpose()?;
+        let residual = product.residual.map(|residual| self.buffer(residual)).transpose()?;
         let first = if product.last_row { tokens - 1 } else { 0 };
         let mut expected = Vec::new();
         for (r, t) in (first..tokens).enumerate() {
@@ -120,8 +120,8 @@ impl Done<'_> {
                     let active = self.round(value / (1.0 + (-value).exp()));
                     value = self.round(active * dot(outputs + output));
                 }
-                if let Some(plus) = &plus {
-                    value = self.round(value + plus[r * outputs + output]);
+                if let Some(residual) = &residual {
+                    value = self.round(value + residual[r * outputs + output]);
                 }
                 expected.push(value);
             }
@@ -129,9 +129,9 @@ impl Done<'_> {
         match &product.heads {
             Some(heads) => self.heads(heads, &self.buffer(product.out)?, &expected),
             None => {
-                let what = match (product.gate, product.plus, product.norm) {
+                let what = match (product.gate, product.residual, product.norm) {
                     (Some(_), ..) => "gated",
-                    (_, Some(_), _) => "plus",
+                    (_, Some(_), _) => "residual",
                     _ => "logits",
                 };
                 Ok(vec![difference(what, &self.buffer(product.out)?, &expected)])

@@ -388,18 +388,22 @@ impl Run {
             };
             shares.entry(sequence).or_default().push(cell);
         }
-        let behind = |(sequence, cells): (&i32, &Vec<i32>)| {
+        let cells_after = |(sequence, cells): (&i32, &Vec<i32>)| {
             let start = self.tail(*sequence)? + 1;
             Some(start..start + cells.len())
         };
-        if let Some(mut wanted) = shares.iter().map(behind).collect::<Option<Vec<_>>>() {
+        if let Some(mut wanted) = shares.iter().map(cells_after).collect::<Option<Vec<_>>>() {
             wanted.sort_unstable_by_key(|cells| cells.start);
             let apart = wanted.windows(2).all(|pair| pair[0].end <= pair[1].start);
             if apart && wanted.iter().cloned().all(is_free) {
                 for share in &shares {
-                    let wanted = behind(share).unwrap();
+                    let wanted = cells_after(share).unwrap();
                     let expected = Slots::Run(wanted.start as i32..wanted.end as i32);
-                    assert_eq!(Slots::of(share.1), expected, "{share:?}, all of it fits behind");
+                    assert_eq!(
+                        Slots::of(share.1),
+                        expected,
+                        "{share:?}, all of it fits after the sequence"
+                    );
                 }
             }
         }
@@ -409,19 +413,19 @@ impl Run {
         let start = self.tail(sequence).map_or(taken.len(), |tail| tail + 1);
         let fits = (0..=cells.len()).rev().find(|&n| is_free(start..start + n)).unwrap_or(0);
         let rest = cells.len() - fits;
-        let behind = start..start + fits;
+        let fitting = start..start + fits;
         let is_run = |from: usize| {
             let run = from..from + rest;
-            is_free(run.clone()) && (run.end <= behind.start || behind.end <= run.start)
+            is_free(run.clone()) && (run.end <= fitting.start || fitting.end <= run.start)
         };
         if let Some(from) = (0..taken.len()).find(|&from| is_run(from)) {
             if start < taken.len() && rest > 0 {
                 let goes_on_at = |at: usize| {
-                    at == behind.end
+                    at == fitting.end
                         || self.model.sequences().keys().any(|&one| self.end(one) == Some(at))
                 };
                 let at = cells[fits] as usize;
-                let begins = |at: usize| at == 0 || !is_run(at - 1) || at == behind.end;
+                let begins = |at: usize| at == 0 || !is_run(at - 1) || at == fitting.end;
                 if from == 0 || !goes_on_at(from) {
                     assert_eq!(at, from, "{cells:?} are not in the first run");
                 } else {
@@ -431,7 +435,7 @@ impl Run {
             }
             let breaks = cells.windows(2).filter(|pair| pair[1] != pair[0] + 1).count();
             let most = usize::from(fits > 0 && rest > 0);
-            assert!(breaks <= most, "{cells:?}, of which {fits} fit behind");
+            assert!(breaks <= most, "{cells:?}, of which {fits} fit after the sequence");
         }
     }
 

@@ -185,7 +185,7 @@ fn compaction_leaves_room_where_there_is_enough() {
 }
 
 #[test]
-fn a_fork_goes_on_behind_what_it_shares() {
+fn a_fork_goes_on_after_what_it_shares() {
     let mut book = CellsBookkeeping::new(400, []);
     cells(&mut book, 0, 4);
     book.seq_cp(0, 1, 0..i32::MAX).unwrap();
@@ -197,7 +197,7 @@ fn a_fork_goes_on_behind_what_it_shares() {
 }
 
 #[test]
-fn candidates_behind_nothing_stay_where_they_are() {
+fn candidates_without_a_sequence_stay_where_they_are() {
     let mut book = CellsBookkeeping::new(400, []);
     cells(&mut book, 0, 300);
     book.propose(1, &[-1, -1]).unwrap();
@@ -261,7 +261,7 @@ fn n_moved(book: &mut CellsBookkeeping) -> usize {
 }
 
 #[test]
-fn what_is_left_behind_a_hole_moves_and_not_the_rest() {
+fn what_lies_after_a_hole_moves_and_not_the_rest() {
     for (capacity, moves) in [(4096, 4), (2100, 4), (2048, 4 + 16), (2000, 4 + 64)] {
         let mut book = CellsBookkeeping::new(capacity, []);
         cells(&mut book, 0, 2000);

@@ -3,7 +3,7 @@
 use super::cells::{replay, Config, Op::*};
 
 #[test]
-fn a_step_hides_its_own_tokens_behind_the_window() {
+fn a_step_hides_its_own_tokens_outside_the_window() {
     replay(
         Config { capacity: 30, max_step_tokens: 7, windows: vec![(1, 4)] },
         &[
@@ -42,7 +42,7 @@ fn nothing_removed_keeps_the_tree() {
 }
 
 #[test]
-fn compaction_puts_trees_behind_their_sequences() {
+fn compaction_puts_trees_after_their_sequences() {
     replay(
         Config { capacity: 30, max_step_tokens: 2, windows: vec![] },
         &[
@@ -91,7 +91,7 @@ fn a_copy_that_ends_before_the_window_is_read_from_where_it_goes_on() {
 }
 
 #[test]
-fn a_second_copy_leaves_gone_what_windows_dropped_behind_it() {
+fn a_second_copy_does_not_restore_what_windows_dropped() {
     replay(
         Config { capacity: 60, max_step_tokens: 2, windows: vec![(2, 0)] },
         &[
@@ -110,7 +110,7 @@ fn a_second_copy_leaves_gone_what_windows_dropped_behind_it() {
 }
 
 #[test]
-fn a_window_moves_nothing_onto_a_tree_behind_no_sequence() {
+fn a_window_moves_nothing_onto_a_tree_without_a_sequence() {
     let step = || Step { sequences: vec![0], n: 2, in_turns: false, abort: false };
     replay(
         Config { capacity: 30, max_step_tokens: 2, windows: vec![(3, 0)] },

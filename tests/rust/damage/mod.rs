@@ -241,12 +241,12 @@ impl Worker {
             let _ = send.send(WorkerLine { seed, what, told: self.last_words() });
             next = seed + self.step;
         } else if next == self.first {
-            panic!("a worker took none of {} programs: {}", self.n, self.last_words());
+            panic!("a worker ran none of {} programs: {}", self.n, self.last_words());
         }
         if running.is_none() && !status.success() {
             // One of the earlier programs has written to foreign memory.
             let told =
-                format!("{status} behind seeds {} to here: {}", self.first, self.last_words());
+                format!("{status} after seeds {} to here: {}", self.first, self.last_words());
             let _ =
                 send.send(WorkerLine { seed: next - self.step, what: String::from("late"), told });
         }

@@ -171,7 +171,7 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn next_position(&self) -> Result<i32> {
-        self.book.seq_next(self.book.only_sequence("seq_next is for one of them")?)
+        self.book.seq_next(self.book.only_sequence("call seq_next for one of them")?)
     }
 
     fn can_extend(&self, n: i32) -> bool {
@@ -196,7 +196,7 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn rewindable_to(&self) -> Result<i32> {
-        let sequence = self.book.only_sequence("seq_rewindable_to is for one of them")?;
+        let sequence = self.book.only_sequence("call seq_rewindable_to for one of them")?;
         self.book.rewindable_to(sequence)
     }
 
@@ -361,11 +361,11 @@ impl<S: Store> AttendCache for CellsCache<S> {
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
         self.drop_aside();
         // The first step after it may begin before the values are read: its commit reads them.
-        let behind = match &mut self.unread {
+        let follows = match &mut self.unread {
             Some(unread) if !self.open => !std::mem::replace(&mut unread.followed, true),
             _ => false,
         };
-        let settled = if behind { Ok(()) } else { self.settle() };
+        let settled = if follows { Ok(()) } else { self.settle() };
         let begun = settled.and_then(|()| self.try_begin(positions));
         self.storage.begun(positions, self.book.plans(), begun)
     }

@@ -23,8 +23,9 @@ impl PassedLimits {
         if length > 0 {
             fail!(
                 Kind,
-                "the cache holds {length} positions that were written as for texts of at most {limit}, and its \
-                 capacity is more; load the program before the cache is filled"
+                "the cache holds {length} positions that were written for texts of at most \
+                 {limit} tokens, but its capacity is larger; load the program before the cache \
+                 is filled"
             );
         }
         self.0.insert(place, limit);

@@ -479,7 +479,7 @@ impl<S: Store> Storage<S> {
     pub fn check_done(&self) -> Result<()> {
         let found =
             self.find_missing().and_then(|()| self.refuse_non_finite(self.store.non_finite()));
-        tell_of_end(found)
+        log_end_error(found)
     }
 
     fn find_missing(&self) -> Result<()> {
@@ -514,7 +514,7 @@ impl<S: Store> Storage<S> {
     /// Refuses to end a step that lacks a layer, as [`check_done`](Self::check_done) does, and starts the
     /// computation of the rest.
     pub fn check_written(&self) -> Result<()> {
-        tell_of_end(self.find_missing())?;
+        log_end_error(self.find_missing())?;
         self.schedule(&[])
     }
 
@@ -783,7 +783,7 @@ fn bytes_of(slots: i32, slot: u64) -> u64 {
 }
 
 /// Logs why a step cannot end, if so.
-fn tell_of_end(checked: Result<()>) -> Result<()> {
+fn log_end_error(checked: Result<()>) -> Result<()> {
     checked.inspect_err(|error| {
         warn!(target: TARGET, status = ?error.status(), %error, "a step cannot end");
     })

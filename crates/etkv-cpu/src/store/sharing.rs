@@ -60,7 +60,7 @@ impl Buffer {
     fn attach(&mut self, frozen: &FrozenBuffer, most: i32) -> Result<()> {
         if self.slots > 0 || frozen.format != self.format() {
             let FrozenBuffer { format, slots, .. } = frozen;
-            fail!(Internal, "{slots} slots of {format} do not fit behind {} slots", self.slots);
+            fail!(Internal, "{slots} slots of {format} do not fit after {} slots", self.slots);
         }
         let mut mapped: [Option<Arc<Memory>>; 3] = Default::default();
         if frozen.slots > 0 {

@@ -43,7 +43,7 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
         }
     }
     if plan.apart && !plan.masked.contains(&true) {
-        fail!(Plan, "rows apart without a mask");
+        fail!(Plan, "small blocks of rows without a mask");
     }
     for group in (0..plan.masked.len()).filter(|&group| plan.is_masked(group)) {
         check_lists(plan, group)?;
@@ -71,7 +71,11 @@ fn check_lists(plan: &Plan, group: usize) -> Result<()> {
     });
     let (least, most) = queries.fold((usize::MAX, 0), |(a, b), n| (a.min(n), b.max(n)));
     if least < most {
-        fail!(Plan, "a mask for {least} and {most} query heads a head of keys, expected as many");
+        fail!(
+            Plan,
+            "one mask for {least} and {most} query heads for each head of keys, expected \
+             the same number"
+        );
     }
     Ok(())
 }
@@ -137,8 +141,8 @@ impl Work<'_> {
         if product.norm.is_some_and(|norm| norm.wide) {
             fail!(Plan, "a product with a norm of float32 weights; normalize its rows before");
         }
-        if let Some(plus) = product.plus {
-            self.read(plus, rows * outputs)?;
+        if let Some(residual) = product.residual {
+            self.read(residual, rows * outputs)?;
         }
         if product.x == product.out {
             fail!(Plan, "the result is written over the rows that are multiplied");
@@ -146,19 +150,26 @@ impl Work<'_> {
         match &product.heads {
             None => self.write(product.out, rows * outputs),
             Some(heads) => {
-                if product.gate.is_some() || product.plus.is_some() || product.last_row {
-                    fail!(Plan, "heads have no gate, no sum, and all rows");
+                if product.gate.is_some() || product.residual.is_some() || product.last_row {
+                    fail!(
+                        Plan,
+                        "a product of heads has no gate and no residual, and multiplies \
+                         all rows"
+                    );
                 }
                 self.check_heads(heads, outputs)?;
                 if heads.rotated != heads.head_dim {
                     fail!(
                         Plan,
-                        "heads of a product rotate whole; place those of which a part rotates"
+                        "heads of a product rotate completely; place heads that rotate in part"
                     );
                 }
                 for pool in [heads.keys, heads.values] {
                     if !matches!(pool.rows, PoolRows::Plain(_)) {
-                        fail!(Plan, "heads of a product go to plain pools; place those of others");
+                        fail!(
+                            Plan,
+                            "heads of a product go to plain pools; place heads of other pools"
+                        );
                     }
                 }
                 self.write(product.out, rows * heads.n_q * heads.head_dim)
@@ -178,13 +189,13 @@ impl Work<'_> {
     }
 
     fn check_normalize(&mut self, normalize: &Normalize) -> Result<()> {
-        let Normalize { x, inner, norm, plus, out, columns, next } = *normalize;
+        let Normalize { x, inner, norm, residual, out, columns, next } = *normalize;
         are_pieces(inner)?;
         is_norm(Some(norm))?;
         let elements = self.plan.tokens * inner;
         self.read(x, elements)?;
-        if let Some(plus) = plus {
-            self.read(plus, elements)?;
+        if let Some(residual) = residual {
+            self.read(residual, elements)?;
         }
         match columns {
             None => self.write(out, elements)?,
@@ -198,7 +209,7 @@ impl Work<'_> {
         }
         let is_again = |(n, buffer): (usize, &Buffer)| buffers[..n].contains(buffer);
         if buffers.iter().enumerate().any(is_again)
-            || next.is_some_and(|(_, out)| plus == Some(out))
+            || next.is_some_and(|(_, out)| residual == Some(out))
         {
             fail!(Plan, "rows are written over those that are normalized");
         }
@@ -214,8 +225,8 @@ impl Work<'_> {
         if width.checked_sub(inner).is_none_or(|most| first > most) {
             fail!(Plan, "{inner} columns from {first} on, in rows of {width}");
         }
-        if normalize.next.is_some() || normalize.plus == Some(normalize.out) {
-            fail!(Plan, "columns of wider rows are neither added to nor normalized again");
+        if normalize.next.is_some() || normalize.residual == Some(normalize.out) {
+            fail!(Plan, "columns of wider rows have no residual and no next norm");
         }
         self.write(normalize.out, self.plan.tokens * width)
     }
@@ -290,7 +301,8 @@ impl Work<'_> {
             if elements % self.plan.tokens != 0 {
                 fail!(
                     Plan,
-                    "buffer {} is given and has {elements} elements, expected a multiple of {}",
+                    "buffer {} is filled by the host and has {elements} elements, expected a \
+                     multiple of {}",
                     buffer.0,
                     self.plan.tokens
                 );

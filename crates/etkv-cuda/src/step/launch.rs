@@ -92,7 +92,7 @@ pub(crate) struct ProductWork {
     pub(crate) w: u64,
     pub(crate) bias: u64,
     pub(crate) norm: u64,
-    pub(crate) plus: u64,
+    pub(crate) residual: u64,
     pub(crate) out: u64,
     pub(crate) periods: u64,
     pub(crate) keys: u64,

@@ -14,7 +14,7 @@ pub(crate) const NORM_THREADS: usize = 256;
 pub(crate) struct NormWork {
     x: u64,
     weight: u64,
-    plus: u64,
+    residual: u64,
     out: u64,
     next_weight: u64,
     next_out: u64,
@@ -32,12 +32,12 @@ const _: () = assert!(size_of::<NormWork>() == 72);
 impl NormWork {
     /// Returns the argument. `at` returns the address of a buffer.
     pub(crate) fn of(normalize: &Normalize, at: impl Fn(crate::Buffer) -> u64) -> Self {
-        let Normalize { x, inner, norm, plus, out, columns, next } = *normalize;
+        let Normalize { x, inner, norm, residual, out, columns, next } = *normalize;
         let next_norm = next.map(|(norm, _)| norm);
         Self {
             x: at(x),
             weight: or_null(norm.weight),
-            plus: plus.map_or(0, &at),
+            residual: residual.map_or(0, &at),
             out: at(out) + columns.map_or(0, |columns| 2 * columns.first as u64),
             next_weight: or_null(next_norm.and_then(|norm| norm.weight)),
             next_out: next.map_or(0, |(_, out)| at(out)),

@@ -189,7 +189,7 @@ pub struct Embed {
     pub out: Buffer,
 }
 
-/// `out = rotated(gated(norm(x) weight^T + bias)) + plus`.
+/// `out = rotated(gated(norm(x) weight^T + bias)) + residual`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Product {
     /// `[T, inner]`.
@@ -209,7 +209,7 @@ pub struct Product {
     /// The function of the first half of the outputs. It multiplies the second half.
     pub gate: Option<Gate>,
     /// The residual, `[rows, outputs]`, added to the result. May be `out`.
-    pub plus: Option<Buffer>,
+    pub residual: Option<Buffer>,
     /// The description of the outputs if they are heads, whose pools are plain. Then there is no gate and no
     /// residual.
     pub heads: Option<Heads>,
@@ -229,7 +229,7 @@ pub struct Norm {
     pub eps: f32,
 }
 
-/// `out = norm(x) + plus`, and another norm of the result.
+/// `out = norm(x) + residual`, and another norm of the result.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Normalize {
     /// `[T, inner]`.
@@ -239,7 +239,7 @@ pub struct Normalize {
     /// The norm of `x`.
     pub norm: Norm,
     /// The residual, `[T, inner]`, added to the normalized rows. May be `out`, if that has no other columns.
-    pub plus: Option<Buffer>,
+    pub residual: Option<Buffer>,
     /// `[T, inner]`, or some columns of wider rows.
     pub out: Buffer,
     /// The columns of `out`. Then there is no next norm.

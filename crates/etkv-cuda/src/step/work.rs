@@ -439,7 +439,7 @@ impl Work {
             w: codes.0,
             bias: or_null(product.bias),
             norm: or_null(product.norm.and_then(|norm| norm.weight)),
-            plus: product.plus.map_or(0, |plus| self.at(plus)),
+            residual: product.residual.map_or(0, |residual| self.at(residual)),
             out: self.at(product.out),
             step: self.step_of(product.heads.map_or(0, |heads| heads.group)),
             eps: product.norm.map_or(0.0, |norm| norm.eps),

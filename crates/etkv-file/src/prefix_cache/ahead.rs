@@ -230,8 +230,8 @@ impl Inner {
         }
         if !self.keep(cache, group, &tokens[..n])? {
             let most = self.max_bytes;
-            let told = format_args!("its {n} tokens take more than max_bytes, {most}");
-            return Err(Error::new(Status::Backend, told));
+            let message = format_args!("its {n} tokens take more than max_bytes, {most}");
+            return Err(Error::new(Status::Backend, message));
         }
         debug!(target: TARGET, tokens = n, "a text was read ahead");
         Ok(ReadCount { n, n_there: n.max(in_memory) })

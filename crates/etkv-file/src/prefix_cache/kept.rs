@@ -20,7 +20,7 @@ pub struct CachedText<'a> {
 }
 
 #[derive(Debug)]
-struct HeldPrefixEntry {
+struct CachedPrefix {
     prefix: Prefix,
     group: Group,
     tokens: Arc<[i64]>,
@@ -36,7 +36,7 @@ struct HeldPrefixEntry {
 #[derive(Debug, Default)]
 pub struct KeptPrefixes {
     groups: HashMap<Group, Texts<u64>>,
-    held: HashMap<u64, HeldPrefixEntry>,
+    held: HashMap<u64, CachedPrefix>,
     /// Bytes of a piece, and the number of prefixes that have it.
     pieces: HashMap<usize, (u64, usize)>,
     bytes: u64,
@@ -137,7 +137,7 @@ impl KeptPrefixes {
         self.groups.entry(group.clone()).or_default().insert(Arc::clone(&tokens), entry);
         self.held.insert(
             number,
-            HeldPrefixEntry { prefix, group: group.clone(), tokens, used: self.now, pins },
+            CachedPrefix { prefix, group: group.clone(), tokens, used: self.now, pins },
         );
         for number in covered {
             if self.held.get(&number).is_some_and(|held| held.pins == 0) {
@@ -154,7 +154,7 @@ impl KeptPrefixes {
         while self.bytes > max_bytes {
             let unpinned = self.held.iter().filter(|(_, held)| held.pins == 0);
             // Removing a prefix whose rows all lie in others too would free nothing, so the longest go first.
-            let last = |(&number, held): &(&u64, &HeldPrefixEntry)| {
+            let last = |(&number, held): &(&u64, &CachedPrefix)| {
                 (Some(number) == newest, self.alone(&held.prefix) == 0, held.used)
             };
             let Some((&number, _)) = unpinned.min_by_key(last) else { break };
@@ -165,7 +165,7 @@ impl KeptPrefixes {
 
     /// Removes all prefixes that are not pinned.
     pub fn clear(&mut self) -> Vec<Prefix> {
-        let of = |(&number, held): (&u64, &HeldPrefixEntry)| (held.pins == 0).then_some(number);
+        let of = |(&number, held): (&u64, &CachedPrefix)| (held.pins == 0).then_some(number);
         let unpinned: Vec<u64> = self.held.iter().filter_map(of).collect();
         unpinned.into_iter().filter_map(|number| self.remove(number)).collect()
     }
@@ -173,7 +173,7 @@ impl KeptPrefixes {
     /// Removes prefixes that nothing else holds or pins, those that were used least recently first, until the
     /// removed ones have `bytes` bytes that no other prefix has; at least one, if there is one.
     pub fn take_idle(&mut self, bytes: u64) -> Vec<Prefix> {
-        let of = |(&number, held): (&u64, &HeldPrefixEntry)| {
+        let of = |(&number, held): (&u64, &CachedPrefix)| {
             (held.pins == 0 && held.prefix.is_idle()).then_some((held.used, number))
         };
         let mut idle: Vec<(u64, u64)> = self.held.iter().filter_map(of).collect();
@@ -217,7 +217,7 @@ impl KeptPrefixes {
     }
 
     fn remove(&mut self, number: u64) -> Option<Prefix> {
-        let HeldPrefixEntry { prefix, group, tokens, .. } = self.held.remove(&number)?;
+        let CachedPrefix { prefix, group, tokens, .. } = self.held.remove(&number)?;
         if let Some(texts) = self.groups.get_mut(&group) {
             texts.remove(&tokens);
             if texts.is_empty() {

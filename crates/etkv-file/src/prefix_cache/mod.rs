@@ -200,7 +200,7 @@ impl PrefixCache {
         };
         if let Some(store) = &self.inner.store {
             if let Err(error) = store.save(cache, Labels { fingerprint, tokens }) {
-                warn!(target: TARGET, %error, "the prefix store is passed by");
+                warn!(target: TARGET, %error, "the prefix store is skipped");
             }
         }
         Ok(kept)
@@ -341,7 +341,7 @@ impl Inner {
             return 0;
         };
         store.n_stored(cache, fingerprint, tokens).unwrap_or_else(|error| {
-            warn!(target: TARGET, %error, "the prefix store is passed by");
+            warn!(target: TARGET, %error, "the prefix store is skipped");
             0
         })
     }
@@ -352,7 +352,7 @@ impl Inner {
         match store.load(cache, fingerprint, tokens) {
             Ok(n) => Ok(n),
             Err(error) if matches!(error.status(), Status::File | Status::Unsupported) => {
-                warn!(target: TARGET, %error, "the prefix store is passed by");
+                warn!(target: TARGET, %error, "the prefix store is skipped");
                 Ok(0)
             }
             Err(error) => Err(error),

@@ -229,7 +229,7 @@ impl PrefixStore {
                 }
                 Ok(false) => debug!(target: TARGET, file = name, "a stored text does not fit"),
                 Err(error) if error.status() == Status::File => {
-                    warn!(target: TARGET, %error, file = name, "a stored text is passed by");
+                    warn!(target: TARGET, %error, file = name, "a stored text is skipped");
                     // The system may fail in another way next time.
                     if error.source().is_none() {
                         self.index.lock().give_up(&name);

@@ -54,9 +54,9 @@ impl<T> Texts<T> {
         capacity: usize,
     ) -> impl Iterator<Item = (usize, &'a Entry<T>)> {
         let up_to: (Bound<&[i64]>, _) = (Bound::Unbounded, Bound::Included(tokens));
-        let behind: (_, Bound<&[i64]>) = (Bound::Excluded(tokens), Bound::Unbounded);
+        let later: (_, Bound<&[i64]>) = (Bound::Excluded(tokens), Bound::Unbounded);
         let before = self.0.range::<[i64], _>(up_to).rev();
-        let after = self.0.range::<[i64], _>(behind);
+        let after = self.0.range::<[i64], _>(later);
         merged(counted(before, tokens), counted(after, tokens))
             .take_while(move |(n, ..)| *n >= least.max(1))
             .filter(move |(n, text, entry)| {

@@ -148,7 +148,7 @@ impl<'a> Finder<'a> {
             _ => return None,
         };
         let (product, op, _) = self.maker(product)?;
-        matches!(op, Op::Linear { .. } | Op::LinearBlock { gate: None, plus: None, .. })
+        matches!(op, Op::Linear { .. } | Op::LinearBlock { gate: None, residual: None, .. })
             .then_some(())?;
         let &[to_keys, to_values] = &at[..] else {
             return None;

@@ -206,7 +206,7 @@ impl CapturedSteps {
             return Ok(Err("the layers have too many policies"));
         };
         if state.has_failed(n, &groups.may_be_masked(false)) {
-            return Ok(Err("so many tokens could not be captured"));
+            return Ok(Err("steps of this many tokens could not be captured"));
         }
         // Codes hide a value that is not finite, and other sequences would read it.
         let is_watched =

@@ -121,7 +121,7 @@ impl Planner {
             && rows % halves == 0
             && is_row(product.bias, rows, dtype)
             && is_row(norm, inner, dtype)
-            && product.plus.is_none_or(|plus| self.widths[plus] == rows);
+            && product.residual.is_none_or(|residual| self.widths[residual] == rows);
         fits.then_some(())?;
         self.add_weight(product.weight);
         self.constants.extend(product.bias.iter().chain(&norm));
@@ -341,7 +341,7 @@ impl Planner {
             bias,
             norm,
             gate: product.gate,
-            plus: product.plus.map(Buffer),
+            residual: product.residual.map(Buffer),
             heads,
             out: Buffer(product.out),
         };

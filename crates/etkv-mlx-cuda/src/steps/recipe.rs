@@ -86,7 +86,7 @@ pub struct Product {
     pub bias: Option<Value>,
     pub norm: Option<Norm>,
     pub gate: Option<Gate>,
-    pub plus: Option<usize>,
+    pub residual: Option<usize>,
     /// The description of the features if they are heads.
     pub heads: Option<LayerHeads>,
     pub out: usize,
@@ -105,7 +105,7 @@ pub struct RowNorm {
 pub struct Normalize {
     pub x: usize,
     pub norm: RowNorm,
-    pub plus: Option<usize>,
+    pub residual: Option<usize>,
     pub out: usize,
     pub next: Option<(RowNorm, usize)>,
 }
@@ -361,11 +361,11 @@ impl Reader<'_> {
                 bias: self.optional(bias)?,
                 norm: None,
                 gate: None,
-                plus: None,
+                residual: None,
                 heads: None,
                 out: 0,
             },
-            Op::LinearBlock { x, weight, bias, transposed, norm, gate, plus } => Product {
+            Op::LinearBlock { x, weight, bias, transposed, norm, gate, residual } => Product {
                 x: self.buffer(x)?,
                 weight: self.weight(weight, transposed)?,
                 bias: self.optional(bias)?,
@@ -374,9 +374,9 @@ impl Reader<'_> {
                     None => None,
                     Some(function) => Some(gate_of(function)?),
                 },
-                plus: match plus {
+                residual: match residual {
                     None => None,
-                    Some(plus) => Some(self.buffer(plus)?),
+                    Some(residual) => Some(self.buffer(residual)?),
                 },
                 heads: None,
                 out: 0,
@@ -437,7 +437,7 @@ impl Reader<'_> {
             bias: self.optional(*bias)?,
             norm: self.norm(*norm)?,
             gate: None,
-            plus: None,
+            residual: None,
             heads: Some(heads),
             out: self.made(queries),
         };

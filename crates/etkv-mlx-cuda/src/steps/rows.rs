@@ -87,11 +87,11 @@ pub fn planned_tokens(n: usize) -> usize {
 impl Rows {
     fn of(Placement { write, read, mask }: &Placement, is_masked: bool) -> Self {
         // The kernels read all slots from the first on, and assume that the last ones are the step's.
-        let is_behind =
+        let is_at_end =
             read.start == 0 && *write == Slots::Run(read.end - write.len() as i32..read.end);
         // A plan without a mask has exactly the step's tokens.
         let causal = !is_masked
-            && is_behind
+            && is_at_end
             && write.len() <= MAX_FEW
             && match mask {
                 MaskPlan::Causal => true,

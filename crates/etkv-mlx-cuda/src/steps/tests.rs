@@ -45,7 +45,7 @@ fn seen(rows: &Rows) -> Vec<Vec<usize>> {
 }
 
 #[test]
-fn rows_of_full_history_go_behind_all_that_is_read() {
+fn rows_of_full_history_go_after_all_that_is_read() {
     let mut contiguous = ContiguousCache::new(config()).unwrap();
     // A single sequence is read in the same way.
     let mut cells = CellsCache::new(config()).unwrap();
@@ -178,9 +178,9 @@ impl Sequences {
 /// The keys that each token sees without a mask.
 fn seen_without(rows: &Rows) -> Vec<Vec<usize>> {
     let first = rows.n_keys - rows.slots.len();
-    let behind = (first..rows.n_keys).eq(rows.slots.iter().map(|&slot| slot as usize));
+    let is_last = (first..rows.n_keys).eq(rows.slots.iter().map(|&slot| slot as usize));
     assert!(
-        behind,
+        is_last,
         "without a mask the kernels take the last keys for those of the step: {rows:?}"
     );
     (first..rows.n_keys).map(|own| (0..=own).collect()).collect()

@@ -27,11 +27,11 @@ pub fn decode_if(
     let mut otherwise = inside(slots, node.else_chain_idx() as usize, inner)?;
     let after_else = slots.held().clone();
 
-    let mut behind = unchanged(&before, &[&after_then, &after_else]);
+    let mut kept = unchanged(&before, &[&after_then, &after_else]);
     let mut changed = Vec::new();
     for (slot, of_then) in &after_then.tensors {
         let Some(of_else) = after_else.tensors.get(slot) else { continue };
-        if !behind.tensors.contains_key(slot) {
+        if !kept.tensors.contains_key(slot) {
             then.outputs.push(Out::Tensor(*of_then));
             otherwise.outputs.push(Out::Tensor(*of_else));
             changed.push(*slot);
@@ -39,8 +39,8 @@ pub fn decode_if(
     }
     let n = changed.len() as u32;
     let first = slots.new_values(n);
-    behind.tensors.extend(changed.into_iter().zip((first.0..).map(Value)));
-    slots.exchange(behind);
+    kept.tensors.extend(changed.into_iter().zip((first.0..).map(Value)));
+    slots.exchange(kept);
     if n == 0 {
         return Ok(Vec::new());
     }
@@ -79,19 +79,19 @@ pub fn decode_scan(
         body.outputs.push(Out::Tensor(slots.read(tid)?));
     }
 
-    let mut behind = unchanged(&before, &[&after]);
+    let mut kept = unchanged(&before, &[&after]);
     let known: Vec<u32> =
         [node.carry(), node.sliced()].iter().flatten().map(fb::Tid::idx).collect();
-    refuse_hidden_state(&before, &behind, &body, &known)?;
+    refuse_hidden_state(&before, &kept, &body, &known)?;
     let n_stacked = node.outputs().len();
     let n = (n_stacked + carried.len()) as u32;
     let first = slots.new_values(n);
     // An output in the slot of a carried value hides it.
     let results = node.outputs().iter().chain(node.carry().iter()).zip((first.0..).map(Value));
     for (tid, value) in results.collect::<Vec<_>>().into_iter().rev() {
-        behind.tensors.insert(tid.idx(), value);
+        kept.tensors.insert(tid.idx(), value);
     }
-    slots.exchange(behind);
+    slots.exchange(kept);
     if n == 0 {
         return Ok(Vec::new());
     }
@@ -121,7 +121,7 @@ fn write(slots: &mut Slots, tids: flatbuffers::Vector<'_, fb::Tid>) -> Result<Ve
     tids.iter()
         .map(|tid| match slots.write(tid)? {
             Out::Tensor(value) => Ok(value),
-            _ => fail!(Internal, "a tensor is no tensor"),
+            _ => fail!(Internal, "a slot of a tensor became an integer"),
         })
         .collect()
 }

@@ -240,10 +240,10 @@ fn chain(
 ) -> Result<Chain> {
     let chains = graph.instruction_chains();
     if index >= chains.len() {
-        fail!(Program, "chain {index} is to run, the program has {}", chains.len());
+        fail!(Program, "chain {index} does not exist, the program has {}", chains.len());
     }
     if place.around.contains(&index) || place.around.len() >= MAX_INSIDE {
-        fail!(Program, "chain {index} stands inside itself, or inside {MAX_INSIDE} others");
+        fail!(Program, "chain {index} is nested in itself, or deeper than {MAX_INSIDE} chains");
     }
     place.around.push(index);
     let mut chain = Chain::default();
@@ -256,7 +256,7 @@ fn chain(
             // All held values are copied.
             place.n_copied += slots.held().tensors.len() + slots.held().ints.len();
             if place.n_copied > MAX_COPIED {
-                fail!(Program, "the program has too many chains inside others for its tensors");
+                fail!(Program, "the program has too many nested chains for its tensors");
             }
         }
         let mut inner = |slots: &mut Slots, index| self::chain(slots, graph, index, place);

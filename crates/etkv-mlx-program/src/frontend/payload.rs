@@ -33,7 +33,7 @@ pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
         Ok(end) if end >= HEADER && end <= payload.len() => end,
         _ => fail!(
             Program,
-            "the payload has {} bytes, but its data are said to start at {data}",
+            "the payload has {} bytes, but its header says that its data start at {data}",
             payload.len()
         ),
     };

@@ -65,7 +65,7 @@ impl Generation {
     /// Returns whether an executor runs steps of this number of tokens. That is faster than async decode.
     fn is_fast(&self, cache: &MlxCache, tokens: usize) -> bool {
         let executor = self.program.0.executor.as_ref();
-        self.options.sampling.takes_greatest()
+        self.options.sampling.is_greedy()
             && executor.is_some_and(|executor| executor.suits(cache, tokens))
     }
 
@@ -175,7 +175,7 @@ impl Generation {
                 fail!(
                     Position,
                     "the answer goes on at position {expected}, and the cache goes on at {next}: it \
-                     was changed meanwhile; generate anew"
+                     was changed meanwhile; generate again"
                 );
             }
         }

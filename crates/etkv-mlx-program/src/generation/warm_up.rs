@@ -231,7 +231,7 @@ impl Program {
         let text = cache.length();
         let kinds = [(RequestedOutputs::Logits, true), (RequestedOutputs::Chosen, self.chooses())];
         if text == 0 {
-            debug!(target: TARGET, "no trees are captured: no text is");
+            debug!(target: TARGET, "no trees are captured, because no text is");
             return Ok(());
         }
         for tokens in 2..=TREE {

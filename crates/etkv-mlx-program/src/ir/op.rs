@@ -281,7 +281,7 @@ pub enum Op {
     },
     /// Made by a pass: a `Linear` with the operations around it in a layer. `x` is normalized first if there
     /// is a norm. If there is a gate, the result is its function of the first half of the features, times the
-    /// second half. Then the residual `plus` is added. One kernel launch on a GPU for a few rows.
+    /// second half. Then the `residual` is added. One kernel launch on a GPU for a few rows.
     LinearBlock {
         x: Value,
         weight: Value,
@@ -289,7 +289,7 @@ pub enum Op {
         transposed: bool,
         norm: Option<Norm>,
         gate: Option<Unary>,
-        plus: Option<Value>,
+        residual: Option<Value>,
     },
     /// Made by a pass: a `Linear` whose features are heads, and whose rows are normalized first if there is a
     /// norm. Makes the pieces, `[1, heads, T, head_dim]`. One kernel launch on a GPU for a few rows.
@@ -439,11 +439,11 @@ impl Op {
                 visit(weight);
                 bias.iter_mut().for_each(visit);
             }
-            Op::LinearBlock { x, weight, bias, norm, plus, .. } => {
+            Op::LinearBlock { x, weight, bias, norm, residual, .. } => {
                 visit(x);
                 visit(weight);
                 let norm = norm.iter_mut().filter_map(|norm| norm.weight.as_mut());
-                bias.iter_mut().chain(norm).chain(plus).for_each(visit);
+                bias.iter_mut().chain(norm).chain(residual).for_each(visit);
             }
             Op::LinearHeads { x, weight, bias, norm, heads, .. } => {
                 visit(x);

@@ -79,7 +79,7 @@ fn filled<'a>(arguments: &'a Arguments, v: Fill) -> Result<(&'a [i32], Array)> {
     Ok(match (v, arguments.ints.split_last()) {
         (Fill::Literal(v), _) => (&arguments.ints, number(v)),
         (Fill::Last, Some((&v, rest))) => (rest, Array::from_int(v)),
-        (Fill::Last, None) => fail!(Internal, "a tensor is filled with no number"),
+        (Fill::Last, None) => fail!(Internal, "a filled tensor has no value"),
     })
 }
 

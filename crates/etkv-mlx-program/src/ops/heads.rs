@@ -61,8 +61,8 @@ pub fn run(frame: &Frame, layer: &Layer, transposed: bool, heads: &Heads) -> Res
     let inside = heads.at.partition_point(|&at| at < heads.rotated);
     let mut pieces = split(&rotated, &heads.at[..inside], heads.rotated)?;
     if let Some(still) = &still {
-        let behind: Vec<i32> = heads.at[inside + 1..].iter().map(|at| at - heads.rotated).collect();
-        pieces.extend(split(still, &behind, heads.n - heads.rotated)?);
+        let after: Vec<i32> = heads.at[inside + 1..].iter().map(|at| at - heads.rotated).collect();
+        pieces.extend(split(still, &after, heads.n - heads.rotated)?);
     }
     Ok(pieces)
 }

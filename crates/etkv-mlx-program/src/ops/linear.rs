@@ -56,7 +56,7 @@ pub fn run_linear(
 pub struct Block {
     pub norm: Option<Norm>,
     pub gate: Option<Unary>,
-    pub plus: Option<Value>,
+    pub residual: Option<Value>,
 }
 
 /// Multiplies as [`run_linear`] does, with the operations of `block` before and after.
@@ -70,13 +70,13 @@ pub fn run_block(
 ) -> Result<Array> {
     let tensor = |value: Option<Value>| value.map(|value| frame.tensor(value)).transpose();
     let (x, weight, bias) = (frame.tensor(x)?, frame.tensor(weight)?, tensor(bias)?);
-    let plus = tensor(block.plus)?;
+    let residual = tensor(block.residual)?;
     let norm = match block.norm {
         Some(norm) => Some(RmsNorm { weight: tensor(norm.weight)?, eps: norm.eps }),
         None => None,
     };
     let gate = block.gate.map(kernel_gate).transpose()?;
-    let product = Product { bias, norm, gate, plus, ..Product::plain(x, weight, transposed) };
+    let product = Product { bias, norm, gate, residual, ..Product::plain(x, weight, transposed) };
     let normalized = match by_kernel(&product)? {
         ByKernel::Made(out) => return Ok(out),
         ByKernel::Left(normalized) => normalized,
@@ -92,8 +92,8 @@ pub fn run_block(
         };
         out = activation::run(frame, gate, activated, Some(gated))?;
     }
-    Ok(match plus {
-        Some(plus) => out.add(plus)?,
+    Ok(match residual {
+        Some(residual) => out.add(residual)?,
         None => out,
     })
 }

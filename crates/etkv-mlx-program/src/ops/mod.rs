@@ -282,8 +282,8 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<OpResult> {
         Op::Linear { x, weight, bias, transposed } => {
             linear::run_linear(frame, *x, *weight, *bias, *transposed)?
         }
-        Op::LinearBlock { x, weight, bias, transposed, norm, gate, plus } => {
-            let block = linear::Block { norm: *norm, gate: *gate, plus: *plus };
+        Op::LinearBlock { x, weight, bias, transposed, norm, gate, residual } => {
+            let block = linear::Block { norm: *norm, gate: *gate, residual: *residual };
             linear::run_block(frame, *x, *weight, *bias, *transposed, block)?
         }
         Op::LinearHeads { x, weight, bias, transposed, norm, heads } => {
@@ -327,7 +327,7 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<OpResult> {
             }
         }
         Op::Call { function, tensors, ints } => calls::run(frame, function, tensors, ints)?,
-        Op::If { .. } | Op::Scan(_) => fail!(Internal, "the schedule runs chains inside"),
+        Op::If { .. } | Op::Scan(_) => fail!(Internal, "the schedule runs nested chains"),
         Op::ItemInt { x } => return integers::run_item(frame.tensor(*x)?).map(OpResult::Int),
         Op::MetalKernel { kernel, inputs, shapes } => {
             return metal::run(frame, kernel, inputs, shapes)

@@ -102,7 +102,7 @@ impl Slots {
             return Ok(Int::Literal(argument.literal()));
         }
         let Some(vid) = argument.vid() else {
-            fail!(Program, "an integer argument names no value");
+            fail!(Program, "an integer argument refers to no value");
         };
         Ok(Int::Value(self.read_int(vid)?))
     }

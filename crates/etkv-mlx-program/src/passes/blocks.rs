@@ -40,22 +40,22 @@ struct Block {
     bias: Option<Value>,
     norm: Option<Norm>,
     gate: Option<Unary>,
-    plus: Option<Value>,
+    residual: Option<Value>,
 }
 
 impl Block {
     fn of(instruction: &Instruction) -> Option<Self> {
         match instruction.op {
             Op::Linear { x, weight, bias, transposed: false } => {
-                Some(Self { x, weight, bias, norm: None, gate: None, plus: None })
+                Some(Self { x, weight, bias, norm: None, gate: None, residual: None })
             }
             _ => None,
         }
     }
 
     fn into_op(self) -> Op {
-        let Self { x, weight, bias, norm, gate, plus } = self;
-        Op::LinearBlock { x, weight, bias, transposed: false, norm, gate, plus }
+        let Self { x, weight, bias, norm, gate, residual } = self;
+        Op::LinearBlock { x, weight, bias, transposed: false, norm, gate, residual }
     }
 }
 
@@ -92,7 +92,7 @@ impl Finder<'_> {
         let mut found = BlockMatch { block, replaced: vec![index], out };
         self.norm(&mut found);
         self.gate(&mut found);
-        self.plus(&mut found);
+        self.residual(&mut found);
         found
     }
 
@@ -130,7 +130,7 @@ impl Finder<'_> {
         }
     }
 
-    fn plus(&self, found: &mut BlockMatch) {
+    fn residual(&self, found: &mut BlockMatch) {
         let product = found.out;
         let Some((index, &Op::Binary { function: Binary::Add, a, b }, Out::Tensor(out))) =
             self.reader(product)
@@ -138,7 +138,7 @@ impl Finder<'_> {
             return;
         };
         let other = if a == product { b } else { a };
-        found.block.plus = Some(other);
+        found.block.residual = Some(other);
         found.replaced.push(index);
         found.out = out;
     }
@@ -207,7 +207,7 @@ mod tests {
 
     fn block(x: u32, weight: u32) -> Block {
         let (x, weight) = (Value(x), Value(weight));
-        Block { x, weight, bias: None, norm: None, gate: None, plus: None }
+        Block { x, weight, bias: None, norm: None, gate: None, residual: None }
     }
 
     fn joined(ops: Vec<(Op, Out)>) -> Vec<(Op, Out)> {
@@ -228,7 +228,7 @@ mod tests {
             add(3, 15, 16),
         ]);
         let gated = Block { norm: Some(NORM), gate: Some(Unary::Silu), ..block(3, 1) };
-        let summed = Block { plus: Some(Value(3)), ..block(14, 0) };
+        let summed = Block { residual: Some(Value(3)), ..block(14, 0) };
         assert_eq!(made, [tensor(gated.into_op(), 14), tensor(summed.into_op(), 16)]);
     }
 
@@ -236,7 +236,7 @@ mod tests {
     fn a_block_stands_where_the_last_of_it_stood() {
         // The residual is made after the product.
         let made = joined(vec![linear(3, 0, 10), norm(4, 11), add(10, 11, 12)]);
-        let summed = Block { plus: Some(Value(11)), ..block(3, 0) };
+        let summed = Block { residual: Some(Value(11)), ..block(3, 0) };
         assert_eq!(made, [norm(4, 11), tensor(summed.into_op(), 12)]);
     }
 

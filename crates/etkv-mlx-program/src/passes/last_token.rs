@@ -49,11 +49,15 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
 pub fn logits_output(graph: &Graph) -> Result<(usize, Value)> {
     let outputs = possible_logits(graph);
     let Some(&(mut found)) = outputs.first() else {
-        fail!(Unsupported, "cannot leave out rows of logits: the program's outputs are numbers, and none has rows; load with logits=all");
+        fail!(
+            Unsupported,
+            "cannot leave out rows of logits: the program's outputs are numbers, \
+         and none has rows; load with logits=all"
+        );
     };
     loop {
-        let behind = products_of(graph, found.1);
-        match outputs.iter().find(|(_, value)| behind.contains(value)) {
+        let products = products_of(graph, found.1);
+        match outputs.iter().find(|(_, value)| products.contains(value)) {
             Some(&next) => found = next,
             None => return Ok(found),
         }
@@ -95,7 +99,7 @@ fn possible_logits(graph: &Graph) -> Vec<(usize, Value)> {
 
 /// Returns the values that products compute from a value, directly or through other products.
 fn products_of(graph: &Graph, value: Value) -> HashSet<Value> {
-    let (mut dependent, mut behind) = (HashSet::from([value]), HashSet::new());
+    let (mut dependent, mut products) = (HashSet::from([value]), HashSet::new());
     for Instruction { op, out } in &graph.main.instructions {
         let reads = op.reads();
         if !reads.iter().any(|read| dependent.contains(read)) {
@@ -116,11 +120,11 @@ fn products_of(graph: &Graph, value: Value) -> HashSet<Value> {
                     ..
                 }
         );
-        if is_product || reads.iter().any(|read| behind.contains(read)) {
-            behind.extend(out.tensors());
+        if is_product || reads.iter().any(|read| products.contains(read)) {
+            products.extend(out.tensors());
         }
     }
-    behind
+    products
 }
 
 /// Returns the values of which only the last row is read: from `logits` and from slices backwards, while all

@@ -79,7 +79,7 @@ impl Finder<'_> {
                 transposed: false,
                 norm,
                 gate: None,
-                plus: None,
+                residual: None,
             } => (x, weight, bias, norm),
             _ => return None,
         };

@@ -35,7 +35,7 @@ fn product_of_logits(graph: &Graph) -> Option<(usize, Value)> {
     loop {
         let &index = makers.get(&value)?;
         let x = match graph.main.instructions[index].op {
-            Op::Linear { x, bias, .. } | Op::LinearBlock { x, bias, plus: None, .. } => {
+            Op::Linear { x, bias, .. } | Op::LinearBlock { x, bias, residual: None, .. } => {
                 let plain = bias.is_none_or(|bias| is_row_constant(graph, bias));
                 return plain.then_some((index, x));
             }

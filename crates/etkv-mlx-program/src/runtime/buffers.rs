@@ -52,7 +52,10 @@ impl Buffers {
     /// computation starts leaves all of them unchanged.
     pub fn bind(&self, frame: &mut Frame) -> Result<SmallVec<[Array; 4]>> {
         if let Some(error) = &*self.broken.lock() {
-            fail!(Step, "an earlier call did not compute what the program keeps ({error}); reset its buffers");
+            fail!(
+                Step,
+                "an earlier call did not compute the program's buffers ({error}); reset them"
+            );
         }
         let mut found = SmallVec::new();
         let arrays = self.arrays.lock();
@@ -80,7 +83,7 @@ impl Buffers {
                     buffer.shape,
                     array.shape()
                 ),
-                None => fail!(Internal, "a buffer is no tensor"),
+                None => fail!(Internal, "a buffer is not a tensor"),
             }
         }
         *self.arrays.lock() = kept.iter().cloned().map(Some).collect();

@@ -118,7 +118,7 @@ impl Schedule {
         match (op, chains) {
             (Op::If { cond, .. }, chains) => inner::run_if(frame, *cond, chains, *out),
             (Op::Scan(scan), [body]) => inner::run_scan(frame, scan, body),
-            _ => fail!(Internal, "instruction {index} has {} chains inside", chains.len()),
+            _ => fail!(Internal, "instruction {index} has {} nested chains", chains.len()),
         }
     }
 }

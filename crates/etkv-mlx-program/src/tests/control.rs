@@ -132,7 +132,7 @@ fn one_of_two_chains_runs() {
 }
 
 #[test]
-fn what_one_chain_makes_is_not_there_behind_a_choice() {
+fn what_one_chain_makes_is_not_there_after_a_choice() {
     let parts = || Parts {
         inputs: vec![(vec![3], FLOAT32)],
         n_temporaries: 2,
@@ -148,9 +148,9 @@ fn what_one_chain_makes_is_not_there_behind_a_choice() {
     assert_eq!(refusal(&payload), "tensor 1 is read before it is written");
     let inside_itself = parts()
         .payload(|builder| vec![vec![choose(builder, 0, 1, 1)], vec![choose(builder, 0, 1, 1)]]);
-    assert!(refusal(&inside_itself).contains("chain 1 stands inside itself"));
+    assert!(refusal(&inside_itself).contains("chain 1 is nested in itself"));
     let missing = parts().payload(|builder| vec![vec![choose(builder, 0, 7, 0)]]);
-    assert!(refusal(&missing).contains("chain 7 is to run, the program has 1"));
+    assert!(refusal(&missing).contains("chain 7 does not exist, the program has 1"));
 }
 
 /// Nested choices stand for many more instructions than there are.

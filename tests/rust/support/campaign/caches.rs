@@ -256,9 +256,9 @@ impl<B: Backend> Run<B> {
     /// Makes one of several calls detect that the values of the last step are not finite.
     fn undo(&mut self, spoiled: Option<usize>, length: i32) {
         self.model.declared = None;
-        let behind = self.rng.chance(0.5).then(|| self.sequence());
+        let tree_of = self.rng.chance(0.5).then(|| self.sequence());
         let mut number = None;
-        if let Some(sequence) = behind {
+        if let Some(sequence) = tree_of {
             let cells = self.cache.sequences_mut().unwrap();
             cells.begin_step(&[sequence]).unwrap();
             let next = cells.seq_next(sequence).unwrap();

@@ -38,10 +38,10 @@ impl<'a> Block<'a> {
     fn of(cells: Vec<i32>, nodes: &'a [i32], ordered: bool, shares: bool) -> Option<Self> {
         let extent = if cells.is_empty() { nodes } else { &cells };
         let (start, last) = (extent.iter().copied().min()?, extent.iter().copied().max()?);
-        let behind = start + cells.len() as i32;
-        let is_run = (cells.is_empty() || last == behind - 1)
+        let end = start + cells.len() as i32;
+        let is_run = (cells.is_empty() || last == end - 1)
             && (!ordered || cells.iter().zip(start..).all(|(&cell, place)| cell == place))
-            && nodes.iter().zip(behind..).all(|(&node, place)| node == place);
+            && nodes.iter().zip(end..).all(|(&node, place)| node == place);
         Some(Self { cells, nodes, ordered, shares, start, is_run })
     }
 
@@ -67,8 +67,8 @@ impl<'a> Block<'a> {
         // What stays in place for one start alone: everything that must lie in order.
         let mut at: BTreeMap<i32, i32> = BTreeMap::new();
         let in_order = if self.ordered { cells } else { &[] };
-        let behind = self.nodes.iter().zip(len..);
-        for (&cell, offset) in in_order.iter().zip(0..).chain(behind) {
+        let nodes = self.nodes.iter().zip(len..);
+        for (&cell, offset) in in_order.iter().zip(0..).chain(nodes) {
             *at.entry(cell - offset).or_default() += 1;
         }
         let mut sorted = if self.ordered { Vec::new() } else { cells.to_vec() };

@@ -64,9 +64,9 @@ impl CellsBookkeeping {
             (0, None) => write.start,
             _ => held.extent().start,
         };
-        let behind = start + held.count();
-        let follow = nodes.iter().zip(behind..).all(|(&node, cell)| node == cell);
-        if !follow || write.start != behind + nodes.len() as i32 {
+        let after = start + held.count();
+        let follow = nodes.iter().zip(after..).all(|(&node, cell)| node == cell);
+        if !follow || write.start != after + nodes.len() as i32 {
             return None;
         }
         let (&first, &last) = (positions.first()?, positions.last()?);

@@ -28,9 +28,9 @@ impl CellsBookkeeping {
     fn exact_from(&self, sequence: i32, positions: Range<i32>) -> i32 {
         let exact_from = |group: &LayerGroup| {
             let window = group.window?;
-            let behind_sinks = positions.start.max(window.sinks())..positions.end;
+            let after_sinks = positions.start.max(window.sinks())..positions.end;
             let all = self.full().held(sequence);
-            let dropped = all.last_missing_in(group.held(sequence), &behind_sinks)?;
+            let dropped = all.last_missing_in(group.held(sequence), &after_sinks)?;
             Some(window.rewindable_to(dropped + 1))
         };
         self.groups.iter().filter_map(exact_from).max().unwrap_or(0)
@@ -138,7 +138,7 @@ impl CellsBookkeeping {
     ///   its positions would stay.
     pub fn rewind(&mut self, length: i32) -> Result<()> {
         self.refuse_in_step("rewind the cache")?;
-        let sequence = self.only_sequence("seq_rm shortens one of them")?;
+        let sequence = self.only_sequence("call seq_rm to shorten one of them")?;
         let next = self.next(sequence);
         if length < 0 || length > next {
             fail!(

@@ -27,7 +27,7 @@ impl CellsBookkeeping {
         let n_groups = self.groups.len();
         if state.groups.len() != n_groups {
             let found = state.groups.len();
-            return Err(damaged(format_args!("it has {found} layer groups of {n_groups}")));
+            return Err(damaged(format_args!("it has {found} layer groups, expected {n_groups}")));
         }
         let mut trees = BTreeMap::new();
         let mut before = -1;

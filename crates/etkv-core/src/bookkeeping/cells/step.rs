@@ -277,18 +277,18 @@ impl CellsBookkeeping {
             let after = self.cell_after(group, sequence);
             return self.groups[group].allocate(n_tokens as i32, after, cells);
         }
-        let mut behind: PerSequence = [-1; MAX_SEQUENCES as usize];
+        let mut next_cells: PerSequence = [-1; MAX_SEQUENCES as usize];
         for (members, n_tokens) in segments.iter() {
             let Some(&sequence) = members.first() else {
                 continue;
             };
-            let after = match behind[sequence as usize] {
+            let after = match next_cells[sequence as usize] {
                 -1 => self.cell_after(group, sequence),
                 cell => Some(cell),
             };
             self.groups[group].allocate(n_tokens as i32, after, cells);
             if let Some(&last) = cells.last() {
-                members.iter().for_each(|&member| behind[member as usize] = last + 1);
+                members.iter().for_each(|&member| next_cells[member as usize] = last + 1);
             }
         }
     }

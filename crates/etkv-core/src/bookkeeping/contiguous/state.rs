@@ -29,7 +29,7 @@ impl ContiguousBookkeeping {
         }
         let [found, expected] = [state.dropped.len(), self.groups.len()];
         if found != expected {
-            return Err(damaged(format_args!("it has {found} layer groups of {expected}")));
+            return Err(damaged(format_args!("it has {found} layer groups, expected {expected}")));
         }
         let groups = self.groups.iter().zip(&state.dropped);
         let groups = groups.map(|(group, &dropped)| group.with_dropped(dropped, length));

@@ -12,7 +12,7 @@ impl<S: Store> ContiguousCache<S> {
     fn contents(&self, snapshot: &Snapshot) -> Result<Contents<ContiguousBookkeeping>> {
         snapshot.check(self.kind(), self.config())?;
         let Book::Contiguous(state) = &snapshot.book else {
-            return Err(damaged("it has cells, and one sequence has none"));
+            return Err(damaged("it has cells, which a contiguous cache does not have"));
         };
         let book = self.book.with_state(state)?;
         let target = snapshot.target(self.config(), book.length())?;

@@ -53,12 +53,12 @@ impl PrefixFile {
     /// Makes room at the end. Returns `None` if the file would be longer than `most`.
     fn extend(&self, len: u64, most: u64) -> Result<Option<u64>> {
         let mut end = self.end.lock().unwrap_or_else(PoisonError::into_inner);
-        let (start, behind) = (*end, end.saturating_add(len));
-        if behind > most {
+        let (start, new_end) = (*end, end.saturating_add(len));
+        if new_end > most {
             return Ok(None);
         }
-        ftruncate(&self.file, behind)?;
-        *end = behind;
+        ftruncate(&self.file, new_end)?;
+        *end = new_end;
         Ok(Some(start))
     }
 }

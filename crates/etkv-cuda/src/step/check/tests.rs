@@ -16,7 +16,7 @@ fn plan() -> Plan {
         bias: None,
         norm: Some(Norm { weight: Some(Address(4096)), wide: false, eps: 1e-5 }),
         gate: None,
-        plus: None,
+        residual: None,
         heads: None,
         out: Buffer(1),
     };
@@ -51,7 +51,7 @@ fn plan() -> Plan {
                 inner: 512,
                 outputs: 256,
                 norm: None,
-                plus: Some(Buffer(0)),
+                residual: Some(Buffer(0)),
                 out: Buffer(0),
                 ..product
             }),
@@ -126,9 +126,7 @@ fn sizes_that_kernels_do_not_take_are_refused() {
     assert!(refused(|plan| heads(plan).n_kv = 3).contains("expected a multiple of 3"));
     assert!(refused(|plan| heads(plan).head_dim = 72).contains("multiple of 16"));
     assert!(refused(|plan| attend(plan).head_dim = 272).contains("of 272 elements"));
-    assert!(
-        refused(|plan| heads(plan).rotated = 32).contains("place those of which a part rotates")
-    );
+    assert!(refused(|plan| heads(plan).rotated = 32).contains("place heads that rotate in part"));
     assert!(refused(|plan| attend(plan).scale = f32::NAN).contains("NaN"));
     assert!(refused(
         |plan| product(plan, 1).norm = Some(Norm { weight: None, wide: false, eps: -1.0 })
@@ -255,9 +253,9 @@ fn rows_that_cannot_be_normalized_are_refused() {
         plan.buffers.extend([4 * 256; 2]);
         let norm = Norm { weight: Some(Address(4096)), wide: true, eps: 1e-6 };
         let next = Some((Norm { weight: None, ..norm }, Buffer(5)));
-        let (x, plus, out) = (Buffer(0), Some(Buffer(0)), Buffer(4));
+        let (x, residual, out) = (Buffer(0), Some(Buffer(0)), Buffer(4));
         let columns = None;
-        let mut normalize = Normalize { x, inner: 256, norm, plus, out, columns, next };
+        let mut normalize = Normalize { x, inner: 256, norm, residual, out, columns, next };
         change(&mut plan, &mut normalize);
         // After the rows of tokens.
         let first = plan.launches.len() - 4;
@@ -274,7 +272,7 @@ fn rows_that_cannot_be_normalized_are_refused() {
         if let Launch::Embed(embed) = &mut plan.launches[0] {
             (embed.out, embed.scale) = (Buffer(4), Some(Address(2)));
         }
-        normalize.plus = Some(normalize.out);
+        normalize.residual = Some(normalize.out);
     };
     assert_eq!(refused(in_place), "");
     assert!(refused(|_, rows| rows.inner = 252).contains("252 elements, expected a multiple of 8"));
@@ -287,7 +285,7 @@ fn rows_that_cannot_be_normalized_are_refused() {
             x: Buffer(0),
             inner: 8,
             norm: Norm { weight: None, wide: false, eps: 0.0 },
-            plus: None,
+            residual: None,
             out: Buffer(1),
             columns: None,
             next: None,
@@ -384,7 +382,7 @@ fn columns_and_blends_that_do_not_fit_are_refused() {
             x: Buffer(5),
             inner: 256,
             norm: Norm { weight: None, wide: false, eps: 1e-6 },
-            plus: None,
+            residual: None,
             out: Buffer(4),
             columns: Some(Columns { first: 256, width: 512 }),
             next: None,
@@ -411,7 +409,7 @@ fn columns_and_blends_that_do_not_fit_are_refused() {
     assert!(refused(|rows, _| rows.columns = Some(Columns { first: 0, width: 1024 }))
         .contains("buffer 4 has 2048 elements, expected 4096"));
     assert!(refused(|rows, _| rows.next = Some((rows.norm, Buffer(2)))).contains("wider rows"));
-    assert!(refused(|rows, _| rows.plus = Some(rows.out)).contains("read before"));
+    assert!(refused(|rows, _| rows.residual = Some(rows.out)).contains("read before"));
     assert!(refused(|_, blend| blend.x = Buffer(4)).is_empty());
     assert!(refused(|_, blend| blend.y = Buffer(2)).contains("buffer 2 is read before"));
     assert!(refused(|_, blend| blend.share = Buffer(2)).contains("buffer 2 is read before"));

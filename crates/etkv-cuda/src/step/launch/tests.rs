@@ -29,7 +29,7 @@ fn product(inner: usize, outputs: usize) -> Product {
         bias: None,
         norm: Some(Norm { weight: None, wide: false, eps: 0.0 }),
         gate: None,
-        plus: None,
+        residual: None,
         heads: None,
         out: Buffer(1),
     }

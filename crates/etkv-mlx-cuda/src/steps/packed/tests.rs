@@ -182,7 +182,7 @@ fn a_packed_decoder_is_known_and_left_as_it_is() {
         bias: None,
         norm: None,
         gate: None,
-        plus: None,
+        residual: None,
         heads: None,
         out,
     };
@@ -192,9 +192,9 @@ fn a_packed_decoder_is_known_and_left_as_it_is() {
     assert_eq!((of_heads.layer, of_heads.n_q, of_heads.n_kv), (0, 4, 2));
     let own = Some(of_heads.clone());
     is(heads, Product { bias: Some(BIAS), norm, heads: own, ..plain(0, HEADS, 1) });
-    is(out, Product { plus: Some(0), ..plain(2, OUT, 3) });
+    is(out, Product { residual: Some(0), ..plain(2, OUT, 3) });
     is(gated, Product { norm, gate: Some(etkv_cuda::Gate::Silu), ..plain(3, GATED, 4) });
-    is(down, Product { plus: Some(3), ..plain(4, DOWN, 5) });
+    is(down, Product { residual: Some(3), ..plain(4, DOWN, 5) });
     is(head, Product { norm, ..plain(5, TABLE, 6) });
 }
 

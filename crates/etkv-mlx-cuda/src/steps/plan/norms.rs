@@ -14,9 +14,10 @@ impl Planner {
         rows: &recipe::Normalize,
         array: &dyn Fn(Value) -> Option<&'a Array>,
     ) -> Option<()> {
-        let recipe::Normalize { x, norm, plus, out, next } = *rows;
+        let recipe::Normalize { x, norm, residual, out, next } = *rows;
         let inner = self.widths[x];
-        let fits = inner % PIECE == 0 && plus.is_none_or(|plus| self.widths[plus] == inner);
+        let fits =
+            inner % PIECE == 0 && residual.is_none_or(|residual| self.widths[residual] == inner);
         fits.then_some(())?;
         for (norm, out) in std::iter::once((norm, out)).chain(next) {
             self.add_norm(norm, inner, array)?;
@@ -31,7 +32,7 @@ impl Planner {
         rows: &recipe::Normalize,
         next: &mut dyn FnMut() -> Address,
     ) -> Normalize {
-        let recipe::Normalize { x, norm, plus, out, next: again } = *rows;
+        let recipe::Normalize { x, norm, residual, out, next: again } = *rows;
         // In the order in which they were added.
         let norm = self.row_norm(norm, next);
         let again = again.map(|(norm, out)| (self.row_norm(norm, next), Buffer(out)));
@@ -39,8 +40,9 @@ impl Planner {
             Some(&(out, first)) => (out, Some(Columns { first, width: self.widths[out] })),
             None => (out, None),
         };
-        let (x, inner, plus, out) = (Buffer(x), self.widths[x], plus.map(Buffer), Buffer(out));
-        Normalize { x, inner, norm, plus, out, columns, next: again }
+        let (x, inner, residual, out) =
+            (Buffer(x), self.widths[x], residual.map(Buffer), Buffer(out));
+        Normalize { x, inner, norm, residual, out, columns, next: again }
     }
 
     /// Adds the weights of a row norm. A float32 weight needs rows that are converted afterwards.

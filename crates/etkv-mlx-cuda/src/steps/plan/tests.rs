@@ -53,7 +53,7 @@ fn recipe(packing: Affine) -> Recipe {
         bias: Some(BIAS),
         norm: None,
         gate: None,
-        plus: None,
+        residual: None,
         heads: None,
         out: 1,
     };
@@ -179,7 +179,7 @@ fn decoder(k_norm: Option<RowNorm>) -> (Recipe, Planner) {
         bias: None,
         norm: None,
         gate: None,
-        plus: None,
+        residual: None,
         heads,
         out,
     };
@@ -307,7 +307,7 @@ fn rows_are_normalized_with_weights_of_both_kinds() {
         let normalize = recipe::Normalize {
             x: 0,
             norm: norm(1, made[0]),
-            plus: Some(0),
+            residual: Some(0),
             out: 1,
             next: Some((norm(2, made[1]), 2)),
         };
@@ -348,7 +348,7 @@ fn rows_are_normalized_with_weights_of_both_kinds() {
     assert_eq!(embed.scale, Some(Address(128)));
     let norm = |at, wide| Norm { weight: Some(Address(at)), wide, eps: 0.5 };
     assert_eq!((rows.norm, rows.next), (norm(192, true), Some((norm(256, false), Buffer(2)))));
-    assert_eq!((rows.x, rows.plus, rows.out), (Buffer(0), Some(Buffer(0)), Buffer(1)));
+    assert_eq!((rows.x, rows.residual, rows.out), (Buffer(0), Some(Buffer(0)), Buffer(1)));
     assert_eq!((rows.inner, plan.buffers), (COLUMNS as usize, vec![2 * COLUMNS as usize; 3]));
     // Rows that stay float32, or become it, and a factor that is not one number.
     assert!(planned([None, None], 3).is_none());

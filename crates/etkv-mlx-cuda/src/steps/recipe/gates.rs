@@ -31,7 +31,7 @@ impl Reader<'_> {
         (self.rows_of(weight)? == 2 * i64::from(half)).then_some(())?;
         match self.parts.last_mut() {
             Some(Part::Product(made))
-                if made.gate.is_none() && made.plus.is_none() && made.heads.is_none() =>
+                if made.gate.is_none() && made.residual.is_none() && made.heads.is_none() =>
             {
                 made.gate = Some(gate);
             }

@@ -27,11 +27,11 @@ impl Reader<'_> {
             (norm.made, out) = (Some(dtype), converted);
             self.taken.insert(index);
         }
-        let mut plus = None;
+        let mut residual = None;
         if let Some((index, &Op::Binary { function: Binary::Add, a, b }, sum)) = self.reader(out) {
             // If the other summand is made later, only the sum remains.
-            plus = self.buffer(if a == out { b } else { a });
-            if plus.is_some() {
+            residual = self.buffer(if a == out { b } else { a });
+            if residual.is_some() {
                 out = sum;
                 self.taken.insert(index);
             }
@@ -40,11 +40,11 @@ impl Reader<'_> {
         match self.parts.last_mut() {
             // One kernel computes both.
             Some(Part::Normalize(last))
-                if last.out == x && last.next.is_none() && plus.is_none() =>
+                if last.out == x && last.next.is_none() && residual.is_none() =>
             {
                 last.next = Some((norm, out));
             }
-            _ => self.parts.push(Part::Normalize(Normalize { x, norm, plus, out, next: None })),
+            _ => self.parts.push(Part::Normalize(Normalize { x, norm, residual, out, next: None })),
         }
         Some(())
     }

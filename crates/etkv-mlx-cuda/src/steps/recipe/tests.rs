@@ -40,14 +40,14 @@ fn decoder() -> Graph {
         last_query: false,
     };
     let shape = vec![Int::Literal(1), Int::Value(IntValue(0)), Int::Literal(-1)];
-    let block = |x: u32, weight, norm, gate, plus| Op::LinearBlock {
+    let block = |x: u32, weight, norm, gate, residual| Op::LinearBlock {
         x: Value(x),
         weight,
         bias,
         transposed,
         norm,
         gate,
-        plus,
+        residual,
     };
     let gate = Some(Unary::Silu);
     let tensor = |value| Out::Tensor(Value(value));
@@ -110,7 +110,7 @@ fn a_decoder_is_known() {
     let products = [heads, out, gated, down, head].map(|part| match part {
         Part::Product(product) => {
             let layer = product.heads.as_ref().map(|heads| heads.layer);
-            (product.x, product.weight, product.gate, product.plus, layer, product.out)
+            (product.x, product.weight, product.gate, product.residual, layer, product.out)
         }
         other => panic!("{other:?}"),
     });
@@ -213,8 +213,8 @@ fn apart(apart: Vec<(Op, Out)>) -> Graph {
     let mut graph = decoder();
     let (bias, transposed) = (None, true);
     let norm = Some(Norm { weight: Some(NORM), eps: 1e-6 });
-    let (x, gate, plus) = (Value(9), None, None);
-    let block = Op::LinearBlock { x, weight: HEADS, bias, transposed, norm, gate, plus };
+    let (x, gate, residual) = (Value(9), None, None);
+    let block = Op::LinearBlock { x, weight: HEADS, bias, transposed, norm, gate, residual };
     let made = std::iter::once((block, Out::Tensor(Value(20)))).chain(apart);
     // The positions are converted after the product.
     let instructions = &mut graph.main.instructions;

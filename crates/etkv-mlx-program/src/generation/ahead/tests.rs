@@ -114,7 +114,7 @@ fn a_step_ahead_whose_values_are_not_finite_is_refused_as_any_other() {
 
 /// Without a pause between, so that the step after the refused one runs when that one is undone.
 #[test]
-fn nothing_is_left_of_the_step_behind_one_that_is_undone() {
+fn nothing_is_left_of_the_step_after_one_that_is_undone() {
     let session = session("seq", LayerPolicy::Full);
     let program = counting(&session);
     let mut generation = generation(&program, &[16, 2, 5], true);
@@ -171,8 +171,8 @@ fn a_step_of_full_history_is_committed_before_its_values_are_read() {
         let checked = generation.check(&mut *cache, settled).unwrap();
         assert!(!checked.unread);
         assert_eq!(read(checked.chosen).unwrap(), [3]);
-        let number = generation.ahead.as_ref().and_then(|behind| behind.step).unwrap();
-        assert!(cache.resume(number), "the step behind stays");
+        let number = generation.ahead.as_ref().and_then(|ahead| ahead.step).unwrap();
+        assert!(cache.resume(number), "the next step stays");
         cache.abort();
     }
 }

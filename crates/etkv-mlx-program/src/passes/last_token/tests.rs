@@ -223,7 +223,7 @@ fn attention_that_is_an_output_stays_whole() {
 }
 
 #[test]
-fn logits_may_come_behind_hidden_states() {
+fn logits_may_come_after_hidden_states() {
     // 2: embedding, 3: hidden states, 4: logits, 5: computed from the logits.
     let other = |x| Op::Unary { function: Unary::Abs, x: Value(x) };
     let product = || graph(vec![embed(), linear(2), linear(3), other(4)]);

@@ -5,10 +5,10 @@ use super::*;
 use crate::ir::{Affine, Binary, Norm, Unary};
 use mlx_rs::Dtype;
 
-fn block(x: u32, plus: Option<Value>) -> Op {
+fn block(x: u32, residual: Option<Value>) -> Op {
     let norm = Some(Norm { weight: None, eps: 1e-5 });
     let x = Value(x);
-    Op::LinearBlock { x, weight: WEIGHT, bias: None, transposed: false, norm, gate: None, plus }
+    Op::LinearBlock { x, weight: WEIGHT, bias: None, transposed: false, norm, gate: None, residual }
 }
 
 /// Returns the instructions after the pass, without the one that counts the tokens.
@@ -37,7 +37,7 @@ fn rows_are_cut_before_the_product_of_the_logits() {
 }
 
 #[test]
-fn what_works_element_by_element_may_come_behind() {
+fn what_works_element_by_element_may_come_after() {
     let mut graph = graph(vec![
         embed(),
         linear(2),

@@ -68,7 +68,7 @@ fn axis_of(frame: &Frame, scan: &Scan) -> Result<(usize, i32)> {
             );
         }
     }
-    found.map_or_else(|| fail!(Internal, "a loop runs along no tensor"), Ok)
+    found.map_or_else(|| fail!(Internal, "a loop has no tensor to run along"), Ok)
 }
 
 fn arrays(frame: &Frame, values: &[Value]) -> Result<Vec<Array>> {

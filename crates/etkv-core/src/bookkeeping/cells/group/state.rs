@@ -61,7 +61,8 @@ impl LayerGroup {
         if end > MAX_SPARSE && end as i64 / MAX_CELLS_A_ROW > n_held + nodes.len() as i64 {
             fail!(
                 File,
-                "the file has {n_held} positions in cells up to {end}; compact the cache before it is saved"
+                "the file has {n_held} positions in cells up to {end}; compact the cache before \
+                 it is saved"
             );
         }
         if group.owners.try_reserve_exact(end).is_err() {
@@ -95,8 +96,8 @@ impl LayerGroup {
         all.sort_unstable();
         let (mut end, mut before) = (0, None);
         for (cell, len, position) in all {
-            let behind = cell.checked_add(len).filter(|&behind| cell >= 0 && behind <= self.size);
-            let Some(behind) = behind else {
+            let after = cell.checked_add(len).filter(|&after| cell >= 0 && after <= self.size);
+            let Some(after) = after else {
                 fail!(
                     File,
                     "the file has {len} cells from {cell} on, this cache has {}; make it with the \
@@ -108,7 +109,7 @@ impl LayerGroup {
             if cell < end && (shift.is_none() || shift != before) {
                 return Err(damaged(format_args!("cell {cell} holds two positions")));
             }
-            (end, before) = (end.max(behind), shift);
+            (end, before) = (end.max(after), shift);
         }
         // At most the size, which is an i32.
         Ok(end as usize)
@@ -136,7 +137,8 @@ fn check_runs(sequence: i32, runs: &[[i32; 3]]) -> Result<()> {
             Some(end) if position >= next && len >= 1 => next = end,
             _ => {
                 return Err(damaged(format_args!(
-                    "sequence {sequence} has {len} positions from {position} on, behind {next}"
+                    "sequence {sequence} has {len} positions from {position} on, expected them \
+                     from {next} on"
                 )))
             }
         }

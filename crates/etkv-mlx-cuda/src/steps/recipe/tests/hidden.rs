@@ -37,7 +37,7 @@ fn hidden_states_are_another_output() {
     graph.main.outputs.insert(0, Out::Tensor(Value(16)));
     assert_eq!(found(&graph), Ok((6, 1, vec![3])));
     assert_eq!(found(&decoder()), Ok((6, 0, Vec::new())));
-    assert!(found(&with(&[18], 1)).is_err(), "rows behind each other");
+    assert!(found(&with(&[18], 1)).is_err(), "rows along another axis");
     assert!(found(&with(&[TABLE.0], -1)).is_err(), "a constant");
     assert_eq!(found(&with(&[18, 18], -1)), Err(Unknown::Outputs), "the same rows twice");
     assert_eq!(found(&with(&[18, 19], -1)), Err(Unknown::Outputs), "the logits again");
@@ -94,7 +94,7 @@ fn drafts_fed_with_hidden_states_are_known() {
     };
     assert!(matches!(embed, Part::Embed { out: 2, .. }));
     let rows = |part: &Part| match part {
-        Part::Normalize(Normalize { x, norm, plus: None, out, next: None }) => {
+        Part::Normalize(Normalize { x, norm, residual: None, out, next: None }) => {
             assert_eq!(*norm, RowNorm { weight: None, eps: 1e-6, made: None });
             (*x, *out)
         }
@@ -118,7 +118,7 @@ fn drafts_fed_with_hidden_states_are_known() {
 fn other_rows_and_blends_are_left_to_the_interpreter() {
     type Change = (&'static str, fn(&mut Graph));
     let changes: &[Change] = &[
-        ("rows joined behind each other", |graph| {
+        ("rows joined along another axis", |graph| {
             if let Op::Concatenate { axis, .. } = &mut graph.main.instructions[4].op {
                 *axis = 1;
             }

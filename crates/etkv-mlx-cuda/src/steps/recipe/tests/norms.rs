@@ -16,7 +16,7 @@ fn with_norms() -> Graph {
     let add =
         |a, b, out| tensor(Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }, out);
     let scaled = Op::Binary { function: Binary::Multiply, a: Value(9), b: PERIODS };
-    let (norm_none, gate, plus) = (None, Some(Unary::GeluTanh), None);
+    let (norm_none, gate, residual) = (None, Some(Unary::GeluTanh), None);
     let gated = Op::LinearBlock {
         x: Value(49),
         weight: GATED,
@@ -24,7 +24,7 @@ fn with_norms() -> Graph {
         transposed,
         norm: norm_none,
         gate,
-        plus,
+        residual,
     };
     let instructions = std::mem::take(&mut graph.main.instructions);
     let mut made = Vec::new();
@@ -73,9 +73,9 @@ fn norms_that_no_product_takes_on_are_known() {
     assert_eq!(*embed, Part::Embed { table, scale: Some(PERIODS), out: 0 });
     let norm = RowNorm { weight: Some(NORM), eps: 1e-6, made: Some(Dtype::Bfloat16) };
     let rows = |part: &Part| match part {
-        Part::Normalize(Normalize { x, norm: found, plus, out, next }) => {
+        Part::Normalize(Normalize { x, norm: found, residual, out, next }) => {
             assert_eq!(*found, norm);
-            (*x, *plus, *out, next.map(|(found, out)| (found == norm, out)))
+            (*x, *residual, *out, next.map(|(found, out)| (found == norm, out)))
         }
         other => panic!("{other:?}"),
     };
