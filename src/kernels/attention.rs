@@ -163,7 +163,7 @@ impl Call {
         if !fits || !template.is_supported() {
             return None;
         }
-        let row_warps = row_warps(heads / kv_heads * t, template.most_row_warps());
+        let row_warps = row_warps(heads / kv_heads * t, template.max_row_warps());
         let rows_of_block = ROWS * row_warps;
         let blocks_of_rows = (heads / kv_heads * t + rows_of_block - 1) / rows_of_block;
         let slices = slices_of(n, kv_heads.checked_mul(blocks_of_rows)?);
@@ -228,7 +228,7 @@ impl Template {
     }
 
     /// In float32 the queries take shared memory too, so there are fewer warps.
-    fn most_row_warps(&self) -> i32 {
+    fn max_row_warps(&self) -> i32 {
         if self.dtype == Dtype::Float32 {
             2
         } else {
@@ -242,7 +242,7 @@ impl Template {
         let pad = 16 / size;
         let tile = TILE * (self.k_dim + self.v_dim + 2 * pad) * size;
         let queries = match self.dtype {
-            Dtype::Float32 => ROWS * self.most_row_warps() * (self.k_dim + pad) * size,
+            Dtype::Float32 => ROWS * self.max_row_warps() * (self.k_dim + pad) * size,
             _ => 0,
         };
         let tiles = if 2 * tile + queries <= MAX_SHARED { 2 } else { 1 };
@@ -263,7 +263,7 @@ impl Template {
             self.k_dim,
             self.v_dim,
             self.mask,
-            self.most_row_warps(),
+            self.max_row_warps(),
             self.scale as i32,
         );
         call.push_str(text::MLX_ATTENTION);

@@ -82,7 +82,7 @@ impl Codec for Affine {
         self.packed(parts)?.product(p, false)
     }
 
-    fn most_packed(&self) -> Result<i32> {
-        self.mlx_layout().most_packed()
+    fn max_packed(&self) -> Result<i32> {
+        self.mlx_layout().max_packed()
     }
 }

@@ -141,10 +141,10 @@ impl Codec for BlockFloat {
         }
     }
 
-    fn most_packed(&self) -> Result<i32> {
+    fn max_packed(&self) -> Result<i32> {
         match self.in_blocks()? {
             true => Ok(MAX_IN_BLOCKS),
-            false => self.layout.most_packed(),
+            false => self.layout.max_packed(),
         }
     }
 }

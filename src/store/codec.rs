@@ -61,7 +61,7 @@ pub trait Codec: Send + Sync {
     ///
     /// # Errors
     /// [`Unsupported`](crate::Status::Unsupported) if MLX cannot be started.
-    fn most_packed(&self) -> Result<i32>;
+    fn max_packed(&self) -> Result<i32>;
 }
 
 /// The largest float16, and therefore the limit of stored scales and offsets.

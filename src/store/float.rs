@@ -61,7 +61,7 @@ impl Codec for Float {
         }
     }
 
-    fn most_packed(&self) -> Result<i32> {
+    fn max_packed(&self) -> Result<i32> {
         Ok(MAX_IN_BLOCKS)
     }
 }

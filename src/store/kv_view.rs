@@ -98,7 +98,7 @@ impl KvView {
     /// Returns whether multiplying `m` rows a KV head, in `dtype`, by the stored rows is faster than
     /// unpacking them first.
     pub(crate) fn packed_is_better(&self, m: i32, dtype: Dtype) -> Result<bool> {
-        Ok(self.as_dtype(dtype).is_some() || m <= self.codec.most_packed()?)
+        Ok(self.as_dtype(dtype).is_some() || m <= self.codec.max_packed()?)
     }
 }
 

@@ -68,7 +68,7 @@ impl Layout {
     /// On CUDA unpacking is faster for any number of rows, and MLX takes 16 to 59 s to compile its kernels
     /// for packed products: on an H200 a token of 32 heads over 2,000 slots of 8 heads took 0.09 ms with 4
     /// bits packed and 0.03 ms unpacked, over 32,000 slots 0.60 and 0.13 ms. Metal was not measured.
-    pub fn most_packed(self) -> Result<i32> {
+    pub fn max_packed(self) -> Result<i32> {
         Ok(match self {
             _ if mlx::on_gpu()? && cfg!(target_os = "macos") => 32,
             _ if mlx::on_gpu()? => 0,

@@ -163,9 +163,9 @@ impl Codec for Row {
         }
     }
 
-    fn most_packed(&self) -> Result<i32> {
+    fn max_packed(&self) -> Result<i32> {
         match self.head_dim % 32 {
-            0 => Layout::Mxfp4.most_packed(),
+            0 => Layout::Mxfp4.max_packed(),
             _ => Ok(super::codec::MAX_IN_BLOCKS),
         }
     }

@@ -171,7 +171,7 @@ REFUSED = [
     # Several sequences.
     ("seq", ONE, fork, lambda c: forward(c, [2]), INVALID, "holds 2 sequences; call begin_step to assign tokens"),
     ("seq", ONE, fork, lambda c: c.rewind(1), INVALID, "holds 2 sequences; call seq_rm to shorten one of them"),
-    ("seq", ONE, fork, lambda c: c.rewindable_to(), INVALID, "holds 2 sequences; call seq_rewindable_to for one of them"),
+    ("seq", ONE, fork, lambda c: c.rewindable_to(), INVALID, "2 sequences; call seq_rewindable_to for one of them"),
     ("seq", ONE, fork, lambda c: c.begin_step([]), INVALID, "sequences of at least 1 token"),
     ("seq", ONE, fork, lambda c: c.begin_step([0, 256]), INVALID, "expected a sequence from 0 to 255, got 256"),
     ("seq", ONE, fork, lambda c: c.begin_step_shared([[0], []]), INVALID, "token 1 of the step belongs to no sequence"),

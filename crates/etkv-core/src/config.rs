@@ -260,14 +260,14 @@ impl CacheConfig {
         let whole = at(self.capacity, self.formats_at(self.capacity));
         match self.quantized_kv_start {
             // The floats may take more than all that follows.
-            Some(_) => whole.max(at(self.most_floats(), [self.float_format; 2])),
+            Some(_) => whole.max(at(self.max_floats(), [self.float_format; 2])),
             None => whole,
         }
     }
 
     /// Returns the most positions that are ever stored in `float_format` before `quantized_kv_start`. A step
     /// is stored before it is converted.
-    pub(crate) fn most_floats(&self) -> i32 {
+    pub(crate) fn max_floats(&self) -> i32 {
         let before = self.quantized_kv_start.map_or(0, |tokens| tokens.saturating_sub(1));
         before.saturating_add(self.max_step_tokens).min(self.capacity)
     }

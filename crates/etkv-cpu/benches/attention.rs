@@ -166,16 +166,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             }
         }
         for case in &mut cases {
-            let ([time, least], [read, least_read]) =
+            let ([time, least], [read, min_read]) =
                 (median(&mut case.times), median(&mut case.reads));
             // Under a causal mask the first query sees one slot less than the second.
             let pairs = case.n_tokens * n_slots - case.n_tokens * (case.n_tokens - 1) / 2;
             let flops = 4.0 * (HEADS * DIM * pairs) as f64;
             println!(
-                "{:30} {time:8.4} {least:8.4}   {read:8.4} {least_read:8.4}   {:5.2} {:5.2}  {:7.1}",
+                "{:30} {time:8.4} {least:8.4}   {read:8.4} {min_read:8.4}   {:5.2} {:5.2}  {:7.1}",
                 case.name,
                 read / time,
-                least_read / least,
+                min_read / least,
                 flops / least / 1e6
             );
         }

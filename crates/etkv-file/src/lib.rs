@@ -79,7 +79,7 @@ pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
 /// In each case the contents are as before.
 pub fn load(cache: &mut dyn Cache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
     let fingerprint = model_of(cache, fingerprint);
-    let most = most_tokens(cache);
+    let most = max_token_ids(cache);
     read::load(face(cache)?, path, &fingerprint, most)
 }
 
@@ -130,7 +130,7 @@ pub fn load_sequence(
     fingerprint: &str,
 ) -> Result<Vec<i64>> {
     let fingerprint = model_of(cache, fingerprint);
-    let most = most_tokens(cache);
+    let most = max_token_ids(cache);
     read::load(&mut *sequence_face(cache, sequence)?, path, &fingerprint, most)
 }
 
@@ -156,7 +156,7 @@ fn model_of<'a>(cache: &dyn Cache, fingerprint: &'a str) -> Cow<'a, str> {
 const MORE_TOKENS: usize = 1 << 16;
 
 /// Returns the most token ids that a cache's file may have.
-fn most_tokens(cache: &dyn Cache) -> usize {
+fn max_token_ids(cache: &dyn Cache) -> usize {
     capacity_of(cache).saturating_add(MORE_TOKENS)
 }
 
@@ -165,7 +165,7 @@ fn capacity_of(cache: &dyn Cache) -> usize {
 }
 
 fn check_tokens(cache: &dyn Cache, tokens: &[i64]) -> Result<()> {
-    let (n, most) = (tokens.len(), most_tokens(cache));
+    let (n, most) = (tokens.len(), max_token_ids(cache));
     if n > most {
         fail!(
             InvalidArgument,

@@ -16,9 +16,10 @@ pub fn load(
     cache: &mut dyn SaveCache,
     path: &Path,
     fingerprint: &str,
-    most_tokens: usize,
+    max_token_ids: usize,
 ) -> Result<Vec<i64>> {
-    let file = opened(path).and_then(|(file, len)| OpenFile::new(Box::new(file), len, most_tokens));
+    let file =
+        opened(path).and_then(|(file, len)| OpenFile::new(Box::new(file), len, max_token_ids));
     file.and_then(|file| file.load(cache, fingerprint)).map_err(|error| match error.status() {
         Status::File => error.at(format_args!("cannot load {}", path.display())),
         _ => error,
@@ -56,12 +57,12 @@ impl OpenFile {
         Ok(tokens)
     }
 
-    /// Reads the header and the token ids of a file of `len` bytes. Refuses more ids than `most_tokens`
+    /// Reads the header and the token ids of a file of `len` bytes. Refuses more ids than `max_token_ids`
     /// before it allocates memory for them.
     ///
     /// # Errors
     /// [`Capacity`](Status::Capacity) for too many ids, and [`File`](Status::File).
-    pub fn new(file: Box<dyn ReadSeek>, len: u64, most_tokens: usize) -> Result<Self> {
+    pub fn new(file: Box<dyn ReadSeek>, len: u64, max_token_ids: usize) -> Result<Self> {
         let mut file = Source { file, len, sum: Sum::new() };
         let bytes = file.header()?;
         let header = Header::of_json(&bytes[8..])?;
@@ -69,10 +70,10 @@ impl OpenFile {
         if file.len != expected {
             fail!(File, "the file has {} bytes, its header says {expected}", file.len);
         }
-        if header.n_tokens > most_tokens {
+        if header.n_tokens > max_token_ids {
             fail!(
                 Capacity,
-                "the file has {} token ids, the most for this cache is {most_tokens}",
+                "the file has {} token ids, the most for this cache is {max_token_ids}",
                 header.n_tokens
             );
         }

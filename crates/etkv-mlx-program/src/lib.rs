@@ -29,7 +29,7 @@ pub use dtype::{dtype_of, item_size, name as dtype_name};
 pub use etkv_delegate::{Argument, Host, LoadOptions, LogitsRows, Passes, Sampling};
 pub use generation::{End, Generated, Generation, GenerationOptions, Prompt, RunAhead};
 #[doc(hidden)]
-pub use ops::limits::set_most_bytes;
+pub use ops::limits::set_max_bytes;
 pub use runtime::{
     ConstantSource, Program, RequestedOutputs, RowsInput, StepCompiler, StepExecutor, StepOutputs,
     StepSignature, StepTokens, Take, TextInputs,

@@ -22,7 +22,7 @@ pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
     // A panic is reported to the parent process.
     std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
     warm_up(&programs[0]);
-    etkv_mlx_program::set_most_bytes(TENSOR);
+    etkv_mlx_program::set_max_bytes(TENSOR);
     limit();
     let start = resident();
     let mut out = std::io::stdout().lock();
@@ -63,7 +63,7 @@ fn whole(program: &ExportedProgram) -> DamagedProgram {
 
 /// Returns the results of undamaged programs that did not run, except those with a kernel that no build has.
 pub fn refused(programs: &Path) -> Vec<String> {
-    etkv_mlx_program::set_most_bytes(TENSOR);
+    etkv_mlx_program::set_max_bytes(TENSOR);
     let programs = corpus::read(programs);
     let told = programs.iter().map(|program| (program, run(&whole(program))));
     told.filter(|(_, told)| told != "ran" && !told.contains("Metal kernel"))

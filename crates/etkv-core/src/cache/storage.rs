@@ -230,7 +230,7 @@ impl<S: Store> Storage<S> {
     /// - [`Capacity`](Status::Capacity): the step is too long.
     /// - [`Backend`](Status::Backend): the conversion failed again.
     pub fn check_floats(&mut self, n_tokens: usize, length: i32, counted: i32) -> Result<()> {
-        let most = self.config.most_floats();
+        let most = self.config.max_floats();
         let after = i64::from(length).saturating_add(n_tokens as i64);
         if !self.awaits || after <= i64::from(most) {
             return Ok(());

@@ -121,7 +121,7 @@ impl AttendShape {
         };
         let stage = stage_bytes(keys, values, dim);
         // Fewer row tiles leave more registers, so that a multiprocessor runs more blocks.
-        let most_blocks = match row_tiles {
+        let max_blocks = match row_tiles {
             _ if dim > MAX_SHARED_DIM => 2,
             1 => 4,
             2 => 3,
@@ -129,7 +129,7 @@ impl AttendShape {
         };
         let stages = |blocks: usize| shared(blocks).min(MAX_PACKED_SHARED) / stage;
         let is_enough = |blocks: &usize| stages(*blocks) >= MAX_STAGES;
-        let blocks = (2..=most_blocks).rev().find(is_enough).unwrap_or(most_blocks.min(3));
+        let blocks = (2..=max_blocks).rev().find(is_enough).unwrap_or(max_blocks.min(3));
         let stages = stages(blocks).clamp(2, MAX_STAGES);
         let source = Source::AttendPacked {
             element,

@@ -110,7 +110,7 @@ pub(crate) struct ProductWork {
     pub(crate) rotated: i32,
     pub(crate) queries: i32,
     pub(crate) each: i32,
-    pub(crate) most_shared: i32,
+    pub(crate) max_shared: i32,
     /// The warps that share the inner axis of a single row.
     pub(crate) team: i32,
 }

@@ -94,7 +94,7 @@ impl KeyMask {
     /// all blocks; then these lists, with each tile's number and, in the upper bits, its index; and then the
     /// tiles.
     ///
-    /// `to` has [`most_numbers`] for this number of rows and keys.
+    /// `to` has [`max_numbers`] for this number of rows and keys.
     pub(crate) fn write(&self, rows: RowBlocks, to: &mut [u64]) -> MaskSize {
         let mut lists = rows.n_blocks;
         for block in rows.blocks() {
@@ -171,7 +171,7 @@ impl RowBlocks {
 }
 
 /// Returns the most numbers in a mask of this number of tokens over `n_keys` keys.
-pub(crate) fn most_numbers(rows: RowBlocks, n_keys: usize) -> usize {
+pub(crate) fn max_numbers(rows: RowBlocks, n_keys: usize) -> usize {
     let tiles = n_keys.div_ceil(TILE);
     rows.n_blocks * (1 + tiles) + tiles * (1 + rows.n_tokens)
 }
@@ -196,7 +196,7 @@ mod tests {
         }
         // Blocks of two tokens: the first reads the tiles 0, 1 and 3, the second 0 and 3.
         let rows = RowBlocks::of(4, 4, 8);
-        let mut to = vec![u64::MAX; most_numbers(rows, 256)];
+        let mut to = vec![u64::MAX; max_numbers(rows, 256)];
         let written = mask.write(rows, &mut to);
         assert_eq!(written, MaskSize { lists: 7, all: 7 + 3 * 5 });
         let place = |tile: u64, place: u64| tile | place << 32;

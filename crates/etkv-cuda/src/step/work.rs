@@ -12,7 +12,7 @@ use crate::step::launch::{
     self, int, many_depth, or_null, ManyWork, PackedWork, ProductKernel, ProductShape, ProductWork,
     Step,
 };
-use crate::step::mask::most_numbers;
+use crate::step::mask::max_numbers;
 use crate::step::norms::{BlendWork, NormWork, NORM_THREADS};
 use crate::step::plan::{
     Attend, Buffer, Embed, Launch, PackedWeight, Plan, Pool, PoolRows, Product, Weight,
@@ -252,7 +252,7 @@ impl Work {
             plan.buffers.iter().enumerate().map(&mut place_of).collect();
         let buffers = Memory::new(context, bytes)?;
         let tiles_of = |group: usize| {
-            let bytes = |rows| 8 * most_numbers(rows, capacity(plan, group));
+            let bytes = |rows| 8 * max_numbers(rows, capacity(plan, group));
             row_blocks(plan, group).map(|rows| Memory::new(context, bytes(rows))).transpose()
         };
         for (index, (place, _)) in places.iter_mut().enumerate() {
@@ -448,7 +448,7 @@ impl Work {
             rows: int(rows(plan, product)),
             outputs: int(product.outputs),
             inner: int(product.inner),
-            most_shared: int(shape.shared / 2),
+            max_shared: int(shape.shared / 2),
             ..ProductWork::default()
         };
         if let Some(heads) = &product.heads {

@@ -8,7 +8,7 @@ use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Buffer, Chain, Constant, Dim, Graph, InputSpec, Out, Value};
 use crate::ops;
-use crate::ops::limits::{bytes_of, most_bytes};
+use crate::ops::limits::{bytes_of, max_bytes};
 use crate::ops::slots::{Counts, Slots};
 
 /// Decodes a program.
@@ -147,12 +147,12 @@ fn buffers(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<
             let (shape, dtype) = (fixed_shape(meta, &name)?, dtype_of(meta.scalar_type())?);
             let size = bytes_of(&shape, dtype)
                 .and_then(|size| bytes.checked_add(size))
-                .filter(|&all| all <= most_bytes());
+                .filter(|&all| all <= max_bytes());
             let Some(all) = size else {
                 fail!(
                     Program,
                     "with buffer `{name}`, of shape {shape:?}, the program keeps more than {} bytes",
-                    most_bytes()
+                    max_bytes()
                 );
             };
             bytes = all;

@@ -6,7 +6,7 @@ use super::calls::{check_size, decode, Arguments};
 use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Convolution, Function, Instruction};
-use crate::ops::limits::{bytes_of, most_bytes};
+use crate::ops::limits::{bytes_of, max_bytes};
 use crate::ops::slots::Slots;
 use etkv::mlx::call;
 
@@ -124,7 +124,7 @@ fn check_sizes(x: &Array, w: &Array, convolution: &Convolution, on_gpu: bool) ->
     let rows = bytes_of(&made, x.dtype()).and_then(|bytes| bytes.checked_mul(elements));
     made.push(w.dim(0));
     check_size(&made, x.dtype())?;
-    let most = most_bytes().saturating_mul(ROWS);
+    let most = max_bytes().saturating_mul(ROWS);
     match rows {
         Some(rows) if on_gpu || rows <= most => Ok(()),
         _ => fail!(

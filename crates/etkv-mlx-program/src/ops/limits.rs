@@ -15,13 +15,13 @@ use crate::ops::frame::Frame;
 static MAX_BYTES: AtomicUsize = AtomicUsize::new(4 << 30);
 
 /// Returns the most bytes of a program's tensor, in addition to those of the tensors that it reads.
-pub fn most_bytes() -> usize {
+pub fn max_bytes() -> usize {
     MAX_BYTES.load(Ordering::Relaxed)
 }
 
 /// Sets the most bytes of a tensor, for tests with less memory.
 #[doc(hidden)]
-pub fn set_most_bytes(bytes: usize) {
+pub fn set_max_bytes(bytes: usize) {
     MAX_BYTES.store(bytes, Ordering::Relaxed);
 }
 
@@ -34,7 +34,7 @@ pub fn bytes_of(shape: &[i32], dtype: Dtype) -> Option<usize> {
 
 /// Checks the shape of a tensor before it is made.
 pub fn check_size(shape: &[i32], dtype: Dtype) -> Result<()> {
-    let most = most_bytes();
+    let most = max_bytes();
     match bytes_of(shape, dtype) {
         Some(bytes) if bytes <= most => Ok(()),
         _ => fail!(
@@ -47,11 +47,11 @@ pub fn check_size(shape: &[i32], dtype: Dtype) -> Result<()> {
 /// Checks the result of an instruction before it is computed. Views of a large tensor may be as large as it.
 pub fn check_made(made: &Array, op: &Op, frame: &Frame) -> Result<()> {
     let bytes = bytes_of(made.shape(), made.dtype());
-    if bytes.is_some_and(|bytes| bytes <= most_bytes()) {
+    if bytes.is_some_and(|bytes| bytes <= max_bytes()) {
         return Ok(());
     }
     let read = op.reads().into_iter().filter_map(|value| frame.tensor(value).ok());
-    let most = read.map(Array::nbytes).fold(most_bytes(), usize::saturating_add);
+    let most = read.map(Array::nbytes).fold(max_bytes(), usize::saturating_add);
     match bytes {
         Some(bytes) if bytes <= most => Ok(()),
         _ => fail!(

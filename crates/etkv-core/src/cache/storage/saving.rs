@@ -135,7 +135,7 @@ impl<S: Store> Storage<S> {
     /// Refuses rows of a file that would make the cache hold `length` positions, if that is more than may be
     /// stored in float before `quantized_kv_start`.
     pub fn check_joining_floats(&self, length: i32) -> Result<()> {
-        let most = self.config.most_floats();
+        let most = self.config.max_floats();
         if length > most {
             fail!(
                 Capacity,
