@@ -158,10 +158,10 @@ pub fn few_rows(product: &Product) -> Result<Option<Array>> {
         return Ok(None);
     };
     let form = kept(forms, call.form, call.template.dtype)?;
-    let how = How { form: &form, unrotated };
+    let how = FormArrays { form: &form, unrotated };
     let compile = |template: &Template| {
         let plain = kept(forms, PLAIN, template.dtype)?;
-        tried(template, How { form: &plain, unrotated })
+        tried(template, FormArrays { form: &plain, unrotated })
     };
     match compiled.get(call.template, compile) {
         Some(kernel) => call.launch(kernel, product, how).map(Some),
@@ -171,7 +171,7 @@ pub fn few_rows(product: &Product) -> Result<Option<Array>> {
 
 /// The arrays of a call other than those of the product.
 #[derive(Clone, Copy)]
-struct How<'a> {
+struct FormArrays<'a> {
     form: &'a Array,
     unrotated: &'a [Array; 2],
 }
@@ -236,7 +236,7 @@ impl Call {
         Some(Self { template, form, threads: threads(outputs, TILE / halves), out })
     }
 
-    fn launch(&self, kernel: &Kernel, product: &Product, how: How) -> Result<Array> {
+    fn launch(&self, kernel: &Kernel, product: &Product, how: FormArrays) -> Result<Array> {
         let Product { x, weight, bias, norm, residual, rotation, .. } = *product;
         let norm = norm.and_then(|norm| norm.weight);
         // The form takes the place of missing arrays.
@@ -337,7 +337,7 @@ impl Template {
 }
 
 /// Compiles a kernel and runs it over two rows.
-fn tried(template: &Template, how: How) -> Result<Option<Kernel>> {
+fn tried(template: &Template, how: FormArrays) -> Result<Option<Kernel>> {
     let Some(kernel) = template.compile()? else {
         return Ok(None);
     };

@@ -65,8 +65,8 @@ impl Drop for MlxLock {
 #[doc(hidden)]
 pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
     /// Takes the lock again on drop, even if `wait` panics.
-    struct Again(usize);
-    impl Drop for Again {
+    struct Relock(usize);
+    impl Drop for Relock {
         fn drop(&mut self) {
             (0..self.0).for_each(|_| std::mem::forget(LOCK.lock()));
             DEPTH.set(self.0);
@@ -74,11 +74,11 @@ pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
     }
     let depth = DEPTH.replace(0);
     for _ in 0..depth {
-        // SAFETY: this thread holds the lock `depth` times, by guards that live until `Again` has taken it
+        // SAFETY: this thread holds the lock `depth` times, by guards that live until `Relock` has taken it
         // the same number of times.
         unsafe { LOCK.force_unlock() };
     }
-    let _again = Again(depth);
+    let _again = Relock(depth);
     wait()
 }
 
@@ -121,8 +121,8 @@ impl Mlx {
             static HAS_STREAM: Cell<bool> = const { Cell::new(false) };
         }
         /// Ends the outermost call on drop, even if `work` panics.
-        struct Outermost;
-        impl Drop for Outermost {
+        struct OutermostCall;
+        impl Drop for OutermostCall {
             fn drop(&mut self) {
                 HAS_STREAM.set(false);
             }
@@ -130,7 +130,7 @@ impl Mlx {
         if HAS_STREAM.replace(true) {
             return work();
         }
-        let _outermost = Outermost;
+        let _outermost = OutermostCall;
         mlx_rs::with_stream(stream, work)
     }
 

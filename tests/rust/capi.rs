@@ -75,18 +75,18 @@ extern "C" {
 const INTERNAL: c_int = 12;
 
 /// Panics in the calls of the chosen face.
-struct Breaking {
+struct BreakingCache {
     inner: CellsCache,
     armed: &'static AtomicBool,
 }
 
-impl Breaking {
+impl BreakingCache {
     fn trip(&self, what: &str) {
         assert!(!self.armed.load(Ordering::Relaxed), "tripped in {what}");
     }
 }
 
-impl Cache for Breaking {
+impl Cache for BreakingCache {
     fn kind(&self) -> &str {
         "breaking"
     }
@@ -138,7 +138,7 @@ impl Cache for Breaking {
     }
 }
 
-impl AttendCache for Breaking {
+impl AttendCache for BreakingCache {
     type Store = MlxStore;
 
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
@@ -276,7 +276,10 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
     static ARMED: AtomicBool = AtomicBool::new(false);
     let registry = etkv::builders();
     registry.register(MLX_BACKEND, "breaking", |config| {
-        Ok(SharedCache::new(Breaking { inner: CellsCache::with_trees(config)?, armed: &ARMED }))
+        Ok(SharedCache::new(BreakingCache {
+            inner: CellsCache::with_trees(config)?,
+            armed: &ARMED,
+        }))
     });
     registry.register(MLX_BACKEND, "unmakable", |_| panic!("tripped in the builder"));
     // The panics are expected; their messages are checked instead.

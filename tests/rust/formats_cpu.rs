@@ -108,13 +108,13 @@ fn assert_same(mlx: &etkv::KvView, cpu: &View) {
 }
 
 /// One cache of the same config on each backend.
-struct Both {
+struct CachePair {
     mlx: etkv::ContiguousCache,
     cpu: ContiguousCache<CpuStore>,
     dim: usize,
 }
 
-impl Both {
+impl CachePair {
     fn new([k_format, v_format]: [KvFormat; 2], dim: usize) -> Self {
         let layer = LayerConfig {
             n_kv_heads: HEADS as i32,
@@ -155,7 +155,7 @@ fn rows_have_the_same_bits() {
         etkv::mlx::run(|| {
             let mut rng = Rng::new(seed);
             for (format, dim) in formats() {
-                let mut both = Both::new([format; 2], dim);
+                let mut both = CachePair::new([format; 2], dim);
                 for n in [9, 1, 16] {
                     both.append(&mut rng, n);
                 }
@@ -172,7 +172,7 @@ fn converted_rows_have_the_same_bits() {
         etkv::mlx::run(|| {
             let mut rng = Rng::new(seed);
             let formats: Vec<KvFormat> = formats().into_iter().map(|(format, _)| format).collect();
-            let mut both = Both::new([0, 1].map(|_| rng.pick(&formats)), 256);
+            let mut both = CachePair::new([0, 1].map(|_| rng.pick(&formats)), 256);
             for _ in 0..4 {
                 both.append(&mut rng, 4);
                 let [k, v] = [0, 1].map(|_| rng.pick(&formats));
@@ -212,7 +212,7 @@ fn affine_planes_are_those_of_mlx() {
                     halves(&scales),
                     halves(&offsets),
                 ];
-                let mut cache = Both::new([format; 2], dim).cpu;
+                let mut cache = CachePair::new([format; 2], dim).cpu;
                 let mut step = Step::begin(&mut cache, &(0..6).collect::<Vec<_>>()).unwrap();
                 let view = step.update_and_fetch(0, &tensor, &tensor).unwrap().k;
                 for (at, plane) in planes.iter().enumerate() {

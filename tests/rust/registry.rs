@@ -17,9 +17,9 @@ fn config() -> CacheConfig {
 }
 
 /// Uses the registry when it is dropped, which happens when its builder is replaced.
-struct Registers(Arc<AtomicUsize>);
+struct RegisterOnDrop(Arc<AtomicUsize>);
 
-impl Drop for Registers {
+impl Drop for RegisterOnDrop {
     fn drop(&mut self) {
         BuilderRegistry::global().register("Dropping", "within", cache);
         self.0.fetch_add(1, Ordering::Relaxed);
@@ -44,7 +44,7 @@ fn builders_use_the_registry_from_within() {
     }
     let drops = Arc::new(AtomicUsize::new(0));
     for _ in 0..50 {
-        let held = Registers(drops.clone());
+        let held = RegisterOnDrop(drops.clone());
         builders.register("Dropping", "within", move |config| {
             let _held = &held;
             cache(config)

@@ -17,7 +17,7 @@ use tracing_subscriber::registry::LookupSpan;
 
 /// Records each event and each new span as a line: level, target, message, fields.
 #[derive(Clone, Default)]
-struct Caught(Arc<Mutex<Vec<String>>>);
+struct EventRecorder(Arc<Mutex<Vec<String>>>);
 
 struct Line(String);
 
@@ -27,7 +27,7 @@ impl Visit for Line {
     }
 }
 
-impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Caught {
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for EventRecorder {
     fn on_new_span(&self, attributes: &Attributes<'_>, _: &Id, _: Context<'_, S>) {
         let metadata = attributes.metadata();
         let mut line =
@@ -47,7 +47,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Caught {
 
 /// Returns the events of `work`.
 fn told(work: impl FnOnce()) -> Vec<String> {
-    let caught = Caught::default();
+    let caught = EventRecorder::default();
     let subscriber = tracing_subscriber::registry().with(caught.clone());
     tracing::subscriber::with_default(subscriber, work);
     let lines = std::mem::take(&mut *caught.0.lock().unwrap());
@@ -215,8 +215,8 @@ fn a_panic_of_a_holder_is_told_once() {
     assert_eq!(warnings(&lines).len(), 1, "{lines:?}");
     has(&lines, &["ERROR etkv::core", "the cache is poisoned", "defect"]);
     // A second cache that is locked while a thread unwinds is not poisoned.
-    struct Looks(SharedCache);
-    impl Drop for Looks {
+    struct LockOnDrop(SharedCache);
+    impl Drop for LockOnDrop {
         fn drop(&mut self) {
             assert_eq!(self.0.lock().unwrap().length(), 0);
         }
@@ -224,7 +224,7 @@ fn a_panic_of_a_holder_is_told_once() {
     let other = SharedCache::new(contiguous(CacheConfig::uniform(1, 1, 8, 16)));
     let lines = told(|| {
         let unwind = || {
-            let _looks = Looks(other.clone());
+            let _looks = LockOnDrop(other.clone());
             panic!("as the test asked for");
         };
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(unwind)).unwrap_err();

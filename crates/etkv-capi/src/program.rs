@@ -42,7 +42,7 @@ impl Program {
         constants: Pin<&mut Constants>,
         options: &LoadOptions,
     ) -> Result<Self> {
-        let mut constants = mlx::OfProgram(constants);
+        let mut constants = mlx::ProgramConstants(constants);
         let steps = etkv_mlx_cuda::step_compiler();
         let program = etkv_mlx_program::Program::load(payload, &mut constants, options, steps)?;
         Ok(Self::Mlx(program))
@@ -102,9 +102,9 @@ mod mlx {
     use crate::bridge::Constants;
 
     /// The constants of a program's file.
-    pub struct OfProgram<'a>(pub Pin<&'a mut Constants>);
+    pub struct ProgramConstants<'a>(pub Pin<&'a mut Constants>);
 
-    impl ConstantSource for OfProgram<'_> {
+    impl ConstantSource for ProgramConstants<'_> {
         fn find(&mut self, name: &str) -> Option<&[u8]> {
             self.0.as_mut().bytes(name)
         }

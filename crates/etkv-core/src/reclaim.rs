@@ -79,7 +79,7 @@ impl Reclaimers {
 }
 
 fn run(reclaimer: Arc<dyn Reclaim>, lacking: u64) -> u64 {
-    let _inside = Inside::enter();
+    let _inside = ReclaimScope::enter();
     // This may be the last owner: the drop must run inside too.
     let call = AssertUnwindSafe(move || reclaimer.reclaim(lacking));
     catch_unwind(call).unwrap_or_else(|_| {
@@ -98,16 +98,16 @@ pub(crate) fn inside() -> bool {
 }
 
 /// Marks this thread as inside a reclaimer, until dropped.
-struct Inside;
+struct ReclaimScope;
 
-impl Inside {
+impl ReclaimScope {
     fn enter() -> Self {
         let _ = INSIDE.try_with(|inside| inside.set(true));
         Self
     }
 }
 
-impl Drop for Inside {
+impl Drop for ReclaimScope {
     fn drop(&mut self) {
         let _ = INSIDE.try_with(|inside| inside.set(false));
     }

@@ -15,14 +15,14 @@ use etkv_cpu::{builders, CellsCache, ContiguousCache, CPU_BACKEND};
 const LARGE: usize = 1024;
 
 /// The system's allocator. It refuses large blocks to a thread after a given number of them.
-struct Short;
+struct FailingAllocator;
 
 thread_local! {
     static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
 // SAFETY: it forwards calls, or returns no memory.
-unsafe impl GlobalAlloc for Short {
+unsafe impl GlobalAlloc for FailingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() >= LARGE {
             let left = LEFT.get();
@@ -42,7 +42,7 @@ unsafe impl GlobalAlloc for Short {
 }
 
 #[global_allocator]
-static ALLOCATOR: Short = Short;
+static ALLOCATOR: FailingAllocator = FailingAllocator;
 
 /// The tokens of the forwards: they cover growth, conversion and the end of a window.
 const TOKENS: [i64; 14] = [3, 16, 1, 16, 16, 16, 16, 1, 16, 16, 1, 1, 16, 16];

@@ -32,7 +32,7 @@ pub use generation::{End, Generated, Generation, GenerationOptions, Prompt, RunA
 pub use ops::limits::set_max_bytes;
 pub use runtime::{
     ConstantSource, Program, RequestedOutputs, RowsInput, StepCompiler, StepExecutor, StepOutputs,
-    StepSignature, StepTokens, Take, TextInputs,
+    StepSignature, StepTokens, TakeOutputs, TextInputs,
 };
 
 /// The target of the spans and events of programs.

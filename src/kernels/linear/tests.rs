@@ -28,7 +28,7 @@ impl Rows {
 
 /// The operations around a product in a test.
 #[derive(Debug, Clone, Copy, Default)]
-struct Around {
+struct Surroundings {
     bias: bool,
     /// With weights, or without.
     norm: Option<bool>,
@@ -37,8 +37,8 @@ struct Around {
     residual: Option<bool>,
 }
 
-const PLAIN: Around = Around { bias: false, norm: None, gate: None, residual: None };
-const BIAS: Around = Around { bias: true, ..PLAIN };
+const PLAIN: Surroundings = Surroundings { bias: false, norm: None, gate: None, residual: None };
+const BIAS: Surroundings = Surroundings { bias: true, ..PLAIN };
 
 fn activated(gate: Gate, x: f64) -> f64 {
     match gate {
@@ -58,7 +58,7 @@ fn activated(gate: Gate, x: f64) -> f64 {
     }
 }
 
-fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, around: Around) {
+fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, around: Surroundings) {
     const EPS: f32 = 1e-5;
     let halves = if around.gate.is_some() { 2 } else { 1 };
     let x = lie.make(rows, inner, dtype);
@@ -146,7 +146,7 @@ fn the_kernel_multiplies_as_the_definition_says() {
                         outputs,
                         inner,
                         lie,
-                        Around { bias: rows % 3 == 0, ..PLAIN },
+                        Surroundings { bias: rows % 3 == 0, ..PLAIN },
                     );
                 }
             }
@@ -173,7 +173,7 @@ fn the_kernel_does_what_surrounds_a_product() {
                 for gate in gates {
                     for residual in sums {
                         n += 1;
-                        let around = Around { bias: n % 2 == 0, norm, gate, residual };
+                        let around = Surroundings { bias: n % 2 == 0, norm, gate, residual };
                         if norm.is_none() && gate.is_none() && residual.is_none() {
                             continue;
                         }

@@ -6,7 +6,7 @@ use crate::mlx::{run, slice_axis};
 
 /// The memory layout of the tokens of `x`.
 #[derive(Debug, Clone, Copy)]
-enum Lie {
+enum TokenLayout {
     /// One head after another.
     Whole,
     /// As a piece of a joined product, between other heads.
@@ -15,7 +15,7 @@ enum Lie {
     Apart,
 }
 
-impl Lie {
+impl TokenLayout {
     fn make(self, heads: i32, tokens: i32, dim: i32, dtype: Dtype) -> Array {
         let by_token = |x: Array| x.transpose_axes(&[0, 2, 1, 3]).unwrap();
         match self {
@@ -32,7 +32,7 @@ impl Lie {
     }
 }
 
-fn check(dtype: Dtype, lie: Lie, heads: i32, positions: &[i32], periods: &[f32]) {
+fn check(dtype: Dtype, lie: TokenLayout, heads: i32, positions: &[i32], periods: &[f32]) {
     let (tokens, half) = (positions.len(), periods.len());
     let x = lie.make(heads, tokens as i32, 2 * half as i32, dtype);
     let at = Array::from_slice(positions, &[tokens as i32]);
@@ -64,13 +64,13 @@ fn the_kernel_turns_as_the_definition_says() {
     on_cuda(|| {
         let periods: Vec<f32> = (0..32).map(|j| 10_000f32.powf(j as f32 / 32.0)).collect();
         for dtype in [Dtype::Bfloat16, Dtype::Float16, Dtype::Float32] {
-            for lie in [Lie::Whole, Lie::Piece, Lie::Apart] {
+            for lie in [TokenLayout::Whole, TokenLayout::Piece, TokenLayout::Apart] {
                 for positions in [&[0][..], &[5], &[0, 1, 2, 3], &[9, 9, 2, 7000, 11]] {
                     check(dtype, lie, 7, positions, &periods);
                 }
             }
-            check(dtype, Lie::Piece, 3, &[4, 700], &[1.0]);
-            check(dtype, Lie::Piece, 2, &[4, 700, 3], &[1.0, 30.0, f32::INFINITY]);
+            check(dtype, TokenLayout::Piece, 3, &[4, 700], &[1.0]);
+            check(dtype, TokenLayout::Piece, 2, &[4, 700, 3], &[1.0, 30.0, f32::INFINITY]);
         }
         Ok(())
     });

@@ -31,7 +31,7 @@ use etkv_cuda::{
 };
 
 use model::{rounded, to_bytes, to_numbers, Model, Packing, Random, Shape};
-use reference::Done;
+use reference::CompletedStep;
 
 type Answer<T> = Result<T, Box<dyn Error>>;
 
@@ -196,7 +196,7 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
             let logits = outputs.logits.to_vec();
             let chosen = outputs.chosen.to_vec();
             good &= are_argmax(&to_numbers(element, &logits), &chosen);
-            let done = Done { model: &model, plan: &spread, captured: &captured, step };
+            let done = CompletedStep { model: &model, plan: &spread, captured: &captured, step };
             done.add_differences(|_| true, &mut largest)?;
             let pools = read_pools(&model)?;
             for (what, other) in &mut kinds {
@@ -292,7 +292,7 @@ fn check_masks(
             let step = StepInputs { mask: Some(&mask), ..step.inputs(before) };
             // SAFETY: likewise.
             unsafe { captured.run(&step) }?;
-            let done = Done { model, plan: &plan, captured: &captured, step };
+            let done = CompletedStep { model, plan: &plan, captured: &captured, step };
             // The other launches do not use masks.
             let attends = |launch: &Launch| matches!(launch, Launch::Attend(_));
             done.add_differences(attends, &mut largest)?;

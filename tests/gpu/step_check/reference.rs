@@ -10,7 +10,7 @@ use etkv_cuda::{
 use crate::model::{rounded, to_numbers, Model};
 
 /// A completed step.
-pub struct Done<'a> {
+pub struct CompletedStep<'a> {
     pub model: &'a Model,
     pub plan: &'a Plan,
     pub captured: &'a CapturedStep,
@@ -23,7 +23,7 @@ pub struct Difference {
     pub largest: f64,
 }
 
-impl Done<'_> {
+impl CompletedStep<'_> {
     /// Adds the differences of launches to the largest so far.
     pub fn add_differences(
         &self,

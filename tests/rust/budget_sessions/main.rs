@@ -21,8 +21,8 @@ use etkv_tests::vec_store::OnVec;
 use etkv_tests::{for_seeds, runs, Rng};
 
 use calls::{call, interrupted, state, Answer};
-use prefixes::{book, known_after, Common, SharedAction, Text};
-use twins::{compare, Call, Counts, EndedSession, What};
+use prefixes::{book, known_after, SharedAction, SharedObjects, Text};
+use twins::{compare, Action, Call, Counts, EndedSession};
 
 const CALLS: usize = 60;
 
@@ -43,7 +43,7 @@ struct Shelter<B: Backend> {
     folder: tempfile::TempDir,
     idle: Arc<Spare<Share>>,
     host: Arc<Spare<AnyCache<B>>>,
-    common: Common,
+    common: SharedObjects,
 }
 
 impl<B: Backend> Shelter<B> {
@@ -110,10 +110,10 @@ impl<B: Backend> Session<B> {
         Some(session)
     }
 
-    fn done(&mut self, what: What, answer: Answer, among: &Shelter<B>) {
+    fn done(&mut self, what: Action, answer: Answer, among: &Shelter<B>) {
         among.check();
         let after = state::<B>(&self.cache);
-        let is_attached = matches!(what, What::SharedAction(SharedAction::Attach { .. }));
+        let is_attached = matches!(what, Action::SharedAction(SharedAction::Attach { .. }));
         // Not after other calls, because it ends a step that was set aside.
         let book = (is_attached || answer == Answer::Refused).then(|| book::<B>(&mut self.cache));
         self.calls.push(Call { order: among.common.tick(), what, answer, after, book });
@@ -128,7 +128,7 @@ impl<B: Backend> Session<B> {
         }
         let text = std::mem::take(&mut self.text);
         self.text = known_after::<B>(text, (seed, &answer), [before, after], &self.cache);
-        self.done(What::Call(seed), answer, among);
+        self.done(Action::Call(seed), answer, among);
     }
 
     fn freeze(&mut self, rng: &mut Rng, among: &Shelter<B>) {
@@ -138,7 +138,7 @@ impl<B: Backend> Session<B> {
         let order = among.common.tick();
         let answer = Answer::of(among.common.freeze::<B>(rng, &mut self.cache, &self.text));
         assert_eq!(state::<B>(&self.cache), before);
-        self.done(What::SharedAction(SharedAction::Freeze(self.text.clone())), answer, among);
+        self.done(Action::SharedAction(SharedAction::Freeze(self.text.clone())), answer, among);
         self.calls.last_mut().unwrap().order = order;
     }
 
@@ -161,7 +161,7 @@ impl<B: Backend> Session<B> {
         self.text = text[..n].to_vec();
         let answer = Answer::of(attached.map(|_| Vec::new()));
         let text = self.text.clone();
-        self.done(What::SharedAction(SharedAction::Attach { text, n, frees }), answer, among);
+        self.done(Action::SharedAction(SharedAction::Attach { text, n, frees }), answer, among);
     }
 }
 
@@ -173,7 +173,7 @@ fn sessions<B: Backend>(seed: u64) -> Counts {
     let limit = (1 << (15 + rng.below(7))) + rng.below(1 << 15) as u64;
     budget.set_limit(Some(limit));
     let folder = tempfile::tempdir().unwrap();
-    let common = Common::new::<B>(&mut rng, folder.path(), limit);
+    let common = SharedObjects::new::<B>(&mut rng, folder.path(), limit);
     let (idle, host) = (Arc::new(Spare(Mutex::default())), Arc::new(Spare(Mutex::default())));
     let among = Shelter::<B> { limit, folder, idle, host, common };
     let all: [(ReclaimClass, Arc<dyn Reclaim>); 2] = [

@@ -34,7 +34,7 @@ pub fn book<B: Backend>(cache: &mut AnyCache<B>) -> Book {
 }
 
 /// The objects that the sessions of one seed share.
-pub struct Common {
+pub struct SharedObjects {
     pub prefixes: PrefixCache,
     frozen: Mutex<Vec<(Prefix, Text)>>,
     pins: Mutex<Vec<etkv_file::Pin>>,
@@ -43,7 +43,7 @@ pub struct Common {
     clock: AtomicU64,
 }
 
-impl Common {
+impl SharedObjects {
     pub fn new<B: Backend>(rng: &mut Rng, folder: &Path, limit: u64) -> Self {
         let has_store = B::SAVES && rng.chance(0.3);
         let store =

@@ -12,7 +12,7 @@ use crate::prefixes::{book, SharedAction, Text};
 
 /// An action of a session.
 #[derive(Debug, Clone)]
-pub enum What {
+pub enum Action {
     Call(u64),
     SharedAction(SharedAction),
 }
@@ -21,7 +21,7 @@ pub enum What {
 pub struct Call {
     /// Its index in the order of the calls of all sessions.
     pub order: u64,
-    pub what: What,
+    pub what: Action,
     pub answer: Answer,
     pub after: State,
     /// The places of the positions after a call that was refused or that attached the cache.
@@ -92,8 +92,8 @@ pub fn compare<B: Backend>(sessions: &[EndedSession]) -> Counts {
         let others_ended = twins.iter().any(|twin| twin.ended);
         let twin = &mut twins[at];
         let goes_on = match &call.what {
-            What::Call(seed) => twin.call(*seed, call, &sessions[at]),
-            What::SharedAction(shared) => twin.share(shared, call, &mut frozen, &mut counts),
+            Action::Call(seed) => twin.call(*seed, call, &sessions[at]),
+            Action::SharedAction(shared) => twin.share(shared, call, &mut frozen, &mut counts),
         };
         let formats = state::<B>(&twin.cache).1;
         if !goes_on || formats != call.after.1 {

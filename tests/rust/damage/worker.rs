@@ -150,7 +150,7 @@ fn execute(loaded: &Program, inputs: &[Tensor], program: &ExportedProgram) -> et
         .collect();
     let mut types = program.outputs.clone();
     types.resize(loaded.n_outputs(), FLOAT32);
-    loaded.execute(&arguments, &types, &mut Nothing::default())
+    loaded.execute(&arguments, &types, &mut DiscardingHost::default())
 }
 
 /// The number of float32, and the number that stands for an integer input.
@@ -232,9 +232,9 @@ impl ConstantSource for Constants<'_> {
 
 /// Reads every output, and keeps none.
 #[derive(Default)]
-struct Nothing(Vec<u8>);
+struct DiscardingHost(Vec<u8>);
 
-impl Host for Nothing {
+impl Host for DiscardingHost {
     fn place(&mut self, _: usize, _: &[i32], n_bytes: usize) -> etkv_core::Result<&mut [u8]> {
         self.0.resize(n_bytes, 0);
         Ok(&mut self.0)

@@ -2,13 +2,13 @@
 
 /// Which step is open, and whether it was set aside.
 #[derive(Debug, Default)]
-pub struct Aside {
+pub struct SetAsideStep {
     /// The number of the last step that was set aside; numbers are unique.
     number: u64,
     waits: bool,
 }
 
-impl Aside {
+impl SetAsideStep {
     /// Sets the open step aside, and returns its number.
     pub fn set(&mut self) -> u64 {
         self.number += 1;

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use tracing::debug_span;
 
-use super::aside::Aside;
+use super::aside::SetAsideStep;
 use super::passed_limits::PassedLimits;
 use super::storage::Storage;
 use super::{AttendCache, Cache, SeqCache, TreeCache};
@@ -26,7 +26,7 @@ use crate::store::{Spec, Store};
 use crate::watch::TARGET;
 
 /// A committed step whose values are not read yet.
-struct Unread {
+struct UnreadStep {
     added: AddedStep,
     /// Whether the step after it has begun.
     followed: bool,
@@ -38,8 +38,8 @@ pub struct CellsCache<S: Store> {
     book: CellsBookkeeping,
     storage: Storage<S>,
     open: bool,
-    aside: Aside,
-    unread: Option<Unread>,
+    aside: SetAsideStep,
+    unread: Option<UnreadStep>,
     passed: PassedLimits,
 }
 
@@ -71,7 +71,7 @@ impl<S: Store> CellsCache<S> {
         let storage = Storage::new(config, true)?;
         storage.describe(kind);
         let book = CellsBookkeeping::new(capacity, storage.windows());
-        let (aside, passed) = (Aside::default(), PassedLimits::default());
+        let (aside, passed) = (SetAsideStep::default(), PassedLimits::default());
         Ok(Self { kind, book, storage, open: false, aside, unread: None, passed })
     }
 
@@ -442,12 +442,12 @@ impl<S: Store> AttendCache for CellsCache<S> {
         self.open = false;
         self.aside.end();
         self.storage.commit_unread();
-        self.unread = Some(Unread { added, followed: false });
+        self.unread = Some(UnreadStep { added, followed: false });
         Ok(())
     }
 
     fn check_unread(&mut self) -> Result<()> {
-        let Some(Unread { added, .. }) = self.unread.take() else {
+        let Some(UnreadStep { added, .. }) = self.unread.take() else {
             return Ok(());
         };
         let checked = self.storage.check_unread();

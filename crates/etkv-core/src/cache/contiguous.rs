@@ -3,7 +3,7 @@
 mod saving;
 mod sharing;
 
-use super::aside::Aside;
+use super::aside::SetAsideStep;
 use super::passed_limits::PassedLimits;
 use super::storage::Storage;
 use super::{AttendCache, Cache};
@@ -24,7 +24,7 @@ pub struct ContiguousCache<S: Store> {
     book: ContiguousBookkeeping,
     storage: Storage<S>,
     step: Option<ContiguousPlan>,
-    aside: Aside,
+    aside: SetAsideStep,
     /// The open step's plan for each layer group, made once for all of its layers.
     plans: Vec<LayerGroupPlan>,
     passed: PassedLimits,
@@ -45,7 +45,7 @@ impl<S: Store> ContiguousCache<S> {
         storage.describe(Self::KIND);
         let groups = std::iter::once(None).chain(storage.windows().map(Some));
         let book = ContiguousBookkeeping::new(capacity, groups);
-        let (aside, passed) = (Aside::default(), PassedLimits::default());
+        let (aside, passed) = (SetAsideStep::default(), PassedLimits::default());
         Ok(Self { book, storage, step: None, aside, plans: Vec::new(), passed })
     }
 

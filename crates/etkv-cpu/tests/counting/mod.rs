@@ -4,7 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The system's allocator, which counts.
-struct Counting;
+struct CountingAllocator;
 
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
@@ -20,7 +20,7 @@ pub fn allocations(mut work: impl FnMut()) -> usize {
 }
 
 // SAFETY: it forwards all calls.
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         COUNT.fetch_add(1, Ordering::SeqCst);
         // SAFETY: as for this function.
@@ -34,4 +34,4 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;

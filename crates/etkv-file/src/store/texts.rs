@@ -104,20 +104,20 @@ impl<T> Texts<T> {
     }
 }
 
-type Counted<'a, T> = (usize, &'a Arc<[i64]>, &'a Entry<T>);
+type CountedEntry<'a, T> = (usize, &'a Arc<[i64]>, &'a Entry<T>);
 
 fn counted<'a, T: 'a>(
     texts: impl Iterator<Item = (&'a Arc<[i64]>, &'a Entry<T>)>,
     tokens: &'a [i64],
-) -> impl Iterator<Item = Counted<'a, T>> {
+) -> impl Iterator<Item = CountedEntry<'a, T>> {
     texts.map(|(text, entry)| (shared(text, tokens), text, entry))
 }
 
 /// Merges two descending sequences of numbers.
 fn merged<'a, T: 'a>(
-    a: impl Iterator<Item = Counted<'a, T>>,
-    b: impl Iterator<Item = Counted<'a, T>>,
-) -> impl Iterator<Item = Counted<'a, T>> {
+    a: impl Iterator<Item = CountedEntry<'a, T>>,
+    b: impl Iterator<Item = CountedEntry<'a, T>>,
+) -> impl Iterator<Item = CountedEntry<'a, T>> {
     let (mut a, mut b) = (a.peekable(), b.peekable());
     std::iter::from_fn(move || {
         let order = match (a.peek(), b.peek()) {

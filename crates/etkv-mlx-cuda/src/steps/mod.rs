@@ -34,13 +34,13 @@ use tracing::{debug, warn};
 
 use self::plan::{Planner, StepAddresses};
 use self::recipe::Recipe;
-use self::rows::{planned_tokens, Groups, Masked};
+use self::rows::{planned_tokens, GroupMasks, Groups};
 use etkv::mlx::{self, Mlx};
 use etkv::{Error, MlxCache, Result, Status, Step};
 use etkv_mlx_program::ir::Graph as Program;
 use etkv_mlx_program::{
     dtype_name, item_size, RequestedOutputs, RowsInput, StepCompiler, StepExecutor, StepOutputs,
-    StepSignature, StepTokens, Take, TARGET,
+    StepSignature, StepTokens, TakeOutputs, TARGET,
 };
 
 /// Returns the rows of logits that a step of this number of tokens copies to the host.
@@ -48,12 +48,12 @@ fn copied(wanted: RequestedOutputs, tokens: usize) -> CopiedRows {
     match wanted {
         RequestedOutputs::LastLogits if tokens > 1 => CopiedRows::Last,
         RequestedOutputs::Logits | RequestedOutputs::LastLogits => CopiedRows::All,
-        RequestedOutputs::Chosen => CopiedRows::None,
+        RequestedOutputs::ArgmaxIds => CopiedRows::None,
     }
 }
 
 /// The result of a captured step, or the reason why the interpreter runs the step.
-type Ran<T> = std::result::Result<T, &'static str>;
+type StepResult<T> = std::result::Result<T, &'static str>;
 
 /// Captures the steps of programs as CUDA graphs.
 pub struct CudaSteps;
@@ -111,7 +111,7 @@ struct State {
 impl State {
     /// Returns whether steps of this number of tokens could not be captured. A step that fails without a mask
     /// also fails with one.
-    fn has_failed(&self, tokens: usize, masked: &Masked) -> bool {
+    fn has_failed(&self, tokens: usize, masked: &GroupMasks) -> bool {
         let planned = planned_tokens(tokens);
         let implies =
             |kind: &Kind| kind.masked.iter().zip(masked).all(|(&one, &other)| other || !one);
@@ -125,7 +125,7 @@ struct Kind {
     tokens: usize,
     /// For each layer group, whether each token sees its own set of keys, and not all before it. Steps of
     /// many tokens always have such a mask.
-    masked: Masked,
+    masked: GroupMasks,
     /// Whether tokens have few of the visible keys in common.
     apart: bool,
     /// The logits that are copied to the host, and whether the argmax of each row is computed.
@@ -194,8 +194,8 @@ impl CapturedSteps {
         cache: &mut MlxCache,
         given: StepTokens,
         wanted: RequestedOutputs,
-        take: &mut Take<'_>,
-    ) -> Result<Ran<()>> {
+        take: &mut TakeOutputs<'_>,
+    ) -> Result<StepResult<()>> {
         let positions = given.positions;
         let n = positions.len();
         let Some(ids) = self.planner.ids(given.ids) else {
@@ -240,7 +240,7 @@ impl CapturedSteps {
                 .filter_map(|rows| rows.mask.as_ref())
                 .any(|mask| self.planner.lie_apart(mask)),
             copied: copied(wanted, n),
-            chosen: wanted == RequestedOutputs::Chosen || is_watched,
+            chosen: wanted == RequestedOutputs::ArgmaxIds || is_watched,
         };
         let Some(graph) = self.graph(&mut state, kind, places) else {
             return declined(step, "this kind could not be captured");
@@ -261,7 +261,7 @@ impl CapturedSteps {
             RequestedOutputs::Logits | RequestedOutputs::LastLogits => {
                 self.planner.side_by_side(&self.recipe, outputs.tapped, n)
             }
-            RequestedOutputs::Chosen => (Cow::Borrowed(&[][..]), 0),
+            RequestedOutputs::ArgmaxIds => (Cow::Borrowed(&[][..]), 0),
         };
         let made = match wanted {
             RequestedOutputs::Logits | RequestedOutputs::LastLogits => {
@@ -272,7 +272,7 @@ impl CapturedSteps {
                 let logits = (&outputs.logits[..bytes], shape(rows, vocabulary));
                 StepOutputs::Logits(logits, (width > 0).then(|| (&*hidden, shape(n, width))))
             }
-            RequestedOutputs::Chosen => StepOutputs::Chosen(chosen),
+            RequestedOutputs::ArgmaxIds => StepOutputs::ArgmaxIds(chosen),
         };
         take(mlx, made)?;
         step.commit(&[])?;
@@ -317,7 +317,7 @@ impl CapturedSteps {
 }
 
 /// Rolls back a step that the interpreter runs instead, and passes the reason on.
-fn declined(step: Step, why: &'static str) -> Result<Ran<()>> {
+fn declined(step: Step, why: &'static str) -> Result<StepResult<()>> {
     step.decline();
     Ok(Err(why))
 }
@@ -342,7 +342,7 @@ impl StepExecutor for CapturedSteps {
         cache: &mut MlxCache,
         given: StepTokens,
         wanted: RequestedOutputs,
-        take: &mut Take<'_>,
+        take: &mut TakeOutputs<'_>,
     ) -> Result<bool> {
         let n = given.ids.len();
         let fits = n == given.positions.len() && given.rows.len() == self.recipe.given.len();

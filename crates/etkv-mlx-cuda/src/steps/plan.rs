@@ -19,7 +19,7 @@ use super::packed::PackedConstants;
 use super::pools;
 use super::recipe::{self, Part, Recipe};
 use super::rows::Groups;
-use super::{element_of, Kind, Ran};
+use super::{element_of, Kind, StepResult};
 use etkv::mlx;
 use etkv::MlxStore;
 use etkv_mlx_program::ir::{self, Value};
@@ -192,7 +192,7 @@ impl Planner {
         store: &MlxStore,
         constants: &[Option<Array>],
         groups: Groups,
-    ) -> Ran<StepAddresses> {
+    ) -> StepResult<StepAddresses> {
         if groups.of_layer().len() != self.layers.len() {
             return Err("the cache has another number of layers");
         }
@@ -217,7 +217,7 @@ impl Planner {
             };
             Ok([at(&k)?, at(&v)?])
         };
-        let pools = self.layers.iter().enumerate().map(of_layer).collect::<Ran<_>>()?;
+        let pools = self.layers.iter().enumerate().map(of_layer).collect::<StepResult<_>>()?;
         Ok(StepAddresses { constants, pools, groups })
     }
 

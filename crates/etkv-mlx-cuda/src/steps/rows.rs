@@ -34,7 +34,7 @@ impl Groups {
     }
 
     /// Returns the groups for which steps may have masks, if sequences may share the cache.
-    pub fn may_be_masked(&self, is_shared: bool) -> Masked {
+    pub fn may_be_masked(&self, is_shared: bool) -> GroupMasks {
         let of = |group| is_shared || self.is_masked(group);
         (0..self.0.policies.len()).map(of).collect()
     }
@@ -60,7 +60,7 @@ impl Groups {
 }
 
 /// For each layer group, whether a step has a mask for it.
-pub type Masked = SmallVec<[bool; MAX_GROUPS]>;
+pub type GroupMasks = SmallVec<[bool; MAX_GROUPS]>;
 
 /// The rows of a step in the layers of a group.
 #[derive(Debug, PartialEq)]

@@ -6,7 +6,7 @@ use tracing::debug;
 
 use super::answer::next_position;
 use super::device_loop::Generation;
-use super::sampler::Chosen;
+use super::sampler::ChosenTokens;
 use super::step::{withdraw, Batch};
 use super::RunAhead;
 use crate::error::{fail, Result};
@@ -16,10 +16,10 @@ use etkv::mlx;
 use etkv::{MlxCache, Step};
 
 /// Tokens whose computation is enqueued.
-pub(super) struct Ahead {
+pub(super) struct PendingTokens {
     /// The answers that they continue.
     pub answers: Vec<usize>,
-    pub chosen: Chosen,
+    pub chosen: ChosenTokens,
     /// The number of the step that computes them, if it is not committed yet.
     pub step: Option<u64>,
     /// Whether that step is committed and its values are not read yet.
@@ -29,7 +29,7 @@ pub(super) struct Ahead {
 impl Generation {
     /// Commits the step that computes the next tokens of the `active` answers, or runs it. Then starts the
     /// next step. Returns the tokens, whose computation may still run.
-    pub(super) fn advance(&mut self, active: Vec<usize>) -> Result<Ahead> {
+    pub(super) fn advance(&mut self, active: Vec<usize>) -> Result<PendingTokens> {
         let shared = self.cache.clone();
         // The lock is held until the values of the step are read: other calls must not build on it before.
         let mut cache = shared.lock()?;
@@ -71,7 +71,7 @@ impl Generation {
 
     /// Checks whether the values of the committed step are finite, and waits for them. If they are not, that
     /// step and the next one are undone.
-    fn check(&mut self, cache: &mut MlxCache, mut coming: Ahead) -> Result<Ahead> {
+    fn check(&mut self, cache: &mut MlxCache, mut coming: PendingTokens) -> Result<PendingTokens> {
         // Waits outside of MLX. If this fails, reading the tokens returns the error.
         let waited = mlx::enter().and_then(|mut mlx| mlx.outside(|| coming.chosen.wait()));
         coming.unread = false;
@@ -91,7 +91,7 @@ impl Generation {
     }
 
     /// Commits the step that computes these tokens. Runs it again if it was rolled back meanwhile.
-    fn settled(&mut self, cache: &mut MlxCache, mut ahead: Ahead) -> Result<Ahead> {
+    fn settled(&mut self, cache: &mut MlxCache, mut ahead: PendingTokens) -> Result<PendingTokens> {
         let Some(number) = ahead.step.take() else {
             return Ok(ahead);
         };
@@ -101,7 +101,7 @@ impl Generation {
                 for &index in &ahead.answers {
                     self.answers[index].done += 1;
                 }
-                Ok(Ahead { unread, ..ahead })
+                Ok(PendingTokens { unread, ..ahead })
             }
             Ok(false) => {
                 debug!(target: TARGET, "a step that ran ahead runs again");
@@ -122,7 +122,7 @@ impl Generation {
         &self,
         cache: &mut MlxCache,
         number: u64,
-        chosen: &Chosen,
+        chosen: &ChosenTokens,
         unread: bool,
     ) -> Result<bool> {
         let mut mlx = mlx::enter()?;
@@ -143,7 +143,7 @@ impl Generation {
     }
 
     /// Runs the step of the last tokens of these answers.
-    fn again(&mut self, cache: &mut MlxCache, answers: Vec<usize>) -> Result<Ahead> {
+    fn again(&mut self, cache: &mut MlxCache, answers: Vec<usize>) -> Result<PendingTokens> {
         let of = |index: &usize| {
             let answer = &self.answers[*index];
             (answer.text[answer.done], answer.position(answer.done))
@@ -155,7 +155,7 @@ impl Generation {
         for &index in &answers {
             self.answers[index].done += 1;
         }
-        Ok(Ahead { answers, chosen, step: None, unread: false })
+        Ok(PendingTokens { answers, chosen, step: None, unread: false })
     }
 
     /// Runs tokens of these answers, and commits the step. Returns the tokens that follow if requested.
@@ -166,7 +166,7 @@ impl Generation {
         tokens: &[i64],
         positions: &[i32],
         choose: bool,
-    ) -> Result<Option<Chosen>> {
+    ) -> Result<Option<ChosenTokens>> {
         for &index in answers {
             let answer = &self.answers[index];
             let (expected, next) =
@@ -185,7 +185,7 @@ impl Generation {
             // Only the last row of an answer is read. If it is not finite, reading the token returns an
             // error.
             let take = |mlx: &mut mlx::Mlx, ids: &[i32]| {
-                mlx.run(|| Chosen::known(&ids[ids.len().saturating_sub(answers.len())..]))
+                mlx.run(|| ChosenTokens::known(&ids[ids.len().saturating_sub(answers.len())..]))
             };
             let text = (tokens, positions);
             let captured = self
@@ -210,7 +210,11 @@ impl Generation {
     }
 
     /// Starts the step after tokens that are being computed, for the answers that may go on.
-    fn run_ahead(&mut self, cache: &mut MlxCache, coming: &Ahead) -> Result<Option<Ahead>> {
+    fn run_ahead(
+        &mut self,
+        cache: &mut MlxCache,
+        coming: &PendingTokens,
+    ) -> Result<Option<PendingTokens>> {
         let of_row = |row: usize| &self.answers[coming.answers[row]];
         let rows: Vec<usize> = (0..coming.answers.len())
             .filter(|&row| of_row(row).n_answered() + 1 < self.options.max_tokens)
@@ -232,7 +236,7 @@ impl Generation {
         };
         self.with_step(&mut mlx, cache, batch, |_, chosen, step| {
             Ok(match (chosen, step.set_aside()) {
-                (Some(chosen), Ok(number)) => Some(Ahead {
+                (Some(chosen), Ok(number)) => Some(PendingTokens {
                     answers: answers.clone(),
                     chosen,
                     step: Some(number),
@@ -255,7 +259,7 @@ pub(super) fn roll_back(cache: &mut MlxCache, number: u64) {
 }
 
 /// Drops unread tokens, under the lock of MLX.
-pub(super) fn release(chosen: Chosen) {
+pub(super) fn release(chosen: ChosenTokens) {
     let _held = mlx::hold();
     drop(chosen);
 }

@@ -3,9 +3,9 @@
 use etkv_core::CacheConfig;
 use etkv_delegate::LogitsRows;
 
-use super::ahead::{release, roll_back, Ahead};
+use super::ahead::{release, roll_back, PendingTokens};
 use super::answer::{check_prompts, Answer, Prompt};
-use super::sampler::{Chosen, Sampler};
+use super::sampler::{ChosenTokens, Sampler};
 use super::{End, Generated, GenerationOptions};
 use crate::error::{fail, Error, Result};
 use crate::runtime::{Program, TextInputs};
@@ -25,8 +25,8 @@ pub struct Generation {
     pub(super) options: GenerationOptions,
     pub(super) answers: Vec<Answer>,
     /// The first token after each prompt that was read.
-    firsts: Vec<Chosen>,
-    pub(super) ahead: Option<Ahead>,
+    firsts: Vec<ChosenTokens>,
+    pub(super) ahead: Option<PendingTokens>,
     /// The error of tokens that could not be read. The answers cannot go on after it.
     pub(super) broken: Option<Error>,
     /// The most tokens of a step of a prompt.
@@ -130,9 +130,9 @@ impl Generation {
         if waiting == 0 {
             let mlx = mlx::enter()?;
             let firsts = std::mem::take(&mut self.firsts);
-            let chosen = self.program.0.stream.run(&mlx, || Chosen::joined(firsts))?;
+            let chosen = self.program.0.stream.run(&mlx, || ChosenTokens::joined(firsts))?;
             let answers = (0..self.answers.len()).collect();
-            self.ahead = Some(Ahead { answers, chosen, step: None, unread: false });
+            self.ahead = Some(PendingTokens { answers, chosen, step: None, unread: false });
         }
         Ok(waiting)
     }
@@ -156,7 +156,7 @@ impl Generation {
         if active.is_empty() {
             return Ok(Vec::new());
         }
-        let Ahead { answers, chosen, .. } = self.advance(active)?;
+        let PendingTokens { answers, chosen, .. } = self.advance(active)?;
         let taken = read(chosen).and_then(|ids| self.take(&answers, &ids));
         if let Err(error) = &taken {
             self.pause();
@@ -223,7 +223,7 @@ impl Drop for Generation {
 }
 
 /// Waits for tokens, and returns their ids.
-pub(super) fn read(chosen: Chosen) -> Result<Vec<i64>> {
+pub(super) fn read(chosen: ChosenTokens) -> Result<Vec<i64>> {
     let mut mlx = match mlx::enter() {
         Ok(mlx) => mlx,
         Err(error) => {

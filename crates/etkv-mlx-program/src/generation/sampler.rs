@@ -10,7 +10,7 @@ use crate::error::{fail, Result};
 use etkv::mlx::{self, cast, slice_axis};
 
 /// The tokens that one step chooses. Their computation may still run.
-pub struct Chosen {
+pub struct ChosenTokens {
     /// Token ids, `[B]`, int32.
     pub tokens: Array,
     /// `[B]`, float32: not finite if the logits are not finite.
@@ -19,7 +19,7 @@ pub struct Chosen {
     pub below: i32,
 }
 
-impl Chosen {
+impl ChosenTokens {
     /// Returns tokens that the host knows. A negative one stands for logits that are not finite.
     pub fn known(ids: &[i32]) -> Result<Self> {
         let n = ids.len() as i32;
@@ -115,7 +115,7 @@ impl Sampler {
         logits: &Array,
         recent: Option<&Array>,
         draws: &[f32],
-    ) -> Result<Chosen> {
+    ) -> Result<ChosenTokens> {
         let mut logits = logits.clone();
         if !self.sampling.logit_bias.is_empty() {
             logits = cast(&logits, Dtype::Float32)?.add(self.bias(logits.dim(-1))?)?;
@@ -126,7 +126,7 @@ impl Sampler {
         if self.sampling.temperature == 0.0 {
             let tokens = cast(&argmax_axis(&logits, -1, false)?, Dtype::Int32)?;
             let witness = cast(&logits.max_axis(-1, false)?, Dtype::Float32)?;
-            return Ok(Chosen { tokens, witness, below: logits.dim(-1) });
+            return Ok(ChosenTokens { tokens, witness, below: logits.dim(-1) });
         }
         let draws = mlx::array_of(draws, &[draws.len() as i32, 1])?;
         self.drawn(&cast(&logits, Dtype::Float32)?, &draws)
@@ -159,7 +159,7 @@ impl Sampler {
 
     /// Chooses the first token at which the cumulative weight of the kept tokens exceeds `draws` of the
     /// total.
-    fn drawn(&self, logits: &Array, draws: &Array) -> Result<Chosen> {
+    fn drawn(&self, logits: &Array, draws: &Array) -> Result<ChosenTokens> {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
         let vocabulary = logits.dim(-1);
         let zero = Array::from_f32(0.0);
@@ -196,7 +196,7 @@ impl Sampler {
         let best = cast(&argmax_axis(&p, -1, false)?, Dtype::Int32)?;
         let tokens = select(first.lt(&none)?, &first, best)?;
         let witness = all.reshape(&[-1])?.contiguous()?;
-        Ok(Chosen { tokens, witness, below: vocabulary })
+        Ok(ChosenTokens { tokens, witness, below: vocabulary })
     }
 }
 
@@ -257,17 +257,17 @@ mod tests {
     #[test]
     fn known_tokens_are_refused_where_their_logits_are_not_finite() {
         mlx::run(|| {
-            let chosen = Chosen::known(&[3, 0, 7])?;
+            let chosen = ChosenTokens::known(&[3, 0, 7])?;
             assert_eq!((chosen.ids()?, chosen.below), (vec![3, 0, 7], 8));
             for row in 0..3 {
                 let mut ids = [3, 0, 7];
                 ids[row] = -1;
-                let refused = Chosen::known(&ids)?.ids().unwrap_err();
+                let refused = ChosenTokens::known(&ids)?.ids().unwrap_err();
                 assert_eq!(refused.status(), Status::Backend);
                 assert!(refused.message().contains(&format!("row {row} are not finite")));
                 assert_eq!(finite(&ids, |row| ids[row] >= 0).unwrap_err(), refused);
             }
-            assert_eq!(Chosen::known(&[-1])?.below, 0);
+            assert_eq!(ChosenTokens::known(&[-1])?.below, 0);
             Ok(())
         })
         .unwrap();

@@ -6,7 +6,7 @@ use mlx_rs::ops::concatenate;
 use mlx_rs::Array;
 
 use super::device_loop::Generation;
-use super::sampler::Chosen;
+use super::sampler::ChosenTokens;
 use crate::error::{fail, Result};
 use crate::runtime::Tokens;
 use etkv::mlx::{self, slice_axis, Mlx};
@@ -29,7 +29,7 @@ impl Generation {
         mlx: &mut Mlx,
         cache: &mut MlxCache,
         batch: Batch,
-        work: impl FnOnce(&mut Mlx, Option<Chosen>, Step<'_>) -> Result<T>,
+        work: impl FnOnce(&mut Mlx, Option<ChosenTokens>, Step<'_>) -> Result<T>,
     ) -> Result<T> {
         let loaded = Arc::clone(&self.program.0);
         let begun = loaded.stream.run(mlx, || self.begin(mlx, cache, &batch));
@@ -58,7 +58,7 @@ impl Generation {
         mlx: &Mlx,
         cache: &'c mut MlxCache,
         batch: &Batch,
-    ) -> Result<(Option<Chosen>, Step<'c>)> {
+    ) -> Result<(Option<ChosenTokens>, Step<'c>)> {
         self.declare(cache, batch.answers, batch.positions.len())?;
         let program = &self.program.0;
         // For a prompt only the last row is sampled.

@@ -210,7 +210,7 @@ impl Program {
         let all = [
             (RequestedOutputs::Logits, !leaves_out || tokens <= CHAIN),
             (RequestedOutputs::LastLogits, leaves_out),
-            (RequestedOutputs::Chosen, self.chooses()),
+            (RequestedOutputs::ArgmaxIds, self.chooses()),
         ];
         let positions: Vec<i32> = (0..tokens).collect();
         for wanted in all.into_iter().filter_map(|(wanted, comes)| comes.then_some(wanted)) {
@@ -229,7 +229,8 @@ impl Program {
     /// have no keys in common.
     fn capture_trees(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
         let text = cache.length();
-        let kinds = [(RequestedOutputs::Logits, true), (RequestedOutputs::Chosen, self.chooses())];
+        let kinds =
+            [(RequestedOutputs::Logits, true), (RequestedOutputs::ArgmaxIds, self.chooses())];
         if text == 0 {
             debug!(target: TARGET, "no trees are captured, because no text is");
             return Ok(());

@@ -2,7 +2,7 @@
 
 use mlx_rs::Array;
 
-use super::linear::{by_kernel, linear, ByKernel};
+use super::linear::{by_kernel, linear, KernelResult};
 use super::rotary::rotary;
 use super::views::{reshape_transpose, run_split, Pieces};
 use crate::error::{fail, Result};
@@ -42,11 +42,11 @@ pub fn run(frame: &Frame, layer: &Layer, transposed: bool, heads: &Heads) -> Res
     let viewed = |product: &Array| reshape_transpose(product, &shape, &[0, 2, 1, 3]);
     let split = |x: &Array, at: &[i32], n: i32| run_split(x, HEADS, at, &(n..=n));
     let out = match by_kernel(&product)? {
-        ByKernel::Made(out) if product.rotation.is_some() => {
+        KernelResult::Complete(out) if product.rotation.is_some() => {
             return split(&out.transpose_axes(&[0, 2, 1, 3])?, &heads.at, heads.n)
         }
-        ByKernel::Made(out) => out,
-        ByKernel::Left(normalized) => {
+        KernelResult::Complete(out) => out,
+        KernelResult::Remaining(normalized) => {
             let x = normalized.as_ref().unwrap_or(x);
             linear(&Product { x, norm: None, rotation: None, ..product })?
         }

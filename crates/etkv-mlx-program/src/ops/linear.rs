@@ -78,8 +78,8 @@ pub fn run_block(
     let gate = block.gate.map(kernel_gate).transpose()?;
     let product = Product { bias, norm, gate, residual, ..Product::plain(x, weight, transposed) };
     let normalized = match by_kernel(&product)? {
-        ByKernel::Made(out) => return Ok(out),
-        ByKernel::Left(normalized) => normalized,
+        KernelResult::Complete(out) => return Ok(out),
+        KernelResult::Remaining(normalized) => normalized,
     };
     let x = normalized.as_ref().unwrap_or(x);
     let plain = Product { bias, ..Product::plain(x, weight, transposed) };
@@ -99,27 +99,27 @@ pub fn run_block(
 }
 
 /// The part of a product that the kernel has computed.
-pub enum ByKernel {
+pub enum KernelResult {
     /// All of it.
-    Made(Array),
+    Complete(Array),
     /// Nothing. This has the normalized rows, if the product has a norm.
-    Left(Option<Array>),
+    Remaining(Option<Array>),
 }
 
 /// Computes a product and its surroundings with the [kernel](kernels::few_rows), if the kernel supports them.
-pub fn by_kernel(product: &Product) -> Result<ByKernel> {
+pub fn by_kernel(product: &Product) -> Result<KernelResult> {
     if let Some(out) = kernels::few_rows(product)? {
-        return Ok(ByKernel::Made(out));
+        return Ok(KernelResult::Complete(out));
     }
     let Some(norm) = product.norm else {
-        return Ok(ByKernel::Left(None));
+        return Ok(KernelResult::Remaining(None));
     };
     let normalized = mlx_rs::fast::rms_norm(product.x, norm.weight, norm.eps)?;
     // The kernel may only refuse because rows are too long to be normalized in it.
     let rest = Product { x: &normalized, norm: None, ..*product };
     Ok(match kernels::few_rows(&rest)? {
-        Some(out) => ByKernel::Made(out),
-        None => ByKernel::Left(Some(normalized)),
+        Some(out) => KernelResult::Complete(out),
+        None => KernelResult::Remaining(Some(normalized)),
     })
 }
 

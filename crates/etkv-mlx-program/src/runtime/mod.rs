@@ -12,6 +12,6 @@ pub use self::constants::ConstantSource;
 pub use self::program::Program;
 pub use self::step_executor::{
     RequestedOutputs, RowsInput, StepCompiler, StepExecutor, StepOutputs, StepSignature,
-    StepTokens, Take,
+    StepTokens, TakeOutputs,
 };
 pub use self::text_inputs::{TextInputs, Tokens};

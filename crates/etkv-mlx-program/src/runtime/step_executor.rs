@@ -49,12 +49,12 @@ pub trait StepExecutor: Send + Sync {
         cache: &mut MlxCache,
         tokens: StepTokens,
         wanted: RequestedOutputs,
-        take: &mut Take<'_>,
+        take: &mut TakeOutputs<'_>,
     ) -> Result<bool>;
 }
 
 /// Receives the result of a step.
-pub type Take<'a> = dyn FnMut(&mut Mlx, StepOutputs) -> Result<()> + 'a;
+pub type TakeOutputs<'a> = dyn FnMut(&mut Mlx, StepOutputs) -> Result<()> + 'a;
 
 /// The inputs and outputs of a program whose steps have an executor.
 #[derive(Debug, Clone, PartialEq)]
@@ -101,7 +101,7 @@ pub enum RequestedOutputs {
     /// The logits of the last token.
     LastLogits,
     /// The argmax of each token's logits.
-    Chosen,
+    ArgmaxIds,
 }
 
 /// The result of a step.
@@ -109,7 +109,7 @@ pub enum StepOutputs<'a> {
     /// Logits `[1, rows, vocabulary]`, and hidden states `[1, tokens, width]` if the program returns them.
     Logits(Rows<'a>, Option<Rows<'a>>),
     /// An id for each token, negative if its logits are not finite.
-    Chosen(&'a [i32]),
+    ArgmaxIds(&'a [i32]),
 }
 
 /// Bytes of the program's dtype, and their shape.

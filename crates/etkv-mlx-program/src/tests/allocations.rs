@@ -12,14 +12,14 @@ use etkv::builders;
 use etkv::MLX_BACKEND;
 
 /// The system's allocator, with a counter for each thread. MLX does not use it.
-struct Counting;
+struct CountingAllocator;
 
 thread_local! {
     static COUNT: Cell<usize> = const { Cell::new(0) };
 }
 
 // SAFETY: it forwards all calls.
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         COUNT.set(COUNT.get() + 1);
         // SAFETY: as for this function.
@@ -33,7 +33,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// A host with room for one output.
 struct Room(Vec<u8>);

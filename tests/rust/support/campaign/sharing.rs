@@ -10,7 +10,7 @@ use crate::{for_seeds, Rng};
 
 /// An action on a cache.
 #[derive(Clone, Copy)]
-enum Done {
+enum Action {
     Operation(u64),
     Rewind(i32),
 }
@@ -18,7 +18,7 @@ enum Done {
 /// A cache that shares rows, one that does not, and the actions on both.
 struct Pair<B: Backend> {
     caches: [AnyCache<B>; 2],
-    done: Vec<Done>,
+    done: Vec<Action>,
 }
 
 impl<B: Backend> Pair<B> {
@@ -28,7 +28,7 @@ impl<B: Backend> Pair<B> {
 
     fn operate(&mut self, seed: u64) {
         operate::<B>(&mut Rng::new(seed), &mut self.caches);
-        self.done.push(Done::Operation(seed));
+        self.done.push(Action::Operation(seed));
     }
 
     /// Returns the frozen contents, if they can be shared.
@@ -44,19 +44,19 @@ impl<B: Backend> Pair<B> {
 
     /// Returns a cache at the first `length` positions of a prefix, and one that reached them by its own
     /// steps.
-    fn attached(shape: &Shape, (prefix, done): &(Prefix, Vec<Done>), length: i32) -> Self {
+    fn attached(shape: &Shape, (prefix, done): &(Prefix, Vec<Action>), length: i32) -> Self {
         let mut pair = Self::new(shape);
         pair.caches[0].sharing().unwrap().attach(prefix, length).unwrap();
         for &done in done {
             match done {
-                Done::Operation(seed) => operate::<B>(&mut Rng::new(seed), &mut pair.caches[1..]),
-                Done::Rewind(length) => pair.caches[1].rewind(length).unwrap(),
+                Action::Operation(seed) => operate::<B>(&mut Rng::new(seed), &mut pair.caches[1..]),
+                Action::Rewind(length) => pair.caches[1].rewind(length).unwrap(),
             }
         }
         pair.done = done.clone();
         if length < prefix.length() {
             pair.caches[1].rewind(length).unwrap();
-            pair.done.push(Done::Rewind(length));
+            pair.done.push(Action::Rewind(length));
         }
         pair
     }
@@ -68,7 +68,7 @@ pub fn caches_that_share_rows_answer_as_those_that_do_not<B: Backend>() {
             let mut rng = Rng::new(seed);
             let shape = Shape::new(&mut rng);
             let mut pairs = vec![Pair::<B>::new(&shape)];
-            let mut prefixes: Vec<(Prefix, Vec<Done>)> = Vec::new();
+            let mut prefixes: Vec<(Prefix, Vec<Action>)> = Vec::new();
             for _ in 0..40 {
                 let at = rng.below(pairs.len());
                 match rng.below(12) {

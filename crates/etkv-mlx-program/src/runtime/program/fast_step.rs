@@ -61,7 +61,7 @@ impl LoadedProgram {
                     Ok(())
                 })
             }
-            StepOutputs::Chosen(_) => fail!(Internal, "a step chose ids instead of logits"),
+            StepOutputs::ArgmaxIds(_) => fail!(Internal, "a step chose ids instead of logits"),
         };
         let tokens = StepTokens { ids: &ids, positions: &positions, rows: &rows };
         executor.try_step(mlx, &self.constants, cache, tokens, wanted, &mut take)
@@ -82,7 +82,7 @@ impl LoadedProgram {
         let tokens = StepTokens { ids, positions, rows: &[] };
         let mut taken = None;
         let mut take = |mlx: &mut Mlx, made: StepOutputs| match made {
-            StepOutputs::Chosen(ids) => {
+            StepOutputs::ArgmaxIds(ids) => {
                 taken = Some(take(mlx, ids)?);
                 Ok(())
             }
@@ -93,7 +93,7 @@ impl LoadedProgram {
             &self.constants,
             cache,
             tokens,
-            RequestedOutputs::Chosen,
+            RequestedOutputs::ArgmaxIds,
             &mut take,
         )?;
         Ok(taken)
