@@ -116,7 +116,7 @@ class Function:
         null = re.search(r'(""|\w+) if (?:`\w+`|it) is NULL', self.comment) or dead
         if dead is None or null is None:
             raise SystemExit(f"{self.name}: its comment does not name what it returns for no live handle")
-        differs = {'""': f'strcmp({made}, "") != 0', "so": f'strstr({made}, "no etkv_error") == NULL'}
+        differs = {'""': f'strcmp({made}, "") != 0', "so": f'strstr({made}, "not a live etkv_error") == NULL'}
         return f"a[0] == NULL ? {' : '.join(differs.get(each[1], f'{made} != {each[1]}') for each in (null, dead))}"
 
 
