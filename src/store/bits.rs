@@ -20,8 +20,8 @@ pub(super) fn pack_nibbles(codes: &Array) -> Result<Array> {
     let mut shape = codes.shape().to_vec();
     let width = shape.pop().unwrap_or(0);
     shape.extend([width / PER_WORD, PER_WORD]);
-    let apart = shl(&codes.reshape(&shape)?, &shifts())?;
-    Ok(sum_axis(apart, -1, false)?)
+    let shifted = shl(&codes.reshape(&shape)?, &shifts())?;
+    Ok(sum_axis(shifted, -1, false)?)
 }
 
 /// Unpacks words of eight codes to one code an element, in 32 bits.

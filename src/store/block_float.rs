@@ -37,7 +37,7 @@ impl BlockFloat {
     }
 
     /// Returns the shape of `rows` with the blocks on a separate axis.
-    fn apart(&self, rows: &Array) -> Vec<i32> {
+    fn blocked_shape(&self, rows: &Array) -> Vec<i32> {
         let mut shape = rows.shape().to_vec();
         shape.truncate(3);
         shape.extend([self.head_dim / self.block(), self.block()]);
@@ -86,7 +86,7 @@ impl Codec for BlockFloat {
     }
 
     fn encode(&self, rows: &Array) -> Result<Parts> {
-        let blocks = cast(rows, Dtype::Float32)?.reshape(&self.apart(rows))?;
+        let blocks = cast(rows, Dtype::Float32)?.reshape(&self.blocked_shape(rows))?;
         let peaks = blocks.abs()?.max_axis(-1, true)?;
         let [scales, inverse] = match self.layout {
             Layout::Mxfp8 => e8m0(&peaks, 8)?,
@@ -123,7 +123,7 @@ impl Codec for BlockFloat {
             Layout::Nvfp4 => from_e4m3(scales)?,
             _ => from_e8m0(scales)?,
         };
-        let rows = steps.reshape(&self.apart(codes))?.multiply(scales.expand_dims(-1)?)?;
+        let rows = steps.reshape(&self.blocked_shape(codes))?.multiply(scales.expand_dims(-1)?)?;
         cast(&rows.reshape(steps.shape())?, dtype)
     }
 

@@ -55,14 +55,14 @@ impl Case {
             (0..t * n).map(|at| sees(at / n, at % n)).collect()
         };
         let scattered = each(&|i, j| j == n - t + i || (j * 7 + i * 3) % 5 < 2);
-        let apart = each(&|i, j| j * t / n == i);
+        let diagonal = each(&|i, j| j * t / n == i);
         let blind = each(&|i, j| i > 0 && j > i);
         let marks = |seen: &[bool], shape: &[i32]| Mask::Explicit(Array::from_slice(seen, shape));
         vec![
             (Mask::None, vec![true; t * n]),
             (Mask::Causal, each(&|i, j| j <= n - t + i)),
             (marks(&scattered, &[self.t, self.n]), scattered),
-            (marks(&apart, &[1, 1, self.t, self.n]), apart),
+            (marks(&diagonal, &[1, 1, self.t, self.n]), diagonal),
             // One query sees nothing.
             (marks(&blind, &[1, self.t, self.n]), blind),
         ]

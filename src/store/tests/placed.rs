@@ -88,8 +88,8 @@ fn goes_on(cache: &mut ContiguousCache, length: i32, before: &[u8], what: &str) 
         Ok((values(&mlx::slice_axis(keys, 2, length, length + 1, 1)?)?, values(&expected)?))
     })
     .unwrap();
-    let apart = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    assert!(apart < 0.02, "{what}: {apart}");
+    let error = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(error < 0.02, "{what}: {error}");
 }
 
 const FORMATS: [KvFormat; 3] = [KvFormat::F32, KvFormat::F16, KvFormat::Bf16];

@@ -185,9 +185,9 @@ fn rows_are_written_to_the_slots_that_are_named() {
                 let n = slots.len() as i32;
                 let (before, after) = (rows(5, 2, 12, dim), rows(6, 2, n, dim));
                 let mut pool = pool_of(format, &before)?;
-                let apart = pool_of(format, &after)?;
+                let other = pool_of(format, &after)?;
                 let mut expected = values(&pool.read(0, 12)?.dequantized(Dtype::Float32)?)?;
-                let fresh = values(&apart.read(0, n)?.dequantized(Dtype::Float32)?)?;
+                let fresh = values(&other.read(0, n)?.dequantized(Dtype::Float32)?)?;
                 pool.write(&slots, &after)?;
                 let size = dim as usize;
                 for head in 0..2 {

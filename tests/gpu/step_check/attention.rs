@@ -39,7 +39,7 @@ struct TimedAttention<'a> {
     element: Element,
     pools: &'a [DevicePool],
     blocks: Option<usize>,
-    apart: bool,
+    small_blocks: bool,
 }
 
 /// Prints the microseconds of a launch, and the bytes that it reads per second.
@@ -53,8 +53,13 @@ pub fn run(device: &Device) -> Result<()> {
             for _ in 0..2 * LAUNCHES {
                 pools.push(DevicePool::new(device, format, N_KV, CAPACITY, DIM)?);
             }
-            let timed =
-                TimedAttention { device, element, pools: &pools, blocks: None, apart: false };
+            let timed = TimedAttention {
+                device,
+                element,
+                pools: &pools,
+                blocks: None,
+                small_blocks: false,
+            };
             say!("{}", format.map_or("plain".to_owned(), |format| format!("{format:?}")));
             let mut times = Vec::new();
             for tokens in [1, 8, 16, 32] {
@@ -68,7 +73,7 @@ pub fn run(device: &Device) -> Result<()> {
             }
             let sequences = (0..16).map(|t| once(t * 4096..(t + 1) * 4096));
             let mask = KeyMask::of(sequences);
-            let many = TimedAttention { apart: true, ..timed }.masked(16, 65_536, &mask)?;
+            let many = TimedAttention { small_blocks: true, ..timed }.masked(16, 65_536, &mask)?;
             times.push(("16 sequences of 4096".to_owned(), many, 65_536));
             for branches in [1, 8] {
                 let trunk = 16_384;
@@ -173,7 +178,7 @@ impl TimedAttention<'_> {
             buffers: vec![tokens * width; 2],
             launches: once(embed).chain((0..launches).map(attend)).collect(),
             masked: vec![mask.is_some()],
-            apart: self.apart,
+            small_blocks: self.small_blocks,
             logits: None,
             overlap: true,
             given: Vec::new(),

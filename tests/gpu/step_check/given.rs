@@ -7,7 +7,7 @@ use etkv_cuda::{
 };
 
 use crate::model::{rounded, to_bytes, to_numbers, Random};
-use crate::normalized::apart;
+use crate::normalized::difference;
 use crate::placed::{normalized, EPS};
 use crate::{say, Answer};
 use std::io::Write;
@@ -69,7 +69,7 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
         overlap: true,
         attention_blocks: None,
         masked: vec![false],
-        apart: false,
+        small_blocks: false,
     };
     let mut captured = device.capture(&plan)?;
     let copied = |logits| Logits { copied: CopiedRows::Last, ..logits };
@@ -103,7 +103,7 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
             let expected: Vec<f64> = x.iter().zip(&y).map(moved).collect();
             same &= row(&logits) == x && row(&blended) == expected;
             let expected = [x, &y].map(|row| normalized(element, row, &ones, false)).concat();
-            largest = largest.max(apart(&wide[2 * t * inner..][..2 * inner], &expected));
+            largest = largest.max(difference(&wide[2 * t * inner..][..2 * inner], &expected));
         }
     }
     let limit = if element == Element::Bf16 { 0.012 } else { 0.002 };

@@ -215,8 +215,8 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
             }
         }
         good &= is_within(&format!("T {tokens}"), &largest, limit);
-        for apart in [false, true] {
-            good &= check_masks(device, &model, (tokens, apart), limit, &mut random)?;
+        for small_blocks in [false, true] {
+            good &= check_masks(device, &model, (tokens, small_blocks), limit, &mut random)?;
         }
         if tokens > MAX_FEW {
             good &= check_padding(device, &model, tokens, limit, &mut random)?;
@@ -240,12 +240,12 @@ fn is_within(what: &str, largest: &BTreeMap<&str, f64>, limit: f64) -> bool {
 fn check_masks(
     device: &Device,
     model: &Model,
-    (tokens, apart): (usize, bool),
+    (tokens, small_blocks): (usize, bool),
     limit: f64,
     random: &mut Random,
 ) -> Answer<bool> {
     let plain = model.plan(tokens, true, false);
-    let plan = Plan { masked: vec![true], apart, overlap: true, ..plain.clone() };
+    let plan = Plan { masked: vec![true], small_blocks, overlap: true, ..plain.clone() };
     let (mut plain, mut captured) = (device.capture(&plain)?, device.capture(&plan)?);
     let mut largest = BTreeMap::new();
     let mut good = true;
@@ -259,7 +259,7 @@ fn check_masks(
         let found = unsafe { captured.run(&StepInputs { mask: Some(&causal), ..inputs }) }?;
         // Blocks after the first read fewer tiles without a mask, so their sums are divided in another way.
         // So are sums of rows in small blocks.
-        let most = if apart { 16 } else { 64 };
+        let most = if small_blocks { 16 } else { 64 };
         let one_block = tokens * model.shape.n_q / model.shape.n_kv <= most;
         let same = match one_block {
             true => found.logits == expected,

@@ -324,7 +324,7 @@ impl Model {
             tapped: Vec::new(),
             attention_blocks: None,
             masked: vec![false],
-            apart: false,
+            small_blocks: false,
         }
     }
 }

@@ -81,7 +81,7 @@ impl Case {
                 tapped: Vec::new(),
                 attention_blocks: None,
                 masked: vec![false],
-                apart: false,
+                small_blocks: false,
             };
             let mut captured = device.capture(&plan)?;
             let ids: Vec<i32> = (0..tokens as i32).map(|t| (t * 11 + 5) % TABLE as i32).collect();
@@ -107,11 +107,11 @@ impl Case {
                     *x = if residual { rounded(element, *x + scaled) } else { *x };
                 }
                 let found = &sums[t * inner..][..inner];
-                largest = largest.max(apart(found, &expected));
+                largest = largest.max(difference(found, &expected));
                 if next {
                     // The norm of the device's sum, because another rounding of the sum has another norm.
                     let expected = normalized(element, found, &norms[1].0, wide[1]);
-                    largest = largest.max(apart(&again[t * inner..][..inner], &expected));
+                    largest = largest.max(difference(&again[t * inner..][..inner], &expected));
                 }
             }
         }
@@ -124,13 +124,13 @@ impl Case {
 }
 
 /// Returns the largest difference, relative to each number and to the size of all.
-pub fn apart(found: &[f64], expected: &[f64]) -> f64 {
+pub fn difference(found: &[f64], expected: &[f64]) -> f64 {
     let squares: f64 = expected.iter().map(|x| x * x).sum();
     let size = (squares / expected.len() as f64).sqrt();
     let of = |(x, y): (&f64, &f64)| {
-        let apart = (x - y).abs() / (y.abs() + size + 1e-9);
-        if apart.is_finite() {
-            apart
+        let distance = (x - y).abs() / (y.abs() + size + 1e-9);
+        if distance.is_finite() {
+            distance
         } else {
             f64::INFINITY
         }

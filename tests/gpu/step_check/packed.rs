@@ -143,7 +143,7 @@ impl Case {
                     }),
                 ],
                 masked: vec![self.masked],
-                apart: self.masked && tokens == 64,
+                small_blocks: self.masked && tokens == 64,
                 logits: None,
                 overlap: true,
                 given: Vec::new(),
@@ -188,9 +188,9 @@ impl Case {
                     unsafe { graph.run(&step) }?;
                     let mut found = vec![0; 2 * tokens * n_q * dim];
                     graph.read(Buffer(1), &mut found)?;
-                    let apart = difference(&to_numbers(element, &found), &expected);
-                    if apart > largest {
-                        largest = apart;
+                    let distance = difference(&to_numbers(element, &found), &expected);
+                    if distance > largest {
+                        largest = distance;
                         worst = format!("T {tokens}, {keys} keys{what}");
                     }
                 }
@@ -242,9 +242,9 @@ impl Case {
 fn difference(found: &[f64], expected: &[f64]) -> f64 {
     let size = (expected.iter().map(|x| x * x).sum::<f64>() / expected.len() as f64).sqrt();
     let of = |(x, y): (&f64, &f64)| {
-        let apart = (x - y).abs() / (y.abs() + size + 1e-9);
-        if apart.is_finite() {
-            apart
+        let distance = (x - y).abs() / (y.abs() + size + 1e-9);
+        if distance.is_finite() {
+            distance
         } else {
             f64::INFINITY
         }

@@ -222,7 +222,7 @@ impl Case {
                 }),
             ],
             masked: vec![false],
-            apart: false,
+            small_blocks: false,
             logits: None,
             overlap: true,
             given: Vec::new(),
@@ -258,8 +258,9 @@ impl Case {
                 };
                 let size = expected.iter().map(|x| x * x).sum::<f64>() / dim as f64;
                 for (x, y) in found.iter().zip(&expected) {
-                    let apart = (x - y).abs() / (y.abs() + size.sqrt() + 1e-9);
-                    largest = largest.max(if apart.is_finite() { apart } else { f64::INFINITY });
+                    let distance = (x - y).abs() / (y.abs() + size.sqrt() + 1e-9);
+                    largest =
+                        largest.max(if distance.is_finite() { distance } else { f64::INFINITY });
                 }
             }
         }

@@ -99,7 +99,7 @@ fn times_of(
     device: &Device,
     shape: Shape,
     keys: usize,
-    apart: bool,
+    small_blocks: bool,
     launches: impl Fn(usize) -> Vec<Launch>,
 ) -> Result<String> {
     let widest = shape.vocabulary.max(2 * shape.intermediate).max(shape.hidden);
@@ -132,12 +132,13 @@ fn times_of(
             tapped: Vec::new(),
             attention_blocks: None,
             masked: vec![false],
-            apart: false,
+            small_blocks: false,
         };
         let empty = median(&mut device.capture(&plan(base))?, tokens, keys)?;
-        let apart = apart && tokens > 1;
-        let mut graph = device.capture(&Plan { masked: vec![apart], apart, ..plan(all) })?;
-        let whole = match apart {
+        let small_blocks = small_blocks && tokens > 1;
+        let mut graph =
+            device.capture(&Plan { masked: vec![small_blocks], small_blocks, ..plan(all) })?;
+        let whole = match small_blocks {
             true => median_of_sequences(&mut graph, tokens, keys)?,
             false => median(&mut graph, tokens, keys)?,
         };

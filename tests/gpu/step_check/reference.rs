@@ -224,9 +224,9 @@ fn difference(what: &'static str, found: &[f64], expected: &[f64]) -> Difference
     let squares: f64 = expected.iter().map(|x| x * x).sum();
     let size = (squares / expected.len().max(1) as f64).sqrt();
     let of = |(x, y): (&f64, &f64)| {
-        let apart = (x - y).abs() / (y.abs() + size + 1e-9);
-        if apart.is_finite() {
-            apart
+        let distance = (x - y).abs() / (y.abs() + size + 1e-9);
+        if distance.is_finite() {
+            distance
         } else {
             f64::INFINITY
         }

@@ -83,7 +83,7 @@ pub fn run(device: &Device) -> Result<()> {
             }
             continue;
         }
-        say!("  T  keys | logits copied: apart overlap | chosen only: apart overlap | GB/s of weights");
+        say!("  T  keys | logits copied: serial overlap | argmax only: serial overlap | GB/s of weights");
         for tokens in tokens_of(shape) {
             let mut graphs = Vec::new();
             for copied in [CopiedRows::All, CopiedRows::None] {
@@ -138,7 +138,7 @@ fn sequences(device: &Device, model: &Model) -> Result<()> {
         for tokens in tokens_of(model.shape).filter(|tokens| tokens * each <= CAPACITY) {
             let mut plan = model.plan(tokens, false, false);
             plan.overlap = true;
-            plan.apart = tokens > 1;
+            plan.small_blocks = tokens > 1;
             plan.masked = vec![tokens > 1];
             plan.logits = plan.logits.map(|logits| Logits { copied: CopiedRows::None, ..logits });
             let time = median_of_sequences(&mut device.capture(&plan)?, tokens, each)?;

@@ -197,7 +197,7 @@ struct Division {
 impl Division {
     fn of(plan: &Plan, attend: &Attend) -> Self {
         let rows = attend.n_q / attend.n_kv * plan.tokens;
-        let is_shared = rows > ROWS && attend.head_dim <= MAX_SHARED_DIM && !plan.apart;
+        let is_shared = rows > ROWS && attend.head_dim <= MAX_SHARED_DIM && !plan.small_blocks;
         let is_packed = [attend.keys, attend.values].iter().any(|pool| format_of(*pool).is_some());
         let row_tiles = match rows {
             ..=ROW_TILE => 1,
@@ -207,7 +207,7 @@ impl Division {
         };
         let parts = if is_packed { (row_tiles * ROW_TILE).div_ceil(ROWS) } else { 1 };
         let row_warps = match rows.div_ceil(ROWS * parts) {
-            _ if plan.apart => 1,
+            _ if plan.small_blocks => 1,
             needed => needed.next_power_of_two().min(WARPS / parts),
         };
         Self {

@@ -42,7 +42,7 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
             fail!(Plan, "a mask without attention");
         }
     }
-    if plan.apart && !plan.masked.contains(&true) {
+    if plan.small_blocks && !plan.masked.contains(&true) {
         fail!(Plan, "small blocks of rows without a mask");
     }
     for group in (0..plan.masked.len()).filter(|&group| plan.is_masked(group)) {

@@ -109,7 +109,7 @@ pub struct Plan {
     pub masked: Vec<bool>,
     /// Whether attention with a mask splits rows into small blocks, each of which reads only the keys that
     /// its tokens see: for tokens of sequences that have few keys in common.
-    pub apart: bool,
+    pub small_blocks: bool,
     /// Buffers that the host fills before each step, with a row for each token. All are different.
     pub given: Vec<Buffer>,
     /// The outputs for the host.

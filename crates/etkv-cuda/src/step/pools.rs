@@ -116,11 +116,11 @@ pub(crate) fn place_grid(plan: &Plan, place: &PlaceHeads) -> ([usize; 3], usize)
 
 /// Returns the bytes of shared memory that a tile of keys and values takes, as in the kernel.
 pub(crate) fn stage_bytes(keys: Option<KvFormat>, values: Option<KvFormat>, dim: usize) -> usize {
-    let tile = |format: Option<KvFormat>, apart: usize| {
+    let tile = |format: Option<KvFormat>, alignment: usize| {
         let packing = format.and_then(KvFormat::packing);
         let row = packing.map_or(2 * dim, |packing| dim * packing.bits / 8).next_multiple_of(16);
         // Rows are spaced so that threads read them from different banks.
-        let pitch = if row % apart == 0 { row + 16 } else { row };
+        let pitch = if row % alignment == 0 { row + 16 } else { row };
         let scales = packing.map_or(0, |packing| {
             let offset = if packing.has_offsets { 2 } else { 0 };
             dim / packing.group_of(dim) * (packing.scale.bytes() + offset)

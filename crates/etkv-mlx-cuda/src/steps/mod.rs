@@ -127,7 +127,7 @@ struct Kind {
     /// many tokens always have such a mask.
     masked: GroupMasks,
     /// Whether tokens have few of the visible keys in common.
-    apart: bool,
+    small_blocks: bool,
     /// The logits that are copied to the host, and whether the argmax of each row is computed.
     copied: CopiedRows,
     chosen: bool,
@@ -235,10 +235,10 @@ impl CapturedSteps {
         let kind = Kind {
             tokens: planned_tokens(n),
             masked: rows.iter().map(|rows| rows.mask.is_some()).collect(),
-            apart: rows
+            small_blocks: rows
                 .iter()
                 .filter_map(|rows| rows.mask.as_ref())
-                .any(|mask| self.planner.lie_apart(mask)),
+                .any(|mask| self.planner.prefers_small_blocks(mask)),
             copied: copied(wanted, n),
             chosen: wanted == RequestedOutputs::ArgmaxIds || is_watched,
         };

@@ -164,7 +164,7 @@ impl Planner {
     /// Returns whether the tokens of a mask see few keys in common, so that attention reads little more with
     /// small blocks of rows. The warps of a small block share each tile, whereas in larger blocks most of
     /// them see nothing in it.
-    pub fn lie_apart(&self, mask: &KeyMask) -> bool {
+    pub fn prefers_small_blocks(&self, mask: &KeyMask) -> bool {
         let read = |rows| mask.tiles_of_blocks(self.group, rows);
         let is_one = mask.n_tokens() * self.group <= SMALL_BLOCK;
         !is_one && 2 * read(SMALL_BLOCK) < 3 * read(LARGE_BLOCK)
@@ -223,7 +223,7 @@ impl Planner {
 
     /// Returns the plan of a kind of step.
     pub fn plan(&self, recipe: &Recipe, places: &StepAddresses, kind: &Kind) -> Plan {
-        let &Kind { tokens, ref masked, apart, copied, chosen } = kind;
+        let &Kind { tokens, ref masked, small_blocks, copied, chosen } = kind;
         let mut addresses = places.constants.iter().map(|&address| Address(address));
         // There are as many addresses as the parts need.
         let mut next = || addresses.next().unwrap_or(Address(0));
@@ -300,7 +300,7 @@ impl Planner {
             overlap: true,
             attention_blocks: None,
             masked: masked.to_vec(),
-            apart,
+            small_blocks,
         }
     }
 

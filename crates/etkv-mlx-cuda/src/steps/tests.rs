@@ -210,8 +210,8 @@ fn tokens_see_what_their_sequences_hold() {
                         None => seen_without(&rows),
                     };
                     assert_eq!(found, expected, "tokens of {sequences:?}: {rows:?}");
-                    let apart = rows.slots.windows(2).any(|pair| pair[1] != pair[0] + 1);
-                    kinds[usize::from(rows.mask.is_some()) + usize::from(apart)] += 1;
+                    let has_gaps = rows.slots.windows(2).any(|pair| pair[1] != pair[0] + 1);
+                    kinds[usize::from(rows.mask.is_some()) + usize::from(has_gaps)] += 1;
                 }
                 _ => {}
             }

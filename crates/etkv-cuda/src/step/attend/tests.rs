@@ -17,7 +17,7 @@ fn plan(tokens: usize) -> Plan {
         tapped: Vec::new(),
         attention_blocks: None,
         masked: vec![false],
-        apart: false,
+        small_blocks: false,
     }
 }
 

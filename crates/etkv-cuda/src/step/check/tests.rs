@@ -69,7 +69,7 @@ fn plan() -> Plan {
         tapped: Vec::new(),
         attention_blocks: None,
         masked: vec![false],
-        apart: false,
+        small_blocks: false,
     }
 }
 

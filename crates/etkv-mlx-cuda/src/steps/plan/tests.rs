@@ -23,7 +23,7 @@ fn kind(tokens: usize) -> Kind {
     Kind {
         tokens,
         masked: smallvec::smallvec![false],
-        apart: false,
+        small_blocks: false,
         copied: CopiedRows::All,
         chosen: false,
     }

@@ -55,7 +55,7 @@ impl Reader<'_> {
     }
 
     /// Reads `x + share * (y - x)`, of which this is the difference. The host passes the shares.
-    pub(super) fn read_blend(&mut self, op: &Op, apart: Value) -> Option<()> {
+    pub(super) fn read_blend(&mut self, op: &Op, difference: Value) -> Option<()> {
         let &Op::Binary { function: Binary::Subtract, a: from, b: taken } = op else {
             return None;
         };
@@ -65,11 +65,11 @@ impl Reader<'_> {
             _ if b == known => Some(a),
             _ => None,
         };
-        let (product, op, moved) = self.reader(apart)?;
+        let (product, op, moved) = self.reader(difference)?;
         let &Op::Binary { function: Binary::Multiply, a, b } = op else {
             return None;
         };
-        let share = self.buffer(other(a, b, apart)?)?;
+        let share = self.buffer(other(a, b, difference)?)?;
         let (sum, op, out) = self.reader(moved)?;
         let &Op::Binary { function: Binary::Add, a, b } = op else {
             return None;

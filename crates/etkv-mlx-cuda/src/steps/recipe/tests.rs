@@ -207,15 +207,15 @@ fn what_is_not_known_is_left_to_the_interpreter() {
     }
 }
 
-/// The decoder with a layer whose heads the passes leave separate, instead of its product of heads. `apart`
+/// The decoder with a layer whose heads the passes leave separate, instead of its product of heads. `replaced`
 /// gets the product, and makes the queries, keys and values that attention reads.
-fn apart(apart: Vec<(Op, Out)>) -> Graph {
+fn separate_heads(replaced: Vec<(Op, Out)>) -> Graph {
     let mut graph = decoder();
     let (bias, transposed) = (None, true);
     let norm = Some(Norm { weight: Some(NORM), eps: 1e-6 });
     let (x, gate, residual) = (Value(9), None, None);
     let block = Op::LinearBlock { x, weight: HEADS, bias, transposed, norm, gate, residual };
-    let made = std::iter::once((block, Out::Tensor(Value(20)))).chain(apart);
+    let made = std::iter::once((block, Out::Tensor(Value(20)))).chain(replaced);
     // The positions are converted after the product.
     let instructions = &mut graph.main.instructions;
     let positions = instructions.remove(2);
@@ -253,14 +253,14 @@ fn normalized() -> Graph {
         let (x, offsets, dtype) = (Value(x), Value(10), Dtype::Bfloat16);
         made.push(tensor(Op::Rotary { x, offsets, periods: PERIODS, dtype }, out));
     }
-    apart(made)
+    separate_heads(made)
 }
 
 /// The rest of SmolLM3's layers that do not rotate, after the passes.
 fn unrotated() -> Graph {
     let view = Op::ReshapeTranspose { x: Value(20), shape: view(), perm: vec![0, 2, 1, 3] };
     let split = Op::Split { x: Value(21), axis: 1, at: vec![4, 6], sizes: 8..=8 };
-    apart(vec![tensor(view, 21), (split, Out::Tensors(Value(11), 3))])
+    separate_heads(vec![tensor(view, 21), (split, Out::Tensors(Value(11), 3))])
 }
 
 fn heads_of(recipe: &Recipe) -> &LayerHeads {

@@ -24,7 +24,7 @@ fn partly() -> Graph {
             tensor(Op::Concatenate { tensors, axis: -1 }, out),
         ]);
     }
-    let mut graph = apart(made);
+    let mut graph = separate_heads(made);
     let instructions = &mut graph.main.instructions;
     let is_gated = |made: &Instruction| matches!(made.op, Op::LinearBlock { gate: Some(_), .. });
     let place = instructions.iter().position(is_gated).unwrap();
