@@ -18,14 +18,13 @@ mod mask;
 mod mlx_store;
 mod packed;
 mod planes;
-mod regions;
 mod row;
 
 pub use codec::Codec;
 pub(crate) use float::float_dtype;
 pub use kv_view::{KvView, StoredRows};
 pub use mlx_store::MlxStore;
-pub use regions::Piece;
+pub use planes::regions::Piece;
 
 use std::sync::Arc;
 

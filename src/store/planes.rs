@@ -1,6 +1,8 @@
 //! The buffers of a pool of any format. Each is `[1, n_kv_heads, slots, width]` and is written in place.
 //! Slots before them may lie in frozen pieces.
 
+pub mod regions;
+
 use mlx_rs::ops::indexing::scatter_single;
 use mlx_rs::ops::zeros_dtype;
 use mlx_rs::transforms::{async_eval, eval};
@@ -8,7 +10,7 @@ use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use super::regions::Piece;
+use self::regions::Piece;
 use crate::error::{fail, Result};
 use crate::mlx::{self, slice_axis, update_axis};
 use etkv_core::bookkeeping::Slots;

@@ -1,22 +1,15 @@
 //! The boundary between Rust and C. No panic crosses it: a panic becomes a status with an error object, the
 //! value for a dead handle, or a log message.
 
-use std::any::Any;
-use std::collections::HashSet;
-use std::ffi::{c_char, CStr, CString};
+use std::ffi::{c_char, CStr};
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::LazyLock;
 
-use etkv_core::{fail, Error, Result, Status};
-use parking_lot::Mutex;
-use tracing::{debug, error};
+use etkv_core::{fail, Result};
+use tracing::debug;
 
 use super::error::{etkv_error, OK};
 use super::fork;
-use super::handle::{self, Object};
-
-/// The target of this crate's events.
-pub(crate) const TARGET: &str = "etkv::api";
+pub(crate) use super::lifetimes::{free, lasting, panic_error, TARGET};
 
 /// Runs the body of a C function. Converts an error or a panic to a status, and stores an error object if the
 /// caller passed a pointer for it.
@@ -59,29 +52,6 @@ pub(crate) fn value<T>(otherwise: T, body: impl FnOnce() -> Result<T>) -> T {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(found)) => found,
         Ok(Err(_)) | Err(_) => otherwise,
-    }
-}
-
-/// Logs a panic, and returns it as an error.
-pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
-    let words = panic
-        .downcast_ref::<&str>()
-        .map(|text| (*text).to_owned())
-        .or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| String::from("no message"));
-    error!(target: TARGET, panic = words, "a defect was caught");
-    Error::new(Status::Internal, format!("a defect in etkv: {words}"))
-}
-
-/// Runs the body of a function that frees. Such a function has no status, so a panic is only
-/// logged.
-pub(crate) fn free<T: Object>(handle: *mut T) {
-    // After a fork the objects belong to the other process.
-    if fork::happened() {
-        return;
-    }
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| handle::reclaim(handle))) {
-        panic_error(&*panic);
     }
 }
 
@@ -207,19 +177,4 @@ pub(crate) unsafe fn read_grown<T: Copy>(
         copy.assume_init()
     };
     Ok((copy, size))
-}
-
-/// Returns a string that lives as long as the process. Use it for names, of which there are few.
-pub(crate) fn lasting(name: &str) -> *const c_char {
-    static KEPT: LazyLock<Mutex<HashSet<&'static CStr>>> = LazyLock::new(Mutex::default);
-    let name = CString::new(name.replace('\0', " ")).unwrap_or_default();
-    let mut kept = KEPT.lock();
-    match kept.get(name.as_c_str()) {
-        Some(known) => known.as_ptr(),
-        None => {
-            let new: &'static CStr = Box::leak(name.into_boxed_c_str());
-            kept.insert(new);
-            new.as_ptr()
-        }
-    }
 }

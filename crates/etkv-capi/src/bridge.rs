@@ -2,6 +2,8 @@
 //!
 //! Nothing throws across it, in either direction: every call returns an [`ffi::Outcome`].
 
+mod program;
+
 use std::ffi::c_void;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::pin::Pin;
@@ -13,7 +15,7 @@ use etkv_core::{Error, Result, Status};
 use etkv_cpu::Parallel;
 use etkv_delegate::{Host, LoadOptions};
 
-use crate::program::Program;
+use self::program::Program;
 use crate::{boundary, delegate};
 
 #[cfg_attr(not(feature = "mlx"), allow(dead_code))] // Constants are MLX programs'.

@@ -4,9 +4,9 @@ use std::ffi::{c_char, CStr, CString};
 
 use etkv_core::{Error, Status};
 
-use super::boundary::{free, lasting};
 use super::fork;
 use super::handle::{self, Object};
+use super::lifetimes::{free, lasting};
 
 /// ETKV_OK.
 pub(crate) const OK: i32 = 0;

@@ -2,13 +2,10 @@
 //! only, and locks that another thread held stay locked.
 
 use std::ptr::without_provenance_mut;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Once;
 
 use etkv_core::Status;
-
-use super::error::etkv_error;
-use super::handle;
 
 static FORKED: AtomicBool = AtomicBool::new(false);
 
@@ -19,11 +16,14 @@ pub(crate) const STATUS: Status = Status::Step;
 pub(crate) const MESSAGE: &std::ffi::CStr =
     c"this process was forked from one that used etkv, and lacks its threads: call exec after fork, or use etkv in the new process alone";
 
+/// The number of live handles.
+pub(crate) static HANDLES: AtomicUsize = AtomicUsize::new(0);
+
 /// Notes forks from now on.
 pub(crate) fn watch() {
     static WATCHING: Once = Once::new();
     extern "C" fn note() {
-        if handle::count() > 0 {
+        if HANDLES.load(Ordering::Relaxed) > 0 {
             FORKED.store(true, Ordering::Relaxed);
         }
     }
@@ -39,6 +39,6 @@ pub(crate) fn happened() -> bool {
 }
 
 /// Returns the error of calls after a fork. It is not in the table of handles, which may stay locked forever.
-pub(crate) fn error() -> *mut etkv_error {
+pub(crate) fn error<T>() -> *mut T {
     without_provenance_mut(usize::MAX)
 }

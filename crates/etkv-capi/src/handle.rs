@@ -31,9 +31,6 @@ struct Entry {
 /// locks of its own.
 static LIVE: LazyLock<DashMap<usize, Entry>> = LazyLock::new(DashMap::new);
 
-/// The number of entries. It is counted here, because the table counts shard by shard.
-static COUNT: AtomicUsize = AtomicUsize::new(0);
-
 /// Bits that are set in every handle. On 64-bit machines no address of an object has them.
 const MARK: usize = if usize::BITS == 64 { 0xE74B << (usize::BITS - 16) } else { 0 };
 
@@ -45,7 +42,7 @@ pub(crate) fn give<T: Object>(object: T) -> *mut T {
     }
     let number = MARK | NEXT.fetch_add(1, Ordering::Relaxed);
     LIVE.insert(number, Entry { name: T::NAME, object: Arc::new(object) });
-    COUNT.fetch_add(1, Ordering::Relaxed);
+    fork::HANDLES.fetch_add(1, Ordering::Relaxed);
     without_provenance_mut(number)
 }
 
@@ -74,7 +71,7 @@ pub(crate) fn look_up<T: Object>(handle: *const T, name: &str) -> Result<Arc<T>>
 pub(crate) fn reclaim<T: Object>(handle: *mut T) {
     let taken = LIVE.remove_if(&handle.addr(), |_, entry| entry.name == T::NAME);
     if taken.is_some() {
-        COUNT.fetch_sub(1, Ordering::Relaxed);
+        fork::HANDLES.fetch_sub(1, Ordering::Relaxed);
     }
     // The last owner of a cache frees its buffers.
     drop(taken);
@@ -82,5 +79,5 @@ pub(crate) fn reclaim<T: Object>(handle: *mut T) {
 
 /// Returns the number of handles that were made and not freed.
 pub(crate) fn count() -> usize {
-    COUNT.load(Ordering::Relaxed)
+    fork::HANDLES.load(Ordering::Relaxed)
 }

@@ -20,14 +20,13 @@ mod forwards;
 mod generation;
 mod handle;
 mod kinds;
+mod lifetimes;
 mod log;
 mod memory;
 mod prefix;
 mod prefix_cache;
 mod prefix_store;
 mod process;
-#[cfg(feature = "delegate")]
-mod program;
 mod registry;
 mod report;
 mod sampling;

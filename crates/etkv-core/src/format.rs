@@ -6,7 +6,6 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{fail, Error, Result};
-use crate::planes::{Element, PlaneFormat};
 
 /// A storage format. A row is one position of one KV head. Each row is encoded alone: no format mixes rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -52,6 +51,48 @@ const NAMED: [(KvFormat, &str); 8] = [
     (KvFormat::RowInt4, "row-int4"),
     (KvFormat::RowFp4, "row-fp4"),
 ];
+
+/// The element type of a plane. Elements are little-endian.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Element {
+    /// A byte: packed codes, or a scale of 8 bits.
+    U8,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// IEEE binary32.
+    F32,
+}
+
+impl Element {
+    /// Returns the bytes of an element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::U8 => 1,
+            Self::F16 | Self::Bf16 => 2,
+            Self::F32 => 4,
+        }
+    }
+}
+
+/// A plane of a row: the elements, or the codes, scales or offsets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlaneFormat {
+    /// `rows`, `codes`, `scales` or `offsets`.
+    pub name: &'static str,
+    /// The type of its elements.
+    pub element: Element,
+    /// The elements of one row.
+    pub width: usize,
+}
+
+impl PlaneFormat {
+    /// Returns the bytes of one row.
+    pub const fn row_bytes(&self) -> usize {
+        self.width.saturating_mul(self.element.bytes())
+    }
+}
 
 /// The layout of the rows of a packed format: codes, scales, and optional offsets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,6 +145,28 @@ impl KvFormat {
             Some(Packing { group: Some(group), .. }) => group,
             Some(Packing { bits, .. }) => 32 / bits,
         }
+    }
+
+    /// Returns the planes of a row of `head_dim` elements. Codes are packed, the first in the lowest bits.
+    pub fn planes(self, head_dim: usize) -> Vec<PlaneFormat> {
+        let plane = |name, element, width| PlaneFormat { name, element, width };
+        let Some(packing) = self.packing() else {
+            let element = match self {
+                Self::F16 => Element::F16,
+                Self::Bf16 => Element::Bf16,
+                _ => Element::F32,
+            };
+            return vec![plane("rows", element, head_dim)];
+        };
+        let groups = head_dim / packing.group_of(head_dim).max(1);
+        let mut planes = vec![
+            plane("codes", Element::U8, head_dim / 8 * packing.bits),
+            plane("scales", packing.scale, groups),
+        ];
+        if packing.has_offsets {
+            planes.push(plane("offsets", Element::F16, groups));
+        }
+        planes
     }
 
     /// Returns the bytes of one row of `head_dim` elements, including its scales.

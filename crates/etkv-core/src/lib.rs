@@ -30,12 +30,13 @@ pub mod budget;
 mod cache;
 pub mod config;
 pub mod error;
+mod finite;
 pub mod format;
 mod forwards;
 mod growth;
 pub mod memory;
-mod planes;
 mod prefix;
+mod process_report;
 mod reclaim;
 mod registry;
 mod report;
@@ -51,17 +52,17 @@ pub use budget::{BudgetReport, HolderReport, MemoryBudget};
 pub use cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache};
 pub use config::{CacheConfig, LayerConfig, LayerGroups, LayerPolicy};
 pub use error::{Error, Result, Status};
-pub use format::{KvFormat, Packing};
+pub use format::{Element, KvFormat, Packing, PlaneFormat};
 pub use forwards::Forwards;
 pub use growth::Growth;
 pub use memory::{Bytes, LayerMemory, Memory};
-pub use planes::{Element, PlaneFormat};
 pub use prefix::{Piece, Prefix, ShareCache};
+pub use process_report::{MemoryBudgetReport, ProcessReport};
 pub use reclaim::{Reclaim, ReclaimClass};
 pub use registry::{Builder, BuilderRegistry, CacheRegistry, Entry};
 pub use report::{
     BufferReport, CacheReport, ConfigReport, FormatsReport, LayerConfigReport, LayerReport,
-    MemoryBudgetReport, MemoryReport, ProcessReport, SequenceReport,
+    MemoryReport, SequenceReport,
 };
 pub use session::Session;
 pub use shared::{CacheGuard, ProgramCache, ProgramGuard, Shared, SharedCache, SharedGuard};

@@ -2,14 +2,9 @@
 
 use serde::{Serialize, Serializer};
 
-use crate::budget::{BudgetReport, HolderReport, MemoryBudget};
-use crate::cache::Cache;
 use crate::config::{CacheConfig, LayerConfig, LayerPolicy};
 use crate::format::KvFormat;
 use crate::growth::Growth;
-use crate::memory::{Bytes, Memory};
-use crate::registry::CacheRegistry;
-use crate::store::Extent;
 
 /// A report of a cache. `docs/reports.md` lists the fields in JSON.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -139,93 +134,12 @@ pub struct LayerConfigReport {
     pub sinks: i32,
 }
 
-/// A report of this process. `docs/reports.md` lists the fields in JSON.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-#[non_exhaustive]
-pub struct ProcessReport {
-    /// The memory budget and its holders.
-    pub memory: MemoryBudgetReport,
-}
-
-/// The memory budget, and how much of it each holder has.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-#[non_exhaustive]
-pub struct MemoryBudgetReport {
-    /// The most bytes that may be held; absent without a limit.
-    pub limit: Option<u64>,
-    /// Bytes that are held.
-    pub held: u64,
-    /// Bytes of the limit that are free; absent without a limit.
-    pub free: Option<u64>,
-    /// The most bytes that were held or reserved.
-    pub peak: u64,
-    /// The number of caches, including empty ones.
-    pub caches: usize,
-    /// The holders, in the order in which they were created: caches, and kept prefixes.
-    pub holders: Vec<HolderReport>,
-}
-
-impl ProcessReport {
-    /// Returns the report of this process. It waits for no cache.
-    pub fn now() -> Self {
-        let (report, mut holders) = MemoryBudget::global().holders();
-        for (key, holder) in CacheRegistry::global().holders() {
-            if let Ok(at) = holders.binary_search_by_key(&holder, |found| found.id) {
-                holders[at].keys.push(key);
-            }
-        }
-        let BudgetReport { limit, held, peak, caches, .. } = report;
-        let free = limit.map(|limit| limit.saturating_sub(held));
-        Self { memory: MemoryBudgetReport { limit, held, free, peak, caches, holders } }
-    }
-}
-
 fn as_name<S: Serializer>(format: &KvFormat, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(format)
 }
 
-impl CacheReport {
-    /// Returns the report of a cache from its face alone: without sequences, slots, `step_open` and
-    /// `poisoned`.
-    pub fn of<C: Cache + ?Sized>(cache: &C) -> Self {
-        let [k, v] = cache.formats();
-        let Memory { allocated, used, shared, at_capacity, layers } = cache.memory();
-        let buffer = |format, Bytes { allocated, used }| BufferReport {
-            format,
-            slots: None,
-            allocated,
-            used,
-        };
-        Self {
-            kind: cache.kind().to_owned(),
-            length: cache.length(),
-            capacity: cache.capacity(),
-            step_open: false,
-            poisoned: None,
-            formats: FormatsReport { k, v },
-            sequences: Vec::new(),
-            memory: MemoryReport { allocated, used, shared, at_capacity },
-            layers: layers
-                .iter()
-                .map(|layer| LayerReport { k: buffer(k, layer.k), v: buffer(v, layer.v) })
-                .collect(),
-            config: ConfigReport::of(cache.config()),
-        }
-    }
-
-    /// Adds the extents of each layer's keys and values.
-    pub(crate) fn with_extents(mut self, extents: impl Iterator<Item = [Extent; 2]>) -> Self {
-        for (layer, [k, v]) in self.layers.iter_mut().zip(extents) {
-            for (buffer, Extent { format, slots, .. }) in [(&mut layer.k, k), (&mut layer.v, v)] {
-                (buffer.format, buffer.slots) = (format, Some(slots));
-            }
-        }
-        self
-    }
-}
-
 impl ConfigReport {
-    fn of(config: &CacheConfig) -> Self {
+    pub(crate) fn of(config: &CacheConfig) -> Self {
         let (growth, min_chunk) = match config.growth {
             Growth::Doubling { first } => ("doubling", Some(first)),
             Growth::Step { step } => ("step", Some(step)),

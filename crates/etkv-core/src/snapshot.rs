@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{CacheConfig, LayerConfig, LayerPolicy};
 use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
-use crate::planes::PlaneFormat;
+use crate::format::PlaneFormat;
 
 /// The integers of a cache: its positions and their slots, and the config that they need.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,7 +3,7 @@
 use etkv_core::{fail, Mask, Result, Spec};
 use half::{bf16, f16};
 
-use crate::attention::{self, MaskRef, Output, Shape, Workspace};
+use crate::attention::{self, MaskRef, Output, Queries, Shape, Workspace};
 use crate::parallel::Parallel;
 use crate::store::CpuStore;
 use crate::tensor::{Dtype, Tensor, Values};
@@ -65,10 +65,29 @@ pub(crate) unsafe fn attend_into(
     let shape = Shape::contiguous(heads as usize, n as usize, spec.v.head_dim());
     // SAFETY: the caller says so.
     let mut out = unsafe { Output::new(start, dtype, shape) };
-    q.with_queries(|queries| {
+    with_queries(q, |queries| {
         let (k, v) = (&spec.k, &spec.v);
         attention::attend(workspace, parallel, queries, k, v, mask, scale, &mut out)
     })
+}
+
+/// Passes the first batch of a tensor as queries to `work`. Copies it if the elements of its rows are not contiguous.
+fn with_queries<T>(q: &Tensor, work: impl FnOnce(&Queries) -> T) -> T {
+    let [_, heads, n, dim] = q.shape().map(|size| size as usize);
+    let mut shape = Shape::contiguous(heads, n, dim);
+    let &[_, head_stride, token_stride, _] = q.strides();
+    match (usize::try_from(head_stride), usize::try_from(token_stride)) {
+        (Ok(head_stride), Ok(token_stride)) if q.has_runs() => {
+            (shape.head_stride, shape.token_stride) = (head_stride, token_stride);
+            // SAFETY: the elements lie there, by the contracts of the constructors.
+            work(&unsafe { Queries::new(q.start(), q.dtype(), shape) })
+        }
+        _ => {
+            let values = q.to_f32();
+            // SAFETY: there are as many contiguous elements as the shape has.
+            work(&unsafe { Queries::new(values.as_ptr().cast(), Dtype::F32, shape) })
+        }
+    }
 }
 
 #[cfg(test)]

@@ -15,13 +15,12 @@ mod parallel;
 pub mod program;
 mod store;
 mod tensor;
-mod view;
 
 pub use attend::attend;
 pub use backend::{
     builders, CellsCache, ContiguousCache, CpuCache, ProgramCache, Step, CPU_BACKEND,
 };
 pub use parallel::{Parallel, Serial};
+pub use store::view::{Plane, View};
 pub use store::{CpuStore, SavedRows};
 pub use tensor::{Dtype, Tensor, Values};
-pub use view::{Plane, View};

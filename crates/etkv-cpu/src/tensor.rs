@@ -6,7 +6,6 @@ use etkv_core::error::fail;
 use etkv_core::Result;
 use half::{bf16, f16};
 
-use crate::attention::{Queries, Shape};
 use crate::floats::{load_bf16, load_f16, load_f32};
 
 /// The dtype of a tensor's elements.
@@ -196,25 +195,13 @@ impl Tensor {
         true
     }
 
-    /// Passes the first batch as queries to `work`. Copies it if the elements of its rows are not contiguous.
-    pub(crate) fn with_queries<T>(&self, work: impl FnOnce(&Queries) -> T) -> T {
-        let [_, heads, n, dim] = self.shape.map(|size| size as usize);
-        let mut shape = Shape::contiguous(heads, n, dim);
-        match (usize::try_from(self.strides[1]), usize::try_from(self.strides[2])) {
-            (Ok(head_stride), Ok(token_stride)) if self.has_runs() => {
-                (shape.head_stride, shape.token_stride) = (head_stride, token_stride);
-                // SAFETY: the elements lie there, by the contracts of the constructors.
-                work(&unsafe { Queries::new(self.start(), self.dtype(), shape) })
-            }
-            _ => {
-                let values = self.to_f32();
-                // SAFETY: there are as many contiguous elements as the shape has.
-                work(&unsafe { Queries::new(values.as_ptr().cast(), Dtype::F32, shape) })
-            }
-        }
+    /// Returns the distances between elements along each axis, in elements.
+    pub(crate) fn strides(&self) -> &[isize; 4] {
+        &self.strides
     }
 
-    fn start(&self) -> *const u8 {
+    /// Returns where the first element is.
+    pub(crate) fn start(&self) -> *const u8 {
         match &self.data {
             Data::Owned(Values::F32(values)) => values.as_ptr().cast(),
             Data::Owned(Values::F16(values)) => values.as_ptr().cast(),
@@ -224,7 +211,7 @@ impl Tensor {
     }
 
     /// Returns whether the elements of a row are contiguous.
-    fn has_runs(&self) -> bool {
+    pub(crate) fn has_runs(&self) -> bool {
         self.strides[3] == 1 || self.shape[3] <= 1
     }
 

@@ -13,6 +13,7 @@
 mod checksum;
 mod fingerprint;
 mod header;
+mod io;
 mod prefix_cache;
 mod read;
 mod store;

@@ -9,7 +9,7 @@ use etkv_core::{Error, Result, SaveCache, Status};
 
 use crate::checksum::{self, Checksum, Sum};
 use crate::header::{quoted, refused, tensors, Header, MAX_HEADER};
-use crate::store::ReadSeek;
+use crate::io::ReadSeek;
 
 /// See [`load`](crate::load).
 pub fn load(

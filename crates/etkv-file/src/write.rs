@@ -7,7 +7,7 @@ use etkv_core::{Error, Result, SaveCache};
 
 use crate::checksum::{self, Sum};
 use crate::header::{refused, Header};
-use crate::store::WriteFile;
+use crate::io::WriteFile;
 use crate::Labels;
 
 /// Returns the header of a file with the contents of a cache.

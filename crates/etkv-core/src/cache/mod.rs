@@ -8,6 +8,7 @@ mod aside;
 mod cells;
 mod contiguous;
 mod passed_limits;
+mod reporting;
 mod storage;
 
 use std::ops::Range;

@@ -28,7 +28,7 @@ pub use tensor::{Output, Queries, Shape};
 pub use workspace::Workspace;
 
 use crate::parallel::{Parallel, Serial};
-use crate::view::View;
+use crate::store::view::View;
 use decode::Encoding;
 use plan::{Plan, Sizes};
 use simd::Simd;

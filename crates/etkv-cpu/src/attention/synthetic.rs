@@ -8,8 +8,8 @@ use half::{bf16, f16};
 
 use crate::memory::Memory;
 use crate::parallel::Parallel;
+use crate::store::view::{Plane, View};
 use crate::store::Codec;
-use crate::view::{Plane, View};
 
 /// A number of threads, which start and end with each task.
 #[derive(Debug, Clone, Copy)]

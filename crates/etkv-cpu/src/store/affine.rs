@@ -3,7 +3,7 @@
 use half::f16;
 
 use super::bits::to_byte;
-use super::codec::{RowCodec, Widths};
+use super::row_codec::{RowCodec, Widths};
 use crate::floats::to_f16;
 
 /// Affine groups, with the codes, scales and offsets that MLX computes from the rows in float32. Scales and

@@ -1,7 +1,7 @@
 //! Floats of four and eight bits with one scale a block: OCP microscaling, and NVIDIA's.
 
 use super::bits::{e8m0, from_e8m0, pack_nibbles, to_e2m1, to_e4m3, unpack_nibbles, E2M1, E4M3};
-use super::codec::{RowCodec, Widths};
+use super::row_codec::{RowCodec, Widths};
 use crate::floats::peak;
 
 /// A layout of block floats.

@@ -7,11 +7,12 @@ use etkv_core::bookkeeping::Slots;
 use etkv_core::error::fail;
 use etkv_core::{Extent, KvFormat, Result};
 
-use super::codec::{Codec, Widths};
+use super::codec::Codec;
+use super::row_codec::Widths;
 use crate::floats::peak;
 use crate::memory::{unshared, Memory, SHARES};
+use crate::store::view::{Plane, View};
 use crate::tensor::Tensor;
-use crate::view::{Plane, View};
 
 /// The rows of one layer's keys, or of its values, in slots. The slot is the outer axis in memory, and the
 /// heads of a slot are contiguous. Slots that were never written are zero.

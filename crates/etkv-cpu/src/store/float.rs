@@ -1,6 +1,6 @@
 //! Rows in float32, float16 or bfloat16: one plane, the rows themselves.
 
-use super::codec::{RowCodec, Widths};
+use super::row_codec::{RowCodec, Widths};
 use crate::floats::{store_bf16, store_f16, store_f32};
 use crate::tensor::Dtype;
 

@@ -11,7 +11,9 @@ mod bytes;
 mod codec;
 mod float;
 mod row;
+mod row_codec;
 mod sharing;
+pub mod view;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,8 +23,8 @@ use etkv_core::error::fail;
 use etkv_core::snapshot::PlaneId;
 use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store};
 
+use crate::store::view::View;
 use crate::tensor::Tensor;
-use crate::view::View;
 use buffer::{Buffer, Rows};
 pub(crate) use codec::Codec;
 pub use sharing::FrozenLayers;

@@ -3,7 +3,7 @@
 use half::f16;
 
 use super::bits::{pack_nibbles, rounded, to_byte, to_e2m1, unpack_nibbles, E2M1};
-use super::codec::{RowCodec, Widths};
+use super::row_codec::{RowCodec, Widths};
 use crate::floats::{peak, to_f16};
 
 /// The codes of a row.

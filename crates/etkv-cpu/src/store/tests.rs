@@ -9,8 +9,8 @@ use etkv_core::{Extent, KvFormat, LayerConfig, LayerPolicy, Status, Store};
 use super::{Codec, CpuStore, FrozenLayers};
 use crate::floats::to_f16;
 use crate::memory::{shortage, SHARES};
+use crate::store::view::View;
 use crate::tensor::{Dtype, Tensor};
-use crate::view::View;
 
 /// Pseudorandom numbers of a seed.
 struct Rng(u64);

@@ -3,14 +3,14 @@
 use std::ffi::CStr;
 
 use crate::step::error::{fail, Result};
+use crate::step::formats::stage_bytes;
 use crate::step::launch::{Limits, SYSTEM_SHARED};
-use crate::step::mask::RowBlocks;
+use crate::step::mask::{RowBlocks, TILE};
 use crate::step::plan::{Attend, Launch, Plan};
-use crate::step::pools::{format_of, stage_bytes, Planes};
+use crate::step::pools::{format_of, Planes};
 use crate::step::source::Source;
 
-/// The keys that attention reads at a time, the rows of a warp, and the most slices, as in the kernel.
-pub(crate) const TILE: usize = 64;
+/// The rows of a warp, and the most slices, as in the kernel.
 const ROWS: usize = 16;
 const MAX_SLICES: usize = 64;
 /// Threads and warps of a block, as in the kernel.

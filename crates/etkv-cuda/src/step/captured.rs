@@ -71,6 +71,18 @@ pub struct Outputs<'a> {
     pub chosen: &'a [i32],
 }
 
+impl Device {
+    /// Captures a plan as a CUDA graph. Kernels that no earlier plan needed are compiled, which takes
+    /// seconds, or read from the folder.
+    ///
+    /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) for an invalid plan; [`Error::Compiler`](crate::Error::Compiler)
+    /// and [`Error::Driver`](crate::Error::Driver), for example if memory is lacking.
+    pub fn capture(&self, plan: &Plan) -> Result<CapturedStep> {
+        CapturedStep::new(self, plan)
+    }
+}
+
 impl CapturedStep {
     pub(crate) fn new(device: &Device, plan: &Plan) -> Result<Self> {
         check_plan(plan)?;

@@ -8,12 +8,10 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use parking_lot::Mutex;
 
-use crate::step::captured::CapturedStep;
 use crate::step::compile::Compiler;
 use crate::step::driver::{Context, Kernel, Memory, Module, Stream};
 use crate::step::error::{fail, Result};
 use crate::step::launch::Limits;
-use crate::step::plan::Plan;
 use crate::step::source::Source;
 
 /// The minimum compute capability: that of Ampere, whose instructions the kernels use.
@@ -64,16 +62,6 @@ impl Device {
         let overlaps = capability >= 90;
         let modules = Mutex::default();
         Ok(Self(Arc::new(Inner { modules, compiler, limits, overlaps, stream, context })))
-    }
-
-    /// Captures a plan as a CUDA graph. Kernels that no earlier plan needed are compiled, which takes
-    /// seconds, or read from the folder.
-    ///
-    /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) for an invalid plan; [`Error::Compiler`](crate::Error::Compiler)
-    /// and [`Error::Driver`](crate::Error::Driver), for example if memory is lacking.
-    pub fn capture(&self, plan: &Plan) -> Result<CapturedStep> {
-        CapturedStep::new(self, plan)
     }
 
     /// Allocates zeroed memory, for callers that have none from another library.

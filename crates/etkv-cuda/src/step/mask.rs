@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use crate::step::attend::TILE;
+/// The keys that attention reads at a time, as in the kernels.
+pub(crate) const TILE: usize = 64;
 
 /// The keys that each token of a step sees: a list of the tiles of 64 keys in which some token sees a key.
 /// The kernels read no others.

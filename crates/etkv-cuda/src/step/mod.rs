@@ -7,6 +7,7 @@ mod compile;
 mod device;
 mod driver;
 mod error;
+mod formats;
 mod inputs;
 mod launch;
 mod mask;

@@ -2,8 +2,8 @@
 
 use etkv_core::KvFormat;
 
+use crate::step::formats::{stage_bytes, type_of};
 use crate::step::plan::Element;
-use crate::step::pools::{stage_bytes, type_of};
 use crate::text;
 
 // The texts that only steps need.

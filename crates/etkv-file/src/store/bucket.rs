@@ -23,10 +23,11 @@ use tracing::debug;
 
 use self::object::Object;
 use self::upload::Upload;
-use super::place::{is_name, ReadSeek, StorePlace, StoredFile, WriteFile};
+use super::place::{is_name, StorePlace, StoredFile};
 use super::TARGET;
 use crate::checksum;
 use crate::header::refused;
+use crate::io::{ReadSeek, WriteFile};
 
 /// The time of an object's last use cannot be set. A second, empty object records it: it is written again
 /// when a file is used.

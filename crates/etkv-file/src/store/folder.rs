@@ -8,9 +8,10 @@ use std::time::{Duration, SystemTime};
 use etkv_core::{Error, Result};
 use tracing::debug;
 
-use super::place::{is_name, ReadSeek, StorePlace, StoredFile, WriteFile};
+use super::place::{is_name, StorePlace, StoredFile};
 use super::TARGET;
 use crate::header::refused;
+use crate::io::{ReadSeek, WriteFile};
 use crate::{read, write};
 
 /// How long writing a file may take.

@@ -23,7 +23,6 @@ use tracing::{debug, warn};
 use self::folder::Folder;
 use self::index::{group_of, Index, Match};
 use self::place::{name_of, StorePlace, StoredFile};
-pub use self::place::{ReadSeek, WriteFile};
 use crate::header::Header;
 use crate::read::OpenFile;
 use crate::{capacity_of, face, model_of, write, Labels};

@@ -1,12 +1,12 @@
 //! The place of a store's files: the interface between the index and a folder or a bucket.
 
 use std::fmt::Debug;
-use std::io::{Read, Seek, Write};
 use std::time::SystemTime;
 
 use etkv_core::Result;
 
 use crate::checksum::Sum;
+use crate::io::{ReadSeek, WriteFile};
 use crate::write::token_bytes;
 
 const BEGIN: &str = "prefix-";
@@ -22,14 +22,6 @@ pub struct StoredFile {
     /// A number that differs for another file of the same name.
     pub identity: u64,
 }
-
-/// A file that is open for reading at any offset.
-pub trait ReadSeek: Read + Seek + Send {}
-
-impl<T: Read + Seek + Send> ReadSeek for T {}
-
-/// Writes a file. It is called once.
-pub type WriteFile<'a> = dyn FnMut(&mut dyn Write) -> Result<()> + 'a;
 
 /// A place where complete files appear under names, never change, and may disappear at any time.
 pub trait StorePlace: Debug + Send + Sync {

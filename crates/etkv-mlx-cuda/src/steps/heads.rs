@@ -8,7 +8,6 @@ use std::collections::{HashMap, HashSet};
 
 use mlx_rs::Dtype;
 
-use super::recipe::RowNorm;
 use etkv_mlx_program::ir::{Graph, Int, Op, Out, Value};
 use etkv_mlx_program::passes;
 
@@ -19,6 +18,14 @@ const HEADS: i32 = 1;
 const ELEMENTS: [i32; 2] = [-1, 3];
 /// From tokens before heads to heads before tokens.
 const SWAPPED: [i32; 4] = [0, 2, 1, 3];
+
+/// A norm of rows or of heads, and the dtype that the result is converted to.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RowNorm {
+    pub weight: Option<Value>,
+    pub eps: f32,
+    pub made: Option<Dtype>,
+}
 
 /// The heads that a product computes for a layer: queries, keys and values.
 #[derive(Debug, Clone, PartialEq)]

@@ -10,7 +10,7 @@ use std::fmt;
 use etkv_cuda::Gate;
 use mlx_rs::Dtype;
 
-use super::heads::{HeadsProducts, LayerHeads};
+use super::heads::{HeadsProducts, LayerHeads, RowNorm};
 use super::packed::{self, PackedConstants, PackedWeights};
 use etkv_mlx_program::ir::{Binary, Graph, Index, Norm, Op, Out, Unary, Value};
 use etkv_mlx_program::passes;
@@ -90,14 +90,6 @@ pub struct Product {
     /// The description of the features if they are heads.
     pub heads: Option<LayerHeads>,
     pub out: usize,
-}
-
-/// A norm of rows or of heads, and the dtype that the result is converted to.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RowNorm {
-    pub weight: Option<Value>,
-    pub eps: f32,
-    pub made: Option<Dtype>,
 }
 
 /// Normalized rows, the residual, the norm of the sum, and its result.

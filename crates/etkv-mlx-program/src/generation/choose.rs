@@ -1,7 +1,7 @@
 //! A step that the host runs itself and whose tokens the device chooses: a verification.
 
+use super::last_rows;
 use super::sampler::{finite, Sampler};
-use super::step::last_rows;
 use crate::error::{fail, Result};
 use crate::runtime::{Program, TextInputs, Tokens};
 use etkv::mlx;

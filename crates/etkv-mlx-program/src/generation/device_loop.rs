@@ -1,9 +1,12 @@
 //! Answers, token by token.
 
+mod ahead;
+pub(super) mod step;
+
 use etkv_core::CacheConfig;
 use etkv_delegate::LogitsRows;
 
-use super::ahead::{release, roll_back, PendingTokens};
+use self::ahead::{release, roll_back, PendingTokens};
 use super::answer::{check_prompts, Answer, Prompt};
 use super::sampler::{ChosenTokens, Sampler};
 use super::{End, Generated, GenerationOptions};
@@ -18,17 +21,17 @@ use etkv::ProgramCache;
 /// the step that was enqueued ahead then runs again. If the answer's own sequence changed, the next call
 /// fails.
 pub struct Generation {
-    pub(super) program: Program,
-    pub(super) cache: ProgramCache,
-    pub(super) inputs: TextInputs,
-    pub(super) sampler: Sampler,
-    pub(super) options: GenerationOptions,
-    pub(super) answers: Vec<Answer>,
+    program: Program,
+    cache: ProgramCache,
+    inputs: TextInputs,
+    sampler: Sampler,
+    options: GenerationOptions,
+    answers: Vec<Answer>,
     /// The first token after each prompt that was read.
     firsts: Vec<ChosenTokens>,
-    pub(super) ahead: Option<PendingTokens>,
+    ahead: Option<PendingTokens>,
     /// The error of tokens that could not be read. The answers cannot go on after it.
-    pub(super) broken: Option<Error>,
+    broken: Option<Error>,
     /// The most tokens of a step of a prompt.
     chunk: usize,
 }

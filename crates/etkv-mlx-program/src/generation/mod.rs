@@ -6,20 +6,18 @@
 //! does not, or the answer has ended, the step is rolled back: the cache then holds all tokens of the host
 //! but the last, as if the host had run each step itself.
 
-mod ahead;
 mod answer;
 mod choose;
 mod device_loop;
 mod sampler;
-mod step;
 mod warm_up;
 
 use etkv_delegate::Sampling;
 
 pub use self::answer::Prompt;
+use self::device_loop::step::{last_rows, withdraw};
 pub use self::device_loop::Generation;
 use self::sampler::Sampler;
-use self::step::{last_rows, withdraw};
 
 /// Options of generation.
 #[derive(Debug, Clone)]

@@ -4,7 +4,7 @@ use etkv_cuda::{Address, Buffer, Columns, Norm, Normalize};
 use mlx_rs::{Array, Dtype};
 
 use super::{is_vector, recipe, Planner, PIECE};
-use crate::steps::recipe::RowNorm;
+use crate::steps::heads::RowNorm;
 use etkv_mlx_program::ir::Value;
 
 impl Planner {

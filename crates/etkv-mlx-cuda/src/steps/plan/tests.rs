@@ -3,7 +3,7 @@ use mlx_rs::ops::quantize;
 use mlx_rs::random::normal;
 
 use super::*;
-use crate::steps::recipe::RowNorm;
+use crate::steps::heads::RowNorm;
 use etkv::Result;
 use etkv_mlx_program::ir::{Affine, Dim, InputSpec};
 use etkv_mlx_program::TextInputs;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use mlx_rs::ops::concatenate;
 use mlx_rs::Array;
 
-use super::device_loop::Generation;
-use super::sampler::ChosenTokens;
+use super::Generation;
 use crate::error::{fail, Result};
+use crate::generation::sampler::ChosenTokens;
 use crate::runtime::Tokens;
 use etkv::mlx::{self, slice_axis, Mlx};
 use etkv::{MlxCache, Step};

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use tracing::debug;
 
-use super::answer::next_position;
-use super::device_loop::Generation;
-use super::sampler::ChosenTokens;
 use super::step::{withdraw, Batch};
-use super::RunAhead;
+use super::Generation;
 use crate::error::{fail, Result};
+use crate::generation::answer::next_position;
+use crate::generation::sampler::ChosenTokens;
+use crate::generation::RunAhead;
 use crate::runtime::Tokens;
 use crate::TARGET;
 use etkv::mlx;

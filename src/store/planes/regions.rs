@@ -7,7 +7,7 @@ use mlx_rs::ops::{concatenate, maximum};
 use mlx_rs::transforms::eval;
 use mlx_rs::Array;
 
-use super::planes::{indices, Parts, Planes, SLOTS};
+use super::{indices, Parts, Planes, SLOTS};
 use crate::error::{fail, Result};
 use crate::mlx::slice_axis;
 use etkv_core::bookkeeping::Slots;
@@ -58,7 +58,12 @@ impl Planes {
     }
 
     /// Returns views of the regions of a plane with the slots from `start` to `stop`, at least one view.
-    pub(super) fn views(&self, plane: usize, start: i32, stop: i32) -> Result<Vec<Array>> {
+    pub(in crate::store) fn views(
+        &self,
+        plane: usize,
+        start: i32,
+        stop: i32,
+    ) -> Result<Vec<Array>> {
         let frozen = self.pieces.iter().map(|piece| (piece.parts.0.get(plane), piece.slots));
         let own = (self.buffers.get(plane), self.own_slots());
         let mut views = Vec::new();
@@ -82,12 +87,12 @@ impl Planes {
     }
 
     /// Returns the rows of a plane at a run of slots, as a view if they lie in one region.
-    pub(super) fn range(&self, plane: usize, start: i32, stop: i32) -> Result<Array> {
+    pub(in crate::store) fn range(&self, plane: usize, start: i32, stop: i32) -> Result<Array> {
         joined(&self.views(plane, start, stop)?)
     }
 
     /// Returns the rows of a plane at these slots. There is at least one slot.
-    pub(super) fn taken(&self, plane: usize, slots: &Slots) -> Result<Array> {
+    pub(in crate::store) fn taken(&self, plane: usize, slots: &Slots) -> Result<Array> {
         let list = match slots {
             Slots::Run(run) => return self.range(plane, run.start, run.end),
             Slots::List(list) => list,
@@ -109,7 +114,7 @@ impl Planes {
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); the pool is unchanged.
-    pub(super) fn for_writing(&mut self, slots: &Slots) -> Result<Slots> {
+    pub(in crate::store) fn for_writing(&mut self, slots: &Slots) -> Result<Slots> {
         if self.pieces.is_empty() {
             return Ok(slots.clone());
         }
@@ -123,7 +128,7 @@ impl Planes {
 
     /// Copies the frozen rows from `start` on to the pool's own buffers. Earlier writes to these are
     /// computed, so that a rollback keeps them.
-    pub(super) fn own_from(&mut self, start: i32) -> Result<()> {
+    pub(in crate::store) fn own_from(&mut self, start: i32) -> Result<()> {
         if start >= self.base() {
             return Ok(());
         }

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 
 use etkv_core::{CacheConfig, LayerPolicy, SeqCache, Session};
 
-use super::super::device_loop::read;
-use super::super::{GenerationOptions, Prompt};
+use super::super::read;
 use super::*;
+use crate::generation::{GenerationOptions, Prompt};
 use crate::tests::{attend, bytes, expand, take, Parts, Weights, INT64, OPEN};
 use crate::{LoadOptions, Program};
 use etkv::builders;

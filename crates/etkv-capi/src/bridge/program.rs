@@ -7,7 +7,7 @@ use etkv_cpu::program::Call;
 use etkv_cpu::Parallel;
 use etkv_delegate::{Argument, Host, LoadOptions};
 
-use crate::bridge::Constants;
+use super::Constants;
 
 /// A loaded program of one of the backends.
 pub enum Program {
