@@ -5,6 +5,8 @@
 //! 10, and the first call with another number of rows 3 ms. On the device both take the time of reading the
 //! weight. See `few_rows.cuh` of `etkv_cuda`.
 
+use std::ffi::CStr;
+
 use etkv_cuda::text;
 use mlx_rs::ops::broadcast_to;
 use mlx_rs::transforms::eval;
@@ -307,13 +309,15 @@ fn weight_outputs(weight: &Array, inner: i32, transposed: bool) -> Option<i32> {
     (is_plain && outputs > 0).then_some(outputs)
 }
 
+/// The arrays that a launch reads, in order.
+const INPUTS: [&CStr; 8] =
+    [c"x", c"w", c"bias", c"norm", c"residual", c"positions", c"periods", c"form"];
+
 impl Template {
-    fn compile(&self) -> Result<Option<Kernel>> {
-        let Some((name, _)) = element(self.dtype) else {
-            return Ok(None);
-        };
+    /// Returns the text of the kernel's own function, for elements of this name in CUDA.
+    fn call(&self, name: &str) -> String {
         let (row, column) = (self.rank - 2, self.rank - 1);
-        let call = format!(
+        format!(
             "#undef custom_kernel_etkv_few_rows\n\
              extern __shared__ uint4 shared_memory[];\n\
              __shared__ float sums[etkv::SUMS], squares[etkv::SQUARES];\n\
@@ -322,16 +326,22 @@ impl Template {
              etkv::FewRows<{name}> work{{x, x_strides[{row}], x_strides[{column}], w,\n\
              bias == form ? nullptr : bias, bias_strides[0],\n\
              how >= 4, __int_as_float(form_shape[1]), norm == form ? nullptr : norm, norm_strides[0],\n\
-             residual == form ? nullptr : residual, plus_strides[{row}], plus_strides[{column}],\n\
+             residual == form ? nullptr : residual, residual_strides[{row}], residual_strides[{column}],\n\
              gate, x_shape[{row}], outputs, inner,\n\
              form_shape[2] > 1 ? 2 * periods_shape[0] : 0, form_shape[2] - 1,\n\
              positions, positions_strides[0], periods, periods_strides[0]}};\n\
              work.run(out, reinterpret_cast<{name}*>(shared_memory), sums, squares);\n",
-        );
-        let inputs = [c"x", c"w", c"bias", c"norm", c"plus", c"positions", c"periods", c"form"];
+        )
+    }
+
+    fn compile(&self) -> Result<Option<Kernel>> {
+        let Some((name, _)) = element(self.dtype) else {
+            return Ok(None);
+        };
+        let call = self.call(name);
         let header =
             header("few_rows", &[text::INSTRUCTIONS, text::ROTATION, text::FEW_ROWS].concat())?;
-        Kernel::new(c"etkv_few_rows", &inputs, &[c"out"], &source(&call)?, &header, BYTES_SHARED)
+        Kernel::new(c"etkv_few_rows", &INPUTS, &[c"out"], &source(&call)?, &header, BYTES_SHARED)
             .map(Some)
     }
 }

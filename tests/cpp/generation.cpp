@@ -355,7 +355,7 @@ void refusals() {
   CHECK_REFUSED(
       Generation::make(on_cpu.cache(), {{{1}, 0}}, options()),
       ETKV_ERROR_KIND,
-      "programs for MLX alone");
+      "only MLX programs");
   On<SeqCache> last;
   Model narrow("llama-f32");
   must(narrow.load(last.session.key(), Logits::last));
@@ -370,7 +370,7 @@ void refusals() {
   CHECK_REFUSED(
       choose(on_cpu.cache(), {1}, {0}),
       ETKV_ERROR_KIND,
-      "programs for MLX alone");
+      "only MLX programs");
   CHECK_INT(*last->length(), 0);
 }
 

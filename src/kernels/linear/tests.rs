@@ -4,6 +4,26 @@ use super::*;
 use crate::kernels::testing::{array, on_cuda, values};
 use crate::mlx::{run, slice_axis};
 
+/// MLX declares the shapes and strides of inputs by their names. CUDA's compiler alone would find another name.
+#[test]
+fn the_call_names_inputs_alone() {
+    let call = Template { dtype: Dtype::Float16, rank: 3 }.call("__half");
+    let words = call.split(|c: char| !c.is_alphanumeric() && c != '_');
+    let of_input = |word: &str| {
+        let name = word.strip_suffix("_shape").or_else(|| word.strip_suffix("_strides"))?;
+        Some(INPUTS.iter().any(|input| input.to_bytes() == name.as_bytes()))
+    };
+    let named: Vec<bool> = words.filter_map(of_input).collect();
+    assert!(named.len() > 10 && named.iter().all(|&is_input| is_input), "{call}");
+    for input in INPUTS {
+        let input = input.to_str().unwrap();
+        assert!(
+            call.contains(&format!("{input},")) || call.contains(&format!("{input}_")),
+            "{input}"
+        );
+    }
+}
+
 /// The memory layout of the rows of `x`.
 #[derive(Debug, Clone, Copy)]
 enum Rows {
