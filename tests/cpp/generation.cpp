@@ -368,9 +368,7 @@ void refusals() {
       ETKV_ERROR_UNSUPPORTED,
       "load it with logits=all");
   CHECK_REFUSED(
-      choose(on_cpu.cache(), {1}, {0}),
-      ETKV_ERROR_KIND,
-      "only MLX programs");
+      choose(on_cpu.cache(), {1}, {0}), ETKV_ERROR_KIND, "only MLX programs");
   CHECK_INT(*last->length(), 0);
 }
 
