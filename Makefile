@@ -106,7 +106,7 @@ test-macos: build ## Compile everything for macOS, and compare its wheels with w
 	python tests/macos/check.py
 test-macos-short: build
 	python tests/macos/check.py --short
-test-long: build model ## Run what takes hours: millions of operations, every program, damaged programs, long answers
+test-long: benches model ## Run what takes hours: millions of operations, every program, damaged programs, long answers
 	@tools/test-long
 upstream-ops: build ## Run ExecuTorch's own tests of MLX operations: UPSTREAM='--op Softmax'
 	python -m tests.upstream_ops $(UPSTREAM)

@@ -115,7 +115,7 @@ def answer(draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
         command += ["--prompt", question]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     took = Took()
-    found = re.findall(r"^(\d+) tokens? in (\d+) steps?: .* ([\d.]+)/s, (\d+)%", done.stderr, re.M)
+    found = re.findall(r"^(\d+) tokens? after the first in (\d+) steps?: .* ([\d.]+)/s, (\d+)%", done.stderr, re.M)
     assert len(found) == len(questions), done.stderr
     for ids, steps, rate, share in found:
         took.ids += int(ids)

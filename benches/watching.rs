@@ -22,7 +22,7 @@ fn rows(heads: i32, n: i32) -> Array {
 }
 
 /// A step of `n` tokens through all layers, without attention: what a cache costs is not
-/// hidden after that.
+/// hidden by that.
 fn step(cache: &mut ContiguousCache, first: i32, n: i32) {
     let positions: Vec<i32> = (first..first + n).collect();
     let rows = rows(3, n);

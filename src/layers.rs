@@ -118,8 +118,10 @@ impl Forwards {
 
     /// Rolls back an unfinished forward, as dropping does. Does nothing without one.
     pub fn abort(&mut self) {
-        let _held = mlx::hold();
-        self.forwards.abort();
+        if !self.forwards.positions().is_empty() {
+            let _held = mlx::hold();
+            self.forwards.abort();
+        }
     }
 }
 

@@ -30,7 +30,7 @@ def measure(bench: Bench) -> Topic:
     prompts = bench.choose(quick=2, cpu=4, gpu=20)
     steps = bench.choose(quick=3, cpu=16, gpu=64)
     model = bench.models[0]
-    # On a CPU the context changes little.
+    # On a CPU the times hardly depend on the context.
     contexts = bench.choose(quick=[64], cpu=[128], gpu=[128, longest // 2])
     sizes = bench.choose(quick=[1, 4], cpu=[1, 2, 4, 8, 16], gpu=[1, 2, 4, 8, 16])
     cases = [(context, n) for context in contexts for n in sizes]

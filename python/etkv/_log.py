@@ -23,7 +23,7 @@ TRACE = 5
 """The level of messages of each layer of a step. :mod:`logging` has no name for it."""
 
 _LEVELS = {1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.DEBUG, 5: TRACE}
-"""The level in ``log.h`` -> the level of :mod:`logging`."""
+"""The level in ``watch.h`` -> the level of :mod:`logging`."""
 
 _FILTERS = (
     (TRACE, "trace"),
@@ -145,7 +145,7 @@ class _Kept:
 
 
 def wanted() -> str:
-    """Return the filter, as in ``log.h``, for the levels of the loggers; "" if no handler accepts a record."""
+    """Return the filter, as in ``watch.h``, for the levels of the loggers; "" if no handler accepts a record."""
     asked = ((target, _level(logger)) for target, logger in _LOGGERS.items())
     return ",".join(f"{target}={level}" for target, level in asked if level is not None)
 

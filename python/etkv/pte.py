@@ -31,7 +31,7 @@ _DTYPES: dict[str | None, Dtype] = {"FLOAT": "f32", "HALF": "f16", "BFLOAT16": "
 """ExecuTorch's name of a type -> the dtype."""
 
 _HEAD = struct.Struct("<8x4sIQQ")
-"""The flatbuffer's header, then the extended one: mark, length, bytes of the tables, offset of the segments."""
+"""The flatbuffer's header, then the extended one: its mark, its length, bytes of the tables, offset of the segments."""
 
 
 def check_mark(head: bytes, path: Path) -> None:

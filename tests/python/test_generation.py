@@ -276,7 +276,7 @@ def test_eos_token_ids(llama, tokenizer, tmp_path):
 
 
 def test_a_detokenizer_gives_whole_characters(tokenizer):
-    """Characters of several bytes, which are as many tokens here; one that is cut short ends as U+FFFD."""
+    """Each byte of a character is a token here; a character that is cut short ends as U+FFFD."""
     detokenizer = tokenizer.detokenizer
     ids = tokenizer.encode("aß€")
     segments = []

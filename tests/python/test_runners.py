@@ -86,7 +86,7 @@ def test_answers_on_the_cpu(on_cpu, qwen3, name, kv_format):
     ],
 )
 def test_answers_in_every_format(qwen3, name, kv_format):
-    """Keys and values that are stored in few bits make the same answer whichever way they came in."""
+    """With few bits the answer is the same, whether its keys and values came in a batch, by a fork, or alone."""
     done = succeed(name, qwen3, "--max-tokens", 24, "--check", "--ids", "--kv-format", kv_format)
     assert checked(done)[1] == sum(map(len, answers(done.stdout)))
 

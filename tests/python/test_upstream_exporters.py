@@ -117,7 +117,7 @@ def quantized(folder: Path, *options: str) -> PreTrainedModel:
 def test_ids_are_those_of_transformers(made, ended):
     assert ended[made] is None
     with loaded(made) as program:
-        # The plain pipeline fixes one token a step for models with windows.
+        # Programs of the plain pipeline take one token a step if the model has windows.
         step = min(STEP, program.max_step_tokens)
         ids, rows = greedy(program, prompt(), DECODE, step)
     assert ids == reference.greedy(made.weights, {"": prompt()}, DECODE)[""].ids

@@ -113,8 +113,8 @@ fn save(store: &PrefixStore, shape: TextShape, text: &[i64]) -> bool {
     store.save(&mut *cache, Labels { fingerprint: MODEL, tokens: text }).unwrap()
 }
 
-/// Loads what the store has of a text, and checks that it equals a cache that read the text. Returns its
-/// length.
+/// Loads what the store has of a text, and checks that the cache then equals one that read the text. Returns the
+/// length that was loaded.
 fn load(store: &PrefixStore, shape: TextShape, text: &[i64]) -> usize {
     let mut cache = shape.make::<OnCpu>();
     let n = store.load(&mut *cache, MODEL, text).unwrap();

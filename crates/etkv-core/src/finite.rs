@@ -12,20 +12,25 @@ impl KvFormat {
         };
         // E4M3 has NaN and no infinity.
         let e4m3 = |bytes: &[u8]| bytes.iter().all(|byte| byte & 0x7f != 0x7f);
-        match (plane.element, self, plane.name) {
-            (Element::F32, ..) => {
+        let bytes_up_to = |max: u8| bytes.iter().all(|&scale| scale <= max);
+        match plane.element {
+            Element::F32 => {
                 let mut each = bytes.chunks_exact(4).filter_map(|four| four.try_into().ok());
-                each.all(|four| f32::from_le_bytes(four).is_finite())
+                return each.all(|four| f32::from_le_bytes(four).is_finite());
             }
-            (Element::F16, ..) => halves(bytes, 0x7c00),
-            (Element::Bf16, ..) => halves(bytes, 0x7f80),
+            Element::F16 => return halves(bytes, 0x7c00),
+            Element::Bf16 => return halves(bytes, 0x7f80),
+            Element::U8 => {}
+        }
+        match (self, plane.name == "scales") {
             // A scale is a power of two; the largest codes are 448 and 6.
-            (Element::U8, Self::Mxfp8, "scales") => bytes.iter().all(|&scale| scale <= 246),
-            (Element::U8, Self::Mxfp4, "scales") => bytes.iter().all(|&scale| scale <= 252),
-            (Element::U8, Self::Mxfp8, "codes") | (Element::U8, Self::Nvfp4, "scales") => {
-                e4m3(bytes)
-            }
-            (Element::U8, ..) => true,
+            (Self::Mxfp8, true) => bytes_up_to(246),
+            (Self::Mxfp4, true) => bytes_up_to(252),
+            (Self::Mxfp8, false) | (Self::Nvfp4, true) => e4m3(bytes),
+            // Codes that are all finite. The scales of the others are float16.
+            (Self::Mxfp4 | Self::Nvfp4, false)
+            | (Self::Affine { .. } | Self::RowInt4 | Self::RowFp4, _)
+            | (Self::F32 | Self::F16 | Self::Bf16, _) => true,
         }
     }
 }

@@ -40,17 +40,33 @@ pub enum KvFormat {
     RowFp4,
 }
 
-/// The formats without parameters, and their names.
-const NAMED: [(KvFormat, &str); 8] = [
-    (KvFormat::F32, "f32"),
-    (KvFormat::F16, "f16"),
-    (KvFormat::Bf16, "bf16"),
-    (KvFormat::Mxfp8, "mxfp8"),
-    (KvFormat::Mxfp4, "mxfp4"),
-    (KvFormat::Nvfp4, "nvfp4"),
-    (KvFormat::RowInt4, "row-int4"),
-    (KvFormat::RowFp4, "row-fp4"),
-];
+/// Declares the formats without parameters, with their names: the compiler names one that is left out.
+macro_rules! named_formats {
+    ($($format:ident => $name:literal,)+) => {
+        const NAMED: &[(KvFormat, &str)] = &[$((KvFormat::$format, $name)),+];
+
+        impl KvFormat {
+            /// Returns the name of a format without parameters.
+            const fn name(self) -> Option<&'static str> {
+                match self {
+                    $(Self::$format => Some($name),)+
+                    Self::Affine { .. } => None,
+                }
+            }
+        }
+    };
+}
+
+named_formats! {
+    F32 => "f32",
+    F16 => "f16",
+    Bf16 => "bf16",
+    Mxfp8 => "mxfp8",
+    Mxfp4 => "mxfp4",
+    Nvfp4 => "nvfp4",
+    RowInt4 => "row-int4",
+    RowFp4 => "row-fp4",
+}
 
 /// The element type of a plane. Elements are little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,18 +134,29 @@ impl Packing {
 }
 
 impl KvFormat {
-    /// Returns the layout of the rows, or `None` for rows in a float dtype. All sizes follow from it.
-    pub const fn packing(self) -> Option<Packing> {
-        let (bits, group, scale) = match self {
-            Self::F32 | Self::F16 | Self::Bf16 => return None,
-            Self::Affine { bits, group } => (bits as usize, Some(group as usize), Element::F16),
-            Self::Mxfp8 => (8, Some(32), Element::U8),
-            Self::Mxfp4 => (4, Some(32), Element::U8),
-            Self::Nvfp4 => (4, Some(16), Element::U8),
-            Self::RowInt4 | Self::RowFp4 => (4, None, Element::F16),
+    /// Returns the element type of rows in a float dtype, or else the layout of packed rows. All sizes follow from it.
+    const fn layout(self) -> std::result::Result<Element, Packing> {
+        let (bits, group, scale, has_offsets) = match self {
+            Self::F32 => return Ok(Element::F32),
+            Self::F16 => return Ok(Element::F16),
+            Self::Bf16 => return Ok(Element::Bf16),
+            Self::Affine { bits, group } => {
+                (bits as usize, Some(group as usize), Element::F16, true)
+            }
+            Self::Mxfp8 => (8, Some(32), Element::U8, false),
+            Self::Mxfp4 => (4, Some(32), Element::U8, false),
+            Self::Nvfp4 => (4, Some(16), Element::U8, false),
+            Self::RowInt4 | Self::RowFp4 => (4, None, Element::F16, false),
         };
-        let has_offsets = matches!(self, Self::Affine { .. });
-        Some(Packing { bits, group, scale, has_offsets })
+        Err(Packing { bits, group, scale, has_offsets })
+    }
+
+    /// Returns the layout of packed rows, or `None` for rows in a float dtype.
+    pub const fn packing(self) -> Option<Packing> {
+        match self.layout() {
+            Ok(_) => None,
+            Err(packing) => Some(packing),
+        }
     }
 
     /// Returns whether rows are stored in a float dtype, unpacked.
@@ -150,13 +177,9 @@ impl KvFormat {
     /// Returns the planes of a row of `head_dim` elements. Codes are packed, the first in the lowest bits.
     pub fn planes(self, head_dim: usize) -> Vec<PlaneFormat> {
         let plane = |name, element, width| PlaneFormat { name, element, width };
-        let Some(packing) = self.packing() else {
-            let element = match self {
-                Self::F16 => Element::F16,
-                Self::Bf16 => Element::Bf16,
-                _ => Element::F32,
-            };
-            return vec![plane("rows", element, head_dim)];
+        let packing = match self.layout() {
+            Ok(element) => return vec![plane("rows", element, head_dim)],
+            Err(packing) => packing,
         };
         let groups = head_dim / packing.group_of(head_dim).max(1);
         let mut planes = vec![
@@ -206,11 +229,10 @@ impl KvFormat {
 
 impl fmt::Display for KvFormat {
     fn fmt(&self, out: &mut fmt::Formatter) -> fmt::Result {
-        if let Self::Affine { bits, group } = self {
-            return write!(out, "affine{bits}g{group}");
+        match (self, self.name()) {
+            (Self::Affine { bits, group }, _) => write!(out, "affine{bits}g{group}"),
+            (_, name) => out.write_str(name.unwrap_or_default()),
         }
-        let named = NAMED.iter().find(|(format, _)| format == self);
-        out.write_str(named.map_or("", |(_, name)| name))
     }
 }
 
@@ -244,7 +266,8 @@ impl FromStr for KvFormat {
         match named.or_else(affine).filter(|format| format.check(128).is_ok()) {
             Some(format) => Ok(format),
             None => {
-                let names = NAMED.map(|(_, name)| name).join(", ");
+                let names: Vec<&str> = NAMED.iter().map(|(_, name)| *name).collect();
+                let names = names.join(", ");
                 let affine = "affine<2|3|4|5|6|8>[g<32|64|128>]";
                 fail!(
                     InvalidArgument,
@@ -261,7 +284,7 @@ mod tests {
 
     #[test]
     fn names_are_read_back() {
-        for name in NAMED.map(|(_, name)| name).into_iter().chain(["affine3g32"]) {
+        for name in NAMED.iter().map(|(_, name)| *name).chain(["affine3g32"]) {
             assert_eq!(name.parse::<KvFormat>().unwrap().to_string(), name);
         }
         let affine8 = KvFormat::Affine { bits: 8, group: 32 };

@@ -55,7 +55,7 @@ def _write(
     model.save_pretrained(folder, state_dict=_plain_weights(model))
     tokenizer.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
-        # safetensors ignores the umask: only the owner can read its files.
+        # safetensors ignores the umask and lets the owner alone read its files: give them the mode of the others.
         file.chmod((folder / "config.json").stat().st_mode)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     name_for_mlx_lm(folder / "config.json")

@@ -37,7 +37,7 @@ class Window:
 
     @property
     def slots(self) -> int:
-        """Returns the most positions of a sequence that a native cache holds. It drops others if it is larger."""
+        """Returns the most positions that a native window layer holds of a sequence; it drops older ones."""
         return self.sinks + self.size - 1 + 2 * self.step + max(self.step, self.size // 4)
 
     def left(self, held: set[int], following: int) -> set[int]:

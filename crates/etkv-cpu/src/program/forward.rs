@@ -166,6 +166,7 @@ fn attend_now(state: &mut State, call: &Attend, run: Run) -> Result<()> {
     let Run { inputs, output_type, host, parallel } = run;
     let State { forwards, given, workspace } = state;
     let [q, k, v, positions] = call.inputs.map(|i| &inputs[i]);
+    let queries = q.bytes().as_ptr_range();
     let q = argument::rows(q, "queries")?;
     let (k, v) = (argument::rows(k, "keys")?, argument::rows(v, "values")?);
     argument::positions(positions, given)?;
@@ -190,6 +191,11 @@ fn attend_now(state: &mut State, call: &Attend, run: Run) -> Result<()> {
         if out.len() != size || start.align_offset(dtype.size()) != 0 {
             let found = out.len();
             fail!(Shape, "output: expected {size} aligned bytes for shape {shape:?}, got {found}");
+        }
+        // Attention reads them until its end.
+        if start.cast_const() < queries.end && queries.start < start.wrapping_add(size).cast_const()
+        {
+            fail!(Shape, "output: its memory overlaps that of the queries");
         }
         // SAFETY: the host's memory has `size` bytes and is aligned, and only this call borrows it.
         unsafe { attend_into(&q, spec, call.scale, start, dtype, workspace, parallel) }

@@ -91,7 +91,8 @@ struct BlendWork {
 };
 static_assert(sizeof(BlendWork) == 40, "as the host has it");
 
-// Moves a row of `x` towards that of `y`, one a block, by its share. Rounds as operations on whole arrays do.
+// Moves a row of `x` towards that of `y`, one a block, by its share. Each result is
+// rounded, as MLX rounds those of separate operations.
 extern "C" __global__ void __launch_bounds__(etkv::NORM_THREADS) etkv_blend(const BlendWork work) {
   etkv::let_next_begin();
   etkv::wait_for_previous();

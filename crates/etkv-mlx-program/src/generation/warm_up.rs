@@ -167,6 +167,9 @@ impl Program {
     /// after those of the first: its attention is another kernel, which steps of several sequences and trees
     /// need.
     fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
+        if self.0.executor.is_none() {
+            return Ok(());
+        }
         let (chain, read) = if cache.trees().is_some() { (CHAIN, &READ[..]) } else { (1, &[][..]) };
         let firsts = (1..=chain).chain(read.iter().copied()).map(|tokens| (0, tokens));
         let second = cache.sequences().map(|_| (1, 1));

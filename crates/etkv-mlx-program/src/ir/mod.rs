@@ -76,7 +76,7 @@ pub struct Constant {
     /// Its dtype.
     pub dtype: Dtype,
     /// Made by a pass: the constants whose rows follow its own. Each has the same shape except for the number
-    /// of rows. The shape is still that of its own rows.
+    /// of rows. `shape` counts this constant's own rows alone.
     pub joined: Vec<Constant>,
 }
 

@@ -294,7 +294,10 @@ impl Output {
     pub fn give(&self, mlx: &mut Mlx, index: usize, host: &mut dyn Host) -> Result<()> {
         match self {
             Self::Tensor(array) => {
-                mlx.copy_to(array, host.place(index, array.shape(), array.nbytes())?)
+                // Outside of MLX: the host may log what it refuses, and wait for others.
+                let (shape, n_bytes) = (array.shape(), array.nbytes());
+                let memory = mlx.outside(|| host.place(index, shape, n_bytes))?;
+                mlx.copy_to(array, memory)
             }
             Self::Int(number) => Ok(host.set_integer(index, i64::from(*number))?),
         }

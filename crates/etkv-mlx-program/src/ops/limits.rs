@@ -1,5 +1,5 @@
-//! The limits on the tensors of a program. Shapes are numbers of the program: MLX allocates whatever they
-//! say, and on a CPU the allocator ends the process if memory is lacking.
+//! The limits on the tensors of a program. A damaged file can name any shape: MLX allocates whatever it says, and on a
+//! CPU the allocator ends the process if memory is lacking.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 

@@ -1,7 +1,7 @@
 //! The operations: decoding and running each.
 //!
-//! A new operation is a variant of [`Op`], one function that decodes it, one that runs it, and a
-//! line in each of the two tables here.
+//! A new operation is a line in the decoding table and a function that decodes it: to a variant of [`Op`] with an arm
+//! in [`run`] if passes look into it, and else to a [`Function`](crate::ir::Function) with an arm in `calls`.
 
 mod activation;
 mod attention;

@@ -12,7 +12,7 @@ use super::{BucketClient, TARGET};
 /// The bytes of a part of an upload, unless that would make too many parts.
 const PART: u64 = 8 << 20;
 
-/// The parts of an upload that are under way at once, each with its own memory.
+/// The number of parts of an upload that are sent at the same time, each from its own memory.
 const PARTS_AT_ONCE: usize = 3;
 
 /// S3 allows 10,000 parts of an upload at most.
