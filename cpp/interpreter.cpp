@@ -18,6 +18,12 @@ static_assert(sizeof(void*) != 8 || offsetof(Argument, integer) == 32);
 static_assert(sizeof(void*) != 8 || offsetof(Argument, scalar_type) == 40);
 static_assert(sizeof(void*) != 8 || offsetof(Argument, is_tensor) == 41);
 
+// The layout of `Task` in crates/etkv-capi/src/bridge.rs: a function, then its
+// context.
+static_assert(std::is_trivially_copyable_v<Task>);
+static_assert(sizeof(Task) == 2 * sizeof(void*));
+static_assert(offsetof(Task, context) == sizeof(void*));
+
 template <typename T>
 rust::Slice<const T> slice(View<T> view) {
   // An empty slice still needs an address.

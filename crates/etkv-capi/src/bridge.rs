@@ -274,7 +274,8 @@ pub struct Task {
     context: *const c_void,
 }
 
-// SAFETY: the two have the same fields in the same order, and neither has a destructor.
+// SAFETY: the two have the same fields in the same order, and neither has a destructor;
+// `cpp/interpreter.cpp` checks the layout.
 unsafe impl ExternType for Task {
     type Id = type_id!("etkv::interpreter::Task");
     type Kind = Trivial;

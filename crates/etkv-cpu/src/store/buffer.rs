@@ -42,7 +42,6 @@ impl Buffer {
     /// # Errors
     /// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for rows that do not fit the
     ///   format.
-    /// - [`Unsupported`](etkv_core::Status::Unsupported) for a format that the crate lacks.
     pub fn new(format: KvFormat, n_kv_heads: usize, head_dim: usize) -> Result<Self> {
         format.check(i32::try_from(head_dim).unwrap_or(-1))?;
         let codec = Codec::of(format);

@@ -94,7 +94,7 @@ impl View {
     /// Returns all rows in float32, `[n_kv_heads, len, head_dim]`.
     ///
     /// # Errors
-    /// [`Unsupported`](etkv_core::Status::Unsupported) for a format that the crate lacks.
+    /// None: every format has a codec. The result stays for those who call it.
     pub fn dequantized(&self) -> Result<Vec<f32>> {
         let codec = Codec::of(self.format);
         let mut rows = vec![0.0; self.n_kv_heads * self.n_slots * self.head_dim];
