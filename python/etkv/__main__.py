@@ -1,4 +1,4 @@
-"""The command ``python -m etkv``: inspect and run programs; ``export`` is :mod:`etkv.export`'s."""
+"""The command ``python -m etkv``: inspects and runs programs. ``export`` is :mod:`etkv.export`."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("program", type=Path, metavar="MODEL.pte")
     generate.add_argument("prompt", metavar="TEXT")
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="at most (default: 256)")
+    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="the most tokens (default: 256)")
     generate.add_argument("--capacity", type=int, metavar="N", help="positions of the cache (default: the program's)")
     generate.add_argument(
-        "--kv-format", metavar="NAME", help="storage of keys and values (default: what the program computes in)"
+        "--kv-format", metavar="NAME", help="storage format of keys and values (default: the program's dtype)"
     )
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    generate.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N best (default: 0, all)")
+    generate.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the N best (default: 0, all)")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="and from the share P (default: 1)")
-    generate.add_argument("--seed", type=int, metavar="N", help="of the draws at a temperature")
+    generate.add_argument("--seed", type=int, metavar="N", help="seed of sampling")
     generate.add_argument("--show-special", action="store_true", help="write the special tokens of the answer too")
     generate.add_argument("--progress", action="store_true", help="show bars on stderr")
-    # For the list of commands only: its arguments are read by etkv.export.
+    # For the list of commands only: etkv.export reads its arguments.
     commands.add_parser("export", help="export a model; the same as python -m etkv.export", add_help=False)
     return parser
 
 
 @contextlib.contextmanager
 def _import_noise_off() -> Iterator[None]:
-    """Keep what torch and ExecuTorch warn of when they are imported off the terminal."""
+    """Keep warnings of torch's and ExecuTorch's imports off the terminal."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -116,7 +116,7 @@ def _loaded(options: argparse.Namespace) -> Iterator[Program]:
 
 
 def _fit(cache: GraphCache, options: argparse.Namespace) -> None:
-    """Apply the options of the cache to one in a graph. Raises :class:`EtkvError` for those that do not apply."""
+    """Apply the cache options to a cache in a graph. Raises :class:`EtkvError` for options that do not apply."""
     if options.kv_format:
         raise EtkvError("--kv-format is for a cache that etkv makes, and the program has its own in its graph")
     if options.capacity is not None:
@@ -154,7 +154,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, or 2 after an error in what was asked for."""
+    """Run the command. Return its exit status: 0, 2 after an error, or 130 after an interrupt."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["export"]:
         from etkv.export.__main__ import main as export
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return _WRONG_USE
     except BrokenPipeError:
-        # The reader of the output has closed it, as `head` does. Python flushes it once more at the end.
+        # The reader has closed the pipe, as `head` does. Python flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print(file=sys.stderr)

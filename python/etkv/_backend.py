@@ -1,14 +1,13 @@
-"""The tokenizer of a ``tokenizer.json``: the one rule by which Python makes ids of text and text of ids.
+"""Encodes and decodes text with a ``tokenizer.json``: the one rule of all Python code.
 
-It is the rule of the runners, ``examples/tokenizer/src/backend.rs``, and a test compares the two:
+The runners have the same rule in ``examples/tokenizer/src/backend.rs``. A test compares the two.
 
-1. ``tokenizer.json`` says what the ids of a text are, except that ``truncation`` and ``padding`` do not count: a prompt
-   is read whole, and as it is.
-2. Of ``tokenizer_config.json`` count ``split_special_tokens`` (text that spells a special token is not one) and
-   ``clean_up_tokenization_spaces`` (as in transformers, not for BPE).
-3. A text that begins with the token that the tokenizer puts first (BOS) does not get a second one.
+1. ``tokenizer.json`` gives the ids of a text. Its ``truncation`` and ``padding`` are ignored: a prompt is read whole.
+2. Two settings of ``tokenizer_config.json`` apply: ``split_special_tokens`` (text that spells a special token is not
+   one) and ``clean_up_tokenization_spaces`` (as in transformers, not for BPE).
+3. The tokenizer puts no BOS token before a text that begins with one.
 
-The exporter writes a ``tokenizer.json`` that gives the ids of the model's own tokenizer in transformers.
+The exporter writes a ``tokenizer.json`` that gives the same ids as the model's own tokenizer in transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 MAX_ID = 2**32 - 1
 
 _BYTE = re.compile("<0x(?:[0-9A-Fa-f]{2}|[+][0-9A-Fa-f])>")
-"""A token that is a byte, of which the bytes beside it make characters."""
+"""A token that is one byte. A run of such tokens decodes to characters."""
 
 _CLEAN_UP = (
     (" .", "."),
@@ -42,18 +41,18 @@ _CLEAN_UP = (
     (" 've", "'ve"),
     (" 're", "'re"),
 )
-"""What ``clean_up_tokenization_spaces`` replaces, in this order."""
+"""The replacements of ``clean_up_tokenization_spaces``, in order."""
 
 _log = logging.getLogger("etkv.tokenizer")
 
 
 class Backend:
-    """A tokenizer of ``tokenizers`` under the rule of this module. Nothing but :class:`EtkvError` leaves it."""
+    """A tokenizer of ``tokenizers`` under the rule of this module. Raises :class:`EtkvError` only."""
 
     def __init__(self, tokenizer: Tokenizer, hf: Any) -> None:
-        """Take over ``tokenizer``; ``hf``, transformers' tokenizer of the same folder, has the settings of its config.
+        """Take ownership of ``tokenizer``, and change it.
 
-        ``tokenizer`` is changed.
+        ``hf`` is transformers' tokenizer of the same folder, with the settings of ``tokenizer_config.json``.
         """
         from tokenizers import decoders
 
@@ -63,7 +62,7 @@ class Backend:
         even_for_bpe = hf.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
         is_bpe = type(tokenizer.model).__name__ == "BPE"
         if hf.clean_up_tokenization_spaces and (not is_bpe or even_for_bpe):
-            # Tokens without a decoder have a space between them; no token has this prefix.
+            # Without a decoder, a space separates tokens. No token has this prefix.
             decoder = tokenizer.decoder or decoders.WordPiece(prefix="\uf8fe", cleanup=False)
             cleaning = [decoders.Replace(spaced, cleaned) for spaced, cleaned in _CLEAN_UP]
             tokenizer.decoder = decoders.Sequence([decoder, decoders.Fuse(), *cleaning])
@@ -74,7 +73,7 @@ class Backend:
         )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the ids of ``text``, with those that the tokenizer puts around a text if ``add_special_tokens``."""
+        """Return the ids of ``text``, with the tokenizer's special tokens around it if ``add_special_tokens``."""
         if not isinstance(text, str):
             raise EtkvError(f"the text is {text!r}; expected a str")
         ids = self._encode(text, add_special_tokens)
@@ -87,7 +86,7 @@ class Backend:
         return ids
 
     def encode_after(self, text: str) -> list[int]:
-        """Return the ids of a text that continues another one: without the space that some tokenizers put first."""
+        """Return the ids of a text that continues another: without the space that some tokenizers put first."""
         anchor, anchored = self._encode("\n", False), self._encode("\n" + text, False)
         if anchor and anchored[: len(anchor)] == anchor:
             return anchored[len(anchor) :]
@@ -106,11 +105,11 @@ class Backend:
             return text
 
     def has_token(self, token: int) -> bool:
-        """Return whether ``token`` has a token in the vocabulary."""
+        """Return whether the vocabulary has the id ``token``."""
         return self._tokenizer.id_to_token(token) is not None
 
     def is_special(self, token: int) -> bool:
-        """Return whether ``token`` is left out of text without special tokens."""
+        """Return whether text without special tokens omits ``token``."""
         return token in self._special
 
     def is_byte(self, token: int) -> bool:
@@ -119,7 +118,7 @@ class Backend:
 
 
 def check_id(value: Any) -> int:
-    """Return ``value`` as a token id. Raises :class:`EtkvError` if it is none."""
+    """Return ``value`` as a token id. Raises :class:`EtkvError` if it is not one."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -140,7 +139,7 @@ def _short(ids: list[int]) -> str:
 
 @contextlib.contextmanager
 def errors(what: str) -> Iterator[None]:
-    """Raise what ``tokenizers`` raises as :class:`EtkvError`. A panic in Rust is a ``BaseException`` there."""
+    """Raise errors of ``tokenizers`` as :class:`EtkvError`. A Rust panic there is a ``BaseException``."""
     try:
         yield
     except BaseException as error:

@@ -1,6 +1,6 @@
-"""The C interface: :func:`lib` has its functions, :func:`call` makes exceptions of their errors.
+"""The C interface: :func:`lib` has its functions, :func:`call` raises their errors.
 
-The build makes a module of ``etkv.h`` for cffi, so there is no second list of signatures to go stale.
+The build generates a cffi module from ``etkv.h``, so no second list of signatures goes stale.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def lib() -> Any:
 
 
 class _Ffi:
-    """cffi's ``ffi``. Its first use loads the library: a program is exported without one."""
+    """cffi's ``ffi``. Its first use loads the library. An export does not need the library."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr((_loaded or _load())[0], name)
-        # Found without this function from now on.
+        # Later reads find the attribute without this function.
         setattr(self, name, value)
         return value
 
@@ -52,7 +52,7 @@ ffi: Any = _Ffi()
 def _load() -> tuple[Any, Any]:
     global _loaded
     with _loading:
-        # If threads call at once, the second finds what the first has loaded.
+        # Another thread may have loaded the library meanwhile.
         if _loaded is None:
             path = str(_library.etkv())
             tables = ModuleType("etkv.capi_tables")
@@ -105,9 +105,9 @@ def ask(function: str, kind: str, *arguments: Any) -> Any:
 
 
 def ask_list(function: str, kind: str, *arguments: Any, of: Callable[[Any], Any] | None = None) -> list[Any]:
-    """Return the values that a function of ``(…, array, room, n, error)`` stores, or what ``of`` makes of each.
+    """Return the values that a function of ``(…, array, room, n, error)`` stores, each converted by ``of``.
 
-    Structs need ``of``: they are parts of the array, which goes.
+    Structs need ``of``: they point into the array, which is freed.
     """
     n = ffi.new("size_t*")
     call(function, *arguments, ffi.NULL, 0, n)
@@ -146,7 +146,7 @@ def ask_tokens(function: str, *arguments: Any) -> list[int]:
 
 
 def text_options(tokens: Sequence[int], fingerprint: str) -> tuple[Any, Any]:
-    """Return the options of a text, and what must live while they are used."""
+    """Return the options of a text, and the objects that must outlive them."""
     given = ffi.new("char[]", encoded(fingerprint, "fingerprint"))
     listed = int64s(tokens, "tokens")
     options = struct("etkv_save_options", fingerprint=given, tokens=listed, n_tokens=len(tokens))
@@ -154,7 +154,7 @@ def text_options(tokens: Sequence[int], fingerprint: str) -> tuple[Any, Any]:
 
 
 def encoded(value: str, name: str) -> bytes:
-    """Return ``value`` as C reads it. Raises :class:`EtkvError` for what is no string, or has a zero byte."""
+    """Return ``value`` as a C string. Raises :class:`EtkvError` if it is no string or has a zero byte."""
     if not isinstance(value, str) or "\0" in value:
         raise EtkvError(f"{name} is {value!r}, expected a name")
     try:
@@ -164,12 +164,12 @@ def encoded(value: str, name: str) -> bytes:
 
 
 def encoded_path(path: str | os.PathLike[str], name: str = "path") -> bytes:
-    """Return ``path`` as C reads it."""
+    """Return ``path`` as a C string."""
     return encoded(os.fspath(path), name)
 
 
 def int32s(values: Sequence[int], name: str) -> Any:
-    """A C array of these. Raises :class:`EtkvError` for a value that is not a 32-bit integer."""
+    """Return ``values`` as a C array. Raises :class:`EtkvError` for a value that is not a 32-bit integer."""
     try:
         return ffi.new("int32_t[]", [int32(value, name) for value in values])
     except TypeError as error:
@@ -177,7 +177,7 @@ def int32s(values: Sequence[int], name: str) -> Any:
 
 
 def int64s(values: Sequence[int], name: str) -> Any:
-    """A C array of these. Raises :class:`EtkvError` for a value that is not a 64-bit integer."""
+    """Return ``values`` as a C array. Raises :class:`EtkvError` for a value that is not a 64-bit integer."""
     try:
         return ffi.new("int64_t[]", [value.__index__() for value in values])
     except (AttributeError, OverflowError, TypeError) as error:
@@ -218,7 +218,7 @@ def follow_log_levels() -> None:
     """Set the library's filter to the levels of the loggers, or to none if no handler accepts a record."""
     wanted = _log.wanted()
     if wanted != _log_filter:
-        # If Rust code of the process has a subscriber of its own, that one receives the messages.
+        # A subscriber that Rust code of the process has set receives the messages instead.
         with contextlib.suppress(EtkvError):
             _set_log_filter(wanted)
 
@@ -226,7 +226,7 @@ def follow_log_levels() -> None:
 def set_log_level(level: int | str) -> None:
     """Set the level of the logger ``etkv``, at once.
 
-    A level that is set with :mod:`logging` counts from the next session, program or step on.
+    A level that is set with :mod:`logging` applies from the next session, program or step on.
     """
     logging.getLogger("etkv").setLevel(level)
     _set_log_filter(_log.wanted())
@@ -244,7 +244,7 @@ def _set_log_filter(wanted: str) -> None:
             _log_filter = wanted
     if status:
         raise _taken(error[0], status)
-    # Earlier messages.
+    # Deliver earlier messages.
     _deliver_log()
 
 
@@ -257,12 +257,12 @@ def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseExceptio
 
 
 def abort_forward() -> None:
-    """Roll back the step of a CPU program that this thread began, where an operator of ExecuTorch failed in it."""
+    """Roll back this thread's step of a CPU program, after an operator of ExecuTorch failed in it."""
     lib().etkv_delegate_abort_forward()
 
 
 def forget_delegate_error() -> None:
-    """Drop an earlier error of this thread, which is not the reason of the next one."""
+    """Drop an earlier error of this thread: it is not the reason for the next failure."""
     lib().etkv_error_free(lib().etkv_delegate_take_error())
 
 

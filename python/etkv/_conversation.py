@@ -1,4 +1,4 @@
-"""A conversation in parts: text of the template, and the ids of answers, which a text is not made into again."""
+"""Splits a conversation into text of the template and ids of answers, so that answers are not encoded again."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any, TypeAlias
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 _MARK = "\uf8fe"
-"""Stands around the number of a message in place of its text: of the characters without a meaning, so that no text of a
-conversation has it."""
+"""Encloses the number of a message that stands in place of its text. No text has this private-use character."""
 
 
 def parts(
     messages: Messages, answers: Mapping[int, Sequence[int]], render: Callable[[Messages], str]
 ) -> list[str | list[int]]:
-    """Render a conversation, and return ids of messages in the place of their text.
+    """Render a conversation. Return its text, with the ids of answers in place of their text.
 
-    ``answers`` has ids by the number of the message. A message whose text the template changes, as some remove the
-    reasoning of earlier answers, is text. Raises what ``render`` raises for ``messages``.
+    ``answers`` maps the number of a message to its ids. A message that the template changes stays text: some templates
+    remove the reasoning of earlier answers. Raises what ``render`` raises for ``messages``.
     """
     text = render(messages)
     kept = {n: list(ids) for n, ids in answers.items() if ids}
@@ -29,7 +28,7 @@ def parts(
         try:
             marked = render(marked_messages)
         except Exception:
-            # A template that takes other texts alone.
+            # The template refuses the marks.
             break
         found = _split(text, marked, messages, kept)
         if isinstance(found, list):
@@ -43,11 +42,11 @@ def parts(
 def _split(
     text: str, marked: str, messages: Messages, kept: Mapping[int, list[int]]
 ) -> list[str | list[int]] | int | None:
-    """Split ``text`` where ``marked``, its rendering with marks, has the messages.
+    """Split ``text`` at the messages that ``marked``, the rendering with marks, shows.
 
-    Returns the number of the message beside which the two differ, if they do.
+    If the two renderings differ, returns the number of the message next to the difference.
     """
-    # Text and numbers of messages in turns.
+    # The pieces alternate: text, number of a message, text.
     before, *pieces = marked.split(_MARK)
     if len(pieces) % 2 or not all(number.isdecimal() and int(number) in kept for number in pieces[::2]):
         # The template cuts messages, or one has the mark itself.

@@ -32,25 +32,25 @@ class DeviceAnswer:
         stop: Collection[int],
         max_tokens: int,
     ) -> DeviceAnswer | None:
-        """Prepare the answer. Return None for a program whose tokens the host has to choose."""
+        """Prepare the answer. Return None for a program whose tokens the host must choose."""
         tokens, stops, raw = ffi.new("int64_t[]", list(prompt)), ffi.new("int64_t[]", list(stop)), sampling.raw()
         given = struct("etkv_prompt", tokens=tokens, n_tokens=len(tokens), sequence=sequence)
         options = struct("etkv_generation_options", sampling=raw, stop=stops, n_stop=len(stops), max_tokens=max_tokens)
         try:
             return cls(ask("etkv_generation_new", "etkv_generation*", session._raw(), given, 1, options))
         except (KindError, UnsupportedError):
-            # A program for the CPU, or one with inputs of its own.
+            # A CPU program, or a program with extra inputs.
             return None
 
     def read_prompt(self) -> int:
-        """Run the next step of the prompt, and return the tokens that have not run."""
+        """Run the next prefill chunk. Return how many tokens of the prompt have not run."""
         return ask("etkv_generation_read_prompts", "size_t", self._generation)
 
     def next(self) -> tuple[int, End | None] | None:
-        """Return the next token, and why it is the last; None after that."""
+        """Return the next token, and why the answer ends if it is the last. Return None after the last."""
         call("etkv_generation_next", self._generation, self._token, self._end, 1, self._n)
         return (int(self._token[0]), _ENDS[self._end[0]]) if self._n[0] else None
 
     def close(self) -> None:
-        """Roll back the step that runs ahead, and release the program. Closing twice does nothing."""
+        """Roll back the step that async decode has enqueued, and release the program. Closing twice does nothing."""
         ffi.release(self._generation)

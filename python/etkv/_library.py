@@ -33,7 +33,7 @@ OWN_BACKEND = "EtkvForMLX"
 """The id that the delegate always has, as ``etkv/backend_id.hpp`` says."""
 
 CPU_DELEGATE = "EtkvForCPU"
-"""The id in CPU programs of the calls that etkv carries out."""
+"""The id of etkv's delegates in CPU programs."""
 
 EXECUTORCH_CALLS = threading.RLock()
 """Hold this lock while ExecuTorch's Python module loads or runs anything.
@@ -59,8 +59,8 @@ def etkv() -> Path:
         )
     blas = folder() / f"libetkv_blas{_SUFFIX}"
     if sys.platform == "linux" and blas.is_file():
-        # Loaded before MLX, because it replaces MLX's matrix products. It finds OpenBLAS by name, in any folder, once
-        # that is loaded. Without OpenBLAS, MLX's own products run.
+        # libetkv_blas replaces MLX's matrix products, so it is loaded before MLX. It finds OpenBLAS by name, once
+        # OpenBLAS is loaded from any folder. Without OpenBLAS, MLX's own products run.
         openblas = _optional("scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so")
         if openblas is not None:
             _load(openblas)
@@ -72,7 +72,8 @@ def etkv() -> Path:
 
 
 def backends() -> str:
-    """Load the delegates into ExecuTorch's runtime. Return the id of the backend that runs MLX programs on etkv's.
+    """Load the delegates into ExecuTorch's runtime. Return the id of the backend that runs MLX programs on etkv's
+    caches.
 
     The id is ``MLXBackend``, or :data:`OWN_BACKEND` if another backend was registered as ``MLXBackend`` before. Imports
     torch and ExecuTorch, which takes seconds.
@@ -83,13 +84,13 @@ def backends() -> str:
     _delegate()
     import executorch.extension.pybindings.portable_lib as portable_lib
 
-    # It needs libraries of ExecuTorch's that the import has loaded.
+    # The CPU backend needs libraries of ExecuTorch that the import has loaded.
     _load(folder() / f"libetkv_cpu_backend{_SUFFIX}")
     for library, backend in (("libetkv_mlx_backend", OWN_BACKEND), ("libetkv_cpu_backend", CPU_DELEGATE)):
         if not portable_lib._is_available(backend):
             raise EtkvError(
-                f"{library} is loaded, and ExecuTorch knows no {backend}: libexecutorch is there twice; "
-                "start a new process, and import nothing in it that brings another copy"
+                f"{library} is loaded, but ExecuTorch does not know {backend}: libexecutorch is loaded twice; "
+                "start a new process, and import nothing that loads another copy"
             )
     return MLX_BACKEND if _backend(MLX_BACKEND) == _backend(OWN_BACKEND) else OWN_BACKEND
 
@@ -108,7 +109,7 @@ def go_first() -> None:
 def _delegate() -> None:
     _require("executorch", EXECUTORCH_VERSION, "pip install executorch==%s")
     etkv()
-    # The copy that the extension module finds too. It needs no torch.
+    # The extension module finds this copy too. Loading it needs no torch.
     _load(_libexecutorch())
     _load(folder() / f"libetkv_mlx_backend{_SUFFIX}")
 
@@ -118,7 +119,7 @@ def _libexecutorch() -> Path:
 
 
 def _backend(name: str) -> int | None:
-    """Return the address of the backend of an id, or None. ExecuTorch's Python API has the ids only."""
+    """Return the address of the backend with this id, or None. ExecuTorch's Python API has the ids only."""
     look_up = ctypes.CDLL(str(_libexecutorch()))["_ZN10executorch7runtime17get_backend_classEPKc"]
     look_up.restype, look_up.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
     address: int | None = look_up(name.encode())
@@ -143,7 +144,7 @@ def folder() -> Path:
 
 
 def capi_tables() -> Path:
-    """Return the module that the build made of ``etkv.h``: the one beside the library, or else the package's own.
+    """Return the module that the build generated from ``etkv.h``: beside the library, or else in the package.
 
     Raises :class:`EtkvError` if there is none.
     """

@@ -51,9 +51,9 @@ _WORDS = {word: level for level, word in _FILTERS} | {"off": logging.CRITICAL + 
 
 
 def follow_environment(told: str) -> None:
-    """Write lines to standard error as ``told``, the value of ``ETKV_LOG``, asks: a level, or targets with one each.
+    """Log to standard error as ``told``, the value of ``ETKV_LOG``, says: a level, or targets with a level each.
 
-    What is neither is named in a warning.
+    Other words cause a warning.
     """
     if not told:
         return
@@ -75,7 +75,7 @@ def follow_environment(told: str) -> None:
 
 logging.getLogger("etkv").addHandler(logging.NullHandler())
 follow_environment(os.environ.get("ETKV_LOG", ""))
-# Importing torchao makes torch warn of what torchao does. A user of etkv can do nothing about it.
+# torch warns about torchao's own code when torchao is imported. A user of etkv cannot change that code.
 logging.getLogger("torch.utils._pytree").addFilter(
     lambda record: "register_constant() on Enum subclasses" not in record.getMessage()
 )
@@ -94,24 +94,24 @@ def deliver(messages: str) -> None:
 
 @contextlib.contextmanager
 def executorchs_lines() -> Iterator[None]:
-    """Pass lines that ExecuTorch writes to ``sys.stderr`` in the block to the logger ``etkv.executorch``.
+    """Log the lines that ExecuTorch writes to ``sys.stderr`` in the block, to ``etkv.executorch``.
 
-    It tells there which files of the processor it reads, for instance. Other lines, such as another thread's, are
-    written as they are.
+    Such a line names a file about the processor that ExecuTorch reads. Other lines, such as another thread's, are
+    written unchanged.
     """
     before = sys.stderr
-    kept = _Kept(before)
-    sys.stderr = kept
+    stream = _ExecuTorchLines(before)
+    sys.stderr = stream
     try:
         yield
     finally:
-        if sys.stderr is kept:
+        if sys.stderr is stream:
             sys.stderr = before
-        kept.flush_last()
+        stream.flush_last()
 
 
-class _Kept:
-    """A stream that logs ExecuTorch's lines, and writes the others to ``shown``, whose other attributes it has."""
+class _ExecuTorchLines:
+    """A stream that logs ExecuTorch's lines and writes other lines to ``shown``. It has the attributes of ``shown``."""
 
     def __init__(self, shown: TextIO | None) -> None:
         self._shown = shown
@@ -134,7 +134,7 @@ class _Kept:
             self._shown.flush()
 
     def flush_last(self) -> None:
-        """Write what does not end in a newline yet."""
+        """Write the last line, which has no newline."""
         if self._last:
             self.write("\n") if _LINE.match(self._last) else self._show_last()
 

@@ -1,8 +1,7 @@
-"""Refuses a ``tokenizer.json`` whose steps, one after another, make a text longer without end.
+"""Refuses a ``tokenizer.json`` whose steps together lengthen a text too much.
 
-The rule is that of the runners, ``examples/tokenizer/src/pipeline.rs``. A step that writes two characters for one
-doubles a text, and forty of them end a process for want of memory: what a file may ask for is bounded before it is
-loaded.
+The runners have the same rule in ``examples/tokenizer/src/pipeline.rs``. A step that writes two characters for one
+doubles a text. Forty such steps exhaust the memory of a process. So the growth is bounded before the file is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from etkv.errors import EtkvError
 
 MAX = 1024.0
-"""How many times as long a text may become in one part of a tokenizer. Published ones stay below 200."""
+"""The most times by which a part of a tokenizer may lengthen a text. Published tokenizers stay below 200."""
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
@@ -23,11 +22,11 @@ _GROWTH = {"ByteLevel": 2.0, "BertNormalizer": 3.0, "Lowercase": 3.0}
 """Kinds of steps that write more bytes than they read, whatever their settings."""
 
 _STEPS = ("normalizers", "pretokenizers", "processors", "decoders")
-"""The names under which a sequence has its steps."""
+"""The fields in which a sequence lists its steps."""
 
 
 def checked(path: Path) -> Any:
-    """Return what a ``tokenizer.json`` says; None where it is no JSON, which is left to its reader.
+    """Return the parsed ``tokenizer.json``; None if it is not JSON, which its reader reports.
 
     Raises :class:`EtkvError` for a tokenizer that makes texts too long.
     """
@@ -46,7 +45,7 @@ def checked(path: Path) -> Any:
 
 
 def _growth(step: Any) -> float:
-    """Return how many times as many bytes ``step`` may write as it reads."""
+    """Return the most bytes that ``step`` writes for each byte that it reads."""
     if not isinstance(step, dict):
         return 1.0
     growth = _own_growth(step)
@@ -61,7 +60,7 @@ def _own_growth(step: dict[str, Any]) -> float:
     if kind == "Replace":
         written, pattern = _bytes(step.get("content")), step.get("pattern")
         exact = _bytes(pattern.get("String")) if isinstance(pattern, dict) and "String" in pattern else 0
-        # A regular expression may match a single character, or nothing, before each.
+        # A regular expression may match one character, or the empty text before each character.
         return max(1.0, written / exact) if exact else 1.0 + written
     if kind == "Prepend":
         return 1.0 + _bytes(step.get("prepend"))
@@ -84,7 +83,7 @@ def _bytes(text: Any) -> int:
 
 
 def _longest(charsmap: Any) -> float:
-    """Return the bytes of the longest text that a map of characters writes: they lie after its trie."""
+    """Return the bytes of the longest replacement in a map of characters. Replacements follow the trie."""
     try:
         data = base64.b64decode(charsmap)
     except (TypeError, ValueError):

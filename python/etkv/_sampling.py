@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 CONTEXT = 64
-"""The last tokens of prompt and answer that count as repeated."""
+"""The number of last tokens of prompt and answer that the repetition penalty counts."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        # Written so that a NaN, which is neither, is refused.
+        # A NaN fails every comparison, so each condition refuses it.
         if not self.temperature >= 0:
             raise EtkvError(f"temperature is {self.temperature}, the least is 0")
         if not 0 <= self.top_k <= INT32_MAX:
@@ -48,7 +48,7 @@ class Sampling:
             raise EtkvError(f"seed is {self.seed}, the least is 0")
 
     def raw(self) -> Any:
-        """Return an ``etkv_sampling*``. What it points to lives as long as this object."""
+        """Return an ``etkv_sampling*``. Its pointers are valid as long as this object lives."""
         biases = ffi.new("etkv_logit_bias[]", len(self.logit_bias))
         for place, (token, bias) in zip(biases, self.logit_bias.items(), strict=True):
             place.token, place.bias = token, bias
@@ -69,7 +69,7 @@ class Sampling:
 
 
 def choose(raw: Any, row: npt.NDArray[np.floating[Any]], recent: Collection[int], n: int) -> int:
-    """Choose a token from a row of logits, as number ``n`` of the answer; ``recent`` has the last CONTEXT tokens."""
+    """Choose token number ``n`` of the answer from a row of logits. ``recent`` has the last CONTEXT tokens."""
     import numpy as np
 
     logits = np.ascontiguousarray(row, dtype=np.float32)

@@ -1,7 +1,7 @@
-"""Reads the constants of an exported ``.pte`` from its tables, without ExecuTorch: its import takes seconds.
+"""Reads the constants of an exported ``.pte`` from its tables, without ExecuTorch, whose import takes seconds.
 
-A constant is a method without inputs, delegates and instructions. Its outputs are numbers, texts, and tensors of
-integers with one axis. The tables are those of ExecuTorch's ``program.fbs``, in the form of flatbuffers.
+A constant is a method without inputs, delegates and instructions. Its outputs are numbers, texts, and one-axis tensors
+of integers. The tables are the flatbuffers of ExecuTorch's ``program.fbs``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from flatbuffers import number_types as types
 from flatbuffers.table import Table
 
 Read: TypeAlias = Callable[[int, int], bytes]
-"""Reads bytes after the tables: an offset from where the segments begin, and a number of bytes."""
+"""Reads bytes after the tables. Takes the offset from the first segment, and the number of bytes."""
 
 _PLANS, _SEGMENTS, _CONSTANTS = 1, 4, 5
-"""Places in the table of a program: its methods, its segments, and where the data of tensors lie in one."""
+"""Field numbers of a program: methods, segments, and where the data of tensors lies in a segment."""
 
 _NAME, _VALUES, _INPUTS, _OUTPUTS, _CHAINS, _DELEGATES = 0, 2, 3, 4, 5, 7
-"""Places in the table of a method."""
+"""Field numbers of a method."""
 
 _INSTRUCTIONS = 2
-"""The place of its instructions in the table of a chain."""
+"""The field number of a chain's instructions."""
 
 _KIND, _VALUE = 0, 1
-"""Places in the table of a value."""
+"""Field numbers of a value."""
 
 _NUMBERS = {2: types.Int64Flags, 3: types.BoolFlags, 4: types.Float64Flags}
 """Kinds of values that are numbers."""
@@ -37,7 +37,7 @@ _TENSOR, _STRING = 5, 6
 """Other kinds of values."""
 
 _DTYPE, _SIZES, _DATA, _ALLOCATION = 0, 2, 5, 6
-"""Places in the table of a tensor."""
+"""Field numbers of a tensor."""
 
 _INTEGERS = {0: "B", 1: "b", 2: "h", 3: "i", 4: "q"}
 """ExecuTorch's numbers of integer types -> the letters of ``struct``."""
@@ -47,9 +47,9 @@ DAMAGE = (struct.error, IndexError, ValueError, TypeError, AssertionError, Unico
 
 
 def constants(tables: bytes, read: Read) -> dict[str, list[Any] | None]:
-    """Return the outputs of each constant by its name; None for one with an output of another kind.
+    """Return the outputs of each constant by name; None for a constant with an output of another kind.
 
-    Raises one of :data:`DAMAGE` for tables that are damaged, and what ``read`` raises.
+    Raises one of :data:`DAMAGE` for damaged tables, and what ``read`` raises.
     """
     root = Table(tables, encode.Get(packer.uoffset, tables, 0))
     found = {}
@@ -88,7 +88,7 @@ def _value(root: Table, value: Table, read: Read) -> Any:
 
 
 def _integers(root: Table, tensor: Table, read: Read) -> list[int] | None:
-    """Return the elements of a constant tensor of integers with one axis; None for another one."""
+    """Return the elements of a constant one-axis tensor of integers; None for other tensors."""
     letter = _INTEGERS.get(_number(tensor, _DTYPE, types.Int8Flags))
     sizes, place = list(_numbers(tensor, _SIZES, types.Int32Flags)), _place(root, _CONSTANTS)
     if letter is None or len(sizes) != 1 or _place(tensor, _ALLOCATION) or not place:
@@ -106,7 +106,7 @@ def _place(table: Table, number: int) -> int:
 
 
 def _number(table: Table, number: int, flags: Any) -> Any:
-    """Return a number. One that is 0 is left out of a table."""
+    """Return a number. A table omits numbers that are 0."""
     place = _place(table, number)
     return table.Get(flags, table.Pos + place) if place else flags.py_type(0)
 

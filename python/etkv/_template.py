@@ -1,7 +1,7 @@
-"""Renders chat templates with bounds: they can come from anyone, and must not take a process's memory or time.
+"""Renders chat templates within bounds of memory and time, because a template can come from anyone.
 
-transformers renders templates in jinja2's sandbox, which keeps a template from Python's internals and bounds neither.
-:func:`checked` puts calls of ``_template_checks.py`` into a parsed template. transformers does the rest as ever.
+transformers renders templates in jinja2's sandbox, which hides Python's internals and bounds neither memory nor time.
+:func:`checked` inserts calls of ``_template_checks.py`` into a parsed template, which transformers then renders.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from jinja2 import nodes
 
 _MAX_SOURCE = 128 << 10
-"""The most characters of a template. Published ones have up to 60,000."""
+"""The most characters of a template. Published templates have up to 60,000."""
 
 _MAX_NODES = 30_000
 """The most parts of a template."""
 
 _MAX_NESTED = 40
-"""The most loops, macros and conditions within each other."""
+"""The deepest nesting of loops, macros and conditions."""
 
 _MAX_NAME = 200
 """The most characters of a name."""
 
 
 class Template:
-    """Stands for a template's text where transformers compiles it: jinja2 takes a parsed template in its place.
+    """A parsed template that transformers passes to jinja2 in place of a template's text.
 
-    jinja2 goes by the name of the class.
+    The class is named as jinja2's: jinja2 selects the code for a node by the name of its class.
     """
 
     def __init__(self, source: str, tree: nodes.Template) -> None:
@@ -41,12 +41,12 @@ class Template:
         self._tree = tree
 
     def __getattribute__(self, name: str) -> Any:
-        # jinja2 compiles instances of its class alone, and asks for the class by this name.
+        # jinja2 compiles only instances of nodes.Template, and reads `__class__` to tell.
         own = name in ("_source", "_tree")
         return object.__getattribute__(self, name) if own else getattr(self._tree, name)
 
     def __contains__(self, text: str) -> bool:
-        """Return whether the template's text has ``text``: transformers looks for the names of fields."""
+        """Return whether the template's source has ``text``: transformers searches it for names of fields."""
         return text in self._source
 
 
@@ -66,7 +66,7 @@ def checked(source: str) -> Template:
 
 
 def _check(tree: nodes.Template) -> None:
-    """Refuse what takes long to compile, and what reads other templates."""
+    """Refuse a template that takes long to compile or reads other templates."""
     from jinja2 import nodes
 
     parts = list(tree.find_all(nodes.Node))
@@ -88,14 +88,14 @@ def _check(tree: nodes.Template) -> None:
 
 @contextmanager
 def rendering(template: Template) -> Iterator[None]:
-    """Bound what a rendering of ``template`` takes."""
+    """Bound the memory and time of a rendering of ``template``."""
     _prepare(template)
     with checks.rendering():
         yield
 
 
 def _prepare(template: Template) -> None:
-    """Put checks around the filters, tests and calls of the environment that transformers makes for ``template``."""
+    """Wrap the filters, tests and calls of transformers' environment for ``template`` in checks."""
     from transformers.utils import chat_template_utils
 
     environment = chat_template_utils._compile_jinja_template(template).environment
@@ -166,7 +166,7 @@ def _transformed(tree: nodes.Template) -> nodes.Template:
         return nodes.ExprStmt(call(checks.step, nodes.Const(sum(map(parts, body)))), lineno=lineno)
 
     def parts(node: nodes.Node) -> int:
-        """Return the parts of a node without the bodies of loops and macros in it, which count for themselves."""
+        """Return the number of parts of a node. Bodies of loops and macros in it count separately."""
         own = isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))
         children = () if own else node.iter_child_nodes()
         return 1 + sum(map(parts, children))

@@ -1,8 +1,8 @@
-"""Bounds what a chat template takes: it can come from anyone, and must not take a process's memory or time.
+"""Bounds the memory and time of a chat template, because a template can come from anyone.
 
-``_template.py`` puts calls of these functions into a parsed template, where it loops, writes and computes, and
-:func:`rendering` gives one rendering a budget. The rule is that of the runners, ``examples/tokenizer/src/template``: a
-unit is a byte of text, an item of a list counts as :data:`_ITEM` of them.
+``_template.py`` inserts calls of these functions where a parsed template loops, writes and computes. :func:`rendering`
+gives one rendering a budget of units and steps. A unit is a byte of text; an item of a list counts as :data:`_ITEM`
+units. The runners have the same rule in ``examples/tokenizer/src/template``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _MAX_UNITS = 256 << 20
 """The most units that a rendering reads and writes."""
 
 _MAX_STEPS = 20_000_000
-"""The most parts of a template that a rendering goes through, those within loops each time."""
+"""The most parts of a template that a rendering runs. Parts within a loop count in each iteration."""
 
 _MAX_DEPTH = 100
-"""The most lists within lists that are printed, compared or hashed."""
+"""The deepest nesting of lists that are printed, compared or hashed."""
 
 _MAX_BITS = 4096
 """The most bits of a number."""
@@ -38,15 +38,15 @@ _MAX_BITS = 4096
 _COLLECTIONS = (list, tuple, set, frozenset, range, MappingView)
 
 _SLOW = 100
-"""Units of a character that a filter looks at one by one."""
+"""Units of a character, for filters that read characters one by one."""
 
 _ITEM = 8
 _NODE = 256
-"""Units of an item of a list, and of a value that is looked at within another."""
+"""Units of an item of a list, and of a value that is read within another."""
 
 
 class _Budget:
-    """What a rendering has left."""
+    """The units and steps that a rendering has left."""
 
     def __init__(self) -> None:
         self.units = _MAX_UNITS
@@ -68,7 +68,7 @@ _rendering = threading.local()
 
 @contextmanager
 def rendering() -> Iterator[None]:
-    """Bound what the template that is rendered within takes."""
+    """Bound the memory and time of the template that the block renders."""
     outer = getattr(_rendering, "budget", None)
     _rendering.budget = _Budget()
     try:
@@ -93,7 +93,7 @@ def _text(length: int) -> None:
 
 
 def _whole(value: Any) -> int:
-    """Take the units of reading a value with all that is within it. Return about how long it prints."""
+    """Take the units of reading a value and all values within it. Return about how many characters it prints."""
     if isinstance(value, str):
         _budget().take(len(value))
         return len(value)
@@ -114,7 +114,7 @@ def _whole(value: Any) -> int:
         elif isinstance(value, _COLLECTIONS):
             inside = cast("Iterable[Any]", value)
         elif isinstance(value, Namespace):
-            # It prints what it has.
+            # A namespace prints its attributes.
             inside = value._Namespace__attrs.values()
         waiting += ((item, depth + 1) for item in inside)
     return length
@@ -131,7 +131,7 @@ def _result(value: Any) -> None:
 
 
 def _listed(value: Any) -> Any:
-    """Return the items of an iterator as a list, so that they can be counted; other values as they are."""
+    """Return an iterator as a list, which can be counted, and other values unchanged."""
     if not isinstance(value, Iterator):
         return value
     items = []
@@ -151,12 +151,12 @@ def _number(bits: int) -> None:
 
 
 def step(parts: int) -> None:
-    """Go through a loop or a macro once, which has ``parts`` parts. What it takes by itself counts too."""
+    """Count one run of the body of a loop or a macro, of ``parts`` parts, and its overhead."""
     _budget().step(parts + 16)
 
 
 def looped(iterable: Any, tested: int) -> Any:
-    """Return what a loop goes over. The condition of the loop has ``tested`` parts."""
+    """Return the iterable of a loop, after counting it. The condition of the loop has ``tested`` parts."""
     iterable = _listed(iterable) if tested else iterable
     if tested and hasattr(iterable, "__len__"):
         _budget().step(len(iterable) * tested)
@@ -180,12 +180,13 @@ def read(value: Any) -> Any:
 
 
 def searched(value: Any) -> Any:
-    """Return what is searched for an operand: of a mapping its keys are looked up, not read."""
+    """Return a container that is searched for an operand. A mapping looks a key up and reads no others."""
     return value if isinstance(value, Mapping) else read(value)
 
 
 def same(value: Any) -> Any:
-    """Return what a filter takes: jinja2 computes filters of constants as it compiles, but not those of calls."""
+    """Return the operand of a filter. jinja2 runs a filter of a constant while it compiles, but not a filter of a
+    call."""
     return value
 
 
@@ -203,7 +204,7 @@ def written(value: Any) -> Any:
 
 
 def made(value: Any) -> Any:
-    """Return what a slice has made."""
+    """Return the result of a slice."""
     _budget().step()
     _result(value)
     return value
@@ -284,7 +285,7 @@ def _items(count: int) -> None:
 
 
 def _formatting(text: str, arguments: Iterable[Any], sizes: Iterable[int]) -> None:
-    """Take the units of a text with values at its places. Numbers in it are widths, or those of arguments."""
+    """Take the units of a formatted text. A number in the format is a width or the number of an argument."""
     each, numbers = max(sizes, default=0), [abs(argument) for argument in arguments if isinstance(argument, int)]
     length = len(text)
     _budget().take(length)
@@ -306,14 +307,14 @@ _DIGITS = re.compile(r"\d+")
 # ---- Filters, tests and calls ------------------------------------------------
 
 _CONSTANT = {"attr", "count", "d", "default", "first", "last", "length", "safe"}
-"""Filters that do not look at all items of a list."""
+"""Filters that do not read all items of a list."""
 
 _SHALLOW = {"batch", "items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"}
-"""Those that look at all items, and not at what is within them."""
+"""Filters that read all items of a list, but not the values within the items."""
 
 
 def _grown(name: str, value: Any, arguments: list[Any], sizes: list[int], *, is_method: bool = False) -> None:
-    """Take the units of what a filter, or a text's method, makes of ``value``; :func:`_whole` returned ``sizes``."""
+    """Take the units of the result of a filter or a text's method on ``value``. ``sizes`` are from :func:`_whole`."""
     numbers = [abs(argument) for argument in arguments if isinstance(argument, int)]
     most = max(numbers, default=0)
     measured = zip(arguments, sizes, strict=True)
@@ -375,7 +376,7 @@ _MAX_NAME = 200
 
 def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) -> Callable[..., Any]:
     """Return a filter or a test that takes units from the budget."""
-    # Tests and these two tell an iterator from a list.
+    # Tests and these two filters treat an iterator and a list differently.
     lists = not is_test and name not in ("length", "count")
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
@@ -398,7 +399,7 @@ def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) 
 
 
 def called(environment: Environment) -> Callable[..., Any]:
-    """Return the environment's rule of calls, with units taken from the budget."""
+    """Return the environment's ``call``, with units taken from the budget."""
     inner = environment.call  # type: ignore[attr-defined]
 
     from jinja2.runtime import Macro
@@ -408,10 +409,10 @@ def called(environment: Environment) -> Callable[..., Any]:
             return function(*args)
         _budget().step(30)
         args = tuple(map(_listed, args))
-        # jinja2 puts a function of its own around str.format.
+        # jinja2 wraps str.format in its own function.
         inside = getattr(function, "__wrapped__", function)
         bound, name = getattr(inside, "__self__", None), getattr(inside, "__name__", "")
-        # jinja2 passes the variables of loops and blocks along.
+        # jinja2 also passes the variables of loops and blocks.
         arguments = [*args, *(value for key, value in named.items() if key not in ("_loop_vars", "_block_vars"))]
         methods = _METHODS.get(type(bound))
         if methods is not None and name not in methods:
@@ -447,10 +448,10 @@ _METHODS: dict[type, set[str]] = {
     bytes: set(),
     range: {"count", "index"},
 }
-"""The methods of Python's types that a template may call: what they take is known."""
+"""The methods of Python's types that a template may call: their cost is known."""
 
 LEFT_OUT = {"pprint", "random", "urlize", "wordwrap", "xmlattr", "filesizeformat"}
-"""Filters of jinja2 that no chat template needs, and whose time is not known."""
+"""Filters of jinja2 that no chat template needs, and whose time is unknown."""
 
 _OWN = {"step", "looped", "read", "same", "wrote", "written", "made", "concat", "add", "times", "power", "percent"}
 _OWN |= {"searched", "subtract", "divide", "floor"}

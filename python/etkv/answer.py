@@ -1,6 +1,6 @@
 """Answers of a language model as text, over the token ids of :mod:`etkv.generation`.
 
-:func:`generate` returns the text of an answer, :func:`stream_generate` its pieces as they are made.
+:func:`generate` returns the text of an answer, :func:`stream_generate` yields its pieces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GenerationResponse:
     finish_reason: FinishReason | None
     """The reason why the answer ended, in the last response; None in the others."""
     cached_tokens: int = 0
-    """Tokens of the prompt that a prefix cache had: the model has not read them. ``prompt_tps`` counts the others."""
+    """Tokens of the prompt from a prefix cache, which the model has not read. ``prompt_tps`` counts the others."""
 
 
 def generate(
@@ -77,14 +77,14 @@ def stream_generate(
     """Iterate over the answer to ``prompt``: a response for each token, and a last one with the ``finish_reason``.
 
     ``prompt`` is a text or token ids, such as :meth:`Tokenizer.apply_chat_template` makes; a text is encoded as
-    :meth:`Tokenizer.encode` does. ``options`` are those of :func:`generate_tokens`. Where the program names no eos
-    token ids, the tokenizer's end the answer. Special tokens of the answer, such as those around a tool call, are in
+    :meth:`Tokenizer.encode` does. ``options`` are those of :func:`generate_tokens`. If the program names no eos token
+    ids, those of the tokenizer end the answer. Special tokens of the answer, such as those around a tool call, are in
     its text unless ``skip_special_tokens``.
 
-    With a ``prefix_cache`` the prompt is a whole text. The cache of ``program`` is cleared, goes on from the longest
-    beginning of the prompt that is kept, and is kept when the answer has ended; where layers have windows, also where
-    the prompt ends. ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the program. A prefix cache
-    that fails is passed by, with a warning in the log.
+    With a ``prefix_cache`` the prompt is a whole text. The cache of ``program`` is cleared, and goes on from the
+    longest kept beginning of the prompt. The prefix cache keeps its contents when the answer ends and, if layers have
+    windows, when the prompt ends. ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the program. A
+    prefix cache that fails is skipped, with a warning in the log.
 
     The arguments are checked at once. Nothing runs before the first response is requested. :meth:`Answer.cancel` ends
     the answer from any thread.
@@ -107,7 +107,7 @@ def stream_generate(
 def _kept_responses(
     keeper: Keeper, generation: Generation, ids: list[int], detokenizer: StreamingDetokenizer
 ) -> Iterator[GenerationResponse]:
-    """Answer a whole text on a cache that goes on from what is kept of it."""
+    """Answer a whole text on a cache that goes on from the kept beginning of the text."""
     keeper.cache.clear()
     cached = keeper.attach(ids[:-1])
     generation.skip(cached)
@@ -133,7 +133,7 @@ class Answer(Iterator[GenerationResponse]):
         return next(self._responses)
 
     def cancel(self) -> None:
-        """End the answer, from any thread, as :meth:`Generation.cancel` does: one more response has its end."""
+        """End the answer as :meth:`Generation.cancel` does, from any thread. One more response follows."""
         self.generation.cancel()
 
     def close(self) -> None:

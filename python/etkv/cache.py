@@ -1,7 +1,7 @@
 """The faces of a cache: :class:`Cache`, which every kind has, :class:`SeqCache` and :class:`TreeCache`.
 
-They are the functions of ``etkv.h``, whose chapter on threads holds here too. Sessions have them: see
-:mod:`etkv.session`.
+Their methods call the functions of ``etkv.h``, and follow its rules of threads. Sessions of :mod:`etkv.session` have
+these faces.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Memory:
     allocated: int
     """Bytes of all buffers."""
     used: int
-    """Bytes of these that positions use."""
+    """Bytes of the buffers that positions use."""
     at_capacity: int
-    """The most bytes that the cache can come to hold."""
+    """The most bytes that the cache can hold."""
     layers: tuple[LayerMemory, ...]
-    """The same layer by layer."""
+    """The bytes of each layer."""
     shared: int = 0
-    """Bytes of rows that it reads from a prefix, and other caches may read too. They are not among the others."""
+    """Bytes of rows that the cache reads from a prefix, which other caches may share. No other field counts them."""
 
 
 class Cache:
@@ -76,7 +76,7 @@ class Cache:
         """Return a fact of the cache. The library returns 0 or NULL for a handle that was freed."""
         found = getattr(lib(), function)(self._raw())
         if not found:
-            raise EtkvError("the session was closed by another thread while it was asked")
+            raise EtkvError("another thread closed the session during the call")
         return found
 
     @property
@@ -96,8 +96,8 @@ class Cache:
 
     @property
     def max_step_tokens(self) -> int:
-        """The most tokens of one step: that of the config where a window slides or ``quantized_kv_start`` is set, and
-        else the capacity. A program may take fewer.
+        """The most tokens of one step: ``max_step_tokens`` of the config if a window slides or ``quantized_kv_start``
+        is set, else the capacity. A program may take fewer.
         """
         return int(self._fact("etkv_cache_max_step_tokens"))
 
@@ -118,19 +118,19 @@ class Cache:
         return ask("etkv_cache_can_extend", "bool", self._raw(), int32(n, "n"))
 
     def clear(self, *, release: bool = False) -> None:
-        """Remove every position, and free the buffers if ``release``. The formats are those of the config again."""
+        """Remove every position, and free the buffers if ``release``. Reset the formats to those of the config."""
         call("etkv_cache_clear", self._raw(), bool(release))
 
     def rewind(self, length: int) -> None:
-        """Remove the positions from ``length`` on, of the only sequence.
+        """Remove the positions of the only sequence from ``length`` on.
 
         Raises :class:`~etkv.PositionError` if ``length`` is more than the next position, or if layers with windows have
-        dropped what the next query would see.
+        dropped rows that the next query would see.
         """
         call("etkv_cache_rewind", self._raw(), int32(length, "length"))
 
     def rewindable_to(self) -> int:
-        """Return the least length, apart from 0, that :meth:`rewind` accepts now."""
+        """Return the least length above 0 that :meth:`rewind` accepts now."""
         return ask("etkv_cache_rewindable_to", "int32_t", self._raw())
 
     def convert(self, k_format: str, v_format: str | None = None) -> None:
@@ -146,9 +146,8 @@ class Cache:
     def save(self, path: str | os.PathLike[str], *, tokens: Sequence[int] = (), fingerprint: str = "") -> None:
         """Write the contents to a file: rows as they are stored, positions, sequences and trees, and ``tokens``.
 
-        An older file stays until the new one is complete and on the disk. ``fingerprint`` is what the caller tells
-        models apart by, such as :func:`~etkv.fingerprint` of the program. Raises :class:`~etkv.CacheFileError` if the
-        file cannot be written.
+        An older file stays until the new one is complete and on the disk. ``fingerprint`` identifies the model, such as
+        :func:`~etkv.fingerprint` of the program. Raises :class:`~etkv.CacheFileError` if the file cannot be written.
         """
         options, _keep = text_options(tokens, fingerprint)
         call("etkv_cache_save", self._raw(), encoded_path(path), options)
@@ -162,11 +161,11 @@ class Cache:
         return ask_tokens("etkv_cache_load", self._raw(), encoded_path(path), encoded(fingerprint, "fingerprint"))
 
     def freeze(self) -> Prefix:
-        """Freeze what the cache holds, and go on from it. Other caches of the same layers and formats
-        :meth:`attach` to it without a copy.
+        """Freeze the contents of the cache, and go on from them. Other caches of the same layers and formats
+        :meth:`attach` to the prefix without a copy.
 
-        Raises :class:`~etkv.EtkvError` if the cache is empty, or holds anything but sequence 0 from position 0 on,
-        without candidates and gaps, and :class:`~etkv.UnsupportedError` for a backend that shares no memory.
+        Raises :class:`~etkv.EtkvError` unless the cache holds sequence 0 alone, from position 0 on, without gaps and
+        candidates. Raises :class:`~etkv.UnsupportedError` for a backend that shares no memory.
         """
         return Prefix(ask("etkv_cache_freeze", "etkv_prefix*", self._raw()))
 
@@ -184,7 +183,7 @@ class Cache:
         return _read_memory(self.n_layers, lambda memory: call("etkv_cache_memory", self._raw(), memory))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise EtkvError(f"a {type(self).__name__} is neither copied nor sent to another process: make one of its own")
+        raise EtkvError(f"a {type(self).__name__} is neither copied nor sent to another process: make a new one there")
 
     def __repr__(self) -> str:
         k, v = self.formats
@@ -198,7 +197,7 @@ class SeqCache(Cache):
     """The face of a cache that many sequences share.
 
     Sequences have numbers from 0 to 255. They need no creation: a sequence without positions is empty. Ranges of
-    positions go from ``begin`` up to, and without, ``end``; None means all that follow.
+    positions include ``begin`` and exclude ``end``; None is the end of the sequence.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -230,7 +229,7 @@ class SeqCache(Cache):
         )
 
     def cancel_step(self) -> None:
-        """Withdraw the declaration of ``begin_step`` or ``begin_step_shared``, for a step that does not come."""
+        """Withdraw the declaration of ``begin_step`` or ``begin_step_shared`` of a step that will not run."""
         call("etkv_seq_cache_cancel_step", self._seq())
 
     def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
@@ -256,7 +255,7 @@ class SeqCache(Cache):
         return ask("etkv_seq_cache_next", "int32_t", self._seq(), int32(sequence, "sequence"))
 
     def seq_rewindable_to(self, sequence: int) -> int:
-        """Return what :meth:`rewindable_to` returns, for one of several sequences."""
+        """Return :meth:`rewindable_to` for one of several sequences."""
         return ask("etkv_seq_cache_rewindable_to", "int32_t", self._seq(), int32(sequence, "sequence"))
 
     def seq_positions(self, sequence: int) -> list[range]:
@@ -276,28 +275,28 @@ class SeqCache(Cache):
     def seq_save(
         self, sequence: int, path: str | os.PathLike[str], *, tokens: Sequence[int] = (), fingerprint: str = ""
     ) -> None:
-        """Write one sequence to a file, which is that of a cache that holds it alone, as sequence 0.
+        """Write one sequence to a file, as :meth:`save` writes a cache that holds it alone, as sequence 0.
 
-        As :meth:`save`. Raises :class:`~etkv.EtkvError` for a sequence without positions, and for one that carries
+        Raises what :meth:`save` raises, and :class:`~etkv.EtkvError` for a sequence without positions or with
         candidates.
         """
         options, _keep = text_options(tokens, fingerprint)
         call("etkv_seq_cache_save", self._seq(), int32(sequence, "sequence"), encoded_path(path), options)
 
     def seq_load(self, sequence: int, path: str | os.PathLike[str], *, fingerprint: str = "") -> list[int]:
-        """Add the only sequence of a file under a number that holds nothing, and return the file's tokens.
+        """Load the only sequence of a file as ``sequence``, which must be empty, and return the file's tokens.
 
-        Other sequences stay as they are. Raises :class:`~etkv.EtkvError` for a sequence that holds positions or
-        carries candidates, :class:`~etkv.CapacityError` if it does not fit beside the others, and
-        :class:`~etkv.CacheFileError` as :meth:`load` does, and for values that are not finite. The contents are then
-        as before.
+        Other sequences do not change. Raises :class:`~etkv.EtkvError` if ``sequence`` holds positions or carries
+        candidates, :class:`~etkv.CapacityError` if the file does not fit beside the other sequences, and
+        :class:`~etkv.CacheFileError` as :meth:`load` does and for values that are not finite. The contents are then as
+        before.
         """
         number = int32(sequence, "sequence")
         given = encoded(fingerprint, "fingerprint")
         return ask_tokens("etkv_seq_cache_load", self._seq(), number, encoded_path(path), given)
 
     def compact(self) -> None:
-        """Make each sequence one run of cells, as far as shared cells allow, so that it is read without a mask."""
+        """Move each sequence to one run of cells, as far as shared cells allow. A run is read without a mask."""
         call("etkv_seq_cache_compact", self._seq())
 
 
@@ -315,7 +314,7 @@ class TreeCache(SeqCache):
     def propose(self, parents: Sequence[int], sequence: int = 0) -> None:
         """Append a frontier of candidates: the queries of the next step.
 
-        A parent is the number of an earlier node of the tree, over all its frontiers, or -1 for the sequence itself.
+        A parent is the number of an earlier node, counted over all frontiers of the tree; -1 is the sequence itself.
         """
         n = len(parents)
         call("etkv_tree_cache_propose", self._tree(), int32(sequence, "sequence"), int32s(parents, "parents"), n)
@@ -337,21 +336,22 @@ class MemoryBudget:
     limit: int | None
     """The most bytes that they may hold, if there is a limit."""
     held: int
-    """Bytes that they hold: while a step grows buffers, or a conversion replaces them, the old and the new ones."""
+    """Bytes that they hold. While a step grows buffers or a conversion replaces them, old and new buffers count."""
     peak: int
-    """The most that they have held, or a step reserved, even if it was rolled back before it allocated."""
+    """The most bytes that they have held or a step has reserved, even if the step was rolled back."""
     n_caches: int
-    """The caches that there are, empty ones too."""
+    """The number of caches, including empty ones."""
 
 
 def set_memory_budget(limit: int | None) -> None:
     """Limit the bytes of the buffers of all caches in this process, of every backend, or remove the limit (``None``).
 
-    A cache that allocates upfront, a step that grows buffers, a conversion and a load that would hold more raise
-    :class:`EtkvError` with the status ``BACKEND``, and change nothing. Less than is held is no error: caches keep what
-    they have, and grow no more until enough is free. Weights and what MLX keeps for reuse do not count.
+    A cache that allocates upfront, a growing step, a conversion or a load that would exceed the limit raises
+    :class:`EtkvError` with the status ``BACKEND``, and changes nothing. A limit below the bytes held is no error:
+    caches keep their buffers, and grow no more until enough is free. Weights and memory that MLX keeps for reuse do not
+    count.
 
-    Before anything is refused, prefixes that nothing uses go, and the callback of :func:`set_memory_callback` is asked.
+    Before a refusal, idle prefixes are freed, and then the callback of :func:`set_memory_callback` is called.
     """
     if limit is not None and not 0 < limit < 2**64:
         raise EtkvError(f"limit is {limit}, expected 1 to 2**64 - 1 bytes, or None")
@@ -366,7 +366,7 @@ def memory_budget() -> MemoryBudget:
 
 
 _memory_callback: Any = None
-"""What the library calls now. It must live as long as the library may call it."""
+"""The callback that the library has. It must live as long as the library may call it."""
 
 _memory_callback_setting = threading.Lock()
 _memory_callback_here = threading.local()
@@ -374,16 +374,16 @@ _logger = logging.getLogger("etkv.core")
 
 
 def set_memory_callback(callback: Callable[[int], int | None] | None) -> None:
-    """Set what may free memory before the memory budget refuses something, or remove it (``None``).
+    """Set the callback that frees memory before the memory budget refuses an allocation, or remove it (``None``).
 
-    It is called with the bytes that are lacking, in the middle of the call that needs them: on any thread, and on
-    several at once. It may close sessions, and clear other caches with ``release``. There, a call on a cache that is in
-    use raises :class:`EtkvError` with the status ``STEP`` and does not wait; the cache that needs the memory is always
-    among them. It returns the bytes that it freed, or ``None``, for the log: the budget counts by itself. An exception
-    is logged, and counts as nothing freed.
+    The call that lacks memory calls it, with the bytes that are lacking, on any thread and on several at once. The
+    callback may close sessions, and clear other caches with ``release``. Its calls on a cache in use do not wait: they
+    raise :class:`EtkvError` with the status ``STEP``. The cache that lacks memory is always in use. The callback
+    returns the bytes that it freed, or ``None``. They are for the log: the budget counts by itself. An exception is
+    logged, and counts as nothing freed.
 
-    A thread in ExecuTorch's own runtime holds Python's lock, which the callback needs: no such thread may run on a
-    cache that another thread uses at that time.
+    The callback needs Python's lock, which a thread in ExecuTorch's own runtime holds. So such a thread must not run on
+    a cache that another thread uses at that time.
     """
     global _memory_callback
 
@@ -399,23 +399,23 @@ def set_memory_callback(callback: Callable[[int], int | None] | None) -> None:
             _memory_callback_here.inside = False
 
     if getattr(_memory_callback_here, "inside", False):
-        # The library refuses it. The lock may be held by a thread that sets another callback and waits for this one.
+        # The library refuses this. Do not take the lock: its holder may set a callback, and wait until this one ends.
         call("etkv_memory_budget_set_callback", ffi.NULL, ffi.NULL)
         return
     with _memory_callback_setting:
         lib()
         made = ffi.NULL if callback is None else ffi.callback("uint64_t(uint64_t, void*)", free, error=0)
         if _memory_callback is None:
-            # At its end Python may run no callback.
+            # Python must call no callback while it exits.
             atexit.register(set_memory_callback, None)
-        # If the call is interrupted, the library may call either of them.
+        # If the call is interrupted, the library may call either callback.
         _memory_callback = (_memory_callback, made)
         call("etkv_memory_budget_set_callback", made, ffi.NULL)
         _memory_callback = made
 
 
 def process_report() -> dict[str, Any]:
-    """Return a report of this process: the memory budget and what holds it. ``docs/reports.md`` lists the fields."""
+    """Return a report of this process: the memory budget and its holders. ``docs/reports.md`` lists the fields."""
     report: dict[str, Any] = json.loads(ask_text("etkv_process_report"))
     return report
 
@@ -445,8 +445,8 @@ def row_bytes(format: str, head_dim: int) -> int:
 def fingerprint(path: str | os.PathLike[str]) -> str:
     """Return the fingerprint of a file, such as a program, for :meth:`Cache.save` and :meth:`Cache.load`.
 
-    Files of the same bytes have the same. Reads the whole file. Raises :class:`~etkv.CacheFileError` if it cannot be
-    read.
+    Files of equal bytes have equal fingerprints. Reads the whole file. Raises :class:`~etkv.CacheFileError` if it
+    cannot be read.
     """
     return ask_text("etkv_fingerprint", encoded_path(path))
 

@@ -41,19 +41,19 @@ class Chat:
         fingerprint: str | None = None,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Begin a conversation, and clear the cache of ``program``, which is for this chat alone: a
-        :class:`DecodeSession`, or the :class:`GraphCache` of a program that keeps its cache in its graph.
+        """Begin a conversation on the cache of ``program``, a :class:`DecodeSession` or a :class:`GraphCache`. The
+        cache is cleared, and is for this chat alone.
 
-        ``system`` is the content of the system message; None for no such message. With a ``prefix_cache`` the chat
-        goes on from what other chats have read of its texts, and keeps each turn that ends; where layers have windows,
-        also the prompt of each turn, so that the next turn finds where to go on even if the answer is other tokens
-        there. With a ``prefix_store`` it loads what its texts begin with from there, and stores each turn that ends.
+        ``system`` is the content of the system message; None for no such message. With a ``prefix_cache`` the chat goes
+        on from beginnings that other chats have kept, and keeps each turn that ends. If layers have windows, it also
+        keeps the prompt of each turn, where the next turn goes on if its tokens differ within the answer. With a
+        ``prefix_store`` the chat loads the stored beginning of its text, and stores each turn that ends.
         ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the program. A store or a prefix cache
-        that fails is passed by, with a warning in the log. Answers have special tokens in their text, such as those
+        that fails is skipped, with a warning in the log. Answers have special tokens in their text, such as those
         around a tool call, unless ``skip_special_tokens``.
 
-        Raises :class:`EtkvError` if ``program`` has no cache or one of another type, for a ``prefix_store`` or a
-        ``prefix_cache`` with a cache in the graph, and for both: a prefix cache has a store of its own.
+        Raises :class:`EtkvError` if ``program`` has no cache or a cache of another type, for a ``prefix_store`` or a
+        ``prefix_cache`` with a :class:`GraphCache`, and for both together: a prefix cache takes a store of its own.
         """
         if not isinstance(program.cache, (DecodeSession, GraphCache)):
             raise EtkvError(f"a chat needs a program with a DecodeSession, this one has {program.cache!r}")
@@ -66,7 +66,7 @@ class Chat:
         self._keeper = None if kept is None else Keeper(program, kept, fingerprint)
         self._held: list[int] = []
         self._skip_special_tokens = skip_special_tokens
-        # The answers in their order: the text, and the ids that the model made of it.
+        # The answers in order: the text, and the ids that the model chose.
         self._answers: list[tuple[str, list[int]]] = []
         self._cache.clear()
 
@@ -132,10 +132,10 @@ class Chat:
         return ids_of
 
     def _attach(self, ids: list[int]) -> None:
-        """Go on from what is kept of ``ids``, if it is more than the cache holds."""
+        """Go on from the kept beginning of ``ids``, if it is longer than the beginning that the cache holds."""
         text = ids[:-1]
         if self._keeper is not None and self._keeper.find(text) > len(self._held):
-            # In this order: the cache begins with what is held wherever this stops.
+            # In this order, the cache begins with `_held` wherever an interrupt stops this.
             self._held = []
             self._cache.clear()
             self._held = text[: self._keeper.attach(text)]
@@ -149,8 +149,8 @@ class Chat:
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         shared = min(shared, len(ids) - 1)
         if shared < self._cache.rewindable_to():
-            # Layers with windows have dropped what the next query would see, and a cache in a graph cannot rewind.
+            # Layers with windows have dropped rows that the next query would see, or a cache in a graph cannot rewind.
             shared = 0
-        # In this order: the cache begins with what is held wherever this stops.
+        # In this order, the cache begins with `_held` wherever an interrupt stops this.
         self._held = ids[:shared]
         self._cache.rewind(shared)

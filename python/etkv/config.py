@@ -14,13 +14,13 @@ from typing import Literal, TypeAlias, get_args
 from etkv.errors import EtkvError
 
 DEFAULT_MAX_STEP_TOKENS = 512
-"""The most tokens of one step where neither the program nor the config says it."""
+"""The most tokens of one step, where neither the program nor the config sets it."""
 
 Dtype: TypeAlias = Literal["f32", "f16", "bf16"]
-"""What a program computes in, by the name of the storage format of the same type."""
+"""The type that a program computes in, by the name of its storage format."""
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-"""The dtypes, in the order of ``etkv_dtype``, which begins with an unknown one."""
+"""The dtypes, in the order of ``etkv_dtype`` after its unknown dtype."""
 
 GROWTHS = ("doubling", "step", "exact", "upfront")
 """The ways in which buffers grow, in the order of ``etkv_growth``."""
@@ -42,7 +42,8 @@ class LayerConfig:
     sinks: int = 0
     """First positions of the sequence that a query sees besides its window; 0 without a window."""
     dtype: Dtype | None = None
-    """What the program computes keys and values in; None if it is unknown. The storage of a config without formats."""
+    """The dtype of keys and values in the program; None if it is unknown. The storage format of a config without
+    formats."""
 
     def __post_init__(self) -> None:
         for name in ("n_kv_heads", "k_head_dim", "window", "sinks"):
@@ -59,15 +60,15 @@ class LayerConfig:
 
 
 class LayerConfigs(tuple[LayerConfig, ...]):
-    """The layers of a model, in the order of the program's layer ids. Prints equal neighbours once.
+    """The layers of a model, in the order of the program's layer ids. ``repr`` shows equal neighbours once.
 
-    ``backend`` is that of the program that they were read of; None for others.
+    ``backend`` is the backend of the program that they were read from, or None.
     """
 
     backend: str | None
 
     def __new__(cls, layers: Iterable[LayerConfig] = (), backend: str | None = None) -> LayerConfigs:
-        """Take ``layers``, and their backend if they are such."""
+        """Take ``layers``, and their backend if they are :class:`LayerConfigs`."""
         made = super().__new__(cls, layers)
         made.backend = layers.backend if backend is None and isinstance(layers, LayerConfigs) else backend
         return made
@@ -87,8 +88,8 @@ class CacheConfig:
     """The most positions that the cache can hold: the session's context length."""
     _: KW_ONLY
     k_format: str | None = None
-    """The format of keys, by name. None for what the program computes in, the dtype of the layers; for ``f16`` where
-    that is unknown. A cache tells what it uses: :attr:`etkv.Cache.formats`."""
+    """The format of keys, by name. None for the dtype of the layers, or ``f16`` if that is unknown.
+    :attr:`etkv.Cache.formats` has the format in use."""
     v_format: str | None = None
     """The format of values, by name; None as for keys."""
     max_step_tokens: int = 0
@@ -118,6 +119,6 @@ class CacheConfig:
 
 
 def _integer(name: str, value: object) -> None:
-    # A bool is an int to Python, and a mistake here.
+    # Python counts a bool as an int.
     if isinstance(value, bool) or not isinstance(value, int):
         raise EtkvError(f"{name} is {value!r}, expected an integer")

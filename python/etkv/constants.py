@@ -10,10 +10,10 @@ from etkv.errors import EtkvError
 
 
 def read_constants(path: Path, index: int = 0) -> dict[str, Any]:
-    """The constants of MLX delegate number ``index``, as torch tensors by their name in the source program.
+    """Return the constants of MLX delegate number ``index``, as torch tensors by their name in the source program.
 
-    Packed quantized weights are uint32; what the program computes when it is loaded is as it ships, a scalar to be
-    replaced.
+    Packed quantized weights are uint32. A constant that the program computes at load is the scalar that stands in for
+    it.
     """
     import numpy as np
     import torch

@@ -31,7 +31,7 @@ def describe_program(program: str | Path | bytes, index: int = 0) -> dict[str, A
 
 
 def describe_payload(payload: bytes) -> dict[str, Any]:
-    """Return the same for the payload of a delegate. Raises :class:`StatusError` if the payload is refused."""
+    """Return the description of a delegate's payload. Raises :class:`StatusError` if the payload is refused."""
     text = ask_text("etkv_program_describe", ffi.from_buffer("uint8_t[]", payload), len(payload))
     description: dict[str, Any] = json.loads(text)
     return description

@@ -64,7 +64,7 @@ class NoCacheError(StatusError):
 
 
 class KindError(StatusError):
-    """The kind is unknown, or caches of this kind cannot do this."""
+    """The kind is unknown, or caches of this kind lack the operation."""
 
     status = Status.KIND
 
