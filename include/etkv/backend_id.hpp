@@ -2,9 +2,9 @@
 // MLXBackend. A part of executorch.hpp, which includes this file.
 //
 // ExecuTorch's registry holds one backend for each id, the first one.
-// ExecuTorch's macOS packages bring an MLXBackend of their own. So etkv's
-// delegate has a second id that is its own alone, and open_module writes that
-// id into a program as it reads it.
+// ExecuTorch's macOS packages bring their own MLXBackend. So etkv's delegate
+// also has an id that no other backend uses. open_module writes that id into a
+// program while it reads it.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ inline constexpr char kMLXBackend[] = "MLXBackend";
 /// The backend id of sessions for CPU programs.
 inline constexpr char kCPUBackend[] = "cpu";
 
-/// The backend id in CPU programs, of the calls that etkv carries out.
+/// The backend id in CPU programsfor the calls that etkv executes.
 inline constexpr char kCPUDelegate[] = "EtkvForCPU";
 
 /// The id that etkv's delegate always has. It is as long as kMLXBackend, which
@@ -135,13 +135,13 @@ Result<std::unique_ptr<::executorch::runtime::DataLoader>> open_file(
 
 } // namespace detail
 
-/// Opens the program at `path` so that etkv's delegate runs it, also where
-/// another backend is registered as MLXBackend.
+/// Opens the program at `path` so that etkv's delegate runs it, even if another
+/// backend is registered as MLXBackend.
 ///
-/// Where etkv's delegate is registered as MLXBackend, this is `Module(path,
-/// mode)`. Otherwise the module names kEtkvBackend instead, and
-/// ETKV_ERROR_PROGRAM is for a file that cannot be opened. The file is not
-/// changed. ETKV_ERROR_UNSUPPORTED where the delegate is not in this process.
+/// If etkv's delegate is registered as MLXBackend, this is `Module(path,
+/// mode)`. Otherwise the module names kEtkvBackend instead, and returns
+/// ETKV_ERROR_PROGRAM for a file that cannot be opened. The file does not
+/// change. ETKV_ERROR_UNSUPPORTED if the delegate is not in this process.
 inline Result<std::unique_ptr<::executorch::extension::Module>> open_module(
     const std::string& path,
     ::executorch::extension::Module::LoadMode mode =

@@ -58,10 +58,10 @@ ETKV_API etkv_status etkv_cache_can_extend(
     etkv_error** error);
 
 /**
- * Returns the most positions that the cache can hold, at least 1. Returns 0 if
- * `cache` is no live handle. The capacity, the number of layers, the most
- * tokens of a step and the kind are facts: these calls do not wait for a step
- * or for another call on the cache.
+ * Returns the maximum number of positions in the cache, at least 1. Returns 0
+ * if `cache` is no live handle. The capacity, the number of layers, the maximum
+ * tokens of a step and the kind are facts: these calls wait neither for a step
+ * nor for another call on the cache.
  */
 ETKV_API int32_t etkv_cache_capacity(const etkv_cache* cache);
 
@@ -79,9 +79,9 @@ etkv_cache_length(const etkv_cache* cache, int32_t* length, etkv_error** error);
 ETKV_API size_t etkv_cache_n_layers(const etkv_cache* cache);
 
 /**
- * Returns the most tokens of one step: `max_step_tokens` of the config where a
- * window slides or `quantized_kv_start` is set, and else the capacity. A
- * program may take fewer. Returns 0 if `cache` is no live handle.
+ * Returns the maximum number of tokens in one step: `max_step_tokens` of the
+ * config if a window slides or `quantized_kv_start` is set, and otherwise the
+ * capacity. A program may accept fewer. Returns 0 if `cache` is no live handle.
  */
 ETKV_API int32_t etkv_cache_max_step_tokens(const etkv_cache* cache);
 
@@ -102,15 +102,15 @@ ETKV_API etkv_status etkv_cache_formats(
     etkv_error** error);
 
 /**
- * Converts the rows that the cache holds to other formats, and stores later
- * rows in them, until the cache is cleared. The conversion takes one layer's
- * keys or values at a time, and needs the memory of one of them besides.
+ * Converts the stored rows to other formats, and stores later rows in these
+ * formats until the cache is cleared. It converts the keys or values of one
+ * layer at a time, and needs additional memory for these.
  *
  * @param k_format  the name of a format of etkv/config.h, for keys.
  * @param v_format  the same for values.
  *
  * ETKV_ERROR_STEP while a step is open. After ETKV_ERROR_BACKEND some layers
- * may be converted and others not. Each layer is whole; call again to convert
+ * may be converted and others not. Every layer is intact; call again to convert
  * the rest.
  */
 ETKV_API etkv_status etkv_cache_convert(
@@ -120,35 +120,35 @@ ETKV_API etkv_status etkv_cache_convert(
     etkv_error** error);
 
 /**
- * Removes every position. The formats are those of the config again. A cache
- * that an ETKV_ERROR_BACKEND poisoned can be used again.
+ * Removes every position, and restores the formats of the config. A cache that
+ * ETKV_ERROR_BACKEND poisoned becomes usable again.
  *
  * @param release  true frees the buffers too; false keeps them for the next
  *                 sequence.
  *
- * ETKV_ERROR_STEP while a step is open. ETKV_ERROR_BACKEND where memory is
- * lacking for buffers that are allocated upfront.
+ * ETKV_ERROR_STEP while a step is open. ETKV_ERROR_BACKEND if there is too
+ * little memory for buffers that are allocated upfront.
  */
 ETKV_API etkv_status
 etkv_cache_clear(etkv_cache* cache, bool release, etkv_error** error);
 
 /**
  * Removes the positions from `length` on, in a cache that holds one sequence.
- * `length` is 0 to the sequence's next position.
+ * `length` is from 0 to the sequence's next position.
  *
- * ETKV_ERROR_POSITION for another length, and where layers with windows have
- * dropped what the shorter sequence needs; the message names the least length.
- * ETKV_ERROR_INVALID_ARGUMENT where the cache holds several sequences.
- * ETKV_ERROR_STEP while a step is open.
+ * ETKV_ERROR_POSITION for another length, and if layers with windows have
+ * dropped positions that the shorter sequence needs; the message names the
+ * smallest length. ETKV_ERROR_INVALID_ARGUMENT if the cache holds several
+ * sequences. ETKV_ERROR_STEP while a step is open.
  */
 ETKV_API etkv_status
 etkv_cache_rewind(etkv_cache* cache, int32_t length, etkv_error** error);
 
 /**
- * Stores the least length from which on etkv_cache_rewind() accepts every
- * length of the sequence. It is 0 where no layer has dropped a position.
- * etkv_cache_rewind() accepts 0 in any case.
- * ETKV_ERROR_INVALID_ARGUMENT where the cache holds several sequences.
+ * Stores the smallest length from which on etkv_cache_rewind() accepts every
+ * length of the sequence. It is 0 if no layer has dropped a position.
+ * etkv_cache_rewind() always accepts 0. ETKV_ERROR_INVALID_ARGUMENT if the
+ * cache holds several sequences.
  */
 ETKV_API etkv_status etkv_cache_rewindable_to(
     const etkv_cache* cache,

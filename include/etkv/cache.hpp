@@ -25,18 +25,19 @@ struct Formats {
 /// The face that every cache has: admission, length, rollback, memory. It owns
 /// a handle on a shared cache.
 ///
-/// Facts are returned as they are: they were fixed when the cache was made. All
-/// else returns a Result. A face that was moved from has no cache: its facts
-/// are zero and empty, and its other calls return ETKV_ERROR_INVALID_ARGUMENT.
+/// Facts are returned directly: they were fixed when the cache was made. All
+/// other calls return a Result. A face that was moved from has no cache: its
+/// facts are zero or empty, and its other calls return
+/// ETKV_ERROR_INVALID_ARGUMENT.
 class Cache {
  public:
-  /// The kind that has this face and no other.
+  /// The kind of cache that a session of this face makes.
   static constexpr const char* kKind = "contiguous";
 
   /// Takes ownership of a handle of the C interface.
   explicit Cache(etkv_cache* raw) : handle_(raw) {}
-  /// Takes ownership of a handle, as every face can. Faces of other kinds fail
-  /// here where the cache does not have the face.
+  /// Takes ownership of a handle. Never fails, but adopt() of another face
+  /// fails if the cache does not have that face.
   static Result<Cache> adopt(etkv_cache* raw) {
     return Cache(raw);
   }
@@ -47,7 +48,7 @@ class Cache {
       return etkv_cache_can_extend(raw(), n, fits, error);
     });
   }
-  /// Returns the most positions that the cache can hold.
+  /// Returns the maximum number of positions in the cache.
   int32_t capacity() const {
     return etkv_cache_capacity(raw());
   }
@@ -62,7 +63,7 @@ class Cache {
   size_t n_layers() const {
     return etkv_cache_n_layers(raw());
   }
-  /// Returns the most tokens of one step; see etkv_cache_max_step_tokens().
+  /// Returns the maximum tokens of one step; see etkv_cache_max_step_tokens().
   int32_t max_step_tokens() const {
     return etkv_cache_max_step_tokens(raw());
   }
@@ -99,14 +100,14 @@ class Cache {
       return etkv_cache_clear(raw(), release, error);
     });
   }
-  /// Removes the positions from `length` on, of the only sequence; see
+  /// Removes the positions of the only sequence from `length` on; see
   /// etkv_cache_rewind.
   Result<void> rewind(int32_t length) {
     return detail::run([&](etkv_error** error) {
       return etkv_cache_rewind(raw(), length, error);
     });
   }
-  /// Returns the least length, apart from 0, that rewind() accepts now.
+  /// Returns the smallest length, apart from 0, that rewind() accepts now.
   Result<int32_t> rewindable_to() const {
     return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
       return etkv_cache_rewindable_to(raw(), length, error);

@@ -51,7 +51,7 @@ ETKV_API etkv_status etkv_format_row_bytes(
 /** The dtype that the program computes keys and values in. */
 typedef int32_t etkv_dtype;
 enum {
-  /** The program does not tell it. */
+  /** The dtype is unknown. */
   ETKV_DTYPE_UNKNOWN = 0,
   ETKV_DTYPE_F32 = 1,
   ETKV_DTYPE_F16 = 2,
@@ -68,7 +68,7 @@ typedef struct etkv_layer_config {
   int32_t n_kv_heads;
   /** Elements of one key, at least 1. */
   int32_t k_head_dim;
-  /** Elements of one value; 0 for as many as a key has. */
+  /** Elements of one value; 0 for the size of a key. */
   int32_t v_head_dim;
   /**
    * Positions that a query sees, its own included; 0 for full history. A layer
@@ -76,18 +76,18 @@ typedef struct etkv_layer_config {
    */
   int32_t window;
   /**
-   * First positions of the sequence that a query sees besides its window; 0 for
-   * a layer without a window.
+   * Attention sinks: the first positions of the sequence, which a query sees
+   * in addition to its window. 0 for a layer without a window.
    */
   int32_t sinks;
   /**
-   * What the program computes in. It is the storage of a cache whose config
-   * names no format, and limits no other choice.
+   * The dtype that the program computes in. A cache whose config names no
+   * format stores rows in it. It has no other effect.
    */
   etkv_dtype dtype;
 } etkv_layer_config;
 
-/** How buffers grow as positions arrive, up to what the capacity needs. */
+/** How buffers grow as positions arrive, up to the size of the capacity. */
 typedef int32_t etkv_growth;
 enum {
   /** To `min_chunk` slots, doubled as often as needed. */
@@ -95,7 +95,8 @@ enum {
   /** By `min_chunk` slots at a time. */
   ETKV_GROWTH_STEP = 1,
   /**
-   * To the slots that a step needs: the least memory, and a copy at each step.
+   * To exactly the slots that a step needs: the least memory, but a copy at
+   * each step.
    */
   ETKV_GROWTH_EXACT = 2,
   /** To the capacity, when the cache is made. */
@@ -112,24 +113,24 @@ typedef struct etkv_cache_config {
   const etkv_layer_config* layers;
   size_t n_layers;
   /**
-   * Formats of keys and of values, by name. NULL for the `dtype` of the layers,
-   * which must then be one for all, and for "f16" where it is unknown.
+   * Formats of keys and of values, by name. NULL stores rows in the `dtype` of
+   * the layers, which must be the same for all, or in "f16" if that is unknown.
    */
   const char* k_format;
   const char* v_format;
   /**
-   * Format of both before `quantized_kv_start`: a float format. NULL as for
-   * `k_format`.
+   * Format of keys and values before `quantized_kv_start`: a float format. NULL
+   * as for `k_format`.
    */
   const char* float_format;
   /**
-   * The most positions that the cache can hold: the session's context length.
+   * The maximum number of positions: the session's context length.
    */
   int32_t capacity;
   /**
-   * The most tokens of one step where layers have windows or
-   * `quantized_kv_start` is set. Layers with windows keep so many more slots,
-   * so that a step can be rolled back. 0 for 512.
+   * The maximum tokens of one step if layers have windows or
+   * `quantized_kv_start` is set. Layers with windows keep that many additional
+   * slots, so that a step can be rolled back. 0 for 512.
    */
   int32_t max_step_tokens;
   etkv_growth growth;
@@ -139,19 +140,19 @@ typedef struct etkv_cache_config {
    */
   int32_t min_chunk;
   /**
-   * Positions that are held before quantization begins. Until the cache holds
-   * that many, rows are stored in `float_format`; then they are converted,
-   * once, to `k_format` and `v_format`. 0 stores them in these from the start.
+   * The length at which quantization begins. A shorter cache stores rows in
+   * `float_format`. At this length all rows are converted once to `k_format`
+   * and `v_format`. 0 uses these formats from the start.
    */
   int32_t quantized_kv_start;
-  /** 0. */
+  /** Must be 0. */
   int32_t reserved;
 } etkv_cache_config;
 
 /**
- * Fills `memory` with what a cache of kind "contiguous" and this config holds
- * once it has grown to `length` positions. The numbers are exact to the byte,
- * and no cache is made. `length` is 0 to the capacity. The caller sets
+ * Fills `memory` with the bytes of a cache of kind "contiguous" and this config
+ * after it has grown to `length` positions. The numbers are exact to the byte,
+ * and no cache is made. `length` is from 0 to the capacity. The caller sets
  * `memory->struct_size` first.
  */
 ETKV_API etkv_status etkv_cache_config_estimate(
@@ -162,9 +163,9 @@ ETKV_API etkv_status etkv_cache_config_estimate(
 
 /**
  * Fills `memory` as etkv_cache_config_estimate() does, for the kinds "seq" and
- * "tree" while they hold one sequence. `at_capacity` holds for any number of
- * sequences: where layers have windows, each sequence has its own, and together
- * they may need a slot for every position.
+ * "tree" while they hold one sequence. `at_capacity` is valid for any number of
+ * sequences: each sequence has its own windows, and together these may need a
+ * slot for every position.
  */
 ETKV_API etkv_status etkv_cache_config_estimate_shared(
     const etkv_cache_config* config,

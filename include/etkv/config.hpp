@@ -13,7 +13,7 @@
 
 namespace etkv {
 
-/// What a program computes keys and values in; see etkv_dtype.
+/// The dtype that a program computes keys and values in; see etkv_dtype.
 enum class Dtype : etkv_dtype {
   unknown = ETKV_DTYPE_UNKNOWN,
   f32 = ETKV_DTYPE_F32,
@@ -39,8 +39,8 @@ enum class Growth : etkv_growth {
   upfront = ETKV_GROWTH_UPFRONT,
 };
 
-/// The config of a cache; see etkv_cache_config. Zeros and empty names have
-/// their defaults: rows are stored in the dtype of the layers.
+/// The config of a cache; see etkv_cache_config. Zeros and empty names mean the
+/// defaults: rows are stored in the dtype of the layers.
 struct CacheConfig {
   std::vector<LayerConfig> layers;
   int32_t capacity = 0;

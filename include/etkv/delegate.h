@@ -16,18 +16,17 @@ extern "C" {
 #endif
 
 /**
- * Sets the options with which the calling thread loads programs from now on. It
- * is for hosts whose ExecuTorch passes no backend options, as its Python
- * runtime does not. Options that ExecuTorch passes take precedence.
+ * Sets the options with which the calling thread loads programs from now on.
+ * Use it in a host that cannot pass backend options, such as ExecuTorch's
+ * Python runtime. Options that ExecuTorch passes take precedence.
  *
  * @param cache_key  a session's key, or one of the registry; NULL for none.
- * @param logits     "all" or "last", or "proposed" for the MLX delegate: the rows
- *                   of the logits that the program gives. NULL for "all".
- * @param passes     the passes that change the program when it is loaded:
- *                   "default", those that make it faster on its device;
- *                   "interpreted", the same, and no step is captured as one
- *                   launch of a GPU; "none", those that the other options need.
- *                   NULL for "default".
+ * @param logits     the rows of logits that the program returns: "all", "last",
+ *                   or, on the MLX delegate only, "proposed". NULL for "all".
+ * @param passes     the passes over the program when it is loaded: "default"
+ *                   makes it faster on its device; "interpreted" does the same
+ *                   but captures no step as a CUDA graph; "none" runs only the
+ *                   passes that the other options need. NULL for "default".
  * @param buffers    a name for the buffers that the program keeps between its
  *                   calls, such as a cache in its graph; NULL for none. See
  *                   etkv_delegate_reset_buffers().
@@ -40,8 +39,8 @@ ETKV_API etkv_status etkv_delegate_set_load_options(
     etkv_error** error);
 
 /**
- * Lets the buffers of all programs that were loaded with this name be zeros
- * again, as when they were loaded. The next call of each begins anew.
+ * Resets the buffers of all programs that were loaded with this name to zeros,
+ * as they were at load. The next call of each program starts afresh.
  *
  * ETKV_ERROR_INVALID_ARGUMENT: no loaded program keeps buffers under the name.
  */
@@ -60,17 +59,17 @@ etkv_delegate_check(const uint8_t* payload, size_t n_bytes, etkv_error** error);
 
 /**
  * Returns the error that the delegate last reported on the calling thread, and
- * forgets it. Returns NULL where there is none. The caller frees it with
- * etkv_error_free(). A host that runs programs gets a code of ExecuTorch's
- * only; the message is here.
+ * forgets it. Returns NULL if there is none. The caller frees it with
+ * etkv_error_free(). ExecuTorch gives the host only an error code; this
+ * function returns the message.
  */
 ETKV_API etkv_error* etkv_delegate_take_error(void);
 
 /**
- * Rolls back the step of a program for the CPU that the calling thread began
- * and that is not done: an operator of ExecuTorch failed in the middle. A host
- * that runs programs by itself calls it after each failed execution; execute()
- * of executorch.hpp does. Does nothing where no such step is open.
+ * Rolls back the unfinished step that the calling thread began in a CPU
+ * program, after an operator of ExecuTorch failed in the middle of it. A host
+ * that runs programs itself calls it after each failed execution; execute() of
+ * executorch.hpp does so. Does nothing if no such step is open.
  */
 ETKV_API void etkv_delegate_abort_forward(void);
 

@@ -38,7 +38,7 @@ class Handle {
   T* raw_ = nullptr;
 };
 
-/// Calls a C function, with a place for its error.
+/// Calls a C function, and returns its error as a Result.
 template <typename Call>
 Result<void> run(Call call) {
   etkv_error* error = nullptr;
@@ -61,8 +61,8 @@ Result<T> ask(Call call) {
   return Error::adopt(status, error);
 }
 
-/// Calls a C function that fills an array. The number of elements may change
-/// between the two calls; it asks again then.
+/// Calls a C function that fills an array: once for the number of elements,
+/// once for the elements. Repeats both if the number grew in between.
 template <typename T, typename Call>
 Result<std::vector<T>> ask_list(Call call) {
   std::vector<T> list;
@@ -83,7 +83,7 @@ Result<std::vector<T>> ask_list(Call call) {
       list.resize(found);
       return list;
     }
-    // Refused for another reason than too little room.
+    // The call failed for a reason other than too little room.
     size_t now = 0;
     if (!filled.ok() &&
         (call(nullptr, size_t{0}, &now, nullptr) != ETKV_OK || now <= n)) {

@@ -32,7 +32,7 @@
  *             or the cache in which it happened returns that status from
  *             every call, through every handle. It can still be freed, and
  *             its facts are still returned.
- *   Poisoned  is a cache whose contents are unknown after a failure. After
+ *   Poisoned  A cache is poisoned if a failure left its contents unknown. After
  *             ETKV_ERROR_BACKEND, etkv_cache_clear() makes it usable again.
  *             After a defect it can only be freed.
  *
@@ -75,20 +75,20 @@
  *   from one thread at a time. A thread that waits for a cache, for the device,
  *   or for the host to copy outputs lets others use MLX meanwhile.
  *
- *   Calls that belong together need a lock of the caller's. Between
- *   etkv_cache_can_extend() and the step, or etkv_seq_cache_begin_step() and
- *   its step, another thread may run. The declaration of begin_step belongs to
- *   the cache, not to the thread. Without a lock, a step may run under the
- *   declaration of another thread. Where both sequences are at the same
+ *   The caller must lock calls that belong together. Another thread may run
+ *   between etkv_cache_can_extend() and the step, or between
+ *   etkv_seq_cache_begin_step() and its step. The declaration of begin_step
+ *   belongs to the cache, not to the thread. Without a lock, a step may run
+ *   under the declaration of another thread. If both sequences are at the same
  *   position, its rows are then written to the wrong sequence, without an
  *   error.
  *
- *   A process that is forked from one that has live handles lacks etkv's
- *   threads, and locks that other threads held stay locked. Every call that can
- *   fail is refused there with ETKV_ERROR_STEP, facts are those of no handle, and
- *   nothing is freed. Call exec() after fork(), or make the handles in the
- *   new process alone. Programs of ExecuTorch and MLX cannot run there either, and
- *   nothing refuses that.
+ *   A process that is forked from one with live handles has none of etkv's
+ *   threads, and locks that other threads held stay locked. In such a process
+ *   every call that can fail returns ETKV_ERROR_STEP, facts are those of no
+ *   live handle, and nothing is freed. Call exec() after fork(), or make
+ *   handles in the new process only. Programs of ExecuTorch and MLX cannot run
+ *   there either, but etkv does not refuse them.
  *
  *   The callback of etkv_kinds() runs on the calling thread, within the call,
  *   without locks. The log callback runs on any thread, on several at once, and

@@ -36,41 +36,40 @@ inline constexpr auto kLong = executorch::aten::ScalarType::Long;
 enum class Logits {
   all,  ///< as exported: [1, T, vocabulary]
   last, ///< of the last token only: [1, 1, vocabulary]
-  /// As `all` in steps of proposed candidates and of declared sequences, and as
-  /// `last` in others: a text has one row, and a tree all that it is verified
-  /// by. Of the MLX delegate only.
+  /// All rows in steps of proposed candidates or declared sequences, and only
+  /// the last row in other steps. MLX delegate only.
   proposed,
 };
 
 /// The passes that change a program of the MLX delegate when it is loaded.
 enum class Passes {
   standard, ///< those that make it faster on its device
-  none, ///< those that the other options need, to compare and to find faults
-  /// As standard, and no step is captured as one CUDA graph.
+  none, ///< only those that other options need, for comparison and debugging
+  /// As `standard`, but captures no step as a CUDA graph.
   interpreted,
 };
 
 /// The backend options that a program is loaded with.
 class LoadOptions {
  public:
-  /// Binds the cache of the session with this key: in programs of etkv's
-  /// backends, and in those of `backend_id` if it is another. ExecuTorch holds
-  /// backend ids of at most 63 characters, and passes no options to a longer
-  /// one.
+  /// Binds the cache of the session with this key, in programs of etkv's
+  /// backends and in programs of `backend_id` if that is another backend.
+  /// ExecuTorch stores backend ids of at most 63 characters, and passes no
+  /// options to a backend with a longer id.
   explicit LoadOptions(
       const char* cache_key,
       const std::string& backend_id = kMLXBackend)
       : backend_id_(backend_id) {
     options_.set_option("cache_key", cache_key == nullptr ? "" : cache_key);
-    // One working memory for each program: those of several threads do not wait
-    // for each other.
+    // Gives each program its own working memory, so that programs on several
+    // threads do not wait for each other.
     xnnpack_.set_option("workspace_sharing_mode", 1);
   }
 
-  /// Sets the rows of the logits. Programs for the CPU fail to load with
-  /// `Logits::proposed`. `Logits::last` computes the last, wide
-  /// product of a prompt for one row only. A program whose output is not one
-  /// such product then fails to load.
+  /// Sets the rows of the logits. CPU programs fail to load with
+  /// `Logits::proposed`. With `Logits::last`, the last and widest matrix
+  /// product of a prompt computes one row only. A program whose output is not
+  /// one such product then fails to load.
   LoadOptions& logits(Logits rows) {
     options_.set_option(
         "logits",
@@ -117,8 +116,8 @@ class LoadOptions {
   executorch::runtime::BackendOptions<1> xnnpack_;
 };
 
-/// Lets the buffers of the programs that were loaded with this name of buffers
-/// be zeros again: the next call begins anew.
+/// Resets the buffers of the programs that were loaded with this buffer name to
+/// zeros. The next call starts afresh.
 inline Result<void> reset_buffers(const char* name) {
   return detail::run([&](etkv_error** error) {
     return etkv_delegate_reset_buffers(name, error);
@@ -146,7 +145,7 @@ Result<SessionAndOptions<Face>> with_options(
 }
 } // namespace detail
 
-/// Makes what make_decode_session makes, and the load options with its key.
+/// Makes a session as make_decode_session does, and load options with its key.
 inline Result<SessionAndOptions<Cache>> make_decode_session_and_options(
     const std::string& backend_id,
     const CacheConfig& config) {
@@ -154,14 +153,14 @@ inline Result<SessionAndOptions<Cache>> make_decode_session_and_options(
       backend_id, make_decode_session(backend_id, config));
 }
 
-/// Makes what make_seq_session makes, and the load options with its key.
+/// Makes a session as make_seq_session does, and load options with its key.
 inline Result<SessionAndOptions<SeqCache>> make_seq_session_and_options(
     const std::string& backend_id,
     const CacheConfig& config) {
   return detail::with_options(backend_id, make_seq_session(backend_id, config));
 }
 
-/// Makes what make_tree_session makes, and the load options with its key.
+/// Makes a session as make_tree_session does, and load options with its key.
 inline Result<SessionAndOptions<TreeCache>> make_tree_session_and_options(
     const std::string& backend_id,
     const CacheConfig& config) {
@@ -170,7 +169,7 @@ inline Result<SessionAndOptions<TreeCache>> make_tree_session_and_options(
 }
 
 namespace detail {
-/// Returns the delegate's own error, or else one with the code of ExecuTorch.
+/// Returns the delegate's own error, or else an error with ExecuTorch's code.
 /// `what` is the action that failed.
 inline Error executorch_error(
     executorch::runtime::Error code,
@@ -183,9 +182,9 @@ inline Error executorch_error(
 }
 
 /// Opens the program of `module`, unless it is open, and checks all of its
-/// tables. By default ExecuTorch checks their first bytes only, and a damaged
-/// program can then make it read memory that is not the program's. `what` is
-/// the action of the error.
+/// tables. By default ExecuTorch checks only their first bytes, so a damaged
+/// program can make it read outside the program. `what` names the action in the
+/// error.
 inline Result<void> open(
     executorch::extension::Module& module,
     const std::string& what) {
@@ -198,8 +197,8 @@ inline Result<void> open(
 }
 } // namespace detail
 
-/// Loads a method of `module` with `options`. A failure has the delegate's own
-/// error.
+/// Loads a method of `module` with `options`. A failure returns the delegate's
+/// own error.
 ///
 /// A program that is not open yet is opened, and all of its tables are checked
 /// (`Verification::InternalConsistency`). execute() and
@@ -216,7 +215,7 @@ inline Result<void> load_method(
     return Error(
         ETKV_ERROR_INVALID_ARGUMENT,
         "the method " + method +
-            " is loaded already, with the cache it had then; unload it first");
+            " is already loaded and bound to its cache; unload it first");
   }
   const std::string cannot = "cannot load the method " + method;
   if (auto opened = detail::open(module, cannot); !opened.ok()) {
@@ -229,7 +228,7 @@ inline Result<void> load_method(
     return Error(
         ETKV_ERROR_UNSUPPORTED,
         "the method " + method + " runs on " + kCPUDelegate +
-            ", and that is not in this process; link etkv::cpu_backend");
+            ", which is not in this process; link etkv::cpu_backend");
   }
   if (id == nullptr || std::strcmp(id, kMLXBackend) != 0) {
     if (meta.ok() && meta->uses_backend(kMLXBackend)) {
@@ -239,12 +238,12 @@ inline Result<void> load_method(
               (id == nullptr
                    ? "etkv's delegate is not in this process; link "
                      "etkv::mlx_backend"
-                   : "another backend has registered as that before etkv's; "
+                   : "another backend registered that id first; "
                      "open the program with etkv::open_module, or link or "
                      "load etkv's delegate before the other"));
     }
   }
-  // An earlier failure on this thread is not the reason of this one.
+  // Discard an earlier failure on this thread.
   etkv_error_free(etkv_delegate_take_error());
   const auto map = options.map();
   const auto code = module.load_method(
@@ -256,8 +255,8 @@ inline Result<void> load_method(
 }
 
 namespace detail {
-/// Returns the error of a step that is longer than the method takes, which
-/// ExecuTorch refuses with a code alone; nullopt for inputs that fit.
+/// Returns an error if the step has more tokens than the method accepts, and
+/// nullopt otherwise. ExecuTorch itself returns only a code.
 inline std::optional<Error> too_long(
     executorch::extension::Module& module,
     const std::string& method,
@@ -268,7 +267,7 @@ inline std::optional<Error> too_long(
     return std::nullopt;
   }
   const auto first = meta->input_tensor_meta(0);
-  // Other inputs than token ids are not counted in tokens.
+  // Only inputs of token ids count tokens.
   if (inputs[0].toTensor().scalar_type() != kLong) {
     return std::nullopt;
   }
@@ -288,9 +287,9 @@ inline std::optional<Error> too_long(
 }
 } // namespace detail
 
-/// Runs a method of `module`. A failure has the delegate's own error.
-/// ETKV_ERROR_INVALID_ARGUMENT for a step of more tokens than the program takes:
-/// run a longer prompt in several steps.
+/// Runs a method of `module`. A failure returns the delegate's own error.
+/// ETKV_ERROR_INVALID_ARGUMENT for a step of more tokens than the program
+/// accepts: run a longer prompt in several steps.
 inline Result<std::vector<executorch::runtime::EValue>> execute(
     executorch::extension::Module& module,
     const std::string& method,
@@ -311,13 +310,13 @@ inline Result<std::vector<executorch::runtime::EValue>> execute(
   return std::move(outputs.get());
 }
 
-/// The facts of a program's caches: its layers, and the step that it was
+/// Facts about a program's caches: its layers, and the step length that it was
 /// exported for.
 struct ModelCacheParams {
   std::vector<LayerConfig> layers;
-  /// The most tokens of one step; 0 where the program does not report it.
+  /// The maximum tokens of one step; 0 if the program does not report it.
   int32_t prefill_chunk_size = 0;
-  /// The positions that it was exported for; 0 where the program does not
+  /// The context length that it was exported for; 0 if the program does not
   /// report it.
   int32_t max_context_length = 0;
   /// The backend of sessions for the program: kMLXBackend or kCPUBackend.
@@ -327,8 +326,8 @@ struct ModelCacheParams {
 /// The version of the `kv_cache.*` metadata that this header reads.
 inline constexpr int32_t kMetadataVersion = 1;
 
-/// Returns the value of a program's constant method of this name: nothing where
-/// there is none, an error where it cannot run. Tensors live as long as the
+/// Returns the value of the program's constant method of this name: nothing if
+/// it has none, an error if the method cannot run. Tensors live as long as the
 /// program.
 using ConstantMethods =
     std::function<Result<std::optional<executorch::runtime::EValue>>(
@@ -364,8 +363,7 @@ class Metadata {
     return **found;
   }
 
-  /// Returns the first of these counts that the program has; 0 where it has
-  /// none.
+  /// Returns the first of these counts that the program has; 0 if it has none.
   Result<int32_t> first(const std::vector<const char*>& names) const {
     for (const char* name : names) {
       auto found = find(name);
@@ -465,7 +463,7 @@ class Metadata {
   const ConstantMethods& constants_;
 };
 
-/// Returns the dtype that ExecuTorch has this type for, as programs compute in.
+/// Returns the dtype of etkv for a scalar type of ExecuTorch.
 inline Dtype dtype_of(executorch::aten::ScalarType type) {
   using executorch::aten::ScalarType;
   switch (type) {
@@ -547,7 +545,7 @@ read_layers(const Metadata& metadata, const MetadataNames& names, Dtype dtype) {
   if (!n_layers.ok()) {
     return n_layers.error();
   }
-  // A larger number is damage.
+  // A larger number means a damaged program.
   constexpr int32_t kMaxLayers = 65536;
   if (*n_layers < 1 || *n_layers > kMaxLayers) {
     return Error(
@@ -601,15 +599,15 @@ read_layers(const Metadata& metadata, const MetadataNames& names, Dtype dtype) {
 /// With `kv_cache.schema_version`, which must be 1, there are
 /// `kv_cache.n_layers` layers. `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`,
 /// `window` and `sinks` describe each: an integer for all layers, or a tensor
-/// of one integer a layer. The last three are optional. `kv_cache.dtype`, one
-/// of f32, f16 and bf16, is what the program computes in, and optional. Other
-/// versions are refused.
+/// of one integer per layer. The last three are optional. `kv_cache.dtype` is
+/// the dtype that the program computes in: f32, f16 or bf16. It is optional.
+/// Other versions are refused.
 ///
 /// Without it, the layers are those that ExecuTorch's exporter writes:
 /// get_n_caches, get_kv_heads, get_head_dims and get_windows.
 ///
-/// The step is get_prefill_chunk_size. The context is get_max_ctx_len, or else
-/// get_max_context_len, or else get_max_seq_len.
+/// The step length is get_prefill_chunk_size. The context length is
+/// get_max_ctx_len, or else get_max_context_len, or else get_max_seq_len.
 inline Result<ModelCacheParams> read_kv_cache_metadata(
     const ConstantMethods& constants) {
   const detail::Metadata metadata(constants);
@@ -647,13 +645,14 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   return ModelCacheParams{std::move(layers.value()), *chunk, *context};
 }
 
-/// Reads the same for one method of a program, which must run on the backend.
+/// Reads the same facts for one method of a program, which must run on the
+/// backend.
 ///
 /// A MethodMeta of release 1.5 has no values, so the facts come from the
-/// program's constant methods. Where these do not report the most tokens of a
-/// step, it is the length of the method's first one-dimensional int64 input.
-/// Where they do not report the dtype, it is that of the method's first output,
-/// the logits.
+/// program's constant methods. If these do not report the maximum tokens of a
+/// step, it is the length of the method's first one-dimensional int64 input. If
+/// they do not report the dtype, it is that of the method's first output, the
+/// logits.
 inline Result<ModelCacheParams> read_kv_cache_metadata(
     const executorch::runtime::MethodMeta& method,
     const ConstantMethods& constants,
@@ -693,8 +692,8 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   return params;
 }
 
-/// Reads the same from a Module. Does not run `method`; its inputs tell the
-/// most tokens of a step where the constant methods do not.
+/// Reads the same facts from a Module, without running `method`. The method's
+/// inputs give the maximum tokens of a step if the constant methods do not.
 inline Result<ModelCacheParams> read_kv_cache_metadata(
     executorch::extension::Module& module,
     const std::string& method = "forward") {
@@ -734,12 +733,12 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   return read_kv_cache_metadata(constants);
 }
 
-/// Returns a config of the program's facts and the caller's choices. The caller
-/// may set its other fields.
+/// Returns a config from the program's facts and the caller's choices. The
+/// caller may set its other fields.
 ///
-/// @param capacity   the most positions: the session's context length
-/// @param format     the format of keys and values; empty for what the program
-///                   computes in
+/// @param capacity   the maximum number of positions: the context length
+/// @param format     the format of keys and values; empty for the program's
+///                   dtype
 /// @param min_chunk  slots of the first allocation; 0 for the default
 inline CacheConfig make_config(
     const ModelCacheParams& params,

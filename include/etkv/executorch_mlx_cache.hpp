@@ -4,7 +4,7 @@
 // For code inside ExecuTorch's tree: `MLXCache.h` and
 // `extension/llm/cache/cache.h` are in its repository and not in its wheel. The
 // class matches both files on its main branch of 2026-08-22, where a step's
-// positions arrive as the first of a run. It also matches a state of them where
+// positions arrive as the first of a run. It also matches a version where
 // positions arrive as a list. It was not tried with release 1.5.1.
 //
 //   auto session = etkv::make_decode_session("MLXBackend", config);
@@ -33,7 +33,7 @@ class ExecuTorchMLXCache
       public ::executorch::extension::llm::cache::SequenceControl,
       public ::executorch::backends::mlx::MLXCache {
  public:
-  /// Throws std::runtime_error where the cache is poisoned, as that backend
+  /// Throws std::runtime_error if the cache is poisoned, as that backend
   /// does.
   explicit ExecuTorchMLXCache(const Cache& cache)
       : cache_(cache.share()), forwards_(taken(MLXForwards::make(cache))) {}
@@ -62,15 +62,15 @@ class ExecuTorchMLXCache
   }
 
 #ifdef __clang__
-  // One of these two functions overrides, and ExecuTorch's sources decide
-  // which. So neither can be marked `override`.
+  // Exactly one of these two functions overrides a function of ExecuTorch,
+  // whose sources decide which. So neither can be marked `override`.
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Winconsistent-missing-override"
 #endif
   /// Writes a layer's rows and returns what its queries attend to. `position`
-  /// is that of the first token. The backend declares this function or the
-  /// next, and that one overrides it. Throws std::runtime_error with etkv's
-  /// message where the cache refuses the rows.
+  /// is that of the first token. The backend declares either this function or
+  /// the next. Throws std::runtime_error with etkv's message if the cache
+  /// refuses the rows.
   ::executorch::backends::mlx::AttendSpec update_and_fetch(
       int layer,
       int position,

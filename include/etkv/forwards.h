@@ -17,14 +17,13 @@ extern "C" {
 #endif
 
 /**
- * A handle for the forwards, on a cache, of a host that computes with MLX
- * itself. `mlx_cache.hpp` wraps it for C++.
+ * A handle for forwards on a cache, in a host that computes with MLX itself.
+ * `mlx_cache.hpp` wraps it for C++.
  *
  * Arrays are pointers to `mlx::core::array`, and a stream is a pointer to
  * `mlx::core::Stream`. Both must be of the MLX that the library is linked to
  * (etkv_mlx_version()). Arrays that are passed in are shared, not copied.
- * Results are assigned to arrays that the caller owns, whatever their shape
- * before.
+ * Results are assigned to arrays that the caller owns, of any earlier shape.
  *
  * A forward begins with the call of its first layer. It commits once every
  * layer of the cache has been called exactly once, in any order, with the same
@@ -91,12 +90,12 @@ enum {
 };
 
 /**
- * Writes a layer's rows, and stores what its queries attend to. The four
- * results are the caller's.
+ * Writes a layer's rows, and stores what its queries attend to. The caller owns
+ * the four results.
  *
  * @param k          receives the keys: [1, n_kv_heads, L, k_head_dim], in the
- *                   dtype of `rows->k`. Rows in other formats are converted to
- *                   it, all L of them.
+ *                   dtype of `rows->k`. All L rows are converted to it from
+ *                   other formats.
  * @param v          receives the values: likewise, with v_head_dim.
  * @param mask_kind  receives the kind of the mask.
  * @param mask       receives [n_positions, L] booleans where the kind is

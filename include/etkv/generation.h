@@ -22,13 +22,13 @@ extern "C" {
 typedef struct etkv_logit_bias {
   int64_t token;
   float bias;
-  /** 0. */
+  /** Must be 0. */
   int32_t reserved;
 } etkv_logit_bias;
 
 /**
- * How a token is chosen. With zeros in every field but `struct_size` it is the
- * token with the greatest logit, the first of equals.
+ * How a token is chosen. A struct of zeros, but for `struct_size`, is greedy:
+ * it chooses the argmax, the first of equal logits.
  *
  * The bias is added first, then repeated tokens are penalized, then the logits
  * are divided by the temperature; `top_k`, `top_p` and `min_p` then say which
@@ -36,11 +36,11 @@ typedef struct etkv_logit_bias {
  */
 typedef struct etkv_sampling {
   size_t struct_size;
-  /** At least 0. At 0 the greatest logit is chosen. */
+  /** At least 0. 0 is greedy. */
   float temperature;
   /**
-   * Keeps the fewest of the most probable tokens that have this share of the
-   * probability: more than 0, at most 1. 0 for 1, which keeps all.
+   * Keeps the smallest set of the most probable tokens that has this share of
+   * the probability: more than 0, at most 1. 0 for 1, which keeps all.
    */
   float top_p;
   /** Keeps tokens of at least this share of the greatest probability: 0 to 1.
@@ -51,32 +51,33 @@ typedef struct etkv_sampling {
    * negative ones. 0 for 1, which changes nothing.
    */
   float repetition_penalty;
-  /** Keeps the tokens of so many greatest logits; 0 keeps all. */
+  /** Keeps this many tokens with the greatest logits; 0 keeps all. */
   int32_t top_k;
   /**
-   * The last tokens of the text that count as repeated; 0 for 64. The text of an
-   * etkv_generation is its prompt and answer, not what the cache held before.
+   * How many of the last tokens of the text count as repeated; 0 for 64. The
+   * text of an etkv_generation is its prompt and answer, without what the cache
+   * held before.
    */
   int32_t repetition_context;
   /** The same seed chooses the same tokens from the same logits. */
   uint64_t seed;
-  /** `n_logit_bias` of them; a token that comes twice has the sum. */
+  /** `n_logit_bias` of them; a token listed twice gets the sum. */
   const etkv_logit_bias* logit_bias;
   size_t n_logit_bias;
 } etkv_sampling;
 
 /**
  * Stores the token that `sampling` chooses from the logits of a step that the
- * host ran. Called with the same numbers, it chooses what an etkv_generation
- * does, but for what the last bits of a float decide.
+ * host ran. With the same arguments it chooses the token that an
+ * etkv_generation does, unless the last bits of a float decide.
  *
- * @param sampling  NULL for the greatest logit.
+ * @param sampling  NULL for greedy.
  * @param logits    `n_logits` logits, one for each token of the vocabulary.
- * @param text      the prompt's `n_text` tokens, with those of the answer.
+ * @param text      `n_text` tokens: the prompt's, then those of the answer.
  * @param answer    the number of the answer, where several have the same seed.
  * @param n         the number of the token in the answer, from 0.
  *
- * ETKV_ERROR_INVALID_ARGUMENT for logits that are not numbers.
+ * ETKV_ERROR_INVALID_ARGUMENT for logits that are NaN.
  */
 ETKV_API etkv_status etkv_sampling_choose(
     const etkv_sampling* sampling,
@@ -93,17 +94,16 @@ ETKV_API etkv_status etkv_sampling_choose(
 
 /**
  * A handle for answers of a program, token by token. The device chooses each
- * token. A GPU starts the next step before the host has the last one: it does
- * not wait for the host.
+ * token. A GPU starts the next step before the host reads the last token (async
+ * decode).
  *
- * The cache holds what the host was given and no more. After each call of
- * etkv_generation_next() it holds the prompts, and the tokens of the answers
- * but the last of each. Nothing has to be rewound when the host stops: the step
- * that runs ahead is rolled back by etkv_generation_pause(), by
- * etkv_generation_free(), and by any call that changes the cache. Between calls
- * the host may run steps of other sequences. If a sequence of the answers no
- * longer goes on at the same position, the next call returns
- * ETKV_ERROR_POSITION.
+ * The cache holds only what the host received. After each call of
+ * etkv_generation_next() it holds the prompts, and all tokens of each answer
+ * except the last. The host rewinds nothing when it stops: a step of async
+ * decode is rolled back by etkv_generation_pause(), by etkv_generation_free(),
+ * and by any call that changes the cache. Between calls the host may run steps
+ * of other sequences. If a sequence of the answers no longer continues at the
+ * same position, the next call returns ETKV_ERROR_POSITION.
  *
  * Calls wait for each other, and for other steps on the cache.
  */
@@ -115,9 +115,9 @@ typedef struct etkv_prompt {
   /** The tokens after what the sequence holds, at least one. */
   const int64_t* tokens;
   size_t n_tokens;
-  /** The sequence that it continues; 0 in a cache of one. */
+  /** The sequence to continue; 0 in a cache of one sequence. */
   int32_t sequence;
-  /** 0. */
+  /** Must be 0. */
   int32_t reserved;
 } etkv_prompt;
 
@@ -125,8 +125,8 @@ typedef struct etkv_prompt {
 typedef int32_t etkv_run_ahead;
 enum {
   /**
-   * On a GPU, but for steps that are one CUDA graph. On a CPU nothing is gained: MLX
-   * then copies each buffer that the step before still reads.
+   * On a GPU, except for captured steps. A CPU gains nothing: MLX then copies
+   * each buffer that the previous step still reads.
    */
   ETKV_RUN_AHEAD_AUTO = 0,
   /** Each step starts when its token is asked for. */
@@ -138,12 +138,12 @@ enum {
 /** How answers are made. The caller owns what it points to. */
 typedef struct etkv_generation_options {
   size_t struct_size;
-  /** How tokens are chosen; NULL for the greatest logit. */
+  /** How tokens are chosen; NULL for greedy. */
   const etkv_sampling* sampling;
   /** `n_stop` tokens that end an answer. */
   const int64_t* stop;
   size_t n_stop;
-  /** The most tokens of an answer; 0 reads the prompts and makes none. */
+  /** The maximum tokens of an answer; 0 only reads the prompts. */
   int32_t max_tokens;
   /** Whether a step starts before the host asks for its token. */
   etkv_run_ahead run_ahead;
@@ -152,19 +152,19 @@ typedef struct etkv_generation_options {
 /** Why an answer ended. */
 typedef int32_t etkv_end;
 enum {
-  /** It goes on. */
+  /** The answer goes on. */
   ETKV_END_NONE = 0,
   /** The token is one of `stop`. */
   ETKV_END_STOP = 1,
-  /** It has `max_tokens` tokens. */
+  /** The answer has `max_tokens` tokens. */
   ETKV_END_LENGTH = 2,
   /** The cache is full. */
   ETKV_END_CAPACITY = 3,
 };
 
 /**
- * Prepares answers to `n_prompts` prompts, each for another sequence, by the
- * program that was last loaded with the cache. Copies what it is given. Nothing
+ * Prepares answers to `n_prompts` prompts, each in its own sequence, by the
+ * program that was last loaded with the cache. Copies its arguments. Nothing
  * runs yet. The caller frees the handle with etkv_generation_free(); the
  * program lives until then.
  *
@@ -183,16 +183,16 @@ ETKV_API etkv_status etkv_generation_new(
     etkv_generation** generation,
     etkv_error** error);
 
-/** Frees the handle, and rolls back the step that runs ahead. */
+/** Frees the handle, and rolls back a step of async decode. */
 ETKV_API void etkv_generation_free(etkv_generation* generation);
 
 /**
- * Runs the next step of the prompts, for hosts that show progress or stop in
- * between. etkv_generation_next() runs what is left.
+ * Runs the next step of the prompts, for hosts that show progress or stop
+ * midway. etkv_generation_next() runs the remaining steps.
  *
- * @param waiting  receives the tokens of the prompts that have not run.
+ * @param waiting  receives the number of prompt tokens that have not run.
  *
- * After an error the steps before stay in the cache.
+ * After an error, earlier steps stay in the cache.
  */
 ETKV_API etkv_status etkv_generation_read_prompts(
     const etkv_generation* generation,
@@ -202,10 +202,10 @@ ETKV_API etkv_status etkv_generation_read_prompts(
 /**
  * Stores the next token of each answer.
  *
- * @param tokens  receives one token id a prompt, -1 for an answer that has
- *                ended before.
- * @param ends    receives why the answer ended with this token.
- * @param room    the places in both, at least the number of prompts.
+ * @param tokens  receives one token id per prompt; -1 for an answer that ended
+ *                earlier.
+ * @param ends    receives why an answer ends with this token, if it does.
+ * @param room    the length of both arrays, at least the number of prompts.
  * @param n       receives the number of tokens; 0 if all answers have ended or
  *                were cancelled.
  *
@@ -221,17 +221,18 @@ ETKV_API etkv_status etkv_generation_next(
     etkv_error** error);
 
 /**
- * Ends the answers, from any thread: it waits for nothing. A call of
- * etkv_generation_next() that runs returns when its step is done, of a prompt
- * also; it and later ones store 0 tokens. etkv_generation_read_prompts() runs
- * nothing more, and stores the tokens that wait. The cache holds the steps that
- * were done. Free the handle only when no thread uses it.
+ * Ends the answers. Any thread may call it, and it waits for nothing. A running
+ * call of etkv_generation_next() returns when its step is done, even a step of
+ * a prompt; that call and later ones store 0 tokens.
+ * etkv_generation_read_prompts() runs nothing more, and stores the number of
+ * tokens that have not run. The cache holds the steps that were done. Free the
+ * handle only when no thread uses it.
  */
 ETKV_API etkv_status
 etkv_generation_cancel(const etkv_generation* generation, etkv_error** error);
 
 /**
- * Rolls back the step that runs ahead, if one does, for a host that will not
+ * Rolls back a step of async decode, if there is one, for a host that will not
  * ask for its tokens soon. The next call of etkv_generation_next() goes on from
  * there.
  */
@@ -240,11 +241,11 @@ etkv_generation_pause(const etkv_generation* generation, etkv_error** error);
 
 /**
  * Runs one step of the program that was last loaded with the cache, as its
- * `forward` would, and stores the id of the greatest logit of each token's row,
- * the first of equal ones. The logits stay on the device: on a GPU it takes
- * longer to copy those of a few tokens than to verify these. A tree is verified
- * after etkv_tree_cache_propose(), by its tokens in that order; a step of several
- * sequences is declared before, as for `forward`.
+ * `forward` would, and stores the argmax of each token's logits, the first of
+ * equal logits. The logits stay on the device: on a GPU, to copy the logits of
+ * a few tokens takes longer than to verify the tokens. To verify a tree, call
+ * etkv_tree_cache_propose() first and pass its tokens in that order. Declare a
+ * step of several sequences first, as for `forward`.
  *
  * @param tokens     `n` token ids, at least one.
  * @param positions  the position of each.
@@ -254,7 +255,7 @@ etkv_generation_pause(const etkv_generation* generation, etkv_error** error);
  * ETKV_ERROR_KIND for a cache of another backend. ETKV_ERROR_UNSUPPORTED for a
  * program whose inputs are not tokens [1, T] and positions [T], and for several
  * tokens of one that was loaded with `logits=last`. ETKV_ERROR_BACKEND for
- * logits that are not numbers, and the errors of a step that the cache refuses.
+ * logits that are NaN, and the errors of a step that the cache refuses.
  * After an error the cache is as it was.
  */
 ETKV_API etkv_status etkv_generation_choose(
@@ -266,16 +267,16 @@ ETKV_API etkv_status etkv_generation_choose(
     etkv_error** error);
 
 /**
- * Warms up the MLX program that was last loaded with the cache, while that is
- * empty: on a GPU it runs steps of several lengths, which are rolled back, so
+ * Warms up the MLX program that was last loaded with the cache, while the cache
+ * is empty. On a GPU it runs steps of several lengths and rolls them back, so
  * that the first token takes no longer than later ones. What the GPU compiles
  * is kept in the user's cache folder for later processes (docs/performance.md).
- * Does nothing on a CPU, and for a cache that holds positions. Ends without an
+ * Does nothing on a CPU, and for a cache that holds positions. Stops without an
  * error before the first step that the memory budget does not allow.
  *
- * @param progress  called before each step, and at the end, with the steps done
- *                  and all; NULL for none. It must not call etkv, wait for
- *                  another thread that does, or throw.
+ * @param progress  called before each step and at the end, with the number of
+ *                  steps done and the total; NULL for none. It must not call
+ *                  etkv, wait for another thread that does, or throw.
  */
 ETKV_API etkv_status etkv_generation_warm_up(
     const etkv_cache* cache,

@@ -31,7 +31,7 @@ struct LogitBias {
   float bias = 0.0F;
 };
 
-/// How a token is chosen; see etkv_sampling. As it is made: the greatest logit.
+/// How a token is chosen; see etkv_sampling. Greedy by default.
 struct Sampling {
   float temperature = 0.0F;
   int32_t top_k = 0;
@@ -76,8 +76,8 @@ class RawSampling {
 } // namespace detail
 
 /// Chooses a token from the logits of a step that the host ran; see
-/// etkv_sampling_choose. `text` has the `n_text` tokens of the prompt and of the
-/// answer so far, and `n` is the number of the token in the answer.
+/// etkv_sampling_choose. `text` has `n_text` tokens: the prompt's and those of
+/// the answer so far. `n` is the number of the token in the answer.
 inline Result<int64_t> choose(
     const Sampling& sampling,
     const float* logits,
@@ -99,7 +99,7 @@ inline Result<int64_t> choose(
 struct Prompt {
   /// The tokens after what the sequence holds, at least one.
   std::vector<int64_t> tokens;
-  /// The sequence that it continues; 0 in a cache of one.
+  /// The sequence to continue; 0 in a cache of one sequence.
   int32_t sequence = 0;
 };
 
@@ -113,7 +113,7 @@ enum class RunAhead : etkv_run_ahead {
 /// How answers are made.
 struct GenerationOptions {
   Sampling sampling = {};
-  /// The most tokens of an answer.
+  /// The maximum tokens of an answer.
   int32_t max_tokens = 256;
   /// Tokens that end an answer.
   std::vector<int64_t> stop = {};
@@ -124,7 +124,7 @@ struct GenerationOptions {
 enum class End : etkv_end {
   none = ETKV_END_NONE,         ///< it goes on
   stop = ETKV_END_STOP,         ///< the token is one that ends it
-  length = ETKV_END_LENGTH,     ///< it has as many tokens as it may have
+  length = ETKV_END_LENGTH,     ///< it has `max_tokens` tokens
   capacity = ETKV_END_CAPACITY, ///< the cache is full
 };
 
@@ -137,10 +137,10 @@ struct Generated {
   End end = End::none;
 };
 
-/// Answers that are being made; see etkv_generation.
+/// Answers in progress; see etkv_generation.
 class Generation {
  public:
-  /// Prepares answers to prompts, each for another sequence, by the program that
+  /// Prepares answers to prompts, each in its own sequence, by the program that
   /// was last loaded with the cache. Nothing runs yet.
   static Result<Generation> make(
       const Cache& cache,
@@ -174,8 +174,8 @@ class Generation {
     return Generation(*made, prompts.size());
   }
 
-  /// Runs the next step of the prompts. Returns how many of their tokens have
-  /// not run. next() runs what is left.
+  /// Runs the next step of the prompts. Returns the number of prompt tokens
+  /// that have not run; next() runs these.
   Result<size_t> read_prompts() {
     return detail::ask<size_t>([&](size_t* waiting, etkv_error** error) {
       return etkv_generation_read_prompts(raw(), waiting, error);
@@ -204,15 +204,15 @@ class Generation {
     return generated;
   }
 
-  /// Ends the answers, from any thread, when the step that runs is done: next()
-  /// then returns none. The cache holds the steps that were done.
+  /// Ends the answers after the running step, from any thread: next() then
+  /// returns none. The cache holds the steps that were done.
   Result<void> cancel() const {
     return detail::run([&](etkv_error** error) {
       return etkv_generation_cancel(raw(), error);
     });
   }
 
-  /// Rolls back the step that runs ahead, if one does.
+  /// Rolls back a step of async decode, if there is one.
   Result<void> pause() {
     return detail::run([&](etkv_error** error) {
       return etkv_generation_pause(raw(), error);
@@ -231,13 +231,13 @@ class Generation {
   size_t n_prompts_;
 };
 
-/// Answers a prompt by a program for MLX. (The host chooses the tokens of a
-/// program for the CPU, with etkv::choose on its logits.) `on_token` is
-/// called with each token, and why the answer ends if it does; false stops it. The
-/// cache then holds the prompt and the answer but its last token. Use a Generation
-/// to stop a prompt, or an answer from another thread.
+/// Answers a prompt with an MLX program. (For a CPU program the host chooses
+/// tokens with etkv::choose.) `on_token` receives each token, and why the
+/// answer ends if it does; it returns false to stop. The cache then holds the
+/// prompt, and all tokens of the answer except the last. Use a Generation to
+/// stop during the prompt, or from another thread.
 ///
-/// @returns the tokens of the answer, one that stops it included.
+/// @returns the tokens of the answer, including one that stops it.
 inline Result<std::vector<int64_t>> generate(
     const Cache& cache,
     std::vector<int64_t> prompt,
@@ -266,9 +266,9 @@ inline Result<std::vector<int64_t>> generate(
   }
 }
 
-/// Runs one step of the program that was last loaded with the cache, and returns
-/// the id of the greatest logit of each token's row; see etkv_generation_choose.
-/// There are as many positions as tokens.
+/// Runs one step of the program that was last loaded with the cache, and
+/// returns the argmax of each token's logits; see etkv_generation_choose. There
+/// are as many positions as tokens.
 inline Result<std::vector<int64_t>> choose(
     const Cache& cache,
     const std::vector<int64_t>& tokens,
@@ -297,8 +297,8 @@ inline Result<std::vector<int64_t>> choose(
 }
 
 /// Warms up the program that was last loaded with the cache; see
-/// etkv_generation_warm_up. `on_progress` is called with the steps done, and
-/// all.
+/// etkv_generation_warm_up. `on_progress` receives the number of steps done,
+/// and the total.
 inline Result<void> warm_up(
     const Cache& cache,
     const std::function<void(size_t done, size_t steps)>& on_progress = {}) {

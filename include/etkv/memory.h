@@ -31,19 +31,18 @@ typedef struct etkv_memory {
   uint64_t allocated;
   /** Bytes of these that positions use. */
   uint64_t used;
-  /** The most bytes that the cache can come to hold. */
+  /** The most bytes that the cache can ever hold. */
   uint64_t at_capacity;
   /**
-   * Room for the same numbers layer by layer, or NULL. The caller owns as many
-   * structs as the cache has layers, `layers->struct_size` bytes apart, and
-   * sets the `struct_size` of the first. `n_layers` is their number, 0 for
-   * NULL.
+   * The same numbers for each layer, or NULL. The caller owns one struct for
+   * each layer of the cache, `layers->struct_size` bytes apart, and sets the
+   * `struct_size` of the first. `n_layers` is their number, 0 for NULL.
    */
   etkv_layer_memory* layers;
   size_t n_layers;
   /**
-   * Bytes of rows that it reads from a prefix, and that other caches may read
-   * too. They are not among the others.
+   * Bytes of rows that the cache reads from a prefix, which other caches may
+   * read too. The other fields do not count them.
    */
   uint64_t shared;
 } etkv_memory;
@@ -59,27 +58,29 @@ typedef struct etkv_memory_budget {
    */
   uint64_t held;
   /**
-   * The most that they have held or reserved. What a step reserves counts, even
-   * if the step is rolled back before it allocates; what is refused does not.
+   * The most that they have held or reserved. Bytes that a step reserves count
+   * even if the step is rolled back before it allocates; refused bytes do not.
    */
   uint64_t peak;
-  /** The caches that there are, empty ones too. */
+  /** The number of caches, including empty ones. */
   size_t n_caches;
 } etkv_memory_budget;
 
 /**
  * Limits the bytes of the buffers of all caches in this process, of every
- * backend; 0 removes the limit, which is what a process begins with. A cache
- * that allocates upfront, a step that grows buffers, a conversion and a load
- * that would hold more fail with `ETKV_ERROR_BACKEND`, whose message has the
- * bytes, and change nothing. So does etkv_seq_cache_compact() where rows would
- * move to slots that were never used, and etkv_cache_clear() without `release`
- * where a cache that allocates upfront was converted. Before that, prefixes
- * that nothing uses go, and then the host's callback is asked. Less than is
- * held is no error: caches keep what they have, and grow no more until enough
- * is free. Programs' weights and
- * what MLX keeps for reuse do not count, nor do caches that the application
- * implements.
+ * backend. 0 removes the limit; a process begins without one. A call that would
+ * exceed the limit fails with `ETKV_ERROR_BACKEND`, whose message has the
+ * bytes, and changes nothing. This can be a cache that allocates upfront, a
+ * step that grows buffers, a conversion, or a load. It can be
+ * etkv_seq_cache_compact() if rows would move to slots that were never used,
+ * and etkv_cache_clear() without `release` if a cache that allocates upfront
+ * was converted.
+ *
+ * Before it refuses a call, etkv frees prefixes that nothing uses, and then
+ * asks the host's callback. A limit below what is held is no error: caches keep
+ * what they have, and do not grow until enough is free. Programs' weights,
+ * memory that MLX keeps for reuse and caches that the application implements do
+ * not count.
  */
 ETKV_API etkv_status etkv_memory_budget_set(uint64_t limit, etkv_error** error);
 
@@ -88,30 +89,31 @@ ETKV_API etkv_status
 etkv_memory_budget_read(etkv_memory_budget* budget, etkv_error** error);
 
 /**
- * Frees memory of the host's choice, such as caches that it needs no more.
+ * Frees memory of the host's choice, such as caches that it no longer needs.
  *
- * etkv calls it where a call needs more than the memory budget has left, after
- * prefixes that nothing uses are gone: on the thread of that call, in its
- * middle, and on several threads at once. The cache that needs the memory is
- * locked, MLX is not. The callback may free sessions and handles, and clear
- * other caches with `release`. There, a call on a cache, on forwards or on
- * answers that are in use returns ETKV_ERROR_STEP and does not wait; the cache
- * that needs the memory is always among them. What the callback itself makes or
- * grows is refused where it does not fit, without another call of it. It must
- * not wait for another thread's call of etkv, or for a lock that a thread holds
- * during one, throw, or exit by longjmp.
+ * etkv calls it when a call needs more than the memory budget has left, after
+ * it has freed prefixes that nothing uses. It runs on the thread of that call,
+ * in the middle of the call, and on several threads at once. The cache that
+ * needs the memory is locked; MLX is not. The callback may free sessions and
+ * handles, and clear other caches with `release`. In the callback, a call on a
+ * cache, forwards or answers in use returns ETKV_ERROR_STEP and does not wait;
+ * the cache that needs the memory is always in use. If the callback itself
+ * makes or grows a cache that does not fit, that call is refused without
+ * another callback. The callback must not wait for another thread's call of
+ * etkv, or for a lock that a thread holds during one, throw, or exit by
+ * longjmp.
  *
- * @param bytes  the bytes that are lacking, at least 1.
+ * @param bytes  the missing bytes, at least 1.
  * @param user   the pointer that etkv_memory_budget_set_callback() received.
- * @return the bytes that it freed, for the log: the budget counts by itself.
+ * @return the bytes that it freed, for the log only.
  */
 typedef uint64_t (*etkv_memory_callback)(uint64_t bytes, void* user);
 
 /**
- * Sets the callback that may free memory before the memory budget refuses
- * something. It replaces the earlier callback. When this call returns, the
- * earlier callback runs on no thread and is not called again. It is not called
- * for what is more than the whole budget.
+ * Sets the callback that may free memory before the memory budget refuses a
+ * call. It replaces the earlier callback. When this call returns, the earlier
+ * callback runs on no thread and is not called again. It is not called for a
+ * request that exceeds the whole budget.
  *
  * @param callback  NULL removes the callback.
  * @param user      passed to the callback; the host owns it.

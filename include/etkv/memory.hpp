@@ -28,9 +28,9 @@ struct LayerMemory {
 struct Memory {
   uint64_t allocated = 0;          ///< bytes of all buffers
   uint64_t used = 0;               ///< bytes of these that positions use
-  uint64_t at_capacity = 0;        ///< the most that it can come to hold
+  uint64_t at_capacity = 0;        ///< the most that it can ever hold
   std::vector<LayerMemory> layers; ///< the same layer by layer
-  uint64_t shared = 0; ///< rows of a prefix, which are not among the others
+  uint64_t shared = 0; ///< rows of a prefix; the others do not count them
 };
 
 namespace detail {
@@ -61,14 +61,14 @@ Result<Memory> ask_memory(size_t n_layers, Call call) {
 
 /// Bytes of the buffers of all caches in this process, and their limit.
 struct MemoryBudget {
-  uint64_t limit = 0;  ///< the most that they may hold, or 0 for no limit
-  uint64_t held = 0;   ///< what they hold, while some are replaced both
-  uint64_t peak = 0;   ///< the most that they have held, or a step reserved
-  size_t n_caches = 0; ///< the caches that there are, empty ones too
+  uint64_t limit = 0; ///< the most that they may hold, or 0 for no limit
+  uint64_t held = 0;  ///< what they hold; old and new ones during a replacement
+  uint64_t peak = 0;  ///< the most that they have held or reserved
+  size_t n_caches = 0; ///< the number of caches, including empty ones
 };
 
 /// Limits the bytes of the buffers of all caches in this process; 0 removes the
-/// limit. What would hold more fails and changes nothing
+/// limit. A call that would exceed it fails and changes nothing
 /// (`etkv_memory_budget_set`).
 inline Result<void> set_memory_budget(uint64_t limit) {
   return detail::run(
@@ -124,8 +124,8 @@ inline uint64_t free_memory(uint64_t bytes, void* user) noexcept {
 }
 } // namespace detail
 
-/// Sets the callback that may free memory before the memory budget refuses
-/// something. It replaces the earlier callback, which is destroyed before this
+/// Sets the callback that may free memory before the memory budget refuses a
+/// call. It replaces the earlier callback, which is destroyed before this
 /// call returns. An empty one removes it. See etkv_memory_budget_set_callback
 /// for the errors.
 inline Result<void> set_memory_callback(MemoryCallback callback) {
@@ -138,7 +138,7 @@ inline Result<void> set_memory_callback(MemoryCallback callback) {
     });
   };
   if (detail::in_memory_callback()) {
-    // Refused. A thread that sets another one may wait for this one.
+    // Refused; no lock, since the thread with it may wait for this one.
     return set();
   }
   const std::lock_guard<std::mutex> lock(state.mutex);

@@ -30,7 +30,7 @@ struct AttendSpec {
   enum class Mask {
     None,    ///< every query sees all keys
     Causal,  ///< the queries are the tail of the keys
-    Explicit ///< as `mask` says
+    Explicit ///< `mask` has the visible keys
   };
   mlx::core::array k; ///< [1, n_kv_heads, L, k_head_dim]
   mlx::core::array v; ///< [1, n_kv_heads, L, v_head_dim]

@@ -1,5 +1,5 @@
 /*
- * Prefixes: what caches have read, for others to go on from.
+ * Prefixes: frozen contents of caches, from which other caches go on.
  * docs/prefixes.md describes them. A part of etkv.h, whose conventions hold
  * here.
  *
@@ -32,24 +32,24 @@ extern "C" {
 typedef struct etkv_prefix etkv_prefix;
 
 /**
- * Freezes what a cache holds, and goes on from it itself. Rows move to memory
- * that caches read together, one layer at a time; those that the cache already
- * reads from a prefix stay where they are. The caller frees the prefix with
+ * Freezes the contents of a cache, which goes on from them. Rows move to memory
+ * that caches share, one layer at a time. Rows that the cache already reads
+ * from a prefix stay where they are. The caller frees the prefix with
  * etkv_prefix_free().
  *
- * ETKV_ERROR_INVALID_ARGUMENT where the cache is empty, or holds anything but
- * sequence 0 from position 0 on, without candidates and gaps. ETKV_ERROR_STEP
- * while a step is open. ETKV_ERROR_UNSUPPORTED for a kind that Rust code added
- * and a backend that shares no memory. ETKV_ERROR_BACKEND where the cache is
- * poisoned or memory is lacking. The contents are then as before.
+ * ETKV_ERROR_INVALID_ARGUMENT if the cache is empty, or holds anything but
+ * sequence 0 from position 0 on, without candidates or gaps. ETKV_ERROR_STEP
+ * while a step is open. ETKV_ERROR_UNSUPPORTED for a kind that Rust code added,
+ * and for a backend that cannot share memory. ETKV_ERROR_BACKEND if the cache
+ * is poisoned or memory runs out. After an error the contents are as before.
  */
 ETKV_API etkv_status
 etkv_cache_freeze(etkv_cache* cache, etkv_prefix** prefix, etkv_error** error);
 
 /**
  * Makes an empty cache hold the first `length` positions of a prefix. No rows
- * are copied. What the cache writes after them is its own. Caches of every
- * kind take each other's prefixes.
+ * are copied. The cache owns the rows that it writes after them. Caches of
+ * every kind accept each other's prefixes.
  *
  * @param length  from etkv_prefix_rewindable_to() to etkv_prefix_length().
  *
@@ -57,7 +57,7 @@ etkv_cache_freeze(etkv_cache* cache, etkv_prefix** prefix, etkv_error** error);
  * and for a prefix of other layers, formats, windows or another backend, or
  * longer than the capacity. ETKV_ERROR_STEP while a step is open.
  * ETKV_ERROR_UNSUPPORTED and ETKV_ERROR_BACKEND as for etkv_cache_freeze().
- * Nothing has changed then.
+ * After an error nothing has changed.
  */
 ETKV_API etkv_status etkv_cache_attach(
     etkv_cache* cache,
@@ -69,15 +69,15 @@ ETKV_API etkv_status etkv_cache_attach(
 ETKV_API int32_t etkv_prefix_length(const etkv_prefix* prefix);
 
 /**
- * Returns the least length that a cache can attach at. It is more than 1 where
- * layers with windows have dropped what an earlier query would see. -1 where
+ * Returns the smallest length that a cache can attach at. It is more than 1 if
+ * layers with windows have dropped rows that an earlier query would see. -1 if
  * `prefix` is no live handle.
  */
 ETKV_API int32_t etkv_prefix_rewindable_to(const etkv_prefix* prefix);
 
 /**
- * Returns the bytes of the rows, without those that lie in the prefix which the
- * cache had gone on from. 0 where `prefix` is no live handle.
+ * Returns the bytes of the rows, without those of the prefix that the cache had
+ * gone on from. 0 if `prefix` is no live handle.
  */
 ETKV_API uint64_t etkv_prefix_bytes(const etkv_prefix* prefix);
 
@@ -90,26 +90,25 @@ ETKV_API void etkv_prefix_free(etkv_prefix* prefix);
  * A folder or a bucket of texts that caches have read, for any number of
  * threads and processes. Files appear under their names when they are complete.
  *
- * The files hold keys, values and token ids: what users wrote can be read from
- * them. They are written where etkv_prefix_store_save() is called, and by a
- * prefix cache that has the store behind it, and nowhere else.
+ * The files hold keys, values and token ids: they reveal what users wrote. Only
+ * etkv_prefix_store_save(), and a prefix cache that has the store, write them.
  */
 typedef struct etkv_prefix_store etkv_prefix_store;
 
 /**
- * Opens a folder, which is made, for the user alone, if it is not there. The
- * caller frees the store with etkv_prefix_store_free().
+ * Opens a folder. If it does not exist, it is made, with access for the user
+ * only. The caller frees the store with etkv_prefix_store_free().
  *
  * @param folder     the folder. In a library that was built with ETKV_BUCKETS
- *                   also the address of a bucket, such as s3://bucket/prefix,
- *                   of gs:// and of az://. The environment has the credentials
- *                   and the endpoint, as in AWS_ACCESS_KEY_ID,
- *                   AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT. What is
- *                   called the folder here is then the bucket's objects whose
- *                   names begin with the prefix and a slash.
+ *                   also the address of a bucket: s3://bucket/prefix, gs:// or
+ *                   az://. Credentials and endpoint come from the environment,
+ *                   such as AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+ *                   AWS_REGION and AWS_ENDPOINT. "The folder" then means the
+ *                   bucket's objects whose names begin with the prefix and a
+ *                   slash.
  * @param max_bytes  the most bytes of its files. etkv_prefix_store_save()
- *                   removes those that were used least recently. While a
- *                   file is written it is there besides.
+ *                   removes the least recently used ones. A file that is being
+ *                   written does not count yet.
  *
  * ETKV_ERROR_FILE where the folder cannot be made or read.
  * ETKV_ERROR_UNSUPPORTED for an address in a library without buckets.
@@ -136,18 +135,18 @@ ETKV_API etkv_status etkv_prefix_store_usage(
 
 /**
  * Stores the contents of a cache of one sequence. No file is written for a text
- * of fewer than 32 tokens, one that the folder has already as the beginning of
- * another, and one that takes more bytes than the folder may have; nor for a
- * cache that was converted by hand. Files go whose texts this one begins with,
- * if it serves all that they do.
+ * of fewer than 32 tokens, for one that is the beginning of a text in the
+ * folder, for one that takes more bytes than the folder may have, or for a
+ * cache that etkv_cache_convert() changed. A file whose text is a beginning of
+ * this one is removed, if this one serves all that it does.
  *
  * @param options  the model's fingerprint, and the text of the cache, token by
  *                 token.
- * @param written  receives whether a file was written. NULL where it is not
+ * @param written  receives whether a file was written. NULL if it is not
  *                 wanted.
  *
- * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, and where the cache does not
- * hold the positions of all tokens, of sequence 0 alone and without candidates;
+ * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint, and if the cache does not
+ * hold the positions of all tokens, in sequence 0 alone and without candidates;
  * and the errors of etkv_cache_save().
  */
 ETKV_API etkv_status etkv_prefix_store_save(
@@ -159,23 +158,22 @@ ETKV_API etkv_status etkv_prefix_store_save(
 
 /**
  * Loads the longest beginning of a text that the folder has for a cache of this
- * kind, these layers and these formats. The caller runs the rest, at least one
- * token, whose logits it needs: so it passes the text without its last token.
+ * kind, these layers and these formats. The caller must run at least one token
+ * to get logits, so it passes the text without its last token.
  *
- * A layer with a window can be rewound a little only. A file of such a model
- * serves texts that go on near its end. A file that is damaged is passed by,
- * with a warning in the log.
+ * A layer with a window can be rewound only a little, so a file of such a model
+ * serves only texts that go on near its end. A damaged file is skipped, with a
+ * warning in the log.
  *
- * @param cache     it is empty.
+ * @param cache     an empty cache.
  * @param options   the model's fingerprint, and the text.
  * @param n_loaded  receives how many of the first tokens the cache then holds:
  *                  0, or 32 or more.
  *
- * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, and where the cache is not
- * empty. ETKV_ERROR_FILE where
- * the folder cannot be read. ETKV_ERROR_STEP while a step is open.
- * ETKV_ERROR_UNSUPPORTED for a kind that Rust code added. ETKV_ERROR_BACKEND
- * where the cache is poisoned or memory is lacking.
+ * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint, and if the cache is not
+ * empty. ETKV_ERROR_FILE if the folder cannot be read. ETKV_ERROR_STEP while a
+ * step is open. ETKV_ERROR_UNSUPPORTED for a kind that Rust code added.
+ * ETKV_ERROR_BACKEND if the cache is poisoned or memory runs out.
  */
 ETKV_API etkv_status etkv_prefix_store_load(
     const etkv_prefix_store* store,
@@ -185,9 +183,9 @@ ETKV_API etkv_status etkv_prefix_store_load(
     etkv_error** error);
 
 /**
- * Stores how many tokens etkv_prefix_store_load() would load for a cache like
- * this one, which may hold something. Files are not read whole, so damage shows
- * only when they are loaded.
+ * Stores how many tokens etkv_prefix_store_load() would load for an empty cache
+ * like this one. This one may hold positions. Files are not read in full, so
+ * damage shows only when they are loaded.
  */
 ETKV_API etkv_status etkv_prefix_store_find(
     const etkv_prefix_store* store,
@@ -212,33 +210,33 @@ typedef struct etkv_prefix_cache_options {
   size_t struct_size;
   /**
    * The most bytes of rows that prefixes keep in memory, or 0 for no limit.
-   * Those that were used least recently go first. Pinned ones stay.
+   * The least recently used go first. Pinned ones stay.
    */
   uint64_t max_bytes;
   /**
-   * A store that is asked for what memory lacks, and to which everything is
-   * written that is kept; or NULL. Its handle may be freed afterwards.
+   * A store that supplies what memory lacks, and receives all that is kept; or
+   * NULL. Its handle may be freed afterwards.
    */
   const etkv_prefix_store* store;
 } etkv_prefix_cache_options;
 
-/** What a prefix cache holds, and what it was asked for. */
+/** What a prefix cache holds, and how it was used. */
 typedef struct etkv_prefix_statistics {
   size_t struct_size;
   /** The prefixes in memory, and those of them that are pinned. */
   size_t n_prefixes;
   size_t n_pinned;
-  /** Bytes of their rows. What several have in common counts once. */
+  /** Bytes of their rows. Rows that several share count once. */
   uint64_t n_bytes;
-  /** Tokens of the texts that etkv_prefix_cache_attach() got. */
+  /** Tokens of the texts passed to etkv_prefix_cache_attach(). */
   uint64_t tokens_asked;
   /** Tokens of these that were found in memory, and in the store. */
   uint64_t tokens_in_memory;
   uint64_t tokens_in_store;
   /**
-   * Texts that wait to be read ahead, with the one that is read now; those of
-   * which something was read ahead into memory, and their tokens; and those that
-   * could not be read, for which the log tells why.
+   * Texts that wait to be read ahead, including the one in progress; texts that
+   * were read ahead, wholly or in part, and their tokens; and texts that could
+   * not be read, with the reason in the log.
    */
   size_t n_ahead_waiting;
   uint64_t n_ahead_read;
@@ -263,23 +261,23 @@ ETKV_API etkv_status etkv_prefix_cache_new(
 ETKV_API void etkv_prefix_cache_free(etkv_prefix_cache* prefixes);
 
 /**
- * Attaches an empty cache to the longest beginning of a text that is kept. The
- * caller runs the rest, at least one token, whose logits it needs: so it passes
- * the text without its last token.
+ * Attaches an empty cache to the longest kept beginning of a text. The caller
+ * must run at least one token to get logits, so it passes the text without its
+ * last token.
  *
- * Layers with windows can be rewound a little only: a prefix of such a model
- * serves texts that go on near its end. If the store has a longer beginning, the
- * cache loads it, and shares it in memory from then on. A store that fails is
- * passed by, with a warning in the log.
+ * Layers with windows can be rewound only a little, so a prefix of such a model
+ * serves only texts that go on near its end. If the store has a longer
+ * beginning, the cache loads it, and shares it in memory from then on. A store
+ * that fails is skipped, with a warning in the log.
  *
  * @param options     the model's fingerprint, and the text.
  * @param n_attached  receives how many of the first tokens the cache then
  *                    holds.
  *
- * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, and where the cache is not
- * empty. ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED for a kind
- * that Rust code added. ETKV_ERROR_BACKEND where the cache is poisoned or memory
- * is lacking.
+ * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint, and if the cache is not
+ * empty. ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED for a
+ * kind that Rust code added. ETKV_ERROR_BACKEND if the cache is poisoned or
+ * memory runs out.
  */
 ETKV_API etkv_status etkv_prefix_cache_attach(
     const etkv_prefix_cache* prefixes,
@@ -289,8 +287,8 @@ ETKV_API etkv_status etkv_prefix_cache_attach(
     etkv_error** error);
 
 /**
- * Stores how many tokens etkv_prefix_cache_attach() would attach a cache like
- * this one to, which may hold something.
+ * Stores how many tokens etkv_prefix_cache_attach() would find for an empty
+ * cache like this one. This one may hold positions.
  */
 ETKV_API etkv_status etkv_prefix_cache_find(
     const etkv_prefix_cache* prefixes,
@@ -300,18 +298,19 @@ ETKV_API etkv_status etkv_prefix_cache_find(
     etkv_error** error);
 
 /**
- * Keeps the contents of a cache, which goes on from them itself. Prefixes go
- * whose texts this one begins with, if it serves all that they do. The store
- * gets the text too: its file has what users wrote.
+ * Keeps the contents of a cache, which goes on from them. A prefix whose text
+ * is a beginning of this one is removed, if this one serves all that it does.
+ * The store receives the text too: its file reveals what users wrote.
  *
  * @param options  the model's fingerprint, and the text of the cache, token by
  *                 token.
- * @param kept     receives whether memory has the text then. It has not if the
- *                 text takes more bytes than there may be, or the cache was
- *                 converted by hand. NULL where it is not wanted.
+ * @param kept     receives whether memory now has the text. It does not if the
+ *                 text takes more bytes than allowed, or if
+ *                 etkv_cache_convert() changed the cache. NULL if it is not
+ *                 wanted.
  *
- * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, for no tokens, and where the
- * cache does not hold the positions of all tokens; and the errors of
+ * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint or tokens, and if the cache
+ * does not hold the positions of all tokens; and the errors of
  * etkv_cache_freeze().
  */
 ETKV_API etkv_status etkv_prefix_cache_keep(
@@ -322,26 +321,26 @@ ETKV_API etkv_status etkv_prefix_cache_keep(
     etkv_error** error);
 
 /**
- * Has the longest beginning of a text that the store has read into memory, by a
- * thread of the prefix cache, so that a later etkv_prefix_cache_attach() of a
- * cache like this one finds it there. Waits for nothing, and asks neither the
- * folder nor the network.
+ * Reads the longest beginning of a text in the store into memory, on a thread
+ * of the prefix cache, so that a later etkv_prefix_cache_attach() of a cache
+ * like this one finds it there. This call itself waits for nothing, and
+ * accesses neither the folder nor the network.
  *
- * What is read is a prefix like others: it takes of `max_bytes` and of the
- * memory budget. What cannot be read, also for lack of memory, is counted in
- * etkv_prefix_statistics. Where it is read, etkv_prefix_cache_attach() does not
- * ask the store for this text again for a minute, as long as memory has it. A
- * callback of the memory budget may be called on that thread.
+ * The result is a prefix like others: it counts against `max_bytes` and the
+ * memory budget. A text that cannot be read, also for lack of memory, is
+ * counted in etkv_prefix_statistics. After the read, etkv_prefix_cache_attach()
+ * does not ask the store for this text again for a minute, as long as memory
+ * has it. The memory budget's callback may run on that thread.
  *
  * @param cache    of the kind, layers and formats that will read the text. It
- *                 may hold something, and does not change.
+ *                 may hold positions, and does not change.
  * @param options  the model's fingerprint, and the text.
- * @param waits    receives whether the text waits to be read: not if memory has
- *                 all of it, if there is no store, or if 16 others wait. NULL
- *                 where it is not wanted.
+ * @param waits    receives whether the text waits to be read: false if memory
+ *                 has all of it, if there is no store, or if 16 others wait.
+ *                 NULL if it is not wanted.
  *
- * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint. ETKV_ERROR_UNSUPPORTED for a
- * kind that Rust code added. ETKV_ERROR_BACKEND where no thread can be started.
+ * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint. ETKV_ERROR_UNSUPPORTED for
+ * a kind that Rust code added. ETKV_ERROR_BACKEND if no thread can be started.
  */
 ETKV_API etkv_status etkv_prefix_cache_prefetch(
     const etkv_prefix_cache* prefixes,
@@ -354,7 +353,7 @@ ETKV_API etkv_status etkv_prefix_cache_prefetch(
  * Pins a prefix that holds a whole text, for caches like this one: nothing
  * removes it from memory until etkv_prefix_pin_free().
  *
- * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, and where no prefix has the
+ * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint, and if no prefix has the
  * text.
  */
 ETKV_API etkv_status etkv_prefix_cache_pin(
@@ -368,10 +367,10 @@ ETKV_API etkv_status etkv_prefix_cache_pin(
 ETKV_API void etkv_prefix_pin_free(etkv_prefix_pin* pin);
 
 /**
- * Frees prefixes that are not pinned and that no cache reads, those that were
- * used least recently first, until `n_bytes` are free.
+ * Frees prefixes that are not pinned and that no cache reads, least recently
+ * used first, until `n_bytes` are free.
  *
- * @param freed  receives the bytes that were freed. NULL where it is not wanted.
+ * @param freed  receives the bytes that were freed. NULL if it is not wanted.
  */
 ETKV_API etkv_status etkv_prefix_cache_reclaim(
     const etkv_prefix_cache* prefixes,

@@ -1,4 +1,4 @@
-// Prefixes: what caches have read, for others to go on from. A part of
+// Prefixes: frozen contents of caches, from which other caches go on. A part of
 // etkv.hpp. See prefix.h, and docs/prefixes.md.
 #pragma once
 
@@ -46,7 +46,7 @@ class Prefix {
   detail::Handle<etkv_prefix, etkv_prefix_free> handle_;
 };
 
-/// Freezes what a cache holds, and goes on from it itself; see
+/// Freezes the contents of a cache, which goes on from them; see
 /// etkv_cache_freeze.
 inline Result<Prefix> freeze(Cache& cache) {
   auto frozen =
@@ -72,7 +72,7 @@ inline Result<void> attach(Cache& cache, const Prefix& prefix, int32_t length) {
 /// A folder or a bucket of texts that caches have read; see etkv_prefix_store.
 class PrefixStore {
  public:
-  /// What the files of the folder take.
+  /// The number and the bytes of the files of a folder.
   struct Usage {
     size_t files = 0;
     uint64_t bytes = 0;
@@ -93,7 +93,7 @@ class PrefixStore {
     return PrefixStore(*opened);
   }
 
-  /// Returns what the files take.
+  /// Returns the number and the bytes of the files.
   Result<Usage> usage() const {
     Usage usage;
     const auto asked = detail::run([&](etkv_error** error) {
@@ -156,13 +156,12 @@ class PrefixPin {
   detail::Handle<etkv_prefix_pin, etkv_prefix_pin_free> handle_;
 };
 
-/// What a prefix cache holds, and what it was asked for; see
-/// etkv_prefix_statistics.
+/// What a prefix cache holds, and how it was used; see etkv_prefix_statistics.
 struct PrefixStatistics {
   size_t prefixes = 0;           ///< prefixes in memory
   size_t pinned = 0;             ///< those of them that are pinned
   uint64_t bytes = 0;            ///< of their rows, each once
-  uint64_t tokens_asked = 0;     ///< of the texts that caches were to have
+  uint64_t tokens_asked = 0;     ///< of the texts passed to attach()
   uint64_t tokens_in_memory = 0; ///< of these, found in memory
   uint64_t tokens_in_store = 0;  ///< of these, loaded from the store
   size_t ahead_waiting = 0;      ///< texts that wait to be read ahead
@@ -221,8 +220,9 @@ class PrefixCache {
     });
   }
 
-  /// Has what the store has of `text.tokens` read into memory, by another
-  /// thread. Returns whether it waits for that; see etkv_prefix_cache_prefetch.
+  /// Reads the beginning of `text.tokens` in the store into memory, on another
+  /// thread. Returns whether it waits to be read; see
+  /// etkv_prefix_cache_prefetch.
   Result<bool> prefetch(const Cache& cache, const SaveOptions& text) {
     const auto raw = detail::raw_of(text);
     return detail::ask<bool>([&](bool* waits, etkv_error** error) {
@@ -260,7 +260,7 @@ class PrefixCache {
     });
   }
 
-  /// Returns what it holds, and what it was asked for.
+  /// Returns what it holds, and how it was used.
   Result<PrefixStatistics> statistics() const {
     etkv_prefix_statistics raw{};
     raw.struct_size = sizeof(raw);

@@ -44,8 +44,8 @@ namespace detail {
 /// `*session->cache().length()` says that a failure here is a defect.
 ///
 /// A Result<bool> does not convert to bool, because a test of the Result could
-/// be mistaken for a test of the value. Call has_value() for the one, and `*`
-/// or value_or() for the other.
+/// be mistaken for a test of the value. Call has_value() to test the Result,
+/// and `*` or value_or() to test the value.
 template <typename T>
 class [[nodiscard]] Result {
  public:
@@ -65,7 +65,7 @@ class [[nodiscard]] Result {
         "a Result<bool> is no condition: take its answer with * or value_or()");
     return has_value();
   }
-  /// has_value(), as ExecuTorch's Result has it.
+  /// The same as has_value(), as in ExecuTorch's Result.
   bool ok() const {
     return has_value();
   }
@@ -194,7 +194,7 @@ class [[nodiscard]] Result<void> {
   explicit operator bool() const {
     return has_value();
   }
-  /// has_value(), as ExecuTorch's Result has it.
+  /// The same as has_value(), as in ExecuTorch's Result.
   bool ok() const {
     return has_value();
   }

@@ -2,8 +2,8 @@
  * The contents of a cache in a file, and back. docs/saving.md describes the
  * file. A part of etkv.h, whose conventions hold here.
  *
- * A file holds keys, values and token ids: what users wrote can be read from
- * it. It is written where a call asks for it, and nowhere else.
+ * A file holds keys, values and token ids: it reveals what users wrote. Only a
+ * call that asks for it writes a file.
  */
 #ifndef ETKV_SAVING_H
 #define ETKV_SAVING_H
@@ -24,8 +24,8 @@ extern "C" {
 typedef struct etkv_save_options {
   size_t struct_size;
   /**
-   * What the caller tells models apart by, such as etkv_fingerprint() of the
-   * program. NULL is the same as "".
+   * Identifies the model, such as etkv_fingerprint() of the program. NULL is
+   * the same as "".
    */
   const char* fingerprint;
   /** Token ids, `n_tokens` of them. etkv does not interpret them. */
@@ -57,15 +57,15 @@ ETKV_API etkv_status etkv_cache_save(
  * before the cache changes. Old and new contents are in memory until the new
  * ones are complete.
  *
- * A file fits a cache of the same kind, layers and windows whose capacity its
- * positions do not exceed. Where the formats of the config are the same too,
+ * A file fits a cache of the same kind, layers and windows, with enough
+ * capacity for its positions. If the formats of the config are the same too,
  * the cache goes on as the saved one would have. Otherwise f32, f16 and bf16
  * are converted into the formats of this cache, and other formats are refused.
  *
  * @param path         the file.
  * @param fingerprint  that of etkv_cache_save(). NULL is the same as "".
  * @param tokens       receives the token ids of the file, which the caller
- *                     frees with etkv_tokens_free(). NULL where they are not
+ *                     frees with etkv_tokens_free(). NULL if they are not
  *                     wanted.
  * @param n_tokens     receives their number. NULL where `tokens` is.
  *
@@ -92,7 +92,8 @@ ETKV_API etkv_status etkv_cache_load(
  * @param path      the file, which may exist.
  * @param options   NULL adds nothing.
  *
- * As etkv_cache_save(), and ETKV_ERROR_INVALID_ARGUMENT for another sequence.
+ * The errors of etkv_cache_save(), and ETKV_ERROR_INVALID_ARGUMENT for another
+ * sequence.
  */
 ETKV_API etkv_status etkv_seq_cache_save(
     const etkv_seq_cache* cache,
@@ -107,15 +108,15 @@ ETKV_API etkv_status etkv_seq_cache_save(
  * rows of the sequence are in memory twice until they are complete.
  *
  * A file of a cache of any kind fits, if it holds one sequence without
- * candidates, and the layers and windows are the same. Rows come to have the
- * present formats of this cache: f32, f16 and bf16 are converted into each
- * other, and other formats are refused.
+ * candidates, and the layers and windows are the same. Rows are converted to
+ * the present formats of this cache: f32, f16 and bf16 into each other. Other
+ * formats are refused.
  *
  * @param sequence     from 0 to 255. It holds nothing.
  * @param path         the file.
  * @param fingerprint  that of the file. NULL is the same as "".
  * @param tokens       receives the token ids of the file, which the caller
- *                     frees with etkv_tokens_free(). NULL where they are not
+ *                     frees with etkv_tokens_free(). NULL if they are not
  *                     wanted.
  * @param n_tokens     receives their number. NULL where `tokens` is.
  *
@@ -124,8 +125,8 @@ ETKV_API etkv_status etkv_seq_cache_save(
  * ETKV_ERROR_FILE for a file that cannot be read, is damaged, or is of another
  * version, model or config, and for values that are not finite, which other
  * sequences would read. ETKV_ERROR_STEP while a step is open.
- * ETKV_ERROR_UNSUPPORTED for a kind that Rust code added. ETKV_ERROR_BACKEND
- * where the cache is poisoned or memory is lacking. The contents are then as
+ * ETKV_ERROR_UNSUPPORTED for a kind that Rust code added. ETKV_ERROR_BACKEND if
+ * the cache is poisoned or memory runs out. After an error the contents are as
  * before.
  */
 ETKV_API etkv_status etkv_seq_cache_load(
@@ -139,8 +140,8 @@ ETKV_API etkv_status etkv_seq_cache_load(
 
 /**
  * Stores the fingerprint of a file, such as a program: "xxh3-" and 32
- * hexadecimal digits, which files of the same bytes have in common. Reads the
- * whole file.
+ * hexadecimal digits. Files with the same bytes have the same fingerprint.
+ * Reads the whole file.
  *
  * @param fingerprint  receives a string, which the caller frees with
  *                     etkv_string_free().

@@ -45,13 +45,12 @@ ETKV_API void etkv_seq_cache_free(etkv_seq_cache* cache);
 
 /**
  * Declares the sequence of each of the `n_tokens` tokens of the next step.
- * Without a declaration, the tokens are those of the proposed frontiers, by the
- * number of their sequence. Without frontiers, they are those of the only
- * sequence.
+ * Without a declaration, the tokens belong to the proposed frontiers, in order
+ * of sequence number; without frontiers, they belong to the only sequence.
  *
  * The declaration holds until a step commits or another declaration replaces
- * it. The numbers are copied. ETKV_ERROR_INVALID_ARGUMENT where `n_tokens` is
- * 0; an earlier declaration then holds.
+ * it. The numbers are copied. ETKV_ERROR_INVALID_ARGUMENT if `n_tokens` is 0;
+ * an earlier declaration then stays.
  */
 ETKV_API etkv_status etkv_seq_cache_begin_step(
     etkv_seq_cache* cache,
@@ -82,7 +81,7 @@ ETKV_API etkv_status etkv_seq_cache_begin_step_shared(
 
 /**
  * Withdraws the declaration of etkv_seq_cache_begin_step() or
- * etkv_seq_cache_begin_step_shared(), for a step that does not come. Does
+ * etkv_seq_cache_begin_step_shared(), for a step that will not run. Does
  * nothing without a declaration. ETKV_ERROR_STEP while a step is open.
  */
 ETKV_API etkv_status
@@ -92,8 +91,8 @@ etkv_seq_cache_cancel_step(etkv_seq_cache* cache, etkv_error** error);
  * Makes `target` share the positions of `source` in a range, in the same cells.
  * No bytes move.
  *
- * ETKV_ERROR_POSITION where `target` has other cells for some of them, or where
- * layers with windows have dropped what its next query would see.
+ * ETKV_ERROR_POSITION if `target` has other cells at some of these positions,
+ * or if layers with windows have dropped rows that its next query would see.
  * ETKV_ERROR_STEP where `target` carries a tree.
  */
 ETKV_API etkv_status etkv_seq_cache_cp(
@@ -110,7 +109,7 @@ ETKV_API etkv_status etkv_seq_cache_cp(
  * its positions removes its tree as well.
  *
  * ETKV_ERROR_STEP where the sequence carries a tree and some of its positions
- * would stay. ETKV_ERROR_POSITION where the sequence would go on below
+ * would stay. ETKV_ERROR_POSITION where the sequence would continue below
  * etkv_seq_cache_rewindable_to().
  */
 ETKV_API etkv_status etkv_seq_cache_rm(
@@ -183,7 +182,7 @@ ETKV_API etkv_status etkv_seq_cache_positions(
  *                   with a `room` of 0, to store `n` only.
  * @param n          receives how many there are, 256 at most.
  *
- * ETKV_ERROR_INVALID_ARGUMENT where `room` is less than that.
+ * ETKV_ERROR_INVALID_ARGUMENT where `room` is less than their number.
  */
 ETKV_API etkv_status etkv_seq_cache_sequences(
     const etkv_seq_cache* cache,
@@ -193,10 +192,10 @@ ETKV_API etkv_status etkv_seq_cache_sequences(
     etkv_error** error);
 
 /**
- * Makes each sequence one run of cells, as far as shared cells allow. Such a
- * sequence is read without a mask again. Moves as few rows as possible.
+ * Moves each sequence into one run of cells, as far as shared cells allow, so
+ * that steps read it without a mask again. Moves as few rows as possible.
  *
- * After ETKV_ERROR_BACKEND, where rows had moved already, the cache is poisoned
+ * If ETKV_ERROR_BACKEND occurs after rows have moved, the cache is poisoned
  * until it is cleared.
  */
 ETKV_API etkv_status
@@ -245,13 +244,12 @@ ETKV_API etkv_status etkv_tree_cache_propose(
  * Adds a chain of candidates to the sequence, and removes the rest of its tree.
  *
  * @param accepted  the numbers of `n_nodes` nodes that ran, from a child of the
- *                  sequence down. None of them, NULL and 0, removes the whole
+ *                  sequence down. NULL and 0 remove the whole
  *                  tree.
  *
- * ETKV_ERROR_INVALID_ARGUMENT where there is no tree, or the nodes are no chain
- * of nodes that ran. ETKV_ERROR_STEP while a step is open. After
- * ETKV_ERROR_BACKEND, where rows had moved already, the cache is poisoned until
- * it is cleared.
+ * ETKV_ERROR_INVALID_ARGUMENT if there is no tree, or the nodes are no chain of
+ * nodes that ran. ETKV_ERROR_STEP while a step is open. If ETKV_ERROR_BACKEND
+ * occurs after rows have moved, the cache is poisoned until it is cleared.
  */
 ETKV_API etkv_status etkv_tree_cache_commit(
     etkv_tree_cache* cache,

@@ -75,7 +75,7 @@ class SeqCache : public Cache {
     });
   }
   /// Withdraws the declaration of begin_step() or begin_step_shared(), for a
-  /// step that does not come.
+  /// step that will not run.
   Result<void> cancel_step() {
     return detail::run([&](etkv_error** error) {
       return etkv_seq_cache_cancel_step(raw_sequences(), error);
@@ -124,7 +124,7 @@ class SeqCache : public Cache {
               raw_sequences(), sequence, ranges, room, n, error);
         });
   }
-  /// Returns what `rewindable_to` returns, for one of several sequences.
+  /// Returns the same as `rewindable_to`, for one of several sequences.
   Result<int32_t> seq_rewindable_to(int32_t sequence) const {
     return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
       return etkv_seq_cache_rewindable_to(
@@ -139,7 +139,7 @@ class SeqCache : public Cache {
               raw_sequences(), numbers, room, n, error);
         });
   }
-  /// Makes each sequence one run of cells, as far as shared cells allow.
+  /// Moves each sequence into one run of cells, as far as shared cells allow.
   Result<void> compact() {
     return detail::run([&](etkv_error** error) {
       return etkv_seq_cache_compact(raw_sequences(), error);
@@ -167,7 +167,7 @@ class TreeCache : public SeqCache {
   static constexpr const char* kKind = "tree";
 
   static Result<TreeCache> adopt(etkv_cache* raw) {
-    // First, so that the error names the trees, not the sequences.
+    // Checked first, so that the error names the trees, not the sequences.
     auto trees = detail::ask<etkv_tree_cache*>(
         [&](etkv_tree_cache** trees, etkv_error** error) {
           return etkv_cache_as_tree(raw, trees, error);
@@ -198,7 +198,7 @@ class TreeCache : public SeqCache {
       int32_t sequence = 0) {
     return propose(parents.data(), parents.size(), sequence);
   }
-  // Without this overload, `{0}` could be a pointer.
+  // Without this overload, `{0}` could convert to a pointer.
   Result<void> propose(
       std::initializer_list<int32_t> parents,
       int32_t sequence = 0) {

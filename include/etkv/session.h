@@ -99,7 +99,7 @@ ETKV_API etkv_status etkv_session_tree(
 
 /**
  * Adds a cache under a key, for programs of this backend. The registry keeps
- * the cache until the key is erased. The handle stays the caller's.
+ * the cache until the key is erased. The caller keeps its handle.
  *
  * ETKV_ERROR_INVALID_ARGUMENT where the key is taken or empty.
  */

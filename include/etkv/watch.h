@@ -1,5 +1,5 @@
 /*
- * What a running etkv tells: its log, reports, MLX's memory, and handles.
+ * What a running etkv reports: its log, reports, MLX's memory, and handles.
  * A part of etkv.h, whose conventions hold here.
  */
 #ifndef ETKV_WATCH_H
@@ -19,8 +19,7 @@ extern "C" {
 /* ---- The log ----------------------------------------------------------- */
 
 /*
- * Targets of the log's messages, for which a filter may set levels of their
- * own:
+ * Targets of log messages. A filter may set a level for each:
  *
  *   etkv::core      caches: steps, growth, conversions, moves, rollbacks
  *   etkv::program   programs: loading, passes, forwards
@@ -41,7 +40,7 @@ enum {
   ETKV_LOG_WARN = 2,
   /** A program is loaded, or a cache is converted. */
   ETKV_LOG_INFO = 3,
-  /** What was done, and the time it took: steps, growth, passes. */
+  /** Work and the time that it took: steps, growth, passes. */
   ETKV_LOG_DEBUG = 4,
   /** What each layer of a step does. */
   ETKV_LOG_TRACE = 5,
@@ -54,9 +53,9 @@ enum {
  *
  * The strings live as long as the call. etkv calls the callback on any thread,
  * on several threads at once, and while it holds the locks of a cache, of MLX
- * or of both. So the callback only keeps the message or writes it. It must not call etkv, wait
- * for a thread that calls etkv or for a lock that such a thread holds, throw,
- * or exit by longjmp.
+ * or of both. So the callback may only keep or write the message. It must not
+ * call etkv, wait for a thread that calls etkv or for a lock that such a thread
+ * holds, throw, or exit by longjmp.
  *
  * @param level    the level of the message.
  * @param target   the target, as in "etkv::core".
@@ -94,15 +93,15 @@ ETKV_API etkv_status etkv_set_log_callback(
     etkv_error** error);
 
 /**
- * Keeps the last `most` messages for etkv_log_take(), instead of a callback. It
- * replaces a callback, and etkv_set_log_callback() replaces it.
+ * Keeps the last `most` messages for etkv_log_take(), instead of calling a
+ * callback. This call and etkv_set_log_callback() replace each other.
  *
  * Use it in a host that runs programs while it holds a lock that its callback
  * would take. With a callback, such a host can deadlock: the lock waits for
- * MLX, and MLX for the lock. ExecuTorch's Python module runs programs with
- * Python's lock held.
- *
- * @param filter  as for etkv_set_log_callback().
+ * Use it in a host that runs programs while it holds a lock that its callback
+ * would take. With a callback, such a host can deadlock: the thread with the
+ * lock waits for MLX, and the callback, with MLX, waits for the lock.
+ * ExecuTorch's Python module runs programs with Python's lock held.
  * @param most    the number of messages, at least 1;
  *                ETKV_ERROR_INVALID_ARGUMENT for 0.
  *
@@ -112,7 +111,7 @@ ETKV_API etkv_status
 etkv_log_keep(const char* filter, size_t most, etkv_error** error);
 
 /**
- * Stores the messages that were kept, and forgets them.
+ * Stores the kept messages, and forgets them.
  *
  * @param json  receives a JSON list of objects, the oldest message first, with
  *              `level`, `target`, `message`, and `time` in seconds since 1970;
@@ -142,9 +141,8 @@ ETKV_API etkv_status
 etkv_cache_report(const etkv_cache* cache, char** json, etkv_error** error);
 
 /**
- * Stores a report of this process: the memory budget, what is held and free of
- * it, and what each cache and each prefix that is kept holds. Waits for no
- * cache.
+ * Stores a report of this process: the memory budget, its used and free bytes,
+ * and what each cache and each kept prefix holds. Waits for no cache.
  *
  * @param json  receives a JSON object, which the caller frees with
  *              etkv_string_free().
