@@ -35,6 +35,34 @@ pub struct LayerConfig {
     pub policy: LayerPolicy,
 }
 
+/// The sizes of one recurrent layer: facts of the model's architecture.
+///
+/// A recurrent layer stores float32, whatever the formats of keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecurrentLayer {
+    /// A causal depthwise convolution: a query reads the columns of its own position and of the `width - 1`
+    /// before it.
+    Convolution {
+        /// Elements of a column.
+        channels: i32,
+        /// Positions that a query reads, at least 1.
+        width: i32,
+    },
+    /// A linear recurrence: each head keeps a state of `k_dim` times `v_dim` elements.
+    Recurrence {
+        /// Heads of the queries and keys. Each serves `heads / k_heads` heads.
+        k_heads: i32,
+        /// Heads of the values, and of the state.
+        heads: i32,
+        /// Elements of a key.
+        k_dim: i32,
+        /// Elements of a value.
+        v_dim: i32,
+        /// Whether each channel of a key has a decay of its own. Otherwise each head has one.
+        channel_decay: bool,
+    },
+}
+
 /// The layers of a cache in groups of one policy: a step uses the same slots in all layers of a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerGroups {

@@ -50,7 +50,7 @@ mod watch;
 
 pub use budget::{BudgetReport, HolderReport, MemoryBudget};
 pub use cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache};
-pub use config::{CacheConfig, LayerConfig, LayerGroups, LayerPolicy};
+pub use config::{CacheConfig, LayerConfig, LayerGroups, LayerPolicy, RecurrentLayer};
 pub use error::{Error, Result, Status};
 pub use format::{Element, KvFormat, Packing, PlaneFormat};
 pub use forwards::Forwards;
@@ -67,7 +67,7 @@ pub use report::{
 pub use session::Session;
 pub use shared::{CacheGuard, ProgramCache, ProgramGuard, Shared, SharedCache, SharedGuard};
 pub use snapshot::{SaveCache, Snapshot};
-pub use spec::{AttendSpec, Mask, Placement};
+pub use spec::{AttendSpec, Mask, Placement, RecurrentRows, RecurrentSpec};
 pub use step::Step;
 pub use store::{Extent, Spec, Store};
 pub use watch::TARGET;

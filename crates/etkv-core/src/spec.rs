@@ -1,8 +1,9 @@
 //! The keys, values and mask that the queries of a step attend to.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use crate::bookkeeping::{MaskPlan, Slots};
+use crate::bookkeeping::{MaskPlan, RecurrentPlan, Slots};
 
 /// The keys that a query sees.
 #[derive(Debug, Clone)]
@@ -36,4 +37,28 @@ pub struct Placement {
     pub read: Range<i32>,
     /// Which of the read slots each query sees.
     pub mask: MaskPlan,
+}
+
+/// What a recurrent layer reads in a step.
+#[derive(Debug, Clone)]
+pub struct RecurrentSpec<V> {
+    /// The rows of slots from 0 on. A convolution has one buffer, input columns `[1, 1, L, channels]`. A
+    /// recurrence has two: keys `[1, k_heads, L, k_dim]`, and updates with decays `[1, heads, L, v_dim + D]`,
+    /// where `D` is 1 or, with a decay for each channel, `k_dim`. All are float32. A decay is the sum of the
+    /// log decays from the anchor below the row's position up to the row.
+    pub rows: [Option<V>; 2],
+    /// The states of slots from 0 on, `[1, heads, A, k_dim * v_dim]` in float32, with `v_dim` running fastest;
+    /// `None` for a convolution.
+    pub anchors: Option<V>,
+    /// The plan.
+    pub plan: Arc<RecurrentPlan>,
+}
+
+/// What a recurrent layer writes in a step, in the shapes of [`RecurrentSpec`].
+#[derive(Debug, Clone)]
+pub struct RecurrentRows<T> {
+    /// The rows of the tokens in [`RecurrentPlan::stored`].
+    pub rows: [Option<T>; 2],
+    /// The anchors that have a slot, in the order of [`RecurrentPlan::folds`]; `None` without any.
+    pub anchors: Option<T>,
 }

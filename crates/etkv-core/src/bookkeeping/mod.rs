@@ -7,10 +7,12 @@ mod cells;
 mod contiguous;
 mod mask_runs;
 mod plan;
+mod recurrent;
 mod window;
 
 pub use cells::{AddedStep, CellsBookkeeping, MAX_SEQUENCES};
 pub use contiguous::{ContiguousBookkeeping, ContiguousPlan};
 pub use mask_runs::MaskRuns;
 pub use plan::{LayerGroupPlan, MaskPlan, Move, Slots};
+pub use recurrent::{AnchorSource, Chain, RecurrentPlan, RowSource, BLOCK};
 pub use window::Window;
