@@ -64,28 +64,29 @@ def generate_tokens(
 ) -> Generation:
     """Append ``prompt`` to the cache of ``program``, then the answer of the model.
 
-    The cache is the session's, or the one in the graph of the program: :attr:`Program.cache`. ``prompt`` follows the
-    positions that it holds; none is removed. ``sequence`` is the sequence to continue, if the session has several.
+    The cache, :attr:`Program.cache`, is the session's or is in the program's graph. ``prompt`` follows the positions
+    that the cache holds; none is removed. ``sequence`` is the sequence to continue, if the session has several.
     ``eos_token_ids`` end the answer; ``None`` uses those of the program. ``progress`` shows bars on stderr.
 
     ``logit_bias`` is added to the logits of the token ids that it names; minus infinity forbids one.
     ``repetition_penalty`` divides the positive logits of the last 64 tokens of prompt and answer, and multiplies the
-    negative ones. At a ``temperature`` of 0 the greatest logit is then chosen. Otherwise tokens are sampled from the
-    ``top_k`` best (0 for all), of those from the fewest that have ``top_p`` of the probability, and of those from the
-    ones with at least ``min_p`` of the greatest probability. A ``seed`` repeats an answer.
+    negative ones. At a ``temperature`` of 0 the argmax is then chosen. Otherwise three filters apply in order, and the
+    rest is sampled: the ``top_k`` best tokens (0 for all), the fewest best tokens that together have probability
+    ``top_p``, and the tokens with at least ``min_p`` times the greatest probability. A ``seed`` repeats an answer.
 
-    With an MLX program the device chooses each token, and starts the next step before Python asks for its token. A
-    program for the CPU, and one with its cache in its graph, runs step by step. The answers are the same.
+    With an MLX program the device chooses each token, and decodes asynchronously: the next step starts before Python
+    asks for its token. A CPU program, or a program with its cache in its graph, runs step by step. The answers are the
+    same.
 
     Nothing runs before the first token is requested. A ``break``, :meth:`Generation.cancel` and an interruption
     (Ctrl-C) leave the cache usable: it holds the prompt and the first :attr:`Generation.cached_tokens` of the answer.
-    Of a prompt that did not end it holds the steps that ran, :attr:`Generation.read_tokens`: go on with the rest, or
-    call :meth:`Generation.roll_back`. A step that fails is rolled back together with its prompt, as far as layers with
-    windows still hold the positions before it; a cache in a graph keeps what ran.
+    If the prompt was not read to its end, the cache holds its first :attr:`Generation.read_tokens`: go on with the
+    rest, or call :meth:`Generation.roll_back`. If a step fails, the step and the prompt are rolled back, as far as
+    layers with windows still hold earlier positions. A cache in a graph keeps the steps that ran.
 
-    The cache must not change between two tokens: an answer whose positions are no longer the next ones of its sequence
-    ends with an error. If threads share a session, each one must hold a lock of the application's while it iterates: a
-    step that fails cancels the declaration of the next one.
+    The cache must not change between two tokens: if the next position of the sequence has changed, the answer ends with
+    an error. Threads that share a session must each hold an application lock while they iterate: a failed step cancels
+    the declaration of the next step.
     """
     if not isinstance(program, Program):
         raise EtkvError(f"program is {type(program).__name__}, expected what etkv.load returns")
@@ -99,7 +100,7 @@ def generate_tokens(
         raise EtkvError(f"max_tokens is {max_tokens}, the least is 0")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {}, seed)
     if sequence and not isinstance(program.cache, SeqCache):
-        raise EtkvError(f"sequence is {sequence}, and the cache has one only: use a SeqSession")
+        raise EtkvError(f"sequence is {sequence}, but the cache has one sequence only: use a SeqSession")
     eos = frozenset(program.eos_token_ids if eos_token_ids is None else eos_token_ids)
     return Generation(program, ids, max_tokens, sequence, sampling, eos, progress)
 
@@ -136,10 +137,10 @@ class Generation(Iterator[int]):
         """Called when all of the prompt but its last token has run. Set before the first token is requested."""
         self._start: int | None = None
         self._ran = 0
-        """Tokens of prompt and answer that ran: the next one goes after them."""
+        """Tokens of prompt and answer that ran. The next token follows them."""
         self._cancelled = False
         self._prompt = prompt
-        # Its steps hold a weak reference, so that an answer that is dropped releases the session at once.
+        # The steps hold a weak reference, so a dropped answer releases the session at once.
         self._steps = Generation._run(weakref.proxy(self), self._bars)
 
     def __repr__(self) -> str:
@@ -150,13 +151,13 @@ class Generation(Iterator[int]):
         return next(self._steps)
 
     def cancel(self) -> None:
-        """End the answer, from any thread, when the step that runs is done. The iterator then ends, with the
-        ``finish_reason`` ``cancelled``.
-        """
+        """End the answer after the running step, with the ``finish_reason`` ``cancelled``. Any thread may call it."""
         self._cancelled = True
 
     def skip(self, count: int) -> None:
-        """Leave out the first tokens of the prompt, which the cache holds. Only before the first token is requested."""
+        """Skip the first ``count`` tokens of the prompt, which the cache holds. Call it before the first token is
+        requested.
+        """
         self._prompt = self._prompt[count:]
         self.prompt_tokens = len(self._prompt)
         if self._bars:
@@ -164,16 +165,16 @@ class Generation(Iterator[int]):
 
     @property
     def read_tokens(self) -> int:
-        """Tokens of the prompt that the cache holds: all of them once the answer has begun, and before it all but the
-        last at the most.
+        """Tokens of the prompt that the cache holds: all once the answer has begun, and before that at most all but the
+        last.
         """
         return 0 if self._start is None else max(0, min(self._next() - self._start, self.prompt_tokens))
 
     def roll_back(self) -> None:
-        """Remove what the prompt and the answer have added to the cache.
+        """Remove the positions that the prompt and the answer have added to the cache.
 
-        Raises :class:`EtkvError` where layers with windows have dropped what the position before needs, and for a cache
-        in a graph, which only clears.
+        Raises :class:`EtkvError` if layers with windows have dropped positions that the next query would see, and for a
+        cache in a graph, which cannot rewind.
         """
         if self._start is None:
             return
@@ -189,11 +190,11 @@ class Generation(Iterator[int]):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the answer that the cache holds. The last token runs when the next one is requested.
+        """Tokens of the answer that the cache holds. The last token runs when the next token is requested.
 
-        A prompt that continues this answer begins with ``token_ids[cached_tokens:]``: its last token, also where the
-        answer was cancelled, or nothing if the model ended the answer. A cache in a program's graph cannot rewind: if
-        the answer was interrupted, clear it.
+        A prompt that continues this answer begins with ``token_ids[cached_tokens:]``. That is the last token, also
+        after a cancel, or no token if the model ended the answer. A cache in a program's graph cannot rewind: if the
+        answer was interrupted, clear it.
         """
         if self._start is None:
             return 0
@@ -229,10 +230,10 @@ class Generation(Iterator[int]):
                     return
                 self.before_last()
                 prompt = prompt[-1:]
-            # A device knows the tokens that it runs, and so not those that a penalty is for.
+            # The device knows only the tokens that it runs. A repetition penalty counts earlier tokens too.
             on_device = len(recent) <= len(prompt) or self._sampling.repetition_penalty == 1.0
             answer = self._on_device(prompt) if on_device else None
-            # Called on the class: a method of the object would keep the object alive.
+            # Call on the class: a bound method would keep the object alive.
             own = Generation
             yield from (
                 own._stepped(self, prompt, recent) if answer is None else own._received(self, answer, len(prompt))
@@ -256,9 +257,11 @@ class Generation(Iterator[int]):
         return self._cancelled
 
     def _undo(self, error: BaseException) -> None:
-        """Roll back what ran without a next token, so that it can run again; of an interrupted prompt its end alone."""
+        """Roll back the tokens that ran without yielding a next token. Of an interrupted prompt, only the last token
+        goes.
+        """
         if isinstance(error, PositionError):
-            # Something else has changed the cache, and what it has made stays.
+            # Another caller has changed the cache. Its positions stay.
             if isinstance(self._cache, SeqCache):
                 with contextlib.suppress(EtkvError):
                     self._cache.cancel_step()
@@ -268,7 +271,7 @@ class Generation(Iterator[int]):
             self._keep_read()
 
     def _keep_read(self) -> None:
-        """Keep what ran of a prompt, but for its last token, which goes on."""
+        """Keep the tokens of the prompt that ran, except its last token, which begins the rest."""
         assert self._start is not None
         self._forget(min(self._next(), self._start + self.prompt_tokens - 1))
 
@@ -310,7 +313,7 @@ class Generation(Iterator[int]):
         except GeneratorExit:
             raise
         except BaseException as error:
-            # A token may have come that was not taken: it and what leads to it run again.
+            # The device may have chosen a token that was not yielded. Its step runs again.
             answer.close()
             self._undo(error)
             raise
@@ -334,7 +337,7 @@ class Generation(Iterator[int]):
             self._bars.answered(1)
 
     def _last(self) -> int:
-        """The position of the answer's last token; that of the prompt's first before it has one."""
+        """The position of the answer's last token, or of the prompt's first token before the answer has one."""
         assert self._start is not None
         n = len(self.token_ids)
         return self._start + self.prompt_tokens + n - 1 if n else self._start
@@ -348,7 +351,7 @@ class Generation(Iterator[int]):
                 row = self._decode(ids) if self.token_ids else self._prefill(ids)
                 if self._ended_by_cancel():
                     if self.token_ids:
-                        # The last token ran, and the one after it is not delivered: it runs again.
+                        # The last token ran, but its next token is not delivered. The last token runs again.
                         self._forget(self._last())
                     return
                 assert row is not None
@@ -393,7 +396,7 @@ class Generation(Iterator[int]):
         return row
 
     def _most_tokens(self) -> int:
-        """The most tokens of a step: the limit of the program, and that of the cache if it has one."""
+        """The most tokens of a step: the lower limit of the program and the cache."""
         program = self._program
         most: int = program.constant("get_prefill_chunk_size") or program.max_step_tokens or DEFAULT_MAX_STEP_TOKENS
         return most if isinstance(self._cache, GraphCache) else min(most, self._cache.max_step_tokens)
@@ -403,7 +406,7 @@ class Generation(Iterator[int]):
         assert self._start is not None
         with contextlib.suppress(EtkvError):
             if self._next() < self._start + self._ran:
-                # Something else has changed the cache.
+                # Another caller has changed the cache.
                 return
             self._ran = min(self._ran, position - self._start)
             if isinstance(self._cache, SeqCache):
@@ -419,7 +422,7 @@ class Generation(Iterator[int]):
         position = self._start + self._ran
         if self._next() != position:
             raise PositionError(
-                f"the answer goes on at position {position}, and the cache goes on at {self._next()}: something else "
+                f"the answer goes on at position {position}, but the cache goes on at {self._next()}: something else "
                 "has changed it"
             )
         if isinstance(self._cache, SeqCache):
@@ -458,7 +461,7 @@ class _Bars:
 
 
 def id_list(prompt: Ids) -> list[int]:
-    """Return the ids of a prompt. Raises :class:`EtkvError` for what is no ids."""
+    """Return the ids of a prompt. Raises :class:`EtkvError` for other values."""
     values: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
     if len(values) == 1 and isinstance(values[0], list):
         values = values[0]

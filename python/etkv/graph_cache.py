@@ -9,19 +9,19 @@ from etkv.errors import EtkvError, PositionError
 class GraphCache:
     """The positions of one text, in buffers of a program. :attr:`Program.cache` of such a program has one.
 
-    It cannot rewind: apart from steps of the program, which extend it, only :meth:`clear` changes it.
+    It cannot rewind. Steps of the program extend it, and :meth:`clear` empties it.
     """
 
     def __init__(self, buffers: str, capacity: int) -> None:
         self._buffers = _capi.ffi.new("char[]", buffers.encode())
         self._length = 0
         self.capacity = capacity
-        """The most positions that it holds: those that the program was exported for."""
+        """The most positions that it holds: the context that the program was exported for."""
         self.clear()
 
     @property
     def length(self) -> int:
-        """The number of positions that it holds now: the position after the last one that ran."""
+        """The number of positions that it holds now, which is the next position."""
         return self._length
 
     def can_extend(self, n: int = 1) -> bool:
@@ -29,11 +29,11 @@ class GraphCache:
         return self._length + n <= self.capacity
 
     def rewindable_to(self) -> int:
-        """Return the least length, apart from 0, that :meth:`rewind` accepts now: the length."""
+        """Return the least length above 0 that :meth:`rewind` accepts: the present length."""
         return self._length
 
     def rewind(self, length: int) -> None:
-        """Clear it if ``length`` is 0. Raises :class:`PositionError` for another length than the present one."""
+        """Clear it if ``length`` is 0. Raises :class:`PositionError` for any other length but the present one."""
         if length == 0:
             self.clear()
         elif length != self._length:
@@ -49,14 +49,14 @@ class GraphCache:
         except EtkvError:
             raise
         except BaseException:
-            # Interrupted, and perhaps after they were reset: with the old length it would be a cache of zeros.
+            # An interrupt may come after the reset of the buffers: with the old length, the cache would hold zeros.
             _capi.call("etkv_delegate_reset_buffers", self._buffers)
             self._length = 0
             raise
         self._length = 0
 
     def ran_to(self, length: int) -> None:
-        """Note that a step of the program has extended it to ``length`` positions."""
+        """Record that a step of the program has extended it to ``length`` positions."""
         self._length = length
 
     def __repr__(self) -> str:

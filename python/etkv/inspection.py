@@ -23,13 +23,13 @@ DEFAULT_FORMATS = ("f32", "f16", "affine4")
 """The storage formats that a report has by default."""
 
 _FACTS = ("kv_cache.", "get_kv_heads", "get_head_dims", "get_windows", "get_n_caches")
-"""Prefixes of the constant methods that describe layers. A report has the layers instead."""
+"""Prefixes of the constant methods that describe layers. A report omits them: it has the layers."""
 
 
 def report(
     path: str | Path, *, capacity: int | None = None, formats: tuple[str, ...] = DEFAULT_FORMATS
 ) -> dict[str, Any]:
-    """Return a report on the program at ``path``, in types that JSON has.
+    """Return a report on the program at ``path``, as JSON types.
 
     ``cache`` has the bytes of a cache of ``capacity`` positions in each of ``formats``. The default capacity is the
     number of positions that the program was exported for, or 4,096 if the program does not say.
@@ -70,7 +70,7 @@ def report(
 
 
 def _has_graph_cache(found: dict[str, Any], constants: dict[str, Any]) -> bool:
-    """Return whether the program keeps tensors between its forwards, and neither has nor describes a cache outside."""
+    """Return whether the program keeps tensors between forwards and uses no cache outside of its graph."""
     program = found.get("program", {"mutable_buffers": 0})
     return program["mutable_buffers"] > 0 and not program["attention_layers"] and not describes_layers(constants)
 
@@ -112,7 +112,7 @@ def _refusal(payloads: list[bytes]) -> str | None:
 def _runs_here(described: dict[str, Any], file: PteFile, known: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the versions of this build and whether it runs the program. ``why`` has the reason or a condition.
 
-    Operators outside of delegates that begin with one of ``known`` are there wherever the program runs.
+    Every runtime that runs the program has the operators that begin with one of ``known``.
     """
     versions = {"etkv": lib().etkv_version(), "mlx": lib().etkv_mlx_version(), "blas": lib().etkv_mlx_blas()}
     build = {name: text(version) for name, version in versions.items()}

@@ -1,4 +1,4 @@
-"""What a program's cache has read, kept for later texts: in memory or in files. What fails is passed by."""
+"""Keeps what a program's cache has read for later texts, in memory or in files. Failures are logged and skipped."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ _log = logging.getLogger("etkv.chat")
 
 
 class Keeper:
-    """A prefix cache or store, with the cache of a program and the name of its model."""
+    """A prefix cache or store, with the cache of a program and the fingerprint of its model."""
 
     def __init__(self, program: Program, kept: PrefixCache | PrefixStore, fingerprint: str | None) -> None:
-        """``fingerprint`` None is that of the program. Raises :class:`EtkvError` for a cache in the graph."""
+        """Take the program's own fingerprint if ``fingerprint`` is None. Raises :class:`EtkvError` for a cache in the
+        graph.
+        """
         if isinstance(kept, PrefixCache):
             self._name, self._load, self._save = "prefix_cache", kept.attach, kept.keep
         else:
@@ -31,7 +33,7 @@ class Keeper:
             raise EtkvError(f"a {self._name} needs a program with a DecodeSession, this one has its cache in its graph")
         self.cache: Cache = program.cache
         self.has_windows = isinstance(kept, PrefixCache) and any(layer.window for layer in program.cache.config.layers)
-        """Whether texts can be gone on from near their ends alone, so that more of them are worth keeping."""
+        """Whether a later text can go on only near the end of a kept text. Then it is worth keeping more texts."""
         self._fingerprint = fingerprint_of(program.path) if fingerprint is None else fingerprint
 
     def find(self, text: Sequence[int]) -> int:
@@ -41,13 +43,13 @@ class Keeper:
         return 0
 
     def attach(self, text: Sequence[int]) -> int:
-        """Make the cache, which is empty, hold what is kept of ``text``. Return how many tokens that is."""
+        """Make the empty cache hold the kept beginning of ``text``. Return its number of tokens."""
         with self._warning():
             return self._load(self.cache, text, fingerprint=self._fingerprint)
         return 0
 
     def keep(self, text: Sequence[int]) -> None:
-        """Keep what the cache holds, which is ``text``."""
+        """Keep the contents of the cache, whose text is ``text``."""
         if text:
             with self._warning():
                 self._save(self.cache, text, fingerprint=self._fingerprint)
@@ -58,4 +60,4 @@ class Keeper:
         try:
             yield
         except EtkvError as error:
-            _log.warning("the %s is passed by: %s", self._name.replace("_", " "), error)
+            _log.warning("the %s is skipped: %s", self._name.replace("_", " "), error)

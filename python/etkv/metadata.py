@@ -1,11 +1,11 @@
 """Reads and writes the cache metadata of a program: facts of the model's architecture, as constant methods.
 
 ``kv_cache.schema_version`` is 1, and ``kv_cache.n_layers`` is the number of layers. ``kv_cache.n_kv_heads``,
-``head_dim``, ``v_head_dim``, ``window`` and ``sinks`` are one integer for all layers, or a tensor of one a layer. The
-last three may be absent. ``kv_cache.dtype`` is what the program computes keys and values in, ``f32``, ``f16`` or
-``bf16``; where it is absent, it is the dtype of the program's first output, the logits. If there is no version, the
+``head_dim``, ``v_head_dim``, ``window`` and ``sinks`` are one integer for all layers, or a tensor with an integer for
+each layer. The last three may be absent. ``kv_cache.dtype`` is the dtype of keys and values, ``f32``, ``f16`` or
+``bf16``. If it is absent, the dtype of the program's first output, the logits, counts. If there is no version, the
 facts that ExecuTorch's own exporter writes are read instead. The capacity and the storage format are not in the
-metadata: the application chooses them, and without a choice rows are stored as the program computes them.
+metadata, because the application chooses them. The default storage format is the dtype.
 
 The rules are those of ``read_kv_cache_metadata`` in ``include/etkv/executorch.hpp``.
 """
@@ -29,13 +29,13 @@ MAX_LAYERS = 65536
 """The most layers of a program. A larger number means that the program is damaged."""
 
 BACKENDS = ("MLXBackend", "cpu")
-"""The ids of the backends whose programs caches are for."""
+"""The ids of the backends whose programs use caches."""
 
 Backend: TypeAlias = Literal["MLXBackend", "cpu"]
 """One of :data:`BACKENDS`."""
 
 BACKEND = "kv_cache.backend"
-"""The constant method with the backend of the program. One without it is for MLX."""
+"""The constant method with the backend of the program. A program without it is for MLX."""
 
 _VERSION = "kv_cache.schema_version"
 _DTYPE = "kv_cache.dtype"
@@ -73,7 +73,7 @@ def write_kv_cache_metadata(
     """Add the cache's facts to ``metadata``, the constant methods of a program by name, and return it.
 
     Each fact is one int for all layers, or one for each layer, which becomes an int32 tensor. ``window`` counts
-    positions; 0 is full history. ``dtype`` is what the program computes keys and values in.
+    positions; 0 is full history. ``dtype`` is the dtype in which the program computes keys and values.
 
     Raises :class:`EtkvError` if a value is not a 32-bit count, if a fact does not have one value for each layer, or for
     another dtype. The message names the fact, and ``metadata`` is unchanged.
@@ -119,7 +119,7 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
 
 
 def with_dtype(constants: Mapping[str, Any], program: Path) -> Mapping[str, Any]:
-    """Return ``constants`` with the dtype that ``program`` computes in, as its outputs tell, if they lack it.
+    """Return ``constants`` with the dtype of ``program``'s first output as the dtype, if they lack one.
 
     Raises :class:`EtkvError` if the program is damaged.
     """

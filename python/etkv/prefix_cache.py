@@ -1,4 +1,4 @@
-"""Prefixes in memory, by the texts that they hold: what one cache has read, another does not read again."""
+"""Prefixes in memory, by the texts that they hold. A text that one cache has read, another cache reuses."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from etkv.prefix_store import PrefixStore
 
 
 class PrefixStatistics(NamedTuple):
-    """What a prefix cache holds, and what it was asked for."""
+    """The contents and the requests of a prefix cache."""
 
     prefixes: int
     """Prefixes in memory."""
     pinned: int
-    """Those of them that are pinned."""
+    """Prefixes that are pinned."""
     bytes: int
-    """Bytes of their rows. What several have in common counts once."""
+    """Bytes of their rows. Rows that several prefixes share count once."""
     tokens_asked: int
-    """Tokens of the texts that :meth:`PrefixCache.attach` got."""
+    """Tokens of the texts that were passed to :meth:`PrefixCache.attach`."""
     tokens_in_memory: int
-    """Tokens of these that were found in memory."""
+    """Of these, tokens that memory had."""
     tokens_in_store: int
-    """Tokens of these that were loaded from the store."""
+    """Of these, tokens that the store had."""
     ahead_waiting: int
-    """Texts that wait to be read ahead, with the one that is read now."""
+    """Texts that wait to be read ahead, and the text that is being read."""
     ahead_read: int
-    """Texts of which something was read ahead into memory."""
+    """Texts that were read ahead into memory, in whole or in part."""
     tokens_ahead: int
-    """Their tokens."""
+    """Tokens that were read ahead."""
     ahead_failed: int
-    """Texts that could not be read ahead. The log tells why."""
+    """Texts that could not be read ahead. The log has the reasons."""
 
 
 class PrefixPin:
@@ -66,9 +66,9 @@ class PrefixCache:
     def __init__(self, max_bytes: int | None = None, *, store: PrefixStore | None = None) -> None:
         """Make a prefix cache without prefixes.
 
-        Rows of prefixes take ``max_bytes`` at most, or without a limit for None: those that were used least recently go
-        first, but none that is pinned. A ``store`` is asked for what memory lacks, and gets everything that is kept:
-        its files have what users wrote.
+        Rows of prefixes take ``max_bytes`` at most; None is no limit. The least recently used prefixes go first; pinned
+        ones stay. A ``store`` supplies texts that memory lacks, and stores every text that is kept. Its files contain
+        what users wrote.
         """
         if max_bytes is not None and not 0 < max_bytes < 2**64:
             raise EtkvError(f"max_bytes is {max_bytes}, expected 1 to {2**64 - 1}, or None for no limit")
@@ -81,8 +81,8 @@ class PrefixCache:
     def attach(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
         """Attach an empty cache to the longest beginning of ``tokens`` that is kept, and return its length.
 
-        The program runs the rest, at least one token, whose logits it needs: so pass the text without its last token.
-        A store that fails is passed by, with a warning in the log.
+        Pass the text without its last token: the program must run at least one token for its logits. A store that fails
+        is skipped, with a warning in the log.
 
         Raises :class:`~etkv.EtkvError` if the cache is not empty.
         """
@@ -90,35 +90,36 @@ class PrefixCache:
         return ask("etkv_prefix_cache_attach", "size_t", self._prefixes, cache._raw(), options)
 
     def find(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
-        """Return how many tokens :meth:`attach` would find for a cache like this one, which may hold something."""
+        """Return how many tokens :meth:`attach` would find for a cache like this one, which need not be empty."""
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_cache_find", "size_t", self._prefixes, cache._raw(), options)
 
     def keep(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
-        """Keep the contents of a cache, whose text is ``tokens``. Return whether memory has the text then.
+        """Keep the contents of a cache, whose text is ``tokens``. Return whether memory then has the text.
 
-        It has not if the text takes more bytes than there may be, or the cache was converted by hand. The cache goes on
-        from what is kept itself. Prefixes go whose texts this one begins with, if it serves all that they do.
+        It has not if the text takes more than ``max_bytes``, or if the cache was converted by hand. The cache goes on
+        from the kept prefix itself. A prefix whose text is the beginning of this text is removed, if this one can
+        replace it.
 
-        Raises :class:`~etkv.EtkvError` if the cache does not hold the positions of all tokens, of sequence 0 alone and
-        without candidates, and what :meth:`Cache.freeze` raises.
+        Raises :class:`~etkv.EtkvError` unless the cache holds the positions of all tokens in sequence 0 alone, without
+        candidates. Raises what :meth:`Cache.freeze` raises.
         """
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_cache_keep", "bool", self._prefixes, cache._raw(), options)
 
     def prefetch(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
-        """Have the longest beginning of ``tokens`` that the store has read into memory, by another thread, so that a
-        later :meth:`attach` of a cache like this one finds it there. Waits for nothing.
+        """Ask another thread to read the longest beginning of ``tokens`` that the store has into memory, for a later
+        :meth:`attach` of a cache like this one. Does not wait.
 
-        Return whether the text waits to be read: not if memory has all of it, if there is no store, or if 16 others
-        wait. What cannot be read, also for lack of memory, is counted in :meth:`statistics`. Where it is read,
-        :meth:`attach` does not ask the store for this text again for a minute, as long as memory has it.
+        Return whether the text waits to be read: not if memory has all of it, if there is no store, or if 16 other
+        texts wait. :meth:`statistics` counts texts that cannot be read, also for lack of memory. For a minute after the
+        read, :meth:`attach` does not ask the store for the text while memory has it.
         """
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_cache_prefetch", "bool", self._prefixes, cache._raw(), options)
 
     def pin(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> PrefixPin:
-        """Pin a prefix that holds all of ``tokens``, for caches like this one: nothing removes it from memory.
+        """Pin a prefix that holds all of ``tokens``, for caches like this one. A pinned prefix stays in memory.
 
         Raises :class:`~etkv.EtkvError` if no prefix has the text.
         """
@@ -126,8 +127,8 @@ class PrefixCache:
         return PrefixPin(ask("etkv_prefix_cache_pin", "etkv_prefix_pin*", self._prefixes, cache._raw(), options))
 
     def reclaim(self, n_bytes: int) -> int:
-        """Free prefixes that are not pinned and that no cache reads, those that were used least recently first, until
-        ``n_bytes`` are free. Return the bytes that were freed.
+        """Free prefixes that are not pinned and that no cache reads, least recently used first, until ``n_bytes`` are
+        free. Return the bytes that were freed.
         """
         if not 0 <= n_bytes < 2**64:
             raise EtkvError(f"n_bytes is {n_bytes}, expected 0 to {2**64 - 1}")
@@ -138,7 +139,7 @@ class PrefixCache:
         call("etkv_prefix_cache_clear", self._prefixes)
 
     def statistics(self) -> PrefixStatistics:
-        """Return what is held, and what was asked for."""
+        """Return the contents and the requests in numbers."""
         found = struct("etkv_prefix_statistics")
         call("etkv_prefix_cache_read", self._prefixes, found)
         return PrefixStatistics(

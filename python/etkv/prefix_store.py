@@ -1,4 +1,4 @@
-"""Beginnings of texts that outlive the process: a folder or a bucket of files with what caches have read."""
+"""Files with the contents of caches, in a folder or a bucket, which outlive the process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Usage(NamedTuple):
 class PrefixStore:
     """A folder or a bucket of texts that caches have read, for any number of threads and processes.
 
-    The files hold keys, values and token ids: what users wrote can be read from them. They are written where
-    :meth:`save` is called and by a :class:`~etkv.PrefixCache` that has the store behind it, and nowhere else.
+    The files hold keys, values and token ids, from which the texts of users can be read. Only :meth:`save`, and a
+    :class:`~etkv.PrefixCache` with this store, write files.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
-        """Open a folder, which is made, for the user alone, if it is not there.
+        """Open a folder. If it does not exist, it is made, for the user alone.
 
-        Its files take ``max_bytes`` at most: :meth:`save` removes those that were used least recently. In a library
-        that was built with ``ETKV_BUCKETS`` it may be the address of a bucket, such as ``s3://bucket/prefix``; the
-        environment has the credentials and the endpoint. Raises :class:`~etkv.CacheFileError` if the folder cannot be
-        made or read, and :class:`~etkv.UnsupportedError` for an address in a library without buckets.
+        Its files take ``max_bytes`` at most: :meth:`save` removes the least recently used files. In a library that was
+        built with ``ETKV_BUCKETS``, ``folder`` may be the address of a bucket, such as ``s3://bucket/prefix``. The
+        environment then has the credentials and the endpoint. Raises :class:`~etkv.CacheFileError` if the folder cannot
+        be made or read, and :class:`~etkv.UnsupportedError` for an address in a library without buckets.
         """
         if not 0 <= max_bytes < 2**64:
             raise EtkvError(f"max_bytes is {max_bytes}, expected 0 to {2**64 - 1}")
@@ -48,13 +48,13 @@ class PrefixStore:
     def save(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
         """Store the contents of a cache of one sequence, whose text is ``tokens``. Return whether a file was written.
 
-        None is for a text of fewer than 32 tokens, one that the folder has already as the beginning of another, and one
-        that takes more bytes than the folder may have; nor for a cache that was converted by hand. Files go whose texts
-        this one begins with, if it serves all that they do. ``fingerprint`` is :func:`etkv.fingerprint` of the program,
-        or another name of the model.
+        No file is written for a text of fewer than 32 tokens, for the beginning of a stored text, for a text that takes
+        more than ``max_bytes``, and for a cache that was converted by hand. A file whose text is the beginning of this
+        text is removed, if this one can replace it. ``fingerprint`` is :func:`etkv.fingerprint` of the program, or
+        another name of the model.
 
-        Raises :class:`~etkv.EtkvError` if the cache does not hold the positions of all tokens, of sequence 0 alone and
-        without candidates, and what :meth:`Cache.save` raises.
+        Raises :class:`~etkv.EtkvError` unless the cache holds the positions of all tokens in sequence 0 alone, without
+        candidates. Raises what :meth:`Cache.save` raises.
         """
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_store_save", "bool", self._store, cache._raw(), options)
@@ -62,8 +62,8 @@ class PrefixStore:
     def load(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
         """Load the longest beginning of ``tokens`` that the folder has into an empty cache, and return its length.
 
-        The program runs the rest, at least one token, whose logits it needs: so pass the text without its last token.
-        0 if there is none of 32 tokens or more. A file that is damaged is passed by, with a warning in the log.
+        Returns 0 if there is no beginning of 32 tokens or more. Pass the text without its last token: the program must
+        run at least one token for its logits. A damaged file is skipped, with a warning in the log.
 
         Raises :class:`~etkv.EtkvError` if the cache is not empty.
         """
@@ -71,7 +71,7 @@ class PrefixStore:
         return ask("etkv_prefix_store_load", "size_t", self._store, cache._raw(), options)
 
     def find(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
-        """Return how many tokens :meth:`load` would load for a cache like this one, which may hold something."""
+        """Return how many tokens :meth:`load` would load for a cache like this one, which need not be empty."""
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_store_find", "size_t", self._store, cache._raw(), options)
 

@@ -1,7 +1,6 @@
 """Reads the methods, the constants and the delegates' payloads of an exported ``.pte``.
 
-Only the tables are read, and the parts that a caller asks for. A file with many gigabytes of weights opens as fast as
-a small one.
+Only the tables and the requested parts are read. A file with many gigabytes of weights opens as fast as a small file.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from etkv.config import Dtype
 from etkv.errors import EtkvError, first_line
 
 DAMAGE = (RuntimeError, UnicodeDecodeError, IndexError, MemoryError)
-"""The exceptions of ExecuTorch's Python module on damaged tables: for its error codes, names that are not text, inputs
-of another kind, and sizes beyond the memory."""
+"""The exceptions of ExecuTorch's Python module on damaged tables: error codes, names that are not text, inputs of
+another kind, and sizes above the memory."""
 
 _LISTS = frozenset({"get_eos_ids"})
-"""Constant methods that return a list, as one output an element."""
+"""Constant methods that return a list, with an output for each element."""
 
 _MLX = _library.MLX_BACKEND
 
@@ -31,14 +30,14 @@ _DTYPES: dict[str | None, Dtype] = {"FLOAT": "f32", "HALF": "f16", "BFLOAT16": "
 """ExecuTorch's name of a type -> the dtype."""
 
 _HEAD = struct.Struct("<8x4sIQQ")
-"""The flatbuffer's header, then the extended one: its mark, its length, bytes of the tables, offset of the segments."""
+"""The flatbuffer's header, then the extended header: mark, length, bytes of the tables, offset of the segments."""
 
 
 def check_mark(head: bytes, path: Path) -> None:
     """Raise :class:`EtkvError` unless ``head``, the first bytes of a file, has the mark of a program.
 
-    The mark is ``ET`` and two digits, after 4 bytes for the offset of the root. ExecuTorch logs the mark of a file that
-    it refuses. If the mark is not text, ExecuTorch's Python module ends the process.
+    The mark is ``ET`` and two digits, after 4 bytes for the offset of the root. ExecuTorch would log the mark of a file
+    that it refuses, and its Python module ends the process if the mark is not text.
     """
     if head[4:6] != b"ET" or not head[6:8].isdigit():
         raise EtkvError(f"{path} is not an ExecuTorch program")
@@ -71,7 +70,7 @@ class PteFile:
         return [name for name, plan in self._plans.items() if not plan.get("delegates") and not plan.get("inputs")]
 
     def output_dtype(self) -> Dtype | None:
-        """Return the dtype of the first output of the method that delegates run; None if it is none of them."""
+        """Return the dtype of the first output of the method that delegates run; None if it is not a :data:`Dtype`."""
         for plan in self._plans.values():
             if plan.get("delegates") and plan.get("outputs"):
                 with self._damage_told():
@@ -179,8 +178,8 @@ def constant_methods(path: Path) -> dict[str, Any]:
     """Return the value of each constant method by its name: an int, a bool, a float or a list of ints.
 
     Numbers, texts and lists of integers are read from the tables. Other constants are run with the wheel's runtime, as
-    a runner in C++ does. A program may have a list of ints as one output an element. Here it is a list even if it has
-    one element only.
+    a runner in C++ does. A program may return a list of ints as an output for each element. This function returns a
+    list even for one element.
 
     Raises :class:`EtkvError` if the program is damaged.
     """
@@ -209,7 +208,7 @@ def _run_constants(path: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def output_dtype(path: Path) -> Dtype | None:
-    """Return the dtype of a program's first output: what it computes in, as far as its tables tell."""
+    """Return the dtype of a program's first output, which is the dtype that it computes in."""
     return PteFile(path).output_dtype()
 
 

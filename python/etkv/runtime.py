@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Ids: TypeAlias = torch.Tensor | IdArray
     """Integers: a tensor or array of any integer type, or a sequence."""
     RowArray: TypeAlias = npt.NDArray[np.floating[Any]]
-    """Rows of logits as numpy has them."""
+    """Rows of logits, as a numpy array."""
 
 _T = TypeVar("_T")
 
@@ -48,9 +48,9 @@ _process: int | None = None
 def register_backend() -> str:
     """Register etkv's delegates with the installed ExecuTorch's runtime, in this process. A second call does nothing.
 
-    Returns the id of the backend that runs MLX programs on etkv's: ``MLXBackend``, or ``EtkvForMLX`` if ExecuTorch's
-    own MLX backend was registered before, as on macOS by an earlier ``import executorch.runtime``. :func:`load` works
-    with both.
+    Returns the id of the backend that runs MLX programs on etkv's caches: ``MLXBackend``, or ``EtkvForMLX`` if
+    ExecuTorch's own MLX backend was registered before. On macOS an earlier ``import executorch.runtime`` registers it.
+    :func:`load` works with both.
 
     Raises :class:`EtkvError` if ExecuTorch, MLX or the native libraries are missing or of another release.
     """
@@ -70,16 +70,20 @@ def load(
 ) -> Program:
     """Open the program at ``path`` and bind it to the cache of ``session``.
 
-    ``session`` may be ``None`` for a program without a cache, or with one in its graph. The program is then bound to no
-    session, even within :meth:`etkv.Session.bound`. ``logits`` selects the rows of logits that a step gives: ``all``,
-    ``last`` for the last row, which is enough for a prompt, or ``proposed``. That gives all rows in steps of proposed
-    candidates (:meth:`TreeSession.propose`) and of declared sequences (:meth:`SeqSession.begin_step`), and the last
-    row in others. Verifying a tree needs ``all`` or ``proposed``. Programs for the CPU refuse ``proposed``. ``passes``
-    selects the passes that make an MLX program faster: ``default``, ``interpreted`` to run no step as one CUDA
-    graph, or ``none`` to compare with the program as exported. ``method`` is the name of the method to run. On a GPU
-    ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later ones. A step
-    beyond the context that the program was exported for is refused, because the model is not made for it, unless
-    ``beyond_context``; an answer ends there as at the end of the cache.
+    ``session`` may be ``None`` for a program without a cache, or with a cache in its graph. The program is then bound
+    to no session, even within :meth:`etkv.Session.bound`.
+
+    ``logits`` selects the rows of logits that a step returns: ``all``, ``last`` for the last row, which is enough for a
+    prompt, or ``proposed``. ``proposed`` returns all rows in steps of proposed candidates (:meth:`TreeSession.propose`)
+    and of declared sequences (:meth:`SeqSession.begin_step`), and the last row in other steps. Verifying a tree needs
+    ``all`` or ``proposed``. CPU programs refuse ``proposed``.
+
+    ``passes`` selects the passes that make an MLX program faster: ``default``, ``interpreted`` to run no step as one
+    CUDA graph, or ``none`` to compare with the program as exported. ``method`` is the name of the method to run. On a
+    GPU ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later tokens.
+
+    A step beyond the context that the program was exported for is refused, unless ``beyond_context``. An answer ends
+    there as at the end of the cache.
 
     Raises :class:`EtkvError` if something is missing or does not fit. The message names it.
     """
@@ -105,11 +109,11 @@ _LONG = 4
 _log = logging.getLogger("etkv.program")
 
 _NUMBERS = itertools.count()
-"""The numbers of programs, which tell their buffers apart."""
+"""The numbers of programs, which distinguish their buffers."""
 
 
 class Closable(Protocol):
-    """What is closed with a program."""
+    """An object that is closed with a program."""
 
     def close(self) -> None: ...
 
@@ -117,11 +121,11 @@ class Closable(Protocol):
 class Program:
     """A loaded program, as :func:`load` returns it. A context manager: leaving it releases weights and cache.
 
-    ``session`` is the session that the program is bound to. ``cache`` is what its steps extend: the session, or the
-    :class:`GraphCache` of a program that keeps its cache in its graph; ``None`` if it has neither. ``max_step_tokens``
-    is the most tokens of a step; ``None`` if the first input is not token ids. Any thread may run the program; a
-    process runs one step at a time. A process that was forked after a program was loaded lacks the threads of
-    ExecuTorch and MLX. Loading and running raise :class:`EtkvError` there.
+    ``session`` is the session that the program is bound to. ``cache`` is the cache that its steps extend: the session,
+    or the :class:`GraphCache` of a program that keeps its cache in its graph, or ``None``. ``max_step_tokens`` is the
+    most tokens of a step; ``None`` if the first input is not token ids. Any thread may run the program; a process runs
+    one step at a time. A process that was forked after a program was loaded lacks the threads of ExecuTorch and MLX.
+    Loading and running raise :class:`EtkvError` there.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class Program:
         self.session = session
         self._buffers = f"etkv program {next(_NUMBERS)}"
         self.context: int | None = None
-        """The positions that steps may have where that is fewer than the session has; None if it is not."""
+        """The most positions of steps, if the session has more; None otherwise."""
         self._metadata: ModelCacheParams | None = None
         self._parts: weakref.WeakSet[Closable] = weakref.WeakSet()
         self.cache: Session | GraphCache | None = session
@@ -156,7 +160,7 @@ class Program:
 
         path = self.path
         try:
-            # Another backend's id is in a copy of the file in memory, not in the file.
+            # For another backend id, a copy of the file in memory has that id.
             data = path if backend == _library.MLX_BACKEND else pte.for_backend(path, backend)
             self._program = Runtime.get().load_program(data, verification=Verification.InternalConsistency)
         except pte.DAMAGE as error:
@@ -215,11 +219,11 @@ class Program:
         context = self._context_length()
         with contextlib.suppress(EtkvError):
             return GraphCache(self._buffers, context) if context else None
-        # It keeps nothing from one call to the next.
+        # The program keeps no buffers between calls.
         return None
 
     def reset_buffers(self) -> None:
-        """Let the buffers that the program keeps between calls, such as a cache in its graph, be zeros again.
+        """Set the buffers that the program keeps between calls, such as a cache in its graph, to zeros.
 
         Raises :class:`EtkvError` if it keeps none.
         """
@@ -235,11 +239,11 @@ class Program:
     def forward(self, tokens: IdArray, positions: Ids, *, copy: bool = True) -> RowArray: ...
 
     def forward(self, tokens: Ids, positions: Ids, *, copy: bool = True) -> torch.Tensor | RowArray:
-        """Run one step, and return the logits of ``tokens`` [T] or [1, T] at ``positions`` [T], [T, 1] or [1, T].
+        """Run one step of ``tokens`` [T] or [1, T] at ``positions`` [T], [T, 1] or [1, T]. Return the logits.
 
-        The rows are [T, vocabulary], or [1, vocabulary] if the program computes the last row only. They are a torch
-        tensor in the program's dtype if ``tokens`` is a torch tensor, and else a numpy array. Numpy lacks bfloat16, so
-        such rows become float32. Without ``copy`` the rows are the program's own memory, valid until its next step.
+        The logits are [T, vocabulary], or [1, vocabulary] if the program computes the last row only. They are a torch
+        tensor in the program's dtype if ``tokens`` is a torch tensor, else a numpy array. Numpy lacks bfloat16, so
+        bfloat16 rows become float32. Without ``copy`` the rows are the program's own memory, valid until its next step.
 
         Raises :class:`EtkvError` if the inputs do not fit or the step fails. The cache is then as it was before, unless
         the last product of a CPU program fails: docs/cpu.md.
@@ -284,9 +288,7 @@ class Program:
         return self._run(inputs, copy, list)
 
     def _run(self, inputs: tuple[Any, ...], copy: bool, take: Callable[[list[Any]], _T]) -> _T:
-        """Run the method, and return what ``take`` makes of its outputs. Other threads run or close the program only
-        then.
-        """
+        """Run the method, and return ``take`` of its outputs. Until then no other thread runs or closes the program."""
         self.check_open()
         _capi.follow_log_levels()
         try:
@@ -306,16 +308,16 @@ class Program:
         """Run a few steps on a GPU, if the session is empty, and roll them back. Does nothing on a CPU."""
         self.check_open()
         assert self.session is not None
-        # A program for the CPU has nothing to warm up.
+        # A CPU program needs no warm-up.
         with contextlib.suppress(KindError, UnsupportedError):
             _capi.call("etkv_generation_warm_up", self.session._raw(), _capi.ffi.NULL, _capi.ffi.NULL)
 
     def choose(self, tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Run a step as :meth:`forward` does, and return the id of the greatest logit of each token's row.
+        """Run a step as :meth:`forward` does, and return the argmax of each token's logits.
 
-        The device chooses, so the logits are not copied: a GPU verifies a few tokens in less time than the copy of
-        their logits takes. Needs an MLX program that was loaded with ``logits`` ``all`` or ``proposed``, and raises
-        :class:`UnsupportedError` or :class:`KindError` for another. After an error the cache is as it was.
+        The device computes the argmax, so the logits are not copied: a GPU verifies a few tokens in less time than that
+        copy takes. Needs an MLX program that was loaded with ``logits`` ``all`` or ``proposed``; raises
+        :class:`UnsupportedError` or :class:`KindError` for other programs. After an error the cache is as it was.
         """
         self.check_open()
         if self.session is None:
@@ -389,7 +391,7 @@ class Program:
         return part
 
     def close(self) -> None:
-        """Release the weights and the cache, and end answers: the next token of one is an error.
+        """Release the weights and the cache, and end answers: a request for their next token raises an error.
 
         Waits for the step that another thread runs. Closing twice does nothing.
         """
@@ -413,7 +415,7 @@ class Program:
 
 
 def _require_one_process() -> None:
-    """Raise :class:`EtkvError` in a forked process, where a call would wait forever for threads of the parent."""
+    """Raise :class:`EtkvError` in a forked process: a call there would wait forever for the parent's threads."""
     global _process
     if _process is None:
         _process = os.getpid()
@@ -427,7 +429,7 @@ def _require_one_process() -> None:
 def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
     """Raise :class:`EtkvError` for inputs of another count or rank, or above the declared sizes.
 
-    ExecuTorch's own error would have a code only.
+    ExecuTorch's own error has a code only.
     """
     import torch
 
@@ -469,9 +471,9 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _integers(values: Ids, name: str) -> torch.Tensor:
-    """Return ``values`` as a contiguous int64 tensor, which programs take. Shares their memory if possible.
+    """Return ``values`` as a contiguous int64 tensor. Shares their memory if possible.
 
-    Raises :class:`EtkvError` for values that are not integers, and for no values.
+    Raises :class:`EtkvError` for values that are not integers, and for empty ``values``.
     """
     import numpy as np
     import torch
@@ -504,7 +506,7 @@ def _short(value: object) -> str:
 
 
 class _Memory:
-    """The memory that an array views, and its owner. The array keeps both alive; torch's own object would not."""
+    """The memory that an array views, and its owner. The array keeps both alive, unlike with torch's own object."""
 
     def __init__(self, array: npt.NDArray[Any], owners: Any) -> None:
         self.__array_interface__ = array.__array_interface__

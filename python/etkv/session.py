@@ -1,7 +1,7 @@
 """Sessions: caches with keys, under which programs find them.
 
-The class of a session decides what a program can do; the program is the same for all. :class:`DecodeSession` holds one
-growing sequence. :class:`SeqSession` holds many sequences that share cells. :class:`TreeSession` also holds trees of
+The class of a session decides what a program can do. The program is the same. :class:`DecodeSession` holds one growing
+sequence. :class:`SeqSession` holds many sequences that share cells. :class:`TreeSession` also holds trees of
 candidates.
 """
 
@@ -21,17 +21,17 @@ from etkv.errors import EtkvError
 from etkv.metadata import Backend
 
 LOGITS = ("all", "last", "proposed")
-"""The rows of the logits that a program gives: ``all`` as exported, or ``last``, that of the last token only.
-``proposed``, for programs of the MLX delegate, is ``all`` in steps of candidates (:meth:`TreeSession.propose`) and of
-declared sequences (:meth:`SeqSession.begin_step`), and ``last`` in others."""
+"""The rows of logits that a program returns: ``all`` as exported, or ``last`` for the last token's only. ``proposed``,
+for MLX programs, is ``all`` in steps of candidates (:meth:`TreeSession.propose`) and of declared sequences
+(:meth:`SeqSession.begin_step`), and ``last`` in other steps."""
 
 Logits: TypeAlias = Literal["all", "last", "proposed"]
 """One of :data:`LOGITS`."""
 
 PASSES = ("default", "interpreted", "none")
-"""The passes that change a program of the MLX delegate when it is loaded: ``default``, those that make it faster on
-its device; ``interpreted``, the same, and no step runs as one CUDA graph; ``none``, those that the other options
-need and no more. ``gpu``, those of a GPU on any device, is for tests."""
+"""The passes that change an MLX program when it is loaded. ``default`` makes it faster on its device. ``interpreted``
+does the same, and no step runs as one CUDA graph. ``none`` runs only passes that the other options need. ``gpu`` runs a
+GPU's passes on any device, for tests."""
 
 Passes: TypeAlias = Literal["default", "interpreted", "none", "gpu"]
 """One of :data:`PASSES`, or ``gpu``."""
@@ -53,7 +53,7 @@ class Session(Cache):
     def __init__(self, config: CacheConfig, *, backend: Backend | None = None) -> None:
         """Make the cache and register it. ``backend`` runs the programs: see :attr:`etkv.ModelCacheParams.backend`.
 
-        None is that of the program which the config's layers were read of, and MLX for layers of another origin.
+        None is the backend of the program that the config's layers were read from, or else MLX.
 
         Raises :class:`EtkvError` for a config that is not valid. The message names the value and its limit.
         """
@@ -146,10 +146,10 @@ _of_thread = threading.local()
 def load_options(
     key: str | None, logits: Logits, passes: Passes = "default", buffers: str | None = None
 ) -> Iterator[None]:
-    """Set the load options of this thread in the block: the cache of ``key``, or none, rows of logits and passes, and
-    a name for the buffers that programs keep.
+    """Set the load options of this thread in the block: the key of the cache or None, rows of logits, passes, and a
+    name for the buffers that programs keep.
 
-    Blocks nest. In a block without a key, programs are bound to no cache, even within a block with one.
+    Blocks nest. In a block without a key, programs are bound to no cache, even if an outer block has a key.
     """
     if logits not in LOGITS:
         raise EtkvError(f"logits is {logits!r}, expected one of {', '.join(LOGITS)}")

@@ -22,14 +22,14 @@ _GENERATION_CONFIG = "generation_config.json"
 class Tokenizer:
     """The tokenizer of a model, with its chat template and eos token ids.
 
-    ``hf``, a tokenizer of transformers, renders chat templates. Ids and texts are those of its ``tokenizer.json``, as
-    the runners read it: see ``etkv/_backend.py``. :meth:`from_pretrained` and :meth:`from_file` make instances.
+    ``hf``, a tokenizer of transformers, renders chat templates. It encodes and decodes by its ``tokenizer.json``, as
+    the runners do: see ``etkv/_backend.py``. :meth:`from_pretrained` and :meth:`from_file` make instances.
     """
 
     def __init__(self, hf: Any, *, eos_token_ids: Iterable[int] | None = None) -> None:
         """Wrap a fast tokenizer of transformers. ``eos_token_ids`` end an answer; None uses the tokenizer's own.
 
-        Later changes of ``hf`` change chat templates alone.
+        Later changes of ``hf`` affect chat templates only.
 
         Raises :class:`EtkvError` if ``hf`` is not a fast tokenizer.
         """
@@ -52,7 +52,7 @@ class Tokenizer:
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
         """Read the tokenizer in the folder ``path``, or beside the program ``path``. Downloads nothing.
 
-        Raises :class:`EtkvError` if there is none or if it cannot be read.
+        Raises :class:`EtkvError` if there is no tokenizer, or if it cannot be read.
         """
         path = Path(path)
         folder = path.parent if path.suffix == ".pte" else path
@@ -65,7 +65,7 @@ class Tokenizer:
 
         eos_token_ids = _eos_token_ids(folder)
         with errors(f"the tokenizer in {folder} cannot be read"):
-            # Not AutoTokenizer: some of its classes make another tokenizer than tokenizer.json says.
+            # Not AutoTokenizer: some of its classes differ from tokenizer.json.
             hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             return cls._of_file(told, hf, eos_token_ids)
 
@@ -89,9 +89,9 @@ class Tokenizer:
 
     @classmethod
     def _of_file(cls, told: dict[str, Any], hf: Any, eos_token_ids: Iterable[int] | None) -> Tokenizer:
-        """Return the tokenizer of a ``tokenizer.json`` that says ``told``, and that ``hf`` was made of.
+        """Return the tokenizer of a ``tokenizer.json`` with the contents ``told``, which ``hf`` was made from.
 
-        The model, which has nearly all of the file, is that of ``hf``: transformers changes other parts only.
+        The model part, nearly all of the file, is taken from ``hf``: transformers changes other parts only.
         """
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as StringTokenizer
@@ -99,7 +99,7 @@ class Tokenizer:
         nothing = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
         backend = StringTokenizer.from_str(json.dumps({**told, **nothing}))
         backend.model = hf.backend_tokenizer.model
-        # Their order gives them their ids.
+        # The order of the tokens gives their ids.
         added = [{**token} for token in told.get("added_tokens") or ()]
         for token in added:
             token.pop("id")
@@ -109,17 +109,17 @@ class Tokenizer:
         return made
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``; ``add_special_tokens`` includes those that the tokenizer puts around a text.
+        """Return the ids of ``text``, with the special tokens around a text if ``add_special_tokens``.
 
-        A text that begins with the first of these, such as a rendered conversation, gets no second one. Truncation and
-        padding of ``tokenizer.json`` do not count.
+        A text that begins with the first special token, such as a rendered conversation, gets no second one. Truncation
+        and padding of ``tokenizer.json`` are ignored.
         """
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``, without special tokens if ``skip_special_tokens``.
 
-        An id without a token has no text. Raises :class:`EtkvError` for what is no id.
+        An id without a token has no text. Raises :class:`EtkvError` for a value that is no id.
         """
         return self._backend.decode(ids, skip_special_tokens)
 
@@ -183,10 +183,11 @@ class Tokenizer:
     def conversation_ids(
         self, messages: Sequence[Mapping[str, Any]], answers: Mapping[int, Sequence[int]], **variables: Any
     ) -> list[int]:
-        """Return the ids of a conversation up to where the model answers, with answers of the model as it made them.
+        """Return the ids of a conversation up to where the model answers. Earlier answers keep the ids that the model
+        chose.
 
-        ``answers`` has the ids of messages by their place in ``messages``. They stand in the place of the message's
-        ``content``, as far as the template writes it: one that the template changes is encoded from its text.
+        ``answers`` maps an index of ``messages`` to the ids of that message. They replace the message's ``content``
+        where the template writes it unchanged; a changed message is encoded from its text.
 
         Raises :class:`EtkvError` as :meth:`apply_chat_template` does.
         """
@@ -217,8 +218,8 @@ class Tokenizer:
 class StreamingDetokenizer:
     """Converts the token ids of an answer to text, one at a time.
 
-    ``tokens`` are the ids that were added. ``text`` is their text as far as the next ids cannot change it. At the end
-    it is what :meth:`Tokenizer.decode` makes of ``tokens``.
+    ``tokens`` are the ids that were added. ``text`` is the part of their text that later ids cannot change. At the end
+    ``text`` equals :meth:`Tokenizer.decode` of ``tokens``.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -234,8 +235,8 @@ class StreamingDetokenizer:
         self.tokens: list[int] = []
         self.text = ""
         self._told = 0
-        # The ids that affect the text to come: _n_context of them have all of their text out, and _out is the part of
-        # the text of all of them that is out.
+        # _ids affect the text to come. The text of the first _n_context ids is in `text`. _out is the part of the text
+        # of _ids that is in `text`.
         self._ids: list[int] = []
         self._n_context = 0
         self._out = ""
@@ -243,7 +244,7 @@ class StreamingDetokenizer:
     def add_token(self, token: SupportsIndex) -> None:
         """Add the next token of the answer. An id without a token has no text.
 
-        Raises :class:`EtkvError` for what is no id.
+        Raises :class:`EtkvError` for a value that is no id.
         """
         number = check_id(token)
         self.tokens.append(number)
@@ -269,8 +270,7 @@ class StreamingDetokenizer:
             return
         else:
             self.text += _after_common_prefix(certain, self._out)
-        # The ids since the last time are the context of the next ones: some decoders treat the first id alone in
-        # another way.
+        # The newest ids are the context of the next ids, because some decoders treat the first id differently.
         del self._ids[: self._n_context]
         self._n_context = len(self._ids)
         self._out = self._decode().removesuffix(_REPLACEMENT) if is_cut else self._decode()
@@ -295,14 +295,14 @@ class StreamingDetokenizer:
 
 
 _REPLACEMENT = "\ufffd"
-"""What stands for bytes that are no character."""
+"""The character that replaces bytes that are no character."""
 
 _MAX_HELD = 64
-"""The most ids whose text is held back, or read again with each id because it ends within a character."""
+"""The most ids whose text is held back, or decoded again with each id, because it ends within a character."""
 
 
 def _after_common_prefix(text: str, out: str) -> str:
-    """Return what follows in ``text`` the characters that it begins with in common with ``out``."""
+    """Return ``text`` without the prefix that it shares with ``out``."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, out, strict=False))
     return text[sum(1 for _ in pairs) :]
 

@@ -219,7 +219,7 @@ def test_paths_that_are_not_text_are_refused(llama):
         ({"top_k": -2}, "top_k is -2, the least is 0"),
         ({"min_p": 2}, "min_p is 2, expected 0 to 1"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0, expected more than 0"),
-        ({"sequence": 3}, "sequence is 3, and the cache has one only: use a SeqSession"),
+        ({"sequence": 3}, "sequence is 3, but the cache has one sequence only: use a SeqSession"),
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": "Hello"}, "prompt has 'H'; it has token ids, and a tokenizer makes them of text"),
     ],

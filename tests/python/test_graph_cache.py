@@ -234,7 +234,7 @@ def test_the_cache_of_a_program(program):
         cache.rewind(2)
     with pytest.raises(etkv.CapacityError, match="the prompt has 254 tokens, the cache has room for 253 of 256"):
         next(etkv.generate_tokens(program, [5] * 254))
-    with pytest.raises(etkv.EtkvError, match="sequence is 1, and the cache has one only"):
+    with pytest.raises(etkv.EtkvError, match="sequence is 1, but the cache has one sequence only"):
         etkv.generate_tokens(program, [5], sequence=1)
     assert cache.length == 3
     for clear in (program.reset_buffers, cache.clear, lambda: cache.rewind(0)):

@@ -238,4 +238,4 @@ def test_what_fails_is_passed_by(llama, caplog):
         with caplog.at_level(logging.WARNING, "etkv.chat"):
             text = etkv.generate(program, tokenizer, "abc", max_tokens=3, prefix_cache=prefixes, fingerprint="")
         assert len(text) > 0
-        assert "the prefix cache is passed by: the fingerprint is empty" in caplog.text
+        assert "the prefix cache is skipped: the fingerprint is empty" in caplog.text
