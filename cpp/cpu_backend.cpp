@@ -1,22 +1,22 @@
-// Registers the backend for the calls of CPU programs that etkv carries out.
+// Registers the backend for the calls of CPU programs that etkv executes.
 #include <executorch/extension/threadpool/threadpool_guard.h>
 #include <executorch/runtime/core/function_ref.h>
 
 #include "cpp/delegate.hpp"
 
-// What is used of ExecuTorch's pool of threads. Its wheel has the library, and
-// not this header.
+// The parts of ExecuTorch's thread pool that etkv uses. Its wheel has the
+// library, but not this header.
 namespace executorch::extension::threadpool {
 class ThreadPool {
  public:
   size_t get_thread_count() const;
-  /// Calls `part` with 0 to `n_parts - 1`, on this thread alone where it may not
+  /// Calls `part` with 0 to `n_parts - 1`. Uses only this thread if it may not
   /// use the pool.
   void run(
       ::executorch::runtime::FunctionRef<void(size_t)> part,
       size_t n_parts);
 };
-/// Returns the pool of the process; null where it cannot tell the processors.
+/// Returns the pool of the process; null if it cannot count the processors.
 ThreadPool* get_threadpool();
 } // namespace executorch::extension::threadpool
 

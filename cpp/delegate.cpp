@@ -1,5 +1,5 @@
-// Translates between ExecuTorch and interpreter.hpp. The interpreter gives
-// programs their meaning.
+// Translates between ExecuTorch and interpreter.hpp. The interpreter runs the
+// programs.
 #include "cpp/delegate.hpp"
 
 #include <algorithm>
@@ -73,9 +73,8 @@ Error to_executorch(etkv_status status) {
 
 /// Logs an error of `backend` and keeps it for the caller.
 Error fail(const char* backend, etkv_status status, std::string_view message) {
-  // The log cuts long lines, perhaps in the middle of a character of several
-  // bytes, and ExecuTorch's Python module ends the process on a line that is
-  // not UTF-8.
+  // The log cuts long lines, perhaps inside a multi-byte character.
+  // ExecuTorch's Python module ends the process on a line that is not UTF-8.
   std::string line(message);
   std::replace_if(
       line.begin(),
@@ -84,7 +83,7 @@ Error fail(const char* backend, etkv_status status, std::string_view message) {
       '?');
   ET_LOG(Error, "%s: %s", backend, line.c_str());
   libetkv().report(status, message);
-  // MLX throws one kind of exception for everything. These say "Unable to
+  // MLX throws one exception type for everything. These messages say "Unable to
   // allocate" or "Attempting to allocate".
   if (status == ETKV_ERROR_BACKEND &&
       message.find("llocate") != std::string_view::npos) {
@@ -100,7 +99,7 @@ Error check(const char* backend, const interpreter::Outcome& outcome) {
 }
 
 /// Constants from the program's file. Each is unmapped when the next one is
-/// requested: its bytes were copied by then.
+/// requested, since its bytes are copied by then.
 class FileConstants final : public interpreter::Constants {
  public:
   explicit FileConstants(const NamedDataMap* data) : data_(data) {}
@@ -130,7 +129,7 @@ class FileConstants final : public interpreter::Constants {
   std::optional<FreeableBuffer> found_;
 };
 
-/// The delegate's arguments after its inputs, which a run writes.
+/// The outputs of a delegate: the arguments after its inputs.
 class OutputArguments final : public interpreter::Host {
  public:
   explicit OutputArguments(Span<EValue*> outputs) : outputs_(outputs) {}
@@ -154,7 +153,7 @@ class OutputArguments final : public interpreter::Host {
               ", " + std::to_string(n_bytes) + " bytes");
     }
     if (n_bytes == 0) {
-      // Nothing is written, and the address says that the shape is taken.
+      // Nothing is written; a non-null address means that the shape fits.
       return reinterpret_cast<std::uint8_t*>(this);
     }
     auto* const memory = static_cast<std::uint8_t*>(tensor.mutable_data_ptr());
@@ -193,8 +192,8 @@ class OutputArguments final : public interpreter::Host {
   std::string refusal_;
 };
 
-/// Converts an argument of the host's to one of the interpreter's. Returns what
-/// is wrong with it, or nullptr.
+/// Converts an argument of the host to one of the interpreter. Returns what is
+/// wrong with it, or nullptr.
 const char* read_argument(
     const EValue& value,
     interpreter::Argument& argument) {

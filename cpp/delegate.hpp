@@ -16,8 +16,8 @@ class Backend final : public ::executorch::runtime::BackendInterface {
       const interpreter::Threads& threads)
       : name_(name), target_(target), threads_(threads) {}
 
-  /// Registers the backend under an id that is etkv's alone. Call it when the
-  /// library is loaded. Returns false, and logs why, where that fails.
+  /// Registers the backend under an id that only etkv uses. Call it when the
+  /// library is loaded. Returns false, and logs why, if that fails.
   bool register_own(const char* id);
 
   bool is_available() const override {

@@ -63,14 +63,14 @@ class Host {
  public:
   virtual ~Host() = default;
   /// Gives output `i` a shape, and returns where its `n_bytes` bytes go:
-  /// memory that stays for the run. Returns nullptr if the output does not take
-  /// the shape; `refusal` then says why.
+  /// memory that stays valid for the run. Returns nullptr if the output does
+  /// not take the shape; `refusal` then says why.
   virtual std::uint8_t* place(
       std::size_t i,
       const std::int32_t* shape,
       std::size_t rank,
       std::size_t n_bytes) = 0;
-  /// Sets output `i`, an integer. Returns false if it is none.
+  /// Sets output `i`, an integer. Returns false if it is no integer.
   virtual bool set_integer(std::size_t i, std::int64_t value) = 0;
   /// Returns why the last output was refused.
   virtual const std::string& refusal() const = 0;
@@ -86,7 +86,7 @@ struct Task {
 class Threads {
  public:
   virtual ~Threads() = default;
-  /// Returns the most parts that are done at the same time.
+  /// Returns the maximum number of parts that run at the same time.
   virtual std::size_t count() const = 0;
   /// Does each of `n_parts` parts once, in any order, and returns after the
   /// last.
@@ -95,8 +95,8 @@ class Threads {
 
 /// The programs that an interpreter runs.
 enum class Target {
-  mlx, ///< of ExecuTorch's MLX delegate: a graph each
-  cpu, ///< of etkv's CPU exports: a call of a graph each
+  mlx, ///< of ExecuTorch's MLX delegate: one graph each
+  cpu, ///< of etkv's CPU exports: one call each
 };
 
 /// One delegate of a loaded method; empty until it is loaded.

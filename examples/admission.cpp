@@ -84,7 +84,7 @@ class Server {
       row += static_cast<int64_t>(n);
       const auto& request = scheduler_.request(number);
       if (request.held < request.length) {
-        continue; // There is more of it to read.
+        continue; // Some of the prompt is left to read.
       }
       RETURN_IF_ERROR(requests_[number].take(model_, logits, row));
       scheduler_.grow(number);

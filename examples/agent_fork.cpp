@@ -1,5 +1,5 @@
-// etkv_agent_fork: reads a long shared context once, or what a store of prefixes
-// lacks of it, forks it into branches without copying, decodes the branches
+// etkv_agent_fork: reads a long shared context once, or the part that a prefix
+// store lacks, forks it into branches without copying, decodes the branches
 // together, and keeps the best.
 
 #include <algorithm>
@@ -88,7 +88,7 @@ Result<std::string> read_file(const std::string& path) {
   return all;
 }
 
-/// The context of all branches: a file, or a register of so many tokens.
+/// The context of all branches: a file, or a register of this many tokens.
 Result<std::string> read_context(
     const ForkOptions& options,
     const Tokenizer& tokenizer) {
@@ -135,8 +135,8 @@ class Fork {
         context_(std::move(context)),
         stored_(stored) {}
 
-  /// Asks everything of the context, each in a branch of its own, and goes on
-  /// with the best.
+  /// Asks each question about the context in its own branch, and continues the
+  /// best branch.
   Result<void> run(const std::vector<std::string>& tasks) {
     RETURN_IF_ERROR(encode(tasks));
     ASSIGN_OR_RETURN(bool going, read_trunk());
@@ -168,7 +168,7 @@ class Fork {
       ASSIGN_OR_RETURN(
           auto ids, model_.encode({{"system", context_}, {"user", task}}));
       RETURN_IF_ERROR(check_length(ids.size(), cache_.capacity()));
-      // A branch has at least its own last token: its logits are needed.
+      // A branch runs at least its own last token, for its logits.
       const size_t most = ids.size() - 1;
       shared_ = branches_.empty()
                     ? most
@@ -186,8 +186,8 @@ class Fork {
     return branches_.front().prompt;
   }
 
-  /// Reads the shared context, once, or what the store lacks of it; false after
-  /// Ctrl-C.
+  /// Reads the shared context once, or the part that the store lacks; false
+  /// after Ctrl-C.
   Result<bool> read_trunk() {
     const auto end = trunk().begin() + static_cast<std::ptrdiff_t>(shared_);
     SaveOptions text;
@@ -224,7 +224,7 @@ class Fork {
     return begin(model_, cache_, branch, shared_);
   }
 
-  /// Runs one token of each branch a step, until all have ended.
+  /// Runs one token of each branch per step, until all have ended.
   Result<void> decode() {
     for (auto active = unfinished(branches_); !active.empty() && !interrupted();
          active = unfinished(branches_)) {
@@ -326,7 +326,7 @@ class Fork {
     }
     const Decoding kept = *best;
     RETURN_IF_ERROR(cache_.seq_keep(kept.sequence));
-    // Its cells lie among those of the others; one run is read without a mask.
+    // Its cells lie among those of other branches; one run needs no mask.
     RETURN_IF_ERROR(cache_.compact());
     ASSIGN_OR_RETURN(const int32_t length, cache_.length());
     say("kept: " + kept.title + " (" + counted(length, "position") + ")");
@@ -337,8 +337,8 @@ class Fork {
     return going && !interrupted() ? show_scored(branches_[0]) : Result<void>();
   }
 
-  /// Returns the next question to a branch, whose sequence is cut to its shared
-  /// part.
+  /// Returns the next question to a branch, whose sequence is cut back to its
+  /// shared part.
   Result<Decoding> follow_up(const Decoding& kept) {
     static const char kQuestion[] = "Say that again in other words.";
     ASSIGN_OR_RETURN(const std::string said, model_.decode(kept.ids));
@@ -351,7 +351,7 @@ class Fork {
              {"user", kQuestion}}));
     auto held = kept.prompt;
     held.insert(held.end(), kept.ids.begin(), kept.ids.end() - 1);
-    // The template may write the answer in another way.
+    // The template may write the answer differently.
     const size_t same = std::min(shared_prefix(ids, held), ids.size() - 1);
     ASSIGN_OR_RETURN(shared_, cut(cache_, kept.sequence, same));
     return Decoding{
@@ -362,12 +362,12 @@ class Fork {
   SeqCache& cache_;
   const RunnerOptions& options_;
   std::string context_;
-  /// What was read before, if there is a store.
+  /// The stored prefixes, if there is a store.
   StoredPrefixes* stored_;
   std::vector<Decoding> branches_;
-  /// Returns the ids that all of them begin with.
+  /// The number of ids that all branches begin with.
   size_t shared_ = 0;
-  /// Those of them that the store had.
+  /// The number of these that the store had.
   size_t loaded_ = 0;
   size_t prefill_tokens_ = 0;
   std::vector<Decoding> answers_;
@@ -376,7 +376,7 @@ class Fork {
 Result<void> run(const RunnerOptions& options, const ForkOptions& more) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
   auto config = model.config();
-  // A context is long, and a doubling buffer would hold as much again.
+  // A context is long, and a buffer that doubles could hold as much again.
   config.growth = Growth::step;
   config.min_chunk = 64;
   ASSIGN_OR_RETURN(auto session, make_seq_session(model.backend_id(), config));

@@ -35,9 +35,9 @@ class Together {
       : model_(model), cache_(cache), options_(options) {}
 
   /// Returns how many prompts from `first` on, at least one, fit in the empty
-  /// cache together with the longest answers that they may get.
+  /// cache with answers of the maximum length.
   size_t fitting(const std::vector<Decoding>& all, size_t first) const {
-    // One step takes one token of each.
+    // One step takes one token of each prompt.
     const auto most = static_cast<size_t>(
         std::min(model_.program().params().prefill_chunk_size, kSequences));
     int64_t needed = 0;
@@ -76,7 +76,7 @@ class Together {
   }
 
  private:
-  /// Each step starts before the host has read the tokens of the one before.
+  /// Each step starts before the host reads the tokens of the previous one.
   Result<void> answer_on_device(std::vector<Decoding>& all) {
     Stopwatch watch;
     std::vector<Prompt> prompts;

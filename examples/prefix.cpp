@@ -1,6 +1,6 @@
-// etkv_prefix: a chat server's prefix cache. Every request is a whole conversation;
-// it goes on from the longest beginning that was read before, by this process or,
-// with a store, by an earlier one.
+// etkv_prefix: a chat server's prefix cache. Every request is a whole
+// conversation. It goes on from its longest beginning that this process, or
+// with a store an earlier one, has read.
 
 #include <algorithm>
 #include <optional>
@@ -58,8 +58,8 @@ class Server {
         options_(options),
         kept_(std::move(kept)) {}
 
-  /// Answers a conversation, from what was read of it on; nothing where it is
-  /// longer than the cache.
+  /// Answers a conversation after the part that was read before; nothing if it
+  /// is longer than the cache.
   Result<std::optional<Decoding>> answer(
       const std::vector<Message>& conversation) {
     Decoding one;
@@ -74,7 +74,7 @@ class Server {
     ASSIGN_OR_RETURN(bool going, begin(model_, cache_, one, shared));
     const double prefill_seconds = watch.lap();
     if (going && kept_.has_windows) {
-      // The next prompt may have other tokens after this one than the answer.
+      // The next prompt may have other tokens for the answer.
       RETURN_IF_ERROR(keep(one.prompt));
     }
     while (going && !one.stop) {
@@ -131,17 +131,17 @@ class Server {
   }
 
  private:
-  /// Makes the cache go on from the longest beginning of a prompt that was read;
-  /// returns its length.
+  /// Attaches the cache to the longest beginning of a prompt that was read
+  /// before. Returns its length.
   Result<size_t> attach(const std::vector<int64_t>& prompt) {
-    // What the last request has read is kept, too. No rows are copied.
+    // Keep what the last request has read, too. No rows are copied.
     RETURN_IF_ERROR(cache_.clear());
-    // The last token runs in any case: its logits are not kept.
+    // The last token always runs: its logits are not kept.
     return kept_.prefixes.attach(
         cache_, {kept_.fingerprint, {prompt.begin(), prompt.end() - 1}});
   }
 
-  /// Keeps what the cache holds. Those that were used least recently make room.
+  /// Keeps the contents of the cache. The least recently used make room.
   Result<void> keep(const std::vector<int64_t>& text) {
     ASSIGN_OR_RETURN(
         const bool is_kept,
@@ -175,7 +175,7 @@ Result<void> run(
   if (asked.empty()) {
     asked = turns();
   }
-  // Conversations that wait take as much as the one that is answered, at most.
+  // Waiting conversations take at most as much as the one in progress.
   ASSIGN_OR_RETURN(const Memory memory, session.cache().memory());
   ASSIGN_OR_RETURN(
       auto kept,

@@ -49,15 +49,15 @@ struct WindowOptions {
   std::optional<int64_t> sinks;
 };
 
-/// Returns what a layer sees of a sequence that keeps its first `sinks`
-/// positions and its last `window`: the part that its own window shows too.
-/// Empty if both together are no window.
+/// Returns what a layer sees of a sequence that keeps its first `sinks` and its
+/// last `window` positions, within the layer's own window. Empty if no single
+/// window describes this.
 std::optional<LayerConfig>
 seen_in(LayerConfig layer, int32_t window, int32_t sinks) {
   if (layer.window > 0 && layer.window <= window && layer.sinks <= sinks) {
     return layer;
   }
-  // A wider window of its own drops sinks that the sequence keeps.
+  // The layer's own wider window drops sinks that the sequence keeps.
   if (layer.window > 0 && (layer.window <= window || sinks > 0)) {
     return std::nullopt;
   }
@@ -117,7 +117,7 @@ class Thread {
     return one;
   }
 
-  /// Removes the ids beyond `length`. If layers with windows have dropped what
+  /// Removes the ids from `length` on. If layers with windows have dropped what
   /// the next token would see, removes all ids and says so. Returns how many
   /// are left.
   Result<size_t> roll_back(size_t length) {
@@ -214,15 +214,15 @@ class Rollback {
     return record("with tools", prompt);
   }
 
-  /// Gives an answer of any length in a window: removes the oldest positions
-  /// but the first few, and reuses their cells. Widens a window that is smaller
-  /// than the prompt. Empty after Ctrl-C.
+  /// Gives an answer of any length in a window: removes the oldest positions,
+  /// except the first few, and reuses their cells. Widens a window that is
+  /// smaller than the prompt. Empty after Ctrl-C.
   Result<std::optional<Decoding>> slide(int32_t* window, int32_t sinks) {
     RETURN_IF_ERROR(thread_.roll_back(0));
     Decoding one{"window: " + prompts_.back(), {}, options_.max_tokens};
     ASSIGN_OR_RETURN(one.prompt, model_.encode(prompts_.back()));
     RETURN_IF_ERROR(check_length(one.prompt.size(), cache_.capacity()));
-    // All tokens of one step see each other: the window is at least as large.
+    // All tokens of one step see each other, so the window covers the step.
     if (const auto n = static_cast<int32_t>(one.prompt.size()); *window < n) {
       say("window: " + std::to_string(n) + " in place of " +
           std::to_string(*window) + ", as long as the prompt");
@@ -371,7 +371,7 @@ int main(int argc, char** argv) {
   runner.arguments().integer(
       "--sinks",
       "N",
-      "first positions that it sees besides (4)",
+      "first positions that it sees in addition (4)",
       0,
       1 << 20,
       &more.sinks);

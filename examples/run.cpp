@@ -57,7 +57,10 @@ Arguments arguments_into(Options& options) {
       "method. An integer is an i64 tensor of rank 0",
       &options.input);
   arguments.text(
-      "--output", "FILE", "where the outputs go, alike", &options.output);
+      "--output",
+      "FILE",
+      "the file for the outputs, likewise",
+      &options.output);
   arguments.text(
       "--kv-cache",
       "SIZES",
@@ -129,8 +132,7 @@ struct Inputs {
 };
 
 /// Returns the inputs of the method, which point into `tensors`. ExecuTorch has
-/// one code for everything that does not fit, and users need to know the
-/// reason.
+/// one code for every mismatch, and users need to know the reason.
 Result<Inputs> inputs_from(
     std::vector<FileTensor>& tensors,
     const MethodMeta& meta,
@@ -153,7 +155,7 @@ Result<Inputs> inputs_from(
     };
     const auto tag = meta.input_tag(i);
     if (tag.ok() && *tag == Tag::None) {
-      // What ExecuTorch 1.5 makes of an integer that is not fixed.
+      // ExecuTorch 1.5 tags a variable integer like this.
       return mismatch("without a type in the program, and takes no value");
     }
     if (tag.ok() && *tag == Tag::Int) {

@@ -49,7 +49,7 @@ Result<Answer> Chat::ask(const std::string& said) {
   }
 
   if (stored_ != nullptr) {
-    // Without it the model reads the prompt itself.
+    // If this fails, the model reads the prompt itself.
     if (auto loaded = stored_->load(*cache_.of_session(), generator_, *prompt);
         !loaded.ok()) {
       say(loaded.error().message());
@@ -106,7 +106,7 @@ Result<Answer> Chat::ask(const std::string& said) {
 }
 
 void Chat::store() {
-  // That a text is not kept is no reason to lose the answer.
+  // A text that cannot be kept is no reason to lose the answer.
   if (auto saved = stored_->save(*cache_.of_session(), generator_);
       !saved.ok()) {
     say(saved.error().message());
@@ -129,7 +129,7 @@ void Chat::report(const Answer& answer) const {
   }
 }
 
-/// Returns what the cache takes; for one in the program's graph, what it holds.
+/// Returns the memory of the cache, or the length of a cache in the graph.
 Result<std::string> Chat::describe_cache() const {
   if (const Cache* cache = cache_.of_session()) {
     const auto memory = cache->memory();
@@ -209,7 +209,7 @@ void Chat::undo() {
 
 void Chat::reset() {
   conversation_.reset();
-  // Cleared, not rewound: that works also for a cache that is poisoned.
+  // Clears rather than rewinds: this works for a poisoned cache too.
   if (const auto cleared = cache_.clear(); !cleared.ok()) {
     say(cleared.error().message());
     return;

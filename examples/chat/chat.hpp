@@ -15,8 +15,8 @@ namespace etkv::examples {
 
 class Chat {
  public:
-  /// Borrows its arguments: a loaded model with its cache, the speculator, if
-  /// steps take more than one token, and the texts that are stored, if any are.
+  /// Borrows its arguments: a loaded model with its cache, the speculator if
+  /// steps take more than one token, and the stored texts if there are any.
   Chat(
       Model& model,
       TextCache cache,
@@ -24,8 +24,8 @@ class Chat {
       Speculator* speculator = nullptr,
       StoredTexts* stored = nullptr);
 
-  /// Writes the model's answer to `said` as it is generated, and then its
-  /// figures. After an error the conversation is as before.
+  /// Writes the model's answer to `said` as it is generated, then the figures.
+  /// After an error the conversation is as before.
   Result<Answer> ask(const std::string& said);
 
   /// Asks line by line until the person leaves.
@@ -39,7 +39,7 @@ class Chat {
   void stats() const;
   void report() const;
   void report(const Answer& answer) const;
-  /// Keeps what the cache holds.
+  /// Stores the contents of the cache.
   void store();
   Result<std::string> describe_cache() const;
 

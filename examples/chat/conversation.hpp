@@ -13,12 +13,12 @@
 namespace etkv::examples {
 
 /// Exchanges of a person and a model. With `raw` there are no messages, only
-/// one text that both continue.
+/// one text that the person and the model continue in turn.
 class Conversation {
  public:
   Conversation(const Model& model, bool raw, std::optional<std::string> system);
 
-  /// Returns the ids of everything so far and of `said` after it. The answers
+  /// Returns the ids of the conversation so far, followed by `said`. Answers
   /// keep the ids that the model chose. Changes nothing.
   Result<std::vector<int64_t>> prompt(const std::string& said) const;
 

@@ -9,7 +9,7 @@
 namespace etkv::examples {
 namespace {
 
-/// Options as written; their consequences are computed later.
+/// Options as written. Values that depend on several are computed later.
 struct Given {
   std::optional<int64_t> max_tokens;
   std::optional<int64_t> prefix_store_mib;

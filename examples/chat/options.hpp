@@ -21,11 +21,11 @@ struct Options {
   SpeculationOptions speculation;
   /// The kind of cache; empty for "contiguous", or "tree" with a draft.
   std::optional<std::string> session;
-  /// The folder of texts that caches have read; nothing is stored without one.
+  /// The folder of stored texts; nothing is stored without one.
   std::optional<std::string> prefix_store;
   /// The most bytes of its files.
   uint64_t prefix_store_bytes = 0;
-  /// The most bytes of all caches; 0 for any number.
+  /// The most bytes of all caches; 0 for no limit.
   uint64_t memory_budget_bytes = 0;
   bool ids = false;
   bool help = false;

@@ -31,7 +31,7 @@ Result<void> StoredTexts::load(
   if (prompt.empty()) {
     return {};
   }
-  // The last token runs in any case: its logits choose the first of the answer.
+  // The last token always runs: its logits choose the answer's first token.
   const SaveOptions text = {fingerprint_, {prompt.begin(), prompt.end() - 1}};
   ASSIGN_OR_RETURN(const size_t kept, prefixes_.find(cache, text));
   const size_t shared = shared_prefix(text.tokens, generator.held());

@@ -1,5 +1,5 @@
-// Texts that outlive the process: what the cache has read is kept in memory and in
-// a folder, so that what begins alike is not read again.
+// Texts that outlive the process: the contents of the cache are kept in memory
+// and in a folder, so that a beginning is read only once.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +22,17 @@ class StoredTexts {
       const Model& model,
       const Options& options);
 
-  /// Makes the cache go on from the longest beginning of a prompt that is kept,
-  /// if it does not hold as much of it. `generator` runs on the cache.
+  /// Attaches the cache to the longest stored beginning of a prompt, unless it
+  /// holds as much already. `generator` runs on the cache.
   Result<void>
   load(Cache& cache, Generator& generator, const std::vector<int64_t>& prompt);
 
-  /// Keeps what the cache holds.
+  /// Stores the contents of the cache.
   Result<void> save(Cache& cache, const Generator& generator);
 
-  /// Whether a prompt is worth keeping before it is answered: a text of a model
-  /// with windows can be gone on from near its end alone, and an answer may be
-  /// other tokens in the next prompt.
+  /// Whether to store a prompt before it is answered. A text of a model with
+  /// windows can be continued only near its end, and the next prompt may have
+  /// other tokens for the answer.
   bool keeps_prompts() const {
     return has_windows_;
   }

@@ -57,7 +57,7 @@ class Arguments {
       int64_t most,
       std::optional<int64_t>* value);
 
-  /// Adds the same, where `word` stands for no number.
+  /// Adds the same, where `word` stands for an absent number.
   void integer_or(
       std::string word,
       std::string name,

@@ -80,8 +80,8 @@ struct Decoding {
 };
 
 /// Runs `ids` from index `held` up to, and without, `end`, in a sequence that
-/// holds those before. Returns the logits of the last step; nothing after
-/// Ctrl-C, and if there are no ids to run.
+/// holds the ids before `held`. Returns the logits of the last step; nothing
+/// after Ctrl-C, and if there are no ids to run.
 Result<std::optional<LogitsView>> read_ids(
     Model& model,
     SeqCache& cache,
@@ -95,12 +95,12 @@ Result<std::optional<LogitsView>> read_ids(
 /// many are left.
 Result<size_t> cut(SeqCache& cache, int32_t sequence, size_t length);
 
-/// Runs the prompt of `one` from index `held` on, and takes its first id. Its
-/// sequence holds the ids before. Returns false after Ctrl-C.
+/// Runs the prompt of `one` from index `held` on, and chooses its first id. Its
+/// sequence holds the ids before `held`. Returns false after Ctrl-C.
 Result<bool> begin(Model& model, SeqCache& cache, Decoding& one, size_t held);
 
-/// Runs the last id of each request and takes the next one: in one step, or in
-/// as many as the program needs for that number of tokens.
+/// Runs the last id of each request and chooses the next one, in one step, or
+/// in as many as the program needs for this number of tokens.
 Result<void> step_together(
     Model& model,
     SeqCache& cache,

@@ -31,7 +31,7 @@ uint64_t memory_bytes();
 /// does not report them.
 uint64_t peak_memory_bytes();
 
-/// Returns the bytes that MLX holds and has held; zeros in a build without MLX.
+/// Returns MLX's present and peak bytes; zeros in a build without MLX.
 etkv_mlx_memory mlx_memory();
 
 } // namespace etkv::examples

@@ -23,7 +23,7 @@ enum class FinishReason {
   cancelled, ///< at Ctrl-C
 };
 
-/// Returns why an answer ended that a generation made; nothing if it goes on.
+/// Returns why a generation ended an answer; nothing if the answer goes on.
 std::optional<FinishReason> stop_of(End end);
 
 /// An answer, with the tokens and the time that it took.
@@ -31,7 +31,7 @@ struct Answer {
   /// The ids that the model chose, the eos token id included.
   std::vector<int64_t> ids;
   FinishReason stop = FinishReason::length;
-  /// Positions of the prompt that the cache held before.
+  /// Positions of the prompt that the cache held already.
   size_t reused_tokens = 0;
   size_t prefill_tokens = 0;
   double prefill_seconds = 0.0;
@@ -44,9 +44,9 @@ struct Answer {
 /// Refuses a prompt that is empty, or longer than a cache of this capacity.
 Result<void> check_length(size_t prompt_tokens, int32_t capacity);
 
-/// Callbacks that follow an answer as it is made.
+/// Callbacks while an answer is generated.
 struct Listener {
-  /// Called with the tokens of the prompt that have run; 0 before the first
+  /// Called with the number of prompt tokens that have run; 0 before the first
   /// chunk.
   std::function<void(size_t done, size_t total)> on_prefill;
   /// Called with each token that the model chose for the answer.
@@ -65,10 +65,11 @@ class Stepper {
   /// Returns the id after a prompt, from the logits of its last token.
   virtual Result<int64_t> first(const LogitsView& logits) = 0;
 
-  /// Makes a step after `text`. The cache holds all of its ids but the last.
+  /// Makes a step after `text`. The cache holds all ids of `text` except the
+  /// last.
   ///
   /// @returns the ids that follow, at least 1 and at most `most`. An eos token
-  ///          id is the last of them. The cache then holds all but the last.
+  /// id is the last of them. The cache then holds all ids except the last.
   virtual Result<std::vector<int64_t>> next(
       const std::vector<int64_t>& text,
       size_t most) = 0;
@@ -110,7 +111,7 @@ class SamplingStepper : public Stepper {
 class Generator {
  public:
   /// Borrows its arguments, which must outlive it. `eos_token_ids` end an
-  /// answer. A stepper chooses ids in its own way, and not as `sampling` says.
+  /// answer. A stepper chooses ids itself, and ignores `sampling`.
   Generator(
       Program& program,
       TextCache cache,
@@ -123,18 +124,18 @@ class Generator {
   /// Answers `prompt`, the whole conversation from its first token on.
   ///
   /// After an error, and after an interruption before the first token, the
-  /// cache holds what it shared with the prompt before, or nothing where it
-  /// cannot go back so far.
+  /// cache holds the ids that it shares with the previous prompt, or nothing if
+  /// it cannot rewind that far.
   Result<Answer> answer(
       const std::vector<int64_t>& prompt,
       int64_t max_tokens,
       const Listener& listener);
 
-  /// Removes the positions from `length` on, or all of them where the cache
-  /// cannot go back so far. Returns how many are left.
+  /// Removes the positions from `length` on, or all of them if the cache cannot
+  /// rewind that far. Returns how many are left.
   Result<size_t> rewind(size_t length);
 
-  /// Tells that the cache now holds the keys and values of these ids.
+  /// Notes that the cache now holds the keys and values of these ids.
   void hold(std::vector<int64_t> ids) {
     held_ = std::move(ids);
   }

@@ -66,7 +66,7 @@ struct GivenHiddenStates {
   }
 };
 
-/// Returns 1 and 0 as elements of this dtype, one for each token.
+/// Returns 1 for true and 0 for false, as elements of this dtype.
 std::vector<std::byte> as_elements(
     const std::vector<bool>& known,
     executorch::aten::ScalarType element);

@@ -49,8 +49,8 @@ float to_float(BFloat16 value) {
   return static_cast<float>(value);
 }
 
-/// As ExecuTorch's own conversion, without its branches, which keep a loop over
-/// a row from vector instructions.
+/// Like ExecuTorch's own conversion, but without branches, which would keep
+/// vector instructions out of a loop over a row.
 float to_float(Half value) {
   constexpr uint32_t kSign = 0x8000U;
   constexpr uint32_t kMinNotFinite = 0x7c00U;
@@ -70,8 +70,8 @@ constexpr float kMin = -std::numeric_limits<float>::infinity();
 /// NaN.
 template <typename T>
 float greatest(const T* values, int64_t n) {
-  // Several maxima let the compiler use vector instructions, which it may not
-  // do with one fixed order of comparisons.
+  // Several maxima let the compiler use vector instructions; a single fixed
+  // order of comparisons would not.
   constexpr int64_t kMaxima = 32;
   float maxima[kMaxima];
   for (float& maximum : maxima) {
@@ -109,8 +109,8 @@ int64_t first_equal(const T* values, int64_t from, int64_t end, float wanted) {
 /// all are NaN.
 template <typename T>
 int64_t first_greatest(const T* values, int64_t n) {
-  // The search for the index has to look at one value after another: it looks
-  // at one block only, the first with the greatest.
+  // The search for the index compares one value after another, so it searches
+  // one block only: the first with the greatest value.
   constexpr int64_t kBlock = 1024;
   float best = kMin;
   int64_t best_start = -1;
@@ -171,7 +171,7 @@ Result<int64_t> argmax(const LogitsView& logits, int64_t row) {
     return first_greatest(values, logits.vocabulary);
   });
   if (best < 0) {
-    return Error(ETKV_ERROR_PROGRAM, "the program's logits are not numbers");
+    return Error(ETKV_ERROR_PROGRAM, "the program's logits are all NaN");
   }
   return best;
 }

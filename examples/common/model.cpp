@@ -133,7 +133,7 @@ Result<Model> Model::open(const ModelOptions& options, GraphCache graph_cache) {
           "--chat-template-kwargs is for the chat template, which --raw leaves "
           "out");
     }
-    // What is wrong with the variables is told before the weights are loaded.
+    // Report an error in the variables before the weights are loaded.
     if (auto read = check_template_variables(*options.template_variables);
         !read.ok()) {
       return refuse("--chat-template-kwargs: " + read.error().message());

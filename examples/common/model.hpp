@@ -68,9 +68,8 @@ class Model {
     return make_config(program_.params(), capacity_, format_);
   }
 
-  /// Returns the ids of a conversation, up to where the model's next message
-  /// begins, as the options of the model say: by the chat template, or without
-  /// one those of its texts.
+  /// Returns the ids of a conversation, up to the start of the model's next
+  /// message: by the chat template, or, without one, of the bare texts.
   Result<std::vector<int64_t>> encode(
       const std::vector<Message>& messages) const;
 
@@ -79,11 +78,11 @@ class Model {
     return encode({{"user", question}});
   }
 
-  /// Returns the ids of a text that begins one, without the chat template.
+  /// Returns the ids of the first text, without the chat template.
   Result<std::vector<int64_t>> encode_text(const std::string& text) const;
 
-  /// Returns the ids of an answer without the one that ended it, which the chat
-  /// template writes itself.
+  /// Returns the ids of an answer without its eos token id, which the chat
+  /// template adds itself.
   std::vector<int64_t> without_eos(std::vector<int64_t> ids) const;
 
   /// Returns the text of an answer.

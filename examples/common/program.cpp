@@ -247,7 +247,7 @@ bool Program::tells_of_no_cache() const {
          (meta->uses_backend(kMLXBackend) || meta->uses_backend(kEtkvBackend));
 }
 
-/// Reads the sizes of a program that tells of no cache.
+/// Reads the sizes of a program that reports no cache.
 Result<void> Program::read_limits() {
   ASSIGN_OR_RETURN(
       params_.prefill_chunk_size, read_count("get_prefill_chunk_size"));

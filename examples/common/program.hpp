@@ -32,7 +32,7 @@ class Program {
 
   /// Loads the model, bound to the cache with this key. Unloads it first if it
   /// is loaded, so that its weights are never in memory twice. A program that
-  /// cannot leave out rows of logits gives all of them.
+  /// cannot leave out rows of logits returns all of them.
   Result<void>
   load(const char* cache_key, Logits rows, Passes passes = Passes::standard);
 
@@ -40,7 +40,7 @@ class Program {
   /// nothing from one step to the next.
   Result<void> load_with_graph_cache(Logits rows);
 
-  /// Returns whether the program tells of no cache outside of its graph.
+  /// Returns whether the program reports no cache outside its graph.
   bool has_graph_cache() const {
     return params_.layers.empty();
   }
@@ -50,7 +50,7 @@ class Program {
     return length_;
   }
 
-  /// Lets the cache in the graph hold nothing.
+  /// Empties the cache in the graph.
   Result<void> reset();
 
   /// Runs the model on `n` tokens at these positions, in its cache. The logits
@@ -66,7 +66,7 @@ class Program {
       size_t n,
       const GivenHiddenStates& given);
 
-  /// Runs a step at `position` and those that follow it.
+  /// Runs a step at consecutive positions from `position` on.
   Result<LogitsView> step_at(const int64_t* tokens, int64_t position, size_t n);
 
   /// Returns the hidden states of the last step, a row for each token; nothing
@@ -78,13 +78,13 @@ class Program {
   const ModelCacheParams& params() const {
     return params_;
   }
-  /// Refuses ids that the vocabulary lacks.
+  /// Refuses ids outside the vocabulary.
   Result<void> check_ids(const int64_t* tokens, size_t n) const;
 
-  /// Returns the tokens of a prompt in one step: the program's limit, or fewer
-  /// if each token has a row of logits, which is as wide as the vocabulary and
-  /// held twice, and for a draft that is fed with hidden states, whose warm-up
-  /// has no longer steps.
+  /// Returns the maximum tokens of a prompt in one step. This is the program's
+  /// limit, or fewer in two cases. If each token has a row of logits, the row
+  /// is as wide as the vocabulary and is held twice. The warm-up of a draft
+  /// that takes hidden states has no longer steps.
   size_t prefill_size() const;
 
   int64_t vocabulary() const {
@@ -98,8 +98,8 @@ class Program {
   const std::optional<std::vector<int64_t>>& eos_token_ids() const {
     return eos_token_ids_;
   }
-  /// Returns the layers whose hidden states the program gives, side by side in
-  /// this order.
+  /// Returns the layers whose hidden states the program returns, side by side
+  /// in this order.
   const std::vector<int64_t>& tap_layers() const {
     return tap_layers_;
   }
@@ -108,8 +108,8 @@ class Program {
   const std::optional<int64_t>& draft_tap() const {
     return draft_tap_;
   }
-  /// Returns the type of a row of the hidden states that the program gives, and
-  /// that a draft takes; nothing if there are none.
+  /// Returns the type of a row of the hidden states that the program returns,
+  /// and that a draft takes; nothing if there are none.
   const std::optional<HiddenStateType>& hidden_state_type() const {
     return hidden_state_type_;
   }

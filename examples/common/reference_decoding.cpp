@@ -14,8 +14,8 @@
 namespace etkv::examples {
 namespace {
 
-/// The result of a comparison: ids that reference decoding chooses, and ids
-/// that trail its choice by rounding.
+/// The result of a comparison: the ids that reference decoding chooses, and the
+/// ids whose logits are less only by rounding.
 struct Comparison {
   size_t equal = 0;
   size_t ties = 0;
@@ -61,7 +61,7 @@ class ReferenceDecoder {
   }
 
  private:
-  /// Refuses an id that trails reference decoding's choice by more than rounding.
+  /// Refuses an id whose logit is less than the greatest by more than rounding.
   Result<void> check_tie(
       const Decoding& answer,
       size_t i,
@@ -92,8 +92,8 @@ class ReferenceDecoder {
     return {};
   }
 
-  /// Runs a prompt after the ids that it shares with the one before. Returns
-  /// nothing after Ctrl-C.
+  /// Runs a prompt after the ids that it shares with the previous prompt.
+  /// Returns nothing after Ctrl-C.
   Result<std::optional<LogitsView>> read(const std::vector<int64_t>& prompt) {
     const size_t shared =
         std::min(shared_prefix(prompt, held_), prompt.size() - 1);
@@ -131,7 +131,7 @@ class ReferenceDecoder {
 /// Checks that an answer ends where the model ends it, at its limit of tokens,
 /// or at a full cache.
 ///
-/// @param capacity  the capacity of the cache, if the answer had it alone
+/// @param capacity  the capacity of the cache, if only this answer used it
 Result<void> check_end(
     const Model& model,
     const Decoding& answer,
@@ -226,7 +226,7 @@ double rounding_margin(
   if (!(magnitude > 0.0) || !std::isfinite(magnitude)) {
     return 0.0;
   }
-  // Bits of a significand after the first.
+  // Bits of a significand, without the first.
   const int bits = dtype == "f32" ? 23 : dtype == "f16" ? 10 : 7;
   const double units = kv_format == dtype ? 4.0 : 16.0;
   return std::ldexp(units, std::ilogb(magnitude) - bits);

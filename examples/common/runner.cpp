@@ -14,8 +14,7 @@
 namespace etkv::examples {
 namespace {
 
-/// Prints the memory that is held once a round has closed everything that it
-/// opened.
+/// Prints the memory that is still held after a round has closed everything.
 void say_memory(int64_t round) {
   say("round " + std::to_string(round) + ": " +
       counted(static_cast<int64_t>(etkv_live_handles()), "handle") + ", " +
@@ -51,8 +50,8 @@ Runner::Runner(std::string name, const std::string& about)
   arguments_.integer(
       "--repeat",
       "N",
-      "do all of it so often, and tell after each time what\n"
-      "memory is held once all is closed",
+      "repeat the run this often, and print after each what\n"
+      "memory is still held",
       1,
       std::numeric_limits<int32_t>::max(),
       &repeat_);

@@ -80,7 +80,7 @@ Result<void> Scheduler::admit(Events& events) {
     const size_t number = waiting_.front();
     size_t needed = rest(number);
     for (const size_t other : active_) {
-      // Adds some tokens of its answer; otherwise it would soon be preempted.
+      // Count some tokens of its answer; otherwise it would soon be preempted.
       constexpr size_t kAhead = 8;
       needed += rest(other) + kAhead;
     }

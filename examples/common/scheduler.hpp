@@ -1,5 +1,5 @@
-// The tokens of each step, while requests arrive and others are answered. It
-// holds numbers only, and queries the cache through two functions.
+// Chooses the tokens of each step, while requests arrive and others are
+// answered. It holds numbers only, and queries the cache through two functions.
 #pragma once
 
 #include <cstddef>

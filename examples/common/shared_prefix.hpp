@@ -1,4 +1,4 @@
-// What two texts begin with alike.
+// The common beginning of two texts.
 #pragma once
 
 #include <cstddef>

@@ -13,7 +13,7 @@ Result<StoredPrefixes> open_prefixes(
     uint64_t bytes,
     uint64_t memory) {
   std::optional<PrefixStore> store;
-  // Memory has texts of this model alone; its file need not be read for that.
+  // Memory holds texts of this model only, so any name will do.
   std::string fingerprint = "this model";
   if (place) {
     ASSIGN_OR_RETURN(store, PrefixStore::open(*place, bytes));

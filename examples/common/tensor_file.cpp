@@ -110,7 +110,7 @@ class Reader {
     RETURN_IF_ERROR(take(
         tensor.sizes.data(), rank * sizeof(int32_t), "the shape of " + name));
     ASSIGN_OR_RETURN(const uint64_t bytes, bytes_of(name, tensor, dtype));
-    // Memory is taken only for bytes that the file has.
+    // Allocate only for bytes that the file has.
     if (bytes <= left_) {
       tensor.data.resize(std::max<size_t>(bytes, 1));
     }
@@ -155,7 +155,7 @@ class Reader {
       const std::string& name,
       const FileTensor& tensor,
       const Dtype& dtype) const {
-    // ExecuTorch multiplies the sizes in order, a 0 among them or not.
+    // ExecuTorch multiplies the sizes in order, even if one is 0.
     constexpr uint64_t kMax = std::numeric_limits<int64_t>::max();
     uint64_t product = dtype.bytes;
     bool empty = false;

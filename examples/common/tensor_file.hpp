@@ -20,12 +20,12 @@
 
 namespace etkv::examples {
 
-/// A tensor as a file has it.
+/// A tensor in a file.
 struct FileTensor {
   executorch::aten::ScalarType type = executorch::aten::ScalarType::Float;
   std::vector<executorch::aten::SizesType> sizes;
-  /// The elements; one byte more than none for a tensor without elements, as
-  /// programs take no null pointer.
+  /// The elements. A tensor without elements has one unused byte, since
+  /// programs accept no null pointer.
   std::vector<std::byte> data;
 };
 

@@ -29,12 +29,12 @@ class TextCache {
   /// Returns whether another position fits.
   Result<bool> can_extend() const;
 
-  /// Removes the positions from `length` on. Removes all of them where the
-  /// cache cannot go back so far: layers with windows have dropped what the next
-  /// token would see, or the cache is in a graph. Returns how many are left.
+  /// Removes the positions from `length` on, or all of them if the cache cannot
+  /// rewind that far: layers with windows have dropped what the next token
+  /// would see, or the cache is in a graph. Returns how many are left.
   Result<int32_t> rewind(int32_t length);
 
-  /// Removes everything, also from a cache that is poisoned.
+  /// Removes everything, even from a poisoned cache.
   Result<void> clear();
 
  private:

@@ -1,4 +1,4 @@
-// Programs that are warm before their first token.
+// Warms programs up before their first token.
 #pragma once
 
 #include "etkv/etkv.hpp"

@@ -23,7 +23,7 @@ class Draft {
       const TreeShape& shape,
       Sampler& sampler) = 0;
 
-  /// Reports that a chain of the last tree is now text, the root first.
+  /// Reports the chain of the last tree that is now text, the root first.
   virtual Result<void> commit(const std::vector<int32_t>& accepted) = 0;
 
   /// Takes the target's hidden states, if it gives any: a row for each position
@@ -31,8 +31,8 @@ class Draft {
   /// rows from this position on.
   virtual void saw(int64_t, const HiddenStatesView&) {}
 
-  /// Returns the width of trees that pays, for drafts of which that is known.
-  /// Otherwise widths are tried.
+  /// Returns the best width of trees, if it is known for the draft. Otherwise
+  /// widths are tried.
   virtual std::optional<int64_t> width() const {
     return std::nullopt;
   }

@@ -66,7 +66,7 @@ void HiddenStateDraft::saw(
     const HiddenStatesView& hidden_states) {
   const auto first = static_cast<size_t>(position);
   if (first > seen() || !(hidden_states.type == given_type_)) {
-    // No call needs a row after a gap: the text before it is refused.
+    // A row after a gap is useless: reusable() refuses the text.
     return;
   }
   hidden_states_.resize(first * type_.bytes());
@@ -83,7 +83,7 @@ Result<size_t> HiddenStateDraft::reusable(const std::vector<int64_t>& text) {
     return Error(
         ETKV_ERROR_INVALID_ARGUMENT,
         "the model's hidden states of position " + std::to_string(seen()) +
-            " have not come, and the text has " + std::to_string(needed) +
+            " are missing, and the text has " + std::to_string(needed) +
             " positions before its last");
   }
   // Rows after them belonged to another text.
@@ -101,7 +101,7 @@ Result<LogitsView> HiddenStateDraft::run_text(
   const std::vector<std::byte> nothing(type_.bytes());
   std::vector<int64_t> positions;
   for (size_t i = first; i < first + n; ++i) {
-    // The target has not run the last id: its row is that of the id before.
+    // The target has not run the last id, so use the row of the id before it.
     const size_t row = i < last ? i : std::max<size_t>(i, 1) - 1;
     const std::byte* at = row < last
                               ? hidden_states_.data() + row * type_.bytes()

@@ -11,9 +11,9 @@
 
 namespace etkv::examples {
 
-/// Keeps the target's hidden states of each position of the text. Its cache holds rows
-/// computed from these. Rows computed from drafted states are dropped, and computed again
-/// once the target's states are known.
+/// Keeps the target's hidden states of each position of the text. Its cache
+/// holds rows computed from these. Rows computed from drafted states are
+/// dropped, and computed again once the target's states are known.
 class HiddenStateDraft : public ProgramDraft {
  public:
   /// Loads a program, and makes a session for it. Refuses a target that does
@@ -53,8 +53,8 @@ class HiddenStateDraft : public ProgramDraft {
     return hidden_states_.size() / type_.bytes();
   }
 
-  /// The type of the draft's rows, the type of the target's, and the place of
-  /// the former in the latter.
+  /// The type of the draft's rows, the type of the target's rows, and the
+  /// offset of the draft's part in a target row.
   HiddenStateType type_;
   HiddenStateType given_type_;
   size_t offset_;

@@ -7,10 +7,10 @@ namespace etkv::examples {
 void LatencyModel::add(size_t tokens, double seconds) {
   // The machine's speed changes: new measurements count more than old ones.
   constexpr double kNew = 0.25;
-  // A cache that grows makes one forward several times as long. If it counted in
-  // full, none of so many tokens might come again to show that it was an exception.
+  // A cache that grows makes one forward several times as long. Without a cap,
+  // no forward of as many tokens might run again to correct the mean.
   constexpr double kMax = 1.5;
-  // Forwards before they are a mean.
+  // Forwards before the mean begins.
   constexpr int kEarly = 4;
   const auto entry = means_.try_emplace(tokens, Mean{seconds, 0}).first;
   Mean& mean = entry->second;
@@ -44,11 +44,11 @@ double LatencyModel::at(double tokens) const {
     x1 = static_cast<double>(n);
     y1 = std::max(y0, mean.seconds);
     if (tokens <= x1) {
-      // Below the first point no line is known.
+      // Below the first point the seconds are constant.
       return first ? y1 : y0 + (y1 - y0) * (tokens - x0) / (x1 - x0);
     }
   }
-  // With a single point the line is level.
+  // With a single point the line is horizontal.
   return x1 == 0.0 ? 0.0 : y0 + (y1 - y0) * (tokens - x0) / (x1 - x0);
 }
 

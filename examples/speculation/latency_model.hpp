@@ -6,17 +6,17 @@
 
 namespace etkv::examples {
 
-/// Running means of seconds. Between measured numbers of tokens they are joined
-/// by lines; the last line continues.
+/// Running means of seconds, with linear interpolation between measured numbers
+/// of tokens. The last line continues.
 ///
-/// The first forward of a number of tokens also creates kernels and buffers for
-/// later ones, and the few after it may be slow too, as those of a process are. So of
-/// the first few the shortest counts.
+/// The first forward of a number of tokens also creates kernels and buffers.
+/// The next few may be slow too, as at the start of a process. So the shortest
+/// of the first few counts.
 class LatencyModel {
  public:
   void add(size_t tokens, double seconds);
 
-  /// Returns the seconds for so many tokens; 0 without measurements.
+  /// Returns the seconds for this many tokens; 0 without measurements.
   double at(double tokens) const;
 
  private:

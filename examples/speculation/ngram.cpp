@@ -7,8 +7,8 @@
 namespace etkv::examples {
 namespace {
 
-/// The least and the most ids that have to match: one alone says little, and
-/// more than this adds nothing.
+/// The minimum and maximum ids that must match: a single id says little, and a
+/// longer match adds nothing.
 constexpr size_t kMin = 2;
 constexpr size_t kMax = 8;
 

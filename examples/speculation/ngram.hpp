@@ -26,8 +26,8 @@ class NgramDraft : public Draft {
     return {};
   }
 
-  /// Chains: what followed at other places is seldom right where the best place is
-  /// not, and each id of a step has its cost.
+  /// A chain: if the best place is wrong, other places are seldom right, and
+  /// each id of a step has a cost.
   std::optional<int64_t> width() const override {
     return 1;
   }

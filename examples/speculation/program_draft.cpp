@@ -68,8 +68,8 @@ std::vector<Child> likeliest(const std::vector<Leaf>& leaves, size_t n) {
   return all;
 }
 
-/// Replaces the likeliest ids by as many drawn ones for each leaf: their number
-/// does not depend on the draw.
+/// Replaces the likeliest ids of each leaf by the same number of drawn ids: the
+/// number does not depend on the draw.
 std::vector<Child> drawn(
     const std::vector<Leaf>& leaves,
     const std::vector<Child>& chosen,
@@ -164,7 +164,7 @@ Result<TokenTree> ProgramDraft::grow(
   if (shape.depth == 0 || static_cast<int64_t>(text.size()) > room) {
     return tree;
   }
-  // Greedy decoding has no temperature; the order of ids is the same.
+  // Greedy decoding has no temperature, and any keeps the order of ids.
   const double temperature = sampler.greedy() ? 1.0 : sampler.temperature;
   ASSIGN_OR_RETURN(const auto read_logits, read(text));
   if (!read_logits) {
@@ -255,7 +255,7 @@ Result<std::optional<LogitsView>> ProgramDraft::read(
     RETURN_IF_ERROR(cache().rewind(static_cast<int32_t>(kept)));
     held_.resize(kept);
   }
-  // Longer steps tell little of what levels cost.
+  // Longer steps say little about the cost of levels.
   constexpr size_t kFew = 64;
   while (!interrupted()) {
     const size_t n =

@@ -25,7 +25,7 @@ struct DraftTarget {
   std::optional<HiddenStateType> hidden_state_type = {};
 };
 
-/// Marks an error as the draft's: two programs are in use.
+/// Names the draft in an error, since two programs are in use.
 Error of_draft(const Error& error);
 
 /// The base of drafts with a program: the ids in their cache, and trees grown
@@ -56,18 +56,18 @@ class ProgramDraft : public Draft {
   /// known before the first tree.
   Result<void> measure();
 
-  /// Returns how many of the ids in the cache may stay if a text begins with
-  /// them: all, or fewer if not all ran as text does.
+  /// Returns how many ids in the cache may stay for a text that begins with
+  /// them: all, or fewer if some did not run as text.
   virtual Result<size_t> reusable(const std::vector<int64_t>&) {
     return held_.size();
   }
 
-  /// Runs `n` ids of a text from the one at `first` on, where the cache ends.
+  /// Runs `n` ids of a text from index `first` on, where the cache ends.
   virtual Result<LogitsView>
   run_text(const std::vector<int64_t>& text, size_t first, size_t n) = 0;
 
-  /// Runs the nodes of a tree from `first` on, which are proposed to the cache.
-  /// There are positions for all nodes.
+  /// Runs the nodes of a tree from `first` on, which are already proposed to
+  /// the cache. There are positions for all nodes.
   virtual Result<LogitsView> run_nodes(
       const TokenTree& tree,
       const std::vector<int64_t>& positions,
@@ -100,8 +100,8 @@ class ProgramDraft : public Draft {
   std::vector<int64_t> run_;
   /// The seconds of a forward, by its tokens.
   LatencyModel latency_;
-  /// Those that the host takes to choose candidates below so many nodes, and the
-  /// one of a chain if no random numbers choose it.
+  /// The seconds in which the host chooses candidates below this many nodes,
+  /// and the seconds for a chain that is chosen without random numbers.
   LatencyModel choosing_;
   LatencyModel choosing_one_;
   bool greedy_ = true;

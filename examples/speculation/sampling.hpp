@@ -52,17 +52,17 @@ softmax(const LogitsView& logits, int64_t row, double temperature);
 /// Draws an id by its probability. An id of probability 0 is never drawn.
 int64_t draw(const Distribution& p, Rng& rng);
 
-/// Removes an id from a distribution, and scales the rest to 1; false if no
-/// rest is left, and all are 0.
+/// Removes an id from a distribution, and scales the rest to 1; false if
+/// nothing is left (all are 0).
 bool remove(Distribution& p, int64_t id);
 
-/// Decides whether an id that was drawn from `q` is taken for one drawn from `p`:
-/// with probability min(1, p/q). Where it is not, `p` becomes what has to be drawn
-/// from instead, the positive part of p - q, scaled to 1. An id that was chosen
+/// Decides whether an id drawn from `q` is accepted as one drawn from `p`: with
+/// probability min(1, p/q). If it is rejected, `p` becomes the distribution to
+/// draw from instead: the positive part of p - q, scaled to 1. An id chosen
 /// without drawing has an empty `q`, which stands for certainty.
 ///
-/// Whatever `q` is, the id that comes out of this in the end, taken or drawn from
-/// what `p` became, has the distribution that `p` was.
+/// For any `q`, the resulting id has the distribution of the original `p`,
+/// whether it was accepted or drawn from the new `p`.
 bool accept(Distribution& p, const Distribution& q, int64_t id, Rng& rng);
 
 } // namespace etkv::examples

@@ -27,7 +27,7 @@ void add_speculation_arguments(
       "auto",
       "--depth",
       "levels of draft tokens; auto, the default,\n"
-      "weighs what trees cost and what they bring",
+      "weighs the cost of trees against their gain",
       0,
       64,
       &options.depth);
@@ -141,7 +141,7 @@ Result<VerificationResult> Speculator::verify_in_one_forward(
     int64_t base) {
   RETURN_IF_ERROR(cache_.propose(tree.parents));
   const Program& program = target_.program();
-  // A draft that is fed with hidden states needs all that the step gives.
+  // A draft that takes hidden states needs those of every token.
   const bool on_device = sampler_.greedy() && !program.hidden_state_type() &&
                          program.params().backend_id == kMLXBackend;
   auto verified =

@@ -53,8 +53,8 @@ class Speculator : public Stepper {
     double draft_seconds = 0.0;
   };
 
-  /// Borrows its arguments. `target` is loaded with Logits::proposed or Logits::all, and bound to
-  /// the cache, of which it uses sequence 0.
+  /// Borrows its arguments. `target` is loaded with Logits::proposed or
+  /// Logits::all, and bound to the cache, of which it uses sequence 0.
   Speculator(
       Model& target,
       TreeCache& cache,

@@ -1,4 +1,4 @@
-// A tree of candidates after a text, and what a model makes of it.
+// A tree of candidates after a text, and its verification.
 #pragma once
 
 #include <cstddef>
@@ -79,14 +79,14 @@ struct VerificationResult {
 /// Walks down from the root while the model accepts a child. `logits` have a
 /// row for each node.
 ///
-/// Greedily, it accepts the child with the greatest logit after its parent, so
-/// the text is the same as without the tree. Otherwise it offers each child in
-/// turn, see accept(), so every id of the text has the probability that the
+/// Greedy verification accepts the child that is the argmax after its parent,
+/// so the text is the same as without the tree. Otherwise it offers each child
+/// in order, see accept(), so every id of the text has the probability that the
 /// model gives it.
 Result<VerificationResult>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler);
 
-/// Does the same greedily with the model's own id after each node.
+/// The same for greedy verification, with the argmax after each node.
 Result<VerificationResult> verify(
     const TokenTree& tree,
     const std::vector<int64_t>& chosen);

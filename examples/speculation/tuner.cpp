@@ -5,32 +5,31 @@
 namespace etkv::examples {
 namespace {
 
-/// The weight of old observations, for every observed level: of all, and of recent
-/// acceptance.
+/// The weight of old observations at each new one: for acceptance overall, and
+/// for recent acceptance.
 constexpr double kFade = 0.97;
 constexpr double kLateFade = 0.8;
-/// The assumed acceptance of a candidate of a rank before it is tried, and the
-/// number of trials that this counts as.
+/// The assumed acceptance of an untried candidate by its rank, and the number
+/// of trials that the assumption counts as.
 constexpr double kFirst = 0.5;
 constexpr double kFurther = 0.3;
 constexpr double kBelief = 2.0;
 constexpr double kLateBelief = 1.0;
-/// Steps without a tree before any comparison: the first ones of a process take
-/// longer than later ones, and the first of a size too.
+/// Steps without a tree before any comparison: the first steps of a process
+/// take longer than later ones, and so does the first step of each size.
 constexpr int64_t kSingles = 4;
-/// The first trials are chains of this depth. They come early: drafts of these
-/// trials take this part of the time, or more if they would wait for too long.
+/// The first trials are chains of this depth. They come early: their drafts
+/// take this share of the time, or more if they would wait too long.
 constexpr int64_t kTrials = 2;
 constexpr int64_t kTrialDepth = 3;
 constexpr double kEarlyTrialShare = 0.02;
 constexpr double kMaxEarlyPatience = 32.0;
-/// Steps without a tree before one is tried again, at least and at most: so many
-/// that drafts of trials take this part of the time. Their verification takes some
-/// more.
+/// The minimum and maximum steps without a tree before a trial. The drafts of
+/// trials then take this share of the time. Their verification takes some more.
 constexpr double kPatience = 16.0;
 constexpr double kMaxPatience = 256.0;
 constexpr double kTrialShare = 0.01;
-/// Steps with a tree before one without is measured again.
+/// Steps with a tree before a step without one is measured again.
 constexpr int64_t kMaxTrees = 256;
 
 } // namespace
@@ -57,7 +56,7 @@ TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
     best.depth = 0;
     return best;
   }
-  // Try a tree if there was none for long.
+  // Try a tree if the last one was long ago.
   const int64_t shallowest = is_trial_ ? 1 : 0;
   const int64_t narrowest = width_.value_or(1);
   double most = -1.0;
@@ -117,7 +116,7 @@ void Tuner::observe(
   verification_.add(tree.size(), seconds);
   ++without_;
   if (tree.size() == 1) {
-    // There was no draft token, which says nothing about candidates.
+    // A step without draft tokens says nothing about candidates.
     ++singles_;
     behind_ = 0;
     return;

@@ -24,10 +24,11 @@ class Tuner {
   /// The seconds of a draft for a tree of this depth and width.
   using DraftSeconds = std::function<double(int64_t depth, int64_t width)>;
 
-  /// Returns the shape that promises most ids a second. Depth 0 means no tree; it
-  /// then tries one from time to time, because a text may become easier: the more
-  /// seldom the longer the draft of a trial takes, also before the first one. The
-  /// first ones are chains, as each further candidate of a level costs more than one.
+  /// Returns the shape that promises the most ids per second. Depth 0 means no
+  /// tree. The tuner then tries a tree from time to time, because a text may
+  /// become easier. The longer the draft of a trial takes, the rarer are
+  /// trials, the first included. The first trials are chains, since more
+  /// candidates in a level cost more.
   TreeShape next(const DraftSeconds& draft_seconds);
 
   /// Records the result of a tree, and the seconds of its verification and of its
@@ -49,18 +50,18 @@ class Tuner {
     double tried = 0.0;
     double accepted = 0.0;
 
-    /// Counts one, and the ones before by `fade` of what they counted.
+    /// Counts an observation, and scales earlier ones by `fade`.
     void add(bool is_accepted, double fade) {
       tried = fade * tried + 1.0;
       accepted = fade * accepted + (is_accepted ? 1.0 : 0.0);
     }
-    /// Returns the share, if `assumed` is known from so many.
+    /// Returns the accepted share; `assumed` counts as `many` observations.
     double share(double assumed, double many) const {
       return (accepted + many * assumed) / (tried + many);
     }
   };
-  /// Returns the steps without a tree after which one is tried. The first trials
-  /// need an estimate of what their drafts take.
+  /// Returns the steps without a tree after which one is tried. The first
+  /// trials need an estimate of their drafts' time.
   double patience(double first_draft_seconds) const;
   double promise(int64_t depth, int64_t width, const DraftSeconds& draft) const;
 
@@ -72,18 +73,18 @@ class Tuner {
   /// Recent acceptance of the first ones: a text may turn harder from one token to
   /// the next.
   Rank late_;
-  /// The fraction of the possible nodes that trees have, if they have any.
+  /// The mean share of possible nodes in trees that are not empty.
   double filled_ = 1.0;
-  /// Steps without a tree and with one, those since the last tree, and those since
-  /// the last one without.
+  /// Steps without a tree, steps with one, steps since the last tree, and steps
+  /// since the last one without a tree.
   int64_t singles_ = 0;
   int64_t trees_ = 0;
   int64_t without_ = 0;
   int64_t behind_ = 0;
-  /// The seconds of the draft of the last trial, which also reads what came since
-  /// the one before.
+  /// The draft seconds of the last trial, including the text that was read
+  /// since the trial before.
   double trial_seconds_ = 0.0;
-  /// Whether the next tree comes because there was none for long.
+  /// Whether the next tree is a trial after a long time without trees.
   bool is_trial_ = false;
 };
 

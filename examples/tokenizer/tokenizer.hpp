@@ -22,18 +22,18 @@ struct Message {
   /// "system", "user", "assistant", or another role of the template.
   std::string role;
   std::string content;
-  /// The ids that the model made of `content`; empty for text of another
-  /// origin.
+  /// The ids that the model generated for `content`; empty for other text.
   std::vector<int64_t> ids = {};
 };
 
-/// Makes the text of one answer from its ids, one at a time. Together the
-/// pieces are what all ids decode to: what later ids may change is held back.
+/// Makes the text of one answer from its ids, one at a time. The pieces
+/// together are the text of all ids: text that later ids may change is held
+/// back.
 class Detokenizer {
  public:
   /// Returns the text that `id` completes: whole characters, or none. U+FFFD
-  /// stands for bytes that are no character. An id without a token has no text;
-  /// a number that is no id is an error. Valid until the next call.
+  /// stands for bytes that form no character. An id without a token has no
+  /// text; a number that is no id is an error. Valid until the next call.
   Result<std::string_view> add_token(int64_t id);
 
   /// Ends the answer and returns the rest of its text. U+FFFD stands for an
@@ -86,8 +86,8 @@ class Tokenizer {
       bool add_generation_prompt,
       std::string_view variables = {}) const;
 
-  /// Returns the ids of the same. The ids of a message stand in the place of its
-  /// content, as far as the template writes that content.
+  /// Returns the ids of a conversation. The ids of a message replace its
+  /// content, as far as the template writes that content unchanged.
   Result<std::vector<int64_t>> apply_chat_template(
       const std::vector<Message>& messages,
       bool add_generation_prompt,

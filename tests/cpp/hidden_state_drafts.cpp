@@ -201,7 +201,7 @@ void missing_hidden_states() {
         proposer->propose(ids, shape, greedy),
         ETKV_ERROR_INVALID_ARGUMENT,
         ("the draft: the model's hidden states of position " +
-         std::to_string(position) + " have not come")
+         std::to_string(position) + " are missing")
             .c_str());
   };
   refused(0);

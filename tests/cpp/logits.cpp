@@ -57,7 +57,7 @@ void compare(const std::vector<T>& values) {
   const int64_t wanted = plain_argmax(values);
   auto found = examples::argmax(view_of(values), 0);
   if (wanted < 0) {
-    CHECK_REFUSED(found, ETKV_ERROR_PROGRAM, "are not numbers");
+    CHECK_REFUSED(found, ETKV_ERROR_PROGRAM, "are all NaN");
   } else {
     CHECK_INT(must(std::move(found)), wanted);
   }

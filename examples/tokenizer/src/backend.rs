@@ -1,10 +1,9 @@
-//! The tokenizer of a `tokenizer.json`: the one rule by which the runners make ids of text and text of ids. It is the
-//! rule of `python/etkv/_backend.py`, and a test compares the two:
+//! The tokenizer of a `tokenizer.json`: the one rule by which the runners convert between text and ids.
+//! `python/etkv/_backend.py` has the same rule, and a test compares the two:
 //!
-//! 1. `tokenizer.json` says what the ids of a text are, except that `truncation` and `padding` do not count: a prompt is
-//!    read whole, and as it is.
-//! 2. Of `tokenizer_config.json` count `split_special_tokens` (text that spells a special token is not one) and
-//!    `clean_up_tokenization_spaces` (as in transformers, not for BPE).
+//! 1. `tokenizer.json` decides the ids of a text. Its `truncation` and `padding` are ignored: a prompt is read in full.
+//! 2. Two settings of `tokenizer_config.json` apply: `split_special_tokens` (text that spells a special token is
+//!    not one) and `clean_up_tokenization_spaces` (as in transformers, not for BPE).
 //! 3. A text that begins with the token that the tokenizer puts first (BOS) does not get a second one.
 
 use serde_json::Value;
@@ -73,7 +72,7 @@ impl Backend {
         self.doubles_first(text, &self.encoded(text, true)?)
     }
 
-    /// Are `ids`, those of `text` with special tokens, the first of its own ids twice, and then the rest?
+    /// Do `ids`, those of `text` with special tokens, double the first id of `text` and then continue with the rest?
     fn doubles_first(&self, text: &str, ids: &[u32]) -> Result<bool> {
         if ids.len() < 2 || ids[0] != ids[1] {
             return Ok(false);
@@ -119,7 +118,7 @@ impl Backend {
         self.tokenizer.get_added_vocabulary().is_special_token(token)
     }
 
-    /// Is the token a byte, of which the bytes beside it make characters?
+    /// Does the token stand for one byte, which makes characters with the bytes beside it?
     pub fn is_byte(&self, token: &str) -> bool {
         let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
         self.byte_fallback

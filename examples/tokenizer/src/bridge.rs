@@ -20,7 +20,7 @@ mod ffi {
         /// "system", "user", "assistant", or another role of the template.
         role: &'a [u8],
         content: &'a [u8],
-        /// The ids that the model made of `content`; empty for text of another origin.
+        /// The ids that the model generated for `content`; empty for other text.
         ids: Vec<u32>,
     }
 

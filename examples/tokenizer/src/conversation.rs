@@ -1,4 +1,4 @@
-//! A conversation in parts: text of the template, and the ids of answers, which a text is not made into again.
+//! A conversation in parts: text of the template, and the ids of answers, which are not tokenized again.
 
 use crate::error::Result;
 use crate::template::Variables;
@@ -11,13 +11,13 @@ pub enum Part {
     Ids(Vec<u32>),
 }
 
-/// Stands around the number of a message in place of its text: of the characters without a meaning, so that no text of
-/// a conversation has it.
+/// Marks the number of a message in place of its text. This character has no meaning, so no text of a conversation has
+/// it.
 const MARK: char = '\u{f8fe}';
 
 /// Renders a conversation, and returns ids of messages in the place of their text.
 ///
-/// A message whose text the template changes, as some remove the reasoning of earlier answers, is text.
+/// A message that the template changes stays text: some templates remove the reasoning of earlier answers.
 pub fn parts(
     variables: &Variables,
     render: impl Fn(&Variables) -> Result<String>,
@@ -51,7 +51,7 @@ fn split(
     marked: &str,
     variables: &Variables,
 ) -> std::result::Result<Vec<Part>, Option<usize>> {
-    // Text and numbers of messages in turns.
+    // Text and message numbers, in alternation.
     let mut pieces = marked.split(MARK);
     let mut before = pieces.next().unwrap_or_default();
     let mut last = marked.split(MARK).nth(1).and_then(|n| n.parse().ok());

@@ -5,23 +5,23 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 
-/// What stands for bytes that are no character.
+/// Replaces bytes that form no character.
 const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
 
 /// The most ids whose text is held back, or read again with each id because it ends within a character.
 const MAX_HELD: usize = 64;
 
-/// The text of one answer as it is made. The pieces together are what all ids decode to.
+/// The text of one answer during its generation. The pieces together are the text of all ids.
 ///
-/// What the next ids may still change is held back: the bytes of a character that is not complete, and a run of byte
-/// tokens, which decodes as a whole.
+/// Text that the next ids may change is held back: the bytes of an incomplete character, and a run of byte tokens,
+/// which decodes as a whole.
 pub struct Detokenizer {
     backend: Arc<Backend>,
     skip_special_tokens: bool,
-    /// The ids that affect the text to come: `n_context` of them have all of their text out.
+    /// The ids that affect later text. The text of the first `n_context` is already returned.
     ids: Vec<u32>,
     n_context: usize,
-    /// The part of the text of `ids` that is out.
+    /// The part of the text of `ids` that is already returned.
     out: String,
     /// The text that the last call returned.
     piece: String,
@@ -59,7 +59,7 @@ impl Detokenizer {
         Ok(&self.piece)
     }
 
-    /// Moves what the ids decode to, as far as it is certain, to `piece`.
+    /// Moves the text of the ids, as far as it is final, to `piece`.
     fn read(&mut self) -> Result<()> {
         let text = self.backend.decode(&self.ids, self.skip_special_tokens)?;
         let certain = text.strip_suffix(REPLACEMENT).unwrap_or(&text);
@@ -76,8 +76,8 @@ impl Detokenizer {
             None if waits => return Ok(()),
             None => self.piece.push_str(after_common_prefix(certain, &self.out)),
         }
-        // The ids since the last time are the context of the next ones: some decoders treat the first id alone in
-        // another way.
+        // The ids since the last time are the context of the next ones: some decoders treat only the first id
+        // differently.
         self.ids.drain(..self.n_context);
         self.n_context = self.ids.len();
         self.out = self.backend.decode(&self.ids, self.skip_special_tokens)?;
@@ -100,7 +100,7 @@ impl Detokenizer {
     }
 }
 
-/// Returns what follows in `text` the characters that it begins with in common with `out`.
+/// Returns `text` without the beginning that it shares with `out`.
 fn after_common_prefix<'a>(text: &'a str, out: &str) -> &'a str {
     let common =
         text.chars().zip(out.chars()).take_while(|(a, b)| a == b).map(|(c, _)| c.len_utf8());

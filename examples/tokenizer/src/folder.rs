@@ -80,7 +80,7 @@ fn read_json(path: &Path) -> Result<Option<Value>> {
         .map_err(|error| Error::File { path: path.to_owned(), reason: error.to_string() })
 }
 
-/// Returns the templates of a config: one, a list with names, or by name.
+/// Returns the templates of a config: a single one, a list with names, or a map by name.
 fn templates_in(config: &Value) -> BTreeMap<String, String> {
     let named = |name: &Value, template: &Value| {
         Some((name.as_str()?.to_owned(), template.as_str()?.to_owned()))

@@ -1,7 +1,8 @@
-//! Refuses a `tokenizer.json` whose steps, one after another, make a text longer without end.
+//! Refuses a `tokenizer.json` whose steps together make a text too long.
 //!
-//! The rule is that of Python, `python/etkv/_pipeline.py`. A step that writes two characters for one doubles a text, and
-//! forty of them end a process for want of memory: what a file may ask for is bounded before it is loaded.
+//! The rule is that of Python, `python/etkv/_pipeline.py`. A step that writes two characters for one doubles a text,
+//! and forty such steps exhaust the memory of a process. So the growth that a file may ask for is checked before it is
+//! loaded.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -25,7 +26,7 @@ struct Parts {
     decoder: Option<Value>,
 }
 
-/// Returns why a tokenizer makes texts too long. A file that cannot be read is left to its reader.
+/// Returns why a tokenizer makes texts too long. Accepts a file that cannot be read: its reader reports it.
 pub fn check(path: &Path) -> Result<(), String> {
     let parts = File::open(path).ok().map(BufReader::new);
     let Some(parts) = parts.and_then(|file| serde_json::from_reader::<_, Parts>(file).ok()) else {
@@ -48,7 +49,7 @@ pub fn check(path: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns how many times as many bytes a step may write as it reads.
+/// Returns the largest ratio of the bytes that a step writes to the bytes that it reads.
 fn growth(step: &Value) -> f64 {
     let inner = STEPS.iter().filter_map(|name| step[*name].as_array()).flatten();
     inner.map(growth).product::<f64>().min(1e300) * own_growth(step)
@@ -83,7 +84,7 @@ fn own_growth(step: &Value) -> f64 {
     }
 }
 
-/// Returns the bytes of the longest text that a map of characters, in base64, writes: they lie after its trie.
+/// Returns the bytes of the longest text that a base64 map of characters writes. The texts lie after its trie.
 fn longest(charsmap: &str) -> f64 {
     let data = decoded(charsmap);
     let (Some(length), rest) = (data.first_chunk::<4>(), data.get(4..).unwrap_or_default()) else {
@@ -93,7 +94,7 @@ fn longest(charsmap: &str) -> f64 {
     written.split(|&byte| byte == 0).map(<[u8]>::len).max().unwrap_or(1).max(1) as f64
 }
 
-/// Decodes base64 up to the first byte that is none.
+/// Decodes base64 up to the first byte that is not base64.
 fn decoded(text: &str) -> Vec<u8> {
     let (mut bits, mut n_bits, mut bytes) = (0u32, 0, Vec::new());
     for byte in text.bytes() {

@@ -139,7 +139,7 @@ mod tests {
         let once = tokenizer.encode("a", true).unwrap();
         assert_eq!(tokenizer.encode("<start>a", true).unwrap(), once);
         assert!(tokenizer.begins_with_bos("<start>a").unwrap());
-        // What the text says itself stays.
+        // A BOS that the text itself spells stays.
         let twice = [&[fixture::START][..], &once].concat();
         assert_eq!(tokenizer.encode("<start><start>a", true).unwrap(), twice);
         assert_eq!(tokenizer.encode("", true).unwrap(), [fixture::START]);

@@ -1,4 +1,4 @@
-//! What a rendering may take: a template can come from anyone, and must not take the memory or the time of the process.
+//! The limits of a rendering: a template can come from anyone, and must not exhaust memory or time.
 //!
 //! minijinja counts instructions; one instruction can still double a text. So each operation that reads or writes more
 //! than a few bytes says here how many units that takes, before it runs. A unit is a byte of text; an item of a list
@@ -16,13 +16,13 @@ pub const MAX_TEXT: u64 = 16 << 20;
 /// The most units that a rendering reads and writes.
 const MAX_UNITS: u64 = 256 << 20;
 
-/// The most lists within lists that are printed or compared.
+/// The maximum nesting of lists that are printed or compared.
 const MAX_DEPTH: usize = 100;
 
-/// The units of an item of a list or a mapping: its bytes, and the time of looking at it.
+/// The units of an item of a list or a mapping: its bytes, and the time of reading it.
 pub const ITEM: u64 = 32;
 
-/// The units of a new list or mapping: bounds how deep a template nests them, one within another.
+/// The units of a new list or mapping, which limit how deep a template nests them.
 const CONTAINER: u64 = 512;
 
 /// The units that a rendering has left.
@@ -50,8 +50,8 @@ impl Budget {
         self.take(bytes)
     }
 
-    /// Takes the units of a value that an operation returned. Returns the value: a list where it is made as it is read,
-    /// for such lists can be nested without end.
+    /// Takes the units of a value that an operation returned. Returns the value; a lazy iterable becomes a list,
+    /// because lazy ones can be nested without end.
     pub fn take_result(&self, value: Value) -> Result<Value, Error> {
         if let Some(text) = value.as_str() {
             self.take_text(text.len() as u64)?;
@@ -69,13 +69,13 @@ impl Budget {
         Ok(Value::from(made))
     }
 
-    /// Takes the units of reading a value, but not what is within its items.
+    /// Takes the units of reading a value, without the contents of its items.
     pub fn take_read(&self, value: &Value) -> Result<(), Error> {
         self.take(1 + text_or_items(value))
     }
 
-    /// Takes the units of reading a value with all that is within it. Returns the bytes of its texts, and at least one
-    /// for each other value.
+    /// Takes the units of reading a value and all of its contents. Returns the bytes of its texts, and at least one for
+    /// each other value.
     pub fn take_whole(&self, value: &Value) -> Result<u64, Error> {
         let bytes = self.whole(value, 0)?;
         self.take(bytes)?;
@@ -103,7 +103,7 @@ impl Budget {
     pub fn take_comparison(&self, left: &Value, right: &Value) -> Result<(), Error> {
         match (left.as_str(), right.as_str()) {
             (Some(left), Some(right)) => self.take(1 + left.len().min(right.len()) as u64),
-            // Values of two kinds differ at once.
+            // Values of different kinds differ at once.
             (Some(_), _) | (_, Some(_)) => Ok(()),
             _ if left.as_object().is_some() && right.as_object().is_some() => {
                 self.take_whole(left)?;
@@ -132,7 +132,7 @@ impl Budget {
         Self::check_parts(parts)
     }
 
-    /// Refuses what may not be within another value.
+    /// Refuses a value that must not be within another value.
     pub fn check_parts(parts: &[Value]) -> Result<(), Error> {
         // A namespace can change later, and so come to contain itself.
         match parts.iter().any(is_namespace) {
@@ -141,7 +141,7 @@ impl Budget {
         }
     }
 
-    /// Returns a writer that refuses text once it is as long as a text may be, or as the units last.
+    /// Returns a writer that refuses text beyond the limit of a text or of the remaining units.
     pub fn writer(&self) -> Writer<'_> {
         Writer { text: String::new(), budget: self, refusal: None }
     }
@@ -155,7 +155,7 @@ pub struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Returns the text of what `write` writes.
+    /// Returns the text that `write` writes.
     pub fn written(
         mut self,
         write: impl FnOnce(&mut Self) -> fmt::Result,
@@ -185,7 +185,7 @@ impl fmt::Write for Writer<'_> {
     }
 }
 
-/// Is `depth` one that is not printed?
+/// Is `depth` too deep to print?
 pub fn is_too_deep(depth: usize) -> bool {
     depth > MAX_DEPTH
 }

@@ -1,5 +1,5 @@
-//! The checks that [`super::program`] puts before operators, filters, methods and tests: each takes the units of what
-//! follows it from the budget, and returns its arguments.
+//! The checks that [`super::program`] puts before operators, filters, methods and tests. Each takes the units of the
+//! following operation from the budget, and returns the operation's arguments.
 
 use std::sync::Arc;
 
@@ -139,7 +139,7 @@ fn filter(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
             }
             budget.take(items(value).saturating_mul(each))
         }
-        // They do not look at what is within the items.
+        // They do not read the contents of the items.
         "list" | "reverse" => characters(all, budget),
         "first" | "last" | "length" | "count" | "default" | "d" | "items" => read(all, budget),
         "trim" => stripped(value, arguments, budget),
@@ -200,7 +200,7 @@ fn method(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
     }
 }
 
-/// A text from whose ends one of several characters is removed: each is compared with each.
+/// Strips characters from the ends of a text: each character of the text is compared with each to strip.
 fn stripped(value: &Value, arguments: &[Value], budget: &Budget) -> Result<(), Error> {
     let removed = arguments.first().map_or(1, text_length).max(1);
     whole(std::iter::once(value), budget)?;
@@ -228,7 +228,7 @@ fn joined(parts: &Value, separator: u64, budget: &Budget) -> Result<(), Error> {
     budget.take_text(bytes.saturating_add(items(parts).saturating_mul(separator)))
 }
 
-/// The filter `indent`: some lines of the text are as much longer as it is told.
+/// The filter `indent`: it makes lines longer by its argument.
 fn indentation(value: &Value, arguments: &[Value], budget: &Budget) -> Result<(), Error> {
     let value = text::printed(value, budget)?;
     let lines = 1 + value.matches('\n').count() as u64;
@@ -255,12 +255,12 @@ pub fn formatting(value: &Value, arguments: &[Value], budget: &Budget) -> Result
         total = total.saturating_add(width).saturating_add(each);
         places += 1;
     }
-    // A value of which the format takes parts may be printed at each place.
+    // A format may print a part of a value at each place.
     budget.take(places)?;
     budget.take_text(total)
 }
 
-/// Returns what stands between a `%` or `{` that `text` begins with and the end of its specification.
+/// Returns the format specification that begins at the start of `text`, after its `%` or `{`.
 fn spec(text: &str) -> &str {
     let is_longer = |c: char| c.is_ascii_digit() || "-+ #.*".contains(c);
     if let Some(inside) = text.strip_prefix('{') {
@@ -274,7 +274,7 @@ fn spec(text: &str) -> &str {
     &rest[..rest.find(|c| !is_longer(c)).unwrap_or(rest.len())]
 }
 
-/// Returns the number that `digits` are: `u64::MAX` where it is larger.
+/// Returns the value of `digits`, at most `u64::MAX`.
 fn width(digits: &str) -> u64 {
     if digits.is_empty() {
         return 0;
@@ -282,12 +282,12 @@ fn width(digits: &str) -> u64 {
     digits.parse().unwrap_or(u64::MAX)
 }
 
-/// Returns the whole numbers among arguments, those with a name too; negative ones as positive.
+/// Returns the numbers among arguments, named ones too, without a sign.
 fn numbers(arguments: &[Value]) -> impl Iterator<Item = u64> + '_ {
     flat(arguments).filter(Value::is_number).map(|value| number(&value))
 }
 
-/// Returns a number as a whole one without a sign: `u64::MAX` where it is larger.
+/// Returns a number without its sign; `u64::MAX` if it is not an `i64`.
 fn number(value: &Value) -> u64 {
     value.as_i64().map_or(u64::MAX, i64::unsigned_abs)
 }

@@ -35,7 +35,7 @@ pub fn new(checks: &[Check]) -> Result<Environment<'static>, Error> {
         let printing = budget.clone();
         environment.add_filter(name, move |value: &Value| escape(value, &printing));
     }
-    // Jinja2 has none of these, and lists that are made as they are read can be nested without end.
+    // Jinja2 has none of these, and lazy lists can be nested without end.
     for name in ["bool", "chain", "lines", "pprint", "split", "zip"] {
         environment.remove_filter(name);
     }
@@ -50,7 +50,7 @@ pub fn new(checks: &[Check]) -> Result<Environment<'static>, Error> {
     let taken = budget.clone();
     environment.add_function(program::ITER, move |value: &Value| {
         let items = iter(value)?;
-        // They live for the loop alone.
+        // The items live only as long as the loop.
         taken.take(bounds::items(&items))?;
         Ok::<_, Error>(items)
     });
@@ -81,12 +81,12 @@ fn is_callable(value: &Value) -> bool {
     value.kind() == ValueKind::Plain
 }
 
-/// Has Python an iterator of this value? None has not, though minijinja loops over it.
+/// Can Python iterate over this value? Not over None, though minijinja loops over it.
 fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
 }
 
-/// Has this value a length and items? Strings and mappings have, too.
+/// Does this value have a length and items, as strings and mappings do?
 fn is_sequence(value: &Value) -> bool {
     value.is_undefined()
         || matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
@@ -169,7 +169,7 @@ fn no_names() -> Kwargs {
     std::iter::empty::<(String, Value)>().collect()
 }
 
-/// Jinja2's filter, which keeps empty lines as they are unless `blank`.
+/// Jinja2's filter, which does not indent empty lines unless `blank`.
 fn indent(
     value: &str,
     width: Option<Value>,
@@ -204,7 +204,7 @@ fn indent(
     Ok(made)
 }
 
-/// Returns what a loop goes over: a list where minijinja does not know the length otherwise.
+/// Returns the value that a loop iterates over: a list if minijinja would not know the length.
 fn iter(value: &Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::None => {
@@ -227,7 +227,7 @@ fn strftime_now(format: String) -> Result<String, Error> {
         .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
-/// `left % right`: what a format string makes of its arguments, or a remainder with the sign of `right`.
+/// `left % right`: a formatted string, or a remainder with the sign of `right`.
 fn percent(left: &Value, right: &Value) -> Result<Value, Error> {
     if let Some(text) = left.as_str() {
         let arguments = match right.downcast_object_ref::<Tuple>() {

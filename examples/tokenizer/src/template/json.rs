@@ -12,12 +12,12 @@ use super::bounds::{too_long, MAX_TEXT};
 /// The arguments of `json.dumps` that templates may give.
 struct Python {
     ensure_ascii: bool,
-    /// What a level is indented by; none for one line.
+    /// The indentation of a level; none for one line.
     indent: Option<String>,
     item_separator: String,
     key_separator: String,
     level: usize,
-    /// Whether the list or mapping that ends has anything.
+    /// Whether the innermost list or mapping has any items.
     has_value: bool,
 }
 
@@ -167,7 +167,7 @@ pub fn tojson(
     String::from_utf8(bytes.0).map_err(|error| refused(&error.to_string()))
 }
 
-/// Bytes that are refused where a text may not be longer.
+/// Bytes, up to the limit of a text.
 struct Limited(Vec<u8>);
 
 impl io::Write for Limited {

@@ -1,4 +1,4 @@
-//! Python's methods of strings, lists and mappings, as far as they change nothing: transformers refuses the others.
+//! Python's methods of strings, lists and mappings that change nothing: transformers refuses the others.
 
 use minijinja::value::FunctionArgs;
 use minijinja::value::{from_args, Kwargs, Tuple, ValueKind};
@@ -52,7 +52,7 @@ pub fn slice(
     })
 }
 
-/// Returns the places of the items that a slice of `length` items has.
+/// Returns the indices of the items that a slice of `length` items has.
 fn places(
     length: usize,
     start: Option<i64>,
@@ -60,7 +60,7 @@ fn places(
     step: i64,
 ) -> impl Iterator<Item = usize> {
     let length = length as i64;
-    // The places that a start or an end may have.
+    // The indices that a start or an end may have.
     let (least, most) = if step > 0 { (0, length) } else { (-1, length - 1) };
     let place = |n: i64| (if n < 0 { n + length } else { n }).clamp(least, most);
     let (first, last) = if step > 0 { (least, most) } else { (most, least) };
@@ -208,7 +208,7 @@ fn split(text: &str, from_right: bool, arguments: &[Value]) -> Result<Value, Err
     Ok(parts.into_iter().map(Value::from).collect())
 }
 
-/// Splits at runs of white space into at most `most` parts. The last part keeps the space at its far end.
+/// Splits at runs of white space into at most `most` parts. The last part keeps its trailing space.
 fn split_at_space(text: &str, from_right: bool, most: usize) -> Value {
     let near = |text| strip(text, None, !from_right, from_right);
     let mut parts = Vec::new();
@@ -290,14 +290,14 @@ fn sliced(text: &str, start: Option<i64>, end: Option<i64>) -> Option<(usize, &s
     Some((start as usize, &text[byte(start)..byte(end)]))
 }
 
-/// Returns the character that `what` begins at.
+/// Returns the index of the character that begins at `what`.
 fn find(text: &str, what: &str, start: Option<i64>, end: Option<i64>, last: bool) -> Option<usize> {
     let (before, part) = sliced(text, start, end)?;
     let place = if last { part.rfind(what) } else { part.find(what) }?;
     Some(before + part[..place].chars().count())
 }
 
-/// Has `part` the prefix or suffix `what`, or one of them?
+/// Does `part` have the prefix or suffix `what`, or one of several?
 fn has_affix(part: Option<&str>, what: &Value, method: &str) -> Result<bool, Error> {
     if what.kind() == ValueKind::Seq {
         for one in what.try_iter()? {
@@ -325,7 +325,7 @@ fn has_affix(part: Option<&str>, what: &Value, method: &str) -> Result<bool, Err
 /// The widest text that is padded.
 const MAX_WIDTH: i64 = 1 << 20;
 
-/// Returns the characters that `text` lacks to `width`.
+/// Returns how many characters `text` lacks to `width`.
 fn padding(text: &str, width: i64) -> Result<usize, Error> {
     if width > MAX_WIDTH {
         return refused(format!("the width is {width}, the most is {MAX_WIDTH}"));
@@ -338,14 +338,14 @@ fn justified(text: &str, method: &str, width: i64, fill: char) -> Result<Value, 
     let left = match method {
         "ljust" => 0,
         "rjust" => lacking,
-        // Python puts an odd one to the left where the width is odd.
+        // Python puts the odd character on the left if the width is odd.
         _ => lacking / 2 + (lacking & (width as usize) & 1),
     };
     let fill = |n: usize| fill.to_string().repeat(n);
     Ok(Value::from(format!("{}{text}{}", fill(left), fill(lacking - left))))
 }
 
-/// A letter after a letter is small, another one is capital.
+/// A letter after a letter is lower case; any other letter is upper case.
 fn title(text: &str) -> String {
     let mut inside = false;
     let mut made = String::with_capacity(text.len());

@@ -1,7 +1,7 @@
 //! A model's chat templates. They render a conversation as the text that the model was trained on.
 //!
-//! transformers renders templates with Jinja2; this module renders the same text with minijinja. What the two engines
-//! do differently is in `environment`, `methods`, `program` and `rewrite`; what a template may take is in `bounds`.
+//! transformers renders templates with Jinja2; this module renders the same text with minijinja. `environment`,
+//! `methods`, `program` and `rewrite` handle the differences; `bounds` limits templates.
 
 mod bounds;
 mod checks;
@@ -25,7 +25,7 @@ pub use values::{Message, Variables};
 /// The most bytes of a template. Published ones have up to 60,000.
 const MAX_SOURCE: usize = 256 << 10;
 
-/// Bytes of stack of the thread that renders, of which the system gives those that are used. Expressions nest at most
+/// The stack of the rendering thread, in bytes; the system provides only the pages in use. Expressions nest at most
 /// once for two bytes of a template, and values once for the 512 units of a list.
 const STACK: usize = 256 << 20;
 

@@ -32,7 +32,7 @@ pub const PERCENT: &str = "%";
 /// Returns `left ~ right`.
 pub const CONCAT: &str = "~";
 
-/// Returns its argument, a result, unless it is too large.
+/// Returns its argument, the result of an operation, unless it is too large.
 pub const RESULT: &str = "=";
 
 /// Names of functions that take the operands of an operator and return them as a list, unless the operator would take
@@ -48,7 +48,7 @@ pub const SPREAD: &str = "**";
 pub const SET: &str = ". =";
 pub const CALL: &str = "()";
 
-/// The most items of a list that a template spells out.
+/// The maximum items of a list that a template spells out.
 const MAX_SPELLED: usize = u16::MAX as usize;
 
 /// A template and its blocks.
@@ -130,7 +130,7 @@ fn each<'b, 'a>(all: &'b Instructions<'a>) -> impl Iterator<Item = &'b Instructi
 
 fn checked<'b>(all: &'b Instructions<'_>, checks: &'b [Check]) -> Result<Instructions<'b>, Error> {
     let mut made = Instructions::new(all.name(), all.source());
-    // Where each instruction has gone: jumps follow it, to the checks before it.
+    // The new place of each instruction. Jumps go to the checks before it.
     let mut places = Vec::new();
     let mut length = 0;
     for (n, instruction) in each(all).enumerate() {

@@ -1,4 +1,4 @@
-//! What is changed in the text of a template before it is compiled:
+//! Changes in the text of a template before it is compiled:
 //!
 //! | in the template | in its place | because |
 //! | --- | --- | --- |
@@ -14,7 +14,7 @@ use super::environment::syntax;
 /// A filter that returns its argument.
 pub const SAME: &str = "__same__";
 
-/// Text that applies it.
+/// Text that applies the filter.
 const KEPT: &str = "|__same__ ";
 
 /// The most words and signs of one tag: compiling takes as many steps for each of them.
@@ -58,7 +58,7 @@ struct Tag {
     /// The open brackets.
     depth: usize,
     after_operand: bool,
-    /// Where the tuple begins that a loop may go over.
+    /// The start of a tuple that a loop may iterate over.
     tuple: Option<usize>,
     has_comma: bool,
     is_loop: bool,
@@ -66,7 +66,7 @@ struct Tag {
 }
 
 impl Tag {
-    /// Reads the next token, and adds what is put into the text: where, and what.
+    /// Reads the next token, and records text to insert and its place.
     fn read(&mut self, token: &Token<'_>, span: Span, edits: &mut Vec<(usize, &'static str)>) {
         let (start, end) = (span.start_offset as usize, span.end_offset as usize);
         match token {

@@ -1,4 +1,4 @@
-//! What a template sees of a conversation.
+//! The variables that a template sees.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 pub struct Message {
     pub role: String,
     pub content: String,
-    /// The ids that the model made of `content`; empty for text of another origin.
+    /// The ids that the model generated for `content`; empty for other text.
     pub ids: Vec<u32>,
 }
 
@@ -58,7 +58,7 @@ impl Variables {
         }
     }
 
-    /// Returns everything that the template sees.
+    /// Returns all variables of the template.
     pub fn context(&self, special_tokens: &BTreeMap<String, String>) -> Value {
         let messages: Value = match self.named("messages") {
             Some(messages) => messages,
