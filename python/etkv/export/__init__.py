@@ -41,8 +41,8 @@ def is_current(request: ExportRequest) -> bool:
 def export_program(request: ExportRequest, progress: Progress | None = None) -> Path:
     """Export ``request.model`` to ``request.output`` and return the absolute path of the program.
 
-    The files that a runner needs and ``export.json`` are written beside it. No file gets its final name before all
-    files are complete: a failed export leaves the earlier files in place.
+    The files that a runner needs and ``export.json`` are written beside it. Files get their final names after all files
+    are complete: a failed export leaves the earlier files in place.
 
     Raises :class:`EtkvError` if the request or the model is wrong, or if anything else fails; the message is one line.
     """
@@ -90,7 +90,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
     with contextlib.ExitStack() as scratches:
         kept = None
         if request.keep_hf is not None:
-            # Write it now, while the model is as traced. It moves into place once the program exists.
+            # Write the folder now, while the model is as traced. It moves into place once the program exists.
             with _writing(request.keep_hf):
                 kept = scratches.enter_context(hf_folder.Staged(request.keep_hf))
             with progress.step(f"writing the weights for {request.keep_hf}"), _writing(request.keep_hf):
@@ -147,7 +147,7 @@ def _feature_predictor(
     generation: dict[str, Any],
     progress: Progress,
 ) -> FeaturePredictor:
-    """Fit a predictor of the input of the last ``count`` layers of ``model``, and keep only these layers."""
+    """Fit a predictor of the input of the last ``count`` layers of ``model``, and keep these layers only."""
     from etkv.export import draft
 
     starts = draft.starts(tokenizer, [generation.get("bos_token_id"), *generation["eos_token_id"]])
@@ -158,7 +158,7 @@ def _feature_predictor(
 
 
 def _step(request: ExportRequest, model: PreTrainedModel, predictor: FeaturePredictor | None) -> Forward | DraftForward:
-    """Return the module to trace: a draft's if there is a predictor."""
+    """Return the module to trace: the model's, or a draft's if there is a predictor."""
     from etkv.export.draft import DraftForward
     from etkv.export.forward import Forward
 

@@ -89,16 +89,16 @@ def _parser() -> argparse.ArgumentParser:
         "--max-context",
         type=int,
         metavar="N",
-        help="tokens of context that the program declares, at most what the model was made for "
-        f"(default: that, or {DEFAULT_MAX_CONTEXT} where it is more)",
+        help="tokens of context that the program declares, at most the model's context "
+        f"(default: the model's, but at most {DEFAULT_MAX_CONTEXT})",
     )
     parser.add_argument(
         "--prefill-chunk",
         type=int,
         metavar="N",
         help="tokens in one execution, at most the context and the smallest sliding window "
-        f"(default: {DEFAULT_PREFILL_CHUNK}, or that where it is less). A fast GPU reads long prompts in less time "
-        "with 2048, and with more memory",
+        f"(default: that limit, but at most {DEFAULT_PREFILL_CHUNK}). With 2048 a fast GPU reads long prompts in less "
+        "time, with more memory",
     )
     parser.add_argument(
         "--layers",
@@ -111,16 +111,16 @@ def _parser() -> argparse.ArgumentParser:
         "--draft",
         type=int,
         metavar="N",
-        help="export the model's last N layers as a draft fed with hidden states: those of the layer below, which "
-        "the whole model gives with --tap-layers. What the layers get for a token that the model has not run is fitted "
-        "on texts that the model makes, which takes minutes",
+        help="export the model's last N layers as a draft that is fed with the hidden states of the layer below, which "
+        "the whole model returns with --tap-layers. A predictor of these hidden states is fitted on texts that the "
+        "model makes, which takes minutes",
     )
     parser.add_argument(
         "--logits",
         default="all",
         metavar="ROWS",
         help=f"rows of logits that a step returns, {' or '.join(LOGITS)}: one for each of its tokens, or the last "
-        "token's, which is all that decoding a token a step reads (default: all)",
+        "token's, which suffices to decode a token a step (default: all)",
     )
     parser.add_argument(
         "--tap-layers",
@@ -162,9 +162,9 @@ def main(arguments: list[str] | None = None) -> int:
         if if_changed and is_current(request):
             print(f"{request.output} is current", file=sys.stderr)
             return 0
-        # An export makes millions of objects that stay until its end: looking for cycles takes an eighth of it.
+        # An export makes millions of objects that live until its end. A search for cycles takes an eighth of its time.
         gc.set_threshold(50_000, 20, 100)
-        # A terminated export cleans up like an interrupted one.
+        # A terminated export cleans up like an interrupted export.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with third_party_noise(allowed=verbose), native_noise(allowed=verbose) as stream:
             export_program(request, Progress(stream))

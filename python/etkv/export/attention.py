@@ -1,7 +1,7 @@
-"""Attention that calls the KV cache op, and refuses what the op lacks.
+"""Attention that calls the KV cache op, and refuses features that the op lacks.
 
-A model runs twice before it is a program. The first run, :func:`survey`, is plain PyTorch: it tells which cache each
-attention uses, of which sizes and window, and it sees the masks that the family asks for. The second is the trace.
+A model runs twice in an export. The first run, :func:`survey`, is plain PyTorch: it records the cache of each
+attention, its sizes and window, and the masks that the family asks for. The second run is the trace.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _LACKED = {
 """Arguments of attention functions that the op lacks -> their names in messages."""
 
 _WITHOUT_EFFECT = {
-    # The cache is outside of the graph, and positions are the step's.
+    # The cache is outside of the graph. Positions come from the step.
     "cache_position",
     "position_ids",
     "position_embeddings",
     "past_key_values",
     "use_cache",
-    # They choose what a model returns, beside its logits.
+    # They select outputs beside the logits.
     "logits_to_keep",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
     "return_dict",
-    # Nothing is trained.
+    # They are for training.
     "deterministic",
     "labels",
     "num_items_in_batch",
 }
-"""Arguments of attention functions that change nothing of the result here. None and False never do."""
+"""Arguments of attention functions that do not change the result here. None and False never do."""
 
 _USED = {"dropout", "is_causal", "scaling", "sliding_window"}
 """Arguments of attention functions that :func:`_attend` reads."""
@@ -71,18 +71,18 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class _CausalMask:
-    """What takes the place of a mask in a survey. ``window`` counts positions; 0 is the causal mask."""
+    """Replaces a mask in a survey. ``window`` counts positions; 0 is the causal mask."""
 
     window: int
 
     def __getitem__(self, rows: object) -> _CausalMask:
-        """Return the mask of some of its tokens, where all are taken: see :func:`etkv.export.forward.kept_rows`."""
+        """Return the mask of a slice, which here has all tokens: see :func:`etkv.export.forward.kept_rows`."""
         return self
 
 
 @dataclass
 class _Survey:
-    """What the attention of a model asks for in one step."""
+    """The calls of a model's attention in one step."""
 
     modules: dict[Any, _Call] = field(default_factory=dict)
     """The first call of each module."""
@@ -90,7 +90,7 @@ class _Survey:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the op: the number of its cache, what it brings, and the window of its mask."""
+    """A call of the op: the number of its cache, its keys and values, and the window of its mask."""
 
     cache: int
     key: torch.Tensor
@@ -98,7 +98,7 @@ class _Call:
     window: int
 
     def shares(self, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether a call brings the same rows, as those of layers that share keys and values do."""
+        """Return whether a call has the same rows, as calls of layers that share keys and values have."""
         return all(
             mine.data_ptr() == other.data_ptr() and mine.shape == other.shape
             for mine, other in ((self.key, key), (self.value, value))
@@ -129,10 +129,10 @@ def register() -> None:
 
 
 def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> CacheLayout:
-    """Run ``step`` once with ``inputs``, outside of a trace, and return the caches that its attention uses.
+    """Run ``step`` once with ``inputs`` in plain PyTorch, and return the caches that its attention uses.
 
-    Each attention module of the model is given the number of its cache. Modules that share keys and values share a
-    cache. Raises what the model raises, and :class:`ValueError` for attention that the op lacks.
+    Gives each attention module of the model the number of its cache. Modules that share keys and values share a cache.
+    Raises what the model raises, and :class:`ValueError` for attention that the op lacks.
     """
     import torch
 
@@ -165,7 +165,7 @@ def run(model: torch.nn.Module, cache_position: torch.Tensor, **arguments: Any) 
     made = model(
         **arguments,
         cache_position=cache_position,
-        # Without these, the model counts positions from its own cache, and it has none.
+        # Without position_ids, the model would count positions from its own cache, which it lacks here.
         position_ids=cache_position.unsqueeze(0),
         use_cache=False,
         past_key_values=None,
@@ -184,9 +184,9 @@ def _surveying(found: _Survey) -> Iterator[None]:
 
 
 def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -> _CausalMask | None:
-    """Return no mask in a graph, and in a survey what the mask would be.
+    """Return None in a graph, and a :class:`_CausalMask` in a survey.
 
-    Raises :class:`ValueError` for masks other than the causal one and that of a window.
+    Raises :class:`ValueError` for masks other than a causal mask and a sliding window.
     """
     import torch
 
@@ -200,7 +200,7 @@ def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -
 
 
 def _window(mask_function: Any) -> int | None:
-    """Return the window of one of transformers' mask functions; 0 for the causal one, None for another."""
+    """Return the window of one of transformers' mask functions; 0 for the causal mask, None for other masks."""
     from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_overlay
 
     if mask_function is causal_mask_function:
@@ -277,7 +277,7 @@ def _note(
     window: int,
     declared: int | None,
 ) -> None:
-    """Add a call to a survey. Raises :class:`ValueError` if one cache could not do what its calls ask for."""
+    """Add a call to a survey. Raises :class:`ValueError` if one cache cannot serve all its calls."""
     if query.shape[2] != key.shape[2]:
         raise ValueError("a step has other tokens for its queries than for its keys")
     if declared and declared != window:

@@ -1,4 +1,4 @@
-"""Compares a program with the model that it was made of, on a few tokens of prompt and decoding."""
+"""Compares a program with its model, on a few tokens of prompt and decoding."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ MAX_BYTES = 1 << 30
 """Weights, in bytes, up to which a program is checked unless the request says otherwise."""
 
 _TOKENS, _DECODED = 24, 6
-"""Tokens that are compared, and those at their end that run one a step."""
+"""Tokens that are compared, and how many of them at the end run one a step."""
 
 _BEYOND = 16
-"""Tokens after a window that are compared too."""
+"""Tokens beyond a window that are compared too."""
 
 _MAX_PRODUCTS = 30e9
-"""Parameters times tokens up to which the comparison goes beyond a window: a few seconds on two cores."""
+"""The most parameters times tokens for which the comparison goes beyond a window: a few seconds on two cores."""
 
 _TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "8da4w": 0.4}
-"""The dtype of a program, or its quantization -> the largest error of a row of outputs, as a part of their spread.
+"""The dtype of a program, or its quantization -> the largest error of a row of outputs, as a fraction of their spread.
 
-A wrong mask, position or weight makes an error of the order of 1. The model is computed in the same dtype, and with the
-same weights. Activations in 8 bits are rounded to one step or the next by a last bit, layer after layer: SmolLM2-135M
-is off by 0.28 at the most.
+A wrong mask, position or weight makes an error of about 1. The model is computed in the same dtype, with the same
+weights. With 8-bit activations, a difference in the last bit changes their rounding in each layer: SmolLM2-135M is off
+by at most 0.28.
 """
 
 
@@ -72,7 +72,7 @@ class Check:
         self._length = min(longest, limits.max_context)
 
     def run_model(self) -> None:
-        """Run the model with transformers' own attention, and keep what its program has to return.
+        """Run the model with transformers' own attention, and keep the outputs that its program must return.
 
         Raises :class:`EtkvError` if the model fails.
         """
@@ -86,7 +86,7 @@ class Check:
             explained(model.config.model_type, doing, model),
         ):
             model.set_attn_implementation("eager")
-            # Every row, for the last ones of all steps.
+            # Compute every row, to have the last row of each step.
             rows, self._step.rows = self._step.rows, {}
             try:
                 with torch.no_grad(), by_capacity.capacity(self._length):
@@ -97,10 +97,10 @@ class Check:
         self._outputs = [_rows(output) for output in (made if isinstance(made, tuple) else (made,))]
 
     def run_program(self, program: Path) -> bool:
-        """Run ``program`` and compare. Return whether that was done: not if etkv's library is not built, unless a check
-        was asked for.
+        """Run ``program`` and compare it. Return whether it was compared: without etkv's library it is not, unless a
+        check was requested.
 
-        Raises :class:`EtkvError` if the program does not run, or if it returns something else than the model.
+        Raises :class:`EtkvError` if the program does not run, or if its outputs differ from the model's.
         """
         if not self._wanted:
             return False
@@ -124,7 +124,7 @@ class Check:
         """Run ``program`` on the inputs. Yield the end of each step, in tokens, and its outputs."""
         facts = read_kv_cache_metadata(program)
         prompt = self._length - min(_DECODED, self._length // 2)
-        # Steps of different lengths, of which none begins where a window does.
+        # The steps have different lengths. No step begins at the edge of a window.
         chunk = self._limits.prefill_chunk
         ends = [*range(min(7, chunk, prompt), prompt, chunk), *range(prompt, self._length + 1)]
         config = CacheConfig(facts.layers, capacity=self._length)
@@ -139,7 +139,7 @@ class Check:
     def _compare(
         self, name: str, steps: list[tuple[int, list[torch.Tensor]]], number: int, expected: torch.Tensor
     ) -> None:
-        """Compare output ``number`` of all steps, which may be the last row of each alone."""
+        """Compare output ``number`` of all steps, which may be the last row of each step only."""
         finite = torch.isfinite(expected).all(dim=1)
         if not finite.any():
             raise EtkvError(
@@ -151,22 +151,22 @@ class Check:
         for end, outputs in steps:
             rows = outputs[number]
             for at, row in enumerate(rows, start=end - len(rows)):
-                # Where the model itself overflows in its dtype, there is nothing to compare.
+                # Skip rows where the model itself overflows in its dtype.
                 if finite[at]:
                     error = float((row - expected[at]).square().mean().sqrt()) / spread
                     errors.append((error if math.isfinite(error) else math.inf, at))
         request = self._request
         tolerance = _TOLERANCES["8da4w" if request.quantize == "8da4w" else request.dtype]
         if request.dtype != "float32" and experts.is_mixture(self._step.model) and max(errors)[0] < math.inf:
-            # A router that finds two experts nearly equal takes one or the other by a last bit.
+            # If two experts are nearly equal, a difference in the last bit decides which one a router takes.
             errors = sorted(errors)[: len(errors) // 2 + 1]
         wrong = [(at, error) for error, at in errors if not error <= tolerance]
         if wrong:
             at, error = min(wrong)
             raise EtkvError(
-                f"the program answers otherwise than the model: its {name} at position {at} of {self._length} are off "
-                f"by {error:.2g} of their spread, where rounding explains {tolerance:g}; it was not written, and "
-                "--no-check writes it as it is"
+                f"the program differs from the model: its {name} at position {at} of {self._length} are off by "
+                f"{error:.2g} of their spread, and rounding explains {tolerance:g}; it was not written, and --no-check "
+                "writes it as it is"
             )
         self._progress.note(f"{name}: off by at most {max(errors, default=(0.0, 0))[0]:.1e} of their spread")
 
@@ -174,7 +174,7 @@ class Check:
 def _inputs(step: Forward | DraftForward, length: int) -> dict[str, torch.Tensor]:
     """Return the inputs of ``length`` tokens."""
     inputs = step.inputs(length)
-    # Special tokens are the first or the last ones of a vocabulary, and some of them stand for images.
+    # The first and last ids of a vocabulary are special tokens, and some of them stand for images.
     n = step.model.get_input_embeddings().weight.shape[0]
     inputs["input_ids"] = (torch.arange(length) * 37 % max(1, min(n // 2, 1000)) + n // 4).reshape(1, -1)
     numbers = torch.Generator().manual_seed(0)

@@ -26,11 +26,11 @@ _PROBES = (
     "  two spaces\n\tand a tab\n\n",
     "na\u00efve \u65e5\u672c\u8a9e \U0001f642 e\u0301 <|x|>",
 )
-"""Texts whose ids tell whether a tokenizer was written as it is."""
+"""Texts whose ids show whether a tokenizer was written correctly."""
 
 
 def write(folder: Path, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> list[str]:
-    """Write the files to ``folder`` and return their names, with the folder of named templates before each of them.
+    """Write the files to ``folder`` and return their names. A named template's name begins with its folder.
 
     Raises :class:`EtkvError` if the tokenizer does more than a ``tokenizer.json`` can say.
     """
@@ -42,7 +42,7 @@ def write(folder: Path, tokenizer: PreTrainedTokenizerBase, generation: dict[str
 
 
 def publish(scratch: Path, folder: Path, names: list[str]) -> None:
-    """Move the files ``names`` from ``scratch`` to ``folder``. Remove the templates of an earlier export there."""
+    """Move the files ``names`` from ``scratch`` to ``folder``. Remove an earlier export's templates from ``folder``."""
     for stale in (folder / TEMPLATE, *(folder / TEMPLATES).glob("*.jinja")):
         if stale.relative_to(folder).as_posix() not in names:
             stale.unlink(missing_ok=True)

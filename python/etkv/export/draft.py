@@ -1,8 +1,8 @@
-"""Makes drafts that are fed with hidden states: a model's last layers, after a predictor of their input.
+"""Makes drafts that are fed with hidden states: a feature predictor, and a model's last layers after it.
 
-A model that is tapped below its last layers returns, for each token that it has run, the input of these layers. For
-other tokens the feature predictor predicts this input: a linear function of the token's embedding and of the hidden
-states of the token before it. It is fitted by least squares, on texts that the model itself generates.
+A model that is tapped below its last layers returns the input of these layers for each token that it has run. For other
+tokens the feature predictor predicts this input, as a linear function of the token's embedding and of the hidden states
+of the token before it. The predictor is fitted by least squares, on texts that the model itself generates.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from etkv.export.forward import kept_rows, token_inputs
 from etkv.export.progress import Progress
 
 _TEXTS, _TOKENS, _AT_ONCE = 96, 192, 32
-"""Texts that the predictor is fitted on, generated tokens of each, and texts generated at the same time."""
+"""Texts that the predictor is fitted on, tokens generated for each text, and texts generated at the same time."""
 
 _FIRST = 4
-"""Tokens at the start of a text that are not fitted: the first hidden states of a text are unlike the others."""
+"""Tokens at the start of a text that are not fitted, because the first hidden states differ from later ones."""
 
 _RIDGE = 1e-3
 """The term added to the squares of the inputs, as a fraction of their mean."""
@@ -44,9 +44,8 @@ class FeaturePredictor(torch.nn.Module):
 class DraftForward(torch.nn.Module):
     """Takes ``input_ids [1, T]``, ``cache_position [T]``, ``hidden_states [1, T, hidden]`` and ``known [1, T, 1]``.
 
-    A row of ``hidden_states`` is the token's own where ``known`` is 1, and that of the token before it where ``known``
-    is 0. Returns logits and hidden states: the input of the layers, predicted if the token's own was not known. The
-    tokens after it need them.
+    Where ``known`` is 1, a row of ``hidden_states`` belongs to the token itself; where it is 0, to the token before.
+    Returns logits and hidden states: the input of the layers, as known or predicted. Later tokens need it.
     """
 
     def __init__(self, model: PreTrainedModel, predictor: FeaturePredictor, last_logits: bool = False) -> None:
@@ -87,7 +86,7 @@ def cut(model: PreTrainedModel, count: int) -> None:
 
 
 def starts(tokenizer: PreTrainedTokenizerBase, first: list[int | None]) -> list[list[int]]:
-    """Return the beginnings of texts: a token, and the start of a chat if the tokenizer has a chat template.
+    """Return the beginnings of texts: a first token, and the start of a chat if the tokenizer has a chat template.
 
     ``first`` are candidates for the first token, the best first. Raises :class:`EtkvError` if all of them are None.
     """
@@ -105,8 +104,7 @@ def starts(tokenizer: PreTrainedTokenizerBase, first: list[int | None]) -> list[
 def fit(model: PreTrainedModel, tap: int, starts: list[list[int]], progress: Progress) -> FeaturePredictor:
     """Return the fitted predictor of the output of layer ``tap`` of ``model``.
 
-    Of the texts generated at the same time, the first begin with the first of ``starts``, the following ones with the
-    next, and the rest with the last.
+    The first texts begin with the first of ``starts``, the following texts with the next, and the rest with the last.
 
     Raises :class:`EtkvError` for a family that changes embeddings before its first layer.
     """

@@ -1,4 +1,4 @@
-"""Mixtures of experts: products with the weights of the experts that a router has chosen for each token."""
+"""Mixtures of experts: products with the weights of the experts that a router chooses for each token."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NAME = "etkv_gathered"
 """The name under which transformers finds these products."""
 
 SORTED_FROM = 64
-"""Choices of experts in a step from which they are sorted, so that rows of one expert lie together."""
+"""The least number of rows of a step that are sorted by expert, so that rows of one expert are adjacent."""
 
 
 class Weights(torch.nn.Module):
-    """The weights of one product, of all experts, from ``[experts, out, in]``.
+    """The weights of one product for all experts, from ``[experts, out, in]``.
 
-    One linear layer, which a quantization finds, with the rows of one expert after those of another, until
-    :meth:`pack`; then tensors ``[experts, out, in]`` of quantized weights, or one ``[experts, in, out]`` of floats.
+    Until :meth:`pack`, they are one linear layer with the rows of all experts, which a quantization finds. Then they
+    are quantized tensors ``[experts, out, in]``, or one float tensor ``[experts, in, out]``.
     """
 
     def __init__(self, weights: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ class Weights(torch.nn.Module):
         return plain.reshape(self.shape)
 
     def pack(self) -> None:
-        """Replace the linear layer by what the operations of MLX take."""
+        """Replace the linear layer by the operands of MLX's operations."""
         rows: Any = self.rows.weight.detach()
         del self.rows
         if not hasattr(rows, "qdata"):
@@ -52,7 +52,7 @@ class Weights(torch.nn.Module):
         self.bits = 4 if rows.target_dtype == getattr(torch, "int4") else 8  # noqa: B009 (torch's types lack it)
         self.group_size, repeats = rows.block_size[-1], 1
         if self.group_size not in GROUP_SIZES:
-            # One scale for a row is repeated over groups of a size that MLX takes.
+            # A row's one scale is repeated over groups of a size that MLX takes.
             self.group_size = max(size for size in GROUP_SIZES if self.shape[-1] % size == 0)
             repeats = self.shape[-1] // self.group_size
         experts = self.shape[:-1]
@@ -65,7 +65,7 @@ class Weights(torch.nn.Module):
         """Multiply each row of ``x``, ``[rows, 1, in]``, by the weights of its expert: ``[rows, 1, out]``."""
         ops: Any = torch.ops.mlx
         if not self.group_size:
-            # Before it is packed, a model runs only to be compared with.
+            # A model that is not packed runs only as the reference of a comparison.
             weight = self.plain().transpose(-1, -2) if "rows" in self._modules else self.weight
             product: torch.Tensor = ops.gather_mm(x, weight, rhs_indices=experts, sorted_indices=is_sorted)
             return product
@@ -92,7 +92,7 @@ def register() -> None:
 
 
 def _is_mixture(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` holds experts that transformers lets others compute."""
+    """Return whether ``module`` holds experts whose computation transformers lets others replace."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
@@ -107,12 +107,12 @@ def _mixtures(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _names(module: Any) -> tuple[str, str]:
-    """Return the names of the weights of experts: of their first products, and of their second ones."""
+    """Return the names of the weights of the experts' first products, and of their second products."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
 def widths(name: str, module: Any) -> dict[str, int]:
-    """Return the inputs of each product of a module of experts by name; of another module nothing."""
+    """Return the width of each product's input in a module of experts, by name; empty for other modules."""
     if not _is_mixture(module):
         return {}
     axis = -2 if module.is_transposed else -1
@@ -120,7 +120,7 @@ def widths(name: str, module: Any) -> dict[str, int]:
 
 
 def take(model: PreTrainedModel) -> None:
-    """Let every mixture of experts of ``model`` compute as this module does, with linear layers as weights."""
+    """Let every mixture of experts in ``model`` compute with this module, with linear layers as weights."""
     for _, module in _mixtures(model):
         module.config._experts_implementation = NAME
         for name in _names(module):
@@ -130,7 +130,7 @@ def take(model: PreTrainedModel) -> None:
 
 
 def plain_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the weights of experts under the names that transformers has for them, dequantized."""
+    """Return the dequantized weights of experts under transformers' names."""
     return {
         f"{name}.{part}": (plain.transpose(-1, -2).contiguous() if module.is_transposed else plain)
         for name, module in _mixtures(model)
@@ -149,7 +149,7 @@ def pack(model: PreTrainedModel) -> None:
 def _run(
     module: Any, hidden_states: torch.Tensor, experts: torch.Tensor, routing_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the experts of one layer: ``[T, hidden]``, of ``[T, chosen]`` experts and their weights."""
+    """Compute the experts of one layer: ``[T, hidden]``, from ``[T, chosen]`` experts and their weights."""
     first, second = (getattr(module, name) for name in _names(module))
     chosen = experts.shape[-1]
     ops: Any = torch.ops.mlx

@@ -68,6 +68,6 @@ def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int | slice]
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise EtkvError(f"logits last: model family {model.config.model_type!r} computes every row of its logits")
     if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
-        # For a number, layers that share keys and values would run on the last token alone. A slice is for the head.
+        # A number would also limit layers that share keys and values to the last token. A slice limits the head only.
         return {"logits_to_keep": slice(-1, None)}
     return {"logits_to_keep": 1}

@@ -25,20 +25,20 @@ class Staged:
     def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> None:
         """Write configuration, weights, tokenizer and generation settings.
 
-        Quantized weights are written dequantized in the model's dtype, so that the folder holds the numbers that the
-        program computes with.
+        Quantized weights are dequantized to the model's dtype, so the folder has the values that the program computes
+        with.
         """
         _write(self._scratch, model, tokenizer, generation)
 
     def publish(self) -> None:
-        """Replace the files of an earlier export, each in one operation, the configuration last."""
+        """Replace the files of an earlier export, each atomically, the configuration last."""
         written = {file.name for file in self._scratch.iterdir()}
         for stale in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.safetensors.index.json")):
             if stale.name not in written:
                 stale.unlink()
         for name in sorted(written, key=lambda name: name == "config.json"):
             if (self.folder / name).is_dir():
-                # The folder of named chat templates: one that has files cannot be replaced.
+                # The folder of named chat templates. A folder with files cannot be replaced.
                 shutil.rmtree(self.folder / name)
             (self._scratch / name).replace(self.folder / name)
 
@@ -55,7 +55,7 @@ def _write(
     model.save_pretrained(folder, state_dict=_plain_weights(model))
     tokenizer.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
-        # safetensors ignores the umask and lets the owner alone read its files: give them the mode of the others.
+        # safetensors ignores the umask: only the owner can read its files. Give them the mode of the other files.
         file.chmod((folder / "config.json").stat().st_mode)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     name_for_mlx_lm(folder / "config.json")
@@ -65,7 +65,7 @@ def name_for_mlx_lm(config_file: Path) -> None:
     """Repeat entries under the names that mlx-lm reads.
 
     transformers 5 writes ``rope_parameters``. mlx-lm reads ``rope_theta``, ``partial_rotary_factor`` and
-    ``rope_scaling`` at the top level, and uses a default for each that is absent. The number of experts has one name in
+    ``rope_scaling`` at the top level, with a default for an absent one. The number of experts has one name in
     transformers and two in mlx-lm.
     """
     config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def name_for_mlx_lm(config_file: Path) -> None:
 
 
 def _plain_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the weights of ``model`` by name, dequantized, without weights that are tied to another."""
+    """Return the dequantized weights of ``model`` by name, each tied weight once."""
     from torchao.utils import TorchAOBaseTensor
 
     from etkv.export import experts

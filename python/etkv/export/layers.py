@@ -1,4 +1,4 @@
-"""Selects the layers of a model to export, and checks those to tap."""
+"""Selects the layers of a model to export, and checks the layers to tap."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ONE_A_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "layer_rope_
 
 
 def keep_first(config: PreTrainedConfig, count: int | None) -> range:
-    """Change ``config`` to that of a model with the first ``count`` layers only; ``None`` keeps all.
+    """Reduce ``config`` to the first ``count`` layers of its model; ``None`` keeps all.
 
-    Returns the layers that the model then lacks. Raises :class:`EtkvError` if the model has fewer layers.
+    Returns the removed layers. Raises :class:`EtkvError` if the model has fewer layers.
     """
     if count is None:
         return range(0)
@@ -30,7 +30,7 @@ def keep_first(config: PreTrainedConfig, count: int | None) -> range:
 
 
 def last(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
-    """Return the configuration of a model with the last ``count`` layers only. ``config`` is unchanged.
+    """Return a configuration with the last ``count`` layers of ``config``'s model. ``config`` does not change.
 
     Raises :class:`EtkvError` unless the model has more than ``count`` layers.
     """

@@ -61,7 +61,7 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
     _check_experts(request, config)
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     if own is not None and own < MIN_STEP:
-        # Families without a limit say so by -1.
+        # -1 is no limit.
         own = None
     max_context = request.max_context
     if max_context is None:
@@ -77,7 +77,7 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
-    """Raise :class:`EtkvError` for a configuration that names layers which attend otherwise, or not at all."""
+    """Raise :class:`EtkvError` for a configuration with layers that attend in another way, or not at all."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     other = next((kind for kind in kinds if kind not in _KINDS), None)
     if other is not None:
@@ -88,7 +88,7 @@ def _check_layers(config: PreTrainedConfig) -> None:
 
 
 def _check_experts(request: ExportRequest, config: PreTrainedConfig) -> None:
-    """Raise :class:`EtkvError` for a mixture of experts whose backend cannot select weights by an index."""
+    """Raise :class:`EtkvError` for a mixture of experts on a backend that cannot select weights by an index."""
     text_config = config.get_text_config()
     for name in _EXPERTS:
         count = getattr(text_config, name, None) or 1
@@ -112,7 +112,7 @@ def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:
     from etkv.export import experts
 
     size = request.group_size or QUANTIZATIONS[request.quantize]
-    # A scale for a whole row is repeated over groups of a size that MLX takes.
+    # A row's one scale is repeated over groups of a size that MLX takes.
     divisor = size or min(GROUP_SIZES)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)

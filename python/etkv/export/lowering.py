@@ -39,10 +39,10 @@ def constant_methods(
 ) -> dict[str, Any]:
     """Return the constant methods of the program: name -> value.
 
-    The first six are those of ExecuTorch's MLX exporter. ``get_bos_id`` and ``get_eos_ids`` are those that ExecuTorch's
-    own LLM runner reads. ``get_logits_rows`` is 0 for a row of logits a token, and 1 for the last token's row only.
-    ``get_tap_layers`` is there if hidden states are an output. ``kv_cache.*`` has the facts of the first four, with a
-    version.
+    ExecuTorch's MLX exporter writes the first six too. ExecuTorch's own LLM runner reads ``get_bos_id`` and
+    ``get_eos_ids``. ``get_logits_rows`` is 0 for a row of logits a token, and 1 for the last token's row only.
+    ``get_tap_layers`` is there if hidden states are an output. ``kv_cache.*`` repeats the facts of the first four, with
+    a version.
     """
     import torch
 
@@ -76,7 +76,7 @@ def constant_methods(
 
 
 def _once(facts: list[int]) -> int | list[int]:
-    """Return one number if it is the same for all layers, and else ``facts``."""
+    """Return one number if all layers have the same, else ``facts``."""
     return facts[0] if len(set(facts)) == 1 else facts
 
 
@@ -95,8 +95,8 @@ def lower(
 ) -> ExecutorchProgramManager:
     """Return the program of ``step``, with T from 1 to ``limits.prefill_chunk`` and the caches of ``layout``.
 
-    Raises :class:`EtkvError` if the family cannot be traced, calls the KV cache op otherwise than ``layout`` says, or
-    has an operator that the backend lacks.
+    Raises :class:`EtkvError` if the family cannot be traced, if its calls of the KV cache op do not match ``layout``,
+    or if the backend lacks one of its operators.
     """
     family = step.model.config.model_type
     target = _target(request.backend)

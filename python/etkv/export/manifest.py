@@ -31,7 +31,7 @@ def describe(request: ExportRequest, source: Source) -> dict[str, Any]:
         "request": {
             field.name: _plain(getattr(request, field.name))
             for field in dataclasses.fields(request)
-            # The folder can move, and a check changes nothing: its contents stay current.
+            # The folder can move, and a check changes nothing: the files stay current.
             if field.name not in ("output", "check")
         },
         "source": [[file.name, *_stamp(file)] for file in source.files()],
@@ -118,7 +118,7 @@ def _exporter_digest(backend: str) -> str:
 
 
 def _code(source: str) -> str:
-    """Return Python source as a tree, without what does not run."""
+    """Return Python source as a syntax tree, without docstrings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):

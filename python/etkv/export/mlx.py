@@ -38,14 +38,14 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
 
 
 def prepare(model: PreTrainedModel, request: ExportRequest) -> None:
-    """Do what ``model`` needs before it is traced: pack the weights of experts."""
+    """Prepare ``model`` for the trace: pack the weights of experts."""
     from etkv.export import experts
 
     experts.pack(model)
 
 
 def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], request: ExportRequest) -> EdgeProgramManager:
-    """Return the programs with their graphs as delegates."""
+    """Return the programs, each with its whole graph as one delegate."""
     from executorch import exir
     from executorch.backends.mlx import MLXPartitioner
     from executorch.backends.mlx.passes import get_default_passes
@@ -76,7 +76,7 @@ def check(graph: torch.fx.Graph, family: str) -> None:
 
 @functools.cache
 def _register_ops() -> None:
-    """Tell ExecuTorch how the ops of the exporter become nodes of programs for MLX."""
+    """Tell ExecuTorch how the ops of the exporter become nodes of MLX programs."""
     import torch
     from executorch.backends.mlx.builder.op_registry import REGISTRY
     from executorch.backends.mlx.serialization.mlx_graph_schema import WhereNode

@@ -21,7 +21,7 @@ _HEARTBEAT_SECONDS = 10.0
 class Progress:
     """Prints steps to ``stream``; ``None`` prints nothing.
 
-    A long step is printed again and again, so no output means that the process hangs.
+    A long step is printed repeatedly, so a process without output hangs.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -58,8 +58,8 @@ class Progress:
 def third_party_noise(allowed: bool) -> Iterator[None]:
     """Hide warnings, log lines, prints and progress bars of torch, transformers and ExecuTorch unless ``allowed``.
 
-    It affects the whole process while it is open, so only commands open it. Open it before those packages are imported.
-    Errors are still logged.
+    It affects the whole process, so only commands open it. Open it before those packages are imported. Errors are still
+    logged.
     """
     if allowed:
         yield
@@ -78,9 +78,11 @@ def third_party_noise(allowed: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def native_noise(allowed: bool) -> Iterator[TextIO]:
-    """Hide what libraries write to the standard error of the process unless ``allowed``; yield what still reaches it.
+    """Hide what libraries write to the process's standard error unless ``allowed``. Yield a stream that still reaches
+    it.
 
-    ExecuTorch reports there which files of the processor it reads. Like :func:`third_party_noise`, for commands only.
+    ExecuTorch reports there which files about the processor it reads. Like :func:`third_party_noise`, for commands
+    only.
     """
     shown = sys.stderr
     if allowed or shown is not sys.__stderr__:
@@ -89,7 +91,7 @@ def native_noise(allowed: bool) -> Iterator[TextIO]:
     number = 2
     with os.fdopen(os.dup(number), "w", buffering=1) as stream, Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), number)
-        # What a library says before it ends the process is hidden. Where it was called does reach the user.
+        # A library's last message before it ends the process is hidden. The traceback still reaches the user.
         faulthandler.enable(stream)
         try:
             yield stream

@@ -1,4 +1,4 @@
-"""Turns what fails within an export into one sentence: the family, the module and the reason."""
+"""Reduces an error within an export to one sentence: the family, the module and the reason."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _OF_THE_TRACER = (
     (r"marked as skipped", "it calls a function that torch.export does not enter"),
     (r"[Gg]raph break", "it does what torch.export cannot put into a graph"),
 )
-"""What torch's tracer says of itself -> what it means for the model."""
+"""Messages of torch's tracer -> what they mean for the model."""
 
 
 @contextlib.contextmanager
 def explained(family: str, doing: str, model: torch.nn.Module | None = None) -> Iterator[None]:
-    """Raise an error of the block as :class:`EtkvError`: ``family`` cannot be ``doing``, in which module, and why.
+    """Raise an error of the block as :class:`EtkvError`. It says that ``family`` cannot be ``doing``, where, and why.
 
-    The module is one of ``model``.
+    The place is a module of ``model``.
     """
     try:
         yield
@@ -37,13 +37,13 @@ def explained(family: str, doing: str, model: torch.nn.Module | None = None) -> 
 
 
 def _module(error: Exception, model: torch.nn.Module | None) -> str:
-    """Return the name of the innermost module of ``model`` that an error comes from; empty if there is none."""
+    """Return the name of the innermost module of ``model`` that raised an error; empty if there is none."""
     names = {} if model is None else {module: name for name, module in model.named_modules()}
     found = ""
     trace = error.__traceback__
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
-        # A module's equality is its identity, and other objects may have an equality of their own.
+        # Compare by identity: other objects may define equality.
         found = next((name for known, name in names.items() if known is module), "") or found
         trace = trace.tb_next
     return found
@@ -56,7 +56,7 @@ def reason(error: Exception) -> str:
         began = earlier
     line = first_line(began)
     if raised := re.fullmatch(r"raised exception \w+\((['\"])(.*)\1\)", line):
-        # What the model's code raised while it was traced.
+        # The model's code raised this while it was traced.
         return raised[2]
     if "found dependency cycles" in line:
         return "its graph cannot be cut into parts that run one after the other"
@@ -68,11 +68,11 @@ def reason(error: Exception) -> str:
 
 
 def _is_the_tracers(error: BaseException) -> bool:
-    """Return whether torch's tracer raised ``error``, which often stands for another one."""
+    """Return whether torch's tracer raised ``error``, which often wraps another error."""
     return type(error).__module__.startswith(("torch._dynamo", "torch.fx", "torch._export", "torch.export"))
 
 
 def _code(error: Exception) -> str:
-    """Return the line of the model's code that a tracer stopped at, where it says so."""
+    """Return the line of the model's code at which the tracer stopped, if its error has one."""
     lines = re.findall(r'File "[^"]*/(modeling_\w+\.py)", line (\d+), in (\w+)', str(error))
     return f" ({lines[-1][0]}, line {lines[-1][1]}, in {lines[-1][2]})" if lines else ""

@@ -19,7 +19,7 @@ DTYPES = {
 """Accepted spelling -> torch's name of the dtype."""
 
 BACKENDS = {"mlx": ("4w", "8w"), "cpu": ("8da4w",)}
-"""What runs a program -> the quantizations of weights that it has."""
+"""A backend -> its quantizations of weights."""
 
 QUANTIZATIONS = {"4w": 32, "8w": None, "8da4w": 32}
 """Quantization of weights -> default group size in elements; ``None`` is one scale a row."""
@@ -31,7 +31,7 @@ DEFAULT_MAX_CONTEXT = 8192
 """The default context of a program, in tokens; never more than the model's own."""
 
 DEFAULT_PREFILL_CHUNK = 512
-"""The default of the most tokens in one execution of a program."""
+"""The default prefill chunk: the most tokens in one execution of a program."""
 
 LOGITS = ("all", "last")
 """The rows of logits that a step returns: one for each of its tokens, or the last token's only."""
@@ -51,12 +51,12 @@ class ExportRequest:
     ``max_context`` and ``prefill_chunk`` count tokens; ``None`` takes the default. ``keep_hf`` is a folder that
     receives the exported weights, dequantized, as a Hugging Face model.
 
-    ``layers`` exports the model's first layers only, with its final norm and its head: a draft of the model.
-    ``draft`` exports its last layers, fed with the hidden states of the layer below them. ``logits`` selects the rows
-    of logits that a step returns, ``all`` or ``last``. ``tap_layers`` are indices of layers, from 0. The outputs of
-    these, side by side, are a second output of the program.
+    ``layers`` exports the model's first layers only, with its final norm and its head: a draft of the model. ``draft``
+    exports its last layers, fed with the hidden states of the layer below them. ``logits`` selects the rows of logits
+    that a step returns, ``all`` or ``last``. ``tap_layers`` are indices of layers, from 0. Their outputs, side by side,
+    are a second output of the program.
 
-    ``check`` compares the program with the model before it is written; ``None`` does so for models of up to 1 GiB.
+    ``check`` compares the program with the model before it is written; ``None`` compares models of up to 1 GiB.
     """
 
     model: Path
@@ -104,10 +104,10 @@ class ExportRequest:
 
 
 def _spares(model: Path, name: str, given: Path, folder: Path) -> None:
-    """Raise :class:`EtkvError` if ``folder`` is in the model's folder, or is that of a file which the model links to.
+    """Raise :class:`EtkvError` if ``folder`` is in the model's folder, or has a file that the model links to.
 
-    The export writes to ``folder``. Links are resolved. The folder of a GGUF file is accepted: exports write no file of
-    its name.
+    The export writes to ``folder``. Links are resolved. The folder of a GGUF file is accepted, because an export writes
+    no file with its name.
     """
     if not model.is_dir():
         return

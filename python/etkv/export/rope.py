@@ -1,8 +1,8 @@
-"""Rotary embeddings whose frequencies depend on the length of a text, which a graph does not know.
+"""Rotary embeddings whose frequencies depend on the length of a text, which is unknown in a graph.
 
-The keys in a cache were rotated with the frequencies of an earlier length, so one text has one set of them. Long RoPE
-has two: those up to the length of the first training, and those for longer texts. A program that may get so long has
-both, and takes those of its cache's capacity when it is loaded.
+A cache holds rotated keys, so a text keeps one set of frequencies. Long RoPE has two sets: one up to the original
+context length, and one for longer texts. A program for longer texts has both sets. When it is loaded, the capacity of
+its cache selects the set.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _FIXED = "default"
 
 
 def settle(model: PreTrainedModel, max_context: int) -> None:
-    """Let no rotary embedding of ``model`` look at the length of a text; a program has ``max_context`` positions.
+    """Make the rotary embeddings of ``model`` independent of the length of a text, for ``max_context`` positions.
 
-    Dynamic scaling begins past the positions that the model was made for, and no program has more positions than these.
+    Dynamic scaling begins beyond the model's own context, which no program exceeds.
     """
-    # A list: what is given two sets becomes another class.
+    # A list, because a module that gets two sets changes its class.
     for module in list(model.modules()):
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str):
@@ -54,7 +54,7 @@ def _settle(module: torch.nn.Module, kind: str, layer_type: str | None, max_cont
 
 
 def _choose(module: torch.nn.Module, name: str, beyond: torch.Tensor, limit: int) -> None:
-    """Make the attribute ``name`` of ``module`` a choice: what it is up to ``limit`` positions, and ``beyond``."""
+    """Make the attribute ``name`` of ``module`` a choice: its value up to ``limit`` positions, and else ``beyond``."""
     from etkv.export.by_capacity import select_by_capacity
 
     module.register_buffer(f"{name}_within", getattr(module, name), persistent=False)

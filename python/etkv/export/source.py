@@ -85,9 +85,9 @@ def read_config(source: Source) -> PreTrainedConfig:
 
 
 def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, which can be written as ``tokenizer.json``.
+    """Return the model's tokenizer, which has a ``tokenizer.json`` form.
 
-    Raises :class:`EtkvError` if it cannot be read, or cannot be written so.
+    Raises :class:`EtkvError` if it cannot be read or has no such form.
     """
     from transformers import AutoTokenizer
 
@@ -98,7 +98,7 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     except Exception as error:
         if not any(path for name in _TOKENIZER_FILES for path in source.folder.glob(name)):
             raise EtkvError(f"{source.path} has no tokenizer: tokenizer.json belongs beside config.json") from error
-        # A sentence that ends so goes on with a list.
+        # The message goes on with a list after these words.
         why = first_line(error).removesuffix(" from one of:")
         raise EtkvError(f"the tokenizer of {source.path} cannot be read: {why}") from error
     if not tokenizer.is_fast:
@@ -111,8 +111,8 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: ra
 
     ``dropped`` are the layers of the source that ``config`` leaves out.
 
-    Raises :class:`EtkvError` if weights are missing, have no place in the model or cannot be read, or if the family's
-    attention cannot be replaced.
+    Raises :class:`EtkvError` if weights are missing, unexpected or unreadable, or if the family's attention cannot be
+    replaced.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -137,7 +137,7 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: ra
             dtype=getattr(torch, dtype),
             attn_implementation=attention.NAME,
             output_loading_info=True,
-            # They are in the report.
+            # The report has the mismatched sizes.
             ignore_mismatched_sizes=True,
             **origin,
         )
@@ -157,10 +157,10 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: ra
 def generation_settings(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the contents of ``generation_config.json``, with every eos token id of model and tokenizer.
 
-    The model's ids are those at which transformers ends a generation: of ``generation_config.json``, or else of the
-    configuration, where the default of the family counts too. A chat model often ends its turn with a token that only
-    model or tokenizer names. ``eos_token_id`` is a list, the model's ids first. ``bos_token_id`` is there if the model
-    or the tokenizer has one.
+    The model's ids are those at which transformers ends a generation: from ``generation_config.json``, or else from the
+    configuration, with the family's default. Often only the model or only the tokenizer names the token that ends a
+    turn. ``eos_token_id`` is a list, the model's ids first. ``bos_token_id`` is present if the model or the tokenizer
+    has one.
     """
     from transformers import GenerationConfig
 

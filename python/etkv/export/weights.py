@@ -1,4 +1,4 @@
-"""Refuses weights that a model would be exported without."""
+"""Refuses checkpoints with weights that an export would silently drop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHECKPOINTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""The checkpoints that transformers looks for, in this order. It reads the first one."""
+"""The checkpoints that transformers looks for, in order. It reads the first that exists."""
 
 _OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|rng_state.*|random_states.*)\.bin")
 """Files that a training leaves beside its weights."""
@@ -27,31 +27,32 @@ _OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|rng_state.*|rando
 _COPIES = re.compile(
     r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|consolidated(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 )
-"""The same weights in another format, beside those that transformers reads: many published folders have them."""
+"""The same weights in another format. Many published folders have them beside the weights that transformers reads."""
 
 _WITHOUT_EFFECT = re.compile(
-    # What models compute anew: frequencies, positions, and causal masks that were buffers once.
+    # Models compute these: frequencies, positions, and causal masks that were once buffers.
     r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
     r"|(.*\.)?position_ids"
     r"|(.*\.)?(attn|attention|self_attn|self_attention)\.(bias|masked_bias)"
-    # What a language model without pictures and sound leaves out.
+    # A language model without images and audio omits these.
     r"|(.*\.)?(vision_tower|vision_model|vision_embed_tokens|visual|audio_tower|multi_modal_projector|embed_vision"
     r"|embed_audio|image_newline)(\..*)?"
-    # What is predicted beside the next token: a value, a class, tokens after the next.
+    # Other predictions than the next token: a value, a class, tokens after the next.
     r"|(score|v_head|classifier)\..*"
     r"|(.*\.)?mtp\..*"
 )
 """Names of weights that may have no place in the model: its logits do not depend on them."""
 
 _MASK = re.compile(r"(.*\.)?(attn|attention|self_attn|self_attention)\.bias")
-"""Names of masks that were buffers once, and of biases."""
+"""Names of masks that were once buffers, and of biases."""
 
 _NAMED = 3
-"""Names of weights in a message; others are counted."""
+"""The most names of weights in a message. Other weights are counted."""
 
 
 def check_files(folder: Path) -> None:
-    """Raise :class:`EtkvError` if ``folder`` has weights that transformers would not read, or lacks some that it names.
+    """Raise :class:`EtkvError` if ``folder`` has weights that transformers would not read, or lacks weights that it
+    names.
 
     It may have one checkpoint, whole or in shards, and no adapter.
     """
@@ -93,7 +94,7 @@ def _shards(index: Path) -> set[str]:
 
 
 def check_quantization(path: Path, config: PreTrainedConfig) -> None:
-    """Raise :class:`EtkvError` for weights quantized by a method that transformers would take for plain ones."""
+    """Raise :class:`EtkvError` for quantized weights that transformers would read as plain weights."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     method = quantization(config)
@@ -102,7 +103,7 @@ def check_quantization(path: Path, config: PreTrainedConfig) -> None:
 
 
 def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dropped: range) -> None:
-    """Raise :class:`EtkvError` unless every weight of ``path`` has its place in ``model``, and the other way round.
+    """Raise :class:`EtkvError` unless the weights of ``path`` and of ``model`` match one to one.
 
     ``report`` is transformers' report of what it loaded. Weights of the layers ``dropped`` need no place.
     """
@@ -138,7 +139,7 @@ REMEDY = "export the model from before its quantization, and let the export quan
 
 
 def unreadable(path: Path, config: PreTrainedConfig, error: Exception) -> EtkvError:
-    """Return what to say of weights that transformers cannot load."""
+    """Return the error for weights that transformers cannot load."""
     method = quantization(config)
     if method is not None:
         return EtkvError(f"the weights of {path} are quantized ({method}): {first_line(error)}; {REMEDY}")
@@ -156,13 +157,13 @@ def quantization(config: PreTrainedConfig) -> str | None:
 
 
 def _layer(name: str) -> int | None:
-    """Return the layer that a weight of this name belongs to, if it belongs to one."""
+    """Return the layer of the weight ``name``, or None."""
     found = re.search(r"\.(\d+)\.", name)
     return None if found is None else int(found[1])
 
 
 def _masks(path: Path, names: Iterable[str]) -> set[str]:
-    """Return those of ``names`` that are masks ``[.., n, n]``, by the shapes in the files of ``path``."""
+    """Return the ``names`` that are masks ``[.., n, n]``, by the shapes in the files of ``path``."""
     import torch
     from safetensors import safe_open
 
@@ -174,7 +175,7 @@ def _masks(path: Path, names: Iterable[str]) -> set[str]:
                 if _is_square(weights.get_slice(name).get_shape()):
                     found.add(name)
     for file in path.glob("*.bin") if wanted - found else ():
-        # Sizes alone are read.
+        # Only sizes are read.
         tensors = torch.load(file, map_location="meta", weights_only=True, mmap=True)
         found |= {name for name in wanted & set(tensors) if _is_square(tensors[name].shape)}
     return found
@@ -185,6 +186,6 @@ def _is_square(shape: Sequence[int]) -> bool:
 
 
 def _few(names: list[str]) -> str:
-    """Return the first of some names, and how many others there are."""
+    """Return the first names, and the number of the others."""
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,7 +1,7 @@
 """Programs for the CPU: XNNPACK and ExecuTorch's kernels compute the model, and etkv's calls attend.
 
-Every call of ``kvcache::update_and_attend`` becomes a delegate of its own, see :mod:`etkv.export.cpu.calls`. So it gets
-the key of its cache when the program is loaded, as a program for MLX does.
+Every call of ``kvcache::update_and_attend`` becomes a delegate of its own, see :mod:`etkv.export.cpu.calls`. So the
+call gets the key of its cache when the program is loaded, as an MLX program does.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _KERNELS = {
     "aten.unsqueeze_copy.default",
     "aten.view_copy.default",
 }
-"""Operators that ExecuTorch's own kernels may run: they move rows or run once a step."""
+"""Operators that ExecuTorch's own kernels may run, because they move rows or run once a step."""
 
 _OF_POSITIONS = {"aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor"}
-"""Operators that they may run on integers: positions, of which a step has one a token."""
+"""Operators that these kernels may run on integers, such as the positions of a step's tokens."""
 
 
 def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
@@ -53,7 +53,7 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
 
 
 def prepare(model: PreTrainedModel, request: ExportRequest) -> None:
-    """Let a load choose the rows of logits, unless the request has chosen."""
+    """Let a load choose the rows of logits, unless the request chooses them."""
     from etkv.export.cpu import calls
 
     if request.logits == "all":
@@ -61,7 +61,7 @@ def prepare(model: PreTrainedModel, request: ExportRequest) -> None:
 
 
 def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], request: ExportRequest) -> EdgeProgramManager:
-    """Return the programs with what XNNPACK and etkv compute as delegates."""
+    """Return the programs with the nodes that XNNPACK and etkv compute in delegates."""
     from executorch import exir
     from executorch.backends.transforms.remove_clone_ops import RemoveCloneOpsTransform
 
@@ -81,7 +81,7 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
 
 
 def check(graph: torch.fx.Graph, family: str) -> None:
-    """Raise :class:`EtkvError` if something is left that would compute products outside of XNNPACK."""
+    """Raise :class:`EtkvError` if an operator is left that ExecuTorch's own kernels should not run."""
     from executorch.exir.delegate import executorch_call_delegate
 
     nodes = [node for node in graph.nodes if node.op == "call_function"]
@@ -92,7 +92,7 @@ def check(graph: torch.fx.Graph, family: str) -> None:
 
 
 def _may_run(node: torch.fx.Node) -> bool:
-    """Return whether one of ExecuTorch's own kernels may run what ``node`` calls."""
+    """Return whether one of ExecuTorch's own kernels may run ``node``."""
     target: Any = node.target
     if target.__name__ in _OF_POSITIONS:
         return not node.meta["val"].dtype.is_floating_point

@@ -1,9 +1,8 @@
-"""The calls of a graph that etkv carries out, each a delegate of its own.
+"""The calls of a graph that etkv runs, each in a delegate of its own.
 
-``kvcache::update_and_attend`` writes and reads a layer of the cache. ``etkv::select_rows`` passes on the rows that the
-head of the model computes logits of: all, or the last, as the program is loaded. ``etkv::select_by_capacity`` passes on
-the one of two tensors that is for the capacity of the cache.
-``crates/etkv-cpu/src/program/payload.rs`` reads what this writes.
+``kvcache::update_and_attend`` writes and reads a layer of the cache. ``etkv::select_rows`` returns the rows of which
+the head of the model computes logits: all, or the last, as the load says. ``etkv::select_by_capacity`` returns one of
+two tensors by the capacity of the cache. ``crates/etkv-cpu/src/program/payload.rs`` reads the payloads.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ _TENSORS = 4
 
 @torch.library.custom_op(f"etkv::{_SELECT}", mutates_args=())
 def select_rows(hidden: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ``hidden`` [1, T, hidden] that the head computes logits of: all, in plain PyTorch."""
+    """Return the rows of ``hidden`` [1, T, hidden] of which the head computes logits: all, in plain PyTorch."""
     return hidden.clone()
 
 
 @select_rows.register_fake
 def _(hidden: torch.Tensor) -> torch.Tensor:
-    # At run time it has one row or T. Nothing after it depends on which.
+    # At run time the result has one row or T. Nothing after it depends on the number.
     return torch.empty_like(hidden)
 
 
 def select_rows_before_head(model: PreTrainedModel) -> None:
-    """Make the head of ``model`` compute logits of the rows that :func:`select_rows` passes on."""
+    """Make the head of ``model`` compute logits of the rows that :func:`select_rows` returns."""
     head = model.get_output_embeddings()
     if head is None:
         return
@@ -60,11 +59,11 @@ class EtkvForCPU(BackendDetails):  # type: ignore[misc] # ExecuTorch's classes h
 
     @staticmethod
     def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
-        """Return the payload: what the partitioner knows of the call, and which input is which argument."""
+        """Return the payload: the call as the partitioner describes it, and the input of each argument."""
         (call,) = (node for node in edge_program.graph.nodes if node.op == "call_function")
         payload = json.loads(compile_specs[0].value)
         if payload["op"] == _ATTEND:
-            # An input that is two arguments is there once.
+            # An input that serves as two arguments appears once.
             given = [node for node in edge_program.graph.nodes if node.op == "placeholder"]
             payload["inputs"] = [given.index(argument) for argument in call.args[:_TENSORS]]
         return PreprocessResult(processed_bytes=json.dumps(payload).encode())
@@ -73,7 +72,7 @@ class EtkvForCPU(BackendDetails):  # type: ignore[misc] # ExecuTorch's classes h
 def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
     """Give each call in the graph of ``program`` a tag and a payload of its own. Return the payloads by tag.
 
-    ``logits`` are the rows that the program was asked to compute.
+    ``logits`` are the rows that the request asks for.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     attends = [node for node in nodes if _ATTEND in str(node.target)]

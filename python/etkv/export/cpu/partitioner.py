@@ -1,4 +1,4 @@
-"""Which nodes of a program become which delegates: the calls one each, and what XNNPACK computes between them."""
+"""Partitions a program into delegates: each call in its own, and the nodes that XNNPACK computes between calls."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ _AS_THEY_ARE = {
     "torchao.quantize_affine.default",
     "getitem",
 }
-"""Operators that XNNPACK's delegates hold as they are. Its passes over a graph look for others, which they replace."""
+"""Operators that XNNPACK's passes leave unchanged. The passes replace other operators."""
 
 _ONE_PASS = CompileSpec("dqlinear_partitioner", b"")
 """Makes XNNPACK's ``preprocess`` run one of its passes, for linear layers, instead of all 17.
 
-Each pass traces the graph of each delegate again: together, they take most of an export. A release that does not know
-the name runs all.
+Each pass traces the graph of each delegate again. Together, they take most of an export. A release that does not know
+this name runs all passes.
 """
 
 
 class CPUPartitioner(XnnpackPartitioner):  # type: ignore[misc] # ExecuTorch's classes have no types.
-    """Gives every node that etkv or XNNPACK computes a tag: the nodes of one tag are one delegate.
+    """Tags every node that etkv or XNNPACK computes. The nodes with one tag become one delegate.
 
-    ``logits`` are the rows that the program was asked to compute.
+    ``logits`` are the rows that the request asks for.
     """
 
     def __init__(self, logits: str) -> None:
@@ -60,7 +60,7 @@ class CPUPartitioner(XnnpackPartitioner):  # type: ignore[misc] # ExecuTorch's c
         self._logits = logits
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
-        """Return the program with tags, and what each tag stands for."""
+        """Return the program with tags, and the delegate of each tag."""
         found = super().partition(exported_program)
         nodes: dict[str, list[torch.fx.Node]] = {tag: [] for tag in found.partition_tags}
         for node in exported_program.graph.nodes:
@@ -73,10 +73,10 @@ class CPUPartitioner(XnnpackPartitioner):  # type: ignore[misc] # ExecuTorch's c
     def ops_to_not_decompose(
         self, ep: ExportedProgram
     ) -> tuple[list[torch._ops.OpOverload[Any, Any]], Callable[[torch.fx.Node], bool] | None]:
-        """Return the operators that XNNPACK takes whole, wherever they are in the graph.
+        """Return the operators that XNNPACK takes whole at every place in the graph.
 
-        XNNPACK's own answer has a function beside the list, which decides node by node. For that, ExecuTorch traces the
-        whole graph twice more.
+        XNNPACK's own method also returns a function that decides for each node. With it, ExecuTorch traces the whole
+        graph twice more.
         """
         operators, takes = super().ops_to_not_decompose(ep)
         refused = {node.target for node in ep.graph.nodes if node.op == "call_function" and not takes(node)}
@@ -84,7 +84,7 @@ class CPUPartitioner(XnnpackPartitioner):  # type: ignore[misc] # ExecuTorch's c
 
 
 def _spec(spec: DelegationSpec, nodes: list[torch.fx.Node]) -> DelegationSpec:
-    """Return ``spec`` for a delegate of ``nodes``, with one pass if the others would change nothing."""
+    """Return ``spec`` for a delegate of ``nodes``, with one pass if the other passes would change nothing."""
     plain = all(_is_as_it_is(node) for node in nodes)
     return DelegationSpec(spec.backend_id, [*spec.compile_specs, _ONE_PASS] if plain else spec.compile_specs)
 
@@ -92,6 +92,6 @@ def _spec(spec: DelegationSpec, nodes: list[torch.fx.Node]) -> DelegationSpec:
 def _is_as_it_is(node: torch.fx.Node) -> bool:
     target: Any = node.target
     if target.__name__ == "aten.cat.default":
-        # XNNPACK splits longer ones.
+        # XNNPACK splits longer concatenations.
         return len(node.all_input_nodes) <= 4
     return target.__name__ in _AS_THEY_ARE

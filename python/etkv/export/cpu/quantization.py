@@ -1,4 +1,4 @@
-"""Quantization for XNNPACK: weights in 4 bits, activations in 8 bits as a step computes them (``8da4w``)."""
+"""Quantization for XNNPACK: weights in 4 bits, and activations in 8 bits within each step (``8da4w``)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
     """Quantize every linear weight of ``model`` in place. ``group_size`` elements share a scale.
 
-    Embeddings stay as they are: a step reads few of their rows. A head that is tied to them is quantized apart, and
-    the model is no longer one of tied weights.
+    Embeddings stay as they are: a step reads few of their rows. A head that is tied to them gets quantized weights of
+    its own, so the model no longer has tied weights.
     """
     import torch
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
@@ -35,10 +35,10 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
 
 @functools.cache
 def infer_shapes_quickly() -> torch.library.Library:
-    """Let torchao's quantization of fake tensors, which have a shape and no values, return a shape at once.
+    """Make torchao's quantization of fake tensors, which have a shape and no values, return a shape at once.
 
-    torchao takes some twenty steps for it. An export asks for it a dozen times for each linear layer, which would take
-    minutes. Real tensors are computed as before. It lasts as long as the process.
+    torchao takes about twenty steps for a shape, and an export asks for a dozen shapes of each linear layer, which
+    would take minutes. Real tensors are computed as before. The change lasts as long as the process.
     """
     import torch
     from torch._inductor.decomposition import decompositions
@@ -56,7 +56,7 @@ def infer_shapes_quickly() -> torch.library.Library:
 
 
 def _for_fakes(op: Any, compute: Callable[..., Any], shape: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``shape`` with the arguments of ``op`` by name, for fake tensors, else ``compute``.
+    """Return a function that calls ``shape`` for fake tensors, with the arguments of ``op`` by name, else ``compute``.
 
     ``shape`` returns None where it does not know.
     """
@@ -81,7 +81,7 @@ def _chosen(
     keepdim: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return scales and zero points: one for each row."""
+    """Return scales and zero points, one of each for a row."""
     import torch
 
     if any(size != 1 for size in block_size[:-1]) or block_size[-1] != input.shape[-1]:

@@ -1,7 +1,7 @@
-"""Rewrites of a traced graph to operators that XNNPACK takes, so that what is between two calls is one delegate.
+"""Rewrites a traced graph to operators that XNNPACK takes, so that the nodes between two calls are one delegate.
 
-XNNPACK takes neither means over the last axis, nor slices beside a dynamic length, nor views with a length that is an
-input. The first two are linear, and the last can be inferred.
+XNNPACK takes no means over the last axis, no slices of tensors with a dynamic length, and no views with a length that
+is an input. Means and slices become products, and a view infers its length.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def apply(program: ExportedProgram) -> None:
     for node in _calls(program, _ATEN.mean.dim):
         _mean(program, node)
     for node in _calls(program, _ATEN.cat.default):
-        _half_turn(program, node)
+        _rotate_half(program, node)
     for node in _calls(program, _ATEN.slice.Tensor):
         _part_of_head(program, node)
     for node in _calls(program, _ATEN.unsqueeze.default):
@@ -57,7 +57,7 @@ def _calls(program: ExportedProgram, *targets: Any) -> Iterator[torch.fx.Node]:
 
 
 def _drop_checks(program: ExportedProgram) -> None:
-    """Remove what checks a dtype, and conversions of a tensor to what it is. Later steps would trace them again."""
+    """Remove checks of dtypes, and conversions of a tensor to its own dtype. Later passes would trace them again."""
     for node in _calls(program, _ATEN._assert_tensor_metadata.default):
         program.graph.erase_node(node)
     for node in _calls(program, _ATEN.to.dtype, _ATEN.to.device, _ATEN.alias.default):
@@ -86,10 +86,10 @@ def _parts(program: ExportedProgram, node: torch.fx.Node) -> None:
 
 
 def _whole(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Remove a slice that is all of its tensor, and empty parts of a concatenation: some heads rotate as a whole."""
+    """Remove a slice that is all of its tensor, and empty parts of a concatenation. Fully rotated heads have both."""
     source: Any = node.args[0]
     if node.target is _ATEN.slice.Tensor:
-        # As text: sizes that are compared as numbers become facts of the graph.
+        # Compare sizes as text: a comparison of numbers would add a guard to the graph.
         if str(source.meta["val"].shape) == str(node.meta["val"].shape):
             _replace(program, node, source)
         return
@@ -151,7 +151,7 @@ def _cube(program: ExportedProgram, node: torch.fx.Node) -> None:
 
 
 def _call(program: ExportedProgram, target: Any, *arguments: Any) -> torch.fx.Node:
-    """Insert a call of ``target`` at the graph's insertion point, with the shape of what it returns."""
+    """Insert a call of ``target`` at the graph's insertion point, with the shape of its result."""
     node: torch.fx.Node = program.graph.call_function(target, arguments)
     node.meta["val"] = target(
         *(given.meta["val"] if isinstance(given, torch.fx.Node) else given for given in arguments)
@@ -178,7 +178,7 @@ def _mean(program: ExportedProgram, node: torch.fx.Node) -> None:
     _linear(program, node, source, f"etkv_mean_of_{width}", torch.full((1, width), 1.0 / width, dtype=value.dtype))
 
 
-def _half_turn(program: ExportedProgram, node: torch.fx.Node) -> None:
+def _rotate_half(program: ExportedProgram, node: torch.fx.Node) -> None:
     """Replace ``cat(-x[..., half:], x[..., :half])``, of rotary embeddings, by a product with a signed permutation."""
     given: list[Any] = [*node.args]
     parts, *dim = given
@@ -196,8 +196,8 @@ def _half_turn(program: ExportedProgram, node: torch.fx.Node) -> None:
         return
     half = torch.eye(width // 2, dtype=value.dtype)
     zero = torch.zeros_like(half)
-    turn = torch.cat([torch.cat([zero, -half], 1), torch.cat([half, zero], 1)])
-    _linear(program, node, source, f"etkv_half_turn_of_{width}", turn)
+    rotation = torch.cat([torch.cat([zero, -half], 1), torch.cat([half, zero], 1)])
+    _linear(program, node, source, f"etkv_rotate_half_of_{width}", rotation)
 
 
 def _part_of_head(program: ExportedProgram, node: torch.fx.Node) -> None:
@@ -214,7 +214,7 @@ def _part_of_head(program: ExportedProgram, node: torch.fx.Node) -> None:
 
 
 def _range(node: torch.fx.Node, axis: int, width: int) -> tuple[int, int] | None:
-    """Return the first element of a slice of the last axis and the end, or None for another slice."""
+    """Return the first element and the end of a slice of the last axis, or None for other slices."""
     given: list[Any] = [*node.args, *[None] * (4 - len(node.args))]
     _, dim, first, end, *step = given
     if (dim or 0) % (axis + 1) != axis or (step and step[0] not in (None, 1)):
@@ -253,10 +253,10 @@ def _n_dynamic(node: torch.fx.Node) -> int:
 
 
 def _share(program: ExportedProgram) -> None:
-    """Replace views and rows with equal arguments by the first of them, as each layer makes them of positions.
+    """Share views and rows with equal arguments, which each layer makes of positions.
 
-    Activations that are quantized for several layers are not shared: XNNPACK's partitioner would split what is between
-    two calls at each.
+    Activations that are quantized for several layers are not shared: XNNPACK's partitioner would split the delegate at
+    each of them.
     """
     had: dict[Any, torch.fx.Node] = {}
     for node in _calls(program, _ATEN.select.int, _ATEN.view.default, _ATEN.reshape.default):

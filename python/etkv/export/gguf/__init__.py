@@ -1,7 +1,7 @@
-"""Reads GGUF files: configuration, weights and tokenizer of a model, by what the file says.
+"""Reads configuration, weights and tokenizer of a model from a GGUF file.
 
-A file is read whole or refused: a key or a tensor that no part of this package understands ends the export by its name.
-Keys that describe the file and not the model are listed in :mod:`etkv.export.gguf.keys`.
+A file is read whole or refused: an unknown key or tensor ends the export with an error that names it.
+:mod:`etkv.export.gguf.keys` lists keys that describe the file and not the model.
 """
 
 from etkv.export.gguf.architectures import read_config

@@ -1,6 +1,6 @@
-"""The architectures of GGUF files that can be read, and their configurations in transformers' words.
+"""The architectures of GGUF files that can be read, and their configurations in transformers.
 
-llama.cpp defines what a key means and what holds where a key is absent.
+llama.cpp defines the meaning and the default of a key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def read_config(file: GgufFile) -> PreTrainedConfig:
     """Return the configuration of the model in ``file``.
 
-    Raises :class:`EtkvError` for an architecture that cannot be read, and for a key or a setting in a tensor that this
+    Raises :class:`EtkvError` for an architecture that cannot be read, and for a key or a settings tensor that this
     module does not know or that transformers' model of the family cannot express.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -65,11 +65,11 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "residual_scale": (0.0, 1.0),
     "router_logit_softcapping": (0.0,),
 }
-"""Keys that add something to the computation -> the values that add nothing."""
+"""Keys that add to the computation -> the values with which they add nothing."""
 
 
 def _check_neutral(keys: Keys) -> None:
-    """Accept keys that no reader took where their value adds nothing."""
+    """Accept keys that no reader took, if their value adds nothing."""
     for name, values in _NEUTRAL.items():
         if not keys.was_read(name):
             keys.only(name, *values, reason="which transformers' model of this architecture does not apply")
@@ -131,7 +131,7 @@ def _gemma(keys: Keys) -> tuple[str, Settings]:
 
 
 def _gemma_scale(decoder: Decoder, layers_of_27b: int) -> Settings:
-    """Return the number whose root scales attention: the head's size, except in the family's model of 27B."""
+    """Return the number whose root scales attention: the head's size, except in the family's 27B model."""
     keys = decoder.keys
     usual = decoder.hidden // decoder.heads if decoder.layers == layers_of_27b else decoder.head_dim
     scale = keys.real("attention.scale", 0.0) or usual**-0.5
@@ -151,7 +151,7 @@ def _gemma2(keys: Keys) -> tuple[str, Settings]:
 def _gemma3(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     settings = decoder.llama_like() | decoder.window(6) | _gemma_scale(decoder, 62)
-    # The layers with a window have a base of their own, and no scaling.
+    # Layers with a window have their own base, and no scaling.
     local = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base_swa", 10000.0)}
     settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
     settings["final_logit_softcapping"] = keys.real("final_logit_softcapping", 0.0) or None
@@ -193,7 +193,7 @@ def _stablelm(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_head_dim()
     decoder.usual_scale()
-    # Converters write this key as true where a configuration does not say; llama.cpp goes by the tensors.
+    # Converters write true if a configuration lacks this key. llama.cpp ignores it and checks the tensors.
     keys.skip("use_parallel_residual")
     settings = decoder.common | {
         "layer_norm_eps": decoder.layer_norm(),
@@ -272,7 +272,7 @@ def _smollm3(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_scale()
     settings = decoder.llama_like() | decoder.biases()
-    # llama.cpp knows that every fourth layer has no positions; no key says so.
+    # No key says that every fourth layer has no rotary embedding. llama.cpp knows it.
     return "smollm3", settings | {"no_rope_layer_interval": 4, "use_sliding_window": False, "sliding_window": None}
 
 
@@ -335,7 +335,7 @@ def _mistral3(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     settings = decoder.llama_like() | {"sliding_window": keys.integer("attention.sliding_window", 0) or None}
     rotary = settings["rope_parameters"]
-    # Queries grow with the logarithm of their position in lengths of the first training's texts.
+    # Queries are scaled by the logarithm of their position, in units of the original context length.
     rotary["llama_4_scaling_beta"] = keys.real("attention.temperature_scale", 0.0)
     length = rotary.setdefault("original_max_position_embeddings", decoder.context)
     keys.only("attention.temperature_length", length, reason=f"and this architecture counts in lengths of {length}")

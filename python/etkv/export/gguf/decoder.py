@@ -1,4 +1,4 @@
-"""What the keys of every decoder in GGUF files say alike."""
+"""Keys that all decoders in GGUF files share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Settings = dict[str, Any]
 
 
 class Decoder:
-    """What every decoder's keys say alike: its sizes, the output's weight, and which projections have biases."""
+    """The settings that all decoders share: sizes, the output's weight, and which projections have biases."""
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
@@ -41,7 +41,7 @@ class Decoder:
         )
 
     def _stored_head_dim(self) -> int:
-        """Return the size of a head by the shape of the first layer's queries, or by the width of the model."""
+        """Return the size of a head, from the shape of the first layer's queries or from the model's width."""
         query = self.keys.file.tensors.get("blk.0.attn_q.weight")
         rows = self.hidden if query is None else query.shape[0]
         if rows % self.heads:
@@ -50,7 +50,7 @@ class Decoder:
 
     @property
     def common(self) -> Settings:
-        """The settings that transformers' decoders share by name."""
+        """Return the settings with a name that transformers' decoders share."""
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden,
@@ -59,13 +59,13 @@ class Decoder:
             "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": self.context,
             "intermediate_size": self.keys.positive("feed_forward_length"),
-            # llama.cpp reads the embedding where the output has no weight of its own.
+            # llama.cpp uses the embedding if the output has no weight of its own.
             "tie_word_embeddings": not self.keys.has_tensor("output.weight"),
         }
 
     def llama_like(self, *, partial: bool = False) -> Settings:
         """Return :attr:`common`, an RMS norm's epsilon, the head's size and the rotary embedding."""
-        # Converters repeat a configuration's other epsilon, which no RMS norm reads.
+        # Converters also write a configuration's other epsilon, which no RMS norm reads.
         self.keys.skip("attention.layer_norm_epsilon")
         return self.common | {
             "rms_norm_eps": self.keys.real("attention.layer_norm_rms_epsilon"),
@@ -79,7 +79,9 @@ class Decoder:
         return self.keys.real("attention.layer_norm_epsilon")
 
     def usual_head_dim(self) -> None:
-        """Raise :class:`EtkvError` unless heads divide the width: the family has no other size of a head."""
+        """Raise :class:`EtkvError` unless the heads together have the model's width: the family has no other head
+        size.
+        """
         if self.head_dim * self.heads != self.hidden:
             name = "attention.key_length" if self.keys.has("attention.key_length") else "attention.head_count"
             raise self.keys.refuse(name, f"and heads of this architecture make up its width of {self.hidden} numbers")
@@ -94,14 +96,16 @@ class Decoder:
         return self.keys.has_tensor(f"blk.0.{name}.bias")
 
     def biases(self) -> Settings:
-        """Return whether attention and feed-forward have biases, where the family leaves it open."""
+        """Return whether attention and feed-forward have biases, for families that allow both."""
         return {
             "attention_bias": any(self.has_bias(f"attn_{name}") for name in ("q", "k", "v", "output")),
             "mlp_bias": any(self.has_bias(f"ffn_{name}") for name in ("gate", "up", "down")),
         }
 
     def window(self, default_pattern: int) -> Settings:
-        """Return the window and the kind of each layer: every ``default_pattern``-th has none, unless the file says."""
+        """Return the window, and the kind of each layer. By default every ``default_pattern``-th layer has no
+        window.
+        """
         window = self.keys.integer("attention.sliding_window", 0)
         pattern = self.keys.flags_or_integer("attention.sliding_window_pattern", default_pattern)
         if isinstance(pattern, int):
@@ -114,8 +118,8 @@ class Decoder:
     def experts(self, *, normalized: bool, fixed: bool = True) -> Settings:
         """Return the number of experts and how many a token takes.
 
-        ``normalized`` is whether the weights of a token's experts add up to 1 where the file does not say. If it is
-        ``fixed``, the family has no other rule; otherwise the settings have ``norm_topk_prob``.
+        ``normalized`` is the default of whether the weights of a token's experts add up to 1. If it is ``fixed``, the
+        family has no other rule; otherwise the settings have ``norm_topk_prob``.
         """
         keys = self.keys
         keys.only("expert_gating_func", 0, 1, reason="and this architecture's router is a softmax (1)")

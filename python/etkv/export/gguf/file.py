@@ -80,7 +80,7 @@ class GgufFile:
         readers = [_open(file) for file in files]
         self.path = path
         self.values = _values(path, readers[0])
-        """The metadata of the first file: key -> value. The others repeat nothing that the first lacks."""
+        """The metadata of the first file: key -> value. Other files have no other metadata."""
         self.tensors: dict[str, StoredTensor] = {}
         """Tensor name -> tensor, in the order of the files."""
         for file, reader in zip(files, readers, strict=True):
@@ -92,7 +92,7 @@ class GgufFile:
         self._check_split(files, readers)
 
     def _check_split(self, files: list[Path], readers: list[GGUFReader]) -> None:
-        """Raise :class:`EtkvError` unless every file says that it is the part that its name says."""
+        """Raise :class:`EtkvError` unless the metadata of every file has the part number of its name."""
         count = self.values.get("split.count", 1) or 1
         if count != len(files):
             raise EtkvError(
@@ -113,7 +113,7 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """The family of the model in llama.cpp's words. Raises :class:`EtkvError` if the file names none."""
+        """llama.cpp's name of the model's architecture. Raises :class:`EtkvError` if the file names none."""
         name = self.values.get("general.architecture")
         if not isinstance(name, str):
             raise EtkvError(f"file {self.path} does not name its architecture (general.architecture)")

@@ -9,16 +9,16 @@ from etkv.errors import EtkvError
 from etkv.export.gguf.file import GgufFile
 
 _DESCRIPTIVE = ("general.", "quantize.imatrix.", "imatrix.", "mradermacher.", "split.", "tokenizer.")
-"""Prefixes of keys that say nothing about the model's computation: who made the file, from what and how.
+"""Prefixes of keys that do not affect the model's computation: the origin of the file.
 
-``split.`` is checked where the files are opened, ``tokenizer.`` where the tokenizer is read."""
+The opening of files checks ``split.``; the reader of the tokenizer checks ``tokenizer.``."""
 
 _WITHOUT_EFFECT = ("tensor_data_layout", "rope.scaling.finetuned")
-"""Keys of an architecture that tell how the weights came to be. No computation reads them."""
+"""Keys of an architecture that describe the origin of the weights. No computation reads them."""
 
 
 class Keys:
-    """Reads the keys of a file's architecture. A name without that prefix, such as ``attention.head_count``."""
+    """Reads the keys of a file's architecture. Names lack its prefix, such as ``attention.head_count``."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
@@ -35,9 +35,9 @@ class Keys:
         return EtkvError(f"{self.file.path} has {self.key(name)} = {_shown(self._get(name))}, {reason}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return a whole number from 0 on; of a list with one element for each layer, the one that all layers share.
+        """Return a whole number from 0 on. A list for each layer must repeat one number, which is returned.
 
-        Raises :class:`EtkvError` for another value, and for a key that is absent and has no ``default``.
+        Raises :class:`EtkvError` for another value, and for an absent key without a ``default``.
         """
         value = self._shared(name, self._required(name, default))
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -59,7 +59,7 @@ class Keys:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a truth value. Raises :class:`EtkvError` for another one."""
+        """Return a boolean. Raises :class:`EtkvError` for another value."""
         value = self._required(name, default)
         if not isinstance(value, bool):
             raise self.refuse(name, "which has to be true or false")
@@ -73,7 +73,7 @@ class Keys:
         return value
 
     def flags_or_integer(self, name: str, default: int) -> int | list[bool]:
-        """Return a whole number, or a list of truth values, one for each layer. Raises :class:`EtkvError` otherwise."""
+        """Return a whole number, or a list of booleans, one for each layer. Raises :class:`EtkvError` otherwise."""
         value = self._required(name, default)
         if isinstance(value, list) and all(isinstance(item, bool | int) for item in value):
             return [bool(item) for item in value]
@@ -88,9 +88,9 @@ class Keys:
         return self.key(name) in self._read
 
     def only(self, name: str, *allowed: float | bool | str, reason: str) -> None:
-        """Read a key that says what this architecture does anyway. ``allowed`` are the values that say so.
+        """Read a key that can only confirm this architecture's own rule. ``allowed`` are the values that confirm it.
 
-        An absent key says nothing. Numbers are compared up to the rounding of float32. Raises :class:`EtkvError` with
+        The key may be absent. Numbers are compared up to the rounding of float32. Raises :class:`EtkvError` with
         ``reason`` for any other value.
         """
         self._read.add(self.key(name))
@@ -103,7 +103,7 @@ class Keys:
         raise self.refuse(name, reason)
 
     def skip(self, *names: str) -> None:
-        """Count ``names`` as read: the caller knows that they change nothing."""
+        """Count ``names`` as read. They change nothing."""
         self._read.update(self.key(name) for name in names)
 
     def has_tensor(self, name: str) -> bool:
@@ -111,7 +111,7 @@ class Keys:
         return name in self.file.tensors
 
     def vector(self, name: str, length: int) -> list[float] | None:
-        """Return a tensor that stands for settings: ``length`` numbers; ``None`` if the file has none of that name.
+        """Return a settings tensor of ``length`` numbers; ``None`` if the file has no tensor ``name``.
 
         Raises :class:`EtkvError` for another shape, and for values that are not finite and above 0.
         """
@@ -127,7 +127,7 @@ class Keys:
         return values
 
     def check_all_read(self, settings: tuple[str, ...]) -> None:
-        """Raise :class:`EtkvError` for a key that has not been read, or a tensor of ``settings`` that has not."""
+        """Raise :class:`EtkvError` if a key, or a tensor of ``settings``, was not read."""
         allowed = {self.key(name) for name in _WITHOUT_EFFECT}
         for key, value in self.file.values.items():
             if key in self._read or key in allowed or key.startswith(_DESCRIPTIVE):

@@ -9,17 +9,17 @@ from etkv.errors import EtkvError
 from etkv.export.gguf.keys import Keys
 
 FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
-"""Tensors that divide the frequencies: of every text (Llama 3), and of short and long texts (Phi-3)."""
+"""Tensors that divide the frequencies: for all texts (Llama 3), and for short and long texts (Phi-3)."""
 
 SETTINGS = (FACTORS, SHORT_FACTORS, LONG_FACTORS)
 """Tensors that are settings of the rotary embedding, and not weights."""
 
 
 def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
-    """Return the rotary embedding of every layer, as transformers words it.
+    """Return the rotary embedding of every layer, as transformers' ``rope_parameters``.
 
-    Factors that a file stores as a tensor become ``longrope``: its frequencies are divided by factors too, and any set
-    of factors has a place there. ``partial`` allows heads of which only the first numbers are rotated.
+    Factors that a file stores as a tensor become ``longrope``, which divides frequencies by any factors. ``partial``
+    allows heads that rotate only their first numbers.
 
     Raises :class:`EtkvError` for settings that transformers' embeddings cannot express.
     """
@@ -71,7 +71,7 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
         return parameters
     parameters["original_max_position_embeddings"] = parameters.pop("original")
     parameters["factor"] = max(1.0, context / parameters["original_max_position_embeddings"])
-    # transformers would make one of the factor of the context.
+    # Otherwise transformers derives an attention factor from the context's factor.
     parameters["attention_factor"] = attention_factor or 1.0
     return parameters
 
@@ -91,8 +91,8 @@ def _factor(keys: Keys) -> float:
 def _yarn(keys: Keys, factor: float, original: int, attention_factor: float) -> dict[str, Any]:
     """Return YaRN's settings.
 
-    ``yarn_attn_factor`` is the factor of cosines and sines whole, as transformers' ``attention_factor``. Without it
-    the factor follows from the scaling, and ``attn_factor`` multiplies it.
+    ``yarn_attn_factor`` is the whole factor of cosines and sines, like transformers' ``attention_factor``. Without it
+    the factor follows from the scaling, times ``attn_factor``.
     """
     keys.only("rope.scaling.yarn_ext_factor", 1.0, reason="and YaRN is read with an extrapolation factor of 1 only")
     logarithm = math.log(factor)
@@ -124,6 +124,6 @@ def _scaled(factors: list[float], factor: float) -> list[float]:
 
 
 def _share(rotary_dim: int, head_dim: int) -> float:
-    """Return the share that transformers multiplies by ``head_dim`` and cuts to ``rotary_dim``."""
+    """Return the fraction that, multiplied by ``head_dim`` and rounded down in transformers, gives ``rotary_dim``."""
     share = rotary_dim / head_dim
     return share if int(share * head_dim) == rotary_dim else math.nextafter(share, 1.0)

@@ -1,4 +1,4 @@
-"""The special tokens of a GGUF file: its ids of special meaning, and the tokens that end an answer."""
+"""The special tokens of a GGUF file, and the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _ENDS = frozenset(
         "[e~[",
     }
 )
-"""Texts of tokens that end a turn or a text in every vocabulary that has them.
+"""Tokens that end a turn or a text in every vocabulary that has them.
 
-Files name one end token, and chat models end their turns with another."""
+Files name one such token, but chat models often end their turns with another."""
 
 
 _OF_SENTENCEPIECE = {"unknown": 0, "bos": 1, "eos": 2}
-"""The ids that a SentencePiece vocabulary gives these tokens unless it is told otherwise."""
+"""The default ids of these tokens in a SentencePiece vocabulary."""
 
 
 def token_id(file: GgufFile, name: str) -> int | None:
-    """Return the id that ``tokenizer.ggml.{name}_token_id`` gives, or that the kind of tokenizer implies, or ``None``.
+    """Return the id in ``tokenizer.ggml.{name}_token_id``, or the default of the kind of tokenizer, or ``None``.
 
     Raises :class:`EtkvError` for an id outside the vocabulary.
     """
@@ -59,11 +59,11 @@ def token_id(file: GgufFile, name: str) -> int | None:
 
 
 def ends(file: GgufFile) -> list[int]:
-    """Return the ids of the tokens that end an answer: those that keys name first, then those known by their text."""
+    """Return the ids of the tokens that end an answer: first those in keys, then those known by their text."""
     named = [token_id(file, name) for name in ("eos", "eot", "eom")]
     texts = {text: index for index, text in enumerate(file.values.get("tokenizer.ggml.tokens") or ()) if text in _ENDS}
     if {"<|return|>", "<|call|>"} <= texts.keys() or {"<|calls|>", "<|flush|>"} <= texts.keys():
-        # There "<|end|>" ends a message, and an answer consists of several.
+        # In this vocabulary "<|end|>" ends a message, and an answer has several messages.
         texts.pop("<|end|>", None)
     if "<|tool_response>" in texts:
         texts.pop("</s>", None)
@@ -73,7 +73,7 @@ def ends(file: GgufFile) -> list[int]:
 def ids(file: GgufFile) -> dict[str, Any]:
     """Return the entries of a configuration: ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.
 
-    Several end tokens are a list. Raises :class:`EtkvError` for an id outside the vocabulary.
+    Several eos tokens are a list. Raises :class:`EtkvError` for an id outside the vocabulary.
     """
     found = ends(file)
     return {

@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001, SIM905 (the expressions name characters that look like others, and many of them)
 """How the pre-tokenizers that GGUF files name split text, before byte pairs are merged.
 
-A file has a name for it only. The expressions are those of the models' own ``tokenizer.json`` files; they are facts of
-the vocabularies, and each one splits what the one before left over.
+A file has only the name. The expressions come from the models' own ``tokenizer.json`` files, as facts of the
+vocabularies. Each expression splits the pieces that the one before leaves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DEEPSEEK_LETTERS = "".join(
         "1E900-1E943"
     ).split()
 )
-"""Cased letters, by their code points: as characters, some of them do not survive a text that is normalized."""
+"""Code points of cased letters. As characters, Unicode normalization of this file would change some of them."""
 _WITHOUT_HAN = ("[" + _UPPER + r"&&[^\p{Han}]]", "[" + _LOWER + r"&&[^\p{Han}]]")
 _ASIAN = (
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
@@ -55,10 +55,10 @@ _ASIAN = (
 
 @dataclass(frozen=True)
 class Splits:
-    """The expressions of a pre-tokenizer, in order, and what else its name tells of a tokenizer.
+    """The expressions of a pre-tokenizer, in order, and other settings that its name implies.
 
-    ``whole_words`` is whether a piece that is a token stays one without merges. ``adds_bos`` is whether texts begin
-    with the BOS token where the file does not say.
+    ``whole_words`` is whether a piece that is a token stays whole, without merges. ``adds_bos`` is whether texts begin
+    with the BOS token by default.
     """
 
     expressions: tuple[str, ...]
@@ -204,4 +204,5 @@ _BY_SPLITS: list[tuple[Splits, str]] = [
 ]
 
 SPLITS = {name: splits for splits, names in _BY_SPLITS for name in names.split()}
-"""llama.cpp's name of a pre-tokenizer -> how it splits text. Those that merge characters and not bytes are absent."""
+"""llama.cpp's name of a pre-tokenizer -> how it splits text. Pre-tokenizers for merges of characters, not bytes, are
+absent."""

@@ -40,7 +40,7 @@ _READ = frozenset(
     )
 )
 _WITHOUT_EFFECT = frozenset(
-    # The ids of tokens for filling in the middle and for encoders: nothing asks a decoder's tokenizer for them.
+    # Ids of tokens for filling in the middle and for encoders. A decoder's tokenizer does not use them.
     [
         f"tokenizer.ggml.{name}_token_id"
         for name in (
@@ -58,7 +58,7 @@ _ONLY = {
     "tokenizer.ggml.normalizer.strip_accents": False,
     "tokenizer.ggml.remove_extra_whitespaces": False,
 }
-"""Keys whose other value changes text or ids in a way that the exporter does not reproduce."""
+"""Key -> the only value that the exporter reproduces. Other values change text or ids."""
 
 _TEMPLATE = "tokenizer.chat_template"
 
@@ -109,7 +109,7 @@ def _check_keys(file: GgufFile) -> None:
 
 
 class _Vocabulary:
-    """The tokens of a file by id, with their types, and the tokens of special meaning."""
+    """The tokens of a file by id, with their types, and the special tokens."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
@@ -156,9 +156,9 @@ class _Vocabulary:
         return value
 
     def added(self) -> list[AddedToken]:
-        """Return the tokens that are found in a text before it is split, in the order of their ids.
+        """Return the tokens that are matched in a text before it is split, in the order of their ids.
 
-        Control tokens and tokens that end an answer are special: a text without special tokens leaves them out.
+        Control tokens and tokens that end an answer are special: a text without special tokens omits them.
         """
         from tokenizers import AddedToken
 
@@ -177,13 +177,13 @@ class _Vocabulary:
         ]
 
     def merges(self) -> list[tuple[str, str]] | None:
-        """Return the pairs to merge, the first first; ``None`` if the file has no list of them."""
+        """Return the pairs to merge, in order; ``None`` if the file does not list them."""
         lines = self.list_of("merges", str)
         if lines is None:
             return None
         pairs = []
         for line in lines:
-            # A token may begin with a space, but none is empty.
+            # A token may begin with a space, but is never empty.
             at = line.find(" ", 1)
             left, right = line[:at], line[at + 1 :]
             if at < 1 or not all(token in self.ids for token in (left, right, left + right)):
@@ -211,7 +211,7 @@ class _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer that merges bytes, and whether it begins texts with BOS unless the file says otherwise."""
+    """Return a tokenizer that merges bytes, and whether it begins texts with BOS by default."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     path = vocabulary.file.path
@@ -272,7 +272,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
-    """Make ``tokenizer`` put BOS before a text and EOS after it, where the file or its kind says so."""
+    """Make ``tokenizer`` put BOS before a text and EOS after it, if the file or its kind says so."""
     from tokenizers import processors
 
     adds = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
@@ -290,7 +290,7 @@ def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> 
 
 
 def _chat_template(file: GgufFile) -> str | dict[str, str] | None:
-    """Return the file's chat template; templates by name if it has several."""
+    """Return the file's chat template, or its templates by name if it has several."""
     named = {
         key.removeprefix(f"{_TEMPLATE}."): value
         for key, value in file.values.items()

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file under the names, and in the order of numbers, of transformers' model."""
+"""The weights of a GGUF file, with the names and the order of elements of transformers' model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _INTERLEAVED = frozenset({"arcee", "granite", "granitemoe", "llama", "mistral3", "olmo", "smollm3"})
-"""Architectures whose queries and keys are stored for rotating neighbours, where transformers rotates halves."""
+"""Architectures whose stored queries and keys rotate neighbours as pairs. transformers rotates halves."""
 
 _SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3", "nemotron"})
-"""Architectures whose norms are stored with the 1 that transformers adds to their weights."""
+"""Architectures whose stored norms include the 1 that transformers adds to weights."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _WITHOUT_EFFECT = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
-"""Tensors that follow from the settings: old converters stored the frequencies of the rotary embedding."""
+"""Tensors that follow from the settings. Old converters stored the frequencies of the rotary embedding."""
 
 _JOINED = {
     r"(.*\.)experts\.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -36,16 +36,16 @@ _OPTIONAL_BIASES = {
     "attention_bias": re.compile(r".*\.self_attn\.[qkvo]_proj\.bias"),
     "mlp_bias": re.compile(r".*\.mlp\.(gate|up|down)_proj\.bias"),
 }
-"""Settings that give every projection of a block a bias, also where the file has some only -> names of these biases.
+"""Settings that give every projection of a block a bias, even if the file has only some -> names of these biases.
 
-An absent one is zero."""
+An absent bias is zero."""
 
 
 def read_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the weights of the model of ``config`` in ``dtype``: name -> tensor. Quantized ones are dequantized.
+    """Return the weights of the model of ``config`` in ``dtype``: name -> tensor. Quantized weights are dequantized.
 
-    ``config`` may have fewer layers than the file. Raises :class:`EtkvError` if the file lacks a weight, has one of
-    another shape, or has a tensor that the model has no place for.
+    ``config`` may have fewer layers than the file. Raises :class:`EtkvError` if a weight is missing or has another
+    shape, or if the model has no place for a tensor.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -91,11 +91,11 @@ class _Reader:
                 f"tensor {sources[0]} of {self._file.path} has shape {list(values.shape)}, and its model needs "
                 f"{list(shape)} there"
             )
-        # Of float32 a file holds the values themselves, which are not to be written to.
+        # float32 values are read-only views of the file, which this copies.
         return np.require(values, requirements=["C", "W"])
 
     def check_all_named(self, sources: dict[str, list[str]]) -> None:
-        """Raise :class:`EtkvError` for a tensor that no parameter is made of, of the layers that the model has."""
+        """Raise :class:`EtkvError` for a tensor of the model's layers that no parameter uses."""
         named = {source for parts in sources.values() for source in parts}
         stored = self._file.values[f"{self._file.architecture}.block_count"]
         for name in self._file.tensors:
@@ -140,7 +140,7 @@ class _Reader:
         return tensor.read()
 
     def _reordered(self, name: str, source: str, values: np.ndarray) -> np.ndarray:
-        """Return ``values`` as transformers stores them, where llama.cpp's converters store them otherwise."""
+        """Return ``values`` as transformers stores them: llama.cpp's converters reorder some of them."""
         architecture, config = self._file.architecture, self._config
         ordered: np.ndarray = values
         if architecture in _INTERLEAVED and ".attn_q." in source:
@@ -160,6 +160,6 @@ class _Reader:
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows of a projection with the two halves of each head apart, which were stored in turn."""
+    """Return the rows of a projection with the two halves of each head in sequence. They were stored interleaved."""
     pairs: np.ndarray = values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     return pairs
