@@ -1,8 +1,8 @@
 """KV caches in plain PyTorch, one for each kind. Tests compare the native caches with them.
 
-They return the same results, refuse with the same status and round rows as the native caches do. Their code is written
-to be read, in this order: ``attention``; ``tokens``: the positions that a query sees; ``cache``: a forward;
-``sequences``; ``trees``; ``formats``; ``config``. Run a model on one within ``etkv.op.active(cache)``.
+They return the same results, refuse with the same status and round rows like the native caches. Read their code in this
+order: ``attention``; ``tokens``: the positions that a query sees; ``cache``: a forward; ``sequences``; ``trees``;
+``formats``; ``config``. Run a model on such a cache within ``etkv.op.active(cache)``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from etkv.config import CacheConfig
 from etkv.reference.cache import ContiguousCache, ReferenceCache
 from etkv.reference.errors import NoActiveCacheError, invalid
 from etkv.reference.sequences import SeqCache
+from etkv.reference.state import RecurrentState
 from etkv.reference.trees import TreeCache
 
 KINDS: dict[str, type[ReferenceCache]] = {cache.kind: cache for cache in (ContiguousCache, SeqCache, TreeCache)}
@@ -18,10 +19,21 @@ KINDS: dict[str, type[ReferenceCache]] = {cache.kind: cache for cache in (Contig
 
 
 def make_cache(kind: str, config: CacheConfig) -> ReferenceCache:
-    """Returns an empty cache of the kind ``contiguous``, ``seq`` or ``tree``. Refuses others, and invalid configs."""
+    """Returns an empty cache of the kind ``contiguous``, ``seq`` or ``tree``. Refuses other kinds, and invalid
+    configs.
+    """
     if kind not in KINDS:
         raise invalid(f"unknown cache kind {kind!r}; available: {', '.join(KINDS)}")
     return KINDS[kind](config)
 
 
-__all__ = ["KINDS", "ContiguousCache", "NoActiveCacheError", "ReferenceCache", "SeqCache", "TreeCache", "make_cache"]
+__all__ = [
+    "KINDS",
+    "ContiguousCache",
+    "NoActiveCacheError",
+    "RecurrentState",
+    "ReferenceCache",
+    "SeqCache",
+    "TreeCache",
+    "make_cache",
+]

@@ -1,7 +1,7 @@
-"""What all kinds of caches share, and the cache of one sequence.
+"""The base of all kinds of caches, and the cache of one sequence.
 
-A forward is a transaction: its tokens go to copies of their sequences, which replace them when every layer is called.
-What is refused raises :class:`StatusError` with the status of the native caches, and changes nothing.
+A forward is a transaction: its tokens go to copies of the sequences. The copies replace the sequences once every layer
+is called. A refused call raises :class:`StatusError` with the status of the native caches, and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Fetched = tuple[Tensor, Tensor, Tensor]  # the keys and values that queries atte
 class Step:
     """A forward. It changes nothing before every layer is called."""
 
-    tokens: list[Token]  # the new ones
-    owners: list[Members]  # the sequences that each of them goes to
-    sequences: dict[int, TokenSequence]  # these sequences, as they will be
-    history: list[Token]  # the other tokens that are read
+    tokens: list[Token]  # the new tokens
+    owners: list[Members]  # the sequences of each new token
+    sequences: dict[int, TokenSequence]  # these sequences, as after the commit
+    history: list[Token]  # the earlier tokens that queries read
     calls: dict[int, tuple[Tensor, Tensor, Fetched]] = field(default_factory=dict)  # by layer: k and v, and the result
     masks: dict[Window, Tensor] = field(default_factory=dict)
 
@@ -51,9 +51,9 @@ class Step:
 
 
 class ReferenceCache(ABC):
-    """A KV cache in plain PyTorch. Tests compare the results and the errors of the native caches with it.
+    """A KV cache in plain PyTorch. Tests compare the native caches' results and errors with it.
 
-    Use it on one thread. It is slow: it has a Python object for each token, and compares each query with each of them.
+    Use it on one thread. It is slow: it has a Python object for each token, and compares each query with each token.
     """
 
     kind: ClassVar[str]
@@ -78,7 +78,7 @@ class ReferenceCache(ABC):
 
     @property
     def length(self) -> int:
-        """Returns the number of positions held. One that several sequences share counts once."""
+        """Returns the number of positions held. A position that several sequences share counts once."""
         return len(distinct(self._sequences))
 
     def can_extend(self, n: int = 1) -> bool:
@@ -98,7 +98,7 @@ class ReferenceCache(ABC):
 
     @abstractmethod
     def rewind(self, length: int) -> None:
-        """Removes the positions from ``length`` on, of the only sequence; 0 removes all of them."""
+        """Removes the only sequence's positions from ``length`` on; 0 removes all."""
 
     def clear(self, *, release: bool = False) -> None:
         """Removes every position and restores the formats of the config. There are no buffers to ``release``."""
@@ -126,29 +126,33 @@ class ReferenceCache(ABC):
         scale: float,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """Writes a layer's rows, and returns the attention of its queries to all rows that they see.
+        """Writes a layer's rows, and returns the attention of its queries to the rows that they see.
 
         ``q`` is ``[1, n_heads, T, k_head_dim]``, ``k`` ``[1, n_kv_heads, T, k_head_dim]`` and ``v``
-        ``[1, n_kv_heads, T, v_head_dim]``; the result is ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``.
+        ``[1, n_kv_heads, T, v_head_dim]``; the result is ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``. ``sinks``
+        ``[n_heads]`` are one more score of each query, of a value of zeros, and ``softcap`` bounds the scaled scores.
 
-        A forward commits once every layer is called with the same positions, in any order. A layer that is called again
-        with the same rows only attends: layers that share keys and values do so. A layer with other rows begins a new
-        forward, in which the layers called before it keep their rows. So do other positions, without rows of before,
-        and the call after a refused one. An unfinished forward is rolled back.
+        A forward commits once every layer is called with the same positions, in any order. A repeated call of a layer
+        with the same rows only attends, as layers that share keys and values do. A repeated call with other rows begins
+        a new forward, in which the layers called before keep their rows. A call with other positions, or after a
+        refused call, begins a new forward without earlier rows. An unfinished forward is rolled back.
         """
         try:
             self._check_inputs(layer, len(positions), q=q)
             _check_dtype("out_dtype", out_dtype)
+            if sinks is not None and list(sinks.shape) != [q.shape[1]]:
+                raise StatusError(f"expected sinks of shape [{q.shape[1]}], got {list(sinks.shape)}", Status.SHAPE)
         except StatusError:
             self.abort()
             raise
-        return attention(q, *self.update_and_fetch(layer, k, v, positions), scale, out_dtype)
+        fetched = self.update_and_fetch(layer, k, v, positions)
+        return attention(q, *fetched, scale, out_dtype, sinks, softcap)
 
     def update_and_fetch(self, layer: int, k: Tensor, v: Tensor, positions: Sequence[int]) -> Fetched:
         """Writes a layer's rows, and returns the keys, the values and the mask for its queries.
 
-        The keys ``[1, n_kv_heads, L, k_head_dim]`` and values ``[1, n_kv_heads, L, v_head_dim]`` are all that are
-        stored, in float32, the new ones last. The mask ``[T, L]`` is true where a query sees a key.
+        The keys ``[1, n_kv_heads, L, k_head_dim]`` and values ``[1, n_kv_heads, L, v_head_dim]`` are all stored rows,
+        in float32, the new ones last. The mask ``[T, L]`` is true where a query sees a key.
         """
         try:
             positions = [integer("a position", position) for position in positions]
@@ -190,7 +194,7 @@ class ReferenceCache(ABC):
 
     @abstractmethod
     def _plan(self, positions: list[int]) -> Step:
-        """Returns a step for tokens at these positions. Raises :class:`StatusError` if the cache refuses it."""
+        """Returns a step for tokens at these positions. Raises :class:`StatusError` if the cache refuses them."""
 
     def _step_of(self, positions: list[int], owners: list[Members], sequences: dict[int, TokenSequence]) -> Step:
         """Returns a step whose tokens belong to ``owners``. Adds them to ``sequences``, which are copies."""
@@ -222,29 +226,29 @@ class ReferenceCache(ABC):
                 raise CapacityError(f"{n_tokens} tokens: the window layers take at most max_step_tokens, {window.step}")
 
     def _check_floats(self, length: int) -> None:
-        """Refuses more positions in float than the memory estimate allows."""
+        """Refuses more positions in float than the memory estimate counts."""
         most = min(max(self.config.quantized_kv_start - 1, 0) + self._max_step_tokens, self.capacity)
         if self._awaits_quantization and length > most:
             told = f"{length} positions in {self.formats[0]}, the most is {most}"
             raise CapacityError(f"{told}: quantized_kv_start - 1, and max_step_tokens {self._max_step_tokens}")
 
     def _check_values(self, layer: int, values: Tensor) -> None:
-        """Refuses values that are not finite if there may be other sequences, which would read NaN.
+        """Refuses values that are not finite if other sequences may exist, which would read NaN.
 
-        The native caches read masked rows with weight 0, and 0 times infinity is NaN.
+        The native caches multiply masked rows by 0, and 0 times infinity is NaN.
         """
         if self.max_sequences > 1 and not torch.isfinite(values).all():
             raise invalid(f"a value of layer {layer} is not finite as {self.formats[1]}; other sequences would read it")
 
     def _check_exact(self, following: int, *sequences: TokenSequence) -> None:
-        """Refuses a sequence that goes on at ``following`` if its next query would see positions that are dropped."""
+        """Refuses a sequence that goes on at ``following`` if its next query would see dropped positions."""
         least = max(sequence.exact_from for sequence in sequences)
         if 0 < following < least:
             dropped = "the window layers have dropped what a query there sees"
             raise PositionError(f"cannot go on at {following}: {dropped}; a sequence can at 0, or at {least} or later")
 
     def _put(self, sequences: dict[int, TokenSequence]) -> None:
-        """Replaces sequences by what they have become. Quantizes all if there are enough, without candidates."""
+        """Replaces sequences by their new state. Quantizes all if there are enough positions and no candidates."""
         for number, sequence in sequences.items():
             if not sequence.tree.parents:
                 sequence.drop()
@@ -299,7 +303,7 @@ def _same(rows: Tensor, others: Tensor) -> bool:
 
 
 class ContiguousCache(ReferenceCache):
-    """One sequence. A step at its length appends. A step below its length first rewinds to its start."""
+    """One sequence. A step that starts at its length appends. A step that starts below its length first rewinds."""
 
     kind = "contiguous"
     max_sequences = 1

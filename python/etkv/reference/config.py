@@ -1,4 +1,4 @@
-"""What a config must hold. The native caches check the same."""
+"""Checks configs as the native caches do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_formats(formats: Formats, config: CacheConfig) -> None:
 
 
 def formats_of(config: CacheConfig) -> tuple[Formats, Format]:
-    """Returns the formats of keys and values, and the float format that both have before ``quantized_kv_start``."""
+    """Returns the formats of keys and values, and the float format of both before ``quantized_kv_start``."""
     keys, values, floats = (_format(config, field) for field in ("k_format", "v_format", "float_format"))
     if config.quantized_kv_start and not floats.is_float:
         raise invalid(f"expected float_format f32, f16 or bf16, got {config.float_format}")
@@ -47,7 +47,7 @@ def formats_of(config: CacheConfig) -> tuple[Formats, Format]:
 
 
 def _format(config: CacheConfig, field: str) -> Format:
-    """Returns the format of a field: the dtype that the layers are computed in where the config names none."""
+    """Returns the format of a field; by default the dtype of the layers."""
     name: str | None = getattr(config, field)
     first = config.layers[0].dtype
     for index, layer in enumerate(config.layers):

@@ -1,4 +1,4 @@
-"""The errors of the reference caches, which are those of the native ones."""
+"""The errors of the reference caches, the same as those of the native caches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def invalid(message: str) -> StatusError:
 
 
 def integer(name: str, value: Any) -> int:
-    """Returns ``value``, an integer of Python, numpy or torch, as an int. Refuses all else, also bools and floats."""
+    """Returns ``value``, an integer of Python, numpy or torch, as an int. Refuses other values, also bools and
+    floats.
+    """
     if not isinstance(value, bool):
         try:
             return operator.index(value)

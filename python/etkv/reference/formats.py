@@ -1,7 +1,7 @@
 """The storage formats, and the rounding of rows by each.
 
-A row is one position of one KV head: the last axis of a tensor. No format mixes rows. Codes, scales and offsets are
-those of the native caches, so :meth:`Format.stored` returns the numbers that their attention reads, in float32.
+A row is one position of one KV head: the last axis of a tensor. No format mixes rows. Codes, scales and offsets equal
+those of the native caches. So :meth:`Format.stored` returns the numbers that native attention reads, in float32.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # the four-bit fl
 class Planes:
     """Stored rows: one code for each element, and for each group of elements a scale and perhaps an offset.
 
-    ``codes`` are numbers, not bits, and have the shape of the rows. ``scales`` and ``offsets`` have one element a group
-    in place of the last axis. Scales in uint8 are the exponents of powers of two, as the bits of a float32 hold them.
+    ``codes`` are numbers, not bits, in the shape of the rows. The last axis of ``scales`` and ``offsets`` has one
+    element a group. Scales in uint8 are powers of two, by the exponent bits of float32.
     """
 
     codes: Tensor
@@ -58,7 +58,7 @@ class Format:
             raise invalid(f"{place}{takes}, got head_dim {head_dim}")
 
     def stored(self, rows: Tensor) -> Tensor:
-        """Returns rows in any float dtype as they are read back: float32, ``[..., head_dim]``.
+        """Returns rows of any float dtype as attention reads them back: float32, ``[..., head_dim]``.
 
         Values beyond the range of float16 become infinite in ``f16``, as in the native caches.
         """
@@ -82,11 +82,11 @@ def format_of(name: str) -> Format:
 
 
 def affine_planes(rows: Tensor, bits: int, group: int) -> Planes:
-    """Returns integers from 0 to 2^bits - 1, and a float16 scale and offset a group: MLX's affine quantization.
+    """Returns MLX's affine quantization: integers from 0 to 2^bits - 1, and a float16 scale and offset for each group.
 
-    The end of the group with the larger magnitude becomes its offset. The scale is negative if that is the upper end.
-    The scale is adjusted so that zero is a whole number of steps away from the offset. Both are rounded to float16
-    after the codes are computed.
+    The group's minimum or maximum, whichever has the larger magnitude, becomes its offset. The scale is negative if
+    that is the maximum. The scale is adjusted so that zero is a whole number of steps from the offset. Both are rounded
+    to float16 after the codes are computed.
     """
     groups = rows.clamp(-F16_MAX, F16_MAX).unflatten(-1, (-1, group))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -104,14 +104,14 @@ def affine_planes(rows: Tensor, bits: int, group: int) -> Planes:
 
 
 def mx_planes(rows: Tensor, top: int, to_element: Callable[[Tensor], Tensor]) -> Planes:
-    """Returns elements with a power of two as the scale of every 32: the layouts of OCP microscaling.
+    """Returns elements in a layout of OCP microscaling: 32 elements share a scale, which is a power of two.
 
     The scale is the least power of two that brings the largest magnitude of the group to at most 1.75 * 2^``top``:
     448 for E4M3, and 7 for E2M1. The largest E2M1 value is 6, but 7 is nearer to 6 than to the 8 of the next power.
     """
     groups = rows.unflatten(-1, (-1, 32))
     peaks = groups.abs().amax(-1)
-    # A positive float32 has 23 bits of mantissa below its exponent: a mantissa above 1.75 carries into the exponent.
+    # A positive float32 has 23 bits of mantissa below its exponent. A mantissa above 1.75 carries into the exponent.
     exponents = (peaks.view(torch.int32) + 0x001F_FFFF) >> 23
     scales = (exponents.clamp(min=top) - top).clamp(max=254 - top)
     inverse = ((254 - scales) << 23).view(torch.float32)
@@ -119,7 +119,7 @@ def mx_planes(rows: Tensor, top: int, to_element: Callable[[Tensor], Tensor]) ->
 
 
 def nvfp4_planes(rows: Tensor) -> Planes:
-    """Returns E2M1 elements with an E4M3 scale for every 16, the largest magnitude over 6."""
+    """Returns E2M1 elements. 16 elements share an E4M3 scale, their largest magnitude over 6."""
     groups = rows.unflatten(-1, (-1, 16))
     scales = to_e4m3(groups.abs().amax(-1) / 6.0)
     inverse = scales.masked_fill(scales == 0, 1.0).reciprocal()
@@ -137,7 +137,7 @@ def to_e2m1(values: Tensor) -> Tensor:
     """Returns the nearest four-bit floats, ties to the even code. Magnitudes above 6 become 6."""
     distances = (values.abs().unsqueeze(-1) - E2M1).abs()
     codes = torch.arange(len(E2M1))
-    # Of two codes that are equally near, the even one counts as nearer.
+    # Of two codes at the same distance, the even code wins.
     nearest = torch.where(distances == distances.amin(-1, keepdim=True), codes % 2, 2).argmin(-1)
     return E2M1[nearest].copysign(values)
 
@@ -154,4 +154,4 @@ _SCALED: dict[str, tuple[int, Callable[[Tensor], Planes]]] = {
     "row-int4": (8, lambda rows: row_planes(rows, 7.0, lambda values: values.round().clamp(-8.0, 7.0))),
     "row-fp4": (8, lambda rows: row_planes(rows, 6.0, to_e2m1)),
 }
-"""Formats without offsets: their granule, and their rows."""
+"""Formats without offsets: their granule, and the function that encodes their rows."""

@@ -15,7 +15,7 @@ MAX_SEQUENCES = 256  # numbered from 0
 class SeqCache(ReferenceCache):
     """Up to 256 sequences. They need no creation: a sequence without positions is empty.
 
-    A fork holds the tokens of its source, and each token counts once.
+    A fork shares the tokens of its source, and each token counts once.
     """
 
     kind = "seq"
@@ -26,7 +26,7 @@ class SeqCache(ReferenceCache):
         return len(self._sequence(sequence).tokens)
 
     def seq_next(self, sequence: int) -> int:
-        """Returns the position of a sequence's next token: one past its last, also after a removal at the front."""
+        """Returns the position of a sequence's next token: one after its last, also after a removal at the front."""
         return self._sequence(sequence).following
 
     def seq_positions(self, sequence: int) -> list[range]:
@@ -77,7 +77,7 @@ class SeqCache(ReferenceCache):
         self._declared = owners
 
     def cancel_step(self) -> None:
-        """Removes the declaration of ``begin_step`` or ``begin_step_shared``, if the declared step is not run."""
+        """Removes the declaration of ``begin_step`` or ``begin_step_shared``, for a step that will not run."""
         self._refuse_in_step("cancel the declaration of the next")
         self._declared = None
 
@@ -140,7 +140,9 @@ class SeqCache(ReferenceCache):
         return step
 
     def _owners(self, n_tokens: int) -> list[Members]:
-        """Returns the sequences of the next step's tokens: as declared, of all frontiers, or the only sequence."""
+        """Returns the sequences of the next step's tokens: the declared ones, those of all frontiers, or the only
+        one.
+        """
         if self._declared is not None:
             return self._declared
         frontiers: list[Members] = [(at,) for at, one in enumerate(self._sequences) for _ in range(one.tree.n_pending)]
@@ -164,7 +166,7 @@ class SeqCache(ReferenceCache):
 
 
 def _span(begin: int, end: int | None) -> range:
-    """Returns a range of positions. ``end`` None means all that follow."""
+    """Returns a range of positions. ``end`` None is the end of the sequence."""
     begin, end = integer("begin", begin), 2**31 - 1 if end is None else integer("end", end)
     if begin < 0 or end < begin:
         raise invalid(f"expected a range of positions that starts at 0 or later, got {begin} to {end}")

@@ -12,7 +12,7 @@ ROOT = -1  # the parent of a node that follows the sequence itself
 
 @dataclass(eq=False)
 class Token:
-    """A token that a cache holds. Forks hold the same one."""
+    """A token that a cache holds. Forks share it."""
 
     position: int
     rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -23,8 +23,8 @@ class Token:
 class Window:
     """The positions that a layer's queries see, and those that the native caches hold for them.
 
-    The reference drops no rows. It tracks the positions that a native cache holds for one reason: a sequence cannot go
-    on where a query would see dropped positions, and both raise the same error for that.
+    The reference drops no rows. It tracks the positions that a native cache holds, to raise the same error: a sequence
+    cannot go on where a query would see dropped positions.
     """
 
     size: int  # positions, including the query's own; 0 for all
@@ -37,14 +37,16 @@ class Window:
 
     @property
     def slots(self) -> int:
-        """Returns the most positions that a native window layer holds of a sequence; it drops older ones."""
+        """Returns the most positions that a native window layer holds of a sequence. It drops older positions."""
         return self.sinks + self.size - 1 + 2 * self.step + max(self.step, self.size // 4)
 
     def left(self, held: set[int], following: int) -> set[int]:
-        """Returns what is left of the positions held, after a step of a sequence whose next is ``following``.
+        """Returns the positions of ``held`` that are left after a step of a sequence whose next position is
+        ``following``.
 
-        Nothing is dropped while another step of ``step`` tokens fits. Then sinks stay, and so do the windows of the
-        next query and of a query ``step`` positions before, so that a step of any legal size can be rolled back.
+        Nothing is dropped while another step of ``step`` tokens fits. Otherwise three parts stay: the sinks, the window
+        of the next query, and the window of a query ``step`` positions before. So a step of any legal size can be
+        rolled back.
         """
         first = following - (self.size - 1) - self.step
         fits = len(held) <= self.slots - self.step
@@ -56,7 +58,7 @@ class Tree:
     """Candidates after a sequence, numbered in the order of their proposal. Without candidates there is no tree."""
 
     parents: tuple[int, ...] = ()  # of each node; a parent comes before its children
-    tokens: tuple[Token, ...] = ()  # of the nodes that have run: all, or those before the last frontier
+    tokens: tuple[Token, ...] = ()  # of the nodes that have run: all, or all before the last frontier
 
     @property
     def n_pending(self) -> int:
@@ -74,7 +76,9 @@ class Tree:
 
 @dataclass
 class TokenSequence:
-    """A sequence: its tokens by position, and perhaps a tree of candidates, which takes all tokens until it ends."""
+    """A sequence: its tokens by position, and perhaps a tree of candidates. New tokens go to the tree, if there is
+    one.
+    """
 
     held: dict[Window, set[int]]  # the positions that a native cache holds for each window that drops some
     tokens: dict[int, Token] = field(default_factory=dict)  # in the order of their positions
@@ -82,12 +86,12 @@ class TokenSequence:
 
     @property
     def following(self) -> int:
-        """Returns the position after the last."""
+        """Returns the position after the last token."""
         return next(reversed(self.tokens), -1) + 1
 
     @property
     def expected(self) -> int:
-        """Returns the position of the next token, which is the next candidate if there is a tree."""
+        """Returns the position of the next token, or of the next candidate if there is a tree."""
         return self.following + (len(self.tree.path(len(self.tree.tokens))) - 1 if self.tree.parents else 0)
 
     def append(self, token: Token) -> None:
@@ -100,14 +104,16 @@ class TokenSequence:
             held.add(token.position)
 
     def text(self, query: Token) -> set[Token]:
-        """Returns what a query may see: the sequence up to itself, or the sequence and its path in the tree."""
+        """Returns the tokens that a query may see: the sequence up to the query, or the sequence and the query's
+        path.
+        """
         if query in self.tree.tokens:
             path = self.tree.path(self.tree.tokens.index(query))
             return {*self.tokens.values(), *(self.tree.tokens[node] for node in path)}
         return {token for position, token in self.tokens.items() if position <= query.position}
 
     def drop(self) -> None:
-        """Drops what a native cache drops after a step."""
+        """Drops the positions that a native cache drops after a step."""
         self.held = {window: window.left(held, self.following) for window, held in self.held.items()}
 
     def part(self, positions: Container[int]) -> TokenSequence:
@@ -117,7 +123,7 @@ class TokenSequence:
 
     @property
     def exact_from(self) -> int:
-        """Returns the least position at which a query sees no position that a window has dropped."""
+        """Returns the least position at which a query sees no dropped position."""
         return max(
             (at + window.size for window, held in self.held.items() for at in self.tokens.keys() - held), default=0
         )

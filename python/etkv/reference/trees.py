@@ -11,7 +11,7 @@ from etkv.reference.tokens import ROOT, Tree
 
 
 class TreeCache(SeqCache):
-    """Sequences with a tree of candidates after each, which grows by a frontier a step until it is committed.
+    """Sequences, each with a tree of candidates after it. A tree grows by a frontier a step, until it is committed.
 
     A step runs the frontiers of all sequences, unless ``begin_step`` names some of them. A sequence that carries a tree
     takes no other tokens.
@@ -26,8 +26,8 @@ class TreeCache(SeqCache):
     def propose(self, parents: Sequence[int], sequence: int = 0) -> None:
         """Appends a frontier of candidates to the tree after a sequence: the queries of its next step.
 
-        A candidate sees the sequence, its ancestors and itself. A parent is the number of an earlier node of the tree,
-        over all its frontiers, or -1 for the sequence itself. A node's position is the sequence's next plus its depth.
+        A candidate sees the sequence, its ancestors and itself. A parent is the number of an earlier node, counted over
+        all frontiers of the tree; -1 is the sequence itself. A node's position is the sequence's next plus its depth.
         """
         self._refuse_in_step("propose a tree")
         bearer = self._sequence(sequence)
@@ -48,7 +48,7 @@ class TreeCache(SeqCache):
         bearer.tree = Tree((*tree.parents, *parents), tree.tokens)
 
     def commit(self, accepted: Sequence[int], sequence: int = 0) -> None:
-        """Adds a chain of candidates that have run to the sequence, from its child down, and removes the tree."""
+        """Adds a chain of candidates that have run to the sequence, from a child of the root, and removes the tree."""
         self._refuse_in_step("commit a tree")
         bearer = self._sequence(sequence)
         tree = bearer.tree
