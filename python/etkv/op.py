@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from etkv.reference.errors import NoActiveCacheError
 
 NAME = "kvcache::update_and_attend"
 """The op's name; :func:`update_and_attend` calls whichever op has it."""
+
+SINKS = "kvcache::update_and_attend.sinks"
+"""The name of the op's overload with learned sinks and a softcap."""
 
 _EXECUTORCH = "executorch.extension.llm.cache.update_and_attend"
 _DEVICES = ("CPU", "CUDA", "MPS")
@@ -46,6 +49,8 @@ class OpCache(Protocol):
         positions: list[int],
         scale: float,
         out_dtype: torch.dtype,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Stores a layer's rows, and returns the attention of its queries."""
 
@@ -53,29 +58,81 @@ class OpCache(Protocol):
         """Rolls back an unfinished forward, in which only some layers were called."""
 
 
+class OpState(Protocol):
+    """The interface that the ops of :mod:`etkv.recurrent_op` need: :class:`etkv.reference.RecurrentState` has it."""
+
+    def update_and_convolve(
+        self,
+        layer: int,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        positions: list[int],
+        activation: str,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """Stores a layer's inputs, and returns their convolution."""
+
+    def update_and_scan(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor | None,
+        positions: list[int],
+        scale: float,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """Stores a layer's inputs, and returns the outputs of its recurrence."""
+
+    def abort(self) -> None:
+        """Rolls back an unfinished forward, in which only some layers were called."""
+
+
 _active: ContextVar[OpCache | None] = ContextVar("etkv.op.active", default=None)
+_active_state: ContextVar[OpState | None] = ContextVar("etkv.op.active_state", default=None)
 
 
 @contextmanager
-def active(cache: OpCache) -> Iterator[None]:
-    """Makes the op use ``cache`` within the block, on this thread or task only.
+def active(cache: OpCache | None, state: OpState | None = None) -> Iterator[None]:
+    """Makes the op use ``cache`` within the block, and recurrent layers ``state``, on this thread or task only.
 
     Blocks nest: the innermost counts. The end of a cache's outermost block rolls back an unfinished forward.
     """
-    outer = _active.get()
-    token = _active.set(cache)
+    outer, outer_state = _active.get(), _active_state.get()
+    token, state_token = _active.set(cache), _active_state.set(state)
     try:
         yield
     finally:
         _active.reset(token)
-        if outer is not cache:
+        _active_state.reset(state_token)
+        if cache is not None and outer is not cache:
             cache.abort()
+        if state is not None and outer_state is not state:
+            state.abort()
+
+
+def active_state() -> OpState | None:
+    """Returns the state that recurrent layers use here; None without one."""
+    return _active_state.get()
 
 
 def update_and_attend(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, layer_id: int, scale: float, out_dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    layer_id: int,
+    scale: float,
+    out_dtype: torch.dtype,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Stores a layer's new keys and values, and attends to the positions that its queries see.
+
+    With sinks or a softcap it is the overload :data:`SINKS`, which ExecuTorch's op lacks.
 
     Args:
         q: ``[1, n_heads, q_len, head_dim]``, with rotary embeddings applied.
@@ -87,6 +144,9 @@ def update_and_attend(
             times with one ``layer_id`` and the same rows. The first call stores them; later calls only attend.
         scale: the factor of the scores.
         out_dtype: the dtype of the result, independent of the cache's formats.
+        sinks: ``[n_heads]``, learned logits. The softmax of a head's scores counts the head's logit as one more score,
+            of a value of zeros.
+        softcap: the bound c of the scaled scores, which become c * tanh(score / c); 0 for none. Sinks have no bound.
 
     Returns:
         ``[1, n_heads, q_len, v_head_dim]`` in ``out_dtype``.
@@ -95,7 +155,12 @@ def update_and_attend(
         NoActiveCacheError: no cache is active.
         StatusError: the cache refuses the rows; it stays as it was.
     """
-    attended: Tensor = torch.ops.kvcache.update_and_attend(q, k, v, position, layer_id, scale, out_dtype)
+    attended: Tensor
+    if sinks is None and softcap == 0.0:
+        attended = torch.ops.kvcache.update_and_attend(q, k, v, position, layer_id, scale, out_dtype)
+    else:
+        overload = torch.ops.kvcache.update_and_attend.sinks
+        attended = overload(q, k, v, position, layer_id, scale, out_dtype, sinks, softcap)
     return attended
 
 
@@ -105,14 +170,60 @@ def _kernel(
     cache = _active.get()
     if cache is None:
         return _without_cache(q, k, v, position, layer_id, scale, out_dtype)
+    return _attend(cache, q, k, v, position, layer_id, scale, out_dtype)
+
+
+def _sinks_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    layer_id: int,
+    scale: float,
+    out_dtype: torch.dtype,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    cache = _active.get()
+    if cache is None:
+        raise NoActiveCacheError
+    more = {"sinks": None if sinks is None else sinks.cpu(), "softcap": softcap}
+    return _attend(cache, q, k, v, position, layer_id, scale, out_dtype, **more)
+
+
+def _attend(
+    cache: OpCache,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    layer_id: int,
+    scale: float,
+    out_dtype: torch.dtype,
+    **more: Any,
+) -> Tensor:
     try:
-        positions = _positions(position, q)
+        positions = positions_of(position, q.shape[2] if q.dim() == 4 else None)
     except StatusError:
         cache.abort()
         raise
     # The reference keeps its rows on the CPU.
-    out = cache.update_and_attend(layer_id, q.cpu(), k.cpu(), v.cpu(), positions, scale, out_dtype)
+    out = cache.update_and_attend(layer_id, q.cpu(), k.cpu(), v.cpu(), positions, scale, out_dtype, **more)
     return out.to(q.device)
+
+
+def _sinks_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    layer_id: int,
+    scale: float,
+    out_dtype: torch.dtype,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    return _fake(q, k, v, position, layer_id, scale, out_dtype)
 
 
 def _fake(
@@ -137,15 +248,16 @@ def _without_cache(
     return attended
 
 
-def _positions(position: Tensor, q: Tensor) -> list[int]:
+def positions_of(position: Tensor, n_tokens: int | None) -> list[int]:
+    """Returns the positions of a step's tokens. Refuses another number than ``n_tokens``, if that is known."""
     if position.dtype not in (torch.int32, torch.int64):
         raise status_error(
             Status.DTYPE, f"position is {str(position.dtype).removeprefix('torch.')}, expected int32 or int64"
         )
     if position.dim() not in (1, 2) or (position.dim() == 2 and position.shape[1] == 0):
         raise status_error(Status.SHAPE, f"position has shape {list(position.shape)}, expected [q_len] or [q_len, n]")
-    if q.dim() == 4 and position.shape[0] != q.shape[2]:
-        raise status_error(Status.SHAPE, f"position has {position.shape[0]} entries for {q.shape[2]} queries")
+    if n_tokens is not None and position.shape[0] != n_tokens:
+        raise status_error(Status.SHAPE, f"position has {position.shape[0]} entries for {n_tokens} queries")
     first: Tensor = position if position.dim() == 1 else position[:, 0]
     return [int(at) for at in first.tolist()]
 
@@ -161,10 +273,17 @@ def _register() -> tuple[object, ...]:
         # it. With no definitions listed in the library, the op keeps one object.
         getattr(getattr(ours, "_lib", None), "_op_defs", set()).clear()
         held.append(ours)
+    overload = torch.library.Library("kvcache", "FRAGMENT")
+    overload.define(
+        f"{SINKS.partition('::')[2]}(Tensor q, Tensor k, Tensor v, Tensor position, SymInt layer_id, float scale, "
+        "ScalarType out_dtype, Tensor? sinks, float softcap) -> Tensor"
+    )
+    torch.library.register_fake(SINKS, _sinks_fake, lib=overload)
     kernels = torch.library.Library("kvcache", "IMPL")
     for device in _DEVICES:
         kernels.impl("update_and_attend", _kernel, device)
-    return *held, kernels
+        kernels.impl("update_and_attend.sinks", _sinks_kernel, device)
+    return *held, overload, kernels
 
 
 # The registrations end with these objects, so they live as long as the process.

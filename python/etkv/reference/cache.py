@@ -125,6 +125,8 @@ class ReferenceCache(ABC):
         positions: Sequence[int],
         scale: float,
         out_dtype: torch.dtype,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Writes a layer's rows, and returns the attention of its queries to the rows that they see.
 
