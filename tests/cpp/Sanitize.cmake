@@ -1,7 +1,7 @@
-# AddressSanitizer and UndefinedBehaviorSanitizer for what is written in C++: the
-# delegate, libetkv's side of it, the runners and the tests. Rust and MLX are as
-# in the ordinary build, and Cargo's outputs are shared with it: their memory is
-# watched where they allocate and free, not where they read and write.
+# AddressSanitizer and UndefinedBehaviorSanitizer for the C++ code: the delegate,
+# libetkv's side of it, the runners and the tests. Rust and MLX are as in the ordinary
+# build, and Cargo's outputs are shared with it. The sanitizers see their allocations,
+# but not their reads and writes.
 #
 # `make test-sanitize` builds it in build/sanitize and runs the tests.
 
@@ -10,7 +10,7 @@ add_compile_options(
   -fno-omit-frame-pointer -g)
 add_link_options(-fsanitize=address,undefined)
 
-# Beside the ordinary build's, which go to ../lib and ../bin.
+# Separate from the ordinary build's outputs, which go to ../lib and ../bin.
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/lib)
 set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
 

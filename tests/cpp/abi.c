@@ -1,7 +1,7 @@
 /*
  * The C interface, from C: versions, errors, kinds, and how long handles and
- * caches live. Needs no program. What its functions cannot take is in
- * abi_table.c, configs are in abi_config.c, and files in abi_files.c.
+ * caches live. Needs no program. Invalid arguments are in abi_table.c, configs
+ * in abi_config.c, and files in abi_files.c.
  */
 #include <sys/wait.h>
 #include <unistd.h>
@@ -30,7 +30,7 @@ static void errors(void) {
   etkv_error* second = NULL;
   CHECK_INT(etkv_cache_rewind(NULL, 0, &first), INVALID);
   CHECK_INT(etkv_session_new(NULL, KIND, NULL, UNTOUCHED, &second), INVALID);
-  /* Each its own: the first one's words are there after the second. */
+  /* Each call has its own error: the second leaves the first as it is. */
   CHECK(first != second);
   CHECK_HAS(etkv_error_message(first), "cache is NULL");
   CHECK(etkv_error_message(first) == etkv_error_message(first));
@@ -38,14 +38,14 @@ static void errors(void) {
   CHECK_HAS(etkv_error_message(second), "backend_id is NULL");
   etkv_error_free(second);
 
-  /* The delegate has done nothing here, and errors of other calls are not its.
+  /* The delegate has reported nothing; errors of other calls do not count.
    */
   CHECK(etkv_delegate_take_error() == NULL);
   etkv_delegate_abort_forward();
   CHECK(etkv_delegate_take_error() == NULL);
 }
 
-/* What it does to programs is in sessions.cpp. */
+/* sessions.cpp tests its effect on programs. */
 static void the_delegate(void) {
   CHECK_REFUSED(
       etkv_delegate_set_load_options("a", NULL, "some", NULL, error),
@@ -55,14 +55,14 @@ static void the_delegate(void) {
 }
 
 static void visit(void* context, const char* backend_id, const char* kind) {
-  /* In order, and so each once. */
+  /* In order, so each occurs once. */
   char* last = context;
   char place[64];
   snprintf(place, sizeof(place), "%s/%s", backend_id, kind);
   CHECK(strcmp(place, last) > 0);
   memcpy(last, place, sizeof(place));
 
-  /* Without locks: a kind that is listed can be made. */
+  /* No lock is held: the callback can make the listed kind. */
   setup s;
   set_up(&s);
   etkv_cache* cache = NULL;
@@ -77,7 +77,7 @@ static void kinds(void) {
   setup s;
   set_up(&s);
   CHECK_NO_SESSION(BACKEND, "tapestry", &s.config, ETKV_ERROR_KIND, "tapestry");
-  /* And says which there are. */
+  /* The message lists the kinds. */
   CHECK_NO_SESSION(BACKEND, "", &s.config, ETKV_ERROR_KIND, KIND);
   CHECK_NO_SESSION("NoBackend", KIND, &s.config, ETKV_ERROR_KIND, "NoBackend");
   CHECK_NO_SESSION("", KIND, &s.config, ETKV_ERROR_KIND, BACKEND);
@@ -125,8 +125,8 @@ static void numbers_at_the_limits(void) {
   etkv_cache_free(cache);
 }
 
-/* Every handle keeps the cache; none takes it from another. That programs keep
- * it too is in sessions.cpp. */
+/* Every handle keeps the cache alive. sessions.cpp tests that programs do too.
+ * */
 static void handles_leave_one_by_one(void) {
   static const int32_t root = -1;
   setup s;
@@ -145,7 +145,7 @@ static void handles_leave_one_by_one(void) {
   etkv_tree_cache_free(trees);
 }
 
-/* A freed handle never means a new object. */
+/* The number of a freed handle is never reused. */
 static void numbers_do_not_come_back(void) {
   enum { SESSIONS = 64 };
   setup s;
@@ -166,7 +166,7 @@ static void numbers_do_not_come_back(void) {
   }
 }
 
-/* The new process has one thread, and may have locks that another held. */
+/* The new process has one thread, and perhaps locks that others held. */
 static void calls_after_a_fork_are_refused(void) {
   setup s;
   set_up(&s);

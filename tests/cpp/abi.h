@@ -1,5 +1,5 @@
 /*
- * What the tests of the C interface share: a config that is fine, and checks of
+ * Shared by the tests of the C interface: a valid config, and checks of
  * refusals.
  */
 #ifndef ETKV_TESTS_CPP_ABI_H
@@ -18,7 +18,7 @@ typedef struct {
   etkv_cache_config config;
 } setup;
 
-/* A config that is fine, for tests to spoil. Not to be copied: it points to
+/* A valid config, for tests to spoil. Do not copy it: it points to
  * itself. */
 static inline void set_up(setup* s) {
   memset(s, 0, sizeof(*s));
@@ -61,7 +61,7 @@ static inline etkv_cache* cache_of(const etkv_session* session) {
   return cache;
 }
 
-/* Where a call is to write nothing. */
+/* A place where a call must write nothing. */
 static inline void* untouched(void) {
   static char place;
   return &place;
@@ -70,7 +70,7 @@ static inline void* untouched(void) {
 
 #define CHECK_OK(call) CHECK_INT(call, ETKV_OK)
 
-/* A call's refusal: its status, and a message that says `words`. */
+/* A refused call: its status, and a message that has `words`. */
 static inline void check_refused(
     int line,
     etkv_status status,
@@ -84,8 +84,8 @@ static inline void check_refused(
   etkv_error_free(error);
 }
 
-/* `call` stores its error object in `error`. It is made once more without one,
- * which has to give the same status. */
+/* `call` stores its error object in `error`. A second call without one must
+ * return the same status. */
 #define CHECK_REFUSED(call, wanted, words)                          \
   do {                                                              \
     etkv_error* error_object = NULL;                                \
@@ -96,7 +96,7 @@ static inline void check_refused(
     CHECK_INT(call, wanted);                                        \
   } while (0)
 
-/* Refused, and no session made. */
+/* The call is refused, and makes no session. */
 #define CHECK_NO_SESSION(backend, kind, config, wanted, words)          \
   do {                                                                  \
     etkv_session* session = UNTOUCHED;                                  \

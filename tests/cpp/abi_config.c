@@ -5,8 +5,8 @@
 
 static const etkv_status INVALID = ETKV_ERROR_INVALID_ARGUMENT;
 
-/* Every field is read from where the header has it: the message that refuses
- * its value names the field and the value. */
+/* Every field is read at its place in the header: the message that refuses its
+ * value names the field and the value. */
 static void fields(void) {
   setup s;
 #define CHECK_FIELD(field, value, words)                        \
@@ -30,11 +30,11 @@ static void fields(void) {
   CHECK_FIELD(config.k_format, "F16", "`F16`");
   CHECK_FIELD(config.k_format, "\xff", "k_format is not UTF-8");
   CHECK_FIELD(config.float_format, "f8", "float_format: unknown storage");
-  /* Rows of 8 elements are no whole groups of 64. */
+  /* A row of 8 elements is less than a group of 64. */
   CHECK_FIELD(config.k_format, "affine4g64", "layer 0: keys");
   CHECK_FIELD(config.layers, NULL, "layers is NULL");
   CHECK_FIELD(config.n_layers, 0, "at least 1 layer");
-  /* Refused before that many are looked for. */
+  /* Refused before the layers are read. */
   CHECK_FIELD(config.n_layers, SIZE_MAX, "n_layers is");
   CHECK_FIELD(config.n_layers, 1 << 20, "n_layers is 1048576");
 
@@ -48,14 +48,14 @@ static void fields(void) {
   CHECK_FIELD(layers[1].dtype, -7, "layer 1: dtype is -7");
   CHECK_FIELD(layers[1].dtype, 4, "expected 0 to 3");
 
-  /* Layers lie one size apart. */
+  /* `struct_size` is the distance between layers. */
   CHECK_FIELD(layers[0].struct_size, 31, "struct_size is 31, expected 32");
   CHECK_FIELD(layers[0].struct_size, (size_t)1 << 40, "sizeof");
   CHECK_FIELD(layers[1].struct_size, 40, "layer 1: struct_size");
   CHECK_FIELD(layers[1].struct_size, 0, "layer 1: struct_size");
 #undef CHECK_FIELD
 
-  /* Fields that do not go together. */
+  /* Fields that contradict each other. */
   set_up(&s);
   s.layers[1].window = 4;
   s.layers[1].sinks = -1;
@@ -115,8 +115,8 @@ static void other_versions(void) {
   etkv_session_free(session);
 }
 
-/* What is written of the layers, and what is refused. That the numbers are those
- * of the steps is in metadata.cpp. */
+/* What an estimate writes for layers, and what it refuses. metadata.cpp tests
+ * that the numbers are those of steps. */
 static void estimates(void) {
   setup s;
   set_up(&s);
@@ -136,7 +136,7 @@ static void estimates(void) {
   CHECK_INT(layers[1].k_used, 3 * k_row);
   CHECK_INT(layers[1].struct_size, sizeof(layers[1]));
 
-  /* Sequences apart from each other may need a slot for every position. */
+  /* Separate sequences may need a slot for every position. */
   etkv_memory shared = {sizeof(shared), 1, 1, 1, NULL, 0, 0};
   CHECK_OK(etkv_cache_config_estimate_shared(&s.config, 0, &shared, NULL));
   CHECK_INT(shared.used, 0);
@@ -154,7 +154,7 @@ static void estimates(void) {
     CHECK_INT(found.used, 0);
   }
 
-  /* Room for another number of layers, or of another size. */
+  /* The wrong number of layers, or the wrong size. */
 #define CHECK_ROOM(field, value, words)                               \
   memory = (etkv_memory){sizeof(memory), 0, 0, 0, layers, LAYERS, 0}; \
   memory.field = (value);                                             \
@@ -221,7 +221,7 @@ static void formats(void) {
     CHECK_OK(etkv_cache_new(BACKEND, KIND, &s.config, &cache, NULL));
     CHECK_FORMATS(known[i].found, "f32");
     etkv_cache_free(cache);
-    /* Static: there after their cache. */
+    /* Static: valid after the cache is freed. */
     CHECK(strcmp(k, known[i].found) == 0);
   }
 #define CHECK_BYTES(name, head_dim, words) \
@@ -246,7 +246,7 @@ static void formats(void) {
   CHECK_REFUSED(
       etkv_cache_convert(cache, "affine4", "f32", error), INVALID, "layer 0");
   CHECK_FORMATS("f32", "f16");
-  /* Clearing undoes it. */
+  /* Clearing undoes the conversion. */
   CHECK_OK(etkv_cache_clear(cache, false, NULL));
   CHECK_FORMATS("bf16", "bf16");
 #undef CHECK_FORMATS

@@ -1,6 +1,6 @@
 /*
- * Files, prefixes and their stores, from C, on empty caches. What is in the
- * files is in saving.cpp.
+ * Files, prefixes and their stores, from C, on empty caches. saving.cpp tests
+ * the contents of files.
  */
 #include "abi.h"
 

@@ -1,6 +1,6 @@
 /*
- * Every function of the C interface with what it cannot take, and the layout of
- * every struct, by the tables of abi_table.py.
+ * Calls every function of the C interface with invalid arguments, and checks
+ * the layout of every struct, by the tables of abi_table.py.
  */
 #include <signal.h>
 #include <unistd.h>
@@ -9,7 +9,7 @@
 
 enum { MAX_ARGUMENTS = 10, ROOM = 512, FOREIGN_HANDLES = 5, UNWRITTEN = 0xA5 };
 
-/* What is fine for a parameter that is a pointer, at `at`. */
+/* A valid value for the pointer parameter at `at`. */
 typedef struct {
   int at;
   /* ANY is NULL, and ZEROS is an array. */
@@ -19,8 +19,8 @@ typedef struct {
   const char* text;
 } parameter;
 
-/* A call of a function, with pointers in the places of `a`. Without a status
- * it returns 0 where the value is as documented. */
+/* A call of a function, with the pointers of `a` as arguments. A function
+ * without a status gives 0 if its value is as documented. */
 typedef struct {
   const char* name;
   etkv_status (*call)(void* const* a, etkv_error** error);
@@ -29,11 +29,11 @@ typedef struct {
   parameter parameters[MAX_ARGUMENTS];
 } function;
 
-/* An argument at `at` that is refused with these words, or not with these. */
+/* A wrong argument at `at`, refused with these words or accepted. */
 typedef struct {
   int function;
   int at;
-  /* NULL together with it, or -1. */
+  /* The argument that is NULL too, or -1. */
   int pair;
   enum { NOTHING, FREED, FOREIGN, OTHER, SIZE } is;
   size_t value;
@@ -41,7 +41,7 @@ typedef struct {
   const char* words;
 } wrong;
 
-/* A size, an offset or a constant; -1 where one of both lacks it. */
+/* A size, an offset or a constant; -1 if it is missing. */
 typedef struct {
   const char* name;
   long long found;
@@ -59,8 +59,8 @@ static _Alignas(16) unsigned char places[MAX_ARGUMENTS][ROOM];
 static void* arguments[MAX_ARGUMENTS];
 static char in_progress[128];
 
-/* One of each type but those that take a program or rows, on caches with
- * trees. */
+/* Makes a handle of each type, except those that need a program or rows. The
+ * caches have trees. */
 static void make_all(void* all[N_HANDLES]) {
   const int32_t root = -1;
 #define MAKE(type, call, status) \
@@ -134,7 +134,7 @@ static void set_arguments(const function* f, const wrong* w) {
   }
 }
 
-/* What refused calls leave as it is. */
+/* The state that a refused call must not change. */
 static void tell_state(char* state, size_t room) {
   char* cache = NULL;
   char* process = NULL;
@@ -170,7 +170,7 @@ static void check_refused_call(const function* f, const wrong* w) {
   }
 }
 
-/* A call that may fail, but not for what the words say. */
+/* A call may fail, but not with these words. */
 static void check_accepted_call(const function* f, const wrong* w) {
   etkv_error* error = NULL;
   f->call(arguments, &error);
@@ -185,7 +185,7 @@ static void check_accepted_call(const function* f, const wrong* w) {
       memcpy(&made, place, sizeof(made));
       FREE[p->handle](&made, NULL);
     }
-    /* The tail of a newer version's struct is not looked at. */
+    /* The tail of a newer version's struct is not written. */
     if (p->size > 0) {
       check_int(f->name, p->at, "the tail", place[p->size], UNWRITTEN);
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pycparser import c_ast, c_parser
 
-# What the headers take of the system's.
+# The system's types in the headers.
 SYSTEM = {
     "stdbool.h": "typedef _Bool bool;",
     "stddef.h": "typedef unsigned long size_t;",
@@ -23,12 +23,12 @@ SYSTEM = {
     "typedef unsigned long uint64_t;",
 }
 
-# Arguments that are fine, by the name of their parameter; others are "text", and 1 or 0. Nothing is below a device.
+# Valid arguments by parameter name; others are "text", and 1 or 0. No path below /dev/null exists.
 TEXTS = {"backend_id": "MLXBackend", "kind": "tree", "path": "/dev/null/file", "folder": "/dev/null/folder"}
 TEXTS |= {"format": "f32", "k_format": "f32", "v_format": "f32", "filter": "off", "logits": "all", "passes": "none"}
 NUMBERS = {"head_dim": "8", "target": "1", "end": "1"}
 
-# Types of handles that take a program or rows, which the test has not.
+# Types of handles that need a program or rows, which this test does not have.
 NOT_MADE = {"etkv_generation", "etkv_prefix", "etkv_prefix_pin"}
 
 FOREIGN_HANDLES = 5
@@ -46,7 +46,7 @@ def type_name(node: c_ast.Node) -> str:
 
 
 class Headers:
-    """What some headers declare, in order."""
+    """The declarations of some headers, in order."""
 
     def __init__(self, include: Path, cc: str, names: Iterable[str]) -> None:
         with tempfile.TemporaryDirectory() as system:
@@ -63,7 +63,7 @@ class Headers:
         self.callbacks: set[str] = set()
         for node in declared:
             if isinstance(node.type, c_ast.Enum):
-                # The constants of the type before.
+                # The constants of the preceding type.
                 self.constants[list(self.constants)[-1]] = [each.name for each in node.type.values.enumerators]
             elif not isinstance(node, c_ast.Typedef):
                 continue
@@ -78,7 +78,7 @@ class Headers:
 
 
 class Function:
-    """A function, and what its comment says."""
+    """A function, and the facts in its comment."""
 
     def __init__(self, headers: Headers, node: c_ast.Decl) -> None:
         self.headers, self.name, self.returns = headers, node.name, type_name(node.type.type)
@@ -86,7 +86,7 @@ class Function:
         given = [each for each in given if is_pointer(each.type) or type_name(each) != "void"]
         self.has_status = bool(given) and given[-1].name == "error" and is_pointer(given[-1].type.type)
         self.parameters = [Parameter(self, at, given) for at in range(len(given) - self.has_status)]
-        # The comment that ends above, in one line.
+        # The preceding comment, in one line.
         lines = Path(node.coord.file).read_text().splitlines()[: node.coord.line - 1]
         while lines[-1].strip() and not lines[-1].endswith("*/"):
             lines.pop()
@@ -94,14 +94,14 @@ class Function:
         self.comment = " ".join(" ".join(line.strip(" /*") for line in lines[start:]).split())
 
     def said_of(self, parameter: str) -> str:
-        """What the comment says of a parameter; `as for` another function, what that one says."""
+        """What the comment says of a parameter; for `as for f()`, what the comment of f says."""
         parts = re.split(r"@param (\w+) ", self.comment)
         said = dict(zip(parts[1::2], parts[2::2], strict=True)).get(parameter, "")
         other = re.match(r"as for (\w+)\(\)", said)
         return self.headers.functions[other[1]].said_of(parameter) if other else said
 
     def call(self) -> str:
-        """A function of C that makes the call with the pointers of `a`."""
+        """A C function that makes the call with the pointers of `a`."""
         arguments = [each.argument for each in self.parameters] + ["error"] * self.has_status
         made = f"{self.name}({', '.join(arguments)})"
         value = made if self.has_status else f"({made}, 0)" if self.returns == "void" else f"{self.documented(made)}"
@@ -109,7 +109,7 @@ class Function:
         return f"{head} {{ (void)a; (void)error; return {value}; }}"
 
     def documented(self, made: str) -> str:
-        """Whether a call returns what the comment names, for NULL and for a pointer that is no live handle."""
+        """C that checks the documented value for NULL and for a pointer that is no live handle."""
         if not any(each.is_handle for each in self.parameters):
             return f"((void){made}, 0)"
         dead = re.search(r"(\S+) (?:if|where) (?:`\w+`|it) is no live handle", self.comment)
@@ -121,7 +121,7 @@ class Function:
 
 
 class Parameter:
-    """A parameter of a function, at its place."""
+    """A parameter of a function, and its index."""
 
     def __init__(self, function: Function, at: int, given: list[c_ast.Decl]) -> None:
         self.function, self.at, self.name, self.type = function, at, given[at].name, given[at].type
@@ -145,7 +145,7 @@ class Parameter:
 
     @property
     def argument(self) -> str:
-        """The expression of C: a pointer of `a`, or a number that is fine."""
+        """The C expression of the argument: a pointer of `a`, or a valid number."""
         if self.is_callback:
             return "NULL"
         number = "1" if self.kind in {"size_t", "uint64_t"} else "0"
@@ -153,7 +153,7 @@ class Parameter:
 
     @property
     def passed_on(self) -> bool:
-        """Whether NULL is as good as others: callbacks, with what they get. The comment must say so of a callback."""
+        """Whether NULL is valid: for callbacks and their context. The comment of a callback must say so."""
         if self.is_callback and not re.search(
             rf"`{self.name}` is NULL|@param {self.name} .*?NULL", self.function.comment
         ):
@@ -161,7 +161,7 @@ class Parameter:
         return self.is_callback or self.name in {"context", "user"}
 
     def row(self) -> str:
-        """What is fine for a pointer."""
+        """A valid value of a pointer."""
         handles, is_const = self.function.headers.handles, "const" in getattr(self.type.type, "quals", [])
         text = TEXTS.get(self.name, "text") if self.kind == "char" and is_const else ""
         handle = handles.index(self.kind) if self.kind in handles else -1
@@ -177,7 +177,7 @@ class Parameter:
         return f'{{{self.at}, {form}, {handle}, {f"sizeof({self.kind})" if self.is_struct else 0}, "{text}"}}'
 
     def wrong(self) -> Iterator[str]:
-        """Arguments that are refused, and those that are not."""
+        """Wrong arguments that are refused, and some that are accepted."""
         said, name, handles = self.function.said_of(self.name), self.name, self.function.headers.handles
         name += "[0]" if self.is_array and self.is_struct else ""
         made = [(i, each) for i, each in enumerate(handles) if each not in NOT_MADE]
@@ -192,10 +192,10 @@ class Parameter:
             for number in ("0", f"{size} - 1", f"{size} + 1", "(size_t)1 << 40"):
                 yield f'-1, SIZE, {number}, true, "{name}.struct_size is"'
             yield f'-1, SIZE, {size} + 16, false, "struct_size"'
-        # One that is NULL where another is has to be so with it.
+        # One that is NULL where another is must be NULL together with it.
         pair = re.search(r"NULL where `(\w+)` is\.", said)
         follower = next((p for p in self.function.parameters if f"`{name}` is." in self.function.said_of(p.name)), None)
-        # NULL is an array of 0 elements too, and what is stored where there is nothing.
+        # NULL is also an array of 0 elements, and the stored value where there is nothing.
         allowed = re.search(r"\bNULL (?!where there is none)", said) and not self.is_array and not pair
         if allowed or self.passed_on:
             yield f'{follower.at if follower else -1}, NOTHING, 0, false, "NULL"'
@@ -204,7 +204,7 @@ class Parameter:
 
 
 def numbers(headers: Headers, layout: Path) -> Iterator[str]:
-    """Each size, offset and constant beside the one of the file."""
+    """Each size, offset and constant, beside its value in the file."""
     known: dict[str, str] = {}
     for line in layout.read_text().splitlines():
         head, _, members = line.partition(": ")

@@ -1,12 +1,12 @@
 /*
- * Checks for test programs in C and C++. A check that fails is printed and
- * counted; the program goes on. Any thread may check.
+ * Checks for test programs in C and C++. A failed check is printed and counted;
+ * the program goes on. Any thread may check.
  *
  *   CHECK(length == 3);
  *   CHECK_INT(length, 3);            prints both numbers
  *   CHECK_HAS(message, "capacity");  prints the text
- *   REQUIRE(session != NULL);        ends the program: what follows needs it
- *                                    (at once, as other threads may be running)
+ *   REQUIRE(session != NULL);        ends the program at once, also if other
+ *                                    threads run
  *   return check_report();           prints "12 passed, 0 failed"
  */
 #ifndef ETKV_TESTS_CPP_CHECK_H

@@ -1,5 +1,5 @@
-// What `--check` of the example runners finds: an answer that is not that of reference
-// decoding, or ends for no reason.
+// What `--check` of the example runners detects: an answer that differs from
+// reference decoding, or ends for no reason.
 
 #include <atomic>
 #include <cmath>
@@ -47,7 +47,7 @@ void right_and_wrong() {
   auto model = open("llama-f32");
   model.end_with({});
   const Decoding first = answer(text(7), 12);
-  // Shares its beginning with the one before, which is not read again.
+  // Shares its beginning with the previous prompt: it is not read again.
   Ids longer = text(7);
   longer.push_back(3);
   const Decoding second = answer(longer, 12);
@@ -99,7 +99,7 @@ void ends() {
       "goes on after the id that ends it, the 12. of 13");
 }
 
-/// An answer that ended at a full cache has filled it, where it had it for itself.
+/// An answer that ended at a full cache has filled it, if it had it alone.
 void full_caches() {
   Decoding one = answer(text(7), 12);
   one.max_tokens = 100;
@@ -116,7 +116,7 @@ void full_caches() {
       "ended at a full cache, with 17 positions of 18 held");
   cut.ids.clear();
   CHECK(!check_answers(exact, {one, cut}).ok());
-  // What other sequences held is not known.
+  // The positions of other sequences are unknown.
   auto shared = open("llama-f32", 100);
   shared.end_with({});
   CHECK(!check_answers(shared, {one}).ok());
@@ -134,7 +134,8 @@ void no_answers() {
 }
 
 /// Checks an answer whose last id is wrong. Calls `at_step` at the end of each
-/// step, with the number of steps before it. Returns whether the wrong id was found.
+/// step, with the number of earlier steps. Returns whether the wrong id was
+/// detected.
 bool finds_the_wrong_id(
     examples::Model& model,
     const Decoding& wrong,
@@ -176,7 +177,7 @@ void interrupts() {
   CHECK(last == n / 2);
 }
 
-/// Reference decoding on another cache, where that is what an answer was made with.
+/// Reference decoding on a changed cache, for an answer made on such a one.
 void windows() {
   auto model = open("llama-f32");
   model.end_with({});
@@ -194,7 +195,7 @@ void windows() {
 void margins() {
   using examples::allowed_ties;
   using examples::rounding_margin;
-  // Units in the last place: of the float, and of the greatest logit.
+  // Units in the last place: of the dtype, for the greatest logit.
   CHECK(rounding_margin("bf16", "bf16", 4.0) == 4 * 0x1p-5);
   CHECK(rounding_margin("bf16", "bf16", 7.9) == 4 * 0x1p-5);
   CHECK(rounding_margin("f16", "f16", 4.0) == 4 * 0x1p-8);
@@ -208,8 +209,8 @@ void margins() {
   CHECK_INT(allowed_ties(1000), 52);
 }
 
-/// An answer that takes the worst id at each step that trails the best by no more
-/// than `most` of its logit.
+/// An answer that takes, at each step, the worst id whose logit is within
+/// `most` of the best, as a fraction of it.
 Decoding worst(const Ids& prompt, size_t n, double (*most)(double best)) {
   Bound on("llama-bf16", 64, "bf16");
   Decoding one{"the worst", prompt, static_cast<int64_t>(n)};
@@ -231,7 +232,7 @@ Decoding worst(const Ids& prompt, size_t n, double (*most)(double best)) {
   return one;
 }
 
-/// In bfloat16 many ids are near the best, and none of them is let pass for that.
+/// In bfloat16 many ids are near the best; a wrong one is still refused.
 void short_floats() {
   auto model = open("llama-bf16");
   model.end_with({});
@@ -242,7 +243,7 @@ void short_floats() {
           model, {worst(text(7), 40, [](double best) { return best / 8.0; })}),
       ETKV_ERROR_INTERNAL,
       "parts from reference decoding at token");
-  // However little each id trails, they are too many.
+  // Each id is close, but there are too many.
   CHECK_REFUSED(
       check_answers(
           model,

@@ -1,5 +1,5 @@
-// A smaller model that drafts: what it has not the room, the rows or the past for
-// is its own affair, and no answer ends for it.
+// A smaller model as the draft: limits of its room, rows or windows affect the
+// draft only, and end no answer.
 
 #include <csignal>
 #include <filesystem>
@@ -13,7 +13,7 @@
 namespace etkv::tests {
 namespace {
 
-/// What a draft that has read nothing before proposes.
+/// The proposal of a draft that has read nothing before.
 TokenTree
 fresh(const std::string& name, const Ids& text, const TreeShape& shape) {
   Target target;
@@ -25,7 +25,7 @@ bool same(const TokenTree& a, const TokenTree& b) {
   return a.tokens == b.tokens && a.parents == b.parents;
 }
 
-/// Answers every prompt greedily, one after the other, as reference decoding does.
+/// Answers every prompt greedily, and compares with reference decoding.
 void answers_as_reference(
     const std::string& name,
     const std::vector<Ids>& prompts,
@@ -45,7 +45,7 @@ void answers_as_reference(
   }
 }
 
-/// A tuner weighs drafts before any has proposed a tree.
+/// A tuner needs costs before a draft has proposed a tree.
 void costs_before_the_first_tree() {
   Target target;
   const auto proposer = draft("llama-f32", target);
@@ -55,8 +55,8 @@ void costs_before_the_first_tree() {
   CHECK(proposer->seconds(3, 1) > 2.0 * one);
 }
 
-/// Layers with windows have dropped what a text that parts early goes on from: it
-/// is read anew.
+/// Layers with windows have dropped rows that a text needs if it differs early:
+/// the whole text is read again.
 void windows() {
   const TreeShape shape = {3, 2, 32};
   const Ids before = text(120, 5);
@@ -70,7 +70,7 @@ void windows() {
   must(proposer->propose(before, shape, greedy));
   const auto tree = must(proposer->propose(other, shape, greedy));
   CHECK(same(tree, fresh("mistral-window", other, shape)));
-  // What is still there is gone on from.
+  // A text that only continues goes on from the cache.
   const auto again =
       must(proposer->propose(slice(other, 0, 35), shape, greedy));
   CHECK(same(again, fresh("mistral-window", slice(other, 0, 35), shape)));
@@ -92,8 +92,8 @@ void narrower_steps() {
   answers_as_reference("llama-f32", {prompt()}, 24, 2, 12);
 }
 
-/// A draft that gives one row of logits proposes chains; a tree is an error that
-/// says whose.
+/// A draft that returns one row of logits proposes chains. A tree is an error
+/// that names the draft.
 void one_row_of_logits() {
   answers_as_reference("llama-last", {prompt()}, 24, 3, 1);
   Target target;
@@ -104,8 +104,8 @@ void one_row_of_logits() {
       "the draft: the program gives logits of 1 of 2 tokens");
 }
 
-/// Ctrl-C is asked for between two steps of the draft, and a text goes on from
-/// what was read until then.
+/// Ctrl-C between two steps of the draft. A text goes on from what was read
+/// until then.
 void interrupts() {
   const TreeShape shape = {3, 2, 32};
   const Ids whole = text(100, 5);
@@ -115,7 +115,7 @@ void interrupts() {
   must(proposer->propose(slice(whole, 0, 40), shape, greedy));
   examples::arm_interrupt();
   std::raise(SIGINT);
-  // What is left of the text is not read.
+  // The rest of the text is not read.
   CHECK_INT(must(proposer->propose(whole, shape, greedy)).size(), 1);
   examples::arm_interrupt();
   CHECK(same(
@@ -123,8 +123,8 @@ void interrupts() {
       fresh("llama-f32", whole, shape)));
 }
 
-/// A chain that is none leaves the draft as it was, and the next text is read
-/// from what there is.
+/// Nodes that are no chain leave the draft as it was. The next text goes on
+/// from the cache.
 void commits_that_cannot_be() {
   const TreeShape shape = {3, 2, 32};
   Target target;
@@ -143,7 +143,7 @@ void commits_that_cannot_be() {
       fresh("llama-f32", longer, shape)));
 }
 
-/// The program at `path` with another name for what tells its context.
+/// Writes the program with its context length under another name.
 void untold_context(const std::string& path) {
   std::ifstream file(program_path("llama-f32"), std::ios::binary);
   std::string bytes{std::istreambuf_iterator<char>(file), {}};
@@ -158,7 +158,7 @@ void untold_context(const std::string& path) {
   std::ofstream(path, std::ios::binary) << bytes;
 }
 
-/// Where a draft does not tell how much it holds, it holds what the target does.
+/// A draft without a context length takes that of its target.
 void without_context() {
   const auto path = std::filesystem::temp_directory_path() /
                     ("etkv-untold-" + std::to_string(std::rand()) + ".pte");
@@ -183,7 +183,7 @@ void refusals() {
       examples::open_draft("nowhere.pte", {320, 64, {}}),
       ETKV_ERROR_INVALID_ARGUMENT,
       "the draft: there is no program at nowhere.pte");
-  // The model's text has an id that the draft cannot know.
+  // The model's text has an id outside the draft's vocabulary.
   Target target;
   Sampler greedy;
   CHECK_REFUSED(

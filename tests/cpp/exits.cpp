@@ -1,4 +1,4 @@
-// The end of a process whose static objects throw, as MLX's do where the CUDA
+// The end of a process whose static objects throw, as MLX's do if the CUDA
 // driver has ended before them.
 
 #include <sys/wait.h>
@@ -24,12 +24,12 @@ struct Late {
   std::string words;
 };
 
-/// How a process ends that exits with 7, one of its static objects in words.
+/// Returns how a process ends that exits with 7 while a static object throws.
 int end_with(const char* words, bool prepared) {
   std::fflush(nullptr);
   const pid_t child = fork();
   if (child == 0) {
-    // The message of std::terminate is not needed.
+    // Hide the message of std::terminate.
     std::freopen("/dev/null", "w", stderr);
     static const Late late(words);
     if (prepared) {
@@ -49,7 +49,7 @@ int main() {
       "cudaStreamSynchronize(stream_) failed: driver shutting down";
   const int quiet = end_with(gone, true);
   CHECK(WIFEXITED(quiet) && WEXITSTATUS(quiet) == 7);
-  // That is not how it ends by itself, and nothing else is kept quiet.
+  // Without the preparation it aborts, and so do other messages.
   const int alone = end_with(gone, false);
   CHECK(WIFSIGNALED(alone) && WTERMSIG(alone) == SIGABRT);
   const int other = end_with("out of memory", true);

@@ -1,4 +1,4 @@
-"""libetkv exports what the C headers declare and one symbol for the delegate; the tests of the C interface call it all.
+"""libetkv exports what the C headers declare, and one symbol for the delegate. The tests call every function.
 
 ``exports.py NM CC LIBRARY INCLUDE TEST...``, of which the last are executables
 """
@@ -12,16 +12,16 @@ from pathlib import Path
 from abi_table import Headers
 
 PRIVATE = "etkv_private_"
-"""What libetkv_mlx_backend asks for, which the two agree on between them."""
+"""The symbol that libetkv_mlx_backend needs, private to the two libraries."""
 
 
 def declared(include: Path, cc: str, names: list[str]) -> set[str]:
-    """The functions of some headers, with those that they include."""
+    """The functions of some headers, and of the headers that they include."""
     return set(Headers(include, cc, names).functions)
 
 
 def exported(nm: str, library: Path) -> set[str]:
-    """The symbols that others can link to; Mach-O's have an underscore before them."""
+    """The exported symbols; in Mach-O they begin with an underscore."""
     if sys.platform == "darwin":
         listing = [nm, "-gU", "-j", str(library)]
     else:
@@ -32,7 +32,7 @@ def exported(nm: str, library: Path) -> set[str]:
 
 
 def called_by(nm: str, test: Path) -> set[str]:
-    """The symbols that a program takes from its libraries."""
+    """The symbols that a program imports."""
     listing = [nm, "-u", "-j"] if sys.platform == "darwin" else [nm, "-D", "-u", "--format=just-symbols"]
     symbols = subprocess.run([*listing, str(test)], check=True, capture_output=True, text=True, timeout=120)
     return {symbol.removeprefix("_") if sys.platform == "darwin" else symbol for symbol in symbols.stdout.split()}

@@ -1,12 +1,13 @@
 /*
  * The faces for sequences and for trees, and the registry, from C: what they
- * refuse, and what they tell where no program has run.
+ * refuse, and what they report before any program has run.
  */
 #include "abi.h"
 
 static const etkv_status INVALID = ETKV_ERROR_INVALID_ARGUMENT;
 
-/* ---- Who has which face --------------------------------------------------- */
+/* ---- The faces of each kind
+ * --------------------------------------------------- */
 
 static void capabilities(void) {
   static const struct {
@@ -75,7 +76,7 @@ static void empty_sequences(void) {
         etkv_seq_cache_rewindable_to(c, sequence, &number, NULL), ETKV_OK);
     CHECK_INT(number, 0);
   }
-  /* How much there is, with an array and without one. */
+  /* The number of elements, with an array and without. */
   etkv_range range = {7, 7};
   size_t n = 7;
   CHECK_INT(etkv_seq_cache_positions(c, 0, NULL, 0, &n, NULL), ETKV_OK);
@@ -88,7 +89,7 @@ static void empty_sequences(void) {
   CHECK_INT(etkv_seq_cache_sequences(c, NULL, 0, &n, NULL), ETKV_OK);
   CHECK_INT(n, 0);
 
-  /* Of nothing, nothing is shared or removed. */
+  /* Copying or removing nothing is no error. */
   CHECK_INT(etkv_seq_cache_cp(c, 0, 1, 0, INT32_MAX, NULL), ETKV_OK);
   CHECK_INT(etkv_seq_cache_rm(c, 3, 0, INT32_MAX, NULL), ETKV_OK);
   CHECK_INT(etkv_seq_cache_rm(c, 3, 5, 5, NULL), ETKV_OK);
@@ -154,12 +155,12 @@ static void numbers_that_cannot_be(void) {
     CHECK(number == 7 && size == 7);
   }
 
-  /* Ranges, too. */
+  /* Invalid ranges are refused too. */
   CHECK_REFUSED(etkv_seq_cache_rm(c, 0, -1, 3, error), INVALID, "-1");
   CHECK_REFUSED(etkv_seq_cache_rm(c, 0, 3, 2, error), INVALID, "3");
   CHECK_REFUSED(etkv_seq_cache_cp(c, 0, 1, 4, -4, error), INVALID, "-4");
 
-  /* Counts that do not add up. */
+  /* Counts with a wrong sum. */
   static const int32_t members[3] = {0, 1, 2};
   static const int32_t few[2] = {1, 1};
   static const int32_t many[2] = {2, 2};
@@ -231,7 +232,7 @@ static void trees_that_were_not_run(void) {
       etkv_tree_cache_commit(t, 2, parents + 1, 1, error),
       INVALID,
       "0 nodes of");
-  /* A sequence that carries a tree is there, without positions. */
+  /* A sequence with a tree exists, even without positions. */
   int32_t live[2] = {7, 7};
   CHECK_INT(etkv_seq_cache_sequences(c, live, 2, &n, NULL), ETKV_OK);
   CHECK(n == 1 && live[0] == 2 && live[1] == 7);
@@ -269,7 +270,7 @@ static void keys_of_the_callers_own(void) {
   CHECK_INT(etkv_registry_install("mine", BACKEND, cache, NULL), ETKV_OK);
   CHECK_REFUSED(
       etkv_registry_install("mine", BACKEND, cache, error), INVALID, "taken");
-  /* The entry keeps the cache, and leads to the same one. */
+  /* The entry keeps the cache alive, and returns the same cache. */
   CHECK_INT(etkv_cache_convert(cache, "f32", "f32", NULL), ETKV_OK);
   etkv_cache_free(cache);
   cache = NULL;
@@ -281,8 +282,8 @@ static void keys_of_the_callers_own(void) {
   CHECK_INT(etkv_registry_erase("mine", NULL), ETKV_OK);
   etkv_cache_free(cache);
 
-  /* A session's key is found as others are. Erased and given to another cache,
-   * it is that one's, also when the session leaves. */
+  /* A session's key is found like others. Once it is erased and given to
+   * another cache, it belongs to that cache, even when the session ends. */
   etkv_session* session = new_session(&s.config);
   char key[64];
   snprintf(key, sizeof(key), "%s", etkv_session_key(session));

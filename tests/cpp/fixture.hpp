@@ -1,4 +1,4 @@
-// What the C++ tests share: tiny programs by name, run one step at a time on a
+// Shared by the C++ tests: tiny programs by name, run one step at a time on a
 // cache, with their logits as numbers to compare.
 #pragma once
 
@@ -29,11 +29,11 @@ using ::executorch::runtime::EValue;
 using Session = CacheSession<Cache>;
 using Ids = std::vector<int64_t>;
 
-/// What models.py exports: 320 tokens, at most 32 of them in a step.
+/// The programs of models.py: 320 ids, at most 32 tokens a step.
 inline constexpr int64_t kVocabulary = 320;
 inline constexpr int64_t kMaxTokens = 32;
 
-/// Whether the test runs float32 programs for the CPU in place of MLX's.
+/// Whether the test runs float32 CPU programs instead of MLX programs.
 inline bool on_cpu() {
   const char* backend = std::getenv("ETKV_TEST_BACKEND");
   return backend != nullptr && std::strcmp(backend, kCPUBackend) == 0;
@@ -52,7 +52,7 @@ inline std::string program_path(std::string name) {
   return std::string(ETKV_TEST_MODELS) + "/" + name + "/model.pte";
 }
 
-/// The value; ends the test with the error's words where there is none.
+/// Returns the value, or ends the test with the error's message.
 template <typename T>
 T must(Result<T> result) {
   if (!result.ok()) {
@@ -68,7 +68,7 @@ inline void must(Result<void> result) {
   REQUIRE(result.ok());
 }
 
-/// `n` tokens of a text that `seed` picks.
+/// The first `n` tokens of the text of `seed`.
 inline Ids text(int64_t n, uint32_t seed = 1) {
   Ids ids;
   for (int64_t i = 0; i < n; ++i) {
@@ -90,7 +90,7 @@ inline Ids slice(const Ids& ids, size_t start, size_t n) {
   return Ids(from, from + static_cast<std::ptrdiff_t>(n));
 }
 
-/// Rows of logits. Equal where they are so bit for bit.
+/// Rows of logits. `==` compares bits.
 struct Rows {
   int64_t count = 0;
   int64_t vocabulary = 0;
@@ -122,7 +122,7 @@ inline bool operator==(const Rows& a, const Rows& b) {
              a.values.size() * sizeof(float)) == 0;
 }
 
-/// The largest difference; infinite where the shapes differ.
+/// The largest difference; infinite if the shapes differ.
 inline double distance(const Rows& a, const Rows& b) {
   if (a.count != b.count || a.values.size() != b.values.size()) {
     return HUGE_VAL;
@@ -130,7 +130,7 @@ inline double distance(const Rows& a, const Rows& b) {
   double most = 0.0;
   for (size_t i = 0; i < a.values.size(); ++i) {
     const double apart = std::abs(double{a.values[i]} - double{b.values[i]});
-    // Not-a-number is far from everything.
+    // NaN is infinitely far from everything.
     most = apart <= most ? most : (apart == apart ? apart : HUGE_VAL);
   }
   return most;
@@ -150,7 +150,7 @@ inline Result<Rows> rows_of(const std::vector<EValue>& outputs) {
   return rows;
 }
 
-/// A program of its own, not loaded yet.
+/// A program, not loaded yet.
 class Model {
  public:
   explicit Model(const std::string& name)
@@ -159,14 +159,14 @@ class Model {
                 program_path(name),
                 Module::LoadMode::Mmap)) {}
 
-  /// Bound to the cache with this key.
+  /// Loads it, bound to the cache with this key.
   Result<void> load(const char* key, Logits rows = Logits::all) {
     LoadOptions options(key);
     options.logits(rows);
     return load_method(*module_, "forward", options);
   }
 
-  /// One step. Ids and positions are passed on as they are.
+  /// Runs one step. Ids and positions are not checked here.
   Result<Rows> step(Ids ids, Ids positions) {
     const auto ids_tensor = from_blob(
         ids.data(), {1, static_cast<int32_t>(ids.size())}, ScalarType::Long);
@@ -182,7 +182,7 @@ class Model {
     return rows_of(*outputs);
   }
 
-  /// Steps that have to work: the ids from `position` on.
+  /// Runs steps that must succeed: the ids from `position` on.
   Rows at(int64_t position, const Ids& ids) {
     return must(step(ids, run(position, static_cast<int64_t>(ids.size()))));
   }
@@ -198,8 +198,8 @@ class Model {
   std::unique_ptr<Module> module_;
 };
 
-/// A float32 cache with 4 slots in its first allocation, so that tests cross
-/// the places where it grows.
+/// A float32 cache with 4 slots in its first allocation, so that tests make it
+/// grow.
 inline Session session_for(
     Model& model,
     int32_t capacity = 64,
@@ -210,7 +210,7 @@ inline Session session_for(
       params.backend_id, make_config(params, capacity, format, min_chunk)));
 }
 
-/// A program on a cache of its own, of the kind that the face is named after.
+/// A program on its own cache, of the kind that the face has.
 template <typename Face>
 struct On {
   explicit On(
@@ -239,7 +239,7 @@ struct On {
   CacheSession<Face> session;
 };
 
-/// The rows of `ids` on a contiguous cache, a few in each step.
+/// The rows of `ids` on a contiguous cache, a few per step.
 inline Rows alone(
     const Ids& ids,
     const std::function<void(CacheConfig&)>& change = nullptr,
@@ -256,7 +256,7 @@ inline Rows alone(
   return all;
 }
 
-/// Attention with a mask adds up in another order than without.
+/// Attention with a mask sums in another order than without.
 inline bool close(const Rows& a, const Rows& b) {
   return distance(a, b) < 1e-4;
 }
@@ -289,7 +289,7 @@ inline bool operator==(const Memory& a, const Memory& b) {
          a.at_capacity == b.at_capacity;
 }
 
-/// What a runner can see of a cache.
+/// The state of a cache that a runner can see.
 struct Seen {
   explicit Seen(const Cache& cache)
       : length(*cache.length()),
@@ -306,7 +306,7 @@ struct Seen {
   Memory memory;
 };
 
-/// A result's refusal: its status, and a message that says `words`.
+/// A refused result: its status, and a message that has `words`.
 template <typename T>
 void check_refused(
     const char* file,

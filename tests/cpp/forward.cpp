@@ -78,8 +78,8 @@ Arguments arguments_into(Options& options) {
   arguments.choice(
       "--loop",
       {"steps", "device"},
-      "who chooses tokens: this program from the logits of\n"
-      "each step (steps), or the device, which runs ahead",
+      "what chooses tokens: this program from the logits of\n"
+      "each step (steps), or the device (async decode)",
       &options.loop);
   arguments.choice(
       "--rows",
@@ -175,7 +175,7 @@ class RowFile {
   std::vector<float> row_;
 };
 
-/// What one run took.
+/// The times and memory of one run.
 struct Run {
   double prefill_seconds = 0.0;
   std::vector<double> decode_seconds;
@@ -384,8 +384,8 @@ Result<void> run(const Options& options) {
     if (auto cleared = session->cache().clear(); !cleared.ok()) {
       return cleared;
     }
-    // The rows are the same each time; writing them once leaves the times of
-    // the other runs alone.
+    // The rows are the same in each run. Write them once, so that the times of
+    // the other runs do not include it.
     auto run = on_device ? forward.run_on_device(options.decode.value_or(0))
                          : forward.run(
                                static_cast<size_t>(options.chunk.value_or(0)),

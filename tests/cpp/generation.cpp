@@ -1,4 +1,4 @@
-// Answers whose tokens the device chooses, compared with steps of the host's own.
+// Answers whose tokens the device chooses, compared with the host's own steps.
 
 #include <atomic>
 #include <limits>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int32_t kTokens = 24;
 
-/// The answer of steps: each token is chosen from the logits of the one before.
+/// The answer of steps: the host chooses each token from the last logits.
 Ids by_steps(
     const Ids& prompt,
     const Sampling& sampling,
@@ -66,8 +66,8 @@ std::vector<Sampling> samplings() {
   return all;
 }
 
-/// With the same seed the same ids, on caches of each kind, ahead of the host or
-/// not.
+/// The same seed gives the same ids, on caches of each kind, with async decode
+/// or without.
 template <typename Face>
 void same_as_steps() {
   const Ids prompt = text(40, 3);
@@ -83,8 +83,8 @@ void same_as_steps() {
   }
 }
 
-/// At every token the cache holds the prompt and what was delivered before, also
-/// where windows have moved; it goes on from there as if nothing had run ahead.
+/// At every token the cache holds the prompt and the earlier tokens, even if
+/// windows have moved. It continues as if there were no async decode.
 void holds_what_was_delivered() {
   const auto windows = [](CacheConfig& config) {
     for (auto& layer : config.layers) {
@@ -141,7 +141,7 @@ void ends() {
   CHECK_INT(*nothing->length(), 20);
 }
 
-/// Several sequences in one cache, which end at different times: each as alone.
+/// Several sequences in a cache that end at different times: each as if alone.
 void batches() {
   const std::vector<Ids> prompts = {text(9, 3), text(17, 4), text(1, 5)};
   Sampling sampling;
@@ -182,7 +182,7 @@ void batches() {
   }
 }
 
-/// The host may do other things with the cache between two tokens.
+/// The host may use the cache between two tokens.
 void between_tokens() {
   const Ids prompt = text(12, 9);
   const Ids wanted = by_steps(prompt, {});
@@ -208,13 +208,14 @@ void between_tokens() {
   }
   CHECK(first == slice(wanted, 0, 8));
   CHECK(second == slice(wanted, 0, 4));
-  // Its own sequence is no longer what it was.
+  // The answer's own sequence has changed.
   must(bound->seq_rm(0, 10, kAll));
   CHECK_REFUSED(one.next(), ETKV_ERROR_POSITION, "goes on at 10");
 }
 
-/// After a cancel, also one of another thread, there are no more tokens; the cache
-/// holds what was delivered, and another answer goes on from it.
+/// After a cancel, even from another thread, there are no more tokens. The
+/// cache holds the tokens that were returned, and another answer goes on from
+/// it.
 void cancels() {
   const Ids prompt = text(40, 3);
   const Ids wanted = by_steps(prompt, {});
@@ -251,8 +252,8 @@ void cancels() {
   CHECK(must(endless.next()).empty());
 }
 
-/// Steps of the host's own whose ids the device chooses: those of the rows of
-/// logits, in text and in trees, and nothing of a step that is refused.
+/// Steps of the host whose ids the device chooses: the argmax of each row of
+/// logits, for text and trees. A refused step changes nothing.
 void choices() {
   const Ids prompt = text(20, 11);
   Ids wanted;
@@ -294,7 +295,7 @@ void choices() {
   CHECK_INT(*bound->length(), 22);
 }
 
-/// A warm-up leaves nothing, and a cache that holds positions alone.
+/// A warm-up leaves nothing, and does nothing to a cache that holds positions.
 template <typename Face>
 void warm_ups() {
   On<Face> bound;

@@ -1,5 +1,5 @@
-// What a generator keeps of a cache that cannot go back everywhere, and what it
-// tells where a step fails.
+// What a generator keeps of a cache that cannot rewind to every position, and
+// its state after a failed step.
 
 #include "examples/common/generator.hpp"
 #include "examples/common/model.hpp"
@@ -11,11 +11,11 @@ namespace {
 using examples::Generator;
 using examples::Listener;
 
-/// Tokens of an answer: more than a window and a step, so that positions are
-/// dropped.
+/// The tokens of an answer: more than a window and a step, so that positions
+/// are dropped.
 constexpr int64_t kLong = 120;
 
-/// A model on a cache of the kind that the face is named after.
+/// A model on a cache of the kind that the face has.
 template <typename Face>
 struct Target {
   explicit Target(int32_t window = 0)
@@ -43,8 +43,8 @@ struct Target {
   CacheSession<Face> session;
 };
 
-/// Where windows have moved past the place that two prompts part at, the second
-/// is read from its beginning, and answered as by a cache that never had another.
+/// If windows have moved past the position where two prompts differ, the second
+/// is read from its beginning. Its answer equals that of a fresh cache.
 template <typename Face>
 void windows() {
   const Ids first = text(9, 3);
@@ -71,7 +71,7 @@ void windows() {
   CHECK(must(generator.answer(second, kLong, Listener())).ids == wanted.ids);
 }
 
-/// Forgets no more than it is told to where nothing has been dropped.
+/// If nothing was dropped, it forgets exactly what it is told to.
 void without_windows() {
   Target<Cache> target;
   Generator generator(target.model.program(), target.cache(), {});
@@ -83,7 +83,7 @@ void without_windows() {
   CHECK_INT(more.reused_tokens, 9);
 }
 
-/// Fails after the first id, and leaves the cache so that it cannot go back.
+/// Fails after the first id, when the cache can no longer rewind.
 class Failing : public examples::Stepper {
  public:
   explicit Failing(SeqCache& cache) : cache_(cache) {}

@@ -17,15 +17,15 @@ CPP17 = ["-std=c++17"]
 CPP20 = ["-std=c++20"]
 NEITHER = ["-fno-exceptions", "-fno-rtti"]
 
-# What MLX's headers take: all that these need.
+# The include path of MLX's headers, which need no other.
 MLX = {"mlx_cache.hpp", "executorch_mlx_cache.hpp"}
 
-# What names ExecuTorch or MLX: those have exceptions, and ask for a standard.
+# Headers that need ExecuTorch or MLX, and so exceptions and a certain standard.
 OF_HOSTS = {"executorch.hpp", "backend_id.hpp", *MLX}
 
 
 def standards(header: str) -> list[tuple[str, list[str]]]:
-    """What a header compiles as: one of C as both languages, one of C++ without what it does not need."""
+    """How a header is compiled: a C header as C and C++, a C++ header without exceptions and RTTI."""
     if header in MLX:
         return [("C++20", CPP20)]
     if header in OF_HOSTS:
@@ -36,13 +36,12 @@ def standards(header: str) -> list[tuple[str, list[str]]]:
 
 
 EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
-"""True for each header as everything that it compiles as; otherwise as the oldest of each language.
-
-In the newest standard all headers compile one after the other, at the end.
+"""True compiles each header in every way. Otherwise each is compiled in the oldest standard of each language, and
+all together in the newest one at the end.
 """
 
 
-# ETKV_API by what is defined: of Windows nothing but the form is known here.
+# ETKV_API by the defined macros. For Windows only its text is checked.
 EXPORTS = {
     ("-D_WIN32", "-DETKV_BUILDING"): "__declspec(dllexport)",
     ("-D_WIN32",): "__declspec(dllimport)",
@@ -72,7 +71,7 @@ def main(include: Path, cc: str, cxx: str, flags: list[str]) -> int:
             found = standards(header.name)
             for name, standard in found if EVERYTHING else [*found[:1], *(f for f in found[1:-1] if f[1] is CPP17)]:
                 compiler, suffix = (cc, "c") if standard is C else (cxx, "cpp")
-                # The repeated line is what an include guard is for.
+                # The second include tests the include guard.
                 source = Path(scratch) / f"{header.stem}_{header.suffix[1:]}.{suffix}"
                 source.write_text(line + line + "extern int etkv_header_test;\n")
                 compile_with(
@@ -92,7 +91,7 @@ def main(include: Path, cc: str, cxx: str, flags: list[str]) -> int:
                 failures.append(what)
                 print(f"failed: {what} is {run.stdout.strip()}, expected [{expected}]\n{run.stderr[:4000]}")
 
-        # A function that is not inline would be there twice.
+        # A function that is not inline would be defined twice.
         everything = "".join(f'#include "etkv/{header.name}"\n' for header in headers)
         sources = [Path(scratch) / name for name in ("one.cpp", "two.cpp")]
         for source in sources:

@@ -1,6 +1,6 @@
-// Drafts that are fed with the target's hidden states: what they propose hangs on these
-// and on the text alone, whatever came before, and is what their program makes of
-// them one id at a time.
+// Drafts that take the target's hidden states: their proposals depend on the
+// text and its hidden states only, not on history, and equal those of their
+// program run one id at a time.
 
 #include <algorithm>
 #include <array>
@@ -46,7 +46,7 @@ bool same(const TokenTree& a, const TokenTree& b) {
   return a.tokens == b.tokens && a.parents == b.parents;
 }
 
-/// What a draft proposes that has heard of the hidden states of this text and no other.
+/// The proposal of a draft that has only the hidden states of this text.
 TokenTree fresh(
     const std::string& name,
     Target& target,
@@ -54,7 +54,7 @@ TokenTree fresh(
     const TreeShape& shape) {
   const auto hidden_states = hidden_states_of(target, text);
   const auto proposer = draft(name, target);
-  // A tuner weighs it before its first tree.
+  // A tuner needs its costs before the first tree.
   CHECK(proposer->seconds(1, 1) > 0.0);
   proposer->saw(0, hidden_states.view(0, text.size() - 1));
   Sampler greedy;
@@ -95,8 +95,9 @@ class Recorder : public Draft {
   std::unique_ptr<Draft> draft_;
 };
 
-/// Conversations that go on, go back and begin anew, with trees of every shape: the
-/// answers are those of reference decoding, and each tree that of a fresh draft.
+/// Conversations that continue, rewind and restart, with trees of every shape.
+/// The answers equal reference decoding, and each tree equals that of a fresh
+/// draft.
 ///
 /// @param untapped  the same model without hidden states
 void as_if_fresh(
@@ -123,7 +124,7 @@ void as_if_fresh(
     must(target.cache().clear());
     auto answer = must(generator.answer(asked, 20, examples::Listener()));
     CHECK(answer.ids == reference_ids(untapped, asked, 20));
-    // Goes on from within the answer, with another id.
+    // Continues from within the answer, with another id.
     Ids longer = asked;
     longer.insert(longer.end(), answer.ids.begin(), answer.ids.begin() + 9);
     longer.push_back((answer.ids[9] + 1) % kVocabulary);
@@ -145,9 +146,9 @@ void as_if_fresh(
       nodes);
 }
 
-/// A chain of likeliest ids, by the draft's program on a contiguous cache: every id
-/// of the text with its own hidden states, and each after it with what came out for the
-/// one before.
+/// A chain of likeliest ids from the draft's program on a contiguous cache. Ids
+/// of the text have their own hidden states; each later id has the program's
+/// output for the id before.
 void chains_by_hand() {
   constexpr int64_t kDepth = 5;
   Target target("llama-tapped");
@@ -188,7 +189,7 @@ void chains_by_hand() {
   }
 }
 
-/// Hidden states that never came are not drafted from.
+/// Missing hidden states are an error.
 void missing_hidden_states() {
   const TreeShape shape = {2, 2, 32};
   const Ids ids = text(30, 4);
@@ -213,12 +214,12 @@ void missing_hidden_states() {
   proposer->saw(10, hidden_states.view(10, 19));
   const auto tree = must(proposer->propose(ids, shape, greedy));
   CHECK(same(tree, fresh("llama-draft", target, ids, shape)));
-  // What is seen again takes the place of all after it.
+  // New rows replace old ones from their position on.
   proposer->saw(5, hidden_states.view(5, 1));
   refused(6);
   proposer->saw(6, hidden_states.view(6, 23));
   CHECK(same(must(proposer->propose(ids, shape, greedy)), tree));
-  // What the cache holds was made of those from before.
+  // The cache holds rows computed from the old states.
   const auto others = hidden_states_of(target, text(30, 9));
   proposer->saw(0, others.view(0, 29));
   const auto newly = draft("llama-draft", target);
@@ -226,12 +227,12 @@ void missing_hidden_states() {
   const auto strange = must(proposer->propose(ids, shape, greedy));
   CHECK(same(strange, must(newly->propose(ids, shape, greedy))));
   CHECK(!same(strange, tree));
-  // Hidden states of a text that went back do not stay for one that goes on.
+  // A shorter text drops the hidden states after it.
   must(proposer->propose(slice(ids, 0, 20), shape, greedy));
   refused(19);
 }
 
-/// Hidden states of several layers lie side by side, and the draft's own are taken.
+/// Rows have the states of several layers; the draft takes those of its own.
 void one_of_several_taps() {
   const TreeShape shape = {3, 2, 32};
   Target two("llama-taps");

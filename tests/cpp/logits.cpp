@@ -1,5 +1,5 @@
-// The greatest logit of a row, and a row as float32, in every dtype that a program
-// may give.
+// The argmax of a row, and a row as float32, in every dtype that a program may
+// return.
 
 #include <cmath>
 #include <limits>
@@ -37,7 +37,7 @@ examples::LogitsView view_of(const std::vector<T>& values) {
   return view;
 }
 
-/// The first of the greatest that are not NaN, by a plain search; -1 if none is.
+/// The argmax without NaN by a simple search; -1 if all are NaN.
 template <typename T>
 int64_t plain_argmax(const std::vector<T>& values) {
   int64_t best = -1;
@@ -63,8 +63,8 @@ void compare(const std::vector<T>& values) {
   }
 }
 
-/// A row of `n` values from few numbers, so that the greatest is there more than
-/// once: `special` of 16 are NaN, infinite or a zero of either sign.
+/// A row of `n` values out of few, so that the greatest occurs more than once:
+/// `special` of 16 are NaN, infinite or a zero of either sign.
 template <typename T>
 std::vector<T> made_up(size_t n, uint32_t seed, uint32_t special) {
   constexpr float kSpecial[] = {kNan, -kInfinity, -0.0F, 0.0F};
@@ -83,7 +83,7 @@ std::vector<T> made_up(size_t n, uint32_t seed, uint32_t special) {
 
 template <typename T>
 void the_first_of_the_greatest_is_found() {
-  // Around the numbers of values that the search takes at a time.
+  // Sizes around the block size of the search.
   for (const size_t n :
        {1, 2, 31, 32, 33, 63, 64, 320, 1023, 1024, 1025, 2047, 2048, 5000}) {
     for (uint32_t seed = 0; seed < 8; ++seed) {
@@ -91,7 +91,7 @@ void the_first_of_the_greatest_is_found() {
         compare(made_up<T>(n, seed, special));
       }
     }
-    // A row that has one value above the others, at either end and within.
+    // A row with one greatest value, at either end or inside.
     for (const size_t at : {size_t{0}, n / 2, n - 1}) {
       std::vector<T> values(n, static_cast<T>(-2.0F));
       values[at] = static_cast<T>(-1.0F);

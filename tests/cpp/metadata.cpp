@@ -1,5 +1,5 @@
-// What a program tells of its caches: versioned metadata, what ExecuTorch's
-// exporter writes, and what is neither.
+// What a program reports of its caches: versioned metadata, the methods of
+// ExecuTorch's exporter, and neither.
 
 #include <map>
 #include <stdexcept>
@@ -13,7 +13,7 @@ namespace {
 using ::executorch::extension::TensorPtr;
 using Value = std::optional<EValue>;
 
-/// Constant methods that a test makes up.
+/// Constant methods of a test.
 struct Facts {
   std::map<std::string, EValue> values;
   std::vector<TensorPtr> tensors;
@@ -72,7 +72,7 @@ void of_our_version() {
   CHECK_INT(uniform.prefill_chunk_size, 0);
   CHECK_INT(uniform.max_context_length, 0);
 
-  // Layer by layer, in either integer; and it goes before what others write.
+  // Layer by layer, as int32 or int64. It precedes other exporters' methods.
   auto facts = exporters();
   for (const auto& [name, value] : versioned().values) {
     facts.values.insert_or_assign(name, value);
@@ -93,14 +93,14 @@ void of_our_version() {
   CHECK_INT(params.prefill_chunk_size, 256);
   CHECK_INT(params.max_context_length, 4096);
 
-  // As a config: the facts, and the caller's choice.
+  // A config has the facts, and the caller's choices.
   const auto config = make_config(params, 100, "affine8g32", 16);
   CHECK_INT(config.layers.size(), 2);
   CHECK_INT(config.capacity, 100);
   CHECK_INT(config.max_step_tokens, 256);
   CHECK_INT(config.min_chunk, 16);
   CHECK(config.k_format == "affine8g32" && config.v_format == "affine8g32");
-  // Values of 48 elements are no whole groups of 32.
+  // 48 elements are not a multiple of 32.
   CHECK_REFUSED(
       make_decode_session(kMLXBackend, config),
       ETKV_ERROR_INVALID_ARGUMENT,
@@ -109,7 +109,7 @@ void of_our_version() {
 
 void of_another_version() {
   for (const int64_t version : {0, 2, 1000}) {
-    // Refused also where the exporter's are there: they may mean another thing.
+    // Refused even beside the exporter's methods, which may differ.
     auto facts = exporters();
     facts.set("kv_cache.schema_version", version);
     CHECK_REFUSED(
@@ -134,7 +134,7 @@ void of_executorchs_exporter() {
   CHECK_INT(params.prefill_chunk_size, 256);
   CHECK_INT(params.max_context_length, 4096);
 
-  // Of its other exporters, the context has other names.
+  // Other exporters have other names for the context length.
   auto facts = exporters();
   facts.values.erase("get_max_ctx_len");
   facts.set("get_max_seq_len", 128);
@@ -179,7 +179,7 @@ void what_is_missing_or_wrong() {
   facts.set("get_prefill_chunk_size", -1);
   CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "get_prefill_chunk_size");
 
-  // A host's own error is passed on.
+  // An error of the host's reader is returned.
   CHECK_REFUSED(
       read_kv_cache_metadata([](const std::string&) -> Result<Value> {
         return Error(ETKV_ERROR_UNSUPPORTED, "no constants here");
@@ -188,7 +188,7 @@ void what_is_missing_or_wrong() {
       "no constants here");
 }
 
-/// By the method alone, and what its inputs tell.
+/// From a method, and its inputs.
 void of_a_method() {
   Model model("llama-f32");
   REQUIRE(model.module().load() == executorch::runtime::Error::Ok);
@@ -209,7 +209,7 @@ void of_a_method() {
       "does not run on OtherBackend");
 }
 
-/// Without a format, rows are stored in what the program computes in.
+/// Without a format, rows are stored in the program's dtype.
 void default_formats() {
   for (const auto& [name, dtype, format] :
        {std::tuple("llama-f32", Dtype::f32, "f32"),
@@ -236,7 +236,7 @@ void default_formats() {
     session = must(make_decode_session(params.backend_id, config));
     CHECK(session.cache().formats()->k == "f16");
   }
-  // A program that does not tell it, by another exporter: the logits' dtype.
+  // Another exporter does not report the dtype: take that of the logits.
   Model model("llama-bf16");
   const auto meta = model.module().method_meta("forward");
   REQUIRE(meta.ok());
@@ -262,13 +262,13 @@ void default_formats() {
       "`kv_cache.dtype` is `float32`, expected f32, f16 or bf16");
 }
 
-/// What a session will hold is known before it is made.
+/// The memory of a session can be estimated before it is made.
 void estimates() {
   Model model("llama-f32");
   auto config = make_config(model.params(), 48, "", 4);
   config.k_format = "row-int4";
   config.v_format = "mxfp8";
-  // Values of 16 elements are no whole groups of 32.
+  // 16 elements are not a multiple of 32.
   CHECK_REFUSED(
       estimate(config, 1), ETKV_ERROR_INVALID_ARGUMENT, "layer 0: values");
   config.v_format = "nvfp4";
@@ -296,7 +296,7 @@ void estimates() {
       estimate(config, 49), ETKV_ERROR_INVALID_ARGUMENT, "length is 49");
 }
 
-/// What would hold more than the budget is refused, and changes nothing.
+/// A call that would exceed the budget is refused, and changes nothing.
 void budgets() {
   Model model("llama-f32");
   const auto config = make_config(model.params(), 48, "f16", 16);
@@ -312,7 +312,7 @@ void budgets() {
       "the memory budget is " + std::to_string(before + first) + " bytes";
   const auto full = must(on->memory());
   CHECK_REFUSED(on->convert("f32", "f32"), ETKV_ERROR_BACKEND, message.c_str());
-  // The 17th position takes 32 slots, and the 16 of before stay until they are
+  // The 17th position needs 32 slots, and the old 16 stay until they are
   // copied.
   must(set_memory_budget(before + 3 * first - 1));
   CHECK(!on.model.step(slice(ids, 16, 8), run(16, 8)).ok());
@@ -347,8 +347,7 @@ void callbacks_for_memory() {
   on.model.at(0, ids);
   CHECK_INT(asked.size(), 1);
   CHECK_HAS(must(process_report()).c_str(), on.session.key());
-  // The 9th position takes 16 slots, and the 8 of before stay until they are
-  // copied.
+  // The 9th position needs 16 slots, and the old 8 stay until they are copied.
   must(set_memory_budget(before + 3 * held - 1));
   CHECK(!on.model.step(text(1), run(8, 1)).ok());
   CHECK_INT(asked.size(), 2);

@@ -1,4 +1,4 @@
-"""Uses of the C++ interface that are mistakes do not compile, and what stands beside each of them as it is meant does.
+"""Misuses of the C++ interface do not compile, and the correct use beside each of them does.
 
 ``misuse.py INCLUDE CXX``
 """
@@ -29,7 +29,7 @@ int use{number}(etkv::Cache& cache, etkv::SeqCache& sequences, const etkv::Resul
 }}
 """
 
-# What is a mistake, what is meant, and a word of what compilers say to the first.
+# A misuse, the correct use, and a word of the compiler's message for the misuse.
 MISUSES = {
     "a Result that is ignored": ("number();", "if (!number()) return 1;", "nodiscard"),
     "a success that is not asked for": ("done();", "if (!done()) return 1;", "nodiscard"),
@@ -65,14 +65,14 @@ def main(include: Path, cxx: str) -> int:
         source = Path(scratch) / "misuse.cpp"
 
         def said(*bodies: str) -> str | None:
-            """What the compiler says of a program with these in it; None where it takes it."""
+            """What the compiler says of a program with this body; None if it compiles."""
             uses = (USE.format(number=number, body=body) for number, body in enumerate(bodies))
             source.write_text(HEAD + "".join(uses))
             command = [cxx, *FLAGS, f"-I{include}", str(source)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             return None if done.returncode == 0 else done.stderr
 
-        # One program a mistake: an error of a template is told once in a program.
+        # One program per misuse: a compiler reports a template's error once per program.
         for what, (mistake, _, words) in MISUSES.items():
             found = said(mistake)
             holds = found is not None and any(word in found for word in words.split("|"))

@@ -1,5 +1,5 @@
-// A host that computes with MLX itself: what it is given is compared with rows
-// that it keeps on its own.
+// A host that computes with MLX itself: results are compared with rows that the
+// host keeps itself.
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -80,7 +80,7 @@ attention(const mx::array& q, const mx::array& k, const mx::array& v) {
   return mx::fast::scaled_dot_product_attention(q, k, v, kScale, "causal");
 }
 
-// Steps of several sizes, on streams of several owners.
+// Steps of several sizes, on the host's streams and the library's.
 void rows_come_back() {
   for (const char* kind : {"contiguous", "seq", "tree"}) {
     auto cache =
@@ -224,7 +224,7 @@ void what_cannot_be_is_refused() {
   CHECK_INT(
       etkv_forwards_new(cache.raw(), nullptr, nullptr),
       ETKV_ERROR_INVALID_ARGUMENT);
-  // Freed, and of another type.
+  // A freed handle, and one of another type.
   etkv_forwards_free(bare);
   CHECK_INT(etkv_forwards_abort(bare, nullptr), ETKV_ERROR_INVALID_ARGUMENT);
   CHECK_INT(fetch(bare, &raw, &out), ETKV_ERROR_INVALID_ARGUMENT);
@@ -235,7 +235,7 @@ void what_cannot_be_is_refused() {
   etkv_forwards_free(nullptr);
 }
 
-// What was not evaluated yet is there after a forward that was given up.
+// Rows that are not evaluated yet survive an aborted forward.
 void lazy_forwards_stay() {
   auto cache = must(
       etkv::make_cache<etkv::Cache>("MLXBackend", "contiguous", config("f32")));
@@ -250,14 +250,14 @@ void lazy_forwards_stay() {
   CHECK(!forwards.update_and_fetch(0, {5}, one, one).ok());
   const auto spec = must(forwards.update_and_fetch(0, {3}, one, one));
   CHECK(distance(spec.k, mx::concatenate({rows, one}, 2)) == 0.0);
-  // A refusal ends the forward, whatever is wrong.
+  // Any refusal ends the forward.
   const auto wrong = mx::astype(random_rows(kHeads, 1), mx::int32);
   const auto odd = forwards.update_and_attend(1, {3}, wrong, one, one, kScale);
   REQUIRE(!odd.ok());
   CHECK_INT(odd.error().status(), ETKV_ERROR_DTYPE);
 }
 
-// As ExecuTorch's own backend would drive it.
+// Calls the adapter as ExecuTorch's own backend does.
 void inside_executorch() {
   auto cache = must(
       etkv::make_cache<etkv::Cache>("MLXBackend", "contiguous", config("f32")));
@@ -286,7 +286,7 @@ void inside_executorch() {
   CHECK_INT(*cache.length(), 0);
 }
 
-// The adapter is an owner of the cache like others.
+// The adapter owns the cache, as other owners do.
 void the_adapter_outlives_the_session() {
   auto session = std::make_unique<etkv::CacheSession<etkv::Cache>>(
       must(etkv::make_decode_session("MLXBackend", config("f32"))));
@@ -307,7 +307,7 @@ void the_adapter_outlives_the_session() {
     must(forwards.update_and_fetch(layer, {0, 1}, rows, rows));
   }
   CHECK_INT(*other.length(), 2);
-  // A handle that is assigned to gives back what it had.
+  // Assignment to a handle frees its old one.
   const size_t live = etkv_live_handles();
   other = std::move(cache);
   CHECK_INT(etkv_live_handles(), live - 1);

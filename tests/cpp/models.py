@@ -1,4 +1,4 @@
-"""Exports the programs that the C++ tests run, where they are not there yet or are no longer what would be exported.
+"""Exports the programs of the C++ tests, if they are missing or would be exported differently now.
 
 ``models.py TINY_MODELS.py OUTDIR`` writes ``OUTDIR/<name>/model.pte`` for every name in PROGRAMS.
 """
@@ -18,14 +18,14 @@ PROGRAMS = {
     "llama-f32": ("tiny-llama", {}),
     "llama-cpu": ("tiny-llama", {"backend": "cpu"}),
     "llama-bf16": ("tiny-llama", {"dtype": "bfloat16"}),
-    # As many layers and KV heads as the others, and a larger head_dim.
+    # The same layers and KV heads as the others, with a larger head_dim.
     "qwen3-f32": ("tiny-qwen3", {}),
     "qwen3-cpu": ("tiny-qwen3", {"backend": "cpu"}),
-    # Drafts that take less than their targets, or keep less.
+    # Drafts that accept fewer tokens than their targets, or hold fewer.
     "llama-chunk4": ("tiny-llama", {"prefill_chunk": 4}),
     "llama-last": ("tiny-llama", {"logits": "last"}),
     "mistral-window": ("tiny-mistral-window", {}),
-    # Drafts of their last layer, and targets with the hidden states that these take.
+    # Drafts of their last layer, and targets that return the hidden states for them.
     "llama-tapped": ("tiny-llama", {"tap_layers": (0,)}),
     "llama-taps": ("tiny-llama", {"tap_layers": (1, 0)}),
     "llama-draft": ("tiny-llama", {"draft": 1}),
@@ -33,7 +33,7 @@ PROGRAMS = {
     "mistral-window-tapped": ("tiny-mistral-window", {"tap_layers": (0,)}),
     "mistral-window-draft": ("tiny-mistral-window", {"draft": 1}),
 }
-"""Name -> tiny model, and what is not as in :data:`DEFAULTS`."""
+"""Name -> tiny model, and its differences from :data:`DEFAULTS`."""
 
 DEFAULTS = {"dtype": "float32", "prefill_chunk": 32}
 
@@ -46,7 +46,7 @@ def _tiny_models(path: Path):
 
 
 def requests(tiny_models: Path, outdir: Path) -> list[ExportRequest]:
-    """Return what exports the programs. Write the models' weights where they are missing or stale."""
+    """Return the export functions. Write the models' weights if they are missing or stale."""
     from etkv.export import ExportRequest
     from etkv.export.progress import third_party_noise
 
@@ -64,7 +64,7 @@ def requests(tiny_models: Path, outdir: Path) -> list[ExportRequest]:
 
 
 def main(tiny_models: Path, outdir: Path) -> int:
-    # Nothing is looked for on a hub.
+    # Nothing is downloaded from a hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from etkv.export import Progress, export_program, is_current
     from etkv.export.progress import third_party_noise

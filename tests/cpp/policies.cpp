@@ -1,5 +1,5 @@
-// What the example runners decide between steps, without a model: which requests
-// the next step is for.
+// What the example runners decide between steps, without a model: which
+// requests the next step runs.
 
 #include <algorithm>
 #include <map>
@@ -45,7 +45,7 @@ struct Simulation {
   }
 
   void step() {
-    // The state before: what of it is idle, in the order it became so.
+    // The requests that were idle before, longest first.
     auto idle_before = idle;
     Scheduler::Events events;
     const auto shares = must(scheduler.next(events));
@@ -65,7 +65,7 @@ struct Simulation {
     if (events.stuck) {
       CHECK_INT(active.size(), 1);
       CHECK(idle.empty());
-      // Nothing but itself is held, and its next token does not fit.
+      // Only this request is held, and its next token does not fit.
       CHECK_INT(used(), scheduler.request(*events.stuck).held);
       CHECK_INT(used(), capacity);
       stuck.insert(*events.stuck);
@@ -75,7 +75,7 @@ struct Simulation {
     active.insert(active.end(), events.admitted.begin(), events.admitted.end());
     n_evicted += events.evicted.size();
 
-    // Answers come first, each has one token, and none is left out unless the
+    // Answers come first, with one token each, and all take part unless the
     // step is full.
     size_t total = 0;
     std::set<size_t> answering;
@@ -98,7 +98,7 @@ struct Simulation {
     CHECK(shares.size() >= std::min(answering.size(), step_tokens));
     CHECK(total <= step_tokens);
     CHECK(used() <= capacity);
-    // No two have one sequence.
+    // No two requests have the same sequence.
     CHECK_INT(
         held.size(),
         std::count_if(active.begin(), active.end(), [&](size_t number) {
@@ -140,7 +140,7 @@ struct Simulation {
   size_t n_evicted = 0;
 };
 
-/// Two that fit together are read and answered in the same steps.
+/// Two requests that fit together run in the same steps.
 void mixed_steps() {
   Simulation run(/*capacity=*/100, /*step_tokens=*/8, /*sequences=*/4);
   run.submit(6, 20);
@@ -156,8 +156,8 @@ void mixed_steps() {
   CHECK_INT(shares[1].n, 7);
 }
 
-/// A cache that does not give back what a sequence holds: the step says so, even
-/// where what is removed next would be given back.
+/// A cache that fails to remove a sequence: the step reports it, even if the
+/// next removal would succeed.
 void a_cache_that_fails() {
   std::vector<Result<void>> outcomes = {
       Error(ETKV_ERROR_STEP, "not now"), Result<void>()};
@@ -174,7 +174,7 @@ void a_cache_that_fails() {
     scheduler.done(must(scheduler.next(events)));
     scheduler.finish(number);
   }
-  // Room for the third when both that are idle have gone.
+  // The third fits once both idle requests are removed.
   scheduler.submit(4);
   room = 0;
   CHECK_REFUSED(scheduler.next(events), ETKV_ERROR_STEP, "not now");
@@ -184,7 +184,7 @@ void a_cache_that_fails() {
   CHECK_INT(scheduler.request(0).held, 4);
 }
 
-/// Random requests in random caches: all are answered, whole, in the end.
+/// Random requests in random caches: all are answered in full in the end.
 void all_are_answered() {
   size_t preempted = 0;
   size_t evicted = 0;

@@ -1,4 +1,5 @@
-// etkv::Result: a value or an error, and what asking for the other one does.
+// etkv::Result: a value or an error, and the effect of asking for the wrong
+// one.
 
 #include "etkv/result.hpp"
 
@@ -52,7 +53,7 @@ void an_error() {
   CHECK(Result<std::string>(full()).value_or("other") == "other");
 }
 
-/// What can be moved only is moved out.
+/// A move-only value is moved out.
 void what_has_one_owner() {
   Result<std::unique_ptr<int>> result(std::make_unique<int>(7));
   const std::unique_ptr<int> taken = *std::move(result);
@@ -100,13 +101,13 @@ void one_after_the_other() {
   CHECK(!failed.and_then([&] { return half(8); }));
   CHECK_INT(seen, 1);
 
-  // The value of a temporary is moved on.
+  // The value of a temporary is moved.
   const auto owned = Result<std::unique_ptr<int>>(std::make_unique<int>(9))
                          .transform([](std::unique_ptr<int> p) { return p; });
   CHECK_INT(**owned, 9);
 }
 
-/// What a process prints that ends by a signal in `act`; "" where it goes on.
+/// Returns what a process prints if `act` ends it by a signal; otherwise "".
 template <typename Act>
 std::string ended_by(Act act) {
   std::fflush(nullptr);

@@ -1,5 +1,5 @@
-// Ids that are drawn at random: with any proposal, each has the probability that the
-// model gives it.
+// Ids that are drawn at random: for any proposal, each id has the probability
+// that the model gives it.
 
 #include <cmath>
 #include <limits>
@@ -10,8 +10,8 @@
 namespace etkv::tests {
 namespace {
 
-/// How far counts are from what was expected, in standard deviations of the
-/// chi-square distribution. Cells that expect less than 5 are taken as one.
+/// How far counts are from the expected ones, in standard deviations of the
+/// chi-square distribution. Cells that expect less than 5 count as one.
 class ChiSquare {
  public:
   void add(double expected, double found) {
@@ -45,10 +45,11 @@ class ChiSquare {
   long cells_ = 0;
 };
 
-// ---- Distributions, made up -----------------------------------------------------
+// ---- Made-up distributions
+// -----------------------------------------------------
 
-/// Logits of a language of a few letters: what follows a text hangs on its last
-/// two of them.
+/// Logits of a language of a few letters: the next letter depends on the last
+/// two.
 std::vector<float> language(uint32_t seed, const Ids& text, float sharpness) {
   std::vector<float> logits(kLetters);
   const size_t n = text.size();
@@ -74,10 +75,10 @@ Ids way_to(const TokenTree& tree, int32_t node) {
   return ids;
 }
 
-/// How a tree's children come about.
+/// How the children of a tree are chosen.
 enum class Drawn { at_random, likeliest };
 
-/// A tree of `width` children a node in two levels, by the language `seed`.
+/// A tree of two levels, `width` children a node, by the language `seed`.
 TokenTree
 grow(uint32_t seed, size_t width, Drawn how, double temperature, Rng& rng) {
   TokenTree tree(/*root=*/0);
@@ -106,8 +107,8 @@ grow(uint32_t seed, size_t width, Drawn how, double temperature, Rng& rng) {
   return tree;
 }
 
-/// The first two ids after a root that the target of `seed` gives to trees of
-/// another language, against what it gives alone. `judge` verifies.
+/// How the first two ids after a root deviate from the target's own, if a tree
+/// of another language is verified. `judge` verifies.
 using Judge = std::function<
     VerificationResult(const TokenTree&, const LogitsView&, Sampler&)>;
 double deviations(
@@ -135,7 +136,7 @@ double deviations(
     }
     ids.push_back(verified.next);
     if (ids.size() == 2) {
-      // The second comes of a step without a tree.
+      // The second id comes from a step without a tree.
       ids.push_back(
           examples::draw(
               probabilities(language(seed, ids, 2.0F), temperature),
@@ -178,8 +179,8 @@ void sampling_keeps_the_distribution() {
   }
   std::printf("made-up languages: at most %.2f deviations\n", most);
 
-  // The test detects judges that are almost right: one takes a child by its
-  // probability alone, one ignores what a refusal says of the rest.
+  // The test detects judges that are almost right: one accepts a child by its
+  // probability alone, one ignores what a rejection says of the rest.
   const Judge careless =
       [](const auto& tree, const auto& logits, auto& sampler) {
         const auto child = tree.children(0)[0];
@@ -220,10 +221,10 @@ void drawing() {
   CHECK(examples::remove(p, 0));
   CHECK(p == (Distribution{0.0F, 0.0F, 1.0F}));
   CHECK(!examples::remove(p, 2));
-  // The same seed, the same numbers, on every machine.
+  // The same seed gives the same numbers on every machine.
   Rng again(42);
   CHECK(again.uniform() == 0.75515553295453897);
-  // Equal distributions: always taken.
+  // Equal distributions: always accepted.
   for (int i = 0; i < 1000; ++i) {
     Distribution equal = {0.1F, 0.2F, 0.7F};
     const Distribution q = equal;
@@ -238,7 +239,7 @@ void no_numbers() {
   const auto refused = [](const std::vector<float>& row, const char* words) {
     Sampler sampler(1.0, 7);
     CHECK_REFUSED(sampler.choose(view(row), 0), ETKV_ERROR_PROGRAM, words);
-    // As the second row of a tree, to which its only child leads surely.
+    // In the second row of a tree, which the only child always reaches.
     TokenTree tree(0);
     tree.add(1, 0);
     tree.add(2, 1);
@@ -255,7 +256,7 @@ void no_numbers() {
   refused({0, 1, kInfinity, 3, 4, 5}, "logit 2 is inf");
   refused({kInfinity, 1, 2, 3, 4, kNan}, "logit 5 is nan");
   refused(std::vector<float>(kLetters, -kInfinity), "logit 0 is -inf");
-  // What a model masks out is never drawn.
+  // An id that the model masks out is never drawn.
   const std::vector<float> masked = {-kInfinity, 0, 0, -kInfinity, 0, 0};
   Sampler sampler(1.0, 7);
   for (int i = 0; i < 200; ++i) {
@@ -266,14 +267,14 @@ void no_numbers() {
 
 // ---- On programs ----------------------------------------------------------------
 
-/// How often each id came first, and each after it second; or the probabilities.
+/// Counts, or probabilities, of each first id and each pair of ids.
 struct Pairs {
   std::vector<double> first = std::vector<double>(kVocabulary);
   std::vector<std::vector<double>> both = {kVocabulary, first};
 };
 
-/// The target's own, by its logits.
-Pairs probabilities_behind(const Ids& before, double temperature) {
+/// The target's own probabilities, from its logits.
+Pairs probabilities_after(const Ids& before, double temperature) {
   Bound bound("llama-f32", 64);
   const auto distribution = [&](int64_t position, const Ids& ids) {
     const Rows rows = bound.at(position, ids).last();
@@ -315,11 +316,11 @@ void same_distribution() {
   const double temperature = 0.5;
   constexpr long kSamples = 1000;
   const Ids before = prompt();
-  const Pairs p = probabilities_behind(before, temperature);
+  const Pairs p = probabilities_after(before, temperature);
 
-  // So many samples find out a temperature that is a fifth too high: their mean
-  // alone is that far away, and noise comes on top.
-  Pairs other = probabilities_behind(before, 1.2 * temperature);
+  // This many samples detect a temperature that is a fifth too high: the mean
+  // alone deviates as much, and noise adds to it.
+  Pairs other = probabilities_after(before, 1.2 * temperature);
   for (size_t a = 0; a < other.first.size(); ++a) {
     other.first[a] *= kSamples;
     for (double& both : other.both[a]) {

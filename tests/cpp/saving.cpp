@@ -1,5 +1,5 @@
-// Caches in files: what was saved and loaded goes on with the same logits, bit
-// for bit, under a program; what does not fit is refused.
+// Caches in files: a loaded cache continues with the same logits, bit for bit,
+// under a program. Files that do not fit are refused.
 
 #include <chrono>
 #include <filesystem>
@@ -14,7 +14,7 @@ namespace {
 
 const char* const kFingerprint = "tiny llama";
 
-/// A file of this test, removed in the end.
+/// A file of this test, removed at the end.
 struct Place {
   Place()
       : path((std::filesystem::temp_directory_path() /
@@ -28,7 +28,7 @@ struct Place {
   std::string path;
 };
 
-/// A folder of this test, removed in the end.
+/// A folder of this test, removed at the end.
 struct Folder {
   Folder()
       : path((std::filesystem::temp_directory_path() /
@@ -42,8 +42,8 @@ struct Folder {
   std::string path;
 };
 
-/// A prompt, saved; the next tokens in the cache that was saved, and in another
-/// one that loads it.
+/// A prompt, saved. The next tokens run in the saved cache, and in another one
+/// that loads it.
 template <typename Face>
 void goes_on(const std::function<void(CacheConfig&)>& change) {
   const Place place;
@@ -57,7 +57,7 @@ void goes_on(const std::function<void(CacheConfig&)>& change) {
   CHECK(must(fingerprint(place.path)).rfind("xxh3-", 0) == 0);
 
   On<Face> loaded(change);
-  // Its contents go.
+  // Its contents are replaced.
   loaded.model.at(0, text(5, 9));
   const auto tokens =
       must(load_cache(loaded.session.cache(), place.path, kFingerprint));
@@ -69,8 +69,8 @@ void goes_on(const std::function<void(CacheConfig&)>& change) {
   }
 }
 
-/// One of two sequences, saved; the next tokens of it, and of the same in a
-/// cache with another.
+/// One of two sequences, saved. Its next tokens run there, and in a cache with
+/// another sequence that loads it.
 template <typename Face>
 void a_sequence_goes_on() {
   const Place place;
@@ -135,15 +135,15 @@ void a_damaged_file() {
   }
   CHECK_REFUSED(
       load_cache(bound.cache(), place.path), ETKV_ERROR_FILE, "checksum");
-  // It goes on as before.
+  // The cache continues as before.
   CHECK_INT(*bound.cache().length(), 8);
   Bound other;
   other.at(0, ids);
   CHECK(bound.at(8, {1}) == other.at(8, {1}));
 }
 
-/// How an address is refused that is none, by a library with buckets and by one
-/// without.
+/// The status for an address that is no bucket, in a library with buckets and
+/// in one without.
 etkv_status refusal_of_addresses() {
   const auto opened = PrefixStore::open("nothing://a-bucket", 1);
   REQUIRE(!opened.ok());
@@ -151,8 +151,8 @@ etkv_status refusal_of_addresses() {
   return has_buckets ? ETKV_ERROR_FILE : ETKV_ERROR_UNSUPPORTED;
 }
 
-/// A text that another one begins like: what both have in common is loaded, and
-/// goes on with the same logits.
+/// Two texts with a common beginning: the cache loads it, and continues with
+/// the same logits.
 template <typename Face>
 void a_stored_text() {
   const Folder folder;
@@ -167,7 +167,7 @@ void a_stored_text() {
   CHECK(!must(store.save(saved.session.cache(), whole)));
   CHECK_INT(must(store.usage()).files, 1);
 
-  // Alike up to 36, then different.
+  // The same up to 36, then different.
   Ids other = slice(ids, 0, 36);
   const Ids rest = text(6, 7);
   other.insert(other.end(), rest.begin(), rest.end());
@@ -183,7 +183,7 @@ void a_stored_text() {
     const auto at = static_cast<int64_t>(i);
     CHECK(loaded.model.at(at, one) == saved.model.at(at, one));
   }
-  // Read ahead into memory, where the backend shares any.
+  // Read ahead into memory, if the backend shares memory.
   auto prefixes = must(PrefixCache::make(0, &store));
   if (must(prefixes.prefetch(loaded.session.cache(), asked))) {
     while (must(prefixes.statistics()).ahead_waiting > 0) {
@@ -210,8 +210,8 @@ void a_stored_text() {
       "clear it");
 }
 
-/// A prefix, and the same in a prefix cache: what both have in common goes on
-/// with the same logits, after the cache that read it is gone.
+/// A prefix, and the same in a prefix cache: another cache continues with the
+/// same logits, after the cache that read it is gone.
 template <typename Face>
 void a_shared_text() {
   const Ids ids = text(44);
@@ -225,7 +225,7 @@ void a_shared_text() {
     }
     auto frozen = freeze(read.session.cache());
     if (!frozen.ok()) {
-      // A backend that shares no memory.
+      // A backend that cannot share memory.
       CHECK(frozen.error().status() == ETKV_ERROR_UNSUPPORTED);
       return;
     }

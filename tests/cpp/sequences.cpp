@@ -1,5 +1,5 @@
-// Many sequences in one program's steps: what each of them computes is what it
-// computes alone, on a contiguous cache of its own.
+// Many sequences in one program's steps: each gives the same results as alone
+// on its own contiguous cache.
 
 #include "tap.hpp"
 
@@ -26,8 +26,8 @@ Rows step(On<SeqCache>& on, const Batch& batch) {
   return must(on.model.step(batch.ids, batch.positions));
 }
 
-/// Layers of full history and with windows, in formats that keep every bit of
-/// what they are given and in those that do not.
+/// Layers of full history and with windows, in lossless and in rounding
+/// formats.
 std::vector<Change> configs() {
   return {
       [](CacheConfig&) {},
@@ -90,7 +90,7 @@ void batches(const Change& change) {
     CHECK_INT(must(on->seq_next(s)), s + 2);
   }
   CHECK(must(on->sequences()) == std::vector<int32_t>({0, 1, 2}));
-  // Then a token of each, and at last two of one and one of another.
+  // Then a token of each, and finally two of one and one of another.
   while (done[2] < 12) {
     Batch batch;
     for (int32_t s = kSequences; s-- > 0;) {
@@ -105,7 +105,7 @@ void batches(const Change& change) {
   check(uneven, step(on, uneven));
 }
 
-/// A trunk that branches share, and the branch that wins.
+/// A trunk that branches share, and the branch that is kept.
 void forks(const Change& change) {
   const Ids trunk = text(10);
   On<SeqCache> on(change);
@@ -117,7 +117,7 @@ void forks(const Change& change) {
     must(on->seq_cp(0, branch));
     CHECK_INT(must(on->seq_len(branch)), 10);
   }
-  // No bytes and no positions of their own.
+  // The branches take no bytes and no positions yet.
   CHECK_INT(*on->length(), 10);
   CHECK(change != nullptr || on->memory()->used == used);
 
@@ -145,7 +145,7 @@ void forks(const Change& change) {
   CHECK_INT(*on->length(), 16);
   must(on->compact());
 
-  // The only sequence there is: nothing has to be said of the next step.
+  // Only one sequence is left: the next step needs no declaration.
   Ids winner = branches[1];
   const Ids more = text(4, 99);
   winner.insert(winner.end(), more.begin(), more.end());
@@ -178,7 +178,7 @@ void admission() {
   for (int64_t i = 0; i < 5; ++i) {
     CHECK(close(rows.row(1 + i), wanted_fresh.row(i)));
   }
-  // The old one leaves; its cells are taken again.
+  // The old sequence is removed, and its cells are reused.
   must(on->seq_rm(7));
   CHECK_INT(*on->length(), 5);
   const Rows rest = on.model.at(5, slice(fresh, 5, 4));
@@ -202,7 +202,7 @@ void removal() {
   const Ids ids = text(20);
   On<SeqCache> on;
   on.model.at(0, slice(ids, 0, 12));
-  // Backtracking: the last answer once more, with other words.
+  // Backtracking: the last answer again, with other tokens.
   must(on->seq_rm(0, 8));
   CHECK_INT(must(on->seq_next(0)), 8);
   Ids other = slice(ids, 0, 8);
@@ -213,7 +213,7 @@ void removal() {
   for (int64_t i = 0; i < 5; ++i) {
     CHECK(close(rows.row(i), wanted.row(8 + i)));
   }
-  // From the middle and from the front: what is left keeps its positions.
+  // Removal in the middle and at the front: other tokens keep their positions.
   must(on->seq_rm(0, 4, 6));
   CHECK(is(must(on->seq_positions(0)), {{0, 4}, {6, 13}}));
   must(on->seq_rm(0, 0, 2));
@@ -231,7 +231,7 @@ void removal() {
   CHECK(is(must(on->seq_positions(0)), {}));
   CHECK(must(on->sequences()).empty());
 
-  // What windows have dropped is not gone back to.
+  // A rewind to dropped positions is refused.
   On<SeqCache> windowed([](CacheConfig& config) {
     config.layers[0].window = 4;
     config.max_step_tokens = 4;
@@ -274,7 +274,7 @@ void shared_tokens() {
   four.push_back(12);
   CHECK(close(two.row(0), alone(nine).row(6)));
   CHECK(close(two.row(1), alone(four).row(6)));
-  // Taken from one, they are the other's still.
+  // Removed from one sequence, they stay in the other.
   must(on->seq_rm(9));
   CHECK_INT(*on->length(), 7);
   CHECK_INT(must(on->seq_len(4)), 7);
@@ -292,7 +292,7 @@ void refusals() {
   step(on, first);
   const Seen before(on.session.cache());
 
-  // Several sequences, and nothing says which.
+  // Several sequences without a declaration.
   CHECK_REFUSED(
       on.model.step({1}, {2}), ETKV_ERROR_INVALID_ARGUMENT, "2 sequences");
   CHECK_REFUSED(on->rewind(1), ETKV_ERROR_INVALID_ARGUMENT, "2 sequences");
@@ -303,7 +303,7 @@ void refusals() {
       on.model.step({1}, {2}), ETKV_ERROR_INVALID_ARGUMENT, "declared 2");
   CHECK_REFUSED(on.model.step({1, 2}, {2, 3}), ETKV_ERROR_POSITION, "got 3");
   CHECK(Seen(on.session.cache()) == before);
-  // Still said.
+  // The declaration still holds.
   must(on.model.step({1, 2}, {2, 2}));
   CHECK_INT(*on->length(), 6);
 
@@ -312,12 +312,12 @@ void refusals() {
       on.model.step(slice(ids, 0, 7), run(3, 7)),
       ETKV_ERROR_CAPACITY,
       "6 of 12 cells");
-  // A sequence that has cells of its own there takes no others.
+  // A sequence with its own cells there accepts no others.
   CHECK_REFUSED(on->seq_cp(0, 1), ETKV_ERROR_POSITION, "sequence 1");
   CHECK_INT(*on->length(), 6);
 }
 
-/// The face is found out when the session is made.
+/// The face is checked when the session is made.
 void faces() {
   Model model("llama-f32");
   const auto config = make_config(model.params(), 64);
@@ -334,7 +334,7 @@ void faces() {
   model.at(0, text(3));
   CHECK_INT(must(session->seq_len(0)), 3);
   CHECK(session->kind() == "seq");
-  // The same cache by its key, with less of a face and with as much.
+  // The same cache by its key, with a smaller face and with the same face.
   auto plain = must(CacheRegistry::get(session.key()));
   CHECK_INT(*plain.length(), 3);
   auto again = must(CacheRegistry::get<SeqCache>(session.key()));

@@ -1,4 +1,4 @@
-// Sessions, keys and programs: who finds whose cache, and who keeps it alive.
+// Sessions, keys and programs: which cache a program finds, and its lifetime.
 
 #include <algorithm>
 #include <cstring>
@@ -54,8 +54,8 @@ void what_a_program_tells() {
       "backward");
 }
 
-/// ExecuTorch's default looks at a program's first bytes only. Here the table
-/// after them says that its fields are far outside of the file.
+/// ExecuTorch's default checks only a program's first bytes. Here the table
+/// after them declares fields far outside the file.
 void damaged_tables() {
   std::ifstream whole(program_path("llama-f32"), std::ios::binary);
   std::string bytes(
@@ -85,7 +85,7 @@ void faces_in_cpp() {
   Session session = session_for(model, 16);
   const std::string key = session.key();
 
-  // Moving keeps the key and the cache; what is left behind is empty.
+  // Moving keeps the key and the cache; the moved-from session is empty.
   Session moved = std::move(session);
   CHECK(key == moved.key());
   CHECK_INT(moved->capacity(), 16);
@@ -93,7 +93,7 @@ void faces_in_cpp() {
   CHECK_INT(session.cache().capacity(), 0);
   CHECK_INT(session.cache().n_layers(), 0);
   CHECK(session.cache().kind().empty());
-  // What could not be asked is not an answer.
+  // Calls on a moved-from face are errors, not answers.
   const auto none = ETKV_ERROR_INVALID_ARGUMENT;
   CHECK_REFUSED(session.cache().can_extend(0), none, "cache is NULL");
   CHECK_REFUSED(session.cache().length(), none, "cache is NULL");
@@ -128,7 +128,7 @@ void keys_are_unique() {
     keys.insert(sessions.back().key());
   }
   CHECK_INT(keys.size(), 100);
-  // Nor does a key come back after its session.
+  // A key is not reused after its session.
   sessions.clear();
   auto later = must(make_decode_session(backend(), small_config(1, 1, 1)));
   CHECK(keys.count(later.key()) == 0);
@@ -148,10 +148,10 @@ void unknown_keys() {
   }
   CHECK_REFUSED(model.load(key.c_str()), ETKV_ERROR_NO_CACHE, "session alive");
 
-  // A program that could not be loaded can be loaded still.
+  // A program can be loaded after a failed load.
   const Session session = session_for(model);
   must(model.load(session.key()));
-  // Loaded once, it keeps its cache; another key is not quietly passed over.
+  // A loaded program keeps its cache; another key is an error.
   CHECK_REFUSED(
       model.load(session.key()), ETKV_ERROR_INVALID_ARGUMENT, "loaded already");
   model.at(0, text(3));
@@ -184,7 +184,7 @@ void no_key() {
   const auto check = [](Model& model) {
     const auto ran = model.step(text(3), run(0, 3));
     CHECK_REFUSED(ran, ETKV_ERROR_NO_CACHE, "cache_key");
-    // It stays so.
+    // Later steps are refused too.
     CHECK_REFUSED(
         model.step(text(1), run(0, 1)), ETKV_ERROR_NO_CACHE, "cache_key");
   };
@@ -197,13 +197,13 @@ void no_key() {
       without.module().load_method("forward") ==
       executorch::runtime::Error::Ok);
   check(without);
-  // An empty key is none.
+  // An empty key counts as no key.
   Model empty("llama-f32");
   must(empty.load(""));
   check(empty);
 }
 
-/// What a host that passes no options sets for its thread instead.
+/// Options that a host sets for its thread, instead of passing them.
 void options_of_the_thread() {
   using executorch::runtime::Error;
   const auto set = [](const char* key, const char* logits) {
@@ -218,7 +218,7 @@ void options_of_the_thread() {
   CHECK_REFUSED(set("\xff", nullptr), ETKV_ERROR_INVALID_ARGUMENT, "UTF-8");
 
   must(set(session.key(), "last"));
-  // Another thread's loads are its own.
+  // The options do not affect another thread's loads.
   std::thread([] {
     Model other("llama-f32");
     REQUIRE(other.module().load_method("forward") == Error::Ok);
@@ -229,7 +229,7 @@ void options_of_the_thread() {
   CHECK_INT(must(model.step(text(3), run(0, 3))).count, 1);
   CHECK_INT(*session.cache().length(), 3);
 
-  // What ExecuTorch passes on goes first, each for itself.
+  // Each option that ExecuTorch passes takes precedence.
   Model second("llama-f32");
   const Session own = session_for(second);
   must(second.load(own.key()));
@@ -246,7 +246,7 @@ void options_of_the_thread() {
       third.step(text(1), run(0, 1)), ETKV_ERROR_NO_CACHE, "cache_key");
 }
 
-/// A payload is judged without its constants.
+/// A payload can be checked without its constants.
 void a_payload_alone() {
   const auto check = [](const std::vector<uint8_t>& payload) {
     return detail::run([&](etkv_error** error) {
@@ -286,7 +286,7 @@ void other_sizes() {
       {small_config(2, 2, 32), "layer 0"},
       {small_config(2, 4, 16), "layer 0"},
       {small_config(2, 1, 16), "layer 0"},
-      // Found out when the first layer has been written.
+      // Detected after the first layer is written.
       {last_layer, "expected values of shape"},
   };
   for (const auto& [config, words] : cases) {
@@ -303,13 +303,13 @@ void other_sizes() {
       CHECK_INT(session->memory()->used, 0);
       CHECK(*session->can_extend(16));
     }
-    // Slots of the layers before the one that refuses may stay until then.
+    // Layers before the refusing one may keep their new slots until a clear.
     must(session->clear(/*release=*/true));
     CHECK(Seen(session.cache()) == before);
   }
 }
 
-/// A session by the C interface, whose handles are free to outlive it.
+/// A session of the C interface, whose handles may outlive it.
 etkv_session* raw_session(Model& model) {
   const auto params = model.params();
   auto made = make_config(params, 64, "f32", 4);
@@ -325,8 +325,8 @@ etkv_cache* raw_cache(const etkv_session* session) {
   return etkv_session_cache(session);
 }
 
-/// A session, a handle and a program leave in any order; the cache leaves with
-/// the last of them.
+/// A session, a handle and a program are freed in any order. The cache is freed
+/// with the last of them.
 void any_order_of_leaving() {
   const Ids ids = text(9);
   Bound fresh;
@@ -344,7 +344,7 @@ void any_order_of_leaving() {
     model->at(0, slice(ids, 0, 6));
 
     for (const char leaving : order) {
-      // The remaining owners find the cache as it was.
+      // The remaining owners have the cache unchanged.
       switch (leaving) {
         case 'h':
           handle.reset();
@@ -360,8 +360,7 @@ void any_order_of_leaving() {
         CHECK_INT(*handle->length(), 6);
       }
       if (model) {
-        // Over the rows of an earlier turn, where the handle did not forget
-        // them.
+        // Overwrites earlier rows, unless the handle removed them.
         CHECK(model->at(6, slice(ids, 6, 3)) == wanted);
       }
       Model next("llama-f32");
@@ -403,7 +402,7 @@ void two_programs_on_one_cache() {
         "the program is for backend `MLXBackend`");
     must(first.cache().rewind(8));
   } else {
-    // One of another dtype reads the same storage.
+    // A program of another dtype reads the same storage.
     must(half.load(first.session.key()));
     must(first.cache().rewind(7));
     const Rows close = half.at(7, {ids[7]});
@@ -411,7 +410,7 @@ void two_programs_on_one_cache() {
   }
   CHECK_INT(*first.cache().length(), 8);
 
-  // One with other shapes is refused, and the first goes on.
+  // A program with other shapes is refused, and the first one continues.
   Model other("qwen3-f32");
   if (auto loaded = other.load(first.session.key()); loaded.ok()) {
     CHECK_REFUSED(other.step({ids[8]}, run(8, 1)), ETKV_ERROR_SHAPE, "layer 0");

@@ -10,7 +10,8 @@
 namespace etkv::tests {
 namespace {
 
-// ---- Greedy verification, made up ---------------------------------------------------
+// ---- Greedy verification of made-up logits
+// ---------------------------------------------------
 
 void greedy_verification() {
   TokenTree tree(5);
@@ -20,7 +21,7 @@ void greedy_verification() {
   tree.add(4, a);
   CHECK(tree.positions(10) == (Ids{10, 11, 11, 12, 12}));
   CHECK(tree.children(0) == (std::vector<int32_t>{a, b}));
-  // What each node makes likeliest.
+  // `best` has the argmax after each node.
   const auto verified = [&](const Ids& best) {
     std::vector<float> rows(best.size() * kLetters, 0.0F);
     for (size_t i = 0; i < best.size(); ++i) {
@@ -46,26 +47,26 @@ void ngrams() {
   const auto grow = [](const Ids& text, int64_t depth, int64_t width) {
     return NgramDraft::grow(text, {depth, width, 64});
   };
-  // 7 8 was followed by 9 1; one id alone is no likeness.
+  // 7 8 was followed by 9 1; a single id is no match.
   CHECK(grow({7, 8, 9, 1, 7, 8}, 2, 1).tokens == (Ids{8, 9, 1}));
   CHECK(grow({7, 8, 9, 1, 8}, 2, 1).tokens == (Ids{8}));
   CHECK(grow({7}, 3, 3).tokens == (Ids{7}));
   CHECK(grow({7, 8, 9, 1, 7, 8}, 0, 1).tokens == (Ids{8}));
-  // Of two continuations the later one first, and both where there is room.
+  // Of two continuations the later one comes first; both if there is room.
   const Ids twice = {7, 8, 1, 0, 7, 8, 2, 0, 7, 8};
   CHECK(grow(twice, 1, 1).tokens == (Ids{8, 2}));
   const auto both = grow(twice, 2, 2);
   CHECK(both.tokens == (Ids{8, 2, 1, 0, 0}));
   CHECK(both.parents == (std::vector<int32_t>{-1, 0, 0, 1, 2}));
-  // A longer likeness outweighs a later one.
+  // A longer match outweighs a later one.
   CHECK(grow({5, 7, 8, 1, 6, 7, 8, 2, 5, 7, 8}, 1, 1).tokens == (Ids{8, 1}));
-  // What repeats goes on past the end.
+  // A repetition goes on past the end.
   CHECK(grow({1, 2, 3, 1, 2, 3, 1, 2}, 5, 1).tokens == (Ids{2, 3, 1, 2, 3, 1}));
   // No more nodes than asked for.
   CHECK_INT(NgramDraft::grow(twice, {3, 2, 3}).size(), 3);
 }
 
-/// Text with a period is drafted as deep as is asked for.
+/// A periodic text is drafted to the requested depth.
 void repetition() {
   const Ids period = {3, 1, 4, 1, 5};
   Ids text(12);
@@ -96,7 +97,7 @@ void repetition() {
 
 // ---- On programs ----------------------------------------------------------------------
 
-/// Greedily: the ids of reference decoding, for every draft and shape.
+/// Greedy: the ids of reference decoding, for every draft and shape.
 void same_ids() {
   const size_t most = 24;
   const Ids reference = reference_ids("llama-f32", prompt(), most);
@@ -106,7 +107,7 @@ void same_ids() {
     const auto proposer = draft(name, target);
     for (int64_t depth = 0; depth <= 6; ++depth) {
       for (int64_t width = 1; width <= (depth == 0 ? 1 : 8); ++width) {
-        // Wide trees cost most, and are as good at each step: fewer of them.
+        // Wide trees cost the most, so run fewer steps of them.
         const size_t n = width <= 2 ? most : 10;
         const Ids wanted = slice(reference, 0, n);
         must(target.cache().clear());
@@ -122,7 +123,7 @@ void same_ids() {
         const auto took = speculator.take_statistics();
         CHECK_INT(took.ids, n - 1);
         if (std::string(name) == "llama-f32") {
-          // Its own draft tokens are all right.
+          // The model's own draft tokens are all correct.
           CHECK_INT(
               took.steps, (static_cast<int64_t>(n) - 1 + depth) / (depth + 1));
         }
@@ -170,7 +171,7 @@ class Asked : public examples::Draft {
   std::optional<int64_t> pays_;
 };
 
-/// A draft says which width pays, and what the user gives outweighs that.
+/// A draft may choose the width, and the user's width overrides it.
 void width_that_pays() {
   CHECK_INT(NgramDraft().width().value_or(0), 1);
   Target target;
@@ -211,7 +212,7 @@ void at_capacity() {
     CHECK(again.ids == slice(wanted, 0, 10));
     CHECK_INT(again.reused_tokens, prompt().size() - 1);
   }
-  // A draft that has less room than the target proposes as long as it can.
+  // A draft with less room than the target proposes while it has room.
   Target target;
   const auto proposer = draft("llama-f32", target, /*capacity=*/30);
   examples::Speculator speculator(
@@ -222,7 +223,7 @@ void at_capacity() {
       must(generator.answer(prompt(), 40, examples::Listener())).ids == wanted);
 }
 
-/// An id that ends an answer is its last, wherever in a tree it was.
+/// An eos id is the last of its answer, wherever in a tree it was.
 void ends_within_a_tree() {
   const Ids wanted = reference_ids("llama-f32", prompt(), 24);
   Target target;

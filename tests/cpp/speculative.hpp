@@ -1,5 +1,5 @@
-// What the tests of drafts share: a target on a tree cache with drafts for it, and
-// rows of logits that are made up.
+// Shared by the tests of drafts: a target on a tree cache with drafts for it,
+// and made-up rows of logits.
 #pragma once
 
 #include <cmath>
@@ -21,7 +21,7 @@ using examples::TokenTree;
 using examples::TreeShape;
 using examples::VerificationResult;
 
-/// Of made-up languages.
+/// The vocabulary of made-up languages.
 inline constexpr int64_t kLetters = 6;
 
 inline LogitsView view(const std::vector<float>& rows) {
@@ -78,7 +78,7 @@ draft(const std::string& name, Target& target, int32_t capacity = 200) {
            target.model.program().hidden_state_type()}));
 }
 
-/// A prompt with something to draft from in it.
+/// A prompt with repetitions to draft from.
 inline Ids prompt() {
   Ids ids = text(9, 3);
   const Ids again = ids;

@@ -1,6 +1,5 @@
-// Steps through ExecuTorch's Module: what is refused leaves no trace, going
-// back is a fresh start from there, and chunks, formats and growth change
-// nothing that they should not.
+// Steps through ExecuTorch's Module: a refused step leaves no trace, a rewind
+// gives a fresh start, and chunks, formats and growth change no results.
 
 #include <limits>
 
@@ -9,7 +8,7 @@
 namespace etkv::tests {
 namespace {
 
-// ---- What is refused --------------------------------------------------------
+// ---- Refused steps --------------------------------------------------------
 
 struct Refused {
   const char* what;
@@ -51,7 +50,7 @@ std::vector<Refused> refused_steps() {
   };
 }
 
-/// Prefill of 6 and 3, then `steps` refused ones, then 3 more tokens.
+/// Runs 6 and 3 tokens, then the refused `steps`, then 3 more tokens.
 Rows with_refusals(const std::vector<Refused>& steps, Ids ids) {
   Bound bound("llama-f32", 12);
   bound.at(0, slice(ids, 0, 6));
@@ -84,8 +83,8 @@ void refused_steps_leave_no_trace() {
   CHECK(with_refusals(steps, ids) == wanted);
 }
 
-/// Ids and positions that are not as many fail in the first layer, when the
-/// step is open, and the first of them when it is about to write over rows.
+/// Unequal numbers of ids and positions fail in the first layer, after the step
+/// has opened and just before it overwrites rows.
 void lengths_that_differ() {
   const Ids ids = text(12);
   const Rows wanted = with_refusals({}, ids);
@@ -105,7 +104,7 @@ void lengths_that_differ() {
   }
 }
 
-/// What ExecuTorch itself refuses does not reach the cache.
+/// A step that ExecuTorch itself refuses does not reach the cache.
 void inputs_that_executorch_refuses() {
   const Ids ids = text(12);
   const Rows wanted = with_refusals({}, ids);
@@ -141,8 +140,8 @@ void inputs_that_executorch_refuses() {
       {EValue(*id), EValue(9.0)},
   };
   for (const auto& input : inputs) {
-    // Inputs that are left out are those of an earlier run to Module, so that
-    // this may be a step; it is rolled back.
+    // If inputs are missing, Module uses those of an earlier run. So this may
+    // run a step; it is rolled back.
     const auto ran = execute(bound.model.module(), "forward", input);
     if (ran.ok()) {
       CHECK(input.size() < 2);
@@ -170,12 +169,12 @@ void full() {
   CHECK_INT(*bound.cache().length(), 6);
   CHECK(
       bound.cache().memory()->allocated == bound.cache().memory()->at_capacity);
-  // What is full can still go back.
+  // A full cache can still be rewound.
   CHECK(bound.at(5, {ids[5]}) == wanted);
   CHECK_INT(*bound.cache().length(), 6);
 }
 
-// ---- Going back -------------------------------------------------------------
+// ---- Rewinds -------------------------------------------------------------
 
 void explicit_rewind() {
   const Ids ids = text(10);
@@ -188,8 +187,8 @@ void explicit_rewind() {
     }
     const Rows wanted = fresh.at(length, other);
 
-    // The rows that stay are written by a step of their own: a product of more
-    // rows need not round alike.
+    // The kept rows are written by their own step: a product of more rows may
+    // round differently.
     Bound bound;
     if (kept > 0) {
       bound.at(0, slice(ids, 0, kept));
@@ -202,7 +201,7 @@ void explicit_rewind() {
     const Memory before = *bound.cache().memory();
     must(bound.cache().rewind(length));
     CHECK_INT(*bound.cache().length(), length);
-    // Slots stay for what comes next.
+    // Slots stay allocated for later tokens.
     CHECK_INT(bound.cache().memory()->allocated, before.allocated);
     CHECK_INT(bound.cache().memory()->used, before.used / 10 * kept);
     CHECK(bound.at(length, other) == wanted);
@@ -258,7 +257,7 @@ void chunks() {
     CHECK(apart < 1e-4);
     CHECK_INT(pieces.best(), all.best());
   }
-  // As many as the program takes.
+  // As many as the program accepts.
   Bound most;
   CHECK_INT(most.at(0, text(kMaxTokens)).count, kMaxTokens);
 }
@@ -299,7 +298,7 @@ void growth() {
     CHECK_INT(bound.cache().memory()->at_capacity, 22 * slot);
     for (uint64_t length = 1; length <= 22; ++length) {
       bound.at(static_cast<int64_t>(length) - 1, {ids[length - 1]});
-      // Four slots, doubled, and never more than the capacity.
+      // Four slots, then doubled, up to the capacity.
       const uint64_t slots = length <= 4    ? 4
                              : length <= 8  ? 8
                              : length <= 16 ? 16
@@ -309,18 +308,18 @@ void growth() {
       CHECK_INT(memory.used, length * slot);
       CHECK_INT(memory.at_capacity, 22 * slot);
     }
-    // In one step, past several of those places.
+    // In one step, past several such sizes.
     must(bound.cache().clear(/*release=*/true));
     bound.at(0, slice(ids, 0, 9));
     CHECK_INT(bound.cache().memory()->allocated, 16 * slot);
   }
-  // The first allocation is no more than the capacity, either.
+  // The first allocation does not exceed the capacity, either.
   Bound small("llama-f32", 3, "f32", 100);
   small.at(0, {1});
   CHECK_INT(small.cache().memory()->allocated, 3 * slot_bytes(4));
 }
 
-/// Where a cache grows makes no difference to what it answers.
+/// The places where a cache grows do not change its answers.
 void growth_changes_nothing() {
   const Ids ids = text(30);
   const auto answers = [&](int32_t min_chunk) {
@@ -362,7 +361,7 @@ void clearing() {
 }
 
 /// MLX's own count follows the cache's.
-void memory_is_given_back() {
+void memory_is_freed() {
   const auto active = [] {
     etkv_mlx_memory memory{};
     memory.struct_size = sizeof(memory);
@@ -397,13 +396,13 @@ void formats() {
     const double bf16 = distance(answer("bf16"), exact);
     std::printf(
         "%s: distance of f32 %g, f16 %g, bf16 %g\n", name, f32, f16, bf16);
-    // A storage that holds what the program computes loses nothing of it. Where it
-    // holds more, products are those of the wider dtype.
+    // A storage of the program's dtype loses nothing. A wider storage computes
+    // products in the wider dtype.
     CHECK(half ? f32 < 0.3 : f32 == 0.0);
     CHECK(f16 < (half ? 0.3 : 0.05));
     CHECK(bf16 < 0.3);
     CHECK(half ? bf16 == 0.0 : f16 < bf16);
-    // Without a format, a cache stores what the program computes.
+    // Without a format, a cache stores the program's dtype.
     CHECK(answer("") == exact);
   }
 }
@@ -436,7 +435,7 @@ int main() {
   growth_changes_nothing();
   clearing();
   if (!on_cpu()) {
-    memory_is_given_back();
+    memory_is_freed();
   }
   formats();
   keys_and_values_apart();

@@ -1,5 +1,5 @@
-// A backend between ExecuTorch and MLXBackend, so that a test can hand the
-// delegate arguments that ExecuTorch itself would not let through.
+// A backend between ExecuTorch and MLXBackend. With it a test passes arguments
+// to the delegate that ExecuTorch would refuse.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ using Tamper = std::function<void(std::vector<EValue*>&)>;
 
 class Tap final : public ::executorch::runtime::BackendInterface {
  public:
-  /// As long as kMLXBackend, whose place it takes in a program.
+  /// As long as kMLXBackend, which it replaces in a program.
   static constexpr char kName[] = "TapBackend";
 
   static Tap& get() {
@@ -31,14 +31,14 @@ class Tap final : public ::executorch::runtime::BackendInterface {
     return tap;
   }
 
-  /// Registers the tap. Once, before the first program.
+  /// Registers the tap once, before the first program.
   static void open() {
     REQUIRE(
         ::executorch::runtime::register_backend({kName, &get()}) ==
         ::executorch::runtime::Error::Ok);
   }
 
-  /// Applies to the next execution, and to that alone.
+  /// Applies to the next execution only.
   void tamper_once(Tamper tamper) {
     tamper_ = std::move(tamper);
   }
@@ -80,7 +80,7 @@ class Tap final : public ::executorch::runtime::BackendInterface {
   mutable Tamper tamper_;
 };
 
-/// A program whose delegate is behind the tap, on a cache of its own.
+/// A program whose delegate is called through the tap, on its own cache.
 class Tapped {
  public:
   explicit Tapped(

@@ -1,5 +1,5 @@
-// Programs and caches on several threads: each object is used by one thread at
-// a time, caches may be shared.
+// Programs and caches on several threads: one thread at a time uses each
+// object, but caches may be shared.
 
 #include <atomic>
 #include <mutex>
@@ -11,7 +11,7 @@
 namespace etkv::tests {
 namespace {
 
-/// Runs `work` on a thread of its own, and waits for it.
+/// Runs `work` on a new thread, and waits for it.
 template <typename Work>
 void on_a_thread(Work work) {
   std::thread(work).join();
@@ -38,7 +38,7 @@ void load_execute_destroy() {
     std::unique_ptr<Bound> bound;
     on_a_thread([&] { bound = std::make_unique<Bound>(); });
     on_a_thread([&] { CHECK(bound->at(0, prompt) == first); });
-    // Another one goes on where the first was.
+    // Another thread continues where the first stopped.
     on_a_thread([&] { CHECK(bound->at(7, {3}) == second); });
     on_a_thread([&] { must(bound->cache().rewind(7)); });
     CHECK(bound->at(7, {3}) == second);
@@ -46,8 +46,8 @@ void load_execute_destroy() {
   }
 }
 
-/// Session, handle and program each leave on a thread that has done nothing
-/// else, in the order of their making and against it.
+/// Session, handle and program are each freed on a thread that has done nothing
+/// else, in order of creation and in reverse.
 void parts_on_their_own_threads() {
   for (int round = 0; round < 6; ++round) {
     std::unique_ptr<Model> model;
@@ -100,7 +100,7 @@ void programs_side_by_side() {
   }
 }
 
-/// Steps of several threads on one cache: each of them works or is refused.
+/// Steps of several threads on one cache: each succeeds or is refused.
 void one_cache() {
   constexpr int32_t kCapacity = 40;
   Bound first("llama-f32", kCapacity);
@@ -116,7 +116,7 @@ void one_cache() {
     for (int i = 0; i < 150; ++i) {
       seed = seed * 1664525U + 1013904223U;
       const int64_t n = 1 + (seed >> 10) % 5;
-      // Somewhere near the end; the other thread moves it meanwhile.
+      // A position near the end; the other thread moves the end meanwhile.
       const int64_t at =
           *first.cache().length() + int64_t((seed >> 20) % 4) - 2;
       const auto result = model.step(text(n, seed), run(at, n));
@@ -126,7 +126,7 @@ void one_cache() {
       } else {
         ++refused;
         const auto status = result.error().status();
-        // A forward on the CPU is several calls, and does not wait for another.
+        // A CPU forward is several calls, and does not wait for another.
         CHECK(
             status == ETKV_ERROR_POSITION || status == ETKV_ERROR_CAPACITY ||
             (on_cpu() && status == ETKV_ERROR_STEP));
@@ -134,7 +134,7 @@ void one_cache() {
       const int32_t length = *first.cache().length();
       CHECK(length >= 0 && length <= kCapacity);
       if (length > kCapacity - 6) {
-        // Refused where the other one has already cleared it.
+        // Refused if the other thread has already cleared it.
         (void)first.cache().rewind(3).ok();
       }
     }
@@ -147,7 +147,7 @@ void one_cache() {
   CHECK_INT(worked + refused, 300);
   CHECK(worked > 0);
 
-  // And it is a cache as any other.
+  // The cache still works like any other.
   must(first.cache().clear());
   CHECK(first.at(0, ids) == wanted);
   must(first.cache().clear());
@@ -185,7 +185,7 @@ void control_during_steps() {
           memory.used <= memory.allocated && *bound.cache().can_extend(0) &&
           !*bound.cache().can_extend(kCapacity - length + 1) &&
           bound.cache().capacity() == kCapacity &&
-          // Beyond what is there: changes nothing.
+          // Past the end: changes nothing.
           !bound.cache().rewind(kCapacity + 1).ok();
       consistent = consistent && holds;
       last = length;
@@ -201,18 +201,18 @@ void control_during_steps() {
   CHECK(consistent);
 }
 
-/// Each thread decodes sequences of its own in one cache, by a program of its
-/// own. What belongs to a step is said under a lock of theirs.
+/// Each thread decodes its own sequences in one cache, with its own program. A
+/// lock covers each declaration and its step.
 void sequences_of_two_threads() {
   constexpr int64_t kIds = 14;
   On<SeqCache> on;
-  std::mutex turn;
+  std::mutex step_lock;
   const auto decode = [&](Model& model, int32_t sequence, bool& same) {
     const Ids ids = text(kIds, static_cast<uint32_t>(sequence));
     const Rows wanted = alone(ids);
     for (int round = 0; round < 5; ++round) {
       for (int64_t at = 0; at < kIds; ++at) {
-        const std::lock_guard<std::mutex> lock(turn);
+        const std::lock_guard<std::mutex> lock(step_lock);
         must(on->begin_step({sequence}));
         const Rows rows = must(model.step({ids[at]}, {at}));
         same = same && close(rows, wanted.row(at));
@@ -231,12 +231,8 @@ void sequences_of_two_threads() {
   CHECK_INT(*on->length(), 0);
 }
 
-/// Without a lock of the hosts', a step may run under what the other thread named,
-/// and be refused or written there (see the header's chapter on threads). The cache
-/// stays whole: every sequence is one range from 0, and nothing is lost or counted
-/// twice.
-/// A call that works between steps. On MLX it waits for the step of another
-/// thread; on the CPU it is refused until that ends.
+/// A call that succeeds between steps. On MLX it waits for the step of another
+/// thread; on the CPU it is refused until that step ends.
 template <typename Call>
 void between_steps(Call call) {
   auto result = call();
@@ -248,6 +244,9 @@ void between_steps(Call call) {
   must(std::move(result));
 }
 
+/// Without a common lock, a step may run under the other thread's declaration, and
+/// be refused or written there (see "Threads" in etkv.h). The cache stays intact:
+/// every sequence is one range from 0, and nothing is lost or counted twice.
 void a_cache_stays_whole_without_a_lock() {
   On<SeqCache> on;
   Model second("llama-f32");
@@ -290,8 +289,8 @@ void a_cache_stays_whole_without_a_lock() {
   CHECK_INT(held, *on->length());
 }
 
-/// One handle on several threads, and freed while they use it: a call works as
-/// if the handle were freed after it, or is refused.
+/// Several threads use one handle, and free it meanwhile: each call works as if
+/// the handle were freed after it, or is refused.
 void one_handle() {
   Model model("llama-f32");
   const Session session = session_for(model);
@@ -331,7 +330,7 @@ void one_handle() {
   }
 }
 
-/// Caches and programs come and go while another program runs.
+/// Caches and programs are made and freed while another program runs.
 void coming_and_going() {
   const Ids prompt = text(6);
   Bound steady;
@@ -411,10 +410,10 @@ void errors_of_a_thread() {
     CHECK(taken().empty());
     fail(12);
     fail(13);
-    // The last one.
+    // The last error.
     CHECK_HAS(taken().c_str(), "position 13");
     CHECK(taken().empty());
-    // Left untaken, it goes with its thread.
+    // An error that is not taken is freed with its thread.
     fail(14);
   });
   CHECK_HAS(taken().c_str(), "position 11");

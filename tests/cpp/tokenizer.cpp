@@ -1,5 +1,5 @@
-// The tokenizer's face: text to ids and back, and errors that are results; beside
-// libetkv, the other library of the process that is Rust behind cxx.
+// The C++ interface of the tokenizer: text to ids and back, and errors as
+// results, next to libetkv, the other Rust library with cxx in the process.
 
 #include <filesystem>
 #include <optional>
@@ -47,7 +47,7 @@ void text_and_back() {
   CHECK(must(file.encode("", false)).empty());
   CHECK(must(file.encode(std::string_view("a\0b", 3), false)).size() == 3);
 
-  // A character that is cut short.
+  // An incomplete character.
   Ids cut = must(file.encode("\u20ac", false));
   cut.pop_back();
   CHECK(decoded(file.detokenizer(), cut) == "\ufffd");
@@ -74,7 +74,7 @@ void conversations() {
   CHECK(
       std::count(closed.begin(), closed.end(), opened.eos_token_ids()[0]) > 0);
 
-  // An answer keeps the ids that the model made of it.
+  // An answer keeps the ids that the model generated.
   const Ids made{300, 65, 300};
   const Ids kept = must(
       opened.apply_chat_template({{"assistant", "A", made}}, /*add=*/false));
@@ -118,7 +118,7 @@ void errors() {
       refusal(check_template_variables("[]")).find("expected a JSON object") !=
       std::string::npos);
 
-  // libetkv's bridge has its own errors, and neither disturbs the other's.
+  // libetkv's bridge has separate errors: neither library affects the other.
   Module module(program_path("llama-f32"));
   LoadOptions options("no such key");
   const auto lost = load_method(module, "forward", options);

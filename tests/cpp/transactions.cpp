@@ -1,5 +1,5 @@
-// A step that fails after it has begun is rolled back, for every kind of wrong input
-// and at every place in the step.
+// A step that fails after its beginning is rolled back, for every kind of wrong
+// input and at every place in the step.
 
 #include <algorithm>
 
@@ -32,7 +32,7 @@ constexpr size_t kPositions = 1;
 constexpr size_t kLogits = 2;
 constexpr size_t kArguments = 3;
 
-/// Puts `value` in place of an argument. It lives as long as the tamper.
+/// Replaces an argument by `value`, which lives as long as the tamper.
 Tamper replace(size_t index, EValue value, TensorPtr keep = nullptr) {
   auto held = std::make_shared<EValue>(std::move(value));
   return [=](std::vector<EValue*>& arguments) {
@@ -50,8 +50,8 @@ int64_t integers[64];
 int32_t narrow_integers[64];
 float reals[64 * kVocabulary];
 
-/// Faults that show when the step's rows have been written: the logits have
-/// nowhere to go.
+/// Faults that show after the step's rows are written: the logits cannot be
+/// stored.
 std::vector<Fault> output_faults() {
   const auto shape = ETKV_ERROR_SHAPE;
   return {
@@ -102,7 +102,7 @@ std::vector<Fault> output_faults() {
   };
 }
 
-/// Every second of six ids. ExecuTorch's helpers make contiguous tensors only.
+/// Every second of six ids. ExecuTorch's helpers make only contiguous tensors.
 TensorImpl* strided_ids() {
   static SizesType sizes[] = {1, 3};
   static DimOrderType order[] = {0, 1};
@@ -120,7 +120,7 @@ std::vector<Fault> argument_faults() {
     return from_blob(integers, std::move(sizes), ScalarType::Long);
   };
   return {
-      {"an argument too few",
+      {"one argument too few",
        invalid,
        "2 arguments",
        [](std::vector<EValue*>& arguments) { arguments.pop_back(); }},
@@ -128,7 +128,7 @@ std::vector<Fault> argument_faults() {
        invalid,
        "0 arguments",
        [](std::vector<EValue*>& arguments) { arguments.clear(); }},
-      {"an argument too many",
+      {"one argument too many",
        invalid,
        "4 arguments",
        [](std::vector<EValue*>& arguments) {
@@ -173,8 +173,8 @@ std::vector<Fault> argument_faults() {
   };
 }
 
-/// Where a step may be when it fails: after `rows` rows in steps of their own,
-/// at `position`, with `n` tokens.
+/// The place of a step that fails: after `rows` rows in separate steps, at
+/// `position`, with `n` tokens.
 struct Place {
   const char* what;
   std::vector<int64_t> rows;
@@ -204,8 +204,8 @@ void fill(Tapped& tapped, const Place& place) {
   }
 }
 
-/// The answers that show what rows a cache has: of the step itself, and of one
-/// more token after the rows that were there before.
+/// Answers that reveal the rows of a cache: those of the step itself, and of
+/// one more token after the earlier rows.
 struct Answers {
   Rows more;
   Rows again;
@@ -225,7 +225,7 @@ bool operator==(const Answers& a, const Answers& b) {
   return a.more == b.more && a.again == b.again && a.after == b.after;
 }
 
-/// A step that fails on arguments as they are needs no growth to be told.
+/// Checks one fault at one place.
 void check_fault(const Place& place, const Fault& fault, bool may_have_grown) {
   Tapped clean;
   fill(clean, place);
@@ -234,7 +234,7 @@ void check_fault(const Place& place, const Fault& fault, bool may_have_grown) {
   Tapped tapped;
   fill(tapped, place);
   const Seen before(tapped.cache());
-  // Twice: the first leaves nothing that the second would trip over.
+  // Twice: the first failure must not affect the second.
   for (int i = 0; i < 2; ++i) {
     const auto result =
         tapped.step(text(place.n, 77), place.position, fault.tamper);
@@ -260,7 +260,7 @@ void check_fault(const Place& place, const Fault& fault, bool may_have_grown) {
 void outputs_that_take_nothing() {
   for (const auto& place : places()) {
     for (const auto& fault : output_faults()) {
-      // The slots that the step grew by stay; no position is in them.
+      // The new slots of the step stay, without positions.
       check_fault(place, fault, /*may_have_grown=*/true);
     }
   }
@@ -274,7 +274,7 @@ void arguments_that_cannot_be() {
   }
 }
 
-/// Every place where a step can fail, one after the other on one cache.
+/// Every place where a step can fail, in sequence on one cache.
 void one_fault_after_the_other() {
   const Ids ids = text(40);
   std::vector<Rows> wanted;
@@ -303,7 +303,7 @@ void one_fault_after_the_other() {
   }
 }
 
-/// The first layer has been written, and grown, when the second refuses.
+/// The first layer is written, and has grown, when the second refuses.
 void a_layer_that_does_not_fit() {
   Tapped tapped(
       64, [](CacheConfig& config) { config.layers[1].v_head_dim = 8; });

@@ -1,5 +1,5 @@
-// Trees of candidates in a program's steps: what a node computes is what its
-// chain computes alone, and what is accepted is as if it had been decoded.
+// Trees of candidates in a program's steps: a node gives the same results as
+// its chain alone, and accepted tokens the same as decoding them.
 
 #include "tap.hpp"
 
@@ -26,7 +26,7 @@ Ids positions(int64_t base, const Parents& parents, size_t first, size_t n) {
   return found;
 }
 
-/// A text, a node and all that it follows.
+/// A text, a node and its ancestors.
 Ids chain(
     const Ids& prefix,
     const Parents& parents,
@@ -64,7 +64,7 @@ std::vector<Change> configs() {
   };
 }
 
-/// Verified whole: all nodes in one step.
+/// Verified in one step: all nodes together.
 void whole(const Change& change) {
   const Ids prompt = text(9);
   const Parents parents = {-1, 0, 0, 1, -1, 4, 3};
@@ -97,7 +97,7 @@ void whole(const Change& change) {
   }
 }
 
-/// Drafted level by level: a step for each.
+/// Drafted level by level, a step each.
 void levels(const Change& change) {
   const Ids prompt = text(7);
   const Parents parents = {-1, -1, 0, 1, 1, 3, 2};
@@ -137,7 +137,7 @@ void rejected() {
   Ids all = prompt;
   all.push_back(5);
   CHECK(close(on.model.at(7, {5}), alone(all).last()));
-  // Forgotten before it was run, too.
+  // A tree can also be removed before it has run.
   must(on->propose({-1, 0, 1}));
   must(on->commit({}));
   on.model.at(8, {6});
@@ -157,7 +157,7 @@ void several() {
   const Parents two = {-1, -1};
   must(on->propose(two, 8));
   must(on->propose(one, 3));
-  // Without a word, in the order of their sequences.
+  // Without a declaration, nodes run in order of their sequences.
   const Ids nodes = {10, 11, 12, 20, 21};
   const Rows rows = must(on.model.step(nodes, {6, 7, 7, 4, 4}));
   for (int32_t node = 0; node < 3; ++node) {
@@ -175,7 +175,7 @@ void several() {
   CHECK_INT(*on->length(), 13);
 }
 
-/// Speculative decoding gives the ids of reference decoding, whatever the draft.
+/// Speculative decoding gives the ids of reference decoding, for any draft.
 void speculative(const Change& change) {
   constexpr size_t kIds = 30;
   const Ids prompt = text(6, 3);
@@ -197,8 +197,8 @@ void speculative(const Change& change) {
   while (ids.size() < kIds) {
     ++steps;
     const auto base = static_cast<int64_t>(*on->length());
-    // The root, then a draft that is sometimes right: two chains, one of them
-    // with what comes, as far as chance lets it.
+    // The root, then a draft that is sometimes right: two chains, one of which
+    // has the correct id as often as the seed allows.
     Parents parents = {-1};
     Ids nodes = {root};
     const size_t at = ids.size();
@@ -233,11 +233,11 @@ void speculative(const Change& change) {
   }
   ids.resize(kIds);
   CHECK(ids == wanted);
-  // Some of the draft was taken.
+  // Some draft tokens were accepted.
   CHECK(steps < kIds - 5);
 }
 
-/// Where nothing is proposed it is a cache as any other, to the bit.
+/// Without proposals a tree cache gives the same bits as a contiguous one.
 void without_trees() {
   const Ids ids = text(14);
   On<Cache> plain;
@@ -277,7 +277,7 @@ void refusals() {
   CHECK_INT(*on->length(), 8);
 }
 
-/// A step of candidates that fails when its rows are written can be made again.
+/// A step of candidates that fails after its rows are written can be repeated.
 void undone_steps() {
   const Ids prompt = text(6);
   const Parents parents = {-1, 0, 0};

@@ -1,4 +1,4 @@
-// How far drafts go: what steps take, and the depth and width that pay.
+// Tuning of drafts: the cost of steps, and the best depth and width.
 
 #include <algorithm>
 #include <cmath>
@@ -15,15 +15,15 @@ namespace {
 using examples::LatencyModel;
 using examples::Tuner;
 
-/// The numbers of tokens that are looked at: a little beyond the largest tree.
+/// The largest tested number of tokens: a little more than the largest tree.
 constexpr double kMaxLength = 64.0;
 
-/// Checks that more tokens never take less time, and that the model has a time for
-/// each number.
+/// Checks that more tokens never take less time, and that each number has a
+/// time.
 void check_rises(const LatencyModel& latency) {
   for (double n = 0.0; n < kMaxLength; n += 0.5) {
     CHECK(latency.at(n) >= 0.0 && std::isfinite(latency.at(n)));
-    // But for the last bits.
+    // Except for rounding.
     CHECK(latency.at(n) <= latency.at(n + 0.5) * (1.0 + 1e-12));
   }
 }
@@ -32,8 +32,8 @@ bool near(double found, double expected) {
   return std::abs(found - expected) <= 1e-9 * std::abs(expected);
 }
 
-/// Whatever is measured, times rise, lie between those that were measured, and are in
-/// the unit of what was measured.
+/// For any measurements, times rise, lie between measured times, and scale with
+/// the unit.
 void any_measurements() {
   CHECK(LatencyModel().at(5) == 0.0);
   Rng rng(3);
@@ -61,8 +61,8 @@ void any_measurements() {
   }
 }
 
-/// Where times are a line, the model has that line, between what was measured and
-/// after it, however long the first forward of each number takes.
+/// If times are a line, the model has that line, between and after the measured
+/// numbers, however long the first forward of each number takes.
 void a_line() {
   for (const double once : {0.0, 7.0}) {
     for (const double each : {0.0, 0.001, 2.0}) {
@@ -72,18 +72,18 @@ void a_line() {
         latency.add(n, line(static_cast<double>(n)) + once);
         latency.add(n, line(static_cast<double>(n)));
       }
-      // One that was not measured again says nothing beside those that were.
+      // A single measurement does not count beside repeated ones.
       latency.add(7, 100.0);
       for (double n = 1.0; n < kMaxLength; n += 0.5) {
         CHECK(near(latency.at(n), line(n)));
       }
-      // Below the first point no line is known.
+      // Below the first point the time is constant.
       CHECK(latency.at(0.5) == latency.at(1));
     }
   }
 }
 
-/// One exception is no rule, and what goes on is.
+/// A single exception does not count, a lasting change does.
 void exceptions() {
   LatencyModel latency;
   for (int time = 0; time < 8; ++time) {
@@ -97,7 +97,7 @@ void exceptions() {
     latency.add(7, 8.0);
   }
   CHECK(latency.at(7) < after);
-  // Slower and faster from now on.
+  // A lasting change to slower or faster.
   for (const double seconds : {20.0, 2.0}) {
     double before = std::abs(latency.at(7) - seconds);
     for (int time = 0; time < 30; ++time) {
@@ -110,7 +110,7 @@ void exceptions() {
   }
 }
 
-/// The ids a second that a shape promises, if `latency` knows what trees take.
+/// The ids per second that a shape promises, by the times of `latency`.
 double promise(
     const TreeShape& shape,
     const Tuner& tuner,
@@ -124,7 +124,7 @@ double promise(
   return ids / (latency.at(nodes) + (shape.depth == 0 ? 0.0 : draft_seconds));
 }
 
-/// The most that any shape promises.
+/// The best promise of any shape.
 double best_promise(
     const Tuner& tuner,
     const LatencyModel& latency,
@@ -142,10 +142,10 @@ double best_promise(
   return best;
 }
 
-/// Lets a tuner have its way in a world where a forward of n tokens takes
-/// `fixed + each * n`, and candidates of each rank are right so often; returns the
-/// shape that it ends with. The first forward of each n takes `once` more. Checks that
-/// no other shape promises more, except for trials.
+/// Runs a tuner where a forward of n tokens takes `fixed + each * n`, and
+/// candidates of rank r are right with probability `ranks[r]`. Returns the
+/// final shape. The first forward of each n takes `once` more. Checks that no
+/// other shape promises more, except for trials.
 TreeShape settle(
     double fixed,
     double each,
@@ -167,7 +167,7 @@ TreeShape settle(
   bool had_tree = false;
   for (int step = 0; step < 600; ++step) {
     const auto shape = tuner.next(seconds);
-    // A trial comes after steps without a tree, and so does a first tree.
+    // A trial follows steps without a tree, as does the first tree.
     if (trees >= 2 && had_tree && shape.depth > 0 && !depth && !width) {
       const double best = best_promise(tuner, latency, seconds);
       const double draft_seconds = seconds(shape.depth, shape.width);
@@ -181,7 +181,7 @@ TreeShape settle(
     VerificationResult verified{{0}, 0};
     std::vector<int32_t> level = {0};
     for (int64_t i = 0; i < shape.depth; ++i) {
-      // All candidates hang on the first of the level before.
+      // All candidates are children of one node of the last level.
       const int32_t parent = level[0];
       level.clear();
       double at = rng.uniform();
@@ -195,7 +195,7 @@ TreeShape settle(
         }
         at -= right;
       }
-      // The accepted one is the one that goes on.
+      // The accepted candidate has the children.
       if (verified.accepted.back() >= level[0]) {
         level[0] = verified.accepted.back();
       }
@@ -217,8 +217,8 @@ TreeShape settle(
   return {most->first.first, most->first.second, 0};
 }
 
-/// Returns how many of 1,000 steps of a second have a tree, none of which is right,
-/// if a draft takes so many seconds.
+/// Returns how many of 1,000 steps have a tree if no draft token is right. A
+/// step takes a second and a draft `draft` seconds.
 int trials(double draft) {
   Tuner tuner(std::nullopt, std::nullopt);
   const auto seconds = [&](int64_t, int64_t) { return draft; };
@@ -239,17 +239,18 @@ int trials(double draft) {
 }
 
 void patience() {
-  // A trial every 17th step where drafts are cheap, and 1 of 100 seconds otherwise.
+  // A trial each 17th step if drafts are cheap, else 1 of 100 seconds.
   const int cheap = trials(0.01);
   CHECK(cheap >= 55 && cheap <= 70);
   const int dear = trials(2.0);
   CHECK(dear >= 5 && dear <= 10);
-  // They do not end.
+  // Trials never stop.
   CHECK(trials(1000.0) >= 4);
 }
 
-/// Returns the steps before the first tree, and those between it and the second, if
-/// a step of one token takes a second and a draft so many, and none is right.
+/// Returns the steps before the first tree, and those between it and the
+/// second, if no draft token is right. A step of one token takes a second, and
+/// a draft `draft` seconds.
 std::pair<int, int> first_trials(double draft) {
   Tuner tuner(std::nullopt, std::nullopt);
   std::vector<int> at;
@@ -273,10 +274,10 @@ std::pair<int, int> first_trials(double draft) {
 }
 
 void first_patience() {
-  // Free drafts are tried as soon as a step is measured, one after the other.
+  // Free drafts are tried as soon as a step is measured, and then each step.
   const auto [measured, between] = first_trials(0.0);
   CHECK(measured <= 10 && between == 0);
-  // Others wait until the draft takes 1 of 50 seconds or less, a step more or less.
+  // Others wait until the draft takes about 1 of 50 seconds or less.
   auto before = std::make_pair(measured, between);
   for (const double draft : {0.05, 0.1, 0.25, 0.5}) {
     const auto found = first_trials(draft);
@@ -286,15 +287,15 @@ void first_patience() {
     CHECK(std::abs(waited - found.second) <= 1.0);
     before = found;
   }
-  // But not for long, whatever they take.
+  // The wait is bounded, however long drafts take.
   const auto longest = first_trials(10.0);
   CHECK(longest == first_trials(1000.0));
   CHECK(longest.first >= before.first && longest.first <= 50);
   CHECK(longest.second <= 50);
 }
 
-/// Returns how many trees a tuner still asks for once none is right any more, in 50
-/// steps after as many that were all right. A draft takes no time.
+/// Returns how many trees a tuner requests in 50 steps in which no draft token
+/// is right, after 50 steps in which all were. A draft takes no time.
 int trees_until_noticed() {
   Tuner tuner(std::nullopt, /*width=*/1);
   int asked = 0;
@@ -319,7 +320,7 @@ int trees_until_noticed() {
   return asked;
 }
 
-/// A step without a tree is measured again where trees pay, however rare.
+/// Steps without a tree are measured again even if trees pay, but rarely.
 void remeasuring() {
   Tuner tuner(std::nullopt, /*width=*/1);
   int singles = 0;
@@ -340,13 +341,13 @@ void remeasuring() {
 }
 
 void noticing() {
-  // Some until then, and a trial every 17th step.
+  // Some until the tuner notices, and a trial every 17th step.
   const int asked = trees_until_noticed();
   CHECK(asked >= 2 && asked <= 9);
 }
 
 void tuning() {
-  // Verification costs next to nothing more: as deep and wide as may be.
+  // Verification costs almost nothing: deep and wide trees.
   auto shape = settle(1.0, 0.001, {0.6, 0.3});
   CHECK(shape.depth >= 5 && shape.width >= 2);
   // Every token costs the same: nothing pays.
@@ -355,13 +356,13 @@ void tuning() {
   // Draft tokens are never right.
   shape = settle(1.0, 0.1, {});
   CHECK_INT(shape.depth, 0);
-  // the second draft token is never right, and costs.
+  // The second candidate is never right, and costs.
   shape = settle(1.0, 0.1, {0.8});
   CHECK(shape.depth >= 2 && shape.width == 1);
   // The draft costs as much as the model.
   shape = settle(1.0, 0.1, {0.5}, /*draft=*/1.0);
   CHECK_INT(shape.depth, 0);
-  // What is made once, however long that takes, changes none of it.
+  // A one-time cost, however large, changes nothing.
   for (const double once : {1.0, 100.0}) {
     shape = settle(1.0, 0.001, {0.6, 0.3}, 0.0, {}, {}, once);
     CHECK(shape.depth >= 5 && shape.width >= 2);
@@ -370,10 +371,10 @@ void tuning() {
     shape = settle(1.0, 0.1, {0.8}, 0.0, {}, {}, once);
     CHECK(shape.depth >= 2 && shape.width == 1);
   }
-  // What is given stays.
+  // A given depth stays.
   shape = settle(0.0, 1.0, {0.6}, 0.0, /*depth=*/4);
   CHECK_INT(shape.depth, 4);
-  // Also where it is further than the tuner would look.
+  // Even a value outside the tuner's range.
   shape = settle(1.0, 0.001, {0.6, 0.3}, 0.0, std::nullopt, /*width=*/9);
   CHECK(shape.depth >= 3 && shape.width == 9);
   shape = settle(1.0, 0.001, {0.3, 0.3, 0.3}, 0.0, /*depth=*/7);

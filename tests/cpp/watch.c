@@ -1,10 +1,10 @@
 /*
- * The log callback and the reports, from C: what is told and when, what is refused,
- * and who frees what.
+ * The log callback and the reports, from C: what is reported and when, what is
+ * refused, and who frees what.
  */
 #include "abi.h"
 
-/* What a callback was called with last, and how often. */
+/* The last arguments of a callback, and the number of calls. */
 typedef struct {
   int calls;
   etkv_log_level level;
@@ -29,7 +29,7 @@ static void hear(
   }
 }
 
-/* A call that fails, which is told at `debug`. */
+/* A call that fails, which is logged at `debug`. */
 static void fail(etkv_cache* cache) {
   CHECK_INT(etkv_cache_rewind(cache, -3, NULL), ETKV_ERROR_POSITION);
 }
@@ -37,7 +37,7 @@ static void fail(etkv_cache* cache) {
 static void test_log(etkv_cache* cache) {
   heard first = {0};
   heard second = {0};
-  /* Nothing is set yet, and there is nothing to remove. */
+  /* Removing a callback that is not set is no error. */
   CHECK_INT(etkv_set_log_callback(NULL, NULL, NULL, NULL), ETKV_OK);
   fail(cache);
   CHECK_REFUSED(
@@ -59,7 +59,7 @@ static void test_log(etkv_cache* cache) {
   CHECK_HAS(first.message, "a call fails status=Position error=");
   CHECK_HAS(first.message, "-3");
 
-  /* A conversion: what began and how long it took, and that it was done. */
+  /* A conversion logs its span with the time, and its result. */
   CHECK_INT(etkv_cache_convert(cache, "f32", "f32", NULL), ETKV_OK);
   CHECK_INT(first.calls, 3);
   CHECK_HAS(first.target, "etkv::core");
@@ -81,15 +81,15 @@ static void test_log(etkv_cache* cache) {
   CHECK_INT(second.level, ETKV_LOG_INFO);
   CHECK_HAS(second.message, "the cache is converted k_format=f32 v_format=f32");
 
-  /* A filter that cannot be read leaves the one that is there. */
+  /* An invalid filter leaves the present one. */
   CHECK_INT(
       etkv_set_log_callback("=,=", hear, &first, NULL),
       ETKV_ERROR_INVALID_ARGUMENT);
   CHECK_INT(etkv_cache_convert(cache, "f16", "f16", NULL), ETKV_OK);
   CHECK_INT(second.calls, 3);
 
-  /* From inside the callback it is refused, and what that fails with is not
-   * told: there would be no end. */
+  /* Inside the callback it is refused. That error is not logged: there would be
+   * no end. */
   second.sets_itself = true;
   CHECK_INT(etkv_set_log_callback("debug", hear, &second, NULL), ETKV_OK);
   fail(cache);
@@ -102,7 +102,7 @@ static void test_log(etkv_cache* cache) {
   CHECK_INT(second.calls, 4);
   CHECK_INT(first.calls, 3);
 
-  /* And again. */
+  /* A callback can be set again. */
   CHECK_INT(etkv_set_log_callback("debug", hear, &first, NULL), ETKV_OK);
   fail(cache);
   CHECK_INT(first.calls, 4);
@@ -119,7 +119,7 @@ static void test_kept_log(etkv_cache* cache) {
       etkv_log_keep("etkv=loud", 2, error),
       ETKV_ERROR_INVALID_ARGUMENT,
       "the syntax of RUST_LOG");
-  /* Those two were not to be told yet. */
+  /* The refused calls keep no messages. */
   CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
   CHECK(json == NULL);
 
@@ -138,7 +138,7 @@ static void test_kept_log(etkv_cache* cache) {
   CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
   CHECK(json == NULL);
 
-  /* A callback in its place. */
+  /* A callback replaces it. */
   heard now = {0};
   CHECK_INT(etkv_set_log_callback("info", hear, &now, NULL), ETKV_OK);
   CHECK_INT(etkv_cache_convert(cache, "f16", "f16", NULL), ETKV_OK);

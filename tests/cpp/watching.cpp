@@ -1,4 +1,4 @@
-// What a program's steps tell the log callback, and reports of what is there then.
+// What a program's steps log, and reports of the state after them.
 
 #include <atomic>
 #include <mutex>
@@ -107,7 +107,7 @@ void layers_are_told_on_trace() {
   CHECK_COUNT(told, "etkv::program", 0);
 }
 
-/// A callback that was replaced is not running any more, and its state may go.
+/// A replaced callback no longer runs, and its state may be freed.
 void callbacks_are_replaced_while_steps_run() {
   Bound bound;
   std::atomic<bool> over{false};

@@ -1,5 +1,5 @@
-// Another backend that registers as MLXBackend when it is loaded, as that of
-// ExecuTorch's macOS packages does. It refuses every program.
+// Another backend that registers as MLXBackend when it is loaded, as in
+// ExecuTorch's macOS packages. It refuses every program.
 
 #include <executorch/runtime/backend/interface.h>
 

@@ -1,8 +1,8 @@
 // Programs run on etkv's delegate whether another MLXBackend registers before it,
 // after it, or not at all.
 //
-// `program OURS OTHER`: the libraries, each loaded once. Backends cannot be taken
-// out again, so each order is a process of its own.
+// `program OURS OTHER`: the libraries, each loaded once. Backends cannot be
+// unregistered, so each order needs its own process.
 
 #include <dlfcn.h>
 #include <sys/wait.h>
@@ -62,7 +62,7 @@ int in_order(const std::vector<const char*>& libraries, const char* to) {
       delegate_backend_id() ==
       std::string(other_first ? kEtkvBackend : kMLXBackend));
 
-  // As users open it: etkv's, or refused with what to do.
+  // Opened as users do: it runs, or the error says what to do.
   Module plain(program_path("llama-f32"));
   auto params = must(read_kv_cache_metadata(plain));
   auto made = must(make_decode_session_and_options(
@@ -78,7 +78,7 @@ int in_order(const std::vector<const char*>& libraries, const char* to) {
        {Module::LoadMode::File, Module::LoadMode::MmapUseMlockIgnoreErrors}) {
     CHECK(rows_of_prompt(mode) == rows);
   }
-  // Without a loader of ours, a Module tells when it is first used.
+  // With ExecuTorch's loader, a Module fails only at its first use.
   if (other_first) {
     CHECK_REFUSED(
         open_module("/nowhere/model.pte"), ETKV_ERROR_PROGRAM, "cannot open");
@@ -91,7 +91,7 @@ int in_order(const std::vector<const char*>& libraries, const char* to) {
   return check_report();
 }
 
-/// Only strings of the id's length are renamed, each of them, and nothing else.
+/// Exactly the strings of the id's length are renamed.
 void what_is_renamed() {
   const std::string counted("\x0a\0\0\0MLXBackend\0", 15);
   const std::string other("\x0b\0\0\0MLXBackend2\0", 16);
@@ -100,7 +100,7 @@ void what_is_renamed() {
   detail::rename_backend(tables.data(), size);
   const std::string renamed("\x0a\0\0\0EtkvForMLX\0", 15);
   CHECK(tables == renamed + other + "MLXBackend" + renamed);
-  // One that ends after the tables is left alone.
+  // A string that ends after the tables is not renamed.
   std::string cut = counted;
   detail::rename_backend(cut.data(), cut.size() - 1);
   CHECK(cut == counted);

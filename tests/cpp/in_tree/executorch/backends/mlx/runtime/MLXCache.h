@@ -1,5 +1,5 @@
 // Stands in for the header of this name in ExecuTorch's tree, with the
-// declarations that etkv's adapter meets there.
+// declarations that etkv's adapter uses.
 #pragma once
 
 #include <optional>
