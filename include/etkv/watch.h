@@ -97,11 +97,11 @@ ETKV_API etkv_status etkv_set_log_callback(
  * callback. This call and etkv_set_log_callback() replace each other.
  *
  * Use it in a host that runs programs while it holds a lock that its callback
- * would take. With a callback, such a host can deadlock: the lock waits for
- * Use it in a host that runs programs while it holds a lock that its callback
  * would take. With a callback, such a host can deadlock: the thread with the
  * lock waits for MLX, and the callback, with MLX, waits for the lock.
  * ExecuTorch's Python module runs programs with Python's lock held.
+ *
+ * @param filter  as for etkv_set_log_callback().
  * @param most    the number of messages, at least 1;
  *                ETKV_ERROR_INVALID_ARGUMENT for 0.
  *
