@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-# A process ignores the signals that its parent ignores, and a shell's background jobs ignore Ctrl-C: programs that
-# tests start would ignore it too. With Python's own handler here, they begin with the default one.
+# A shell's background jobs ignore Ctrl-C, and so would programs that tests start: a process inherits ignored signals.
+# With Python's own handler here, these programs begin with the default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Workers share the cores. OpenMP's threads do not sleep while they wait for each other: if each worker had one thread
-# per core, the threads would mostly wait.
+# Workers share the cores. OpenMP's threads spin while they wait for each other: with a thread per core in each worker,
+# they would mostly wait.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 # Tests compare float32 with float32. Without this, newer GPUs round the factors of products to TF32.
 os.environ["MLX_ENABLE_TF32"] = "0"
 
-# Some virtual machines report AMX but cannot run it: PyTorch's bfloat16 products end the process there.
+# Some virtual machines report AMX but cannot run it. PyTorch's bfloat16 products end the process there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import etkv
@@ -33,7 +33,7 @@ from reference import PROMPT, Variant, config
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files with the real model first: they take longest, and at the end other workers would wait for them."""
+    """Sort files with the real model first. They take longest: at the end, other workers would wait for them."""
     long = {item.path for item in items if item.get_closest_marker("real_model")}
     items.sort(key=lambda item: item.path not in long)
 

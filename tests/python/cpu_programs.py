@@ -29,7 +29,7 @@ def program(variant: Variant) -> Program:
 
 
 def request(variant: Variant, **changes: Any) -> ExportRequest:
-    """Return what exports ``variant`` for the CPU to ``build/models/cpu-*/``."""
+    """Return the request that exports ``variant`` for the CPU to ``build/models/cpu-*/``."""
     folder = reference.MODELS / f"cpu-{variant.name}"
     changes = {"output": folder / "model.pte", "keep_hf": folder / "hf", **changes}
     return dataclasses.replace(reference.request(variant), backend="cpu", **changes)
@@ -59,7 +59,7 @@ def run(path: Path, ids: Sequence[int], *others: torch.Tensor, logits: str = "al
 def greedy(path: Path, prompt: Sequence[int], count: int, step: int = 40) -> tuple[list[int], torch.Tensor]:
     """Return ``count`` greedy ids after ``prompt``, and the rows of logits of all tokens but the last.
 
-    The prompt runs in steps of ``step`` tokens, and what follows a token a step.
+    The prompt runs in steps of ``step`` tokens. The answer runs a token a step.
     """
     with session(path) as cache, etkv.load(path, cache) as loaded:
         rows, ids = [], list(prompt)

@@ -1,7 +1,6 @@
-"""Damaged copies of a program: which bytes of a ``.pte`` belong to what, and what becomes of some of them.
+"""Damaged copies of a program: the regions of a ``.pte``, and changes of some bytes.
 
-A copy is made from a number and nothing else: the same on every machine, so that one that ends a process can be made
-again.
+A copy depends on its number only, and is the same on every machine. So a copy that ends a process can be repeated.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import struct
 from dataclasses import dataclass
 
 HEAD = struct.Struct("<8x4sIQQ")
-"""The flatbuffer's own head, then the extended header: its mark, its length, bytes of tables, where segments begin."""
+"""The flatbuffer's own header, then the extended header: mark, length, bytes of tables, offset of the segments."""
 
 REGIONS = ("header", "tables", "payload", "segments")
 _SHARES = (15, 45, 30, 10)
@@ -20,7 +19,7 @@ _VALUES = (0, 1, 127, 128, 255)
 
 @dataclass(frozen=True)
 class Copy:
-    """One damaged copy. ``changes`` has the new value of each byte that changed, ``length`` the bytes that are left."""
+    """One damaged copy. ``changes`` has the new value of each changed byte. ``length`` is the number of bytes."""
 
     number: int
     region: str
@@ -39,7 +38,7 @@ class Copy:
 
 
 def regions(image: bytes) -> dict[str, range]:
-    """Where the parts of a program lie: the header, the tables, the delegate's payload, and everything else."""
+    """Return the byte ranges of a program's regions: header, tables, the delegate's payload, and the rest."""
     mark, length, n_tables, segments = HEAD.unpack_from(image)
     assert mark == b"eh00"
     start = image.index(b"MLX0") - 4
@@ -54,7 +53,7 @@ def regions(image: bytes) -> dict[str, range]:
 
 
 def copy(image: bytes, number: int) -> Copy:
-    """The damaged copy of this number: bytes changed, bits flipped, or the end cut off."""
+    """Return the damaged copy of this number, with bytes changed, bits flipped, or the end cut off."""
     rng = random.Random(number)
     (region,) = rng.choices(REGIONS, _SHARES)
     places = regions(image)[region]
@@ -62,7 +61,7 @@ def copy(image: bytes, number: int) -> Copy:
     if kind == "cut":
         return Copy(number, region, (), rng.choice(places))
     changes: dict[int, int] = {}
-    # Of few changes more get past the first checks.
+    # Copies with few changes pass the first checks more often.
     for _ in range(rng.choice((1, 1, 3) if kind == "bytes" else (1, 1, 2, 8))):
         place = rng.choice(places)
         if kind == "bytes":

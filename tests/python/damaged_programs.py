@@ -1,9 +1,9 @@
 """Opens and runs programs from Python: ``damaged_programs.py SECONDS``.
 
-Reads the path of a program from each line of stdin, and writes for each what became of it before it reads the next: 0
-where it ran, 1 where it was refused, 2 where an error was not etkv's, the number of a signal, less than 0, that ended
-the process. Errors are told on stderr. A process takes many programs, and another takes over where one ends; all are
-forked from this one, which has made the imports.
+Reads the path of a program from each line of stdin, and writes its outcome before it reads the next line: 0 if the
+program ran, 1 if it was refused, 2 for an error that is not etkv's, or the negative number of the signal that ended the
+process. Errors go to stderr. A process runs many programs. When it ends, another goes on. All are forked from this
+process, which has made the imports.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from etkv import _mlx_serialization
 RAN, REFUSED, RAISED = 0, 1, 2
 OVER, MORE, ERROR = 0, 1, 2
 MEMORY = 12 << 30
-"""Bytes of address space, at most: an allocation that cannot be is to fail, not to be waited for."""
+"""The limit of the address space, in bytes: an impossible allocation must fail at once."""
 
 PROGRAMS = 100
-"""The most that one process takes, so that little depends on what came before."""
+"""The most programs of one process, so that outcomes depend little on earlier programs."""
 
 LAYERS = (etkv.LayerConfig(2, 16), etkv.LayerConfig(2, 16))
 
 
 def use(path: Path, index: int) -> int:
-    """What a host does with a program: loads it with a session, runs a prompt and a step, asks it for its facts.
+    """Use a program as a host does: load it with a session, run a prompt and a step, and read its metadata.
 
-    The facts, which take longest, are those of one in ten.
+    Reading metadata takes longest, so only one in ten programs does it.
     """
     status = RAN
     for attempt in (run, etkv.read_kv_cache_metadata)[: 2 if index % 10 == 0 else 1]:
@@ -56,15 +56,15 @@ def run(path: Path) -> None:
 
 
 def take(seconds: int) -> bool:
-    """Take programs until there are no more, or many are done; whether there are no more."""
+    """Run programs to the end of stdin, or to the limit. Return whether stdin has ended."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for index in range(PROGRAMS):
-        # Of a line each: there is none before the one before is answered.
+        # A read has one line: the next line comes after the answer to this one.
         path = os.read(0, 4096).decode().rstrip("\n")
         if not path:
             return True
-        # Ends the process also where Python has no say.
+        # The alarm also ends the process within native code.
         signal.alarm(seconds)
         status = use(Path(path), index)
         signal.alarm(0)
@@ -99,7 +99,7 @@ def main(seconds: str) -> None:
 
 
 if __name__ == "__main__":
-    # Tools that are started write to stdout what is an error here.
+    # Tools that are started write errors to stdout.
     REPORTS = os.dup(1)
     os.dup2(2, 1)
     main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """Runs the Python blocks of a page, one after the other in one namespace, and compares what they print.
 
-A block marked ``python`` is run; one marked ``text`` right behind it is what it prints.
+A block marked ``python`` is run. A ``text`` block right after it is its expected output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: str) -> Iterator[tuple[int, str, str | None]]:
-    """Line, code and expected output of each Python block; None where the page shows no output."""
+    """Yield line, code and expected output of each Python block; None if the page shows no output."""
     found = list(_BLOCK.finditer(page))
     for block, after in zip(found, [*found[1:], None], strict=True):
         if block[1] != "python":
@@ -26,13 +26,13 @@ def blocks(page: str) -> Iterator[tuple[int, str, str | None]]:
 
 
 def run(path: Path) -> list[str]:
-    """What differs from the page, one entry a block."""
+    """Return the differences from the page, one entry a block."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     wrong = []
     for line, code, expected in blocks(path.read_text(encoding="utf-8")):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            # Lines of a traceback are those of the page.
+            # A traceback then has the line numbers of the page.
             exec(compile("\n" * (line - 1) + code, str(path), "exec"), namespace)
         if expected is not None and printed.getvalue() != expected:
             wrong.append(f"{path}:{line} prints\n{printed.getvalue()}and the page says\n{expected}")

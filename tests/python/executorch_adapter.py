@@ -1,23 +1,23 @@
 """Runs ExecuTorch's own tests of the op against this package's op and reference caches.
 
-    python executorch_adapter.py        prints what became of each test, as JSON
+    python executorch_adapter.py        prints the outcome of each test, as JSON
 
-The tests import names of ExecuTorch's modules. Those that are data, or a host's helper, stay ExecuTorch's: configs,
-policies, specs and ``flatten_step``. The op, its registry, the caches and the attention are adapters over ours, and
-translate where the two differ:
+The tests import names of ExecuTorch's modules. Data and host helpers stay ExecuTorch's: configs, policies, specs and
+``flatten_step``. The op, its registry, the caches and the attention are adapters of ours, and translate these
+differences:
 
-* ExecuTorch's caches tell how to mask by a kind and, where that is not enough, a mask; ours give a mask.
-* A step of theirs has been when its first layer was called, and tests leave out the others. One of ours has been when
-  all were: those that a test leaves out are called with zeros.
-* Theirs refuses a step that does not fit in ``begin_step``; ours in the step itself, and ``can_extend`` tells before.
-* Theirs wants ``begin_step`` before every forward, and one for each attempt; ours wants it where sequences are several,
-  and what was said holds until a step has worked.
-* Theirs raises RuntimeError where ours has the status CAPACITY, or STEP.
+* ExecuTorch's caches describe a mask by its kind, and return a mask if that is not enough. Ours always return a mask.
+* Their step commits when its first layer is called, and tests omit other layers. Ours commits once all layers are
+  called, so the adapter calls the omitted layers with zeros.
+* Their ``begin_step`` refuses a step that does not fit. Ours refuses in the step, and ``can_extend`` tells before.
+* Theirs needs ``begin_step`` before each attempt of a forward. Ours needs it if there are several sequences, and a
+  declaration holds until a step commits.
+* Theirs raises RuntimeError if ours has the status CAPACITY or STEP.
 * Theirs has 63 sequences; ours has 256.
-* Sizing, which is how theirs allocates, is nothing to ours.
+* Theirs allocates by a sizing policy. Ours has none.
 
-So five of the tests say little about this package: one is of ``flatten_step``, one of the policies, and of the step
-protocol (two) and of admission in ``begin_step`` it is the adapter that does what they ask for.
+So five of the tests say little about this package: one tests ``flatten_step``, one the policies, two the step protocol,
+and one admission in ``begin_step``. The adapter itself does what the last three test.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKAGE = "executorch.extension.llm.cache"
 
 
 def source(name: str) -> Path:
-    """The file of a module of ExecuTorch's, which is not imported for that."""
+    """Return the file of a module of ExecuTorch, without an import."""
     spec = importlib.util.find_spec("executorch")
     folders = spec.submodule_search_locations if spec else []
     return next(Path(folder, "extension/llm/cache", f"{name}.py") for folder in folders)
@@ -74,7 +74,7 @@ def their_errors() -> Iterator[None]:
 
 
 class Adapter:
-    """A cache of ours with the methods that theirs have in common."""
+    """A cache of ours with the methods that all of theirs have."""
 
     kind = "contiguous"
 
@@ -83,12 +83,12 @@ class Adapter:
             LayerConfig(config.n_kv_heads, config.head_dim, window=config.policy_for(layer).window)
             for layer in range(config.n_layers)
         ]
-        # Steps as long as the capacity: nothing that a window does not show is ever dropped.
+        # With steps as long as the capacity, windows drop no rows.
         ours = CacheConfig(layers, config.capacity, k_format="f32", v_format="f32", max_step_tokens=config.capacity)
         self.cache: Any = reference.make_cache(self.kind, ours)
         self.n_layers = config.n_layers
         self.served: dict[int, tuple[Any, ...]] = {}
-        """The layers of the forward that is under way, and what they were called with."""
+        """The called layers of the open forward, and their arguments."""
 
     def update_and_fetch(self, layer_id: int, k: Any, v: Any, position: Any) -> tuple[Any, Any, Any]:
         with self.call(layer_id, k, v, position) as positions:
@@ -109,7 +109,7 @@ class Adapter:
             self.served.clear()
 
     def finish(self) -> None:
-        """Calls the layers that were left out."""
+        """Calls the omitted layers."""
         if self.served:
             k, v, positions = next(iter(self.served.values()))
             for layer in range(self.n_layers):
@@ -203,7 +203,7 @@ class Registry:
 
 
 def tests() -> ModuleType:
-    """Their file of tests, with our names in place of theirs."""
+    """Returns their module of tests, with our names in place of theirs."""
     caches = {"CellReferenceCache": CellAdapter, "ContiguousReferenceCache": Adapter, "attend": attend}
     served = {
         f"{PACKAGE}.reference_cache": SimpleNamespace(**{**vars(theirs), **caches, "MAX_SEQS": MAX_SEQUENCES}),
@@ -218,7 +218,7 @@ def tests() -> ModuleType:
 
 
 class Counting(unittest.TestResult):
-    """Which tests have passed, and what became of the others."""
+    """Records the tests that passed, and the outcomes of the others."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Exports a tiny form of every family of transformers for both backends, and compares the programs with transformers.
 
-``python tests/python/family_sweep.py`` runs what it has no outcome of yet, two at a time, and writes the table of
-``docs/families.md``. Outcomes are kept in ``build/families-*.json``; remove them to run all again. ``family_sweep.py
-FILE llama:cpu gemma2:mlx`` runs these and writes their outcomes to ``FILE``. Each export has a process of its own and a
-limit of time; they share what this process has imported.
+``python tests/python/family_sweep.py`` runs the families without an outcome, two at a time, and writes
+``docs/families.md``. Outcomes are kept in ``build/families-*.json``; remove the files to run all again.
+``family_sweep.py FILE llama:cpu gemma2:mlx`` runs these cases and writes their outcomes to ``FILE``. Each export has
+its own process and a limit of time. The processes share the imports of this one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SECONDS = 600
 """The limit of one export and its comparison."""
 
 _PROMPT, _TOKENS, _CHUNK = 35, 45, 7
-"""Tokens of the prompt, of all, and of a step of the prompt. A window has 24."""
+"""Tokens of the prompt, of the whole text, and of a step of the prompt. A window has 24."""
 
 _TOLERANCE = 1e-3
 """The largest difference of a logit in float32; logits of tiny models spread by 1."""
@@ -40,7 +40,7 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a family on a backend.
+    """The outcome of a family on a backend.
 
     ``kind`` is ``equal``, ``refused`` or ``no tiny form``; anything else is a fault: ``wrong``, ``traceback``,
     ``does not run``, ``ended``. ``reason`` says more.
@@ -51,12 +51,12 @@ class Outcome:
 
     @property
     def is_fault(self) -> bool:
-        """Return whether an export must not end so."""
+        """Return whether the outcome is a fault."""
         return self.kind not in ("equal", "refused", "no tiny form")
 
 
 def prepare() -> None:
-    """Import what exports need, so that the processes of exports share it."""
+    """Import the packages that exports need, so that their processes share them."""
     from etkv.export import _import_tools
 
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -66,7 +66,7 @@ def prepare() -> None:
 
 
 def outcome(family: str, backend: str) -> Outcome:
-    """Export the tiny form of ``family`` for ``backend`` in a process of its own, and return what came of it."""
+    """Export the tiny form of ``family`` for ``backend`` in its own process, and return the outcome."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -102,7 +102,7 @@ def _outcome(family: str, backend: str, scratch: Path) -> Outcome:
     except Exception as error:
         return Outcome("no tiny form", f"{type(error).__name__}: {_line(error)}")
     ids = [(number * 37 + 11) % 250 for number in range(_TOKENS)]
-    # Before the export: that some models cannot run is their own fault.
+    # Run the model before the export: some models cannot run at all.
     try:
         expected = reference.logits(_eager(scratch / "model"), ids)
     except Exception:
@@ -191,7 +191,7 @@ def page(outcomes: dict[str, dict[str, Outcome]]) -> str:
     ]
     for family in tiny_families.names():
         said = [_cell(outcomes.get(family, {}).get(backend)) for backend in BACKENDS]
-        # A sentence that both have stands once.
+        # If both have the same sentence, it stands once.
         once = said[0] if said[0] not in ("equal", _NOT_RUN) else None
         lines.append(f"| {family} | {said[0]} | {'as MLX' if said[1] == once else said[1]} |")
     return "\n".join(lines) + "\n"
@@ -215,7 +215,7 @@ def read(file: Path) -> dict[str, dict[str, Outcome]]:
 
 
 def sweep(cases: Sequence[tuple[str, str]], file: Path) -> dict[str, dict[str, Outcome]]:
-    """Return the outcomes of families on backends, those of ``file`` included, and keep them there. Prints each."""
+    """Run the missing outcomes, print them, and keep them in ``file``. Return all outcomes in ``file``."""
     outcomes = read(file)
     for family, backend in cases:
         if backend in outcomes.get(family, {}):
@@ -228,7 +228,7 @@ def sweep(cases: Sequence[tuple[str, str]], file: Path) -> dict[str, dict[str, O
 
 
 def main(arguments: list[str]) -> int:
-    """Run the sweep. Return 1 if an export ended as it must not."""
+    """Run the sweep. Return 1 if an outcome is a fault."""
     with third_party_noise(allowed=False):
         prepare()
     if arguments:

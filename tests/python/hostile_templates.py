@@ -1,4 +1,4 @@
-"""Chat templates that want all memory, all time or all stack, made from a seed."""
+"""Chat templates that try to exhaust memory, time or stack, made from a seed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _START = (
 
 
 def bombs() -> Iterator[str]:
-    """Yield templates that were written by hand, each of a kind of its own."""
+    """Yield templates that were written by hand, each of another kind."""
     depth = 20_000
     yield "{{ " + "(" * depth + "1" + ")" * depth + " }}"
     yield "{{ " + "[" * depth + "]" * depth + " }}"

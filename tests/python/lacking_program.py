@@ -1,4 +1,4 @@
-"""A program with an operation that this build lacks: one of a schema to come."""
+"""A program with an operation that this build lacks, as from a newer schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import etkv
 
 TANH, TO_COME = 29, 250
-"""The number of an operation in the schema, and one that no operation has yet."""
+"""The number of an operation in the schema, and a number that no operation has yet."""
 
 NAME = f"operation {TO_COME}"
 

@@ -1,9 +1,9 @@
-"""Imports etkv's op and ExecuTorch's in some order, and runs what was traced on the way; see ``test_op.py``.
+"""Imports etkv's op and ExecuTorch's op in some order, and runs the traced programs; see ``test_op.py``.
 
     python op_orders.py ours trace theirs check
 
-``ours`` and ``theirs`` import, ``trace`` traces a model, ``check`` runs all that was traced on caches of both, and
-``lower`` delegates it to MLX.
+``ours`` and ``theirs`` import an op, ``trace`` traces a model, ``check`` runs all traced programs on caches of both
+packages, and ``lower`` delegates the programs to MLX.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class OneLayer(torch.nn.Module):
 
 def trace(traced):
     exported = torch.export.export(OneLayer(), (ROWS, POSITION), strict=True)
-    # What is collected now must not make the op another object than the one that was traced.
+    # A garbage collection must not replace the traced op object.
     gc.collect()
     calls = [node.target for node in exported.graph.nodes if node.op == "call_function"]
     assert calls == [torch.ops.kvcache.update_and_attend.default]
     traced += [exported.module(), exported.run_decompositions({}).module()]
     traced.append(torch.compile(OneLayer(), backend="eager", fullgraph=True))
-    # Bound to the op that is there now.
+    # This one is bound to the op that is registered now.
     traced.append(
         lambda x, position, bound=torch.ops.kvcache.update_and_attend.default: bound(
             x, x, x, position, 0, 0.5, torch.float32
@@ -74,7 +74,7 @@ def check_theirs(theirs, cache, runs):
         theirs.REGISTRY.install("other", other)
         with theirs.REGISTRY.active("other"):
             torch.testing.assert_close(run(ROWS, POSITION.unsqueeze(1)), EXPECTED)
-            with op.active(cache):  # the one that is active here goes first
+            with op.active(cache):  # the active cache takes precedence
                 run(ROWS, POSITION)
         assert (other.used(0), cache.length) == (3, 3)
         cache.clear()

@@ -1,6 +1,6 @@
-"""A program that is nothing but ``kvcache::update_and_attend``, once a layer, and what runs it on a native session.
+"""A program of ``kvcache::update_and_attend`` alone, once a layer, and functions that run it on a native session.
 
-The same operations that a reference cache takes through the op in PyTorch go through the delegate here.
+The delegate here runs the same operations that a reference cache runs through the op in PyTorch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SESSIONS: dict[str, type[Session]] = {session.KIND: session for session in (Deco
 class Attention(torch.nn.Module):
     """``forward(positions, q0, k0, v0, q1, …) -> attended`` of every layer.
 
-    Where the layers are ``shared``, each is called twice, as by two layers of a model that share keys and values: once
-    in order, and once more in the opposite order with other queries. The outputs of the second calls follow.
+    If the layers are ``shared``, each is called twice, as by two layers of a model that share keys and values. The
+    second calls are in reverse order, with other queries. Their outputs follow those of the first calls.
     """
 
     def __init__(self, config: CacheConfig, out_dtype: torch.dtype, shared: bool = False) -> None:
@@ -76,7 +76,7 @@ def export(
 
 
 def run(operations: list[Operation], kind: str, config: CacheConfig, path: Path, group: int = 2) -> list[Outcome]:
-    """What a native session makes of the operations."""
+    """Return the outcomes of the operations on a native session."""
     with SESSIONS[kind](config) as session, load(path, session) as program, one_thread():
         return [_outcome(operation.action, session, program, group) for operation in operations]
 
@@ -100,7 +100,7 @@ def _outcome(action: Call | Step, session: Session, program: Program, group: int
 
 
 def in_torch(action: Call | Step, cache: Any, model: Attention, group: int = 2) -> tuple[list[Tensor], int | None]:
-    """The outputs of the program's model in PyTorch on a reference cache, and the status that it was refused with."""
+    """Return the outputs of the model in PyTorch on a reference cache, and the status of a refusal or None."""
     try:
         if isinstance(action, Call):
             getattr(cache, action.name)(*action.arguments)

@@ -1,4 +1,4 @@
-"""Exports the programs that most tests run, two at a time, where they are missing or stale. Tests export the rest."""
+"""Exports missing or stale programs that most tests run, two at a time. Tests export the rest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Exports programs for the tests that run models, runs them, and computes the same with transformers and mlx-lm.
+"""Exports and runs programs for tests, and computes the same with transformers and mlx-lm.
 
-Programs are exported to ``build/models/`` if they are missing or if their sources have changed; a second run uses them
-again. Set ``ETKV_TEST_KEEP_PROGRAMS=1`` to use every existing program as it is, while the exporter changes.
+Programs are exported to ``build/models/`` if they are missing or if their sources have changed. Set
+``ETKV_TEST_KEEP_PROGRAMS=1`` to use every existing program as it is, while the exporter changes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 MODELS = BUILD / "models"
 BIN = Path(os.environ.get("ETKV_TEST_BIN", BUILD / "bin"))
-"""The runners. Those of another build have its libraries, and ETKV_LIBRARY_DIR names them for Python."""
+"""The folder of the runners. For another build, ETKV_LIBRARY_DIR names its libraries for Python."""
 CHAT = BIN / "etkv_chat"
 FORWARD = BIN / "etkv_forward"
 
@@ -52,7 +52,7 @@ TINY_CHUNK = 64
 """The most tokens in one execution of a tiny model's program."""
 
 EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
-"""True for all cases of a test; otherwise a part of them runs, which takes minutes less."""
+"""True for all cases of a test. Otherwise some run, which saves minutes."""
 
 _TIMEOUT_SECONDS = 300
 
@@ -131,8 +131,8 @@ LONG = {
     Variant("tiny-qwen3-moe", "f32", "8w"),
     Variant("tiny-qwen3-moe", "bf16"),
 }
-"""Variants of `make test-long` alone. The others have each kind of part: windows, norms of heads, experts, packed
-weights, half precision, a head that is tied or not.
+"""Variants for `make test-long` only. The others have every kind of part: windows, norms of heads, experts, packed
+weights, half precision, tied and untied heads.
 
 An export takes ten seconds.
 """
@@ -148,7 +148,7 @@ class Program:
 
 
 def chosen(variants: Iterable[Variant]) -> list[Variant]:
-    """Return those of ``variants`` that run: all in `make test-long`, otherwise without :data:`LONG`."""
+    """Return the ``variants`` that run: all in `make test-long`, otherwise without :data:`LONG`."""
     return [variant for variant in variants if EVERYTHING or variant not in LONG]
 
 
@@ -158,17 +158,17 @@ def program(variant: Variant) -> Program:
 
 
 def programs(variants: Iterable[Variant]) -> dict[Variant, Program]:
-    """Return the programs of ``variants``. Export those that are missing or stale, two at a time."""
+    """Return the programs of ``variants``. Export missing or stale ones, two at a time."""
     requests = {variant: request(variant) for variant in variants}
     export(list(requests.values()))
     return {variant: Program(variant, request.output, request.keep_hf) for variant, request in requests.items()}
 
 
 def export(requests: Sequence[ExportRequest]) -> None:
-    """Run those of ``requests`` whose programs are missing or stale, two at a time."""
+    """Run the ``requests`` whose programs are missing or stale, two at a time."""
     if not all(map(_is_usable, requests)):
         with alone():
-            # The process that held the lock before may have made some of them.
+            # An earlier holder of the lock may have exported some of them.
             list(_exporters().map(_export, [request for request in requests if not _is_usable(request)]))
 
 
@@ -188,7 +188,7 @@ def _exporters() -> ProcessPoolExecutor:
 
 
 def request(variant: Variant) -> ExportRequest:
-    """Return what exports ``variant``."""
+    """Return the request that exports ``variant``."""
     folder = MODELS / variant.name
     tiny = variant.model in tiny_models.CONFIGS
     return ExportRequest(
@@ -205,7 +205,7 @@ def request(variant: Variant) -> ExportRequest:
 
 
 def _package_source(variant: Variant) -> Path:
-    """Return the GGUF file for the model without changes, and its exported folder for all other variants.
+    """Return the GGUF file for the unchanged model, and its exported folder for all other variants.
 
     The folder is read in less time.
     """
@@ -249,7 +249,7 @@ def _export(request: ExportRequest) -> None:
 
 
 def config(program: Program, capacity: int = 64, **changes: Any) -> etkv.CacheConfig:
-    """The configuration of a float32 cache for ``program``."""
+    """Return the config of a float32 cache for ``program``."""
     layers = etkv.read_kv_cache_metadata(program.path).layers
     return etkv.CacheConfig(layers, capacity, **{"k_format": "f32", "v_format": "f32", **changes})
 
@@ -261,7 +261,7 @@ def config(program: Program, capacity: int = 64, **changes: Any) -> etkv.CacheCo
 class Ran:
     """The output of ``etkv_forward`` for a prompt: greedy ids, logits or None, and bytes allocated for the cache.
 
-    ``logits`` has a row for each token of the prompt and for each step after it, or the prompt's last row only.
+    ``logits`` has a row for each token of the prompt and for each later step, or the prompt's last row only.
     """
 
     ids: list[int]
@@ -348,7 +348,7 @@ def tokenize(program: Program, text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Greedy ids, and for each of them the difference between its logit and the next best one."""
+    """Greedy ids, and the margin of each: the difference between its logit and the second best."""
 
     ids: list[int]
     margins: list[float]
@@ -380,7 +380,7 @@ def _generate(model: PreTrainedModel, prompt: list[int], count: int) -> Greedy:
     import torch
     from transformers import GenerationConfig
 
-    # The call takes its other settings from here: there are no eos tokens.
+    # `generate` takes its other settings from here. There are no eos tokens.
     model.generation_config = GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
     ids = torch.tensor([prompt])
     made = model.generate(
@@ -417,7 +417,7 @@ def _weights_digest(folder: Path) -> str:
 
 
 def mlx_lm_logits(folder: Path, ids: Sequence[int]) -> np.ndarray:
-    """Return logits ``[ids, vocabulary]`` in float32 of mlx-lm with its cache, and the weights in ``folder``.
+    """Return logits ``[ids, vocabulary]`` in float32, by mlx-lm with its cache and the weights in ``folder``.
 
     mlx-lm computes in the dtype of the weights.
     """
@@ -466,7 +466,7 @@ def from_weights(program: Program) -> PreTrainedModel:
 def _experts(
     name: str, tensor: torch.Tensor, constants: dict[str, torch.Tensor], quantize: str | None
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of experts in one constant, ``[experts, out, in]``; of their scales nothing."""
+    """Return the weights of experts in one constant, ``[experts, out, in]``; nothing for a constant of scales."""
     base, _, part = name.rpartition(".")
     if part == "weight":
         return {_hf_name(base): tensor.float().transpose(-1, -2)}
@@ -504,7 +504,7 @@ def rms(values: np.ndarray) -> float:
 
 
 def spread(rows: np.ndarray) -> float:
-    """Return the standard deviation of logits within their rows, which tests compare errors of logits with."""
+    """Return the standard deviation of logits within their rows, the measure of errors of logits."""
     return rms(rows - rows.mean(axis=-1, keepdims=True))
 
 

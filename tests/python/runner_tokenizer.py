@@ -15,7 +15,7 @@ TOOL = BIN / "etkv_tokenize"
 
 
 class RunnerTokenizer:
-    """A tokenizer of the runners. What it refuses is an :class:`EtkvError`."""
+    """A tokenizer of the runners. A refusal raises :class:`EtkvError`."""
 
     def __init__(self, tool: Path = TOOL) -> None:
         self._process = subprocess.Popen(
@@ -45,7 +45,7 @@ class RunnerTokenizer:
         return [int(field) for field in self._ask("encode", str(int(add_special_tokens)), _hex(text))]
 
     def pieces(self, ids: Iterable[int], skip_special_tokens: bool = True) -> list[str]:
-        """Return the text of ids as a detokenizer makes it: a piece of each, and the rest."""
+        """Return the pieces of text that a detokenizer makes of ids: one for each id, and the rest."""
         reply = self._ask("decode", str(int(skip_special_tokens)), *map(str, ids))
         return [_text(piece) for piece in "".join(reply).split(",")]
 
@@ -54,7 +54,7 @@ class RunnerTokenizer:
         return _text("".join(self._ask("render", _hex(json.dumps(variables)))))
 
     def chat(self, **variables: Any) -> list[int]:
-        """Return its ids."""
+        """Return the ids of a conversation under the chat template."""
         return [int(field) for field in self._ask("chat", _hex(json.dumps(variables)))]
 
     def eos_token_ids(self) -> list[int]:

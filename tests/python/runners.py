@@ -40,7 +40,7 @@ MAX = 64
 CONTEXT = 2048
 
 LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
-"""Options for three prompts that have little in common."""
+"""Options for three prompts with little in common."""
 
 DRAFTED = ("tiny-gemma3", "tiny-llama", "tiny-qwen3") if EVERYTHING else ("tiny-llama",)
 TARGET_AND_DRAFT = ({"tap_layers": (0,)}, {"draft": 1})
@@ -62,18 +62,18 @@ LONGER = [
 ]
 if EVERYTHING:
     LONGER += [("tiny-llama", {"prefill_chunk": 512}), ("tiny-llama", {"tap_layers": (1,)}), ("tiny-gemma3", {})]
-"""The programs that tests of the runners ask `with_longer_context` for."""
+"""The programs of `with_longer_context` in tests of the runners."""
 
 
 def with_longer_context(name: str, **options: object) -> Program:
-    """Return the program of a tiny model for ``CONTEXT`` positions. Its weights are those of the shorter one."""
+    """Return the program of a tiny model for ``CONTEXT`` positions, with the weights of the shorter program."""
     request = request_with_longer_context(name, **options)
     reference.export([request])
     return Program(Variant(name), request.output, request.model)
 
 
 def request_with_longer_context(name: str, **options: object) -> ExportRequest:
-    """Return what exports that program. Write its weights if they are missing or stale."""
+    """Return the request of that program. Write its weights if they are missing or stale."""
     short = reference.program(Variant(name))
     folder = reference.MODELS / "-".join([name, "long", *(f"{key}-{value}" for key, value in options.items())])
     hf = reference.MODELS / f"{name}-long" / "hf"
@@ -102,7 +102,7 @@ def answers(output: str) -> list[list[int]]:
 
 
 def checked(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
-    """Return the numbers of answers and tokens that the runner checked. Fails unless all equal reference decoding."""
+    """Return the numbers of answers and tokens that the runner checked. Fail unless all equal reference decoding."""
     found = re.findall(r"^check: (\d+) answers?, (\d+) tokens? as reference decoding chooses them$", done.stderr, re.M)
     assert len(found) == done.stderr.count("check: ") > 0, done.stderr
     return sum(int(n_answers) for n_answers, _ in found), sum(int(n_tokens) for _, n_tokens in found)

@@ -33,20 +33,20 @@ class Step:
 
     positions: tuple[int, ...]
     owners: tuple[Members, ...] | None
-    """The sequences of each token, said before the forward; None where nothing is."""
+    """The declared sequences of each token; None without a declaration."""
     seed: int
-    """Of its queries, keys and values."""
+    """The seed of its queries, keys and values."""
 
 
 @dataclass(frozen=True)
 class Operation:
     action: Call | Step
     refused: int | None
-    """The status that it is refused with, or None."""
+    """The status of its refusal, or None."""
 
 
 class Generator:
-    """Draws one operation after the other, and does each on a small cache of its kind, to know what comes of it."""
+    """Draws operations, and applies each to a small cache of the kind to know its outcome."""
 
     def __init__(self, kind: str, config: CacheConfig, seed: int, most_tokens: int) -> None:
         self.random = random.Random(f"{kind} {seed}")
@@ -56,15 +56,15 @@ class Generator:
         self.trees: dict[int, list[int]] = {}
         """Parents of the nodes after each sequence."""
         self.n_run: dict[int, int] = {}
-        """Of these, those that a step has run."""
+        """The number of these nodes that a step has run."""
         self.left_over: tuple[Members, ...] | None = None
-        """What begin_step said for a step that was refused."""
+        """The declaration of a refused step, which still holds."""
         self.seed = seed * 1_000_000
 
     def program(self, n_operations: int) -> list[Operation]:
         return [self._do(self._draw()) for _ in range(n_operations)]
 
-    # ---- Doing -----------------------------------------------------------
+    # ---- Applying --------------------------------------------------------
 
     def _do(self, action: Call | Step) -> Operation:
         refused = None
@@ -104,7 +104,7 @@ class Generator:
     # ---- Drawing ---------------------------------------------------------
 
     def _draw(self) -> Call | Step:
-        """An action: where what was drawn makes no sense now, another is."""
+        """Return an action. If the drawn action makes no sense now, draw another."""
         common = [(self._rewind, 3), (self._clear, 1), (self._bad_rewind, 2)]
         table: dict[str, list[tuple[Callable[[], Call | Step | None], int]]] = {
             "contiguous": [(self._append, 24), (self._step_back, 5), (self._bad_run, 4), *common],
@@ -138,7 +138,7 @@ class Generator:
         return Step(tuple(positions), None if owners is None else tuple(owners), self.seed)
 
     def _n_tokens(self) -> int:
-        """A number of tokens that fit, most often; none, where nothing does."""
+        """Return a number of tokens that most often fits; 0 if none fit."""
         room = self.cache.capacity - self.cache.length
         return self.random.randint(0, min(self.most_tokens, self.max_step_tokens, room))
 
@@ -191,11 +191,11 @@ class Generator:
     # ---- Several sequences -----------------------------------------------
 
     def _free_sequences(self) -> list[int]:
-        """Those that carry no tree."""
+        """Return the sequences without a tree."""
         return [sequence for sequence in SEQUENCES if sequence not in self.trees]
 
     def _positions(self, owners: list[Members]) -> list[int]:
-        """The positions that these tokens have to have, where their sequences carry no trees."""
+        """Return the positions that these tokens must have, if their sequences carry no trees."""
         following = {sequence: self.cache.seq_next(sequence) for members in owners for sequence in members}
         positions = []
         for members in owners:
@@ -205,7 +205,7 @@ class Generator:
         return positions
 
     def _own_step(self) -> Step | None:
-        """A step of one sequence, said or not."""
+        """Return a step of one sequence, declared or not."""
         if self.left_over is not None and not any(sequence in self.trees for (sequence, *_) in self.left_over):
             return self._step(self._positions(list(self.left_over)))
         live, n = self.cache.sequences(), self._n_tokens()
@@ -227,7 +227,7 @@ class Generator:
         return self._step(self._positions(owners), owners)
 
     def _shared_step(self) -> Step | None:
-        """Tokens that several sequences have, which are at the same position."""
+        """Return a step with tokens that several sequences share. They are at the same position."""
         free, n = self._free_sequences(), self._n_tokens()
         if n == 0 or not free:
             return None
@@ -259,7 +259,7 @@ class Generator:
         )()
 
     def _range(self, sequence: int) -> tuple[int, int | None]:
-        """Some positions of a sequence: all, those at one end, or those from the middle."""
+        """Return a range of a sequence: all of it, one end, or the middle."""
         length = self.cache.seq_next(sequence)
         begin, end = sorted(self.random.randint(0, length) for _ in range(2))
         return self.random.choice([(0, None), (begin, None), (0, end), (begin, end)])
@@ -302,7 +302,7 @@ class Generator:
         return Call("propose", (parents, sequence))
 
     def _frontiers(self) -> Step | None:
-        """A step of every frontier that waits, or of one, said by name."""
+        """Return a step of every pending frontier, or of one declared frontier."""
         waiting = [sequence for sequence in sorted(self.trees) if self.n_run[sequence] < len(self.trees[sequence])]
         if not waiting:
             return None
@@ -348,7 +348,7 @@ class Generator:
 
 
 def _small(config: CacheConfig) -> CacheConfig:
-    """A config whose caches answer and refuse as those of ``config`` do, with one number for a row."""
+    """Return a config with one number in a row, whose caches answer and refuse like those of ``config``."""
     sights = dict.fromkeys((layer.window, layer.sinks) for layer in config.layers)
     layers = [LayerConfig(1, 1, window=window, sinks=sinks) for window, sinks in sights]
     return replace(config, layers=tuple(layers), k_format="f32", v_format="f32", float_format="f32")

@@ -1,28 +1,28 @@
 """Random programs of steps, and a runner that applies one to a cache.
 
-A *program* is a list of :class:`Operation`. Each is an *action*, and the status that a cache refuses it with, or None
-where it works. An action is one of two:
+A *program* is a list of :class:`Operation`. An operation is an *action*, and the status of its refusal, or None. There
+are two kinds of actions:
 
 ``Call(name, arguments)``
-    The method of that name of the cache's face, called with these positional arguments: ``rewind(length)``,
-    ``clear()``, ``seq_cp(source, target, begin, end)``, ``seq_rm(sequence, begin, end)``, ``seq_keep(sequence)``,
-    ``propose(parents, sequence)``, ``commit(accepted, sequence)``. ``end`` is None for all positions that follow.
+    A call of this method of the cache's face, with positional arguments: ``rewind(length)``, ``clear()``,
+    ``seq_cp(source, target, begin, end)``, ``seq_rm(sequence, begin, end)``, ``seq_keep(sequence)``, ``propose(parents,
+    sequence)``, ``commit(accepted, sequence)``. ``end`` is None for all positions that follow.
 
 ``Step(positions, owners, seed)``
-    One forward over every layer, with a token for each position. Where ``owners`` is not None, it has the sequences of
-    each token, and ``begin_step`` is called with them before the forward, or ``begin_step_shared`` where a token has
-    several. Where that call is refused, there is no forward, and the step is refused. The queries, keys and values of a
-    layer are those of :func:`step_rows`, made from ``seed``.
+    One forward over every layer, with a token for each position. ``owners`` has the sequences of each token, or is
+    None. They are declared before the forward with ``begin_step``, or with ``begin_step_shared`` if a token has
+    several. If the declaration is refused, the step is refused without a forward. :func:`step_rows` makes the queries,
+    keys and values of a layer from ``seed``.
 
-An operation that is refused leaves the cache as it was, but for one thing: what ``begin_step`` said holds until a step
-has worked. Programs use that: a step after a refused one may take up its owners without saying them again.
+A refused operation does not change the cache, with one exception: a declaration holds until a step commits. So a step
+after a refused step may use its declaration again.
 
-:func:`generate` makes a program from a kind, a config and a seed, and nothing else. It asks a reference cache of its
-own for lengths and the like to find operations that work, and takes that cache's word for whether an operation does.
-:func:`run` applies a program to a cache, and returns an :class:`Outcome` for each operation: the status that it was
-refused with, the outputs of every layer, and what the cache answers afterwards. Two caches agree if their outcomes do:
-``refused`` and ``answers`` are equal, ``outputs`` are close. For a cache whose program runs all layers at once, do what
-:func:`run` does with :func:`declare`, :func:`step_rows` and :func:`answers`.
+:func:`generate` makes a program from a kind, a config and a seed. It applies operations to its own reference cache,
+which gives lengths to find valid operations, and decides whether an operation is refused. :func:`run` applies a program
+to a cache, and returns an :class:`Outcome` for each operation: the status of a refusal, the outputs of every layer, and
+the answers of the cache afterwards. Two caches agree if their outcomes do: ``refused`` and ``answers`` are equal,
+``outputs`` are close. For a cache whose program runs all layers at once, do what :func:`run` does with :func:`declare`,
+:func:`step_rows` and :func:`answers`.
 """
 
 from __future__ import annotations
@@ -60,31 +60,31 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
 
 @dataclass
 class Outcome:
-    """What became of an operation."""
+    """The outcome of an operation."""
 
     refused: int | None
     """The status of the error, or None."""
     message: str
     outputs: list[Tensor]
-    """Of each layer, for a step that worked."""
+    """The output of each layer, for a step that committed."""
     answers: dict[str, Any]
-    """What the cache says afterwards: see :func:`answers`."""
+    """The answers of the cache afterwards: see :func:`answers`."""
 
 
 def generate(kind: str, config: CacheConfig, seed: int, n_operations: int, most_tokens: int = 6) -> list[Operation]:
-    """A program for a cache of this kind and config: the same for the same arguments, on every machine.
+    """Return a program for a cache of this kind and config. Equal arguments give equal programs on every machine.
 
-    A quarter to a third of the operations are refused. No step has more than ``most_tokens`` tokens, but for some that
-    are refused, which have at most one more than the capacity.
+    A quarter to a third of the operations are refused. No step has more than ``most_tokens`` tokens, except some
+    refused steps with up to one more than the capacity.
     """
     return step_generator.Generator(kind, config, seed, most_tokens).program(n_operations)
 
 
 def run(program: Sequence[Operation], cache: Any, attend: Attend, group: int = 2) -> list[Outcome]:
-    """Applies a program to a cache that has the methods of its kind's face, and ``config``.
+    """Applies a program to a cache with ``config`` and the methods of its kind's face.
 
-    Steps call ``attend`` once a layer, in order. It raises what the cache refuses, an :class:`EtkvError` with a
-    ``status``; the layers that follow are not called then. There are ``group`` query heads for each KV head.
+    Steps call ``attend`` once a layer, in order. It raises an :class:`EtkvError` with a ``status`` for a refusal, and
+    later layers are then not called. There are ``group`` query heads for each KV head.
     """
     with one_thread():
         return [_outcome(operation.action, cache, attend, group) for operation in program]
@@ -107,7 +107,7 @@ def _outcome(action: Call | Step, cache: Any, attend: Attend, group: int) -> Out
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keeps torch on one thread: to hand it rows as small as these takes several times as long as the work."""
+    """Keeps torch on one thread: for rows this small, threads cost several times the work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -117,7 +117,7 @@ def one_thread() -> Iterator[None]:
 
 
 def declare(cache: Any, step: Step) -> None:
-    """Says whose the tokens of a step are, where the step does."""
+    """Declares the sequences of a step's tokens, if the step has them."""
     if step.owners is None:
         return
     if all(len(members) == 1 for members in step.owners):
@@ -129,7 +129,7 @@ def declare(cache: Any, step: Step) -> None:
 def step_rows(
     config: CacheConfig, step: Step, layer: int, group: int = 2, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries ``[1, group * n_kv_heads, T, k_head_dim]``, keys and values that a step brings to a layer."""
+    """Return a step's queries ``[1, group * n_kv_heads, T, k_head_dim]``, keys and values for a layer."""
     random = torch.Generator().manual_seed(step.seed * 1000 + layer)
     facts, n_tokens = config.layers[layer], len(step.positions)
 
@@ -144,7 +144,7 @@ def step_rows(
 
 
 def answers(cache: Any) -> dict[str, Any]:
-    """What a cache says of itself, by question."""
+    """Return the answers of a cache, by question."""
     length, capacity = cache.length, cache.capacity
     found = {
         "length": length,

@@ -31,7 +31,7 @@ VALUES: dict[str, Any] = {
 """Variables of the templates below."""
 
 CONSTRUCTS = Path(__file__).with_name("template_constructs.txt").read_text(encoding="utf-8").splitlines()
-"""Templates of a line, of what published templates consist of; the last ones are refused."""
+"""One-line templates with the constructs of published templates. The last ones are refused."""
 
 LAYOUTS = (
     "  {% if t %}  \n  x\n  {% endif %}\ny\n",
@@ -98,7 +98,7 @@ VARIABLES: list[dict[str, Any]] = [
 
 
 def installed() -> Iterator[tuple[str, str]]:
-    """Yield the chat templates that installed packages carry, in files and in texts of Python modules."""
+    """Yield the chat templates in installed packages: files, and strings of Python modules."""
     for package in ("transformers", "mlx_lm", "gguf", "executorch"):
         found = importlib.util.find_spec(package)
         for folder in (found.submodule_search_locations or ()) if found else ():

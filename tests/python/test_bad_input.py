@@ -1,4 +1,4 @@
-"""What a person gets wrong, and what a damaged file does to the tools: one clear line, an exit status, nothing lost."""
+"""Wrong arguments and damaged files: a tool prints one clear line, ends with an exit status, and loses nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def image(model) -> bytes:
 
 @pytest.fixture
 def folder(model, tmp_path) -> Path:
-    """A copy of the model's folder to spoil."""
+    """Return a copy of the model's folder, which the test may damage."""
     copy = tmp_path / "model"
     copy.mkdir()
     for file in model.parent.iterdir():
@@ -57,14 +57,14 @@ def write_ids(folder: Path, ids: str) -> Path:
 
 
 def command(tool: Path, model: Path, folder: Path) -> list[object]:
-    """The least that makes ``tool`` run ``model``."""
+    """Return the shortest command with which ``tool`` runs ``model``."""
     if tool == CHAT:
         return [CHAT, "--model", model, "--prompt", "hi", "--max-tokens", 2]
     return [FORWARD, "--model", model, "--ids-file", write_ids(folder, "60 61 62"), "--decode", 1]
 
 
 def refused(words: list[object], status: int, *told: object, **options) -> str:
-    """Run a tool that has to refuse with ``status`` and a line that tells each of ``told``; returns the line."""
+    """Run a tool that must end with ``status`` and one line that has each of ``told``. Return the line."""
     done = reference.run(words, timeout=60, **options)
     assert done.returncode == status, (done.returncode, done.stderr)
     assert done.stdout == ""
@@ -77,7 +77,7 @@ def refused(words: list[object], status: int, *told: object, **options) -> str:
     return line
 
 
-# ---- Files that are no program --------------------------------------------------------------------------------------
+# ---- Files that are not programs ------------------------------------------------------------------------------------
 
 
 @TOOLS
@@ -146,7 +146,7 @@ def test_a_foreign_program(tool, folder, image, tmp_path, old, new, told):
 
 
 def replace_in_payload(image: bytes, old: bytes, new: bytes) -> bytes:
-    """Replace everywhere, or in the delegate's payload only if the name is that of a constant."""
+    """Replace a name everywhere. Replace a constant's name in the delegate's payload only."""
     assert len(old) == len(new)
     if not old.startswith(b"layers."):
         return image.replace(old, new)
@@ -155,7 +155,7 @@ def replace_in_payload(image: bytes, old: bytes, new: bytes) -> bytes:
 
 
 def payload_range(image: bytes) -> tuple[int, int]:
-    """Where the delegate's payload lies: a header of 24 bytes, then a flatbuffer up to the offset that it tells."""
+    """Return the range of the delegate's payload: a header of 24 bytes, then a flatbuffer up to the header's offset."""
     start = image.index(b"MLX0") - 4
     (length,) = struct.unpack_from("<Q", image, start + 8)
     return start, start + length
@@ -164,7 +164,7 @@ def payload_range(image: bytes) -> tuple[int, int]:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("variant", [Variant("tiny-llama"), Variant("tiny-qwen3", "bf16", "4w")], ids=str)
 def test_a_damaged_payload_never_crashes(programs, tmp_path, variant, seed):
-    """Some bytes of the delegate's payload are others. The program runs, or the tool says why not; it never hangs."""
+    """With some bytes of the delegate's payload changed, the program runs, or the tool says why not. It never hangs."""
     image = programs[variant].path.read_bytes()
     start, end = payload_range(image)
     rng = random.Random(seed)
@@ -181,7 +181,7 @@ def test_a_damaged_payload_never_crashes(programs, tmp_path, variant, seed):
             ran += 1
             assert done.stderr == ""
         else:
-            # A damaged name may hold a line break, so that a line is not always one.
+            # A damaged name may have a line break, so the message may have several lines.
             assert re.match(r"etkv_forward: .*\w", done.stderr), done.stderr
     reference.note(f"{variant}, seed {seed}: {ran} of 8 damaged programs ran")
 
@@ -251,7 +251,7 @@ def test_chat_with_a_prompt_longer_than_the_capacity(model, capacity):
 def test_forward_with_a_prompt_longer_than_the_capacity(model, tmp_path):
     ids = write_ids(tmp_path, "60 " * 10)
     refused([FORWARD, "--model", model, "--ids-file", ids, "--capacity", 9], FAILED, "10 positions", "capacity is 9")
-    # In chunks, the second of which is too much.
+    # In chunks: the second chunk does not fit.
     words = [FORWARD, "--model", model, "--ids-file", ids, "--capacity", 9, "--chunk", 6]
     refused(words, FAILED, "4 tokens from position 6", "10 positions", "capacity is 9")
 
@@ -300,7 +300,7 @@ def test_logits_that_cannot_be_written(model, ids_file):
 
 
 def test_a_chunk_above_that_of_the_program_is_cut(programs, model):
-    """A step never has more tokens than the program takes, whatever is asked for."""
+    """A step never has more tokens than the program takes, whatever the option says."""
     program = programs[Variant("tiny-llama")]
     prompt = [60 + i % 20 for i in range(2 * CHUNK + 3)]
     expected = reference.forward(program, prompt, decode=4).ids
@@ -331,7 +331,7 @@ def answer_ids(output: str) -> list[list[int]]:
 
 
 def test_a_conversation_goes_on_after_what_is_refused(model):
-    """A prompt that does not fit and a command that does not exist leave the cache, and so all later answers, alone."""
+    """A prompt that does not fit and an unknown command do not change the cache, nor later answers."""
     words = [CHAT, "--model", model, "--capacity", 120, "--max-tokens", 5, "--ids"]
 
     def converse(*lines: str):
@@ -390,7 +390,7 @@ def test_text_files_that_cannot_be_used(folder, name, content, told):
 
 
 def test_a_tokenizer_of_another_model(folder):
-    """Its ids are refused before they reach the embedding, which would read past its table."""
+    """Ids outside the vocabulary are refused: the embedding would read beyond its table."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     tokenizer["model"]["vocab"]["a"] = 5000
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")

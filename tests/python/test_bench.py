@@ -1,4 +1,6 @@
-"""`make bench`: medians, ratios, tables and reports by hand, and one short run of its topics on a tiny program."""
+"""`make bench`: medians, ratios, tables and reports of given values, and a short run of its topics on a tiny
+program.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SHELL = ["/bin/sh", "-c"]
 
 
 def results(**values):
-    """Results whose rounds report these numbers as `x`."""
+    """Return results whose rounds report these numbers as `x`."""
     return Results({name: [{"x": value} for value in rounds] for name, rounds in values.items()})
 
 
@@ -145,7 +147,7 @@ def test_a_table_as_markdown():
 
 
 def a_report():
-    """A report with every kind of plot, and with values that were not measured."""
+    """Return a report with every kind of plot, some without measured values."""
     bars = [Panel("left", ["128", "2,048"], "context", "tokens/s", {"a": [1.0, None], "b": [2.0, 3.0]})]
     wide = [Panel("", ["affine4g64", "f16"], "", "MiB", {"MiB": [1.0, 2.0]})]
     lines = [Panel("", [1, 2, 64], "sequences", "tokens/s", {"a": [1.0, None, 900.0], "b": [None, None, None]})]
@@ -268,7 +270,7 @@ def test_wrong_arguments_are_refused(capsys):
 
 
 def run(tmp_path, *options):
-    """Runs the benchmark; returns its report."""
+    """Run the benchmark. Return its report."""
     words = [sys.executable, "-m", "benches.run", "--quick", "--output", tmp_path, *options]
     ended = subprocess.run(
         [str(word) for word in words], cwd=reference.ROOT, capture_output=True, text=True, timeout=900

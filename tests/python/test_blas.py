@@ -1,4 +1,4 @@
-"""The matrix products of MLX's CPU build are OpenBLAS's, from C++ and from Python, unless it is told otherwise."""
+"""MLX's CPU build multiplies matrices by OpenBLAS, from C++ and Python, unless a variable says otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accel
 
 OURS = "libetkv_blas.so"
 NOWHERE = "/nowhere/libscipy_openblas.so"
-"""Names of Linux."""
+"""A path without a library."""
 HALF = [Variant("tiny-llama", "f16"), Variant("tiny-gemma3", "bf16")]
 PYTHON = """
 import etkv
@@ -76,7 +76,7 @@ def programs() -> dict[Variant, Program]:
 
 @pytest.mark.parametrize("variant", HALF, ids=str)
 def test_threads_share_products_in_half_precision(programs, variant, monkeypatch):
-    """No BLAS computes them. Each output is computed as by one thread."""
+    """No BLAS computes these products. Several threads compute the same outputs as one thread."""
     program = programs[variant]
     prompt = reference.tokenize(program, STORY)[:40]
 

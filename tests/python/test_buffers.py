@@ -1,4 +1,4 @@
-"""What a program keeps between its calls: zeros at first, one set for each load, zeros again after a reset."""
+"""Buffers that a program keeps between calls: zeros at first, one set for each load, zeros after a reset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, PLACES = 3, 4
 
 
 class Ring(torch.nn.Module):
-    """Adds rows to those of a ring that was written ``PLACES`` calls before, and returns all."""
+    """Adds ``x`` to the row at ``place`` of a ring. Returns all rows, and the number of calls."""
 
     def __init__(self) -> None:
         super().__init__()

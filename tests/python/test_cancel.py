@@ -1,4 +1,4 @@
-"""Answers that are stopped: by another thread, by Ctrl-C in a prompt, and where something changed the cache."""
+"""Answers that are stopped by another thread, by Ctrl-C in a prompt, or by a change of the cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loaded(model):
 
 @pytest.fixture
 def steps(loaded, monkeypatch):
-    """A list of functions: each is called after a step of a prompt, the first after the first."""
+    """Return a list of functions. The n-th is called after the n-th step of a prompt."""
     waiting: list = []
 
     def then(made):
@@ -79,7 +79,7 @@ def test_what_was_read_of_a_prompt_stays(loaded, expected, steps, how):
     else:
         assert list(answer) == []
         assert answer.finish_reason == "cancelled"
-    # The device may have run a step that Python was not told of.
+    # The device may have run a step whose token Python has not received.
     assert loaded.session.length == answer.read_tokens == 2 * CHUNK
     assert answered(loaded, LONG[answer.read_tokens :]) == expected
 
@@ -142,7 +142,7 @@ def test_an_answer_that_is_cancelled_within_a_step_goes_on(loaded, monkeypatch, 
     monkeypatch.setattr(_device.DeviceAnswer, "next", cancelling(_device.DeviceAnswer.next))
     monkeypatch.setattr(loaded, "last_row", cancelling(loaded.last_row))
     taken = list(answer)
-    # Where the first step is that of the prompt, the prompt goes on.
+    # If the first step is the prompt's, the prompt goes on.
     rest = (prompt + taken)[loaded.session.length :]
     assert len(rest) == 1
     assert answer.cached_tokens == max(0, len(taken) - 1)
@@ -224,6 +224,6 @@ print("whole")
 
 
 def test_a_program_that_another_thread_closes_ends_its_answers(model):
-    """In a process of its own, which a read of what is gone would end."""
+    """This runs in its own process: a read of freed memory would end it."""
     done = reference.run([sys.executable, "-c", _CLOSED, model.path])
     assert (done.returncode, done.stdout.strip()) == (0, "whole"), done.stderr

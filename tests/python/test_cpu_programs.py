@@ -1,4 +1,4 @@
-"""Programs for the CPU: the model by XNNPACK and ExecuTorch's kernels, attention and the cache by etkv."""
+"""CPU programs: XNNPACK and ExecuTorch's kernels compute the model, and etkv computes attention with its cache."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def programs():
 
 @pytest.fixture(scope="module")
 def draft(tiny):
-    """The program of a tiny model's second layer, which takes the hidden states of the first."""
+    """Return the program of a tiny model's second layer, which takes the first layer's hidden states."""
     made = draft_request()
     reference.export([made])
     return made.output
@@ -74,7 +74,7 @@ def test_ids_equal_those_of_transformers(programs, variant):
 
 @pytest.mark.parametrize("model", ["tiny-mistral-window", "tiny-gemma3"])
 def test_windows(programs, model):
-    """Far past a window of 64, in every layer and in the first alone."""
+    """Texts much longer than a window of 64, in every layer and in the first only."""
     program = programs[Variant(model)]
     prompt = IDS[:150]
     ids, rows = cpu_programs.greedy(program.path, prompt, 60)
@@ -85,7 +85,7 @@ def test_windows(programs, model):
 
 @pytest.mark.parametrize("step", [1, 64])
 def test_steps_of_any_length(programs, step):
-    """A token a step, and as many as the program takes: 64, then the rest."""
+    """A token a step, or as many as the program takes: 64, then the rest."""
     program = programs[LLAMA]
     (rows,) = cpu_programs.run(program.path, IDS[:100], step=step)
     np.testing.assert_allclose(rows, reference.logits(reference.load_hf(program.hf), IDS[:100]), atol=1e-4)
@@ -94,9 +94,9 @@ def test_steps_of_any_length(programs, step):
 def test_quantized(programs, tiny):
     """8da4w against the same model in PyTorch: weights in 4 bits, activations in 8 bits.
 
-    Both round the same activations. Sums in another order move some of them to the next of 255 values: the two differ
-    by less than what the rounding moves in all, which is what PyTorch's own answers are off those in float32 on the
-    same weights. In turn that is less than what the rounding of the weights moves.
+    Both round the same activations, but sums in another order round some of them to the next of 255 values. The two
+    differ by less than the whole error of this rounding: the distance of PyTorch's answers from float32 answers on the
+    same weights. That error is less than the error of rounding the weights.
     """
     from etkv.export.cpu import quantization
 
@@ -121,7 +121,7 @@ def test_quantized(programs, tiny):
 
 
 def test_the_last_row_alone(programs):
-    """A program of all rows, loaded for the last one: a row a step, equal to the last row of all."""
+    """A program of all rows, loaded for the last row, returns one row a step. The row equals the last of all rows."""
     path = programs[LLAMA].path
     (every,) = cpu_programs.run(path, IDS[:90])
     (last,) = cpu_programs.run(path, IDS[:90], logits="last")
@@ -130,7 +130,7 @@ def test_the_last_row_alone(programs):
 
 
 def test_hidden_states_are_what_layers_hand_on(programs):
-    """In the order that was asked for, of the last layer before the final norm; every row, whatever the logits."""
+    """They are in the requested order, before the final norm for the last layer, with every row for any ``logits``."""
     program = programs[TAPPED]
     assert pte.constant_methods(program.path)["get_tap_layers"] == [1, 0]
     first, second = hidden_states(program.hf, IDS[:90], 2)
@@ -142,7 +142,7 @@ def test_hidden_states_are_what_layers_hand_on(programs):
 
 
 def test_a_program_of_the_last_row_alone(programs):
-    """One row a step, however it is loaded, and hidden states of every token beside it."""
+    """The program returns one row a step however it is loaded, and hidden states of every token."""
     program = programs[LAST_ROW]
     assert pte.constant_methods(program.path)["get_logits_rows"] == 1
     (expected,) = hidden_states(program.hf, IDS[:90], 1)
@@ -163,7 +163,7 @@ def test_a_draft_on_hidden_states_of_the_model_is_the_model(draft, tiny):
 
 
 def test_a_draft_predicts_what_is_not_known(draft, tiny):
-    """It hands on what it has predicted for the last tokens, and continues from that."""
+    """It returns the predicted hidden states of the last tokens, and continues from them."""
     model = reference.load_hf(tiny("tiny-gemma3"))
     ids = IDS[:90]
     own, known = first_hidden_states(model, ids), torch.ones(1, len(ids), 1)
@@ -183,7 +183,7 @@ def test_a_draft_predicts_what_is_not_known(draft, tiny):
 
 @pytest.mark.parametrize(("variant", "scale"), [(LLAMA, 16**-0.5), (LAST_ROW, 24**-0.5)], ids=str)
 def test_payloads_of_calls(programs, variant, scale):
-    """One for each layer, in their order, and one for the rows of logits unless the export has chosen them."""
+    """There is one for each layer, in order, and one for the rows of logits unless the export has chosen them."""
     payloads = list(map(json.loads, PteFile(programs[variant].path).cpu_payloads()))
     calls = [payload for payload in payloads if payload["op"] == "update_and_attend"]
     others = [payload for payload in payloads if payload["op"] != "update_and_attend"]
@@ -207,12 +207,12 @@ def test_all_calls_of_a_program_have_its_name(programs):
 
 @pytest.mark.parametrize("variant", [*FAMILIES, QUANTIZED], ids=str)
 def test_what_is_between_two_calls_is_one_delegate(programs, variant):
-    """Angles are before the first, where a kernel joins two halves, and the head is after the last."""
+    """The angles are before the first call, where a kernel concatenates two halves. The head is after the last call."""
     file = PteFile(programs[variant].path)
     n_layers = pte.constant_methods(programs[variant].path)["kv_cache.n_layers"]
     count = file.delegates["forward"].count("XnnpackBackend")
     if variant.model == "tiny-phi3":
-        # Kernels split its joint products, of queries, keys and values, and of gate and up.
+        # Kernels split its joint products: queries, keys and values, and gate and up.
         assert count == 4 * n_layers
     else:
         assert count == n_layers + 3
@@ -235,7 +235,7 @@ def test_passes_that_are_left_out_would_change_nothing(programs, variant, tmp_pa
 
 
 def test_shapes_of_quantized_tensors():
-    """Fake tensors become what real ones do, per token and per group."""
+    """Fake tensors get the shapes and dtypes of real ones, per token and per group."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torchao.quantization.quant_primitives import MappingType
 

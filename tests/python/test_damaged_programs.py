@@ -1,6 +1,7 @@
-"""Damage anywhere in a program, what ExecuTorch reads included: it runs or is refused, and ends no process.
+"""Damage anywhere in a program, also in parts that ExecuTorch reads: the program runs or is refused, and ends no
+process.
 
-Each damaged copy has a process of its own. ``ETKV_DAMAGED_COPIES`` sets how many there are, for each runner.
+Each damaged copy has its own process. ``ETKV_DAMAGED_COPIES`` is their number for each runner.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ EXECUTORCH = (
     r"std::bad_alloc",
     r"pybind11::error_already_set'\s+what\(\):  UnicodeDecodeError",
 )
-"""What ExecuTorch itself ends a process with, as docs/programs.md lists it: an assertion of its own, an exception out
-of its own functions, a log line of its Python module that is no text."""
+"""The ways in which ExecuTorch itself ends a process, as docs/programs.md lists them: an assertion, an exception from
+its functions, and a log line of its Python module that is not text."""
 
 PROGRAMS = [Variant("tiny-llama"), Variant("tiny-qwen3", "bf16", "4w")]
 
@@ -45,7 +46,9 @@ def programs() -> dict[Variant, Program]:
 
 @contextlib.contextmanager
 def judged(image: bytes, what: str) -> Iterator[list[tuple[damage.Copy, int | str, str]]]:
-    """Takes what became of each copy; at the end none has ended its process but in a way that is known."""
+    """Yield a list for the outcome of each copy. At the end, every copy that ended its process must have done so in a
+    known way.
+    """
     found: list[tuple[damage.Copy, int | str, str]] = []
     yield found
     assert len(found) == COPIES
@@ -55,7 +58,7 @@ def judged(image: bytes, what: str) -> Iterator[list[tuple[damage.Copy, int | st
         if status not in (RAN, REFUSED) and not (own and status != HANGS):
             ours.append(f"{copy}: {status}\n{said[-1000:]}")
     assert not ours, f"{len(ours)} of {COPIES} copies\n" + "\n".join(ours[:20])
-    # Damage that is always refused, or never, would show nothing.
+    # Some damage must be refused and some must not, or the test would show nothing.
     count = collections.Counter((copy.region, status) for copy, status, _ in found)
     assert all(count[region, REFUSED] for region in damage.REGIONS), count
     assert count["tables", RAN] and count["payload", RAN] and count["segments", RAN], count
@@ -68,7 +71,7 @@ def test_in_the_runner(programs, tmp_path, variant):
     image = programs[variant].path.read_bytes()
     ids = tmp_path / "ids.txt"
     ids.write_text("60 61 62")
-    # ExecuTorch's own words are told, too. An allocation that cannot be is to fail, not to be waited for.
+    # ExecuTorch's own messages count too. An impossible allocation must fail at once.
     limited = ["sh", "-c", 'ulimit -c 0; ulimit -v 8000000; exec "$@"', "sh"]
 
     def use(number: int) -> tuple[damage.Copy, int | str, str]:
@@ -115,7 +118,7 @@ def test_in_python(programs, tmp_path):
 
 
 def test_the_known_ways_are_listed():
-    """Each is on the page, in its own words."""
+    """The page quotes each message."""
     page = (reference.ROOT / "docs" / "programs.md").read_text()
     for words in ("get_value", "std::bad_alloc", "UnicodeDecodeError"):
         assert words in page

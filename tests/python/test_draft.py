@@ -1,4 +1,4 @@
-"""Drafts that are fed with hidden states: the last layers of a model, given what reaches them or a prediction of it."""
+"""Drafts that are fed with hidden states: the last layers of a model, on known or predicted input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = list(STORY.encode())[:90]
 
 @pytest.fixture(scope="module")
 def draft(tiny, tmp_path_factory):
-    """The folder of a tiny model of two layers, and the program of the second, fitted on little."""
+    """Return the folder of a tiny model of two layers, and the program of the second layer, fitted on few texts."""
     from etkv import _mlx_serialization
 
     _mlx_serialization.ensure_available()
@@ -36,7 +36,7 @@ def draft(tiny, tmp_path_factory):
 
 
 def hidden_states(model, ids) -> torch.Tensor:
-    """What transformers' first layer hands on, ``[1, T, hidden]``."""
+    """Return the output of transformers' first layer, ``[1, T, hidden]``."""
     kept = []
     hook = model.get_decoder().layers[0].register_forward_hook(lambda module, inputs, output: kept.append(output))
     reference.logits(model, ids)
@@ -77,7 +77,7 @@ def test_on_hidden_states_of_the_model_it_is_the_model(draft):
 
 
 def test_what_is_not_known_is_predicted(draft):
-    """From the token's embedding and the hidden states before it; the last tokens of the text, after known ones."""
+    """The last tokens of a text, after known ones, are predicted from the embedding and the previous hidden states."""
     folder, path = draft
     model = reference.load_hf(folder)
     own, known = hidden_states(model, IDS), torch.ones(1, len(IDS), 1)
@@ -97,7 +97,7 @@ def test_what_is_not_known_is_predicted(draft):
 
 
 def test_the_predictor_is_the_best_linear_one(tiny, monkeypatch):
-    """Least squares over all tokens of the texts but the first four of each, as another solver finds it."""
+    """Another solver finds the same least squares, over all tokens but the first four of each text."""
     from etkv.export import draft, source
     from etkv.export.progress import Progress
 

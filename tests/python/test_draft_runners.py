@@ -1,4 +1,4 @@
-"""Runners with drafts fed with hidden states: answers are those of reference decoding, whatever it proposes."""
+"""Runners with drafts that are fed with hidden states: the answers equal reference decoding."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SHAPES = [("--depth", depth, "--width", width) for depth in range(1, 7) for widt
 
 
 def pair(name: str, **options: object) -> tuple[Program, Program]:
-    """The target of a name, whose first layer of two is tapped, and the draft that is the second."""
+    """Return a target of two layers whose first is tapped, and the draft made of the second."""
     return with_longer_context(name, tap_layers=(0,)), with_longer_context(name, draft=1, **options)
 
 
 def check(programs: tuple[Program, Program], *options: object) -> str:
-    """What the runner says of its answers, which it has compared with reference decoding."""
+    """Return the runner's output, after its check against reference decoding."""
     target, draft = programs
     done = succeed("speculative", target, "--draft", draft.path, "--check", "--ids", *options)
     assert checked(done)[1] == sum(map(len, answers(done.stdout)))
@@ -45,7 +45,7 @@ def test_in_few_bits(kv_format):
 
 
 def test_a_draft_of_small_steps():
-    """Prompts of more tokens than it takes at once, and levels that have no more nodes than that."""
+    """Prompts exceed the draft's step, and levels of a tree have no more nodes than that step."""
     said = check(pair("tiny-llama", prefill_chunk=4), "--max-tokens", 48, "--depth", 2, "--width", 8)
     counts = [float(found) for found in re.findall(r"of ([\d.]+) draft tokens", said)]
     assert len(counts) == 3
@@ -54,12 +54,12 @@ def test_a_draft_of_small_steps():
 
 @only_long
 def test_a_draft_of_another_model():
-    """Nothing tells it from the model's own where all sizes are equal; the answers are right."""
+    """If all sizes are equal, the runner cannot detect it. The answers are still right."""
     check((pair("tiny-qwen3")[0], pair("tiny-llama")[1]), "--max-tokens", 32)
 
 
 def test_at_capacity():
-    """The answer ends with a word; what there is of it is right."""
+    """The answer ends with a message, and its tokens are right."""
     said = check(pair("tiny-llama"), "--max-tokens", 64, "--capacity", 110)
     assert "stopped: the cache is full at 110 positions (--capacity)" in said
 
@@ -74,7 +74,7 @@ def test_sampling_is_repeatable():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_chat(name):
-    """What is rolled back and begun anew is so for the draft, too."""
+    """Rollbacks and resets apply to the draft too."""
     target, draft = pair(name)
     lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n/undo\nwell?\n"
     words = [reference.CHAT, "--model", target.path, "--ids", "--max-tokens", 24]
@@ -106,7 +106,7 @@ def test_memory_returns_to_where_it_was():
     ids=["none", "another layer's"],
 )
 def test_a_target_that_does_not_give_the_hidden_states(options, gives):
-    """It is said which layer's are wanted, and how they are had."""
+    """The message names the layer, and the option that returns its hidden states."""
     draft = pair("tiny-llama")[1]
     refused(
         command("speculative", with_longer_context("tiny-llama", **options), "--draft", draft.path),

@@ -28,7 +28,7 @@ ABSENT = object()
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A model whose class has 1 as a default of ``eos_token_id``."""
+    """Return a model whose class has the default 1 for ``eos_token_id``."""
     folder = tmp_path_factory.mktemp("gemma")
     AutoModelForCausalLM.from_config(GemmaConfig(**SHAPE)).save_pretrained(folder)
     made = tokenizers_made.made()["byte-level: plain"]()
@@ -84,7 +84,7 @@ def _set(settings: dict[str, Any], value: Any) -> None:
     [{}, {"add_bos_token": True}, {"add_prefix_space": True}, {"legacy": False}, {"split_special_tokens": True}],
 )
 def test_the_exported_tokenizer_reads_as_the_models_own(tmp_path, made, tokenizer_class, settings):
-    """Some classes of transformers make a tokenizer of their own instead of the one that tokenizer.json describes."""
+    """Some classes of transformers make another tokenizer than tokenizer.json describes."""
     folder = tmp_path / "model"
     folder.mkdir()
     tokenizers_made.made()[made]().save(str(folder / "tokenizer.json"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def names_in(file: Path) -> set[str]:
-    """The tests that a file has, as it is written."""
+    """Return the names of the tests in a file, without running it."""
     return {
         f"{group.name}.{test.name}"
         for group in ast.parse(file.read_text()).body
@@ -23,8 +23,9 @@ def names_in(file: Path) -> set[str]:
 
 
 def test_all_of_them_pass():
-    """In a process of its own, which has not registered ExecuTorch's op. All that the file has are counted: none is
-    left out, or skipped, for not fitting. ``executorch_adapter.py`` says what is translated."""
+    """They run in a process that has not registered ExecuTorch's op. Every test of the file counts: none is omitted or
+    skipped. ``executorch_adapter.py`` lists what it translates.
+    """
     spec = importlib.util.find_spec("executorch")
     file = next(
         Path(folder, "extension/llm/cache/test_update_and_attend.py") for folder in spec.submodule_search_locations

@@ -1,4 +1,4 @@
-"""Exports of tiny models: what the program holds, what stands beside it, what is refused."""
+"""Exports of tiny models: contents of the program, files beside it, refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_program(programs, variant):
     dtype, quantize = reference.DTYPES[variant.dtype], variant.quantize
     config = json.loads((folder / "hf" / "config.json").read_text())
     layers = config["num_hidden_layers"]
-    # A configuration that names no types has its window in every layer.
+    # Without layer types, a configuration's window is in every layer.
     window = config.get("sliding_window") or 0
     kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
     windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
@@ -76,9 +76,9 @@ def test_program(programs, variant):
     program = describe_program(file)
     ops = [instruction["operation"] for instruction in program["instructions"]]
     assert program["attention_layers"] == [{"layer": layer, "calls": 1} for layer in range(layers)]
-    # Phi has no gate, Phi-3 makes several products at once.
+    # Phi has no gate. Phi-3 joins several products.
     products = {"phi": 6, "phi3": 4}.get(config["model_type"], 7) * layers + 1
-    # Experts are two products of another kind, and their router is not quantized.
+    # Experts have two products of another kind. Their router is not quantized.
     mixtures = ops.count("GatherQmm" if quantize else "GatherMm") // 2
     assert mixtures == {"mixtral": layers, "qwen3_moe": layers - 1}.get(config["model_type"], 0)
     products -= 3 * mixtures
@@ -217,7 +217,7 @@ def test_a_failed_export_leaves_the_weights_of_the_previous_one(exported, tiny, 
     [pytest.param(False, id="one folder for all", marks=only_long), pytest.param(True, id="beside a GGUF file")],
 )
 def test_what_was_written_together_is_current(tiny, tiny_llama_gguf, tmp_path, beside):
-    """Program, weights and, of a GGUF file, the model in one folder: nothing is exported again, and no input lost."""
+    """Program, weights and a GGUF model share a folder: nothing is exported again, and no input is lost."""
     model = shutil.copy(tiny_llama_gguf, tmp_path) if beside else tiny("tiny-llama")
     source_files = {file: file.read_bytes() for file in source.find(Path(model)).files()}
     request = ExportRequest(Path(model), tmp_path / "model.pte", keep_hf=tmp_path, layers=1)
@@ -226,7 +226,7 @@ def test_what_was_written_together_is_current(tiny, tiny_llama_gguf, tmp_path, b
     first = request.output.read_bytes()
     assert is_current(request)
     assert {file: file.read_bytes() for file in source_files} == source_files
-    # What lies beside a GGUF file now changes nothing of what is read from it.
+    # The new files beside the GGUF file do not affect what is read from it.
     export_program(request)
     assert is_current(request)
     assert request.output.read_bytes() == first
@@ -242,7 +242,7 @@ def test_companions_of_an_earlier_model_go(tiny, tmp_path):
 
 
 def test_every_end_token_is_known(tiny, tmp_path):
-    """Ids of the generation settings come first, then what configuration and tokenizer add."""
+    """Ids of the generation settings come first, then those of configuration and tokenizer."""
     folder = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
     settings = folder / "generation_config.json"
     settings.write_text(json.dumps({"eos_token_id": [tiny_models.BOS, 300], "temperature": 0.6, "do_sample": True}))
@@ -255,7 +255,7 @@ def test_every_end_token_is_known(tiny, tmp_path):
     assert generation["temperature"] == 0.6, "the rest of the model's settings stays"
 
 
-# What depends on the model.
+# Checks that depend on the model.
 
 
 def _error(model, tmp_path, **arguments) -> str:
@@ -296,7 +296,7 @@ def test_group_that_does_not_divide(tiny, tmp_path):
 
 
 def test_smallest_program_and_group_size(tiny, tmp_path):
-    """The least context and chunk there can be, and a group size other than the default."""
+    """The least context and chunk, and a group size other than the default."""
     file = export_program(
         ExportRequest(
             model=tiny("tiny-llama"),
@@ -452,7 +452,7 @@ def _folder(path):
 
 
 def test_an_undelegated_operator_is_named(monkeypatch):
-    """The check itself, whatever the wheel's backend supports."""
+    """The check itself, independent of what the wheel's backend supports."""
     import operator
 
     from executorch.exir.delegate import executorch_call_delegate

@@ -1,4 +1,4 @@
-"""What the exporter learns from one run of a model, and what it refuses there: masks, arguments, sizes."""
+"""The exporter's survey of a model: the caches that it finds, and the masks, arguments and sizes that it refuses."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _error(family: str, **changes) -> str:
 
 
 def test_caches_are_those_of_the_calls():
-    """Not those that the configuration would suggest."""
-    # It repeats its keys for each of two experts.
+    """They may differ from those that the configuration suggests."""
+    # JetMoE repeats its keys for each of two experts.
     assert _survey("jetmoe") == CacheLayout([4, 4], [16, 16], [16, 16], [0, 0])
     # Values are smaller than keys.
     assert _survey("minicpm3") == CacheLayout([4, 4], [24, 24], [16, 16], [0, 0])
@@ -97,7 +97,7 @@ def test_masks_other_than_causal_ones_and_windows():
         masks.sliding_window_bidirectional_mask_function(7),
     )
     found = [attention._window(mask) for mask in others]
-    # A union has the same parts as the window's mask, which is an intersection.
+    # A union has the same parts as a window's mask, which is an intersection.
     assert found == [None] * len(others)
     assert _error("bert").startswith("bert: its attention has a mask that is neither causal nor a sliding window")
 
@@ -151,7 +151,7 @@ def test_a_program_that_answers_otherwise_is_not_written(tiny, tmp_path, monkeyp
 
 
 def test_what_is_checked(tiny, monkeypatch):
-    """By default small models; the tokens go beyond a window where that is cheap."""
+    """Small models are checked by default. The tokens go beyond a window if that is cheap."""
     step = _step("mistral")
     layout = attention.survey(step, step.inputs(3))
     limits = types.SimpleNamespace(max_context=256, prefill_chunk=16)

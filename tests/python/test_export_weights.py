@@ -1,4 +1,4 @@
-"""Weights that a program would lack are refused by name; those without effect are not missed."""
+"""Weights that a program would lack are refused by name. Weights without effect are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family that the exporter takes: logits of all rows of a prompt in chunks, and of 32 steps after it."""
+"""Every family of the exporter: logits of all rows of a prompt in chunks, and of 32 later steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reference import STORY, Program, Variant
 
 pytestmark = pytest.mark.long
 
-# Qwen2, Llama and Qwen3 in other dtypes are in test_model_precision, windows in test_windows.
+# test_model_precision has Qwen2, Llama and Qwen3 in other dtypes; test_windows has windows.
 VARIANTS = reference.chosen(
     [
         Variant("tiny-llama"),
@@ -35,7 +35,7 @@ VARIANTS = reference.chosen(
 )
 PROMPT, DECODE = 70, 32
 CAPTURED = {"tiny-llama", "tiny-qwen3", "tiny-mistral-window", "tiny-gemma3", "tiny-phi3", "tiny-smollm3"}
-"""The families whose steps of a few tokens are CUDA graphs, in half precision."""
+"""The families whose steps of a few tokens run as CUDA graphs in half precision."""
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,9 @@ def test_steps_on_cuda_are_those_of_known_decoders(programs, variant):
 
 
 def _error(variant: Variant, difference: np.ndarray) -> float:
-    """Return the error of all rows; of a mixture of experts the median row's.
+    """Return the error of all rows, or of the median row for a mixture of experts.
 
-    A token whose router finds two experts nearly equal gets one or the other by a last bit.
+    If two experts are nearly equal for a token, a difference in the last bit decides which one the router takes.
     """
     if variant.model in tiny_models.MIXTURES:
         return float(np.median([reference.rms(row) for row in difference]))
@@ -85,7 +85,7 @@ def _error(variant: Variant, difference: np.ndarray) -> float:
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype == "f32" and not v.quantize], ids=str)
 def test_the_last_row_alone_is_the_same(programs, variant):
-    """Loaded for the last row, programs leave out what feeds the others: to the last layer's attention."""
+    """A load for the last row omits the computation of other rows after the last layer's attention."""
     program = programs[variant]
     prompt = reference.tokenize(program, STORY)[:PROMPT]
     every = reference.forward(program, prompt, rows="all").logits

@@ -1,4 +1,4 @@
-"""Families of transformers in a tiny form are equal to transformers, or refused with a sentence.
+"""Tiny forms of transformers' families equal transformers, or are refused with a sentence.
 
 All of them run in `make test-long`.
 """
@@ -17,14 +17,14 @@ from reference import EVERYTHING
 pytestmark = pytest.mark.long
 
 SHORT = {
-    # Masks of its own, and no attention.
+    # These have their own masks, or no attention.
     ("doge", "mlx"): "refused",
     ("rwkv", "mlx"): "refused",
-    # A part of each head rotated; sizes by layer.
+    # These rotate a part of each head, or have sizes by layer.
     ("gpt_neox", "cpu"): "equal",
     ("gemma4_text", "mlx"): "equal",
 }
-"""What runs in `make test` -> its outcome."""
+"""Cases of `make test` -> their outcomes."""
 
 CASES = (
     [(family, backend) for family in tiny_families.names() for backend in family_sweep.BACKENDS]
@@ -35,7 +35,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, dict[str, family_sweep.Outcome]]:
-    """All outcomes, of a process of its own: a process that has loaded programs cannot be forked."""
+    """Return all outcomes, from a separate process: a process that has loaded programs cannot be forked."""
     file = tmp_path_factory.mktemp("sweep") / "outcomes.json"
     command = [sys.executable, family_sweep.__file__, file, *(f"{family}:{backend}" for family, backend in CASES)]
     done = reference.run(command, timeout=120 * len(CASES))

@@ -1,4 +1,4 @@
-"""Storage formats in torch against MLX's own quantization: codes, scales and what comes back, to the bit."""
+"""Storage formats in torch equal MLX's own quantization bit by bit: codes, scales and decoded rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMATS += ["mxfp8", "mxfp4", "nvfp4", "row-int4", "row-fp4"]
 
 
 def rows() -> torch.Tensor:
-    """Rows of many magnitudes, and odd ones: of zeros, of one number, of one sign, with one large element."""
+    """Return rows of many magnitudes, and special ones: all zeros, one number, one sign, one large element."""
     random = torch.Generator().manual_seed(0)
     made = torch.randn(64, 256, generator=random) * torch.logspace(-4, 3, 64).unsqueeze(1)
     made[0], made[1], made[2] = 0.0, 1.0, -3.0
@@ -40,7 +40,7 @@ def test_affine(bits, group):
     ones, zeros = mx.ones(scales.shape), mx.zeros(scales.shape)
     codes = mx.dequantize(packed, ones, zeros, group_size=group, bits=bits)
     np.testing.assert_array_equal(planes.codes, from_mlx(codes))
-    # Scales and offsets are rounded to float16, after MLX has made codes with them.
+    # MLX computes codes with scales and offsets, which are rounded to float16 afterwards.
     scales, offsets = scales.astype(mx.float16), offsets.astype(mx.float16)
     np.testing.assert_array_equal(planes.scales, np.array(scales))
     np.testing.assert_array_equal(planes.offsets, np.array(offsets))
@@ -66,7 +66,7 @@ def test_floats(name):
 
 
 def test_eight_bit_floats():
-    """Over every float16 that they reach, which has all ties among them."""
+    """Every float16 in their range, with all ties."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).float()
     values = halves[halves.abs() <= formats.E4M3_MAX]
     assert len(values) > 40_000
@@ -75,8 +75,9 @@ def test_eight_bit_floats():
 
 
 def test_four_bit_floats():
-    """In blocks whose largest is 6, MLX's nvfp4 has scale 1, and elements that are the nearest of them. Of two that are
-    equally near, MLX's CPU takes the smaller; here, as in the native caches, it is the one with the even code."""
+    """In blocks whose largest element is 6, MLX's nvfp4 has scale 1 and the nearest elements. At a tie MLX's CPU takes
+    the smaller element. This package takes the even code, as the native caches do.
+    """
     values = (torch.arange(-768, 762) / 128).reshape(-1, 15)
     blocks = torch.cat([values, torch.full((len(values), 1), 6.0)], dim=1).reshape(-1, 32)
     packed = mx.quantize(mx.array(blocks.numpy()), group_size=16, bits=4, mode="nvfp4")
@@ -98,7 +99,7 @@ def test_block_floats_that_are_mlxs_own(name, group, bits):
 
 
 def test_mxfp4_rounds_its_scale_to_the_nearest():
-    """MLX has a scale twice as large for some blocks; where it has the same, the elements are the same."""
+    """For some blocks MLX has a scale twice as large. For equal scales, the elements are equal."""
     raw = rows()
     packed, theirs = mx.quantize(mx.array(raw.numpy()), group_size=32, bits=4, mode="mxfp4")
     read = torch.from_numpy(from_mlx(mx.dequantize(packed, theirs, group_size=32, bits=4, mode="mxfp4")))
@@ -115,7 +116,7 @@ def test_mxfp4_rounds_its_scale_to_the_nearest():
 
 @pytest.mark.parametrize(("name", "top"), [("mxfp8", 8), ("mxfp4", 2)])
 def test_power_of_two_scales(name, top):
-    """The least that brings the largest of a block to at most 448, or 7."""
+    """The least power that brings the largest element of a block to at most 448, or 7."""
     most = 1.75 * 2.0**top
     for peak in (most, most * 1.001, most / 2, 1.0, 3e-5, 1e30, -most, 1.75, 1.7501):
         block = torch.zeros(1, 32)
@@ -126,7 +127,7 @@ def test_power_of_two_scales(name, top):
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_block_floats_are_read_back_by_mlx(name):
-    """What is kept fits MLX's packed layouts: MLX unpacks it to the same numbers."""
+    """Stored blocks fit MLX's packed layouts: MLX unpacks them to the same numbers."""
     raw = rows()
     fmt = format_of(name)
     planes = fmt.encode(raw)
@@ -145,7 +146,7 @@ def test_block_floats_are_read_back_by_mlx(name):
 
 @pytest.mark.parametrize(("name", "most"), [("row-int4", 7.0), ("row-fp4", 6.0)])
 def test_rows_with_one_scale(name, most):
-    """Each element is the nearest of sixteen, and MLX's affine layout holds the integers."""
+    """Each element is the nearest of sixteen values, and MLX's affine layout holds the integers."""
     raw = rows()
     fmt = format_of(name)
     planes, stored = fmt.encode(raw), fmt.stored(raw)
@@ -162,14 +163,14 @@ def test_rows_with_one_scale(name, most):
 
 
 def packed_nibbles(codes: torch.Tensor) -> np.ndarray:
-    """Codes of four bits as words of eight, the first lowest."""
+    """Return four-bit codes packed into words of eight codes, the first in the lowest bits."""
     apart = codes.numpy().astype(np.uint32).reshape(codes.shape[0], -1, 8)
     return (apart << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_stored_alone(name):
-    """No row's numbers depend on another row's, nor on the dtype that they come in."""
+    """A stored row does not depend on other rows, nor on its own input dtype."""
     raw, fmt = rows().half(), format_of(name)
     assert fmt.name == name
     stored = fmt.stored(raw)
