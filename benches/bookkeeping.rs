@@ -24,7 +24,7 @@ fn cells(n: i32, each: i32) -> CellsBookkeeping {
     book
 }
 
-/// Returns `n` sequences of `each` tokens that came in turns: no two neighbouring cells form a run.
+/// Returns `n` sequences of `each` tokens that arrived in turn: no two neighbouring cells form a run.
 fn interleaved(n: i32, each: i32) -> CellsBookkeeping {
     let mut book = CellsBookkeeping::new(CAPACITY, []);
     let sequences: Vec<i32> = (0..n).collect();

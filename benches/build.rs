@@ -1,4 +1,4 @@
-//! Tests find MLX's library where the build did.
+//! Benchmarks find MLX's library in the same folder as the build.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

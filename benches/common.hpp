@@ -1,4 +1,4 @@
-// What benchmarks have in common: results that must be there, and medians.
+// Shared by benchmarks: results that must succeed, and medians.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace etkv::benches {
 
-/// Ends the process with the error of a result that has one.
+/// Ends the process with the error of a failed result.
 template <typename T>
 void check(const Result<T>& result) {
   if (!result) {
@@ -32,8 +32,7 @@ inline void must(const Result<void>& result) {
   check(result);
 }
 
-/// Returns the median of numbers, the upper one of an even number. There is at
-/// least one.
+/// Returns the median of at least one number; for an even count, the upper one.
 inline double median(std::vector<double> numbers) {
   const auto middle =
       numbers.begin() + static_cast<std::ptrdiff_t>(numbers.size() / 2);

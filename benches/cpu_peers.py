@@ -1,16 +1,16 @@
 """Compares etkv on the CPU with its peers: the same SmolLM2-135M, prompt and threads, side by side.
 
-Every contestant reads a prompt in steps of 512 tokens and then answers greedily, in turns: one round of each, and so
-on, each in a process of its own, where it answers twice and the second answer counts. It prints medians of the rounds
-and ratios of medians. For speed a ratio above 1 favours etkv, for memory a ratio below 1.
+Every contestant reads a prompt in steps of 512 tokens and then answers greedily. They take turns: one round of each,
+then the next round. Each round is a separate process that answers twice; the second answer counts. It prints medians of
+the rounds and ratios of medians. For speed a ratio above 1 favours etkv, for memory a ratio below 1.
 
-Memory is the most that the process held, less what it held before the model was loaded: Python and its imports. etkv
-runs in a program without Python, which counts whole.
+Memory is the peak of the process, minus its memory before the model was loaded: Python and its imports. etkv runs in a
+program without Python, whose memory counts in full.
 
 A contestant that cannot run is left out, and the end says why. ExecuTorch's own program takes minutes to export, once,
-and stays in build/models/peers-executorch. llama.cpp needs llama-cpp-python in the Python of ``--llama-python``, which
-pip builds for the processor. If SIGILL ends llama.cpp, as on a virtual machine that names AMX without having it, build
-it again with ``-mno-amx-tile -mno-amx-int8 -mno-amx-bf16`` in ``CFLAGS`` and ``CXXFLAGS``::
+and stays in build/models/peers-executorch. llama.cpp needs llama-cpp-python in the Python of ``--llama-python``; pip
+builds it for the processor. If SIGILL ends llama.cpp, as on a virtual machine that reports AMX but lacks it, build it
+again with ``-mno-amx-tile -mno-amx-int8 -mno-amx-bf16`` in ``CFLAGS`` and ``CXXFLAGS``::
 
     python -m venv build/llama
     build/llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
@@ -47,7 +47,7 @@ MAX_CONTEXT = 2304
 
 @dataclass(frozen=True)
 class Contestant:
-    """An engine, a model under build/models as it loads it, and the contestant of etkv's to compare it with."""
+    """An engine, its model under build/models, and etkv's contestant to compare it with."""
 
     name: str
     engine: str
@@ -72,11 +72,11 @@ CONTESTANTS = [
     Contestant("llama.cpp-q4_0", "llama", "peers-llama/q4_0.gguf", "etkv-8da4w", kv="f16", quantize="q4_0"),
 ]
 ON_REQUEST = ("mlx-lm", "executorch-8da4w")
-"""Run only where ``--only`` names them: mlx-lm is slow on a CPU, and the other takes minutes to export."""
+"""Run only if ``--only`` names them: mlx-lm is slow on a CPU, and the other takes minutes to export."""
 
 
 def prepare(contestant: Contestant, llama_python: str) -> str | None:
-    """Makes the model's file if it is missing and can be made; returns why the contestant is left out, if it is."""
+    """Makes the model's file if it is missing. Returns why the contestant is left out, if it is."""
     # Imported here: the Python that runs llama.cpp need not have etkv.
     from etkv.models import path
 
@@ -85,7 +85,8 @@ def prepare(contestant: Contestant, llama_python: str) -> str | None:
     if contestant.engine == "etkv":
         if not FORWARD.exists():
             return "there is no build/bin/etkv_forward: make build makes it"
-        # It looks by itself whether the program is up to date, and asks for it as `make model` does: one serves both.
+        # The exporter checks whether the program is current. `make model` has the same options, so one file serves
+        # both.
         command = [sys.executable, "-m", "etkv.export", "--if-changed", "--backend", "cpu", "--model", source]
         command += ["--output", file]
         command += ["--quantize", contestant.quantize] if contestant.quantize else ["--keep-hf", str(folder / "hf")]
@@ -118,7 +119,7 @@ def requantize(contestant: Contestant, source: Path) -> None:
     parameters.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32
     if contestant.quantize == "q4_0":
         parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
-    # Renamed when it is whole: a file that is there is taken as it is.
+    # Renamed when it is complete: an existing file is taken as it is.
     target = contestant.file.with_suffix(".partial")
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters)) != 0:
         raise SystemExit(f"llama.cpp cannot write {contestant.file}")
@@ -133,16 +134,16 @@ def failure(ended: subprocess.CompletedProcess) -> str:
 
 
 def memory(line: str) -> int:
-    """Returns bytes of this process: ``VmRSS``, what it holds, or ``VmHWM``, the most it held."""
+    """Returns bytes of this process: ``VmRSS``, its present memory, or ``VmHWM``, its peak."""
     status = Path("/proc/self/status")
     if not status.exists():
-        # macOS, in bytes; the most that it held is all that it tells.
+        # macOS reports only the peak, in bytes.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return next(int(text.split()[1]) * 1024 for text in status.read_text().splitlines() if text.startswith(line))
 
 
 def answer(step: Callable[[list[int], int], int], ids: list[int], n_decode: int) -> dict:
-    """Reads ``ids`` and then decodes ``n_decode`` tokens by ``step``, from tokens and a position to the greedy id."""
+    """Reads ``ids``, then decodes ``n_decode`` tokens; ``step`` maps tokens and a position to the greedy id."""
     start = time.perf_counter()
     for position in range(0, len(ids), CHUNK):
         token = step(ids[position : position + CHUNK], position)
@@ -180,7 +181,7 @@ def load_llama(contestant: Contestant, n_threads: int) -> Callable[[list[int], i
         logits = llama_cpp.llama_get_logits_ith(context, -1)
         return int(np.ctypeslib.as_array(logits, (vocabulary,)).argmax())
 
-    # It is called as long as the library logs.
+    # Keep the callback: the library calls it as long as it logs.
     step.silent = silent
     return step
 
@@ -200,7 +201,7 @@ def answer_by_mlx_lm(model, ids: list[int], n_decode: int) -> dict:
 
 def work(contestant: Contestant, ids: list[int], n_decode: int, n_threads: int) -> dict:
     """Runs one round of a contestant in this process; returns seconds, ids and bytes."""
-    # The imports come before the first look at the memory.
+    # Import before the first reading of the memory.
     if contestant.engine == "executorch":
         from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401
         from executorch_sdpa import load
@@ -222,7 +223,7 @@ def work(contestant: Contestant, ids: list[int], n_decode: int, n_threads: int) 
 
 
 def run(contestant: Contestant, ids_file: Path, arguments: argparse.Namespace) -> dict | str:
-    """Runs one round in a process of its own; returns its result, or what it says where it fails."""
+    """Runs one round in a separate process. Returns its result, or why it failed."""
     if contestant.engine == "etkv":
         command = [str(FORWARD), "--model", str(contestant.file), "--kv-format", contestant.kv]
         command += ["--capacity", str(MAX_CONTEXT), "--repeat", "2", "--json"]
@@ -243,7 +244,7 @@ def run(contestant: Contestant, ids_file: Path, arguments: argparse.Namespace) -
 
 
 def compare(contestants: list[Contestant], prompt: list[int], left_out: dict, arguments: argparse.Namespace) -> None:
-    """Runs all in turns and prints a table; those that fail join ``left_out``."""
+    """Runs all in turns and prints a table. Those that fail join ``left_out``."""
     ids_file = ROOT / "build" / "bench-cpu-ids.txt"
     ids_file.write_text(" ".join(map(str, prompt)))
     results: dict[Contestant, list[dict]] = {contestant: [] for contestant in contestants}
@@ -282,7 +283,7 @@ def compare(contestants: list[Contestant], prompt: list[int], left_out: dict, ar
 
 
 def figures(rounds: list[dict], n_prompt: int, n_decode: int) -> list[float]:
-    """Returns prefill tokens a second, decoded tokens a second, and MiB that the model and computing with it take."""
+    """Returns prefill tokens/s, decoded tokens/s, and MiB of the model and its computation."""
 
     def median(value: Callable[[dict], float]) -> float:
         return statistics.median(value(result) for result in rounds)
@@ -295,7 +296,7 @@ def figures(rounds: list[dict], n_prompt: int, n_decode: int) -> list[float]:
 
 
 def prompt_ids(n: int) -> list[int]:
-    """Returns the first ``n`` ids of the license, a text that stays as it is."""
+    """Returns the first ``n`` ids of the license, a text that does not change."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(CONTESTANTS[0].file.parent / "tokenizer.json"))

@@ -1,6 +1,6 @@
 """ExecuTorch's own program of a Llama model: XNNPACK, a cache in its graph, and ``llama::custom_sdpa``.
 
-Its own exporter makes it, :func:`executorch.examples.models.llama.export_llama_lib.export_llama`, which wants weights
+Its own exporter makes it, :func:`executorch.examples.models.llama.export_llama_lib.export_llama`, which needs weights
 under Meta's names. ``benches/cpu_peers.py`` runs this file to export a program, and imports it to run one.
 """
 
@@ -25,13 +25,13 @@ _NAMES = {
     "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3",
 }
-"""What a layer's weights are called: transformers -> Meta."""
+"""Names of a layer's weights: transformers -> Meta."""
 
 
 def convert(source: Path, folder: Path) -> None:
     """Writes the model of the GGUF file ``source`` as Meta's weights.pth and params.json.
 
-    Meta's rotary embedding turns neighbours where that of transformers turns halves, so rows of queries and keys move.
+    Meta's rotary embedding rotates neighbours, that of transformers rotates halves. So rows of queries and keys move.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -68,7 +68,7 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def export(source: Path, program: Path, max_context: int, quantize: str | None) -> None:
-    """Exports the GGUF file ``source`` as ``program``, which computes the last row of logits alone."""
+    """Exports the GGUF file ``source`` as ``program``, which computes only the last row of logits."""
     from executorch.examples.models.llama.export_llama_lib import export_llama
     from executorch.extension.llm.export.config.llm_config import LlmConfig, ModelType
 
@@ -92,7 +92,7 @@ def export(source: Path, program: Path, max_context: int, quantize: str | None) 
     if quantize:
         config.quantization.qmode = quantize
         config.quantization.group_size = 32
-    # Renamed when it is whole: a program that is there is taken as it is.
+    # Renamed when it is complete: an existing program is taken as it is.
     partial = program.with_suffix(".partial.pte")
     config.export.output_name = str(partial)
     export_llama(config)
@@ -101,7 +101,7 @@ def export(source: Path, program: Path, max_context: int, quantize: str | None) 
 
 
 def load(program: Path, n_threads: int) -> Callable[[list[int], int], int]:
-    """Returns what computes one call of ``program``, from tokens and the position of the first to the greedy id."""
+    """Returns a function for one call of ``program``: from tokens and the first position to the greedy id."""
     import torch
     from executorch.extension.pybindings import portable_lib
 

@@ -1,5 +1,5 @@
-//! Attention of up to 64 queries on a GPU, by the kernel and by MLX: 16 calls that depend on each other
-//! as layers do, at a length that is new each time.
+//! Attention of up to 64 queries on a GPU, by the kernel and by MLX: 16 dependent calls, as in layers, at a length that
+//! is new each time.
 //!
 //! With the argument `kernel` it leaves MLX out. With `differences` it prints the largest difference
 //! from float32, in parts of the largest value. Set `MLX_ENABLE_TF32=0` for that.

@@ -1,11 +1,11 @@
-// What steps take at lengths that the process has not run before, and that it
-// has: prompts, a token a step, and a few tokens to verify.
+// The times of steps at lengths that are new to the process, and at lengths
+// that it has run: prompts, a token a step, and a few tokens to verify.
 //
 //   etkv_lengths MODEL.pte [KV_FORMAT [LONGEST [PROMPTS [STEPS]]]] [--json]
 //
-// LONGEST is the most tokens of a prompt (4000), PROMPTS how many lengths there
-// are (20), STEPS how many steps of a token follow (64). --json adds a line with
-// every time.
+// LONGEST is the maximum number of tokens of a prompt (4000), PROMPTS the
+// number of lengths (20), STEPS the number of steps of one token after each
+// (64). --json adds a line with every time.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -121,7 +121,7 @@ int main(int argc, char** argv) {
               program, tokens.data(), 0, static_cast<size_t>(n), 0, {}));
     });
   };
-  // The device chooses, so that the logits of a verification stay there.
+  // The device chooses, so that the logits stay on the device.
   const auto step = [&](int64_t n) {
     const int32_t at = must(cache.length());
     std::vector<int32_t> positions(static_cast<size_t>(n));
@@ -136,7 +136,7 @@ int main(int argc, char** argv) {
   const double second = prompt(41);
   std::printf("first prompt of 40 tokens: %.1f ms\n", first);
   std::printf("second, of 41: %.1f ms\n", second);
-  // From the longest to the shortest and back, as no conversation grows.
+  // Lengths in an order in which no conversation grows.
   std::vector<int64_t> lengths;
   std::vector<double> fresh;
   std::vector<double> again;
@@ -184,7 +184,7 @@ int main(int argc, char** argv) {
       std::vector<double> times;
       for (int64_t i = 0; i < std::max<int64_t>(steps * 3 / 8, 1); ++i) {
         times.push_back(step(n));
-        // As after a verification that accepts one token.
+        // As if the verification accepted one token.
         must(cache.rewind(must(cache.length()) - static_cast<int32_t>(n) + 1));
       }
       print("  " + std::to_string(n) + " tokens, a new length each", times);

@@ -1,13 +1,13 @@
-// etkv_op: what update_and_attend takes through a cache, and what the same work
-// takes in MLX alone, in turns; a line of JSON for each length.
+// etkv_op: the time of update_and_attend on a cache, and of the same work in
+// MLX alone, in turns. Prints a line of JSON for each length.
 //
 //   etkv_op HEADS KV_HEADS HEAD_DIM LAYERS DTYPE TOKENS ROUNDS LENGTH...
 //
 // DTYPE is f32, f16 or bf16. A step runs TOKENS new tokens after LENGTH
-// positions through every layer, each on what the layer before gives, and the
-// host waits for the last. In MLX alone, rows go into buffers that are as long
-// as they will ever be, with slice_update, and fast::scaled_dot_product_attention
-// reads a slice of them.
+// positions through every layer, each on the output of the layer before, and
+// the host waits for the last. In MLX alone, slice_update writes rows into
+// buffers of the final length, and fast::scaled_dot_product_attention reads a
+// slice of them.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -128,8 +128,8 @@ class Bare {
   }
 
  private:
-  /// Writes rows into a buffer, which stays where it is, and returns those up
-  /// to `end`.
+  /// Writes rows into a buffer, which keeps its address, and returns the rows
+  /// up to `end`.
   mx::array put(mx::array& buffer, const mx::array& rows, int at, int end) {
     const mx::Shape begin = {0, 0, at, 0};
     const mx::Shape stop = {1, shape_.kv_heads, end, shape_.head_dim};
@@ -143,7 +143,7 @@ class Bare {
 };
 
 /// Returns the microseconds of each of `steps` steps after `length` positions,
-/// which are read in parts first.
+/// which are read in chunks first.
 template <typename Steps>
 std::vector<double>
 time_steps(const Shape& shape, Steps&& cache, int length, int steps) {

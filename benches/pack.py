@@ -40,7 +40,7 @@ EXECUTORCH = [
 
 @dataclass(frozen=True)
 class Packed:
-    """A model of a pack: the shapes, the dtype, and the weights' quantization."""
+    """A model of a pack: its shapes, its dtype, and the quantization of its weights."""
 
     label: str
     shape: str
@@ -112,7 +112,7 @@ def find(name: str, folders: list[Path]) -> Path:
 
 
 def strip(file: Path) -> None:
-    """Removes what only a debugger reads. Without `strip` the file stays as large as it is."""
+    """Removes debug information. Without `strip` the file keeps its size."""
     if shutil.which("strip"):
         subprocess.run(["strip", "--strip-unneeded", str(file)], check=True)
 

@@ -9,7 +9,7 @@ use mlx_rs::{random, Array, Dtype};
 const N_KV_HEADS: i32 = 2;
 const GROUP: i32 = 4;
 const LENGTHS: [i32; 3] = [512, 2048, 8192];
-/// Queries of a step; times `GROUP` they are the rows that a KV head is multiplied by.
+/// Queries of a step. Times `GROUP`, these are the rows that a KV head is multiplied by.
 const STEPS: [i32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 const FORMATS: [&str; 12] = [
     "f16",
@@ -59,7 +59,7 @@ fn median(times: &mut [Duration]) -> f64 {
     times[times.len() / 2].as_secs_f64()
 }
 
-/// Prints one line: the time of unpacking over that of packed products, for each number of queries.
+/// Prints one line: the ratio of unpacking to packed products, for each number of queries.
 /// Returns the ratios.
 fn line(format: &str, length: i32, head_dim: i32, dtype: Dtype) -> etkv::Result<Vec<f64>> {
     let mut ratios = Vec::new();
@@ -84,8 +84,8 @@ fn line(format: &str, length: i32, head_dim: i32, dtype: Dtype) -> etkv::Result<
     Ok(ratios)
 }
 
-/// Returns the most rows a KV head up to which packed products are faster, by the geometric mean of
-/// the lines, or 0 if they never are.
+/// Returns the maximum rows per KV head for which packed products are faster, by the geometric mean of the lines; 0 if
+/// they never are.
 fn threshold(lines: &[Vec<f64>]) -> i32 {
     let faster = |at: &usize| lines.iter().map(|ratios| ratios[*at].ln()).sum::<f64>() >= 0.0;
     let n = (0..STEPS.len()).take_while(faster).count();

@@ -2,10 +2,10 @@
 
 ``python benches/repeating_model.py llama-3.2-1b FOLDER`` writes a Hugging Face folder in bfloat16: config.json,
 model.safetensors, and a tokenizer whose ids are the bytes of the text. Steps of a program take as long as with trained
-weights, and a program of 2.5 GB travels in a few MB. What the model says means nothing.
+weights, and a program of 2.5 GB compresses to a few MB. The model's answers are meaningless.
 
-Every tensor repeats random values of its own. The number of values differs from tensor to tensor, so that no two
-tensors are equal, which a program would store once. It is a multiple of 64, so that quantized groups repeat too.
+Every tensor repeats its own random values. The number of values differs from tensor to tensor, so that no two tensors
+are equal: a program would store equal ones once. It is a multiple of 64, so that quantized groups repeat too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BOS, EOS = 256, 257
 """The ids after those of the bytes."""
 
 POSITIONS = 16384
-"""Of every model, and of a program for it with ``--max-context``: enough for 8,192 tokens and an answer."""
+"""The context of every model, and of its program with ``--max-context``: enough for 8,192 tokens and an answer."""
 
 SHAPES = {
     "smollm2-135m": {
@@ -57,7 +57,7 @@ SHAPES = {
         "rope_theta": 10000.0,
     },
 }
-"""Name -> the settings that published models of this name have, by their names in config.json."""
+"""Name -> the settings in config.json of published models of this name."""
 
 
 def tensors(shape: dict) -> dict[str, tuple[int, ...]]:
@@ -97,8 +97,8 @@ def values(shapes: dict[str, tuple[int, ...]]) -> Iterator[np.ndarray]:
 
 
 def tokenizer() -> dict:
-    """Returns what tokenizer.json of such a model holds: the ids are the bytes, without a merge."""
-    # The letters that byte-level tokenizers write bytes as: printable bytes are their own.
+    """Returns the contents of tokenizer.json for such a model: the ids are the bytes, without a merge."""
+    # The letters by which byte-level tokenizers write bytes: a printable byte is its own letter.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -168,7 +168,7 @@ def write(name: str, folder: Path) -> Path:
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    # Last: a folder with it is whole.
+    # Written last: a folder with it is complete.
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
 

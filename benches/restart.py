@@ -1,8 +1,8 @@
-"""Measures what a prompt costs after a restart: read by the model, and loaded from a store of texts.
+"""Measures the time of a prompt after a restart: read by the model, and loaded from a store of texts.
 
-Every figure is of a new process, which has loaded the program: the seconds until the first token of the answer is
-known. Both ways take turns, and the file lies in the page cache. The first load of a process that does nothing else is
-compared with ``read`` of the same file into as much new memory, in turns.
+Every figure is of a new process that has loaded the program: the seconds until the first token of the answer. Both
+ways take turns, and the file is in the page cache. The first load in a process that does nothing else is compared, in
+turns, with a ``read`` of the same file into as much new memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK = 512
 
 
 def prompt(n: int) -> list[int]:
-    """Return token ids that a model of 49,152 has."""
+    """Return token ids of a vocabulary of 49,152."""
     return [5 + i * 7919 % 40000 for i in range(n)]
 
 
@@ -86,7 +86,7 @@ def child(*words: object) -> dict[str, float]:
 
 
 def spread(values: list[float]) -> str:
-    """Return the median, and the least and the greatest."""
+    """Return the median, the minimum and the maximum."""
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 

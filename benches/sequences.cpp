@@ -1,5 +1,5 @@
-// etkv_sequences: what a step of several sequences takes, each with a prompt of
-// its own or forked from one; one line of JSON.
+// etkv_sequences: the time of a step of several sequences, each with its own
+// prompt or forked from one. Prints one line of JSON.
 #include <cstdint>
 #include <cstdio>
 #include <limits>
@@ -63,8 +63,8 @@ Arguments arguments_into(Options& options) {
   arguments.choice(
       "--loop",
       {"steps", "device"},
-      "who chooses tokens: this program from the logits of\n"
-      "each step (steps), or the device, which runs ahead",
+      "what chooses tokens: this program from the logits of\n"
+      "each step (steps), or the device (async decode)",
       &options.loop);
   arguments.flag(
       "--fork",
@@ -80,7 +80,7 @@ class Sequences {
   Sequences(Program& program, SeqCache& cache)
       : program_(program), cache_(cache) {}
 
-  /// Runs a prompt of `n` ids below `most` in a sequence of its own.
+  /// Runs a prompt of `n` ids below `most` in its own sequence.
   Result<void> read(int64_t n, int64_t most) {
     const auto sequence = static_cast<int32_t>(tokens_.size());
     std::vector<int64_t> ids;
@@ -100,7 +100,7 @@ class Sequences {
     return {};
   }
 
-  /// Makes a further sequence that shares the positions of the first one.
+  /// Makes another sequence that shares the positions of the first.
   Result<void> fork() {
     const auto sequence = static_cast<int32_t>(tokens_.size());
     tokens_.push_back(tokens_.front());

@@ -74,7 +74,7 @@ def make_drafts(first: list[int], last: list[int]) -> list[Draft]:
 
 
 def forward_seconds(model: Path, ids_file: Path, n_tokens: int) -> float:
-    """Returns the seconds of a forward of so many tokens with all rows of logits: a mean over ``CONTEXT`` ids."""
+    """Returns the seconds of a forward of this many tokens with all rows of logits: a mean over ``CONTEXT`` ids."""
     command = [BIN / "etkv_forward", "--model", model, "--ids-file", ids_file, "--rows", "all"]
     command += ["--chunk", str(n_tokens), "--repeat", "2", "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

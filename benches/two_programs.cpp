@@ -1,5 +1,5 @@
-// What two programs on two threads decode together, compared with one after the
-// other: how far their steps overlap. Programs for the CPU have one thread each.
+// The speed of two programs on two threads, compared with one after the other:
+// how far their steps overlap. CPU programs have one thread each.
 //
 //   etkv_two_programs MODEL.pte [TOKENS [ROUNDS]]
 #include <algorithm>
@@ -21,7 +21,7 @@ using executorch::extension::from_blob;
 using executorch::extension::Module;
 using executorch::extension::threadpool::NoThreadPoolGuard;
 
-/// A program with a session of its own, which decodes greedily.
+/// A program with its own session, which decodes greedily.
 class Decoder {
  public:
   Decoder(const char* path, int32_t capacity)

@@ -1,4 +1,4 @@
-//! What watching costs: a decode step by what listens to it.
+//! The cost of watching: a decode step by the kind of listener.
 //!
 //! `cargo bench -p etkv-benches --bench watching -- LEVEL`, and with `--features silent` the
 //! same without a line of tracing in the code.
@@ -21,8 +21,7 @@ fn rows(heads: i32, n: i32) -> Array {
     Array::ones::<f32>(&[1, heads, n, 64]).expect("an array")
 }
 
-/// A step of `n` tokens through all layers, without attention: what a cache costs is not
-/// hidden by that.
+/// A step of `n` tokens through all layers, without attention, which would hide the cost of a cache.
 fn step(cache: &mut ContiguousCache, first: i32, n: i32) {
     let positions: Vec<i32> = (first..first + n).collect();
     let rows = rows(3, n);
@@ -66,9 +65,9 @@ impl<S: Subscriber> Layer<S> for Formats {
     }
 }
 
-/// The least and the median of many steps, in a process where only this listens.
+/// The minimum and the median of many steps, in a process with only this listener.
 fn main() {
-    // Cargo adds options of its own.
+    // Cargo adds options of its own, which are ignored.
     let name = std::env::args().skip(1).find(|word| !word.starts_with('-'));
     let level = name.as_deref().map_or(LevelFilter::OFF, |name| name.parse().expect("a level"));
     if level != LevelFilter::OFF {

@@ -1,6 +1,6 @@
-//! Compares the ways to multiply rows by a weight on the CPU: float32 weights transposed or as
-//! stored, and weights of a few bits packed or unpacked first. The tables decide the layouts of
-//! `crates/etkv-mlx-program/src/passes/linear.rs` and the thresholds of `crates/etkv-mlx-program/src/ops/quantized.rs`.
+//! Compares the ways to multiply rows by a weight on the CPU: float32 weights transposed or as stored, and quantized
+//! weights packed or unpacked first. The tables decide the layouts of `crates/etkv-mlx-program/src/passes/linear.rs`
+//! and the thresholds of `crates/etkv-mlx-program/src/ops/quantized.rs`.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ const SHAPES: [[i32; 2]; 9] = [
     [2048, 8192],
 ];
 const ROWS: [i32; 10] = [1, 2, 4, 6, 8, 12, 16, 24, 32, 64];
-/// Bytes of the copies of a weight that are read in turns: more than a CPU's caches hold.
+/// Bytes of the copies of a weight that are read in turn: more than a CPU's caches hold.
 const COLD: usize = 128 << 20;
 const ROUNDS: usize = 9;
 
@@ -32,14 +32,14 @@ fn random(shape: &[i32]) -> etkv::Result<Array> {
     Ok(array)
 }
 
-/// Returns as many random weights of this shape as a CPU's caches do not hold.
+/// Returns random weights of this shape, more than a CPU's caches hold.
 fn weights([out, into]: [i32; 2]) -> etkv::Result<Vec<Array>> {
     let n = COLD / (4 * out as usize * into as usize);
     (0..n.clamp(2, 64)).map(|_| random(&[out, into])).collect()
 }
 
-/// Returns the median time of `first` over that of `second`, measured in turns, each on weights that
-/// were not used just before.
+/// Returns the ratio of the median times of `first` and `second`, measured in turn, each on weights that were not used
+/// just before.
 fn ratio(x: &Array, n_weights: usize, first: Product, second: Product) -> etkv::Result<f64> {
     let mut times: [Vec<Duration>; 2] = Default::default();
     let mut next = 0;

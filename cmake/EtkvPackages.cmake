@@ -2,18 +2,18 @@
 # etkv::executorch and etkv::executorch_{threadpool,kernels,xnnpack}. Used by
 # etkv's own build and, installed, by etkvConfig.cmake.
 #
-# Where they are looked for, first to last:
+# Search order:
 #   ETKV_MLX_DIR, ETKV_EXECUTORCH_DIR   their folders `mlx` and `executorch`
 #   ETKV_PYTHON                         a Python that has them; also from the
 #                                       environment. Otherwise `python3`.
-# CMake's C++ interfaces of both change from release to release, so the releases
-# are exact.
+# The C++ interfaces of both change from release to release, so exact releases are
+# required.
 include_guard(GLOBAL)
 
 set_property(GLOBAL PROPERTY ETKV_MLX_VERSION 0.32.2)
 set_property(GLOBAL PROPERTY ETKV_EXECUTORCH_VERSION 1.5.1)
 set_property(GLOBAL PROPERTY ETKV_SCIPY_OPENBLAS32_VERSION 0.3.34.481.3)
-# What each of them is known by; OpenBLAS is for Linux only.
+# The file or folder that identifies each package; OpenBLAS is for Linux only.
 set_property(GLOBAL PROPERTY ETKV_MLX_FILE include/mlx)
 set_property(GLOBAL PROPERTY ETKV_EXECUTORCH_FILE include/executorch)
 set_property(GLOBAL PROPERTY ETKV_SCIPY_OPENBLAS32_FILE lib/libscipy_openblas.so)
@@ -72,11 +72,11 @@ ETKV_${upper}_DIR elsewhere."
   endif()
 endfunction()
 
-# etkv_shared_library(TARGET FILE): an imported library that a program needs
-# even where it names nothing of it.
+# etkv_shared_library(TARGET FILE): an imported library that a program links even if it
+# uses no symbol of it.
 #
-# A program's own run path leads to what the program itself needs, not to what
-# its libraries do: so the program needs MLX, and libetkv finds it loaded.
+# A program's run path applies only to libraries that the program itself needs, not to
+# theirs. So the program links MLX, and libetkv finds it loaded.
 function(etkv_shared_library target file)
   add_library(${target} SHARED IMPORTED GLOBAL)
   set_property(TARGET ${target} PROPERTY IMPORTED_LOCATION ${file})
@@ -115,7 +115,7 @@ function(etkv_find_mlx why)
   etkv_shared_library(etkv::mlx ${dir}/lib/libmlx${CMAKE_SHARED_LIBRARY_SUFFIX})
   set_property(
     TARGET etkv::mlx PROPERTY INTERFACE_INCLUDE_DIRECTORIES ${dir}/include)
-  # GNU ld looks at what libmlx itself needs.
+  # GNU ld resolves the libraries that libmlx itself needs.
   cmake_path(GET dir PARENT_PATH site_packages)
   if(EXISTS ${site_packages}/mlx_cpu.libs)
     set_property(
@@ -161,12 +161,12 @@ function(etkv_find_executorch why)
     etkv::executorch PROPERTIES
     INTERFACE_INCLUDE_DIRECTORIES
       "${dir}/include;${dir}/include/executorch/runtime/core/portable_type/c10"
-    # As the wheel's own CMake package says: without the second, classes that
-    # the library was built with are smaller in the program.
+    # As in the wheel's own CMake package. Without the second definition, classes are
+    # smaller in the program than in the library.
     INTERFACE_COMPILE_DEFINITIONS
       "C10_USING_CUSTOM_GENERATED_MACROS;ET_EVENT_TRACER_ENABLED"
     INTERFACE_COMPILE_FEATURES cxx_std_17)
-  # What CPU programs need besides.
+  # Additional libraries for CPU programs.
   set(library ${dir}/lib/libexecutorch_)
   set(suffix ${CMAKE_SHARED_LIBRARY_SUFFIX})
   etkv_shared_library(etkv::executorch_threadpool ${library}threadpool${suffix})

@@ -2,7 +2,7 @@
 # pkg-config file.
 
 if(SKBUILD)
-  # Of a wheel: what Python loads.
+  # A wheel has only what Python loads.
   install(
     TARGETS etkv etkv_mlx_backend etkv_cpu_backend
     LIBRARY DESTINATION lib COMPONENT python)
@@ -27,7 +27,7 @@ if(TARGET etkv_blas)
   install(TARGETS etkv_blas EXPORT etkvTargets)
 endif()
 install(EXPORT etkvTargets NAMESPACE etkv:: DESTINATION ${package_dir})
-# Apart, so that a program without ExecuTorch can load the one above.
+# A separate export, so that a program without ExecuTorch can load the one above.
 if(TARGET etkv_delegate)
   install(TARGETS etkv_delegate EXPORT etkv_delegateTargets)
   install(EXPORT etkv_delegateTargets NAMESPACE etkv:: DESTINATION ${package_dir})
@@ -52,8 +52,8 @@ install(
 if(NOT ETKV_MLX)
   return()
 endif()
-# Without CMake nothing finds MLX, so the file has the one that was built
-# against, as a variable that can be defined anew.
+# pkg-config cannot search for MLX, so the file names the MLX of the build, in a
+# variable that users can override.
 get_target_property(ETKV_MLX_LIBRARY etkv::mlx IMPORTED_LOCATION)
 cmake_path(GET ETKV_MLX_LIBRARY PARENT_PATH ETKV_MLX_LIBDIR)
 get_property(ETKV_MLX_VERSION GLOBAL PROPERTY ETKV_MLX_VERSION)
@@ -63,8 +63,8 @@ if(APPLE)
   set(ETKV_PC_MLX "-L\${mlxlibdir} -lmlx")
   set(ETKV_PC_PRIVATE "-lc++")
 else()
-  # As for CMake: the program itself needs MLX, so that its run path is used.
-  # There is one on Linux.
+  # As in CMake: the program links MLX itself, so that its run path applies. etkv_blas
+  # exists on Linux only.
   set(ETKV_PC_BLAS "")
   if(TARGET etkv_blas)
     set(ETKV_PC_BLAS "\${libdir}/libetkv_blas.so,")
@@ -72,7 +72,7 @@ else()
   set(ETKV_PC_MLX "-Wl,--push-state,--no-as-needed,${ETKV_PC_BLAS}\${mlxlibdir}/libmlx.so,--pop-state")
   set(ETKV_PC_PRIVATE "-lstdc++ -ldl -lpthread -lm")
 endif()
-# GNU ld looks at what libmlx itself needs.
+# GNU ld resolves the libraries that libmlx itself needs.
 cmake_path(SET mlx_cpu_libs NORMALIZE ${ETKV_MLX_LIBDIR}/../../mlx_cpu.libs)
 if(EXISTS ${mlx_cpu_libs})
   string(APPEND ETKV_PC_MLX " -Wl,-rpath-link,\${mlxlibdir}/../../mlx_cpu.libs")

@@ -27,8 +27,8 @@ function(etkv_objects name source)
   target_compile_options(${name} PRIVATE -Wall -Wextra -Werror)
 endfunction()
 
-# etkv_shared(NAME EXPORTS): what is common to the shared libraries. EXPORTS.map and
-# EXPORTS.symbols have the symbols that leave them.
+# etkv_shared(NAME EXPORTS): settings of all shared libraries. EXPORTS.map and
+# EXPORTS.symbols list the exported symbols.
 function(etkv_shared name exports)
   set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
   if(NOT SKBUILD)
@@ -46,7 +46,7 @@ function(etkv_shared name exports)
     set(file ${PROJECT_SOURCE_DIR}/${exports}.map)
     target_link_options(
       ${name} PRIVATE -Wl,--version-script=${file} -Wl,-z,defs)
-    # Each finds the other beside it; MLX and ExecuTorch are the program's.
+    # Each library finds the other beside it; the program finds MLX and ExecuTorch.
     set_property(TARGET ${name} PROPERTY INSTALL_RPATH $ORIGIN)
   endif()
   set_property(TARGET ${name} APPEND PROPERTY LINK_DEPENDS ${file})
@@ -58,7 +58,7 @@ set(etkv_includes
 
 # ---- Matrix products on the CPU -------------------------------------------------
 
-# A program needs it before libmlx, whose products it takes the place of.
+# A program must load it before libmlx, whose matrix products it replaces.
 if(ETKV_MLX AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
   add_library(etkv_blas SHARED crates/mlx-sys/shim/blas.c)
   add_library(etkv::blas ALIAS etkv_blas)
@@ -78,9 +78,9 @@ if(ETKV_MLX AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
     message(STATUS "MLX's own BLAS is used on the CPU, which is slow. ${problem}")
   endif()
   if(SKBUILD)
-    # Beside etkv in a folder of Python packages. In another place LD_LIBRARY_PATH
-    # or ETKV_BLAS leads to it: what this library opens is not looked for along the
-    # program's run path.
+    # Beside etkv in a folder of Python packages. Elsewhere LD_LIBRARY_PATH or ETKV_BLAS
+    # leads to it, because the program's run path does not apply to a library that this
+    # one opens.
     set_property(
       TARGET etkv_blas APPEND PROPERTY INSTALL_RPATH
       $ORIGIN/../../scipy_openblas32/lib)
@@ -93,14 +93,14 @@ add_library(etkv SHARED)
 add_library(etkv::etkv ALIAS etkv)
 etkv_shared(etkv cpp/exports)
 target_include_directories(etkv INTERFACE ${etkv_includes})
-# Rust's part is called from outside only, so all of it is taken; what leaves is
-# the C interface.
+# Nothing in the library calls Rust's part, so link all of the archive. Only the C
+# interface is exported.
 target_link_libraries(
   etkv
   PRIVATE $<LINK_LIBRARY:WHOLE_ARCHIVE,etkv_rust>
   PUBLIC $<TARGET_NAME_IF_EXISTS:etkv::blas> $<TARGET_NAME_IF_EXISTS:etkv::mlx>)
 
-# What Python calls the C interface by, beside the library.
+# The tables by which Python calls the C interface, beside the library.
 if(ETKV_MLX AND PROJECT_IS_TOP_LEVEL)
   execute_process(
     COMMAND ${ETKV_PYTHON} -c "import cffi"
@@ -126,7 +126,7 @@ if(ETKV_MLX AND PROJECT_IS_TOP_LEVEL)
   endif()
 endif()
 
-# What Rust's archive needs is MLX, the C++ library, and the system's.
+# Rust's archive needs MLX, the C++ library, and system libraries.
 add_library(etkv_static INTERFACE)
 add_library(etkv::etkv_static ALIAS etkv_static)
 target_include_directories(etkv_static INTERFACE ${etkv_includes})
@@ -160,7 +160,7 @@ target_sources(etkv PRIVATE $<TARGET_OBJECTS:etkv_interpreter>)
 
 etkv_objects(etkv_delegate_objects cpp/delegate.cpp)
 target_link_libraries(etkv_delegate_objects PRIVATE etkv::executorch)
-# What static backends have in common.
+# Settings of all static backends.
 add_library(
   etkv_delegate STATIC
   $<TARGET_OBJECTS:etkv_delegate_objects> $<TARGET_OBJECTS:etkv_interpreter>)
@@ -181,8 +181,8 @@ function(etkv_backend name)
   set_target_properties(etkv_${name} PROPERTIES EXPORT_NAME ${name})
   etkv_shared(etkv_${name} cpp/nothing)
   target_link_libraries(etkv_${name} PUBLIC etkv etkv::executorch ${ARGN})
-  # It registers itself when it is loaded, and no program names anything of it:
-  # where the linker drops libraries that are not named, it is told not to.
+  # It registers itself when it is loaded, and programs use no symbol of it. So tell the
+  # linker to keep it.
   if(NOT APPLE)
     target_link_options(
       etkv_${name} INTERFACE
@@ -196,7 +196,7 @@ function(etkv_backend name)
     LINKER_LANGUAGE CXX
     OUTPUT_NAME etkv_${name}
     EXPORT_NAME ${name}_archive)
-  # The same for a linker that takes from an archive what is named.
+  # The same for a linker that takes only used objects from an archive.
   add_library(etkv_${name}_static INTERFACE)
   add_library(etkv::${name}_static ALIAS etkv_${name}_static)
   set_target_properties(

@@ -1,11 +1,11 @@
 # The example runners and the test tools: C++ on ExecuTorch's Module, against
 # etkv as an application would use it.
 
-# Nearly all of the time goes into ExecuTorch's headers.
+# Nearly all of the compile time goes into ExecuTorch's headers.
 option(ETKV_UNITY "Compile the examples' common sources several at a time, and headers of tests once" ON)
 set(unity UNITY_BUILD ${ETKV_UNITY} UNITY_BUILD_BATCH_SIZE 8)
 
-# etkv_program(NAME sources...): one executable, with the warnings of the house.
+# etkv_program(NAME sources...): one executable, with the project's warnings.
 function(etkv_program name)
   add_executable(${name} ${ARGN})
   set_target_properties(
@@ -16,8 +16,8 @@ function(etkv_program name)
   target_compile_options(${name} PRIVATE -Wall -Wextra -Werror)
 endfunction()
 
-# The tokenizer, with a face in C++. What it exports is that face alone, so that its
-# copies of Rust's standard library and of cxx's runtime do not meet libetkv's.
+# The tokenizer, with a C++ interface. It exports only that interface, so that its
+# copies of Rust's standard library and of cxx's runtime do not conflict with libetkv's.
 etkv_rust_library(etkv_tokenizer_rust PACKAGE etkv-tokenizer LIBRARY libetkv_tokenizer.a)
 add_library(etkv_tokenizer SHARED examples/tokenizer/tokenizer.cpp)
 set_target_properties(
@@ -65,7 +65,7 @@ file(GLOB ETKV_CHAT CONFIGURE_DEPENDS examples/chat/*.cpp)
 etkv_runner(etkv_chat ${ETKV_CHAT})
 set_target_properties(etkv_chat PROPERTIES ${unity})
 
-# One file a use case.
+# One file per use case.
 foreach(runner admission agent_fork batch prefix rollback run speculative)
   etkv_runner(etkv_${runner} examples/${runner}.cpp)
 endforeach()
@@ -76,9 +76,9 @@ target_link_libraries(etkv_tokenize PRIVATE etkv_tokenizer)
 
 etkv_runner(etkv_minimal examples/minimal.cpp)
 
-# Benchmarks, built for `make bench` and their own commands alone: what steps of lengths
-# never run before take, what two programs on two threads decode together, what steps of
-# several sequences take, and attention on a cache against MLX alone.
+# Benchmarks, built only for `make bench` and their own commands: steps of new lengths,
+# two programs on two threads, steps of several sequences, and attention on a cache
+# against MLX alone.
 etkv_runner(etkv_lengths benches/lengths.cpp)
 etkv_runner(etkv_captured benches/captured/main.cpp benches/captured/generated.cpp
   benches/captured/shared.cpp)

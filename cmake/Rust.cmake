@@ -5,8 +5,8 @@ if(NOT ETKV_CARGO)
   message(FATAL_ERROR "etkv needs Rust, and no cargo is in PATH: install it from https://rustup.rs, or set ETKV_CARGO")
 endif()
 
-# All of them are built at once: what they have in common is then built once, with
-# the features that any of them needs.
+# All packages are built at once, so that common crates are built once, with the
+# features that any of them needs.
 set(packages --package etkv-capi)
 if(ETKV_BUILD_EXAMPLES)
   list(APPEND packages --package etkv-tokenizer)
@@ -31,8 +31,8 @@ endif()
 function(etkv_rust_library target)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "PACKAGE;LIBRARY" "")
   set(library ${ETKV_CARGO_TARGET_DIR}/release/${arg_LIBRARY})
-  # Cargo builds again what was built in another environment, so it is given
-  # what was given here and no more.
+  # Cargo rebuilds what was built in another environment, so pass on exactly these
+  # variables.
   set(environment ETKV_PYTHON=${ETKV_PYTHON})
   if(ETKV_MLX_DIR)
     list(APPEND environment ETKV_MLX_DIR=${ETKV_MLX_DIR})
@@ -41,8 +41,8 @@ function(etkv_rust_library target)
     list(APPEND environment MACOSX_DEPLOYMENT_TARGET=${CMAKE_OSX_DEPLOYMENT_TARGET})
   endif()
   if(SKBUILD)
-    # It names the compilers that Python was built with; Cargo finds those that a
-    # plain build finds.
+    # scikit-build-core sets the compilers that Python was built with. Unset them, so
+    # that Cargo finds those of a plain build.
     list(PREPEND environment --unset=CC --unset=CXX)
   endif()
   add_custom_target(

@@ -1,4 +1,4 @@
-"""Writes what cffi has to know of ``etkv.h``, so that Python parses no header: ``capi_tables.py CC INCLUDE OUTPUT``.
+"""Writes the tables of ``etkv.h`` for cffi, so that Python parses no header: ``capi_tables.py CC INCLUDE OUTPUT``.
 
 OUTPUT is a module whose ``ffi`` has the types and functions. It is the same on every platform and for every CPython.
 """
@@ -30,7 +30,7 @@ def main(cc: str, include: Path, output: Path) -> None:
     # None: nothing is compiled, and Python opens the library.
     ffi.set_source("etkv.capi_tables", None)
     ffi.emit_python_code(str(output))
-    # cffi does not write what has not changed, and the build goes by times.
+    # cffi does not write an unchanged file, but the build compares times.
     output.touch()
 
 

@@ -1,4 +1,4 @@
-// How far the logits of the same steps are apart.
+// The difference between the logits of the same steps.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ inline std::vector<float> hidden_of(const examples::Program& program) {
   return rows_of({hidden->data, element, hidden->rows, width});
 }
 
-/// The place of the greatest logit of each row, the first of equal ones.
+/// The argmax of each row, the first of equal logits.
 inline std::vector<int64_t> greatest(
     const std::vector<float>& logits,
     size_t rows) {
@@ -45,7 +45,7 @@ inline std::vector<int64_t> greatest(
   return places;
 }
 
-/// The numbers that two lists share, place by place.
+/// The number of places where two lists are equal.
 inline size_t equal(
     const std::vector<int64_t>& a,
     const std::vector<int64_t>& b) {
@@ -56,8 +56,8 @@ inline size_t equal(
   return same;
 }
 
-/// The rows whose chosen id has a logit below the row's greatest one by more
-/// than bfloat16 rounds in two steps that add in another order.
+/// The rows whose chosen id has a logit less than the greatest by more than
+/// bfloat16 rounding explains, between two steps that sum in another order.
 inline size_t not_greatest(
     const std::vector<float>& logits,
     const std::vector<int64_t>& chosen) {
@@ -74,8 +74,8 @@ inline size_t not_greatest(
   return wrong;
 }
 
-/// The largest difference of logits or hidden states, and of the rows those whose
-/// greatest one has the same place.
+/// The largest difference of logits or hidden states, and the rows with the
+/// same argmax.
 class Agreement {
  public:
   void add(
@@ -84,7 +84,7 @@ class Agreement {
       size_t rows) {
     for (size_t i = 0; i < expected.size(); ++i) {
       const double apart = std::abs(double{found[i]} - double{expected[i]});
-      // NaN is larger than all.
+      // NaN counts as the largest.
       apart_ = std::isnan(apart) || apart > apart_ ? apart : apart_;
       largest_ = std::max(largest_, std::abs(double{expected[i]}));
     }
@@ -95,7 +95,7 @@ class Agreement {
   void print(const char* what, const char* of = "logits") const {
     std::printf(
         "%s: %s apart by %.4f of up to %.3f, %zu of %zu rows have the same "
-        "greatest one\n",
+        "argmax\n",
         what,
         of,
         apart_,
@@ -105,19 +105,20 @@ class Agreement {
     std::fflush(stdout);
   }
 
-  /// Returns whether no two logits are apart by more than this part of the
-  /// largest.
+  /// Returns whether all differences are at most this share of the largest
+  /// logit.
   bool is_within(double part) const {
     return rows_ > 0 && apart_ <= part * largest_;
   }
 
-  /// Returns whether rounding explains the differences. In bfloat16 the sums of
-  /// 16 layers in another order are a twentieth apart, and a ninth with packed
-  /// weights, where the largest logits are small as those of repeating weights.
-  /// Then the greatest logit is the same but where two are close: in 19 of 20
-  /// rows. This finds wrong weights and masks, and not one wrong key among many.
-  /// Trained weights may be further apart in bfloat16: torch's own logits of
-  /// SmolLM2-135M are 9 of 36 from those in float32 for such tokens.
+  /// Returns whether rounding explains the differences. In bfloat16, another
+  /// order of sums in 16 layers makes a difference of a twentieth. With packed
+  /// weights it is a ninth, since the largest logits of repeating weights are
+  /// small. Then the argmax is the same in 19 of 20 rows; in the others two
+  /// logits are close. This detects wrong weights and masks, but not one wrong
+  /// key among many. Trained weights may differ more in bfloat16: torch's own
+  /// logits of SmolLM2-135M differ from those in float32 by 9 of 36 for such
+  /// tokens.
   bool is_rounding() const {
     return rows_ > 0 && apart_ < 0.2 * largest_ && 10 * same_ >= 9 * rows_;
   }

@@ -1,5 +1,5 @@
-// Steps that a captured program and an interpreted one run alike, each on a cache
-// of its own.
+// Steps that run on a captured program and on an interpreted one, each with its
+// own cache.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ namespace etkv::benches {
 using examples::Batch;
 using examples::Program;
 
-/// A program with a cache of its own, captured or not.
+/// A program with its own cache, captured or not.
 template <typename C>
 struct Side {
   Side(
@@ -60,7 +60,7 @@ inline int64_t token_at(int64_t position, int32_t sequence, int64_t below) {
   return (position * 7919 + sequence * 31 + 1) % below;
 }
 
-/// Steps that both sides run alike.
+/// Steps that both sides run.
 template <typename C>
 class Both {
  public:
@@ -80,7 +80,7 @@ class Both {
     must(change(interpreted_.cache()));
   }
 
-  /// Changes the caches, or is refused by both. Returns whether it was done.
+  /// Changes both caches, or is refused by both. Returns whether they changed.
   template <typename Change>
   bool try_to(const Change& change) {
     const auto done = change(captured_.cache());
@@ -92,7 +92,7 @@ class Both {
     return done.ok();
   }
 
-  /// Runs so many tokens of each sequence, after those that it has.
+  /// Runs this many tokens of each sequence, after those that it holds.
   void run(const Counts& counts) {
     if (!try_run(counts)) {
       std::fprintf(stderr, "etkv_captured: a step is refused\n");
@@ -119,8 +119,8 @@ class Both {
     return true;
   }
 
-  /// Runs so many tokens of the only sequence as text, of whose logits hosts get the
-  /// last row.
+  /// Runs this many tokens of the only sequence as text, for which hosts get
+  /// the last row of logits.
   void run_text(int n) {
     const int64_t begin = must(captured_.cache().seq_next(0));
     std::vector<int64_t> tokens;
@@ -140,7 +140,7 @@ class Both {
     agreement_.add(found, step(interpreted_), 1);
   }
 
-  /// Runs a tree that was proposed, from position `base` on.
+  /// Runs a proposed tree, from position `base` on.
   void run_tree(const std::vector<int32_t>& parents, int64_t base) {
     std::vector<int64_t> positions;
     std::vector<int64_t> tokens;
@@ -159,7 +159,7 @@ class Both {
     agreement_.add(found, step(interpreted_), tokens.size());
   }
 
-  /// Empties both caches, which then go on from what they held at `length`.
+  /// Empties both caches, and attaches them to a prefix of `length` positions.
   void attach(int32_t length) {
     for (Side<C>* side : {&captured_, &interpreted_}) {
       const auto prefix = must(freeze(side->cache()));
@@ -168,7 +168,7 @@ class Both {
     }
   }
 
-  /// The cache of the captured side, whose facts are those of both.
+  /// The cache of the captured side; both have the same facts.
   C& cache() {
     return captured_.cache();
   }
@@ -187,9 +187,9 @@ class Both {
   Agreement agreement_;
 };
 
-/// Makes both sides and runs steps on them. Returns whether some were captured, and
-/// logits are apart by no more than rounding explains, and than `most` of the
-/// largest.
+/// Makes both sides and runs steps on them. Returns whether some steps were
+/// captured, and logits differ by no more than rounding explains, and by at
+/// most `most` of the largest.
 template <typename Make, typename Run>
 bool compare(
     const std::string& what,
@@ -197,7 +197,7 @@ bool compare(
     const Make& make,
     const Run& run,
     double most = 1.0) {
-  // The warm-up may capture all that there are.
+  // The warm-up may already have captured all steps.
   const size_t before = log.captured();
   auto both = make();
   run(both);

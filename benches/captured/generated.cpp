@@ -16,16 +16,16 @@
 namespace etkv::benches {
 namespace {
 
-/// Small enough that operations meet it.
+/// Small enough that operations reach it.
 constexpr int32_t kCapacity = 384;
 constexpr int kOperations = 40;
-/// Sequences that operations choose among, and the tokens of a step.
+/// The sequences that operations use, and the maximum tokens of a step.
 constexpr int32_t kSequences = 8;
 constexpr int kMaxTokens = 64;
-/// How far logits may be apart in float16, as parts of the largest: those of
-/// floats and of codes. A tiny model with one key of 300 missing has 0.013, one
-/// with one of 60 missing 0.06; codes of a key that is rounded the other way
-/// before it is stored have 0.03.
+/// The largest allowed difference of logits in float16, as a share of the
+/// largest logit: for floats and for codes. A tiny model with one of 300 keys
+/// missing has 0.013, and with one of 60 missing 0.06. If a key is rounded the
+/// other way before it is stored as codes, it has 0.03.
 constexpr double kFloats = 0.004;
 constexpr double kCodes = 0.06;
 
@@ -40,14 +40,14 @@ class Random {
   }
 
  private:
-  // Alike on every platform, unlike a distribution.
+  // The same on every platform, unlike std's distributions.
   std::mt19937 engine_;
 };
 
-/// Returns how many tokens of which sequences a step has.
+/// Returns the sequences of a step, and their numbers of tokens.
 Counts some_tokens(Random& random) {
   Counts counts;
-  // A token of each of many, or several of a few.
+  // One token of each of many sequences, or several of a few.
   if (random.in(0, 3) == 0) {
     const int32_t n = random.in(2, kMaxTokens);
     for (int32_t sequence = 0; sequence < n; ++sequence) {
@@ -71,8 +71,8 @@ Counts some_tokens(Random& random) {
   return counts;
 }
 
-/// Withdraws a step, and runs it then. If there is no room, both caches refuse it
-/// and stay as they were.
+/// Withdraws a step, then runs it. If there is no room, both caches refuse it
+/// and do not change.
 template <typename C>
 void run_some(Both<C>& both, const Counts& counts) {
   std::vector<int32_t> sequences;
@@ -86,7 +86,7 @@ void run_some(Both<C>& both, const Counts& counts) {
   }
 }
 
-/// Changes what sequences hold.
+/// Changes the contents of sequences.
 template <typename C>
 void change_some(Both<C>& both, Random& random) {
   const int32_t one = random.in(0, kSequences - 1);
@@ -96,7 +96,7 @@ void change_some(Both<C>& both, Random& random) {
   switch (random.in(0, 6)) {
     case 0:
     case 1:
-      // A copy goes to a sequence that holds nothing.
+      // A copy needs an empty target.
       both.try_to([&](C& cache) { return cache.seq_rm(other); });
       both.try_to([&](C& cache) { return cache.seq_cp(one, other); });
       return;
@@ -138,7 +138,7 @@ void run_sequences(Both<SeqCache>& both, Random& random) {
   }
 }
 
-/// Proposes a tree, runs it, and accepts a path of it or nothing.
+/// Proposes a tree, runs it, and accepts one of its paths or nothing.
 void run_tree(Both<TreeCache>& both, Random& random) {
   const int32_t base = must(both.cache().seq_next(0));
   std::vector<int32_t> parents;

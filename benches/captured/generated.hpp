@@ -8,11 +8,12 @@
 
 namespace etkv::benches {
 
-/// Runs generated operations, those of each seed from 1 to `seeds` on an empty
+/// Runs generated operations for each seed from 1 to `seeds`, each on an empty
 /// cache: steps of several sequences and of trees, forks, removals, rewinds,
-/// compaction, prefixes, and steps that are refused or withdrawn. Returns whether
-/// the logits of captured and interpreted steps agree: a tiny model in float16
-/// tells one wrong key among the few that its steps read.
+/// compaction, prefixes, and steps that are refused or withdrawn. Returns
+/// whether the logits of captured and interpreted steps agree. With a tiny
+/// model in float16, a single wrong key is visible among the few that steps
+/// read.
 bool compare_generated(
     const char* model,
     const std::string& format,

@@ -1,4 +1,4 @@
-// Hidden states for drafts that take them, as good as any for a comparison.
+// Made-up hidden states for drafts that take them.
 #pragma once
 
 #include <cstddef>

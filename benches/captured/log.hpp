@@ -1,4 +1,4 @@
-// What etkv's log tells of captured steps.
+// What etkv's log reports of captured steps.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace etkv::benches {
 
-/// Counts the steps that are captured and those that are not, and keeps why.
+/// Counts captured and interpreted steps, and keeps the reasons.
 class Log {
  public:
   Log() {
@@ -28,19 +28,19 @@ class Log {
     must(set_log_callback("off", nullptr));
   }
 
-  /// Steps that were captured, each anew when an address has changed.
+  /// Captured steps; one counts again when an address has changed.
   size_t captured() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return captured_;
   }
 
-  /// Steps of a few tokens that the interpreter ran in their place.
+  /// Steps of few tokens that the interpreter ran instead.
   size_t interpreted() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return interpreted_;
   }
 
-  /// Reasons why some were not captured.
+  /// Reasons why steps were not captured.
   std::set<std::string> reasons() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return reasons_;

@@ -1,17 +1,17 @@
-// Steps that are captured as one CUDA graph, and the same steps of the
-// interpreter: how far their logits and hidden states are apart, which ids they
-// choose, and what they take, in turns. A draft that takes hidden states gets
+// Compares steps that are captured as one CUDA graph with the same steps of the
+// interpreter, in turn: the difference of their logits and hidden states, the
+// ids that they choose, and their times. A draft that takes hidden states gets
 // made-up ones, and runs a single sequence.
 //
 //   etkv_captured MODEL.pte [LONGEST [ROUNDS [KV_FORMAT [SEEDS]]]]
 //
-// LONGEST is the most positions (2000), ROUNDS the steps that are timed of each
-// number of tokens (64), KV_FORMAT what the caches store keys and values in (the
-// program's dtype, as `native`), SEEDS of how many seeds generated operations are
-// compared too (none). Ends with 1 if no step is captured, or the interpreter
-// runs one of a few tokens in its place; if logits are apart by more than the
-// rounding of the program's dtype explains; and if a captured step chooses
-// another id than that of its own greatest logit.
+// LONGEST is the maximum number of positions (2000). ROUNDS is the number of
+// timed steps for each number of tokens (64). KV_FORMAT is the format of keys
+// and values (the program's dtype, as `native`). SEEDS is the number of seeds
+// of generated operations (none). Ends with 1 if no step is captured, if the
+// interpreter runs a step of few tokens instead, if logits differ by more than
+// the rounding of the program's dtype explains, or if a captured step chooses
+// an id other than its own argmax.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -46,7 +46,7 @@ using etkv::benches::not_greatest;
 using etkv::examples::Program;
 using etkv::examples::Stopwatch;
 
-/// A program on a cache of its own.
+/// A program on its own cache.
 struct Side {
   Side(
       const char* path,
@@ -70,12 +70,12 @@ struct Side {
     return must(session.cache().length());
   }
 
-  /// Runs the tokens after what the cache holds. Returns all logits.
+  /// Runs tokens at the end of the cache. Returns all logits.
   std::vector<float> step(const std::vector<int64_t>& tokens) {
     return etkv::benches::rows_of(run(tokens, length()));
   }
 
-  /// Runs the tokens from position `at` on, of a draft with hidden states.
+  /// Runs tokens of a draft with hidden states, from position `at` on.
   etkv::examples::LogitsView run(
       const std::vector<int64_t>& tokens,
       int32_t at) {
@@ -90,21 +90,21 @@ struct Side {
         program.step(tokens.data(), positions.data(), tokens.size(), given));
   }
 
-  /// Returns whether the program takes hidden states. The device does not choose
-  /// its ids then.
+  /// Returns whether the program takes hidden states. Then the device does not
+  /// choose its ids.
   bool is_draft() const {
     return program.draft_tap().has_value();
   }
 
-  /// Runs them from position `at` on, and lets the device choose ids.
+  /// Runs tokens from position `at` on; the device chooses ids.
   std::vector<int64_t> choose(const std::vector<int64_t>& tokens, int32_t at) {
     std::vector<int32_t> positions(tokens.size());
     std::iota(positions.begin(), positions.end(), at);
     return must(etkv::choose(session.cache(), tokens, positions));
   }
 
-  /// Milliseconds of a step whose logits the host gets, or whose ids the device
-  /// chooses.
+  /// Returns the milliseconds of a step whose logits go to the host, or whose
+  /// ids the device chooses.
   double timed(const std::vector<int64_t>& tokens, bool chosen) {
     const int32_t at = length();
     Stopwatch watch;
@@ -213,7 +213,7 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
   return agree;
 }
 
-/// Prints what steps of both sides take.
+/// Prints the times of steps on both sides.
 void measure(Side& captured, Side& interpreted, size_t longest, size_t rounds) {
   for (const size_t after : {size_t{256}, longest}) {
     if (after > longest) {
@@ -253,9 +253,9 @@ void measure(Side& captured, Side& interpreted, size_t longest, size_t rounds) {
   }
 }
 
-/// Compares text whose last row of logits hosts get with the same text whose rows
-/// they all get: both are captured. Returns whether no bit of these logits and of the
-/// hidden states is another.
+/// Compares a text that returns its last row of logits with the same text that
+/// returns all rows; both are captured. Returns whether all bits of these
+/// logits and of the hidden states are equal.
 bool compare_rows(Side& all, Side& last) {
   bool same = true;
   for (const size_t n : {2, 7, 16, 41, 64}) {
@@ -297,7 +297,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const auto capacity = static_cast<int32_t>(longest + 256 + 2 * rounds);
-  // The log ends before steps are timed.
+  // The log stops before steps are timed.
   auto log = std::make_unique<Log>();
   Side captured(argv[1], capacity, format, etkv::Passes::standard);
   if (captured.is_draft() && seeds > 0) {

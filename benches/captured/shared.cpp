@@ -23,7 +23,7 @@ void run_sequences(Both<SeqCache>& both) {
     both.run({{0, 1}, {1, 1}, {2, 1}, {3, 1}});
   }
   both.run({{1, 5}, {3, 1}, {2, 2}});
-  // Cells that are free again lie between those of the others.
+  // Free cells lie between the cells of other sequences.
   both.change([](SeqCache& cache) { return cache.seq_rm(0); });
   both.change([](SeqCache& cache) { return cache.seq_rm(1, 100); });
   both.run({{4, 12}});
@@ -51,14 +51,14 @@ void run_attached(Both<SeqCache>& both) {
   both.run({{0, 1}});
   both.run({{0, 1}});
   both.run({{0, 90}});
-  // A prefix after a prefix, of which the cache goes on from a part.
+  // A prefix on a prefix; the cache goes on from part of it.
   both.attach(200);
   both.run({{0, 5}});
   both.change([](SeqCache& cache) { return cache.seq_cp(0, 1); });
   for (int i = 0; i < 3; ++i) {
     both.run({{0, 1}, {1, 1}});
   }
-  // Back into the prefix, which stays what it was.
+  // A rewind into the prefix, which does not change.
   both.change([](SeqCache& cache) { return cache.seq_rm(0, 180); });
   both.run({{0, 1}});
   both.run({{0, 30}});
@@ -71,7 +71,7 @@ void run_trees(Both<TreeCache>& both) {
   for (int round = 0; round < 4; ++round) {
     both.change([&](TreeCache& cache) { return cache.propose(parents); });
     both.run_tree(parents, base);
-    // The path through the last of each.
+    // The path through the last node of each level.
     both.change([](TreeCache& cache) { return cache.commit({0, 2, 5, 6}); });
     base += 4;
     both.run({{0, 1}});
@@ -86,7 +86,7 @@ bool compare_shared(
     const char* model,
     const std::string& format,
     const Log& log) {
-  // All of them, also after one that fails.
+  // Run all of them, even after a failure.
   const bool sequences = compare(
       "several sequences",
       log,

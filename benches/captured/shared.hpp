@@ -8,8 +8,8 @@
 namespace etkv::benches {
 
 /// Runs steps of several sequences that share cells, and of trees, captured and
-/// in the interpreter, on caches of this format; an empty one is the program's
-/// dtype. Returns whether steps were captured and agree.
+/// in the interpreter, on caches of this format (empty for the program's
+/// dtype). Returns whether steps were captured and agree.
 bool compare_shared(
     const char* model,
     const std::string& format,

@@ -1,1 +1,1 @@
-"""Everything that etkv's speed and memory are compared by, side by side in one run; see ``__main__``."""
+"""Compares etkv's speed and memory with others, side by side in one run; see ``__main__``."""

@@ -174,7 +174,7 @@ def run(bench: Bench, names: list[str]) -> Figures:
 
 
 def facts(bench: Bench) -> tuple[Figures, str | None]:
-    """Returns what MLX in Python says of itself and its device; or what stands for that, and why."""
+    """Returns what MLX in Python reports of itself and its device; or a substitute, and why."""
     job = bench.output / "job.json"
     job.write_text(json.dumps({"work": "facts"}))
     try:

@@ -18,7 +18,7 @@ LOOPS: dict[str, list[str]] = {ETKV: ["--loop", "device"], STEPS: ["--loop", "st
 next step begins."""
 
 RIVALS = {PIPELINED: ETKV, WAITING: STEPS}
-"""mlx-lm's loops -> the loop of etkv's that the ratio is of."""
+"""mlx-lm's loops -> etkv's loop to compare with."""
 
 SAME_ON_CPU = "on a CPU it takes as long as mlx-lm's own loop, and its prompt takes minutes"
 
@@ -65,7 +65,7 @@ def compare(bench: Bench, topic: Topic, model: Model, context: int, n_decode: in
     """Runs a model at one context."""
     ids = model.prompt(context)
     file = bench.ids_file(ids)
-    # A run before the one that counts, where kernels are compiled and lengths planned.
+    # An uncounted run first, in which kernels are compiled and lengths planned.
     repeat = bench.choose(quick=1, cpu=2 if context <= 512 else 1, gpu=2)
 
     def etkv(loop: list[str]) -> Figures:

@@ -44,7 +44,7 @@ def compare(bench: Bench, topic: Topic, model: Model, size: int, context: int, s
 
 
 def table(model: Model, found: dict[int, Results], context: int) -> Table:
-    """Returns the table: rows of what forks take and of steps, for each number of branches."""
+    """Returns the table: times of forks and of steps, for each number of branches."""
     made = Table(
         model.name,
         f"A context of {thousands(context)} tokens. A ratio above 1: etkv is so many times as fast as mlx-lm, or takes "

@@ -63,7 +63,7 @@ def native_format(bench: Bench, model: Model) -> str:
 
 
 def with_steps(result: Figures) -> Figures:
-    """Returns the figures with the times of each kind of step under a name of their own, and the ratio of a round."""
+    """Returns the figures with the times of each kind of step under its own name, and the ratio of a round."""
     for one in result["steps"]:
         result[step_metric(one["context"], one["tokens"])] = one["ms"]
     pairs = zip(result["fresh_ms"], result["again_ms"], strict=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Figures = dict[str, Any]
-"""What one round reports: numbers, lists of numbers, and ids, by name."""
+"""The figures of one round by name: numbers, lists of numbers, and ids."""
 
 Option = TypeVar("Option")
 
@@ -59,7 +59,7 @@ def json_lines(lines: Iterable[str]) -> list[Figures]:
 
 
 def number(figures: Figures, metric: str) -> float | None:
-    """Returns a figure as one number: the median of a list, nothing where there is none."""
+    """Returns a figure as one number: the median of a list; None if there is none."""
     value = figures.get(metric)
     if isinstance(value, list):
         return statistics.median(value) if value else None
@@ -68,7 +68,7 @@ def number(figures: Figures, metric: str) -> float | None:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times better one contestant is: of the medians, and the least and most of a round."""
+    """How many times better one contestant is: by medians, and the minimum and maximum of the rounds."""
 
     value: float
     least: float
@@ -88,12 +88,12 @@ class Results:
         return [value for value in found if value is not None]
 
     def median(self, contestant: str, metric: str) -> float | None:
-        """Returns the median over the rounds; nothing if there is none."""
+        """Returns the median over the rounds; None if there is none."""
         values = self.values(contestant, metric)
         return statistics.median(values) if values else None
 
     def ratio(self, ours: str, theirs: str, metric: str, *, more_is_better: bool) -> Ratio | None:
-        """Returns how many times better ``ours`` is by this figure; nothing if one of both is missing.
+        """Returns how many times better ``ours`` is by this figure; None if either is missing.
 
         Rounds are in turns, so that a round of one belongs to the same round of the other.
         """
@@ -114,7 +114,7 @@ class Model:
     program: Path
     weights: Path | None = None
     trained: bool = True
-    """Without this its texts mean nothing."""
+    """Without this, the model's texts are meaningless."""
 
     @property
     def config(self) -> Figures:

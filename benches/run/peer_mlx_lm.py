@@ -1,8 +1,8 @@
 """mlx-lm's side of a round, in a process of its own: reads a job (JSON) from a file, and prints what it took as JSON.
 
 The jobs are the functions in ``WORK``. Decoding has two loops. ``pipelined`` is mlx-lm's own: it enqueues the next step
-before it reads a token. ``waiting`` reads each token before the next step begins, as a program must that looks at every
-token.
+before it reads a token. ``waiting`` reads each token before the next step begins, as a program must if it inspects
+every token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEP = 2048
 """Tokens of a prefill step: mlx-lm's own default."""
 
 UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes of what the system reports memory in."""
+"""Bytes of the unit in which the system reports memory."""
 
 
 def installed(package: str) -> str | None:

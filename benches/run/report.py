@@ -15,7 +15,7 @@ FORMAT = 1
 NOT_RUN = "not run"
 
 REFERENCE = "as many"
-"""How the name of a series begins that no contestant ran."""
+"""The beginning of the name of a series that no contestant ran."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Table:
 
 @dataclass
 class Panel:
-    """A part of a plot: one value of each series for each place on the x axis, nothing where it was not measured."""
+    """A part of a plot: one value of each series for each x value; None if it was not measured."""
 
     title: str
     x: list[Any]
@@ -53,7 +53,7 @@ class Plot:
 
 @dataclass
 class Topic:
-    """What a run says about one topic."""
+    """The report of one topic."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""What draft tokens cost and bring: forwards of several tokens, and answers with n-grams as drafts."""
+"""The cost and gain of draft tokens: forwards of several tokens, and answers with n-grams as drafts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAFTS = {
     "n-grams, 4 x 1": ["--depth", "4", "--width", "1"],
     "n-grams, auto": [],
 }
-"""Name -> options of ``etkv_speculative``: without drafts, with chains of four tokens, and what it finds to pay."""
+"""Name -> options of ``etkv_speculative``: no drafts, chains of four tokens, and the tuned shape."""
 
 PROMPT = "Copy this: 1, 2, 3, 4, 5, 6, 7, 8"
 
@@ -65,7 +65,7 @@ def forwards(bench: Bench, topic: Topic, model: Model, size: int) -> Results:
 
 
 def relative(found: dict[int, Results], contestant: str, size: int) -> float | None:
-    """Returns what a forward of so many tokens takes, in forwards of one."""
+    """Returns the time of a forward of this many tokens, in forwards of one."""
     one, many = (found[n].median(contestant, "step_seconds") for n in (1, size))
     return many / one if one and many else None
 
@@ -122,7 +122,7 @@ def answers(bench: Bench, topic: Topic, model: Model) -> Table:
 
 
 def has_chat_template(model: Model) -> bool:
-    """Whether texts can be put as questions."""
+    """Whether texts can be asked as questions."""
     folder = model.program.parent
     settings = folder / "tokenizer_config.json"
     beside = (folder / "chat_template.jinja").exists()

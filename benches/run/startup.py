@@ -1,4 +1,4 @@
-"""A process from its start to its first token, and what it holds at most."""
+"""A process from its start to its first token, and its peak memory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compare(bench: Bench, topic: Topic, model: Model) -> Results:
         return {**run, "load_seconds": result["load_seconds"], "first_token_seconds": run["prefill_seconds"]}
 
     contestants = {ETKV: partial(timed, etkv), PEER: partial(timed, partial(bench.peer, "startup", model, ids=ids))}
-    # A round before those that count: files come from the disk, and kernels are compiled.
+    # An uncounted round first: files come from the disk, and kernels are compiled.
     for run in contestants.values():
         bench.in_turns({"model": model.name, "warm-up": True}, {"warm-up": run}, 1)
     results = bench.in_turns({"model": model.name}, contestants)

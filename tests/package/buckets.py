@@ -1,7 +1,7 @@
 """Runs the tests of stores in buckets with a server of the S3 protocol on this machine, moto: ``buckets.py COMMAND…``.
 
-Its packages are installed into build/buckets. The command has the address of an empty bucket in ETKV_TEST_BUCKET, and
-in the environment what ``object_store`` reads of credentials and endpoints.
+Its packages are installed into build/buckets. The command gets the address of an empty bucket in ETKV_TEST_BUCKET,
+and the credentials and endpoint of ``object_store`` in its environment.
 """
 
 from __future__ import annotations

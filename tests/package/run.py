@@ -169,11 +169,11 @@ class Package:
         refused(["has no include/mlx"], f"-DETKV_MLX_DIR={self.scratch}")
 
     def without_mlx(self) -> None:
-        """Build etkv for the CPU alone, install it, and use it, all where there is no MLX."""
+        """Build etkv for the CPU alone, install it and use it, all without MLX."""
         build, prefix, user = (self.scratch / f"cpu-{part}" for part in ("build", "prefix", "user"))
         executorch = [f"-DETKV_PYTHON={shutil.which('false')}", f"-DETKV_EXECUTORCH_DIR={package('executorch')}"]
         options = ["-DETKV_MLX=OFF", "-DETKV_BUILD_EXAMPLES=OFF", "-DETKV_BUILD_TESTS=OFF", *executorch]
-        # Without MLX the tokenizer's dependencies have other features: Cargo would compile them for nothing.
+        # Without MLX the tokenizer's dependencies have other features: Cargo would compile them only for this.
         cargo = [f"-DETKV_CARGO_TARGET_DIR={CARGO_WITHOUT_MLX}", "-DETKV_RUST_PACKAGES=--package;etkv-capi"]
         configure(SOURCE, build / "cmake", *options, *cargo)
         run("cmake", "--build", build / "cmake")

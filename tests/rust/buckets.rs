@@ -254,7 +254,7 @@ fn what_is_damaged_or_foreign_is_passed_by() {
         for name in [format!("prefix-{:032x}.safetensors", 7), "other.txt".to_owned()] {
             wait(bucket.objects.put(&bucket.path(&name), b"no cache".to_vec().into())).unwrap();
         }
-        // In the rows, which are read only on loading.
+        // Damage in the rows, which are read only on loading.
         let got = wait(async { bucket.objects.get(&bucket.path(&long)).await?.bytes().await });
         let mut bytes = got.unwrap().to_vec();
         let at = bytes.len() - 1000;

@@ -67,7 +67,7 @@ fn many_texts_take_few_files() {
     assert_eq!(prefixes.report().prefixes, 0);
 }
 
-/// Returns how much of a text a kept one serves if no layer has a window.
+/// Returns how much of a text a kept text serves if no layer has a window.
 fn served(shape: TextShape, kept: &[i64], text: &[i64]) -> usize {
     let n = shared(kept, text);
     let converted = shape.format == 2 && kept.len() >= CONVERTED_AT;

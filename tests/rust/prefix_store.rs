@@ -267,7 +267,7 @@ fn what_is_damaged_or_foreign_is_passed_by() {
     std::fs::write(folder.path().join("other.txt"), b"not ours").unwrap();
     std::fs::create_dir(folder.path().join("prefix-folder.safetensors")).unwrap();
 
-    // In the rows, which are read only on loading.
+    // Damage in the rows, which are read only on loading.
     let mut bytes = std::fs::read(&long).unwrap();
     let at = bytes.len() - 1000;
     bytes[at] ^= 1;

@@ -71,7 +71,7 @@ fn what_is_unknown_is_told_with_what_there_is() {
 }
 
 #[test]
-fn keys_are_given_once_whoever_asks() {
+fn keys_are_unique_across_threads() {
     BuilderRegistry::global().register("Meeting", "contiguous", cache);
     let make = || {
         let of = |_| {

@@ -6,5 +6,5 @@ it on a Mac. Here the same code exports it (:mod:`.export_worker`), the delegate
 wheel's own function compares, at the tolerances of the test.
 
 The exports stay in ``build/upstream_ops/``, one folder a configuration, until the wheel or the code that makes them
-changes. ``expected.toml`` lists what does not pass, with reasons.
+changes. ``expected.json`` lists the configurations that do not pass, with reasons.
 """

@@ -18,15 +18,15 @@ from etkv.export.manifest import _code
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("ETKV_UPSTREAM_OPS_DIR") or ROOT / "build" / "upstream_ops")
-"""The exports and the report. ``ETKV_UPSTREAM_OPS_DIR`` names another folder, as a test does."""
+"""The folder of the exports and the report. ``ETKV_UPSTREAM_OPS_DIR`` names another one, as a test does."""
 RECORD = "case.json"
 INDEX = "configurations.json"
-"""The file that names every configuration, so that a run with current exports does not import the wheel's tests."""
+"""The list of all configurations, so that a run with current exports does not import the wheel's tests."""
 
 
 @dataclasses.dataclass
 class Case:
-    """A configuration and its export, as ``case.json`` has it."""
+    """A configuration and its export: the contents of ``case.json``."""
 
     folder: str
     """The name of its folder: index and name, since some configurations share a name."""
@@ -37,18 +37,18 @@ class Case:
     timeout: float
     """Seconds that a run may take."""
     comparable: bool
-    """False where the test compares nothing, as its outputs are random."""
+    """False if the test compares nothing, because its outputs are random."""
     kv_cache: str | None
     """The cache that the program needs: ``capacity,n_layers,n_kv_heads,head_dim[,dtype]``."""
     expected_segments: int
-    """The delegate's parts that the test expects in the program."""
+    """The number of delegates that the test expects in the program."""
     expected_nodes: dict[str, int] | None
     """Counts of nodes that the test expects."""
     segments: int = 0
     nodes: dict[str, int] = dataclasses.field(default_factory=dict)
     """Every type of node in the program, with its count."""
     seconds: float = 0.0
-    """What the export took."""
+    """Seconds of the export."""
     error: str | None = None
     """Why the configuration cannot be exported here."""
     stamp: str = ""
@@ -103,7 +103,7 @@ def stamp() -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a file holds; None if it is missing or damaged."""
+    """Return the contents of a file; None if it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

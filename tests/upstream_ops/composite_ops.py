@@ -1,6 +1,6 @@
 """Speeds up exports in tests.
 
-torch looks through all of its operators for the composite ones twice in each export, and registers a dozen kernels for
+torch searches all of its operators for the composite ones twice in each export, and registers a dozen kernels for
 each of them several times.
 """
 
@@ -24,10 +24,10 @@ _OVERRIDE = "_override_composite_implicit_decomp"
 
 @functools.cache
 def look_up_once() -> None:
-    """Look for the composite operators again only when this process has more operators than before.
+    """Search for the composite operators again only when this process has more operators than before.
 
     Also keep the kernels that are registered for them. Programs are the same, and small ones take half of the time. The
-    modules of torch that ask have the functions by their names: a release that has them elsewhere fails here.
+    modules of torch have these functions by name: a release that has them elsewhere fails here.
     """
     find = getattr(torch._export.utils, _FIND)
     found: dict[int, set[Any]] = {}
@@ -48,7 +48,7 @@ def look_up_once() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Registered:
-    """What torch registers for an operator: its kernels before and inside, and its rule for fake tensors."""
+    """What torch registers for an operator: its kernels before and after, and its rule for fake tensors."""
 
     decomposition: Any
     before: dict[Any, Any]
@@ -59,7 +59,7 @@ class _Registered:
 def _remembering(
     override: Callable[[Mapping[Any, Any]], contextlib.AbstractContextManager[None]],
 ) -> Callable[[Mapping[Any, Any]], contextlib.AbstractContextManager[None]]:
-    """Return a function like torch's ``override``, which registers again what it has registered before.
+    """Return a function like torch's ``override``, which reuses what it has registered before.
 
     What torch registers for an operator depends on the operator, its kernels and its decomposition alone.
     """

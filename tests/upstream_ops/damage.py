@@ -44,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.upstream_ops.damage", description=__doc__)
     parser.add_argument("--programs", type=int, default=100_000, metavar="N", help="damaged programs (100000)")
     parser.add_argument("--first", type=int, default=1, metavar="SEED", help="the first seed (1)")
-    parser.add_argument("--seed", type=int, metavar="SEED", help="run this seed alone, and tell what was damaged")
+    parser.add_argument("--seed", type=int, metavar="SEED", help="run this seed alone, and print what was damaged")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="worker processes (2)")
     options = parser.parse_args()
     if min(options.programs, options.jobs) < 1:

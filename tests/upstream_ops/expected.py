@@ -29,8 +29,8 @@ _LISTED = ("failed", "refused", "not exported")
 def differences(outcomes: Sequence[Outcome], *, everything: bool) -> list[str]:
     """Return a line for each configuration that did not end as expected; none if all did.
 
-    ``everything`` tells that these are all configurations: then an operation in the list that no program lacks is a
-    difference too.
+    ``everything`` means that these are all configurations. Then a listed operation that no program lacks is also a
+    difference.
     """
     known = _read()
     listed = _listed(known)

@@ -13,7 +13,7 @@ from .cases import Case
 _WORKER = f"{__package__}.export_worker"
 
 _SECONDS = 900.0
-"""The most that one export may take."""
+"""The most seconds and bytes that one export may take."""
 
 
 def export(jobs: int, wanted: Callable[[str], bool], note: Callable[[str], None]) -> list[Case]:
@@ -25,7 +25,7 @@ def export(jobs: int, wanted: Callable[[str], bool], note: Callable[[str], None]
         if stale:
             note(f"exporting {len(stale)} of {len(folders)} configurations")
         finished = 0
-        # These are not kept: the next run tries them again, as memory may have been short.
+        # Failed exports are not kept: the next run tries them again, as memory may have been short.
         ended: dict[str, Case] = {}
 
         def done(index: int, answer: Any) -> None:

@@ -54,7 +54,7 @@ def _export(utils: Any, configuration: Any, folder: str) -> None:
     case.path.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     try:
-        # Some tests trace code that earlier ones have traced with other sizes.
+        # Some tests trace code that earlier tests have traced with other sizes.
         torch.compiler.reset()
         path, _, _ = configuration.generate_test_files()
         case.segments = utils.count_mlx_delegate_segments(path)

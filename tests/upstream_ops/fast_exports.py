@@ -1,6 +1,6 @@
-"""Makes exports in tests faster, and their programs the same.
+"""Makes exports in tests faster, with the same programs.
 
-Each function takes the place of one of torch's, by its name: a release that has it elsewhere fails here.
+Each function replaces one of torch's, by its name: a release that has it elsewhere fails here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def prepare() -> None:
     composite_ops.look_up_once()
     _leave_guards_as_they_are()
     _share_origins()
-    # An export makes millions of objects that stay until its end, and what is imported stays for good: looking for
-    # cycles among them takes an eighth of it.
+    # An export makes millions of objects that live until its end, and imported objects live on. Searching these for
+    # cycles takes an eighth of the export.
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 
 
 def _leave_guards_as_they_are() -> None:
-    """Skip the search for equal parts in the code of guards, a tenth of an export, which runs no guard."""
+    """Skip the search for common subexpressions in guards, a tenth of an export: an export runs no guard."""
     of_guards = torch._dynamo.guards.PyExprCSEPass
     assert hasattr(of_guards, "count") and hasattr(of_guards, "replace")
     of_guards.count = lambda self, exprs: None  # type: ignore[method-assign]
@@ -42,7 +42,7 @@ def _leave_guards_as_they_are() -> None:
 
 
 def _share_origins() -> None:
-    """Give a node the list of the nodes that it comes from, which nothing changes, without a copy of all of them."""
+    """Share the list of a node's origins, which nothing changes, instead of copying all of them."""
     origins: Any = torch.fx.traceback
     assert origins.copy is copy and hasattr(origins, "NodeSource")
     names = {name: value for name, value in vars(copy).items() if not name.startswith("__")}
@@ -51,7 +51,7 @@ def _share_origins() -> None:
 
 @functools.cache
 def solve_codebooks_faster() -> None:
-    """Speed up ExecuTorch's codebooks of TurboQuant, which take ten seconds each: scipy's density checks a number."""
+    """Speed up ExecuTorch's TurboQuant codebooks, which take ten seconds each: scipy's density checks every number."""
     codebooks: Any = importlib.import_module("executorch.extension.llm.modules.turboquant.codebook")
     solve = codebooks._solve_lloyd_max_cached
 

@@ -1,4 +1,4 @@
-"""What became of each configuration: runs them, counts them, and writes the report."""
+"""The outcome of each configuration: runs them, counts them, and writes the report."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ KINDS = ("passed", "failed", "refused", "not comparable", "not exported")
 REPORT = "report.json"
 
 _NEAR = 0.5
-"""A part of what the tolerances allow: the report names each configuration with a larger error."""
+"""A share of the tolerances: the report names each configuration with a larger error."""
 
 _MISSING = re.compile(r"needs operations that this build lacks: (.*)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one configuration."""
+    """The outcome of one configuration."""
 
     case: Case
     kind: str
@@ -30,11 +30,11 @@ class Outcome:
     reason: str
     """Why it did not pass, in one line."""
     error: float | None = None
-    """The largest error as a part of what the test's tolerances allow; None if nothing was compared."""
+    """The largest error as a share of the test's tolerances; None if nothing was compared."""
 
     @property
     def missing(self) -> list[str]:
-        """Return the operations that the delegate refused the program for."""
+        """Return the operations for which the delegate refused the program."""
         found = _MISSING.search(self.reason)
         return re.findall(r"(?:operation )?(\w+) \(\d+ times\)", found[1]) if found else []
 
@@ -93,8 +93,8 @@ def totals(outcomes: Iterable[Outcome]) -> dict[str, int]:
 def by_operation(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
     """Return, for each type of node, the outcomes of the configurations that have it.
 
-    A configuration with several types counts for each, and a refused one only for those that the delegate lacks: the
-    others are not at fault.
+    A configuration with several types counts for each. A refused one counts only for the operations that the delegate
+    lacks.
     """
     found: dict[str, list[Outcome]] = collections.defaultdict(list)
     for outcome in outcomes:
@@ -121,7 +121,7 @@ def text(outcomes: Sequence[Outcome]) -> str:
         lines.append("")
     near = [outcome for outcome in outcomes if outcome.kind == "passed" and (outcome.error or 0) > _NEAR]
     if near:
-        lines.append("passed, with the largest error as a part of what the test allows:")
+        lines.append("passed, with the largest error as a share of the test's tolerances:")
         lines += [f"  {outcome.case.folder}: {outcome.error:.2f}" for outcome in near]
         lines.append("")
     shown: list[tuple[str, Callable[[Outcome], bool]]] = [

@@ -41,7 +41,7 @@ _SCALARS = {
     "float": "f",
     "double": "d",
 }
-# What a place of the payload holds. The campaign has the same numbers.
+# The kinds of places in the payload. The campaign has the same numbers.
 _KINDS = {"B": 0, "b": 0, "i": 1, "I": 2, "q": 3, "f": 4, "d": 5}
 _SLOT, _LENGTH, _OFFSET, _FIELD, _TYPE, _TEXT = 6, 7, 8, 9, 10, 11
 
@@ -65,7 +65,7 @@ class _Schema:
 
 
 class _Sites:
-    """Where the numbers of a flatbuffer lie: place, kind, and whether an instruction has it."""
+    """The places of the numbers in a flatbuffer: offset, kind, and whether the number is part of an instruction."""
 
     def __init__(self, schema: _Schema, data: bytes) -> None:
         self.schema, self.data = schema, data
@@ -192,7 +192,7 @@ def _program(schema: _Schema, case: Case, buffer: bytes) -> Iterator[bytes]:
 
 
 def _in_order(given: list[Any], declared: list[dict[str, Any]]) -> list[Any]:
-    """Return a method's inputs in the order in which its delegate takes them, which is another."""
+    """Return a method's inputs in the order of its delegate, which differs."""
     rest = list(given)
 
     def fits(tensor: Any, argument: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from etkv.errors import EtkvError, Status, first_line
 from . import wheel, worker
 from .cases import Case
 
-# ExecuTorch's numbers of dtypes, as the wheel's tests name the storage of a cache.
+# ExecuTorch's dtype numbers, by which the wheel's tests name the storage of a cache.
 _FORMATS = {"5": "f16", "6": "f32", "15": "bf16"}
 
 
@@ -23,7 +23,8 @@ def prepare() -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Load the delegate, and return the function that runs one case.
 
     The function takes ``{"case": fields of a Case, "passes": name}`` and returns the fields of an
-    :class:`.outcomes.Outcome` but the case's own.
+    The function takes ``{"case": fields of a Case, "passes": name}`` and returns the fields of an
+    :class:`.outcomes.Outcome` except the case.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -77,14 +78,14 @@ def _cache_config(spec: str) -> etkv.CacheConfig:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """Return an output as the wheel's runner writes it: a number is a tensor of rank 0."""
+    """Return an output in the form of the wheel's runner: a number is a tensor of rank 0."""
     return value if isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 def _error(expected: list[torch.Tensor], outputs: list[torch.Tensor], case: Case) -> float | None:
-    """Return the largest error as a part of what the tolerances allow: above 1 the comparison fails.
+    """Return the largest error as a share of the tolerances: above 1 the comparison fails.
 
-    None where that is not a number: shapes differ, or a value is not finite.
+    None if the outputs cannot be compared: shapes differ, or a value is not finite.
     """
     largest = 0.0
     for left, right in zip(expected, outputs, strict=False):

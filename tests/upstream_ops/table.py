@@ -1,7 +1,7 @@
-"""The page ``docs/ops.md``: what runs each operation of ExecuTorch's schema, and where it was tried.
+"""The page ``docs/ops.md``: the file that runs each operation of ExecuTorch's schema, and its tests.
 
-Made of the schema of the installed wheel, the table of operations in ``crates/etkv-mlx-program/src/ops/mod.rs``, and
-the outcomes of a run. ``python -m tests.upstream_ops --write-expected`` writes it; a test compares it.
+Made from the schema of the installed wheel, the table of operations in ``crates/etkv-mlx-program/src/ops/mod.rs``,
+and the outcomes of a run. ``python -m tests.upstream_ops --write-expected`` writes it; a test compares it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ELSEWHERE = {
     "IdCopy": "mod.rs",
     "Noop": "mod.rs",
 }
-"""Operations that are more or fewer than one instruction, and are not in the table of those that are."""
+"""Operations that are not exactly one instruction, and so are missing from the table of instructions."""
 
 _HEAD = """# Operations
 
@@ -72,14 +72,14 @@ def text(ended: Sequence[Outcome]) -> str:
         compared = [outcome for outcome in having if outcome.kind not in ("not comparable", "not exported")]
         passed = sum(outcome.kind == "passed" for outcome in compared)
         tests = f"{passed} of {len(compared)}" if compared else "-"
-        # All programs of the tests were run on one, apart from those that are refused everywhere.
+        # All programs of the tests ran on one, except those that are refused everywhere.
         cuda = "run" if any(outcome.kind in ("passed", "not comparable") for outcome in having) else ""
         rows.append(f"| {name} | `{files[name]}` | {tests} | {cuda} |\n")
     return _HEAD + "".join(rows)
 
 
 def without_counts(text: str) -> str:
-    """Return the page without the numbers of its tests, which a run of all configurations has."""
+    """Return the page without the numbers of its tests, which need a run of all configurations."""
     return re.sub(r"\| \d+ of \d+ \|", "| n |", text)
 
 

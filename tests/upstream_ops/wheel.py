@@ -1,4 +1,4 @@
-"""Imports the wheel's tests, with what they need and Linux lacks."""
+"""Imports the wheel's tests, and replaces modules that they need and Linux lacks."""
 
 from __future__ import annotations
 

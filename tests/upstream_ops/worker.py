@@ -1,6 +1,6 @@
-"""What a worker process does: reads tasks from stdin, one line of JSON each, and answers each with a line of JSON.
+"""The loop of a worker process: reads tasks from stdin, one line of JSON each, and answers each with a line of JSON.
 
-Answers go to what was stdout when the process began. Anything that libraries print goes to stderr.
+Answers go to the original stdout. Anything that libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 MEMORY = 8 << 30
-"""The most bytes of data that a worker may hold: a test that asks for more fails and leaves the machine alone."""
+"""The most bytes of data that a worker may hold: a test that needs more fails without harm to the machine."""
 
 
 def serve(prepare: Callable[[], Callable[[Any], Any]]) -> None:

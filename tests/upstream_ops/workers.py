@@ -1,4 +1,4 @@
-"""Gives tasks to worker processes. A process that crashes, hangs or grows is replaced, and costs its own task only."""
+"""Gives tasks to worker processes. A process that crashes, hangs or grows is replaced, and only its task is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from .cases import ROOT
 
 LARGE = 3 << 30
-"""Resident bytes after which a worker is replaced: what it has kept of former tasks takes the rest of the memory."""
+"""Resident bytes after which a worker is replaced, since leftovers of earlier tasks fill the memory."""
 
 _START_SECONDS = 300.0
 
@@ -57,7 +57,7 @@ class _Worker:
 
     def ask(self, task: Any, seconds: float) -> Any | Death:
         assert self.process.stdin is not None
-        # The process writes at the same place in this file: it moves as soon as the task is told.
+        # The process writes to the same open file, so its position moves as soon as the task is sent.
         errors = self.errors.seek(0, os.SEEK_END)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(task).encode() + b"\n")
@@ -65,7 +65,7 @@ class _Worker:
         return self._receive(seconds, errors)
 
     def _receive(self, seconds: float, errors: int) -> Any | Death:
-        """Return the next answer; of a death the last line that was written after ``errors`` bytes."""
+        """Return the next answer; for a death, the last line written after ``errors`` bytes."""
         assert self.process.stdout is not None
         late = threading.Event()
 

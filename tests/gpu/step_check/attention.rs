@@ -1,4 +1,4 @@
-//! The time of attention alone: launches that depend on each other, as those of layers do, in one CUDA graph.
+//! The time of attention alone: dependent launches, as in the layers of a model, in one CUDA graph.
 
 use std::iter::once;
 use std::time::Instant;
@@ -18,8 +18,8 @@ const N_KV: usize = 8;
 const DIM: usize = 128;
 const LAUNCHES: usize = 16;
 const RUNS: usize = 30;
-/// Each launch has separate pools, as each layer has, so that the device's caches do not have the keys of the
-/// last step.
+/// Each launch has separate pools, as each layer has, so that the device's caches do not hold the keys of the last
+/// step.
 const CAPACITY: usize = 65_536;
 
 const FORMATS: [Option<KvFormat>; 6] = [
@@ -30,7 +30,7 @@ const FORMATS: [Option<KvFormat>; 6] = [
     Some(KvFormat::Mxfp8),
     Some(KvFormat::RowInt4),
 ];
-/// The number of these that are timed in bfloat16 too. Each is compiled four times, which takes seconds.
+/// How many of these are timed in bfloat16 too. Each is compiled four times, which takes seconds.
 const IN_BF16: usize = 3;
 
 #[derive(Clone, Copy)]

@@ -31,7 +31,7 @@ pub struct Packing {
     pub group: usize,
 }
 
-/// Random numbers with about a normal distribution.
+/// Random numbers, approximately normally distributed.
 pub struct Random(pub u64);
 
 impl Random {
@@ -179,7 +179,7 @@ impl Model {
             let mut bytes = vec![0u8; elements * bits / 8];
             let (mut all_scales, mut all_biases) = (Vec::new(), Vec::new());
             for of_group in 0..elements / group {
-                // Codes that are spread evenly have about the range of normal numbers with this scale.
+                // Evenly spread codes have about the range of normal numbers with this scale.
                 let step = scale * 3.5 / f64::from(most) * (0.75 + 0.25 * random.next().abs());
                 let step = rounded(element, step);
                 let bias = -step * f64::from(most) / 2.0 * (1.0 + 0.1 * random.next());

@@ -1,5 +1,5 @@
-//! Rows that a separate launch normalizes, adds up and normalizes again, and scaled embeddings, compared with
-//! plain arithmetic.
+//! Rows that a separate launch normalizes, sums and normalizes again, and scaled embeddings, compared with plain
+//! arithmetic.
 
 use etkv_cuda::{
     Buffer, Device, Element, Embed, Launch, Norm, Normalize, Plan, StepInputs, Weight,
@@ -69,7 +69,7 @@ impl Case {
                         inner,
                         norm: norm(0),
                         residual: residual.then_some(Buffer(0)),
-                        // At times in the place of the residual.
+                        // Sometimes replaces the residual.
                         out: Buffer(if residual && tokens == 5 { 0 } else { 2 }),
                         columns: None,
                         next: next.then(|| (norm(1), Buffer(3))),

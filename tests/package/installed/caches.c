@@ -1,4 +1,4 @@
-/* A cache from C: made, asked, freed. */
+/* Makes, queries and frees a cache from C. */
 #include <stdio.h>
 
 #include <etkv/etkv.h>

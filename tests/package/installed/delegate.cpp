@@ -1,6 +1,6 @@
-// Runs a program on a cache, where nothing here names the delegate: that the
-// program loads says that it has registered itself, and that the cache grows
-// says that both have one registry.
+// Runs a program on a cache, without naming the delegate. If the program loads,
+// the delegate has registered itself. If the cache grows, both use one
+// registry.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 #include <etkv/executorch.hpp>
 
 #ifdef LOGGED
-// log.c: with the log of all of it on standard output, and a report after it.
+// Defined in log.c: a log on standard output, with a report at the end.
 extern "C" int print_log(void);
 extern "C" int end_log(const etkv_cache* cache);
 #endif

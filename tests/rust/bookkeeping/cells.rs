@@ -373,9 +373,8 @@ impl Run {
         }
     }
 
-    /// Checks that sequences go on after their own cells if all of them can. Otherwise the tokens that do not
-    /// fit after the step's sequence are one run, if there is a free one: the first, unless a sequence goes
-    /// on there.
+    /// Checks that every sequence goes on directly after its own cells, if all can. Otherwise the tokens that do not
+    /// fit there form one run, if one is free: the first free run, unless a sequence goes on there.
     fn check_cells(&self, owners: &[Members], write: &Slots) {
         let live = self.model.live();
         let is_live = |id: &Option<Id>| id.is_some_and(|id| live.contains(&id));
@@ -650,9 +649,9 @@ impl Run {
         }
     }
 
-    /// Returns how many rows of a layer group move if at most one sequence is not a run and none shares
-    /// cells: the fewest that make it one run next to the others, with some room after it. The other
-    /// sequences move if that takes fewer rows, or leaves more room.
+    /// Returns the fewest rows of a layer group that a compaction moves, if at most one sequence is not a run and none
+    /// shares cells. That sequence becomes a run next to the others, with some room after it. Other sequences move
+    /// instead if that takes fewer rows, or leaves more room.
     fn fewest(&self, group: usize) -> Option<RangeInclusive<usize>> {
         let sequences = self.model.sequences();
         let slots: Vec<Vec<i32>> = sequences
@@ -714,8 +713,8 @@ impl Run {
         }
     }
 
-    /// Checks the promise: at least what the next query of each sequence sees, and the nodes of trees; at
-    /// most the window's positions of each.
+    /// Checks the number of used slots. The minimum is what the next query of each sequence sees, and the nodes of
+    /// trees. The maximum is the window's positions of each sequence, and the nodes.
     fn check_used(&self, group: usize) {
         let live = self.model.live().len() as i32;
         let used = self.book.used(group);

@@ -161,7 +161,7 @@ fn runs_stay_where_they_are() {
     }
 }
 
-/// Without space for room between them, sequences begin where they would otherwise.
+/// If there is no space for room between sequences, they begin where they would without room.
 #[test]
 fn tight_sequences_close_their_holes_in_place() {
     let mut book = CellsBookkeeping::new(20, []);

@@ -6,7 +6,7 @@ use etkv_tests::{for_seeds, Rng};
 
 const N_SEQUENCES: i32 = 4;
 
-/// Plans a step of one token of each of these sequences, by members that go on together.
+/// Plans a step of one token for each of these lists of sequences, which share the token.
 fn plan(book: &mut CellsBookkeeping, owners: &[Vec<i32>]) -> Option<Vec<LayerGroupPlan>> {
     let members: Vec<&[i32]> = owners.iter().map(Vec::as_slice).collect();
     book.begin_step_shared(&members).unwrap();

@@ -35,7 +35,7 @@ pub fn check<C: Debug + Clone, O: Debug + Clone>(
         let shortest = quietly(|| shrink(&ops, |ops| fails(ops).is_some()));
         let why = quietly(|| fails(&shortest)).unwrap_or(first);
         panic!(
-            "ETKV_SEED={seed} fails after {} operations, and in short so: {why}\n\n{}",
+            "ETKV_SEED={seed} fails after {} operations; shortened: {why}\n\n{}",
             ops.len(),
             pasteable(&config, &shortest)
         );
