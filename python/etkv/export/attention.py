@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from etkv._mlx_serialization import ensure_available
+from etkv.export import recurrent
+from etkv.export.recurrent import RecurrentLayer
 
 if TYPE_CHECKING:
     import torch
@@ -57,16 +59,17 @@ _USED = {"dropout", "is_causal", "scaling", "sliding_window"}
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """One entry for each KV cache of the program, in the order of their ids.
+    """One entry for each KV cache of the program, in the order of their ids, and one for each recurrent layer.
 
     ``kv_heads`` counts heads, ``head_dims`` and ``v_head_dims`` elements of a head's keys and values, ``windows``
-    positions (0 keeps the full history).
+    positions (0 keeps the full history). ``recurrent`` has numbers of its own.
     """
 
     kv_heads: list[int]
     head_dims: list[int]
     v_head_dims: list[int]
     windows: list[int]
+    recurrent: list[RecurrentLayer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> CacheLayou
     import torch
 
     found = _Survey()
-    with torch.no_grad(), _surveying(found):
+    with torch.no_grad(), _surveying(found), recurrent.surveying() as states:
         try:
             step(**inputs)
         except (AttributeError, TypeError) as error:
@@ -145,7 +148,7 @@ def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> CacheLayou
                 raise
             own = ValueError("it applies a mask by itself, and the KV cache op cannot take its attention's place")
             raise own.with_traceback(error.__traceback__) from None
-    if not found.modules:
+    if not found.modules and not states:
         raise ValueError("the KV cache op cannot take its attention's place")
     for module, call in found.modules.items():
         module.etkv_cache = call.cache
@@ -156,12 +159,14 @@ def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> CacheLayou
         head_dims=[call.key.shape[-1] for call in calls],
         v_head_dims=[call.value.shape[-1] for call in calls],
         windows=[call.window for call in calls],
+        recurrent=states,
     )
 
 
 def run(model: torch.nn.Module, cache_position: torch.Tensor, **arguments: Any) -> Any:
     """Call ``model`` with ``arguments`` for tokens at ``cache_position``, ``[T]``, without a cache of transformers'."""
     _positions.value = cache_position
+    recurrent.begin(cache_position)
     made = model(
         **arguments,
         cache_position=cache_position,
@@ -171,6 +176,7 @@ def run(model: torch.nn.Module, cache_position: torch.Tensor, **arguments: Any) 
         past_key_values=None,
     )
     _positions.value = None
+    recurrent.end()
     return made
 
 

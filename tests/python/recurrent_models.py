@@ -1,0 +1,69 @@
+"""Tiny models with recurrent layers: configurations of families with small sizes, and the models in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tiny_families
+
+_MIX = ["linear_attention", "linear_attention", "full_attention"]
+
+_OF_DELTA_RULE = {
+    "num_hidden_layers": 3,
+    "layer_types": _MIX,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+
+_DENSE = {"num_local_experts": 0, "num_experts_per_tok": 0}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("qwen3_5_text", _OF_DELTA_RULE),
+    "qwen3-next": ("qwen3_next", {**_OF_DELTA_RULE, "mlp_only_layers": [0, 1, 2]}),
+    "olmo-hybrid": ("olmo_hybrid", _OF_DELTA_RULE),
+    "olmo-hybrid-positive": ("olmo_hybrid", {**_OF_DELTA_RULE, "linear_allow_neg_eigval": False}),
+    "granite-4": ("granitemoehybrid", {**_DENSE, "num_hidden_layers": 3, "layer_types": _MIX}),
+    "nemotron-h": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
+    ),
+    "falcon-h1": ("falcon_h1", {}),
+    "falcon-h1-norm": ("falcon_h1", {"mamba_rms_norm": True}),
+    "bamba": ("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [2]}),
+    "mamba-2": ("mamba2", {}),
+    "lfm2": ("lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm3": ("lfm3", {}),
+    "zamba2": ("zamba2", {}),
+    "kimi-linear": ("kimi_linear", {}),
+    "bailing-hybrid": ("bailing_hybrid", {}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", _OF_DELTA_RULE),
+    "qwen3-next-moe": ("qwen3_next", _OF_DELTA_RULE),
+    "granite-4-moe": ("granitemoehybrid", {"num_hidden_layers": 3, "layer_types": _MIX}),
+    "lfm2-moe": ("lfm2_moe", {}),
+}
+"""Name -> family of transformers, and what its tiny form changes."""
+
+
+def config(name: str) -> Any:
+    """Return the configuration of ``name``, a key of :data:`FAMILIES`."""
+    family, changes = FAMILIES[name]
+    return tiny_families.config(family, **changes)
+
+
+def model(name: str, seed: int = 0) -> Any:
+    """Return the model ``name`` with random weights in float32, and transformers' own attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from etkv.export import attention
+
+    attention.register()
+    torch.manual_seed(seed)
+    made = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return made

@@ -1,0 +1,108 @@
+"""Models with recurrent layers in plain PyTorch: the ops on their reference state give transformers' logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import recurrent_models
+import tiny_families
+from etkv import op
+from etkv.config import CacheConfig, LayerConfig
+from etkv.export import attention, recurrent
+from etkv.export.forward import Forward
+from etkv.reference import ContiguousCache, RecurrentState
+
+ENDS = [7, 14, 30, 40]
+"""The ends of the chunks of a prompt."""
+
+DECODED = 64
+
+_TOLERANCE = {"zamba2": 1e-3}
+"""The largest error of a logit, as a part of their spread, where it is more than 1e-4: the model has 54 layers."""
+
+KINDS = {
+    "qwen3.5": ["convolution", "recurrence"] * 2,
+    "falcon-h1": ["convolution", "recurrence"] * 2,
+    "nemotron-h": ["convolution", "recurrence"] * 2,
+    "lfm2": ["convolution"] * 2,
+}
+
+
+def surveyed(name: str):
+    """Return the model ``name`` as a step that calls the ops, and its layers."""
+    model = recurrent_models.model(name)
+    recurrent.take(model)
+    model.set_attn_implementation(attention.NAME)
+    step = Forward(model)
+    return step, attention.survey(step, step.inputs(3))
+
+
+def caches(layout):
+    """Return an empty reference cache and an empty state for a model of ``layout``."""
+    facts = zip(layout.kv_heads, layout.head_dims, layout.v_head_dims, layout.windows, strict=True)
+    layers = [LayerConfig(heads, k, v, window=window) for heads, k, v, window in facts]
+    cache = ContiguousCache(CacheConfig(layers, 256, k_format="f32", v_format="f32")) if layers else None
+    return cache, RecurrentState(len(layout.recurrent))
+
+
+@pytest.mark.parametrize("name", recurrent_models.FAMILIES)
+def test_logits_equal_those_of_transformers(name):
+    """A prompt in chunks, and greedy ids after it, against one run of transformers over all of them."""
+    step, layout = surveyed(name)
+    assert len(layout.recurrent) > 0
+    ids, rows = [(number * 37 + 11) % 250 for number in range(ENDS[-1])], []
+    with torch.no_grad(), op.active(*caches(layout)):
+        begin = 0
+        for end in [*ENDS, *range(ENDS[-1] + 1, ENDS[-1] + DECODED)]:
+            rows.append(step(torch.tensor([ids[begin:end]]), torch.arange(begin, end))[0])
+            begin = end
+            if end >= ENDS[-1]:
+                ids.append(int(rows[-1][-1].argmax()))
+    found = torch.cat(rows)
+    step.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = step.model(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
+    assert (found - expected).abs().max() < _TOLERANCE.get(name, 1e-4) * expected.std()
+    assert ids[ENDS[-1] :] == expected[ENDS[-1] - 1 :].argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_recurrent_layers_are_numbered_in_their_order(name):
+    _, layout = surveyed(name)
+    assert [layer.kind for layer in layout.recurrent] == KINDS[name]
+
+
+def test_sizes_of_layers():
+    _, layout = surveyed("qwen3.5")
+    convolution, recurrence, *_ = layout.recurrent
+    assert convolution == recurrent.RecurrentLayer("convolution", channels=2 * 2 * 16 + 4 * 24, width=4)
+    assert recurrence == recurrent.RecurrentLayer("recurrence", k_heads=2, heads=4, k_dim=16, v_dim=24)
+    _, layout = surveyed("kimi-linear")
+    assert layout.recurrent[1].channel_decay
+
+
+def test_without_a_step_they_are_those_of_transformers():
+    """A model that is taken still runs as before outside of a step, and within ``as_transformers``."""
+    step, _ = surveyed("mamba-2")
+    ids = torch.arange(9).reshape(1, -1)
+    untouched = recurrent_models.model("mamba-2")
+    with torch.no_grad():
+        expected = untouched(ids, use_cache=False).logits
+        assert torch.equal(step.model(ids, use_cache=False).logits, expected)
+        with recurrent.as_transformers():
+            assert torch.equal(step(ids, torch.arange(9)), expected)
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba", "falcon_mamba", "minimax", "recurrent_gemma", "zamba"])
+def test_states_of_other_kinds_are_refused(family):
+    assert not recurrent.is_supported(tiny_families.config(family))
+
+
+def test_a_state_of_another_kind_is_named():
+    torch.manual_seed(0)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_families.config("jamba"))
+    with pytest.raises(ValueError, match=r"layers\.0\.mamba: the state of JambaMambaMixer is none that the cache has"):
+        recurrent.take(model)
