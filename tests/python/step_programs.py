@@ -4,7 +4,7 @@ A *program* is a list of :class:`Operation`. An operation is an *action*, and th
 are two kinds of actions:
 
 ``Call(name, arguments)``
-    A call of this method of the cache's face, with positional arguments: ``rewind(length)``, ``clear()``,
+    A call of this method of the cache's face, with these positional arguments: ``rewind(length)``, ``clear()``,
     ``seq_cp(source, target, begin, end)``, ``seq_rm(sequence, begin, end)``, ``seq_keep(sequence)``, ``propose(parents,
     sequence)``, ``commit(accepted, sequence)``. ``end`` is None for all positions that follow.
 

@@ -86,13 +86,13 @@ def test_no_such_program(tool, tmp_path):
 
 
 @TOOLS
-def test_a_folder_is_no_program(tool, tmp_path):
+def test_a_folder_is_not_a_program(tool, tmp_path):
     refused(command(tool, tmp_path, tmp_path), FAILED, tmp_path, "folder", ".pte")
 
 
 @TOOLS
 @pytest.mark.parametrize("length", [0, 3, 7, 8, 5000])
-def test_a_random_file_is_no_program(tool, tmp_path, length):
+def test_a_random_file_is_not_a_program(tool, tmp_path, length):
     file = tmp_path / "random.pte"
     file.write_bytes(random.Random(length).randbytes(length))
     refused(command(tool, file, tmp_path), FAILED, file, "not an ExecuTorch program")
@@ -117,7 +117,7 @@ def test_truncated(tool, image, tmp_path):
 
 
 @TOOLS
-def test_a_program_that_is_no_language_model(tool, folder, tmp_path):
+def test_a_program_that_is_not_a_language_model(tool, folder, tmp_path):
     import torch
     from executorch.exir import to_edge
 
@@ -330,7 +330,7 @@ def answer_ids(output: str) -> list[list[int]]:
     return [[int(word) for word in line.split()] for line in re.findall(r"^ids: (.*)$", output, re.MULTILINE)]
 
 
-def test_a_conversation_goes_on_after_what_is_refused(model):
+def test_a_conversation_goes_on_after_a_refusal(model):
     """A prompt that does not fit and an unknown command do not change the cache, nor later answers."""
     words = [CHAT, "--model", model, "--capacity", 120, "--max-tokens", 5, "--ids"]
 
@@ -398,6 +398,6 @@ def test_a_tokenizer_of_another_model(folder):
     refused(words, FAILED, "token 5000 is outside", f"vocabulary of {VOCABULARY}")
 
 
-def test_a_prompt_that_is_no_text(model):
+def test_a_prompt_that_is_not_utf8(model):
     words = [CHAT, "--model", model, "--raw", "--prompt", "a\udcff"]
     refused(words, FAILED, "not valid UTF-8", "byte 1")

@@ -63,14 +63,14 @@ def test_a_ratio_above_1_is_better_both_ways():
     assert (less.value, less.least, less.most) == (4.0 / 9.0, 1.0 / 3.0, 0.5)
 
 
-def test_there_is_no_ratio_to_nothing():
+def test_a_ratio_needs_both_figures():
     found = results(ours=[1.0], zero=[0.0])
     assert found.ratio("ours", "absent", "x", more_is_better=True) is None
     assert found.ratio("absent", "ours", "x", more_is_better=True) is None
     assert found.ratio("ours", "zero", "x", more_is_better=True) is None
 
 
-def test_rounds_are_in_turns_and_every_sample_is_kept(tmp_path):
+def test_rounds_alternate_and_every_sample_is_kept(tmp_path):
     calls = []
 
     def contestant(name):
@@ -112,7 +112,7 @@ def test_sizes_follow_the_device(tmp_path):
         ([*SHELL, "sleep 60"], "took longer than 1 s"),
     ],
 )
-def test_what_cannot_run_says_why(words, reason):
+def test_a_failed_run_has_a_reason(words, reason):
     with pytest.raises(NotRunError, match=reason):
         measure.run_process(words, {"PATH": "/bin:/usr/bin"}, limit=1.0)
 

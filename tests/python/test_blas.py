@@ -61,7 +61,7 @@ def test_python_multiplies_by_it_as_well(blas):
     assert done.stdout.startswith("MLX's own" if blas else "OpenBLAS 0.3.")
 
 
-def test_it_is_what_mlx_calls():
+def test_mlx_calls_openblas():
     """The linker tells which library a symbol came from."""
     done = run([sys.executable, "-c", PYTHON], LD_DEBUG="bindings")
     bound = [line for line in done.stderr.splitlines() if "libmlx.so" in line and "`cblas_sgemm'" in line]

@@ -64,7 +64,7 @@ def test_buffers_are_kept_over_a_hundred_calls(program):
         assert execute(other, ones, 2)[1].tolist() == [2] * WIDTH
 
 
-def test_an_index_past_the_end_changes_nothing(program):
+def test_an_index_beyond_the_end_changes_nothing(program):
     with etkv.load(program, None) as loaded:
         ones = torch.ones(1, WIDTH)
         execute(loaded, ones, 1)

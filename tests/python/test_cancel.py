@@ -70,7 +70,7 @@ def expected(loaded):
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "cancel"])
-def test_what_was_read_of_a_prompt_stays(loaded, expected, steps, how):
+def test_the_read_part_of_a_prompt_stays(loaded, expected, steps, how):
     answer = etkv.generate_tokens(loaded, LONG, max_tokens=6, eos_token_ids=[])
     steps[:] = [nothing, ctrl_c if how == "ctrl-c" else answer.cancel]
     if how == "ctrl-c":
@@ -92,7 +92,7 @@ def test_a_prompt_that_was_read_whole_goes_on_with_its_last_token(loaded, expect
     assert answered(loaded, LONG[answer.read_tokens :]) == expected
 
 
-def test_an_answer_is_rolled_back_where_asked(loaded, expected, steps):
+def test_an_answer_is_rolled_back_on_request(loaded, expected, steps):
     assert answered(loaded, [5, 6, 7], 1)
     before = loaded.session.length
     answer = etkv.generate_tokens(loaded, LONG, max_tokens=6, eos_token_ids=[])
@@ -165,7 +165,7 @@ def test_an_answer_is_cancelled_by_another_thread(loaded, tokenizer):
 
 
 @pytest.mark.parametrize("change", ["rewind", "clear", "append"])
-def test_an_answer_ends_where_something_else_changed_the_cache(loaded, change):
+def test_an_answer_ends_after_another_change_of_the_cache(loaded, change):
     answer = etkv.generate_tokens(loaded, [1, 2, 3, 4], max_tokens=20, eos_token_ids=[])
     for _ in range(3):
         next(answer)
@@ -184,7 +184,7 @@ def test_an_answer_ends_where_something_else_changed_the_cache(loaded, change):
 
 
 @pytest.mark.parametrize("change", ["rewind", "clear"])
-def test_a_prompt_ends_where_something_else_changed_the_cache(loaded, steps, change):
+def test_a_prompt_ends_after_another_change_of_the_cache(loaded, steps, change):
     session = loaded.session
     answer = etkv.generate_tokens(loaded, LONG, max_tokens=20, eos_token_ids=[])
     steps[:] = [nothing, session.clear if change == "clear" else lambda: session.rewind(10)]

@@ -120,7 +120,7 @@ def test_quantized(programs, tiny):
 # ---- Outputs --------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_row_alone(programs):
+def test_the_last_row_only(programs):
     """A program of all rows, loaded for the last row, returns one row a step. The row equals the last of all rows."""
     path = programs[LLAMA].path
     (every,) = cpu_programs.run(path, IDS[:90])
@@ -129,7 +129,7 @@ def test_the_last_row_alone(programs):
     np.testing.assert_allclose(last, every[[39, 79, 89]], rtol=1e-5, atol=1e-5)
 
 
-def test_hidden_states_are_what_layers_hand_on(programs):
+def test_hidden_states_are_outputs_of_layers(programs):
     """They are in the requested order, before the final norm for the last layer, with every row for any ``logits``."""
     program = programs[TAPPED]
     assert pte.constant_methods(program.path)["get_tap_layers"] == [1, 0]
@@ -141,7 +141,7 @@ def test_hidden_states_are_what_layers_hand_on(programs):
         np.testing.assert_allclose(tapped, torch.cat([second, first], dim=-1), atol=1e-4)
 
 
-def test_a_program_of_the_last_row_alone(programs):
+def test_a_program_of_the_last_row_only(programs):
     """The program returns one row a step however it is loaded, and hidden states of every token."""
     program = programs[LAST_ROW]
     assert pte.constant_methods(program.path)["get_logits_rows"] == 1
@@ -162,7 +162,7 @@ def test_a_draft_on_hidden_states_of_the_model_is_the_model(draft, tiny):
     np.testing.assert_allclose(handed_on, given[0], atol=1e-5)
 
 
-def test_a_draft_predicts_what_is_not_known(draft, tiny):
+def test_a_draft_predicts_unknown_hidden_states(draft, tiny):
     """It returns the predicted hidden states of the last tokens, and continues from them."""
     model = reference.load_hf(tiny("tiny-gemma3"))
     ids = IDS[:90]
@@ -206,7 +206,7 @@ def test_all_calls_of_a_program_have_its_name(programs):
 
 
 @pytest.mark.parametrize("variant", [*FAMILIES, QUANTIZED], ids=str)
-def test_what_is_between_two_calls_is_one_delegate(programs, variant):
+def test_nodes_between_two_calls_are_one_delegate(programs, variant):
     """The angles are before the first call, where a kernel concatenates two halves. The head is after the last call."""
     file = PteFile(programs[variant].path)
     n_layers = pte.constant_methods(programs[variant].path)["kv_cache.n_layers"]
@@ -221,7 +221,7 @@ def test_what_is_between_two_calls_is_one_delegate(programs, variant):
 
 @only_long
 @pytest.mark.parametrize("variant", [LLAMA, QUANTIZED], ids=str)
-def test_passes_that_are_left_out_would_change_nothing(programs, variant, tmp_path, monkeypatch):
+def test_omitted_passes_would_change_nothing(programs, variant, tmp_path, monkeypatch):
     from etkv.export import export_program
     from etkv.export.cpu import partitioner
 

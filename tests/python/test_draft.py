@@ -55,7 +55,7 @@ def run(path, ids, given, known, step=40) -> list[torch.Tensor]:
     return [torch.cat(outputs, dim=1) for outputs in zip(*made, strict=True)]
 
 
-def test_it_says_what_it_is(draft):
+def test_a_draft_describes_itself(draft):
     folder, path = draft
     config = json.loads((folder / "config.json").read_text())
     methods = pte.constant_methods(path)
@@ -67,7 +67,7 @@ def test_it_says_what_it_is(draft):
     assert "a draft, which takes the hidden states of its model's layer 0" in said
 
 
-def test_on_hidden_states_of_the_model_it_is_the_model(draft):
+def test_a_draft_on_known_hidden_states_is_the_model(draft):
     folder, path = draft
     model = reference.load_hf(folder)
     given = hidden_states(model, IDS)
@@ -76,7 +76,7 @@ def test_on_hidden_states_of_the_model_it_is_the_model(draft):
     np.testing.assert_allclose(handed_on, given, atol=1e-5)
 
 
-def test_what_is_not_known_is_predicted(draft):
+def test_unknown_hidden_states_are_predicted(draft):
     """The last tokens of a text, after known ones, are predicted from the embedding and the previous hidden states."""
     folder, path = draft
     model = reference.load_hf(folder)

@@ -30,7 +30,7 @@ def check(programs: tuple[Program, Program], *options: object) -> str:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_drafts_leave_the_answer_alone(name):
+def test_drafts_do_not_change_the_answer(name):
     both = pair(name)
     for shape in SHAPES[:: 1 if EVERYTHING else 2] if name == MODELS[-1] else SHAPES[::5]:
         check(both, "--max-tokens", 32, *shape)

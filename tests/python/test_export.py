@@ -160,7 +160,7 @@ def test_is_current(exported, tiny, tmp_path):
     assert not current()
 
 
-def test_what_was_tapped_is_current(exported, tiny):
+def test_tapped_layers_are_current(exported, tiny):
     folder = exported("tiny-llama", tap_layers=(1, 0))
     request = ExportRequest(tiny("tiny-llama"), folder / "model.pte", prefill_chunk=64, keep_hf=folder / "hf")
     assert is_current(dataclasses.replace(request, tap_layers=(1, 0)))
@@ -216,7 +216,7 @@ def test_a_failed_export_leaves_the_weights_of_the_previous_one(exported, tiny, 
     "beside",
     [pytest.param(False, id="one folder for all", marks=only_long), pytest.param(True, id="beside a GGUF file")],
 )
-def test_what_was_written_together_is_current(tiny, tiny_llama_gguf, tmp_path, beside):
+def test_files_in_one_folder_are_current(tiny, tiny_llama_gguf, tmp_path, beside):
     """Program, weights and a GGUF model share a folder: nothing is exported again, and no input is lost."""
     model = shutil.copy(tiny_llama_gguf, tmp_path) if beside else tiny("tiny-llama")
     source_files = {file: file.read_bytes() for file in source.find(Path(model)).files()}
@@ -362,7 +362,7 @@ def test_family_whose_attention_the_op_cannot_do(tmp_path):
     )
 
 
-def test_family_that_sees_what_comes_after(tmp_path):
+def test_family_that_sees_later_tokens(tmp_path):
     from transformers import Gemma3TextConfig
 
     config = Gemma3TextConfig(**tiny_models.SHAPE, sliding_window=128, use_bidirectional_attention=True)

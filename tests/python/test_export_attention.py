@@ -135,7 +135,7 @@ def test_an_error_names_the_family_the_module_and_the_reason():
         raise EtkvError("as it is")
 
 
-def test_a_program_that_answers_otherwise_is_not_written(tiny, tmp_path, monkeypatch):
+def test_a_program_that_differs_from_the_model_is_not_written(tiny, tmp_path, monkeypatch):
     lower = lowering.lower
 
     def halved(step, *others):
@@ -150,7 +150,7 @@ def test_a_program_that_answers_otherwise_is_not_written(tiny, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_checked(tiny, monkeypatch):
+def test_which_programs_are_checked(tiny, monkeypatch):
     """Small models are checked by default. The tokens go beyond a window if that is cheap."""
     step = _step("mistral")
     layout = attention.survey(step, step.inputs(3))
@@ -169,7 +169,7 @@ def test_what_is_checked(tiny, monkeypatch):
     assert checked(check=True) == (True, 24)
 
 
-def test_without_the_library_nothing_is_checked(monkeypatch):
+def test_without_the_library_no_program_is_checked(monkeypatch):
     def absent():
         raise EtkvError("etkv's library is not built")
 

@@ -48,7 +48,7 @@ def test_biases_without_a_place_are_named(folder):
     )
 
 
-def test_weights_without_effect_are_left_out(folder):
+def test_weights_without_effect_are_ignored(folder):
     _add(
         folder,
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8),
@@ -60,7 +60,7 @@ def test_weights_without_effect_are_left_out(folder):
     _read(folder)
 
 
-def test_a_bias_is_no_mask(folder):
+def test_a_bias_is_not_a_mask(folder):
     _add(folder, model__layers__0__self_attn__bias=torch.ones(64))
     assert "model.layers.0.self_attn.bias;" in _error(folder)
 
@@ -98,7 +98,7 @@ def test_a_second_checkpoint_is_refused(folder, name):
     )
 
 
-def test_files_of_a_training_are_no_weights(folder):
+def test_files_of_a_training_are_not_weights(folder):
     (folder / "training_args.bin").write_bytes(b"x")
     _read(folder)
 

@@ -84,7 +84,7 @@ def _error(variant: Variant, difference: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype == "f32" and not v.quantize], ids=str)
-def test_the_last_row_alone_is_the_same(programs, variant):
+def test_the_last_row_only_is_the_same(programs, variant):
     """A load for the last row omits the computation of other rows after the last layer's attention."""
     program = programs[variant]
     prompt = reference.tokenize(program, STORY)[:PROMPT]

@@ -169,7 +169,7 @@ def packed_nibbles(codes: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_are_stored_alone(name):
+def test_rows_are_stored_independently(name):
     """A stored row does not depend on other rows, nor on its own input dtype."""
     raw, fmt = rows().half(), format_of(name)
     assert fmt.name == name

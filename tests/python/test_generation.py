@@ -1,4 +1,4 @@
-"""Answers token by token, text to ids and back, and Ctrl-C."""
+"""Answers token by token, text to ids and back, chats, and wrong use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reference import PROMPT, Variant, config
 
 @pytest.fixture
 def by_steps(monkeypatch):
-    """Every token is chosen from the logits of a step, as those of a program for the CPU are."""
+    """Make the host choose every token from the logits of a step, as for a CPU program."""
     monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
 
 
@@ -33,8 +33,8 @@ def test_greedy_ids_are_those_of_transformers(loaded, greedy_ids):
     assert answer.tokens_per_second > 0
 
 
-def test_what_goes_on_goes_behind(loaded, greedy_ids):
-    """A break keeps whole tokens; the rest of the answer begins with what the cache does not hold yet."""
+def test_an_answer_goes_on_after_a_break(loaded, greedy_ids):
+    """A break keeps whole tokens. The rest of the answer begins with the token that the cache lacks."""
     answer = etkv.generate_tokens(loaded, PROMPT, max_tokens=24, eos_token_ids=[])
     for _, _token in zip(range(10), answer, strict=False):
         pass
@@ -71,7 +71,7 @@ def test_ends_and_capacity(llama, loaded, greedy_ids):
 
 
 def test_a_prompt_longer_than_a_step(loaded):
-    """150 tokens in chunks of 64 give what one row at a time gives."""
+    """150 tokens in chunks of 64 give the same as a row at a time."""
     prompt = [(7 * i) % 250 for i in range(150)]
     chunked = list(etkv.generate_tokens(loaded, prompt, max_tokens=8, eos_token_ids=[]))
     loaded.session.clear()
@@ -93,8 +93,8 @@ def test_sequences_of_one_session(llama, greedy_ids):
 
 
 @pytest.mark.parametrize("failing", [1, 2], ids=["prefill", "decode"])
-def test_a_step_that_fails_leaves_nothing_declared(llama, greedy_ids, monkeypatch, by_steps, failing):
-    """A tree takes candidates, and any step is the next one's own."""
+def test_a_failed_step_leaves_no_declaration(llama, greedy_ids, monkeypatch, by_steps, failing):
+    """A tree takes candidates, and the next step needs no declaration."""
     with etkv.TreeSession(config(llama, 200)) as session, etkv.load(llama.path, session) as loaded:
         forward, calls = loaded.last_row, []
 
@@ -112,7 +112,7 @@ def test_a_step_that_fails_leaves_nothing_declared(llama, greedy_ids, monkeypatc
         at = session.seq_next(0)
         assert at == (len(PROMPT) if answer.token_ids else 0)
         rest = answer.token_ids[answer.cached_tokens :] or PROMPT
-        # Two candidates, which is not what the answer had declared.
+        # Two candidates, unlike the declaration of the answer.
         session.propose([-1, -1])
         forward([rest[0]] * 2, [at] * 2)
         session.commit([0] if answer.token_ids else [])
@@ -122,7 +122,7 @@ def test_a_step_that_fails_leaves_nothing_declared(llama, greedy_ids, monkeypatc
 
 
 def test_draws(loaded):
-    """A seed repeats, the best one alone is greedy, and a temperature spreads."""
+    """A seed repeats an answer, the best token alone is greedy, and a temperature varies answers."""
 
     def draw(**options) -> list[int]:
         loaded.session.clear()
@@ -150,7 +150,7 @@ SAMPLINGS = [
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_the_device_chooses_what_the_host_chooses(loaded, monkeypatch, sampling):
+def test_device_and_host_choose_the_same(loaded, monkeypatch, sampling):
     def drawn() -> list[int]:
         loaded.session.clear()
         return list(etkv.generate_tokens(loaded, PROMPT, max_tokens=40, eos_token_ids=[], seed=11, **sampling))
@@ -161,7 +161,7 @@ def test_the_device_chooses_what_the_host_chooses(loaded, monkeypatch, sampling)
 
 
 def test_the_device_chooses_for_every_token_of_a_step(llama):
-    """Those of the rows of logits; a step that is refused leaves nothing."""
+    """They are the argmax of each row of logits. A refused step changes nothing."""
     with etkv.DecodeSession(config(llama, 64)) as session, etkv.load(llama.path, session) as loaded:
         wanted = loaded.forward(PROMPT, range(len(PROMPT))).argmax(-1).tolist()
         session.clear()
@@ -262,7 +262,7 @@ def test_a_template_takes_variables(llama, tokenizer):
 
 
 def test_eos_token_ids(llama, tokenizer, tmp_path):
-    """Of generation_config.json, an id or a list; else the tokenizer's own."""
+    """They are those of generation_config.json, an id or a list, or else the tokenizer's own."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(llama.path.parent / name, tmp_path)
     assert etkv.Tokenizer.from_pretrained(tmp_path).eos_token_ids == {tokenizer.hf.eos_token_id}
@@ -275,8 +275,8 @@ def test_eos_token_ids(llama, tokenizer, tmp_path):
             etkv.Tokenizer.from_pretrained(tmp_path)
 
 
-def test_a_detokenizer_gives_whole_characters(tokenizer):
-    """Each byte of a character is a token here; a character that is cut short ends as U+FFFD."""
+def test_a_detokenizer_returns_whole_characters(tokenizer):
+    """Each byte of a character is a token here. An incomplete character becomes U+FFFD."""
     detokenizer = tokenizer.detokenizer
     ids = tokenizer.encode("aß€")
     segments = []
@@ -296,7 +296,7 @@ def test_a_detokenizer_gives_whole_characters(tokenizer):
 
 
 def test_text_of_an_answer(loaded, tokenizer):
-    """A response a token, and a last one; in whole the same as generate and as the decoded ids."""
+    """There is a response for each token and a last one. Together they equal generate and the decoded ids."""
     prompt = tokenizer.encode("Hi")
     ids = list(etkv.generate_tokens(loaded, prompt, max_tokens=12, eos_token_ids=[]))
     loaded.session.clear()
@@ -313,7 +313,7 @@ def test_text_of_an_answer(loaded, tokenizer):
     assert etkv.generate(loaded, tokenizer, prompt, max_tokens=12, eos_token_ids=[]) == text
 
 
-def test_the_tokenizers_eos_token_ids_end_what_the_program_does_not(loaded, greedy_ids, tokenizer, monkeypatch):
+def test_the_tokenizers_eos_token_ids_end_answers_of_programs_without_any(loaded, greedy_ids, tokenizer, monkeypatch):
     ending = etkv.Tokenizer(tokenizer.hf, eos_token_ids=[greedy_ids[2]])
     first = greedy_ids.index(greedy_ids[2])
 
@@ -334,7 +334,7 @@ def test_arguments_are_refused_before_the_first_response(loaded, tokenizer):
         etkv.stream_generate(loaded, tokenizer, "Hi", temperature=-1)
 
 
-def test_what_objects_say_of_themselves(llama, loaded, tokenizer):
+def test_reprs(llama, loaded, tokenizer):
     answer = etkv.generate_tokens(loaded, PROMPT, max_tokens=3, eos_token_ids=[])
     assert repr(answer) == "<Generation: 0 of 3 tokens, unfinished>"
     list(answer)
@@ -348,7 +348,7 @@ def test_what_objects_say_of_themselves(llama, loaded, tokenizer):
     assert repr(tokenizer.detokenizer) == "<StreamingDetokenizer: 0 tokens, 0 characters>"
 
 
-def test_a_chat_runs_what_is_new(llama, loaded, tokenizer):
+def test_a_chat_runs_new_tokens_only(llama, loaded, tokenizer):
     """Each turn equals one that runs the whole conversation on an empty cache."""
     chat, answers = etkv.Chat(loaded, tokenizer, system="Be brief."), {}
     for text in ("Hi", "And you?"):
@@ -365,7 +365,7 @@ def test_a_chat_runs_what_is_new(llama, loaded, tokenizer):
             assert list(etkv.generate_tokens(other, whole, max_tokens=12)) == ids
     first = tokenizer.apply_chat_template(chat.messages[:2], add_generation_prompt=True)
     assert prefilled <= len(whole) - len(first), "the first turn was not run again"
-    # A message that is changed: what comes before it is kept.
+    # A message is changed: the messages before it are kept.
     chat.messages[1:] = []
     list(chat.send_message("Hello?", max_tokens=3))
     assert chat.generation.prompt_tokens < len(
@@ -379,7 +379,7 @@ def test_a_chat_runs_what_is_new(llama, loaded, tokenizer):
 
 
 def test_special_tokens_of_an_answer(loaded, tokenizer):
-    """They are left out unless asked for. The next turn of a chat has them in either case."""
+    """The text omits them unless requested. The next turn of a chat has them in either case."""
     special = tokenizer.hf.bos_token_id
     forced = {"max_tokens": 3, "logit_bias": {special: 1e9}, "eos_token_ids": []}
     for skip, text in ((True, ""), (False, 3 * tokenizer.hf.bos_token)):
@@ -392,12 +392,12 @@ def test_special_tokens_of_an_answer(loaded, tokenizer):
         list(chat.send_message("b", max_tokens=1, eos_token_ids=[]))
         ids = tokenizer.conversation_ids(chat.messages[:3], {1: 3 * [special]})
         assert ids.count(special) == 3
-        # All that the cache held stays: what is new is the last token of the answer, and what follows it.
+        # The cache keeps all it held. Only the answer's last token and the new text run.
         assert chat.generation.prompt_tokens == len(ids) - held
 
 
-def test_an_answer_that_is_dropped_lets_go(loaded):
-    """At once, not when the collector comes by."""
+def test_a_dropped_answer_releases_the_session(loaded):
+    """It releases the session at once, not at the next garbage collection."""
     answer = etkv.generate_tokens(loaded, PROMPT, eos_token_ids=[])
     next(answer)
     watched = weakref.ref(answer)
@@ -410,7 +410,7 @@ def test_an_answer_that_is_dropped_lets_go(loaded):
 
 
 def test_steps_of_window_layers_are_those_of_the_cache():
-    """50 tokens where the cache takes steps of 16: as one step of them all."""
+    """50 tokens on a cache that takes steps of 16 equal one step of all."""
     windowed = reference.program(Variant("tiny-mistral-window"))
     prompt = [(7 * i) % 250 for i in range(50)]
     answers = []
@@ -425,7 +425,7 @@ def test_steps_of_window_layers_are_those_of_the_cache():
 
 @pytest.mark.parametrize("by_device", [True, False])
 def test_full_layers_do_not_limit_a_step(llama, monkeypatch, by_device):
-    """60 tokens of a prompt are one step of a program that takes 64, whatever the cache's limit for windows is."""
+    """60 tokens of a prompt are one step of a program that takes 64, whatever the cache's limit for windows."""
     reads, owner, name = [], *((_device.DeviceAnswer, "read_prompt") if by_device else (etkv.Program, "last_row"))
     read = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **options: (reads.append(1), read(*args, **options))[1])
@@ -449,7 +449,7 @@ def test_full_layers_do_not_limit_a_step(llama, monkeypatch, by_device):
 
 @pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession])
 def test_steps_before_a_conversion_are_those_of_the_cache(kind):
-    """60 tokens, quantized after 48, in steps of 8 at most: the cache refuses longer ones before the conversion."""
+    """60 tokens, quantized after 48, in steps of at most 8: before the conversion the cache refuses longer steps."""
     wide = reference.program(Variant("tiny-qwen3"))
     formats = {"k_format": "affine8g32", "v_format": "mxfp8", "float_format": "f32"}
     prompt = [(7 * i) % 250 for i in range(60)]
@@ -461,8 +461,10 @@ def test_steps_before_a_conversion_are_those_of_the_cache(kind):
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1}, {"max_tokens": 3, "fails_at": 1}, {"fails_at": 3}, {}])
-def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(llama, loaded, tokenizer, monkeypatch, options):
-    """Refused for its options, its length, or failed at its first step or a later one: the next is as without it."""
+def test_a_chat_goes_on_after_a_refused_or_failed_turn(llama, loaded, tokenizer, monkeypatch, options):
+    """A turn is refused for its options or its length, or fails at its first or a later step. The next turn is as
+    without it.
+    """
     chat = etkv.Chat(loaded, tokenizer)
     list(chat.send_message("Hi", max_tokens=6, eos_token_ids=[]))
     messages, answer = list(chat.messages), chat.generation.token_ids
@@ -517,7 +519,7 @@ def test_missing_tokenizer(tmp_path):
 
 
 def test_bars(llama, capfd):
-    """Progress goes to stderr, and only if it is asked for."""
+    """Progress goes to stderr, and only on request."""
     script = (
         "import etkv\nfrom test_generation import *\n"
         "tiny = reference.program(Variant('tiny-llama'))\n"
@@ -550,7 +552,7 @@ def test_a_reader_that_has_enough_ends_the_command(llama):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_capacity_of_none_is_refused(llama, capsys):
+def test_a_capacity_of_0_is_refused(llama, capsys):
     from etkv.__main__ import main
 
     assert main(["generate", str(llama.path), "Hi", "--capacity", "0"]) == 2

@@ -19,7 +19,7 @@ def test_export(tiny_llama_gguf, tmp_path):
     file = export_program(ExportRequest(tiny_llama_gguf, tmp_path / "model.pte", keep_hf=tmp_path / "hf"))
     methods = pte.constant_methods(file)
     assert methods["get_kv_heads"] == [2, 2]
-    # "<|endoftext|>" ends a text wherever a vocabulary has it, and this one has it as its BOS token.
+    # "<|endoftext|>" ends a text in every vocabulary that has it. This vocabulary has it as its BOS token.
     assert methods["get_eos_ids"] == [tiny_models.EOS, tiny_models.BOS]
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation == {"bos_token_id": tiny_models.BOS, "eos_token_id": [tiny_models.EOS, tiny_models.BOS]}
@@ -54,7 +54,7 @@ def test_truncated_file(tiny_llama_gguf, tmp_path):
 
 @pytest.fixture(scope="module")
 def parts(tiny, tmp_path_factory):
-    """The files of a model that is split into three."""
+    """Return the files of a model that is split into three."""
     file = tmp_path_factory.mktemp("parts") / "tiny.gguf"
     tiny_gguf.write(tiny("tiny-llama"), file, tensors_of_a_part=8)
     return sorted(file.parent.glob("*.gguf"))
@@ -75,7 +75,7 @@ def test_parts_are_read_together(parts, tiny_llama_gguf):
     assert all(whole[name].equal(read[name]) for name in whole)
 
 
-def test_parts_alone_are_refused(parts, tmp_path):
+def test_single_parts_are_refused(parts, tmp_path):
     with pytest.raises(EtkvError, match="is part 2 of 3 of a split model; name its first part"):
         source.find(parts[1])
     first = Path(shutil.copy(parts[0], tmp_path))
@@ -97,7 +97,7 @@ def test_parts_in_another_order_are_refused(parts, tmp_path):
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_quantized_weights(tiny, tmp_path, kind):
-    """Weights of the formats that the package can also write are near those that they were made of."""
+    """Quantized weights are near their originals, in the formats that the package can also write."""
     plain = weights(tiny_gguf.write(tiny("tiny-llama"), tmp_path / "plain.gguf"))
     read = weights(tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize=kind))
     for name, weight in plain.items():

@@ -1,4 +1,4 @@
-"""GGUF files of every architecture that is read: the logits are those of the folder that the file was made of."""
+"""GGUF files of every architecture that the exporter reads: the logits equal those of the source folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ LONGROPE = {
 
 
 def llama3_factors(dim: int) -> np.ndarray:
-    """The factors that the converter stores for Llama 3: none for short waves, all for long ones, some between."""
+    """Return the factors that the converter stores for Llama 3, from 1 for short waves to the whole factor for long
+    ones.
+    """
     factors = []
     for index in range(0, dim, 2):
         wave = 2 * math.pi * LLAMA3["rope_theta"] ** (index / dim)
@@ -313,12 +315,12 @@ CASES = {
         {},
     ),
 }
-"""A name -> architecture, family of transformers, its settings, the file's keys, its further tensors."""
+"""Case -> architecture, family of transformers, its settings, the file's keys, further tensors."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a function that makes the folder of a family with settings, and random numbers in all its weights."""
+    """Return a function that makes the folder of a family with settings and random weights."""
 
     def make(model_type: str, settings: dict):
         import torch

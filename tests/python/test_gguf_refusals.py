@@ -1,4 +1,4 @@
-"""What a GGUF file says is taken or refused by its name: nothing is dropped."""
+"""Every key and tensor of a GGUF file is used, or refused by name. None is dropped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etkv.export.gguf import architectures
 from test_gguf_architectures import CASES, folder  # noqa: F401 (a fixture)
 
 ODD = (11, 0.37, -1, True, False, "odd", [11, 8], [0.5, 0.25])
-"""Values that no key has by default, of every type."""
+"""Values of every type that no key has by default."""
 
 CHANGES_NOTHING = {
     "tensor_data_layout": "how the weights came to be",
@@ -31,7 +31,7 @@ CHANGES_NOTHING = {
 
 
 def known_keys() -> list[str]:
-    """Every key that the gguf package knows of an architecture, without the architecture."""
+    """Return the keys of architectures in the gguf package, without the architecture's prefix."""
     found = set()
     classes = [gguf_package.Keys]
     while classes:
@@ -45,7 +45,7 @@ def known_keys() -> list[str]:
 
 @pytest.fixture(scope="module")
 def opened(folder, tmp_path_factory):  # noqa: F811
-    """Return a function that opens the file of a case of :data:`CASES`, each once."""
+    """Return a function that opens the file of a case of :data:`CASES`, once for each case."""
     files = {}
 
     def get(name: str) -> gguf.GgufFile:
@@ -60,7 +60,7 @@ def opened(folder, tmp_path_factory):  # noqa: F811
 
 
 def changed(file: gguf.GgufFile, **values) -> gguf.GgufFile:
-    """Return ``file`` with the ``values`` of keys, a dot first for those of its architecture."""
+    """Return ``file`` with the ``values`` of keys. A leading dot stands for its architecture."""
     other = copy.copy(file)
     named = {f"{file.architecture}{key}" if key.startswith(".") else key: value for key, value in values.items()}
     other.values = {key: value for key, value in (file.values | named).items() if value is not None}
@@ -72,7 +72,7 @@ FIRST = {architecture: name for name, (architecture, *_) in reversed(CASES.items
 
 @pytest.mark.parametrize("architecture", FIRST)
 def test_every_key_counts(opened, architecture):
-    """A key of the gguf package with an odd value changes the configuration, or is refused by a name."""
+    """A key of the gguf package with an odd value changes the configuration, or is refused by name."""
     file = opened(FIRST[architecture])
     usual = gguf.read_config(file).to_dict()
     for key in known_keys():
@@ -88,7 +88,7 @@ def test_every_key_counts(opened, architecture):
 
 
 def architectures_agree(file, key: str, value) -> bool:
-    """Return whether ``value`` is what the architecture does without the key."""
+    """Return whether ``value`` is the architecture's own default."""
     neutral = {"attention.causal": True, "expert_weights_norm": True}
     return key in neutral and value in (True, False)
 
@@ -195,7 +195,7 @@ def test_missing_tensor(opened):
 
 
 def test_some_biases_are_some_zeros(opened):
-    """Files of Llama's architecture may have biases of some projections; transformers has all or none."""
+    """Llama files may have biases of some projections only. transformers has all or none."""
     import torch
 
     file = copy.copy(opened("llama"))
@@ -217,6 +217,8 @@ def test_fewer_layers_leave_tensors_over(opened):
 
 @pytest.mark.parametrize(("case", "layers", "scalar"), [("gemma2", 46, 16), ("gemma3", 62, 16), ("gemma3", 34, 32)])
 def test_gemma_of_27b_scales_attention_by_its_width(opened, case, layers, scalar):
-    """llama.cpp knows these models by their number of layers: 64 / 4 heads, where a head has 32 numbers."""
+    """llama.cpp recognizes these models by their number of layers: they scale by 64 / 4 heads, not by the 32 of a
+    head.
+    """
     file = changed(opened(case), **{".block_count": layers})
     assert gguf.read_config(file).query_pre_attn_scalar == scalar

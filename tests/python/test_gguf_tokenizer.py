@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001, SIM905 (texts and expressions have characters that look like others)
-"""Tokenizers of GGUF files, id by id against a tokenizer of a few lines that follows llama.cpp's words."""
+"""Tokenizers of GGUF files, id by id against a tokenizer of a few lines that follows llama.cpp's rules."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ EXPRESSIONS = {
         "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
         r"\p{N}+",
     ],
-    # Digits from the right in threes.
+    # Groups of three digits from the right.
     "afmoe": [
         r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",
         "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
@@ -141,7 +141,7 @@ WHOLE_WORDS = {
 
 
 def pieces(text: str, expressions: list[str]) -> list[str]:
-    """Split ``text`` by each expression in turn: what it finds and what lies between are pieces."""
+    """Split ``text`` by each expression in order: matches, and texts between matches, are pieces."""
     parts = [text]
     for expression in expressions:
         found = []
@@ -157,7 +157,7 @@ def pieces(text: str, expressions: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alphabet() -> list[str]:
-    """The letters that stand for bytes, by byte."""
+    """Return the letters that stand for bytes, by byte."""
     vocabulary = tiny_models.tokenizer().backend_tokenizer.get_vocab()
     letters = {index: letter for letter, index in vocabulary.items() if index < 256}
     return [letters[byte] for byte in range(256)]
@@ -165,7 +165,7 @@ def alphabet() -> list[str]:
 
 @pytest.fixture(scope="module")
 def merges(alphabet) -> list[tuple[str, str]]:
-    """Pairs learned on whole texts, so that tokens cross every boundary that a pre-tokenizer might draw."""
+    """Return pairs learned on whole texts, so that tokens cross all boundaries of pre-tokenizers."""
     texts = [[alphabet[byte] for byte in text.encode()] for text in TEXTS]
     learned = []
     while pairs := Counter(pair for text in texts for pair in itertools.pairwise(text)):
@@ -203,7 +203,7 @@ def file(tiny, tmp_path_factory) -> gguf.GgufFile:
 
 
 def changed(file: gguf.GgufFile, **values) -> gguf.GgufFile:
-    """Return ``file`` with other values of keys below ``tokenizer.ggml``; of other keys if they begin with a dot."""
+    """Return ``file`` with other values of keys below ``tokenizer.ggml``. A leading dot stands for other keys."""
     other = copy.copy(file)
     named = {
         f"tokenizer{key}" if key.startswith(".") else f"tokenizer.ggml.{key}": value for key, value in values.items()
@@ -215,7 +215,7 @@ def changed(file: gguf.GgufFile, **values) -> gguf.GgufFile:
 
 @pytest.fixture(scope="module")
 def runner():
-    """The runners' tokenizer: another regular expression engine reads the same file."""
+    """Return the runners' tokenizer, which reads the same file with another regular expression engine."""
     runner = RunnerTokenizer()
     yield runner
     runner.close()
@@ -301,13 +301,13 @@ def test_a_message_of_harmony_is_not_the_answer(file):
     assert special_tokens.ids(opened)["eos_token_id"] == [257, 300]
 
 
-def test_one_end_is_no_list(file):
+def test_one_eos_token_is_not_a_list(file):
     assert special_tokens.ids(special(file, {256: "<a>"}))["eos_token_id"] == 257
 
 
 @pytest.mark.parametrize("kind", [tiny_gguf.CONTROL, tiny_gguf.USER_DEFINED, tiny_gguf.NORMAL])
 def test_token_types(file, kind):
-    """Control and user-defined tokens are found whole in a text, and only control tokens are left out of an answer."""
+    """Control and user-defined tokens are matched whole in a text. An answer omits control tokens only."""
     tokenizer = gguf.read_tokenizer(special(file, {300: "<th ink>"}, {300: kind}))
     found = kind != tiny_gguf.NORMAL
     assert tokenizer.encode("a<th ink>") == ([ord("a"), 300] if found else list(b"a<th ink>"))
@@ -343,7 +343,7 @@ def test_bos_has_to_be_known(file, pre):
 
 
 def test_templates(file, tmp_path):
-    """A file may have several templates: transformers takes the one for tools when a conversation has some."""
+    """A file may have several templates. transformers uses the tool template if a conversation has tools."""
     values = {".chat_template": "plain", ".chat_template.tool_use": "tools", ".chat_templates": ["tool_use"]}
     tokenizer = gguf.read_tokenizer(changed(file, **values))
     tokenizer.save_pretrained(tmp_path)
@@ -382,7 +382,7 @@ def test_templates(file, tmp_path):
         ({".rwkv.world": "x"}, "tokenizer.rwkv.world = x, which the exporter does not know"),
     ],
 )
-def test_what_cannot_be_reproduced_is_refused(file, values, said):
+def test_tokenizers_that_cannot_be_reproduced_are_refused(file, values, said):
     with pytest.raises(EtkvError, match=regex.escape(said)):
         gguf.read_tokenizer(changed(file, **values))
 
@@ -404,7 +404,7 @@ def test_a_vocabulary_fits_the_embedding(file):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no-prefix"])
 def pieced(request, file, tmp_path_factory):
-    """A SentencePiece model, and the GGUF file of it: with a space before each text, or without."""
+    """Return a SentencePiece model and its GGUF file, with or without a space before each text."""
     import sentencepiece
 
     folder = tmp_path_factory.mktemp("spm")
@@ -465,7 +465,7 @@ def test_sentencepiece(pieced, runner, tmp_path):
 
 
 def test_special_tokens_of_sentencepiece(pieced):
-    """Every piece of text after a special token begins as a text does."""
+    """A piece of text after a special token begins like a text."""
     pieces, opened = pieced
     tokenizer = gguf.read_tokenizer(opened)
     user, mark = pieces.piece_to_id("<|user|>"), pieces.piece_to_id("<mark>")
@@ -475,7 +475,7 @@ def test_special_tokens_of_sentencepiece(pieced):
     assert tokenizer.decode([user, *pieces.encode("don't"), 2], skip_special_tokens=True) == "don't"
 
 
-def test_phi_3_drops_white_space_behind_its_tokens(pieced):
+def test_phi_3_drops_white_space_after_its_tokens(pieced):
     pieces, opened = pieced
     phi = copy.copy(opened)
     phi.values = opened.values | {"general.architecture": "phi3"}
@@ -485,7 +485,7 @@ def test_phi_3_drops_white_space_behind_its_tokens(pieced):
 
 
 def test_merges_of_a_sentencepiece_file_go_before_its_scores(pieced):
-    """Files that were made of a tokenizer.json have scores that say nothing, and the merges."""
+    """Files that were made from a tokenizer.json have merges, and meaningless scores."""
     pieces, opened = pieced
     merges = [" ".join(pair) for pair in gguf_tokenizer._Vocabulary(opened).merges_of_scores()]
     named = {"tokenizer.ggml.merges": merges, "tokenizer.ggml.scores": [-1000.0] * pieces.get_piece_size()}

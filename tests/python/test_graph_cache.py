@@ -1,4 +1,4 @@
-"""Programs of ExecuTorch's own exporter that keep their KV cache in the graph, in ``etkv_chat`` and from Python."""
+"""Programs of ExecuTorch's own exporter with a KV cache in the graph, in ``etkv_chat`` and from Python."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""A chat template without padding, whose embedding is zero in a random model: see docs/programs.md."""
+"""A chat template without the padding token, whose embedding is zero in a random model: see docs/programs.md."""
 
 SAID = ("What is a cache? " * 5, "And where is it?")
 """Two turns. The first prompt takes more than one step."""
@@ -56,14 +56,14 @@ def program(model):
 
 
 def expected(tokenizer: etkv.Tokenizer, prompt: list[int], count: int = COUNT) -> list[int]:
-    """Return transformers' greedy ids, an eos token id included."""
+    """Return transformers' greedy ids, with the eos token id."""
     ids = reference.greedy(MADE.weights, {"": prompt}, count)[""].ids
     ends = [index + 1 for index, one in enumerate(ids) if one in tokenizer.eos_token_ids]
     return ids[: min([*ends, count])]
 
 
 def turns(tokenizer: etkv.Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """Return prompt and answer of each turn of a chat, as transformers makes them. Answers keep their ids."""
+    """Return prompt and answer of each turn of a chat in transformers. Answers keep their ids."""
     messages: list[dict[str, str]] = []
     answered: dict[int, list[int]] = {}
     made = []
@@ -98,8 +98,8 @@ def test_chat_answers_as_transformers_does(model, tokenizer):
     assert "there is no report of a cache that is part of the program" in done.stderr
 
 
-def test_what_goes_on_runs_new_tokens_only(model, tokenizer):
-    """With --raw a conversation is one text: its second turn goes on after the first answer."""
+def test_a_second_turn_runs_new_tokens_only(model, tokenizer):
+    """With --raw a conversation is one text. Its second turn goes on after the first answer."""
     first = tokenizer.encode(SAID[0])
     answer = expected(tokenizer, first)
     added = tokenizer.encode(SAID[1], add_special_tokens=False)
@@ -114,7 +114,7 @@ def test_what_goes_on_runs_new_tokens_only(model, tokenizer):
 @pytest.mark.skipif(not OPTIMUM, reason="optimum-executorch exports it: ETKV_TEST_OPTIMUM")
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3"])
 def test_programs_of_the_plain_pipeline(name):
-    """They tell no most tokens of a step. Gemma's takes one."""
+    """They have no limit of tokens in a step. Gemma's program takes one."""
     made = llm(name)
     assert upstream_programs.export([made])[made] is None
     tokenizer = etkv.Tokenizer.from_pretrained(made.weights)
@@ -164,7 +164,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_runs(model, tokenizer):
     done = reference.run([reference.CHAT, "--model", model, "--raw", "--prompt", prompt + "y", "--ids"])
     assert (done.returncode, done.stdout) == (FAILED, "")
     assert f"the prompt is {n + 1} tokens long, and the cache holds {CONTEXT}" in done.stderr
-    # In a conversation the text before it stays.
+    # In a conversation, earlier text stays.
     done = chat(model, "--raw", lines=f"Hi\n{prompt}\nand\n")
     assert len(answers(done.stdout)) == 2
     assert ", 25 cached" in done.stderr
@@ -178,8 +178,8 @@ def test_a_full_cache_ends_an_answer(model, tokenizer):
     assert "stopped: the cache is full at 30 positions" in done.stderr
 
 
-def test_a_program_that_keeps_nothing_is_refused(tmp_path):
-    """An off-graph program that does not describe its layers has no cache in its graph either."""
+def test_a_program_without_a_cache_is_refused(tmp_path):
+    """An off-graph program without metadata of its layers has no cache in its graph either."""
     made = reference.program(Variant("tiny-llama"))
     image = made.path.read_bytes()
     for name in (b"kv_cache.schema_version", b"get_n_caches"):
@@ -208,7 +208,7 @@ def test_a_chat_answers_as_transformers_does(program, tokenizer):
         assert program.cache.length == len(prompt) + conversation.generation.cached_tokens
 
 
-def test_what_goes_on_goes_behind(program, tokenizer):
+def test_an_answer_goes_on_after_a_break(program, tokenizer):
     prompt = tokenizer.encode(SAID[0])
     greedy = reference.greedy(MADE.weights, {"": prompt}, COUNT)[""].ids
     answer = etkv.generate_tokens(program, prompt, max_tokens=10, eos_token_ids=[])
@@ -247,7 +247,9 @@ def test_the_cache_of_a_program(program):
 
 
 def test_a_clear_that_is_interrupted_clears(program):
-    """At each of its places, before the buffers are zeros and after: the length is never that of other buffers."""
+    """An interrupt at any place, before or after the reset of the buffers, leaves the length and the buffers
+    consistent.
+    """
     expected, cache = list(etkv.generate_tokens(program, PROMPT, max_tokens=4, eos_token_ids=[])), program.cache
     with Interruption(None) as interruption:
         cache.clear()
@@ -261,7 +263,7 @@ def test_a_clear_that_is_interrupted_clears(program):
         assert ids == expected[: len(ids)], f"interrupted at place {at}"
 
 
-def test_an_answer_that_fails_keeps_what_ran(program, monkeypatch):
+def test_a_failed_answer_keeps_the_steps_that_ran(program, monkeypatch):
     monkeypatch.setattr(etkv.generation, "choose", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         next(etkv.generate_tokens(program, [1, 2, 3]))

@@ -1,4 +1,4 @@
-"""Ctrl-C: what a session, an answer and a chat hold is whole, and no token is lost."""
+"""Ctrl-C leaves a session, an answer and a chat consistent, and loses no token."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from etkv import _device, _library, generation
 from reference import PROMPT, config
 
 STRIDE = int(os.environ.get("ETKV_INTERRUPTED", "5"))
-"""Of so many places where Ctrl-C can arrive in an answer, one is tried."""
+"""One in this many places where Ctrl-C can arrive is tested."""
 
 
 @pytest.fixture(params=["device", "host"])
 def where(request, monkeypatch) -> str:
-    """What chooses the tokens."""
+    """Let the device or the host choose the tokens. Return which."""
     if request.param == "host":
         monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
     return request.param
 
 
 class Interruption:
-    """Ctrl-C at one place of ``etkv``'s Python code: the ``at``-th from where a block begins.
+    """Ctrl-C at one place of ``etkv``'s Python code: the ``at``-th within a block.
 
-    Python looks for signals where a function begins and where a call has returned. It also does where a loop begins
-    again, which is left out.
+    Python checks for signals where a function begins, where a call has returned, and where a loop repeats. This class
+    omits loops.
     """
 
     FOLDER = str(Path(etkv.__file__).parent)
@@ -54,7 +54,7 @@ class Interruption:
         return kind is KeyboardInterrupt
 
     def _follow(self, frame: FrameType, event: str, argument: object) -> None:
-        # A generator that yields has not returned: the call of `next` has.
+        # A yield is the return of the call of `next`, not of the generator.
         yields = event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR
         if event == "c_call" or yields or not frame.f_code.co_filename.startswith(self.FOLDER):
             return
@@ -66,8 +66,8 @@ class Interruption:
 
 @pytest.mark.parametrize("at", [1, 4])
 def test_interrupted_where_a_token_is_chosen(loaded, greedy_ids, monkeypatch, where, at):
-    """What was run and led to no token that was taken is rolled back, so that nothing of the answer is lost. Of a
-    prompt all but its last token stays.
+    """Steps whose token was not delivered are rolled back, so the answer loses nothing. All of a prompt but its last
+    token stays.
     """
     place, name = (_device.DeviceAnswer, "next") if where == "device" else (generation, "choose")
     choose, calls = getattr(place, name), []
@@ -92,7 +92,7 @@ def test_interrupted_where_a_token_is_chosen(loaded, greedy_ids, monkeypatch, wh
 
 @pytest.mark.parametrize("session_class", [etkv.DecodeSession, etkv.SeqSession])
 def test_interrupted_anywhere(llama, greedy_ids, session_class, where):
-    """At any place: no token of the answer is lost, and none runs twice."""
+    """An interrupt at any place loses no token of the answer, and runs none twice."""
     with (
         session_class(config(llama, 200)) as session,
         etkv.load(llama.path, session, logits="last") as loaded,
@@ -107,7 +107,7 @@ def test_interrupted_anywhere(llama, greedy_ids, session_class, where):
 
         answered(None)
         session.clear()
-        # What runs at the first use alone is no longer among them.
+        # This count excludes places of the first use only.
         _, n_places = answered(None)
         unfinished = 0
         for at in range(1, n_places + 1, STRIDE):
@@ -125,11 +125,11 @@ def test_interrupted_anywhere(llama, greedy_ids, session_class, where):
 
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_chat_interrupted_anywhere(loaded, tokenizer, restored):
-    """The next turn is that of a chat which begins with the same messages: those it has, or those before the turn."""
+    """The next turn equals that of a new chat with the same messages: those of the chat, or those before the turn."""
     sent = {"max_tokens": 3, "eos_token_ids": []}
 
     def turn(at: int | None) -> tuple[etkv.Chat, int]:
-        """A second turn, with Ctrl-C at this place. The first message is another one, so that the chat rewinds."""
+        """Run a second turn, with Ctrl-C at this place. The first message has changed, so the chat rewinds."""
         chat = etkv.Chat(loaded, tokenizer, system="Be brief.")
         list(chat.send_message("Hi", **sent))
         first = copy.deepcopy(chat.messages)
@@ -149,7 +149,7 @@ def test_a_chat_interrupted_anywhere(loaded, tokenizer, restored):
         messages, answers = list(chat.messages), list(chat._answers)
         list(chat.send_message("And then?", **sent))
         other = etkv.Chat(loaded, tokenizer)
-        # Answers keep their ids, which their text does not tell.
+        # Answers keep their ids, which do not follow from their text.
         other.messages, other._answers = messages, answers
         list(other.send_message("And then?", **sent))
         assert chat.generation.token_ids == other.generation.token_ids, f"interrupted at place {at}"
@@ -185,7 +185,7 @@ with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, sess
 
 
 def test_an_interruption_leaves_the_cache_usable(llama):
-    """Ctrl-C at any time: what the session holds is whole, and answering goes on from there."""
+    """After Ctrl-C at any time the cache is consistent, and the answer goes on from it."""
     expected = reference.greedy(llama.hf, {"prompt": PROMPT}, 200)["prompt"].ids
     environment = {**os.environ, "ETKV_TEST_KEEP_PROGRAMS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-c", _INTERRUPTED]
@@ -239,7 +239,7 @@ print(at, status)
 
 
 def test_the_first_use_interrupted_anywhere():
-    """What the library is called by is loaded whole by the next use."""
+    """The next use loads the C interface completely."""
     words = [sys.executable, "-c", _FIRST_USE, str(STRIDE)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What the library tells :mod:`logging`: names, levels, and nothing that is not asked for."""
+"""Records of the library in :mod:`logging`: names, levels, and none that no logger accepts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etkv import _capi, _log
 
 @pytest.fixture(autouse=True)
 def levels():
-    # The tests keep other packages' records off.
+    # The tests disable records of other packages.
     disabled = logging.root.manager.disable
     logging.disable(logging.NOTSET)
     yield
@@ -36,7 +36,7 @@ def told(caplog) -> list[tuple[str, int, str]]:
     return found
 
 
-def test_records_have_the_names_and_levels_of_what_is_told(caplog):
+def test_records_have_the_names_and_levels_of_messages(caplog):
     etkv.set_log_level(logging.DEBUG)
     with etkv.DecodeSession(config()) as session:
         caplog.clear()
@@ -73,7 +73,7 @@ def test_each_logger_has_a_level_of_its_own(caplog):
     assert _log.wanted() == "etkv::core=debug,etkv::program=error,etkv::file=error,etkv::api=error"
 
 
-def test_levels_are_looked_at_when_a_session_is_made(caplog):
+def test_levels_are_read_when_a_session_is_made(caplog):
     with etkv.DecodeSession(config()):
         logging.getLogger("etkv").setLevel(logging.INFO)
         with etkv.DecodeSession(config()) as session:
@@ -81,7 +81,7 @@ def test_levels_are_looked_at_when_a_session_is_made(caplog):
     assert [level for _, level, _ in told(caplog)] == [logging.INFO]
 
 
-def test_steps_are_told(caplog, exported):
+def test_steps_are_logged(caplog, exported):
     path = exported("tiny-llama") / "model.pte"
     facts = etkv.read_kv_cache_metadata(path)
     etkv.set_log_level(_log.TRACE)
@@ -103,7 +103,7 @@ def test_steps_are_told(caplog, exported):
 
 
 def test_handlers_may_use_the_library():
-    """Records come when the call is over: a handler finds no lock of the library taken."""
+    """Records arrive after the call: no lock of the library is taken while a handler runs."""
     seen = []
 
     class Asks(logging.Handler):
@@ -127,7 +127,7 @@ def test_handlers_may_use_the_library():
 
 
 def test_steps_and_calls_of_other_threads(caplog, exported):
-    """A thread that runs a program has Python's lock and waits for MLX, which the thread that tells something has."""
+    """A thread that runs a program holds Python's lock and waits for MLX, which a logging thread may hold."""
     path = exported("tiny-llama") / "model.pte"
     facts = etkv.read_kv_cache_metadata(path)
     etkv.set_log_level(_log.TRACE)
@@ -161,15 +161,15 @@ def use():
 """
 
 
-def test_nothing_is_asked_for_where_nothing_listens():
-    """Without a handler there is no callback; the level alone does not make one."""
+def test_without_a_handler_there_is_no_filter():
+    """Without a handler there is no filter. A level alone sets none."""
     done = run(MAKE + "logging.getLogger('etkv').setLevel('DEBUG'); use(); print(repr(_capi._log_filter))")
     assert (done.stdout, done.stderr) == ("''\n", "")
 
 
 def test_a_process_ends_while_it_listens():
     done = run(MAKE + "logging.basicConfig(level='INFO', format='%(name)s %(message)s'); kept = use()")
-    # Spans are told from `debug` on, so the one around it is not.
+    # Spans are logged from `debug` on, so the span around the message is not.
     assert done.stderr == "etkv.core the cache is converted k_format=f32 v_format=f32\n"
 
 

@@ -1,4 +1,4 @@
-"""Long RoPE: a program takes the frequencies for short texts or for long ones, by the capacity of its cache."""
+"""Long RoPE: the capacity of the cache selects a program's frequencies, for short texts or for long texts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import tiny_models
 from etkv.export import ExportRequest, export_program
 
 LIMIT = 16
-"""The positions of the model's first training."""
+"""The original context length of the model, in positions."""
 
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.0, 2.0, 4.0, 8.0]
-"""Factors of the frequencies of texts up to the limit, and beyond."""
+"""Factors of the frequencies for texts up to the limit, and for longer texts."""
 
 TEXT = [tiny_models.IM_START, *b"user\nhow far is it, and how long does it take?"]
 
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
-    """A model of Phi-3's family with both sets."""
+    """Return a model of the Phi-3 family with both sets."""
     from transformers import AutoModelForCausalLM, Phi3Config
 
     folder = tmp_path_factory.mktemp("long-rope") / "hf"
@@ -37,13 +37,13 @@ def hf(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["mlx", "cpu"])
 def program(request, hf, tmp_path_factory):
-    """The path of its program, for each backend. The export has compared it with the model, with either set."""
+    """Return the path of its program, for each backend. The export has compared it with the model for both sets."""
     output = tmp_path_factory.mktemp(request.param) / "model.pte"
     return export_program(ExportRequest(hf, output, backend=request.param, prefill_chunk=LIMIT, check=True))
 
 
 def transformers_logits(folder, ids: list[int], **parameters: Any) -> np.ndarray:
-    """Logits [T, vocabulary] of transformers for the text as a whole; ``parameters`` replace those of the embedding."""
+    """Return transformers' logits [T, vocabulary] for the whole text. ``parameters`` replace those of the embedding."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,7 +60,7 @@ def session_for(program, capacity: int) -> etkv.DecodeSession:
 
 
 def run(loaded: etkv.Program, ids: list[int], start: int = 0) -> np.ndarray:
-    """Logits [T, vocabulary] of a text in steps of 7 tokens."""
+    """Return logits [T, vocabulary] of a text, run in steps of 7 tokens."""
     rows = [
         loaded.forward(ids[at : at + 7], list(range(start + at, start + min(at + 7, len(ids)))))
         for at in range(0, len(ids), 7)
@@ -73,7 +73,7 @@ def run(loaded: etkv.Program, ids: list[int], start: int = 0) -> np.ndarray:
     [
         pytest.param(LIMIT, LIMIT, {}, id="short"),
         pytest.param(256, len(TEXT), {}, id="long"),
-        # transformers takes the short set here, and would turn the keys of a growing text by two sets.
+        # transformers takes the short set here, and would rotate the keys of a growing text by two sets.
         pytest.param(LIMIT + 1, 10, {"short_factor": LONG}, id="short-text-in-a-long-cache"),
     ],
 )
@@ -113,7 +113,7 @@ def test_rows_of_one_set_are_not_loaded_into_a_cache_with_the_other(program, tmp
         assert prefixes.attach(session, ids, fingerprint=model) == 0
 
 
-def test_a_program_refuses_rows_that_were_there_before_it(program, tmp_path):
+def test_a_program_refuses_earlier_rows(program, tmp_path):
     file, ids = tmp_path / "short.safetensors", TEXT[:10]
     with session_for(program, LIMIT) as session, etkv.load(program, session) as loaded:
         run(loaded, ids)

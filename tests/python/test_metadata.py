@@ -1,4 +1,4 @@
-"""What a program tells of its caches: written, through a real ``.pte`` and back, and what is refused."""
+"""The cache metadata of programs: written to a real ``.pte`` and read back, and refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def exporters(**changes):
 
 
 def saved(tmp_path, metadata):
-    """A program of one addition, on ExecuTorch's portable kernels, with these constant methods."""
+    """Write a program of one addition, on ExecuTorch's portable kernels, with these constant methods."""
     from executorch.exir import to_edge
 
     class AddOne(torch.nn.Module):
@@ -92,13 +92,13 @@ def test_one_number_for_each_layer(tmp_path):
 
 
 def test_one_layer_with_a_list_of_one(tmp_path):
-    """A tensor of one element is one number for each of one layer, and stays so in the program."""
+    """A tensor of one element has the number of one layer, and stays a tensor in the program."""
     metadata = write_kv_cache_metadata({}, n_layers=1, n_kv_heads=[3], head_dim=[80], window=[16])
     for source in (metadata, saved(tmp_path, metadata)):
         assert read_kv_cache_metadata(source).layers == (LayerConfig(3, 80, 80, window=16),)
 
 
-def test_what_the_exporter_writes(exported):
+def test_metadata_of_the_exporter(exported):
     """A program of this package's exporter, whose layers and steps are those of the tiny model."""
     params = read_kv_cache_metadata(exported("tiny-llama") / "model.pte")
     assert params.layers == (LayerConfig(2, 16, 16, dtype="f32"),) * 2
@@ -109,11 +109,11 @@ def test_executorchs_exporter():
     params = read_kv_cache_metadata(exporters())
     assert params.layers == (LayerConfig(4, 64, 64), LayerConfig(2, 128, 128, window=512))
     assert (params.prefill_chunk_size, params.max_context_length) == (256, 4096)
-    # Of its other exporters, the context has other names.
+    # Other exporters of ExecuTorch have another name for the context.
     facts = exporters(get_max_ctx_len=None, get_max_seq_len=128)
     assert read_kv_cache_metadata(facts).max_context_length == 128
     assert read_kv_cache_metadata({**facts, "get_max_context_len": 2048}).max_context_length == 2048
-    # The version goes before it.
+    # Versioned metadata takes precedence.
     assert read_kv_cache_metadata({**exporters(), **versioned()}).layers == (LayerConfig(8, 64, 64),) * 2
 
 
@@ -122,12 +122,12 @@ def test_dtypes(tmp_path, dtype):
     metadata = write_kv_cache_metadata({}, n_layers=2, n_kv_heads=3, head_dim=80, dtype=dtype)
     for source in (metadata, saved(tmp_path, metadata)):
         assert read_kv_cache_metadata(source).layers == (LayerConfig(3, 80, dtype=dtype, v_head_dim=80),) * 2
-    # ExecuTorch's exporter does not write one, and a program of it is not refused for lacking it.
+    # ExecuTorch's exporter writes no dtype. Its programs are accepted without one.
     assert read_kv_cache_metadata({**exporters(), "kv_cache.dtype": dtype}).layers[1].dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "", 1, None, "x" * 1000])
-def test_dtypes_that_are_none(dtype):
+def test_invalid_dtypes(dtype):
     with pytest.raises(EtkvError, match=r"`kv_cache\.dtype` is .{0,40}, expected one of f32, f16, bf16"):
         read_kv_cache_metadata({**versioned(), "kv_cache.dtype": dtype})
     if dtype is not None:
@@ -137,7 +137,7 @@ def test_dtypes_that_are_none(dtype):
 
 @pytest.mark.parametrize("variant", [Variant("tiny-llama"), Variant("tiny-llama", "bf16")])
 def test_a_program_that_does_not_tell_its_dtype(variant, monkeypatch):
-    """As of ExecuTorch's exporter: it is the dtype of the logits."""
+    """For example a program of ExecuTorch's exporter: the dtype is that of the logits."""
     path = reference.program(variant).path
     constants = pte.constant_methods(path)
     told = constants.pop("kv_cache.dtype")
@@ -148,7 +148,7 @@ def test_a_program_that_does_not_tell_its_dtype(variant, monkeypatch):
 
 @pytest.mark.parametrize("variant", [Variant("tiny-llama"), Variant("tiny-llama", "bf16")])
 @pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession, etkv.TreeSession])
-def test_a_cache_stores_what_its_program_computes_in(variant, kind):
+def test_a_cache_stores_the_dtype_of_its_program(variant, kind):
     path = reference.program(variant).path
     facts, dtype = read_kv_cache_metadata(path), variant.dtype
     config = etkv.CacheConfig(facts.layers, capacity=32)
@@ -156,7 +156,7 @@ def test_a_cache_stores_what_its_program_computes_in(variant, kind):
     with kind(config, backend=facts.backend) as session:
         assert session.formats == (dtype, dtype)
         assert session.report()["config"]["k_format"] == dtype
-    # Each of the two may be chosen alone.
+    # Each of the two formats may be chosen alone.
     with kind(replace(config, v_format="f16"), backend=facts.backend) as session:
         assert session.formats == (dtype, "f16")
     # Before quantization too.
@@ -190,18 +190,18 @@ def test_equal_layers_print_as_one():
     assert repr(params).count("LayerConfig(") == 1
 
 
-@pytest.mark.parametrize("version", [0, 2, 1000])
+@pytest.mark.parametrize("version", [0, 3, 1000])
 def test_other_versions(version):
     words = f"kv_cache.schema_version is {version}; this etkv reads version 1"
     with pytest.raises(EtkvError, match=words):
         read_kv_cache_metadata(versioned(schema_version=version))
-    # Also where the exporter's are there: they may mean another thing.
+    # Metadata of ExecuTorch's exporter does not help: its values may differ.
     with pytest.raises(EtkvError, match=words):
         read_kv_cache_metadata({**exporters(), "kv_cache.schema_version": version})
 
 
 @pytest.mark.parametrize("version", [-1, [1], True, "1", 1.0])
-def test_versions_that_are_none(version):
+def test_invalid_versions(version):
     with pytest.raises(EtkvError, match=r"`kv_cache\.schema_version` is .*, which is not a 32-bit count"):
         read_kv_cache_metadata(versioned(schema_version=version))
 
@@ -251,14 +251,14 @@ def test_invalid_facts_are_refused(facts, words):
         ({"sinks": "44"}, "`sinks` is not one integer for each of 2 layers"),
     ],
 )
-def test_what_is_not_written(changes, words):
+def test_metadata_that_is_not_written(changes, words):
     metadata = {"get_eos_ids": [2]}
     with pytest.raises(EtkvError, match=words):
         write_kv_cache_metadata(metadata, **{"n_layers": 2, "n_kv_heads": 4, "head_dim": 64, **changes})
     assert metadata == {"get_eos_ids": [2]}
 
 
-def test_files_that_are_no_programs(tmp_path):
+def test_files_that_are_not_programs(tmp_path):
     with pytest.raises(EtkvError, match="cannot be read"):
         read_kv_cache_metadata(tmp_path / "none.pte")
     (tmp_path / "other.pte").write_bytes(b"0123456789")
@@ -267,7 +267,7 @@ def test_files_that_are_no_programs(tmp_path):
 
 
 def test_a_config_and_a_reader_need_no_torch():
-    """Importing them is cheap: nothing but this package and the standard library."""
+    """Importing them is cheap: it imports this package and the standard library only."""
     code = "import sys, etkv.config, etkv.metadata; print({'torch', 'numpy', 'executorch'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "set()\n", ran.stderr
@@ -282,7 +282,7 @@ def test_metadata_are_read_without_torch():
     assert ran.stdout == "set()\n", ran.stderr
 
 
-def test_a_session_is_for_the_backend_of_the_program_that_its_layers_are_of():
+def test_a_session_has_the_backend_of_its_layers():
     import cpu_programs
 
     for program, backend in (

@@ -1,4 +1,4 @@
-"""Metal kernels that ExecuTorch ships: what runs in their place, compared with ExecuTorch's eager references."""
+"""ExecuTorch's Metal kernels: etkv's replacements, compared with ExecuTorch's eager references."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def numbers(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
 
 
 def check_close(found: Tensor, expected: Tensor, errors: float) -> None:
-    """Compare with the result in float32, in roundings of the result's dtype to its largest element."""
+    """Compare with the result in float32. ``errors`` counts roundings of the result's dtype at its largest element."""
     assert found.shape == expected.shape
     limit = errors * ROUNDOFF[found.dtype] * max(1e-30, expected.abs().max().item())
     worst = (found.double() - expected.double()).abs().max().item()
@@ -78,7 +78,7 @@ SHAPES = [(1, 1, 1, 64), (2, 3, 5, 128), (7, 64), (64,)]
 
 
 def in_floats(shapes: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return each shape with each dtype, or with one of them in turn: a program takes a second to export."""
+    """Return each shape with each dtype, or with one dtype each, by rotation: an export takes a second."""
     if EVERYTHING:
         return [(shape, dtype) for shape in shapes for dtype in FLOATS]
     return [(shape, FLOATS[index % len(FLOATS)]) for index, shape in enumerate(shapes)]
@@ -97,7 +97,7 @@ def test_values_become_codes(shape, dtype, tmp_path):
 
     limits = boundaries(dtype)
     values = numbers(*shape, dtype=dtype)
-    # Values on a boundary, and ones that no boundary is beyond.
+    # Values on a boundary, and values beyond all boundaries.
     edges = torch.cat([limits, torch.tensor([-torch.inf, torch.inf, 0.0]).to(dtype)])
     values.view(-1)[: edges.numel()] = edges[: values.numel()]
     path = export(Function(codes), (values, limits), tmp_path / "codes.pte")
@@ -159,7 +159,7 @@ def test_a_kernel_for_any_number_of_tokens(tmp_path):
 
 
 def blocks(ggml_type: str, rows: int, features: int, seed: int = 0) -> Tensor:
-    """Return random super-blocks: every byte but the scales of a super-block, which are about 1e-3."""
+    """Return super-blocks of random bytes, with scales of about 1e-3."""
     random = np.random.default_rng(seed)
     made = random.integers(0, 256, [rows, features // 256, FORMATS[ggml_type]], np.uint8)
     at, n = (208, 1) if ggml_type == "q6_k" else (0, 2)
@@ -170,7 +170,7 @@ def blocks(ggml_type: str, rows: int, features: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture
 def direct(monkeypatch):
-    """Has the exporter write kernels, not MLX's own packed weights."""
+    """Make the exporter write kernels, not MLX's own packed weights."""
     import executorch.backends.mlx.custom_kernel_ops.gguf.patterns  # noqa: F401
 
     monkeypatch.setenv("ET_MLX_EMIT_DIRECT_GGUF", "1")
@@ -215,7 +215,7 @@ def test_linear_layers_of_gguf(ggml_type, case, direct, tmp_path):
 
 @pytest.mark.parametrize("ggml_type", FORMATS)
 def test_a_layer_for_one_row_and_for_several(ggml_type, direct, tmp_path):
-    """The exporter writes a choice of two kernels where the number of rows is open."""
+    """The exporter writes a choice of two kernels if the number of rows is dynamic."""
     model = linear(ggml_type, 40, 256, BF16, bias=True)
     tokens = torch.export.Dim("tokens", min=1, max=64)
     path = export(model, (numbers(1, 3, 256, dtype=BF16),), tmp_path / "linear.pte", ({1: tokens},))
@@ -229,7 +229,9 @@ def test_a_layer_for_one_row_and_for_several(ggml_type, direct, tmp_path):
 
 
 def test_mlx_s_own_packed_weights_take_rows_of_any_shape(direct, monkeypatch, tmp_path):
-    """The exporter prefers these to a kernel. On a CPU MLX's own product of half precision adds up in it."""
+    """The exporter prefers these to a kernel. On a CPU, MLX's own product of half precision also sums in half
+    precision.
+    """
     monkeypatch.setenv("ET_MLX_EMIT_DIRECT_GGUF", "0")
     x = numbers(6, 512, dtype=BF16)
     found = []
@@ -290,7 +292,7 @@ def test_the_gated_delta_rule(sizes, tmp_path):
     path = export(model, inputs, tmp_path / "delta.pte", ({1: tokens},) * 5)
     eager = GatedDelta(torch.zeros(batch, v_heads, v_dim, k_dim))
     with load(path, None) as program:
-        # The state of each step goes on from the one before.
+        # Each step goes on from the state of the step before.
         for seed, n in enumerate((5, 1, 1, 33, 70)):
             inputs = delta_inputs(batch, n, *sizes, seed=10 * seed)
             (found,) = program.execute(*inputs)
@@ -305,12 +307,12 @@ def test_the_gated_delta_rule_in_half_precision(dtype, tmp_path):
     path = export(GatedDelta(torch.zeros(1, 4, 16, 32, dtype=dtype)), inputs, tmp_path / "delta.pte")
     (found,) = outputs(path, *inputs)
     assert found.dtype == dtype
-    # As the kernel does, the state stays in float32 until the last token.
+    # As in the kernel, the state stays in float32 until the last token.
     expected = GatedDelta(torch.zeros(1, 4, 16, 32))(*[array.float() for array in inputs])
     check_close(found, expected, 1.1)
 
 
-# ---- What is told of a kernel ----------------------------------------------
+# ---- The description of a kernel -------------------------------------------
 
 
 def test_a_kernel_is_described_without_its_source(tmp_path):

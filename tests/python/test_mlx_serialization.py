@@ -1,4 +1,4 @@
-"""The serialization modules that the wheel lacks: made once, by any number of processes, outside the wheel."""
+"""The serialization modules that the wheel lacks are generated once for all processes, outside of the wheel."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ NEW_TOKENS = 64 if EVERYTHING else 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is said, as a chat under the model's template or, if ``raw``, as it is; cut to ``tokens`` if that is set."""
+    """A text for the model: a chat under its template, or plain text if ``raw``. ``tokens`` cuts it."""
 
     text: str
     raw: bool = False
@@ -43,7 +43,7 @@ PROMPTS = {
     "half a story": Prompt(STORY, raw=True, tokens=100),
 }
 SHORT = ("capital", "accents", "half a story")
-"""The prompts of `make test`: a chat, ids of every kind, and one that fills several chunks."""
+"""The prompts of `make test`: a chat, ids of every kind, and a prompt of several chunks."""
 NAMES = tuple(PROMPTS) if EVERYTHING else SHORT
 
 
@@ -66,7 +66,7 @@ def expected(program, tokenizer) -> dict[str, reference.Greedy]:
 
 
 def assert_same(ids: list[int], expected: reference.Greedy) -> None:
-    """``ids`` begin what is expected; if not, say where they part and how close a decision it was."""
+    """Check that ``ids`` begin the expected ids. A failure reports the first difference and its margin."""
     assert ids
     for step, (got, want, margin) in enumerate(zip(ids, expected.ids, expected.margins, strict=False)):
         assert got == want, (
@@ -89,14 +89,14 @@ OTHER_CHUNKS = [("sky", 1), ("sky", 7), ("sky", 64), ("half a story", 1), ("half
 
 @pytest.mark.parametrize(("name", "chunk"), CHUNKS + OTHER_CHUNKS if EVERYTHING else CHUNKS)
 def test_prefill_in_chunks(program, tokenizer, expected, name, chunk):
-    """Chunks change what a step sees, not the answer; the first half of it tells."""
+    """Chunks change the steps, not the answer. The first half of the answer suffices."""
     ran = reference.forward(program, PROMPTS[name].ids(tokenizer), decode=NEW_TOKENS // 2 - 1, chunk=chunk)
     assert_same(ran.ids, expected[name])
 
 
 @pytest.mark.parametrize("name", ["capital", "rhymes", "accents"] if EVERYTHING else ["capital"])
 def test_chat_reads_and_answers_the_same(program, tokenizer, expected, name):
-    """From text to text: the runner's own tokenizer and template, its end tokens, its cache."""
+    """From text to text, with the runner's own tokenizer, template, eos tokens and cache."""
     prompt, most = PROMPTS[name], min(24, NEW_TOKENS)
     command = [reference.CHAT, "--model", program.path, "--ids", "--max-tokens", most, "--prompt", prompt.text]
     command += ["--raw"] if prompt.raw else []
@@ -114,10 +114,10 @@ def test_chat_reads_and_answers_the_same(program, tokenizer, expected, name):
 
 
 def test_kv_dtypes(program, tokenizer):
-    """Keys and values in 16 bits take half the memory and cost some of the last digits.
+    """Keys and values in 16 bits take half the memory, and cost some precision.
 
-    Rounding them moves what attention returns by about a unit roundoff of its size in every layer. Part of that is lost
-    on the way and part is amplified: the logits move by one to three units, and eight leave room for another prompt.
+    Rounding them changes the output of attention in every layer by about a unit roundoff of its size. Later layers damp
+    or amplify that: the logits change by one to three units. A limit of eight leaves room for other prompts.
     """
     ids, decode = PROMPTS["sky"].ids(tokenizer), 16
     exact = reference.forward(program, ids, decode=decode, rows="all")

@@ -1,7 +1,7 @@
-"""The native caches, through the delegate, against the reference, through the op in PyTorch.
+"""The native caches, run through the delegate, against the reference caches, run through the op in PyTorch.
 
-Random programs of steps run on both: every refusal has the same status, every answer is the same, and what every layer
-attends to is equal up to rounding. ``ETKV_STEP_SEEDS`` sets how many programs each kind, format and layout gets.
+Random programs of steps run on both. Refusals have the same status, answers are the same, and the attention of every
+layer is equal up to rounding. ``ETKV_STEP_SEEDS`` sets how many programs each kind, format and layout gets.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ GROUP = 2
 FULL = (LayerConfig(2, 64), LayerConfig(1, 32, 64))
 WINDOWS = (LayerConfig(2, 64, window=3), LayerConfig(1, 32, 64), LayerConfig(2, 32, window=4, sinks=2))
 LAYOUTS = {"full": FULL, "windows": WINDOWS}
-# Short windows, short steps and many of them: every program slides its windows, most of them over and over.
+# With short windows and many short steps, every program slides its windows, most of them repeatedly.
 SIZES = {"full": {"capacity": 40, "max_step_tokens": 8}, "windows": {"capacity": 60, "max_step_tokens": 3}}
 OPERATIONS = {"full": 40, "windows": 120}
 FORMATS = ["f32", "f16", "bf16", "affine8g32", "affine4g32", "affine3g32", "mxfp8", "mxfp4", "nvfp4", "row-int4"]
 FORMATS += ["row-fp4"]
 
 TOLERANCE = 1e-5
-"""Of outputs around 1 in float32; stored rows are the same to the bit, so the format does not matter."""
+"""The tolerance of outputs of about 1 in float32. Stored rows are bitwise equal, so the format does not matter."""
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """Function: layout and dtype -> the program of its layers."""
+    """Return a function: layout and dtype -> the program of its layers."""
     folder = tmp_path_factory.mktemp("op")
     made = {}
 
@@ -43,7 +43,7 @@ def program(tmp_path_factory):
         key = (layout, out_dtype)
         if key not in made:
             path = folder / f"{layout}-{len(made)}.pte"
-            # A step of one token too many is refused by the cache, and not before.
+            # Only the cache refuses a step with a token too many, not the program.
             made[key] = op_program.export(config(layout), path, group=GROUP, most_tokens=64, out_dtype=out_dtype)
         return made[key]
 
@@ -55,7 +55,7 @@ def config(layout: str, **changes) -> CacheConfig:
 
 
 def compare(kind: str, layout: str, settings: CacheConfig, path, seed: int, native: CacheConfig | None = None) -> None:
-    """``native`` is what the native cache is made of, where that is to differ."""
+    """Compare a native cache of ``native``, or of ``settings`` if None, with a reference cache of ``settings``."""
     operations = step_programs.generate(kind, settings, seed, OPERATIONS[layout])
     cache = make_cache(kind, settings)
 
@@ -64,7 +64,7 @@ def compare(kind: str, layout: str, settings: CacheConfig, path, seed: int, nati
         with op.active(cache):
             return op.update_and_attend(q, k, v, torch.tensor(positions), layer, scale, torch.float32)
 
-    # Blocks of the op end a forward that is not finished: one block around all layers.
+    # The end of a block rolls back an unfinished forward, so one block encloses all layers.
     with op.active(cache):
         expected = step_programs.run(operations, cache, attend, GROUP)
     found = op_program.run(operations, kind, native or settings, path, GROUP)
@@ -79,13 +79,15 @@ def compare(kind: str, layout: str, settings: CacheConfig, path, seed: int, nati
 
 
 def slides(operations: list[step_programs.Operation], outcomes: list[step_programs.Outcome]) -> int:
-    """How often new positions made a sequence one that cannot go back to where it could: its window has slid."""
+    """Return how often a window slid: how often new positions raised the least position that a sequence can rewind
+    to.
+    """
     times, before = 0, {}
     for operation, outcome in zip(operations, outcomes, strict=True):
         action = operation.action
         longer = isinstance(action, step_programs.Step) or action.name == "commit"
         answers = outcome.answers
-        # Of several sequences each tells its length, its next position, and this.
+        # The answer of a sequence is its length, its next position, and this position.
         now = {name: told[2] for name, told in answers.items() if name.startswith("sequence ")}
         now = now or {"the only one": answers["rewindable_to"]}
         times += longer and sum(least > before.get(name, 0) for name, least in now.items())
@@ -121,7 +123,7 @@ def test_formats_that_change_on_the_way(program, kind, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", op_program.SESSIONS)
 def test_layers_that_share_keys_and_values(tmp_path, kind, layout):
-    """Two calls that name one layer: the second attends to the rows of the first, here as in PyTorch."""
+    """Two calls with one layer id: the second attends to the rows of the first, as in PyTorch."""
     settings = config(layout, k_format="f16", v_format="affine8g32")
     path = op_program.export(settings, tmp_path / "shared.pte", group=GROUP, shared=True)
     model = op_program.Attention(settings, torch.float32, shared=True)
@@ -143,7 +145,7 @@ def test_layers_that_share_keys_and_values(tmp_path, kind, layout):
 
 
 def test_outputs_have_the_dtype_of_the_op(program):
-    """float16 out of float32 rows, whatever is stored."""
+    """The output is float16 for float32 rows and any stored format."""
     path = program("full", torch.float16)
     settings = config("full", k_format="f32", v_format="f32")
     operations = step_programs.generate("contiguous", settings, 7, 10)
@@ -155,7 +157,7 @@ def test_outputs_have_the_dtype_of_the_op(program):
 
 @pytest.mark.parametrize("kind", op_program.SESSIONS)
 def test_the_comparison_sees_a_difference(program, kind):
-    """A window that is one position shorter, and keys in another format, do not pass for the same."""
+    """A window that is one position shorter, and keys in another format, fail the comparison."""
     settings = config("windows", k_format="f32", v_format="f32")
     first = settings.layers[0]
     shorter = replace(settings, layers=(replace(first, window=first.window - 1), *settings.layers[1:]))

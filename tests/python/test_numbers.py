@@ -1,4 +1,4 @@
-"""The traced graph with the reference cache, and the kept weights, give the numbers of the source model."""
+"""The traced graph with the reference cache, and the kept weights, compute the source model's numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LENGTH = len(_PROMPT)
 
 
 def _reference(folder, dtype="float32"):
-    """Logits [T, vocabulary] of transformers' own attention over the whole prompt."""
+    """Return logits [T, vocabulary] of transformers' own attention over the whole prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -47,7 +47,7 @@ def _traced(request: ExportRequest):
 
 
 def _run(module, facts: tuple[limits.Limits, attention.CacheLayout], steps: list[int], dtype: str):
-    """Logits of the traced graph, fed in ``steps`` tokens at a time, its cache the wheel's reference."""
+    """Return logits of the traced graph, in steps of ``steps`` tokens, on the wheel's reference cache."""
     import torch
     from executorch.extension.llm.cache.reference_cache import CacheConfig, ContiguousReferenceCache
     from executorch.extension.llm.cache.update_and_attend import REGISTRY
@@ -79,7 +79,7 @@ def _run(module, facts: tuple[limits.Limits, attention.CacheLayout], steps: list
     return torch.cat(logits)
 
 
-# The programs of the others are compared with transformers too, by other files.
+# Other files compare the programs of the other models with transformers.
 TRACED = ("tiny-llama", "tiny-gemma3", "tiny-phi3", "tiny-smollm3", "tiny-qwen3-moe")
 
 
@@ -101,7 +101,7 @@ def test_graph_equals_transformers(tiny, tmp_path, name):
     else [("tiny-llama", "4w"), ("tiny-llama-untied", "4w")],
 )
 def test_kept_weights_are_the_exported_ones(tiny, exported, tmp_path, name, quantize):
-    """transformers on the kept folder computes what the quantized graph computes."""
+    """transformers on the kept folder computes the same as the quantized graph."""
     import torch
 
     kept = exported(name, "f32", quantize) / "hf"

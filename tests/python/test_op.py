@@ -1,4 +1,4 @@
-"""The op: what it is to a tracer, which cache it uses, what it refuses, and ExecuTorch's op of the same name."""
+"""The op: tracing, the choice of the cache, refusals, and ExecuTorch's op of the same name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_results_have_the_dtype_that_was_asked_for(dtype, out_dtype):
 def test_positions_have_one_or_more_components(dtype, components):
     position = torch.arange(5, dtype=dtype)
     if components is not None:
-        # What follows the first is the model's own.
+        # The components after the first are the model's own.
         others = torch.full((5, components - 1), 77, dtype=dtype)
         position = torch.cat([position.unsqueeze(1), others], dim=1)
     with op.active(ContiguousCache(CONFIG)):
@@ -81,7 +81,7 @@ def test_tracing_needs_no_cache(position, out_dtype):
     assert (tuple(found.shape), found.dtype) == ((1, 6, 3, 5), out_dtype)
 
 
-def test_tracing_leaves_the_active_cache_alone():
+def test_tracing_does_not_change_the_active_cache():
     class Layers(torch.nn.Module):
         def forward(self, position):
             return forward(position)
@@ -95,14 +95,14 @@ def test_tracing_leaves_the_active_cache_alone():
         assert cache.length == 5
 
 
-def test_the_dispatcher_has_no_complaint():
+def test_torchs_checks_of_the_op_pass():
     """Schema, autograd registration and fake kernel, as torch checks them."""
     with op.active(ContiguousCache(CacheConfig(CONFIG.layers[:1], 16, k_format="f32", v_format="f32"))):
         arguments = (*inputs(0, 3), torch.arange(3), 0, 0.5, torch.float16)
         torch.library.opcheck(torch.ops.kvcache.update_and_attend.default, arguments)
 
 
-# ---- Which cache ---------------------------------------------------------
+# ---- The choice of the cache ---------------------------------------------
 
 
 def test_without_a_cache():
@@ -133,7 +133,7 @@ def test_a_forward_that_ends_with_its_block_is_rolled_back():
         forward([0])
         op.update_and_attend(*inputs(0, 1), torch.tensor([1]), 0, 0.5, torch.float32)
         with op.active(cache):
-            pass  # the outer block is not over
+            pass  # the outer block is still open
         op.update_and_attend(*inputs(1, 1), torch.tensor([1]), 1, 0.5, torch.float32)
         assert cache.length == 2
         op.update_and_attend(*inputs(0, 1), torch.tensor([2]), 0, 0.5, torch.float32)
@@ -175,7 +175,7 @@ def test_each_task_has_its_own():
     assert asyncio.run(together()) == [2, 5]
 
 
-# ---- What it refuses -----------------------------------------------------
+# ---- Refusals ------------------------------------------------------------
 
 BAD = {
     "q of 3 dimensions": ({"q": torch.zeros(4, 2, 8)}, Status.SHAPE, r"expected q of shape .*, got \[4, 2, 8\]"),
@@ -234,7 +234,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_refused_changes_nothing(name):
+def test_a_refusal_changes_nothing(name):
     changes, status, words = BAD[name]
     cache = ContiguousCache(CONFIG)
     with op.active(cache):
@@ -247,7 +247,7 @@ def test_what_is_refused_changes_nothing(name):
         assert caught.value.status == status
         assert step_programs.answers(cache) == before
         cache.rewind(2)  # no step is open
-        # The next step sees what it would have seen, and nothing else.
+        # The next step sees the same as without the refusal.
         for layer, found in enumerate(forward([2, 3, 4])):
             q, k, v = inputs(layer, 3)
             history = inputs(layer, 2)
@@ -268,7 +268,7 @@ def test_what_is_refused_changes_nothing(name):
     ],
 )
 def test_import_orders(words):
-    """Each in a process of its own. Where ExecuTorch's op comes later, it replaces the one that was traced before."""
+    """Each order runs in its own process. If ExecuTorch's op comes later, it replaces the traced op."""
     script = Path(__file__).with_name("op_orders.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(

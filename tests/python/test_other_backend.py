@@ -1,7 +1,7 @@
-"""Programs run on etkv's delegate beside another MLXBackend, whichever of the two is registered first.
+"""Programs run on etkv's delegate beside another MLXBackend, in either order of registration.
 
-ExecuTorch's macOS wheel has one, which ``import executorch.runtime`` registers. Here a small library stands for it. A
-backend stays registered as long as its process, so each order is a process of its own.
+ExecuTorch's macOS wheel has such a backend, which ``import executorch.runtime`` registers. Here a small library
+replaces it. A backend stays registered until its process ends, so each order runs in its own process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def program() -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Path:
-    """A library that registers as MLXBackend when it is loaded."""
+    """Return a library that registers as MLXBackend when it is loaded."""
     package = Path(next(iter(__import__("executorch").__path__)))
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     library = tmp_path_factory.mktemp("other") / f"libother{suffix}"
@@ -82,10 +82,10 @@ def in_order(program: Path, out: Path, *order: object) -> tuple[dict, np.ndarray
 
 
 def test_before_and_after(program, other, tmp_path):
-    """The same rows from either id, in one process with the other backend."""
+    """Both ids give the same rows, in one process with the other backend."""
     told, expected = in_order(program, tmp_path / "after.npy", "etkv", "runtime", other)
     assert (told["id"], told["length"]) == ("MLXBackend", 4)
-    # As macOS has it where the runtime is imported first: that brings the other one.
+    # As on macOS, where an earlier import of the runtime registers the other backend.
     told, rows = in_order(program, tmp_path / "before.npy", "runtime", other)
     assert (told["id"], told["length"]) == ("EtkvForMLX", 4)
     assert {"MLXBackend", "EtkvForMLX"} <= set(told["names"])
@@ -93,7 +93,7 @@ def test_before_and_after(program, other, tmp_path):
 
 
 def test_a_program_for_another_id(program):
-    """Only the id changes, in the tables alone; the file does not."""
+    """Only the id changes, in the tables. The file does not change."""
     before = program.read_bytes()
     renamed = pte.for_backend(program, "EtkvForMLX")
     assert program.read_bytes() == before

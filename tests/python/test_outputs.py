@@ -1,4 +1,4 @@
-"""What a program gives beside a row of logits a token: the last row alone, hidden states of tapped layers, drafts."""
+"""Other outputs than a row of logits a token: the last row only, hidden states of tapped layers, drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST_LAYER = Variant("tiny-gemma3", layers=1)
 VARIANTS = [TAPPED, LAST_ROW, FIRST_LAYER]
 
 TOKENS = 90
-"""Tokens of a text: past the window of 64, and more than one step of the program."""
+"""Tokens of a text, more than the window of 64 and than one step of the program."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def ids() -> list[int]:
 
 
 def hidden_states(folder, ids, count) -> list[torch.Tensor]:
-    """What each of the first ``count`` layers of transformers' model hands on, ``[T, hidden]``."""
+    """Return the outputs of the first ``count`` layers of transformers' model, ``[T, hidden]`` each."""
     model = reference.load_hf(folder)
     kept = {}
     for index, layer in enumerate(model.get_decoder().layers):
@@ -39,7 +39,7 @@ def hidden_states(folder, ids, count) -> list[torch.Tensor]:
 
 
 def run(folder, ids, *, logits="all", step=40) -> list[torch.Tensor]:
-    """Every output of a program, the rows of its steps one after the other."""
+    """Return every output of a program, with the rows of all steps concatenated."""
     path = folder / "model.pte"
     config = etkv.CacheConfig(etkv.read_kv_cache_metadata(path).layers, 128, k_format="f32", v_format="f32")
     made = []
@@ -50,8 +50,8 @@ def run(folder, ids, *, logits="all", step=40) -> list[torch.Tensor]:
     return [torch.cat(outputs, dim=1)[0] for outputs in zip(*made, strict=True)]
 
 
-def test_hidden_states_are_what_layers_hand_on(ids):
-    """In the order that was asked for, of the last layer before the final norm; every row, whatever the logits."""
+def test_hidden_states_are_outputs_of_layers(ids):
+    """They are in the requested order, before the final norm for the last layer, with every row for any ``logits``."""
     folder = reference.program(TAPPED).path.parent
     assert pte.constant_methods(folder / "model.pte")["get_tap_layers"] == [1, 0]
     first, second = hidden_states(folder / "hf", ids, 2)
@@ -63,8 +63,8 @@ def test_hidden_states_are_what_layers_hand_on(ids):
         np.testing.assert_allclose(tapped, torch.cat([second, first], dim=-1), atol=1e-4)
 
 
-def test_a_program_of_the_last_row_alone(ids):
-    """One row a step, however it is loaded, and hidden states of every token beside it."""
+def test_a_program_of_the_last_row_only(ids):
+    """The program returns one row a step however it is loaded, and hidden states of every token."""
     folder = reference.program(LAST_ROW).path.parent
     assert pte.constant_methods(folder / "model.pte")["get_logits_rows"] == 1
     (expected,) = hidden_states(folder / "hf", ids, 1)
@@ -82,14 +82,14 @@ def test_a_family_that_computes_every_row():
         config = types.SimpleNamespace(model_type="wordy")
 
         def forward(self, input_ids, **others):
-            """Takes what it does not heed."""
+            """Accepts arguments that it ignores."""
 
     with pytest.raises(EtkvError, match="logits last: model family 'wordy' computes every row of its logits"):
         Forward(Model(), last_logits=True)
 
 
 def test_a_draft_is_the_first_layers_and_the_head(exported, ids):
-    """With the caches of these layers; the folder beside it is a model of its own."""
+    """The program has the caches of these layers. The folder beside it is a complete model."""
     folder, whole = reference.program(FIRST_LAYER).path.parent, exported("tiny-gemma3")
     methods = pte.constant_methods(folder / "model.pte")
     assert (methods["kv_cache.n_layers"], methods["kv_cache.window"]) == (1, 64)

@@ -1,4 +1,4 @@
-"""Prefix caches, from Python: what one session has read, others do not read again, and neither does the next turn."""
+"""Prefix caches, from Python: other sessions and later turns reuse what one session has read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shared(a: list[int], b: list[int]) -> int:
     return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def test_what_is_read_ahead_is_in_memory(llama, tmp_path):
+def test_texts_that_are_read_ahead_are_in_memory(llama, tmp_path):
     model = etkv.fingerprint(llama.path)
     store = etkv.PrefixStore(tmp_path / "texts", 64 << 20)
     ids = [5 + i * 7 % 50 for i in range(60)]
@@ -102,7 +102,7 @@ def test_a_prefix_is_shared(llama):
     assert repr(prefix) == f"<Prefix: 60 positions, {prefix.nbytes} bytes>"
 
 
-def test_what_is_kept(llama, tmp_path):
+def test_kept_texts(llama, tmp_path):
     model = etkv.fingerprint(llama.path)
     store = etkv.PrefixStore(tmp_path, 64 << 20)
     prefixes = etkv.PrefixCache(store=store)
@@ -128,7 +128,7 @@ def test_what_is_kept(llama, tmp_path):
         assert held.prefixes == 1
         assert held.bytes > 0
         assert prefixes.reclaim(1) == held.bytes
-        # Gone from memory, and loaded from the store.
+        # Memory has dropped it, and the store loads it.
         assert prefixes.attach(cache, ids[:50], fingerprint=model) == 50 == cache.length
     found = prefixes.statistics()
     assert (found.tokens_asked, found.tokens_in_memory, found.tokens_in_store) == (110, 0, 50)
@@ -141,7 +141,7 @@ def test_what_is_kept(llama, tmp_path):
 @pytest.mark.parametrize("alone", [True, False], ids=["a session a request", "one session"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_conversation_with_tools_is_not_read_again(name, alone, request):
-    """Of 20 requests that are whole conversations, at most 1 % of the tokens that ran before run again."""
+    """In 20 requests of whole conversations, at most 1 % of earlier tokens run again."""
     made = request.getfixturevalue(name)
     tokenizer = etkv.Tokenizer.from_pretrained(made.path)
     prefixes = etkv.PrefixCache()
@@ -157,7 +157,7 @@ def test_a_conversation_with_tools_is_not_read_again(name, alone, request):
         tokens = [response.token for response in responses if response.token is not None]
         return "".join(response.text for response in responses), tokens, responses[-1].cached_tokens
 
-    # Short steps: windows then hold little more than they show, and an answer is longer than that.
+    # With short steps, windows hold little more than they show, and less than an answer.
     few = {"max_step_tokens": 8}
     held = session(made, **few)
     with held, etkv.load(made.path, held, logits="last") as shared_program:
@@ -201,13 +201,14 @@ def test_the_answers_are_those_without(name, request):
     expected, plain = chat(None)
     first, ran = chat(prefixes)
     assert first == expected
-    # A model with windows reads its whole text again without, where the answer is other tokens in the next prompt.
+    # Without a prefix cache, a model with windows reads its whole text again if the answer's tokens change in the next
+    # prompt.
     assert sum(ran) <= sum(plain)
     assert ran[-1] < 120
     again, ran = chat(prefixes)
     assert again == expected
     assert ran[0] <= 1 + (name == "windows")
-    # A penalty is for tokens that run, and for all of them.
+    # A repetition penalty counts all tokens, also cached ones.
     first, expected = (chat(kept, repetition_penalty=1.3)[0][0] for kept in (etkv.PrefixCache(), None))
     assert first == expected
 
@@ -224,12 +225,12 @@ def test_etkv_chat_does_not_read_its_conversation_again(name, request, tmp_path)
     before, ran = ([int(n) for n in re.findall(r"prefill (\d+) token", one.stderr)] for one in (plain, kept))
     assert len(ran) == 3
     assert sum(ran) <= sum(before)
-    # A question and an answer, not what came before them.
+    # Only a question and an answer run, not the text before them.
     assert max(ran[1:]) < 100
     assert len(re.findall(r"(\d+) cached", kept.stderr)) == 2
 
 
-def test_what_fails_is_passed_by(llama, caplog):
+def test_a_failure_is_skipped(llama, caplog):
     tokenizer = etkv.Tokenizer.from_pretrained(llama.path)
     prefixes = etkv.PrefixCache()
     with session(llama) as cache, etkv.load(llama.path, cache, logits="last") as program:

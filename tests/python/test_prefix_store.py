@@ -1,4 +1,4 @@
-"""Stores of texts, from Python and in ``etkv_chat``: a later process does not read again what an earlier one has."""
+"""Prefix stores, from Python and in ``etkv_chat``: a later process reuses what an earlier one has read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_text_outlives_its_session(llama, tmp_path):
 
 
 def has_buckets() -> bool:
-    """Return whether the library was built with buckets. This address is none in any."""
+    """Return whether the library was built with buckets. No build accepts this address."""
     with pytest.raises((etkv.UnsupportedError, etkv.CacheFileError), match="cannot open nothing://texts") as caught:
         etkv.PrefixStore("nothing://texts", 1)
     if isinstance(caught.value, etkv.UnsupportedError):
@@ -68,7 +68,7 @@ def has_buckets() -> bool:
     return True
 
 
-def test_an_address_is_no_folder(tmp_path, monkeypatch):
+def test_an_address_is_not_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     has_buckets()
     assert list(tmp_path.iterdir()) == []
@@ -99,7 +99,7 @@ def test_a_text_in_a_bucket_outlives_its_process(llama):
     assert re.findall(r"prefill (\d+) token", again.stderr) == ["1"]
 
 
-def test_what_is_no_store_is_refused(tmp_path):
+def test_invalid_stores_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(etkv.CacheFileError, match=r"cannot make .*file"):
         etkv.PrefixStore(tmp_path / "file", LIMIT)
@@ -110,7 +110,7 @@ def test_what_is_no_store_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "windows"])
-def test_a_chat_goes_on_where_an_earlier_one_was(name, request, tmp_path):
+def test_a_chat_goes_on_where_an_earlier_chat_ended(name, request, tmp_path):
     made = request.getfixturevalue(name)
     model = etkv.fingerprint(made.path)
     tokenizer = etkv.Tokenizer.from_pretrained(made.path)
@@ -133,12 +133,12 @@ def test_a_chat_goes_on_where_an_earlier_one_was(name, request, tmp_path):
         expected, plain, messages = chat(cache, None)
     with session(made) as cache:
         assert chat(cache, store)[0] == expected
-    # The first turn again: but for one token it is stored, and with windows, where it ended.
+    # The first turn again: the store has all but the last token. With windows it has the text where the turn ended.
     with session(made) as cache:
         again, ran, _ = chat(cache, store)
         assert again == expected
         assert ran[0] == 1 or name == "windows"
-    # The second turn in a conversation that another process began: of the first answer it has the text alone.
+    # The second turn of a conversation that another process began: only the text of the first answer is known.
     with session(made) as cache:
         expected, _, _ = chat(cache, None, messages[:3])
     with session(made) as cache:
@@ -170,7 +170,7 @@ def test_etkv_chat_loads_what_it_stored(llama, kind, tmp_path):
     assert int(re.search(r"(\d+) cached", other.stderr)[1]) > 32
 
 
-def test_etkv_chat_refuses_what_does_not_go_together(llama, tmp_path):
+def test_etkv_chat_refuses_options_that_exclude_each_other(llama, tmp_path):
     words = [runner("chat"), "--model", llama.path, "--prompt", "hi"]
     refused([*words, "--prefix-store-mib", 9], MISUSED, "--prefix-store-mib is for a --prefix-store")
     refused(

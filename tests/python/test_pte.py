@@ -1,4 +1,4 @@
-"""What a program holds: its tables, and the report of ``python -m etkv inspect``."""
+"""The contents of a program: its tables, and the report of ``python -m etkv inspect``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_instructions(program, capsys):
 
 
 def test_a_program_that_does_not_run_here(tmp_path, capsys):
-    """Every operation that is lacking is named, with how often it is there."""
+    """The report names every missing operation, with its number of uses."""
     file = lacking_program.write(tmp_path / "x.pte")
     found = inspection.report(file)
     assert found["runs_here"]["runs"] is False
@@ -88,7 +88,7 @@ def test_wrong_use(program, tmp_path, capsys):
 
 
 def test_truncated_program(program, tmp_path):
-    """The file is refused where its tables end early, and never crashes the reader."""
+    """A file whose tables end early is refused, and never crashes the reader."""
     whole = program.read_bytes()
     file = tmp_path / "x.pte"
     for length in (8, 100, 1000, 5000):

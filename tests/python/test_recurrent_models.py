@@ -11,6 +11,7 @@ from etkv import op
 from etkv.config import CacheConfig, LayerConfig
 from etkv.export import attention, recurrent
 from etkv.export.forward import Forward
+from etkv.recurrent_layer import RecurrentLayer
 from etkv.reference import ContiguousCache, RecurrentState
 
 ENDS = [7, 14, 30, 40]
@@ -76,8 +77,8 @@ def test_recurrent_layers_are_numbered_in_their_order(name):
 def test_sizes_of_layers():
     _, layout = surveyed("qwen3.5")
     convolution, recurrence, *_ = layout.recurrent
-    assert convolution == recurrent.RecurrentLayer("convolution", channels=2 * 2 * 16 + 4 * 24, width=4)
-    assert recurrence == recurrent.RecurrentLayer("recurrence", k_heads=2, heads=4, k_dim=16, v_dim=24)
+    assert convolution == RecurrentLayer("convolution", channels=2 * 2 * 16 + 4 * 24, width=4)
+    assert recurrence == RecurrentLayer("recurrence", k_heads=2, heads=4, k_dim=16, v_dim=24)
     _, layout = surveyed("kimi-linear")
     assert layout.recurrent[1].channel_decay
 

@@ -1,7 +1,7 @@
 """The reference caches against attention without any cache, over random programs of steps.
 
-Here nothing is kept but texts: each sequence is the list of what was ever written to it, copied where sequences are
-copied, and a candidate is a text that ends in it. Every query attends to its whole text anew.
+The model here keeps only texts. A sequence is the list of all tokens written to it, and a copy copies the list. A
+candidate is a text that ends in it. Every query attends to its whole text anew.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ GROUP = 2
 
 @dataclass
 class Token:
-    """What was written: its position, and its keys and values by layer, ``[n_kv_heads, head_dim]``."""
+    """A written token: its position, and its keys and values by layer, ``[n_kv_heads, head_dim]``."""
 
     position: int
     rows: list[tuple[np.ndarray, np.ndarray]]
     name: tuple[int, int]
-    """The step's seed and its place there, by which copies are known to be one."""
+    """The step's seed and the token's index in the step. Copies have the same."""
 
 
 @dataclass
 class Texts:
-    """Sequences as texts, and the candidates after them as their nodes: parent and token."""
+    """Sequences as texts, and their candidates as nodes: parent and token."""
 
     sequences: dict[int, list[Token]] = field(default_factory=dict)
     trees: dict[int, list[tuple[int, Token | None]]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Texts:
         self.sequences.setdefault(sequence, []).extend(tree[node][1] for node in accepted)
 
     def step(self, kind: str, tokens: list[Token], owners: tuple[tuple[int, ...], ...] | None) -> list[list[Token]]:
-        """Writes tokens, and gives the text of each: all that its query could see without windows."""
+        """Writes tokens, and returns the text of each: the tokens that its query would see without windows."""
         if kind == "contiguous":
             owners = ((0,),) * len(tokens)
             self.rewind(tokens[0].position)
@@ -109,7 +109,7 @@ class Texts:
         return tuple(waiting) or (tuple(self.sequences) or (0,),) * n_tokens
 
     def _written(self, sequence: int, token: Token) -> list[Token]:
-        """The text that ends in a token, now that it is written."""
+        """Writes a token, and returns the text that ends in it."""
         text = self.sequences.setdefault(sequence, [])
         if sequence not in self.trees:
             text.append(token)
@@ -125,7 +125,7 @@ class Texts:
 
 
 def attention(q: np.ndarray, text: list[Token], layer: int, facts: LayerConfig, position: int) -> np.ndarray:
-    """One query's attention, ``[n_heads, head_dim]``, over the part of its text that the layer's window leaves."""
+    """Return a query's attention, ``[n_heads, head_dim]``, over the part of its text in the layer's window."""
     rows = [
         token.rows[layer]
         for token in text
@@ -151,7 +151,9 @@ def written(config: CacheConfig, step: Step, formats: tuple[str, str]) -> list[T
 
 
 def check(kind: str, config: CacheConfig, program: list[Operation], cache: ReferenceCache) -> int:
-    """Applies a program to a cache by the op, and compares all that it says; the steps that worked."""
+    """Applies a program to a cache by the op, and compares all outputs and answers. Returns the number of committed
+    steps.
+    """
 
     def attend(layer, q, k, v, positions):
         return op.update_and_attend(q, k, v, torch.tensor(positions), layer, SCALE, torch.float32)
@@ -194,7 +196,7 @@ def _can_be(owners: tuple[tuple[int, ...], ...]) -> bool:
 
 
 def convert(texts: Texts, old: tuple[str, str], new: tuple[str, str]) -> tuple[str, str]:
-    """Rows that were converted with the cache's; which formats they have when is tested on its own."""
+    """Converts the rows of texts as the cache has. Other tests check when formats change."""
     if old != new:
         tokens = [token for text in texts.sequences.values() for token in text]
         for token in tokens + [token for tree in texts.trees.values() for _, token in tree if token]:
@@ -254,7 +256,7 @@ def test_programs(kind, name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_steps(kind):
-    """Prompts: many tokens in a step, of few sequences."""
+    """Steps have many tokens of few sequences, as prompts do."""
     config = replace(CONFIGS["mixed windows and heads"], capacity=256, max_step_tokens=64)
     program = step_programs.generate(kind, config, 3, 25, most_tokens=64)
     assert check(kind, config, program, make_cache(kind, config)) > 4

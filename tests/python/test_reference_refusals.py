@@ -1,4 +1,4 @@
-"""What the reference caches refuse, in words; forwards that come to nothing; formats that change on the way."""
+"""Messages of the reference caches' refusals, forwards without a commit, and changes of formats."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def grown(cache, length):
 
 
 def assert_refused(cache, call, status, words):
-    """The call is refused with these words, and the cache says and gives what it did."""
+    """Check that the call is refused with these words, and that the cache answers and attends as before."""
     before = step_programs.answers(cache)
     with pytest.raises(StatusError, match=words) as caught:
         call()
@@ -112,7 +112,7 @@ def test_there_are_three_kinds():
 
 
 def frontier(cache):
-    """Two positions, and a frontier of three nodes after them."""
+    """Add two positions, and a frontier of three nodes after them."""
     forward(cache, [0, 1])
     cache.propose([-1, 0, -1])
 
@@ -211,7 +211,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[-1][:40])
-def test_what_is_refused_changes_nothing(case):
+def test_a_refusal_changes_nothing(case):
     kind, config, prepare, call, status, words = case
     cache = make_cache(kind, config)
     prepare(cache)
@@ -246,7 +246,7 @@ def test_changes_are_refused_within_a_forward(name, arguments):
 # ---- Forwards ------------------------------------------------------------
 
 
-def test_a_forward_is_done_when_every_layer_was_called():
+def test_a_forward_commits_once_every_layer_is_called():
     cache = ContiguousCache(TWO)
     cache.update_and_fetch(1, *rows(TWO, 1, 3), [0, 1, 2])
     assert cache.length == 0
@@ -254,7 +254,7 @@ def test_a_forward_is_done_when_every_layer_was_called():
     assert cache.length == 3
 
 
-def test_a_forward_that_begins_anew_forgets_what_was_not_finished():
+def test_a_new_forward_drops_an_unfinished_forward():
     cache = grown(ContiguousCache(TWO), 2)
     k, v = rows(TWO, 0, 1, seed=7)
     cache.update_and_fetch(0, k, v, [2])
@@ -262,14 +262,14 @@ def test_a_forward_that_begins_anew_forgets_what_was_not_finished():
     cache.update_and_fetch(1, *rows(TWO, 1, 1), [2])
     keys, _, _ = cache.update_and_fetch(0, k, v, [3])
     assert torch.equal(keys[:, :, 2], -k[:, :, 0])
-    cache.update_and_fetch(1, *rows(TWO, 1, 1), [0])  # another position: a rewind that never ends
+    cache.update_and_fetch(1, *rows(TWO, 1, 1), [0])  # another position: an unfinished rewind
     cache.abort()
     assert cache.length == 3
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "seq", "tree"])
-def test_a_layer_that_comes_again_with_its_rows_only_attends(kind):
-    """Before and after the last layer's first call, with queries of its own; nothing is written twice."""
+def test_a_repeated_layer_with_the_same_rows_only_attends(kind):
+    """It comes before or after the last layer's first call, with other queries. Nothing is written twice."""
     cache = grown(make_cache(kind, TWO), 3)
     brought = [rows(TWO, layer, 2, seed=7) for layer in range(2)]
     first = [cache.update_and_fetch(0, *brought[0], [3, 4])]
@@ -281,13 +281,13 @@ def test_a_layer_that_comes_again_with_its_rows_only_attends(kind):
         again = cache.update_and_fetch(layer, *brought[layer], [3, 4])
         assert all(torch.equal(one, other) for one, other in zip(first[layer], again, strict=True))
     assert cache.length == 5
-    cache.rewind(4)  # no forward is under way, and what was changed since is not forgotten
+    cache.rewind(4)  # no forward is open, and later changes stay
     keys, _, _ = cache.update_and_fetch(0, *rows(TWO, 0, 1, seed=8), [4])
     assert keys.shape[2] == 5
 
 
 @pytest.mark.parametrize("kind", ["seq", "tree"])
-def test_a_layer_that_comes_again_with_other_rows_is_of_another_forward(kind):
+def test_a_repeated_layer_with_other_rows_begins_another_forward(kind):
     cache = grown(make_cache(kind, TWO), 3)
     k, v = rows(TWO, 1, 1, seed=7)
     forward(cache, [3], seed=7)
@@ -298,8 +298,8 @@ def test_a_layer_that_comes_again_with_other_rows_is_of_another_forward(kind):
 
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("changed", [0, 1, 2])
-def test_a_forward_is_done_again_although_some_layers_bring_the_same(changed, finished):
-    """Of a forward that is done again with a change in one layer, those before it bring what they had brought."""
+def test_a_repeated_forward_may_have_some_layers_with_the_same_rows(changed, finished):
+    """If a forward is repeated with a change in one layer, earlier layers bring the same rows."""
     config = CacheConfig([LayerConfig(2, 4)] * 3, 16, k_format="f32", v_format="f32")
     cache = grown(make_cache("contiguous", config), 2)
     for layer in range(3 if finished else 2):
@@ -316,7 +316,7 @@ def test_a_forward_is_done_again_although_some_layers_bring_the_same(changed, fi
         assert torch.equal(values[:, :, 2:3], v)
 
 
-def test_rows_that_the_host_writes_over_are_other_rows():
+def test_rows_that_the_host_overwrites_are_other_rows():
     cache = grown(make_cache("contiguous", TWO), 2)
     brought = [rows(TWO, layer, 1, seed=7) for layer in range(2)]
     for change in (0, 1):
@@ -338,7 +338,7 @@ def test_a_refused_call_ends_the_forward():
     assert cache.length == 1
 
 
-def test_an_implicit_rewind_that_is_given_up_keeps_what_was_there():
+def test_an_aborted_implicit_rewind_keeps_the_positions():
     cache = grown(ContiguousCache(TWO), 5)
     [(before, _, _), _] = forward(cache, [5], seed=5)
     cache.update_and_fetch(0, *rows(TWO, 0, 2, seed=9), [1, 2])
@@ -350,9 +350,10 @@ def test_an_implicit_rewind_that_is_given_up_keeps_what_was_there():
 # ---- Windows -------------------------------------------------------------
 
 
-def test_windows_drop_what_a_native_cache_drops():
-    """Its window layer has 10 slots: a sink, the 3 positions before a query, two steps of 2, and room for another. With
-    more than 8 in use, what is left is the sink and the last 5, the first of which a query has to be 3 ahead of."""
+def test_windows_drop_the_positions_that_a_native_cache_drops():
+    """Its window layer has 10 slots: a sink, the 3 positions before a query, two steps of 2, and room for another step.
+    When more than 8 are used, the sink and the last 5 stay. A query must be at least 3 after the first of these 5.
+    """
     cache, found = ContiguousCache(SLIDING), []
     for at in range(20):
         forward(cache, [at])
@@ -381,7 +382,7 @@ def test_a_declaration_holds_until_a_step_commits():
     assert cache.seq_positions(5) == [range(0, 4)]
 
 
-def test_forks_of_what_windows_dropped_go_on():
+def test_forks_go_on_after_dropped_positions():
     cache = grown(SeqCache(SLIDING), 40)
     cache.seq_cp(0, 1)
     assert (cache.length, cache.seq_next(1), cache.seq_rewindable_to(1)) == (40, 40, 37)
@@ -410,7 +411,7 @@ def test_a_sequence_goes_on_after_its_last():
     assert cache.seq_next(0) == 0
 
 
-def test_sequences_are_joined_where_one_has_no_positions():
+def test_a_sequence_joins_another_where_it_has_no_positions():
     cache = SeqCache(ONE)
     two_sequences(cache)
     cache.seq_cp(0, 1, 1)
@@ -437,7 +438,7 @@ def test_values_that_are_not_finite_do_not_reach_others():
         ContiguousCache(config).update_and_fetch(0, k, v, [0])
 
 
-def test_frontiers_in_turn():
+def test_one_frontier_after_another():
     cache = TreeCache(ONE)
     frontier(cache)
     cache.begin_step([0, 0, 0])
@@ -475,10 +476,10 @@ def test_a_tree_may_be_a_long_chain():
     assert torch.equal(mask, torch.ones(1501, 1501, dtype=torch.bool).tril())
 
 
-# ---- Formats on the way --------------------------------------------------
+# ---- Changes of formats --------------------------------------------------
 
 
-def test_rows_are_quantized_once_there_are_so_many():
+def test_rows_are_quantized_from_the_start_on():
     config = CacheConfig(
         [LayerConfig(1, 32)],
         40,
@@ -532,4 +533,4 @@ def test_rows_that_have_a_format_are_not_converted_to_it():
     [(k, _, _)] = forward(cache, [3], seed=3)
     stored = format_of("affine8").stored(torch.cat([rows(config, 0, 1, seed=at)[0] for at in range(4)], dim=2))
     assert torch.equal(k, stored)
-    assert not torch.equal(stored, format_of("affine8").stored(stored)), "to quantize twice changes these"
+    assert not torch.equal(stored, format_of("affine8").stored(stored)), "quantizing twice changes these"

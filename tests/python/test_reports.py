@@ -1,4 +1,4 @@
-"""Reports as JSON: their fields are those that docs/reports.md lists, and they tell what is so."""
+"""Reports as JSON: docs/reports.md lists their fields, and their values are right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def section(title: str) -> str:
 
 
 def documented(title: str) -> dict[str, list[type]]:
-    """Field -> the types that it may have."""
+    """Return field -> its allowed types."""
     fields: dict[str, list[type]] = {}
     for row in re.findall(r"^\| (`.*?) \| (.*?) \| .* \|$", section(title), re.MULTILINE):
         names, kinds = re.findall(r"`([^`]+)`", row[0]), row[1].split(", ")
@@ -35,7 +35,7 @@ def documented(title: str) -> dict[str, list[type]]:
 
 
 def check(found, title: str, seen: set[str]) -> None:
-    """Each field that is there is listed with its type; they are added to `seen`."""
+    """Check that each field of `found` is listed with its type. Add the fields to `seen`."""
     fields = documented(title)
 
     def visit(value, path: str) -> None:
@@ -50,7 +50,7 @@ def check(found, title: str, seen: set[str]) -> None:
                 visit(inner, f"{path}[]")
         else:
             within = path.removesuffix("[]")
-            # A null in the place of an object has no fields.
+            # A null in place of an object has no fields.
             assert path in fields or within in fields or value is None, f"{path} is not listed"
 
     visit(found, "")
@@ -66,7 +66,7 @@ def config(capacity=64, **more) -> etkv.CacheConfig:
 
 @pytest.fixture(scope="module")
 def lacking(tmp_path_factory) -> Path:
-    """A program with operations that this build lacks."""
+    """Return a program with operations that this build lacks."""
     return lacking_program.write(tmp_path_factory.mktemp("lacking") / "x.pte")
 
 
@@ -110,7 +110,7 @@ def test_fields_of_a_program(exported, lacking):
     check(example("A program"), "A program", set())
 
 
-def test_a_report_tells_what_the_cache_tells():
+def test_a_report_agrees_with_the_cache():
     with etkv.DecodeSession(config(k_format="affine4g32", growth="upfront")) as session:
         found, memory = session.report(), session.memory()
     assert found["formats"] == {"k": "affine4g32", "v": "f16"}
@@ -124,7 +124,7 @@ def test_a_report_tells_what_the_cache_tells():
         session.report()
 
 
-def test_a_description_tells_what_the_file_tells(exported):
+def test_a_description_agrees_with_the_file(exported):
     path = exported("tiny-llama") / "model.pte"
     found, file = etkv.describe_program(path), PteFile(path)
     assert etkv.describe_program(file.mlx_payload()) == found
@@ -161,7 +161,7 @@ def test_a_program_that_is_refused_is_described(lacking):
     assert found["inputs"] == [{"name": found["inputs"][0]["name"], "dtype": "float32", "shape": [3]}]
 
 
-def test_what_is_no_program_is_refused(exported, tmp_path):
+def test_files_that_are_not_programs_are_refused(exported, tmp_path):
     payload = bytearray(PteFile(exported("tiny-llama") / "model.pte").mlx_payload())
     with pytest.raises(etkv.ProgramError, match="0 bytes"):
         etkv.describe_program(b"")

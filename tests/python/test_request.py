@@ -1,4 +1,4 @@
-"""What is refused before anything is loaded, and how the commands say so."""
+"""Requests that are refused before any load, and the messages of the commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etkv.export.__main__ import main
 
 
 def _run(capsys, *arguments) -> str:
-    """Run the command, which has to fail; returns what it says."""
+    """Run the command, which must fail. Return its message."""
     assert main([str(argument) for argument in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -27,7 +27,7 @@ def _run(capsys, *arguments) -> str:
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A folder that passes for a model until it is read."""
+    """Return a folder that looks like a model until it is read."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -96,7 +96,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 @pytest.mark.parametrize("through", ["model", "model/", "link", "model/../link", "link/within", "model/not/there/yet"])
 @pytest.mark.parametrize("option", ["--output", "--keep-hf"])
 def test_the_model_is_not_written_to(capsys, tmp_path, model, option, through):
-    """Whatever links lead there, and before anything is made: a folder, a trial file."""
+    """Links to the folder are followed, and nothing is made before the check: no folder, no trial file."""
     (tmp_path / "link").symlink_to(model)
     (model / "within").mkdir()
     folder = tmp_path / through
@@ -109,7 +109,7 @@ def test_the_model_is_not_written_to(capsys, tmp_path, model, option, through):
         "choose a folder outside of it"
     )
     assert contents(tmp_path) == before
-    # The model may be what is a link, too.
+    # The path of the model may be a link, too.
     assert "is inside the model's folder" in _run(
         capsys, "--model", tmp_path / "link", *(part for pair in arguments.items() for part in pair)
     )
@@ -117,7 +117,7 @@ def test_the_model_is_not_written_to(capsys, tmp_path, model, option, through):
 
 
 def test_files_that_the_model_links_to_are_not_written_to(capsys, tmp_path, model):
-    """As in a hub's cache, where a model's folder has nothing but links."""
+    """In a hub's cache, for example, a model's folder has only links."""
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     (model / "config.json").replace(blobs / "config.json")
@@ -172,7 +172,7 @@ def test_file_of_another_kind(tmp_path):
 
 
 def test_help_is_complete_and_needs_no_large_package():
-    """``--help`` comes at once: none of the packages that take seconds is imported."""
+    """``--help`` is fast: it imports no package that takes seconds."""
     program = (
         "import sys; from etkv.export.__main__ import main\n"
         "try: main(['--help'])\n"

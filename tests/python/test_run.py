@@ -15,13 +15,13 @@ from etkv import CacheConfig, LayerConfig, _mlx_serialization
 from runners import FAILED, MISUSED, refused, runner
 
 DTYPES = (torch.float32, torch.float16, torch.int32, torch.int64, torch.bfloat16, torch.bool, torch.uint8)
-"""By their numbers in a file."""
+"""The dtypes, by their numbers in a file."""
 
 KV = CacheConfig([LayerConfig(2, 32)] * 2, capacity=16, k_format="f32", v_format="f32")
 
 
 class Every(torch.nn.Module):
-    """Returns a tensor of each dtype in another shape, and a sum."""
+    """Returns a tensor of each dtype, in another shape, and a sum."""
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (*(tensor.reshape(-1, 2) for tensor in tensors), tensors[0] + 1)
@@ -125,7 +125,7 @@ def test_every_dtype_goes_in_and_out(every, tmp_path, rows):
     ("spec", "atol"), [("16,2,2,32", 1e-6), ("16,2,2,32,6", 1e-6), ("16,2,2,32,5", 2e-3), ("16,2,2,32,row-int4", 0.5)]
 )
 def test_a_kv_cache(attention, tmp_path, spec, atol):
-    """The first token sees itself alone, so its outputs are its values."""
+    """The first token sees only itself, so its output is its value."""
     torch.manual_seed(0)
     positions = torch.arange(4)
     rows = [torch.randn(1, heads, 4, 32) for _ in KV.layers for heads in (4, 2, 2)]

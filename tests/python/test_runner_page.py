@@ -1,4 +1,4 @@
-"""The page of the runners shows what they print."""
+"""The page of the runners shows their real output."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ BLOCK = re.compile(r"^```\n\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)^```$", re.MULTILINE
 
 
 def blocks() -> list[tuple[list[str], str]]:
-    """The words of each command, and what it prints."""
+    """Return the words of each command, and its output."""
     return [(shlex.split(block[1].replace("\\\n", " ")), block[2]) for block in BLOCK.finditer(PAGE.read_text())]
 
 
 def without_times(output: str) -> str:
-    """What does not depend on the machine."""
+    """Return the output without figures that depend on the machine."""
     return re.sub(r"[\d.]+(?= s\b|/s\b| tokens/s\b|% of it for drafts)", "*", output)
 
 
 def test_the_page_has_every_runner():
-    # The first two have pages of their own; the last one is a tool of the tests.
+    # The first two have their own pages. The last one is a tool of the tests.
     shown = {words[0].removeprefix("build/bin/") for words, _ in blocks()}
     built = {path.name for path in reference.BIN.glob("etkv_*")}
     assert shown == built - {"etkv_minimal", "etkv_forward", "etkv_tokenize"}
@@ -37,7 +37,7 @@ def test_the_page_has_every_runner():
 
 @pytest.fixture(scope="module")
 def programs():
-    """What the page has exported."""
+    """Export the programs of the page."""
     for commands in re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         subprocess.run(commands, shell=True, cwd=reference.ROOT, timeout=7200, check=True)
 
@@ -46,7 +46,7 @@ def programs():
 @only_long
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize(("words", "output"), blocks(), ids=lambda value: value[0] if isinstance(value, list) else "")
-def test_the_page_shows_what_runners_print(words, output):
+def test_the_page_shows_the_output_of_runners(words, output):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
     done = subprocess.run(words, cwd=reference.ROOT, encoding="utf-8", timeout=1800, check=True, **streams)
     assert without_times(done.stdout) == without_times(output)

@@ -1,4 +1,4 @@
-"""What the example runners refuse, and what they leave behind where they end."""
+"""Refusals of the example runners, and what they leave behind when they end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_invalid_files_are_refused(llama, name, tmp_path):
     refused([runner(name), "--model", tmp_path / "no.pte"], FAILED, "there is no program at")
     refused(command(name, llama, "--tokenizer", tmp_path), FAILED, "there is no tokenizer at")
     refused(command(name, llama, "--capacity", CONTEXT + 1), FAILED, f"--capacity {CONTEXT + 1} is above {CONTEXT}")
-    # Rows of 16 elements are no whole group.
+    # Rows of 16 elements are not a whole group.
     refused(command(name, llama, "--kv-format", "affine4g64"), FAILED, "affine4g64", "head_dim 16")
 
 
@@ -72,7 +72,7 @@ def test_invalid_contexts_are_refused(llama, tmp_path):
 
 
 def test_a_context_from_a_file(llama, tmp_path):
-    """Longer than one piece of reading."""
+    """The file is longer than one read."""
     file = tmp_path / "context.txt"
     file.write_text("A line of the context.\n" * 60)
     words = [runner("agent_fork"), "--model", llama.path, "--context", file, "--max-tokens", 4, "--check"]
@@ -105,19 +105,19 @@ def test_memory_returns_to_where_it_was(llama, name):
     assert {(handles, in_mlx) for handles, in_mlx, _ in rounds} == {("0", "0")}
     process = [float(mebibytes) for _, _, mebibytes in rounds]
     reference.note(f"{name}: {process[0]} MiB after one round, {process[9]} after 10, {process[-1]} after 50")
-    # What a heap has in pieces may move a little; 13 KiB a round would be seen.
+    # Heap fragmentation may vary a little. A leak of 13 KiB a round would show.
     assert process[-1] < process[9] + 0.5
 
 
 @EACH
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_within_a_step(llama, name, tmp_path, number):
-    """No file is left, and Ctrl-C ends a runner in its own words."""
+    """No file is left, and Ctrl-C ends a runner with its own message."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
     words = command(name, llama, "--repeat", 100_000, "--max-tokens", 8)
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with reference.started(words, cwd=tmp_path, env=environment, **streams) as run:
-        # In the middle of a round: the first is over, and so many more are to come.
+        # Stop in the middle of a round: after the first round, with many more to come.
         told = run.stderr.readline()
         while not told.startswith(b"round"):
             assert told, "it ended by itself"
@@ -134,7 +134,7 @@ def test_stopped_within_a_step(llama, name, tmp_path, number):
 
 
 def test_rollback_stops_between_scenes(llama):
-    """Ctrl-C within an answer: no other begins, and no heading of one is printed."""
+    """After Ctrl-C within an answer, no other answer begins, and no other heading is printed."""
     words = command("rollback", llama, "--max-tokens", 400)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
     with reference.started(words, errors="replace", **streams) as run:

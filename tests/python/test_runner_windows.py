@@ -1,4 +1,4 @@
-"""The example runners on models whose layers have windows: what these have dropped is read again, and right."""
+"""The example runners on models with windows: dropped positions are read again, and answers are right."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytestmark = [pytest.mark.long, pytest.mark.runner]
 
 WINDOW = 64
 MAX = 220
-"""Tokens of an answer: more than a window and two steps, so that every kind of cache drops positions."""
+"""Tokens of an answer, more than a window and two steps, so that every kind of cache drops positions."""
 
 MODELS = pytest.mark.parametrize("model", ["tiny-mistral-window", pytest.param("tiny-gemma3", marks=only_long)])
 
 
 @pytest.fixture(scope="module")
 def mistral() -> Program:
-    """A window in every layer."""
+    """Return a program with a window in every layer."""
     return with_longer_context("tiny-mistral-window")
 
 
@@ -34,7 +34,7 @@ def test_answers_are_those_of_reference_decoding(name, model):
     n_answers, n_tokens = checked(done)
     if name == "rollback":
         assert "the layers' windows have moved past position" in done.stderr
-        # All but the last, which has another window.
+        # All answers are checked but the last, which has another window.
         assert n_answers == len(answers(done.stdout)) - 1
     else:
         assert n_answers == len(answers(done.stdout)) > 1
@@ -43,8 +43,8 @@ def test_answers_are_those_of_reference_decoding(name, model):
 
 @MODELS
 @pytest.mark.parametrize("options", [["--session", "contiguous"], ["--session", "seq"], ["--draft", "ngram"]])
-def test_chat_takes_back_what_windows_have_moved_past(model, options):
-    """What follows is what a conversation answers in which it was never said."""
+def test_chat_rolls_back_turns_that_windows_have_moved_past(model, options):
+    """Later answers equal those of a conversation without the undone turns."""
     words = [CHAT, "--model", with_longer_context(model).path, "--ids", "--max-tokens", MAX, *options]
 
     def converse(*lines: str) -> list[list[int]]:
@@ -70,7 +70,7 @@ def test_chat_takes_back_what_windows_have_moved_past(model, options):
     ids=["wider", "as wide", "narrower", "no window"],
 )
 def test_a_window_over_layers_that_have_one(mistral, options, compared):
-    """The answer is compared with what both windows show, where that is a window."""
+    """The answer is compared with one under the intersection of both windows, if that is a window."""
     done = succeed("rollback", mistral, "--max-tokens", 90, "--check", "--ids", "--prompt", "a", *options)
     assert len(re.findall("^check: 1 answer,", done.stderr, re.M)) == (1 if compared else 0)
     assert ("--window 48 and --sinks 4 in a layer's own window of 64" in done.stderr) != compared

@@ -1,4 +1,4 @@
-"""The example runners: their answers are those of reference decoding, and a full cache ends only the last of them."""
+"""The example runners: their answers equal reference decoding, and a full cache ends one answer only."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def llama() -> Program:
 
 @pytest.fixture(scope="module")
 def qwen3() -> Program:
-    """Rows of 32 elements, which every format takes."""
+    """Return a program with rows of 32 elements, which every format takes."""
     return with_longer_context("tiny-qwen3")
 
 
 @pytest.fixture(scope="module")
 def on_cpu() -> Program:
-    """The same for the CPU."""
+    """Return a CPU program with such rows."""
     return with_longer_context("tiny-qwen3", backend="cpu")
 
 
@@ -57,7 +57,7 @@ def on_cpu() -> Program:
 
 @EACH
 def test_answers_are_those_of_reference_decoding(llama, name):
-    """By the runner's own check."""
+    """The runner checks its own answers."""
     done = succeed(name, llama, "--max-tokens", MAX, "--check", "--ids", *prompts(QUESTIONS))
     n_answers, n_tokens = checked(done)
     assert n_answers == len(answers(done.stdout)) >= len(QUESTIONS) == 10
@@ -68,7 +68,7 @@ def test_answers_are_those_of_reference_decoding(llama, name):
 @EACH
 @pytest.mark.parametrize("kv_format", ["f32", "affine4g32"])
 def test_answers_on_the_cpu(on_cpu, qwen3, name, kv_format):
-    """By the runner's own check; in float32 they are those on MLX."""
+    """The runner checks its own answers. In float32 they equal those on MLX."""
     words = ["--max-tokens", MAX, "--check", "--ids", "--kv-format", kv_format, *prompts(QUESTIONS)]
     done = succeed(name, on_cpu, *words)
     n_answers, n_tokens = checked(done)
@@ -86,19 +86,19 @@ def test_answers_on_the_cpu(on_cpu, qwen3, name, kv_format):
     ],
 )
 def test_answers_in_every_format(qwen3, name, kv_format):
-    """With few bits the answer is the same, whether its keys and values came in a batch, by a fork, or alone."""
+    """With few bits, the answer is the same in a batch, after a fork, or alone."""
     done = succeed(name, qwen3, "--max-tokens", 24, "--check", "--ids", "--kv-format", kv_format)
     assert checked(done)[1] == sum(map(len, answers(done.stdout)))
 
 
 def test_batch_answers_are_those_of_transformers(llama):
-    """By another implementation altogether."""
+    """transformers is an independent implementation."""
     done = succeed("batch", llama, "--max-tokens", MAX, "--ids", *prompts(QUESTIONS))
     assert by_title(done.stdout) == expected(llama, QUESTIONS, MAX)
 
 
 def expected(program: Program, questions: list[str], most: int) -> dict[str, list[int]]:
-    """The greedy ids of transformers, up to the id that ends an answer."""
+    """Return transformers' greedy ids, up to the id that ends an answer."""
     found = reference.greedy(program.hf, encoded(program, questions), most)
     ends = json.loads((program.hf / "generation_config.json").read_text())["eos_token_id"]
     return {question: up_to_end(greedy.ids, ends) for question, greedy in found.items()}
@@ -110,7 +110,7 @@ def up_to_end(ids: list[int], ends: list[int]) -> list[int]:
 
 
 def encoded(program: Program, questions: list[str]) -> dict[str, list[int]]:
-    """The ids of questions, as transformers reads them."""
+    """Return the ids of questions, by transformers' tokenizer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(program.hf, local_files_only=True)
@@ -174,10 +174,10 @@ def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
     ids=["fork", "prefix", "rollback", "4 bits"],
 )
 def test_the_real_model_answers_as_by_itself(smollm2, name, options):
-    """Conversations, contexts and short storage, which transformers does not have alike.
+    """Conversations, contexts and small formats, which transformers lacks in this form.
 
-    How OpenBLAS rounds a product depends on its rows, and where keys have 4 bits a code more or less moves logits by
-    halves: answers in a batch are compared with single ones under MLX's own products, which round each row alike.
+    OpenBLAS rounds a product differently for other numbers of rows. With 4-bit keys, a code that changes by one changes
+    logits by halves. So batches are compared with single answers under MLX's own products, which round each row alike.
     """
     environment = {**os.environ, "ETKV_BLAS": "mlx"} if "--kv-format" in options else None
     asked = prompts(REAL_QUESTIONS if EVERYTHING else REAL_QUESTIONS[:2])
@@ -191,7 +191,7 @@ def test_the_real_model_answers_as_by_itself(smollm2, name, options):
 
 @pytest.mark.real_model
 def test_repetition_is_drafted_from_the_text(smollm2):
-    """More than two ids a step are right where a text repeats itself."""
+    """In a repetitive text, more than two ids a step are accepted."""
     text = "x = x + 1\n" * 12 + "x"
     words = [runner("speculative"), "--model", smollm2.path, "--raw", "--prompt", text, "--draft", "ngram"]
     done = reference.run([*words, "--depth", 5, "--width", 1, "--max-tokens", 24, "--check"])
@@ -206,7 +206,9 @@ def test_repetition_is_drafted_from_the_text(smollm2):
 
 
 def test_batch_at_capacity(llama):
-    """What does not fit at once goes in rounds; an answer that does not fit at all ends with a word, the rest go on."""
+    """Requests that do not fit at once run in rounds. An answer that does not fit at all ends with a message, and the
+    rest go on.
+    """
     free = by_title(succeed("batch", llama, "--max-tokens", MAX, "--ids", *prompts(QUESTIONS)).stdout)
     lengths = sorted(map(len, encoded(llama, QUESTIONS).values()))
     capacity = lengths[4] + MAX - 1
@@ -235,9 +237,9 @@ def test_batch_at_capacity(llama):
     ],
 )
 def test_a_full_cache_ends_an_answer_and_not_the_runner(llama, name, options):
-    """It is told, what is rolled back makes room, and all that there is of every answer is right."""
+    """The runner reports it, a rollback makes room, and the tokens of every answer are right."""
     words = [str(word) for word in command(name, llama, "--max-tokens", MAX, "--check", *options)]
-    # Both streams as they come, for the order of things.
+    # Both streams go to one pipe, to keep their order.
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(words, **streams, encoding="utf-8", timeout=60, check=True)
     _, _, after = done.stdout.partition(f"stopped: the cache is full at {options[1]} positions (--capacity)\n")
@@ -246,7 +248,7 @@ def test_a_full_cache_ends_an_answer_and_not_the_runner(llama, name, options):
 
 
 SERVERS = ("admission", "batch", "prefix")
-"""Those that go on with other requests where one cannot be answered."""
+"""Runners that go on with other requests if one cannot be answered."""
 
 
 @EACH
@@ -263,7 +265,7 @@ def test_a_prompt_longer_than_the_capacity(llama, name):
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_request_that_is_too_long_is_refused_alone(llama, name):
-    """Those before and after it are answered, reported and checked."""
+    """Requests before and after it are answered, reported and checked."""
     long = "b" * 200
     words = ["--capacity", 140, "--max-tokens", 8, "--check", "--ids", *prompts(["a", long, "c"])]
     done = reference.run(command(name, llama, *words))
@@ -276,7 +278,7 @@ def test_a_request_that_is_too_long_is_refused_alone(llama, name):
 
 
 def test_a_memory_budget_refuses_long_texts_only(qwen3):
-    """In float32 a position has 1 KiB: a budget of 1 MiB holds 512 positions, and not 1,024 besides them."""
+    """In float32 a position takes 1 KiB: a budget of 1 MiB holds 512 positions, but not another 1,024."""
     words = ["--model", qwen3.path, "--raw", "--kv-format", "f32", "--max-tokens", 8, "--ids"]
     within, long = ["--prompt", "a" * 300], ["--prompt", "a" * 700]
     budget = ["--memory-budget-mib", 1]
@@ -286,15 +288,15 @@ def test_a_memory_budget_refuses_long_texts_only(qwen3):
     assert reference.run([runner("chat"), *words, *long]).returncode == 0
     refused_there = reference.run([runner("chat"), *words, *budget, *long])
     assert (refused_there.returncode, refused_there.stdout) == (FAILED, "")
-    # Behind the lines that tell how far the prompt was read.
+    # The message follows the lines with the progress of the prompt.
     assert "the memory budget is 1048576 bytes" in refused_there.stderr.splitlines()[-1]
 
 
 # ---- Forks ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_costs_what_its_branches_have_for_themselves(llama):
-    """Eight branches on a context of 1024 tokens: it is read once, and held once."""
+def test_a_fork_costs_only_the_branches_own_positions(llama):
+    """Eight branches share a context of 1024 tokens, which is read once and held once."""
     done = succeed("agent_fork", llama, "--context-tokens", 1024, "--max-tokens", 16)
     (prefill,) = re.findall(
         r"^prefill: (\d+) tokens, (\d+) of them shared; 8 runs would read (\d+), (\d+) are spared$", done.stderr, re.M
@@ -321,7 +323,7 @@ def test_a_fork_costs_what_its_branches_have_for_themselves(llama):
 
 
 def position_bytes(program: Program) -> int:
-    """What a position takes in float32, by the model's own configuration."""
+    """Return the bytes of a position in float32, by the model's configuration."""
     config = json.loads((program.hf / "config.json").read_text())
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     keys_and_values, float32 = 2, 4
@@ -348,8 +350,8 @@ CACHED = r"^(\d+) tokens, (\d+) cached, (\d+) read in "
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral-window"])
-def test_a_server_goes_on_from_what_was_read_before(name, tmp_path):
-    """By itself, and by an earlier process where there is a store; the answers are the same."""
+def test_a_server_goes_on_from_earlier_texts(name, tmp_path):
+    """The server itself has read it, or, with a store, an earlier process. The answers are the same."""
     model = with_longer_context(name)
     words = ["--max-tokens", 16, "--ids", "--check"]
     store = ["--prefix-store", tmp_path / "texts"]
@@ -362,14 +364,14 @@ def test_a_server_goes_on_from_what_was_read_before(name, tmp_path):
         assert all(tokens == cached + read for tokens, cached, read in found)
         return found
 
-    # The system message of another client, the conversations so far, and a request that came twice.
+    # Another client's system message, the conversations so far, and a repeated request are cached.
     read = counts(alone)
     assert read == counts(first)
     assert read[0][1] == 0
     assert read[4][2] == 1
     assert all(cached > tokens / 2 for tokens, cached, _ in read[1:])
     assert "from the store" not in alone.stderr
-    # Everything but the last token, which gives the logits.
+    # All but the last token is cached. The last token must run for its logits.
     assert [turn[2] for turn in counts(again)] == [1] * 6
     assert re.search(r"^reused .*, \d+ from the store · ", again.stderr, re.M)
 
@@ -385,7 +387,7 @@ def test_a_fork_counts_branches_that_had_to_make_room(llama):
 
 
 def test_a_fork_leaves_out_branches_that_never_began(llama):
-    """There is room for the prompts of two, and for none of their answers."""
+    """Two prompts fit, but no answer."""
     tail = len("aaaa<|im_end|>\n<|im_start|>assistant\n") - len("<|im_end|><|im_start|>") + 2
     free = succeed("agent_fork", llama, "--max-tokens", 1, *prompts(["aaaa"]))
     ((read, _, _, _, _),) = (map(int, found) for found in re.findall(PREFILL, free.stderr, re.M))
@@ -397,7 +399,7 @@ def test_a_fork_leaves_out_branches_that_never_began(llama):
     checked(done)
 
 
-def test_a_branch_that_is_alone_keeps_what_it_has(llama):
+def test_a_single_branch_keeps_its_positions(llama):
     words = ["--context-tokens", 20, "--capacity", 200, "--max-tokens", 300, "--check", "--prompt", "aaaa"]
     done = succeed("agent_fork", llama, *words)
     assert "cache: 200 positions" in done.stderr
@@ -431,7 +433,7 @@ def test_more_prompts_than_a_cache_has_sequences_in_a_batch():
 @pytest.mark.parametrize("shape", [[], ["--depth", 5, "--width", 3]], ids=["auto", "fixed"])
 @pytest.mark.parametrize("kv_format", ["f32", "row-int4"])
 @pytest.mark.parametrize("draft", ["itself", "another", "ngram"])
-def test_drafts_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
+def test_drafts_do_not_change_the_answer(llama, qwen3, draft, kv_format, shape):
     path = {"itself": qwen3.path, "another": llama.path, "ngram": "ngram"}[draft]
     words = [runner("speculative"), "--model", qwen3.path, "--draft", path, "--kv-format", kv_format, *shape]
     done = reference.run([*words, "--max-tokens", MAX, "--check", "--ids"])
@@ -444,15 +446,15 @@ def test_drafts_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
 
 
 def test_first_layers_draft_for_all_of_them(qwen3):
-    """A draft that the exporter makes of the model itself."""
+    """The exporter makes this draft of the model itself."""
     draft = with_longer_context("tiny-qwen3", layers=1)
     assert draft.path.stat().st_size < qwen3.path.stat().st_size
     done = succeed("speculative", qwen3, "--draft", draft.path, "--max-tokens", MAX, "--check", "--ids")
     assert checked(done) == (3, sum(map(len, answers(done.stdout))))
 
 
-def test_a_program_that_gives_one_row_of_logits():
-    """One sequence at a time is decoded with it; where more rows are needed, that is said."""
+def test_a_program_that_returns_one_row_of_logits():
+    """It decodes one sequence at a time. Runners that need more rows say so."""
     last = with_longer_context("tiny-llama", logits="last")
     for name in ("prefix", "rollback"):
         assert checked(succeed(name, last, "--max-tokens", 8, "--check"))[0] > 3
@@ -496,7 +498,7 @@ def test_chat_answers_the_same_on_every_kind_of_cache(qwen3, llama, kv_format):
 
 
 def test_chat_goes_on_with_a_draft(llama):
-    """What is rolled back is rolled back from the draft, too."""
+    """A rollback applies to the draft, too."""
     lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n"
     words = [reference.CHAT, "--model", llama.path, "--ids", "--max-tokens", 24]
     plain, drafted = (

@@ -1,4 +1,4 @@
-"""Programs run from Python: numbers, arrays in and out, errors that change nothing, and what stays usable."""
+"""Programs run from Python: numbers, arrays in and out, and errors after which everything stays usable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 @pytest.fixture(scope="module")
 def expected(llama) -> np.ndarray:
-    """A row of logits for each token of the prompt, by transformers."""
+    """Return a row of logits for each token of the prompt, by transformers."""
     return reference.logits(reference.load_hf(llama.hf), PROMPT)
 
 
@@ -48,7 +48,7 @@ def test_logits_are_those_of_transformers(llama, expected, kind):
         assert session.length == len(PROMPT)
 
 
-def test_the_last_row_alone(llama, session, expected):
+def test_the_last_row_only(llama, session, expected):
     with etkv.load(llama.path, session, logits="last") as program:
         rows = run(program, PROMPT)
         assert rows.shape == (1, expected.shape[1])
@@ -76,7 +76,7 @@ def test_the_last_row_of_text_and_all_of_candidates(llama, kind):
             np.testing.assert_allclose(run(program, [8, 9], n + 1), three[-1:], atol=2e-4)
 
 
-def test_what_goes_in_says_what_comes_out(llama, session, expected):
+def test_the_type_of_inputs_decides_the_type_of_outputs(llama, session, expected):
     positions = list(range(len(PROMPT)))
     with etkv.load(llama.path, session) as program:
         for ids, at, kind in [
@@ -94,7 +94,7 @@ def test_what_goes_in_says_what_comes_out(llama, session, expected):
             np.testing.assert_allclose(np.asarray(rows), expected, atol=2e-4)
 
 
-def test_rows_are_copied_unless_told_otherwise(llama, session):
+def test_rows_are_copied_by_default(llama, session):
     with etkv.load(llama.path, session, logits="last") as program:
         kept = run(program, PROMPT)
         before = kept.copy()
@@ -105,7 +105,7 @@ def test_rows_are_copied_unless_told_otherwise(llama, session):
         assert not np.array_equal(shared, seen)
         np.testing.assert_array_equal(kept, before)
         seen = again.copy()
-    # The rows hold the memory that they are in.
+    # The rows keep their memory alive.
     gc.collect()
     np.testing.assert_array_equal(again, seen)
 
@@ -151,13 +151,13 @@ def test_the_runtime_of_executorch_runs_it_too(llama, expected):
             alone.execute([torch.tensor([PROMPT]), torch.arange(len(PROMPT))])
 
 
-def test_what_is_bound_is_the_thread_s_and_nests(llama):
-    """What a block binds is undone where it ends, also by an error, and no other thread sees it."""
+def test_bindings_nest_and_belong_to_a_thread(llama):
+    """The end of a block, also by an error, undoes its binding. No other thread sees the binding."""
     etkv.register_backend()
     from executorch.runtime import Runtime
 
     def loads(into: etkv.Session | None) -> bool:
-        """Whether what is loaded now runs on the cache of ``into``."""
+        """Return whether a program that is loaded now runs on the cache of ``into``."""
         before = into.length if into else 0
         method = Runtime.get().load_program(llama.path).load_method("forward")
         try:
@@ -182,7 +182,7 @@ def test_what_is_bound_is_the_thread_s_and_nests(llama):
 
 
 def test_many_sequences_in_a_step(llama, expected):
-    """Two sequences in one step, then a fork of the first: each has the rows that it has alone."""
+    """Two sequences in one step, then a fork of the first: each has the same rows as alone."""
     other = [9, 8, 7]
     alone = reference.logits(reference.load_hf(llama.hf), other)
     with etkv.SeqSession(config(llama)) as session, etkv.load(llama.path, session) as program:
@@ -212,7 +212,7 @@ def test_a_token_of_two_sequences(llama, expected):
 
 
 def test_a_tree_of_candidates(llama, expected):
-    """Of two branches after a prompt each sees its own ancestors, and the accepted one goes on."""
+    """Each of two branches after a prompt sees its own ancestors, and the accepted branch goes on."""
     with etkv.TreeSession(config(llama)) as session, etkv.load(llama.path, session) as program:
         run(program, PROMPT[:4])
         session.propose([-1, -1, 1])
@@ -223,7 +223,7 @@ def test_a_tree_of_candidates(llama, expected):
         np.testing.assert_allclose(run(program, PROMPT[6:], 6), expected[6:], atol=2e-4)
 
 
-# ---- What goes wrong ------------------------------------------------------------------------------------------------
+# ---- Errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_bad_step_changes_nothing(llama, session, expected, ids, positions, er
 
 
 def test_rows_without_a_session(tmp_path):
-    """``logits`` is checked and applied also where there is no cache."""
+    """``logits`` is checked and applied also without a cache."""
     path = cacheless(tmp_path / "x.pte")
     with pytest.raises(etkv.EtkvError, match="logits is 'some', expected one of all, last, proposed"):
         etkv.load(path, None, logits="some")
@@ -260,7 +260,7 @@ def test_rows_without_a_session(tmp_path):
 
 
 def cacheless(path: Path) -> Path:
-    """A program without attention, ids [1, T] to logits [1, T, 16], written to ``path``."""
+    """Write a program without attention, from ids [1, T] to logits [1, T, 16], to ``path``."""
     _mlx_serialization.ensure_available()
     from executorch import exir
     from executorch.backends.mlx import MLXPartitioner, ops  # noqa: F401
@@ -276,14 +276,14 @@ def cacheless(path: Path) -> Path:
     return path
 
 
-def test_no_session_is_none_of_the_block(llama, session):
-    """A program that asks for no session has none, whatever the block around it binds."""
+def test_no_session_overrides_the_block(llama, session):
+    """A program that is loaded without a session has none, whatever the block around it binds."""
     with session.bound(), etkv.load(llama.path, None) as program:
         assert program.session is None
         with pytest.raises(etkv.NoCacheError, match="loaded without one"):
             run(program, PROMPT)
         assert session.length == 0
-        # The block goes on as it was.
+        # The binding of the block still holds.
         with etkv.load(llama.path, session) as bound:
             run(bound, PROMPT)
         assert session.length == len(PROMPT)
@@ -317,8 +317,8 @@ def test_a_cache_of_other_layers(llama):
 
 
 @pytest.mark.parametrize("chooser", ["device", "host", "cpu"])
-def test_what_is_beyond_the_context(llama, chooser, monkeypatch):
-    """It is refused where the session has room, ends answers, and is possible by name."""
+def test_steps_beyond_the_context(llama, chooser, monkeypatch):
+    """A longer context is refused even if the session has room, ends answers, and is allowed by an option."""
     path = cpu_programs.program(Variant("tiny-llama")).path if chooser == "cpu" else llama.path
     facts = etkv.read_kv_cache_metadata(path)
     context = facts.max_context_length
@@ -378,7 +378,7 @@ def test_only_the_application_writes(llama, backend):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "the application's own line\n")
 
 
-def test_what_is_no_program(llama, session, tmp_path):
+def test_files_that_are_not_programs(llama, session, tmp_path):
     with pytest.raises(etkv.EtkvError, match="cannot be read: No such file"):
         etkv.load(tmp_path / "nowhere.pte", session)
     file = tmp_path / "x.pte"
@@ -400,7 +400,7 @@ def test_what_is_no_program(llama, session, tmp_path):
 
 
 def test_a_missing_library_is_reported(llama, tmp_path):
-    """The second time as the first."""
+    """A second use gives the same error as the first."""
     missing = [f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv{SUFFIX}"]
     assert two_uses(tmp_path) == missing * 2
     library = tmp_path / f"libetkv{SUFFIX}"
@@ -409,7 +409,7 @@ def test_a_missing_library_is_reported(llama, tmp_path):
     assert first == second
     assert first.startswith(f"{library} cannot be loaded: ")
     library.unlink()
-    # One that loads, and has an interface from before this package.
+    # This library loads, but its interface is older than the package.
     source = tmp_path / "old.c"
     source.write_text("unsigned etkv_abi_version(void) { return 1; }\n")
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
@@ -430,7 +430,7 @@ def test_the_tables_beside_a_library_come_first(tmp_path, monkeypatch):
 
 
 def two_uses(libraries: Path) -> list[str]:
-    """What two uses say that find the native libraries in this folder."""
+    """Return the messages of two uses with the native libraries in this folder."""
     use = "try: etkv.row_bytes('f16', 64)\nexcept etkv.EtkvError as error: print(error)\n"
     environment = {**os.environ, "ETKV_LIBRARY_DIR": str(libraries)}
     command = [sys.executable, "-c", "import etkv\n" + use * 2]
@@ -449,7 +449,7 @@ def test_loaded_on_one_thread_and_run_on_another(llama, session, expected):
 
 
 def test_the_cache_outlives_the_session_for_the_program(llama):
-    """A session that is dropped without a close is closed, and the program keeps its own hold on the cache."""
+    """A session that is dropped without a close is closed, but the program keeps the cache alive."""
     program = etkv.load(llama.path, etkv.DecodeSession(config(llama)))
     assert run(program, PROMPT).shape[0] == len(PROMPT)
     assert program.session.length == len(PROMPT)
@@ -469,7 +469,7 @@ def test_the_cache_outlives_the_session_for_the_program(llama):
         (torch.tensor([1]).to_sparse(), [0], "tokens is a tensor without rows in memory: torch.sparse_coo on cpu"),
     ],
 )
-def test_what_is_no_row_of_integers(llama, session, ids, positions, told):
+def test_invalid_tokens_and_positions(llama, session, ids, positions, told):
     with etkv.load(llama.path, session) as program, pytest.raises(etkv.EtkvError, match=told):
         program.forward(ids, positions)
     assert session.length == 0
@@ -487,7 +487,7 @@ def test_arrays_however_they_lie_in_memory(llama, session, expected):
             np.testing.assert_allclose(rows, expected, atol=2e-4)
 
 
-def test_a_closed_program_tells_nothing(llama, session):
+def test_a_closed_program_refuses_questions(llama, session):
     program = etkv.load(llama.path, session)
     program.close()
     for use in (
@@ -501,7 +501,7 @@ def test_a_closed_program_tells_nothing(llama, session):
 
 
 def script(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    """Runs code in a process of its own: a crash and a hang are its."""
+    """Run code in its own process, which alone would crash or hang."""
     begin = "import sys, etkv\npath = sys.argv[1]\n"
     begin += "config = etkv.CacheConfig(etkv.read_kv_cache_metadata(path).layers, 64)\n"
     command = [sys.executable, "-c", begin + textwrap.dedent(code), *arguments]
@@ -509,7 +509,7 @@ def script(code: str, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_failures_on_several_threads_at_once(llama):
-    """ExecuTorch logs each failure, and its log is one for the process."""
+    """ExecuTorch logs each failure, to one log for the process."""
     done = script(
         """
         import threading

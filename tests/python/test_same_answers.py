@@ -1,10 +1,10 @@
-"""Whatever way a text came into a cache, what follows is the same: on the CPU in float32 with the same bits of logits.
+"""The way of a text into a cache does not change the answer: on the CPU in float32, logits are bitwise equal.
 
-Generated texts, models with full history and with windows, both backends, every kind of cache and several formats. A
-text is read in steps; then come a question in one step and greedy tokens. The ways: an empty cache; one that was used
-before; one attached to a prefix, which was frozen there or after more text; a fork; a cache that was compacted, or
-saved and loaded; and one that combines them. In other steps, rounding differs: ids are the same there.
-``ETKV_ANSWER_SEEDS`` sets how many texts each program, kind and format gets.
+The tests generate texts, for models with full history and with windows, both backends, every kind of cache and several
+formats. A text is read in steps. A question in one step and greedy tokens follow. The ways are: an empty cache, a used
+cache, a cache attached to a prefix of the same or a longer text, a fork, a cache that was compacted or saved and
+loaded, and a combination of them. If the steps differ, rounding differs, but ids are the same. ``ETKV_ANSWER_SEEDS``
+sets how many texts each program, kind and format gets.
 """
 
 from __future__ import annotations
@@ -115,14 +115,14 @@ def ways(text: Text, make: Make, kind: str, rng: random.Random, tmp_path) -> dic
     attached = make()
     attached.cache.attach(prefix, text.length)
     made["attached"] = attached.answer(text.question)
-    # Back into the prefix, and on with something else, which changes no other cache.
-    # Windows may have dropped since what the prefix could go back to.
+    # Rewind into the prefix and go on with another text. That changes no other cache. Windows may have dropped
+    # positions that the prefix could rewind to.
     least = max(attached.cache.rewindable_to(), 1)
     attached.cache.rewind(rng.randint(least, max(least, text.length)))
     attached.read([some_ids(rng, rng.randint(1, 9))])
     attached.close()
 
-    # What was read after a prefix is frozen after it.
+    # A text that was read after a prefix is frozen after it.
     chained = make()
     n = rng.randint(1, len(text.steps) - 1)
     chained.read(text.steps[:n])
@@ -140,7 +140,7 @@ def ways(text: Text, make: Make, kind: str, rng: random.Random, tmp_path) -> dic
     made["attached to a prefix after a prefix"] = again.answer(text.question)
     again.close()
 
-    # The prefix has more than is wanted of it.
+    # The prefix is longer than the text.
     longer = make()
     longer.read(text.steps)
     longer.read([some_ids(rng, rng.randint(1, 9))])
@@ -174,7 +174,7 @@ def alone(text: Text, make: Make, prefix: etkv.Prefix) -> Row:
 
 
 def among_others(text: Text, make: Make, prefix: etkv.Prefix, rng: random.Random) -> dict[str, Row]:
-    """Return the rows of a sequence of several."""
+    """Return the rows of a sequence beside others, by its way into the cache."""
     made: dict[str, Row] = {}
     reader = make()
     reader.cache.attach(prefix, text.length)
@@ -208,7 +208,7 @@ def test_every_way_into_a_cache_gives_the_same_answer(programs, backend, model, 
         different = {way: float(np.abs(rows - cold).max()) for way, rows in made.items() if (rows != cold).any()}
         assert not different, f"seed {seed}: {text.length} tokens before {len(text.question)}"
 
-        # In other steps rounding differs, and ids are the same.
+        # In other steps rounding differs, but ids are the same.
         others = make()
         ids = [token for step in text.steps for token in step]
         others.read([ids[at : at + 11] for at in range(0, len(ids), 11)])

@@ -1,4 +1,4 @@
-"""Caches in files, from Python: what was saved and loaded goes on alike, and what does not fit is refused."""
+"""Caches in files, from Python: a saved and loaded cache goes on the same, and a file that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_program_goes_on_with_the_same_bits(kind, format, tmp_path):
 @pytest.mark.parametrize("kind", [etkv.SeqSession, etkv.TreeSession])
 @pytest.mark.parametrize("format", ["f32", "row-int4"])
 def test_a_sequence_goes_on_beside_others_with_the_same_bits(kind, format, tmp_path):
-    """On MLX and on the CPU, as the program's backend is."""
+    """It runs on MLX and on the CPU, by the program's backend."""
     tiny = reference.program(Variant("tiny-llama"))
     facts = etkv.read_kv_cache_metadata(tiny.path)
     stored = etkv.CacheConfig(facts.layers, 64, k_format=format, v_format=format)
@@ -83,7 +83,7 @@ def test_a_sequence_goes_on_beside_others_with_the_same_bits(kind, format, tmp_p
         for at in range(4, len(PROMPT)):
             expected = step(session, program, 1, PROMPT[at : at + 1])
             np.testing.assert_array_equal(step(other, second, 5, PROMPT[at : at + 1]), expected)
-        # What is removed makes room, and comes again.
+        # A removed sequence makes room, and can be loaded again.
         session.seq_rm(1)
         assert session.seq_load(1, path, fingerprint=model) == PROMPT[:4]
         with pytest.raises(etkv.CacheFileError, match="of the model"):
@@ -122,7 +122,7 @@ def test_another_backend_loads_it(tmp_path):
         assert loaded.load(tmp_path / "cache") == [3]
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_files_that_do_not_fit_are_refused(tmp_path):
     path = tmp_path / "cache"
     with etkv.DecodeSession(config(), backend="cpu") as session, etkv.SeqSession(config(), backend="cpu") as other:
         session.save(path, fingerprint="one")
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 def crafted(path, of, n_tokens: int):
-    """A file with the integers of another one that says it has so many token ids. It takes no room on the disk."""
+    """Write a copy of a file's integers whose header claims ``n_tokens`` token ids. The file is sparse."""
     held = of.read_bytes()
     length = int.from_bytes(held[:8], "little")
     header = json.loads(held[8 : 8 + length])
@@ -199,14 +199,14 @@ def test_a_store_does_not_read_texts_that_no_cache_could_hold(tmp_path):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         assert etkv.PrefixStore(tmp_path / "store", 1 << 40).find(written, text, fingerprint="one") == len(text)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
-        # A smaller cache leaves a text for larger ones.
+        # A smaller cache leaves a text for larger caches.
         fresh = etkv.PrefixStore(tmp_path / "store", 1 << 40)
         with session(70) as small:
             assert fresh.find(small, text, fingerprint="one") == 0
         assert fresh.find(written, text, fingerprint="one") == len(text)
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_paths_that_are_not_files_are_refused(tmp_path):
     fifo, at_socket = tmp_path / "fifo", tmp_path / "socket"
     os.mkfifo(fifo)
     with socket.socket(socket.AF_UNIX) as listening, etkv.DecodeSession(config(), backend="cpu") as session:

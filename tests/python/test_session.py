@@ -1,4 +1,4 @@
-"""Sessions of all three kinds: the verbs of the faces, errors with their status, and what is left after close."""
+"""Sessions of all three kinds: the methods of the faces, errors with their status, and the state after close."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_keys_are_unique_and_leave_the_registry():
         assert first.key != second.key
 
 
-def test_nothing_is_left_behind():
+def test_closed_sessions_release_everything():
     gc.collect()
     before = lib().etkv_live_handles()
     for session_class, _ in KINDS:
@@ -98,7 +98,7 @@ def test_an_invalid_config_is_refused(changes, status, told):
         assert word in str(caught.value)
 
 
-def test_what_is_wrong_before_it_gets_to_the_library():
+def test_errors_before_the_library_is_called():
     with pytest.raises(etkv.EtkvError, match="growth is 'never', expected one of doubling"):
         DecodeSession(config(growth="never"))
     with pytest.raises(etkv.EtkvError, match="capacity is 2147483648, expected a 32-bit integer"):
@@ -174,7 +174,7 @@ def test_the_memory_callback_frees_what_another_cache_needs(caplog):
             assert {"kind": "contiguous", "name": None, "keys": [session.key], "held": needed}.items() <= max(
                 report["holders"], key=lambda holder: holder["id"]
             ).items()
-            # There is no other cache any more: what the callback raises is logged.
+            # No other cache exists any more, and the callback raises. The exception is logged.
             with pytest.raises(etkv.EtkvError, match=f"this one needs {needed} more"):
                 DecodeSession(upfront)
             assert len(asked) == 2
@@ -189,7 +189,7 @@ def test_the_memory_callback_frees_what_another_cache_needs(caplog):
 
 
 def test_a_memory_callback_lives_when_its_setting_is_interrupted(monkeypatch):
-    """The library has it by then, and calls it."""
+    """The library already has the callback, and calls it."""
     upfront, asked = config(layers=(LayerConfig(2, 64),), capacity=1000, growth="upfront"), []
 
     def interrupted(*arguments):
@@ -212,7 +212,7 @@ def test_a_memory_callback_lives_when_its_setting_is_interrupted(monkeypatch):
         etkv.set_memory_budget(None)
 
 
-def test_what_is_beyond_the_memory_budget_is_refused():
+def test_allocations_beyond_the_memory_budget_are_refused():
     upfront = config(layers=(LayerConfig(2, 64),), capacity=1000, growth="upfront")
     needed = etkv.estimate(upfront, 1000).allocated
     before = etkv.memory_budget()
@@ -247,7 +247,7 @@ def test_estimates_of_several_sequences_are_those_of_their_caches(make):
         etkv.estimate_shared(windowed, 1001)
 
 
-def test_a_handle_that_is_gone_has_no_facts():
+def test_a_freed_handle_has_no_facts():
     with DecodeSession(config()) as session:
         gone = etkv.Cache(lib().etkv_session_cache(session._session))
         lib().etkv_cache_free(gone._raw())
@@ -275,7 +275,7 @@ def test_a_session_is_not_copied():
 
 
 def test_positions_are_copied_before_their_memory_goes():
-    """Each range is read while the array that it is a part of is there."""
+    """Each range is read while its array still exists."""
     program = reference.program(Variant("tiny-llama")).path
     facts = etkv.read_kv_cache_metadata(program)
     with etkv.SeqSession(CacheConfig(facts.layers, 64)) as session, etkv.load(program, session) as loaded:

@@ -1,4 +1,4 @@
-"""Chat templates: the runners render what transformers renders, and choose the same template."""
+"""Chat templates: the runners render the same text as transformers, and choose the same template."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def opened(runner, tmp_path):
 
 
 def reference(source: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str | None:
-    """Return what transformers renders, or None for what it refuses."""
+    """Return transformers' rendering, or None if it refuses the template."""
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
         rendered, _ = render_jinja_template([present], chat_template=source, **SPECIAL_TOKENS, **variables)
@@ -66,7 +66,7 @@ def test_constructs(source, opened):
 
 
 def test_templates_of_installed_packages(opened):
-    """What transformers refuses, the runners may render: minijinja takes more."""
+    """The runners may render templates that transformers refuses: minijinja accepts more."""
     templates = dict(template_cases.installed())
     assert templates
     for name, source in templates.items():
@@ -83,7 +83,9 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def test_named_templates_are_exported_and_chosen(runner, tmp_path):
-    """By tools, in the folder that was exported as in the model's; a later export without them removes them."""
+    """Tools choose a template, in the exported folder as in the model's. A later export without the templates removes
+    them.
+    """
     hf = PreTrainedTokenizerFast(tokenizer_object=tokenizers_made.made()["byte-level: plain"](), **SPECIAL_TOKENS)
     hf.chat_template = NAMED
     folder, scratch = tmp_path / "program", tmp_path / "scratch"
@@ -111,7 +113,7 @@ def _empty(folder: Path) -> Path:
 
 @pytest.mark.parametrize("as_list", [True, False])
 def test_named_templates_in_the_config(runner, tmp_path, as_list):
-    """Older folders have them in tokenizer_config.json. Files replace all of these."""
+    """Older folders have them in tokenizer_config.json. Template files replace all of them."""
     tokenizers_made.made()["byte-level: plain"]().save(str(tmp_path / "tokenizer.json"))
     listed = [{"name": name, "template": source} for name, source in NAMED.items()]
     config = {**SPECIAL_TOKENS, "chat_template": listed if as_list else NAMED}
@@ -188,7 +190,7 @@ def test_the_bounds_of_python_change_no_text(python):
 
 
 def test_bounds(opened):
-    """A template that does not end, or makes too long a text, is refused in a moment."""
+    """A template that does not end, or writes too long a text, is refused within moments."""
     nested = "{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}"
     with pytest.raises(etkv.EtkvError, match="instructions"):
         opened(nested).render(messages=[])

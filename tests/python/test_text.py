@@ -1,4 +1,4 @@
-"""Text to ids and back: Python, the runners and transformers read the same, and a stream never fails."""
+"""Text to ids and back: Python, the runners and transformers agree, and a stream never fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def runner() -> Iterator[RunnerTokenizer]:
 
 
 def written(name: str, folder: Path, **settings: object) -> PreTrainedTokenizerFast:
-    """Write a tokenizer to ``folder``, with settings of its tokenizer_config.json."""
+    """Write a tokenizer to ``folder``, with ``settings`` in its tokenizer_config.json."""
     made = MADE[name]()
     hf = PreTrainedTokenizerFast(tokenizer_object=made, bos_token=BOS, eos_token=EOS, unk_token=UNK, **settings)
     hf.save_pretrained(folder)
@@ -39,7 +39,7 @@ def written(name: str, folder: Path, **settings: object) -> PreTrainedTokenizerF
 
 
 def sequences(tokenizer: etkv.Tokenizer, size: int) -> Iterator[list[int]]:
-    """Yield sequences of ids: random ones, texts with ids left out, and pieces of characters."""
+    """Yield sequences of ids: random ones, texts with some ids omitted, and pieces of characters."""
     rng = random.Random(7)
     cut = tokenizer.encode(BYTES, add_special_tokens=False)
     for n in range(24):
@@ -64,8 +64,10 @@ def pieces(tokenizer: etkv.Tokenizer, ids: list[int], skip: bool) -> list[str]:
 
 
 @EACH
-def test_both_sides_read_what_transformers_reads(name, runner, tmp_path):
-    """The ids of every text, except that a text with BOS gets no second one, and the text of every sequence of ids."""
+def test_both_sides_agree_with_transformers(name, runner, tmp_path):
+    """All agree on the ids of every text, except that a text with BOS gets no second one, and on the text of all
+    ids.
+    """
     hf = written(name, tmp_path)
     tokenizer = etkv.Tokenizer.from_pretrained(tmp_path)
     runner.open(tmp_path)
@@ -101,7 +103,7 @@ def test_both_sides_read_what_transformers_reads(name, runner, tmp_path):
         ),
     ],
 )
-def test_settings_of_the_config_count_on_both_sides(name, settings, runner, tmp_path):
+def test_settings_of_the_config_apply_on_both_sides(name, settings, runner, tmp_path):
     hf = written(name, tmp_path, **settings)
     tokenizer = etkv.Tokenizer.from_pretrained(tmp_path)
     runner.open(tmp_path)
@@ -112,7 +114,7 @@ def test_settings_of_the_config_count_on_both_sides(name, settings, runner, tmp_
         assert "".join(runner.pieces(ids)) == "".join(pieces(tokenizer, ids, True))
 
 
-def test_a_second_bos_is_left_out_with_a_line_in_the_log(tmp_path, caplog):
+def test_a_second_bos_is_omitted_and_logged(tmp_path, caplog):
     hf = written("byte-level: plain", tmp_path)
     tokenizer = etkv.Tokenizer.from_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, "etkv"):
@@ -125,7 +127,7 @@ def test_a_second_bos_is_left_out_with_a_line_in_the_log(tmp_path, caplog):
 def test_each_part_of_the_file_is_read(name, tmp_path):
     written(name, tmp_path)
     told, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
-    # A token that transformers adds to what the file says.
+    # transformers adds this token, which is not in the file.
     config.write_text(json.dumps({**json.loads(config.read_text()), "pad_token": "<another>"}))
     in_file = FileTokenizer.from_file(str(told))
     in_file.no_truncation()
@@ -142,7 +144,7 @@ def test_a_wrapped_tokenizer_is_not_changed(tmp_path):
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 2**70, "a", None, 1.5])
-def test_what_is_no_id_is_refused(token, tokenizer):
+def test_values_that_are_not_ids_are_refused(token, tokenizer):
     detokenizer = tokenizer.detokenizer
     with pytest.raises(etkv.EtkvError, match="expected an id from 0 to 4294967295"):
         detokenizer.add_token(token)
@@ -153,7 +155,7 @@ def test_what_is_no_id_is_refused(token, tokenizer):
     assert detokenizer.tokens == [ord("a")]
 
 
-def test_what_is_no_text_is_refused(tokenizer):
+def test_values_that_are_not_texts_are_refused(tokenizer):
     for text in ("\ud800", None, 3):
         with pytest.raises(etkv.EtkvError, match="the text"):
             tokenizer.encode(text)
@@ -161,7 +163,7 @@ def test_what_is_no_text_is_refused(tokenizer):
 
 def test_a_defect_of_the_library_is_an_etkv_error(tokenizer, monkeypatch):
     class PanicException(BaseException):
-        """What Rust's panics are in Python."""
+        """Stands for a Rust panic in Python."""
 
     class Broken:
         def decode(self, *_: object, **__: object) -> str:
@@ -175,8 +177,8 @@ def test_a_defect_of_the_library_is_an_etkv_error(tokenizer, monkeypatch):
         tokenizer.detokenizer.add_token(1)
 
 
-def test_text_that_contradicts_what_is_out_is_not_lost(tmp_path):
-    """Decoders that change text before them: what is out stays, and the rest follows."""
+def test_text_that_contradicts_earlier_output_is_not_lost(tmp_path):
+    """Some decoders change earlier text. Text that is out stays, and the rest follows."""
     from tokenizers import Regex, decoders
 
     made = MADE["byte-level: plain"]()
@@ -201,7 +203,9 @@ def test_eos_token_ids_of_both_sides(runner, tmp_path):
 
 
 def test_an_answer_keeps_its_ids(tmp_path):
-    """The ids that a model made of a text, where a tokenizer makes others; not where the template changes the text."""
+    """An answer keeps the model's ids even if the tokenizer encodes its text otherwise, unless the template changes the
+    text.
+    """
     hf = written("byte-fallback: Llama 2", tmp_path)
     hf.chat_template = (
         "{% for m in messages %}<s>{{ m.role }}: {{ m.content.split('</think>')[-1].strip() }}</s>\n{% endfor %}"

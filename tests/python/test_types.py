@@ -1,4 +1,4 @@
-"""Annotations as users' type checkers see them: right uses pass `mypy --strict`, and wrong ones are told."""
+"""Annotations as users' type checkers see them: right uses pass `mypy --strict`, and wrong uses are errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ cache_dir = {cache}"""
 
 
 def checked(tmp_path: Path, program: str) -> tuple[set[tuple[int, str]], str]:
-    """What mypy finds in a user's program: the line and the code of each error, and all that it said."""
+    """Return mypy's errors in a user's program, line and code each, and its output."""
     file = tmp_path / "program.py"
     file.write_text(program)
     config = tmp_path / "mypy.ini"
@@ -97,7 +97,7 @@ def test_right_uses_pass(tmp_path):
     assert checked(tmp_path, RIGHT)[0] == set(), checked(tmp_path, RIGHT)[1]
 
 
-def test_wrong_uses_are_told(tmp_path):
+def test_wrong_uses_are_errors(tmp_path):
     marks = enumerate(WRONG.splitlines(), 1)
     expected = {(number, line.rpartition("# ")[2]) for number, line in marks if "  # " in line}
     found, said = checked(tmp_path, WRONG)

@@ -1,8 +1,8 @@
-"""Whole programs of ExecuTorch's own exporters, as its wheel has them, run through the delegate.
+"""Whole programs of the exporters in ExecuTorch's wheel, run through the delegate.
 
 A cache in the graph is a buffer that the program keeps: such programs have no session, and a fresh load starts from
-zeros. Ids are compared with transformers in float32. Of quantized programs the logits are compared with those of
-transformers on weights that the exporter's own function has quantized, and torch has dequantized.
+zeros. Ids are compared with transformers in float32. For quantized programs, logits are compared with transformers' on
+weights that the exporter's own function quantizes and torch dequantizes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RING = 127
-"""Slots of a window's ring: the window of 64, and a step of 64 but one. Beyond, the exporters' programs err.
+"""Slots of a window's ring: the window of 64 and a step of 64, less one. The exporters' programs err beyond them.
 
-The tokens of a test are fewer: see :data:`upstream_runs.PROMPT`.
+Tests use fewer tokens: see :data:`upstream_runs.PROMPT`.
 """
 
 FLOAT = [llm("tiny-llama", *IN_GRAPH), llm("tiny-gemma3", *IN_GRAPH), llm("tiny-gemma3", *OFF_GRAPH)]
@@ -74,7 +74,7 @@ REFUSED = {
     llm("tiny-llama", *IN_GRAPH, "--tap-layers", "0,1"): "Dynamo does not know how to enter a `lock` context manager",
     llm("tiny-gemma3", IN_GRAPH[1]): "The size of tensor a (127) must match the size of tensor b (64)",
 }
-"""What an exporter cannot export with this transformers, and how it ends."""
+"""Exports that fail with this transformers -> their errors."""
 
 if EVERYTHING:
     FLOAT, QUANTIZED, WHISPER = FLOAT + FLOAT_LONG, QUANTIZED + QUANTIZED_LONG, WHISPER + WHISPER_LONG
@@ -85,7 +85,7 @@ only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test
 
 @pytest.fixture(scope="module", autouse=True)
 def ended() -> dict[Export, str | None]:
-    """How each export ended."""
+    """Return the error of each export, or None."""
     _mlx_serialization.ensure_available()
     return upstream_programs.export([*RAN, *REFUSED])
 
@@ -99,7 +99,9 @@ def each(exports: Sequence[Export]):
 
 @functools.cache
 def quantized(folder: Path, *options: str) -> PreTrainedModel:
-    """Return transformers' model with the linears and embeddings that an exporter with ``options`` quantizes."""
+    """Return transformers' model with the linear layers and embeddings quantized as an exporter with ``options``
+    does.
+    """
     from executorch.backends.mlx.llm.quantization import quantize_model_
 
     given = dict(zip(options[::2], options[1::2], strict=True))
@@ -165,8 +167,8 @@ def test_passes_change_no_logits(made, passes):
 
 @pytest.mark.parametrize("passes", ["default", "none", "gpu"])
 @each([made for made in [*FLOAT, QUANTIZED[0]] if "--use-custom-sdpa" in made.options])
-def test_the_last_row_alone(made, passes, ended):
-    """Where attention and its cache lie in the graph too, ``logits=last`` gives the last row of each step."""
+def test_the_last_row_only(made, passes, ended):
+    """With attention and its cache in the graph too, ``logits=last`` gives the last row of each step."""
     assert ended[made] is None
     text = prompt()
     with loaded(made) as program:
@@ -205,8 +207,8 @@ def test_the_runner_of_executorch_gives_the_same_text(monkeypatch):
     made, text = FLOAT[0], "The quick brown fox"
     tokenizer = AutoTokenizer.from_pretrained(made.weights)
     ids = tokenizer(text).input_ids
-    # The chat template has the padding token. Its embedding is zero in a random model, and so are its keys in the first
-    # layer: the exporter's program takes them for an empty slot, and every later position is one less.
+    # The chat template has the padding token. In a random model its embedding is zero, and so are its keys in the first
+    # layer. The exporter's program takes them for an empty slot, and every later position is off by one.
     monkeypatch.setattr(run_llm_hf, "apply_chat_template", lambda *_: torch.tensor([ids]))
     answer = run_llm_hf.run_inference(str(made.path), str(made.weights), None, text, max_new_tokens=24)
     expected = reference.greedy(made.weights, {"": ids}, 24)[""].ids
@@ -216,10 +218,10 @@ def test_the_runner_of_executorch_gives_the_same_text(monkeypatch):
 
 @only_long
 def test_a_ring_goes_round_as_in_torch():
-    """Behind the ring's slots the exporter's program errs, and the delegate computes what torch does of it.
+    """Beyond the ring's slots the exporter's program errs, and the delegate computes the same as torch.
 
-    With this transformers a program derives positions from the number of rows of the first layer's keys that are not
-    zero, which stays at the ring's slots.
+    With this transformers, a program derives positions from the number of nonzero rows of the first layer's keys, which
+    stays at the ring's slots.
     """
     from executorch.backends.mlx.examples.llm.export_llm_hf import build_hf_exported_program
 
@@ -244,14 +246,14 @@ def test_a_ring_goes_round_as_in_torch():
 
 
 def test_hidden_states_of_a_step(ended):
-    """The first step alone: the exporter's tapped programs write every step to position 0 with this transformers."""
+    """Only the first step is compared: with this transformers, tapped programs write every step to position 0."""
     assert ended[TAPPED] is None
     text = prompt(STEP)
     with loaded(TAPPED) as program:
         rows, hidden = read(program, text)
     logits, expected = with_hidden_states(reference.load_hf(TAPPED.weights), text, (0, 1))
     np.testing.assert_allclose(rows, logits, rtol=1e-4, atol=2e-4)
-    # transformers gives the last layer's states after the final norm.
+    # transformers returns the last layer's states after the final norm.
     np.testing.assert_allclose(hidden, expected, rtol=1e-4, atol=2e-4)
 
 
@@ -262,7 +264,7 @@ def with_hidden_states(model: PreTrainedModel, ids: list[int], layers: Sequence[
 
 
 def test_a_draft_over_rounds(ended):
-    """Both methods of a DFlash program. The draft reads the context of each round, as ExecuTorch's runner gives it."""
+    """Both methods of a DFlash program. The draft reads the context of each round as ExecuTorch's runner passes it."""
     assert ended[DFLASH] is None
     text = prompt(STEP)
     target, draft = in_torch_dflash()
@@ -296,7 +298,7 @@ def in_torch_dflash():
     target = reference.load_hf(DFLASH.weights)
     draft = DFlashDraftModel(load_dflash_config(folder)).eval()
     get_adapter("qwen3").load_draft_weights(draft, folder, target.state_dict())
-    # The exporter's sizes of groups.
+    # The exporter's group sizes.
     how = {"qlinear_config": "8w", "qembedding_config": "8w", "qlinear_group_size": 32, "qembedding_group_size": 32}
     quantize_model_(draft, **how)
     quantize_model_(target, **how, tie_word_embeddings=True)
@@ -308,7 +310,7 @@ def in_torch_dflash():
 
 @each(WHISPER)
 def test_whisper(made, ended):
-    """The encoder, the keys and values of its rows, and the decoder, driven as ExecuTorch's runner does."""
+    """The encoder, the keys and values of its rows, and the decoder, run as ExecuTorch's runner runs them."""
     from transformers import AutoProcessor, WhisperForConditionalGeneration
 
     assert ended[made] is None
@@ -358,12 +360,12 @@ def generated(model: PreTrainedModel, features: torch.Tensor, start: int) -> lis
     return GenerationMixin.generate(model, features, decoder_input_ids=first, max_new_tokens=DECODE)[0].tolist()
 
 
-# ---- What is not exported -------------------------------------------------------------------------------------------
+# ---- Failing exports ------------------------------------------------------------------------------------------------
 
 
 @each(list(REFUSED))
-def test_what_the_exporters_refuse(made, ended):
-    """docs/programs.md lists these with their reasons. One that exports after an update belongs to the others."""
+def test_exports_that_fail(made, ended):
+    """docs/programs.md lists these with their reasons. If one exports after an update, move it to the others."""
     assert ended[made] is not None, "it exports now"
     assert REFUSED[made] in ended[made]
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def ended() -> list[Outcome]:
-    """The outcomes of the configurations. `make programs` has exported those of `make test`; others take minutes."""
+    """Return the outcomes of the configurations. `make programs` exports those of `make test`; others take minutes."""
     chosen = set(part.read())
     found = export.export(2, lambda folder: EVERYTHING or folder in chosen, reference.note)
     return outcomes.run(found, "default", 1)
@@ -49,7 +49,7 @@ def test_the_page_of_operations_is_current(ended):
 
 
 def test_a_part_has_every_operation(ended):
-    """With fewer the page above would differ, where the wheel has a test of the operation at all."""
+    """Without one of them, the page above would differ. Operations without a test in the wheel do not count."""
     assert part.choose(ended) == part.read(), "make upstream-ops UPSTREAM=--write-expected"
 
 
@@ -115,14 +115,14 @@ def test_differences_in_either_direction(tmp_path, monkeypatch):
         "005-f: expected not exported, passed",
         "Sort: listed as missing, and no program is refused for it",
     ]
-    # Reasons that were written by hand stay.
+    # Handwritten reasons stay.
     text = expected.FILE.read_text().replace("values", "rounds otherwise on a CPU")
     expected.FILE.write_text(text)
     expected.write(before)
     assert expected.FILE.read_text() == text
 
 
-def test_refused_programs_count_for_what_they_lack():
+def test_refused_programs_count_for_their_missing_operations():
     table = outcomes.by_operation([refusal("000-a", "Sort"), Outcome(case("001-b", nodes=("AddNode",)), "passed", "")])
     assert {name: (counts["passed"], counts["refused"]) for name, counts in table.items()} == {
         "Add": (1, 0),
@@ -198,7 +198,7 @@ def test_an_export_that_ends_its_process_is_tried_again(tmp_path, monkeypatch):
 
 
 def test_outputs_are_compared_at_the_tolerances_of_the_test(ended, tmp_path, monkeypatch):
-    """A program that adds, with expected outputs that it has, nearly has, and has not."""
+    """A program of an addition, with expected outputs that are equal, nearly equal, and different."""
     (output,) = unpacked((cases.FOLDER / "000-add" / "expected_output.bin").read_bytes())
     near, far, nan = output.clone(), output.clone(), output.clone()
     near[0, 0, 0] += 5e-6

@@ -1,8 +1,8 @@
-"""A program with a TurboQuant cache, from ExecuTorch's exporter of Gemma 4 31B, which alone has the option.
+"""A program with a TurboQuant cache, from ExecuTorch's exporter of Gemma 4 31B, the only one with this option.
 
-Keys and values of full layers are turned and stored as codes of 4 bits. The exporter computes in bfloat16, so there are
-two references: transformers in float32 with codes of the test in its attention, and the exporter's model in torch,
-whose errors show what bfloat16 costs.
+Keys and values of full layers are rotated and stored as 4-bit codes. The exporter computes in bfloat16, so there are
+two references: transformers in float32 with the test's codes in its attention, and the exporter's model in torch, whose
+errors are those of bfloat16.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_logits_are_as_near_as_those_of_the_exporters_model(made, ended):
         f"spread {reference.spread(expected):.2f}"
     )
     assert error < 1.75 * usual
-    assert reference.rms(rows - other) > 1.5 * error, "the codes show"
+    assert reference.rms(rows - other) > 1.5 * error, "the codes have an effect"
     choices = expected[-DECODE:]
     best = np.sort(choices, axis=1)
     differ = choices.argmax(axis=1) != ids
@@ -82,14 +82,14 @@ def steps(run: Callable[[Tensor, Tensor], Tensor], ids: list[int] | None = None)
 
 
 def checkpoint() -> torch.nn.Module:
-    """Return the exporter's model as it reads it, with quantized weights."""
+    """Return the model that the exporter reads, with quantized weights."""
     from executorch.examples.models.gemma4_31b.export import load_prequantized_model
 
     return load_prequantized_model(str(CODED.weights / "quantized"), max_seq_len=CONTEXT, backend="mlx")[0]
 
 
 def in_torch(*, coded: bool) -> torch.nn.Module:
-    """Return the exporter's model as it traces it, in bfloat16."""
+    """Return the model that the exporter traces, in bfloat16."""
     from executorch.examples.models.gemma4_31b.mlx_source_transformations import mlx_source_transformations
     from executorch.examples.models.gemma4_31b.model import materialize_runtime_buffers
 
@@ -101,7 +101,7 @@ def in_torch(*, coded: bool) -> torch.nn.Module:
 
 @functools.cache
 def in_transformers() -> torch.nn.Module:
-    """Return transformers' model in float32, with the weights that the exporter reads, dequantized."""
+    """Return transformers' model in float32, with the exporter's weights, dequantized."""
     from executorch.extension.llm.export.quant import dequantize_weight
 
     state = {
@@ -117,7 +117,7 @@ def in_transformers() -> torch.nn.Module:
 
 
 def expected_rows(ids: list[int], *, coded: bool) -> np.ndarray:
-    """Return transformers' logits at :data:`ROWS`, computed in one pass, with or without the codes."""
+    """Return transformers' logits at :data:`ROWS`, computed in one pass, with codes if ``coded``."""
     from transformers.models.gemma4 import modeling_gemma4
 
     attention = modeling_gemma4.eager_attention_forward
@@ -134,7 +134,9 @@ def expected_rows(ids: list[int], *, coded: bool) -> np.ndarray:
 
 
 def through_codes(vectors: Tensor) -> Tensor:
-    """Return vectors ``[..., width]`` through TurboQuant: norms, and the nearest of 16 values for each element."""
+    """Return vectors ``[..., width]`` encoded and decoded by TurboQuant: a norm, and the nearest of 16 values an
+    element.
+    """
     from executorch.extension.llm.modules.turboquant.codebook import generate_rotation_matrix, solve_lloyd_max
 
     width = vectors.shape[-1]

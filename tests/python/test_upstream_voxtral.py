@@ -31,7 +31,7 @@ FLOAT, AS_IT_IS = voxtral(), voxtral(older_names=False)
 RAN = [FLOAT, *(voxtral("--qlinear", name) for name in ("4w", "8w") if EVERYTHING)]
 
 SECONDS, PLACES = 40, 150
-"""A recording of more than one piece of 30 seconds, and its places in a text, 75 for each piece."""
+"""The length of a recording, more than one piece of 30 seconds, and its places in a text, 75 for each piece."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +42,7 @@ def ended() -> dict[Export, str | None]:
 
 @pytest.fixture(scope="module")
 def features(ended) -> Tensor:
-    """The features of the recording, from the exporter's preprocessor, ``[pieces, 128, 3000]``."""
+    """Return the recording's features ``[pieces, 128, 3000]``, from the exporter's preprocessor."""
     assert ended[FLOAT] is None
     with etkv.load(FLOAT.folder / "preprocessor.pte", None) as program:
         return program.execute(torch.from_numpy(upstream_models.sound(SECONDS)))[0].clone()
@@ -60,7 +60,7 @@ def test_features_are_those_of_transformers(features):
 
 @pytest.mark.parametrize("made", RAN, ids=str)
 def test_answers_are_those_of_transformers(made, ended, features):
-    """Text, sound and text again, then greedy ids, as ExecuTorch's runner of such models reads them."""
+    """Text, sound and text again, then greedy ids, as ExecuTorch's runner of such models runs them."""
     assert ended[made] is None
     before, after = prompt(20), prompt(45)[20:]
     with contextlib.ExitStack() as stack:
@@ -91,7 +91,7 @@ def test_answers_are_those_of_transformers(made, ended, features):
     text = torch.tensor([before + PLACES * [AUDIO] + after + ids[:-1]])
     with torch.inference_mode():
         sound = model.get_audio_features(features).pooler_output
-        # The model puts the sound in its places itself.
+        # The model itself puts the sound in its places.
         expected = model(input_ids=text, input_features=features).logits[0].numpy()
     np.testing.assert_allclose(encoded[0], sound, rtol=1e-4, atol=2e-4)
     logits = torch.cat(rows).numpy()

@@ -1,4 +1,4 @@
-"""Models whose layers see a window: the program and its cache against transformers, far past the window."""
+"""Models with windows: programs and their caches against transformers, far beyond the window."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_ids_and_logits_equal_those_of_transformers(programs, model, chunk):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_window_is_what_makes_the_difference(programs, model):
-    """Without it the answers would be others, or the comparison would not show that it is there."""
+def test_the_window_makes_a_difference(programs, model):
+    """Without the window the answers differ, so the comparison detects the window."""
     program = programs[Variant(model)]
     prompt = reference.tokenize(program, STORY)[:PROMPT]
     hf = reference.load_hf(program.hf)

@@ -1,4 +1,4 @@
-"""A tiny form of every family of causal language models that transformers has: its configuration with small sizes."""
+"""A tiny form of every family of causal language models in transformers: its configuration with small sizes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _SIZES: dict[int | float, tuple[str, ...]] = {
     # Random weights this large keep the logits of different tokens apart.
     0.2: ("initializer_range",),
 }
-"""A small size -> the names of entries of configurations that get it, where they have a number."""
+"""A small size -> the entries of configurations that get it, if they have a number."""
 
 _TINY = {name: size for size, names in _SIZES.items() for name in names}
 
@@ -102,7 +102,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"num_hidden_layers": 54, "attention_hidden_size": 128, "attention_head_dim": 32},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What some families need besides."""
+"""Further settings that some families need."""
 
 
 def names() -> list[str]:
@@ -129,7 +129,7 @@ def _shrunk(cls: Any, **changes: Any) -> Any:
         if name not in default.attribute_map and (is_number or (isinstance(had, list) and name.endswith("_token_id"))):
             given[name] = size
     if "kv_lora_rank" in given:
-        # Every head has keys of its own, of which one part turns.
+        # Every head has its own keys, and rotates a part of them.
         given |= {"num_key_value_heads": _TINY["num_attention_heads"], "head_dim": _TINY["qk_rope_head_dim"]}
         given = {name: value for name, value in given.items() if name in entries}
     for name in default.sub_configs:

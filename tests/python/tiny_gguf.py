@@ -54,10 +54,10 @@ def write(
 ) -> Path:
     """Write the model in ``folder`` to ``file`` with float32 weights and return ``file``.
 
-    ``pre_tokenizer`` is the name that the file gives for its way of splitting text. ``keys`` are added to the file's,
-    or replace them: names with a dot first belong to the architecture. ``None`` leaves a key out. ``tensors`` too.
-    ``tensors_of_a_part`` splits the model into parts of so many, as llama.cpp names them.
-    ``quantize`` is the format of matrices.
+    ``pre_tokenizer`` is the file's name of its pre-tokenizer. ``keys`` and ``tensors`` are added to the file's, or
+    replace them. A key with a leading dot belongs to the architecture. ``None`` omits a key or a tensor.
+    ``tensors_of_a_part`` splits the model into parts of that many tensors, named as by llama.cpp. ``quantize`` is the
+    format of matrices.
     """
     import gguf
 
@@ -83,7 +83,7 @@ def write(
 
 
 def add(writer, key: str, value: Any) -> None:
-    """Write ``key`` with the type of ``value``: a truth value, a whole number, a number, a text or a list."""
+    """Write ``key`` with the type of ``value``: a boolean, an integer, a number, a text or a list."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -117,7 +117,7 @@ def _tokenizer(folder: Path, config: dict, pre_tokenizer: str) -> dict[str, Any]
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     special = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     texts = {index: text for text, index in tokenizer["model"]["vocab"].items()} | special
-    # A token of two spaces, so that how text is split shows in the ids.
+    # A token of two spaces, so that the ids show how text is split.
     texts[len(texts)] = "ĠĠ"
     # The vocabulary of a GGUF file is as long as the embedding.
     texts |= {index: f"<unused{index}>" for index in range(len(texts), config["vocab_size"])}
@@ -134,7 +134,7 @@ def _tokenizer(folder: Path, config: dict, pre_tokenizer: str) -> dict[str, Any]
 
 
 def _weights(folder: Path, config: dict, architecture: str) -> dict[str, np.ndarray]:
-    """The weights by their names in GGUF files, in the order of numbers that llama.cpp wants."""
+    """Return the weights by their names in GGUF files, with elements in llama.cpp's order."""
     import gguf
     import torch
     from transformers import AutoModelForCausalLM
@@ -184,6 +184,6 @@ def _stored(architecture: str, config: dict, name: str, weight: np.ndarray) -> n
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a projection in the order that llama.cpp's rotary embedding wants: the two halves of a head in turn."""
+    """Return rows of a projection in the order of llama.cpp's rotary embedding: the halves of a head interleaved."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, 2, half, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)

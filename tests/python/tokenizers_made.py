@@ -1,4 +1,4 @@
-"""Tokenizers of many kinds, in small: of the parts that published ones are made of."""
+"""Small tokenizers of many kinds, with the parts of published tokenizers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SPLITS = {
 
 
 def made() -> dict[str, Callable[[], Tokenizer]]:
-    """Return functions that make tokenizers, by a name that says what they are made of."""
+    """Return functions that make tokenizers, by a name that lists the parts."""
     plain = ByteLevel(add_prefix_space=False)
     byte_level: dict[str, Callable[[], Tokenizer]] = {
         "plain": lambda: _byte_level(plain),
