@@ -7,6 +7,11 @@ each layer. The last three may be absent. ``kv_cache.dtype`` is the dtype of key
 facts that ExecuTorch's own exporter writes are read instead. The capacity and the storage format are not in the
 metadata, because the application chooses them. The default storage format is the dtype.
 
+Programs with layers that keep a state have version 2. There ``kv_cache.n_layers`` and the facts after it are those of
+the layers that attend, which may be none. ``kv_cache.recurrent_layers`` is a tensor of int32 with 8 integers for each
+recurrent layer, one layer after the other: its kind (1 for a convolution, 2 for a recurrence), ``channels``, ``width``,
+``k_heads``, ``heads``, ``k_dim``, ``v_dim`` and ``channel_decay`` (0 or 1), see :class:`RecurrentLayer`.
+
 The rules are those of ``read_kv_cache_metadata`` in ``include/etkv/executorch.hpp``.
 """
 
@@ -21,9 +26,13 @@ from typing import Any, Literal, TypeAlias
 
 from etkv.config import DTYPES, Dtype, LayerConfig, LayerConfigs
 from etkv.errors import EtkvError
+from etkv.recurrent_layer import N_FACTS, RecurrentLayer
 
 SCHEMA_VERSION = 1
-"""The version of the ``kv_cache.*`` metadata that this module writes and reads."""
+"""The version of the ``kv_cache.*`` metadata of programs in which all layers attend."""
+
+RECURRENT_SCHEMA_VERSION = 2
+"""The version for programs with recurrent layers. Readers of version 1 refuse it."""
 
 MAX_LAYERS = 65536
 """The most layers of a program. A larger number means that the program is damaged."""
@@ -39,6 +48,7 @@ BACKEND = "kv_cache.backend"
 
 _VERSION = "kv_cache.schema_version"
 _DTYPE = "kv_cache.dtype"
+_RECURRENT = "kv_cache.recurrent_layers"
 _INT32_MAX = 2**31 - 1
 CONTEXT_NAMES = ("get_max_ctx_len", "get_max_context_len", "get_max_seq_len")
 
@@ -57,6 +67,8 @@ class ModelCacheParams:
     """The positions that the program was exported for; 0 if it does not say."""
     backend: Backend = "MLXBackend"
     """The backend that runs the program, for its session."""
+    recurrent_layers: tuple[RecurrentLayer, ...] = ()
+    """The layers that keep a state, in the order of their ids, which count apart from those of ``layers``."""
 
 
 def write_kv_cache_metadata(
@@ -69,23 +81,32 @@ def write_kv_cache_metadata(
     window: Count | None = None,
     sinks: Count | None = None,
     dtype: Dtype | None = None,
+    recurrent_layers: Sequence[RecurrentLayer] = (),
 ) -> dict[str, Any]:
     """Add the cache's facts to ``metadata``, the constant methods of a program by name, and return it.
 
     Each fact is one int for all layers, or one for each layer, which becomes an int32 tensor. ``window`` counts
-    positions; 0 is full history. ``dtype`` is the dtype in which the program computes keys and values.
+    positions; 0 is full history. ``dtype`` is the dtype in which the program computes keys and values. With
+    ``recurrent_layers``, ``n_layers`` may be 0, and the facts of layers that attend are then ignored.
 
     Raises :class:`EtkvError` if a value is not a 32-bit count, if a fact does not have one value for each layer, or for
     another dtype. The message names the fact, and ``metadata`` is unchanged.
     """
-    layers = _in_range(_count("n_layers", n_layers), "n_layers")
-    facts: dict[str, Any] = {_VERSION: SCHEMA_VERSION, "kv_cache.n_layers": layers}
+    layers = _in_range(_count("n_layers", n_layers), "n_layers", 0 if recurrent_layers else 1)
+    version = RECURRENT_SCHEMA_VERSION if recurrent_layers else SCHEMA_VERSION
+    facts: dict[str, Any] = {_VERSION: version, "kv_cache.n_layers": layers}
     optional = {"v_head_dim": v_head_dim, "window": window, "sinks": sinks}
     given = {name: fact for name, fact in optional.items() if fact is not None}
     for name, fact in {"n_kv_heads": n_kv_heads, "head_dim": head_dim, **given}.items():
-        facts[f"kv_cache.{name}"] = _written(name, fact, layers)
+        # A tensor for no layers would be empty.
+        facts[f"kv_cache.{name}"] = _written(name, fact, layers) if layers else 0
     if dtype is not None:
         facts[_DTYPE] = _dtype(dtype, "dtype")
+    if recurrent_layers:
+        import torch
+
+        described = [fact for layer in recurrent_layers for fact in layer.facts()]
+        facts[_RECURRENT] = torch.tensor(_counts("recurrent_layers", described, len(described)), dtype=torch.int32)
     metadata.update(facts)
     return metadata
 
@@ -95,8 +116,8 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
 
     ``source`` is the path of the program, or a mapping of its constant methods: name -> int, list or tensor.
 
-    Raises :class:`EtkvError` if the version is not 1, or if a fact is absent or not a count. The message names the
-    fact.
+    Raises :class:`EtkvError` if the version is neither 1 nor 2, or if a fact is absent or not a count. The message
+    names the fact.
     """
     if isinstance(source, Mapping):
         constants = source
@@ -106,8 +127,10 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
         constants = with_dtype(constant_methods(Path(source)), Path(source))
     dtype = _dtype(constants[_DTYPE], _DTYPE) if _DTYPE in constants else None
     version = _find(constants, _VERSION)
-    if version is not None and version != SCHEMA_VERSION:
-        raise EtkvError(f"the program's {_VERSION} is {version}; this etkv reads version {SCHEMA_VERSION}")
+    if version not in (None, SCHEMA_VERSION, RECURRENT_SCHEMA_VERSION):
+        known = f"version {SCHEMA_VERSION} and {RECURRENT_SCHEMA_VERSION}"
+        raise EtkvError(f"the program's {_VERSION} is {version}; this etkv reads {known}")
+    recurrent_layers = _recurrent_layers(constants) if version == RECURRENT_SCHEMA_VERSION else ()
     read_layers = _exporters_layers if version is None else _versioned_layers
     of_layers = [replace(layer, dtype=dtype) for layer in read_layers(constants)]
     context = context_length(constants)
@@ -115,7 +138,8 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
     if backend not in BACKENDS:
         raise EtkvError(f"`{BACKEND}` is {backend!r}, expected one of {', '.join(BACKENDS)}")
     layers = LayerConfigs(of_layers, backend)
-    return ModelCacheParams(layers, _find(constants, "get_prefill_chunk_size") or 0, context, backend)
+    chunk = _find(constants, "get_prefill_chunk_size") or 0
+    return ModelCacheParams(layers, chunk, context, backend, recurrent_layers)
 
 
 def with_dtype(constants: Mapping[str, Any], program: Path) -> Mapping[str, Any]:
@@ -144,8 +168,21 @@ def describes_layers(names: Collection[str]) -> bool:
     return _VERSION in names or "get_n_caches" in names
 
 
+def _recurrent_layers(constants: Mapping[str, Any]) -> tuple[RecurrentLayer, ...]:
+    if _RECURRENT not in constants:
+        raise _absent(_RECURRENT)
+    value = constants[_RECURRENT]
+    flat = value.flatten().tolist() if hasattr(value, "flatten") else value
+    n_layers = _in_range(len(flat) // N_FACTS if isinstance(flat, Sequence) else 0, f"layers of {_RECURRENT}")
+    if len(flat) != n_layers * N_FACTS:
+        raise EtkvError(f"`{_RECURRENT}` has {len(flat)} integers, expected {N_FACTS} for each layer")
+    facts = _counts(_RECURRENT, flat, len(flat))
+    rows = [facts[at : at + N_FACTS] for at in range(0, len(facts), N_FACTS)]
+    return tuple(RecurrentLayer.of_facts(row, f"layer {at} of `{_RECURRENT}`") for at, row in enumerate(rows))
+
+
 def _versioned_layers(constants: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
-    n_layers = _n_layers(constants, "kv_cache.n_layers")
+    n_layers = _n_layers(constants, "kv_cache.n_layers", 0 if constants[_VERSION] == RECURRENT_SCHEMA_VERSION else 1)
     kv_heads = _each(constants, "kv_cache.n_kv_heads", n_layers)
     head_dims = _each(constants, "kv_cache.head_dim", n_layers)
     v_head_dims = _each(constants, "kv_cache.v_head_dim", n_layers, head_dims)
@@ -163,16 +200,16 @@ def _exporters_layers(constants: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(heads, dim, dim, window=window) for heads, dim, window in facts)
 
 
-def _n_layers(constants: Mapping[str, Any], name: str) -> int:
+def _n_layers(constants: Mapping[str, Any], name: str, least: int = 1) -> int:
     found = _find(constants, name)
     if found is None:
         raise _absent(name)
-    return _in_range(found, name)
+    return _in_range(found, name, least)
 
 
-def _in_range(n_layers: int, name: str) -> int:
-    if not 1 <= n_layers <= MAX_LAYERS:
-        raise EtkvError(f"`{name}` is {n_layers}, expected 1 to {MAX_LAYERS}")
+def _in_range(n_layers: int, name: str, least: int = 1) -> int:
+    if not least <= n_layers <= MAX_LAYERS:
+        raise EtkvError(f"`{name}` is {n_layers}, expected {least} to {MAX_LAYERS}")
     return n_layers
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from etkv._mlx_serialization import ensure_available
 from etkv.export import recurrent
-from etkv.export.recurrent import RecurrentLayer
+from etkv.recurrent_layer import RecurrentLayer
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from etkv.recurrent_layer import RecurrentLayer
 
 if TYPE_CHECKING:
     import torch
@@ -30,25 +31,6 @@ _RECURRENCES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "m
 
 _NEEDS = {"update_conv_state": (_CONVOLUTION,), "update_recurrent_state": _RECURRENCES}
 """What a module calls on a cache of transformers' -> the functions of which it must call one."""
-
-
-@dataclass(frozen=True)
-class RecurrentLayer:
-    """A recurrent layer as its cache needs it. The sizes of the other kind are 0.
-
-    A convolution has ``channels`` and a ``width``, in tokens. A recurrence has ``k_heads`` heads of keys and ``heads``
-    of values, of ``k_dim`` and ``v_dim`` elements; ``channel_decay`` tells whether each channel of a key has a decay of
-    its own.
-    """
-
-    kind: Literal["convolution", "recurrence"]
-    channels: int = 0
-    width: int = 0
-    k_heads: int = 0
-    heads: int = 0
-    k_dim: int = 0
-    v_dim: int = 0
-    channel_decay: bool = False
 
 
 class _Ids:

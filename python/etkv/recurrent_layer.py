@@ -1,0 +1,54 @@
+"""The layers of a model that keep a state: convolutions and recurrences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from etkv.errors import EtkvError
+
+KINDS = ("convolution", "recurrence")
+"""The kinds of recurrent layers. The metadata of a program has the number of a kind here plus 1."""
+
+N_FACTS = 8
+"""The integers that metadata have for each layer: the kind, and the fields of :class:`RecurrentLayer` in order."""
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """A recurrent layer as its cache needs it. The sizes of the other kind are 0.
+
+    A convolution keeps, of each sequence, the ``channels`` inputs of its last ``width`` - 1 tokens. A recurrence keeps
+    a state of ``k_dim`` times ``v_dim`` elements for each of ``heads`` heads, of which several share one of ``k_heads``
+    heads of queries and keys. ``channel_decay`` tells whether each channel of a key has a decay of its own.
+    """
+
+    kind: Literal["convolution", "recurrence"]
+    channels: int = 0
+    width: int = 0
+    k_heads: int = 0
+    heads: int = 0
+    k_dim: int = 0
+    v_dim: int = 0
+    channel_decay: bool = False
+
+    def facts(self) -> list[int]:
+        """Return the integers that describe the layer in metadata."""
+        sizes = (self.channels, self.width, self.k_heads, self.heads, self.k_dim, self.v_dim)
+        return [KINDS.index(self.kind) + 1, *sizes, int(self.channel_decay)]
+
+    @classmethod
+    def of_facts(cls, facts: Sequence[int], name: str) -> RecurrentLayer:
+        """Return the layer that ``facts`` of metadata describe. Raises :class:`EtkvError` if no layer has them.
+
+        ``name`` is the layer's in messages.
+        """
+        kind, channels, width, k_heads, heads, k_dim, v_dim, channel_decay = facts
+        of_convolution, of_recurrence = (channels, width), (k_heads, heads, k_dim, v_dim)
+        if kind == 1 and all(of_convolution) and not any((*of_recurrence, channel_decay)):
+            return cls("convolution", channels, width)
+        is_recurrence = kind == 2 and all(of_recurrence) and not any(of_convolution) and channel_decay in (0, 1)
+        if is_recurrence and heads % k_heads == 0:
+            return cls("recurrence", 0, 0, k_heads, heads, k_dim, v_dim, bool(channel_decay))
+        raise EtkvError(f"{name} is {list(facts)}, which describes no recurrent layer")

@@ -1,0 +1,85 @@
+"""The metadata of programs with recurrent layers, which have a version of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from etkv import metadata
+from etkv.config import LayerConfig
+from etkv.errors import EtkvError
+from etkv.metadata import read_kv_cache_metadata, write_kv_cache_metadata
+from etkv.recurrent_layer import RecurrentLayer
+
+CONVOLUTION = RecurrentLayer("convolution", channels=160, width=4)
+RECURRENCE = RecurrentLayer("recurrence", k_heads=2, heads=4, k_dim=16, v_dim=24)
+OF_CHANNELS = RecurrentLayer("recurrence", k_heads=4, heads=4, k_dim=16, v_dim=16, channel_decay=True)
+LAYERS = (CONVOLUTION, RECURRENCE, OF_CHANNELS)
+
+
+def written(n_layers: int = 1, layers=LAYERS):
+    return write_kv_cache_metadata({}, n_layers=n_layers, n_kv_heads=2, head_dim=8, recurrent_layers=layers)
+
+
+def test_what_is_written_is_read():
+    params = read_kv_cache_metadata(written())
+    assert params.recurrent_layers == LAYERS
+    assert list(params.layers) == [LayerConfig(2, 8, 8)]
+
+
+def test_the_form():
+    facts = written()
+    assert facts["kv_cache.schema_version"] == 2
+    assert facts["kv_cache.recurrent_layers"].dtype == torch.int32
+    assert facts["kv_cache.recurrent_layers"].tolist() == [
+        *(1, 160, 4, 0, 0, 0, 0, 0),
+        *(2, 0, 0, 2, 4, 16, 24, 0),
+        *(2, 0, 0, 4, 4, 16, 16, 1),
+    ]
+
+
+def test_a_model_without_attention():
+    params = read_kv_cache_metadata(written(n_layers=0))
+    assert (list(params.layers), params.recurrent_layers) == ([], LAYERS)
+
+
+def test_programs_without_recurrent_layers_are_as_before():
+    facts = written(layers=())
+    assert facts["kv_cache.schema_version"] == 1
+    assert "kv_cache.recurrent_layers" not in facts
+    assert read_kv_cache_metadata(facts).recurrent_layers == ()
+    with pytest.raises(EtkvError, match="`n_layers` is 0, expected 1 to 65536"):
+        written(n_layers=0, layers=())
+
+
+def test_version_1_has_no_recurrent_layers():
+    """A reader that knows version 1 alone would miss them, so it must see another version."""
+    assert metadata.RECURRENT_SCHEMA_VERSION != metadata.SCHEMA_VERSION
+    assert read_kv_cache_metadata({**written(), "kv_cache.schema_version": 1}).recurrent_layers == ()
+
+
+BAD = {
+    "another kind": ([3, 160, 4, 0, 0, 0, 0, 0], "layer 0 of `kv_cache.recurrent_layers` is .* no recurrent layer"),
+    "no width": ([1, 160, 0, 0, 0, 0, 0, 0], "describes no recurrent layer"),
+    "a convolution of heads": ([1, 160, 4, 1, 0, 0, 0, 0], "describes no recurrent layer"),
+    "heads that do not share": ([2, 0, 0, 3, 4, 16, 16, 0], "describes no recurrent layer"),
+    "another decay": ([2, 0, 0, 2, 4, 16, 16, 2], "describes no recurrent layer"),
+    "half a layer": ([1, 160, 4, 0], "is 0, expected 1 to 65536"),
+    "a layer and a half": ([1, 160, 4, 0, 0, 0, 0, 0, 1, 160, 4], "has 11 integers, expected 8 for each layer"),
+    "below 0": ([1, -160, 4, 0, 0, 0, 0, 0], "not a 32-bit count"),
+    "a number": (7, "is 0, expected 1 to 65536"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_damage_is_refused(name):
+    value, words = BAD[name]
+    with pytest.raises(EtkvError, match=words):
+        read_kv_cache_metadata({**written(), "kv_cache.recurrent_layers": value})
+
+
+def test_version_2_without_them_is_refused():
+    facts = written()
+    del facts["kv_cache.recurrent_layers"]
+    with pytest.raises(EtkvError, match=r"does not tell `kv_cache\.recurrent_layers`"):
+        read_kv_cache_metadata(facts)
