@@ -422,7 +422,7 @@ class Generation(Iterator[int]):
         position = self._start + self._ran
         if self._next() != position:
             raise PositionError(
-                f"the answer goes on at position {position}, but the cache goes on at {self._next()}: something else "
+                f"the answer goes on at position {position}, and the cache goes on at {self._next()}: something else "
                 "has changed it"
             )
         if isinstance(self._cache, SeqCache):

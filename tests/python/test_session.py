@@ -252,7 +252,7 @@ def test_a_freed_handle_has_no_facts():
         gone = etkv.Cache(lib().etkv_session_cache(session._session))
         lib().etkv_cache_free(gone._raw())
         for fact in ("capacity", "n_layers", "kind"):
-            with pytest.raises(etkv.EtkvError, match="closed by another thread"):
+            with pytest.raises(etkv.EtkvError, match="another thread closed the session"):
                 getattr(gone, fact)
 
 
