@@ -45,7 +45,7 @@ SHAPES = {
         "head_dim": 64,
         "rope_theta": 500000.0,
     },
-    # As small as a program can be: for trials of the benchmark itself.
+    # A minimal program, for trials of the benchmark itself.
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 128,

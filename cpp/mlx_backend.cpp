@@ -6,7 +6,7 @@
 namespace etkv::executorch_backend {
 namespace {
 
-/// MLX has threads of its own.
+/// MLX has its own threads.
 class OneThread final : public interpreter::Threads {
  public:
   std::size_t count() const override {

@@ -269,7 +269,7 @@ class Fork {
     return length > 0;
   }
 
-  /// Prints what the fork saves, against a run for each branch.
+  /// Prints the savings of the fork, compared with one run per branch.
   Result<void> report() const {
     int64_t begun = 0;
     size_t apart = 0;

@@ -49,9 +49,9 @@ struct WindowOptions {
   std::optional<int64_t> sinks;
 };
 
-/// Returns what a layer sees of a sequence that keeps its first `sinks` and its
-/// last `window` positions, within the layer's own window. Empty if no single
-/// window describes this.
+/// Returns the window that a layer sees of a sequence that keeps its first
+/// `sinks` and its last `window` positions, within the layer's own window.
+/// Empty if no single window describes this.
 std::optional<LayerConfig>
 seen_in(LayerConfig layer, int32_t window, int32_t sinks) {
   if (layer.window > 0 && layer.window <= window && layer.sinks <= sinks) {

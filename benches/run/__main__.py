@@ -164,7 +164,7 @@ def run(bench: Bench, names: list[str]) -> Figures:
         if why:
             topic.not_run.append(f"mlx-lm: {why}")
         made["topics"].append(report.topic_as_json(topic))
-        # A run that is stopped leaves what it measured.
+        # A stopped run keeps its figures so far.
         made["seconds"] = time.monotonic() - clock
         made["samples"] = bench.samples
         report.write(made, bench.output)
@@ -185,7 +185,7 @@ def facts(bench: Bench) -> tuple[Figures, str | None]:
 
 
 def machine(found: Figures) -> Figures:
-    """Returns what the report says of the machine."""
+    """Returns the machine's facts for the report."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

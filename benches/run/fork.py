@@ -1,4 +1,4 @@
-"""Branches of one context: what a fork takes, and decoding the branches together."""
+"""Branches of one context: the cost of a fork, and decoding the branches together."""
 
 from __future__ import annotations
 

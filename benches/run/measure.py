@@ -1,4 +1,4 @@
-"""Runs contestants in turns, each round in a process of its own, and takes medians and ratios of what they report."""
+"""Runs contestants in turns, each round in a separate process, and takes medians and ratios of their figures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_process(
 
 
 def json_lines(lines: Iterable[str]) -> list[Figures]:
-    """Returns what is JSON among the lines of an output. Raises :class:`NotRunError` if nothing is."""
+    """Returns the JSON among the lines of an output. Raises :class:`NotRunError` if nothing is."""
     found = [json.loads(line) for line in lines if line.startswith("{")]
     if not found:
         raise NotRunError("it printed no figures")
@@ -159,7 +159,7 @@ class Bench:
         return quick if self.quick else gpu if self.device == "gpu" else cpu
 
     def tool(self, name: str, *options: object) -> list[Figures]:
-        """Runs one of etkv's programs; returns what it prints as JSON, an object a line."""
+        """Runs one of etkv's programs; returns its JSON output, one object a line."""
         return json_lines(run_process(self.command(name, *options), self.environment, self.limit))
 
     def output_of_tool(self, name: str, *options: object) -> str:
@@ -174,7 +174,7 @@ class Bench:
         raise NotRunError(f"there is no {name} in {' or '.join(map(str, self.folders))}")
 
     def peer(self, work: str, model: Model, **job: object) -> Figures:
-        """Runs mlx-lm on a model in a process of its own; ``peer_mlx_lm.py`` has the kinds of work."""
+        """Runs mlx-lm on a model in a separate process; ``peer_mlx_lm.py`` has the kinds of work."""
         if model.weights is None:
             raise NotRunError(f"no folder of weights for {model.name}")
         job = {"work": work, "folder": str(model.weights), **job}

@@ -56,7 +56,7 @@ def of_checkout(*, quick: bool) -> list[Model]:
         folder = MODELS / variant.folder
         command = [sys.executable, "-m", "etkv.export", "--if-changed", "--model", str(path("smollm2-135m"))]
         command += ["--output", str(folder / "model.pte"), "--dtype", variant.dtype]
-        # As the tests ask for it, so that one export serves both.
+        # The same options as the tests, so that one export serves both.
         command += ["--keep-hf", str(folder / "hf")]
         command += ["--quantize", variant.quantize] if variant.quantize else []
         subprocess.run(command, check=True, cwd=ROOT)
@@ -75,7 +75,7 @@ def bits_of(quantize: str | None) -> int | None:
 
 
 def convert_apart(source: Path, program: Path, target: Path, **options: Any) -> None:
-    """Runs :func:`convert` in a process of its own, which returns all memory."""
+    """Runs :func:`convert` in a separate process, which frees all memory at its end."""
     job = json.dumps([str(source), str(program), str(target), options])
     code = "import json, sys; from run.models import convert; a = json.loads(sys.argv[1]); convert(*a[:3], **a[3])"
     subprocess.run([sys.executable, "-c", code, job], check=True, cwd=Path(__file__).parents[1])

@@ -17,7 +17,7 @@ namespace etkv::examples {
 Error refuse(std::string sentence);
 
 /// The options of a runner, and where their values go. A value that the command
-/// line does not give stays as it is.
+/// line does not give does not change.
 class Arguments {
  public:
   /// @param usage  the lines of help above the options.

@@ -91,7 +91,7 @@ Result<std::optional<LogitsView>> read_ids(
     size_t end);
 
 /// Removes the positions of a sequence from `length` on, or all of them if
-/// layers with windows have dropped what the next token would see. Returns how
+/// layers with windows have dropped rows that the next token needs. Returns how
 /// many are left.
 Result<size_t> cut(SeqCache& cache, int32_t sequence, size_t length);
 

@@ -50,8 +50,8 @@ struct HiddenStatesView {
   }
 };
 
-/// The input of a draft's step besides tokens: a row of hidden states for each
-/// token, and whether the row is the token's own or that of its parent.
+/// An additional input of a draft's step: a row of hidden states for each
+/// token, and whether the row belongs to the token or to its parent.
 struct GivenHiddenStates {
   std::vector<std::byte> rows;
   std::vector<bool> known;

@@ -15,7 +15,7 @@
 namespace etkv::examples {
 
 /// Compares answers with reference decoding in the same storage format, and
-/// prints the result. Loads the program again, with a cache of its own.
+/// prints the result. Loads the program again, with its own cache.
 ///
 /// Float sums depend on their order. For a step of several tokens, MLX may use
 /// another order than for a step of one, as it does with 4-bit weights. Another

@@ -31,7 +31,7 @@ struct Dtype {
   size_t bytes;
 };
 
-/// By their numbers in a file.
+/// The dtypes by their numbers in a file.
 constexpr std::array<Dtype, 7> kDtypes = {{
     {ScalarType::Float, "f32", 4},
     {ScalarType::Half, "f16", 2},

@@ -30,7 +30,7 @@ class TextCache {
   Result<bool> can_extend() const;
 
   /// Removes the positions from `length` on, or all of them if the cache cannot
-  /// rewind that far: layers with windows have dropped what the next token
+  /// rewind that far: layers with windows have dropped rows that the next token
   /// would see, or the cache is in a graph. Returns how many are left.
   Result<int32_t> rewind(int32_t length);
 

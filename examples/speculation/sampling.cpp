@@ -60,7 +60,7 @@ softmax(const LogitsView& logits, int64_t row, double temperature) {
             std::to_string(id) + " is " +
             (std::isnan(best) ? "nan" : std::to_string(best)));
   }
-  // In float32, which takes a fraction of the time: the result is rounded to it.
+  // In float32, which is much faster: the result is rounded to float32 anyway.
   for (float& value : p) {
     value = std::exp(
         static_cast<float>((static_cast<double>(value) - best) / temperature));

@@ -60,10 +60,10 @@ class Tokenizer {
   /// tokenizer_config.json and generation_config.json.
   static Result<Tokenizer> from_pretrained(const std::string& path);
 
-  /// Returns the ids of `text`: all of them, whatever the truncation and the
-  /// padding of tokenizer.json. With `add_special_tokens`, includes the tokens
-  /// that the tokenizer puts around a text; a text that begins with the first of
-  /// them gets no second one.
+  /// Returns the ids of `text`: all of them, since the truncation and the
+  /// padding of tokenizer.json are ignored. With `add_special_tokens`, includes
+  /// the tokens that the tokenizer puts around a text; a text that begins with
+  /// the first of them gets no second one.
   Result<std::vector<int64_t>> encode(
       std::string_view text,
       bool add_special_tokens) const;

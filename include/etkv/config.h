@@ -59,8 +59,8 @@ enum {
 };
 
 /**
- * What one attention layer stores. The program's architecture gives these
- * numbers.
+ * The rows that one attention layer stores. The program's architecture gives
+ * these numbers.
  */
 typedef struct etkv_layer_config {
   size_t struct_size;

@@ -21,7 +21,7 @@ enum class Dtype : etkv_dtype {
   bf16 = ETKV_DTYPE_BF16,
 };
 
-/// What one attention layer stores; see etkv_layer_config.
+/// The rows that one attention layer stores; see etkv_layer_config.
 struct LayerConfig {
   int32_t n_kv_heads = 0;
   int32_t k_head_dim = 0;

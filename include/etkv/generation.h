@@ -112,7 +112,7 @@ typedef struct etkv_generation etkv_generation;
 /** A text to continue. The caller owns what it points to. */
 typedef struct etkv_prompt {
   size_t struct_size;
-  /** The tokens after what the sequence holds, at least one. */
+  /** The tokens after those that the sequence holds, at least one. */
   const int64_t* tokens;
   size_t n_tokens;
   /** The sequence to continue; 0 in a cache of one sequence. */
@@ -129,7 +129,7 @@ enum {
    * each buffer that the previous step still reads.
    */
   ETKV_RUN_AHEAD_AUTO = 0,
-  /** Each step starts when its token is asked for. */
+  /** Each step starts when the host asks for its token. */
   ETKV_RUN_AHEAD_NEVER = 1,
   /** Also on a CPU. */
   ETKV_RUN_AHEAD_ALWAYS = 2,

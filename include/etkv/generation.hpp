@@ -97,7 +97,7 @@ inline Result<int64_t> choose(
 
 /// A text to continue.
 struct Prompt {
-  /// The tokens after what the sequence holds, at least one.
+  /// The tokens after those that the sequence holds, at least one.
   std::vector<int64_t> tokens;
   /// The sequence to continue; 0 in a cache of one sequence.
   int32_t sequence = 0;
@@ -106,7 +106,7 @@ struct Prompt {
 /// Whether a step starts before the host asks for its token.
 enum class RunAhead : etkv_run_ahead {
   automatic = ETKV_RUN_AHEAD_AUTO, ///< on a GPU
-  never = ETKV_RUN_AHEAD_NEVER,    ///< when its token is asked for
+  never = ETKV_RUN_AHEAD_NEVER,    ///< when the host asks for its token
   always = ETKV_RUN_AHEAD_ALWAYS,  ///< also on a CPU
 };
 

@@ -77,7 +77,8 @@ typedef struct etkv_memory_budget {
  * was converted.
  *
  * Before it refuses a call, etkv frees prefixes that nothing uses, and then
- * asks the host's callback. A limit below what is held is no error: caches keep
+ * asks the host's callback. A limit below the held bytes is no error: caches
+ * keep
  * what they have, and do not grow until enough is free. Programs' weights,
  * memory that MLX keeps for reuse and caches that the application implements do
  * not count.

@@ -3,7 +3,7 @@
  * docs/prefixes.md describes them. A part of etkv.h, whose conventions hold
  * here.
  *
- *   etkv_prefix        what a cache holds, frozen
+ *   etkv_prefix        the frozen contents of a cache
  *   etkv_prefix_store  beginnings of texts in a folder or a bucket
  *   etkv_prefix_cache  prefixes in memory by their texts, over a store or none
  */
@@ -205,7 +205,7 @@ typedef struct etkv_prefix_cache etkv_prefix_cache;
 /** Keeps a prefix in memory until it is freed. */
 typedef struct etkv_prefix_pin etkv_prefix_pin;
 
-/** What a prefix cache may hold. */
+/** The limits and the store of a prefix cache. */
 typedef struct etkv_prefix_cache_options {
   size_t struct_size;
   /**
@@ -220,7 +220,7 @@ typedef struct etkv_prefix_cache_options {
   const etkv_prefix_store* store;
 } etkv_prefix_cache_options;
 
-/** What a prefix cache holds, and how it was used. */
+/** The contents of a prefix cache, and counts of its use. */
 typedef struct etkv_prefix_statistics {
   size_t struct_size;
   /** The prefixes in memory, and those of them that are pinned. */

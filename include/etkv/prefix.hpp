@@ -18,7 +18,7 @@ namespace etkv {
 
 // ---- What a cache holds, frozen --------------------------------------------
 
-/// What a cache held, frozen; see etkv_prefix.
+/// The frozen contents of a cache; see etkv_prefix.
 class Prefix {
  public:
   /// Owns a handle.
@@ -156,7 +156,8 @@ class PrefixPin {
   detail::Handle<etkv_prefix_pin, etkv_prefix_pin_free> handle_;
 };
 
-/// What a prefix cache holds, and how it was used; see etkv_prefix_statistics.
+/// The contents of a prefix cache, and counts of its use; see
+/// etkv_prefix_statistics.
 struct PrefixStatistics {
   size_t prefixes = 0;           ///< prefixes in memory
   size_t pinned = 0;             ///< those of them that are pinned
@@ -260,7 +261,7 @@ class PrefixCache {
     });
   }
 
-  /// Returns what it holds, and how it was used.
+  /// Returns its contents, and counts of its use.
   Result<PrefixStatistics> statistics() const {
     etkv_prefix_statistics raw{};
     raw.struct_size = sizeof(raw);

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-/** What the caller adds to the contents of a cache. */
+/** Labels that the caller adds to the contents of a cache. */
 typedef struct etkv_save_options {
   size_t struct_size;
   /**
@@ -103,7 +103,7 @@ ETKV_API etkv_status etkv_seq_cache_save(
     etkv_error** error);
 
 /**
- * Adds the only sequence of a file to what the cache holds. Everything is
+ * Adds the only sequence of a file to the cache. Everything is
  * checked before the cache changes, and other sequences stay as they are. The
  * rows of the sequence are in memory twice until they are complete.
  *

@@ -17,7 +17,8 @@
 
 namespace etkv {
 
-/// What the caller adds to the contents of a cache; see etkv_save_options.
+/// Labels that the caller adds to the contents of a cache; see
+/// etkv_save_options.
 struct SaveOptions {
   std::string fingerprint;
   std::vector<int64_t> tokens;

@@ -1,5 +1,5 @@
 /*
- * Versions of the library and of what it runs on.
+ * Versions of the library and of its dependencies.
  * A part of etkv.h, whose conventions hold here.
  */
 #ifndef ETKV_VERSION_H

@@ -1,5 +1,5 @@
 /*
- * What a running etkv reports: its log, reports, MLX's memory, and handles.
+ * Observing a running etkv: its log, reports, MLX's memory, and handles.
  * A part of etkv.h, whose conventions hold here.
  */
 #ifndef ETKV_WATCH_H
@@ -42,7 +42,7 @@ enum {
   ETKV_LOG_INFO = 3,
   /** Work and the time that it took: steps, growth, passes. */
   ETKV_LOG_DEBUG = 4,
-  /** What each layer of a step does. */
+  /** The work of each layer of a step. */
   ETKV_LOG_TRACE = 5,
 };
 
@@ -178,9 +178,9 @@ ETKV_API void etkv_string_free(char* string);
 /** Bytes that MLX holds in this process, for caches and programs together. */
 typedef struct etkv_mlx_memory {
   size_t struct_size;
-  /** In use. */
+  /** Bytes in use. */
   uint64_t active;
-  /** Free, kept for reuse. */
+  /** Free bytes that are kept for reuse. */
   uint64_t cached;
   /** The most that was in use at one time. */
   uint64_t peak;

@@ -1,4 +1,4 @@
-// What a running etkv reports: its log, and reports. A part of etkv.hpp. See
+// Observing a running etkv: its log, and reports. A part of etkv.hpp. See
 // watch.h, docs/watching.md and docs/reports.md.
 #pragma once
 

@@ -115,8 +115,8 @@ static void other_versions(void) {
   etkv_session_free(session);
 }
 
-/* What an estimate writes for layers, and what it refuses. metadata.cpp tests
- * that the numbers are those of steps. */
+/* The values that an estimate writes for layers, and the arguments that it
+ * refuses. metadata.cpp tests that the numbers are those of steps. */
 static void estimates(void) {
   setup s;
   set_up(&s);
@@ -221,7 +221,7 @@ static void formats(void) {
     CHECK_OK(etkv_cache_new(BACKEND, KIND, &s.config, &cache, NULL));
     CHECK_FORMATS(known[i].found, "f32");
     etkv_cache_free(cache);
-    /* Static: valid after the cache is freed. */
+    /* The string is static: it is valid after the cache is freed. */
     CHECK(strcmp(k, known[i].found) == 0);
   }
 #define CHECK_BYTES(name, head_dim, words) \

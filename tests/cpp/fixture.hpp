@@ -261,7 +261,7 @@ inline bool close(const Rows& a, const Rows& b) {
   return distance(a, b) < 1e-4;
 }
 
-/// A program on a cache of its own.
+/// A program on its own cache.
 struct Bound {
   explicit Bound(
       const std::string& name = "llama-f32",

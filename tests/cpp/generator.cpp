@@ -1,5 +1,5 @@
-// What a generator keeps of a cache that cannot rewind to every position, and
-// its state after a failed step.
+// The positions that a generator keeps of a cache that cannot rewind to every
+// position, and its state after a failed step.
 
 #include "examples/common/generator.hpp"
 #include "examples/common/model.hpp"

@@ -61,7 +61,7 @@ TokenTree fresh(
   return must(proposer->propose(text, shape, greedy));
 }
 
-/// Notes what a draft proposes.
+/// Records the proposals of a draft.
 class Recorder : public Draft {
  public:
   struct Proposal {

@@ -1,5 +1,5 @@
-// What a program reports of its caches: versioned metadata, the methods of
-// ExecuTorch's exporter, and neither.
+// The facts that a program reports about its caches: by versioned metadata, by
+// the methods of ExecuTorch's exporter, or not at all.
 
 #include <map>
 #include <stdexcept>

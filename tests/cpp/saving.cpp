@@ -125,7 +125,7 @@ void a_damaged_file() {
       "its header says");
   must(save_cache(bound.cache(), place.path));
   {
-    // In the last checksum.
+    // Damage in the last checksum.
     std::fstream file(
         place.path, std::ios::in | std::ios::out | std::ios::binary);
     file.seekg(-1, std::ios::end);

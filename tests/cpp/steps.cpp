@@ -257,7 +257,7 @@ void chunks() {
     CHECK(apart < 1e-4);
     CHECK_INT(pieces.best(), all.best());
   }
-  // As many as the program accepts.
+  // The maximum step of the program.
   Bound most;
   CHECK_INT(most.at(0, text(kMaxTokens)).count, kMaxTokens);
 }
@@ -308,7 +308,7 @@ void growth() {
       CHECK_INT(memory.used, length * slot);
       CHECK_INT(memory.at_capacity, 22 * slot);
     }
-    // In one step, past several such sizes.
+    // One step that grows past several such sizes.
     must(bound.cache().clear(/*release=*/true));
     bound.at(0, slice(ids, 0, 9));
     CHECK_INT(bound.cache().memory()->allocated, 16 * slot);

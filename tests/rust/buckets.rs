@@ -113,7 +113,7 @@ fn save(store: &PrefixStore, shape: TextShape, text: &[i64]) -> bool {
     store.save(&mut *cache, Labels { fingerprint: MODEL, tokens: text }).unwrap()
 }
 
-/// Loads what the store has of a text, and checks that the cache then equals one that read the text. Returns the
+/// Loads the stored beginning of a text, and checks that the cache then equals one that read the text. Returns the
 /// length that was loaded.
 fn load(store: &PrefixStore, shape: TextShape, text: &[i64]) -> usize {
     let mut cache = shape.make::<OnCpu>();
@@ -177,7 +177,7 @@ fn the_longest_beginning_is_loaded() {
     }
 }
 
-/// In parts, and with prefetching.
+/// Uploaded in parts, and with prefetching.
 #[test]
 fn a_large_object_is_whole() {
     let config = CacheConfig::uniform(3, 8, 128, 1200).stored_as("f32".parse().unwrap());

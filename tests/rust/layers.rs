@@ -24,7 +24,7 @@ fn flat(array: &Array) -> Vec<f32> {
     array.contiguous().unwrap().as_slice::<f32>().to_vec()
 }
 
-/// Layers return what a separate step reads.
+/// Layers return the rows that a separate step reads.
 #[test]
 fn layers_return_what_a_step_reads() {
     etkv::mlx::run(|| {

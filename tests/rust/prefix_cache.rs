@@ -530,7 +530,7 @@ fn what_cannot_be_read_ahead_is_counted() {
     assert_eq!(read_ahead(&prefixes), [0, 0, 2]);
     assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, &text), 0);
 
-    // More than memory may have: the text is still in the store.
+    // A text that exceeds the memory limit is still in the store.
     let (_folder, small) = with_store(Some(100), &[&text]);
     assert!(prefetch(&small, AHEAD, &text));
     assert_eq!(read_ahead(&small), [0, 0, 1]);

@@ -91,7 +91,7 @@ fn step(cache: &mut AnyCache, text: &[i64], start: usize, end: usize) -> Vec<u32
     bits
 }
 
-/// Returns what the query of one more token sees.
+/// Returns the values that the query of one more token sees.
 fn answer(cache: &mut AnyCache, text: &[i64]) -> Vec<u32> {
     let mut longer = text.to_vec();
     longer.push(5);
@@ -127,7 +127,7 @@ fn save(store: &PrefixStore, shape: Shape, text: &[i64]) -> bool {
     store.save(&mut *cache, labels(text)).unwrap()
 }
 
-/// Loads what the store has of a text, and checks that it equals a cache that read the text. Returns its
+/// Loads the stored beginning of a text, and checks that it equals a cache that read the text. Returns its
 /// length.
 fn load(store: &PrefixStore, shape: Shape, text: &[i64]) -> usize {
     let mut cache = shape.make();

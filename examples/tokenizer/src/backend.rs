@@ -15,7 +15,7 @@ use tokenizers::{DecoderWrapper, ModelWrapper, Tokenizer};
 
 use crate::error::{Error, Result};
 
-/// What [`Backend::decode`] replaces for `clean_up_tokenization_spaces`, in this order.
+/// The pairs that [`Backend::decode`] replaces for `clean_up_tokenization_spaces`, in this order.
 const CLEAN_UP: [(&str, &str); 10] = [
     (" .", "."),
     (" ?", "?"),

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::template::Variables;
 
-/// A part of what a model reads.
+/// A part of a model's input.
 #[derive(Debug, PartialEq)]
 pub enum Part {
     Text(String),

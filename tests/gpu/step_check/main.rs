@@ -257,8 +257,8 @@ fn check_masks(
         let expected = unsafe { plain.run(&inputs) }?.logits.to_vec();
         // SAFETY: likewise.
         let found = unsafe { captured.run(&StepInputs { mask: Some(&causal), ..inputs }) }?;
-        // Blocks after the first read fewer tiles without a mask, so their sums are divided in another way.
-        // So are sums of rows in small blocks.
+        // Blocks after the first read fewer tiles without a mask, so their sums are divided in another way. The same
+        // holds for sums of rows in small blocks.
         let most = if small_blocks { 16 } else { 64 };
         let one_block = tokens * model.shape.n_q / model.shape.n_kv <= most;
         let same = match one_block {

@@ -27,7 +27,7 @@ pub const LLAMA: Shape = Shape {
     packing: None,
 };
 
-/// In the groups of mlx-lm's programs, and in those of this project's.
+/// With the group sizes of mlx-lm's programs, and of this project's.
 const LLAMA_64: Shape = Shape {
     name: "Llama-3.2-1B in 4 bits, groups of 64",
     packing: Some(Packing { bits: 4, group: 64 }),

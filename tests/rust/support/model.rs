@@ -34,7 +34,7 @@ pub struct Node {
 
 #[derive(Debug, Clone, Default)]
 pub struct Sequence {
-    /// By position.
+    /// The tokens by position.
     pub tokens: Vec<Id>,
     pub tree: Vec<Node>,
 }

@@ -147,7 +147,7 @@ impl Budget {
     }
 }
 
-/// Text whose units are taken as it is written.
+/// Text that takes its units from the budget while it is written.
 pub struct Writer<'a> {
     text: String,
     budget: &'a Budget,
@@ -202,7 +202,7 @@ fn text_or_items(value: &Value) -> u64 {
     value.as_str().map_or_else(|| items(value) * ITEM, |text| text.len() as u64)
 }
 
-/// Returns what is within a list or a mapping, keys too; None for other values.
+/// Returns the contents of a list or a mapping, keys included; None for other values.
 fn inside(value: &Value) -> Result<Option<Box<dyn Iterator<Item = Value>>>, Error> {
     match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => Ok(Some(Box::new(value.try_iter()?))),

@@ -148,7 +148,7 @@ fn filter(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
     }
 }
 
-/// Of a text these filters make a list of characters.
+/// These filters convert a text to a list of characters.
 fn characters(all: &[Value], budget: &Budget) -> Result<(), Error> {
     budget.take(text_length(&all[0]).saturating_mul(ITEM))?;
     read(all, budget)

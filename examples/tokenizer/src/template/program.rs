@@ -7,7 +7,7 @@
 //! | --- | --- | --- |
 //! | `a % b`, `a ~ b`, `y[a:b:c]` | a call | minijinja computes remainders alone, prints as Rust does, and takes other ends for negative steps |
 //! | `for x in y` | a call before it | minijinja loops over None, and does not know the length of a text |
-//! | text of the template | the text as a value that is written | what is written is counted in one place |
+//! | text of the template | the text as a value that is written | all output is counted in one place |
 //! | other operators, filters, methods, calls | a call before it | its operands are checked |
 //! | what returns a value of any size | a call after it | the result is checked |
 //!
@@ -20,7 +20,7 @@ use minijinja::{Error, ErrorKind, Value};
 
 use super::environment::syntax;
 
-/// Takes what a loop goes over; returns it as a list where minijinja does not know its length.
+/// Takes the value that a loop iterates over; returns a list if minijinja does not know its length.
 pub const ITER: &str = "for";
 
 /// Returns `value[start:stop:step]`.
@@ -106,7 +106,7 @@ pub enum Kind {
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Check {
     pub kind: Kind,
-    /// What the template calls.
+    /// The filter, test, method or function that the template calls.
     pub name: String,
     /// The name of the function.
     pub function: String,

@@ -105,7 +105,7 @@ fn normalized_message(message: &Value) -> Value {
     };
     let reasoning = REASONING.iter().find_map(|name| value_of(&kept, name));
     if let Some(reasoning) = reasoning {
-        // In the order in which transformers writes them.
+        // The keys in the order of transformers.
         let thinking = value_of(&kept, "thinking").unwrap_or_else(|| reasoning.clone());
         kept.retain(|(key, _)| key.as_str() != Some("thinking"));
         kept.insert(0, (Value::from("thinking"), thinking));
