@@ -38,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     inspect = commands.add_parser(
         "inspect",
-        help="tell what a program holds, whether this build runs it, and what its cache takes",
-        description="Tell what a program holds, whether this build runs it, and what its cache takes.",
+        help="report a program's contents, whether this build runs it, and the bytes of its cache",
+        description="Report a program's contents, whether this build runs it, and the bytes of its cache.",
     )
     inspection.add_arguments(inspect)
     generate = commands.add_parser(
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     generate.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the N best (default: 0, all)")
-    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="and from the share P (default: 1)")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the share P (default: 1)")
     generate.add_argument("--seed", type=int, metavar="N", help="seed of sampling")
     generate.add_argument("--show-special", action="store_true", help="write the special tokens of the answer too")
     generate.add_argument("--progress", action="store_true", help="show bars on stderr")
@@ -167,8 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         if options.command == "inspect":
             with third_party_noise(allowed=False):
-                told = inspection.run(options)
-            print("\n".join(told), flush=True)
+                lines = inspection.run(options)
+            print("\n".join(lines), flush=True)
         else:
             _generate(options)
     except EtkvError as error:

@@ -58,9 +58,9 @@ def _load() -> tuple[Any, Any]:
             tables = ModuleType("etkv.capi_tables")
             SourceFileLoader(tables.__name__, str(_library.capi_tables())).exec_module(tables)
             library = tables.ffi.dlopen(path)
-            found = library.etkv_abi_version()
-            if found < ABI_VERSION:
-                raise EtkvError(f"{path} has interface {found}, this package needs {ABI_VERSION}: build it again")
+            version = library.etkv_abi_version()
+            if version < ABI_VERSION:
+                raise EtkvError(f"{path} has interface {version}, this package needs {ABI_VERSION}: build it again")
             _loaded = tables.ffi, library
         return _loaded
 
@@ -78,11 +78,11 @@ def call(function: str, *arguments: Any) -> None:
 
 def ask_text(function: str, *arguments: Any) -> str:
     """Return the text that such a function stores as a string, and free the string."""
-    made = ask(function, "char*", *arguments)
+    out = ask(function, "char*", *arguments)
     try:
-        return text(made)
+        return text(out)
     finally:
-        lib().etkv_string_free(made)
+        lib().etkv_string_free(out)
 
 
 @overload
@@ -128,11 +128,11 @@ def ask_list(function: str, kind: str, *arguments: Any, of: Callable[[Any], Any]
 
 def struct(kind: str, **fields: Any) -> Any:
     """Return a struct of the interface with its ``struct_size`` set."""
-    made = ffi.new(f"{kind}*")
-    made.struct_size = ffi.sizeof(kind)
+    result = ffi.new(f"{kind}*")
+    result.struct_size = ffi.sizeof(kind)
     for name, value in fields.items():
-        setattr(made, name, value)
-    return made
+        setattr(result, name, value)
+    return result
 
 
 def ask_tokens(function: str, *arguments: Any) -> list[int]:
@@ -147,10 +147,10 @@ def ask_tokens(function: str, *arguments: Any) -> list[int]:
 
 def text_options(tokens: Sequence[int], fingerprint: str) -> tuple[Any, Any]:
     """Return the options of a text, and the objects that must outlive them."""
-    given = ffi.new("char[]", encoded(fingerprint, "fingerprint"))
+    model = ffi.new("char[]", encoded(fingerprint, "fingerprint"))
     listed = int64s(tokens, "tokens")
-    options = struct("etkv_save_options", fingerprint=given, tokens=listed, n_tokens=len(tokens))
-    return options, (given, listed)
+    options = struct("etkv_save_options", fingerprint=model, tokens=listed, n_tokens=len(tokens))
+    return options, (model, listed)
 
 
 def encoded(value: str, name: str) -> bytes:
@@ -207,20 +207,20 @@ def deliver_log() -> None:
 
 
 def _deliver_log() -> None:
-    library, made = lib(), ffi.new("char**")
-    if library.etkv_log_take(made, ffi.NULL) == 0 and made[0] != ffi.NULL:
-        messages = text(made[0])
-        library.etkv_string_free(made[0])
+    library, out = lib(), ffi.new("char**")
+    if library.etkv_log_take(out, ffi.NULL) == 0 and out[0] != ffi.NULL:
+        messages = text(out[0])
+        library.etkv_string_free(out[0])
         _log.deliver(messages)
 
 
 def follow_log_levels() -> None:
     """Set the library's filter to the levels of the loggers, or to none if no handler accepts a record."""
-    wanted = _log.wanted()
-    if wanted != _log_filter:
+    new_filter = _log.wanted()
+    if new_filter != _log_filter:
         # A subscriber that Rust code of the process has set receives the messages instead.
         with contextlib.suppress(EtkvError):
-            _set_log_filter(wanted)
+            _set_log_filter(new_filter)
 
 
 def set_log_level(level: int | str) -> None:
@@ -232,16 +232,16 @@ def set_log_level(level: int | str) -> None:
     _set_log_filter(_log.wanted())
 
 
-def _set_log_filter(wanted: str) -> None:
+def _set_log_filter(new_filter: str) -> None:
     global _log_filter
     library, error = lib(), ffi.new("etkv_error**")
     with _log_setting:
-        if wanted:
-            status = library.etkv_log_keep(wanted.encode(), _log.KEPT, error)
+        if new_filter:
+            status = library.etkv_log_keep(new_filter.encode(), _log.KEPT, error)
         else:
             status = library.etkv_set_log_callback(ffi.NULL, ffi.NULL, ffi.NULL, error)
         if not status:
-            _log_filter = wanted
+            _log_filter = new_filter
     if status:
         raise _taken(error[0], status)
     # Deliver earlier messages.

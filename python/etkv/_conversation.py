@@ -30,12 +30,12 @@ def parts(
         except Exception:
             # The template refuses the marks.
             break
-        found = _split(text, marked, messages, kept)
-        if isinstance(found, list):
-            return found
-        if found not in kept:
+        result = _split(text, marked, messages, kept)
+        if isinstance(result, list):
+            return result
+        if result not in kept:
             break
-        del kept[found]
+        del kept[result]
     return [text]
 
 
@@ -55,7 +55,7 @@ def _split(
     if not text.startswith(before):
         return last
     rest = text[len(before) :]
-    found: list[str | list[int]] = []
+    split: list[str | list[int]] = []
     for number, after in zip(pieces[::2], pieces[1::2], strict=True):
         last = int(number)
         content = str(messages[last]["content"])
@@ -66,6 +66,6 @@ def _split(
                 break
         else:
             return last
-        found += [before, kept[last]]
+        split += [before, kept[last]]
         before = after
-    return last if rest else [*found, before]
+    return last if rest else [*split, before]

@@ -34,10 +34,10 @@ class DeviceAnswer:
     ) -> DeviceAnswer | None:
         """Prepare the answer. Return None for a program whose tokens the host must choose."""
         tokens, stops, raw = ffi.new("int64_t[]", list(prompt)), ffi.new("int64_t[]", list(stop)), sampling.raw()
-        given = struct("etkv_prompt", tokens=tokens, n_tokens=len(tokens), sequence=sequence)
+        c_prompt = struct("etkv_prompt", tokens=tokens, n_tokens=len(tokens), sequence=sequence)
         options = struct("etkv_generation_options", sampling=raw, stop=stops, n_stop=len(stops), max_tokens=max_tokens)
         try:
-            return cls(ask("etkv_generation_new", "etkv_generation*", session._raw(), given, 1, options))
+            return cls(ask("etkv_generation_new", "etkv_generation*", session._raw(), c_prompt, 1, options))
         except (KindError, UnsupportedError):
             # A CPU program, or a program with extra inputs.
             return None

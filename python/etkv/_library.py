@@ -132,12 +132,12 @@ def folder() -> Path:
 
     The environment variable ``ETKV_LIBRARY_DIR`` overrides both. Raises :class:`EtkvError` if there is no library.
     """
-    given = os.environ.get("ETKV_LIBRARY_DIR")
-    for candidate in [Path(given)] if given else _OWN:
+    override = os.environ.get("ETKV_LIBRARY_DIR")
+    for candidate in [Path(override)] if override else _OWN:
         if (candidate / f"libetkv{_SUFFIX}").is_file():
             return candidate
-    if given:
-        raise EtkvError(f"ETKV_LIBRARY_DIR is {given}, which has no libetkv{_SUFFIX}")
+    if override:
+        raise EtkvError(f"ETKV_LIBRARY_DIR is {override}, which has no libetkv{_SUFFIX}")
     raise EtkvError(
         f"{_PACKAGE} has no native library: install a wheel (pip install .), or in a checkout run `make build`"
     )
@@ -162,11 +162,11 @@ def _require(package: str, version: str, install: str) -> None:
     for the version.
     """
     try:
-        found = importlib.metadata.version(package)
+        installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise EtkvError(f"etkv needs {package} {version}, which is not installed: {install % version}") from None
-    if found != version:
-        raise EtkvError(f"etkv needs {package} {version}, {found} is installed: {install % version}")
+    if installed != version:
+        raise EtkvError(f"etkv needs {package} {version}, {installed} is installed: {install % version}")
 
 
 def _installed(package: str, file: str) -> Path:

@@ -50,22 +50,22 @@ _WORDS = {word: level for level, word in _FILTERS} | {"off": logging.CRITICAL + 
 """A level in the variable ``ETKV_LOG`` -> the level of :mod:`logging`."""
 
 
-def follow_environment(told: str) -> None:
-    """Log to standard error as ``told``, the value of ``ETKV_LOG``, says: a level, or targets with a level each.
+def follow_environment(setting: str) -> None:
+    """Log to standard error as ``setting``, the value of ``ETKV_LOG``, says: a level, or targets with a level each.
 
     Other words cause a warning.
     """
-    if not told:
+    if not setting:
         return
     lines = logging.StreamHandler()
     lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)5s %(name)s: %(message)s"))
     logging.getLogger("etkv").addHandler(lines)
-    for part in told.split(","):
+    for part in setting.split(","):
         target, _, word = part.strip().rpartition("=")
         level, logger = _WORDS.get(word.lower()), logging.getLogger(target.replace("::", ".") or "etkv")
         if level is None or logger.name.split(".")[0] != "etkv":
             logging.getLogger("etkv").warning(
-                "ETKV_LOG has %r; expected error, warn, info, debug, trace or off, or a target with one, as in "
+                "ETKV_LOG has %r; expected error, warn, info, debug, trace or off, or a target with a level, as in "
                 "etkv::core=debug",
                 part,
             )
@@ -83,12 +83,12 @@ logging.getLogger("torch.utils._pytree").addFilter(
 
 def deliver(messages: str) -> None:
     """Pass the messages of ``etkv_log_take`` to the loggers. Their handlers may take locks and call etkv."""
-    for told in json.loads(messages):
-        logger = logging.getLogger(told["target"].replace("::", "."))
-        level = _LEVELS.get(told["level"], logging.DEBUG)
+    for message in json.loads(messages):
+        logger = logging.getLogger(message["target"].replace("::", "."))
+        level = _LEVELS.get(message["level"], logging.DEBUG)
         if logger.isEnabledFor(level):
-            record = logger.makeRecord(logger.name, level, "(etkv)", 0, told["message"], (), None)
-            record.created, record.msecs = told["time"], told["time"] % 1 * 1000
+            record = logger.makeRecord(logger.name, level, "(etkv)", 0, message["message"], (), None)
+            record.created, record.msecs = message["time"], message["time"] % 1 * 1000
             logger.handle(record)
 
 

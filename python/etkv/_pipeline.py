@@ -31,17 +31,17 @@ def checked(path: Path) -> Any:
     Raises :class:`EtkvError` for a tokenizer that makes texts too long.
     """
     try:
-        told = json.loads(path.read_bytes())
+        contents = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
     for part in _PARTS:
-        growth = _growth(told.get(part) if isinstance(told, dict) else None)
+        growth = _growth(contents.get(part) if isinstance(contents, dict) else None)
         if growth > MAX:
             raise EtkvError(
                 f"the tokenizer {path} cannot be used: its {part} makes a text up to {growth:.3g} times as long, the "
                 f"most is {MAX:.0f}"
             )
-    return told
+    return contents
 
 
 def _growth(step: Any) -> float:

@@ -73,7 +73,7 @@ def choose(raw: Any, row: npt.NDArray[np.floating[Any]], recent: Collection[int]
     import numpy as np
 
     logits = np.ascontiguousarray(row, dtype=np.float32)
-    made = ffi.new("int64_t*")
+    token = ffi.new("int64_t*")
     ids = ffi.new("int64_t[]", list(recent))
     call(
         "etkv_sampling_choose",
@@ -84,6 +84,6 @@ def choose(raw: Any, row: npt.NDArray[np.floating[Any]], recent: Collection[int]
         len(ids),
         0,
         n,
-        made,
+        token,
     )
-    return int(made[0])
+    return int(token[0])

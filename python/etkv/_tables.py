@@ -52,11 +52,11 @@ def constants(tables: bytes, read: Read) -> dict[str, list[Any] | None]:
     Raises one of :data:`DAMAGE` for damaged tables, and what ``read`` raises.
     """
     root = Table(tables, encode.Get(packer.uoffset, tables, 0))
-    found = {}
+    outputs = {}
     for plan in _tables(root, _PLANS):
         if _length(plan, _INPUTS) == 0 and _length(plan, _DELEGATES) == 0:
-            found[_text(plan, _NAME)] = _outputs(root, plan, read)
-    return found
+            outputs[_text(plan, _NAME)] = _outputs(root, plan, read)
+    return outputs
 
 
 def _outputs(root: Table, plan: Table, read: Read) -> list[Any] | None:

@@ -99,7 +99,7 @@ def stream_generate(
     if prefix_cache is None:
         return Answer(generation, _responses(generation, detokenizer))
     if options.get("sequence"):
-        raise EtkvError(f"sequence is {options['sequence']}, and a prefix_cache has texts of sequence 0")
+        raise EtkvError(f"sequence is {options['sequence']}, expected 0 with a prefix_cache")
     keeper = Keeper(program, prefix_cache, fingerprint)
     return Answer(generation, _kept_responses(keeper, generation, id_list(ids), detokenizer))
 

@@ -74,10 +74,10 @@ class Cache:
 
     def _fact(self, function: str) -> Any:
         """Return a fact of the cache. The library returns 0 or NULL for a handle that was freed."""
-        found = getattr(lib(), function)(self._raw())
-        if not found:
+        fact = getattr(lib(), function)(self._raw())
+        if not fact:
             raise EtkvError("another thread closed the session during the call")
-        return found
+        return fact
 
     @property
     def capacity(self) -> int:
@@ -292,8 +292,8 @@ class SeqCache(Cache):
         before.
         """
         number = int32(sequence, "sequence")
-        given = encoded(fingerprint, "fingerprint")
-        return ask_tokens("etkv_seq_cache_load", self._seq(), number, encoded_path(path), given)
+        model = encoded(fingerprint, "fingerprint")
+        return ask_tokens("etkv_seq_cache_load", self._seq(), number, encoded_path(path), model)
 
     def compact(self) -> None:
         """Move each sequence to one run of cells, as far as shared cells allow. A run is read without a mask."""
@@ -404,14 +404,14 @@ def set_memory_callback(callback: Callable[[int], int | None] | None) -> None:
         return
     with _memory_callback_setting:
         lib()
-        made = ffi.NULL if callback is None else ffi.callback("uint64_t(uint64_t, void*)", free, error=0)
+        handle = ffi.NULL if callback is None else ffi.callback("uint64_t(uint64_t, void*)", free, error=0)
         if _memory_callback is None:
             # Python must call no callback while it exits.
             atexit.register(set_memory_callback, None)
         # If the call is interrupted, the library may call either callback.
-        _memory_callback = (_memory_callback, made)
-        call("etkv_memory_budget_set_callback", made, ffi.NULL)
-        _memory_callback = made
+        _memory_callback = (_memory_callback, handle)
+        call("etkv_memory_budget_set_callback", handle, ffi.NULL)
+        _memory_callback = handle
 
 
 def process_report() -> dict[str, Any]:
@@ -467,8 +467,8 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
         raw.dtype = 0 if layer.dtype is None else 1 + DTYPES.index(layer.dtype)
     if config.growth not in GROWTHS:
         raise EtkvError(f"growth is {config.growth!r}, expected one of {', '.join(GROWTHS)}")
-    given = {field: getattr(config, field) for field in ("k_format", "v_format", "float_format")}
-    names = {field: ffi.new("char[]", encoded(name, field)) for field, name in given.items() if name is not None}
+    formats = {field: getattr(config, field) for field in ("k_format", "v_format", "float_format")}
+    names = {field: ffi.new("char[]", encoded(name, field)) for field, name in formats.items() if name is not None}
     raw = struct(
         "etkv_cache_config",
         layers=layers,

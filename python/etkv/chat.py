@@ -61,7 +61,9 @@ class Chat:
         self.generation: Generation | None = None
         self._program, self._cache, self._tokenizer = program, program.cache, tokenizer
         if prefix_store is not None and prefix_cache is not None:
-            raise EtkvError("a chat has a prefix_store or a prefix_cache: make the prefix cache with the store")
+            raise EtkvError(
+                "a chat takes a prefix_store or a prefix_cache, not both: give the store to the prefix cache"
+            )
         kept = prefix_store or prefix_cache
         self._keeper = None if kept is None else Keeper(program, kept, fingerprint)
         self._held: list[int] = []

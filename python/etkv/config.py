@@ -69,9 +69,9 @@ class LayerConfigs(tuple[LayerConfig, ...]):
 
     def __new__(cls, layers: Iterable[LayerConfig] = (), backend: str | None = None) -> LayerConfigs:
         """Take ``layers``, and their backend if they are :class:`LayerConfigs`."""
-        made = super().__new__(cls, layers)
-        made.backend = layers.backend if backend is None and isinstance(layers, LayerConfigs) else backend
-        return made
+        configs = super().__new__(cls, layers)
+        configs.backend = layers.backend if backend is None and isinstance(layers, LayerConfigs) else backend
+        return configs
 
     def __repr__(self) -> str:
         runs = ((layer, len(list(same))) for layer, same in itertools.groupby(self))

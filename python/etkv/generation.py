@@ -94,7 +94,7 @@ def generate_tokens(
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
     ids = id_list(prompt)
     if not ids:
-        raise EtkvError("prompt is empty; it has at least one token")
+        raise EtkvError("prompt is empty, expected at least one token")
     max_tokens = int32(max_tokens, "max_tokens")
     if max_tokens < 0:
         raise EtkvError(f"max_tokens is {max_tokens}, the least is 0")
@@ -294,12 +294,12 @@ class Generation(Iterator[int]):
             while not self._ended_by_cancel():
                 self._program.check_open()
                 began = time.perf_counter()
-                found = answer.next()
+                chosen = answer.next()
                 self.decode_seconds += time.perf_counter() - began if self.token_ids else 0.0
-                if found is None:
+                if chosen is None:
                     self.finish_reason = "length"
                     return
-                token, end = found
+                token, end = chosen
                 if end == "stop":
                     self.finish_reason = end
                     return
@@ -467,5 +467,5 @@ def id_list(prompt: Ids) -> list[int]:
         values = values[0]
     for value in values:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise EtkvError(f"prompt has {value!r}; it has token ids, and a tokenizer makes them of text")
+            raise EtkvError(f"prompt has {value!r}; expected token ids; a Tokenizer encodes text")
     return [int(value) for value in values]

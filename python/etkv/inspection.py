@@ -38,40 +38,40 @@ def report(
     """
     path = Path(path)
     file = PteFile(path)
-    found: dict[str, Any] = {"path": str(path), "bytes": file.size, "methods": _methods(file)}
-    found["constants"] = {"count": len(file.named_data), "bytes": sum(file.named_data.values())}
+    contents: dict[str, Any] = {"path": str(path), "bytes": file.size, "methods": _methods(file)}
+    contents["constants"] = {"count": len(file.named_data), "bytes": sum(file.named_data.values())}
     constants = pte.constant_methods(path)
-    found["tells"] = {name: value for name, value in constants.items() if not name.startswith(_FACTS)}
+    contents["tells"] = {name: value for name, value in constants.items() if not name.startswith(_FACTS)}
     if any("MLXBackend" in ids for ids in file.delegates.values()):
         described = describe_program(path)
-        found["program"] = _program(described)
-        found["runs_here"] = _runs_here(described, file)
+        contents["program"] = _program(described)
+        contents["runs_here"] = _runs_here(described, file)
     elif payloads := file.cpu_payloads():
-        found["runs_here"] = _runs_here({"refused": _refusal(payloads)}, file, ("aten::", "executorch_prim::"))
-    if _has_graph_cache(found, constants):
-        buffers = found["program"]["mutable_buffers"]
-        found["layers"], found["cache"] = (
+        contents["runs_here"] = _runs_here({"refused": _refusal(payloads)}, file, ("aten::", "executorch_prim::"))
+    if _has_graph_cache(contents, constants):
+        buffers = contents["program"]["mutable_buffers"]
+        contents["layers"], contents["cache"] = (
             None,
             {"in_graph": {"buffers": buffers, "capacity": context_length(constants)}},
         )
-        return found
+        return contents
     try:
         facts = read_kv_cache_metadata(path)
     except EtkvError as error:
-        found["layers"], found["cache"] = None, {"unknown": str(error)}
-        return found
-    found["layers"] = [_layer(layer) for layer in facts.layers]
+        contents["layers"], contents["cache"] = None, {"unknown": str(error)}
+        return contents
+    contents["layers"] = [_layer(layer) for layer in facts.layers]
     positions = capacity or facts.max_context_length or 4096
-    found["cache"] = {
+    contents["cache"] = {
         "capacity": positions,
         "bytes": {name: _cache_bytes(facts.layers, facts.prefill_chunk_size, positions, name) for name in formats},
     }
-    return found
+    return contents
 
 
-def _has_graph_cache(found: dict[str, Any], constants: dict[str, Any]) -> bool:
+def _has_graph_cache(contents: dict[str, Any], constants: dict[str, Any]) -> bool:
     """Return whether the program keeps tensors between forwards and uses no cache outside of its graph."""
-    program = found.get("program", {"mutable_buffers": 0})
+    program = contents.get("program", {"mutable_buffers": 0})
     return program["mutable_buffers"] > 0 and not program["attention_layers"] and not describes_layers(constants)
 
 
@@ -146,22 +146,22 @@ def _cache_bytes(layers: tuple[LayerConfig, ...], chunk: int, capacity: int, nam
 # ---- As text --------------------------------------------------------------------------------------------------------
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(contents: dict[str, Any]) -> Iterator[str]:
     """Yield a report as text, line by line."""
-    yield f"{found['path']}: {_bytes(found['bytes'])}"
-    for name, method in found["methods"].items():
+    yield f"{contents['path']}: {_bytes(contents['bytes'])}"
+    for name, method in contents["methods"].items():
         parts = Counter([*method["delegates"], *method["operators"]])
         yield f"method {name}: {', '.join(part if n == 1 else f'{part} ({n} times)' for part, n in parts.items())}"
-    if "runs_here" in found:
-        yield _runs_text(found["runs_here"])
-    yield f"constants: {found['constants']['count']}, {_bytes(found['constants']['bytes'])}"
-    for name, value in found["tells"].items():
+    if "runs_here" in contents:
+        yield _runs_text(contents["runs_here"])
+    yield f"constants: {contents['constants']['count']}, {_bytes(contents['constants']['bytes'])}"
+    for name, value in contents["tells"].items():
         yield f"{name}: {value}"
-    if "get_draft_tap" in found["tells"]:
-        yield f"a draft, which takes the hidden states of its model's layer {found['tells']['get_draft_tap']}"
-    yield from _cache_lines(found)
-    if "program" in found:
-        program = found["program"]
+    if "get_draft_tap" in contents["tells"]:
+        yield f"a draft, which takes the hidden states of its model's layer {contents['tells']['get_draft_tap']}"
+    yield from _cache_lines(contents)
+    if "program" in contents:
+        program = contents["program"]
         yield f"inputs: {', '.join(program['inputs'])}"
         yield f"outputs: {', '.join(program['outputs'])}"
         yield from _operation_lines("operations at load", program["operations_at_load"])
@@ -179,24 +179,25 @@ def _runs_text(runs: dict[str, Any]) -> str:
     return f"runs here ({build}){', ' + runs['why'] if 'why' in runs else ''}"
 
 
-def _cache_lines(found: dict[str, Any]) -> Iterator[str]:
-    if in_graph := found["cache"].get("in_graph"):
+def _cache_lines(contents: dict[str, Any]) -> Iterator[str]:
+    if in_graph := contents["cache"].get("in_graph"):
         capacity = f" for {in_graph['capacity']} positions" if in_graph["capacity"] else ""
         yield f"cache: part of the program, in {in_graph['buffers']} buffers{capacity}; it takes no session"
         return
-    if found["layers"] is None:
-        yield f"cache: {found['cache']['unknown']}"
+    if contents["layers"] is None:
+        yield f"cache: {contents['cache']['unknown']}"
         return
-    for layer, same in itertools.groupby(found["layers"]):
+    for layer, same in itertools.groupby(contents["layers"]):
         n = len(list(same))
         yield f"cache: {n} {'layer' if n == 1 else 'layers'} of {_layer_text(layer)}"
-    for name, size in found["cache"]["bytes"].items():
+    for name, size in contents["cache"]["bytes"].items():
         if "not_possible" in size:
             yield f"cache in {name}: not possible: {size['not_possible']}"
             continue
         at_capacity, a_position = _bytes(size["at_capacity"]), _bytes(size["a_position"])
         yield (
-            f"cache in {name}: {at_capacity} at {found['cache']['capacity']} positions, {a_position} for the first one"
+            f"cache in {name}: {at_capacity} at {contents['cache']['capacity']} positions, "
+            f"{a_position} for the first one"
         )
 
 
@@ -274,10 +275,10 @@ def run(options: argparse.Namespace) -> list[str]:
     """Return the lines that the command prints. Raises :class:`EtkvError` for a wrong option or file."""
     if options.capacity is not None and options.capacity < 1:
         raise EtkvError(f"capacity is {options.capacity}, the least is 1")
-    found = report(options.program, capacity=options.capacity, formats=tuple(options.format or DEFAULT_FORMATS))
+    contents = report(options.program, capacity=options.capacity, formats=tuple(options.format or DEFAULT_FORMATS))
     if options.json:
-        return [json.dumps(found, indent=2)]
-    told = list(lines(found))
+        return [json.dumps(contents, indent=2)]
+    printed = list(lines(contents))
     if options.instructions:
-        told += instruction_lines(describe_program(options.program))
-    return told
+        printed += instruction_lines(describe_program(options.program))
+    return printed

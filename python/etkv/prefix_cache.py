@@ -74,8 +74,8 @@ class PrefixCache:
             raise EtkvError(f"max_bytes is {max_bytes}, expected 1 to {2**64 - 1}, or None for no limit")
         behind = ffi.NULL if store is None else store._store
         options = struct("etkv_prefix_cache_options", max_bytes=max_bytes or 0, store=behind)
-        made = ask("etkv_prefix_cache_new", "etkv_prefix_cache*", options)
-        self._prefixes = ffi.gc(made, lib().etkv_prefix_cache_free)
+        raw = ask("etkv_prefix_cache_new", "etkv_prefix_cache*", options)
+        self._prefixes = ffi.gc(raw, lib().etkv_prefix_cache_free)
         self.store = store
 
     def attach(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
@@ -140,21 +140,21 @@ class PrefixCache:
 
     def statistics(self) -> PrefixStatistics:
         """Return the contents and the requests in numbers."""
-        found = struct("etkv_prefix_statistics")
-        call("etkv_prefix_cache_read", self._prefixes, found)
+        counts = struct("etkv_prefix_statistics")
+        call("etkv_prefix_cache_read", self._prefixes, counts)
         return PrefixStatistics(
-            found.n_prefixes,
-            found.n_pinned,
-            found.n_bytes,
-            found.tokens_asked,
-            found.tokens_in_memory,
-            found.tokens_in_store,
-            found.n_ahead_waiting,
-            found.n_ahead_read,
-            found.tokens_ahead,
-            found.n_ahead_failed,
+            counts.n_prefixes,
+            counts.n_pinned,
+            counts.n_bytes,
+            counts.tokens_asked,
+            counts.tokens_in_memory,
+            counts.tokens_in_store,
+            counts.n_ahead_waiting,
+            counts.n_ahead_read,
+            counts.tokens_ahead,
+            counts.n_ahead_failed,
         )
 
     def __repr__(self) -> str:
-        found = self.statistics()
-        return f"<PrefixCache: {found.prefixes} prefixes, {found.bytes} bytes>"
+        counts = self.statistics()
+        return f"<PrefixCache: {counts.prefixes} prefixes, {counts.bytes} bytes>"

@@ -35,15 +35,15 @@ class PrefixStore:
         """
         if not 0 <= max_bytes < 2**64:
             raise EtkvError(f"max_bytes is {max_bytes}, expected 0 to {2**64 - 1}")
-        made = ask("etkv_prefix_store_open", "etkv_prefix_store*", encoded_path(folder, "folder"), max_bytes)
-        self._store = ffi.gc(made, lib().etkv_prefix_store_free)
+        raw = ask("etkv_prefix_store_open", "etkv_prefix_store*", encoded_path(folder, "folder"), max_bytes)
+        self._store = ffi.gc(raw, lib().etkv_prefix_store_free)
         self.folder = os.fspath(folder)
 
     def usage(self) -> Usage:
         """Return the number of files in the folder, and their bytes."""
-        files, held = ffi.new("size_t*"), ffi.new("uint64_t*")
-        call("etkv_prefix_store_usage", self._store, files, held)
-        return Usage(files[0], held[0])
+        files, n_bytes = ffi.new("size_t*"), ffi.new("uint64_t*")
+        call("etkv_prefix_store_usage", self._store, files, n_bytes)
+        return Usage(files[0], n_bytes[0])
 
     def save(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
         """Store the contents of a cache of one sequence, whose text is ``tokens``. Return whether a file was written.

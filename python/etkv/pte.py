@@ -98,12 +98,12 @@ class PteFile:
 
         Raises :class:`EtkvError` if there is no such delegate, or if the file is damaged.
         """
-        found = self._delegates(_MLX)
-        if not 0 <= index < len(found):
+        delegates = self._delegates(_MLX)
+        if not 0 <= index < len(delegates):
             raise EtkvError(
-                f"{self.path} has no MLX delegate number {index}; it has {len(found)}. Programs for the CPU have none"
+                f"{self.path} has no MLX delegate number {index}; it has {len(delegates)}. CPU programs have none"
             )
-        return self._payload(found[index])
+        return self._payload(delegates[index])
 
     def cpu_payloads(self) -> list[bytes]:
         """Return the payloads of the calls that etkv carries out on the CPU, in order over all methods.
@@ -113,8 +113,8 @@ class PteFile:
         return [self._payload(delegate) for delegate in self._delegates(_library.CPU_DELEGATE)]
 
     def _delegates(self, backend: str) -> list[dict[str, Any]]:
-        found = (delegate for plan in self._plans.values() for delegate in plan.get("delegates", []))
-        return [delegate for delegate in found if delegate["id"] == backend]
+        delegates = (delegate for plan in self._plans.values() for delegate in plan.get("delegates", []))
+        return [delegate for delegate in delegates if delegate["id"] == backend]
 
     def _payload(self, delegate: dict[str, Any]) -> bytes:
         with self._damage_told():
@@ -187,11 +187,11 @@ def constant_methods(path: Path) -> dict[str, Any]:
 
     tables, segments_at = read_tables(path)
     try:
-        found = _tables.constants(tables, lambda offset, n: _read(path, segments_at + offset, n))
+        outputs_of = _tables.constants(tables, lambda offset, n: _read(path, segments_at + offset, n))
     except _tables.DAMAGE as error:
         raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
-    values: dict[str, Any] = {name: _of_outputs(name, outputs) for name, outputs in found.items() if outputs}
-    names = found.keys() - values.keys()
+    values: dict[str, Any] = {name: _of_outputs(name, outputs) for name, outputs in outputs_of.items() if outputs}
+    names = outputs_of.keys() - values.keys()
     return values | _run_constants(path, names) if names else values
 
 

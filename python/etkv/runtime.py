@@ -361,8 +361,8 @@ class Program:
         if self._metadata is None:
             from etkv.metadata import read_kv_cache_metadata, with_dtype
 
-            wanted = [name for name in self.method_names if name.startswith(("kv_cache.", "get_"))]
-            constants = with_dtype({name: self.constant(name) for name in wanted}, self.path)
+            names = [name for name in self.method_names if name.startswith(("kv_cache.", "get_"))]
+            constants = with_dtype({name: self.constant(name) for name in names}, self.path)
             self._metadata = read_kv_cache_metadata(constants)
         return self._metadata
 
@@ -421,7 +421,7 @@ def _require_one_process() -> None:
         _process = os.getpid()
     elif _process != os.getpid():
         raise EtkvError(
-            f"process {os.getpid()} was forked from {_process} after a program was loaded there, and cannot run any: "
+            f"process {os.getpid()} was forked from {_process} after a program was loaded there; it cannot run one: "
             "start it with multiprocessing's spawn method"
         )
 
@@ -435,14 +435,14 @@ def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
 
     if len(inputs) != method.num_inputs():
         raise EtkvError(f"{name} has {method.num_inputs()} inputs, {len(inputs)} are given")
-    for index, given in enumerate(inputs):
-        if not isinstance(given, torch.Tensor):
+    for index, value in enumerate(inputs):
+        if not isinstance(value, torch.Tensor):
             continue
         try:
             most = list(method.input_tensor_meta(index).sizes())
         except pte.DAMAGE as error:
             raise EtkvError(f"input {index} of {name} is no tensor: {first_line(error)}") from error
-        sizes = list(given.shape)
+        sizes = list(value.shape)
         if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
             raise EtkvError(f"input {index} of {name} has shape {sizes}, expected at most {most}")
 
@@ -494,15 +494,15 @@ def _integers(values: Ids, name: str) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise EtkvError(f"{name} is a tensor without rows in memory: {tensor.layout} on {tensor.device}")
     if tensor.numel() == 0:
-        raise EtkvError(f"{name} is empty; a step has at least one token")
+        raise EtkvError(f"{name} is empty, expected at least one token")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise EtkvError(f"{name} has dtype {tensor.dtype}, expected an integer one")
     return tensor.to(torch.int64).contiguous()
 
 
 def _short(value: object) -> str:
-    told = " ".join(repr(value).split())
-    return told if len(told) <= 80 else f"{told[:80]}…"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 class _Memory:

@@ -61,11 +61,11 @@ class Session(Cache):
         raw, _keep = raw_config(config)
         known = config.layers.backend if isinstance(config.layers, LayerConfigs) else None
         chosen = backend or known or MLX_BACKEND
-        made = ask("etkv_session_new", "etkv_session*", chosen.encode(), self.KIND.encode(), raw)
-        self._session = ffi.gc(made, lib().etkv_session_free)
+        handle = ask("etkv_session_new", "etkv_session*", chosen.encode(), self.KIND.encode(), raw)
+        self._session = ffi.gc(handle, lib().etkv_session_free)
         self.config = config
         self._open = True
-        super().__init__(lib().etkv_session_cache(made))
+        super().__init__(lib().etkv_session_cache(handle))
 
     @property
     def key(self) -> str:

@@ -60,14 +60,14 @@ class Tokenizer:
             raise EtkvError(
                 f"{folder} has no {_FILE}: the exporter writes it beside the program; copy the model's own there"
             )
-        told = _pipeline.checked(folder / _FILE)
+        contents = _pipeline.checked(folder / _FILE)
         from transformers import PreTrainedTokenizerFast
 
         eos_token_ids = _eos_token_ids(folder)
         with errors(f"the tokenizer in {folder} cannot be read"):
             # Not AutoTokenizer: some of its classes differ from tokenizer.json.
             hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            return cls._of_file(told, hf, eos_token_ids)
+            return cls._of_file(contents, hf, eos_token_ids)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
@@ -83,13 +83,13 @@ class Tokenizer:
                 pass
         except OSError as error:
             raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
-        told = _pipeline.checked(Path(path))
+        contents = _pipeline.checked(Path(path))
         with errors(f"the tokenizer {path} cannot be read"):
-            return cls._of_file(told, PreTrainedTokenizerFast(tokenizer_file=str(path)), None)
+            return cls._of_file(contents, PreTrainedTokenizerFast(tokenizer_file=str(path)), None)
 
     @classmethod
-    def _of_file(cls, told: dict[str, Any], hf: Any, eos_token_ids: Iterable[int] | None) -> Tokenizer:
-        """Return the tokenizer of a ``tokenizer.json`` with the contents ``told``, which ``hf`` was made from.
+    def _of_file(cls, contents: dict[str, Any], hf: Any, eos_token_ids: Iterable[int] | None) -> Tokenizer:
+        """Return the tokenizer of a ``tokenizer.json`` with these ``contents``, which ``hf`` was made from.
 
         The model part, nearly all of the file, is taken from ``hf``: transformers changes other parts only.
         """
@@ -97,16 +97,16 @@ class Tokenizer:
         from tokenizers import Tokenizer as StringTokenizer
 
         nothing = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
-        backend = StringTokenizer.from_str(json.dumps({**told, **nothing}))
+        backend = StringTokenizer.from_str(json.dumps({**contents, **nothing}))
         backend.model = hf.backend_tokenizer.model
         # The order of the tokens gives their ids.
-        added = [{**token} for token in told.get("added_tokens") or ()]
+        added = [{**token} for token in contents.get("added_tokens") or ()]
         for token in added:
             token.pop("id")
         backend.add_tokens([AddedToken(**token) for token in added])
-        made = cls.__new__(cls)
-        made._begin(hf, backend, eos_token_ids)
-        return made
+        tokenizer = cls.__new__(cls)
+        tokenizer._begin(hf, backend, eos_token_ids)
+        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``, with the special tokens around a text if ``add_special_tokens``.
@@ -323,12 +323,12 @@ def _eos_token_ids(folder: Path) -> list[int] | None:
     if not path.is_file():
         return None
     try:
-        told = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise EtkvError(f"{path} cannot be read: {first_line(error)}") from error
-    if told is None:
+    if value is None:
         return None
-    ids = told if isinstance(told, list) else [told]
+    ids = value if isinstance(value, list) else [value]
     if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in ids):
-        raise EtkvError(f"{path} has eos_token_id {told!r}; expected an id or a list of ids")
+        raise EtkvError(f"{path} has eos_token_id {value!r}; expected an id or a list of ids")
     return ids

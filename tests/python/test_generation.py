@@ -221,7 +221,7 @@ def test_paths_that_are_not_text_are_refused(llama):
         ({"repetition_penalty": 0}, "repetition_penalty is 0, expected more than 0"),
         ({"sequence": 3}, "sequence is 3, but the cache has one sequence only: use a SeqSession"),
         ({"prompt": []}, "prompt is empty"),
-        ({"prompt": "Hello"}, "prompt has 'H'; it has token ids, and a tokenizer makes them of text"),
+        ({"prompt": "Hello"}, "prompt has 'H'; expected token ids; a Tokenizer encodes text"),
     ],
 )
 def test_wrong_use(loaded, options, told):
