@@ -82,9 +82,9 @@ def stream_generate(
     its text unless ``skip_special_tokens``.
 
     With a ``prefix_cache`` the prompt is a whole text. The cache of ``program`` is cleared, and goes on from the
-    longest kept beginning of the prompt. The prefix cache keeps its contents when the answer ends and, if layers have
-    windows, when the prompt ends. ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the program. A
-    prefix cache that fails is skipped, with a warning in the log.
+    longest kept beginning of the prompt. The prefix cache keeps what the cache holds when the answer ends and, if
+    layers have windows, when the prompt ends. ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the
+    program. A prefix cache that fails is skipped, with a warning in the log.
 
     The arguments are checked at once. Nothing runs before the first response is requested. :meth:`Answer.cancel` ends
     the answer from any thread.

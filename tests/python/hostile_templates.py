@@ -44,7 +44,7 @@ _START = (
 
 
 def bombs() -> Iterator[str]:
-    """Yield templates that were written by hand, each of another kind."""
+    """Yield handwritten templates, one of each kind."""
     depth = 20_000
     yield "{{ " + "(" * depth + "1" + ")" * depth + " }}"
     yield "{{ " + "[" * depth + "]" * depth + " }}"

@@ -258,7 +258,7 @@ def config(program: Program, capacity: int = 64, **changes: Any) -> etkv.CacheCo
 
 
 @dataclass(frozen=True)
-class Ran:
+class ForwardOutput:
     """The output of ``etkv_forward`` for a prompt: greedy ids, logits or None, and bytes allocated for the cache.
 
     ``logits`` has a row for each token of the prompt and for each later step, or the prompt's last row only.
@@ -277,7 +277,7 @@ def forward(
     chunk: int = 0,
     kv_format: str | None = None,
     rows: str | None = None,
-) -> Ran:
+) -> ForwardOutput:
     """Run ``prompt`` in prefill chunks of ``chunk`` tokens, then ``decode`` greedy steps. Return the output.
 
     ``rows`` selects the rows of logits: ``all``, ``last`` or None. Fails the test if the tool fails.
@@ -296,7 +296,7 @@ def forward(
         result = json.loads(done.stdout)["runs"][0]
         count = {"all": len(prompt) + decode, "last": 1, None: 0}[rows]
         logits = np.fromfile(logits_file, np.float32).reshape(count, -1) if rows else None
-    return Ran(result["ids"], logits, result["cache_allocated_bytes"])
+    return ForwardOutput(result["ids"], logits, result["cache_allocated_bytes"])
 
 
 def run(command: Sequence[Any], timeout: float = _TIMEOUT_SECONDS, **options: Any) -> subprocess.CompletedProcess[str]:

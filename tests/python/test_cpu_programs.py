@@ -95,8 +95,8 @@ def test_quantized(programs, tiny):
     """8da4w against the same model in PyTorch: weights in 4 bits, activations in 8 bits.
 
     Both round the same activations, but sums in another order round some of them to the next of 255 values. The two
-    differ by less than the whole error of this rounding: the distance of PyTorch's answers from float32 answers on the
-    same weights. That error is less than the error of rounding the weights.
+    differ by less than the error of rounding activations, which is the difference between PyTorch's answers and float32
+    answers on the same weights. That error is less than the error of rounding the weights.
     """
     from etkv.export.cpu import quantization
 

@@ -53,7 +53,7 @@ def model(tmp_path) -> Path:
         (["--layers", "0"], "layers 0 is below the minimum of 1"),
         (["--logits", "first"], "logits 'first' is not one of all, last"),
         (["--tap-layers", "-1"], "tap-layers -1 is below the minimum of 0"),
-        (["--tap-layers", "1,0,1"], "tap-layers 1 is there twice"),
+        (["--tap-layers", "1,0,1"], "tap-layers has 1 twice"),
         (["--tap-layers", "1,two"], "argument --tap-layers: '1,two' is not a list of layers, such as 5,11,17"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
     ],

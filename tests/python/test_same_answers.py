@@ -1,4 +1,4 @@
-"""The way of a text into a cache does not change the answer: on the CPU in float32, logits are bitwise equal.
+"""How a text comes into a cache does not change the answer: on the CPU in float32, logits are bitwise equal.
 
 The tests generate texts, for models with full history and with windows, both backends, every kind of cache and several
 formats. A text is read in steps. A question in one step and greedy tokens follow. The ways are: an empty cache, a used

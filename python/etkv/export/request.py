@@ -205,7 +205,7 @@ def _tap_layers(indices: tuple[int, ...]) -> tuple[int, ...]:
     for place, index in enumerate(indices):
         _at_least("tap-layers", index, 0)
         if index in indices[:place]:
-            raise EtkvError(f"tap-layers {index} is there twice")
+            raise EtkvError(f"tap-layers has {index} twice")
     return indices
 
 
