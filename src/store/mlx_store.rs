@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use etkv_core::bookkeeping::{MaskRuns, Slots};
 use etkv_core::snapshot::PlaneId;
-use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store, TARGET};
+use etkv_core::{Extent, KvFormat, Result, Store, StoreLayer, TARGET};
 use mlx_rs::error::Exception;
 use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::Array;
@@ -22,6 +22,8 @@ use crate::mlx;
 pub struct MlxStore {
     /// Keys and values of each layer.
     pools: Vec<[Box<dyn Pool>; 2]>,
+    /// For each layer, whether its formats stay.
+    fixed: Vec<bool>,
     /// The watched writes of the open step.
     finite: Finite,
     /// The watched writes of a step that ended unread.
@@ -124,9 +126,10 @@ impl MlxStore {
         slots: &[i32],
     ) -> error::Result<Vec<Option<Box<dyn Pool>>>> {
         let mut all = Vec::new();
-        for (pools, &slots) in self.pools.iter_mut().zip(slots) {
+        let layers = self.pools.iter_mut().zip(&self.fixed);
+        for ((pools, fixed), &slots) in layers.zip(slots) {
             for (pool, format) in pools.iter_mut().zip(formats) {
-                let mut fresh = match pool.format() == format {
+                let mut fresh = match *fixed || pool.format() == format {
                     true => None,
                     false => Some(pool_for(format, pool.n_kv_heads(), pool.head_dim())?),
                 };
@@ -180,15 +183,18 @@ impl Store for MlxStore {
     type Saved = SavedRows;
     type Frozen = FrozenPools;
 
-    fn new(layers: &[LayerConfig], formats: [KvFormat; 2]) -> Result<Self> {
+    fn new(layers: &[StoreLayer], formats: [KvFormat; 2]) -> Result<Self> {
         let pools = layers.iter().map(|layer| {
+            let formats = layer.formats(formats);
             Ok([
-                pool_for(formats[0], layer.n_kv_heads, layer.k_head_dim)?,
-                pool_for(formats[1], layer.n_kv_heads, layer.v_head_dim)?,
+                pool_for(formats[0], layer.heads[0], layer.dims[0])?,
+                pool_for(formats[1], layer.heads[1], layer.dims[1])?,
             ])
         });
+        let fixed = layers.iter().map(|layer| layer.format.is_some()).collect();
         Ok(Self {
             pools: pools.collect::<error::Result<_>>()?,
+            fixed,
             finite: Finite::default(),
             unread: Finite::default(),
             pending: Cell::new(false),
@@ -231,12 +237,15 @@ impl Store for MlxStore {
         layer: usize,
         slots: &Slots,
         k: &Array,
-        v: &Array,
+        v: Option<&Array>,
         watch: bool,
     ) -> Result<()> {
         self.pending.set(true);
         let [keys, values] = &mut self.pools[layer];
         keys.write(slots, k)?;
+        let Some(v) = v else {
+            return Ok(());
+        };
         values.write(slots, v)?;
         if watch {
             let stored = float_dtype(values.format()).unwrap_or(v.dtype());

@@ -144,6 +144,9 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
             None => default_format(&raw_layers, field),
         };
         Ok(CacheConfig {
+            recurrent_layers: Vec::new(),
+            anchors: CacheConfig::DEFAULT_ANCHORS,
+            checkpoints: CacheConfig::DEFAULT_CHECKPOINTS,
             layers: read_layers(&raw_layers)?,
             capacity: config.capacity,
             max_step_tokens: match config.max_step_tokens {

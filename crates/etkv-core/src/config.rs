@@ -1,11 +1,13 @@
 //! The config of a cache: the model's layers, which are facts, and capacity and storage, which the
 //! application chooses.
 
-use crate::bookkeeping::Window;
+use crate::bookkeeping::{RecurrentWindow, Window, MAX_SEQUENCES};
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::growth::Growth;
-use crate::memory::{Bytes, LayerMemory, Memory};
+use crate::memory::{Bytes, LayerMemory, Memory, RecurrentMemory};
+use crate::recurrent_layer::{window_of, RecurrentLayer};
+use crate::store_layer::{SlotsOf, StoreLayer, StoreLayers};
 
 /// The positions of a sequence that a layer's queries see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -33,34 +35,6 @@ pub struct LayerConfig {
     pub v_head_dim: i32,
     /// The positions that its queries see.
     pub policy: LayerPolicy,
-}
-
-/// The sizes of one recurrent layer: facts of the model's architecture.
-///
-/// A recurrent layer stores float32, whatever the formats of keys and values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RecurrentLayer {
-    /// A causal depthwise convolution: a query reads the columns of its own position and of the `width - 1`
-    /// before it.
-    Convolution {
-        /// Elements of a column.
-        channels: i32,
-        /// Positions that a query reads, at least 1.
-        width: i32,
-    },
-    /// A linear recurrence: each head keeps a state of `k_dim` times `v_dim` elements.
-    Recurrence {
-        /// Heads of the queries and keys. Each serves `heads / k_heads` heads.
-        k_heads: i32,
-        /// Heads of the values, and of the state.
-        heads: i32,
-        /// Elements of a key.
-        k_dim: i32,
-        /// Elements of a value.
-        v_dim: i32,
-        /// Whether each channel of a key has a decay of its own. Otherwise each head has one.
-        channel_decay: bool,
-    },
 }
 
 /// The layers of a cache in groups of one policy: a step uses the same slots in all layers of a group.
@@ -95,11 +69,22 @@ impl LayerGroups {
     }
 }
 
+/// The most anchors of a sequence, and the most checkpoints of a cache.
+const MAX_ANCHORS: i32 = 64;
+const MAX_CHECKPOINTS: i32 = 256;
+
 /// The config of a cache: layers, capacity, growth and storage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheConfig {
-    /// One entry a layer, in the order of the program's layer ids.
+    /// One entry an attention layer, in the order of the program's layer ids.
     pub layers: Vec<LayerConfig>,
+    /// One entry a recurrent layer, in the order of the program's ids of these layers.
+    pub recurrent_layers: Vec<RecurrentLayer>,
+    /// The anchors that a sequence keeps in recurrences, at least 1: it can be rewound by one block for each
+    /// but the last, exactly. Each takes the bytes of all states.
+    pub anchors: i32,
+    /// The most checkpoints of the cache, from 0 to 256. Each takes the bytes of all states.
+    pub checkpoints: i32,
     /// The most positions that the cache holds.
     pub capacity: i32,
     /// The most tokens of one step in a cache with window layers. These layers keep that many positions in
@@ -123,6 +108,12 @@ impl CacheConfig {
     /// The default of `max_step_tokens`.
     pub const DEFAULT_MAX_STEP_TOKENS: i32 = 512;
 
+    /// The default of `anchors`.
+    pub const DEFAULT_ANCHORS: i32 = 2;
+
+    /// The default of `checkpoints`.
+    pub const DEFAULT_CHECKPOINTS: i32 = 8;
+
     /// Returns a config of `n_layers` equal layers of full history with float16 storage.
     pub fn uniform(n_layers: usize, n_kv_heads: i32, head_dim: i32, capacity: i32) -> Self {
         let layer = LayerConfig {
@@ -133,6 +124,9 @@ impl CacheConfig {
         };
         Self {
             layers: vec![layer; n_layers],
+            recurrent_layers: Vec::new(),
+            anchors: Self::DEFAULT_ANCHORS,
+            checkpoints: Self::DEFAULT_CHECKPOINTS,
             capacity,
             max_step_tokens: Self::DEFAULT_MAX_STEP_TOKENS,
             growth: Growth::default(),
@@ -153,9 +147,13 @@ impl CacheConfig {
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument), naming the field.
     pub fn validate(&self) -> Result<()> {
-        if self.layers.is_empty() {
+        if self.layers.is_empty() && self.recurrent_layers.is_empty() {
             fail!(InvalidArgument, "a cache needs at least 1 layer");
         }
+        at_least(1, "anchors", self.anchors)?;
+        at_least(0, "checkpoints", self.checkpoints)?;
+        at_most(MAX_ANCHORS, "anchors", self.anchors)?;
+        at_most(MAX_CHECKPOINTS, "checkpoints", self.checkpoints)?;
         at_least(1, "capacity", self.capacity)?;
         at_least(1, "max_step_tokens", self.max_step_tokens)?;
         match self.growth {
@@ -175,6 +173,10 @@ impl CacheConfig {
         }
         for (id, layer) in self.layers.iter().enumerate() {
             self.validate_layer(layer).map_err(|error| error.at(format_args!("layer {id}")))?;
+        }
+        for (id, layer) in self.recurrent_layers.iter().enumerate() {
+            let checked = layer.validate();
+            checked.map_err(|error| error.at(format_args!("recurrent layer {id}")))?;
         }
         if self.at_capacity_shared() == u64::MAX {
             fail!(
@@ -208,6 +210,19 @@ impl CacheConfig {
         } else {
             self.capacity
         }
+    }
+
+    /// Returns the most anchors of a cache that several sequences share, or one.
+    pub(crate) fn max_anchors(&self, shared: bool) -> i32 {
+        let sequences = if shared { MAX_SEQUENCES } else { 1 };
+        // During a step a sequence has the anchors of before and its own.
+        let own = 2 * self.anchors.clamp(0, MAX_ANCHORS) * sequences;
+        own.saturating_add(self.checkpoints).min(self.capacity)
+    }
+
+    /// Returns what the recurrent layers keep of a sequence, or `None` without such layers.
+    pub fn recurrent_window(&self) -> Option<RecurrentWindow> {
+        window_of(&self.recurrent_layers, self.anchors)
     }
 
     /// Returns the window that a layer of this policy keeps, or `None` for full history.
@@ -252,32 +267,47 @@ impl CacheConfig {
 
     fn estimate_of(&self, length: i32, shared: bool) -> Memory {
         let length = length.clamp(0, self.capacity);
-        let [k_format, v_format] = self.formats_at(length);
-        let layers = self
-            .layers
-            .iter()
-            .map(|layer| {
+        let formats = self.formats_at(length);
+        let StoreLayers { layers, groups, kinds, recurrent } = StoreLayers::of(self);
+        let bytes = |id: usize| {
+            let kind = kinds[groups[id]];
+            let (needed, used) = self.slots_at(kind, length);
+            let allocated = match (kind, self.growth) {
                 // If sequences share no positions, every position may need its own slot.
-                let allocated = match self.growth {
-                    Growth::Upfront if shared => self.capacity,
-                    _ => self.slots_for(layer.policy, length),
-                };
-                let used = self.window(layer.policy).map_or(length, |window| window.held(length));
-                let bytes = |format: KvFormat, head_dim| {
-                    let slot = slot_bytes(layer, format, head_dim);
-                    Bytes {
-                        allocated: slot.saturating_mul(allocated as u64),
-                        used: slot.saturating_mul(used as u64),
-                    }
-                };
-                LayerMemory {
-                    k: bytes(k_format, layer.k_head_dim),
-                    v: bytes(v_format, layer.v_head_dim),
-                }
+                (SlotsOf::Attention(_), Growth::Upfront) if shared => self.capacity,
+                _ => self.allocated(kind, needed, shared),
+            };
+            layers[id].slot_bytes(formats).map(|slot| Bytes {
+                allocated: slot.saturating_mul(allocated as u64),
+                used: slot.saturating_mul(used as u64),
             })
-            .collect();
+        };
+        let attention = (0..self.layers.len()).map(bytes).map(|[k, v]| LayerMemory { k, v });
+        let recurrent = recurrent.iter().zip(&self.recurrent_layers).map(|(&id, layer)| {
+            let anchors = layer.anchor().map_or_else(Bytes::default, |_| bytes(id + 1)[0]);
+            RecurrentMemory { rows: bytes(id)[0] + bytes(id)[1], anchors }
+        });
         let at_capacity = if shared { self.at_capacity_shared() } else { self.at_capacity() };
-        Memory::of(layers, at_capacity)
+        Memory::of(attention.collect(), recurrent.collect(), at_capacity)
+    }
+
+    /// Returns the slots that one sequence of `length` positions has needed in layers of this kind, and those
+    /// that it uses.
+    fn slots_at(&self, kind: SlotsOf, length: i32) -> (i32, i32) {
+        match (kind, self.recurrent_window()) {
+            (SlotsOf::Attention(policy), _) => {
+                self.window(policy).map_or((length, length), |window| {
+                    (length.min(window.slots()), window.held(length))
+                })
+            }
+            (SlotsOf::Rows, Some(window)) => {
+                (window.row_slots(length, self.capacity), window.held_rows(length))
+            }
+            (SlotsOf::Anchors, Some(window)) => {
+                (window.anchor_slots(length), window.held_anchors(length))
+            }
+            (_, None) => (0, 0),
+        }
     }
 
     /// Returns the most bytes that one sequence of any length needs.
@@ -301,11 +331,11 @@ impl CacheConfig {
     }
 
     fn bytes_at(&self, length: i32, k_format: KvFormat, v_format: KvFormat) -> Option<u64> {
-        self.layers.iter().try_fold(0u64, |total, layer| {
-            let slots = self.slots_for(layer.policy, length) as u64;
-            let k = checked_slot_bytes(layer, k_format, layer.k_head_dim)?;
-            let v = checked_slot_bytes(layer, v_format, layer.v_head_dim)?;
-            total.checked_add(k.checked_add(v)?.checked_mul(slots)?)
+        let StoreLayers { layers, groups, kinds, .. } = StoreLayers::of(self);
+        layers.iter().zip(&groups).try_fold(0u64, |total, (layer, &group)| {
+            let kind = kinds[group];
+            let slots = self.allocated(kind, self.slots_at(kind, length).0, false);
+            add_bytes(total, layer, [k_format, v_format], slots)
         })
     }
 
@@ -313,18 +343,29 @@ impl CacheConfig {
     /// position may need its own slot.
     pub fn at_capacity_shared(&self) -> u64 {
         let full = |layer: &LayerConfig| LayerConfig { policy: LayerPolicy::Full, ..*layer };
-        Self { layers: self.layers.iter().map(full).collect(), ..self.clone() }.at_capacity()
+        let layers = self.layers.iter().map(full).collect();
+        let attention = Self { layers, recurrent_layers: Vec::new(), ..self.clone() }.at_capacity();
+        let anchors = self.max_anchors(true);
+        let StoreLayers { layers, groups, kinds, .. } = StoreLayers::of(self);
+        let recurrent = layers.iter().zip(&groups).skip(self.layers.len());
+        let bytes = recurrent.into_iter().try_fold(attention, |total, (layer, &group)| {
+            let slots = if kinds[group] == SlotsOf::Anchors { anchors } else { self.capacity };
+            add_bytes(total, layer, [KvFormat::F32; 2], slots)
+        });
+        bytes.unwrap_or(u64::MAX)
     }
 }
 
-/// Returns the bytes of one slot of a layer's keys or values.
-pub(crate) fn slot_bytes(layer: &LayerConfig, format: KvFormat, head_dim: i32) -> u64 {
-    checked_slot_bytes(layer, format, head_dim).unwrap_or(u64::MAX)
+fn add_bytes(total: u64, layer: &StoreLayer, formats: [KvFormat; 2], slots: i32) -> Option<u64> {
+    let [k, v] = layer.slot_bytes(formats);
+    total.checked_add(k.checked_add(v)?.checked_mul(slots as u64)?)
 }
 
-fn checked_slot_bytes(layer: &LayerConfig, format: KvFormat, head_dim: i32) -> Option<u64> {
-    // A row is at most 8 times 2^31 bytes.
-    (format.row_bytes(head_dim as usize) as u64).checked_mul(layer.n_kv_heads as u64)
+fn at_most(most: i32, name: &str, value: i32) -> Result<()> {
+    if value > most {
+        fail!(InvalidArgument, "{name} is {value}, the most is {most}");
+    }
+    Ok(())
 }
 
 fn at_least(least: i32, name: &str, value: i32) -> Result<()> {

@@ -38,6 +38,7 @@ pub mod memory;
 mod prefix;
 mod process_report;
 mod reclaim;
+mod recurrent_layer;
 mod registry;
 mod report;
 mod session;
@@ -46,28 +47,31 @@ pub mod snapshot;
 mod spec;
 mod step;
 mod store;
+mod store_layer;
 mod watch;
 
 pub use budget::{BudgetReport, HolderReport, MemoryBudget};
 pub use cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache};
-pub use config::{CacheConfig, LayerConfig, LayerGroups, LayerPolicy, RecurrentLayer};
+pub use config::{CacheConfig, LayerConfig, LayerGroups, LayerPolicy};
 pub use error::{Error, Result, Status};
 pub use format::{Element, KvFormat, Packing, PlaneFormat};
 pub use forwards::Forwards;
 pub use growth::Growth;
-pub use memory::{Bytes, LayerMemory, Memory};
+pub use memory::{Bytes, LayerMemory, Memory, RecurrentMemory};
 pub use prefix::{Piece, Prefix, ShareCache};
 pub use process_report::{MemoryBudgetReport, ProcessReport};
 pub use reclaim::{Reclaim, ReclaimClass};
+pub use recurrent_layer::RecurrentLayer;
 pub use registry::{Builder, BuilderRegistry, CacheRegistry, Entry};
 pub use report::{
-    BufferReport, CacheReport, ConfigReport, FormatsReport, LayerConfigReport, LayerReport,
-    MemoryReport, SequenceReport,
+    BufferReport, BytesReport, CacheReport, ConfigReport, FormatsReport, LayerConfigReport,
+    LayerReport, MemoryReport, RecurrentLayerReport, SequenceReport,
 };
 pub use session::Session;
 pub use shared::{CacheGuard, ProgramCache, ProgramGuard, Shared, SharedCache, SharedGuard};
 pub use snapshot::{SaveCache, Snapshot};
 pub use spec::{AttendSpec, Mask, Placement, RecurrentRows, RecurrentSpec};
 pub use step::Step;
-pub use store::{Extent, Spec, Store};
+pub use store::{Extent, RecurrentWork, Spec, Store};
+pub use store_layer::StoreLayer;
 pub use watch::TARGET;

@@ -18,6 +18,26 @@ pub struct LayerMemory {
     pub v: Bytes,
 }
 
+impl std::ops::Add for Bytes {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            allocated: self.allocated.saturating_add(other.allocated),
+            used: self.used.saturating_add(other.used),
+        }
+    }
+}
+
+/// Bytes of one recurrent layer's buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RecurrentMemory {
+    /// Its rows.
+    pub rows: Bytes,
+    /// Its anchors.
+    pub anchors: Bytes,
+}
+
 /// Bytes of a cache's buffers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -31,24 +51,23 @@ pub struct Memory {
     pub shared: u64,
     /// The most bytes that the cache can ever hold.
     pub at_capacity: u64,
-    /// The bytes of each layer.
+    /// The bytes of each attention layer.
     pub layers: Vec<LayerMemory>,
+    /// The bytes of each recurrent layer.
+    pub recurrent_layers: Vec<RecurrentMemory>,
 }
 
 impl Memory {
-    /// Sums `layers`.
-    pub fn of(layers: Vec<LayerMemory>, at_capacity: u64) -> Self {
-        let sum = |bytes: fn(&Bytes) -> u64| {
-            layers.iter().fold(0u64, |total, layer| {
-                total.saturating_add(bytes(&layer.k)).saturating_add(bytes(&layer.v))
-            })
-        };
-        Self {
-            allocated: sum(|bytes| bytes.allocated),
-            used: sum(|bytes| bytes.used),
-            shared: 0,
-            at_capacity,
-            layers,
-        }
+    /// Sums layers.
+    pub fn of(
+        layers: Vec<LayerMemory>,
+        recurrent_layers: Vec<RecurrentMemory>,
+        at_capacity: u64,
+    ) -> Self {
+        let attention = layers.iter().map(|layer| layer.k + layer.v);
+        let recurrent = recurrent_layers.iter().map(|layer| layer.rows + layer.anchors);
+        let Bytes { allocated, used } =
+            attention.chain(recurrent).fold(Bytes::default(), |total, layer| total + layer);
+        Self { allocated, used, shared: 0, at_capacity, layers, recurrent_layers }
     }
 }

@@ -45,7 +45,11 @@ impl BuilderRegistry {
     /// Registers the three kinds of this crate on a backend's store: contiguous, seq and tree.
     pub fn register_kinds<S: Store>(&self, backend_id: &str) {
         self.register(backend_id, ContiguousCache::<S>::KIND, |config| {
-            Ok(SharedCache::new(ContiguousCache::<S>::new(config)?))
+            if config.recurrent_layers.is_empty() {
+                Ok(SharedCache::new(ContiguousCache::<S>::new(config)?))
+            } else {
+                Ok(SharedCache::new(CellsCache::<S>::contiguous(config)?))
+            }
         });
         self.register(backend_id, CellsCache::<S>::SEQ, |config| {
             Ok(SharedCache::new(CellsCache::<S>::new(config)?))

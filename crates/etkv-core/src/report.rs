@@ -5,6 +5,8 @@ use serde::{Serialize, Serializer};
 use crate::config::{CacheConfig, LayerConfig, LayerPolicy};
 use crate::format::KvFormat;
 use crate::growth::Growth;
+use crate::memory::Bytes;
+use crate::recurrent_layer::RecurrentLayer;
 
 /// A report of a cache. `docs/reports.md` lists the fields in JSON.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -27,8 +29,11 @@ pub struct CacheReport {
     pub sequences: Vec<SequenceReport>,
     /// Bytes of all buffers.
     pub memory: MemoryReport,
-    /// The buffers, layer by layer.
+    /// The buffers of attention, layer by layer.
     pub layers: Vec<LayerReport>,
+    /// The buffers of recurrent layers, layer by layer; absent without such layers.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub recurrent_layers: Vec<RecurrentLayerReport>,
     /// The config that the cache was created with.
     pub config: ConfigReport,
 }
@@ -85,6 +90,32 @@ pub struct LayerReport {
     pub v: BufferReport,
 }
 
+/// The buffers of a recurrent layer.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct RecurrentLayerReport {
+    /// What the last tokens left behind.
+    pub rows: BytesReport,
+    /// States at fixed positions; nothing in a convolution.
+    pub anchors: BytesReport,
+}
+
+/// Bytes of buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct BytesReport {
+    /// Bytes allocated.
+    pub allocated: u64,
+    /// Those of the bytes that positions use.
+    pub used: u64,
+}
+
+impl From<Bytes> for BytesReport {
+    fn from(Bytes { allocated, used }: Bytes) -> Self {
+        Self { allocated, used }
+    }
+}
+
 /// A buffer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
@@ -119,6 +150,13 @@ pub struct ConfigReport {
     #[serde(serialize_with = "as_name")]
     pub float_format: KvFormat,
     pub layers: Vec<LayerConfigReport>,
+    /// Absent without recurrent layers, as the next two.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub recurrent_layers: Vec<RecurrentLayer>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub anchors: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoints: Option<i32>,
 }
 
 /// A layer of a config; see [`LayerConfig`].
@@ -156,6 +194,9 @@ impl ConfigReport {
             quantized_kv_start: config.quantized_kv_start,
             float_format: config.float_format,
             layers: config.layers.iter().map(LayerConfigReport::of).collect(),
+            recurrent_layers: config.recurrent_layers.clone(),
+            anchors: config.recurrent_window().map(|window| window.anchors),
+            checkpoints: config.recurrent_window().map(|_| config.checkpoints),
         }
     }
 }

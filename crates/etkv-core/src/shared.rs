@@ -33,6 +33,7 @@ struct Facts {
     kind: String,
     capacity: i32,
     n_layers: usize,
+    n_recurrent_layers: usize,
     max_step_tokens: i32,
     holder: Option<u64>,
 }
@@ -53,6 +54,7 @@ impl SharedCache {
             kind: cache.kind().to_owned(),
             capacity: cache.capacity(),
             n_layers: cache.config().layers.len(),
+            n_recurrent_layers: cache.config().recurrent_layers.len(),
             max_step_tokens: cache.config().step_limit(),
             holder: cache.holder(),
         });
@@ -71,7 +73,7 @@ impl SharedCache {
         }
     }
 
-    /// Returns the name of the kind. This and the next four functions do not wait for the lock, and also
+    /// Returns the name of the kind. This and the next five functions do not wait for the lock, and also
     /// answer for a poisoned cache.
     pub fn kind(&self) -> &str {
         &self.facts.kind
@@ -82,9 +84,14 @@ impl SharedCache {
         self.facts.capacity
     }
 
-    /// Returns the number of layers.
+    /// Returns the number of attention layers.
     pub fn n_layers(&self) -> usize {
         self.facts.n_layers
+    }
+
+    /// Returns the number of recurrent layers.
+    pub fn n_recurrent_layers(&self) -> usize {
+        self.facts.n_recurrent_layers
     }
 
     /// Returns the most tokens of one step; see [`CacheConfig::step_limit`](crate::CacheConfig::step_limit).

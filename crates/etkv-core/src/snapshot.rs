@@ -8,6 +8,7 @@ use crate::config::{CacheConfig, LayerConfig, LayerPolicy};
 use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
 use crate::format::PlaneFormat;
+use crate::recurrent_layer::RecurrentLayer;
 
 /// The integers of a cache: its positions and their slots, and the config that they need.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,6 +18,12 @@ pub struct Snapshot {
     pub kind: String,
     /// The sizes of each layer.
     pub layers: Vec<SavedLayer>,
+    /// The sizes of each recurrent layer.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub recurrent_layers: Vec<RecurrentLayer>,
+    /// The anchors that a sequence keeps; 0 without recurrent layers.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub anchors: i32,
     /// The config's capacity.
     pub capacity: i32,
     /// The config's `max_step_tokens`.
@@ -89,6 +96,34 @@ pub struct CellsState {
     pub groups: Vec<GroupState>,
     /// The trees, in the order of their sequences.
     pub trees: Vec<TreeState>,
+    /// The cells of recurrent layers, if the model has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recurrent: Option<RecurrentState>,
+    /// The checkpoints. In layer groups their owners are sequences, too.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub checkpoints: Vec<CheckpointState>,
+}
+
+/// The cells of recurrent layers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RecurrentState {
+    /// The rows.
+    pub rows: GroupState,
+    /// The anchors. Their positions are counted in blocks.
+    pub anchors: GroupState,
+}
+
+/// A checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointState {
+    /// The number under which it owns cells.
+    pub owner: i32,
+    /// Its position.
+    pub position: i32,
+    /// The sequences that can be rewound to it.
+    pub sequences: Vec<i32>,
 }
 
 /// The cells of a layer group.
@@ -123,6 +158,12 @@ pub struct TreeState {
     pub n_written: usize,
     /// The cells of the written nodes, for each layer group.
     pub cells: Vec<Vec<i32>>,
+    /// The cells of the written nodes in recurrent layers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rows: Vec<i32>,
+    /// Nodes, and the slots of the anchors after them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub anchors: Vec<(usize, i32)>,
 }
 
 /// A plane of a layer's keys, or of its values.
@@ -257,6 +298,8 @@ impl Snapshot {
         Self {
             kind: kind.to_owned(),
             layers: config.layers.iter().map(SavedLayer::from).collect(),
+            recurrent_layers: config.recurrent_layers.clone(),
+            anchors: config.recurrent_window().map_or(0, |window| window.anchors),
             capacity: config.capacity,
             max_step_tokens: config.max_step_tokens,
             storage: config.into(),
@@ -300,6 +343,30 @@ impl Snapshot {
                 fail!(File, "layer {id} has {found} in the file, {expected} here");
             }
             self.check_window(config, layer.policy)?;
+        }
+        self.check_recurrent(config)
+    }
+
+    /// Refuses other recurrent layers.
+    fn check_recurrent(&self, config: &CacheConfig) -> Result<()> {
+        let (found, expected) = (&self.recurrent_layers, &config.recurrent_layers);
+        if found.len() != expected.len() {
+            let [found, expected] = [found.len(), expected.len()];
+            fail!(File, "the file has {found} recurrent layers, this cache has {expected}");
+        }
+        for (id, (found, expected)) in found.iter().zip(expected).enumerate() {
+            if found != expected {
+                fail!(File, "recurrent layer {id} is {found} in the file, {expected} here");
+            }
+        }
+        let anchors = config.recurrent_window().map_or(0, |window| window.anchors);
+        if self.anchors != anchors {
+            fail!(
+                File,
+                "sequences of the file keep {} anchors, those of this cache {anchors}; make the cache with the \
+                 file's",
+                self.anchors
+            );
         }
         Ok(())
     }
@@ -422,8 +489,17 @@ impl ContiguousState {
             let held = (!runs.is_empty()).then_some(SequenceState { sequence: 0, runs });
             GroupState { size, sequences: held.into_iter().collect() }
         };
-        CellsState { groups: groups.iter().zip(&self.dropped).map(of).collect(), trees: Vec::new() }
+        CellsState {
+            groups: groups.iter().zip(&self.dropped).map(of).collect(),
+            trees: Vec::new(),
+            recurrent: None,
+            checkpoints: Vec::new(),
+        }
     }
+}
+
+fn is_zero(n: &i32) -> bool {
+    *n == 0
 }
 
 /// Returns an error of a file whose integers contradict each other.

@@ -4,11 +4,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::bookkeeping::{MaskRuns, Slots};
-use crate::config::LayerConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::snapshot::PlaneId;
-use crate::spec::AttendSpec;
+use crate::spec::{AttendSpec, RecurrentRows, RecurrentSpec};
+use crate::store_layer::StoreLayer;
 
 /// The storage of one cache in a backend: the keys and values of every layer, in slots.
 ///
@@ -56,12 +56,14 @@ pub trait Store: Sized + Send + 'static {
     /// Rows that any number of stores read and none writes. A clone of the handle is the same rows.
     type Frozen: Send + Sync;
 
-    /// Returns a store without slots for these layers. Keys and values are stored in `formats`.
+    /// Returns a store without slots for these layers. Keys and values are stored in `formats`, but those of
+    /// a layer with a [format](StoreLayer::format) of its own in that, always: no call converts them. A layer
+    /// without a second buffer has a buffer of 0 bytes there.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a format that the layers' rows do
     /// not fit, [`Unsupported`](crate::Status::Unsupported) for one that this store lacks.
-    fn new(layers: &[LayerConfig], formats: [KvFormat; 2]) -> Result<Self>;
+    fn new(layers: &[StoreLayer], formats: [KvFormat; 2]) -> Result<Self>;
 
     /// Returns the shape of a tensor.
     fn shape(tensor: &Self::Tensor) -> &[i32];
@@ -83,7 +85,7 @@ pub trait Store: Sized + Send + 'static {
     /// [`Backend`](crate::Status::Backend); no step is then open.
     fn begin(&mut self, displaced: &[(usize, Slots)]) -> Result<Self::Saved>;
 
-    /// Writes a layer's new rows, one for each slot.
+    /// Writes a layer's new rows, one for each slot. `v` is absent for a layer without a second buffer.
     ///
     /// With `watch` the store remembers whether all values are finite in their stored format, for
     /// [`non_finite`](Self::non_finite).
@@ -95,11 +97,12 @@ pub trait Store: Sized + Send + 'static {
         layer: usize,
         slots: &Slots,
         k: &Self::Tensor,
-        v: &Self::Tensor,
+        v: Option<&Self::Tensor>,
         watch: bool,
     ) -> Result<()>;
 
-    /// Returns a run of slots as attention reads them: the keys and the values.
+    /// Returns a run of slots as attention reads them: the keys and the values. The second is empty for a
+    /// layer without a second buffer.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -168,7 +171,7 @@ pub trait Store: Sized + Send + 'static {
     fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()>;
 
     /// Removes all rows and stores later ones in `formats`, with at least `slots[layer]` slots. Buffers that
-    /// already have these formats stay, with their contents.
+    /// already have their formats stay, with their contents.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend): rows and formats are as before; some layers may have more
@@ -251,3 +254,8 @@ impl Extent {
 
 /// The attention of a step on a store.
 pub type Spec<S> = AttendSpec<<S as Store>::View, <S as Store>::Mask>;
+
+/// Computes a recurrent layer of a step: reads what the cache has, and returns the rows and anchors that the
+/// step adds.
+pub type RecurrentWork<'a, S> = dyn FnMut(&RecurrentSpec<<S as Store>::View>) -> Result<RecurrentRows<<S as Store>::Tensor>>
+    + 'a;

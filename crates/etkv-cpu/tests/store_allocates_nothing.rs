@@ -4,7 +4,7 @@ mod counting;
 
 use counting::allocations;
 use etkv_core::bookkeeping::Slots;
-use etkv_core::{KvFormat, LayerConfig, LayerPolicy, Store};
+use etkv_core::{KvFormat, LayerConfig, LayerPolicy, Store, StoreLayer};
 use etkv_cpu::{CpuStore, Tensor};
 
 #[test]
@@ -22,7 +22,7 @@ fn a_step_of_one_token_allocates_nothing() {
             v_head_dim: dim,
             policy: LayerPolicy::Full,
         };
-        let mut store = CpuStore::new(&[layer, layer], [format; 2]).unwrap();
+        let mut store = CpuStore::new(&[StoreLayer::from(&layer); 2], [format; 2]).unwrap();
         for layer in 0..2 {
             store.grow(layer, 64).unwrap();
         }
@@ -32,7 +32,7 @@ fn a_step_of_one_token_allocates_nothing() {
             let saved = store.begin(&[]).unwrap();
             for layer in 0..2 {
                 store.grow(layer, slot + 1).unwrap();
-                store.write(layer, &Slots::Run(slot..slot + 1), &rows, &rows, true).unwrap();
+                store.write(layer, &Slots::Run(slot..slot + 1), &rows, Some(&rows), true).unwrap();
                 let [k, v] = store.read(layer, 0..slot + 1).unwrap();
                 assert_eq!((k.len(), v.len()), (slot as usize + 1, slot as usize + 1));
             }

@@ -2,7 +2,7 @@
 
 use etkv_core::bookkeeping::Slots;
 use etkv_core::snapshot::PlaneId;
-use etkv_core::{LayerConfig, LayerPolicy, Store};
+use etkv_core::{LayerConfig, LayerPolicy, Store, StoreLayer};
 
 use crate::mlx;
 use crate::store::tests::rows;
@@ -18,12 +18,12 @@ const SLOTS: i32 = 160;
 fn filled(format: KvFormat) -> MlxStore {
     let policy = LayerPolicy::Full;
     let layer = LayerConfig { n_kv_heads: HEADS, k_head_dim: DIM, v_head_dim: DIM, policy };
-    let mut store = MlxStore::new(&[layer; LAYERS], [format; 2]).unwrap();
+    let mut store = MlxStore::new(&[StoreLayer::from(&layer); LAYERS], [format; 2]).unwrap();
     for layer in 0..LAYERS {
         store.grow(layer, SLOTS).unwrap();
         let new = |seed| rows(seed + layer as u64, HEADS, SLOTS, DIM);
         let (k, v) = (new(10), new(20));
-        mlx::run(|| Ok(store.write(layer, &Slots::Run(0..SLOTS), &k, &v, false)?)).unwrap();
+        mlx::run(|| Ok(store.write(layer, &Slots::Run(0..SLOTS), &k, Some(&v), false)?)).unwrap();
     }
     store
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use etkv_core::bookkeeping::{MaskRuns, Slots};
 use etkv_core::{
-    AttendSpec, Error, Extent, KvFormat, LayerConfig, Mask, Result, Spec, Status, Store,
+    AttendSpec, Error, Extent, KvFormat, Mask, Result, Spec, Status, Store, StoreLayer,
 };
 
 use crate::backend::Backend;
@@ -151,6 +151,8 @@ fn may_fail(what: Failure) -> Result<()> {
 pub struct VecStore {
     /// Keys and values of each layer.
     layers: Vec<[Buffer; 2]>,
+    /// For each layer, whether its formats stay.
+    fixed: Vec<bool>,
     /// For each watched write of the open step, whether its values are finite.
     finite: Vec<bool>,
     /// The same for a step that ended unread.
@@ -169,15 +171,17 @@ impl Store for VecStore {
     type Saved = Vec<(usize, Slots, [Tensor; 2])>;
     type Frozen = Vec<[Tensor; 2]>;
 
-    fn new(layers: &[LayerConfig], [k, v]: [KvFormat; 2]) -> Result<Self> {
+    fn new(layers: &[StoreLayer], formats: [KvFormat; 2]) -> Result<Self> {
+        let fixed = layers.iter().map(|layer| layer.format.is_some()).collect();
         let layers = layers.iter().map(|layer| {
+            let [k, v] = layer.formats(formats);
             Ok([
-                Buffer::new(k, layer.n_kv_heads, layer.k_head_dim)?,
-                Buffer::new(v, layer.n_kv_heads, layer.v_head_dim)?,
+                Buffer::new(k, layer.heads[0], layer.dims[0])?,
+                Buffer::new(v, layer.heads[1], layer.dims[1])?,
             ])
         });
         let layers = layers.collect::<Result<_>>()?;
-        Ok(Self { layers, finite: Vec::new(), unread: Vec::new(), fails: false })
+        Ok(Self { layers, fixed, finite: Vec::new(), unread: Vec::new(), fails: false })
     }
 
     fn shape(tensor: &Tensor) -> &[i32] {
@@ -210,14 +214,15 @@ impl Store for VecStore {
         layer: usize,
         slots: &Slots,
         k: &Tensor,
-        v: &Tensor,
+        v: Option<&Tensor>,
         watch: bool,
     ) -> Result<()> {
-        for (buffer, rows) in self.layers[layer].iter_mut().zip([k, v]) {
+        let rows = [Some(k), v].into_iter().flatten();
+        for (buffer, rows) in self.layers[layer].iter_mut().zip(rows) {
             buffer.rows.put(slots, &rows.rounded(buffer.format));
             self.fails |= rows.fails;
         }
-        if watch {
+        if let Some(v) = v.filter(|_| watch) {
             let format = self.layers[layer][1].format;
             let as_stored = |&value: &f32| oracle::round(value, format);
             self.finite.push(v.values.iter().map(as_stored).all(f32::is_finite));
@@ -306,9 +311,9 @@ impl Store for VecStore {
             may_fail(Failure::Grow)?;
         }
         self.end();
-        for (buffers, &slots) in self.layers.iter_mut().zip(slots) {
+        for ((buffers, fixed), &slots) in self.layers.iter_mut().zip(&self.fixed).zip(slots) {
             for (buffer, format) in buffers.iter_mut().zip(formats) {
-                if buffer.format != format {
+                if !fixed && buffer.format != format {
                     let [_, heads, _, dim] = buffer.rows.shape;
                     *buffer = Buffer::new(format, heads, dim)?;
                 }

@@ -10,7 +10,7 @@ mod plan;
 mod recurrent;
 mod window;
 
-pub use cells::{AddedStep, CellsBookkeeping, MAX_SEQUENCES};
+pub use cells::{AddedStep, CellsBookkeeping, RecurrentWindow, MAX_SEQUENCES};
 pub use contiguous::{ContiguousBookkeeping, ContiguousPlan};
 pub use mask_runs::MaskRuns;
 pub use plan::{LayerGroupPlan, MaskPlan, Move, Slots};

@@ -22,7 +22,7 @@ use crate::prefix::ShareCache;
 use crate::report::{CacheReport, SequenceReport};
 use crate::snapshot::SaveCache;
 use crate::spec::Placement;
-use crate::store::{Spec, Store};
+use crate::store::{RecurrentWork, Spec, Store};
 use crate::watch::TARGET;
 
 /// A committed step whose values are not read yet.
@@ -38,6 +38,8 @@ pub struct CellsCache<S: Store> {
     book: CellsBookkeeping,
     storage: Storage<S>,
     open: bool,
+    /// The bookkeeping before a step that rewinds the only sequence.
+    before: Option<Box<CellsBookkeeping>>,
     aside: SetAsideStep,
     unread: Option<UnreadStep>,
     passed: PassedLimits,
@@ -48,6 +50,8 @@ impl<S: Store> CellsCache<S> {
     pub const SEQ: &'static str = "seq";
     /// The name of the kind with trees.
     pub const TREE: &'static str = "tree";
+    /// The name of the kind with one sequence, for models with recurrent layers.
+    pub const CONTIGUOUS: &'static str = "contiguous";
 
     /// Returns an empty cache of kind [`SEQ`](Self::SEQ).
     ///
@@ -65,14 +69,51 @@ impl<S: Store> CellsCache<S> {
         Self::of_kind(Self::TREE, config)
     }
 
+    /// Returns an empty cache of kind [`CONTIGUOUS`](Self::CONTIGUOUS): one sequence. A model with recurrent
+    /// layers has it in cells, because a checkpoint owns rows as a sequence does.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn contiguous(config: CacheConfig) -> Result<Self> {
+        Self::of_kind(Self::CONTIGUOUS, config)
+    }
+
     fn of_kind(kind: &'static str, config: CacheConfig) -> Result<Self> {
         config.validate()?;
-        let capacity = config.capacity;
-        let storage = Storage::new(config, true)?;
+        let (capacity, window) = (config.capacity, config.recurrent_window());
+        let checkpoints = config.checkpoints;
+        let storage = Storage::new(config, kind != Self::CONTIGUOUS)?;
         storage.describe(kind);
         let book = CellsBookkeeping::new(capacity, storage.windows());
+        let book = book.with_recurrent(window, checkpoints);
         let (aside, passed) = (SetAsideStep::default(), PassedLimits::default());
-        Ok(Self { kind, book, storage, open: false, aside, unread: None, passed })
+        Ok(Self { kind, book, storage, open: false, before: None, aside, unread: None, passed })
+    }
+
+    /// Returns whether the cache holds one sequence, whose steps may rewind it.
+    fn is_single(&self) -> bool {
+        self.kind == Self::CONTIGUOUS
+    }
+
+    /// Rewinds the only sequence to the first position of a step, if it is longer. An abort restores it.
+    fn rewind_for(&mut self, positions: &[i32]) -> Result<()> {
+        let (Some(&first), next) = (positions.first(), self.book.seq_next(0)?) else {
+            return Ok(());
+        };
+        if !self.is_single() || first >= next {
+            return Ok(());
+        }
+        let before = Box::new(self.book.clone());
+        self.book.rewind(first)?;
+        self.before = Some(before);
+        Ok(())
+    }
+
+    /// Undoes [`rewind_for`](Self::rewind_for).
+    fn restore_book(&mut self) {
+        if let Some(before) = self.before.take() {
+            self.book = *before;
+        }
     }
 
     fn try_begin(&mut self, positions: &[i32]) -> Result<()> {
@@ -80,12 +121,32 @@ impl<S: Store> CellsCache<S> {
             fail!(Step, "a step is open on this cache");
         }
         self.storage.check()?;
+        self.rewind_for(positions)?;
+        let begun = self.open_step(positions);
+        if begun.is_err() {
+            self.book.abort();
+            self.restore_book();
+        }
+        begun
+    }
+
+    fn open_step(&mut self, positions: &[i32]) -> Result<()> {
         self.storage.check_floats(positions.len(), self.book.length(), self.counted())?;
         self.book.plan(positions)?;
-        let reserved = self.storage.reserve_for(self.book.plans());
-        if let Err(error) = reserved.and_then(|()| self.storage.begin_appending()) {
+        // Checkpoints give way to a step.
+        while let Err(error) = self.storage.reserve_for(self.book.plans()) {
             self.book.abort();
-            return Err(error);
+            if !self.book.drop_checkpoint() {
+                return Err(error);
+            }
+            self.book.plan(positions)?;
+        }
+        match &self.before {
+            None => self.storage.begin_appending()?,
+            Some(before) => {
+                let plans = self.book.plans();
+                self.storage.begin(|group| before.held_among(group, &plans[group].write))?;
+            }
         }
         self.open = true;
         Ok(())
@@ -170,6 +231,16 @@ impl<S: Store> Cache for CellsCache<S> {
         self.book.length()
     }
 
+    fn reachable(&self, position: i32) -> Result<i32> {
+        let sequence = self.book.only_sequence("call seq_reachable for one of them")?;
+        self.book.reachable(sequence, position)
+    }
+
+    fn mark(&mut self, position: i32) -> Result<i32> {
+        let sequence = self.book.only_sequence("call seq_mark for one of them")?;
+        self.seq_mark(sequence, position)
+    }
+
     fn next_position(&self) -> Result<i32> {
         self.book.seq_next(self.book.only_sequence("call seq_next for one of them")?)
     }
@@ -201,7 +272,11 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn memory(&self) -> Memory {
-        self.storage.memory(|group| self.book.used(group), self.config().at_capacity_shared())
+        let at_capacity = match self.is_single() {
+            true => self.config().at_capacity(),
+            false => self.config().at_capacity_shared(),
+        };
+        self.storage.memory(|group| self.book.used(group), at_capacity)
     }
 
     fn report(&self) -> CacheReport {
@@ -242,6 +317,9 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn saving_sequence(&mut self, sequence: i32) -> Option<Box<dyn SaveCache + '_>> {
+        if self.is_single() {
+            return None;
+        }
         Some(Box::new(saving_sequence::OneSequence { cache: self, sequence }))
     }
 
@@ -258,11 +336,11 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn sequences(&self) -> Option<&dyn SeqCache> {
-        Some(self)
+        (!self.is_single()).then_some(self as &dyn SeqCache)
     }
 
     fn sequences_mut(&mut self) -> Option<&mut dyn SeqCache> {
-        Some(self)
+        (!self.is_single()).then_some(self as &mut dyn SeqCache)
     }
 
     fn trees(&self) -> Option<&dyn TreeCache> {
@@ -317,6 +395,14 @@ impl<S: Store> SeqCache for CellsCache<S> {
 
     fn seq_rewindable_to(&self, sequence: i32) -> Result<i32> {
         self.book.rewindable_to(sequence)
+    }
+
+    fn seq_reachable(&self, sequence: i32, position: i32) -> Result<i32> {
+        self.book.reachable(sequence, position)
+    }
+
+    fn seq_mark(&mut self, sequence: i32, position: i32) -> Result<i32> {
+        self.changing()?.mark(sequence, position)
     }
 
     fn live_sequences(&self) -> Vec<i32> {
@@ -378,6 +464,17 @@ impl<S: Store> AttendCache for CellsCache<S> {
         self.storage.update_and_fetch(layer, k, v, plan)
     }
 
+    fn update_recurrent(&mut self, layer: usize, work: &mut RecurrentWork<S>) -> Result<()> {
+        let Some(plan) = self.book.recurrent_plan() else {
+            if self.config().recurrent_layers.is_empty() {
+                fail!(Shape, "the model has no recurrent layers, got {layer}");
+            }
+            fail!(Step, "no step is open on this cache");
+        };
+        let buffers = self.book.recurrent_buffers();
+        self.storage.update_recurrent(layer, plan, buffers, work)
+    }
+
     fn place(&mut self, layer: usize) -> Result<Option<Placement>> {
         let group = self.storage.group(layer)?;
         let Some(plan) = self.book.plans().get(group) else {
@@ -407,6 +504,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
         self.storage.check_done()?;
         let moves = self.book.commit()?;
         self.open = false;
+        self.before = None;
         self.aside.end();
         self.storage.commit(&moves)?;
         self.quantize();
@@ -420,6 +518,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
             let plans = self.book.plans();
             self.storage.abort(aside, |group| plans.get(group).map(|plan| plan.write.clone()));
             self.book.abort();
+            self.restore_book();
         }
     }
 

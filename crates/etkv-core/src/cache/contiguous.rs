@@ -37,9 +37,16 @@ impl<S: Store> ContiguousCache<S> {
     /// Returns an empty cache. It allocates as positions are added, unless the config says otherwise.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for an invalid config.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for an invalid config, and for recurrent layers, which
+    /// [`CellsCache::contiguous`](crate::CellsCache::contiguous) has.
     pub fn new(config: CacheConfig) -> Result<Self> {
         config.validate()?;
+        if !config.recurrent_layers.is_empty() {
+            fail!(
+                InvalidArgument,
+                "a model with recurrent layers keeps its only sequence in cells: use CellsCache::contiguous"
+            );
+        }
         let capacity = config.capacity;
         let storage = Storage::new(config, false)?;
         storage.describe(Self::KIND);
@@ -137,6 +144,21 @@ impl<S: Store> Cache for ContiguousCache<S> {
 
     fn rewindable_to(&self) -> Result<i32> {
         Ok(self.book.rewindable_to())
+    }
+
+    fn mark(&mut self, position: i32) -> Result<i32> {
+        self.refuse_in_step("mark a position")?;
+        if position < 0 {
+            fail!(Position, "position {position} is negative");
+        }
+        if self.storage.windows().any(|window| window.slides()) {
+            fail!(
+                Unsupported,
+                "a contiguous cache with window layers makes no checkpoints; use kind seq or tree"
+            );
+        }
+        // Nothing is ever dropped.
+        Ok(position)
     }
 
     fn memory(&self) -> Memory {

@@ -17,14 +17,14 @@ pub use cells::CellsCache;
 pub use contiguous::ContiguousCache;
 
 use crate::config::CacheConfig;
-use crate::error::Result;
+use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::memory::Memory;
 use crate::prefix::ShareCache;
 use crate::report::CacheReport;
 use crate::snapshot::SaveCache;
 use crate::spec::Placement;
-use crate::store::{Spec, Store};
+use crate::store::{RecurrentWork, Spec, Store};
 
 /// The runner's face of a cache.
 pub trait Cache: Send {
@@ -94,6 +94,36 @@ pub trait Cache: Send {
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
     fn rewindable_to(&self) -> Result<i32>;
+
+    /// Returns the greatest length, at most `position`, that the only sequence can be rewound to. From
+    /// [`rewindable_to`](Self::rewindable_to) on that is every length; below it, the checkpoints and 0.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences,
+    /// [`Position`](crate::Status::Position) for a negative position.
+    fn reachable(&self, position: i32) -> Result<i32> {
+        if position < 0 {
+            fail!(Position, "position {position} is negative");
+        }
+        let position = position.min(self.next_position()?);
+        Ok(if position >= self.rewindable_to()? { position } else { 0 })
+    }
+
+    /// Makes a checkpoint of the only sequence at `position`, at once if the sequence can be rewound there,
+    /// else when a step reaches it. With recurrent layers it lies at the next multiple of
+    /// [`BLOCK`](crate::bookkeeping::BLOCK) below. The checkpoint that was used least recently makes room for
+    /// it. Returns its position; 0, which can always be reached, if the cache makes none.
+    ///
+    /// A checkpoint is dropped with the text before it.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
+    /// - [`Position`](crate::Status::Position) for a negative position, or one that is no longer reachable.
+    /// - [`Step`](crate::Status::Step) while a step is open.
+    /// - [`Unsupported`](crate::Status::Unsupported) by default, and for a contiguous cache with window layers.
+    fn mark(&mut self, _position: i32) -> Result<i32> {
+        fail!(Unsupported, "a cache of kind `{}` makes no checkpoints", self.kind())
+    }
 
     /// Returns the bytes of the buffers.
     fn memory(&self) -> Memory;
@@ -270,6 +300,19 @@ pub trait SeqCache: Cache {
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_rewindable_to(&self, sequence: i32) -> Result<i32>;
 
+    /// Returns what [`Cache::reachable`] returns, for one of several sequences.
+    ///
+    /// # Errors
+    /// As [`Cache::reachable`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
+    /// range.
+    fn seq_reachable(&self, sequence: i32, position: i32) -> Result<i32>;
+
+    /// Makes a checkpoint of one of several sequences; see [`Cache::mark`].
+    ///
+    /// # Errors
+    /// As [`Cache::mark`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    fn seq_mark(&mut self, sequence: i32, position: i32) -> Result<i32>;
+
     /// Returns the sequences that hold positions or carry trees, in order.
     fn live_sequences(&self) -> Vec<i32>;
 
@@ -344,6 +387,22 @@ pub trait AttendCache: Cache {
         k: &<Self::Store as Store>::Tensor,
         v: &<Self::Store as Store>::Tensor,
     ) -> Result<Spec<Self::Store>>;
+
+    /// Passes what a recurrent layer reads in the step to `work`, and writes the rows and anchors that it
+    /// returns. `work` computes the layer's outputs as well.
+    ///
+    /// # Errors
+    /// - [`Step`](crate::Status::Step) outside a step.
+    /// - [`Shape`](crate::Status::Shape) for rows that do not fit, or a layer out of range.
+    /// - [`Backend`](crate::Status::Backend), and the errors of `work`.
+    /// - [`Unsupported`](crate::Status::Unsupported) by default.
+    fn update_recurrent(
+        &mut self,
+        _layer: usize,
+        _work: &mut RecurrentWork<Self::Store>,
+    ) -> Result<()> {
+        fail!(Unsupported, "a cache of kind `{}` has no recurrent layers", self.kind())
+    }
 
     /// Counts a layer's new rows as written and returns their slots, which are allocated: the caller writes
     /// the rows into the [store](Self::store) itself before it commits. Returns `None`, and changes nothing,

@@ -1,9 +1,10 @@
 //! Makes the report of a cache.
 
 use super::Cache;
-use crate::memory::{Bytes, Memory};
+use crate::memory::{Bytes, Memory, RecurrentMemory};
 use crate::report::{
     BufferReport, CacheReport, ConfigReport, FormatsReport, LayerReport, MemoryReport,
+    RecurrentLayerReport,
 };
 use crate::store::Extent;
 
@@ -12,7 +13,8 @@ impl CacheReport {
     /// `poisoned`.
     pub fn of<C: Cache + ?Sized>(cache: &C) -> Self {
         let [k, v] = cache.formats();
-        let Memory { allocated, used, shared, at_capacity, layers } = cache.memory();
+        let Memory { allocated, used, shared, at_capacity, layers, recurrent_layers } =
+            cache.memory();
         let buffer = |format, Bytes { allocated, used }| BufferReport {
             format,
             slots: None,
@@ -31,6 +33,13 @@ impl CacheReport {
             layers: layers
                 .iter()
                 .map(|layer| LayerReport { k: buffer(k, layer.k), v: buffer(v, layer.v) })
+                .collect(),
+            recurrent_layers: recurrent_layers
+                .iter()
+                .map(|&RecurrentMemory { rows, anchors }| RecurrentLayerReport {
+                    rows: rows.into(),
+                    anchors: anchors.into(),
+                })
                 .collect(),
             config: ConfigReport::of(cache.config()),
         }

@@ -12,17 +12,18 @@ use std::sync::Arc;
 use tracing::span::EnteredSpan;
 use tracing::{debug, debug_span, enabled, error, info, trace, warn, Level, Span};
 
-use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
+use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Move, RecurrentPlan, Slots, Window};
 use crate::budget::Share;
-use crate::config::{slot_bytes, CacheConfig, LayerGroups, LayerPolicy};
+use crate::config::{CacheConfig, LayerPolicy};
 use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
 use crate::growth::Growth;
-use crate::memory::{Bytes, LayerMemory, Memory};
+use crate::memory::{Bytes, LayerMemory, Memory, RecurrentMemory};
 use crate::prefix::FrozenRows;
 use crate::report::CacheReport;
-use crate::spec::{AttendSpec, Mask, Placement};
-use crate::store::{Extent, Spec, Store};
+use crate::spec::{AttendSpec, Mask, Placement, RecurrentSpec};
+use crate::store::{Extent, RecurrentWork, Spec, Store};
+use crate::store_layer::{SlotsOf, StoreLayers};
 use crate::watch::{self, TARGET};
 
 /// The progress of the open step in one layer.
@@ -37,10 +38,8 @@ enum Progress {
 /// The store of all layers, and the state of the open step apart from the bookkeeping.
 pub struct Storage<S: Store> {
     config: CacheConfig,
-    /// The policy of each layer group. The first has full history, even if no layer has it.
-    policies: Vec<LayerPolicy>,
-    /// The layer group of each layer.
-    groups: Vec<usize>,
+    /// The store's layers. "Layer" means one of them in this file.
+    layers: StoreLayers,
     store: S,
     /// The store's share of the process's memory budget.
     share: Share,
@@ -81,15 +80,13 @@ impl<S: Store> Storage<S> {
 
     /// Returns a store for a valid config that has allocated nothing and stores rows in `formats`.
     fn without_slots(config: CacheConfig, shared: bool, formats: [KvFormat; 2]) -> Result<Self> {
-        let LayerGroups { policies, of_layer: groups } =
-            LayerGroups::with_full_history(&config.layers);
-        let store = S::new(&config.layers, formats)?;
-        let masks = vec![None; policies.len()];
+        let layers = StoreLayers::of(&config);
+        let store = S::new(&layers.layers, formats)?;
+        let masks = vec![None; layers.kinds.len()];
         let awaits = config.quantized_kv_start.is_some();
         Ok(Self {
             config,
-            policies,
-            groups,
+            layers,
             store,
             share: Share::default(),
             prefix: None,
@@ -112,8 +109,8 @@ impl<S: Store> Storage<S> {
             return Ok(());
         }
         self.reserve(|storage, group| storage.allocated(group, 0))?;
-        for layer in 0..self.groups.len() {
-            self.grow(layer, self.allocated(self.groups[layer], 0))?;
+        for layer in 0..self.layers.groups.len() {
+            self.grow(layer, self.allocated(self.layers.groups[layer], 0))?;
         }
         self.settle();
         Ok(())
@@ -122,7 +119,7 @@ impl<S: Store> Storage<S> {
     /// Reserves in the memory budget what growth to this number of slots of each layer group needs. The
     /// replaced buffers stay counted until [`settle`](Self::settle).
     fn reserve(&mut self, slots: impl Fn(&Self, usize) -> i32) -> Result<()> {
-        let bytes = self.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
+        let bytes = self.layers.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
             let slots = slots(self, group);
             let of = |(extent, slot): (Extent, u64)| {
                 if extent.slots < slots {
@@ -161,7 +158,7 @@ impl<S: Store> Storage<S> {
     /// Returns the bytes of the buffers.
     fn held(&self) -> u64 {
         let of = |(extent, slot): (Extent, u64)| bytes_of(extent.own(), slot);
-        let layers = 0..self.groups.len();
+        let layers = 0..self.layers.groups.len();
         let held = layers.flat_map(|layer| self.buffers(layer)).map(of);
         held.fold(0, u64::saturating_add)
     }
@@ -169,24 +166,22 @@ impl<S: Store> Storage<S> {
     /// Returns the keys' and the values' buffers of a layer, and the bytes of a slot in each.
     fn buffers(&self, layer: usize) -> [(Extent, u64); 2] {
         let [mut k, mut v] = self.store.extents(layer);
-        if self.policies[self.groups[layer]] != LayerPolicy::Full {
-            // A window soon moves its rows over shared ones, so they count as its own from the beginning.
+        if self.kind_of(layer) != SlotsOf::Attention(LayerPolicy::Full) {
+            // A window soon writes its rows over shared ones, so they count as its own from the beginning.
             (k.shared, v.shared) = (0, 0);
         }
-        let [k_slot, v_slot] = self.slot_bytes(layer, [k.format, v.format]);
-        [(k, k_slot), (v, v_slot)]
+        let layer = &self.layers.layers[layer];
+        [(k, layer.slot_bytes_in(0, k.format)), (v, layer.slot_bytes_in(1, v.format))]
     }
 
-    /// Returns the bytes of a slot of a layer's keys and values in these formats.
-    fn slot_bytes(&self, layer: usize, [k, v]: [KvFormat; 2]) -> [u64; 2] {
-        let layer = &self.config.layers[layer];
-        [slot_bytes(layer, k, layer.k_head_dim), slot_bytes(layer, v, layer.v_head_dim)]
+    fn kind_of(&self, layer: usize) -> SlotsOf {
+        self.layers.kinds[self.layers.groups[layer]]
     }
 
     /// Reserves other buffers of these formats and slots, on top of the existing ones.
     fn reserve_others(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
         let bytes = slots.iter().enumerate().fold(0, |bytes: u64, (layer, &slots)| {
-            let made = self.slot_bytes(layer, formats).into_iter().zip(formats);
+            let made = self.made(layer, formats);
             let of = |((slot, format), (extent, _)): ((u64, KvFormat), (Extent, u64))| {
                 if (extent.format, extent.slots) == (format, slots) {
                     0
@@ -199,13 +194,23 @@ impl<S: Store> Storage<S> {
         self.reserve_bytes(bytes)
     }
 
+    /// Returns the bytes of a slot of a layer's buffers in a cache of these formats, and their formats.
+    fn made(&self, layer: usize, formats: [KvFormat; 2]) -> impl Iterator<Item = (u64, KvFormat)> {
+        let layer = &self.layers.layers[layer];
+        layer.slot_bytes(formats).into_iter().zip(layer.formats(formats))
+    }
+
     pub fn config(&self) -> &CacheConfig {
         &self.config
     }
 
     /// Returns the windows of the layer groups after the first, which has full history.
     pub fn windows(&self) -> impl Iterator<Item = Window> + '_ {
-        self.policies.iter().filter_map(|&policy| self.config.window(policy))
+        let policies = self.layers.kinds.iter().filter_map(|kind| match kind {
+            SlotsOf::Attention(policy) => Some(*policy),
+            SlotsOf::Rows | SlotsOf::Anchors => None,
+        });
+        policies.filter_map(|policy| self.config.window(policy))
     }
 
     pub fn formats(&self) -> [KvFormat; 2] {
@@ -271,7 +276,7 @@ impl<S: Store> Storage<S> {
     pub fn begin(&mut self, displaced: impl Fn(usize) -> Slots) -> Result<()> {
         let of_layer = |(layer, &group): (usize, &usize)| (layer, displaced(group));
         let mut displaced: Vec<(usize, Slots)> =
-            self.groups.iter().enumerate().map(of_layer).collect();
+            self.layers.groups.iter().enumerate().map(of_layer).collect();
         displaced.retain(|(_, slots)| !slots.is_empty());
         self.open(&displaced)
     }
@@ -284,7 +289,7 @@ impl<S: Store> Storage<S> {
     fn open(&mut self, displaced: &[(usize, Slots)]) -> Result<()> {
         self.saved = Some(self.store.begin(displaced).inspect_err(|_| self.settle())?);
         self.done.clear();
-        self.done.resize(self.groups.len(), Progress::Waiting);
+        self.done.resize(self.layers.groups.len(), Progress::Waiting);
         Ok(())
     }
 
@@ -303,8 +308,9 @@ impl<S: Store> Storage<S> {
             return Err(error);
         }
         // The first layer group may have no layers.
-        let used =
-            || (0..).zip(plans).filter(|(n, _)| self.groups.contains(n)).map(|(_, plan)| plan);
+        let used = || {
+            (0..).zip(plans).filter(|(n, _)| self.layers.groups.contains(n)).map(|(_, plan)| plan)
+        };
         self.step = debug_span!(
             target: TARGET,
             "step",
@@ -323,13 +329,14 @@ impl<S: Store> Storage<S> {
 
     /// Returns the layer group of a layer.
     pub fn group(&self, layer: usize) -> Result<usize> {
-        match self.groups.get(layer) {
+        let n_layers = self.config.layers.len();
+        match self.layers.groups.get(layer).filter(|_| layer < n_layers) {
             Some(&group) => Ok(group),
             None => {
                 fail!(
                     Shape,
                     "expected a layer from 0 to {}, got {layer}",
-                    self.groups.len().saturating_sub(1)
+                    n_layers.saturating_sub(1)
                 )
             }
         }
@@ -371,7 +378,7 @@ impl<S: Store> Storage<S> {
             self.grow(layer, slots)?;
             self.done[layer] = Progress::Begun;
             // Rows that a mask hides have weight 0, and 0 times infinity is NaN.
-            self.store.write(layer, &plan.write, k, v, self.shared)?;
+            self.store.write(layer, &plan.write, k, Some(v), self.shared)?;
         }
         let [k, v] = self.store.read(layer, plan.read.clone())?;
         self.done[layer] = Progress::Done;
@@ -384,6 +391,104 @@ impl<S: Store> Storage<S> {
             "a layer"
         );
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n)? })
+    }
+
+    /// Passes what a recurrent layer reads to `work`, and writes what it returns. `buffers` are the plans of
+    /// the rows and of the anchors. If the step already has the layer's rows, nothing is written.
+    pub fn update_recurrent(
+        &mut self,
+        layer: usize,
+        plan: &Arc<RecurrentPlan>,
+        buffers: &[LayerGroupPlan],
+        work: &mut RecurrentWork<S>,
+    ) -> Result<()> {
+        let _span = self.enter_step();
+        self.read_and_write(layer, plan, buffers, work).inspect_err(|error| {
+            let status = error.status();
+            warn!(target: TARGET, layer, ?status, %error, "a recurrent layer fails");
+        })
+    }
+
+    fn read_and_write(
+        &mut self,
+        layer: usize,
+        plan: &Arc<RecurrentPlan>,
+        buffers: &[LayerGroupPlan],
+        work: &mut RecurrentWork<S>,
+    ) -> Result<()> {
+        let n_layers = self.layers.recurrent.len();
+        let (Some(&rows), Some(config)) =
+            (self.layers.recurrent.get(layer), self.config.recurrent_layers.get(layer))
+        else {
+            fail!(
+                Shape,
+                "expected a recurrent layer from 0 to {}, got {layer}",
+                n_layers as i64 - 1
+            )
+        };
+        let ([row_plan, anchor_plan], Some(&progress)) = (buffers, self.done.get(rows)) else {
+            fail!(Step, "no step is open on this cache");
+        };
+        let anchors = config.anchor().map(|_| rows + 1);
+        for (id, plan) in [(Some(rows), row_plan), (anchors, anchor_plan)] {
+            if let Some(id) = id {
+                self.grow(id, self.allocated(self.layers.groups[id], plan.needed()))?;
+            }
+        }
+        let [first, second] = self.store.read(rows, 0..row_plan.needed())?;
+        let second = self.layers.layers[rows].has_second().then_some(second);
+        let states = match anchors {
+            Some(id) => {
+                let [states, _] = self.store.read(id, 0..anchor_plan.needed())?;
+                Some(states)
+            }
+            None => None,
+        };
+        let plan = Arc::clone(plan);
+        let spec = RecurrentSpec { rows: [Some(first), second], anchors: states, plan };
+        let made = work(&spec)?;
+        // A view that is still alive would make the writes copy.
+        drop(spec);
+        if progress == Progress::Done {
+            return Ok(());
+        }
+        self.done[rows] = Progress::Begun;
+        let [k, v] = &made.rows;
+        self.write_part(rows, &row_plan.write, [k.as_ref(), v.as_ref()], layer)?;
+        self.done[rows] = Progress::Done;
+        if let Some(id) = anchors {
+            self.done[id] = Progress::Begun;
+            if !anchor_plan.write.is_empty() {
+                self.write_part(id, &anchor_plan.write, [made.anchors.as_ref(), None], layer)?;
+            }
+            self.done[id] = Progress::Done;
+        }
+        trace!(target: TARGET, layer, written = row_plan.write.len(), "a recurrent layer");
+        Ok(())
+    }
+
+    /// Writes rows or anchors of recurrent layer `layer`, after a check of their shapes.
+    fn write_part(
+        &mut self,
+        id: usize,
+        slots: &Slots,
+        tensors: [Option<&S::Tensor>; 2],
+        layer: usize,
+    ) -> Result<()> {
+        let target = self.layers.layers[id];
+        for (buffer, tensor) in
+            tensors.iter().enumerate().take(if target.has_second() { 2 } else { 1 })
+        {
+            let Some(tensor) = tensor else {
+                fail!(Internal, "recurrent layer {layer} returns no rows for buffer {buffer}");
+            };
+            let expected = [1, target.heads[buffer], slots.len() as i32, target.dims[buffer]];
+            check_rows("rows", layer, S::shape(tensor), expected)?;
+        }
+        if let [Some(first), second] = tensors {
+            self.store.write(id, slots, first, second, false)?;
+        }
+        Ok(())
     }
 
     /// Counts a layer's new rows as written, and returns their slots, which are allocated.
@@ -443,19 +548,18 @@ impl<S: Store> Storage<S> {
 
     /// Returns the number of slots that a layer group allocates when it needs `needed` slots.
     fn allocated(&self, group: usize, needed: i32) -> i32 {
-        let (growth, capacity) = (self.config.growth, self.config.capacity);
-        let everything = self.shared && growth == Growth::Upfront;
-        match self.config.window(self.policies[group]) {
-            Some(window) if needed <= window.slots() && !everything => {
-                window.allocated(growth, needed)
-            }
-            // Several sequences, or trees, need more than one sequence.
-            _ => {
+        let kind = self.layers.kinds[group];
+        if let (SlotsOf::Attention(policy), Some(&frozen)) = (kind, self.frozen.get(group)) {
+            let window = self.config.window(policy).filter(|window| needed <= window.slots());
+            let everything = self.shared && self.config.growth == Growth::Upfront;
+            if window.is_none() || everything {
                 // Only the slots after a prefix grow.
-                let frozen = self.frozen.get(group).copied().unwrap_or(0).min(capacity);
-                frozen + growth.slots(needed - frozen, capacity - frozen)
+                let capacity = self.config.capacity;
+                let frozen = frozen.min(capacity);
+                return frozen + self.config.growth.slots(needed - frozen, capacity - frozen);
             }
         }
+        self.config.allocated(kind, needed, self.shared)
     }
 
     /// Computes `outputs` together with the writes of the open step.
@@ -484,7 +588,15 @@ impl<S: Store> Storage<S> {
 
     fn find_missing(&self) -> Result<()> {
         if let Some(layer) = self.done.iter().position(|&progress| progress != Progress::Done) {
-            fail!(Step, "the step ends without layer {layer}; call every layer first");
+            match self.layers.recurrent.iter().rposition(|&rows| rows <= layer) {
+                Some(layer) => {
+                    fail!(
+                        Step,
+                        "the step ends without recurrent layer {layer}; call every layer first"
+                    )
+                }
+                None => fail!(Step, "the step ends without layer {layer}; call every layer first"),
+            }
         }
         Ok(())
     }
@@ -537,7 +649,7 @@ impl<S: Store> Storage<S> {
     pub fn blank(&mut self, slots: impl Fn(usize) -> Slots) {
         S::exclusively(&mut || {
             let of_layer = |(layer, &group): (usize, &usize)| (layer, slots(group));
-            let blank: Vec<_> = self.groups.iter().enumerate().map(of_layer).collect();
+            let blank: Vec<_> = self.layers.groups.iter().enumerate().map(of_layer).collect();
             // A step that is rolled back immediately.
             let begun = self.store.begin(&[]);
             if let Err(error) = begun.and_then(|saved| self.store.abort(saved, &blank)) {
@@ -587,7 +699,7 @@ impl<S: Store> Storage<S> {
         self.end();
         let mut blank: Vec<(usize, Slots)> = Vec::new();
         if self.shared {
-            let layers = self.groups.iter().enumerate().zip(done);
+            let layers = self.layers.groups.iter().enumerate().zip(done);
             let layers = layers.filter(|(_, progress)| *progress != Progress::Waiting);
             blank.extend(layers.filter_map(|((layer, &group), _)| Some((layer, written(group)?))));
         }
@@ -643,8 +755,9 @@ impl<S: Store> Storage<S> {
 
     fn try_apply(&mut self, moves: &[Move]) -> Result<()> {
         for Move { group, from, to } in moves {
-            let all = 0..self.groups.len();
-            let layers: Vec<usize> = all.filter(|&layer| self.groups[layer] == *group).collect();
+            let all = 0..self.layers.groups.len();
+            let layers: Vec<usize> =
+                all.filter(|&layer| self.layers.groups[layer] == *group).collect();
             // Compaction may move sequences apart, to slots that were never used.
             let slots = self.allocated(*group, to.end());
             self.store.relocate(&layers, from, to, slots)?;
@@ -681,10 +794,12 @@ impl<S: Store> Storage<S> {
 
     /// Converts layer by layer. Reserves the peak first, so that the budget refuses no conversion halfway.
     fn convert_layers(&mut self, formats: [KvFormat; 2]) -> Result<()> {
-        let layers = self.groups.len();
+        let layers = self.layers.groups.len();
         self.reserve_bytes(self.besides(formats, 0..layers))?;
         for layer in 0..layers {
-            self.store.convert(layer, formats)?;
+            if self.layers.layers[layer].format.is_none() {
+                self.store.convert(layer, formats)?;
+            }
             let besides = self.besides(formats, layer + 1..layers);
             self.share.settle(self.held().saturating_add(besides));
         }
@@ -696,7 +811,7 @@ impl<S: Store> Storage<S> {
     fn besides(&self, formats: [KvFormat; 2], layers: Range<usize>) -> u64 {
         let (mut more, mut most) = (0i128, 0i128);
         for layer in layers {
-            let made = self.slot_bytes(layer, formats).into_iter().zip(formats);
+            let made = self.made(layer, formats);
             for ((slot, format), (old, old_slot)) in made.zip(self.buffers(layer)) {
                 if old.format != format {
                     let bytes = |slots: i32, slot| i128::from(slots.max(0)) * i128::from(slot);
@@ -725,7 +840,7 @@ impl<S: Store> Storage<S> {
         let release = release || self.prefix.is_some();
         let formats = self.config.formats_at(0);
         let slots = |&group: &usize| if release { 0 } else { self.allocated(group, 0) };
-        let slots: Vec<i32> = self.groups.iter().map(slots).collect();
+        let slots: Vec<i32> = self.layers.groups.iter().map(slots).collect();
         self.reserve_others(formats, &slots)?;
         let cleared = self.store.clear(formats, &slots);
         if release && cleared.is_ok() {
@@ -744,7 +859,7 @@ impl<S: Store> Storage<S> {
 
     /// Adds to a report the figures that only the storage knows.
     pub fn report(&self, report: CacheReport) -> CacheReport {
-        let extents = (0..self.groups.len()).map(|layer| self.store.extents(layer));
+        let extents = (0..self.layers.groups.len()).map(|layer| self.store.extents(layer));
         CacheReport {
             step_open: !self.done.is_empty(),
             poisoned: self.poisoned.as_ref().map(Error::to_string),
@@ -755,25 +870,26 @@ impl<S: Store> Storage<S> {
     /// Returns the bytes held. Each layer group uses `used` slots of them.
     pub fn memory(&self, used: impl Fn(usize) -> i32, at_capacity: u64) -> Memory {
         let mut shared: u64 = 0;
-        let layers = self
-            .config
-            .layers
-            .iter()
-            .enumerate()
-            .map(|(id, layer)| {
-                let used = used(self.groups[id]).max(0) as u64;
-                let mut bytes = |extent: Extent, head_dim| {
-                    let slot = slot_bytes(layer, extent.format, head_dim);
-                    let shared_slots = extent.shared.max(0) as u64;
-                    shared = shared.saturating_add(shared_slots * slot);
-                    let used = used.saturating_sub(shared_slots);
-                    Bytes { allocated: extent.own() as u64 * slot, used: used * slot }
-                };
-                let [(k, _), (v, _)] = self.buffers(id);
-                LayerMemory { k: bytes(k, layer.k_head_dim), v: bytes(v, layer.v_head_dim) }
+        let mut bytes = |layer: usize| {
+            let used = used(self.layers.groups[layer]).max(0) as u64;
+            self.buffers(layer).map(|(extent, slot)| {
+                let shared_slots = extent.shared.max(0) as u64;
+                shared = shared.saturating_add(shared_slots * slot);
+                let used = used.saturating_sub(shared_slots);
+                Bytes { allocated: extent.own() as u64 * slot, used: used * slot }
             })
-            .collect();
-        Memory { shared, ..Memory::of(layers, at_capacity) }
+        };
+        let attention = 0..self.config.layers.len();
+        let attention = attention.map(|layer| bytes(layer)).map(|[k, v]| LayerMemory { k, v });
+        let attention = attention.collect();
+        let recurrent = self.layers.recurrent.iter().zip(&self.config.recurrent_layers);
+        let recurrent = recurrent.map(|(&rows, layer)| {
+            let anchors = layer.anchor().map_or_else(Bytes::default, |_| bytes(rows + 1)[0]);
+            let [k, v] = bytes(rows);
+            RecurrentMemory { rows: k + v, anchors }
+        });
+        let recurrent = recurrent.collect();
+        Memory { shared, ..Memory::of(attention, recurrent, at_capacity) }
     }
 }
 

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use etkv_core::bookkeeping::{MaskRuns, Slots};
 use etkv_core::error::fail;
 use etkv_core::snapshot::PlaneId;
-use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store};
+use etkv_core::{Extent, KvFormat, Result, Store, StoreLayer};
 
 use crate::store::view::View;
 use crate::tensor::Tensor;
@@ -30,9 +30,12 @@ pub(crate) use codec::Codec;
 pub use sharing::FrozenLayers;
 
 /// The storage of a cache in plain memory. It computes eagerly.
+#[derive(Default)]
 pub struct CpuStore {
     /// Keys and values of each layer.
     layers: Vec<[Buffer; 2]>,
+    /// For each layer, whether its formats stay.
+    fixed: Vec<bool>,
     /// For each watched write of the open step, whether its values are finite as stored.
     finite: Vec<bool>,
     /// Room for one row of any layer.
@@ -48,9 +51,10 @@ impl CpuStore {
     /// the requested slots, and keep their rows.
     fn cleared(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<Vec<Option<Buffer>>> {
         let mut all = Vec::new();
-        for (buffers, &slots) in self.layers.iter_mut().zip(slots) {
+        let layers = self.layers.iter_mut().zip(&self.fixed);
+        for ((buffers, fixed), &slots) in layers.zip(slots) {
             for (buffer, format) in buffers.iter_mut().zip(formats) {
-                let mut fresh = match buffer.extent().format == format {
+                let mut fresh = match *fixed || buffer.extent().format == format {
                     true => None,
                     false => Some(Buffer::new(format, buffer.n_kv_heads(), buffer.head_dim())?),
                 };
@@ -71,19 +75,21 @@ impl Store for CpuStore {
     type Saved = SavedRows;
     type Frozen = FrozenLayers;
 
-    fn new(layers: &[LayerConfig], formats: [KvFormat; 2]) -> Result<Self> {
+    fn new(layers: &[StoreLayer], formats: [KvFormat; 2]) -> Result<Self> {
         let size = |size: i32| match usize::try_from(size) {
             Ok(size) => Ok(size),
             Err(_) => fail!(InvalidArgument, "expected sizes of at least 0, got {size}"),
         };
-        let mut store = Self { layers: Vec::new(), finite: Vec::new(), row: Vec::new() };
+        let mut store = Self::default();
         let mut longest = 0;
         for layer in layers {
-            let heads = size(layer.n_kv_heads)?;
-            let dims = [size(layer.k_head_dim)?, size(layer.v_head_dim)?];
+            let [k_heads, v_heads] = [size(layer.heads[0])?, size(layer.heads[1])?];
+            let dims = [size(layer.dims[0])?, size(layer.dims[1])?];
             longest = dims.into_iter().fold(longest, usize::max);
-            let [k, v] = formats;
-            store.layers.push([Buffer::new(k, heads, dims[0])?, Buffer::new(v, heads, dims[1])?]);
+            let [k, v] = layer.formats(formats);
+            let buffers = [Buffer::new(k, k_heads, dims[0])?, Buffer::new(v, v_heads, dims[1])?];
+            store.layers.push(buffers);
+            store.fixed.push(layer.format.is_some());
         }
         if store.row.try_reserve_exact(longest).is_err() {
             fail!(Backend, "out of memory: rows of {longest} elements; free memory");
@@ -118,11 +124,14 @@ impl Store for CpuStore {
         layer: usize,
         slots: &Slots,
         k: &Tensor,
-        v: &Tensor,
+        v: Option<&Tensor>,
         watch: bool,
     ) -> Result<()> {
         let [keys, values] = &mut self.layers[layer];
         keys.write(slots, k, false, &mut self.row)?;
+        let Some(v) = v else {
+            return Ok(());
+        };
         let finite = values.write(slots, v, watch, &mut self.row)?;
         if watch {
             self.finite.push(finite);

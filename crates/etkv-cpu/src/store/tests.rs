@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use etkv_core::bookkeeping::Slots;
-use etkv_core::{Extent, KvFormat, LayerConfig, LayerPolicy, Status, Store};
+use etkv_core::{Extent, KvFormat, LayerConfig, LayerPolicy, Status, Store, StoreLayer};
 
 use super::{Codec, CpuStore, FrozenLayers};
 use crate::floats::to_f16;
@@ -128,7 +128,7 @@ impl Run {
             policy: LayerPolicy::Full,
         };
         let formats = [Self::format(&mut rng), Self::format(&mut rng)];
-        let store = CpuStore::new(std::slice::from_ref(&layer), formats).unwrap();
+        let store = CpuStore::new(&[StoreLayer::from(&layer)], formats).unwrap();
         Self {
             rng,
             store,
@@ -226,7 +226,7 @@ impl Run {
             shortage::after(None);
             return;
         };
-        let written = self.store.write(0, &slots, &k, &v, true);
+        let written = self.store.write(0, &slots, &k, Some(&v), true);
         shortage::after(None);
         if written.is_ok() {
             for (which, rows) in [keys, values].iter().enumerate() {
@@ -379,7 +379,7 @@ impl Run {
         }
         let Shared { rows, formats, slots, model } =
             &self.frozen[self.rng.below(self.frozen.len())];
-        let mut store = CpuStore::new(std::slice::from_ref(&self.layer), *formats).unwrap();
+        let mut store = CpuStore::new(&[StoreLayer::from(&self.layer)], *formats).unwrap();
         let most = slots + (self.rng.next() % 40) as i32;
         store.attach(rows, &[most]).unwrap();
         let shared = if SHARES { *slots } else { 0 };
@@ -548,7 +548,7 @@ fn slots_that_do_not_fit_memory_are_refused() {
         policy: LayerPolicy::Full,
     };
     for format in ["f32", "affine2g128"].map(|name| name.parse::<KvFormat>().unwrap()) {
-        let mut store = CpuStore::new(std::slice::from_ref(&layer), [format; 2]).unwrap();
+        let mut store = CpuStore::new(&[StoreLayer::from(&layer)], [format; 2]).unwrap();
         for slots in [1 << 26, i32::MAX] {
             let error = store.grow(0, slots).unwrap_err();
             assert_eq!(error.status(), Status::Backend);
@@ -564,7 +564,7 @@ fn slots_that_do_not_fit_memory_are_refused() {
 fn misuse_is_refused() {
     let layer =
         LayerConfig { n_kv_heads: 1, k_head_dim: 32, v_head_dim: 32, policy: LayerPolicy::Full };
-    let mut store = CpuStore::new(std::slice::from_ref(&layer), [KvFormat::F16; 2]).unwrap();
+    let mut store = CpuStore::new(&[StoreLayer::from(&layer)], [KvFormat::F16; 2]).unwrap();
     store.grow(0, 4).unwrap();
     let rows = |shape: [i32; 4]| {
         Tensor::new(shape, vec![1f32; shape.iter().product::<i32>() as usize]).unwrap()
@@ -578,12 +578,12 @@ fn misuse_is_refused() {
         (Slots::List(vec![0, -1]), Status::Internal),
         (Slots::Run(0..1), Status::Shape),
     ] {
-        assert_eq!(status(store.write(0, &slots, &two, &two, false)), expected, "{slots:?}");
+        assert_eq!(status(store.write(0, &slots, &two, Some(&two), false)), expected, "{slots:?}");
     }
     for shape in [[2, 1, 2, 32], [1, 2, 2, 32], [1, 1, 2, 31]] {
         let other = rows(shape);
         let slots = Slots::Run(0..2);
-        assert_eq!(status(store.write(0, &slots, &other, &two, false)), Status::Shape);
+        assert_eq!(status(store.write(0, &slots, &other, Some(&two), false)), Status::Shape);
     }
     assert_eq!(status(store.read(0, 3..5).map(drop)), Status::Internal);
     assert_eq!(
@@ -591,6 +591,6 @@ fn misuse_is_refused() {
         Status::Internal
     );
     let odd =
-        CpuStore::new(std::slice::from_ref(&layer), [KvFormat::F16, "affine4g64".parse().unwrap()]);
+        CpuStore::new(&[StoreLayer::from(&layer)], [KvFormat::F16, "affine4g64".parse().unwrap()]);
     assert_eq!(odd.err().unwrap().status(), Status::InvalidArgument);
 }

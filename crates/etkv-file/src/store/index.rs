@@ -188,6 +188,8 @@ mod tests {
         let snapshot = Snapshot {
             kind: "contiguous".into(),
             layers: Vec::new(),
+            recurrent_layers: Vec::new(),
+            anchors: 0,
             capacity: 100,
             max_step_tokens: 0,
             storage: SavedFormats {

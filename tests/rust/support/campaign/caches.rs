@@ -70,6 +70,7 @@ impl<B: Backend> Run<B> {
             v_format: formats[1],
             quantized_kv_start: rng.chance(0.3).then(|| rng.pick(&[1, 10, 25])),
             float_format: rng.pick(&["f32", "f16", "bf16"]).parse().unwrap(),
+            ..CacheConfig::uniform(0, 1, 1, 1)
         };
         let formats = config.formats_at(0);
         let windowed =

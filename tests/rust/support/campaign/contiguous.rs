@@ -74,6 +74,7 @@ impl<B: Backend> Run<B> {
             v_format: format(&mut rng),
             quantized_kv_start: rng.chance(0.3).then(|| rng.pick(&[1, 20, 50])),
             float_format: rng.pick(&["f32", "f16", "bf16"]).parse().unwrap(),
+            ..CacheConfig::uniform(0, 1, 1, 1)
         };
         let capacity = config.capacity as usize;
         Self {

@@ -22,6 +22,8 @@ const ROOM_TO_GO_ON: i32 = 16;
 pub struct LayerGroup {
     pub window: Option<Window>,
     capacity: i32,
+    /// The cells that are added at a time.
+    chunk: i32,
     /// Cells below this one are allocated. It grows when more are needed.
     size: i32,
     pub occupancy: Occupancy,
@@ -34,10 +36,20 @@ pub struct LayerGroup {
 impl LayerGroup {
     /// Returns an empty layer group. Without a window it has `capacity` cells.
     pub fn new(window: Option<Window>, capacity: i32) -> Self {
+        Self::with_chunks(window, window.map_or(capacity, |window| window.slots()), capacity)
+    }
+
+    /// Returns an empty layer group without a window that grows by `chunk` cells.
+    pub fn growing(chunk: i32, capacity: i32) -> Self {
+        Self::with_chunks(None, chunk, capacity)
+    }
+
+    fn with_chunks(window: Option<Window>, chunk: i32, capacity: i32) -> Self {
         Self {
             window,
             capacity,
-            size: window.map_or(capacity, |window| window.slots()),
+            chunk,
+            size: chunk,
             occupancy: Occupancy::default(),
             owners: Vec::new(),
             held: Vec::new(),
@@ -83,10 +95,7 @@ impl LayerGroup {
     /// all, away from the ends of other sequences if possible, else the first free ones. Without `after` a
     /// new sequence begins. `cells` has the cells that the step took before.
     pub fn allocate(&mut self, n: i32, after: Option<i32>, cells: &mut Vec<i32>) {
-        while self.size - self.taken() < n && self.size < self.capacity {
-            let more = self.window.map_or(self.capacity, |window| window.slots());
-            self.size = self.size.saturating_add(more).min(self.capacity);
-        }
+        self.make_room(n);
         let mut left = n;
         if let Some(cell) = after {
             let end = self.occupancy.next_taken(cell, self.size.min(cell.saturating_add(left)));
@@ -106,6 +115,31 @@ impl LayerGroup {
             left -= end - start;
             self.take(start..end, cells);
         }
+    }
+
+    /// Allocates the first `n` free cells, which are available.
+    pub fn allocate_first(&mut self, n: i32, cells: &mut Vec<i32>) {
+        self.make_room(n);
+        for _ in 0..n {
+            let cell = self.occupancy.next_free(0);
+            self.take(cell..cell + 1, cells);
+        }
+    }
+
+    fn make_room(&mut self, n: i32) {
+        while self.size - self.taken() < n && self.size < self.capacity {
+            self.size = self.size.saturating_add(self.chunk).min(self.capacity);
+        }
+    }
+
+    /// Returns the cell in which a sequence holds a position.
+    pub fn cell_of(&self, sequence: i32, position: i32) -> Option<i32> {
+        self.held(sequence).clipped(position..position + 1).next().map(|run| run.cell)
+    }
+
+    /// Returns the number of cells that are not taken, of all that the group can ever have.
+    pub fn free_cells(&self) -> i32 {
+        self.capacity - self.taken()
     }
 
     /// Returns the start of the first free run of `n` cells, preferably one with room before it.
@@ -243,8 +277,13 @@ impl LayerGroup {
         }
     }
 
+    /// Returns a group like this one without sequences.
+    pub fn emptied(&self) -> Self {
+        Self::with_chunks(self.window, self.chunk, self.capacity)
+    }
+
     /// Removes every sequence.
     pub fn clear(&mut self) {
-        *self = Self::new(self.window, self.capacity);
+        *self = self.emptied();
     }
 }

@@ -4,11 +4,13 @@
 //! The first layer group holds every position of every sequence. The others hold what their windows show.
 
 mod block;
+mod checkpoints;
 mod compact;
 mod group;
 mod layout;
 mod mask;
 mod occupancy;
+mod recurrent;
 mod runs;
 mod segments;
 mod sequences;
@@ -19,10 +21,15 @@ mod undo;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
-use super::{LayerGroupPlan, Window};
+use super::{LayerGroupPlan, RecurrentPlan, Slots, Window};
 use crate::error::{fail, Result};
+use checkpoints::Checkpoints;
+use checkpoints::MAX_CHECKPOINTS;
 use group::LayerGroup;
+use recurrent::Recurrent;
+pub use recurrent::RecurrentWindow;
 use segments::Segments;
 use step::OpenStep;
 use tree::Tree;
@@ -37,6 +44,9 @@ pub struct CellsBookkeeping {
     capacity: i32,
     /// The first has full history.
     groups: Vec<LayerGroup>,
+    /// The rows and anchors of recurrent layers, if the model has any.
+    recurrent: Option<Recurrent>,
+    checkpoints: Checkpoints,
     trees: BTreeMap<i32, Tree>,
     /// The sequences of the next step's tokens, if they are declared.
     declared: Option<Segments>,
@@ -58,12 +68,52 @@ impl CellsBookkeeping {
         Self {
             capacity,
             groups,
+            recurrent: None,
+            checkpoints: Checkpoints::new(0),
             trees: BTreeMap::new(),
             declared: None,
             step: None,
             plans: Vec::new(),
             cells,
             positions: Vec::new(),
+        }
+    }
+
+    /// Adds recurrent layers, and room for this number of checkpoints. The cache is empty.
+    pub fn with_recurrent(self, window: Option<RecurrentWindow>, checkpoints: i32) -> Self {
+        let recurrent = window.map(|window| Recurrent::new(window, self.capacity));
+        Self { recurrent, checkpoints: Checkpoints::new(checkpoints), ..self }
+    }
+
+    /// Returns the plan of the open step for the recurrent layers, if the model has any.
+    pub fn recurrent_plan(&self) -> Option<&Arc<RecurrentPlan>> {
+        self.recurrent.as_ref().and_then(Recurrent::open_plan)
+    }
+
+    /// Returns the plans of the open step for the rows and the anchors of recurrent layers.
+    pub fn recurrent_buffers(&self) -> &[LayerGroupPlan] {
+        self.plans().get(self.groups.len()..).unwrap_or_default()
+    }
+
+    /// Returns those of the cells of a layer group that sequences or trees own.
+    ///
+    /// # Panics
+    /// If the layer group does not exist.
+    pub fn held_among(&self, group: usize, cells: &Slots) -> Slots {
+        let held = self.cells_of(group);
+        Slots::of(&cells.iter().filter(|&cell| held.n_owners(cell) > 0).collect::<Vec<_>>())
+    }
+
+    /// Returns the cells of a layer group; after those of attention come the rows and the anchors of
+    /// recurrent layers.
+    ///
+    /// # Panics
+    /// If there is none.
+    fn cells_of(&self, group: usize) -> &LayerGroup {
+        match (&self.recurrent, group.checked_sub(self.groups.len())) {
+            (Some(recurrent), Some(0)) => &recurrent.rows,
+            (Some(recurrent), Some(1)) => &recurrent.anchors,
+            _ => &self.groups[group],
         }
     }
 
@@ -84,8 +134,12 @@ impl CellsBookkeeping {
 
     /// Returns the number of cells taken in a layer group, without those of the open step.
     fn taken(&self, group: usize) -> i32 {
-        let planned = if self.step.is_some() { self.cells[group].len() as i32 } else { 0 };
-        self.groups[group].taken() - planned
+        let planned = match (&self.recurrent, group.checked_sub(self.groups.len())) {
+            (Some(recurrent), Some(buffer)) => recurrent.n_planned()[buffer],
+            _ if self.step.is_some() => self.cells[group].len() as i32,
+            _ => 0,
+        };
+        self.cells_of(group).taken() - planned
     }
 
     /// Returns whether `n` more tokens fit; false for a negative `n`.
@@ -94,12 +148,13 @@ impl CellsBookkeeping {
     }
 
     /// Returns the number of positions that one layer group promises to hold for its sequences.
-    /// Layer group 0 has full history, 1 the first window.
+    /// Layer group 0 has full history, 1 the first window. The last two are the rows and the anchors of
+    /// recurrent layers.
     ///
     /// # Panics
     /// If the layer group does not exist.
     pub fn used(&self, group: usize) -> i32 {
-        let (state, taken) = (&self.groups[group], self.taken(group));
+        let (state, taken) = (self.cells_of(group), self.taken(group));
         let Some(window) = state.window else {
             return taken;
         };
@@ -189,6 +244,8 @@ impl CellsBookkeeping {
     /// Removes every sequence and every tree, and an open step.
     pub fn clear(&mut self) {
         self.groups.iter_mut().for_each(LayerGroup::clear);
+        self.recurrent.iter_mut().for_each(Recurrent::clear);
+        self.checkpoints.clear();
         self.trees.clear();
         self.declared = None;
         // The cells of the step are free again, so nothing is left to commit or abort.

@@ -33,7 +33,18 @@ impl CellsBookkeeping {
             let dropped = all.last_missing_in(group.held(sequence), &after_sinks)?;
             Some(window.rewindable_to(dropped + 1))
         };
-        self.groups.iter().filter_map(exact_from).max().unwrap_or(0)
+        let windows = self.groups.iter().filter_map(exact_from).max().unwrap_or(0);
+        let recurrent = self.recurrent.as_ref().map_or(0, |state| state.exact_from(sequence));
+        windows.max(recurrent)
+    }
+
+    /// Returns the kind of the layers that drop positions, for messages.
+    fn forgetful(&self) -> &'static str {
+        match (&self.recurrent, self.groups.len()) {
+            (None, _) => "window",
+            (Some(_), 1) => "recurrent",
+            (Some(_), _) => "window and recurrent",
+        }
     }
 
     /// Makes `target` share `source`'s positions in `positions`, in the same cells. `i32::MAX` as the end
@@ -74,15 +85,39 @@ impl CellsBookkeeping {
         }
         let dropped = self.exact_from(target, 0..i32::MAX);
         let least = dropped.max(self.exact_from(source, positions.clone()));
+        let begins = positions.start == 0 && to.count() == 0;
+        if self.recurrent.is_some() && !begins {
+            fail!(
+                Position,
+                "recurrent layers hold the state after a whole text: copy from position 0 on, and to an empty \
+                 sequence; sequence {target} holds {} positions, and the copy starts at {}",
+                to.count(),
+                positions.start
+            );
+        }
+        let kept = self.checkpoints.below(source, end).filter(|kept| kept.position == end);
+        if let Some(owner) = kept.filter(|_| begins && end < least).map(|kept| kept.owner) {
+            self.groups[0].share(source, target, positions);
+            self.go_back(target, owner, end);
+            self.share_checkpoints(source, target, end);
+            return Ok(());
+        }
         if end < least {
             fail!(
                 Position,
-                "sequence {target} would go on at {end}, but the window layers have dropped \
-                 what a query there sees; it can go on at {least} or later"
+                "sequence {target} would go on at {end}, but the {} layers have dropped \
+                 what a query there sees; it can go on at {least} or later",
+                self.forgetful()
             );
         }
         for group in &mut self.groups {
             group.share(source, target, positions.clone());
+        }
+        if let Some(recurrent) = &mut self.recurrent {
+            recurrent.fork(source, target, end);
+        }
+        if positions.start == 0 {
+            self.share_checkpoints(source, target, end);
         }
         Ok(())
     }
@@ -112,11 +147,32 @@ impl CellsBookkeeping {
                 self.refuse_under_tree(sequence, "remove a part of it")?;
                 let (next, least) =
                     (run.position + run.len, self.exact_from(sequence, 0..i32::MAX));
-                if next < least && next < self.next(sequence) {
+                let removes = runs.clipped(positions.clone()).next().is_some();
+                if self.recurrent.is_some() && removes && next == self.next(sequence) {
                     fail!(
                         Position,
-                        "sequence {sequence} would go on at {next}, but the window layers have \
-                         dropped what a query there sees; it can go on at {least} or later"
+                        "positions {} to {} of sequence {sequence} are not its last: the state of recurrent \
+                         layers follows from all that precede a position; remove from a position to the end",
+                        positions.start,
+                        positions.end
+                    );
+                }
+                if next < least && next < self.next(sequence) {
+                    let kept = self.checkpoints.below(sequence, next);
+                    if let Some(kept) = kept.filter(|kept| kept.position == next) {
+                        let owner = kept.owner;
+                        self.go_back(sequence, owner, next);
+                        return Ok(());
+                    }
+                    fail!(
+                        Position,
+                        "sequence {sequence} would go on at {next}, but the {} layers have \
+                         dropped what a query there sees; it can go on at {least} or later{}",
+                        self.forgetful(),
+                        match self.reachable(sequence, next)? {
+                            0 => String::new(),
+                            kept => format!(", or at {kept}"),
+                        }
                     );
                 }
             }
@@ -124,6 +180,11 @@ impl CellsBookkeeping {
         for group in &mut self.groups {
             group.remove(sequence, &positions);
         }
+        let next = self.next(sequence);
+        if let Some(recurrent) = &mut self.recurrent {
+            recurrent.rewind(sequence, next);
+        }
+        self.leave_checkpoints(sequence, positions.start.min(next));
         Ok(())
     }
 

@@ -3,11 +3,14 @@
 use std::collections::BTreeMap;
 
 use super::group::LayerGroup;
+use super::recurrent::Recurrent;
 use super::tree::Tree;
-use super::{check_sequence, CellsBookkeeping};
+use super::{check_sequence, CellsBookkeeping, MAX_SEQUENCES};
 use crate::bookkeeping::{ContiguousBookkeeping, Slots};
 use crate::error::{fail, Result};
-use crate::snapshot::{damaged, CellsState, ContiguousState, GroupState, SequenceState};
+use crate::snapshot::{
+    damaged, CellsState, ContiguousState, GroupState, RecurrentState, SequenceState,
+};
 
 impl CellsBookkeeping {
     /// Returns the state. No step may be open. The declaration of the next step is left out.
@@ -15,6 +18,8 @@ impl CellsBookkeeping {
         CellsState {
             groups: self.groups.iter().map(|group| group.state()).collect(),
             trees: self.trees.iter().map(|(&sequence, tree)| tree.state(sequence)).collect(),
+            recurrent: self.recurrent.as_ref().map(Recurrent::state),
+            checkpoints: self.checkpoints.state(),
         }
     }
 
@@ -45,13 +50,63 @@ impl CellsBookkeeping {
                 trees.values().flat_map(|tree: &Tree| tree.cells[index].iter().copied()).collect();
             groups.push(group.with_state(state, &nodes)?);
         }
-        for group in &groups[1..] {
-            if !groups[0].covers(group) || group.taken() > groups[0].taken() {
+        let recurrent = match (&self.recurrent, &state.recurrent) {
+            (None, None) => None,
+            (Some(recurrent), Some(state)) => Some(recurrent.with_state(state, &trees)?),
+            (None, Some(_)) => return Err(damaged("it has the cells of recurrent layers")),
+            (Some(_), None) => return Err(damaged("it lacks the cells of recurrent layers")),
+        };
+        let mut checkpoints = self.checkpoints.clone();
+        checkpoints.load(&state.checkpoints)?;
+        let cells = vec![Vec::new(); n_groups];
+        let book =
+            Self { groups, recurrent, checkpoints, trees, cells, ..Self::new(self.capacity, []) };
+        book.check_windows()?;
+        Ok(book)
+    }
+
+    /// Refuses layer groups that hold positions their sequences lack, and states that no steps produce.
+    fn check_windows(&self) -> Result<()> {
+        let (full, windows) = (&self.groups[0], &self.groups[1..]);
+        let kept_by = |owner: i32| self.checkpoints.all().iter().find(|kept| kept.owner == owner);
+        let is_covered = |group: &LayerGroup, owner: i32| {
+            let lacks = |sequence: i32| {
+                group.held(owner).last_missing_in(full.held(sequence), &(0..i32::MAX)).is_some()
+            };
+            match kept_by(owner) {
+                Some(kept) => !kept.members.iter().any(|&member| lacks(member)),
+                None => owner < MAX_SEQUENCES && !lacks(owner),
+            }
+        };
+        let rows = self.recurrent.iter().map(|recurrent| &recurrent.rows);
+        for group in windows.iter().chain(rows) {
+            let covered = group.owners().all(|owner| is_covered(group, owner));
+            if !covered || group.taken() > full.taken() {
                 return Err(damaged("a window holds positions that their sequence lacks"));
             }
         }
-        let cells = vec![Vec::new(); n_groups];
-        Ok(Self { groups, trees, cells, ..Self::new(self.capacity, []) })
+        if full.owners().any(|owner| owner >= MAX_SEQUENCES) {
+            return Err(damaged("a checkpoint holds the positions of a sequence"));
+        }
+        let Some(recurrent) = &self.recurrent else {
+            return Ok(());
+        };
+        let kept = self.checkpoints.all().iter().map(|kept| kept.owner);
+        for owner in recurrent.anchors.owners().chain(full.owners()).chain(kept) {
+            let (next, whole) = match kept_by(owner) {
+                Some(kept) => (kept.position, true),
+                None if owner < MAX_SEQUENCES => {
+                    (self.next(owner), full.held(owner).count() == self.next(owner))
+                }
+                None => return Err(damaged(format_args!("anchors belong to {owner}"))),
+            };
+            if !whole || !recurrent.is_whole(owner, next) {
+                return Err(damaged(format_args!(
+                    "the state of sequence {owner} after {next} positions lacks rows or anchors"
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Returns the state of bookkeeping that holds this sequence only, as sequence 0, in the first cells in
@@ -65,11 +120,20 @@ impl CellsBookkeeping {
                 [run.position, first, run.len]
             });
             let runs: Vec<[i32; 3]> = runs.collect();
-            let size = LayerGroup::new(group.window, self.capacity).size().max(cell);
+            let size = group.emptied().size().max(cell);
             let held = (cell > 0).then_some(SequenceState { sequence: 0, runs });
             GroupState { size, sequences: held.into_iter().collect() }
         };
-        CellsState { groups: self.groups.iter().map(of).collect(), trees: Vec::new() }
+        let recurrent = self.recurrent.as_ref();
+        CellsState {
+            groups: self.groups.iter().map(of).collect(),
+            trees: Vec::new(),
+            recurrent: recurrent.map(|recurrent| RecurrentState {
+                rows: of(&recurrent.rows),
+                anchors: of(&recurrent.anchors),
+            }),
+            checkpoints: Vec::new(),
+        }
     }
 
     /// Returns the cells of a sequence in a layer group, in the order of its positions.
@@ -77,7 +141,7 @@ impl CellsBookkeeping {
     /// # Panics
     /// If the layer group does not exist.
     pub fn sequence_cells(&self, group: usize, sequence: i32) -> Slots {
-        Slots::of(&self.groups[group].held(sequence).cells().collect::<Vec<_>>())
+        Slots::of(&self.cells_of(group).held(sequence).cells().collect::<Vec<_>>())
     }
 
     /// Returns bookkeeping that also holds the only sequence of a state, which [fits](Self::with_state),
@@ -92,10 +156,15 @@ impl CellsBookkeeping {
         check_sequence(sequence)?;
         let mut book = self.clone();
         let mut all = Vec::new();
-        for (group, state) in book.groups.iter_mut().zip(&state.groups) {
+        let n_attention = book.groups.len();
+        let recurrent =
+            book.recurrent.iter_mut().flat_map(|state| [&mut state.rows, &mut state.anchors]);
+        let states = state.recurrent.iter().flat_map(|state| [&state.rows, &state.anchors]);
+        let groups = book.groups.iter_mut().chain(recurrent);
+        for (index, (group, state)) in groups.zip(state.groups.iter().chain(states)).enumerate() {
             let runs = || state.sequences.iter().flat_map(|held| &held.runs);
             let n: i32 = runs().map(|[.., len]| len).sum();
-            let free = self.capacity - group.taken();
+            let free = group.free_cells();
             if n > free {
                 fail!(
                     Capacity,
@@ -104,7 +173,11 @@ impl CellsBookkeeping {
                 );
             }
             let mut cells = Vec::new();
-            group.allocate(n, None, &mut cells);
+            if index < n_attention {
+                group.allocate(n, None, &mut cells);
+            } else {
+                group.allocate_first(n, &mut cells);
+            }
             let held = runs().flat_map(|&[position, cell, len]| {
                 (0..len).map(move |at| (position + at, cell + at))
             });
@@ -128,9 +201,9 @@ impl CellsBookkeeping {
         ContiguousBookkeeping::new(self.capacity, windows).with_state(state).map(drop)
     }
 
-    /// Returns the number of layer groups.
+    /// Returns the number of layer groups, with the rows and the anchors of recurrent layers.
     pub fn n_groups(&self) -> usize {
-        self.groups.len()
+        self.groups.len() + if self.recurrent.is_some() { 2 } else { 0 }
     }
 
     /// Returns the sinks and the cells of each layer group.
@@ -144,6 +217,6 @@ impl CellsBookkeeping {
     /// # Panics
     /// If the layer group does not exist.
     pub fn held_cells(&self, group: usize) -> Slots {
-        Slots::of(&self.groups[group].owned_cells())
+        Slots::of(&self.cells_of(group).owned_cells())
     }
 }

@@ -1,5 +1,9 @@
 //! One step over sequences and trees: the sequences of its tokens, their cells, and its commit or abort.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::recurrent::Recurrent;
 use super::segments::Segments;
 use super::tree::Tree;
 use super::{check_sequence, CellsBookkeeping, MAX_SEQUENCES};
@@ -110,6 +114,7 @@ impl CellsBookkeeping {
         };
         let segments = planned?;
         let checked = self.check(&segments, positions);
+        let checked = checked.and_then(|()| self.check_one_text(&segments));
         if let Err(error) = checked.and_then(|()| self.plan_groups(&segments, positions)) {
             self.declared = was_declared.then_some(segments);
             return Err(error);
@@ -132,6 +137,7 @@ impl CellsBookkeeping {
             Ok(())
         });
         (self.plans, self.cells) = (plans, all);
+        let planned = planned.and_then(|()| self.plan_recurrent(segments, positions));
         if planned.is_err() {
             self.free_planned();
         }
@@ -139,6 +145,48 @@ impl CellsBookkeeping {
     }
 
     /// Frees the cells of a step.
+    fn plan_recurrent(&mut self, segments: &Segments, positions: &[i32]) -> Result<()> {
+        let Self { recurrent: Some(recurrent), checkpoints, trees, plans, .. } = self else {
+            return Ok(());
+        };
+        let pins = |sequence, positions: Range<i32>| checkpoints.marked(sequence, &positions);
+        recurrent.plan(segments, positions, trees, pins)?;
+        let end = positions.iter().max().map_or(0, |last| last + 1);
+        plans.extend(recurrent.buffer_plans(end));
+        Ok(())
+    }
+
+    /// Refuses a token of several sequences that do not hold the same text before it, if the model has
+    /// recurrent layers.
+    fn check_one_text(&self, segments: &Segments) -> Result<()> {
+        if self.recurrent.is_none() || segments.only_member().is_some() {
+            return Ok(());
+        }
+        // The token before the next one of each sequence: the cell of an earlier step, or a token of this one.
+        let mut last: BTreeMap<i32, usize> = BTreeMap::new();
+        let mut token = 0;
+        for (members, n_tokens) in segments.iter() {
+            let before = |sequence: i32| {
+                let held = || self.full().cell_of(sequence, self.next(sequence) - 1);
+                (last.get(&sequence), last.get(&sequence).map_or_else(held, |_| None))
+            };
+            let mut texts = members.iter().map(|&member| (member, before(member)));
+            if let Some((first, text)) = texts.next() {
+                if let Some((other, _)) = texts.find(|(_, other)| *other != text) {
+                    fail!(
+                        InvalidArgument,
+                        "token {token} of the step belongs to the sequences {first} and {other}, which hold \
+                         different tokens before it; recurrent layers follow one text: pass the token once for \
+                         each"
+                    );
+                }
+            }
+            token += n_tokens;
+            last.extend(members.iter().map(|&member| (member, token)));
+        }
+        Ok(())
+    }
+
     fn free_planned(&mut self) {
         for (group, cells) in self.groups.iter_mut().zip(&self.cells) {
             cells.iter().for_each(|&cell| group.free(cell));
@@ -334,14 +382,35 @@ impl CellsBookkeeping {
                 }
             }
         }
+        if let Some(recurrent) = &mut self.recurrent {
+            recurrent.commit(&segments, &self.positions, &mut self.trees);
+        }
         self.trees.values_mut().filter(|tree| is_written(tree)).for_each(Tree::written);
+        self.keep_marked(&segments);
         Ok(self.slide(segments.members()))
+    }
+
+    /// Makes the checkpoints that a committed step has reached.
+    fn keep_marked(&mut self, segments: &Segments) {
+        if self.checkpoints.has_marks() {
+            let mut first = 0;
+            let mut written = Vec::new();
+            for (members, n_tokens) in segments.iter() {
+                let tokens = &self.positions[first..first + n_tokens];
+                first += n_tokens;
+                let (Some(&start), Some(&last)) = (tokens.first(), tokens.last()) else { continue };
+                let texts = members.iter().filter(|member| !self.trees.contains_key(member));
+                written.extend(texts.map(|&member| (member, start..last + 1)));
+            }
+            self.pin_marks(&written);
+        }
     }
 
     /// Rolls the open step back. Does nothing without one.
     pub fn abort(&mut self) {
         if let Some(OpenStep { segments, declared, .. }) = self.step.take() {
             self.free_planned();
+            self.recurrent.iter_mut().for_each(Recurrent::abort);
             if declared {
                 self.declared = Some(segments);
             }
@@ -352,7 +421,7 @@ impl CellsBookkeeping {
     /// holds one sequence is then packed to its front, in order of positions.
     pub(super) fn slide(&mut self, sequences: &[i32]) -> Vec<Move> {
         let mut moves = Vec::new();
-        if self.groups.len() == 1 {
+        if self.groups.len() == 1 && self.recurrent.is_none() {
             return moves;
         }
         let nexts: Vec<(i32, i32)> = sequences
@@ -360,6 +429,9 @@ impl CellsBookkeeping {
             .filter(|sequence| !self.trees.contains_key(sequence))
             .map(|&sequence| (sequence, self.next(sequence)))
             .collect();
+        if let Some(recurrent) = &mut self.recurrent {
+            nexts.iter().for_each(|&(sequence, next)| recurrent.trim(sequence, next));
+        }
         for (index, group) in self.groups.iter_mut().enumerate() {
             let mut trimmed = false;
             for &(sequence, next) in &nexts {

@@ -1,5 +1,7 @@
 //! Trees of candidate tokens after a sequence.
 
+use std::collections::BTreeMap;
+
 use super::{check_sequence, CellsBookkeeping};
 use crate::bookkeeping::{Move, Slots};
 use crate::error::{fail, Result};
@@ -15,6 +17,10 @@ pub struct Tree {
     n_written: usize,
     /// The cells of the written nodes, for each layer group.
     pub cells: Vec<Vec<i32>>,
+    /// The cells of the written nodes' rows in recurrent layers.
+    pub rows: Vec<i32>,
+    /// The slots of the states after some nodes, in recurrent layers.
+    pub anchors: BTreeMap<usize, i32>,
 }
 
 /// The parent of a node that directly follows the sequence.
@@ -27,8 +33,9 @@ impl Tree {
 
     /// Returns the state of the tree after `sequence`, for a file.
     pub fn state(&self, sequence: i32) -> TreeState {
-        let Self { parents, n_written, cells, .. } = self.clone();
-        TreeState { sequence, parents, n_written, cells }
+        let Self { parents, n_written, cells, rows, anchors, .. } = self.clone();
+        let anchors = anchors.into_iter().collect();
+        TreeState { sequence, parents, n_written, cells, rows, anchors }
     }
 
     /// Returns the tree of a file's state. Its cells are not checked.
@@ -38,13 +45,19 @@ impl Tree {
     pub fn of_state(state: &TreeState, n_groups: usize) -> Result<Self> {
         let mut tree = Self::new(n_groups);
         tree.propose(&state.parents).map_err(damaged)?;
-        let TreeState { n_written, cells, .. } = state;
+        let TreeState { n_written, cells, rows, anchors, .. } = state;
         let whole = cells.len() == n_groups && cells.iter().all(|cells| cells.len() == *n_written);
+        let whole = whole && [0, *n_written].contains(&rows.len());
         if *n_written > tree.len() || !whole {
             let n = tree.len();
             return Err(damaged(format_args!("a tree of {n} nodes has the cells of {n_written}")));
         }
-        Ok(Self { n_written: *n_written, cells: cells.clone(), ..tree })
+        if anchors.iter().any(|&(node, _)| node >= *n_written) {
+            return Err(damaged("an anchor follows a node that has not run"));
+        }
+        let (cells, rows) = (cells.clone(), rows.clone());
+        let anchors = anchors.iter().copied().collect();
+        Ok(Self { n_written: *n_written, cells, rows, anchors, ..tree })
     }
 
     /// Returns the number of nodes, written or not.
@@ -104,6 +117,11 @@ impl Tree {
     /// Marks the pending nodes as written. Their cells are set.
     pub fn written(&mut self) {
         self.n_written = self.len();
+    }
+
+    /// Returns the parent of a node, or `None` if it follows the sequence itself.
+    pub fn parent(&self, node: usize) -> Option<usize> {
+        usize::try_from(self.parents[node]).ok()
     }
 
     /// Returns a node, its parent, and so on up to the sequence.
@@ -233,6 +251,12 @@ impl CellsBookkeeping {
                 moves.push(Move { group: index, from: Slots::of(&from), to: Slots::of(&to) });
             }
         }
+        if let Some(recurrent) = &mut self.recurrent {
+            recurrent.commit_tree(sequence, &tree, accepted, next);
+        }
+        if self.checkpoints.has_marks() {
+            self.pin_marks(&[(sequence, next..next + accepted.len() as i32)]);
+        }
         moves.extend(self.slide(&[sequence]));
         Ok(moves)
     }
@@ -243,6 +267,9 @@ impl CellsBookkeeping {
         };
         for (group, cells) in self.groups.iter_mut().zip(&tree.cells) {
             cells.iter().for_each(|&cell| group.release(cell));
+        }
+        if let Some(recurrent) = &mut self.recurrent {
+            recurrent.drop_tree(&tree);
         }
     }
 

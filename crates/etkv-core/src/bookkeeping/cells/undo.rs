@@ -24,7 +24,10 @@ impl CellsBookkeeping {
     /// Returns whether the open step only adds positions: its commit moves and drops no rows, so
     /// [`undo`](Self::undo) restores the state before it.
     pub fn only_adds(&self) -> bool {
-        self.step.is_some() && self.groups.len() == 1 && self.trees.is_empty()
+        self.step.is_some()
+            && self.groups.len() == 1
+            && self.recurrent.is_none()
+            && self.trees.is_empty()
     }
 
     /// Commits the open step, which [only adds](Self::only_adds) positions. Returns what [`undo`](Self::undo)

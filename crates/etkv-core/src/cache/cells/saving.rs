@@ -14,12 +14,12 @@ impl<S: Store> CellsCache<S> {
         let Book::Cells(state) = &snapshot.book else {
             return Err(damaged("it has no cells"));
         };
-        if self.kind == Self::SEQ && !state.trees.is_empty() {
+        if self.kind != Self::TREE && !state.trees.is_empty() {
             return Err(damaged("it has trees, and a cache of this kind has none"));
         }
         let book = self.book.with_state(state)?;
         let target = snapshot.target(self.config(), book.length() - book.candidates())?;
-        let held = (0..state.groups.len()).map(|group| book.held_cells(group)).collect();
+        let held = (0..book.n_groups()).map(|group| book.held_cells(group)).collect();
         Ok(Contents { book, held, target })
     }
 

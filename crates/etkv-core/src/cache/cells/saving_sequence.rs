@@ -92,7 +92,7 @@ impl<S: Store> OneSequence<'_, S> {
         // Checks the integers without the sequences of this cache.
         let alone = self.cache.book.with_state(state)?;
         let n = |group| alone.held_cells(group).len() as i32;
-        Ok((0..state.groups.len()).map(|group| Slots::Run(0..n(group))).collect())
+        Ok((0..alone.n_groups()).map(|group| Slots::Run(0..n(group))).collect())
     }
 }
 

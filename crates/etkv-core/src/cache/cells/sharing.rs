@@ -65,7 +65,7 @@ impl<S: Store> ShareCache for CellsCache<S> {
         let as_argument =
             |error: Error| Error::new(Status::InvalidArgument, error.at("the prefix does not fit"));
         let mut book = self.book.with_state(&state).map_err(as_argument)?;
-        let held = (0..state.groups.len()).map(|group| book.held_cells(group)).collect();
+        let held = (0..book.n_groups()).map(|group| book.held_cells(group)).collect();
         let snapshot = prefix.snapshot();
         let target = (snapshot.formats, snapshot.awaits);
         let contents = Contents { book: (), held, target };

@@ -32,14 +32,15 @@ impl<S: Store> Storage<S> {
     /// Returns the planes of these formats, where layer groups hold rows in `held` slots.
     pub fn planes(&self, formats: [KvFormat; 2], held: &[Slots]) -> Vec<PlaneRows> {
         let mut all = Vec::new();
-        for (id, layer) in self.config.layers.iter().enumerate() {
-            let n_slots = held[self.groups[id]].len();
-            for (values, dim) in [(false, layer.k_head_dim), (true, layer.v_head_dim)] {
-                let planes = formats[usize::from(values)].planes(dim as usize);
+        for (id, layer) in self.layers.layers.iter().enumerate() {
+            let n_slots = held[self.layers.groups[id]].len();
+            let formats = layer.formats(formats);
+            for buffer in if layer.has_second() { 0..2 } else { 0..1 } {
+                let planes = formats[buffer].planes(layer.dims[buffer] as usize);
                 all.extend(planes.into_iter().enumerate().map(|(plane, format)| PlaneRows {
-                    id: PlaneId { layer: id, values, plane },
+                    id: PlaneId { layer: id, values: buffer == 1, plane },
                     format,
-                    n_kv_heads: layer.n_kv_heads as usize,
+                    n_kv_heads: layer.heads[buffer] as usize,
                     n_slots,
                 }));
             }
@@ -53,7 +54,7 @@ impl<S: Store> Storage<S> {
     pub fn read_rows(&self, held: &[Slots], take: &mut TakeRows) -> Result<()> {
         let mut buffer = Vec::new();
         for rows in self.planes(self.formats, held) {
-            for slots in chunks(&held[self.groups[rows.id.layer]], rows.slot_bytes()) {
+            for slots in chunks(&held[self.layers.groups[rows.id.layer]], rows.slot_bytes()) {
                 let bytes = room(&mut buffer, slots.len() * rows.slot_bytes())?;
                 self.store.copy_out(rows.id, &slots, bytes)?;
                 take(&rows, bytes)?;
@@ -98,12 +99,12 @@ impl<S: Store> Storage<S> {
         made.share = self.share.sibling();
         let needed = |made: &Self, group: usize| made.allocated(group, held[group].end());
         made.reserve(needed)?;
-        for (layer, &group) in self.groups.iter().enumerate() {
+        for (layer, &group) in self.layers.groups.iter().enumerate() {
             made.store.grow(layer, needed(&made, group))?;
         }
         let mut buffer = Vec::new();
         for rows in made.planes(snapshot.formats, held) {
-            for slots in chunks(&held[made.groups[rows.id.layer]], rows.slot_bytes()) {
+            for slots in chunks(&held[made.layers.groups[rows.id.layer]], rows.slot_bytes()) {
                 let bytes = room(&mut buffer, slots.len() * rows.slot_bytes())?;
                 give(&rows, bytes)?;
                 made.store.copy_in(rows.id, &slots, bytes)?;
@@ -121,7 +122,8 @@ impl<S: Store> Storage<S> {
     pub fn refuse_not_finite(&self, held: &[Slots]) -> Result<()> {
         let format = self.formats[1];
         self.read_rows(held, &mut |rows, bytes| {
-            if rows.id.values && !format.is_finite(&rows.format, bytes) {
+            let checked = rows.id.values && rows.id.layer < self.config.layers.len();
+            if checked && !format.is_finite(&rows.format, bytes) {
                 fail!(
                     File,
                     "a value of layer {} is not finite as {format}; other sequences would read it",
@@ -155,8 +157,8 @@ impl<S: Store> Storage<S> {
         let own = self.reserve_own(|group| free[group].least());
         let reserved = own.and_then(|()| self.reserve(needed));
         let grown = reserved.and_then(|()| {
-            (0..self.groups.len())
-                .try_for_each(|layer| self.grow(layer, needed(self, self.groups[layer])))
+            (0..self.layers.groups.len())
+                .try_for_each(|layer| self.grow(layer, needed(self, self.layers.groups[layer])))
         });
         let copied = grown.and_then(|()| {
             self.copy_rows(from, held, free).inspect_err(|_| {
@@ -172,7 +174,7 @@ impl<S: Store> Storage<S> {
     fn copy_rows(&mut self, from: &Self, held: &[Slots], free: &[Slots]) -> Result<()> {
         let mut buffer = Vec::new();
         for rows in from.planes(self.formats, held) {
-            let group = self.groups[rows.id.layer];
+            let group = self.layers.groups[rows.id.layer];
             let [there, here] =
                 [&held[group], &free[group]].map(|slots| chunks(slots, rows.slot_bytes()));
             for (there, here) in there.zip(here) {

@@ -8,6 +8,7 @@ use crate::error::Result;
 use crate::format::KvFormat;
 use crate::prefix::FrozenRows;
 use crate::store::{Extent, Store};
+use crate::store_layer::SlotsOf;
 
 use super::{bytes_of, Contents, Storage};
 
@@ -22,7 +23,7 @@ impl<S: Store> Storage<S> {
         self.check()?;
         let parent = self.prefix.clone();
         let anew = parent.as_ref().is_some_and(|parent| parent.depth() >= MAX_PIECES);
-        let slots: Vec<i32> = self.groups.iter().map(|&group| held[group].end()).collect();
+        let slots: Vec<i32> = self.layers.groups.iter().map(|&group| held[group].end()).collect();
         let mut bytes: u64 = 0;
         for (layer, &end) in slots.iter().enumerate() {
             for (extent, slot) in self.buffers(layer) {
@@ -57,7 +58,7 @@ impl<S: Store> Storage<S> {
         made.prefix = Some(rows);
         made.frozen = contents.held.iter().map(Slots::end).collect();
         let needed = |made: &Self, group: usize| made.allocated(group, contents.held[group].end());
-        let bytes = made.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
+        let bytes = made.layers.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
             let of = |(extent, slot): (Extent, u64)| {
                 let own = needed(&made, group).max(extent.slots) - extent.shared;
                 bytes_of(own.max(0), slot)
@@ -65,7 +66,7 @@ impl<S: Store> Storage<S> {
             made.buffers(layer).into_iter().map(of).fold(bytes, u64::saturating_add)
         });
         made.reserve_bytes(bytes)?;
-        for (layer, &group) in self.groups.iter().enumerate() {
+        for (layer, &group) in self.layers.groups.iter().enumerate() {
             made.store.grow(layer, needed(&made, group))?;
         }
         made.unsettled = true;
@@ -77,11 +78,15 @@ impl<S: Store> Storage<S> {
     /// Returns the most slots that each layer can need.
     fn most(&self) -> Vec<i32> {
         let capacity = self.config.capacity;
-        let of = |&group: &usize| match self.config.window(self.policies[group]) {
-            Some(window) if !self.shared => window.slots().min(capacity),
-            _ => capacity,
+        let of = |&group: &usize| match self.layers.kinds[group] {
+            SlotsOf::Attention(policy) => match self.config.window(policy) {
+                Some(window) if !self.shared => window.slots().min(capacity),
+                _ => capacity,
+            },
+            SlotsOf::Rows => capacity,
+            SlotsOf::Anchors => self.config.max_anchors(self.shared),
         };
-        self.groups.iter().map(of).collect()
+        self.layers.groups.iter().map(of).collect()
     }
 
     /// Reserves in the memory budget the rows that a step writes where a prefix has others: these and all
@@ -91,7 +96,7 @@ impl<S: Store> Storage<S> {
         if self.prefix.is_none() {
             return Ok(());
         }
-        let bytes = self.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
+        let bytes = self.layers.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
             let Some(first) = first(group) else {
                 return bytes;
             };

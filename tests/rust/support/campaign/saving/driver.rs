@@ -48,6 +48,7 @@ impl Shape {
             v_format: format(rng),
             quantized_kv_start: rng.chance(0.3).then(|| rng.pick(&[1, 10, 25])),
             float_format: rng.pick(&["f32", "f16", "bf16"]).parse().unwrap(),
+            ..CacheConfig::uniform(0, 1, 1, 1)
         };
         Self { kind: rng.below(3), config }
     }

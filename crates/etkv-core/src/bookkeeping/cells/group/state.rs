@@ -1,7 +1,7 @@
 //! The cells of a layer group, in a file and back.
 
 use super::{LayerGroup, Run};
-use crate::bookkeeping::cells::check_sequence;
+use crate::bookkeeping::cells::{MAX_CHECKPOINTS, MAX_SEQUENCES};
 use crate::error::{fail, Error, Result, Status};
 use crate::snapshot::{damaged, GroupState, SequenceState};
 
@@ -36,19 +36,22 @@ impl LayerGroup {
     /// [`File`](Status::File) for cells that cannot be held like this, [`Backend`](Status::Backend) if memory
     /// is lacking.
     pub fn with_state(&self, state: &GroupState, nodes: &[i32]) -> Result<Self> {
-        let mut group = Self::new(self.window, self.capacity);
+        let mut group = self.emptied();
         // Full history may use every cell of any capacity.
-        if self.window.is_some() {
+        if self.window.is_some() || self.chunk < self.capacity {
             let (size, least, most) = (state.size, group.size, self.capacity);
             if size < least || size > most {
-                fail!(File, "the file has {size} cells of a window, expected {least} to {most}");
+                let what = if self.window.is_some() { "a window" } else { "recurrent layers" };
+                fail!(File, "the file has {size} cells of {what}, expected {least} to {most}");
             }
             group.size = size;
         }
         let mut all: Vec<Run> = Vec::new();
         let mut before = -1;
         for SequenceState { sequence, runs } in &state.sequences {
-            check_sequence(*sequence).map_err(damaged)?;
+            if !(0..MAX_SEQUENCES + MAX_CHECKPOINTS).contains(sequence) {
+                return Err(damaged(format_args!("a sequence has the number {sequence}")));
+            }
             if *sequence <= before {
                 return Err(damaged(format_args!("sequence {sequence} follows {before}")));
             }
@@ -113,15 +116,6 @@ impl LayerGroup {
         }
         // At most the size, which is an i32.
         Ok(end as usize)
-    }
-
-    /// Returns whether the group holds every position that `other` holds.
-    pub fn covers(&self, other: &Self) -> bool {
-        let within = |sequence: i32| {
-            let missing = other.held(sequence).last_missing_in(self.held(sequence), &(0..i32::MAX));
-            missing.is_none()
-        };
-        other.owners().all(within)
     }
 }
 

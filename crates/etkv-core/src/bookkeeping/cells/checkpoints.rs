@@ -1,0 +1,329 @@
+//! Checkpoints: positions that sequences can be rewound to although later tokens displaced what a query there
+//! sees.
+//!
+//! A checkpoint owns rows as a sequence does: those of each window before its position, and the anchor and
+//! convolution rows of recurrent layers. Going back to it shares them again, and copies nothing.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::{check_sequence, CellsBookkeeping, MAX_SEQUENCES};
+use crate::bookkeeping::recurrent::BLOCK;
+use crate::error::{fail, Result};
+use crate::snapshot::{damaged, CheckpointState};
+
+/// The most checkpoints of a cache.
+pub const MAX_CHECKPOINTS: i32 = 256;
+
+/// A position that some sequences can be rewound to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Checkpoint {
+    /// The owner of its rows: a number that no sequence has.
+    pub owner: i32,
+    /// The length that a sequence has after going back to it.
+    pub position: i32,
+    /// The sequences that hold the text before it.
+    pub members: Vec<i32>,
+    /// When it was last made or used, by a counter.
+    used: u64,
+}
+
+/// The checkpoints of all sequences, and the positions at which the host wants more.
+#[derive(Debug, Clone)]
+pub struct Checkpoints {
+    most: usize,
+    all: Vec<Checkpoint>,
+    /// The positions that the host marked and no step has reached yet, by sequence.
+    marks: BTreeMap<i32, Vec<i32>>,
+    counter: u64,
+}
+
+impl Checkpoints {
+    pub fn new(most: i32) -> Self {
+        let most = most.clamp(0, MAX_CHECKPOINTS) as usize;
+        Self { most, all: Vec::new(), marks: BTreeMap::new(), counter: 0 }
+    }
+
+    pub fn clear(&mut self) {
+        *self = Self::new(self.most as i32);
+    }
+
+    /// Returns the checkpoints, in the order in which they were made.
+    pub fn all(&self) -> &[Checkpoint] {
+        &self.all
+    }
+
+    /// Returns whether a mark waits for a step.
+    pub fn has_marks(&self) -> bool {
+        !self.marks.is_empty()
+    }
+
+    /// Returns the marked positions of a sequence among these.
+    pub fn marked(&self, sequence: i32, positions: &Range<i32>) -> Vec<i32> {
+        let marks = self.marks.get(&sequence).into_iter().flatten();
+        marks.copied().filter(|mark| positions.contains(mark)).collect()
+    }
+
+    /// Returns the greatest checkpoint of a sequence at or below a position.
+    pub fn below(&self, sequence: i32, position: i32) -> Option<&Checkpoint> {
+        let of = |kept: &&Checkpoint| kept.position <= position && kept.members.contains(&sequence);
+        self.all.iter().filter(of).max_by_key(|kept| kept.position)
+    }
+
+    /// Returns the checkpoints, for a file.
+    pub fn state(&self) -> Vec<CheckpointState> {
+        let of = |kept: &Checkpoint| CheckpointState {
+            owner: kept.owner,
+            position: kept.position,
+            sequences: kept.members.clone(),
+        };
+        self.all.iter().map(of).collect()
+    }
+
+    /// Replaces the checkpoints by those of a file. A cache may load more than it makes.
+    ///
+    /// # Errors
+    /// [`File`](crate::Status::File) for numbers that no cache gives.
+    pub fn load(&mut self, state: &[CheckpointState]) -> Result<()> {
+        self.clear();
+        for kept in state {
+            let CheckpointState { owner, position, sequences } = kept;
+            let owners = MAX_SEQUENCES..MAX_SEQUENCES + MAX_CHECKPOINTS;
+            let known = self.all.iter().any(|other| other.owner == *owner);
+            let members = sequences.iter().all(|sequence| (0..MAX_SEQUENCES).contains(sequence));
+            if !owners.contains(owner) || known || !members || sequences.is_empty() || *position < 1
+            {
+                return Err(damaged(format_args!("checkpoint {owner} of position {position}")));
+            }
+            self.counter += 1;
+            self.all.push(Checkpoint {
+                owner: *owner,
+                position: *position,
+                members: sequences.clone(),
+                used: self.counter,
+            });
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, position: i32, members: Vec<i32>) -> Option<i32> {
+        let owner = self.free_owner()?;
+        self.counter += 1;
+        self.all.push(Checkpoint { owner, position, members, used: self.counter });
+        Some(owner)
+    }
+
+    fn free_owner(&self) -> Option<i32> {
+        let taken = |owner: i32| self.all.iter().any(|kept| kept.owner == owner);
+        let room = self.all.len() < self.most;
+        (MAX_SEQUENCES..MAX_SEQUENCES + MAX_CHECKPOINTS).find(|&owner| room && !taken(owner))
+    }
+
+    fn touch(&mut self, owner: i32) {
+        self.counter += 1;
+        let counter = self.counter;
+        self.all.iter_mut().filter(|kept| kept.owner == owner).for_each(|kept| kept.used = counter);
+    }
+}
+
+impl CellsBookkeeping {
+    /// Returns the greatest length, at most `position`, that a sequence can be rewound to.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range,
+    /// [`Position`](crate::Status::Position) for a negative position.
+    pub fn reachable(&self, sequence: i32, position: i32) -> Result<i32> {
+        check_sequence(sequence)?;
+        if position < 0 {
+            fail!(Position, "position {position} is negative");
+        }
+        let position = position.min(self.next(sequence));
+        let least = self.rewindable_to(sequence)?;
+        if position == 0 || (position >= least && self.holds(sequence, position - 1)) {
+            return Ok(position);
+        }
+        let kept = self.checkpoints.below(sequence, position);
+        Ok(kept.map_or(0, |kept| kept.position))
+    }
+
+    fn holds(&self, sequence: i32, position: i32) -> bool {
+        self.full().cell_of(sequence, position).is_some()
+    }
+
+    /// Makes a checkpoint of a sequence at `position`, or at the next anchor below it: at once if the sequence
+    /// can still be rewound there, else when a step reaches it. Returns its position.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range,
+    /// [`Position`](crate::Status::Position) for a negative position or one that is no longer reachable,
+    /// [`Step`](crate::Status::Step) while a step is open.
+    pub fn mark(&mut self, sequence: i32, position: i32) -> Result<i32> {
+        self.refuse_in_step("mark a position")?;
+        check_sequence(sequence)?;
+        if position < 0 {
+            fail!(Position, "position {position} is negative");
+        }
+        let at = if self.recurrent.is_some() { position / BLOCK * BLOCK } else { position };
+        if at == 0 || self.checkpoints.most == 0 {
+            return Ok(0);
+        }
+        if let Some(kept) = self.checkpoints.below(sequence, at).filter(|kept| kept.position == at)
+        {
+            let owner = kept.owner;
+            self.checkpoints.touch(owner);
+            return Ok(at);
+        }
+        let next = self.next(sequence);
+        let has_anchor = self.recurrent.as_ref().is_none_or(|state| state.has_anchor(sequence, at));
+        if at < next || (at == next && has_anchor) {
+            let reachable = self.reachable(sequence, at)?;
+            if reachable != at || !has_anchor {
+                fail!(
+                    Position,
+                    "position {at} of sequence {sequence} is no longer reachable; the next below it is \
+                     {reachable}. Mark a position before its step"
+                );
+            }
+            self.pin(sequence, at);
+        } else {
+            let marks = self.checkpoints.marks.entry(sequence).or_default();
+            if !marks.contains(&at) {
+                marks.push(at);
+            }
+        }
+        Ok(at)
+    }
+
+    /// Makes the checkpoints that a step has reached: the marks of these sequences among the positions that
+    /// it wrote.
+    pub(super) fn pin_marks(&mut self, written: &[(i32, Range<i32>)]) {
+        for (sequence, positions) in written {
+            // A mark at the end of a text waits for the token after it, which makes the anchor.
+            let due = match self.recurrent {
+                Some(_) => positions.clone(),
+                None => positions.start + 1..positions.end + 1,
+            };
+            for mark in self.checkpoints.marked(*sequence, &due) {
+                self.pin(*sequence, mark);
+            }
+            if let Some(marks) = self.checkpoints.marks.get_mut(sequence) {
+                marks.retain(|mark| !due.contains(mark));
+            }
+        }
+    }
+
+    /// Keeps what a query at `position` sees.
+    fn pin(&mut self, sequence: i32, position: i32) {
+        if self.recurrent.as_ref().is_some_and(|state| !state.has_anchor(sequence, position)) {
+            return;
+        }
+        let cell = self.full().cell_of(sequence, position - 1);
+        let same = |kept: &Checkpoint| {
+            let of = |&member: &i32| self.full().cell_of(member, position - 1) == cell;
+            kept.position == position && cell.is_some() && kept.members.iter().any(of)
+        };
+        if let Some(kept) = self.checkpoints.all.iter().position(same) {
+            let kept = &mut self.checkpoints.all[kept];
+            if !kept.members.contains(&sequence) {
+                kept.members.push(sequence);
+            }
+            let owner = kept.owner;
+            return self.checkpoints.touch(owner);
+        }
+        if self.checkpoints.all.len() >= self.checkpoints.most {
+            self.drop_checkpoint();
+        }
+        let Some(owner) = self.checkpoints.add(position, vec![sequence]) else {
+            return;
+        };
+        for group in &mut self.groups {
+            if let Some(window) = group.window {
+                let first = window.first_seen(position).max(window.sinks());
+                group.share(sequence, owner, 0..window.sinks().min(position));
+                group.share(sequence, owner, first..position);
+            }
+        }
+        if let Some(recurrent) = &mut self.recurrent {
+            recurrent.pin(sequence, owner, position);
+        }
+    }
+
+    /// Makes a sequence end at one of its checkpoints. The caller has checked that it carries no tree.
+    pub(super) fn go_back(&mut self, sequence: i32, owner: i32, position: i32) {
+        self.checkpoints.touch(owner);
+        let (full, windows) = match self.groups.split_first_mut() {
+            Some(split) => split,
+            None => return,
+        };
+        full.remove(sequence, &(position..i32::MAX));
+        for group in windows {
+            group.remove(sequence, &(0..i32::MAX));
+            group.share(owner, sequence, 0..i32::MAX);
+        }
+        if let Some(recurrent) = &mut self.recurrent {
+            recurrent.restore(owner, sequence);
+        }
+        self.leave_checkpoints(sequence, position);
+    }
+
+    /// Gives up the checkpoints of a sequence after `length`.
+    pub(super) fn leave_checkpoints(&mut self, sequence: i32, length: i32) {
+        for kept in &mut self.checkpoints.all {
+            if kept.position > length {
+                kept.members.retain(|&member| member != sequence);
+            }
+        }
+        self.drop_unowned();
+        if length == 0 {
+            self.checkpoints.marks.remove(&sequence);
+        }
+    }
+
+    /// Gives `target` the checkpoints of `source` up to `length`.
+    pub(super) fn share_checkpoints(&mut self, source: i32, target: i32, length: i32) {
+        for kept in &mut self.checkpoints.all {
+            let has = |sequence: &i32| kept.members.contains(sequence);
+            if kept.position <= length && has(&source) && !has(&target) {
+                kept.members.push(target);
+            }
+        }
+    }
+
+    /// Drops the checkpoint that was used least recently. Returns whether there was one.
+    pub fn drop_checkpoint(&mut self) -> bool {
+        match self.checkpoints.all.iter_mut().min_by_key(|kept| kept.used) {
+            Some(kept) => {
+                kept.members.clear();
+                self.drop_unowned();
+                true
+            }
+            None => false,
+        }
+    }
+
+    fn drop_unowned(&mut self) {
+        let Self { checkpoints, groups, recurrent, .. } = self;
+        checkpoints.all.retain(|kept| {
+            if kept.members.is_empty() {
+                groups.iter_mut().for_each(|group| group.remove(kept.owner, &(0..i32::MAX)));
+                if let Some(recurrent) = recurrent {
+                    recurrent.rewind(kept.owner, 0);
+                }
+            }
+            !kept.members.is_empty()
+        });
+    }
+
+    /// Returns the positions of a sequence's checkpoints, ascending.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    pub fn checkpoints_of(&self, sequence: i32) -> Result<Vec<i32>> {
+        check_sequence(sequence)?;
+        let of = |kept: &&Checkpoint| kept.members.contains(&sequence);
+        let mut positions: Vec<i32> =
+            self.checkpoints.all.iter().filter(of).map(|kept| kept.position).collect();
+        positions.sort_unstable();
+        Ok(positions)
+    }
+}

@@ -1,0 +1,48 @@
+//! The rows and anchors of recurrent layers, in a file and back.
+
+use std::collections::BTreeMap;
+
+use super::Recurrent;
+use crate::bookkeeping::cells::tree::Tree;
+use crate::bookkeeping::recurrent::BLOCK;
+use crate::error::Result;
+use crate::snapshot::{damaged, RecurrentState};
+
+impl Recurrent {
+    /// Returns the state without the trees.
+    pub fn state(&self) -> RecurrentState {
+        RecurrentState { rows: self.rows.state(), anchors: self.anchors.state() }
+    }
+
+    /// Returns bookkeeping like this one with the contents of `state` and of trees.
+    ///
+    /// # Errors
+    /// [`File`](crate::Status::File) for cells that cannot be held like this.
+    pub fn with_state(&self, state: &RecurrentState, trees: &BTreeMap<i32, Tree>) -> Result<Self> {
+        if trees.values().any(|tree| tree.rows.len() != tree.n_written()) {
+            return Err(damaged("a tree lacks rows of recurrent layers"));
+        }
+        let rows: Vec<i32> = trees.values().flat_map(|tree| tree.rows.iter().copied()).collect();
+        let anchors: Vec<i32> =
+            trees.values().flat_map(|tree| tree.anchors.values().copied()).collect();
+        let mut empty = Self::new(self.window, self.capacity);
+        empty.rows = empty.rows.with_state(&state.rows, &rows)?;
+        empty.anchors = empty.anchors.with_state(&state.anchors, &anchors)?;
+        Ok(empty)
+    }
+
+    /// Returns whether `owner` holds all that the state after `next` positions follows from.
+    pub fn is_whole(&self, owner: i32, next: i32) -> bool {
+        let mut base = next / BLOCK * BLOCK;
+        if base == next && !self.has_anchor(owner, base) {
+            base = (base - BLOCK).max(0);
+        }
+        let first = (base - self.window.lead).max(0);
+        let rows = self.rows.held(owner);
+        let n: i32 = rows.clipped(first..next).map(|run| run.len).sum();
+        let anchors = self.anchors.held(owner);
+        let ordered =
+            anchors.first().is_none_or(|block| block > 0) && anchors.next() <= next / BLOCK + 1;
+        self.has_anchor(owner, base) && n == next - first && rows.next() <= next && ordered
+    }
+}

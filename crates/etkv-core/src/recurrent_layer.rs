@@ -1,0 +1,174 @@
+//! The sizes of recurrent layers.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::bookkeeping::{RecurrentWindow, BLOCK};
+use crate::error::{fail, Result};
+
+/// The sizes of one recurrent layer: facts of the model's architecture.
+///
+/// A recurrent layer stores float32, whatever the formats of keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum RecurrentLayer {
+    /// A causal depthwise convolution: a query reads the columns of its own position and of the `width - 1`
+    /// before it.
+    Convolution {
+        /// Elements of a column.
+        channels: i32,
+        /// Positions that a query reads, from 1 to 64.
+        width: i32,
+    },
+    /// A linear recurrence: each head keeps a state of `k_dim` times `v_dim` elements.
+    Recurrence {
+        /// Heads of the queries and keys. Each serves `heads / k_heads` heads.
+        k_heads: i32,
+        /// Heads of the values, and of the state.
+        heads: i32,
+        /// Elements of a key.
+        k_dim: i32,
+        /// Elements of a value.
+        v_dim: i32,
+        /// Whether each channel of a key has a decay of its own. Otherwise each head has one.
+        channel_decay: bool,
+    },
+}
+
+impl RecurrentLayer {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument), naming the field.
+    pub fn validate(&self) -> Result<()> {
+        let at_least_1 = |name: &str, value: i32| match value {
+            ..=0 => fail!(InvalidArgument, "{name} is {value}, the least is 1"),
+            _ => Ok(()),
+        };
+        match *self {
+            Self::Convolution { channels, width } => {
+                at_least_1("channels", channels)?;
+                at_least_1("width", width)?;
+                if width > BLOCK {
+                    fail!(InvalidArgument, "width is {width}, the most is {BLOCK}");
+                }
+            }
+            Self::Recurrence { k_heads, heads, k_dim, v_dim, .. } => {
+                at_least_1("k_heads", k_heads)?;
+                at_least_1("heads", heads)?;
+                at_least_1("k_dim", k_dim)?;
+                at_least_1("v_dim", v_dim)?;
+                if heads % k_heads != 0 {
+                    fail!(
+                        InvalidArgument,
+                        "expected heads to be a multiple of k_heads, got {heads} and {k_heads}"
+                    );
+                }
+                if k_dim.checked_mul(v_dim).is_none() || v_dim.checked_add(k_dim).is_none() {
+                    fail!(
+                        InvalidArgument,
+                        "a state of {k_dim} times {v_dim} elements is too large"
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the positions before a token that the layer reads as rows, apart from those that an anchor
+    /// stands for.
+    pub fn lead(&self) -> i32 {
+        match *self {
+            Self::Convolution { width, .. } => width - 1,
+            Self::Recurrence { .. } => 0,
+        }
+    }
+
+    /// Returns the heads and the elements of a row's two parts; the second is absent in a convolution.
+    pub fn row(&self) -> [Option<[i32; 2]>; 2] {
+        match *self {
+            Self::Convolution { channels, .. } => [Some([1, channels]), None],
+            Self::Recurrence { k_heads, heads, k_dim, v_dim, channel_decay } => {
+                let decays = if channel_decay { k_dim } else { 1 };
+                [Some([k_heads, k_dim]), Some([heads, v_dim + decays])]
+            }
+        }
+    }
+
+    /// Returns the heads and the elements of an anchor; a convolution has none.
+    pub fn anchor(&self) -> Option<[i32; 2]> {
+        match *self {
+            Self::Convolution { .. } => None,
+            Self::Recurrence { heads, k_dim, v_dim, .. } => Some([heads, k_dim * v_dim]),
+        }
+    }
+}
+
+impl fmt::Display for RecurrentLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Convolution { channels, width } => {
+                write!(f, "a convolution of {channels} channels and width {width}")
+            }
+            Self::Recurrence { k_heads, heads, k_dim, v_dim, channel_decay } => {
+                let decay = if channel_decay { "channel" } else { "head" };
+                write!(
+                    f,
+                    "a recurrence of {heads} heads, {k_heads} of them for keys, with states of {k_dim} times {v_dim} \
+                     and a decay for each {decay}"
+                )
+            }
+        }
+    }
+}
+
+/// Returns what these layers keep of a sequence, or `None` without layers.
+pub(crate) fn window_of(layers: &[RecurrentLayer], anchors: i32) -> Option<RecurrentWindow> {
+    let lead = layers.iter().map(RecurrentLayer::lead).max()?;
+    Some(RecurrentWindow { lead, anchors })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_invalid_field_is_named() {
+        let message = |layer: RecurrentLayer| layer.validate().unwrap_err().to_string();
+        let convolution = |channels, width| RecurrentLayer::Convolution { channels, width };
+        assert!(convolution(8, 4).validate().is_ok());
+        assert_eq!(message(convolution(0, 4)), "channels is 0, the least is 1");
+        assert_eq!(message(convolution(8, 65)), "width is 65, the most is 64");
+        let recurrence = |k_heads, heads, k_dim| RecurrentLayer::Recurrence {
+            k_heads,
+            heads,
+            k_dim,
+            v_dim: 8,
+            channel_decay: false,
+        };
+        assert!(recurrence(2, 4, 8).validate().is_ok());
+        assert_eq!(
+            message(recurrence(3, 4, 8)),
+            "expected heads to be a multiple of k_heads, got 4 and 3"
+        );
+        assert!(message(recurrence(1, 1, i32::MAX)).contains("too large"));
+    }
+
+    #[test]
+    fn sizes_follow_from_the_layer() {
+        let layer = RecurrentLayer::Recurrence {
+            k_heads: 2,
+            heads: 4,
+            k_dim: 8,
+            v_dim: 16,
+            channel_decay: true,
+        };
+        assert_eq!(layer.row(), [Some([2, 8]), Some([4, 24])]);
+        assert_eq!(layer.anchor(), Some([4, 128]));
+        let convolution = RecurrentLayer::Convolution { channels: 8, width: 4 };
+        assert_eq!((convolution.row(), convolution.anchor()), ([Some([1, 8]), None], None));
+        assert_eq!(window_of(&[layer, convolution], 2).map(|window| window.lead), Some(3));
+        assert_eq!(window_of(&[], 2), None);
+    }
+}

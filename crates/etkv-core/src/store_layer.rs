@@ -1,0 +1,150 @@
+//! The buffers of a store: what they hold, and how many slots they take.
+
+use crate::config::{CacheConfig, LayerConfig, LayerGroups, LayerPolicy};
+use crate::format::KvFormat;
+
+/// Two buffers of a store that have the same slots: keys and values, or what else a layer keeps of a token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StoreLayer {
+    /// The heads of each.
+    pub heads: [i32; 2],
+    /// The elements of one head's row in each; 0 in the second if there is none.
+    pub dims: [i32; 2],
+    /// The format of both, if it does not follow the cache's.
+    pub format: Option<KvFormat>,
+}
+
+impl StoreLayer {
+    /// Returns the formats of the buffers in a cache that stores keys and values in `formats`.
+    pub fn formats(&self, formats: [KvFormat; 2]) -> [KvFormat; 2] {
+        self.format.map_or(formats, |format| [format; 2])
+    }
+
+    /// Returns the bytes of one slot in each buffer, or [`u64::MAX`] on overflow.
+    pub fn slot_bytes(&self, formats: [KvFormat; 2]) -> [u64; 2] {
+        let formats = self.formats(formats);
+        [0, 1].map(|buffer| self.slot_bytes_in(buffer, formats[buffer]))
+    }
+
+    /// Returns the bytes of one slot of a buffer in this format.
+    pub fn slot_bytes_in(&self, buffer: usize, format: KvFormat) -> u64 {
+        // A row is at most 8 times 2^31 bytes.
+        let row = format.row_bytes(self.dims[buffer].max(0) as usize) as u64;
+        row.checked_mul(self.heads[buffer].max(0) as u64).unwrap_or(u64::MAX)
+    }
+
+    /// Returns whether there is a second buffer.
+    pub fn has_second(&self) -> bool {
+        self.dims[1] > 0
+    }
+
+    fn fixed(parts: [Option<[i32; 2]>; 2]) -> Self {
+        let [[heads, dim], [more_heads, more_dim]] = parts.map(Option::unwrap_or_default);
+        Self { heads: [heads, more_heads], dims: [dim, more_dim], format: Some(KvFormat::F32) }
+    }
+}
+
+impl From<&LayerConfig> for StoreLayer {
+    fn from(layer: &LayerConfig) -> Self {
+        Self {
+            heads: [layer.n_kv_heads; 2],
+            dims: [layer.k_head_dim, layer.v_head_dim],
+            format: None,
+        }
+    }
+}
+
+/// What determines the slots of a store layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SlotsOf {
+    Attention(LayerPolicy),
+    /// The rows of recurrent layers.
+    Rows,
+    /// The anchors of recurrences.
+    Anchors,
+}
+
+/// The layers of a store, in groups that have the same slots.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct StoreLayers {
+    /// First those of attention, then those of recurrent layers: its rows, and its anchors after them.
+    pub layers: Vec<StoreLayer>,
+    /// The group of each layer.
+    pub groups: Vec<usize>,
+    /// What determines the slots of each group. The first has full history, even if no layer has it.
+    pub kinds: Vec<SlotsOf>,
+    /// The layer with the rows of each recurrent layer. Its anchors, if it has any, are the next.
+    pub recurrent: Vec<usize>,
+}
+
+impl StoreLayers {
+    /// Returns the layers of a store for a valid config.
+    pub fn of(config: &CacheConfig) -> Self {
+        let LayerGroups { policies, of_layer: mut groups } =
+            LayerGroups::with_full_history(&config.layers);
+        let mut kinds: Vec<SlotsOf> = policies.into_iter().map(SlotsOf::Attention).collect();
+        let mut layers: Vec<StoreLayer> = config.layers.iter().map(StoreLayer::from).collect();
+        let mut recurrent = Vec::new();
+        let rows = kinds.len();
+        if !config.recurrent_layers.is_empty() {
+            kinds.extend([SlotsOf::Rows, SlotsOf::Anchors]);
+        }
+        for layer in &config.recurrent_layers {
+            recurrent.push(layers.len());
+            layers.push(StoreLayer::fixed(layer.row()));
+            groups.push(rows);
+            if let Some(anchor) = layer.anchor() {
+                layers.push(StoreLayer::fixed([Some(anchor), None]));
+                groups.push(rows + 1);
+            }
+        }
+        Self { layers, groups, kinds, recurrent }
+    }
+}
+
+impl CacheConfig {
+    /// Returns the slots that buffers of this kind allocate when they need `needed`, for a cache that several
+    /// sequences share or not.
+    pub(crate) fn allocated(&self, kind: SlotsOf, needed: i32, shared: bool) -> i32 {
+        let (growth, capacity) = (self.growth, self.capacity);
+        let everything = shared && growth == crate::Growth::Upfront;
+        let window = self.recurrent_window();
+        match (kind, window) {
+            (SlotsOf::Attention(policy), _) => match self.window(policy) {
+                Some(window) if needed <= window.slots() && !everything => {
+                    window.allocated(growth, needed)
+                }
+                // Several sequences, or trees, need more than one sequence.
+                _ => growth.slots(needed, capacity),
+            },
+            (SlotsOf::Rows, Some(window)) => {
+                let one = window.rows(capacity).max(1);
+                if needed <= one {
+                    growth.slots(needed, one)
+                } else {
+                    rounded_up(needed, one).min(capacity.max(needed))
+                }
+            }
+            (SlotsOf::Anchors, Some(window)) => {
+                let one = window.anchor_slots(capacity).max(1);
+                if needed <= one {
+                    // Each is large, so they are not allocated ahead.
+                    let upfront = growth == crate::Growth::Upfront;
+                    if upfront {
+                        window.anchor_slots(capacity)
+                    } else {
+                        needed.max(0)
+                    }
+                } else {
+                    rounded_up(needed, one)
+                }
+            }
+            (_, None) => 0,
+        }
+    }
+}
+
+fn rounded_up(needed: i32, chunk: i32) -> i32 {
+    let chunks = (i64::from(needed) + i64::from(chunk) - 1) / i64::from(chunk);
+    (chunks * i64::from(chunk)).min(i64::from(i32::MAX)) as i32
+}
