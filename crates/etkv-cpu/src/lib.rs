@@ -13,6 +13,7 @@ mod floats;
 mod memory;
 mod parallel;
 pub mod program;
+pub mod recurrent;
 mod store;
 mod tensor;
 

@@ -1,0 +1,391 @@
+//! Causal depthwise convolutions.
+
+// An index names a register; iterators would hide which.
+#![allow(clippy::needless_range_loop)]
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use etkv_core::bookkeeping::{RecurrentPlan, RowSource};
+use etkv_core::{fail, RecurrentRows, RecurrentSpec, Result};
+use half::{bf16, f16};
+
+use super::check::{axis, check_rows, check_shape, Stored};
+use super::exp::exp;
+use super::load::load_run;
+use super::scan::owned;
+use super::simd::{Kernel, Simd};
+use super::workspace::{Layout, Pieces};
+use super::{with_simd, Instructions, Workspace};
+use crate::floats::{store_bf16, store_f16, store_f32};
+use crate::parallel::{Parallel, Serial};
+use crate::store::view::View;
+use crate::tensor::{Dtype, Tensor, Values};
+
+/// The channels of a task: whole vectors.
+const CHANNELS: usize = 256;
+
+/// What is applied to the sums of a convolution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Activation {
+    /// Nothing.
+    #[default]
+    None,
+    /// `x / (1 + exp(-x))`.
+    Silu,
+}
+
+/// The inputs of a step of `T` tokens, each in a dtype of its own.
+#[derive(Debug, Clone, Copy)]
+pub struct ConvolveInputs<'a> {
+    /// The columns of the tokens, `[1, channels, T, 1]`.
+    pub x: &'a Tensor,
+    /// `[1, 1, channels, width]`; the last weight of a channel is that of the token itself.
+    pub weight: &'a Tensor,
+    /// `[1, 1, 1, channels]`.
+    pub bias: Option<&'a Tensor>,
+    /// What is applied to the sums.
+    pub activation: Activation,
+}
+
+/// Computes a convolution of each channel over the tokens of a step and those before them. Before position 0
+/// all columns are zero.
+///
+/// Returns the outputs, `[1, channels, T, 1]` in `out_dtype`, or in the dtype of `x` if that is `None`, and the
+/// columns that the plan stores, `[1, 1, n, channels]`. Sums are in float32, from the earliest column to the
+/// last, then the bias. Neither result depends on the number of threads, nor on how the text was cut into
+/// steps.
+///
+/// # Errors
+/// [`Shape`](etkv_core::Status::Shape) if shapes do not match, [`Internal`](etkv_core::Status::Internal) for a
+/// plan that names what does not exist, and [`Backend`](etkv_core::Status::Backend) if memory is lacking.
+pub fn convolve(
+    inputs: &ConvolveInputs,
+    spec: &RecurrentSpec<View>,
+    out_dtype: Option<Dtype>,
+    workspace: &mut Workspace,
+    parallel: &dyn Parallel,
+) -> Result<(Tensor, RecurrentRows<Tensor>)> {
+    let shape = *inputs.x.shape();
+    let [_, channels, n_tokens, _] = shape.map(|size| size as usize);
+    check_shape(inputs.x, "columns", [1, channels, n_tokens, 1])?;
+    let size = channels * n_tokens;
+    let mut values = match out_dtype.unwrap_or(inputs.x.dtype()) {
+        Dtype::F32 => Values::F32(vec![0.0; size]),
+        Dtype::F16 => Values::F16(vec![f16::ZERO; size]),
+        Dtype::Bf16 => Values::Bf16(vec![bf16::ZERO; size]),
+    };
+    let (start, dtype) = values.as_mut_ptr();
+    // SAFETY: these are the elements of `values`, contiguous. What lies in the workspace is copied while it is
+    // borrowed.
+    let rows = unsafe { convolve_into(inputs, spec, start, dtype, workspace, parallel)? };
+    Ok((Tensor::new(shape, values)?, owned(rows)?))
+}
+
+/// [`convolve`], with the output at `start`, and the columns in the workspace.
+///
+/// # Errors
+/// Those of [`convolve`]. Then the output is not written.
+///
+/// # Safety
+/// `channels * T` elements of `dtype` lie at `start`, aligned to their size, and nothing else accesses them
+/// during the call. The returned tensor is dropped before the workspace is used again or dropped.
+pub unsafe fn convolve_into(
+    inputs: &ConvolveInputs,
+    spec: &RecurrentSpec<View>,
+    start: *mut u8,
+    dtype: Dtype,
+    workspace: &mut Workspace,
+    parallel: &dyn Parallel,
+) -> Result<RecurrentRows<Tensor>> {
+    let best = Instructions::best();
+    // SAFETY: the caller's; the machine has the instructions.
+    unsafe { convolve_with(best, inputs, spec, start, dtype, workspace, parallel) }
+}
+
+/// [`convolve_into`] with one of the machine's instruction sets.
+///
+/// # Safety
+/// As [`convolve_into`].
+pub(super) unsafe fn convolve_with(
+    instructions: Instructions,
+    inputs: &ConvolveInputs,
+    spec: &RecurrentSpec<View>,
+    start: *mut u8,
+    dtype: Dtype,
+    workspace: &mut Workspace,
+    parallel: &dyn Parallel,
+) -> Result<RecurrentRows<Tensor>> {
+    let plan = &*spec.plan;
+    let [_, channels, n_tokens, _] = inputs.x.shape().map(|size| size as usize);
+    let width = inputs.weight.shape()[3] as usize;
+    check_shape(inputs.x, "columns", [1, channels, n_tokens, 1])?;
+    check_shape(inputs.weight, "weights", [1, 1, channels, width])?;
+    if let Some(bias) = inputs.bias {
+        check_shape(bias, "bias", [1, 1, 1, channels])?;
+    }
+    if channels == 0 || width == 0 {
+        fail!(Shape, "expected at least 1 channel and width 1, got {channels} and {width}");
+    }
+    let stored = Stored::of(spec.rows[0].as_ref(), "columns", 1, channels)?;
+    check_rows(plan, n_tokens, &[stored])?;
+    let work = channels.saturating_mul(n_tokens).saturating_mul(width);
+    let parallel = if work < 1 << 15 { &Serial } else { parallel };
+    let sizes = Sizes { channels, n_tokens, width, n_stored: plan.stored.len() };
+    let n_tasks = channels.div_ceil(CHANNELS);
+    let threads = parallel.threads().min(n_tasks).max(1);
+    let (columns, blocks) = Workspace::prepare(workspace.parts().0, sizes, threads)?;
+    let job = Job { sizes, plan, inputs, stored, columns, out: start, dtype };
+    if n_tokens > 0 {
+        let begun = AtomicUsize::new(0);
+        parallel.run(threads, &|thread| loop {
+            let i = begun.fetch_add(1, Ordering::Relaxed);
+            if i >= n_tasks {
+                break;
+            }
+            // SAFETY: only this call uses the block; the shapes and the plan were checked; the machine has the
+            // instructions; each task runs once.
+            with_simd!(instructions, |S| unsafe {
+                job.run::<S>(i * CHANNELS, blocks.scratch(thread));
+            });
+        });
+    }
+    let shape = [1, 1, axis(plan.stored.len())?, axis(channels)?];
+    let strides = [0, 0, channels as isize, 1];
+    // SAFETY: the workspace has the columns, and the caller keeps it.
+    let rows = unsafe { Tensor::borrowed(columns.cast(), Dtype::F32, shape, strides)? };
+    Ok(RecurrentRows { rows: [Some(rows), None], anchors: None })
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    channels: usize,
+    n_tokens: usize,
+    width: usize,
+    n_stored: usize,
+}
+
+impl Sizes {
+    /// Returns whether lanes are tokens: then a channel's columns are contiguous, as programs pass them. In
+    /// short steps lanes are channels.
+    fn by_channel(&self) -> bool {
+        self.n_tokens >= 16
+    }
+}
+
+/// The scratch memory of one thread.
+#[derive(Debug, Clone, Copy)]
+struct Scratch {
+    /// The step's columns: `[T, CHANNELS]`, or one channel of them.
+    columns: *mut f32,
+    /// The columns of a chain and the `width - 1` before it, in the same order.
+    chain: *mut f32,
+    /// `[width, CHANNELS]`, or one channel of them.
+    weights: *mut f32,
+    /// `[CHANNELS]`.
+    bias: *mut f32,
+    /// The outputs of a token, or of a channel.
+    out: *mut f32,
+}
+
+impl Layout for Sizes {
+    /// The columns that are stored, `[n_stored, channels]`.
+    type Shared = *mut f32;
+    type Scratch = Scratch;
+
+    fn shared(&self, pieces: &mut Pieces) -> *mut f32 {
+        pieces.take(&[self.n_stored, self.channels])
+    }
+
+    fn scratch(&self, pieces: &mut Pieces) -> Scratch {
+        let lanes = if self.by_channel() { 1 } else { CHANNELS };
+        // Kernels read and write whole vectors.
+        Scratch {
+            columns: pieces.take(&[self.n_tokens, lanes]),
+            chain: pieces.take(&[self.n_tokens + self.width + 15, lanes]),
+            weights: pieces.take(&[self.width, lanes]),
+            bias: pieces.take(&[CHANNELS]),
+            out: pieces.take(&[self.n_tokens.max(CHANNELS) + 15]),
+        }
+    }
+}
+
+struct Job<'a> {
+    sizes: Sizes,
+    plan: &'a RecurrentPlan,
+    inputs: &'a ConvolveInputs<'a>,
+    stored: Stored,
+    /// `[n_stored, channels]`.
+    columns: *mut f32,
+    /// `[channels, T]`.
+    out: *mut u8,
+    dtype: Dtype,
+}
+
+// SAFETY: tasks write to channels of their own.
+unsafe impl Sync for Job<'_> {}
+
+impl Job<'_> {
+    /// Computes the channels from `first` on.
+    ///
+    /// # Safety
+    /// The machine has the instructions of `S`, and the job's pointers are as their fields say. No other thread
+    /// computes these channels or uses the scratch memory.
+    unsafe fn run<S: Simd>(&self, first: usize, scratch: Scratch) {
+        let n = CHANNELS.min(self.sizes.channels - first);
+        // SAFETY: the caller's.
+        unsafe {
+            if let Some(bias) = self.inputs.bias {
+                let out = std::slice::from_raw_parts_mut(scratch.bias, n);
+                load_run(bias, [0, 0, 0, first], 3, out);
+            }
+            if !self.sizes.by_channel() {
+                return self.lanes::<S, false>(first, n, scratch);
+            }
+            for c in 0..n {
+                let scratch = Scratch { bias: scratch.bias.add(c), ..scratch };
+                self.lanes::<S, true>(first + c, 1, scratch);
+            }
+        }
+    }
+
+    /// Computes `n` channels: with `SPLAT` one, whose tokens are the lanes, and else each lane is a channel.
+    unsafe fn lanes<S: Simd, const SPLAT: bool>(&self, first: usize, n: usize, scratch: Scratch) {
+        let Sizes { channels, n_tokens, width, .. } = self.sizes;
+        let lanes = if SPLAT { 1 } else { CHANNELS };
+        // SAFETY: the caller's.
+        unsafe {
+            let row = |start: *mut f32, at: usize| {
+                std::slice::from_raw_parts_mut(start.add(at * lanes), n)
+            };
+            for at in 0..width {
+                load_run(self.inputs.weight, [0, 0, first, at], 2, row(scratch.weights, at));
+            }
+            if SPLAT {
+                let out = std::slice::from_raw_parts_mut(scratch.columns, n_tokens);
+                load_run(self.inputs.x, [0, first, 0, 0], 2, out);
+            } else {
+                for token in 0..n_tokens {
+                    load_run(self.inputs.x, [0, first, token, 0], 1, row(scratch.columns, token));
+                }
+            }
+            for (at, &token) in self.plan.stored.iter().enumerate() {
+                let to = self.columns.add(at * channels + first);
+                std::ptr::copy_nonoverlapping(scratch.columns.add(token * lanes), to, n);
+            }
+            for chain in &self.plan.chains {
+                let before = chain.rows.len().min(width - 1);
+                let none = width - 1 - before;
+                scratch.chain.write_bytes(0, none * lanes);
+                for (at, &source) in chain.rows[chain.rows.len() - before..].iter().enumerate() {
+                    let from = match source {
+                        RowSource::Slot(slot) => self.stored.row(slot, 0).add(first),
+                        RowSource::Token(token) => scratch.columns.add(token * lanes),
+                    };
+                    row(scratch.chain, none + at)
+                        .copy_from_slice(std::slice::from_raw_parts(from, n));
+                }
+                let (from, len) =
+                    (scratch.columns.add(chain.tokens.start * lanes), chain.tokens.len());
+                let to = scratch.chain.add((width - 1) * lanes);
+                std::ptr::copy_nonoverlapping(from, to, len * lanes);
+                let bias = self.inputs.bias.map_or(std::ptr::null(), |_| scratch.bias.cast_const());
+                let taps = |data, count| Taps::<SPLAT> {
+                    data,
+                    weights: scratch.weights,
+                    width,
+                    bias,
+                    silu: self.inputs.activation == Activation::Silu,
+                    count,
+                    out: scratch.out,
+                };
+                if SPLAT {
+                    S::enter(taps(scratch.chain.cast_const(), len));
+                    let out = std::slice::from_raw_parts(scratch.out, len);
+                    self.write(out, first * n_tokens + chain.tokens.start, 1);
+                    continue;
+                }
+                for (at, token) in chain.tokens.clone().enumerate() {
+                    S::enter(taps(scratch.chain.add(at * lanes).cast_const(), n));
+                    let out = std::slice::from_raw_parts(scratch.out, n);
+                    self.write(out, first * n_tokens + token, n_tokens);
+                }
+            }
+        }
+    }
+
+    /// Writes outputs from element `at` on, `stride` elements apart.
+    unsafe fn write(&self, values: &[f32], at: usize, stride: usize) {
+        let size = self.dtype.size();
+        let store = match self.dtype {
+            Dtype::F32 => store_f32,
+            Dtype::F16 => store_f16,
+            Dtype::Bf16 => store_bf16,
+        };
+        let run = if stride == 1 { values.len().max(1) } else { 1 };
+        for (i, values) in values.chunks(run).enumerate() {
+            // SAFETY: the elements belong to the task.
+            let out = unsafe {
+                let start = self.out.add((at + i * stride) * size);
+                std::slice::from_raw_parts_mut(start, values.len() * size)
+            };
+            store(values, out);
+        }
+    }
+}
+
+/// The sums of a convolution.
+struct Taps<const SPLAT: bool> {
+    /// Columns in lanes: `count` of the earliest, and as many for each of the others, [`CHANNELS`] numbers after
+    /// the one before, or one number with `SPLAT`.
+    data: *const f32,
+    /// One for each column, and with lanes of their own without `SPLAT`.
+    weights: *const f32,
+    width: usize,
+    /// One number, or one for each lane; null for none.
+    bias: *const f32,
+    silu: bool,
+    /// Rounded up to whole vectors, which the memory has.
+    count: usize,
+    out: *mut f32,
+}
+
+impl<const SPLAT: bool> Kernel for Taps<SPLAT> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let mut at = 0;
+        // SAFETY: the pointers are as the fields say.
+        unsafe {
+            while at < self.count {
+                let mut sum = S::splat(0.0);
+                for tap in 0..self.width {
+                    let (weight, data) = match SPLAT {
+                        true => (S::splat(*self.weights.add(tap)), self.data.add(tap + at)),
+                        false => (
+                            S::load(self.weights.add(tap * CHANNELS + at)),
+                            self.data.add(tap * CHANNELS + at),
+                        ),
+                    };
+                    sum = S::fma(weight, S::load(data), sum);
+                }
+                if !self.bias.is_null() {
+                    let bias = match SPLAT {
+                        true => S::splat(*self.bias),
+                        false => S::load(self.bias.add(at)),
+                    };
+                    sum = S::add(sum, bias);
+                }
+                if self.silu {
+                    let (mut x, mut e) = ([0f32; 16], [0f32; 16]);
+                    S::store(x.as_mut_ptr(), sum);
+                    S::store(e.as_mut_ptr(), exp::<S>(S::sub(S::splat(0.0), sum)));
+                    for i in 0..S::WIDTH {
+                        x[i] /= 1.0 + e[i];
+                    }
+                    sum = S::load(x.as_ptr());
+                }
+                S::store(self.out.add(at), sum);
+                at += S::WIDTH;
+            }
+        }
+    }
+}

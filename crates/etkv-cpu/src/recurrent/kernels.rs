@@ -1,0 +1,376 @@
+//! The loops over the tokens of a block, each written once for every instruction set.
+//!
+//! Each element of a result comes from one sequence of operations, however many rows and columns a loop takes
+//! at once.
+
+// An index names a register; iterators would hide which.
+#![allow(clippy::needless_range_loop)]
+
+use super::exp::exp;
+use super::simd::{Kernel, Simd};
+use super::task::ROWS;
+
+/// Products of vectors of `dim` numbers with rows: `out[v][i] = vectors[v] . rows[i]`.
+pub(super) struct Dots<'a> {
+    /// The first of `count` vectors, an even number of them or one, and the numbers from one to the next.
+    pub vectors: *const f32,
+    pub stride: usize,
+    pub count: usize,
+    /// At least one.
+    pub rows: &'a [*const f32],
+    /// A multiple of the vector width.
+    pub dim: usize,
+    /// `count` rows of [`ROWS`] numbers. Numbers past the rows, up to a multiple of four, are written too.
+    pub out: *mut f32,
+}
+
+impl Kernel for Dots<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let mut at = 0;
+        // SAFETY: the pointers are as the fields say.
+        unsafe {
+            while S::ROWS >= 4 && at + 4 <= self.count {
+                self.some::<S, 4>(at);
+                at += 4;
+            }
+            while at + 2 <= self.count {
+                self.some::<S, 2>(at);
+                at += 2;
+            }
+            while at < self.count {
+                self.some::<S, 1>(at);
+                at += 1;
+            }
+        }
+    }
+}
+
+impl Dots<'_> {
+    /// Multiplies `R` vectors.
+    #[inline(always)]
+    unsafe fn some<S: Simd, const R: usize>(&self, at: usize) {
+        let last = self.rows.len() - 1;
+        let mut first = 0;
+        // SAFETY: the caller's.
+        unsafe {
+            let vectors = self.vectors.add(at * self.stride);
+            while first <= last {
+                // The last row replaces the missing ones.
+                let mut rows = [*self.rows.get_unchecked(last); 4];
+                for i in 0..4 {
+                    rows[i] = *self.rows.get_unchecked(last.min(first + i));
+                }
+                let mut sums = [[S::splat(0.0); 4]; R];
+                let mut c = 0;
+                while c < self.dim {
+                    let mut keys = [S::splat(0.0); 4];
+                    for i in 0..4 {
+                        keys[i] = S::load(rows[i].add(c));
+                    }
+                    for r in 0..R {
+                        let vector = S::load(vectors.add(r * self.stride + c));
+                        for i in 0..4 {
+                            sums[r][i] = S::fma(vector, keys[i], sums[r][i]);
+                        }
+                    }
+                    c += S::WIDTH;
+                }
+                for r in 0..R {
+                    S::sums(sums[r], self.out.add((at + r) * ROWS + first));
+                }
+                first += 4;
+            }
+        }
+    }
+}
+
+/// Multiplies the products of a token with the decays from each row to the token: by `exp(decay -
+/// decays[i])`.
+pub(super) struct Weigh<'a, const M: usize> {
+    /// `M` rows of [`ROWS`] numbers.
+    pub products: *mut f32,
+    pub decay: f32,
+    pub decays: &'a [f32; ROWS],
+    /// The numbers of a row that are multiplied; more may be.
+    pub count: usize,
+}
+
+impl<const M: usize> Kernel for Weigh<'_, M> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: the pointers are as the fields say, and the vector width divides `ROWS`.
+        unsafe {
+            let decay = S::splat(self.decay);
+            let mut i = 0;
+            while i < self.count {
+                let weight = exp::<S>(S::sub(decay, S::load(self.decays.as_ptr().add(i))));
+                for m in 0..M {
+                    let product = self.products.add(m * ROWS + i);
+                    S::store(product, S::mul(S::load(product), weight));
+                }
+                i += S::WIDTH;
+            }
+        }
+    }
+}
+
+/// The products of a token's `M` vectors with rows whose channels decay each at its own rate: `out[m][i]` is
+/// the sum over channels of `exp(decay - decays[i]) rows[i] vectors[m]`.
+pub(super) struct DecayedDots<'a, const M: usize> {
+    /// `M` vectors of `dim` numbers, one after another.
+    pub vectors: *const f32,
+    pub decay: *const f32,
+    /// As many as `rows`, at least one.
+    pub decays: &'a [*const f32],
+    pub rows: &'a [*const f32],
+    /// A multiple of the vector width.
+    pub dim: usize,
+    /// `M` rows of [`ROWS`] numbers. Numbers past the rows, up to a multiple of four, are written too.
+    pub out: *mut f32,
+}
+
+impl<const M: usize> Kernel for DecayedDots<'_, M> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let last = self.rows.len() - 1;
+        let mut first = 0;
+        // SAFETY: the pointers are as the fields say.
+        unsafe {
+            while first <= last {
+                let mut sums = [[S::splat(0.0); 4]; M];
+                for i in 0..4 {
+                    let row = *self.rows.get_unchecked(last.min(first + i));
+                    let decays = *self.decays.get_unchecked(last.min(first + i));
+                    let mut c = 0;
+                    while c < self.dim {
+                        let left = S::sub(S::load(self.decay.add(c)), S::load(decays.add(c)));
+                        let key = S::mul(exp::<S>(left), S::load(row.add(c)));
+                        for m in 0..M {
+                            let vector = S::load(self.vectors.add(m * self.dim + c));
+                            sums[m][i] = S::fma(vector, key, sums[m][i]);
+                        }
+                        c += S::WIDTH;
+                    }
+                }
+                for m in 0..M {
+                    S::sums(sums[m], self.out.add(m * ROWS + first));
+                }
+                first += 4;
+            }
+        }
+    }
+}
+
+/// Multiplies `count` vectors with the decay from the anchor: by `exp(decay)`.
+pub(super) struct Decay {
+    /// The first vector; the others follow it.
+    pub from: *const f32,
+    pub count: usize,
+    /// A multiple of the vector width.
+    pub dim: usize,
+    /// One number, or with `by_channel` one for each channel.
+    pub decay: *const f32,
+    pub by_channel: bool,
+    pub to: *mut f32,
+}
+
+impl Kernel for Decay {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: the pointers are as the fields say.
+        unsafe {
+            let mut factor = S::splat(0.0);
+            if !self.by_channel {
+                factor = exp::<S>(S::splat(*self.decay));
+            }
+            let mut c = 0;
+            while c < self.dim {
+                if self.by_channel {
+                    factor = exp::<S>(S::load(self.decay.add(c)));
+                }
+                for v in 0..self.count {
+                    let at = v * self.dim + c;
+                    S::store(self.to.add(at), S::mul(S::load(self.from.add(at)), factor));
+                }
+                c += S::WIDTH;
+            }
+        }
+    }
+}
+
+/// Computes updates and outputs of tokens that follow each other, over columns of the values.
+///
+/// With the delta rule a token has `M = 2` vectors, its decayed key and query; without it `M = 1`, the query.
+/// For each vector, the sum of the state's rows by the vector's numbers, then of the updates by its weights,
+/// both ascending. The sum of a key is taken from the value, which gives the token's update; the sum of a
+/// query, with this update, is the output.
+pub(super) struct Columns<'a, const M: usize> {
+    /// The anchor, `k_dim` rows; null if it is zero.
+    pub state: *const f32,
+    pub state_stride: usize,
+    pub k_dim: usize,
+    /// `M` vectors for each token, `vector_stride` numbers each.
+    pub vectors: *const f32,
+    pub vector_stride: usize,
+    /// `M` rows of [`ROWS`] weights for each token.
+    pub weights: *const f32,
+    /// The updates of the block's rows before the tokens, at their first column.
+    pub rows: &'a [*const f32],
+    /// The tokens' values, which become their updates, at the first column.
+    pub updates: *mut f32,
+    pub update_stride: usize,
+    /// The write strength of each token, for the delta rule.
+    pub betas: *const f32,
+    pub out: *mut f32,
+    pub out_stride: usize,
+    pub n_tokens: usize,
+    /// Columns: a multiple of the vector width.
+    pub width: usize,
+}
+
+impl<const M: usize> Kernel for Columns<'_, M> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let mut at = 0;
+        // SAFETY: the pointers are as the fields say, and the blocks cover `width`.
+        unsafe {
+            if self.n_tokens == 1 {
+                while at + 2 * S::COLS * S::WIDTH <= self.width {
+                    match S::COLS {
+                        4 => self.tile::<S, 1, 8>(0, at),
+                        _ => self.tile::<S, 1, 4>(0, at),
+                    }
+                    at += 2 * S::COLS * S::WIDTH;
+                }
+            }
+            while at + S::COLS * S::WIDTH <= self.width {
+                match S::COLS {
+                    4 => self.block::<S, 4>(at),
+                    _ => self.block::<S, 2>(at),
+                }
+                at += S::COLS * S::WIDTH;
+            }
+            while at < self.width {
+                self.block::<S, 1>(at);
+                at += S::WIDTH;
+            }
+        }
+    }
+}
+
+impl<const M: usize> Columns<'_, M> {
+    /// Computes `C` adjacent vectors from column `at` for all tokens.
+    #[inline(always)]
+    unsafe fn block<S: Simd, const C: usize>(&self, at: usize) {
+        let mut token = 0;
+        // SAFETY: the caller's.
+        unsafe {
+            while M == 1 && token + 6 <= self.n_tokens {
+                self.tile::<S, 6, C>(token, at);
+                token += 6;
+            }
+            while token + 3 <= self.n_tokens {
+                self.tile::<S, 3, C>(token, at);
+                token += 3;
+            }
+            if token + 2 == self.n_tokens {
+                self.tile::<S, 2, C>(token, at);
+            } else if token < self.n_tokens {
+                self.tile::<S, 1, C>(token, at);
+            }
+        }
+    }
+
+    /// Computes `C` adjacent vectors from column `at` for `R` tokens.
+    #[inline(always)]
+    unsafe fn tile<S: Simd, const R: usize, const C: usize>(&self, token: usize, at: usize) {
+        // SAFETY: the caller's.
+        unsafe {
+            let mut sums = [[[S::splat(0.0); C]; M]; R];
+            if !self.state.is_null() {
+                let vectors = self.vectors.add(token * M * self.vector_stride);
+                let mut row = self.state.add(at);
+                for c in 0..self.k_dim {
+                    let mut state = [S::splat(0.0); C];
+                    for i in 0..C {
+                        state[i] = S::load(row.add(i * S::WIDTH));
+                    }
+                    for r in 0..R {
+                        for m in 0..M {
+                            let factor = *vectors.add((r * M + m) * self.vector_stride + c);
+                            let factor = S::splat(factor);
+                            for i in 0..C {
+                                sums[r][m][i] = S::fma(factor, state[i], sums[r][m][i]);
+                            }
+                        }
+                    }
+                    row = row.wrapping_add(self.state_stride);
+                }
+            }
+            let weights = self.weights.add(token * M * ROWS);
+            for (n, row) in self.rows.iter().enumerate() {
+                self.add::<S, R, C>(&mut sums, weights.add(n), row.add(at));
+            }
+            let before = self.rows.len();
+            for n in 0..token {
+                let row = self.updates.add(n * self.update_stride + at);
+                self.add::<S, R, C>(&mut sums, weights.add(before + n), row);
+            }
+            for r in 0..R {
+                let update = self.updates.add((token + r) * self.update_stride + at);
+                let mut row = [S::splat(0.0); C];
+                for i in 0..C {
+                    row[i] = S::load(update.add(i * S::WIDTH));
+                    if M == 2 {
+                        let beta = S::splat(*self.betas.add(token + r));
+                        row[i] = S::mul(beta, S::sub(row[i], sums[r][0][i]));
+                        S::store(update.add(i * S::WIDTH), row[i]);
+                    }
+                }
+                for later in r..R {
+                    for m in 0..M {
+                        // The key of the token itself has no part in its update.
+                        if later == r && m + 1 < M {
+                            continue;
+                        }
+                        let weight = weights.add((later * M + m) * ROWS + before + token + r);
+                        let weight = S::splat(*weight);
+                        for i in 0..C {
+                            sums[later][m][i] = S::fma(weight, row[i], sums[later][m][i]);
+                        }
+                    }
+                }
+                let out = self.out.add((token + r) * self.out_stride + at);
+                for i in 0..C {
+                    S::store(out.add(i * S::WIDTH), sums[r][M - 1][i]);
+                }
+            }
+        }
+    }
+
+    /// Adds a row's update, by the weights at `weights` and after it.
+    #[inline(always)]
+    unsafe fn add<S: Simd, const R: usize, const C: usize>(
+        &self,
+        sums: &mut [[[S::F; C]; M]; R],
+        weights: *const f32,
+        row: *const f32,
+    ) {
+        // SAFETY: the caller's.
+        unsafe {
+            let mut update = [S::splat(0.0); C];
+            for i in 0..C {
+                update[i] = S::load(row.add(i * S::WIDTH));
+            }
+            for r in 0..R {
+                for m in 0..M {
+                    let weight = S::splat(*weights.add((r * M + m) * ROWS));
+                    for i in 0..C {
+                        sums[r][m][i] = S::fma(weight, update[i], sums[r][m][i]);
+                    }
+                }
+            }
+        }
+    }
+}

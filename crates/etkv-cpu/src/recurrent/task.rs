@@ -1,0 +1,498 @@
+//! One task of a scan: one head, and some columns of its values, through all chains of the step.
+
+use etkv_core::bookkeeping::{AnchorSource, Chain, RecurrentPlan, RowSource, BLOCK};
+
+use super::check::Stored;
+use super::fold::{DecayKeys, Fold};
+use super::kernels::{Columns, Decay, DecayedDots, Dots, Weigh};
+use super::scan::ScanInputs;
+use super::simd::Simd;
+use super::workspace::{Layout, Pieces};
+use crate::floats::{store_bf16, store_f16, store_f32};
+use crate::tensor::Dtype;
+
+/// The rows of a block.
+pub(super) const ROWS: usize = BLOCK as usize;
+
+/// The sizes of a call. Padded ones are multiples of the vector width.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    pub k_heads: usize,
+    pub heads: usize,
+    pub k_dim: usize,
+    pub v_dim: usize,
+    pub k_padded: usize,
+    pub v_padded: usize,
+    pub channel_decay: bool,
+    /// Whether updates follow the delta rule.
+    pub delta: bool,
+    pub n_tokens: usize,
+    /// Anchors that later chains or the store read.
+    pub n_anchors: usize,
+    /// Rows that are stored, if they have to be gathered.
+    pub n_gathered: usize,
+    /// Tasks of a head, and their columns of values: whole vectors.
+    pub n_slices: usize,
+    pub slice: usize,
+}
+
+impl Sizes {
+    /// Returns the numbers of a decay.
+    pub fn decay_dim(&self) -> usize {
+        if self.channel_decay {
+            self.k_dim
+        } else {
+            1
+        }
+    }
+
+    /// Returns the numbers of a decay in the workspace.
+    pub fn decay_padded(&self) -> usize {
+        if self.channel_decay {
+            self.k_padded
+        } else {
+            1
+        }
+    }
+
+    /// Returns the numbers from one row of updates, each with its decay, to the next in the workspace.
+    pub fn update_stride(&self) -> usize {
+        (self.v_dim + self.decay_dim()).max(self.v_padded).next_multiple_of(16)
+    }
+
+    /// Returns whether rows and anchors end with whole vectors, so that the kernels can read them in place.
+    fn whole(&self) -> bool {
+        self.k_dim == self.k_padded && self.v_dim == self.v_padded
+    }
+
+    /// Returns the vectors of a token: its key for the delta rule, and its query.
+    fn vectors(&self) -> usize {
+        if self.delta {
+            2
+        } else {
+            1
+        }
+    }
+
+    /// Returns the most tokens of a block.
+    fn most(&self) -> usize {
+        self.n_tokens.min(ROWS)
+    }
+}
+
+/// What the tasks of a step share. Each head belongs to its tasks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shared {
+    /// `[k_heads, T, 2, k_padded]`: keys, and queries times the scale, padded with zeros.
+    pub keys: *mut f32,
+    /// `[heads, T, update_stride]`: values, which become updates.
+    pub updates: *mut f32,
+    /// `[heads, T, decay_padded]`: decays since the anchor.
+    pub decays: *mut f32,
+    /// `[heads, T]`.
+    pub betas: *mut f32,
+    /// `[n_anchors, heads, k_dim, v_dim]`.
+    pub anchors: *mut f32,
+    /// `[n_gathered, k_heads, k_dim]`.
+    pub gathered_keys: *mut f32,
+    /// `[n_gathered, heads, v_dim + decay_dim]`.
+    pub gathered_updates: *mut f32,
+}
+
+/// The scratch memory of one thread.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Scratch {
+    /// [`ROWS`] weights for each vector of a block's tokens.
+    weights: *mut f32,
+    /// These vectors, decayed.
+    vectors: *mut f32,
+    /// The outputs of these tokens.
+    out: *mut f32,
+    /// Two states: the last one and the next.
+    states: [*mut f32; 2],
+    /// The rows of a block that lay in slots.
+    keys: *mut f32,
+    updates: *mut f32,
+    decays: *mut f32,
+    /// The decayed keys of a fold.
+    folded: *mut f32,
+}
+
+impl Layout for Sizes {
+    type Shared = Shared;
+    type Scratch = Scratch;
+
+    fn shared(&self, pieces: &mut Pieces) -> Shared {
+        let row = self.v_dim + self.decay_dim();
+        Shared {
+            keys: pieces.take(&[self.k_heads, self.n_tokens, 2, self.k_padded]),
+            updates: pieces.take(&[self.heads, self.n_tokens, self.update_stride()]),
+            decays: pieces.take(&[self.heads, self.n_tokens, self.decay_padded()]),
+            betas: pieces.take(&[self.heads, self.n_tokens]),
+            anchors: pieces.take(&[self.n_anchors, self.heads, self.k_dim, self.v_dim]),
+            gathered_keys: pieces.take(&[self.n_gathered, self.k_heads, self.k_dim]),
+            gathered_updates: pieces.take(&[self.n_gathered, self.heads, row]),
+        }
+    }
+
+    fn scratch(&self, pieces: &mut Pieces) -> Scratch {
+        let (rows, k) = (self.vectors() * self.most(), self.k_padded);
+        Scratch {
+            weights: pieces.take(&[rows, ROWS]),
+            vectors: pieces.take(&[rows, k]),
+            out: pieces.take(&[self.most(), self.slice]),
+            states: [(); 2].map(|()| pieces.take(&[self.k_dim, self.slice])),
+            keys: pieces.take(&[ROWS, k]),
+            updates: pieces.take(&[ROWS, self.slice]),
+            decays: pieces.take(&[ROWS, self.decay_padded()]),
+            folded: pieces.take(&[ROWS + 1, k]),
+        }
+    }
+}
+
+/// A call, for its tasks.
+pub(super) struct Job<'a> {
+    pub sizes: Sizes,
+    pub plan: &'a RecurrentPlan,
+    pub inputs: &'a ScanInputs<'a>,
+    /// The factor of the queries.
+    pub scale: f32,
+    pub keys: Stored,
+    pub updates: Stored,
+    pub anchors: Stored,
+    /// Where the anchor of each fold is kept, if it is.
+    pub places: &'a [Option<u32>],
+    pub shared: Shared,
+    /// `[heads, T, v_dim]`.
+    pub out: *mut u8,
+    pub dtype: Dtype,
+}
+
+// SAFETY: tasks write to heads and columns of their own, and read those only. Inputs are not written.
+unsafe impl Sync for Job<'_> {}
+
+/// A state: `k_dim` rows of the task's columns, or null for zero.
+#[derive(Debug, Clone, Copy)]
+struct State {
+    start: *const f32,
+    stride: usize,
+}
+
+/// The rows of a block so far: keys, updates from the task's first column on, and decays.
+struct Block {
+    n: usize,
+    keys: [*const f32; ROWS],
+    updates: [*const f32; ROWS],
+    decays: [*const f32; ROWS],
+}
+
+/// The head of a task, and its columns.
+#[derive(Debug, Clone, Copy)]
+struct Task {
+    head: usize,
+    k_head: usize,
+    column: usize,
+    /// The columns that exist, and with those that fill the last vector.
+    n_columns: usize,
+    padded: usize,
+}
+
+/// Runs task `i`.
+///
+/// # Safety
+/// The machine has the instructions of `S`. The job's pointers are as their fields say, and the inputs are
+/// loaded. No other thread uses the scratch memory, or runs the same task.
+pub(super) unsafe fn run<S: Simd>(job: &Job, i: usize, scratch: &Scratch) {
+    let sizes = &job.sizes;
+    let (head, column) = (i / sizes.n_slices, i % sizes.n_slices * sizes.slice);
+    let n_columns = sizes.slice.min(sizes.v_dim - column);
+    let padded = sizes.slice.min(sizes.v_padded - column);
+    let k_head = head / (sizes.heads / sizes.k_heads);
+    let task = Task { head, k_head, column, n_columns, padded };
+    for chain in &job.plan.chains {
+        // SAFETY: the caller's.
+        unsafe { job.chain::<S>(task, chain, scratch) };
+    }
+    if i % sizes.n_slices == 0 {
+        // SAFETY: the decays of the head belong to this task, as do the columns after its updates.
+        unsafe { job.append_decays(head) };
+    }
+}
+
+impl Job<'_> {
+    unsafe fn chain<S: Simd>(&self, task: Task, chain: &Chain, scratch: &Scratch) {
+        let sizes = &self.sizes;
+        let before = (chain.position - chain.base) as usize;
+        // Rows of one slot lie far apart. They are copied if they are read more than once.
+        let pack = !sizes.whole() || before == ROWS || chain.tokens.len() > 1;
+        let null = std::ptr::null();
+        let mut block =
+            Block { n: 0, keys: [null; ROWS], updates: [null; ROWS], decays: [null; ROWS] };
+        // SAFETY: the caller's; the plan was checked.
+        unsafe {
+            for &source in &chain.rows[chain.rows.len() - before..] {
+                match source {
+                    RowSource::Slot(slot) => self.read(&mut block, task, slot, pack, scratch),
+                    RowSource::Token(token) => self.take(&mut block, task, token),
+                }
+            }
+            let (mut state, mut other) = (self.state(task, chain.anchor, scratch), 1);
+            let (mut token, mut fold) = (chain.tokens.start, chain.folds.start);
+            while token < chain.tokens.end {
+                if block.n == ROWS {
+                    let to = scratch.states[other];
+                    self.fold::<S>(task, &block, state, to, scratch);
+                    self.keep(task, fold, to);
+                    state = State { start: to, stride: task.padded };
+                    (other, fold, block.n) = (1 - other, fold + 1, 0);
+                }
+                let end = chain.tokens.end.min(token + ROWS - block.n);
+                let before = block.n;
+                (token..end).for_each(|token| self.take(&mut block, task, token));
+                self.tokens::<S>(task, token, before, &block, state, scratch);
+                token = end;
+            }
+        }
+    }
+
+    /// Appends the row of a token of this step.
+    unsafe fn take(&self, block: &mut Block, task: Task, token: usize) {
+        let (sizes, shared, n) = (&self.sizes, &self.shared, block.n);
+        // SAFETY: the caller's.
+        unsafe {
+            block.keys[n] =
+                shared.keys.add((task.k_head * sizes.n_tokens + token) * 2 * sizes.k_padded);
+            let at = task.head * sizes.n_tokens + token;
+            block.updates[n] = shared.updates.add(at * sizes.update_stride() + task.column);
+            block.decays[n] = shared.decays.add(at * sizes.decay_padded());
+        }
+        block.n += 1;
+    }
+
+    /// Appends the row of a slot, and copies it to scratch memory with `pack`.
+    unsafe fn read(&self, block: &mut Block, task: Task, slot: i32, pack: bool, scratch: &Scratch) {
+        let (sizes, n) = (&self.sizes, block.n);
+        let key = self.keys.row(slot, task.k_head);
+        let update = self.updates.row(slot, task.head);
+        // SAFETY: the caller's.
+        unsafe {
+            let decay = update.add(sizes.v_dim);
+            let update = update.add(task.column);
+            (block.keys[n], block.updates[n], block.decays[n]) = (key, update, decay);
+            if pack {
+                let copies = [
+                    (&mut block.keys, scratch.keys, sizes.k_dim, sizes.k_padded),
+                    (&mut block.updates, scratch.updates, task.n_columns, task.padded),
+                    (&mut block.decays, scratch.decays, sizes.decay_dim(), sizes.decay_padded()),
+                ];
+                for (row, to, dim, padded) in copies {
+                    let to = to.add(n * padded);
+                    std::ptr::copy_nonoverlapping(row[n], to, dim);
+                    to.add(dim).write_bytes(0, padded - dim);
+                    row[n] = to;
+                }
+            }
+        }
+        block.n += 1;
+    }
+
+    /// Returns the state that a chain starts from. Uses the first scratch state if it has to be padded.
+    unsafe fn state(&self, task: Task, source: AnchorSource, scratch: &Scratch) -> State {
+        let sizes = &self.sizes;
+        let first = match source {
+            AnchorSource::Zero => return State { start: std::ptr::null(), stride: 0 },
+            AnchorSource::Slot(slot) => self.anchors.row(slot, task.head),
+            AnchorSource::Fold(fold) => self.kept(fold, task.head),
+        };
+        // SAFETY: the caller's.
+        unsafe {
+            let start = first.add(task.column);
+            if sizes.v_dim == sizes.v_padded {
+                return State { start, stride: sizes.v_dim };
+            }
+            let to = scratch.states[0];
+            for c in 0..sizes.k_dim {
+                let (from, to) = (start.add(c * sizes.v_dim), to.add(c * task.padded));
+                std::ptr::copy_nonoverlapping(from, to, task.n_columns);
+                to.add(task.n_columns).write_bytes(0, task.padded - task.n_columns);
+            }
+            State { start: to, stride: task.padded }
+        }
+    }
+
+    /// Returns where a head of a fold's anchor is kept; null if it is not.
+    fn kept(&self, fold: usize, head: usize) -> *mut f32 {
+        let sizes = &self.sizes;
+        match self.places[fold] {
+            Some(place) => {
+                let at = place as usize * sizes.heads + head;
+                self.shared.anchors.wrapping_add(at * sizes.k_dim * sizes.v_dim)
+            }
+            None => std::ptr::null_mut(),
+        }
+    }
+
+    /// Copies a new state to where its anchor is kept.
+    unsafe fn keep(&self, task: Task, fold: usize, state: *const f32) {
+        let kept = self.kept(fold, task.head);
+        if kept.is_null() {
+            return;
+        }
+        for c in 0..self.sizes.k_dim {
+            // SAFETY: the caller's; the columns belong to the task.
+            unsafe {
+                let to = kept.add(c * self.sizes.v_dim + task.column);
+                std::ptr::copy_nonoverlapping(state.add(c * task.padded), to, task.n_columns);
+            }
+        }
+    }
+
+    /// Computes the state after a whole block.
+    unsafe fn fold<S: Simd>(
+        &self,
+        task: Task,
+        block: &Block,
+        state: State,
+        to: *mut f32,
+        scratch: &Scratch,
+    ) {
+        let sizes = &self.sizes;
+        let (dim, by_channel) = (sizes.k_padded, sizes.channel_decay);
+        let (keys, decays, out) = (&block.keys, &block.decays, scratch.folded);
+        // SAFETY: the caller's.
+        unsafe {
+            S::enter(DecayKeys { keys, decays, by_channel, dim, out });
+            S::enter(Fold {
+                from: state.start,
+                from_stride: state.stride,
+                k_dim: sizes.k_dim,
+                keys: scratch.folded,
+                key_stride: dim,
+                updates: &block.updates,
+                to,
+                width: task.padded,
+            });
+        }
+    }
+
+    /// Computes updates and outputs of tokens, the last rows of the block after `before` others.
+    unsafe fn tokens<S: Simd>(
+        &self,
+        task: Task,
+        token: usize,
+        before: usize,
+        block: &Block,
+        state: State,
+        scratch: &Scratch,
+    ) {
+        // SAFETY: the caller's.
+        unsafe {
+            match self.sizes.delta {
+                true => self.tokens_of::<S, 2>(task, token, before, block, state, scratch),
+                false => self.tokens_of::<S, 1>(task, token, before, block, state, scratch),
+            }
+        }
+    }
+
+    /// [`tokens`](Self::tokens) with `M` vectors for each token.
+    unsafe fn tokens_of<S: Simd, const M: usize>(
+        &self,
+        task: Task,
+        token: usize,
+        before: usize,
+        block: &Block,
+        state: State,
+        scratch: &Scratch,
+    ) {
+        let (sizes, shared) = (&self.sizes, &self.shared);
+        let (n_tokens, dim) = (block.n - before, sizes.k_padded);
+        let at = task.head * sizes.n_tokens + token;
+        // SAFETY: the caller's.
+        unsafe {
+            let first = (task.k_head * sizes.n_tokens + token) * 2 + 2 - M;
+            let vectors = shared.keys.add(first * dim).cast_const();
+            // The vectors of a token follow each other; without keys every second one is a query.
+            let stride = 2 / M * dim;
+            if !sizes.channel_decay {
+                S::enter(Dots {
+                    vectors,
+                    stride,
+                    count: M * n_tokens,
+                    rows: &block.keys[..block.n],
+                    dim,
+                    out: scratch.weights,
+                });
+            }
+            let mut decays = [0.0; ROWS];
+            if !sizes.channel_decay {
+                for (decay, &row) in decays.iter_mut().zip(&block.decays[..block.n]) {
+                    *decay = *row;
+                }
+            }
+            for n in 0..n_tokens {
+                let (last, decay) = (before + n, block.decays[before + n]);
+                let out = scratch.weights.add(n * M * ROWS);
+                let vectors = vectors.add(n * 2 * dim);
+                if sizes.channel_decay {
+                    let (rows, decays) = (&block.keys[..=last], &block.decays[..=last]);
+                    S::enter(DecayedDots::<M> { vectors, decay, decays, rows, dim, out });
+                } else {
+                    let (decay, count) = (decays[last], last + 1);
+                    S::enter(Weigh::<M> { products: out, decay, decays: &decays, count });
+                }
+                let to = scratch.vectors.add(n * M * dim);
+                let by_channel = sizes.channel_decay;
+                S::enter(Decay { from: vectors, count: M, dim, decay, by_channel, to });
+            }
+            S::enter(Columns::<M> {
+                state: state.start,
+                state_stride: state.stride,
+                k_dim: sizes.k_dim,
+                vectors: scratch.vectors,
+                vector_stride: dim,
+                weights: scratch.weights,
+                rows: &block.updates[..before],
+                updates: shared.updates.add(at * sizes.update_stride() + task.column),
+                update_stride: sizes.update_stride(),
+                betas: shared.betas.add(at),
+                out: scratch.out,
+                out_stride: task.padded,
+                n_tokens,
+                width: task.padded,
+            });
+            for n in 0..n_tokens {
+                let row =
+                    std::slice::from_raw_parts(scratch.out.add(n * task.padded), task.n_columns);
+                self.write(task, token + n, row);
+            }
+        }
+    }
+
+    /// Writes the output of a token.
+    unsafe fn write(&self, task: Task, token: usize, row: &[f32]) {
+        let sizes = &self.sizes;
+        let at = (task.head * sizes.n_tokens + token) * sizes.v_dim + task.column;
+        let size = self.dtype.size();
+        // SAFETY: the columns belong to the task.
+        let out =
+            unsafe { std::slice::from_raw_parts_mut(self.out.add(at * size), row.len() * size) };
+        match self.dtype {
+            Dtype::F32 => store_f32(row, out),
+            Dtype::F16 => store_f16(row, out),
+            Dtype::Bf16 => store_bf16(row, out),
+        }
+    }
+
+    /// Writes the decays of a head behind its updates, as rows have them.
+    unsafe fn append_decays(&self, head: usize) {
+        let sizes = &self.sizes;
+        for at in head * sizes.n_tokens..(head + 1) * sizes.n_tokens {
+            // SAFETY: the caller's.
+            unsafe {
+                let from = self.shared.decays.add(at * sizes.decay_padded());
+                let to = self.shared.updates.add(at * sizes.update_stride() + sizes.v_dim);
+                std::ptr::copy_nonoverlapping(from.cast_const(), to, sizes.decay_dim());
+            }
+        }
+    }
+}
