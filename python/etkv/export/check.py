@@ -10,7 +10,7 @@ import torch
 from etkv import _library
 from etkv.config import CacheConfig
 from etkv.errors import EtkvError
-from etkv.export import attention, by_capacity, experts
+from etkv.export import attention, by_capacity, experts, recurrent
 from etkv.export.reasons import explained
 from etkv.metadata import read_kv_cache_metadata
 from etkv.runtime import load
@@ -62,6 +62,7 @@ class Check:
         self._step, self._request, self._limits, self._progress = step, request, limits, progress
         self._inputs: dict[str, torch.Tensor] = {}
         self._outputs: list[torch.Tensor] = []
+        self._has_states = bool(layout.recurrent)
         parameters = list(step.model.parameters())
         n = sum(weight.numel() for weight in parameters)
         self._wanted = request.check
@@ -89,7 +90,7 @@ class Check:
             # Compute every row, to have the last row of each step.
             rows, self._step.rows = self._step.rows, {}
             try:
-                with torch.no_grad(), by_capacity.capacity(self._length):
+                with torch.no_grad(), by_capacity.capacity(self._length), recurrent.as_transformers():
                     made = self._step(**self._inputs)
             finally:
                 self._step.rows = rows
@@ -103,6 +104,12 @@ class Check:
         Raises :class:`EtkvError` if the program does not run, or if its outputs differ from the model's.
         """
         if not self._wanted:
+            return False
+        if self._has_states:
+            # TODO: compare them too, once the library runs them.
+            if self._request.check:
+                raise EtkvError("the program cannot be checked: it has layers that keep a state")
+            self._progress.note("the program is not checked: it has layers that keep a state")
             return False
         try:
             _library.backends()

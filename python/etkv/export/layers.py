@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_ONE_A_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "layer_rope_theta", "num_attention_heads_per_layer")
+_ONE_A_LAYER = (
+    *("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "layer_rope_theta"),
+    "num_attention_heads_per_layer",
+)
 """Entries of a configuration that are lists with an element for each layer."""
 
 

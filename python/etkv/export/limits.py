@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from etkv.errors import EtkvError
+from etkv.export import recurrent
 from etkv.export.attention import CacheLayout
 from etkv.export.request import (
     DEFAULT_MAX_CONTEXT,
@@ -26,6 +27,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 _KINDS = ("full_attention", "sliding_attention")
 """The kinds of layers that the KV cache op serves, by their names in configurations."""
+
+_WITHOUT_CACHE = ("mlp", "moe")
+"""The kinds of layers beside recurrent ones that neither attend nor keep a state."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
 
     Raises :class:`EtkvError` if the request exceeds the limits of the model, or if the model cannot be exported.
     """
-    _check_layers(config)
+    _check_layers(request, config)
     _check_experts(request, config)
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     if own is not None and own < MIN_STEP:
@@ -76,20 +80,32 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
     return Limits(max_context, chunk, _group_size(request, config))
 
 
-def _check_layers(config: PreTrainedConfig) -> None:
-    """Raise :class:`EtkvError` for a configuration with layers that attend in another way, or not at all."""
+def _check_layers(request: ExportRequest, config: PreTrainedConfig) -> None:
+    """Raise :class:`EtkvError` for a configuration with layers of kinds that no op of the backend serves."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
-    other = next((kind for kind in kinds if kind not in _KINDS), None)
+    state = next((kind for kind in kinds if kind in recurrent.KINDS), None)
+    served = _KINDS if state is None else (*_KINDS, *recurrent.KINDS, *_WITHOUT_CACHE)
+    other = next((kind for kind in kinds if kind not in served), None)
+    if other is None and state is not None and not recurrent.is_supported(config):
+        other = state
     if other is not None:
         raise EtkvError(
             f"model family {config.model_type!r} has layers of kind {other!r}, and a program has layers that attend to "
             f"all earlier tokens or to a sliding window"
+        )
+    if state is not None and request.backend != "cpu":
+        raise EtkvError(
+            f"model family {config.model_type!r} has layers of kind {state!r}, which keep a state, and backend "
+            f"{request.backend} has no ops for them; backend cpu has them"
         )
 
 
 def _check_experts(request: ExportRequest, config: PreTrainedConfig) -> None:
     """Raise :class:`EtkvError` for a mixture of experts on a backend that cannot select weights by an index."""
     text_config = config.get_text_config()
+    kinds = getattr(text_config, "layer_types", None) or []
+    if "mlp" in kinds and "moe" not in kinds:
+        return
     for name in _EXPERTS:
         count = getattr(text_config, name, None) or 1
         if count > 1 and request.backend != "mlx":

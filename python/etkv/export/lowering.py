@@ -46,11 +46,15 @@ def constant_methods(
     """
     import torch
 
-    methods: dict[str, Any] = {
+    of_exporter: dict[str, Any] = {
         "get_n_caches": len(layout.kv_heads),
         "get_kv_heads": torch.tensor(layout.kv_heads, dtype=torch.int32),
         "get_head_dims": torch.tensor(layout.head_dims, dtype=torch.int32),
         "get_windows": torch.tensor(layout.windows, dtype=torch.int32),
+    }
+    methods: dict[str, Any] = {
+        # ExecuTorch's runners would take a program with recurrent layers for one without.
+        **({} if layout.recurrent else of_exporter),
         "get_prefill_chunk_size": limits.prefill_chunk,
         "get_max_ctx_len": limits.max_context,
         "get_logits_rows": 1 if request.logits == "last" else 0,
@@ -72,6 +76,7 @@ def constant_methods(
         window=_once(layout.windows),
         sinks=0,
         dtype=_DTYPES[request.dtype],
+        recurrent_layers=layout.recurrent,
     )
 
 
@@ -139,11 +144,32 @@ def _check_caches(traced: ExportedProgram, layout: CacheLayout, family: str) -> 
             _, key, value = (argument.meta["val"] for argument in node.args[:3])
             layer = node.kwargs["layer_id"] if "layer_id" in node.kwargs else node.args[4]
             sizes.setdefault(layer, set()).add((key.shape[1], key.shape[3], value.shape[3]))
+    _check_states(traced, layout, family)
     declared = dict(enumerate(zip(layout.kv_heads, layout.head_dims, layout.v_head_dims, strict=True)))
     if sizes != {layer: {size} for layer, size in declared.items()}:
         raise EtkvError(
             f"model family {family!r} cannot be exported: traced, its attention uses the caches {sizes} (heads, and "
             f"elements of a key and a value), and in plain PyTorch {declared}"
+        )
+
+
+def _check_states(traced: ExportedProgram, layout: CacheLayout, family: str) -> None:
+    """Raise :class:`EtkvError` unless the graph calls the ops of recurrent layers once for each layer, in order."""
+    import torch
+
+    ops: Any = torch.ops.kvcache
+    numbers = {}
+    if layout.recurrent:
+        numbers = {ops.update_and_convolve.default: 4, ops.update_and_scan.default: 6}
+    called = [
+        node.kwargs["layer_id"] if "layer_id" in node.kwargs else node.args[numbers[node.target]]
+        for node in traced.graph.nodes
+        if node.target in numbers
+    ]
+    if called != list(range(len(layout.recurrent))):
+        raise EtkvError(
+            f"model family {family!r} cannot be exported: traced, it calls its recurrent layers {called}, and in plain "
+            f"PyTorch {len(layout.recurrent)} in order"
         )
 
 

@@ -22,6 +22,9 @@ def settle(model: PreTrainedModel, max_context: int) -> None:
 
     Dynamic scaling begins beyond the model's own context, which no program exceeds.
     """
+    for module in model.modules():
+        if hasattr(module, "recomposition_frequencies") and _takes_the_first(module):
+            module.recomposition_frequencies = _of_text
     # A list, because a module that gets two sets changes its class.
     for module in list(model.modules()):
         kind = getattr(module, "rope_type", None)
@@ -32,6 +35,26 @@ def settle(model: PreTrainedModel, max_context: int) -> None:
             for layer_type, own in kind.items():
                 _settle(module, own, layer_type, max_context)
             module.rope_type = dict.fromkeys(kind, _FIXED)
+
+
+def _takes_the_first(module: Any) -> bool:
+    """Return whether ``module`` composes three equal frequencies as :func:`_of_text` does."""
+    import torch
+
+    n = getattr(getattr(module, "inv_freq", None), "shape", (0,))[-1]
+    equal = torch.arange(float(n)).expand(3, 1, 1, n)
+    # It may write to what it is given.
+    return n > 0 and torch.equal(module.recomposition_frequencies(equal.clone()), _of_text(equal))
+
+
+def _of_text(frequencies: torch.Tensor) -> torch.Tensor:
+    """Return what Qwen's rotary embeddings compose of ``frequencies`` of time, height and width, ``[3, 1, T, n]``.
+
+    A text has one position for all three, so composing them is taking the first.
+    """
+    import torch
+
+    return torch.cat((frequencies[0], frequencies[0]), dim=-1)
 
 
 def _settle(module: torch.nn.Module, kind: str, layer_type: str | None, max_context: int) -> None:

@@ -65,12 +65,12 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     from executorch import exir
     from executorch.backends.transforms.remove_clone_ops import RemoveCloneOpsTransform
 
-    from etkv.export.cpu import rewrites
+    from etkv.export.cpu import calls, rewrites
     from etkv.export.cpu.partitioner import CPUPartitioner
 
     for program in traced.values():
         rewrites.apply(program)
-    return exir.to_edge_transform_and_lower(
+    edge = exir.to_edge_transform_and_lower(
         traced,
         transform_passes=[RemoveCloneOpsTransform()],
         partitioner=[CPUPartitioner(request.logits)],
@@ -78,6 +78,9 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
         # The KV cache op is not part of the edge dialect.
         compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
     )
+    for name in traced:
+        calls.number(edge.exported_program(name))
+    return edge
 
 
 def check(graph: torch.fx.Graph, family: str) -> None:

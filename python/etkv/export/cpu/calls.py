@@ -3,6 +3,22 @@
 ``kvcache::update_and_attend`` writes and reads a layer of the cache. ``etkv::select_rows`` returns the rows of which
 the head of the model computes logits: all, or the last, as the load says. ``etkv::select_by_capacity`` returns one of
 two tensors by the capacity of the cache. ``crates/etkv-cpu/src/program/payload.rs`` reads the payloads.
+
+``kvcache::update_and_convolve`` and ``kvcache::update_and_scan`` run a recurrent layer. Their payloads have, beside the
+fields that all calls of a forward share and the number of the recurrent ``layer``, the constants of the call::
+
+    {"op": "update_and_convolve", "program": "5f...", "call": 0, "n_calls": 5, "n_layers": 1, "n_recurrent": 4,
+     "logits": "selected", "layer": 0, "activation": "silu", "channels": 160, "width": 4,
+     "version": 1, "inputs": [0, 1, null, 2]}
+    {"op": "update_and_scan", "program": "5f...", "call": 1, "n_calls": 5, "n_layers": 1, "n_recurrent": 4,
+     "logits": "selected", "layer": 1, "scale": 0.25, "k_heads": 2, "heads": 4, "k_dim": 16, "v_dim": 24,
+     "channel_decay": false, "version": 1, "inputs": [0, 1, 2, 3, 4, 5]}
+
+``call`` and ``n_calls`` count the calls of all ops of a forward, in the order of the program. ``n_layers`` counts the
+layers that attend, and ``n_recurrent`` the others; calls of ``update_and_attend`` have ``n_recurrent`` as well, but
+only in programs with recurrent layers. ``activation`` is ``silu`` or ``none``. ``inputs`` are the inputs of the
+delegate that are the tensors of the op in its order, null where the op has None: x, weight, bias and positions; q, k,
+v, g, beta and positions. A tensor that is two arguments appears once.
 """
 
 from __future__ import annotations
@@ -15,6 +31,7 @@ import torch
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec
+from executorch.exir.delegate import executorch_call_delegate
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -24,10 +41,12 @@ VERSION = 1
 """The version of the payloads."""
 
 _ATTEND = "update_and_attend"
+_CONVOLVE = "update_and_convolve"
+_SCAN = "update_and_scan"
 _SELECT = "select_rows"
 _BY_CAPACITY = "select_by_capacity"
-_TENSORS = 4
-"""Tensors of ``update_and_attend``: queries, keys, values and positions."""
+_TENSORS = {_ATTEND: 4, _CONVOLVE: 4, _SCAN: 6}
+"""The ops of a forward -> the arguments at their beginning that are tensors."""
 
 
 @torch.library.custom_op(f"etkv::{_SELECT}", mutates_args=())
@@ -62,10 +81,11 @@ class EtkvForCPU(BackendDetails):  # type: ignore[misc] # ExecuTorch's classes h
         """Return the payload: the call as the partitioner describes it, and the input of each argument."""
         (call,) = (node for node in edge_program.graph.nodes if node.op == "call_function")
         payload = json.loads(compile_specs[0].value)
-        if payload["op"] == _ATTEND:
+        if payload["op"] in _TENSORS:
             # An input that serves as two arguments appears once.
             given = [node for node in edge_program.graph.nodes if node.op == "placeholder"]
-            payload["inputs"] = [given.index(argument) for argument in call.args[:_TENSORS]]
+            arguments = call.args[: _TENSORS[payload["op"]]]
+            payload["inputs"] = [None if argument is None else given.index(argument) for argument in arguments]
         return PreprocessResult(processed_bytes=json.dumps(payload).encode())
 
 
@@ -75,19 +95,21 @@ def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
     ``logits`` are the rows that the request asks for.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-    attends = [node for node in nodes if _ATTEND in str(node.target)]
+    calls = [(op, node) for node in nodes for op in _TENSORS if op in str(node.target)]
+    attends = [node for op, node in calls if op == _ATTEND]
     selects = [node for node in nodes if _SELECT in str(node.target)]
     common = {
         "program": uuid.uuid5(uuid.NAMESPACE_OID, str(program.graph)).hex,
-        "n_calls": len(attends),
+        "n_calls": len(calls),
         "n_layers": len({_argument(node, 4, "layer_id") for node in attends}),
         "logits": "last" if logits == "last" else "selected" if selects else "all",
     }
+    if len(calls) > len(attends):
+        common["n_recurrent"] = len(calls) - len(attends)
     specs = {}
-    for call, node in enumerate(attends):
-        layer, scale = _argument(node, 4, "layer_id"), _argument(node, 5, "scale")
-        name = node.meta["delegation_tag"] = f"{_ATTEND}_{call}"
-        specs[name] = _spec({"op": _ATTEND, **common, "call": call, "layer": layer, "scale": float(scale)})
+    for call, (op, node) in enumerate(calls):
+        name = node.meta["delegation_tag"] = f"{op}_{call}"
+        specs[name] = _spec({"op": op, **common, "call": call, **_CONSTANTS[op](node)})
     for number, node in enumerate(selects):
         name = node.meta["delegation_tag"] = f"{_SELECT}_{number}"
         specs[name] = _spec({"op": _SELECT})
@@ -95,6 +117,57 @@ def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
         name = node.meta["delegation_tag"] = f"{_BY_CAPACITY}_{number}"
         specs[name] = _spec({"op": _BY_CAPACITY, "limit": _argument(node, 2, "limit")})
     return specs
+
+
+def number(program: ExportedProgram) -> None:
+    """Number the calls of a forward in the order in which the delegates of ``program`` run.
+
+    Delegates that do not depend on each other, as those of attention beside a recurrent layer, may run in another order
+    than the nodes that they replace.
+    """
+    call = 0
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node.target is not executorch_call_delegate:
+            continue
+        delegate = getattr(program.graph_module, node.args[0].target)
+        if delegate.backend_id != EtkvForCPU.__name__:
+            continue
+        payload = json.loads(delegate.processed_bytes)
+        if payload["op"] in _TENSORS:
+            delegate._processed_bytes = json.dumps({**payload, "call": call}).encode()
+            call += 1
+
+
+def _of_attention(node: torch.fx.Node) -> dict[str, Any]:
+    return {"layer": _argument(node, 4, "layer_id"), "scale": float(_argument(node, 5, "scale"))}
+
+
+def _of_convolution(node: torch.fx.Node) -> dict[str, Any]:
+    channels, width = _shape(node, 1)
+    activation = _argument(node, 5, "activation")
+    return {"layer": _argument(node, 4, "layer_id"), "activation": activation, "channels": channels, "width": width}
+
+
+def _of_recurrence(node: torch.fx.Node) -> dict[str, Any]:
+    (_, k_heads, _, k_dim), (_, heads, _, v_dim) = _shape(node, 1), _shape(node, 2)
+    return {
+        "layer": _argument(node, 6, "layer_id"),
+        "scale": float(_argument(node, 7, "scale")),
+        "k_heads": k_heads,
+        "heads": heads,
+        "k_dim": k_dim,
+        "v_dim": v_dim,
+        "channel_decay": len(_shape(node, 3)) == 4,
+    }
+
+
+_CONSTANTS = {_ATTEND: _of_attention, _CONVOLVE: _of_convolution, _SCAN: _of_recurrence}
+"""The ops of a forward -> functions that return the fields of a call that are its own."""
+
+
+def _shape(node: torch.fx.Node, argument: int) -> Any:
+    given: Any = node.args[argument]
+    return given.meta["val"].shape
 
 
 def _argument(node: torch.fx.Node, index: int, name: str) -> Any:

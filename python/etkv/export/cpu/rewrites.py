@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from etkv.export.cpu import constants
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -23,6 +25,12 @@ _ATEN = torch.ops.aten
 def apply(program: ExportedProgram) -> None:
     """Rewrite the graph of ``program`` in place."""
     _drop_checks(program)
+    if any("update_and_convolve" in str(node.target) for node in program.graph.nodes):
+        constants.fold(program)
+    for node in _calls(program, _ATEN.softplus.default):
+        _softplus(program, node)
+    for node in _calls(program, _ATEN.sum.dim_IntList):
+        _sum(program, node)
     for node in _calls(program, _ATEN.chunk.default, _ATEN.split.Tensor, _ATEN.split_with_sizes.default):
         _parts(program, node)
     for node in _calls(program, _ATEN.slice.Tensor, _ATEN.cat.default):
@@ -139,6 +147,40 @@ def _gelu(program: ExportedProgram, node: torch.fx.Node) -> None:
     _replace(program, node, made)
 
 
+def _softplus(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Replace log(1 + exp(x)) by max(x, 0) + log(1 + exp(-|x|)), which does not overflow."""
+    if len(node.args) > 1 or node.kwargs:
+        return
+    source: Any = node.args[0]
+    with program.graph.inserting_before(node):
+        size = _call(program, _ATEN.abs.default, source)
+        small = _call(program, _ATEN.exp.default, _call(program, _ATEN.neg.default, size))
+        rest = _call(program, _ATEN.log.default, _call(program, _ATEN.add.Tensor, small, 1.0))
+        made = _call(program, _ATEN.add.Tensor, _call(program, _ATEN.relu.default, source), rest)
+    _replace(program, node, made)
+
+
+def _sum(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Replace a sum over the last axis, kept as one element, by a product with ones."""
+    width = _kept_axis(node)
+    if width is not None:
+        source: Any = node.args[0]
+        ones = torch.ones((1, width), dtype=source.meta["val"].dtype)
+        _linear(program, node, source, f"etkv_sum_of_{width}", ones)
+
+
+def _kept_axis(node: torch.fx.Node) -> int | None:
+    """Return the length of the last axis, if ``node`` reduces it alone and keeps it as one element."""
+    given: list[Any] = [*node.args]
+    source, dims, *rest = given
+    keep = rest[0] if rest else node.kwargs.get("keepdim", False)
+    value = source.meta["val"]
+    width = value.shape[-1]
+    if [dim % value.dim() for dim in dims] != [value.dim() - 1] or not keep or not isinstance(width, int):
+        return None
+    return None if node.kwargs.get("dtype") not in (None, value.dtype) else width
+
+
 def _cube(program: ExportedProgram, node: torch.fx.Node) -> None:
     """Replace a third power by products: XNNPACK takes squares alone."""
     given: list[Any] = [*node.args]
@@ -166,16 +208,11 @@ def _replace(program: ExportedProgram, node: torch.fx.Node, other: torch.fx.Node
 
 def _mean(program: ExportedProgram, node: torch.fx.Node) -> None:
     """Replace a mean over the last axis, kept as one element, by a product with equal weights."""
-    given: list[Any] = [*node.args]
-    source, dims, *rest = given
-    keep = rest[0] if rest else node.kwargs.get("keepdim", False)
-    value = source.meta["val"]
-    width = value.shape[-1]
-    if [dim % value.dim() for dim in dims] != [value.dim() - 1] or not keep or not isinstance(width, int):
-        return
-    if node.kwargs.get("dtype") not in (None, value.dtype):
-        return
-    _linear(program, node, source, f"etkv_mean_of_{width}", torch.full((1, width), 1.0 / width, dtype=value.dtype))
+    width = _kept_axis(node)
+    if width is not None:
+        source: Any = node.args[0]
+        parts = torch.full((1, width), 1.0 / width, dtype=source.meta["val"].dtype)
+        _linear(program, node, source, f"etkv_mean_of_{width}", parts)
 
 
 def _rotate_half(program: ExportedProgram, node: torch.fx.Node) -> None:
