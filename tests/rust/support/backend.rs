@@ -30,6 +30,11 @@ pub trait Backend: 'static {
     where
         Self: Sized;
 
+    /// Returns the rows of what a step reads: `rows[slot][head]`.
+    fn view(view: &<Self::Store as Store>::View) -> Rows
+    where
+        Self: Sized;
+
     /// Returns the attention of `q` over what a step reads.
     fn attend(q: &Tensor<Self>, spec: &Spec<Self::Store>, scale: f32) -> Result<Tensor<Self>>
     where

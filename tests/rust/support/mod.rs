@@ -9,6 +9,7 @@ pub mod on_cpu;
 #[cfg(feature = "mlx")]
 pub mod on_mlx;
 pub mod oracle;
+pub mod recurrence;
 pub mod shrink;
 pub mod slots;
 pub mod texts;

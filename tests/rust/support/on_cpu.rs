@@ -3,7 +3,7 @@
 use etkv_core::{CacheConfig, Error, KvFormat, Result, Spec, Status};
 use etkv_cpu::attention::synthetic::Threads;
 use etkv_cpu::attention::Workspace;
-use etkv_cpu::{ContiguousCache, CpuStore, Step, Tensor};
+use etkv_cpu::{ContiguousCache, CpuStore, Step, Tensor, View};
 
 use crate::backend::Backend;
 use crate::oracle::{Row, Rows};
@@ -42,6 +42,10 @@ impl Backend for OnCpu {
     fn rows(tensor: &Tensor) -> Rows {
         let [_, heads, n, dim] = tensor.shape().map(|size| size as usize);
         split(&tensor.to_f32(), [heads, n, dim])
+    }
+
+    fn view(view: &View) -> Rows {
+        split(&view.dequantized().unwrap(), [view.n_kv_heads(), view.len(), view.head_dim()])
     }
 
     fn attend(q: &Tensor, spec: &Spec<CpuStore>, scale: f32) -> Result<Tensor> {

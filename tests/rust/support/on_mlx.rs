@@ -1,6 +1,6 @@
 //! The backend of MLX arrays, which are computed lazily.
 
-use etkv::{ContiguousCache, MlxStore};
+use etkv::{ContiguousCache, KvView, MlxStore};
 use etkv_core::{CacheConfig, KvFormat, Result, Spec, Step};
 use mlx_rs::{Array, Dtype};
 
@@ -42,6 +42,12 @@ impl Backend for OnMlx {
 
     fn rows(tensor: &Array) -> Rows {
         rows(tensor)
+    }
+
+    fn view(view: &KvView) -> Rows {
+        let read = view.dequantized(Dtype::Float32).unwrap();
+        read.eval().unwrap();
+        rows(&read)
     }
 
     fn attend(q: &Array, spec: &Spec<MlxStore>, scale: f32) -> Result<Array> {

@@ -379,6 +379,10 @@ impl Backend for OnVec {
         (0..n).map(row).collect()
     }
 
+    fn view(view: &Tensor) -> Rows {
+        Self::rows(view)
+    }
+
     /// Computes attention as a program does: hidden rows have weight 0, and are read.
     fn attend(q: &Tensor, spec: &Spec<VecStore>, scale: f32) -> Result<Tensor> {
         let AttendSpec { k, v, mask } = spec;

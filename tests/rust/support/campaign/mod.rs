@@ -5,6 +5,7 @@ pub mod caches;
 pub mod contiguous;
 pub mod estimates;
 pub mod isolation;
+pub mod recurrent;
 pub mod saving;
 pub mod sharing;
 pub mod unread;
@@ -37,6 +38,8 @@ macro_rules! campaign {
             isolation::a_conversion_by_hand_lasts_until_the_cache_is_cleared,
             isolation::candidates_do_not_count_for_quantized_kv_start,
             isolation::at_capacity_is_the_most_that_is_held,
+            recurrent::recurrent_layers_answer_as_if_each_text_ran_alone,
+            recurrent::memory_of_recurrent_layers_is_what_was_estimated,
             saving::what_was_saved_and_loaded_goes_on_alike,
             saving::a_file_that_does_not_fit_is_refused,
             saving::float_formats_are_converted,

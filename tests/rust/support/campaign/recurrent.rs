@@ -1,0 +1,751 @@
+//! Caches of models with recurrent layers, compared with each sequence run alone from its beginning: bit for
+//! bit in recurrent layers, whatever was forked, cut, aborted, saved, shared or proposed before.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use etkv_core::bookkeeping::BLOCK;
+use etkv_core::{
+    AttendCache, Cache, CacheConfig, CellsCache, Growth, KvFormat, LayerConfig, LayerPolicy,
+    RecurrentLayer, SaveCache, Status,
+};
+
+use crate::backend::Backend;
+use crate::oracle::{self, Row, Rows};
+use crate::recurrence::{self, Token};
+use crate::{for_seeds, Rng};
+
+const N_HEADS: usize = 2;
+const DIM: usize = 8;
+const SCALE: f32 = 0.3;
+
+/// A tree of candidates: the parent and the token of each node.
+#[derive(Debug, Clone, Default)]
+struct Tree {
+    parents: Vec<i32>,
+    tokens: Vec<Token>,
+    n_written: usize,
+}
+
+impl Tree {
+    fn path(&self, node: usize) -> Vec<usize> {
+        let up =
+            std::iter::successors(Some(node), |&node| usize::try_from(self.parents[node]).ok());
+        let mut path: Vec<usize> = up.collect();
+        path.reverse();
+        path
+    }
+}
+
+/// What a sequence must hold.
+#[derive(Debug, Clone, Default)]
+struct Text {
+    tokens: Vec<Token>,
+    tree: Tree,
+    /// Which load its first tokens came from; 0 for steps. Equal texts of two loads lie in different cells.
+    origin: u64,
+    /// The least position from which on every rewind must succeed.
+    low: i32,
+    checkpoints: BTreeSet<i32>,
+    marks: BTreeSet<i32>,
+}
+
+impl Text {
+    fn next(&self) -> i32 {
+        self.tokens.len() as i32
+    }
+
+    /// Models that the tokens from `start` on were committed.
+    fn committed(&mut self, start: i32, anchors: i32) {
+        let next = self.next();
+        let oldest = ((next - 1).max(0) / BLOCK - (anchors - 1)).max(0) * BLOCK;
+        self.low = self.low.max(oldest);
+        let due: Vec<i32> =
+            self.marks.iter().copied().filter(|mark| (start..next).contains(mark)).collect();
+        for mark in due {
+            self.marks.remove(&mark);
+            self.checkpoints.insert(mark);
+        }
+    }
+
+    fn cut(&mut self, length: i32) {
+        self.tokens.truncate(length as usize);
+        self.checkpoints.retain(|&position| position <= length);
+        self.low = self.low.min(length);
+        if length == 0 {
+            *self = Self::default();
+        }
+    }
+
+    fn reaches(&self, position: i32) -> bool {
+        (self.low..=self.next()).contains(&position)
+            || position == 0
+            || self.checkpoints.contains(&position)
+    }
+
+    fn reachable(&self, position: i32) -> i32 {
+        (0..=position.min(self.next())).rev().find(|&at| self.reaches(at)).unwrap_or(0)
+    }
+}
+
+struct Run<B: Backend> {
+    rng: Rng,
+    cache: CellsCache<B::Store>,
+    texts: BTreeMap<i32, Text>,
+    fresh: Token,
+    /// Whether the model knows every checkpoint: none was dropped to make room, and no window slides.
+    exact: bool,
+    aborts: bool,
+}
+
+const SEQUENCES: usize = 4;
+
+impl<B: Backend> Run<B> {
+    fn new(seed: u64) -> Self {
+        let mut rng = Rng::new(seed);
+        let convolution = |rng: &mut Rng| RecurrentLayer::Convolution {
+            channels: rng.pick(&[1, 5]),
+            width: rng.pick(&[1, 2, 4, 9]),
+        };
+        let recurrence = |rng: &mut Rng| {
+            let k_heads = rng.pick(&[1, 2]);
+            RecurrentLayer::Recurrence {
+                k_heads,
+                heads: k_heads * rng.pick(&[1, 2]),
+                k_dim: rng.pick(&[2, 3]),
+                v_dim: rng.pick(&[2, 4]),
+                channel_decay: rng.chance(0.3),
+            }
+        };
+        let recurrent_layers = (0..1 + rng.below(3)).map(|_| match rng.below(2) {
+            0 => convolution(&mut rng),
+            _ => recurrence(&mut rng),
+        });
+        let recurrent_layers: Vec<_> = recurrent_layers.collect();
+        let layers: Vec<LayerConfig> = (0..rng.below(3))
+            .map(|_| LayerConfig {
+                n_kv_heads: 1,
+                k_head_dim: DIM as i32,
+                v_head_dim: DIM as i32,
+                policy: match rng.below(3) {
+                    0 => {
+                        LayerPolicy::Window { window: rng.pick(&[2, 30]), sinks: rng.pick(&[0, 3]) }
+                    }
+                    _ => LayerPolicy::Full,
+                },
+            })
+            .collect();
+        let capacity = rng.pick(&[150, 400, 900]);
+        let config = CacheConfig {
+            layers,
+            recurrent_layers,
+            anchors: rng.pick(&[1, 2, 2, 3]),
+            checkpoints: rng.pick(&[0, 2, 256]),
+            capacity,
+            max_step_tokens: rng.pick(&[20, 150]),
+            growth: rng.pick(&[
+                Growth::Doubling { first: 8 },
+                Growth::Step { step: 16 },
+                Growth::Exact,
+                Growth::Upfront,
+            ]),
+            ..CacheConfig::uniform(0, 1, 1, 1).stored_as(KvFormat::F32)
+        };
+        let slides = config.step_limit() < capacity;
+        let exact = config.checkpoints == 256 && !slides;
+        let cache = match rng.below(3) {
+            0 => CellsCache::contiguous(config),
+            1 => CellsCache::new(config),
+            _ => CellsCache::with_trees(config),
+        };
+        Self { rng, cache: cache.unwrap(), texts: BTreeMap::new(), fresh: 1, exact, aborts: true }
+    }
+
+    fn single(&self) -> bool {
+        self.cache.sequences().is_none()
+    }
+
+    fn text(&self, sequence: i32) -> Text {
+        self.texts.get(&sequence).cloned().unwrap_or_default()
+    }
+
+    fn sequence(&mut self) -> i32 {
+        if self.single() {
+            0
+        } else {
+            self.rng.below(SEQUENCES) as i32
+        }
+    }
+
+    fn token(&mut self) -> Token {
+        self.fresh += 1;
+        self.fresh
+    }
+
+    /// Tokens to take now: few or many.
+    fn count(&mut self) -> usize {
+        let most = (self.cache.config().step_limit() as usize).min(200);
+        match self.rng.below(3) {
+            0 => 1,
+            1 => 1 + self.rng.below(most.min(8)),
+            _ => 1 + self.rng.below(most),
+        }
+    }
+
+    fn step(&mut self) {
+        if self.texts.values().any(|text| text.tree.n_written < text.tree.parents.len()) {
+            return self.frontiers();
+        }
+        let count = self.count();
+        if self.single() {
+            let mut text = self.text(0);
+            let at = match self.rng.below(4) {
+                0 => self.rng.below(text.tokens.len() + 1) as i32,
+                _ => text.next(),
+            };
+            if at < text.next() && !self.exact {
+                // Windows may refuse it.
+                if self.cache.reachable(at).unwrap() != at {
+                    return;
+                }
+            } else if !text.reaches(at) {
+                let positions: Vec<i32> = (at..at + count as i32).collect();
+                assert_eq!(self.cache.begin(&positions).unwrap_err().status(), Status::Position);
+                return;
+            }
+            if at < text.next() {
+                text.cut(at);
+            }
+            let tokens: Vec<Token> = (0..count).map(|_| self.token()).collect();
+            text.tokens.extend(&tokens);
+            let paths: Vec<Vec<Token>> =
+                (at as usize..text.tokens.len()).map(|end| text.tokens[..=end].to_vec()).collect();
+            let positions: Vec<i32> = (at..at + count as i32).collect();
+            if self.forward(&paths, &positions) {
+                text.committed(at, self.cache.config().anchors);
+                self.texts.insert(0, text);
+            }
+            return;
+        }
+        let free: Vec<i32> =
+            (0..SEQUENCES as i32).filter(|&one| self.text(one).tree.parents.is_empty()).collect();
+        if free.is_empty() {
+            return;
+        }
+        let mut texts: BTreeMap<i32, Text> = self.texts.clone();
+        let mut members: Vec<Vec<i32>> = Vec::new();
+        let (mut paths, mut positions) = (Vec::new(), Vec::new());
+        let chosen: Vec<i32> = (0..1 + self.rng.below(3)).map(|_| self.rng.pick(&free)).collect();
+        let interleaves = self.rng.chance(0.4);
+        let mut current = chosen[0];
+        for at in 0..count {
+            if interleaves || at % 10 == 0 {
+                current = self.rng.pick(&chosen);
+            }
+            let text = texts.get(&current).cloned().unwrap_or_default();
+            // A token of all sequences with the same text.
+            let same: Vec<i32> = free
+                .iter()
+                .copied()
+                .filter(|one| {
+                    let other = texts.get(one).cloned().unwrap_or_default();
+                    other.tokens == text.tokens && other.origin == text.origin
+                })
+                .collect();
+            let shared = same.len() > 1 && self.rng.chance(0.5);
+            let of = if shared { same } else { vec![current] };
+            let token = self.token();
+            for &one in &of {
+                texts.entry(one).or_default().tokens.push(token);
+            }
+            positions.push(text.next());
+            paths.push(texts[&of[0]].tokens.clone());
+            members.push(of);
+        }
+        let all: Vec<&[i32]> = members.iter().map(|of| &of[..]).collect();
+        self.cache.sequences_mut().unwrap().begin_step_shared(&all).unwrap();
+        if self.forward(&paths, &positions) {
+            let anchors = self.cache.config().anchors;
+            for (sequence, text) in &mut texts {
+                let start = self.text(*sequence).next();
+                if text.next() > start {
+                    text.committed(start, anchors);
+                }
+            }
+            self.texts = texts;
+        } else {
+            self.cache.sequences_mut().unwrap().cancel_step().unwrap();
+        }
+    }
+
+    /// Runs the candidates that wait.
+    fn frontiers(&mut self) {
+        let (mut paths, mut positions) = (Vec::new(), Vec::new());
+        for text in self.texts.values() {
+            for node in text.tree.n_written..text.tree.parents.len() {
+                let path = text.tree.path(node);
+                positions.push(text.next() + path.len() as i32 - 1);
+                let nodes = path.iter().map(|&node| text.tree.tokens[node]);
+                paths.push(text.tokens.iter().copied().chain(nodes).collect());
+            }
+        }
+        if self.forward(&paths, &positions) {
+            for text in self.texts.values_mut() {
+                text.tree.n_written = text.tree.parents.len();
+            }
+        }
+    }
+
+    /// Runs a step of tokens; `paths` are the texts up to each. Returns whether it was committed.
+    fn forward(&mut self, paths: &[Vec<Token>], positions: &[i32]) -> bool {
+        let (layers, recurrent) =
+            (self.cache.config().layers.clone(), self.cache.config().recurrent_layers.clone());
+        let n = layers.len() + recurrent.len();
+        let stop = (self.aborts && self.rng.chance(0.15)).then(|| self.rng.below(n + 1));
+        if let Err(error) = self.cache.begin(positions) {
+            assert_eq!(error.status(), Status::Capacity, "{error}");
+            return false;
+        }
+        let tokens: Vec<Token> = paths.iter().map(|path| path[path.len() - 1]).collect();
+        for (id, &layer) in recurrent.iter().enumerate().take(stop.unwrap_or(n)) {
+            let mut outputs = Rows::new();
+            self.cache
+                .update_recurrent(id, &mut |spec| {
+                    recurrence::planned::<B>(id, layer, &tokens, spec, &mut outputs)
+                })
+                .unwrap();
+            assert_alone(id, layer, paths, &outputs);
+        }
+        let left = stop.unwrap_or(n).saturating_sub(recurrent.len());
+        for (id, layer) in layers.iter().enumerate().take(left) {
+            self.attend(id, layer, paths);
+        }
+        match stop {
+            None => {
+                self.cache.eval(&[]).unwrap();
+                self.cache.commit().unwrap();
+                true
+            }
+            Some(_) => {
+                self.cache.abort();
+                false
+            }
+        }
+    }
+
+    fn attend(&mut self, id: usize, layer: &LayerConfig, paths: &[Vec<Token>]) {
+        let row = |token: Token, part: u64| -> Row {
+            let mut rng = Rng::new(token * 3 + part + 1000 * id as u64);
+            oracle::random_rows(&mut rng, 1, if part == 0 { N_HEADS } else { 1 }, DIM).remove(0)
+        };
+        let last: Vec<Token> = paths.iter().map(|path| path[path.len() - 1]).collect();
+        let part = |part: u64| -> Rows { last.iter().map(|&token| row(token, part)).collect() };
+        let (q, k, v) = (part(0), B::tensor(&part(1)), B::tensor(&part(2)));
+        let spec = self.cache.update_and_fetch(id, &k, &v).unwrap();
+        let out = B::attend(&B::tensor(&q), &spec, SCALE).unwrap();
+        drop(spec);
+        self.cache.eval(&[&out]).unwrap();
+        for ((found, query), path) in B::rows(&out).iter().zip(&q).zip(paths) {
+            let seen = |at: &usize| match layer.policy {
+                LayerPolicy::Full => true,
+                LayerPolicy::Window { window, sinks } => {
+                    *at < sinks as usize || *at + window as usize >= path.len()
+                }
+            };
+            let rows = |part: u64| -> Rows {
+                (0..path.len()).filter(seen).map(|at| row(path[at], part)).collect()
+            };
+            let expected = oracle::attention(query, &rows(1), &rows(2), SCALE);
+            oracle::assert_close(found, &expected, 5e-5);
+        }
+    }
+
+    fn mark_or_ask(&mut self) {
+        let sequence = self.sequence();
+        let text = self.text(sequence);
+        let at = self.rng.below(text.tokens.len() + 150) as i32;
+        let reachable = match self.single() {
+            true => self.cache.reachable(at),
+            false => self.cache.sequences().unwrap().seq_reachable(sequence, at),
+        };
+        let reachable = reachable.unwrap();
+        if self.exact {
+            assert_eq!(reachable, text.reachable(at), "{at} of {text:?}");
+        } else {
+            assert!(reachable <= at);
+        }
+        let boundary = at / BLOCK * BLOCK;
+        // Whether the anchor at the very end exists depends on how the end was reached.
+        if boundary == text.next() || self.cache.config().checkpoints == 0 || !self.exact {
+            return;
+        }
+        let marked = match self.single() {
+            true => self.cache.mark(at),
+            false => self.cache.sequences_mut().unwrap().seq_mark(sequence, at),
+        };
+        let mut text = text;
+        if boundary > text.next() {
+            assert_eq!(marked.unwrap(), boundary);
+            text.marks.insert(boundary);
+        } else if text.reaches(boundary) {
+            assert_eq!(marked.unwrap(), boundary);
+            if boundary > 0 {
+                text.checkpoints.insert(boundary);
+            }
+        } else {
+            assert_eq!(marked.unwrap_err().status(), Status::Position);
+        }
+        self.texts.insert(sequence, text);
+    }
+
+    fn cut_or_fork(&mut self) {
+        let (source, target) = (self.sequence(), self.sequence());
+        let mut text = self.text(source);
+        let at = self.rng.below(text.tokens.len() + 1) as i32;
+        if self.single() {
+            match self.cache.rewind(at) {
+                Ok(()) => text.cut(at),
+                Err(error) => {
+                    assert_eq!(error.status(), Status::Position);
+                    assert!(!text.reaches(at) || !self.exact, "{error}: {at} of {text:?}");
+                }
+            }
+            self.texts.insert(0, text);
+            return;
+        }
+        let exact = self.exact;
+        let all = self.cache.sequences_mut().unwrap();
+        match self.rng.below(5) {
+            0 | 1 => {
+                let carries = !text.tree.parents.is_empty();
+                match all.seq_rm(source, at..i32::MAX) {
+                    Ok(()) => text.cut(at),
+                    Err(error) => {
+                        assert!(carries || !text.reaches(at) || !exact, "{error}: {at} {text:?}")
+                    }
+                }
+                self.texts.insert(source, text);
+            }
+            2 if at > 0 => {
+                // The middle of a text cannot be removed, and nothing changes.
+                if at < text.next() {
+                    assert!(all.seq_rm(source, 0..at).is_err());
+                }
+            }
+            3 => {
+                all.seq_rm(source, 0..i32::MAX).unwrap();
+                self.texts.remove(&source);
+            }
+            _ => {
+                let end = if self.rng.chance(0.5) { i32::MAX } else { at };
+                let copied = all.seq_cp(source, target, 0..end);
+                let held = self.text(target);
+                let at = end.min(text.next());
+                if source == target || at == 0 {
+                    return;
+                }
+                let fits = held.tokens.is_empty() && held.tree.parents.is_empty();
+                match copied {
+                    Ok(()) => {
+                        assert!(fits);
+                        let low = text.low;
+                        text.cut(at);
+                        text.low = if at >= low { low } else { at };
+                        text.tree = Tree::default();
+                        text.marks = held.marks;
+                        self.texts.insert(target, text);
+                    }
+                    Err(error) => {
+                        assert!(!fits || !text.reaches(at) || !exact, "{error}: {at} {text:?}")
+                    }
+                }
+            }
+        }
+    }
+
+    fn tree(&mut self) {
+        if self.cache.trees().is_none() {
+            return;
+        }
+        let sequence = self.sequence();
+        let mut text = self.text(sequence);
+        let n = text.tree.parents.len();
+        if n == text.tree.n_written && (n == 0 || self.rng.chance(0.4)) {
+            let chain = self.rng.chance(0.5);
+            let parents: Vec<i32> = (0..1 + self.rng.below(12))
+                .map(|new| {
+                    let node = (n + new) as i32;
+                    if chain {
+                        node - 1
+                    } else {
+                        self.rng.below(node as usize + 1) as i32 - 1
+                    }
+                })
+                .collect();
+            let trees = self.cache.trees_mut().unwrap();
+            if trees.propose(sequence, &parents).is_ok() {
+                text.tree.tokens.extend((0..parents.len()).map(|_| self.token()));
+                text.tree.parents.extend(parents);
+            }
+        } else if n > 0 {
+            let mut accepted = Vec::new();
+            if text.tree.n_written > 0 && self.rng.chance(0.8) {
+                let node = self.rng.below(text.tree.n_written);
+                accepted = text.tree.path(node);
+            }
+            let nodes: Vec<i32> = accepted.iter().map(|&node| node as i32).collect();
+            self.cache.trees_mut().unwrap().commit_tree(sequence, &nodes).unwrap();
+            let start = text.next();
+            let tokens: Vec<Token> = accepted.iter().map(|&node| text.tree.tokens[node]).collect();
+            text.tokens.extend(tokens);
+            text.tree = Tree::default();
+            if text.next() > start {
+                text.committed(start, self.cache.config().anchors);
+            }
+        }
+        self.texts.insert(sequence, text);
+    }
+
+    /// Saves the cache and loads it into a new one, or one sequence into another.
+    fn save_and_load(&mut self) {
+        if !B::SAVES {
+            return;
+        }
+        if self.single() || self.rng.chance(0.5) {
+            let mut rows = Vec::new();
+            let snapshot = saved(&mut self.cache, &mut rows);
+            let config = self.cache.config().clone();
+            let mut cache = match self.cache.kind() {
+                "contiguous" => CellsCache::contiguous(config),
+                "seq" => CellsCache::new(config),
+                _ => CellsCache::with_trees(config),
+            }
+            .unwrap();
+            load(&mut cache, &snapshot, &rows).unwrap();
+            let [loaded, saved] = [cache.memory(), self.cache.memory()];
+            assert!(saved.shared > 0 || loaded.used == saved.used, "{loaded:?}, not {saved:?}");
+            self.cache = cache;
+            // Marks of tokens to come are not saved.
+            self.texts.values_mut().for_each(|text| text.marks.clear());
+            return;
+        }
+        let (source, target) = (self.sequence(), self.sequence());
+        let (mut text, held) = (self.text(source), self.text(target));
+        if text.tokens.is_empty() || !text.tree.parents.is_empty() {
+            return;
+        }
+        if !held.tokens.is_empty() || !held.tree.parents.is_empty() {
+            return;
+        }
+        let mut rows = Vec::new();
+        let snapshot = {
+            let mut one = self.cache.saving_sequence(source).unwrap();
+            let snapshot = one.snapshot().unwrap();
+            one.read_rows(&snapshot, &mut |_, bytes| {
+                rows.extend_from_slice(bytes);
+                Ok(())
+            })
+            .unwrap();
+            snapshot
+        };
+        let mut one = self.cache.saving_sequence(target).unwrap();
+        match load(&mut *one, &snapshot, &rows) {
+            Ok(()) => {
+                text.checkpoints.clear();
+                text.marks = held.marks;
+                drop(one);
+                text.origin = self.token();
+                self.texts.insert(target, text);
+            }
+            Err(error) => assert_eq!(error.status(), Status::Capacity, "{error}"),
+        }
+    }
+
+    /// Freezes the cache, and goes on in one that is attached to the prefix.
+    fn freeze_and_attach(&mut self) {
+        let texts: Vec<(&i32, &Text)> = self
+            .texts
+            .iter()
+            .filter(|(_, text)| text.next() > 0 || !text.tree.parents.is_empty())
+            .collect();
+        let [(0, text)] = texts[..] else {
+            return;
+        };
+        if !text.tree.parents.is_empty() {
+            return;
+        }
+        let mut text = text.clone();
+        let prefix = self.cache.sharing().unwrap().freeze().unwrap();
+        if self.rng.chance(0.3) {
+            return;
+        }
+        let config = self.cache.config().clone();
+        let at = self.rng.below(text.tokens.len() + 1) as i32;
+        let mut cache = match self.rng.below(3) {
+            0 => CellsCache::contiguous(config),
+            1 => CellsCache::new(config),
+            _ => CellsCache::with_trees(config),
+        }
+        .unwrap();
+        match cache.sharing().unwrap().attach(&prefix, at) {
+            Ok(()) => {
+                assert!(at > 0);
+                text.cut(at);
+                text.marks.clear();
+                self.cache = cache;
+                self.texts = BTreeMap::from([(0, text)]);
+            }
+            Err(error) => {
+                assert_eq!(error.status(), Status::InvalidArgument, "{error}");
+                assert!(at == 0 || !text.reaches(at) || !self.exact, "{error}: {at} of {text:?}");
+            }
+        }
+    }
+
+    fn check(&self) {
+        let live: Vec<&Text> = self.texts.values().filter(|text| text.next() > 0).collect();
+        if let Some(all) = self.cache.sequences() {
+            for sequence in 0..SEQUENCES as i32 {
+                let text = self.text(sequence);
+                assert_eq!(all.seq_next(sequence).unwrap(), text.next());
+                let least = all.seq_rewindable_to(sequence).unwrap();
+                assert!(!self.exact || least == text.low, "{least}: {text:?}");
+            }
+        } else if let Some(text) = live.first() {
+            assert_eq!(self.cache.next_position().unwrap(), text.next());
+        }
+        if live.is_empty() && self.texts.values().all(|text| text.tree.parents.is_empty()) {
+            assert_eq!(self.cache.memory().used, 0, "nothing stays of removed sequences");
+        }
+    }
+}
+
+fn saved(cache: &mut dyn Cache, rows: &mut Vec<u8>) -> etkv_core::Snapshot {
+    let saving = cache.saving().unwrap();
+    let snapshot = saving.snapshot().unwrap();
+    saving
+        .read_rows(&snapshot, &mut |_, bytes| {
+            rows.extend_from_slice(bytes);
+            Ok(())
+        })
+        .unwrap();
+    snapshot
+}
+
+trait Load {
+    fn restore_from(
+        &mut self,
+        snapshot: &etkv_core::Snapshot,
+        rows: &[u8],
+    ) -> etkv_core::Result<()>;
+}
+
+impl<S: SaveCache + ?Sized> Load for S {
+    fn restore_from(
+        &mut self,
+        snapshot: &etkv_core::Snapshot,
+        rows: &[u8],
+    ) -> etkv_core::Result<()> {
+        let mut at = 0;
+        self.restore(snapshot, &mut |_, bytes| {
+            bytes.copy_from_slice(&rows[at..at + bytes.len()]);
+            at += bytes.len();
+            Ok(())
+        })
+    }
+}
+
+fn load(
+    cache: &mut (impl SaveCache + ?Sized),
+    snapshot: &etkv_core::Snapshot,
+    rows: &[u8],
+) -> etkv_core::Result<()> {
+    let text = serde_json::to_string(snapshot).unwrap();
+    let read: etkv_core::Snapshot = serde_json::from_str(&text).unwrap();
+    assert_eq!(&read, snapshot);
+    cache.restore_from(&read, rows)
+}
+
+/// Checks that outputs have the bits of texts that run alone.
+fn assert_alone(id: usize, layer: RecurrentLayer, paths: &[Vec<Token>], outputs: &Rows) {
+    assert_eq!(outputs.len(), paths.len());
+    // The longest texts give the outputs of those that they continue.
+    let mut runs: Vec<(&[Token], Rows)> = Vec::new();
+    for (at, path) in paths.iter().enumerate().rev() {
+        let known = runs.iter().position(|(text, _)| text.starts_with(path));
+        let known = known.unwrap_or_else(|| {
+            runs.push((path, recurrence::alone(id, layer, path)));
+            runs.len() - 1
+        });
+        let bits = |row: &Row| -> Vec<u32> { row.iter().flatten().map(|x| x.to_bits()).collect() };
+        assert_eq!(
+            bits(&outputs[at]),
+            bits(&runs[known].1[path.len() - 1]),
+            "layer {id}, token {at} at position {}",
+            path.len() - 1
+        );
+    }
+}
+
+pub fn recurrent_layers_answer_as_if_each_text_ran_alone<B: Backend>() {
+    for_seeds(120, |seed| {
+        B::run(|| {
+            let mut run = Run::<B>::new(seed);
+            for _ in 0..40 {
+                match run.rng.below(20) {
+                    0 | 1 => run.save_and_load(),
+                    2 => run.freeze_and_attach(),
+                    3..=5 => run.cut_or_fork(),
+                    6..=8 => run.tree(),
+                    9 | 10 => run.mark_or_ask(),
+                    11 if run.rng.chance(0.2) => {
+                        run.cache.clear(run.rng.chance(0.5)).unwrap();
+                        run.texts.clear();
+                    }
+                    12 if !run.single() => run.cache.sequences_mut().unwrap().compact().unwrap(),
+                    _ => run.step(),
+                }
+                run.check();
+            }
+        });
+    });
+}
+
+pub fn memory_of_recurrent_layers_is_what_was_estimated<B: Backend>() {
+    for_seeds(20, |seed| {
+        B::run(|| {
+            let mut run = Run::<B>::new(seed);
+            // A step that is rolled back leaves its buffers.
+            run.aborts = false;
+            if run.cache.trees().is_some() {
+                return;
+            }
+            let estimate = |run: &Run<B>, length: i32| match run.single() {
+                true => run.cache.config().estimate(length),
+                false => run.cache.config().estimate_shared(length),
+            };
+            let mut text = Vec::new();
+            loop {
+                let n = run.count().min(run.cache.config().capacity as usize - text.len());
+                if n == 0 {
+                    break;
+                }
+                let start = text.len() as i32;
+                text.extend((0..n).map(|_| run.token()));
+                let paths: Vec<Vec<Token>> =
+                    (start as usize..text.len()).map(|end| text[..=end].to_vec()).collect();
+                let positions: Vec<i32> = (start..text.len() as i32).collect();
+                if !run.forward(&paths, &positions) {
+                    text.truncate(start as usize);
+                    continue;
+                }
+                let (found, length) = (run.cache.memory(), text.len() as i32);
+                assert_eq!(
+                    found.recurrent_layers,
+                    estimate(&run, length).recurrent_layers,
+                    "{length}"
+                );
+                assert!(found.allocated <= found.at_capacity);
+            }
+        });
+    });
+}
