@@ -24,6 +24,9 @@ use crate::tensor::{Dtype, Tensor, Values};
 /// The channels of a task: whole vectors.
 const CHANNELS: usize = 256;
 
+/// The channels whose columns are stored together if lanes are tokens: a cache line.
+const LINE: usize = 16;
+
 /// What is applied to the sums of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Activation {
@@ -175,7 +178,7 @@ impl Sizes {
 /// The scratch memory of one thread.
 #[derive(Debug, Clone, Copy)]
 struct Scratch {
-    /// The step's columns: `[T, CHANNELS]`, or one channel of them.
+    /// The step's columns: `[T, CHANNELS]`, or `[LINE, T]` if lanes are tokens.
     columns: *mut f32,
     /// The columns of a chain and the `width - 1` before it, in the same order.
     chain: *mut f32,
@@ -200,7 +203,7 @@ impl Layout for Sizes {
         let lanes = if self.by_channel() { 1 } else { CHANNELS };
         // Kernels read and write whole vectors.
         Scratch {
-            columns: pieces.take(&[self.n_tokens, lanes]),
+            columns: pieces.take(&[self.n_tokens, lanes.max(LINE)]),
             chain: pieces.take(&[self.n_tokens + self.width + 15, lanes]),
             weights: pieces.take(&[self.width, lanes]),
             bias: pieces.take(&[CHANNELS]),
@@ -241,9 +244,20 @@ impl Job<'_> {
             if !self.sizes.by_channel() {
                 return self.lanes::<S, false>(first, n, scratch);
             }
-            for c in 0..n {
-                let scratch = Scratch { bias: scratch.bias.add(c), ..scratch };
-                self.lanes::<S, true>(first + c, 1, scratch);
+            for group in (0..n).step_by(LINE) {
+                let end = n.min(group + LINE);
+                for c in group..end {
+                    let columns = scratch.columns.add((c - group) * self.sizes.n_tokens);
+                    let scratch = Scratch { bias: scratch.bias.add(c), columns, ..scratch };
+                    self.lanes::<S, true>(first + c, 1, scratch);
+                }
+                // The columns of one token lie far from those of the next: a line of each at a time.
+                for (at, &token) in self.plan.stored.iter().enumerate() {
+                    let to = self.columns.add(at * self.sizes.channels + first + group);
+                    for c in 0..end - group {
+                        *to.add(c) = *scratch.columns.add(c * self.sizes.n_tokens + token);
+                    }
+                }
             }
         }
     }
@@ -267,10 +281,10 @@ impl Job<'_> {
                 for token in 0..n_tokens {
                     load_run(self.inputs.x, [0, first, token, 0], 1, row(scratch.columns, token));
                 }
-            }
-            for (at, &token) in self.plan.stored.iter().enumerate() {
-                let to = self.columns.add(at * channels + first);
-                std::ptr::copy_nonoverlapping(scratch.columns.add(token * lanes), to, n);
+                for (at, &token) in self.plan.stored.iter().enumerate() {
+                    let to = self.columns.add(at * channels + first);
+                    std::ptr::copy_nonoverlapping(scratch.columns.add(token * lanes), to, n);
+                }
             }
             for chain in &self.plan.chains {
                 let before = chain.rows.len().min(width - 1);

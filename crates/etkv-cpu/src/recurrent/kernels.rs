@@ -10,35 +10,36 @@ use super::exp::exp;
 use super::simd::{Kernel, Simd};
 use super::task::ROWS;
 
-/// Products of vectors of `dim` numbers with rows: `out[v][i] = vectors[v] . rows[i]`.
-pub(super) struct Dots<'a> {
-    /// The first of `count` vectors, an even number of them or one, and the numbers from one to the next.
+/// Products of the `M` vectors of each token with the rows of the block up to its own: `out[v][i] = vectors[v] .
+/// rows[i]`.
+pub(super) struct Dots<'a, const M: usize> {
+    /// `M` vectors of `dim` numbers for each token, one after another.
     pub vectors: *const f32,
-    pub stride: usize,
-    pub count: usize,
-    /// At least one.
+    pub n_tokens: usize,
+    /// The block's rows. The last ones are those of the tokens.
     pub rows: &'a [*const f32],
     /// A multiple of the vector width.
     pub dim: usize,
-    /// `count` rows of [`ROWS`] numbers. Numbers past the rows, up to a multiple of four, are written too.
+    /// [`ROWS`] numbers for each vector. Some past the token's own row are written too.
     pub out: *mut f32,
 }
 
-impl Kernel for Dots<'_> {
+impl<const M: usize> Kernel for Dots<'_, M> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let mut at = 0;
         // SAFETY: the pointers are as the fields say.
         unsafe {
-            while S::ROWS >= 4 && at + 4 <= self.count {
+            let count = M * self.n_tokens;
+            while S::ROWS >= 4 && at + 4 <= count {
                 self.some::<S, 4>(at);
                 at += 4;
             }
-            while at + 2 <= self.count {
+            while at + 2 <= count {
                 self.some::<S, 2>(at);
                 at += 2;
             }
-            while at < self.count {
+            while at < count {
                 self.some::<S, 1>(at);
                 at += 1;
             }
@@ -46,15 +47,15 @@ impl Kernel for Dots<'_> {
     }
 }
 
-impl Dots<'_> {
-    /// Multiplies `R` vectors.
+impl<const M: usize> Dots<'_, M> {
+    /// Multiplies `R` vectors from vector `at` on.
     #[inline(always)]
     unsafe fn some<S: Simd, const R: usize>(&self, at: usize) {
-        let last = self.rows.len() - 1;
+        let last = self.rows.len() - self.n_tokens + (at + R - 1) / M;
         let mut first = 0;
         // SAFETY: the caller's.
         unsafe {
-            let vectors = self.vectors.add(at * self.stride);
+            let vectors = self.vectors.add(at * self.dim);
             while first <= last {
                 // The last row replaces the missing ones.
                 let mut rows = [*self.rows.get_unchecked(last); 4];
@@ -69,7 +70,7 @@ impl Dots<'_> {
                         keys[i] = S::load(rows[i].add(c));
                     }
                     for r in 0..R {
-                        let vector = S::load(vectors.add(r * self.stride + c));
+                        let vector = S::load(vectors.add(r * self.dim + c));
                         for i in 0..4 {
                             sums[r][i] = S::fma(vector, keys[i], sums[r][i]);
                         }
@@ -162,20 +163,18 @@ impl<const M: usize> Kernel for DecayedDots<'_, M> {
     }
 }
 
-/// Multiplies `count` vectors with the decay from the anchor: by `exp(decay)`.
-pub(super) struct Decay {
-    /// The first vector; the others follow it.
-    pub from: *const f32,
-    pub count: usize,
+/// Multiplies the `M` vectors of a token with its decay from the anchor, `exp(decay)`, in place.
+pub(super) struct Decay<const M: usize> {
+    /// `M` vectors, one after another.
+    pub vectors: *mut f32,
     /// A multiple of the vector width.
     pub dim: usize,
     /// One number, or with `by_channel` one for each channel.
     pub decay: *const f32,
     pub by_channel: bool,
-    pub to: *mut f32,
 }
 
-impl Kernel for Decay {
+impl<const M: usize> Kernel for Decay<M> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         // SAFETY: the pointers are as the fields say.
@@ -189,9 +188,9 @@ impl Kernel for Decay {
                 if self.by_channel {
                     factor = exp::<S>(S::load(self.decay.add(c)));
                 }
-                for v in 0..self.count {
-                    let at = v * self.dim + c;
-                    S::store(self.to.add(at), S::mul(S::load(self.from.add(at)), factor));
+                for m in 0..M {
+                    let vector = self.vectors.add(m * self.dim + c);
+                    S::store(vector, S::mul(S::load(vector), factor));
                 }
                 c += S::WIDTH;
             }

@@ -31,16 +31,8 @@ pub(super) unsafe fn load_run(tensor: &Tensor, index: [usize; 4], axis: usize, o
     }
 }
 
-/// Converts a row of a tensor's first batch to float32.
-///
-/// # Safety
-/// The row is inside the shape, and `out` is not longer.
-unsafe fn load_row(tensor: &Tensor, head: usize, at: usize, out: &mut [f32]) {
-    // SAFETY: the caller's.
-    unsafe { load_run(tensor, [0, head, at, 0], 3, out) }
-}
-
-/// Loads the inputs of a head, and with the first of its group those of their key.
+/// Loads what the tasks of a head share: decays and write strengths, and with the first head of a group their
+/// keys.
 ///
 /// # Safety
 /// The inputs have the job's sizes, and no other thread loads the same head.
@@ -49,25 +41,19 @@ pub(super) unsafe fn load(job: &Job, head: usize) {
     let group = sizes.heads / sizes.k_heads;
     // SAFETY: the caller's.
     unsafe {
-        let row = |start: *mut f32, len: usize| std::slice::from_raw_parts_mut(start, len);
-        for token in 0..sizes.n_tokens {
-            if head % group == 0 {
-                let at = (head / group * sizes.n_tokens + token) * 2;
-                let rows = row(shared.keys.add(at * sizes.k_padded), 2 * sizes.k_padded);
-                let (key, query) = rows.split_at_mut(sizes.k_padded);
-                for (tensor, row) in [(inputs.k, key), (inputs.q, &mut *query)] {
-                    let (row, rest) = row.split_at_mut(sizes.k_dim);
-                    load_row(tensor, head / group, token, row);
-                    rest.fill(0.0);
-                }
-                query.iter_mut().for_each(|x| *x *= job.scale);
+        if head % group == 0 {
+            for token in 0..sizes.n_tokens {
+                let key = shared.keys.add((head / group * sizes.n_tokens + token) * sizes.k_padded);
+                let key = std::slice::from_raw_parts_mut(key, sizes.k_padded);
+                let (key, rest) = key.split_at_mut(sizes.k_dim);
+                load_run(inputs.k, [0, head / group, token, 0], 3, key);
+                rest.fill(0.0);
             }
-            let at = head * sizes.n_tokens + token;
-            let value = row(shared.updates.add(at * sizes.update_stride()), sizes.v_dim);
-            load_row(inputs.v, head, token, value);
-            if let Some(beta) = inputs.beta {
-                load_row(beta, head, token, row(shared.betas.add(at), 1));
-            }
+        }
+        if let Some(beta) = inputs.beta {
+            let start = shared.betas.add(head * sizes.n_tokens);
+            let out = std::slice::from_raw_parts_mut(start, sizes.n_tokens);
+            load_run(beta, [0, head, 0, 0], 2, out);
         }
         load_decays(job, inputs.g, head);
     }
@@ -84,7 +70,7 @@ unsafe fn load_decays(job: &Job, g: &Tensor, head: usize) {
             unsafe {
                 let decay = shared.decays.add(at * padded);
                 let out = std::slice::from_raw_parts_mut(decay, padded);
-                load_row(g, head, token, &mut out[..dim]);
+                load_run(g, [0, head, token, 0], 3, &mut out[..dim]);
                 out[dim..].fill(0.0);
                 // This keeps NaN.
                 out.iter_mut().filter(|x| **x < LEAST).for_each(|x| *x = LEAST);

@@ -289,7 +289,7 @@ unsafe fn rows(
     shared: &Shared,
 ) -> Result<RecurrentRows<Tensor>> {
     let first = plan.stored.first().copied().unwrap_or(0);
-    let (k_stride, v_stride) = (2 * sizes.k_padded, sizes.update_stride());
+    let (k_stride, v_stride) = (sizes.k_padded, sizes.update_stride());
     let buffers = [
         (shared.keys, shared.gathered_keys, sizes.k_heads, sizes.k_dim, k_stride),
         (

@@ -5,6 +5,7 @@ use etkv_core::bookkeeping::{AnchorSource, Chain, RecurrentPlan, RowSource, BLOC
 use super::check::Stored;
 use super::fold::{DecayKeys, Fold};
 use super::kernels::{Columns, Decay, DecayedDots, Dots, Weigh};
+use super::load::load_run;
 use super::scan::ScanInputs;
 use super::simd::Simd;
 use super::workspace::{Layout, Pieces};
@@ -83,7 +84,7 @@ impl Sizes {
 /// What the tasks of a step share. Each head belongs to its tasks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shared {
-    /// `[k_heads, T, 2, k_padded]`: keys, and queries times the scale, padded with zeros.
+    /// `[k_heads, T, k_padded]`, padded with zeros.
     pub keys: *mut f32,
     /// `[heads, T, update_stride]`: values, which become updates.
     pub updates: *mut f32,
@@ -102,11 +103,11 @@ pub(super) struct Shared {
 /// The scratch memory of one thread.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scratch {
-    /// [`ROWS`] weights for each vector of a block's tokens.
-    weights: *mut f32,
-    /// These vectors, decayed.
+    /// The vectors of a block's tokens, and then the same decayed.
     vectors: *mut f32,
-    /// The outputs of these tokens.
+    /// [`ROWS`] weights for each vector.
+    weights: *mut f32,
+    /// The outputs of these tokens, unless the job's memory takes them as they are.
     out: *mut f32,
     /// Two states: the last one and the next.
     states: [*mut f32; 2],
@@ -125,7 +126,7 @@ impl Layout for Sizes {
     fn shared(&self, pieces: &mut Pieces) -> Shared {
         let row = self.v_dim + self.decay_dim();
         Shared {
-            keys: pieces.take(&[self.k_heads, self.n_tokens, 2, self.k_padded]),
+            keys: pieces.take(&[self.k_heads, self.n_tokens, self.k_padded]),
             updates: pieces.take(&[self.heads, self.n_tokens, self.update_stride()]),
             decays: pieces.take(&[self.heads, self.n_tokens, self.decay_padded()]),
             betas: pieces.take(&[self.heads, self.n_tokens]),
@@ -200,7 +201,7 @@ struct Task {
 /// Runs task `i`.
 ///
 /// # Safety
-/// The machine has the instructions of `S`. The job's pointers are as their fields say, and the inputs are
+/// The machine has the instructions of `S`. The job's pointers are as their fields say, and its heads are
 /// loaded. No other thread uses the scratch memory, or runs the same task.
 pub(super) unsafe fn run<S: Simd>(job: &Job, i: usize, scratch: &Scratch) {
     let sizes = &job.sizes;
@@ -261,7 +262,7 @@ impl Job<'_> {
         // SAFETY: the caller's.
         unsafe {
             block.keys[n] =
-                shared.keys.add((task.k_head * sizes.n_tokens + token) * 2 * sizes.k_padded);
+                shared.keys.add((task.k_head * sizes.n_tokens + token) * sizes.k_padded);
             let at = task.head * sizes.n_tokens + token;
             block.updates[n] = shared.updates.add(at * sizes.update_stride() + task.column);
             block.decays[n] = shared.decays.add(at * sizes.decay_padded());
@@ -407,24 +408,17 @@ impl Job<'_> {
         let (sizes, shared) = (&self.sizes, &self.shared);
         let (n_tokens, dim) = (block.n - before, sizes.k_padded);
         let at = task.head * sizes.n_tokens + token;
+        let by_channel = sizes.channel_decay;
         // SAFETY: the caller's.
         unsafe {
-            let first = (task.k_head * sizes.n_tokens + token) * 2 + 2 - M;
-            let vectors = shared.keys.add(first * dim).cast_const();
-            // The vectors of a token follow each other; without keys every second one is a query.
-            let stride = 2 / M * dim;
-            if !sizes.channel_decay {
-                S::enter(Dots {
-                    vectors,
-                    stride,
-                    count: M * n_tokens,
-                    rows: &block.keys[..block.n],
-                    dim,
-                    out: scratch.weights,
-                });
+            for n in 0..n_tokens {
+                let vectors = scratch.vectors.add(n * M * dim);
+                self.load::<M>(task, token + n, block.keys[before + n], vectors);
             }
             let mut decays = [0.0; ROWS];
-            if !sizes.channel_decay {
+            if !by_channel {
+                let (vectors, rows) = (scratch.vectors, &block.keys[..block.n]);
+                S::enter(Dots::<M> { vectors, n_tokens, rows, dim, out: scratch.weights });
                 for (decay, &row) in decays.iter_mut().zip(&block.decays[..block.n]) {
                     *decay = *row;
                 }
@@ -432,18 +426,23 @@ impl Job<'_> {
             for n in 0..n_tokens {
                 let (last, decay) = (before + n, block.decays[before + n]);
                 let out = scratch.weights.add(n * M * ROWS);
-                let vectors = vectors.add(n * 2 * dim);
-                if sizes.channel_decay {
+                let vectors = scratch.vectors.add(n * M * dim);
+                if by_channel {
                     let (rows, decays) = (&block.keys[..=last], &block.decays[..=last]);
                     S::enter(DecayedDots::<M> { vectors, decay, decays, rows, dim, out });
                 } else {
                     let (decay, count) = (decays[last], last + 1);
                     S::enter(Weigh::<M> { products: out, decay, decays: &decays, count });
                 }
-                let to = scratch.vectors.add(n * M * dim);
-                let by_channel = sizes.channel_decay;
-                S::enter(Decay { from: vectors, count: M, dim, decay, by_channel, to });
+                S::enter(Decay::<M> { vectors, dim, decay, by_channel });
             }
+            // Outputs that need no conversion are written where they belong.
+            let in_place = self.dtype == Dtype::F32 && task.n_columns == task.padded;
+            let first = at * sizes.v_dim + task.column;
+            let (out, out_stride) = match in_place {
+                true => (self.out.cast::<f32>().add(first), sizes.v_dim),
+                false => (scratch.out, task.padded),
+            };
             S::enter(Columns::<M> {
                 state: state.start,
                 state_stride: state.stride,
@@ -455,23 +454,47 @@ impl Job<'_> {
                 updates: shared.updates.add(at * sizes.update_stride() + task.column),
                 update_stride: sizes.update_stride(),
                 betas: shared.betas.add(at),
-                out: scratch.out,
-                out_stride: task.padded,
+                out,
+                out_stride,
                 n_tokens,
                 width: task.padded,
             });
-            for n in 0..n_tokens {
+            for n in 0..if in_place { 0 } else { n_tokens } {
                 let row =
                     std::slice::from_raw_parts(scratch.out.add(n * task.padded), task.n_columns);
-                self.write(task, token + n, row);
+                self.write(first + n * sizes.v_dim, row);
             }
         }
     }
 
-    /// Writes the output of a token.
-    unsafe fn write(&self, task: Task, token: usize, row: &[f32]) {
-        let sizes = &self.sizes;
-        let at = (task.head * sizes.n_tokens + token) * sizes.v_dim + task.column;
+    /// Loads the vectors of a token, padded with zeros, and its value.
+    unsafe fn load<const M: usize>(
+        &self,
+        task: Task,
+        token: usize,
+        key: *const f32,
+        vectors: *mut f32,
+    ) {
+        let (sizes, dim) = (&self.sizes, self.sizes.k_padded);
+        let at = task.head * sizes.n_tokens + token;
+        // SAFETY: the caller's.
+        unsafe {
+            if M == 2 {
+                std::ptr::copy_nonoverlapping(key, vectors, dim);
+            }
+            let query = std::slice::from_raw_parts_mut(vectors.add((M - 1) * dim), dim);
+            let (query, rest) = query.split_at_mut(sizes.k_dim);
+            load_run(self.inputs.q, [0, task.k_head, token, 0], 3, query);
+            query.iter_mut().for_each(|x| *x *= self.scale);
+            rest.fill(0.0);
+            let value = self.shared.updates.add(at * sizes.update_stride() + task.column);
+            let value = std::slice::from_raw_parts_mut(value, task.n_columns);
+            load_run(self.inputs.v, [0, task.head, token, task.column], 3, value);
+        }
+    }
+
+    /// Writes outputs from element `at` on.
+    unsafe fn write(&self, at: usize, row: &[f32]) {
         let size = self.dtype.size();
         // SAFETY: the columns belong to the task.
         let out =
