@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import tiny_families
+import tiny_models
 
 _MIX = ["linear_attention", "linear_attention", "full_attention"]
 
@@ -67,3 +69,10 @@ def model(name: str, seed: int = 0) -> Any:
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return made
+
+
+def write(name: str, folder: Path) -> Path:
+    """Write the model ``name`` with a tokenizer as a Hugging Face folder, and return the folder."""
+    model(name).save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
+    return folder

@@ -17,6 +17,9 @@ _ONE_A_LAYER = (
 )
 """Entries of a configuration that are lists with an element for each layer."""
 
+_ATTENDING = "attn_layer_indices"
+"""An entry that lists the indices of the layers that attend."""
+
 
 def keep_first(config: PreTrainedConfig, count: int | None) -> range:
     """Reduce ``config`` to the first ``count`` layers of its model; ``None`` keeps all.
@@ -47,10 +50,18 @@ def last(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
 
 def _keep(config: PreTrainedConfig, kept: slice) -> None:
     text_config = config.get_text_config()
-    text_config.num_hidden_layers = len(range(text_config.num_hidden_layers)[kept])
-    for name in _ONE_A_LAYER:
-        if getattr(text_config, name, None) is not None:
+    n_layers = text_config.num_hidden_layers
+    text_config.num_hidden_layers = len(range(n_layers)[kept])
+    begin, end, _ = kept.indices(n_layers)
+    # A family may have two names for a list.
+    for name in dict.fromkeys(text_config.attribute_map.get(name, name) for name in _ONE_A_LAYER):
+        # It may also make a list of other entries.
+        is_made = isinstance(getattr(type(text_config), name, None), property)
+        if not is_made and getattr(text_config, name, None) is not None:
             setattr(text_config, name, list(getattr(text_config, name))[kept])
+    if getattr(text_config, _ATTENDING, None) is not None:
+        attending = [index - begin for index in getattr(text_config, _ATTENDING) if begin <= index < end]
+        setattr(text_config, _ATTENDING, attending)
 
 
 def check_taps(taps: tuple[int, ...], config: PreTrainedConfig) -> None:

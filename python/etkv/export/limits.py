@@ -103,16 +103,26 @@ def _check_layers(request: ExportRequest, config: PreTrainedConfig) -> None:
 def _check_experts(request: ExportRequest, config: PreTrainedConfig) -> None:
     """Raise :class:`EtkvError` for a mixture of experts on a backend that cannot select weights by an index."""
     text_config = config.get_text_config()
-    kinds = getattr(text_config, "layer_types", None) or []
-    if "mlp" in kinds and "moe" not in kinds:
-        return
     for name in _EXPERTS:
         count = getattr(text_config, name, None) or 1
-        if count > 1 and request.backend != "mlx":
+        if count > 1 and request.backend != "mlx" and _has_experts(config):
             raise EtkvError(
                 f"model family {config.model_type!r} is a mixture of {count} experts, and backend {request.backend} "
                 f"has no product with the experts that a router chooses; backend mlx has one"
             )
+
+
+def _has_experts(config: PreTrainedConfig) -> bool:
+    """Return whether the model of ``config`` has experts, if its configuration has a number of them.
+
+    Models with recurrent layers may have a number and no layer of experts.
+    """
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    if not any(kind in recurrent.KINDS for kind in kinds):
+        return True
+    from etkv.export import experts
+
+    return experts.is_mixture(recurrent.skeleton(config))
 
 
 def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:

@@ -88,16 +88,21 @@ def mixers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def is_supported(config: PreTrainedConfig) -> bool:
-    """Return whether the ops can compute each layer of ``config`` that has a state."""
+def skeleton(config: PreTrainedConfig) -> torch.nn.Module:
+    """Return the model of ``config`` without weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def is_supported(config: PreTrainedConfig) -> bool:
+    """Return whether the ops can compute each layer of ``config`` that has a state."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     try:
-        return len(mixers(skeleton)) == sum(kind in KINDS for kind in kinds)
+        return len(mixers(skeleton(config))) == sum(kind in KINDS for kind in kinds)
     except ValueError:
         return False
 

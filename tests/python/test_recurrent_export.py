@@ -1,0 +1,200 @@
+"""Programs of models with recurrent layers for the CPU: their calls, their metadata, and what their graphs compute.
+
+Graphs run in plain PyTorch, with the ops on their reference state: what XNNPACK computes of them runs as it is in the
+graph after all rewrites.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import recurrent_models
+import reference
+import tiny_families
+from etkv import op
+from etkv.errors import EtkvError
+from etkv.export import ExportRequest, _import_tools, cpu, export_program, limits, lowering, recurrent, rope
+from etkv.metadata import read_kv_cache_metadata
+from etkv.pte import PteFile
+from etkv.recurrent_layer import RecurrentLayer
+from test_recurrent_models import caches, surveyed
+
+FAMILIES = [
+    "qwen3.5",
+    "falcon-h1",
+    "lfm2",
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in (
+            "qwen3-next",
+            "olmo-hybrid",
+            "granite-4",
+            "nemotron-h",
+            "falcon-h1-norm",
+            "bamba",
+            "mamba-2",
+            "lfm3",
+        )
+    ),
+]
+
+ENDS = [7, 9, 20, 21, 22, 30]
+"""The ends of steps."""
+
+
+class Recorded:
+    """A cache or a state that notes the calls of its ops, by layer."""
+
+    def __init__(self, held, calls: list) -> None:
+        self._held, self._calls = held, calls
+
+    def __getattr__(self, name):
+        method = getattr(self._held, name)
+
+        def call(layer, *arguments):
+            self._calls.append((name, layer))
+            return method(layer, *arguments)
+
+        return method if name == "abort" else call
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools():
+    reference.speed_up_exports()
+    _import_tools()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_graphs_compute_what_transformers_computes(name):
+    step, layout = surveyed(name)
+    request = SimpleNamespace(logits="all", backend="cpu")
+    rope.settle(step.model, 256)
+    cpu.prepare(step.model, request)
+    edge = cpu.delegate({"forward": lowering._trace(step, 16)}, {}, request)
+    cpu.check(edge.exported_program("forward").graph, name)
+    graph = edge.exported_program("forward").module()
+    ids, rows, calls = torch.tensor([[(number * 37 + 11) % 250 for number in range(ENDS[-1])]]), [], []
+    cache, state = (held and Recorded(held, calls) for held in caches(layout))
+    with torch.no_grad(), op.active(cache, state):
+        for begin, end in zip([0, *ENDS], ENDS, strict=False):
+            rows.append(graph(input_ids=ids[:, begin:end], cache_position=torch.arange(begin, end))[0])
+    step.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = step.model(ids, use_cache=False).logits[0]
+    assert (torch.cat(rows) - expected).abs().max() < 1e-4 * expected.std()
+    # Payloads say in which order the calls of a forward run.
+    payloads = [json.loads(delegate.processed_bytes) for delegate in _delegates(edge.exported_program("forward"))]
+    numbered = {payload["call"]: (payload["op"], payload["layer"]) for payload in payloads if "call" in payload}
+    assert [numbered[call] for call in range(len(numbered))] * len(ENDS) == calls
+
+
+def _delegates(program):
+    made = vars(program.graph_module)["_modules"]
+    return [module for module in made.values() if getattr(module, "backend_id", "") == "EtkvForCPU"]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> PteFile:
+    folder = tmp_path_factory.mktemp("qwen3.5")
+    model = recurrent_models.write("qwen3.5", folder / "model")
+    request = ExportRequest(model, folder / "model.pte", backend="cpu", prefill_chunk=16, layers=3)
+    return PteFile(export_program(request))
+
+
+def test_payloads(qwen):
+    convolution, recurrence, *_, attention, rows = map(json.loads, qwen.cpu_payloads())
+    common = {"version": 1, "n_calls": 5, "n_layers": 1, "n_recurrent": 4, "logits": "selected"}
+    common["program"] = convolution["program"]
+    assert convolution == {
+        "op": "update_and_convolve",
+        **common,
+        **{"call": 0, "layer": 0, "activation": "silu", "channels": 160, "width": 4, "inputs": [0, 1, None, 2]},
+    }
+    assert recurrence == {
+        "op": "update_and_scan",
+        **common,
+        **{"call": 1, "layer": 1, "scale": 0.25, "k_heads": 2, "heads": 4, "k_dim": 16, "v_dim": 24},
+        **{"channel_decay": False, "inputs": [0, 1, 2, 3, 4, 5]},
+    }
+    assert attention == {
+        "op": "update_and_attend",
+        **common,
+        **{"call": 4, "layer": 0, "scale": 0.25, "inputs": attention["inputs"]},
+    }
+    assert rows == {"op": "select_rows", "version": 1}
+
+
+def test_metadata(qwen):
+    params = read_kv_cache_metadata(qwen.path)
+    convolution = RecurrentLayer("convolution", channels=160, width=4)
+    recurrence = RecurrentLayer("recurrence", k_heads=2, heads=4, k_dim=16, v_dim=24)
+    assert params.recurrent_layers == (convolution, recurrence, convolution, recurrence)
+    assert (len(params.layers), params.backend) == (1, "cpu")
+    # ExecuTorch's runners would take the program for one without a state.
+    assert "get_n_caches" not in qwen.constant_names
+
+
+def test_weights_alone_are_computed_once(qwen):
+    """What is left to ExecuTorch's kernels moves rows."""
+    assert not {"aten::exp", "aten::squeeze_copy", "aten::neg"} & set(qwen.operators("forward"))
+
+
+def test_a_check_that_was_asked_for_is_refused(tmp_path):
+    model = recurrent_models.write("lfm3", tmp_path / "model")
+    request = ExportRequest(model, tmp_path / "model.pte", backend="cpu", check=True)
+    with pytest.raises(EtkvError, match="cannot be checked: it has layers that keep a state"):
+        export_program(request)
+
+
+def test_mlx_is_refused(tmp_path):
+    model = recurrent_models.write("mamba-2", tmp_path / "model")
+    words = "'mamba2' has layers of kind 'linear_attention', which keep a state, and backend mlx has no ops for them"
+    with pytest.raises(EtkvError, match=words):
+        export_program(ExportRequest(model, tmp_path / "model.pte"))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+@pytest.mark.parametrize("family", ["mamba", "jamba", "minimax", "recurrent_gemma", "falcon_mamba"])
+def test_states_without_ops_are_refused(family, backend):
+    config = tiny_families.config(family)
+    kind = next(kind for kind in config.layer_types if kind in recurrent.KINDS)
+    words = f"model family '{family}' has layers of kind '{kind}', and a program has layers that attend to all earlier"
+    with pytest.raises(EtkvError, match=words):
+        limits.settle(SimpleNamespace(backend=backend), config)
+
+
+def test_experts_are_refused():
+    with pytest.raises(EtkvError, match="'qwen3_next' is a mixture of 4 experts, and backend cpu has no product with"):
+        limits._check_experts(SimpleNamespace(backend="cpu"), recurrent_models.config("qwen3-next-moe"))
+    # Its configuration has a number of experts, and no layer of them.
+    limits._check_experts(SimpleNamespace(backend="cpu"), recurrent_models.config("nemotron-h"))
+
+
+def test_softplus_and_sums_on_xnnpack(tmp_path):
+    """The operators that recurrent layers add, as XNNPACK computes them in a program without a cache."""
+    from executorch.exir import to_edge_transform_and_lower
+    from executorch.runtime import Runtime
+
+    from etkv.export.cpu import rewrites
+    from etkv.export.cpu.partitioner import CPUPartitioner
+
+    class Decays(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.softplus(x), x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+    inputs = torch.cat([torch.randn(1, 3, 2, 16), torch.full((1, 3, 1, 16), 60.0), torch.full((1, 3, 1, 16), -60.0)], 2)
+    traced = torch.export.export(Decays(), (inputs,), dynamic_shapes=({1: torch.export.Dim("tokens", max=8)},))
+    rewrites.apply(traced)
+    edge = to_edge_transform_and_lower({"forward": traced}, partitioner=[CPUPartitioner("all")])
+    calls = [node for node in edge.exported_program("forward").graph.nodes if node.op == "call_function"]
+    assert sum("call_delegate" in str(node.target) for node in calls) == 1
+    assert all("call_delegate" in str(node.target) or "getitem" in str(node.target) for node in calls)
+    path = tmp_path / "decays.pte"
+    path.write_bytes(edge.to_executorch().buffer)
+    made = Runtime.get().load_program(path).load_method("forward").execute([inputs])
+    for found, expected in zip(made, Decays()(inputs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
