@@ -48,7 +48,7 @@ pub struct RecurrentSpec<V> {
     /// log decays from the anchor below the row's position up to the row.
     pub rows: [Option<V>; 2],
     /// The states of slots from 0 on, `[1, heads, A, k_dim * v_dim]` in float32, with `v_dim` running fastest;
-    /// `None` for a convolution.
+    /// `None` for a convolution, and as long as there are none.
     pub anchors: Option<V>,
     /// The plan.
     pub plan: Arc<RecurrentPlan>,

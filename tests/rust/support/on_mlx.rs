@@ -21,7 +21,8 @@ pub fn rows(array: &Array) -> Rows {
     let shape: Vec<usize> = array.shape().iter().map(|&size| size as usize).collect();
     let [heads, n, dim] = [shape[1], shape[2], shape[3]];
     let flat = array.contiguous().unwrap();
-    let values = flat.as_slice::<f32>();
+    // MLX has no memory for an array without elements.
+    let values = if array.size() > 0 { flat.as_slice::<f32>() } else { &[] };
     let row = |at| (0..heads).map(|head| values[(head * n + at) * dim..][..dim].to_vec()).collect();
     (0..n).map(row).collect()
 }

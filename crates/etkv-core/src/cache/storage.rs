@@ -438,11 +438,11 @@ impl<S: Store> Storage<S> {
         let [first, second] = self.store.read(rows, 0..row_plan.needed())?;
         let second = self.layers.layers[rows].has_second().then_some(second);
         let states = match anchors {
-            Some(id) => {
+            Some(id) if anchor_plan.needed() > 0 => {
                 let [states, _] = self.store.read(id, 0..anchor_plan.needed())?;
                 Some(states)
             }
-            None => None,
+            _ => None,
         };
         let plan = Arc::clone(plan);
         let spec = RecurrentSpec { rows: [Some(first), second], anchors: states, plan };
