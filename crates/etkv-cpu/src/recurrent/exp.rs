@@ -12,7 +12,7 @@ pub(super) const LEAST: f32 = -88.0;
 pub(super) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
     // (e^r - 1 - r) / r^2 over r on [-ln 2 / 2, ln 2 / 2]: the polynomial of Cephes' expf, by S. Moshier.
     const TERMS: [f32; 6] =
-        [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.000_000_1e-1];
+        [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
     // ln 2 in two parts; products of the first with small integers are exact.
     const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
     // A float32 of this size is an integer; its lowest bits are those of the number that was added.

@@ -4,8 +4,8 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::exp::exp;
+use super::layout::ROWS;
 use super::simd::{Kernel, Simd};
-use super::task::ROWS;
 
 /// Multiplies the keys of a block with the decays from each row to the last: `exp(decays[last] - decays[i])
 /// keys[i]`. Writes the decays from the anchor as one row more: `exp(decays[last])`.

@@ -7,20 +7,22 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::exp::exp;
+use super::layout::ROWS;
 use super::simd::{Kernel, Simd};
-use super::task::ROWS;
 
-/// Products of the `M` vectors of each token with the rows of the block up to its own: `out[v][i] = vectors[v] .
-/// rows[i]`.
+/// Products of the `M` vectors of each token with rows: `out[v][i] = vectors[v] . rows[i]`.
 pub(super) struct Dots<'a, const M: usize> {
     /// `M` vectors of `dim` numbers for each token, one after another.
     pub vectors: *const f32,
     pub n_tokens: usize,
-    /// The block's rows. The last ones are those of the tokens.
+    /// Rows of `dim` numbers.
     pub rows: &'a [*const f32],
+    /// Whether the last rows are those of the tokens, so that none after a token's own is needed.
+    pub causal: bool,
     /// A multiple of the vector width.
     pub dim: usize,
-    /// [`ROWS`] numbers for each vector. Some past the token's own row are written too.
+    /// [`ROWS`] numbers for each vector. Numbers past the rows, up to a multiple of four, are written too, and some
+    /// past the token's own row.
     pub out: *mut f32,
 }
 
@@ -51,7 +53,10 @@ impl<const M: usize> Dots<'_, M> {
     /// Multiplies `R` vectors from vector `at` on.
     #[inline(always)]
     unsafe fn some<S: Simd, const R: usize>(&self, at: usize) {
-        let last = self.rows.len() - self.n_tokens + (at + R - 1) / M;
+        let last = match self.causal {
+            true => self.rows.len() - self.n_tokens + (at + R - 1) / M,
+            false => self.rows.len() - 1,
+        };
         let mut first = 0;
         // SAFETY: the caller's.
         unsafe {
@@ -111,53 +116,6 @@ impl<const M: usize> Kernel for Weigh<'_, M> {
                     S::store(product, S::mul(S::load(product), weight));
                 }
                 i += S::WIDTH;
-            }
-        }
-    }
-}
-
-/// The products of a token's `M` vectors with rows whose channels decay each at its own rate: `out[m][i]` is
-/// the sum over channels of `exp(decay - decays[i]) rows[i] vectors[m]`.
-pub(super) struct DecayedDots<'a, const M: usize> {
-    /// `M` vectors of `dim` numbers, one after another.
-    pub vectors: *const f32,
-    pub decay: *const f32,
-    /// As many as `rows`, at least one.
-    pub decays: &'a [*const f32],
-    pub rows: &'a [*const f32],
-    /// A multiple of the vector width.
-    pub dim: usize,
-    /// `M` rows of [`ROWS`] numbers. Numbers past the rows, up to a multiple of four, are written too.
-    pub out: *mut f32,
-}
-
-impl<const M: usize> Kernel for DecayedDots<'_, M> {
-    #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        let last = self.rows.len() - 1;
-        let mut first = 0;
-        // SAFETY: the pointers are as the fields say.
-        unsafe {
-            while first <= last {
-                let mut sums = [[S::splat(0.0); 4]; M];
-                for i in 0..4 {
-                    let row = *self.rows.get_unchecked(last.min(first + i));
-                    let decays = *self.decays.get_unchecked(last.min(first + i));
-                    let mut c = 0;
-                    while c < self.dim {
-                        let left = S::sub(S::load(self.decay.add(c)), S::load(decays.add(c)));
-                        let key = S::mul(exp::<S>(left), S::load(row.add(c)));
-                        for m in 0..M {
-                            let vector = S::load(self.vectors.add(m * self.dim + c));
-                            sums[m][i] = S::fma(vector, key, sums[m][i]);
-                        }
-                        c += S::WIDTH;
-                    }
-                }
-                for m in 0..M {
-                    S::sums(sums[m], self.out.add(m * ROWS + first));
-                }
-                first += 4;
             }
         }
     }

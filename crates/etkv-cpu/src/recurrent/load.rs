@@ -41,7 +41,7 @@ pub(super) unsafe fn load(job: &Job, head: usize) {
     let group = sizes.heads / sizes.k_heads;
     // SAFETY: the caller's.
     unsafe {
-        if head % group == 0 {
+        if head.is_multiple_of(group) {
             for token in 0..sizes.n_tokens {
                 let key = shared.keys.add((head / group * sizes.n_tokens + token) * sizes.k_padded);
                 let key = std::slice::from_raw_parts_mut(key, sizes.k_padded);

@@ -8,11 +8,13 @@
 //! lanes of their own, and products of keys use the same lanes everywhere. So the same text gives the same
 //! bits however it is cut into steps.
 
+mod channels;
 mod check;
 mod convolve;
 mod exp;
 mod fold;
 mod kernels;
+mod layout;
 mod load;
 mod scan;
 // The vectors of attention, compiled a second time: their types are private to that module.

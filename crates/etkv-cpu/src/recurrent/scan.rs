@@ -7,8 +7,9 @@ use etkv_core::{fail, RecurrentRows, RecurrentSpec, Result};
 use half::{bf16, f16};
 
 use super::check::{axis, check_anchors, check_rows, check_shape, Stored};
+use super::layout::{Shared, Sizes};
 use super::load::load;
-use super::task::{self, Job, Shared, Sizes};
+use super::task::{self, Job};
 use super::{with_simd, Instructions, Workspace};
 use crate::parallel::{Parallel, Serial};
 use crate::store::view::View;

@@ -1,155 +1,17 @@
 //! One task of a scan: one head, and some columns of its values, through all chains of the step.
 
-use etkv_core::bookkeeping::{AnchorSource, Chain, RecurrentPlan, RowSource, BLOCK};
+use etkv_core::bookkeeping::{AnchorSource, Chain, RecurrentPlan, RowSource};
 
+use super::channels::{DecayedDots, FromEnd, ToEnd, PART};
 use super::check::Stored;
 use super::fold::{DecayKeys, Fold};
-use super::kernels::{Columns, Decay, DecayedDots, Dots, Weigh};
+use super::kernels::{Columns, Decay, Dots, Weigh};
+use super::layout::{Scratch, Shared, Sizes, ROWS};
 use super::load::load_run;
 use super::scan::ScanInputs;
 use super::simd::Simd;
-use super::workspace::{Layout, Pieces};
 use crate::floats::{store_bf16, store_f16, store_f32};
 use crate::tensor::Dtype;
-
-/// The rows of a block.
-pub(super) const ROWS: usize = BLOCK as usize;
-
-/// The sizes of a call. Padded ones are multiples of the vector width.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Sizes {
-    pub k_heads: usize,
-    pub heads: usize,
-    pub k_dim: usize,
-    pub v_dim: usize,
-    pub k_padded: usize,
-    pub v_padded: usize,
-    pub channel_decay: bool,
-    /// Whether updates follow the delta rule.
-    pub delta: bool,
-    pub n_tokens: usize,
-    /// Anchors that later chains or the store read.
-    pub n_anchors: usize,
-    /// Rows that are stored, if they have to be gathered.
-    pub n_gathered: usize,
-    /// Tasks of a head, and their columns of values: whole vectors.
-    pub n_slices: usize,
-    pub slice: usize,
-}
-
-impl Sizes {
-    /// Returns the numbers of a decay.
-    pub fn decay_dim(&self) -> usize {
-        if self.channel_decay {
-            self.k_dim
-        } else {
-            1
-        }
-    }
-
-    /// Returns the numbers of a decay in the workspace.
-    pub fn decay_padded(&self) -> usize {
-        if self.channel_decay {
-            self.k_padded
-        } else {
-            1
-        }
-    }
-
-    /// Returns the numbers from one row of updates, each with its decay, to the next in the workspace.
-    pub fn update_stride(&self) -> usize {
-        (self.v_dim + self.decay_dim()).max(self.v_padded).next_multiple_of(16)
-    }
-
-    /// Returns whether rows and anchors end with whole vectors, so that the kernels can read them in place.
-    fn whole(&self) -> bool {
-        self.k_dim == self.k_padded && self.v_dim == self.v_padded
-    }
-
-    /// Returns the vectors of a token: its key for the delta rule, and its query.
-    fn vectors(&self) -> usize {
-        if self.delta {
-            2
-        } else {
-            1
-        }
-    }
-
-    /// Returns the most tokens of a block.
-    fn most(&self) -> usize {
-        self.n_tokens.min(ROWS)
-    }
-}
-
-/// What the tasks of a step share. Each head belongs to its tasks.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Shared {
-    /// `[k_heads, T, k_padded]`, padded with zeros.
-    pub keys: *mut f32,
-    /// `[heads, T, update_stride]`: values, which become updates.
-    pub updates: *mut f32,
-    /// `[heads, T, decay_padded]`: decays since the anchor.
-    pub decays: *mut f32,
-    /// `[heads, T]`.
-    pub betas: *mut f32,
-    /// `[n_anchors, heads, k_dim, v_dim]`.
-    pub anchors: *mut f32,
-    /// `[n_gathered, k_heads, k_dim]`.
-    pub gathered_keys: *mut f32,
-    /// `[n_gathered, heads, v_dim + decay_dim]`.
-    pub gathered_updates: *mut f32,
-}
-
-/// The scratch memory of one thread.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Scratch {
-    /// The vectors of a block's tokens, and then the same decayed.
-    vectors: *mut f32,
-    /// [`ROWS`] weights for each vector.
-    weights: *mut f32,
-    /// The outputs of these tokens, unless the job's memory takes them as they are.
-    out: *mut f32,
-    /// Two states: the last one and the next.
-    states: [*mut f32; 2],
-    /// The rows of a block that lay in slots.
-    keys: *mut f32,
-    updates: *mut f32,
-    decays: *mut f32,
-    /// The decayed keys of a fold.
-    folded: *mut f32,
-}
-
-impl Layout for Sizes {
-    type Shared = Shared;
-    type Scratch = Scratch;
-
-    fn shared(&self, pieces: &mut Pieces) -> Shared {
-        let row = self.v_dim + self.decay_dim();
-        Shared {
-            keys: pieces.take(&[self.k_heads, self.n_tokens, self.k_padded]),
-            updates: pieces.take(&[self.heads, self.n_tokens, self.update_stride()]),
-            decays: pieces.take(&[self.heads, self.n_tokens, self.decay_padded()]),
-            betas: pieces.take(&[self.heads, self.n_tokens]),
-            anchors: pieces.take(&[self.n_anchors, self.heads, self.k_dim, self.v_dim]),
-            gathered_keys: pieces.take(&[self.n_gathered, self.k_heads, self.k_dim]),
-            gathered_updates: pieces.take(&[self.n_gathered, self.heads, row]),
-        }
-    }
-
-    fn scratch(&self, pieces: &mut Pieces) -> Scratch {
-        let (rows, k) = (self.vectors() * self.most(), self.k_padded);
-        Scratch {
-            weights: pieces.take(&[rows, ROWS]),
-            vectors: pieces.take(&[rows, k]),
-            out: pieces.take(&[self.most(), self.slice]),
-            states: [(); 2].map(|()| pieces.take(&[self.k_dim, self.slice])),
-            keys: pieces.take(&[ROWS, k]),
-            updates: pieces.take(&[ROWS, self.slice]),
-            decays: pieces.take(&[ROWS, self.decay_padded()]),
-            folded: pieces.take(&[ROWS + 1, k]),
-        }
-    }
-}
 
 /// A call, for its tasks.
 pub(super) struct Job<'a> {
@@ -214,7 +76,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job, i: usize, scratch: &Scratch) {
         // SAFETY: the caller's.
         unsafe { job.chain::<S>(task, chain, scratch) };
     }
-    if i % sizes.n_slices == 0 {
+    if i.is_multiple_of(sizes.n_slices) {
         // SAFETY: the decays of the head belong to this task, as do the columns after its updates.
         unsafe { job.append_decays(head) };
     }
@@ -408,33 +270,19 @@ impl Job<'_> {
         let (sizes, shared) = (&self.sizes, &self.shared);
         let (n_tokens, dim) = (block.n - before, sizes.k_padded);
         let at = task.head * sizes.n_tokens + token;
-        let by_channel = sizes.channel_decay;
         // SAFETY: the caller's.
         unsafe {
             for n in 0..n_tokens {
                 let vectors = scratch.vectors.add(n * M * dim);
                 self.load::<M>(task, token + n, block.keys[before + n], vectors);
             }
-            let mut decays = [0.0; ROWS];
-            if !by_channel {
-                let (vectors, rows) = (scratch.vectors, &block.keys[..block.n]);
-                S::enter(Dots::<M> { vectors, n_tokens, rows, dim, out: scratch.weights });
-                for (decay, &row) in decays.iter_mut().zip(&block.decays[..block.n]) {
-                    *decay = *row;
-                }
+            match sizes.channel_decay {
+                true => self.weigh_channels::<S, M>(before, block, scratch),
+                false => self.weigh::<S, M>(before, block, scratch),
             }
             for n in 0..n_tokens {
-                let (last, decay) = (before + n, block.decays[before + n]);
-                let out = scratch.weights.add(n * M * ROWS);
-                let vectors = scratch.vectors.add(n * M * dim);
-                if by_channel {
-                    let (rows, decays) = (&block.keys[..=last], &block.decays[..=last]);
-                    S::enter(DecayedDots::<M> { vectors, decay, decays, rows, dim, out });
-                } else {
-                    let (decay, count) = (decays[last], last + 1);
-                    S::enter(Weigh::<M> { products: out, decay, decays: &decays, count });
-                }
-                S::enter(Decay::<M> { vectors, dim, decay, by_channel });
+                let (decay, vectors) = (block.decays[before + n], scratch.vectors.add(n * M * dim));
+                S::enter(Decay::<M> { vectors, dim, decay, by_channel: sizes.channel_decay });
             }
             // Outputs that need no conversion are written where they belong.
             let in_place = self.dtype == Dtype::F32 && task.n_columns == task.padded;
@@ -463,6 +311,74 @@ impl Job<'_> {
                 let row =
                     std::slice::from_raw_parts(scratch.out.add(n * task.padded), task.n_columns);
                 self.write(first + n * sizes.v_dim, row);
+            }
+        }
+    }
+
+    /// Computes the weights of all rows for the tokens after the first `before` rows of a block.
+    unsafe fn weigh<S: Simd, const M: usize>(
+        &self,
+        before: usize,
+        block: &Block,
+        scratch: &Scratch,
+    ) {
+        let (n_tokens, dim) = (block.n - before, self.sizes.k_padded);
+        let (vectors, rows, out) = (scratch.vectors, &block.keys[..block.n], scratch.weights);
+        let mut decays = [0.0; ROWS];
+        // SAFETY: the caller's.
+        unsafe {
+            S::enter(Dots::<M> { vectors, n_tokens, rows, causal: true, dim, out });
+            for (decay, &row) in decays.iter_mut().zip(&block.decays[..block.n]) {
+                *decay = *row;
+            }
+            for last in before..block.n {
+                let products = scratch.weights.add((last - before) * M * ROWS);
+                let (decay, count) = (decays[last], last + 1);
+                S::enter(Weigh::<M> { products, decay, decays: &decays, count });
+            }
+        }
+    }
+
+    /// Does the same with a decay for each channel.
+    unsafe fn weigh_channels<S: Simd, const M: usize>(
+        &self,
+        before: usize,
+        block: &Block,
+        scratch: &Scratch,
+    ) {
+        let dim = self.sizes.k_padded;
+        // SAFETY: the caller's.
+        unsafe {
+            let vectors = |n: usize| scratch.vectors.add((n - before) * M * dim).cast_const();
+            let weights = |n: usize| scratch.weights.add((n - before) * M * ROWS);
+            for part in 0..(block.n - 1) / PART {
+                let (start, next) = (part * PART, (part + 1) * PART);
+                // The tokens of later parts.
+                let first = before.max(next);
+                let (keys, decays) = (&block.keys[start..next], &block.decays[start..next]);
+                let (end, out) = (block.decays[next - 1], scratch.folded.add(start * dim));
+                S::enter(ToEnd { keys, decays, end, dim, out });
+                let mut rows = [std::ptr::null(); PART];
+                for (i, row) in rows.iter_mut().enumerate() {
+                    *row = out.add(i * dim).cast_const();
+                }
+                let (decays, out) = (&block.decays[first..block.n], scratch.part);
+                S::enter(FromEnd::<M> { vectors: vectors(first), decays, end, dim, out });
+                S::enter(Dots::<M> {
+                    vectors: scratch.part,
+                    n_tokens: block.n - first,
+                    rows: &rows,
+                    causal: false,
+                    dim,
+                    out: weights(first).add(start),
+                });
+            }
+            for last in before..block.n {
+                let start = last / PART * PART;
+                let (rows, decays) = (&block.keys[start..=last], &block.decays[start..=last]);
+                let (decay, out) = (block.decays[last], weights(last).add(start));
+                let vectors = vectors(last);
+                S::enter(DecayedDots::<M> { vectors, decay, decays, rows, dim, out });
             }
         }
     }

@@ -39,16 +39,19 @@ impl Text {
         }
     }
 
-    /// Returns the outputs of the tokens on a path, each `[heads, v_dim]`, and the last state, `[heads, k_dim,
-    /// v_dim]`.
-    pub fn expected(&self, path: &[usize]) -> (Vec<Vec<f64>>, Vec<f64>) {
+    /// Returns the outputs of the tokens on a path, each `[heads, v_dim]`, and the states before the tokens at
+    /// multiples of 64 positions, each `[heads, k_dim, v_dim]`.
+    pub fn expected(&self, path: &[usize]) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
         let Scan { k_heads, heads, k_dim, v_dim, channel_decay, scale } = self.scan;
-        let mut states = vec![0f64; heads * k_dim * v_dim];
+        let mut states = vec![Vec::new(); path.len().div_ceil(64)];
         let mut outs = vec![vec![0f64; heads * v_dim]; path.len()];
         for head in 0..heads {
-            let state = &mut states[head * k_dim * v_dim..][..k_dim * v_dim];
+            let mut state = vec![0f64; k_dim * v_dim];
             let k_head = head / (heads / k_heads);
-            for (&t, out) in path.iter().zip(&mut outs) {
+            for (at, (&t, out)) in path.iter().zip(&mut outs).enumerate() {
+                if at % 64 == 0 {
+                    states[at / 64].extend(&state);
+                }
                 let f64s = |row: &[f32]| row.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
                 let key = f64s(&self.k[t][k_head * k_dim..][..k_dim]);
                 let query = f64s(&self.q[t][k_head * k_dim..][..k_dim]);

@@ -1,0 +1,147 @@
+//! The sizes of a scan, and what it keeps in a workspace.
+
+use etkv_core::bookkeeping::BLOCK;
+
+use super::workspace::{Layout, Pieces};
+
+/// The rows of a block.
+pub(super) const ROWS: usize = BLOCK as usize;
+
+/// The sizes of a call. Padded ones are multiples of the vector width.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    pub k_heads: usize,
+    pub heads: usize,
+    pub k_dim: usize,
+    pub v_dim: usize,
+    pub k_padded: usize,
+    pub v_padded: usize,
+    pub channel_decay: bool,
+    /// Whether updates follow the delta rule.
+    pub delta: bool,
+    pub n_tokens: usize,
+    /// Anchors that later chains or the store read.
+    pub n_anchors: usize,
+    /// Rows that are stored, if they have to be gathered.
+    pub n_gathered: usize,
+    /// Tasks of a head, and their columns of values: whole vectors.
+    pub n_slices: usize,
+    pub slice: usize,
+}
+
+impl Sizes {
+    /// Returns the numbers of a decay.
+    pub fn decay_dim(&self) -> usize {
+        if self.channel_decay {
+            self.k_dim
+        } else {
+            1
+        }
+    }
+
+    /// Returns the numbers of a decay in the workspace.
+    pub fn decay_padded(&self) -> usize {
+        if self.channel_decay {
+            self.k_padded
+        } else {
+            1
+        }
+    }
+
+    /// Returns the numbers from one row of updates, each with its decay, to the next in the workspace.
+    pub fn update_stride(&self) -> usize {
+        (self.v_dim + self.decay_dim()).max(self.v_padded).next_multiple_of(16)
+    }
+
+    /// Returns whether rows and anchors end with whole vectors, so that the kernels can read them in place.
+    pub fn whole(&self) -> bool {
+        self.k_dim == self.k_padded && self.v_dim == self.v_padded
+    }
+
+    /// Returns the vectors of a token: its key for the delta rule, and its query.
+    fn vectors(&self) -> usize {
+        if self.delta {
+            2
+        } else {
+            1
+        }
+    }
+
+    /// Returns the most tokens of a block.
+    fn most(&self) -> usize {
+        self.n_tokens.min(ROWS)
+    }
+}
+
+/// What the tasks of a step share. Each head belongs to its tasks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shared {
+    /// `[k_heads, T, k_padded]`, padded with zeros.
+    pub keys: *mut f32,
+    /// `[heads, T, update_stride]`: values, which become updates.
+    pub updates: *mut f32,
+    /// `[heads, T, decay_padded]`: decays since the anchor.
+    pub decays: *mut f32,
+    /// `[heads, T]`.
+    pub betas: *mut f32,
+    /// `[n_anchors, heads, k_dim, v_dim]`.
+    pub anchors: *mut f32,
+    /// `[n_gathered, k_heads, k_dim]`.
+    pub gathered_keys: *mut f32,
+    /// `[n_gathered, heads, v_dim + decay_dim]`.
+    pub gathered_updates: *mut f32,
+}
+
+/// The scratch memory of one thread.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Scratch {
+    /// The vectors of a block's tokens, and then the same decayed.
+    pub vectors: *mut f32,
+    /// [`ROWS`] weights for each vector.
+    pub weights: *mut f32,
+    /// With a decay for each channel, the vectors decayed from the end of a part of the block.
+    pub part: *mut f32,
+    /// The outputs of these tokens, unless the job's memory takes them as they are.
+    pub out: *mut f32,
+    /// Two states: the last one and the next.
+    pub states: [*mut f32; 2],
+    /// The rows of a block that lay in slots.
+    pub keys: *mut f32,
+    pub updates: *mut f32,
+    pub decays: *mut f32,
+    /// The decayed keys of a fold, or of the parts of a block with a decay for each channel.
+    pub folded: *mut f32,
+}
+
+impl Layout for Sizes {
+    type Shared = Shared;
+    type Scratch = Scratch;
+
+    fn shared(&self, pieces: &mut Pieces) -> Shared {
+        let row = self.v_dim + self.decay_dim();
+        Shared {
+            keys: pieces.take(&[self.k_heads, self.n_tokens, self.k_padded]),
+            updates: pieces.take(&[self.heads, self.n_tokens, self.update_stride()]),
+            decays: pieces.take(&[self.heads, self.n_tokens, self.decay_padded()]),
+            betas: pieces.take(&[self.heads, self.n_tokens]),
+            anchors: pieces.take(&[self.n_anchors, self.heads, self.k_dim, self.v_dim]),
+            gathered_keys: pieces.take(&[self.n_gathered, self.k_heads, self.k_dim]),
+            gathered_updates: pieces.take(&[self.n_gathered, self.heads, row]),
+        }
+    }
+
+    fn scratch(&self, pieces: &mut Pieces) -> Scratch {
+        let (rows, k) = (self.vectors() * self.most(), self.k_padded);
+        Scratch {
+            vectors: pieces.take(&[rows, k]),
+            weights: pieces.take(&[rows, ROWS]),
+            part: pieces.take(&[if self.channel_decay { rows } else { 0 }, k]),
+            out: pieces.take(&[self.most(), self.slice]),
+            states: [(); 2].map(|()| pieces.take(&[self.k_dim, self.slice])),
+            keys: pieces.take(&[ROWS, k]),
+            updates: pieces.take(&[ROWS, self.slice]),
+            decays: pieces.take(&[ROWS, self.decay_padded()]),
+            folded: pieces.take(&[ROWS + 1, k]),
+        }
+    }
+}
