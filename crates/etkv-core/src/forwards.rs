@@ -1,8 +1,9 @@
 //! The forwards of a host that calls a cache layer by layer.
 
+use crate::cache::AttendCache;
 use crate::error::{Error, Result, Status};
 use crate::shared::ProgramCache;
-use crate::store::{Spec, Store};
+use crate::store::{RecurrentWork, Spec, Store};
 
 /// The forwards of a host on a cache, one at a time. The first call opens a step, and the step commits once
 /// every call was made. A call that fails rolls the step back, and so does dropping an unfinished forward.
@@ -43,8 +44,8 @@ impl<S: Store> Forwards<S> {
     /// # Errors
     /// - [`Step`](crate::Status::Step) for a call that was already made, and
     ///   [`Position`](crate::Status::Position) for positions other than those of the first call.
-    /// - Those of [`AttendCache::begin`](crate::AttendCache::begin),
-    ///   [`update_and_fetch`](crate::AttendCache::update_and_fetch) and [`commit`](crate::AttendCache::commit), and
+    /// - Those of [`AttendCache::begin`],
+    ///   [`update_and_fetch`](AttendCache::update_and_fetch) and [`commit`](AttendCache::commit), and
     ///   those of `work`.
     pub fn call<T, E: From<Error>>(
         &mut self,
@@ -54,20 +55,45 @@ impl<S: Store> Forwards<S> {
         v: &S::Tensor,
         work: impl FnOnce(&Spec<S>) -> Result<T, E>,
     ) -> Result<T, E> {
-        let made = self.call_now((call, layer), positions, k, v, work);
+        self.make(call, positions, |cache| {
+            let spec = cache.update_and_fetch(layer, k, v)?;
+            // A view that is still alive would make the moves of a commit copy, so it ends here.
+            work(&spec)
+        })
+    }
+
+    /// Makes a call of a recurrent layer: passes what it reads to `work`, and writes the rows and anchors that
+    /// `work` returns. If `work` fails, the forward is rolled back, even in its last call.
+    ///
+    /// # Errors
+    /// As [`call`](Self::call), with those of [`update_recurrent`](AttendCache::update_recurrent).
+    pub fn call_recurrent(
+        &mut self,
+        (call, layer): (usize, usize),
+        positions: &[i32],
+        work: &mut RecurrentWork<S>,
+    ) -> Result<()> {
+        self.make(call, positions, |cache| cache.update_recurrent(layer, work))
+    }
+
+    fn make<T, E: From<Error>>(
+        &mut self,
+        call: usize,
+        positions: &[i32],
+        work: impl FnOnce(&mut dyn AttendCache<Store = S>) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let made = self.make_now(call, positions, work);
         if made.is_err() {
             self.abort();
         }
         made
     }
 
-    fn call_now<T, E: From<Error>>(
+    fn make_now<T, E: From<Error>>(
         &mut self,
-        (call, layer): (usize, usize),
+        call: usize,
         positions: &[i32],
-        k: &S::Tensor,
-        v: &S::Tensor,
-        work: impl FnOnce(&Spec<S>) -> Result<T, E>,
+        work: impl FnOnce(&mut dyn AttendCache<Store = S>) -> Result<T, E>,
     ) -> Result<T, E> {
         let mut cache = self.program.lock()?;
         if self.positions.is_empty() {
@@ -87,10 +113,7 @@ impl<S: Store> Forwards<S> {
         if self.has_made(call) {
             return Err(made_twice(call).into());
         }
-        let spec = cache.update_and_fetch(layer, k, v)?;
-        let result = work(&spec)?;
-        // A view that is still alive would make the moves of a commit copy.
-        drop(spec);
+        let result = work(&mut *cache)?;
         if let Some(made) = self.made.get_mut(call) {
             *made = true;
         }

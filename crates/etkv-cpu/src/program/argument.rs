@@ -27,8 +27,7 @@ pub fn dtype(scalar_type: i8) -> Result<Dtype> {
 /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for any other argument. The
 /// message has its `name`.
 pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
-    let dtype = tensor(argument, name).and_then(|()| dtype(argument.scalar_type()));
-    let dtype = dtype.map_err(|error| error.at(name))?;
+    tensor(argument, name).map_err(|error| error.at(name))?;
     let &[batch, heads, n, dim] = argument.shape() else {
         fail!(Shape, "{name}: expected 4 dimensions, got shape {:?}", argument.shape());
     };
@@ -36,6 +35,16 @@ pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
     if n == 0 {
         fail!(Shape, "{name}: the step has no tokens, got shape {shape:?}; pass at least one");
     }
+    contiguous(argument, name, shape)
+}
+
+/// Returns the elements of an argument, in the order in which they lie there, as a tensor of this shape.
+///
+/// # Errors
+/// As [`rows`].
+pub fn contiguous(argument: &Argument, name: &str, shape: [i32; 4]) -> Result<Tensor> {
+    let dtype = tensor(argument, name).and_then(|()| dtype(argument.scalar_type()));
+    let dtype = dtype.map_err(|error| error.at(name))?;
     let count: usize = shape.iter().map(|&size| usize::try_from(size).unwrap_or(0)).product();
     let bytes = argument.bytes();
     if bytes.len() != count * dtype.size() || bytes.as_ptr().align_offset(dtype.size()) != 0 {

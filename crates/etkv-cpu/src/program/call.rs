@@ -7,21 +7,56 @@ use etkv_delegate::{Argument, Host, LoadOptions, LogitsRows};
 use tracing::{trace, warn};
 
 use super::forward::{Forward, Run};
-use super::payload::{Attend, Logits, Payload};
-use super::{by_capacity, rows, TARGET};
+use super::payload::{self, Attend, Convolve, LayerCall, Logits, Payload, Scan};
+use super::{attend, by_capacity, recurrent, rows, TARGET};
 use crate::parallel::Parallel;
 
 /// A call of a loaded program. It has one output.
 pub struct Call(Op);
 
 enum Op {
-    Attend {
-        call: Attend,
-        forward: Option<Arc<Forward>>,
-    },
+    /// A call of a layer; without a forward if the program was loaded without a cache.
+    Layer(LayerOp, Option<Arc<Forward>>),
     SelectRows(LogitsRows),
     /// The number of the chosen input.
     SelectByCapacity(usize),
+}
+
+/// An op on a layer of the cache.
+enum LayerOp {
+    Attend(Attend),
+    Convolve(Convolve),
+    Scan(Scan),
+}
+
+impl LayerOp {
+    fn call(&self) -> &LayerCall {
+        match self {
+            Self::Attend(attend) => &attend.call,
+            Self::Convolve(convolve) => &convolve.call,
+            Self::Scan(scan) => &scan.call,
+        }
+    }
+
+    fn n_inputs(&self) -> usize {
+        match self {
+            Self::Attend(attend) => payload::n_inputs(&attend.inputs.map(Some)),
+            Self::Convolve(convolve) => payload::n_inputs(&convolve.inputs),
+            Self::Scan(scan) => payload::n_inputs(&scan.inputs),
+        }
+    }
+
+    fn run(&self, forward: &Arc<Forward>, run: Run) -> Result<()> {
+        let layer = self.call().layer;
+        match self {
+            Self::Attend(attend) => attend::attend(forward, attend, run)
+                .map_err(|error| error.at(format_args!("layer {layer}"))),
+            Self::Convolve(convolve) => recurrent::convolve(forward, convolve, run)
+                .map_err(|error| error.at(format_args!("recurrent layer {layer}"))),
+            Self::Scan(scan) => recurrent::scan(forward, scan, run)
+                .map_err(|error| error.at(format_args!("recurrent layer {layer}"))),
+        }
+    }
 }
 
 impl Call {
@@ -50,14 +85,17 @@ impl Call {
                  load with logits=all"
             );
         }
-        let call = match payload {
+        let op = match payload {
             Payload::SelectRows(_) => return Ok(Self(Op::SelectRows(options.logits))),
             Payload::SelectByCapacity(choice) => {
                 let key = options.cache_key.as_deref();
                 return Ok(Self(Op::SelectByCapacity(by_capacity::choose(&choice, key)?)));
             }
-            Payload::UpdateAndAttend(call) => call,
+            Payload::UpdateAndAttend(attend) => LayerOp::Attend(attend),
+            Payload::UpdateAndConvolve(convolve) => LayerOp::Convolve(convolve),
+            Payload::UpdateAndScan(scan) => LayerOp::Scan(scan),
         };
+        let call = op.call();
         if options.logits == LogitsRows::Last && call.logits == Logits::All {
             fail!(
                 Unsupported,
@@ -65,9 +103,9 @@ impl Call {
             );
         }
         let key = options.cache_key.as_deref();
-        let forward = key.map(|key| Forward::of_call(&call, key)).transpose()?;
+        let forward = key.map(|key| Forward::of_call(call, key)).transpose()?;
         trace!(target: TARGET, call = call.call, layer = call.layer, key, "a call is loaded");
-        Ok(Self(Op::Attend { call, forward }))
+        Ok(Self(Op::Layer(op, forward)))
     }
 
     /// Checks a payload.
@@ -81,7 +119,7 @@ impl Call {
     /// Returns the number of inputs.
     pub fn n_inputs(&self) -> usize {
         match &self.0 {
-            Op::Attend { call, .. } => call.n_inputs(),
+            Op::Layer(op, _) => op.n_inputs(),
             Op::SelectRows(_) => 1,
             Op::SelectByCapacity(_) => by_capacity::N_INPUTS,
         }
@@ -114,13 +152,10 @@ impl Call {
                 let chosen = &inputs[*chosen];
                 rows::copy(host, chosen.shape(), chosen.bytes())
             }
-            Op::Attend { call, forward: Some(forward) } => {
-                let run = Run { inputs, output_type: output_types[0], host, parallel };
-                forward
-                    .attend(call, run)
-                    .map_err(|error| error.at(format_args!("layer {}", call.layer)))
+            Op::Layer(op, Some(forward)) => {
+                op.run(forward, Run { inputs, output_type: output_types[0], host, parallel })
             }
-            Op::Attend { .. } => fail!(
+            Op::Layer(..) => fail!(
                 NoCache,
                 "the program keeps its KV cache outside, and was loaded without one; pass \
                  `cache_key` when loading it"

@@ -10,13 +10,14 @@ use etkv_delegate::{Argument, Host};
 use tracing::info;
 
 use super::argument;
-use super::payload::Attend;
+use super::payload::LayerCall;
 use super::TARGET;
-use crate::attend::attend_into;
-use crate::attention::Workspace;
+use crate::attention;
 use crate::backend::CPU_BACKEND;
 use crate::parallel::Parallel;
+use crate::recurrent;
 use crate::store::CpuStore;
+use crate::tensor::Dtype;
 
 /// The forwards of a loaded method on its cache, one at a time.
 pub struct Forward {
@@ -37,11 +38,12 @@ pub struct Run<'a> {
 }
 
 /// The part that changes from call to call.
-struct State {
-    forwards: Forwards<CpuStore>,
+pub struct State {
+    pub forwards: Forwards<CpuStore>,
     /// The positions of the call.
-    given: Vec<i32>,
-    workspace: Workspace,
+    pub positions: Vec<i32>,
+    pub attention: attention::Workspace,
+    pub recurrent: recurrent::Workspace,
 }
 
 thread_local! {
@@ -86,7 +88,7 @@ impl Forward {
     /// [`NoCache`](etkv_core::Status::NoCache) for an unknown key, [`Kind`](etkv_core::Status::Kind)
     /// for a cache of another backend, and [`Shape`](etkv_core::Status::Shape) for a cache with
     /// another number of layers.
-    pub fn of_call(call: &Attend, key: &str) -> Result<Arc<Self>> {
+    pub fn of_call(call: &LayerCall, key: &str) -> Result<Arc<Self>> {
         let entry = entry_of(key)?;
         let joined =
             entry.cache.bound_programs::<Self>().into_iter().find(|old| old.joins(call, key));
@@ -101,10 +103,23 @@ impl Forward {
                 call.n_layers
             );
         }
+        let n_recurrent = entry.cache.n_recurrent_layers();
+        if n_recurrent != call.n_recurrent {
+            fail!(
+                Shape,
+                "the program has {} recurrent layers, the cache `{key}` has {n_recurrent}",
+                call.n_recurrent
+            );
+        }
         let mut had = vec![false; call.n_calls];
         had[call.call] = true;
         let forwards = Forwards::new(entry.cache.program()?, call.n_calls);
-        let state = State { forwards, given: Vec::new(), workspace: Workspace::default() };
+        let state = State {
+            forwards,
+            positions: Vec::new(),
+            attention: attention::Workspace::default(),
+            recurrent: recurrent::Workspace::default(),
+        };
         let forward = Arc::new(Self {
             program: call.program.clone(),
             loading: Mutex::new((std::thread::current().id(), had)),
@@ -115,7 +130,7 @@ impl Forward {
     }
 
     /// Adds a call, if it belongs to the method that this thread loads. Returns whether it does.
-    fn joins(&self, call: &Attend, key: &str) -> bool {
+    fn joins(&self, call: &LayerCall, key: &str) -> bool {
         let mut loading = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let (thread, had) = &mut *loading;
         let lacks = self.program == call.program
@@ -130,19 +145,22 @@ impl Forward {
         lacks
     }
 
-    /// Runs a call. An error rolls the step back.
+    /// Runs a call: `work` makes it on the forward's step. An error rolls the step back.
     ///
     /// # Errors
-    /// Those of [`begin`](etkv_core::AttendCache::begin),
-    /// [`update_and_fetch`](etkv_core::AttendCache::update_and_fetch) and
-    /// [`commit`](etkv_core::AttendCache::commit), those of `host`, and
-    /// [`Step`](etkv_core::Status::Step) for a call out of order.
-    pub fn attend(self: &Arc<Self>, call: &Attend, run: Run) -> Result<()> {
+    /// [`Step`](etkv_core::Status::Step) for a call out of order; those of the positions and of `work`.
+    pub fn run(
+        self: &Arc<Self>,
+        call: &LayerCall,
+        positions: &Argument,
+        work: impl FnOnce(&mut State) -> Result<()>,
+    ) -> Result<()> {
         let mut state = self.state()?;
         if call.call == 0 {
             OPEN.with(|open| open.replace(Arc::downgrade(self)));
         }
-        let done = attend_now(&mut state, call, run);
+        let begun = state.begin(call, positions);
+        let done = begun.and_then(|()| work(&mut state));
         if done.is_err() {
             state.forwards.abort();
         }
@@ -162,42 +180,56 @@ impl Forward {
     }
 }
 
-fn attend_now(state: &mut State, call: &Attend, run: Run) -> Result<()> {
-    let Run { inputs, output_type, host, parallel } = run;
-    let State { forwards, given, workspace } = state;
-    let [q, k, v, positions] = call.inputs.map(|i| &inputs[i]);
-    let queries = q.bytes().as_ptr_range();
-    let q = argument::rows(q, "queries")?;
-    let (k, v) = (argument::rows(k, "keys")?, argument::rows(v, "values")?);
-    argument::positions(positions, given)?;
-    let next = forwards.n_made();
-    if call.call == 0 {
-        // An operator between the calls of the last forward failed.
-        forwards.abort();
-    } else if next != call.call {
-        fail!(
-            Step,
-            "expected call {next} of a forward, got call {}: run whole forwards, one at a time",
-            call.call
-        );
+impl State {
+    /// Reads the positions, and refuses a call out of order.
+    fn begin(&mut self, call: &LayerCall, positions: &Argument) -> Result<()> {
+        argument::positions(positions, &mut self.positions)?;
+        let next = self.forwards.n_made();
+        if call.call == 0 {
+            // An operator between the calls of the last forward failed.
+            self.forwards.abort();
+        } else if next != call.call {
+            fail!(
+                Step,
+                "expected call {next} of a forward, got call {}: run whole forwards, one at a time",
+                call.call
+            );
+        }
+        Ok(())
     }
-    forwards.call((call.call, call.layer), given, &k, &v, |spec| {
-        let dtype = argument::dtype(output_type).map_err(|error| error.at("output"))?;
-        let &[_, heads, n, _] = q.shape();
-        let shape = [1, heads, n, spec.v.head_dim() as i32];
-        let size = shape[1..].iter().map(|&size| size as usize).product::<usize>() * dtype.size();
-        let out = host.place(0, &shape, size)?;
-        let start = out.as_mut_ptr();
-        if out.len() != size || start.align_offset(dtype.size()) != 0 {
-            let found = out.len();
-            fail!(Shape, "output: expected {size} aligned bytes for shape {shape:?}, got {found}");
+}
+
+/// The memory of a call's output.
+pub struct OutputMemory {
+    pub start: *mut u8,
+    pub dtype: Dtype,
+}
+
+/// Asks the host for the memory of the output, of this shape. `read` are the inputs that are read while the
+/// output is written.
+///
+/// # Errors
+/// Those of `host`, and [`Shape`](etkv_core::Status::Shape) for memory that does not fit.
+pub fn output(
+    host: &mut dyn Host,
+    shape: &[i32],
+    output_type: i8,
+    read: &[(&Argument, &str)],
+) -> Result<OutputMemory> {
+    let dtype = argument::dtype(output_type).map_err(|error| error.at("output"))?;
+    let size = shape.iter().map(|&size| size as usize).product::<usize>() * dtype.size();
+    let out = host.place(0, shape, size)?;
+    let start = out.as_mut_ptr();
+    if out.len() != size || start.align_offset(dtype.size()) != 0 {
+        let found = out.len();
+        fail!(Shape, "output: expected {size} aligned bytes for shape {shape:?}, got {found}");
+    }
+    let end = start.wrapping_add(size).cast_const();
+    for (input, name) in read {
+        let input = input.bytes().as_ptr_range();
+        if start.cast_const() < input.end && input.start < end {
+            fail!(Shape, "output: its memory overlaps that of the {name}");
         }
-        // Attention reads them until its end.
-        if start.cast_const() < queries.end && queries.start < start.wrapping_add(size).cast_const()
-        {
-            fail!(Shape, "output: its memory overlaps that of the queries");
-        }
-        // SAFETY: the host's memory has `size` bytes and is aligned, and only this call borrows it.
-        unsafe { attend_into(&q, spec, call.scale, start, dtype, workspace, parallel) }
-    })
+    }
+    Ok(OutputMemory { start, dtype })
 }

@@ -15,15 +15,19 @@ const MAX_CALLS: usize = 1 << 16;
 pub enum Payload {
     /// Attention over a layer of the cache.
     UpdateAndAttend(Attend),
+    /// A convolution over a recurrent layer of the cache.
+    UpdateAndConvolve(Convolve),
+    /// A recurrence over a recurrent layer of the cache.
+    UpdateAndScan(Scan),
     /// The rows of hidden states for which the model's head computes logits.
     SelectRows(SelectRows),
     /// One of two tensors, chosen by the capacity of the cache.
     SelectByCapacity(SelectByCapacity),
 }
 
-/// Attention over a layer of the cache.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-pub struct Attend {
+/// What the calls of a forward have in common.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct LayerCall {
     version: u32,
     /// A name that all calls of a program share. Programs of the same graph have the same name.
     pub program: String,
@@ -31,16 +35,68 @@ pub struct Attend {
     pub call: usize,
     /// The number of calls of a forward.
     pub n_calls: usize,
-    /// The number of layers of the cache that the calls use, from 0.
+    /// The number of attention layers of the cache that the calls use, from 0.
     pub n_layers: usize,
-    /// The layer of the cache.
+    /// The number of recurrent layers of the cache that the calls use, from 0.
+    #[serde(default)]
+    pub n_recurrent: usize,
+    /// The layer of the cache, among those of attention or among the recurrent ones.
     pub layer: usize,
+    /// Whether the program has a call that selects rows, computes all rows or computes the last row only.
+    pub logits: Logits,
+}
+
+/// Attention over a layer of the cache.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub struct Attend {
+    #[serde(flatten)]
+    pub call: LayerCall,
     /// The factor of the scores.
     pub scale: f32,
     /// The inputs that are the queries, keys, values and positions. Two may be the same.
     pub inputs: [usize; 4],
-    /// Whether the program has a call that selects rows, computes all rows or computes the last row only.
-    pub logits: Logits,
+}
+
+/// A convolution over a recurrent layer of the cache.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Convolve {
+    #[serde(flatten)]
+    pub call: LayerCall,
+    /// What is applied to the sums.
+    pub activation: Activation,
+    pub channels: usize,
+    /// The positions that a token reads, with its own.
+    pub width: usize,
+    /// The inputs that are the columns, the weights, the bias and the positions. Only the bias may be absent.
+    pub inputs: [Option<usize>; 4],
+}
+
+/// What is applied to the sums of a convolution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    None,
+    Silu,
+}
+
+/// A recurrence over a recurrent layer of the cache.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub struct Scan {
+    #[serde(flatten)]
+    pub call: LayerCall,
+    /// The factor of the outputs.
+    pub scale: f32,
+    /// Heads of the queries and keys.
+    pub k_heads: usize,
+    /// Heads of the values.
+    pub heads: usize,
+    pub k_dim: usize,
+    pub v_dim: usize,
+    /// Whether each channel of a key has a decay of its own.
+    pub channel_decay: bool,
+    /// The inputs that are the queries, keys, values, log decays, write strengths and positions. Only the
+    /// write strengths may be absent.
+    pub inputs: [Option<usize>; 6],
 }
 
 /// The rows of logits that a program can compute.
@@ -79,46 +135,78 @@ impl Payload {
         let payload: Self = serde_json::from_slice(bytes).map_err(|error| {
             Error::new(Status::Program, format!("the payload of a CPU call is damaged: {error}"))
         })?;
-        let (Self::UpdateAndAttend(Attend { version, .. })
-        | Self::SelectRows(SelectRows { version })
-        | Self::SelectByCapacity(SelectByCapacity { version, .. })) = payload;
+        let version = match &payload {
+            Self::UpdateAndAttend(attend) => attend.call.version,
+            Self::UpdateAndConvolve(convolve) => convolve.call.version,
+            Self::UpdateAndScan(scan) => scan.call.version,
+            Self::SelectRows(SelectRows { version }) => *version,
+            Self::SelectByCapacity(SelectByCapacity { version, .. }) => *version,
+        };
         if version != VERSION {
             fail!(
                 Version,
                 "expected a CPU program of version {VERSION}, got {version}; export it again"
             );
         }
-        if let Self::UpdateAndAttend(attend) = &payload {
-            attend.check()?;
+        match &payload {
+            Self::UpdateAndAttend(attend) => {
+                attend.call.check(attend.call.n_layers)?;
+                check_inputs(&attend.inputs.map(Some), None)?;
+                check_scale(attend.scale)?;
+            }
+            Self::UpdateAndConvolve(convolve) => {
+                convolve.call.check(convolve.call.n_recurrent)?;
+                check_inputs(&convolve.inputs, Some(2))?;
+            }
+            Self::UpdateAndScan(scan) => {
+                scan.call.check(scan.call.n_recurrent)?;
+                check_inputs(&scan.inputs, Some(4))?;
+                check_scale(scan.scale)?;
+            }
+            Self::SelectRows(_) | Self::SelectByCapacity(_) => {}
         }
         Ok(payload)
     }
 }
 
-impl Attend {
-    /// Returns the number of inputs.
-    pub fn n_inputs(&self) -> usize {
-        self.inputs.iter().max().map_or(0, |last| last + 1)
-    }
-
-    fn check(&self) -> Result<()> {
+impl LayerCall {
+    fn check(&self, n_layers: usize) -> Result<()> {
         if self.n_calls > MAX_CALLS {
             fail!(Program, "expected at most {MAX_CALLS} calls of a forward, got {}", self.n_calls);
         }
         if self.call >= self.n_calls {
             fail!(Program, "expected a call below {}, got {}", self.n_calls, self.call);
         }
-        if self.layer >= self.n_layers {
-            fail!(Program, "expected a layer below {}, got {}", self.n_layers, self.layer);
-        }
-        if self.inputs.iter().any(|&input| input >= self.inputs.len()) {
-            fail!(Program, "expected inputs from 0 to 3, got {:?}", self.inputs);
-        }
-        if !self.scale.is_finite() {
-            fail!(Program, "expected a finite scale, got {}", self.scale);
+        if self.layer >= n_layers {
+            fail!(Program, "expected a layer below {n_layers}, got {}", self.layer);
         }
         Ok(())
     }
+}
+
+/// Returns the number of tensors that a call with these inputs takes.
+pub fn n_inputs(inputs: &[Option<usize>]) -> usize {
+    inputs.iter().flatten().max().map_or(0, |last| last + 1)
+}
+
+/// Refuses inputs that no exporter writes. Only the one at `optional` may be absent.
+fn check_inputs(inputs: &[Option<usize>], optional: Option<usize>) -> Result<()> {
+    let named: Vec<usize> = inputs.iter().flatten().copied().collect();
+    if named.iter().any(|&input| input >= inputs.len()) {
+        fail!(Program, "expected inputs from 0 to {}, got {named:?}", inputs.len() - 1);
+    }
+    if let Some(absent) = (0..inputs.len()).find(|&at| inputs[at].is_none() && optional != Some(at))
+    {
+        fail!(Program, "input {absent} of a call is absent");
+    }
+    Ok(())
+}
+
+fn check_scale(scale: f32) -> Result<()> {
+    if !scale.is_finite() {
+        fail!(Program, "expected a finite scale, got {scale}");
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -133,7 +221,9 @@ mod tests {
         let Payload::UpdateAndAttend(attend) = Payload::read(GOOD.as_bytes()).unwrap() else {
             panic!("another op");
         };
-        assert_eq!((attend.layer, attend.n_inputs(), attend.logits), (1, 3, Logits::Selected));
+        let LayerCall { layer, logits, n_recurrent, .. } = attend.call;
+        assert_eq!((layer, logits, n_recurrent), (1, Logits::Selected, 0));
+        assert_eq!(n_inputs(&attend.inputs.map(Some)), 3);
         let rows = Payload::read(br#"{"op": "select_rows", "version": 1}"#).unwrap();
         assert!(matches!(rows, Payload::SelectRows(_)));
         let choice = Payload::read(br#"{"op": "select_by_capacity", "version": 1, "limit": 4096}"#);
@@ -141,6 +231,42 @@ mod tests {
             panic!("another op");
         };
         assert_eq!(choice.limit, 4096);
+    }
+
+    const CONVOLVE: &str = r#"{"op": "update_and_convolve", "program": "5f", "call": 0, "n_calls": 5,
+        "n_layers": 1, "n_recurrent": 4, "logits": "selected", "layer": 0, "activation": "silu",
+        "channels": 160, "width": 4, "version": 1, "inputs": [0, 1, null, 2]}"#;
+
+    const SCAN: &str = r#"{"op": "update_and_scan", "program": "5f", "call": 1, "n_calls": 5, "n_layers": 1,
+        "n_recurrent": 4, "logits": "selected", "layer": 1, "scale": 0.25, "k_heads": 2, "heads": 4,
+        "k_dim": 16, "v_dim": 24, "channel_decay": false, "version": 1, "inputs": [0, 1, 2, 3, null, 4]}"#;
+
+    #[test]
+    fn calls_of_recurrent_layers_are_read() {
+        let Payload::UpdateAndConvolve(convolve) = Payload::read(CONVOLVE.as_bytes()).unwrap()
+        else {
+            panic!("another op");
+        };
+        assert_eq!((convolve.activation, convolve.width), (Activation::Silu, 4));
+        assert_eq!(n_inputs(&convolve.inputs), 3);
+        let Payload::UpdateAndScan(scan) = Payload::read(SCAN.as_bytes()).unwrap() else {
+            panic!("another op");
+        };
+        assert_eq!((scan.heads, scan.v_dim, n_inputs(&scan.inputs)), (4, 24, 5));
+        for (text, from, to, told) in [
+            (CONVOLVE, "[0, 1, null, 2]", "[0, null, 1, 2]", "input 1 of a call is absent"),
+            (CONVOLVE, "[0, 1, null, 2]", "[0, 1, null, 4]", "from 0 to 3"),
+            (CONVOLVE, "silu", "gelu", "damaged"),
+            (CONVOLVE, "\"layer\": 0", "\"layer\": 4", "layer below 4, got 4"),
+            (SCAN, "0.25", "1e39", "scale"),
+            (SCAN, "\"k_dim\": 16, ", "", "damaged"),
+            (SCAN, "[0, 1, 2, 3, null, 4]", "[0, 1, 2, 3, 4, null]", "input 5 of a call is absent"),
+        ] {
+            let text = text.replacen(from, to, 1);
+            let error = Payload::read(text.as_bytes()).unwrap_err();
+            assert_eq!(error.status(), Status::Program, "{text}");
+            assert!(error.message().contains(told), "{error}");
+        }
     }
 
     #[test]
