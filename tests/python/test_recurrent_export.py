@@ -184,7 +184,13 @@ def test_softplus_and_sums_on_xnnpack(tmp_path):
 
     class Decays(torch.nn.Module):
         def forward(self, x):
-            return torch.nn.functional.softplus(x), x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+            steps = torch.nn.functional.softplus(x)
+            return (
+                steps,
+                steps.clamp(0.5, 40.0),
+                steps.clamp(min=0.25),
+                x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6),
+            )
 
     inputs = torch.cat([torch.randn(1, 3, 2, 16), torch.full((1, 3, 1, 16), 60.0), torch.full((1, 3, 1, 16), -60.0)], 2)
     traced = torch.export.export(Decays(), (inputs,), dynamic_shapes=({1: torch.export.Dim("tokens", max=8)},))

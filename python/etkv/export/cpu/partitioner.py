@@ -17,16 +17,20 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 _AS_THEY_ARE = {
+    "aten.abs.default",
     "aten.add.Tensor",
+    "aten.clamp.default",
     "aten.cos.default",
     "aten.div.Tensor",
     "aten.exp.default",
     "aten.gelu.default",
     "aten.linear.default",
+    "aten.log.default",
     "aten.mul.Tensor",
     "aten.neg.default",
     "aten.permute_copy.default",
     "aten.pow.Tensor_Scalar",
+    "aten.relu.default",
     "aten.rsqrt.default",
     "aten.sigmoid.default",
     "aten.sin.default",
