@@ -86,8 +86,8 @@ impl Job<'_> {
     unsafe fn chain<S: Simd>(&self, task: Task, chain: &Chain, scratch: &Scratch) {
         let sizes = &self.sizes;
         let before = (chain.position - chain.base) as usize;
-        // Rows of one slot lie far apart. They are copied if they are read more than once.
-        let pack = !sizes.whole() || before == ROWS || chain.tokens.len() > 1;
+        // Rows of slots lie far apart. They are copied if they are read often.
+        let pack = !sizes.whole() || chain.tokens.len() > 8;
         let null = std::ptr::null();
         let mut block =
             Block { n: 0, keys: [null; ROWS], updates: [null; ROWS], decays: [null; ROWS] };
