@@ -5,8 +5,9 @@ use std::sync::{Arc, Weak};
 
 use crate::budget::Share;
 use crate::config::CacheConfig;
-use crate::error::{fail, Result};
+use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
+use crate::reach::Reach;
 use crate::snapshot::{Book, CellsState, ContiguousState, SavedFormats, SavedLayer, Snapshot};
 use crate::store::Store;
 
@@ -215,6 +216,9 @@ impl Prefix {
                 fail!(InvalidArgument, "layer {id} of the prefix is {found}, here it is {layer}");
             }
         }
+        found.check_recurrent(config).map_err(|error| {
+            Error::new(Status::InvalidArgument, error.at("the prefix does not fit"))
+        })?;
         let formats = SavedFormats::from(config);
         if found.storage != formats {
             fail!(
@@ -245,13 +249,23 @@ impl Prefix {
         Ok(())
     }
 
+    /// Returns the lengths that a cache can attach at.
+    pub fn reach(&self) -> Reach {
+        Reach { rewindable_to: self.rewindable_to, checkpoints: self.snapshot.checkpoints() }
+    }
+
     /// Refuses lengths that no cache can attach at.
     pub(crate) fn check_length(&self, length: i32) -> Result<()> {
-        if !(self.rewindable_to..=self.length).contains(&length) {
+        let reach = self.reach();
+        if length < 1 || length > self.length || reach.below(length, self.length) != length {
+            let kept = match &reach.checkpoints[..] {
+                [] => String::new(),
+                kept => format!(", apart from {kept:?}"),
+            };
             fail!(
                 InvalidArgument,
                 "cannot attach to the first {length} positions of this prefix: it has {} \
-                 positions, and the minimum is {}",
+                 positions, and the minimum is {}{kept}",
                 self.length,
                 self.rewindable_to
             );

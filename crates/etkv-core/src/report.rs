@@ -61,6 +61,9 @@ pub struct SequenceReport {
     pub next: i32,
     /// The least length, apart from 0, that it can be rewound to.
     pub rewindable_to: i32,
+    /// The lengths below, other than 0, that it can be rewound to as well; absent without any.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub checkpoints: Vec<i32>,
     /// The number of nodes of the tree after it.
     pub tree: usize,
 }

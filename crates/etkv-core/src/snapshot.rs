@@ -309,6 +309,17 @@ impl Snapshot {
         }
     }
 
+    /// Returns the positions of the checkpoints of sequence 0, ascending.
+    pub fn checkpoints(&self) -> Vec<i32> {
+        let Book::Cells(state) = &self.book else {
+            return Vec::new();
+        };
+        let of_text = state.checkpoints.iter().filter(|kept| kept.sequences.contains(&0));
+        let mut positions: Vec<i32> = of_text.map(|kept| kept.position).collect();
+        positions.sort_unstable();
+        positions
+    }
+
     /// Refuses a snapshot of another kind, or of layers of other sizes.
     pub(crate) fn check(&self, kind: &str, config: &CacheConfig) -> Result<()> {
         if self.kind != kind {
@@ -348,7 +359,7 @@ impl Snapshot {
     }
 
     /// Refuses other recurrent layers.
-    fn check_recurrent(&self, config: &CacheConfig) -> Result<()> {
+    pub(crate) fn check_recurrent(&self, config: &CacheConfig) -> Result<()> {
         let (found, expected) = (&self.recurrent_layers, &config.recurrent_layers);
         if found.len() != expected.len() {
             let [found, expected] = [found.len(), expected.len()];

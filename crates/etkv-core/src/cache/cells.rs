@@ -236,6 +236,11 @@ impl<S: Store> Cache for CellsCache<S> {
         self.book.reachable(sequence, position)
     }
 
+    fn checkpoints(&self) -> Result<Vec<i32>> {
+        let sequence = self.book.only_sequence("call seq_checkpoints for one of them")?;
+        self.book.checkpoints_of(sequence)
+    }
+
     fn mark(&mut self, position: i32) -> Result<i32> {
         let sequence = self.book.only_sequence("call seq_mark for one of them")?;
         self.seq_mark(sequence, position)
@@ -286,6 +291,7 @@ impl<S: Store> Cache for CellsCache<S> {
                 length: self.book.seq_len(sequence)?,
                 next: self.book.seq_next(sequence)?,
                 rewindable_to: self.book.rewindable_to(sequence)?,
+                checkpoints: self.book.checkpoints_of(sequence)?,
                 tree: self.book.tree_len(sequence)?,
             })
         };
@@ -399,6 +405,10 @@ impl<S: Store> SeqCache for CellsCache<S> {
 
     fn seq_reachable(&self, sequence: i32, position: i32) -> Result<i32> {
         self.book.reachable(sequence, position)
+    }
+
+    fn seq_checkpoints(&self, sequence: i32) -> Result<Vec<i32>> {
+        self.book.checkpoints_of(sequence)
     }
 
     fn seq_mark(&mut self, sequence: i32, position: i32) -> Result<i32> {

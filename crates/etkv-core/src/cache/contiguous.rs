@@ -172,6 +172,7 @@ impl<S: Store> Cache for ContiguousCache<S> {
             length,
             next: length,
             rewindable_to: self.book.rewindable_to(),
+            checkpoints: Vec::new(),
             tree: 0,
         };
         let sequences = if length > 0 { vec![sequence] } else { Vec::new() };

@@ -21,6 +21,7 @@ use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::memory::Memory;
 use crate::prefix::ShareCache;
+use crate::reach::Reach;
 use crate::report::CacheReport;
 use crate::snapshot::SaveCache;
 use crate::spec::Placement;
@@ -107,6 +108,22 @@ pub trait Cache: Send {
         }
         let position = position.min(self.next_position()?);
         Ok(if position >= self.rewindable_to()? { position } else { 0 })
+    }
+
+    /// Returns the positions of the checkpoints of the only sequence, ascending.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
+    fn checkpoints(&self) -> Result<Vec<i32>> {
+        Ok(Vec::new())
+    }
+
+    /// Returns the lengths that the only sequence can be rewound to.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
+    fn reach(&self) -> Result<Reach> {
+        Ok(Reach { rewindable_to: self.rewindable_to()?, checkpoints: self.checkpoints()? })
     }
 
     /// Makes a checkpoint of the only sequence at `position`, at once if the sequence can be rewound there,
@@ -306,6 +323,12 @@ pub trait SeqCache: Cache {
     /// As [`Cache::reachable`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
     /// range.
     fn seq_reachable(&self, sequence: i32, position: i32) -> Result<i32>;
+
+    /// Returns what [`Cache::checkpoints`] returns, for one of several sequences.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    fn seq_checkpoints(&self, sequence: i32) -> Result<Vec<i32>>;
 
     /// Makes a checkpoint of one of several sequences; see [`Cache::mark`].
     ///

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use etkv_core::{Piece, Prefix};
+use etkv_core::{Piece, Prefix, Reach};
 
 use super::PrefixCacheReport;
 use crate::store::index::Group;
@@ -14,8 +14,8 @@ use crate::store::texts::{Entry, Texts};
 pub struct CachedText<'a> {
     pub group: &'a Group,
     pub tokens: &'a [i64],
-    /// The least length other than 0 that the cache can be rewound to.
-    pub rewindable_to: usize,
+    /// The lengths that the cache can be rewound to.
+    pub reach: &'a Reach,
     pub capacity: usize,
 }
 
@@ -59,7 +59,7 @@ impl KeptPrefixes {
         most: usize,
     ) -> Vec<(usize, u64, Prefix)> {
         let texts = self.groups.get(group).into_iter();
-        let found = texts.flat_map(|texts| texts.matches(tokens, 1, capacity)).take(most);
+        let found = texts.flat_map(|texts| texts.matches(tokens, 1, capacity, most));
         let of = |(n, entry): (usize, &Entry<u64>)| {
             let held = self.held.get(&entry.what)?;
             Some((n, entry.what, held.prefix.clone()))
@@ -86,19 +86,13 @@ impl KeptPrefixes {
     /// Returns a prefix that can replace one of this text in every use.
     fn covering(&self, text: CachedText) -> Option<u64> {
         let texts = self.groups.get(text.group)?;
-        let entry = texts.covering(text.tokens, text.rewindable_to, text.capacity)?;
+        let entry = texts.covering(text.tokens, text.reach, text.capacity)?;
         Some(entry.what)
     }
 
     /// Returns whether a prefix can replace one of this text in every use. This counts as a use of it.
-    pub fn has(
-        &mut self,
-        group: &Group,
-        tokens: &[i64],
-        rewindable_to: usize,
-        capacity: usize,
-    ) -> bool {
-        let found = self.covering(CachedText { group, tokens, rewindable_to, capacity });
+    pub fn has(&mut self, group: &Group, tokens: &[i64], reach: &Reach, capacity: usize) -> bool {
+        let found = self.covering(CachedText { group, tokens, reach, capacity });
         found.inspect(|&number| self.touch(number)).is_some()
     }
 
@@ -119,11 +113,11 @@ impl KeptPrefixes {
         if sum > max_bytes {
             return (false, vec![prefix]);
         }
-        let CachedText { group, tokens, rewindable_to, capacity } = text;
+        let CachedText { group, tokens, reach, capacity } = text;
         let mut gone = Vec::new();
         let texts = self.groups.entry(group.clone()).or_default();
         let covered: Vec<u64> =
-            texts.covered(tokens, rewindable_to).iter().map(|entry| entry.what).collect();
+            texts.covered(tokens, reach).iter().map(|entry| entry.what).collect();
         let same = texts.get(tokens).map(|entry| entry.what);
         // A prefix of the same text is replaced. Its number and its pins stay, as pins refer to the number.
         let pins = same.and_then(|number| self.held.get(&number)).map_or(0, |held| held.pins);
@@ -133,7 +127,7 @@ impl KeptPrefixes {
         self.now += 1;
         self.add(prefix.pieces());
         let tokens: Arc<[i64]> = tokens.into();
-        let entry = Entry { what: number, rewindable_to, capacity };
+        let entry = Entry { what: number, reach: reach.clone(), capacity };
         self.groups.entry(group.clone()).or_default().insert(Arc::clone(&tokens), entry);
         self.held.insert(
             number,
@@ -192,8 +186,9 @@ impl KeptPrefixes {
 
     /// Pins the prefix that has this complete text.
     pub fn pin(&mut self, group: &Group, tokens: &[i64], capacity: usize) -> Option<u64> {
-        let rewindable_to = tokens.len();
-        let number = self.covering(CachedText { group, tokens, rewindable_to, capacity })?;
+        let rewindable_to = i32::try_from(tokens.len()).unwrap_or(i32::MAX);
+        let reach = &Reach { rewindable_to, checkpoints: Vec::new() };
+        let number = self.covering(CachedText { group, tokens, reach, capacity })?;
         self.held.get_mut(&number)?.pins += 1;
         Some(number)
     }

@@ -367,10 +367,10 @@ impl Inner {
         }
         // A text shorter than `quantized_kv_start` has other formats.
         let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
-        let rewindable_to = cache.rewindable_to()?.max(converted_at.unwrap_or_default());
-        let least = usize::try_from(rewindable_to).unwrap_or_default();
+        let mut reach = cache.reach()?;
+        reach.rewindable_to = reach.rewindable_to.max(converted_at.unwrap_or_default());
         let capacity = capacity_of(cache);
-        if self.kept.lock().has(group, tokens, least, capacity) {
+        if self.kept.lock().has(group, tokens, &reach, capacity) {
             return Ok(true);
         }
         let memory = cache.memory();
@@ -379,7 +379,7 @@ impl Inner {
         }
         let Some(face) = cache.sharing() else { return Ok(false) };
         let prefix = face.freeze()?;
-        let texted = CachedText { group, tokens, rewindable_to: least, capacity };
+        let texted = CachedText { group, tokens, reach: &reach, capacity };
         let max_bytes = self.max_bytes;
         let (is_kept, gone) = self.kept.lock().insert(texted, prefix, max_bytes);
         drop(gone);

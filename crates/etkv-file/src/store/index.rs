@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use etkv_core::snapshot::{SavedFormats, SavedLayer};
-use etkv_core::{Cache, Error, Result, Snapshot, Status};
+use etkv_core::{Cache, Error, Reach, RecurrentLayer, Result, Snapshot, Status};
 
 use super::place::StoredFile;
 use super::texts::{Entry, Texts};
@@ -24,25 +24,36 @@ pub fn group_with(fingerprint: &str, kind: &str, cache: &dyn Cache) -> Result<Gr
     let config = cache.config();
     let layers: Vec<SavedLayer> = config.layers.iter().map(SavedLayer::from).collect();
     let sizes = [config.capacity, config.max_step_tokens];
-    group(fingerprint, kind, &layers, &SavedFormats::from(config), sizes)
+    let anchors = config.recurrent_window().map_or(0, |window| window.anchors);
+    let recurrent = (&config.recurrent_layers[..], anchors);
+    group(fingerprint, kind, (&layers, recurrent), &SavedFormats::from(config), sizes)
 }
 
 /// Returns the group of a file.
 fn group_of_file(header: &Header) -> Result<Group> {
-    let Snapshot { kind, layers, storage, capacity, max_step_tokens, .. } = &header.snapshot;
+    let snapshot = &header.snapshot;
+    let Snapshot { kind, storage, capacity, max_step_tokens, .. } = snapshot;
+    let recurrent = (&snapshot.recurrent_layers[..], snapshot.anchors);
+    let layers = (&snapshot.layers[..], recurrent);
     group(&header.fingerprint, kind, layers, storage, [*capacity, *max_step_tokens])
 }
 
 fn group(
     fingerprint: &str,
     kind: &str,
-    layers: &[SavedLayer],
+    (layers, recurrent): (&[SavedLayer], (&[RecurrentLayer], i32)),
     formats: &SavedFormats,
     sizes: [i32; 2],
 ) -> Result<Group> {
     let sizes = layers.iter().any(|layer| layer.window.is_some()).then_some(sizes);
-    serde_json::to_string(&(fingerprint, kind, layers, formats, sizes))
-        .map_err(|error| Error::new(Status::Internal, error))
+    // Absent without recurrent layers, so that names of files stay.
+    let recurrent = (!recurrent.0.is_empty()).then_some(recurrent);
+    let of_text = (fingerprint, kind, layers, formats, sizes);
+    match recurrent {
+        None => serde_json::to_string(&of_text),
+        Some(recurrent) => serde_json::to_string(&(of_text, recurrent)),
+    }
+    .map_err(|error| Error::new(Status::Internal, error))
 }
 
 /// A file whose text has a common beginning with another text.
@@ -95,10 +106,13 @@ impl Index {
         let mut place = None;
         if let Some((header, tokens)) = beginning {
             let group = group_of_file(header)?;
-            let least = header.rewindable_to.and_then(|least| usize::try_from(least).ok());
-            let rewindable_to = least.unwrap_or(tokens.len());
+            let all = i32::try_from(tokens.len()).unwrap_or(i32::MAX);
+            let reach = Reach {
+                rewindable_to: header.rewindable_to.unwrap_or(all),
+                checkpoints: header.snapshot.checkpoints(),
+            };
             let capacity = usize::try_from(header.snapshot.capacity).unwrap_or_default();
-            let entry = Entry { what: name.clone(), rewindable_to, capacity };
+            let entry = Entry { what: name.clone(), reach, capacity };
             let tokens: Arc<[i64]> = tokens.into();
             self.groups.entry(group.clone()).or_default().insert(tokens.clone(), entry);
             place = Some((group, tokens));
@@ -137,16 +151,17 @@ impl Index {
     }
 
     /// Returns the files whose caches have at least `least` tokens in common with a text and hold at most
-    /// `capacity` in all, the longest common beginning first.
+    /// `capacity` in all, those that serve the most of it first; at most `most`.
     pub fn matches<'a>(
         &'a self,
         group: &str,
         tokens: &'a [i64],
         least: usize,
         capacity: usize,
+        most: usize,
     ) -> impl Iterator<Item = Match> + 'a {
         let texts = self.groups.get(group);
-        let found = texts.map(|texts| texts.matches(tokens, least, capacity));
+        let found = texts.map(|texts| texts.matches(tokens, least, capacity, most));
         found
             .into_iter()
             .flatten()
@@ -158,23 +173,23 @@ impl Index {
         &self,
         group: &str,
         tokens: &[i64],
-        rewindable_to: usize,
+        reach: &Reach,
         capacity: usize,
     ) -> Option<&Entry<String>> {
-        self.groups.get(group)?.covering(tokens, rewindable_to, capacity)
+        self.groups.get(group)?.covering(tokens, reach, capacity)
     }
 
     /// Returns the files that a file of this text can replace in every use.
-    pub fn covered(&self, group: &str, tokens: &[i64], rewindable_to: usize) -> Vec<String> {
+    pub fn covered(&self, group: &str, tokens: &[i64], reach: &Reach) -> Vec<String> {
         let texts = self.groups.get(group).into_iter();
-        let covered = texts.flat_map(|texts| texts.covered(tokens, rewindable_to));
+        let covered = texts.flat_map(|texts| texts.covered(tokens, reach));
         covered.map(|entry| entry.what.clone()).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use etkv_core::snapshot::{Book, ContiguousState, SavedFormats};
+    use etkv_core::snapshot::{Book, CellsState, CheckpointState, SavedFormats};
     use etkv_core::KvFormat;
 
     use super::*;
@@ -185,6 +200,21 @@ mod tests {
     }
 
     fn header(fingerprint: &str, rewindable_to: i32) -> Header {
+        header_with(fingerprint, rewindable_to, &[])
+    }
+
+    fn header_with(fingerprint: &str, rewindable_to: i32, checkpoints: &[usize]) -> Header {
+        let of = |&position: &usize| CheckpointState {
+            owner: 256 + position as i32,
+            position: position as i32,
+            sequences: vec![0],
+        };
+        let cells = CellsState {
+            groups: Vec::new(),
+            trees: Vec::new(),
+            recurrent: None,
+            checkpoints: checkpoints.iter().map(of).collect(),
+        };
         let snapshot = Snapshot {
             kind: "contiguous".into(),
             layers: Vec::new(),
@@ -200,7 +230,7 @@ mod tests {
             },
             formats: [KvFormat::F32; 2],
             awaits: false,
-            book: Book::Contiguous(ContiguousState { length: 0, dropped: Vec::new() }),
+            book: Book::Cells(cells),
         };
         let mut header = Header::new(fingerprint, snapshot, 0, &[]).unwrap();
         header.rewindable_to = Some(rewindable_to);
@@ -222,18 +252,21 @@ mod tests {
         let mut state = 7;
         for _ in 0..200 {
             let mut index = Index::default();
-            let mut list: Vec<(Vec<i64>, usize, String)> = Vec::new();
+            let mut list: Vec<(Vec<i64>, usize, Vec<usize>, String)> = Vec::new();
             let group = group_of_file(&header("a", 0)).unwrap();
             let n_files = 1 + text(&mut state).len() * 3;
             for number in 0..n_files {
                 let tokens = text(&mut state);
                 let least = text(&mut state).len() - 1;
                 let name = format!("{number}");
-                index
-                    .add(&file(&name), Some((&header("a", least as i32), tokens.clone())))
-                    .unwrap();
+                let kept: Vec<usize> = text(&mut state)
+                    .iter()
+                    .map(|&token| token.unsigned_abs() as usize % 6 + 1)
+                    .collect();
+                let header = header_with("a", least as i32, &kept);
+                index.add(&file(&name), Some((&header, tokens.clone()))).unwrap();
                 list.retain(|(text, ..)| *text != tokens);
-                list.push((tokens, least, name));
+                list.push((tokens, least, kept, name));
                 if number % 4 == 3 {
                     let (.., name) = list.remove(number % list.len());
                     index.remove(&name);
@@ -243,16 +276,19 @@ mod tests {
             index.add(&file("damaged"), None).unwrap();
             let query = text(&mut state);
             for (least, capacity) in [(1, 100), (2, 5), (3, 3)] {
-                let found: Vec<Match> = index.matches(&group, &query, least, capacity).collect();
+                let found: Vec<Match> =
+                    index.matches(&group, &query, least, capacity, usize::MAX).collect();
                 let alike =
                     |text: &[i64]| text.iter().zip(&query).take_while(|(a, b)| a == b).count();
+                let serves = |text: &[i64], to: usize, kept: &[usize]| {
+                    let reaches = |n: &usize| *n == text.len() || *n >= to || kept.contains(n);
+                    (1..=alike(text)).rev().find(reaches).unwrap_or(0)
+                };
                 let mut wanted: Vec<(usize, &str)> = list
                     .iter()
-                    .map(|(text, to, name)| (alike(text), text.len(), *to, name))
-                    .filter(|&(n, len, to, _)| {
-                        n >= least && len <= capacity && (n == len || n >= to)
-                    })
-                    .map(|(n, _, _, name)| (n, name.as_str()))
+                    .filter(|(text, ..)| text.len() <= capacity)
+                    .map(|(text, to, kept, name)| (serves(text, *to, kept), name.as_str()))
+                    .filter(|&(n, _)| n >= least)
                     .collect();
                 let counts: Vec<usize> = found.iter().map(|found| found.n_tokens).collect();
                 assert!(counts.is_sorted_by(|a, b| a >= b));
@@ -263,18 +299,25 @@ mod tests {
                 assert_eq!(found, wanted, "{query:?} in {list:?}");
             }
             for (mine, capacity) in [(0, 100), (2, 100), (6, 5)] {
-                let covers = list.iter().any(|(text, to, _)| {
-                    text.starts_with(&query) && *to <= mine && text.len() <= capacity
+                let covers = list.iter().any(|(text, to, ..)| {
+                    let to_all = *to <= mine.min(query.len());
+                    text.starts_with(&query) && to_all && text.len() <= capacity
                 });
-                let found = index.covering(&group, &query, mine, capacity);
+                let reach = Reach { rewindable_to: mine as i32, checkpoints: Vec::new() };
+                let found = index.covering(&group, &query, &reach, capacity);
                 assert_eq!(found.is_some(), covers);
             }
             for to in [0, 2, 4] {
-                let mut covered = index.covered(&group, &query, to);
-                let is_covered = |text: &[i64], least: usize| {
-                    query.starts_with(text) && text.len() < query.len() && least >= to
+                let reach = Reach { rewindable_to: to as i32, checkpoints: vec![1] };
+                let mut covered = index.covered(&group, &query, &reach);
+                let is_covered = |text: &[i64], least: usize, kept: &[usize]| {
+                    let mut lost =
+                        kept.iter().filter(|&&kept| kept <= text.len() && kept < to && kept != 1);
+                    let shorter = query.starts_with(text) && text.len() < query.len();
+                    shorter && to <= least.min(text.len()) && lost.next().is_none()
                 };
-                let wanted = list.iter().filter(|(text, least, _)| is_covered(text, *least));
+                let wanted =
+                    list.iter().filter(|(text, least, kept, _)| is_covered(text, *least, kept));
                 let mut wanted: Vec<String> = wanted.map(|(.., name)| name.clone()).collect();
                 covered.sort_unstable();
                 wanted.sort_unstable();
@@ -294,12 +337,12 @@ mod tests {
         assert!(index.knows(&file("two"), 8));
         assert!(!index.knows(&file("one"), 8) && !index.knows(&file("three"), 8));
         assert!(!index.knows(&StoredFile { identity: 2, ..file("two") }, 8));
-        let found: Vec<Match> = index.matches(&group, &[1, 2, 3], 1, 9).collect();
+        let found: Vec<Match> = index.matches(&group, &[1, 2, 3], 1, 9, 5).collect();
         assert_eq!(found, [Match { name: "two".into(), n_tokens: 2 }]);
         index.give_up("two");
-        assert_eq!(index.matches(&group, &[1, 2, 3], 1, 9).count(), 0);
+        assert_eq!(index.matches(&group, &[1, 2, 3], 1, 9, 5).count(), 0);
         assert!(index.knows(&file("two"), 8));
         index.keep(|_| false);
-        assert_eq!(index.matches(&group, &[1, 2], 1, 9).count(), 0);
+        assert_eq!(index.matches(&group, &[1, 2], 1, 9, 5).count(), 0);
     }
 }

@@ -152,18 +152,18 @@ impl PrefixStore {
         }
         // A text shorter than `quantized_kv_start` has other formats.
         let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
-        let rewindable_to = cache.rewindable_to()?.max(converted_at.unwrap_or_default());
-        let least = usize::try_from(rewindable_to).unwrap_or_default();
+        let mut reach = cache.reach()?;
+        reach.rewindable_to = reach.rewindable_to.max(converted_at.unwrap_or_default());
         let capacity = capacity_of(cache);
         let group = group_of(labels.fingerprint, cache)?;
         let found = self.refresh(capacity)?;
-        let covering = self.index.lock().covering(&group, tokens, least, capacity).cloned();
+        let covering = self.index.lock().covering(&group, tokens, &reach, capacity).cloned();
         if let Some(entry) = covering {
             self.touch(&found, &entry.what);
             return Ok(false);
         }
         let saving = face(cache)?;
-        let header = write::header_of(saving, labels, Some(rewindable_to))?;
+        let header = write::header_of(saving, labels, Some(reach.rewindable_to))?;
         let bytes = header.data_bytes().saturating_add(header.to_bytes()?.len() as u64);
         if bytes > self.max_bytes {
             debug!(target: TARGET, bytes, most = self.max_bytes, "a text is larger than its folder");
@@ -175,7 +175,7 @@ impl PrefixStore {
             .put(&name, bytes, &mut |file| write::write(saving, &header, tokens, file, &path))?;
         // The new file is read from the folder like other files.
         self.refresh(capacity)?;
-        let covered = self.index.lock().covered(&group, tokens, least);
+        let covered = self.index.lock().covered(&group, tokens, &reach);
         for name in &covered {
             self.place.remove(name);
         }
@@ -283,7 +283,7 @@ impl PrefixStore {
         let group = group_of(fingerprint, cache)?;
         let found = self.refresh(capacity)?;
         let index = self.index.lock();
-        let matches = index.matches(&group, tokens, MIN_TOKENS, capacity).take(most).collect();
+        let matches = index.matches(&group, tokens, MIN_TOKENS, capacity, most).collect();
         drop(index);
         Ok((found, matches))
     }

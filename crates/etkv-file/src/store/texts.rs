@@ -5,13 +5,15 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::Arc;
 
+use etkv_core::Reach;
+
 /// The entry of a text, and the caches that it serves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry<T> {
     /// The entry: a file's name, or a number.
     pub what: T,
-    /// The least length other than 0 that its cache can be rewound to.
-    pub rewindable_to: usize,
+    /// The lengths that its cache can be rewound to.
+    pub reach: Reach,
     /// The capacity of the cache that read the text.
     pub capacity: usize,
 }
@@ -44,45 +46,50 @@ impl<T> Texts<T> {
         self.0.remove(tokens);
     }
 
-    /// Returns the texts that have at least `least` tokens in common with another and at most `capacity` in
-    /// all, with the length of the common beginning, the longest first. Texts whose caches cannot be rewound
-    /// to that length are left out.
+    /// Returns at most `most` texts of at most `capacity` tokens that have at least `least` in common with
+    /// another, with the length up to which each can serve it: the greatest that its cache can be rewound to,
+    /// within the common beginning. The greatest comes first.
     pub fn matches<'a>(
         &'a self,
         tokens: &'a [i64],
         least: usize,
         capacity: usize,
+        most: usize,
     ) -> impl Iterator<Item = (usize, &'a Entry<T>)> {
         let up_to: (Bound<&[i64]>, _) = (Bound::Unbounded, Bound::Included(tokens));
         let later: (_, Bound<&[i64]>) = (Bound::Excluded(tokens), Bound::Unbounded);
         let before = self.0.range::<[i64], _>(up_to).rev();
         let after = self.0.range::<[i64], _>(later);
-        merged(counted(before, tokens), counted(after, tokens))
-            .take_while(move |(n, ..)| *n >= least.max(1))
-            .filter(move |(n, text, entry)| {
-                let stays = *n == text.len() || *n >= entry.rewindable_to;
-                text.len() <= capacity && stays
-            })
-            .map(|(n, _, entry)| (n, entry))
+        let least = least.max(1);
+        let mut best: Vec<(usize, &Entry<T>)> = Vec::new();
+        for (n, text, entry) in merged(counted(before, tokens), counted(after, tokens)) {
+            // What follows has no more in common.
+            let full = best.len() == most && best.last().is_none_or(|(served, _)| *served >= n);
+            if n < least || full {
+                break;
+            }
+            let served = below(&entry.reach, n, text.len());
+            if served >= least && text.len() <= capacity {
+                let at = best.partition_point(|(other, _)| *other >= served);
+                best.insert(at, (served, entry));
+                best.truncate(most);
+            }
+        }
+        best.into_iter()
     }
 
     /// Returns an entry that can replace this text in every use, including caches of `capacity`.
-    pub fn covering(
-        &self,
-        tokens: &[i64],
-        rewindable_to: usize,
-        capacity: usize,
-    ) -> Option<&Entry<T>> {
+    pub fn covering(&self, tokens: &[i64], reach: &Reach, capacity: usize) -> Option<&Entry<T>> {
         let from: (Bound<&[i64]>, _) = (Bound::Included(tokens), Bound::Unbounded);
         self.0
             .range::<[i64], _>(from)
             .take_while(|(text, _)| text.starts_with(tokens))
-            .find(|(text, entry)| entry.rewindable_to <= rewindable_to && text.len() <= capacity)
+            .find(|(text, entry)| covers(&entry.reach, reach, tokens) && text.len() <= capacity)
             .map(|(_, entry)| entry)
     }
 
     /// Returns the entries that this text can replace in every use.
-    pub fn covered(&self, tokens: &[i64], rewindable_to: usize) -> Vec<&Entry<T>> {
+    pub fn covered(&self, tokens: &[i64], reach: &Reach) -> Vec<&Entry<T>> {
         let mut covered = Vec::new();
         let mut bound = Bound::Excluded(tokens);
         // Prefixes of a text come before it, the longest first.
@@ -94,7 +101,7 @@ impl<T> Texts<T> {
                 // A text that differs: prefixes longer than the common beginning would come after it.
                 Bound::Included(&tokens[..n])
             } else {
-                if entry.rewindable_to >= rewindable_to && tokens.len() <= entry.capacity {
+                if covers(reach, &entry.reach, text) && tokens.len() <= entry.capacity {
                     covered.push(entry);
                 }
                 Bound::Excluded(&tokens[..n])
@@ -131,6 +138,17 @@ fn merged<'a, T: 'a>(
             a.next()
         }
     })
+}
+
+/// Returns the length up to which a text of `len` tokens can serve one that has `n` in common with it.
+fn below(reach: &Reach, n: usize, len: usize) -> usize {
+    let [n, len] = [n, len].map(|n| i32::try_from(n).unwrap_or(i32::MAX));
+    usize::try_from(reach.below(n, len)).unwrap_or_default()
+}
+
+/// Returns whether a longer text serves whatever a shorter one serves.
+fn covers(longer: &Reach, shorter: &Reach, text: &[i64]) -> bool {
+    longer.covers(shorter, i32::try_from(text.len()).unwrap_or(i32::MAX))
 }
 
 /// Returns the length of the common beginning of two texts.

@@ -37,15 +37,14 @@ impl LayerGroup {
     /// is lacking.
     pub fn with_state(&self, state: &GroupState, nodes: &[i32]) -> Result<Self> {
         let mut group = self.emptied();
-        // Full history may use every cell of any capacity.
-        if self.window.is_some() || self.chunk < self.capacity {
+        if self.window.is_some() {
             let (size, least, most) = (state.size, group.size, self.capacity);
             if size < least || size > most {
-                let what = if self.window.is_some() { "a window" } else { "recurrent layers" };
-                fail!(File, "the file has {size} cells of {what}, expected {least} to {most}");
+                fail!(File, "the file has {size} cells of a window, expected {least} to {most}");
             }
-            group.size = size;
         }
+        // Full history and recurrent layers may use every cell of any capacity.
+        group.size = state.size.clamp(group.size, self.capacity);
         let mut all: Vec<Run> = Vec::new();
         let mut before = -1;
         for SequenceState { sequence, runs } in &state.sequences {
