@@ -12,7 +12,7 @@ from etkv.config import CacheConfig, LayerConfig
 from etkv.export import attention, recurrent
 from etkv.export.forward import Forward
 from etkv.recurrent_layer import RecurrentLayer
-from etkv.reference import ContiguousCache, RecurrentState
+from etkv.reference import ContiguousCache, RecurrentState, SeqCache
 
 ENDS = [7, 14, 30, 40]
 """The ends of the chunks of a prompt."""
@@ -61,11 +61,55 @@ def test_logits_equal_those_of_transformers(name):
             if end >= ENDS[-1]:
                 ids.append(int(rows[-1][-1].argmax()))
     found = torch.cat(rows)
-    step.model.set_attn_implementation("eager")
     with torch.no_grad():
-        expected = step.model(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
+        expected = _logits(step, ids[:-1])
     assert (found - expected).abs().max() < _TOLERANCE.get(name, 1e-4) * expected.std()
     assert ids[ENDS[-1] :] == expected[ENDS[-1] - 1 :].argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_text_goes_on_otherwise(name):
+    """A step below the length rewinds cache and state."""
+    step, layout = surveyed(name)
+    ids = [(number * 37 + 11) % 250 for number in range(30)]
+    others = ids[:17] + [(number * 41 + 5) % 250 for number in range(20)]
+    with torch.no_grad(), op.active(*caches(layout)):
+        step(torch.tensor([ids]), torch.arange(30))
+        rows = [
+            step(torch.tensor([others[begin:end]]), torch.arange(begin, end))[0] for begin, end in ((17, 25), (25, 37))
+        ]
+        expected = _logits(step, others)[17:]
+    assert (torch.cat(rows) - expected).abs().max() < 1e-4 * expected.std()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_texts_in_one_step(name):
+    """A fork after 9 tokens: both branches run in one step, their tokens by turns."""
+    step, layout = surveyed(name)
+    ids = [(number * 37 + 11) % 250 for number in range(15)]
+    others = ids[:9] + [(number * 41 + 5) % 250 for number in range(6)]
+    contiguous, state = caches(layout)
+    cache = SeqCache(contiguous.config)
+    with torch.no_grad(), op.active(cache, state):
+        step(torch.tensor([ids[:9]]), torch.arange(9))
+        cache.seq_cp(0, 1)
+        state.fork(0, 1)
+        for held in (cache, state):
+            held.begin_step([0, 1] * 6)
+        both = [token for pair in zip(ids[9:], others[9:], strict=True) for token in pair]
+        rows = step(torch.tensor([both]), torch.arange(9, 15).repeat_interleave(2))[0]
+        for number, text in enumerate((ids, others)):
+            expected = _logits(step, text)[9:]
+            assert (rows[number::2] - expected).abs().max() < 1e-4 * expected.std()
+
+
+def _logits(step, ids):
+    """Return transformers' logits of ``ids``, and leave ``step`` as it was."""
+    step.model.set_attn_implementation("eager")
+    try:
+        return step.model(torch.tensor([ids]), use_cache=False).logits[0]
+    finally:
+        step.model.set_attn_implementation(attention.NAME)
 
 
 @pytest.mark.parametrize("name", KINDS)

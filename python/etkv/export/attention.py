@@ -148,6 +148,8 @@ def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> CacheLayou
                 raise
             own = ValueError("it applies a mask by itself, and the KV cache op cannot take its attention's place")
             raise own.with_traceback(error.__traceback__) from None
+        finally:
+            recurrent.end()
     if not found.modules and not states:
         raise ValueError("the KV cache op cannot take its attention's place")
     for module, call in found.modules.items():

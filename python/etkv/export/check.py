@@ -106,7 +106,7 @@ class Check:
         if not self._wanted:
             return False
         if self._has_states:
-            # TODO: compare them too, once the library runs them.
+            # The library does not run them yet.
             if self._request.check:
                 raise EtkvError("the program cannot be checked: it has layers that keep a state")
             self._progress.note("the program is not checked: it has layers that keep a state")

@@ -115,6 +115,8 @@ def take(model: torch.nn.Module) -> None:
     # This registers the ops.
     import etkv.recurrent_op  # noqa: F401
 
+    # A step of an earlier export may have failed.
+    end()
     for module in mixers(model):
         _replace(sys.modules[type(module).__module__])
         if not hasattr(module, "etkv_recurrent"):
@@ -164,8 +166,8 @@ def _calls(cls: type[torch.nn.Module]) -> set[str]:
 
 
 def _enter(module: torch.nn.Module, arguments: object) -> None:
-    if not _current.is_transformers and _current.position is not None:
-        _current.ids = module.etkv_recurrent  # type: ignore[assignment] # `take` has set it.
+    is_in_step = not _current.is_transformers and _current.position is not None
+    _current.ids = module.etkv_recurrent if is_in_step else None  # type: ignore[assignment] # `take` has set it.
 
 
 def _leave(module: torch.nn.Module, arguments: object, output: object) -> None:
