@@ -112,7 +112,7 @@ impl CacheConfig {
     pub const DEFAULT_ANCHORS: i32 = 2;
 
     /// The default of `checkpoints`.
-    pub const DEFAULT_CHECKPOINTS: i32 = 8;
+    pub const DEFAULT_CHECKPOINTS: i32 = 32;
 
     /// Returns a config of `n_layers` equal layers of full history with float16 storage.
     pub fn uniform(n_layers: usize, n_kv_heads: i32, head_dim: i32, capacity: i32) -> Self {

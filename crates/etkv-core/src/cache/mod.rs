@@ -17,7 +17,7 @@ pub use cells::CellsCache;
 pub use contiguous::ContiguousCache;
 
 use crate::config::CacheConfig;
-use crate::error::{fail, Result};
+use crate::error::{fail, Result, Status};
 use crate::format::KvFormat;
 use crate::memory::Memory;
 use crate::prefix::ShareCache;
@@ -110,6 +110,25 @@ pub trait Cache: Send {
         Ok(if position >= self.rewindable_to()? { position } else { 0 })
     }
 
+    /// Rewinds the only sequence to the greatest length, at most `length`, that it [can be rewound
+    /// to](Self::reachable), and returns that: a text whose first `length` tokens the cache holds goes on
+    /// there. Tokens from there to `length` run again. Where that is any, it also marks `length`, where the
+    /// texts part, so that the next one that parts there runs fewer.
+    ///
+    /// # Errors
+    /// Those of [`reachable`](Self::reachable) and [`rewind`](Self::rewind).
+    fn rewind_to_reachable(&mut self, length: i32) -> Result<i32> {
+        let reached = self.reachable(length)?;
+        self.rewind(reached)?;
+        if reached < length {
+            match self.mark(length) {
+                Err(error) if error.status() != Status::Unsupported => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(reached)
+    }
+
     /// Returns the positions of the checkpoints of the only sequence, ascending.
     ///
     /// # Errors
@@ -128,8 +147,8 @@ pub trait Cache: Send {
 
     /// Makes a checkpoint of the only sequence at `position`, at once if the sequence can be rewound there,
     /// else when a step reaches it. With recurrent layers it lies at the next multiple of
-    /// [`BLOCK`](crate::bookkeeping::BLOCK) below. The checkpoint that was used least recently makes room for
-    /// it. Returns its position; 0, which can always be reached, if the cache makes none.
+    /// [`BLOCK`](crate::bookkeeping::BLOCK) below. The least useful checkpoint makes room for it. Returns its
+    /// position; 0, which can always be reached, if the cache makes none.
     ///
     /// A checkpoint is dropped with the text before it.
     ///

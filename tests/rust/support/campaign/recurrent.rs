@@ -401,6 +401,19 @@ impl<B: Backend> Run<B> {
         let (source, target) = (self.sequence(), self.sequence());
         let mut text = self.text(source);
         let at = self.rng.below(text.tokens.len() + 1) as i32;
+        if self.single() && self.exact && self.rng.chance(0.3) {
+            let reached = self.cache.rewind_to_reachable(at).unwrap();
+            assert_eq!(reached, text.reachable(at));
+            if reached < text.next() {
+                text.cut(reached);
+            }
+            let boundary = at / BLOCK * BLOCK;
+            if boundary > reached && reached < at {
+                text.marks.insert(boundary);
+            }
+            self.texts.insert(0, text);
+            return;
+        }
         if self.single() {
             match self.cache.rewind(at) {
                 Ok(()) => text.cut(at),

@@ -119,6 +119,22 @@ impl Checkpoints {
         (MAX_SEQUENCES..MAX_SEQUENCES + MAX_CHECKPOINTS).find(|&owner| room && !taken(owner))
     }
 
+    /// Returns the checkpoint that saves the fewest tokens: those between it and the one before it in the
+    /// same text. What was not used for long counts less.
+    fn least_useful(&self) -> Option<usize> {
+        let usefulness = |kept: &Checkpoint| {
+            let same = |other: &&Checkpoint| {
+                other.position < kept.position
+                    && kept.members.iter().any(|member| other.members.contains(member))
+            };
+            let before = self.all.iter().filter(same).map(|other| other.position).max();
+            let saves = i64::from(kept.position - before.unwrap_or(0));
+            // Compared as integers, so that the order is the same everywhere.
+            saves * 1024 / (self.counter - kept.used + 8) as i64
+        };
+        (0..self.all.len()).min_by_key(|&at| (usefulness(&self.all[at]), self.all[at].used))
+    }
+
     fn touch(&mut self, owner: i32) {
         self.counter += 1;
         let counter = self.counter;
@@ -289,16 +305,14 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Drops the checkpoint that was used least recently. Returns whether there was one.
+    /// Drops the least useful checkpoint. Returns whether there was one.
     pub fn drop_checkpoint(&mut self) -> bool {
-        match self.checkpoints.all.iter_mut().min_by_key(|kept| kept.used) {
-            Some(kept) => {
-                kept.members.clear();
-                self.drop_unowned();
-                true
-            }
-            None => false,
-        }
+        let Some(at) = self.checkpoints.least_useful() else {
+            return false;
+        };
+        self.checkpoints.all[at].members.clear();
+        self.drop_unowned();
+        true
     }
 
     fn drop_unowned(&mut self) {
