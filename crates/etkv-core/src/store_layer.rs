@@ -30,7 +30,7 @@ impl StoreLayer {
     pub fn slot_bytes_in(&self, buffer: usize, format: KvFormat) -> u64 {
         // A row is at most 8 times 2^31 bytes.
         let row = format.row_bytes(self.dims[buffer].max(0) as usize) as u64;
-        row.checked_mul(self.heads[buffer].max(0) as u64).unwrap_or(u64::MAX)
+        row.saturating_mul(self.heads[buffer].max(0) as u64)
     }
 
     /// Returns whether there is a second buffer.

@@ -14,6 +14,7 @@ mod memory;
 mod parallel;
 pub mod program;
 pub mod recurrent;
+mod simd;
 mod store;
 mod tensor;
 

@@ -1,28 +1,28 @@
 //! The bytes of a cache: a backend's store, driven by the plans of its layer groups. It has everything that
 //! all kinds of caches share in using a store.
 
+mod memory;
+mod recurrent;
 mod saving;
 mod sharing;
 
 pub use saving::Contents;
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use tracing::span::EnteredSpan;
 use tracing::{debug, debug_span, enabled, error, info, trace, warn, Level, Span};
 
-use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Move, RecurrentPlan, Slots, Window};
+use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use crate::budget::Share;
-use crate::config::{CacheConfig, LayerPolicy};
+use crate::config::CacheConfig;
 use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
 use crate::growth::Growth;
-use crate::memory::{Bytes, LayerMemory, Memory, RecurrentMemory};
 use crate::prefix::FrozenRows;
 use crate::report::CacheReport;
-use crate::spec::{AttendSpec, Mask, Placement, RecurrentSpec};
-use crate::store::{Extent, RecurrentWork, Spec, Store};
+use crate::spec::{AttendSpec, Mask, Placement};
+use crate::store::{Spec, Store};
 use crate::store_layer::{SlotsOf, StoreLayers};
 use crate::watch::{self, TARGET};
 
@@ -116,90 +116,6 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Reserves in the memory budget what growth to this number of slots of each layer group needs. The
-    /// replaced buffers stay counted until [`settle`](Self::settle).
-    fn reserve(&mut self, slots: impl Fn(&Self, usize) -> i32) -> Result<()> {
-        let bytes = self.layers.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
-            let slots = slots(self, group);
-            let of = |(extent, slot): (Extent, u64)| {
-                if extent.slots < slots {
-                    bytes_of((slots - extent.shared).max(0), slot)
-                } else {
-                    0
-                }
-            };
-            self.buffers(layer).into_iter().map(of).fold(bytes, u64::saturating_add)
-        });
-        self.reserve_bytes(bytes)
-    }
-
-    fn reserve_bytes(&mut self, bytes: u64) -> Result<()> {
-        self.unsettled |= bytes > 0;
-        self.share.reserve_giving_way(bytes, S::give_way)
-    }
-
-    /// Returns the number of the cache among the holders of the memory budget.
-    pub fn holder(&self) -> u64 {
-        self.share.id()
-    }
-
-    /// Names the kind of the cache in reports of the memory budget.
-    pub fn describe(&self, kind: &str) {
-        self.share.describe(kind, None);
-    }
-
-    /// Gives the bytes of replaced buffers back to the memory budget.
-    fn settle(&mut self) {
-        if std::mem::take(&mut self.unsettled) {
-            self.share.settle(self.held());
-        }
-    }
-
-    /// Returns the bytes of the buffers.
-    fn held(&self) -> u64 {
-        let of = |(extent, slot): (Extent, u64)| bytes_of(extent.own(), slot);
-        let layers = 0..self.layers.groups.len();
-        let held = layers.flat_map(|layer| self.buffers(layer)).map(of);
-        held.fold(0, u64::saturating_add)
-    }
-
-    /// Returns the keys' and the values' buffers of a layer, and the bytes of a slot in each.
-    fn buffers(&self, layer: usize) -> [(Extent, u64); 2] {
-        let [mut k, mut v] = self.store.extents(layer);
-        if self.kind_of(layer) != SlotsOf::Attention(LayerPolicy::Full) {
-            // A window soon writes its rows over shared ones, so they count as its own from the beginning.
-            (k.shared, v.shared) = (0, 0);
-        }
-        let layer = &self.layers.layers[layer];
-        [(k, layer.slot_bytes_in(0, k.format)), (v, layer.slot_bytes_in(1, v.format))]
-    }
-
-    fn kind_of(&self, layer: usize) -> SlotsOf {
-        self.layers.kinds[self.layers.groups[layer]]
-    }
-
-    /// Reserves other buffers of these formats and slots, on top of the existing ones.
-    fn reserve_others(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
-        let bytes = slots.iter().enumerate().fold(0, |bytes: u64, (layer, &slots)| {
-            let made = self.made(layer, formats);
-            let of = |((slot, format), (extent, _)): ((u64, KvFormat), (Extent, u64))| {
-                if (extent.format, extent.slots) == (format, slots) {
-                    0
-                } else {
-                    bytes_of(slots, slot)
-                }
-            };
-            made.zip(self.buffers(layer)).map(of).fold(bytes, u64::saturating_add)
-        });
-        self.reserve_bytes(bytes)
-    }
-
-    /// Returns the bytes of a slot of a layer's buffers in a cache of these formats, and their formats.
-    fn made(&self, layer: usize, formats: [KvFormat; 2]) -> impl Iterator<Item = (u64, KvFormat)> {
-        let layer = &self.layers.layers[layer];
-        layer.slot_bytes(formats).into_iter().zip(layer.formats(formats))
-    }
-
     pub fn config(&self) -> &CacheConfig {
         &self.config
     }
@@ -262,14 +178,6 @@ impl<S: Store> Storage<S> {
     /// Returns whether `length` positions reach `quantized_kv_start`, and are not converted yet.
     pub fn is_time_to_quantize(&self, length: i32) -> bool {
         self.awaits && self.config.quantized_kv_start.is_some_and(|tokens| length >= tokens)
-    }
-
-    /// Reserves in the memory budget what a step with these plans of the layer groups needs.
-    pub fn reserve_for(&mut self, plans: &[LayerGroupPlan]) -> Result<()> {
-        self.reserve_own(|group| plans.get(group).and_then(|plan| plan.write.least()))?;
-        self.reserve(|storage, group| {
-            plans.get(group).map_or(0, |plan| storage.allocated(group, plan.needed()))
-        })
     }
 
     /// Opens a step. An abort restores the rows in `displaced`, given as slots of each layer group.
@@ -391,104 +299,6 @@ impl<S: Store> Storage<S> {
             "a layer"
         );
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n)? })
-    }
-
-    /// Passes what a recurrent layer reads to `work`, and writes what it returns. `buffers` are the plans of
-    /// the rows and of the anchors. If the step already has the layer's rows, nothing is written.
-    pub fn update_recurrent(
-        &mut self,
-        layer: usize,
-        plan: &Arc<RecurrentPlan>,
-        buffers: &[LayerGroupPlan],
-        work: &mut RecurrentWork<S>,
-    ) -> Result<()> {
-        let _span = self.enter_step();
-        self.read_and_write(layer, plan, buffers, work).inspect_err(|error| {
-            let status = error.status();
-            warn!(target: TARGET, layer, ?status, %error, "a recurrent layer fails");
-        })
-    }
-
-    fn read_and_write(
-        &mut self,
-        layer: usize,
-        plan: &Arc<RecurrentPlan>,
-        buffers: &[LayerGroupPlan],
-        work: &mut RecurrentWork<S>,
-    ) -> Result<()> {
-        let n_layers = self.layers.recurrent.len();
-        let (Some(&rows), Some(config)) =
-            (self.layers.recurrent.get(layer), self.config.recurrent_layers.get(layer))
-        else {
-            fail!(
-                Shape,
-                "expected a recurrent layer from 0 to {}, got {layer}",
-                n_layers as i64 - 1
-            )
-        };
-        let ([row_plan, anchor_plan], Some(&progress)) = (buffers, self.done.get(rows)) else {
-            fail!(Step, "no step is open on this cache");
-        };
-        let anchors = config.anchor().map(|_| rows + 1);
-        for (id, plan) in [(Some(rows), row_plan), (anchors, anchor_plan)] {
-            if let Some(id) = id {
-                self.grow(id, self.allocated(self.layers.groups[id], plan.needed()))?;
-            }
-        }
-        let [first, second] = self.store.read(rows, 0..row_plan.needed())?;
-        let second = self.layers.layers[rows].has_second().then_some(second);
-        let states = match anchors {
-            Some(id) if anchor_plan.needed() > 0 => {
-                let [states, _] = self.store.read(id, 0..anchor_plan.needed())?;
-                Some(states)
-            }
-            _ => None,
-        };
-        let plan = Arc::clone(plan);
-        let spec = RecurrentSpec { rows: [Some(first), second], anchors: states, plan };
-        let made = work(&spec)?;
-        // A view that is still alive would make the writes copy.
-        drop(spec);
-        if progress == Progress::Done {
-            return Ok(());
-        }
-        self.done[rows] = Progress::Begun;
-        let [k, v] = &made.rows;
-        self.write_part(rows, &row_plan.write, [k.as_ref(), v.as_ref()], layer)?;
-        self.done[rows] = Progress::Done;
-        if let Some(id) = anchors {
-            self.done[id] = Progress::Begun;
-            if !anchor_plan.write.is_empty() {
-                self.write_part(id, &anchor_plan.write, [made.anchors.as_ref(), None], layer)?;
-            }
-            self.done[id] = Progress::Done;
-        }
-        trace!(target: TARGET, layer, written = row_plan.write.len(), "a recurrent layer");
-        Ok(())
-    }
-
-    /// Writes rows or anchors of recurrent layer `layer`, after a check of their shapes.
-    fn write_part(
-        &mut self,
-        id: usize,
-        slots: &Slots,
-        tensors: [Option<&S::Tensor>; 2],
-        layer: usize,
-    ) -> Result<()> {
-        let target = self.layers.layers[id];
-        for (buffer, tensor) in
-            tensors.iter().enumerate().take(if target.has_second() { 2 } else { 1 })
-        {
-            let Some(tensor) = tensor else {
-                fail!(Internal, "recurrent layer {layer} returns no rows for buffer {buffer}");
-            };
-            let expected = [1, target.heads[buffer], slots.len() as i32, target.dims[buffer]];
-            check_rows("rows", layer, S::shape(tensor), expected)?;
-        }
-        if let [Some(first), second] = tensors {
-            self.store.write(id, slots, first, second, false)?;
-        }
-        Ok(())
     }
 
     /// Counts a layer's new rows as written, and returns their slots, which are allocated.
@@ -722,16 +532,6 @@ impl<S: Store> Storage<S> {
         self.settle();
     }
 
-    /// Reserves in the memory budget what [`apply`](Self::apply) needs: compaction may move sequences apart,
-    /// to slots that were never used. Moves at the end of a step need nothing, as they go to the first slots.
-    pub fn reserve_moves(&mut self, moves: &[Move]) -> Result<()> {
-        let reserved = self.reserve(|storage, group| {
-            let ends = moves.iter().filter(|rows| rows.group == group).map(|rows| rows.to.end());
-            ends.max().map_or(0, |end| storage.allocated(group, end))
-        });
-        reserved.inspect_err(|_| self.settle())
-    }
-
     /// Moves rows, one buffer at a time. If that fails, the cache is poisoned.
     pub fn apply(&mut self, moves: &[Move]) -> Result<()> {
         if moves.is_empty() {
@@ -806,23 +606,6 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Returns the most additional bytes that a conversion of these layers holds. Buffers are converted one
-    /// after the other, and each old one is freed when its new one is made.
-    fn besides(&self, formats: [KvFormat; 2], layers: Range<usize>) -> u64 {
-        let (mut more, mut most) = (0i128, 0i128);
-        for layer in layers {
-            let made = self.made(layer, formats);
-            for ((slot, format), (old, old_slot)) in made.zip(self.buffers(layer)) {
-                if old.format != format {
-                    let bytes = |slots: i32, slot| i128::from(slots.max(0)) * i128::from(slot);
-                    most = most.max(more + bytes(old.slots, slot));
-                    more += bytes(old.slots, slot) - bytes(old.own(), old_slot);
-                }
-            }
-        }
-        u64::try_from(most).unwrap_or(u64::MAX)
-    }
-
     /// Empties the store; frees its buffers, or keeps them. Freed buffers are allocated again with
     /// the next step, whatever the growth.
     ///
@@ -866,36 +649,6 @@ impl<S: Store> Storage<S> {
             ..report.with_extents(extents)
         }
     }
-
-    /// Returns the bytes held. Each layer group uses `used` slots of them.
-    pub fn memory(&self, used: impl Fn(usize) -> i32, at_capacity: u64) -> Memory {
-        let mut shared: u64 = 0;
-        let mut bytes = |layer: usize| {
-            let used = used(self.layers.groups[layer]).max(0) as u64;
-            self.buffers(layer).map(|(extent, slot)| {
-                let shared_slots = extent.shared.max(0) as u64;
-                shared = shared.saturating_add(shared_slots * slot);
-                let used = used.saturating_sub(shared_slots);
-                Bytes { allocated: extent.own() as u64 * slot, used: used * slot }
-            })
-        };
-        let attention = 0..self.config.layers.len();
-        let attention = attention.map(|layer| bytes(layer)).map(|[k, v]| LayerMemory { k, v });
-        let attention = attention.collect();
-        let recurrent = self.layers.recurrent.iter().zip(&self.config.recurrent_layers);
-        let recurrent = recurrent.map(|(&rows, layer)| {
-            let anchors = layer.anchor().map_or_else(Bytes::default, |_| bytes(rows + 1)[0]);
-            let [k, v] = bytes(rows);
-            RecurrentMemory { rows: k + v, anchors }
-        });
-        let recurrent = recurrent.collect();
-        Memory { shared, ..Memory::of(attention, recurrent, at_capacity) }
-    }
-}
-
-/// Returns the bytes of this number of slots, or [`u64::MAX`], which the memory budget refuses, on overflow.
-fn bytes_of(slots: i32, slot: u64) -> u64 {
-    slot.saturating_mul(slots.max(0) as u64)
 }
 
 /// Logs why a step cannot end, if so.

@@ -2,7 +2,7 @@
 
 use etkv_core::{fail, KvFormat, Result};
 
-use super::simd::{Simd, E4M3};
+use crate::simd::{Simd, E4M3};
 
 /// One row of one KV head: the address of its bytes in each plane.
 pub(super) type Row = [*const u8; 3];

@@ -8,7 +8,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::decode::{Decode, Row};
-use super::simd::{Kernel, Simd};
+use crate::simd::{Kernel, Simd};
 
 /// The most slots that are processed at once: the number of bits of a word.
 pub(super) const TILE: usize = 64;

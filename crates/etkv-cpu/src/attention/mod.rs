@@ -9,7 +9,6 @@ mod decode;
 mod kernels;
 mod mask;
 mod plan;
-mod simd;
 mod softmax;
 #[doc(hidden)]
 pub mod synthetic;
@@ -28,72 +27,12 @@ pub use tensor::{Output, Queries, Shape};
 pub use workspace::Workspace;
 
 use crate::parallel::{Parallel, Serial};
+use crate::simd::{with_simd, Instructions, Simd};
 use crate::store::view::View;
 use decode::Encoding;
 use plan::{Plan, Sizes};
-use simd::Simd;
 use task::{Job, StoredRows};
 use workspace::Blocks;
-
-/// An instruction set that attention is compiled for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Instructions {
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    #[cfg(target_arch = "aarch64")]
-    Neon,
-    Portable,
-}
-
-impl Instructions {
-    /// Returns the instruction sets of this machine, the best first.
-    fn available() -> impl Iterator<Item = Self> {
-        [
-            #[cfg(target_arch = "x86_64")]
-            simd::Avx512::detected().then_some(Self::Avx512),
-            #[cfg(target_arch = "x86_64")]
-            simd::Avx2::detected().then_some(Self::Avx2),
-            #[cfg(target_arch = "aarch64")]
-            Some(Self::Neon),
-            Some(Self::Portable),
-        ]
-        .into_iter()
-        .flatten()
-    }
-
-    fn best() -> Self {
-        Self::available().next().unwrap_or(Self::Portable)
-    }
-}
-
-/// Runs an expression with the type of an instruction set.
-macro_rules! with_simd {
-    ($instructions:expr, |$S:ident| $body:expr) => {
-        match $instructions {
-            #[cfg(target_arch = "x86_64")]
-            Instructions::Avx512 => {
-                type $S = simd::Avx512;
-                $body
-            }
-            #[cfg(target_arch = "x86_64")]
-            Instructions::Avx2 => {
-                type $S = simd::Avx2;
-                $body
-            }
-            #[cfg(target_arch = "aarch64")]
-            Instructions::Neon => {
-                type $S = simd::Neon;
-                $body
-            }
-            Instructions::Portable => {
-                type $S = simd::Portable;
-                $body
-            }
-        }
-    };
-}
 
 /// Computes the attention of `queries`, `[n_heads, T, k_head_dim]`, over the keys `k` and the values
 /// `v`, with weights `softmax(scale * q k^T)` over the slots that `mask` shows. Writes `[n_heads, T,

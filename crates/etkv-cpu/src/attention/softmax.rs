@@ -1,7 +1,7 @@
 //! The online softmax, and the merging of partial results.
 
 use super::kernels::TILE;
-use super::simd::{Kernel, Simd};
+use crate::simd::{Kernel, Simd};
 
 /// The peak of a row that has seen no slot. It is finite, so that no difference of two peaks is NaN.
 pub(super) const NO_PEAK: f32 = f32::MIN;

@@ -4,10 +4,10 @@ use super::decode::{with_decode, Encoding};
 use super::kernels::{Dots, Next, Product, Rows, Transpose, Unpack, TILE};
 use super::mask::{compact, MaskRef};
 use super::plan::{Plan, Task};
-use super::simd::Simd;
 use super::softmax::{Merge, Totals, Weigh, NO_PEAK};
 use super::tensor::{Output, Queries};
 use super::workspace::{Parts, Scratch};
+use crate::simd::Simd;
 
 /// The rows of keys, or of values, as tasks read them.
 #[derive(Debug, Clone, Copy)]

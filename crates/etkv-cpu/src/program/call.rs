@@ -16,7 +16,7 @@ pub struct Call(Op);
 
 enum Op {
     /// A call of a layer; without a forward if the program was loaded without a cache.
-    Layer(LayerOp, Option<Arc<Forward>>),
+    Layer(Box<LayerOp>, Option<Arc<Forward>>),
     SelectRows(LogitsRows),
     /// The number of the chosen input.
     SelectByCapacity(usize),
@@ -105,7 +105,7 @@ impl Call {
         let key = options.cache_key.as_deref();
         let forward = key.map(|key| Forward::of_call(call, key)).transpose()?;
         trace!(target: TARGET, call = call.call, layer = call.layer, key, "a call is loaded");
-        Ok(Self(Op::Layer(op, forward)))
+        Ok(Self(Op::Layer(Box::new(op), forward)))
     }
 
     /// Checks a payload.

@@ -9,7 +9,7 @@
 
 use super::exp::exp;
 use super::layout::ROWS;
-use super::simd::{Kernel, Simd};
+use crate::simd::{Kernel, Simd};
 
 /// The rows of a part: a multiple of four.
 pub(super) const PART: usize = 16;

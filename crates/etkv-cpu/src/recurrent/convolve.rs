@@ -13,11 +13,12 @@ use super::check::{axis, check_rows, check_shape, Stored};
 use super::exp::exp;
 use super::load::load_run;
 use super::scan::owned;
-use super::simd::{Kernel, Simd};
 use super::workspace::{Layout, Pieces};
-use super::{with_simd, Instructions, Workspace};
+use super::Workspace;
 use crate::floats::{store_bf16, store_f16, store_f32};
 use crate::parallel::{Parallel, Serial};
+use crate::simd::{with_simd, Instructions};
+use crate::simd::{Kernel, Simd};
 use crate::store::view::View;
 use crate::tensor::{Dtype, Tensor, Values};
 

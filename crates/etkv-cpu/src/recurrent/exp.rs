@@ -1,6 +1,6 @@
 //! The exponential function of the kernels.
 
-use super::simd::Simd;
+use crate::simd::Simd;
 
 /// A decay by less than `exp` of this is none: [`exp`] is zero there. It bounds the sums of log decays, so that
 /// their differences are numbers even after a decay to zero.

@@ -5,7 +5,7 @@
 
 use super::exp::exp;
 use super::layout::ROWS;
-use super::simd::{Kernel, Simd};
+use crate::simd::{Kernel, Simd};
 
 /// Multiplies the keys of a block with the decays from each row to the last: `exp(decays[last] - decays[i])
 /// keys[i]`. Writes the decays from the anchor as one row more: `exp(decays[last])`.

@@ -8,7 +8,7 @@
 
 use super::exp::exp;
 use super::layout::ROWS;
-use super::simd::{Kernel, Simd};
+use crate::simd::{Kernel, Simd};
 
 /// Products of the `M` vectors of each token with rows: `out[v][i] = vectors[v] . rows[i]`.
 pub(super) struct Dots<'a, const M: usize> {

@@ -17,10 +17,6 @@ mod kernels;
 mod layout;
 mod load;
 mod scan;
-// The vectors of attention, compiled a second time: their types are private to that module.
-#[allow(clippy::duplicate_mod, dead_code, unused_imports)]
-#[path = "../attention/simd/mod.rs"]
-mod simd;
 mod task;
 #[cfg(test)]
 mod tests;
@@ -29,65 +25,3 @@ mod workspace;
 pub use convolve::{convolve, convolve_into, Activation, ConvolveInputs};
 pub use scan::{scan, scan_into, Scan, ScanInputs};
 pub use workspace::Workspace;
-
-/// An instruction set that the kernels are compiled for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Instructions {
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    #[cfg(target_arch = "aarch64")]
-    Neon,
-    Portable,
-}
-
-impl Instructions {
-    /// Returns the instruction sets of this machine, the best first.
-    fn available() -> impl Iterator<Item = Self> {
-        [
-            #[cfg(target_arch = "x86_64")]
-            simd::Avx512::detected().then_some(Self::Avx512),
-            #[cfg(target_arch = "x86_64")]
-            simd::Avx2::detected().then_some(Self::Avx2),
-            #[cfg(target_arch = "aarch64")]
-            Some(Self::Neon),
-            Some(Self::Portable),
-        ]
-        .into_iter()
-        .flatten()
-    }
-
-    fn best() -> Self {
-        Self::available().next().unwrap_or(Self::Portable)
-    }
-}
-
-/// Runs an expression with the type of an instruction set.
-macro_rules! with_simd {
-    ($instructions:expr, |$S:ident| $body:expr) => {{
-        use $crate::recurrent::{simd, Instructions};
-        match $instructions {
-            #[cfg(target_arch = "x86_64")]
-            Instructions::Avx512 => {
-                type $S = simd::Avx512;
-                $body
-            }
-            #[cfg(target_arch = "x86_64")]
-            Instructions::Avx2 => {
-                type $S = simd::Avx2;
-                $body
-            }
-            #[cfg(target_arch = "aarch64")]
-            Instructions::Neon => {
-                type $S = simd::Neon;
-                $body
-            }
-            Instructions::Portable => {
-                type $S = simd::Portable;
-                $body
-            }
-        }
-    }};
-}
-use with_simd;

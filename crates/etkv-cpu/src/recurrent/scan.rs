@@ -10,8 +10,9 @@ use super::check::{axis, check_anchors, check_rows, check_shape, Stored};
 use super::layout::{Shared, Sizes};
 use super::load::load;
 use super::task::{self, Job};
-use super::{with_simd, Instructions, Workspace};
+use super::Workspace;
 use crate::parallel::{Parallel, Serial};
+use crate::simd::{with_simd, Instructions};
 use crate::store::view::View;
 use crate::tensor::{Dtype, Tensor, Values};
 
@@ -152,7 +153,7 @@ pub(super) unsafe fn scan_with(
     let parallel = if work < 1 << 16 { &Serial } else { parallel };
     // A host may take a lock for this call.
     let available = parallel.threads();
-    let width = with_simd!(instructions, |S| <S as super::simd::Simd>::WIDTH);
+    let width = with_simd!(instructions, |S| <S as crate::simd::Simd>::WIDTH);
     let (memory, places) = workspace.parts();
     let n_anchors = place_anchors(plan, places);
     let sizes = sizes(scan, inputs, plan, n_anchors, width, available);

@@ -9,8 +9,8 @@ use super::kernels::{Columns, Decay, Dots, Weigh};
 use super::layout::{Scratch, Shared, Sizes, ROWS};
 use super::load::load_run;
 use super::scan::ScanInputs;
-use super::simd::Simd;
 use crate::floats::{store_bf16, store_f16, store_f32};
+use crate::simd::Simd;
 use crate::tensor::Dtype;
 
 /// A call, for its tasks.

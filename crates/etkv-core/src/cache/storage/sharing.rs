@@ -10,7 +10,8 @@ use crate::prefix::FrozenRows;
 use crate::store::{Extent, Store};
 use crate::store_layer::SlotsOf;
 
-use super::{bytes_of, Contents, Storage};
+use super::memory::bytes_of;
+use super::{Contents, Storage};
 
 /// The most prefixes in a chain. At this depth all rows are copied into a single prefix, because a buffer is
 /// mapped from that many pieces.

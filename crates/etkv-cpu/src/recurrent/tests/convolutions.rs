@@ -3,7 +3,8 @@ use super::reference::convolved;
 use crate::attention::synthetic::{Random, Threads};
 use crate::parallel::{Parallel, Serial};
 use crate::recurrent::convolve::convolve_with;
-use crate::recurrent::{Activation, ConvolveInputs, Instructions, Workspace};
+use crate::recurrent::{Activation, ConvolveInputs, Workspace};
+use crate::simd::Instructions;
 use crate::tensor::{Dtype, Tensor};
 
 struct Run<'a> {

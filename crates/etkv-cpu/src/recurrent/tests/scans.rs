@@ -5,7 +5,8 @@ use super::reference::Text;
 use crate::attention::synthetic::{Random, Threads};
 use crate::parallel::{Parallel, Serial};
 use crate::recurrent::scan::scan_with;
-use crate::recurrent::{Instructions, Scan, ScanInputs, Workspace};
+use crate::recurrent::{Scan, ScanInputs, Workspace};
+use crate::simd::Instructions;
 use crate::tensor::{Dtype, Tensor};
 
 /// The bits of outputs, rows and anchors.

@@ -12,15 +12,77 @@ mod neon;
 mod portable;
 
 #[cfg(target_arch = "x86_64")]
-pub(super) use avx2::Avx2;
+pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-pub(super) use avx512::Avx512;
+pub(crate) use avx512::Avx512;
 #[cfg(target_arch = "aarch64")]
-pub(super) use neon::Neon;
-pub(super) use portable::Portable;
+pub(crate) use neon::Neon;
+pub(crate) use portable::Portable;
+
+/// An instruction set that kernels are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Instructions {
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+    Portable,
+}
+
+impl Instructions {
+    /// Returns the instruction sets of this machine, the best first.
+    pub(crate) fn available() -> impl Iterator<Item = Self> {
+        [
+            #[cfg(target_arch = "x86_64")]
+            Avx512::detected().then_some(Self::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Avx2::detected().then_some(Self::Avx2),
+            #[cfg(target_arch = "aarch64")]
+            Some(Self::Neon),
+            Some(Self::Portable),
+        ]
+        .into_iter()
+        .flatten()
+    }
+
+    pub(crate) fn best() -> Self {
+        Self::available().next().unwrap_or(Self::Portable)
+    }
+}
+
+/// Runs an expression with the type of an instruction set.
+macro_rules! with_simd {
+    ($instructions:expr, |$S:ident| $body:expr) => {{
+        use $crate::simd::{self, Instructions};
+        match $instructions {
+            #[cfg(target_arch = "x86_64")]
+            Instructions::Avx512 => {
+                type $S = simd::Avx512;
+                $body
+            }
+            #[cfg(target_arch = "x86_64")]
+            Instructions::Avx2 => {
+                type $S = simd::Avx2;
+                $body
+            }
+            #[cfg(target_arch = "aarch64")]
+            Instructions::Neon => {
+                type $S = simd::Neon;
+                $body
+            }
+            Instructions::Portable => {
+                type $S = simd::Portable;
+                $body
+            }
+        }
+    }};
+}
+pub(crate) use with_simd;
 
 /// A loop that is compiled for each instruction set. Implementations are `#[inline(always)]`.
-pub(super) trait Kernel {
+pub(crate) trait Kernel {
     /// Runs it.
     ///
     /// # Safety
@@ -33,7 +95,7 @@ pub(super) trait Kernel {
 /// # Safety
 /// All functions need a machine that has the instructions. Pointers must be valid for the bytes that the
 /// function reads or writes; they need no alignment.
-pub(super) trait Simd: Copy {
+pub(crate) trait Simd: Copy {
     /// Float32 numbers in a vector: 8 or 16.
     const WIDTH: usize;
     /// The number of query rows that fit the registers next to four stored rows; 0 if it is faster to unpack
@@ -91,12 +153,12 @@ pub(super) trait Simd: Copy {
 }
 
 /// The E2M1 numbers in the order of their codes.
-pub(super) const E2M1: [f32; 16] =
+pub(crate) const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
 /// The E4M3 numbers in the order of their codes. Code 127, which is NaN in the format, is 480 here: no writer
 /// stores it.
-pub(super) static E4M3: [f32; 256] = {
+pub(crate) static E4M3: [f32; 256] = {
     let mut numbers = [0.0; 256];
     let mut code = 0;
     while code < 256 {
@@ -117,7 +179,7 @@ pub(super) static E4M3: [f32; 256] = {
 /// # Safety
 /// There are `BYTES` bytes at `from`.
 #[inline(always)]
-pub(super) unsafe fn bytes<const BYTES: usize>(from: *const u8) -> u128 {
+pub(crate) unsafe fn bytes<const BYTES: usize>(from: *const u8) -> u128 {
     // SAFETY: each read ends at or before `BYTES`.
     unsafe {
         let u16_at =
@@ -142,7 +204,7 @@ pub(super) unsafe fn bytes<const BYTES: usize>(from: *const u8) -> u128 {
 #[cfg(target_arch = "x86_64")]
 /// For integer `i` of a vector, of `bits` bits: the bytes that hold it, as four indices of a byte shuffle,
 /// and the number of bits to shift them right.
-pub(super) const fn places<const WIDTH: usize>(bits: usize) -> ([[u8; 4]; WIDTH], [u32; WIDTH]) {
+pub(crate) const fn places<const WIDTH: usize>(bits: usize) -> ([[u8; 4]; WIDTH], [u32; WIDTH]) {
     let (mut bytes, mut shifts) = ([[0; 4]; WIDTH], [0; WIDTH]);
     let mut i = 0;
     while i < WIDTH {
