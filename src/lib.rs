@@ -52,6 +52,7 @@ mod kernel_cache;
 pub mod kernels;
 mod layers;
 pub mod mlx;
+pub mod recurrent;
 mod store;
 
 use etkv_core::{config, format};

@@ -1,0 +1,188 @@
+//! The chains of a step, in the order in which they are computed.
+
+use std::collections::HashMap;
+
+use etkv_core::bookkeeping::{AnchorSource, Chain, RecurrentPlan, RowSource, BLOCK};
+
+use crate::error::{fail, Result};
+
+/// Tokens that start from one state and see the same rows before them: a chain, or a tree.
+#[derive(Debug)]
+pub struct Group {
+    /// The state that they start from.
+    pub anchor: AnchorSource,
+    /// The rows that all of them see.
+    pub rows: Vec<RowSource>,
+    /// The tokens, ascending.
+    pub tokens: Vec<usize>,
+    /// For each token the one before it, as an index in `tokens`.
+    pub parents: Vec<Option<usize>>,
+}
+
+impl Group {
+    /// Returns whether each token follows the one before it.
+    pub fn is_chain(&self) -> bool {
+        self.parents.iter().enumerate().all(|(at, &parent)| parent == at.checked_sub(1))
+    }
+
+    /// Returns for each token which tokens it sees: those before it, and itself.
+    pub fn seen(&self) -> Vec<Vec<bool>> {
+        let mut seen: Vec<Vec<bool>> = Vec::new();
+        for (at, &parent) in self.parents.iter().enumerate() {
+            let mut of =
+                parent.map_or_else(|| vec![false; self.tokens.len()], |at| seen[at].clone());
+            of[at] = true;
+            seen.push(of);
+        }
+        seen
+    }
+}
+
+/// A part of a step that can be computed once those before it are.
+#[derive(Debug)]
+pub enum Work {
+    /// Groups within a block, computed together.
+    Groups(Vec<Group>),
+    /// The chain with this index: it ends in a later block than it begins.
+    Chain(usize),
+    /// The state after a whole block of rows, which is the entry `fold` of the plan.
+    Fold {
+        /// The state before the block.
+        anchor: AnchorSource,
+        /// The rows of the block.
+        rows: Vec<RowSource>,
+        /// The entry.
+        fold: usize,
+    },
+}
+
+/// Returns the parts of a step. A chain of more than `most` tokens is a part of its own.
+///
+/// # Errors
+/// [`Internal`](crate::Status::Internal) for a plan that contradicts itself.
+pub fn parts(plan: &RecurrentPlan, most: usize) -> Result<Vec<Work>> {
+    let (mut parts, mut pending) = (Vec::new(), Pending::default());
+    let mut made = 0;
+    for (index, chain) in plan.chains.iter().enumerate() {
+        check(chain, made)?;
+        let block = (chain.position - chain.base) as usize;
+        let mut rows = chain.rows[chain.rows.len() - block..].to_vec();
+        let mut anchor = chain.anchor;
+        let mut folds = chain.folds.clone();
+        made = folds.end.max(made);
+        if block == BLOCK as usize {
+            let Some(fold) = folds.next() else {
+                fail!(Internal, "{chain:?} has no fold");
+            };
+            pending.flush(&mut parts);
+            parts.push(Work::Fold { anchor, rows, fold });
+            (anchor, rows) = (AnchorSource::Fold(fold), Vec::new());
+        }
+        if folds.is_empty() && chain.tokens.len() <= most {
+            pending.add(chain, anchor, rows, &mut parts);
+        } else {
+            pending.flush(&mut parts);
+            parts.push(Work::Chain(index));
+        }
+    }
+    pending.flush(&mut parts);
+    if made != plan.folds.len() {
+        fail!(Internal, "{} anchors are planned, {made} are made", plan.folds.len());
+    }
+    Ok(parts)
+}
+
+/// Checks the anchor and the folds of a chain, before which `made` folds are made.
+fn check(chain: &Chain, made: usize) -> Result<()> {
+    let block = chain.position.checked_sub(chain.base).filter(|n| (0..=BLOCK).contains(n));
+    let is_boundary = chain.base >= 0 && chain.base % BLOCK == 0;
+    let has_rows = block.is_some_and(|n| chain.rows.len() >= n as usize);
+    let last = i64::from(chain.position) + chain.tokens.len() as i64 - 1;
+    let folds = last / i64::from(BLOCK) - i64::from(chain.base) / i64::from(BLOCK);
+    let has_anchor = match chain.anchor {
+        AnchorSource::Zero => chain.base == 0,
+        AnchorSource::Slot(_) => true,
+        AnchorSource::Fold(fold) => fold < made,
+    };
+    let has_folds = chain.folds.len() as i64 == folds && (folds == 0 || chain.folds.start == made);
+    if !is_boundary || !has_rows || !has_anchor || !has_folds {
+        fail!(
+            Internal,
+            "tokens {:?} at position {} start from {:?} at {} with {} rows and folds {:?}",
+            chain.tokens,
+            chain.position,
+            chain.anchor,
+            chain.base,
+            chain.rows.len(),
+            chain.folds
+        );
+    }
+    Ok(())
+}
+
+/// Groups whose states and rows are there, but not yet their results.
+#[derive(Default)]
+struct Pending {
+    groups: Vec<Group>,
+    /// The group of each token, and its index there.
+    of: HashMap<usize, (usize, usize)>,
+}
+
+impl Pending {
+    fn flush(&mut self, parts: &mut Vec<Work>) {
+        if !self.groups.is_empty() {
+            parts.push(Work::Groups(std::mem::take(&mut self.groups)));
+            self.of.clear();
+        }
+    }
+
+    fn add(
+        &mut self,
+        chain: &Chain,
+        anchor: AnchorSource,
+        mut rows: Vec<RowSource>,
+        parts: &mut Vec<Work>,
+    ) {
+        let (group, parent) = match self.group(anchor, &rows) {
+            Some(found) => found,
+            None => {
+                let needed = |row: &RowSource| match row {
+                    RowSource::Token(token) => self.of.contains_key(token),
+                    RowSource::Slot(_) => false,
+                };
+                if rows.iter().any(needed) {
+                    self.flush(parts);
+                }
+                let rows = std::mem::take(&mut rows);
+                self.groups.push(Group { anchor, rows, tokens: vec![], parents: vec![] });
+                (self.groups.len() - 1, None)
+            }
+        };
+        let mut parent = parent;
+        for token in chain.tokens.clone() {
+            let Group { tokens, parents, .. } = &mut self.groups[group];
+            self.of.insert(token, (group, tokens.len()));
+            parents.push(parent);
+            parent = Some(tokens.len());
+            tokens.push(token);
+        }
+    }
+
+    /// Returns the group of a chain that starts from `anchor` and sees `rows`, and the token of it that the
+    /// chain follows.
+    fn group(&self, anchor: AnchorSource, rows: &[RowSource]) -> Option<(usize, Option<usize>)> {
+        let of = |row: &RowSource| match row {
+            RowSource::Token(token) => self.of.get(token).copied(),
+            RowSource::Slot(_) => None,
+        };
+        let parent = rows.last().and_then(of);
+        let inside = rows.iter().rev().take_while(|row| of(row).is_some()).count();
+        let before = &rows[..rows.len() - inside];
+        let fits = |group: &Group| group.anchor == anchor && group.rows == before;
+        match parent {
+            Some((group, at)) if fits(self.groups.get(group)?) => Some((group, Some(at))),
+            Some(_) => None,
+            None => Some((self.groups.iter().position(fits)?, None)),
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! Recurrent layers of a step: causal convolutions, and linear recurrences with or without the delta rule.
+//!
+//! A step's [`RecurrentPlan`](etkv_core::bookkeeping::RecurrentPlan) says which rows precede each token, and
+//! from which anchor a recurrence starts. Everything is computed in float32, by MLX's operations on whole
+//! arrays: few for a token, and for a long text matrix products over its blocks. As MLX chooses the order of
+//! sums, results depend on how a text is cut into steps by rounding errors.
+
+mod blocks;
+mod convolve;
+mod decays;
+mod groups;
+mod rows;
+mod scan;
+mod short;
+#[cfg(test)]
+mod tests;
+
+pub use convolve::{convolve, Activation, ConvolveInputs};
+pub use scan::{scan, ScanInputs};
+
+use mlx_rs::Array;
+
+use crate::error::{fail, Result};
+use crate::store::KvView;
+
+/// What a recurrent layer reads in a step.
+pub type RecurrentSpec = etkv_core::RecurrentSpec<KvView>;
+
+/// What a recurrent layer writes in a step.
+pub type RecurrentRows = etkv_core::RecurrentRows<Array>;
+
+/// Checks the shape of an input.
+fn check_shape(array: &Array, name: &str, expected: &[i32]) -> Result<()> {
+    if array.shape() != expected {
+        fail!(Shape, "expected {name} of shape {expected:?}, got {:?}", array.shape());
+    }
+    Ok(())
+}
