@@ -30,6 +30,7 @@ pub mod budget;
 mod cache;
 pub mod config;
 pub mod error;
+mod estimate;
 mod finite;
 pub mod format;
 mod forwards;

@@ -4,7 +4,7 @@ use crate::simd::Simd;
 
 /// A decay by less than `exp` of this is none: [`exp`] is zero there. It bounds the sums of log decays, so that
 /// their differences are numbers even after a decay to zero.
-pub(super) const LEAST: f32 = -88.0;
+pub(super) const MIN_LOG_DECAY: f32 = -88.0;
 
 /// Returns e to the power of each number, with an error of about 2 units in the last place. Numbers are first
 /// brought to the range of -88, where the result is zero, to 88. NaN stays.
@@ -20,8 +20,8 @@ pub(super) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
     // SAFETY: the caller's.
     unsafe {
         let zero = S::splat(0.0);
-        let x = S::max(S::splat(LEAST), x);
-        let x = S::sub(zero, S::max(S::splat(LEAST), S::sub(zero, x)));
+        let x = S::max(S::splat(MIN_LOG_DECAY), x);
+        let x = S::sub(zero, S::max(S::splat(MIN_LOG_DECAY), S::sub(zero, x)));
         let shifted = S::fma(x, S::splat(std::f32::consts::LOG2_E), S::splat(INTEGER));
         let n = S::sub(shifted, S::splat(INTEGER));
         let r = S::fma(n, S::splat(-LN_2[0]), x);

@@ -2,8 +2,8 @@
 
 use etkv_core::bookkeeping::{RowSource, BLOCK};
 
-use super::exp::LEAST;
-use super::task::Job;
+use super::exp::MIN_LOG_DECAY;
+use super::job::Job;
 use crate::tensor::Tensor;
 
 /// Converts elements along an axis to float32, from an index on.
@@ -73,7 +73,7 @@ unsafe fn load_decays(job: &Job, g: &Tensor, head: usize) {
                 load_run(g, [0, head, token, 0], 3, &mut out[..dim]);
                 out[dim..].fill(0.0);
                 // This keeps NaN.
-                out.iter_mut().filter(|x| **x < LEAST).for_each(|x| *x = LEAST);
+                out.iter_mut().filter(|x| **x < MIN_LOG_DECAY).for_each(|x| *x = MIN_LOG_DECAY);
                 let position = chain.position as usize + i;
                 if position.is_multiple_of(BLOCK as usize) {
                     continue;

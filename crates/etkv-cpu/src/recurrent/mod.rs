@@ -13,6 +13,7 @@ mod check;
 mod convolve;
 mod exp;
 mod fold;
+mod job;
 mod kernels;
 mod layout;
 mod load;
@@ -23,5 +24,6 @@ mod tests;
 mod workspace;
 
 pub use convolve::{convolve, convolve_into, Activation, ConvolveInputs};
-pub use scan::{scan, scan_into, Scan, ScanInputs};
+pub use job::{Scan, ScanInputs};
+pub use scan::{scan, scan_into};
 pub use workspace::Workspace;

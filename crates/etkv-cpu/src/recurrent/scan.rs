@@ -7,47 +7,15 @@ use etkv_core::{fail, RecurrentRows, RecurrentSpec, Result};
 use half::{bf16, f16};
 
 use super::check::{axis, check_anchors, check_rows, check_shape, Stored};
+use super::job::{Job, Scan, ScanInputs};
 use super::layout::{Shared, Sizes};
 use super::load::load;
-use super::task::{self, Job};
+use super::task;
 use super::Workspace;
 use crate::parallel::{Parallel, Serial};
 use crate::simd::{with_simd, Instructions};
 use crate::store::view::View;
 use crate::tensor::{Dtype, Tensor, Values};
-
-/// A linear recurrence: for each head a state of `k_dim` times `v_dim` elements, of which each token reads
-/// its query's part and adds its own.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Scan {
-    /// Heads of the queries and keys.
-    pub k_heads: usize,
-    /// Heads of the values, a multiple of `k_heads`.
-    pub heads: usize,
-    /// Elements of a key.
-    pub k_dim: usize,
-    /// Elements of a value.
-    pub v_dim: usize,
-    /// Whether each channel of a key has a decay of its own.
-    pub channel_decay: bool,
-    /// The factor of the outputs.
-    pub scale: f32,
-}
-
-/// The inputs of a step of `T` tokens, each in a dtype of its own.
-#[derive(Debug, Clone, Copy)]
-pub struct ScanInputs<'a> {
-    /// Queries, `[1, k_heads, T, k_dim]`.
-    pub q: &'a Tensor,
-    /// Keys, `[1, k_heads, T, k_dim]`.
-    pub k: &'a Tensor,
-    /// Values, `[1, heads, T, v_dim]`.
-    pub v: &'a Tensor,
-    /// Log decays, `[1, heads, T, 1]`, or `[1, heads, T, k_dim]` with a decay for each channel.
-    pub g: &'a Tensor,
-    /// Write strengths of the delta rule, `[1, heads, T, 1]`. Without them, the update of a token is its value.
-    pub beta: Option<&'a Tensor>,
-}
 
 /// Computes a recurrence over the tokens of a step: with a state `S` for each head,
 ///

@@ -1,38 +1,16 @@
 //! One task of a scan: one head, and some columns of its values, through all chains of the step.
 
-use etkv_core::bookkeeping::{AnchorSource, Chain, RecurrentPlan, RowSource};
+use etkv_core::bookkeeping::{AnchorSource, Chain, RowSource};
 
 use super::channels::{DecayedDots, FromEnd, ToEnd, PART};
-use super::check::Stored;
 use super::fold::{DecayKeys, Fold};
+use super::job::Job;
 use super::kernels::{Columns, Decay, Dots, Weigh};
-use super::layout::{Scratch, Shared, Sizes, ROWS};
+use super::layout::{Scratch, ROWS};
 use super::load::load_run;
-use super::scan::ScanInputs;
 use crate::floats::{store_bf16, store_f16, store_f32};
 use crate::simd::Simd;
 use crate::tensor::Dtype;
-
-/// A call, for its tasks.
-pub(super) struct Job<'a> {
-    pub sizes: Sizes,
-    pub plan: &'a RecurrentPlan,
-    pub inputs: &'a ScanInputs<'a>,
-    /// The factor of the queries.
-    pub scale: f32,
-    pub keys: Stored,
-    pub updates: Stored,
-    pub anchors: Stored,
-    /// Where the anchor of each fold is kept, if it is.
-    pub places: &'a [Option<u32>],
-    pub shared: Shared,
-    /// `[heads, T, v_dim]`.
-    pub out: *mut u8,
-    pub dtype: Dtype,
-}
-
-// SAFETY: tasks write to heads and columns of their own, and read those only. Inputs are not written.
-unsafe impl Sync for Job<'_> {}
 
 /// A state: `k_dim` rows of the task's columns, or null for zero.
 #[derive(Debug, Clone, Copy)]

@@ -3,11 +3,18 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::step::Owner;
 use super::Recurrent;
 use crate::bookkeeping::cells::tree::Tree;
 use crate::bookkeeping::recurrent::{AnchorSource, Chain, RecurrentPlan, RowSource, BLOCK};
 use crate::error::{fail, Result};
+
+/// Who gets an anchor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Owner {
+    Sequence(i32),
+    /// The tree after a sequence: the state after this node.
+    Node(i32, usize),
+}
 
 /// The tokens that a step adds to a sequence, and the anchors between them.
 #[derive(Debug, Default)]

@@ -4,21 +4,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::builder::Builder;
+use super::builder::{Builder, Owner};
 use super::Recurrent;
 use crate::bookkeeping::cells::segments::Segments;
 use crate::bookkeeping::cells::tree::Tree;
 use crate::bookkeeping::recurrent::{AnchorSource, Chain, RecurrentPlan, RowSource};
 use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Slots};
 use crate::error::{fail, Result};
-
-/// Who gets an anchor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Owner {
-    Sequence(i32),
-    /// The tree after a sequence: the state after this node.
-    Node(i32, usize),
-}
 
 /// A planned step. Its rows and anchors lie in cells that were free.
 #[derive(Debug, Clone)]
