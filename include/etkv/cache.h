@@ -73,10 +73,16 @@ ETKV_API etkv_status
 etkv_cache_length(const etkv_cache* cache, int32_t* length, etkv_error** error);
 
 /**
- * Returns the number of layers, at least 1. Returns 0 if `cache` is no live
- * handle.
+ * Returns the number of attention layers. It is 0 only in a cache with
+ * recurrent layers. Returns 0 if `cache` is no live handle.
  */
 ETKV_API size_t etkv_cache_n_layers(const etkv_cache* cache);
+
+/**
+ * Returns the number of recurrent layers. Returns 0 if `cache` is no live
+ * handle.
+ */
+ETKV_API size_t etkv_cache_n_recurrent_layers(const etkv_cache* cache);
 
 /**
  * Returns the maximum number of tokens in one step: `max_step_tokens` of the
@@ -153,6 +159,49 @@ etkv_cache_rewind(etkv_cache* cache, int32_t length, etkv_error** error);
 ETKV_API etkv_status etkv_cache_rewindable_to(
     const etkv_cache* cache,
     int32_t* length,
+    etkv_error** error);
+
+/**
+ * Stores in `reachable` the greatest length, at most `position`, that
+ * etkv_cache_rewind() accepts now. From etkv_cache_rewindable_to() on that is
+ * every length of the sequence; below it, the checkpoints of etkv_cache_mark(),
+ * and 0. A host that rewinds to `reachable` runs the tokens from there on
+ * again.
+ *
+ * ETKV_ERROR_POSITION if `position` is negative. ETKV_ERROR_INVALID_ARGUMENT if
+ * the cache holds several sequences.
+ */
+ETKV_API etkv_status etkv_cache_reachable(
+    const etkv_cache* cache,
+    int32_t position,
+    int32_t* reachable,
+    etkv_error** error);
+
+/**
+ * Makes a checkpoint of the only sequence at `position`: at once if the
+ * sequence can be rewound there, and otherwise when a step reaches it. Mark the
+ * positions to which the text may return, such as the end of a system prompt,
+ * before the step that crosses them.
+ *
+ * @param position  in a cache with recurrent layers, the checkpoint lies at the
+ *                  greatest multiple of 64 that is not above it.
+ * @param marked    receives the position of the checkpoint; 0, to which the
+ *                  sequence can always be rewound, if the cache makes none.
+ *
+ * The least useful checkpoint makes room for a new one: the one that saves the
+ * fewest tokens, and was not used for long. A checkpoint is dropped together
+ * with the text before it.
+ *
+ * ETKV_ERROR_POSITION if `position` is negative, or can no longer be reached.
+ * ETKV_ERROR_INVALID_ARGUMENT if the cache holds several sequences.
+ * ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED for a cache that
+ * makes no checkpoints: one of kind "contiguous" with window layers and no
+ * recurrent ones, or of a kind that Rust code added.
+ */
+ETKV_API etkv_status etkv_cache_mark(
+    etkv_cache* cache,
+    int32_t position,
+    int32_t* marked,
     etkv_error** error);
 
 /**

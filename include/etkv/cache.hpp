@@ -59,9 +59,13 @@ class Cache {
       return etkv_cache_length(raw(), length, error);
     });
   }
-  /// Returns the number of layers.
+  /// Returns the number of attention layers.
   size_t n_layers() const {
     return etkv_cache_n_layers(raw());
+  }
+  /// Returns the number of recurrent layers.
+  size_t n_recurrent_layers() const {
+    return etkv_cache_n_recurrent_layers(raw());
   }
   /// Returns the maximum tokens of one step; see etkv_cache_max_step_tokens().
   int32_t max_step_tokens() const {
@@ -113,10 +117,27 @@ class Cache {
       return etkv_cache_rewindable_to(raw(), length, error);
     });
   }
+  /// Returns the greatest length, at most `position`, that rewind() accepts now;
+  /// see etkv_cache_reachable.
+  Result<int32_t> reachable(int32_t position) const {
+    return detail::ask<int32_t>([&](int32_t* reachable, etkv_error** error) {
+      return etkv_cache_reachable(raw(), position, reachable, error);
+    });
+  }
+  /// Makes a checkpoint of the only sequence at `position`, at once or when a
+  /// step reaches it, and returns its position: 0 if the cache makes none. See
+  /// etkv_cache_mark.
+  Result<int32_t> mark(int32_t position) {
+    return detail::ask<int32_t>([&](int32_t* marked, etkv_error** error) {
+      return etkv_cache_mark(raw(), position, marked, error);
+    });
+  }
   /// Returns the bytes of the buffers.
   Result<Memory> memory() const {
     return detail::ask_memory(
-        n_layers(), [&](etkv_memory* raw_memory, etkv_error** error) {
+        n_layers(),
+        n_recurrent_layers(),
+        [&](etkv_memory* raw_memory, etkv_error** error) {
           return etkv_cache_memory(raw(), raw_memory, error);
         });
   }

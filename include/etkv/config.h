@@ -87,6 +87,45 @@ typedef struct etkv_layer_config {
   etkv_dtype dtype;
 } etkv_layer_config;
 
+/** What a recurrent layer computes. */
+typedef int32_t etkv_recurrent_kind;
+enum {
+  /** A causal depthwise convolution. */
+  ETKV_RECURRENT_CONVOLUTION = 1,
+  /** A linear recurrence, in which each head keeps a state. */
+  ETKV_RECURRENT_RECURRENCE = 2,
+};
+
+/**
+ * The sizes of one recurrent layer. The program's architecture gives these
+ * numbers; those of the other kind are 0. A recurrent layer stores float32,
+ * whatever the formats of keys and values.
+ */
+typedef struct etkv_recurrent_layer_config {
+  size_t struct_size;
+  etkv_recurrent_kind kind;
+  /** Convolution: elements of a column, at least 1. */
+  int32_t channels;
+  /** Convolution: positions that a query reads, its own included; 1 to 64. */
+  int32_t width;
+  /** Recurrence: heads of queries and keys, at least 1. */
+  int32_t k_heads;
+  /** Recurrence: heads of values and states, a multiple of `k_heads`. */
+  int32_t heads;
+  /** Recurrence: elements of a key, at least 1. */
+  int32_t k_dim;
+  /** Recurrence: elements of a value, at least 1. */
+  int32_t v_dim;
+  /**
+   * Recurrence: 1 if each channel of a key has its own decay, 0 if each head
+   * has one.
+   */
+  int32_t channel_decay;
+} etkv_recurrent_layer_config;
+
+/** The `checkpoints` of a cache that makes none. */
+#define ETKV_NO_CHECKPOINTS (-1)
+
 /** How buffers grow as positions arrive, up to the size of the capacity. */
 typedef int32_t etkv_growth;
 enum {
@@ -109,7 +148,10 @@ enum {
  */
 typedef struct etkv_cache_config {
   size_t struct_size;
-  /** `n_layers` layers, `layers->struct_size` bytes apart. */
+  /**
+   * `n_layers` attention layers, `layers->struct_size` bytes apart. May be none
+   * in a config with recurrent layers.
+   */
   const etkv_layer_config* layers;
   size_t n_layers;
   /**
@@ -147,6 +189,24 @@ typedef struct etkv_cache_config {
   int32_t quantized_kv_start;
   /** Must be 0. */
   int32_t reserved;
+  /**
+   * `n_recurrent_layers` recurrent layers, `recurrent_layers->struct_size`
+   * bytes apart. Their ids count apart from those of attention layers.
+   */
+  const etkv_recurrent_layer_config* recurrent_layers;
+  size_t n_recurrent_layers;
+  /**
+   * The states that a sequence keeps in each recurrence, 1 to 64; 0 for 2. They
+   * lie at multiples of 64 positions. For each but the last, the sequence can
+   * be rewound by 64 positions. No effect without recurrent layers.
+   */
+  int32_t anchors;
+  /**
+   * The maximum number of checkpoints of etkv_cache_mark() in the cache, 1 to
+   * 256; 0 for 32, and ETKV_NO_CHECKPOINTS for none. Each keeps the states of
+   * one position.
+   */
+  int32_t checkpoints;
 } etkv_cache_config;
 
 /**

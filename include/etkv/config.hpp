@@ -31,6 +31,52 @@ struct LayerConfig {
   Dtype dtype = Dtype::unknown;
 };
 
+/// What a recurrent layer computes; see etkv_recurrent_kind.
+enum class RecurrentKind : etkv_recurrent_kind {
+  convolution = ETKV_RECURRENT_CONVOLUTION,
+  recurrence = ETKV_RECURRENT_RECURRENCE,
+};
+
+/// The sizes of one recurrent layer; see etkv_recurrent_layer_config. Those of
+/// the other kind are 0.
+struct RecurrentLayerConfig {
+  RecurrentKind kind = RecurrentKind::convolution;
+  int32_t channels = 0;
+  int32_t width = 0;
+  int32_t k_heads = 0;
+  int32_t heads = 0;
+  int32_t k_dim = 0;
+  int32_t v_dim = 0;
+  bool channel_decay = false;
+
+  /// Returns a causal depthwise convolution, whose queries read `width`
+  /// positions.
+  static RecurrentLayerConfig convolution(int32_t channels, int32_t width) {
+    return {RecurrentKind::convolution, channels, width};
+  }
+  /// Returns a recurrence: each of `heads` heads keeps a state of `k_dim` times
+  /// `v_dim` elements.
+  static RecurrentLayerConfig recurrence(
+      int32_t k_heads,
+      int32_t heads,
+      int32_t k_dim,
+      int32_t v_dim,
+      bool channel_decay = false) {
+    return {
+        RecurrentKind::recurrence,
+        0,
+        0,
+        k_heads,
+        heads,
+        k_dim,
+        v_dim,
+        channel_decay};
+  }
+};
+
+/// The `checkpoints` of a cache that makes none.
+inline constexpr int32_t kNoCheckpoints = ETKV_NO_CHECKPOINTS;
+
 /// How buffers grow; see etkv_growth.
 enum class Growth : etkv_growth {
   doubling = ETKV_GROWTH_DOUBLING,
@@ -51,6 +97,9 @@ struct CacheConfig {
   std::string v_format = {};
   int32_t quantized_kv_start = 0;
   std::string float_format = {};
+  std::vector<RecurrentLayerConfig> recurrent_layers = {};
+  int32_t anchors = 0;
+  int32_t checkpoints = 0; ///< kNoCheckpoints for none
 };
 
 namespace detail {
@@ -70,6 +119,20 @@ class RawConfig {
       raw.dtype = static_cast<etkv_dtype>(layer.dtype);
       layers_.push_back(raw);
     }
+    recurrent_layers_.reserve(config.recurrent_layers.size());
+    for (const auto& layer : config.recurrent_layers) {
+      etkv_recurrent_layer_config raw{};
+      raw.struct_size = sizeof(raw);
+      raw.kind = static_cast<etkv_recurrent_kind>(layer.kind);
+      raw.channels = layer.channels;
+      raw.width = layer.width;
+      raw.k_heads = layer.k_heads;
+      raw.heads = layer.heads;
+      raw.k_dim = layer.k_dim;
+      raw.v_dim = layer.v_dim;
+      raw.channel_decay = layer.channel_decay ? 1 : 0;
+      recurrent_layers_.push_back(raw);
+    }
     const auto name = [](const std::string& format) {
       return format.empty() ? nullptr : format.c_str();
     };
@@ -84,6 +147,10 @@ class RawConfig {
     raw_.growth = static_cast<etkv_growth>(config.growth);
     raw_.min_chunk = config.min_chunk;
     raw_.quantized_kv_start = config.quantized_kv_start;
+    raw_.recurrent_layers = recurrent_layers_.data();
+    raw_.n_recurrent_layers = recurrent_layers_.size();
+    raw_.anchors = config.anchors;
+    raw_.checkpoints = config.checkpoints;
   }
   RawConfig(const RawConfig&) = delete;
   RawConfig& operator=(const RawConfig&) = delete;
@@ -94,6 +161,7 @@ class RawConfig {
 
  private:
   std::vector<etkv_layer_config> layers_;
+  std::vector<etkv_recurrent_layer_config> recurrent_layers_;
   etkv_cache_config raw_{};
 };
 } // namespace detail
@@ -104,7 +172,9 @@ class RawConfig {
 inline Result<Memory> estimate(const CacheConfig& config, int32_t length) {
   const detail::RawConfig raw(config);
   return detail::ask_memory(
-      config.layers.size(), [&](etkv_memory* memory, etkv_error** error) {
+      config.layers.size(),
+      config.recurrent_layers.size(),
+      [&](etkv_memory* memory, etkv_error** error) {
         return etkv_cache_config_estimate(raw.get(), length, memory, error);
       });
 }
@@ -116,7 +186,9 @@ inline Result<Memory> estimate_shared(
     int32_t length) {
   const detail::RawConfig raw(config);
   return detail::ask_memory(
-      config.layers.size(), [&](etkv_memory* memory, etkv_error** error) {
+      config.layers.size(),
+      config.recurrent_layers.size(),
+      [&](etkv_memory* memory, etkv_error** error) {
         return etkv_cache_config_estimate_shared(
             raw.get(), length, memory, error);
       });

@@ -321,10 +321,16 @@ struct ModelCacheParams {
   int32_t max_context_length = 0;
   /// The backend of sessions for the program: kMLXBackend or kCPUBackend.
   std::string backend_id = kMLXBackend;
+  /// The recurrent layers. Their ids count apart from those of `layers`.
+  std::vector<RecurrentLayerConfig> recurrent_layers = {};
 };
 
-/// The version of the `kv_cache.*` metadata that this header reads.
+/// The version of the `kv_cache.*` metadata of programs in which all layers
+/// attend.
 inline constexpr int32_t kMetadataVersion = 1;
+
+/// The version for programs with recurrent layers.
+inline constexpr int32_t kRecurrentMetadataVersion = 2;
 
 /// Returns the value of the program's constant method of this name: nothing if
 /// it has none, an error if the method cannot run. Tensors live as long as the
@@ -397,6 +403,30 @@ class Metadata {
       return absent(name);
     }
     return as_counts(name, **value, n_layers);
+  }
+
+  /// Returns the counts of a tensor, for one layer after the other: `per_layer`
+  /// for each of 1 to `max_layers` layers.
+  Result<std::vector<int32_t>>
+  rows(const char* name, int32_t per_layer, int32_t max_layers) const {
+    auto value = constants_(name);
+    if (!value.ok()) {
+      return value.error();
+    }
+    if (!value->has_value()) {
+      return absent(name);
+    }
+    const int64_t numel =
+        (*value)->isTensor() ? (*value)->toTensor().numel() : 0;
+    if (numel < per_layer || numel % per_layer != 0 ||
+        numel / per_layer > max_layers) {
+      return Error(
+          ETKV_ERROR_PROGRAM,
+          std::string("`") + name + "` has " + std::to_string(numel) +
+              " integers, expected " + std::to_string(per_layer) +
+              " for each of 1 to " + std::to_string(max_layers) + " layers");
+    }
+    return as_counts(name, **value, static_cast<int32_t>(numel));
   }
 
  private:
@@ -539,20 +569,25 @@ inline constexpr MetadataNames kExporterNames = {
     nullptr,
     false};
 
-inline Result<std::vector<LayerConfig>>
-read_layers(const Metadata& metadata, const MetadataNames& names, Dtype dtype) {
+/// The most layers of a program. A larger number means a damaged program.
+inline constexpr int32_t kMaxLayers = 65536;
+
+/// Reads the layers that attend: at least `least`.
+inline Result<std::vector<LayerConfig>> read_layers(
+    const Metadata& metadata,
+    const MetadataNames& names,
+    Dtype dtype,
+    int32_t least) {
   auto n_layers = metadata.get(names.n_layers);
   if (!n_layers.ok()) {
     return n_layers.error();
   }
-  // A larger number means a damaged program.
-  constexpr int32_t kMaxLayers = 65536;
-  if (*n_layers < 1 || *n_layers > kMaxLayers) {
+  if (*n_layers < least || *n_layers > kMaxLayers) {
     return Error(
         ETKV_ERROR_PROGRAM,
         std::string("`") + names.n_layers + "` is " +
-            std::to_string(*n_layers) + ", expected 1 to " +
-            std::to_string(kMaxLayers));
+            std::to_string(*n_layers) + ", expected " + std::to_string(least) +
+            " to " + std::to_string(kMaxLayers));
   }
   auto kv_heads = metadata.each(names.n_kv_heads, *n_layers);
   if (!kv_heads.ok()) {
@@ -592,16 +627,70 @@ read_layers(const Metadata& metadata, const MetadataNames& names, Dtype dtype) {
   }
   return layers;
 }
+
+/// Returns the layer that 8 integers of metadata describe: its kind, and the
+/// sizes in the order of RecurrentLayerConfig. Nothing if no layer has them.
+inline std::optional<RecurrentLayerConfig> recurrent_layer(
+    const std::vector<int32_t>& facts) {
+  const auto is_zero = [](int32_t fact) { return fact == 0; };
+  const auto channels = facts.begin() + 1, k_heads = channels + 2,
+             decay = k_heads + 4;
+  if (facts[0] == ETKV_RECURRENT_CONVOLUTION) {
+    if (std::none_of(channels, k_heads, is_zero) &&
+        std::all_of(k_heads, facts.end(), is_zero)) {
+      return RecurrentLayerConfig::convolution(facts[1], facts[2]);
+    }
+  } else if (facts[0] == ETKV_RECURRENT_RECURRENCE) {
+    if (std::all_of(channels, k_heads, is_zero) &&
+        std::none_of(k_heads, decay, is_zero) && *decay <= 1 &&
+        facts[4] % facts[3] == 0) {
+      return RecurrentLayerConfig::recurrence(
+          facts[3], facts[4], facts[5], facts[6], *decay == 1);
+    }
+  }
+  return std::nullopt;
+}
+
+inline Result<std::vector<RecurrentLayerConfig>> read_recurrent_layers(
+    const Metadata& metadata) {
+  constexpr const char* kName = "kv_cache.recurrent_layers";
+  constexpr int32_t kFacts = 8;
+  auto facts = metadata.rows(kName, kFacts, kMaxLayers);
+  if (!facts.ok()) {
+    return facts.error();
+  }
+  std::vector<RecurrentLayerConfig> layers;
+  for (auto at = facts->begin(); at != facts->end(); at += kFacts) {
+    const std::vector<int32_t> row(at, at + kFacts);
+    const auto layer = recurrent_layer(row);
+    if (!layer) {
+      std::string listed;
+      for (const int32_t fact : row) {
+        listed += (listed.empty() ? "" : ", ") + std::to_string(fact);
+      }
+      return Error(
+          ETKV_ERROR_PROGRAM,
+          "layer " + std::to_string(layers.size()) + " of `" + kName +
+              "` is [" + listed + "], which describes no recurrent layer");
+    }
+    layers.push_back(*layer);
+  }
+  return layers;
+}
 } // namespace detail
 
 /// Reads the facts of a program's caches from its constant methods.
 ///
-/// With `kv_cache.schema_version`, which must be 1, there are
-/// `kv_cache.n_layers` layers. `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`,
-/// `window` and `sinks` describe each: an integer for all layers, or a tensor
-/// of one integer per layer. The last three are optional. `kv_cache.dtype` is
-/// the dtype that the program computes in: f32, f16 or bf16. It is optional.
-/// Other versions are refused.
+/// With `kv_cache.schema_version`, there are `kv_cache.n_layers` layers that
+/// attend. `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`, `window` and `sinks`
+/// describe each: an integer for all layers, or a tensor of one integer per
+/// layer. The last three are optional. `kv_cache.dtype` is the dtype that the
+/// program computes in: f32, f16 or bf16. It is optional.
+///
+/// In version 1 all layers attend. In version 2 there may be none that does, and
+/// `kv_cache.recurrent_layers` is a tensor of 8 integers per recurrent layer:
+/// its kind, as in etkv_recurrent_kind, and the fields of RecurrentLayerConfig
+/// in order. Other versions are refused.
 ///
 /// Without it, the layers are those that ExecuTorch's exporter writes:
 /// get_n_caches, get_kv_heads, get_head_dims and get_windows.
@@ -615,12 +704,14 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   if (!version.ok()) {
     return version.error();
   }
-  if (version->has_value() && **version != kMetadataVersion) {
+  const bool is_recurrent = *version == kRecurrentMetadataVersion;
+  if (version->has_value() && **version != kMetadataVersion && !is_recurrent) {
     return Error(
         ETKV_ERROR_PROGRAM,
         "the program's kv_cache.schema_version is " +
             std::to_string(**version) + "; this etkv reads version " +
-            std::to_string(kMetadataVersion));
+            std::to_string(kMetadataVersion) + " and " +
+            std::to_string(kRecurrentMetadataVersion));
   }
   auto dtype = detail::read_dtype(constants);
   if (!dtype.ok()) {
@@ -629,9 +720,18 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   auto layers = detail::read_layers(
       metadata,
       version->has_value() ? detail::kVersionedNames : detail::kExporterNames,
-      *dtype);
+      *dtype,
+      is_recurrent ? 0 : 1);
   if (!layers.ok()) {
     return layers.error();
+  }
+  std::vector<RecurrentLayerConfig> recurrent_layers;
+  if (is_recurrent) {
+    auto read = detail::read_recurrent_layers(metadata);
+    if (!read.ok()) {
+      return read.error();
+    }
+    recurrent_layers = std::move(read.value());
   }
   auto chunk = metadata.first({"get_prefill_chunk_size"});
   if (!chunk.ok()) {
@@ -642,7 +742,12 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   if (!context.ok()) {
     return context.error();
   }
-  return ModelCacheParams{std::move(layers.value()), *chunk, *context};
+  return ModelCacheParams{
+      std::move(layers.value()),
+      *chunk,
+      *context,
+      kMLXBackend,
+      std::move(recurrent_layers)};
 }
 
 /// Reads the same facts for one method of a program, which must run on the
@@ -747,6 +852,7 @@ inline CacheConfig make_config(
     int32_t min_chunk = 0) {
   CacheConfig config;
   config.layers = params.layers;
+  config.recurrent_layers = params.recurrent_layers;
   config.capacity = capacity;
   config.max_step_tokens = params.prefill_chunk_size;
   config.min_chunk = min_chunk;

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-/** Bytes of one layer's buffers. */
+/** Bytes of one attention layer's buffers. */
 typedef struct etkv_layer_memory {
   size_t struct_size;
   uint64_t k_allocated;
@@ -23,6 +23,17 @@ typedef struct etkv_layer_memory {
   uint64_t v_allocated;
   uint64_t v_used;
 } etkv_layer_memory;
+
+/** Bytes of one recurrent layer's buffers. */
+typedef struct etkv_recurrent_layer_memory {
+  size_t struct_size;
+  /** What a convolution or a recurrence keeps of each of the last tokens. */
+  uint64_t rows_allocated;
+  uint64_t rows_used;
+  /** The states of a recurrence; 0 for a convolution. */
+  uint64_t anchors_allocated;
+  uint64_t anchors_used;
+} etkv_recurrent_layer_memory;
 
 /** Bytes of a cache's buffers. */
 typedef struct etkv_memory {
@@ -34,9 +45,10 @@ typedef struct etkv_memory {
   /** The most bytes that the cache can ever hold. */
   uint64_t at_capacity;
   /**
-   * The same numbers for each layer, or NULL. The caller owns one struct for
-   * each layer of the cache, `layers->struct_size` bytes apart, and sets the
-   * `struct_size` of the first. `n_layers` is their number, 0 for NULL.
+   * The same numbers for each attention layer, or NULL. The caller owns one
+   * struct for each such layer of the cache, `layers->struct_size` bytes apart,
+   * and sets the `struct_size` of the first. `n_layers` is their number, 0 for
+   * NULL.
    */
   etkv_layer_memory* layers;
   size_t n_layers;
@@ -45,6 +57,9 @@ typedef struct etkv_memory {
    * read too. The other fields do not count them.
    */
   uint64_t shared;
+  /** The same for each recurrent layer, as `layers`; or NULL and 0. */
+  etkv_recurrent_layer_memory* recurrent_layers;
+  size_t n_recurrent_layers;
 } etkv_memory;
 
 /** Bytes of the buffers of all caches in this process, and their limit. */

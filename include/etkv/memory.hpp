@@ -16,7 +16,7 @@
 
 namespace etkv {
 
-/// Bytes of one layer's buffers.
+/// Bytes of one attention layer's buffers.
 struct LayerMemory {
   uint64_t k_allocated = 0;
   uint64_t k_used = 0;
@@ -24,26 +24,44 @@ struct LayerMemory {
   uint64_t v_used = 0;
 };
 
+/// Bytes of one recurrent layer's buffers; see etkv_recurrent_layer_memory.
+struct RecurrentLayerMemory {
+  uint64_t rows_allocated = 0;
+  uint64_t rows_used = 0;
+  uint64_t anchors_allocated = 0;
+  uint64_t anchors_used = 0;
+};
+
 /// Bytes of a cache's buffers.
 struct Memory {
   uint64_t allocated = 0;          ///< bytes of all buffers
   uint64_t used = 0;               ///< bytes of these that positions use
   uint64_t at_capacity = 0;        ///< the most that it can ever hold
-  std::vector<LayerMemory> layers; ///< the same layer by layer
+  std::vector<LayerMemory> layers; ///< the same for each attention layer
   uint64_t shared = 0; ///< rows of a prefix; the others do not count them
+  /// The same for each recurrent layer.
+  std::vector<RecurrentLayerMemory> recurrent_layers = {};
 };
 
 namespace detail {
-/// Calls a C function that fills an etkv_memory for `n_layers` layers.
+/// Calls a C function that fills an etkv_memory for `n_layers` attention layers
+/// and `n_recurrent_layers` recurrent layers.
 template <typename Call>
-Result<Memory> ask_memory(size_t n_layers, Call call) {
+Result<Memory>
+ask_memory(size_t n_layers, size_t n_recurrent_layers, Call call) {
   std::vector<etkv_layer_memory> layers(n_layers);
+  std::vector<etkv_recurrent_layer_memory> recurrent_layers(n_recurrent_layers);
   etkv_memory raw{};
   raw.struct_size = sizeof(raw);
   if (!layers.empty()) {
     layers[0].struct_size = sizeof(layers[0]);
     raw.layers = layers.data();
     raw.n_layers = layers.size();
+  }
+  if (!recurrent_layers.empty()) {
+    recurrent_layers[0].struct_size = sizeof(recurrent_layers[0]);
+    raw.recurrent_layers = recurrent_layers.data();
+    raw.n_recurrent_layers = recurrent_layers.size();
   }
   if (auto filled = run([&](etkv_error** error) { return call(&raw, error); });
       !filled.ok()) {
@@ -54,6 +72,14 @@ Result<Memory> ask_memory(size_t n_layers, Call call) {
   for (const auto& layer : layers) {
     memory.layers.push_back(
         {layer.k_allocated, layer.k_used, layer.v_allocated, layer.v_used});
+  }
+  memory.recurrent_layers.reserve(n_recurrent_layers);
+  for (const auto& layer : recurrent_layers) {
+    memory.recurrent_layers.push_back(
+        {layer.rows_allocated,
+         layer.rows_used,
+         layer.anchors_allocated,
+         layer.anchors_used});
   }
   return memory;
 }

@@ -151,6 +151,24 @@ ETKV_API etkv_status etkv_seq_cache_rewindable_to(
     int32_t* length,
     etkv_error** error);
 
+/** Stores what etkv_cache_reachable() stores, for one of several sequences. */
+ETKV_API etkv_status etkv_seq_cache_reachable(
+    const etkv_seq_cache* cache,
+    int32_t sequence,
+    int32_t position,
+    int32_t* reachable,
+    etkv_error** error);
+
+/**
+ * Makes a checkpoint of one of several sequences, as etkv_cache_mark() does.
+ */
+ETKV_API etkv_status etkv_seq_cache_mark(
+    etkv_seq_cache* cache,
+    int32_t sequence,
+    int32_t position,
+    int32_t* marked,
+    etkv_error** error);
+
 /** A range of positions, from `begin` up to, and without, `end`. */
 typedef struct etkv_range {
   int32_t begin;

@@ -131,6 +131,20 @@ class SeqCache : public Cache {
           raw_sequences(), sequence, length, error);
     });
   }
+  /// Returns the same as `reachable`, for one of several sequences.
+  Result<int32_t> seq_reachable(int32_t sequence, int32_t position) const {
+    return detail::ask<int32_t>([&](int32_t* reachable, etkv_error** error) {
+      return etkv_seq_cache_reachable(
+          raw_sequences(), sequence, position, reachable, error);
+    });
+  }
+  /// Makes a checkpoint of one of several sequences, as `mark` does.
+  Result<int32_t> seq_mark(int32_t sequence, int32_t position) {
+    return detail::ask<int32_t>([&](int32_t* marked, etkv_error** error) {
+      return etkv_seq_cache_mark(
+          raw_sequences(), sequence, position, marked, error);
+    });
+  }
   /// Returns the sequences that hold positions or carry trees, in order.
   Result<std::vector<int32_t>> sequences() const {
     return detail::ask_list<int32_t>(

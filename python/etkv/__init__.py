@@ -20,6 +20,7 @@ from etkv.cache import (
     LayerMemory,
     Memory,
     MemoryBudget,
+    RecurrentLayerMemory,
     SeqCache,
     TreeCache,
     estimate,
@@ -54,6 +55,7 @@ from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cac
 from etkv.prefix import Prefix
 from etkv.prefix_cache import PrefixCache, PrefixPin, PrefixStatistics
 from etkv.prefix_store import PrefixStore
+from etkv.recurrent_layer import Convolution, Recurrence, RecurrentLayer
 from etkv.runtime import Program, load, register_backend
 from etkv.session import DecodeSession, SeqSession, Session, TreeSession
 from etkv.tokenizer import StreamingDetokenizer, Tokenizer
@@ -65,6 +67,7 @@ __all__ = [
     "CacheFileError",
     "CapacityError",
     "Chat",
+    "Convolution",
     "DecodeSession",
     "EtkvError",
     "Generation",
@@ -85,6 +88,9 @@ __all__ = [
     "PrefixStore",
     "Program",
     "ProgramError",
+    "Recurrence",
+    "RecurrentLayer",
+    "RecurrentLayerMemory",
     "SeqCache",
     "SeqSession",
     "Session",

@@ -34,16 +34,29 @@ from etkv._capi import (
 from etkv.config import DTYPES, GROWTHS, CacheConfig
 from etkv.errors import EtkvError
 from etkv.prefix import Prefix
+from etkv.recurrent_layer import KINDS, RecurrentLayer
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer's buffers."""
+    """Bytes of one attention layer's buffers."""
 
     k_allocated: int
     k_used: int
     v_allocated: int
     v_used: int
+
+
+@dataclass(frozen=True)
+class RecurrentLayerMemory:
+    """Bytes of one recurrent layer's buffers."""
+
+    rows_allocated: int
+    """Bytes of the rows, which the last tokens of each sequence have."""
+    rows_used: int
+    anchors_allocated: int
+    """Bytes of the states of a recurrence; 0 for a convolution."""
+    anchors_used: int
 
 
 @dataclass(frozen=True)
@@ -57,9 +70,11 @@ class Memory:
     at_capacity: int
     """The most bytes that the cache can hold."""
     layers: tuple[LayerMemory, ...]
-    """The bytes of each layer."""
+    """The bytes of each attention layer."""
     shared: int = 0
     """Bytes of rows that the cache reads from a prefix, which other caches may share. No other field counts them."""
+    recurrent_layers: tuple[RecurrentLayerMemory, ...] = ()
+    """The bytes of each recurrent layer."""
 
 
 class Cache:
@@ -79,6 +94,13 @@ class Cache:
             raise EtkvError("another thread closed the session during the call")
         return fact
 
+    def _count(self, function: str) -> int:
+        """Return a fact that may be 0. A handle that was freed has no capacity either."""
+        count = int(getattr(lib(), function)(self._raw()))
+        if count == 0:
+            self._fact("etkv_cache_capacity")
+        return count
+
     @property
     def capacity(self) -> int:
         """The most positions that the cache can hold."""
@@ -91,8 +113,13 @@ class Cache:
 
     @property
     def n_layers(self) -> int:
-        """The number of layers."""
-        return int(self._fact("etkv_cache_n_layers"))
+        """The number of attention layers. It is 0 only in a cache with recurrent layers."""
+        return self._count("etkv_cache_n_layers")
+
+    @property
+    def n_recurrent_layers(self) -> int:
+        """The number of recurrent layers."""
+        return self._count("etkv_cache_n_recurrent_layers")
 
     @property
     def max_step_tokens(self) -> int:
@@ -132,6 +159,29 @@ class Cache:
     def rewindable_to(self) -> int:
         """Return the least length above 0 that :meth:`rewind` accepts now."""
         return ask("etkv_cache_rewindable_to", "int32_t", self._raw())
+
+    def reachable(self, position: int) -> int:
+        """Return the greatest length, at most ``position``, that :meth:`rewind` accepts now.
+
+        From :meth:`rewindable_to` on that is every length; below it, the checkpoints of :meth:`mark`, and 0. Raises
+        :class:`~etkv.PositionError` if ``position`` is negative, and :class:`~etkv.EtkvError` if the cache holds
+        several sequences.
+        """
+        return ask("etkv_cache_reachable", "int32_t", self._raw(), int32(position, "position"))
+
+    def mark(self, position: int) -> int:
+        """Make a checkpoint of the only sequence at ``position``, and return its position; 0 if the cache makes none.
+
+        The cache makes it at once if the sequence can be rewound there, and otherwise when a step reaches it.
+
+        In a cache with recurrent layers it lies at the greatest multiple of 64 that is not above ``position``.
+        The least useful checkpoint makes room for a new one. A checkpoint is dropped together with the text before it.
+
+        Raises :class:`~etkv.PositionError` if ``position`` is negative or can no longer be reached,
+        :class:`~etkv.EtkvError` if the cache holds several sequences, and :class:`~etkv.UnsupportedError` for a
+        ``contiguous`` cache with window layers and no recurrent ones.
+        """
+        return ask("etkv_cache_mark", "int32_t", self._raw(), int32(position, "position"))
 
     def convert(self, k_format: str, v_format: str | None = None) -> None:
         """Convert stored and later rows to other formats, until the cache is cleared."""
@@ -180,7 +230,8 @@ class Cache:
 
     def memory(self) -> Memory:
         """Return the bytes of the buffers."""
-        return _read_memory(self.n_layers, lambda memory: call("etkv_cache_memory", self._raw(), memory))
+        counts = self.n_layers, self.n_recurrent_layers
+        return _read_memory(*counts, lambda memory: call("etkv_cache_memory", self._raw(), memory))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise EtkvError(f"a {type(self).__name__} is neither copied nor sent to another process: make a new one there")
@@ -188,9 +239,10 @@ class Cache:
     def __repr__(self) -> str:
         k, v = self.formats
         stored = k if k == v else f"{k} and {v}"
-        return (
-            f"<{type(self).__name__}: {self.length} of {self.capacity} positions in {self.n_layers} layers, {stored}>"
-        )
+        layers = f"{self.n_layers} layers"
+        if self.n_recurrent_layers:
+            layers += f" and {self.n_recurrent_layers} recurrent layers"
+        return f"<{type(self).__name__}: {self.length} of {self.capacity} positions in {layers}, {stored}>"
 
 
 class SeqCache(Cache):
@@ -257,6 +309,16 @@ class SeqCache(Cache):
     def seq_rewindable_to(self, sequence: int) -> int:
         """Return :meth:`rewindable_to` for one of several sequences."""
         return ask("etkv_seq_cache_rewindable_to", "int32_t", self._seq(), int32(sequence, "sequence"))
+
+    def seq_reachable(self, sequence: int, position: int) -> int:
+        """Return :meth:`reachable` for one of several sequences."""
+        numbers = int32(sequence, "sequence"), int32(position, "position")
+        return ask("etkv_seq_cache_reachable", "int32_t", self._seq(), *numbers)
+
+    def seq_mark(self, sequence: int, position: int) -> int:
+        """Make a checkpoint of one of several sequences, as :meth:`mark` does."""
+        numbers = int32(sequence, "sequence"), int32(position, "position")
+        return ask("etkv_seq_cache_mark", "int32_t", self._seq(), *numbers)
 
     def seq_positions(self, sequence: int) -> list[range]:
         """Return the positions that a sequence holds, as ranges in order."""
@@ -465,6 +527,7 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
         raw.window = int32(layer.window, "window")
         raw.sinks = int32(layer.sinks, "sinks")
         raw.dtype = 0 if layer.dtype is None else 1 + DTYPES.index(layer.dtype)
+    recurrent_layers = _raw_recurrent_layers(config.recurrent_layers)
     if config.growth not in GROWTHS:
         raise EtkvError(f"growth is {config.growth!r}, expected one of {', '.join(GROWTHS)}")
     formats = {field: getattr(config, field) for field in ("k_format", "v_format", "float_format")}
@@ -478,26 +541,64 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
         growth=GROWTHS.index(config.growth),
         min_chunk=int32(config.min_chunk, "min_chunk"),
         quantized_kv_start=int32(config.quantized_kv_start, "quantized_kv_start"),
+        recurrent_layers=recurrent_layers,
+        n_recurrent_layers=len(config.recurrent_layers),
+        anchors=int32(config.anchors, "anchors"),
+        checkpoints=_raw_checkpoints(config.checkpoints),
         **names,
     )
-    return raw, (layers, names)
+    return raw, (layers, recurrent_layers, names)
+
+
+def _raw_recurrent_layers(layers: Sequence[RecurrentLayer]) -> Any:
+    raws = ffi.new("etkv_recurrent_layer_config[]", max(1, len(layers)))
+    for raw, layer in zip(raws, layers, strict=False):
+        raw.struct_size = ffi.sizeof("etkv_recurrent_layer_config")
+        raw.kind = 1 + KINDS.index(layer.kind)
+        for size in ("channels", "width", "k_heads", "heads", "k_dim", "v_dim"):
+            setattr(raw, size, int32(getattr(layer, size), size))
+        raw.channel_decay = int(layer.channel_decay)
+    return raws
+
+
+def _raw_checkpoints(checkpoints: int | None) -> int:
+    """Return the C interface's number, in which 0 is the default and -1 is none."""
+    if checkpoints is None:
+        return 0
+    number = int32(checkpoints, "checkpoints")
+    if number < 0:
+        raise EtkvError(f"checkpoints is {number}, the least is 0")
+    return number or -1
 
 
 def _estimate(function: str, config: CacheConfig, length: int) -> Memory:
     raw, _keep = raw_config(config)
-    return _read_memory(len(config.layers), lambda memory: call(function, raw, int32(length, "length"), memory))
+    counts = len(config.layers), len(config.recurrent_layers)
+    return _read_memory(*counts, lambda memory: call(function, raw, int32(length, "length"), memory))
 
 
 def _end(end: int | None) -> int:
     return _capi.INT32_MAX if end is None else int32(end, "end")
 
 
-def _read_memory(n_layers: int, fill: Any) -> Memory:
+def _read_memory(n_layers: int, n_recurrent_layers: int, fill: Any) -> Memory:
     layers = ffi.new("etkv_layer_memory[]", max(1, n_layers))
     layers[0].struct_size = ffi.sizeof("etkv_layer_memory")
-    memory = struct("etkv_memory", layers=layers if n_layers else ffi.NULL, n_layers=n_layers)
+    recurrent_layers = ffi.new("etkv_recurrent_layer_memory[]", max(1, n_recurrent_layers))
+    recurrent_layers[0].struct_size = ffi.sizeof("etkv_recurrent_layer_memory")
+    memory = struct(
+        "etkv_memory",
+        layers=layers if n_layers else ffi.NULL,
+        n_layers=n_layers,
+        recurrent_layers=recurrent_layers if n_recurrent_layers else ffi.NULL,
+        n_recurrent_layers=n_recurrent_layers,
+    )
     fill(memory)
     each = tuple(
         LayerMemory(layer.k_allocated, layer.k_used, layer.v_allocated, layer.v_used) for layer in layers[0:n_layers]
     )
-    return Memory(memory.allocated, memory.used, memory.at_capacity, each, memory.shared)
+    each_recurrent = tuple(
+        RecurrentLayerMemory(layer.rows_allocated, layer.rows_used, layer.anchors_allocated, layer.anchors_used)
+        for layer in recurrent_layers[0:n_recurrent_layers]
+    )
+    return Memory(memory.allocated, memory.used, memory.at_capacity, each, memory.shared, each_recurrent)

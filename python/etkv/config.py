@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias, get_args
 
 from etkv.errors import EtkvError
+from etkv.recurrent_layer import KINDS, RecurrentLayer
 
 DEFAULT_MAX_STEP_TOKENS = 512
 """The most tokens of one step, where neither the program nor the config sets it."""
@@ -62,15 +63,25 @@ class LayerConfig:
 class LayerConfigs(tuple[LayerConfig, ...]):
     """The layers of a model, in the order of the program's layer ids. ``repr`` shows equal neighbours once.
 
-    ``backend`` is the backend of the program that they were read from, or None.
+    ``backend`` is the backend of the program that they were read from, or None. ``recurrent_layers`` are the other
+    layers of the program.
     """
 
     backend: str | None
+    recurrent_layers: tuple[RecurrentLayer, ...]
 
-    def __new__(cls, layers: Iterable[LayerConfig] = (), backend: str | None = None) -> LayerConfigs:
-        """Take ``layers``, and their backend if they are :class:`LayerConfigs`."""
+    def __new__(
+        cls,
+        layers: Iterable[LayerConfig] = (),
+        backend: str | None = None,
+        recurrent_layers: Sequence[RecurrentLayer] = (),
+    ) -> LayerConfigs:
+        """Take ``layers``, and what is not given from ``layers`` if they are :class:`LayerConfigs`."""
         configs = super().__new__(cls, layers)
-        configs.backend = layers.backend if backend is None and isinstance(layers, LayerConfigs) else backend
+        configs.backend, configs.recurrent_layers = backend, tuple(recurrent_layers)
+        if isinstance(layers, LayerConfigs):
+            configs.backend = layers.backend if backend is None else backend
+            configs.recurrent_layers = configs.recurrent_layers or layers.recurrent_layers
         return configs
 
     def __repr__(self) -> str:
@@ -83,7 +94,8 @@ class CacheConfig:
     """The config of a cache."""
 
     layers: Sequence[LayerConfig]
-    """One entry a layer, in the order of the program's layer ids. Kept as :class:`LayerConfigs`."""
+    """One entry a layer that attends, in the order of the program's layer ids. May be empty in a config with recurrent
+    layers. Kept as :class:`LayerConfigs`."""
     capacity: int
     """The most positions that the cache can hold: the session's context length."""
     _: KW_ONLY
@@ -102,20 +114,51 @@ class CacheConfig:
     """Positions that are stored in ``float_format`` before quantization begins; 0 to begin at once."""
     float_format: str | None = None
     """The format of keys and values before ``quantized_kv_start``: a float format; None as for ``k_format``."""
+    recurrent_layers: Sequence[RecurrentLayer] = ()
+    """One :class:`etkv.Convolution` or :class:`etkv.Recurrence` for each recurrent layer, in the order of their ids,
+    which count apart from those of ``layers``. If it is empty and ``layers`` were read from a program, those of the
+    program. They store float32, whatever the formats. Kept as a tuple."""
+    anchors: int = 0
+    """The states that a sequence keeps in each recurrence, 1 to 64; 0 for 2. They lie at multiples of 64 positions. For
+    each but the last, the sequence can be rewound by 64 positions."""
+    checkpoints: int | None = None
+    """The most checkpoints of :meth:`etkv.Cache.mark` in the cache, 0 to 256; None for 32. Each keeps the states of one
+    position."""
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, (str, LayerConfig)) or not isinstance(self.layers, Iterable):
             raise EtkvError(f"CacheConfig.layers is {self.layers!r}, expected a sequence of LayerConfig")
-        object.__setattr__(self, "layers", LayerConfigs(self.layers))
+        layers = LayerConfigs(self.layers)
+        object.__setattr__(self, "layers", layers)
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
                 raise EtkvError(f"CacheConfig.layers[{index}] is {layer!r}, expected a LayerConfig")
-        for name in ("capacity", "max_step_tokens", "min_chunk", "quantized_kv_start"):
+        self._take_recurrent_layers(layers.recurrent_layers)
+        for name in ("capacity", "max_step_tokens", "min_chunk", "quantized_kv_start", "anchors"):
             _integer(f"CacheConfig.{name}", getattr(self, name))
+        if self.checkpoints is not None:
+            _integer("CacheConfig.checkpoints", self.checkpoints)
         for name in ("k_format", "v_format", "growth", "float_format"):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name == "growth"):
                 raise EtkvError(f"CacheConfig.{name} is {value!r}, expected a string")
+
+    def _take_recurrent_layers(self, of_program: tuple[RecurrentLayer, ...]) -> None:
+        given = self.recurrent_layers
+        if isinstance(given, (str, RecurrentLayer)) or not isinstance(given, Iterable):
+            raise EtkvError(f"CacheConfig.recurrent_layers is {given!r}, expected a sequence of RecurrentLayer")
+        layers = tuple(given) or of_program
+        for index, layer in enumerate(layers):
+            name = f"CacheConfig.recurrent_layers[{index}]"
+            if not isinstance(layer, RecurrentLayer):
+                raise EtkvError(f"{name} is {layer!r}, expected a Convolution or a Recurrence")
+            if layer.kind not in KINDS:
+                raise EtkvError(f"{name}.kind is {layer.kind!r}, expected one of {', '.join(KINDS)}")
+            for size in ("channels", "width", "k_heads", "heads", "k_dim", "v_dim"):
+                _integer(f"{name}.{size}", getattr(layer, size))
+            if not isinstance(layer.channel_decay, bool):
+                raise EtkvError(f"{name}.channel_decay is {layer.channel_decay!r}, expected a bool")
+        object.__setattr__(self, "recurrent_layers", layers)
 
 
 def _integer(name: str, value: object) -> None:

@@ -137,7 +137,7 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
     backend = constants.get(BACKEND, "MLXBackend")
     if backend not in BACKENDS:
         raise EtkvError(f"`{BACKEND}` is {backend!r}, expected one of {', '.join(BACKENDS)}")
-    layers = LayerConfigs(of_layers, backend)
+    layers = LayerConfigs(of_layers, backend, recurrent_layers)
     chunk = _find(constants, "get_prefill_chunk_size") or 0
     return ModelCacheParams(layers, chunk, context, backend, recurrent_layers)
 

@@ -15,9 +15,10 @@ N_FACTS = 8
 """The integers that metadata have for each layer: the kind, and the fields of :class:`RecurrentLayer` in order."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecurrentLayer:
-    """A recurrent layer as its cache needs it. The sizes of the other kind are 0.
+    """A recurrent layer as its cache needs it: a :class:`Convolution` or a :class:`Recurrence`. The sizes of the other
+    kind are 0. Layers of equal facts are equal.
 
     A convolution keeps, of each sequence, the ``channels`` inputs of its last ``width`` - 1 tokens. A recurrence keeps
     a state of ``k_dim`` times ``v_dim`` elements for each of ``heads`` heads, of which several share one of ``k_heads``
@@ -33,13 +34,19 @@ class RecurrentLayer:
     v_dim: int = 0
     channel_decay: bool = False
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RecurrentLayer) and self.facts() == other.facts()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.facts()))
+
     def facts(self) -> list[int]:
         """Return the integers that describe the layer in metadata."""
         sizes = (self.channels, self.width, self.k_heads, self.heads, self.k_dim, self.v_dim)
         return [KINDS.index(self.kind) + 1, *sizes, int(self.channel_decay)]
 
-    @classmethod
-    def of_facts(cls, facts: Sequence[int], name: str) -> RecurrentLayer:
+    @staticmethod
+    def of_facts(facts: Sequence[int], name: str) -> RecurrentLayer:
         """Return the layer that ``facts`` of metadata describe. Raises :class:`EtkvError` if no layer has them.
 
         ``name`` is the layer's in messages.
@@ -47,8 +54,38 @@ class RecurrentLayer:
         kind, channels, width, k_heads, heads, k_dim, v_dim, channel_decay = facts
         of_convolution, of_recurrence = (channels, width), (k_heads, heads, k_dim, v_dim)
         if kind == 1 and all(of_convolution) and not any((*of_recurrence, channel_decay)):
-            return cls("convolution", channels, width)
+            return Convolution(channels, width)
         is_recurrence = kind == 2 and all(of_recurrence) and not any(of_convolution) and channel_decay in (0, 1)
         if is_recurrence and heads % k_heads == 0:
-            return cls("recurrence", 0, 0, k_heads, heads, k_dim, v_dim, bool(channel_decay))
+            return Recurrence(k_heads, heads, k_dim, v_dim, channel_decay=bool(channel_decay))
         raise EtkvError(f"{name} is {list(facts)}, which describes no recurrent layer")
+
+
+class Convolution(RecurrentLayer):
+    """A causal depthwise convolution."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        """Take the elements of a column, at least 1, and the positions that a query reads, its own included: 1 to 64.
+
+        The native library checks the limits.
+        """
+        super().__init__("convolution", channels, width)
+
+    def __repr__(self) -> str:
+        return f"Convolution(channels={self.channels}, width={self.width})"
+
+
+class Recurrence(RecurrentLayer):
+    """A linear recurrence: each head keeps a state of ``k_dim`` times ``v_dim`` elements."""
+
+    def __init__(self, k_heads: int, heads: int, k_dim: int, v_dim: int, *, channel_decay: bool = False) -> None:
+        """Take the heads of queries and keys, the heads of values, and the elements of a key and of a value.
+
+        ``heads`` is a multiple of ``k_heads``; all are at least 1. ``channel_decay`` tells whether each channel of a
+        key has a decay of its own; otherwise each head has one. The native library checks the limits.
+        """
+        super().__init__("recurrence", 0, 0, k_heads, heads, k_dim, v_dim, channel_decay)
+
+    def __repr__(self) -> str:
+        sizes = f"k_heads={self.k_heads}, heads={self.heads}, k_dim={self.k_dim}, v_dim={self.v_dim}"
+        return f"Recurrence({sizes}, channel_decay={self.channel_decay})"

@@ -78,8 +78,8 @@ static void fields(void) {
       "float_format f32, f16 or bf16, got row-int4");
 }
 
-/* Layers and structs of a later header are longer; one of an earlier header
- * has no `shared`. */
+/* Layers and structs of a later header are longer; those of an earlier header
+ * have no `shared` and no recurrent layers. */
 static void other_versions(void) {
   struct {
     etkv_layer_config known;
@@ -113,6 +113,17 @@ static void other_versions(void) {
   CHECK_INT(memory.shared, 0);
   etkv_cache_free(cache);
   etkv_session_free(session);
+
+  /* Fields after the size are not read. */
+  s.config.struct_size = offsetof(etkv_cache_config, recurrent_layers);
+  s.config.n_recurrent_layers = SIZE_MAX;
+  s.config.anchors = s.config.checkpoints = -9;
+  session = new_session(&s.config);
+  cache = cache_of(session);
+  CHECK_INT(etkv_cache_n_layers(cache), LAYERS);
+  CHECK_INT(etkv_cache_n_recurrent_layers(cache), 0);
+  etkv_cache_free(cache);
+  etkv_session_free(session);
 }
 
 /* The values that an estimate writes for layers, and the arguments that it
@@ -126,7 +137,8 @@ static void estimates(void) {
   s.config.max_step_tokens = 1;
   etkv_layer_memory layers[LAYERS] = {{0}};
   layers[0].struct_size = sizeof(layers[0]);
-  etkv_memory memory = {sizeof(memory), 0, 0, 0, layers, LAYERS, 0};
+  etkv_memory memory = {
+      .struct_size = sizeof(memory), .layers = layers, .n_layers = LAYERS};
   CHECK_OK(etkv_cache_config_estimate(&s.config, CAPACITY, &memory, NULL));
   const uint64_t k_row = HEADS * K_DIM * 2;
   const uint64_t v_row = HEADS * V_DIM * 2;
@@ -137,7 +149,7 @@ static void estimates(void) {
   CHECK_INT(layers[1].struct_size, sizeof(layers[1]));
 
   /* Separate sequences may need a slot for every position. */
-  etkv_memory shared = {sizeof(shared), 1, 1, 1, NULL, 0, 0};
+  etkv_memory shared = {.struct_size = sizeof(shared), .used = 1};
   CHECK_OK(etkv_cache_config_estimate_shared(&s.config, 0, &shared, NULL));
   CHECK_INT(shared.used, 0);
   CHECK_INT(shared.allocated, LAYERS * CAPACITY * (k_row + v_row));
@@ -145,7 +157,7 @@ static void estimates(void) {
   etkv_cache* cache = NULL;
   for (int i = 0; i < 3; ++i) {
     const etkv_memory* expected = i == 0 ? &memory : &shared;
-    etkv_memory found = {sizeof(found), 1, 1, 1, NULL, 0, 0};
+    etkv_memory found = {.struct_size = sizeof(found), .used = 1};
     etkv_cache_free(cache);
     CHECK_OK(etkv_cache_new(BACKEND, kinds[i], &s.config, &cache, NULL));
     CHECK_OK(etkv_cache_memory(cache, &found, NULL));
@@ -155,9 +167,10 @@ static void estimates(void) {
   }
 
   /* The wrong number of layers, or the wrong size. */
-#define CHECK_ROOM(field, value, words)                               \
-  memory = (etkv_memory){sizeof(memory), 0, 0, 0, layers, LAYERS, 0}; \
-  memory.field = (value);                                             \
+#define CHECK_ROOM(field, value, words)                                     \
+  memory = (etkv_memory){                                                   \
+      .struct_size = sizeof(memory), .layers = layers, .n_layers = LAYERS}; \
+  memory.field = (value);                                                   \
   CHECK_REFUSED(etkv_cache_memory(cache, &memory, error), INVALID, words)
   CHECK_ROOM(n_layers, LAYERS + 1, "n_layers is 3");
   CHECK_ROOM(n_layers, 0, "room for 0");

@@ -108,19 +108,145 @@ void of_our_version() {
 }
 
 void of_another_version() {
-  for (const int64_t version : {0, 2, 1000}) {
+  for (const int64_t version : {0, 3, 1000}) {
     // Refused even beside the exporter's methods, which may differ.
     auto facts = exporters();
     facts.set("kv_cache.schema_version", version);
     CHECK_REFUSED(
         facts.read(), ETKV_ERROR_PROGRAM, std::to_string(version).c_str());
-    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "reads version 1");
+    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "reads version 1 and 2");
   }
   auto facts = versioned();
   facts.set("kv_cache.schema_version", -1);
   CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "kv_cache.schema_version");
   facts.set("kv_cache.schema_version", std::vector<int32_t>{1});
   CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "kv_cache.schema_version");
+}
+
+Facts recurrent() {
+  Facts facts = versioned();
+  facts.set("kv_cache.schema_version", 2)
+      .set(
+          "kv_cache.recurrent_layers",
+          std::vector<int32_t>{
+              1,
+              160,
+              4,
+              0,
+              0,
+              0,
+              0,
+              0, // convolution
+              2,
+              0,
+              0,
+              2,
+              4,
+              16,
+              24,
+              1});
+  return facts;
+}
+
+void of_recurrent_layers() {
+  auto params = must(recurrent().read());
+  CHECK_INT(params.layers.size(), 2);
+  CHECK_INT(params.recurrent_layers.size(), 2);
+  const auto& convolution = params.recurrent_layers[0];
+  CHECK(convolution.kind == RecurrentKind::convolution);
+  CHECK_INT(convolution.channels, 160);
+  CHECK_INT(convolution.width, 4);
+  const auto& recurrence = params.recurrent_layers[1];
+  CHECK(recurrence.kind == RecurrentKind::recurrence);
+  CHECK_INT(recurrence.k_heads, 2);
+  CHECK_INT(recurrence.heads, 4);
+  CHECK_INT(recurrence.k_dim, 16);
+  CHECK_INT(recurrence.v_dim, 24);
+  CHECK(recurrence.channel_decay);
+
+  // A session has them.
+  auto config = make_config(params, 256);
+  config.growth = Growth::upfront;
+  for (const char* backend : {kMLXBackend, kCPUBackend}) {
+    auto session = must(make_decode_session(backend, config));
+    CHECK_INT(session->n_layers(), 2);
+    CHECK_INT(session->n_recurrent_layers(), 2);
+    const auto found = must(session->memory());
+    const auto wanted = must(estimate(config, 0));
+    CHECK(found == wanted);
+    CHECK_INT(found.recurrent_layers.size(), 2);
+    for (size_t i = 0; i < 2; ++i) {
+      const auto& layer = found.recurrent_layers[i];
+      const auto& expected = wanted.recurrent_layers[i];
+      CHECK(layer.rows_allocated > 0);
+      CHECK_INT(layer.rows_allocated, expected.rows_allocated);
+      CHECK_INT(layer.rows_used, 0);
+      CHECK((layer.anchors_allocated > 0) == (i == 1));
+      CHECK_INT(layer.anchors_allocated, expected.anchors_allocated);
+      CHECK_INT(layer.anchors_used, 0);
+    }
+    CHECK_HAS(
+        must(cache_report(session.cache())).c_str(), "\"channel_decay\":true");
+    CHECK_INT(must(session->mark(200)), 192);
+    CHECK_INT(must(session->reachable(200)), 0);
+    CHECK_REFUSED(session->mark(-1), ETKV_ERROR_POSITION, "is negative");
+    CHECK_REFUSED(session->reachable(-1), ETKV_ERROR_POSITION, "is negative");
+    auto sequences = must(make_seq_session(backend, config));
+    CHECK_INT(must(sequences->seq_mark(3, 200)), 192);
+    CHECK_INT(must(sequences->seq_reachable(3, 200)), 0);
+    CHECK_REFUSED(
+        sequences->seq_mark(256, 200), ETKV_ERROR_INVALID_ARGUMENT, "256");
+    CHECK_REFUSED(
+        sequences->seq_reachable(0, -2), ETKV_ERROR_POSITION, "is negative");
+  }
+  config.checkpoints = kNoCheckpoints;
+  auto session = must(make_tree_session(kCPUBackend, config));
+  CHECK_INT(must(session->mark(200)), 0);
+  config.anchors = 65;
+  CHECK_REFUSED(
+      make_tree_session(kCPUBackend, config),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "anchors is 65, the most is 64");
+
+  // Other layers are not needed.
+  auto facts = recurrent();
+  facts.set("kv_cache.n_layers", 0)
+      .set("kv_cache.n_kv_heads", 0)
+      .set("kv_cache.head_dim", 0);
+  params = must(facts.read());
+  CHECK_INT(params.layers.size(), 0);
+  session = must(make_tree_session(kCPUBackend, make_config(params, 256)));
+  CHECK_INT(session->n_layers(), 0);
+  CHECK_INT(session->n_recurrent_layers(), 2);
+  facts.set("kv_cache.schema_version", 1);
+  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "is 0, expected 1 to");
+  CHECK_INT(must(versioned().read()).recurrent_layers.size(), 0);
+
+  facts = recurrent();
+  facts.values.erase("kv_cache.recurrent_layers");
+  CHECK_REFUSED(
+      facts.read(),
+      ETKV_ERROR_PROGRAM,
+      "does not tell `kv_cache.recurrent_layers`");
+  facts.set("kv_cache.recurrent_layers", 8);
+  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "has 0 integers, expected 8");
+  facts.set("kv_cache.recurrent_layers", std::vector<float>(8));
+  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "is not one integer");
+  using List = std::vector<int64_t>;
+  for (const auto& [list, words] : std::vector<std::pair<List, const char*>>{
+           {{1, 160, 4}, "has 3 integers, expected 8 for each of 1 to 65536"},
+           {{1, 160, 4, 0, 0, 0, 0, 0, 1}, "has 9 integers"},
+           {{3, 160, 4, 0, 0, 0, 0, 0}, "is [3, 160, 4, 0, 0, 0, 0, 0], which"},
+           {{1, 160, 0, 0, 0, 0, 0, 0}, "describes no recurrent layer"},
+           {{1, 160, 4, 0, 0, 0, 0, 1}, "describes no recurrent layer"},
+           {{2, 0, 0, 3, 4, 16, 24, 0}, "layer 0 of `kv_cache.recurrent_la"},
+           {{2, 0, 0, 2, 4, 16, 24, 2}, "describes no recurrent layer"},
+           {{2, 0, 1, 2, 4, 16, 24, 0}, "describes no recurrent layer"},
+           {{2, 0, 0, 0, 4, 16, 24, 0}, "describes no recurrent layer"},
+           {{2, 0, 0, 2, 4, 16, -24, 0}, "has -24, which is not a 32-bit"}}) {
+    facts.set("kv_cache.recurrent_layers", list);
+    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, words);
+  }
 }
 
 void of_executorchs_exporter() {
@@ -365,6 +491,7 @@ int main() {
   etkv::examples::quiet_executorch();
   of_our_version();
   of_another_version();
+  of_recurrent_layers();
   of_executorchs_exporter();
   what_is_missing_or_wrong();
   of_a_method();

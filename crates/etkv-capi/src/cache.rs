@@ -107,10 +107,16 @@ pub unsafe extern "C" fn etkv_cache_length(
     unsafe { read(cache, length, "length", error, |cache| Ok(cache.length())) }
 }
 
-/// Returns the number of layers. Returns 0 if `cache` is no live handle.
+/// Returns the number of attention layers. Returns 0 if `cache` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_cache_n_layers(cache: *const etkv_cache) -> usize {
     value(0, || Ok(handle::look_up(cache, "cache")?.cache.n_layers()))
+}
+
+/// Returns the number of recurrent layers. Returns 0 if `cache` is no live handle.
+#[no_mangle]
+pub extern "C" fn etkv_cache_n_recurrent_layers(cache: *const etkv_cache) -> usize {
+    value(0, || Ok(handle::look_up(cache, "cache")?.cache.n_recurrent_layers()))
 }
 
 /// Returns the most tokens of one step. Returns 0 if `cache` is no live handle.
@@ -208,6 +214,43 @@ pub unsafe extern "C" fn etkv_cache_rewindable_to(
 ) -> i32 {
     // SAFETY: the caller says so.
     unsafe { read(cache, length, "length", error, |cache| cache.rewindable_to()) }
+}
+
+/// Stores the greatest length, at most `position`, that the cache can be rewound to.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_reachable(
+    cache: *const etkv_cache,
+    position: i32,
+    reachable: *mut i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { read(cache, reachable, "reachable", error, |cache| cache.reachable(position)) }
+}
+
+/// Makes a checkpoint, and stores its position.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_mark(
+    cache: *mut etkv_cache,
+    position: i32,
+    marked: *mut i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let marked = out(marked, "marked")?;
+            let cache = handle::look_up(cache, "cache")?;
+            marked.write(cache.cache.lock()?.mark(position)?);
+            Ok(())
+        })
+    }
 }
 
 /// Fills `memory`.

@@ -2,9 +2,11 @@
 
 use std::ffi::c_char;
 
-use etkv_core::{fail, CacheConfig, Growth, KvFormat, LayerConfig, LayerPolicy, Memory, Result};
+use etkv_core::{
+    fail, CacheConfig, Growth, KvFormat, LayerConfig, LayerPolicy, Memory, RecurrentLayer, Result,
+};
 
-use super::boundary::{boundary, out, read_struct, text};
+use super::boundary::{boundary, out, read_grown, read_struct, text};
 use super::error::etkv_error;
 use super::memory::{etkv_memory, fill_memory};
 
@@ -22,7 +24,23 @@ pub struct etkv_layer_config {
     dtype: i32,
 }
 
-/// What is stored of one attention layer; see the header.
+/// The sizes of one recurrent layer; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_recurrent_layer_config {
+    struct_size: usize,
+    kind: i32,
+    channels: i32,
+    width: i32,
+    k_heads: i32,
+    heads: i32,
+    k_dim: i32,
+    v_dim: i32,
+    channel_decay: i32,
+}
+
+/// The config of a cache; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -39,7 +57,17 @@ pub struct etkv_cache_config {
     min_chunk: i32,
     quantized_kv_start: i32,
     reserved: i32,
+    recurrent_layers: *const etkv_recurrent_layer_config,
+    n_recurrent_layers: usize,
+    anchors: i32,
+    checkpoints: i32,
 }
+
+/// The size of the struct before it had `recurrent_layers`.
+const WITHOUT_RECURRENT_LAYERS: usize = std::mem::offset_of!(etkv_cache_config, recurrent_layers);
+
+/// The `checkpoints` of a config without checkpoints.
+const NO_CHECKPOINTS: i32 = -1;
 
 /// Stores the bytes of one row of a format.
 ///
@@ -129,7 +157,7 @@ unsafe fn estimate(
 pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<CacheConfig> {
     // SAFETY: the caller says so.
     unsafe {
-        let config = read_struct(config, "config")?;
+        let (config, _) = read_grown(config, WITHOUT_RECURRENT_LAYERS, "config")?;
         refuse_reserved(config.reserved, "config")?;
         if config.quantized_kv_start < 0 {
             fail!(
@@ -138,16 +166,28 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
                 config.quantized_kv_start
             );
         }
-        let raw_layers = raw_layers(&config)?;
+        let raw_layers = raw_list(config.layers, config.n_layers, ["layers", "layer"])?;
+        let recurrent_layers = raw_list(
+            config.recurrent_layers,
+            config.n_recurrent_layers,
+            ["recurrent_layers", "recurrent layer"],
+        )?;
         let format = |name, field| match format(name, field)? {
             Some(format) => Ok(format),
             None => default_format(&raw_layers, field),
         };
         Ok(CacheConfig {
-            recurrent_layers: Vec::new(),
-            anchors: CacheConfig::DEFAULT_ANCHORS,
-            checkpoints: CacheConfig::DEFAULT_CHECKPOINTS,
-            layers: read_layers(&raw_layers)?,
+            layers: read_layers(&raw_layers, "layer", read_layer)?,
+            recurrent_layers: read_layers(
+                &recurrent_layers,
+                "recurrent layer",
+                read_recurrent_layer,
+            )?,
+            anchors: match config.anchors {
+                0 => CacheConfig::DEFAULT_ANCHORS,
+                anchors => anchors,
+            },
+            checkpoints: checkpoints(config.checkpoints)?,
             capacity: config.capacity,
             max_step_tokens: match config.max_step_tokens {
                 0 => CacheConfig::DEFAULT_MAX_STEP_TOKENS,
@@ -169,31 +209,34 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
     }
 }
 
+/// Copies `n` structs of the caller. `names` are the name of the list, and of one in messages.
+///
 /// # Safety
-/// `config.layers` points to `config.n_layers` structs, `layers->struct_size`
-/// bytes apart.
-unsafe fn raw_layers(config: &etkv_cache_config) -> Result<Vec<etkv_layer_config>> {
+/// `first` points to `n` structs that begin with their size, which is the distance between them.
+unsafe fn raw_list<T: Copy>(first: *const T, n: usize, names: [&str; 2]) -> Result<Vec<T>> {
     const MAX_LAYERS: usize = 65_536;
-    if config.n_layers > MAX_LAYERS {
-        fail!(InvalidArgument, "n_layers is {}, the most is {MAX_LAYERS}", config.n_layers);
+    let [list, one] = names;
+    if n > MAX_LAYERS {
+        fail!(InvalidArgument, "n_{list} is {n}, the most is {MAX_LAYERS}");
     }
-    if config.n_layers == 0 {
+    if n == 0 {
         return Ok(Vec::new());
     }
     // SAFETY: the caller says so.
-    let first = unsafe { read_struct(config.layers, "layers")? };
-    (0..config.n_layers)
+    unsafe { read_struct(first, list)? };
+    // SAFETY: it begins with its size.
+    let size = unsafe { first.cast::<usize>().read() };
+    (0..n)
         .map(|id| {
             // SAFETY: within the caller's list, whose structs have the size of the
             // first: callers of another version have structs of another size.
             unsafe {
-                let at = config.layers.byte_add(id * first.struct_size);
-                if at.cast::<usize>().read() != first.struct_size {
+                let at = first.byte_add(id * size);
+                let own_size = at.cast::<usize>().read();
+                if own_size != size {
                     fail!(
                         InvalidArgument,
-                        "layer {id}: struct_size is {}, that of layer 0 is {}",
-                        at.cast::<usize>().read(),
-                        first.struct_size
+                        "{one} {id}: struct_size is {own_size}, that of {one} 0 is {size}"
                     );
                 }
                 Ok(at.read())
@@ -202,10 +245,62 @@ unsafe fn raw_layers(config: &etkv_cache_config) -> Result<Vec<etkv_layer_config
         .collect()
 }
 
-fn read_layers(layers: &[etkv_layer_config]) -> Result<Vec<LayerConfig>> {
-    let read =
-        |(id, layer)| read_layer(layer).map_err(|error| error.at(format_args!("layer {id}")));
-    layers.iter().enumerate().map(read).collect()
+fn read_layers<Raw, Layer>(
+    layers: &[Raw],
+    name: &str,
+    read: impl Fn(&Raw) -> Result<Layer>,
+) -> Result<Vec<Layer>> {
+    let read_one = |(id, layer)| read(layer).map_err(|error| error.at(format_args!("{name} {id}")));
+    layers.iter().enumerate().map(read_one).collect()
+}
+
+fn read_recurrent_layer(layer: &etkv_recurrent_layer_config) -> Result<RecurrentLayer> {
+    let &etkv_recurrent_layer_config { channels, width, k_heads, heads, k_dim, v_dim, .. } = layer;
+    let channel_decay = layer.channel_decay;
+    let of_convolution = [("channels", channels), ("width", width)];
+    let of_recurrence = [
+        ("k_heads", k_heads),
+        ("heads", heads),
+        ("k_dim", k_dim),
+        ("v_dim", v_dim),
+        ("channel_decay", channel_decay),
+    ];
+    match layer.kind {
+        1 => {
+            refuse_others(&of_recurrence, "convolution")?;
+            Ok(RecurrentLayer::Convolution { channels, width })
+        }
+        2 => {
+            refuse_others(&of_convolution, "recurrence")?;
+            let channel_decay = match channel_decay {
+                0 => false,
+                1 => true,
+                other => fail!(InvalidArgument, "channel_decay is {other}, expected 0 or 1"),
+            };
+            Ok(RecurrentLayer::Recurrence { k_heads, heads, k_dim, v_dim, channel_decay })
+        }
+        other => fail!(InvalidArgument, "kind is {other}, expected 1 or 2"),
+    }
+}
+
+/// Refuses sizes of the other kind that are not 0.
+fn refuse_others(others: &[(&str, i32)], kind: &str) -> Result<()> {
+    if let Some((name, value)) = others.iter().find(|&&(_, value)| value != 0) {
+        fail!(InvalidArgument, "{name} is {value}, expected 0 for a {kind}");
+    }
+    Ok(())
+}
+
+fn checkpoints(checkpoints: i32) -> Result<i32> {
+    match checkpoints {
+        0 => Ok(CacheConfig::DEFAULT_CHECKPOINTS),
+        NO_CHECKPOINTS => Ok(0),
+        1.. => Ok(checkpoints),
+        _ => fail!(
+            InvalidArgument,
+            "checkpoints is {checkpoints}, the least is {NO_CHECKPOINTS}, for none"
+        ),
+    }
 }
 
 fn read_layer(layer: &etkv_layer_config) -> Result<LayerConfig> {

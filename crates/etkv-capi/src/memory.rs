@@ -3,7 +3,10 @@
 use std::ffi::c_void;
 use std::sync::{Arc, LazyLock};
 
-use etkv_core::{fail, BudgetReport, Memory, MemoryBudget, Reclaim, ReclaimClass, Result};
+use etkv_core::{
+    fail, BudgetReport, LayerMemory, Memory, MemoryBudget, Reclaim, ReclaimClass, RecurrentMemory,
+    Result,
+};
 use parking_lot::RwLock;
 
 use super::boundary::{boundary, out, read_grown, read_struct};
@@ -21,6 +24,18 @@ pub struct etkv_layer_memory {
     v_used: u64,
 }
 
+/// Bytes of one recurrent layer's buffers; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_recurrent_layer_memory {
+    struct_size: usize,
+    rows_allocated: u64,
+    rows_used: u64,
+    anchors_allocated: u64,
+    anchors_used: u64,
+}
+
 /// Bytes of a cache's buffers; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
@@ -33,6 +48,8 @@ pub struct etkv_memory {
     layers: *mut etkv_layer_memory,
     n_layers: usize,
     shared: u64,
+    recurrent_layers: *mut etkv_recurrent_layer_memory,
+    n_recurrent_layers: usize,
 }
 
 /// The size of the struct before it had `shared`.
@@ -49,38 +66,37 @@ pub(super) unsafe fn fill_memory(
     // SAFETY: the caller says so.
     let (mut filled, size) = unsafe { read_grown(memory, WITHOUT_SHARED, "memory")? };
     let found = find()?;
-    if filled.n_layers == 0 {
-        if !filled.layers.is_null() {
-            fail!(
-                InvalidArgument,
-                "memory.layers has room for 0, there are {}",
-                found.layers.len()
-            );
-        }
-    } else {
-        out(filled.layers, "memory.layers")?;
-        if filled.n_layers != found.layers.len() {
-            fail!(
-                InvalidArgument,
-                "memory.n_layers is {}, the cache has {}",
-                filled.n_layers,
-                found.layers.len()
-            );
-        }
-        // SAFETY: the caller says so.
-        let first = unsafe { read_struct(filled.layers, "memory.layers")? };
-        for (id, layer) in found.layers.iter().enumerate() {
-            // SAFETY: within the caller's list, whose structs have the size of the first.
-            unsafe {
-                filled.layers.byte_add(id * first.struct_size).write(etkv_layer_memory {
-                    struct_size: first.struct_size,
-                    k_allocated: layer.k.allocated,
-                    k_used: layer.k.used,
-                    v_allocated: layer.v.allocated,
-                    v_used: layer.v.used,
-                });
-            }
-        }
+    let layer = |size, layer: &LayerMemory| etkv_layer_memory {
+        struct_size: size,
+        k_allocated: layer.k.allocated,
+        k_used: layer.k.used,
+        v_allocated: layer.v.allocated,
+        v_used: layer.v.used,
+    };
+    let recurrent_layer = |size, layer: &RecurrentMemory| etkv_recurrent_layer_memory {
+        struct_size: size,
+        rows_allocated: layer.rows.allocated,
+        rows_used: layer.rows.used,
+        anchors_allocated: layer.anchors.allocated,
+        anchors_used: layer.anchors.used,
+    };
+    // Both are checked before either is written.
+    // SAFETY: the caller says so.
+    unsafe {
+        let size = room(filled.layers, filled.n_layers, found.layers.len(), "layers")?;
+        let recurrent_size = room(
+            filled.recurrent_layers,
+            filled.n_recurrent_layers,
+            found.recurrent_layers.len(),
+            "recurrent_layers",
+        )?;
+        fill_layers(filled.layers, size, &found.layers, layer);
+        fill_layers(
+            filled.recurrent_layers,
+            recurrent_size,
+            &found.recurrent_layers,
+            recurrent_layer,
+        );
     }
     filled.allocated = found.allocated;
     filled.used = found.used;
@@ -89,6 +105,50 @@ pub(super) unsafe fn fill_memory(
     // SAFETY: the caller says so, and its struct has that size.
     unsafe { memory.cast::<u8>().copy_from_nonoverlapping((&raw const filled).cast(), size) };
     Ok(())
+}
+
+/// Returns the size of the caller's structs for the layers of a cache, or `None` without room for them.
+///
+/// # Safety
+/// `layers` is NULL or points to `room` structs as the header says.
+unsafe fn room<T: Copy>(
+    layers: *mut T,
+    room: usize,
+    n: usize,
+    name: &str,
+) -> Result<Option<usize>> {
+    if room == 0 {
+        if !layers.is_null() && n > 0 {
+            fail!(InvalidArgument, "memory.{name} has room for 0, there are {n}");
+        }
+        return Ok(None);
+    }
+    out(layers, &format!("memory.{name}"))?;
+    if room != n {
+        fail!(InvalidArgument, "memory.n_{name} is {room}, the cache has {n}");
+    }
+    // SAFETY: the caller says so; it begins with its size.
+    unsafe {
+        read_struct(layers, &format!("memory.{name}"))?;
+        Ok(Some(layers.cast::<usize>().read()))
+    }
+}
+
+/// Fills the caller's structs, `size` bytes apart, if there are any.
+///
+/// # Safety
+/// `layers` points to a struct for each of `found`, if there is a size.
+unsafe fn fill_layers<T, Layer>(
+    layers: *mut T,
+    size: Option<usize>,
+    found: &[Layer],
+    fill: impl Fn(usize, &Layer) -> T,
+) {
+    let Some(size) = size else { return };
+    for (id, layer) in found.iter().enumerate() {
+        // SAFETY: within the caller's list, whose structs have the size of the first.
+        unsafe { layers.byte_add(id * size).write(fill(size, layer)) };
+    }
 }
 
 /// Bytes of all caches' buffers, and their limit; see the header.

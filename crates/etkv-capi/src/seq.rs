@@ -265,6 +265,49 @@ pub unsafe extern "C" fn etkv_seq_cache_rewindable_to(
     unsafe { read(cache, length, "length", error, |cache| cache.seq_rewindable_to(sequence)) }
 }
 
+/// Stores the greatest length, at most `position`, that a sequence can be rewound to.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_reachable(
+    cache: *const etkv_seq_cache,
+    sequence: i32,
+    position: i32,
+    reachable: *mut i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        let ask = |cache: &dyn SeqCache| cache.seq_reachable(sequence, position);
+        read(cache, reachable, "reachable", error, ask)
+    }
+}
+
+/// Makes a checkpoint of a sequence, and stores its position.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_mark(
+    cache: *mut etkv_seq_cache,
+    sequence: i32,
+    position: i32,
+    marked: *mut i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let marked = out(marked, "marked")?;
+            let cache = handle::look_up(cache, "cache")?;
+            let mark = |cache: &mut dyn SeqCache| cache.seq_mark(sequence, position);
+            marked.write(with_sequences(&cache.cache, mark)?);
+            Ok(())
+        })
+    }
+}
+
 /// Stores the positions that a sequence holds, as ranges in order.
 ///
 /// # Safety
