@@ -3,7 +3,7 @@
 use crate::cache::AttendCache;
 use crate::error::Result;
 use crate::spec::Placement;
-use crate::store::{Spec, Store};
+use crate::store::{RecurrentWork, Spec, Store};
 
 /// One forward of a program on a cache.
 ///
@@ -50,6 +50,15 @@ impl<'a, S: Store> Step<'a, S> {
         v: &S::Tensor,
     ) -> Result<Spec<S>> {
         self.cache.update_and_fetch(layer, k, v)
+    }
+
+    /// Passes what a recurrent layer reads to `work`, and writes what it returns; see
+    /// [`AttendCache::update_recurrent`].
+    ///
+    /// # Errors
+    /// Those of [`AttendCache::update_recurrent`].
+    pub fn update_recurrent(&mut self, layer: usize, work: &mut RecurrentWork<S>) -> Result<()> {
+        self.cache.update_recurrent(layer, work)
     }
 
     /// Counts a layer's new rows as written, and returns the slots that the caller writes them to; see

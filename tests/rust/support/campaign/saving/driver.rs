@@ -2,10 +2,11 @@
 
 use etkv_core::{
     AttendCache, CacheConfig, CellsCache, ContiguousCache, Error, Growth, KvFormat, LayerConfig,
-    LayerPolicy, MemoryBudget, Result, Step,
+    LayerPolicy, MemoryBudget, RecurrentLayer, Result, Step,
 };
 
 use crate::backend::Backend;
+use crate::recurrence::{self, Token};
 use crate::{oracle, Rng};
 
 const N_HEADS: usize = 4;
@@ -48,6 +49,9 @@ impl Shape {
             v_format: format(rng),
             quantized_kv_start: rng.chance(0.3).then(|| rng.pick(&[1, 10, 25])),
             float_format: rng.pick(&["f32", "f16", "bf16"]).parse().unwrap(),
+            recurrent_layers: if rng.chance(0.4) { recurrent_layers(rng) } else { Vec::new() },
+            anchors: rng.pick(&[1, 2, 3]),
+            checkpoints: rng.pick(&[0, 2, 32]),
             ..CacheConfig::uniform(0, 1, 1, 1)
         };
         Self { kind: rng.below(3), config }
@@ -60,11 +64,28 @@ impl Shape {
     pub fn try_make<B: Backend>(&self) -> Result<AnyCache<B>> {
         let config = self.config.clone();
         Ok(match self.kind {
+            0 if !config.recurrent_layers.is_empty() => {
+                Box::new(CellsCache::<B::Store>::contiguous(config)?)
+            }
             0 => Box::new(ContiguousCache::<B::Store>::new(config)?),
             1 => Box::new(CellsCache::<B::Store>::new(config)?),
             _ => Box::new(CellsCache::<B::Store>::with_trees(config)?),
         })
     }
+}
+
+fn recurrent_layers(rng: &mut Rng) -> Vec<RecurrentLayer> {
+    let layer = |rng: &mut Rng| match rng.below(2) {
+        0 => RecurrentLayer::Convolution { channels: 3, width: rng.pick(&[2, 4]) },
+        _ => RecurrentLayer::Recurrence {
+            k_heads: 1,
+            heads: rng.pick(&[1, 2]),
+            k_dim: 2,
+            v_dim: 3,
+            channel_decay: rng.chance(0.3),
+        },
+    };
+    (0..1 + rng.below(2)).map(|_| layer(rng)).collect()
 }
 
 /// Runs a generated operation on each cache, and checks that all answer the same.
@@ -96,6 +117,10 @@ pub fn one<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32
             let formats = [rng.pick(&oracle::FORMATS), rng.pick(&oracle::FORMATS)];
             let [k, v] = formats.map(|name| name.parse().unwrap());
             done(cache.convert(k, v))
+        }
+        2 if rng.chance(0.5) => {
+            let at = rng.below(cache.length() as usize + 80) as i32;
+            done(cache.mark(at).map(drop))
         }
         2 | 3 => {
             let to = rng.below(cache.length() as usize + 2) as i32;
@@ -198,9 +223,18 @@ pub fn forward<B: Backend>(
     positions: &[i32],
 ) -> Result<Vec<u32>> {
     let layers = cache.config().layers.clone();
+    let recurrent = cache.config().recurrent_layers.clone();
     let n = positions.len();
     let mut bits = Vec::new();
     let mut step = Step::begin(&mut **cache, positions)?;
+    for (id, &layer) in recurrent.iter().enumerate() {
+        let tokens: Vec<Token> = (0..n).map(|_| rng.next_u64()).collect();
+        let mut outputs = Vec::new();
+        step.update_recurrent(id, &mut |spec| {
+            recurrence::planned::<B>(id, layer, &tokens, spec, &mut outputs)
+        })?;
+        bits.extend(outputs.iter().flatten().flatten().map(|value| value.to_bits()));
+    }
     for (id, layer) in layers.iter().enumerate() {
         let heads = layer.n_kv_heads as usize;
         let (kd, vd) = (layer.k_head_dim as usize, layer.v_head_dim as usize);
