@@ -18,6 +18,7 @@ from etkv.description import describe_program, dtype_and_shape
 from etkv.errors import EtkvError, StatusError
 from etkv.metadata import context_length, describes_layers, read_kv_cache_metadata
 from etkv.pte import PteFile
+from etkv.recurrent_layer import RecurrentLayer
 
 DEFAULT_FORMATS = ("f32", "f16", "affine4")
 """The storage formats that a report has by default."""
@@ -61,6 +62,8 @@ def report(
         contents["layers"], contents["cache"] = None, {"unknown": str(error)}
         return contents
     contents["layers"] = [_layer(layer) for layer in facts.layers]
+    if facts.recurrent_layers:
+        contents["recurrent_layers"] = [_recurrent_layer(layer) for layer in facts.recurrent_layers]
     positions = capacity or facts.max_context_length or 4096
     contents["cache"] = {
         "capacity": positions,
@@ -135,6 +138,14 @@ def _layer(layer: LayerConfig) -> dict[str, Any]:
     }
 
 
+def _recurrent_layer(layer: RecurrentLayer) -> dict[str, Any]:
+    """Return the layer's kind and the sizes of that kind, as a report of a cache has them."""
+    if layer.kind == "convolution":
+        return {"kind": layer.kind, "channels": layer.channels, "width": layer.width}
+    names = ("kind", "k_heads", "heads", "k_dim", "v_dim", "channel_decay")
+    return {name: getattr(layer, name) for name in names}
+
+
 def _cache_bytes(layers: tuple[LayerConfig, ...], chunk: int, capacity: int, name: str) -> dict[str, Any]:
     config = CacheConfig(layers, capacity, k_format=name, v_format=name, max_step_tokens=chunk)
     try:
@@ -188,8 +199,9 @@ def _cache_lines(contents: dict[str, Any]) -> Iterator[str]:
         yield f"cache: {contents['cache']['unknown']}"
         return
     for layer, same in itertools.groupby(contents["layers"]):
-        n = len(list(same))
-        yield f"cache: {n} {'layer' if n == 1 else 'layers'} of {_layer_text(layer)}"
+        yield f"cache: {_layers_text(len(list(same)))} of {_layer_text(layer)}"
+    for layer, same in itertools.groupby(contents.get("recurrent_layers", ())):
+        yield f"cache: {_layers_text(len(list(same)), 'recurrent ')}: {_recurrent_layer_text(layer)}"
     for name, size in contents["cache"]["bytes"].items():
         if "not_possible" in size:
             yield f"cache in {name}: not possible: {size['not_possible']}"
@@ -199,6 +211,18 @@ def _cache_lines(contents: dict[str, Any]) -> Iterator[str]:
             f"cache in {name}: {at_capacity} at {contents['cache']['capacity']} positions, "
             f"{a_position} for the first one"
         )
+
+
+def _layers_text(n: int, kind: str = "") -> str:
+    return f"{n} {kind}{'layer' if n == 1 else 'layers'}"
+
+
+def _recurrent_layer_text(layer: dict[str, Any]) -> str:
+    if layer["kind"] == "convolution":
+        return f"convolution of {layer['channels']} channels, width {layer['width']}"
+    heads = f"{layer['heads']} heads ({layer['k_heads']} of keys)"
+    decay = "channel" if layer["channel_decay"] else "head"
+    return f"recurrence of {heads}, states of {layer['k_dim']} x {layer['v_dim']}, a decay for each {decay}"
 
 
 def _layer_text(layer: dict[str, Any]) -> str:

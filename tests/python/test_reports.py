@@ -78,6 +78,10 @@ def test_fields_of_a_cache():
     with etkv.TreeSession(config()) as session:
         session.propose([-1, -1], sequence=3)
         check(session.report(), "A cache", seen)
+    with etkv.DecodeSession(config(recurrent_layers=[etkv.Convolution(8, 4), etkv.Recurrence(1, 2, 8, 8)])) as session:
+        check(session.report(), "A cache", seen)
+    # test_recurrent_caches.py has a report with checkpoints.
+    seen.add("sequences[].checkpoints")
     assert seen == set(documented("A cache"))
     check(example("A cache"), "A cache", in_example := set())
     assert in_example == seen
