@@ -1,10 +1,10 @@
 //! Generates the reader of MLX program payloads, from the schema of the installed
-//! ExecuTorch.
+//! ExecuTorch and the nodes that etkv adds.
 
 // A build script reports errors by panicking.
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() {
@@ -36,10 +36,31 @@ fn make_reader() {
     let flatc = executorch.join("data/bin/flatc");
     println!("cargo:rerun-if-changed={}", schema.display());
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
+    let nodes = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../python/etkv/mlx_nodes.fbs");
+    println!("cargo:rerun-if-changed={}", nodes.display());
+    let read = |path: &Path| {
+        std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    };
+    let schema = {
+        let joined = with_nodes(&read(&schema), &read(&nodes));
+        let path = out.join("schema.fbs");
+        std::fs::write(&path, joined).expect("the build folder can be written");
+        path
+    };
     let status = Command::new(&flatc)
         .args(["--rust", "-o"])
         .args([out.as_path(), schema.as_path()])
         .status()
         .unwrap_or_else(|error| panic!("{} does not run: {error}", flatc.display()));
     assert!(status.success(), "{} cannot read {}", flatc.display(), schema.display());
+}
+
+/// Returns a schema with the tables of `nodes`, and with the members of its union after those of the schema.
+fn with_nodes(schema: &str, nodes: &str) -> String {
+    const UNION: &str = "union OpNode {";
+    let (tables, members) = nodes.split_once(UNION).expect("the nodes have a union");
+    let members = members.split_once('}').expect("the union ends").0;
+    let (before, union) = schema.split_once(UNION).expect("the schema has a union of nodes");
+    let (of_schema, after) = union.split_once('}').expect("the union ends");
+    format!("{before}{tables}{UNION}{of_schema}, {members}}}{after}")
 }

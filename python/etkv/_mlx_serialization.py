@@ -1,12 +1,13 @@
-"""Supplies the serialization modules that ExecuTorch's Linux wheel leaves out.
+"""Supplies the serialization modules of ExecuTorch's MLX backend, with the nodes that etkv adds to its programs.
 
-The wheel ships the MLX ahead-of-time code but not the files that its build generates from ``schema.fbs``:
-``mlx_graph_schema``, ``_generated_serializers``, the flatbuffer classes under ``_generated`` and
-``_generated_inspector``. Without them ``import executorch.backends.mlx`` fails.
+ExecuTorch's build generates them from ``schema.fbs``: ``mlx_graph_schema``, ``_generated_serializers``, the flatbuffer
+classes under ``_generated`` and ``_generated_inspector``. The Linux wheel ships the MLX ahead-of-time code without
+them, so ``import executorch.backends.mlx`` fails there.
 
-:func:`ensure_available` generates them with the wheel's own generator and ``flatc``. They are written to a folder in
-the user's cache, whose name has a digest of every input, and an import hook finds them there. The installed wheel is
-never written to: it may be read-only or shared, and its package manager does not track extra files.
+:func:`ensure_available` generates them with the wheel's own generator and ``flatc``, from the wheel's schema and the
+nodes of ``mlx_nodes.fbs``. They are written to a folder in the user's cache, whose name has a digest of every input,
+and an import hook finds them there. The installed wheel is never written to: it may be read-only or shared, and its
+package manager does not track extra files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -31,24 +33,27 @@ _PACKAGE = "executorch.backends.mlx"
 _SERIALIZATION = f"{_PACKAGE}.serialization"
 _INSPECTOR = f"{_PACKAGE}._generated_inspector"
 
+_NODES = Path(__file__).with_name("mlx_nodes.fbs")
+_UNION = "union OpNode {"
+
 # Increase this when the contents of the cache folder change and its inputs do not.
-_LAYOUT = "1"
+_LAYOUT = "2"
 
 
 def ensure_available() -> Path | None:
     """Make ``executorch.backends.mlx`` importable. Safe to call again, and from several processes at once.
 
     Returns the folder of the generated modules, or ``None`` if the wheel has its own (the macOS wheel, or an ExecuTorch
-    built from source).
+    built from source) and lacks the generator, or if its own were imported before. Those have no nodes of etkv.
 
     Raises :class:`EtkvError` if ExecuTorch is not installed or the generator fails.
     """
     wheel = _wheel_folder()
-    if _is_complete(wheel):
-        return None
     for finder in sys.meta_path:
         if isinstance(finder, _GeneratedFinder):
             return finder.folder
+    if _is_complete(wheel) and (_SERIALIZATION in sys.modules or not _has_generator(wheel)):
+        return None
     folder = _generated_folder(wheel)
     sys.meta_path.insert(0, _GeneratedFinder(folder))
     return folder
@@ -100,6 +105,15 @@ def _is_complete(wheel: Path) -> bool:
     )
 
 
+def _has_generator(wheel: Path) -> bool:
+    serialization = wheel / "serialization"
+    try:
+        _flatc()
+    except EtkvError:
+        return False
+    return (serialization / "generate.py").exists() and (serialization / "schema.fbs").exists()
+
+
 def _flatc() -> Path:
     spec = importlib.util.find_spec("executorch.data.bin")
     if spec is not None and spec.origin is not None:
@@ -148,10 +162,10 @@ def _cache_root() -> Path | None:
 
 
 def _digest(wheel: Path, flatc: Path) -> str:
-    """Return a digest of the wheel's modules, schema and ``flatc``, so that no other version reads these files."""
+    """Return a digest of the wheel's modules, both schemas and ``flatc``: no other version reads these files."""
     digest = hashlib.sha256(_LAYOUT.encode())
     serialization = wheel / "serialization"
-    for path in (*sorted(serialization.glob("*.py")), serialization / "schema.fbs", flatc):
+    for path in (*sorted(serialization.glob("*.py")), serialization / "schema.fbs", _NODES, flatc):
         digest.update(path.name.encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
@@ -197,7 +211,16 @@ def _generate(wheel: Path, flatc: Path, out: Path) -> None:
     runtime = out / "runtime"
     runtime.mkdir()
 
+    whole, flat = out / "schema.fbs", out / "flat.fbs"
+    joined = _with_nodes((source / "schema.fbs").read_text(), _NODES.read_text())
+    whole.write_text(joined)
+    # The generator takes names of a union, and no numbers.
+    before, union = joined.split(_UNION)
+    members, after = union.split("}", 1)
+    flat.write_text(before + _UNION + re.sub(r"\s*=\s*\d+", "", members) + "}" + after)
+
     generator = _load_generator(source / "generate.py")
+    generator.SCHEMA_FBS = whole
     generator.GENERATED_DIR = package / "_generated"
     generator.RUNTIME_DIR = runtime
     log = io.StringIO()
@@ -205,12 +228,21 @@ def _generate(wheel: Path, flatc: Path, out: Path) -> None:
         if not generator.run_flatc(str(flatc)):
             raise EtkvError(f"{flatc} failed on {source / 'schema.fbs'}: {' '.join(log.getvalue().split())}")
         generator._fixup_flatc_imports()
-        schema = generator.parse_fbs(source / "schema.fbs")
+        schema = generator.parse_fbs(flat)
         (package / "mlx_graph_schema.py").write_text(generator.generate_python_schema(schema))
         (package / "_generated_serializers.py").write_text(generator.generate_python_serializers(schema))
         (out / "_generated_inspector.py").write_text(generator.generate_inspector(schema))
     (package / "_generated" / "__init__.py").touch()
+    flat.unlink()
     shutil.rmtree(runtime)
+
+
+def _with_nodes(schema: str, nodes: str) -> str:
+    """Return ``schema`` with the tables of ``nodes``, and with the members of its union after those of the schema."""
+    tables, members = nodes.split(_UNION)
+    before, union = schema.split(_UNION)
+    of_schema, after = union.split("}", 1)
+    return f"{before}{tables}{_UNION}{of_schema}, {members.split('}', 1)[0]}}}{after}"
 
 
 def _load_generator(path: Path) -> ModuleType:

@@ -93,11 +93,6 @@ def _check_layers(request: ExportRequest, config: PreTrainedConfig) -> None:
             f"model family {config.model_type!r} has layers of kind {other!r}, and a program has layers that attend to "
             f"all earlier tokens or to a sliding window"
         )
-    if state is not None and request.backend != "cpu":
-        raise EtkvError(
-            f"model family {config.model_type!r} has layers of kind {state!r}, which keep a state, and backend "
-            f"{request.backend} has no ops for them; backend cpu has them"
-        )
 
 
 def _check_experts(request: ExportRequest, config: PreTrainedConfig) -> None:

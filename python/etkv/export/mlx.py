@@ -1,4 +1,8 @@
-"""Programs for MLX: one delegate that runs the whole graph."""
+"""Programs for MLX: one delegate that runs the whole graph.
+
+``kvcache::update_and_convolve`` and ``kvcache::update_and_scan`` become nodes that ExecuTorch's schema does not have.
+The delegate of such a program is named ``EtkvForMLX``, so that ExecuTorch's own MLX backend does not take it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
+from etkv import _library
 from etkv.errors import EtkvError
 from etkv.export.request import ExportRequest
 
@@ -51,7 +56,10 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     from executorch.backends.mlx.passes import get_default_passes
 
     _register_ops()
-    return exir.to_edge_transform_and_lower(
+    has_states = any(_has_states(program) for program in traced.values())
+    if has_states:
+        _register_recurrent_ops()
+    edge = exir.to_edge_transform_and_lower(
         traced,
         transform_passes=get_default_passes(),
         partitioner=[MLXPartitioner()],
@@ -59,6 +67,27 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
         # The KV cache op is not part of the edge dialect, and MLX has its own dimension order.
         compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
     )
+    if has_states:
+        for method in traced:
+            _name_delegates(edge.exported_program(method))
+    return edge
+
+
+def _has_states(program: ExportedProgram) -> bool:
+    """Return whether ``program`` has recurrent layers."""
+    import torch
+
+    ops = (torch.ops.kvcache.update_and_convolve.default, torch.ops.kvcache.update_and_scan.default)
+    return any(node.target in ops for node in program.graph.nodes)
+
+
+def _name_delegates(program: ExportedProgram) -> None:
+    """Name the delegates of ``program`` after etkv's backend alone."""
+    from executorch.exir.delegate import executorch_call_delegate
+
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target is executorch_call_delegate:
+            getattr(program.graph_module, node.args[0].target)._backend_id = _library.OWN_BACKEND
 
 
 def check(graph: torch.fx.Graph, family: str) -> None:
@@ -92,3 +121,65 @@ def _register_ops() -> None:
         return made
 
     REGISTRY.register(target=[torch.ops.etkv.select_by_capacity.default])(select_by_capacity)
+
+
+@functools.cache
+def _register_recurrent_ops() -> None:
+    """Tell ExecuTorch how the ops of recurrent layers become nodes of MLX programs.
+
+    Raises :class:`EtkvError` if its schema was loaded without the nodes of etkv.
+    """
+    import torch
+    from executorch.backends.mlx.builder.op_helpers import torch_dtype_to_scalar_type
+    from executorch.backends.mlx.builder.op_registry import REGISTRY
+    from executorch.backends.mlx.serialization import mlx_graph_schema
+
+    if not hasattr(mlx_graph_schema, "UpdateAndScanNode"):
+        raise EtkvError("executorch.backends.mlx was imported before etkv.export; import etkv.export first")
+
+    def tids(builder: Any, names: tuple[str, ...], slots: tuple[Any, ...]) -> dict[str, Any]:
+        pairs = zip(names, slots, strict=True)
+        return {name: None if slot is None else builder.slot_to_tid(slot) for name, slot in pairs}
+
+    def update_and_convolve(builder: Any, node: torch.fx.Node) -> Any:
+        *tensors, layer, activation, dtype = builder.args(node)
+        channels, width = _shape(node, 1)
+        made = builder.make_or_get_slot(node)
+        builder.emit(
+            mlx_graph_schema.UpdateAndConvolveNode(
+                **tids(builder, ("x", "weight", "bias", "position", "out"), (*tensors, made)),
+                layer_id=layer,
+                activation=activation,
+                out_dtype=torch_dtype_to_scalar_type(dtype),
+                channels=channels,
+                width=width,
+            )
+        )
+        return made
+
+    def update_and_scan(builder: Any, node: torch.fx.Node) -> Any:
+        *tensors, layer, scale, dtype = builder.args(node)
+        (_, k_heads, _, k_dim), (_, heads, _, v_dim) = _shape(node, 1), _shape(node, 2)
+        made = builder.make_or_get_slot(node)
+        builder.emit(
+            mlx_graph_schema.UpdateAndScanNode(
+                **tids(builder, ("q", "k", "v", "g", "beta", "position", "out"), (*tensors, made)),
+                layer_id=layer,
+                scale=float(scale),
+                out_dtype=torch_dtype_to_scalar_type(dtype),
+                k_heads=k_heads,
+                heads=heads,
+                k_dim=k_dim,
+                v_dim=v_dim,
+                channel_decay=len(_shape(node, 3)) == 4,
+            )
+        )
+        return made
+
+    REGISTRY.register(target=[torch.ops.kvcache.update_and_convolve.default])(update_and_convolve)
+    REGISTRY.register(target=[torch.ops.kvcache.update_and_scan.default])(update_and_scan)
+
+
+def _shape(node: torch.fx.Node, argument: int) -> Any:
+    given: Any = node.args[argument]
+    return given.meta["val"].shape

@@ -110,8 +110,8 @@ pub fn decode_scan(
 /// Decodes a chain that is inside an instruction.
 fn inside(slots: &mut Slots, index: usize, inner: &mut Inner<'_>) -> Result<Chain> {
     let chain = inner(slots, index)?;
-    if chain.instructions.iter().any(|made| matches!(made.op, Op::UpdateAndAttend { .. })) {
-        fail!(Unsupported, "chain {index}, which does not run once a step, attends to the cache");
+    if chain.instructions.iter().any(|made| made.op.writes_cache()) {
+        fail!(Unsupported, "chain {index}, which does not run once a step, writes the cache");
     }
     Ok(chain)
 }

@@ -6,6 +6,7 @@
 mod function;
 mod metal;
 mod op;
+mod recurrent;
 
 use std::collections::HashMap;
 
@@ -16,6 +17,7 @@ pub use function::{
 };
 pub use metal::{Gguf, MetalKernel};
 pub use op::{Affine, Binary, Heads, Index, IntBinary, Norm, Op, Scan, Unary};
+pub use recurrent::{RecurrentCall, RecurrentFunction};
 
 /// A tensor value: a constant, an input, or the result of one instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

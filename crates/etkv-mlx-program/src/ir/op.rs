@@ -6,7 +6,7 @@ use mlx_rs::Dtype;
 
 use smallvec::SmallVec;
 
-use super::{Chain, Function, Int, IntValue, MetalKernel, Value};
+use super::{Chain, Function, Int, IntValue, MetalKernel, RecurrentCall, Value};
 
 /// Element-wise functions of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -271,6 +271,8 @@ pub enum Op {
         /// Made by a pass: only the last query's row is computed.
         last_query: bool,
     },
+    /// A recurrent layer of the cache.
+    UpdateRecurrent(Box<RecurrentCall>),
     /// Made by a pass: `x` times the transpose of a weight `[out, in]`, or times a weight that is
     /// kept transposed, `[in, out]`.
     Linear {
@@ -470,6 +472,10 @@ impl Op {
                 visit(v);
                 visit(position);
             }
+            Op::UpdateRecurrent(call) => {
+                call.tensors.iter_mut().for_each(&mut *visit);
+                visit(&mut call.position);
+            }
             Op::IntBinary { .. } => {}
         }
     }
@@ -531,9 +537,24 @@ impl Op {
     /// Returns whether another instruction with the same arguments has the same results, and no other effect.
     pub fn is_repeatable(&self) -> bool {
         match self {
-            Op::UpdateAndAttend { .. } | Op::If { .. } | Op::Scan(_) => false,
+            op if op.writes_cache() => false,
+            Op::If { .. } | Op::Scan(_) => false,
             Op::Call { function, .. } => function.is_repeatable(),
             _ => true,
+        }
+    }
+
+    /// Returns whether the instruction writes a layer of the cache.
+    pub fn writes_cache(&self) -> bool {
+        matches!(self, Op::UpdateAndAttend { .. } | Op::UpdateRecurrent(_))
+    }
+
+    /// Returns the positions of an instruction that writes a layer of the cache.
+    pub fn position_mut(&mut self) -> Option<&mut Value> {
+        match self {
+            Op::UpdateAndAttend { position, .. } => Some(position),
+            Op::UpdateRecurrent(call) => Some(&mut call.position),
+            _ => None,
         }
     }
 
@@ -541,6 +562,9 @@ impl Op {
     pub fn name(&self) -> String {
         match self {
             Op::UpdateAndAttend { layer, .. } => format!("UpdateAndAttend of layer {layer}"),
+            Op::UpdateRecurrent(call) => {
+                format!("{} of recurrent layer {}", call.kind(), call.layer)
+            }
             Op::Call { function, .. } => function.name(),
             Op::MetalKernel { kernel, .. } => format!("MetalKernel {kernel}"),
             other => {
@@ -554,6 +578,7 @@ impl Op {
     pub fn kind(&self) -> String {
         match self {
             Op::UpdateAndAttend { .. } => String::from("UpdateAndAttend"),
+            Op::UpdateRecurrent(call) => call.kind().to_owned(),
             Op::Unary { function, .. } => format!("{function:?}"),
             Op::Binary { function, .. } => format!("{function:?}"),
             Op::IntBinary { function, .. } => format!("Int{function:?}"),

@@ -8,7 +8,8 @@ use crate::error::{fail, Result};
 use crate::ir::{Int, IntValue, Out, Value};
 use etkv::mlx::{self, slice_axis, Mlx};
 use etkv::AttendSpec;
-use etkv::{MlxCache, Step};
+use etkv::{MlxCache, MlxStore, Step};
+use etkv_core::RecurrentWork;
 use etkv_delegate::Host;
 
 /// The elements of an integer input. A step of few tokens needs no allocation.
@@ -215,6 +216,18 @@ impl<'c, 's> Frame<'c, 's> {
         let (k, v) = (self.tensor(k)?.clone(), self.tensor(v)?.clone());
         match &mut self.step {
             StepState::Open(step, ..) => Ok(step.update_and_fetch(layer, &k, &v)?),
+            _ => fail!(Step, "no step is open"),
+        }
+    }
+
+    /// Passes what a recurrent layer reads to `work`, and writes the rows that it returns.
+    pub fn update_recurrent(
+        &mut self,
+        layer: usize,
+        work: &mut RecurrentWork<MlxStore>,
+    ) -> Result<()> {
+        match &mut self.step {
+            StepState::Open(step, ..) => Ok(step.update_recurrent(layer, work)?),
             _ => fail!(Step, "no step is open"),
         }
     }

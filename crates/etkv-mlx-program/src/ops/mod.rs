@@ -26,6 +26,7 @@ mod order;
 mod packed;
 mod quantized;
 mod rearrange;
+mod recurrent;
 mod reduction;
 mod rotary;
 mod shape;
@@ -212,6 +213,8 @@ decoding! {
     TriuNode: op_as_triu_node => rearrange::triu,
     TruncNode: op_as_trunc_node => elementwise::trunc,
     UpdateAndAttendNode: op_as_update_and_attend_node => attention::update_and_attend,
+    UpdateAndConvolveNode: op_as_update_and_convolve_node => recurrent::update_and_convolve,
+    UpdateAndScanNode: op_as_update_and_scan_node => recurrent::update_and_scan,
     VarNode: op_as_var_node => reduction::var,
     WhereNode: op_as_where_node => compare::choose,
 }
@@ -312,6 +315,7 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<OpResult> {
             };
             attention::run_update_and_attend(frame, [*q, *k, *v], *position, call)?
         }
+        Op::UpdateRecurrent(call) => recurrent::run(frame, call)?,
         Op::Rotary { x, offsets, periods, dtype } => {
             rotary::run(frame, *x, [*offsets, *periods], *dtype)?
         }

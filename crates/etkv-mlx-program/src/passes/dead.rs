@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use crate::ir::{Graph, IntValue, Op, Out, Value};
+use crate::ir::{Graph, IntValue, Out, Value};
 
 /// Removes them from the main chain. Writing to the cache counts as a use.
 pub fn eliminate(graph: &mut Graph) {
@@ -20,7 +20,7 @@ pub fn eliminate(graph: &mut Graph) {
             Out::Int(value) => ints.contains(&value),
             out => out.tensors().any(|value| tensors.contains(&value)),
         };
-        if wanted || matches!(instruction.op, Op::UpdateAndAttend { .. }) {
+        if wanted || instruction.op.writes_cache() {
             tensors.extend(instruction.op.reads());
             ints.extend(instruction.op.int_reads());
             kept.push(instruction);

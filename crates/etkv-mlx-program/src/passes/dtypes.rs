@@ -33,6 +33,7 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
     match op {
         Op::AsType { dtype, .. } | Op::Rotary { dtype, .. } => Some(*dtype),
         Op::UpdateAndAttend { out_dtype, .. } => *out_dtype,
+        Op::UpdateRecurrent(call) => call.out_dtype,
         Op::Dequantize { dtype, .. } => *dtype,
         Op::MetalKernel { kernel, .. } => Some(kernel.dtype()),
         Op::ExpandDims { x, .. }

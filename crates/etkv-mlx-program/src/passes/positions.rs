@@ -12,7 +12,7 @@ const MAX_AXES: usize = 8;
 pub fn trace(graph: &mut Graph) {
     let views = views(graph);
     for instruction in &mut graph.main.instructions {
-        if let Op::UpdateAndAttend { position, .. } = &mut instruction.op {
+        if let Some(position) = instruction.op.position_mut() {
             if let Some(input) = views.get(position) {
                 *position = *input;
             }

@@ -23,7 +23,7 @@ use crate::dtype::{self, dtype_of};
 use crate::error::{fail, Error, Result, Status};
 use crate::frontend::decode::decode;
 use crate::frontend::payload;
-use crate::ir::{Dim, Graph, InputSpec, Op, Value};
+use crate::ir::{Dim, Graph, InputSpec, Op, RecurrentCall, Value};
 use crate::ops::frame::{Frame, HostInts, Output, Outputs, StepState};
 use crate::passes::{self, by_capacity, Layout, Target};
 use crate::TARGET;
@@ -107,7 +107,11 @@ impl Program {
                 Err(_) => None,
             };
             let constants = load_constants(&mlx, &mut graph, &layouts, source)?;
-            let steps = steps.filter(|_| options.passes == Passes::Default && cache.is_some());
+            // Recurrent layers are not captured: the interpreter runs their programs.
+            let can_compile = options.passes == Passes::Default
+                && cache.is_some()
+                && recurrent_calls(&graph).next().is_none();
+            let steps = steps.filter(|_| can_compile);
             let executor = steps.and_then(|steps| steps.compile(&mlx, &graph, &constants));
             // After that, because executors decide what they copy, and do not know this pass.
             if options.logits == LogitsRows::Proposed && options.passes != Passes::None {
@@ -387,12 +391,52 @@ fn bind(graph: &mut Graph, key: &str) -> Result<(SharedCache, ProgramCache)> {
             layers.len()
         );
     }
+    check_recurrent(graph, key, &entry.cache)?;
     let bound = entry.cache.program()?;
     for limit in by_capacity::choose(graph, entry.cache.capacity()) {
         debug!(target: TARGET, limit, "the capacity exceeds a limit of the program");
         entry.cache.lock()?.pass_limit(limit)?;
     }
     Ok((entry.cache, bound))
+}
+
+/// Returns the calls of recurrent layers.
+fn recurrent_calls(graph: &Graph) -> impl Iterator<Item = &RecurrentCall> {
+    graph.main.instructions.iter().filter_map(|instruction| match &instruction.op {
+        Op::UpdateRecurrent(call) => Some(&**call),
+        _ => None,
+    })
+}
+
+/// Checks that the program calls each recurrent layer of the cache, with its sizes.
+fn check_recurrent(graph: &Graph, key: &str, cache: &SharedCache) -> Result<()> {
+    let layers: BTreeSet<usize> = recurrent_calls(graph).map(|call| call.layer).collect();
+    let n_layers = cache.n_recurrent_layers();
+    if !layers.iter().copied().eq(0..n_layers) {
+        fail!(
+            Shape,
+            "the program calls {} recurrent layers, the cache `{key}` has {n_layers}",
+            layers.len()
+        );
+    }
+    if n_layers == 0 {
+        return Ok(());
+    }
+    let guard = cache.lock()?;
+    let found = &guard.config().recurrent_layers;
+    for call in recurrent_calls(graph) {
+        match found.get(call.layer) {
+            Some(layer) if *layer == call.config => {}
+            Some(layer) => fail!(
+                Shape,
+                "recurrent layer {} is a {} in the program, and a {layer} in the cache `{key}`",
+                call.layer,
+                call.config
+            ),
+            None => {}
+        }
+    }
+    Ok(())
 }
 
 fn tensor_inputs(inputs: &[InputSpec]) -> usize {
