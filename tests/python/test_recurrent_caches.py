@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import etkv
+import recurrent_models
 import reference
 from etkv import CacheConfig, Convolution, DecodeSession, LayerConfig, Recurrence, SeqSession, TreeSession, inspection
 from etkv.config import LayerConfigs
+from etkv.export import ExportRequest, export_program
 from etkv.recurrent_layer import RecurrentLayer
 from reference import Variant
 
@@ -24,6 +27,22 @@ BLOCK = 64
 def config(**changes) -> CacheConfig:
     given = {"layers": [LayerConfig(2, 64)], "capacity": 256, "recurrent_layers": [CONVOLUTION, RECURRENCE]}
     return CacheConfig(**{**given, **changes})
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> Path:
+    """Return a CPU program with convolutions, recurrences and attention."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    model = recurrent_models.write("qwen3.5", folder / "model")
+    return export_program(ExportRequest(model, folder / "model.pte", backend="cpu", prefill_chunk=16, layers=3))
+
+
+def run(program, tokens, at, chunk):
+    """Run the tokens from position ``at`` on, ``chunk`` a step. Return the last logits."""
+    for start in range(at, len(tokens), chunk):
+        piece = tokens[start : start + chunk]
+        logits = program.forward(torch.tensor([piece]), torch.arange(start, start + len(piece)))
+    return logits[-1].clone()
 
 
 def test_layers_are_their_facts():
@@ -217,16 +236,9 @@ def test_a_text_with_windows_returns_to_a_mark():
     made = CacheConfig(facts.layers, 4 * window, max_step_tokens=4)
     tokens = [3 + (7 * at) % 90 for at in range(3 * window)]
 
-    def run(program, texts, at):
-        for start in range(at, len(texts), 4):
-            piece = texts[start : start + 4]
-            positions = torch.arange(start, start + len(piece))
-            (logits, *_) = program.execute(torch.tensor([piece]), positions)
-        return logits[0, -1].clone()
-
     with SeqSession(made) as session, etkv.load(path, session) as program:
         assert session.mark(6) == 6
-        run(program, tokens, 0)
+        run(program, tokens, 0, 4)
         least = session.rewindable_to()
         assert least > 6
         assert session.reachable(least - 1) == session.reachable(6) == 6
@@ -245,7 +257,54 @@ def test_a_text_with_windows_returns_to_a_mark():
             session.mark(7)
         session.rewind(6)
         other = [*tokens[:6], *tokens[10:30]]
-        again = run(program, other, 6)
+        again = run(program, other, 6, 4)
     with SeqSession(made) as session, etkv.load(path, session) as program:
-        run(program, other[:6], 0)
-        torch.testing.assert_close(again, run(program, other, 6), rtol=1e-5, atol=1e-5)
+        run(program, other[:6], 0, 4)
+        torch.testing.assert_close(again, run(program, other, 6, 4), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("session_class", SESSIONS)
+def test_a_program_fills_the_cache_that_was_estimated(session_class, hybrid):
+    made = CacheConfig(etkv.read_kv_cache_metadata(hybrid).layers, 256, max_step_tokens=16, growth="exact")
+    estimate = etkv.estimate if session_class is DecodeSession else etkv.estimate_shared
+    tokens = [3 + (7 * at) % 90 for at in range(250)]
+    with session_class(made) as session, etkv.load(hybrid, session) as program:
+        assert session.n_recurrent_layers == len(made.recurrent_layers) == 4
+        for at in range(0, len(tokens), 50):
+            run(program, tokens[: at + 50], at, 16)
+            found, estimated = session.memory(), estimate(made, at + 50)
+            assert (found.used, found.layers) == (estimated.used, estimated.layers)
+            used = [[(layer.rows_used, layer.anchors_used) for layer in m.recurrent_layers] for m in (found, estimated)]
+            assert used[0] == used[1]
+
+
+@pytest.mark.parametrize("session_class", SESSIONS)
+def test_a_text_with_recurrent_layers_returns_to_a_mark(session_class, hybrid):
+    made = CacheConfig(etkv.read_kv_cache_metadata(hybrid).layers, 256, max_step_tokens=16)
+    tokens = [3 + (7 * at) % 90 for at in range(250)]
+    other = [*tokens[:BLOCK], *tokens[100:150]]
+    with session_class(made) as session, etkv.load(hybrid, session) as program:
+        wanted = run(program, other, 0, 16)
+        session.clear()
+        assert session.mark(100) == BLOCK
+        run(program, tokens, 0, 16)
+        # The anchors at 128 and 192.
+        assert session.rewindable_to() == 2 * BLOCK
+        reached = [session.reachable(position) for position in (63, 64, 100, 127, 128, 200, 1000)]
+        assert reached == [0, BLOCK, BLOCK, BLOCK, 128, 200, 250]
+        (sequence,) = session.report()["sequences"]
+        assert (sequence["checkpoints"], sequence["rewindable_to"]) == ([BLOCK], 2 * BLOCK)
+        with pytest.raises(etkv.PositionError):
+            session.rewind(100)
+        session.rewind(session.reachable(100))
+        assert torch.equal(run(program, other, BLOCK, 16), wanted)
+
+
+def test_a_cache_without_checkpoints_begins_again(hybrid):
+    made = CacheConfig(etkv.read_kv_cache_metadata(hybrid).layers, 256, max_step_tokens=16, anchors=1, checkpoints=0)
+    with DecodeSession(made) as session, etkv.load(hybrid, session) as program:
+        assert session.mark(100) == 0
+        run(program, [5] * 200, 0, 16)
+        assert session.rewindable_to() == 192
+        assert session.reachable(191) == 0
+        assert "checkpoints" not in session.report()["sequences"][0]
