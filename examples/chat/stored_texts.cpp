@@ -35,9 +35,11 @@ Result<void> StoredTexts::load(
   const SaveOptions text = {fingerprint_, {prompt.begin(), prompt.end() - 1}};
   ASSIGN_OR_RETURN(const size_t kept, prefixes_.find(cache, text));
   const size_t shared = shared_prefix(text.tokens, generator.held());
-  // Layers with windows may have dropped rows that the next token needs.
-  ASSIGN_OR_RETURN(const int32_t least, cache.rewindable_to());
-  if (kept <= (shared < static_cast<size_t>(least) ? 0 : shared)) {
+  // Layers with windows and recurrent layers may have dropped what the next
+  // token reads.
+  ASSIGN_OR_RETURN(
+      const int32_t reachable, cache.reachable(static_cast<int32_t>(shared)));
+  if (kept <= static_cast<size_t>(reachable)) {
     return {};
   }
   RETURN_IF_ERROR(cache.clear());

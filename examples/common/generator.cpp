@@ -98,6 +98,7 @@ Result<Answer> Generator::answer(
   const size_t shared =
       std::min(shared_prefix(prompt, held_), prompt.size() - 1);
   ASSIGN_OR_RETURN(const size_t kept, rewind(shared));
+  RETURN_IF_ERROR(cache_.mark_turn(static_cast<int32_t>(prompt.size())));
 
   Answer answer;
   answer.reused_tokens = kept;

@@ -97,11 +97,11 @@ class ReferenceDecoder {
   Result<std::optional<LogitsView>> read(const std::vector<int64_t>& prompt) {
     const size_t shared =
         std::min(shared_prefix(prompt, held_), prompt.size() - 1);
-    ASSIGN_OR_RETURN(const int32_t least, cache_.rewindable_to());
-    // Layers with windows may have dropped the positions that are needed.
-    const size_t kept = shared < static_cast<size_t>(least) ? 0 : shared;
-    RETURN_IF_ERROR(cache_.rewind(static_cast<int32_t>(kept)));
-    held_.resize(kept);
+    // Layers with windows and recurrent layers may have dropped what is needed.
+    ASSIGN_OR_RETURN(
+        const int32_t kept,
+        cache_.rewind_to_reachable(static_cast<int32_t>(shared)));
+    held_.resize(static_cast<size_t>(kept));
     const size_t size = model_.program().prefill_size();
     while (!interrupted()) {
       const size_t n = std::min(size, prompt.size() - held_.size());

@@ -31,13 +31,11 @@ Result<int32_t> TextCache::rewind(int32_t length) {
     RETURN_IF_ERROR(program_->reset());
     return 0;
   }
-  const auto rewound = cache_->rewind(length);
-  if (!rewound.ok() && rewound.error().status() == ETKV_ERROR_POSITION) {
-    RETURN_IF_ERROR(cache_->rewind(0));
-    return 0;
-  }
-  RETURN_IF_ERROR(rewound);
-  return length;
+  return cache_->rewind_to_reachable(length);
+}
+
+Result<void> TextCache::mark_turn(int32_t end) {
+  return cache_ == nullptr ? Result<void>() : cache_->mark_turn(end);
 }
 
 Result<void> TextCache::clear() {

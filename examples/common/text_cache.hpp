@@ -29,10 +29,13 @@ class TextCache {
   /// Returns whether another position fits.
   Result<bool> can_extend() const;
 
-  /// Removes the positions from `length` on, or all of them if the cache cannot
-  /// rewind that far: layers with windows have dropped rows that the next token
-  /// would see, or the cache is in a graph. Returns how many are left.
+  /// Removes the positions from `length` on, and those before it that must run
+  /// again: layers with windows and recurrent layers keep the last positions and
+  /// checkpoints, and a cache in a graph keeps none. Returns how many are left.
   Result<int32_t> rewind(int32_t length);
+
+  /// Marks where the prompt of a turn will end; see etkv_cache_mark_turn.
+  Result<void> mark_turn(int32_t end);
 
   /// Removes everything, even from a poisoned cache.
   Result<void> clear();

@@ -205,6 +205,37 @@ ETKV_API etkv_status etkv_cache_mark(
     etkv_error** error);
 
 /**
+ * Marks where the prompt of a turn will end, before the prompt runs: the next
+ * request of the chat can then go on there, whatever the answer was. Does
+ * nothing for a model without recurrent layers.
+ *
+ * @param end  the length of the sequence after the prompt.
+ *
+ * The errors are those of etkv_cache_mark(), except ETKV_ERROR_POSITION: what
+ * can no longer be marked is skipped.
+ */
+ETKV_API etkv_status etkv_cache_mark_turn(
+    etkv_cache* cache,
+    int32_t end,
+    etkv_error** error);
+
+/**
+ * Rewinds the only sequence to the greatest length, at most `length`, that
+ * etkv_cache_rewind() accepts: a text whose first `length` tokens the cache
+ * holds goes on there. If that is below `length`, also marks `length`, so that
+ * the next text that parts there runs fewer tokens again.
+ *
+ * @param reached  receives the length of the sequence.
+ *
+ * The errors are those of etkv_cache_reachable() and etkv_cache_rewind().
+ */
+ETKV_API etkv_status etkv_cache_rewind_to_reachable(
+    etkv_cache* cache,
+    int32_t length,
+    int32_t* reached,
+    etkv_error** error);
+
+/**
  * Fills `memory` with the bytes of the cache's buffers. The caller sets its
  * `struct_size` first.
  */

@@ -132,6 +132,19 @@ class Cache {
       return etkv_cache_mark(raw(), position, marked, error);
     });
   }
+  /// Marks where the prompt of a turn will end; see etkv_cache_mark_turn.
+  Result<void> mark_turn(int32_t end) {
+    return detail::run([&](etkv_error** error) {
+      return etkv_cache_mark_turn(raw(), end, error);
+    });
+  }
+  /// Rewinds to the greatest length, at most `length`, that rewind() accepts,
+  /// and returns it; see etkv_cache_rewind_to_reachable.
+  Result<int32_t> rewind_to_reachable(int32_t length) {
+    return detail::ask<int32_t>([&](int32_t* reached, etkv_error** error) {
+      return etkv_cache_rewind_to_reachable(raw(), length, reached, error);
+    });
+  }
   /// Returns the bytes of the buffers.
   Result<Memory> memory() const {
     return detail::ask_memory(

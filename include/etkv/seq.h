@@ -160,6 +160,16 @@ ETKV_API etkv_status etkv_seq_cache_reachable(
     etkv_error** error);
 
 /**
+ * Marks where the prompt of a turn of one of several sequences will end, as
+ * etkv_cache_mark_turn() does.
+ */
+ETKV_API etkv_status etkv_seq_cache_mark_turn(
+    etkv_seq_cache* cache,
+    int32_t sequence,
+    int32_t end,
+    etkv_error** error);
+
+/**
  * Makes a checkpoint of one of several sequences, as etkv_cache_mark() does.
  */
 ETKV_API etkv_status etkv_seq_cache_mark(

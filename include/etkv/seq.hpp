@@ -138,6 +138,13 @@ class SeqCache : public Cache {
           raw_sequences(), sequence, position, reachable, error);
     });
   }
+  /// Marks where the prompt of a turn of a sequence will end, as `mark_turn`
+  /// does.
+  Result<void> seq_mark_turn(int32_t sequence, int32_t end) {
+    return detail::run([&](etkv_error** error) {
+      return etkv_seq_cache_mark_turn(raw_sequences(), sequence, end, error);
+    });
+  }
   /// Makes a checkpoint of one of several sequences, as `mark` does.
   Result<int32_t> seq_mark(int32_t sequence, int32_t position) {
     return detail::ask<int32_t>([&](int32_t* marked, etkv_error** error) {

@@ -183,6 +183,22 @@ class Cache:
         """
         return ask("etkv_cache_mark", "int32_t", self._raw(), int32(position, "position"))
 
+    def mark_turn(self, end: int) -> None:
+        """Mark where the prompt of a turn will end, before the prompt runs.
+
+        The next request of the chat can then go on there, whatever the answer was. ``end`` is the length of the
+        sequence after the prompt. Does nothing for a model without recurrent layers.
+        """
+        call("etkv_cache_mark_turn", self._raw(), int32(end, "end"))
+
+    def rewind_to_reachable(self, length: int) -> int:
+        """Rewind to the greatest length, at most ``length``, that :meth:`rewind` accepts, and return it.
+
+        A text whose first ``length`` tokens the cache holds goes on there. If that is below ``length``, the tokens
+        between run again, and ``length`` is marked: the next text that parts there runs fewer.
+        """
+        return ask("etkv_cache_rewind_to_reachable", "int32_t", self._raw(), int32(length, "length"))
+
     def convert(self, k_format: str, v_format: str | None = None) -> None:
         """Convert stored and later rows to other formats, until the cache is cleared."""
         v_format = k_format if v_format is None else v_format
@@ -314,6 +330,10 @@ class SeqCache(Cache):
         """Return :meth:`reachable` for one of several sequences."""
         numbers = int32(sequence, "sequence"), int32(position, "position")
         return ask("etkv_seq_cache_reachable", "int32_t", self._seq(), *numbers)
+
+    def seq_mark_turn(self, sequence: int, end: int) -> None:
+        """Mark where the prompt of a turn of one of several sequences will end, as :meth:`mark_turn` does."""
+        call("etkv_seq_cache_mark_turn", self._seq(), int32(sequence, "sequence"), int32(end, "end"))
 
     def seq_mark(self, sequence: int, position: int) -> int:
         """Make a checkpoint of one of several sequences, as :meth:`mark` does."""

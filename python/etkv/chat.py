@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from etkv.answer import with_eos_token_ids
@@ -21,13 +22,40 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@dataclass(frozen=True)
+class Reuse:
+    """What a turn did not run again. All counts are tokens."""
+
+    matched: int
+    """The beginning that the text shares with what was held or kept."""
+    restored: int
+    """The beginning that the turn went on from."""
+    run: int
+    """Tokens of the text that the turn ran, without its answer."""
+
+    @property
+    def run_again(self) -> int:
+        """Tokens that matched and ran again all the same."""
+        return self.matched - self.restored
+
+    @property
+    def reason(self) -> str:
+        """Why tokens ran again; empty if none did."""
+        if self.run_again == 0:
+            return ""
+        return (
+            f"{self.matched} tokens matched, and the last place up to there that the cache could go back to was "
+            f"{self.restored}"
+        )
+
+
 class Chat:
     """Turns of a conversation under the model's chat template.
 
     ``messages`` are dicts ``{"role": …, "content": …}``. The caller may change them between turns: the next turn keeps
     the beginning that the cache shares with them, and runs the rest. An answer whose text is not changed keeps the ids
     that the model chose, special tokens too. ``generation`` is the :class:`Generation` of the
-    last turn, or None before the first.
+    last turn, and ``reuse`` says what the turn did not run again; both are None before the first.
     """
 
     def __init__(
@@ -59,6 +87,7 @@ class Chat:
             raise EtkvError(f"a chat needs a program with a DecodeSession, this one has {program.cache!r}")
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.generation: Generation | None = None
+        self.reuse: Reuse | None = None
         self._program, self._cache, self._tokenizer = program, program.cache, tokenizer
         if prefix_store is not None and prefix_cache is not None:
             raise EtkvError(
@@ -94,9 +123,10 @@ class Chat:
     def _turn(self, options: GenerateOptions) -> Iterator[str]:
         """Yield the answer to the last message. Append the answer to ``messages``, also if the turn stops early."""
         ids = self._tokenizer.conversation_ids(self.messages, self._unchanged_answers())
-        self._rewind_to_shared(ids)
-        self._attach(ids)
+        matched = self._rewind_to_shared(ids)
+        kept = self._attach(ids)
         shared = len(self._held)
+        self.reuse = Reuse(max(matched, kept), shared, len(ids) - shared)
         options = with_eos_token_ids(options, self._program, self._tokenizer)
         self.generation = generation = generate_tokens(self._program, ids[shared:], **options)
         keeper = self._keeper
@@ -133,26 +163,34 @@ class Chat:
         self._answers = kept
         return ids_of
 
-    def _attach(self, ids: list[int]) -> None:
-        """Go on from the kept beginning of ``ids``, if it is longer than the beginning that the cache holds."""
+    def _attach(self, ids: list[int]) -> int:
+        """Go on from the kept beginning of ``ids``, if it is longer than the beginning that the cache holds. Return the
+        length of that beginning; 0 if it is not longer.
+        """
         text = ids[:-1]
-        if self._keeper is not None and self._keeper.find(text) > len(self._held):
-            # In this order, the cache begins with `_held` wherever an interrupt stops this.
-            self._held = []
-            self._cache.clear()
-            self._held = text[: self._keeper.attach(text)]
+        if self._keeper is None or self._keeper.find(text) <= len(self._held):
+            return 0
+        # In this order, the cache begins with `_held` wherever an interrupt stops this.
+        self._held = []
+        self._cache.clear()
+        self._held = text[: self._keeper.attach(text)]
+        return len(self._held)
 
-    def _rewind_to_shared(self, ids: list[int]) -> None:
-        """Rewind the cache to the positions that it shares with ``ids``.
+    def _rewind_to_shared(self, ids: list[int]) -> int:
+        """Rewind the cache to the positions that it shares with ``ids``. Return the number that they share.
 
-        The last of ``ids`` always runs again: its logits choose the next token.
+        The last of ``ids`` always runs again: its logits choose the next token. Layers with windows and recurrent
+        layers may have dropped what the next token reads. Then the cache goes back further, to a checkpoint or to its
+        beginning.
         """
         pairs = zip(self._held, ids, strict=False)
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         shared = min(shared, len(ids) - 1)
-        if shared < self._cache.rewindable_to():
-            # Layers with windows have dropped rows that the next query would see, or a cache in a graph cannot rewind.
-            shared = 0
         # In this order, the cache begins with `_held` wherever an interrupt stops this.
-        self._held = ids[:shared]
-        self._cache.rewind(shared)
+        self._held = ids[: self._reachable(shared)]
+        self._held = self._held[: self._cache.rewind_to_reachable(shared)]
+        return shared
+
+    def _reachable(self, length: int) -> int:
+        cache = self._cache
+        return 0 if isinstance(cache, GraphCache) and length < cache.length else cache.reachable(length)

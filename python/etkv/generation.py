@@ -222,6 +222,7 @@ class Generation(Iterator[int]):
             )
         self._start = self._next()
         self._program.check_context(self._start + len(prompt) - 1)
+        self._mark_turn(self._start + len(prompt))
         recent = deque(prompt, CONTEXT)
         try:
             if self.before_last is not None:
@@ -241,6 +242,13 @@ class Generation(Iterator[int]):
         finally:
             if bars:
                 bars.close()
+
+    def _mark_turn(self, end: int) -> None:
+        """Keep the state at the end of the prompt: another text may go on there, without the answer."""
+        if isinstance(self._cache, SeqCache):
+            self._cache.seq_mark_turn(self._sequence, end)
+        elif not isinstance(self._cache, GraphCache):
+            self._cache.mark_turn(end)
 
     def _read_all_but_last(self, prompt: list[int]) -> None:
         try:

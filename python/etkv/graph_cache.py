@@ -42,6 +42,12 @@ class GraphCache:
                 "rewind; clear it, or load a program with an off-graph cache"
             )
 
+    def rewind_to_reachable(self, length: int) -> int:
+        """Clear it unless ``length`` is the present length. Return the length that it then has."""
+        if length < self._length:
+            self.clear()
+        return self._length
+
     def clear(self) -> None:
         """Remove every position. Raises :class:`EtkvError` if the program is closed, or if it keeps no buffers."""
         try:

@@ -253,6 +253,42 @@ pub unsafe extern "C" fn etkv_cache_mark(
     }
 }
 
+/// Marks where the prompt of a turn will end.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_mark_turn(
+    cache: *mut etkv_cache,
+    end: i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { boundary(error, || handle::look_up(cache, "cache")?.cache.lock()?.mark_turn(end)) }
+}
+
+/// Rewinds to the greatest length that can be reached, and stores it.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_rewind_to_reachable(
+    cache: *mut etkv_cache,
+    length: i32,
+    reached: *mut i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let reached = out(reached, "reached")?;
+            let cache = handle::look_up(cache, "cache")?;
+            reached.write(cache.cache.lock()?.rewind_to_reachable(length)?);
+            Ok(())
+        })
+    }
+}
+
 /// Fills `memory`.
 ///
 /// # Safety

@@ -284,6 +284,26 @@ pub unsafe extern "C" fn etkv_seq_cache_reachable(
     }
 }
 
+/// Marks where the prompt of a turn of one of several sequences will end.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_mark_turn(
+    cache: *mut etkv_seq_cache,
+    sequence: i32,
+    end: i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let cache = handle::look_up(cache, "cache")?;
+            with_sequences(&cache.cache, |cache| cache.seq_mark_turn(sequence, end))
+        })
+    }
+}
+
 /// Makes a checkpoint of a sequence, and stores its position.
 ///
 /// # Safety

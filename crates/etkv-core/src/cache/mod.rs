@@ -27,6 +27,22 @@ use crate::snapshot::SaveCache;
 use crate::spec::Placement;
 use crate::store::{RecurrentWork, Spec, Store};
 
+/// The tokens before the end of a prompt where a chat's next request often parts from it already: templates
+/// write the beginning of an answer in one way and the answer itself in another.
+const TURN_MARGIN: i32 = 16;
+
+/// Marks the end of a prompt and the place a little before it, with `mark`.
+fn mark_end(end: i32, mark: &mut dyn FnMut(i32) -> Result<i32>) -> Result<()> {
+    for position in [end - TURN_MARGIN, end] {
+        match mark(position.max(0)) {
+            // What lies behind cannot be marked any more.
+            Err(error) if error.status() != Status::Position => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 /// The runner's face of a cache.
 pub trait Cache: Send {
     /// Returns the name of the kind, which sessions use.
@@ -159,6 +175,19 @@ pub trait Cache: Send {
     /// - [`Unsupported`](crate::Status::Unsupported) by default, and for a contiguous cache with window layers.
     fn mark(&mut self, _position: i32) -> Result<i32> {
         fail!(Unsupported, "a cache of kind `{}` makes no checkpoints", self.kind())
+    }
+
+    /// Marks where the prompt of a turn will end, before the prompt runs: the next request of the chat can then
+    /// go on there, whatever the answer was. Does nothing for a model without recurrent layers, and for what
+    /// can no longer be marked.
+    ///
+    /// # Errors
+    /// Those of [`mark`](Self::mark) but [`Position`](crate::Status::Position).
+    fn mark_turn(&mut self, end: i32) -> Result<()> {
+        if self.config().recurrent_layers.is_empty() {
+            return Ok(());
+        }
+        mark_end(end, &mut |position| self.mark(position))
     }
 
     /// Returns the bytes of the buffers.
@@ -354,6 +383,18 @@ pub trait SeqCache: Cache {
     /// # Errors
     /// As [`Cache::mark`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_mark(&mut self, sequence: i32, position: i32) -> Result<i32>;
+
+    /// Marks where the prompt of a turn of one of several sequences will end; see [`Cache::mark_turn`].
+    ///
+    /// # Errors
+    /// As [`Cache::mark_turn`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
+    /// range.
+    fn seq_mark_turn(&mut self, sequence: i32, end: i32) -> Result<()> {
+        if self.config().recurrent_layers.is_empty() {
+            return Ok(());
+        }
+        mark_end(end, &mut |position| self.seq_mark(sequence, position))
+    }
 
     /// Returns the sequences that hold positions or carry trees, in order.
     fn live_sequences(&self) -> Vec<i32>;
