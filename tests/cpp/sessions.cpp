@@ -153,7 +153,7 @@ void unknown_keys() {
   must(model.load(session.key()));
   // A loaded program keeps its cache; another key is an error.
   CHECK_REFUSED(
-      model.load(session.key()), ETKV_ERROR_INVALID_ARGUMENT, "loaded already");
+      model.load(session.key()), ETKV_ERROR_INVALID_ARGUMENT, "already loaded");
   model.at(0, text(3));
   CHECK_INT(*session.cache().length(), 3);
 }
