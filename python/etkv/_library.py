@@ -30,7 +30,10 @@ MLX_BACKEND = "MLXBackend"
 """The id of the backend that programs name."""
 
 OWN_BACKEND = "EtkvForMLX"
-"""The id that the delegate always has, as ``etkv/backend_id.hpp`` says."""
+"""The id that the delegate always has, as ``etkv/backend_id.hpp`` says. Programs with recurrent layers name it."""
+
+FOR_MLX = frozenset({MLX_BACKEND, OWN_BACKEND})
+"""The ids of delegates in MLX programs."""
 
 CPU_DELEGATE = "EtkvForCPU"
 """The id of etkv's delegates in CPU programs."""

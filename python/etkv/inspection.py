@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from etkv import pte
+from etkv import _library, pte
 from etkv._capi import call, ffi, lib, text
 from etkv.cache import estimate
 from etkv.config import CacheConfig, LayerConfig
@@ -43,7 +43,7 @@ def report(
     contents["constants"] = {"count": len(file.named_data), "bytes": sum(file.named_data.values())}
     constants = pte.constant_methods(path)
     contents["tells"] = {name: value for name, value in constants.items() if not name.startswith(_FACTS)}
-    if any("MLXBackend" in ids for ids in file.delegates.values()):
+    if any(not _library.FOR_MLX.isdisjoint(ids) for ids in file.delegates.values()):
         described = describe_program(path)
         contents["program"] = _program(described)
         contents["runs_here"] = _runs_here(described, file)

@@ -98,7 +98,7 @@ class PteFile:
 
         Raises :class:`EtkvError` if there is no such delegate, or if the file is damaged.
         """
-        delegates = self._delegates(_MLX)
+        delegates = self._delegates(*_library.FOR_MLX)
         if not 0 <= index < len(delegates):
             raise EtkvError(
                 f"{self.path} has no MLX delegate number {index}; it has {len(delegates)}. CPU programs have none"
@@ -112,9 +112,9 @@ class PteFile:
         """
         return [self._payload(delegate) for delegate in self._delegates(_library.CPU_DELEGATE)]
 
-    def _delegates(self, backend: str) -> list[dict[str, Any]]:
+    def _delegates(self, *backends: str) -> list[dict[str, Any]]:
         delegates = (delegate for plan in self._plans.values() for delegate in plan.get("delegates", []))
-        return [delegate for delegate in delegates if delegate["id"] == backend]
+        return [delegate for delegate in delegates if delegate["id"] in backends]
 
     def _payload(self, delegate: dict[str, Any]) -> bytes:
         with self._damage_told():

@@ -150,13 +150,6 @@ def test_a_check_that_was_asked_for_is_refused(tmp_path):
         export_program(request)
 
 
-def test_mlx_is_refused(tmp_path):
-    model = recurrent_models.write("mamba-2", tmp_path / "model")
-    words = "'mamba2' has layers of kind 'linear_attention', which keep a state, and backend mlx has no ops for them"
-    with pytest.raises(EtkvError, match=words):
-        export_program(ExportRequest(model, tmp_path / "model.pte"))
-
-
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])
 @pytest.mark.parametrize("family", ["mamba", "jamba", "minimax", "recurrent_gemma", "falcon_mamba"])
 def test_states_without_ops_are_refused(family, backend):

@@ -15,6 +15,7 @@ use crate::frontend::{decode, payload};
 mod allocations;
 mod control;
 mod functions;
+mod recurrent;
 
 pub const FLOAT32: i8 = 6;
 pub const INT64: i8 = 4;

@@ -152,7 +152,7 @@ fn check(call: &RecurrentCall, shapes: [&[i32]; 2]) -> Result<()> {
     };
     if !fits {
         let (kind, layer) = (call.kind(), call.layer);
-        fail!(Shape, "expected {kind} of layer {layer} to be a {}, got {shapes:?}", call.config);
+        fail!(Shape, "expected {kind} of layer {layer} to be {}, got {shapes:?}", call.config);
     }
     Ok(())
 }

@@ -3,7 +3,8 @@
 use std::collections::{HashMap, HashSet};
 
 use crate::ir::{
-    Dim, Function, Graph, Index, InputSpec, Int, IntValue, OneAxis, Op, Out, Reduction, Value,
+    Dim, Function, Graph, Index, InputSpec, Int, IntValue, OneAxis, Op, Out, RecurrentFunction,
+    Reduction, Value,
 };
 
 /// Values, and the number of axes of each.
@@ -34,7 +35,10 @@ pub struct Rows {
     /// Those with their axes in the order of attention, `[1, heads, T, head_dim]`, and values that are
     /// computed from them token by token, such as rotated queries.
     heads: HashSet<Value>,
-    /// The results of attention, `[1, heads, T, head_dim]`.
+    /// Rows with their axes in the order of convolutions, `[1, channels, T]`, the results of recurrent layers'
+    /// convolutions, and values that are computed from both token by token.
+    columns: HashSet<Value>,
+    /// The results of attention and of recurrences, `[1, heads, T, head_dim]`.
     attended: HashSet<Value>,
     /// Those results of attention that have only one reader and are no output: their attention may compute
     /// its last query only.
@@ -64,6 +68,12 @@ impl Rows {
                     rows.counts.insert(value);
                     rows.count.get_or_insert(value);
                 }
+                (Op::UpdateRecurrent(call), Out::Tensor(value)) => {
+                    match call.function {
+                        RecurrentFunction::Convolve { .. } => rows.columns.insert(value),
+                        RecurrentFunction::Scan { .. } => rows.attended.insert(value),
+                    };
+                }
                 (op, Out::Tensor(value)) if rows.attends(op) => {
                     rows.attended.insert(value);
                     if n_uses.get(&value) == Some(&1) && !outputs.contains(&value) {
@@ -87,6 +97,8 @@ impl Rows {
                     }
                     if rows.cuts(op, graph) {
                         rows.cut.insert(value, HEAD_AXES);
+                    } else if rows.has_columns(op) {
+                        rows.columns.insert(value);
                     } else if rows.has_heads(op) {
                         rows.heads.insert(value);
                     }
@@ -150,6 +162,19 @@ impl Rows {
         }
     }
 
+    /// Returns whether an instruction makes `[1, channels, T]` token by token.
+    fn has_columns(&self, op: &Op) -> bool {
+        let columns = &self.columns;
+        match op {
+            Op::Transpose { x, perm } => perm[..] == [0, 2, 1] && self.by_row.get(x) == Some(&3),
+            Op::Unary { x, .. } | Op::AsType { x, .. } | Op::Piece { x, axis: 1 | -2, .. } => {
+                columns.contains(x)
+            }
+            Op::Binary { a, b, .. } => columns.contains(a) && columns.contains(b),
+            _ => false,
+        }
+    }
+
     /// Returns whether a value is computed from the last row only.
     pub fn is_single(&self, value: Value) -> bool {
         self.single.contains_key(&value)
@@ -188,9 +213,11 @@ impl Rows {
                 self.read_by(op, graph).map(|_| self.by_row[x] - 1)
             }
             Op::Dequantize { w, .. } => self.by_row.get(w).copied(),
-            Op::Transpose { x, perm } => {
-                (perm[..] == [0, 2, 1, 3] && self.attended.contains(x)).then_some(4)
-            }
+            Op::Transpose { x, perm } => match perm[..] {
+                [0, 2, 1, 3] => self.attended.contains(x).then_some(4),
+                [0, 2, 1] => self.columns.contains(x).then_some(3),
+                _ => None,
+            },
             // Also for values that are not computed row by row, such as those of a mixture of experts.
             Op::Reshape { shape, .. } => self.counts_tokens(shape).then_some(shape.len()),
             op => self.by_row.get(self.read_by(op, graph)?.first()?).copied(),

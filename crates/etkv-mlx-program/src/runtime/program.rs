@@ -429,7 +429,7 @@ fn check_recurrent(graph: &Graph, key: &str, cache: &SharedCache) -> Result<()> 
             Some(layer) if *layer == call.config => {}
             Some(layer) => fail!(
                 Shape,
-                "recurrent layer {} is a {} in the program, and a {layer} in the cache `{key}`",
+                "recurrent layer {} is {} in the program, and {layer} in the cache `{key}`",
                 call.layer,
                 call.config
             ),

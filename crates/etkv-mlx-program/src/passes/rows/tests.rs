@@ -4,8 +4,13 @@ use mlx_rs::Dtype;
 
 use super::super::last_token::narrow;
 use super::super::last_token::tests::{embed, graph, linear, ops, COUNT, WEIGHT};
-use crate::ir::{Binary, Dim, Fill, Function, Index, InputSpec, Int, Op, Reduction, Unary, Value};
+use crate::ir::{
+    Binary, Dim, Fill, Function, Index, InputSpec, Int, Op, RecurrentCall, RecurrentFunction,
+    Reduction, Unary, Value,
+};
+use etkv::recurrent::Activation;
 use etkv::Status;
+use etkv_core::RecurrentLayer;
 
 fn call(function: Function, tensors: &[u32]) -> Op {
     Op::Call { function, tensors: tensors.iter().map(|&x| Value(x)).collect(), ints: Vec::new() }
@@ -97,4 +102,32 @@ fn one_of_several_rows_of_a_token_is_narrowed() {
     assert_eq!(*ops(&features)[2], Op::LastToken { x: Value(2) });
     let mut tokens = program(1);
     assert_eq!(narrow(&mut tokens, true).unwrap_err().status(), Status::Unsupported);
+}
+
+#[test]
+fn rows_after_a_convolution_are_narrowed() {
+    // 2: embedding, 3: hidden, 4: its columns, 5: half of them, 6: their convolution, 7: both, 8: rows, 9: logits.
+    let turn = |x| Op::Transpose { x: Value(x), perm: vec![0, 2, 1] };
+    let call = RecurrentCall {
+        layer: 0,
+        config: RecurrentLayer::Convolution { channels: 4, width: 3 },
+        function: RecurrentFunction::Convolve { activation: Activation::None },
+        tensors: smallvec::smallvec![Value(5), WEIGHT],
+        position: Value(1),
+        out_dtype: None,
+    };
+    let product = |b| Op::Binary { function: Binary::Multiply, a: Value(5), b: Value(b) };
+    let piece = |axis| Op::Piece { x: Value(4), axis, start: 0, stop: 4, sizes: 8..=8 };
+    let program = |axis, b| {
+        let layer = Op::UpdateRecurrent(Box::new(call.clone()));
+        graph(vec![embed(), linear(2), turn(3), piece(axis), layer, product(b), turn(7), linear(8)])
+    };
+    let mut columns = program(1, 6);
+    narrow(&mut columns, true).unwrap();
+    assert_eq!(*ops(&columns)[8], Op::LastToken { x: Value(8) });
+    assert_eq!(*ops(&columns)[7], turn(7));
+    // Part of the tokens, and rows that are none.
+    for mut other in [program(2, 6), program(1, 3)] {
+        assert_eq!(narrow(&mut other, true).unwrap_err().status(), Status::Unsupported);
+    }
 }

@@ -1,0 +1,134 @@
+//! Programs with recurrent layers.
+
+use std::collections::BTreeMap;
+
+use etkv::{builders, MLX_BACKEND};
+use etkv_core::{CacheConfig, RecurrentLayer, Session};
+
+use super::*;
+
+/// The fields of a convolution's node.
+#[derive(Clone, Copy)]
+struct Convolution {
+    layer: Option<i32>,
+    activation: &'static str,
+    channels: Option<i32>,
+    width: Option<i32>,
+}
+
+const GOOD: Convolution =
+    Convolution { layer: Some(0), activation: "none", channels: Some(2), width: Some(3) };
+
+/// Returns a program of one convolution. 0: weight, 1: columns, 2: positions, 3: result.
+fn payload(of: Convolution) -> Vec<u8> {
+    let parts = Parts {
+        constants: vec![(String::from("weight"), vec![2, 3])],
+        inputs: vec![(vec![1, 2, OPEN], FLOAT32), (vec![OPEN], INT64)],
+        n_temporaries: 1,
+        outputs: vec![3],
+        ..Default::default()
+    };
+    parts.payload(|builder| vec![vec![convolve(builder, of)]])
+}
+
+fn convolve(builder: &mut Builder, of: Convolution) -> Node {
+    let [weight, x, position, out] = [0, 1, 2, 3].map(fb::Tid::new);
+    let args = fb::UpdateAndConvolveNodeArgs {
+        x: Some(&x),
+        weight: Some(&weight),
+        bias: None,
+        position: Some(&position),
+        out: Some(&out),
+        activation: Some(builder.create_string(of.activation)),
+        layer_id: of.layer,
+        out_dtype: None,
+        channels: of.channels,
+        width: of.width,
+    };
+    let node = fb::UpdateAndConvolveNode::create(builder, &args);
+    (fb::OpNode::UpdateAndConvolveNode, node.as_union_value())
+}
+
+fn session(layer: RecurrentLayer) -> Session {
+    let mut config = CacheConfig::uniform(0, 1, 1, 64);
+    config.recurrent_layers = vec![layer];
+    Session::new(builders(), MLX_BACKEND, "contiguous", config).unwrap()
+}
+
+fn load(of: Convolution, session: &Session) -> Result<Program> {
+    let weight = bytes(&[1.0, 10.0, 100.0, 2.0, 20.0, 200.0]);
+    let mut weights = Weights(BTreeMap::from([("weight", weight)]));
+    let mut options = LoadOptions::default();
+    options.cache_key = Some(session.key().to_owned());
+    Program::load(&payload(of), &mut weights, &options, None)
+}
+
+/// Returns the convolution of columns `[1, 2, T]` at positions from `first` on.
+fn step(program: &Program, columns: &[f32], first: i64) -> Vec<f32> {
+    let n = columns.len() as i32 / 2;
+    let positions: Vec<u8> = (first..first + i64::from(n)).flat_map(i64::to_ne_bytes).collect();
+    let (columns, shape) = (bytes(columns), [1, 2, n]);
+    let arguments = [
+        Argument::tensor(FLOAT32, &shape, &columns),
+        Argument::tensor(INT64, &shape[2..], &positions),
+    ];
+    let mut made = Outputs::default();
+    program.execute(&arguments, &[FLOAT32], &mut made).unwrap();
+    let made = made.floats();
+    assert_eq!(made[0].0, shape);
+    made[0].1.clone()
+}
+
+#[test]
+fn a_convolution_goes_on_in_the_next_step() {
+    let session = session(RecurrentLayer::Convolution { channels: 2, width: 3 });
+    let program = load(GOOD, &session).unwrap();
+    let made = step(&program, &[1.0, 2.0, 3.0, 0.0, 0.0, 1.0], 0);
+    assert_eq!(made, [100.0, 210.0, 321.0, 0.0, 0.0, 200.0]);
+    assert_eq!(step(&program, &[4.0, 1.0], 3), [432.0, 220.0]);
+    // A step below the length rewinds.
+    assert_eq!(step(&program, &[5.0, 0.0], 2), [521.0, 0.0]);
+}
+
+#[test]
+fn caches_of_other_layers_are_refused() {
+    let other = session(RecurrentLayer::Convolution { channels: 2, width: 4 });
+    let error = load(GOOD, &other).err().unwrap();
+    assert_eq!(error.status(), Status::Shape);
+    assert!(error.message().contains("recurrent layer 0 is a convolution of"), "{error}");
+    let config = CacheConfig::uniform(1, 1, 4, 64);
+    let without = Session::new(builders(), MLX_BACKEND, "contiguous", config).unwrap();
+    let error = load(Convolution { layer: Some(1), ..GOOD }, &without).err().unwrap();
+    assert_eq!(error.status(), Status::Shape);
+}
+
+#[test]
+fn nodes_that_lack_what_they_need_are_refused() {
+    let cases = [
+        (Convolution { layer: None, ..GOOD }, "expected a layer_id of UpdateAndConvolve, got none"),
+        (Convolution { layer: Some(-1), ..GOOD }, "layer_id of UpdateAndConvolve of at least 0"),
+        (Convolution { channels: None, ..GOOD }, "expected a channels of UpdateAndConvolve"),
+        (Convolution { width: Some(65), ..GOOD }, "width is 65, the most is 64"),
+        (Convolution { channels: Some(0), ..GOOD }, "channels is 0, the least is 1"),
+    ];
+    for (of, words) in cases {
+        let message = refusal(&payload(of));
+        assert!(message.contains(words), "{message}");
+    }
+    let error = Program::check(&payload(Convolution { activation: "gelu", ..GOOD })).unwrap_err();
+    assert_eq!(error.status(), Status::Unsupported);
+}
+
+#[test]
+fn operands_of_other_sizes_are_refused() {
+    let session = session(RecurrentLayer::Convolution { channels: 3, width: 3 });
+    let program = load(Convolution { channels: Some(3), ..GOOD }, &session).unwrap();
+    let (columns, positions) = (bytes(&[0.0, 0.0]), 0i64.to_ne_bytes());
+    let arguments = [
+        Argument::tensor(FLOAT32, &[1, 2, 1], &columns),
+        Argument::tensor(INT64, &[1], &positions),
+    ];
+    let error = program.execute(&arguments, &[FLOAT32], &mut Outputs::default()).unwrap_err();
+    assert_eq!(error.status(), Status::Shape);
+    assert_eq!(session.cache().lock().unwrap().length(), 0);
+}
