@@ -14,14 +14,48 @@ pub type Token = u64;
 /// What a token leaves behind in a layer: its two parts of a row.
 type Part = [Row; 2];
 
-/// The inputs of one token to a layer.
-struct Inputs {
-    q: Row,
-    k: Row,
-    v: Row,
+/// How the recurrent layers of a test are computed.
+pub trait Kernels<B: Backend>: 'static {
+    /// Computes a layer of a step by its plan. Adds the outputs of the tokens to `outputs`.
+    fn planned(
+        layer: usize,
+        config: RecurrentLayer,
+        tokens: &[Token],
+        spec: &RecurrentSpec<<B::Store as etkv_core::Store>::View>,
+        outputs: &mut Rows,
+    ) -> Result<RecurrentRows<Tensor<B>>>;
+
+    /// Returns the outputs of a layer for a text that runs alone, from its beginning.
+    fn alone(layer: usize, config: RecurrentLayer, text: &[Token]) -> Rows;
+}
+
+/// The kernels of this file.
+pub struct Plain;
+
+impl<B: Backend> Kernels<B> for Plain {
+    fn planned(
+        layer: usize,
+        config: RecurrentLayer,
+        tokens: &[Token],
+        spec: &RecurrentSpec<<B::Store as etkv_core::Store>::View>,
+        outputs: &mut Rows,
+    ) -> Result<RecurrentRows<Tensor<B>>> {
+        planned::<B>(layer, config, tokens, spec, outputs)
+    }
+
+    fn alone(layer: usize, config: RecurrentLayer, text: &[Token]) -> Rows {
+        alone(layer, config, text)
+    }
+}
+
+/// The inputs of one token to a layer. Those of a convolution are `k`.
+pub struct Inputs {
+    pub q: Row,
+    pub k: Row,
+    pub v: Row,
     /// Log decays and write strengths, by head.
-    g: Row,
-    beta: Vec<f32>,
+    pub g: Row,
+    pub beta: Vec<f32>,
 }
 
 fn random(rng: &mut Rng, heads: usize, dim: usize) -> Row {
@@ -56,6 +90,11 @@ impl Sizes {
             }
         }
     }
+}
+
+/// Returns the inputs of a token to a layer of this config.
+pub fn inputs_of(layer: usize, config: RecurrentLayer, token: Token) -> Inputs {
+    inputs(layer, &Sizes::of(config), token)
 }
 
 fn inputs(layer: usize, sizes: &Sizes, token: Token) -> Inputs {

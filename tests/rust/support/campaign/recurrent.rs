@@ -2,6 +2,7 @@
 //! bit in recurrent layers, whatever was forked, cut, aborted, saved, shared or proposed before.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::marker::PhantomData;
 
 use etkv_core::bookkeeping::BLOCK;
 use etkv_core::{
@@ -11,7 +12,7 @@ use etkv_core::{
 
 use crate::backend::Backend;
 use crate::oracle::{self, Row, Rows};
-use crate::recurrence::{self, Token};
+use crate::recurrence::{Kernels, Plain, Token};
 use crate::{for_seeds, Rng};
 
 const N_HEADS: usize = 2;
@@ -87,7 +88,7 @@ impl Text {
     }
 }
 
-struct Run<B: Backend> {
+struct Run<B: Backend, K> {
     rng: Rng,
     cache: CellsCache<B::Store>,
     texts: BTreeMap<i32, Text>,
@@ -95,11 +96,12 @@ struct Run<B: Backend> {
     /// Whether the model knows every checkpoint: none was dropped to make room, and no window slides.
     exact: bool,
     aborts: bool,
+    kernels: PhantomData<K>,
 }
 
 const SEQUENCES: usize = 4;
 
-impl<B: Backend> Run<B> {
+impl<B: Backend, K: Kernels<B>> Run<B, K> {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let convolution = |rng: &mut Rng| RecurrentLayer::Convolution {
@@ -157,7 +159,15 @@ impl<B: Backend> Run<B> {
             1 => CellsCache::new(config),
             _ => CellsCache::with_trees(config),
         };
-        Self { rng, cache: cache.unwrap(), texts: BTreeMap::new(), fresh: 1, exact, aborts: true }
+        Self {
+            rng,
+            cache: cache.unwrap(),
+            texts: BTreeMap::new(),
+            fresh: 1,
+            exact,
+            aborts: true,
+            kernels: PhantomData,
+        }
     }
 
     fn single(&self) -> bool {
@@ -310,10 +320,10 @@ impl<B: Backend> Run<B> {
             let mut outputs = Rows::new();
             self.cache
                 .update_recurrent(id, &mut |spec| {
-                    recurrence::planned::<B>(id, layer, &tokens, spec, &mut outputs)
+                    K::planned(id, layer, &tokens, spec, &mut outputs)
                 })
                 .unwrap();
-            assert_alone(id, layer, paths, &outputs);
+            assert_alone::<B, K>(id, layer, paths, &outputs);
         }
         let left = stop.unwrap_or(n).saturating_sub(recurrent.len());
         for (id, layer) in layers.iter().enumerate().take(left) {
@@ -679,14 +689,19 @@ fn load(
 }
 
 /// Checks that outputs have the bits of texts that run alone.
-fn assert_alone(id: usize, layer: RecurrentLayer, paths: &[Vec<Token>], outputs: &Rows) {
+fn assert_alone<B: Backend, K: Kernels<B>>(
+    id: usize,
+    layer: RecurrentLayer,
+    paths: &[Vec<Token>],
+    outputs: &Rows,
+) {
     assert_eq!(outputs.len(), paths.len());
     // The longest texts give the outputs of those that they continue.
     let mut runs: Vec<(&[Token], Rows)> = Vec::new();
     for (at, path) in paths.iter().enumerate().rev() {
         let known = runs.iter().position(|(text, _)| text.starts_with(path));
         let known = known.unwrap_or_else(|| {
-            runs.push((path, recurrence::alone(id, layer, path)));
+            runs.push((path, K::alone(id, layer, path)));
             runs.len() - 1
         });
         let bits = |row: &Row| -> Vec<u32> { row.iter().flatten().map(|x| x.to_bits()).collect() };
@@ -700,9 +715,14 @@ fn assert_alone(id: usize, layer: RecurrentLayer, paths: &[Vec<Token>], outputs:
 }
 
 pub fn recurrent_layers_answer_as_if_each_text_ran_alone<B: Backend>() {
-    for_seeds(120, |seed| {
+    texts_run_as_if_alone::<B, Plain>(120);
+}
+
+/// Runs generated operations from this many seeds, with the layers computed by `K`.
+pub fn texts_run_as_if_alone<B: Backend, K: Kernels<B>>(seeds: u64) {
+    for_seeds(seeds, |seed| {
         B::run(|| {
-            let mut run = Run::<B>::new(seed);
+            let mut run = Run::<B, K>::new(seed);
             for _ in 0..40 {
                 match run.rng.below(20) {
                     0 | 1 => run.save_and_load(),
@@ -726,13 +746,13 @@ pub fn recurrent_layers_answer_as_if_each_text_ran_alone<B: Backend>() {
 pub fn memory_of_recurrent_layers_is_what_was_estimated<B: Backend>() {
     for_seeds(20, |seed| {
         B::run(|| {
-            let mut run = Run::<B>::new(seed);
+            let mut run = Run::<B, Plain>::new(seed);
             // A step that is rolled back leaves its buffers.
             run.aborts = false;
             if run.cache.trees().is_some() {
                 return;
             }
-            let estimate = |run: &Run<B>, length: i32| match run.single() {
+            let estimate = |run: &Run<B, Plain>, length: i32| match run.single() {
                 true => run.cache.config().estimate(length),
                 false => run.cache.config().estimate_shared(length),
             };
