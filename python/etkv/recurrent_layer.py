@@ -11,6 +11,9 @@ from etkv.errors import EtkvError
 KINDS = ("convolution", "recurrence")
 """The kinds of recurrent layers. The metadata of a program has the number of a kind here plus 1."""
 
+BLOCK = 64
+"""Anchors and checkpoints lie at multiples of this many positions."""
+
 N_FACTS = 8
 """The integers that metadata have for each layer: the kind, and the fields of :class:`RecurrentLayer` in order."""
 

@@ -44,6 +44,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next-moe": ("qwen3_next", _OF_DELTA_RULE),
     "granite-4-moe": ("granitemoehybrid", {"num_hidden_layers": 3, "layer_types": _MIX}),
     "lfm2-moe": ("lfm2_moe", {}),
+    # Forms without attention.
+    "qwen3.5-recurrent": ("qwen3_5_text", {**_OF_DELTA_RULE, "layer_types": ["linear_attention"] * 3}),
+    "lfm2-recurrent": ("lfm2", {"layer_types": ["conv", "conv"]}),
+    "nemotron-h-recurrent": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "mlp", "linear_attention"]},
+    ),
 }
 """Name -> family of transformers, and what its tiny form changes."""
 

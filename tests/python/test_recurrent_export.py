@@ -17,10 +17,10 @@ import reference
 import tiny_families
 from etkv import op
 from etkv.errors import EtkvError
-from etkv.export import ExportRequest, _import_tools, cpu, export_program, limits, lowering, recurrent, rope
+from etkv.export import ExportRequest, _import_tools, check, cpu, export_program, limits, lowering, recurrent, rope
 from etkv.metadata import read_kv_cache_metadata
 from etkv.pte import PteFile
-from etkv.recurrent_layer import RecurrentLayer
+from etkv.recurrent_layer import BLOCK, RecurrentLayer
 from test_recurrent_models import caches, surveyed
 
 FAMILIES = [
@@ -143,11 +143,20 @@ def test_weights_alone_are_computed_once(qwen):
     assert not {"aten::exp", "aten::squeeze_copy", "aten::neg"} & set(qwen.operators("forward"))
 
 
-def test_a_check_that_was_asked_for_is_refused(tmp_path):
+def test_a_program_that_differs_is_refused(tmp_path, monkeypatch):
+    """The check of an export goes beyond the first anchor."""
     model = recurrent_models.write("lfm3", tmp_path / "model")
     request = ExportRequest(model, tmp_path / "model.pte", backend="cpu", check=True)
-    with pytest.raises(EtkvError, match="cannot be checked: it has layers that keep a state"):
+    run_model = check.Check.run_model
+
+    def off(checked):
+        run_model(checked)
+        checked._outputs[0][BLOCK + 1] *= 1.5
+
+    monkeypatch.setattr(check.Check, "run_model", off)
+    with pytest.raises(EtkvError, match=f"its logits at position {BLOCK + 1} of 80 are off by"):
         export_program(request)
+    assert not request.output.exists()
 
 
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])

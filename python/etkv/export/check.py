@@ -13,6 +13,7 @@ from etkv.errors import EtkvError
 from etkv.export import attention, by_capacity, experts, recurrent
 from etkv.export.reasons import explained
 from etkv.metadata import read_kv_cache_metadata
+from etkv.recurrent_layer import BLOCK
 from etkv.runtime import load
 from etkv.session import DecodeSession
 
@@ -34,10 +35,10 @@ _TOKENS, _DECODED = 24, 6
 """Tokens that are compared, and how many of them at the end run one a step."""
 
 _BEYOND = 16
-"""Tokens beyond a window that are compared too."""
+"""Tokens beyond a window, or beyond the first anchor of recurrent layers, that are compared too."""
 
 _MAX_PRODUCTS = 30e9
-"""The most parameters times tokens for which the comparison goes beyond a window: a few seconds on two cores."""
+"""The most parameters times tokens for which the comparison goes beyond ``_TOKENS``: a few seconds on two cores."""
 
 _TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "8da4w": 0.4}
 """The dtype of a program, or its quantization -> the largest error of a row of outputs, as a fraction of their spread.
@@ -62,13 +63,14 @@ class Check:
         self._step, self._request, self._limits, self._progress = step, request, limits, progress
         self._inputs: dict[str, torch.Tensor] = {}
         self._outputs: list[torch.Tensor] = []
-        self._has_states = bool(layout.recurrent)
         parameters = list(step.model.parameters())
         n = sum(weight.numel() for weight in parameters)
         self._wanted = request.check
         if self._wanted is None:
             self._wanted = sum(weight.nbytes for weight in parameters) <= MAX_BYTES
         lengths = [_TOKENS, *(window + _BEYOND for window in layout.windows if window)]
+        if layout.recurrent:
+            lengths.append(BLOCK + _BEYOND)
         longest = max(length for length in lengths if length == _TOKENS or length * n <= _MAX_PRODUCTS)
         self._length = min(longest, limits.max_context)
 
@@ -104,12 +106,6 @@ class Check:
         Raises :class:`EtkvError` if the program does not run, or if its outputs differ from the model's.
         """
         if not self._wanted:
-            return False
-        if self._has_states:
-            # The library does not run them yet.
-            if self._request.check:
-                raise EtkvError("the program cannot be checked: it has layers that keep a state")
-            self._progress.note("the program is not checked: it has layers that keep a state")
             return False
         try:
             _library.backends()
