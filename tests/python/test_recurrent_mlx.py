@@ -26,7 +26,7 @@ FAMILIES = [
     ),
 ]
 
-CHUNK, PROMPT, DECODED = 64, 150, 64
+CHUNK, PROMPT, DECODED = 100, 150, 64
 
 _TOLERANCE = {"zamba2": 1e-3}
 """The largest error of a logit, as a part of their spread, where it is more than 3e-4: the model has 54 layers.
@@ -133,6 +133,28 @@ def test_a_fork_and_its_origin_run_in_one_step(name, exported):
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-4"])
+def test_a_batch_of_prompts_and_answers(name, exported):
+    """Four prompts of different lengths in shared steps, and greedy ids after them in steps of four tokens."""
+    path, model = exported(name)
+    texts = [ids(length, factor) for length, factor in ((62, 37), (20, 41), (5, 43), (11, 47))]
+    with SeqSession(config(path, capacity=512)) as session, etkv.load(path, session) as program:
+        lengths = [len(text) for text in texts]
+        session.begin_step([number for number, length in enumerate(lengths) for _ in range(length)])
+        flat = [token for text in texts for token in text]
+        rows = program.forward(flat, [position for length in lengths for position in range(length)])
+        lasts = [rows[sum(lengths[: number + 1]) - 1] for number in range(4)]
+        for _ in range(8):
+            for text, row in zip(texts, lasts, strict=True):
+                text.append(int(row.argmax()))
+            session.begin_step(range(4))
+            lasts = program.forward([text[-1] for text in texts], [len(text) - 1 for text in texts])
+        for text, row, length in zip(texts, lasts, lengths, strict=True):
+            whole = expected(model, text)
+            close(row, whole[-1])
+            assert text[length:] == whole[length - 1 : -1].argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-4"])
 def test_a_tree_of_candidates(name, exported):
     path, model = exported(name)
     prompt, parents = ids(62), [-1, -1, 0, 0, 2, 4, 1]
@@ -149,6 +171,22 @@ def test_a_tree_of_candidates(name, exported):
         session.commit([0, 2, 4])
         assert session.length == 65
         close(program.forward(ids(3), range(65, 68)), expected(model, paths[4] + ids(3))[65:])
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba-2"])
+def test_quantized_weights(name, tmp_path):
+    """Weights of 8 bits: the answers in chunks and token by token are the same, and near the model's."""
+    reference.speed_up_exports()
+    model = recurrent_models.write(name, tmp_path / "model")
+    request = ExportRequest(model, tmp_path / "model.pte", quantize="8w", prefill_chunk=CHUNK, check=False)
+    path, text, rows = export_program(request), ids(80), []
+    for step in (80, 1):
+        with DecodeSession(config(path)) as session, etkv.load(path, session) as program:
+            steps = [program.forward(text[at : at + step], range(at, at + step)) for at in range(0, 80, step)]
+        rows.append(torch.cat([torch.as_tensor(row) for row in steps]))
+    whole = expected(recurrent_models.model(name), text)
+    assert (rows[0] - rows[1]).abs().max() < 1e-3 * whole.std()
+    assert (rows[0] - whole).abs().max() < 0.5 * whole.std()
 
 
 def test_half_precision(tmp_path):

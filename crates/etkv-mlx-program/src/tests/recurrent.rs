@@ -6,6 +6,7 @@ use etkv::{builders, MLX_BACKEND};
 use etkv_core::{CacheConfig, RecurrentLayer, Session};
 
 use super::*;
+use crate::generation::{Generation, GenerationOptions, Prompt, RunAhead};
 
 /// The fields of a convolution's node.
 #[derive(Clone, Copy)]
@@ -131,4 +132,116 @@ fn operands_of_other_sizes_are_refused() {
     let error = program.execute(&arguments, &[FLOAT32], &mut Outputs::default()).unwrap_err();
     assert_eq!(error.status(), Status::Shape);
     assert_eq!(session.cache().lock().unwrap().length(), 0);
+}
+
+/// Returns a language model of one recurrence, with these constants: rows of tokens, log decays, write
+/// strengths, and the weights of the logits.
+fn language_model() -> (Vec<u8>, Weights) {
+    let shapes = [
+        ("rows", vec![VOCABULARY, DIM]),
+        ("decays", vec![VOCABULARY]),
+        ("strengths", vec![VOCABULARY]),
+        ("head", vec![DIM, VOCABULARY]),
+    ];
+    let parts = Parts {
+        constants: shapes.iter().map(|(name, shape)| ((*name).to_owned(), shape.clone())).collect(),
+        // 4: tokens, 5: positions.
+        inputs: vec![(vec![1, OPEN], INT64), (vec![OPEN], INT64)],
+        n_temporaries: 10,
+        outputs: vec![15],
+        ..Default::default()
+    };
+    let payload = parts.payload(|builder| {
+        vec![vec![
+            take(builder, 0, 4, 6),
+            expand(builder, 6, 7),
+            take(builder, 1, 4, 8),
+            expand(builder, 8, 9),
+            take(builder, 2, 4, 10),
+            expand(builder, 10, 11),
+            scan(builder, [7, 9, 11, 5, 12]),
+            squeeze(builder, 12, 13),
+            product(builder, 13, 3, 15),
+        ]]
+    });
+    let numbers = |n: i32, scale: f32, shift: f32| {
+        let number = |at: i32| ((at * 37 + n) % 29) as f32 / 29.0 * scale + shift;
+        bytes(&(0..n).map(number).collect::<Vec<_>>())
+    };
+    let weights = Weights(BTreeMap::from([
+        ("rows", numbers(VOCABULARY * DIM, 1.0, -0.5)),
+        ("decays", numbers(VOCABULARY, -0.2, 0.0)),
+        ("strengths", numbers(VOCABULARY, 1.0, 0.0)),
+        ("head", numbers(VOCABULARY * DIM, 2.0, -1.0)),
+    ]));
+    (payload, weights)
+}
+
+const VOCABULARY: i32 = 23;
+const DIM: i32 = 4;
+
+/// The rows are queries, keys and values.
+fn scan(builder: &mut Builder, slots: [u32; 5]) -> Node {
+    let [rows, g, beta, position, out] = slots.map(fb::Tid::new);
+    let args = fb::UpdateAndScanNodeArgs {
+        q: Some(&rows),
+        k: Some(&rows),
+        v: Some(&rows),
+        g: Some(&g),
+        beta: Some(&beta),
+        position: Some(&position),
+        out: Some(&out),
+        layer_id: Some(0),
+        scale: Some(1.0),
+        out_dtype: None,
+        k_heads: Some(1),
+        heads: Some(1),
+        k_dim: Some(DIM),
+        v_dim: Some(DIM),
+        channel_decay: false,
+    };
+    let node = fb::UpdateAndScanNode::create(builder, &args);
+    (fb::OpNode::UpdateAndScanNode, node.as_union_value())
+}
+
+fn squeeze(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let dims = Some(builder.create_vector(&[1]));
+    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
+    let args = fb::SqueezeNodeArgs { x: Some(&x), out: Some(&out), dims };
+    (fb::OpNode::SqueezeNode, fb::SqueezeNode::create(builder, &args).as_union_value())
+}
+
+/// Returns the tokens of answers to two prompts.
+fn answers(kind: &str, run_ahead: RunAhead) -> Vec<(usize, i64)> {
+    let mut config = CacheConfig::uniform(0, 1, 1, 400);
+    let [k_heads, heads, k_dim, v_dim] = [1, 1, DIM, DIM];
+    let channel_decay = false;
+    config.recurrent_layers =
+        vec![RecurrentLayer::Recurrence { k_heads, heads, k_dim, v_dim, channel_decay }];
+    let session = Session::new(builders(), MLX_BACKEND, kind, config).unwrap();
+    let (payload, mut weights) = language_model();
+    let mut options = LoadOptions::default();
+    options.cache_key = Some(session.key().to_owned());
+    let program = Program::load(&payload, &mut weights, &options, None).unwrap();
+    let n = if kind == "contiguous" { 1 } else { 2 };
+    let prompts = (0..n).map(|n| Prompt::new(n, vec![3 + i64::from(n), 7, 11])).collect();
+    let options = GenerationOptions { run_ahead, max_tokens: 140, ..GenerationOptions::default() };
+    let mut generation = Generation::new(&program, prompts, options).unwrap();
+    let mut all = Vec::new();
+    loop {
+        let next = generation.next_tokens().unwrap();
+        if next.is_empty() {
+            return all;
+        }
+        all.extend(next.iter().map(|one| (one.prompt, one.token)));
+    }
+}
+
+#[test]
+fn steps_may_start_before_their_tokens_are_read() {
+    for kind in ["contiguous", "seq", "tree"] {
+        let expected = answers(kind, RunAhead::Never);
+        assert!(expected.len() >= 140, "{kind}: {}", expected.len());
+        assert_eq!(answers(kind, RunAhead::Always), expected, "{kind}");
+    }
 }
