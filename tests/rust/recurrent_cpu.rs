@@ -1,9 +1,13 @@
 //! The CPU's kernels of recurrent layers over real caches: the same bits as a text that runs in one step, whatever
 //! was cut, forked, aborted, proposed, saved, loaded and attached before.
 
-use etkv_core::{AttendCache, CacheConfig, CellsCache, RecurrentLayer, RecurrentRows, RecurrentSpec, Result};
+use etkv_core::{
+    AttendCache, CacheConfig, CellsCache, RecurrentLayer, RecurrentRows, RecurrentSpec, Result,
+};
 use etkv_cpu::attention::synthetic::Threads;
-use etkv_cpu::recurrent::{convolve, scan, Activation, ConvolveInputs, Scan, ScanInputs, Workspace};
+use etkv_cpu::recurrent::{
+    convolve, scan, Activation, ConvolveInputs, Scan, ScanInputs, Workspace,
+};
 use etkv_cpu::{CpuStore, Tensor, View};
 use etkv_tests::backend::Backend;
 use etkv_tests::campaign::recurrent::texts_run_as_if_alone;

@@ -1,9 +1,11 @@
 //! Caches that read texts, whose keys and values are a function of the text.
 
-use etkv_core::{AttendCache, CacheConfig, CellsCache, ContiguousCache, LayerPolicy, Step};
+use etkv_core::{
+    AttendCache, CacheConfig, CellsCache, ContiguousCache, LayerPolicy, RecurrentLayer, Step,
+};
 
 use crate::backend::Backend;
-use crate::{oracle, Rng};
+use crate::{oracle, recurrence, Rng};
 
 pub type TextCache<B> = Box<dyn AttendCache<Store = <B as Backend>::Store>>;
 
@@ -11,7 +13,8 @@ const LAYERS: usize = 2;
 const HEADS: usize = 2;
 const DIM: usize = 32;
 
-/// A kind of cache, with a window in its second layer or without, in one of three formats.
+/// A kind of cache, in one of three formats. It holds whole texts, or drops some of what it read: with a window in its
+/// second layer, or with recurrent layers in two of the formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextShape {
     pub kind: usize,
@@ -29,6 +32,11 @@ impl TextShape {
         Self { kind: seed % 3, windowed: seed / 3 % 2 == 1, format: seed / 6 % 3 }
     }
 
+    /// Returns whether the cache has recurrent layers instead of windows.
+    fn is_recurrent(self) -> bool {
+        self.windowed && self.format > 0
+    }
+
     pub fn make<B: Backend>(self) -> TextCache<B> {
         let mut config = CacheConfig {
             max_step_tokens: 8,
@@ -39,10 +47,26 @@ impl TextShape {
             [config.k_format, config.v_format] = ["affine8g32".parse().unwrap(); 2];
         }
         config.quantized_kv_start = (self.format == 2).then_some(CONVERTED_AT as i32);
-        if self.windowed {
+        if self.windowed && !self.is_recurrent() {
             config.layers[1].policy = LayerPolicy::Window { window: 12, sinks: 2 };
         }
+        if self.is_recurrent() {
+            config.recurrent_layers = vec![
+                RecurrentLayer::Convolution { channels: 3, width: 4 },
+                RecurrentLayer::Recurrence {
+                    k_heads: 1,
+                    heads: 2,
+                    k_dim: 2,
+                    v_dim: 3,
+                    channel_decay: false,
+                },
+            ];
+            config.anchors = 1;
+        }
         match self.kind {
+            0 if self.is_recurrent() => {
+                Box::new(CellsCache::<B::Store>::contiguous(config).unwrap())
+            }
             0 => Box::new(ContiguousCache::<B::Store>::new(config).unwrap()),
             1 => Box::new(CellsCache::<B::Store>::new(config).unwrap()),
             _ => Box::new(CellsCache::<B::Store>::with_trees(config).unwrap()),
@@ -54,6 +78,10 @@ impl TextShape {
 pub fn read<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) {
     loop {
         let start = cache.next_position().unwrap() as usize;
+        if start < 64 {
+            // Texts that part after this go on there.
+            cache.mark_turn(70).unwrap();
+        }
         // Chunks end at the same tokens, wherever a cache begins.
         let end = text.len().min((start / 8 + 1) * 8);
         if start == end {
@@ -80,7 +108,17 @@ fn step<B: Backend>(cache: &mut TextCache<B>, text: &[i64], start: usize, end: u
     };
     let positions: Vec<i32> = (start as i32..end as i32).collect();
     let mut bits = Vec::new();
+    let recurrent = cache.config().recurrent_layers.clone();
     let mut step = Step::begin(&mut **cache, &positions).unwrap();
+    for (id, layer) in recurrent.into_iter().enumerate() {
+        let tokens: Vec<u64> = (start..end).map(seed_of).collect();
+        let mut outputs = Vec::new();
+        step.update_recurrent(id, &mut |spec| {
+            recurrence::planned::<B>(id, layer, &tokens, spec, &mut outputs)
+        })
+        .unwrap();
+        bits.extend(outputs.iter().flatten().flatten().map(|value| value.to_bits()));
+    }
     for layer in 0..LAYERS {
         let [q, k, v] = [0, 1, 2].map(|which| {
             let row = |at| {
