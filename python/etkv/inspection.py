@@ -200,8 +200,9 @@ def _cache_lines(contents: dict[str, Any]) -> Iterator[str]:
         return
     for layer, same in itertools.groupby(contents["layers"]):
         yield f"cache: {_layers_text(len(list(same)))} of {_layer_text(layer)}"
-    for layer, same in itertools.groupby(contents.get("recurrent_layers", ())):
-        yield f"cache: {_layers_text(len(list(same)), 'recurrent ')}: {_recurrent_layer_text(layer)}"
+    # Convolutions and recurrences alternate.
+    for layer_text, n in Counter(map(_recurrent_layer_text, contents.get("recurrent_layers", ()))).items():
+        yield f"cache: {_layers_text(n, 'recurrent ')}: {layer_text}"
     for name, size in contents["cache"]["bytes"].items():
         if "not_possible" in size:
             yield f"cache in {name}: not possible: {size['not_possible']}"

@@ -347,7 +347,8 @@ def test_family_without_kv_cache(tmp_path):
     said = _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"))
     assert said == (
         "model family 'mamba' has layers of kind 'linear_attention', and a program has layers that attend to all "
-        "earlier tokens or to a sliding window"
+        "earlier tokens or to a sliding window, and recurrent layers with the states of short convolutions, the gated "
+        "delta rule and Mamba-2"
     )
 
 

@@ -93,7 +93,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"intermediate_size": [128] * LAYERS},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **{name: {"layer_types": ["conv", "full_attention"]} for name in ("lfm2", "lfm2_moe")},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},

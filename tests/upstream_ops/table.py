@@ -40,6 +40,16 @@ writes this page from the code and a run of [ExecuTorch's own tests](programs.md
 | --- | --- | --- | --- |
 """
 
+_OWN = """
+## Operations of etkv
+
+Programs with [recurrent layers](programs.md#recurrent-layers) have operations beside those of the schema. Their delegate
+is `EtkvForMLX`, so ExecuTorch's own MLX backend refuses them by name.
+
+| operation | file |
+| --- | --- |
+"""
+
 
 def names(schema: str) -> list[str]:
     """Return the names of the operations in the text of the schema, in its order."""
@@ -75,7 +85,8 @@ def text(ended: Sequence[Outcome]) -> str:
         # All programs of the tests ran on one, except those that are refused everywhere.
         cuda = "run" if any(outcome.kind in ("passed", "not comparable") for outcome in having) else ""
         rows.append(f"| {name} | `{files[name]}` | {tests} | {cuda} |\n")
-    return _HEAD + "".join(rows)
+    own = [f"| {name} | `{files[name]}` |\n" for name in sorted(set(files) - set(names(schema)))]
+    return _HEAD + "".join(rows) + _OWN + "".join(own)
 
 
 def without_counts(text: str) -> str:

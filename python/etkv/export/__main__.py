@@ -46,9 +46,10 @@ def _indices(text: str) -> tuple[int, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m etkv.export",
-        description="Export a causal language model as an ExecuTorch program (.pte) for MLX or the CPU, with its KV "
-        "caches outside the graph. The tokenizer, its configuration, the chat template, the generation settings and "
-        "export.json, a record of the export, are written beside it.",
+        description="Export a causal language model as an ExecuTorch program (.pte) for MLX or the CPU, with its "
+        "caches outside the graph: keys and values, and the states of recurrent layers. The tokenizer, its "
+        "configuration, the chat template, the generation settings and export.json, a record of the export, are "
+        "written beside it.",
     )
     parser.add_argument(
         "--model",

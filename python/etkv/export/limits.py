@@ -91,7 +91,8 @@ def _check_layers(request: ExportRequest, config: PreTrainedConfig) -> None:
     if other is not None:
         raise EtkvError(
             f"model family {config.model_type!r} has layers of kind {other!r}, and a program has layers that attend to "
-            f"all earlier tokens or to a sliding window"
+            "all earlier tokens or to a sliding window, and recurrent layers with the states of short convolutions, "
+            "the gated delta rule and Mamba-2"
         )
 
 
