@@ -3,7 +3,8 @@
 //! A step's [`RecurrentPlan`](etkv_core::bookkeeping::RecurrentPlan) says which rows precede each token, and
 //! from which anchor a recurrence starts. Everything is computed in float32, by MLX's operations on whole
 //! arrays: few for a token, and for a long text matrix products over its blocks. As MLX chooses the order of
-//! sums, results depend on how a text is cut into steps by rounding errors.
+//! sums, results depend on how a text is cut into steps by rounding errors. On a GPU with matrix units MLX rounds
+//! the factors of float32 products to TF32, unless `MLX_ENABLE_TF32` is 0.
 
 mod blocks;
 mod convolve;

@@ -306,7 +306,10 @@ impl Step<'_> {
         let heads = self.sizes.heads();
         let all: Vec<i32> = (0..plan.n_tokens() as i32).collect();
         let out = self.by_token(|computed| &computed.out, &all)?;
-        let out = out.multiply(Array::from_f32(scale))?.reshape(&[1, heads, -1, v_dim])?;
+        let mut out = out.reshape(&[1, heads, -1, v_dim])?;
+        if scale != 1.0 {
+            out = out.multiply(Array::from_f32(scale))?;
+        }
         let tokens = stored_tokens(plan);
         let keys = take(&self.inputs.k, &tokens, 1)?.reshape(&[1, k_heads, -1, k_dim])?;
         let updates = self.by_token(|computed| &computed.updates, &tokens)?;

@@ -1,7 +1,7 @@
 //! Tokens within a block: one token after its rows, several, or a tree; those of several sequences at once.
 
 use etkv_core::bookkeeping::RowSource;
-use mlx_rs::ops::{concatenate, select};
+use mlx_rs::ops::{addmm, concatenate, select};
 use mlx_rs::Array;
 
 use super::decays::{inverse, Keys, Tokens};
@@ -36,23 +36,20 @@ pub fn run(step: &mut Step, groups: &[Group]) -> Result<()> {
     }
     if let Some(before) = &before {
         let keys = Keys { keys: &before.keys, sums: &before.sums };
-        let of_rows = reading.products(&keys, None)?.matmul(&before.updates)?;
-        read = Some(match read {
-            Some(read) => read.add(of_rows)?,
-            None => of_rows,
-        });
+        let weights = reading.products(&keys, None)?;
+        read = Some(plus_product(read, &weights, &before.updates)?);
     }
     let kind = |array: &Array, kind: usize| {
         slice(array, array.ndim() - 2, kind * batch.n..(kind + 1) * batch.n)
     };
     let seen_by_q = read.as_ref().map(|read| kind(read, 0)).transpose()?;
 
-    // What a token reads of the tokens of the step.
+    // What a token reads of the tokens of the step. Of its own update, a query reads all.
     let own = match batch.n {
-        1 => None,
+        1 => q.matmul(k.swap_axes(-1, -2)?)?,
         _ => {
             let keys = Keys { keys: &k, sums: &sums };
-            Some(reading.products(&keys, Some(&batch.seen(groups)))?)
+            reading.products(&keys, Some(&batch.seen(groups)))?
         }
     };
     let mut updates = v;
@@ -61,22 +58,23 @@ pub fn run(step: &mut Step, groups: &[Group]) -> Result<()> {
             updates = updates.subtract(kind(read, 1)?)?;
         }
         updates = updates.multiply(beta)?;
-        if let Some(own) = &own {
-            updates = inverse(&kind(own, 1)?.multiply(beta)?)?.matmul(updates)?;
+        if batch.n > 1 {
+            updates = inverse(&kind(&own, 1)?.multiply(beta)?)?.matmul(updates)?;
         }
     }
-    let of_own = match &own {
-        Some(own) => kind(own, 0)?.matmul(&updates)?,
-        None => q.multiply(&k)?.sum_axes(&[-1], true)?.multiply(&updates)?,
-    };
-    let out = match seen_by_q {
-        Some(read) => read.add(of_own)?,
-        None => of_own,
-    };
+    let out = plus_product(seen_by_q, &kind(&own, 0)?, &updates)?;
     let flat = |array: &Array| batch.flat(array, sizes, n);
     let results = [flat(&out)?, flat(&updates)?, flat(&sums)?];
     let [out, updates, sums] = results;
     step.add(batch.named(groups), out, &updates, &sums)
+}
+
+/// Returns the product of two matrices, added to `sum`.
+fn plus_product(sum: Option<Array>, a: &Array, b: &Array) -> Result<Array> {
+    match sum {
+        Some(sum) => Ok(addmm(sum, a, b, None, None)?),
+        None => Ok(a.matmul(b)?),
+    }
 }
 
 /// Groups side by side, with as many tokens and rows as the longest.
