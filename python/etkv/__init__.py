@@ -32,7 +32,7 @@ from etkv.cache import (
     set_memory_budget,
     set_memory_callback,
 )
-from etkv.chat import Chat
+from etkv.chat import Chat, Reuse
 from etkv.config import CacheConfig, LayerConfig
 from etkv.description import describe_program
 from etkv.errors import (
@@ -91,6 +91,7 @@ __all__ = [
     "Recurrence",
     "RecurrentLayer",
     "RecurrentLayerMemory",
+    "Reuse",
     "SeqCache",
     "SeqSession",
     "Session",

@@ -127,6 +127,7 @@ class Chat:
         kept = self._attach(ids)
         shared = len(self._held)
         self.reuse = Reuse(max(matched, kept), shared, len(ids) - shared)
+        self._mark_system(ids)
         options = with_eos_token_ids(options, self._program, self._tokenizer)
         self.generation = generation = generate_tokens(self._program, ids[shared:], **options)
         keeper = self._keeper
@@ -163,12 +164,23 @@ class Chat:
         self._answers = kept
         return ids_of
 
+    def _mark_system(self, ids: list[int]) -> None:
+        """Mark the end of the system message in the first turn: other chats with the same message can go on there."""
+        first = self.messages[0]
+        if len(self.messages) != 2 or first["role"] != "system" or isinstance(self._cache, GraphCache):
+            return
+        # The template has no text of the system message alone: it is what two conversations have in common.
+        others = ([first, {"role": "user", "content": text}] for text in ("a", "1"))
+        system = min(_n_shared(ids, self._tokenizer.conversation_ids(other, {})) for other in others)
+        if self._cache.n_recurrent_layers > 0 and system > len(self._held):
+            self._cache.mark(system)
+
     def _attach(self, ids: list[int]) -> int:
         """Go on from the kept beginning of ``ids``, if it is longer than the beginning that the cache holds. Return the
         length of that beginning; 0 if it is not longer.
         """
         text = ids[:-1]
-        if self._keeper is None or self._keeper.find(text) <= len(self._held):
+        if self._keeper is None or (self._held and self._keeper.find(text) <= len(self._held)):
             return 0
         # In this order, the cache begins with `_held` wherever an interrupt stops this.
         self._held = []
@@ -183,14 +195,14 @@ class Chat:
         layers may have dropped what the next token reads. Then the cache goes back further, to a checkpoint or to its
         beginning.
         """
-        pairs = zip(self._held, ids, strict=False)
-        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        shared = min(shared, len(ids) - 1)
+        shared = min(_n_shared(self._held, ids), len(ids) - 1)
         # In this order, the cache begins with `_held` wherever an interrupt stops this.
-        self._held = ids[: self._reachable(shared)]
+        self._held = ids[: self._cache.reachable(shared)]
         self._held = self._held[: self._cache.rewind_to_reachable(shared)]
         return shared
 
-    def _reachable(self, length: int) -> int:
-        cache = self._cache
-        return 0 if isinstance(cache, GraphCache) and length < cache.length else cache.reachable(length)
+
+def _n_shared(text: list[int], other: list[int]) -> int:
+    """Return the number of tokens that two texts share at their beginning."""
+    pairs = zip(text, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -42,6 +42,10 @@ class GraphCache:
                 "rewind; clear it, or load a program with an off-graph cache"
             )
 
+    def reachable(self, position: int) -> int:
+        """Return the present length if ``position`` is not below it, else 0."""
+        return self._length if position >= self._length else 0
+
     def rewind_to_reachable(self, length: int) -> int:
         """Clear it unless ``length`` is the present length. Return the length that it then has."""
         if length < self._length:

@@ -67,6 +67,11 @@ impl KeptPrefixes {
         found.filter_map(of).collect()
     }
 
+    /// Returns the length of the longest beginning that a prefix has in common with a text.
+    pub fn common(&self, group: &str, tokens: &[i64], capacity: usize) -> usize {
+        self.groups.get(group).map_or(0, |texts| texts.common(tokens, capacity))
+    }
+
     /// Notes that a prefix is used, if it is still there.
     pub fn touch(&mut self, number: u64) {
         self.now += 1;

@@ -13,7 +13,7 @@ use tracing::{debug, warn};
 use self::ahead::{ReadAhead, ReadQueue};
 use self::kept::{CachedText, KeptPrefixes};
 use crate::store::index::{group_with, Group};
-use crate::store::{check_fingerprint, text_length, MAX_TRIED, TARGET};
+use crate::store::{check_fingerprint, mark_parting, text_length, MAX_TRIED, TARGET};
 use crate::{capacity_of, model_of, Labels, PrefixStore};
 
 /// Prefixes of texts that caches of this process share: what one cache has read of a text is kept as a
@@ -161,6 +161,8 @@ impl PrefixCache {
             n = self.attach_to(cache, found)?;
             counted[0] = n;
         }
+        let common = self.inner.kept.lock().common(&group, tokens, capacity_of(cache));
+        mark_parting(cache, n, common)?;
         debug!(target: TARGET, tokens = tokens.len(), attached = n, loaded = counted[1], "attached");
         self.inner.kept.lock().count(tokens.len(), counted);
         Ok(n)

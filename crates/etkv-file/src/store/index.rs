@@ -168,6 +168,11 @@ impl Index {
             .map(|(n_tokens, entry)| Match { name: entry.what.clone(), n_tokens })
     }
 
+    /// Returns the length of the longest beginning that a text here has in common with another.
+    pub fn common(&self, group: &str, tokens: &[i64], capacity: usize) -> usize {
+        self.groups.get(group).map_or(0, |texts| texts.common(tokens, capacity))
+    }
+
     /// Returns a file that can replace one of this text in every use, including caches of `capacity`.
     pub fn covering(
         &self,

@@ -219,11 +219,14 @@ impl PrefixStore {
         check_fingerprint(fingerprint)?;
         let fingerprint = model_of(cache, fingerprint);
         let (found, matches) = self.matches(cache, &fingerprint, tokens, MAX_TRIED)?;
+        let group = group_of(&fingerprint, cache)?;
+        let common = self.index.lock().common(&group, tokens, capacity_of(cache));
         for Match { name, n_tokens } in matches {
             match self.load_file(cache, &fingerprint, &name, &tokens[..n_tokens]) {
                 Ok(true) => {
                     self.touch(&found, &name);
                     debug!(target: TARGET, tokens = n_tokens, file = name, "a text was loaded");
+                    mark_parting(cache, n_tokens, common)?;
                     return Ok(n_tokens);
                 }
                 Ok(false) => debug!(target: TARGET, file = name, "a stored text does not fit"),
@@ -237,6 +240,7 @@ impl PrefixStore {
                 Err(error) => return Err(error),
             }
         }
+        mark_parting(cache, 0, common)?;
         Ok(0)
     }
 
@@ -369,6 +373,18 @@ impl PrefixStore {
             debug!(target: TARGET, file = file.name, bytes = file.bytes, "a stored text made room");
         }
         Ok(())
+    }
+}
+
+/// Marks where a text parts from one that is kept, if the cache could not go on there from the kept one: the next
+/// text that parts there can.
+pub(crate) fn mark_parting(cache: &mut dyn Cache, held: usize, common: usize) -> Result<()> {
+    if common <= held || cache.config().recurrent_layers.is_empty() {
+        return Ok(());
+    }
+    match cache.mark(i32::try_from(common).unwrap_or(i32::MAX)) {
+        Err(error) if error.status() != Status::Position => Err(error),
+        _ => Ok(()),
     }
 }
 

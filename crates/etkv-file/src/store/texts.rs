@@ -78,6 +78,18 @@ impl<T> Texts<T> {
         best.into_iter()
     }
 
+    /// Returns the length of the longest beginning that a text here, of at most `capacity` tokens, has in common
+    /// with another, whether its cache can be rewound there or not.
+    pub fn common(&self, tokens: &[i64], capacity: usize) -> usize {
+        let up_to: (Bound<&[i64]>, _) = (Bound::Unbounded, Bound::Included(tokens));
+        let later: (_, Bound<&[i64]>) = (Bound::Excluded(tokens), Bound::Unbounded);
+        let fits = |(text, _): &(&Arc<[i64]>, &Entry<T>)| text.len() <= capacity;
+        let before = self.0.range::<[i64], _>(up_to).rev().find(fits);
+        let after = self.0.range::<[i64], _>(later).find(fits);
+        let neighbours = before.into_iter().chain(after);
+        neighbours.map(|(text, _)| shared(text, tokens)).max().unwrap_or(0)
+    }
+
     /// Returns an entry that can replace this text in every use, including caches of `capacity`.
     pub fn covering(&self, tokens: &[i64], reach: &Reach, capacity: usize) -> Option<&Entry<T>> {
         let from: (Bound<&[i64]>, _) = (Bound::Included(tokens), Bound::Unbounded);

@@ -1,0 +1,92 @@
+"""Chats on models with recurrent layers: a turn runs its new tokens, and at most one block of those before them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import etkv
+from etkv.recurrent_layer import BLOCK
+from test_recurrent_programs import _model
+
+WORDS = ["a", "bee", "sea", "dog", "elephant", "river"]
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3.5"])
+def model(request):
+    return _model(request.param, "cpu")
+
+
+@pytest.fixture
+def tokenizer(model):
+    return etkv.Tokenizer.from_pretrained(model.request.output)
+
+
+def words(rng: random.Random, most: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(5, most)))
+
+
+def say(chat: etkv.Chat, rng: random.Random) -> etkv.Reuse:
+    """Run a turn with an answer of some tokens. Return what it did not run again."""
+    list(chat.send_message(words(rng, 60), max_tokens=rng.randint(5, 100)))
+    assert chat.reuse is not None
+    assert chat.reuse.run_again < BLOCK, chat.reuse
+    assert bool(chat.reuse.reason) == (chat.reuse.run_again > 0)
+    return chat.reuse
+
+
+def test_nothing_is_read_from_its_beginning_again(model, tokenizer):
+    """20 turns, each the whole conversation; one message in the middle is edited."""
+    rng = random.Random(0)
+    with model.session(capacity=8192) as session, model.load(session) as program:
+        chat = etkv.Chat(program, tokenizer)
+        for turn in range(20):
+            if turn == 12:
+                chat.messages[10]["content"] += " edited"
+            held, reuse = session.length, say(chat, rng)
+            if turn == 12:
+                assert 0 < reuse.matched < held
+            else:
+                assert reuse.restored == held
+
+
+def test_an_answer_that_comes_back_shorter_runs_from_its_prompt(model, tokenizer):
+    """Clients drop what a model thought: each turn parts from the cache at the end of the last prompt."""
+    rng = random.Random(1)
+    with model.session(capacity=8192) as session, model.load(session) as program:
+        chat = etkv.Chat(program, tokenizer)
+        for turn in range(6):
+            held = session.length
+            if chat.messages:
+                chat.messages[-1]["content"] = "short"
+            reuse = say(chat, rng)
+            assert turn == 0 or 0 < reuse.matched < held
+
+
+def test_a_chat_goes_on_after_a_restart(model, tokenizer, tmp_path):
+    rng = random.Random(2)
+    store = etkv.PrefixStore(tmp_path, max_bytes=1 << 30)
+    messages: list[dict[str, str]] = []
+    for restart in range(3):
+        with model.session(capacity=8192) as session, model.load(session) as program:
+            chat = etkv.Chat(program, tokenizer, prefix_store=store)
+            chat.messages = [dict(message) for message in messages]
+            for turn in range(3):
+                if chat.messages:
+                    chat.messages[-1]["content"] = f"short {turn}"
+                reuse = say(chat, rng)
+                assert (restart, turn) == (0, 0) or reuse.restored > 0
+            messages = chat.messages
+
+
+def test_caches_share_the_beginning_of_a_text(model, tokenizer):
+    rng = random.Random(3)
+    prefixes = etkv.PrefixCache()
+    system = words(random.Random(4), 400)
+    for number in range(3):
+        with model.session(capacity=8192) as session, model.load(session) as program:
+            chat = etkv.Chat(program, tokenizer, system=system, prefix_cache=prefixes)
+            reuse = say(chat, rng)
+            assert (reuse.restored > 0) == (number > 0), reuse
+            say(chat, rng)
