@@ -33,14 +33,17 @@ CHUNK = 100
 
 PROMPT, DECODED = 300, 64
 
-BACKENDS = ["cpu"]
-
-_FAMILIES = ["lfm2", "qwen3.5", "mamba-2", "falcon-h1"]
+_FAMILIES = {"cpu": ["lfm2", "qwen3.5", "mamba-2", "falcon-h1"], "mlx": ["lfm2", "qwen3.5"]}
 _LONG = [
     *("qwen3-next", "olmo-hybrid", "olmo-hybrid-positive", "granite-4", "nemotron-h", "falcon-h1-norm", "bamba"),
-    "lfm3",
+    *("lfm3", "mamba-2", "falcon-h1"),
 ]
-FAMILIES = _FAMILIES + _LONG if EVERYTHING else _FAMILIES
+CASES = [
+    (name, backend)
+    for backend, names in _FAMILIES.items()
+    for name in dict.fromkeys(names + _LONG if EVERYTHING else names)
+]
+"""Families and backends."""
 
 WITHOUT_ATTENTION = ["mamba-2", "qwen3.5-recurrent", "lfm2-recurrent", "nemotron-h-recurrent"]
 
@@ -117,14 +120,9 @@ def _model(name: str, backend: str) -> Model:
     return model
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def backend(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request, backend) -> Model:
-    return _model(request.param, backend)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def model(request) -> Model:
+    return _model(*request.param)
 
 
 @pytest.fixture(scope="module", params=WITHOUT_ATTENTION)
