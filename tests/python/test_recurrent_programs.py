@@ -47,10 +47,10 @@ CASES = [
 
 WITHOUT_ATTENTION = ["mamba-2", "qwen3.5-recurrent", "lfm2-recurrent", "nemotron-h-recurrent"]
 
-_TOLERANCE = 5e-4
+_TOLERANCE = 1e-3
 """The largest error of a logit in float32, as a part of the spread of the logits.
 
-Over 300 tokens of Qwen3.5's tiny form transformers is off by up to 5e-4 from float64, and the programs by 4e-4.
+Over 300 tokens of Qwen3.5's tiny forms transformers is off by up to 5e-4 from float64, and programs by 4e-4.
 """
 
 pytestmark = pytest.mark.long
@@ -414,7 +414,7 @@ def test_trees_are_lossless(model):
     assert given[prompt : prompt + count] == text[prompt:]
 
 
-# ---- Bits -----------------------------------------------------------------------------------------------------------
+# ---- Random ways ----------------------------------------------------------------------------------------------------
 
 
 WAYS = 200 if EVERYTHING else 40
@@ -425,10 +425,10 @@ LENGTH = 260
 class Way:
     """A random way to read one text: steps, detours, rewinds, forks, trees and files."""
 
-    def __init__(self, model: Model, seed: int, text: list[int], expected: torch.Tensor, folder: Path) -> None:
+    def __init__(self, model: Model, seed: int, expected: torch.Tensor, tolerance: float, folder: Path) -> None:
         self.random = random.Random(seed)
         self.kind = self.random.choice([DecodeSession, SeqSession, TreeSession])
-        self.text, self.expected, self.folder = text, expected, folder
+        self.text, self.expected, self.tolerance, self.folder = ids(LENGTH), expected, tolerance, folder
         self.sequence: int = 0
         self.done: list[str] = []
         self.model = model
@@ -462,7 +462,8 @@ class Way:
         return self.program.forward(torch.tensor(tokens), torch.arange(begin, begin + len(tokens)))
 
     def compare(self, rows: torch.Tensor, begin: int) -> None:
-        assert torch.equal(rows, self.expected[begin : begin + len(rows)]), self.done
+        error = (rows - self.expected[begin : begin + len(rows)]).abs().max() / self.expected.std()
+        assert error <= self.tolerance, (error, self.done)
 
     def rewind(self, length: int) -> None:
         if self.kind is DecodeSession:
@@ -601,4 +602,10 @@ def test_every_way_has_the_same_bits(without_attention, tmp_path):
         expected = run(program, text, 0, LENGTH)
     without_attention.close(expected, without_attention.expected(text))
     for seed in range(WAYS):
-        Way(without_attention, seed, text, expected, tmp_path).run()
+        Way(without_attention, seed, expected, 0.0, tmp_path).run()
+
+
+def test_every_way_has_the_logits_of_transformers(model, tmp_path):
+    expected = model.expected(ids(LENGTH))
+    for seed in range(WAYS // 4):
+        Way(model, seed, expected, _TOLERANCE, tmp_path).run()
