@@ -214,10 +214,8 @@ ETKV_API etkv_status etkv_cache_mark(
  * The errors are those of etkv_cache_mark(), except ETKV_ERROR_POSITION: what
  * can no longer be marked is skipped.
  */
-ETKV_API etkv_status etkv_cache_mark_turn(
-    etkv_cache* cache,
-    int32_t end,
-    etkv_error** error);
+ETKV_API etkv_status
+etkv_cache_mark_turn(etkv_cache* cache, int32_t end, etkv_error** error);
 
 /**
  * Rewinds the only sequence to the greatest length, at most `length`, that

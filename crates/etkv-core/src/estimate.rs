@@ -132,18 +132,13 @@ impl CacheConfig {
                     rounded_up(needed, one).min(capacity.max(needed))
                 }
             }
+            // Each is large, so they are not allocated ahead, except upfront.
             (SlotsOf::Anchors, Some(window)) => {
-                let one = window.anchor_slots(capacity).max(1);
-                if needed <= one {
-                    // Each is large, so they are not allocated ahead.
-                    let upfront = growth == Growth::Upfront;
-                    if upfront {
-                        window.anchor_slots(capacity)
-                    } else {
-                        needed.max(0)
-                    }
-                } else {
-                    rounded_up(needed, one)
+                let one = window.anchor_slots(capacity);
+                match growth {
+                    Growth::Upfront if needed <= one => one,
+                    _ if needed <= one => needed.max(0),
+                    _ => rounded_up(needed, 2),
                 }
             }
             (_, None) => 0,

@@ -52,7 +52,6 @@ impl Shape {
             recurrent_layers: if rng.chance(0.4) { recurrent_layers(rng) } else { Vec::new() },
             anchors: rng.pick(&[1, 2, 3]),
             checkpoints: rng.pick(&[0, 2, 32]),
-            ..CacheConfig::uniform(0, 1, 1, 1)
         };
         Self { kind: rng.below(3), config }
     }
