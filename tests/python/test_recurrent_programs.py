@@ -244,6 +244,24 @@ def test_branches_of_a_fork(model):
         model.close(found, alone(model, text, prompt)[: len(found)])
 
 
+def test_a_branch_that_begins_at_a_checkpoint(model):
+    """A branch shares a text up to a checkpoint, and keeps it when the other text is gone."""
+    text = ids(PROMPT)
+    other = text[:BLOCK] + ids(200, 41)
+    with model.session(SeqSession) as session, model.load(session) as program:
+        assert session.seq_mark(0, 100) == BLOCK
+        run(program, text, 0, PROMPT, 0)
+        with pytest.raises(PositionError, match="sequence 1 would go on at 100"):
+            session.seq_cp(0, 1, 0, 100)
+        assert session.sequences() == [0]
+        session.seq_cp(0, 1, 0, BLOCK)
+        model.close(run(program, other, BLOCK, len(other), 1), model.expected(other)[BLOCK:])
+        session.seq_rm(0)
+        assert session.seq_reachable(1, 100) == BLOCK
+        session.seq_rm(1, BLOCK)
+        model.close(run(program, text, BLOCK, PROMPT, 1), model.expected(text)[BLOCK:])
+
+
 # ---- Back in a text -------------------------------------------------------------------------------------------------
 
 
