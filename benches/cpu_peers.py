@@ -42,7 +42,7 @@ FORWARD = ROOT / "build" / "bin" / "etkv_forward"
 CHUNK = 512
 """Tokens of a prefill step."""
 MAX_CONTEXT = 2304
-"""Positions of every cache."""
+"""Positions of every cache of SmolLM2."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,10 @@ class Contestant:
     rival: str = "etkv"
     kv: str = "f32"
     quantize: str | None = None
+    positions: int = MAX_CONTEXT
+    """Positions of its cache."""
+    script: str = __file__
+    """What runs a round of it with ``--work``."""
 
     @property
     def file(self) -> Path:
@@ -117,8 +121,10 @@ def requantize(contestant: Contestant, source: Path) -> None:
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.allow_requantize = True
     parameters.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32
-    if contestant.quantize == "q4_0":
+    if contestant.quantize:
         parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+        # Otherwise llama.cpp chooses more bits for some tensors, such as the head's.
+        parameters.pure = contestant.quantize == "q4_0-pure"
     # Renamed when it is complete: an existing file is taken as it is.
     target = contestant.file.with_suffix(".partial")
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters)) != 0:
@@ -163,7 +169,7 @@ def load_llama(contestant: Contestant, n_threads: int) -> Callable[[list[int], i
     llama_cpp.llama_log_set(silent, None)
     model = llama_cpp.llama_model_load_from_file(str(contestant.file).encode(), llama_cpp.llama_model_default_params())
     parameters = llama_cpp.llama_context_default_params()
-    parameters.n_ctx = MAX_CONTEXT
+    parameters.n_ctx = contestant.positions
     parameters.n_batch = parameters.n_ubatch = CHUNK
     parameters.n_threads = parameters.n_threads_batch = n_threads
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -226,10 +232,10 @@ def run(contestant: Contestant, ids_file: Path, arguments: argparse.Namespace) -
     """Runs one round in a separate process. Returns its result, or why it failed."""
     if contestant.engine == "etkv":
         command = [str(FORWARD), "--model", str(contestant.file), "--kv-format", contestant.kv]
-        command += ["--capacity", str(MAX_CONTEXT), "--repeat", "2", "--json"]
+        command += ["--capacity", str(contestant.positions), "--repeat", "2", "--json"]
     else:
         python = arguments.llama_python if contestant.engine == "llama" else sys.executable
-        command = [python, __file__, "--work", contestant.name, "--threads", str(arguments.threads)]
+        command = [python, contestant.script, "--work", contestant.name, "--threads", str(arguments.threads)]
     command += ["--ids-file", str(ids_file), "--decode", str(arguments.decode)]
     threads = {name: str(arguments.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **threads})
@@ -261,18 +267,21 @@ def compare(contestants: list[Contestant], prompt: list[int], left_out: dict, ar
 
     print(f"{len(prompt)} tokens of context, {arguments.decode} decoded, {arguments.rounds} rounds in turns")
     headings = f"{'prefill/s':>11}{'ratio':>7}{'decode/s':>11}{'ratio':>7}{'MiB':>10}{'ratio':>7}{'before':>9}"
-    print(f"  {'':18}{headings}{'same ids':>13}")
     by_name = {contestant.name: rounds for contestant, rounds in results.items()}
+    print(f"  {'':19}{headings}{'same ids' if 'etkv' in by_name else '':>13}".rstrip())
     notes = []
     for contestant, rounds in results.items():
         theirs = figures(rounds, len(prompt), arguments.decode)
         rival = contestant.rival if contestant.rival in by_name else "etkv"
         ours = figures(by_name[rival], len(prompt), arguments.decode) if rival in by_name else [math.nan] * 3
-        row = f"  {contestant.name:18}"
+        row = f"  {contestant.name:19}"
         for our, value, width in zip(ours, theirs, (11, 11, 10), strict=True):
             row += f"{value:{width}.1f}{our / value:7.2f}"
         row += f"{statistics.median(result['before_bytes'] for result in rounds) / 2**20:9.1f}"
-        ids, expected = rounds[0]["ids"], by_name.get("etkv", rounds)[0]["ids"]
+        if "etkv" not in by_name:
+            print(row)
+            continue
+        ids, expected = rounds[0]["ids"], by_name["etkv"][0]["ids"]
         same = next((i for i, pair in enumerate(zip(ids, expected, strict=True)) if pair[0] != pair[1]), len(ids))
         print(f"{row}{same:7} of {len(ids)}")
         if same < len(ids) and contestant.quantize is None:
