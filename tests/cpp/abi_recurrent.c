@@ -254,6 +254,9 @@ static void checkpoints(void) {
     if (kind > 0) {
       etkv_seq_cache* sequences = NULL;
       CHECK_OK(etkv_cache_as_seq(cache, &sequences, NULL));
+      CHECK_OK(etkv_seq_cache_mark_turn(sequences, 255, 200, NULL));
+      CHECK_REFUSED(
+          etkv_seq_cache_mark_turn(sequences, 256, 200, error), INVALID, "256");
       CHECK_OK(etkv_seq_cache_mark(sequences, 255, 70, &found, NULL));
       CHECK_INT(found, BLOCK);
       CHECK_OK(etkv_seq_cache_reachable(sequences, 255, 70, &found, NULL));

@@ -81,8 +81,16 @@ impl CacheConfig {
         let StoreLayers { layers, groups, kinds, .. } = StoreLayers::of(self);
         layers.iter().zip(&groups).try_fold(0u64, |total, (layer, &group)| {
             let kind = kinds[group];
-            let slots = self.allocated(kind, self.slots_at(kind, length).0, false);
-            add_bytes(total, layer, [k_format, v_format], slots)
+            let lead = self.recurrent_window().map_or(0, |window| window.lead);
+            let needed = match (kind, self.slots_at(kind, length).0) {
+                (SlotsOf::Attention(_), needed) => needed,
+                // Checkpoints come on top.
+                (SlotsOf::Rows, needed) => {
+                    needed.saturating_add(self.checkpoints.saturating_mul(lead)).min(self.capacity)
+                }
+                (SlotsOf::Anchors, _) => self.max_anchors(false),
+            };
+            add_bytes(total, layer, [k_format, v_format], self.allocated(kind, needed, false))
         })
     }
 

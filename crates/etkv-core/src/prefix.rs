@@ -283,7 +283,8 @@ impl Prefix {
             // Sinks come first, then the window, in the order of positions and of slots.
             let mut slot = 0;
             let mut dropped = 0;
-            for &[position, cell, len] in group.sequences.iter().flat_map(|held| &held.runs) {
+            let of_text = group.sequences.iter().filter(|held| held.sequence == 0);
+            for &[position, cell, len] in of_text.flat_map(|held| &held.runs) {
                 let gap = position - cell;
                 let begins = gap > 0 && dropped == 0 && slot == sinks;
                 if cell != slot || (gap != dropped && !begins) {

@@ -109,6 +109,25 @@ impl<S: Store> CellsCache<S> {
         Ok(())
     }
 
+    /// Drops checkpoints, the least useful first, until the budget has room for a step. Returns whether it has.
+    fn reserve_without_checkpoints(&mut self, positions: &[i32]) -> bool {
+        while self.book.drop_checkpoint() {
+            if self.book.plan(positions).is_err() {
+                return false;
+            }
+            if self.storage.reserve_for(self.book.plans()).is_ok() {
+                return true;
+            }
+            self.book.abort();
+        }
+        false
+    }
+
+    /// Returns the bookkeeping without an open step, for queries.
+    fn settled(&self) -> &CellsBookkeeping {
+        self.before.as_deref().unwrap_or(&self.book)
+    }
+
     /// Undoes [`rewind_for`](Self::rewind_for).
     fn restore_book(&mut self) {
         if let Some(before) = self.before.take() {
@@ -133,13 +152,14 @@ impl<S: Store> CellsCache<S> {
     fn open_step(&mut self, positions: &[i32]) -> Result<()> {
         self.storage.check_floats(positions.len(), self.book.length(), self.counted())?;
         self.book.plan(positions)?;
-        // Checkpoints give way to a step.
-        while let Err(error) = self.storage.reserve_for(self.book.plans()) {
+        if let Err(error) = self.storage.reserve_for(self.book.plans()) {
             self.book.abort();
-            if !self.book.drop_checkpoint() {
+            // Checkpoints give way to a step, if that is enough.
+            let spared = self.book.clone();
+            if !self.reserve_without_checkpoints(positions) {
+                self.book = spared;
                 return Err(error);
             }
-            self.book.plan(positions)?;
         }
         match &self.before {
             None => self.storage.begin_appending()?,
@@ -228,12 +248,12 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn length(&self) -> i32 {
-        self.book.length()
+        self.settled().length()
     }
 
     fn reachable(&self, position: i32) -> Result<i32> {
-        let sequence = self.book.only_sequence("call seq_reachable for one of them")?;
-        self.book.reachable(sequence, position)
+        let book = self.settled();
+        book.reachable(book.only_sequence("call seq_reachable for one of them")?, position)
     }
 
     fn checkpoints(&self) -> Result<Vec<i32>> {
@@ -247,11 +267,12 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn next_position(&self) -> Result<i32> {
-        self.book.seq_next(self.book.only_sequence("call seq_next for one of them")?)
+        let book = self.settled();
+        book.seq_next(book.only_sequence("call seq_next for one of them")?)
     }
 
     fn can_extend(&self, n: i32) -> bool {
-        self.storage.check().is_ok() && self.book.can_extend(n)
+        self.storage.check().is_ok() && self.settled().can_extend(n)
     }
 
     fn clear(&mut self, release: bool) -> Result<()> {
@@ -272,8 +293,8 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn rewindable_to(&self) -> Result<i32> {
-        let sequence = self.book.only_sequence("call seq_rewindable_to for one of them")?;
-        self.book.rewindable_to(sequence)
+        let book = self.settled();
+        book.rewindable_to(book.only_sequence("call seq_rewindable_to for one of them")?)
     }
 
     fn memory(&self) -> Memory {
@@ -285,17 +306,18 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn report(&self) -> CacheReport {
+        let book = self.settled();
         let of = |sequence| {
             Ok(SequenceReport {
                 sequence,
-                length: self.book.seq_len(sequence)?,
-                next: self.book.seq_next(sequence)?,
-                rewindable_to: self.book.rewindable_to(sequence)?,
-                checkpoints: self.book.checkpoints_of(sequence)?,
-                tree: self.book.tree_len(sequence)?,
+                length: book.seq_len(sequence)?,
+                next: book.seq_next(sequence)?,
+                rewindable_to: book.rewindable_to(sequence)?,
+                checkpoints: book.checkpoints_of(sequence)?,
+                tree: book.tree_len(sequence)?,
             })
         };
-        let sequences = self.book.sequences().into_iter().map(of);
+        let sequences = book.sequences().into_iter().map(of);
         // Live sequences can be asked for it, so this does not fail.
         let sequences = sequences.collect::<Result<_>>().unwrap_or_default();
         self.storage.report(CacheReport { sequences, ..CacheReport::of(self) })
@@ -536,6 +558,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
         let n_tokens = self.book.plans().first().map_or(0, |plan| plan.write.len() as i32);
         S::ENDS_UNREAD
             && self.open
+            && self.before.is_none()
             && self.book.only_adds()
             && !self.storage.is_time_to_quantize(self.counted() + n_tokens)
     }

@@ -128,19 +128,16 @@ pub trait Cache: Send {
 
     /// Rewinds the only sequence to the greatest length, at most `length`, that it [can be rewound
     /// to](Self::reachable), and returns that: a text whose first `length` tokens the cache holds goes on
-    /// there. Tokens from there to `length` run again. Where that is any, it also marks `length`, where the
-    /// texts part, so that the next one that parts there runs fewer.
+    /// there. Tokens from there to `length` run again. Where that is any, and the model has recurrent layers,
+    /// it also marks `length`, where the texts part, so that the next one that parts there runs fewer.
     ///
     /// # Errors
     /// Those of [`reachable`](Self::reachable) and [`rewind`](Self::rewind).
     fn rewind_to_reachable(&mut self, length: i32) -> Result<i32> {
         let reached = self.reachable(length)?;
         self.rewind(reached)?;
-        if reached < length {
-            match self.mark(length) {
-                Err(error) if error.status() != Status::Unsupported => return Err(error),
-                _ => {}
-            }
+        if reached < length && !self.config().recurrent_layers.is_empty() {
+            self.mark(length)?;
         }
         Ok(reached)
     }

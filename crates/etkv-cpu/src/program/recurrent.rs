@@ -41,7 +41,7 @@ pub fn convolve(forward: &Arc<Forward>, convolve: &Convolve, run: Run) -> Result
         let call = (convolve.call.call, convolve.call.layer);
         forwards.call_recurrent(call, positions, &mut |spec| {
             let shape = [1, channels, n];
-            let out = output(host, &shape, output_type, &[(x, "columns")])?;
+            let out = output(host, &shape, output_type, &[(x, "columns"), (weight, "weights")])?;
             // SAFETY: the host's memory has the elements of the shape and is aligned, and only this call borrows
             // it. The cache copies the columns before the next call.
             unsafe { convolve_into(&inputs, spec, out.start, out.dtype, recurrent, parallel) }
@@ -62,6 +62,7 @@ pub fn scan(forward: &Arc<Forward>, scan: &Scan, run: Run) -> Result<()> {
     let Scan { k_heads, heads, k_dim, v_dim, channel_decay, scale, .. } = *scan;
     let sizes = crate::recurrent::Scan { k_heads, heads, k_dim, v_dim, channel_decay, scale };
     let [k_heads, heads, k_dim, v_dim] = [k_heads, heads, k_dim, v_dim].map(|size| size as i32);
+    let (decays, strengths) = (g, beta);
     forward.run(&scan.call, positions, |state| {
         let State { forwards, positions, recurrent, .. } = state;
         let n = positions.len() as i32;
@@ -81,7 +82,8 @@ pub fn scan(forward: &Arc<Forward>, scan: &Scan, run: Run) -> Result<()> {
             g: &g,
             beta: beta.as_ref(),
         };
-        let read = [(q, "queries"), (k, "keys"), (v, "values")];
+        let mut read = vec![(q, "queries"), (k, "keys"), (v, "values"), (decays, "decays")];
+        read.extend(strengths.map(|strengths| (strengths, "write strengths")));
         let call = (scan.call.call, scan.call.layer);
         forwards.call_recurrent(call, positions, &mut |spec| {
             let out = output(host, &values, output_type, &read)?;

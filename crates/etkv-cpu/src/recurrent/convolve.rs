@@ -127,6 +127,19 @@ pub(super) unsafe fn convolve_with(
     if let Some(bias) = inputs.bias {
         check_shape(bias, "bias", [1, 1, 1, channels])?;
     }
+    let too_wide = plan.chains.iter().find(|chain| {
+        chain.rows.len() < (width.max(1) - 1).min(usize::try_from(chain.position).unwrap_or(0))
+    });
+    if let Some(chain) = too_wide {
+        fail!(
+            Shape,
+            "a convolution of width {width} reads {} columns before position {}, the cache has {}: it is made for a \
+             narrower one",
+            width - 1,
+            chain.position,
+            chain.rows.len()
+        );
+    }
     if channels == 0 || width == 0 {
         fail!(Shape, "expected at least 1 channel and width 1, got {channels} and {width}");
     }

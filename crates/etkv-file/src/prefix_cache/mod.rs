@@ -162,7 +162,7 @@ impl PrefixCache {
             counted[0] = n;
         }
         let common = self.inner.kept.lock().common(&group, tokens, capacity_of(cache));
-        mark_parting(cache, n, common)?;
+        mark_parting(cache, n, common);
         debug!(target: TARGET, tokens = tokens.len(), attached = n, loaded = counted[1], "attached");
         self.inner.kept.lock().count(tokens.len(), counted);
         Ok(n)
@@ -371,6 +371,7 @@ impl Inner {
         let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
         let mut reach = cache.reach()?;
         reach.rewindable_to = reach.rewindable_to.max(converted_at.unwrap_or_default());
+        reach.checkpoints.retain(|&kept| kept >= converted_at.unwrap_or_default());
         let capacity = capacity_of(cache);
         if self.kept.lock().has(group, tokens, &reach, capacity) {
             return Ok(true);

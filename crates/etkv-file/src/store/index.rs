@@ -107,10 +107,14 @@ impl Index {
         if let Some((header, tokens)) = beginning {
             let group = group_of_file(header)?;
             let all = i32::try_from(tokens.len()).unwrap_or(i32::MAX);
-            let reach = Reach {
+            let mut reach = Reach {
                 rewindable_to: header.rewindable_to.unwrap_or(all),
                 checkpoints: header.snapshot.checkpoints(),
             };
+            // Shorter texts have other formats.
+            let start = header.snapshot.storage.quantized_kv_start;
+            let converted_at = start.filter(|&start| start <= all).unwrap_or_default();
+            reach.checkpoints.retain(|&kept| kept >= converted_at);
             let capacity = usize::try_from(header.snapshot.capacity).unwrap_or_default();
             let entry = Entry { what: name.clone(), reach, capacity };
             let tokens: Arc<[i64]> = tokens.into();

@@ -154,6 +154,7 @@ impl PrefixStore {
         let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
         let mut reach = cache.reach()?;
         reach.rewindable_to = reach.rewindable_to.max(converted_at.unwrap_or_default());
+        reach.checkpoints.retain(|&kept| kept >= converted_at.unwrap_or_default());
         let capacity = capacity_of(cache);
         let group = group_of(labels.fingerprint, cache)?;
         let found = self.refresh(capacity)?;
@@ -226,7 +227,7 @@ impl PrefixStore {
                 Ok(true) => {
                     self.touch(&found, &name);
                     debug!(target: TARGET, tokens = n_tokens, file = name, "a text was loaded");
-                    mark_parting(cache, n_tokens, common)?;
+                    mark_parting(cache, n_tokens, common);
                     return Ok(n_tokens);
                 }
                 Ok(false) => debug!(target: TARGET, file = name, "a stored text does not fit"),
@@ -240,7 +241,7 @@ impl PrefixStore {
                 Err(error) => return Err(error),
             }
         }
-        mark_parting(cache, 0, common)?;
+        mark_parting(cache, 0, common);
         Ok(0)
     }
 
@@ -378,13 +379,12 @@ impl PrefixStore {
 
 /// Marks where a text parts from one that is kept, if the cache could not go on there from the kept one: the next
 /// text that parts there can.
-pub(crate) fn mark_parting(cache: &mut dyn Cache, held: usize, common: usize) -> Result<()> {
+pub(crate) fn mark_parting(cache: &mut dyn Cache, held: usize, common: usize) {
     if common <= held || cache.config().recurrent_layers.is_empty() {
-        return Ok(());
+        return;
     }
-    match cache.mark(i32::try_from(common).unwrap_or(i32::MAX)) {
-        Err(error) if error.status() != Status::Position => Err(error),
-        _ => Ok(()),
+    if let Err(error) = cache.mark(i32::try_from(common).unwrap_or(i32::MAX)) {
+        debug!(target: TARGET, %error, common, "the place where two texts part is not marked");
     }
 }
 

@@ -410,7 +410,11 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
     fn cut_or_fork(&mut self) {
         let (source, target) = (self.sequence(), self.sequence());
         let mut text = self.text(source);
-        let at = self.rng.below(text.tokens.len() + 1) as i32;
+        let mut at = self.rng.below(text.tokens.len() + 1) as i32;
+        if self.rng.chance(0.3) {
+            // Where anchors lie.
+            at = at / BLOCK * BLOCK;
+        }
         if self.single() && self.exact && self.rng.chance(0.3) {
             let reached = self.cache.rewind_to_reachable(at).unwrap();
             assert_eq!(reached, text.reachable(at));
@@ -560,7 +564,14 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             return;
         }
         let mut rows = Vec::new();
-        let snapshot = {
+        let alone = self.texts.iter().all(|(&one, text)| {
+            one == source || (text.tokens.is_empty() && text.tree.parents.is_empty())
+        });
+        let whole = alone && self.rng.chance(0.5);
+        let snapshot = if whole {
+            // A file of the whole cache that holds one sequence.
+            saved(&mut self.cache, &mut rows)
+        } else {
             let mut one = self.cache.saving_sequence(source).unwrap();
             let snapshot = one.snapshot().unwrap();
             one.read_rows(&snapshot, &mut |_, bytes| {
@@ -573,7 +584,9 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         let mut one = self.cache.saving_sequence(target).unwrap();
         match load(&mut *one, &snapshot, &rows) {
             Ok(()) => {
-                text.checkpoints.clear();
+                if !whole {
+                    text.checkpoints.clear();
+                }
                 text.marks = held.marks;
                 drop(one);
                 text.origin = self.token();

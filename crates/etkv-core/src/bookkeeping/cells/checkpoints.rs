@@ -106,7 +106,8 @@ impl Checkpoints {
         Ok(())
     }
 
-    fn add(&mut self, position: i32, members: Vec<i32>) -> Option<i32> {
+    /// Adds a checkpoint, if there is room. Returns its owner.
+    pub fn add(&mut self, position: i32, members: Vec<i32>) -> Option<i32> {
         let owner = self.free_owner()?;
         self.counter += 1;
         self.all.push(Checkpoint { owner, position, members, used: self.counter });
@@ -183,6 +184,10 @@ impl CellsBookkeeping {
         if at == 0 || self.checkpoints.most == 0 {
             return Ok(0);
         }
+        if self.recurrent.is_none() && self.groups.len() == 1 {
+            // Nothing is ever dropped.
+            return Ok(at);
+        }
         if let Some(kept) = self.checkpoints.below(sequence, at).filter(|kept| kept.position == at)
         {
             let owner = kept.owner;
@@ -224,6 +229,9 @@ impl CellsBookkeeping {
             }
             if let Some(marks) = self.checkpoints.marks.get_mut(sequence) {
                 marks.retain(|mark| !due.contains(mark));
+                if marks.is_empty() {
+                    self.checkpoints.marks.remove(sequence);
+                }
             }
         }
     }
@@ -233,10 +241,10 @@ impl CellsBookkeeping {
         if self.recurrent.as_ref().is_some_and(|state| !state.has_anchor(sequence, position)) {
             return;
         }
-        let cell = self.full().cell_of(sequence, position - 1);
+        let text = |sequence: i32| self.full().held(sequence).clipped(0..position);
         let same = |kept: &Checkpoint| {
-            let of = |&member: &i32| self.full().cell_of(member, position - 1) == cell;
-            kept.position == position && cell.is_some() && kept.members.iter().any(of)
+            let of = |&member: &i32| text(member).eq(text(sequence));
+            kept.position == position && kept.members.iter().any(of)
         };
         if let Some(kept) = self.checkpoints.all.iter().position(same) {
             let kept = &mut self.checkpoints.all[kept];
@@ -246,9 +254,7 @@ impl CellsBookkeeping {
             let owner = kept.owner;
             return self.checkpoints.touch(owner);
         }
-        if self.checkpoints.all.len() >= self.checkpoints.most {
-            self.drop_checkpoint();
-        }
+        while self.checkpoints.all.len() >= self.checkpoints.most && self.drop_checkpoint() {}
         let Some(owner) = self.checkpoints.add(position, vec![sequence]) else {
             return;
         };

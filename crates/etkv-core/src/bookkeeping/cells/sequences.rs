@@ -106,8 +106,12 @@ impl CellsBookkeeping {
             fail!(
                 Position,
                 "sequence {target} would go on at {end}, but the {} layers have dropped \
-                 what a query there sees; it can go on at {least} or later",
-                self.forgetful()
+                 what a query there sees; it can go on at {least} or later{}",
+                self.forgetful(),
+                match self.checkpoints.below(source, end).filter(|_| begins) {
+                    None => String::new(),
+                    Some(kept) => format!(", or at {}", kept.position),
+                }
             );
         }
         for group in &mut self.groups {
@@ -117,7 +121,7 @@ impl CellsBookkeeping {
             recurrent.fork(source, target, end);
         }
         if positions.start == 0 {
-            self.share_checkpoints(source, target, end);
+            self.share_checkpoints(source, target, end.min(positions.end));
         }
         Ok(())
     }
@@ -136,6 +140,9 @@ impl CellsBookkeeping {
         self.refuse_in_step("remove from a sequence")?;
         check_sequence(sequence)?;
         check_range(&positions)?;
+        if positions.is_empty() {
+            return Ok(());
+        }
         let runs = self.full().held(sequence);
         let stays = |range: Range<i32>| runs.clipped(range).last();
         let last = stays(positions.end..i32::MAX).or_else(|| stays(0..positions.start));

@@ -1,12 +1,12 @@
 //! The state of sequences and trees, in a file and back.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::group::LayerGroup;
 use super::recurrent::Recurrent;
 use super::tree::Tree;
 use super::{check_sequence, CellsBookkeeping, MAX_SEQUENCES};
-use crate::bookkeeping::{ContiguousBookkeeping, Slots};
+use crate::bookkeeping::{ContiguousBookkeeping, Slots, BLOCK};
 use crate::error::{fail, Result};
 use crate::snapshot::{
     damaged, CellsState, ContiguousState, GroupState, RecurrentState, SequenceState,
@@ -85,16 +85,39 @@ impl CellsBookkeeping {
                 return Err(damaged("a window holds positions that their sequence lacks"));
             }
         }
+        for kept in self.checkpoints.all() {
+            let behind = kept.members.iter().any(|&member| self.next(member) < kept.position);
+            let lacks = windows.iter().filter_map(|group| Some((group, group.window?))).any(
+                |(group, window)| {
+                    let seen = window.first_seen(kept.position).max(window.sinks())..kept.position;
+                    let held: i32 =
+                        group.held(kept.owner).clipped(seen.clone()).map(|run| run.len).sum();
+                    held < seen.end - seen.start
+                },
+            );
+            if behind || lacks {
+                return Err(damaged(format_args!(
+                    "the checkpoint at {} lacks rows, or its sequence ends before it",
+                    kept.position
+                )));
+            }
+        }
         if full.owners().any(|owner| owner >= MAX_SEQUENCES) {
             return Err(damaged("a checkpoint holds the positions of a sequence"));
         }
         let Some(recurrent) = &self.recurrent else {
             return Ok(());
         };
+        for (&sequence, tree) in &self.trees {
+            let after = |&node: &usize| self.next(sequence) + tree.depth(node) + 1;
+            if tree.anchors.keys().any(|node| after(node) % BLOCK != 0) {
+                return Err(damaged("an anchor of a tree lies between boundaries"));
+            }
+        }
         let kept = self.checkpoints.all().iter().map(|kept| kept.owner);
         for owner in recurrent.anchors.owners().chain(full.owners()).chain(kept) {
             let (next, whole) = match kept_by(owner) {
-                Some(kept) => (kept.position, true),
+                Some(kept) => (kept.position, kept.position % BLOCK == 0),
                 None if owner < MAX_SEQUENCES => {
                     (self.next(owner), full.held(owner).count() == self.next(owner))
                 }
@@ -155,6 +178,11 @@ impl CellsBookkeeping {
         self.refuse_in_step("load a sequence")?;
         check_sequence(sequence)?;
         let mut book = self.clone();
+        let mut owners: BTreeMap<i32, i32> = BTreeMap::new();
+        for kept in &state.checkpoints {
+            let added = book.checkpoints.add(kept.position, vec![sequence]);
+            owners.extend(added.map(|owner| (kept.owner, owner)));
+        }
         let mut all = Vec::new();
         let n_attention = book.groups.len();
         let recurrent =
@@ -162,9 +190,13 @@ impl CellsBookkeeping {
         let states = state.recurrent.iter().flat_map(|state| [&state.rows, &state.anchors]);
         let groups = book.groups.iter_mut().chain(recurrent);
         for (index, (group, state)) in groups.zip(state.groups.iter().chain(states)).enumerate() {
-            let runs = || state.sequences.iter().flat_map(|held| &held.runs);
-            let n: i32 = runs().map(|[.., len]| len).sum();
-            let free = group.free_cells();
+            // In the order of the sequence's positions; what only checkpoints hold comes last.
+            let mut order: Vec<i32> = Vec::new();
+            let mut known: BTreeSet<i32> = BTreeSet::new();
+            for &[_, cell, len] in state.sequences.iter().flat_map(|held| &held.runs) {
+                order.extend((cell..cell + len).filter(|&cell| known.insert(cell)));
+            }
+            let (n, free) = (order.len() as i32, group.free_cells());
             if n > free {
                 fail!(
                     Capacity,
@@ -178,14 +210,25 @@ impl CellsBookkeeping {
             } else {
                 group.allocate_first(n, &mut cells);
             }
-            let held = runs().flat_map(|&[position, cell, len]| {
-                (0..len).map(move |at| (position + at, cell + at))
-            });
-            let mut moved = Vec::new();
-            for ((position, from), &to) in held.zip(&cells) {
-                group.append(sequence, position, to);
-                moved.push((from, to));
+            let mut moved: Vec<(i32, i32)> =
+                order.iter().copied().zip(cells.iter().copied()).collect();
+            let target: BTreeMap<i32, i32> = moved.iter().copied().collect();
+            for held in &state.sequences {
+                let owner = match held.sequence {
+                    0..MAX_SEQUENCES => Some(sequence),
+                    kept => owners.get(&kept).copied(),
+                };
+                let runs = held.runs.iter().filter(|_| owner.is_some());
+                for &[position, cell, len] in runs {
+                    for at in 0..len {
+                        let cell = target.get(&(cell + at)).copied().unwrap_or_default();
+                        group.append(owner.unwrap_or_default(), position + at, cell);
+                    }
+                }
             }
+            // Cells of checkpoints for which there is no room.
+            let unowned = cells.into_iter().filter(|&cell| group.n_owners(cell) == 0);
+            unowned.collect::<Vec<_>>().into_iter().for_each(|cell| group.free(cell));
             moved.sort_unstable();
             all.push(Slots::of(&moved.iter().map(|&(_, to)| to).collect::<Vec<_>>()));
         }

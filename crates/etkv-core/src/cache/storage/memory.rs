@@ -102,10 +102,13 @@ impl<S: Store> Storage<S> {
 
     /// Reserves in the memory budget what a step with these plans of the layer groups needs.
     pub fn reserve_for(&mut self, plans: &[LayerGroupPlan]) -> Result<()> {
-        self.reserve_own(|group| plans.get(group).and_then(|plan| plan.write.least()))?;
-        self.reserve(|storage, group| {
-            plans.get(group).map_or(0, |plan| storage.allocated(group, plan.needed()))
-        })
+        let own = self.reserve_own(|group| plans.get(group).and_then(|plan| plan.write.least()));
+        let reserved = own.and_then(|()| {
+            self.reserve(|storage, group| {
+                plans.get(group).map_or(0, |plan| storage.allocated(group, plan.needed()))
+            })
+        });
+        reserved.inspect_err(|_| self.settle())
     }
 
     /// Reserves in the memory budget what [`apply`](Self::apply) needs: compaction may move sequences apart,

@@ -79,9 +79,7 @@ impl<'a> Builder<'a> {
         let mut anchor = self.anchor_of(sequence, base);
         if anchor.is_none() && base == position {
             anchor = self.shared_anchor(sequence, position)?;
-            if let Some(shared) = anchor {
-                self.give(members, position, shared);
-            } else {
+            if anchor.is_none() {
                 base -= BLOCK;
                 anchor = self.anchor_of(sequence, base);
             }
@@ -89,14 +87,16 @@ impl<'a> Builder<'a> {
         let Some(anchor) = anchor else {
             return gone(base);
         };
+        self.give(members, base, anchor);
         let first = (base - self.state.window.lead).max(0);
         let rows: Vec<RowSource> =
             (first..position).map(|at| self.row_of(sequence, at)).collect::<Result<_>>()?;
         let first_fold = self.plan.folds.len();
         let mut boundary = base + BLOCK;
         while boundary < end {
-            let fold = self.fold(keeps_anchor(boundary));
-            if keeps_anchor(boundary) {
+            let kept = keeps_anchor(boundary);
+            let fold = self.fold(kept);
+            if kept {
                 self.give(members, boundary, fold);
             }
             let before = if boundary > position {
@@ -104,7 +104,7 @@ impl<'a> Builder<'a> {
             } else {
                 self.row_of(sequence, boundary - 1)?
             };
-            if keeps_anchor(boundary) {
+            if kept {
                 self.folds.insert((key(before), boundary), fold);
             }
             boundary += BLOCK;
@@ -234,9 +234,12 @@ impl<'a> Builder<'a> {
         AnchorSource::Fold(self.kept.len() - 1)
     }
 
-    /// Notes that these sequences get an anchor.
+    /// Notes that these sequences get an anchor, unless they have it.
     fn give(&mut self, members: &[i32], position: i32, anchor: AnchorSource) {
         for &member in members {
+            if self.anchor_of(member, position).is_some() {
+                continue;
+            }
             self.fresh.entry(member).or_default().anchors.insert(position / BLOCK, anchor);
             self.owners.push((Owner::Sequence(member), position / BLOCK, anchor));
         }

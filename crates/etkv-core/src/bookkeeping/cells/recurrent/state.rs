@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::Recurrent;
+use crate::bookkeeping::cells::runs::Runs;
 use crate::bookkeeping::cells::tree::Tree;
 use crate::bookkeeping::recurrent::BLOCK;
 use crate::error::Result;
@@ -43,6 +44,9 @@ impl Recurrent {
         let anchors = self.anchors.held(owner);
         let ordered =
             anchors.first().is_none_or(|block| block > 0) && anchors.next() <= next / BLOCK + 1;
-        self.has_anchor(owner, base) && n == next - first && rows.next() <= next && ordered
+        let has_gaps =
+            |runs: &Runs| runs.first().is_some_and(|first| runs.next() - first != runs.count());
+        let whole = !has_gaps(rows) && !has_gaps(anchors);
+        self.has_anchor(owner, base) && n == next - first && rows.next() <= next && ordered && whole
     }
 }
