@@ -99,9 +99,6 @@ impl CellsBookkeeping {
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tokens, more or
     ///   fewer than were declared, or several sequences and none declared.
     /// - [`Position`](crate::Status::Position): a position other than the next.
-    /// - [`Capacity`](crate::Status::Capacity): too few free cells, more tokens of
-    ///   a sequence than window layer groups take in a step, or a mask of more elements
-    ///   than an array has.
     /// - [`Capacity`](crate::Status::Capacity): too few free cells, more tokens of a sequence than window
     ///   layer groups take in a step, or a mask with more elements than an array can have.
     pub fn plan(&mut self, positions: &[i32]) -> Result<&[LayerGroupPlan]> {
@@ -144,7 +141,7 @@ impl CellsBookkeeping {
         planned
     }
 
-    /// Frees the cells of a step.
+    /// Plans the rows and anchors of recurrent layers.
     fn plan_recurrent(&mut self, segments: &Segments, positions: &[i32]) -> Result<()> {
         let Self { recurrent: Some(recurrent), checkpoints, trees, plans, .. } = self else {
             return Ok(());
@@ -187,6 +184,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
+    /// Frees the cells of a step.
     fn free_planned(&mut self) {
         for (group, cells) in self.groups.iter_mut().zip(&self.cells) {
             cells.iter().for_each(|&cell| group.free(cell));
