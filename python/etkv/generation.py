@@ -404,7 +404,7 @@ class Generation(Iterator[int]):
         return row
 
     def _most_tokens(self) -> int:
-        """The most tokens of a step: the lower limit of the program and the cache."""
+        """The maximum tokens of a step: the smaller of the program's limit and the cache's."""
         program = self._program
         most: int = program.constant("get_prefill_chunk_size") or program.max_step_tokens or DEFAULT_MAX_STEP_TOKENS
         return most if isinstance(self._cache, GraphCache) else min(most, self._cache.max_step_tokens)

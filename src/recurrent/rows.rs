@@ -69,7 +69,7 @@ pub fn stored_tokens(plan: &RecurrentPlan) -> Vec<i32> {
     plan.stored.iter().map(|&token| token as i32).collect()
 }
 
-/// Checks the tokens of a plan, and the rows before them.
+/// Checks that the chains of a plan cover its tokens in order, and read only rows that are stored or before them.
 ///
 /// # Errors
 /// [`Internal`](crate::Status::Internal) for a plan that names tokens which do not precede a chain.

@@ -22,7 +22,7 @@ use crate::mlx;
 pub struct MlxStore {
     /// Keys and values of each layer.
     pools: Vec<[Box<dyn Pool>; 2]>,
-    /// For each layer, whether its formats stay.
+    /// For each layer, whether it has a format of its own, which no call converts.
     fixed: Vec<bool>,
     /// The watched writes of the open step.
     finite: Finite,

@@ -124,7 +124,7 @@ double promise(
   return ids / (latency.at(nodes) + (shape.depth == 0 ? 0.0 : draft_seconds));
 }
 
-/// The best promise of any shape.
+/// The highest expected ids per second of any tree shape.
 double best_promise(
     const Tuner& tuner,
     const LatencyModel& latency,

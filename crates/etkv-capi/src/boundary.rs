@@ -22,7 +22,7 @@ pub(crate) unsafe fn boundary(
 ) -> i32 {
     if fork::happened() {
         if !error.is_null() {
-            // SAFETY: the caller says so.
+            // SAFETY: the caller keeps the contract above.
             unsafe { error.write(fork::error()) };
         }
         return fork::STATUS as i32;
@@ -35,7 +35,7 @@ pub(crate) unsafe fn boundary(
             debug!(target: TARGET, status = ?failure.status(), error = %failure, "a call fails");
             let status = failure.status() as i32;
             if !error.is_null() {
-                // SAFETY: the caller says so.
+                // SAFETY: the caller keeps the contract above.
                 unsafe { error.write(etkv_error::give(&failure)) };
             }
             status
@@ -63,7 +63,7 @@ pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a 
     if pointer.is_null() {
         fail!(InvalidArgument, "{name} is NULL");
     }
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     match unsafe { CStr::from_ptr(pointer) }.to_str() {
         Ok(text) => Ok(text),
         Err(_) => fail!(InvalidArgument, "{name} is not UTF-8"),
@@ -108,10 +108,10 @@ pub(crate) unsafe fn fill<T: Copy>(
         if room < found.len() {
             fail!(InvalidArgument, "{name} has room for {room}, there are {}", found.len());
         }
-        // SAFETY: the caller says so.
+        // SAFETY: the caller keeps the contract above.
         unsafe { array.copy_from_nonoverlapping(found.as_ptr(), found.len()) };
     }
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { n.write(found.len()) };
     Ok(())
 }
@@ -166,7 +166,7 @@ pub(crate) unsafe fn read_grown<T: Copy>(
     let (whole, step) = (std::mem::size_of::<T>(), std::mem::align_of::<T>());
     let older = size >= least && size < whole && size % step == 0;
     if !older {
-        // SAFETY: the caller says so.
+        // SAFETY: the caller keeps the contract above.
         return Ok((unsafe { read_struct(pointer, name) }?, whole));
     }
     let mut copy = std::mem::MaybeUninit::<T>::zeroed();

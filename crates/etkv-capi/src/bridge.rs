@@ -291,7 +291,7 @@ struct Parts<'a> {
 /// # Safety
 /// `context` points to [`Parts`], which stay for the call.
 unsafe extern "C" fn run_part(context: *const c_void, i: usize) {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     let parts = unsafe { &*context.cast::<Parts>() };
     if catch_unwind(AssertUnwindSafe(|| (parts.call)(i))).is_err() {
         parts.panicked.store(true, Ordering::Relaxed);

@@ -34,7 +34,7 @@ pub unsafe extern "C" fn etkv_cache_new(
     cache: *mut *mut etkv_cache,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(cache, "cache")?;
@@ -73,7 +73,7 @@ pub unsafe extern "C" fn etkv_cache_can_extend(
     fits: *mut bool,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let fits = out(fits, "fits")?;
@@ -103,7 +103,7 @@ pub unsafe extern "C" fn etkv_cache_length(
     length: *mut i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { read(cache, length, "length", error, |cache| Ok(cache.length())) }
 }
 
@@ -142,7 +142,7 @@ pub unsafe extern "C" fn etkv_cache_formats(
     v_format: *mut *const c_char,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let (k, v) = (out(k_format, "k_format")?, out(v_format, "v_format")?);
@@ -165,7 +165,7 @@ pub unsafe extern "C" fn etkv_cache_convert(
     v_format: *const c_char,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         change(cache, error, |cache| {
             let k_format = given_format(k_format, "k_format")?;
@@ -184,7 +184,7 @@ pub unsafe extern "C" fn etkv_cache_clear(
     release: bool,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { change(cache, error, |cache| cache.clear(release)) }
 }
 
@@ -198,7 +198,7 @@ pub unsafe extern "C" fn etkv_cache_rewind(
     length: i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { change(cache, error, |cache| cache.rewind(length)) }
 }
 
@@ -212,7 +212,7 @@ pub unsafe extern "C" fn etkv_cache_rewindable_to(
     length: *mut i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { read(cache, length, "length", error, |cache| cache.rewindable_to()) }
 }
 
@@ -227,7 +227,7 @@ pub unsafe extern "C" fn etkv_cache_reachable(
     reachable: *mut i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { read(cache, reachable, "reachable", error, |cache| cache.reachable(position)) }
 }
 
@@ -242,7 +242,7 @@ pub unsafe extern "C" fn etkv_cache_mark(
     marked: *mut i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let marked = out(marked, "marked")?;
@@ -263,7 +263,7 @@ pub unsafe extern "C" fn etkv_cache_mark_turn(
     end: i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { boundary(error, || handle::look_up(cache, "cache")?.cache.lock()?.mark_turn(end)) }
 }
 
@@ -278,7 +278,7 @@ pub unsafe extern "C" fn etkv_cache_rewind_to_reachable(
     reached: *mut i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let reached = out(reached, "reached")?;
@@ -299,7 +299,7 @@ pub unsafe extern "C" fn etkv_cache_memory(
     memory: *mut etkv_memory,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let memory = out(memory, "memory")?;
@@ -318,7 +318,7 @@ unsafe fn read<T>(
     error: *mut *mut etkv_error,
     ask: impl FnOnce(&dyn Cache) -> Result<T>,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let value = out(value, name)?;
@@ -335,7 +335,7 @@ unsafe fn change(
     error: *mut *mut etkv_error,
     act: impl FnOnce(&mut dyn Cache) -> Result<()>,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;

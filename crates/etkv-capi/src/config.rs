@@ -80,7 +80,7 @@ pub unsafe extern "C" fn etkv_format_row_bytes(
     bytes: *mut u64,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let bytes = out(bytes, "bytes")?;
@@ -106,7 +106,7 @@ pub unsafe extern "C" fn etkv_cache_config_estimate(
     memory: *mut etkv_memory,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { estimate(config, length, memory, error, CacheConfig::estimate) }
 }
 
@@ -121,7 +121,7 @@ pub unsafe extern "C" fn etkv_cache_config_estimate_shared(
     memory: *mut etkv_memory,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { estimate(config, length, memory, error, CacheConfig::estimate_shared) }
 }
 
@@ -134,7 +134,7 @@ unsafe fn estimate(
     error: *mut *mut etkv_error,
     at: fn(&CacheConfig, i32) -> Memory,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let memory = out(memory, "memory")?;
@@ -155,7 +155,7 @@ unsafe fn estimate(
 /// # Safety
 /// `config` is NULL or points to a struct as the header says.
 pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<CacheConfig> {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         let (config, _) = read_grown(config, WITHOUT_RECURRENT_LAYERS, "config")?;
         refuse_reserved(config.reserved, "config")?;
@@ -222,7 +222,7 @@ unsafe fn raw_list<T: Copy>(first: *const T, n: usize, names: [&str; 2]) -> Resu
     if n == 0 {
         return Ok(Vec::new());
     }
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { read_struct(first, list)? };
     // SAFETY: it begins with its size.
     let size = unsafe { first.cast::<usize>().read() };
@@ -382,7 +382,7 @@ unsafe fn format(name: *const c_char, field: &str) -> Result<Option<KvFormat>> {
     if name.is_null() {
         return Ok(None);
     }
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { given_format(name, field).map(Some) }
 }
 
@@ -391,6 +391,6 @@ unsafe fn format(name: *const c_char, field: &str) -> Result<Option<KvFormat>> {
 /// # Safety
 /// As for [`format`](fn@format).
 pub(super) unsafe fn given_format(name: *const c_char, field: &str) -> Result<KvFormat> {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { text(name, field)? }.parse().map_err(|error: etkv_core::Error| error.at(field))
 }

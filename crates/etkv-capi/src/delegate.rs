@@ -74,7 +74,7 @@ pub unsafe extern "C" fn etkv_delegate_set_load_options(
     buffers: *const c_char,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let optional = |pointer: *const c_char, name| -> Result<String> {
@@ -102,7 +102,7 @@ pub unsafe extern "C" fn etkv_delegate_reset_buffers(
     buffers: *const c_char,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { boundary(error, || program::reset_buffers(text(buffers, "buffers")?)) }
 }
 
@@ -116,7 +116,7 @@ pub unsafe extern "C" fn etkv_delegate_check(
     n_bytes: usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { boundary(error, || program::check(list(payload, n_bytes, "payload")?)) }
 }
 

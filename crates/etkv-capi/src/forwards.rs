@@ -19,7 +19,7 @@ use super::handle::{self, Object};
 /// # Safety
 /// As for [`boundary::boundary`].
 unsafe fn boundary(error: *mut *mut etkv_error, body: impl FnOnce() -> Result<()>) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { boundary::boundary(error, || Ok(body()?)) }
 }
 
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn etkv_forwards_new(
     forwards: *mut *mut etkv_forwards,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(forwards, "forwards")?;
@@ -107,7 +107,7 @@ pub unsafe extern "C" fn etkv_forwards_abort(
     forwards: *mut etkv_forwards,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let forwards = handle::look_up(forwards, "forwards")?;
@@ -133,7 +133,7 @@ pub unsafe extern "C" fn etkv_forwards_update_and_fetch(
     mask: *mut c_void,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let [k, v, mask] = [(k, "k"), (v, "v"), (mask, "mask")].map(target);
@@ -176,7 +176,7 @@ pub unsafe extern "C" fn etkv_forwards_update_and_attend(
     attended: *mut c_void,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let attended = target((attended, "attended"))?;
@@ -215,7 +215,7 @@ impl Rows<'_> {
     /// # Safety
     /// `rows` is NULL or as the header says.
     unsafe fn read(rows: *const etkv_mlx_rows) -> Result<Self> {
-        // SAFETY: the caller says so.
+        // SAFETY: the caller keeps the contract above.
         unsafe {
             let rows = boundary::read_struct(rows, "rows")?;
             let read = Self {

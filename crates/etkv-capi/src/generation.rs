@@ -56,7 +56,7 @@ pub unsafe extern "C" fn etkv_generation_new(
     generation: *mut *mut etkv_generation,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(generation, "generation")?;
@@ -96,7 +96,7 @@ pub unsafe extern "C" fn etkv_generation_read_prompts(
     waiting: *mut usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let waiting = out(waiting, "waiting")?;
@@ -119,7 +119,7 @@ pub unsafe extern "C" fn etkv_generation_next(
     n: *mut usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let (tokens, n) = (out(tokens, "tokens")?, out(n, "n")?);
@@ -146,7 +146,7 @@ pub unsafe extern "C" fn etkv_generation_cancel(
     generation: *const etkv_generation,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             handle::look_up(generation, "generation")?.0.cancel();
@@ -164,7 +164,7 @@ pub unsafe extern "C" fn etkv_generation_pause(
     generation: *const etkv_generation,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { boundary(error, || handle::look_up(generation, "generation")?.0.pause()) }
 }
 
@@ -182,7 +182,7 @@ pub unsafe extern "C" fn etkv_generation_choose(
     chosen: *mut i64,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let chosen = out(chosen, "chosen")?;
@@ -208,7 +208,7 @@ pub unsafe extern "C" fn etkv_generation_warm_up(
     context: *mut c_void,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;

@@ -74,7 +74,7 @@ pub unsafe extern "C" fn etkv_set_log_callback(
     user: *mut c_void,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let Some(callback) = callback else {
@@ -96,7 +96,7 @@ pub unsafe extern "C" fn etkv_log_keep(
     most: usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             if most == 0 {
@@ -114,7 +114,7 @@ pub unsafe extern "C" fn etkv_log_keep(
 /// Pointers are NULL or as the header says.
 #[no_mangle]
 pub unsafe extern "C" fn etkv_log_take(json: *mut *mut c_char, error: *mut *mut etkv_error) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(json, "json")?;

@@ -63,7 +63,7 @@ pub(super) unsafe fn fill_memory(
     memory: *mut etkv_memory,
     find: impl FnOnce() -> Result<Memory>,
 ) -> Result<()> {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     let (mut filled, size) = unsafe { read_grown(memory, WITHOUT_SHARED, "memory")? };
     let found = find()?;
     let layer = |size, layer: &LayerMemory| etkv_layer_memory {
@@ -81,7 +81,7 @@ pub(super) unsafe fn fill_memory(
         anchors_used: layer.anchors.used,
     };
     // Both are checked before either is written.
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         let size = room(filled.layers, filled.n_layers, found.layers.len(), "layers")?;
         let recurrent_size = room(
@@ -169,7 +169,7 @@ pub struct etkv_memory_budget {
 /// Pointers are NULL or as the header says.
 #[no_mangle]
 pub unsafe extern "C" fn etkv_memory_budget_set(limit: u64, error: *mut *mut etkv_error) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             MemoryBudget::global().set_limit((limit > 0).then_some(limit));
@@ -187,7 +187,7 @@ pub unsafe extern "C" fn etkv_memory_budget_read(
     budget: *mut etkv_memory_budget,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(budget, "budget")?;
@@ -243,7 +243,7 @@ pub unsafe extern "C" fn etkv_memory_budget_set_callback(
     user: *mut c_void,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             if MemoryBudget::is_reclaiming() {

@@ -25,7 +25,7 @@ pub unsafe extern "C" fn etkv_cache_freeze(
     prefix: *mut *mut etkv_prefix,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(prefix, "prefix")?;
@@ -48,7 +48,7 @@ pub unsafe extern "C" fn etkv_cache_attach(
     length: i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;

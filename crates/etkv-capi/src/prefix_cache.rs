@@ -69,7 +69,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_new(
     prefixes: *mut *mut etkv_prefix_cache,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(prefixes, "prefixes")?;
@@ -106,7 +106,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_attach(
     n_attached: *mut usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(n_attached, "n_attached")?;
@@ -130,7 +130,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_find(
     n_kept: *mut usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(n_kept, "n_kept")?;
@@ -154,7 +154,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_keep(
     kept: *mut bool,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let is_kept = with_text(prefixes, cache, options, |prefixes, cache, text| {
@@ -180,7 +180,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_prefetch(
     waits: *mut bool,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let found = with_text(prefixes, cache, options, |prefixes, cache, text| {
@@ -206,7 +206,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_pin(
     pin: *mut *mut etkv_prefix_pin,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(pin, "pin")?;
@@ -236,7 +236,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_reclaim(
     freed: *mut u64,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let found = handle::look_up(prefixes, "prefixes")?.0.reclaim(n_bytes);
@@ -257,7 +257,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_clear(
     prefixes: *const etkv_prefix_cache,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             handle::look_up(prefixes, "prefixes")?.0.clear();
@@ -276,7 +276,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_read(
     statistics: *mut etkv_prefix_statistics,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let (_, size) = read_grown(statistics, WITHOUT_AHEAD, "statistics")?;
@@ -314,7 +314,7 @@ unsafe fn with_text<T>(
 ) -> Result<T> {
     let prefixes = handle::look_up(prefixes, "prefixes")?;
     let cache = handle::look_up(cache, "cache")?;
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     let text = unsafe { labels_of(options) }?;
     let mut cache = cache.cache.lock()?;
     work(&prefixes.0, &mut *cache, text)

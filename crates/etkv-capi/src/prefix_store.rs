@@ -31,7 +31,7 @@ pub unsafe extern "C" fn etkv_prefix_store_open(
     store: *mut *mut etkv_prefix_store,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(store, "store")?;
@@ -59,7 +59,7 @@ pub unsafe extern "C" fn etkv_prefix_store_usage(
     n_bytes: *mut u64,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let (files, bytes) = (out(n_files, "n_files")?, out(n_bytes, "n_bytes")?);
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn etkv_prefix_store_save(
     written: *mut bool,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let saved = with_text(store, cache, options, PrefixStore::save)?;
@@ -107,7 +107,7 @@ pub unsafe extern "C" fn etkv_prefix_store_load(
     n_loaded: *mut usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(n_loaded, "n_loaded")?;
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn etkv_prefix_store_find(
     n_stored: *mut usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(n_stored, "n_stored")?;
@@ -155,7 +155,7 @@ unsafe fn with_text<T>(
 ) -> Result<T> {
     let store = handle::look_up(store, "store")?;
     let cache = handle::look_up(cache, "cache")?;
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     let text = unsafe { labels_of(options) }?;
     let mut cache = cache.cache.lock()?;
     work(&store.0, &mut *cache, text)

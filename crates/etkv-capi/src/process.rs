@@ -35,7 +35,7 @@ mod of_mlx {
         memory: *mut etkv_mlx_memory,
         error: *mut *mut etkv_error,
     ) -> i32 {
-        // SAFETY: the caller says so.
+        // SAFETY: the caller keeps the contract above.
         unsafe {
             boundary(error, || {
                 let target = out(memory, "memory")?;

@@ -20,7 +20,7 @@ pub unsafe extern "C" fn etkv_registry_install(
     cache: *const etkv_cache,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let key = text(key, "key")?;
@@ -47,7 +47,7 @@ pub unsafe extern "C" fn etkv_registry_get(
     cache: *mut *mut etkv_cache,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(cache, "cache")?;
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn etkv_registry_erase(
     key: *const c_char,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let key = text(key, "key")?;

@@ -20,7 +20,7 @@ pub unsafe extern "C" fn etkv_cache_report(
     json: *mut *mut c_char,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(json, "json")?;
@@ -40,7 +40,7 @@ pub unsafe extern "C" fn etkv_process_report(
     json: *mut *mut c_char,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(json, "json")?;
@@ -61,7 +61,7 @@ pub unsafe extern "C" fn etkv_program_describe(
     json: *mut *mut c_char,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(json, "json")?;
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn etkv_program_describe(
 #[no_mangle]
 pub unsafe extern "C" fn etkv_string_free(string: *mut c_char) {
     if !string.is_null() {
-        // SAFETY: the caller says so.
+        // SAFETY: the caller keeps the contract above.
         drop(unsafe { CString::from_raw(string) });
     }
 }

@@ -41,7 +41,7 @@ pub(crate) unsafe fn read_sampling(sampling: *const etkv_sampling) -> Result<Sam
     if sampling.is_null() {
         return Ok(Sampling::default());
     }
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     let (raw, biases) = unsafe {
         let raw = read_struct(sampling, "sampling")?;
         (raw, list(raw.logit_bias, raw.n_logit_bias, "sampling.logit_bias")?)
@@ -87,7 +87,7 @@ pub unsafe extern "C" fn etkv_sampling_choose(
     token: *mut i64,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let token = out(token, "token")?;

@@ -35,7 +35,7 @@ pub unsafe extern "C" fn etkv_cache_save(
     options: *const etkv_save_options,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
@@ -57,7 +57,7 @@ pub unsafe extern "C" fn etkv_cache_load(
     n_tokens: *mut usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
@@ -78,7 +78,7 @@ pub unsafe extern "C" fn etkv_seq_cache_save(
     options: *const etkv_save_options,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
@@ -103,7 +103,7 @@ pub unsafe extern "C" fn etkv_seq_cache_load(
     n_tokens: *mut usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
@@ -124,7 +124,7 @@ unsafe fn save(
     options: *const etkv_save_options,
     save: impl FnOnce(&mut dyn Cache, &Path, Labels) -> Result<()>,
 ) -> Result<()> {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     let (path, labels) = unsafe {
         let path = given_path(path, "path")?;
         let labels = match options.is_null() {
@@ -147,7 +147,7 @@ unsafe fn load(
     (tokens, n_tokens): (*mut *mut i64, *mut usize),
     load: impl FnOnce(&mut dyn Cache, &Path, &str) -> Result<Vec<i64>>,
 ) -> Result<()> {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         let path = given_path(path, "path")?;
         let fingerprint = fingerprint_of(fingerprint)?;
@@ -173,7 +173,7 @@ pub unsafe extern "C" fn etkv_fingerprint(
     fingerprint: *mut *mut c_char,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(fingerprint, "fingerprint")?;
@@ -192,7 +192,7 @@ pub unsafe extern "C" fn etkv_fingerprint(
 #[no_mangle]
 pub unsafe extern "C" fn etkv_tokens_free(tokens: *mut i64, n_tokens: usize) {
     if !tokens.is_null() {
-        // SAFETY: the caller says so.
+        // SAFETY: the caller keeps the contract above.
         drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(tokens, n_tokens)) });
     }
 }
@@ -200,7 +200,7 @@ pub unsafe extern "C" fn etkv_tokens_free(tokens: *mut i64, n_tokens: usize) {
 /// # Safety
 /// `path` is NULL or a string that ends in a zero byte.
 pub(crate) unsafe fn given_path<'a>(path: *const c_char, name: &str) -> Result<&'a Path> {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     let path = unsafe { text(path, name) }?;
     if path.is_empty() {
         fail!(InvalidArgument, "{name} is empty");
@@ -211,7 +211,7 @@ pub(crate) unsafe fn given_path<'a>(path: *const c_char, name: &str) -> Result<&
 /// # Safety
 /// `options` is NULL, or as the header says.
 pub(crate) unsafe fn labels_of<'a>(options: *const etkv_save_options) -> Result<Labels<'a>> {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         let options = read_struct(options, "options")?;
         let fingerprint = fingerprint_of(options.fingerprint)?;
@@ -226,6 +226,6 @@ unsafe fn fingerprint_of<'a>(fingerprint: *const c_char) -> Result<&'a str> {
     if fingerprint.is_null() {
         return Ok("");
     }
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { text(fingerprint, "fingerprint") }
 }

@@ -63,7 +63,7 @@ pub unsafe extern "C" fn etkv_cache_as_seq(
     sequences: *mut *mut etkv_seq_cache,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(sequences, "sequences")?;
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn etkv_seq_cache_begin_step(
     n_tokens: usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         change(cache, error, |cache| cache.begin_step(list(sequences, n_tokens, "sequences")?))
     }
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn etkv_seq_cache_begin_step_shared(
     n_tokens: usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         change(cache, error, |cache| {
             let all = list(sequences, n_sequences, "sequences")?;
@@ -129,7 +129,7 @@ pub unsafe extern "C" fn etkv_seq_cache_cancel_step(
     cache: *mut etkv_seq_cache,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { change(cache, error, |cache| cache.cancel_step()) }
 }
 
@@ -173,7 +173,7 @@ pub unsafe extern "C" fn etkv_seq_cache_cp(
     end: i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { change(cache, error, |cache| cache.seq_cp(source, target, begin..end)) }
 }
 
@@ -189,7 +189,7 @@ pub unsafe extern "C" fn etkv_seq_cache_rm(
     end: i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { change(cache, error, |cache| cache.seq_rm(sequence, begin..end)) }
 }
 
@@ -203,7 +203,7 @@ pub unsafe extern "C" fn etkv_seq_cache_keep(
     sequence: i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { change(cache, error, |cache| cache.seq_keep(sequence)) }
 }
 
@@ -216,7 +216,7 @@ pub unsafe extern "C" fn etkv_seq_cache_compact(
     cache: *mut etkv_seq_cache,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { change(cache, error, |cache| cache.compact()) }
 }
 
@@ -231,7 +231,7 @@ pub unsafe extern "C" fn etkv_seq_cache_len(
     length: *mut i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { read(cache, length, "length", error, |cache| cache.seq_len(sequence)) }
 }
 
@@ -246,7 +246,7 @@ pub unsafe extern "C" fn etkv_seq_cache_next(
     position: *mut i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { read(cache, position, "position", error, |cache| cache.seq_next(sequence)) }
 }
 
@@ -261,7 +261,7 @@ pub unsafe extern "C" fn etkv_seq_cache_rewindable_to(
     length: *mut i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { read(cache, length, "length", error, |cache| cache.seq_rewindable_to(sequence)) }
 }
 
@@ -277,7 +277,7 @@ pub unsafe extern "C" fn etkv_seq_cache_reachable(
     reachable: *mut i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         let ask = |cache: &dyn SeqCache| cache.seq_reachable(sequence, position);
         read(cache, reachable, "reachable", error, ask)
@@ -295,7 +295,7 @@ pub unsafe extern "C" fn etkv_seq_cache_mark_turn(
     end: i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
@@ -316,7 +316,7 @@ pub unsafe extern "C" fn etkv_seq_cache_mark(
     marked: *mut i32,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let marked = out(marked, "marked")?;
@@ -341,7 +341,7 @@ pub unsafe extern "C" fn etkv_seq_cache_positions(
     n: *mut usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         look(cache, error, |cache| {
             let found = cache.seq_positions(sequence)?;
@@ -366,7 +366,7 @@ pub unsafe extern "C" fn etkv_seq_cache_sequences(
     n: *mut usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         look(cache, error, |cache| fill(&cache.live_sequences(), sequences, room, n, "sequences"))
     }
@@ -381,7 +381,7 @@ unsafe fn read<T>(
     error: *mut *mut etkv_error,
     ask: impl FnOnce(&dyn SeqCache) -> Result<T>,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let value = out(value, name)?;
@@ -401,7 +401,7 @@ unsafe fn look(
     error: *mut *mut etkv_error,
     ask: impl FnOnce(&dyn SeqCache) -> Result<()>,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
@@ -417,7 +417,7 @@ unsafe fn change(
     error: *mut *mut etkv_error,
     act: impl FnOnce(&mut dyn SeqCache) -> Result<()>,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;

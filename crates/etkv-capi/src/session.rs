@@ -37,7 +37,7 @@ pub unsafe extern "C" fn etkv_session_new(
     session: *mut *mut etkv_session,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(session, "session")?;
@@ -84,7 +84,7 @@ pub unsafe extern "C" fn etkv_session_seq(
     cache: *mut *mut etkv_seq_cache,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { face(session, cache, error, etkv_seq_cache::give) }
 }
 
@@ -98,7 +98,7 @@ pub unsafe extern "C" fn etkv_session_tree(
     cache: *mut *mut etkv_tree_cache,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { face(session, cache, error, etkv_tree_cache::give) }
 }
 
@@ -110,7 +110,7 @@ unsafe fn face<T>(
     error: *mut *mut etkv_error,
     give: impl FnOnce(SharedCache) -> Result<*mut T>,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(cache, "cache")?;

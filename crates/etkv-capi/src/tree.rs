@@ -50,7 +50,7 @@ pub unsafe extern "C" fn etkv_cache_as_tree(
     trees: *mut *mut etkv_tree_cache,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let target = out(trees, "trees")?;
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn etkv_tree_cache_propose(
     n_nodes: usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         change(cache, error, |cache| cache.propose(sequence, list(parents, n_nodes, "parents")?))
     }
@@ -97,7 +97,7 @@ pub unsafe extern "C" fn etkv_tree_cache_commit(
     n_nodes: usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         change(cache, error, |cache| {
             cache.commit_tree(sequence, list(accepted, n_nodes, "accepted")?)
@@ -116,7 +116,7 @@ pub unsafe extern "C" fn etkv_tree_cache_len(
     n_nodes: *mut usize,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let n_nodes = out(n_nodes, "n_nodes")?;
@@ -134,7 +134,7 @@ unsafe fn change(
     error: *mut *mut etkv_error,
     act: impl FnOnce(&mut dyn TreeCache) -> Result<()>,
 ) -> i32 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;

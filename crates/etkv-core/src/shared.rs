@@ -19,7 +19,7 @@ use crate::store::Store;
 #[derive(Clone)]
 pub struct SharedCache {
     cache: Shared<dyn Cache>,
-    /// The [`ProgramCache`] of its store.
+    /// The same cache as a [`ProgramCache`] of its store's type, which is erased here.
     program: Arc<dyn Any + Send + Sync>,
     /// The store's name.
     store: &'static str,

@@ -87,7 +87,7 @@ unsafe fn slice<'a, T>(data: *const T, n: usize) -> &'a [T] {
     if data.is_null() || n == 0 {
         return &[];
     }
-    // SAFETY: the caller says so.
+    // SAFETY: the caller keeps the contract above.
     unsafe { std::slice::from_raw_parts(data, n) }
 }
 

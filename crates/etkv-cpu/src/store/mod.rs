@@ -34,7 +34,7 @@ pub use sharing::FrozenLayers;
 pub struct CpuStore {
     /// Keys and values of each layer.
     layers: Vec<[Buffer; 2]>,
-    /// For each layer, whether its formats stay.
+    /// For each layer, whether it has a format of its own, which no call converts.
     fixed: Vec<bool>,
     /// For each watched write of the open step, whether its values are finite as stored.
     finite: Vec<bool>,

@@ -189,7 +189,7 @@ impl KeptPrefixes {
         taken
     }
 
-    /// Pins the prefix that has this complete text.
+    /// Pins a prefix that can replace one of all `tokens`. Returns its number, or `None` if there is none.
     pub fn pin(&mut self, group: &Group, tokens: &[i64], capacity: usize) -> Option<u64> {
         let rewindable_to = i32::try_from(tokens.len()).unwrap_or(i32::MAX);
         let reach = &Reach { rewindable_to, checkpoints: Vec::new() };

@@ -140,9 +140,6 @@ impl CellsBookkeeping {
         self.refuse_in_step("remove from a sequence")?;
         check_sequence(sequence)?;
         check_range(&positions)?;
-        if positions.is_empty() {
-            return Ok(());
-        }
         let runs = self.full().held(sequence);
         let stays = |range: Range<i32>| runs.clipped(range).last();
         let last = stays(positions.end..i32::MAX).or_else(|| stays(0..positions.start));
@@ -191,7 +188,9 @@ impl CellsBookkeeping {
         if let Some(recurrent) = &mut self.recurrent {
             recurrent.rewind(sequence, next);
         }
-        self.leave_checkpoints(sequence, positions.start.min(next));
+        if !positions.is_empty() {
+            self.leave_checkpoints(sequence, positions.start.min(next));
+        }
         Ok(())
     }
 
