@@ -247,6 +247,10 @@ pub(super) fn with_rows(buffer: &Array, rows: &Array, slots: &Slots) -> Result<A
 
 /// Returns `buffer` with the slots of `list` replaced, in place.
 pub(super) fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<Array> {
+    if rows.size() == 0 {
+        // MLX divides by the number of elements of a row. A layer without a second buffer has none there.
+        return Ok(buffer.clone());
+    }
     let runs = runs(list);
     if runs.len() > 1 && (runs.len() > MAX_RUNS || mlx::is_stream_on_gpu()?) {
         // Scattered updates have the axis of the slots first.
