@@ -73,7 +73,7 @@ pub use report::{
 pub use session::Session;
 pub use shared::{CacheGuard, ProgramCache, ProgramGuard, Shared, SharedCache, SharedGuard};
 pub use snapshot::{SaveCache, Snapshot};
-pub use spec::{AttendSpec, Mask, Placement, RecurrentRows, RecurrentSpec};
+pub use spec::{AttendSpec, Mask, Placement, RecurrentRows, RecurrentSpec, Scoring};
 pub use step::Step;
 pub use store::{Extent, RecurrentWork, Spec, Store};
 pub use store_layer::StoreLayer;

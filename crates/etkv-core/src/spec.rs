@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::bookkeeping::{MaskPlan, RecurrentPlan, Slots};
+use crate::error::{fail, Result};
 
 /// The keys that a query sees.
 #[derive(Debug, Clone)]
@@ -26,6 +27,61 @@ pub struct AttendSpec<V, M> {
     pub v: V,
     /// The mask.
     pub mask: Mask<M>,
+}
+
+/// How the products of queries and keys become the weights of values.
+///
+/// The logits of a query are its products with the keys that it sees, times [`scale`](Self::scale), bounded by
+/// [`softcap`](Self::softcap). Their softmax, with the head's sink as one more logit, are the weights. A scale
+/// alone is a `Scoring` too: `Scoring::from(0.125)`.
+#[derive(Debug)]
+pub struct Scoring<'a, T: ?Sized> {
+    /// The factor of the products.
+    pub scale: f32,
+    /// The bound c of the logits: a scaled product x becomes `c * tanh(x / c)`. Sinks have no bound.
+    pub softcap: Option<f32>,
+    /// One logit for each query head, `[n_heads]`, whose value is zeros.
+    pub sinks: Option<&'a T>,
+}
+
+impl<T: ?Sized> Clone for Scoring<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T: ?Sized> Copy for Scoring<'_, T> {}
+
+impl<T: ?Sized> From<f32> for Scoring<'_, T> {
+    fn from(scale: f32) -> Self {
+        Self { scale, softcap: None, sinks: None }
+    }
+}
+
+impl<T: ?Sized> Scoring<'_, T> {
+    /// The softcaps that backends compute in float32.
+    pub const SOFTCAPS: std::ops::RangeInclusive<f32> = 1e-30..=1e30;
+
+    /// Returns whether a scale is all there is.
+    pub fn is_plain(&self) -> bool {
+        self.softcap.is_none() && self.sinks.is_none()
+    }
+
+    /// Checks the softcap.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for one outside of [`SOFTCAPS`](Self::SOFTCAPS).
+    pub fn check(&self) -> Result<()> {
+        match self.softcap {
+            Some(softcap) if !Self::SOFTCAPS.contains(&softcap) => fail!(
+                InvalidArgument,
+                "expected a softcap from {:e} to {:e}, got {softcap}",
+                Self::SOFTCAPS.start(),
+                Self::SOFTCAPS.end()
+            ),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The slots for a layer's new rows, for a program that writes them into the store itself.

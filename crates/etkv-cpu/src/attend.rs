@@ -1,6 +1,6 @@
 //! The attention of a step.
 
-use etkv_core::{fail, Mask, Result, Spec};
+use etkv_core::{fail, Mask, Result, Scoring, Spec};
 use half::{bf16, f16};
 
 use crate::attention::{self, MaskRef, Output, Queries, Shape, Workspace};
@@ -9,15 +9,16 @@ use crate::store::CpuStore;
 use crate::tensor::{Dtype, Tensor, Values};
 
 /// Computes the attention of `q`, `[1, n_heads, T, k_head_dim]`, over the keys and values that a step reads.
+/// `scoring` is a scale, or has a softcap and sinks too.
 ///
 /// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` if that is `None`.
 ///
 /// # Errors
 /// [`Shape`](etkv_core::Status::Shape) for queries whose batch is not 1, and those of [`attention::attend`].
-pub fn attend(
+pub fn attend<'a>(
     q: &Tensor,
     spec: &Spec<CpuStore>,
-    scale: f32,
+    scoring: impl Into<Scoring<'a, [f32]>>,
     out_dtype: Option<Dtype>,
     workspace: &mut Workspace,
     parallel: &dyn Parallel,
@@ -32,7 +33,7 @@ pub fn attend(
     };
     let (start, dtype) = values.as_mut_ptr();
     // SAFETY: these are the elements of `values`, contiguous.
-    unsafe { attend_into(q, spec, scale, start, dtype, workspace, parallel)? };
+    unsafe { attend_into(q, spec, scoring.into(), start, dtype, workspace, parallel)? };
     Tensor::new(shape, values)
 }
 
@@ -44,7 +45,7 @@ pub fn attend(
 pub(crate) unsafe fn attend_into(
     q: &Tensor,
     spec: &Spec<CpuStore>,
-    scale: f32,
+    scoring: Scoring<[f32]>,
     start: *mut u8,
     dtype: Dtype,
     workspace: &mut Workspace,
@@ -67,7 +68,7 @@ pub(crate) unsafe fn attend_into(
     let mut out = unsafe { Output::new(start, dtype, shape) };
     with_queries(q, |queries| {
         let (k, v) = (&spec.k, &spec.v);
-        attention::attend(workspace, parallel, queries, k, v, mask, scale, &mut out)
+        attention::attend(workspace, parallel, queries, k, v, mask, scoring, &mut out)
     })
 }
 

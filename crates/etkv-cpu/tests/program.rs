@@ -298,3 +298,88 @@ fn rows_are_selected_at_load() {
     let error = Call::load(all.as_bytes(), &last).err().unwrap();
     assert_eq!(error.status(), Status::Unsupported);
 }
+
+/// The output of one layer whose call has sinks and a softcap, for tokens from position 0.
+fn attend_with_sinks(
+    key: &str,
+    softcap: &str,
+    sinks: Option<&Argument>,
+    n_tokens: usize,
+) -> Result<Vec<f32>> {
+    let input = if sinks.is_some() { "4" } else { "null" };
+    let payload = attend_payload("sinks", 0, 1)
+        .replace("\"update_and_attend\"", "\"update_and_attend_sinks\"")
+        .replace("[0, 1, 2, 3]", &format!("[0, 1, 2, 3, {input}]"))
+        .replace("\"scale\"", &format!("\"softcap\": {softcap}, \"scale\""));
+    let mut call = Call::load(payload.as_bytes(), &options(key))?;
+    let row = |at: usize| (0..2 * DIM).map(move |i| ((at * 7 + i * 5) % 11) as f32 * 0.3 - 1.0);
+    let queries: Vec<f32> = (0..n_tokens).flat_map(row).collect();
+    let rows: Vec<f32> = (0..n_tokens).flat_map(|at| row(at + 3).take(DIM)).collect();
+    let at: Vec<u8> = (0..n_tokens as i64).flat_map(|at| at.to_ne_bytes()).collect();
+    let n = n_tokens as i32;
+    let (of_queries, of_rows, of_positions) =
+        ([1, 2, n, DIM as i32], [1, 1, n, DIM as i32], [n, 1]);
+    let mut inputs = vec![
+        Argument::tensor(FLOAT, &of_queries, bytes(&queries)),
+        Argument::tensor(FLOAT, &of_rows, bytes(&rows)),
+        Argument::tensor(FLOAT, &of_rows, bytes(&rows)),
+        Argument::tensor(LONG, &of_positions, &at),
+    ];
+    assert_eq!(call.n_inputs(), inputs.len() + usize::from(sinks.is_some()));
+    inputs.extend(sinks.cloned());
+    let mut host = Taker::default();
+    call.execute(&inputs, &[FLOAT], &mut host, &Serial)?;
+    Ok(host.values)
+}
+
+#[test]
+fn a_call_has_sinks_and_a_softcap() {
+    let values = [3.0f32, -1.0];
+    let row = |at: usize| (0..2 * DIM).map(move |i| ((at * 7 + i * 5) % 11) as f32 * 0.3 - 1.0);
+    let n = 3;
+    for (softcap, cap) in [("null", None), ("0.75", Some(0.75f32))] {
+        for with_sinks in [false, true] {
+            let session = session(1);
+            let sinks = Argument::tensor(FLOAT, &[2], bytes(&values));
+            let sinks = with_sinks.then_some(&sinks);
+            let found = attend_with_sinks(session.key(), softcap, sinks, n).unwrap();
+            let all: Vec<f32> = (0..n).flat_map(row).collect();
+            let key = |at: usize| row(at + 3).take(DIM);
+            for (row, found) in found.chunks(DIM).enumerate() {
+                let (head, token) = (row / n, row % n);
+                let score = |at| {
+                    let query = &all[row * DIM..][..DIM];
+                    let score = 0.5 * key(at).zip(query).map(|(k, q)| k * q).sum::<f32>();
+                    cap.map_or(score, |cap| cap * (score / cap).tanh())
+                };
+                let weights: Vec<f32> = (0..=token).map(|at| score(at).exp()).collect();
+                let sink = if with_sinks { values[head].exp() } else { 0.0 };
+                let sum = weights.iter().sum::<f32>() + sink;
+                let mut out = vec![0.0; DIM];
+                for (at, weight) in weights.iter().enumerate() {
+                    out.iter_mut().zip(key(at)).for_each(|(out, v)| *out += weight / sum * v);
+                }
+                assert_near(found, &out);
+            }
+        }
+    }
+}
+
+#[test]
+fn sinks_that_do_not_fit_change_nothing() {
+    let session = session(1);
+    let three = [0.0f32; 3];
+    let refused = |sinks: &Argument| {
+        let error = attend_with_sinks(session.key(), "null", Some(sinks), 2).unwrap_err();
+        assert_eq!(length(&session), 0);
+        (error.status(), error.message().to_owned())
+    };
+    let (status, message) = refused(&Argument::tensor(FLOAT, &[3], bytes(&three)));
+    assert_eq!(status, Status::Shape);
+    assert_eq!(message, "layer 0: sinks: expected shape [2], got [3]");
+    let (status, message) = refused(&Argument::tensor(LONG, &[2], &[0; 16]));
+    assert_eq!(status, Status::Dtype);
+    assert!(message.starts_with("layer 0: sinks: "), "{message}");
+    attend_with_sinks(session.key(), "2.5", None, 2).unwrap();
+    assert_eq!(length(&session), 2);
+}

@@ -1,14 +1,16 @@
 //! Attention over rows as they are stored.
 //!
 //! A call is split into tasks (`plan`) of some query rows and some slots. A task goes through its slots in
-//! tiles of 64 (`task`): scores, an online softmax, and the weighted values (`kernels`, `softmax`). If
-//! several tasks share the slots of a row, their partial results are merged at the end. Kernels are written
-//! once over vectors (`simd`) and formats (`decode`).
+//! tiles of 64 (`task`): scores, maybe bounded by a softcap (`softcap`), an online softmax, and the weighted
+//! values (`kernels`, `softmax`). If several tasks share the slots of a row, their partial results are merged at
+//! the end. A sink joins there, because it has no slot. Kernels are written once over vectors (`simd`) and
+//! formats (`decode`).
 
 mod decode;
 mod kernels;
 mod mask;
 mod plan;
+mod softcap;
 mod softmax;
 #[doc(hidden)]
 pub mod synthetic;
@@ -18,9 +20,10 @@ mod tensor;
 mod tests;
 mod workspace;
 
+use std::f32::consts::LOG2_E;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use etkv_core::{fail, Result};
+use etkv_core::{fail, Result, Scoring};
 
 pub use mask::MaskRef;
 pub use tensor::{Output, Queries, Shape};
@@ -36,7 +39,7 @@ use workspace::Blocks;
 
 /// Computes the attention of `queries`, `[n_heads, T, k_head_dim]`, over the keys `k` and the values
 /// `v`, with weights `softmax(scale * q k^T)` over the slots that `mask` shows. Writes `[n_heads, T,
-/// v_head_dim]` to `out`.
+/// v_head_dim]` to `out`. `scoring` is a scale, or has a softcap and sinks too.
 ///
 /// `n_heads` is a multiple of the KV heads. Keys and values may differ in format and head_dim. All sums are
 /// in float32. The result does not depend on the number of threads. A query that sees no slot gives zeros.
@@ -45,21 +48,23 @@ use workspace::Blocks;
 ///
 /// # Errors
 /// [`Shape`](etkv_core::Status::Shape) if the shapes do not match,
-/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) if the mask has slots past the views,
+/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) if the mask has slots past the views or the softcap
+/// is out of range,
 /// [`Unsupported`](etkv_core::Status::Unsupported) for a format that attention does not read, and
 /// [`Backend`](etkv_core::Status::Backend) if memory is lacking. Then nothing is written.
 #[allow(clippy::too_many_arguments)]
-pub fn attend(
+pub fn attend<'a>(
     workspace: &mut Workspace,
     parallel: &dyn Parallel,
     queries: &Queries,
     k: &View,
     v: &View,
     mask: MaskRef,
-    scale: f32,
+    scoring: impl Into<Scoring<'a, [f32]>>,
     out: &mut Output,
 ) -> Result<()> {
-    attend_with(Instructions::best(), workspace, parallel, queries, k, v, mask, scale, out)
+    let scoring = scoring.into();
+    attend_with(Instructions::best(), workspace, parallel, queries, k, v, mask, scoring, out)
 }
 
 /// [`attend`] with one of the machine's instruction sets.
@@ -72,12 +77,16 @@ fn attend_with(
     k: &View,
     v: &View,
     mask: MaskRef,
-    scale: f32,
+    scoring: Scoring<[f32]>,
     out: &mut Output,
 ) -> Result<()> {
     let vector_width = with_simd!(instructions, |S| S::WIDTH);
     let sizes = sizes(queries.shape(), k, v, out.shape(), vector_width)?;
     mask.check(sizes.n_tokens, sizes.n_slots)?;
+    scoring.check()?;
+    if let Some(sinks) = scoring.sinks.filter(|sinks| sinks.len() != queries.shape().n_heads) {
+        fail!(Shape, "expected {} sinks, one a head, got {}", queries.shape().n_heads, sinks.len());
+    }
     let stored = [stored(k)?, stored(v)?];
     if sizes.rows() == 0 || sizes.n_kv_heads == 0 || sizes.v_dim == 0 {
         return Ok(());
@@ -91,8 +100,10 @@ fn attend_with(
     let threads = available.min(plan.n_tasks()).max(1);
     let (parts, blocks) = workspace.prepare(&plan, threads)?;
     let [k, v] = stored;
-    let factor = scale * std::f32::consts::LOG2_E;
-    let job = Job { plan, queries, k, v, mask, factor, out, parts };
+    let factor = scoring.scale * LOG2_E;
+    // Logits are those of powers of two from here on.
+    let softcap = scoring.softcap.map(|softcap| softcap * LOG2_E);
+    let job = Job { plan, queries, k, v, mask, factor, softcap, sinks: scoring.sinks, out, parts };
     with_simd!(instructions, |S| run::<S>(&job, &blocks, parallel, threads));
     Ok(())
 }

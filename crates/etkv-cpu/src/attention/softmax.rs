@@ -130,6 +130,8 @@ pub(super) struct Merge<'a> {
     pub values: *const f32,
     pub values_stride: usize,
     pub parts: usize,
+    /// One more score, of a value of zeros.
+    pub sink: Option<f32>,
     /// The mean of the values by their weights; zeros if the row has seen no slot. It has the length of a row
     /// of `values`, a multiple of the vector width.
     pub out: &'a mut [f32],
@@ -142,9 +144,15 @@ impl Kernel for Merge<'_> {
         unsafe {
             let peak_of = |part: usize| *self.totals.peaks.add(part * self.totals_stride);
             let sum_of = |part: usize| *self.totals.sums.add(part * self.totals_stride);
-            let peak = (0..self.parts).map(peak_of).fold(NO_PEAK, f32::max);
-            self.out.fill(0.0);
+            let mut peak = (0..self.parts).map(peak_of).fold(NO_PEAK, f32::max);
             let mut total = 0.0;
+            if let Some(sink) = self.sink {
+                peak = peak.max(sink);
+                let mut powers = [0.0; 16];
+                S::store(powers.as_mut_ptr(), exp2::<S>(S::splat(sink - peak)));
+                total = powers[0];
+            }
+            self.out.fill(0.0);
             for part in 0..self.parts {
                 // A part that has seen no slot has no weight. A part with NaN has.
                 if sum_of(part) == 0.0 {

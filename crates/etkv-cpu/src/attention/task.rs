@@ -1,9 +1,12 @@
 //! One task: some query rows over some slots, tile by tile.
 
+use std::f32::consts::LOG2_E;
+
 use super::decode::{with_decode, Encoding};
 use super::kernels::{Dots, Next, Product, Rows, Transpose, Unpack, TILE};
 use super::mask::{compact, MaskRef};
 use super::plan::{Plan, Task};
+use super::softcap::Softcap;
 use super::softmax::{Merge, Totals, Weigh, NO_PEAK};
 use super::tensor::{Output, Queries};
 use super::workspace::{Parts, Scratch};
@@ -59,6 +62,10 @@ pub(super) struct Job<'a> {
     pub mask: MaskRef<'a>,
     /// The factor of the queries that makes weights powers of two.
     pub factor: f32,
+    /// The bound of the scores.
+    pub softcap: Option<f32>,
+    /// One more logit of each query head, of powers of e.
+    pub sinks: Option<&'a [f32]>,
     pub out: &'a Output<'a>,
     pub parts: Parts,
 }
@@ -281,6 +288,9 @@ unsafe fn attend_tile<S: Simd>(
                 next: Some(after_keys.share(at, at + R, n_rows)),
             }));
         }
+        if let Some(softcap) = job.softcap {
+            S::enter(Softcap { scores, count: n_rows * TILE, softcap });
+        }
         let keep = &mut scratch.keep[..n_rows];
         let (count, seen) = (tile.slots.len(), &scratch.seen[..n_rows]);
         S::enter(Weigh { scores, count, rows, seen, totals, keep });
@@ -353,15 +363,17 @@ pub(super) unsafe fn finish<S: Simd>(
     unsafe {
         let (totals, values) = job.totals_and_values(task, head, scratch.part);
         let out = &mut scratch.result[..v_padded];
+        let query_head = head * sizes.group + row % sizes.group;
         S::enter(Merge {
             totals: Totals { peaks: totals.peaks.add(row), sums: totals.sums.add(row) },
             totals_stride: job.plan.all_rows(),
             values: values.add(row * v_padded),
             values_stride: job.plan.all_rows() * v_padded,
             parts: job.plan.n_parts,
+            sink: job.sinks.map(|sinks| sinks[query_head] * LOG2_E),
             out,
         });
         let token = task.first_token + row / sizes.group;
-        job.out.write(head * sizes.group + row % sizes.group, token, &scratch.result);
+        job.out.write(query_head, token, &scratch.result);
     }
 }

@@ -27,7 +27,7 @@ pub fn dtype(scalar_type: i8) -> Result<Dtype> {
 /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for any other argument. The
 /// message has its `name`.
 pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
-    tensor(argument, name).map_err(|error| error.at(name))?;
+    check_tensor(argument, name).map_err(|error| error.at(name))?;
     let &[batch, heads, n, dim] = argument.shape() else {
         fail!(Shape, "{name}: expected 4 dimensions, got shape {:?}", argument.shape());
     };
@@ -43,7 +43,7 @@ pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
 /// # Errors
 /// As [`rows`].
 pub fn contiguous(argument: &Argument, name: &str, shape: [i32; 4]) -> Result<Tensor> {
-    let dtype = tensor(argument, name).and_then(|()| dtype(argument.scalar_type()));
+    let dtype = check_tensor(argument, name).and_then(|()| dtype(argument.scalar_type()));
     let dtype = dtype.map_err(|error| error.at(name))?;
     let count: usize = shape.iter().map(|&size| usize::try_from(size).unwrap_or(0)).product();
     let bytes = argument.bytes();
@@ -63,13 +63,32 @@ pub fn contiguous(argument: &Argument, name: &str, shape: [i32; 4]) -> Result<Te
     unsafe { Tensor::borrowed(bytes.as_ptr().cast(), dtype, shape, strides) }
 }
 
+/// Returns an argument of shape `expected` as a tensor of 4 axes.
+///
+/// # Errors
+/// As [`rows`].
+pub fn tensor(argument: &Argument, name: &str, expected: &[i32], axes: [i32; 4]) -> Result<Tensor> {
+    if argument.is_tensor() && argument.shape() != expected {
+        fail!(Shape, "{name}: expected shape {expected:?}, got {:?}", argument.shape());
+    }
+    contiguous(argument, name, axes)
+}
+
+/// Returns the arguments of a call in the order of its payload.
+pub fn pick<'a, const N: usize>(
+    inputs: &'a [Argument<'a>],
+    order: &[Option<usize>; N],
+) -> [Option<&'a Argument<'a>>; N] {
+    order.map(|input| input.and_then(|input| inputs.get(input)))
+}
+
 /// Reads positions, int64 or int32 in `[T]` or `[T, n]`. The first component is the position.
 ///
 /// # Errors
 /// [`Position`](etkv_core::Status::Position) for a value that is no 32-bit integer;
 /// [`Dtype`](etkv_core::Status::Dtype) and [`Shape`](etkv_core::Status::Shape) for other tensors.
 pub fn positions(argument: &Argument, out: &mut Vec<i32>) -> Result<()> {
-    tensor(argument, "positions").map_err(|error| error.at("positions"))?;
+    check_tensor(argument, "positions").map_err(|error| error.at("positions"))?;
     let components = match *argument.shape() {
         [_] => 1,
         [_, n] if n > 0 => n as usize,
@@ -106,7 +125,7 @@ pub fn reserve(positions: &mut Vec<i32>, n: usize) -> Result<()> {
     Ok(())
 }
 
-fn tensor(argument: &Argument, name: &str) -> Result<()> {
+fn check_tensor(argument: &Argument, name: &str) -> Result<()> {
     if !argument.is_tensor() {
         fail!(InvalidArgument, "expected a tensor of {name}, got an integer");
     }

@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
-use etkv_core::Result;
+use etkv_core::{fail, Result, Scoring};
+use etkv_delegate::Argument;
 
-use super::argument;
+use super::argument::{self, pick};
 use super::forward::{output, Forward, Run, State};
-use super::payload::Attend;
+use super::payload::{Attend, AttendSinks, LayerCall};
 use crate::attend::attend_into;
+use crate::tensor::Tensor;
 
 /// Runs a call of attention. An error rolls the step back.
 ///
@@ -17,21 +19,49 @@ use crate::attend::attend_into;
 /// [`commit`](etkv_core::AttendCache::commit), those of the host, and
 /// [`Step`](etkv_core::Status::Step) for a call out of order.
 pub fn attend(forward: &Arc<Forward>, attend: &Attend, run: Run) -> Result<()> {
-    let Run { inputs, output_type, host, parallel } = run;
-    let [queries, k, v, positions] = attend.inputs.map(|input| &inputs[input]);
-    forward.run(&attend.call, positions, |state| {
+    let tensors = attend.inputs.map(|input| &run.inputs[input]);
+    run_attention(forward, &attend.call, tensors, None, attend.scale.into(), run)
+}
+
+/// Runs a call of attention with sinks or a softcap. An error rolls the step back.
+///
+/// # Errors
+/// As [`attend`].
+pub fn attend_sinks(forward: &Arc<Forward>, attend: &AttendSinks, run: Run) -> Result<()> {
+    let [Some(q), Some(k), Some(v), Some(positions), sinks] = pick(run.inputs, &attend.inputs)
+    else {
+        fail!(Internal, "a call of attention lacks inputs");
+    };
+    let scoring = Scoring { softcap: attend.softcap, ..attend.scale.into() };
+    run_attention(forward, &attend.call, [q, k, v, positions], sinks, scoring, run)
+}
+
+fn run_attention(
+    forward: &Arc<Forward>,
+    call: &LayerCall,
+    [queries, k, v, positions]: [&Argument; 4],
+    sinks: Option<&Argument>,
+    scoring: Scoring<[f32]>,
+    run: Run,
+) -> Result<()> {
+    let Run { output_type, host, parallel, .. } = run;
+    forward.run(call, positions, |state| {
         let State { forwards, positions, attention, .. } = state;
         let q = argument::rows(queries, "queries")?;
         let (k, v) = (argument::rows(k, "keys")?, argument::rows(v, "values")?);
-        forwards.call((attend.call.call, attend.call.layer), positions, &k, &v, |spec| {
-            let &[_, heads, n, _] = q.shape();
+        let &[_, heads, n, _] = q.shape();
+        let sinks = sinks.map(|sinks| {
+            argument::tensor(sinks, "sinks", &[heads], [1, 1, 1, heads])
+                .map(|sinks| Tensor::to_f32(&sinks))
+        });
+        let sinks = sinks.transpose()?;
+        let scoring = Scoring { sinks: sinks.as_deref(), ..scoring };
+        forwards.call((call.call, call.layer), positions, &k, &v, |spec| {
             let shape = [1, heads, n, spec.v.head_dim() as i32];
             let out = output(host, &shape, output_type, &[(queries, "queries")])?;
             // SAFETY: the host's memory has the elements of the shape and is aligned, and only this call borrows
             // it.
-            unsafe {
-                attend_into(&q, spec, attend.scale, out.start, out.dtype, attention, parallel)
-            }
+            unsafe { attend_into(&q, spec, scoring, out.start, out.dtype, attention, parallel) }
         })
     })
 }

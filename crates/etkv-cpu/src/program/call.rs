@@ -7,7 +7,7 @@ use etkv_delegate::{Argument, Host, LoadOptions, LogitsRows};
 use tracing::{trace, warn};
 
 use super::forward::{Forward, Run};
-use super::payload::{self, Attend, Convolve, LayerCall, Logits, Payload, Scan};
+use super::payload::{self, Attend, AttendSinks, Convolve, LayerCall, Logits, Payload, Scan};
 use super::{attend, by_capacity, recurrent, rows, TARGET};
 use crate::parallel::Parallel;
 
@@ -25,6 +25,7 @@ enum Op {
 /// An op on a layer of the cache.
 enum LayerOp {
     Attend(Attend),
+    AttendSinks(AttendSinks),
     Convolve(Convolve),
     Scan(Scan),
 }
@@ -33,6 +34,7 @@ impl LayerOp {
     fn call(&self) -> &LayerCall {
         match self {
             Self::Attend(attend) => &attend.call,
+            Self::AttendSinks(attend) => &attend.call,
             Self::Convolve(convolve) => &convolve.call,
             Self::Scan(scan) => &scan.call,
         }
@@ -41,6 +43,7 @@ impl LayerOp {
     fn n_inputs(&self) -> usize {
         match self {
             Self::Attend(attend) => payload::n_inputs(&attend.inputs.map(Some)),
+            Self::AttendSinks(attend) => payload::n_inputs(&attend.inputs),
             Self::Convolve(convolve) => payload::n_inputs(&convolve.inputs),
             Self::Scan(scan) => payload::n_inputs(&scan.inputs),
         }
@@ -50,6 +53,8 @@ impl LayerOp {
         let layer = self.call().layer;
         match self {
             Self::Attend(attend) => attend::attend(forward, attend, run)
+                .map_err(|error| error.at(format_args!("layer {layer}"))),
+            Self::AttendSinks(attend) => attend::attend_sinks(forward, attend, run)
                 .map_err(|error| error.at(format_args!("layer {layer}"))),
             Self::Convolve(convolve) => recurrent::convolve(forward, convolve, run)
                 .map_err(|error| error.at(format_args!("recurrent layer {layer}"))),
@@ -92,6 +97,7 @@ impl Call {
                 return Ok(Self(Op::SelectByCapacity(by_capacity::choose(&choice, key)?)));
             }
             Payload::UpdateAndAttend(attend) => LayerOp::Attend(attend),
+            Payload::UpdateAndAttendSinks(attend) => LayerOp::AttendSinks(attend),
             Payload::UpdateAndConvolve(convolve) => LayerOp::Convolve(convolve),
             Payload::UpdateAndScan(scan) => LayerOp::Scan(scan),
         };

@@ -1,6 +1,6 @@
 //! The exporter's description of a call: JSON, written by `python/etkv/export/cpu/calls.py`.
 
-use etkv_core::{fail, Error, Result, Status};
+use etkv_core::{fail, Error, Result, Scoring, Status};
 use serde::Deserialize;
 
 /// The version of payloads that this build reads.
@@ -15,6 +15,8 @@ const MAX_CALLS: usize = 1 << 16;
 pub enum Payload {
     /// Attention over a layer of the cache.
     UpdateAndAttend(Attend),
+    /// The same with sinks or a softcap.
+    UpdateAndAttendSinks(AttendSinks),
     /// A convolution over a recurrent layer of the cache.
     UpdateAndConvolve(Convolve),
     /// A recurrence over a recurrent layer of the cache.
@@ -55,6 +57,20 @@ pub struct Attend {
     pub scale: f32,
     /// The inputs that are the queries, keys, values and positions. Two may be the same.
     pub inputs: [usize; 4],
+}
+
+/// Attention with sinks or a softcap over a layer of the cache. It has an op of its own, so that no earlier build
+/// takes it for one without.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub struct AttendSinks {
+    #[serde(flatten)]
+    pub call: LayerCall,
+    /// The factor of the scores.
+    pub scale: f32,
+    /// The bound of the scaled scores.
+    pub softcap: Option<f32>,
+    /// The inputs that are the queries, keys, values, positions and sinks. Only the sinks may be absent.
+    pub inputs: [Option<usize>; 5],
 }
 
 /// A convolution over a recurrent layer of the cache.
@@ -137,6 +153,7 @@ impl Payload {
         })?;
         let version = match &payload {
             Self::UpdateAndAttend(attend) => attend.call.version,
+            Self::UpdateAndAttendSinks(attend) => attend.call.version,
             Self::UpdateAndConvolve(convolve) => convolve.call.version,
             Self::UpdateAndScan(scan) => scan.call.version,
             Self::SelectRows(SelectRows { version }) => *version,
@@ -153,6 +170,14 @@ impl Payload {
                 attend.call.check(attend.call.n_layers)?;
                 check_inputs(&attend.inputs.map(Some), None)?;
                 check_scale(attend.scale)?;
+            }
+            Self::UpdateAndAttendSinks(attend) => {
+                attend.call.check(attend.call.n_layers)?;
+                check_inputs(&attend.inputs, Some(4))?;
+                check_scale(attend.scale)?;
+                let softcap = attend.softcap;
+                let scoring = Scoring::<[f32]> { softcap, ..attend.scale.into() };
+                scoring.check().map_err(|error| Error::new(Status::Program, error.message()))?;
             }
             Self::UpdateAndConvolve(convolve) => {
                 convolve.call.check(convolve.call.n_recurrent)?;
@@ -266,6 +291,36 @@ mod tests {
             let error = Payload::read(text.as_bytes()).unwrap_err();
             assert_eq!(error.status(), Status::Program, "{text}");
             assert!(error.message().contains(told), "{error}");
+        }
+    }
+
+    const SINKS: &str = r#"{"op": "update_and_attend_sinks", "version": 1, "program": "p", "call": 0, "n_calls": 2,
+        "n_layers": 2, "layer": 1, "scale": 0.5, "softcap": 50.0, "inputs": [2, 0, 0, 1, 3],
+        "logits": "selected"}"#;
+
+    #[test]
+    fn sinks_and_softcaps_are_read() {
+        let read = |text: &str| match Payload::read(text.as_bytes()) {
+            Ok(Payload::UpdateAndAttendSinks(attend)) => Ok(attend),
+            Ok(other) => panic!("{other:?}"),
+            Err(error) => Err((error.status(), error.message().to_owned())),
+        };
+        let attend = read(SINKS).unwrap();
+        assert_eq!((attend.softcap, n_inputs(&attend.inputs)), (Some(50.0), 4));
+        let attend = read(&SINKS.replace("1, 3]", "1, null]").replace("50.0", "null")).unwrap();
+        assert_eq!((attend.softcap, n_inputs(&attend.inputs)), (None, 3));
+        for (from, to, told) in [
+            ("50.0", "0.0", "expected a softcap from 1e-30 to 1e30, got 0"),
+            ("50.0", "-2.0", "got -2"),
+            ("[2, 0, 0, 1, 3]", "[2, 0, 0, 1]", "damaged"),
+            ("[2, 0, 0, 1, 3]", "[2, 0, 0, null, 3]", "input 3 of a call is absent"),
+            ("[2, 0, 0, 1, 3]", "[2, 0, 0, 1, 5]", "from 0 to 4"),
+            ("\"layer\": 1", "\"layer\": 2", "layer below 2, got 2"),
+            ("0.5", "1e39", "scale"),
+        ] {
+            let (status, message) = read(&SINKS.replacen(from, to, 1)).unwrap_err();
+            assert_eq!(status, Status::Program, "{message}");
+            assert!(message.contains(told), "{message}");
         }
     }
 

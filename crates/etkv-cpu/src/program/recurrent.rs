@@ -3,13 +3,11 @@
 use std::sync::Arc;
 
 use etkv_core::{fail, Result};
-use etkv_delegate::Argument;
 
-use super::argument;
+use super::argument::{pick, tensor};
 use super::forward::{output, Forward, Run, State};
 use super::payload::{self, Convolve, Scan};
 use crate::recurrent::{convolve_into, scan_into, Activation, ConvolveInputs, ScanInputs};
-use crate::tensor::Tensor;
 
 /// Runs a call of a convolution. An error rolls the step back.
 ///
@@ -91,20 +89,4 @@ pub fn scan(forward: &Arc<Forward>, scan: &Scan, run: Run) -> Result<()> {
             unsafe { scan_into(&sizes, &inputs, spec, out.start, out.dtype, recurrent, parallel) }
         })
     })
-}
-
-/// Returns the arguments of a call in the order of its payload.
-fn pick<'a, const N: usize>(
-    inputs: &'a [Argument<'a>],
-    order: &[Option<usize>; N],
-) -> [Option<&'a Argument<'a>>; N] {
-    order.map(|input| input.and_then(|input| inputs.get(input)))
-}
-
-/// Returns an argument of shape `expected` as a tensor of 4 axes.
-fn tensor(argument: &Argument, name: &str, expected: &[i32], axes: [i32; 4]) -> Result<Tensor> {
-    if argument.is_tensor() && argument.shape() != expected {
-        fail!(Shape, "{name}: expected shape {expected:?}, got {:?}", argument.shape());
-    }
-    argument::contiguous(argument, name, axes)
 }

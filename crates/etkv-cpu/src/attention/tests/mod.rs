@@ -1,6 +1,7 @@
 //! Attention against a naive computation in float64 that shares no code with it.
 
 mod reference;
+mod scoring;
 
 use etkv_core::{KvFormat, Status};
 use half::{bf16, f16};
@@ -187,6 +188,7 @@ fn tensors_have_strides_and_dtypes() {
                 v: case.v.clone(),
                 mask: case.mask.clone(),
                 name: String::new(),
+                sinks: None,
                 ..case
             };
             let expected = case.attend(Instructions::best(), &Serial, &mut Workspace::new());

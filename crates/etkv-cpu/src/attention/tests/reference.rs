@@ -131,6 +131,8 @@ pub struct Case {
     pub v: View,
     pub mask: TestMask,
     pub scale: f32,
+    pub softcap: Option<f32>,
+    pub sinks: Option<Vec<f32>>,
 }
 
 impl Case {
@@ -156,10 +158,29 @@ impl Case {
         let queries = Queries::of_f32(&self.queries, self.shape()).unwrap();
         let dim = self.v.head_dim;
         let mut output = Output::of_f32(&mut out, self.n_heads(), self.n_tokens, dim).unwrap();
-        let mask = self.mask.borrowed();
-        attend_with(isa, work, parallel, &queries, &self.k, &self.v, mask, self.scale, &mut output)
+        let (mask, scoring) = (self.mask.borrowed(), self.scoring());
+        attend_with(isa, work, parallel, &queries, &self.k, &self.v, mask, scoring, &mut output)
             .unwrap();
         out
+    }
+
+    pub fn scoring(&self) -> Scoring<'_, [f32]> {
+        let sinks = self.sinks.as_deref();
+        Scoring { scale: self.scale, softcap: self.softcap, sinks }
+    }
+
+    /// The case with sinks from -4 to 4.
+    pub fn with_sinks(mut self, random: &mut Random) -> Self {
+        self.sinks = Some((0..self.n_heads()).map(|_| 4.0 * random.number()).collect());
+        self.name.push_str(", sinks");
+        self
+    }
+
+    /// The case with a softcap.
+    pub fn with_softcap(mut self, softcap: f32) -> Self {
+        self.softcap = Some(softcap);
+        self.name.push_str(&format!(", softcap {softcap}"));
+        self
     }
 
     /// The result, and the allowed float32 error of each row.
@@ -171,7 +192,7 @@ impl Case {
     /// elements. The difference from the peak and the power of two add `4 e` of the score and of the weight.
     /// A relative error `x` of all weights moves the mean by at most `2 x` times the largest magnitude of the
     /// values. Sums over `n` values in parts add `(n / 16 + 70) * e`. The bound below is half of that: errors
-    /// do not all have the same sign.
+    /// do not all have the same sign. A softcap moves no two scores apart, and adds `10 * e` of its result.
     pub fn expected(&self) -> (Vec<f64>, Vec<f64>) {
         let (n, d) = (self.k.n_slots, self.k.head_dim);
         let e = f64::from(f32::EPSILON) / 2.0;
@@ -191,12 +212,23 @@ impl Case {
                         .zip(&keys[slot])
                         .map(|(&q, k)| f64::from(q) * k * f64::from(self.scale))
                 };
-                let scores: Vec<f64> = seen.iter().map(|&slot| dots(slot).sum()).collect();
+                let capped = |score: f64| match self.softcap.map(f64::from) {
+                    Some(softcap) => softcap * (score / softcap).tanh(),
+                    None => score,
+                };
+                let scores: Vec<f64> = seen.iter().map(|&slot| capped(dots(slot).sum())).collect();
+                let query_head = head * self.group + row / self.n_tokens;
+                let sink = self.sinks.as_ref().map(|sinks| f64::from(sinks[query_head]));
                 let sizes = seen.iter().map(|&slot| dots(slot).map(f64::abs).sum());
                 let size = sizes.fold(0.0, f64::max);
-                let peak = scores.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
+                let of_softcap = match self.softcap.is_some() {
+                    true => 10.0 * scores.iter().fold(0.0, |a, score| score.abs().max(a)),
+                    false => 0.0,
+                };
+                let peak = scores.iter().chain(&sink).fold(f64::NEG_INFINITY, |a, &b| a.max(b));
                 let weights: Vec<f64> = scores.iter().map(|score| (score - peak).exp()).collect();
-                let total: f64 = weights.iter().sum();
+                let of_sink = sink.map_or(0.0, |sink| (sink - peak).exp());
+                let total: f64 = weights.iter().sum::<f64>() + of_sink;
                 let mut row = vec![0.0; self.v.head_dim];
                 let mut largest = 0f64;
                 for (&slot, weight) in seen.iter().zip(&weights) {
@@ -205,7 +237,7 @@ impl Case {
                         largest = largest.max(value.abs());
                     }
                 }
-                let of_scores = (d as f64 / 8.0 + 10.0) * size + 4.0 * size + 4.0;
+                let of_scores = (d as f64 / 8.0 + 10.0) * size + 4.0 * size + 4.0 + of_softcap;
                 let of_sums = n as f64 / 16.0 + 70.0;
                 bounds.push((of_scores + of_sums / 2.0) * e * largest + 1e-30);
                 out.extend(row);
@@ -271,5 +303,7 @@ pub fn case(
         v: synthetic::view(v.0, n_kv_heads, v.1, n_slots, random).unwrap(),
         mask,
         scale: 1.0 / (k.1 as f32).sqrt(),
+        softcap: None,
+        sinks: None,
     }
 }
