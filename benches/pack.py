@@ -12,6 +12,7 @@ Models that are missing from build/repeating are made, which takes minutes and 8
 from __future__ import annotations
 
 import argparse
+import json
 import lzma
 import shutil
 import subprocess
@@ -62,8 +63,12 @@ MODELS = {
     "llama-3.2-1b-4w": Packed("Llama-3.2-1B's shapes, 4-bit", "llama-3.2-1b", "4w"),
     "smollm2-135m": Packed("SmolLM2-135M's shapes, bfloat16", "smollm2-135m"),
     "smollm2-135m-4w": Packed("SmolLM2-135M's shapes, 4-bit", "smollm2-135m", "4w"),
+    "qwen3.5-0.8b": Packed("Qwen3.5-0.8B's shapes, bfloat16", "qwen3.5-0.8b"),
     "tiny": Packed("a trial's shapes, bfloat16", "tiny"),
 }
+
+MLX_LM_TYPES = {"qwen3_5_text": "qwen3_5"}
+"""model_type -> mlx-lm's, where they differ."""
 
 
 def make(model: Packed) -> None:
@@ -101,6 +106,9 @@ def pack_model(number: int, model: Packed, folder: Path) -> None:
         shutil.copy(model.folder / name, target)
     for file in model.weights.glob("*.json"):
         shutil.copy(file, target / "hf")
+    config = json.loads((model.weights / "config.json").read_text())
+    config["model_type"] = MLX_LM_TYPES.get(config["model_type"], config["model_type"])
+    (target / "hf" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def find(name: str, folders: list[Path]) -> Path:
@@ -120,7 +128,7 @@ def strip(file: Path) -> None:
 def main() -> None:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = [name for name in MODELS if name != "tiny"]
+    usual = [name for name in MODELS if name not in ("qwen3.5-0.8b", "tiny")]
     parser.add_argument("--models", nargs="+", choices=MODELS, default=usual, metavar="NAME", help=", ".join(MODELS))
     parser.add_argument("--build", type=Path, default=ROOT / "build", metavar="FOLDER", help="of `make build` (build)")
     parser.add_argument("--tools", type=Path, metavar="FOLDER", help="look for programs here first")

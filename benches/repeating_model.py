@@ -45,6 +45,26 @@ SHAPES = {
         "head_dim": 64,
         "rope_theta": 500000.0,
     },
+    # The text part.
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_num_value_heads": 16,
+        "linear_value_head_dim": 128,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 6,
+        "full_attention_interval": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "rms_norm_eps": 1e-6,
+    },
     # A minimal program, for trials of the benchmark itself.
     "tiny": {
         "vocab_size": 512,
@@ -60,8 +80,17 @@ SHAPES = {
 """Name -> the settings in config.json of published models of this name."""
 
 
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM"}
+"""model_type -> transformers' class."""
+
+
 def tensors(shape: dict) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a Llama model's tensors, in the order of the file; the head is the embedding."""
+    """Returns the shapes of a model's tensors, in the order of the file; the head is the embedding."""
+    return qwen3_5_tensors(shape) if shape.get("model_type") == "qwen3_5_text" else llama_tensors(shape)
+
+
+def llama_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
+    """Returns those of a Llama model."""
     hidden, between = shape["hidden_size"], shape["intermediate_size"]
     queries = shape["num_attention_heads"] * shape["head_dim"]
     keys = shape["num_key_value_heads"] * shape["head_dim"]
@@ -73,6 +102,50 @@ def tensors(shape: dict) -> dict[str, tuple[int, ...]]:
             f"{name}.self_attn.k_proj.weight": (keys, hidden),
             f"{name}.self_attn.v_proj.weight": (keys, hidden),
             f"{name}.self_attn.o_proj.weight": (hidden, queries),
+            f"{name}.mlp.gate_proj.weight": (between, hidden),
+            f"{name}.mlp.up_proj.weight": (between, hidden),
+            f"{name}.mlp.down_proj.weight": (hidden, between),
+            f"{name}.input_layernorm.weight": (hidden,),
+            f"{name}.post_attention_layernorm.weight": (hidden,),
+        }
+    found["model.norm.weight"] = (hidden,)
+    return found
+
+
+def qwen3_5_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
+    """Returns those of a Qwen3.5 model's text part."""
+    hidden, between = shape["hidden_size"], shape["intermediate_size"]
+    dim = shape["head_dim"]
+    queries, keys = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
+    heads, v_dim = shape["linear_num_value_heads"], shape["linear_value_head_dim"]
+    linear_keys, linear_values = shape["linear_num_key_heads"] * shape["linear_key_head_dim"], heads * v_dim
+    channels = 2 * linear_keys + linear_values
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape["vocab_size"], hidden)}
+    for layer, kind in enumerate(shape["layer_types"]):
+        name = f"model.layers.{layer}"
+        if kind == "full_attention":
+            found |= {
+                # Each head of queries has a gate beside it.
+                f"{name}.self_attn.q_proj.weight": (2 * queries, hidden),
+                f"{name}.self_attn.k_proj.weight": (keys, hidden),
+                f"{name}.self_attn.v_proj.weight": (keys, hidden),
+                f"{name}.self_attn.o_proj.weight": (hidden, queries),
+                f"{name}.self_attn.q_norm.weight": (dim,),
+                f"{name}.self_attn.k_norm.weight": (dim,),
+            }
+        else:
+            found |= {
+                f"{name}.linear_attn.in_proj_qkv.weight": (channels, hidden),
+                f"{name}.linear_attn.in_proj_z.weight": (linear_values, hidden),
+                f"{name}.linear_attn.in_proj_b.weight": (heads, hidden),
+                f"{name}.linear_attn.in_proj_a.weight": (heads, hidden),
+                f"{name}.linear_attn.conv1d.weight": (channels, 1, shape["linear_conv_kernel_dim"]),
+                f"{name}.linear_attn.dt_bias": (heads,),
+                f"{name}.linear_attn.A_log": (heads,),
+                f"{name}.linear_attn.norm.weight": (v_dim,),
+                f"{name}.linear_attn.out_proj.weight": (hidden, linear_values),
+            }
+        found |= {
             f"{name}.mlp.gate_proj.weight": (between, hidden),
             f"{name}.mlp.up_proj.weight": (between, hidden),
             f"{name}.mlp.down_proj.weight": (hidden, between),
@@ -134,12 +207,12 @@ def write(name: str, folder: Path) -> Path:
     shape = SHAPES[name]
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        **shape,
-        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        **shape,
+        "architectures": [ARCHITECTURES[shape.get("model_type", "llama")]],
         "torch_dtype": "bfloat16",
         "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
         "max_position_embeddings": POSITIONS,
         "tie_word_embeddings": True,
         "attention_bias": False,
