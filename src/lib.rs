@@ -65,7 +65,7 @@ pub use etkv_file as file;
 /// The mlx-rs whose arrays the caches take and return.
 pub use mlx_rs;
 pub use {
-    attention::{attend, attend_rows, attend_stored, AttendSpec, Mask},
+    attention::{attend, attend_rows, attend_stored, AttendSpec, Mask, Scoring},
     backend::{builders, CellsCache, ContiguousCache, MlxCache, ProgramCache, Step, MLX_BACKEND},
     error::{Error, Result},
     layers::{layer_caches, Forwards, KeyValueCache, LayerCache},

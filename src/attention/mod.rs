@@ -1,9 +1,10 @@
 //! The keys and values that a step attends to. Only this module calls MLX's attention, or the kernel instead.
 
+mod composed;
 mod fused;
 
 use mlx_rs::fast::{scaled_dot_product_attention, ScaledDotProductAttentionMask};
-use mlx_rs::ops::{arange, concatenate, select, softmax_axis};
+use mlx_rs::ops::concatenate;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
@@ -15,41 +16,71 @@ use crate::store::KvView;
 /// The keys that a query sees; an explicit mask is a boolean array.
 pub type Mask = etkv_core::Mask<Array>;
 
+/// How products of queries and keys become weights.
+pub type Scoring<'a> = etkv_core::Scoring<'a, Array>;
+
 /// A layer's keys and values as a step reads them, and how to mask them.
 pub type AttendSpec = etkv_core::AttendSpec<KvView, Array>;
 
-/// Computes the attention of `q`, `[1, n_heads, T, k_head_dim]`, over `spec`.
+/// Computes the attention of `q`, `[1, n_heads, T, k_head_dim]`, over `spec`. `scoring` is a scale, or has a
+/// softcap and sinks too.
 ///
 /// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` if that is `None`.
 ///
 /// Rows in the dtype of `q` are read in place. For packed rows and rows in another dtype, few queries read
 /// the stored rows, or a block of them at a time. For many queries the keys and values of one KV head are
-/// unpacked at a time; on a GPU, those of as many heads as fit 256 MiB.
+/// unpacked at a time; on a GPU, those of as many heads as fit 256 MiB. With a softcap the scores of as many
+/// queries as fit 256 MiB are computed at a time.
 ///
 /// # Errors
-/// [`Backend`](crate::Status::Backend) if the shapes do not match.
-pub fn attend(q: &Array, spec: &AttendSpec, scale: f32, out_dtype: Option<Dtype>) -> Result<Array> {
+/// [`Shape`](crate::Status::Shape) or [`Backend`](crate::Status::Backend) if the shapes do not match, and
+/// [`InvalidArgument`](crate::Status::InvalidArgument) for a softcap that is out of range.
+pub fn attend<'a>(
+    q: &Array,
+    spec: &AttendSpec,
+    scoring: impl Into<Scoring<'a>>,
+    out_dtype: Option<Dtype>,
+) -> Result<Array> {
+    let scoring = scoring.into();
+    check(q, scoring)?;
     let out = match (spec.k.as_dtype(q.dtype()), spec.v.as_dtype(q.dtype())) {
-        (Some(k), Some(v)) => by_rows(q, k, v, &spec.mask, scale)?,
+        (Some(k), Some(v)) => by_rows(q, k, v, &spec.mask, scoring)?,
         _ => {
             let rows = group_of(q, spec)?.saturating_mul(q.dim(2));
             let dtype = dtype_of_products(q)?;
             let packed = spec.k.packed_is_better(rows, dtype)?;
-            attend_stored(q, spec, scale, packed && spec.v.packed_is_better(rows, dtype)?)?
+            attend_stored(q, spec, scoring, packed && spec.v.packed_is_better(rows, dtype)?)?
         }
     };
     cast(&out, out_dtype.unwrap_or(q.dtype()))
 }
 
+/// Checks that there is a sink for each head of `q`, and the softcap.
+fn check(q: &Array, scoring: Scoring) -> Result<()> {
+    scoring.check()?;
+    let heads = q.shape().get(1).copied().unwrap_or_default();
+    match scoring.sinks {
+        Some(sinks) if sinks.shape() != [heads] => {
+            fail!(Shape, "expected sinks of shape [{heads}], one a head, got {:?}", sinks.shape())
+        }
+        _ => Ok(()),
+    }
+}
+
 /// [`attend`] over the stored rows (`packed`) or over unpacked rows. The benchmark uses it to
 /// choose between them.
 #[doc(hidden)]
-pub fn attend_stored(q: &Array, spec: &AttendSpec, scale: f32, packed: bool) -> Result<Array> {
-    let group = group_of(q, spec)?;
+pub fn attend_stored<'a>(
+    q: &Array,
+    spec: &AttendSpec,
+    scoring: impl Into<Scoring<'a>>,
+    packed: bool,
+) -> Result<Array> {
+    let (group, scoring) = (group_of(q, spec)?, scoring.into());
     if packed {
-        by_products(q, spec, group, scale)
+        composed::by_products(q, spec, group, scoring)
     } else {
-        by_heads(q, spec, group, scale)
+        by_heads(q, spec, group, scoring)
     }
 }
 
@@ -65,7 +96,7 @@ pub fn attend_rows(
     if by_kernel {
         kernels::attend(q, k, v, mask, scale)
     } else {
-        by_mlx(q, k, v, mask, scale).map(Some)
+        by_mlx(q, k, v, mask, scale.into()).map(Some)
     }
 }
 
@@ -73,26 +104,36 @@ pub fn attend_rows(
 const MAX_UNPACKED: u64 = 256 << 20;
 
 /// Computes attention over rows in the dtype of `q`, and returns that dtype.
-fn by_rows(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Array> {
-    match kernels::several_queries(q, k, v, mask, scale)? {
+fn by_rows(q: &Array, k: &Array, v: &Array, mask: &Mask, scoring: Scoring) -> Result<Array> {
+    if scoring.softcap.is_some() {
+        return composed::over_rows(q, k, v, mask, scoring);
+    }
+    // The kernel knows no sinks.
+    let by_kernel = match scoring.sinks {
+        None => kernels::several_queries(q, k, v, mask, scoring.scale)?,
+        Some(_) => None,
+    };
+    match by_kernel {
         Some(out) => Ok(out),
-        None => by_mlx(q, k, v, mask, scale),
+        None => by_mlx(q, k, v, mask, scoring),
     }
 }
 
-/// Calls MLX's own attention. Returns the dtype of `q`.
-fn by_mlx(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Array> {
+/// Calls MLX's own attention, which knows sinks and no softcap. Returns the dtype of `q`.
+fn by_mlx(q: &Array, k: &Array, v: &Array, mask: &Mask, scoring: Scoring) -> Result<Array> {
     let dtype = fused::dtype_for(q, k, mask)?;
     if dtype != q.dtype() {
         let [wide_q, k, v] = [cast(q, dtype)?, cast(k, dtype)?, cast(v, dtype)?];
-        return cast(&by_mlx(&wide_q, &k, &v, mask, scale)?, q.dtype());
+        return cast(&by_mlx(&wide_q, &k, &v, mask, scoring)?, q.dtype());
     }
     let mask = match mask {
         Mask::None => None,
         Mask::Causal => Some(ScaledDotProductAttentionMask::Causal),
         Mask::Explicit(mask) => Some(ScaledDotProductAttentionMask::Array(mask)),
     };
-    Ok(scaled_dot_product_attention(q, k, v, scale, mask, None)?)
+    // MLX takes no sinks that are wider than the queries.
+    let sinks = scoring.sinks.map(|sinks| cast(sinks, dtype)).transpose()?;
+    Ok(scaled_dot_product_attention(q, k, v, scoring.scale, mask, sinks.as_ref())?)
 }
 
 /// Returns the query heads of one KV head.
@@ -109,22 +150,6 @@ fn group_of(q: &Array, spec: &AttendSpec) -> Result<i32> {
     Ok(q.dim(1) / heads)
 }
 
-/// Computes attention with the stored rows. The queries of a KV head are rows of one matrix, so nothing is
-/// repeated.
-fn by_products(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
-    let (heads, t, n) = (spec.k.n_kv_heads(), q.dim(2), spec.k.len());
-    let dtype = dtype_of_products(q)?;
-    let rows = cast(q, dtype)?.multiply(Array::from_f32(scale).as_dtype(dtype)?)?;
-    let rows = rows.reshape(&[1, heads, group * t, q.dim(3)])?;
-    let scores = spec.k.scores(&rows)?;
-    let scores = scores.reshape(&[1, heads, group, t, n])?;
-    let scores = masked(&scores, &spec.mask)?;
-    let p = softmax_axis(scores, -1, true)?;
-    let p = p.reshape(&[1, heads, group * t, n])?;
-    let out = spec.v.weighted(&cast(&p, dtype)?)?;
-    Ok(out.reshape(&[1, heads * group, t, spec.v.head_dim()])?)
-}
-
 /// Returns the dtype in which queries multiply packed or unpacked rows. In half precision MLX's
 /// packed products take ten times as long on the CPU, and its attention takes longer than in
 /// float32.
@@ -132,37 +157,8 @@ fn dtype_of_products(q: &Array) -> Result<Dtype> {
     Ok(if mlx::on_gpu()? { q.dtype() } else { Dtype::Float32 })
 }
 
-/// Returns `scores`, `[1, n_kv_heads, group, T, L]`, with the smallest number for hidden keys, as MLX's own
-/// attention does.
-fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
-    let [heads, group, t, n] = [1, 2, 3, 4].map(|axis| scores.dim(axis));
-    let seen = match mask {
-        Mask::None => return Ok(scores.clone()),
-        Mask::Causal => {
-            let last = arange::<_, i32>(n - t, n, None)?.reshape(&[t, 1])?;
-            arange::<_, i32>(0, n, None)?.reshape(&[1, n])?.le(last)?
-        }
-        // The heads are a separate axis, as in the scores; a mask without heads broadcasts.
-        Mask::Explicit(mask) if mask.ndim() >= 3 && mask.dim(-3) != 1 => {
-            mask.reshape(&[1, heads, group, mask.dim(-2), mask.dim(-1)])?
-        }
-        Mask::Explicit(mask) => mask.clone(),
-    };
-    let seen = match seen.ndim() {
-        4 => seen.expand_dims(1)?,
-        _ => seen,
-    };
-    let least = match scores.dtype() {
-        Dtype::Float16 => -65504.0,
-        // The largest bfloat16.
-        Dtype::Bfloat16 => -3.389_531_4e38,
-        _ => f32::MIN,
-    };
-    Ok(select(seen, scores, Array::from_f32(least).as_dtype(scores.dtype())?)?)
-}
-
 /// Calls MLX's attention for some KV heads at a time, and unpacks only these.
-fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
+fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scoring: Scoring) -> Result<Array> {
     let q = cast(q, dtype_of_products(q)?)?;
     let heads = spec.k.n_kv_heads();
     let step = heads_at_a_time(spec)?;
@@ -178,7 +174,9 @@ fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Arra
             }
             mask => mask.clone(),
         };
-        let out = by_rows(&slice_axis(&q, 1, from, to, 1)?, &k, &v, &mask, scale)?;
+        let sinks = scoring.sinks.map(|sinks| slice_axis(sinks, 0, from, to, 1)).transpose()?;
+        let scoring = Scoring { sinks: sinks.as_ref(), ..scoring };
+        let out = by_rows(&slice_axis(&q, 1, from, to, 1)?, &k, &v, &mask, scoring)?;
         if last - first < heads {
             // Evaluates now, because MLX would otherwise unpack every head before it attends to the first.
             eval([&out])?;

@@ -1,7 +1,8 @@
 //! Attention over pools, compared with attention in float64 over the stored rows.
 
 use super::*;
-use crate::attention::{attend, AttendSpec, Mask};
+use crate::attention::{attend, AttendSpec, Mask, Scoring};
+use crate::error::Status;
 use crate::mlx::run;
 
 struct Case {
@@ -12,6 +13,24 @@ struct Case {
     t: i32,
     /// Slots that are read.
     read: (i32, i32),
+    softcap: Option<f32>,
+    /// A sink for each query head, or none.
+    sinks: Vec<f32>,
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Self {
+            k: (KvFormat::F32, 32),
+            v: (KvFormat::F32, 32),
+            heads: 1,
+            group: 1,
+            t: 1,
+            read: (0, 16),
+            softcap: None,
+            sinks: Vec::new(),
+        }
+    }
 }
 
 /// Returns whether query `i` of head `head` sees a key.
@@ -27,13 +46,20 @@ fn oracle(q: &[f32], k: &[f32], v: &[f32], case: &Case, sees: &Sees) -> Vec<f64>
             let q = &q[(head * t + i) * dk..][..dk];
             let score = |j: usize| {
                 let k = &k[(kv * n + j) * dk..][..dk];
-                q.iter().zip(k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() * 0.25
+                let score =
+                    q.iter().zip(k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() * 0.25;
+                match case.softcap.map(f64::from) {
+                    Some(softcap) => softcap * (score / softcap).tanh(),
+                    None => score,
+                }
             };
             let seen: Vec<usize> = (0..n).filter(|&j| sees(head, i, j)).collect();
             let scores: Vec<f64> = seen.iter().map(|&j| score(j)).collect();
-            let most = scores.iter().fold(f64::MIN, |a, &b| a.max(b));
+            let sink = case.sinks.get(head).map(|&sink| f64::from(sink));
+            let most = scores.iter().chain(&sink).fold(f64::MIN, |a, &b| a.max(b));
             let weights: Vec<f64> = scores.iter().map(|s| (s - most).exp()).collect();
-            let total: f64 = weights.iter().sum();
+            let of_sink = sink.map_or(0.0, |sink| (sink - most).exp());
+            let total = weights.iter().sum::<f64>() + of_sink;
             for d in 0..dv {
                 let sum = |(&j, w): (&usize, &f64)| w * f64::from(v[(kv * n + j) * dv + d]);
                 out.push(seen.iter().zip(&weights).map(sum).sum::<f64>() / total);
@@ -81,18 +107,26 @@ fn check(case: &Case) -> Result<()> {
             let q = q.as_dtype(dtype)?;
             let expected = oracle(&values(&q)?, &held_k, &held_v, case, sees);
             let spec = AttendSpec { k: k.clone(), v: v.clone(), mask: mask.clone() };
-            let out = attend(&q, &spec, 0.25, None)?;
+            // Sinks may be wider or narrower than the queries.
+            let sinks = Array::from_slice(&case.sinks, &[case.sinks.len() as i32]);
+            let sinks = sinks.as_dtype([Dtype::Float32, Dtype::Bfloat16][t as usize % 2])?;
+            let sinks = (!case.sinks.is_empty()).then_some(&sinks);
+            let scoring = Scoring { scale: 0.25, softcap: case.softcap, sinks };
+            let out = attend(&q, &spec, scoring, None)?;
             assert_eq!(out.dtype(), dtype);
             assert_eq!(out.shape(), [1, n_heads, t, case.v.1]);
             for (at, (x, y)) in values(&out)?.iter().zip(&expected).enumerate() {
                 assert!(
                     (f64::from(*x) - y).abs() <= tolerance * (1.0 + y.abs()),
-                    "{:?} {:?}, {} heads of {}, {t} queries, {:?}, {dtype:?}: {x}, not {y}, at {at}",
+                    "{:?} {:?}, {} heads of {}, {t} queries, {:?}, {dtype:?}, softcap {:?}, sinks {:?}: {x}, not \
+                     {y}, at {at}",
                     case.k,
                     case.v,
                     case.heads,
                     case.group,
                     if let Mask::Explicit(mask) = &mask { mask.shape() } else { &[] },
+                    case.softcap,
+                    case.sinks,
                 );
             }
         }
@@ -105,7 +139,15 @@ fn attention_over_every_format_is_attention_over_its_rows() {
     run(|| {
         for form in formats() {
             for (t, heads, group) in [(1, 2, 4), (3, 3, 1), (40, 2, 2)] {
-                check(&Case { k: form, v: form, heads, group, t, read: (2, 47) })?;
+                check(&Case {
+                    k: form,
+                    v: form,
+                    heads,
+                    group,
+                    t,
+                    read: (2, 47),
+                    ..Case::default()
+                })?;
             }
         }
         Ok(())
@@ -128,8 +170,62 @@ fn keys_and_values_differ_in_format_and_in_head_dim() {
     run(|| {
         for (k, v) in pairs {
             for (t, heads, group) in [(1, 1, 3), (5, 2, 2), (150, 2, 2)] {
-                check(&Case { k, v, heads, group, t, read: (0, 160) })?;
+                check(&Case { k, v, heads, group, t, read: (0, 160), ..Case::default() })?;
             }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// The sinks are exact in bfloat16.
+#[test]
+fn every_format_has_sinks_and_softcaps() {
+    run(|| {
+        for form in formats() {
+            for (t, heads, group) in [(1, 2, 4), (4, 1, 2), (3, 3, 1), (40, 2, 2)] {
+                for (softcap, sinks) in [(None, true), (Some(0.5), false), (Some(4.0), true)] {
+                    let sink = |head: i32| [0.5, -2.0, 3.0, -0.25][head as usize % 4];
+                    let sinks = (0..heads * group).map(sink).filter(|_| sinks).collect();
+                    check(&Case {
+                        k: form,
+                        v: form,
+                        heads,
+                        group,
+                        t,
+                        read: (2, 47),
+                        softcap,
+                        sinks,
+                    })?;
+                }
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn sinks_and_softcaps_that_do_not_fit_are_refused() {
+    run(|| {
+        let pool = pool_of(KvFormat::F32, &rows(1, 1, 8, 32))?;
+        let q = rows(2, 4, 2, 32);
+        let refused = |scoring: Scoring| {
+            let spec = AttendSpec { k: pool.read(0, 8)?, v: pool.read(0, 8)?, mask: Mask::Causal };
+            let error = attend(&q, &spec, scoring, None).unwrap_err();
+            Ok::<_, crate::Error>((error.status(), error.message().to_owned()))
+        };
+        let plain = Scoring::from(0.5);
+        for shape in [&[3][..], &[1, 4], &[]] {
+            let sinks = Array::zeros::<f32>(shape)?;
+            let told = format!("expected sinks of shape [4], one a head, got {shape:?}");
+            let found = refused(Scoring { sinks: Some(&sinks), ..plain })?;
+            assert_eq!(found, (Status::Shape, told));
+        }
+        for softcap in [0.0, -3.0, f32::INFINITY, f32::NAN] {
+            let (status, message) = refused(Scoring { softcap: Some(softcap), ..plain })?;
+            assert_eq!(status, Status::InvalidArgument);
+            assert_eq!(message, format!("expected a softcap from 1e-30 to 1e30, got {softcap}"));
         }
         Ok(())
     })
@@ -149,6 +245,7 @@ fn blocks_join() {
                 group: 1,
                 t: 2,
                 read: (1, 6000),
+                ..Case::default()
             };
             check(&case)?;
         }
