@@ -11,6 +11,7 @@ from etkv import _library
 from etkv.config import CacheConfig
 from etkv.errors import EtkvError
 from etkv.export import attention, by_capacity, experts, recurrent
+from etkv.export.forward import samples
 from etkv.export.reasons import explained
 from etkv.metadata import read_kv_cache_metadata
 from etkv.recurrent_layer import BLOCK
@@ -82,7 +83,7 @@ class Check:
         if not self._wanted:
             return
         model = self._step.model
-        self._inputs = _inputs(self._step, self._length)
+        self._inputs = samples(self._step, self._length)
         doing = "run by transformers to compare with, and --no-check writes its program as it is"
         with (
             self._progress.step("running the model to compare with"),
@@ -172,21 +173,6 @@ class Check:
                 "writes it as it is"
             )
         self._progress.note(f"{name}: off by at most {max(errors, default=(0.0, 0))[0]:.1e} of their spread")
-
-
-def _inputs(step: Forward | DraftForward, length: int) -> dict[str, torch.Tensor]:
-    """Return the inputs of ``length`` tokens."""
-    inputs = step.inputs(length)
-    # The first and last ids of a vocabulary are special tokens, and some of them stand for images.
-    n = step.model.get_input_embeddings().weight.shape[0]
-    inputs["input_ids"] = (torch.arange(length) * 37 % max(1, min(n // 2, 1000)) + n // 4).reshape(1, -1)
-    numbers = torch.Generator().manual_seed(0)
-    for name, example in inputs.items():
-        if example.is_floating_point():
-            inputs[name] = torch.rand(example.shape, generator=numbers).to(example.dtype)
-    if "known" in inputs:
-        inputs["known"] = inputs["known"].round()
-    return inputs
 
 
 def _rows(output: torch.Tensor) -> torch.Tensor:

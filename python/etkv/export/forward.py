@@ -58,6 +58,21 @@ def token_inputs(length: int) -> dict[str, torch.Tensor]:
     }
 
 
+def samples(step: Any, length: int) -> dict[str, torch.Tensor]:
+    """Return inputs of ``length`` different tokens for ``step``, a :class:`Forward` or the step of a draft."""
+    inputs: dict[str, torch.Tensor] = step.inputs(length)
+    # The first and last ids of a vocabulary are special tokens, and some of them stand for images.
+    n = step.model.get_input_embeddings().weight.shape[0]
+    inputs["input_ids"] = (torch.arange(length) * 37 % max(1, min(n // 2, 1000)) + n // 4).reshape(1, -1)
+    numbers = torch.Generator().manual_seed(0)
+    for name, example in inputs.items():
+        if example.is_floating_point():
+            inputs[name] = torch.rand(example.shape, generator=numbers).to(example.dtype)
+    if "known" in inputs:
+        inputs["known"] = inputs["known"].round()
+    return inputs
+
+
 def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int | slice]:
     """Return the argument that makes ``model`` compute its head on the last token only; empty unless ``last_only``.
 

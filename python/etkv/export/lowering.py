@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from etkv.config import Dtype
 from etkv.errors import EtkvError
-from etkv.export import cpu, mlx
+from etkv.export import cpu, mlx, tokens
 from etkv.export.attention import CacheLayout
+from etkv.export.forward import samples
 from etkv.export.limits import Limits
 from etkv.export.progress import Progress
 from etkv.export.reasons import explained
@@ -101,7 +102,7 @@ def lower(
     """Return the program of ``step``, with T from 1 to ``limits.prefill_chunk`` and the caches of ``layout``.
 
     Raises :class:`EtkvError` if the family cannot be traced, if its calls of the KV cache op do not match ``layout``,
-    or if the backend lacks one of its operators.
+    if its tokens depend on each other elsewhere, or if the backend lacks one of its operators.
     """
     family = step.model.config.model_type
     target = _target(request.backend)
@@ -109,6 +110,8 @@ def lower(
         target.prepare(step.model, request)
         traced = _trace(step, limits.prefill_chunk)
         _check_caches(traced, layout, family)
+    with progress.step("checking that tokens meet in the cache only"), explained(family, "checked", step.model):
+        tokens.check(traced, samples(step, 3), limits.max_context, family)
     with progress.step(f"delegating to {target.NAME}"), explained(family, f"delegated to {target.NAME}"):
         edge = target.delegate({METHOD: traced}, methods, request)
         target.check(edge.exported_program(METHOD).graph, family)
@@ -121,14 +124,14 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
 
     # The tracer treats an example of one token as a static shape.
     inputs = step.inputs(min(3, chunk))
-    tokens = torch.export.Dim("tokens", min=1, max=chunk)
+    length = torch.export.Dim("tokens", min=1, max=chunk)
     with torch.no_grad():
         return torch.export.export(
             step,
             args=(),
             kwargs=inputs,
             # Tokens are the first axis of positions, and the second of all other inputs.
-            dynamic_shapes={name: {min(1, example.dim() - 1): tokens} for name, example in inputs.items()},
+            dynamic_shapes={name: {min(1, example.dim() - 1): length} for name, example in inputs.items()},
             strict=True,
         )
 

@@ -1,0 +1,231 @@
+"""Refuses graphs in which a token depends on others except through the ops of the cache.
+
+Whatever looks at other tokens or keeps a state must be one of the cache's ops: a program runs a text in steps, and the
+rest of its graph sees the tokens of one step only. A part that the exporter did not replace, such as a mask computed
+from values, a shift or a sum over tokens, would be right within a step and wrong across steps.
+
+So the traced graph runs on three tokens, with the ops of the cache replaced by functions of one token. The outputs of a
+token must stay as they are when another token changes, when another is NaN, and when it is alone in its step. A change
+shows in what is compared and chosen, and NaN in what arithmetic rounds away, such as a weight of attention near zero.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from etkv.errors import EtkvError
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
+
+_CHANGED = 1
+"""The token, of three, that changes or is NaN."""
+
+_CHANGED_BY, _ALONE_BY = 1e-6, 1e-4
+"""The largest differences of a result, as a fraction of its spread, where a token changes and where one is alone.
+
+The same operations on as many tokens have equal rows. On fewer tokens they are rounded otherwise, in float32.
+"""
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def check(traced: ExportedProgram, inputs: dict[str, torch.Tensor], max_context: int, family: str) -> None:
+    """Raise :class:`EtkvError` unless each token of ``traced`` depends on itself and its position alone.
+
+    ``inputs`` are those of three tokens: ids ``[1, 3]``, rows ``[1, 3, ...]``, and positions ``[3]``, which are
+    replaced by others below ``max_context``. The error names the module in which a token reads others.
+    """
+    graph = traced.module(check_guards=False)
+    length = str(next(node for node in graph.graph.nodes if node.op == "placeholder").meta["val"].shape[1])
+    ends = next(reversed(graph.graph.nodes)).all_input_nodes
+    # The middle token has others on both sides. A program of the last row returns the last token only.
+    alone = _CHANGED if all(length in _sizes(end) for end in ends) else 2
+    # Neither adjacent nor in order, as those of a tree may be.
+    inputs = {**inputs, "cache_position": torch.tensor([min(4, max_context - 1), max_context - 1, 1])}
+    whole = _Run(graph, inputs, length)
+    if any(torch.isnan(whole.values[end]).any() for end in ends):
+        raise ValueError("its outputs are NaN, which hides whether a token reads others")
+    others, places = "reads other tokens", "reads the place of a token in its step, or their number"
+    one = {name: _row(given, alone) for name, given in inputs.items()}
+    for what, run, rows in (
+        (others, _Run(graph, _changed(inputs), length), None),
+        (others, _Run(graph, inputs, length, poisoned=True), None),
+        (places, _Run(graph, one, length), alone),
+    ):
+        pair = _Pair(whole.values, run.values, length, rows)
+        if any(pair.differs(end) for end in ends):
+            raise EtkvError(
+                f"model family {family!r} cannot be exported: {pair.origin(ends)} {what}, outside of the ops of the "
+                "cache, and its program would give other answers than the model"
+            )
+
+
+def _row(given: torch.Tensor, token: int) -> torch.Tensor:
+    """Return the part of an input that belongs to ``token``."""
+    return given.narrow(min(1, given.dim() - 1), token, 1)
+
+
+def _changed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return ``inputs`` with a token changed."""
+    changed = {name: given.clone() for name, given in inputs.items()}
+    for given in changed.values():
+        row = _row(given, _CHANGED)
+        row.copy_(-row if given.is_floating_point() else row // 2)
+    return changed
+
+
+class _Run(torch.fx.Interpreter):
+    """Runs a graph in float32, with functions of one token in place of the ops of the cache.
+
+    ``values`` has the results of the nodes that depend on the inputs. ``length`` is the number of tokens of a step, as
+    shapes in the graph have it. With ``poisoned``, a token is NaN from where ids and positions become numbers.
+    """
+
+    def __init__(
+        self, graph: torch.fx.GraphModule, inputs: dict[str, torch.Tensor], length: str, *, poisoned: bool = False
+    ) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False
+        self._length, self._poisoned = length, poisoned
+        self.values: dict[Node, Any] = {}
+        self._position = inputs["cache_position"]
+        self._own: dict[str, Any] = {
+            "kvcache.update_and_attend.default": self._attend,
+            "kvcache.update_and_convolve.default": self._convolve,
+            "kvcache.update_and_scan.default": self._scan,
+        }
+        with torch.no_grad():
+            self.run(*map(_float, inputs.values()), enable_io_processing=False)
+
+    def run_node(self, n: Node) -> Any:
+        made = super().run_node(n)
+        sources = [self.values[node] for node in n.all_input_nodes if node in self.values]
+        if n.op == "placeholder" or sources:
+            if self._poisoned and _is_float(made) and not any(map(_is_float, sources)):
+                made = self._poison(n, made)
+            self.values[n] = made
+        return made
+
+    def _poison(self, node: Node, made: torch.Tensor) -> torch.Tensor:
+        axis = _token_axis(node, self._length)
+        return made if axis is None else made.index_fill(axis, torch.tensor([_CHANGED]), torch.nan)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _float(super().get_attr(target, args, kwargs))
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        own = self._own.get(str(target))
+        if own is not None:
+            return own(*args, **kwargs)
+        of_quantization = str(target).startswith(("torchao.quantize_affine", "torchao.dequantize_affine"))
+        if of_quantization and args[0].is_floating_point():
+            # Rounded activations would hide small differences, and make others.
+            return args[0]
+        args, kwargs = torch.utils._pytree.tree_map(_in_float32, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+    def _attend(
+        self, q: Any, k: Any, v: Any, position: Any, layer_id: int, scale: float, *others: Any, **named: Any
+    ) -> Any:
+        """Return the values, changed by the products of queries and keys."""
+        self._check_position(position)
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        return v * (1 + 0.5 * torch.sin((q * k).sum(-1, keepdim=True) * scale))
+
+    def _convolve(
+        self, x: Any, weight: Any, bias: Any, position: Any, layer_id: int, activation: str, out_dtype: torch.dtype
+    ) -> Any:
+        """Return what a token's own input adds to the convolution."""
+        self._check_position(position)
+        made = x * weight[:, -1:] + (0 if bias is None else bias[:, None])
+        return torch.nn.functional.silu(made) if activation == "silu" else made
+
+    def _scan(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any, position: Any, layer_id: int, scale: float, out_dtype: Any
+    ) -> Any:
+        """Return the outputs after a state of zeros, with the decay as a factor."""
+        self._check_position(position)
+        product = (q * k).sum(-1, keepdim=True).repeat_interleave(v.shape[1] // k.shape[1], dim=1) * scale
+        decay = g.mean(-1, keepdim=True) if g.dim() == 4 else g.unsqueeze(-1)
+        return product * v * torch.exp(decay) * (1 if beta is None else beta.unsqueeze(-1))
+
+    def _check_position(self, position: torch.Tensor) -> None:
+        if not torch.equal(position.reshape(-1), self._position):
+            raise ValueError(f"an op of the cache gets the positions {position.reshape(-1).tolist()}, not the step's")
+
+
+def _float(value: Any) -> Any:
+    """Return ``value`` in float32 if it is a plain tensor in half precision."""
+    return value.float() if type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype in _HALF else value
+
+
+def _in_float32(argument: Any) -> Any:
+    """Return float32 for a dtype of half precision, and other arguments as they are."""
+    return torch.float32 if isinstance(argument, torch.dtype) and argument in _HALF else argument
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _sizes(node: Node) -> list[str]:
+    return [str(size) for size in node.meta["val"].shape]
+
+
+def _token_axis(node: Node, length: str) -> int | None:
+    """Return the axis of tokens of a tensor's node, or None if it has none."""
+    sizes = _sizes(node)
+    return sizes.index(length) if length in sizes else None
+
+
+class _Pair:
+    """The results of two runs: all tokens, and the same with a token changed, or with the token ``alone``."""
+
+    def __init__(self, first: dict[Node, Any], second: dict[Node, Any], length: str, alone: int | None) -> None:
+        self._first, self._second, self._length, self._alone = first, second, length, alone
+
+    def differs(self, node: Node) -> bool:
+        """Return whether rows of ``node`` differ that must not. False where that is unknown."""
+        if not self._is_known(node):
+            return False
+        first, second, alone = self._first[node], self._second[node], self._alone
+        axis = _token_axis(node, self._length)
+        if axis is not None:
+            kept = torch.tensor([row for row in range(3) if row != _CHANGED] if alone is None else [alone])
+            first = first.index_select(axis, kept)
+            second = second.index_select(axis, kept) if alone is None else second
+        if not first.is_floating_point():
+            return not torch.equal(first, second)
+        spread = float(first.float().std(correction=0)) or 1.0
+        bound = _CHANGED_BY if alone is None else _ALONE_BY
+        return not torch.allclose(first, second, rtol=bound, atol=bound * spread, equal_nan=True)
+
+    def _is_known(self, node: Node) -> bool:
+        """Return whether ``node`` is a tensor with one axis of tokens, or without any."""
+        if not isinstance(self._first.get(node), torch.Tensor):
+            return False
+        return [size for size in _sizes(node) if not size.isdigit()] in ([], [self._length])
+
+    def origin(self, ends: list[Node]) -> str:
+        """Return the name of the module whose results differ first, of those that the results ``ends`` come from."""
+        order = {node: at for at, node in enumerate(self._first)}
+        found, seen = ends[0], set()
+        stack = [end for end in ends if self.differs(end)]
+        while stack:
+            node = stack.pop()
+            if node in seen or node not in order:
+                continue
+            seen.add(node)
+            differs = self.differs(node)
+            if differs and order[node] < order[found]:
+                found = node
+            if differs or not self._is_known(node):
+                stack += node.all_input_nodes
+        paths = [path for path, _ in found.meta.get("nn_module_stack", {}).values()]
+        # The model is a part of the module that is traced.
+        return paths[-1].removeprefix("model.") if paths and paths[-1] else "the model"

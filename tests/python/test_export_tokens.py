@@ -1,0 +1,111 @@
+"""The exporter refuses graphs in which a token reads others, or its place in the step, outside of the cache's ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny_families
+from etkv.errors import EtkvError
+from etkv.export import attention, forward, lowering, recurrent, tokens
+from etkv.export.forward import Forward
+
+
+def _step(family: str = "llama", last_logits: bool = False, dtype: torch.dtype = torch.float32) -> Forward:
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    torch.manual_seed(0)
+    config = tiny_families.config(family)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME).eval()
+    recurrent.take(model)
+    step = Forward(model, last_logits=last_logits)
+    attention.survey(step, step.inputs(3))
+    return step
+
+
+def _check(step: Forward) -> None:
+    tokens.check(lowering._trace(step, 16), forward.samples(step, 3), 256, step.model.config.model_type)
+
+
+def _shift(x):
+    """Mix a token with the one before it, as RWKV does."""
+    return x + 0.01 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, : x.shape[1]]
+
+
+def _convolution(x):
+    weight = torch.full((x.shape[2], 1, 2), 0.01)
+    return x + torch.nn.functional.conv1d(x.transpose(1, 2), weight, padding=1, groups=x.shape[2])[
+        :, :, : x.shape[1]
+    ].transpose(1, 2)
+
+
+def _attention(x):
+    """Attend without transformers' attention functions."""
+    mask = torch.full((x.shape[1], x.shape[1]), -1e4, dtype=x.dtype).triu(1)
+    return x + 0.1 * torch.softmax(x @ x.transpose(1, 2) + mask, -1) @ x
+
+
+def _value_mask(x):
+    """Keep the tokens whose value is large beside those of the others."""
+    size = x.square().mean(-1, keepdim=True)
+    return x * (size >= size.mean(1, keepdim=True))
+
+
+READ_OTHERS = {
+    "shift": _shift,
+    "convolution": _convolution,
+    "attention": _attention,
+    "mask of values": _value_mask,
+    "sum over tokens": lambda x: x + 0.01 * x.cumsum(1),
+    "mean over tokens": lambda x: x - 0.01 * x.mean(1, keepdim=True),
+    "norm over tokens": lambda x: x / x.square().mean((1, 2), keepdim=True).sqrt(),
+    "largest of all": lambda x: x / x.abs().max(),
+    "next token": lambda x: x + 0.01 * x.roll(-1, 1),
+}
+READ_PLACES = {
+    "place": lambda x: x + 0.01 * torch.arange(x.shape[1])[:, None],
+    "distance to the end": lambda x: x * torch.arange(x.shape[1], 0, -1)[:, None],
+    "number of tokens": lambda x: x / x.shape[1],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*READ_OTHERS, *READ_PLACES])
+def test_a_module_that_reads_other_tokens_or_places(name, dtype):
+    step = _step(dtype=dtype)
+    change = (READ_OTHERS | READ_PLACES)[name]
+    step.model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: change(output).to(output.dtype))
+    with pytest.raises(EtkvError) as caught:
+        _check(step)
+    what = "reads other tokens" if name in READ_OTHERS else "reads the place of a token in its step, or their number"
+    assert str(caught.value).startswith(f"model family 'llama' cannot be exported: model.layers.1.mlp {what}")
+
+
+def test_a_program_of_the_last_row_is_checked_too():
+    step = _step(last_logits=True)
+    _check(step)
+    step.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: _shift(output))
+    with pytest.raises(EtkvError, match=r"model\.layers\.0\.mlp reads other tokens"):
+        _check(step)
+
+
+def test_an_op_with_positions_of_its_own():
+    step = _step()
+    run = attention.run
+
+    def shifted(model, cache_position, **arguments):
+        return run(model, cache_position + 1, **arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "run", shifted)
+        traced = lowering._trace(step, 16)
+    with pytest.raises(ValueError, match=r"^an op of the cache gets the positions \[5, 256, 2\], not the step's$"):
+        tokens.check(traced, forward.samples(step, 3), 256, "llama")
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "phi", "falcon_h1", "qwen3_5_text", "gemma4_text", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_models_whose_tokens_meet_in_the_cache(family, dtype):
+    """Rounding in half precision is no reason to refuse: the check computes in float32."""
+    _check(_step(family, dtype=dtype))
