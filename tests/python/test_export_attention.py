@@ -162,11 +162,11 @@ def test_which_programs_are_checked(tiny, monkeypatch):
         return made._wanted, made._length
 
     assert checked() == (True, 40)
-    assert checked(check=False) == (False, 40)
-    monkeypatch.setattr(check, "MAX_BYTES", 1)
+    assert checked(verify=False) == (False, 40)
+    monkeypatch.setattr(check, "MAX_PARAMETERS", 1)
     monkeypatch.setattr(check, "_MAX_PRODUCTS", 1)
     assert checked() == (False, 24)
-    assert checked(check=True) == (True, 24)
+    assert checked(verify=True) == (True, 24)
 
 
 def test_without_the_library_no_program_is_checked(monkeypatch):
@@ -177,7 +177,7 @@ def test_without_the_library_no_program_is_checked(monkeypatch):
     said = io.StringIO()
     step = _step("llama")
     limits = types.SimpleNamespace(max_context=256, prefill_chunk=16)
-    request = types.SimpleNamespace(check=None)
+    request = types.SimpleNamespace(verify=None)
     made = check.Check(step, request, limits, attention.survey(step, step.inputs(3)), Progress(said))
     made.run_program(None)
     assert "the program is not checked: etkv's library is not built" in said.getvalue()

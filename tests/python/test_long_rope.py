@@ -39,7 +39,7 @@ def hf(tmp_path_factory):
 def program(request, hf, tmp_path_factory):
     """Return the path of its program, for each backend. The export has compared it with the model for both sets."""
     output = tmp_path_factory.mktemp(request.param) / "model.pte"
-    return export_program(ExportRequest(hf, output, backend=request.param, prefill_chunk=LIMIT, check=True))
+    return export_program(ExportRequest(hf, output, backend=request.param, prefill_chunk=LIMIT, verify=True))
 
 
 def transformers_logits(folder, ids: list[int], **parameters: Any) -> np.ndarray:

@@ -146,7 +146,7 @@ def test_weights_alone_are_computed_once(qwen):
 def test_a_program_that_differs_is_refused(tmp_path, monkeypatch):
     """The check of an export goes beyond the first anchor."""
     model = recurrent_models.write("lfm3", tmp_path / "model")
-    request = ExportRequest(model, tmp_path / "model.pte", backend="cpu", check=True)
+    request = ExportRequest(model, tmp_path / "model.pte", backend="cpu", verify=True)
     run_model = check.Check.run_model
 
     def off(checked):

@@ -40,7 +40,7 @@ def _exported(name: str, folder) -> tuple:
     """Return the path of the program of ``name``, and transformers' model."""
     reference.speed_up_exports()
     model = recurrent_models.write(name, folder / name / "model")
-    request = ExportRequest(model, folder / name / "model.pte", prefill_chunk=CHUNK, check=False)
+    request = ExportRequest(model, folder / name / "model.pte", prefill_chunk=CHUNK, verify=False)
     return export_program(request), recurrent_models.model(name)
 
 
@@ -178,7 +178,7 @@ def test_quantized_weights(name, tmp_path):
     """Weights of 8 bits: the answers in chunks and token by token are the same, and near the model's."""
     reference.speed_up_exports()
     model = recurrent_models.write(name, tmp_path / "model")
-    request = ExportRequest(model, tmp_path / "model.pte", quantize="8w", prefill_chunk=CHUNK, check=False)
+    request = ExportRequest(model, tmp_path / "model.pte", quantize="8w", prefill_chunk=CHUNK, verify=False)
     path, text, rows = export_program(request), ids(80), []
     for step in (80, 1):
         with DecodeSession(config(path)) as session, etkv.load(path, session) as program:
@@ -193,7 +193,7 @@ def test_half_precision(tmp_path):
     """States are float32, whatever the program computes in. transformers in bfloat16 is off by 0.09."""
     reference.speed_up_exports()
     model = recurrent_models.write("mamba-2", tmp_path / "model")
-    request = ExportRequest(model, tmp_path / "model.pte", dtype="bfloat16", prefill_chunk=CHUNK, check=False)
+    request = ExportRequest(model, tmp_path / "model.pte", dtype="bfloat16", prefill_chunk=CHUNK, verify=False)
     path, text = export_program(request), ids(100)
     with DecodeSession(config(path)) as session, etkv.load(path, session) as program:
         rows = [program.forward(text[begin : begin + 50], range(begin, begin + 50)) for begin in (0, 50)]

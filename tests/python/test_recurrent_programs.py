@@ -70,7 +70,7 @@ class Model:
     def request(self) -> ExportRequest:
         """Return the request that exports the program."""
         output = self.folder.parent / f"recurrent-{self.name}-{self.backend}" / "model.pte"
-        return ExportRequest(self.folder, output, backend=self.backend, prefill_chunk=CHUNK, check=True)
+        return ExportRequest(self.folder, output, backend=self.backend, prefill_chunk=CHUNK, verify=True)
 
     @functools.cached_property
     def facts(self) -> etkv.ModelCacheParams:

@@ -137,11 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         help="also write the exported weights, dequantized, as a Hugging Face folder for comparisons",
     )
     parser.add_argument(
-        "--check",
+        "--verify",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="run the program on a few tokens and compare it with the model, before it is written (default: where the "
-        "weights take up to 1 GiB)",
+        help="run the program on a few tokens and compare it with the model, before it is written (default: for models "
+        "of less than a billion parameters)",
     )
     parser.add_argument(
         "--if-changed",

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from etkv.export.progress import Progress
     from etkv.export.request import ExportRequest
 
-MAX_BYTES = 1 << 30
-"""Weights, in bytes, up to which a program is checked unless the request says otherwise."""
+MAX_PARAMETERS = 10**9
+"""The number of parameters from which on a program is checked only if the request says so."""
 
-_TOKENS, _DECODED = 24, 6
+_TOKENS, _DECODED = 24, 8
 """Tokens that are compared, and how many of them at the end run one a step."""
 
 _BEYOND = 16
@@ -66,9 +66,9 @@ class Check:
         self._outputs: list[torch.Tensor] = []
         parameters = list(step.model.parameters())
         n = sum(weight.numel() for weight in parameters)
-        self._wanted = request.check
+        self._wanted = request.verify
         if self._wanted is None:
-            self._wanted = sum(weight.nbytes for weight in parameters) <= MAX_BYTES
+            self._wanted = n < MAX_PARAMETERS
         lengths = [_TOKENS, *(window + _BEYOND for window in layout.windows if window)]
         if layout.recurrent:
             lengths.append(BLOCK + _BEYOND)
@@ -84,7 +84,7 @@ class Check:
             return
         model = self._step.model
         self._inputs = samples(self._step, self._length)
-        doing = "run by transformers to compare with, and --no-check writes its program as it is"
+        doing = "run by transformers to compare with, and --no-verify writes its program as it is"
         with (
             self._progress.step("running the model to compare with"),
             explained(model.config.model_type, doing, model),
@@ -111,7 +111,7 @@ class Check:
         try:
             _library.backends()
         except EtkvError as error:
-            if self._request.check:
+            if self._request.verify:
                 raise EtkvError(f"the program cannot be checked: {error}") from error
             self._progress.note(f"the program is not checked: {error}")
             return False
@@ -119,7 +119,7 @@ class Check:
             try:
                 steps = list(self._run(program))
             except EtkvError as error:
-                raise EtkvError(f"the program does not run: {error}; --no-check writes it as it is") from error
+                raise EtkvError(f"the program does not run: {error}; --no-verify writes it as it is") from error
             for number, expected in enumerate(self._outputs):
                 self._compare(("logits", "hidden states")[number], steps, number, expected)
         return True
@@ -147,8 +147,8 @@ class Check:
         finite = torch.isfinite(expected).all(dim=1)
         if not finite.any():
             raise EtkvError(
-                f"the model's {name} are not finite in {self._request.dtype}: export it in another --dtype; --no-check "
-                "writes the program as it is"
+                f"the model's {name} are not finite in {self._request.dtype}: export it in another --dtype; "
+                "--no-verify writes the program as it is"
             )
         spread = max(float(expected[finite].std()), 1e-6)
         errors = []
@@ -169,8 +169,8 @@ class Check:
             at, error = min(wrong)
             raise EtkvError(
                 f"the program differs from the model: its {name} at position {at} of {self._length} are off by "
-                f"{error:.2g} of their spread, and rounding explains {tolerance:g}; it was not written, and --no-check "
-                "writes it as it is"
+                f"{error:.2g} of their spread, and rounding explains {tolerance:g}; it was not written, and "
+                "--no-verify writes it as it is"
             )
         self._progress.note(f"{name}: off by at most {max(errors, default=(0.0, 0))[0]:.1e} of their spread")
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from etkv.config import Dtype
 from etkv.errors import EtkvError
-from etkv.export import cpu, mlx, tokens
+from etkv.export import cpu, mlx
 from etkv.export.attention import CacheLayout
-from etkv.export.forward import samples
 from etkv.export.limits import Limits
 from etkv.export.progress import Progress
 from etkv.export.reasons import explained
@@ -104,6 +103,9 @@ def lower(
     Raises :class:`EtkvError` if the family cannot be traced, if its calls of the KV cache op do not match ``layout``,
     if its tokens depend on each other elsewhere, or if the backend lacks one of its operators.
     """
+    from etkv.export import tokens
+    from etkv.export.forward import samples
+
     family = step.model.config.model_type
     target = _target(request.backend)
     with progress.step("tracing the graph"), explained(family, "traced", step.model):

@@ -32,7 +32,7 @@ def describe(request: ExportRequest, source: Source) -> dict[str, Any]:
             field.name: _plain(getattr(request, field.name))
             for field in dataclasses.fields(request)
             # The folder can move, and a check changes nothing: the files stay current.
-            if field.name not in ("output", "check")
+            if field.name not in ("output", "verify")
         },
         "source": [[file.name, *_stamp(file)] for file in source.files()],
         "versions": {
@@ -51,7 +51,7 @@ def is_current(request: ExportRequest, source: Source) -> bool:
         wanted = {"program": request.output.name, **describe(request, source)}
         return (
             all(manifest.get(key) == value for key, value in wanted.items())
-            and (manifest.get("checked") or not request.check)
+            and (manifest.get("checked") or not request.verify)
             and request.output.stat().st_size == manifest["bytes"]
             and all((request.output.parent / name).is_file() for name in manifest["companions"])
             and (request.keep_hf is None or (request.keep_hf / "config.json").is_file())

@@ -56,7 +56,8 @@ class ExportRequest:
     that a step returns, ``all`` or ``last``. ``tap_layers`` are indices of layers, from 0. Their outputs, side by side,
     are a second output of the program.
 
-    ``check`` compares the program with the model before it is written; ``None`` compares models of up to 1 GiB.
+    ``verify`` compares the program with the model before it is written; ``None`` compares models of less than a billion
+    parameters.
     """
 
     model: Path
@@ -72,7 +73,7 @@ class ExportRequest:
     draft: int | None = None
     logits: str = "all"
     tap_layers: tuple[int, ...] = ()
-    check: bool | None = None
+    verify: bool | None = None
 
     def validated(self) -> ExportRequest:
         """Return the request with the dtype spelled in full and absolute paths.
@@ -99,7 +100,7 @@ class ExportRequest:
             draft=_draft(self),
             logits=_logits(self.logits),
             tap_layers=_tap_layers(self.tap_layers),
-            check=self.check,
+            verify=self.verify,
         )
 
 
