@@ -287,21 +287,44 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         }
     }
 
-    /// Runs the candidates that wait.
+    /// Runs the candidates that wait: those of one tree after the other, or in between each other.
     fn frontiers(&mut self) {
-        let (mut paths, mut positions) = (Vec::new(), Vec::new());
-        for text in self.texts.values() {
-            for node in text.tree.n_written..text.tree.parents.len() {
-                let path = text.tree.path(node);
-                positions.push(text.next() + path.len() as i32 - 1);
-                let nodes = path.iter().map(|&node| text.tree.tokens[node]);
-                paths.push(text.tokens.iter().copied().chain(nodes).collect());
+        let mut waiting: Vec<(i32, std::ops::Range<usize>)> = self
+            .texts
+            .iter()
+            .map(|(&one, text)| (one, text.tree.n_written..text.tree.parents.len()))
+            .collect();
+        let declares = self.rng.chance(0.4);
+        let mut nodes: Vec<(i32, usize)> = Vec::new();
+        if declares {
+            let left = |waiting: &[(i32, std::ops::Range<usize>)]| -> Vec<usize> {
+                (0..waiting.len()).filter(|&at| !waiting[at].1.is_empty()).collect()
+            };
+            while let all @ [_, ..] = &left(&waiting)[..] {
+                let (one, rest) = &mut waiting[self.rng.pick(all)];
+                nodes.extend(rest.next().map(|node| (*one, node)));
             }
+            let members: Vec<i32> = nodes.iter().map(|&(one, _)| one).collect();
+            self.cache.sequences_mut().unwrap().begin_step(&members).unwrap();
+        } else {
+            nodes.extend(
+                waiting.into_iter().flat_map(|(one, rest)| rest.map(move |node| (one, node))),
+            );
+        }
+        let (mut paths, mut positions) = (Vec::new(), Vec::new());
+        for &(one, node) in &nodes {
+            let text = &self.texts[&one];
+            let path = text.tree.path(node);
+            positions.push(text.next() + path.len() as i32 - 1);
+            let nodes = path.iter().map(|&node| text.tree.tokens[node]);
+            paths.push(text.tokens.iter().copied().chain(nodes).collect());
         }
         if self.forward(&paths, &positions) {
             for text in self.texts.values_mut() {
                 text.tree.n_written = text.tree.parents.len();
             }
+        } else if declares {
+            self.cache.sequences_mut().unwrap().cancel_step().unwrap();
         }
     }
 

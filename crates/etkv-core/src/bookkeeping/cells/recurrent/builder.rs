@@ -26,6 +26,15 @@ struct Fresh {
     anchors: BTreeMap<i32, AnchorSource>,
 }
 
+/// The nodes of a frontier that a step has so far. Tokens of other sequences may lie between them.
+#[derive(Debug, Default)]
+struct Frontier {
+    /// The token of each node.
+    tokens: Vec<usize>,
+    /// The anchors of this step by the node before them.
+    anchors: BTreeMap<usize, AnchorSource>,
+}
+
 /// A plan in the making. Slots of new rows and anchors are not chosen yet.
 pub struct Builder<'a> {
     state: &'a Recurrent,
@@ -35,6 +44,8 @@ pub struct Builder<'a> {
     /// The anchors that sequences and trees get, and the block of each.
     pub owners: Vec<(Owner, i32, AnchorSource)>,
     fresh: BTreeMap<i32, Fresh>,
+    /// By the sequence of the tree.
+    frontiers: BTreeMap<i32, Frontier>,
     /// The folds of this step by the last row before the anchor: texts that share it share the anchor.
     folds: BTreeMap<(RowKey, i32), AnchorSource>,
 }
@@ -57,6 +68,7 @@ impl<'a> Builder<'a> {
             kept: Vec::new(),
             owners: Vec::new(),
             fresh: BTreeMap::new(),
+            frontiers: BTreeMap::new(),
             folds: BTreeMap::new(),
         }
     }
@@ -126,29 +138,31 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    /// Adds the frontier of a tree after a sequence whose next position is `next`.
-    pub fn add_frontier(
+    /// Adds tokens that are the next nodes of the frontier of a tree after a sequence; `position` is that of the
+    /// first.
+    pub fn add_nodes(
         &mut self,
         sequence: i32,
         tree: &Tree,
         tokens: Range<usize>,
-        next: i32,
+        position: i32,
     ) -> Result<()> {
-        let n_written = tree.n_written();
-        let mut made: BTreeMap<usize, AnchorSource> = BTreeMap::new();
-        for (node, token) in (n_written..).zip(tokens.clone()) {
+        let mut frontier = self.frontiers.remove(&sequence).unwrap_or_default();
+        let first = tree.n_written() + frontier.tokens.len();
+        let next = position - tree.depth(first);
+        for (node, token) in (first..).zip(tokens) {
             self.plan.stored.push(token);
+            frontier.tokens.push(token);
             let position = next + tree.depth(node);
             let parent = tree.parent(node);
-            let goes_on = node > n_written && parent == Some(node - 1);
+            let goes_on = node > first && parent == Some(node - 1);
             if !goes_on {
-                let first_token = tokens.start;
-                self.start_chain(sequence, tree, node, first_token, next, &mut made)?;
+                self.start_chain(sequence, tree, node, next, &mut frontier)?;
                 continue;
             }
             if position % BLOCK == 0 {
                 let fold = self.fold(true);
-                made.insert(node - 1, fold);
+                frontier.anchors.insert(node - 1, fold);
                 self.owners.push((Owner::Node(sequence, node - 1), position / BLOCK, fold));
             }
             let n_folds = self.plan.folds.len();
@@ -157,34 +171,34 @@ impl<'a> Builder<'a> {
                 chain.folds.end = n_folds;
             }
         }
+        self.frontiers.insert(sequence, frontier);
         Ok(())
     }
 
-    /// Starts a chain at a node of a frontier. `made` has the anchors of this step by the node before them.
+    /// Starts a chain at a node, the last of `frontier`.
     fn start_chain(
         &mut self,
         sequence: i32,
         tree: &Tree,
         node: usize,
-        first_token: usize,
         next: i32,
-        made: &mut BTreeMap<usize, AnchorSource>,
+        frontier: &mut Frontier,
     ) -> Result<()> {
         let n_written = tree.n_written();
         let position = next + tree.depth(node);
         // The node's ancestors, by depth.
         let mut path: Vec<usize> = tree.chain_up(node).skip(1).collect();
         path.reverse();
-        let anchor_at = |builder: &Self, made: &BTreeMap<usize, AnchorSource>, at: i32| {
+        let anchor_at = |builder: &Self, at: i32| {
             if at <= next {
                 return builder.anchor_of(sequence, at);
             }
             let before = path.get((at - 1 - next) as usize)?;
             let written = tree.anchors.get(before).map(|&slot| AnchorSource::Slot(slot));
-            written.or_else(|| made.get(before).copied())
+            written.or_else(|| frontier.anchors.get(before).copied())
         };
         let mut base = position / BLOCK * BLOCK;
-        let mut anchor = anchor_at(self, made, base);
+        let mut anchor = anchor_at(self, base);
         if anchor.is_none() && base == position && position == next {
             anchor = self.shared_anchor(sequence, position)?;
             if let Some(shared) = anchor {
@@ -193,7 +207,7 @@ impl<'a> Builder<'a> {
         }
         if anchor.is_none() && base == position {
             base -= BLOCK;
-            anchor = anchor_at(self, made, base);
+            anchor = anchor_at(self, base);
         }
         let Some(anchor) = anchor else {
             return gone(base);
@@ -206,7 +220,7 @@ impl<'a> Builder<'a> {
             let ancestor = path[(at - next) as usize];
             Ok(match tree.rows.get(ancestor) {
                 Some(&slot) => RowSource::Slot(slot),
-                None => RowSource::Token(first_token + ancestor - n_written),
+                None => RowSource::Token(frontier.tokens[ancestor - n_written]),
             })
         };
         let rows: Vec<RowSource> = (first..position).map(row).collect::<Result<_>>()?;
@@ -215,14 +229,14 @@ impl<'a> Builder<'a> {
             let fold = self.fold(true);
             match path.last() {
                 Some(&parent) => {
-                    made.insert(parent, fold);
+                    frontier.anchors.insert(parent, fold);
                     self.owners.push((Owner::Node(sequence, parent), position / BLOCK, fold));
                 }
                 None => self.give(&[sequence], position, fold),
             }
         }
         let folds = first_fold..self.plan.folds.len();
-        let token = first_token + node - n_written;
+        let token = frontier.tokens[node - n_written];
         let tokens = token..token + 1;
         self.plan.chains.push(Chain { tokens, position, rows, anchor, base, folds });
         Ok(())

@@ -51,8 +51,7 @@ impl Recurrent {
                 continue;
             };
             if let Some(tree) = trees.get(&sequence) {
-                let next = position - tree.depth(tree.n_written());
-                builder.add_frontier(sequence, tree, tokens, next)?;
+                builder.add_nodes(sequence, tree, tokens, position)?;
                 continue;
             }
             let end = position + n_tokens as i32;
