@@ -16,6 +16,7 @@ mod allocations;
 mod control;
 mod functions;
 mod recurrent;
+mod sinks;
 
 pub const FLOAT32: i8 = 6;
 pub const INT64: i8 = 4;

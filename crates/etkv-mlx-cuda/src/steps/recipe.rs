@@ -438,8 +438,17 @@ impl Reader<'_> {
     }
 
     fn read_attention(&mut self, op: &Op, out: Value) -> Option<()> {
+        // The kernels know no softcap and no sinks.
         let &Op::UpdateAndAttend {
-            q, position, layer, scale, last_query, out_dtype: dtype, ..
+            q,
+            position,
+            layer,
+            scale,
+            softcap: None,
+            sinks: None,
+            last_query,
+            out_dtype: dtype,
+            ..
         } = op
         else {
             return None;

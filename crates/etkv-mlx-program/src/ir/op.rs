@@ -267,6 +267,9 @@ pub enum Op {
         position: Value,
         layer: usize,
         scale: f32,
+        softcap: Option<f32>,
+        /// A logit for each head of `q`.
+        sinks: Option<Value>,
         out_dtype: Option<Dtype>,
         /// Made by a pass: only the last query's row is computed.
         last_query: bool,
@@ -466,11 +469,12 @@ impl Op {
                 visit(scales);
                 biases.iter_mut().for_each(visit);
             }
-            Op::UpdateAndAttend { q, k, v, position, .. } => {
+            Op::UpdateAndAttend { q, k, v, position, sinks, .. } => {
                 visit(q);
                 visit(k);
                 visit(v);
                 visit(position);
+                sinks.iter_mut().for_each(visit);
             }
             Op::UpdateRecurrent(call) => {
                 call.tensors.iter_mut().for_each(&mut *visit);

@@ -11,19 +11,10 @@ use crate::ir::{Function, Instruction, Op, Value};
 use crate::ops::frame::Frame;
 use crate::ops::slots::Slots;
 use etkv::mlx::{call, cast, slice_axis};
-use etkv::{attend, Mask};
+use etkv::{attend, Mask, Scoring};
 
 pub fn update_and_attend(slots: &mut Slots, node: fb::UpdateAndAttendNode) -> Result<Instruction> {
-    // The schema cannot make scalars required, so they are optional there.
-    let Some(layer) = node.layer_id() else {
-        fail!(Program, "expected a layer_id of UpdateAndAttend, got none");
-    };
-    let Ok(layer) = usize::try_from(layer) else {
-        fail!(Program, "expected a layer_id of UpdateAndAttend of at least 0, got {layer}");
-    };
-    let Some(scale) = node.scale() else {
-        fail!(Program, "expected a scale of UpdateAndAttend of layer {layer}, got none");
-    };
+    let (layer, scale) = constants("UpdateAndAttend", node.layer_id(), node.scale())?;
     let op = Op::UpdateAndAttend {
         q: slots.read(node.q())?,
         k: slots.read(node.k())?,
@@ -31,10 +22,51 @@ pub fn update_and_attend(slots: &mut Slots, node: fb::UpdateAndAttendNode) -> Re
         position: slots.read(node.position())?,
         layer,
         scale,
+        softcap: None,
+        sinks: None,
         out_dtype: node.out_dtype().map(dtype_of).transpose()?,
         last_query: false,
     };
     Ok(instruction(op, slots.write(node.out())?))
+}
+
+pub fn update_and_attend_sinks(
+    slots: &mut Slots,
+    node: fb::UpdateAndAttendSinksNode,
+) -> Result<Instruction> {
+    let name = "UpdateAndAttendSinks";
+    let (layer, scale) = constants(name, node.layer_id(), node.scale())?;
+    let softcap = node.softcap();
+    if let Err(error) = (Scoring { softcap, ..scale.into() }).check() {
+        fail!(Program, "{name} of layer {layer}: {}", error.message());
+    }
+    let op = Op::UpdateAndAttend {
+        q: slots.read(node.q())?,
+        k: slots.read(node.k())?,
+        v: slots.read(node.v())?,
+        position: slots.read(node.position())?,
+        layer,
+        scale,
+        softcap,
+        sinks: node.sinks().map(|sinks| slots.read(sinks)).transpose()?,
+        out_dtype: node.out_dtype().map(dtype_of).transpose()?,
+        last_query: false,
+    };
+    Ok(instruction(op, slots.write(node.out())?))
+}
+
+/// Returns the layer and the scale. The schema cannot make scalars required, so they are optional there.
+fn constants(name: &str, layer: Option<i32>, scale: Option<f32>) -> Result<(usize, f32)> {
+    let Some(layer) = layer else {
+        fail!(Program, "expected a layer_id of {name}, got none");
+    };
+    let Ok(layer) = usize::try_from(layer) else {
+        fail!(Program, "expected a layer_id of {name} of at least 0, got {layer}");
+    };
+    let Some(scale) = scale else {
+        fail!(Program, "expected a scale of {name} of layer {layer}, got none");
+    };
+    Ok((layer, scale))
 }
 
 pub fn sdpa(slots: &mut Slots, node: fb::SdpaNode) -> Result<Instruction> {
@@ -128,6 +160,8 @@ fn last_row_of_mask(mask: Array, n: i32) -> Result<Array> {
 pub struct Call {
     pub layer: usize,
     pub scale: f32,
+    pub softcap: Option<f32>,
+    pub sinks: Option<Value>,
     pub out_dtype: Option<Dtype>,
     pub last_query: bool,
 }
@@ -147,8 +181,10 @@ pub fn run_update_and_attend(
     }
     let mut spec = frame.update_and_fetch(call.layer, k, v)?;
     let q = frame.tensor(q)?;
+    let sinks = call.sinks.map(|sinks| frame.tensor(sinks)).transpose()?;
+    let scoring = Scoring { scale: call.scale, softcap: call.softcap, sinks };
     if !call.last_query {
-        return attend(q, &spec, call.scale, call.out_dtype);
+        return attend(q, &spec, scoring, call.out_dtype);
     }
     let n = q.dim(TOKENS as i32);
     let q = slice_axis(q, TOKENS, n - 1, n, 1)?;
@@ -161,5 +197,5 @@ pub fn run_update_and_attend(
             Mask::Explicit(slice_axis(&mask, queries, n - 1, n, 1)?)
         }
     };
-    attend(&q, &spec, call.scale, call.out_dtype)
+    attend(&q, &spec, scoring, call.out_dtype)
 }

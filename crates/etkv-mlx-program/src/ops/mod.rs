@@ -213,6 +213,7 @@ decoding! {
     TriuNode: op_as_triu_node => rearrange::triu,
     TruncNode: op_as_trunc_node => elementwise::trunc,
     UpdateAndAttendNode: op_as_update_and_attend_node => attention::update_and_attend,
+    UpdateAndAttendSinksNode: op_as_update_and_attend_sinks_node => attention::update_and_attend_sinks,
     UpdateAndConvolveNode: op_as_update_and_convolve_node => recurrent::update_and_convolve,
     UpdateAndScanNode: op_as_update_and_scan_node => recurrent::update_and_scan,
     VarNode: op_as_var_node => reduction::var,
@@ -306,10 +307,23 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<OpResult> {
         Op::Dequantize { w, scales, biases, packing, dtype } => {
             quantized::run_dequantize(frame, *w, *scales, *biases, *packing, *dtype)?
         }
-        Op::UpdateAndAttend { q, k, v, position, layer, scale, out_dtype, last_query } => {
+        Op::UpdateAndAttend {
+            q,
+            k,
+            v,
+            position,
+            layer,
+            scale,
+            softcap,
+            sinks,
+            out_dtype,
+            last_query,
+        } => {
             let call = attention::Call {
                 layer: *layer,
                 scale: *scale,
+                softcap: *softcap,
+                sinks: *sinks,
                 out_dtype: *out_dtype,
                 last_query: *last_query,
             };

@@ -165,6 +165,8 @@ mod tests {
                 position: Value(1),
                 layer: 0,
                 scale: 1.0,
+                softcap: None,
+                sinks: None,
                 out_dtype: None,
                 last_query: false,
             };

@@ -226,6 +226,8 @@ mod tests {
             position: Value(9),
             layer: 0,
             scale: 1.0,
+            softcap: None,
+            sinks: None,
             out_dtype: None,
             last_query: false,
         };

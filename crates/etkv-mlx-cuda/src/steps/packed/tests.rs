@@ -93,6 +93,8 @@ fn decoder() -> Graph {
                 position: POSITIONS,
                 layer: 0,
                 scale: 0.25,
+                softcap: None,
+                sinks: None,
                 out_dtype: Some(Dtype::Bfloat16),
                 last_query: false,
             },

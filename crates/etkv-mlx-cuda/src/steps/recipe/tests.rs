@@ -36,6 +36,8 @@ fn decoder() -> Graph {
         position: POSITIONS,
         layer: 0,
         scale: 0.25,
+        softcap: None,
+        sinks: None,
         out_dtype: Some(Dtype::Bfloat16),
         last_query: false,
     };
@@ -177,6 +179,16 @@ fn what_is_not_known_is_left_to_the_interpreter() {
         ("attention at other positions", |graph| {
             if let Op::UpdateAndAttend { position, .. } = &mut graph.main.instructions[4].op {
                 *position = IDS;
+            }
+        }),
+        ("attention with a softcap", |graph| {
+            if let Op::UpdateAndAttend { softcap, .. } = &mut graph.main.instructions[4].op {
+                *softcap = Some(50.0);
+            }
+        }),
+        ("attention with sinks", |graph| {
+            if let Op::UpdateAndAttend { sinks, .. } = &mut graph.main.instructions[4].op {
+                *sinks = Some(NORM);
             }
         }),
         ("keys in the place of values", |graph| {

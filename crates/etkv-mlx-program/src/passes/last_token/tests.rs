@@ -58,6 +58,8 @@ fn attend(q: u32) -> Op {
         position: TOKENS,
         layer: 0,
         scale: 1.0,
+        softcap: None,
+        sinks: None,
         out_dtype: None,
         last_query: false,
     }
