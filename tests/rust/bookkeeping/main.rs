@@ -5,6 +5,7 @@
 
 mod cells;
 mod contiguous;
+mod files;
 mod layout;
 mod regressions;
 mod steps;

@@ -34,13 +34,17 @@ const TURN_MARGIN: i32 = 16;
 /// Marks the end of a prompt and the place a little before it, with `mark`.
 fn mark_end(end: i32, mark: &mut dyn FnMut(i32) -> Result<i32>) -> Result<()> {
     for position in [end - TURN_MARGIN, end] {
-        match mark(position.max(0)) {
-            // What lies behind cannot be marked any more.
-            Err(error) if error.status() != Status::Position => return Err(error),
-            _ => {}
-        }
+        unless_passed(mark(position.max(0)))?;
     }
     Ok(())
+}
+
+/// Ignores the refusal of a mark that lies where the text cannot go back any more.
+fn unless_passed(marked: Result<i32>) -> Result<()> {
+    match marked {
+        Err(error) if error.status() == Status::Position => Ok(()),
+        marked => marked.map(drop),
+    }
 }
 
 /// The runner's face of a cache.
@@ -129,7 +133,8 @@ pub trait Cache: Send {
     /// Rewinds the only sequence to the greatest length, at most `length`, that it [can be rewound
     /// to](Self::reachable), and returns that: a text whose first `length` tokens the cache holds goes on
     /// there. Tokens from there to `length` run again. Where that is any, and the model has recurrent layers,
-    /// it also marks `length`, where the texts part, so that the next one that parts there runs fewer.
+    /// it also marks `length`, where the texts part, so that the next one that parts there runs fewer, unless
+    /// that can no longer be marked.
     ///
     /// # Errors
     /// Those of [`reachable`](Self::reachable) and [`rewind`](Self::rewind).
@@ -137,7 +142,7 @@ pub trait Cache: Send {
         let reached = self.reachable(length)?;
         self.rewind(reached)?;
         if reached < length && !self.config().recurrent_layers.is_empty() {
-            self.mark(length)?;
+            unless_passed(self.mark(length))?;
         }
         Ok(reached)
     }

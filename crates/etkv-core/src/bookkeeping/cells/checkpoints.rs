@@ -156,15 +156,14 @@ impl CellsBookkeeping {
         }
         let position = position.min(self.next(sequence));
         let least = self.rewindable_to(sequence)?;
-        if position == 0 || (position >= least && self.holds(sequence, position - 1)) {
-            return Ok(position);
+        // The last position before it that was not removed.
+        let before = self.full().held(sequence).clipped(0..position).last();
+        let exact = before.map_or(0, |run| run.position + run.len);
+        if exact >= least {
+            return Ok(exact);
         }
         let kept = self.checkpoints.below(sequence, position);
         Ok(kept.map_or(0, |kept| kept.position))
-    }
-
-    fn holds(&self, sequence: i32, position: i32) -> bool {
-        self.full().cell_of(sequence, position).is_some()
     }
 
     /// Makes a checkpoint of a sequence at `position`, or at the next anchor below it: at once if the sequence

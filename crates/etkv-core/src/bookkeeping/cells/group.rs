@@ -277,6 +277,12 @@ impl LayerGroup {
         }
     }
 
+    /// Gives up allocated cells that no taken cell needs, if the taken ones are the first.
+    pub fn shrink(&mut self) {
+        self.size = self.chunk;
+        self.make_room(0);
+    }
+
     /// Returns a group like this one without sequences.
     pub fn emptied(&self) -> Self {
         Self::with_chunks(self.window, self.chunk, self.capacity)

@@ -1,6 +1,7 @@
 //! The state of sequences and trees, in a file and back.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use super::group::LayerGroup;
 use super::recurrent::Recurrent;
@@ -85,22 +86,30 @@ impl CellsBookkeeping {
                 return Err(damaged("a window holds positions that their sequence lacks"));
             }
         }
+        // What a query at `position` of a text sees and `owner` does not hold. Positions that were removed from the
+        // text are in no window either.
+        let lacks = |owner: i32, text: i32, position: i32| {
+            windows.iter().filter_map(|group| Some((group, group.window?))).any(
+                |(group, window)| {
+                    let seen = window.first_seen(position)..position;
+                    let lacks = |seen: &Range<i32>| {
+                        full.held(text).last_missing_in(group.held(owner), seen).is_some()
+                    };
+                    lacks(&seen) || lacks(&(0..window.sinks().min(position)))
+                },
+            )
+        };
         for kept in self.checkpoints.all() {
             let behind = kept.members.iter().any(|&member| self.next(member) < kept.position);
-            let lacks = windows.iter().filter_map(|group| Some((group, group.window?))).any(
-                |(group, window)| {
-                    let seen = window.first_seen(kept.position).max(window.sinks())..kept.position;
-                    let held: i32 =
-                        group.held(kept.owner).clipped(seen.clone()).map(|run| run.len).sum();
-                    held < seen.end - seen.start
-                },
-            );
-            if behind || lacks {
+            if behind || kept.members.iter().any(|&text| lacks(kept.owner, text, kept.position)) {
                 return Err(damaged(format_args!(
                     "the checkpoint at {} lacks rows, or its sequence ends before it",
                     kept.position
                 )));
             }
+        }
+        if let Some(owner) = full.owners().find(|&owner| lacks(owner, owner, self.next(owner))) {
+            return Err(damaged(format_args!("a window lacks positions of sequence {owner}")));
         }
         if full.owners().any(|owner| owner >= MAX_SEQUENCES) {
             return Err(damaged("a checkpoint holds the positions of a sequence"));
@@ -130,6 +139,14 @@ impl CellsBookkeeping {
             }
         }
         Ok(())
+    }
+
+    /// Moves the rows and anchors of recurrent layers to the first slots, in their order. A file may have a few of
+    /// them anywhere, and the buffers of a cache reach up to the last.
+    pub fn pack_recurrent(&mut self) {
+        if let Some(recurrent) = &mut self.recurrent {
+            recurrent.pack(&mut self.trees);
+        }
     }
 
     /// Returns the state of bookkeeping that holds this sequence only, as sequence 0, in the first cells in

@@ -1,7 +1,7 @@
 //! Saving and loading of sequences and trees.
 
 use super::CellsCache;
-use crate::bookkeeping::CellsBookkeeping;
+use crate::bookkeeping::{CellsBookkeeping, Slots};
 use crate::cache::storage::Contents;
 use crate::cache::Cache;
 use crate::error::{fail, Result};
@@ -18,8 +18,14 @@ impl<S: Store> CellsCache<S> {
             return Err(damaged("it has trees, and a cache of this kind has none"));
         }
         let book = self.book.with_state(state)?;
+        if let Some(other) = book.sequences().into_iter().find(|&one| self.is_single() && one != 0)
+        {
+            return Err(damaged(format_args!(
+                "it has sequence {other}, and a cache of this kind has sequence 0 only"
+            )));
+        }
         let target = snapshot.target(self.config(), book.length() - book.candidates())?;
-        let held = (0..book.n_groups()).map(|group| book.held_cells(group)).collect();
+        let held = held_cells(&book);
         Ok(Contents { book, held, target })
     }
 
@@ -30,6 +36,11 @@ impl<S: Store> CellsCache<S> {
         }
         self.storage.check()
     }
+}
+
+/// Returns the cells of each layer group that hold rows.
+fn held_cells(book: &CellsBookkeeping) -> Vec<Slots> {
+    (0..book.n_groups()).map(|group| book.held_cells(group)).collect()
 }
 
 impl<S: Store> SaveCache for CellsCache<S> {
@@ -51,7 +62,9 @@ impl<S: Store> SaveCache for CellsCache<S> {
 
     fn restore(&mut self, snapshot: &Snapshot, give: &mut GiveRows) -> Result<()> {
         self.settle_between_steps("load")?;
-        let contents = self.contents(snapshot)?;
+        let mut contents = self.contents(snapshot)?;
+        contents.book.pack_recurrent();
+        contents.held = held_cells(&contents.book);
         let restored = self.storage.restored(snapshot, &contents, give)?;
         restored.refuse_not_finite(&contents.held)?;
         self.storage = restored;

@@ -80,7 +80,8 @@ impl Recurrent {
             window,
             capacity,
             rows: LayerGroup::growing(window.rows(capacity), capacity),
-            anchors: LayerGroup::growing(1, i32::MAX),
+            // An anchor follows a token, which takes a cell.
+            anchors: LayerGroup::growing(1, capacity),
             step: None,
         }
     }

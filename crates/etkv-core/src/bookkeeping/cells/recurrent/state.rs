@@ -32,6 +32,23 @@ impl Recurrent {
         Ok(empty)
     }
 
+    /// Moves rows and anchors to the first slots, in their order.
+    pub fn pack(&mut self, trees: &mut BTreeMap<i32, Tree>) {
+        for (group, is_rows) in [(&mut self.rows, true), (&mut self.anchors, false)] {
+            let targets: BTreeMap<i32, i32> = group.owned_cells().into_iter().zip(0..).collect();
+            let target = |cell: i32| targets.get(&cell).copied().unwrap_or(cell);
+            group.remap(target);
+            group.shrink();
+            for tree in trees.values_mut() {
+                if is_rows {
+                    tree.rows.iter_mut().for_each(|cell| *cell = target(*cell));
+                } else {
+                    tree.anchors.values_mut().for_each(|slot| *slot = target(*slot));
+                }
+            }
+        }
+    }
+
     /// Returns whether `owner` holds all that the state after `next` positions follows from.
     pub fn is_whole(&self, owner: i32, next: i32) -> bool {
         let mut base = next / BLOCK * BLOCK;

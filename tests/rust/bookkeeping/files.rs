@@ -1,0 +1,103 @@
+//! States of files: those that steps produce are accepted, and those that none produces are refused.
+
+use etkv_core::bookkeeping::{CellsBookkeeping, RecurrentWindow, Window, BLOCK};
+use etkv_core::{CacheConfig, LayerPolicy, Status};
+
+const CAPACITY: i32 = 300;
+
+fn window(window: i32, sinks: i32) -> Window {
+    let config = CacheConfig { max_step_tokens: 40, ..CacheConfig::uniform(1, 1, 1, CAPACITY) };
+    config.window(LayerPolicy::Window { window, sinks }).unwrap()
+}
+
+fn append(book: &mut CellsBookkeeping, sequence: i32, n: i32) {
+    let next = book.seq_next(sequence).unwrap();
+    book.begin_step(&vec![sequence; n as usize]).unwrap();
+    book.plan(&(next..next + n).collect::<Vec<_>>()).unwrap();
+    book.commit().unwrap();
+}
+
+/// Returns a sequence of 100 positions without those from 50 to 59, in layers of full history and of a window.
+fn with_a_gap() -> CellsBookkeeping {
+    let book = CellsBookkeeping::new(CAPACITY, [window(30, 2)]);
+    let mut book = book.with_recurrent(None, 8);
+    (0..5).for_each(|_| append(&mut book, 0, 20));
+    book.seq_rm(0, 50..60).unwrap();
+    book
+}
+
+#[test]
+fn a_length_within_removed_positions_is_reached_before_them() {
+    let book = with_a_gap();
+    let reachable = |at| book.reachable(0, at).unwrap();
+    assert_eq!([100, 61, 60, 55, 50, 49].map(reachable), [100, 61, 50, 50, 50, 49]);
+    for at in 1..=100 {
+        let mut rewound = book.clone();
+        let reached = reachable(at);
+        rewound.rewind(reached).unwrap();
+        assert_eq!(rewound.seq_next(0).unwrap(), reached);
+    }
+}
+
+#[test]
+fn a_checkpoint_after_removed_positions_is_loaded() {
+    let mut book = with_a_gap();
+    assert_eq!(book.mark(0, 70).unwrap(), 70);
+    let state = book.state();
+    let loaded = book.with_state(&state).unwrap();
+    assert_eq!(loaded.checkpoints_of(0).unwrap(), [70]);
+    assert_eq!(loaded.state(), state);
+}
+
+#[test]
+fn a_window_that_lacks_what_the_next_query_sees_is_refused() {
+    let book = CellsBookkeeping::new(CAPACITY, [window(30, 2)]);
+    let mut book = book.with_recurrent(None, 8);
+    (0..5).for_each(|_| append(&mut book, 3, 20));
+    let state = book.state();
+    for positions in [0..1, 1..2, 71..72, 99..100] {
+        let mut damaged = state.clone();
+        let runs = &mut damaged.groups[1].sequences[0].runs;
+        let held = runs.iter().flat_map(|&[position, cell, len]| {
+            (0..len).map(move |at| [position + at, cell + at, 1])
+        });
+        *runs = held.filter(|[position, ..]| !positions.contains(position)).collect();
+        let error = book.with_state(&damaged).unwrap_err();
+        assert_eq!(error.status(), Status::File);
+        assert!(error.message().contains("a window lacks positions of sequence 3"), "{error}");
+    }
+    book.with_state(&state).unwrap();
+}
+
+/// A file may name any slot. What takes memory for it is refused, or packed.
+#[test]
+fn rows_and_anchors_in_distant_slots_are_packed_or_refused() {
+    let window = RecurrentWindow { lead: 3, anchors: 2 };
+    let mut book = CellsBookkeeping::new(CAPACITY, []).with_recurrent(Some(window), 8);
+    (0..4).for_each(|_| append(&mut book, 0, BLOCK));
+    let state = book.state();
+    let moved = |by: i32| {
+        let mut moved = state.clone();
+        let recurrent = moved.recurrent.as_mut().unwrap();
+        for group in [&mut recurrent.rows, &mut recurrent.anchors] {
+            let last = group.sequences.iter_mut().flat_map(|held| &mut held.runs).last().unwrap();
+            last[1] += by;
+            group.size = i32::MAX;
+        }
+        moved
+    };
+    for by in [1, 40] {
+        let mut loaded = book.with_state(&moved(by)).unwrap();
+        loaded.pack_recurrent();
+        for group in [1, 2] {
+            let held = loaded.held_cells(group);
+            assert_eq!(held.end(), held.len() as i32, "{held:?}");
+        }
+        append(&mut loaded, 0, 1);
+    }
+    for by in [CAPACITY, 1 << 20, i32::MAX - 1000] {
+        let error = book.with_state(&moved(by)).unwrap_err();
+        assert_eq!(error.status(), Status::File);
+        assert!(error.message().contains("this cache has 300"), "{error}");
+    }
+}

@@ -1,0 +1,202 @@
+//! Damaged files of caches with recurrent layers: each is refused, or loads and does no harm. A cache that
+//! loaded one takes steps, forks, rewinds and is saved again, without a panic, within limits of memory and time.
+//!
+//! `make fuzz-files FILES=100000` runs more of them. A failure prints its seed; `ETKV_SEED=<seed>` runs only that
+//! one.
+
+mod file;
+mod guard;
+mod known;
+mod mutation;
+mod subject;
+
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use etkv_core::{SaveCache, Status};
+use etkv_file::{load, load_sequence, save, save_sequence, PrefixStore};
+use etkv_tests::{for_seeds, runs, Rng};
+use file::Parts;
+use subject::{exercise, labels, AnyCache, Subject, MODEL};
+
+/// The number of damaged files of a seed: `FILES` of the Makefile counts as many for a run.
+const FILES: usize = 20;
+
+/// How the files of a seed are written and read.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Form {
+    /// A whole cache.
+    Whole,
+    /// One sequence of a cache, which joins others.
+    Sequence,
+    /// A text in a prefix store.
+    Store,
+}
+
+/// Files that were loaded, and files that were refused.
+static OUTCOMES: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
+
+#[test]
+fn damaged_files_are_refused_or_harmless() {
+    guard::watch();
+    for_seeds(60, |seed| {
+        let rng = &mut Rng::new(seed);
+        let form = rng.pick(&[Form::Whole, Form::Whole, Form::Sequence, Form::Store]);
+        let folder = folder();
+        let subject = Subject::new(rng, form != Form::Whole, form == Form::Store);
+        let (path, whole) = written(rng, &subject, form, folder.path());
+        let parts = Parts::of(&whole);
+        assert!(parts.to_bytes().len() == whole.len(), "a file put together again differs");
+        for _ in 0..FILES {
+            let file = guard::limited(seed, || damaged(rng, &subject, form, &parts));
+            std::fs::write(&path, file).unwrap();
+            let one = &mut Rng::new(rng.next_u64());
+            let loaded = guard::limited(seed, || match form {
+                Form::Whole => load_whole(one, &subject, &path),
+                Form::Sequence => join(one, &subject, &path),
+                Form::Store => load_text(one, &subject, folder.path(), &parts.tokens()),
+            });
+            OUTCOMES[usize::from(!loaded)].fetch_add(1, Ordering::Relaxed);
+        }
+    });
+    let [loaded, refused] = OUTCOMES.each_ref().map(|n| n.load(Ordering::Relaxed));
+    println!("{loaded} damaged files were loaded, {refused} refused");
+    if std::env::var_os("ETKV_SEED").is_none() && runs(60) >= 60 {
+        let all = loaded + refused;
+        assert!(loaded * 10 > all && refused * 4 > all, "{loaded} loaded, {refused} refused");
+    }
+}
+
+/// Returns a folder in memory, where there is one: a write to a disk takes longer than all else.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+/// Writes a whole file. Returns its path and its bytes.
+fn written(
+    rng: &mut Rng,
+    subject: &Subject,
+    form: Form,
+    folder: &Path,
+) -> (std::path::PathBuf, Vec<u8>) {
+    let mut path = folder.join("cache.safetensors");
+    let mut cache = subject.filled(rng);
+    let tokens: Vec<i64> = (0..cache.length().into()).collect();
+    match form {
+        Form::Whole => save(&mut *cache, &path, labels(&tokens)).unwrap(),
+        Form::Sequence => {
+            let live = subject::without_trees(&cache);
+            save_sequence(&mut *cache, rng.pick(&live), &path, labels(&tokens)).unwrap();
+        }
+        Form::Store => {
+            let store = PrefixStore::open(folder, u64::MAX).unwrap();
+            assert!(store.save(&mut *cache, labels(&tokens)).unwrap());
+            let mut files = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().path());
+            path = files.find(|path| path.extension().is_some()).unwrap();
+        }
+    }
+    let bytes = std::fs::read(&path).unwrap();
+    (path, bytes)
+}
+
+/// Returns a file with some damage.
+fn damaged(rng: &mut Rng, subject: &Subject, form: Form, parts: &Parts) -> Vec<u8> {
+    let mut parts = parts.clone();
+    if rng.chance(0.85) {
+        for _ in 0..rng.pick(&[1, 1, 1, 2, 3]) {
+            mutation::change_snapshot(rng, &mut parts.snapshot);
+        }
+        let mut cache = subject.empty();
+        let planes = match form {
+            Form::Sequence => cache.saving_sequence(9).unwrap().planes(&parts.snapshot),
+            _ => cache.saving().unwrap().planes(&parts.snapshot),
+        };
+        // Where the integers fit, so do the tensors.
+        if let Some(planes) = planes.ok().filter(|_| rng.chance(0.95)) {
+            parts.fit(&planes);
+        }
+    }
+    if rng.chance(0.15) {
+        mutation::change_sections(rng, &mut parts);
+    }
+    let mut file = parts.to_bytes();
+    if rng.chance(0.05) {
+        mutation::change_bytes(rng, &mut file);
+    }
+    file
+}
+
+/// Loads a file into an empty cache, or into one with contents, which stay if it is refused.
+fn load_whole(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
+    let mut cache = if rng.chance(0.8) { subject.empty() } else { subject.filled(rng) };
+    let before = subject::contents(cache.saving().unwrap());
+    match load(&mut *cache, path, MODEL) {
+        Ok(_) => {
+            use_and_save(rng, subject, cache, path);
+            true
+        }
+        Err(error) => {
+            // A file may have more token ids than the cache takes.
+            assert!(matches!(error.status(), Status::File | Status::Capacity), "{error}");
+            assert_eq!(subject::contents(cache.saving().unwrap()), before, "{error}");
+            false
+        }
+    }
+}
+
+/// Loads a file as one more sequence of a cache.
+fn join(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
+    let mut cache = if rng.chance(0.5) { subject.empty() } else { subject.filled(rng) };
+    let target = 9 + rng.below(3) as i32;
+    let before = subject::contents(cache.saving().unwrap());
+    match load_sequence(&mut *cache, target, path, MODEL) {
+        Ok(_) => {
+            assert!(cache.sequences().unwrap().seq_len(target).unwrap() > 0);
+            use_and_save(rng, subject, cache, path);
+            true
+        }
+        Err(error) => {
+            assert!(matches!(error.status(), Status::File | Status::Capacity), "{error}");
+            assert_eq!(subject::contents(cache.saving().unwrap()), before, "{error}");
+            false
+        }
+    }
+}
+
+/// Looks for a text in a store with a damaged file, and stores it again.
+fn load_text(rng: &mut Rng, subject: &Subject, folder: &Path, text: &[i64]) -> bool {
+    let store = PrefixStore::open(folder, u64::MAX).unwrap();
+    let n = if rng.chance(0.7) { text.len() } else { rng.below(text.len() + 1) };
+    let text = &text[..n];
+    let found = store.n_stored(&*subject.empty(), MODEL, text).unwrap();
+    assert!(found <= n);
+    let mut cache = subject.empty();
+    let held = store.load(&mut *cache, MODEL, text).unwrap();
+    assert!(held <= n);
+    assert_eq!(cache.next_position().unwrap(), held as i32);
+    let bytes: Vec<_> =
+        std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().path()).collect();
+    exercise(rng, &mut cache);
+    // Another text of the same beginning.
+    let mut other = subject.filled(rng);
+    let tokens: Vec<i64> = (0..other.next_position().unwrap().into()).collect();
+    store.save(&mut *other, labels(&tokens)).unwrap();
+    let new = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().path());
+    new.filter(|path| !bytes.contains(path)).for_each(|path| std::fs::remove_file(path).unwrap());
+    held > 0
+}
+
+/// Uses a cache that loaded a file, and checks that it can be saved and loaded again.
+fn use_and_save(rng: &mut Rng, subject: &Subject, mut cache: AnyCache, path: &Path) {
+    let again = path.with_file_name("again");
+    for uses in [false, true] {
+        if uses {
+            exercise(rng, &mut cache);
+        }
+        save(&mut *cache, &again, labels(&[])).unwrap();
+        let mut other = subject.empty();
+        load(&mut *other, &again, MODEL).unwrap();
+        let rows = |face: &mut dyn SaveCache| subject::contents(face).1;
+        assert!(rows(cache.saving().unwrap()) == rows(other.saving().unwrap()));
+    }
+}
