@@ -30,7 +30,7 @@ BESIDE := $(MAKE) --no-print-directory -j2
 .DEFAULT_GOAL := help
 .PHONY: help setup build model demo question chat test made rust faces programs lint format test-unit test-conformance test-rust \
   test-buckets test-cpp test-package test-sanitize test-threads test-python test-macos test-macos-short test-long upstream-ops \
-  fuzz-programs fuzz-files benches bench bench-pack bench-llama bench-lengths bench-caches bench-speculation bench-restart \
+  fuzz-programs fuzz-files kill-saves benches bench bench-pack bench-llama bench-lengths bench-caches bench-speculation bench-restart \
   bench-threads clean
 
 help: ## Show this list
@@ -116,6 +116,9 @@ fuzz-programs: .venv/.ready ## Run damaged programs of every operation: FUZZ="--
 fuzz-files: .venv/.ready ## Load damaged files of caches with recurrent layers: FILES=100000
 	ETKV_RUNS=$$(($(or $(FILES),20000) / 20)) nice cargo test --release --locked -p etkv-tests --no-default-features \
 	  --config tools/checked.toml --test damaged_files -- --nocapture
+kill-saves: .venv/.ready ## Kill processes that save caches with recurrent layers: KILLS=1000
+	ETKV_RUNS=$(or $(KILLS),1000) nice cargo test --release --locked -p etkv-tests --no-default-features \
+	  --test killed_saves -- --nocapture
 
 benches: build
 	@$(NINJA) --target etkv_benches
