@@ -9,6 +9,7 @@
 mod attend;
 pub mod attention;
 mod backend;
+pub mod experts;
 mod floats;
 mod memory;
 mod parallel;

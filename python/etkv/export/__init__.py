@@ -83,7 +83,8 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
     checked = check.Check(step, request, settled, layout, progress)
     if request.quantize is None:
         checked.run_model()
-    experts.take(model)
+    if request.backend == "mlx":
+        experts.take(model)
     if request.quantize is not None:
         with progress.step(f"quantizing to {request.quantize}"), explained(family, "quantized", model):
             lowering.quantize(model, request, settled.group_size)

@@ -101,12 +101,12 @@ def is_mixture(model: torch.nn.Module) -> bool:
     return any(_is_mixture(module) for module in model.modules())
 
 
-def _mixtures(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def mixtures(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Return the modules of experts, each with its name."""
     return ((name, module) for name, module in model.named_modules() if _is_mixture(module))
 
 
-def _names(module: Any) -> tuple[str, str]:
+def names(module: Any) -> tuple[str, str]:
     """Return the names of the weights of the experts' first products, and of their second products."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
@@ -116,14 +116,14 @@ def widths(name: str, module: Any) -> dict[str, int]:
     if not _is_mixture(module):
         return {}
     axis = -2 if module.is_transposed else -1
-    return {f"{name}.{part}": getattr(module, part).shape[axis] for part in _names(module)}
+    return {f"{name}.{part}": getattr(module, part).shape[axis] for part in names(module)}
 
 
 def take(model: PreTrainedModel) -> None:
     """Let every mixture of experts in ``model`` compute with this module, with linear layers as weights."""
-    for _, module in _mixtures(model):
+    for _, module in mixtures(model):
         module.config._experts_implementation = NAME
-        for name in _names(module):
+        for name in names(module):
             weights = getattr(module, name).detach()
             delattr(module, name)
             setattr(module, name, Weights(weights.transpose(-1, -2) if module.is_transposed else weights))
@@ -133,9 +133,11 @@ def plain_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the dequantized weights of experts under transformers' names."""
     return {
         f"{name}.{part}": (plain.transpose(-1, -2).contiguous() if module.is_transposed else plain)
-        for name, module in _mixtures(model)
-        for part in _names(module)
-        for plain in [getattr(module, part).plain()]
+        for name, module in mixtures(model)
+        for part in names(module)
+        # A module that no backend took has tensors.
+        if not isinstance(weights := getattr(module, part), torch.Tensor)
+        for plain in [weights.plain()]
     }
 
 
@@ -150,7 +152,7 @@ def _run(
     module: Any, hidden_states: torch.Tensor, experts: torch.Tensor, routing_weights: torch.Tensor
 ) -> torch.Tensor:
     """Compute the experts of one layer: ``[T, hidden]``, from ``[T, chosen]`` experts and their weights."""
-    first, second = (getattr(module, name) for name in _names(module))
+    first, second = (getattr(module, name) for name in names(module))
     chosen = experts.shape[-1]
     ops: Any = torch.ops.mlx
     x, experts, is_sorted, inverse = ops.moe_gather_inputs(
@@ -159,7 +161,7 @@ def _run(
 
     made = first(x, experts, is_sorted)
     if module.has_bias:
-        made = made + getattr(module, f"{_names(module)[0]}_bias")[experts].unsqueeze(-2)
+        made = made + getattr(module, f"{names(module)[0]}_bias")[experts].unsqueeze(-2)
     made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
     made = second(made, experts, is_sorted)
     if module.has_bias:

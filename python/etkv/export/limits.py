@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""The names that families have for their number of experts."""
-
 _KINDS = ("full_attention", "sliding_attention")
 """The kinds of layers that the KV cache op serves, by their names in configurations."""
 
@@ -62,7 +59,6 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
     Raises :class:`EtkvError` if the request exceeds the limits of the model, or if the model cannot be exported.
     """
     _check_layers(request, config)
-    _check_experts(request, config)
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     if own is not None and own < MIN_STEP:
         # -1 is no limit.
@@ -94,31 +90,6 @@ def _check_layers(request: ExportRequest, config: PreTrainedConfig) -> None:
             "all earlier tokens or to a sliding window, and recurrent layers with the states of short convolutions, "
             "the gated delta rule and Mamba-2"
         )
-
-
-def _check_experts(request: ExportRequest, config: PreTrainedConfig) -> None:
-    """Raise :class:`EtkvError` for a mixture of experts on a backend that cannot select weights by an index."""
-    text_config = config.get_text_config()
-    for name in _EXPERTS:
-        count = getattr(text_config, name, None) or 1
-        if count > 1 and request.backend != "mlx" and _has_experts(config):
-            raise EtkvError(
-                f"model family {config.model_type!r} is a mixture of {count} experts, and backend {request.backend} "
-                f"has no product with the experts that a router chooses; backend mlx has one"
-            )
-
-
-def _has_experts(config: PreTrainedConfig) -> bool:
-    """Return whether the model of ``config`` has experts, if its configuration has a number of them.
-
-    Models with recurrent layers may have a number and no layer of experts.
-    """
-    kinds = getattr(config.get_text_config(), "layer_types", None) or []
-    if not any(kind in recurrent.KINDS for kind in kinds):
-        return True
-    from etkv.export import experts
-
-    return experts.is_mixture(recurrent.skeleton(config))
 
 
 def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:

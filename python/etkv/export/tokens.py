@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from etkv import experts_op
 from etkv.errors import EtkvError
+from etkv.expert_weights import WeightFormat
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -95,8 +97,10 @@ class _Run(torch.fx.Interpreter):
         self._position = inputs["cache_position"]
         self._own: dict[str, Any] = {
             "kvcache.update_and_attend.default": self._attend,
+            "kvcache.update_and_attend.sinks": self._attend,
             "kvcache.update_and_convolve.default": self._convolve,
             "kvcache.update_and_scan.default": self._scan,
+            "etkv.routed_experts.default": _experts,
         }
         with torch.no_grad():
             self.run(*map(_float, inputs.values()), enable_io_processing=False)
@@ -157,6 +161,14 @@ class _Run(torch.fx.Interpreter):
     def _check_position(self, position: torch.Tensor) -> None:
         if not torch.equal(position.reshape(-1), self._position):
             raise ValueError(f"an op of the cache gets the positions {position.reshape(-1).tolist()}, not the step's")
+
+
+def _experts(*arguments: Any) -> torch.Tensor:
+    """Return the outputs of experts without the rounding of activations, which would make differences of its own."""
+    tensors, fmt, between = arguments[:7], WeightFormat(*arguments[7:9]), experts_op.Activation(*arguments[9:])
+    compute: Any = experts_op.compute
+    made: torch.Tensor = compute(*tensors, fmt, between, rounds=False)
+    return made
 
 
 def _float(value: Any) -> Any:

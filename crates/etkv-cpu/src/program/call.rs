@@ -6,6 +6,7 @@ use etkv_core::{fail, Result};
 use etkv_delegate::{Argument, Host, LoadOptions, LogitsRows};
 use tracing::{trace, warn};
 
+use super::experts::ExpertsCall;
 use super::forward::{Forward, Run};
 use super::payload::{self, Attend, AttendSinks, Convolve, LayerCall, Logits, Payload, Scan};
 use super::{attend, by_capacity, recurrent, rows, TARGET};
@@ -20,6 +21,7 @@ enum Op {
     SelectRows(LogitsRows),
     /// The number of the chosen input.
     SelectByCapacity(usize),
+    Experts(Box<ExpertsCall>),
 }
 
 /// An op on a layer of the cache.
@@ -96,6 +98,9 @@ impl Call {
                 let key = options.cache_key.as_deref();
                 return Ok(Self(Op::SelectByCapacity(by_capacity::choose(&choice, key)?)));
             }
+            Payload::RoutedExperts(call) => {
+                return Ok(Self(Op::Experts(Box::new(ExpertsCall::new(&call)))));
+            }
             Payload::UpdateAndAttend(attend) => LayerOp::Attend(attend),
             Payload::UpdateAndAttendSinks(attend) => LayerOp::AttendSinks(attend),
             Payload::UpdateAndConvolve(convolve) => LayerOp::Convolve(convolve),
@@ -128,6 +133,7 @@ impl Call {
             Op::Layer(op, _) => op.n_inputs(),
             Op::SelectRows(_) => 1,
             Op::SelectByCapacity(_) => by_capacity::N_INPUTS,
+            Op::Experts(call) => call.n_inputs(),
         }
     }
 
@@ -158,6 +164,9 @@ impl Call {
                 let chosen = &inputs[*chosen];
                 rows::copy(host, chosen.shape(), chosen.bytes())
             }
+            Op::Experts(call) => call
+                .run(inputs, output_types[0], host, parallel)
+                .map_err(|error| error.at("a layer of experts")),
             Op::Layer(op, Some(forward)) => {
                 op.run(forward, Run { inputs, output_type: output_types[0], host, parallel })
             }

@@ -8,6 +8,7 @@ mod argument;
 mod attend;
 mod by_capacity;
 mod call;
+mod experts;
 mod forward;
 mod payload;
 mod recurrent;

@@ -25,6 +25,8 @@ pub enum Payload {
     SelectRows(SelectRows),
     /// One of two tensors, chosen by the capacity of the cache.
     SelectByCapacity(SelectByCapacity),
+    /// The experts that a router chose.
+    RoutedExperts(RoutedExperts),
 }
 
 /// What the calls of a forward have in common.
@@ -141,6 +143,51 @@ pub struct SelectByCapacity {
     pub limit: i32,
 }
 
+/// The experts of a layer, of which a router chooses some for each token.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub struct RoutedExperts {
+    version: u32,
+    pub n_experts: usize,
+    /// Elements of a hidden state.
+    pub hidden: usize,
+    /// Elements between the two products.
+    pub intermediate: usize,
+    pub weights: Weights,
+    /// The weights of a row that share a scale; 0 in floats.
+    pub group_size: usize,
+    /// What is computed between the products.
+    pub activation: Between,
+    pub gated: bool,
+    pub alpha: f32,
+    /// Absent where nothing is clamped.
+    pub limit: Option<f32>,
+    pub offset: f32,
+    /// The inputs that are the hidden states, the experts of each token, the factors of their outputs, the weights
+    /// of both products and their biases. Only the biases may be absent.
+    pub inputs: [Option<usize>; 7],
+}
+
+/// How the weights of experts are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Weights {
+    Float32,
+    Bfloat16,
+    Int8,
+    Int4,
+}
+
+/// What is computed between the products of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Between {
+    Silu,
+    Gelu,
+    GeluTanh,
+    Relu,
+    Relu2,
+}
+
 impl Payload {
     /// Reads a payload.
     ///
@@ -158,6 +205,7 @@ impl Payload {
             Self::UpdateAndScan(scan) => scan.call.version,
             Self::SelectRows(SelectRows { version }) => *version,
             Self::SelectByCapacity(SelectByCapacity { version, .. }) => *version,
+            Self::RoutedExperts(call) => call.version,
         };
         if version != VERSION {
             fail!(
@@ -168,12 +216,12 @@ impl Payload {
         match &payload {
             Self::UpdateAndAttend(attend) => {
                 attend.call.check(attend.call.n_layers)?;
-                check_inputs(&attend.inputs.map(Some), None)?;
+                check_inputs(&attend.inputs.map(Some), &[])?;
                 check_scale(attend.scale)?;
             }
             Self::UpdateAndAttendSinks(attend) => {
                 attend.call.check(attend.call.n_layers)?;
-                check_inputs(&attend.inputs, Some(4))?;
+                check_inputs(&attend.inputs, &[4])?;
                 check_scale(attend.scale)?;
                 let softcap = attend.softcap;
                 let scoring = Scoring::<[f32]> { softcap, ..attend.scale.into() };
@@ -181,12 +229,16 @@ impl Payload {
             }
             Self::UpdateAndConvolve(convolve) => {
                 convolve.call.check(convolve.call.n_recurrent)?;
-                check_inputs(&convolve.inputs, Some(2))?;
+                check_inputs(&convolve.inputs, &[2])?;
             }
             Self::UpdateAndScan(scan) => {
                 scan.call.check(scan.call.n_recurrent)?;
-                check_inputs(&scan.inputs, Some(4))?;
+                check_inputs(&scan.inputs, &[4])?;
                 check_scale(scan.scale)?;
+            }
+            Self::RoutedExperts(call) => {
+                check_inputs(&call.inputs, &[5, 6])?;
+                call.experts().check()?;
             }
             Self::SelectRows(_) | Self::SelectByCapacity(_) => {}
         }
@@ -214,13 +266,14 @@ pub fn n_inputs(inputs: &[Option<usize>]) -> usize {
     inputs.iter().flatten().max().map_or(0, |last| last + 1)
 }
 
-/// Refuses inputs that no exporter writes. Only the one at `optional` may be absent.
-fn check_inputs(inputs: &[Option<usize>], optional: Option<usize>) -> Result<()> {
+/// Refuses inputs that no exporter writes. Only those at `optional` may be absent.
+fn check_inputs(inputs: &[Option<usize>], optional: &[usize]) -> Result<()> {
     let named: Vec<usize> = inputs.iter().flatten().copied().collect();
     if named.iter().any(|&input| input >= inputs.len()) {
         fail!(Program, "expected inputs from 0 to {}, got {named:?}", inputs.len() - 1);
     }
-    if let Some(absent) = (0..inputs.len()).find(|&at| inputs[at].is_none() && optional != Some(at))
+    if let Some(absent) =
+        (0..inputs.len()).find(|&at| inputs[at].is_none() && !optional.contains(&at))
     {
         fail!(Program, "input {absent} of a call is absent");
     }

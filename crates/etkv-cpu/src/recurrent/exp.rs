@@ -9,7 +9,7 @@ pub(super) const MIN_LOG_DECAY: f32 = -88.0;
 /// Returns e to the power of each number, with an error of about 2 units in the last place. Numbers are first
 /// brought to the range of -88, where the result is zero, to 88. NaN stays.
 #[inline(always)]
-pub(super) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
+pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
     // (e^r - 1 - r) / r^2 over r on [-ln 2 / 2, ln 2 / 2]: the polynomial of Cephes' expf, by S. Moshier.
     const TERMS: [f32; 6] =
         [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];

@@ -23,6 +23,8 @@ mod task;
 mod tests;
 mod workspace;
 
+pub(crate) use exp::exp;
+
 pub use convolve::{convolve, convolve_into, Activation, ConvolveInputs};
 pub use job::{Scan, ScanInputs};
 pub use scan::{scan, scan_into};

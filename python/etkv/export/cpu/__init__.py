@@ -44,6 +44,18 @@ _KERNELS = {
 _OF_POSITIONS = {"aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor"}
 """Operators that these kernels may run on integers, such as the positions of a step's tokens."""
 
+_OF_ROUTERS = {
+    "aten.bitwise_not.default",
+    "aten.full_like.default",
+    "aten.gather.default",
+    "aten.scatter.value",
+    "aten.sum.dim_IntList",
+    "aten.topk.default",
+    "aten.where.self",
+    "scalar_tensor.default",
+}
+"""Operators with which routers choose experts, that these kernels may run: a token has one number for each expert."""
+
 
 def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
     """Quantize every linear weight of ``model`` in place; activations are quantized as a step computes them."""
@@ -53,8 +65,8 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
 
 
 def prepare(model: PreTrainedModel, request: ExportRequest) -> None:
-    """Let a load choose the rows of logits, unless the request chooses them."""
-    from etkv.export.cpu import calls
+    """Let a load choose the rows of logits, unless the request chooses them, and pack the weights of experts."""
+    from etkv.export.cpu import calls, experts
 
     if request.logits == "all":
         calls.select_rows_before_head(model)
@@ -73,6 +85,7 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     edge = exir.to_edge_transform_and_lower(
         traced,
         transform_passes=[RemoveCloneOpsTransform()],
+    experts.pack(model)
         partitioner=[CPUPartitioner(request.logits)],
         constant_methods=methods,
         # The KV cache op is not part of the edge dialect.
@@ -99,4 +112,4 @@ def _may_run(node: torch.fx.Node) -> bool:
     target: Any = node.target
     if target.__name__ in _OF_POSITIONS:
         return not node.meta["val"].dtype.is_floating_point
-    return target.__name__ in _KERNELS
+    return target.__name__ in _KERNELS | _OF_ROUTERS | _OF_CHOICES

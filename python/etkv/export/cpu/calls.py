@@ -19,11 +19,22 @@ layers that attend, and ``n_recurrent`` the others; calls of ``update_and_attend
 only in programs with recurrent layers. ``activation`` is ``silu`` or ``none``. ``inputs`` are the inputs of the
 delegate that are the tensors of the op in its order, null where the op has None: x, weight, bias and positions; q, k,
 v, g, beta and positions. A tensor that is two arguments appears once.
+
+``etkv::routed_experts`` computes the experts that a router chose, and needs no cache. Its weights are inputs of the
+delegate, which lie in the program's file: ExecuTorch maps them, and nothing copies them::
+
+    {"op": "routed_experts", "n_experts": 128, "hidden": 2048, "intermediate": 768, "weights": "int4",
+     "group_size": 32, "activation": "silu", "gated": true, "alpha": 1.0,
+     "limit": null, "offset": 0.0, "version": 1, "inputs": [0, 1, 2, 3, 4, null, null]}
+
+``inputs`` are x, the experts of each token, their weights, the packed weights of both products and the biases of both.
+``intermediate`` counts whole tiles of :mod:`etkv.expert_weights`, and ``limit`` is null where nothing is clamped.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +43,8 @@ from executorch.exir.backend.backend_details import BackendDetails, PreprocessRe
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec
 from executorch.exir.delegate import executorch_call_delegate
+
+from etkv.expert_weights import ROWS
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -45,8 +58,11 @@ _CONVOLVE = "update_and_convolve"
 _SCAN = "update_and_scan"
 _SELECT = "select_rows"
 _BY_CAPACITY = "select_by_capacity"
+_EXPERTS = "routed_experts"
 _TENSORS = {_ATTEND: 4, _CONVOLVE: 4, _SCAN: 6}
 """The ops of a forward -> the arguments at their beginning that are tensors."""
+_WITH_INPUTS = {**_TENSORS, _EXPERTS: 7}
+"""The ops whose payloads name the inputs of their arguments -> the arguments at their beginning that are tensors."""
 
 
 @torch.library.custom_op(f"etkv::{_SELECT}", mutates_args=())
@@ -81,10 +97,10 @@ class EtkvForCPU(BackendDetails):  # type: ignore[misc] # ExecuTorch's classes h
         """Return the payload: the call as the partitioner describes it, and the input of each argument."""
         (call,) = (node for node in edge_program.graph.nodes if node.op == "call_function")
         payload = json.loads(compile_specs[0].value)
-        if payload["op"] in _TENSORS:
+        if payload["op"] in _WITH_INPUTS:
             # An input that serves as two arguments appears once.
             given = [node for node in edge_program.graph.nodes if node.op == "placeholder"]
-            arguments = call.args[: _TENSORS[payload["op"]]]
+            arguments = call.args[: _WITH_INPUTS[payload["op"]]]
             payload["inputs"] = [None if argument is None else given.index(argument) for argument in arguments]
         return PreprocessResult(processed_bytes=json.dumps(payload).encode())
 
@@ -116,6 +132,9 @@ def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
     for number, node in enumerate(node for node in nodes if _BY_CAPACITY in str(node.target)):
         name = node.meta["delegation_tag"] = f"{_BY_CAPACITY}_{number}"
         specs[name] = _spec({"op": _BY_CAPACITY, "limit": _argument(node, 2, "limit")})
+    for number, node in enumerate(node for node in nodes if f"etkv.{_EXPERTS}" in str(node.target)):
+        name = node.meta["delegation_tag"] = f"{_EXPERTS}_{number}"
+        specs[name] = _spec({"op": _EXPERTS, **_of_experts(node)})
     return specs
 
 
@@ -159,6 +178,16 @@ def _of_recurrence(node: torch.fx.Node) -> dict[str, Any]:
         "v_dim": v_dim,
         "channel_decay": len(_shape(node, 3)) == 4,
     }
+
+
+def _of_experts(node: torch.fx.Node) -> dict[str, Any]:
+    names = ("weights", "group_size", "activation", "gated", "alpha", "limit", "offset")
+    fields = {name: _argument(node, at, name) for at, name in enumerate(names, start=_WITH_INPUTS[_EXPERTS])}
+    # JSON has no infinity.
+    fields["limit"] = fields["limit"] if math.isfinite(fields["limit"]) else None
+    n_experts, tiles = _shape(node, 3)[:2]
+    hidden = tiles * ROWS // (2 if fields["gated"] else 1)
+    return {"n_experts": n_experts, "hidden": _shape(node, 0)[1], "intermediate": hidden, **fields}
 
 
 _CONSTANTS = {_ATTEND: _of_attention, _CONVOLVE: _of_convolution, _SCAN: _of_recurrence}

@@ -22,9 +22,12 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
 
+    from etkv.export.cpu import experts
+
     infer_shapes_quickly()
     if name != "8da4w" or group_size is None:
         raise AssertionError(f"no quantization {name} of groups of {group_size}")
+    experts.pack(model, name, group_size)
     int4: Any = getattr(torch, "int4")  # noqa: B009 (torch's types lack it)
     quantize_(
         model,

@@ -1,0 +1,109 @@
+//! Inputs of a product in blocks of pairs, interleaved as the kernels read them.
+//!
+//! The pairs of an expert are cut into blocks of up to [`BLOCK`]. A block of `n` pairs has, for each column or
+//! for each four of 8 bits, those of all its pairs side by side. All blocks together take as much as the rows
+//! of all pairs, so a block begins where the row of its first pair would.
+
+use super::routing::Chosen;
+
+/// The most pairs of a block: as many sums as fit the registers.
+pub(super) const BLOCK: usize = 8;
+
+/// The adjacent columns of a pair in a block of 8-bit integers.
+pub(super) const QUAD: usize = 4;
+
+/// A block of pairs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Block {
+    /// The number of its first pair in a step.
+    pub first: usize,
+    pub n: usize,
+}
+
+/// Returns the blocks of an expert's pairs, each of at most `most`.
+pub(super) fn blocks_of(chosen: &Chosen, most: usize) -> impl Iterator<Item = Block> {
+    let end = chosen.end;
+    (chosen.first..end).step_by(most).map(move |first| Block { first, n: most.min(end - first) })
+}
+
+/// The inputs of a product for all pairs of a step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Packed {
+    /// `[pairs, columns]`, blocks of float32 numbers, or of 8-bit integers.
+    pub rows: *mut u8,
+    /// `[pairs, groups]`, blocks of the scales of integers.
+    pub scales: *mut f32,
+    /// The same of the sums of a group's integers.
+    pub sums: *mut i32,
+    pub columns: usize,
+    /// The columns that share a scale; 0 for float32.
+    pub group: usize,
+}
+
+impl Packed {
+    /// Returns the groups of a row.
+    pub fn n_groups(&self) -> usize {
+        match self.group {
+            0 => 0,
+            group => self.columns / group,
+        }
+    }
+
+    /// Returns the numbers of a block.
+    pub fn floats(&self, block: Block) -> *mut f32 {
+        self.rows.cast::<f32>().wrapping_add(block.first * self.columns)
+    }
+
+    /// Returns the integers of a block.
+    pub fn integers(&self, block: Block) -> *mut i8 {
+        self.rows.cast::<i8>().wrapping_add(block.first * self.columns)
+    }
+
+    /// Returns the scales and the sums of a block.
+    pub fn of_groups(&self, block: Block) -> (*mut f32, *mut i32) {
+        let at = block.first * self.n_groups();
+        (self.scales.wrapping_add(at), self.sums.wrapping_add(at))
+    }
+
+    /// Writes columns of pair `i` of a block, from column `column` on.
+    ///
+    /// # Safety
+    /// The block has memory, pair `i`, and the columns. Nothing else accesses these.
+    pub unsafe fn put_floats(&self, block: Block, i: usize, column: usize, from: &[f32]) {
+        let to = self.floats(block).wrapping_add(column * block.n + i);
+        for (at, &x) in from.iter().enumerate() {
+            // SAFETY: the caller's.
+            unsafe { to.wrapping_add(at * block.n).write(x) };
+        }
+    }
+
+    /// Writes whole groups of integers of pair `i` of a block, from group `group` on.
+    ///
+    /// # Safety
+    /// As [`put_floats`](Self::put_floats).
+    pub unsafe fn put_integers(
+        &self,
+        block: Block,
+        i: usize,
+        group: usize,
+        codes: &[i8],
+        scales: &[f32],
+        sums: &[i32],
+    ) {
+        let first = group * self.group / QUAD * block.n + i;
+        let to = self.integers(block).cast::<[i8; QUAD]>().wrapping_add(first);
+        let (quads, _) = codes.as_chunks::<QUAD>();
+        let (to_scales, to_sums) = self.of_groups(block);
+        // SAFETY: the caller's.
+        unsafe {
+            for (at, &quad) in quads.iter().enumerate() {
+                to.wrapping_add(at * block.n).write(quad);
+            }
+            for (at, (&scale, &sum)) in scales.iter().zip(sums).enumerate() {
+                let at = (group + at) * block.n + i;
+                to_scales.wrapping_add(at).write(scale);
+                to_sums.wrapping_add(at).write(sum);
+            }
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! A tile of weights in float32 or bfloat16, times a block of pairs.
+
+use super::blocks::BLOCK;
+use super::weights::ROWS;
+use crate::simd::{Kernel, Simd};
+
+/// The products of a tile's rows and the pairs of a block, `[n, 16]`. Sums go over the columns in ascending order.
+pub(super) struct FloatTile {
+    /// `[columns, 16]` in float32, or in bfloat16 with `IS_BF16`.
+    pub weights: *const u8,
+    pub is_bf16: bool,
+    pub columns: usize,
+    /// `[columns, n]`.
+    pub inputs: *const f32,
+    pub n: usize,
+    pub out: *mut f32,
+}
+
+impl Kernel for FloatTile {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: the caller's.
+        unsafe {
+            match self.is_bf16 {
+                true => self.of::<S, true>(),
+                false => self.of::<S, false>(),
+            }
+        }
+    }
+}
+
+impl FloatTile {
+    #[inline(always)]
+    unsafe fn of<S: Simd, const IS_BF16: bool>(&self) {
+        const { assert!(BLOCK == 8) };
+        // SAFETY: the caller's.
+        unsafe {
+            match (self.n, ROWS / S::WIDTH) {
+                (1, 1) => self.multiply::<S, IS_BF16, 1, 1>(),
+                (2, 1) => self.multiply::<S, IS_BF16, 2, 1>(),
+                (3, 1) => self.multiply::<S, IS_BF16, 3, 1>(),
+                (4, 1) => self.multiply::<S, IS_BF16, 4, 1>(),
+                (5, 1) => self.multiply::<S, IS_BF16, 5, 1>(),
+                (6, 1) => self.multiply::<S, IS_BF16, 6, 1>(),
+                (7, 1) => self.multiply::<S, IS_BF16, 7, 1>(),
+                (_, 1) => self.multiply::<S, IS_BF16, 8, 1>(),
+                (1, _) => self.multiply::<S, IS_BF16, 1, 2>(),
+                (2, _) => self.multiply::<S, IS_BF16, 2, 2>(),
+                (3, _) => self.multiply::<S, IS_BF16, 3, 2>(),
+                (_, _) => self.multiply::<S, IS_BF16, 4, 2>(),
+            }
+        }
+    }
+
+    /// Multiplies with `N` pairs and `V` vectors of rows.
+    #[inline(always)]
+    unsafe fn multiply<S: Simd, const IS_BF16: bool, const N: usize, const V: usize>(&self) {
+        let size = if IS_BF16 { 2 } else { 4 };
+        // SAFETY: the caller's.
+        unsafe {
+            let mut sums = [[S::splat(0.0); V]; N];
+            let (mut weights, mut inputs) = (self.weights, self.inputs);
+            for _ in 0..self.columns {
+                for v in 0..V {
+                    let from = weights.add(v * S::WIDTH * size);
+                    let row = match IS_BF16 {
+                        true => S::bf16(from),
+                        false => S::load(from.cast()),
+                    };
+                    for (i, sums) in sums.iter_mut().enumerate() {
+                        sums[v] = S::fma(S::splat(*inputs.add(i)), row, sums[v]);
+                    }
+                }
+                weights = weights.add(ROWS * size);
+                inputs = inputs.add(N);
+            }
+            for (i, sums) in sums.iter().enumerate() {
+                for (v, &sum) in sums.iter().enumerate() {
+                    S::store(self.out.add(i * ROWS + v * S::WIDTH), sum);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! AVX2: eight rows at a time.
+
+use std::arch::x86_64::*;
+
+use super::IntegerTile;
+use crate::experts::weights::{ROWS, SCALES};
+
+/// The rows of a vector.
+const HALF: usize = ROWS / 2;
+
+/// # Safety
+/// As [`IntegerTile::run`].
+pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
+    for half in 0..2 {
+        // SAFETY: the caller's.
+        unsafe {
+            match tile.n {
+                1 => multiply::<IS_INT4, 1>(tile, half),
+                2 => multiply::<IS_INT4, 2>(tile, half),
+                3 => multiply::<IS_INT4, 3>(tile, half),
+                _ => multiply::<IS_INT4, 4>(tile, half),
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma")]
+unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half: usize) {
+    let mut sums = [_mm256_setzero_ps(); N];
+    let mut weights = tile.weights;
+    let mut inputs = tile.inputs.cast::<i32>();
+    let (mut scales, mut input_sums) = (tile.scales, tile.sums);
+    // SAFETY: the caller's.
+    unsafe {
+        for _ in 0..tile.n_groups {
+            let halves = _mm_loadu_si128(weights.add(half * SCALES / 2).cast());
+            let of_weights = _mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves));
+            weights = weights.add(SCALES);
+            let mut codes = weights.add(half * 4 * HALF);
+            let mut dots = [_mm256_setzero_si256(); N];
+            for _ in 0..tile.group / 32 {
+                if IS_INT4 {
+                    add_int4(&mut dots, codes, inputs);
+                    codes = codes.add(4 * 4 * ROWS);
+                } else {
+                    add_int8(&mut dots, codes, inputs);
+                    codes = codes.add(8 * 4 * ROWS);
+                }
+                inputs = inputs.add(8 * N);
+            }
+            weights = codes.sub(half * 4 * HALF);
+            for (i, sum) in sums.iter_mut().enumerate() {
+                // Codes of 4 bits are without a sign.
+                let offset = if IS_INT4 { -8 * *input_sums.add(i) } else { 0 };
+                let dot = _mm256_add_epi32(dots[i], _mm256_set1_epi32(offset));
+                let scale =
+                    _mm256_mul_ps(_mm256_castsi256_ps(of_weights), _mm256_set1_ps(*scales.add(i)));
+                *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, *sum);
+            }
+            scales = scales.add(N);
+            input_sums = input_sums.add(N);
+        }
+        for (i, &sum) in sums.iter().enumerate() {
+            _mm256_storeu_ps(tile.out.add(i * ROWS + half * HALF), sum);
+        }
+    }
+}
+
+/// Adds the products of 32 columns. Sums of eight products of two fit 16 bits: 8 * 2 * 15 * 127 is 30,480.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_int4<const N: usize>(dots: &mut [__m256i; N], codes: *const u8, inputs: *const i32) {
+    let low_bits = _mm256_set1_epi8(15);
+    let mut short = [_mm256_setzero_si256(); N];
+    for eight in 0..4 {
+        // SAFETY: the caller's.
+        unsafe {
+            let both = _mm256_loadu_si256(codes.add(eight * 4 * ROWS).cast());
+            let first = _mm256_and_si256(both, low_bits);
+            let second = _mm256_and_si256(_mm256_srli_epi16::<4>(both), low_bits);
+            for (i, short) in short.iter_mut().enumerate() {
+                let x = inputs.add(2 * eight * N + i);
+                let low = _mm256_maddubs_epi16(first, _mm256_set1_epi32(*x));
+                let high = _mm256_maddubs_epi16(second, _mm256_set1_epi32(*x.add(N)));
+                *short = _mm256_add_epi16(*short, _mm256_add_epi16(low, high));
+            }
+        }
+    }
+    for (dot, short) in dots.iter_mut().zip(short) {
+        *dot = _mm256_add_epi32(*dot, _mm256_madd_epi16(short, _mm256_set1_epi16(1)));
+    }
+}
+
+/// Adds the products of 32 columns. The sign of a weight goes to its input, so that two products fit 16 bits: 2 *
+/// 128 * 127 is 32,512.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_int8<const N: usize>(dots: &mut [__m256i; N], codes: *const u8, inputs: *const i32) {
+    let sign_bits = _mm256_set1_epi8(-128);
+    for quad in 0..8 {
+        // SAFETY: the caller's.
+        unsafe {
+            let weights = _mm256_loadu_si256(codes.add(quad * 4 * ROWS).cast());
+            let weights = _mm256_xor_si256(weights, sign_bits);
+            let sizes = _mm256_abs_epi8(weights);
+            for (i, dot) in dots.iter_mut().enumerate() {
+                let x = _mm256_set1_epi32(*inputs.add(quad * N + i));
+                let pairs = _mm256_maddubs_epi16(sizes, _mm256_sign_epi8(x, weights));
+                *dot = _mm256_add_epi32(*dot, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+            }
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! AVX-512 with VNNI: a product of four bytes each and their sum is one instruction.
+
+use std::arch::x86_64::*;
+
+use super::IntegerTile;
+use crate::experts::weights::{ROWS, SCALES};
+
+/// # Safety
+/// As [`IntegerTile::run`].
+pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
+    // SAFETY: the caller's.
+    unsafe {
+        match tile.n {
+            1 => multiply::<IS_INT4, 1>(tile),
+            2 => multiply::<IS_INT4, 2>(tile),
+            3 => multiply::<IS_INT4, 3>(tile),
+            4 => multiply::<IS_INT4, 4>(tile),
+            5 => multiply::<IS_INT4, 5>(tile),
+            6 => multiply::<IS_INT4, 6>(tile),
+            7 => multiply::<IS_INT4, 7>(tile),
+            _ => multiply::<IS_INT4, 8>(tile),
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
+    let low_bits = _mm512_set1_epi8(15);
+    let mut sums = [_mm512_setzero_ps(); N];
+    let mut weights = tile.weights;
+    let mut inputs = tile.inputs.cast::<i32>();
+    let (mut scales, mut input_sums) = (tile.scales, tile.sums);
+    // SAFETY: the caller's.
+    unsafe {
+        for _ in 0..tile.n_groups {
+            let halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(weights.cast()));
+            let of_weights = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(halves));
+            weights = weights.add(SCALES);
+            // Codes are without a sign, as the instruction wants: what that adds is subtracted first.
+            let mut dots = [_mm512_setzero_si512(); N];
+            for (i, dot) in dots.iter_mut().enumerate() {
+                let offset = if IS_INT4 { 8 } else { 128 };
+                *dot = _mm512_set1_epi32(-offset * *input_sums.add(i));
+            }
+            for _ in 0..tile.group / 8 {
+                let (first, second) = if IS_INT4 {
+                    let codes = _mm512_loadu_si512(weights.cast());
+                    weights = weights.add(4 * ROWS);
+                    let high = _mm512_and_si512(_mm512_srli_epi16::<4>(codes), low_bits);
+                    (_mm512_and_si512(codes, low_bits), high)
+                } else {
+                    let first = _mm512_loadu_si512(weights.cast());
+                    let second = _mm512_loadu_si512(weights.add(4 * ROWS).cast());
+                    weights = weights.add(8 * ROWS);
+                    (first, second)
+                };
+                for (i, dot) in dots.iter_mut().enumerate() {
+                    *dot = _mm512_dpbusd_epi32(*dot, first, _mm512_set1_epi32(*inputs.add(i)));
+                }
+                for (i, dot) in dots.iter_mut().enumerate() {
+                    let input = _mm512_set1_epi32(*inputs.add(N + i));
+                    *dot = _mm512_dpbusd_epi32(*dot, second, input);
+                }
+                inputs = inputs.add(2 * N);
+            }
+            for (i, sum) in sums.iter_mut().enumerate() {
+                let scale = _mm512_mul_ps(of_weights, _mm512_set1_ps(*scales.add(i)));
+                *sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[i]), scale, *sum);
+            }
+            scales = scales.add(N);
+            input_sums = input_sums.add(N);
+        }
+        for (i, &sum) in sums.iter().enumerate() {
+            _mm512_storeu_ps(tile.out.add(i * ROWS), sum);
+        }
+    }
+}

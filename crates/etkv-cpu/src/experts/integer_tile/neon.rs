@@ -1,0 +1,82 @@
+//! NEON: four rows at a time.
+
+use std::arch::aarch64::*;
+
+use super::IntegerTile;
+use crate::experts::weights::{ROWS, SCALES};
+
+/// The rows of a vector.
+const QUARTER: usize = ROWS / 4;
+
+/// # Safety
+/// As [`IntegerTile::run`].
+pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
+    for quarter in 0..4 {
+        // SAFETY: the caller's.
+        unsafe {
+            match tile.n {
+                1 => multiply::<IS_INT4, 1>(tile, quarter),
+                2 => multiply::<IS_INT4, 2>(tile, quarter),
+                3 => multiply::<IS_INT4, 3>(tile, quarter),
+                _ => multiply::<IS_INT4, 4>(tile, quarter),
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "neon")]
+unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, quarter: usize) {
+    // SAFETY: the caller's.
+    unsafe {
+        let mut sums = [vdupq_n_f32(0.0); N];
+        let mut weights = tile.weights;
+        let mut inputs = tile.inputs.cast::<i32>();
+        let mut scales = tile.scales;
+        for _ in 0..tile.n_groups {
+            let halves = vld1_u16(weights.add(quarter * SCALES / 4).cast());
+            let of_weights = vreinterpretq_f32_u32(vshll_n_u16::<16>(halves));
+            weights = weights.add(SCALES);
+            let mut dots = [vdupq_n_s32(0); N];
+            for _ in 0..tile.group / 8 {
+                let at = weights.add(quarter * 4 * QUARTER);
+                let (first, second) = if IS_INT4 {
+                    let codes = vld1q_u8(at);
+                    weights = weights.add(4 * ROWS);
+                    let eight = vdupq_n_s8(8);
+                    let low = vreinterpretq_s8_u8(vandq_u8(codes, vdupq_n_u8(15)));
+                    let high = vreinterpretq_s8_u8(vshrq_n_u8::<4>(codes));
+                    (vsubq_s8(low, eight), vsubq_s8(high, eight))
+                } else {
+                    let sign_bits = vdupq_n_u8(128);
+                    let first = veorq_u8(vld1q_u8(at), sign_bits);
+                    let second = veorq_u8(vld1q_u8(at.add(4 * ROWS)), sign_bits);
+                    weights = weights.add(8 * ROWS);
+                    (vreinterpretq_s8_u8(first), vreinterpretq_s8_u8(second))
+                };
+                for (i, dot) in dots.iter_mut().enumerate() {
+                    let x = [*inputs.add(i), *inputs.add(N + i)];
+                    let [x, y] = x.map(|x| vreinterpretq_s8_s32(vdupq_n_s32(x)));
+                    *dot = vaddq_s32(*dot, vaddq_s32(dot4(first, x), dot4(second, y)));
+                }
+                inputs = inputs.add(2 * N);
+            }
+            for (i, sum) in sums.iter_mut().enumerate() {
+                let scale = vmulq_n_f32(of_weights, *scales.add(i));
+                *sum = vfmaq_f32(*sum, vcvtq_f32_s32(dots[i]), scale);
+            }
+            scales = scales.add(N);
+        }
+        for (i, &sum) in sums.iter().enumerate() {
+            vst1q_f32(tile.out.add(i * ROWS + quarter * QUARTER), sum);
+        }
+    }
+}
+
+/// Returns the products of four bytes each, summed.
+#[inline]
+#[target_feature(enable = "neon")]
+fn dot4(a: int8x16_t, b: int8x16_t) -> int32x4_t {
+    let low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)));
+    let high = vpaddlq_s16(vmull_high_s8(a, b));
+    vpaddq_s32(low, high)
+}

@@ -1,0 +1,48 @@
+//! Any machine.
+
+use super::IntegerTile;
+use crate::experts::blocks::QUAD;
+use crate::experts::weights::{ROWS, SCALES};
+
+/// # Safety
+/// As [`IntegerTile::run`].
+pub(super) unsafe fn run(tile: &IntegerTile) {
+    let n = tile.n;
+    let offset = if tile.is_int4 { 8 } else { 128 };
+    let code_bytes = ROWS * tile.group / if tile.is_int4 { 2 } else { 1 };
+    for i in 0..n {
+        let mut sums = [0.0f32; ROWS];
+        for group in 0..tile.n_groups {
+            // SAFETY: the caller's.
+            unsafe {
+                let at = tile.weights.add(group * (SCALES + code_bytes));
+                let codes = std::slice::from_raw_parts(at.add(SCALES), code_bytes);
+                let quads = tile.inputs.cast::<[i8; QUAD]>().add(group * tile.group / QUAD * n + i);
+                let mut dots = [-offset * *tile.sums.add(group * n + i); ROWS];
+                for quad in 0..tile.group / QUAD {
+                    let x = *quads.add(quad * n);
+                    for (row, dot) in dots.iter_mut().enumerate() {
+                        for (j, &x) in x.iter().enumerate() {
+                            let code = match tile.is_int4 {
+                                true => {
+                                    let two = codes[(quad / 2 * ROWS + row) * QUAD + j];
+                                    two >> (quad % 2 * 4) & 15
+                                }
+                                false => codes[(quad * ROWS + row) * QUAD + j],
+                            };
+                            *dot += i32::from(code) * i32::from(x);
+                        }
+                    }
+                }
+                let scale = *tile.scales.add(group * n + i);
+                for (row, (sum, dot)) in sums.iter_mut().zip(dots).enumerate() {
+                    let bits = at.cast::<u16>().add(row).read_unaligned();
+                    let of_weights = f32::from_bits(u32::from(u16::from_le(bits)) << 16);
+                    *sum = (dot as f32).mul_add(of_weights * scale, *sum);
+                }
+            }
+        }
+        // SAFETY: the caller's.
+        unsafe { tile.out.add(i * ROWS).cast::<[f32; ROWS]>().write_unaligned(sums) };
+    }
+}

@@ -1,0 +1,388 @@
+//! A call: its checks, and its tasks.
+
+use etkv_core::{fail, Result};
+
+use super::activation::Activate;
+use super::blocks::{blocks_of, Block, Packed, BLOCK};
+use super::float_tile::FloatTile;
+use super::integer_tile::{Dot, IntegerTile};
+use super::quantize::Quantize;
+use super::routing::{Chosen, Routing};
+use super::sizes::Experts;
+use super::weights::{WeightFormat, MAX_GROUP, ROWS};
+use super::workspace::{Pieces, Workspace};
+use crate::parallel::{Parallel, Serial};
+use crate::simd::{with_simd, Instructions, Kernel, Simd};
+
+/// The tasks for each thread: enough to even out other load on the machine.
+const TASKS: usize = 8;
+
+/// The least pairs whose inputs several threads prepare.
+const MANY: usize = 64;
+
+/// The inputs of a step of `T` tokens with `k` experts each.
+#[derive(Debug, Clone, Copy)]
+pub struct Inputs<'a> {
+    /// Hidden states, `[T, hidden]`.
+    pub x: &'a [f32],
+    /// The experts of a token.
+    pub k: usize,
+    /// The experts of each token, `[T, k]`: little-endian integers of 64 bits.
+    pub experts: &'a [u8],
+    /// The factors of their outputs, `[T, k]`.
+    pub routing_weights: &'a [f32],
+    /// The weights of the first products of all experts.
+    pub first: &'a [u8],
+    /// The weights of the second products.
+    pub second: &'a [u8],
+    /// `[n_experts, 16 * tiles]`, in the order of the tiles' rows.
+    pub first_bias: Option<&'a [f32]>,
+    /// `[n_experts, hidden]`.
+    pub second_bias: Option<&'a [f32]>,
+}
+
+/// Writes, for each token, the sum of its experts' outputs, each times its factor: `[T, hidden]`.
+///
+/// An output does not depend on the other tokens of the step, nor on the number of threads.
+///
+/// # Errors
+/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an index that is none of an expert,
+/// [`Shape`](etkv_core::Status::Shape) if sizes do not match, and [`Backend`](etkv_core::Status::Backend) if memory
+/// is lacking. Then the output is not written.
+pub fn route_into(
+    experts: &Experts,
+    inputs: &Inputs,
+    out: &mut [f32],
+    workspace: &mut Workspace,
+    parallel: &dyn Parallel,
+) -> Result<()> {
+    route_with(Instructions::best(), experts, inputs, out, workspace, parallel)
+}
+
+/// [`route_into`] with one of the machine's instruction sets.
+pub(super) fn route_with(
+    instructions: Instructions,
+    experts: &Experts,
+    inputs: &Inputs,
+    out: &mut [f32],
+    workspace: &mut Workspace,
+    parallel: &dyn Parallel,
+) -> Result<()> {
+    experts.check()?;
+    check(experts, inputs, out)?;
+    let (memory, routing) = workspace.parts();
+    routing.sort(inputs.experts, inputs.k, experts.n_experts)?;
+    let n_tokens = out.len() / experts.hidden;
+    let pieces = Workspace::prepare(memory, experts, n_tokens, routing.pairs.len())?;
+    // About ten microseconds of work are not worth waking a thread.
+    let work = experts.hidden * experts.intermediate * routing.chosen.len();
+    let parallel = if work < 1 << 15 { &Serial } else { parallel };
+    let dot = Dot::of(instructions);
+    let most = match experts.weights.group() {
+        Some(_) => dot.most(),
+        // Sums of twice as many vectors fill the registers.
+        None => BLOCK * with_simd!(instructions, |S| S::WIDTH) / ROWS,
+    };
+    let step = Step {
+        instructions,
+        dot,
+        most,
+        experts,
+        inputs,
+        routing,
+        pieces,
+        out: out.as_mut_ptr(),
+        n_tokens,
+    };
+    // A host may take a lock for this call.
+    step.run(parallel, parallel.threads());
+    Ok(())
+}
+
+/// Checks that inputs and output have the sizes of the experts.
+fn check(experts: &Experts, inputs: &Inputs, out: &[f32]) -> Result<()> {
+    let Experts { n_experts, hidden, .. } = *experts;
+    let Inputs { x, k, first, second, .. } = *inputs;
+    let n_tokens = x.len() / hidden;
+    let first_rows = experts.first_tiles() * ROWS;
+    let bias = |bias: Option<&[f32]>, rows| bias.map_or(n_experts * rows, <[f32]>::len);
+    for (name, expected, found) in [
+        ("hidden states", n_tokens * hidden, x.len()),
+        ("output", n_tokens * hidden, out.len()),
+        ("experts of the tokens", n_tokens * k * 8, inputs.experts.len()),
+        ("factors", n_tokens * k, inputs.routing_weights.len()),
+        ("weights of the first products", experts.first_size(), first.len()),
+        ("weights of the second products", experts.second_size(), second.len()),
+        (
+            "biases of the first products",
+            n_experts * first_rows,
+            bias(inputs.first_bias, first_rows),
+        ),
+        ("biases of the second products", n_experts * hidden, bias(inputs.second_bias, hidden)),
+    ] {
+        if expected != found {
+            fail!(Shape, "{name}: expected {expected} numbers or bytes, got {found}");
+        }
+    }
+    let alignment = experts.weights.alignment();
+    if [first, second].iter().any(|weights| weights.as_ptr().align_offset(alignment) != 0) {
+        fail!(Shape, "weights of experts: expected an address that is a multiple of {alignment}");
+    }
+    Ok(())
+}
+
+/// A call, for its tasks.
+struct Step<'a> {
+    instructions: Instructions,
+    dot: Dot,
+    /// The most pairs of a block.
+    most: usize,
+    experts: &'a Experts,
+    inputs: &'a Inputs<'a>,
+    routing: &'a Routing,
+    pieces: Pieces,
+    out: *mut f32,
+    n_tokens: usize,
+}
+
+// SAFETY: the tasks of each phase write to pieces and columns of their own. What they read was written in an earlier
+// phase.
+unsafe impl Sync for Step<'_> {}
+
+/// The sums of a block, a tile's rows for each pair.
+type Sums = [f32; BLOCK * ROWS];
+
+impl Step<'_> {
+    fn run(&self, parallel: &dyn Parallel, threads: usize) {
+        let chosen = &self.routing.chosen;
+        let prepares: &dyn Parallel =
+            if self.routing.pairs.len() < MANY { &Serial } else { parallel };
+        if self.pieces.tokens.group != 0 {
+            prepares.run(self.n_tokens, &|token| self.quantize(token));
+        }
+        prepares.run(chosen.len(), &|at| self.pack(&chosen[at]));
+
+        // A unit of the first products gives whole groups of the second ones' inputs.
+        let unit = self.experts.weights.group().unwrap_or(ROWS);
+        let n_units = self.experts.intermediate / unit;
+        let each = (chosen.len() * n_units).div_ceil(TASKS * threads).clamp(1, n_units);
+        let parts = n_units.div_ceil(each);
+        parallel.run(chosen.len() * parts, &|task| {
+            let begin = task % parts * each;
+            self.first(&chosen[task / parts], begin..n_units.min(begin + each), unit);
+        });
+
+        let n_tiles = self.experts.second_tiles();
+        let each = n_tiles.div_ceil(TASKS * threads).max(1);
+        parallel.run(n_tiles.div_ceil(each), &|task| {
+            let begin = task * each;
+            (begin..n_tiles.min(begin + each)).for_each(|tile| self.clear(tile));
+            for chosen in chosen {
+                (begin..n_tiles.min(begin + each)).for_each(|tile| self.second(chosen, tile));
+            }
+        });
+    }
+
+    /// Runs a kernel.
+    ///
+    /// # Safety
+    /// The fields of the kernel point to what their comments say.
+    unsafe fn enter(&self, kernel: impl Kernel) {
+        // SAFETY: the machine has the instructions; the caller's.
+        with_simd!(self.instructions, |S| unsafe { S::enter(kernel) });
+    }
+
+    /// Rounds a token to 8 bits.
+    fn quantize(&self, token: usize) {
+        let tokens = &self.pieces.tokens;
+        let (columns, group, n_groups) = (tokens.columns, tokens.group, tokens.n_groups());
+        let row = &self.inputs.x[token * columns..(token + 1) * columns];
+        let block = Block { first: token, n: 1 };
+        let (scales, sums) = tokens.of_groups(block);
+        // SAFETY: the row of the token belongs to this task, and its numbers are initialized.
+        let (codes, scales, sums) = unsafe {
+            (
+                std::slice::from_raw_parts_mut(tokens.integers(block), columns),
+                std::slice::from_raw_parts_mut(scales, n_groups),
+                std::slice::from_raw_parts_mut(sums, n_groups),
+            )
+        };
+        let groups = row.chunks_exact(group).zip(codes.chunks_exact_mut(group));
+        for ((from, codes), (scale, sum)) in groups.zip(scales.iter_mut().zip(sums)) {
+            // SAFETY: references, to as many codes as numbers.
+            unsafe { self.enter(Quantize { from, codes, scale, sum }) };
+        }
+    }
+
+    /// Puts the tokens of an expert into blocks.
+    fn pack(&self, chosen: &Chosen) {
+        let (to, tokens) = (&self.pieces.first, &self.pieces.tokens);
+        for block in blocks_of(chosen, self.most) {
+            for i in 0..block.n {
+                let token = self.token(block.first + i);
+                if to.group == 0 {
+                    let row = &self.inputs.x[token * to.columns..(token + 1) * to.columns];
+                    // SAFETY: the pairs of an expert belong to this task.
+                    unsafe { to.put_floats(block, i, 0, row) };
+                    continue;
+                }
+                let of_token = Block { first: token, n: 1 };
+                let (scales, sums) = tokens.of_groups(of_token);
+                let n = tokens.n_groups();
+                // SAFETY: as above; an earlier phase wrote the token.
+                unsafe {
+                    let codes = std::slice::from_raw_parts(tokens.integers(of_token), to.columns);
+                    let scales = std::slice::from_raw_parts(scales, n);
+                    to.put_integers(
+                        block,
+                        i,
+                        0,
+                        codes,
+                        scales,
+                        std::slice::from_raw_parts(sums, n),
+                    );
+                }
+            }
+        }
+    }
+
+    /// Computes the first products of an expert, what is between them and the second, and the inputs of the second:
+    /// some units of them.
+    fn first(&self, chosen: &Chosen, units: std::ops::Range<usize>, unit: usize) {
+        let (to, gated) = (&self.pieces.second, self.experts.activation.gated);
+        let (mut gates, mut ups): (Sums, Sums) = ([0.0; BLOCK * ROWS], [0.0; BLOCK * ROWS]);
+        let mut rows = [[0.0f32; MAX_GROUP]; BLOCK];
+        for (unit_at, block) in
+            units.flat_map(|at| blocks_of(chosen, self.most).map(move |block| (at, block)))
+        {
+            for tile in 0..unit / ROWS {
+                let column = unit_at * unit + tile * ROWS;
+                let at = column / ROWS;
+                if gated {
+                    self.first_tile(chosen.expert, 2 * at, block, &mut gates);
+                    self.first_tile(chosen.expert, 2 * at + 1, block, &mut ups);
+                } else {
+                    self.first_tile(chosen.expert, at, block, &mut gates);
+                }
+                let activation = self.experts.activation;
+                let (gates_at, ups_at) = (gates.as_mut_ptr(), ups.as_ptr());
+                // SAFETY: both have rows for all pairs of a block.
+                unsafe {
+                    self.enter(Activate { activation, gates: gates_at, ups: ups_at, n: block.n });
+                }
+                for (i, made) in gates.chunks_exact(ROWS).take(block.n).enumerate() {
+                    if to.group == 0 {
+                        // SAFETY: the columns of these pairs belong to this task.
+                        unsafe { to.put_floats(block, i, column, made) };
+                    } else {
+                        rows[i][tile * ROWS..][..ROWS].copy_from_slice(made);
+                    }
+                }
+            }
+            if to.group != 0 {
+                for (i, row) in rows[..block.n].iter().enumerate() {
+                    let (mut codes, mut scale, mut sum) = ([0; MAX_GROUP], 0.0, 0);
+                    let (from, codes) = (&row[..unit], &mut codes[..unit]);
+                    let (scale_at, sum_at) = (&mut scale, &mut sum);
+                    // SAFETY: references, to as many codes as numbers; the columns of these pairs belong to this
+                    // task.
+                    unsafe {
+                        self.enter(Quantize { from, codes, scale: scale_at, sum: sum_at });
+                        to.put_integers(block, i, unit_at, codes, &[scale], &[sum]);
+                    }
+                }
+            }
+        }
+    }
+
+    fn first_tile(&self, expert: usize, tile: usize, block: Block, sums: &mut Sums) {
+        let tiles = self.experts.first_tiles();
+        self.tile(self.inputs.first, &self.pieces.first, expert * tiles + tile, block, sums);
+        if let Some(bias) = self.inputs.first_bias {
+            let bias = &bias[(expert * tiles + tile) * ROWS..][..ROWS];
+            for sums in sums.chunks_exact_mut(ROWS).take(block.n) {
+                sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
+            }
+        }
+    }
+
+    /// Clears a tile's columns of the output.
+    fn clear(&self, tile: usize) {
+        let (column, width) = self.columns(tile);
+        for token in 0..self.n_tokens {
+            // SAFETY: the columns belong to this task.
+            unsafe { self.out.add(token * self.experts.hidden + column).write_bytes(0, width) };
+        }
+    }
+
+    /// Adds the second products of an expert: a tile's columns of the output.
+    fn second(&self, chosen: &Chosen, tile: usize) {
+        let (hidden, expert) = (self.experts.hidden, chosen.expert);
+        let tiles = self.experts.second_tiles();
+        let (column, width) = self.columns(tile);
+        let bias = self.inputs.second_bias.map(|bias| &bias[expert * hidden + column..][..width]);
+        let mut sums: Sums = [0.0; BLOCK * ROWS];
+        for block in blocks_of(chosen, self.most) {
+            let (weights, inputs) = (self.inputs.second, &self.pieces.second);
+            self.tile(weights, inputs, expert * tiles + tile, block, &mut sums);
+            for (i, sums) in sums.chunks_exact_mut(ROWS).take(block.n).enumerate() {
+                if let Some(bias) = bias {
+                    sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
+                }
+                let factor = self.inputs.routing_weights[self.pair(block.first + i)];
+                let at = self.token(block.first + i) * hidden + column;
+                // SAFETY: the columns belong to this task.
+                let out = unsafe { std::slice::from_raw_parts_mut(self.out.add(at), width) };
+                out.iter_mut().zip(&*sums).for_each(|(out, sum)| *out += factor * sum);
+            }
+        }
+    }
+
+    /// Computes the products of a tile and a block.
+    fn tile(&self, weights: &[u8], inputs: &Packed, tile: usize, block: Block, sums: &mut Sums) {
+        let format = self.experts.weights;
+        let size = format.tile_size(inputs.columns);
+        let weights = weights[tile * size..][..size].as_ptr();
+        let (n, out) = (block.n, sums.as_mut_ptr());
+        match format {
+            WeightFormat::F32 | WeightFormat::Bf16 => {
+                let is_bf16 = format == WeightFormat::Bf16;
+                let (columns, inputs) = (inputs.columns, inputs.floats(block));
+                // SAFETY: the weights are those of a tile; an earlier phase wrote the block.
+                unsafe { self.enter(FloatTile { weights, is_bf16, columns, inputs, n, out }) };
+            }
+            WeightFormat::Int8 { group } | WeightFormat::Int4 { group } => {
+                let (scales, input_sums) = inputs.of_groups(block);
+                let tile = IntegerTile {
+                    weights,
+                    is_int4: matches!(format, WeightFormat::Int4 { .. }),
+                    n_groups: inputs.n_groups(),
+                    group,
+                    inputs: inputs.integers(block),
+                    scales,
+                    sums: input_sums,
+                    n,
+                    out,
+                };
+                // SAFETY: the machine has the instructions; an earlier phase wrote the block, which has at most
+                // `Dot::most` pairs.
+                unsafe { tile.run(self.dot) };
+            }
+        }
+    }
+
+    /// Returns the first column of the output that a tile has, and their number.
+    fn columns(&self, tile: usize) -> (usize, usize) {
+        let column = tile * ROWS;
+        (column, ROWS.min(self.experts.hidden - column))
+    }
+
+    /// Returns the place of a pair among the indices.
+    fn pair(&self, at: usize) -> usize {
+        self.routing.pairs[at] as usize
+    }
+
+    fn token(&self, at: usize) -> usize {
+        self.pair(at) / self.inputs.k
+    }
+}

@@ -1,0 +1,80 @@
+//! The sizes of a layer's experts.
+
+use etkv_core::{fail, Result};
+
+use super::activation::Activation;
+use super::weights::{WeightFormat, MAX_GROUP, ROWS};
+
+/// The most elements of a row, and the most experts: more than any model has, and few enough that sizes in bytes
+/// fit 64 bits.
+const MAX_SIZE: usize = 1 << 20;
+
+/// The experts of one layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Experts {
+    /// The number of experts.
+    pub n_experts: usize,
+    /// Elements of a hidden state.
+    pub hidden: usize,
+    /// Elements between the two products: whole tiles.
+    pub intermediate: usize,
+    /// How their weights are stored.
+    pub weights: WeightFormat,
+    /// What is computed between the products.
+    pub activation: Activation,
+}
+
+impl Experts {
+    /// Checks the sizes.
+    ///
+    /// # Errors
+    /// [`Program`](etkv_core::Status::Program) for sizes that no exporter writes.
+    pub fn check(&self) -> Result<()> {
+        let Self { n_experts, hidden, intermediate, weights, .. } = *self;
+        for (name, size) in
+            [("experts", n_experts), ("hidden", hidden), ("intermediate", intermediate)]
+        {
+            if !(1..=MAX_SIZE).contains(&size) {
+                fail!(Program, "{name}: expected 1 to {MAX_SIZE}, got {size}");
+            }
+        }
+        if intermediate % ROWS != 0 {
+            fail!(Program, "intermediate: expected a multiple of {ROWS}, got {intermediate}");
+        }
+        if let Some(group) = weights.group() {
+            if group == 0 || group % 32 != 0 || group > MAX_GROUP {
+                fail!(
+                    Program,
+                    "group size: expected a multiple of 32 up to {MAX_GROUP}, got {group}"
+                );
+            }
+            if hidden % group != 0 || intermediate % group != 0 {
+                fail!(
+                    Program,
+                    "group size {group} does not divide the rows of the experts, {hidden} and {intermediate}"
+                );
+            }
+        }
+        self.activation.check()
+    }
+
+    /// Returns the tiles of an expert's first product: with a gate, those of the gate and those of what it gates.
+    pub(super) fn first_tiles(&self) -> usize {
+        self.intermediate / ROWS * if self.activation.gated { 2 } else { 1 }
+    }
+
+    /// Returns the tiles of an expert's second product.
+    pub(super) fn second_tiles(&self) -> usize {
+        self.hidden.div_ceil(ROWS)
+    }
+
+    /// Returns the bytes of the weights of all experts' first products.
+    pub fn first_size(&self) -> usize {
+        self.n_experts * self.first_tiles() * self.weights.tile_size(self.hidden)
+    }
+
+    /// Returns the bytes of the weights of all experts' second products.
+    pub fn second_size(&self) -> usize {
+        self.n_experts * self.second_tiles() * self.weights.tile_size(self.intermediate)
+    }
+}

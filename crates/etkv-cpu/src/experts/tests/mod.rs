@@ -1,0 +1,195 @@
+//! Experts against plain loops in float64, over generated sizes, formats, routings and thread counts.
+
+mod reference;
+mod refusals;
+mod tiles;
+
+use super::activation::{Activation, Function};
+use super::run::route_with;
+use super::sizes::Experts;
+use super::weights::WeightFormat;
+use super::workspace::Workspace;
+use crate::attention::synthetic::Threads;
+use crate::simd::Instructions;
+use reference::{Layer, Numbers};
+
+const FORMATS: [WeightFormat; 5] = [
+    WeightFormat::F32,
+    WeightFormat::Bf16,
+    WeightFormat::Int8 { group: 32 },
+    WeightFormat::Int4 { group: 32 },
+    WeightFormat::Int4 { group: 64 },
+];
+
+const FUNCTIONS: [Function; 5] =
+    [Function::Silu, Function::Gelu, Function::GeluTanh, Function::Relu, Function::Relu2];
+
+/// Returns SwiGLU.
+pub(super) fn swiglu() -> Activation {
+    Activation {
+        function: Function::Silu,
+        gated: true,
+        alpha: 1.0,
+        limit: f32::INFINITY,
+        offset: 0.0,
+    }
+}
+
+/// Returns the outputs of a layer for tokens of which each has `k` experts.
+fn run(layer: &Layer, x: &[f32], chosen: &[i64], factors: &[f32]) -> Vec<f32> {
+    run_with(Instructions::best(), layer, x, chosen, factors, 2)
+}
+
+fn run_with(
+    instructions: Instructions,
+    layer: &Layer,
+    x: &[f32],
+    chosen: &[i64],
+    factors: &[f32],
+    threads: usize,
+) -> Vec<f32> {
+    let mut out = vec![f32::NAN; x.len()];
+    let indices: Vec<u8> = chosen.iter().flat_map(|index| index.to_le_bytes()).collect();
+    let k = chosen.len() / (x.len() / layer.experts.hidden);
+    let inputs = layer.inputs(x, k, &indices, factors);
+    let mut workspace = Workspace::default();
+    route_with(instructions, &layer.experts, &inputs, &mut out, &mut workspace, &Threads(threads))
+        .unwrap();
+    out
+}
+
+/// Returns the largest error of an output, as a part of the outputs' size.
+fn error(found: &[f32], expected: &[f64]) -> f64 {
+    let size = (expected.iter().map(|x| x * x).sum::<f64>() / expected.len() as f64).sqrt();
+    let errors = found.iter().zip(expected).map(|(found, x)| (f64::from(*found) - x).abs());
+    errors.fold(0.0, f64::max) / size.max(1e-30)
+}
+
+#[test]
+fn outputs_are_those_of_plain_loops() {
+    let mut numbers = Numbers(1);
+    for case in 0..200 {
+        let weights = FORMATS[case % FORMATS.len()];
+        let unit = weights.group().unwrap_or(1);
+        let gated = numbers.below(3) != 0;
+        let limited = gated && numbers.below(3) == 0;
+        let experts = Experts {
+            n_experts: 1 + numbers.below(9),
+            hidden: unit * (1 + numbers.below(if unit == 1 { 90 } else { 5 })),
+            intermediate: unit.max(16) * (1 + numbers.below(4)),
+            weights,
+            activation: Activation {
+                function: FUNCTIONS[numbers.below(FUNCTIONS.len())],
+                gated,
+                alpha: if limited { 1.702 } else { 1.0 },
+                limit: if limited { 0.7 } else { f32::INFINITY },
+                offset: if limited { 1.0 } else { 0.0 },
+            },
+        };
+        let layer = Layer::new(experts, numbers.below(2) == 0, &mut numbers);
+        // Few experts get most of the tokens of some steps, and a token an expert several times.
+        let (n_tokens, k) = (1 + numbers.below(40), 1 + numbers.below(4));
+        let most = 1 + numbers.below(experts.n_experts);
+        let chosen: Vec<i64> = (0..n_tokens * k).map(|_| numbers.below(most) as i64).collect();
+        let x = numbers.floats(n_tokens * experts.hidden);
+        let factors = numbers.floats(n_tokens * k);
+        let expected = layer.outputs(&x, k, &chosen, &factors);
+        for instructions in Instructions::available() {
+            let found = run_with(instructions, &layer, &x, &chosen, &factors, 1 + case % 3);
+            // A number in 8 bits may be rounded the other way.
+            let most = if weights.group().is_some() { 0.05 } else { 2e-5 };
+            let error = error(&found, &expected);
+            assert!(error < most, "case {case}, {instructions:?}, {experts:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn an_output_depends_on_its_token_alone() {
+    let mut numbers = Numbers(2);
+    for weights in FORMATS {
+        let experts =
+            Experts { n_experts: 6, hidden: 128, intermediate: 192, weights, activation: swiglu() };
+        let layer = Layer::new(experts, true, &mut numbers);
+        let (n_tokens, k) = (70, 3);
+        let chosen: Vec<i64> = (0..n_tokens * k).map(|_| numbers.below(6) as i64).collect();
+        let (x, factors) =
+            (numbers.floats(n_tokens * experts.hidden), numbers.floats(n_tokens * k));
+        for instructions in Instructions::available() {
+            let all = run_with(instructions, &layer, &x, &chosen, &factors, 4);
+            for cut in [1, 3, 64] {
+                let mut cuts = Vec::new();
+                for begin in (0..n_tokens).step_by(cut) {
+                    let end = n_tokens.min(begin + cut);
+                    let rows = &x[begin * experts.hidden..end * experts.hidden];
+                    let (chosen, factors) =
+                        (&chosen[begin * k..end * k], &factors[begin * k..end * k]);
+                    cuts.extend(run_with(instructions, &layer, rows, chosen, factors, 1 + cut % 3));
+                }
+                assert!(bits(&cuts) == bits(&all), "{weights:?}, {instructions:?}, steps of {cut}");
+            }
+        }
+    }
+}
+
+fn bits(numbers: &[f32]) -> Vec<u32> {
+    numbers.iter().map(|x| x.to_bits()).collect()
+}
+
+#[test]
+fn what_is_not_finite_stays_so_and_touches_no_other_token() {
+    let mut numbers = Numbers(3);
+    for weights in FORMATS {
+        for function in FUNCTIONS {
+            let activation = Activation { function, ..swiglu() };
+            let experts =
+                Experts { n_experts: 3, hidden: 64, intermediate: 64, weights, activation };
+            let layer = Layer::new(experts, false, &mut numbers);
+            let (n_tokens, k) = (20, 2);
+            let chosen: Vec<i64> = (0..n_tokens * k).map(|_| numbers.below(3) as i64).collect();
+            let factors = numbers.floats(n_tokens * k);
+            let good = numbers.floats(n_tokens * experts.hidden);
+            let expected = run(&layer, &good, &chosen, &factors);
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut x = good.clone();
+                x[7 * experts.hidden + 13] = bad;
+                let found = run(&layer, &x, &chosen, &factors);
+                let rows = found.chunks(64).zip(expected.chunks(64));
+                for (token, (found, expected)) in rows.enumerate() {
+                    let what = format!("{weights:?}, {function:?}, token {token}");
+                    match token {
+                        7 => assert!(found.iter().any(|x| !x.is_finite()), "{what}"),
+                        _ => assert!(bits(found) == bits(expected), "{what}"),
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_of_one_shape_allocates_nothing() {
+    let mut numbers = Numbers(4);
+    let experts = Experts {
+        n_experts: 4,
+        hidden: 64,
+        intermediate: 32,
+        weights: WeightFormat::Int4 { group: 32 },
+        activation: swiglu(),
+    };
+    let layer = Layer::new(experts, false, &mut numbers);
+    let x = numbers.floats(9 * 64);
+    let indices: Vec<u8> = (0..18i64).flat_map(|at| (at % 4).to_le_bytes()).collect();
+    let factors = numbers.floats(18);
+    let (mut workspace, mut out) = (Workspace::default(), vec![0.0; x.len()]);
+    let mut places = Vec::new();
+    for _ in 0..3 {
+        let inputs = layer.inputs(&x, 2, &indices, &factors);
+        let parallel = crate::parallel::Serial;
+        route_with(Instructions::best(), &experts, &inputs, &mut out, &mut workspace, &parallel)
+            .unwrap();
+        places.push((workspace.routing.pairs.as_ptr(), workspace.size()));
+    }
+    assert!(places[0] == places[1] && places[1] == places[2]);
+    assert!(workspace.size() > 0);
+}

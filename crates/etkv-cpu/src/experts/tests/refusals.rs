@@ -1,0 +1,82 @@
+//! Calls that are refused. The output stays as it is.
+
+use etkv_core::Status;
+
+use super::reference::{Layer, Numbers};
+use super::swiglu;
+use crate::experts::activation::{Activation, Function};
+use crate::experts::run::{route_into, Inputs};
+use crate::experts::sizes::Experts;
+use crate::experts::weights::WeightFormat;
+use crate::experts::workspace::Workspace;
+use crate::parallel::Serial;
+
+const EXPERTS: Experts = Experts {
+    n_experts: 3,
+    hidden: 32,
+    intermediate: 32,
+    weights: WeightFormat::Int4 { group: 32 },
+    activation: Activation {
+        function: Function::Silu,
+        gated: true,
+        alpha: 1.0,
+        limit: f32::INFINITY,
+        offset: 0.0,
+    },
+};
+
+#[test]
+fn inputs_that_do_not_fit() {
+    let layer = Layer::new(EXPERTS, true, &mut Numbers(7));
+    let (x, factors) = (vec![1.0; 2 * 32], vec![0.5; 4]);
+    let good: Vec<u8> = [0i64, 1, 2, 0].iter().flat_map(|at| at.to_le_bytes()).collect();
+    let bad: Vec<u8> = [0i64, 1, 3, 0].iter().flat_map(|at| at.to_le_bytes()).collect();
+    let inputs = layer.inputs(&x, 2, &good, &factors);
+    let refused = |inputs: Inputs, told: &str, status| {
+        let mut out = vec![7.0; 64];
+        let error = route_into(&EXPERTS, &inputs, &mut out, &mut Workspace::default(), &Serial)
+            .unwrap_err();
+        assert_eq!(error.status(), status, "{error}");
+        assert!(error.message().contains(told), "{error}");
+        assert!(out.iter().all(|&x| x == 7.0));
+    };
+    let first = inputs.first;
+    for (inputs, told) in [
+        (Inputs { x: &x[1..], ..inputs }, "hidden states: expected 32 numbers or bytes, got 63"),
+        (Inputs { k: 3, ..inputs }, "experts of the tokens"),
+        (Inputs { experts: &good[1..], ..inputs }, "experts of the tokens"),
+        (Inputs { routing_weights: &factors[1..], ..inputs }, "factors: expected 4"),
+        (Inputs { first: &first[1..], ..inputs }, "weights of the first products"),
+        (Inputs { second: first, ..inputs }, "weights of the second products"),
+        (Inputs { first_bias: Some(&factors), ..inputs }, "biases of the first products"),
+        (Inputs { second_bias: Some(&[]), ..inputs }, "biases of the second products"),
+    ] {
+        refused(inputs, told, Status::Shape);
+    }
+    let told = "indices from 0 to 2, got 3 for token 1";
+    refused(Inputs { experts: &bad, ..inputs }, told, Status::InvalidArgument);
+}
+
+#[test]
+fn sizes_that_no_exporter_writes() {
+    let activation = |limit, offset, gated| Activation { limit, offset, gated, ..swiglu() };
+    for (experts, told) in [
+        (Experts { n_experts: 0, ..EXPERTS }, "experts: expected 1 to"),
+        (Experts { hidden: usize::MAX, ..EXPERTS }, "hidden: expected 1 to"),
+        (Experts { intermediate: 24, ..EXPERTS }, "a multiple of 16, got 24"),
+        (Experts { intermediate: 48, ..EXPERTS }, "does not divide"),
+        (Experts { hidden: 48, ..EXPERTS }, "does not divide"),
+        (Experts { weights: WeightFormat::Int8 { group: 0 }, ..EXPERTS }, "group size"),
+        (Experts { weights: WeightFormat::Int8 { group: 48 }, ..EXPERTS }, "group size"),
+        (Experts { weights: WeightFormat::Int4 { group: 512 }, ..EXPERTS }, "group size"),
+        (Experts { activation: activation(0.0, 0.0, true), ..EXPERTS }, "a limit above 0"),
+        (Experts { activation: activation(f32::NAN, 0.0, true), ..EXPERTS }, "a limit above 0"),
+        (Experts { activation: activation(1.0, f32::NAN, true), ..EXPERTS }, "a finite alpha"),
+        (Experts { activation: activation(1.0, 0.0, false), ..EXPERTS }, "without a gate"),
+    ] {
+        let error = experts.check().unwrap_err();
+        assert_eq!(error.status(), Status::Program);
+        assert!(error.message().contains(told), "{error}");
+    }
+    EXPERTS.check().unwrap();
+}

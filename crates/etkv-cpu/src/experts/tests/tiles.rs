@@ -1,0 +1,164 @@
+//! Tiles, activations and rounding alone.
+
+use super::reference::{function, rounded, Numbers, Weights};
+use super::{swiglu, FORMATS, FUNCTIONS};
+use crate::experts::activation::{Activate, Activation};
+use crate::experts::blocks::{Block, Packed, BLOCK};
+use crate::experts::float_tile::FloatTile;
+use crate::experts::integer_tile::{Dot, IntegerTile};
+use crate::experts::quantize::Quantize;
+use crate::experts::weights::{WeightFormat, ROWS};
+use crate::simd::{with_simd, Instructions, Simd};
+
+/// Products are exact but for the rounding of float32, also with the largest codes and inputs.
+#[test]
+fn products_of_a_tile() {
+    let mut numbers = Numbers(5);
+    for format in FORMATS {
+        for instructions in Instructions::available() {
+            let dot = Dot::of(instructions);
+            let columns = 2 * format.group().unwrap_or(37);
+            let most = if format.group().is_some() { dot.most() } else { 4 };
+            for n in 1..=most {
+                let weights = Weights::new(format, 1, ROWS, columns, &mut numbers);
+                let group = format.group().unwrap_or(0);
+                let n_groups = columns.checked_div(group).unwrap_or(0);
+                let mut rows = vec![0f32; n * columns];
+                let (mut scales, mut sums) = (vec![0f32; n * n_groups], vec![0i32; n * n_groups]);
+                let packed = Packed {
+                    rows: rows.as_mut_ptr().cast(),
+                    scales: scales.as_mut_ptr(),
+                    sums: sums.as_mut_ptr(),
+                    columns,
+                    group,
+                };
+                let block = Block { first: 0, n };
+                let mut inputs: Vec<Vec<f64>> = Vec::new();
+                for i in 0..n {
+                    if group == 0 {
+                        let row = numbers.floats(columns);
+                        // SAFETY: the vectors have the sizes of the block.
+                        unsafe { packed.put_floats(block, i, 0, &row) };
+                        inputs.push(row.iter().map(|&x| f64::from(x)).collect());
+                        continue;
+                    }
+                    let codes: Vec<i8> = (0..columns)
+                        .map(|_| match i {
+                            0 => 127,
+                            1 => -127,
+                            _ => (numbers.below(255) as i32 - 127) as i8,
+                        })
+                        .collect();
+                    let scale = numbers.floats(n_groups);
+                    let sum: Vec<i32> = codes
+                        .chunks_exact(group)
+                        .map(|codes| codes.iter().map(|&code| i32::from(code)).sum())
+                        .collect();
+                    // SAFETY: as above.
+                    unsafe { packed.put_integers(block, i, 0, &codes, &scale, &sum) };
+                    let value =
+                        |(at, &code): (usize, &i8)| f64::from(scale[at / group]) * f64::from(code);
+                    inputs.push(codes.iter().enumerate().map(value).collect());
+                }
+                let mut out = [f32::NAN; BLOCK * ROWS];
+                let weight_bytes = weights.bytes().as_ptr();
+                // SAFETY: the machine has the instructions, and the vectors have the sizes of the block.
+                unsafe {
+                    if group == 0 {
+                        let is_bf16 = format == WeightFormat::Bf16;
+                        let (inputs, out) = (packed.floats(block), out.as_mut_ptr());
+                        let tile =
+                            FloatTile { weights: weight_bytes, is_bf16, columns, inputs, n, out };
+                        with_simd!(instructions, |S| S::enter(tile));
+                    } else {
+                        let tile = IntegerTile {
+                            weights: weight_bytes,
+                            is_int4: matches!(format, WeightFormat::Int4 { .. }),
+                            n_groups,
+                            group,
+                            inputs: packed.integers(block),
+                            scales: scales.as_ptr(),
+                            sums: sums.as_ptr(),
+                            n,
+                            out: out.as_mut_ptr(),
+                        };
+                        tile.run(dot);
+                    }
+                }
+                for (i, x) in inputs.iter().enumerate() {
+                    for row in 0..ROWS {
+                        let terms = weights.row(0, row).iter().zip(x);
+                        let products = terms.map(|(&weight, x)| f64::from(weight) * x);
+                        let (sum, size) = products
+                            .fold((0.0, 0.0), |(sum, size): (f64, f64), x| {
+                                (sum + x, size + x.abs())
+                            });
+                        let found = f64::from(out[i * ROWS + row]);
+                        let what = format!("{format:?} {dot:?} {n} {i} {row}: {found} {sum}");
+                        assert!((found - sum).abs() <= 1e-6 * size, "{what}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn functions_of_a_number() {
+    for function_of in FUNCTIONS {
+        for instructions in Instructions::available() {
+            for alpha in [1.0, 1.702] {
+                let activation =
+                    Activation { function: function_of, gated: false, alpha, ..swiglu() };
+                for start in (-640..640).step_by(ROWS) {
+                    let mut x = [0f32; ROWS];
+                    x.iter_mut().enumerate().for_each(|(i, x)| {
+                        *x = (start + i as i32) as f32 / 32.0;
+                    });
+                    let given = x;
+                    let (gates, ups) = (x.as_mut_ptr(), x.as_ptr());
+                    // SAFETY: the machine has the instructions; there is one row.
+                    with_simd!(instructions, |S| unsafe {
+                        S::enter(Activate { activation, gates, ups, n: 1 });
+                    });
+                    for (given, found) in given.iter().zip(x) {
+                        let expected = function(&activation, f64::from(*given));
+                        let error = (f64::from(found) - expected).abs();
+                        assert!(
+                            error <= 4e-7 * f64::from(given.abs()) + 1e-9,
+                            "{function_of:?} of {given}: {found}, not {expected}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn numbers_in_8_bits() {
+    let mut numbers = Numbers(6);
+    let format = WeightFormat::Int8 { group: 32 };
+    for instructions in Instructions::available() {
+        for size in [1.0, 1e-20, 1e-31, 1e30, 0.0] {
+            let x: Vec<f32> = numbers.floats(32).iter().map(|x| x * size).collect();
+            let (mut codes, mut scale, mut sum) = ([0i8; 32], 0.0, 0);
+            let quantize =
+                Quantize { from: &x, codes: &mut codes, scale: &mut scale, sum: &mut sum };
+            // SAFETY: the machine has the instructions.
+            with_simd!(instructions, |S| unsafe { S::enter(quantize) });
+            assert_eq!(sum, codes.iter().map(|&code| i32::from(code)).sum::<i32>());
+            let wide: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+            let most = wide.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+            for (code, expected) in codes.iter().zip(rounded(&wide, format)) {
+                let found = f64::from(scale) * f64::from(*code);
+                // Ties may go either way, and tiny numbers count as zeros.
+                let step = if most < 1e-30 { most } else { most / 127.0 * 1.001 };
+                assert!((found - expected).abs() <= step, "{size}: {found} {expected}");
+            }
+            if most > 1e-30 {
+                assert!(codes.iter().any(|code| code.abs() == 127));
+            }
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Calls of mixtures of experts. They use no cache, so they are no part of a forward.
+
+use std::sync::Arc;
+
+use etkv_core::{fail, Result};
+use etkv_delegate::{Argument, Host};
+
+use super::forward::output;
+use super::payload::{self, RoutedExperts};
+use crate::experts::{route_into, Activation, Experts, Function, Inputs, WeightFormat, Workspaces};
+use crate::parallel::Parallel;
+use crate::tensor::Dtype;
+
+/// ExecuTorch's numbers of dtypes.
+const BYTE: i8 = 0;
+const LONG: i8 = 4;
+const FLOAT: i8 = 6;
+const BFLOAT16: i8 = 15;
+
+/// A loaded call.
+pub struct ExpertsCall {
+    experts: Experts,
+    inputs: [Option<usize>; 7],
+    workspaces: Arc<Workspaces>,
+}
+
+impl ExpertsCall {
+    /// Returns the call of a checked payload.
+    pub fn new(call: &RoutedExperts) -> Self {
+        Self { experts: call.experts(), inputs: call.inputs, workspaces: Workspaces::shared() }
+    }
+
+    /// Returns the number of inputs.
+    pub fn n_inputs(&self) -> usize {
+        payload::n_inputs(&self.inputs)
+    }
+
+    /// Runs the call.
+    ///
+    /// # Errors
+    /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for other arguments;
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an index that is none of an expert; those of the
+    /// host.
+    pub fn run(
+        &self,
+        inputs: &[Argument],
+        output_type: i8,
+        host: &mut dyn Host,
+        parallel: &dyn Parallel,
+    ) -> Result<()> {
+        let [Some(x), Some(chosen), Some(factors), Some(first), Some(second), first_bias, second_bias] =
+            self.inputs.map(|input| input.and_then(|input| inputs.get(input)))
+        else {
+            fail!(Internal, "a call of experts lacks inputs");
+        };
+        let experts = &self.experts;
+        let &[n_tokens, hidden] = x.shape() else {
+            fail!(Shape, "hidden states: expected [T, hidden], got shape {:?}", x.shape());
+        };
+        let &[_, k] = chosen.shape() else {
+            fail!(Shape, "experts: expected [T, k], got shape {:?}", chosen.shape());
+        };
+        if hidden as usize != experts.hidden {
+            fail!(Shape, "hidden states: expected rows of {}, got {hidden}", experts.hidden);
+        }
+        if chosen.scalar_type() != LONG {
+            fail!(Dtype, "experts: expected int64, got ExecuTorch's type {}", chosen.scalar_type());
+        }
+        let of_weights = match experts.weights {
+            WeightFormat::F32 => FLOAT,
+            WeightFormat::Bf16 => BFLOAT16,
+            WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } => BYTE,
+        };
+        for weights in [first, second] {
+            if weights.scalar_type() != of_weights {
+                fail!(
+                    Dtype,
+                    "weights of experts: expected ExecuTorch's type {of_weights}, got {}",
+                    weights.scalar_type()
+                );
+            }
+        }
+        let given = Inputs {
+            x: floats(x, "hidden states")?,
+            k: k as usize,
+            experts: chosen.bytes(),
+            routing_weights: floats(factors, "factors")?,
+            first: first.bytes(),
+            second: second.bytes(),
+            first_bias: first_bias.map(|bias| floats(bias, "biases")).transpose()?,
+            second_bias: second_bias.map(|bias| floats(bias, "biases")).transpose()?,
+        };
+        let read = [(x, "hidden states"), (chosen, "experts"), (factors, "factors")];
+        let out = output(host, &[n_tokens, hidden], output_type, &read)?;
+        if out.dtype != Dtype::F32 {
+            fail!(Dtype, "output: expected float32, got ExecuTorch's type {output_type}");
+        }
+        // SAFETY: the host's memory has the elements of the shape and is aligned, and only this call borrows it. The
+        // inputs that may be there were excluded; constants are not written.
+        let out = unsafe { std::slice::from_raw_parts_mut(out.start.cast(), given.x.len()) };
+        self.workspaces.with(|workspace| route_into(experts, &given, out, workspace, parallel))
+    }
+}
+
+impl RoutedExperts {
+    /// Returns the experts of the call.
+    pub fn experts(&self) -> Experts {
+        let group = self.group_size;
+        Experts {
+            n_experts: self.n_experts,
+            hidden: self.hidden,
+            intermediate: self.intermediate,
+            weights: match self.weights {
+                payload::Weights::Float32 => WeightFormat::F32,
+                payload::Weights::Bfloat16 => WeightFormat::Bf16,
+                payload::Weights::Int8 => WeightFormat::Int8 { group },
+                payload::Weights::Int4 => WeightFormat::Int4 { group },
+            },
+            activation: Activation {
+                function: match self.activation {
+                    payload::Between::Silu => Function::Silu,
+                    payload::Between::Gelu => Function::Gelu,
+                    payload::Between::GeluTanh => Function::GeluTanh,
+                    payload::Between::Relu => Function::Relu,
+                    payload::Between::Relu2 => Function::Relu2,
+                },
+                gated: self.gated,
+                alpha: self.alpha,
+                limit: self.limit.unwrap_or(f32::INFINITY),
+                offset: self.offset,
+            },
+        }
+    }
+}
+
+/// Returns the elements of a float32 tensor.
+fn floats<'a>(argument: &Argument<'a>, name: &str) -> Result<&'a [f32]> {
+    if !argument.is_tensor() || argument.scalar_type() != FLOAT {
+        fail!(
+            Dtype,
+            "{name}: expected a tensor in float32, got ExecuTorch's type {}",
+            argument.scalar_type()
+        );
+    }
+    // SAFETY: every bit pattern is a float32 number.
+    let (before, floats, after) = unsafe { argument.bytes().align_to::<f32>() };
+    if !before.is_empty() || !after.is_empty() {
+        fail!(Shape, "{name}: expected aligned numbers");
+    }
+    Ok(floats)
+}

@@ -1,0 +1,178 @@
+"""``etkv::routed_experts``: the experts of one layer, of which a router chooses some for each token.
+
+In a program for the CPU a delegate runs it, see ``crates/etkv-cpu/src/experts/``. In plain PyTorch it computes the
+experts one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etkv.expert_weights import WeightFormat, apart
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.nn.functional.relu,
+    "relu2": lambda x: torch.nn.functional.relu(x).square(),
+}
+"""The names of activations -> what they compute."""
+
+ACTIVATIONS = tuple(_ACTIVATIONS)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What experts compute between their two products.
+
+    Without a gate, ``name`` of each element. With a gate::
+
+        gate = min(gate, limit)
+        up = min(max(up, -limit), limit)
+        name(alpha * gate) / alpha * (up + offset)
+
+    ``alpha`` is 1 except for ``silu``. ``limit`` is infinite where nothing is clamped.
+    """
+
+    name: str
+    gated: bool
+    alpha: float = 1.0
+    limit: float = math.inf
+    offset: float = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the activations of elements ``[..., n]``; with a gate, of the gates and the others side by side."""
+        compute = _ACTIVATIONS[self.name]
+        if not self.gated:
+            return compute(x)
+        gate, up = x.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return compute(gate * self.alpha) / self.alpha * (up + self.offset)
+
+
+@torch.library.custom_op("etkv::routed_experts", mutates_args=())
+def routed_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_bias: Tensor | None,
+    second_bias: Tensor | None,
+    weight_format: str,
+    group_size: int,
+    activation: str,
+    gated: bool,
+    alpha: float,
+    limit: float,
+    offset: float,
+) -> Tensor:
+    """Return, for each token, the sum of its experts' outputs, each times its weight.
+
+    Args:
+        x: hidden states, ``[T, hidden]``.
+        experts: int64 ``[T, k]``, the experts of each token; one may be there several times.
+        weights: ``[T, k]``, the factors of their outputs.
+        first: the packed weights of all experts' first products, see :mod:`etkv.expert_weights`. With a gate, tiles of
+            the gate and of what it gates alternate.
+        second: those of the second products.
+        first_bias: ``[experts, rows of the packed weights]``, in their order, or None.
+        second_bias: ``[experts, hidden]``, or None.
+        weight_format: the format of the weights.
+        group_size: the weights that share a scale, or 0.
+        activation: the fields of :class:`Activation`, with those that follow.
+
+    Returns:
+        ``[T, hidden]`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: an index is none of an expert.
+    """
+    return compute(
+        x,
+        experts,
+        weights,
+        first,
+        second,
+        first_bias,
+        second_bias,
+        WeightFormat(weight_format, group_size),
+        Activation(activation, gated, alpha, limit, offset),
+    )
+
+
+@routed_experts.register_fake
+def _(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_bias: Tensor | None,
+    second_bias: Tensor | None,
+    weight_format: str,
+    group_size: int,
+    activation: str,
+    gated: bool,
+    alpha: float,
+    limit: float,
+    offset: float,
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+def compute(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_bias: Tensor | None,
+    second_bias: Tensor | None,
+    fmt: WeightFormat,
+    between: Activation,
+    *,
+    rounds: bool = True,
+) -> Tensor:
+    """Return the outputs of :func:`routed_experts`.
+
+    Without ``rounds``, the inputs of products with integers are not rounded.
+
+    Each expert computes all tokens, and those that did not choose it get nothing of it. So the outputs of a token do
+    not depend on what others choose, not even in their last bits.
+    """
+    chosen = sorted({int(expert) for expert in experts.flatten()})
+    if chosen and not 0 <= chosen[0] <= chosen[-1] < len(first):
+        raise ValueError(f"expected experts from 0 to {len(first) - 1}, got {chosen[0]} to {chosen[-1]}")
+
+    def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        if rounds and fmt.group_size:
+            rows = rounded(rows, fmt.group_size)
+        made = rows @ matrix.T
+        return made if bias is None else made + bias
+
+    made = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in chosen:
+        hidden = product(x.float(), fmt.unpack(first[expert]), None if first_bias is None else first_bias[expert])
+        hidden = between(torch.cat([half.T for half in apart(hidden.T)], dim=-1) if between.gated else hidden)
+        matrix = fmt.unpack(second[expert])[: x.shape[1]]
+        output = product(hidden, matrix, None if second_bias is None else second_bias[expert])
+        is_chosen = experts == expert
+        factors = torch.where(is_chosen, weights, 0.0).sum(dim=1, keepdim=True)
+        made = torch.where(is_chosen.any(dim=1, keepdim=True), made + output * factors, made)
+    return made.to(x.dtype)
+
+
+def rounded(x: Tensor, group_size: int) -> Tensor:
+    """Return ``x`` as 8-bit integers times a scale for each group of elements of a row."""
+    groups = x.unflatten(-1, (-1, group_size))
+    most = groups.abs().amax(dim=-1, keepdim=True)
+    codes = torch.where(most < 2.0**-100, 0.0, (groups * (127.0 / most)).round())
+    made: Tensor = (codes * (most / 127.0)).flatten(-2)
+    return made

@@ -1,0 +1,205 @@
+"""Mixtures of experts for the CPU: each layer's experts become one call of ``etkv::routed_experts``.
+
+A module of experts is known by the interface through which transformers lets others compute them. The function between
+the products is known by what it computes: the module's own is compared with each that the op has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from etkv.expert_weights import WeightFormat, alternate, apart, padded
+from etkv.experts_op import ACTIVATIONS, Activation, routed_experts
+from etkv.export import experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "etkv_routed"
+"""The name under which transformers finds these products."""
+
+_PROBES = 64
+"""The rows on which functions are compared."""
+
+
+class Packed(torch.nn.Module):
+    """The packed weights of one product of all experts, which were ``[experts, out, in]`` in the model.
+
+    ``split`` returns the rows of a gate and those of what it gates, and ``join`` the rows in the model's order; None
+    where there is no gate. ``width`` columns are packed: those that the model lacks are zeros.
+    """
+
+    packed: torch.Tensor
+
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        fmt: WeightFormat,
+        split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+        join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        width: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape, self.fmt, self._join = tuple(weights.shape), fmt, join
+        n_experts, rows, columns = self.shape
+        if split is not None:
+            rows = 2 * padded(rows // 2)
+        shape = fmt.shape(n_experts, rows, width or columns)
+        packed = torch.empty(shape, dtype=fmt.dtype)
+        # One expert at a time: all of them in float32 would be several times the packed weights.
+        for expert, of_expert in enumerate(weights):
+            matrix = of_expert.detach().float()
+            if split is not None:
+                matrix = alternate(*split(matrix))
+            if width is not None:
+                matrix = torch.nn.functional.pad(matrix, (0, width - columns))
+            packed[expert] = fmt.pack(matrix)
+        self.register_buffer("packed", packed)
+
+    def plain(self) -> torch.Tensor:
+        """Return the weights in the model's order, dequantized."""
+        _, rows, columns = self.shape
+        made = torch.empty(self.shape)
+        for expert, of_expert in enumerate(self.packed):
+            matrix = self.fmt.unpack(of_expert)
+            if self._join is not None:
+                matrix = self._join(*(half[: rows // 2] for half in apart(matrix)))
+            made[expert] = matrix[:rows, :columns]
+        return made
+
+
+def register() -> None:
+    """Register the op with transformers."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _run)
+
+
+def pack(model: PreTrainedModel, name: str | None = None, group_size: int | None = None) -> None:
+    """Pack the weights of the experts of ``model`` that are not packed yet, and let the op compute them.
+
+    ``name`` is the quantization. Without one, weights whose values bfloat16 holds are stored in it, and the others in
+    float32.
+
+    Raises :class:`ValueError` for experts that the op cannot compute.
+    """
+    register()
+    for path, module in experts.mixtures(model):
+        if isinstance(module.down_proj, Packed):
+            continue
+        try:
+            _pack(module, name, group_size)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _pack(module: Any, name: str | None, group_size: int | None) -> None:
+    if module.has_post_expert_norm:
+        raise ValueError("its experts end with a norm, which backend cpu lacks")
+    first, second = experts.names(module)
+    activation = find_activation(module)
+    split, join = _halves(module) if module.has_gate else (None, None)
+    weights = [getattr(module, part).detach() for part in (first, second)]
+    if module.is_transposed:
+        weights = [part.transpose(-1, -2) for part in weights]
+    fmt = _format(weights, name, group_size)
+    packed = [
+        Packed(weights[0], fmt, split, join),
+        Packed(weights[1], fmt, width=padded(weights[1].shape[2])),
+    ]
+    for part, made in zip((first, second), packed, strict=True):
+        # The model's own weights are freed before the next layer's are packed.
+        delattr(module, part)
+        setattr(module, part, made)
+    module.etkv_biases = torch.nn.ParameterList()
+    if module.has_bias:
+        bias = getattr(module, f"{first}_bias").detach().float()
+        rows = torch.stack([alternate(*split(of)) if split else of for of in bias])
+        rows = torch.nn.functional.pad(rows, (0, padded(rows.shape[1]) - rows.shape[1]))
+        for tensor in (rows, getattr(module, f"{second}_bias").detach().float()):
+            module.etkv_biases.append(torch.nn.Parameter(tensor, requires_grad=False))
+    module.etkv_activation = activation
+    module.config._experts_implementation = NAME
+
+
+def _format(weights: list[torch.Tensor], name: str | None, group_size: int | None) -> WeightFormat:
+    if name is not None:
+        return WeightFormat(f"int{8 if name.endswith('8w') else 4}", group_size or 0)
+    exact = all(bool((of.bfloat16().to(of.dtype) == of).all()) for part in weights for of in part)
+    return WeightFormat("bfloat16" if exact else "float32")
+
+
+def _halves(module: Any) -> tuple[Any, Any]:
+    """Return functions that split the rows of a gated product, and join them."""
+    if module.is_concatenated:
+        return lambda rows: rows.chunk(2), lambda gate, up: torch.cat([gate, up])
+    return lambda rows: (rows[::2], rows[1::2]), lambda gate, up: torch.stack([gate, up], dim=1).flatten(0, 1)
+
+
+def find_activation(module: Any) -> Activation:
+    """Return the function between the products of a module of experts.
+
+    Raises :class:`ValueError` if it is none that the op has.
+    """
+    gated = module.has_gate
+    theirs = module._apply_gate if gated else module.act_fn
+    numbers = sorted(
+        {float(value) for value in vars(module).values() if type(value) in (int, float) and 0 < value < 1e4}
+    )
+    generator = torch.Generator().manual_seed(0)
+    width = getattr(module, experts.names(module)[0]).shape[-1 if module.is_transposed else -2]
+    x = torch.randn(_PROBES, width, generator=generator)
+    # Some rows are beyond each number that may be a limit.
+    x *= torch.tensor([1.0, 4.0, *(2 * number for number in numbers)]).repeat(_PROBES)[:_PROBES, None]
+    with torch.no_grad():
+        expected = theirs(x.clone())
+    mine = x
+    if gated:
+        split, _ = _halves(module)
+        mine = torch.cat([half.T for half in split(x.T)], dim=-1)
+    for found in _candidates(gated, numbers):
+        if torch.allclose(found(mine), expected, rtol=1e-4, atol=1e-5):
+            return found
+    name = type(getattr(module, "act_fn", None)).__name__
+    raise ValueError(
+        f"the function between the products of its experts ({name}) is none of those of backend cpu: "
+        f"{', '.join(ACTIVATIONS)}, gated or not, with or without limits"
+    )
+
+
+def _candidates(gated: bool, numbers: list[float]) -> Iterator[Activation]:
+    """Yield activations, the simple ones first. ``numbers`` are those that may be limits and factors."""
+    if not gated:
+        yield from (Activation(name, gated=False) for name in ACTIVATIONS)
+        return
+    for limit, offset, alpha in itertools.product((math.inf, *numbers), (0.0, 1.0), (1.0, *numbers)):
+        for name in ACTIVATIONS if alpha == 1.0 else ("silu",):
+            yield Activation(name, True, alpha, limit, offset)
+
+
+def _run(module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
+    """Compute the experts of one layer: ``[T, hidden]``, from ``[T, k]`` experts and their weights."""
+    first, second = (getattr(module, name) for name in experts.names(module))
+    between = module.etkv_activation
+    biases = [*module.etkv_biases] or [None, None]
+    made: torch.Tensor = routed_experts(
+        hidden_states,
+        chosen.to(torch.int64),
+        routing_weights.to(torch.float32),
+        first.packed,
+        second.packed,
+        *biases,
+        first.fmt.name,
+        first.fmt.group_size,
+        between.name,
+        between.gated,
+        between.alpha,
+        between.limit,
+        between.offset,
+    )
+    return made
