@@ -1,0 +1,70 @@
+"""Compares etkv with llama.cpp on the CPU on a mixture of experts.
+
+The model has the layers of Qwen3-30B-A3B, four of its 48, and random weights, the same on both sides: each layer has
+128 experts of which a token takes eight, 2.4 billion weights of experts in all. Its vocabulary is small, so that the
+layers take the time.
+
+Prompts and decoding are compared as ``benches/cpu_peers.py`` does: in turns, each round in a separate process that
+answers twice; the second answer counts. Medians of the rounds, ratios of medians. For speed a ratio above 1 favours
+etkv, for memory a ratio below 1. etkv runs 8da4w. llama.cpp runs q4_0, in which its quantizer gives the embedding and
+the head 6 bits, and q4_0 for every matrix (q4_0-pure).
+
+The files take 13 GB in build/models/experts-peers. ``benches/random_peers.py`` says what a first run needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import random_peers
+
+VOCABULARY = 8192
+POSITIONS = 1024
+"""Positions of every cache."""
+
+
+def _config() -> Any:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+
+
+MODEL = random_peers.RandomModel(
+    folder="experts-peers",
+    script=__file__,
+    config=_config,
+    converter=("qwen", "Qwen3MoeModel"),
+    vocabulary=VOCABULARY,
+    positions=POSITIONS,
+)
+
+
+def main() -> None:
+    """Parses the command line."""
+    parser = random_peers.parser(__doc__, [128, 512])
+    arguments = parser.parse_args()
+    if MODEL.run_as_a_part(arguments):
+        return
+    if max(arguments.contexts) + arguments.decode > POSITIONS:
+        parser.error(f"a context and what is decoded take at most {POSITIONS} positions together")
+    for name, reason in MODEL.speed(arguments).items():
+        print(f"left out: {name}: {reason}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Programs of tiny models, run in steps and compared with transformers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import etkv
+import reference
+import tiny_families
+import tiny_models
+from etkv import CacheConfig, DecodeSession
+from etkv.export import ExportRequest
+from etkv.session import Session
+
+CHUNK = 100
+"""The most tokens of a step."""
+
+TOLERANCE = 1e-3
+"""The largest error of a logit in float32, as a part of the spread of the logits."""
+
+
+def model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """Return the tiny form of ``family`` with random weights in float32, and transformers' own attention."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = tiny_families.config(family, **changes)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return made
+
+
+@dataclass(frozen=True)
+class TinyProgram:
+    """The program of a tiny form of ``family`` with ``changes``. ``name`` is that of its folder."""
+
+    name: str
+    family: str
+    changes: dict[str, Any] = field(hash=False)
+    backend: str = "cpu"
+    quantize: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        return reference.MODELS / self.name
+
+    @property
+    def request(self) -> ExportRequest:
+        """Return the request that exports the program."""
+        output = self.folder.parent / f"{self.name}-{self.backend}-{self.quantize or 'float'}" / "model.pte"
+        return ExportRequest(
+            self.folder,
+            output,
+            backend=self.backend,
+            quantize=self.quantize,
+            prefill_chunk=CHUNK,
+            verify=True,
+            keep_hf=output.parent / "hf" if self.quantize else None,
+        )
+
+    def export(self) -> TinyProgram:
+        """Write the model and its program, unless both are current. Return this object."""
+        text = f"{self.family} {sorted(self.changes.items())}".encode()
+        sources = (Path(module.__file__).read_bytes() for module in (tiny_families, tiny_models))
+        made_by = hashlib.sha256(b"".join([text, Path(__file__).read_bytes(), *sources])).hexdigest()
+        stamp = self.folder / "made-by.txt"
+        with reference.alone():
+            if not stamp.is_file() or stamp.read_text() != made_by:
+                self.transformers.save_pretrained(self.folder)
+                tiny_models.tokenizer().save_pretrained(self.folder)
+                stamp.write_text(made_by)
+        reference.export([self.request])
+        return self
+
+    @functools.cached_property
+    def facts(self) -> etkv.ModelCacheParams:
+        return etkv.read_kv_cache_metadata(self.request.output)
+
+    @functools.cached_property
+    def transformers(self) -> Any:
+        return model(self.family, **self.changes)
+
+    def expected(self, text: Sequence[int]) -> torch.Tensor:
+        """Return transformers' logits of each token of ``text``."""
+        with torch.no_grad():
+            logits: torch.Tensor = self.transformers(torch.tensor([list(text)]), use_cache=False).logits[0]
+        return logits
+
+    def session(self, kind: type[Session] = DecodeSession, **changes: Any) -> Any:
+        fields = {"capacity": 1024, "k_format": "f32", "v_format": "f32", **changes}
+        return kind(CacheConfig(self.facts.layers, **fields), backend=self.facts.backend)
+
+    def load(self, session: Session) -> etkv.Program:
+        # The tiny models have a context of 256 tokens, and rotate by any position.
+        return etkv.load(self.request.output, session, beyond_context=True)
+
+    def alone(self, text: Sequence[int], prompt: int) -> torch.Tensor:
+        """Return the logits of ``text`` in a session of its own: a prompt in chunks, and a token a step after it."""
+        with self.session() as session, self.load(session) as program:
+            return torch.cat([run(program, text, 0, prompt), run(program, text, prompt, len(text), chunk=1)])
+
+
+def ids(n: int, factor: int = 37) -> list[int]:
+    """Return ``n`` ids."""
+    return [(number * factor + 11) % 250 for number in range(n)]
+
+
+def run(
+    program: etkv.Program, text: Sequence[int], begin: int, end: int, sequence: int | None = None, chunk: int = CHUNK
+) -> torch.Tensor:
+    """Run the tokens of ``text`` from ``begin`` to ``end`` in steps of ``chunk``, and return their logits.
+
+    ``sequence`` is that of a session of several.
+    """
+    rows = []
+    for start in range(begin, end, chunk):
+        stop = min(start + chunk, end)
+        if sequence is not None:
+            program.session.begin_step([sequence] * (stop - start))
+        rows.append(program.forward(torch.tensor(text[start:stop]), torch.arange(start, stop)))
+    return torch.cat(rows)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest error of a logit, as a part of the spread of the logits."""
+    return float((found - expected).abs().max() / expected.std())
+
+
+def is_greedy(rows: torch.Tensor, chosen: Sequence[int]) -> bool:
+    """Return whether each id is the greedy one, given those before it. Where two logits are nearly equal, either is."""
+    logits = rows.gather(1, torch.tensor(list(chosen), dtype=torch.int64)[:, None])[:, 0]
+    return bool((rows.max(dim=1).values - logits < 1e-3).all())
