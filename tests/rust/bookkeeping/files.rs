@@ -101,3 +101,27 @@ fn rows_and_anchors_in_distant_slots_are_packed_or_refused() {
         assert!(error.message().contains("this cache has 300"), "{error}");
     }
 }
+
+/// The state after each position from the oldest anchor on must follow from what the file has.
+#[test]
+fn an_anchor_whose_rows_are_missing_is_refused() {
+    let window = RecurrentWindow { lead: 5, anchors: 2 };
+    let mut book = CellsBookkeeping::new(CAPACITY, []).with_recurrent(Some(window), 8);
+    (0..4).for_each(|_| append(&mut book, 0, BLOCK - 2));
+    let state = book.state();
+    assert_eq!(book.rewindable_to(0).unwrap(), 2 * BLOCK);
+    let rows = &state.recurrent.as_ref().unwrap().rows.sequences[0].runs;
+    assert_eq!(rows[0][0], 2 * BLOCK - 5);
+    for lost in [1, 5, 70] {
+        let mut damaged = state.clone();
+        let runs = &mut damaged.recurrent.as_mut().unwrap().rows.sequences[0].runs;
+        let held = runs.iter().flat_map(|&[position, cell, len]| {
+            (0..len).map(move |at| [position + at, cell + at, 1])
+        });
+        *runs = held.skip(lost).collect();
+        let error = book.with_state(&damaged).unwrap_err();
+        assert_eq!(error.status(), Status::File);
+        assert!(error.message().contains("lacks rows or anchors"), "{error}");
+    }
+    book.with_state(&state).unwrap();
+}

@@ -105,6 +105,8 @@ impl<S: Store> CellsCache<S> {
         }
         let before = Box::new(self.book.clone());
         self.book.rewind(first)?;
+        // They may be of the text that begins with this step.
+        self.book.keep_marks(&before);
         self.before = Some(before);
         Ok(())
     }

@@ -39,6 +39,7 @@ macro_rules! campaign {
             isolation::candidates_do_not_count_for_quantized_kv_start,
             isolation::at_capacity_is_the_most_that_is_held,
             recurrent::recurrent_layers_answer_as_if_each_text_ran_alone,
+            recurrent::marks_hold_for_the_text_that_begins_next,
             recurrent::memory_of_recurrent_layers_is_what_was_estimated,
             saving::what_was_saved_and_loaded_goes_on_alike,
             saving::a_file_that_does_not_fit_is_refused,

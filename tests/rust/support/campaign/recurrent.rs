@@ -209,6 +209,8 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         if self.single() {
             let mut text = self.text(0);
             let at = match self.rng.below(4) {
+                // Another text begins.
+                0 if self.rng.chance(0.3) => 0,
                 0 => self.rng.below(text.tokens.len() + 1) as i32,
                 _ => text.next(),
             };
@@ -223,7 +225,10 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                 return;
             }
             if at < text.next() {
+                // Marks stay: they may be of the new text.
+                let marks = text.marks.clone();
                 text.cut(at);
+                text.marks = marks;
             }
             let tokens: Vec<Token> = (0..count).map(|_| self.token()).collect();
             text.tokens.extend(&tokens);
@@ -607,9 +612,6 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         let mut one = self.cache.saving_sequence(target).unwrap();
         match load(&mut *one, &snapshot, &rows) {
             Ok(()) => {
-                if !whole {
-                    text.checkpoints.clear();
-                }
                 text.marks = held.marks;
                 drop(one);
                 text.origin = self.token();
@@ -776,6 +778,24 @@ pub fn texts_run_as_if_alone<B: Backend, K: Kernels<B>>(seeds: u64) {
                 run.check();
             }
         });
+    });
+}
+
+/// A mark that was set before the first step of a text holds for it, even if the step replaces another text.
+pub fn marks_hold_for_the_text_that_begins_next<B: Backend>() {
+    B::run(|| {
+        let fits = |run: &Run<B, Plain>| run.single() && run.exact;
+        let mut run = (0..).map(Run::<B, Plain>::new).find(fits).unwrap();
+        run.aborts = false;
+        let read = |run: &mut Run<B, Plain>, first: Token, n: i32| {
+            let text: Vec<Token> = (first..).take(n as usize).collect();
+            let paths: Vec<Vec<Token>> = (1..=text.len()).map(|end| text[..end].to_vec()).collect();
+            assert!(run.forward(&paths, &(0..n).collect::<Vec<_>>()));
+        };
+        read(&mut run, 1000, 20);
+        assert_eq!(run.cache.mark(BLOCK + 10).unwrap(), BLOCK);
+        read(&mut run, 2000, BLOCK + 20);
+        assert_eq!(run.cache.checkpoints().unwrap(), [BLOCK]);
     });
 }
 

@@ -214,6 +214,11 @@ impl CellsBookkeeping {
         Ok(at)
     }
 
+    /// Makes the marks those of bookkeeping from before a rewind.
+    pub fn keep_marks(&mut self, before: &Self) {
+        self.checkpoints.marks.clone_from(&before.checkpoints.marks);
+    }
+
     /// Makes the checkpoints that a step has reached: the marks of these sequences among the positions that
     /// it wrote.
     pub(super) fn pin_marks(&mut self, written: &[(i32, Range<i32>)]) {

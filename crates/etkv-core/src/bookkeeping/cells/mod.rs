@@ -10,6 +10,7 @@ mod group;
 mod layout;
 mod mask;
 mod occupancy;
+mod one_sequence;
 mod recurrent;
 mod runs;
 mod segments;

@@ -1,6 +1,6 @@
 //! The state of sequences and trees, in a file and back.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::group::LayerGroup;
@@ -8,10 +8,8 @@ use super::recurrent::Recurrent;
 use super::tree::Tree;
 use super::{check_sequence, CellsBookkeeping, MAX_SEQUENCES};
 use crate::bookkeeping::{ContiguousBookkeeping, Slots, BLOCK};
-use crate::error::{fail, Result};
-use crate::snapshot::{
-    damaged, CellsState, ContiguousState, GroupState, RecurrentState, SequenceState,
-};
+use crate::error::Result;
+use crate::snapshot::{damaged, CellsState, ContiguousState};
 
 impl CellsBookkeeping {
     /// Returns the state. No step may be open. The declaration of the next step is left out.
@@ -147,109 +145,6 @@ impl CellsBookkeeping {
         if let Some(recurrent) = &mut self.recurrent {
             recurrent.pack(&mut self.trees);
         }
-    }
-
-    /// Returns the state of bookkeeping that holds this sequence only, as sequence 0, in the first cells in
-    /// the order of its positions. Its tree is left out.
-    pub fn sequence_state(&self, sequence: i32) -> CellsState {
-        let of = |group: &LayerGroup| {
-            let mut cell = 0;
-            let runs = group.held(sequence).iter().map(|run| {
-                let first = cell;
-                cell += run.len;
-                [run.position, first, run.len]
-            });
-            let runs: Vec<[i32; 3]> = runs.collect();
-            let size = group.emptied().size().max(cell);
-            let held = (cell > 0).then_some(SequenceState { sequence: 0, runs });
-            GroupState { size, sequences: held.into_iter().collect() }
-        };
-        let recurrent = self.recurrent.as_ref();
-        CellsState {
-            groups: self.groups.iter().map(of).collect(),
-            trees: Vec::new(),
-            recurrent: recurrent.map(|recurrent| RecurrentState {
-                rows: of(&recurrent.rows),
-                anchors: of(&recurrent.anchors),
-            }),
-            checkpoints: Vec::new(),
-        }
-    }
-
-    /// Returns the cells of a sequence in a layer group, in the order of its positions.
-    ///
-    /// # Panics
-    /// If the layer group does not exist.
-    pub fn sequence_cells(&self, group: usize, sequence: i32) -> Slots {
-        Slots::of(&self.cells_of(group).held(sequence).cells().collect::<Vec<_>>())
-    }
-
-    /// Returns bookkeeping that also holds the only sequence of a state, which [fits](Self::with_state),
-    /// under a number that has neither positions nor a tree. Also returns its cells in each layer group, in
-    /// the order of the cells of the state.
-    ///
-    /// # Errors
-    /// [`Capacity`](crate::Status::Capacity) if too few cells are free. [`Step`](crate::Status::Step) while a
-    /// step is open. [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
-    pub fn with_sequence(&self, sequence: i32, state: &CellsState) -> Result<(Self, Vec<Slots>)> {
-        self.refuse_in_step("load a sequence")?;
-        check_sequence(sequence)?;
-        let mut book = self.clone();
-        let mut owners: BTreeMap<i32, i32> = BTreeMap::new();
-        for kept in &state.checkpoints {
-            let added = book.checkpoints.add(kept.position, vec![sequence]);
-            owners.extend(added.map(|owner| (kept.owner, owner)));
-        }
-        let mut all = Vec::new();
-        let n_attention = book.groups.len();
-        let recurrent =
-            book.recurrent.iter_mut().flat_map(|state| [&mut state.rows, &mut state.anchors]);
-        let states = state.recurrent.iter().flat_map(|state| [&state.rows, &state.anchors]);
-        let groups = book.groups.iter_mut().chain(recurrent);
-        for (index, (group, state)) in groups.zip(state.groups.iter().chain(states)).enumerate() {
-            // In the order of the sequence's positions; what only checkpoints hold comes last.
-            let mut order: Vec<i32> = Vec::new();
-            let mut known: BTreeSet<i32> = BTreeSet::new();
-            for &[_, cell, len] in state.sequences.iter().flat_map(|held| &held.runs) {
-                order.extend((cell..cell + len).filter(|&cell| known.insert(cell)));
-            }
-            let (n, free) = (order.len() as i32, group.free_cells());
-            if n > free {
-                fail!(
-                    Capacity,
-                    "the sequence takes {n} cells, {free} of {} are free; remove others first",
-                    self.capacity
-                );
-            }
-            let mut cells = Vec::new();
-            if index < n_attention {
-                group.allocate(n, None, &mut cells);
-            } else {
-                group.allocate_first(n, &mut cells);
-            }
-            let mut moved: Vec<(i32, i32)> =
-                order.iter().copied().zip(cells.iter().copied()).collect();
-            let target: BTreeMap<i32, i32> = moved.iter().copied().collect();
-            for held in &state.sequences {
-                let owner = match held.sequence {
-                    0..MAX_SEQUENCES => Some(sequence),
-                    kept => owners.get(&kept).copied(),
-                };
-                let runs = held.runs.iter().filter(|_| owner.is_some());
-                for &[position, cell, len] in runs {
-                    for at in 0..len {
-                        let cell = target.get(&(cell + at)).copied().unwrap_or_default();
-                        group.append(owner.unwrap_or_default(), position + at, cell);
-                    }
-                }
-            }
-            // Cells of checkpoints for which there is no room.
-            let unowned = cells.into_iter().filter(|&cell| group.n_owners(cell) == 0);
-            unowned.collect::<Vec<_>>().into_iter().for_each(|cell| group.free(cell));
-            moved.sort_unstable();
-            all.push(Slots::of(&moved.iter().map(|&(_, to)| to).collect::<Vec<_>>()));
-        }
-        Ok((book, all))
     }
 
     /// Refuses a state of one growing sequence that no steps produce, or that does not fit.

@@ -49,16 +49,17 @@ impl Recurrent {
         }
     }
 
-    /// Returns whether `owner` holds all that the state after `next` positions follows from.
+    /// Returns whether `owner` holds all that the state after `next` positions follows from, and those after
+    /// positions before it back to its oldest anchor.
     pub fn is_whole(&self, owner: i32, next: i32) -> bool {
         let mut base = next / BLOCK * BLOCK;
         if base == next && !self.has_anchor(owner, base) {
             base = (base - BLOCK).max(0);
         }
-        let first = (base - self.window.lead).max(0);
-        let rows = self.rows.held(owner);
+        let (rows, anchors) = (self.rows.held(owner), self.anchors.held(owner));
+        let oldest = anchors.first().map_or(0, |block| block.saturating_mul(BLOCK));
+        let first = (base.min(oldest) - self.window.lead).max(0);
         let n: i32 = rows.clipped(first..next).map(|run| run.len).sum();
-        let anchors = self.anchors.held(owner);
         let ordered =
             anchors.first().is_none_or(|block| block > 0) && anchors.next() <= next / BLOCK + 1;
         let has_gaps =
