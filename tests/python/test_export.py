@@ -352,17 +352,6 @@ def test_family_without_kv_cache(tmp_path):
     )
 
 
-def test_family_whose_attention_the_op_cannot_do(tmp_path):
-    from transformers import Gemma2Config
-
-    config = Gemma2Config(**tiny_models.SHAPE, head_dim=16, sliding_window=32)
-    said = _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"))
-    assert said == (
-        "model family 'gemma2' cannot be exported: model.layers.0.self_attn: its attention has a softcap, which the KV "
-        "cache op lacks"
-    )
-
-
 def test_family_that_sees_later_tokens(tmp_path):
     from transformers import Gemma3TextConfig
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny_families
 from etkv.errors import EtkvError
@@ -106,8 +108,6 @@ def test_masks_other_than_causal_ones_and_windows():
     ("given", "said"),
     [
         ({"position_bias": torch.zeros(1)}, "its attention has a bias by position, which the KV cache op lacks"),
-        ({"s_aux": torch.zeros(1)}, "its attention has learned sinks, which the KV cache op lacks"),
-        ({"softcap": 30.0}, "its attention has a softcap, which the KV cache op lacks"),
         ({"block_indices": torch.zeros(1)}, "its attention has a selection of blocks, which the KV cache op lacks"),
         ({"temperature": 2.0}, "its attention takes 'temperature', which the KV cache op lacks"),
         ({"dropout": 0.1}, "its attention drops out, and a program is not trained"),
@@ -118,6 +118,47 @@ def test_arguments_that_change_the_result(given, said):
     module = types.SimpleNamespace(is_causal=True)
     with pytest.raises(ValueError, match=f"^{said}$"):
         attention._attend(module, None, None, None, None, **given)
+
+
+def test_sinks_are_one_a_head():
+    module, query = types.SimpleNamespace(is_causal=True), torch.zeros(1, 4, 2, 8)
+    for name, sinks, shape in [
+        ("sinks", torch.zeros(3), "[3]"),
+        # Of each token.
+        ("sinks", torch.zeros(1, 4, 2, 1), "[1, 4, 2, 1]"),
+        ("s_aux", torch.zeros(1, 4), "[1, 4]"),
+    ]:
+        said = f"its attention has learned sinks of shape {shape}, and the KV cache op has one for each of 4 heads"
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            attention._attend(module, query, query, query, None, **{name: sinks})
+
+
+def test_sinks_and_softcaps_reach_the_op(monkeypatch):
+    """The overload is called where one of them is given, and the op of ExecuTorch otherwise."""
+    called = []
+    monkeypatch.setattr(attention._positions, "value", torch.arange(2))
+    module, query = types.SimpleNamespace(is_causal=True, etkv_cache=3), torch.zeros(1, 4, 2, 8)
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "update_and_attend" in str(func):
+                called.append((str(func), args[4], args[7:]))
+                return torch.zeros(1, 4, 2, 8)
+            return func(*args, **(kwargs or {}))
+
+    sinks = torch.ones(4)
+    attention.register()
+    with Recorded():
+        for given in ({}, {"softcap": None, "s_aux": None}, {"softcap": 2.0}, {"s_aux": sinks}, {"sinks": sinks}):
+            attention._attend(module, query, query, query, None, **given)
+    plain, overload = "kvcache.update_and_attend.default", "kvcache.update_and_attend.sinks"
+    assert [(name, layer, more[1:]) for name, layer, more in called] == [
+        *[(plain, 3, ())] * 2,
+        (overload, 3, (2.0,)),
+        *[(overload, 3, (0.0,))] * 2,
+    ]
+    assert called[2][2][0] is None
+    assert all(more[0] is sinks for _, _, more in called[3:])
 
 
 def test_a_mask_as_a_tensor():

@@ -23,9 +23,6 @@ NAME = "etkv_offgraph"
 """The name under which transformers finds this attention."""
 
 _LACKED = {
-    "softcap": "a softcap",
-    "s_aux": "learned sinks",
-    "sinks": "learned sinks",
     "position_bias": "a bias by position",
     "head_mask": "a mask of heads",
     "block_indices": "a selection of blocks",
@@ -53,7 +50,10 @@ _WITHOUT_EFFECT = {
 }
 """Arguments of attention functions that do not change the result here. None and False never do."""
 
-_USED = {"dropout", "is_causal", "scaling", "sliding_window"}
+_SINKS = ("s_aux", "sinks")
+"""Arguments of attention functions that are learned sinks, by the family."""
+
+_USED = {"dropout", "is_causal", "scaling", "sliding_window", "softcap", *_SINKS}
 """Arguments of attention functions that :func:`_attend` reads."""
 
 
@@ -126,6 +126,9 @@ def register() -> None:
     from executorch.extension.llm.cache import update_and_attend  # noqa: F401
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    # This registers its overload with sinks and a softcap.
+    import etkv.op  # noqa: F401
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
@@ -240,6 +243,7 @@ def _attend(
     _check_arguments(module, arguments)
     if isinstance(attention_mask, torch.Tensor):
         raise ValueError("it makes a mask of its own for its attention, which the KV cache op lacks")
+    sinks, softcap = _sinks(arguments, query), float(arguments.get("softcap") or 0.0)
     found = None if torch.compiler.is_compiling() else _survey.get()
     if found is not None:
         window = attention_mask.window if isinstance(attention_mask, _CausalMask) else 0
@@ -250,16 +254,31 @@ def _attend(
     if position is None or cache is None:
         raise ValueError("its attention runs outside of a step of the program")
     scale = arguments.get("scaling")
-    attended: torch.Tensor = torch.ops.kvcache.update_and_attend(
-        query,
-        key,
-        value,
-        position.reshape(-1, 1),
-        layer_id=cache,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        out_dtype=query.dtype,
-    )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    position = position.reshape(-1, 1)
+    attended: torch.Tensor
+    if sinks is None and softcap == 0.0:
+        op = torch.ops.kvcache.update_and_attend
+        attended = op(query, key, value, position, layer_id=cache, scale=scale, out_dtype=query.dtype)
+    else:
+        op = torch.ops.kvcache.update_and_attend.sinks
+        attended = op(query, key, value, position, cache, scale, query.dtype, sinks, softcap)
     return attended.transpose(1, 2).contiguous(), None
+
+
+def _sinks(arguments: dict[str, Any], query: torch.Tensor) -> torch.Tensor | None:
+    """Return the sinks of a layer, ``[heads]``, or None. Raises :class:`ValueError` for others than one a head."""
+    given = [arguments[name] for name in _SINKS if arguments.get(name) is not None]
+    if not given:
+        return None
+    shapes = [list(sinks.shape) for sinks in given]
+    if shapes != [[query.shape[1]]]:
+        raise ValueError(
+            f"its attention has learned sinks of shape {', '.join(map(str, shapes))}, and the KV cache op has one for "
+            f"each of {query.shape[1]} heads"
+        )
+    sinks: torch.Tensor = given[0]
+    return sinks
 
 
 def _check_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:

@@ -142,10 +142,11 @@ def _check_caches(traced: ExportedProgram, layout: CacheLayout, family: str) -> 
     """Raise :class:`EtkvError` unless the graph calls the KV cache op with the layers and sizes of ``layout``."""
     import torch
 
-    op = torch.ops.kvcache.update_and_attend.default
+    packet = torch.ops.kvcache.update_and_attend
+    attentions = (packet.default, packet.sinks)
     sizes: dict[int, set[tuple[int, int, int]]] = {}
     for node in traced.graph.nodes:
-        if node.target is op:
+        if node.target in attentions:
             _, key, value = (argument.meta["val"] for argument in node.args[:3])
             layer = node.kwargs["layer_id"] if "layer_id" in node.kwargs else node.args[4]
             sizes.setdefault(layer, set()).add((key.shape[1], key.shape[3], value.shape[3]))

@@ -1,7 +1,8 @@
 """Programs for MLX: one delegate that runs the whole graph.
 
-``kvcache::update_and_convolve`` and ``kvcache::update_and_scan`` become nodes that ExecuTorch's schema does not have.
-The delegate of such a program is named ``EtkvForMLX``, so that ExecuTorch's own MLX backend does not take it.
+``kvcache::update_and_convolve``, ``kvcache::update_and_scan`` and attention with sinks or a softcap become nodes that
+ExecuTorch's schema does not have. The delegate of such a program is named ``EtkvForMLX``, so that ExecuTorch's own MLX
+backend does not take it.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     from executorch.backends.mlx.passes import get_default_passes
 
     _register_ops()
-    has_states = any(_has_states(program) for program in traced.values())
-    if has_states:
-        _register_recurrent_ops()
+    has_own_nodes = any(_has_own_nodes(program) for program in traced.values())
+    if has_own_nodes:
+        _register_cache_ops()
     edge = exir.to_edge_transform_and_lower(
         traced,
         transform_passes=get_default_passes(),
@@ -67,18 +68,16 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
         # The KV cache op is not part of the edge dialect, and MLX has its own dimension order.
         compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
     )
-    if has_states:
+    if has_own_nodes:
         for method in traced:
             _name_delegates(edge.exported_program(method))
     return edge
 
 
-def _has_states(program: ExportedProgram) -> bool:
-    """Return whether ``program`` has recurrent layers."""
-    import torch
-
-    ops = (torch.ops.kvcache.update_and_convolve.default, torch.ops.kvcache.update_and_scan.default)
-    return any(node.target in ops for node in program.graph.nodes)
+def _has_own_nodes(program: ExportedProgram) -> bool:
+    """Return whether ``program`` has ops that ExecuTorch's schema has no nodes for."""
+    own = ("kvcache.update_and_convolve.default", "kvcache.update_and_scan.default", "kvcache.update_and_attend.sinks")
+    return any(str(node.target) in own for node in program.graph.nodes)
 
 
 def _name_delegates(program: ExportedProgram) -> None:
@@ -124,8 +123,8 @@ def _register_ops() -> None:
 
 
 @functools.cache
-def _register_recurrent_ops() -> None:
-    """Tell ExecuTorch how the ops of recurrent layers become nodes of MLX programs.
+def _register_cache_ops() -> None:
+    """Tell ExecuTorch how the ops of the cache that it lacks become nodes of MLX programs.
 
     Raises :class:`EtkvError` if its schema was loaded without the nodes of etkv.
     """
@@ -133,6 +132,9 @@ def _register_recurrent_ops() -> None:
     from executorch.backends.mlx.builder.op_helpers import torch_dtype_to_scalar_type
     from executorch.backends.mlx.builder.op_registry import REGISTRY
     from executorch.backends.mlx.serialization import mlx_graph_schema
+
+    # This registers the ops of recurrent layers.
+    import etkv.recurrent_op  # noqa: F401
 
     if not hasattr(mlx_graph_schema, "UpdateAndScanNode"):
         raise EtkvError("executorch.backends.mlx was imported before etkv.export; import etkv.export first")
@@ -176,6 +178,21 @@ def _register_recurrent_ops() -> None:
         )
         return made
 
+    def update_and_attend_sinks(builder: Any, node: torch.fx.Node) -> Any:
+        *tensors, layer, scale, dtype, sinks, softcap = builder.args(node)
+        made = builder.make_or_get_slot(node)
+        builder.emit(
+            mlx_graph_schema.UpdateAndAttendSinksNode(
+                **tids(builder, ("q", "k", "v", "position", "sinks", "out"), (*tensors, sinks, made)),
+                layer_id=layer,
+                scale=float(scale),
+                softcap=float(softcap) or None,
+                out_dtype=torch_dtype_to_scalar_type(dtype),
+            )
+        )
+        return made
+
+    REGISTRY.register(target=[torch.ops.kvcache.update_and_attend.sinks])(update_and_attend_sinks)
     REGISTRY.register(target=[torch.ops.kvcache.update_and_convolve.default])(update_and_convolve)
     REGISTRY.register(target=[torch.ops.kvcache.update_and_scan.default])(update_and_scan)
 

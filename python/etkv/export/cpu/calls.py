@@ -4,6 +4,12 @@
 the head of the model computes logits: all, or the last, as the load says. ``etkv::select_by_capacity`` returns one of
 two tensors by the capacity of the cache. ``crates/etkv-cpu/src/program/payload.rs`` reads the payloads.
 
+The overload ``kvcache::update_and_attend.sinks`` has an op of its own in payloads, so that earlier builds refuse it.
+``softcap`` is null without one; the last of its ``inputs`` are the sinks, or null::
+
+    {"op": "update_and_attend_sinks", "program": "5f...", "call": 0, "n_calls": 5, "n_layers": 5,
+     "logits": "selected", "layer": 0, "scale": 0.25, "softcap": 50.0, "version": 1, "inputs": [0, 1, 2, 3, null]}
+
 ``kvcache::update_and_convolve`` and ``kvcache::update_and_scan`` run a recurrent layer. Their payloads have, beside the
 fields that all calls of a forward share and the number of the recurrent ``layer``, the constants of the call::
 
@@ -54,13 +60,16 @@ VERSION = 1
 """The version of the payloads."""
 
 _ATTEND = "update_and_attend"
+_ATTEND_SINKS = "update_and_attend_sinks"
 _CONVOLVE = "update_and_convolve"
 _SCAN = "update_and_scan"
 _SELECT = "select_rows"
 _BY_CAPACITY = "select_by_capacity"
 _EXPERTS = "routed_experts"
-_TENSORS = {_ATTEND: 4, _CONVOLVE: 4, _SCAN: 6}
+_TENSORS = {_ATTEND: 4, _ATTEND_SINKS: 4, _CONVOLVE: 4, _SCAN: 6}
 """The ops of a forward -> the arguments at their beginning that are tensors."""
+_SINKS = 7
+"""The argument of :data:`_ATTEND_SINKS` that is one more tensor."""
 _WITH_INPUTS = {**_TENSORS, _EXPERTS: 7}
 """The ops whose payloads name the inputs of their arguments -> the arguments at their beginning that are tensors."""
 
@@ -101,6 +110,8 @@ class EtkvForCPU(BackendDetails):  # type: ignore[misc] # ExecuTorch's classes h
             # An input that serves as two arguments appears once.
             given = [node for node in edge_program.graph.nodes if node.op == "placeholder"]
             arguments = call.args[: _WITH_INPUTS[payload["op"]]]
+            if payload["op"] == _ATTEND_SINKS:
+                arguments = (*arguments, _argument(call, _SINKS, "sinks"))
             payload["inputs"] = [None if argument is None else given.index(argument) for argument in arguments]
         return PreprocessResult(processed_bytes=json.dumps(payload).encode())
 
@@ -111,8 +122,8 @@ def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
     ``logits`` are the rows that the request asks for.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-    calls = [(op, node) for node in nodes for op in _TENSORS if op in str(node.target)]
-    attends = [node for op, node in calls if op == _ATTEND]
+    calls = [(op, node) for node in nodes if (op := _op(node)) is not None]
+    attends = [node for op, node in calls if op in (_ATTEND, _ATTEND_SINKS)]
     selects = [node for node in nodes if _SELECT in str(node.target)]
     common = {
         "program": uuid.uuid5(uuid.NAMESPACE_OID, str(program.graph)).hex,
@@ -157,8 +168,20 @@ def number(program: ExportedProgram) -> None:
             call += 1
 
 
+def _op(node: torch.fx.Node) -> str | None:
+    """Return the op of a forward that ``node`` calls, if it calls one."""
+    name = str(node.target)
+    if f"{_ATTEND}.sinks" in name:
+        return _ATTEND_SINKS
+    return next((op for op in _TENSORS if op in name), None)
+
+
 def _of_attention(node: torch.fx.Node) -> dict[str, Any]:
     return {"layer": _argument(node, 4, "layer_id"), "scale": float(_argument(node, 5, "scale"))}
+
+
+def _of_attention_with_sinks(node: torch.fx.Node) -> dict[str, Any]:
+    return {**_of_attention(node), "softcap": float(_argument(node, 8, "softcap")) or None}
 
 
 def _of_convolution(node: torch.fx.Node) -> dict[str, Any]:
@@ -190,7 +213,12 @@ def _of_experts(node: torch.fx.Node) -> dict[str, Any]:
     return {"n_experts": n_experts, "hidden": _shape(node, 0)[1], "intermediate": hidden, **fields}
 
 
-_CONSTANTS = {_ATTEND: _of_attention, _CONVOLVE: _of_convolution, _SCAN: _of_recurrence}
+_CONSTANTS = {
+    _ATTEND: _of_attention,
+    _ATTEND_SINKS: _of_attention_with_sinks,
+    _CONVOLVE: _of_convolution,
+    _SCAN: _of_recurrence,
+}
 """The ops of a forward -> functions that return the fields of a call that are its own."""
 
 

@@ -1,0 +1,270 @@
+"""Programs of models whose attention has learned sinks or a softcap: ids and logits are those of transformers.
+
+On every cache: one sequence, a batch, forks, rewinds, trees, files; and in storage formats those of the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import etkv
+import reference
+import sinks_models
+import tiny_families
+import tiny_models
+from etkv import CacheConfig, DecodeSession, SeqSession, TreeSession, op
+from etkv.export import ExportRequest, attention
+from etkv.export.forward import Forward
+from etkv.reference import ContiguousCache
+from etkv.session import Session
+from reference import EVERYTHING
+
+CHUNK = sinks_models.WINDOW
+"""The most tokens of a step."""
+
+PROMPT, DECODED = 300, 32
+
+_NAMES = list(sinks_models.FAMILIES) if EVERYTHING else ["gemma2", "granite-swa"]
+CASES = [
+    *((name, "cpu") for name in _NAMES if name not in sinks_models.MIXTURES),
+    *((name, "mlx") for name in dict.fromkeys([*_NAMES, "gpt-oss"])),
+]
+"""Models and backends."""
+
+_TOLERANCE = 1e-3
+"""The largest error of a logit in float32, as a part of the spread of the logits."""
+
+pytestmark = pytest.mark.long
+
+
+@dataclass(frozen=True)
+class Model:
+    """A program, and the model that it was made of."""
+
+    name: str
+    backend: str
+    folder: Path
+
+    @property
+    def request(self) -> ExportRequest:
+        """Return the request that exports the program."""
+        output = self.folder.parent / f"sinks-{self.name}-{self.backend}" / "model.pte"
+        return ExportRequest(self.folder, output, backend=self.backend, prefill_chunk=CHUNK, verify=True)
+
+    @functools.cached_property
+    def facts(self) -> etkv.ModelCacheParams:
+        return etkv.read_kv_cache_metadata(self.request.output)
+
+    @functools.cached_property
+    def transformers(self):
+        return sinks_models.model(self.name)
+
+    def expected(self, text: Sequence[int]) -> torch.Tensor:
+        """Return transformers' logits of each token of ``text``."""
+        with torch.no_grad():
+            return self.transformers(torch.tensor([list(text)]), use_cache=False).logits[0]
+
+    def config(self, **changes) -> CacheConfig:
+        return CacheConfig(self.facts.layers, **{"capacity": 1024, "k_format": "f32", "v_format": "f32", **changes})
+
+    def session(self, kind: type[Session] = DecodeSession, **changes) -> Session:
+        return kind(self.config(**changes), backend=self.facts.backend)
+
+    def load(self, session: Session) -> etkv.Program:
+        return etkv.load(self.request.output, session)
+
+    def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        error = (found - expected).abs().max() / expected.std()
+        assert error < _TOLERANCE, error
+
+
+@functools.cache
+def _model(name: str, backend: str) -> Model:
+    """Return a model whose program is current."""
+    folder = reference.MODELS / f"sinks-{name}"
+    sources = (Path(module.__file__) for module in (sinks_models, tiny_families, tiny_models))
+    made_by = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    stamp = folder / "made-by.txt"
+    with reference.alone():
+        if not stamp.is_file() or stamp.read_text() != made_by:
+            sinks_models.write(name, folder)
+            stamp.write_text(made_by)
+    model = Model(name, backend, folder)
+    reference.export([model.request])
+    return model
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def model(request) -> Model:
+    return _model(*request.param)
+
+
+def ids(n: int, factor: int = 37) -> list[int]:
+    return [(number * factor + 11) % 250 for number in range(n)]
+
+
+def run(
+    program: etkv.Program, text: Sequence[int], begin: int, end: int, sequence: int | None = None, chunk: int = CHUNK
+) -> torch.Tensor:
+    """Run the tokens of ``text`` from ``begin`` to ``end`` in steps of ``chunk``, and return their logits."""
+    rows = []
+    for start in range(begin, end, chunk):
+        stop = min(start + chunk, end)
+        if sequence is not None:
+            program.session.begin_step([sequence] * (stop - start))
+        rows.append(program.forward(torch.tensor(text[start:stop]), torch.arange(start, stop)))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", sinks_models.FAMILIES)
+def test_sinks_and_softcaps_count(name):
+    """Without them, the logits of the tiny models differ by far more than the tolerance."""
+    text = torch.tensor([ids(PROMPT)])
+    with torch.no_grad():
+        logits, plain = (sinks_models.model(name, plain=plain)(text).logits for plain in (False, True))
+    differences = (logits - plain).abs().amax(dim=-1)[0] / logits.std()
+    # The first token sees only itself, with any softcap.
+    assert differences[-PROMPT // 2 :].min() > 20 * _TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [DecodeSession, SeqSession, TreeSession])
+def test_ids_are_those_of_transformers(model, kind):
+    """A prompt in chunks of any size, and greedy ids after it."""
+    text = ids(PROMPT)
+    with model.session(kind) as session, model.load(session) as program:
+        rows = [run(program, text, 0, 100), run(program, text, 100, 123, chunk=5), run(program, text, 123, PROMPT)]
+        for _ in range(DECODED):
+            text.append(int(rows[-1][-1].argmax()))
+            rows.append(run(program, text, len(text) - 1, len(text)))
+    expected = model.expected(text)
+    model.close(torch.cat(rows), expected)
+    assert text[PROMPT:] == expected[PROMPT - 1 : -1].argmax(dim=1).tolist()
+
+
+def test_generated_ids(model):
+    """``generate_tokens`` gives transformers' greedy ids up to the first that ends an answer."""
+    prompt = ids(PROMPT)
+    with model.session() as session, model.load(session) as program:
+        answer = list(etkv.generate_tokens(program, prompt, max_tokens=DECODED))
+        eos = program.eos_token_ids
+    expected = model.expected(prompt + answer)[PROMPT - 1 :].argmax(dim=1).tolist()
+    assert answer == expected[:-1]
+    assert len(answer) == DECODED or expected[-1] in eos
+
+
+def test_a_batch_of_three(model):
+    lengths, steps = (150, 64, 7), 40
+    texts = [ids(length + steps, factor) for length, factor in zip(lengths, (37, 41, 43), strict=True)]
+    with model.session(SeqSession) as session, model.load(session) as program:
+        rows = [
+            [run(program, text, 0, n, sequence)] for sequence, (text, n) in enumerate(zip(texts, lengths, strict=True))
+        ]
+        for step in range(steps):
+            session.begin_step([2, 0, 1])
+            at = [lengths[sequence] + step for sequence in (2, 0, 1)]
+            tokens = [texts[sequence][position] for sequence, position in zip((2, 0, 1), at, strict=True)]
+            together = program.forward(torch.tensor(tokens), torch.tensor(at))
+            for row, sequence in zip(together, (2, 0, 1), strict=True):
+                rows[sequence].append(row[None])
+    for text, of_sequence in zip(texts, rows, strict=True):
+        model.close(torch.cat(of_sequence), model.expected(text))
+
+
+def test_branches_of_a_fork(model):
+    """Two sequences share a prompt and go on with other tokens; the first is rewound and reads the second's."""
+    prompt = 150
+    texts = [ids(prompt) + ids(60, factor) for factor in (37, 41)]
+    with model.session(SeqSession) as session, model.load(session) as program:
+        first = run(program, texts[0], 0, prompt)
+        session.seq_cp(0, 1)
+        rows = [run(program, text, prompt, prompt + 60, sequence) for sequence, text in enumerate(texts)]
+        session.seq_rm(0, prompt - 10)
+        again = run(program, texts[1], prompt - 10, prompt + 60, 0)
+    model.close(first, model.expected(texts[0])[:prompt])
+    for text, found in zip(texts, rows, strict=True):
+        model.close(found, model.expected(text)[prompt:])
+    model.close(again, model.expected(texts[1])[prompt - 10 :])
+
+
+def test_a_rewound_and_a_saved_text_go_on(model, tmp_path):
+    text, file = ids(PROMPT), tmp_path / "text.etkv"
+    expected = model.expected(text)
+    fingerprint = etkv.fingerprint(model.request.output)
+    with model.session() as session, model.load(session) as program:
+        run(program, text, 0, 200)
+        session.rewind(190)
+        model.close(run(program, text, 190, 210), expected[190:210])
+        session.save(file, tokens=text[:210], fingerprint=fingerprint)
+    with model.session() as session, model.load(session) as program:
+        session.load(file, fingerprint=fingerprint)
+        model.close(run(program, text, 210, PROMPT), expected[210:])
+
+
+def test_trees_are_lossless(model):
+    """Each node of a random tree has the logits of its path, and an accepted chain goes on."""
+    prompt, numbers = 120, random.Random(5)
+    text = ids(prompt)
+    with model.session(TreeSession) as session, model.load(session) as program:
+        run(program, text, 0, prompt)
+        for _ in range(3):
+            position = len(text)
+            paths: list[list[int]] = []
+            tokens, parents = [], []
+            for node in range(12):
+                parent = numbers.randrange(-1, node) if node else -1
+                tokens.append(numbers.randrange(250))
+                parents.append(parent)
+                paths.append([*(paths[parent] if parent >= 0 else []), node])
+            session.propose(parents)
+            at = [position + len(path) - 1 for path in paths]
+            rows = program.forward(torch.tensor(tokens), torch.tensor(at))
+            for row, path in zip(rows, paths, strict=True):
+                model.close(row, model.expected(text + [tokens[node] for node in path])[-1])
+            chain = max(paths, key=len)
+            session.commit(chain)
+            text += [tokens[node] for node in chain]
+        end = ids(20, 41)
+        model.close(run(program, text + end, len(text), len(text) + 20), model.expected(text + end)[-20:])
+
+
+_FORMATS = [("f16", "f16"), ("affine8", "affine4"), ("nvfp4", "row-int4")]
+
+
+@pytest.mark.parametrize("formats", _FORMATS, ids="-".join)
+def test_formats_are_those_of_the_reference(model, formats):
+    """Steps of many tokens, of few and of one read stored rows as the reference does."""
+    k_format, v_format = formats
+    text, ends = ids(160), [100, 105, 130, *range(131, 150), 160]
+    step = Forward(_with_ops(model.name))
+    layout = attention.survey(step, step.inputs(3))
+    assert len(layout.kv_heads) == len(model.facts.layers)
+    cache = ContiguousCache(model.config(capacity=256, k_format=k_format, v_format=v_format))
+    expected = []
+    with (
+        torch.no_grad(),
+        op.active(cache),
+        model.session(capacity=256, k_format=k_format, v_format=v_format) as session,
+        model.load(session) as program,
+    ):
+        found = []
+        for begin, end in zip([0, *ends], ends, strict=False):
+            expected.append(step(torch.tensor([text[begin:end]]), torch.arange(begin, end))[0])
+            found.append(run(program, text, begin, end))
+    difference = (torch.cat(found) - torch.cat(expected)).abs() / torch.cat(expected).std()
+    # A row's element that lies between two codes may get either: a difference in its last bit decides.
+    assert difference.square().mean().sqrt() < 5e-3
+    assert max(rows.median() for rows in difference.split(20)) < 1e-4
+
+
+def _with_ops(name: str):
+    made = sinks_models.model(name)
+    made.set_attn_implementation(attention.NAME)
+    return made
