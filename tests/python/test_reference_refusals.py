@@ -10,6 +10,7 @@ import torch
 import step_programs
 from etkv.config import CacheConfig, LayerConfig
 from etkv.errors import EtkvError, Status, StatusError
+from etkv.recurrent_layer import Convolution
 from etkv.reference import ContiguousCache, SeqCache, TreeCache, make_cache
 from etkv.reference.formats import format_of
 
@@ -60,6 +61,11 @@ def assert_refused(cache, call, status, words):
     ("change", "words"),
     [
         ({"layers": ()}, "at least 1 layer"),
+        (
+            {"recurrent_layers": [Convolution(4, 3)]},
+            "holds keys and values, and the config has 1 recurrent layers; leave them out, and run them on an "
+            "etkv.reference.RecurrentState",
+        ),
         ({"capacity": 0}, "capacity is 0, the least is 1"),
         ({"capacity": 2**31}, "capacity is 2147483648, the most is 2147483647"),
         ({"max_step_tokens": -1}, "max_step_tokens is -1, the least is 0"),

@@ -3,6 +3,8 @@
 They return the same results, refuse with the same status and round rows like the native caches. Read their code in this
 order: ``attention``; ``tokens``: the positions that a query sees; ``cache``: a forward; ``sequences``; ``trees``;
 ``formats``; ``config``. Run a model on such a cache within ``etkv.op.active(cache)``.
+
+They hold keys and values. The convolutions and recurrences of a model run on a :class:`RecurrentState` beside them.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ Formats = tuple[Format, Format]  # of keys and of values
 
 def check_config(config: CacheConfig) -> None:
     """Refuses an invalid field. The message names the field, the value and the limit."""
+    if config.recurrent_layers:
+        told = f"a reference cache holds keys and values, and the config has {len(config.recurrent_layers)} recurrent"
+        raise invalid(f"{told} layers; leave them out, and run them on an etkv.reference.RecurrentState beside it")
     if not config.layers:
         raise invalid("a cache needs at least 1 layer")
     for name in ("capacity", "max_step_tokens", "min_chunk", "quantized_kv_start"):
