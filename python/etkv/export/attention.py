@@ -258,11 +258,11 @@ def _attend(
     position = position.reshape(-1, 1)
     attended: torch.Tensor
     if sinks is None and softcap == 0.0:
-        op = torch.ops.kvcache.update_and_attend
-        attended = op(query, key, value, position, layer_id=cache, scale=scale, out_dtype=query.dtype)
+        plain = torch.ops.kvcache.update_and_attend
+        attended = plain(query, key, value, position, layer_id=cache, scale=scale, out_dtype=query.dtype)
     else:
-        op = torch.ops.kvcache.update_and_attend.sinks
-        attended = op(query, key, value, position, cache, scale, query.dtype, sinks, softcap)
+        overload = torch.ops.kvcache.update_and_attend.sinks
+        attended = overload(query, key, value, position, cache, scale, query.dtype, sinks, softcap)
     return attended.transpose(1, 2).contiguous(), None
 
 
