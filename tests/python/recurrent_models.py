@@ -37,6 +37,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba-2": ("mamba2", {}),
     "lfm2": ("lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "lfm3": ("lfm3", {}),
+    # Windows beside convolutions, as long as the steps of tests.
+    "lfm3-window": (
+        "lfm3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+            "sliding_window": 100,
+        },
+    ),
     "zamba2": ("zamba2", {}),
     "kimi-linear": ("kimi_linear", {}),
     "bailing-hybrid": ("bailing_hybrid", {}),

@@ -13,9 +13,9 @@ from test_recurrent_programs import _model
 WORDS = ["a", "bee", "sea", "dog", "elephant", "river"]
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3.5"])
+@pytest.fixture(scope="module", params=["lfm2-cpu", "qwen3.5-cpu", "lfm3-window-cpu", "lfm3-window-mlx"])
 def model(request):
-    return _model(request.param, "cpu")
+    return _model(*request.param.rsplit("-", 1))
 
 
 @pytest.fixture
