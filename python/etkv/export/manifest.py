@@ -19,8 +19,8 @@ from etkv.export.source import Source
 
 NAME = "export.json"
 
-_OUTWARD = ("__main__.py", "progress.py", "check.py", "reasons.py")
-"""Modules of the exporter that do not affect the program."""
+_OUTWARD = {"etkv", *(f"{__package__}.{name}" for name in ("__main__", "progress", "check", "reasons"))}
+"""Modules that do not affect the program: the package's own names, and what the exporter says and compares."""
 
 _PACKAGES = ("executorch", "torch", "torchao", "transformers", "gguf")
 
@@ -106,15 +106,54 @@ def _version(package: str) -> str | None:
 def _exporter_digest(backend: str) -> str:
     """Return a digest of the code that affects an export for ``backend``, without its comments and docstrings."""
     digest = hashlib.sha256()
-    package = Path(__file__).parent
-    others = {name for known in BACKENDS if known != backend for name in (f"{known}.py", known)}
-    for file in (*sorted(package.rglob("*.py")), package.parent / "metadata.py"):
-        parts = {file.name, file.parent.name}
-        if parts & {*_OUTWARD, *others}:
-            continue
-        digest.update(file.name.encode())
-        digest.update(_code(file.read_text(encoding="utf-8")).encode())
+    for module, file in sources(backend).items():
+        digest.update(module.encode())
+        text = file.read_text(encoding="utf-8")
+        digest.update((_code(text) if file.suffix == ".py" else text).encode())
     return digest.hexdigest()[:16]
+
+
+def sources(backend: str, package: Path = Path(__file__).parents[1]) -> dict[str, Path]:
+    """Return the files that affect an export for ``backend``, by their names in order.
+
+    These are the exporter, the modules of etkv that it imports, those that they import and so on, and the schemas of
+    ``package``, the folder of etkv.
+    """
+    others = {f"{__package__}.{known}" for known in BACKENDS if known != backend}
+    found: dict[str, Path] = {}
+    left = [__package__]
+    while left:
+        module = left.pop()
+        file = _file(module, package)
+        is_other = any(module == other or module.startswith(f"{other}.") for other in others)
+        if file is None or module in found or module in _OUTWARD or is_other:
+            continue
+        found[module] = file
+        left += _imports(file)
+    found |= {file.name: file for file in package.glob("*.fbs")}
+    return dict(sorted(found.items()))
+
+
+def _file(module: str, package: Path) -> Path | None:
+    """Return the file of a module of etkv; None for other names."""
+    top, *parts = module.split(".")
+    if top != "etkv":
+        return None
+    path = package.joinpath(*parts)
+    candidates = (path.with_suffix(".py"), path / "__init__.py") if parts else (path / "__init__.py",)
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _imports(file: Path) -> list[str]:
+    """Return the names that a module imports, at its top or within a function."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            # What is imported may be a module itself.
+            names += [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
+    return names
 
 
 def _code(source: str) -> str:
