@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny_families
 from etkv.errors import EtkvError
-from etkv.export import ExportRequest, Progress, attention, check, export_program, lowering, reasons
+from etkv.export import ExportRequest, Progress, attention, check, export_program, layers, lowering, reasons
 from etkv.export.attention import CacheLayout
 from etkv.export.forward import Forward
 
@@ -222,3 +222,23 @@ def test_without_the_library_no_program_is_checked(monkeypatch):
     made = check.Check(step, request, limits, attention.survey(step, step.inputs(3)), Progress(said))
     made.run_program(None)
     assert "the program is not checked: etkv's library is not built" in said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_kv_shared_layers": 0}, r"have embeddings of their own in one weight \(hidden_size_per_layer_input 16\)"),
+        (
+            {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2},
+            r"share keys and values \(num_kv_shared_layers 2",
+        ),
+    ],
+)
+def test_layers_that_cannot_run_without_the_others(changes, said):
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = tiny_families.config("gemma4_text", num_hidden_layers=4, layer_types=kinds, **changes)
+    with pytest.raises(EtkvError, match=rf"^layers 2: layers of model family 'gemma4_text' {said}"):
+        layers.keep_first(config, 2)
+    with pytest.raises(EtkvError, match=rf"^draft 1: layers of model family 'gemma4_text' {said}"):
+        layers.last(config, 1)
+    assert layers.keep_first(config, 4) == range(4, 4)

@@ -109,3 +109,11 @@ def test_an_op_with_positions_of_its_own():
 def test_models_whose_tokens_meet_in_the_cache(family, dtype):
     """Rounding in half precision is no reason to refuse: the check computes in float32."""
     _check(_step(family, dtype=dtype))
+
+
+def test_a_context_beyond_the_positions_of_a_model():
+    step = _step("opt")
+    with pytest.raises(
+        EtkvError, match=r"^max-context 1000 is above the positions of the model: index .* smaller --max-c"
+    ):
+        tokens.check(lowering._trace(step, 16), forward.samples(step, 3), 1000, "opt")

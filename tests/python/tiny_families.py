@@ -105,18 +105,62 @@ _OWN: dict[str, dict[str, Any]] = {
 """Further settings that some families need."""
 
 
+_DENSE = {"num_local_experts": 0, "num_experts_per_tok": 0}
+_MIX = ["linear_attention", "full_attention"]
+_IN_TURN = ["sliding_attention", "full_attention"] * 2
+
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere, norms of heads": ("cohere", {"use_qk_norm": True}),
+    "falcon_h1, norms": ("falcon_h1", {"mamba_rms_norm": True}),
+    "gemma3n_text, sparse": (
+        "gemma3n_text",
+        {
+            **{
+                "num_hidden_layers": 4,
+                "intermediate_size": [128] * 4,
+                "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+            },
+            **{"layer_types": _IN_TURN, "num_kv_shared_layers": 2},
+        },
+    ),
+    "gemma4_text, experts": (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
+    ),
+    "gemma4_text, keys as values": ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4_text, shared layers": (
+        "gemma4_text",
+        {
+            **{"num_hidden_layers": 4, "layer_types": _IN_TURN, "num_kv_shared_layers": 2},
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "granitemoehybrid, dense": ("granitemoehybrid", {**_DENSE, "layer_types": _MIX}),
+    "granitemoehybrid, rotary": (
+        "granitemoehybrid",
+        {**_DENSE, "layer_types": ["full_attention"] * LAYERS, "position_embedding_type": "rope"},
+    ),
+    "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1], "layer_types": _MIX}),
+}
+"""Forms of families as published models have them -> the family, and what its tiny form changes."""
+
+
 def names() -> list[str]:
-    """Return the families of causal language models of the installed transformers."""
+    """Return the families of causal language models of the installed transformers, and :data:`FORMS`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FORMS])
 
 
-def config(family: str, **changes: Any) -> Any:
-    """Return the configuration of the tiny form of ``family``. Raises what transformers raises for it."""
+def config(name: str, **changes: Any) -> Any:
+    """Return the configuration of a family's tiny form, or of one of :data:`FORMS`.
+
+    Raises what transformers raises for it.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return _shrunk(CONFIG_MAPPING[family], **changes)
+    family, own = FORMS.get(name, (name, {}))
+    return _shrunk(CONFIG_MAPPING[family], **own, **changes)
 
 
 def _shrunk(cls: Any, **changes: Any) -> Any:

@@ -58,7 +58,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 def _export(request: ExportRequest, origin: source.Source, progress: Progress) -> Path:
     with progress.step("importing torch, transformers and ExecuTorch"):
         _import_tools()
-    from etkv.export import check, experts
+    from etkv.export import check, experts, sparsity
 
     with progress.step(f"reading the configuration of {origin.path}"):
         config = source.read_config(origin)
@@ -74,6 +74,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
         generation = source.generation_settings(origin, model, tokenizer)
     family = config.model_type
     with explained(family, "exported", model):
+        sparsity.settle(model)
         recurrent.take(model)
         predictor = _feature_predictor(model, tokenizer, request.draft, generation, progress) if request.draft else None
         step = _step(request, model, predictor)

@@ -31,6 +31,7 @@ def keep_first(config: PreTrainedConfig, count: int | None) -> range:
     there: int = config.get_text_config().num_hidden_layers
     if count > there:
         raise EtkvError(f"layers {count} is above the {there} layers of the model")
+    _check_apart("layers", count, config)
     _keep(config, slice(count))
     return range(count, there)
 
@@ -43,9 +44,27 @@ def last(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     there = config.get_text_config().num_hidden_layers
     if count >= there:
         raise EtkvError(f"draft {count} is above {there - 1}, the layers of the model but the first")
+    _check_apart("draft", count, config)
     config = copy.deepcopy(config)
     _keep(config, slice(there - count, there))
     return config
+
+
+def _check_apart(option: str, count: int, config: PreTrainedConfig) -> None:
+    """Raise :class:`EtkvError` if the layers of ``config``'s model cannot run without the others."""
+    text_config = config.get_text_config()
+    if count == text_config.num_hidden_layers:
+        return
+    what = {
+        "hidden_size_per_layer_input": "have embeddings of their own in one weight",
+        "num_kv_shared_layers": "share keys and values",
+    }
+    for name, shared in what.items():
+        if getattr(text_config, name, 0):
+            raise EtkvError(
+                f"{option} {count}: layers of model family {config.model_type!r} {shared} ({name} "
+                f"{getattr(text_config, name)}); export the whole model"
+            )
 
 
 def _keep(config: PreTrainedConfig, kept: slice) -> None:

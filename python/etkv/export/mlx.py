@@ -54,7 +54,8 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     """Return the programs, each with its whole graph as one delegate."""
     from executorch import exir
     from executorch.backends.mlx import MLXPartitioner
-    from executorch.backends.mlx.passes import get_default_passes
+
+    from etkv.export import mlx_norms
 
     _register_ops()
     has_own_nodes = any(_has_own_nodes(program) for program in traced.values())
@@ -62,7 +63,7 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
         _register_cache_ops()
     edge = exir.to_edge_transform_and_lower(
         traced,
-        transform_passes=get_default_passes(),
+        transform_passes=mlx_norms.passes(),
         partitioner=[MLXPartitioner()],
         constant_methods=methods,
         # The KV cache op is not part of the edge dialect, and MLX has its own dimension order.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from etkv import experts_op
-from etkv.errors import EtkvError
+from etkv.errors import EtkvError, first_line
 from etkv.expert_weights import WeightFormat
 
 if TYPE_CHECKING:
@@ -48,7 +48,13 @@ def check(traced: ExportedProgram, inputs: dict[str, torch.Tensor], max_context:
     alone = _CHANGED if all(length in _sizes(end) for end in ends) else 2
     # Neither adjacent nor in order, as those of a tree may be.
     inputs = {**inputs, "cache_position": torch.tensor([min(4, max_context - 1), max_context - 1, 1])}
-    whole = _Run(graph, inputs, length)
+    try:
+        whole = _Run(graph, inputs, length)
+    except IndexError as error:
+        raise EtkvError(
+            f"max-context {max_context} is above the positions of the model: {first_line(error)}; export it with a "
+            "smaller --max-context"
+        ) from error
     if any(torch.isnan(whole.values[end]).any() for end in ends):
         raise ValueError("its outputs are NaN, which hides whether a token reads others")
     others, places = "reads other tokens", "reads the place of a token in its step, or their number"

@@ -25,14 +25,18 @@ _KERNELS = {
     "aten._to_copy.default",
     "aten.alias_copy.default",
     "aten.cat.default",
+    "aten.copy.default",
     "aten.cos.default",
     "aten.embedding.default",
     "aten.expand_copy.default",
+    "aten.index.Tensor",
     "aten.mean.dim",
     "aten.permute_copy.default",
+    "aten.repeat.default",
     "aten.select_copy.int",
     "aten.sin.default",
     "aten.slice_copy.Tensor",
+    "aten.slice_scatter.default",
     "aten.split_with_sizes_copy.default",
     "aten.squeeze_copy.dims",
     "sym_size.int",
@@ -40,9 +44,6 @@ _KERNELS = {
     "aten.view_copy.default",
 }
 """Operators that ExecuTorch's own kernels may run, because they move rows or run once a step."""
-
-_OF_POSITIONS = {"aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor"}
-"""Operators that these kernels may run on integers, such as the positions of a step's tokens."""
 
 _OF_ROUTERS = {
     "aten.bitwise_not.default",
@@ -56,6 +57,23 @@ _OF_ROUTERS = {
 }
 """Operators with which routers choose experts, that these kernels may run: a token has one number for each expert."""
 
+_OF_POSITIONS = {"aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor"}
+"""Operators that these kernels may run on integers, such as the positions of a step's tokens."""
+
+_OF_CHOICES = {
+    *(f"aten.{name}.Scalar" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
+    "aten.expm1.default",
+    "aten.log1p.default",
+    "aten.logical_and.default",
+    "aten.logical_not.default",
+    "aten.logical_or.default",
+    "aten.where.self",
+}
+"""Operators that choose, element by element, between ids or between the branches of an activation.
+
+An element takes them some nanoseconds, beside thousands of products in the layer before.
+"""
+
 
 def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
     """Quantize every linear weight of ``model`` in place; activations are quantized as a step computes them."""
@@ -68,6 +86,7 @@ def prepare(model: PreTrainedModel, request: ExportRequest) -> None:
     """Let a load choose the rows of logits, unless the request chooses them, and pack the weights of experts."""
     from etkv.export.cpu import calls, experts
 
+    experts.pack(model)
     if request.logits == "all":
         calls.select_rows_before_head(model)
 
@@ -85,7 +104,6 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     edge = exir.to_edge_transform_and_lower(
         traced,
         transform_passes=[RemoveCloneOpsTransform()],
-    experts.pack(model)
         partitioner=[CPUPartitioner(request.logits)],
         constant_methods=methods,
         # The KV cache op is not part of the edge dialect.

@@ -8,7 +8,7 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, PartitionResult
 
-from etkv.export.cpu import calls
+from etkv.export.cpu import calls, cycles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,12 +66,15 @@ class CPUPartitioner(XnnpackPartitioner):  # type: ignore[misc] # ExecuTorch's c
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         """Return the program with tags, and the delegate of each tag."""
         found = super().partition(exported_program)
-        nodes: dict[str, list[torch.fx.Node]] = {tag: [] for tag in found.partition_tags}
+        of_calls = calls.tag(exported_program, self._logits)
+        of_xnnpack = {tag: tag for tag in found.partition_tags}
+        of_xnnpack |= cycles.split(exported_program.graph, set(of_xnnpack))
+        nodes: dict[str, list[torch.fx.Node]] = {tag: [] for tag in (*of_xnnpack, *of_calls)}
         for node in exported_program.graph.nodes:
             if node.op == "call_function" and "delegation_tag" in node.meta:
                 nodes[node.meta["delegation_tag"]].append(node)
-        specs = {tag: _spec(spec, nodes[tag]) for tag, spec in found.partition_tags.items()}
-        specs |= calls.tag(exported_program, self._logits)
+        specs = {tag: _spec(found.partition_tags[first], nodes[tag]) for tag, first in of_xnnpack.items() if nodes[tag]}
+        specs |= of_calls
         return PartitionResult(tagged_exported_program=exported_program, partition_tags=specs)
 
     def ops_to_not_decompose(

@@ -40,7 +40,7 @@ def apply(program: ExportedProgram) -> None:
     for node in _calls(program, _ATEN.gelu.default):
         _gelu(program, node)
     for node in _calls(program, _ATEN.pow.Tensor_Scalar):
-        _cube(program, node)
+        _power(program, node)
     for node in _calls(program, _ATEN.mean.dim):
         _mean(program, node)
     for node in _calls(program, _ATEN.cat.default):
@@ -181,14 +181,17 @@ def _kept_axis(node: torch.fx.Node) -> int | None:
     return None if node.kwargs.get("dtype") not in (None, value.dtype) else width
 
 
-def _cube(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Replace a third power by products: XNNPACK takes squares alone."""
+def _power(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Replace a third power by products, and powers of a half by roots: XNNPACK takes squares alone."""
     given: list[Any] = [*node.args]
     source, exponent = given
-    if exponent != 3:
+    if exponent not in (3, 0.5, -0.5):
         return
     with program.graph.inserting_before(node):
-        made = _call(program, _ATEN.mul.Tensor, _call(program, _ATEN.mul.Tensor, source, source), source)
+        if exponent == 3:
+            made = _call(program, _ATEN.mul.Tensor, _call(program, _ATEN.mul.Tensor, source, source), source)
+        else:
+            made = _call(program, _ATEN.sqrt.default if exponent > 0 else _ATEN.rsqrt.default, source)
     _replace(program, node, made)
 
 

@@ -1,0 +1,65 @@
+"""Splits delegates that would need each other's results, such as those before and after a call of the cache.
+
+XNNPACK's partitioner looks at the nodes between which a delegate lies, one delegate at a time. Models whose layers take
+more inputs than the layer before, such as Gemma 3n and Gemma 4, get delegates that wait for each other.
+"""
+
+from __future__ import annotations
+
+import graphlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_TAG = "delegation_tag"
+
+
+def split(graph: torch.fx.Graph, tags: set[str]) -> dict[str, str]:
+    """Give nodes of ``graph`` with one of ``tags`` further tags, until the delegates can run one after the other.
+
+    Returns each new tag with the one that its nodes had.
+    """
+    made: dict[str, str] = {}
+    while cycle := _cycle(graph):
+        for node, level in _levels(graph, cycle).items():
+            tag = node.meta.get(_TAG)
+            if tag in tags or tag in made:
+                node.meta[_TAG] = f"{tag}_{level}"
+                made[node.meta[_TAG]] = made.get(tag, tag)
+    return made
+
+
+def _part(node: torch.fx.Node) -> Any:
+    """Return what runs ``node``: the tag of its delegate, or the node itself."""
+    return node.meta.get(_TAG, node)
+
+
+def _cycle(graph: torch.fx.Graph) -> set[Any]:
+    """Return parts that wait for each other; empty if there are none."""
+    needed: dict[Any, set[Any]] = {}
+    for node in graph.nodes:
+        part = _part(node)
+        needed.setdefault(part, set()).update(_part(given) for given in node.all_input_nodes)
+        needed[part].discard(part)
+    try:
+        graphlib.TopologicalSorter(needed).prepare()
+    except graphlib.CycleError as error:
+        return set(error.args[1])
+    return set()
+
+
+def _levels(graph: torch.fx.Graph, parts: set[Any]) -> dict[torch.fx.Node, int]:
+    """Return for each node of ``parts`` how often the longest way to it goes from one of ``parts`` to another."""
+    levels: dict[torch.fx.Node, int] = {}
+    # For each node the level of its longest ways, and the parts that they come from.
+    ends: dict[torch.fx.Node, tuple[int, set[Any]]] = {}
+    for node in graph.nodes:
+        part, ways = _part(node), [ends[given] for given in node.all_input_nodes]
+        if part in parts:
+            levels[node] = max((at + bool(sources - {part}) for at, sources in ways), default=0)
+            ends[node] = levels[node], {part}
+        else:
+            longest = max((at for at, _ in ways), default=0)
+            ends[node] = longest, set().union(*(sources for at, sources in ways if at == longest))
+    return levels

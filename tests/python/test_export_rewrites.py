@@ -1,0 +1,74 @@
+"""What the exporter changes in a model or a graph before a backend takes it."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from etkv.export import sparsity
+from etkv.export.cpu import cycles
+
+
+def _graph(edges: dict[str, list[str]], tags: dict[str, str]) -> torch.fx.Graph:
+    graph = torch.fx.Graph()
+    nodes: dict[str, torch.fx.Node] = {}
+    for name, given in edges.items():
+        nodes[name] = graph.call_function(torch.cat, ([nodes[other] for other in given],), name=name)
+        if name in tags:
+            nodes[name].meta["delegation_tag"] = tags[name]
+    return graph
+
+
+def _tags(graph: torch.fx.Graph) -> dict[str, str]:
+    return {node.name: node.meta["delegation_tag"] for node in graph.nodes if "delegation_tag" in node.meta}
+
+
+def test_a_delegate_that_needs_a_call_between_its_nodes_is_split():
+    # d reads the call between a and d; c does not.
+    edges = {"a": [], "call": ["a"], "c": ["a"], "d": ["c", "call"], "e": ["d"]}
+    graph = _graph(edges, dict.fromkeys("acde", "x"))
+    assert cycles.split(graph, {"x"}) == {"x_0": "x", "x_2": "x"}
+    assert _tags(graph) == {"a": "x_0", "c": "x_0", "d": "x_2", "e": "x_2"}
+
+
+def test_delegates_that_need_each_other_are_split():
+    # Each is without a cycle of its own: the way back to it begins at another of its nodes.
+    edges = {"a": [], "b": ["a"], "c": [], "d": ["c"]}
+    graph = _graph(edges, {"a": "x", "b": "y", "c": "y", "d": "x"})
+    cycles.split(graph, {"x", "y"})
+    assert not cycles._cycle(graph)
+    assert len(set(_tags(graph).values())) == 4
+
+
+def test_delegates_in_order_stay_whole():
+    edges = {"a": [], "call": ["a"], "b": ["call"], "c": ["a", "b"]}
+    tags = {"a": "x", "b": "y", "c": "y"}
+    graph = _graph(edges, tags)
+    assert cycles.split(graph, {"x", "y"}) == {}
+    assert _tags(graph) == tags
+
+
+def _sparse(function) -> torch.nn.Module:
+    module = torch.nn.Linear(2, 2)
+    module.activation_sparsity = 0.9
+    module._gaussian_topk = function
+    return torch.nn.Sequential(module)
+
+
+def test_a_quantile_becomes_a_constant():
+    from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
+
+    given = types.SimpleNamespace(activation_sparsity=0.9)
+    model = _sparse(lambda x: Gemma3nTextMLP._gaussian_topk(given, x))
+    x = torch.randn(3, 500)
+    expected = model[0]._gaussian_topk(x)
+    sparsity.settle(model)
+    torch.testing.assert_close(model[0]._gaussian_topk(x), expected)
+    assert 0.05 < (expected > 0).float().mean() < 0.15
+
+
+def test_other_sparse_activations_are_refused():
+    with pytest.raises(ValueError, match=r"^0: it makes activations sparse in a way that the exporter does not know$"):
+        sparsity.settle(_sparse(torch.relu))
