@@ -9,6 +9,7 @@ mod finite;
 mod kept;
 mod linear;
 mod raw;
+pub mod recurrent;
 mod rotary;
 #[cfg(test)]
 mod testing;
@@ -37,7 +38,7 @@ const MAX_KERNELS: usize = 64;
 
 /// Returns whether kernels can run here: on the shared stream of a GPU. A host may have other streams, even
 /// on a CPU; kernels of two streams would share their counters.
-fn can_run() -> Result<bool> {
+pub fn can_run() -> Result<bool> {
     Ok(!cfg!(target_os = "macos") && mlx::on_gpu()? && mlx::is_stream_shared()?)
 }
 

@@ -53,6 +53,36 @@ impl Kernel {
         threads: [i32; 3],
         block: i32,
     ) -> Result<Array> {
+        self.apply(inputs, outputs, threads, block).map(|(first, _)| first)
+    }
+
+    /// [`launch`](Self::launch), which returns all outputs.
+    pub fn launch_all(
+        &self,
+        inputs: &[&Array],
+        outputs: &[(&[i32], Dtype)],
+        threads: [i32; 3],
+        block: i32,
+    ) -> Result<Vec<Array>> {
+        let (first, made) = self.apply(inputs, outputs, threads, block)?;
+        let mut all = vec![first];
+        for output in 1..outputs.len() {
+            // SAFETY: the list is live and has an array for each output; the handle gets another one.
+            all.push(call(|out, _| unsafe {
+                mlx_sys::mlx_vector_array_get(out, made.as_raw(), output)
+            })?);
+        }
+        Ok(all)
+    }
+
+    /// Returns the first output, and all of them.
+    fn apply(
+        &self,
+        inputs: &[&Array],
+        outputs: &[(&[i32], Dtype)],
+        threads: [i32; 3],
+        block: i32,
+    ) -> Result<(Array, Arrays)> {
         let inputs = Arrays::of(inputs.iter().copied());
         let mut made = Arrays::empty();
         // SAFETY: the handle is freed with its owner.
@@ -90,7 +120,7 @@ impl Kernel {
             #[cfg(target_os = "linux")]
             super::kept::provide(&out);
         }
-        Ok(out)
+        Ok((out, made))
     }
 }
 

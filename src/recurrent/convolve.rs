@@ -5,7 +5,7 @@ use mlx_rs::ops::{concatenate, sigmoid};
 use mlx_rs::{Array, Dtype};
 
 use super::rows::{check_plan, run, stored, stored_tokens, take};
-use super::{check_shape, RecurrentRows, RecurrentSpec};
+use super::{check_shape, on_cuda, RecurrentRows, RecurrentSpec};
 use crate::error::{fail, Result};
 use crate::mlx::cast;
 
@@ -61,6 +61,10 @@ pub fn convolve(
         check_shape(bias, "bias", &[channels])?;
     }
     let slots = stored(spec.rows[0].as_ref(), "columns", [1, channels])?;
+    let out_dtype = out_dtype.unwrap_or(inputs.x.dtype());
+    if let Some(computed) = on_cuda::convolve(inputs, slots, &spec.plan, out_dtype)? {
+        return Ok(computed);
+    }
     let slots = slots.map(|slots| slots.reshape(&[-1, channels])).transpose()?;
     let fresh = cast(inputs.x, Dtype::Float32)?.transpose_axes(&[0, 2, 1])?;
     let fresh = fresh.reshape(&[n_tokens, channels])?;
@@ -79,7 +83,7 @@ pub fn convolve(
     let out = sums.transpose()?.reshape(&[1, channels, n_tokens])?;
     let rows = take(&fresh, &stored_tokens(plan), 0)?.reshape(&[1, 1, -1, channels])?;
     let rows = RecurrentRows { rows: [Some(rows), None], anchors: None };
-    Ok((cast(&out, out_dtype.unwrap_or(inputs.x.dtype()))?, rows))
+    Ok((cast(&out, out_dtype)?, rows))
 }
 
 /// Returns the sums `[T, channels]` of a single chain.

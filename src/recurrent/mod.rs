@@ -10,6 +10,7 @@ mod blocks;
 mod convolve;
 mod decays;
 mod groups;
+mod on_cuda;
 mod rows;
 mod scan;
 mod short;

@@ -6,8 +6,9 @@ use mlx_rs::{Array, Dtype};
 
 use super::groups::{parts, Work};
 use super::rows::{check_plan, stored, stored_tokens, take};
-use super::{blocks, check_shape, short, RecurrentRows, RecurrentSpec};
+use super::{blocks, check_shape, on_cuda, short, RecurrentRows, RecurrentSpec};
 use crate::error::{fail, Result};
+use crate::kernels::recurrent::Stored;
 use crate::mlx::cast;
 
 /// A log decay below this counts as this, which is a decay to zero.
@@ -54,16 +55,21 @@ pub fn scan(
     let plan = &*spec.plan;
     check_plan(plan)?;
     let sizes = Sizes::of(inputs, plan)?;
+    let state = sizes.k_dim.saturating_mul(sizes.v_dim);
+    let rows = Stored {
+        keys: stored(spec.rows[0].as_ref(), "keys", [sizes.k_heads, sizes.k_dim])?,
+        updates: stored(spec.rows[1].as_ref(), "updates", [sizes.heads(), sizes.row()])?,
+        anchors: stored(spec.anchors.as_ref(), "anchors", [sizes.heads(), state])?,
+    };
+    let out_dtype = out_dtype.unwrap_or(inputs.q.dtype());
+    let computed = on_cuda::scan(inputs, sizes, rows, &spec.plan, scale, out_dtype)?;
+    if let Some(computed) = computed {
+        return Ok(computed);
+    }
     let mut step = Step {
         sizes,
         inputs: Inputs::of(inputs, sizes)?,
-        keys: stored(spec.rows[0].as_ref(), "keys", [sizes.k_heads, sizes.k_dim])?,
-        updates: stored(spec.rows[1].as_ref(), "updates", [sizes.heads(), sizes.row()])?,
-        anchors: stored(
-            spec.anchors.as_ref(),
-            "anchors",
-            [sizes.heads(), sizes.k_dim.saturating_mul(sizes.v_dim)],
-        )?,
+        stored: rows,
         folds: Vec::new(),
         computed: Vec::new(),
         order: Vec::new(),
@@ -79,7 +85,7 @@ pub fn scan(
             }
         }
     }
-    step.finish(plan, scale, out_dtype.unwrap_or(inputs.q.dtype()))
+    step.finish(plan, scale, out_dtype)
 }
 
 /// The sizes of a recurrence.
@@ -175,12 +181,7 @@ impl Inputs {
 pub struct Step<'a> {
     pub sizes: Sizes,
     pub inputs: Inputs,
-    /// `[1, k_heads, L, k_dim]`.
-    keys: Option<&'a Array>,
-    /// `[1, heads, L, v_dim + decays]`.
-    updates: Option<&'a Array>,
-    /// `[1, heads, A, k_dim * v_dim]`.
-    anchors: Option<&'a Array>,
+    stored: Stored<'a>,
     /// `[k_heads, share, k_dim, v_dim]`.
     folds: Vec<Array>,
     computed: Vec<Computed>,
@@ -217,7 +218,8 @@ impl Step<'_> {
         let Sizes { k_heads, k_dim, .. } = self.sizes;
         let (mut keys, mut updates) = (Vec::new(), Vec::new());
         if !slots.is_empty() {
-            let (Some(all_keys), Some(all_updates)) = (self.keys, self.updates) else {
+            let (Some(all_keys), Some(all_updates)) = (self.stored.keys, self.stored.updates)
+            else {
                 fail!(Internal, "a step reads slots, and there are none");
             };
             keys.push(take(all_keys, &slots, 2)?.reshape(&[k_heads, -1, k_dim])?);
@@ -243,7 +245,7 @@ impl Step<'_> {
         match anchor {
             AnchorSource::Zero => Ok(None),
             AnchorSource::Slot(slot) => {
-                let Some(anchors) = self.anchors else {
+                let Some(anchors) = self.stored.anchors else {
                     fail!(Internal, "a step reads an anchor, and there are none");
                 };
                 let state = take(anchors, &[slot], 2)?;
