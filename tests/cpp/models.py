@@ -1,6 +1,7 @@
 """Exports the programs of the C++ tests, if they are missing or would be exported differently now.
 
-``models.py TINY_MODELS.py OUTDIR`` writes ``OUTDIR/<name>/model.pte`` for every name in PROGRAMS.
+``models.py TINY_MODELS.py OUTDIR`` writes ``OUTDIR/<name>/model.pte`` for every name in PROGRAMS. For models with
+recurrent layers it also writes ``OUTDIR/hf/<model>/greedy.txt``: a prompt, and transformers' greedy ids after it.
 """
 
 from __future__ import annotations
@@ -32,17 +33,53 @@ PROGRAMS = {
     "llama-draft-chunk4": ("tiny-llama", {"draft": 1, "prefill_chunk": 4}),
     "mistral-window-tapped": ("tiny-mistral-window", {"tap_layers": (0,)}),
     "mistral-window-draft": ("tiny-mistral-window", {"draft": 1}),
+    "qwen3.5-f32": ("qwen3.5", {}),
+    "qwen3.5-cpu": ("qwen3.5", {"backend": "cpu"}),
 }
 """Name -> tiny model, and its differences from :data:`DEFAULTS`."""
+
+RECURRENT = ("qwen3.5",)
+"""The models of ``recurrent_models.py``, beside ``TINY_MODELS.py``."""
+
+PROMPT, ANSWER = 150, 80
+"""The numbers of ids in ``greedy.txt``. Anchors lie at multiples of 64."""
 
 DEFAULTS = {"dtype": "float32", "prefill_chunk": 32}
 
 
-def _tiny_models(path: Path):
-    spec = importlib.util.spec_from_file_location("tiny_models", path)
+def _module(path: Path):
+    # It imports others of its folder.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _write_greedy(model, file: Path) -> None:
+    """Write a prompt on one line, and the greedy ids after it on another."""
+    import torch
+
+    ids = [(number * 37 + 11) % 250 for number in range(PROMPT)]
+    for _ in range(ANSWER):
+        with torch.no_grad():
+            (best, second), (chosen, _) = model(torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
+        if best - second < 1e-3:
+            raise ValueError(f"id {len(ids)} of {file} is not clear: two logits differ by {best - second}")
+        ids.append(int(chosen))
+    lines = (ids[:PROMPT], ids[PROMPT:])
+    file.write_text("".join(" ".join(map(str, line)) + "\n" for line in lines))
+
+
+def _write(name: str, tiny_models: Path, weights: Path) -> None:
+    """Write the weights of a model, and what tests compare its programs with."""
+    if name not in RECURRENT:
+        _module(tiny_models).write(name, weights)
+        return
+    recurrent = _module(tiny_models.with_name("recurrent_models.py"))
+    recurrent.write(name, weights)
+    _write_greedy(recurrent.model(name), weights / "greedy.txt")
 
 
 def requests(tiny_models: Path, outdir: Path) -> list[ExportRequest]:
@@ -50,14 +87,15 @@ def requests(tiny_models: Path, outdir: Path) -> list[ExportRequest]:
     from etkv.export import ExportRequest
     from etkv.export.progress import third_party_noise
 
-    tiny = _tiny_models(tiny_models)
+    sources = [tiny_models, *(tiny_models.with_name(f"{name}.py") for name in ("tiny_families", "recurrent_models"))]
     found = []
     for name, (model, options) in PROGRAMS.items():
         weights = outdir / "hf" / model
         stamp = weights / ".written"
-        if not stamp.exists() or stamp.stat().st_mtime < tiny_models.stat().st_mtime:
+        made_by = sources if model in RECURRENT else sources[:1]
+        if not stamp.exists() or stamp.stat().st_mtime < max(source.stat().st_mtime for source in made_by):
             with third_party_noise(allowed=False):
-                tiny.write(model, weights)
+                _write(model, tiny_models, weights)
             stamp.touch()
         found.append(ExportRequest(model=weights, output=outdir / name / "model.pte", **{**DEFAULTS, **options}))
     return found
