@@ -23,13 +23,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "vaultgemma": ("vaultgemma", {**_HEADS, "attn_logit_softcapping": SOFTCAP}),
     # The other way around.
     "granite-swa": ("granite_swa", {"hidden_size": 128}),
+    # Mixtures of experts.
     "gpt-oss": ("gpt_oss", _HEADS),
     "flint": ("flint", _HEADS),
 }
 """Name -> family of transformers, and what its tiny form changes."""
-
-MIXTURES = ("gpt-oss", "flint")
-"""Mixtures of experts."""
 
 
 def model(name: str, *, plain: bool = False) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 import etkv
 import reference
+import sinks_models
 from etkv import inspection, pte
 from etkv.constants import read_constants
 from etkv.errors import EtkvError
@@ -20,18 +21,24 @@ IDS = list(STORY.encode())[:90]
 
 
 @pytest.fixture(scope="module")
-def draft(tiny, tmp_path_factory):
-    """Return the folder of a tiny model of two layers, and the program of the second layer, fitted on few texts."""
+def few_texts():
+    """Fit predictors on few texts."""
     from etkv import _mlx_serialization
 
     _mlx_serialization.ensure_available()
     from etkv.export import draft
 
-    output = tmp_path_factory.mktemp("draft") / "model.pte"
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("_TEXTS", 4), ("_TOKENS", 40), ("_AT_ONCE", 4)):
             patch.setattr(draft, name, value)
-        export_program(ExportRequest(tiny("tiny-gemma3"), output, prefill_chunk=64, draft=1))
+        yield
+
+
+@pytest.fixture(scope="module")
+def draft(tiny, tmp_path_factory, few_texts):
+    """Return the folder of a tiny model of two layers, and the program of the second layer."""
+    output = tmp_path_factory.mktemp("draft") / "model.pte"
+    export_program(ExportRequest(tiny("tiny-gemma3"), output, prefill_chunk=64, draft=1))
     return tiny("tiny-gemma3"), output
 
 
@@ -94,6 +101,19 @@ def test_unknown_hidden_states_are_predicted(draft):
     logits, handed_on = run(path, IDS, given, known)
     np.testing.assert_allclose(handed_on, expected, atol=1e-4)
     np.testing.assert_allclose(logits[0], reference.logits(model, IDS), atol=5e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite-swa"])
+def test_a_draft_has_the_sinks_and_the_softcap_of_its_model(name, tmp_path, few_texts):
+    folder = sinks_models.write(name, tmp_path / "model")
+    output = tmp_path / "out/model.pte"
+    output.parent.mkdir()
+    export_program(ExportRequest(folder, output, prefill_chunk=64, draft=1))
+    model = sinks_models.model(name)
+    given = hidden_states(model, IDS)
+    made, _ = run(output, IDS, given, torch.ones(1, len(IDS), 1))
+    expected = reference.logits(model, IDS)
+    np.testing.assert_allclose(made[0], expected, atol=1e-3 * expected.std())
 
 
 def test_the_predictor_is_the_best_linear_one(tiny, monkeypatch):

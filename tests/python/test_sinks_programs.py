@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ import sinks_models
 import tiny_families
 import tiny_models
 from etkv import CacheConfig, DecodeSession, SeqSession, TreeSession, op
-from etkv.export import ExportRequest, attention
+from etkv.description import describe_program
+from etkv.export import ExportRequest, attention, export_program
 from etkv.export.forward import Forward
+from etkv.pte import PteFile
 from etkv.reference import ContiguousCache
 from etkv.session import Session
 from reference import EVERYTHING
@@ -32,10 +35,9 @@ CHUNK = sinks_models.WINDOW
 
 PROMPT, DECODED = 300, 32
 
-_NAMES = list(sinks_models.FAMILIES) if EVERYTHING else ["gemma2", "granite-swa"]
+_FAMILIES = {"cpu": ["gemma2", "granite-swa"], "mlx": ["gemma2", "granite-swa", "gpt-oss"]}
 CASES = [
-    *((name, "cpu") for name in _NAMES if name not in sinks_models.MIXTURES),
-    *((name, "mlx") for name in dict.fromkeys([*_NAMES, "gpt-oss"])),
+    (name, backend) for backend, names in _FAMILIES.items() for name in (sinks_models.FAMILIES if EVERYTHING else names)
 ]
 """Models and backends."""
 
@@ -235,6 +237,42 @@ def test_trees_are_lossless(model):
         model.close(run(program, text + end, len(text), len(text) + 20), model.expected(text + end)[-20:])
 
 
+def test_the_file(model):
+    """Builds of etkv before sinks and softcaps, and ExecuTorch's own backend, do not take the program for another."""
+    file, config = PteFile(model.request.output), model.transformers.config
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if model.backend == "mlx":
+        described = describe_program(file.path)
+        assert file.delegates["forward"] == ["EtkvForMLX"]
+        counts = {found["operation"]: found["count"] for found in described["operations"]}
+        assert counts["UpdateAndAttendSinks"] == config.num_hidden_layers
+        assert "UpdateAndAttend" not in counts
+        assert described["steps_on_cuda"].startswith("instruction ")
+        return
+    calls = [call for call in map(json.loads, file.cpu_payloads()) if "layer" in call]
+    assert [call["op"] for call in calls] == ["update_and_attend_sinks"] * config.num_hidden_layers
+    for call in calls:
+        assert call["softcap"] == softcap
+        assert (call["inputs"][4] is None) == (softcap is not None)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite-swa"])
+def test_half_precision(name, tmp_path):
+    """Sinks in bfloat16, and scores that are bounded in float32."""
+    folder = sinks_models.write(name, tmp_path / "model")
+    request = ExportRequest(folder, tmp_path / "model.pte", dtype="bfloat16", prefill_chunk=CHUNK, verify=False)
+    text = ids(150)
+    config = CacheConfig(etkv.read_kv_cache_metadata(export_program(request)).layers, 256)
+    with DecodeSession(config) as session, etkv.load(request.output, session) as program:
+        found = torch.cat([run(program, text, 0, 120).float(), run(program, text, 120, 150, chunk=1).float()])
+    transformers = sinks_models.model(name)
+    with torch.no_grad():
+        expected = transformers(torch.tensor([text])).logits[0]
+        rounded = transformers.bfloat16()(torch.tensor([text])).logits[0].float()
+    error, usual = ((logits - expected).square().mean().sqrt() for logits in (found, rounded))
+    assert error < 1.5 * usual, (error, usual)
+
+
 _FORMATS = [("f16", "f16"), ("affine8", "affine4"), ("nvfp4", "row-int4")]
 
 
@@ -244,7 +282,7 @@ def test_formats_are_those_of_the_reference(model, formats):
     k_format, v_format = formats
     text, ends = ids(160), [100, 105, 130, *range(131, 150), 160]
     step = Forward(_with_ops(model.name))
-    layout = attention.survey(step, step.inputs(3))
+    layout = attention.survey(step, step.inputs(3), 256)
     assert len(layout.kv_heads) == len(model.facts.layers)
     cache = ContiguousCache(model.config(capacity=256, k_format=k_format, v_format=v_format))
     expected = []
