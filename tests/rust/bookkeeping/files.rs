@@ -125,3 +125,51 @@ fn an_anchor_whose_rows_are_missing_is_refused() {
     }
     book.with_state(&state).unwrap();
 }
+
+/// Where the file has all rows of a text, it must have all anchors.
+#[test]
+fn rows_whose_anchors_are_missing_are_refused() {
+    let window = RecurrentWindow { lead: 5, anchors: 3 };
+    let mut book = CellsBookkeeping::new(CAPACITY, []).with_recurrent(Some(window), 8);
+    (0..3).for_each(|_| append(&mut book, 0, BLOCK));
+    append(&mut book, 0, 1);
+    let state = book.state();
+    assert_eq!(book.rewindable_to(0).unwrap(), BLOCK);
+    let mut damaged = state.clone();
+    let recurrent = damaged.recurrent.as_mut().unwrap();
+    let runs = recurrent.rows.sequences[0].runs.clone();
+    let n: i32 = runs.iter().map(|[.., len]| len).sum();
+    recurrent.rows.sequences[0].runs = vec![[0, 0, 3 * BLOCK + 1]];
+    book.with_state(&damaged).unwrap();
+    assert_eq!(n, 2 * BLOCK + 6);
+    // The anchor of 64 is gone.
+    let runs = &mut damaged.recurrent.as_mut().unwrap().anchors.sequences[0].runs;
+    let held = runs
+        .iter()
+        .flat_map(|&[block, slot, len]| (0..len).map(move |at| [block + at, slot + at, 1]));
+    *runs = held.skip(1).collect();
+    let error = book.with_state(&damaged).unwrap_err();
+    assert!(error.message().contains("lacks rows or anchors"), "{error}");
+}
+
+/// Candidates whose chain passes a boundary follow from the anchor there.
+#[test]
+fn a_tree_that_lacks_an_anchor_is_refused() {
+    let window = RecurrentWindow { lead: 3, anchors: 2 };
+    for (length, depth) in [(BLOCK - 4, 10), (BLOCK, 2)] {
+        let mut book = CellsBookkeeping::new(CAPACITY, []).with_recurrent(Some(window), 8);
+        append(&mut book, 0, length);
+        book.propose(0, &(-1..depth - 1).collect::<Vec<_>>()).unwrap();
+        book.plan(&(length..length + depth).collect::<Vec<_>>()).unwrap();
+        book.commit().unwrap();
+        let state = book.state();
+        book.with_state(&state).unwrap();
+        let mut damaged = state.clone();
+        damaged.trees[0].anchors.clear();
+        let anchors = &mut damaged.recurrent.as_mut().unwrap().anchors.sequences;
+        assert_eq!(anchors.len() + state.trees[0].anchors.len(), 1);
+        anchors.clear();
+        let error = book.with_state(&damaged).unwrap_err();
+        assert!(error.message().contains("the tree of sequence 0 lacks an anchor"), "{error}");
+    }
+}

@@ -1,6 +1,7 @@
 //! Caches with recurrent layers whose files are damaged, and what is done with a cache that loaded one.
 
 use etkv_core::bookkeeping::BLOCK;
+use etkv_core::snapshot::{Book, CellsState};
 use etkv_core::{
     CacheConfig, Growth, KvFormat, LayerConfig, LayerPolicy, RecurrentLayer, Result, SaveCache,
     Status,
@@ -176,42 +177,40 @@ fn grow_tree(rng: &mut Rng, cache: &mut AnyCache, sequence: i32) -> Result<()> {
             }
         })
         .collect();
-    trees.propose(sequence, &parents)?;
+    let proposed = trees.propose(sequence, &parents);
     if rng.chance(0.2) {
-        return Ok(());
+        return proposed;
     }
-    run_tree(rng, cache, sequence, n, &parents)
-}
-
-fn run_tree(
-    rng: &mut Rng,
-    cache: &mut AnyCache,
-    sequence: i32,
-    n_before: usize,
-    parents: &[i32],
-) -> Result<()> {
-    if n_before > 0 {
-        // Depths of earlier nodes are not known here.
-        return Ok(());
-    }
-    let next = cache.sequences().map_or(Ok(0), |all| all.seq_next(sequence))?;
-    let mut depths: Vec<i32> = Vec::new();
-    for &parent in parents {
-        depths.push(usize::try_from(parent).map_or(0, |parent| depths[parent] + 1));
-    }
-    if let Some(all) = cache.sequences_mut() {
-        all.begin_step(&vec![sequence; parents.len()])?;
-    }
-    let positions: Vec<i32> = depths.iter().map(|depth| next + depth).collect();
-    let ran = driver::forward::<OnCpu>(rng, cache, &positions).map(drop);
-    if ran.is_err() {
-        cache.sequences_mut().map_or(Ok(()), |all| all.cancel_step())?;
-        return ran;
-    }
-    if let Some(trees) = cache.trees_mut().filter(|_| rng.chance(0.5)) {
+    // Where they did not fit, others may wait.
+    ignore(proposed);
+    run_tree(rng, cache, sequence)?;
+    if let Some(trees) = cache.trees_mut().filter(|_| rng.chance(0.3)) {
         trees.commit_tree(sequence, if rng.chance(0.8) { &[0] } else { &[] })?;
     }
     Ok(())
+}
+
+/// Runs the candidates of a sequence that wait.
+fn run_tree(rng: &mut Rng, cache: &mut AnyCache, sequence: i32) -> Result<()> {
+    let book = cache.saving().unwrap().snapshot()?.book;
+    let Book::Cells(CellsState { trees, .. }) = book else { return Ok(()) };
+    let Some(tree) = trees.into_iter().find(|tree| tree.sequence == sequence) else {
+        return Ok(());
+    };
+    let all = cache.sequences_mut().unwrap();
+    let next = all.seq_next(sequence)?;
+    let mut depths: Vec<i32> = Vec::new();
+    for &parent in &tree.parents {
+        depths.push(usize::try_from(parent).map_or(0, |parent| depths[parent] + 1));
+    }
+    let waiting = &depths[tree.n_written..];
+    all.begin_step(&vec![sequence; waiting.len()])?;
+    let positions: Vec<i32> = waiting.iter().map(|depth| next + depth).collect();
+    let ran = driver::forward::<OnCpu>(rng, cache, &positions).map(drop);
+    if let Some(all) = cache.sequences_mut().filter(|_| ran.is_err()) {
+        all.cancel_step()?;
+    }
+    ran
 }
 
 /// Uses a cache in every way. Its answers may be wrong after a damaged file. Nothing may panic or call itself

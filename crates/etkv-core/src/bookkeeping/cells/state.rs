@@ -116,9 +116,21 @@ impl CellsBookkeeping {
             return Ok(());
         };
         for (&sequence, tree) in &self.trees {
-            let after = |&node: &usize| self.next(sequence) + tree.depth(node) + 1;
+            let next = self.next(sequence);
+            let after = |&node: &usize| next + tree.depth(node) + 1;
             if tree.anchors.keys().any(|node| after(node) % BLOCK != 0) {
                 return Err(damaged("an anchor of a tree lies between boundaries"));
+            }
+            // The step of a node at a boundary made the anchor there.
+            let lacks = |node: usize| match tree.parent(node) {
+                Some(parent) => !tree.anchors.contains_key(&parent),
+                None => !recurrent.has_anchor(sequence, next),
+            };
+            let at_boundary = |&node: &usize| (next + tree.depth(node)) % BLOCK == 0;
+            if (0..tree.n_written()).filter(at_boundary).any(lacks) {
+                return Err(damaged(format_args!(
+                    "the tree of sequence {sequence} lacks an anchor"
+                )));
             }
         }
         let kept = self.checkpoints.all().iter().map(|kept| kept.owner);

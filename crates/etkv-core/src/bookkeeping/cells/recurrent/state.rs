@@ -64,7 +64,9 @@ impl Recurrent {
             anchors.first().is_none_or(|block| block > 0) && anchors.next() <= next / BLOCK + 1;
         let has_gaps =
             |runs: &Runs| runs.first().is_some_and(|first| runs.next() - first != runs.count());
-        let whole = !has_gaps(rows) && !has_gaps(anchors);
+        // Where all rows are held, every position can be reached.
+        let reaches = rows.first() != Some(0) || anchors.first().is_none_or(|block| block == 1);
+        let whole = !has_gaps(rows) && !has_gaps(anchors) && reaches;
         self.has_anchor(owner, base) && n == next - first && rows.next() <= next && ordered && whole
     }
 }
