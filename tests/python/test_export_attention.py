@@ -28,13 +28,13 @@ def _step(family: str, **changes) -> Forward:
 
 def _survey(family: str, **changes) -> CacheLayout:
     step = _step(family, **changes)
-    return attention.survey(step, step.inputs(3))
+    return attention.survey(step, step.inputs(3), 256)
 
 
 def _error(family: str, **changes) -> str:
     step = _step(family, **changes)
     with pytest.raises(EtkvError) as caught, reasons.explained(family, "exported", step.model):
-        attention.survey(step, step.inputs(3))
+        attention.survey(step, step.inputs(3), 256)
     return str(caught.value).removeprefix(f"model family '{family}' cannot be exported: ")
 
 
@@ -57,7 +57,7 @@ def test_layers_that_share_keys_and_values_share_a_cache():
     step = _step("gemma4_text", num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2)
     for last_logits in (False, True):
         step = Forward(step.model, last_logits=last_logits)
-        assert attention.survey(step, step.inputs(3)).windows == [24, 0]
+        assert attention.survey(step, step.inputs(3), 256).windows == [24, 0]
     assert [layer.self_attn.etkv_cache for layer in step.model.model.layers] == [0, 1, 0, 1]
 
 
@@ -101,7 +101,17 @@ def test_masks_other_than_causal_ones_and_windows():
     found = [attention._window(mask) for mask in others]
     # A union has the same parts as a window's mask, which is an intersection.
     assert found == [None] * len(others)
+    assert [attention._chunk(mask) for mask in others] == [None, 8, None, None, None, None]
     assert _error("bert").startswith("bert: its attention has a mask that is neither causal nor a sliding window")
+
+
+def test_chunks_as_long_as_the_context_are_attention_to_all_tokens():
+    step = _step("llama4_text")
+    assert attention.survey(step, step.inputs(3), 24).windows == [0, 0]
+    assert _error("llama4_text") == (
+        "model: its attention has chunks of 24 positions, which the KV cache op lacks; a program of one chunk has "
+        "--max-context 24"
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +204,7 @@ def test_a_program_that_differs_from_the_model_is_not_written(tiny, tmp_path, mo
 def test_which_programs_are_checked(tiny, monkeypatch):
     """Small models are checked by default. The tokens go beyond a window if that is cheap."""
     step = _step("mistral")
-    layout = attention.survey(step, step.inputs(3))
+    layout = attention.survey(step, step.inputs(3), 256)
     limits = types.SimpleNamespace(max_context=256, prefill_chunk=16)
     request = ExportRequest(tiny("tiny-llama"), tiny("tiny-llama"))
 
@@ -219,7 +229,7 @@ def test_without_the_library_no_program_is_checked(monkeypatch):
     step = _step("llama")
     limits = types.SimpleNamespace(max_context=256, prefill_chunk=16)
     request = types.SimpleNamespace(verify=None)
-    made = check.Check(step, request, limits, attention.survey(step, step.inputs(3)), Progress(said))
+    made = check.Check(step, request, limits, attention.survey(step, step.inputs(3), 256), Progress(said))
     made.run_program(None)
     assert "the program is not checked: etkv's library is not built" in said.getvalue()
 

@@ -20,7 +20,7 @@ def _step(family: str = "llama", last_logits: bool = False, dtype: torch.dtype =
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME).eval()
     recurrent.take(model)
     step = Forward(model, last_logits=last_logits)
-    attention.survey(step, step.inputs(3))
+    attention.survey(step, step.inputs(3), 256)
     return step
 
 

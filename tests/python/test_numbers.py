@@ -37,7 +37,7 @@ def _traced(request: ExportRequest):
     model = source.read_model(origin, config, request.dtype)
     rope.settle(model, settled.max_context)
     step = Forward(model)
-    layout = attention.survey(step, step.inputs(3))
+    layout = attention.survey(step, step.inputs(3), 256)
     experts.take(model)
     if request.quantize:
         lowering.quantize(model, request, settled.group_size)

@@ -36,7 +36,7 @@ def surveyed(name: str):
     recurrent.take(model)
     model.set_attn_implementation(attention.NAME)
     step = Forward(model)
-    return step, attention.survey(step, step.inputs(3))
+    return step, attention.survey(step, step.inputs(3), 256)
 
 
 def caches(layout):

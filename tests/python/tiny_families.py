@@ -163,6 +163,13 @@ def config(name: str, **changes: Any) -> Any:
     return _shrunk(CONFIG_MAPPING[family], **own, **changes)
 
 
+def whole(family: str, **changes: Any) -> Any:
+    """Return the configuration of the tiny form of any ``family``, such as one for text and images."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return _shrunk(CONFIG_MAPPING[family], **changes)
+
+
 def _shrunk(cls: Any, **changes: Any) -> Any:
     default = cls()
     entries = default.__dict__

@@ -58,10 +58,11 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 def _export(request: ExportRequest, origin: source.Source, progress: Progress) -> Path:
     with progress.step("importing torch, transformers and ExecuTorch"):
         _import_tools()
-    from etkv.export import check, experts, sparsity
+    from etkv.export import check, experts, sparsity, text_part
 
     with progress.step(f"reading the configuration of {origin.path}"):
-        config = source.read_config(origin)
+        whole = source.read_config(origin)
+        config = text_part.config(whole)
         with explained(config.model_type, "exported"):
             dropped = layers.keep_first(config, request.layers)
             layers.check_taps(request.tap_layers, config)
@@ -69,7 +70,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
     with progress.step("reading the tokenizer"):
         tokenizer = source.read_tokenizer(origin)
     with progress.step("reading the weights"):
-        model = source.read_model(origin, config, request.dtype, dropped)
+        model = source.read_model(origin, whole, request.dtype, dropped)
         rope.settle(model, settled.max_context)
         generation = source.generation_settings(origin, model, tokenizer)
     family = config.model_type
@@ -79,7 +80,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
         predictor = _feature_predictor(model, tokenizer, request.draft, generation, progress) if request.draft else None
         step = _step(request, model, predictor)
         with progress.step("running the model once"):
-            layout = attention.survey(step, step.inputs(min(3, settled.prefill_chunk)))
+            layout = attention.survey(step, step.inputs(min(3, settled.prefill_chunk)), settled.max_context)
             settled = settled.within(layout, request)
     checked = check.Check(step, request, settled, layout, progress)
     if request.quantize is None:

@@ -85,8 +85,9 @@ class _CausalMask:
 
 @dataclass
 class _Survey:
-    """The calls of a model's attention in one step."""
+    """The calls of a model's attention in one step. No step is after ``max_context`` positions."""
 
+    max_context: int
     modules: dict[Any, _Call] = field(default_factory=dict)
     """The first call of each module."""
 
@@ -134,15 +135,17 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
 
 
-def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> CacheLayout:
+def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor], max_context: int) -> CacheLayout:
     """Run ``step`` once with ``inputs`` in plain PyTorch, and return the caches that its attention uses.
+
+    ``max_context`` is the positions of the program. Attention within chunks as long is attention to all earlier tokens.
 
     Gives each attention module of the model the number of its cache. Modules that share keys and values share a cache.
     Raises what the model raises, and :class:`ValueError` for attention that the op lacks.
     """
     import torch
 
-    found = _Survey()
+    found = _Survey(max_context)
     with torch.no_grad(), _surveying(found), recurrent.surveying() as states:
         try:
             step(**inputs)
@@ -201,9 +204,17 @@ def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -
     """
     import torch
 
-    if torch.compiler.is_compiling() or _survey.get() is None:
+    found = None if torch.compiler.is_compiling() else _survey.get()
+    if found is None:
         return None
     window = None if use_vmap else _window(mask_function)
+    if window is None and (chunk := _chunk(mask_function)) is not None:
+        if chunk < found.max_context:
+            raise ValueError(
+                f"its attention has chunks of {chunk} positions, which the KV cache op lacks; a program of one chunk "
+                f"has --max-context {chunk}"
+            )
+        window = 0
     if window is None:
         name = getattr(mask_function, "__qualname__", "?").split(".")[0]
         raise ValueError(f"its attention has a mask that is neither causal nor a sliding window ({name})")
@@ -212,16 +223,32 @@ def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -
 
 def _window(mask_function: Any) -> int | None:
     """Return the window of one of transformers' mask functions; 0 for the causal mask, None for other masks."""
-    from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_overlay
+    from transformers.masking_utils import causal_mask_function, sliding_window_overlay
 
     if mask_function is causal_mask_function:
         return 0
+    return _of_overlay(mask_function, sliding_window_overlay(1))
+
+
+def _chunk(mask_function: Any) -> int | None:
+    """Return the length of the chunks of one of transformers' mask functions; None for other masks."""
+    import torch
+    from transformers.masking_utils import chunked_overlay
+
+    return _of_overlay(mask_function, chunked_overlay(1, torch.zeros(1)))
+
+
+def _of_overlay(mask_function: Any, known: Any) -> int | None:
+    """Return the length in an overlay like ``known`` that is laid over the causal mask; None for other masks."""
+    from transformers.masking_utils import and_masks, causal_mask_function
+
     if getattr(mask_function, "__code__", None) is not and_masks().__code__:
         return None
     parts = [cell.cell_contents for cell in mask_function.__closure__]
     if len(parts) == 1 and isinstance(parts[0], tuple) and len(parts[0]) == 2 and parts[0][1] is causal_mask_function:
         overlay = parts[0][0]
-        if overlay.__code__ is sliding_window_overlay(1).__code__:
+        if overlay.__code__ is known.__code__:
+            # The first variable of both overlays is their length.
             return int(overlay.__closure__[0].cell_contents)
     return None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-_KINDS = ("full_attention", "sliding_attention")
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """The kinds of layers that the KV cache op serves, by their names in configurations."""
 
 _WITHOUT_CACHE = ("mlp", "moe")

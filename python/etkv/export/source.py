@@ -70,6 +70,8 @@ def read_config(source: Source) -> PreTrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from etkv.export import text_part
+
     try:
         if source.gguf_file:
             config = gguf.read_config(source.opened)
@@ -79,7 +81,7 @@ def read_config(source: Source) -> PreTrainedConfig:
         raise
     except Exception as error:
         raise EtkvError(f"the configuration of {source.path} cannot be read: {first_line(error)}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(text_part.config(config)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise EtkvError(f"model family {config.model_type!r} of {source.path} is not a causal language model")
     return config
 
@@ -107,7 +109,7 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
 
 def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: range = range(0)) -> PreTrainedModel:
-    """Return the model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op.
+    """Return the text model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op.
 
     ``dropped`` are the layers of the source that ``config`` leaves out.
 
@@ -118,14 +120,15 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: ra
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from etkv.export import experts
+    from etkv.export import experts, text_part
 
     attention.register()
     experts.register()
     if source.gguf_file is None:
         weights.check_files(source.folder)
         weights.check_quantization(source.path, config)
-    family: Any = AutoModelForCausalLM
+    is_part = text_part.config(config) is not config
+    family: Any = text_part.whole_class(config) if is_part else AutoModelForCausalLM
     origin: dict[str, Any] = {"local_files_only": True}
     try:
         if source.gguf_file:
@@ -135,7 +138,8 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: ra
             None if source.gguf_file else source.folder,
             config=config,
             dtype=getattr(torch, dtype),
-            attn_implementation=attention.NAME,
+            # The part for images may lack a choice of attention.
+            attn_implementation="eager" if is_part else attention.NAME,
             output_loading_info=True,
             # The report has the mismatched sizes.
             ignore_mismatched_sizes=True,
@@ -151,7 +155,11 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: ra
             ) from error
         raise weights.unreadable(source.path, config, error) from error
     weights.check_loaded(source.path, model, report, dropped)
-    return model.eval()
+    model.eval()
+    if is_part:
+        model = text_part.take(model)
+        model.set_attn_implementation(attention.NAME)
+    return model
 
 
 def generation_settings(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
