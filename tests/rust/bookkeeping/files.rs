@@ -173,3 +173,20 @@ fn a_tree_that_lacks_an_anchor_is_refused() {
         assert!(error.message().contains("the tree of sequence 0 lacks an anchor"), "{error}");
     }
 }
+
+#[test]
+fn a_tree_with_the_rows_of_layers_that_a_cache_lacks_is_refused() {
+    let mut book = CellsBookkeeping::new(CAPACITY, []);
+    append(&mut book, 0, 5);
+    book.propose(0, &[-1]).unwrap();
+    book.plan(&[5]).unwrap();
+    book.commit().unwrap();
+    let state = book.state();
+    book.with_state(&state).unwrap();
+    for (rows, anchors) in [(vec![0], vec![]), (vec![], vec![(0, 0)])] {
+        let mut damaged = state.clone();
+        (damaged.trees[0].rows, damaged.trees[0].anchors) = (rows, anchors);
+        let error = book.with_state(&damaged).unwrap_err();
+        assert!(error.message().contains("a tree has rows of recurrent layers"), "{error}");
+    }
+}

@@ -50,7 +50,13 @@ impl CellsBookkeeping {
             groups.push(group.with_state(state, &nodes)?);
         }
         let recurrent = match (&self.recurrent, &state.recurrent) {
-            (None, None) => None,
+            (None, None) => {
+                let has_state = |tree: &Tree| !tree.rows.is_empty() || !tree.anchors.is_empty();
+                if trees.values().any(has_state) {
+                    return Err(damaged("a tree has rows of recurrent layers"));
+                }
+                None
+            }
             (Some(recurrent), Some(state)) => Some(recurrent.with_state(state, &trees)?),
             (None, Some(_)) => return Err(damaged("it has the cells of recurrent layers")),
             (Some(_), None) => return Err(damaged("it lacks the cells of recurrent layers")),
