@@ -41,6 +41,8 @@ class RandomModel:
     converter: tuple[str, str]
     vocabulary: int
     positions: int
+    options: tuple[str, ...] = ()
+    """Options of the converter."""
 
     @property
     def hf(self) -> Path:
@@ -88,7 +90,7 @@ class RandomModel:
 
         getattr(importlib.import_module(f"conversion.{module}"), name).set_vocab = set_vocab
         script, partial = str(source / "convert_hf_to_gguf.py"), self.gguf.with_suffix(".partial")
-        sys.argv = [script, str(self.hf), "--outfile", str(partial), "--outtype", "bf16", "--no-mtp"]
+        sys.argv = [script, str(self.hf), "--outfile", str(partial), "--outtype", "bf16", *self.options]
         runpy.run_path(script, run_name="__main__")
         partial.rename(self.gguf)
 

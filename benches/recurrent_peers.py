@@ -65,6 +65,7 @@ MODEL = random_peers.RandomModel(
     converter=("qwen", "Qwen3_5TextModel"),
     vocabulary=VOCABULARY,
     positions=POSITIONS,
+    options=("--no-mtp",),
 )
 PROGRAM = MODEL.contestants[0]
 

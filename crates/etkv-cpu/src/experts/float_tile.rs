@@ -32,7 +32,7 @@ impl Kernel for FloatTile {
 impl FloatTile {
     #[inline(always)]
     unsafe fn of<S: Simd, const IS_BF16: bool>(&self) {
-        const { assert!(BLOCK == 8) };
+        const { assert!(BLOCK == 12) };
         // SAFETY: the caller's.
         unsafe {
             match (self.n, ROWS / S::WIDTH) {
@@ -43,11 +43,17 @@ impl FloatTile {
                 (5, 1) => self.multiply::<S, IS_BF16, 5, 1>(),
                 (6, 1) => self.multiply::<S, IS_BF16, 6, 1>(),
                 (7, 1) => self.multiply::<S, IS_BF16, 7, 1>(),
-                (_, 1) => self.multiply::<S, IS_BF16, 8, 1>(),
+                (8, 1) => self.multiply::<S, IS_BF16, 8, 1>(),
+                (9, 1) => self.multiply::<S, IS_BF16, 9, 1>(),
+                (10, 1) => self.multiply::<S, IS_BF16, 10, 1>(),
+                (11, 1) => self.multiply::<S, IS_BF16, 11, 1>(),
+                (_, 1) => self.multiply::<S, IS_BF16, 12, 1>(),
                 (1, _) => self.multiply::<S, IS_BF16, 1, 2>(),
                 (2, _) => self.multiply::<S, IS_BF16, 2, 2>(),
                 (3, _) => self.multiply::<S, IS_BF16, 3, 2>(),
-                (_, _) => self.multiply::<S, IS_BF16, 4, 2>(),
+                (4, _) => self.multiply::<S, IS_BF16, 4, 2>(),
+                (5, _) => self.multiply::<S, IS_BF16, 5, 2>(),
+                (_, _) => self.multiply::<S, IS_BF16, 6, 2>(),
             }
         }
     }

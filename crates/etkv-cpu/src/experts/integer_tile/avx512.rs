@@ -5,6 +5,14 @@ use std::arch::x86_64::*;
 use super::IntegerTile;
 use crate::experts::weights::{ROWS, SCALES};
 
+/// The bytes between the weights that are multiplied and those that are fetched.
+const AHEAD: usize = 4096;
+
+const LINE: usize = 64;
+
+/// The pairs up to which weights are fetched ahead.
+const FEW: usize = 4;
+
 /// # Safety
 /// As [`IntegerTile::run`].
 pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
@@ -18,7 +26,11 @@ pub(super) unsafe fn run<const IS_INT4: bool>(tile: &IntegerTile) {
             5 => multiply::<IS_INT4, 5>(tile),
             6 => multiply::<IS_INT4, 6>(tile),
             7 => multiply::<IS_INT4, 7>(tile),
-            _ => multiply::<IS_INT4, 8>(tile),
+            8 => multiply::<IS_INT4, 8>(tile),
+            9 => multiply::<IS_INT4, 9>(tile),
+            10 => multiply::<IS_INT4, 10>(tile),
+            11 => multiply::<IS_INT4, 11>(tile),
+            _ => multiply::<IS_INT4, 12>(tile),
         }
     }
 }
@@ -39,10 +51,19 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
             // Codes are without a sign, as the instruction wants: what that adds is subtracted first.
             let mut dots = [_mm512_setzero_si512(); N];
             for (i, dot) in dots.iter_mut().enumerate() {
-                let offset = if IS_INT4 { 8 } else { 128 };
-                *dot = _mm512_set1_epi32(-offset * *input_sums.add(i));
+                let sum = _mm512_set1_epi32(*input_sums.add(i));
+                let excess =
+                    if IS_INT4 { _mm512_slli_epi32::<3>(sum) } else { _mm512_slli_epi32::<7>(sum) };
+                *dot = _mm512_sub_epi32(*dot, excess);
             }
             for _ in 0..tile.group / 8 {
+                if N <= FEW {
+                    // Weights of few pairs are read at the speed of the memory. Those of the next tile follow.
+                    _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD).cast());
+                    if !IS_INT4 {
+                        _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD + LINE).cast());
+                    }
+                }
                 let (first, second) = if IS_INT4 {
                     let codes = _mm512_loadu_si512(weights.cast());
                     weights = weights.add(4 * ROWS);

@@ -18,7 +18,8 @@ fn products_of_a_tile() {
         for instructions in Instructions::available() {
             let dot = Dot::of(instructions);
             let columns = 2 * format.group().unwrap_or(37);
-            let most = if format.group().is_some() { dot.most() } else { 4 };
+            let floats = BLOCK * with_simd!(instructions, |S| S::WIDTH) / ROWS;
+            let most = if format.group().is_some() { dot.most() } else { floats };
             for n in 1..=most {
                 let weights = Weights::new(format, 1, ROWS, columns, &mut numbers);
                 let group = format.group().unwrap_or(0);

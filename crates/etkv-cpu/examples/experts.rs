@@ -1,0 +1,171 @@
+//! The time of one layer of experts in the shapes of Qwen3-30B-A3B, with weights that are in no cache.
+//!
+//! `cargo run --release -p etkv-cpu --example experts [-- <threads>]`. For a decode step it prints the time of a
+//! layer, and beside it that of a plain read of the bytes that the layer reads, on the same threads; for a prompt,
+//! products and sums for each second of a core, which other load on the machine changes little. Each call takes another of four layers.
+
+use std::error::Error;
+use std::hint::black_box;
+use std::time::Instant;
+
+use etkv_cpu::experts::{
+    route_into, Activation, Experts, Function, Inputs, WeightFormat, Workspace,
+};
+use etkv_cpu::Parallel;
+use rayon::prelude::*;
+
+const LAYERS: usize = 4;
+const K: usize = 8;
+
+struct Threads(rayon::ThreadPool);
+
+impl Parallel for Threads {
+    fn threads(&self) -> usize {
+        self.0.current_num_threads()
+    }
+
+    fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync)) {
+        self.0.install(|| (0..count).into_par_iter().with_max_len(1).for_each(call));
+    }
+}
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+/// Returns bytes that are finite numbers in every format.
+fn weights(size: usize, random: &mut Random) -> Vec<u8> {
+    let mut words = Vec::with_capacity(size);
+    while words.len() < size {
+        words.extend((random.next() & 0x3f3f_3f3f_3f3f_3f3f).to_le_bytes());
+    }
+    words.truncate(size);
+    words
+}
+
+/// Returns the medians of the time of a call, and of the processor's time.
+fn seconds(mut call: impl FnMut(usize), calls: usize) -> [f64; 2] {
+    let cpu = || {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+        now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
+    };
+    let mut times: [Vec<f64>; 2] = Default::default();
+    for number in 0..calls {
+        let (start, used) = (Instant::now(), cpu());
+        call(number);
+        times[0].push(start.elapsed().as_secs_f64());
+        times[1].push(cpu() - used);
+    }
+    times.map(|mut times| {
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    })
+}
+
+/// Adds up some numbers, with as many sums as wait for no read.
+fn sum(bytes: &[u8]) -> u64 {
+    let mut sums = [0u64; 32];
+    for chunk in bytes.as_chunks::<256>().0 {
+        for (sum, x) in sums.iter_mut().zip(chunk.as_chunks::<8>().0) {
+            *sum = sum.wrapping_add(u64::from_le_bytes(*x));
+        }
+    }
+    sums.iter().fold(0, |sum, &x| sum.wrapping_add(x))
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let threads = std::env::args().nth(1).map_or(Ok(2), |text| text.parse())?;
+    let threads = Threads(rayon::ThreadPoolBuilder::new().num_threads(threads).build()?);
+    let formats = [
+        ("int4", WeightFormat::Int4 { group: 32 }),
+        ("int8", WeightFormat::Int8 { group: 32 }),
+        ("bfloat16", WeightFormat::Bf16),
+    ];
+    for (name, weights_format) in formats {
+        let experts = Experts {
+            n_experts: if name == "bfloat16" { 32 } else { 128 },
+            hidden: 2048,
+            intermediate: 768,
+            weights: weights_format,
+            activation: Activation {
+                function: Function::Silu,
+                gated: true,
+                alpha: 1.0,
+                limit: f32::INFINITY,
+                offset: 0.0,
+            },
+        };
+        let mut random = Random(1);
+        let layers: Vec<[Vec<u8>; 2]> = (0..LAYERS)
+            .map(|_| [experts.first_size(), experts.second_size()].map(|n| weights(n, &mut random)))
+            .collect();
+        let of_expert = (layers[0][0].len() + layers[0][1].len()) / experts.n_experts;
+        let mut workspace = Workspace::default();
+        for n_tokens in [1, 4, 32, 128, 512] {
+            let x: Vec<f32> =
+                (0..n_tokens * 2048).map(|_| (random.next() % 2001) as f32 / 1e3 - 1.0).collect();
+            let indices: Vec<u8> = (0..n_tokens * K)
+                .flat_map(|_| (random.next() % experts.n_experts as u64).to_le_bytes())
+                .collect();
+            let mut other = indices.clone();
+            let factors = vec![0.125; n_tokens * K];
+            let mut out = vec![0.0; x.len()];
+            let calls = if n_tokens == 1 { 200 } else { 12 };
+            let [time, cpu] = seconds(
+                |number| {
+                    // Other experts than in the call before.
+                    for (index, &first) in other.chunks_exact_mut(8).zip(indices.iter().step_by(8))
+                    {
+                        let expert =
+                            (u64::from(first) + number as u64 * 7) % experts.n_experts as u64;
+                        index.copy_from_slice(&expert.to_le_bytes());
+                    }
+                    let [first, second] = &layers[number % LAYERS];
+                    let inputs = Inputs {
+                        x: &x,
+                        k: K,
+                        experts: &other,
+                        routing_weights: &factors,
+                        first,
+                        second,
+                        first_bias: None,
+                        second_bias: None,
+                    };
+                    if let Err(error) =
+                        route_into(&experts, &inputs, &mut out, &mut workspace, &threads)
+                    {
+                        eprintln!("{error}");
+                    }
+                    black_box(&out);
+                },
+                calls,
+            );
+            let products = (n_tokens * K * 3 * 2048 * 768) as f64;
+            println!(
+                "{name:9}{n_tokens:4} tokens: {:9.3} ms, {:7.1} G products for a second of one core",
+                time * 1e3,
+                products / cpu / 1e9
+            );
+        }
+        let [read, _] = seconds(
+            |number| {
+                let size = of_expert * K / 2;
+                threads.run(2, &|half| {
+                    let weights = &layers[number % LAYERS][0];
+                    let at = (number * 7919 * 4096 + half * size) % (weights.len() - size);
+                    black_box(sum(&weights[at..at + size]));
+                });
+            },
+            200,
+        );
+        println!("{name:9}a read of the bytes of one token: {:9.3} ms", read * 1e3);
+    }
+    Ok(())
+}
