@@ -50,6 +50,19 @@ fn a_checkpoint_after_removed_positions_is_loaded() {
 }
 
 #[test]
+fn a_checkpoint_with_later_positions_is_refused() {
+    let mut book = with_a_gap();
+    book.mark(0, 70).unwrap();
+    let mut state = book.state();
+    let text = state.groups[1].sequences[0].runs.clone();
+    let kept = &mut state.groups[1].sequences[1];
+    assert_eq!(kept.sequence, 256);
+    kept.runs = text;
+    let error = book.with_state(&state).unwrap_err();
+    assert!(error.message().contains("the checkpoint at 70"), "{error}");
+}
+
+#[test]
 fn a_window_that_lacks_what_the_next_query_sees_is_refused() {
     let book = CellsBookkeeping::new(CAPACITY, [window(30, 2)]);
     let mut book = book.with_recurrent(None, 8);

@@ -104,10 +104,15 @@ impl CellsBookkeeping {
             )
         };
         for kept in self.checkpoints.all() {
-            let behind = kept.members.iter().any(|&member| self.next(member) < kept.position);
-            if behind || kept.members.iter().any(|&text| lacks(kept.owner, text, kept.position)) {
+            let ends = |&text: &i32| self.next(text) < kept.position;
+            let lacks = |&text: &i32| lacks(kept.owner, text, kept.position);
+            let follows = |group: &LayerGroup| group.held(kept.owner).next() > kept.position;
+            if kept.members.iter().any(ends)
+                || kept.members.iter().any(lacks)
+                || windows.iter().any(follows)
+            {
                 return Err(damaged(format_args!(
-                    "the checkpoint at {} lacks rows, or its sequence ends before it",
+                    "the checkpoint at {} lacks rows or has later ones, or its sequence ends before it",
                     kept.position
                 )));
             }
