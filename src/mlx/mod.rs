@@ -11,6 +11,7 @@
 
 pub mod bits;
 mod calls;
+mod cumulative;
 mod host;
 mod shares;
 mod start;
@@ -26,6 +27,7 @@ pub use self::calls::check;
 pub use self::calls::optional_int;
 pub use self::calls::wait;
 pub use self::calls::{before_writes, call, cast, slice_axis, synchronize, update_axis, Arrays};
+pub use self::cumulative::{cumprod, cumsum, cumulative};
 pub use self::host::copy_to;
 pub use self::host::{array_of, elements, host_array, on_device};
 pub use self::shares::shared;

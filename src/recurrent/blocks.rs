@@ -12,6 +12,7 @@ use super::decays::{inverse, Keys, Tokens};
 use super::rows::run as slice;
 use super::scan::{Before, Sizes, Step};
 use crate::error::Result;
+use crate::mlx::cumsum;
 
 /// The bytes that the arrays of one operation may have.
 const MAX_BYTES: u64 = 128 << 20;
@@ -163,7 +164,7 @@ impl Aligned {
             None => inputs.v.clone(),
         };
         let g = align(Some(&inputs.g), first_g.as_ref(), share, decays)?;
-        let mut sums = g.cumsum(ROWS as i32, None, None)?;
+        let mut sums = cumsum(&g, ROWS as i32)?;
         if let Some(known) = known {
             let is_row: Vec<bool> =
                 (0..n_blocks * BLOCK as usize).map(|at| at < n_before).collect();

@@ -178,3 +178,96 @@ pub fn inverse(a: &Array) -> Result<Array> {
     }
     Ok(found)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mlx::cumsum;
+    use crate::recurrent::tests::Random;
+
+    const K_HEADS: i32 = 2;
+    const SHARE: i32 = 3;
+    const N: i32 = 64;
+
+    fn array(random: &mut Random, shape: &[i32], scale: f32) -> Array {
+        let n = shape.iter().product::<i32>();
+        let values: Vec<f32> = (0..n).map(|_| scale * (random.unit() * 2.0 - 1.0)).collect();
+        Array::from_slice(&values, shape)
+    }
+
+    fn values(array: &Array) -> Vec<f32> {
+        let flat = array.contiguous().unwrap();
+        flat.eval().unwrap();
+        flat.as_slice::<f32>().to_vec()
+    }
+
+    /// Each product is compared with its definition in float64.
+    fn own_products_are_those_of_the_definition(k_dim: i32, decays: i32) {
+        crate::mlx::run(|| {
+            let mut random = Random::new(u64::from(k_dim.unsigned_abs()));
+            let q = array(&mut random, &[2, K_HEADS, 1, N, k_dim], 1.0);
+            let k = array(&mut random, &[2, K_HEADS, 1, N, k_dim], 1.0);
+            let steps = array(&mut random, &[2, K_HEADS, SHARE, N, decays], 1.0);
+            let sums = cumsum(&steps.abs()?.negative()?, 3)?;
+            let vectors = concatenate(&[&q, &k], -2)?;
+            let tokens = Tokens { vectors: &vectors, n_kinds: 2, sums: &sums };
+            let found = tokens.own_products(&Keys { keys: &k, sums: &sums })?;
+            assert_eq!(found.shape(), [2, K_HEADS, SHARE, 2 * N, N]);
+            let (found, sums) = (values(&found), values(&sums));
+            let (q, k) = (values(&q), values(&k));
+            let [n, width, decays] = [N, k_dim, decays].map(|size| size as usize);
+            for (row, found) in found.chunks(n).enumerate() {
+                let (block, at) = (row / (2 * n), row % (2 * n));
+                let k_head = block / SHARE as usize;
+                let (of, token) = (if at < n { &q } else { &k }, at % n);
+                for (other, &found) in found.iter().enumerate() {
+                    let product = |c: usize| {
+                        let decay = if decays > 1 { c } else { 0 };
+                        let sum = |at: usize| f64::from(sums[(block * n + at) * decays + decay]);
+                        let element =
+                            |of: &[f32], at: usize| f64::from(of[(k_head * n + at) * width + c]);
+                        element(of, token) * element(&k, other) * (sum(token) - sum(other)).exp()
+                    };
+                    let expected: f64 = match other <= token {
+                        true => (0..width).map(product).sum(),
+                        false => 0.0,
+                    };
+                    let off = (f64::from(found) - expected).abs();
+                    assert!(
+                        off < 1e-4,
+                        "block {block}, row {at}, column {other}: {found}, not {expected}"
+                    );
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn own_products_with_a_decay_of_each_head_are_those_of_the_definition() {
+        own_products_are_those_of_the_definition(24, 1);
+    }
+
+    #[test]
+    fn own_products_with_a_decay_of_each_channel_are_those_of_the_definition() {
+        own_products_are_those_of_the_definition(20, 20);
+    }
+
+    #[test]
+    fn inverses_times_their_matrices_are_ones_on_the_diagonal() {
+        crate::mlx::run(|| {
+            for n in [1, 5, 33, 64] {
+                let a = array(&mut Random::new(7), &[3, 2, n, n], 0.3);
+                let ones = matrix(n, |row, column| row == column)?.as_dtype(a.dtype())?;
+                let below = matrix(n, |row, column| column < row)?;
+                let whole = select(&below, &a, Array::from_f32(0.0))?.add(&ones)?;
+                let product = values(&inverse(&a)?.matmul(&whole)?.subtract(&ones)?);
+                let worst = product.iter().fold(0f32, |worst, x| worst.max(x.abs()));
+                assert!(worst < 1e-4, "{worst} for {n} rows");
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -9,6 +9,7 @@ use super::groups::Group;
 use super::rows::{run as slice, take};
 use super::scan::{Before, Sizes, Step};
 use crate::error::Result;
+use crate::mlx::cumsum;
 
 /// Computes groups of tokens.
 pub fn run(step: &mut Step, groups: &[Group]) -> Result<()> {
@@ -166,7 +167,7 @@ impl Batch {
         let axis = g.ndim() - 2;
         let own = match groups {
             _ if self.n == 1 => g,
-            [group] if group.is_chain() => g.cumsum(axis as i32, None, None)?,
+            [group] if group.is_chain() => cumsum(&g, axis as i32)?,
             _ => {
                 let seen = self.seen(groups).expand_dims(-1)?;
                 let each = select(&seen, g.expand_dims(-3)?, Array::from_f32(0.0))?;

@@ -8,7 +8,7 @@ use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Function, Instruction, OneAxis, Reduction};
 use crate::ops::slots::Slots;
-use etkv::mlx::{call, cast};
+use etkv::mlx::{call, cast, cumulative};
 
 macro_rules! reduction {
     ($($name:ident: $node:ident => $function:ident,)+) => {$(
@@ -176,9 +176,11 @@ pub fn run_cumsum(
     }
     // MLX chooses the dtype.
     let dtype = mlx_sys::mlx_optional_dtype { value: x.dtype().into(), has_value: false };
-    // SAFETY: the array is live.
-    call(|made, stream| unsafe {
-        mlx_sys::mlx_cumsum_axis(made, x.as_ptr(), axis, reverse, inclusive, dtype, stream)
+    cumulative(x, axis, |x, axis| {
+        // SAFETY: the array is live.
+        call(|made, stream| unsafe {
+            mlx_sys::mlx_cumsum_axis(made, x.as_ptr(), axis, reverse, inclusive, dtype, stream)
+        })
     })
 }
 

@@ -25,7 +25,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::{expect_dtype, expect_float, expect_shape};
 use crate::error::{fail, Result};
-use etkv::mlx::{array_of, cast, slice_axis};
+use etkv::mlx::{array_of, cast, cumprod, slice_axis};
 
 /// The most tokens of a chunk, a power of two.
 const CHUNK: i32 = 32;
@@ -115,7 +115,7 @@ impl Chunk {
     /// Returns the outputs, and the state after the tokens.
     fn run(&self, state: &Array, n: i32) -> Result<(Array, Array)> {
         let (columns, keys) = (rotated(state)?, rotated(&self.k)?);
-        let decayed = self.decay.cumprod(TOKENS as i32, None, None)?;
+        let decayed = cumprod(&self.decay, TOKENS as i32)?;
         let recalled = matmul(&self.k, &columns)?.multiply(&decayed)?;
         let corrections = self.v.subtract(recalled)?.multiply(&self.beta)?;
         let answers = matmul(&self.q, &columns)?.multiply(&decayed)?;
@@ -139,7 +139,7 @@ impl Chunk {
     /// the same token, 0 for later ones.
     fn between(&self, n: i32) -> Result<Array> {
         let factors = select(mask(n, |t, s| s < t)?, &self.decay, Array::from_f32(1.0))?;
-        let products = factors.cumprod(TOKENS as i32, None, None)?;
+        let products = cumprod(&factors, TOKENS as i32)?;
         Ok(products.multiply(mask(n, |t, s| s <= t)?)?)
     }
 }
