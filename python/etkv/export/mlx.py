@@ -55,9 +55,12 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     from executorch import exir
     from executorch.backends.mlx import MLXPartitioner
 
-    from etkv.export import mlx_norms
+    from etkv.export import mlx_fusions, mlx_norms, mlx_rewrites
 
     _register_ops()
+    for program in traced.values():
+        mlx_rewrites.apply(program)
+        mlx_fusions.fuse(program)
     has_own_nodes = any(_has_own_nodes(program) for program in traced.values())
     if has_own_nodes:
         _register_cache_ops()
@@ -108,7 +111,7 @@ def _register_ops() -> None:
     """Tell ExecuTorch how the ops of the exporter become nodes of MLX programs."""
     import torch
     from executorch.backends.mlx.builder.op_registry import REGISTRY
-    from executorch.backends.mlx.serialization.mlx_graph_schema import WhereNode
+    from executorch.backends.mlx.serialization.mlx_graph_schema import TakeAlongAxisNode, WhereNode
 
     from etkv.export import by_capacity
 
@@ -120,7 +123,23 @@ def _register_ops() -> None:
         builder.emit(WhereNode(condition=condition, x=x, y=y, out=out))
         return made
 
+    def gather(builder: Any, node: torch.fx.Node) -> Any:
+        source, axis, index = builder.args(node)
+        shape, wanted = _shape(node, 0), _shape(node, 2)
+        axis %= len(shape)
+        # Indices of fewer rows than the source has would need a slice first.
+        if [*map(str, shape[:axis]), *map(str, shape[axis + 1 :])] != [
+            *map(str, wanted[:axis]),
+            *map(str, wanted[axis + 1 :]),
+        ]:
+            raise ValueError(f"aten.gather takes indices of shape {list(wanted)} from {list(shape)} along axis {axis}")
+        made = builder.make_or_get_slot(node)
+        x, indices, out = (builder.slot_to_tid(slot) for slot in (source, index, made))
+        builder.emit(TakeAlongAxisNode(x=x, indices=indices, out=out, axis=axis))
+        return made
+
     REGISTRY.register(target=[torch.ops.etkv.select_by_capacity.default])(select_by_capacity)
+    REGISTRY.register(target=[torch.ops.aten.gather.default])(gather)
 
 
 @functools.cache
