@@ -113,8 +113,8 @@ upstream-ops: build ## Run ExecuTorch's own tests of MLX operations: UPSTREAM='-
 fuzz-programs: .venv/.ready ## Run damaged programs of every operation: FUZZ="--programs 100000 --first 1"
 	python -m tests.upstream_ops.damage $(FUZZ)
 # Each seed has 20 files.
-fuzz-files: .venv/.ready ## Load damaged files of caches with recurrent layers: FILES=100000
-	ETKV_RUNS=$$(($(or $(FILES),20000) / 20)) nice cargo test --release --locked -p etkv-tests --no-default-features \
+fuzz-files: .venv/.ready ## Load damaged files of caches with recurrent layers: FILES=100000 FIRST=5000, a seed
+	ETKV_FIRST=$(or $(FIRST),0) ETKV_RUNS=$$(($(or $(FILES),20000) / 20)) nice cargo test --release --locked -p etkv-tests --no-default-features \
 	  --config tools/checked.toml --test damaged_files -- --nocapture
 kill-saves: .venv/.ready ## Kill processes that save caches with recurrent layers: KILLS=1000
 	ETKV_RUNS=$(or $(KILLS),1000) nice cargo test --release --locked -p etkv-tests --no-default-features \

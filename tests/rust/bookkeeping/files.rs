@@ -63,6 +63,20 @@ fn a_checkpoint_with_later_positions_is_refused() {
 }
 
 #[test]
+fn a_checkpoint_within_removed_positions_is_refused() {
+    let mut book = with_a_gap();
+    book.mark(0, 70).unwrap();
+    for position in [52, 60] {
+        let mut state = book.state();
+        state.checkpoints[0].position = position;
+        let kept = &mut state.groups[1].sequences[1].runs;
+        kept.retain(|[first, ..]| *first < 50);
+        let error = book.with_state(&state).unwrap_err();
+        assert!(error.message().contains("lacks the position before it"), "{error}");
+    }
+}
+
+#[test]
 fn a_window_that_lacks_what_the_next_query_sees_is_refused() {
     let book = CellsBookkeeping::new(CAPACITY, [window(30, 2)]);
     let mut book = book.with_recurrent(None, 8);

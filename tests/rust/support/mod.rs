@@ -59,11 +59,12 @@ pub fn for_seeds(default_runs: u64, test: impl Fn(u64) + std::panic::RefUnwindSa
     }
 }
 
-/// Returns the seed in `ETKV_SEED`, or the number of seeds in `ETKV_RUNS`.
+/// Returns the seed in `ETKV_SEED`, or as many as `ETKV_RUNS` says from `ETKV_FIRST` on.
 fn seeds(default_runs: u64) -> std::ops::Range<u64> {
+    let first = number("ETKV_FIRST").unwrap_or(0);
     match number("ETKV_SEED") {
         Some(seed) => seed..seed + 1,
-        None => 0..runs(default_runs),
+        None => first..first + runs(default_runs),
     }
 }
 

@@ -104,7 +104,7 @@ impl CellsBookkeeping {
             )
         };
         for kept in self.checkpoints.all() {
-            let ends = |&text: &i32| self.next(text) < kept.position;
+            let ends = |&text: &i32| full.cell_of(text, kept.position - 1).is_none();
             let lacks = |&text: &i32| lacks(kept.owner, text, kept.position);
             let follows = |group: &LayerGroup| group.held(kept.owner).next() > kept.position;
             if kept.members.iter().any(ends)
@@ -112,7 +112,7 @@ impl CellsBookkeeping {
                 || windows.iter().any(follows)
             {
                 return Err(damaged(format_args!(
-                    "the checkpoint at {} lacks rows or has later ones, or its sequence ends before it",
+                    "the checkpoint at {} lacks rows or has later ones, or its sequence lacks the position before it",
                     kept.position
                 )));
             }
