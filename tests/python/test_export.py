@@ -362,13 +362,14 @@ def test_family_that_sees_later_tokens(tmp_path):
     )
 
 
-def test_experts_are_for_mlx(tmp_path):
+def test_experts_with_a_function_that_the_op_lacks(tmp_path):
     from transformers import MixtralConfig
 
-    config = MixtralConfig(**tiny_models.SHAPE, num_local_experts=4)
+    config = MixtralConfig(**tiny_models.SHAPE, num_local_experts=4, hidden_act="tanh")
     assert _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"), backend="cpu") == (
-        "model family 'mixtral' is a mixture of 4 experts, and backend cpu has no product with the experts that a "
-        "router chooses; backend mlx has one"
+        "model family 'mixtral' cannot be traced: model.layers.0.mlp.experts: the function between the products of its "
+        "experts (Tanh) is none of those of backend cpu: silu, gelu, gelu_tanh, relu, relu2, gated or not, with or "
+        "without limits"
     )
 
 

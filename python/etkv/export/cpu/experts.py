@@ -95,7 +95,7 @@ def pack(model: PreTrainedModel, name: str | None = None, group_size: int | None
         try:
             _pack(module, name, group_size)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{path}: {error}") from None
 
 
 def _pack(module: Any, name: str | None, group_size: int | None) -> None:

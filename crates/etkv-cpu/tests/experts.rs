@@ -1,0 +1,181 @@
+//! Calls of mixtures of experts, as ExecuTorch's delegates make them.
+
+#![allow(clippy::panic, clippy::unwrap_used)]
+
+#[allow(dead_code)] // Others use the rest of it.
+mod calls;
+
+use calls::{bytes, Taker, FLOAT, LONG};
+use etkv_core::{Result, Status};
+use etkv_cpu::program::Call;
+use etkv_cpu::Serial;
+use etkv_delegate::{Argument, LoadOptions};
+
+const BYTE: i8 = 0;
+
+/// Two experts without a gate: 4 elements, 16 between the products.
+const PAYLOAD: &str = r#"{"op": "routed_experts", "n_experts": 2, "hidden": 4, "intermediate": 16,
+    "weights": "float32", "group_size": 0, "activation": "relu", "gated": false, "alpha": 1.0, "limit": null,
+    "offset": 0.0, "version": 1, "inputs": [0, 1, 2, 3, 4, 5, null]}"#;
+
+fn load(payload: &str) -> Result<Call> {
+    Call::load(payload.as_bytes(), &LoadOptions::default())
+}
+
+/// The tensors of a call. The first products of expert `e` copy the elements, times `e + 1`; the second copy them back.
+struct Tensors {
+    x: Vec<f32>,
+    experts: Vec<i64>,
+    factors: Vec<f32>,
+    first: Vec<f32>,
+    second: Vec<f32>,
+    bias: Vec<f32>,
+}
+
+impl Tensors {
+    fn new() -> Self {
+        let mut first = vec![0.0; 2 * 4 * 16];
+        let mut second = vec![0.0; 2 * 16 * 16];
+        for expert in 0..2 {
+            for at in 0..4 {
+                first[(expert * 4 + at) * 16 + at] = (expert + 1) as f32;
+                second[(expert * 16 + at) * 16 + at] = 1.0;
+            }
+        }
+        Self {
+            x: vec![1.0, -2.0, 3.0, 4.0, 5.0, 6.0, -7.0, 8.0],
+            experts: vec![0, 1, 1, 1],
+            factors: vec![0.5, 0.25, 1.0, 2.0],
+            first,
+            second,
+            bias: (0..32).map(|at| if at == 16 { 10.0 } else { 0.0 }).collect(),
+        }
+    }
+
+    /// Makes a call with the arguments that `change` leaves.
+    fn call(&self, call: &mut Call, change: impl Fn(&mut [Argument; 6])) -> Result<Vec<f32>> {
+        let experts: Vec<u8> =
+            self.experts.iter().flat_map(|expert| expert.to_le_bytes()).collect();
+        let mut inputs = [
+            Argument::tensor(FLOAT, &[2, 4], bytes(&self.x)),
+            Argument::tensor(LONG, &[2, 2], &experts),
+            Argument::tensor(FLOAT, &[2, 2], bytes(&self.factors)),
+            Argument::tensor(FLOAT, &[2, 1, 4, 16], bytes(&self.first)),
+            Argument::tensor(FLOAT, &[2, 1, 16, 16], bytes(&self.second)),
+            Argument::tensor(FLOAT, &[2, 16], bytes(&self.bias)),
+        ];
+        change(&mut inputs);
+        let n = call.n_inputs().min(6);
+        let mut host = Taker::default();
+        call.execute(&inputs[..n], &[FLOAT], &mut host, &Serial)?;
+        Ok(host.values)
+    }
+}
+
+#[test]
+fn outputs_are_sums_over_the_experts_of_a_token() {
+    let mut call = load(PAYLOAD).unwrap();
+    assert_eq!(call.n_inputs(), 6);
+    let found = Tensors::new().call(&mut call, |_| {}).unwrap();
+    // Of token 0: half of expert 0, and a quarter of expert 1, which has a bias of 10 in its first element. Of token 1:
+    // expert 1 twice.
+    assert_eq!(found, [0.5 + 0.25 * 12.0, 0.0, 1.5 + 1.5, 2.0 + 2.0, 60.0, 36.0, 0.0, 48.0]);
+}
+
+#[test]
+fn arguments_that_do_not_fit_are_refused() {
+    let tensors = Tensors::new();
+    let mut call = load(PAYLOAD).unwrap();
+    let mut refused = |at: usize, argument: Argument<'static>, status, told: &str| {
+        let error = tensors.call(&mut call, |inputs| inputs[at] = argument).unwrap_err();
+        assert_eq!(error.status(), status, "{error}");
+        assert!(error.message().contains(told), "{error}");
+    };
+    static ZEROS: [u64; 1024] = [0; 1024];
+    // SAFETY: zeros are valid bytes.
+    let zeros = unsafe { std::slice::from_raw_parts(ZEROS.as_ptr().cast::<u8>(), 8192) };
+    let tensor = |scalar_type, shape, n: usize| Argument::tensor(scalar_type, shape, &zeros[..n]);
+    refused(0, tensor(FLOAT, &[8], 32), Status::Shape, "expected [T, hidden]");
+    refused(0, tensor(FLOAT, &[1, 8], 32), Status::Shape, "rows of 4, got 8");
+    refused(0, tensor(FLOAT, &[1, 4], 16), Status::Shape, "expected 16");
+    refused(0, tensor(LONG, &[2, 4], 64), Status::Dtype, "hidden states");
+    refused(0, Argument::of(3), Status::Shape, "expected [T, hidden]");
+    refused(1, tensor(FLOAT, &[2, 2], 32), Status::Dtype, "expected int64");
+    refused(1, tensor(LONG, &[4], 32), Status::Shape, "expected [T, k]");
+    refused(2, tensor(FLOAT, &[2, 1], 8), Status::Shape, "factors");
+    refused(3, tensor(BYTE, &[2, 1, 4, 16], 512), Status::Dtype, "weights of experts");
+    refused(3, tensor(FLOAT, &[2, 1, 4, 8], 256), Status::Shape, "first products");
+    refused(4, tensor(FLOAT, &[2, 1, 16, 8], 1024), Status::Shape, "second products");
+    refused(5, tensor(FLOAT, &[2, 8], 64), Status::Shape, "biases");
+    let misaligned = Argument::tensor(FLOAT, &[2, 1, 4, 16], &zeros[1..513]);
+    refused(3, misaligned, Status::Shape, "a multiple of 4");
+    for expert in [2, -1, i64::MAX] {
+        let tensors = Tensors { experts: vec![0, 1, expert, 0], ..Tensors::new() };
+        let error = tensors.call(&mut call, |_| {}).unwrap_err();
+        assert_eq!(error.status(), Status::InvalidArgument);
+        let told = format!("layer of experts: experts: expected indices from 0 to 1, got {expert}");
+        assert!(error.message().contains(&told), "{error}");
+    }
+    tensors.call(&mut call, |_| {}).unwrap();
+}
+
+#[test]
+fn damaged_payloads_are_refused() {
+    for (from, to, told) in [
+        ("\"n_experts\": 2", "\"n_experts\": 0", "experts: expected 1 to"),
+        ("\"n_experts\": 2", "\"n_experts\": 99999999999", "experts: expected 1 to"),
+        ("\"intermediate\": 16", "\"intermediate\": 17", "a multiple of 16"),
+        ("float32", "float16", "unknown variant `float16`"),
+        ("\"float32\", \"group_size\": 0", "\"int4\", \"group_size\": 33", "group size"),
+        ("\"float32\", \"group_size\": 0", "\"int4\", \"group_size\": 32", "does not divide"),
+        ("relu", "tanh", "unknown variant `tanh`"),
+        ("\"limit\": null", "\"limit\": -1.0", "a limit above 0"),
+        ("\"alpha\": 1.0", "\"alpha\": 1e39", "a finite alpha"),
+        ("\"hidden\": 4, ", "", "missing field `hidden`"),
+        ("5, null]", "7, null]", "from 0 to 6"),
+        ("[0, 1, 2", "[0, null, 2", "input 1 of a call is absent"),
+    ] {
+        let text = PAYLOAD.replacen(from, to, 1);
+        assert_ne!(text, PAYLOAD);
+        let error = load(&text).err().unwrap();
+        assert_eq!(error.status(), Status::Program, "{error}");
+        assert!(error.message().contains(told), "{error}");
+    }
+    let error = load(&PAYLOAD.replacen("\"version\": 1", "\"version\": 2", 1)).err().unwrap();
+    assert_eq!(error.status(), Status::Version);
+}
+
+/// Payloads with random damage load or are refused, and those that load run or refuse their arguments.
+#[test]
+fn random_damage() {
+    let tensors = Tensors::new();
+    let words: Vec<&str> = PAYLOAD.split_inclusive([' ', ',', ':']).collect();
+    let numbers = ["0", "1", "2", "3", "16", "32", "1048576", "-1", "1e9", "null", "true"];
+    let mut state = 7u64;
+    let mut below = |n: usize| {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % n
+    };
+    let (mut ran, mut refused) = (0, 0);
+    for _ in 0..20_000 {
+        let mut text: Vec<String> = words.iter().map(|&word| word.to_owned()).collect();
+        for _ in 0..=below(2) {
+            let at = below(text.len());
+            match below(4) {
+                0 => drop(text.remove(at)),
+                1 => text[at] = words[below(words.len())].to_owned(),
+                2 => {
+                    let end = text[at].trim_start_matches(|c: char| c.is_ascii_digit()).to_owned();
+                    text[at] = format!("{}{end}", numbers[below(numbers.len())]);
+                }
+                _ => text.insert(at, words[below(words.len())].to_owned()),
+            }
+        }
+        match load(&text.concat()).and_then(|mut call| tensors.call(&mut call, |_| {})) {
+            Ok(_) => ran += 1,
+            Err(_) => refused += 1,
+        }
+    }
+    assert!(ran > 100 && refused > 1000, "{ran} ran, {refused} were refused");
+}
