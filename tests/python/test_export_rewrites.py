@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from etkv.export import sparsity
+from etkv.export import mlx_rewrites, sparsity
 from etkv.export.cpu import cycles
 
 
@@ -72,3 +72,36 @@ def test_a_quantile_becomes_a_constant():
 def test_other_sparse_activations_are_refused():
     with pytest.raises(ValueError, match=r"^0: it makes activations sparse in a way that the exporter does not know$"):
         sparsity.settle(_sparse(torch.relu))
+
+
+class _Router(torch.nn.Module):
+    """Chooses two groups of a token, and reads the mask under both of its names."""
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros_like(scores)
+        mask.scatter_(1, scores.topk(2, dim=-1)[1], 3.0)
+        return mask + torch.zeros_like(scores).scatter(-1, scores.topk(1, dim=-1)[1], 1.0)
+
+
+class _Rows(torch.nn.Module):
+    """Takes rows by an index of as many axes as the tensor has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(50, 6))
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        return self.table[scores.argmax(-1, keepdim=True)]
+
+
+@pytest.mark.parametrize("module", [_Router(), _Rows()], ids=["router", "rows"])
+def test_what_takes_the_place_of_scatters_and_indices_on_mlx(module):
+    dynamic = {"scores": {0: torch.export.Dim("tokens", min=1, max=16)}}
+    traced = torch.export.export(module, (torch.randn(3, 8),), dynamic_shapes=dynamic)
+    mlx_rewrites.apply(traced)
+    targets = [str(node.target) for node in traced.graph.nodes]
+    assert not any("scatter" in target for target in targets)
+    assert "aten.any.dim" in targets or "aten.view.default" in targets
+    for length in (1, 5):
+        scores = torch.randn(length, 8)
+        torch.testing.assert_close(traced.module()(scores), module(scores))

@@ -1,0 +1,81 @@
+"""Rewrites a traced graph to operators that ExecuTorch's exporter for MLX has, and has right.
+
+Routers of experts gather scores and scatter ones. One index of as many axes as its tensor would become an operation
+that takes along an axis.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+_ATEN = torch.ops.aten
+
+
+def apply(program: ExportedProgram) -> None:
+    """Rewrite the graph of ``program`` in place."""
+    graph = program.graph
+    for node in list(graph.nodes):
+        rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
+        if rewrite is not None:
+            with graph.inserting_before(node):
+                made = rewrite(graph, node)
+            if made is not None:
+                if node.target is _ATEN.scatter_.value:
+                    # Later nodes may read what it wrote under its source's name.
+                    node.args[0].replace_all_uses_with(made, lambda user, made=made: user > made)
+                node.replace_all_uses_with(made)
+                graph.erase_node(node)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def _scatter(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None:
+    """Replace a scatter of one number along the last axis by a choice where any index is that of the element."""
+    given: list[Any] = [*node.args]
+    source, axis, index, value = given
+    shape = source.meta["val"].shape
+    if axis % len(shape) != len(shape) - 1 or not isinstance(shape[-1], int):
+        return None
+    if node.target is _ATEN.scatter_.value and source.target not in _NEW:
+        # Another name of the tensor that it writes to may be read later.
+        return None
+    places = _call(graph, _ATEN.arange.default, shape[-1])
+    hits = _call(graph, _ATEN.eq.Tensor, _call(graph, _ATEN.unsqueeze.default, index, -1), places)
+    hit = _call(graph, _ATEN.any.dim, hits, -2)
+    return _call(graph, _ATEN.where.self, hit, _call(graph, _ATEN.full_like.default, source, value), source)
+
+
+def _index(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None:
+    """Flatten the only index of a tensor of as many axes, and shape the rows afterwards."""
+    given: list[Any] = [*node.args]
+    source, indices = given
+    if len(indices) != 1 or indices[0].meta["val"].dtype == torch.bool:
+        return None
+    value, index = source.meta["val"], indices[0].meta["val"]
+    n_dynamic = sum(not isinstance(size, int) for size in node.meta["val"].shape)
+    if value.dim() != index.dim() or value.dim() < 2 or n_dynamic > 1:
+        return None
+    flat = _call(graph, _ATEN.view.default, indices[0], [-1])
+    rows = _call(graph, _ATEN.index.Tensor, source, [flat])
+    sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+    return _call(graph, _ATEN.view.default, rows, sizes)
+
+
+def _call(graph: torch.fx.Graph, target: Any, *arguments: Any) -> torch.fx.Node:
+    """Insert a call of ``target``, with the shape of its result."""
+    node: torch.fx.Node = graph.call_function(target, arguments)
+    values = torch.fx.node.map_arg(arguments, lambda given: given.meta["val"])
+    node.meta["val"] = target(*values)
+    return node
+
+
+_NEW = (_ATEN.zeros_like.default, _ATEN.zeros.default, _ATEN.new_zeros.default)
+"""Operators that return a tensor without another name."""
+
+_REWRITES = {_ATEN.scatter.value: _scatter, _ATEN.scatter_.value: _scatter, _ATEN.index.Tensor: _index}
+"""Operators -> the functions that return what takes their place, or None."""
