@@ -169,13 +169,6 @@ def test_states_without_ops_are_refused(family, backend):
         limits.settle(SimpleNamespace(backend=backend), config)
 
 
-def test_experts_are_refused():
-    with pytest.raises(EtkvError, match="'qwen3_next' is a mixture of 4 experts, and backend cpu has no product with"):
-        limits._check_experts(SimpleNamespace(backend="cpu"), recurrent_models.config("qwen3-next-moe"))
-    # Its configuration has a number of experts, and no layer of them.
-    limits._check_experts(SimpleNamespace(backend="cpu"), recurrent_models.config("nemotron-h"))
-
-
 def test_softplus_and_sums_on_xnnpack(tmp_path):
     """The operators that recurrent layers add, as XNNPACK computes them in a program without a cache."""
     from executorch.exir import to_edge_transform_and_lower
