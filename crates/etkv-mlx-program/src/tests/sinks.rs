@@ -151,3 +151,31 @@ fn nodes_that_lack_what_they_need_are_refused() {
         assert!(message.contains(words), "{message}");
     }
 }
+
+/// Each byte of a payload, changed in some ways: the program runs or is refused.
+#[test]
+fn damaged_nodes_run_or_are_refused() {
+    let session = session();
+    let payload = payload(GOOD, HEADS);
+    let mut options = LoadOptions::default();
+    options.cache_key = Some(session.key().to_owned());
+    let (mut refused, mut ran) = (0, 0);
+    for at in 24..payload.len() {
+        for value in [0, 1, 255, payload[at] ^ 4, payload[at] ^ 64] {
+            let mut damaged = payload.clone();
+            damaged[at] = value;
+            let mut weights = Weights(BTreeMap::from([("sinks", bytes(&[0.5, -0.5]))]));
+            let done = Program::load(&damaged, &mut weights, &options, None)
+                .and_then(|program| step(&program, 0, 3));
+            match done {
+                Ok(_) => ran += 1,
+                Err(error) => {
+                    assert_ne!(error.status(), Status::Internal, "byte {at} is {value}: {error}");
+                    refused += 1;
+                }
+            }
+            session.cache().lock().unwrap().rewind(0).unwrap();
+        }
+    }
+    assert!(refused > 100 && ran > 100, "{refused} refused, {ran} ran");
+}
