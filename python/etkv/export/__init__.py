@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from etkv import _mlx_serialization
 from etkv.errors import EtkvError
-from etkv.export import attention, companions, hf_folder, layers, limits, lowering, manifest, recurrent, rope, source
+from etkv.export import (
+    attention,
+    companions,
+    hf_folder,
+    latent,
+    layers,
+    limits,
+    lowering,
+    manifest,
+    recurrent,
+    rope,
+    source,
+)
 from etkv.export.progress import Progress
 from etkv.export.reasons import explained, reason
 from etkv.export.request import ExportRequest
@@ -76,6 +88,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
     family = config.model_type
     with explained(family, "exported", model):
         sparsity.settle(model)
+        latent.take(model)
         recurrent.take(model)
         predictor = _feature_predictor(model, tokenizer, request.draft, generation, progress) if request.draft else None
         step = _step(request, model, predictor)

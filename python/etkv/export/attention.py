@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from etkv._mlx_serialization import ensure_available
-from etkv.export import recurrent
+from etkv.export import latent, recurrent
 from etkv.recurrent_layer import RecurrentLayer
 
 if TYPE_CHECKING:
@@ -188,6 +188,11 @@ def run(model: torch.nn.Module, cache_position: torch.Tensor, **arguments: Any) 
     return made
 
 
+def is_in_step() -> bool:
+    """Return whether a model runs in :func:`run` with this attention, and not as transformers does."""
+    return _positions.value is not None and not recurrent.is_as_transformers()
+
+
 @contextmanager
 def _surveying(found: _Survey) -> Iterator[None]:
     token = _survey.set(found)
@@ -268,6 +273,11 @@ def _attend(
     import torch
 
     _check_arguments(module, arguments)
+    if is_latent := latent.is_latent(module):
+        if arguments.get("scaling") is None:
+            # The scale is that of the keys which the latents stand for.
+            arguments["scaling"] = query.shape[-1] ** -0.5
+        query = latent.query(module, query)
     if isinstance(attention_mask, torch.Tensor):
         raise ValueError("it makes a mask of its own for its attention, which the KV cache op lacks")
     sinks, softcap = _sinks(arguments, query), float(arguments.get("softcap") or 0.0)
@@ -275,7 +285,8 @@ def _attend(
     if found is not None:
         window = attention_mask.window if isinstance(attention_mask, _CausalMask) else 0
         _note(found, module, query, key, value, window, arguments.get("sliding_window"))
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+        width = module.v_head_dim if is_latent else value.shape[-1]
+        return query.new_zeros(1, query.shape[2], query.shape[1], width), None
 
     position, cache = _positions.value, getattr(module, "etkv_cache", None)
     if position is None or cache is None:
@@ -290,6 +301,8 @@ def _attend(
     else:
         overload = torch.ops.kvcache.update_and_attend.sinks
         attended = overload(query, key, value, position, cache, scale, query.dtype, sinks, softcap)
+    if is_latent:
+        attended = latent.result(module, attended)
     return attended.transpose(1, 2).contiguous(), None
 
 

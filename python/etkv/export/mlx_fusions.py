@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.fx import Graph, Node
+    from torch.fx import Graph
+
+Node = Any
+"""A node of a graph, whose arguments have the types of all operators."""
 
 _aten = torch.ops.aten
 
@@ -32,9 +35,9 @@ def fuse(program: ExportedProgram) -> None:
 
 def _softplus(graph: Graph, node: Node) -> None:
     """Replace a softplus by ``log(exp(x) + exp(0))``."""
-    x, *options = node.args
-    # Left out: a factor of 1, and this threshold.
-    beta, threshold = [*options, *(1, _MAX_SUM)[len(options) :]]
+    given: tuple[Any, ...] = node.args
+    # Left out are a factor of 1, and this threshold.
+    x, beta, threshold = given + (1, _MAX_SUM)[len(given) - 1 :]
     if beta != 1 or threshold < _MAX_SUM:
         return
     value = node.meta["val"]
@@ -67,10 +70,11 @@ def _eps(x: Node, factor: Node) -> float | None:
     """Return ``eps`` if ``factor`` is ``rsqrt(sum(x * x) + eps)`` over the last axis, which stays."""
     if not (_is(factor, _aten.rsqrt.default) and _is(factor.args[0], _aten.add.Tensor)):
         return None
-    total, eps = factor.args[0].args[:2]
+    total, eps = factor.args[0].args[0], factor.args[0].args[1]
     if not (_is(total, _aten.sum.dim_IntList) and isinstance(eps, float) and not factor.args[0].kwargs):
         return None
-    squares, axes, *keep = total.args
+    given: tuple[Any, ...] = total.args
+    squares, axes, *keep = given
     last = len(x.meta["val"].shape) - 1
     is_last = [axis % (last + 1) for axis in axes] == [last] and keep == [True] and not total.kwargs
     is_square = (_is(squares, _aten.mul.Tensor) and squares.args == (x, x)) or (

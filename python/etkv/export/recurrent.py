@@ -149,6 +149,11 @@ def as_transformers() -> Iterator[None]:
         _current.is_transformers = False
 
 
+def is_as_transformers() -> bool:
+    """Return whether a block of :func:`as_transformers` runs."""
+    return _current.is_transformers
+
+
 def begin(position: torch.Tensor) -> None:
     """Begin a step of tokens at ``position``, ``[T]``."""
     _current.position = position

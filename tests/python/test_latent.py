@@ -1,0 +1,114 @@
+"""Latent attention: programs that keep latents answer as transformers does, which expands them."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from etkv import DecodeSession, SeqSession, read_kv_cache_metadata
+from etkv.export import latent
+from reference import EVERYTHING
+from tiny_programs import TOLERANCE, TinyProgram, error, ids, is_greedy, model, run
+
+PROMPT, DECODED = 300, 32
+
+MODELS = {
+    "minicpm3": {},
+    # With groups of experts, and interleaved rotary embeddings.
+    "deepseek_v3": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    # Rotary embeddings by complex numbers.
+    "deepseek_v2": {},
+    "glm4_moe_lite": {},
+    "youtu": {},
+}
+"""Family of transformers -> what its tiny form changes."""
+
+CASES = [(name, backend) for name in MODELS for backend in ("cpu", "mlx")]
+CASES = CASES if EVERYTHING else [("minicpm3", "cpu"), ("minicpm3", "mlx"), ("deepseek_v3", "cpu")]
+
+
+@functools.cache
+def _program(family: str, backend: str, quantize: str | None = None) -> TinyProgram:
+    return TinyProgram(f"latent-{family}", family, MODELS[family], backend, quantize).export()
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def program(request) -> TinyProgram:
+    return _program(*request.param)
+
+
+@pytest.mark.parametrize("kind", [DecodeSession, SeqSession])
+@pytest.mark.long
+def test_ids_are_those_of_transformers(program, kind):
+    """A prompt in chunks, and greedy ids after it."""
+    text = ids(PROMPT)
+    with program.session(kind) as session, program.load(session) as loaded:
+        rows = [run(loaded, text, 0, PROMPT)]
+        for _ in range(DECODED):
+            text.append(int(rows[-1][-1].argmax()))
+            rows.append(run(loaded, text, len(text) - 1, len(text)))
+    found, expected = torch.cat(rows), program.expected(text)
+    assert error(found, expected) < TOLERANCE
+    assert is_greedy(expected[PROMPT - 1 : -1], text[PROMPT:])
+
+
+@pytest.mark.long
+def test_branches_and_batches(program):
+    """Three sequences, two of which share their beginning, decode in the same steps."""
+    prompt, steps = 70, 20
+    texts = [ids(prompt) + ids(steps, 37), ids(prompt) + ids(steps, 41), ids(prompt + steps, 43)]
+    with program.session(SeqSession) as session, program.load(session) as loaded:
+        first = run(loaded, texts[0], 0, prompt, 0)
+        session.seq_cp(0, 1)
+        rows = [[first], [first], [run(loaded, texts[2], 0, prompt, 2)]]
+        for position in range(prompt, prompt + steps):
+            session.begin_step([0, 1, 2])
+            tokens = torch.tensor([text[position] for text in texts])
+            together = loaded.forward(tokens, torch.full((3,), position))
+            for row, of_sequence in zip(together, rows, strict=True):
+                of_sequence.append(row[None])
+    for text, of_sequence in zip(texts, rows, strict=True):
+        assert error(torch.cat(of_sequence), program.expected(text)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_a_token_has_one_row_of_latents(program):
+    config = program.transformers.config
+    rank, rotary = config.kv_lora_rank, config.qk_rope_head_dim
+    layers = read_kv_cache_metadata(program.request.output).layers
+    assert [(layer.n_kv_heads, layer.k_head_dim, layer.v_head_dim) for layer in layers] == [
+        (1, rank + rotary, rank)
+    ] * config.num_hidden_layers
+
+
+@pytest.mark.long
+def test_the_weight_of_latents_is_not_quantized():
+    """The export compares the quantized program with the quantized model, whose folder transformers loads."""
+    quantized = _program("minicpm3", "cpu", "8da4w")
+    assert quantized.request.keep_hf is not None
+    kept = type(quantized.transformers).from_pretrained(quantized.request.keep_hf)
+    own, other = (made.state_dict() for made in (quantized.transformers, kept))
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    assert torch.equal(own[name], other[name].to(own[name].dtype))
+    assert own.keys() == other.keys()
+
+
+def test_a_model_that_was_taken_answers_as_before_outside_of_programs():
+    plain = model("minicpm3")
+    tokens = torch.tensor([ids(20)])
+    with torch.no_grad():
+        expected = plain(tokens, use_cache=False).logits
+        names = set(plain.state_dict())
+        latent.take(plain)
+        latent.take(plain)
+        assert torch.equal(plain(tokens, use_cache=False).logits, expected)
+    assert set(plain.state_dict()) == names
+
+
+def test_latents_that_are_expanded_in_another_form_are_refused():
+    plain = model("minicpm3")
+    plain.model.layers[1].self_attn.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn: its latents are expanded in a form"):
+        latent.take(plain)
