@@ -25,7 +25,7 @@ const STATE_WARPS: i32 = 8;
 /// Threads of a block.
 const THREADS: i32 = 256;
 
-/// The largest keys: a lane holds a part of a state in registers.
+/// The largest keys: a thread holds a part of a state in registers.
 const MAX_K_DIM: i32 = 256;
 
 /// The most blocks of a launch along its second and third axes.

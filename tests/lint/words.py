@@ -11,8 +11,9 @@ EXEMPT = {"CHANGELOG.md", "Cargo.lock", "docs/glossary.md", "requirements.txt", 
 """The lock files, and the files that have to name the words: the list of changes names what was renamed."""
 
 LANE = r"(?<![A-Za-z])[Ll]anes?(?![a-z])"
-OWN_MEANING = {LANE: "crates/etkv-cpu/src/"}
-"""Patterns, and the folder in which the word has another meaning: the elements of a vector are its lanes."""
+OWN_MEANING = {LANE: ("crates/etkv-cpu/src/", "crates/etkv-cuda/src/kernels/")}
+"""Patterns, and the folders in which the word has another meaning: the elements of a vector are its lanes, and the
+threads of a warp."""
 
 RETIRED = {
     LANE: "layer group",

@@ -43,9 +43,9 @@ writes this page from the code and a run of [ExecuTorch's own tests](programs.md
 _OWN = """
 ## Operations of etkv
 
-Programs with [recurrent layers](programs.md#recurrent-layers), or with [sinks or a softcap](programs.md#sinks-and-softcaps),
-have operations beside those of the schema. Their delegate is `EtkvForMLX`, so ExecuTorch's own MLX backend refuses them
-by name.
+Programs with [recurrent layers](programs.md#recurrent-layers), or with [sinks or a
+softcap](programs.md#sinks-and-softcaps), have operations beside those of the schema. Their delegate is `EtkvForMLX`, so
+ExecuTorch's own MLX backend refuses them by name.
 
 | operation | file |
 | --- | --- |
