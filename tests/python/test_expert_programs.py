@@ -11,7 +11,7 @@ import etkv
 import reference
 from etkv import DecodeSession, SeqSession
 from reference import EVERYTHING
-from tiny_programs import TOLERANCE, TinyProgram, error, ids, is_greedy, run
+from tiny_programs import CHUNK, TOLERANCE, TinyProgram, error, ids, is_greedy, run
 
 PROMPT, DECODED = 300, 32
 
@@ -40,7 +40,9 @@ MODELS = {
     "hunyuan": ("hunyuan_v1_moe", {"num_experts": 6}),
     "minimax": ("minimax_m2", {"num_local_experts": 6}),
     # Interleaved gates, limits, biases, and learned sinks in attention.
-    "gpt-oss": ("gpt_oss", {"num_local_experts": 6}),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 6, "sliding_window": CHUNK}),
+    # Latent attention.
+    "deepseek": ("deepseek_v3", _GROUPS),
 }
 """Name -> family of transformers, and what its tiny form changes."""
 

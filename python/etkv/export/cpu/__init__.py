@@ -99,10 +99,12 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     from etkv.export.cpu import calls, rewrites
     from etkv.export.cpu.partitioner import CPUPartitioner
 
+    from etkv.export import filled
     for program in traced.values():
         rewrites.apply(program)
     edge = exir.to_edge_transform_and_lower(
         traced,
+        filled.apply(program)
         transform_passes=[RemoveCloneOpsTransform()],
         partitioner=[CPUPartitioner(request.logits)],
         constant_methods=methods,
