@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from etkv.export import mlx_rewrites, sparsity
+from etkv.export import complex_numbers, mlx_rewrites, sparsity
 from etkv.export.cpu import cycles
 
 
@@ -80,7 +80,9 @@ class _Router(torch.nn.Module):
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros_like(scores)
         mask.scatter_(1, scores.topk(2, dim=-1)[1], 3.0)
-        return mask + torch.zeros_like(scores).scatter(-1, scores.topk(1, dim=-1)[1], 1.0)
+        best, where = scores.topk(2, dim=-1)
+        written = torch.full_like(scores, -9.0).scatter_(1, where, best)
+        return mask + written + torch.zeros_like(scores).scatter(-1, where[:, :1], 1.0)
 
 
 class _Rows(torch.nn.Module):
@@ -105,3 +107,32 @@ def test_what_takes_the_place_of_scatters_and_indices_on_mlx(module):
     for length in (1, 5):
         scores = torch.randn(length, 8)
         torch.testing.assert_close(traced.module()(scores), module(scores))
+
+
+class _Rotation(torch.nn.Module):
+    """Rotates pairs of elements as complex numbers, as Llama 4 does."""
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        angle = position[:, None] * torch.tensor([1.0, 0.1])
+        turns = torch.polar(torch.ones_like(angle), angle) * 0.5
+        numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(numbers * turns[:, None]).flatten(2)
+
+
+class _Exponential(torch.nn.Module):
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.view_as_complex(x).exp())
+
+
+def test_complex_numbers_become_two_parts():
+    given = torch.randn(5, 3, 4), torch.arange(5.0)
+    traced = torch.export.export(_Rotation(), given)
+    complex_numbers.replace(traced)
+    assert not any("complex" in str(node.target) or "polar" in str(node.target) for node in traced.graph.nodes)
+    torch.testing.assert_close(traced.module()(*given), _Rotation()(*given))
+
+
+def test_other_operators_on_complex_numbers_are_refused():
+    traced = torch.export.export(_Exponential(), (torch.randn(5, 3, 2), torch.arange(5.0)))
+    with pytest.raises(ValueError, match=r"^it computes with complex numbers \(aten\.exp\.default\)$"):
+        complex_numbers.replace(traced)

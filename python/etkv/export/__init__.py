@@ -116,7 +116,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
         methods = lowering.constant_methods(request, settled, layout, generation)
         if predictor is not None:
             methods["get_draft_tap"] = config.get_text_config().num_hidden_layers - request.draft - 1
-        program = lowering.lower(step, request, settled, layout, methods, progress)
+        program, parts = lowering.lower(step, request, settled, layout, methods, progress)
 
         folder = request.output.parent
         with progress.step(f"writing {request.output}"), _writing(request.output):
@@ -130,7 +130,8 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
             names = companions.write(scratch, tokenizer, generation)
         compared = checked.run_program(scratch / request.output.name)
         with _writing(request.output):
-            manifest.write(scratch, request, origin, settled, size=size, companions=names, checked=compared)
+            made = manifest.Made(size, names, compared, parts)
+            manifest.write(scratch, request, origin, settled, made)
             _publish(scratch, folder, [*names, request.output.name, manifest.NAME], kept)
     progress.note(f"wrote {request.output} ({size / 1e6:.1f} MB)")
     return request.output

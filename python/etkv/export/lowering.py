@@ -97,13 +97,15 @@ def lower(
     layout: CacheLayout,
     methods: dict[str, Any],
     progress: Progress,
-) -> ExecutorchProgramManager:
+) -> tuple[ExecutorchProgramManager, list[str]]:
     """Return the program of ``step``, with T from 1 to ``limits.prefill_chunk`` and the caches of ``layout``.
+
+    Also returns the parts that it has, see :mod:`etkv.export.parts`.
 
     Raises :class:`EtkvError` if the family cannot be traced, if its calls of the KV cache op do not match ``layout``,
     if its tokens depend on each other elsewhere, or if the backend lacks one of its operators.
     """
-    from etkv.export import tokens
+    from etkv.export import complex_numbers, parts, tokens
     from etkv.export.forward import samples
 
     family = step.model.config.model_type
@@ -114,11 +116,13 @@ def lower(
         _check_caches(traced, layout, family)
     with progress.step("checking that tokens meet in the cache only"), explained(family, "checked", step.model):
         tokens.check(traced, samples(step, 3), limits.max_context, family)
+        complex_numbers.replace(traced)
+    found = parts.of(traced, layout)
     with progress.step(f"delegating to {target.NAME}"), explained(family, f"delegated to {target.NAME}"):
         edge = target.delegate({METHOD: traced}, methods, request)
         target.check(edge.exported_program(METHOD).graph, family)
     with progress.step("serializing"), explained(family, "serialized"):
-        return _serialize(edge)
+        return _serialize(edge), found
 
 
 def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:

@@ -60,25 +60,27 @@ def is_current(request: ExportRequest, source: Source) -> bool:
         return False
 
 
-def write(
-    folder: Path,
-    request: ExportRequest,
-    source: Source,
-    limits: Limits,
-    *,
-    size: int,
-    companions: list[str],
-    checked: bool,
-) -> None:
-    """Write the manifest to ``folder``.
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What an export made: a program of ``size`` bytes, and the files ``companions`` beside it.
 
-    ``size`` is the program's, in bytes; ``checked`` tells whether it was compared with the model.
+    ``checked`` tells whether the program was compared with the model, and ``parts`` which parts of models it has.
     """
+
+    size: int
+    companions: list[str]
+    checked: bool
+    parts: list[str]
+
+
+def write(folder: Path, request: ExportRequest, source: Source, limits: Limits, made: Made) -> None:
+    """Write the manifest to ``folder``."""
     manifest = {
         "program": request.output.name,
-        "bytes": size,
-        "companions": companions,
-        "checked": checked,
+        "bytes": made.size,
+        "companions": made.companions,
+        "checked": made.checked,
+        "parts": made.parts,
         "limits": dataclasses.asdict(limits),
         **describe(request, source),
     }

@@ -25,7 +25,7 @@ def apply(program: ExportedProgram) -> None:
             with graph.inserting_before(node):
                 made = rewrite(graph, node)
             if made is not None:
-                if node.target is _ATEN.scatter_.value:
+                if node.target in _IN_PLACE:
                     # Later nodes may read what it wrote under its source's name.
                     node.args[0].replace_all_uses_with(made, lambda user, made=made: user > made)
                 node.replace_all_uses_with(made)
@@ -35,19 +35,26 @@ def apply(program: ExportedProgram) -> None:
 
 
 def _scatter(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None:
-    """Replace a scatter of one number along the last axis by a choice where any index is that of the element."""
-    given: list[Any] = [*node.args]
-    source, axis, index, value = given
+    """Replace a scatter along the last axis by a choice where any index is that of the element."""
+    arguments: list[Any] = [*node.args]
+    source, axis, index, value = arguments
     shape = source.meta["val"].shape
     if axis % len(shape) != len(shape) - 1 or not isinstance(shape[-1], int):
         return None
-    if node.target is _ATEN.scatter_.value and source.target not in _NEW:
+    if node.target in _IN_PLACE and source.target not in _NEW:
         # Another name of the tensor that it writes to may be read later.
         return None
     places = _call(graph, _ATEN.arange.default, shape[-1])
     hits = _call(graph, _ATEN.eq.Tensor, _call(graph, _ATEN.unsqueeze.default, index, -1), places)
     hit = _call(graph, _ATEN.any.dim, hits, -2)
-    return _call(graph, _ATEN.where.self, hit, _call(graph, _ATEN.full_like.default, source, value), source)
+    if isinstance(value, torch.fx.Node):
+        # One index, at most, is that of an element: the others add zeros.
+        column = _call(graph, _ATEN.unsqueeze.default, value, -1)
+        given = _call(graph, _ATEN.where.self, hits, column, _call(graph, _ATEN.zeros_like.default, column))
+        written = _call(graph, _ATEN.sum.dim_IntList, given, [-2])
+    else:
+        written = _call(graph, _ATEN.full_like.default, source, value)
+    return _call(graph, _ATEN.where.self, hit, written, source)
 
 
 def _index(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None:
@@ -74,8 +81,13 @@ def _call(graph: torch.fx.Graph, target: Any, *arguments: Any) -> torch.fx.Node:
     return node
 
 
-_NEW = (_ATEN.zeros_like.default, _ATEN.zeros.default, _ATEN.new_zeros.default)
+_IN_PLACE = (_ATEN.scatter_.value, _ATEN.scatter_.src)
+
+_NEW = (_ATEN.full_like.default, _ATEN.zeros_like.default, _ATEN.zeros.default, _ATEN.new_zeros.default)
 """Operators that return a tensor without another name."""
 
-_REWRITES = {_ATEN.scatter.value: _scatter, _ATEN.scatter_.value: _scatter, _ATEN.index.Tensor: _index}
+_REWRITES = {
+    **dict.fromkeys((_ATEN.scatter.value, _ATEN.scatter.src, *_IN_PLACE), _scatter),
+    _ATEN.index.Tensor: _index,
+}
 """Operators -> the functions that return what takes their place, or None."""

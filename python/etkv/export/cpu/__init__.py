@@ -39,6 +39,8 @@ _KERNELS = {
     "aten.slice_scatter.default",
     "aten.split_with_sizes_copy.default",
     "aten.squeeze_copy.dims",
+    # Of numbers of tokens.
+    "mul",
     "sym_size.int",
     "aten.unsqueeze_copy.default",
     "aten.view_copy.default",
@@ -49,6 +51,7 @@ _OF_ROUTERS = {
     "aten.bitwise_not.default",
     "aten.full_like.default",
     "aten.gather.default",
+    "aten.scatter.src",
     "aten.scatter.value",
     "aten.sum.dim_IntList",
     "aten.topk.default",

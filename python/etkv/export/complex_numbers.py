@@ -1,0 +1,97 @@
+"""Replaces complex numbers of a graph, which no backend has, by their real and imaginary parts.
+
+Llama 4 rotates keys and queries as complex numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Graph, Node
+
+_ATEN = torch.ops.aten
+
+_Parts = tuple["Node", "Node"]
+"""The real and the imaginary part of a tensor, of its shape."""
+
+_OF_EACH = {
+    *(_ATEN.expand.default, _ATEN.permute.default, _ATEN.reshape.default, _ATEN.select.int, _ATEN.slice.Tensor),
+    *(_ATEN.squeeze.dim, _ATEN.transpose.int, _ATEN.unsqueeze.default, _ATEN.view.default),
+}
+"""Operators that move elements, and so do the same to both parts."""
+
+_AS_THEY_ARE = {_ATEN.to.dtype_layout, _ATEN.to.dtype, _ATEN.to.device, _ATEN.contiguous.default, _ATEN.alias.default}
+"""Operators that leave a complex tensor as it is."""
+
+
+def replace(program: ExportedProgram) -> None:
+    """Replace the complex numbers in the graph of ``program`` in place.
+
+    Raises :class:`ValueError` for an operator on complex numbers other than products and moves.
+    """
+    graph, parts = program.graph, dict[Any, _Parts]()
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is _ATEN._assert_tensor_metadata.default and node.args[0] in parts:
+            graph.erase_node(node)
+            continue
+        with graph.inserting_before(node):
+            if node.target is _ATEN.view_as_real.default:
+                sides = [_call(graph, _ATEN.unsqueeze.default, part, -1) for part in parts[node.args[0]]]
+                node.replace_all_uses_with(_call(graph, _ATEN.cat.default, sides, -1))
+            elif _is_complex(node):
+                parts[node] = _parts(graph, node, parts)
+            elif any(given in parts for given in node.all_input_nodes):
+                raise ValueError(f"it computes with complex numbers ({node.target})")
+    if parts:
+        graph.eliminate_dead_code()
+        program.graph_module.recompile()
+
+
+def _parts(graph: Graph, node: Node, parts: dict[Any, _Parts]) -> _Parts:
+    given: list[Any] = [*node.args]
+    target: Any = node.target
+    if target is _ATEN.polar.default:
+        size, angle = given
+        cos, sin = _call(graph, _ATEN.cos.default, angle), _call(graph, _ATEN.sin.default, angle)
+        return _call(graph, _ATEN.mul.Tensor, size, cos), _call(graph, _ATEN.mul.Tensor, size, sin)
+    if target is _ATEN.view_as_complex.default:
+        return _call(graph, _ATEN.select.int, given[0], -1, 0), _call(graph, _ATEN.select.int, given[0], -1, 1)
+    if target in _OF_EACH:
+        real, imaginary = (_call(graph, target, part, *given[1:]) for part in parts[given[0]])
+        return real, imaginary
+    if target in _AS_THEY_ARE:
+        return parts[given[0]]
+    if target is _ATEN.mul.Tensor:
+        return _product(graph, given[0], given[1], parts)
+    raise ValueError(f"it computes with complex numbers ({target})")
+
+
+def _product(graph: Graph, first: Any, second: Any, parts: dict[Any, _Parts]) -> _Parts:
+    mul = _ATEN.mul.Tensor
+    if first not in parts:
+        first, second = second, first
+    real, imaginary = parts[first]
+    if second not in parts:
+        return _call(graph, mul, real, second), _call(graph, mul, imaginary, second)
+    a, b = parts[second]
+    left = _call(graph, _ATEN.sub.Tensor, _call(graph, mul, real, a), _call(graph, mul, imaginary, b))
+    right = _call(graph, _ATEN.add.Tensor, _call(graph, mul, real, b), _call(graph, mul, imaginary, a))
+    return left, right
+
+
+def _is_complex(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_complex
+
+
+def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
+    """Insert a call of ``target``, with the shape of its result."""
+    node: Node = graph.call_function(target, arguments)
+    node.meta["val"] = target(*torch.fx.node.map_arg(arguments, lambda given: given.meta["val"]))
+    return node

@@ -1,0 +1,44 @@
+"""The parts of a model's layers that matter to its cache and its backend, as its program has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from etkv.export.attention import CacheLayout
+
+
+def of(traced: ExportedProgram, layout: CacheLayout) -> list[str]:
+    """Return the names of the parts of ``traced``, whose caches are those of ``layout``."""
+    calls: dict[str, list[Any]] = {}
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            calls.setdefault(str(node.target), []).append(node)
+    plain, extended = (calls.get(f"kvcache.update_and_attend.{name}", []) for name in ("default", "sinks"))
+    scans = calls.get("kvcache.update_and_scan.default", [])
+    windows = set(layout.windows)
+    found = {
+        "full attention": 0 in windows,
+        "windows": windows - {0},
+        "sinks": any(_argument(node, 7, "sinks") is not None for node in extended),
+        "softcap": any(_argument(node, 8, "softcap") for node in extended),
+        "layers that share keys and values": len(plain) + len(extended) > len(layout.windows),
+        "sizes by layer": any(len(set(sizes)) > 1 for sizes in (layout.kv_heads, layout.head_dims, layout.v_head_dims)),
+        "convolutions": "kvcache.update_and_convolve.default" in calls,
+        "Mamba-2": any(node.args[4] is None for node in scans),
+        "gated delta rule": any(node.args[4] is not None and _n_axes(node.args[3]) == 3 for node in scans),
+        "delta rule with a decay of each channel": any(_n_axes(node.args[3]) == 4 for node in scans),
+        "experts": any("gather_mm" in name or "gather_qmm" in name or "experts" in name for name in calls),
+    }
+    return [name for name, there in found.items() if there]
+
+
+def _argument(node: Any, index: int, name: str) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
+
+
+def _n_axes(node: Any) -> int:
+    axes: int = node.meta["val"].dim()
+    return axes
