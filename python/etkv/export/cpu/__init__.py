@@ -32,6 +32,8 @@ _KERNELS = {
     "aten.index.Tensor",
     "aten.mean.dim",
     "aten.permute_copy.default",
+    "aten.pow.Scalar",
+    "aten.reciprocal.default",
     "aten.repeat.default",
     "aten.select_copy.int",
     "aten.sin.default",
@@ -49,8 +51,10 @@ _KERNELS = {
 
 _OF_ROUTERS = {
     "aten.bitwise_not.default",
+    "aten.clamp.Tensor",
     "aten.full_like.default",
     "aten.gather.default",
+    "aten.max.dim",
     "aten.scatter.src",
     "aten.scatter.value",
     "aten.sum.dim_IntList",
@@ -99,15 +103,15 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     from executorch import exir
     from executorch.backends.transforms.remove_clone_ops import RemoveCloneOpsTransform
 
+    from etkv.export import filled
     from etkv.export.cpu import calls, rewrites
     from etkv.export.cpu.partitioner import CPUPartitioner
 
-    from etkv.export import filled
     for program in traced.values():
+        filled.apply(program)
         rewrites.apply(program)
     edge = exir.to_edge_transform_and_lower(
         traced,
-        filled.apply(program)
         transform_passes=[RemoveCloneOpsTransform()],
         partitioner=[CPUPartitioner(request.logits)],
         constant_methods=methods,
