@@ -6,29 +6,26 @@ On every cache: one sequence, a batch, forks, rewinds, trees, files; and in stor
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import etkv
-import reference
 import sinks_models
-import tiny_families
-import tiny_models
+import tiny_programs
 from etkv import CacheConfig, DecodeSession, SeqSession, TreeSession, op
 from etkv.description import describe_program
 from etkv.export import ExportRequest, attention, export_program
 from etkv.export.forward import Forward
 from etkv.pte import PteFile
 from etkv.reference import ContiguousCache
-from etkv.session import Session
 from reference import EVERYTHING
+from tiny_programs import TOLERANCE, TinyProgram, error, ids
 
 CHUNK = sinks_models.WINDOW
 """The most tokens of a step."""
@@ -41,66 +38,37 @@ CASES = [
 ]
 """Models and backends."""
 
-_TOLERANCE = 1e-3
-"""The largest error of a logit in float32, as a part of the spread of the logits."""
-
 pytestmark = pytest.mark.long
 
 
 @dataclass(frozen=True)
-class Model:
-    """A program, and the model that it was made of."""
+class Model(TinyProgram):
+    """A program with sinks or a softcap, and the model that it was made of."""
 
-    name: str
-    backend: str
-    folder: Path
+    made_by: ClassVar[tuple[ModuleType, ...]] = (*TinyProgram.made_by, sinks_models)
 
     @property
-    def request(self) -> ExportRequest:
-        """Return the request that exports the program."""
-        output = self.folder.parent / f"sinks-{self.name}-{self.backend}" / "model.pte"
-        return ExportRequest(self.folder, output, backend=self.backend, prefill_chunk=CHUNK, verify=True)
+    def of(self) -> str:
+        """Return the name in ``sinks_models.FAMILIES``."""
+        return self.name.removeprefix("sinks-")
 
     @functools.cached_property
-    def facts(self) -> etkv.ModelCacheParams:
-        return etkv.read_kv_cache_metadata(self.request.output)
-
-    @functools.cached_property
-    def transformers(self):
-        return sinks_models.model(self.name)
-
-    def expected(self, text: Sequence[int]) -> torch.Tensor:
-        """Return transformers' logits of each token of ``text``."""
-        with torch.no_grad():
-            return self.transformers(torch.tensor([list(text)]), use_cache=False).logits[0]
+    def transformers(self) -> Any:
+        return sinks_models.model(self.of)
 
     def config(self, **changes) -> CacheConfig:
         return CacheConfig(self.facts.layers, **{"capacity": 1024, "k_format": "f32", "v_format": "f32", **changes})
 
-    def session(self, kind: type[Session] = DecodeSession, **changes) -> Session:
-        return kind(self.config(**changes), backend=self.facts.backend)
-
-    def load(self, session: Session) -> etkv.Program:
-        return etkv.load(self.request.output, session)
-
     def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        error = (found - expected).abs().max() / expected.std()
-        assert error < _TOLERANCE, error
+        assert error(found, expected) < TOLERANCE
 
 
 @functools.cache
 def _model(name: str, backend: str) -> Model:
     """Return a model whose program is current."""
-    folder = reference.MODELS / f"sinks-{name}"
-    sources = (Path(module.__file__) for module in (sinks_models, tiny_families, tiny_models))
-    made_by = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    stamp = folder / "made-by.txt"
-    with reference.alone():
-        if not stamp.is_file() or stamp.read_text() != made_by:
-            sinks_models.write(name, folder)
-            stamp.write_text(made_by)
-    model = Model(name, backend, folder)
-    reference.export([model.request])
+    family, changes = sinks_models.FAMILIES[name]
+    model = Model(f"sinks-{name}", family, changes, backend, chunk=CHUNK)
+    model.export()
     return model
 
 
@@ -109,21 +77,8 @@ def model(request) -> Model:
     return _model(*request.param)
 
 
-def ids(n: int, factor: int = 37) -> list[int]:
-    return [(number * factor + 11) % 250 for number in range(n)]
-
-
-def run(
-    program: etkv.Program, text: Sequence[int], begin: int, end: int, sequence: int | None = None, chunk: int = CHUNK
-) -> torch.Tensor:
-    """Run the tokens of ``text`` from ``begin`` to ``end`` in steps of ``chunk``, and return their logits."""
-    rows = []
-    for start in range(begin, end, chunk):
-        stop = min(start + chunk, end)
-        if sequence is not None:
-            program.session.begin_step([sequence] * (stop - start))
-        rows.append(program.forward(torch.tensor(text[start:stop]), torch.arange(start, stop)))
-    return torch.cat(rows)
+run = functools.partial(tiny_programs.run, chunk=CHUNK)
+"""Run tokens in steps of :data:`CHUNK`."""
 
 
 @pytest.mark.parametrize("name", sinks_models.FAMILIES)
@@ -134,7 +89,7 @@ def test_sinks_and_softcaps_count(name):
         logits, plain = (sinks_models.model(name, plain=plain)(text).logits for plain in (False, True))
     differences = (logits - plain).abs().amax(dim=-1)[0] / logits.std()
     # The first token sees only itself, with any softcap.
-    assert differences[-PROMPT // 2 :].min() > 20 * _TOLERANCE
+    assert differences[-PROMPT // 2 :].min() > 20 * TOLERANCE
 
 
 @pytest.mark.parametrize("kind", [DecodeSession, SeqSession, TreeSession])
@@ -281,7 +236,7 @@ def test_formats_are_those_of_the_reference(model, formats):
     """Steps of many tokens, of few and of one read stored rows as the reference does."""
     k_format, v_format = formats
     text, ends = ids(160), [100, 105, 130, *range(131, 150), 160]
-    step = Forward(_with_ops(model.name))
+    step = Forward(_with_ops(model.of))
     layout = attention.survey(step, step.inputs(3), 256)
     assert len(layout.kv_heads) == len(model.facts.layers)
     cache = ContiguousCache(model.config(capacity=256, k_format=k_format, v_format=v_format))

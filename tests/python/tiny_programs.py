@@ -7,7 +7,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import torch
 
@@ -49,6 +50,11 @@ class TinyProgram:
     changes: dict[str, Any] = field(hash=False)
     backend: str = "cpu"
     quantize: str | None = None
+    chunk: int = CHUNK
+    """The most tokens of a step."""
+
+    made_by: ClassVar[tuple[ModuleType, ...]] = (tiny_families, tiny_models)
+    """The modules that make the model."""
 
     @property
     def folder(self) -> Path:
@@ -63,7 +69,7 @@ class TinyProgram:
             output,
             backend=self.backend,
             quantize=self.quantize,
-            prefill_chunk=CHUNK,
+            prefill_chunk=self.chunk,
             verify=True,
             keep_hf=output.parent / "hf" if self.quantize else None,
         )
@@ -71,7 +77,7 @@ class TinyProgram:
     def export(self) -> TinyProgram:
         """Write the model and its program, unless both are current. Return this object."""
         text = f"{self.family} {sorted(self.changes.items())}".encode()
-        sources = (Path(module.__file__).read_bytes() for module in (tiny_families, tiny_models))
+        sources = [Path(str(module.__file__)).read_bytes() for module in self.made_by]
         made_by = hashlib.sha256(b"".join([text, Path(__file__).read_bytes(), *sources])).hexdigest()
         stamp = self.folder / "made-by.txt"
         with reference.alone():
