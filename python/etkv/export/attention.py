@@ -285,7 +285,7 @@ def _attend(
     if found is not None:
         window = attention_mask.window if isinstance(attention_mask, _CausalMask) else 0
         _note(found, module, query, key, value, window, arguments.get("sliding_window"))
-        width = module.v_head_dim if is_latent else value.shape[-1]
+        width: Any = module.v_head_dim if is_latent else value.shape[-1]
         return query.new_zeros(1, query.shape[2], query.shape[1], width), None
 
     position, cache = _positions.value, getattr(module, "etkv_cache", None)
