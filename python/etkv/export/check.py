@@ -161,7 +161,8 @@ class Check:
                     errors.append((error if math.isfinite(error) else math.inf, at))
         request = self._request
         tolerance = _TOLERANCES["8da4w" if request.quantize == "8da4w" else request.dtype]
-        if request.dtype != "float32" and experts.is_mixture(self._step.model) and max(errors)[0] < math.inf:
+        is_exact = request.dtype == "float32" and request.quantize != "8da4w"
+        if not is_exact and experts.is_mixture(self._step.model) and max(errors)[0] < math.inf:
             # If two experts are nearly equal, a difference in the last bit decides which one a router takes.
             errors = sorted(errors)[: len(errors) // 2 + 1]
         wrong = [(at, error) for error, at in errors if not error <= tolerance]

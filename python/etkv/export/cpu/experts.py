@@ -31,10 +31,12 @@ class Packed(torch.nn.Module):
     """The packed weights of one product of all experts, which were ``[experts, out, in]`` in the model.
 
     ``split`` returns the rows of a gate and those of what it gates, and ``join`` the rows in the model's order; None
-    where there is no gate. ``width`` columns are packed: those that the model lacks are zeros.
+    where there is no gate. ``width`` columns are packed: those that the model lacks are zeros. ``bias`` is in the order
+    of the packed rows.
     """
 
     packed: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class Packed(torch.nn.Module):
         split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
         join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         width: int | None = None,
+        bias: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.fmt, self._join = tuple(weights.shape), fmt, join
@@ -60,6 +63,7 @@ class Packed(torch.nn.Module):
                 matrix = torch.nn.functional.pad(matrix, (0, width - columns))
             packed[expert] = fmt.pack(matrix)
         self.register_buffer("packed", packed)
+        self.register_buffer("bias", bias)
 
     def plain(self) -> torch.Tensor:
         """Return the weights in the model's order, dequantized."""
@@ -108,21 +112,20 @@ def _pack(module: Any, name: str | None, group_size: int | None) -> None:
     if module.is_transposed:
         weights = [part.transpose(-1, -2) for part in weights]
     fmt = _format(weights, name, group_size)
+    biases: list[torch.Tensor | None] = [None, None]
+    if module.has_bias:
+        rows = getattr(module, f"{first}_bias").detach().float()
+        rows = torch.stack([alternate(*split(of)) if split else of for of in rows])
+        rows = torch.nn.functional.pad(rows, (0, padded(rows.shape[1]) - rows.shape[1]))
+        biases = [rows, getattr(module, f"{second}_bias").detach().float().clone()]
     packed = [
-        Packed(weights[0], fmt, split, join),
-        Packed(weights[1], fmt, width=padded(weights[1].shape[2])),
+        Packed(weights[0], fmt, split, join, bias=biases[0]),
+        Packed(weights[1], fmt, width=padded(weights[1].shape[2]), bias=biases[1]),
     ]
     for part, made in zip((first, second), packed, strict=True):
         # The model's own weights are freed before the next layer's are packed.
         delattr(module, part)
         setattr(module, part, made)
-    module.etkv_biases = torch.nn.ParameterList()
-    if module.has_bias:
-        bias = getattr(module, f"{first}_bias").detach().float()
-        rows = torch.stack([alternate(*split(of)) if split else of for of in bias])
-        rows = torch.nn.functional.pad(rows, (0, padded(rows.shape[1]) - rows.shape[1]))
-        for tensor in (rows, getattr(module, f"{second}_bias").detach().float()):
-            module.etkv_biases.append(torch.nn.Parameter(tensor, requires_grad=False))
     module.etkv_activation = activation
     module.config._experts_implementation = NAME
 
@@ -186,14 +189,14 @@ def _run(module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, routing
     """Compute the experts of one layer: ``[T, hidden]``, from ``[T, k]`` experts and their weights."""
     first, second = (getattr(module, name) for name in experts.names(module))
     between = module.etkv_activation
-    biases = [*module.etkv_biases] or [None, None]
     made: torch.Tensor = routed_experts(
         hidden_states,
         chosen.to(torch.int64),
         routing_weights.to(torch.float32),
         first.packed,
         second.packed,
-        *biases,
+        first.bias,
+        second.bias,
         first.fmt.name,
         first.fmt.group_size,
         between.name,
