@@ -47,7 +47,9 @@ MODELS = {
 """Name -> family of transformers, and what its tiny form changes."""
 
 NAMES = list(MODELS) if EVERYTHING else list(MODELS)[:4]
-QUANTIZED = ["qwen3", "nemotron-h", *(["glm4", "gpt-oss"] if EVERYTHING else [])]
+QUANTIZED = [("qwen3", "8da4w"), ("nemotron-h", "8da8w")]
+if EVERYTHING:
+    QUANTIZED += [("qwen3", "8da8w"), ("nemotron-h", "8da4w"), ("glm4", "8da4w"), ("gpt-oss", "8da4w")]
 
 pytestmark = pytest.mark.long
 
@@ -63,9 +65,9 @@ def model(request) -> TinyProgram:
     return _program(request.param)
 
 
-@pytest.fixture(scope="module", params=QUANTIZED)
+@pytest.fixture(scope="module", params=QUANTIZED, ids="-".join)
 def quantized(request) -> TinyProgram:
-    return _program(request.param, "8da4w")
+    return _program(*request.param)
 
 
 @pytest.mark.parametrize("kind", [DecodeSession, SeqSession])
@@ -124,6 +126,10 @@ def test_quantized_programs_compute_with_the_weights_that_they_keep(quantized):
     found = quantized.alone(text, PROMPT - DECODED)
     errors = (found - expected).square().mean(dim=1).sqrt() / expected.std()
     assert float(errors.median()) < 0.1, errors
+    if quantized.quantize == "8da8w":
+        # Weights in 8 bits are as near to those before as the rounding of activations.
+        assert float(errors.median()) < 0.03
+        return
     # The weights before quantization are farther.
     from_float = (quantized.expected(text) - expected).square().mean(dim=1).sqrt() / expected.std()
     assert float(errors.median()) < float(from_float.median())

@@ -77,14 +77,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="quantize weights, "
         + ", ".join(f"on {name}: {' or '.join(known)}" for name, known in BACKENDS.items())
-        + "; 8da4w leaves embeddings as they are (default: not quantized)",
+        + "; those of backend cpu leave embeddings as they are (default: not quantized)",
     )
     parser.add_argument(
         "--group-size",
         type=int,
         metavar="N",
         help=f"weights that share a scale: {', '.join(map(str, GROUP_SIZES))} "
-        f"(default: {QUANTIZATIONS['4w']} for 4w and 8da4w, a whole row for 8w)",
+        f"(default: {QUANTIZATIONS['4w']} for 4w and 8da4w, a whole row for 8w and 8da8w)",
     )
     parser.add_argument(
         "--max-context",

@@ -41,12 +41,12 @@ _BEYOND = 16
 _MAX_PRODUCTS = 30e9
 """The most parameters times tokens for which the comparison goes beyond ``_TOKENS``: a few seconds on two cores."""
 
-_TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "8da4w": 0.4}
-"""The dtype of a program, or its quantization -> the largest error of a row of outputs, as a fraction of their spread.
+_TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "8da": 0.4}
+"""The dtype of a program, or the beginning of its quantization -> the largest error of a row of outputs.
 
-A wrong mask, position or weight makes an error of about 1. The model is computed in the same dtype, with the same
-weights. With 8-bit activations, a difference in the last bit changes their rounding in each layer: SmolLM2-135M is off
-by at most 0.28.
+It is a fraction of their spread. A wrong mask, position or weight makes an error of about 1. The model is computed in
+the same dtype, with the same weights. With 8-bit activations, a difference in the last bit changes their rounding in
+each layer: SmolLM2-135M is off by at most 0.28.
 """
 
 
@@ -160,8 +160,9 @@ class Check:
                     error = float((row - expected[at]).square().mean().sqrt()) / spread
                     errors.append((error if math.isfinite(error) else math.inf, at))
         request = self._request
-        tolerance = _TOLERANCES["8da4w" if request.quantize == "8da4w" else request.dtype]
-        is_exact = request.dtype == "float32" and request.quantize != "8da4w"
+        rounds_activations = (request.quantize or "").startswith("8da")
+        tolerance = _TOLERANCES["8da" if rounds_activations else request.dtype]
+        is_exact = request.dtype == "float32" and not rounds_activations
         if not is_exact and experts.is_mixture(self._step.model) and max(errors)[0] < math.inf:
             # If two experts are nearly equal, a difference in the last bit decides which one a router takes.
             errors = sorted(errors)[: len(errors) // 2 + 1]

@@ -18,10 +18,10 @@ DTYPES = {
 }
 """Accepted spelling -> torch's name of the dtype."""
 
-BACKENDS = {"mlx": ("4w", "8w"), "cpu": ("8da4w",)}
+BACKENDS = {"mlx": ("4w", "8w"), "cpu": ("8da4w", "8da8w")}
 """A backend -> its quantizations of weights."""
 
-QUANTIZATIONS = {"4w": 32, "8w": None, "8da4w": 32}
+QUANTIZATIONS = {"4w": 32, "8w": None, "8da4w": 32, "8da8w": None}
 """Quantization of weights -> default group size in elements; ``None`` is one scale a row."""
 
 GROUP_SIZES = (32, 64, 128)
@@ -184,6 +184,8 @@ def _group_size(size: int | None, quantize: str | None, backend: str) -> int | N
         return None
     if quantize is None:
         raise EtkvError(f"group-size {size} needs --quantize {' or '.join(BACKENDS[backend])}")
+    if quantize == "8da8w":
+        raise EtkvError(f"group-size {size} is for weights of 4 bits on backend cpu; 8da8w has one scale a row")
     if size not in GROUP_SIZES:
         raise EtkvError(f"group-size {size} is not one of {', '.join(map(str, GROUP_SIZES))}")
     return size

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 NAME = "etkv_routed"
 """The name under which transformers finds these products."""
 
+GROUP_SIZE = 32
+"""The weights of experts that share a scale where those of a linear layer's row do."""
+
 _PROBES = 64
 """The rows on which functions are compared."""
 

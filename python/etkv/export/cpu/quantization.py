@@ -1,4 +1,4 @@
-"""Quantization for XNNPACK: weights in 4 bits, and activations in 8 bits within each step (``8da4w``)."""
+"""Quantization for XNNPACK: weights in 4 bits (``8da4w``) or 8 (``8da8w``), and activations in 8 within each step."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ if TYPE_CHECKING:
 
 
 def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
-    """Quantize every linear weight of ``model`` in place. ``group_size`` elements share a scale.
+    """Quantize every linear weight of ``model`` in place. ``group_size`` elements share a scale; None is a whole row.
 
     Embeddings stay as they are: a step reads few of their rows. A head that is tied to them gets quantized weights of
     its own, so the model no longer has tied weights.
     """
     import torch
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
-    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization.granularity import PerAxis, PerGroup
 
     from etkv.export.cpu import experts
 
     infer_shapes_quickly()
-    if name != "8da4w" or group_size is None:
+    if name not in ("8da4w", "8da8w") or (group_size is None) != (name == "8da8w"):
         raise AssertionError(f"no quantization {name} of groups of {group_size}")
-    experts.pack(model, name, group_size)
+    experts.pack(model, name, group_size or experts.GROUP_SIZE)
     int4: Any = getattr(torch, "int4")  # noqa: B009 (torch's types lack it)
-    quantize_(
-        model,
-        Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(group_size)),
-    )
+    dtype = int4 if name == "8da4w" else torch.int8
+    granularity = PerAxis(0) if group_size is None else PerGroup(group_size)
+    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity))
     model.config.get_text_config().tie_word_embeddings = False
 
 
