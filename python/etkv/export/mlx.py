@@ -55,11 +55,10 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     from executorch import exir
     from executorch.backends.mlx import MLXPartitioner
 
-    from etkv.export import filled, mlx_fusions, mlx_norms, mlx_rewrites
+    from etkv.export import mlx_fusions, mlx_norms, mlx_rewrites
 
     _register_ops()
     for program in traced.values():
-        filled.apply(program)
         mlx_rewrites.apply(program)
         mlx_fusions.fuse(program)
     has_own_nodes = any(_has_own_nodes(program) for program in traced.values())

@@ -103,12 +103,10 @@ def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], reques
     from executorch import exir
     from executorch.backends.transforms.remove_clone_ops import RemoveCloneOpsTransform
 
-    from etkv.export import filled
     from etkv.export.cpu import calls, rewrites
     from etkv.export.cpu.partitioner import CPUPartitioner
 
     for program in traced.values():
-        filled.apply(program)
         rewrites.apply(program)
     edge = exir.to_edge_transform_and_lower(
         traced,
