@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 _CHANGED = 1
 """The token, of three, that changes or is NaN."""
 
-_CHANGED_BY, _ALONE_BY = 1e-6, 1e-4
-"""The largest differences of a result, as a fraction of its spread, where a token changes and where one is alone.
-
-The same operations on as many tokens have equal rows. On fewer tokens they are rounded otherwise, in float32.
-"""
+_TOLERANCE = 1e-4
+"""The largest difference of a result, as a fraction of its spread: rounding in float32, which other rows may change."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -64,7 +61,7 @@ def check(traced: ExportedProgram, inputs: dict[str, torch.Tensor], max_context:
         (others, _Run(graph, inputs, length, poisoned=True), None),
         (places, _Run(graph, one, length), alone),
     ):
-        pair = _Pair(whole.values, run.values, length, rows)
+        pair = _Pair(whole.values, run.values, length, rows, poisoned=run.poisoned)
         if any(pair.differs(end) for end in ends):
             raise EtkvError(
                 f"model family {family!r} cannot be exported: {pair.origin(ends)} {what}, outside of the ops of the "
@@ -98,7 +95,7 @@ class _Run(torch.fx.Interpreter):
     ) -> None:
         super().__init__(graph)
         self.extra_traceback = False
-        self._length, self._poisoned = length, poisoned
+        self._length, self.poisoned = length, poisoned
         self.values: dict[Node, Any] = {}
         self._position = inputs["cache_position"]
         self._own: dict[str, Any] = {
@@ -115,7 +112,7 @@ class _Run(torch.fx.Interpreter):
         made = super().run_node(n)
         sources = [self.values[node] for node in n.all_input_nodes if node in self.values]
         if n.op == "placeholder" or sources:
-            if self._poisoned and _is_float(made) and not any(map(_is_float, sources)):
+            if self.poisoned and _is_float(made) and not any(map(_is_float, sources)):
                 made = self._poison(n, made)
             self.values[n] = made
         return made
@@ -145,7 +142,8 @@ class _Run(torch.fx.Interpreter):
         self._check_position(position)
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        return v * (1 + 0.5 * torch.sin((q * k).sum(-1, keepdim=True) * scale))
+        product = (q * k).sum(-1, keepdim=True) * scale
+        return v * (1 + 0.5 * product / (1 + product.abs()))
 
     def _convolve(
         self, x: Any, weight: Any, bias: Any, position: Any, layer_id: int, activation: str, out_dtype: torch.dtype
@@ -202,10 +200,12 @@ def _token_axis(node: Node, length: str) -> int | None:
 
 
 class _Pair:
-    """The results of two runs: all tokens, and the same with a token changed, or with the token ``alone``."""
+    """The results of two runs: all tokens, and the same with one changed or poisoned, or with the token ``alone``."""
 
-    def __init__(self, first: dict[Node, Any], second: dict[Node, Any], length: str, alone: int | None) -> None:
-        self._first, self._second, self._length, self._alone = first, second, length, alone
+    def __init__(
+        self, first: dict[Node, Any], second: dict[Node, Any], length: str, alone: int | None, *, poisoned: bool
+    ) -> None:
+        self._first, self._second, self._length, self._alone, self._poisoned = first, second, length, alone, poisoned
 
     def differs(self, node: Node) -> bool:
         """Return whether rows of ``node`` differ that must not. False where that is unknown."""
@@ -218,10 +218,11 @@ class _Pair:
             first = first.index_select(axis, kept)
             second = second.index_select(axis, kept) if alone is None else second
         if not first.is_floating_point():
-            return not torch.equal(first, second)
+            return not self._poisoned and not torch.equal(first, second)
+        if self._poisoned:
+            return not torch.equal(first.isnan(), second.isnan())
         spread = float(first.float().std(correction=0)) or 1.0
-        bound = _CHANGED_BY if alone is None else _ALONE_BY
-        return not torch.allclose(first, second, rtol=bound, atol=bound * spread, equal_nan=True)
+        return not torch.allclose(first, second, rtol=_TOLERANCE, atol=_TOLERANCE * spread, equal_nan=True)
 
     def _is_known(self, node: Node) -> bool:
         """Return whether ``node`` is a tensor with one axis of tokens, or without any."""
