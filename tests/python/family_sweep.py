@@ -1,31 +1,35 @@
 """Exports a tiny form of every family of transformers for both backends, and compares the programs with transformers.
 
-``python tests/python/family_sweep.py`` runs the families without an outcome, two at a time, and writes
-``docs/families.md``. Outcomes are kept in ``build/families-*.json``; remove the files to run all again.
+``python tests/python/family_sweep.py`` runs the families without an outcome, two at a time, and writes the outcomes to
+``python/etkv/export/families.json``, which ``python -m etkv.export --list`` prints, and the page ``docs/models.md``.
+Meanwhile they are kept in ``build/families-*.json``; remove the files to run all again.
 ``family_sweep.py FILE llama:cpu gemma2:mlx`` runs these cases and writes their outcomes to ``FILE``. Each export has
 its own process and a limit of time. The processes share the imports of this one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import signal
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import reference
 import tiny_families
 import tiny_models
 from etkv.errors import EtkvError
+from etkv.export import families
 from etkv.export.progress import third_party_noise
 
 BACKENDS = ("mlx", "cpu")
-PAGE = reference.ROOT / "docs/families.md"
+PAGE = reference.ROOT / "docs/models.md"
 KEPT = [reference.BUILD / f"families-{number}.json" for number in range(2)]
 
 _SECONDS = 600
@@ -41,16 +45,17 @@ _TOLERANCE = 1e-3
 """The largest difference of a logit in float32; logits of tiny models spread by 1."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """The outcome of a family on a backend.
 
     ``kind`` is ``equal``, ``refused`` or ``no tiny form``; anything else is a fault: ``wrong``, ``traceback``,
-    ``does not run``, ``ended``. ``reason`` says more.
+    ``does not run``, ``ended``. ``reason`` says more. ``parts`` are those of a program, by :mod:`etkv.export.parts`.
     """
 
     kind: str
     reason: str = ""
+    parts: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def is_fault(self) -> bool:
@@ -80,7 +85,7 @@ def outcome(family: str, backend: str) -> Outcome:
                 found = _outcome(family, backend, Path(scratch))
         except BaseException as error:
             found = Outcome("traceback", f"{type(error).__name__}: {_line(error)}")
-        os.write(write, json.dumps(asdict(found)).encode())
+        os.write(write, json.dumps(dataclasses.asdict(found)).encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
@@ -125,7 +130,9 @@ def _outcome(family: str, backend: str, scratch: Path) -> Outcome:
     ends = [*range(_CHUNK, _PROMPT + 1, _CHUNK), *range(_PROMPT + 1, _TOKENS + 1)]
     expected = torch.from_numpy(expected)
     off = max(float((every - expected).abs().max()), float((last - expected[[end - 1 for end in ends]]).abs().max()))
-    return Outcome("equal") if off < _TOLERANCE else Outcome("wrong", f"logits are off by {off:.2g}")
+    if not off < _TOLERANCE:
+        return Outcome("wrong", f"logits are off by {off:.2g}")
+    return Outcome("equal", parts=json.loads((scratch / "out/export.json").read_text())["parts"])
 
 
 def _write(config, folder: Path) -> None:
@@ -168,45 +175,65 @@ def _run(program: Path, ids: Sequence[int], rows: str) -> list:
 
 _NOT_RUN = "not run"
 
+_HOW = (
+    "Every family of causal language models of transformers {}, in a tiny form with random weights, as `python "
+    "tests/python/family_sweep.py` exports and compares them; it writes this page, and the file that `python -m "
+    "etkv.export --list` prints. *equal*: all logits of a prompt in chunks, and of the tokens after it, are those of "
+    "transformers in float32, loaded for all rows and for the last one. Otherwise the export is refused with the "
+    "sentence that stands here, or transformers cannot make a tiny form. Rows with a comma are forms that published "
+    "models have beside the family's default."
+)
+_BEYOND = (
+    "What a model has beyond its tiny form, the exporter takes by the same rules, or refuses ([what is refused]"
+    "(programs.md#what-is-refused)). Folders of models for text and images are exported as the [text model within]"
+    "(programs.md#models-for-text-and-images)."
+)
 
-def page(outcomes: dict[str, dict[str, Outcome]]) -> str:
-    """Return ``docs/families.md``."""
-    import transformers
 
-    runs = {
-        backend: sum(found[backend].kind == "equal" for found in outcomes.values() if backend in found)
-        for backend in BACKENDS
+def page(contents: dict[str, Any]) -> str:
+    """Return ``docs/models.md`` for the contents of ``families.json``."""
+    outcomes = contents["outcomes"]
+    running = families.runs(outcomes)
+    forms = [name for name in outcomes if name in tiny_families.FORMS]
+    n_running = {
+        name: sum(name in on and family not in forms for family, (_, on) in running.items()) for name in BACKENDS
     }
     lines = [
-        "# Families",
+        "# Models",
         "",
-        "Every family of causal language models of transformers "
-        f"{transformers.__version__}, in a tiny form with random weights, as",
-        "`python tests/python/family_sweep.py` exports and compares them; it writes this page. *equal*: all logits of",
-        "a prompt in chunks, and of the tokens after it, are those of transformers in float32, loaded for all rows and",
-        "for the last one. Otherwise the export is refused with the sentence that stands here, or transformers cannot",
-        "make a tiny form. A published model may differ from the tiny form in what its configuration turns on.",
+        *textwrap.wrap(_HOW.format(contents["transformers"]), 118, break_on_hyphens=False),
         "",
-        f"Of {len(tiny_families.names())} families {runs['mlx']} run on MLX and {runs['cpu']} on the CPU.",
+        *textwrap.wrap(_BEYOND, 118, break_on_hyphens=False),
         "",
-        "| family | MLX | CPU |",
-        "| --- | --- | --- |",
+        f"Of {len(outcomes) - len(forms)} families {n_running['mlx']} run on MLX and {n_running['cpu']} on the CPU.",
+        "",
+        "| family | parts | MLX | CPU |",
+        "| --- | --- | --- | --- |",
     ]
-    for family in tiny_families.names():
-        said = [_cell(outcomes.get(family, {}).get(backend)) for backend in BACKENDS]
+    for family, had in sorted(outcomes.items()):
+        said = [_cell(had[name]) if name in had else _NOT_RUN for name in BACKENDS]
         # If both have the same sentence, it stands once.
-        once = said[0] if said[0] not in ("equal", _NOT_RUN) else None
-        lines.append(f"| {family} | {said[0]} | {'as MLX' if said[1] == once else said[1]} |")
+        once = said[0] if said[0] not in (families.EQUAL, _NOT_RUN) else None
+        parts = ", ".join(running.get(family, ((), ()))[0])
+        lines.append(f"| {family} | {parts} | {said[0]} | {'as MLX' if said[1] == once else said[1]} |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(found: Outcome | None) -> str:
-    if found is None:
-        return _NOT_RUN
-    reason = (
-        re.sub(r"^model family '[^']*' (of DIR/model )?", "", found.reason).replace("|", "\\|").replace("<", "&lt;")
-    )
-    return found.kind if found.kind == "equal" else reason if found.kind == "refused" else f"{found.kind}: {reason}"
+def _cell(found: dict[str, Any]) -> str:
+    kind, reason = found["kind"], re.sub(r"^model family '[^']*' (of DIR/model )?", "", found["reason"])
+    reason = reason.replace("|", "\\|").replace("<", "&lt;")
+    return kind if kind == families.EQUAL else reason if kind == "refused" else f"{kind}: {reason}"
+
+
+def write(outcomes: dict[str, dict[str, Outcome]]) -> None:
+    """Write ``families.json``, with a line for each family, and the page."""
+    import transformers
+
+    made = {name: {b: dataclasses.asdict(o) for b, o in had.items()} for name, had in sorted(outcomes.items())}
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(had)}" for name, had in made.items())
+    version = json.dumps(transformers.__version__)
+    families.FILE.write_text(f'{{"transformers": {version}, "outcomes": {{\n{rows}\n}}}}\n', encoding="utf-8")
+    PAGE.write_text(page(families.read()), encoding="utf-8")
 
 
 def read(file: Path) -> dict[str, dict[str, Outcome]]:
@@ -226,7 +253,8 @@ def sweep(cases: Sequence[tuple[str, str]], file: Path) -> dict[str, dict[str, O
         found = outcome(family, backend)
         outcomes.setdefault(family, {})[backend] = found
         print(f"{family} on {backend}: {found.kind} {found.reason}", flush=True)
-        file.write_text(json.dumps({name: {b: asdict(o) for b, o in had.items()} for name, had in outcomes.items()}))
+        kept = {name: {b: dataclasses.asdict(o) for b, o in had.items()} for name, had in outcomes.items()}
+        file.write_text(json.dumps(kept))
     return outcomes
 
 
@@ -247,7 +275,7 @@ def main(arguments: list[str]) -> int:
         os.waitpid(other, 0)
         for family, had in read(KEPT[1]).items():
             outcomes.setdefault(family, {}).update(had)
-        PAGE.write_text(page(outcomes))
+        write(outcomes)
     return int(any(found.is_fault for had in outcomes.values() for found in had.values()))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from etkv.errors import EtkvError
-from etkv.export import export_program, is_current
+from etkv.export import export_program, families, is_current
 from etkv.export.progress import Progress, native_noise, third_party_noise
 from etkv.export.request import (
     BACKENDS,
@@ -43,6 +43,14 @@ def _indices(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers, such as 5,11,17") from None
 
 
+class _List(argparse.Action):
+    """Prints the families that run, and ends the command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(families.table())
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m etkv.export",
@@ -50,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
         "caches outside the graph: keys and values, and the states of recurrent layers. The tokenizer, its "
         "configuration, the chat template, the generation settings and export.json, a record of the export, are "
         "written beside it.",
+    )
+    parser.add_argument(
+        "--list",
+        action=_List,
+        nargs=0,
+        help="print the families of models that tests compare, with their parts and backends, and do nothing else",
     )
     parser.add_argument(
         "--model",

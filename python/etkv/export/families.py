@@ -1,0 +1,50 @@
+"""The families of models that tests export, with what came of it: ``families.json``, made by ``family_sweep.py``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from etkv.export.request import BACKENDS
+
+FILE = Path(__file__).with_name("families.json")
+"""The version of transformers, and for each family and backend an outcome: its kind, a reason, parts of the model."""
+
+EQUAL = "equal"
+"""The kind of outcome of a family whose program has the logits of transformers."""
+
+
+def read() -> dict[str, Any]:
+    """Return the contents of :data:`FILE`."""
+    contents: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return contents
+
+
+def runs(outcomes: dict[str, dict[str, Any]]) -> dict[str, tuple[list[str], list[str]]]:
+    """Return the families that run: name -> the parts of their models, and the backends on which they were compared."""
+    found = {}
+    for name, had in outcomes.items():
+        backends = [backend for backend in BACKENDS if had.get(backend, {}).get("kind") == EQUAL]
+        if backends:
+            parts = [part for backend in backends for part in had[backend]["parts"]]
+            found[name] = list(dict.fromkeys(parts)), backends
+    return found
+
+
+def table() -> str:
+    """Return the families that run as lines of text in columns."""
+    contents = read()
+    rows = [("family", "tested on", "parts")]
+    rows += [
+        (name, ", ".join(backends), ", ".join(parts)) for name, (parts, backends) in runs(contents["outcomes"]).items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"{name:{widths[0]}}  {backends:{widths[1]}}  {parts}".rstrip() for name, backends, parts in rows]
+    version = contents["transformers"]
+    head = [
+        f"Families of transformers {version} whose programs, in tiny forms, have its logits. Others of the same parts",
+        "export too; what an export does not know, it refuses.",
+        "",
+    ]
+    return "\n".join([*head, *lines])
