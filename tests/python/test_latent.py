@@ -107,8 +107,20 @@ def test_a_model_that_was_taken_answers_as_before_outside_of_programs():
     assert set(plain.state_dict()) == names
 
 
-def test_latents_that_are_expanded_in_another_form_are_refused():
+@pytest.mark.parametrize("form", ["a bias", "values before keys"])
+def test_latents_that_are_expanded_in_another_form_are_refused(form):
     plain = model("minicpm3")
-    plain.model.layers[1].self_attn.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(1))
+    attention = plain.model.layers[1].self_attn
+    if form == "a bias":
+        attention.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(1))
+    else:
+        sizes = [attention.v_head_dim, attention.qk_nope_head_dim]
+
+        def expand(latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            by_head = attention.kv_b_proj(latent[0]).unflatten(-1, (-1, sum(sizes))).transpose(1, 2)
+            values, keys = by_head.split(sizes, dim=-1)
+            return torch.cat((keys, rotary.expand(-1, keys.shape[1], -1, -1)), dim=-1), values
+
+        attention.expand_kv = expand
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn: its latents are expanded in a form"):
         latent.take(plain)

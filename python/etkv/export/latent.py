@@ -42,6 +42,11 @@ def take(model: torch.nn.Module) -> None:
             _take(name, module)
 
 
+def expansions(model: torch.nn.Module) -> set[Any]:
+    """Return the layers of ``model`` that expand latents, which :func:`take` replaces."""
+    return {getattr(module, "kv_b_proj", None) for module in model.modules() if hasattr(module, _EXPANDS)}
+
+
 def is_latent(module: torch.nn.Module) -> bool:
     """Return whether ``module`` was taken."""
     return hasattr(module, "etkv_expands")
@@ -65,15 +70,33 @@ def _take(name: str, module: Any) -> None:
     sizes = [getattr(module, size, None) for size in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     if not isinstance(expansion, torch.nn.Linear) or expansion.bias is not None or None in sizes:
         raise ValueError(f"{name}: its latents are expanded in a form that the exporter does not know")
-    key, _, value = sizes
+    key, rotary, value = sizes
     weight = expansion.weight
     by_head = weight.detach().view(-1, key + value, weight.shape[1])
+    of_key, of_value = by_head[:, :key].contiguous(), by_head[:, key:].transpose(1, 2).contiguous()
+    if not _expands(module, of_key, of_value, rotary):
+        raise ValueError(f"{name}: its latents are expanded in a form that the exporter does not know")
     module.kv_b_proj = _Expansion(weight)
     # Not written with the model: they are parts of the weight.
-    module.register_buffer("etkv_of_key", by_head[:, :key].contiguous(), persistent=False)
-    module.register_buffer("etkv_of_value", by_head[:, key:].transpose(1, 2).contiguous(), persistent=False)
+    module.register_buffer("etkv_of_key", of_key, persistent=False)
+    module.register_buffer("etkv_of_value", of_value, persistent=False)
     module.etkv_expands = getattr(module, _EXPANDS)
     setattr(module, _EXPANDS, types.MethodType(_expand, module))
+
+
+def _expands(module: Any, of_key: torch.Tensor, of_value: torch.Tensor, rotary: int) -> bool:
+    """Return whether the method of ``module`` expands a latent as the parts of its weight do."""
+    random = torch.Generator().manual_seed(0)
+    latent = torch.randn(1, 1, 2, of_value.shape[1], generator=random).to(of_value)
+    rotated = torch.randn(1, 1, 2, rotary, generator=random).to(of_value)
+    with torch.no_grad():
+        keys, values = getattr(module, _EXPANDS)(latent, rotated)
+    expected = torch.cat((latent @ of_key.transpose(1, 2), rotated.expand(-1, of_key.shape[0], -1, -1)), dim=-1)
+    pairs = ((keys, expected), (values, latent @ of_value))
+    return all(
+        found.shape == other.shape and bool((found - other).abs().max() <= 0.05 * other.abs().max())
+        for found, other in pairs
+    )
 
 
 def _expand(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

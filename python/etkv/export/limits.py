@@ -102,14 +102,17 @@ def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from etkv.export import experts
+    from etkv.export import experts, latent
 
     size = request.group_size or QUANTIZATIONS[request.quantize]
     # A row's one scale is repeated over groups of a size that MLX takes.
     divisor = size or min(GROUP_SIZES)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
+    expansions = latent.expansions(skeleton)
     for name, module in skeleton.named_modules():
+        if module in expansions:
+            continue
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
             widths = {name: module.weight.shape[-1]}
         else:
