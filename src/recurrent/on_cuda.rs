@@ -20,8 +20,8 @@ use crate::mlx::{array_of, on_device};
 /// A plan as the kernels read it. The layers of a step share it.
 struct PlanArrays {
     plan: Arc<RecurrentPlan>,
-    /// The columns before each token, by the width of a convolution.
-    before: Vec<(i32, Array)>,
+    /// The columns before each token, by the width of a convolution, and the number of slots that they need.
+    before: Vec<(i32, Array, i32)>,
     /// The groups, once a scan has asked for them; none if the kernel does not take them.
     groups: Option<Option<Groups>>,
 }
@@ -33,6 +33,9 @@ struct Groups {
     n_groups: i32,
     folds: Option<Array>,
     n_folds: i32,
+    /// The numbers of slots that they need.
+    n_rows: i32,
+    n_anchors: i32,
 }
 
 /// The arrays of the last plan. Used under the lock of MLX only.
@@ -64,9 +67,10 @@ pub fn convolve(
         return Ok(None);
     }
     let n_slots = stored.map_or(0, |stored| stored.dim(2));
-    let Some(before) = with_arrays(plan, |arrays| arrays.before(width, n_slots))? else {
+    let (before, needed) = with_arrays(plan, |arrays| arrays.before(width))?;
+    if needed > n_slots {
         return Ok(None);
-    };
+    }
     let call = kernels::Convolution {
         x: inputs.x,
         weight: inputs.weight,
@@ -96,11 +100,14 @@ pub fn scan(
     if decays > 1 || inputs.g.ndim() != 3 || !kernels::takes(k_dim, v_dim, sizes.heads())? {
         return Ok(None);
     }
-    let n_rows = stored.keys.map_or(0, |keys| keys.dim(2));
-    let n_anchors = stored.anchors.map_or(0, |anchors| anchors.dim(2));
-    let Some(groups) = with_arrays(plan, |arrays| arrays.groups(n_rows, n_anchors))? else {
+    let Some(groups) = with_arrays(plan, PlanArrays::groups)? else {
         return Ok(None);
     };
+    let slots = |rows: Option<&Array>| rows.map_or(0, |rows| rows.dim(2));
+    let n_rows = slots(stored.keys).min(slots(stored.updates));
+    if groups.n_rows > n_rows || groups.n_anchors > slots(stored.anchors) {
+        return Ok(None);
+    }
     let folds = match &groups.folds {
         Some(blocks) => {
             let Some(folds) = kernels::fold(&stored, k_dim, v_dim, blocks, groups.n_folds)? else {
@@ -138,34 +145,33 @@ pub fn scan(
 }
 
 impl PlanArrays {
-    /// Returns the columns before each token, as the kernel reads them; none if the plan has slots that do not
-    /// exist.
-    fn before(&mut self, width: i32, n_slots: i32) -> Result<Option<Array>> {
-        if let Some((_, before)) = self.before.iter().find(|(of, _)| *of == width) {
-            return Ok(Some(before.clone()));
+    /// Returns the columns before each token, as the kernel reads them, and the number of slots that they need.
+    fn before(&mut self, width: i32) -> Result<(Array, i32)> {
+        if let Some((_, before, needed)) = self.before.iter().find(|(of, ..)| *of == width) {
+            return Ok((before.clone(), *needed));
         }
-        let Some(sources) = columns_before(&self.plan, width as usize - 1, n_slots) else {
-            return Ok(None);
-        };
+        let sources = columns_before(&self.plan, width as usize - 1);
+        let needed = slots_needed(&sources);
         let array = array_of(&sources, &[self.plan.n_tokens() as i32, width - 1])?;
         let array = if sources.is_empty() { array } else { on_device(&array)? };
-        self.before.push((width, array.clone()));
-        Ok(Some(array))
+        self.before.push((width, array.clone(), needed));
+        Ok((array, needed))
     }
 
     /// Returns the groups of the plan, if the kernel supports them.
-    fn groups(&mut self, n_rows: i32, n_anchors: i32) -> Result<Option<Groups>> {
+    fn groups(&mut self) -> Result<Option<Groups>> {
         if let Some(groups) = &self.groups {
             return Ok(groups.clone());
         }
-        let groups = match described(&self.plan, n_rows, n_anchors)? {
-            Some(Described { groups, n_groups, folds, n_folds }) => {
+        let groups = match described(&self.plan)? {
+            Some(Described { groups, n_groups, folds, n_folds, n_rows, n_anchors }) => {
                 let of = |ints: &[i32]| on_device(&array_of(ints, &[ints.len() as i32])?);
                 let folds = match n_folds {
                     0 => None,
                     _ => Some(of(&folds)?),
                 };
-                Some(Groups { groups: of(&groups)?, n_groups, folds, n_folds })
+                let groups = of(&groups)?;
+                Some(Groups { groups, n_groups, folds, n_folds, n_rows, n_anchors })
             }
             None => None,
         };
@@ -174,17 +180,20 @@ impl PlanArrays {
     }
 }
 
-/// Returns for each token the `n` columns before it: a slot, -1 for zeros, or -2 - token. `None` for a slot that
-/// does not exist.
-fn columns_before(plan: &RecurrentPlan, n: usize, n_slots: i32) -> Option<Vec<i32>> {
+/// Returns the number of slots that exist, if all of these do. Negative ones stand for something else.
+fn slots_needed(slots: &[i32]) -> i32 {
+    slots.iter().max().map_or(0, |&slot| slot.max(-1).saturating_add(1))
+}
+
+/// Returns for each token the `n` columns before it: a slot, -1 for zeros, or -2 - token.
+fn columns_before(plan: &RecurrentPlan, n: usize) -> Vec<i32> {
     let mut sources = Vec::with_capacity(plan.n_tokens() * n);
     for chain in &plan.chains {
         let rows = &chain.rows[chain.rows.len().saturating_sub(n)..];
         let mut columns = vec![-1; n - rows.len()];
         for row in rows {
             columns.push(match *row {
-                RowSource::Slot(slot) if (0..n_slots).contains(&slot) => slot,
-                RowSource::Slot(_) => return None,
+                RowSource::Slot(slot) => slot,
                 RowSource::Token(token) => -2 - token as i32,
             });
         }
@@ -193,7 +202,7 @@ fn columns_before(plan: &RecurrentPlan, n: usize, n_slots: i32) -> Option<Vec<i3
             sources.extend_from_slice(&columns[at..at + n]);
         }
     }
-    Some(sources)
+    sources
 }
 
 /// The groups of a plan in the integers of `recurrent.cuh`.
@@ -203,21 +212,27 @@ struct Described {
     n_groups: i32,
     folds: Vec<i32>,
     n_folds: i32,
+    /// The numbers of slots that they need.
+    n_rows: i32,
+    n_anchors: i32,
 }
 
 /// Describes a plan whose tokens all follow rows in slots, in groups of a few; `None` for another.
-fn described(plan: &RecurrentPlan, n_rows: i32, n_anchors: i32) -> Result<Option<Described>> {
+fn described(plan: &RecurrentPlan) -> Result<Option<Described>> {
     let mut all: Vec<Group> = Vec::new();
     let mut folds = Vec::new();
     let mut n_folds = 0;
+    let (mut n_rows, mut n_anchors) = (0, 0);
     for work in parts(plan, MAX_GROUP_TOKENS)? {
         match work {
             Work::Groups(groups) => all.extend(groups),
             Work::Fold { anchor, rows, fold } => {
-                let anchor = state_of(anchor, n_anchors).filter(|&state| state >= -1);
-                let (Some(anchor), Some(slots)) = (anchor, slots_of(&rows, n_rows)) else {
+                let anchor = state_of(anchor);
+                let Some(slots) = slots_of(&rows).filter(|_| anchor >= -1) else {
                     return Ok(None);
                 };
+                n_rows = n_rows.max(slots_needed(&slots));
+                n_anchors = n_anchors.max(slots_needed(&[anchor]));
                 if fold != n_folds || slots.len() != MAX_GROUP_ROWS {
                     return Ok(None);
                 }
@@ -230,10 +245,12 @@ fn described(plan: &RecurrentPlan, n_rows: i32, n_anchors: i32) -> Result<Option
     }
     let mut groups = vec![0; all.len()];
     for (at, group) in all.iter().enumerate() {
-        let anchor = state_of(group.anchor, n_anchors);
-        let (Some(anchor), Some(slots)) = (anchor, slots_of(&group.rows, n_rows)) else {
+        let anchor = state_of(group.anchor);
+        let Some(slots) = slots_of(&group.rows) else {
             return Ok(None);
         };
+        n_rows = n_rows.max(slots_needed(&slots));
+        n_anchors = n_anchors.max(slots_needed(&[anchor]));
         if group.tokens.len() > MAX_GROUP_TOKENS || slots.len() > MAX_GROUP_ROWS {
             return Ok(None);
         }
@@ -247,22 +264,23 @@ fn described(plan: &RecurrentPlan, n_rows: i32, n_anchors: i32) -> Result<Option
         }
     }
     let n_groups = all.len() as i32;
-    Ok(Some(Described { groups, n_groups, folds, n_folds: n_folds as i32 }))
+    let n_folds = n_folds as i32;
+    Ok(Some(Described { groups, n_groups, folds, n_folds, n_rows, n_anchors }))
 }
 
 /// Returns where a state lies: its slot, -1 for zeros, or -2 - its fold.
-fn state_of(anchor: AnchorSource, n_anchors: i32) -> Option<i32> {
+fn state_of(anchor: AnchorSource) -> i32 {
     match anchor {
-        AnchorSource::Zero => Some(-1),
-        AnchorSource::Slot(slot) => (0..n_anchors).contains(&slot).then_some(slot),
-        AnchorSource::Fold(fold) => Some(-2 - fold as i32),
+        AnchorSource::Zero => -1,
+        AnchorSource::Slot(slot) => slot,
+        AnchorSource::Fold(fold) => -2 - fold as i32,
     }
 }
 
-/// Returns the slots of rows, if all are in slots that exist.
-fn slots_of(rows: &[RowSource], n_rows: i32) -> Option<Vec<i32>> {
+/// Returns the slots of rows, if all are in slots.
+fn slots_of(rows: &[RowSource]) -> Option<Vec<i32>> {
     let slot = |row: &RowSource| match *row {
-        RowSource::Slot(slot) => (0..n_rows).contains(&slot).then_some(slot),
+        RowSource::Slot(slot) => (slot >= 0).then_some(slot),
         RowSource::Token(_) => None,
     };
     rows.iter().map(slot).collect()
@@ -291,8 +309,10 @@ mod tests {
             chain(2..3, 2, vec![RowSource::Token(0), RowSource::Token(1)]),
         ];
         let plan = RecurrentPlan { chains, ..RecurrentPlan::default() };
-        assert_eq!(columns_before(&plan, 2, 8).unwrap(), [-1, 7, 7, -2, -2, -3]);
-        assert_eq!(columns_before(&plan, 2, 7), None, "there is no slot 7");
+        let columns = columns_before(&plan, 2);
+        assert_eq!(columns, [-1, 7, 7, -2, -2, -3]);
+        assert_eq!(slots_needed(&columns), 8);
+        assert_eq!(slots_needed(&[-1, -5]), 0);
     }
 
     #[test]
@@ -302,14 +322,13 @@ mod tests {
         branch.push(RowSource::Token(0));
         let chains = vec![chain(0..2, 66, before), chain(2..3, 67, branch), chain(3..4, 0, vec![])];
         let plan = RecurrentPlan { chains, ..RecurrentPlan::default() };
-        let found = described(&plan, 12, 2).unwrap().unwrap();
+        let found = described(&plan).unwrap().unwrap();
         let first = [1, 2, 3, 10, 11, 0, -1, 0b1, 1, 0, 0b11, 2, 0, 0b101];
         let second = [-1, 0, 1, 3, -1, 0b1];
         let expected = [&[2, 2 + first.len() as i32][..], &first, &second].concat();
         assert_eq!((found.groups, found.n_groups), (expected, 2));
         assert_eq!((found.folds, found.n_folds), (vec![], 0));
-        assert!(described(&plan, 11, 2).unwrap().is_none(), "there is no slot 11");
-        assert!(described(&plan, 12, 1).unwrap().is_none(), "there is no anchor 1");
+        assert_eq!((found.n_rows, found.n_anchors), (12, 2));
     }
 
     #[test]
@@ -321,10 +340,11 @@ mod tests {
             folds: vec![Some(3)],
             ..RecurrentPlan::default()
         };
-        let found = described(&plan, 64, 2).unwrap().unwrap();
+        let found = described(&plan).unwrap().unwrap();
         assert_eq!(found.groups, [1, -2, 0, 1, 0, -1, 0b1]);
         let rows: Vec<i32> = (0..64).collect();
         assert_eq!((found.folds, found.n_folds), ([&[1], &rows[..]].concat(), 1));
+        assert_eq!((found.n_rows, found.n_anchors), (64, 2));
     }
 
     #[test]
@@ -333,6 +353,6 @@ mod tests {
             chains: vec![chain(0..MAX_GROUP_TOKENS + 1, 0, vec![])],
             ..RecurrentPlan::default()
         };
-        assert!(described(&long, 0, 0).unwrap().is_none());
+        assert!(described(&long).unwrap().is_none());
     }
 }

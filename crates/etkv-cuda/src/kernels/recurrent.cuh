@@ -127,7 +127,9 @@ struct Scan {
       }
       if (threadIdx.x == 0) {
         float before = parent >= 0 ? token_sums[parent] : n_rows > 0 ? row_sums[n_rows - 1] : 0;
-        token_sums[i] = fmaxf(g.at(head, token, 0), MIN_LOG_DECAY) + before;
+        float decay = g.at(head, token, 0);
+        // This keeps NaN.
+        token_sums[i] = (decay < MIN_LOG_DECAY ? MIN_LOG_DECAY : decay) + before;
       }
       __syncthreads();
 
