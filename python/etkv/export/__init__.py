@@ -19,7 +19,6 @@ from etkv.export import (
     attention,
     companions,
     hf_folder,
-    latent,
     layers,
     limits,
     lowering,
@@ -70,7 +69,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 def _export(request: ExportRequest, origin: source.Source, progress: Progress) -> Path:
     with progress.step("importing torch, transformers and ExecuTorch"):
         _import_tools()
-    from etkv.export import check, experts, sparsity, text_part
+    from etkv.export import check, experts, latent, sparsity, text_part
 
     with progress.step(f"reading the configuration of {origin.path}"):
         whole = source.read_config(origin)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from etkv._mlx_serialization import ensure_available
-from etkv.export import latent, recurrent
+from etkv.export import recurrent
 from etkv.recurrent_layer import RecurrentLayer
 
 if TYPE_CHECKING:
@@ -271,6 +271,8 @@ def _attend(
     Raises :class:`ValueError` for arguments that change the result and that the op lacks.
     """
     import torch
+
+    from etkv.export import latent
 
     _check_arguments(module, arguments)
     if is_latent := latent.is_latent(module):
