@@ -117,3 +117,16 @@ def test_a_context_beyond_the_positions_of_a_model():
         EtkvError, match=r"^max-context 1000 is above the positions of the model: index .* smaller --max-c"
     ):
         tokens.check(lowering._trace(step, 16), forward.samples(step, 3), 1000, "opt")
+
+
+def test_outputs_of_which_some_are_infinite_are_compared():
+    """A model may rule out ids: their logits are minus infinity."""
+    step = _step()
+    head = step.model.lm_head.forward
+    step.model.lm_head.forward = lambda x: head(x).index_fill(-1, torch.tensor([3]), -torch.inf)
+    _check(step)
+    mlp = step.model.model.layers[1].mlp
+    own = mlp.forward
+    mlp.forward = lambda x: _shift(own(x))
+    with pytest.raises(EtkvError, match=r"layers\.1"):
+        _check(step)

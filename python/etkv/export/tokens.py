@@ -48,6 +48,8 @@ def check(traced: ExportedProgram, inputs: dict[str, torch.Tensor], max_context:
     try:
         whole = _Run(graph, inputs, length)
     except IndexError as error:
+        # The ids may be what an embedding lacks.
+        _Run(graph, {**inputs, "cache_position": torch.arange(3)}, length)
         raise EtkvError(
             f"max-context {max_context} is above the positions of the model: {first_line(error)}; export it with a "
             "smaller --max-context"
@@ -121,10 +123,9 @@ class _Run(torch.fx.Interpreter):
         axis = _token_axis(node, self._length)
         return made if axis is None else made.index_fill(axis, torch.tensor([_CHANGED]), torch.nan)
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return _float(super().get_attr(target, args, kwargs))
-
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        # Weights in half precision are converted for one function at a time: all at once would double them.
+        args, kwargs = torch.utils._pytree.tree_map(_in_float32, (args, kwargs))
         own = self._own.get(str(target))
         if own is not None:
             return own(*args, **kwargs)
@@ -132,7 +133,6 @@ class _Run(torch.fx.Interpreter):
         if of_quantization and args[0].is_floating_point():
             # Rounded activations would hide small differences, and make others.
             return args[0]
-        args, kwargs = torch.utils._pytree.tree_map(_in_float32, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
     def _attend(
@@ -181,8 +181,8 @@ def _float(value: Any) -> Any:
 
 
 def _in_float32(argument: Any) -> Any:
-    """Return float32 for a dtype of half precision, and other arguments as they are."""
-    return torch.float32 if isinstance(argument, torch.dtype) and argument in _HALF else argument
+    """Return float32 for a dtype of half precision, a tensor as :func:`_float` does, and others as they are."""
+    return torch.float32 if isinstance(argument, torch.dtype) and argument in _HALF else _float(argument)
 
 
 def _is_float(value: Any) -> bool:
@@ -221,7 +221,8 @@ class _Pair:
             return not self._poisoned and not torch.equal(first, second)
         if self._poisoned:
             return not torch.equal(first.isnan(), second.isnan())
-        spread = float(first.float().std(correction=0)) or 1.0
+        finite = first[first.isfinite()].float()
+        spread = (float(finite.std(correction=0)) if finite.numel() else 0.0) or 1.0
         return not torch.allclose(first, second, rtol=_TOLERANCE, atol=_TOLERANCE * spread, equal_nan=True)
 
     def _is_known(self, node: Node) -> bool:
