@@ -46,6 +46,11 @@ class Activation:
     limit: float = math.inf
     offset: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Raise :class:`ValueError` for a factor where there is none."""
+        if self.alpha != 1.0 and not (self.gated and self.name == "silu"):
+            raise ValueError(f"alpha is {self.alpha}, and only gated experts with silu have one other than 1")
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return the activations of elements ``[..., n]``; with a gate, of the gates and the others side by side."""
         compute = _ACTIVATIONS[self.name]

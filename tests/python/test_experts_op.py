@@ -191,3 +191,9 @@ def test_indices_that_are_no_experts_are_refused():
     for bad in (3, -1):
         with pytest.raises(ValueError, match="experts from 0 to 2"):
             routed_experts(*_arguments([[0, bad]]))
+
+
+@pytest.mark.parametrize(("name", "gated"), [("gelu", True), ("silu", False)])
+def test_a_factor_that_nothing_reads_is_refused(name, gated):
+    with pytest.raises(ValueError, match=r"alpha is 3\.0"):
+        Activation(name, gated, alpha=3.0)

@@ -136,3 +136,50 @@ def test_other_operators_on_complex_numbers_are_refused():
     traced = torch.export.export(_Exponential(), (torch.randn(5, 3, 2), torch.arange(5.0)))
     with pytest.raises(ValueError, match=r"^it computes with complex numbers \(aten\.exp\.default\)$"):
         complex_numbers.replace(traced)
+
+
+class _Constant(torch.nn.Module):
+    """Multiplies complex numbers by constant ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.view_as_complex(x) * self.factor)
+
+
+def test_complex_constants_are_refused():
+    traced = torch.export.export(_Constant(), (torch.randn(3, 4, 2),))
+    with pytest.raises(ValueError, match="it computes with complex constants"):
+        complex_numbers.replace(traced)
+
+
+class _Scatter(torch.nn.Module):
+    """Scatters in a form that no router of transformers has."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index = x.topk(2, dim=-1)[1]
+        if self.form == "fewer rows":
+            return torch.zeros_like(x).scatter(-1, index[:1], 1.0)
+        if self.form == "a wider source":
+            return torch.zeros_like(x).scatter(-1, index[:, :1], x)
+        if self.form == "integers":
+            return torch.zeros_like(x, dtype=torch.int32).scatter(-1, index, index.to(torch.int32))
+        made = torch.zeros_like(x)
+        view = made.view(-1)
+        made.scatter_(-1, index, 1.0)
+        return view
+
+
+@pytest.mark.parametrize("form", ["fewer rows", "a wider source", "integers", "a view from before"])
+def test_other_scatters_stay(form):
+    module, x = _Scatter(form), torch.randn(3, 8)
+    traced = torch.export.export(module, (x,))
+    mlx_rewrites.apply(traced)
+    assert any("scatter" in str(node.target) for node in traced.graph.nodes)
+    torch.testing.assert_close(traced.module()(x), module(x))

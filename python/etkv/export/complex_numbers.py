@@ -42,7 +42,7 @@ def replace(program: ExportedProgram) -> None:
             continue
         with graph.inserting_before(node):
             if node.target is _ATEN.view_as_real.default:
-                sides = [_call(graph, _ATEN.unsqueeze.default, part, -1) for part in parts[node.args[0]]]
+                sides = [_call(graph, _ATEN.unsqueeze.default, part, -1) for part in _known(node.args[0], parts)]
                 node.replace_all_uses_with(_call(graph, _ATEN.cat.default, sides, -1))
             elif _is_complex(node):
                 parts[node] = _parts(graph, node, parts)
@@ -63,10 +63,10 @@ def _parts(graph: Graph, node: Node, parts: dict[Any, _Parts]) -> _Parts:
     if target is _ATEN.view_as_complex.default:
         return _call(graph, _ATEN.select.int, given[0], -1, 0), _call(graph, _ATEN.select.int, given[0], -1, 1)
     if target in _OF_EACH:
-        real, imaginary = (_call(graph, target, part, *given[1:]) for part in parts[given[0]])
+        real, imaginary = (_call(graph, target, part, *given[1:]) for part in _known(given[0], parts))
         return real, imaginary
     if target in _AS_THEY_ARE:
-        return parts[given[0]]
+        return _known(given[0], parts)
     if target is _ATEN.mul.Tensor:
         return _product(graph, given[0], given[1], parts)
     raise ValueError(f"it computes with complex numbers ({target})")
@@ -76,7 +76,9 @@ def _product(graph: Graph, first: Any, second: Any, parts: dict[Any, _Parts]) ->
     mul = _ATEN.mul.Tensor
     if first not in parts:
         first, second = second, first
-    real, imaginary = parts[first]
+    real, imaginary = _known(first, parts)
+    if isinstance(second, complex) or _is_complex(second):
+        _known(second, parts)
     if second not in parts:
         return _call(graph, mul, real, second), _call(graph, mul, imaginary, second)
     a, b = parts[second]
@@ -85,8 +87,15 @@ def _product(graph: Graph, first: Any, second: Any, parts: dict[Any, _Parts]) ->
     return left, right
 
 
-def _is_complex(node: Node) -> bool:
-    value = node.meta.get("val")
+def _known(node: Any, parts: dict[Any, _Parts]) -> _Parts:
+    """Return the parts of ``node``. Raises :class:`ValueError` for a complex number that no operator makes."""
+    if node not in parts:
+        raise ValueError(f"it computes with complex constants ({node})")
+    return parts[node]
+
+
+def _is_complex(node: Any) -> bool:
+    value = getattr(node, "meta", {}).get("val")
     return isinstance(value, torch.Tensor) and value.dtype.is_complex
 
 

@@ -41,9 +41,17 @@ def _scatter(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None
     shape = source.meta["val"].shape
     if axis % len(shape) != len(shape) - 1 or not isinstance(shape[-1], int):
         return None
-    if node.target in _IN_PLACE and source.target not in _NEW:
+    if node.target in _IN_PLACE and (source.target not in _NEW or any(user < node for user in source.users)):
         # Another name of the tensor that it writes to may be read later.
         return None
+    indexed = [str(size) for size in index.meta["val"].shape]
+    if indexed[:-1] != [str(size) for size in shape[:-1]]:
+        return None
+    if isinstance(value, torch.fx.Node):
+        given_value = value.meta["val"]
+        if [str(size) for size in given_value.shape] != indexed or not given_value.is_floating_point():
+            # A sum would have another dtype than integers.
+            return None
     places = _call(graph, _ATEN.arange.default, shape[-1])
     hits = _call(graph, _ATEN.eq.Tensor, _call(graph, _ATEN.unsqueeze.default, index, -1), places)
     hit = _call(graph, _ATEN.any.dim, hits, -2)

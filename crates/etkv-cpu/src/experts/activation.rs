@@ -50,11 +50,17 @@ impl Activation {
     /// # Errors
     /// [`Program`](etkv_core::Status::Program) for constants that no exporter writes.
     pub fn check(&self) -> Result<()> {
-        let Self { alpha, limit, offset, gated, .. } = *self;
+        let Self { function, alpha, limit, offset, gated } = *self;
         if !alpha.is_finite() || !offset.is_finite() || limit.is_nan() || limit <= 0.0 {
             fail!(
                 Program,
                 "expected a finite alpha and offset and a limit above 0, got {alpha}, {offset} and {limit}"
+            );
+        }
+        if alpha != 1.0 && !(gated && function == Function::Silu) {
+            fail!(
+                Program,
+                "alpha is {alpha}, and only gated experts with SiLU have one other than 1"
             );
         }
         if !gated && (limit != f32::INFINITY || offset != 0.0) {

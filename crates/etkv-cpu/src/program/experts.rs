@@ -90,13 +90,15 @@ impl ExpertsCall {
             first_bias: first_bias.map(|bias| floats(bias, "biases")).transpose()?,
             second_bias: second_bias.map(|bias| floats(bias, "biases")).transpose()?,
         };
-        let read = [(x, "hidden states"), (chosen, "experts"), (factors, "factors")];
+        let mut read = vec![(x, "hidden states"), (chosen, "experts"), (factors, "factors")];
+        read.extend([(first, "weights"), (second, "weights")]);
+        read.extend([first_bias, second_bias].into_iter().flatten().map(|bias| (bias, "biases")));
         let out = output(host, &[n_tokens, hidden], output_type, &read)?;
         if out.dtype != Dtype::F32 {
             fail!(Dtype, "output: expected float32, got ExecuTorch's type {output_type}");
         }
-        // SAFETY: the host's memory has the elements of the shape and is aligned, and only this call borrows it. The
-        // inputs that may be there were excluded; constants are not written.
+        // SAFETY: the host's memory has the elements of the shape and is aligned, and only this call borrows it. No
+        // input of the call overlaps it.
         let out = unsafe { std::slice::from_raw_parts_mut(out.start.cast(), given.x.len()) };
         self.workspaces.with(|workspace| route_into(experts, &given, out, workspace, parallel))
     }

@@ -29,6 +29,9 @@ GROUP_SIZE = 32
 _PROBES = 64
 """The rows on which functions are compared."""
 
+_FACTORS = (4.0, 16.0, 256.0, 4096.0, 65536.0)
+"""The sizes of the inputs in :func:`find_activation`."""
+
 
 class Packed(torch.nn.Module):
     """The packed weights of one product of all experts, which were ``[experts, out, in]`` in the model.
@@ -160,8 +163,8 @@ def find_activation(module: Any) -> Activation:
     generator = torch.Generator().manual_seed(0)
     width = getattr(module, experts.names(module)[0]).shape[-1 if module.is_transposed else -2]
     x = torch.randn(_PROBES, width, generator=generator)
-    # Some rows are beyond each number that may be a limit.
-    x *= torch.tensor([1.0, 4.0, *(2 * number for number in numbers)]).repeat(_PROBES)[:_PROBES, None]
+    # Some rows are beyond each number that may be a limit, and beyond limits that are held elsewhere.
+    x *= torch.tensor([1.0, *_FACTORS, *(2 * number for number in numbers)]).repeat(_PROBES)[:_PROBES, None]
     with torch.no_grad():
         expected = theirs(x.clone())
     mine = x

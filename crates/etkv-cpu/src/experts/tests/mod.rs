@@ -73,15 +73,16 @@ fn outputs_are_those_of_plain_loops() {
         let unit = weights.group().unwrap_or(1);
         let gated = numbers.below(3) != 0;
         let limited = gated && numbers.below(3) == 0;
+        let function = FUNCTIONS[numbers.below(FUNCTIONS.len())];
         let experts = Experts {
             n_experts: 1 + numbers.below(9),
             hidden: unit * (1 + numbers.below(if unit == 1 { 90 } else { 5 })),
             intermediate: unit.max(16) * (1 + numbers.below(4)),
             weights,
             activation: Activation {
-                function: FUNCTIONS[numbers.below(FUNCTIONS.len())],
+                function,
                 gated,
-                alpha: if limited { 1.702 } else { 1.0 },
+                alpha: if limited && function == Function::Silu { 1.702 } else { 1.0 },
                 limit: if limited { 0.7 } else { f32::INFINITY },
                 offset: if limited { 1.0 } else { 0.0 },
             },

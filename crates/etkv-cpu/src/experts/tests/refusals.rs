@@ -60,6 +60,7 @@ fn inputs_that_do_not_fit() {
 #[test]
 fn sizes_that_no_exporter_writes() {
     let activation = |limit, offset, gated| Activation { limit, offset, gated, ..swiglu() };
+    let factor = |function, gated| Activation { function, gated, alpha: 3.0, ..swiglu() };
     for (experts, told) in [
         (Experts { n_experts: 0, ..EXPERTS }, "experts: expected 1 to"),
         (Experts { hidden: usize::MAX, ..EXPERTS }, "hidden: expected 1 to"),
@@ -73,6 +74,8 @@ fn sizes_that_no_exporter_writes() {
         (Experts { activation: activation(f32::NAN, 0.0, true), ..EXPERTS }, "a limit above 0"),
         (Experts { activation: activation(1.0, f32::NAN, true), ..EXPERTS }, "a finite alpha"),
         (Experts { activation: activation(1.0, 0.0, false), ..EXPERTS }, "without a gate"),
+        (Experts { activation: factor(Function::Gelu, true), ..EXPERTS }, "alpha is 3"),
+        (Experts { activation: factor(Function::Silu, false), ..EXPERTS }, "alpha is 3"),
     ] {
         let error = experts.check().unwrap_err();
         assert_eq!(error.status(), Status::Program);
