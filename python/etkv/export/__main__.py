@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "--list",
         action=_List,
         nargs=0,
+        default=argparse.SUPPRESS,
         help="print the families of models that tests compare, with their parts and backends, and do nothing else",
     )
     parser.add_argument(
