@@ -28,7 +28,7 @@ FAMILIES = [
 
 CHUNK, PROMPT, DECODED = 100, 150, 64
 
-_TOLERANCE = {"zamba2": 1e-3}
+_TOLERANCE = {"zamba2": 2e-3}
 """The largest error of a logit, as a part of their spread, where it is more than 3e-4: the model has 54 layers.
 
 The models are sensitive: the eager ops, token by token, are off by 1e-4 in qwen3.5, and bfloat16 by 0.8.

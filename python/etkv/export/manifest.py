@@ -19,8 +19,8 @@ from etkv.export.source import Source
 
 NAME = "export.json"
 
-_OUTWARD = {"etkv", *(f"{__package__}.{name}" for name in ("__main__", "progress", "check", "reasons"))}
-"""Modules that do not affect the program: the package's own names, and what the exporter says and compares."""
+_OUTWARD = {"etkv", *(f"{__package__}.{name}" for name in ("__main__", "progress", "check", "families", "reasons"))}
+"""Modules that do not affect the program: the package's own names, and what the exporter says, lists and compares."""
 
 _PACKAGES = ("executorch", "torch", "torchao", "transformers", "gguf")
 

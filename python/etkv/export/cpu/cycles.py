@@ -39,8 +39,11 @@ def _cycle(graph: torch.fx.Graph) -> set[Any]:
     """Return parts that wait for each other; empty if there are none."""
     needed: dict[Any, set[Any]] = {}
     for node in graph.nodes:
-        part = _part(node)
-        needed.setdefault(part, set()).update(_part(given) for given in node.all_input_nodes)
+        if node.op == "placeholder":
+            # It is there from the beginning. A weight may have the tag of one of its readers.
+            continue
+        part, inputs = _part(node), (given for given in node.all_input_nodes if given.op != "placeholder")
+        needed.setdefault(part, set()).update(map(_part, inputs))
         needed[part].discard(part)
     try:
         graphlib.TopologicalSorter(needed).prepare()
@@ -56,7 +59,9 @@ def _levels(graph: torch.fx.Graph, parts: set[Any]) -> dict[torch.fx.Node, int]:
     ends: dict[torch.fx.Node, tuple[int, set[Any]]] = {}
     for node in graph.nodes:
         part, ways = _part(node), [ends[given] for given in node.all_input_nodes]
-        if part in parts:
+        if node.op == "placeholder":
+            ends[node] = 0, set()
+        elif part in parts:
             levels[node] = max((at + bool(sources - {part}) for at, sources in ways), default=0)
             ends[node] = levels[node], {part}
         else:
