@@ -89,9 +89,21 @@ def tensors(shape: dict) -> dict[str, tuple[int, ...]]:
     return qwen3_5_tensors(shape) if shape.get("model_type") == "qwen3_5_text" else llama_tensors(shape)
 
 
+def mlp_and_norms(layer: str, shape: dict) -> dict[str, tuple[int, ...]]:
+    """Returns those of a layer that do not depend on how it attends."""
+    hidden, between = shape["hidden_size"], shape["intermediate_size"]
+    return {
+        f"{layer}.mlp.gate_proj.weight": (between, hidden),
+        f"{layer}.mlp.up_proj.weight": (between, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, between),
+        f"{layer}.input_layernorm.weight": (hidden,),
+        f"{layer}.post_attention_layernorm.weight": (hidden,),
+    }
+
+
 def llama_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
     """Returns those of a Llama model."""
-    hidden, between = shape["hidden_size"], shape["intermediate_size"]
+    hidden = shape["hidden_size"]
     queries = shape["num_attention_heads"] * shape["head_dim"]
     keys = shape["num_key_value_heads"] * shape["head_dim"]
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape["vocab_size"], hidden)}
@@ -102,11 +114,7 @@ def llama_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
             f"{name}.self_attn.k_proj.weight": (keys, hidden),
             f"{name}.self_attn.v_proj.weight": (keys, hidden),
             f"{name}.self_attn.o_proj.weight": (hidden, queries),
-            f"{name}.mlp.gate_proj.weight": (between, hidden),
-            f"{name}.mlp.up_proj.weight": (between, hidden),
-            f"{name}.mlp.down_proj.weight": (hidden, between),
-            f"{name}.input_layernorm.weight": (hidden,),
-            f"{name}.post_attention_layernorm.weight": (hidden,),
+            **mlp_and_norms(name, shape),
         }
     found["model.norm.weight"] = (hidden,)
     return found
@@ -114,8 +122,7 @@ def llama_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
 
 def qwen3_5_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
     """Returns those of a Qwen3.5 model's text part."""
-    hidden, between = shape["hidden_size"], shape["intermediate_size"]
-    dim = shape["head_dim"]
+    hidden, dim = shape["hidden_size"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
     heads, v_dim = shape["linear_num_value_heads"], shape["linear_value_head_dim"]
     linear_keys, linear_values = shape["linear_num_key_heads"] * shape["linear_key_head_dim"], heads * v_dim
@@ -145,13 +152,7 @@ def qwen3_5_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
                 f"{name}.linear_attn.norm.weight": (v_dim,),
                 f"{name}.linear_attn.out_proj.weight": (hidden, linear_values),
             }
-        found |= {
-            f"{name}.mlp.gate_proj.weight": (between, hidden),
-            f"{name}.mlp.up_proj.weight": (between, hidden),
-            f"{name}.mlp.down_proj.weight": (hidden, between),
-            f"{name}.input_layernorm.weight": (hidden,),
-            f"{name}.post_attention_layernorm.weight": (hidden,),
-        }
+        found |= mlp_and_norms(name, shape)
     found["model.norm.weight"] = (hidden,)
     return found
 

@@ -72,19 +72,12 @@ def config(name: str) -> Any:
 
 def model(name: str, seed: int = 0) -> Any:
     """Return the model ``name`` with random weights in float32, and transformers' own attention."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
+    import tiny_programs
     from etkv.export import attention
 
     attention.register()
-    torch.manual_seed(seed)
-    made = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return made
+    family, changes = FAMILIES[name]
+    return tiny_programs.model(family, seed, **changes)
 
 
 def write(name: str, folder: Path) -> Path:

@@ -11,7 +11,7 @@ import etkv
 import reference
 from etkv import DecodeSession, SeqSession
 from reference import EVERYTHING
-from tiny_programs import CHUNK, TOLERANCE, TinyProgram, error, ids, is_greedy, run
+from tiny_programs import CHUNK, TOLERANCE, TinyProgram, decode, error, ids, is_greedy, run
 
 PROMPT, DECODED = 300, 32
 
@@ -76,11 +76,8 @@ def test_ids_are_those_of_transformers(model, kind):
     """A prompt in chunks, and greedy ids after it."""
     text = ids(PROMPT)
     with model.session(kind) as session, model.load(session) as program:
-        rows = [run(program, text, 0, PROMPT)]
-        for _ in range(DECODED):
-            text.append(int(rows[-1][-1].argmax()))
-            rows.append(run(program, text, len(text) - 1, len(text)))
-    found, expected = torch.cat(rows), model.expected(text)
+        found = decode(program, text, PROMPT, DECODED)
+    expected = model.expected(text)
     assert error(found, expected) < TOLERANCE
     assert is_greedy(expected[PROMPT - 1 : -1], text[PROMPT:])
 

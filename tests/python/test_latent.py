@@ -10,7 +10,7 @@ import torch
 from etkv import DecodeSession, SeqSession, read_kv_cache_metadata
 from etkv.export import latent
 from reference import EVERYTHING
-from tiny_programs import TOLERANCE, TinyProgram, error, ids, is_greedy, model, run
+from tiny_programs import TOLERANCE, TinyProgram, decode, error, ids, is_greedy, model, run
 
 PROMPT, DECODED = 300, 32
 
@@ -45,11 +45,8 @@ def test_ids_are_those_of_transformers(program, kind):
     """A prompt in chunks, and greedy ids after it."""
     text = ids(PROMPT)
     with program.session(kind) as session, program.load(session) as loaded:
-        rows = [run(loaded, text, 0, PROMPT)]
-        for _ in range(DECODED):
-            text.append(int(rows[-1][-1].argmax()))
-            rows.append(run(loaded, text, len(text) - 1, len(text)))
-    found, expected = torch.cat(rows), program.expected(text)
+        found = decode(loaded, text, PROMPT, DECODED)
+    expected = program.expected(text)
     assert error(found, expected) < TOLERANCE
     assert is_greedy(expected[PROMPT - 1 : -1], text[PROMPT:])
 

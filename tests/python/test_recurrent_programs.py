@@ -8,28 +8,21 @@ tolerance, unless the steps are the same.
 from __future__ import annotations
 
 import functools
-import hashlib
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import etkv
 import recurrent_models
-import reference
-import tiny_families
-import tiny_models
-from etkv import CacheConfig, DecodeSession, PositionError, SeqSession, TreeSession
-from etkv.export import ExportRequest
+from etkv import DecodeSession, PositionError, SeqSession, TreeSession
 from etkv.recurrent_layer import BLOCK
 from etkv.session import Session
 from reference import EVERYTHING
-
-CHUNK = 100
-"""The most tokens of a step."""
+from tiny_programs import CHUNK, TOLERANCE, TinyProgram, decode, error, ids, is_greedy, run
 
 PROMPT, DECODED = 300, 64
 
@@ -50,55 +43,23 @@ CASES = [
 
 WITHOUT_ATTENTION = ["mamba-2", "qwen3.5-recurrent", "lfm2-recurrent", "nemotron-h-recurrent"]
 
-_TOLERANCE = 1e-3
-"""The largest error of a logit in float32, as a part of the spread of the logits.
-
-Over 300 tokens of Qwen3.5's tiny forms transformers is off by up to 5e-4 from float64, and programs by 4e-4.
-"""
-
 pytestmark = pytest.mark.long
 
 
 @dataclass(frozen=True)
-class Model:
-    """A program, and the model that it was made of."""
+class Model(TinyProgram):
+    """A program with recurrent layers, and the model that it was made of."""
 
-    name: str
-    backend: str
-    folder: Path
-
-    @property
-    def request(self) -> ExportRequest:
-        """Return the request that exports the program."""
-        output = self.folder.parent / f"recurrent-{self.name}-{self.backend}" / "model.pte"
-        return ExportRequest(self.folder, output, backend=self.backend, prefill_chunk=CHUNK, verify=True)
-
-    @functools.cached_property
-    def facts(self) -> etkv.ModelCacheParams:
-        return etkv.read_kv_cache_metadata(self.request.output)
-
-    @functools.cached_property
-    def transformers(self):
-        return recurrent_models.model(self.name)
-
-    def expected(self, text: Sequence[int]) -> torch.Tensor:
-        """Return transformers' logits of each token of ``text``."""
-        with torch.no_grad():
-            return self.transformers(torch.tensor([list(text)]), use_cache=False).logits[0]
-
-    def session(self, kind: type[Session] = DecodeSession, **changes) -> Session:
+    def session(self, kind: type[Session] = DecodeSession, **changes: Any) -> Any:
         # With more tokens in a step, windows would hold whole texts.
-        fields = {"capacity": 1024, "k_format": "f32", "v_format": "f32", "max_step_tokens": CHUNK, **changes}
-        return kind(CacheConfig(self.facts.layers, **fields), backend=self.facts.backend)
-
-    def load(self, session: Session) -> etkv.Program:
-        # The tiny models have a context of 256 tokens, and rotate by any position.
-        return etkv.load(self.request.output, session, beyond_context=True)
+        return super().session(kind, **{"max_step_tokens": CHUNK, **changes})
 
     def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare rows of logits of the same tokens in other steps."""
-        error = (found - expected).abs().max() / expected.std()
-        assert error < _TOLERANCE, error
+        """Compare rows of logits of the same tokens in other steps.
+
+        Over 300 tokens of Qwen3.5's tiny forms transformers is off by up to 5e-4 from float64, and programs by 4e-4.
+        """
+        assert error(found, expected) < TOLERANCE
 
     def same(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         """Compare rows of logits of the same tokens in the same steps."""
@@ -111,16 +72,9 @@ class Model:
 @functools.cache
 def _model(name: str, backend: str) -> Model:
     """Return a model whose program is current."""
-    folder = reference.MODELS / f"recurrent-{name}"
-    sources = (Path(module.__file__) for module in (recurrent_models, tiny_families, tiny_models))
-    made_by = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    stamp = folder / "made-by.txt"
-    with reference.alone():
-        if not stamp.is_file() or stamp.read_text() != made_by:
-            recurrent_models.write(name, folder)
-            stamp.write_text(made_by)
-    model = Model(name, backend, folder)
-    reference.export([model.request])
+    family, changes = recurrent_models.FAMILIES[name]
+    model = Model(f"recurrent-{name}", family, changes, backend)
+    model.export()
     return model
 
 
@@ -134,38 +88,6 @@ def without_attention(request) -> Model:
     return _model(request.param, "cpu")
 
 
-def ids(n: int, factor: int = 37) -> list[int]:
-    return [(number * factor + 11) % 250 for number in range(n)]
-
-
-def run(
-    program: etkv.Program, text: Sequence[int], begin: int, end: int, sequence: int | None = None, chunk: int = CHUNK
-) -> torch.Tensor:
-    """Run the tokens of ``text`` from ``begin`` to ``end`` in steps of ``chunk``, and return their logits.
-
-    ``sequence`` is that of a session of several.
-    """
-    rows = []
-    for start in range(begin, end, chunk):
-        stop = min(start + chunk, end)
-        if sequence is not None:
-            program.session.begin_step([sequence] * (stop - start))
-        rows.append(program.forward(torch.tensor(text[start:stop]), torch.arange(start, stop)))
-    return torch.cat(rows)
-
-
-def alone(model: Model, text: Sequence[int], prompt: int) -> torch.Tensor:
-    """Return the logits of ``text`` in a session of its own: a prompt in chunks, and a token a step after it."""
-    with model.session() as session, model.load(session) as program:
-        return torch.cat([run(program, text, 0, prompt), run(program, text, prompt, len(text), chunk=1)])
-
-
-def greedy(rows: torch.Tensor, chosen: Sequence[int]) -> None:
-    """Each id is the greedy one, given those before it. Where two logits are nearly equal, either may be."""
-    logits = rows.gather(1, torch.tensor(list(chosen), dtype=torch.int64)[:, None])[:, 0]
-    assert bool((rows.max(dim=1).values - logits < 1e-3).all())
-
-
 # ---- Against transformers -------------------------------------------------------------------------------------------
 
 
@@ -174,13 +96,10 @@ def test_ids_are_those_of_transformers(model, kind):
     """A prompt in chunks, and greedy ids after it."""
     text = ids(PROMPT)
     with model.session(kind) as session, model.load(session) as program:
-        rows = [run(program, text, 0, PROMPT)]
-        for _ in range(DECODED):
-            text.append(int(rows[-1][-1].argmax()))
-            rows.append(run(program, text, len(text) - 1, len(text)))
-    found, expected = torch.cat(rows), model.expected(text)
+        found = decode(program, text, PROMPT, DECODED)
+    expected = model.expected(text)
     model.close(found, expected)
-    greedy(expected[PROMPT - 1 : -1], text[PROMPT:])
+    assert is_greedy(expected[PROMPT - 1 : -1], text[PROMPT:])
 
 
 def test_generated_ids(model):
@@ -190,7 +109,7 @@ def test_generated_ids(model):
         answer = list(etkv.generate_tokens(program, prompt, max_tokens=DECODED))
         eos = program.eos_token_ids
     expected = model.expected(prompt + answer)[PROMPT - 1 :]
-    greedy(expected[:-1], answer)
+    assert is_greedy(expected[:-1], answer)
     assert len(answer) == DECODED or int(expected[-1].argmax()) in eos
 
 
@@ -217,7 +136,7 @@ def test_a_batch_of_sequences(model):
     for text, n, of_sequence in zip(texts, lengths, rows, strict=True):
         found = torch.cat(of_sequence)
         model.close(found, model.expected(text))
-        model.close(found, alone(model, text, n))
+        model.close(found, model.alone(text, n))
 
 
 def test_branches_of_a_fork(model):
@@ -245,7 +164,7 @@ def test_branches_of_a_fork(model):
     for text, of_branch in zip(texts, rows, strict=True):
         found = torch.cat(of_branch)
         model.close(found, model.expected(text)[: len(found)])
-        model.close(found, alone(model, text, prompt)[: len(found)])
+        model.close(found, model.alone(text, prompt)[: len(found)])
 
 
 def test_a_branch_that_begins_at_a_checkpoint(model):
@@ -630,4 +549,4 @@ def test_every_way_has_the_same_bits(without_attention, tmp_path):
 def test_every_way_has_the_logits_of_transformers(model, tmp_path):
     expected = model.expected(ids(LENGTH))
     for seed in range(WAYS // 4):
-        Way(model, seed, expected, _TOLERANCE, tmp_path).run()
+        Way(model, seed, expected, TOLERANCE, tmp_path).run()

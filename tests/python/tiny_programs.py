@@ -137,6 +137,18 @@ def run(
     return torch.cat(rows)
 
 
+def decode(program: etkv.Program, text: list[int], prompt: int, tokens: int) -> torch.Tensor:
+    """Run a text's first ``prompt`` tokens in chunks, then a token a step. Return the logits of all.
+
+    Greedy ids are appended to ``text``, which had the prompt alone, until ``tokens`` of them have run.
+    """
+    rows = [run(program, text, 0, prompt)]
+    for _ in range(tokens):
+        text.append(int(rows[-1][-1].argmax()))
+        rows.append(run(program, text, len(text) - 1, len(text)))
+    return torch.cat(rows)
+
+
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest error of a logit, as a part of the spread of the logits."""
     return float((found - expected).abs().max() / expected.std())

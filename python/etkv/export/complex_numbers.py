@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from etkv.export.graphs import call
+
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Graph, Node
@@ -42,8 +44,8 @@ def replace(program: ExportedProgram) -> None:
             continue
         with graph.inserting_before(node):
             if node.target is _ATEN.view_as_real.default:
-                sides = [_call(graph, _ATEN.unsqueeze.default, part, -1) for part in _known(node.args[0], parts)]
-                node.replace_all_uses_with(_call(graph, _ATEN.cat.default, sides, -1))
+                sides = [call(graph, _ATEN.unsqueeze.default, part, -1) for part in _known(node.args[0], parts)]
+                node.replace_all_uses_with(call(graph, _ATEN.cat.default, sides, -1))
             elif _is_complex(node):
                 parts[node] = _parts(graph, node, parts)
             elif any(given in parts for given in node.all_input_nodes):
@@ -58,12 +60,12 @@ def _parts(graph: Graph, node: Node, parts: dict[Any, _Parts]) -> _Parts:
     target: Any = node.target
     if target is _ATEN.polar.default:
         size, angle = given
-        cos, sin = _call(graph, _ATEN.cos.default, angle), _call(graph, _ATEN.sin.default, angle)
-        return _call(graph, _ATEN.mul.Tensor, size, cos), _call(graph, _ATEN.mul.Tensor, size, sin)
+        cos, sin = call(graph, _ATEN.cos.default, angle), call(graph, _ATEN.sin.default, angle)
+        return call(graph, _ATEN.mul.Tensor, size, cos), call(graph, _ATEN.mul.Tensor, size, sin)
     if target is _ATEN.view_as_complex.default:
-        return _call(graph, _ATEN.select.int, given[0], -1, 0), _call(graph, _ATEN.select.int, given[0], -1, 1)
+        return call(graph, _ATEN.select.int, given[0], -1, 0), call(graph, _ATEN.select.int, given[0], -1, 1)
     if target in _OF_EACH:
-        real, imaginary = (_call(graph, target, part, *given[1:]) for part in _known(given[0], parts))
+        real, imaginary = (call(graph, target, part, *given[1:]) for part in _known(given[0], parts))
         return real, imaginary
     if target in _AS_THEY_ARE:
         return _known(given[0], parts)
@@ -80,10 +82,10 @@ def _product(graph: Graph, first: Any, second: Any, parts: dict[Any, _Parts]) ->
     if isinstance(second, complex) or _is_complex(second):
         _known(second, parts)
     if second not in parts:
-        return _call(graph, mul, real, second), _call(graph, mul, imaginary, second)
+        return call(graph, mul, real, second), call(graph, mul, imaginary, second)
     a, b = parts[second]
-    left = _call(graph, _ATEN.sub.Tensor, _call(graph, mul, real, a), _call(graph, mul, imaginary, b))
-    right = _call(graph, _ATEN.add.Tensor, _call(graph, mul, real, b), _call(graph, mul, imaginary, a))
+    left = call(graph, _ATEN.sub.Tensor, call(graph, mul, real, a), call(graph, mul, imaginary, b))
+    right = call(graph, _ATEN.add.Tensor, call(graph, mul, real, b), call(graph, mul, imaginary, a))
     return left, right
 
 
@@ -97,10 +99,3 @@ def _known(node: Any, parts: dict[Any, _Parts]) -> _Parts:
 def _is_complex(node: Any) -> bool:
     value = getattr(node, "meta", {}).get("val")
     return isinstance(value, torch.Tensor) and value.dtype.is_complex
-
-
-def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
-    """Insert a call of ``target``, with the shape of its result."""
-    node: Node = graph.call_function(target, arguments)
-    node.meta["val"] = target(*torch.fx.node.map_arg(arguments, lambda given: given.meta["val"]))
-    return node

@@ -58,12 +58,18 @@ def token_inputs(length: int) -> dict[str, torch.Tensor]:
     }
 
 
+def sample_ids(model: PreTrainedModel, length: int) -> torch.Tensor:
+    """Return ``length`` different ids for ``model``, ``[1, length]``."""
+    # The first and last ids of a vocabulary are special tokens, and some of them stand for images.
+    n = model.get_input_embeddings().weight.shape[0]
+    ids: torch.Tensor = torch.arange(length) * 37 % max(1, min(n // 2, 1000)) + n // 4
+    return ids.reshape(1, -1)
+
+
 def samples(step: Any, length: int) -> dict[str, torch.Tensor]:
     """Return inputs of ``length`` different tokens for ``step``, a :class:`Forward` or the step of a draft."""
     inputs: dict[str, torch.Tensor] = step.inputs(length)
-    # The first and last ids of a vocabulary are special tokens, and some of them stand for images.
-    n = step.model.get_input_embeddings().weight.shape[0]
-    inputs["input_ids"] = (torch.arange(length) * 37 % max(1, min(n // 2, 1000)) + n // 4).reshape(1, -1)
+    inputs["input_ids"] = sample_ids(step.model, length)
     numbers = torch.Generator().manual_seed(0)
     for name, example in inputs.items():
         if example.is_floating_point():

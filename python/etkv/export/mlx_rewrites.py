@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from etkv.export.graphs import call
+
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
@@ -52,17 +54,17 @@ def _scatter(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None
         if [str(size) for size in given_value.shape] != indexed or not given_value.is_floating_point():
             # A sum would have another dtype than integers.
             return None
-    places = _call(graph, _ATEN.arange.default, shape[-1])
-    hits = _call(graph, _ATEN.eq.Tensor, _call(graph, _ATEN.unsqueeze.default, index, -1), places)
-    hit = _call(graph, _ATEN.any.dim, hits, -2)
+    places = call(graph, _ATEN.arange.default, shape[-1])
+    hits = call(graph, _ATEN.eq.Tensor, call(graph, _ATEN.unsqueeze.default, index, -1), places)
+    hit = call(graph, _ATEN.any.dim, hits, -2)
     if isinstance(value, torch.fx.Node):
         # One index, at most, is that of an element: the others add zeros.
-        column = _call(graph, _ATEN.unsqueeze.default, value, -1)
-        given = _call(graph, _ATEN.where.self, hits, column, _call(graph, _ATEN.zeros_like.default, column))
-        written = _call(graph, _ATEN.sum.dim_IntList, given, [-2])
+        column = call(graph, _ATEN.unsqueeze.default, value, -1)
+        given = call(graph, _ATEN.where.self, hits, column, call(graph, _ATEN.zeros_like.default, column))
+        written = call(graph, _ATEN.sum.dim_IntList, given, [-2])
     else:
-        written = _call(graph, _ATEN.full_like.default, source, value)
-    return _call(graph, _ATEN.where.self, hit, written, source)
+        written = call(graph, _ATEN.full_like.default, source, value)
+    return call(graph, _ATEN.where.self, hit, written, source)
 
 
 def _index(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None:
@@ -75,18 +77,10 @@ def _index(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None:
     n_dynamic = sum(not isinstance(size, int) for size in node.meta["val"].shape)
     if value.dim() != index.dim() or value.dim() < 2 or n_dynamic > 1:
         return None
-    flat = _call(graph, _ATEN.view.default, indices[0], [-1])
-    rows = _call(graph, _ATEN.index.Tensor, source, [flat])
+    flat = call(graph, _ATEN.view.default, indices[0], [-1])
+    rows = call(graph, _ATEN.index.Tensor, source, [flat])
     sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
-    return _call(graph, _ATEN.view.default, rows, sizes)
-
-
-def _call(graph: torch.fx.Graph, target: Any, *arguments: Any) -> torch.fx.Node:
-    """Insert a call of ``target``, with the shape of its result."""
-    node: torch.fx.Node = graph.call_function(target, arguments)
-    values = torch.fx.node.map_arg(arguments, lambda given: given.meta["val"])
-    node.meta["val"] = target(*values)
-    return node
+    return call(graph, _ATEN.view.default, rows, sizes)
 
 
 _IN_PLACE = (_ATEN.scatter_.value, _ATEN.scatter_.src)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from etkv.errors import EtkvError
+from etkv.export.forward import sample_ids
 from etkv.export.reasons import reason
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ def take(whole: PreTrainedModel) -> PreTrainedModel:
 
 def _compare(whole: PreTrainedModel, part: PreTrainedModel) -> None:
     """Raise :class:`EtkvError` unless both give a text the same logits."""
-    family, n = whole.config.model_type, part.get_input_embeddings().weight.shape[0]
-    ids = (torch.arange(_TOKENS) * 37 % max(1, min(n // 2, 1000)) + n // 4).reshape(1, -1)
+    family, ids = whole.config.model_type, sample_ids(part, _TOKENS)
     with torch.no_grad():
         expected = part(input_ids=ids, use_cache=False).logits
         try:

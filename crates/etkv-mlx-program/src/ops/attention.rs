@@ -3,7 +3,7 @@
 use mlx_rs::{Array, Dtype};
 
 use super::calls::{decode, none, Arguments};
-use super::instruction;
+use super::{instruction, layer_id};
 use crate::dtype::dtype_of;
 use crate::error::{fail, Result};
 use crate::fb;
@@ -55,14 +55,9 @@ pub fn update_and_attend_sinks(
     Ok(instruction(op, slots.write(node.out())?))
 }
 
-/// Returns the layer and the scale. The schema cannot make scalars required, so they are optional there.
+/// Returns the layer and the scale.
 fn constants(name: &str, layer: Option<i32>, scale: Option<f32>) -> Result<(usize, f32)> {
-    let Some(layer) = layer else {
-        fail!(Program, "expected a layer_id of {name}, got none");
-    };
-    let Ok(layer) = usize::try_from(layer) else {
-        fail!(Program, "expected a layer_id of {name} of at least 0, got {layer}");
-    };
+    let layer = layer_id(name, layer)?;
     let Some(scale) = scale else {
         fail!(Program, "expected a scale of {name} of layer {layer}, got none");
     };

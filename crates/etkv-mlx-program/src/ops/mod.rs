@@ -366,6 +366,17 @@ fn ints(
     list.iter().map(|argument| slots.int(argument)).collect()
 }
 
+/// Returns the layer of the node `name`. The schema cannot make scalars required, so they are optional there.
+fn layer_id(name: &str, layer: Option<i32>) -> Result<usize> {
+    let Some(layer) = layer else {
+        fail!(Program, "expected a layer_id of {name}, got none");
+    };
+    match usize::try_from(layer) {
+        Ok(layer) => Ok(layer),
+        Err(_) => fail!(Program, "expected a layer_id of {name} of at least 0, got {layer}"),
+    }
+}
+
 fn instruction(op: Op, out: Out) -> Instruction {
     Instruction { op, out }
 }

@@ -5,7 +5,7 @@ use etkv_core::RecurrentLayer;
 use mlx_rs::Array;
 use smallvec::{smallvec, SmallVec};
 
-use super::instruction;
+use super::{instruction, layer_id};
 use crate::dtype::dtype_of;
 use crate::error::{fail, Result};
 use crate::fb;
@@ -18,7 +18,7 @@ pub fn update_and_convolve(
     node: fb::UpdateAndConvolveNode,
 ) -> Result<Instruction> {
     let name = "UpdateAndConvolve";
-    let layer = layer(name, node.layer_id())?;
+    let layer = layer_id(name, node.layer_id())?;
     let activation = match node.activation() {
         "silu" => Activation::Silu,
         "none" => Activation::None,
@@ -43,7 +43,7 @@ pub fn update_and_convolve(
 
 pub fn update_and_scan(slots: &mut Slots, node: fb::UpdateAndScanNode) -> Result<Instruction> {
     let name = "UpdateAndScan";
-    let layer = layer(name, node.layer_id())?;
+    let layer = layer_id(name, node.layer_id())?;
     let Some(scale) = node.scale() else {
         fail!(Program, "expected a scale of {name} of layer {layer}, got none");
     };
@@ -76,14 +76,6 @@ fn finish(call: RecurrentCall, slots: &mut Slots, out: &fb::Tid) -> Result<Instr
         fail!(Program, "{}: {}", place(), error.message());
     }
     Ok(instruction(Op::UpdateRecurrent(Box::new(call)), slots.write(out)?))
-}
-
-fn layer(name: &str, layer: Option<i32>) -> Result<usize> {
-    match layer.map(usize::try_from) {
-        Some(Ok(layer)) => Ok(layer),
-        Some(Err(_)) => fail!(Program, "expected a layer_id of {name} of at least 0"),
-        None => fail!(Program, "expected a layer_id of {name}, got none"),
-    }
 }
 
 fn sizes<const N: usize>(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from etkv.export.cpu import constants
+from etkv.export.graphs import call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +87,7 @@ def _parts(program: ExportedProgram, node: torch.fx.Node) -> None:
     begin = 0
     for part, made in enumerate(node.meta["val"]):
         with program.graph.inserting_before(node):
-            piece = _call(program, _ATEN.slice.Tensor, source, 3, begin, begin + made.shape[3])
+            piece = call(program.graph, _ATEN.slice.Tensor, source, 3, begin, begin + made.shape[3])
         begin += made.shape[3]
         for user in [user for user in node.users if user.args[1] == part]:
             _replace(program, user, piece)
@@ -122,14 +123,14 @@ def _norm(program: ExportedProgram, node: torch.fx.Node) -> None:
         epsilon = 1e-5 if centered else torch.finfo(made.meta["val"].dtype).eps
     with program.graph.inserting_before(node):
         if centered:
-            made = _call(program, _ATEN.sub.Tensor, made, _call(program, _ATEN.mean.dim, made, [-1], True))
-        square = _call(program, _ATEN.mul.Tensor, made, made)
-        spread = _call(program, _ATEN.add.Tensor, _call(program, _ATEN.mean.dim, square, [-1], True), epsilon)
-        made = _call(program, _ATEN.mul.Tensor, made, _call(program, _ATEN.rsqrt.default, spread))
+            made = call(program.graph, _ATEN.sub.Tensor, made, call(program.graph, _ATEN.mean.dim, made, [-1], True))
+        square = call(program.graph, _ATEN.mul.Tensor, made, made)
+        spread = call(program.graph, _ATEN.add.Tensor, call(program.graph, _ATEN.mean.dim, square, [-1], True), epsilon)
+        made = call(program.graph, _ATEN.mul.Tensor, made, call(program.graph, _ATEN.rsqrt.default, spread))
         if given.get("weight") is not None:
-            made = _call(program, _ATEN.mul.Tensor, made, given["weight"])
+            made = call(program.graph, _ATEN.mul.Tensor, made, given["weight"])
         if given.get("bias") is not None:
-            made = _call(program, _ATEN.add.Tensor, made, given["bias"])
+            made = call(program.graph, _ATEN.add.Tensor, made, given["bias"])
     _replace(program, node, made)
 
 
@@ -139,11 +140,13 @@ def _gelu(program: ExportedProgram, node: torch.fx.Node) -> None:
         return
     source: Any = node.args[0]
     with program.graph.inserting_before(node):
-        cube = _call(program, _ATEN.mul.Tensor, _call(program, _ATEN.mul.Tensor, source, source), source)
-        inner = _call(program, _ATEN.add.Tensor, source, _call(program, _ATEN.mul.Tensor, cube, 0.044715))
-        bent = _call(program, _ATEN.tanh.default, _call(program, _ATEN.mul.Tensor, inner, math.sqrt(2 / math.pi)))
-        part = _call(program, _ATEN.add.Tensor, bent, 1.0)
-        made = _call(program, _ATEN.mul.Tensor, _call(program, _ATEN.mul.Tensor, source, 0.5), part)
+        cube = call(program.graph, _ATEN.mul.Tensor, call(program.graph, _ATEN.mul.Tensor, source, source), source)
+        inner = call(program.graph, _ATEN.add.Tensor, source, call(program.graph, _ATEN.mul.Tensor, cube, 0.044715))
+        bent = call(
+            program.graph, _ATEN.tanh.default, call(program.graph, _ATEN.mul.Tensor, inner, math.sqrt(2 / math.pi))
+        )
+        part = call(program.graph, _ATEN.add.Tensor, bent, 1.0)
+        made = call(program.graph, _ATEN.mul.Tensor, call(program.graph, _ATEN.mul.Tensor, source, 0.5), part)
     _replace(program, node, made)
 
 
@@ -153,10 +156,10 @@ def _softplus(program: ExportedProgram, node: torch.fx.Node) -> None:
         return
     source: Any = node.args[0]
     with program.graph.inserting_before(node):
-        size = _call(program, _ATEN.abs.default, source)
-        small = _call(program, _ATEN.exp.default, _call(program, _ATEN.neg.default, size))
-        rest = _call(program, _ATEN.log.default, _call(program, _ATEN.add.Tensor, small, 1.0))
-        made = _call(program, _ATEN.add.Tensor, _call(program, _ATEN.relu.default, source), rest)
+        size = call(program.graph, _ATEN.abs.default, source)
+        small = call(program.graph, _ATEN.exp.default, call(program.graph, _ATEN.neg.default, size))
+        rest = call(program.graph, _ATEN.log.default, call(program.graph, _ATEN.add.Tensor, small, 1.0))
+        made = call(program.graph, _ATEN.add.Tensor, call(program.graph, _ATEN.relu.default, source), rest)
     _replace(program, node, made)
 
 
@@ -189,19 +192,10 @@ def _power(program: ExportedProgram, node: torch.fx.Node) -> None:
         return
     with program.graph.inserting_before(node):
         if exponent == 3:
-            made = _call(program, _ATEN.mul.Tensor, _call(program, _ATEN.mul.Tensor, source, source), source)
+            made = call(program.graph, _ATEN.mul.Tensor, call(program.graph, _ATEN.mul.Tensor, source, source), source)
         else:
-            made = _call(program, _ATEN.sqrt.default if exponent > 0 else _ATEN.rsqrt.default, source)
+            made = call(program.graph, _ATEN.sqrt.default if exponent > 0 else _ATEN.rsqrt.default, source)
     _replace(program, node, made)
-
-
-def _call(program: ExportedProgram, target: Any, *arguments: Any) -> torch.fx.Node:
-    """Insert a call of ``target`` at the graph's insertion point, with the shape of its result."""
-    node: torch.fx.Node = program.graph.call_function(target, arguments)
-    node.meta["val"] = target(
-        *(given.meta["val"] if isinstance(given, torch.fx.Node) else given for given in arguments)
-    )
-    return node
 
 
 def _replace(program: ExportedProgram, node: torch.fx.Node, other: torch.fx.Node) -> None:
