@@ -324,6 +324,9 @@ class Generation(Iterator[int]):
             # The device may have chosen a token that was not yielded. Its step runs again.
             answer.close()
             self._undo(error)
+            if isinstance(error, EtkvError):
+                # Another thread may have closed the program since the check before the step.
+                self._program.check_open()
             raise
         finally:
             answer.close()

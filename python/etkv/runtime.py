@@ -147,6 +147,7 @@ class Program:
         """The most positions of steps, if the session has more; None otherwise."""
         self._metadata: ModelCacheParams | None = None
         self._parts: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self._closing = False
         self.cache: Session | GraphCache | None = session
         try:
             with _library.EXECUTORCH_CALLS, executorchs_lines():
@@ -300,7 +301,7 @@ class Program:
     def check_open(self) -> None:
         """Raise :class:`EtkvError` if the program or its session is closed, or if the process was forked."""
         _require_one_process()
-        self._opened(self._method)
+        self._opened(None if self._closing else self._method)
         if self.session is not None and self.session.closed:
             raise EtkvError(f"the session of {self.path.name} is closed: make a new one, and load the program with it")
 
@@ -395,6 +396,8 @@ class Program:
 
         Waits for the step that another thread runs. Closing twice does nothing.
         """
+        # Set first: a step that fails because its answer was released finds the reason here.
+        self._closing = True
         for part in list(self._parts):
             part.close()
         with _library.EXECUTORCH_CALLS:
