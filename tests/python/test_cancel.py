@@ -227,3 +227,17 @@ def test_a_program_that_another_thread_closes_ends_its_answers(model):
     """This runs in its own process: a read of freed memory would end it."""
     done = reference.run([sys.executable, "-c", _CLOSED, model.path])
     assert (done.returncode, done.stdout.strip()) == (0, "whole"), done.stderr
+
+
+def test_an_answer_whose_program_is_closed_after_the_check_says_so(loaded, monkeypatch):
+    """Another thread may close the program between an answer's check and its step."""
+    receive, row = _device.DeviceAnswer.next, loaded.last_row
+
+    def closed(step, *given):
+        loaded.close()
+        return step(*given)
+
+    monkeypatch.setattr(_device.DeviceAnswer, "next", lambda answer: closed(receive, answer))
+    monkeypatch.setattr(loaded, "last_row", lambda *given: closed(row, *given))
+    with pytest.raises(etkv.EtkvError, match=r"the program model\.pte is closed"):
+        list(etkv.generate_tokens(loaded, [1, 2, 3], max_tokens=6, eos_token_ids=[]))
