@@ -147,10 +147,13 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def names() -> list[str]:
-    """Return the families of causal language models of the installed transformers, and :data:`FORMS`."""
+    """Return the families of causal language models of the installed transformers, and :data:`FORMS`.
+
+    transformers lists Mistral 4 among models for images.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FORMS])
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "mistral4", *FORMS})
 
 
 def config(name: str, **changes: Any) -> Any:

@@ -17,6 +17,7 @@ from etkv import _mlx_serialization
 from etkv.errors import EtkvError
 from etkv.export import (
     attention,
+    causal,
     companions,
     hf_folder,
     layers,
@@ -81,7 +82,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
     with progress.step("reading the tokenizer"):
         tokenizer = source.read_tokenizer(origin)
     with progress.step("reading the weights"):
-        model = source.read_model(origin, whole, request.dtype, dropped)
+        model = source.read_model(origin, whole, request.dtype, dropped, progress.note)
         rope.settle(model, settled.max_context)
         generation = source.generation_settings(origin, model, tokenizer)
     family = config.model_type
@@ -153,6 +154,8 @@ def _import_tools() -> None:
         _mlx_serialization.ensure_available()
         import executorch.backends.mlx
         import executorch.exir  # noqa: F401
+
+        causal.register()
     except ImportError as error:
         raise EtkvError(f"{error}; run pip install -r requirements.txt") from error
 
