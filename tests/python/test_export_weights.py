@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from etkv.errors import EtkvError
-from etkv.export import source, weights
+from etkv.export import source
+from etkv.export.published import REMEDY
 from etkv.export.request import ExportRequest
 
 
@@ -136,20 +137,21 @@ def test_weights_under_another_name_are_not_read(folder):
     assert _error(folder).startswith(f"folder {folder} has no weights under a name that transformers reads: model.safe")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"quant_method": "gptq", "bits": 4, "group_size": 64},
-        {"quant_method": "awq", "bits": 4},
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-        {"quant_method": "unheard-of"},
-    ],
-    ids=lambda settings: settings["quant_method"],
-)
-def test_quantized_checkpoints_are_refused(folder, settings):
+def test_settings_of_a_quantization_that_the_weights_lack(folder):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    said = _error(folder)
-    assert settings["quant_method"] in said
-    assert said.endswith(weights.REMEDY)
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gguf"}}))
+    assert "are quantized (gguf), and the exporter reads awq, " in _error(folder)
+    # Nothing is quantized, whatever the configuration says.
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+    _read(folder)
+
+
+def test_weights_of_8_bits_need_settings(folder):
+    file = folder / "model.safetensors"
+    loaded = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**loaded, name: loaded[name].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
+    assert _error(folder) == (
+        f"tensor {name} of {folder} is float8_e4m3fn [128, 64], and the configuration does not say how it is "
+        f"quantized; {REMEDY}"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -108,10 +109,17 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: range = range(0)) -> PreTrainedModel:
+def read_model(
+    source: Source,
+    config: PreTrainedConfig,
+    dtype: str,
+    dropped: range = range(0),
+    note: Callable[[str], None] = lambda text: None,
+) -> PreTrainedModel:
     """Return the text model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op.
 
-    ``dropped`` are the layers of the source that ``config`` leaves out.
+    ``dropped`` are the layers of the source that ``config`` leaves out. ``note`` is told what the publisher's runtimes
+    do with quantized weights and a program does not.
 
     Raises :class:`EtkvError` if weights are missing, unexpected or unreadable, or if the family's attention cannot be
     replaced.
@@ -124,18 +132,25 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: ra
 
     attention.register()
     experts.register()
+    quantized = None
     if source.gguf_file is None:
-        weights.check_files(source.folder)
-        weights.check_quantization(source.path, config)
+        quantized = weights.read_quantized(source.path, weights.find_files(source.folder), config)
+        if quantized is not None:
+            config = weights.plain(config)
     is_part = text_part.config(config) is not config
     family: Any = text_part.whole_class(config) if is_part else AutoModelForCausalLM
     origin: dict[str, Any] = {"local_files_only": True}
     try:
         if source.gguf_file:
-            family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             origin = {"state_dict": gguf.read_weights(source.opened, config, getattr(torch, dtype))}
+        if quantized is not None:
+            for remark in quantized.remarks:
+                note(remark)
+            origin = {"state_dict": quantized.weights}
+        if "state_dict" in origin and not is_part:
+            family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model, report = family.from_pretrained(
-            None if source.gguf_file else source.folder,
+            None if "state_dict" in origin else source.folder,
             config=config,
             dtype=getattr(torch, dtype),
             # The part for images may lack a choice of attention.
@@ -153,7 +168,7 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str, dropped: ra
                 f"model family {config.model_type!r} cannot be exported: the KV cache op cannot take its attention's "
                 "place"
             ) from error
-        raise weights.unreadable(source.path, config, error) from error
+        raise weights.unreadable(source.path, error) from error
     weights.check_loaded(source.path, model, report, dropped)
     model.eval()
     if is_part:

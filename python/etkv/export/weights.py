@@ -1,7 +1,8 @@
-"""Refuses checkpoints with weights that an export would silently drop."""
+"""Finds the weights of a folder, and refuses checkpoints with weights that an export would silently drop."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,8 @@ from etkv.errors import EtkvError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from etkv.export.published import Checkpoint
 
 _CHECKPOINTS = (
     "model.safetensors",
@@ -46,15 +49,18 @@ _WITHOUT_EFFECT = re.compile(
 _MASK = re.compile(r"(.*\.)?(attn|attention|self_attn|self_attention)\.bias")
 """Names of masks that were once buffers, and of biases."""
 
+_SETTINGS = ("quantization_config", "compression_config")
+"""Where a configuration has the settings of a quantization. The second name is that of older packages."""
+
 _NAMED = 3
 """The most names of weights in a message. Other weights are counted."""
 
 
-def check_files(folder: Path) -> None:
-    """Raise :class:`EtkvError` if ``folder`` has weights that transformers would not read, or lacks weights that it
-    names.
+def find_files(folder: Path) -> list[Path]:
+    """Return the files of weights of ``folder``, those that transformers reads.
 
-    It may have one checkpoint, whole or in shards, and no adapter.
+    It may have one checkpoint, whole or in shards, and no adapter. Raises :class:`EtkvError` if it has weights that
+    transformers would not read, or lacks weights that it names.
     """
     adapters = sorted(
         file.name for file in folder.glob("adapter_*") if file.suffix in (".json", ".safetensors", ".bin")
@@ -83,6 +89,7 @@ def check_files(folder: Path) -> None:
             f"folder {folder} has weights beside those of its {checkpoint}, which the program would lack: move "
             f"{_few(unread)} out of the folder"
         )
+    return sorted(folder / name for name in read if not name.endswith(".json"))
 
 
 def _shards(index: Path) -> set[str]:
@@ -93,13 +100,18 @@ def _shards(index: Path) -> set[str]:
         raise EtkvError(f"{index} is no index of weights: {first_line(error)}") from error
 
 
-def check_quantization(path: Path, config: PreTrainedConfig) -> None:
-    """Raise :class:`EtkvError` for quantized weights that transformers would read as plain weights."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+def read_quantized(path: Path, files: list[Path], config: PreTrainedConfig) -> Checkpoint | None:
+    """Return the weights in ``files`` of the folder ``path``, decoded as they are read; None if they are plain.
 
-    method = quantization(config)
-    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        raise EtkvError(f"the weights of {path} are quantized ({method}), which transformers does not know; {REMEDY}")
+    Reads the sizes of tensors only. Raises :class:`EtkvError` for a quantization that cannot be decoded.
+    """
+    from etkv.export import published
+
+    settings = _quantization_settings(config)
+    if not settings:
+        published.check_plain(path, [file for file in files if file.suffix == ".safetensors"], _WITHOUT_EFFECT)
+        return None
+    return published.read(path, files, quantization(config), settings, _WITHOUT_EFFECT)
 
 
 def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dropped: range) -> None:
@@ -130,30 +142,40 @@ def check_loaded(path: Path, model: PreTrainedModel, report: dict[str, Any], dro
             f"this configuration, and that the program would lack: {_few(unexpected)}; mend config.json, or take them "
             "out of the checkpoint"
         )
-    packed = [name for name, weight in model.named_parameters() if weight.element_size() == 1]
-    if packed:
-        raise EtkvError(f"{path} has quantized weights, such as {packed[0]}: {REMEDY}")
 
 
-REMEDY = "export the model from before its quantization, and let the export quantize it"
-
-
-def unreadable(path: Path, config: PreTrainedConfig, error: Exception) -> EtkvError:
+def unreadable(path: Path, error: Exception) -> EtkvError:
     """Return the error for weights that transformers cannot load."""
-    method = quantization(config)
-    if method is not None:
-        return EtkvError(f"the weights of {path} are quantized ({method}): {first_line(error)}; {REMEDY}")
     line = f"{first_line(error)} is missing" if isinstance(error, KeyError) else first_line(error)
     return EtkvError(f"the weights of {path} cannot be loaded: {line}")
 
 
 def quantization(config: PreTrainedConfig) -> str | None:
     """Return the method by which a checkpoint is quantized; None if it is not."""
-    settings = getattr(config, "quantization_config", None)
+    settings = _quantization_settings(config)
     if not settings:
         return None
-    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-    return str(getattr(method, "value", method) or "by a method that it does not name")
+    return str(settings.get("quant_method") or "by a method that it does not name")
+
+
+def plain(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of ``config`` that says nothing of a quantization."""
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config()):
+        for name in _SETTINGS:
+            if hasattr(part, name):
+                delattr(part, name)
+    return config
+
+
+def _quantization_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of the quantization of a checkpoint; empty if it has none."""
+    for part in (config, config.get_text_config()):
+        for name in _SETTINGS:
+            settings = getattr(part, name, None)
+            if settings:
+                return dict(settings if isinstance(settings, dict) else settings.to_dict())
+    return {}
 
 
 def _layer(name: str) -> int | None:

@@ -1,0 +1,96 @@
+"""Weights in 8-bit floating point, with a scale for a tensor, a row or a block: ``fp8`` and ``fbgemm_fp8``.
+
+DeepSeek-V3, Qwen3 FP8 and Ministral 3 are published so. The names of scales differ between publishers. A scale always
+multiplies, also where its name ends in ``inv``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from etkv.export.published.format import Format
+from etkv.export.published.packing import power_scales, scale_blocks
+from etkv.export.published.settings import FLOATS, Settings
+from etkv.export.published.stored import Stored
+from etkv.export.published.weight import Decoded, Weight
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_SCALES = (".weight_scale_inv", ".weight_scale", ".qscale_weight", ".scale")
+"""The ends of the names of scales of a layer's weight."""
+
+_OF_EXPERTS = "_scale_inv"
+"""The end of the name of the scales of a parameter that holds the weights of all experts."""
+
+
+class Fp8(Format):
+    """Decodes such weights."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        block = settings.values.get("weight_block_size")
+        if block is not None and (
+            not isinstance(block, (list, tuple)) or len(block) != 2 or not all(_is_size(size) for size in block)
+        ):
+            raise settings.refuse(f"weight_block_size is {block!r}, and it has to be two numbers: rows and columns")
+        self._block = None if block is None else (int(block[0]), int(block[1]))
+        scheme = settings.values.get("activation_scheme")
+        self.activations = "in 8 bits" if scheme in ("dynamic", "static") or settings.method == "fbgemm_fp8" else None
+
+    def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
+        """Return the weight whose scale ``name`` is."""
+        for end in _SCALES:
+            weight = name.removesuffix(end) + ".weight"
+            if name.endswith(end) and weight in tensors and (end != ".scale" or tensors[weight].dtype in FLOAT8):
+                return weight, "scale"
+        weight = name.removesuffix(_OF_EXPERTS)
+        return (weight, "scale") if name.endswith(_OF_EXPERTS) and weight in tensors else None
+
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
+        """Return the weight ``name``."""
+        codes, scale = self._settings.part(parts, name, "weight"), self._settings.part(parts, name, "scale")
+        if codes.dtype not in FLOAT8 or len(codes.shape) < 2:
+            raise self._settings.refuse(f"tensor {codes.name} is {codes.described()}, and it has a scale, {scale.name}")
+        return scaled(self._settings, codes, scale, self._block)
+
+
+def scaled(settings: Settings, codes: Stored, scale: Stored, block: tuple[int, int] | None) -> Weight:
+    """Return the weight of ``codes`` [.., rows, columns] that ``scale`` multiplies.
+
+    The scale is one number, one a row, or one for each ``block`` of rows and columns; scales of bytes are powers of
+    two. Raises :class:`EtkvError` for another shape or type.
+    """
+    if scale.dtype not in (*FLOATS, "uint8", "float8_e8m0fnu"):
+        raise settings.refuse(f"tensor {scale.name} is {scale.described()}, and scales are floating-point numbers")
+    rows, columns = codes.shape[-2:]
+    grids = {(*codes.shape[:-2], rows, 1): (1, columns)}
+    if block is not None:
+        grids = {(*codes.shape[:-2], -(-rows // block[0]), -(-columns // block[1])): block} | grids
+    shape = scale.shape
+    if math.prod(shape) == 1:
+        return Decoded(partial(_decode, codes, scale, (1,) * len(codes.shape), (rows, columns)))
+    if len(shape) == len(codes.shape) - 1:
+        # One a row, or one an expert.
+        shape = (*shape, 1) if shape[-1] == rows else shape
+    if len(codes.shape) == 3 and math.prod(shape) == codes.shape[0] != rows:
+        shape = (codes.shape[0], 1, 1)
+        grids[shape] = (rows, columns)
+    if shape not in grids:
+        expected = " or ".join(str(list(grid)) for grid in grids)
+        raise settings.refuse(
+            f"tensor {scale.name} is {scale.described()}, and {expected} is expected for a weight {list(codes.shape)}"
+        )
+    return Decoded(partial(_decode, codes, scale, shape, grids[shape]))
+
+
+def _decode(codes: Stored, scale: Stored, shape: tuple[int, ...], block: tuple[int, int]) -> torch.Tensor:
+    factors = scale.read()
+    factors = power_scales(factors) if factors.element_size() == 1 else factors.float()
+    return scale_blocks(codes.read().float(), factors.reshape(shape), block)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,42 @@
+"""Experts in 4-bit floating point with a power of two for each 32 numbers, as gpt-oss is published: ``mxfp4``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from etkv.export.published.format import Format
+from etkv.export.published.packing import power_scales, unpack_fp4
+from etkv.export.published.stored import Stored
+from etkv.export.published.weight import Decoded, Weight
+
+GROUP = 32
+"""The numbers that share a scale."""
+
+
+class Mxfp4(Format):
+    """Decodes such weights. A parameter is ``[experts, in, out]``, and its blocks ``[experts, out, groups, 16]``."""
+
+    def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
+        """Return the weight of which ``name`` holds the blocks or the scales."""
+        for part in ("blocks", "scales"):
+            if name.endswith(f"_{part}"):
+                return name.removesuffix(f"_{part}"), part
+        return None
+
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
+        """Return the weight ``name``."""
+        blocks, scales = (self._settings.part(parts, name, part) for part in ("blocks", "scales"))
+        if len(blocks.shape) != 4:
+            raise self._settings.refuse(f"tensor {blocks.name} is {blocks.described()}, and 4 axes are expected")
+        self._settings.check(blocks, ("uint8",), (*blocks.shape[:3], GROUP // 2))
+        self._settings.check(scales, ("uint8",), blocks.shape[:3])
+        return Decoded(partial(_decode, blocks, scales))
+
+
+def _decode(blocks: Stored, scales: Stored) -> torch.Tensor:
+    groups = unpack_fp4(blocks.read())
+    groups *= power_scales(scales.read()).unsqueeze(-1)
+    return groups.flatten(2).transpose(1, 2).contiguous()

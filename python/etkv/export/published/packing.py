@@ -1,0 +1,57 @@
+"""Numbers of few bits in words and bytes, and scales of blocks."""
+
+from __future__ import annotations
+
+import torch
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of a number of 4 bits with 2 bits of exponent and 1 of mantissa, without its sign, the highest bit."""
+
+
+def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Return the ``count`` unsigned numbers of ``bits`` bits that each row of int32 ``words`` [rows, n] holds: uint8.
+
+    A row is one stream of bits, from the lowest bit of its first word on. A number may begin in one word and end in
+    the next.
+    """
+    if bits in (2, 4, 8):
+        # A number lies within a byte, and memory has the lowest byte of a word first.
+        in_bytes = words.contiguous().view(torch.uint8)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        numbers = (in_bytes.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
+        return numbers.flatten(1)[:, :count]
+    starts = torch.arange(count) * bits
+    low = words.long()[:, starts // 32] & 0xFFFFFFFF
+    # A word after the last holds nothing.
+    high = torch.nn.functional.pad(words, (0, 1)).long()[:, starts // 32 + 1] & 0xFFFFFFFF
+    numbers = ((low | high << 32) >> starts % 32) & ((1 << bits) - 1)
+    return numbers.to(torch.uint8)
+
+
+def words_of(count: int, bits: int) -> int:
+    """Return the int32 words that hold ``count`` numbers of ``bits`` bits."""
+    return -(-count * bits // 32)
+
+
+def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """Return the two numbers of each byte of ``packed`` [.., n], the lower half first: float32 [.., 2 * n]."""
+    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
+    halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return table[halves.int()]
+
+
+def power_scales(exponents: torch.Tensor) -> torch.Tensor:
+    """Return the powers of two whose exponents, plus 127, are the bytes ``exponents``: float32. 255 is NaN."""
+    return exponents.contiguous().view(torch.float8_e8m0fnu).float()
+
+
+def scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Multiply blocks of ``values`` [.., rows, columns] by their ``scales`` [.., blocks, blocks] in place.
+
+    ``block`` counts the rows and the columns of a block. Blocks at the ends may be smaller.
+    """
+    rows, columns = block
+    for start in range(0, values.shape[-2], rows):
+        of_columns = scales[..., start // rows, :].repeat_interleave(columns, dim=-1)[..., : values.shape[-1]]
+        values[..., start : start + rows, :] *= of_columns.unsqueeze(-2)
+    return values

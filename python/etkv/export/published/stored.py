@@ -1,0 +1,84 @@
+"""The tensors in the files of a checkpoint: their names, sizes and types without their values, until they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from etkv.errors import EtkvError
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+"""safetensors' name of a type -> torch's."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. ``dtype`` is torch's name of its type, such as ``float8_e4m3fn``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], torch.Tensor]
+    """Returns the values."""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the values are floating-point numbers of 16 bits or more."""
+        return self.dtype in ("float64", "float32", "float16", "bfloat16")
+
+    def described(self) -> str:
+        """Return type and shape, for messages."""
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def read_headers(files: list[Path]) -> dict[str, Stored]:
+    """Return the tensors of ``files``, safetensors or torch's: name -> tensor.
+
+    Raises :class:`EtkvError` for a type of numbers that is not known.
+    """
+    found: dict[str, Stored] = {}
+    for file in files:
+        found |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_torch(file)
+    return found
+
+
+def _of_safetensors(file: Path) -> dict[str, Stored]:
+    found = {}
+    # Every tensor keeps the file open. Its pages are read when the tensor is.
+    tensors: Any = safe_open(file, framework="pt")
+    for name in tensors.keys():  # noqa: SIM118 (the object is no mapping)
+        header = tensors.get_slice(name)
+        dtype = _DTYPES.get(header.get_dtype())
+        if dtype is None:
+            raise EtkvError(f"tensor {name} of {file} has numbers of type {header.get_dtype()}, which are not known")
+        found[name] = Stored(name, tuple(header.get_shape()), dtype, partial(tensors.get_tensor, name))
+    return found
+
+
+def _of_torch(file: Path) -> dict[str, Stored]:
+    loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return {
+        name: Stored(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), partial(torch.clone, tensor))
+        for name, tensor in loaded.items()
+        if isinstance(tensor, torch.Tensor)
+    }

@@ -1,0 +1,188 @@
+"""Packs matrices as published checkpoints store them, number by number, and says which weights they stand for.
+
+Each function returns the tensors of one layer, by the ends of their names, and the weight ``[rows, columns]`` in
+float32. Loops and whole numbers only: nothing is shared with the exporter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Packed = tuple[dict[str, Tensor], Tensor]
+
+_FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+_AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]
+"""The outputs of a word of eight, from its lowest bits on."""
+
+
+def numbers(bits: int, *shape: int, seed: int = 0, low: int = 0) -> Tensor:
+    """Return random whole numbers from ``low`` on that fit ``bits`` bits."""
+    return torch.randint(low, 1 << bits, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scales(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Return random scales, small enough for weights of a layer."""
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.02 + 0.001).to(dtype)
+
+
+def words(row: Sequence[int], bits: int) -> list[int]:
+    """Return the int32 words of a stream of numbers, from the lowest bit on."""
+    stream = 0
+    for place, number in enumerate(row):
+        stream |= int(number) << place * bits
+    count = -(-len(row) * bits // 32)
+    found = [(stream >> 32 * word) & 0xFFFFFFFF for word in range(count)]
+    return [word - (1 << 32) if word >= 1 << 31 else word for word in found]
+
+
+def in_words(matrix: Tensor, bits: int) -> Tensor:
+    """Return the rows of ``matrix`` in words."""
+    return torch.tensor([words(row, bits) for row in matrix.tolist()], dtype=torch.int32)
+
+
+def weight(codes: Tensor, scale: Tensor, zero: Tensor, group_of: Sequence[int]) -> Tensor:
+    """Return weights [rows, columns] of integers, with scales and zero points [rows, groups]."""
+    made = []
+    for of_row, zeros, factors in zip(codes.tolist(), zero.tolist(), scale.tolist(), strict=True):
+        made.append([(code - zeros[group]) * factors[group] for code, group in zip(of_row, group_of, strict=True)])
+    return torch.tensor(made)
+
+
+def awq(rows: int, columns: int, group_size: int, *, is_gemv: bool = False, seed: int = 0) -> Packed:
+    """Return a layer of AutoAWQ in 4 bits."""
+    groups = columns // group_size
+    codes, zeros = numbers(4, rows, columns, seed=seed), numbers(4, rows, groups, seed=seed + 1)
+    scale = scales(rows, groups, seed=seed)
+    plain = weight(codes, scale, zeros, [column // group_size for column in range(columns)])
+    if is_gemv:
+        filled = 8 * (128 // group_size)
+        missing = -groups % filled
+        pad = torch.nn.functional.pad
+        zeros, scale = pad(zeros, (0, missing)), pad(scale, (0, missing))
+        return {"qweight": in_words(codes, 4), "qzeros": in_words(zeros, 4), "scales": scale}, plain
+
+    def gemm(matrix: Tensor) -> Tensor:
+        order = [word * 8 + place for word in range(rows // 8) for place in _AWQ_PLACES]
+        return in_words(matrix.T[:, order], 4)
+
+    return {"qweight": gemm(codes), "qzeros": gemm(zeros), "scales": scale.T.contiguous()}, plain
+
+
+def gptq(
+    rows: int,
+    columns: int,
+    group_size: int,
+    bits: int,
+    *,
+    group_of: Sequence[int] | None = None,
+    is_second: bool = False,
+    symmetric: bool = False,
+    seed: int = 0,
+) -> Packed:
+    """Return a layer of GPTQ. ``group_of`` is the group of each column, ``is_second`` the second format."""
+    group_of = group_of or [column // group_size for column in range(columns)]
+    groups = max(group_of) + 1
+    codes = numbers(bits, rows, columns, seed=seed)
+    # The first format has no zero point of 0.
+    zeros = numbers(bits, rows, groups, seed=seed + 1, low=0 if is_second else 1)
+    if symmetric:
+        zeros = torch.full_like(zeros, 1 << (bits - 1))
+    scale = scales(rows, groups, seed=seed)
+    stored = zeros if is_second else zeros - 1
+    made = {
+        "qweight": in_words(codes.T.contiguous().T, bits).T.contiguous(),
+        "qzeros": in_words(stored.T, bits),
+        "scales": scale.T.contiguous(),
+        "g_idx": torch.tensor(group_of, dtype=torch.int32),
+    }
+    return made, weight(codes, scale, zeros, group_of)
+
+
+def packed_integers(
+    rows: int, columns: int, group_size: int, bits: int, *, symmetric: bool = True, seed: int = 0
+) -> Packed:
+    """Return a layer of compressed-tensors in the format pack-quantized."""
+    groups = columns // group_size
+    codes, zeros = numbers(bits, rows, columns, seed=seed), numbers(bits, rows, groups, seed=seed + 1)
+    scale = scales(rows, groups, seed=seed, dtype=torch.bfloat16)
+    if symmetric:
+        zeros = torch.full_like(zeros, 1 << (bits - 1))
+    made = {
+        "weight_packed": in_words(codes, bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+    if not symmetric:
+        made["weight_zero_point"] = in_words(zeros.T, bits).T.contiguous()
+    return made, weight(codes, scale, zeros, [column // group_size for column in range(columns)])
+
+
+def integers(rows: int, columns: int, *, symmetric: bool = True, seed: int = 0) -> Packed:
+    """Return a layer of compressed-tensors in the format int-quantized, with a scale a row."""
+    codes = numbers(8, rows, columns, seed=seed) - 128
+    zeros = torch.zeros(rows, 1, dtype=torch.int64) if symmetric else numbers(7, rows, 1, seed=seed) - 64
+    scale = scales(rows, 1, seed=seed, dtype=torch.bfloat16)
+    made = {"weight": codes.to(torch.int8), "weight_scale": scale}
+    if not symmetric:
+        made["weight_zero_point"] = zeros.to(torch.int8)
+    return made, weight(codes, scale, zeros, [0] * columns)
+
+
+def fp8(
+    rows: int,
+    columns: int,
+    block: tuple[int, int] | None,
+    *,
+    scale_shape: tuple[int, ...] | None = None,
+    scale_name: str = "weight_scale_inv",
+    as_powers: bool = False,
+    seed: int = 0,
+) -> Packed:
+    """Return a layer in 8-bit floating point with a scale for each block; without one, a scale of ``scale_shape``."""
+    codes = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
+    grid = (rows, 1) if block is None else (-(-rows // block[0]), -(-columns // block[1]))
+    if as_powers:
+        stored = numbers(3, *grid, seed=seed).to(torch.uint8) + 118
+        scale = torch.tensor([[2.0 ** (byte - 127) for byte in row] for row in stored.tolist()])
+    else:
+        stored = scale = scales(*(grid if scale_shape is None else scale_shape), seed=seed, dtype=torch.float32)
+    made = codes.float()
+    for row in range(rows):
+        for column in range(columns):
+            if block is not None:
+                factor = scale[row // block[0], column // block[1]]
+            else:
+                factor = scale.flatten()[row if scale.numel() == rows else 0]
+            made[row, column] *= factor
+    return {"weight": codes, scale_name: stored}, made
+
+
+def _fp4(codes: Tensor, factor: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return two numbers a byte, and their values times the factor of their group."""
+    in_bytes, made = [], []
+    for of_row, factors in zip(codes.tolist(), factor.tolist(), strict=True):
+        in_bytes.append([low + 16 * high for low, high in zip(of_row[::2], of_row[1::2], strict=True)])
+        made.append([_FP4[code] * factors[column // group_size] for column, code in enumerate(of_row)])
+    return torch.tensor(in_bytes, dtype=torch.uint8), torch.tensor(made)
+
+
+def nvfp4(rows: int, columns: int, *, divides: bool, seed: int = 0) -> Packed:
+    """Return a layer in NVFP4, of compressed-tensors if the scale of the whole divides, else of Model Optimizer."""
+    scale = (scales(rows, columns // 16, seed=seed) * 20000).to(torch.float8_e4m3fn)
+    whole = torch.tensor([3000.0]) if divides else torch.tensor(1 / 3000.0)
+    factor = scale.float() / whole if divides else scale.float() * whole
+    in_bytes, made = _fp4(numbers(4, rows, columns, seed=seed), factor, 16)
+    if divides:
+        return {"weight_packed": in_bytes, "weight_scale": scale, "weight_global_scale": whole}, made
+    return {"weight": in_bytes, "weight_scale": scale, "weight_scale_2": whole}, made
+
+
+def mxfp4(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return two numbers a byte [rows, columns / 2], exponents [rows, columns / 32], and the weight."""
+    exponents = numbers(3, rows, columns // 32, seed=seed).to(torch.uint8) + 118
+    factor = torch.tensor([[2.0 ** (byte - 127) for byte in row] for row in exponents.tolist()])
+    in_bytes, made = _fp4(numbers(4, rows, columns, seed=seed), factor, 32)
+    return in_bytes, exponents, made

@@ -1,0 +1,313 @@
+"""Weights in the quantizations in which models are published are decoded exactly, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import published_packers as packers
+from etkv.errors import EtkvError
+from etkv.export import source, weights
+from etkv.export.published import REMEDY
+from etkv.export.request import ExportRequest
+
+LAYER = "model.layers.0.self_attn.q_proj"
+ROWS, COLUMNS, GROUP = 32, 64, 32
+SHUFFLED = [column // GROUP for column in range(COLUMNS)]
+random.Random(0).shuffle(SHUFFLED)
+
+Tensors = dict[str, torch.Tensor]
+
+
+class _Config:
+    """A configuration with the settings of a quantization alone."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.quantization_config = settings
+
+    def get_text_config(self) -> _Config:
+        return self
+
+
+def _read(folder: Path, tensors: Tensors, settings: dict[str, Any]):
+    """Read the parts of ``LAYER``, and other tensors, whose names have a dot."""
+    file = folder / "model.safetensors"
+    save_file({name if "." in name else f"{LAYER}.{name}": x.contiguous() for name, x in tensors.items()}, file)
+    checkpoint = weights.read_quantized(folder, [file], _Config(settings))
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _groups(form: str, **of_weights: Any) -> dict[str, Any]:
+    """Settings of compressed-tensors with one group, for all linear layers."""
+    of_weights = {"type": "int", "symmetric": True, **of_weights}
+    group = {"targets": ["Linear"], "weights": of_weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def _gptq(bits: int = 4, **settings: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, **settings}
+
+
+def _packed(bits: int, symmetric: bool = True) -> dict[str, Any]:
+    return _groups("pack-quantized", num_bits=bits, strategy="group", group_size=GROUP, symmetric=symmetric)
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 48]}
+SHAPE = (ROWS, COLUMNS)
+
+CASES = {
+    "awq": lambda: (packers.awq(*SHAPE, GROUP), AWQ),
+    "awq-gemv": lambda: (packers.awq(*SHAPE, GROUP, is_gemv=True), {**AWQ, "version": "gemv"}),
+    **{f"gptq-{bits}": lambda bits=bits: (packers.gptq(*SHAPE, GROUP, bits), _gptq(bits)) for bits in (2, 3, 4, 8)},
+    "gptq-v2": lambda: (packers.gptq(*SHAPE, GROUP, 4, is_second=True), _gptq(checkpoint_format="gptq_v2")),
+    "gptq-symmetric": lambda: (packers.gptq(*SHAPE, GROUP, 4, symmetric=True), _gptq(sym=True)),
+    "gptq-order": lambda: (packers.gptq(*SHAPE, GROUP, 4, group_of=SHUFFLED), _gptq(desc_act=True)),
+    "gptq-rows": lambda: (packers.gptq(*SHAPE, COLUMNS, 4), _gptq(group_size=-1)),
+    "gptq-own-bits": lambda: (packers.gptq(*SHAPE, GROUP, 8), _gptq(4, dynamic={"+:.*": {"bits": 8}})),
+    **{
+        f"packed-{bits}": lambda bits=bits: (packers.packed_integers(*SHAPE, GROUP, bits), _packed(bits))
+        for bits in (4, 8)
+    },
+    "packed-zeros": lambda: (packers.packed_integers(*SHAPE, GROUP, 3, symmetric=False), _packed(3, False)),
+    "packed-channel": lambda: (
+        packers.packed_integers(*SHAPE, COLUMNS, 4),
+        _groups("pack-quantized", num_bits=4, strategy="channel"),
+    ),
+    "int8": lambda: (packers.integers(*SHAPE), _groups("int-quantized", num_bits=8, strategy="channel")),
+    "int8-zeros": lambda: (
+        packers.integers(*SHAPE, symmetric=False),
+        _groups("naive-quantized", num_bits=8, strategy="channel", symmetric=False),
+    ),
+    # Blocks at both ends are smaller, as in DeepSeek-V3.
+    "fp8-blocks": lambda: (packers.fp8(*SHAPE, (24, 48)), {**FP8, "weight_block_size": [24, 48]}),
+    "fp8-powers": lambda: (packers.fp8(*SHAPE, (16, 48), as_powers=True), FP8),
+    "fp8-tensor": lambda: (packers.fp8(*SHAPE, None, scale_shape=()), {**FP8, "weight_block_size": None}),
+    "fbgemm": lambda: (
+        packers.fp8(*SHAPE, None, scale_shape=(ROWS, 1), scale_name="weight_scale"),
+        {"quant_method": "fbgemm_fp8"},
+    ),
+    "float-blocks": lambda: (
+        packers.fp8(*SHAPE, (16, 32), scale_name="weight_scale"),
+        _groups("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32]),
+    ),
+    "float-rows": lambda: (
+        packers.fp8(*SHAPE, None, scale_shape=(ROWS, 1), scale_name="weight_scale"),
+        _groups("float-quantized", num_bits=8, type="float", strategy="channel"),
+    ),
+    "nvfp4": lambda: (
+        packers.nvfp4(*SHAPE, divides=True),
+        _groups("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    ),
+    "modelopt": lambda: (packers.nvfp4(*SHAPE, divides=False), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_format_is_decoded_exactly(tmp_path, case):
+    (tensors, expected), settings = CASES[case]()
+    bias = torch.randn(ROWS).bfloat16()
+    found = _read(tmp_path, {**tensors, "bias": bias}, settings).weights
+    assert found.keys() == {f"{LAYER}.weight", f"{LAYER}.bias"}
+    decoded = found[f"{LAYER}.weight"][...]
+    assert decoded.dtype == torch.float32
+    assert torch.equal(decoded, expected)
+    assert torch.equal(found[f"{LAYER}.bias"][...], bias)
+
+
+def test_experts_in_mxfp4_are_decoded_exactly(tmp_path):
+    experts = [packers.mxfp4(*SHAPE, seed=seed) for seed in range(3)]
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    blocks = torch.stack([made.unflatten(1, (-1, 16)) for made, _, _ in experts])
+    found = _read(
+        tmp_path,
+        {f"{name}_blocks": blocks, f"{name}_scales": torch.stack([exponents for _, exponents, _ in experts])},
+        {"quant_method": "mxfp4"},
+    ).weights
+    assert found.keys() == {name}
+    assert torch.equal(found[name][...], torch.stack([expected.T for _, _, expected in experts]))
+
+
+def test_scales_of_activations_and_of_caches_are_said(tmp_path):
+    tensors, _ = packers.fp8(*SHAPE, (16, 48))
+    scales = {"input_scale": torch.tensor(0.1), "model.layers.0.self_attn.k_scale": torch.tensor(0.2)}
+    found = _read(tmp_path, {**tensors, **scales}, FP8)
+    assert found.weights.keys() == {f"{LAYER}.weight"}
+    assert found.remarks == (
+        "the folder is for activations in 8 bits, and the program does not round them",
+        "the folder has scales of keys and values in 8 bits, and an etkv cache has formats of its own",
+    )
+    tensors, _ = packers.awq(*SHAPE, GROUP)
+    assert not _read(tmp_path, tensors, AWQ).remarks
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "method": (
+        {"quant_method": "unheard-of"},
+        lambda: packers.awq(*SHAPE, GROUP)[0],
+        "(unheard-of), and the exporter reads awq, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt, mxfp4",
+    ),
+    "no method": ({"bits": 4}, lambda: packers.awq(*SHAPE, GROUP)[0], "(by a method that it does not name)"),
+    "awq bits": ({**AWQ, "bits": 8}, lambda: packers.awq(*SHAPE, GROUP)[0], "bits is 8, and the exporter reads 4"),
+    "awq version": (
+        {**AWQ, "version": "marlin"},
+        lambda: packers.awq(*SHAPE, GROUP)[0],
+        "version is 'marlin', and the exporter reads the layouts gemm and gemv",
+    ),
+    "awq part": (
+        AWQ,
+        lambda: {name: x for name, x in packers.awq(*SHAPE, GROUP)[0].items() if name != "qzeros"},
+        f"weight {LAYER}.weight lacks its qzeros",
+    ),
+    "awq group": (
+        {**AWQ, "group_size": 64},
+        lambda: packers.awq(*SHAPE, GROUP)[0],
+        f"tensor {LAYER}.qzeros is int32 [2, 4], and int32 [1, 4] is expected",
+    ),
+    "gptq bits": (_gptq(5), lambda: packers.gptq(*SHAPE, GROUP, 4)[0], "bits is 5, and the exporter reads 2, 3, 4, 8"),
+    "gptq other bits": (
+        _gptq(8),
+        lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
+        f"tensor {LAYER}.qweight is int32 [8, 32], and int32 [16, 32] is expected",
+    ),
+    "gptq group": (
+        _gptq(group_size=16),
+        lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
+        "has 2 groups of 64 columns, and group_size is 16",
+    ),
+    "gptq format": (
+        _gptq(checkpoint_format="marlin"),
+        lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
+        "checkpoint_format is 'marlin'",
+    ),
+    "gptq zero": (
+        _gptq(),
+        # All bits of a zero point that is stored less one.
+        lambda: packers.gptq(*SHAPE, GROUP, 4)[0] | {"qzeros": torch.full((2, 4), -1, dtype=torch.int32)},
+        "has a zero point of 0, which checkpoints of format gptq store less one: readers take it for 0 or for 16",
+    ),
+    "gptq order": (
+        _gptq(desc_act=True),
+        lambda: packers.gptq(*SHAPE, GROUP, 4)[0] | {"g_idx": torch.full((COLUMNS,), 2, dtype=torch.int32)},
+        f"tensor {LAYER}.g_idx has groups outside of the 2 of {LAYER}.weight",
+    ),
+    "fp8 grid": (
+        {**FP8, "weight_block_size": [16, 16]},
+        lambda: packers.fp8(*SHAPE, (16, 48))[0],
+        f"tensor {LAYER}.weight_scale_inv is float32 [2, 2], and [2, 4] or [32, 1] is expected for a weight [32, 64]",
+    ),
+    "fp8 block": ({**FP8, "weight_block_size": [16]}, lambda: packers.fp8(*SHAPE, (16, 48))[0], "weight_block_size is"),
+    "fp8 without a scale": (
+        FP8,
+        lambda: {"weight": packers.fp8(*SHAPE, (16, 48))[0]["weight"]},
+        "is float8_e4m3fn [32, 64], and the configuration does not say how it is quantized",
+    ),
+    "sparse": (
+        _packed(4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        "sparsity_config is {'format': 'sparse-24-bitmask'}, which the exporter does not know",
+    ),
+    "rotations": (
+        _packed(4) | {"transform_config": {"config_groups": {"R1": {}}}},
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        "transform_config is {'config_groups': {'R1': {}}}",
+    ),
+    "ignored": (
+        _packed(4) | {"ignore": ["re:.*q_proj"]},
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        f"layer {LAYER} is among those to ignore, and is quantized",
+    ),
+    "class": (
+        _packed(4) | {"config_groups": {"group_0": {"targets": ["LlamaMLP"]}}},
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        "a group is for layers of class LlamaMLP",
+    ),
+    "no group": (
+        _packed(4) | {"config_groups": {"group_0": {"targets": ["re:.*v_proj"]}}},
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        f"0 groups of config_groups are for layer {LAYER}",
+    ),
+    "zeros": (
+        _packed(4),
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4, symmetric=False)[0],
+        f"weight {LAYER}.weight is symmetric, and has {LAYER}.weight_zero_point",
+    ),
+    "format": (
+        _groups("marlin-24", num_bits=4, strategy="channel"),
+        lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
+        "format is 'marlin-24'",
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        lambda: packers.nvfp4(*SHAPE, divides=False)[0],
+        "quant_algo is 'W4A8_AWQ', and the exporter reads 'FP8', 'NVFP4'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_decoded_is_refused(tmp_path, case):
+    settings, tensors, expected = REFUSED[case]
+    with pytest.raises(EtkvError) as caught:
+        _read(tmp_path, tensors(), settings)
+    said = str(caught.value)
+    assert expected in said
+    assert said.endswith(REMEDY)
+    assert "\n" not in said
+
+
+def _quantize(folder: Path, plain: Path, settings: dict[str, Any], pack: Any, chosen: str) -> None:
+    """Quantize the weights of ``folder`` whose names contain ``chosen``, and write what they stand for to ``plain``."""
+    loaded = load_file(folder / "model.safetensors")
+    quantized, meant = dict(loaded), dict(loaded)
+    for number, name in enumerate(name for name, x in loaded.items() if chosen in name and x.dim() == 2):
+        tensors, meant[name] = pack(*loaded[name].shape, seed=number)
+        del quantized[name]
+        quantized |= {f"{name.removesuffix('weight')}{part}": x for part, x in tensors.items()}
+    save_file(quantized, folder / "model.safetensors", {"format": "pt"})
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+
+
+def _model(folder: Path, notes: list[str]):
+    origin = source.find(ExportRequest(folder, folder).model)
+    return source.read_model(origin, source.read_config(origin), "float32", note=notes.append)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "pack", "chosen"),
+    [
+        ("tiny-llama", AWQ, lambda *shape, seed: packers.awq(*shape, GROUP, seed=seed), "self_attn"),
+        # Phi-3 has queries, keys and values in one matrix.
+        ("tiny-phi3", _gptq(3), lambda *shape, seed: packers.gptq(*shape, GROUP, 3, seed=seed), "self_attn"),
+        # Experts are stacked after they are decoded.
+        ("tiny-qwen3-moe", FP8, lambda *shape, seed: packers.fp8(*shape, (16, 48), seed=seed), ".experts."),
+    ],
+    ids=["awq", "gptq", "fp8"],
+)
+def test_a_model_is_loaded_as_its_decoded_weights(tiny, tmp_path, name, settings, pack, chosen):
+    folder, plain = (shutil.copytree(tiny(name), tmp_path / part) for part in ("quantized", "plain"))
+    _quantize(folder, plain, settings, pack, chosen)
+    notes: list[str] = []
+    model, expected = _model(folder, notes), _model(plain, [])
+    assert bool(notes) == (settings is FP8)
+    assert not hasattr(model.config, "quantization_config")
+    found = model.state_dict()
+    assert found.keys() == expected.state_dict().keys()
+    for weight, values in expected.state_dict().items():
+        assert torch.equal(found[weight], values), weight
