@@ -19,7 +19,7 @@ from tests.upstream_ops import damage
 
 pytestmark = pytest.mark.long
 
-PROGRAMS = 10_000 if EVERYTHING else 2_000
+PROGRAMS = 10_000 if EVERYTHING else 600
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are limited as on Linux")

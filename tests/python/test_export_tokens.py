@@ -70,8 +70,14 @@ READ_PLACES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*READ_OTHERS, *READ_PLACES])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in [*READ_OTHERS, *READ_PLACES]),
+        *((name, torch.bfloat16) for name in ("attention", "mask of values", "place")),
+    ],
+    ids=str,
+)
 def test_a_module_that_reads_other_tokens_or_places(name, dtype):
     step = _step(dtype=dtype)
     change = (READ_OTHERS | READ_PLACES)[name]
@@ -104,8 +110,15 @@ def test_an_op_with_positions_of_its_own():
         tokens.check(traced, forward.samples(step, 3), 256, "llama")
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "phi", "falcon_h1", "qwen3_5_text", "gemma4_text", "mixtral"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.float32) for family in ("opt", "phi", "gemma4_text")),
+        *((family, torch.bfloat16) for family in ("falcon_h1", "qwen3_5_text", "mixtral")),
+        ("llama", torch.float16),
+    ],
+    ids=str,
+)
 def test_models_whose_tokens_meet_in_the_cache(family, dtype):
     """Rounding in half precision is no reason to refuse: the check computes in float32."""
     _check(_step(family, dtype=dtype))
