@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etkv.expert_weights import WeightFormat, apart
+from etkv.linear_op import rounded
+from etkv.packed_weights import WeightFormat, apart
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
@@ -84,7 +85,7 @@ def routed_experts(
         x: hidden states, ``[T, hidden]``.
         experts: int64 ``[T, k]``, the experts of each token; one may be there several times.
         weights: ``[T, k]``, the factors of their outputs.
-        first: the packed weights of all experts' first products, see :mod:`etkv.expert_weights`. With a gate, tiles of
+        first: the packed weights of all experts' first products, see :mod:`etkv.packed_weights`. With a gate, tiles of
             the gate and of what it gates alternate.
         second: those of the second products.
         first_bias: ``[experts, rows of the packed weights]``, in their order, or None.
@@ -172,12 +173,3 @@ def compute(
         factors = torch.where(is_chosen, weights, 0.0).sum(dim=1, keepdim=True)
         made = torch.where(is_chosen.any(dim=1, keepdim=True), made + output * factors, made)
     return made.to(x.dtype)
-
-
-def rounded(x: Tensor, group_size: int) -> Tensor:
-    """Return ``x`` as 8-bit integers times a scale for each group of elements of a row."""
-    groups = x.unflatten(-1, (-1, group_size))
-    most = groups.abs().amax(dim=-1, keepdim=True)
-    codes = torch.where(most < 2.0**-100, 0.0, (groups * (127.0 / most)).round())
-    made: Tensor = (codes * (most / 127.0)).flatten(-2)
-    return made

@@ -234,37 +234,6 @@ def test_omitted_passes_would_change_nothing(programs, variant, tmp_path, monkey
     assert kept == [theirs._payload(delegate) for delegate in theirs._delegates("XnnpackBackend")]
 
 
-def test_shapes_of_quantized_tensors():
-    """Fake tensors get the shapes and dtypes of real ones, per token and per group."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torchao.quantization.quant_primitives import MappingType
-
-    from etkv.export.cpu import quantization
-
-    quantization.infer_shapes_quickly()
-    ops = torch.ops.torchao
-
-    def all_of(x, block, dtypes, keepdim):
-        choose = (x, MappingType.ASYMMETRIC.name, block, torch.int8, -128, 127, None, *dtypes, keepdim)
-        scale, zero = ops.choose_qparams_affine(*choose)
-        codes = ops.quantize_affine(x, block, scale, zero, torch.int8, -128, 127)
-        back = ops.dequantize_affine(codes, block, scale, zero, torch.int8, -128, 127)
-        half = ops.dequantize_affine(codes, block, scale, zero, torch.int8, -128, 127, torch.float16)
-        return scale, zero, codes, back, half
-
-    blocks = [[1, 1, 64], [1, 1, 32], [1, 5, 64]]
-    for block in blocks:
-        for dtypes in ((None, None), (torch.float64, torch.int8)):
-            for keepdim in (False, True):
-                if keepdim and block == [1, 1, 32]:
-                    continue
-                real = all_of(torch.randn(1, 5, 64), block, dtypes, keepdim)
-                with FakeTensorMode():
-                    fake = all_of(torch.empty(1, 5, 64), block, dtypes, keepdim)
-                told = [[(made.shape, made.stride(), made.dtype) for made in side] for side in (real, fake)]
-                assert told[0] == told[1]
-
-
 # ---- Wrong use ------------------------------------------------------------------------------------------------------
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import tiny_families
-from etkv.expert_weights import WeightFormat, alternate, apart
-from etkv.experts_op import Activation, rounded, routed_experts
+from etkv.experts_op import Activation, routed_experts
 from etkv.export import experts
 from etkv.export.cpu import experts as of_cpu
+from etkv.linear_op import rounded
+from etkv.packed_weights import WeightFormat, alternate, apart
 
 FORMATS = [
     WeightFormat("float32"),
@@ -63,7 +64,7 @@ def _compute(module, implementation: str) -> torch.Tensor:
 def test_weights_come_back(fmt):
     matrix = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     packed = fmt.pack(matrix)
-    assert (packed.shape, packed.dtype) == (torch.Size(fmt.shape(1, 40, 256)[1:]), fmt.dtype)
+    assert (packed.shape, packed.dtype) == (torch.Size(fmt.shape(40, 256)), fmt.dtype)
     plain = fmt.unpack(packed)
     assert plain.shape == (48, 256)
     assert not plain[40:].any()

@@ -8,9 +8,8 @@ use std::error::Error;
 use std::hint::black_box;
 use std::time::Instant;
 
-use etkv_cpu::experts::{
-    route_into, Activation, Experts, Function, Inputs, WeightFormat, Workspace,
-};
+use etkv_cpu::experts::{route_into, Activation, Experts, Function, Inputs, Workspace};
+use etkv_cpu::linear::WeightFormat;
 use etkv_cpu::Parallel;
 use rayon::prelude::*;
 

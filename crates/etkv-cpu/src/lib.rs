@@ -11,6 +11,7 @@ pub mod attention;
 mod backend;
 pub mod experts;
 mod floats;
+pub mod linear;
 mod memory;
 mod parallel;
 pub mod program;

@@ -84,11 +84,14 @@ def _plain_weights(model: PreTrainedModel) -> dict[str, Any]:
     from torchao.utils import TorchAOBaseTensor
 
     from etkv.export import experts
+    from etkv.export.cpu import linears
 
     state = experts.plain_weights(model)
     tied = set(model.all_tied_weights_keys) if model.config.get_text_config().tie_word_embeddings else set()
     of_experts = tuple(f"{name}." for name in state)
+    state |= {name: tensor for name, tensor in linears.plain_weights(model).items() if name not in tied}
+    packed = {f"{name}.packed" for name, _ in linears.layers(model)}
     for name, tensor in model.state_dict().items():
-        if name not in tied and not name.startswith(of_experts):
+        if name not in tied | packed and not name.startswith(of_experts):
             state[name] = tensor.dequantize() if isinstance(tensor, TorchAOBaseTensor) else tensor
     return state

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from etkv import experts_op
+from etkv import experts_op, linear_op
 from etkv.errors import EtkvError, first_line
-from etkv.expert_weights import WeightFormat
+from etkv.packed_weights import WeightFormat
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -106,6 +106,7 @@ class _Run(torch.fx.Interpreter):
             "kvcache.update_and_convolve.default": self._convolve,
             "kvcache.update_and_scan.default": self._scan,
             "etkv.routed_experts.default": _experts,
+            "etkv.linear.default": _linear,
         }
         with torch.no_grad():
             self.run(*map(_float, inputs.values()), enable_io_processing=False)
@@ -173,6 +174,13 @@ def _experts(*arguments: Any) -> torch.Tensor:
     compute: Any = experts_op.compute
     made: torch.Tensor = compute(*tensors, fmt, between, rounds=False)
     return made
+
+
+def _linear(
+    x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, name: str, group_size: int, rows: int
+) -> torch.Tensor:
+    """Return products without the rounding of activations."""
+    return linear_op.compute(x, weights, bias, WeightFormat(name, group_size), rows, rounds=False)
 
 
 def _float(value: Any) -> Any:

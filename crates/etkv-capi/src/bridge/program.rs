@@ -86,7 +86,7 @@ impl Program {
     /// Returns the number of outputs.
     pub fn n_outputs(&self) -> usize {
         match self {
-            Self::Cpu(_) => 1,
+            Self::Cpu(call) => call.n_outputs(),
             #[cfg(feature = "mlx-programs")]
             Self::Mlx(program) => program.n_outputs(),
         }

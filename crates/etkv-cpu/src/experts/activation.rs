@@ -4,7 +4,7 @@ use std::f32::consts::{FRAC_1_SQRT_2, PI};
 
 use etkv_core::{fail, Result};
 
-use super::weights::ROWS;
+use crate::linear::weights::ROWS;
 use crate::recurrent::exp;
 use crate::simd::{Kernel, Simd};
 

@@ -1,5 +1,7 @@
 //! The pairs of a token and an expert of a step, sorted by expert.
 
+use std::ops::Range;
+
 use etkv_core::{fail, Error, Result, Status};
 
 /// An expert with tokens in a step, and its pairs.
@@ -9,6 +11,13 @@ pub(super) struct Chosen {
     /// The first of its pairs, and the end of them.
     pub first: usize,
     pub end: usize,
+}
+
+impl Chosen {
+    /// Returns the numbers of its pairs.
+    pub fn pairs(&self) -> Range<usize> {
+        self.first..self.end
+    }
 }
 
 /// The pairs of a step.

@@ -3,16 +3,14 @@
 use etkv_core::{fail, Result};
 
 use super::activation::Activate;
-use super::blocks::{blocks_of, Block, Packed, BLOCK};
-use super::float_tile::FloatTile;
-use super::integer_tile::{Dot, IntegerTile};
-use super::quantize::Quantize;
 use super::routing::{Chosen, Routing};
 use super::sizes::Experts;
-use super::weights::{WeightFormat, MAX_GROUP, ROWS};
 use super::workspace::{Pieces, Workspace};
+use crate::linear::blocks::{blocks_of, Block, BLOCK};
+use crate::linear::tiles::{Sums, Tiles};
+use crate::linear::weights::{MAX_GROUP, ROWS};
 use crate::parallel::{Parallel, Serial};
-use crate::simd::{with_simd, Instructions, Kernel, Simd};
+use crate::simd::Instructions;
 
 /// The tasks for each thread: enough to even out other load on the machine.
 const TASKS: usize = 8;
@@ -77,16 +75,10 @@ pub(super) fn route_with(
     // About ten microseconds of work are not worth waking a thread.
     let work = experts.hidden * experts.intermediate * routing.chosen.len();
     let parallel = if work < 1 << 15 { &Serial } else { parallel };
-    let dot = Dot::of(instructions);
-    let most = match experts.weights.group() {
-        Some(_) => dot.most(),
-        // Sums of twice as many vectors fill the registers.
-        None => BLOCK * with_simd!(instructions, |S| S::WIDTH) / ROWS,
-    };
+    let tiles = Tiles::of(instructions, experts.weights);
     let step = Step {
-        instructions,
-        dot,
-        most,
+        tiles,
+        most: tiles.most(),
         experts,
         inputs,
         routing,
@@ -133,8 +125,7 @@ fn check(experts: &Experts, inputs: &Inputs, out: &[f32]) -> Result<()> {
 
 /// A call, for its tasks.
 struct Step<'a> {
-    instructions: Instructions,
-    dot: Dot,
+    tiles: Tiles,
     /// The most pairs of a block.
     most: usize,
     experts: &'a Experts,
@@ -148,9 +139,6 @@ struct Step<'a> {
 // SAFETY: the tasks of each phase write to pieces and columns of their own. What they read was written in an earlier
 // phase.
 unsafe impl Sync for Step<'_> {}
-
-/// The sums of a block, a tile's rows for each pair.
-type Sums = [f32; BLOCK * ROWS];
 
 impl Step<'_> {
     fn run(&self, parallel: &dyn Parallel, threads: usize) {
@@ -183,15 +171,6 @@ impl Step<'_> {
         });
     }
 
-    /// Runs a kernel.
-    ///
-    /// # Safety
-    /// The fields of the kernel point to what their comments say.
-    unsafe fn enter(&self, kernel: impl Kernel) {
-        // SAFETY: the machine has the instructions; the caller's.
-        with_simd!(self.instructions, |S| unsafe { S::enter(kernel) });
-    }
-
     /// Rounds a token to 8 bits.
     fn quantize(&self, token: usize) {
         let tokens = &self.pieces.tokens;
@@ -209,15 +188,14 @@ impl Step<'_> {
         };
         let groups = row.chunks_exact(group).zip(codes.chunks_exact_mut(group));
         for ((from, codes), (scale, sum)) in groups.zip(scales.iter_mut().zip(sums)) {
-            // SAFETY: references, to as many codes as numbers.
-            unsafe { self.enter(Quantize { from, codes, scale, sum }) };
+            (*scale, *sum) = self.tiles.quantize(from, codes);
         }
     }
 
     /// Puts the tokens of an expert into blocks.
     fn pack(&self, chosen: &Chosen) {
         let (to, tokens) = (&self.pieces.first, &self.pieces.tokens);
-        for block in blocks_of(chosen, self.most) {
+        for block in blocks_of(chosen.pairs(), self.most) {
             for i in 0..block.n {
                 let token = self.token(block.first + i);
                 if to.group == 0 {
@@ -253,7 +231,7 @@ impl Step<'_> {
         let (mut gates, mut ups): (Sums, Sums) = ([0.0; BLOCK * ROWS], [0.0; BLOCK * ROWS]);
         let mut rows = [[0.0f32; MAX_GROUP]; BLOCK];
         for (unit_at, block) in
-            units.flat_map(|at| blocks_of(chosen, self.most).map(move |block| (at, block)))
+            units.flat_map(|at| blocks_of(chosen.pairs(), self.most).map(move |block| (at, block)))
         {
             for tile in 0..unit / ROWS {
                 let column = unit_at * unit + tile * ROWS;
@@ -268,7 +246,12 @@ impl Step<'_> {
                 let (gates_at, ups_at) = (gates.as_mut_ptr(), ups.as_ptr());
                 // SAFETY: both have rows for all pairs of a block.
                 unsafe {
-                    self.enter(Activate { activation, gates: gates_at, ups: ups_at, n: block.n });
+                    self.tiles.enter(Activate {
+                        activation,
+                        gates: gates_at,
+                        ups: ups_at,
+                        n: block.n,
+                    });
                 }
                 for (i, made) in gates.chunks_exact(ROWS).take(block.n).enumerate() {
                     if to.group == 0 {
@@ -281,14 +264,11 @@ impl Step<'_> {
             }
             if to.group != 0 {
                 for (i, row) in rows[..block.n].iter().enumerate() {
-                    let (mut codes, mut scale, mut sum) = ([0; MAX_GROUP], 0.0, 0);
-                    let (from, codes) = (&row[..unit], &mut codes[..unit]);
-                    let (scale_at, sum_at) = (&mut scale, &mut sum);
-                    // SAFETY: references, to as many codes as numbers; the columns of these pairs belong to this
-                    // task.
+                    let mut codes = [0; MAX_GROUP];
+                    let (scale, sum) = self.tiles.quantize(&row[..unit], &mut codes);
+                    // SAFETY: the columns of these pairs belong to this task.
                     unsafe {
-                        self.enter(Quantize { from, codes, scale: scale_at, sum: sum_at });
-                        to.put_integers(block, i, unit_at, codes, &[scale], &[sum]);
+                        to.put_integers(block, i, unit_at, &codes[..unit], &[scale], &[sum]);
                     }
                 }
             }
@@ -297,7 +277,9 @@ impl Step<'_> {
 
     fn first_tile(&self, expert: usize, tile: usize, block: Block, sums: &mut Sums) {
         let tiles = self.experts.first_tiles();
-        self.tile(self.inputs.first, &self.pieces.first, expert * tiles + tile, block, sums);
+        let (weights, inputs) = (self.inputs.first, &self.pieces.first);
+        // SAFETY: an earlier phase wrote the block.
+        unsafe { self.tiles.multiply(weights, expert * tiles + tile, inputs, block, sums) };
         if let Some(bias) = self.inputs.first_bias {
             let bias = &bias[(expert * tiles + tile) * ROWS..][..ROWS];
             for sums in sums.chunks_exact_mut(ROWS).take(block.n) {
@@ -322,9 +304,12 @@ impl Step<'_> {
         let (column, width) = self.columns(tile);
         let bias = self.inputs.second_bias.map(|bias| &bias[expert * hidden + column..][..width]);
         let mut sums: Sums = [0.0; BLOCK * ROWS];
-        for block in blocks_of(chosen, self.most) {
+        for block in blocks_of(chosen.pairs(), self.most) {
             let (weights, inputs) = (self.inputs.second, &self.pieces.second);
-            self.tile(weights, inputs, expert * tiles + tile, block, &mut sums);
+            // SAFETY: an earlier phase wrote the block.
+            unsafe {
+                self.tiles.multiply(weights, expert * tiles + tile, inputs, block, &mut sums);
+            }
             for (i, sums) in sums.chunks_exact_mut(ROWS).take(block.n).enumerate() {
                 if let Some(bias) = bias {
                     sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
@@ -334,39 +319,6 @@ impl Step<'_> {
                 // SAFETY: the columns belong to this task.
                 let out = unsafe { std::slice::from_raw_parts_mut(self.out.add(at), width) };
                 out.iter_mut().zip(&*sums).for_each(|(out, sum)| *out += factor * sum);
-            }
-        }
-    }
-
-    /// Computes the products of a tile and a block.
-    fn tile(&self, weights: &[u8], inputs: &Packed, tile: usize, block: Block, sums: &mut Sums) {
-        let format = self.experts.weights;
-        let size = format.tile_size(inputs.columns);
-        let weights = weights[tile * size..][..size].as_ptr();
-        let (n, out) = (block.n, sums.as_mut_ptr());
-        match format {
-            WeightFormat::F32 | WeightFormat::Bf16 => {
-                let is_bf16 = format == WeightFormat::Bf16;
-                let (columns, inputs) = (inputs.columns, inputs.floats(block));
-                // SAFETY: the weights are those of a tile; an earlier phase wrote the block.
-                unsafe { self.enter(FloatTile { weights, is_bf16, columns, inputs, n, out }) };
-            }
-            WeightFormat::Int8 { group } | WeightFormat::Int4 { group } => {
-                let (scales, input_sums) = inputs.of_groups(block);
-                let tile = IntegerTile {
-                    weights,
-                    is_int4: matches!(format, WeightFormat::Int4 { .. }),
-                    n_groups: inputs.n_groups(),
-                    group,
-                    inputs: inputs.integers(block),
-                    scales,
-                    sums: input_sums,
-                    n,
-                    out,
-                };
-                // SAFETY: the machine has the instructions; an earlier phase wrote the block, which has at most
-                // `Dot::most` pairs.
-                unsafe { tile.run(self.dot) };
             }
         }
     }

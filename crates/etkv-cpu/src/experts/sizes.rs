@@ -3,7 +3,7 @@
 use etkv_core::{fail, Result};
 
 use super::activation::Activation;
-use super::weights::{WeightFormat, MAX_GROUP, ROWS};
+use crate::linear::weights::{check_width, WeightFormat, ROWS};
 
 /// The most elements of a row, and the most experts: more than any model has, and few enough that sizes in bytes
 /// fit 64 bits.
@@ -41,20 +41,8 @@ impl Experts {
         if intermediate % ROWS != 0 {
             fail!(Program, "intermediate: expected a multiple of {ROWS}, got {intermediate}");
         }
-        if let Some(group) = weights.group() {
-            if group == 0 || group % 32 != 0 || group > MAX_GROUP {
-                fail!(
-                    Program,
-                    "group size: expected a multiple of 32 up to {MAX_GROUP}, got {group}"
-                );
-            }
-            if hidden % group != 0 || intermediate % group != 0 {
-                fail!(
-                    Program,
-                    "group size {group} does not divide the rows of the experts, {hidden} and {intermediate}"
-                );
-            }
-        }
+        check_width(hidden, weights)?;
+        check_width(intermediate, weights)?;
         self.activation.check()
     }
 

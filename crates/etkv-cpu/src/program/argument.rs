@@ -3,7 +3,14 @@
 use etkv_core::{fail, Result};
 use etkv_delegate::Argument;
 
+use crate::linear::WeightFormat;
 use crate::tensor::{Dtype, Tensor};
+
+/// ExecuTorch's numbers of dtypes.
+const BYTE: i8 = 0;
+pub const LONG: i8 = 4;
+const FLOAT: i8 = 6;
+const BFLOAT16: i8 = 15;
 
 /// Returns the dtype with this number in ExecuTorch.
 ///
@@ -72,6 +79,47 @@ pub fn tensor(argument: &Argument, name: &str, expected: &[i32], axes: [i32; 4])
         fail!(Shape, "{name}: expected shape {expected:?}, got {:?}", argument.shape());
     }
     contiguous(argument, name, axes)
+}
+
+/// Returns the elements of a float32 tensor.
+///
+/// # Errors
+/// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for any other argument. The
+/// message has its `name`.
+pub fn floats<'a>(argument: &Argument<'a>, name: &str) -> Result<&'a [f32]> {
+    if !argument.is_tensor() || argument.scalar_type() != FLOAT {
+        fail!(
+            Dtype,
+            "{name}: expected a tensor in float32, got ExecuTorch's type {}",
+            argument.scalar_type()
+        );
+    }
+    // SAFETY: every bit pattern is a float32 number.
+    let (before, floats, after) = unsafe { argument.bytes().align_to::<f32>() };
+    if !before.is_empty() || !after.is_empty() {
+        fail!(Shape, "{name}: expected aligned numbers");
+    }
+    Ok(floats)
+}
+
+/// Returns the bytes of packed weights.
+///
+/// # Errors
+/// [`Dtype`](etkv_core::Status::Dtype) for a tensor of another dtype than that of `format`.
+pub fn packed<'a>(argument: &Argument<'a>, format: WeightFormat) -> Result<&'a [u8]> {
+    let expected = match format {
+        WeightFormat::F32 => FLOAT,
+        WeightFormat::Bf16 => BFLOAT16,
+        WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } => BYTE,
+    };
+    if !argument.is_tensor() || argument.scalar_type() != expected {
+        fail!(
+            Dtype,
+            "weights: expected ExecuTorch's type {expected}, got {}",
+            argument.scalar_type()
+        );
+    }
+    Ok(argument.bytes())
 }
 
 /// Returns the arguments of a call in the order of its payload.

@@ -8,11 +8,12 @@ use tracing::{trace, warn};
 
 use super::experts::ExpertsCall;
 use super::forward::{Forward, Run};
+use super::linear::{Embeddings, Linears};
 use super::payload::{self, Attend, AttendSinks, Convolve, LayerCall, Logits, Payload, Scan};
 use super::{attend, by_capacity, recurrent, rows, TARGET};
 use crate::parallel::Parallel;
 
-/// A call of a loaded program. It has one output.
+/// A call of a loaded program.
 pub struct Call(Op);
 
 enum Op {
@@ -22,6 +23,8 @@ enum Op {
     /// The number of the chosen input.
     SelectByCapacity(usize),
     Experts(Box<ExpertsCall>),
+    Linear(Box<Linears>),
+    Embedding(Embeddings),
 }
 
 /// An op on a layer of the cache.
@@ -101,6 +104,8 @@ impl Call {
             Payload::RoutedExperts(call) => {
                 return Ok(Self(Op::Experts(Box::new(ExpertsCall::new(&call)))));
             }
+            Payload::Linear(call) => return Ok(Self(Op::Linear(Box::new(Linears::new(call))))),
+            Payload::Embedding(call) => return Ok(Self(Op::Embedding(Embeddings::new(&call)))),
             Payload::UpdateAndAttend(attend) => LayerOp::Attend(attend),
             Payload::UpdateAndAttendSinks(attend) => LayerOp::AttendSinks(attend),
             Payload::UpdateAndConvolve(convolve) => LayerOp::Convolve(convolve),
@@ -134,11 +139,21 @@ impl Call {
             Op::SelectRows(_) => 1,
             Op::SelectByCapacity(_) => by_capacity::N_INPUTS,
             Op::Experts(call) => call.n_inputs(),
+            Op::Linear(call) => call.n_inputs(),
+            Op::Embedding(call) => call.n_inputs(),
         }
     }
 
-    /// Runs the call and writes its output to the memory that `host` returns, in the dtype with this
-    /// ExecuTorch number.
+    /// Returns the number of outputs.
+    pub fn n_outputs(&self) -> usize {
+        match &self.0 {
+            Op::Linear(call) => call.n_outputs(),
+            _ => 1,
+        }
+    }
+
+    /// Runs the call and writes its outputs to the memory that `host` returns, in the dtypes with these
+    /// ExecuTorch numbers.
     ///
     /// # Errors
     /// [`NoCache`](etkv_core::Status::NoCache) if the program was loaded without a cache, those of the cache,
@@ -150,12 +165,13 @@ impl Call {
         host: &mut dyn Host,
         parallel: &dyn Parallel,
     ) -> Result<()> {
-        let (n_inputs, n_outputs) = (inputs.len(), output_types.len());
-        if (n_inputs, n_outputs) != (self.n_inputs(), 1) {
+        let (n_inputs, n_outputs) = (self.n_inputs(), self.n_outputs());
+        if (inputs.len(), output_types.len()) != (n_inputs, n_outputs) {
             fail!(
                 InvalidArgument,
-                "expected {} inputs and 1 output, got {n_inputs} and {n_outputs}",
-                self.n_inputs()
+                "expected {n_inputs} inputs and {n_outputs} outputs, got {} and {}",
+                inputs.len(),
+                output_types.len()
             );
         }
         let done = match &self.0 {
@@ -167,6 +183,12 @@ impl Call {
             Op::Experts(call) => call
                 .run(inputs, output_types[0], host, parallel)
                 .map_err(|error| error.at("a layer of experts")),
+            Op::Linear(call) => call
+                .run(inputs, output_types, host, parallel)
+                .map_err(|error| error.at("a linear layer")),
+            Op::Embedding(call) => call
+                .run(inputs, output_types[0], host, parallel)
+                .map_err(|error| error.at("an embedding")),
             Op::Layer(op, Some(forward)) => {
                 op.run(forward, Run { inputs, output_type: output_types[0], host, parallel })
             }

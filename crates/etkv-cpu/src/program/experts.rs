@@ -1,33 +1,31 @@
 //! Calls of mixtures of experts. They use no cache, so they are no part of a forward.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, Weak};
 
 use etkv_core::{fail, Result};
 use etkv_delegate::{Argument, Host};
 
+use super::argument::{floats, packed, LONG};
 use super::forward::output;
 use super::payload::{self, RoutedExperts};
-use crate::experts::{route_into, Activation, Experts, Function, Inputs, WeightFormat, Workspaces};
+use crate::experts::{route_into, Activation, Experts, Function, Inputs, Workspace};
+use crate::linear::Workspaces;
 use crate::parallel::Parallel;
 use crate::tensor::Dtype;
-
-/// ExecuTorch's numbers of dtypes.
-const BYTE: i8 = 0;
-const LONG: i8 = 4;
-const FLOAT: i8 = 6;
-const BFLOAT16: i8 = 15;
 
 /// A loaded call.
 pub struct ExpertsCall {
     experts: Experts,
     inputs: [Option<usize>; 7],
-    workspaces: Arc<Workspaces>,
+    workspaces: Arc<Workspaces<Workspace>>,
 }
 
 impl ExpertsCall {
     /// Returns the call of a checked payload.
     pub fn new(call: &RoutedExperts) -> Self {
-        Self { experts: call.experts(), inputs: call.inputs, workspaces: Workspaces::shared() }
+        static SHARED: Mutex<Weak<Workspaces<Workspace>>> = Mutex::new(Weak::new());
+        let workspaces = Workspaces::shared(&SHARED);
+        Self { experts: call.experts(), inputs: call.inputs, workspaces }
     }
 
     /// Returns the number of inputs.
@@ -66,27 +64,13 @@ impl ExpertsCall {
         if chosen.scalar_type() != LONG {
             fail!(Dtype, "experts: expected int64, got ExecuTorch's type {}", chosen.scalar_type());
         }
-        let of_weights = match experts.weights {
-            WeightFormat::F32 => FLOAT,
-            WeightFormat::Bf16 => BFLOAT16,
-            WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } => BYTE,
-        };
-        for weights in [first, second] {
-            if weights.scalar_type() != of_weights {
-                fail!(
-                    Dtype,
-                    "weights of experts: expected ExecuTorch's type {of_weights}, got {}",
-                    weights.scalar_type()
-                );
-            }
-        }
         let given = Inputs {
             x: floats(x, "hidden states")?,
             k: k as usize,
             experts: chosen.bytes(),
             routing_weights: floats(factors, "factors")?,
-            first: first.bytes(),
-            second: second.bytes(),
+            first: packed(first, experts.weights)?,
+            second: packed(second, experts.weights)?,
             first_bias: first_bias.map(|bias| floats(bias, "biases")).transpose()?,
             second_bias: second_bias.map(|bias| floats(bias, "biases")).transpose()?,
         };
@@ -107,17 +91,11 @@ impl ExpertsCall {
 impl RoutedExperts {
     /// Returns the experts of the call.
     pub fn experts(&self) -> Experts {
-        let group = self.group_size;
         Experts {
             n_experts: self.n_experts,
             hidden: self.hidden,
             intermediate: self.intermediate,
-            weights: match self.weights {
-                payload::Weights::Float32 => WeightFormat::F32,
-                payload::Weights::Bfloat16 => WeightFormat::Bf16,
-                payload::Weights::Int8 => WeightFormat::Int8 { group },
-                payload::Weights::Int4 => WeightFormat::Int4 { group },
-            },
+            weights: self.weights.format(self.group_size),
             activation: Activation {
                 function: match self.activation {
                     payload::Between::Silu => Function::Silu,
@@ -133,21 +111,4 @@ impl RoutedExperts {
             },
         }
     }
-}
-
-/// Returns the elements of a float32 tensor.
-fn floats<'a>(argument: &Argument<'a>, name: &str) -> Result<&'a [f32]> {
-    if !argument.is_tensor() || argument.scalar_type() != FLOAT {
-        fail!(
-            Dtype,
-            "{name}: expected a tensor in float32, got ExecuTorch's type {}",
-            argument.scalar_type()
-        );
-    }
-    // SAFETY: every bit pattern is a float32 number.
-    let (before, floats, after) = unsafe { argument.bytes().align_to::<f32>() };
-    if !before.is_empty() || !after.is_empty() {
-        fail!(Shape, "{name}: expected aligned numbers");
-    }
-    Ok(floats)
 }

@@ -216,9 +216,20 @@ pub fn output(
     output_type: i8,
     read: &[(&Argument, &str)],
 ) -> Result<OutputMemory> {
+    output_at(host, 0, shape, output_type, read)
+}
+
+/// [`output`] of a call with several: of the one at `index`.
+pub fn output_at(
+    host: &mut dyn Host,
+    index: usize,
+    shape: &[i32],
+    output_type: i8,
+    read: &[(&Argument, &str)],
+) -> Result<OutputMemory> {
     let dtype = argument::dtype(output_type).map_err(|error| error.at("output"))?;
     let size = shape.iter().map(|&size| size as usize).product::<usize>() * dtype.size();
-    let out = host.place(0, shape, size)?;
+    let out = host.place(index, shape, size)?;
     let start = out.as_mut_ptr();
     if out.len() != size || start.align_offset(dtype.size()) != 0 {
         let found = out.len();

@@ -10,6 +10,7 @@ mod by_capacity;
 mod call;
 mod experts;
 mod forward;
+mod linear;
 mod payload;
 mod recurrent;
 mod rows;

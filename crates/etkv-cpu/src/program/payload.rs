@@ -27,6 +27,10 @@ pub enum Payload {
     SelectByCapacity(SelectByCapacity),
     /// The experts that a router chose.
     RoutedExperts(RoutedExperts),
+    /// Products of one input with packed weights.
+    Linear(LinearCall),
+    /// Rows of a packed embedding.
+    Embedding(EmbeddingCall),
 }
 
 /// What the calls of a forward have in common.
@@ -167,7 +171,37 @@ pub struct RoutedExperts {
     pub inputs: [Option<usize>; 7],
 }
 
-/// How the weights of experts are stored.
+/// Products of one input with one or more matrices.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct LinearCall {
+    version: u32,
+    /// Elements of an input.
+    pub columns: usize,
+    pub weights: Weights,
+    /// The weights of a row that share a scale; 0 in floats.
+    pub group_size: usize,
+    /// The rows of each matrix: the elements of its outputs.
+    pub rows: Vec<usize>,
+    /// The inputs that are the elements, and for each matrix its weights and its bias. Only biases may be absent.
+    pub inputs: Vec<Option<usize>>,
+}
+
+/// Rows of an embedding.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct EmbeddingCall {
+    version: u32,
+    /// The size of the vocabulary.
+    pub rows: usize,
+    /// Elements of a row.
+    pub width: usize,
+    pub weights: Weights,
+    /// The weights of a row that share a scale; 0 in floats.
+    pub group_size: usize,
+    /// The inputs that are the ids and the weights.
+    pub inputs: [usize; 2],
+}
+
+/// How packed weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Weights {
@@ -206,6 +240,8 @@ impl Payload {
             Self::SelectRows(SelectRows { version }) => *version,
             Self::SelectByCapacity(SelectByCapacity { version, .. }) => *version,
             Self::RoutedExperts(call) => call.version,
+            Self::Linear(call) => call.version,
+            Self::Embedding(call) => call.version,
         };
         if version != VERSION {
             fail!(
@@ -239,6 +275,24 @@ impl Payload {
             Self::RoutedExperts(call) => {
                 check_inputs(&call.inputs, &[5, 6])?;
                 call.experts().check()?;
+            }
+            Self::Linear(call) => {
+                call.linear().check()?;
+                if call.inputs.len() != 1 + 2 * call.rows.len() {
+                    fail!(
+                        Program,
+                        "expected {} inputs of {} products, got {}",
+                        1 + 2 * call.rows.len(),
+                        call.rows.len(),
+                        call.inputs.len()
+                    );
+                }
+                let biases: Vec<usize> = (2..call.inputs.len()).step_by(2).collect();
+                check_inputs(&call.inputs, &biases)?;
+            }
+            Self::Embedding(call) => {
+                call.embedding().check()?;
+                check_inputs(&call.inputs.map(Some), &[])?;
             }
             Self::SelectRows(_) | Self::SelectByCapacity(_) => {}
         }

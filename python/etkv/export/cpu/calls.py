@@ -34,7 +34,16 @@ delegate, which lie in the program's file: ExecuTorch maps them, and nothing cop
      "limit": null, "offset": 0.0, "version": 1, "inputs": [0, 1, 2, 3, 4, null, null]}
 
 ``inputs`` are x, the experts of each token, their weights, the packed weights of both products and the biases of both.
-``intermediate`` counts whole tiles of :mod:`etkv.expert_weights`, and ``limit`` is null where nothing is clamped.
+``intermediate`` counts whole tiles of :mod:`etkv.packed_weights`, and ``limit`` is null where nothing is clamped.
+
+``etkv::linear`` multiplies packed weights, and ``etkv::embedding`` reads their rows. Products of one input in one
+format are one call, with an output for each matrix. ``inputs`` are the elements, and for each matrix its weights and
+its bias, null where it has none; those of an embedding are the ids and the weights::
+
+    {"op": "linear", "columns": 576, "weights": "int4", "group_size": 32, "rows": [576, 192, 192],
+     "version": 1, "inputs": [0, 1, null, 2, null, 3, null]}
+    {"op": "embedding", "rows": 49152, "width": 576, "weights": "int4", "group_size": 32,
+     "version": 1, "inputs": [0, 1]}
 """
 
 from __future__ import annotations
@@ -50,7 +59,7 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec
 from executorch.exir.delegate import executorch_call_delegate
 
-from etkv.expert_weights import ROWS
+from etkv.packed_weights import ROWS
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -66,11 +75,13 @@ _SCAN = "update_and_scan"
 _SELECT = "select_rows"
 _BY_CAPACITY = "select_by_capacity"
 _EXPERTS = "routed_experts"
+_LINEAR = "linear"
+_EMBEDDING = "embedding"
 _TENSORS = {_ATTEND: 4, _ATTEND_SINKS: 4, _CONVOLVE: 4, _SCAN: 6}
 """The ops of a forward -> the arguments at their beginning that are tensors."""
 _SINKS = 7
 """The argument of :data:`_ATTEND_SINKS` that is one more tensor."""
-_WITH_INPUTS = {**_TENSORS, _EXPERTS: 7}
+_WITH_INPUTS = {**_TENSORS, _EXPERTS: 7, _EMBEDDING: 2}
 """The ops whose payloads name the inputs of their arguments -> the arguments at their beginning that are tensors."""
 
 
@@ -104,8 +115,11 @@ class EtkvForCPU(BackendDetails):  # type: ignore[misc] # ExecuTorch's classes h
     @staticmethod
     def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
         """Return the payload: the call as the partitioner describes it, and the input of each argument."""
-        (call,) = (node for node in edge_program.graph.nodes if node.op == "call_function")
         payload = json.loads(compile_specs[0].value)
+        if payload["op"] == _LINEAR:
+            payload |= _products(edge_program)
+            return PreprocessResult(processed_bytes=json.dumps(payload).encode())
+        (call,) = (node for node in edge_program.graph.nodes if node.op == "call_function")
         if payload["op"] in _WITH_INPUTS:
             # An input that serves as two arguments appears once.
             given = [node for node in edge_program.graph.nodes if node.op == "placeholder"]
@@ -146,6 +160,15 @@ def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
     for number, node in enumerate(node for node in nodes if f"etkv.{_EXPERTS}" in str(node.target)):
         name = node.meta["delegation_tag"] = f"{_EXPERTS}_{number}"
         specs[name] = _spec({"op": _EXPERTS, **_of_experts(node)})
+    for number, node in enumerate(node for node in nodes if f"etkv.{_EMBEDDING}." in str(node.target)):
+        name = node.meta["delegation_tag"] = f"{_EMBEDDING}_{number}"
+        specs[name] = _spec({"op": _EMBEDDING, **_of_embedding(node)})
+    # Products of one input are one call, which rounds it once.
+    together: dict[Any, str] = {}
+    for node in (node for node in nodes if f"etkv.{_LINEAR}." in str(node.target)):
+        name = together.setdefault((node.args[0], *node.args[3:5]), f"{_LINEAR}_{len(together)}")
+        node.meta["delegation_tag"] = name
+        specs[name] = _spec({"op": _LINEAR, **_of_linear(node)})
     return specs
 
 
@@ -201,6 +224,25 @@ def _of_recurrence(node: torch.fx.Node) -> dict[str, Any]:
         "v_dim": v_dim,
         "channel_decay": len(_shape(node, 3)) == 4,
     }
+
+
+def _of_linear(node: torch.fx.Node) -> dict[str, Any]:
+    """Return what the products of one call have in common."""
+    return {"columns": _shape(node, 0)[-1], "weights": node.args[3], "group_size": node.args[4]}
+
+
+def _products(program: ExportedProgram) -> dict[str, Any]:
+    """Return the rows and the inputs of the products of a call, in the order of its outputs."""
+    given = [node for node in program.graph.nodes if node.op == "placeholder"]
+    products: Any = program.graph.output_node().args[0]
+    tensors = [products[0].args[0], *(tensor for product in products for tensor in product.args[1:3])]
+    inputs = [None if tensor is None else given.index(tensor) for tensor in tensors]
+    return {"rows": [product.args[5] for product in products], "inputs": inputs}
+
+
+def _of_embedding(node: torch.fx.Node) -> dict[str, Any]:
+    width = node.meta["val"].shape[-1]
+    return {"rows": node.args[4], "width": width, "weights": node.args[2], "group_size": node.args[3]}
 
 
 def _of_experts(node: torch.fx.Node) -> dict[str, Any]:

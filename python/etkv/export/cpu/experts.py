@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from etkv.expert_weights import WeightFormat, alternate, apart, padded
 from etkv.experts_op import ACTIVATIONS, Activation, routed_experts
 from etkv.export import experts
+from etkv.packed_weights import WeightFormat, alternate, apart, padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,8 +58,7 @@ class Packed(torch.nn.Module):
         n_experts, rows, columns = self.shape
         if split is not None:
             rows = 2 * padded(rows // 2)
-        shape = fmt.shape(n_experts, rows, width or columns)
-        packed = torch.empty(shape, dtype=fmt.dtype)
+        packed = torch.empty((n_experts, *fmt.shape(rows, width or columns)), dtype=fmt.dtype)
         # One expert at a time: all of them in float32 would be several times the packed weights.
         for expert, of_expert in enumerate(weights):
             matrix = of_expert.detach().float()

@@ -7,9 +7,9 @@ mod tiles;
 use super::activation::{Activation, Function};
 use super::run::route_with;
 use super::sizes::Experts;
-use super::weights::WeightFormat;
 use super::workspace::Workspace;
 use crate::attention::synthetic::Threads;
+use crate::linear::weights::WeightFormat;
 use crate::simd::Instructions;
 use reference::{Layer, Numbers};
 

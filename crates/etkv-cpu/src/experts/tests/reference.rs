@@ -5,7 +5,7 @@ use half::bf16;
 use crate::experts::activation::{Activation, Function};
 use crate::experts::run::Inputs;
 use crate::experts::sizes::Experts;
-use crate::experts::weights::{WeightFormat, ROWS};
+use crate::linear::weights::{WeightFormat, ROWS};
 
 /// Random numbers.
 pub struct Numbers(pub u64);

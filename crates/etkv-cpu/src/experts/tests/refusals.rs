@@ -7,8 +7,8 @@ use super::swiglu;
 use crate::experts::activation::{Activation, Function};
 use crate::experts::run::{route_into, Inputs};
 use crate::experts::sizes::Experts;
-use crate::experts::weights::WeightFormat;
 use crate::experts::workspace::Workspace;
+use crate::linear::weights::WeightFormat;
 use crate::parallel::Serial;
 
 const EXPERTS: Experts = Experts {

@@ -3,11 +3,11 @@
 use super::reference::{function, rounded, Numbers, Weights};
 use super::{swiglu, FORMATS, FUNCTIONS};
 use crate::experts::activation::{Activate, Activation};
-use crate::experts::blocks::{Block, Packed, BLOCK};
-use crate::experts::float_tile::FloatTile;
-use crate::experts::integer_tile::{Dot, IntegerTile};
-use crate::experts::quantize::Quantize;
-use crate::experts::weights::{WeightFormat, ROWS};
+use crate::linear::blocks::{Block, Packed, BLOCK};
+use crate::linear::float_tile::FloatTile;
+use crate::linear::integer_tile::{Dot, IntegerTile};
+use crate::linear::quantize::Quantize;
+use crate::linear::weights::{WeightFormat, ROWS};
 use crate::simd::{with_simd, Instructions, Simd};
 
 /// Products are exact but for the rounding of float32, also with the largest codes and inputs.

@@ -3,14 +3,14 @@
 use std::arch::x86_64::*;
 
 use super::IntegerTile;
-use crate::experts::weights::{ROWS, SCALES};
+use crate::linear::weights::{ROWS, SCALES};
 
 /// The bytes between the weights that are multiplied and those that are fetched.
 const AHEAD: usize = 4096;
 
 const LINE: usize = 64;
 
-/// The pairs up to which weights are fetched ahead.
+/// The rows of inputs up to which weights are fetched ahead.
 const FEW: usize = 4;
 
 /// # Safety
@@ -58,7 +58,7 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
             }
             for _ in 0..tile.group / 8 {
                 if N <= FEW {
-                    // Weights of few pairs are read at the speed of the memory. Those of the next tile follow.
+                    // Weights of few rows are read at the speed of the memory. Those of the next tile follow.
                     _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD).cast());
                     if !IS_INT4 {
                         _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD + LINE).cast());

@@ -1,28 +1,28 @@
-//! Inputs of a product in blocks of pairs, interleaved as the kernels read them.
+//! Inputs of a product in blocks of rows, interleaved as the kernels read them.
 //!
-//! The pairs of an expert are cut into even blocks of up to [`BLOCK`]. A block of `n` pairs has, for each column or
-//! for each four of 8 bits, those of all its pairs side by side. All blocks together take as much as the rows
-//! of all pairs, so a block begins where the row of its first pair would.
+//! Rows are cut into even blocks of up to [`BLOCK`]. A block of `n` rows has, for each column or for each four of
+//! 8 bits, those of all its rows side by side. All blocks together take as much as the rows themselves, so a block
+//! begins where its first row would.
 
-use super::routing::Chosen;
+use std::ops::Range;
 
-/// The most pairs of a block: as many sums as fit the registers.
-pub(super) const BLOCK: usize = 12;
+/// The most rows of a block: as many sums as fit the registers.
+pub(crate) const BLOCK: usize = 12;
 
-/// The adjacent columns of a pair in a block of 8-bit integers.
-pub(super) const QUAD: usize = 4;
+/// The adjacent columns of a row in a block of 8-bit integers.
+pub(crate) const QUAD: usize = 4;
 
-/// A block of pairs.
+/// A block of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Block {
-    /// The number of its first pair in a step.
+pub(crate) struct Block {
+    /// The number of its first row in a step.
     pub first: usize,
     pub n: usize,
 }
 
-/// Returns the blocks of an expert's pairs, each of at most `most`. Even ones are faster than full ones and a rest.
-pub(super) fn blocks_of(chosen: &Chosen, most: usize) -> impl Iterator<Item = Block> {
-    let (first, n) = (chosen.first, chosen.end - chosen.first);
+/// Returns the blocks of some rows, each of at most `most`. Even ones are faster than full ones and a rest.
+pub(crate) fn blocks_of(rows: Range<usize>, most: usize) -> impl Iterator<Item = Block> {
+    let (first, n) = (rows.start, rows.len());
     let n_blocks = n.div_ceil(most);
     (0..n_blocks).map(move |at| {
         let begin = at * n / n_blocks;
@@ -30,12 +30,12 @@ pub(super) fn blocks_of(chosen: &Chosen, most: usize) -> impl Iterator<Item = Bl
     })
 }
 
-/// The inputs of a product for all pairs of a step.
+/// The inputs of a product for all rows of a step.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Packed {
-    /// `[pairs, columns]`, blocks of float32 numbers, or of 8-bit integers.
+pub(crate) struct Packed {
+    /// `[rows, columns]`, blocks of float32 numbers, or of 8-bit integers.
     pub rows: *mut u8,
-    /// `[pairs, groups]`, blocks of the scales of integers.
+    /// `[rows, groups]`, blocks of the scales of integers.
     pub scales: *mut f32,
     /// The same of the sums of a group's integers.
     pub sums: *mut i32,
@@ -69,10 +69,10 @@ impl Packed {
         (self.scales.wrapping_add(at), self.sums.wrapping_add(at))
     }
 
-    /// Writes columns of pair `i` of a block, from column `column` on.
+    /// Writes columns of row `i` of a block, from column `column` on.
     ///
     /// # Safety
-    /// The block has memory, pair `i`, and the columns. Nothing else accesses these.
+    /// The block has memory, row `i`, and the columns. Nothing else accesses these.
     pub unsafe fn put_floats(&self, block: Block, i: usize, column: usize, from: &[f32]) {
         let to = self.floats(block).wrapping_add(column * block.n + i);
         for (at, &x) in from.iter().enumerate() {
@@ -81,7 +81,7 @@ impl Packed {
         }
     }
 
-    /// Writes whole groups of integers of pair `i` of a block, from group `group` on.
+    /// Writes whole groups of integers of row `i` of a block, from group `group` on.
     ///
     /// # Safety
     /// As [`put_floats`](Self::put_floats).

@@ -1,4 +1,4 @@
-//! A tile of weights in 8 or 4 bits, times a block of pairs in 8 bits.
+//! A tile of weights in 8 or 4 bits, times a block of rows of inputs in 8 bits.
 //!
 //! The products of a group are summed in 32-bit integers, without rounding. A group's sum times its two scales
 //! is added in float32, in the order of the groups.
@@ -15,7 +15,7 @@ use crate::simd::Instructions;
 
 /// The instructions of a product of integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Dot {
+pub(crate) enum Dot {
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni,
     #[cfg(target_arch = "x86_64")]
@@ -39,7 +39,7 @@ impl Dot {
         }
     }
 
-    /// Returns the most pairs of a block.
+    /// Returns the most rows of a block.
     pub fn most(self) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -49,8 +49,8 @@ impl Dot {
     }
 }
 
-/// The products of a tile's rows and the pairs of a block, `[n, 16]`.
-pub(super) struct IntegerTile {
+/// The products of a tile's rows and the rows of a block, `[n, 16]`.
+pub(crate) struct IntegerTile {
     /// For each group the scales of its rows in bfloat16, and its codes.
     pub weights: *const u8,
     /// Whether weights have 4 bits, or 8.

@@ -3,7 +3,7 @@
 use std::arch::aarch64::*;
 
 use super::IntegerTile;
-use crate::experts::weights::{ROWS, SCALES};
+use crate::linear::weights::{ROWS, SCALES};
 
 /// The rows of a vector.
 const QUARTER: usize = ROWS / 4;

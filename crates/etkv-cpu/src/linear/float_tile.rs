@@ -1,11 +1,11 @@
-//! A tile of weights in float32 or bfloat16, times a block of pairs.
+//! A tile of weights in float32 or bfloat16, times a block of rows of inputs.
 
 use super::blocks::BLOCK;
 use super::weights::ROWS;
 use crate::simd::{Kernel, Simd};
 
-/// The products of a tile's rows and the pairs of a block, `[n, 16]`. Sums go over the columns in ascending order.
-pub(super) struct FloatTile {
+/// The products of a tile's rows and the rows of a block, `[n, 16]`. Sums go over the columns in ascending order.
+pub(crate) struct FloatTile {
     /// `[columns, 16]` in float32, or in bfloat16 with `IS_BF16`.
     pub weights: *const u8,
     pub is_bf16: bool,
@@ -58,7 +58,7 @@ impl FloatTile {
         }
     }
 
-    /// Multiplies with `N` pairs and `V` vectors of rows.
+    /// Multiplies with `N` rows of inputs and `V` vectors of rows.
     #[inline(always)]
     unsafe fn multiply<S: Simd, const IS_BF16: bool, const N: usize, const V: usize>(&self) {
         let size = if IS_BF16 { 2 } else { 4 };

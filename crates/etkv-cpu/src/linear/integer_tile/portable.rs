@@ -1,8 +1,8 @@
 //! Any machine.
 
 use super::IntegerTile;
-use crate::experts::blocks::QUAD;
-use crate::experts::weights::{ROWS, SCALES};
+use crate::linear::blocks::QUAD;
+use crate::linear::weights::{ROWS, SCALES};
 
 /// # Safety
 /// As [`IntegerTile::run`].

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::IntegerTile;
-use crate::experts::weights::{ROWS, SCALES};
+use crate::linear::weights::{ROWS, SCALES};
 
 /// The rows of a vector.
 const HALF: usize = ROWS / 2;

@@ -1,4 +1,10 @@
-//! How the weights of experts lie in memory.
+//! How packed weights lie in memory.
+
+use etkv_core::{fail, Result};
+
+/// The most elements of a row, and the most rows: more than any model has, and few enough that sizes in bytes
+/// fit 64 bits.
+pub(crate) const MAX_SIZE: usize = 1 << 24;
 
 /// The rows of a tile of weights.
 pub const ROWS: usize = 16;
@@ -56,4 +62,24 @@ impl WeightFormat {
             Self::Int8 { .. } | Self::Int4 { .. } => 1,
         }
     }
+}
+
+/// Refuses a width of rows that weights in `format` cannot have.
+///
+/// # Errors
+/// [`Program`](etkv_core::Status::Program).
+pub(crate) fn check_width(width: usize, format: WeightFormat) -> Result<()> {
+    if !(1..=MAX_SIZE).contains(&width) {
+        fail!(Program, "width of rows: expected 1 to {MAX_SIZE}, got {width}");
+    }
+    let Some(group) = format.group() else {
+        return Ok(());
+    };
+    if group == 0 || group % 32 != 0 || group > MAX_GROUP {
+        fail!(Program, "group size: expected a multiple of 32 up to {MAX_GROUP}, got {group}");
+    }
+    if !width.is_multiple_of(group) {
+        fail!(Program, "group size {group} does not divide rows of {width}");
+    }
+    Ok(())
 }

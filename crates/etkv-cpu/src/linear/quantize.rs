@@ -7,7 +7,7 @@ use crate::simd::{Kernel, Simd};
 const MIN_PEAK: f32 = 7.888_609e-31;
 
 /// Rounds one group of numbers to integers from -127 to 127, times a scale.
-pub(super) struct Quantize<'a> {
+pub(crate) struct Quantize<'a> {
     pub from: &'a [f32],
     pub codes: &'a mut [i8],
     /// The scale; NaN if a number is not finite, so that the outputs of such a token are not either.

@@ -1,0 +1,134 @@
+//! Rows of packed embeddings.
+
+use etkv_core::{fail, Result};
+
+use super::weights::{check_width, WeightFormat, MAX_SIZE, ROWS, SCALES};
+use crate::parallel::{Parallel, Serial};
+
+/// The tokens for whose rows a thread is woken.
+const MANY: usize = 32;
+
+/// A packed embedding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Embedding {
+    /// Its rows: the size of the vocabulary.
+    pub rows: usize,
+    /// Elements of a row.
+    pub width: usize,
+    /// How its weights are stored.
+    pub format: WeightFormat,
+}
+
+impl Embedding {
+    /// Checks the sizes.
+    ///
+    /// # Errors
+    /// [`Program`](etkv_core::Status::Program) for sizes that no exporter writes.
+    pub fn check(&self) -> Result<()> {
+        check_width(self.width, self.format)?;
+        if !(1..=MAX_SIZE).contains(&self.rows) {
+            fail!(Program, "rows: expected 1 to {MAX_SIZE}, got {}", self.rows);
+        }
+        Ok(())
+    }
+
+    /// Writes row `row` of packed weights.
+    fn row_into(&self, weights: &[u8], row: usize, out: &mut [f32]) {
+        let (tile, lane) = (row / ROWS, row % ROWS);
+        let size = self.format.tile_size(self.width);
+        let tile = &weights[tile * size..][..size];
+        match self.format {
+            WeightFormat::F32 => {
+                let (numbers, _) = tile.as_chunks::<4>();
+                let lane = numbers.iter().skip(lane).step_by(ROWS);
+                out.iter_mut().zip(lane).for_each(|(out, x)| *out = f32::from_le_bytes(*x));
+            }
+            WeightFormat::Bf16 => {
+                let (numbers, _) = tile.as_chunks::<2>();
+                let lane = numbers.iter().skip(lane).step_by(ROWS);
+                out.iter_mut().zip(lane).for_each(|(out, x)| *out = from_bf16(*x));
+            }
+            WeightFormat::Int8 { group } => {
+                let groups = tile.chunks_exact(SCALES + ROWS * group);
+                for (out, packed) in out.chunks_exact_mut(group).zip(groups) {
+                    let scale = from_bf16([packed[2 * lane], packed[2 * lane + 1]]);
+                    let (quads, _) = packed[SCALES..].as_chunks::<4>();
+                    let (out, _) = out.as_chunks_mut::<4>();
+                    for (out, quad) in out.iter_mut().zip(quads.iter().skip(lane).step_by(ROWS)) {
+                        *out = quad.map(|code| scale * (f32::from(code) - 128.0));
+                    }
+                }
+            }
+            WeightFormat::Int4 { group } => {
+                let groups = tile.chunks_exact(SCALES + ROWS * group / 2);
+                for (out, packed) in out.chunks_exact_mut(group).zip(groups) {
+                    let scale = from_bf16([packed[2 * lane], packed[2 * lane + 1]]);
+                    let (quads, _) = packed[SCALES..].as_chunks::<4>();
+                    let (out, _) = out.as_chunks_mut::<8>();
+                    for (out, quad) in out.iter_mut().zip(quads.iter().skip(lane).step_by(ROWS)) {
+                        for (j, &two) in quad.iter().enumerate() {
+                            out[j] = scale * (f32::from(two & 15) - 8.0);
+                            out[4 + j] = scale * (f32::from(two >> 4) - 8.0);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn from_bf16(bytes: [u8; 2]) -> f32 {
+    f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
+}
+
+/// Writes the rows of `ids`, little-endian integers of 64 bits: `[T, width]`.
+///
+/// # Errors
+/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an id that is none of a row, and
+/// [`Shape`](etkv_core::Status::Shape) if sizes do not match. Then nothing is written.
+pub fn embed_into(
+    embedding: &Embedding,
+    ids: &[u8],
+    weights: &[u8],
+    out: &mut [f32],
+    parallel: &dyn Parallel,
+) -> Result<()> {
+    embedding.check()?;
+    let Embedding { rows, width, format } = *embedding;
+    let (ids, _) = ids.as_chunks::<8>();
+    for (name, expected, found) in [
+        ("weights", rows.div_ceil(ROWS) * format.tile_size(width), weights.len()),
+        ("output", ids.len() * width, out.len()),
+    ] {
+        if expected != found {
+            fail!(Shape, "{name}: expected {expected} numbers or bytes, got {found}");
+        }
+    }
+    for id in ids {
+        let id = i64::from_le_bytes(*id);
+        if !usize::try_from(id).is_ok_and(|id| id < rows) {
+            fail!(InvalidArgument, "ids: expected 0 to {}, got {id}", rows - 1);
+        }
+    }
+    let rows = Rows(out.as_mut_ptr());
+    let parallel = if ids.len() < MANY { &Serial } else { parallel };
+    parallel.run(ids.len(), &|at| {
+        // SAFETY: the row belongs to this task.
+        let out = unsafe { std::slice::from_raw_parts_mut(rows.at(at * width), width) };
+        // Checked above.
+        embedding.row_into(weights, i64::from_le_bytes(ids[at]) as usize, out);
+    });
+    Ok(())
+}
+
+/// The rows of an output, for tasks.
+struct Rows(*mut f32);
+
+// SAFETY: each task writes to a row of its own.
+unsafe impl Sync for Rows {}
+
+impl Rows {
+    fn at(&self, at: usize) -> *mut f32 {
+        self.0.wrapping_add(at)
+    }
+}

@@ -1,0 +1,236 @@
+//! A call: products of the same inputs with one or more matrices.
+
+use std::ops::Range;
+
+use etkv_core::{fail, Result};
+
+use super::blocks::{blocks_of, Block, Packed, BLOCK};
+use super::tiles::{Sums, Tiles};
+use super::weights::{check_width, WeightFormat, MAX_SIZE, ROWS};
+use super::workspace::{Pieces, Workspace};
+use crate::memory::Memory;
+use crate::parallel::{Parallel, Serial};
+use crate::simd::Instructions;
+
+/// The tasks for each thread: enough to even out other load on the machine.
+const TASKS: usize = 8;
+
+/// The products of a row that are worth waking a thread for: some microseconds.
+const SMALL: usize = 1 << 16;
+
+/// The bytes of weights of a task with many rows of inputs, which stay in a core's cache while it goes through the rows.
+const CACHED: usize = 256 << 10;
+
+/// The matrices of a call, which have one input.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Linear {
+    /// Elements of an input.
+    pub columns: usize,
+    /// How their weights are stored.
+    pub format: WeightFormat,
+    /// The rows of each matrix: the elements of its outputs.
+    pub rows: Vec<usize>,
+}
+
+impl Linear {
+    /// Checks the sizes.
+    ///
+    /// # Errors
+    /// [`Program`](etkv_core::Status::Program) for sizes that no exporter writes.
+    pub fn check(&self) -> Result<()> {
+        check_width(self.columns, self.format)?;
+        if self.rows.is_empty() {
+            fail!(Program, "expected a matrix at least, got none");
+        }
+        for &rows in &self.rows {
+            if !(1..=MAX_SIZE).contains(&rows) {
+                fail!(Program, "rows: expected 1 to {MAX_SIZE}, got {rows}");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One of the products of a call.
+#[derive(Debug)]
+pub struct Product<'a> {
+    /// Its packed weights.
+    pub weights: &'a [u8],
+    /// `[rows]`.
+    pub bias: Option<&'a [f32]>,
+    /// `[T, rows]`.
+    pub out: &'a mut [f32],
+}
+
+/// Writes the products of inputs `x`, `[T, columns]`, with each matrix.
+///
+/// An output does not depend on the other inputs, nor on the number of threads.
+///
+/// # Errors
+/// [`Shape`](etkv_core::Status::Shape) if sizes do not match, and [`Backend`](etkv_core::Status::Backend) if memory
+/// is lacking. Then nothing is written.
+pub fn multiply_into(
+    linear: &Linear,
+    x: &[f32],
+    products: &mut [Product],
+    workspace: &mut Workspace,
+    parallel: &dyn Parallel,
+) -> Result<()> {
+    multiply_with(Instructions::best(), linear, x, products, workspace, parallel)
+}
+
+/// [`multiply_into`] with one of the machine's instruction sets.
+pub(super) fn multiply_with(
+    instructions: Instructions,
+    linear: &Linear,
+    x: &[f32],
+    products: &mut [Product],
+    workspace: &mut Workspace,
+    parallel: &dyn Parallel,
+) -> Result<()> {
+    linear.check()?;
+    check(linear, x, products)?;
+    let (columns, format) = (linear.columns, linear.format);
+    let n_tokens = x.len() / columns;
+    let pieces = |start| {
+        let mut pieces = Pieces::at(start);
+        (pieces.take(n_tokens, columns, format.group()), pieces.size())
+    };
+    // Pieces of an empty block give its size.
+    let (_, size) = pieces(std::ptr::null_mut());
+    let start = Memory::at_least(&mut workspace.memory, size)?.as_ptr();
+    let tiles = Tiles::of(instructions, format);
+    let matrices = products.iter_mut().zip(&linear.rows).map(|(product, &rows)| Matrix {
+        weights: product.weights,
+        bias: product.bias,
+        out: product.out.as_mut_ptr(),
+        rows,
+    });
+    let step = Step {
+        tiles,
+        most: tiles.most(),
+        tile_size: format.tile_size(columns),
+        x,
+        inputs: pieces(start).0,
+        n_tokens,
+        matrices: matrices.collect(),
+    };
+    step.run(parallel);
+    Ok(())
+}
+
+/// Checks that inputs and outputs have the sizes of the matrices.
+fn check(linear: &Linear, x: &[f32], products: &[Product]) -> Result<()> {
+    let n_tokens = x.len() / linear.columns;
+    if x.len() != n_tokens * linear.columns || products.len() != linear.rows.len() {
+        fail!(
+            Shape,
+            "expected {} products of rows of {}, got {} of {} numbers",
+            linear.rows.len(),
+            linear.columns,
+            products.len(),
+            x.len()
+        );
+    }
+    let alignment = linear.format.alignment();
+    for (product, &rows) in products.iter().zip(&linear.rows) {
+        let size = rows.div_ceil(ROWS) * linear.format.tile_size(linear.columns);
+        for (name, expected, found) in [
+            ("weights", size, product.weights.len()),
+            ("bias", rows, product.bias.map_or(rows, <[f32]>::len)),
+            ("output", n_tokens * rows, product.out.len()),
+        ] {
+            if expected != found {
+                fail!(Shape, "{name}: expected {expected} numbers or bytes, got {found}");
+            }
+        }
+        if product.weights.as_ptr().align_offset(alignment) != 0 {
+            fail!(Shape, "weights: expected an address that is a multiple of {alignment}");
+        }
+    }
+    Ok(())
+}
+
+struct Matrix<'a> {
+    weights: &'a [u8],
+    bias: Option<&'a [f32]>,
+    out: *mut f32,
+    rows: usize,
+}
+
+/// A call, for its tasks.
+struct Step<'a> {
+    tiles: Tiles,
+    /// The most rows of a block.
+    most: usize,
+    tile_size: usize,
+    x: &'a [f32],
+    inputs: Packed,
+    n_tokens: usize,
+    matrices: Vec<Matrix<'a>>,
+}
+
+// SAFETY: the tasks of each phase write to blocks and columns of their own. What they read was written in an earlier
+// phase.
+unsafe impl Sync for Step<'_> {}
+
+impl Step<'_> {
+    fn run(&self, parallel: &dyn Parallel) {
+        let n_tiles: usize = self.matrices.iter().map(|matrix| matrix.rows.div_ceil(ROWS)).sum();
+        let work = n_tiles * ROWS * self.inputs.columns * self.n_tokens;
+        let parallel = if work < SMALL { &Serial } else { parallel };
+        // A host may take a lock for this call.
+        let threads = parallel.threads();
+        let blocks: Vec<Block> = blocks_of(0..self.n_tokens, self.most).collect();
+        let prepares: &dyn Parallel = if self.n_tokens <= BLOCK { &Serial } else { parallel };
+        prepares.run(blocks.len(), &|at| self.pack(blocks[at]));
+
+        let mut each = n_tiles.div_ceil(TASKS * threads);
+        if blocks.len() > 1 {
+            each = each.min(CACHED / self.tile_size);
+        }
+        let each = each.max(1);
+        parallel.run(n_tiles.div_ceil(each), &|task| {
+            let tiles = task * each..n_tiles.min((task + 1) * each);
+            blocks.iter().for_each(|&block| self.multiply(tiles.clone(), block));
+        });
+    }
+
+    /// Writes the inputs of a block.
+    fn pack(&self, block: Block) {
+        let columns = self.inputs.columns;
+        for i in 0..block.n {
+            let row = &self.x[(block.first + i) * columns..][..columns];
+            // SAFETY: the rows of the block belong to this task.
+            unsafe { self.tiles.put(&self.inputs, block, i, row) };
+        }
+    }
+
+    /// Computes the products of some tiles, counted over all matrices, and a block.
+    fn multiply(&self, tiles: Range<usize>, block: Block) {
+        let mut sums: Sums = [0.0; BLOCK * ROWS];
+        let mut first = 0;
+        for matrix in &self.matrices {
+            let end = first + matrix.rows.div_ceil(ROWS);
+            for at in tiles.start.max(first)..tiles.end.min(end) {
+                let tile = at - first;
+                // SAFETY: an earlier phase wrote the block.
+                unsafe {
+                    self.tiles.multiply(matrix.weights, tile, &self.inputs, block, &mut sums);
+                }
+                let column = tile * ROWS;
+                let width = ROWS.min(matrix.rows - column);
+                let bias = matrix.bias.map(|bias| &bias[column..][..width]);
+                for (i, sums) in sums.chunks_exact_mut(ROWS).take(block.n).enumerate() {
+                    if let Some(bias) = bias {
+                        sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
+                    }
+                    let at = (block.first + i) * matrix.rows + column;
+                    // SAFETY: the columns of these tokens belong to this task.
+                    unsafe { matrix.out.add(at).copy_from_nonoverlapping(sums.as_ptr(), width) };
+                }
+            }
+            first = end;
+        }
+    }
+}
