@@ -85,6 +85,14 @@ typedef struct etkv_layer_config {
    * format stores rows in it. It has no other effect.
    */
   etkv_dtype dtype;
+  /**
+   * 1 if a value is the first `v_head_dim` elements of its key, as with latent
+   * attention; otherwise 0. The layer then stores keys alone, in `k_format`,
+   * and values that are passed to it are not read.
+   */
+  int32_t values_in_keys;
+  /** Must be 0. */
+  int32_t reserved;
 } etkv_layer_config;
 
 /** What a recurrent layer computes. */
@@ -157,6 +165,8 @@ typedef struct etkv_cache_config {
   /**
    * Formats of keys and of values, by name. NULL stores rows in the `dtype` of
    * the layers, which must be the same for all, or in "f16" if that is unknown.
+   * If the values of all layers are in their keys, `v_format` must be NULL or
+   * the format of keys.
    */
   const char* k_format;
   const char* v_format;

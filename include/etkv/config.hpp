@@ -29,6 +29,7 @@ struct LayerConfig {
   int32_t window = 0;
   int32_t sinks = 0;
   Dtype dtype = Dtype::unknown;
+  bool values_in_keys = false;
 };
 
 /// What a recurrent layer computes; see etkv_recurrent_kind.
@@ -117,6 +118,7 @@ class RawConfig {
       raw.window = layer.window;
       raw.sinks = layer.sinks;
       raw.dtype = static_cast<etkv_dtype>(layer.dtype);
+      raw.values_in_keys = layer.values_in_keys ? 1 : 0;
       layers_.push_back(raw);
     }
     recurrent_layers_.reserve(config.recurrent_layers.size());

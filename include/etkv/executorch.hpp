@@ -548,6 +548,7 @@ struct MetadataNames {
   const char* v_head_dim;
   const char* window;
   const char* sinks;
+  const char* values_in_keys;
   /// Whether a program without the method of windows has no windows.
   bool windows_optional;
 };
@@ -559,6 +560,7 @@ inline constexpr MetadataNames kVersionedNames = {
     "kv_cache.v_head_dim",
     "kv_cache.window",
     "kv_cache.sinks",
+    "kv_cache.values_in_keys",
     true};
 inline constexpr MetadataNames kExporterNames = {
     "get_n_caches",
@@ -566,6 +568,7 @@ inline constexpr MetadataNames kExporterNames = {
     "get_head_dims",
     nullptr,
     "get_windows",
+    nullptr,
     nullptr,
     false};
 
@@ -615,15 +618,26 @@ inline Result<std::vector<LayerConfig>> read_layers(
   if (!sinks.ok()) {
     return sinks.error();
   }
+  auto in_keys = metadata.each(names.values_in_keys, *n_layers, zeros);
+  if (!in_keys.ok()) {
+    return in_keys.error();
+  }
   std::vector<LayerConfig> layers;
   for (size_t i = 0; i < zeros.size(); ++i) {
+    if ((*in_keys)[i] > 1) {
+      return Error(
+          ETKV_ERROR_PROGRAM,
+          std::string("`") + names.values_in_keys + "` has " +
+              std::to_string((*in_keys)[i]) + ", expected 0 or 1");
+    }
     layers.push_back(
         {(*kv_heads)[i],
          (*head_dims)[i],
          (*v_head_dims)[i],
          (*windows)[i],
          (*sinks)[i],
-         dtype});
+         dtype,
+         (*in_keys)[i] == 1});
   }
   return layers;
 }
@@ -682,9 +696,9 @@ inline Result<std::vector<RecurrentLayerConfig>> read_recurrent_layers(
 /// Reads the facts of a program's caches from its constant methods.
 ///
 /// With `kv_cache.schema_version`, there are `kv_cache.n_layers` layers that
-/// attend. `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`, `window` and `sinks`
-/// describe each: an integer for all layers, or a tensor of one integer per
-/// layer. The last three are optional. `kv_cache.dtype` is the dtype that the
+/// attend. `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`, `window`, `sinks`
+/// and `values_in_keys` describe each: an integer for all layers, or a tensor of
+/// one integer per layer. All but the first two are optional. `kv_cache.dtype` is the dtype that the
 /// program computes in: f32, f16 or bf16. It is optional.
 ///
 /// In version 1 all layers attend. In version 2 there may be none that does, and

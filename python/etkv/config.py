@@ -45,6 +45,9 @@ class LayerConfig:
     dtype: Dtype | None = None
     """The dtype of keys and values in the program; None if it is unknown. The storage format of a config without
     formats."""
+    values_in_keys: bool = False
+    """Whether a value is the first ``v_head_dim`` elements of its key, as with latent attention. The layer then stores
+    keys alone, in the format of keys, and values that are passed to it are not read."""
 
     def __post_init__(self) -> None:
         for name in ("n_kv_heads", "k_head_dim", "window", "sinks"):
@@ -53,6 +56,8 @@ class LayerConfig:
             raise EtkvError(f"LayerConfig.dtype is {self.dtype!r}, expected None or one of {', '.join(DTYPES)}")
         if self.v_head_dim is not None:
             _integer(f"{type(self).__name__}.v_head_dim", self.v_head_dim)
+        if not isinstance(self.values_in_keys, bool):
+            raise EtkvError(f"LayerConfig.values_in_keys is {self.values_in_keys!r}, expected a bool")
 
     @property
     def value_dim(self) -> int:
@@ -103,7 +108,8 @@ class CacheConfig:
     """The format of keys, by name. None for the dtype of the layers, or ``f16`` if that is unknown.
     :attr:`etkv.Cache.formats` has the format in use."""
     v_format: str | None = None
-    """The format of values, by name; None as for keys."""
+    """The format of values, by name; None as for keys. If the values of all layers are in their keys, None or the
+    format of keys."""
     max_step_tokens: int = 0
     """The most tokens of one step where layers have windows or ``quantized_kv_start`` is set; 0 for 512."""
     growth: str = "doubling"

@@ -1,11 +1,13 @@
 """Reads and writes the cache metadata of a program: facts of the model's architecture, as constant methods.
 
 ``kv_cache.schema_version`` is 1, and ``kv_cache.n_layers`` is the number of layers. ``kv_cache.n_kv_heads``,
-``head_dim``, ``v_head_dim``, ``window`` and ``sinks`` are one integer for all layers, or a tensor with an integer for
-each layer. The last three may be absent. ``kv_cache.dtype`` is the dtype of keys and values, ``f32``, ``f16`` or
-``bf16``. If it is absent, the dtype of the program's first output, the logits, counts. If there is no version, the
-facts that ExecuTorch's own exporter writes are read instead. The capacity and the storage format are not in the
-metadata, because the application chooses them. The default storage format is the dtype.
+``head_dim``, ``v_head_dim``, ``window``, ``sinks`` and ``values_in_keys`` are one integer for all layers, or a tensor
+with an integer for each layer. All but the first two may be absent. ``values_in_keys`` is 1 if a value is the first
+elements of its key, or else 0; a reader that does not know it stores these values as well. ``kv_cache.dtype`` is the
+dtype of keys and values, ``f32``, ``f16`` or ``bf16``. If it is absent, the dtype of the program's first output, the
+logits, counts. If there is no version, the facts that ExecuTorch's own exporter writes are read instead. The capacity
+and the storage format are not in the metadata, because the application chooses them. The default storage format is the
+dtype.
 
 Programs with layers that keep a state have version 2. There ``kv_cache.n_layers`` and the facts after it are those of
 the layers that attend, which may be none. ``kv_cache.recurrent_layers`` is a tensor of int32 with 8 integers for each
@@ -80,14 +82,16 @@ def write_kv_cache_metadata(
     v_head_dim: Count | None = None,
     window: Count | None = None,
     sinks: Count | None = None,
+    values_in_keys: Count | None = None,
     dtype: Dtype | None = None,
     recurrent_layers: Sequence[RecurrentLayer] = (),
 ) -> dict[str, Any]:
     """Add the cache's facts to ``metadata``, the constant methods of a program by name, and return it.
 
     Each fact is one int for all layers, or one for each layer, which becomes an int32 tensor. ``window`` counts
-    positions; 0 is full history. ``dtype`` is the dtype in which the program computes keys and values. With
-    ``recurrent_layers``, ``n_layers`` may be 0, and the facts of layers that attend are then ignored.
+    positions; 0 is full history. ``values_in_keys`` is 1 or 0. ``dtype`` is the dtype in which the program computes
+    keys and values. With ``recurrent_layers``, ``n_layers`` may be 0, and the facts of layers that attend are then
+    ignored.
 
     Raises :class:`EtkvError` if a value is not a 32-bit count, if a fact does not have one value for each layer, or for
     another dtype. The message names the fact, and ``metadata`` is unchanged.
@@ -95,7 +99,7 @@ def write_kv_cache_metadata(
     layers = _in_range(_count("n_layers", n_layers), "n_layers", 0 if recurrent_layers else 1)
     version = RECURRENT_SCHEMA_VERSION if recurrent_layers else SCHEMA_VERSION
     facts: dict[str, Any] = {_VERSION: version, "kv_cache.n_layers": layers}
-    optional = {"v_head_dim": v_head_dim, "window": window, "sinks": sinks}
+    optional = {"v_head_dim": v_head_dim, "window": window, "sinks": sinks, "values_in_keys": values_in_keys}
     given = {name: fact for name, fact in optional.items() if fact is not None}
     for name, fact in {"n_kv_heads": n_kv_heads, "head_dim": head_dim, **given}.items():
         # A tensor for no layers would be empty.
@@ -186,9 +190,17 @@ def _versioned_layers(constants: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
     kv_heads = _each(constants, "kv_cache.n_kv_heads", n_layers)
     head_dims = _each(constants, "kv_cache.head_dim", n_layers)
     v_head_dims = _each(constants, "kv_cache.v_head_dim", n_layers, head_dims)
-    windows, sinks = (_each(constants, f"kv_cache.{name}", n_layers, [0] * n_layers) for name in ("window", "sinks"))
-    facts = zip(kv_heads, head_dims, v_head_dims, windows, sinks, strict=True)
-    return tuple(LayerConfig(heads, k, v, window=window, sinks=sinks) for heads, k, v, window, sinks in facts)
+    windows, sinks, in_keys = (
+        _each(constants, f"kv_cache.{name}", n_layers, [0] * n_layers) for name in ("window", "sinks", "values_in_keys")
+    )
+    for fact in in_keys:
+        if fact > 1:
+            raise EtkvError(f"`kv_cache.values_in_keys` has {fact}, expected 0 or 1")
+    facts = zip(kv_heads, head_dims, v_head_dims, windows, sinks, in_keys, strict=True)
+    return tuple(
+        LayerConfig(heads, k, v, window=window, sinks=sinks, values_in_keys=bool(in_keys))
+        for heads, k, v, window, sinks, in_keys in facts
+    )
 
 
 def _exporters_layers(constants: Mapping[str, Any]) -> tuple[LayerConfig, ...]:

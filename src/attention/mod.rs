@@ -32,6 +32,9 @@ pub type AttendSpec = etkv_core::AttendSpec<KvView, Array>;
 /// unpacked at a time; on a GPU, those of as many heads as fit 256 MiB. With a softcap the scores of as many
 /// queries as fit 256 MiB are computed at a time.
 ///
+/// Values that are in the keys are not copied from there: the results are means of whole keys, of which the
+/// first elements are returned.
+///
 /// # Errors
 /// [`Shape`](crate::Status::Shape) or [`Backend`](crate::Status::Backend) if the shapes do not match, and
 /// [`InvalidArgument`](crate::Status::InvalidArgument) for a softcap that is out of range.
@@ -43,6 +46,22 @@ pub fn attend<'a>(
 ) -> Result<Array> {
     let scoring = scoring.into();
     check(q, scoring)?;
+    if spec.v.is_in_keys() {
+        let dim = spec.v.head_dim();
+        let whole =
+            AttendSpec { k: spec.k.clone(), v: spec.k.as_values(), mask: spec.mask.clone() };
+        let out = attend_checked(q, &whole, scoring, out_dtype)?;
+        return slice_axis(&out, 3, 0, dim, 1);
+    }
+    attend_checked(q, spec, scoring, out_dtype)
+}
+
+fn attend_checked(
+    q: &Array,
+    spec: &AttendSpec,
+    scoring: Scoring,
+    out_dtype: Option<Dtype>,
+) -> Result<Array> {
     let out = match (spec.k.as_dtype(q.dtype()), spec.v.as_dtype(q.dtype())) {
         (Some(k), Some(v)) => by_rows(q, k, v, &spec.mask, scoring)?,
         _ => {
@@ -167,7 +186,10 @@ fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scoring: Scoring) -> Resul
         let last = heads.min(first.saturating_add(step as i32));
         let (from, to) = (first * group, last * group);
         let k = spec.k.heads(first, last)?.dequantized(q.dtype())?;
-        let v = spec.v.heads(first, last)?.dequantized(q.dtype())?;
+        let v = match spec.v.is_in_keys() {
+            true => k.clone(),
+            false => spec.v.heads(first, last)?.dequantized(q.dtype())?,
+        };
         let mask = match &spec.mask {
             Mask::Explicit(mask) if mask.ndim() >= 3 && mask.dim(-3) != 1 => {
                 Mask::Explicit(slice_axis(mask, mask.ndim() - 3, from, to, 1)?)

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use mlx_rs::{Array, Dtype};
 
 use super::codec::Codec;
+use super::first::First;
 use super::planes::{self, Parts, HEADS, SLOTS};
 use crate::error::Result;
 use crate::format::KvFormat;
@@ -15,9 +16,27 @@ use crate::format::KvFormat;
 pub struct KvView {
     pub(super) codec: Arc<dyn Codec>,
     pub(super) parts: Parts,
+    /// Whether these are values, which are the first elements of the keys.
+    pub(super) in_keys: bool,
 }
 
 impl KvView {
+    /// Returns the values of keys that begin with them.
+    pub(super) fn first(&self, elements: i32) -> Self {
+        let codec = Arc::new(First { whole: Arc::clone(&self.codec), elements });
+        Self { codec, parts: self.parts.clone(), in_keys: true }
+    }
+
+    /// Returns whether these are values, which are the first elements of the keys of the same step.
+    pub(crate) fn is_in_keys(&self) -> bool {
+        self.in_keys
+    }
+
+    /// Returns the keys as the values of a computation that takes the first elements of its result.
+    pub(crate) fn as_values(&self) -> Self {
+        Self { in_keys: true, ..self.clone() }
+    }
+
     /// Returns the format of the rows.
     pub fn format(&self) -> KvFormat {
         self.codec.format()
@@ -74,7 +93,7 @@ impl KvView {
 
     fn along(&self, axis: usize, start: i32, stop: i32) -> Result<Self> {
         let parts = planes::along(&self.parts, axis, start, stop)?;
-        Ok(Self { codec: Arc::clone(&self.codec), parts })
+        Ok(Self { codec: Arc::clone(&self.codec), parts, in_keys: self.in_keys })
     }
 
     /// Multiplies `q`, `[1, n_kv_heads, m, head_dim]` in float32 or a similar dtype, by every row:

@@ -22,8 +22,8 @@ use crate::mlx;
 pub struct MlxStore {
     /// Keys and values of each layer.
     pools: Vec<[Box<dyn Pool>; 2]>,
-    /// For each layer, whether it has a format of its own, which no call converts.
-    fixed: Vec<bool>,
+    /// The sizes of each layer.
+    sizes: Vec<StoreLayer>,
     /// The watched writes of the open step.
     finite: Finite,
     /// The watched writes of a step that ended unread.
@@ -106,7 +106,8 @@ impl MlxStore {
             pool.roll_back()?;
         }
         for (layer, slots) in blank {
-            self.pools[*layer][1].blank(slots)?;
+            let in_keys = self.sizes[*layer].second_in_first > 0;
+            self.pools[*layer][usize::from(!in_keys)].blank(slots)?;
         }
         for (layer, slots, rows) in &saved.0 {
             for (pool, rows) in self.pools[*layer].iter_mut().zip(rows) {
@@ -126,10 +127,10 @@ impl MlxStore {
         slots: &[i32],
     ) -> error::Result<Vec<Option<Box<dyn Pool>>>> {
         let mut all = Vec::new();
-        let layers = self.pools.iter_mut().zip(&self.fixed);
-        for ((pools, fixed), &slots) in layers.zip(slots) {
-            for (pool, format) in pools.iter_mut().zip(formats) {
-                let mut fresh = match *fixed || pool.format() == format {
+        let layers = self.pools.iter_mut().zip(&self.sizes);
+        for ((pools, sizes), &slots) in layers.zip(slots) {
+            for (pool, format) in pools.iter_mut().zip(sizes.formats(formats)) {
+                let mut fresh = match pool.format() == format {
                     true => None,
                     false => Some(pool_for(format, pool.n_kv_heads(), pool.head_dim())?),
                 };
@@ -191,10 +192,9 @@ impl Store for MlxStore {
                 pool_for(formats[1], layer.heads[1], layer.dims[1])?,
             ])
         });
-        let fixed = layers.iter().map(|layer| layer.format.is_some()).collect();
         Ok(Self {
             pools: pools.collect::<error::Result<_>>()?,
-            fixed,
+            sizes: layers.to_vec(),
             finite: Finite::default(),
             unread: Finite::default(),
             pending: Cell::new(false),
@@ -243,20 +243,29 @@ impl Store for MlxStore {
         self.pending.set(true);
         let [keys, values] = &mut self.pools[layer];
         keys.write(slots, k)?;
-        let Some(v) = v else {
-            return Ok(());
+        // Without values of their own, they are in the keys.
+        let (pool, watched) = match v {
+            Some(v) => {
+                values.write(slots, v)?;
+                (values, v)
+            }
+            None => (keys, k),
         };
-        values.write(slots, v)?;
         if watch {
-            let stored = float_dtype(values.format()).unwrap_or(v.dtype());
-            self.finite.watch(v, stored)?;
+            let stored = float_dtype(pool.format()).unwrap_or(watched.dtype());
+            self.finite.watch(watched, stored)?;
         }
         Ok(())
     }
 
     fn read(&self, layer: usize, slots: Range<i32>) -> Result<[KvView; 2]> {
         let [k, v] = &self.pools[layer];
-        Ok([k.read(slots.start, slots.end)?, v.read(slots.start, slots.end)?])
+        let keys = k.read(slots.start, slots.end)?;
+        let values = match self.sizes[layer].second_in_first {
+            0 => v.read(slots.start, slots.end)?,
+            elements => keys.first(elements),
+        };
+        Ok([keys, values])
     }
 
     fn mask(runs: &Arc<MaskRuns>) -> Result<Array> {

@@ -12,6 +12,7 @@ mod block_float;
 mod bytes;
 mod codec;
 mod finite;
+mod first;
 mod float;
 mod kv_view;
 mod mask;
@@ -200,7 +201,8 @@ pub fn convert(pool: &mut Box<dyn Pool>, format: KvFormat, used: i32) -> Result<
     }
     let mut converted = pool_for(format, pool.n_kv_heads(), pool.head_dim())?;
     converted.grow(pool.slots())?;
-    let used = used.min(pool.slots());
+    // MLX divides by the number of elements of a row. The second pool of a layer may have none.
+    let used = if pool.head_dim() == 0 { 0 } else { used.min(pool.slots()) };
     let mut start = 0;
     while start < used {
         let stop = start.saturating_add(CONVERTED_SLOTS).min(used);
@@ -252,7 +254,8 @@ impl Pool for CodecPool {
     }
 
     fn read(&self, start: i32, stop: i32) -> Result<KvView> {
-        Ok(KvView { codec: Arc::clone(&self.codec), parts: self.planes.slice(start, stop)? })
+        let parts = self.planes.slice(start, stop)?;
+        Ok(KvView { codec: Arc::clone(&self.codec), parts, in_keys: false })
     }
 
     fn copy(&self, slots: &Slots) -> Result<StoredRows> {

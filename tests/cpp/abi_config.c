@@ -114,6 +114,15 @@ static void other_versions(void) {
   etkv_cache_free(cache);
   etkv_session_free(session);
 
+  /* An earlier header ends before `values_in_keys`. */
+  enum { EARLIER = offsetof(etkv_layer_config, values_in_keys) };
+  uint64_t earlier[LAYERS * EARLIER / 8];
+  for (int i = 0; i < LAYERS; ++i) {
+    s.layers[i].struct_size = EARLIER;
+    memcpy((char*)earlier + i * EARLIER, &s.layers[i], EARLIER);
+  }
+  s.config.layers = (const etkv_layer_config*)earlier;
+
   /* Fields after the size are not read. */
   s.config.struct_size = offsetof(etkv_cache_config, recurrent_layers);
   s.config.n_recurrent_layers = SIZE_MAX;
@@ -122,8 +131,44 @@ static void other_versions(void) {
   cache = cache_of(session);
   CHECK_INT(etkv_cache_n_layers(cache), LAYERS);
   CHECK_INT(etkv_cache_n_recurrent_layers(cache), 0);
+  CHECK_OK(etkv_cache_memory(cache, &memory, NULL));
+  CHECK_INT(
+      memory.at_capacity,
+      (uint64_t)LAYERS * CAPACITY * HEADS * (K_DIM * 4 + V_DIM * 2));
   etkv_cache_free(cache);
   etkv_session_free(session);
+}
+
+/* Values that are in keys take no bytes. */
+static void values_in_keys(void) {
+  setup s;
+  set_up(&s);
+  s.layers[1].values_in_keys = 2;
+  CHECK_NO_SESSION(
+      BACKEND, KIND, &s.config, INVALID, "layer 1: values_in_keys is 2");
+  s.layers[1].values_in_keys = 1;
+  s.layers[1].reserved = 1;
+  CHECK_NO_SESSION(BACKEND, KIND, &s.config, INVALID, "layer.reserved is 1");
+  s.layers[1].reserved = 0;
+  s.layers[1].v_head_dim = K_DIM + 1;
+  CHECK_NO_SESSION(
+      BACKEND, KIND, &s.config, INVALID, "at most the 8 elements of a key");
+  s.layers[1].v_head_dim = V_DIM;
+  s.config.k_format = "f32";
+  s.config.v_format = "f16";
+  etkv_memory memory = {.struct_size = sizeof(memory)};
+  CHECK_OK(etkv_cache_config_estimate(&s.config, CAPACITY, &memory, NULL));
+  CHECK_INT(
+      memory.at_capacity, (uint64_t)CAPACITY * HEADS * (K_DIM * 8 + V_DIM * 2));
+  for (int i = 0; i < LAYERS; ++i) {
+    s.layers[i].values_in_keys = 1;
+  }
+  CHECK_NO_SESSION(
+      BACKEND, KIND, &s.config, INVALID, "v_format is f16, but the values of");
+  s.config.v_format = NULL;
+  CHECK_OK(etkv_cache_config_estimate(&s.config, CAPACITY, &memory, NULL));
+  CHECK_INT(
+      memory.at_capacity, (uint64_t)LAYERS * CAPACITY * HEADS * K_DIM * 4);
 }
 
 /* The values that an estimate writes for layers, and the arguments that it
@@ -269,6 +314,7 @@ static void formats(void) {
 int main(void) {
   fields();
   other_versions();
+  values_in_keys();
   estimates();
   formats();
   CHECK_INT(etkv_live_handles(), 0);

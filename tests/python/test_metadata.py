@@ -84,9 +84,10 @@ def test_one_number_for_each_layer(tmp_path):
         v_head_dim=torch.tensor([32, 48]),
         window=np.array([0, 1024]),
         sinks=[0, 4],
+        values_in_keys=[1, 0],
     )
     assert metadata["kv_cache.window"].dtype == torch.int32
-    layers = (LayerConfig(8, 64, 32), LayerConfig(4, 96, 48, window=1024, sinks=4))
+    layers = (LayerConfig(8, 64, 32, values_in_keys=True), LayerConfig(4, 96, 48, window=1024, sinks=4))
     for source in (metadata, saved(tmp_path, metadata)):
         assert read_kv_cache_metadata(source) == ModelCacheParams(layers, 0, 2048)
 

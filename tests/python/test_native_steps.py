@@ -20,7 +20,8 @@ from etkv.reference import make_cache
 SEEDS = int(os.environ.get("ETKV_STEP_SEEDS", "1"))
 GROUP = 2
 
-FULL = (LayerConfig(2, 64), LayerConfig(1, 32, 64))
+LATENT = LayerConfig(1, 96, 72, values_in_keys=True)
+FULL = (LayerConfig(2, 64), LayerConfig(1, 32, 64), LATENT)
 WINDOWS = (LayerConfig(2, 64, window=3), LayerConfig(1, 32, 64), LayerConfig(2, 32, window=4, sinks=2))
 LAYOUTS = {"full": FULL, "windows": WINDOWS}
 # With short windows and many short steps, every program slides its windows, most of them repeatedly.

@@ -134,6 +134,8 @@ def attention(q: np.ndarray, text: list[Token], layer: int, facts: LayerConfig, 
     out = []
     for head, query in enumerate(q):
         keys, values = (np.array([pair[which][head // GROUP] for pair in rows], dtype=np.float64) for which in (0, 1))
+        if facts.values_in_keys:
+            values = keys[:, : facts.value_dim]
         scores = SCALE * keys @ query.astype(np.float64)
         weights = np.exp(scores - scores.max())
         out.append(weights @ values / weights.sum())
@@ -144,6 +146,8 @@ def written(config: CacheConfig, step: Step, formats: tuple[str, str]) -> list[T
     tokens = [Token(position, [], (step.seed, at)) for at, position in enumerate(step.positions)]
     for layer in range(len(config.layers)):
         _, *fresh = step_programs.step_rows(config, step, layer, GROUP)
+        if config.layers[layer].values_in_keys:
+            fresh = fresh[:1] * 2
         keys, values = (format_of(name).stored(rows)[0].numpy() for name, rows in zip(formats, fresh, strict=True))
         for at, token in enumerate(tokens):
             token.rows.append((keys[:, at], values[:, at]))
@@ -236,6 +240,14 @@ CONFIGS = {
     "halves": CacheConfig([FULL], 24, k_format="f16", v_format="bf16"),
     "quantized": CacheConfig(
         [LayerConfig(2, 32, 64), LayerConfig(1, 64, window=6)], 40, k_format="mxfp4", v_format="affine4g32"
+    ),
+    "values in keys": CacheConfig([LayerConfig(2, 32, 20, values_in_keys=True)], 40, k_format="nvfp4"),
+    "some values in keys": CacheConfig(
+        [LayerConfig(1, 32, 9, window=6, values_in_keys=True), LayerConfig(2, 32)],
+        40,
+        k_format="mxfp4",
+        v_format="row-int4",
+        quantized_kv_start=12,
     ),
     "quantized later": CacheConfig(
         [LayerConfig(1, 16, window=9)], 40, k_format="nvfp4", v_format="row-int4", quantized_kv_start=12

@@ -82,6 +82,14 @@ def assert_refused(cache, call, status, words):
         ({"layers": [LayerConfig(0, 8)]}, "layer 0: n_kv_heads is 0, the least is 1"),
         ({"layers": [LayerConfig(1, 8), LayerConfig(1, 8, 0)]}, "layer 1: v_head_dim is 0, the least is 1"),
         ({"layers": [LayerConfig(1, 8, window=-1)]}, "layer 0: window is -1, the least is 0"),
+        (
+            {"layers": [LayerConfig(1, 8, 9, values_in_keys=True)]},
+            "layer 0: v_head_dim is 9, but values in keys have at most the 8 elements of a key",
+        ),
+        (
+            {"layers": [LayerConfig(1, 8, 4, values_in_keys=True)], "k_format": "f32", "v_format": "f16"},
+            "v_format is f16, but the values of every layer are in its keys, which k_format stores as f32",
+        ),
         ({"layers": [LayerConfig(1, 8, sinks=2)]}, "layer 0: expected sinks 0 for a layer without a window, got 2"),
     ],
 )
@@ -107,6 +115,8 @@ def test_configs_of_wrong_types(arguments, words):
         CacheConfig(**{"layers": [LayerConfig(1, 8)], **arguments})
     with pytest.raises(EtkvError, match=r"n_kv_heads is 1\.5, expected an integer"):
         LayerConfig(1.5, 8)
+    with pytest.raises(EtkvError, match=r"LayerConfig\.values_in_keys is 1, expected a bool"):
+        LayerConfig(1, 8, values_in_keys=1)
 
 
 def test_there_are_three_kinds():
@@ -442,6 +452,16 @@ def test_values_that_are_not_finite_do_not_reach_others():
         else:
             cache.update_and_fetch(0, k, v, [0])
         ContiguousCache(config).update_and_fetch(0, k, v, [0])
+
+
+def test_all_elements_of_keys_with_values_are_finite():
+    config = CacheConfig([LayerConfig(1, 32, 8, values_in_keys=True)], 8, k_format="f16")
+    k, v = rows(config, 0, 1)
+    v[...] = torch.nan
+    SeqCache(config).update_and_fetch(0, k, v, [0])
+    k[0, 0, 0, 31] = 1e6
+    cache = SeqCache(config)
+    assert_refused(cache, partial(cache.update_and_fetch, 0, k, v, [0]), Status.INVALID_ARGUMENT, "not finite as f16")
 
 
 def test_one_frontier_after_another():

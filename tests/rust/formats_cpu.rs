@@ -121,6 +121,7 @@ impl CachePair {
             k_head_dim: dim as i32,
             v_head_dim: dim as i32,
             policy: LayerPolicy::Full,
+            values_in_keys: false,
         };
         let config = CacheConfig {
             layers: vec![layer],

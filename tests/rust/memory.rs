@@ -21,6 +21,7 @@ fn config(format: KvFormat, capacity: i32, policies: &[LayerPolicy]) -> CacheCon
         k_head_dim: HEAD_DIM,
         v_head_dim: HEAD_DIM,
         policy,
+        values_in_keys: false,
     };
     CacheConfig {
         layers: policies.iter().map(layer).collect(),

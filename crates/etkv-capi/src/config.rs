@@ -6,7 +6,7 @@ use etkv_core::{
     fail, CacheConfig, Growth, KvFormat, LayerConfig, LayerPolicy, Memory, RecurrentLayer, Result,
 };
 
-use super::boundary::{boundary, out, read_grown, read_struct, text};
+use super::boundary::{boundary, out, read_grown, text};
 use super::error::etkv_error;
 use super::memory::{etkv_memory, fill_memory};
 
@@ -22,7 +22,12 @@ pub struct etkv_layer_config {
     window: i32,
     sinks: i32,
     dtype: i32,
+    values_in_keys: i32,
+    reserved: i32,
 }
+
+/// The size of the struct before it had `values_in_keys`.
+const WITHOUT_VALUES_IN_KEYS: usize = std::mem::offset_of!(etkv_layer_config, values_in_keys);
 
 /// The sizes of one recurrent layer; see the header.
 #[allow(non_camel_case_types)]
@@ -166,18 +171,27 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
                 config.quantized_kv_start
             );
         }
-        let raw_layers = raw_list(config.layers, config.n_layers, ["layers", "layer"])?;
+        let raw_layers =
+            raw_list(config.layers, config.n_layers, WITHOUT_VALUES_IN_KEYS, ["layers", "layer"])?;
         let recurrent_layers = raw_list(
             config.recurrent_layers,
             config.n_recurrent_layers,
+            std::mem::size_of::<etkv_recurrent_layer_config>(),
             ["recurrent_layers", "recurrent layer"],
         )?;
         let format = |name, field| match format(name, field)? {
             Some(format) => Ok(format),
             None => default_format(&raw_layers, field),
         };
+        let layers = read_layers(&raw_layers, "layer", read_layer)?;
+        let all_in_keys = !layers.is_empty() && layers.iter().all(|layer| layer.values_in_keys);
+        let k_format = format(config.k_format, "k_format")?;
+        let v_format = match all_in_keys && config.v_format.is_null() {
+            true => k_format,
+            false => format(config.v_format, "v_format")?,
+        };
         Ok(CacheConfig {
-            layers: read_layers(&raw_layers, "layer", read_layer)?,
+            layers,
             recurrent_layers: read_layers(
                 &recurrent_layers,
                 "recurrent layer",
@@ -194,8 +208,8 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
                 tokens => tokens,
             },
             growth: growth(config.growth, config.min_chunk)?,
-            k_format: format(config.k_format, "k_format")?,
-            v_format: format(config.v_format, "v_format")?,
+            k_format,
+            v_format,
             quantized_kv_start: (config.quantized_kv_start > 0)
                 .then_some(config.quantized_kv_start),
             float_format: match format(config.float_format, "float_format") {
@@ -209,11 +223,17 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
     }
 }
 
-/// Copies `n` structs of the caller. `names` are the name of the list, and of one in messages.
+/// Copies `n` structs of the caller. Those of older callers have at least `least` bytes; the rest is zero.
+/// `names` are the name of the list, and of one in messages.
 ///
 /// # Safety
 /// `first` points to `n` structs that begin with their size, which is the distance between them.
-unsafe fn raw_list<T: Copy>(first: *const T, n: usize, names: [&str; 2]) -> Result<Vec<T>> {
+unsafe fn raw_list<T: Copy>(
+    first: *const T,
+    n: usize,
+    least: usize,
+    names: [&str; 2],
+) -> Result<Vec<T>> {
     const MAX_LAYERS: usize = 65_536;
     let [list, one] = names;
     if n > MAX_LAYERS {
@@ -223,7 +243,7 @@ unsafe fn raw_list<T: Copy>(first: *const T, n: usize, names: [&str; 2]) -> Resu
         return Ok(Vec::new());
     }
     // SAFETY: the caller keeps the contract above.
-    unsafe { read_struct(first, list)? };
+    unsafe { read_grown(first, least, list)? };
     // SAFETY: it begins with its size.
     let size = unsafe { first.cast::<usize>().read() };
     (0..n)
@@ -239,7 +259,7 @@ unsafe fn raw_list<T: Copy>(first: *const T, n: usize, names: [&str; 2]) -> Resu
                         "{one} {id}: struct_size is {own_size}, that of {one} 0 is {size}"
                     );
                 }
-                Ok(at.read())
+                Ok(read_grown(at, least, list)?.0)
             }
         })
         .collect()
@@ -311,11 +331,18 @@ fn read_layer(layer: &etkv_layer_config) -> Result<LayerConfig> {
         (window, sinks) => LayerPolicy::Window { window, sinks },
     };
     dtype(layer)?;
+    refuse_reserved(layer.reserved, "layer")?;
+    let values_in_keys = match layer.values_in_keys {
+        0 => false,
+        1 => true,
+        other => fail!(InvalidArgument, "values_in_keys is {other}, expected 0 or 1"),
+    };
     Ok(LayerConfig {
         n_kv_heads: layer.n_kv_heads,
         k_head_dim: layer.k_head_dim,
         v_head_dim: if layer.v_head_dim == 0 { layer.k_head_dim } else { layer.v_head_dim },
         policy,
+        values_in_keys,
     })
 }
 

@@ -2,7 +2,7 @@
 //! application chooses.
 
 use crate::bookkeeping::{RecurrentWindow, Window};
-use crate::error::{fail, Result};
+use crate::error::{fail, Error, Result};
 use crate::format::KvFormat;
 use crate::growth::Growth;
 use crate::recurrent_layer::{window_of, RecurrentLayer};
@@ -33,6 +33,9 @@ pub struct LayerConfig {
     pub v_head_dim: i32,
     /// The positions that its queries see.
     pub policy: LayerPolicy,
+    /// Whether a value is the first `v_head_dim` elements of its key, as with latent attention. Such a layer
+    /// stores keys alone, in their format.
+    pub values_in_keys: bool,
 }
 
 /// The layers of a cache in groups of one policy: a step uses the same slots in all layers of a group.
@@ -91,9 +94,9 @@ pub struct CacheConfig {
     pub max_step_tokens: i32,
     /// How buffers grow.
     pub growth: Growth,
-    /// Storage of keys.
+    /// Storage of keys, and of values that are in them.
     pub k_format: KvFormat,
-    /// Storage of values.
+    /// Storage of other values. If no layer has any, it must be `k_format`.
     pub v_format: KvFormat,
     /// If set, rows are stored in `float_format` until the cache holds this many positions. Then all are
     /// converted, once.
@@ -119,6 +122,7 @@ impl CacheConfig {
             k_head_dim: head_dim,
             v_head_dim: head_dim,
             policy: LayerPolicy::Full,
+            values_in_keys: false,
         };
         Self {
             layers: vec![layer; n_layers],
@@ -170,8 +174,9 @@ impl CacheConfig {
             }
         }
         for (id, layer) in self.layers.iter().enumerate() {
-            self.validate_layer(layer).map_err(|error| error.at(format_args!("layer {id}")))?;
+            validate_layer(layer).map_err(|error| error.at(format_args!("layer {id}")))?;
         }
+        self.check_formats([self.k_format, self.v_format])?;
         for (id, layer) in self.recurrent_layers.iter().enumerate() {
             let checked = layer.validate();
             checked.map_err(|error| error.at(format_args!("recurrent layer {id}")))?;
@@ -186,16 +191,28 @@ impl CacheConfig {
         Ok(())
     }
 
-    fn validate_layer(&self, layer: &LayerConfig) -> Result<()> {
-        at_least(1, "n_kv_heads", layer.n_kv_heads)?;
-        at_least(1, "k_head_dim", layer.k_head_dim)?;
-        at_least(1, "v_head_dim", layer.v_head_dim)?;
-        if let LayerPolicy::Window { window, sinks } = layer.policy {
-            at_least(1, "window", window)?;
-            at_least(0, "sinks", sinks)?;
+    /// Checks that the rows of the layers fit formats of keys and values.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for rows that do not fit, naming the layer, and for
+    /// a format of values that no layer has.
+    pub(crate) fn check_formats(&self, [k, v]: [KvFormat; 2]) -> Result<()> {
+        for (id, layer) in self.layers.iter().enumerate() {
+            let at = |what| move |error: Error| error.at(format_args!("layer {id}: {what}"));
+            k.check(layer.k_head_dim).map_err(at("keys"))?;
+            if !layer.values_in_keys {
+                v.check(layer.v_head_dim).map_err(at("values"))?;
+            }
         }
-        self.k_format.check(layer.k_head_dim).map_err(|error| error.at("keys"))?;
-        self.v_format.check(layer.v_head_dim).map_err(|error| error.at("values"))
+        let all_in_keys = self.layers.iter().all(|layer| layer.values_in_keys);
+        if all_in_keys && !self.layers.is_empty() && k != v {
+            fail!(
+                InvalidArgument,
+                "v_format is {v}, but the values of every layer are in its keys, which k_format stores as {k}; \
+                 give both the same format"
+            );
+        }
+        Ok(())
     }
 
     /// Returns the most tokens of one step: `max_step_tokens` if a window slides or rows await quantization,
@@ -252,6 +269,24 @@ impl CacheConfig {
     }
 }
 
+fn validate_layer(layer: &LayerConfig) -> Result<()> {
+    at_least(1, "n_kv_heads", layer.n_kv_heads)?;
+    at_least(1, "k_head_dim", layer.k_head_dim)?;
+    at_least(1, "v_head_dim", layer.v_head_dim)?;
+    if layer.values_in_keys && layer.v_head_dim > layer.k_head_dim {
+        let LayerConfig { k_head_dim, v_head_dim, .. } = layer;
+        fail!(
+            InvalidArgument,
+            "v_head_dim is {v_head_dim}, but values in keys have at most the {k_head_dim} elements of a key"
+        );
+    }
+    if let LayerPolicy::Window { window, sinks } = layer.policy {
+        at_least(1, "window", window)?;
+        at_least(0, "sinks", sinks)?;
+    }
+    Ok(())
+}
+
 fn at_most(most: i32, name: &str, value: i32) -> Result<()> {
     if value > most {
         fail!(InvalidArgument, "{name} is {value}, the most is {most}");
@@ -273,7 +308,7 @@ mod tests {
 
     fn windowed(window: i32, sinks: i32) -> LayerConfig {
         let policy = LayerPolicy::Window { window, sinks };
-        LayerConfig { n_kv_heads: 1, k_head_dim: 4, v_head_dim: 4, policy }
+        LayerConfig { n_kv_heads: 1, k_head_dim: 4, v_head_dim: 4, policy, values_in_keys: false }
     }
 
     #[test]
@@ -303,6 +338,46 @@ mod tests {
         assert_eq!(config.estimate(10).layers, [layer, layer]);
         assert_eq!(config.estimate(10).allocated, 2 * 10 * 3 * 384);
         assert_eq!(config.estimate(99), config.estimate(10), "no more than the capacity");
+    }
+
+    #[test]
+    fn values_in_keys_take_no_bytes() {
+        let latent = LayerConfig {
+            n_kv_heads: 1,
+            k_head_dim: 576,
+            v_head_dim: 512,
+            policy: LayerPolicy::Full,
+            values_in_keys: true,
+        };
+        let config = CacheConfig {
+            layers: vec![latent; 2],
+            growth: Growth::Exact,
+            ..CacheConfig::uniform(0, 1, 1, 10)
+        };
+        config.validate().unwrap();
+        let keys = Bytes { allocated: 10 * 1152, used: 10 * 1152 };
+        let layer = LayerMemory { k: keys, v: Bytes::default() };
+        assert_eq!(config.estimate(10).layers, [layer, layer]);
+        assert_eq!(config.at_capacity(), 2 * 10 * 1152);
+        assert_eq!(config.at_capacity_shared(), 2 * 10 * 1152);
+
+        // No group of 64 divides 500 values, which have no scales of their own.
+        let format = KvFormat::Affine { bits: 8, group: 64 };
+        let mut other = config.clone().stored_as(format);
+        other.layers[0].v_head_dim = 500;
+        other.validate().unwrap();
+        assert_eq!(other.at_capacity(), 2 * 10 * (576 + 9 * 4));
+        other.v_format = KvFormat::F32;
+        let refused = other.validate().unwrap_err().to_string();
+        assert!(refused.starts_with("v_format is f32, but the values of every layer"), "{refused}");
+        other.layers[1].values_in_keys = false;
+        other.validate().unwrap();
+        assert_eq!(other.at_capacity(), 10 * (2 * 612 + 512 * 4));
+        other.layers[0].v_head_dim = 577;
+        let refused = other.validate().unwrap_err().to_string();
+        let expected =
+            "layer 0: v_head_dim is 577, but values in keys have at most the 576 elements of a key";
+        assert_eq!(refused, expected);
     }
 
     #[test]

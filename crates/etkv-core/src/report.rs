@@ -173,6 +173,13 @@ pub struct LayerConfigReport {
     /// The window; absent for full history.
     pub window: Option<i32>,
     pub sinks: i32,
+    /// Whether the values are in the keys; absent if not.
+    #[serde(skip_serializing_if = "is_false")]
+    pub values_in_keys: bool,
+}
+
+fn is_false(is: &bool) -> bool {
+    !is
 }
 
 fn as_name<S: Serializer>(format: &KvFormat, serializer: S) -> Result<S::Ok, S::Error> {
@@ -206,11 +213,11 @@ impl ConfigReport {
 
 impl LayerConfigReport {
     fn of(layer: &LayerConfig) -> Self {
-        let &LayerConfig { n_kv_heads, k_head_dim, v_head_dim, policy } = layer;
+        let &LayerConfig { n_kv_heads, k_head_dim, v_head_dim, policy, values_in_keys } = layer;
         let (window, sinks) = match policy {
             LayerPolicy::Full => (None, 0),
             LayerPolicy::Window { window, sinks } => (Some(window), sinks),
         };
-        Self { n_kv_heads, k_head_dim, v_head_dim, window, sinks }
+        Self { n_kv_heads, k_head_dim, v_head_dim, window, sinks, values_in_keys }
     }
 }

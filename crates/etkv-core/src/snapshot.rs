@@ -50,6 +50,9 @@ pub struct SavedLayer {
     pub v_head_dim: i32,
     /// The window and the sinks, or `None` for full history.
     pub window: Option<[i32; 2]>,
+    /// Whether the values are in the keys.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub values_in_keys: bool,
 }
 
 /// The formats of a [`CacheConfig`].
@@ -249,8 +252,8 @@ impl From<&LayerConfig> for SavedLayer {
             LayerPolicy::Full => None,
             LayerPolicy::Window { window, sinks } => Some([window, sinks]),
         };
-        let LayerConfig { n_kv_heads, k_head_dim, v_head_dim, .. } = *layer;
-        Self { n_kv_heads, k_head_dim, v_head_dim, window }
+        let LayerConfig { n_kv_heads, k_head_dim, v_head_dim, values_in_keys, .. } = *layer;
+        Self { n_kv_heads, k_head_dim, v_head_dim, window, values_in_keys }
     }
 }
 
@@ -268,8 +271,9 @@ impl From<&CacheConfig> for SavedFormats {
 
 impl fmt::Display for SavedLayer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { n_kv_heads, k_head_dim, v_head_dim, window } = self;
-        write!(f, "{n_kv_heads} KV heads of {k_head_dim} and {v_head_dim} with ")?;
+        let Self { n_kv_heads, k_head_dim, v_head_dim, window, values_in_keys } = self;
+        let place = if *values_in_keys { " of them" } else { "" };
+        write!(f, "{n_kv_heads} KV heads of {k_head_dim} and {v_head_dim}{place} with ")?;
         match window {
             None => f.write_str("full history"),
             Some([window, sinks]) => write!(f, "a window of {window} and {sinks} sinks"),
@@ -344,6 +348,12 @@ impl Snapshot {
                 if found != expected {
                     fail!(File, "layer {id} has {name} {found} in the file, {expected} here");
                 }
+            }
+            if found.values_in_keys != expected.values_in_keys {
+                let of =
+                    |in_keys: bool| if in_keys { "in its keys" } else { "apart from its keys" };
+                let [found, expected] = [of(found.values_in_keys), of(expected.values_in_keys)];
+                fail!(File, "layer {id} has its values {found} in the file, {expected} here");
             }
             if found.window != expected.window {
                 let of = |window: Option<[i32; 2]>| match window {
@@ -464,7 +474,9 @@ impl Snapshot {
         for layer in &self.layers {
             let as_file = |error: Error| Error::new(Status::File, error.at("the file"));
             self.formats[0].check(layer.k_head_dim).map_err(as_file)?;
-            self.formats[1].check(layer.v_head_dim).map_err(as_file)?;
+            if !layer.values_in_keys {
+                self.formats[1].check(layer.v_head_dim).map_err(as_file)?;
+            }
         }
         Ok(())
     }
@@ -507,6 +519,10 @@ impl ContiguousState {
             checkpoints: Vec::new(),
         }
     }
+}
+
+fn is_false(is: &bool) -> bool {
+    !is
 }
 
 fn is_zero(n: &i32) -> bool {

@@ -56,9 +56,9 @@ pub trait Store: Sized + Send + 'static {
     /// Rows that any number of stores read and none writes. A clone of the handle is the same rows.
     type Frozen: Send + Sync;
 
-    /// Returns a store without slots for these layers. Keys and values are stored in `formats`, but those of
-    /// a layer with a [format](StoreLayer::format) of its own in that, always: no call converts them. A layer
-    /// without a second buffer has a buffer of 0 bytes there.
+    /// Returns a store without slots for these layers. The rows of each are stored in [its
+    /// formats](StoreLayer::formats) in a cache of `formats`. A layer without a second buffer has a buffer of
+    /// 0 bytes there.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a format that the layers' rows do
@@ -88,7 +88,7 @@ pub trait Store: Sized + Send + 'static {
     /// Writes a layer's new rows, one for each slot. `v` is absent for a layer without a second buffer.
     ///
     /// With `watch` the store remembers whether all values are finite in their stored format, for
-    /// [`non_finite`](Self::non_finite).
+    /// [`non_finite`](Self::non_finite). If values are in the keys, all elements of these count.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); some of the rows may be written.
@@ -101,8 +101,8 @@ pub trait Store: Sized + Send + 'static {
         watch: bool,
     ) -> Result<()>;
 
-    /// Returns a run of slots as attention reads them: the keys and the values. The second is empty for a
-    /// layer without a second buffer.
+    /// Returns a run of slots as attention reads them: the keys and the values. For a layer without a second
+    /// buffer, the second view has the [first elements](StoreLayer::second_in_first) of the keys.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -163,14 +163,15 @@ pub trait Store: Sized + Send + 'static {
     /// [`Backend`](crate::Status::Backend); the contents of all slots are unknown.
     fn relocate(&mut self, layers: &[usize], from: &Slots, to: &Slots, slots: i32) -> Result<()>;
 
-    /// Converts the rows of a layer to other formats, which fit them. Needs the memory of one more buffer.
+    /// Converts the rows of a layer to other formats, which fit them and are [those of the
+    /// layer](StoreLayer::formats). Needs the memory of one more buffer.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); keys and values are each complete, in their old format or in the
     /// new one.
     fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()>;
 
-    /// Removes all rows and stores later ones in `formats`, with at least `slots[layer]` slots. Buffers that
+    /// Removes all rows and stores later ones as in [`new`](Self::new), with at least `slots[layer]` slots. Buffers that
     /// already have their formats stay, with their contents.
     ///
     /// # Errors

@@ -10,14 +10,18 @@ pub struct StoreLayer {
     pub heads: [i32; 2],
     /// The elements of one head's row in each; 0 in the second if there is none.
     pub dims: [i32; 2],
+    /// The elements at the beginning of a row of the first that are read as the second; 0 if there are none.
+    /// Only a layer without a second buffer has them.
+    pub second_in_first: i32,
     /// The format of both, if it does not follow the cache's.
     pub format: Option<KvFormat>,
 }
 
 impl StoreLayer {
     /// Returns the formats of the buffers in a cache that stores keys and values in `formats`.
-    pub fn formats(&self, formats: [KvFormat; 2]) -> [KvFormat; 2] {
-        self.format.map_or(formats, |format| [format; 2])
+    pub fn formats(&self, [first, second]: [KvFormat; 2]) -> [KvFormat; 2] {
+        let first = self.format.unwrap_or(first);
+        [first, if self.has_second() { self.format.unwrap_or(second) } else { first }]
     }
 
     /// Returns the bytes of one slot in each buffer, or [`u64::MAX`] on overflow.
@@ -40,16 +44,21 @@ impl StoreLayer {
 
     fn fixed(parts: [Option<[i32; 2]>; 2]) -> Self {
         let [[heads, dim], [more_heads, more_dim]] = parts.map(Option::unwrap_or_default);
-        Self { heads: [heads, more_heads], dims: [dim, more_dim], format: Some(KvFormat::F32) }
+        Self {
+            heads: [heads, more_heads],
+            dims: [dim, more_dim],
+            second_in_first: 0,
+            format: Some(KvFormat::F32),
+        }
     }
 }
 
 impl From<&LayerConfig> for StoreLayer {
     fn from(layer: &LayerConfig) -> Self {
-        Self {
-            heads: [layer.n_kv_heads; 2],
-            dims: [layer.k_head_dim, layer.v_head_dim],
-            format: None,
+        let (heads, k, v) = (layer.n_kv_heads, layer.k_head_dim, layer.v_head_dim);
+        match layer.values_in_keys {
+            true => Self { heads: [heads, 0], dims: [k, 0], second_in_first: v, format: None },
+            false => Self { heads: [heads; 2], dims: [k, v], second_in_first: 0, format: None },
         }
     }
 }

@@ -21,6 +21,7 @@ fn a_step_of_one_token_allocates_nothing() {
             k_head_dim: dim,
             v_head_dim: dim,
             policy: LayerPolicy::Full,
+            values_in_keys: false,
         };
         let mut store = CpuStore::new(&[StoreLayer::from(&layer); 2], [format; 2]).unwrap();
         for layer in 0..2 {

@@ -20,7 +20,7 @@ from etkv.errors import CapacityError, PositionError, Status, StatusError, StepE
 from etkv.reference.attention import attention
 from etkv.reference.config import Formats, check_config, check_formats, formats_of
 from etkv.reference.errors import check_range, integer, invalid
-from etkv.reference.formats import FLOATS, format_of
+from etkv.reference.formats import FLOATS, Format, format_of
 from etkv.reference.tokens import Token, TokenSequence, Window, distinct
 
 Members = tuple[int, ...]  # the sequences that a token belongs to
@@ -164,7 +164,7 @@ class ReferenceCache(ABC):
                 self.abort()
             elif layer in step.calls:
                 old_k, old_v, fetched = step.calls[layer]
-                if _same(k, old_k) and _same(v, old_v):
+                if _same(k, old_k) and (self.config.layers[layer].values_in_keys or _same(v, old_v)):
                     return fetched
                 self.abort()
                 for other in itertools.takewhile(lambda called: called != layer, step.calls):
@@ -180,8 +180,13 @@ class ReferenceCache(ABC):
 
     def _write(self, layer: int, k: Tensor, v: Tensor, positions: list[int]) -> Fetched:
         step = self._step = self._step or self._plan(positions)
-        keys, values = (stored_as.stored(rows[0]) for stored_as, rows in zip(self._formats, (k, v), strict=True))
-        self._check_values(layer, values if self._formats[1].is_float else v)
+        keys = self._formats[0].stored(k[0])
+        in_keys = self._in_keys(layer, keys)
+        values = self._formats[1].stored(v[0]) if in_keys is None else in_keys
+        if in_keys is None:
+            self._check_values(layer, self._formats[1], values, v)
+        else:
+            self._check_values(layer, self._formats[0], keys, k)
         for index, token in enumerate(step.tokens):
             token.rows[layer] = keys[:, index], values[:, index]
         rows = [token.rows[layer] for token in (*step.history, *step.tokens)]
@@ -234,13 +239,20 @@ class ReferenceCache(ABC):
             told = f"{length} positions in {self.formats[0]}, the most is {most}"
             raise CapacityError(f"{told}: quantized_kv_start - 1, and max_step_tokens {self._max_step_tokens}")
 
-    def _check_values(self, layer: int, values: Tensor) -> None:
+    def _check_values(self, layer: int, stored_as: Format, stored: Tensor, given: Tensor) -> None:
         """Refuses values that are not finite if other sequences may exist, which would read NaN.
 
-        The native caches multiply masked rows by 0, and 0 times infinity is NaN.
+        The native caches multiply masked rows by 0, and 0 times infinity is NaN. Where values are in keys, all elements
+        of these count.
         """
-        if self.max_sequences > 1 and not torch.isfinite(values).all():
-            raise invalid(f"a value of layer {layer} is not finite as {self.formats[1]}; other sequences would read it")
+        rows = stored if stored_as.is_float else given
+        if self.max_sequences > 1 and not torch.isfinite(rows).all():
+            raise invalid(f"a value of layer {layer} is not finite as {stored_as.name}; other sequences would read it")
+
+    def _in_keys(self, layer: int, key: Tensor) -> Tensor | None:
+        """Returns the values that are in keys of a layer; None if it has values of its own."""
+        config = self.config.layers[layer]
+        return key[..., : config.value_dim] if config.values_in_keys else None
 
     def _check_exact(self, following: int, *sequences: TokenSequence) -> None:
         """Refuses a sequence that goes on at ``following`` if its next query would see dropped positions."""
@@ -262,8 +274,9 @@ class ReferenceCache(ABC):
     def _convert(self, formats: Formats) -> None:
         for token in distinct(self._sequences):
             for layer, rows in token.rows.items():
-                changes = zip(self._formats, formats, rows, strict=True)
-                token.rows[layer] = tuple(row if old.name == new.name else new.stored(row) for old, new, row in changes)
+                key = _converted(rows[0], self._formats[0], formats[0])
+                value = self._in_keys(layer, key)
+                token.rows[layer] = key, _converted(rows[1], self._formats[1], formats[1]) if value is None else value
         self._formats = formats
         # An explicit conversion is not undone later.
         self._awaits_quantization = False
@@ -293,6 +306,10 @@ class ReferenceCache(ABC):
                 heads = f"{n_kv_heads} or a multiple" if name == "q" else f"{n_kv_heads}"
                 expected = f"{name} of shape [1, {heads}, {n_tokens}, {head_dim}] for layer {layer}"
                 raise StatusError(f"expected {expected}, got {shape}", Status.SHAPE)
+
+
+def _converted(row: Tensor, old: Format, new: Format) -> Tensor:
+    return row if old.name == new.name else new.stored(row)
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:

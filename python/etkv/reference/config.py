@@ -27,6 +27,9 @@ def check_config(config: CacheConfig) -> None:
         for name in ("n_kv_heads", "k_head_dim"):
             check_range(f"layer {index}: {name}", getattr(layer, name), 1)
         check_range(f"layer {index}: v_head_dim", layer.value_dim, 1)
+        if layer.values_in_keys and layer.value_dim > layer.k_head_dim:
+            most = f"values in keys have at most the {layer.k_head_dim} elements of a key"
+            raise invalid(f"layer {index}: v_head_dim is {layer.value_dim}, but {most}")
         for name in ("window", "sinks"):
             check_range(f"layer {index}: {name}", getattr(layer, name), 0)
         if layer.sinks and not layer.window:
@@ -35,15 +38,22 @@ def check_config(config: CacheConfig) -> None:
 
 
 def check_formats(formats: Formats, config: CacheConfig) -> None:
-    """Refuses formats that do not fit the head_dim of a layer."""
+    """Refuses formats that do not fit the head_dim of a layer, and a format of values that no layer has."""
     for index, layer in enumerate(config.layers):
         formats[0].check(layer.k_head_dim, f"layer {index}: keys: ")
-        formats[1].check(layer.value_dim, f"layer {index}: values: ")
+        if not layer.values_in_keys:
+            formats[1].check(layer.value_dim, f"layer {index}: values: ")
+    keys, values = (one.name for one in formats)
+    if keys != values and all(layer.values_in_keys for layer in config.layers):
+        told = f"the values of every layer are in its keys, which k_format stores as {keys}; give both the same format"
+        raise invalid(f"v_format is {values}, but {told}")
 
 
 def formats_of(config: CacheConfig) -> tuple[Formats, Format]:
     """Returns the formats of keys and values, and the float format of both before ``quantized_kv_start``."""
-    keys, values, floats = (_format(config, field) for field in ("k_format", "v_format", "float_format"))
+    in_keys = all(layer.values_in_keys for layer in config.layers) and config.v_format is None
+    of_values = "k_format" if in_keys else "v_format"
+    keys, values, floats = (_format(config, field) for field in ("k_format", of_values, "float_format"))
     if config.quantized_kv_start and not floats.is_float:
         raise invalid(f"expected float_format f32, f16 or bf16, got {config.float_format}")
     return (keys, values), floats

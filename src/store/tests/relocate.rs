@@ -17,7 +17,13 @@ const SLOTS: i32 = 160;
 /// A store whose slots all have different rows.
 fn filled(format: KvFormat) -> MlxStore {
     let policy = LayerPolicy::Full;
-    let layer = LayerConfig { n_kv_heads: HEADS, k_head_dim: DIM, v_head_dim: DIM, policy };
+    let layer = LayerConfig {
+        n_kv_heads: HEADS,
+        k_head_dim: DIM,
+        v_head_dim: DIM,
+        policy,
+        values_in_keys: false,
+    };
     let mut store = MlxStore::new(&[StoreLayer::from(&layer); LAYERS], [format; 2]).unwrap();
     for layer in 0..LAYERS {
         store.grow(layer, SLOTS).unwrap();

@@ -1,6 +1,6 @@
 //! Attention from first principles, in float64, one query at a time.
 
-use etkv_core::KvFormat;
+use etkv_core::{KvFormat, LayerConfig};
 use half::{bf16, f16};
 
 use super::Rng;
@@ -15,6 +15,28 @@ pub fn random_rows(rng: &mut Rng, n: usize, heads: usize, dim: usize) -> Rows {
     let mut number = || (rng.unit() * 4.0 - 2.0) as f32;
     let mut row = || (0..heads).map(|_| (0..dim).map(|_| number()).collect()).collect();
     (0..n).map(|_| row()).collect()
+}
+
+/// Returns the first `elements` of each row: the values that are in keys.
+pub fn first(rows: &[Row], elements: i32) -> Rows {
+    let cut = |values: &Vec<f32>| values[..elements as usize].to_vec();
+    rows.iter().map(|heads| heads.iter().map(cut).collect()).collect()
+}
+
+/// Returns the layer, or one like it whose values are in its keys.
+pub fn maybe_in_keys(rng: &mut Rng, layer: LayerConfig) -> LayerConfig {
+    if rng.chance(0.6) {
+        return layer;
+    }
+    let v_head_dim = 1 + rng.below(layer.k_head_dim as usize) as i32;
+    LayerConfig { v_head_dim, values_in_keys: true, ..layer }
+}
+
+/// Makes the format of values that of keys, if no layer has others.
+pub fn match_formats(layers: &[LayerConfig], formats: &mut [KvFormat; 2]) {
+    if !layers.is_empty() && layers.iter().all(|layer| layer.values_in_keys) {
+        formats[1] = formats[0];
+    }
 }
 
 /// A format of every kind and size.

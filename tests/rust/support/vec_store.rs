@@ -66,6 +66,17 @@ impl Tensor {
         }
     }
 
+    /// Returns the first elements of each row.
+    fn first(&self, elements: i32) -> Self {
+        let [_, heads, n, dim] = self.shape;
+        let mut first = Self::zeros(heads, n, elements);
+        let rows = first.values.chunks_exact_mut(elements as usize);
+        for (to, from) in rows.zip(self.values.chunks_exact(dim as usize)) {
+            to.copy_from_slice(&from[..elements as usize]);
+        }
+        Self { fails: self.fails, ..first }
+    }
+
     fn rounded(&self, format: KvFormat) -> Self {
         let mut rounded = self.clone();
         let dim = self.shape[3].max(1) as usize;
@@ -151,8 +162,8 @@ fn may_fail(what: Failure) -> Result<()> {
 pub struct VecStore {
     /// Keys and values of each layer.
     layers: Vec<[Buffer; 2]>,
-    /// For each layer, whether its formats stay.
-    fixed: Vec<bool>,
+    /// The sizes of each layer.
+    sizes: Vec<StoreLayer>,
     /// For each watched write of the open step, whether its values are finite.
     finite: Vec<bool>,
     /// The same for a step that ended unread.
@@ -172,7 +183,7 @@ impl Store for VecStore {
     type Frozen = Vec<[Tensor; 2]>;
 
     fn new(layers: &[StoreLayer], formats: [KvFormat; 2]) -> Result<Self> {
-        let fixed = layers.iter().map(|layer| layer.format.is_some()).collect();
+        let sizes = layers.to_vec();
         let layers = layers.iter().map(|layer| {
             let [k, v] = layer.formats(formats);
             Ok([
@@ -181,7 +192,7 @@ impl Store for VecStore {
             ])
         });
         let layers = layers.collect::<Result<_>>()?;
-        Ok(Self { layers, fixed, finite: Vec::new(), unread: Vec::new(), fails: false })
+        Ok(Self { layers, sizes, finite: Vec::new(), unread: Vec::new(), fails: false })
     }
 
     fn shape(tensor: &Tensor) -> &[i32] {
@@ -222,10 +233,10 @@ impl Store for VecStore {
             buffer.rows.put(slots, &rows.rounded(buffer.format));
             self.fails |= rows.fails;
         }
-        if let Some(v) = v.filter(|_| watch) {
-            let format = self.layers[layer][1].format;
+        if watch {
+            let format = self.layers[layer][usize::from(v.is_some())].format;
             let as_stored = |&value: &f32| oracle::round(value, format);
-            self.finite.push(v.values.iter().map(as_stored).all(f32::is_finite));
+            self.finite.push(v.unwrap_or(k).values.iter().map(as_stored).all(f32::is_finite));
         }
         Ok(())
     }
@@ -236,7 +247,11 @@ impl Store for VecStore {
             ..buffer.rows.taken(&Slots::Run(slots.clone()))
         };
         let [k, v] = &self.layers[layer];
-        Ok([view(k), view(v)])
+        let (k, v) = (view(k), view(v));
+        Ok(match self.sizes[layer].second_in_first {
+            0 => [k, v],
+            elements => [k.clone(), k.first(elements)],
+        })
     }
 
     fn mask(runs: &Arc<MaskRuns>) -> Result<Arc<MaskRuns>> {
@@ -272,7 +287,8 @@ impl Store for VecStore {
     fn abort(&mut self, saved: Self::Saved, blank: &[(usize, Slots)]) -> Result<()> {
         self.end();
         for (layer, slots) in blank {
-            let values = &mut self.layers[*layer][1].rows;
+            let in_keys = self.sizes[*layer].second_in_first > 0;
+            let values = &mut self.layers[*layer][usize::from(!in_keys)].rows;
             let zeros = Tensor::zeros(values.shape[1], slots.len() as i32, values.shape[3]);
             values.put(slots, &zeros);
         }
@@ -311,9 +327,9 @@ impl Store for VecStore {
             may_fail(Failure::Grow)?;
         }
         self.end();
-        for ((buffers, fixed), &slots) in self.layers.iter_mut().zip(&self.fixed).zip(slots) {
-            for (buffer, format) in buffers.iter_mut().zip(formats) {
-                if !fixed && buffer.format != format {
+        for ((buffers, sizes), &slots) in self.layers.iter_mut().zip(&self.sizes).zip(slots) {
+            for (buffer, format) in buffers.iter_mut().zip(sizes.formats(formats)) {
+                if buffer.format != format {
                     let [_, heads, _, dim] = buffer.rows.shape;
                     *buffer = Buffer::new(format, heads, dim)?;
                 }

@@ -514,7 +514,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
         let Some(plan) = self.book.plans().get(group) else {
             fail!(Step, "no step is open on this cache");
         };
-        self.storage.place(layer, plan).map(Some)
+        self.storage.place(layer, plan)
     }
 
     fn store(&self) -> Option<&S> {

@@ -229,7 +229,7 @@ impl<S: Store> AttendCache for ContiguousCache<S> {
         let Some(plan) = self.plans.get(group) else {
             fail!(Step, "no step is open on this cache");
         };
-        self.storage.place(layer, plan).map(Some)
+        self.storage.place(layer, plan)
     }
 
     fn store(&self) -> Option<&S> {

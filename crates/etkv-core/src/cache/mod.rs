@@ -491,7 +491,7 @@ pub trait AttendCache: Cache {
 
     /// Counts a layer's new rows as written and returns their slots, which are allocated: the caller writes
     /// the rows into the [store](Self::store) itself before it commits. Returns `None`, and changes nothing,
-    /// if this cache must see the rows.
+    /// if this cache must see the rows, as for a layer whose values are in its keys.
     ///
     /// Where sequences share cells, the caller commits only finite values: other sequences would read them
     /// with a weight of 0, which gives NaN.

@@ -251,7 +251,7 @@ impl<S: Store> Storage<S> {
     }
 
     /// Writes a layer's new rows and reads by the plan of its layer group. If the step already has the
-    /// layer's rows, the call only reads.
+    /// layer's rows, the call only reads. Of values that are in the keys only the shape is checked.
     pub fn update_and_fetch(
         &mut self,
         layer: usize,
@@ -282,11 +282,12 @@ impl<S: Store> Storage<S> {
         let (heads, n) = (target.n_kv_heads, plan.write.len() as i32);
         check_rows("keys", layer, S::shape(k), [1, heads, n, target.k_head_dim])?;
         check_rows("values", layer, S::shape(v), [1, heads, n, target.v_head_dim])?;
+        let v = (!target.values_in_keys).then_some(v);
         if progress != Progress::Done {
             self.grow(layer, slots)?;
             self.done[layer] = Progress::Begun;
             // Rows that a mask hides have weight 0, and 0 times infinity is NaN.
-            self.store.write(layer, &plan.write, k, Some(v), self.shared)?;
+            self.store.write(layer, &plan.write, k, v, self.shared)?;
         }
         let [k, v] = self.store.read(layer, plan.read.clone())?;
         self.done[layer] = Progress::Done;
@@ -301,17 +302,21 @@ impl<S: Store> Storage<S> {
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n)? })
     }
 
-    /// Counts a layer's new rows as written, and returns their slots, which are allocated.
-    pub fn place(&mut self, layer: usize, plan: &LayerGroupPlan) -> Result<Placement> {
+    /// Counts a layer's new rows as written, and returns their slots, which are allocated. Returns `None` for a
+    /// layer without a buffer for values.
+    pub fn place(&mut self, layer: usize, plan: &LayerGroupPlan) -> Result<Option<Placement>> {
         let _span = self.enter_step();
         let group = self.group(layer)?;
         if self.done.get(layer).is_none() {
             fail!(Step, "no step is open on this cache");
         }
+        if self.config.layers[layer].values_in_keys {
+            return Ok(None);
+        }
         self.grow(layer, self.allocated(group, plan.needed()))?;
         self.done[layer] = Progress::Done;
         let LayerGroupPlan { write, read, mask } = plan.clone();
-        Ok(Placement { write, read, mask })
+        Ok(Some(Placement { write, read, mask }))
     }
 
     pub fn store(&self) -> &S {
@@ -417,10 +422,20 @@ impl<S: Store> Storage<S> {
                 InvalidArgument,
                 "a value of this step is not finite as {} (attention layer {layer} of \
                  those that ran); other sequences would read it",
-                self.formats[1]
+                self.formats_of_values()
             );
         }
         Ok(())
+    }
+
+    /// Returns the formats of values, for a message.
+    fn formats_of_values(&self) -> String {
+        let [k, v] = self.formats;
+        let mut in_keys = self.config.layers.iter().map(|layer| layer.values_in_keys);
+        match (in_keys.clone().any(|in_keys| in_keys) && k != v, in_keys.any(|in_keys| !in_keys)) {
+            (true, true) => format!("{v}, or as {k} in keys"),
+            _ => v.to_string(),
+        }
     }
 
     /// Ends a committed step.
@@ -570,13 +585,8 @@ impl<S: Store> Storage<S> {
         let _span =
             debug_span!(target: TARGET, "convert", k_format = %k_format, v_format = %v_format)
                 .entered();
-        for (id, layer) in self.config.layers.iter().enumerate() {
-            let at =
-                |what: &'static str| move |error: Error| error.at(format!("layer {id}: {what}"));
-            k_format.check(layer.k_head_dim).map_err(at("keys"))?;
-            v_format.check(layer.v_head_dim).map_err(at("values"))?;
-        }
         let formats = [k_format, v_format];
+        self.config.check_formats(formats)?;
         let converted = self.convert_layers(formats);
         self.settle();
         converted?;
@@ -597,9 +607,7 @@ impl<S: Store> Storage<S> {
         let layers = self.layers.groups.len();
         self.reserve_bytes(self.besides(formats, 0..layers))?;
         for layer in 0..layers {
-            if self.layers.layers[layer].format.is_none() {
-                self.store.convert(layer, formats)?;
-            }
+            self.store.convert(layer, self.layers.layers[layer].formats(formats))?;
             let besides = self.besides(formats, layer + 1..layers);
             self.share.settle(self.held().saturating_add(besides));
         }

@@ -34,8 +34,8 @@ pub use sharing::FrozenLayers;
 pub struct CpuStore {
     /// Keys and values of each layer.
     layers: Vec<[Buffer; 2]>,
-    /// For each layer, whether it has a format of its own, which no call converts.
-    fixed: Vec<bool>,
+    /// The sizes of each layer.
+    sizes: Vec<StoreLayer>,
     /// For each watched write of the open step, whether its values are finite as stored.
     finite: Vec<bool>,
     /// Room for one row of any layer.
@@ -51,10 +51,10 @@ impl CpuStore {
     /// the requested slots, and keep their rows.
     fn cleared(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<Vec<Option<Buffer>>> {
         let mut all = Vec::new();
-        let layers = self.layers.iter_mut().zip(&self.fixed);
-        for ((buffers, fixed), &slots) in layers.zip(slots) {
-            for (buffer, format) in buffers.iter_mut().zip(formats) {
-                let mut fresh = match *fixed || buffer.extent().format == format {
+        let layers = self.layers.iter_mut().zip(&self.sizes);
+        for ((buffers, sizes), &slots) in layers.zip(slots) {
+            for (buffer, format) in buffers.iter_mut().zip(sizes.formats(formats)) {
+                let mut fresh = match buffer.extent().format == format {
                     true => None,
                     false => Some(Buffer::new(format, buffer.n_kv_heads(), buffer.head_dim())?),
                 };
@@ -89,8 +89,8 @@ impl Store for CpuStore {
             let [k, v] = layer.formats(formats);
             let buffers = [Buffer::new(k, k_heads, dims[0])?, Buffer::new(v, v_heads, dims[1])?];
             store.layers.push(buffers);
-            store.fixed.push(layer.format.is_some());
         }
+        store.sizes = layers.to_vec();
         if store.row.try_reserve_exact(longest).is_err() {
             fail!(Backend, "out of memory: rows of {longest} elements; free memory");
         }
@@ -128,11 +128,11 @@ impl Store for CpuStore {
         watch: bool,
     ) -> Result<()> {
         let [keys, values] = &mut self.layers[layer];
-        keys.write(slots, k, false, &mut self.row)?;
-        let Some(v) = v else {
-            return Ok(());
-        };
-        let finite = values.write(slots, v, watch, &mut self.row)?;
+        // Without values of their own, they are in the keys.
+        let mut finite = keys.write(slots, k, watch && v.is_none(), &mut self.row)?;
+        if let Some(v) = v {
+            finite = values.write(slots, v, watch, &mut self.row)?;
+        }
         if watch {
             self.finite.push(finite);
         }
@@ -141,7 +141,12 @@ impl Store for CpuStore {
 
     fn read(&self, layer: usize, slots: Range<i32>) -> Result<[View; 2]> {
         let [k, v] = &self.layers[layer];
-        Ok([k.read(slots.clone())?, v.read(slots)?])
+        let keys = k.read(slots.clone())?;
+        let values = match self.sizes[layer].second_in_first {
+            0 => v.read(slots)?,
+            elements => keys.first(elements as usize),
+        };
+        Ok([keys, values])
     }
 
     fn mask(runs: &Arc<MaskRuns>) -> Result<Arc<MaskRuns>> {

@@ -126,6 +126,7 @@ impl Run {
             k_head_dim: 128,
             v_head_dim: 128,
             policy: LayerPolicy::Full,
+            values_in_keys: false,
         };
         let formats = [Self::format(&mut rng), Self::format(&mut rng)];
         let store = CpuStore::new(&[StoreLayer::from(&layer)], formats).unwrap();
@@ -546,6 +547,7 @@ fn slots_that_do_not_fit_memory_are_refused() {
         k_head_dim: 1 << 10,
         v_head_dim: 1 << 10,
         policy: LayerPolicy::Full,
+        values_in_keys: false,
     };
     for format in ["f32", "affine2g128"].map(|name| name.parse::<KvFormat>().unwrap()) {
         let mut store = CpuStore::new(&[StoreLayer::from(&layer)], [format; 2]).unwrap();
@@ -562,8 +564,13 @@ fn slots_that_do_not_fit_memory_are_refused() {
 
 #[test]
 fn misuse_is_refused() {
-    let layer =
-        LayerConfig { n_kv_heads: 1, k_head_dim: 32, v_head_dim: 32, policy: LayerPolicy::Full };
+    let layer = LayerConfig {
+        n_kv_heads: 1,
+        k_head_dim: 32,
+        v_head_dim: 32,
+        policy: LayerPolicy::Full,
+        values_in_keys: false,
+    };
     let mut store = CpuStore::new(&[StoreLayer::from(&layer)], [KvFormat::F16; 2]).unwrap();
     store.grow(0, 4).unwrap();
     let rows = |shape: [i32; 4]| {

@@ -83,6 +83,11 @@ impl View {
         self.head_dim
     }
 
+    /// Returns the first `elements` of each row, at most as many as it has. Both views read the same memory.
+    pub(crate) fn first(&self, elements: usize) -> Self {
+        Self { head_dim: elements.min(self.head_dim), ..self.clone() }
+    }
+
     /// Returns the bytes of one row in one plane, or `None` if the view lacks the plane, the slot or
     /// the head.
     pub fn row(&self, plane: usize, slot: usize, head: usize) -> Option<&[u8]> {

@@ -25,6 +25,31 @@ struct StoredTensors {
     v: Vec<Row>,
 }
 
+impl StoredTensors {
+    fn push<B: Backend>(&mut self, layer: &LayerConfig, rows: [&[Row]; 2], formats: [KvFormat; 2]) {
+        let k = B::stored(rows[0], formats[0]);
+        self.v.extend(match layer.values_in_keys {
+            true => oracle::first(&k, layer.v_head_dim),
+            false => B::stored(rows[1], formats[1]),
+        });
+        self.k.extend(k);
+    }
+
+    fn convert<B: Backend>(&mut self, layer: &LayerConfig, from: [KvFormat; 2], to: [KvFormat; 2]) {
+        if self.k.is_empty() {
+            return;
+        }
+        if to[0] != from[0] {
+            self.k = B::stored(&self.k, to[0]);
+        }
+        if layer.values_in_keys {
+            self.v = oracle::first(&self.k, layer.v_head_dim);
+        } else if to[1] != from[1] {
+            self.v = B::stored(&self.v, to[1]);
+        }
+    }
+}
+
 struct Run<B: Backend> {
     rng: Rng,
     cache: CellsCache<B::Store>,
@@ -40,22 +65,27 @@ impl<B: Backend> Run<B> {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let format = |rng: &mut Rng| -> KvFormat { rng.pick(&oracle::FORMATS).parse().unwrap() };
-        let formats = [format(&mut rng), format(&mut rng)];
+        let mut formats = [format(&mut rng), format(&mut rng)];
         let max_step_tokens = rng.pick(&[3, 12, 40]);
         let layers: Vec<LayerConfig> = (0..1 + rng.below(3))
-            .map(|_| LayerConfig {
-                n_kv_heads: rng.pick(&[1, 2, 4]),
-                k_head_dim: rng.pick(&[64, 128]),
-                v_head_dim: 64,
-                policy: match rng.below(2) {
-                    0 => LayerPolicy::Full,
-                    _ => LayerPolicy::Window {
-                        window: rng.pick(&[1, 4, 16]),
-                        sinks: rng.pick(&[0, 3]),
+            .map(|_| {
+                let layer = LayerConfig {
+                    n_kv_heads: rng.pick(&[1, 2, 4]),
+                    k_head_dim: rng.pick(&[64, 128]),
+                    v_head_dim: 64,
+                    policy: match rng.below(2) {
+                        0 => LayerPolicy::Full,
+                        _ => LayerPolicy::Window {
+                            window: rng.pick(&[1, 4, 16]),
+                            sinks: rng.pick(&[0, 3]),
+                        },
                     },
-                },
+                    values_in_keys: false,
+                };
+                oracle::maybe_in_keys(&mut rng, layer)
             })
             .collect();
+        oracle::match_formats(&layers, &mut formats);
         let config = CacheConfig {
             layers: layers.clone(),
             capacity: rng.pick(&[40, 120]),
@@ -177,17 +207,17 @@ impl<B: Backend> Run<B> {
         for (index, (layer, sight, rows)) in self.layers.iter_mut().enumerate() {
             let heads = layer.n_kv_heads as usize;
             let (kd, vd) = (layer.k_head_dim as usize, layer.v_head_dim as usize);
-            let k = oracle::random_rows(&mut self.rng, n, heads, kd);
-            let v = oracle::random_rows(&mut self.rng, n, heads, vd);
-            rows.k.extend(B::stored(&k, self.formats[0]));
-            rows.v.extend(B::stored(&v, self.formats[1]));
+            let mut k = oracle::random_rows(&mut self.rng, n, heads, kd);
+            // Values that are in keys are not read from here.
+            let mut v = oracle::random_rows(&mut self.rng, n, heads, vd);
+            rows.push::<B>(layer, [&k, &v], self.formats);
             if stop_after.is_some_and(|stop| index >= stop) {
                 continue;
             }
             let q = oracle::random_rows(&mut self.rng, n, N_HEADS, kd);
-            let mut v = v;
             if spoiled == Some(index) {
-                v[n - 1][heads - 1][vd - 1] = f32::INFINITY;
+                let values = if layer.values_in_keys { &mut k } else { &mut v };
+                values[n - 1][heads - 1][vd - 1] = f32::INFINITY;
             }
             let spec = step.update_and_fetch(index, &B::tensor(&k), &B::tensor(&v)).unwrap();
             let out = B::attend(&B::tensor(&q), &spec, SCALE).unwrap();
@@ -348,7 +378,9 @@ impl<B: Backend> Run<B> {
 
     /// Stored rows are converted.
     fn convert(&mut self) {
-        let formats = [0, 1].map(|_| self.rng.pick(&oracle::FORMATS).parse::<KvFormat>().unwrap());
+        let mut formats =
+            [0, 1].map(|_| self.rng.pick(&oracle::FORMATS).parse::<KvFormat>().unwrap());
+        oracle::match_formats(&self.cache.config().layers, &mut formats);
         self.cache.convert(formats[0], formats[1]).unwrap();
         self.awaits = false;
         self.store_anew(formats);
@@ -364,13 +396,8 @@ impl<B: Backend> Run<B> {
     }
 
     fn store_anew(&mut self, formats: [KvFormat; 2]) {
-        for (_, _, rows) in self.layers.iter_mut().filter(|(_, _, rows)| !rows.k.is_empty()) {
-            if formats[0] != self.formats[0] {
-                rows.k = B::stored(&rows.k, formats[0]);
-            }
-            if formats[1] != self.formats[1] {
-                rows.v = B::stored(&rows.v, formats[1]);
-            }
+        for (layer, _, rows) in &mut self.layers {
+            rows.convert::<B>(layer, self.formats, formats);
         }
         self.formats = formats;
     }

@@ -52,26 +52,32 @@ impl<B: Backend> Run<B> {
         let dims: &[i32] = if floats { &[4, 8, 16] } else { &[64, 128] };
         let format = |rng: &mut Rng| -> KvFormat { rng.pick(any).parse().unwrap() };
         let layers: Vec<LayerConfig> = (0..rng.below(3) + 1)
-            .map(|_| LayerConfig {
-                n_kv_heads: rng.pick(&[1, 2, 4]),
-                k_head_dim: rng.pick(dims),
-                v_head_dim: rng.pick(dims),
-                policy: match rng.below(2) {
-                    0 => LayerPolicy::Full,
-                    _ => LayerPolicy::Window {
-                        window: rng.pick(&[1, 5, 30]),
-                        sinks: rng.pick(&[0, 0, 3]),
+            .map(|_| {
+                let layer = LayerConfig {
+                    n_kv_heads: rng.pick(&[1, 2, 4]),
+                    k_head_dim: rng.pick(dims),
+                    v_head_dim: rng.pick(dims),
+                    policy: match rng.below(2) {
+                        0 => LayerPolicy::Full,
+                        _ => LayerPolicy::Window {
+                            window: rng.pick(&[1, 5, 30]),
+                            sinks: rng.pick(&[0, 0, 3]),
+                        },
                     },
-                },
+                    values_in_keys: false,
+                };
+                oracle::maybe_in_keys(&mut rng, layer)
             })
             .collect();
+        let mut formats = [format(&mut rng), format(&mut rng)];
+        oracle::match_formats(&layers, &mut formats);
         let config = CacheConfig {
             layers: layers.clone(),
             capacity: rng.pick(&[1, 7, 64, 200]),
             max_step_tokens: 40,
             growth: Growth::Doubling { first: rng.pick(&[1, 5, 16, 500]) },
-            k_format: format(&mut rng),
-            v_format: format(&mut rng),
+            k_format: formats[0],
+            v_format: formats[1],
             quantized_kv_start: rng.chance(0.3).then(|| rng.pick(&[1, 20, 50])),
             float_format: rng.pick(&["f32", "f16", "bf16"]).parse().unwrap(),
             ..CacheConfig::uniform(0, 1, 1, 1)
@@ -122,7 +128,10 @@ impl<B: Backend> Run<B> {
                 rows[..start].iter().cloned().chain(B::stored(new, format)).collect()
             };
             let all_k = stored(k_rows, &k, self.formats[0]);
-            let all_v = stored(v_rows, &v, self.formats[1]);
+            let all_v = match layer.values_in_keys {
+                true => oracle::first(&all_k, layer.v_head_dim),
+                false => stored(v_rows, &v, self.formats[1]),
+            };
             assert_sees::<B>(layer.policy, start, (&q, &out), &all_k, &all_v);
             written.push((all_k, all_v));
         }
@@ -169,8 +178,12 @@ impl<B: Backend> Run<B> {
         if self.awaits && config.quantized_kv_start.is_some_and(|tokens| length >= tokens) {
             self.awaits = false;
             self.formats = [config.k_format, config.v_format];
-            for (_, k, v) in &mut self.model.layers {
-                (*k, *v) = (B::stored(k, self.formats[0]), B::stored(v, self.formats[1]));
+            for (layer, k, v) in &mut self.model.layers {
+                *k = B::stored(k, self.formats[0]);
+                *v = match layer.values_in_keys {
+                    true => oracle::first(k, layer.v_head_dim),
+                    false => B::stored(v, self.formats[1]),
+                };
             }
         }
         assert_eq!(self.cache.formats(), self.formats);

@@ -10,14 +10,19 @@ use crate::backend::Backend;
 type AnyCache<B> = Box<dyn AttendCache<Store = <B as Backend>::Store>>;
 
 fn config(capacity: i32, policies: &[LayerPolicy]) -> CacheConfig {
-    let layer = |&policy: &LayerPolicy| LayerConfig {
+    let layer = |(&policy, values_in_keys): (&LayerPolicy, bool)| LayerConfig {
         n_kv_heads: 2,
         k_head_dim: 64,
         v_head_dim: 64,
         policy,
+        values_in_keys,
     };
     CacheConfig {
-        layers: policies.iter().map(layer).collect(),
+        layers: policies
+            .iter()
+            .flat_map(|policy| [(policy, false), (policy, true)])
+            .map(layer)
+            .collect(),
         max_step_tokens: 4,
         ..CacheConfig::uniform(1, 1, 1, capacity).stored_as("affine4g32".parse().unwrap())
     }

@@ -134,6 +134,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                     }
                     _ => LayerPolicy::Full,
                 },
+                values_in_keys: false,
             })
             .collect();
         let capacity = rng.pick(&[150, 400, 900]);

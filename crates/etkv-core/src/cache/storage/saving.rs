@@ -120,9 +120,10 @@ impl<S: Store> Storage<S> {
 
     /// Refuses a file with values that are not finite as stored.
     pub fn refuse_not_finite(&self, held: &[Slots]) -> Result<()> {
-        let format = self.formats[1];
         self.read_rows(held, &mut |rows, bytes| {
-            let checked = rows.id.values && rows.id.layer < self.config.layers.len();
+            let layer = self.config.layers.get(rows.id.layer);
+            let format = self.formats[usize::from(rows.id.values)];
+            let checked = layer.is_some_and(|layer| rows.id.values || layer.values_in_keys);
             if checked && !format.is_finite(&rows.format, bytes) {
                 fail!(
                     File,

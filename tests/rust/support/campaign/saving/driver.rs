@@ -24,19 +24,27 @@ pub struct Shape {
 impl Shape {
     pub fn new(rng: &mut Rng) -> Self {
         let format = |rng: &mut Rng| -> KvFormat { rng.pick(&oracle::FORMATS).parse().unwrap() };
-        let layers = (0..1 + rng.below(3)).map(|_| LayerConfig {
-            n_kv_heads: rng.pick(&[1, 2, 4]),
-            k_head_dim: rng.pick(&[64, 128]),
-            v_head_dim: 64,
-            policy: match rng.below(2) {
-                0 => LayerPolicy::Full,
-                _ => {
-                    LayerPolicy::Window { window: rng.pick(&[1, 4, 16]), sinks: rng.pick(&[0, 3]) }
-                }
-            },
+        let layers = (0..1 + rng.below(3)).map(|_| {
+            let layer = LayerConfig {
+                n_kv_heads: rng.pick(&[1, 2, 4]),
+                k_head_dim: rng.pick(&[64, 128]),
+                v_head_dim: 64,
+                policy: match rng.below(2) {
+                    0 => LayerPolicy::Full,
+                    _ => LayerPolicy::Window {
+                        window: rng.pick(&[1, 4, 16]),
+                        sinks: rng.pick(&[0, 3]),
+                    },
+                },
+                values_in_keys: false,
+            };
+            oracle::maybe_in_keys(rng, layer)
         });
+        let layers: Vec<_> = layers.collect();
+        let mut formats = [format(rng), format(rng)];
+        oracle::match_formats(&layers, &mut formats);
         let config = CacheConfig {
-            layers: layers.collect(),
+            layers,
             capacity: rng.pick(&[40, 120, 300]),
             max_step_tokens: rng.pick(&[3, 12, 40]),
             growth: rng.pick(&[
@@ -45,8 +53,8 @@ impl Shape {
                 Growth::Exact,
                 Growth::Upfront,
             ]),
-            k_format: format(rng),
-            v_format: format(rng),
+            k_format: formats[0],
+            v_format: formats[1],
             quantized_kv_start: rng.chance(0.3).then(|| rng.pick(&[1, 10, 25])),
             float_format: rng.pick(&["f32", "f16", "bf16"]).parse().unwrap(),
             recurrent_layers: if rng.chance(0.4) { recurrent_layers(rng) } else { Vec::new() },
@@ -118,7 +126,8 @@ pub fn one<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32
             done(cache.convert(k, v))
         }
         2 if rng.chance(0.5) => {
-            let at = rng.below(cache.length() as usize + 80) as i32;
+            // A mark of a position to come is not in a file.
+            let at = rng.below(cache.length() as usize + 1) as i32;
             done(cache.mark(at).map(drop))
         }
         2 | 3 => {

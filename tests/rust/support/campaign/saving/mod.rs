@@ -154,6 +154,13 @@ pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
         refused(heads, 0, MODEL, "layer 0 has n_kv_heads 2 in the file, 1 here");
         let dims = changed(&|config| config.layers[1].v_head_dim = 128);
         refused(dims, 0, MODEL, "layer 1 has v_head_dim 64 in the file, 128 here");
+        let in_keys = changed(&|config| config.layers[1].values_in_keys = true);
+        refused(
+            in_keys,
+            0,
+            MODEL,
+            "layer 1 has its values apart from its keys in the file, in its",
+        );
         let full = changed(&|config| config.layers[1].policy = LayerPolicy::Full);
         refused(full, 0, MODEL, "a window of 4 and 1 sinks in the file, full history here");
         let steps = changed(&|config| config.max_step_tokens = 3);
