@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+import gguf_cases
 import tiny_gguf
 import tiny_models
 from etkv.export import gguf, source
@@ -314,6 +315,7 @@ CASES = {
         {".logit_scale": 0.5, ".attention.sliding_window": 24, ".rope.dimension_count": 32},
         {},
     ),
+    **gguf_cases.CASES,
 }
 """Case -> architecture, family of transformers, its settings, the file's keys, further tensors."""
 
@@ -331,7 +333,8 @@ def folder(tmp_path_factory):
         arguments = {**SHAPE, **settings}
         if model_type in ("gpt2", "gpt_neox"):
             arguments.pop("num_key_value_heads")
-        if model_type != "exaone4":  # its window of None means none, and no window its default
+        # In these families None is a value, and what is absent has a default.
+        if model_type not in ("deepseek_v2", "exaone4"):
             arguments = {name: value for name, value in arguments.items() if value is not None}
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**arguments)).float()

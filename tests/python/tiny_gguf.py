@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+import tiny_gguf_layouts
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
 
-_INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "olmo", "smollm3")
-_SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "nemotron")
+_INTERLEAVED = ("arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "olmo", "smollm3")
+_SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 _SIZES = {
     "max_position_embeddings": "context_length",
     "n_positions": "context_length",
@@ -33,6 +35,7 @@ _SIZES = {
     "norm_eps": "attention.layer_norm_epsilon",
     "num_experts": "expert_count",
     "num_local_experts": "expert_count",
+    "n_routed_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
@@ -148,6 +151,10 @@ def _weights(folder: Path, config: dict, architecture: str) -> dict[str, np.ndar
         if name in tied:
             continue
         weight = parameter.numpy()
+        own = tiny_gguf_layouts.stored(architecture, model.config, name, weight)
+        if own is not None:
+            written |= own
+            continue
         layer = next((part for part in name.split(".") if part.isdigit()), "")
         if name.endswith(("experts.gate_up_proj", "shared_mlp.input_linear.weight")):
             kind = "exps" if "experts" in name else "shexp"

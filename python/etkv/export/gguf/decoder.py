@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from etkv.errors import EtkvError
@@ -12,27 +13,30 @@ from etkv.export.gguf.keys import Keys
 Settings = dict[str, Any]
 """Arguments of a transformers configuration."""
 
+Reader = Callable[[Keys], tuple[str, Settings]]
+"""Returns the transformers family of a file, and its settings."""
+
 
 class Decoder:
     """The settings that all decoders share: sizes, the output's weight, and which projections have biases."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, *, is_hybrid: bool = False) -> None:
+        """Read the keys. Layers of a model that ``is_hybrid`` need not attend: they have 0 heads of keys."""
         self.keys = keys
-        embedding = keys.file.tensors.get("token_embd.weight")
-        if embedding is None:
-            raise EtkvError(f"{keys.file.path} lacks tensor token_embd.weight")
-        self.vocab_size = embedding.shape[0]
-        keys.only("vocab_size", self.vocab_size, reason=f"and its embedding has {self.vocab_size} rows")
-        width = embedding.shape[-1]
-        self.hidden = keys.positive("embedding_length")
-        keys.only("embedding_length", width, reason=f"and its embedding has rows of {width} numbers")
-        self.layers = keys.positive("block_count")
+        self.vocab_size, self.hidden = embedding(keys)
+        self.layers = layers(keys)
         self.heads = keys.positive("attention.head_count")
-        self.kv_heads = keys.positive("attention.head_count_kv", self.heads)
+        self.kv_heads_of_layers = keys.of_layers("attention.head_count_kv", self.layers, self.heads)
+        attending = [layer for layer, heads in enumerate(self.kv_heads_of_layers) if heads]
+        counts = {heads for heads in self.kv_heads_of_layers if heads}
+        if len(counts) != 1 or (len(attending) < self.layers and not is_hybrid):
+            raise keys.refuse("attention.head_count_kv", "which differs from layer to layer, or is 0 in all")
+        self.kv_heads = counts.pop()
         self.context = keys.positive("context_length")
+        self._query = f"blk.{attending[0]}.attn_q.weight"
         stored = self._stored_head_dim()
         self.head_dim = keys.positive("attention.key_length", stored)
-        if "blk.0.attn_q.weight" in keys.file.tensors:
+        if self._query in keys.file.tensors:
             keys.only("attention.key_length", stored, reason=f"and its queries have heads of {stored} numbers")
         keys.only(
             "attention.value_length",
@@ -42,11 +46,16 @@ class Decoder:
 
     def _stored_head_dim(self) -> int:
         """Return the size of a head, from the shape of the first layer's queries or from the model's width."""
-        query = self.keys.file.tensors.get("blk.0.attn_q.weight")
+        query = self.keys.file.tensors.get(self._query)
         rows = self.hidden if query is None else query.shape[0]
         if rows % self.heads:
             raise self.keys.refuse("attention.head_count", f"which does not divide {rows}, the length of its queries")
         return rows // self.heads
+
+    def _intermediate(self) -> int:
+        """Return the width of feed-forward blocks. Models with experts in every layer need not have the key."""
+        has = self.keys.has("feed_forward_length") or not self.keys.has("expert_feed_forward_length")
+        return self.keys.positive("feed_forward_length" if has else "expert_feed_forward_length")
 
     @property
     def common(self) -> Settings:
@@ -58,7 +67,7 @@ class Decoder:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": self.context,
-            "intermediate_size": self.keys.positive("feed_forward_length"),
+            "intermediate_size": self._intermediate(),
             # llama.cpp uses the embedding if the output has no weight of its own.
             "tie_word_embeddings": not self.keys.has_tensor("output.weight"),
         }
@@ -115,6 +124,26 @@ class Decoder:
         kinds = ["sliding_attention" if window and slides else "full_attention" for slides in pattern]
         return {"sliding_window": window or None, "layer_types": kinds}
 
+    def multipliers(self) -> Settings:
+        """Return Granite's factors of embeddings, residuals, attention and logits."""
+        real = self.keys.real
+        return {
+            "logits_scaling": real("logit_scale", 0.0) or 1.0,
+            "residual_multiplier": real("residual_scale", 0.0) or 1.0,
+            "embedding_multiplier": real("embedding_scale", 0.0) or 1.0,
+            "attention_multiplier": real("attention.scale", 0.0) or 1.0 / math.sqrt(self.head_dim),
+        }
+
+    def routed_experts(self, gating: int) -> Settings:
+        """Return the settings of experts as DeepSeek's families name them: in groups, some for all tokens.
+
+        ``gating`` is llama.cpp's number of the router's function. It has to be a sigmoid (2).
+        """
+        keys = self.keys
+        if gating != 2:
+            raise keys.refuse("expert_gating_func", "and this architecture's router is a sigmoid (2)")
+        return grouped_experts(keys)
+
     def experts(self, *, normalized: bool, fixed: bool = True) -> Settings:
         """Return the number of experts and how many a token takes.
 
@@ -133,3 +162,44 @@ class Decoder:
             raise keys.refuse("expert_used_count", f"and there are {count} experts")
         rule = {} if fixed else {"norm_topk_prob": keys.flag("expert_weights_norm", normalized)}
         return {"num_experts": count, "num_experts_per_tok": used} | rule
+
+
+def embedding(keys: Keys) -> tuple[int, int]:
+    """Return the number of tokens and the width of the model, which the embedding's shape has to confirm."""
+    tensor = keys.file.tensors.get("token_embd.weight")
+    if tensor is None:
+        raise EtkvError(f"{keys.file.path} lacks tensor token_embd.weight")
+    keys.only("vocab_size", tensor.shape[0], reason=f"and its embedding has {tensor.shape[0]} rows")
+    width = tensor.shape[-1]
+    hidden = keys.positive("embedding_length")
+    keys.only("embedding_length", width, reason=f"and its embedding has rows of {width} numbers")
+    return tensor.shape[0], hidden
+
+
+def layers(keys: Keys) -> int:
+    """Return the number of layers. Blocks that predict further tokens follow them, and no program has these."""
+    blocks, others = keys.positive("block_count"), keys.integer("nextn_predict_layers", 0)
+    if others >= blocks:
+        raise keys.refuse("nextn_predict_layers", f"and the file has {blocks} blocks")
+    return blocks - others
+
+
+def grouped_experts(keys: Keys) -> Settings:
+    """Return the settings of experts as DeepSeek's families name them, for any function of the router."""
+    count, used = keys.positive("expert_count"), keys.positive("expert_used_count")
+    if used > count:
+        raise keys.refuse("expert_used_count", f"and there are {count} experts")
+    width, shared = keys.positive("expert_feed_forward_length"), keys.integer("expert_shared_count", 0)
+    reason = f"and there are {shared} shared experts of {width}"
+    keys.only("expert_shared_feed_forward_length", shared * width, reason=reason)
+    return {
+        "n_routed_experts": count,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": width,
+        "n_shared_experts": shared,
+        "n_group": keys.integer("expert_group_count", 0) or 1,
+        "topk_group": keys.integer("expert_group_used_count", 0) or 1,
+        "routed_scaling_factor": keys.real("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0),
+    }

@@ -79,6 +79,20 @@ class Keys:
             return [bool(item) for item in value]
         return self.integer(name, default)
 
+    def of_layers(self, name: str, layers: int, default: int | None = None) -> list[int]:
+        """Return a whole number for each of the first ``layers``. A file may have one for all.
+
+        Raises :class:`EtkvError` as :meth:`integer` does, and for a list that is too short.
+        """
+        value = self._required(name, default)
+        if not isinstance(value, list):
+            return [self.integer(name, default)] * layers
+        if len(value) < layers or any(
+            isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in value
+        ):
+            raise self.refuse(name, f"which has to be whole numbers from 0 on, one for each of {layers} layers")
+        return value[:layers]
+
     def has(self, name: str) -> bool:
         """Return whether the file has the key ``name``. It does not count as read."""
         return self._get(name) is not None

@@ -6,31 +6,24 @@ import re
 from typing import TYPE_CHECKING
 
 from etkv.errors import EtkvError
-from etkv.export.gguf import rope
+from etkv.export.gguf import layouts, rope
 from etkv.export.gguf.file import GgufFile
+from etkv.export.gguf.layouts import Rule
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from transformers import PreTrainedConfig
 
-_INTERLEAVED = frozenset({"arcee", "granite", "granitemoe", "llama", "mistral3", "olmo", "smollm3"})
+_INTERLEAVED = frozenset({"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "olmo", "smollm3"})
 """Architectures whose stored queries and keys rotate neighbours as pairs. transformers rotates halves."""
 
-_SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3", "nemotron"})
+_SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next"})
 """Architectures whose stored norms include the 1 that transformers adds to weights."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _WITHOUT_EFFECT = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that follow from the settings. Old converters stored the frequencies of the rotary embedding."""
-
-_JOINED = {
-    r"(.*\.)experts\.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-    r"(.*\.)experts\.down_proj": ("ffn_down_exps.weight",),
-    r"(.*\.)block_sparse_moe\.router\.weight": ("ffn_gate_inp.weight",),
-    r"(.*\.)shared_mlp\.input_linear\.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
-}
-"""Patterns of transformers' names that the ``gguf`` package does not map -> the tensors of a layer to join by rows."""
 
 _OPTIONAL_BIASES = {
     "attention_bias": re.compile(r".*\.self_attn\.[qkvo]_proj\.bias"),
@@ -81,8 +74,8 @@ class _Reader:
         if self._is_absent_bias(name, sources[0]):
             return np.zeros(shape, dtype=np.float32)
         parts = [self._values(source) for source in sources]
-        # Experts are stacked: their rows are the axis after the first.
-        values = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=parts[0].ndim - 2)
+        rule = self._rule(name)
+        values = parts[0] if rule is None else rule.make(parts, self._config)
         values = self._reordered(name, sources[0], values)
         if values.shape != shape and values.size == np.prod(shape) and 1 in (*shape, *values.shape):
             values = values.reshape(shape)
@@ -112,9 +105,9 @@ class _Reader:
     def sources(self, name: str) -> list[str]:
         """Return the names of the file's tensors that make up transformers' parameter ``name``."""
         layer = re.search(r"\.(\d+)\.", name)
-        for pattern, parts in _JOINED.items():
-            if layer is not None and re.fullmatch(pattern, name):
-                return [f"blk.{layer[1]}.{part}" for part in parts]
+        rule = self._rule(name)
+        if layer is not None and rule is not None:
+            return [f"blk.{layer[1]}.{part}" for part in rule.sources]
         head = re.fullmatch(r".*\.self_attn\.([qk])_layernorm\.norms\.\d+\.weight", name)
         if layer is not None and head is not None:
             return [f"blk.{layer[1]}.attn_{head[1]}_norm.weight"]
@@ -124,6 +117,17 @@ class _Reader:
         if known is None:
             raise EtkvError(f"parameter {name} of family {self._config.model_type!r} has no name in GGUF files")
         return [known]
+
+    def _rule(self, name: str) -> Rule | None:
+        """Return the rule for transformers' parameter ``name``: the first whose tensors the file has, or the last."""
+        layer = re.search(r"\.(\d+)\.(.*)", name)
+        if layer is None:
+            return None
+        rules = layouts.rules(self._file.architecture, layer[2])
+        there = (
+            rule for rule in rules if all(f"blk.{layer[1]}.{source}" in self._file.tensors for source in rule.sources)
+        )
+        return next(there, rules[-1] if rules else None)
 
     def _is_absent_bias(self, name: str, source: str) -> bool:
         if source in self._file.tensors:
@@ -147,7 +151,7 @@ class _Reader:
             return _halves(values, config.num_attention_heads)
         if architecture in _INTERLEAVED and ".attn_k." in source:
             return _halves(values, config.num_key_value_heads)
-        if architecture in _SHIFTED_NORMS and source.endswith("norm.weight"):
+        if architecture in _SHIFTED_NORMS and source.endswith("norm.weight") and not source.endswith("ssm_norm.weight"):
             ordered = values - 1.0
         elif architecture == "gpt2" and values.ndim == 2 and source.startswith("blk."):
             ordered = values.T

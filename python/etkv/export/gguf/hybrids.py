@@ -1,0 +1,278 @@
+"""Architectures with recurrent layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etkv.export.gguf.decoder import Decoder, Reader, Settings, embedding
+from etkv.export.gguf.keys import Keys
+
+
+def _mamba_sizes(keys: Keys) -> dict[str, int]:
+    """Return the sizes of the layers of Mamba-2: of the convolution and the state, of groups and heads."""
+    inner, heads = keys.positive("ssm.inner_size"), keys.positive("ssm.time_step_rank")
+    if inner % heads:
+        raise keys.refuse("ssm.time_step_rank", f"which does not divide {inner}, the size of its states")
+    return {
+        "conv": keys.positive("ssm.conv_kernel"),
+        "state": keys.positive("ssm.state_size"),
+        "groups": keys.positive("ssm.group_count"),
+        "heads": heads,
+        "head": inner // heads,
+        "inner": inner,
+    }
+
+
+def _expand(keys: Keys, sizes: dict[str, int], hidden: int) -> int:
+    """Return how many times wider states are than layers, a whole number."""
+    if sizes["inner"] % hidden:
+        raise keys.refuse("ssm.inner_size", f"which is no multiple of the width of {hidden} numbers")
+    return sizes["inner"] // hidden
+
+
+def _mamba2(keys: Keys) -> tuple[str, Settings]:
+    sizes, (vocab_size, hidden) = _mamba_sizes(keys), embedding(keys)
+    for name in ("attention.head_count", "feed_forward_length"):
+        keys.only(name, 0, reason="and this architecture has recurrent layers only")
+    keys.skip("context_length")
+    return "mamba2", {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "num_hidden_layers": keys.positive("block_count"),
+        "num_heads": sizes["heads"],
+        "head_dim": sizes["head"],
+        "state_size": sizes["state"],
+        "n_groups": sizes["groups"],
+        "conv_kernel": sizes["conv"],
+        "expand": _expand(keys, sizes, hidden),
+        "layer_norm_epsilon": keys.real("attention.layer_norm_rms_epsilon"),
+        "use_bias": keys.has_tensor("blk.0.ssm_in.bias"),
+        "use_conv_bias": keys.has_tensor("blk.0.ssm_conv1d.bias"),
+        "tie_word_embeddings": not keys.has_tensor("output.weight"),
+    }
+
+
+def _granite_hybrid(keys: Keys) -> tuple[str, Settings]:
+    decoder, sizes = Decoder(keys, is_hybrid=True), _mamba_sizes(keys)
+    decoder.usual_head_dim()
+    # In this architecture the key tells whether layers rotate queries and keys.
+    rotates = keys.flag("rope.scaling.finetuned", True)
+    recurrent = next(layer for layer, heads in enumerate([*decoder.kv_heads_of_layers, 0]) if not heads)
+    settings = decoder.llama_like() | decoder.multipliers()
+    settings |= {
+        "layer_types": ["attention" if heads else "mamba" for heads in decoder.kv_heads_of_layers],
+        "position_embedding_type": "rope" if rotates else None,
+        "attention_bias": decoder.biases()["attention_bias"],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "mamba_d_conv": sizes["conv"],
+        "mamba_d_state": sizes["state"],
+        "mamba_n_groups": sizes["groups"],
+        "mamba_n_heads": sizes["heads"],
+        "mamba_d_head": sizes["head"],
+        "mamba_expand": _expand(keys, sizes, decoder.hidden),
+        "mamba_conv_bias": keys.has_tensor(f"blk.{recurrent}.ssm_conv1d.bias"),
+        "mamba_proj_bias": keys.has_tensor(f"blk.{recurrent}.ssm_in.bias"),
+    }
+    if not keys.integer("expert_count", 0):
+        keys.skip("expert_used_count")
+        width = settings["intermediate_size"]
+        keys.only("expert_shared_feed_forward_length", 0, width, reason=f"and feed-forward blocks of {width}")
+        return "granitemoehybrid", settings | {"shared_intermediate_size": width}
+    experts = decoder.experts(normalized=True)
+    settings["num_local_experts"] = experts["num_experts"]
+    settings["num_experts_per_tok"] = experts["num_experts_per_tok"]
+    return "granitemoehybrid", settings | {
+        "shared_intermediate_size": keys.positive("expert_shared_feed_forward_length"),
+    }
+
+
+def _nemotron_h(keys: Keys) -> tuple[str, Settings]:
+    decoder, sizes = Decoder(keys, is_hybrid=True), _mamba_sizes(keys)
+    decoder.usual_scale()
+    # Layers that attend do not rotate. Files say so with the key of Granite.
+    keys.only("rope.scaling.finetuned", False, reason="and this architecture rotates nothing")
+    keys.only("rope.dimension_count", decoder.head_dim, reason="and this architecture rotates nothing")
+    keys.only("rope.freq_base", 10000.0, reason="and this architecture rotates nothing")
+    keys.skip("attention.layer_norm_rms_epsilon")
+    kinds = _nemotron_kinds(decoder)
+    settings: dict[str, Any] = {
+        "vocab_size": decoder.vocab_size,
+        "hidden_size": decoder.hidden,
+        "layers_block_type": kinds,
+        "num_attention_heads": decoder.heads,
+        "num_key_value_heads": decoder.kv_heads,
+        "head_dim": decoder.head_dim,
+        "max_position_embeddings": decoder.context,
+        "layer_norm_epsilon": keys.real("attention.layer_norm_epsilon"),
+        "tie_word_embeddings": not keys.has_tensor("output.weight"),
+        "conv_kernel": sizes["conv"],
+        "ssm_state_size": sizes["state"],
+        "n_groups": sizes["groups"],
+        "mamba_num_heads": sizes["heads"],
+        "mamba_head_dim": sizes["head"],
+        "use_conv_bias": any(keys.has_tensor(f"blk.{layer}.ssm_conv1d.bias") for layer in range(decoder.layers)),
+        "use_bias": any(keys.has_tensor(f"blk.{layer}.ssm_in.bias") for layer in range(decoder.layers)),
+        "mlp_bias": any(keys.has_tensor(f"blk.{layer}.ffn_up.bias") for layer in range(decoder.layers)),
+        "attention_bias": any(keys.has_tensor(f"blk.{layer}.attn_q.bias") for layer in range(decoder.layers)),
+    }
+    widths = keys.of_layers("feed_forward_length", decoder.layers)
+    dense = {width for width, kind in zip(widths, kinds, strict=True) if kind == "mlp"}
+    if len(dense) > 1:
+        raise keys.refuse("feed_forward_length", "and the exporter takes one width for all blocks")
+    if dense:
+        settings["intermediate_size"] = dense.pop()
+    return "nemotron_h", settings | (_nemotron_experts(keys) if "moe" in kinds else {})
+
+
+def _nemotron_kinds(decoder: Decoder) -> list[str]:
+    """Return the kind of each layer: one with experts, a feed-forward block, one that attends, or a recurrent one."""
+    keys = decoder.keys
+    kinds = []
+    for layer in range(decoder.layers):
+        block = "moe" if keys.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") else "mlp"
+        is_block = keys.has_tensor(f"blk.{layer}.ffn_up.weight") or block == "moe"
+        kinds.append(block if is_block else "mamba" if keys.has_tensor(f"blk.{layer}.ssm_in.weight") else "attention")
+    reason = f"and the layers are, by their tensors, {', '.join(kinds[:8])}"
+    widths = keys.of_layers("feed_forward_length", decoder.layers)
+    if [bool(width) for width in widths] != [kind in ("moe", "mlp") for kind in kinds]:
+        raise keys.refuse("feed_forward_length", reason)
+    if [bool(heads) for heads in decoder.kv_heads_of_layers] != [kind == "attention" for kind in kinds]:
+        raise keys.refuse("attention.head_count_kv", reason)
+    return kinds
+
+
+def _nemotron_experts(keys: Keys) -> Settings:
+    experts = {
+        "n_routed_experts": keys.positive("expert_count"),
+        "num_experts_per_tok": keys.positive("expert_used_count"),
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        "n_shared_experts": keys.integer("expert_shared_count", 1),
+        "n_group": keys.integer("expert_group_count", 0) or 1,
+        "topk_group": keys.integer("expert_group_used_count", 0) or 1,
+        "routed_scaling_factor": keys.real("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+    }
+    keys.only("expert_gating_func", 0, 2, reason="and this architecture's router is a sigmoid (2)")
+    keys.only("moe_latent_size", 0, reason="and the exporter reads experts without latents")
+    return experts | {"moe_shared_expert_intermediate_size": keys.positive("expert_shared_feed_forward_length")}
+
+
+def _falcon_h1(keys: Keys) -> tuple[str, Settings]:
+    decoder, sizes = Decoder(keys), _mamba_sizes(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like()
+    # The factors of the family are within the weights of a file.
+    ones = ["lm_head_multiplier", "embedding_multiplier", "key_multiplier", "attention_out_multiplier"]
+    ones += ["attention_in_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"]
+    return "falcon_h1", settings | dict.fromkeys(ones, 1.0) | {
+        "ssm_multipliers": [1.0] * 5,
+        "mlp_multipliers": [1.0] * 2,
+        "mamba_d_ssm": sizes["inner"],
+        "mamba_n_heads": sizes["heads"],
+        "mamba_d_head": sizes["head"],
+        "mamba_n_groups": sizes["groups"],
+        "mamba_d_state": sizes["state"],
+        "mamba_d_conv": sizes["conv"],
+        "mamba_conv_bias": keys.has_tensor("blk.0.ssm_conv1d.bias"),
+        "mamba_proj_bias": keys.has_tensor("blk.0.ssm_in.bias"),
+        "mamba_rms_norm": keys.has_tensor("blk.0.ssm_norm.weight"),
+        # The family's models norm after the gate, and llama.cpp computes so.
+        "mamba_norm_before_gate": False,
+        "attention_bias": decoder.biases()["attention_bias"],
+        "mlp_bias": decoder.biases()["mlp_bias"],
+    }
+
+
+def _lfm2_kinds(decoder: Decoder) -> Settings:
+    keys = decoder.keys
+    kinds = ["full_attention" if heads else "conv" for heads in decoder.kv_heads_of_layers]
+    keys.only("attention.sliding_window", 0, reason="and transformers' LFM2 has no windows")
+    return {"layer_types": kinds, "conv_L_cache": keys.positive("shortconv.l_cache")}
+
+
+def _lfm2(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys, is_hybrid=True)
+    decoder.usual_head_dim()
+    decoder.usual_scale()
+    settings = decoder.llama_like() | _lfm2_kinds(decoder) | {"block_auto_adjust_ff_dim": False}
+    return "lfm2", settings | {"norm_eps": settings.pop("rms_norm_eps")}
+
+
+def _lfm2moe(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys, is_hybrid=True)
+    decoder.usual_head_dim()
+    decoder.usual_scale()
+    settings = decoder.llama_like() | _lfm2_kinds(decoder)
+    keys.only("expert_gating_func", 2, reason="and this architecture's router is a sigmoid (2)")
+    return "lfm2_moe", settings | {
+        "norm_eps": settings.pop("rms_norm_eps"),
+        "num_experts": keys.positive("expert_count"),
+        "num_experts_per_tok": keys.positive("expert_used_count"),
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        "num_dense_layers": keys.integer("leading_dense_block_count", 0),
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in keys.file.tensors),
+    }
+
+
+def _delta(keys: Keys) -> tuple[Decoder, Settings]:
+    """Return the settings of layers with the gated delta rule, and of those that attend with a gate."""
+    decoder = Decoder(keys, is_hybrid=True)
+    decoder.usual_scale()
+    settings = decoder.llama_like(partial=True)
+    recurrent = keys.flags_or_integer("attention.recurrent_layers", 0)
+    # A file may list the layers, or say which of how many attends.
+    interval = keys.positive("full_attention_interval", 4)
+    if not isinstance(recurrent, list):
+        recurrent = [(layer + 1) % interval != 0 for layer in range(decoder.layers)]
+    if len(recurrent) < decoder.layers:
+        raise keys.refuse("attention.recurrent_layers", f"and the model has {decoder.layers} layers")
+    heads, inner = keys.positive("ssm.time_step_rank"), keys.positive("ssm.inner_size")
+    return decoder, settings | {
+        "layer_types": ["linear_attention" if kind else "full_attention" for kind in recurrent[: decoder.layers]],
+        "linear_conv_kernel_dim": keys.positive("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.positive("ssm.state_size"),
+        "linear_num_key_heads": keys.positive("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": inner // heads,
+    }
+
+
+def _qwen_experts(decoder: Decoder) -> Settings:
+    keys = decoder.keys
+    experts = decoder.experts(normalized=True)
+    return experts | {
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.positive("expert_shared_feed_forward_length"),
+    }
+
+
+def _qwen3next(keys: Keys) -> tuple[str, Settings]:
+    decoder, settings = _delta(keys)
+    return "qwen3_next", settings | _qwen_experts(decoder) | {"norm_topk_prob": True}
+
+
+def _qwen35(keys: Keys) -> tuple[str, Settings]:
+    # The sections of a text's position are equal.
+    keys.skip("rope.dimension_sections")
+    return "qwen3_5_text", _delta(keys)[1]
+
+
+def _qwen35moe(keys: Keys) -> tuple[str, Settings]:
+    keys.skip("rope.dimension_sections")
+    decoder, settings = _delta(keys)
+    return "qwen3_5_moe_text", settings | _qwen_experts(decoder)
+
+
+READERS: dict[str, Reader] = {
+    "falcon-h1": _falcon_h1,
+    "granitehybrid": _granite_hybrid,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2moe,
+    "mamba2": _mamba2,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35moe,
+    "qwen3next": _qwen3next,
+}

@@ -1,0 +1,190 @@
+"""Architectures with mixtures of experts."""
+
+from __future__ import annotations
+
+from etkv.export.gguf.decoder import Decoder, Reader, Settings
+from etkv.export.gguf.keys import Keys
+
+
+def _qwen2moe(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like() | decoder.experts(normalized=False, fixed=False)
+    settings |= {"use_sliding_window": False, "sliding_window": None, "qkv_bias": decoder.has_bias("attn_q")}
+    settings["moe_intermediate_size"] = keys.positive("expert_feed_forward_length")
+    settings["shared_expert_intermediate_size"] = keys.positive("expert_shared_feed_forward_length")
+    return "qwen2_moe", settings
+
+
+def _qwen3moe(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like() | decoder.experts(normalized=True, fixed=False)
+    settings |= {"use_sliding_window": False, "sliding_window": None}
+    settings["moe_intermediate_size"] = keys.positive("expert_feed_forward_length")
+    return "qwen3_moe", settings | {"attention_bias": decoder.biases()["attention_bias"]}
+
+
+def _granitemoe(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_head_dim()
+    experts = decoder.experts(normalized=True)
+    settings = decoder.llama_like() | decoder.multipliers()
+    settings["attention_bias"] = decoder.biases()["attention_bias"]
+    settings["num_local_experts"] = experts["num_experts"]
+    settings["num_experts_per_tok"] = experts["num_experts_per_tok"]
+    if keys.has("expert_shared_feed_forward_length"):
+        shared = keys.positive("expert_shared_feed_forward_length")
+        return "granitemoeshared", settings | {"shared_intermediate_size": shared}
+    return "granitemoe", settings
+
+
+def _olmoe(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like() | decoder.experts(normalized=False, fixed=False)
+    keys.only("expert_feed_forward_length", settings["intermediate_size"], reason="and experts of another width")
+    return "olmoe", settings
+
+
+def _width(decoder: Decoder) -> int:
+    """Return the width of experts, for families that have one key for it and for feed-forward blocks."""
+    keys = decoder.keys
+    width = keys.positive("expert_feed_forward_length", keys.integer("feed_forward_length", 0) or None)
+    keys.only("feed_forward_length", width, reason=f"and experts of {width} numbers, the only blocks here")
+    return width
+
+
+def _gpt_oss(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like() | decoder.window(2) | {"attention_bias": decoder.has_bias("attn_q")}
+    settings["intermediate_size"] = _width(decoder)
+    # The weights of a token's experts are the softmax of their logits alone.
+    keys.only("expert_gating_func", 0, 3, reason="and this architecture's router is a softmax of chosen experts (3)")
+    settings["num_local_experts"] = keys.positive("expert_count")
+    settings["num_experts_per_tok"] = keys.positive("expert_used_count")
+    keys.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], reason="and one base for all layers")
+    if settings["rope_parameters"]["rope_type"] == "yarn":
+        # As the family is published. No key says it.
+        settings["rope_parameters"]["truncate"] = False
+    return "gpt_oss", settings
+
+
+def _glm4moe(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like(partial=True) | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
+    keys.skip("rope.dimension_sections")
+    settings["attention_bias"] = decoder.has_bias("attn_q")
+    return "glm4_moe", settings | {"use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight")}
+
+
+def _dots1(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like() | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
+    settings |= {"sliding_window": None, "layer_types": ["full_attention"] * decoder.layers}
+    return "dots1", settings | {"attention_bias": decoder.has_bias("attn_q")}
+
+
+def _exaone_moe(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like() | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
+    settings["num_experts"] = settings.pop("n_routed_experts")
+    settings["num_shared_experts"] = settings.pop("n_shared_experts")
+    return "exaone_moe", settings | decoder.window(4)
+
+
+def _ernie4_5_moe(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    experts = decoder.experts(normalized=True)
+    shared, width = keys.integer("expert_shared_count", 0), keys.positive("expert_feed_forward_length")
+    keys.only("expert_shared_feed_forward_length", shared * width, width, reason=f"and {shared} experts of {width}")
+    settings = {
+        "use_bias": decoder.has_bias("attn_q"),
+        "moe_num_experts": experts["num_experts"],
+        "moe_k": experts["num_experts_per_tok"],
+        "moe_num_shared_experts": shared,
+        "moe_intermediate_size": width,
+        "moe_layer_start_index": keys.integer("leading_dense_block_count", 0),
+        "moe_layer_interval": keys.positive("interleave_moe_layer_step", 1),
+        "moe_layer_end_index": decoder.layers - 1,
+    }
+    return "ernie4_5_moe", decoder.llama_like() | settings
+
+
+def _hunyuan_moe(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    experts = decoder.experts(normalized=True)
+    settings = decoder.llama_like()
+    settings["intermediate_size"] = _width(decoder)
+    keys.only("expert_shared_feed_forward_length", settings["intermediate_size"], reason="and experts of another width")
+    keys.only("expert_shared_count", 1, reason="and this architecture has one expert for all tokens")
+    settings |= {"num_experts": experts["num_experts"], "moe_topk": experts["num_experts_per_tok"]}
+    return "hunyuan_v1_moe", settings | {"attention_bias": decoder.has_bias("attn_q")}
+
+
+_NOT_IN_MINIMAX = {
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 0,
+}
+"""Settings of experts that the architecture lacks -> the values with which they do nothing."""
+
+
+def _minimax_m2(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like(partial=True) | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
+    settings["num_local_experts"] = settings.pop("n_routed_experts")
+    settings["intermediate_size"] = _width(decoder)
+    settings.pop("moe_intermediate_size")
+    # transformers has no such settings in this family.
+    keys.only("expert_weights_norm", True, reason="and this architecture's weights of experts add up to 1")
+    for name, neutral in _NOT_IN_MINIMAX.items():
+        if settings.pop(name) != neutral:
+            raise keys.refuse("expert_count", f"and {name}, which this architecture's experts do not have")
+    settings.pop("norm_topk_prob")
+    return "minimax_m2", settings
+
+
+def _afmoe(keys: Keys) -> tuple[str, Settings]:
+    decoder = Decoder(keys)
+    decoder.usual_scale()
+    settings = decoder.llama_like() | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
+    # transformers lets the weights of a token's experts always add up to 1.
+    keys.only("expert_weights_norm", True, reason="and this architecture's weights of experts add up to 1")
+    for name in ("norm_topk_prob", "n_group", "topk_group"):
+        settings.pop(name)
+    for name in ("expert_group_count", "expert_group_used_count"):
+        keys.only(name, 0, 1, reason="and this architecture has no groups of experts")
+    renamed = {
+        "num_experts": settings.pop("n_routed_experts"),
+        "num_shared_experts": settings.pop("n_shared_experts"),
+        "route_scale": settings.pop("routed_scaling_factor"),
+        "num_dense_layers": settings.pop("first_k_dense_replace"),
+    }
+    # llama.cpp scales embeddings by the root of their width.
+    return "afmoe", settings | renamed | decoder.window(4) | {"mup_enabled": True}
+
+
+READERS: dict[str, Reader] = {
+    "afmoe": _afmoe,
+    "dots1": _dots1,
+    "ernie4_5-moe": _ernie4_5_moe,
+    "exaone-moe": _exaone_moe,
+    "glm4moe": _glm4moe,
+    "gpt-oss": _gpt_oss,
+    "hunyuan-moe": _hunyuan_moe,
+    "minimax-m2": _minimax_m2,
+    "granitemoe": _granitemoe,
+    "olmoe": _olmoe,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+}
