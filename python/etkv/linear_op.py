@@ -11,6 +11,9 @@ from torch import Tensor
 
 from etkv.packed_weights import ROWS, WeightFormat
 
+_PART = 1 << 20
+"""The weights that are unpacked at once."""
+
 
 @torch.library.custom_op("etkv::linear", mutates_args=())
 def linear(x: Tensor, weights: Tensor, bias: Tensor | None, weight_format: str, group_size: int, rows: int) -> Tensor:
@@ -42,8 +45,9 @@ def compute(
     inputs = x.float()
     if rounds and fmt.group_size:
         inputs = rounded(inputs, fmt.group_size)
-    made = torch.nn.functional.linear(inputs, fmt.unpack(weights)[:rows], bias)
-    return made.to(x.dtype)
+    parts = weights.split(max(1, _PART // (ROWS * x.shape[-1])))
+    made = torch.cat([inputs @ fmt.unpack(part).T for part in parts], dim=-1)[..., :rows]
+    return (made if bias is None else made + bias).to(x.dtype)
 
 
 @torch.library.custom_op("etkv::embedding", mutates_args=())

@@ -91,14 +91,16 @@ def test_steps_of_any_length(programs, step):
     np.testing.assert_allclose(rows, reference.logits(reference.load_hf(program.hf), IDS[:100]), atol=1e-4)
 
 
-def test_quantized(programs, tiny):
+def test_quantized(programs, tiny, tmp_path):
     """8da4w against the same model in PyTorch: weights in 4 bits, activations in 8 bits.
 
     Both round the same activations, but sums in another order round some of them to the next of 255 values. The two
     differ by less than the error of rounding activations, which is the difference between PyTorch's answers and float32
     answers on the same weights. That error is less than the error of rounding the weights.
     """
-    from etkv.export.cpu import quantization
+    from etkv.export.cpu import linears
+    from etkv.export.packing import Packing
+    from etkv.export.scratch import Scratch
 
     program = programs[QUANTIZED]
     ids, rows = cpu_programs.greedy(program.path, IDS[:PROMPT], DECODE)
@@ -106,7 +108,8 @@ def test_quantized(programs, tiny):
     exact = reference.logits(reference.load_hf(program.hf), text)
     model = reference.load_hf(tiny("tiny-llama"))
     before = reference.logits(model, text)
-    quantization.quantize(model, "8da4w", 32)
+    scratch = Scratch(tmp_path)
+    Packing(linears.Packer("int4", 32, scratch), scratch).finish(model)
     theirs = reference.logits(model, text)
 
     rounding = reference.rms(theirs - exact)

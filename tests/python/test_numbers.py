@@ -26,22 +26,22 @@ def _reference(folder, dtype="float32"):
         return model(torch.tensor([_PROMPT])).logits[0].float()
 
 
-def _traced(request: ExportRequest):
-    from etkv.export import experts
+def _traced(request: ExportRequest, folder):
     from etkv.export.forward import Forward
+    from etkv.export.packing import Packing
+    from etkv.export.scratch import Scratch
 
     _mlx_serialization.ensure_available()
     origin = source.find(request.model)
     config = source.read_config(origin)
     settled = limits.settle(request, config)
-    model = source.read_model(origin, config, request.dtype)
+    scratch = Scratch(folder)
+    packing = Packing(lowering.packer(request, settled.group_size, scratch), scratch)
+    model = source.read_model(origin, config, request.dtype, packing=packing)
     rope.settle(model, settled.max_context)
     step = Forward(model)
     layout = attention.survey(step, step.inputs(3), 256)
-    experts.take(model)
-    if request.quantize:
-        lowering.quantize(model, request, settled.group_size)
-    mlx.prepare(model, request)
+    mlx.prepare(model, request, scratch)
     settled = settled.within(layout, request)
     return lowering._trace(step, settled.prefill_chunk).module(), (settled, layout)
 
@@ -89,7 +89,7 @@ def test_graph_equals_transformers(tiny, tmp_path, name):
 
     expected = _reference(tiny(name))
     request = ExportRequest(tiny(name), tmp_path / "x.pte", prefill_chunk=64)
-    module, facts = _traced(request)
+    module, facts = _traced(request, tmp_path)
     for steps in ([_LENGTH], [1] * _LENGTH, [7, 2, 1, _LENGTH - 10]):
         torch.testing.assert_close(_run(module, facts, steps, "float32"), expected, rtol=1e-4, atol=1e-4)
 
@@ -105,7 +105,9 @@ def test_kept_weights_are_the_exported_ones(tiny, exported, tmp_path, name, quan
     import torch
 
     kept = exported(name, "f32", quantize) / "hf"
-    module, facts = _traced(ExportRequest(tiny(name), tmp_path / "x.pte", quantize=quantize, prefill_chunk=64))
+    module, facts = _traced(
+        ExportRequest(tiny(name), tmp_path / "x.pte", quantize=quantize, prefill_chunk=64), tmp_path
+    )
     actual = _run(module, facts, [_LENGTH], "float32")
     torch.testing.assert_close(actual, _reference(kept), rtol=1e-4, atol=1e-4)
     assert (actual - _reference(tiny(name))).abs().max() > 1e-3, "quantization changes something"
@@ -137,6 +139,6 @@ def test_mlx_lm_reads_the_kept_folder(exported, name):
 def test_gguf_equals_its_source(tiny, tiny_llama_gguf, tmp_path):
     import torch
 
-    module, facts = _traced(ExportRequest(tiny_llama_gguf, tmp_path / "x.pte", prefill_chunk=64))
+    module, facts = _traced(ExportRequest(tiny_llama_gguf, tmp_path / "x.pte", prefill_chunk=64), tmp_path)
     actual = _run(module, facts, [5, _LENGTH - 5], "float32")
     torch.testing.assert_close(actual, _reference(tiny("tiny-llama")), rtol=1e-4, atol=1e-4)

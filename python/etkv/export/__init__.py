@@ -70,7 +70,9 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 def _export(request: ExportRequest, origin: source.Source, progress: Progress) -> Path:
     with progress.step("importing torch, transformers and ExecuTorch"):
         _import_tools()
-    from etkv.export import check, experts, latent, sparsity, text_part
+    from etkv.export import check, latent, sparsity, text_part
+    from etkv.export.packing import Packing, without_products
+    from etkv.export.scratch import Scratch
 
     with progress.step(f"reading the configuration of {origin.path}"):
         whole = source.read_config(origin)
@@ -81,30 +83,31 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
             settled = limits.settle(request, layers.last(config, request.draft) if request.draft else config)
     with progress.step("reading the tokenizer"):
         tokenizer = source.read_tokenizer(origin)
-    with progress.step("reading the weights"):
-        model = source.read_model(origin, whole, request.dtype, dropped, progress.note)
-        rope.settle(model, settled.max_context)
-        generation = source.generation_settings(origin, model, tokenizer)
     family = config.model_type
-    with explained(family, "exported", model):
-        sparsity.settle(model)
-        latent.take(model)
-        recurrent.take(model)
-        predictor = _feature_predictor(model, tokenizer, request.draft, generation, progress) if request.draft else None
-        step = _step(request, model, predictor)
-        with progress.step("running the model once"):
-            layout = attention.survey(step, step.inputs(min(3, settled.prefill_chunk)), settled.max_context)
-            settled = settled.within(layout, request)
-    checked = check.Check(step, request, settled, layout, progress)
-    if request.quantize is None:
-        checked.run_model()
-    if request.backend == "mlx":
-        experts.take(model)
-    if request.quantize is not None:
-        with progress.step(f"quantizing to {request.quantize}"), explained(family, "quantized", model):
-            lowering.quantize(model, request, settled.group_size)
-        checked.run_model()
     with contextlib.ExitStack() as scratches:
+        with _writing(request.output):
+            weights = scratches.enter_context(Scratch(request.output.parent, origin.files()))
+        packing = Packing(lowering.packer(request, settled.group_size, weights), weights)
+        with progress.step("reading the weights") as step_of_reading:
+            packing.note = step_of_reading.at
+            model = source.read_model(origin, whole, request.dtype, dropped, progress.note, packing, not request.draft)
+            rope.settle(model, settled.max_context)
+            generation = source.generation_settings(origin, model, tokenizer)
+        with explained(family, "exported", model):
+            sparsity.settle(model)
+            latent.take(model)
+            recurrent.take(model)
+            predictor = None
+            if request.draft is not None:
+                predictor = _feature_predictor(model, tokenizer, request.draft, generation, progress)
+                packing.finish(model)
+            step = _step(request, model, predictor)
+            with progress.step("running the model once"), without_products(model):
+                layout = attention.survey(step, step.inputs(min(3, settled.prefill_chunk)), settled.max_context)
+                settled = settled.within(layout, request)
+        checked = check.Check(step, request, settled, layout, progress)
+        checked.run_model()
+        weights.release()
         kept = None
         if request.keep_hf is not None:
             # Write the folder now, while the model is as traced. It moves into place once the program exists.
@@ -112,11 +115,12 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
                 kept = scratches.enter_context(hf_folder.Staged(request.keep_hf))
             with progress.step(f"writing the weights for {request.keep_hf}"), _writing(request.keep_hf):
                 kept.write(model, tokenizer, generation)
+            weights.release()
 
         methods = lowering.constant_methods(request, settled, layout, generation)
         if predictor is not None:
             methods["get_draft_tap"] = config.get_text_config().num_hidden_layers - request.draft - 1
-        program, parts = lowering.lower(step, request, settled, layout, methods, progress)
+        program, parts = lowering.lower(step, request, settled, layout, methods, weights, progress)
 
         folder = request.output.parent
         with progress.step(f"writing {request.output}"), _writing(request.output):

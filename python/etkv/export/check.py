@@ -10,7 +10,7 @@ import torch
 from etkv import _library
 from etkv.config import CacheConfig
 from etkv.errors import EtkvError
-from etkv.export import attention, by_capacity, experts, recurrent
+from etkv.export import attention, by_capacity, experts, packing, recurrent
 from etkv.export.forward import samples
 from etkv.export.reasons import explained
 from etkv.metadata import read_kv_cache_metadata
@@ -21,6 +21,8 @@ from etkv.session import DecodeSession
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from transformers import PreTrainedModel
 
     from etkv.export.attention import CacheLayout
     from etkv.export.draft import DraftForward
@@ -64,8 +66,7 @@ class Check:
         self._step, self._request, self._limits, self._progress = step, request, limits, progress
         self._inputs: dict[str, torch.Tensor] = {}
         self._outputs: list[torch.Tensor] = []
-        parameters = list(step.model.parameters())
-        n = sum(weight.numel() for weight in parameters)
+        n = n_weights(step.model)
         self._wanted = request.verify
         if self._wanted is None:
             self._wanted = n < MAX_PARAMETERS
@@ -175,6 +176,17 @@ class Check:
                 "--no-verify writes it as it is"
             )
         self._progress.note(f"{name}: off by at most {max(errors, default=(0.0, 0))[0]:.1e} of their spread")
+
+
+def n_weights(model: PreTrainedModel) -> int:
+    """Return the number of weights of ``model``, packed or not. Those that several layers share count once."""
+    sizes = {id(weight): weight.numel() for weight in model.parameters()}
+    for _, layer in packing.layers(model):
+        sizes[id(next(layer.buffers()))] = layer.numel()
+    for _, module in experts.mixtures(model):
+        parts = (getattr(module, name) for name in experts.names(module))
+        sizes |= {id(part): math.prod(part.shape) for part in parts}
+    return sum(sizes.values())
 
 
 def _rows(output: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from etkv.export.request import GROUP_SIZES
+from etkv.export import mlx_quantization
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,65 +20,38 @@ SORTED_FROM = 64
 
 
 class Weights(torch.nn.Module):
-    """The weights of one product for all experts, from ``[experts, out, in]``.
+    """The weights of one product for all experts, ``[experts, in, out]`` or packed ``[experts, out, ...]``."""
 
-    Until :meth:`pack`, they are one linear layer with the rows of all experts, which a quantization finds. Then they
-    are quantized tensors ``[experts, out, in]``, or one float tensor ``[experts, in, out]``.
-    """
+    weight: torch.Tensor
+    packed: torch.Tensor
+    scales: torch.Tensor
+    biases: torch.Tensor
 
-    def __init__(self, weights: torch.Tensor) -> None:
+    def __init__(self, shape: torch.Size, bits: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Make them of ``tensors``: ``weight``, or ``packed``, ``scales`` and ``biases`` in ``bits`` bits.
+
+        ``shape`` is ``[experts, out, in]``.
+        """
         super().__init__()
-        self.shape = weights.shape
-        rows = weights.flatten(0, 1)
-        self.rows = torch.nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-        self.rows.weight = torch.nn.Parameter(rows, requires_grad=False)
-        self.group_size = self.bits = 0
+        self.shape, self.bits = shape, bits
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
 
     def plain(self) -> torch.Tensor:
         """Return the weights ``[experts, out, in]``, dequantized."""
-        from torchao.utils import TorchAOBaseTensor
-
-        rows = self.rows.weight.detach()
-        plain = rows.dequantize() if isinstance(rows, TorchAOBaseTensor) else rows
-        return plain.reshape(self.shape)
-
-    def pack(self) -> None:
-        """Replace the linear layer by the operands of MLX's operations."""
-        rows: Any = self.rows.weight.detach()
-        del self.rows
-        if not hasattr(rows, "qdata"):
-            self.register_buffer("weight", rows.reshape(self.shape).transpose(-1, -2).contiguous())
-            return
-        self.bits = 4 if rows.target_dtype == getattr(torch, "int4") else 8  # noqa: B009 (torch's types lack it)
-        self.group_size, repeats = rows.block_size[-1], 1
-        if self.group_size not in GROUP_SIZES:
-            # A row's one scale is repeated over groups of a size that MLX takes.
-            self.group_size = max(size for size in GROUP_SIZES if self.shape[-1] % size == 0)
-            repeats = self.shape[-1] // self.group_size
-        experts = self.shape[:-1]
-        self.register_buffer("qdata", rows.qdata.reshape(self.shape))
-        for name in ("scale", "zero_point"):
-            groups = getattr(rows, name).reshape(*experts, -1)
-            self.register_buffer(name, groups.repeat_interleave(repeats, dim=-1))
+        if not self.bits:
+            plain: torch.Tensor = self.weight.transpose(-1, -2)
+            return plain
+        return mlx_quantization.dequantize(self.packed, self.scales, self.bits, self.scales.dtype)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, is_sorted: torch.Tensor) -> torch.Tensor:
         """Multiply each row of ``x``, ``[rows, 1, in]``, by the weights of its expert: ``[rows, 1, out]``."""
-        ops: Any = torch.ops.mlx
-        if not self.group_size:
-            # A model that is not packed runs only as the reference of a comparison.
-            weight = self.plain().transpose(-1, -2) if "rows" in self._modules else self.weight
-            product: torch.Tensor = ops.gather_mm(x, weight, rhs_indices=experts, sorted_indices=is_sorted)
-            return product
-        product = ops.gather_qmm(
-            x,
-            self.qdata,
-            self.scale,
-            biases=self.zero_point,
-            rhs_indices=experts,
-            group_size=self.group_size,
-            bits=self.bits,
-            sorted_indices=is_sorted,
-        )
+        ops: Any = torch.ops
+        if not self.bits:
+            product: torch.Tensor = ops.mlx.gather_mm(x, self.weight, rhs_indices=experts, sorted_indices=is_sorted)
+        else:
+            tensors = (self.packed, self.scales, self.biases)
+            product = ops.etkv.packed_gathered(x, *tensors, experts, is_sorted, self.bits)
         return product
 
 
@@ -94,6 +67,11 @@ def register() -> None:
 def _is_mixture(module: torch.nn.Module) -> bool:
     """Return whether ``module`` holds experts whose computation transformers lets others replace."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+def are_plain(module: torch.nn.Module) -> bool:
+    """Return whether ``module`` holds experts whose weights are as transformers reads them."""
+    return _is_mixture(module) and all(isinstance(getattr(module, name), torch.Tensor) for name in names(module))
 
 
 def is_mixture(model: torch.nn.Module) -> bool:
@@ -119,14 +97,44 @@ def widths(name: str, module: Any) -> dict[str, int]:
     return {f"{name}.{part}": getattr(module, part).shape[axis] for part in names(module)}
 
 
-def take(model: PreTrainedModel) -> None:
-    """Let every mixture of experts in ``model`` compute with this module, with linear layers as weights."""
+def take(model: PreTrainedModel, keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let every mixture of experts in ``model`` whose weights are not packed compute with this module.
+
+    ``keep`` moves a tensor to a file.
+    """
     for _, module in mixtures(model):
-        module.config._experts_implementation = NAME
-        for name in names(module):
-            weights = getattr(module, name).detach()
-            delattr(module, name)
-            setattr(module, name, Weights(weights.transpose(-1, -2) if module.is_transposed else weights))
+        if are_plain(module):
+            _replace(module, lambda weights: (0, {"weight": keep(weights.transpose(-1, -2).contiguous())}))
+
+
+def pack(
+    module: Any,
+    bits: int,
+    pack_rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    keep: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Pack the weights of a module of experts in ``bits`` bits, and let it compute with this module.
+
+    ``pack_rows`` returns packed integers and scales of a matrix.
+    """
+
+    def packed(weights: torch.Tensor) -> tuple[int, dict[str, torch.Tensor]]:
+        integers, scales = (part.unflatten(0, weights.shape[:2]) for part in pack_rows(weights.flatten(0, 1)))
+        # MLX adds a bias to an unsigned integer times its scale.
+        biases = scales * -(1 << (bits - 1))
+        return bits, {"packed": integers, "scales": scales, "biases": keep(biases)}
+
+    _replace(module, packed)
+
+
+def _replace(module: Any, made: Callable[[torch.Tensor], tuple[int, dict[str, torch.Tensor]]]) -> None:
+    module.config._experts_implementation = NAME
+    for name in names(module):
+        weights = getattr(module, name).detach()
+        delattr(module, name)
+        weights = weights.transpose(-1, -2) if module.is_transposed else weights
+        setattr(module, name, Weights(weights.shape, *made(weights)))
+        del weights
 
 
 def plain_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -139,13 +147,6 @@ def plain_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if not isinstance(weights := getattr(module, part), torch.Tensor)
         for plain in [weights.plain()]
     }
-
-
-def pack(model: PreTrainedModel) -> None:
-    """Pack the weights of all experts of ``model``."""
-    for module in model.modules():
-        if isinstance(module, Weights):
-            module.pack()
 
 
 def _run(

@@ -61,7 +61,7 @@ def token_inputs(length: int) -> dict[str, torch.Tensor]:
 def sample_ids(model: PreTrainedModel, length: int) -> torch.Tensor:
     """Return ``length`` different ids for ``model``, ``[1, length]``."""
     # The first and last ids of a vocabulary are special tokens, and some of them stand for images.
-    n = model.get_input_embeddings().weight.shape[0]
+    n = model.get_input_embeddings().num_embeddings
     ids: torch.Tensor = torch.arange(length) * 37 % max(1, min(n // 2, 1000)) + n // 4
     return ids.reshape(1, -1)
 

@@ -81,17 +81,17 @@ def name_for_mlx_lm(config_file: Path) -> None:
 
 def _plain_weights(model: PreTrainedModel) -> dict[str, Any]:
     """Return the dequantized weights of ``model`` by name, each tied weight once."""
-    from torchao.utils import TorchAOBaseTensor
-
-    from etkv.export import experts
-    from etkv.export.cpu import linears
+    from etkv.export import experts, packing
 
     state = experts.plain_weights(model)
     tied = set(model.all_tied_weights_keys) if model.config.get_text_config().tie_word_embeddings else set()
     of_experts = tuple(f"{name}." for name in state)
-    state |= {name: tensor for name, tensor in linears.plain_weights(model).items() if name not in tied}
-    packed = {f"{name}.packed" for name, _ in linears.layers(model)}
+    packed = set()
+    for path, layer in packing.layers(model):
+        packed |= {f"{path}.{name}" for name, _ in layer.named_buffers(recurse=False)}
+        if f"{path}.weight" not in tied:
+            state[f"{path}.weight"] = layer.plain()
     for name, tensor in model.state_dict().items():
         if name not in tied | packed and not name.startswith(of_experts):
-            state[name] = tensor.dequantize() if isinstance(tensor, TorchAOBaseTensor) else tensor
+            state[name] = tensor
     return state

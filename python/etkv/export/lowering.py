@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from etkv.config import Dtype
 from etkv.errors import EtkvError
@@ -18,10 +21,11 @@ from etkv.metadata import BACKEND, write_kv_cache_metadata
 if TYPE_CHECKING:
     from executorch.exir import EdgeProgramManager, ExecutorchProgramManager
     from torch.export import ExportedProgram
-    from transformers import PreTrainedModel
 
+    from etkv.export import packing
     from etkv.export.draft import DraftForward
     from etkv.export.forward import Forward
+    from etkv.export.scratch import Scratch
 
 METHOD = "forward"
 
@@ -29,9 +33,10 @@ _DTYPES: dict[str, Dtype] = {"float32": "f32", "float16": "f16", "bfloat16": "bf
 """The dtype of a request -> its name in the metadata."""
 
 
-def quantize(model: PreTrainedModel, request: ExportRequest, group_size: int | None) -> None:
-    """Quantize the weights of ``model`` in place, as the request says. ``group_size`` counts elements."""
-    _target(request.backend).quantize(model, request.quantize, group_size)
+def packer(request: ExportRequest, group_size: int | None, scratch: Scratch) -> packing.Packer | None:
+    """Return what packs weights as the request says; None if they stay as they are. ``group_size`` counts elements."""
+    found: packing.Packer | None = _target(request.backend).packer(request, group_size, scratch)
+    return found
 
 
 def constant_methods(
@@ -96,6 +101,7 @@ def lower(
     limits: Limits,
     layout: CacheLayout,
     methods: dict[str, Any],
+    scratch: Scratch,
     progress: Progress,
 ) -> tuple[ExecutorchProgramManager, list[str]]:
     """Return the program of ``step``, with T from 1 to ``limits.prefill_chunk`` and the caches of ``layout``.
@@ -105,23 +111,27 @@ def lower(
     Raises :class:`EtkvError` if the family cannot be traced, if its calls of the KV cache op do not match ``layout``,
     if its tokens depend on each other elsewhere, or if the backend lacks one of its operators.
     """
-    from etkv.export import complex_numbers, parts, tokens
+    from etkv.export import complex_numbers, parts, streaming, tokens
     from etkv.export.forward import samples
 
     family = step.model.config.model_type
     target = _target(request.backend)
     with progress.step("tracing the graph"), explained(family, "traced", step.model):
-        target.prepare(step.model, request)
+        target.prepare(step.model, request, scratch)
         traced = _trace(step, limits.prefill_chunk)
         _check_caches(traced, layout, family)
     with progress.step("checking that tokens meet in the cache only"), explained(family, "checked", step.model):
-        tokens.check(traced, samples(step, 3), limits.max_context, family)
+        tokens.check(traced, samples(step, 3), limits.max_context, family, scratch.release)
         complex_numbers.replace(traced)
     found = parts.of(traced, layout)
-    with progress.step(f"delegating to {target.NAME}"), explained(family, f"delegated to {target.NAME}"):
+    with (
+        progress.step(f"delegating to {target.NAME}"),
+        explained(family, f"delegated to {target.NAME}"),
+        streaming.streaming(scratch),
+    ):
         edge = target.delegate({METHOD: traced}, methods, request)
         target.check(edge.exported_program(METHOD).graph, family)
-    with progress.step("serializing"), explained(family, "serialized"):
+    with progress.step("serializing"), explained(family, "serialized"), streaming.streaming(scratch):
         return _serialize(edge), found
 
 
@@ -131,7 +141,7 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
     # The tracer treats an example of one token as a static shape.
     inputs = step.inputs(min(3, chunk))
     length = torch.export.Dim("tokens", min=1, max=chunk)
-    with torch.no_grad():
+    with torch.no_grad(), _without_copies():
         return torch.export.export(
             step,
             args=(),
@@ -140,6 +150,24 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
             dynamic_shapes={name: {min(1, example.dim() - 1): length} for name, example in inputs.items()},
             strict=True,
         )
+
+
+@contextlib.contextmanager
+def _without_copies() -> Iterator[None]:
+    """Let a trace see weights as they are. torch copies them, in case that the model changes them."""
+    import torch
+    from torch._dynamo.variables import builder
+
+    from etkv.export.scratch import SMALL
+
+    copied = builder._clone_input
+
+    def kept(value: Any, fake_mode: Any) -> Any:
+        is_weight = type(value) in (torch.Tensor, torch.nn.Parameter) and value.nbytes > SMALL
+        return value if is_weight else copied(value, fake_mode)
+
+    with mock.patch.object(builder, "_clone_input", kept):
+        yield
 
 
 def _check_caches(traced: ExportedProgram, layout: CacheLayout, family: str) -> None:

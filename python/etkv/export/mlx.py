@@ -21,33 +21,29 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from transformers import PreTrainedModel
 
+    from etkv.export import packing
+    from etkv.export.scratch import Scratch
+
 NAME = "MLX"
 
 
-def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
-    """Quantize every linear and embedding weight of ``model`` in place. A tied output layer stays tied.
+def packer(request: ExportRequest, group_size: int | None, scratch: Scratch) -> packing.Packer | None:
+    """Return what packs the weights of linear layers, embeddings and experts; None without quantization.
 
     ``group_size`` counts elements; ``None`` is one scale a row.
     """
-    from executorch.backends.mlx.llm.quantization import quantize_model_
+    from etkv.export import mlx_linears
 
-    # 0 asks for one scale a row; None would take ExecuTorch's default.
-    size = group_size or 0
-    quantize_model_(
-        model,
-        qlinear_config=name,
-        qlinear_group_size=size,
-        qembedding_config=name,
-        qembedding_group_size=size,
-        tie_word_embeddings=bool(model.config.get_text_config().tie_word_embeddings),
-    )
+    if request.quantize is None:
+        return None
+    return mlx_linears.Packer({"4w": 4, "8w": 8}[request.quantize], group_size, scratch)
 
 
-def prepare(model: PreTrainedModel, request: ExportRequest) -> None:
-    """Prepare ``model`` for the trace: pack the weights of experts."""
+def prepare(model: PreTrainedModel, request: ExportRequest, scratch: Scratch) -> None:
+    """Prepare ``model`` for the trace: experts whose weights are not packed become products with indexed weights."""
     from etkv.export import experts
 
-    experts.pack(model)
+    experts.take(model, scratch.keep)
 
 
 def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], request: ExportRequest) -> EdgeProgramManager:
@@ -113,7 +109,9 @@ def _register_ops() -> None:
     from executorch.backends.mlx.builder.op_registry import REGISTRY
     from executorch.backends.mlx.serialization.mlx_graph_schema import TakeAlongAxisNode, WhereNode
 
-    from etkv.export import by_capacity
+    from etkv.export import by_capacity, mlx_linears
+
+    mlx_linears.register()
 
     def select_by_capacity(builder: Any, node: torch.fx.Node) -> Any:
         within, beyond, limit = builder.args(node)

@@ -7,15 +7,35 @@ import faulthandler
 import io
 import logging
 import os
+import re
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 _HEARTBEAT_SECONDS = 10.0
+
+_LINE_SECONDS = 1.0
+"""The least time between two lines about places of a step."""
+
+
+class Step:
+    """A step that runs. It prints the layers to which it comes."""
+
+    def __init__(self, note: Callable[[str], None], text: str) -> None:
+        self._note, self._text = note, text
+        self._layer, self._printed = "", time.monotonic()
+
+    def at(self, module: str) -> None:
+        """Print the layer of a module of this name, if it is another than before and a second has passed."""
+        found = re.search(r"(?:^|\.)(layers|h|blocks)\.(\d+)\.", module)
+        if found is None or found[2] == self._layer or time.monotonic() - self._printed < _LINE_SECONDS:
+            return
+        self._layer, self._printed = found[2], time.monotonic()
+        self._note(f"... {self._text}: layer {found[2]}")
 
 
 class Progress:
@@ -35,7 +55,7 @@ class Progress:
             print(f"[{seconds:6.1f} s] {text}", file=self._stream, flush=True)
 
     @contextlib.contextmanager
-    def step(self, text: str) -> Iterator[None]:
+    def step(self, text: str) -> Iterator[Step]:
         """Print the name of a step, and print it again every ten seconds while the body runs."""
         self.note(text)
         done = threading.Event()
@@ -43,7 +63,7 @@ class Progress:
         if self._stream is not None:
             ticker.start()
         try:
-            yield
+            yield Step(self.note, text)
         finally:
             done.set()
             if ticker.is_alive():

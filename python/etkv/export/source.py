@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from etkv.export import attention, gguf, weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from etkv.export.packing import Packing
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -115,11 +118,14 @@ def read_model(
     dtype: str,
     dropped: range = range(0),
     note: Callable[[str], None] = lambda text: None,
+    packing: Packing | None = None,
+    is_packed: bool = True,
 ) -> PreTrainedModel:
     """Return the text model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op.
 
     ``dropped`` are the layers of the source that ``config`` leaves out. ``note`` is told what the publisher's runtimes
-    do with quantized weights and a program does not.
+    do with quantized weights and a program does not. ``packing`` packs the weights as they are read, unless
+    ``is_packed`` is False.
 
     Raises :class:`EtkvError` if weights are missing, unexpected or unreadable, or if the family's attention cannot be
     replaced.
@@ -149,17 +155,18 @@ def read_model(
             origin = {"state_dict": quantized.weights}
         if "state_dict" in origin and not is_part:
             family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        model, report = family.from_pretrained(
-            None if "state_dict" in origin else source.folder,
-            config=config,
-            dtype=getattr(torch, dtype),
-            # The part for images may lack a choice of attention.
-            attn_implementation="eager" if is_part else attention.NAME,
-            output_loading_info=True,
-            # The report has the mismatched sizes.
-            ignore_mismatched_sizes=True,
-            **origin,
-        )
+        with packing.reading(is_packed) if packing is not None else contextlib.nullcontext():
+            model, report = family.from_pretrained(
+                None if "state_dict" in origin else source.folder,
+                config=config,
+                dtype=getattr(torch, dtype),
+                # The part for images may lack a choice of attention.
+                attn_implementation="eager" if is_part else attention.NAME,
+                output_loading_info=True,
+                # The report has the mismatched sizes.
+                ignore_mismatched_sizes=True,
+                **origin,
+            )
     except EtkvError:
         raise
     except Exception as error:
@@ -171,6 +178,8 @@ def read_model(
         raise weights.unreadable(source.path, error) from error
     weights.check_loaded(source.path, model, report, dropped)
     model.eval()
+    if packing is not None and is_packed:
+        packing.finish(model)
     if is_part:
         model = text_part.take(model)
         model.set_attn_implementation(attention.NAME)

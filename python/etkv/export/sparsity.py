@@ -22,7 +22,7 @@ def settle(model: torch.nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if hasattr(module, _METHOD) and getattr(module, "activation_sparsity", 0.0) > 0.0:
-            dtype = next(module.parameters()).dtype
+            dtype = next(model.parameters()).dtype
             own = _keep_above(module.activation_sparsity, dtype)
             trial = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
             if not torch.allclose(own(trial), getattr(module, _METHOD)(trial), atol=8 * torch.finfo(dtype).eps):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from etkv.errors import EtkvError
+from etkv.export import packing
 from etkv.export.forward import sample_ids
 from etkv.export.reasons import reason
 
@@ -62,7 +63,7 @@ def take(whole: PreTrainedModel) -> PreTrainedModel:
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
     if head is None:
         raise EtkvError(f"model family {family!r} has no head for text")
-    text_config.tie_word_embeddings = head.weight is embedding.weight
+    text_config.tie_word_embeddings = packing.share(head, embedding)
     with torch.device("meta"):
         part: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)](text_config)
     decoder: Any = part.get_decoder()

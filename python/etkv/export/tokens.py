@@ -20,6 +20,8 @@ from etkv.errors import EtkvError, first_line
 from etkv.packed_weights import WeightFormat
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.export import ExportedProgram
     from torch.fx import Node
 
@@ -29,10 +31,25 @@ _CHANGED = 1
 _TOLERANCE = 1e-4
 """The largest difference of a result, as a fraction of its spread: rounding in float32, which other rows may change."""
 
+_AT_ONCE = 1 << 28
+"""The bytes of weights that are read until the pages of files leave the memory."""
+
+_PART = 1 << 22
+"""The weights that are converted at once."""
+
+_BY_ROW = ("aten.linear.default", "etkv.linear.default", "etkv.packed_linear.default")
+"""Products of each row of the first argument with weights."""
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def check(traced: ExportedProgram, inputs: dict[str, torch.Tensor], max_context: int, family: str) -> None:
+def check(
+    traced: ExportedProgram,
+    inputs: dict[str, torch.Tensor],
+    max_context: int,
+    family: str,
+    release: Callable[[], None] = lambda: None,
+) -> None:
     """Raise :class:`EtkvError` unless each token of ``traced`` depends on itself and its position alone.
 
     ``inputs`` are those of three tokens: ids ``[1, 3]``, rows ``[1, 3, ...]``, and positions ``[3]``, which are
@@ -45,24 +62,21 @@ def check(traced: ExportedProgram, inputs: dict[str, torch.Tensor], max_context:
     alone = _CHANGED if all(length in _sizes(end) for end in ends) else 2
     # Neither adjacent nor in order, as those of a tree may be.
     inputs = {**inputs, "cache_position": torch.tensor([min(4, max_context - 1), max_context - 1, 1])}
+    others, places = "reads other tokens", "reads the place of a token in its step, or their number"
+    one = {name: _row(given, alone) for name, given in inputs.items()}
+    whole, *variants = (_Run(inputs), _Run(_changed(inputs)), _Run(inputs, poisoned=True), _Run(one))
     try:
-        whole = _Run(graph, inputs, length)
+        _Runs(graph, [whole, *variants], length, release).compute()
     except IndexError as error:
         # The ids may be what an embedding lacks.
-        _Run(graph, {**inputs, "cache_position": torch.arange(3)}, length)
+        _Runs(graph, [_Run({**inputs, "cache_position": torch.arange(3)})], length, release).compute()
         raise EtkvError(
             f"max-context {max_context} is above the positions of the model: {first_line(error)}; export it with a "
             "smaller --max-context"
         ) from error
     if any(torch.isnan(whole.values[end]).any() for end in ends):
         raise ValueError("its outputs are NaN, which hides whether a token reads others")
-    others, places = "reads other tokens", "reads the place of a token in its step, or their number"
-    one = {name: _row(given, alone) for name, given in inputs.items()}
-    for what, run, rows in (
-        (others, _Run(graph, _changed(inputs), length), None),
-        (others, _Run(graph, inputs, length, poisoned=True), None),
-        (places, _Run(graph, one, length), alone),
-    ):
+    for run, what, rows in zip(variants, (others, others, places), (None, None, alone), strict=True):
         pair = _Pair(whole.values, run.values, length, rows, poisoned=run.poisoned)
         if any(pair.differs(end) for end in ends):
             raise EtkvError(
@@ -85,21 +99,27 @@ def _changed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return changed
 
 
-class _Run(torch.fx.Interpreter):
-    """Runs a graph in float32, with functions of one token in place of the ops of the cache.
+class _Run:
+    """A run of the graph on ``inputs``. With ``poisoned``, a token is NaN from where ids and positions become numbers.
 
-    ``values`` has the results of the nodes that depend on the inputs. ``length`` is the number of tokens of a step, as
-    shapes in the graph have it. With ``poisoned``, a token is NaN from where ids and positions become numbers.
+    ``values`` has the results of the nodes that depend on the inputs.
     """
 
-    def __init__(
-        self, graph: torch.fx.GraphModule, inputs: dict[str, torch.Tensor], length: str, *, poisoned: bool = False
-    ) -> None:
-        super().__init__(graph)
-        self.extra_traceback = False
-        self._length, self.poisoned = length, poisoned
+    def __init__(self, inputs: dict[str, torch.Tensor], *, poisoned: bool = False) -> None:
+        self.inputs, self.poisoned = inputs, poisoned
         self.values: dict[Node, Any] = {}
-        self._position = inputs["cache_position"]
+
+
+class _Runs:
+    """Runs a graph in float32, with functions of one token in place of the ops of the cache.
+
+    All ``runs`` go through the graph together, so that each weight is read once. ``length`` is the number of tokens of
+    a step, as shapes in the graph have it.
+    """
+
+    def __init__(self, graph: torch.fx.GraphModule, runs: list[_Run], length: str, release: Callable[[], None]) -> None:
+        self._graph, self._runs, self._length, self._release = graph, runs, length, release
+        self._position = torch.empty(0)
         self._own: dict[str, Any] = {
             "kvcache.update_and_attend.default": self._attend,
             "kvcache.update_and_attend.sinks": self._attend,
@@ -107,34 +127,82 @@ class _Run(torch.fx.Interpreter):
             "kvcache.update_and_scan.default": self._scan,
             "etkv.routed_experts.default": _experts,
             "etkv.linear.default": _linear,
+            "aten.linear.default": _plain_linear,
+            "aten.embedding.default": _embedding,
         }
-        with torch.no_grad():
-            self.run(*map(_float, inputs.values()), enable_io_processing=False)
 
-    def run_node(self, n: Node) -> Any:
-        made = super().run_node(n)
-        sources = [self.values[node] for node in n.all_input_nodes if node in self.values]
-        if n.op == "placeholder" or sources:
-            if self.poisoned and _is_float(made) and not any(map(_is_float, sources)):
-                made = self._poison(n, made)
-            self.values[n] = made
-        return made
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Fill in the values of the runs."""
+        nodes = list(self._graph.graph.nodes)
+        last = {source: node for node in nodes for source in node.all_input_nodes}
+        given = [iter(run.inputs.values()) for run in self._runs]
+        constants: dict[Node, Any] = {}
+        read = 0
+        for node in nodes:
+            if node.op == "output":
+                break
+            if node.op == "placeholder":
+                for run, inputs in zip(self._runs, given, strict=True):
+                    run.values[node] = self._poisoned(run, node, _float(next(inputs)), [])
+            elif node.op == "get_attr":
+                constants[node] = torch.fx.graph_module._get_attr(self._graph, node.target)
+            elif any(source in self._runs[0].values for source in node.all_input_nodes):
+                self._depend(node, constants)
+            else:
+                constants[node] = self._call(node, *_arguments(node, constants, {}))
+            for source in node.all_input_nodes:
+                if source in constants and last[source] is node:
+                    gone = constants.pop(source)
+                    read += gone.nbytes if isinstance(gone, torch.Tensor) else 0
+            if read > _AT_ONCE:
+                self._release()
+                read = 0
+        self._release()
 
-    def _poison(self, node: Node, made: torch.Tensor) -> torch.Tensor:
+    def _depend(self, node: Node, constants: dict[Node, Any]) -> None:
+        """Compute ``node`` for each run."""
+        sources = [
+            [run.values[source] for source in node.all_input_nodes if source in run.values] for run in self._runs
+        ]
+        is_by_row = str(node.target) in _BY_ROW and node.args[0] in self._runs[0].values
+        if is_by_row and all(len(own) == 1 for own in sources):
+            # Rows of all runs, because unpacking the weights takes longer than the products.
+            ends = [own[0].flatten(0, -2) for own in sources]
+            (_, *others), named = _arguments(node, constants, self._runs[0].values)
+            rows = self._call(node, (torch.cat(ends), *others), named).split([len(end) for end in ends])
+            made = [row.unflatten(0, own[0].shape[:-1]) for row, own in zip(rows, sources, strict=True)]
+        else:
+            made = []
+            for run in self._runs:
+                self._position = run.inputs["cache_position"]
+                made.append(self._call(node, *_arguments(node, constants, run.values)))
+        for run, value, own in zip(self._runs, made, sources, strict=True):
+            run.values[node] = self._poisoned(run, node, value, own)
+
+    def _poisoned(self, run: _Run, node: Node, made: Any, sources: list[Any]) -> Any:
+        if not run.poisoned or not _is_float(made) or any(map(_is_float, sources)):
+            return made
         axis = _token_axis(node, self._length)
         return made if axis is None else made.index_fill(axis, torch.tensor([_CHANGED]), torch.nan)
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        # Weights in half precision are converted for one function at a time: all at once would double them.
-        args, kwargs = torch.utils._pytree.tree_map(_in_float32, (args, kwargs))
+    def _call(self, node: Node, args: Any, kwargs: Any) -> Any:
+        if node.op == "call_module":
+            return self._graph.get_submodule(str(node.target))(*args, **kwargs)
+        target: Any = node.target
         own = self._own.get(str(target))
+        if own is None or own not in _TAKE_HALVES:
+            # Weights in half precision are converted for one function at a time: all at once would double them.
+            args, kwargs = torch.utils._pytree.tree_map(_in_float32, (args, kwargs))
         if own is not None:
             return own(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
         of_quantization = str(target).startswith(("torchao.quantize_affine", "torchao.dequantize_affine"))
         if of_quantization and args[0].is_floating_point():
             # Rounded activations would hide small differences, and make others.
             return args[0]
-        return super().call_function(target, args, kwargs)
+        return target(*args, **kwargs)
 
     def _attend(
         self, q: Any, k: Any, v: Any, position: Any, layer_id: int, scale: float, *others: Any, **named: Any
@@ -181,6 +249,31 @@ def _linear(
 ) -> torch.Tensor:
     """Return products without the rounding of activations."""
     return linear_op.compute(x, weights, bias, WeightFormat(name, group_size), rows, rounds=False)
+
+
+def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return products in float32, of a part of the weights at a time."""
+    parts = weight.split(max(1, _PART // weight.shape[1]))
+    made = torch.cat([x @ part.float().T for part in parts], dim=-1)
+    return made if bias is None else made + bias.float()
+
+
+def _embedding(weight: torch.Tensor, ids: torch.Tensor, *others: object) -> torch.Tensor:
+    made: torch.Tensor = torch.ops.aten.embedding.default(weight, ids)
+    return made.float()
+
+
+_TAKE_HALVES = (_plain_linear, _embedding)
+"""Functions that convert weights in half precision themselves, in parts."""
+
+
+def _arguments(node: Node, constants: dict[Node, Any], values: dict[Node, Any]) -> tuple[Any, Any]:
+    """Return the arguments of ``node`` in a run."""
+
+    def value(source: Node) -> Any:
+        return values[source] if source in values else constants[source]
+
+    return torch.fx.map_arg(node.args, value), torch.fx.map_arg(node.kwargs, value)
 
 
 def _float(value: Any) -> Any:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from transformers import PreTrainedModel
 
+    from etkv.export import packing
+    from etkv.export.scratch import Scratch
+
 NAME = "XNNPACK"
 
 _KERNELS = {
@@ -82,14 +85,19 @@ An element takes them some nanoseconds, beside thousands of products in the laye
 """
 
 
-def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
-    """Quantize every linear weight of ``model`` in place; activations are quantized as a step computes them."""
-    from etkv.export.cpu import quantization
+def packer(request: ExportRequest, group_size: int | None, scratch: Scratch) -> packing.Packer | None:
+    """Return what packs the weights of linear layers, embeddings and experts; None without quantization.
 
-    quantization.quantize(model, name, group_size)
+    ``group_size`` counts elements; ``None`` leaves the choice to each layer.
+    """
+    from etkv.export.cpu import experts, linears
+
+    if request.quantize is None:
+        return None
+    return linears.Packer(experts.FORMATS[request.quantize], group_size, scratch)
 
 
-def prepare(model: PreTrainedModel, request: ExportRequest) -> None:
+def prepare(model: PreTrainedModel, request: ExportRequest, scratch: Scratch) -> None:
     """Let a load choose the rows of logits, unless the request chooses them, and pack the weights of experts."""
     from etkv.export.cpu import calls, experts
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from etkv.experts_op import ACTIVATIONS, Activation, routed_experts
-from etkv.export import experts
+from etkv.export import experts, parallel
 from etkv.packed_weights import WeightFormat, alternate, apart, padded
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 NAME = "etkv_routed"
 """The name under which transformers finds these products."""
+
+FORMATS = {"8da4w": "int4", "8da8w": "int8"}
+"""A quantization -> the format of its weights."""
 
 GROUP_SIZE = 32
 """The weights of experts that share a scale where those of a linear layer's row do."""
@@ -52,21 +55,26 @@ class Packed(torch.nn.Module):
         join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         width: int | None = None,
         bias: torch.Tensor | None = None,
+        empty: Callable[..., torch.Tensor] = torch.empty,
     ) -> None:
         super().__init__()
         self.shape, self.fmt, self._join = tuple(weights.shape), fmt, join
         n_experts, rows, columns = self.shape
         if split is not None:
             rows = 2 * padded(rows // 2)
-        packed = torch.empty((n_experts, *fmt.shape(rows, width or columns)), dtype=fmt.dtype)
-        # One expert at a time: all of them in float32 would be several times the packed weights.
-        for expert, of_expert in enumerate(weights):
-            matrix = of_expert.detach().float()
-            if split is not None:
-                matrix = alternate(*split(matrix))
-            if width is not None:
-                matrix = torch.nn.functional.pad(matrix, (0, width - columns))
-            packed[expert] = fmt.pack(matrix)
+        packed = empty((n_experts, *fmt.shape(rows, width or columns)), dtype=fmt.dtype)
+
+        def fill(part: slice) -> None:
+            # One expert at a time: all of them in float32 would be several times the packed weights.
+            for expert in range(part.start, part.stop):
+                matrix = weights[expert].detach().float()
+                if split is not None:
+                    matrix = alternate(*split(matrix))
+                if width is not None:
+                    matrix = torch.nn.functional.pad(matrix, (0, width - columns))
+                packed[expert] = fmt.pack(matrix)
+
+        parallel.by_parts(n_experts, 1, fill)
         self.register_buffer("packed", packed)
         self.register_buffer("bias", bias)
 
@@ -102,12 +110,18 @@ def pack(model: PreTrainedModel, name: str | None = None, group_size: int | None
         if isinstance(module.down_proj, Packed):
             continue
         try:
-            _pack(module, name, group_size)
+            pack_module(module, None if name is None else FORMATS[name], group_size)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
 
-def _pack(module: Any, name: str | None, group_size: int | None) -> None:
+def pack_module(
+    module: Any, name: str | None, group_size: int | None, empty: Callable[..., torch.Tensor] = torch.empty
+) -> None:
+    """Pack the weights of a module of experts in the format ``name``; ``None`` is bfloat16 or float32.
+
+    ``empty`` makes the tensors. Raises :class:`ValueError` for experts that the op cannot compute.
+    """
     if module.has_post_expert_norm:
         raise ValueError("its experts end with a norm, which backend cpu lacks")
     first, second = experts.names(module)
@@ -124,8 +138,8 @@ def _pack(module: Any, name: str | None, group_size: int | None) -> None:
         rows = torch.nn.functional.pad(rows, (0, padded(rows.shape[1]) - rows.shape[1]))
         biases = [rows, getattr(module, f"{second}_bias").detach().float().clone()]
     packed = [
-        Packed(weights[0], fmt, split, join, bias=biases[0]),
-        Packed(weights[1], fmt, width=padded(weights[1].shape[2]), bias=biases[1]),
+        Packed(weights[0], fmt, split, join, bias=biases[0], empty=empty),
+        Packed(weights[1], fmt, width=padded(weights[1].shape[2]), bias=biases[1], empty=empty),
     ]
     for part, made in zip((first, second), packed, strict=True):
         # The model's own weights are freed before the next layer's are packed.
@@ -137,7 +151,7 @@ def _pack(module: Any, name: str | None, group_size: int | None) -> None:
 
 def _format(weights: list[torch.Tensor], name: str | None, group_size: int | None) -> WeightFormat:
     if name is not None:
-        return WeightFormat(f"int{8 if name.endswith('8w') else 4}", group_size or 0)
+        return WeightFormat(name, group_size or 0)
     exact = all(bool((of.bfloat16().to(of.dtype) == of).all()) for part in weights for of in part)
     return WeightFormat("bfloat16" if exact else "float32")
 

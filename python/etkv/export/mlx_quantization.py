@@ -1,0 +1,97 @@
+"""Quantizes weights for MLX: integers of 4 or 8 bits in groups of a row that share a scale.
+
+A scale is that of the least squares of its group's errors, found in turns with the integers. Groups do not depend on
+each other, so a matrix is quantized in parts that stay in a core's cache, on all cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from etkv.export import parallel
+
+_PART = 1 << 17
+"""The weights of a part: with its intermediate values it fits a core's cache."""
+
+_TURNS = 20
+"""The most turns in which scales and integers are found."""
+
+_SETTLED = 1e-5
+"""The relative change of a scale from which on it is settled. A change of one integer changes a scale by more."""
+
+_EPS = torch.finfo(torch.float32).eps
+"""The least scale."""
+
+
+def quantize(
+    weight: torch.Tensor, bits: int, group_size: int, empty: Callable[..., torch.Tensor] = torch.empty
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the packed integers of ``weight``, ``[rows, columns]``, and its scales, ``[rows, groups]`` in its dtype.
+
+    Packed integers are uint32 ``[rows, columns * bits / 32]``, the first in the lowest bits, with 8 or 128 added. A
+    weight is its scale times its integer. ``empty`` makes the tensors for both.
+
+    Raises :class:`ValueError` if a weight is not finite.
+    """
+    rows, columns = weight.shape
+    packed = empty((rows, columns * bits // 32), dtype=torch.uint32)
+    scales = empty((rows, columns // group_size), dtype=weight.dtype)
+
+    def fill(part: slice) -> None:
+        groups = weight[part].detach().float().unflatten(1, (-1, group_size))
+        integers, scale = _fit(groups.flatten(0, 1), bits)
+        scales[part] = scale.view(-1, columns // group_size).to(scales.dtype)
+        packed[part] = _pack(integers.view(-1, columns), bits)
+
+    parallel.by_parts(rows, max(1, _PART // columns), fill)
+    return packed, scales
+
+
+def dequantize(packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights of :func:`quantize` in ``dtype``."""
+    codes = packed.view(torch.uint8)
+    if bits == 4:
+        numbers = torch.empty((*codes.shape, 2), dtype=dtype)
+        numbers[..., 0] = codes & 15
+        numbers[..., 1] = codes >> 4
+        numbers = numbers.flatten(-2)
+    else:
+        numbers = codes.to(dtype)
+    groups = numbers.unflatten(-1, (scales.shape[-1], -1))
+    weights: torch.Tensor = groups.sub_(1 << (bits - 1)).mul_(scales.unsqueeze(-1)).flatten(-2)
+    return weights
+
+
+def _fit(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the integers and the scales of ``groups``, ``[groups, size]`` in float32; integers are float32 too."""
+    least, most = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+    scale = (groups.abs().amax(dim=1) / -least).clamp_min_(_EPS)
+    if not bool(torch.isfinite(scale).all()):
+        raise ValueError("weights are not finite")
+    # Groups whose scale changed in the last turn. The others would find the same scale again.
+    moving, scale_of_moving, left = None, scale, groups
+    for _ in range(_TURNS):
+        integers = (left / scale_of_moving.unsqueeze(1)).round_().clamp_(least, most)
+        squares = integers.square().sum(dim=1)
+        found = (left * integers).sum(dim=1) / squares
+        found = torch.where(squares > 0, found, scale_of_moving).clamp_min_(_EPS)
+        changed = ((found - scale_of_moving).abs_() >= _SETTLED * scale_of_moving).nonzero().squeeze(1)
+        if moving is None:
+            scale, moving = found, changed
+        else:
+            scale[moving] = found
+            moving = moving[changed]
+        if not len(moving):
+            break
+        left, scale_of_moving = left[changed], found[changed]
+    return (groups / scale.unsqueeze(1)).round_().clamp_(least, most), scale
+
+
+def _pack(integers: torch.Tensor, bits: int) -> torch.Tensor:
+    codes = (integers + (1 << (bits - 1))).to(torch.uint8)
+    if bits == 4:
+        low, high = codes.unflatten(1, (-1, 2)).unbind(2)
+        codes = low | high << 4
+    return codes.view(torch.uint32)

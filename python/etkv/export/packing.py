@@ -1,0 +1,220 @@
+"""Packs the weights of a model as they are read, a layer at a time.
+
+The layers of a model are never in memory together: a layer's weights are packed when transformers has read all of
+them, and what was packed lies in files. A layer keeps its class and the hooks on it, and packed weights take the place
+of its own. Layers with the same weights, such as an embedding and a head that is tied to it, share the packed ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+from unittest import mock
+
+import torch
+
+from etkv.errors import EtkvError
+from etkv.export import experts, latent
+from etkv.export.scratch import Scratch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_AT_ONCE = 1 << 28
+"""The bytes that are read until the pages of files leave the memory."""
+
+
+class PackedLayer(torch.nn.Module):
+    """A linear layer or an embedding with packed weights, which stand for a matrix ``[rows, columns]``."""
+
+    def plain(self) -> torch.Tensor:
+        """Return the weights, dequantized."""
+        raise NotImplementedError
+
+    def numel(self) -> int:
+        """Return the number of weights."""
+        layer: Any = self
+        if isinstance(self, torch.nn.Linear):
+            return layer.out_features * layer.in_features  # type: ignore[no-any-return]
+        return layer.num_embeddings * layer.embedding_dim  # type: ignore[no-any-return]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights, for code that reads a layer's weights by itself."""
+        return self.plain()
+
+
+class Packer(Protocol):
+    """How a backend packs weights."""
+
+    def pack(self, weight: torch.Tensor) -> Any:
+        """Return the packed form of the matrix ``weight``. Raises :class:`ValueError` if it has none."""
+
+    def install(self, layer: Any, packed: Any) -> type[PackedLayer]:
+        """Give what :meth:`pack` returned to a layer, and return the class that computes with it.
+
+        The layer, of torch's ``Linear`` or ``Embedding``, has no weight any more.
+        """
+
+    def pack_experts(self, module: Any) -> None:
+        """Pack the weights of a module of experts in place. Raises :class:`ValueError` if they cannot be."""
+
+
+class Packing:
+    """The packing of one model. Without a ``packer`` weights stay as they are, but move to files.
+
+    ``note`` is told the name of each module whose weights were read or packed.
+    """
+
+    def __init__(
+        self, packer: Packer | None, scratch: Scratch, note: Callable[[str], None] = lambda path: None
+    ) -> None:
+        self._packer, self._scratch, self.note = packer, scratch, note
+        # The id of a weight, or of what stands for it -> its packed form. The weight is there to keep its id its own.
+        self._packed: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._unreleased = 0
+
+    @contextlib.contextmanager
+    def reading(self, is_packed: bool = True) -> Iterator[None]:
+        """Pack what transformers reads within the block. Weights that it may tie wait for :meth:`finish`.
+
+        Without ``is_packed`` all wait.
+        """
+        from transformers import core_model_loading
+
+        place = core_model_loading.set_param_for_module
+        packed: set[torch.nn.Module] | None = None
+
+        def placed(model: PreTrainedModel, name: str, *arguments: Any) -> None:
+            nonlocal packed
+            place(model, name, *arguments)
+            if packed is None:
+                packed = self._to_pack(model) if is_packed else set()
+            path, _, attribute = name.rpartition(".")
+            module = model.get_submodule(path)
+            weights = list(module.parameters(recurse=False))
+            read = module._parameters.get(attribute)
+            if read is not None and module not in packed and not read.is_meta:
+                read.data = self._scratch.keep(read.data)
+            self._unreleased += 0 if read is None else read.nbytes
+            if module in packed and not any(weight.is_meta for weight in weights):
+                self._take(path, module)
+            self.note(path)
+            del weights, read
+            if self._unreleased > _AT_ONCE:
+                self._scratch.release()
+                self._unreleased = 0
+
+        # transformers has quantizers for this, but one a model, and a published quantization takes that place. Its
+        # threads would read ahead of the packing.
+        with (
+            mock.patch.object(core_model_loading, "set_param_for_module", placed),
+            mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
+        ):
+            yield
+        self._scratch.release()
+
+    def _to_pack(self, model: PreTrainedModel) -> set[torch.nn.Module]:
+        """Return the modules of ``model``, which has no weights yet, that are packed as soon as they are read."""
+        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+        return {module for path, module in self._modules(model) if f"{path}.weight" not in tied}
+
+    def _modules(self, model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Return the modules of the text model in ``model`` whose weights are packed, with their names."""
+        if self._packer is None:
+            return
+        of_text = type(model.config.get_text_config())
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        wholes = [module for module in model.modules() if type(getattr(module, "config", None)) is of_text]
+        kept = {layer for whole in wholes for layer in latent.expansions(whole)}
+        found = {module for whole in (*wholes, *ends) if whole is not None for module in whole.modules()} - kept
+        for path, module in model.named_modules():
+            if module in found and (experts.are_plain(module) or _base(module) is not None):
+                yield path, module
+
+    def _take(self, path: str, module: Any) -> None:
+        """Pack the weights of ``module``, of a model that is being read."""
+        if experts.are_plain(module):
+            self._pack_experts(path, module)
+            return
+        # transformers ties and counts weights after this, so there is one of the same shape, of one element.
+        stand_in = torch.nn.Parameter(module.weight.new_zeros(1).expand(module.weight.shape), requires_grad=False)
+        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
+        self._packed[id(stand_in)] = stand_in, self._pack(path, module.weight)
+        module.weight = stand_in
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Pack the weights of ``model`` that are not packed yet, and let its layers compute with packed weights."""
+        modules = list(self._modules(model))
+        for path, module in modules:
+            if experts.are_plain(module):
+                self._pack_experts(path, module)
+                continue
+            weight: torch.Tensor = module._parameters.pop("weight")  # type: ignore[assignment] # There is one.
+            if id(weight) not in self._packed:
+                self._packed[id(weight)] = weight, self._pack(path, weight)
+                self.note(path)
+            own: Any = type(module)
+            packed: Any = self._packer.install(module, self._packed[id(weight)][1])  # type: ignore[union-attr]
+            module.__class__ = _class(own, packed)
+        self._packed.clear()
+        self._scratch.release()
+
+    def _pack(self, path: str, weight: torch.Tensor) -> Any:
+        try:
+            return self._packer.pack(weight.detach())  # type: ignore[union-attr] # Only called with one.
+        except ValueError as error:
+            raise EtkvError(f"the weights of {path} cannot be packed: {error}") from error
+
+    def _pack_experts(self, path: str, module: Any) -> None:
+        try:
+            self._packer.pack_experts(module)  # type: ignore[union-attr]
+        except ValueError as error:
+            raise EtkvError(f"the weights of {path} cannot be packed: {error}") from error
+
+
+def _base(module: torch.nn.Module) -> type[torch.nn.Module] | None:
+    """Return torch's class of a layer that has weights of its own to be packed; None for other modules."""
+    if isinstance(module, PackedLayer):
+        return None
+    return next((base for base in (torch.nn.Linear, torch.nn.Embedding) if isinstance(module, base)), None)
+
+
+@functools.cache
+def _class(own: Any, packed: Any) -> Any:
+    """Return a class that computes what ``own`` does, with ``packed`` for the product or the rows."""
+    if own in packed.__mro__:
+        return packed
+    return type(f"Packed{own.__name__}", (own, packed), {})
+
+
+@contextlib.contextmanager
+def without_products(model: torch.nn.Module) -> Iterator[None]:
+    """Let packed linear layers of ``model`` return elements of their input, for a run in which only shapes matter.
+
+    Unpacking all weights of a model takes much longer than the rest of such a run.
+    """
+    linears: list[Any] = [layer for _, layer in layers(model) if isinstance(layer, torch.nn.Linear)]
+    for layer in linears:
+        places = torch.arange(layer.out_features) % layer.in_features
+        layer.forward = functools.partial(torch.index_select, dim=-1, index=places)
+    try:
+        yield
+    finally:
+        for layer in linears:
+            del layer.forward
+
+
+def layers(model: torch.nn.Module) -> Iterator[tuple[str, PackedLayer]]:
+    """Return the layers of ``model`` with packed weights, each with its name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, PackedLayer))
+
+
+def share(layer: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Return whether two layers have the same weights."""
+    if isinstance(layer, PackedLayer) and isinstance(other, PackedLayer):
+        return next(layer.buffers()) is next(other.buffers())
+    return layer.weight is other.weight

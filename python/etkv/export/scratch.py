@@ -1,0 +1,104 @@
+"""Weights in files while a program is made: those of a large model do not fit into the memory.
+
+A file is mapped, so a tensor in it is read and written like any other. Its pages count as the process's memory from
+their first use on, until :meth:`Scratch.release`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+SMALL = 1 << 20
+"""The bytes up to which a tensor stays in memory."""
+
+_DROP = 4
+"""``MADV_DONTNEED``."""
+
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...([ps]) \S+ \S+ \d+ +(/.*)")
+"""A line of Linux's list of mappings: addresses, whether others see what is written, and the file."""
+
+
+class Scratch:
+    """A folder of tensors, made inside of ``folder``. A context manager: leaving it removes the folder.
+
+    ``sources`` are the files of the model that is read.
+    """
+
+    def __init__(self, folder: Path, sources: Sequence[Path] = ()) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=".weights-", dir=folder)).resolve()
+        self._sources = {str(file.resolve()) for file in sources}
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Tensors that are still in use keep their pages.
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor in a file, or in memory if it is small. Its values are not set."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if size <= SMALL:
+            return torch.empty(tuple(shape), dtype=dtype)
+        # In bytes, because torch maps files of few dtypes.
+        path = str(self.path / str(next(self._numbers)))
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``tensor`` in a file; ``tensor`` itself if it is small or in a file already."""
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        if tensor.nbytes <= SMALL or any(first <= begin < end <= last for first, last, _ in self._mappings("maps")):
+            return tensor
+        kept = self.empty(tensor.shape, tensor.dtype)
+        kept.copy_(tensor)
+        return kept
+
+    def release(self) -> None:
+        """Let pages leave the memory: those of the files, and those that were freed.
+
+        What is used again is read again. Only Linux tells which pages are those of files. Other systems take them by
+        themselves when memory is short.
+        """
+        if sys.platform != "linux":
+            return
+        system = ctypes.CDLL(None)
+        for first, last, is_kept in self._mappings("smaps"):
+            if is_kept:
+                system.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DROP)
+        if hasattr(system, "malloc_trim"):
+            # Parts of weights leave holes between smaller tensors, in which the next parts do not fit.
+            system.malloc_trim(0)
+
+    def _mappings(self, table: str) -> Iterator[tuple[int, int, bool]]:
+        """Yield the first and last address of each mapping of the files, and whether all that was written is in a file.
+
+        It is unknown, and thus False, for a model's files in the table ``maps``.
+        """
+        if sys.platform != "linux":
+            return
+        found: tuple[int, int] | None = None
+        with Path(f"/proc/{os.getpid()}/{table}").open(encoding="utf-8") as lines:
+            for line in lines:
+                if match := _MAPPING.match(line):
+                    begin, end, mode, path = match.groups()
+                    addresses = int(begin, 16), int(end, 16)
+                    found = addresses if path in self._sources else None
+                    if path.startswith(f"{self.path}{os.sep}"):
+                        yield *addresses, mode == "s"
+                    elif found is not None and table == "maps":
+                        yield *addresses, False
+                elif found is not None and line.startswith("Private_Dirty:"):
+                    # A page that was written to is no longer that of the file.
+                    yield *found, int(line.split()[1]) == 0
+                    found = None
