@@ -43,6 +43,8 @@ class RandomModel:
     positions: int
     options: tuple[str, ...] = ()
     """Options of the converter."""
+    bf16: bool = False
+    """Whether weights in bfloat16 are compared too."""
 
     @property
     def hf(self) -> Path:
@@ -54,16 +56,24 @@ class RandomModel:
 
     @property
     def contestants(self) -> list[Contestant]:
-        """Return etkv in 8da4w, and llama.cpp in q4_0: as its quantizer chooses, and in q4_0 throughout."""
+        """Return etkv in 8da4w, and llama.cpp in q4_0: as its quantizer chooses, and in q4_0 throughout.
 
-        def contestant(name: str, engine: str, model: str, kv: str, quantize: str) -> Contestant:
-            file = f"{self.folder}/{model}"
-            return Contestant(name, engine, file, "etkv-8da4w", kv, quantize, self.positions, self.script)
+        With ``bf16``, also both in bfloat16.
+        """
 
+        def contestant(name: str, engine: str, model: str, kv: str, quantize: str | None) -> Contestant:
+            rival = "etkv-8da4w" if quantize else "etkv-bf16"
+            return Contestant(name, engine, f"{self.folder}/{model}", rival, kv, quantize, self.positions, self.script)
+
+        in_bf16 = [
+            contestant("etkv-bf16", "etkv", "bf16/model.pte", "f32", None),
+            contestant("llama.cpp-bf16", "llama", self.gguf.name, "f16", None),
+        ]
         return [
             contestant("etkv-8da4w", "etkv", "8da4w/model.pte", "f32", "8da4w"),
             contestant("llama.cpp-q4_0", "llama", "q4_0.gguf", "f16", "q4_0"),
             contestant("llama.cpp-q4_0-pure", "llama", "q4_0-pure.gguf", "f16", "q4_0-pure"),
+            *(in_bf16 if self.bf16 else []),
         ]
 
     def write(self) -> None:
@@ -102,7 +112,8 @@ class RandomModel:
         if wanted.engine == "etkv":
             if not cpu_peers.FORWARD.exists():
                 return "there is no build/bin/etkv_forward: make build makes it"
-            export = [sys.executable, "-m", "etkv.export", "--backend", "cpu", "--quantize", "8da4w"]
+            export = [sys.executable, "-m", "etkv.export", "--backend", "cpu"]
+            export += ["--quantize", wanted.quantize] if wanted.quantize else ["--dtype", "bf16"]
             steps.append((wanted.file, [*export, "--model", str(self.hf), "--output", str(wanted.file)]))
         else:
             if subprocess.run([llama[0], "-c", "import llama_cpp"], capture_output=True).returncode != 0:
@@ -110,7 +121,8 @@ class RandomModel:
             if not self.gguf.exists() and arguments.llama_source is None:
                 return "no --llama-source: --help says how to get it"
             steps.append((self.gguf, [*itself, "--convert", str(arguments.llama_source)]))
-            steps.append((wanted.file, [*llama, "--requantize", str(self.gguf), "--work", wanted.name]))
+            if wanted.quantize:
+                steps.append((wanted.file, [*llama, "--requantize", str(self.gguf), "--work", wanted.name]))
         for file, command in steps:
             if file.exists():
                 continue

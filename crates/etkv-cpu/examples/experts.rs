@@ -6,82 +6,19 @@
 
 use std::error::Error;
 use std::hint::black_box;
-use std::time::Instant;
 
 use etkv_cpu::experts::{route_into, Activation, Experts, Function, Inputs, Workspace};
 use etkv_cpu::linear::WeightFormat;
 use etkv_cpu::Parallel;
-use rayon::prelude::*;
+use measure::{seconds, sum, threads, weights, Random};
+
+mod measure;
 
 const LAYERS: usize = 4;
 const K: usize = 8;
 
-struct Threads(rayon::ThreadPool);
-
-impl Parallel for Threads {
-    fn threads(&self) -> usize {
-        self.0.current_num_threads()
-    }
-
-    fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync)) {
-        self.0.install(|| (0..count).into_par_iter().with_max_len(1).for_each(call));
-    }
-}
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-}
-
-/// Returns bytes that are finite numbers in every format.
-fn weights(size: usize, random: &mut Random) -> Vec<u8> {
-    let mut words = Vec::with_capacity(size);
-    while words.len() < size {
-        words.extend((random.next() & 0x3f3f_3f3f_3f3f_3f3f).to_le_bytes());
-    }
-    words.truncate(size);
-    words
-}
-
-/// Returns the medians of the time of a call, and of the processor's time.
-fn seconds(mut call: impl FnMut(usize), calls: usize) -> [f64; 2] {
-    let cpu = || {
-        let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-        now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
-    };
-    let mut times: [Vec<f64>; 2] = Default::default();
-    for number in 0..calls {
-        let (start, used) = (Instant::now(), cpu());
-        call(number);
-        times[0].push(start.elapsed().as_secs_f64());
-        times[1].push(cpu() - used);
-    }
-    times.map(|mut times| {
-        times.sort_by(f64::total_cmp);
-        times[times.len() / 2]
-    })
-}
-
-/// Adds up some numbers, with as many sums as wait for no read.
-fn sum(bytes: &[u8]) -> u64 {
-    let mut sums = [0u64; 32];
-    for chunk in bytes.as_chunks::<256>().0 {
-        for (sum, x) in sums.iter_mut().zip(chunk.as_chunks::<8>().0) {
-            *sum = sum.wrapping_add(u64::from_le_bytes(*x));
-        }
-    }
-    sums.iter().fold(0, |sum, &x| sum.wrapping_add(x))
-}
-
 fn main() -> Result<(), Box<dyn Error>> {
-    let threads = std::env::args().nth(1).map_or(Ok(2), |text| text.parse())?;
-    let threads = Threads(rayon::ThreadPoolBuilder::new().num_threads(threads).build()?);
+    let threads = threads()?;
     let formats = [
         ("int4", WeightFormat::Int4 { group: 32 }),
         ("int8", WeightFormat::Int8 { group: 32 }),

@@ -12,6 +12,8 @@ pub(crate) mod float_tile;
 pub(crate) mod integer_tile;
 pub(crate) mod quantize;
 mod run;
+#[cfg(test)]
+pub(crate) mod tests;
 pub(crate) mod tiles;
 pub(crate) mod weights;
 mod workspace;

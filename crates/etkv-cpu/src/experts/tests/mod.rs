@@ -1,25 +1,19 @@
 //! Experts against plain loops in float64, over generated sizes, formats, routings and thread counts.
 
+mod activations;
 mod reference;
 mod refusals;
-mod tiles;
 
 use super::activation::{Activation, Function};
 use super::run::route_with;
 use super::sizes::Experts;
 use super::workspace::Workspace;
 use crate::attention::synthetic::Threads;
-use crate::linear::weights::WeightFormat;
+use crate::linear::tests::reference::Numbers;
+use crate::linear::tests::FORMATS;
+use crate::linear::WeightFormat;
 use crate::simd::Instructions;
-use reference::{Layer, Numbers};
-
-const FORMATS: [WeightFormat; 5] = [
-    WeightFormat::F32,
-    WeightFormat::Bf16,
-    WeightFormat::Int8 { group: 32 },
-    WeightFormat::Int4 { group: 32 },
-    WeightFormat::Int4 { group: 64 },
-];
+use reference::Layer;
 
 const FUNCTIONS: [Function; 5] =
     [Function::Silu, Function::Gelu, Function::GeluTanh, Function::Relu, Function::Relu2];

@@ -2,12 +2,13 @@
 
 use etkv_core::Status;
 
-use super::reference::{Layer, Numbers};
+use super::reference::Layer;
 use super::swiglu;
 use crate::experts::activation::{Activation, Function};
 use crate::experts::run::{route_into, Inputs};
 use crate::experts::sizes::Experts;
 use crate::experts::workspace::Workspace;
+use crate::linear::tests::reference::Numbers;
 use crate::linear::weights::WeightFormat;
 use crate::parallel::Serial;
 

@@ -1,8 +1,7 @@
-//! Tiles, activations and rounding alone.
+//! Tiles and rounding alone.
 
-use super::reference::{function, rounded, Numbers, Weights};
-use super::{swiglu, FORMATS, FUNCTIONS};
-use crate::experts::activation::{Activate, Activation};
+use super::reference::{rounded, Numbers, Weights};
+use super::FORMATS;
 use crate::linear::blocks::{Block, Packed, BLOCK};
 use crate::linear::float_tile::FloatTile;
 use crate::linear::integer_tile::{Dot, IntegerTile};
@@ -97,38 +96,6 @@ fn products_of_a_tile() {
                         let found = f64::from(out[i * ROWS + row]);
                         let what = format!("{format:?} {dot:?} {n} {i} {row}: {found} {sum}");
                         assert!((found - sum).abs() <= 1e-6 * size, "{what}");
-                    }
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn functions_of_a_number() {
-    for function_of in FUNCTIONS {
-        for instructions in Instructions::available() {
-            for alpha in [1.0, 1.702] {
-                let activation =
-                    Activation { function: function_of, gated: false, alpha, ..swiglu() };
-                for start in (-640..640).step_by(ROWS) {
-                    let mut x = [0f32; ROWS];
-                    x.iter_mut().enumerate().for_each(|(i, x)| {
-                        *x = (start + i as i32) as f32 / 32.0;
-                    });
-                    let given = x;
-                    let (gates, ups) = (x.as_mut_ptr(), x.as_ptr());
-                    // SAFETY: the machine has the instructions; there is one row.
-                    with_simd!(instructions, |S| unsafe {
-                        S::enter(Activate { activation, gates, ups, n: 1 });
-                    });
-                    for (given, found) in given.iter().zip(x) {
-                        let expected = function(&activation, f64::from(*given));
-                        let error = (f64::from(found) - expected).abs();
-                        assert!(
-                            error <= 4e-7 * f64::from(given.abs()) + 1e-9,
-                            "{function_of:?} of {given}: {found}, not {expected}"
-                        );
                     }
                 }
             }

@@ -1,0 +1,68 @@
+"""Compares etkv with llama.cpp on the CPU on a model of a billion parameters.
+
+The model has the shapes of Llama-3.2-1B and random weights, the same on both sides. Its head is tied to its embedding,
+which is a fifth of all weights.
+
+Prompts and decoding are compared as ``benches/cpu_peers.py`` does: in turns, each round in a separate process that
+answers twice; the second answer counts. Medians of the rounds, ratios of medians. For speed a ratio above 1 favours
+etkv, for memory a ratio below 1. etkv runs 8da4w and bfloat16. llama.cpp runs q4_0, in which its quantizer gives the
+embedding and the head 6 bits, q4_0 for every matrix (q4_0-pure), and bfloat16.
+
+The files take 9 GB in build/models/dense-peers. ``benches/random_peers.py`` says what a first run needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import random_peers
+
+VOCABULARY = 128256
+POSITIONS = 2304
+"""Positions of every cache."""
+
+
+def _config() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+MODEL = random_peers.RandomModel(
+    folder="dense-peers",
+    script=__file__,
+    config=_config,
+    converter=("llama", "LlamaModel"),
+    vocabulary=VOCABULARY,
+    positions=POSITIONS,
+    bf16=True,
+)
+
+
+def main() -> None:
+    """Parses the command line."""
+    parser = random_peers.parser(__doc__, [128, 512, 2048])
+    arguments = parser.parse_args()
+    if MODEL.run_as_a_part(arguments):
+        return
+    if max(arguments.contexts) + arguments.decode > POSITIONS:
+        parser.error(f"a context and what is decoded take at most {POSITIONS} positions together")
+    for name, reason in MODEL.speed(arguments).items():
+        print(f"left out: {name}: {reason}")
+
+
+if __name__ == "__main__":
+    main()

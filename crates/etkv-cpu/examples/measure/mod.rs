@@ -1,0 +1,78 @@
+//! What the measurements of kernels share.
+
+use std::error::Error;
+use std::time::Instant;
+
+use etkv_cpu::Parallel;
+use rayon::prelude::*;
+
+/// Threads of rayon.
+pub struct Threads(rayon::ThreadPool);
+
+impl Parallel for Threads {
+    fn threads(&self) -> usize {
+        self.0.current_num_threads()
+    }
+
+    fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync)) {
+        self.0.install(|| (0..count).into_par_iter().with_max_len(1).for_each(call));
+    }
+}
+
+/// Xorshift.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+/// Returns bytes that are finite numbers in every format.
+pub fn weights(size: usize, random: &mut Random) -> Vec<u8> {
+    let mut words = Vec::with_capacity(size);
+    while words.len() < size {
+        words.extend((random.next() & 0x3f3f_3f3f_3f3f_3f3f).to_le_bytes());
+    }
+    words.truncate(size);
+    words
+}
+
+/// Returns the medians of the time of a call, and of the processor's time.
+pub fn seconds(mut call: impl FnMut(usize), calls: usize) -> [f64; 2] {
+    let cpu = || {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+        now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
+    };
+    let mut times: [Vec<f64>; 2] = Default::default();
+    for number in 0..calls {
+        let (start, used) = (Instant::now(), cpu());
+        call(number);
+        times[0].push(start.elapsed().as_secs_f64());
+        times[1].push(cpu() - used);
+    }
+    times.map(|mut times| {
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    })
+}
+
+/// Adds up some numbers, with as many sums as wait for no read.
+pub fn sum(bytes: &[u8]) -> u64 {
+    let mut sums = [0u64; 32];
+    for chunk in bytes.as_chunks::<256>().0 {
+        for (sum, x) in sums.iter_mut().zip(chunk.as_chunks::<8>().0) {
+            *sum = sum.wrapping_add(u64::from_le_bytes(*x));
+        }
+    }
+    sums.iter().fold(0, |sum, &x| sum.wrapping_add(x))
+}
+
+/// Returns as many threads as the first argument says, or two.
+pub fn threads() -> Result<Threads, Box<dyn Error>> {
+    let threads = std::env::args().nth(1).map_or(Ok(2), |text| text.parse())?;
+    Ok(Threads(rayon::ThreadPoolBuilder::new().num_threads(threads).build()?))
+}
