@@ -12,7 +12,8 @@ import tiny_gguf
 import tiny_models
 from etkv import pte
 from etkv.errors import EtkvError
-from etkv.export import ExportRequest, export_program, gguf, source
+from etkv.export import ExportRequest, export_program, source
+from etkv.export.gguf.weights import read_weights
 
 
 def test_export(tiny_llama_gguf, tmp_path):
@@ -60,11 +61,13 @@ def parts(tiny, tmp_path_factory):
     return sorted(file.parent.glob("*.gguf"))
 
 
-def weights(file):
-    import torch
-
+def stored(file):
     origin = source.find(file)
-    return gguf.read_weights(origin.opened, source.read_config(origin), torch.float32)
+    return read_weights(origin.opened, source.read_config(origin))
+
+
+def weights(file):
+    return {name: weight.read() for name, weight in stored(file).items()}
 
 
 def test_parts_are_read_together(parts, tiny_llama_gguf):
@@ -103,3 +106,17 @@ def test_quantized_weights(tiny, tmp_path, kind):
     for name, weight in plain.items():
         assert (weight - read[name]).abs().mean() < 0.12 * weight.abs().mean()
         assert weight.equal(read[name]) == (weight.ndim == 1)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_0", 4), ("Q5_0", 5), ("Q8_0", 8), ("Q4_1", None), ("F16", None)])
+def test_integers_stand_for_the_weights(tiny, tmp_path, kind, bits):
+    """The integers and scales of a file make up the values that the gguf package reads, in transformers' order."""
+    read = stored(tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize=kind))
+    for name, weight in read.items():
+        groups, values = weight.groups(), weight.read()
+        assert (groups is None) == (bits is None or values.ndim == 1), name
+        if groups is not None:
+            assert groups.values().equal(values), name
+            assert groups.scales.shape[1] * 32 == values.shape[1]
+            assert groups.signed(bits) is not None
+            assert groups.signed(bits - 1) is None

@@ -10,7 +10,9 @@ import pytest
 import gguf_cases
 import tiny_gguf
 import tiny_models
-from etkv.export import gguf, source
+from etkv.export import source
+from etkv.export.gguf.weights import read_weights
+from etkv.export.published.weight import State
 
 TOKENS = [(index * 37 + 11) % 250 for index in range(120)]
 SHAPE = {**tiny_models.SHAPE, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
@@ -364,9 +366,14 @@ def read(file):
 
     origin = source.find(file)
     config = source.read_config(origin)
-    weights = gguf.read_weights(origin.opened, config, torch.float32)
+    weights = State(read_weights(origin.opened, config))
     model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None, config=config, state_dict=weights, attn_implementation="eager", output_loading_info=True
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
     )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]

@@ -135,10 +135,12 @@ def read_model(
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from etkv.export import experts, text_part
+    from etkv.export.gguf.weights import read_weights as read_gguf_weights
+    from etkv.export.published.weight import State
 
     attention.register()
     experts.register()
-    quantized = None
+    quantized, state = None, None
     if source.gguf_file is None:
         quantized = weights.read_quantized(source.path, weights.find_files(source.folder), config)
         if quantized is not None:
@@ -148,16 +150,18 @@ def read_model(
     origin: dict[str, Any] = {"local_files_only": True}
     try:
         if source.gguf_file:
-            origin = {"state_dict": gguf.read_weights(source.opened, config, getattr(torch, dtype))}
+            state = State(read_gguf_weights(source.opened, config))
         if quantized is not None:
             for remark in quantized.remarks:
                 note(remark)
-            origin = {"state_dict": quantized.weights}
-        if "state_dict" in origin and not is_part:
+            state = State(quantized.weights)
+        if state is not None:
+            origin = {"state_dict": state}
+        if state is not None and not is_part:
             family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with packing.reading(is_packed) if packing is not None else contextlib.nullcontext():
             model, report = family.from_pretrained(
-                None if "state_dict" in origin else source.folder,
+                source.folder if state is None else None,
                 config=config,
                 dtype=getattr(torch, dtype),
                 # The part for images may lack a choice of attention.
@@ -170,6 +174,8 @@ def read_model(
     except EtkvError:
         raise
     except Exception as error:
+        if state is not None and state.failure is not None:
+            raise state.failure from error
         if isinstance(error, KeyError) and error.args == (attention.NAME,):
             raise EtkvError(
                 f"model family {config.model_type!r} cannot be exported: the KV cache op cannot take its attention's "

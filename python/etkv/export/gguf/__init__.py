@@ -7,6 +7,5 @@ A file is read whole or refused: an unknown key or tensor ends the export with a
 from etkv.export.gguf.architectures import read_config
 from etkv.export.gguf.file import GgufFile, find_files
 from etkv.export.gguf.tokenizer import read_tokenizer
-from etkv.export.gguf.weights import read_weights
 
-__all__ = ["GgufFile", "find_files", "read_config", "read_tokenizer", "read_weights"]
+__all__ = ["GgufFile", "find_files", "read_config", "read_tokenizer"]

@@ -67,6 +67,14 @@ class StoredTensor:
             raise EtkvError(f"tensor {self.name} is stored as {kind}, which cannot be dequantized") from error
         return values.astype("float32", copy=False).reshape(self.shape)
 
+    def packed(self) -> tuple[np.ndarray, str] | None:
+        """Return the bytes of a matrix in a format of integers with one scale a group, ``[rows, bytes]``, and its name.
+
+        ``None`` for other formats, see :mod:`etkv.export.gguf.packed`.
+        """
+        kind: str = self._tensor.tensor_type.name
+        return (self._tensor.data, kind) if kind in ("Q4_0", "Q5_0", "Q8_0") and len(self.shape) == 2 else None
+
 
 class GgufFile:
     """The metadata and the tensors of a GGUF model. Tensors stay on disk until they are read."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
 from etkv.errors import EtkvError
-from etkv.export.gguf import layouts, rope
+from etkv.export.gguf import layouts, packed, rope
 from etkv.export.gguf.file import GgufFile
 from etkv.export.gguf.layouts import Rule
+from etkv.export.published.weight import Groups, Weight
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
     from transformers import PreTrainedConfig
 
 _INTERLEAVED = frozenset({"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "olmo", "smollm3"})
@@ -34,13 +37,12 @@ _OPTIONAL_BIASES = {
 An absent bias is zero."""
 
 
-def read_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the weights of the model of ``config`` in ``dtype``: name -> tensor. Quantized weights are dequantized.
+def read_weights(file: GgufFile, config: PreTrainedConfig) -> dict[str, Weight]:
+    """Return the weights of the model of ``config``: name -> weight, which is decoded as it is read.
 
-    ``config`` may have fewer layers than the file. Raises :class:`EtkvError` if a weight is missing or has another
-    shape, or if the model has no place for a tensor.
+    ``config`` may have fewer layers than the file. Raises :class:`EtkvError` if a weight is missing, or if the model
+    has no place for a tensor. A weight of another shape raises it when it is read.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -52,10 +54,29 @@ def read_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -
     reader = _Reader(file, config)
     sources = {name: reader.sources(name) for name in parameters}
     reader.check_all_named(sources)
+    for name, parts in sources.items():
+        reader.check_there(name, parts)
     return {
-        name: torch.from_numpy(reader.read(name, sources[name], tuple(parameter.shape))).to(dtype)
-        for name, parameter in parameters.items()
+        name: _Weight(reader, name, sources[name], tuple(parameter.shape)) for name, parameter in parameters.items()
     }
+
+
+@dataclass(frozen=True)
+class _Weight(Weight):
+    """The weight ``name`` of transformers' model, of ``shape``, which the tensors ``sources`` make up."""
+
+    reader: _Reader
+    name: str
+    sources: list[str]
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """Return the values in float32."""
+        return torch.from_numpy(self.reader.read(self.name, self.sources, self.shape))
+
+    def groups(self) -> Groups | None:
+        """Return integers and scales, if one tensor has them and its rows are those of the weight."""
+        return self.reader.groups(self.name, self.sources, self.shape)
 
 
 class _Reader:
@@ -69,11 +90,9 @@ class _Reader:
 
     def read(self, name: str, sources: list[str], shape: tuple[int, ...]) -> np.ndarray:
         """Return the values of transformers' parameter ``name``, contiguous and of ``shape``."""
-        import numpy as np
-
         if self._is_absent_bias(name, sources[0]):
             return np.zeros(shape, dtype=np.float32)
-        parts = [self._values(source) for source in sources]
+        parts = [self._file.tensors[source].read() for source in sources]
         rule = self._rule(name)
         values = parts[0] if rule is None else rule.make(parts, self._config)
         values = self._reordered(name, sources[0], values)
@@ -86,6 +105,26 @@ class _Reader:
             )
         # float32 values are read-only views of the file, which this copies.
         return np.require(values, requirements=["C", "W"])
+
+    def groups(self, name: str, sources: list[str], shape: tuple[int, ...]) -> Groups | None:
+        """Return the integers and scales of transformers' parameter ``name``; ``None`` if the file has none."""
+        if len(sources) != 1 or self._rule(name) is not None or self._file.architecture == "gpt2":
+            return None
+        found = self._file.tensors[sources[0]].packed()
+        if found is None or self._file.tensors[sources[0]].shape != shape:
+            return None
+        blocks, kind = found
+
+        def arranged(matrix: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(self._reordered(name, sources[0], matrix.numpy())))
+
+        return packed.groups(blocks, kind).rows(arranged)
+
+    def check_there(self, name: str, sources: list[str]) -> None:
+        """Raise :class:`EtkvError` for a tensor of ``name`` that the file lacks, up to biases that are zero."""
+        for source in sources:
+            if source not in self._file.tensors and not self._is_absent_bias(name, source):
+                raise EtkvError(f"{self._file.path} lacks tensor {source} of its model")
 
     def check_all_named(self, sources: dict[str, list[str]]) -> None:
         """Raise :class:`EtkvError` for a tensor of the model's layers that no parameter uses."""
@@ -136,12 +175,6 @@ class _Reader:
             getattr(self._config, setting, False) and pattern.fullmatch(name)
             for setting, pattern in _OPTIONAL_BIASES.items()
         )
-
-    def _values(self, name: str) -> np.ndarray:
-        tensor = self._file.tensors.get(name)
-        if tensor is None:
-            raise EtkvError(f"{self._file.path} lacks tensor {name} of its model")
-        return tensor.read()
 
     def _reordered(self, name: str, source: str, values: np.ndarray) -> np.ndarray:
         """Return ``values`` as transformers stores them: llama.cpp's converters reorder some of them."""

@@ -64,10 +64,10 @@ class Awq(Format):
                 raise settings.refuse(f"tensor {zeros.name} is {zeros.described()}, and there are {groups} groups")
             settings.check(zeros, ("int32",), (rows, words))
             settings.check(scales, FLOATS, (rows, words * _IN_WORD))
-            return Grouped(_BITS, size, partial(_gemv, codes, zeros, scales, groups))
+            return Grouped(partial(_gemv, codes, zeros, scales, groups))
         settings.check(zeros, ("int32",), (groups, codes.shape[1]))
         settings.check(scales, FLOATS, (groups, rows))
-        return Grouped(_BITS, size, partial(_gemm, codes, zeros, scales))
+        return Grouped(partial(_gemm, codes, zeros, scales))
 
 
 def _gemm(codes: Stored, zeros: Stored, scales: Stored) -> Groups:

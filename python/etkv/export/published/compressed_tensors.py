@@ -155,8 +155,8 @@ class CompressedTensors(Format):
             of_columns = order.read().long()
             if bool((of_columns < 0).any()) or bool((of_columns >= groups).any()):
                 raise settings.refuse(f"tensor {order.name} has groups outside of the {groups} of {name}")
-            return Grouped(bits, of_group, partial(_packed, codes, scale, zero, bits, (rows, columns), of_columns))
-        return Grouped(bits, of_group, partial(_packed, codes, scale, zero, bits, (rows, columns), None))
+            return Grouped(partial(_packed, codes, scale, zero, bits, (rows, columns), of_columns))
+        return Grouped(partial(_packed, codes, scale, zero, bits, (rows, columns), None))
 
     def _integers(self, name: str, codes: Stored, parts: Mapping[str, Stored], args: Mapping[str, Any]) -> Weight:
         """Return a weight of integers of 8 bits."""
@@ -170,7 +170,7 @@ class CompressedTensors(Format):
         scale = parts["scale"]
         self._check_scale(scale, rows, columns // of_group)
         zero = self._zero(name, parts, args, scale.shape, scale.shape)
-        return Grouped(8, of_group, partial(_integers, codes, scale, zero))
+        return Grouped(partial(_integers, codes, scale, zero))
 
     def _check_scale(self, scale: Stored, rows: int, groups: int) -> None:
         shapes = {(rows, groups), *({(rows,), (1,), (), (1, 1)} if groups == 1 else ())}

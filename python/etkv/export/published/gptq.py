@@ -67,7 +67,7 @@ class Gptq(Format):
         if self._adds_one:
             self._check_zeros(name, zeros, bits, rows)
         read = partial(_groups, codes, zeros, scales, of_columns, bits, columns, int(self._adds_one))
-        return Grouped(bits, columns // groups, read)
+        return Grouped(read)
 
     def _order(self, name: str, order: Stored | None, columns: int, groups: int) -> torch.Tensor | None:
         """Return the group of each column; None if columns follow each other in groups of one size."""

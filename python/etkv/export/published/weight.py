@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from etkv.errors import EtkvError
 from etkv.export.published.stored import Stored
 
 
 class Weight(ABC):
-    """A weight of a checkpoint. transformers reads it as ``weight[...]``, one weight at a time."""
+    """A weight of a checkpoint."""
 
     @abstractmethod
     def read(self) -> torch.Tensor:
         """Return the values."""
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the values, or a part of them."""
-        return self.read()[index]
+    def groups(self) -> Groups | None:
+        """Return the integers and scales that the values stand for; ``None`` if the weight is stored otherwise."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,71 @@ class Groups:
         groups: torch.Tensor = codes.unflatten(1, (self.scales.shape[1], -1))
         return ((groups - self.zeros.unsqueeze(2)) * self.scales.unsqueeze(2)).flatten(1)
 
+    def signed(self, bits: int) -> torch.Tensor | None:
+        """Return the integers that scales multiply, int8 ``[rows, columns]``; ``None`` if they exceed ``bits`` bits.
+
+        Groups have to be of columns that follow each other.
+        """
+        if self.order is not None:
+            return None
+        zeros = self.zeros.short()
+        groups = self.codes.short().unflatten(1, (self.scales.shape[1], -1)) - zeros.unsqueeze(2)
+        half = 1 << (bits - 1)
+        fits = bool((zeros == self.zeros).all()) and -half <= int(groups.min()) and int(groups.max()) < half
+        return groups.flatten(1).to(torch.int8) if fits else None
+
+    def rows(self, arranged: Callable[[torch.Tensor], torch.Tensor]) -> Groups:
+        """Return the groups with rows in the order in which ``arranged`` returns those of any matrix."""
+        return replace(self, codes=arranged(self.codes), scales=arranged(self.scales), zeros=arranged(self.zeros))
+
 
 @dataclass(frozen=True)
 class Grouped(Weight):
-    """A matrix of integers of ``bits`` bits, in groups of ``group_size`` columns."""
+    """A matrix of integers in groups."""
 
-    bits: int
-    group_size: int
     read_groups: Callable[[], Groups]
     """Returns the integers, scales and zero points."""
 
     def read(self) -> torch.Tensor:
         """Return the values in float32."""
         return self.read_groups().values()
+
+    def groups(self) -> Groups:
+        """Return the integers, scales and zero points."""
+        return self.read_groups()
+
+
+class State(dict[str, Any]):
+    """Weights by name, as transformers loads them: a value is read as ``value[...]``.
+
+    transformers collects what goes wrong with single weights, and says another thing in the end. ``failure`` is the
+    first error.
+    """
+
+    def __init__(self, weights: Mapping[str, Weight]) -> None:
+        super().__init__({name: _Value(self, weight) for name, weight in weights.items()})
+        self.failure: EtkvError | None = None
+        self._read: list[Weight] = []
+
+    def read(self, weight: Weight) -> torch.Tensor:
+        """Return the values of ``weight``, and remember that it was read."""
+        self._read.append(weight)
+        try:
+            return weight.read()
+        except EtkvError as error:
+            self.failure = self.failure or error
+            raise
+
+    def taken(self) -> list[Weight]:
+        """Return the weights that were read since the last call."""
+        found, self._read = self._read, []
+        return found
+
+
+@dataclass(frozen=True)
+class _Value:
+    state: State
+    weight: Weight
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.state.read(self.weight)[index]
