@@ -270,7 +270,7 @@ def test_what_cannot_be_decoded_is_refused(tmp_path, case):
     assert "\n" not in said
 
 
-def _quantize(folder: Path, plain: Path, settings: dict[str, Any], pack: Any, chosen: str) -> None:
+def quantize(folder: Path, plain: Path, settings: dict[str, Any], pack: Any, chosen: str) -> None:
     """Quantize the weights of ``folder`` whose names contain ``chosen``, and write what they stand for to ``plain``."""
     loaded = load_file(folder / "model.safetensors")
     quantized, meant = dict(loaded), dict(loaded)
@@ -302,7 +302,7 @@ def _model(folder: Path, notes: list[str]):
 )
 def test_a_model_is_loaded_as_its_decoded_weights(tiny, tmp_path, name, settings, pack, chosen):
     folder, plain = (shutil.copytree(tiny(name), tmp_path / part) for part in ("quantized", "plain"))
-    _quantize(folder, plain, settings, pack, chosen)
+    quantize(folder, plain, settings, pack, chosen)
     notes: list[str] = []
     model, expected = _model(folder, notes), _model(plain, [])
     assert bool(notes) == (settings is FP8)

@@ -90,7 +90,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
         packing = Packing(lowering.packer(request, settled.group_size, weights), weights)
         with progress.step("reading the weights") as step_of_reading:
             packing.note = step_of_reading.at
-            model = source.read_model(origin, whole, request.dtype, dropped, progress.note, packing, not request.draft)
+            model = source.read_model(origin, whole, request.activations, dropped, progress.note, packing, not request.draft)
             rope.settle(model, settled.max_context)
             generation = source.generation_settings(origin, model, tokenizer)
         with explained(family, "exported", model):
@@ -101,6 +101,8 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
             if request.draft is not None:
                 predictor = _feature_predictor(model, tokenizer, request.draft, generation, progress)
                 packing.finish(model)
+            for text in packing.remarks():
+                progress.note(text)
             step = _step(request, model, predictor)
             with progress.step("running the model once"), without_products(model):
                 layout = attention.survey(step, step.inputs(min(3, settled.prefill_chunk)), settled.max_context)

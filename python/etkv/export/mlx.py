@@ -36,7 +36,7 @@ def packer(request: ExportRequest, group_size: int | None, scratch: Scratch) -> 
 
     if request.quantize is None:
         return None
-    return mlx_linears.Packer({"4w": 4, "8w": 8}[request.quantize], group_size, scratch)
+    return mlx_linears.Packer({"4w": 4, "8w": 8}[request.quantize], group_size, request.group_size is not None, scratch)
 
 
 def prepare(model: PreTrainedModel, request: ExportRequest, scratch: Scratch) -> None:

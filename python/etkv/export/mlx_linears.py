@@ -6,6 +6,7 @@ and their dequantization. In plain PyTorch both unpack the weights, a part at a 
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,37 +20,41 @@ from etkv.export.scratch import Scratch
 if TYPE_CHECKING:
     import torch.fx
 
+    from etkv.export.published.weight import Groups
+
 _PART = 1 << 22
 """The weights that are unpacked at once."""
 
 
 @torch.library.custom_op("etkv::packed_linear", mutates_args=())
-def linear(x: Tensor, packed: Tensor, scales: Tensor, bits: int) -> Tensor:
+def linear(x: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | None = None) -> Tensor:
     """Return the products ``[.., rows]`` of ``x``, ``[.., columns]``, with a matrix of packed weights.
 
-    ``packed`` and ``scales`` are those of :func:`etkv.export.mlx_quantization.quantize`.
+    ``packed``, ``scales`` and ``biases`` are those of :func:`etkv.export.mlx_quantization.dequantize`.
     """
     step = max(1, _PART // x.shape[-1])
-    parts = zip(packed.split(step), scales.split(step), strict=True)
-    products = (x @ mlx_quantization.dequantize(*part, bits, x.dtype).T for part in parts)
+    of_parts = itertools.repeat(None) if biases is None else biases.split(step)
+    parts = zip(packed.split(step), scales.split(step), of_parts, strict=False)
+    products = (x @ mlx_quantization.dequantize(codes, scale, bits, x.dtype, bias).T for codes, scale, bias in parts)
     return torch.cat(list(products), dim=-1)
 
 
 @linear.register_fake
-def _(x: Tensor, packed: Tensor, scales: Tensor, bits: int) -> Tensor:
+def _(x: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
 @torch.library.custom_op("etkv::packed_embedding", mutates_args=())
-def embedding(ids: Tensor, packed: Tensor, scales: Tensor, bits: int) -> Tensor:
+def embedding(ids: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | None = None) -> Tensor:
     """Return the rows of packed weights at ``ids``, ``[*shape of ids, columns]`` in the dtype of ``scales``."""
     # An index selects no rows of uint32.
     rows = packed.view(torch.int32)[ids].view(torch.uint32)
-    return mlx_quantization.dequantize(rows, scales[ids], bits, scales.dtype)
+    of_rows = None if biases is None else biases[ids]
+    return mlx_quantization.dequantize(rows, scales[ids], bits, scales.dtype, of_rows)
 
 
 @embedding.register_fake
-def _(ids: Tensor, packed: Tensor, scales: Tensor, bits: int) -> Tensor:
+def _(ids: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor | None = None) -> Tensor:
     return scales.new_empty((*ids.shape, packed.shape[1] * 32 // bits))
 
 
@@ -80,11 +85,12 @@ def _(
 class _Layer(PackedLayer):
     packed: Tensor
     scales: Tensor
+    biases: Tensor | None
     etkv_bits: int
 
     def plain(self) -> Tensor:
         """Return the weights, dequantized, in the dtype of the model."""
-        return mlx_quantization.dequantize(self.packed, self.scales, self.etkv_bits, self.scales.dtype)
+        return mlx_quantization.dequantize(self.packed, self.scales, self.etkv_bits, self.scales.dtype, self.biases)
 
 
 class PackedLinear(_Layer, torch.nn.Linear):  # type: ignore[override] # Its weight is no parameter.
@@ -92,7 +98,7 @@ class PackedLinear(_Layer, torch.nn.Linear):  # type: ignore[override] # Its wei
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the products, ``[.., out]``."""
-        made: Tensor = linear(input, self.packed, self.scales, self.etkv_bits)
+        made: Tensor = linear(input, self.packed, self.scales, self.etkv_bits, self.biases)
         return made if self.bias is None else made + self.bias
 
 
@@ -101,35 +107,59 @@ class PackedEmbedding(_Layer, torch.nn.Embedding):  # type: ignore[override] # I
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ids."""
-        made: Tensor = embedding(input, self.packed, self.scales, self.etkv_bits)
+        made: Tensor = embedding(input, self.packed, self.scales, self.etkv_bits, self.biases)
         return made
 
 
 class Packer:
-    """Packs weights in ``bits`` bits. ``group_size`` elements of a row share a scale; ``None`` is the whole row."""
+    """Packs weights in ``bits`` bits. ``group_size`` elements of a row share a scale; ``None`` is the whole row.
 
-    def __init__(self, bits: int, group_size: int | None, scratch: Scratch) -> None:
-        self._bits, self._group_size, self._scratch = bits, group_size, scratch
+    Integers of a file keep their groups, unless ``is_fixed``: then they are kept if groups of ``group_size`` make up
+    theirs.
+    """
 
-    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def __init__(self, bits: int, group_size: int | None, is_fixed: bool, scratch: Scratch) -> None:
+        self._bits, self._group_size, self._is_fixed, self._scratch = bits, group_size, is_fixed, scratch
+
+    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return packed weights and scales, in groups of a size that MLX takes."""
-        columns = weight.shape[1]
-        group_size = self._group_size or columns
+        group_size = self._group_size or weight.shape[1]
         packed, scales = mlx_quantization.quantize(weight, self._bits, group_size, self._scratch.empty)
-        # A row's one scale is repeated over groups.
-        taken = group_size if group_size in GROUP_SIZES else max(size for size in GROUP_SIZES if columns % size == 0)
-        return packed, self._scratch.keep(scales.repeat_interleave(group_size // taken, dim=1))
+        return packed, self._repeated(scales, group_size, _taken(group_size)), None
 
-    def install(self, layer: Any, packed: tuple[Tensor, Tensor]) -> type[PackedLayer]:
+    def keep(self, groups: Groups, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return packed integers, scales and biases of a file; None if MLX cannot take them so."""
+        own = groups.codes.shape[1] // groups.scales.shape[1]
+        wanted = self._group_size if self._is_fixed and self._group_size else _taken(own)
+        if not wanted or own % wanted:
+            return None
+        found = mlx_quantization.keep(groups, self._bits, dtype)
+        if found is None:
+            return None
+        packed, scales, biases = found
+        kept = self._scratch.keep(packed)
+        repeated = None if biases is None else self._repeated(biases, own, wanted)
+        return kept, self._repeated(scales, own, wanted), repeated
+
+    def _repeated(self, numbers: Tensor, own: int, wanted: int) -> Tensor:
+        """Return the numbers of groups of ``own`` columns for groups of ``wanted``."""
+        return self._scratch.keep(numbers.repeat_interleave(own // wanted, dim=1))
+
+    def install(self, layer: Any, packed: tuple[Tensor, Tensor, Tensor | None]) -> type[PackedLayer]:
         """Give packed weights to ``layer``."""
-        for name, tensor in zip(("packed", "scales"), packed, strict=True):
+        for name, tensor in zip(("packed", "scales", "biases"), packed, strict=True):
             layer.register_buffer(name, tensor)
         layer.etkv_bits = self._bits
         return PackedLinear if isinstance(layer, torch.nn.Linear) else PackedEmbedding
 
     def pack_experts(self, module: Any) -> None:
         """Pack the weights of experts in place."""
-        experts.pack(module, self._bits, self.pack, self._scratch.keep)
+        experts.pack(module, self._bits, lambda weights: self.pack(weights)[:2], self._scratch.keep)
+
+
+def _taken(group_size: int) -> int:
+    """Return the largest size of groups that MLX takes and that make up groups of ``group_size``; 0 if none does."""
+    return max((size for size in GROUP_SIZES if group_size % size == 0), default=0)
 
 
 def register() -> None:
@@ -157,8 +187,8 @@ def register() -> None:
         return made
 
     def packed_linear(builder: Any, node: torch.fx.Node) -> Any:
-        x, packed, scales, bits = builder.args(node)
-        biases = biases_of(builder, node.args[2], bits)  # type: ignore[arg-type] # A weight is a node.
+        x, packed, scales, bits, *given = builder.args(node)
+        biases = given[0] if given else biases_of(builder, node.args[2], bits)  # type: ignore[arg-type] # A node.
         made = builder.make_or_get_slot(node)
         names = ("x", "w", "scales", "out", "biases")
         tids = map(builder.slot_to_tid, (x, packed, scales, made, biases))
@@ -174,8 +204,8 @@ def register() -> None:
         return made
 
     def packed_embedding(builder: Any, node: torch.fx.Node) -> Any:
-        ids, packed, scales, bits = builder.args(node)
-        biases = biases_of(builder, node.args[2], bits)  # type: ignore[arg-type] # A weight is a node.
+        ids, packed, scales, bits, *given = builder.args(node)
+        biases = given[0] if given else biases_of(builder, node.args[2], bits)  # type: ignore[arg-type] # A node.
         made = builder.make_or_get_slot(node)
         emit_quantized_gather(
             builder,

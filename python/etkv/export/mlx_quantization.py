@@ -7,10 +7,14 @@ each other, so a matrix is quantized in parts that stay in a core's cache, on al
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from etkv.export import parallel
+
+if TYPE_CHECKING:
+    from etkv.export.published.weight import Groups
 
 _PART = 1 << 17
 """The weights of a part: with its intermediate values it fits a core's cache."""
@@ -49,8 +53,14 @@ def quantize(
     return packed, scales
 
 
-def dequantize(packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights of :func:`quantize` in ``dtype``."""
+def dequantize(
+    packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype, biases: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the weights of packed integers in ``dtype``.
+
+    Without ``biases`` they are those of :func:`quantize`. With them a weight is its scale times its unsigned integer,
+    and the bias of its group.
+    """
     codes = packed.view(torch.uint8)
     if bits == 4:
         numbers = torch.empty((*codes.shape, 2), dtype=dtype)
@@ -60,8 +70,32 @@ def dequantize(packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: tor
     else:
         numbers = codes.to(dtype)
     groups = numbers.unflatten(-1, (scales.shape[-1], -1))
-    weights: torch.Tensor = groups.sub_(1 << (bits - 1)).mul_(scales.unsqueeze(-1)).flatten(-2)
+    if biases is None:
+        groups.sub_(1 << (bits - 1)).mul_(scales.unsqueeze(-1))
+    else:
+        groups.mul_(scales.unsqueeze(-1)).add_(biases.unsqueeze(-1))
+    weights: torch.Tensor = groups.flatten(-2)
     return weights
+
+
+def keep(
+    groups: Groups, bits: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    """Return packed integers, scales and biases of ``groups``, as :func:`dequantize` takes them; None if they do not
+    fit ``bits`` bits or columns of a group do not follow each other.
+
+    Biases are None where scales alone make the weights.
+    """
+    if groups.order is not None:
+        return None
+    scales = groups.scales.to(dtype)
+    signed = groups.signed(bits)
+    if signed is not None:
+        return _pack(signed.short(), bits), scales, None
+    if int(groups.codes.max()) >= 1 << bits:
+        return None
+    unsigned = groups.codes.short() - (1 << (bits - 1))
+    return _pack(unsigned, bits), scales, (-groups.zeros * groups.scales).to(dtype)
 
 
 def _fit(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,6 +23,8 @@ from etkv.export.scratch import Scratch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from etkv.export.published.weight import Groups, Weight
+
 _AT_ONCE = 1 << 28
 """The bytes that are read until the pages of files leave the memory."""
 
@@ -53,6 +55,12 @@ class Packer(Protocol):
     def pack(self, weight: torch.Tensor) -> Any:
         """Return the packed form of the matrix ``weight``. Raises :class:`ValueError` if it has none."""
 
+    def keep(self, groups: Groups, dtype: torch.dtype) -> Any:
+        """Return the packed form of integers and scales of a file, with just these; ``None`` if it has none.
+
+        ``dtype`` is that of the model's weights. Scales are rounded to it, as other weights are.
+        """
+
     def install(self, layer: Any, packed: Any) -> type[PackedLayer]:
         """Give what :meth:`pack` returned to a layer, and return the class that computes with it.
 
@@ -75,13 +83,19 @@ class Packing:
         self._packer, self._scratch, self.note = packer, scratch, note
         # The id of a weight, or of what stands for it -> its packed form. The weight is there to keep its id its own.
         self._packed: dict[int, tuple[torch.Tensor, Any]] = {}
+        # A module -> the weight of the file that became its own, if it is one.
+        self._stored: dict[torch.nn.Module, Weight] = {}
         self._unreleased = 0
+        self.kept = 0
+        """The number of matrices whose integers and scales are those of the file."""
+        self.repacked = 0
+        """The number of matrices that the file has as integers, and whose integers are others."""
 
     @contextlib.contextmanager
-    def reading(self, is_packed: bool = True) -> Iterator[None]:
+    def reading(self, is_packed: bool = True, taken: Callable[[], list[Weight]] = list) -> Iterator[None]:
         """Pack what transformers reads within the block. Weights that it may tie wait for :meth:`finish`.
 
-        Without ``is_packed`` all wait.
+        Without ``is_packed`` all wait. ``taken`` returns the weights that were read since its last call.
         """
         from transformers import core_model_loading
 
@@ -95,6 +109,9 @@ class Packing:
                 packed = self._to_pack(model) if is_packed else set()
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)
+            stored = taken()
+            if attribute == "weight" and len(stored) == 1:
+                self._stored[module] = stored[0]
             weights = list(module.parameters(recurse=False))
             read = module._parameters.get(attribute)
             if read is not None and module not in packed and not read.is_meta:
@@ -143,7 +160,7 @@ class Packing:
         # transformers ties and counts weights after this, so there is one of the same shape, of one element.
         stand_in = torch.nn.Parameter(module.weight.new_zeros(1).expand(module.weight.shape), requires_grad=False)
         stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
-        self._packed[id(stand_in)] = stand_in, self._pack(path, module.weight)
+        self._packed[id(stand_in)] = stand_in, self._pack(path, module, module.weight)
         module.weight = stand_in
 
     def finish(self, model: PreTrainedModel) -> None:
@@ -155,15 +172,38 @@ class Packing:
                 continue
             weight: torch.Tensor = module._parameters.pop("weight")  # type: ignore[assignment] # There is one.
             if id(weight) not in self._packed:
-                self._packed[id(weight)] = weight, self._pack(path, weight)
+                self._packed[id(weight)] = weight, self._pack(path, module, weight)
                 self.note(path)
             own: Any = type(module)
             packed: Any = self._packer.install(module, self._packed[id(weight)][1])  # type: ignore[union-attr]
             module.__class__ = _class(own, packed)
         self._packed.clear()
+        self._stored.clear()
         self._scratch.release()
 
-    def _pack(self, path: str, weight: torch.Tensor) -> Any:
+    def remarks(self) -> list[str]:
+        """Return what became of the integers that the source has."""
+        made = []
+        if self.kept:
+            made.append(f"{self.kept} matrices keep the integers and the groups that the source has")
+        if self.repacked:
+            made.append(
+                f"{self.repacked} matrices are quantized again: the program cannot have their integers or groups"
+            )
+        return made
+
+    def _pack(self, path: str, module: torch.nn.Module, weight: torch.Tensor) -> Any:
+        stored = self._stored.pop(module, None)
+        groups = None if stored is None else stored.groups()
+        if groups is not None:
+            # A loader may have transposed or cut what it read.
+            is_whole = groups.codes.shape == weight.shape
+            is_same = is_whole and torch.equal(groups.values().to(weight.dtype), weight)
+            kept = self._packer.keep(groups, weight.dtype) if is_same else None  # type: ignore[union-attr]
+            if kept is not None:
+                self.kept += 1
+                return kept
+            self.repacked += 1
         try:
             return self._packer.pack(weight.detach())  # type: ignore[union-attr] # Only called with one.
         except ValueError as error:

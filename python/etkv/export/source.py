@@ -159,7 +159,8 @@ def read_model(
             origin = {"state_dict": state}
         if state is not None and not is_part:
             family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        with packing.reading(is_packed) if packing is not None else contextlib.nullcontext():
+        taken = list if state is None else state.taken
+        with packing.reading(is_packed, taken) if packing is not None else contextlib.nullcontext():
             model, report = family.from_pretrained(
                 source.folder if state is None else None,
                 config=config,

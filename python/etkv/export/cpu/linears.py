@@ -15,6 +15,7 @@ from etkv.linear_op import embedding, linear
 from etkv.packed_weights import ROWS, WeightFormat
 
 if TYPE_CHECKING:
+    from etkv.export.published.weight import Groups
     from etkv.export.scratch import Scratch
 
 
@@ -79,7 +80,7 @@ class Packer:
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, WeightFormat]:
         """Return packed weights, in a file, and their format."""
         rows, columns = weight.shape
-        fmt = WeightFormat(self._name, self._group_size or largest_group(columns))
+        fmt = WeightFormat(self._name, self._group(largest_group(columns)))
         packed = self._scratch.empty(fmt.shape(rows, columns), fmt.dtype)
 
         def fill(tiles: slice) -> None:
@@ -87,6 +88,9 @@ class Packer:
 
         parallel.by_parts(len(packed), max(1, _PART // (ROWS * columns)), fill)
         return packed, fmt
+
+    def keep(self, groups: Groups, dtype: torch.dtype) -> None:
+        """Return nothing: scales are in bfloat16, which has fewer digits than those of files."""
 
     def install(self, layer: Any, packed: tuple[torch.Tensor, WeightFormat]) -> type[packing.PackedLayer]:
         """Give packed weights to ``layer``."""
@@ -99,7 +103,11 @@ class Packer:
 
     def pack_experts(self, module: Any) -> None:
         """Pack the weights of experts in place."""
-        experts.pack_module(module, self._name, self._group_size or experts.GROUP_SIZE, self._scratch.empty)
+        experts.pack_module(module, self._name, self._group(experts.GROUP_SIZE), self._scratch.empty)
+
+    def _group(self, usual: int) -> int:
+        """Return the weights that share a scale, ``usual`` unless they are given; 0 in formats without scales."""
+        return 0 if self._name == "bfloat16" else self._group_size or usual
 
 
 def largest_group(width: int) -> int:

@@ -1,0 +1,135 @@
+"""Integers and scales of published files stay what they are in programs for MLX, where its operations take them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import published_packers as packers
+import test_published
+import tiny_gguf
+from etkv.export import ExportRequest, Progress, export_program, lowering, packing, source
+from etkv.export.scratch import Scratch
+
+
+def _packed(model: Path, folder: Path, **request: Any):
+    """Return the model, with packed weights, and its packing."""
+    wanted = ExportRequest(model, folder / "model.pte", **request)
+    origin = source.find(model)
+    with Scratch(folder, origin.files()) as scratch:
+        made = packing.Packing(lowering.packer(wanted, request.get("group_size", 32), scratch), scratch)
+        read = source.read_model(origin, source.read_config(origin), "float32", packing=made)
+        return {name: layer.plain().clone() for name, layer in packing.layers(read)}, made
+
+
+@pytest.fixture(scope="module")
+def folders(tiny, tmp_path_factory):
+    """Return a function that makes a folder with quantized attention, and one with what it stands for."""
+
+    def make(settings: dict[str, Any], pack: Any) -> tuple[Path, Path]:
+        made = tmp_path_factory.mktemp("kept")
+        folder, plain = (shutil.copytree(tiny("tiny-llama"), made / part) for part in ("quantized", "plain"))
+        test_published.quantize(folder, plain, settings, pack, "self_attn")
+        return folder, plain
+
+    return make
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+OF_ATTENTION = 8
+"""The matrices of attention in tiny-llama."""
+
+CASES = {
+    "awq": (test_published.AWQ, lambda *shape, seed: packers.awq(*shape, 32, seed=seed), {"quantize": "4w"}, True),
+    "awq in 8 bits": (
+        test_published.AWQ,
+        lambda *shape, seed: packers.awq(*shape, 32, seed=seed),
+        {"quantize": "8w"},
+        True,
+    ),
+    "gptq": (
+        GPTQ,
+        lambda *shape, seed: packers.gptq(*shape, 32, 4, symmetric=True, seed=seed),
+        {"quantize": "4w"},
+        True,
+    ),
+    "groups of a row": (
+        {**GPTQ, "group_size": -1},
+        lambda *shape, seed: packers.gptq(*shape, shape[1], 4, symmetric=True, seed=seed),
+        {"quantize": "4w"},
+        True,
+    ),
+    "larger groups than asked for": (
+        {**GPTQ, "group_size": 64},
+        lambda *shape, seed: packers.gptq(*shape, 64, 4, symmetric=True, seed=seed),
+        {"quantize": "4w", "group_size": 32},
+        True,
+    ),
+    "smaller groups than asked for": (
+        GPTQ,
+        lambda *shape, seed: packers.gptq(*shape, 32, 4, symmetric=True, seed=seed),
+        {"quantize": "4w", "group_size": 64},
+        False,
+    ),
+    "more bits than asked for": (
+        {**GPTQ, "bits": 8},
+        lambda *shape, seed: packers.gptq(*shape, 32, 8, symmetric=True, seed=seed),
+        {"quantize": "4w"},
+        False,
+    ),
+    "columns in another order": (
+        {**GPTQ, "desc_act": True},
+        lambda *shape, seed: packers.gptq(
+            *shape, 32, 4, group_of=[column % 2 for column in range(shape[1])], symmetric=True, seed=seed
+        ),
+        {"quantize": "4w"},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_integers_are_kept_where_mlx_takes_them(folders, tmp_path, case):
+    settings, pack, request, is_kept = CASES[case]
+    folder, plain = folders(settings, pack)
+    (tmp_path / "0").mkdir()
+    read, made = _packed(folder, tmp_path / "0", **request)
+    assert (made.kept, made.repacked) == ((OF_ATTENTION, 0) if is_kept else (0, OF_ATTENTION))
+    origin = source.find(plain)
+    meant = source.read_model(origin, source.read_config(origin), "float32")
+    for name, values in read.items():
+        own = meant.get_submodule(name).weight
+        if is_kept and "self_attn" in name:
+            # With a bias a program multiplies and then adds, and rounds twice.
+            torch.testing.assert_close(values, own, rtol=0, atol=3e-7 * float(own.abs().max()))
+        else:
+            assert not torch.equal(values, own)
+
+
+@pytest.mark.parametrize(("kind", "quantize"), [("Q4_0", "4w"), ("Q4_0", "8w"), ("Q8_0", "8w"), ("Q5_0", "8w")])
+def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize):
+    file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize=kind)
+    read, made = _packed(file, tmp_path, quantize=quantize)
+    assert (made.kept, made.repacked) == (15, 0)
+    origin = source.find(file)
+    meant = source.read_model(origin, source.read_config(origin), "float32")
+    assert all(torch.equal(values, meant.get_submodule(name).weight) for name, values in read.items())
+
+
+def test_a_program_has_biases(folders, tmp_path):
+    """The check of the export compares the program, with integers, scales and biases of AWQ, with the model."""
+    folder, _ = folders(*CASES["awq"][:2])
+    lines: list[str] = []
+
+    class Noted(Progress):
+        def note(self, text: str) -> None:
+            lines.append(text)
+
+    export_program(ExportRequest(folder, tmp_path / "model.pte", quantize="4w", verify=True), Noted())
+    assert any("8 matrices keep the integers" in line for line in lines)
+    assert json.loads((tmp_path / "export.json").read_text())["checked"]
