@@ -48,6 +48,9 @@ Backend: TypeAlias = Literal["MLXBackend", "cpu"]
 BACKEND = "kv_cache.backend"
 """The constant method with the backend of the program. A program without it is for MLX."""
 
+VALUES_IN_KEYS = "kv_cache.values_in_keys"
+"""The constant method that says of each layer whether its values are the first elements of its keys."""
+
 _VERSION = "kv_cache.schema_version"
 _DTYPE = "kv_cache.dtype"
 _RECURRENT = "kv_cache.recurrent_layers"
@@ -195,7 +198,7 @@ def _versioned_layers(constants: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
     )
     for fact in in_keys:
         if fact > 1:
-            raise EtkvError(f"`kv_cache.values_in_keys` has {fact}, expected 0 or 1")
+            raise EtkvError(f"`{VALUES_IN_KEYS}` has {fact}, expected 0 or 1")
     facts = zip(kv_heads, head_dims, v_head_dims, windows, sinks, in_keys, strict=True)
     return tuple(
         LayerConfig(heads, k, v, window=window, sinks=sinks, values_in_keys=bool(in_keys))

@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from etkv import DecodeSession, SeqSession, read_kv_cache_metadata
-from etkv.export import latent
+from etkv import CacheConfig, DecodeSession, SeqSession, read_kv_cache_metadata
+from etkv.export import latent, values_in_keys
 from reference import EVERYTHING
 from tiny_programs import TOLERANCE, TinyProgram, decode, error, ids, is_greedy, model, run
 
@@ -78,6 +78,9 @@ def test_a_token_has_one_row_of_latents(program):
     assert [(layer.n_kv_heads, layer.k_head_dim, layer.v_head_dim) for layer in layers] == [
         (1, rank + rotary, rank)
     ] * config.num_hidden_layers
+    assert all(layer.values_in_keys for layer in layers)
+    estimate = CacheConfig(layers, 100, growth="exact").estimate(100)
+    assert estimate.used == 100 * 4 * (rank + rotary) * config.num_hidden_layers
 
 
 @pytest.mark.long
@@ -121,3 +124,42 @@ def test_latents_that_are_expanded_in_another_form_are_refused(form):
         attention.expand_kv = expand
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn: its latents are expanded in a form"):
         latent.take(plain)
+
+
+class _Calls(torch.nn.Module):
+    """Calls of the op, one for each cache, with keys and values of some form."""
+
+    def __init__(self, forms: list[str]) -> None:
+        super().__init__()
+        self.forms = forms
+
+    def forward(self, latent: torch.Tensor, rotary: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat((latent, rotary), dim=-1)
+        rank = latent.shape[-1]
+        pairs = {
+            "joined": (joined, latent),
+            "sliced": (joined, joined[..., :rank]),
+            "last": (torch.cat((rotary, latent), dim=-1), latent),
+            "sliced from 1": (joined, joined[..., 1 : rank + 1]),
+            "every second": (joined, joined[..., : 2 * (joined.shape[-1] // 2) : 2]),
+            "by tokens": (torch.cat((latent, latent), dim=2)[:, :, : latent.shape[2]], latent),
+            "equal": (joined, latent * 1.0),
+        }
+        out = joined.new_zeros(())
+        for cache, form in enumerate(self.forms):
+            key, value = pairs[form]
+            query = torch.cat((key, key), dim=1)
+            call = torch.ops.kvcache.update_and_attend(query, key, value, position, cache, 1.0, torch.float32)
+            out = out + call.sum()
+        return out
+
+
+def test_values_in_keys_are_proved_from_the_graph():
+    from etkv.export import attention
+
+    attention.register()
+    forms = {"joined": True, "sliced": True, "last": False, "sliced from 1": False, "every second": False}
+    forms |= {"by tokens": False, "equal": False}
+    inputs = (torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 4), torch.arange(3).reshape(3, 1))
+    traced = torch.export.export(_Calls(list(forms)), inputs, strict=True)
+    assert values_in_keys.of(traced, len(forms) + 1) == [*forms.values(), False]

@@ -1,4 +1,5 @@
-//! The time of attention on the CPU, with keys and values that are not in its caches.
+//! The time of attention on the CPU, with keys and values that are not in its caches. "latents" are keys with
+//! values in them, of the sizes of GLM-4.7-Flash.
 //!
 //! `cargo bench -p etkv-cpu --bench attention [-- <part of a name> [<threads> [<rounds>]]]`. Prints
 //! the median and the least of interleaved rounds in milliseconds; beside them, the same of a plain read of the
@@ -13,9 +14,23 @@ use etkv_cpu::attention::{attend, MaskRef, Output, Queries, Shape, Workspace};
 use etkv_cpu::{Parallel, View};
 use rayon::prelude::*;
 
-const HEADS: usize = 9;
-const KV_HEADS: usize = 3;
-const DIM: usize = 64;
+/// The sizes of a layer.
+#[derive(Clone, Copy, PartialEq)]
+struct Layer {
+    name: &'static str,
+    heads: usize,
+    kv_heads: usize,
+    k_dim: usize,
+    v_dim: usize,
+    /// Whether the values are the first elements of the keys.
+    in_keys: bool,
+}
+
+/// SmolLM2-135M.
+const HEADS: Layer =
+    Layer { name: "", heads: 9, kv_heads: 3, k_dim: 64, v_dim: 64, in_keys: false };
+const LATENTS: Layer =
+    Layer { name: "latents, ", heads: 20, kv_heads: 1, k_dim: 576, v_dim: 512, in_keys: true };
 /// Keys and values are new to the caches if this many bytes were read since.
 const COLD: usize = 600 << 20;
 
@@ -35,6 +50,7 @@ impl Parallel for Threads {
 /// A call and the copies of its keys and values that it goes through.
 struct Case {
     name: String,
+    layer: Layer,
     n_tokens: usize,
     views: std::rc::Rc<Vec<(View, View)>>,
     bytes: usize,
@@ -52,10 +68,11 @@ impl Case {
         round: usize,
     ) -> Result<(), etkv_core::Error> {
         let (k, v) = &self.views[round % self.views.len()];
-        let shape = Shape::contiguous(HEADS, self.n_tokens, DIM);
+        let Layer { heads, k_dim, v_dim, .. } = self.layer;
+        let shape = Shape::contiguous(heads, self.n_tokens, k_dim);
         let (Some(queries), Some(mut out)) = (
             Queries::of_f32(&self.queries, shape),
-            Output::of_f32(&mut self.out, HEADS, self.n_tokens, DIM),
+            Output::of_f32(&mut self.out, heads, self.n_tokens, v_dim),
         ) else {
             return Ok(());
         };
@@ -101,54 +118,64 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let rounds: Option<usize> = args.next().and_then(|n| n.parse().ok());
     let mut work = Workspace::new();
     let bytes = vec![1u64; COLD / 8];
+    println!("causal, {} threads", threads.threads());
     println!(
-        "{HEADS} query heads, {KV_HEADS} KV heads, head_dim {DIM}, causal, {} threads",
-        threads.threads()
-    );
-    println!(
-        "{:30} {:>8} {:>8}   {:>8} {:>8}   {:>5} {:>5}  {:>7}",
+        "{:36} {:>8} {:>8}   {:>8} {:>8}   {:>5} {:>5}  {:>7}",
         "", "ms", "least", "read, ms", "least", "ratio", "least", "GFLOP/s"
     );
     let mut random = Random::new(1);
     let formats = ["f32", "f16", "bf16", "affine8g64", "affine4g64", "mxfp4", "row-int4"];
-    for (n_slots, tokens) in [
-        (512, &[1, 2, 4, 8, 16][..]),
-        (4096, &[1, 2, 4, 8, 16]),
-        (16384, &[1, 2, 4, 8, 16]),
-        (512, &[512]),
-        (2560, &[512]),
-        (4096, &[512]),
-        (16384, &[512]),
+    for (layer, n_slots, tokens) in [
+        (HEADS, 512, &[1, 2, 4, 8, 16][..]),
+        (HEADS, 4096, &[1, 2, 4, 8, 16]),
+        (HEADS, 16384, &[1, 2, 4, 8, 16]),
+        (HEADS, 512, &[512]),
+        (HEADS, 2560, &[512]),
+        (HEADS, 4096, &[512]),
+        (HEADS, 16384, &[512]),
+        (LATENTS, 4096, &[1, 2]),
+        (LATENTS, 16384, &[1, 2]),
+        (LATENTS, 2048, &[512]),
     ] {
+        let Layer { heads, kv_heads, k_dim, v_dim, in_keys, .. } = layer;
         let mut cases = Vec::new();
         for format in formats {
             let format: KvFormat = format.parse()?;
-            let bytes = 2 * n_slots * KV_HEADS * format.row_bytes(DIM);
+            let of_values = if in_keys { 0 } else { format.row_bytes(v_dim) };
+            let bytes = n_slots * kv_heads * (format.row_bytes(k_dim) + of_values);
             let names: Vec<_> = tokens
                 .iter()
-                .map(|n_tokens| format!("{format}, {n_slots} slots, {n_tokens} tokens"))
+                .map(|n_tokens| {
+                    format!("{}{format}, {n_slots} slots, {n_tokens} tokens", layer.name)
+                })
                 .collect();
             if !names.iter().any(|name| name.contains(&filter)) {
                 continue;
             }
             let copies = if tokens == [512] { 1 } else { COLD.div_ceil(bytes) };
             // Rows of one copy are as good as those of another.
-            let made = (0..2)
-                .map(|_| synthetic::view(format, KV_HEADS, DIM, n_slots, &mut random))
-                .collect::<Result<Vec<_>, _>>()?;
+            let made = [k_dim, v_dim]
+                .map(|dim| synthetic::view(format, kv_heads, dim, n_slots, &mut random));
+            let [k, v] = made;
+            let (k, v) = (k?, v?);
             let views = (0..copies)
-                .map(|_| Ok((made[0].deep_copy()?, made[1].deep_copy()?)))
+                .map(|_| {
+                    let k = k.deep_copy()?;
+                    let v = if in_keys { k.first(v_dim) } else { v.deep_copy()? };
+                    Ok((k, v))
+                })
                 .collect::<Result<Vec<_>, etkv_core::Error>>()?;
             let views = std::rc::Rc::new(views);
             for (name, &n_tokens) in names.into_iter().zip(tokens) {
-                let queries = (0..HEADS * n_tokens * DIM).map(|_| random.number()).collect();
+                let queries = (0..heads * n_tokens * k_dim).map(|_| random.number()).collect();
                 cases.push(Case {
                     name,
+                    layer,
                     n_tokens,
                     views: views.clone(),
                     bytes,
                     queries,
-                    out: vec![0.0; HEADS * n_tokens * DIM],
+                    out: vec![0.0; heads * n_tokens * v_dim],
                     times: Vec::new(),
                     reads: Vec::new(),
                 });
@@ -170,9 +197,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 (median(&mut case.times), median(&mut case.reads));
             // Under a causal mask the first query sees one slot less than the second.
             let pairs = case.n_tokens * n_slots - case.n_tokens * (case.n_tokens - 1) / 2;
-            let flops = 4.0 * (HEADS * DIM * pairs) as f64;
+            let flops = 2.0 * (heads * (k_dim + v_dim) * pairs) as f64;
             println!(
-                "{:30} {time:8.4} {least:8.4}   {read:8.4} {min_read:8.4}   {:5.2} {:5.2}  {:7.1}",
+                "{:36} {time:8.4} {least:8.4}   {read:8.4} {min_read:8.4}   {:5.2} {:5.2}  {:7.1}",
                 case.name,
                 read / time,
                 min_read / least,

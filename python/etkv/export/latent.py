@@ -3,7 +3,8 @@
 transformers' modules expand a latent of ``rank`` values to the keys and values of all heads, by one weight, in their
 method ``expand_kv``. Within a step of a program that weight is applied to queries and results instead: a query reads
 latents, as if they were keys, and its result is a mean of latents. Both forms are equal but for rounding. So each token
-has one row of ``rank`` and ``rotary`` values as its key, and one of ``rank`` as its value.
+has one row of ``rank`` and ``rotary`` elements as its key, of which the first ``rank`` are its value.
+:mod:`etkv.export.values_in_keys` finds that in the graph, and the cache stores the key alone.
 """
 
 from __future__ import annotations

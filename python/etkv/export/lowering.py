@@ -16,7 +16,7 @@ from etkv.export.limits import Limits
 from etkv.export.progress import Progress
 from etkv.export.reasons import explained
 from etkv.export.request import ExportRequest
-from etkv.metadata import BACKEND, write_kv_cache_metadata
+from etkv.metadata import BACKEND, VALUES_IN_KEYS, write_kv_cache_metadata
 
 if TYPE_CHECKING:
     from executorch.exir import EdgeProgramManager, ExecutorchProgramManager
@@ -85,6 +85,16 @@ def constant_methods(
     )
 
 
+def _in_keys(caches: list[bool]) -> dict[str, Any]:
+    """Return the constant method that names the caches with values in their keys, if there are any."""
+    import torch
+
+    fact = _once([int(in_keys) for in_keys in caches])
+    if not any(caches):
+        return {}
+    return {VALUES_IN_KEYS: fact if isinstance(fact, int) else torch.tensor(fact, dtype=torch.int32)}
+
+
 def _once(facts: list[int]) -> int | list[int]:
     """Return one number if all layers have the same, else ``facts``."""
     return facts[0] if len(set(facts)) == 1 else facts
@@ -111,7 +121,7 @@ def lower(
     Raises :class:`EtkvError` if the family cannot be traced, if its calls of the KV cache op do not match ``layout``,
     if its tokens depend on each other elsewhere, or if the backend lacks one of its operators.
     """
-    from etkv.export import complex_numbers, parts, streaming, tokens
+    from etkv.export import complex_numbers, parts, streaming, tokens, values_in_keys
     from etkv.export.forward import samples
 
     family = step.model.config.model_type
@@ -120,6 +130,7 @@ def lower(
         target.prepare(step.model, request, scratch)
         traced = _trace(step, limits.prefill_chunk)
         _check_caches(traced, layout, family)
+        methods = {**methods, **_in_keys(values_in_keys.of(traced, len(layout.kv_heads)))}
     with progress.step("checking that tokens meet in the cache only"), explained(family, "checked", step.model):
         tokens.check(traced, samples(step, 3), limits.max_context, family, scratch.release)
         complex_numbers.replace(traced)

@@ -194,7 +194,7 @@ unsafe fn e4m3<S: Simd>(scales: *const u8, group: usize) -> S::F {
 }
 
 /// The formats that attention reads, one variant for each compiled loop.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Encoding {
     F32,
     F16,

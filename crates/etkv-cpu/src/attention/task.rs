@@ -12,6 +12,11 @@ use super::tensor::{Output, Queries};
 use super::workspace::{Parts, Scratch};
 use crate::simd::Simd;
 
+/// The elements of a long row, whose products are summed at little cost, and the most query rows for which that
+/// is faster than a transposed tile.
+const LONG: usize = 256;
+const MAX_DOTS: usize = 64;
+
 /// The rows of keys, or of values, as tasks read them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StoredRows {
@@ -37,6 +42,23 @@ impl StoredRows {
             _ => 8,
         };
         S::ROWS > 0 && n_rows <= most && self.dim.is_multiple_of(S::WIDTH)
+    }
+
+    /// Returns whether these are the first elements of `keys`.
+    fn is_in(&self, keys: &Self) -> bool {
+        let planes = |rows: &Self| (rows.first, rows.slot_strides, rows.head_strides);
+        self.encoding == keys.encoding && self.dim <= keys.dim && planes(self) == planes(keys)
+    }
+
+    /// Returns whether the kernels of `n_rows` query rows multiply the elements of a row one after another. The
+    /// alternative is to transpose a tile, which takes longer than the sums of long rows.
+    fn by_dots<S: Simd>(&self, n_rows: usize) -> bool {
+        S::ROWS > 0 && self.dim >= LONG && n_rows <= MAX_DOTS
+    }
+
+    /// Returns whether nothing is gained by unpacking: rows in float32 of whole vectors.
+    fn is_unpacked<S: Simd>(&self) -> bool {
+        self.encoding == Encoding::F32 && self.dim.is_multiple_of(S::WIDTH)
     }
 
     fn rows<'a>(&self, head: usize, slots: &'a [u32]) -> Rows<'a> {
@@ -95,6 +117,14 @@ macro_rules! by_rows {
         }
         $at += $size;
     }};
+}
+
+/// Returns the query rows that fit the registers beside four stored rows that need no unpacking.
+const fn rows_of_dots<S: Simd>() -> usize {
+    match S::COLS {
+        4 => 6,
+        _ => S::ROWS,
+    }
 }
 
 /// Runs a task.
@@ -249,13 +279,16 @@ unsafe fn attend_tile<S: Simd>(
     let scores = scratch.scores.as_mut_ptr();
     let unpacked = scratch.unpacked.as_mut_ptr();
     // After keys come their values, after values the keys of the next head or tile.
-    let after_keys = job.v.next(head, tile.slots, 0);
+    let in_keys = job.v.is_in(&job.k);
+    let after_keys = (!in_keys).then(|| job.v.next(head, tile.slots, 0));
     let after_values = if head + 1 < task.end_head {
         Some(job.k.next(head + 1, tile.slots, 0))
     } else {
         tile.goes_on.then(|| job.k.next(task.first_head, tile.slots, TILE))
     };
     let keys = job.k.rows(head, tile.slots);
+    // Whether the scratch memory has the keys of this tile.
+    let mut has_keys = false;
     // SAFETY: the scratch memory has the size of the plan, so each pointer is valid for what the kernels'
     // fields say. The machine has the instructions.
     unsafe {
@@ -269,11 +302,30 @@ unsafe fn attend_tile<S: Simd>(
                     keys,
                     dim: job.k.dim,
                     scores: scores.add(at * TILE),
-                    next: Some(after_keys.share(at, at + R, n_rows)),
+                    next: after_keys.map(|next| next.share(at, at + R, n_rows)),
                 })
+            }));
+        } else if job.k.by_dots::<S>(n_rows) {
+            let keys = if job.k.is_unpacked::<S>() {
+                keys
+            } else {
+                unpack::<S>(&job.k, keys, unpacked, k_padded);
+                has_keys = true;
+                in_order(unpacked, k_padded, &scratch.in_order[..tile.slots.len()])
+            };
+            by_rows!(n_rows, rows_of_dots::<S>(), |at, R| S::enter(Dots {
+                decode: super::decode::F32,
+                queries: std::array::from_fn::<_, R, _>(|r| {
+                    queries.add(rows[at + r] as usize * k_padded)
+                }),
+                keys,
+                dim: k_padded,
+                scores: scores.add(at * TILE),
+                next: after_keys.map(|next| next.share(at, at + R, n_rows)),
             }));
         } else {
             unpack::<S>(&job.k, keys, unpacked, k_padded);
+            has_keys = true;
             let columns = scratch.columns.as_mut_ptr();
             S::enter(Transpose { from: unpacked, dim: k_padded, to: columns });
             by_rows!(n_rows, 6, |at, R| S::enter(Product {
@@ -285,7 +337,7 @@ unsafe fn attend_tile<S: Simd>(
                 dim: TILE,
                 out: std::array::from_fn(|r| scores.add((at + r) * TILE)),
                 keep: [0.0; R],
-                next: Some(after_keys.share(at, at + R, n_rows)),
+                next: after_keys.map(|next| next.share(at, at + R, n_rows)),
             }));
         }
         if let Some(softcap) = job.softcap {
@@ -311,13 +363,20 @@ unsafe fn attend_tile<S: Simd>(
                 })
             }));
         } else {
-            unpack::<S>(&job.v, stored, unpacked, v_padded);
+            let stored = if job.v.is_unpacked::<S>() {
+                stored
+            } else if in_keys && has_keys {
+                in_order(unpacked, k_padded, &scratch.in_order[..count])
+            } else {
+                unpack::<S>(&job.v, stored, unpacked, v_padded);
+                in_order(unpacked, v_padded, &scratch.in_order[..count])
+            };
             by_rows!(n_rows, 6, |at, R| S::enter(Product {
                 decode: super::decode::F32,
                 factors: std::array::from_fn::<_, R, _>(|r| scores
                     .add((at + r) * TILE)
                     .cast_const()),
-                rows: in_order(unpacked, v_padded, &scratch.in_order[..count]),
+                rows: stored,
                 dim: v_padded,
                 out: std::array::from_fn(|r| values.add(rows[at + r] as usize * v_padded)),
                 keep: std::array::from_fn(|r| keep[at + r]),

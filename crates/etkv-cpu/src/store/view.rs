@@ -84,7 +84,8 @@ impl View {
     }
 
     /// Returns the first `elements` of each row, at most as many as it has. Both views read the same memory.
-    pub(crate) fn first(&self, elements: usize) -> Self {
+    #[doc(hidden)]
+    pub fn first(&self, elements: usize) -> Self {
         Self { head_dim: elements.min(self.head_dim), ..self.clone() }
     }
 

@@ -59,6 +59,27 @@ fn every_format_and_mask_and_shape() {
     assert!(worst > 0.02, "{worst}");
 }
 
+/// Long and short rows, of few and many queries.
+#[test]
+fn values_are_read_from_their_keys() {
+    let mut work = Workspace::new();
+    let mut random = Random::new(7);
+    for format in formats() {
+        for (n_tokens, group) in [(1, 2), (1, 20), (4, 10), (10, 9)] {
+            for longest in [200, 600] {
+                let granule = format.granule();
+                let k_dim = granule * (random.integer(longest - 70, longest) / granule).max(1);
+                let shape = [random.integer(1, 2), group, n_tokens, random.integer(1, 200)];
+                let (rows, mask) = ((format, k_dim), TestMask::Causal);
+                let mut case = case(shape, rows, rows, mask, &mut random);
+                case.v = case.k.first(random.integer(1, k_dim));
+                case.name.push_str(&format!(", {} values in keys", case.v.head_dim));
+                case.check(&mut work);
+            }
+        }
+    }
+}
+
 #[test]
 fn many_slots_are_split_and_put_together() {
     let mut work = Workspace::new();

@@ -1,0 +1,45 @@
+"""Values that are the first elements of their keys, proved from the graph of a program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.export import ExportedProgram
+
+
+def of(traced: ExportedProgram, n_caches: int) -> list[bool]:
+    """Return for each cache of ``traced`` whether its values are the first elements of its keys, in every step.
+
+    They are if every call that writes to the cache takes keys that join the values with other elements after them, or
+    values that are a slice of the keys from their first element on. Other values may be equal too, but nothing proves
+    it.
+    """
+    import torch
+
+    packet = torch.ops.kvcache.update_and_attend
+    found: dict[int, bool] = {}
+    for node in traced.graph.nodes:
+        if node.target in (packet.default, packet.sinks):
+            cache = node.kwargs["layer_id"] if "layer_id" in node.kwargs else node.args[4]
+            found[cache] = found.get(cache, True) and _begins_with(node.args[1], node.args[2])
+    return [found.get(cache, False) for cache in range(n_caches)]
+
+
+def _begins_with(key: torch.fx.Node, value: torch.fx.Node) -> bool:
+    """Return whether ``key``, ``[1, heads, T, k]``, begins with ``value``, ``[1, heads, T, v]``, in each row."""
+    import torch
+
+    aten: Any = torch.ops.aten
+    if key.target is aten.cat.default:
+        parts = key.args[0]
+        axis = key.args[1] if len(key.args) > 1 else key.kwargs.get("dim", 0)
+        if axis in (3, -1) and isinstance(parts, (list, tuple)) and parts[0] is value:
+            return True
+    if value.target is aten.slice.Tensor:
+        names = ("self", "dim", "start", "end", "step")
+        given: dict[str, Any] = {**dict(zip(names, value.args, strict=False)), **value.kwargs}
+        from_first, every = given.get("start") in (0, None), given.get("step", 1) == 1
+        return given["self"] is key and given.get("dim", 0) in (3, -1) and from_first and every
+    return False
