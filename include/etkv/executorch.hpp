@@ -18,6 +18,11 @@
 #include <utility>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor.h>
 #include <executorch/runtime/backend/backend_options_map.h>
@@ -195,6 +200,38 @@ inline Result<void> open(
   }
   return {};
 }
+
+/// Returns to the system the memory of outputs of a method that no step has
+/// used. ExecuTorch writes zeros to it, and a program of all rows has room for
+/// the logits of its longest step: most of them are never computed.
+inline void release_outputs(
+    executorch::extension::Module& module,
+    const std::string& method) {
+#if defined(__linux__)
+  const auto outputs = module.get_outputs(method);
+  if (!outputs.ok()) {
+    return;
+  }
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  for (const auto& output : *outputs) {
+    if (!output.isTensor() || output.toTensor().const_data_ptr() == nullptr) {
+      continue;
+    }
+    const auto& tensor = output.toTensor();
+    const auto start =
+        reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+    const auto first = (start + page - 1) / page * page;
+    const auto end = (start + tensor.nbytes()) / page * page;
+    if (first < end) {
+      // Pages that are released read as zeros, as they did.
+      madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+    }
+  }
+#else
+  static_cast<void>(module);
+  static_cast<void>(method);
+#endif
+}
 } // namespace detail
 
 /// Loads a method of `module` with `options`. A failure returns the delegate's
@@ -251,6 +288,7 @@ inline Result<void> load_method(
   if (code != executorch::runtime::Error::Ok) {
     return detail::executorch_error(code, cannot);
   }
+  detail::release_outputs(module, method);
   return {};
 }
 

@@ -16,6 +16,7 @@ import tiny_models
 from etkv import pte
 from etkv.errors import EtkvError
 from etkv.export import ExportRequest
+from etkv.packed_weights import WeightFormat
 from etkv.pte import PteFile
 from reference import EVERYTHING, STORY, Variant
 from test_draft import hidden_states as first_hidden_states
@@ -32,7 +33,8 @@ LLAMA = Variant("tiny-llama")
 TAPPED = Variant("tiny-llama", tap_layers=(1, 0))
 LAST_ROW = Variant("tiny-gemma3", logits="last", tap_layers=(0,))
 QUANTIZED = Variant("tiny-llama", quantize="8da4w")
-VARIANTS = [*FAMILIES, TAPPED, LAST_ROW, QUANTIZED]
+BFLOAT16 = Variant("tiny-llama", "bf16")
+VARIANTS = [*FAMILIES, TAPPED, LAST_ROW, QUANTIZED, BFLOAT16]
 DRAFT_OF = Variant("tiny-gemma3")
 PROMPT, DECODE = 70, 32
 IDS = list(STORY.encode())
@@ -118,6 +120,35 @@ def test_quantized(programs, tiny, tmp_path):
     reference.note(f"rms error {error:.3f}, PyTorch's {rounding:.3f}, apart {apart:.3f}, of weights {of_weights:.3f}")
     assert 0 < error < 1.5 * rounding
     assert apart < rounding < of_weights
+
+
+def test_weights_in_bfloat16(programs):
+    """As transformers computes them in float32, from weights that are rounded to bfloat16."""
+    program = programs[BFLOAT16]
+    ids, rows = cpu_programs.greedy(program.path, IDS[:PROMPT], DECODE)
+    model = reference.load_hf(program.hf)
+    expected = reference.logits(model, IDS[:PROMPT] + ids[:-1])
+    np.testing.assert_allclose(rows, expected, atol=1e-4)
+    assert ids == reference.greedy(program.hf, {"story": IDS[:PROMPT]}, DECODE)["story"].ids
+    matrices = [weight for weight in model.parameters() if weight.dim() == 2]
+    assert matrices
+    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in matrices)
+
+
+@pytest.mark.parametrize(
+    ("variant", "fmt"), [(QUANTIZED, WeightFormat("int4", 32)), (BFLOAT16, WeightFormat("bfloat16"))], ids=str
+)
+def test_a_tied_head_has_the_weights_of_the_embedding(programs, tiny, variant, fmt):
+    """They are in the file once, and calls of both read them."""
+    path = programs[variant].path
+    model = reference.load_hf(tiny("tiny-llama"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    packed = fmt.pack(model.lm_head.weight.detach()).view(torch.uint8)
+    assert path.read_bytes().count(packed.numpy().tobytes()) == 1
+    calls = list(map(json.loads, PteFile(path).cpu_payloads()))
+    rows = model.config.vocab_size
+    assert [call["rows"] for call in calls if call["op"] == "embedding"] == [rows]
+    assert [call["rows"] for call in calls if call["op"] == "linear"].count([rows]) == 1
 
 
 # ---- Outputs --------------------------------------------------------------------------------------------------------
@@ -217,6 +248,9 @@ def test_nodes_between_two_calls_are_one_delegate(programs, variant):
     if variant.model == "tiny-phi3":
         # Kernels split its joint products: queries, keys and values, and gate and up.
         assert count == 4 * n_layers
+    elif variant.quantize:
+        # Products are calls too. Between those of a layer are a norm, the rotation, a norm, and the activation.
+        assert count == 4 * n_layers + 3
     else:
         assert count == n_layers + 3
         assert not [name for name in file.operators("forward") if "slice" in name]
@@ -264,12 +298,6 @@ def test_a_cache_with_too_few_layers(programs):
         with pytest.raises(EtkvError) as caught:
             etkv.load(path, session)
         assert str(caught.value) == f"the program attends in 2 layers, the cache `{session.key}` has 1"
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_other_dtypes_are_refused(tiny, tmp_path, dtype):
-    with pytest.raises(EtkvError, match=f"dtype '{dtype}' .*float32"):
-        ExportRequest(tiny("tiny-llama"), tmp_path / "x.pte", backend="cpu", dtype=dtype).validated()
 
 
 @pytest.mark.parametrize(("backend", "quantize"), [("cpu", "4w"), ("mlx", "8da4w")])

@@ -90,7 +90,9 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
         packing = Packing(lowering.packer(request, settled.group_size, weights), weights)
         with progress.step("reading the weights") as step_of_reading:
             packing.note = step_of_reading.at
-            model = source.read_model(origin, whole, request.activations, dropped, progress.note, packing, not request.draft)
+            model = source.read_model(
+                origin, whole, request.activations, dropped, progress.note, packing, not request.draft
+            )
             rope.settle(model, settled.max_context)
             generation = source.generation_settings(origin, model, tokenizer)
         with explained(family, "exported", model):

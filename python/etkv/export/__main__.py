@@ -85,14 +85,15 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         default="float32",
         metavar="NAME",
-        help=f"type of activations and of weights that are not quantized: {', '.join(DTYPES)} (default: float32)",
+        help=f"type of activations and of weights that are not quantized: {', '.join(DTYPES)}; "
+        "activations of backend cpu are float32 (default: float32)",
     )
     parser.add_argument(
         "--quantize",
         metavar="NAME",
         help="quantize weights, "
         + ", ".join(f"on {name}: {' or '.join(known)}" for name, known in BACKENDS.items())
-        + "; those of backend cpu leave embeddings as they are (default: not quantized)",
+        + " (default: not quantized)",
     )
     parser.add_argument(
         "--group-size",

@@ -44,7 +44,7 @@ _MAX_PRODUCTS = 30e9
 """The most parameters times tokens for which the comparison goes beyond ``_TOKENS``: a few seconds on two cores."""
 
 _TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "8da": 0.4}
-"""The dtype of a program, or the beginning of its quantization -> the largest error of a row of outputs.
+"""The dtype of activations, or the beginning of its quantization -> the largest error of a row of outputs.
 
 It is a fraction of their spread. A wrong mask, position or weight makes an error of about 1. The model is computed in
 the same dtype, with the same weights. With 8-bit activations, a difference in the last bit changes their rounding in
@@ -162,8 +162,8 @@ class Check:
                     errors.append((error if math.isfinite(error) else math.inf, at))
         request = self._request
         rounds_activations = (request.quantize or "").startswith("8da")
-        tolerance = _TOLERANCES["8da" if rounds_activations else request.dtype]
-        is_exact = request.dtype == "float32" and not rounds_activations
+        tolerance = _TOLERANCES["8da" if rounds_activations else request.activations]
+        is_exact = request.activations == "float32" and not rounds_activations
         if not is_exact and experts.is_mixture(self._step.model) and max(errors)[0] < math.inf:
             # If two experts are nearly equal, a difference in the last bit decides which one a router takes.
             errors = sorted(errors)[: len(errors) // 2 + 1]

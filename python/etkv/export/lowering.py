@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 METHOD = "forward"
 
 _DTYPES: dict[str, Dtype] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-"""The dtype of a request -> its name in the metadata."""
+"""The dtype of activations -> its name in the metadata."""
 
 
 def packer(request: ExportRequest, group_size: int | None, scratch: Scratch) -> packing.Packer | None:
@@ -80,7 +80,7 @@ def constant_methods(
         v_head_dim=_once(layout.v_head_dims),
         window=_once(layout.windows),
         sinks=0,
-        dtype=_DTYPES[request.dtype],
+        dtype=_DTYPES[request.activations],
         recurrent_layers=layout.recurrent,
     )
 

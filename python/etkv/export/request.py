@@ -45,11 +45,12 @@ class ExportRequest:
     """The arguments of one export.
 
     ``model`` is a Hugging Face model folder or a ``.gguf`` file. ``backend`` is what will run the program: ``mlx``, or
-    ``cpu`` for XNNPACK and ExecuTorch's kernels. ``output`` is the ``.pte`` to write; the files that a
-    runner needs beside it go into its folder. ``dtype`` is the type of activations and of weights that are not
-    quantized. ``quantize`` names the quantization of linear and embedding weights. ``group_size`` counts elements,
-    ``max_context`` and ``prefill_chunk`` count tokens; ``None`` takes the default. ``keep_hf`` is a folder that
-    receives the exported weights, dequantized, as a Hugging Face model.
+    ``cpu`` for XNNPACK, ExecuTorch's kernels and etkv's. ``output`` is the ``.pte`` to write; the files that a runner
+    needs beside it go into its folder. ``dtype`` is the type of activations and of weights that are not quantized; on
+    the CPU, ``bfloat16`` is that of the weights of linear layers, embeddings and experts alone. ``quantize`` names the
+    quantization of linear and embedding weights. ``group_size`` counts elements, ``max_context`` and ``prefill_chunk``
+    count tokens; ``None`` takes the default. ``keep_hf`` is a folder that receives the exported weights, dequantized,
+    as a Hugging Face model.
 
     ``layers`` exports the model's first layers only, with its final norm and its head: a draft of the model. ``draft``
     exports its last layers, fed with the hidden states of the layer below them. ``logits`` selects the rows of logits
@@ -75,6 +76,11 @@ class ExportRequest:
     tap_layers: tuple[int, ...] = ()
     verify: bool | None = None
 
+    @property
+    def activations(self) -> str:
+        """Return the dtype of activations, by torch's name: float32 on the CPU, whatever that of weights is."""
+        return "float32" if self.backend == "cpu" else DTYPES[self.dtype]
+
     def validated(self) -> ExportRequest:
         """Return the request with the dtype spelled in full and absolute paths.
 
@@ -91,7 +97,7 @@ class ExportRequest:
             output=_writable_program(self.output),
             backend=_backend(self.backend),
             dtype=_dtype(self.dtype, self.backend),
-            quantize=_quantization(self.quantize, self.backend),
+            quantize=_quantization(self.quantize, self.backend, self.dtype),
             group_size=_group_size(self.group_size, self.quantize, self.backend),
             max_context=_at_least("max-context", self.max_context, MIN_STEP),
             prefill_chunk=_at_least("prefill-chunk", self.prefill_chunk, MIN_STEP),
@@ -168,14 +174,16 @@ def _backend(name: str) -> str:
 def _dtype(name: str, backend: str) -> str:
     if name not in DTYPES:
         raise EtkvError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
-    if backend == "cpu" and DTYPES[name] != "float32":
-        raise EtkvError(f"dtype {name!r} is not float32, the dtype of backend cpu")
+    if backend == "cpu" and DTYPES[name] == "float16":
+        raise EtkvError(f"dtype {name!r} is not one of those of backend cpu: float32, and bfloat16 for weights")
     return DTYPES[name]
 
 
-def _quantization(name: str | None, backend: str) -> str | None:
+def _quantization(name: str | None, backend: str, dtype: str) -> str | None:
     if name is not None and name not in BACKENDS[backend]:
         raise EtkvError(f"quantize {name!r} is not one of {', '.join(BACKENDS[backend])}, those of backend {backend}")
+    if name is not None and backend == "cpu" and _dtype(dtype, backend) != "float32":
+        raise EtkvError(f"dtype {dtype!r} is one of weights on backend cpu, and quantize {name!r} is another")
     return name
 
 
@@ -184,8 +192,6 @@ def _group_size(size: int | None, quantize: str | None, backend: str) -> int | N
         return None
     if quantize is None:
         raise EtkvError(f"group-size {size} needs --quantize {' or '.join(BACKENDS[backend])}")
-    if quantize == "8da8w":
-        raise EtkvError(f"group-size {size} is for weights of 4 bits on backend cpu; 8da8w has one scale a row")
     if size not in GROUP_SIZES:
         raise EtkvError(f"group-size {size} is not one of {', '.join(map(str, GROUP_SIZES))}")
     return size

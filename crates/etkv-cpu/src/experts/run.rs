@@ -177,18 +177,18 @@ impl Step<'_> {
         let (columns, group, n_groups) = (tokens.columns, tokens.group, tokens.n_groups());
         let row = &self.inputs.x[token * columns..(token + 1) * columns];
         let block = Block { first: token, n: 1 };
-        let (scales, sums) = tokens.of_groups(block);
+        let (scales, starts) = tokens.of_groups(block);
         // SAFETY: the row of the token belongs to this task, and its numbers are initialized.
-        let (codes, scales, sums) = unsafe {
+        let (codes, scales, starts) = unsafe {
             (
                 std::slice::from_raw_parts_mut(tokens.integers(block), columns),
                 std::slice::from_raw_parts_mut(scales, n_groups),
-                std::slice::from_raw_parts_mut(sums, n_groups),
+                std::slice::from_raw_parts_mut(starts, n_groups),
             )
         };
         let groups = row.chunks_exact(group).zip(codes.chunks_exact_mut(group));
-        for ((from, codes), (scale, sum)) in groups.zip(scales.iter_mut().zip(sums)) {
-            (*scale, *sum) = self.tiles.quantize(from, codes);
+        for ((from, codes), (scale, start)) in groups.zip(scales.iter_mut().zip(starts)) {
+            (*scale, *start) = self.tiles.quantize(from, codes);
         }
     }
 
@@ -205,7 +205,7 @@ impl Step<'_> {
                     continue;
                 }
                 let of_token = Block { first: token, n: 1 };
-                let (scales, sums) = tokens.of_groups(of_token);
+                let (scales, starts) = tokens.of_groups(of_token);
                 let n = tokens.n_groups();
                 // SAFETY: as above; an earlier phase wrote the token.
                 unsafe {
@@ -217,7 +217,7 @@ impl Step<'_> {
                         0,
                         codes,
                         scales,
-                        std::slice::from_raw_parts(sums, n),
+                        std::slice::from_raw_parts(starts, n),
                     );
                 }
             }
@@ -265,10 +265,10 @@ impl Step<'_> {
             if to.group != 0 {
                 for (i, row) in rows[..block.n].iter().enumerate() {
                     let mut codes = [0; MAX_GROUP];
-                    let (scale, sum) = self.tiles.quantize(&row[..unit], &mut codes);
+                    let (scale, start) = self.tiles.quantize(&row[..unit], &mut codes);
                     // SAFETY: the columns of these pairs belong to this task.
                     unsafe {
-                        to.put_integers(block, i, unit_at, &codes[..unit], &[scale], &[sum]);
+                        to.put_integers(block, i, unit_at, &codes[..unit], &[scale], &[start]);
                     }
                 }
             }

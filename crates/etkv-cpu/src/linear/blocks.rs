@@ -37,8 +37,8 @@ pub(crate) struct Packed {
     pub rows: *mut u8,
     /// `[rows, groups]`, blocks of the scales of integers.
     pub scales: *mut f32,
-    /// The same of the sums of a group's integers.
-    pub sums: *mut i32,
+    /// The same of what the products of a group begin with.
+    pub starts: *mut i32,
     pub columns: usize,
     /// The columns that share a scale; 0 for float32.
     pub group: usize,
@@ -63,10 +63,10 @@ impl Packed {
         self.rows.cast::<i8>().wrapping_add(block.first * self.columns)
     }
 
-    /// Returns the scales and the sums of a block.
+    /// Returns the scales and the starts of a block.
     pub fn of_groups(&self, block: Block) -> (*mut f32, *mut i32) {
         let at = block.first * self.n_groups();
-        (self.scales.wrapping_add(at), self.sums.wrapping_add(at))
+        (self.scales.wrapping_add(at), self.starts.wrapping_add(at))
     }
 
     /// Writes columns of row `i` of a block, from column `column` on.
@@ -92,21 +92,21 @@ impl Packed {
         group: usize,
         codes: &[i8],
         scales: &[f32],
-        sums: &[i32],
+        starts: &[i32],
     ) {
         let first = group * self.group / QUAD * block.n + i;
         let to = self.integers(block).cast::<[i8; QUAD]>().wrapping_add(first);
         let (quads, _) = codes.as_chunks::<QUAD>();
-        let (to_scales, to_sums) = self.of_groups(block);
+        let (to_scales, to_starts) = self.of_groups(block);
         // SAFETY: the caller's.
         unsafe {
             for (at, &quad) in quads.iter().enumerate() {
                 to.wrapping_add(at * block.n).write(quad);
             }
-            for (at, (&scale, &sum)) in scales.iter().zip(sums).enumerate() {
+            for (at, (&scale, &start)) in scales.iter().zip(starts).enumerate() {
                 let at = (group + at) * block.n + i;
                 to_scales.wrapping_add(at).write(scale);
-                to_sums.wrapping_add(at).write(sum);
+                to_starts.wrapping_add(at).write(start);
             }
         }
     }

@@ -227,7 +227,16 @@ impl Step<'_> {
                     }
                     let at = (block.first + i) * matrix.rows + column;
                     // SAFETY: the columns of these tokens belong to this task.
-                    unsafe { matrix.out.add(at).copy_from_nonoverlapping(sums.as_ptr(), width) };
+                    unsafe {
+                        let out = matrix.out.add(at);
+                        match sums.as_chunks::<ROWS>().0 {
+                            // Without a call, as the size is constant.
+                            [whole] if width == ROWS => {
+                                out.cast::<[f32; ROWS]>().write_unaligned(*whole);
+                            }
+                            _ => out.copy_from_nonoverlapping(sums.as_ptr(), width),
+                        }
+                    }
                 }
             }
             first = end;

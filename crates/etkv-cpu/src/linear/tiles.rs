@@ -42,13 +42,15 @@ impl Tiles {
         with_simd!(self.instructions, |S| unsafe { S::enter(kernel) });
     }
 
-    /// Rounds one group of numbers to as many integers. Returns their scale and their sum.
+    /// Rounds one group of numbers to as many integers. Returns their scale, and what their products begin with: codes
+    /// of weights have no sign, so the products of the inputs and the code of zero are subtracted.
     pub fn quantize(&self, from: &[f32], codes: &mut [i8]) -> (f32, i32) {
         let (mut scale, mut sum) = (0.0, 0);
         let codes = &mut codes[..from.len()];
         // SAFETY: references, to as many codes as numbers.
         unsafe { self.enter(Quantize { from, codes, scale: &mut scale, sum: &mut sum }) };
-        (scale, sum)
+        let zero = if matches!(self.format, WeightFormat::Int4 { .. }) { 8 } else { 128 };
+        (scale, -zero * sum)
     }
 
     /// Writes row `i` of a block, which is rounded if weights are integers.
@@ -64,8 +66,8 @@ impl Tiles {
             }
             let mut codes = [0; MAX_GROUP];
             for (at, group) in row.chunks_exact(to.group).enumerate() {
-                let (scale, sum) = self.quantize(group, &mut codes);
-                to.put_integers(block, i, at, &codes[..to.group], &[scale], &[sum]);
+                let (scale, start) = self.quantize(group, &mut codes);
+                to.put_integers(block, i, at, &codes[..to.group], &[scale], &[start]);
             }
         }
     }
@@ -93,7 +95,7 @@ impl Tiles {
                 unsafe { self.enter(FloatTile { weights, is_bf16, columns, inputs, n, out }) };
             }
             WeightFormat::Int8 { group } | WeightFormat::Int4 { group } => {
-                let (scales, input_sums) = inputs.of_groups(block);
+                let (scales, starts) = inputs.of_groups(block);
                 let tile = IntegerTile {
                     weights,
                     is_int4: matches!(self.format, WeightFormat::Int4 { .. }),
@@ -101,7 +103,7 @@ impl Tiles {
                     group,
                     inputs: inputs.integers(block),
                     scales,
-                    sums: input_sums,
+                    starts,
                     n,
                     out,
                 };

@@ -42,7 +42,7 @@ impl Pieces {
         Packed {
             rows: piece(if group.is_some() { columns } else { 4 * columns }),
             scales: piece(4 * groups).cast(),
-            sums: piece(4 * groups).cast(),
+            starts: piece(4 * groups).cast(),
             columns,
             group: group.unwrap_or(0),
         }

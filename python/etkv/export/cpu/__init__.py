@@ -86,15 +86,15 @@ An element takes them some nanoseconds, beside thousands of products in the laye
 
 
 def packer(request: ExportRequest, group_size: int | None, scratch: Scratch) -> packing.Packer | None:
-    """Return what packs the weights of linear layers, embeddings and experts; None without quantization.
+    """Return what packs the weights of linear layers, embeddings and experts; None where they are float32.
 
     ``group_size`` counts elements; ``None`` leaves the choice to each layer.
     """
     from etkv.export.cpu import experts, linears
 
-    if request.quantize is None:
-        return None
-    return linears.Packer(experts.FORMATS[request.quantize], group_size, scratch)
+    if request.quantize is not None:
+        return linears.Packer(experts.FORMATS[request.quantize], group_size, scratch)
+    return linears.Packer("bfloat16", None, scratch) if request.dtype == "bfloat16" else None
 
 
 def prepare(model: PreTrainedModel, request: ExportRequest, scratch: Scratch) -> None:

@@ -29,7 +29,7 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half
     let mut sums = [_mm256_setzero_ps(); N];
     let mut weights = tile.weights;
     let mut inputs = tile.inputs.cast::<i32>();
-    let (mut scales, mut input_sums) = (tile.scales, tile.sums);
+    let (mut scales, mut starts) = (tile.scales, tile.starts);
     // SAFETY: the caller's.
     unsafe {
         for _ in 0..tile.n_groups {
@@ -50,15 +50,15 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile, half
             }
             weights = codes.sub(half * 4 * HALF);
             for (i, sum) in sums.iter_mut().enumerate() {
-                // Codes of 4 bits are without a sign.
-                let offset = if IS_INT4 { -8 * *input_sums.add(i) } else { 0 };
-                let dot = _mm256_add_epi32(dots[i], _mm256_set1_epi32(offset));
+                // Codes of 8 bits got their sign.
+                let start = if IS_INT4 { *starts.add(i) } else { 0 };
+                let dot = _mm256_add_epi32(dots[i], _mm256_set1_epi32(start));
                 let scale =
                     _mm256_mul_ps(_mm256_castsi256_ps(of_weights), _mm256_set1_ps(*scales.add(i)));
                 *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, *sum);
             }
             scales = scales.add(N);
-            input_sums = input_sums.add(N);
+            starts = starts.add(N);
         }
         for (i, &sum) in sums.iter().enumerate() {
             _mm256_storeu_ps(tile.out.add(i * ROWS + half * HALF), sum);

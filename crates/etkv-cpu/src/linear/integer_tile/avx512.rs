@@ -41,20 +41,16 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
     let mut sums = [_mm512_setzero_ps(); N];
     let mut weights = tile.weights;
     let mut inputs = tile.inputs.cast::<i32>();
-    let (mut scales, mut input_sums) = (tile.scales, tile.sums);
+    let (mut scales, mut starts) = (tile.scales, tile.starts);
     // SAFETY: the caller's.
     unsafe {
         for _ in 0..tile.n_groups {
             let halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(weights.cast()));
             let of_weights = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(halves));
             weights = weights.add(SCALES);
-            // Codes are without a sign, as the instruction wants: what that adds is subtracted first.
             let mut dots = [_mm512_setzero_si512(); N];
             for (i, dot) in dots.iter_mut().enumerate() {
-                let sum = _mm512_set1_epi32(*input_sums.add(i));
-                let excess =
-                    if IS_INT4 { _mm512_slli_epi32::<3>(sum) } else { _mm512_slli_epi32::<7>(sum) };
-                *dot = _mm512_sub_epi32(*dot, excess);
+                *dot = _mm512_set1_epi32(*starts.add(i));
             }
             for _ in 0..tile.group / 8 {
                 if N <= FEW {
@@ -89,7 +85,7 @@ unsafe fn multiply<const IS_INT4: bool, const N: usize>(tile: &IntegerTile) {
                 *sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[i]), scale, *sum);
             }
             scales = scales.add(N);
-            input_sums = input_sums.add(N);
+            starts = starts.add(N);
         }
         for (i, &sum) in sums.iter().enumerate() {
             _mm512_storeu_ps(tile.out.add(i * ROWS), sum);

@@ -62,8 +62,9 @@ pub(crate) struct IntegerTile {
     pub inputs: *const i8,
     /// `[groups, n]`.
     pub scales: *const f32,
-    /// `[groups, n]`, the sums of a group's inputs.
-    pub sums: *const i32,
+    /// `[groups, n]`, what the products of a group begin with: codes of weights have no sign, so this is minus the sum
+    /// of the inputs times the code of zero.
+    pub starts: *const i32,
     pub n: usize,
     pub out: *mut f32,
 }

@@ -8,7 +8,6 @@ use crate::linear::weights::{ROWS, SCALES};
 /// As [`IntegerTile::run`].
 pub(super) unsafe fn run(tile: &IntegerTile) {
     let n = tile.n;
-    let offset = if tile.is_int4 { 8 } else { 128 };
     let code_bytes = ROWS * tile.group / if tile.is_int4 { 2 } else { 1 };
     for i in 0..n {
         let mut sums = [0.0f32; ROWS];
@@ -18,7 +17,7 @@ pub(super) unsafe fn run(tile: &IntegerTile) {
                 let at = tile.weights.add(group * (SCALES + code_bytes));
                 let codes = std::slice::from_raw_parts(at.add(SCALES), code_bytes);
                 let quads = tile.inputs.cast::<[i8; QUAD]>().add(group * tile.group / QUAD * n + i);
-                let mut dots = [-offset * *tile.sums.add(group * n + i); ROWS];
+                let mut dots = [*tile.starts.add(group * n + i); ROWS];
                 for quad in 0..tile.group / QUAD {
                     let x = *quads.add(quad * n);
                     for (row, dot) in dots.iter_mut().enumerate() {

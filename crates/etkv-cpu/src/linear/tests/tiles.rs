@@ -24,11 +24,11 @@ fn products_of_a_tile() {
                 let group = format.group().unwrap_or(0);
                 let n_groups = columns.checked_div(group).unwrap_or(0);
                 let mut rows = vec![0f32; n * columns];
-                let (mut scales, mut sums) = (vec![0f32; n * n_groups], vec![0i32; n * n_groups]);
+                let (mut scales, mut starts) = (vec![0f32; n * n_groups], vec![0i32; n * n_groups]);
                 let packed = Packed {
                     rows: rows.as_mut_ptr().cast(),
                     scales: scales.as_mut_ptr(),
-                    sums: sums.as_mut_ptr(),
+                    starts: starts.as_mut_ptr(),
                     columns,
                     group,
                 };
@@ -50,12 +50,13 @@ fn products_of_a_tile() {
                         })
                         .collect();
                     let scale = numbers.floats(n_groups);
-                    let sum: Vec<i32> = codes
+                    let zero = if matches!(format, WeightFormat::Int4 { .. }) { 8 } else { 128 };
+                    let start: Vec<i32> = codes
                         .chunks_exact(group)
-                        .map(|codes| codes.iter().map(|&code| i32::from(code)).sum())
+                        .map(|codes| -zero * codes.iter().map(|&code| i32::from(code)).sum::<i32>())
                         .collect();
                     // SAFETY: as above.
-                    unsafe { packed.put_integers(block, i, 0, &codes, &scale, &sum) };
+                    unsafe { packed.put_integers(block, i, 0, &codes, &scale, &start) };
                     let value =
                         |(at, &code): (usize, &i8)| f64::from(scale[at / group]) * f64::from(code);
                     inputs.push(codes.iter().enumerate().map(value).collect());
@@ -78,7 +79,7 @@ fn products_of_a_tile() {
                             group,
                             inputs: packed.integers(block),
                             scales: scales.as_ptr(),
-                            sums: sums.as_ptr(),
+                            starts: starts.as_ptr(),
                             n,
                             out: out.as_mut_ptr(),
                         };

@@ -1,0 +1,89 @@
+"""``etkv::linear`` and ``etkv::embedding`` in plain PyTorch, and the layers that call them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from etkv.export import packing
+from etkv.export.cpu import linears
+from etkv.export.scratch import Scratch
+from etkv.linear_op import embedding, linear, rounded
+from etkv.packed_weights import WeightFormat
+
+FORMATS = [WeightFormat("float32"), WeightFormat("bfloat16"), WeightFormat("int8", 64), WeightFormat("int4", 32)]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_products_and_rows(fmt):
+    """Rows that fill no tile, with a bias and without, and ids of any shape."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, bias = torch.randn(40, 128, generator=generator), torch.randn(40, generator=generator)
+    packed = fmt.pack(matrix)
+    plain = fmt.unpack(packed)[:40]
+    x = torch.randn(2, 5, 128, generator=generator)
+    inputs = rounded(x, fmt.group_size) if fmt.group_size else x
+    for given in (None, bias):
+        made = linear(x, packed, given, fmt.name, fmt.group_size, 40)
+        torch.testing.assert_close(made, torch.nn.functional.linear(inputs, plain, given))
+    ids = torch.tensor([[0, 39, 17], [16, 15, 0]])
+    assert torch.equal(embedding(ids, packed, fmt.name, fmt.group_size, 40), plain[ids])
+    arguments = (packed, fmt.name, fmt.group_size, 40)
+    for op, given in ((linear, (x, packed, bias, *arguments[1:])), (embedding, (ids, *arguments))):
+        torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor"))
+    # 40 rows are 48 in tiles.
+    for wrong in (-1, 40, 47):
+        with pytest.raises(IndexError, match=f"ids from 0 to 39, got {wrong}"):
+            embedding(torch.tensor([3, wrong]), *arguments)
+
+
+def test_errors_are_those_of_rounding():
+    """No weight is off by more than half a step of its scale, beside the rounding of the scale itself."""
+    matrix = torch.randn(48, 256, generator=torch.Generator().manual_seed(1))
+    for fmt, bits in ((WeightFormat("int4", 32), 4), (WeightFormat("int8", 128), 8)):
+        groups = matrix.unflatten(1, (-1, fmt.group_size))
+        step = groups.abs().amax(dim=2, keepdim=True) / 2 ** (bits - 1)
+        error = (fmt.unpack(fmt.pack(matrix)).unflatten(1, (-1, fmt.group_size)) - groups).abs()
+        # The end of the range that has no code of its own is a whole step away.
+        assert bool((error <= 1.01 * step + groups.abs() * 2.0**-8).all())
+        assert float((error / step).mean()) < 0.3
+
+
+@pytest.mark.parametrize(("width", "group"), [(576, 192), (2048, 256), (96, 96), (960, 192), (32, 32)])
+def test_the_largest_group_divides_a_row(width, group):
+    assert linears.largest_group(width) == group
+
+
+class _Scaled(torch.nn.Embedding):
+    def forward(self, input):
+        return super().forward(input) * 3
+
+
+def test_layers_keep_their_class_and_share_tied_weights(tmp_path):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = _Scaled(40, 64), torch.nn.Linear(64, 40)
+            self.head.weight = self.embedding.weight
+
+    model = Model()
+    weight = model.head.weight.detach().clone()
+    packer = linears.Packer("int8", None, Scratch(tmp_path))
+    for layer in (model.embedding, model.head):
+        packed = packer.pack(layer._parameters.pop("weight"))
+        layer.__class__ = packing._class(type(layer), packer.install(layer, packed))
+    fmt = WeightFormat("int8", 64)
+    plain = fmt.unpack(fmt.pack(weight))[:40]
+    ids = torch.tensor([[1, 39]])
+    assert torch.equal(model.embedding(ids), plain[ids] * 3)
+    assert torch.equal(model.head.weight, plain)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(model.head(x), torch.nn.functional.linear(rounded(x, 64), plain, model.head.bias))
+
+
+def test_weights_that_are_not_finite_are_refused():
+    matrix = torch.zeros(16, 64)
+    matrix[3, 5] = torch.nan
+    for fmt in FORMATS[2:]:
+        with pytest.raises(ValueError, match="not finite"):
+            fmt.pack(matrix)
