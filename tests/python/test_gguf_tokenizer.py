@@ -65,9 +65,10 @@ EXPRESSIONS = {
     "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 mellum "
     "modern-bert mpt olmo jais trillion granite-docling exaone4": [GPT2],
     "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": [r"\p{N}", GPT2],
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe chatglm-bpe glm4": [
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe chatglm-bpe": [
         LLAMA3
     ],
+    "glm4 glm5": [LLAMA3],
     "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": [QWEN2],
     "qwen35": [C + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + SPACE],
     "ufakzeka": [r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + SPACE],
@@ -137,6 +138,7 @@ NAMES = {name: expressions for names, expressions in EXPRESSIONS.items() for nam
 WHOLE_WORDS = {
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
     *("tekken", "youtu", "minicpm5", "granite-embed-multi-97m"),
+    "glm5",
 }
 
 
@@ -254,7 +256,7 @@ def test_every_pre_tokenizer_is_tried():
     assert set(NAMES) == set(SPLITS)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "sarvam-moe", "whitespace", "granite-embed-multi-311m", "unheard-of", ""])
+@pytest.mark.parametrize("name", ["whitespace", "unheard-of", ""])
 def test_other_pre_tokenizers_are_refused(file, name):
     with pytest.raises(EtkvError, match=rf"tokenizer\.ggml\.pre = '{name}', a pre-tokenizer that the exporter cannot"):
         gguf.read_tokenizer(changed(file, pre=name))
@@ -362,7 +364,8 @@ def test_templates(file, tmp_path):
         ({"model": "t5"}, "tokenizer.ggml.model = 't5'"),
         ({"model": "rwkv"}, "tokenizer.ggml.model = 'rwkv'"),
         ({"model": "plamo2"}, "tokenizer.ggml.model = 'plamo2'"),
-        ({"model": "gemma4"}, "tokenizer.ggml.model = 'gemma4'"),
+        ({"model": "gemma4", "merges": None}, "lacks tokenizer.ggml.merges"),
+        ({"model": "gemma4", "add_space_prefix": True}, "tokenizer.ggml.add_space_prefix = True"),
         ({"model": "none"}, "tokenizer.ggml.model = 'none'"),
         ({"model": None}, "tokenizer.ggml.model = None"),
         ({"tokens": None}, "has no vocabulary"),
@@ -492,6 +495,24 @@ def test_merges_of_a_sentencepiece_file_go_before_its_scores(pieced):
     other = copy.copy(opened)
     other.values = opened.values | named
     assert gguf.read_tokenizer(other).encode(TEXTS[1]) == gguf.read_tokenizer(opened).encode(TEXTS[1])
+
+
+@pytest.mark.parametrize("pieced", [False], indirect=True, ids=["no-prefix"])
+@pytest.mark.parametrize(("model", "pre"), [("gemma4", None), ("gpt2", "sarvam-moe"), ("gpt2", "gemma4")])
+def test_merges_of_characters(pieced, runner, tmp_path, model, pre):
+    """Characters are merged within a line, and line feeds with each other. A text begins with BOS."""
+    pieces, opened = pieced
+    merges = [" ".join(pair) for pair in gguf_tokenizer._Vocabulary(opened).merges_of_scores()]
+    named = {"model": model, "pre": pre, "merges": merges, "scores": None, "bos_token_id": 1, "unknown_token_id": 0}
+    tokenizer = gguf.read_tokenizer(changed(opened, **named))
+    tokenizer.save_pretrained(tmp_path)
+    runner.open(tmp_path)
+    for text in TEXTS:
+        parts = regex.findall(r"[^\n]+|\n+", text)
+        expected = [1, *itertools.chain.from_iterable(pieces.encode(part) for part in parts)]
+        assert tokenizer.encode(text) == expected, text
+        assert runner.encode(text) == expected, text
+        assert tokenizer.decode(expected[1:]) == text
 
 
 @pytest.mark.parametrize("scores", [None, [float("nan")] * 700])

@@ -82,6 +82,7 @@ _BY_SPLITS: list[tuple[Splits, str]] = [
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
     ),
     (Splits((_LLAMA3,)), "dbrx smaug-bpe chatglm-bpe glm4"),
+    (Splits((_LLAMA3,), whole_words=True), "glm5"),
     (Splits((_QWEN2,)), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
     (
         Splits(
@@ -204,5 +205,7 @@ _BY_SPLITS: list[tuple[Splits, str]] = [
 ]
 
 SPLITS = {name: splits for splits, names in _BY_SPLITS for name in names.split()}
-"""llama.cpp's name of a pre-tokenizer -> how it splits text. Pre-tokenizers for merges of characters, not bytes, are
-absent."""
+"""llama.cpp's name of a pre-tokenizer for merges of bytes -> how it splits text."""
+
+MERGES_CHARACTERS = frozenset({"gemma4", "granite-embed-multi-311m", "sarvam-moe"})
+"""llama.cpp's names of pre-tokenizers for merges of characters, in vocabularies of byte pairs by their kind."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from etkv.errors import EtkvError, first_line
 from etkv.export.gguf import special_tokens
 from etkv.export.gguf.file import GgufFile
-from etkv.export.gguf.splits import SPLITS
+from etkv.export.gguf.splits import MERGES_CHARACTERS, SPLITS
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -74,14 +74,17 @@ def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     _check_keys(file)
     vocabulary = _Vocabulary(file)
     kind = file.values.get("tokenizer.ggml.model")
-    if kind == "gpt2":
+    if kind == "gemma4" or (kind == "gpt2" and file.values.get("tokenizer.ggml.pre") in MERGES_CHARACTERS):
+        # llama.cpp begins every text of these with BOS, whatever a file says.
+        tokenizer, adds_bos = _characters(vocabulary), True
+    elif kind == "gpt2":
         tokenizer, adds_bos = _byte_level(vocabulary)
     elif kind == "llama":
         tokenizer, adds_bos = _sentencepiece(vocabulary), True
     else:
         raise EtkvError(
-            f"{file.path} has tokenizer.ggml.model = {kind!r}, and the exporter reads gpt2 (byte pairs) and llama "
-            "(SentencePiece); export the model's Hugging Face folder instead"
+            f"{file.path} has tokenizer.ggml.model = {kind!r}, and the exporter reads gpt2 (byte pairs), llama "
+            "(SentencePiece) and gemma4; export the model's Hugging Face folder instead"
         )
     tokenizer.add_tokens(vocabulary.added())
     _add_ends(tokenizer, vocabulary, adds_bos)
@@ -249,11 +252,15 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     return tokenizer, splits.adds_bos
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
-    """Return a tokenizer that merges characters, spaces among them, and falls back to bytes."""
+def _sentencepiece(vocabulary: _Vocabulary, prefix: bool | None = None) -> Tokenizer:
+    """Return a tokenizer that merges characters, spaces among them, and falls back to bytes.
+
+    ``prefix`` is whether a space stands before a text; ``None`` if the file says it.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    prefix = vocabulary.flag("add_space_prefix", True)
+    if prefix is None:
+        prefix = vocabulary.flag("add_space_prefix", True)
     merges = vocabulary.merges()
     tokenizer = Tokenizer(
         models.BPE(
@@ -268,6 +275,22 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space] if prefix else [space])
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def _characters(vocabulary: _Vocabulary) -> Tokenizer:
+    """Return a tokenizer that merges characters by the merges of the file, within lines and runs of line feeds."""
+    from tokenizers import Regex, pre_tokenizers
+
+    if vocabulary.list_of("merges", str) is None:
+        raise EtkvError(f"{vocabulary.file.path} lacks tokenizer.ggml.merges")
+    if vocabulary.flag("add_space_prefix", False):
+        raise EtkvError(
+            f"{vocabulary.file.path} has tokenizer.ggml.add_space_prefix = True, and its tokenizer is read without a "
+            "space before texts; export the model's Hugging Face folder instead"
+        )
+    tokenizer = _sentencepiece(vocabulary, prefix=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), behavior="isolated")
     return tokenizer
 
 
