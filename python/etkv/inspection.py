@@ -135,6 +135,7 @@ def _layer(layer: LayerConfig) -> dict[str, Any]:
         "window": layer.window,
         "sinks": layer.sinks,
         "dtype": layer.dtype,
+        **({"values_in_keys": True} if layer.values_in_keys else {}),
     }
 
 
@@ -230,6 +231,8 @@ def _layer_text(layer: dict[str, Any]) -> str:
     k, v = layer["k_head_dim"], layer["v_head_dim"]
     heads = f"{layer['n_kv_heads']} KV {'head' if layer['n_kv_heads'] == 1 else 'heads'}"
     size = f"head_dim {k}" if k == v else f"head_dim {k} (keys) and {v} (values)"
+    if layer.get("values_in_keys"):
+        size = f"head_dim {k} with {'the value' if k == v else f'a value of {v}'} in it"
     dtype = f", stored as {layer['dtype']} by default" if layer["dtype"] else ""
     if not layer["window"]:
         return f"{heads}, {size}, full history{dtype}"

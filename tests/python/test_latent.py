@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from etkv import CacheConfig, DecodeSession, SeqSession, read_kv_cache_metadata
+from etkv import CacheConfig, DecodeSession, SeqSession, estimate, read_kv_cache_metadata
 from etkv.export import latent, values_in_keys
 from reference import EVERYTHING
 from tiny_programs import TOLERANCE, TinyProgram, decode, error, ids, is_greedy, model, run
@@ -79,8 +79,8 @@ def test_a_token_has_one_row_of_latents(program):
         (1, rank + rotary, rank)
     ] * config.num_hidden_layers
     assert all(layer.values_in_keys for layer in layers)
-    estimate = CacheConfig(layers, 100, growth="exact").estimate(100)
-    assert estimate.used == 100 * 4 * (rank + rotary) * config.num_hidden_layers
+    memory = estimate(CacheConfig(layers, 100, growth="exact"), 100)
+    assert memory.used == 100 * 4 * (rank + rotary) * config.num_hidden_layers
 
 
 @pytest.mark.long

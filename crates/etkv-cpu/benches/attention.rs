@@ -1,5 +1,5 @@
 //! The time of attention on the CPU, with keys and values that are not in its caches. "latents" are keys with
-//! values in them, of the sizes of GLM-4.7-Flash.
+//! values in them, of the sizes of GLM-4.7-Flash; "expanded" are the keys and values that they stand for.
 //!
 //! `cargo bench -p etkv-cpu --bench attention [-- <part of a name> [<threads> [<rounds>]]]`. Prints
 //! the median and the least of interleaved rounds in milliseconds; beside them, the same of a plain read of the
@@ -31,6 +31,8 @@ const HEADS: Layer =
     Layer { name: "", heads: 9, kv_heads: 3, k_dim: 64, v_dim: 64, in_keys: false };
 const LATENTS: Layer =
     Layer { name: "latents, ", heads: 20, kv_heads: 1, k_dim: 576, v_dim: 512, in_keys: true };
+const EXPANDED: Layer =
+    Layer { name: "expanded, ", heads: 20, kv_heads: 20, k_dim: 256, v_dim: 256, in_keys: false };
 /// Keys and values are new to the caches if this many bytes were read since.
 const COLD: usize = 600 << 20;
 
@@ -136,6 +138,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         (LATENTS, 4096, &[1, 2]),
         (LATENTS, 16384, &[1, 2]),
         (LATENTS, 2048, &[512]),
+        (EXPANDED, 2048, &[512]),
     ] {
         let Layer { heads, kv_heads, k_dim, v_dim, in_keys, .. } = layer;
         let mut cases = Vec::new();
