@@ -49,9 +49,9 @@ static void fields(void) {
   CHECK_FIELD(layers[1].dtype, 4, "expected 0 to 3");
 
   /* `struct_size` is the distance between layers. */
-  CHECK_FIELD(layers[0].struct_size, 31, "struct_size is 31, expected 32");
+  CHECK_FIELD(layers[0].struct_size, 31, "struct_size is 31, expected 40");
   CHECK_FIELD(layers[0].struct_size, (size_t)1 << 40, "sizeof");
-  CHECK_FIELD(layers[1].struct_size, 40, "layer 1: struct_size");
+  CHECK_FIELD(layers[1].struct_size, 48, "layer 1: struct_size");
   CHECK_FIELD(layers[1].struct_size, 0, "layer 1: struct_size");
 #undef CHECK_FIELD
 
