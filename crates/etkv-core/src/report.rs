@@ -173,13 +173,8 @@ pub struct LayerConfigReport {
     /// The window; absent for full history.
     pub window: Option<i32>,
     pub sinks: i32,
-    /// Whether the values are in the keys; absent if not.
-    #[serde(skip_serializing_if = "is_false")]
+    /// Whether the values are in the keys.
     pub values_in_keys: bool,
-}
-
-fn is_false(is: &bool) -> bool {
-    !is
 }
 
 fn as_name<S: Serializer>(format: &KvFormat, serializer: S) -> Result<S::Ok, S::Error> {
