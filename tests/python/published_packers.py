@@ -6,6 +6,7 @@ float32. Loops and whole numbers only: nothing is shared with the exporter.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -186,3 +187,35 @@ def mxfp4(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor, Tenso
     factor = torch.tensor([[2.0 ** (byte - 127) for byte in row] for row in exponents.tolist()])
     in_bytes, made = _fp4(numbers(4, rows, columns, seed=seed), factor, 32)
     return in_bytes, exponents, made
+
+
+def bitsandbytes(rows: int, columns: int, *, is_nested: bool, seed: int = 0) -> Packed:
+    """Return a layer of bitsandbytes in 4 bits, with blocks of 64 numbers."""
+    table = torch.randn(16, generator=torch.Generator().manual_seed(seed))
+    codes = numbers(4, rows * columns, seed=seed).tolist()
+    blocks = rows * columns // 64
+    state: dict[str, object] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
+    made = {
+        "weight": torch.tensor([[16 * high + low] for high, low in zip(codes[::2], codes[1::2], strict=True)]).byte(),
+        "weight.quant_map": table,
+    }
+    scale = scales(blocks, seed=seed, dtype=torch.float32)
+    if is_nested:
+        of_scales = torch.rand(256, generator=torch.Generator().manual_seed(seed))
+        inner, outer = numbers(8, blocks, seed=seed), scales(-(-blocks // 8), seed=seed, dtype=torch.float32)
+        scale = torch.tensor([of_scales[code] * outer[block // 8] + 0.25 for block, code in enumerate(inner.tolist())])
+        made |= {"weight.nested_quant_map": of_scales, "weight.nested_absmax": outer, "weight.absmax": inner.byte()}
+        state |= {"nested_blocksize": 8, "nested_dtype": "float32", "nested_offset": 0.25}
+    else:
+        made["weight.absmax"] = scale
+    made["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode())).byte()
+    values = [table[code] * scale[place // 64] for place, code in enumerate(codes)]
+    return made, torch.stack(values).reshape(rows, columns)
+
+
+def llm_int8(rows: int, columns: int, seed: int = 0) -> Packed:
+    """Return a layer of bitsandbytes in 8 bits."""
+    codes = numbers(8, rows, columns, seed=seed) - 128
+    scale = scales(rows, seed=seed, dtype=torch.float32)
+    made = {"weight": codes.to(torch.int8), "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return made, codes.float() * (scale / 127.0).unsqueeze(1)

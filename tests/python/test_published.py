@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import published_packers as packers
+import tiny_families
 from etkv.errors import EtkvError
 from etkv.export import source, weights
 from etkv.export.published import REMEDY
@@ -37,9 +38,10 @@ class _Config:
 
 
 def _read(folder: Path, tensors: Tensors, settings: dict[str, Any]):
-    """Read the parts of ``LAYER``, and other tensors, whose names have a dot."""
+    """Read the parts of ``LAYER``, and other tensors, which have whole names."""
     file = folder / "model.safetensors"
-    save_file({name if "." in name else f"{LAYER}.{name}": x.contiguous() for name, x in tensors.items()}, file)
+    whole = {name if name.startswith("model.") else f"{LAYER}.{name}": x.contiguous() for name, x in tensors.items()}
+    save_file(whole, file)
     checkpoint = weights.read_quantized(folder, [file], _Config(settings))
     assert checkpoint is not None
     return checkpoint
@@ -68,6 +70,7 @@ def _packed(bits: int, symmetric: bool = True) -> dict[str, Any]:
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 48]}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 SHAPE = (ROWS, COLUMNS)
 
 CASES = {
@@ -113,6 +116,9 @@ CASES = {
         packers.nvfp4(*SHAPE, divides=True),
         _groups("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
     ),
+    "bitsandbytes": lambda: (packers.bitsandbytes(*SHAPE, is_nested=False), BNB),
+    "bitsandbytes-nested": lambda: (packers.bitsandbytes(*SHAPE, is_nested=True), BNB),
+    "llm-int8": lambda: (packers.llm_int8(*SHAPE), {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "modelopt": lambda: (packers.nvfp4(*SHAPE, divides=False), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
 }
 
@@ -159,7 +165,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "method": (
         {"quant_method": "unheard-of"},
         lambda: packers.awq(*SHAPE, GROUP)[0],
-        "(unheard-of), and the exporter reads awq, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt, mxfp4",
+        "(unheard-of), and the exporter reads awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, ",
     ),
     "no method": ({"bits": 4}, lambda: packers.awq(*SHAPE, GROUP)[0], "(by a method that it does not name)"),
     "awq bits": ({**AWQ, "bits": 8}, lambda: packers.awq(*SHAPE, GROUP)[0], "bits is 8, and the exporter reads 4"),
@@ -251,6 +257,19 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
         lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
         "format is 'marlin-24'",
     ),
+    "bitsandbytes sizes": (
+        BNB,
+        lambda: (
+            packers.bitsandbytes(*SHAPE, is_nested=False)[0]
+            | {"weight.quant_state.bitsandbytes__nf4": torch.tensor(list(b'{"shape": [32, 64]}')).byte()}
+        ),
+        f"tensor {LAYER}.weight.quant_state.bitsandbytes__nf4 has no sizes of weight {LAYER}.weight",
+    ),
+    "bitsandbytes layout": (
+        BNB,
+        lambda: packers.llm_int8(*SHAPE)[0] | {"weight_format": torch.tensor(2, dtype=torch.uint8)},
+        f"weight {LAYER}.weight has the layout 2, and 0 is row by row",
+    ),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
         lambda: packers.nvfp4(*SHAPE, divides=False)[0],
@@ -311,3 +330,31 @@ def test_a_model_is_loaded_as_its_decoded_weights(tiny, tmp_path, name, settings
     assert found.keys() == expected.state_dict().keys()
     for weight, values in expected.state_dict().items():
         assert torch.equal(found[weight], values), weight
+
+
+def test_experts_of_gpt_oss_are_loaded_as_their_decoded_weights(tmp_path):
+    from transformers import GptOssForCausalLM
+
+    folder, plain = tmp_path / "quantized", tmp_path / "plain"
+    config = tiny_families.config("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"])
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(config)
+    for made in (folder, plain):
+        model.save_pretrained(made)
+    loaded = load_file(plain / "model.safetensors")
+    quantized = dict(loaded)
+    for number, name in enumerate(name for name, x in loaded.items() if x.dim() == 3):
+        experts, columns, rows = loaded[name].shape
+        packed = [packers.mxfp4(rows, columns, seed=10 * number + expert) for expert in range(experts)]
+        loaded[name] = torch.stack([values.T for _, _, values in packed]).contiguous()
+        del quantized[name]
+        quantized[f"{name}_blocks"] = torch.stack([codes.unflatten(1, (-1, 16)) for codes, _, _ in packed])
+        quantized[f"{name}_scales"] = torch.stack([exponents for _, exponents, _ in packed])
+    save_file(loaded, plain / "model.safetensors", {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(quantized, folder / "model.safetensors", {"format": "pt"})
+    found, expected = _model(folder, []).state_dict(), _model(plain, []).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], values) for name, values in expected.items())

@@ -14,6 +14,7 @@ from typing import Any
 
 from etkv.errors import EtkvError
 from etkv.export.published.awq import Awq
+from etkv.export.published.bitsandbytes import BitsAndBytes
 from etkv.export.published.compressed_tensors import CompressedTensors
 from etkv.export.published.format import Format
 from etkv.export.published.fp8 import Fp8
@@ -29,6 +30,7 @@ __all__ = ["METHODS", "REMEDY", "Checkpoint", "Weight", "check_plain", "read"]
 
 METHODS: dict[str, type[Format]] = {
     "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
     "compressed-tensors": CompressedTensors,
     "fbgemm_fp8": Fp8,
     "fp8": Fp8,
