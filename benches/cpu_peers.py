@@ -59,6 +59,8 @@ class Contestant:
     """Positions of its cache."""
     script: str = __file__
     """What runs a round of it with ``--work``."""
+    dtype: str = "f32"
+    """The dtype of weights that are not quantized."""
 
     @property
     def file(self) -> Path:
@@ -71,6 +73,8 @@ CONTESTANTS = [
     Contestant("llama.cpp", "llama", "peers-llama/f32.gguf"),
     Contestant("llama.cpp-kv-f16", "llama", "peers-llama/f32.gguf", kv="f16"),
     Contestant("mlx-lm", "mlx", "smollm2-135m/mlx"),
+    Contestant("etkv-bf16", "etkv", "smollm2-135m-cpu-bf16/model.pte", "etkv-bf16", dtype="bf16"),
+    Contestant("llama.cpp-bf16", "llama", "peers-llama/bf16.gguf", "etkv-bf16", kv="f16", dtype="bf16"),
     Contestant("etkv-8da4w", "etkv", "smollm2-135m-cpu-8da4w/model.pte", "etkv-8da4w", quantize="8da4w"),
     Contestant("executorch-8da4w", "executorch", "peers-executorch/4-bit/model.pte", "etkv-8da4w", quantize="8da4w"),
     Contestant("llama.cpp-q4_0", "llama", "peers-llama/q4_0.gguf", "etkv-8da4w", kv="f16", quantize="q4_0"),
@@ -92,8 +96,11 @@ def prepare(contestant: Contestant, llama_python: str) -> str | None:
         # The exporter checks whether the program is current. `make model` has the same options, so one file serves
         # both.
         command = [sys.executable, "-m", "etkv.export", "--if-changed", "--backend", "cpu", "--model", source]
-        command += ["--output", file]
-        command += ["--quantize", contestant.quantize] if contestant.quantize else ["--keep-hf", str(folder / "hf")]
+        command += ["--output", file, "--dtype", contestant.dtype]
+        if contestant.quantize:
+            command += ["--quantize", contestant.quantize]
+        elif contestant.dtype == "f32":
+            command += ["--keep-hf", str(folder / "hf")]
         made = False
     elif contestant.engine == "executorch":
         command = [sys.executable, str(ROOT / "benches" / "executorch_sdpa.py"), source, file]
@@ -121,6 +128,8 @@ def requantize(contestant: Contestant, source: Path) -> None:
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.allow_requantize = True
     parameters.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32
+    if contestant.dtype == "bf16":
+        parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_BF16
     if contestant.quantize:
         parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
         # Otherwise llama.cpp chooses more bits for some tensors, such as the head's.
@@ -284,7 +293,7 @@ def compare(contestants: list[Contestant], prompt: list[int], left_out: dict, ar
         ids, expected = rounds[0]["ids"], by_name["etkv"][0]["ids"]
         same = next((i for i, pair in enumerate(zip(ids, expected, strict=True)) if pair[0] != pair[1]), len(ids))
         print(f"{row}{same:7} of {len(ids)}")
-        if same < len(ids) and contestant.quantize is None:
+        if same < len(ids) and contestant.quantize is None and contestant.dtype == "f32":
             notes.append(f"  {contestant.name} differs: id {same} is {ids[same]}, and etkv's is {expected[same]}")
         if rival != contestant.rival:
             notes.append(f"  {contestant.name}: the ratios are to etkv in float32, as {contestant.rival} did not run")

@@ -62,8 +62,9 @@ class RandomModel:
         """
 
         def contestant(name: str, engine: str, model: str, kv: str, quantize: str | None) -> Contestant:
-            rival = "etkv-8da4w" if quantize else "etkv-bf16"
-            return Contestant(name, engine, f"{self.folder}/{model}", rival, kv, quantize, self.positions, self.script)
+            rival, file = "etkv-8da4w" if quantize else "etkv-bf16", f"{self.folder}/{model}"
+            dtype = "f32" if quantize else "bf16"
+            return Contestant(name, engine, file, rival, kv, quantize, self.positions, self.script, dtype)
 
         in_bf16 = [
             contestant("etkv-bf16", "etkv", "bf16/model.pte", "f32", None),
@@ -113,7 +114,7 @@ class RandomModel:
             if not cpu_peers.FORWARD.exists():
                 return "there is no build/bin/etkv_forward: make build makes it"
             export = [sys.executable, "-m", "etkv.export", "--backend", "cpu"]
-            export += ["--quantize", wanted.quantize] if wanted.quantize else ["--dtype", "bf16"]
+            export += ["--dtype", wanted.dtype, *(["--quantize", wanted.quantize] if wanted.quantize else [])]
             steps.append((wanted.file, [*export, "--model", str(self.hf), "--output", str(wanted.file)]))
         else:
             if subprocess.run([llama[0], "-c", "import llama_cpp"], capture_output=True).returncode != 0:

@@ -103,7 +103,7 @@ fn arguments_that_do_not_fit_are_refused() {
     refused(1, tensor(FLOAT, &[2, 2], 32), Status::Dtype, "expected int64");
     refused(1, tensor(LONG, &[4], 32), Status::Shape, "expected [T, k]");
     refused(2, tensor(FLOAT, &[2, 1], 8), Status::Shape, "factors");
-    refused(3, tensor(BYTE, &[2, 1, 4, 16], 512), Status::Dtype, "weights of experts");
+    refused(3, tensor(BYTE, &[2, 1, 4, 16], 512), Status::Dtype, "experts: weights: expected");
     refused(3, tensor(FLOAT, &[2, 1, 4, 8], 256), Status::Shape, "first products");
     refused(4, tensor(FLOAT, &[2, 1, 16, 8], 1024), Status::Shape, "second products");
     refused(5, tensor(FLOAT, &[2, 8], 64), Status::Shape, "biases");

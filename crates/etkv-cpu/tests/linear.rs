@@ -1,0 +1,202 @@
+//! Calls of products and of embeddings, as ExecuTorch's delegates make them.
+
+#![allow(clippy::panic, clippy::unwrap_used)]
+
+#[allow(dead_code)] // Others use the rest of it.
+mod calls;
+
+use calls::{bytes, FLOAT, LONG};
+use etkv_core::{Error, Result, Status};
+use etkv_cpu::program::Call;
+use etkv_cpu::Serial;
+use etkv_delegate::{Argument, Host, LoadOptions};
+
+const BYTE: i8 = 0;
+
+/// Two matrices for rows of 4: of 3 rows, with a bias, and of 17.
+const LINEAR: &str = r#"{"op": "linear", "columns": 4, "weights": "float32", "group_size": 0, "rows": [3, 17],
+    "version": 1, "inputs": [0, 1, 3, 2, null]}"#;
+
+const EMBEDDING: &str = r#"{"op": "embedding", "rows": 17, "width": 4, "weights": "float32", "group_size": 0,
+    "version": 1, "inputs": [0, 1]}"#;
+
+/// Keeps the outputs of a call. With `one_memory` all of them get the same.
+#[derive(Default)]
+struct Outputs {
+    shapes: Vec<Vec<i32>>,
+    memory: Vec<Vec<f32>>,
+    one_memory: bool,
+}
+
+impl Host for Outputs {
+    fn place(&mut self, index: usize, shape: &[i32], n_bytes: usize) -> Result<&mut [u8]> {
+        assert_eq!(index, self.shapes.len());
+        if n_bytes > 4096 {
+            return Err(Error::new(Status::Shape, "no room"));
+        }
+        self.shapes.push(shape.to_vec());
+        if !self.one_memory || index == 0 {
+            self.memory.push(vec![0.0; 1024]);
+        }
+        let memory = self.memory.last_mut().unwrap();
+        // SAFETY: floats have no invalid bytes, and every bit pattern is a float.
+        let all = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<u8>(), 4096) };
+        Ok(&mut all[..n_bytes])
+    }
+
+    fn set_integer(&mut self, _: usize, _: i64) -> Result<()> {
+        panic!("an output is an integer");
+    }
+}
+
+fn load(payload: &str) -> Result<Call> {
+    Call::load(payload.as_bytes(), &LoadOptions::default())
+}
+
+/// Returns packed float32 weights of `tiles` tiles: row `r` is `r` in column 0, and 1 in column 3.
+fn weights(tiles: usize) -> Vec<f32> {
+    let mut made = vec![0.0; tiles * 4 * 16];
+    for row in 0..tiles * 16 {
+        made[(row / 16 * 4) * 16 + row % 16] = row as f32;
+        made[(row / 16 * 4 + 3) * 16 + row % 16] = 1.0;
+    }
+    made
+}
+
+/// Makes a call of products with the arguments that `change` leaves.
+fn multiply(payload: &str, host: &mut Outputs, change: impl Fn(&mut [Argument; 4])) -> Result<()> {
+    let mut call = load(payload)?;
+    let (x, first, second) = ([1.0, 0.0, 0.0, 2.0, 0.0, 5.0, 6.0, 0.5], weights(1), weights(2));
+    let mut inputs = [
+        Argument::tensor(FLOAT, &[1, 2, 4], bytes(&x)),
+        Argument::tensor(FLOAT, &[1, 4, 16], bytes(&first)),
+        Argument::tensor(FLOAT, &[2, 4, 16], bytes(&second)),
+        Argument::tensor(FLOAT, &[3], bytes(&[10.0, 20.0, 30.0])),
+    ];
+    change(&mut inputs);
+    let types = vec![FLOAT; call.n_outputs()];
+    let n = call.n_inputs().min(4);
+    call.execute(&inputs[..n], &types, host, &Serial)
+}
+
+#[test]
+fn products_of_one_input() {
+    let mut host = Outputs::default();
+    multiply(LINEAR, &mut host, |_| {}).unwrap();
+    assert_eq!(host.shapes, [vec![1, 2, 3], vec![1, 2, 17]]);
+    assert_eq!(host.memory[0][..6], [12.0, 23.0, 34.0, 10.5, 20.5, 30.5]);
+    let expected: Vec<f32> = (0..17).map(|row| row as f32 + 2.0).collect();
+    assert_eq!(host.memory[1][..17], expected);
+    assert_eq!(host.memory[1][17..35], [&[0.5; 17][..], &[0.0]].concat());
+}
+
+#[test]
+fn rows_of_an_embedding() {
+    let (mut call, table) = (load(EMBEDDING).unwrap(), weights(2));
+    let mut run = |ids: &[i64], scalar_type| {
+        let ids: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        let shape = [1, ids.len() as i32 / 8];
+        let inputs = [
+            Argument::tensor(scalar_type, &shape, &ids),
+            Argument::tensor(FLOAT, &[2, 4, 16], bytes(&table)),
+        ];
+        let mut host = Outputs::default();
+        call.execute(&inputs, &[FLOAT], &mut host, &Serial).map(|()| host)
+    };
+    let host = run(&[16, 0, 3], LONG).unwrap();
+    assert_eq!(host.shapes, [[1, 3, 4]]);
+    assert_eq!(host.memory[0][..12], [16.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 3.0, 0.0, 0.0, 1.0]);
+    let error = run(&[1, 17], LONG).err().unwrap();
+    assert_eq!(error.status(), Status::InvalidArgument);
+    assert!(error.message().contains("an embedding: ids: expected 0 to 16, got 17"), "{error}");
+    let error = run(&[1], FLOAT).err().unwrap();
+    assert_eq!(error.status(), Status::Dtype, "{error}");
+}
+
+#[test]
+fn arguments_that_do_not_fit_are_refused() {
+    static ZEROS: [u64; 256] = [0; 256];
+    // SAFETY: zeros are valid bytes.
+    let zeros = unsafe { std::slice::from_raw_parts(ZEROS.as_ptr().cast::<u8>(), 2048) };
+    let tensor = |scalar_type, shape, n: usize| Argument::tensor(scalar_type, shape, &zeros[..n]);
+    for (at, argument, status, told) in [
+        (0, tensor(FLOAT, &[2, 5], 40), Status::Shape, "rows of 4, got 5"),
+        (0, tensor(LONG, &[2, 4], 64), Status::Dtype, "input: expected a tensor in float32"),
+        (0, Argument::of(3), Status::Shape, "expected [.., 4]"),
+        (1, tensor(BYTE, &[1, 4, 16], 64), Status::Dtype, "weights: expected ExecuTorch's type 6"),
+        (1, tensor(FLOAT, &[1, 4, 8], 128), Status::Shape, "weights: expected 256"),
+        (2, tensor(FLOAT, &[1, 4, 16], 256), Status::Shape, "weights: expected 512"),
+        (3, tensor(FLOAT, &[4], 16), Status::Shape, "bias: expected 3"),
+        (1, Argument::tensor(FLOAT, &[64], &zeros[1..257]), Status::Shape, "a multiple of 4"),
+    ] {
+        let change = |inputs: &mut [Argument; 4]| inputs[at] = argument;
+        let error = multiply(LINEAR, &mut Outputs::default(), change).unwrap_err();
+        assert_eq!(error.status(), status, "{error}");
+        assert!(error.message().contains("a linear layer: "), "{error}");
+        assert!(error.message().contains(told), "{error}");
+    }
+    let mut host = Outputs { one_memory: true, ..Outputs::default() };
+    let error = multiply(LINEAR, &mut host, |_| {}).unwrap_err();
+    assert!(error.message().contains("two of them overlap"), "{error}");
+}
+
+#[test]
+fn damaged_payloads_are_refused() {
+    for (payload, from, to, told) in [
+        (LINEAR, "\"columns\": 4", "\"columns\": 0", "width of rows: expected 1 to"),
+        (LINEAR, "[3, 17]", "[3, 99999999999]", "rows: expected 1 to"),
+        (LINEAR, "[3, 17]", "[3]", "expected 3 inputs of 1 products, got 5"),
+        (LINEAR, "[3, 17]", "[]", "a matrix at least"),
+        (
+            LINEAR,
+            "\"float32\", \"group_size\": 0",
+            "\"int4\", \"group_size\": 32",
+            "does not divide",
+        ),
+        (LINEAR, "2, null]", "5, null]", "from 0 to 4"),
+        (LINEAR, "[0, 1, 3", "[0, null, 3", "input 1 of a call is absent"),
+        (LINEAR, "float32", "float16", "unknown variant `float16`"),
+        (EMBEDDING, "\"rows\": 17", "\"rows\": 0", "rows: expected 1 to"),
+        (EMBEDDING, "[0, 1]", "[0, 2]", "from 0 to 1"),
+        (EMBEDDING, "\"width\": 4, ", "", "missing field `width`"),
+    ] {
+        let text = payload.replacen(from, to, 1);
+        assert_ne!(text, payload);
+        let error = load(&text).err().unwrap();
+        assert_eq!(error.status(), Status::Program, "{error}");
+        assert!(error.message().contains(told), "{error}");
+    }
+}
+
+/// Payloads with random damage load or are refused, and those that load run or refuse their arguments.
+#[test]
+fn random_damage() {
+    let words: Vec<&str> = LINEAR.split_inclusive([' ', ',', ':']).collect();
+    let numbers = ["0", "1", "2", "3", "4", "17", "32", "1048576", "-1", "1e9", "null", "true"];
+    let mut state = 7u64;
+    let mut below = |n: usize| {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % n
+    };
+    let (mut ran, mut refused) = (0, 0);
+    for _ in 0..20_000 {
+        let mut text: Vec<String> = words.iter().map(|&word| word.to_owned()).collect();
+        for _ in 0..=below(2) {
+            let at = below(text.len());
+            match below(3) {
+                0 => drop(text.remove(at)),
+                1 => text[at] = words[below(words.len())].to_owned(),
+                _ => {
+                    let end = text[at].trim_start_matches(|c: char| c.is_ascii_digit()).to_owned();
+                    text[at] = format!("{}{end}", numbers[below(numbers.len())]);
+                }
+            }
+        }
+        match multiply(&text.concat(), &mut Outputs::default(), |_| {}) {
+            Ok(()) => ran += 1,
+            Err(_) => refused += 1,
+        }
+    }
+    assert!(ran > 100 && refused > 1000, "{ran} ran, {refused} were refused");
+}
