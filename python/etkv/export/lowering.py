@@ -132,7 +132,8 @@ def lower(
         _check_caches(traced, layout, family)
         methods = {**methods, **_in_keys(values_in_keys.of(traced, len(layout.kv_heads)))}
     with progress.step("checking that tokens meet in the cache only"), explained(family, "checked", step.model):
-        tokens.check(traced, samples(step, 3), limits.max_context, family, scratch.release)
+        tokens.check(traced, samples(step, 3), limits.max_context, family, scratch.used)
+        scratch.release()
         complex_numbers.replace(traced)
     found = parts.of(traced, layout)
     with (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from etkv.export.published.weight import Groups
 
-_PART = 1 << 22
+_PART = 1 << 20
 """The weights that are unpacked at once."""
 
 
@@ -35,7 +35,7 @@ def linear(x: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor 
     step = max(1, _PART // x.shape[-1])
     of_parts = itertools.repeat(None) if biases is None else biases.split(step)
     parts = zip(packed.split(step), scales.split(step), of_parts, strict=False)
-    products = (x @ mlx_quantization.dequantize(codes, scale, bits, x.dtype, bias).T for codes, scale, bias in parts)
+    products = (mlx_quantization.product(x, codes, scale, bits, bias) for codes, scale, bias in parts)
     return torch.cat(list(products), dim=-1)
 
 

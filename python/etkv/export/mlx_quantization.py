@@ -61,21 +61,41 @@ def dequantize(
     Without ``biases`` they are those of :func:`quantize`. With them a weight is its scale times its unsigned integer,
     and the bias of its group.
     """
-    codes = packed.view(torch.uint8)
+    parts = _dequantized(packed, scales, bits, dtype, biases)
+    # The even columns and the odd ones alternate.
+    return parts.transpose(-1, -2).flatten(-2) if bits == 4 else parts.flatten(-2)
+
+
+def product(
+    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: int, biases: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the products ``[.., rows]`` of ``x``, ``[.., columns]``, with a matrix of packed integers."""
     if bits == 4:
-        numbers = torch.empty((*codes.shape, 2), dtype=dtype)
-        numbers[..., 0] = codes & 15
-        numbers[..., 1] = codes >> 4
-        numbers = numbers.flatten(-2)
+        # Faster than to bring the columns of the matrix into order.
+        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    weights = _dequantized(packed, scales, bits, x.dtype, biases)
+    made: torch.Tensor = x @ weights.flatten(-2).T
+    return made
+
+
+def _dequantized(
+    packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype, biases: torch.Tensor | None
+) -> torch.Tensor:
+    """Return weights ``[.., rows, parts, columns / parts]``: of 4 bits the even columns and then the odd ones."""
+    codes = packed.view(torch.uint8).unsqueeze(-2)
+    if bits == 4:
+        parts = torch.empty((*codes.shape[:-2], 2, codes.shape[-1]), dtype=dtype)
+        parts[..., :1, :] = codes & 15
+        parts[..., 1:, :] = codes >> 4
     else:
-        numbers = codes.to(dtype)
-    groups = numbers.unflatten(-1, (scales.shape[-1], -1))
+        parts = codes.to(dtype)
+    groups = parts.unflatten(-1, (scales.shape[-1], -1))
+    of_groups = scales.unsqueeze(-1).unsqueeze(-3)
     if biases is None:
-        groups.sub_(1 << (bits - 1)).mul_(scales.unsqueeze(-1))
+        groups.sub_(1 << (bits - 1)).mul_(of_groups)
     else:
-        groups.mul_(scales.unsqueeze(-1)).add_(biases.unsqueeze(-1))
-    weights: torch.Tensor = groups.flatten(-2)
-    return weights
+        groups.mul_(of_groups).add_(biases.unsqueeze(-1).unsqueeze(-3))
+    return parts
 
 
 def keep(
@@ -95,7 +115,8 @@ def keep(
     if int(groups.codes.max()) >= 1 << bits:
         return None
     unsigned = groups.codes.short() - (1 << (bits - 1))
-    return _pack(unsigned, bits), scales, (-groups.zeros * groups.scales).to(dtype)
+    biases = groups.biases if groups.zeros is None else -groups.zeros * groups.scales
+    return _pack(unsigned, bits), scales, None if biases is None else biases.to(dtype)
 
 
 def _fit(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
     from etkv.export.published.weight import Groups, Weight
 
-_AT_ONCE = 1 << 28
-"""The bytes that are read until the pages of files leave the memory."""
-
 
 class PackedLayer(torch.nn.Module):
     """A linear layer or an embedding with packed weights, which stand for a matrix ``[rows, columns]``."""
@@ -85,7 +82,6 @@ class Packing:
         self._packed: dict[int, tuple[torch.Tensor, Any]] = {}
         # A module -> the weight of the file that became its own, if it is one.
         self._stored: dict[torch.nn.Module, Weight] = {}
-        self._unreleased = 0
         self.kept = 0
         """The number of matrices whose integers and scales are those of the file."""
         self.repacked = 0
@@ -116,14 +112,12 @@ class Packing:
             read = module._parameters.get(attribute)
             if read is not None and module not in packed and not read.is_meta:
                 read.data = self._scratch.keep(read.data)
-            self._unreleased += 0 if read is None else read.nbytes
+            size = 0 if read is None else read.nbytes
             if module in packed and not any(weight.is_meta for weight in weights):
                 self._take(path, module)
             self.note(path)
             del weights, read
-            if self._unreleased > _AT_ONCE:
-                self._scratch.release()
-                self._unreleased = 0
+            self._scratch.used(size)
 
         # transformers has quantizers for this, but one a model, and a published quantization takes that place. Its
         # threads would read ahead of the packing.

@@ -21,6 +21,9 @@ import torch
 SMALL = 1 << 20
 """The bytes up to which a tensor stays in memory."""
 
+_AT_ONCE = 1 << 28
+"""The bytes that are used until they are released."""
+
 _DROP = 4
 """``MADV_DONTNEED``."""
 
@@ -38,6 +41,7 @@ class Scratch:
         self.path = Path(tempfile.mkdtemp(prefix=".weights-", dir=folder)).resolve()
         self._sources = {str(file.resolve()) for file in sources}
         self._numbers = itertools.count()
+        self._unreleased = 0
 
     def __enter__(self) -> Scratch:
         return self
@@ -64,12 +68,19 @@ class Scratch:
         kept.copy_(tensor)
         return kept
 
+    def used(self, size: int) -> None:
+        """Count bytes of the files that were used, and release them from time to time."""
+        self._unreleased += size
+        if self._unreleased > _AT_ONCE:
+            self.release()
+
     def release(self) -> None:
         """Let pages leave the memory: those of the files, and those that were freed.
 
         What is used again is read again. Only Linux tells which pages are those of files. Other systems take them by
         themselves when memory is short.
         """
+        self._unreleased = 0
         if sys.platform != "linux":
             return
         system = ctypes.CDLL(None)

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from executorch.exir import lowered_backend_module
 from executorch.exir._serialize._cord import FileBackedData
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails
@@ -23,6 +24,7 @@ from executorch.exir.schema import EValue, TensorDataLocation
 from executorch.exir.tensor import TensorSpec, make_tensor_value
 from executorch.exir.tensor_layout import TensorLayout
 from torch.export import ExportedProgram
+from torch.fx.passes.tools_common import legalize_graph
 
 from etkv.export.scratch import SMALL, Scratch
 
@@ -63,9 +65,23 @@ def streaming(scratch: Scratch) -> Iterator[None]:
     with (
         mock.patch.object(NamedDataStore, "add_named_data", added),
         mock.patch.object(_Emitter, "_tensor_spec_to_evalue", emitted),
+        mock.patch.object(lowered_backend_module, "legalize_graph", _sorted),
         mock.patch.object(BackendDetails, "copy_exported_program_for_preprocess", classmethod(_copied)),
     ):
         yield
+
+
+def _sorted(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Return ``module`` with nodes after those that they read.
+
+    ExecuTorch sorts a whole graph for each of its delegates. Most graphs are sorted already.
+    """
+    seen: set[torch.fx.Node] = set()
+    for node in module.graph.nodes:
+        if not seen.issuperset(node.all_input_nodes):
+            return legalize_graph(module)
+        seen.add(node)
+    return module
 
 
 def _copied(backend: object, program: ExportedProgram, compile_specs: object) -> ExportedProgram:
@@ -102,7 +118,7 @@ class TensorData(FileBackedData):  # type: ignore[misc] # ExecuTorch's classes h
         """Return the digest of the bytes."""
         if self._digest is None:
             self._digest = hashlib.sha256(self._content()).digest()
-            self._read()
+            self._scratch.used(len(self))
         return self._digest
 
     def to_bytes(self) -> bytes:
@@ -114,11 +130,7 @@ class TensorData(FileBackedData):  # type: ignore[misc] # ExecuTorch's classes h
         content = self._content()
         for first in range(0, len(content), _PIECE):
             outfile.write(content[first : first + _PIECE])
-        self._read()
-
-    def _read(self) -> None:
-        if len(self) > _PIECE:
-            self._scratch.release()
+        self._scratch.used(len(self))
 
     def close(self) -> None:
         """Do nothing: the scratch folder removes its files."""

@@ -31,9 +31,6 @@ _CHANGED = 1
 _TOLERANCE = 1e-4
 """The largest difference of a result, as a fraction of its spread: rounding in float32, which other rows may change."""
 
-_AT_ONCE = 1 << 28
-"""The bytes of weights that are read until the pages of files leave the memory."""
-
 _PART = 1 << 22
 """The weights that are converted at once."""
 
@@ -48,12 +45,13 @@ def check(
     inputs: dict[str, torch.Tensor],
     max_context: int,
     family: str,
-    release: Callable[[], None] = lambda: None,
+    used: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Raise :class:`EtkvError` unless each token of ``traced`` depends on itself and its position alone.
 
     ``inputs`` are those of three tokens: ids ``[1, 3]``, rows ``[1, 3, ...]``, and positions ``[3]``, which are
-    replaced by others below ``max_context``. The error names the module in which a token reads others.
+    replaced by others below ``max_context``. The error names the module in which a token reads others. ``used`` is told
+    the bytes of weights that were read.
     """
     graph = traced.module(check_guards=False)
     length = str(next(node for node in graph.graph.nodes if node.op == "placeholder").meta["val"].shape[1])
@@ -66,10 +64,10 @@ def check(
     one = {name: _row(given, alone) for name, given in inputs.items()}
     whole, *variants = (_Run(inputs), _Run(_changed(inputs)), _Run(inputs, poisoned=True), _Run(one))
     try:
-        _Runs(graph, [whole, *variants], length, release).compute()
+        _Runs(graph, [whole, *variants], length, used).compute()
     except IndexError as error:
         # The ids may be what an embedding lacks.
-        _Runs(graph, [_Run({**inputs, "cache_position": torch.arange(3)})], length, release).compute()
+        _Runs(graph, [_Run({**inputs, "cache_position": torch.arange(3)})], length, used).compute()
         raise EtkvError(
             f"max-context {max_context} is above the positions of the model: {first_line(error)}; export it with a "
             "smaller --max-context"
@@ -117,8 +115,8 @@ class _Runs:
     a step, as shapes in the graph have it.
     """
 
-    def __init__(self, graph: torch.fx.GraphModule, runs: list[_Run], length: str, release: Callable[[], None]) -> None:
-        self._graph, self._runs, self._length, self._release = graph, runs, length, release
+    def __init__(self, graph: torch.fx.GraphModule, runs: list[_Run], length: str, used: Callable[[int], None]) -> None:
+        self._graph, self._runs, self._length, self._used = graph, runs, length, used
         self._position = torch.empty(0)
         self._own: dict[str, Any] = {
             "kvcache.update_and_attend.default": self._attend,
@@ -138,7 +136,6 @@ class _Runs:
         last = {source: node for node in nodes for source in node.all_input_nodes}
         given = [iter(run.inputs.values()) for run in self._runs]
         constants: dict[Node, Any] = {}
-        read = 0
         for node in nodes:
             if node.op == "output":
                 break
@@ -154,11 +151,7 @@ class _Runs:
             for source in node.all_input_nodes:
                 if source in constants and last[source] is node:
                     gone = constants.pop(source)
-                    read += gone.nbytes if isinstance(gone, torch.Tensor) else 0
-            if read > _AT_ONCE:
-                self._release()
-                read = 0
-        self._release()
+                    self._used(gone.nbytes if isinstance(gone, torch.Tensor) else 0)
 
     def _depend(self, node: Node, constants: dict[Node, Any]) -> None:
         """Compute ``node`` for each run."""
