@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import gguf as gguf_package
+import numpy as np
 import pytest
 
 import tiny_gguf
@@ -13,6 +15,7 @@ import tiny_models
 from etkv import pte
 from etkv.errors import EtkvError
 from etkv.export import ExportRequest, export_program, source
+from etkv.export.gguf import packed
 from etkv.export.gguf.weights import read_weights
 
 
@@ -108,15 +111,26 @@ def test_quantized_weights(tiny, tmp_path, kind):
         assert weight.equal(read[name]) == (weight.ndim == 1)
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("Q4_0", 4), ("Q5_0", 5), ("Q8_0", 8), ("Q4_1", None), ("F16", None)])
-def test_integers_stand_for_the_weights(tiny, tmp_path, kind, bits):
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16"])
+def test_integers_stand_for_the_weights(tiny, tmp_path, kind):
     """The integers and scales of a file make up the values that the gguf package reads, in transformers' order."""
     read = stored(tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize=kind))
     for name, weight in read.items():
         groups, values = weight.groups(), weight.read()
-        assert (groups is None) == (bits is None or values.ndim == 1), name
+        assert (groups is None) == (kind == "F16" or values.ndim == 1), name
         if groups is not None:
             assert groups.values().equal(values), name
             assert groups.scales.shape[1] * 32 == values.shape[1]
-            assert groups.signed(bits) is not None
+            bits = int(kind[1])
+            assert (groups.signed(bits) is None) == kind.endswith("_1")
             assert groups.signed(bits - 1) is None
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q8_0"])
+def test_blocks_of_random_bytes(kind):
+    size, _ = packed.FORMATS[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (5, 3 * size), dtype=np.uint8)
+    # The upper bytes of scales: finite ones.
+    blocks.reshape(5, 3, size)[..., 1:4:2] &= 0x3F
+    expected = gguf_package.dequantize(blocks, gguf_package.GGMLQuantizationType[kind])
+    np.testing.assert_array_equal(packed.groups(blocks, kind).values().numpy(), expected)

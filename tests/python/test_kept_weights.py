@@ -111,7 +111,10 @@ def test_integers_are_kept_where_mlx_takes_them(folders, tmp_path, case):
             assert not torch.equal(values, own)
 
 
-@pytest.mark.parametrize(("kind", "quantize"), [("Q4_0", "4w"), ("Q4_0", "8w"), ("Q8_0", "8w"), ("Q5_0", "8w")])
+@pytest.mark.parametrize(
+    ("kind", "quantize"),
+    [("Q4_0", "4w"), ("Q4_1", "4w"), ("Q4_0", "8w"), ("Q5_0", "8w"), ("Q5_1", "8w"), ("Q8_0", "8w")],
+)
 def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize):
     file = tiny_gguf.write(tiny("tiny-llama"), tmp_path / "x.gguf", quantize=kind)
     read, made = _packed(file, tmp_path, quantize=quantize)

@@ -67,13 +67,16 @@ class StoredTensor:
             raise EtkvError(f"tensor {self.name} is stored as {kind}, which cannot be dequantized") from error
         return values.astype("float32", copy=False).reshape(self.shape)
 
-    def packed(self) -> tuple[np.ndarray, str] | None:
-        """Return the bytes of a matrix in a format of integers with one scale a group, ``[rows, bytes]``, and its name.
+    @property
+    def kind(self) -> str:
+        """llama.cpp's name of the format, such as ``Q4_0``."""
+        name: str = self._tensor.tensor_type.name
+        return name
 
-        ``None`` for other formats, see :mod:`etkv.export.gguf.packed`.
-        """
-        kind: str = self._tensor.tensor_type.name
-        return (self._tensor.data, kind) if kind in ("Q4_0", "Q5_0", "Q8_0") and len(self.shape) == 2 else None
+    def blocks(self) -> np.ndarray:
+        """Return the bytes of a matrix in a format of blocks, ``[rows, bytes]``."""
+        data: np.ndarray = self._tensor.data
+        return data
 
 
 class GgufFile:

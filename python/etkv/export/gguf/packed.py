@@ -1,7 +1,8 @@
-"""The integers and scales of GGUF's formats with one scale for each 32 numbers of a row."""
+"""The integers and scales of GGUF's formats with groups of 32 numbers of a row."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,26 +11,79 @@ import torch
 from etkv.export.published.weight import Groups
 
 _GROUP = 32
-
-BITS = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8}
-"""A format -> the bits of its integers."""
+_OF_BLOCK = 8
+"""The groups of a block of the formats whose scales are integers."""
 
 
 def groups(blocks: Any, kind: str) -> Groups:
-    """Return the integers of ``blocks``, uint8 ``[rows, bytes]`` in the format ``kind``, a key of :data:`BITS`.
+    """Return the integers of ``blocks``, uint8 ``[rows, bytes]`` in the format ``kind``, a key of :data:`FORMATS`."""
+    size, decode = FORMATS[kind]
+    return decode(np.ascontiguousarray(blocks).reshape(len(blocks), -1, size))
 
-    A block has its scale in float16 first. In formats of 4 and 5 bits a byte has number ``j`` in its lower half and
-    number ``j + 16`` in its upper half, and the fifth bits of all numbers lie together.
+
+def _halves(blocks: Any) -> Any:
+    """Return 16-bit numbers, ``[rows, blocks, n]`` in float32, of ``[rows, blocks, 2 * n]`` bytes."""
+    return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
+
+
+def _nibbles(blocks: Any, fifths: Any) -> Any:
+    """Return the 32 codes of a block: the lower halves of 16 bytes, then the upper ones, with a fifth bit if given."""
+    codes = np.concatenate([blocks & 15, blocks >> 4], axis=-1)
+    return codes if fifths is None else codes | np.unpackbits(fifths, axis=-1, bitorder="little") << 4
+
+
+def _flat(numbers: Any) -> torch.Tensor:
+    """Return numbers as a matrix, with the rows that they have."""
+    return torch.from_numpy(numbers.reshape(len(numbers), -1))
+
+
+def _symmetric(blocks: Any, has_fifths: bool) -> Groups:
+    """Return Q4_0 and Q5_0: a scale, and codes around half of their range."""
+    scales = _flat(_halves(blocks[..., :2]))
+    codes = _nibbles(blocks[..., -_GROUP // 2 :], blocks[..., 2:6] if has_fifths else None)
+    return Groups(_flat(codes), scales, torch.full_like(scales, 16.0 if has_fifths else 8.0))
+
+
+def _shifted(blocks: Any, has_fifths: bool) -> Groups:
+    """Return Q4_1 and Q5_1: a scale, the least number, and codes from it on."""
+    scales, least = np.split(_halves(blocks[..., :4]), 2, axis=-1)
+    codes = _nibbles(blocks[..., -_GROUP // 2 :], blocks[..., 4:8] if has_fifths else None)
+    return Groups(_flat(codes), _flat(scales), None, biases=_flat(least))
+
+
+def _bytes(blocks: Any) -> Groups:
+    """Return Q8_0: a scale, and signed bytes."""
+    scales = _flat(_halves(blocks[..., :2]))
+    return Groups(_flat(blocks[..., 2:] ^ 128), scales, torch.full_like(scales, 128.0))
+
+
+def _super(blocks: Any, has_fifths: bool) -> Groups:
+    """Return Q4_K and Q5_K: eight groups with scales and least numbers of 6 bits, and one of 16 bits for each kind.
+
+    The first four of a kind have the lower six bits of a byte. The others have four bits in further bytes, a kind in
+    each half, and two in the highest bits of the first.
     """
-    rows = blocks.shape[0]
-    apart = np.ascontiguousarray(blocks).reshape(rows, -1, 2 + _GROUP * BITS[kind] // 8)
-    scales = torch.from_numpy(apart[..., :2].copy().view(np.float16)[..., 0].astype(np.float32))
-    if kind == "Q8_0":
-        codes, zero = apart[..., 2:] ^ 128, 128.0
-    else:
-        halves = apart[..., -_GROUP // 2 :]
-        codes, zero = np.concatenate([halves & 15, halves >> 4], axis=-1), 8.0
-        if kind == "Q5_0":
-            codes |= np.unpackbits(apart[..., 2:6], axis=-1, bitorder="little") << 4
-            zero = 16.0
-    return Groups(torch.from_numpy(codes.reshape(rows, -1)), scales, torch.full_like(scales, zero))
+    whole, least = np.split(_halves(blocks[..., :4]), 2, axis=-1)
+    first, second, third = np.split(blocks[..., 4:16], 3, axis=-1)
+    scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
+    minima = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=-1)
+    # Of 64 numbers the first 32 are in the lower halves of 32 bytes.
+    pairs = blocks[..., -_OF_BLOCK * _GROUP // 2 :].reshape(*blocks.shape[:2], -1, 1, _GROUP)
+    codes = np.concatenate([pairs & 15, pairs >> 4], axis=3).reshape(*blocks.shape[:2], _OF_BLOCK, _GROUP)
+    if has_fifths:
+        # Bit k of byte j belongs to number j of group k.
+        bits = blocks[..., 16:48, None] >> np.arange(_OF_BLOCK, dtype=np.uint8) & 1
+        codes = codes | bits.swapaxes(2, 3) << 4
+    return Groups(_flat(codes), _flat(whole * scales), None, biases=_flat(-(least * minima)))
+
+
+FORMATS: dict[str, tuple[int, Callable[[Any], Groups]]] = {
+    "Q4_0": (18, lambda blocks: _symmetric(blocks, False)),
+    "Q4_1": (20, lambda blocks: _shifted(blocks, False)),
+    "Q4_K": (144, lambda blocks: _super(blocks, False)),
+    "Q5_0": (22, lambda blocks: _symmetric(blocks, True)),
+    "Q5_1": (24, lambda blocks: _shifted(blocks, True)),
+    "Q5_K": (176, lambda blocks: _super(blocks, True)),
+    "Q8_0": (34, _bytes),
+}
+"""The name of a format -> the bytes of a block, and the function that decodes blocks ``[rows, blocks, bytes]``."""

@@ -110,15 +110,14 @@ class _Reader:
         """Return the integers and scales of transformers' parameter ``name``; ``None`` if the file has none."""
         if len(sources) != 1 or self._rule(name) is not None or self._file.architecture == "gpt2":
             return None
-        found = self._file.tensors[sources[0]].packed()
-        if found is None or self._file.tensors[sources[0]].shape != shape:
+        tensor = self._file.tensors.get(sources[0])
+        if tensor is None or tensor.kind not in packed.FORMATS or tensor.shape != shape or len(shape) != 2:
             return None
-        blocks, kind = found
 
         def arranged(matrix: torch.Tensor) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(self._reordered(name, sources[0], matrix.numpy())))
 
-        return packed.groups(blocks, kind).rows(arranged)
+        return packed.groups(tensor.blocks(), tensor.kind).rows(arranged)
 
     def check_there(self, name: str, sources: list[str]) -> None:
         """Raise :class:`EtkvError` for a tensor of ``name`` that the file lacks, up to biases that are zero."""

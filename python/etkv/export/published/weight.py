@@ -52,28 +52,33 @@ class Groups:
     """A matrix of integers in groups that share a scale: a weight is ``(code - zero) * scale``.
 
     ``codes`` is ``[rows, columns]``, unsigned. ``scales`` and ``zeros`` are float32 ``[rows, groups]``. ``order`` is
-    the group of each column; ``None`` where columns follow each other.
+    the group of each column; ``None`` where columns follow each other. With ``biases``, ``[rows, groups]`` too, a
+    weight is ``code * scale + bias``, and there are no zeros and no order.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
-    zeros: torch.Tensor
+    zeros: torch.Tensor | None
     order: torch.Tensor | None = None
+    biases: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
         """Return the weights in float32."""
         codes = self.codes.float()
-        if self.order is not None:
+        if self.zeros is not None and self.order is not None:
             return (codes - self.zeros[:, self.order]) * self.scales[:, self.order]
         groups: torch.Tensor = codes.unflatten(1, (self.scales.shape[1], -1))
-        return ((groups - self.zeros.unsqueeze(2)) * self.scales.unsqueeze(2)).flatten(1)
+        if self.zeros is not None:
+            groups = groups - self.zeros.unsqueeze(2)
+        groups = groups * self.scales.unsqueeze(2)
+        return (groups if self.biases is None else groups + self.biases.unsqueeze(2)).flatten(1)
 
     def signed(self, bits: int) -> torch.Tensor | None:
         """Return the integers that scales multiply, int8 ``[rows, columns]``; ``None`` if they exceed ``bits`` bits.
 
         Groups have to be of columns that follow each other.
         """
-        if self.order is not None:
+        if self.order is not None or self.zeros is None:
             return None
         zeros = self.zeros.short()
         groups = self.codes.short().unflatten(1, (self.scales.shape[1], -1)) - zeros.unsqueeze(2)
@@ -83,7 +88,8 @@ class Groups:
 
     def rows(self, arranged: Callable[[torch.Tensor], torch.Tensor]) -> Groups:
         """Return the groups with rows in the order in which ``arranged`` returns those of any matrix."""
-        return replace(self, codes=arranged(self.codes), scales=arranged(self.scales), zeros=arranged(self.zeros))
+        parts = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "biases": self.biases}
+        return replace(self, **{name: arranged(part) for name, part in parts.items() if part is not None})
 
 
 @dataclass(frozen=True)
