@@ -80,7 +80,8 @@ void of_our_version() {
   facts.set("kv_cache.n_kv_heads", std::vector<int64_t>{8, 4})
       .set("kv_cache.v_head_dim", std::vector<int32_t>{32, 48})
       .set("kv_cache.window", std::vector<int32_t>{0, 1024})
-      .set("kv_cache.sinks", std::vector<int64_t>{0, 4});
+      .set("kv_cache.sinks", std::vector<int64_t>{0, 4})
+      .set("kv_cache.values_in_keys", std::vector<int32_t>{1, 0});
   const auto params = must(facts.read());
   CHECK_INT(params.layers[0].n_kv_heads, 8);
   CHECK_INT(params.layers[1].n_kv_heads, 4);
@@ -90,6 +91,8 @@ void of_our_version() {
   CHECK_INT(params.layers[0].window, 0);
   CHECK_INT(params.layers[1].window, 1024);
   CHECK_INT(params.layers[1].sinks, 4);
+  CHECK(params.layers[0].values_in_keys && !params.layers[1].values_in_keys);
+  CHECK(!uniform.layers[0].values_in_keys);
   CHECK_INT(params.prefill_chunk_size, 256);
   CHECK_INT(params.max_context_length, 4096);
 
@@ -105,6 +108,22 @@ void of_our_version() {
       make_decode_session(kMLXBackend, config),
       ETKV_ERROR_INVALID_ARGUMENT,
       "layer 1: values");
+}
+
+void values_in_keys() {
+  auto facts = versioned();
+  facts.set("kv_cache.v_head_dim", 48).set("kv_cache.values_in_keys", 1);
+  auto config = make_config(must(facts.read()), 10, "f32");
+  config.growth = Growth::exact;
+  // Keys alone take bytes, and 48 elements need not fill groups.
+  CHECK_INT(must(estimate(config, 10)).allocated, 2 * 10 * 8 * 64 * 4);
+  config.k_format = config.v_format = "affine8g64";
+  CHECK(make_decode_session(kMLXBackend, config).ok());
+  facts.set("kv_cache.values_in_keys", 2);
+  CHECK_REFUSED(
+      facts.read(),
+      ETKV_ERROR_PROGRAM,
+      "`kv_cache.values_in_keys` has 2, expected 0 or 1");
 }
 
 void of_another_version() {
@@ -490,6 +509,7 @@ int main() {
   using namespace etkv::tests;
   etkv::examples::quiet_executorch();
   of_our_version();
+  values_in_keys();
   of_another_version();
   of_recurrent_layers();
   of_executorchs_exporter();

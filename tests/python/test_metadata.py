@@ -216,6 +216,13 @@ def test_versioned_facts_that_are_absent_or_wrong(name):
             read_kv_cache_metadata(versioned(**{name: value}))
 
 
+def test_values_are_in_keys_or_not():
+    with pytest.raises(EtkvError, match="`kv_cache.values_in_keys` has 2, expected 0 or 1"):
+        read_kv_cache_metadata(versioned(values_in_keys=[1, 2]))
+    layers = read_kv_cache_metadata(versioned(values_in_keys=1)).layers
+    assert layers == (LayerConfig(8, 64, 64, values_in_keys=True),) * 2
+
+
 @pytest.mark.parametrize("name", ["get_n_caches", "get_kv_heads", "get_head_dims", "get_windows"])
 def test_facts_of_the_exporter_that_are_absent(name):
     with pytest.raises(EtkvError, match=f"the program does not tell `{name}`; export it with an off-graph KV cache"):

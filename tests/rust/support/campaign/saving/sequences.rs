@@ -254,46 +254,53 @@ pub fn a_sequence_that_is_not_finite_joins_no_others<B: Backend>() {
         return;
     }
     let place = SaveFile::new();
-    let config = CacheConfig::uniform(1, 1, 64, 40).stored_as(KvFormat::F32);
-    B::run(|| {
-        for (value, to, fits) in [
-            (f32::NAN, "f32", false),
-            (1e30, "f32", true),
-            // Infinite once it is converted.
-            (1e30, "f16", false),
-        ] {
-            let mut growing = Shape { kind: 0, config: config.clone() }.make::<B>();
-            let rows = |value| B::tensor(&vec![vec![vec![value; 64]]; 2]);
-            let mut step = etkv_core::Step::begin(&mut *growing, &[0, 1]).unwrap();
-            step.update_and_fetch(0, &rows(0.5), &rows(value)).unwrap();
-            step.commit(&[]).unwrap();
-            save(&mut *growing, &place.path, labels(&[])).unwrap();
-            let to: KvFormat = to.parse().unwrap();
-            let mut pool = Shape { kind: 1, config: config.clone().stored_as(to) }.make::<B>();
-            go_on::<B>(1, &mut pool, 0, 4);
-            let loaded = load_sequence(&mut *pool, 1, &place.path, MODEL);
-            assert_eq!(loaded.is_ok(), fits, "{value} in {to}");
-            if let Err(error) = loaded {
-                assert_eq!(error.status(), Status::File);
-                assert!(error.message().contains("a value of layer 0 is not finite"), "{error}");
-                assert_eq!(pool.length(), 4);
-            }
-            assert!(go_on::<B>(2, &mut pool, 0, 1)
-                .iter()
-                .all(|&bits| f32::from_bits(bits).is_finite()));
-        }
-        // The same for all sequences at once.
-        let mut wide = Shape { kind: 1, config: config.clone() }.make::<B>();
+    for in_keys in [false, true] {
+        let mut config = CacheConfig::uniform(1, 1, 64, 40).stored_as(KvFormat::F32);
+        config.layers[0].values_in_keys = in_keys;
+        B::run(|| not_finite::<B>(&config, &place));
+    }
+}
+
+fn not_finite<B: Backend>(config: &CacheConfig, place: &SaveFile) {
+    // Values that are in keys are not read from the second tensor.
+    let in_keys = config.layers[0].values_in_keys;
+    let write = |cache: &mut AnyCache<B>, value: f32| {
         let rows = |value| B::tensor(&vec![vec![vec![value; 64]]; 2]);
-        let mut step = etkv_core::Step::begin(&mut *wide, &[0, 1]).unwrap();
-        step.update_and_fetch(0, &rows(0.5), &rows(1e30)).unwrap();
+        let [k, v] = if in_keys { [value, f32::NAN] } else { [0.5, value] };
+        let mut step = etkv_core::Step::begin(&mut **cache, &[0, 1]).unwrap();
+        step.update_and_fetch(0, &rows(k), &rows(v)).unwrap();
         step.commit(&[]).unwrap();
-        save(&mut *wide, &place.path, labels(&[])).unwrap();
-        load(&mut *wide, &place.path, MODEL).unwrap();
-        let mut narrow =
-            Shape { kind: 1, config: config.clone().stored_as(KvFormat::F16) }.make::<B>();
-        let error = load(&mut *narrow, &place.path, MODEL).unwrap_err();
-        assert_eq!((error.status(), narrow.length()), (Status::File, 0));
-        assert!(error.message().contains("a value of layer 0 is not finite"), "{error}");
-    });
+    };
+    for (value, to, fits) in [
+        (f32::NAN, "f32", false),
+        (1e30, "f32", true),
+        // Infinite once it is converted.
+        (1e30, "f16", false),
+    ] {
+        let mut growing = Shape { kind: 0, config: config.clone() }.make::<B>();
+        write(&mut growing, value);
+        save(&mut *growing, &place.path, labels(&[])).unwrap();
+        let to: KvFormat = to.parse().unwrap();
+        let mut pool = Shape { kind: 1, config: config.clone().stored_as(to) }.make::<B>();
+        go_on::<B>(1, &mut pool, 0, 4);
+        let loaded = load_sequence(&mut *pool, 1, &place.path, MODEL);
+        assert_eq!(loaded.is_ok(), fits, "{value} in {to}");
+        if let Err(error) = loaded {
+            assert_eq!(error.status(), Status::File);
+            assert!(error.message().contains("a value of layer 0 is not finite"), "{error}");
+            assert_eq!(pool.length(), 4);
+        }
+        assert!(go_on::<B>(2, &mut pool, 0, 1)
+            .iter()
+            .all(|&bits| f32::from_bits(bits).is_finite()));
+    }
+    // The same for all sequences at once.
+    let mut wide = Shape { kind: 1, config: config.clone() }.make::<B>();
+    write(&mut wide, 1e30);
+    save(&mut *wide, &place.path, labels(&[])).unwrap();
+    load(&mut *wide, &place.path, MODEL).unwrap();
+    let mut narrow = Shape { kind: 1, config: config.clone().stored_as(KvFormat::F16) }.make::<B>();
+    let error = load(&mut *narrow, &place.path, MODEL).unwrap_err();
+    assert_eq!((error.status(), narrow.length()), (Status::File, 0));
+    assert!(error.message().contains("a value of layer 0 is not finite"), "{error}");
 }
