@@ -217,7 +217,7 @@ def test_versioned_facts_that_are_absent_or_wrong(name):
 
 
 def test_values_are_in_keys_or_not():
-    with pytest.raises(EtkvError, match="`kv_cache.values_in_keys` has 2, expected 0 or 1"):
+    with pytest.raises(EtkvError, match=r"`kv_cache\.values_in_keys` has 2, expected 0 or 1"):
         read_kv_cache_metadata(versioned(values_in_keys=[1, 2]))
     layers = read_kv_cache_metadata(versioned(values_in_keys=1)).layers
     assert layers == (LayerConfig(8, 64, 64, values_in_keys=True),) * 2
