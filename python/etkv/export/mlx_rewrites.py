@@ -83,6 +83,20 @@ def _index(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None:
     return call(graph, _ATEN.view.default, rows, sizes)
 
 
+def _max(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Replace the largest elements along an axis and their indices by an operation for each."""
+    arguments: list[Any] = [*node.args, *([False] if len(node.args) < 3 else [])]
+    source, axis, keeps = arguments
+    for user in list(node.users):
+        with graph.inserting_before(user):
+            if user.args[1] == 0:
+                made = call(graph, _ATEN.amax.default, source, [axis], keeps)
+            else:
+                made = call(graph, _ATEN.argmax.default, source, axis, keeps)
+        user.replace_all_uses_with(made)
+        graph.erase_node(user)
+
+
 _IN_PLACE = (_ATEN.scatter_.value, _ATEN.scatter_.src)
 
 _NEW = (_ATEN.full_like.default, _ATEN.zeros_like.default, _ATEN.zeros.default, _ATEN.new_zeros.default)
@@ -91,5 +105,6 @@ _NEW = (_ATEN.full_like.default, _ATEN.zeros_like.default, _ATEN.zeros.default, 
 _REWRITES = {
     **dict.fromkeys((_ATEN.scatter.value, _ATEN.scatter.src, *_IN_PLACE), _scatter),
     _ATEN.index.Tensor: _index,
+    _ATEN.max.dim: _max,
 }
 """Operators -> the functions that return what takes their place, or None."""

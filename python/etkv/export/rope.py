@@ -30,6 +30,7 @@ def settle(model: PreTrainedModel, max_context: int) -> None:
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str):
             _settle(module, kind, None, max_context)
+            _compute_once(module, kind)
             module.rope_type = _FIXED
         elif isinstance(kind, dict):
             for layer_type, own in kind.items():
@@ -55,6 +56,12 @@ def _of_text(frequencies: torch.Tensor) -> torch.Tensor:
     import torch
 
     return torch.cat((frequencies[0], frequencies[0]), dim=-1)
+
+
+def _compute_once(module: Any, kind: str) -> None:
+    """Let a module that computes its frequencies in every step read those that it was made with."""
+    if kind == _FIXED and hasattr(module, "rope_init_fn"):
+        module.rope_init_fn = lambda *_, **__: (module.inv_freq, module.attention_scaling)
 
 
 def _settle(module: torch.nn.Module, kind: str, layer_type: str | None, max_context: int) -> None:
