@@ -112,6 +112,11 @@ CASES = {
         packers.fp8(*SHAPE, None, scale_shape=(ROWS, 1), scale_name="weight_scale"),
         _groups("float-quantized", num_bits=8, type="float", strategy="channel"),
     ),
+    # As packages of 2024 wrote it.
+    "float-tensor": lambda: (
+        packers.fp8(*SHAPE, None, scale_shape=(1,), scale_name="weight_scale"),
+        _groups("naive-quantized", num_bits=8, type="float", strategy="tensor") | {"quantization_status": "frozen"},
+    ),
     "nvfp4": lambda: (
         packers.nvfp4(*SHAPE, divides=True),
         _groups("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
@@ -174,6 +179,16 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
         lambda: packers.awq(*SHAPE, GROUP)[0],
         "version is 'marlin', and the exporter reads the layouts gemm and gemv",
     ),
+    "awq layout": (
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gemv_fast"},
+        lambda: packers.awq(*SHAPE, GROUP)[0],
+        "checkpoint_format is 'gemv_fast', and the exporter reads the layouts gemm and gemv",
+    ),
+    "awq layouts": (
+        {**AWQ, "format": "gemv"},
+        lambda: packers.awq(*SHAPE, GROUP)[0],
+        "version and format are gemm and gemv, and differ",
+    ),
     "awq part": (
         AWQ,
         lambda: {name: x for name, x in packers.awq(*SHAPE, GROUP)[0].items() if name != "qzeros"},
@@ -199,6 +214,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
         _gptq(checkpoint_format="marlin"),
         lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
         "checkpoint_format is 'marlin'",
+    ),
+    "gptq formats": (
+        _gptq(checkpoint_format="gptq", format="gptq_v2"),
+        lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
+        "checkpoint_format and format differ: gptq and gptq_v2",
     ),
     "gptq zero": (
         _gptq(),

@@ -19,6 +19,7 @@ from etkv.export.published.weight import Grouped, Groups, Weight
 
 _BITS = 4
 _IN_WORD = 32 // _BITS
+_LAYOUT = ("version", "format", "checkpoint_format")
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of ``gemm`` of each of its eight outputs."""
 
@@ -29,11 +30,14 @@ class Awq(Format):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         settings.one_of("bits" if "bits" in settings.values else "w_bit", (_BITS,), _BITS)
-        # Runtimes change the layout of gemm when they load it, and write the name of theirs.
-        version = str(settings.values.get("version", "gemm")).lower()
-        if version not in ("gemm", "gemv", "exllama", "ipex"):
-            raise settings.refuse(f"version is {version!r}, and the exporter reads the layouts gemm and gemv")
-        self._is_gemv = version == "gemv"
+        # Packages have three names for the layout. Runtimes change gemm when they load it, and write their own names.
+        named = {name: str(settings.values[name]).lower() for name in _LAYOUT if settings.values.get(name)}
+        for name, layout in named.items():
+            if layout not in ("gemm", "gemv", "exllama", "ipex"):
+                raise settings.refuse(f"{name} is {layout!r}, and the exporter reads the layouts gemm and gemv")
+        self._is_gemv = "gemv" in named.values()
+        if self._is_gemv and len(set(named.values())) > 1:
+            raise settings.refuse(f"{' and '.join(named)} are {' and '.join(named.values())}, and differ")
         settings.one_of("zero_point", (True,), True)
         self._group_size = settings.group_size("group_size" if "group_size" in settings.values else "q_group_size")
 

@@ -53,7 +53,8 @@ class CompressedTensors(Format):
             value = values.get(name)
             if value and (name != "sparsity_config" or value.get("format", "dense") != "dense"):
                 raise settings.refuse(f"{name} is {value!r}, which the exporter does not know")
-        settings.one_of("quantization_status", ("compressed", None), None)
+        # The second is that of older packages, which compressed weights too.
+        settings.one_of("quantization_status", ("compressed", "frozen", None), None)
         self._format = settings.one_of("format", (*_FORMATS, "mixed-precision"), "dense")
         groups = values.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):

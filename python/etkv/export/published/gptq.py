@@ -27,9 +27,12 @@ class Gptq(Format):
         super().__init__(settings)
         self._bits = settings.one_of("bits", _BITS, 4)
         self._group_size = settings.group_size()
-        # The second name is that of older packages.
-        name = "checkpoint_format" if "checkpoint_format" in settings.values else "format"
-        self._adds_one = settings.one_of(name, ("gptq", "gptq_v2", "", None), "gptq") != "gptq_v2"
+        # Packages have two names for the format.
+        names = [name for name in ("checkpoint_format", "format") if settings.values.get(name)]
+        formats = {settings.one_of(name, ("gptq", "gptq_v2"), "gptq") for name in names} or {"gptq"}
+        if len(formats) > 1:
+            raise settings.refuse(f"{' and '.join(names)} differ: {' and '.join(sorted(formats))}")
+        self._adds_one = formats == {"gptq"}
         self._has_own = bool(settings.values.get("dynamic"))
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
