@@ -225,11 +225,14 @@ def _check_states(traced: ExportedProgram, layout: CacheLayout, family: str) -> 
 
 def _serialize(edge: EdgeProgramManager) -> ExecutorchProgramManager:
     from executorch.exir import ExecutorchBackendConfig
+    from executorch.exir.memory_planning import MemoryPlanningAlgorithmSuite
     from executorch.exir.passes import MemoryPlanningPass
+
+    from etkv.export import memory
 
     return edge.to_executorch(
         config=ExecutorchBackendConfig(
             extract_delegate_segments=True,
-            memory_planning_pass=MemoryPlanningPass(alloc_graph_input=True),
+            memory_planning_pass=MemoryPlanningPass(MemoryPlanningAlgorithmSuite([memory.plan])),
         )
     )
