@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import published_packers as packers
 import test_published
 import tiny_gguf
-from etkv.export import ExportRequest, Progress, export_program, lowering, packing, source
+from etkv.export import ExportRequest, Progress, experts, export_program, lowering, packing, source
 from etkv.export.scratch import Scratch
 
 
@@ -122,6 +123,48 @@ def test_integers_of_gguf_files_are_kept(tiny, tmp_path, kind, quantize):
     origin = source.find(file)
     meant = source.read_model(origin, source.read_config(origin), "float32")
     assert all(torch.equal(values, meant.get_submodule(name).weight) for name, values in read.items())
+
+
+def _experts(model: Path, folder: Path):
+    """Return the weights of experts in a program of 4 bits, those that ``model`` means, and the packing."""
+    wanted = ExportRequest(model, folder / "model.pte", quantize="4w")
+    origin = source.find(model)
+    meant = source.read_model(origin, source.read_config(origin), "float32")
+    with Scratch(folder, origin.files()) as scratch:
+        made = packing.Packing(lowering.packer(wanted, 32, scratch), scratch)
+        read = source.read_model(origin, source.read_config(origin), "float32", packing=made)
+        return experts.plain_weights(read), meant.state_dict(), made
+
+
+def test_experts_of_a_folder_are_kept(tiny, tmp_path):
+    """Each expert has matrices of its own in a file, and one product of all experts has them after each other."""
+    folder, plain = (shutil.copytree(tiny("tiny-qwen3-moe"), tmp_path / part) for part in ("quantized", "plain"))
+    test_published.quantize(
+        folder, plain, test_published.AWQ, lambda *shape, seed: packers.awq(*shape, 32, seed=seed), ".experts."
+    )
+    read, meant, made = _experts(folder, tmp_path)
+    assert len(read) == 2
+    assert (made.kept, made.repacked) == (2, 0)
+    for name, values in read.items():
+        torch.testing.assert_close(values, meant[name], rtol=0, atol=3e-7 * float(meant[name].abs().max()))
+
+
+def test_experts_of_a_gguf_file_are_kept(tiny, tmp_path):
+    folder = tiny("tiny-qwen3-moe")
+    config = json.loads((folder / "config.json").read_text())
+    keys = {".expert_weights_norm": config["norm_topk_prob"]}
+    sparse = shutil.copytree(folder, tmp_path / "sparse")
+    (sparse / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "mlp_only_layers": []}))
+    loaded = {
+        name: x for name, x in load_file(folder / "model.safetensors").items() if not name.startswith("model.layers.1.")
+    }
+    save_file(loaded, sparse / "model.safetensors", {"format": "pt"})
+    file = tiny_gguf.write(sparse, tmp_path / "x.gguf", architecture="qwen3moe", keys=keys, quantize="Q4_0")
+    read, meant, made = _experts(file, tmp_path)
+    # Those of both products, of four matrices of attention, and of the embedding, which the head has too; the router.
+    assert len(read) == 2
+    assert (made.kept, made.repacked) == (8, 0)
+    assert all(torch.equal(values, meant[name]) for name, values in read.items())
 
 
 def test_a_program_has_biases(folders, tmp_path):

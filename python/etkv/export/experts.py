@@ -42,7 +42,8 @@ class Weights(torch.nn.Module):
         if not self.bits:
             plain: torch.Tensor = self.weight.transpose(-1, -2)
             return plain
-        return mlx_quantization.dequantize(self.packed, self.scales, self.bits, self.scales.dtype)
+        own = mlx_quantization.shifts(self.scales, self.biases, self.bits)
+        return mlx_quantization.dequantize(self.packed, self.scales, self.bits, self.scales.dtype, own)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, is_sorted: torch.Tensor) -> torch.Tensor:
         """Multiply each row of ``x``, ``[rows, 1, in]``, by the weights of its expert: ``[rows, 1, out]``."""
@@ -104,36 +105,38 @@ def take(model: PreTrainedModel, keep: Callable[[torch.Tensor], torch.Tensor]) -
     """
     for _, module in mixtures(model):
         if are_plain(module):
-            _replace(module, lambda weights: (0, {"weight": keep(weights.transpose(-1, -2).contiguous())}))
+            _replace(module, lambda _, weights: (0, {"weight": keep(weights.transpose(-1, -2).contiguous())}))
 
 
 def pack(
     module: Any,
     bits: int,
-    pack_rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    pack_rows: Callable[[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
     keep: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Pack the weights of a module of experts in ``bits`` bits, and let it compute with this module.
 
-    ``pack_rows`` returns packed integers and scales of a matrix.
+    ``pack_rows`` returns packed integers, scales and biases of the rows of all experts, for the weight of a name.
     """
 
-    def packed(weights: torch.Tensor) -> tuple[int, dict[str, torch.Tensor]]:
-        integers, scales = (part.unflatten(0, weights.shape[:2]) for part in pack_rows(weights.flatten(0, 1)))
-        # MLX adds a bias to an unsigned integer times its scale.
-        biases = scales * -(1 << (bits - 1))
-        return bits, {"packed": integers, "scales": scales, "biases": keep(biases)}
+    def packed(name: str, weights: torch.Tensor) -> tuple[int, dict[str, torch.Tensor]]:
+        integers, scales, biases = pack_rows(name, weights.flatten(0, 1))
+        if biases is None:
+            # MLX adds a bias to an unsigned integer times its scale.
+            biases = keep(mlx_quantization.biases_of(scales, bits))
+        parts = {"packed": integers, "scales": scales, "biases": biases}
+        return bits, {part: tensor.unflatten(0, weights.shape[:2]) for part, tensor in parts.items()}
 
     _replace(module, packed)
 
 
-def _replace(module: Any, made: Callable[[torch.Tensor], tuple[int, dict[str, torch.Tensor]]]) -> None:
+def _replace(module: Any, made: Callable[[str, torch.Tensor], tuple[int, dict[str, torch.Tensor]]]) -> None:
     module.config._experts_implementation = NAME
     for name in names(module):
         weights = getattr(module, name).detach()
         delattr(module, name)
         weights = weights.transpose(-1, -2) if module.is_transposed else weights
-        setattr(module, name, Weights(weights.shape, *made(weights)))
+        setattr(module, name, Weights(weights.shape, *made(name, weights)))
         del weights
 
 

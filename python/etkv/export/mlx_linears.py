@@ -7,6 +7,7 @@ and their dequantization. In plain PyTorch both unpack the weights, a part at a 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,13 +65,14 @@ def gathered(
 ) -> Tensor:
     """Return the products ``[n, 1, rows]`` of ``x``, ``[n, 1, columns]``, with the matrices at ``experts``, ``[n]``.
 
-    ``packed`` and ``scales`` are those of :func:`etkv.export.mlx_quantization.quantize` for each expert. ``biases`` are
-    for MLX, and so is ``is_sorted``: whether rows of one expert are adjacent.
+    ``packed``, ``scales`` and ``biases`` are those of :func:`etkv.export.mlx_quantization.dequantize` for each expert.
+    ``is_sorted`` is for MLX: whether rows of one expert are adjacent.
     """
     made = x.new_empty((*x.shape[:-1], packed.shape[1]))
     for expert in experts.unique().tolist():
         chosen = experts == expert
-        matrix = mlx_quantization.dequantize(packed[expert], scales[expert], bits, x.dtype)
+        own = mlx_quantization.shifts(scales[expert], biases[expert], bits)
+        matrix = mlx_quantization.dequantize(packed[expert], scales[expert], bits, x.dtype, own)
         made[chosen] = x[chosen] @ matrix.T
     return made
 
@@ -152,9 +154,9 @@ class Packer:
         layer.etkv_bits = self._bits
         return PackedLinear if isinstance(layer, torch.nn.Linear) else PackedEmbedding
 
-    def pack_experts(self, module: Any) -> None:
+    def pack_experts(self, module: Any, pack: Callable[[str, Tensor], Any]) -> None:
         """Pack the weights of experts in place."""
-        experts.pack(module, self._bits, lambda weights: self.pack(weights)[:2], self._scratch.keep)
+        experts.pack(module, self._bits, pack, self._scratch.keep)
 
 
 def _taken(group_size: int) -> int:

@@ -98,6 +98,16 @@ def _dequantized(
     return parts
 
 
+def biases_of(scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the biases of groups whose weights are their scale times a signed integer."""
+    return scales * -(1 << (bits - 1))
+
+
+def shifts(scales: torch.Tensor, biases: torch.Tensor, bits: int) -> torch.Tensor | None:
+    """Return ``biases`` for :func:`dequantize`: None if they are :func:`biases_of`, which rounds once less."""
+    return None if torch.equal(biases, biases_of(scales, bits)) else biases
+
+
 def keep(
     groups: Groups, bits: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:

@@ -18,12 +18,13 @@ import torch
 
 from etkv.errors import EtkvError
 from etkv.export import experts, latent
+from etkv.export.published.weight import Groups, joined
 from etkv.export.scratch import Scratch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from etkv.export.published.weight import Groups, Weight
+    from etkv.export.published.weight import Weight
 
 
 class PackedLayer(torch.nn.Module):
@@ -64,8 +65,11 @@ class Packer(Protocol):
         The layer, of torch's ``Linear`` or ``Embedding``, has no weight any more.
         """
 
-    def pack_experts(self, module: Any) -> None:
-        """Pack the weights of a module of experts in place. Raises :class:`ValueError` if they cannot be."""
+    def pack_experts(self, module: Any, pack: Callable[[str, torch.Tensor], Any]) -> None:
+        """Pack the weights of a module of experts in place. Raises :class:`ValueError` if they cannot be.
+
+        ``pack`` is :meth:`pack` for the rows of all experts of the weight of a name, or :meth:`keep` of the file's.
+        """
 
 
 class Packing:
@@ -80,8 +84,8 @@ class Packing:
         self._packer, self._scratch, self.note = packer, scratch, note
         # The id of a weight, or of what stands for it -> its packed form. The weight is there to keep its id its own.
         self._packed: dict[int, tuple[torch.Tensor, Any]] = {}
-        # A module -> the weight of the file that became its own, if it is one.
-        self._stored: dict[torch.nn.Module, Weight] = {}
+        # A module and the name of its weight -> the weights of the file that became it.
+        self._stored: dict[tuple[torch.nn.Module, str], list[Weight]] = {}
         self.kept = 0
         """The number of matrices whose integers and scales are those of the file."""
         self.repacked = 0
@@ -105,9 +109,7 @@ class Packing:
                 packed = self._to_pack(model) if is_packed else set()
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)
-            stored = taken()
-            if attribute == "weight" and len(stored) == 1:
-                self._stored[module] = stored[0]
+            self._stored[module, attribute] = taken()
             weights = list(module.parameters(recurse=False))
             read = module._parameters.get(attribute)
             if read is not None and module not in packed and not read.is_meta:
@@ -187,27 +189,52 @@ class Packing:
         return made
 
     def _pack(self, path: str, module: torch.nn.Module, weight: torch.Tensor) -> Any:
-        stored = self._stored.pop(module, None)
-        groups = None if stored is None else stored.groups()
-        if groups is not None:
-            # A loader may have transposed or cut what it read.
-            is_whole = groups.codes.shape == weight.shape
-            is_same = is_whole and torch.equal(groups.values().to(weight.dtype), weight)
-            kept = self._packer.keep(groups, weight.dtype) if is_same else None  # type: ignore[union-attr]
-            if kept is not None:
-                self.kept += 1
-                return kept
-            self.repacked += 1
         try:
-            return self._packer.pack(weight.detach())  # type: ignore[union-attr] # Only called with one.
+            return self._pack_matrix(module, "weight", weight)
         except ValueError as error:
             raise EtkvError(f"the weights of {path} cannot be packed: {error}") from error
 
     def _pack_experts(self, path: str, module: Any) -> None:
+        def pack(name: str, weights: torch.Tensor) -> Any:
+            return self._pack_matrix(module, name, weights)
+
         try:
-            self._packer.pack_experts(module)  # type: ignore[union-attr]
+            self._packer.pack_experts(module, pack)  # type: ignore[union-attr]
         except ValueError as error:
             raise EtkvError(f"the weights of {path} cannot be packed: {error}") from error
+
+    def _pack_matrix(self, module: torch.nn.Module, name: str, weight: torch.Tensor) -> Any:
+        """Return the packed form of a matrix of ``module``: the integers of the file, if the backend takes them."""
+        packer: Any = self._packer
+        stored = [part.groups() for part in self._stored.pop((module, name), [])]
+        whole = [groups for groups in stored if groups is not None]
+        if whole:
+            found = _assembled(whole, weight) if len(whole) == len(stored) else None
+            kept = None if found is None else packer.keep(found, weight.dtype)
+            if kept is not None:
+                self.kept += 1
+                return kept
+            self.repacked += 1
+        return packer.pack(weight.detach())
+
+
+def _assembled(parts: list[Groups], weight: torch.Tensor) -> Groups | None:
+    """Return the integers of ``parts`` whose values are ``weight``, ``[rows, columns]``; None if none are.
+
+    A loader puts the weights of experts one after the other, or, if a matrix has two products of each expert, after
+    the other products. It may also transpose or cut what it read.
+    """
+    half = len(parts) // 2
+    orders = [parts]
+    if len(parts) % 2 == 0:
+        orders.append([part for pair in zip(parts[:half], parts[half:], strict=True) for part in pair])
+    for order in orders:
+        made = joined(order)
+        if made is not None and made.codes.shape == weight.shape:
+            values = made.values().to(weight.dtype)
+            if torch.equal(values, weight):
+                return made
+    return None
 
 
 def _base(module: torch.nn.Module) -> type[torch.nn.Module] | None:

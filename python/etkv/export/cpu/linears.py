@@ -5,6 +5,7 @@ A layer keeps its class, see :mod:`etkv.export.packing`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,8 +102,8 @@ class Packer:
             layer.bias.data = layer.bias.data.float()
         return PackedLinear if isinstance(layer, torch.nn.Linear) else PackedEmbedding
 
-    def pack_experts(self, module: Any) -> None:
-        """Pack the weights of experts in place."""
+    def pack_experts(self, module: Any, pack: Callable[[str, torch.Tensor], Any]) -> None:
+        """Pack the weights of experts in place. Their products have tiles of their own."""
         experts.pack_module(module, self._name, self._group(experts.GROUP_SIZE), self._scratch.empty)
 
     def _group(self, usual: int) -> int:

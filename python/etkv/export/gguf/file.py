@@ -74,7 +74,7 @@ class StoredTensor:
         return name
 
     def blocks(self) -> np.ndarray:
-        """Return the bytes of a matrix in a format of blocks, ``[rows, bytes]``."""
+        """Return the bytes of a tensor in a format of blocks, ``[.., rows, bytes]``."""
         data: np.ndarray = self._tensor.data
         return data
 

@@ -16,7 +16,7 @@ Make = Callable[[Sequence[Any], Any], Any]
 """Returns the values of a parameter from those of its tensors, for a configuration."""
 
 
-def _joined(parts: Sequence[Any], config: Any) -> Any:
+def joined(parts: Sequence[Any], config: Any) -> Any:
     """Join parts by rows. Experts are stacked: their rows are the axis after the first."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=parts[0].ndim - 2)
 
@@ -29,7 +29,7 @@ class Rule:
 
     pattern: str
     sources: tuple[str, ...]
-    make: Make = _joined
+    make: Make = joined
 
 
 def _flat(parts: Sequence[Any], config: Any) -> Any:

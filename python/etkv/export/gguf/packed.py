@@ -16,9 +16,9 @@ _OF_BLOCK = 8
 
 
 def groups(blocks: Any, kind: str) -> Groups:
-    """Return the integers of ``blocks``, uint8 ``[rows, bytes]`` in the format ``kind``, a key of :data:`FORMATS`."""
+    """Return the integers of ``blocks``, uint8 ``[.., rows, bytes]`` in a format of :data:`FORMATS`."""
     size, decode = FORMATS[kind]
-    return decode(np.ascontiguousarray(blocks).reshape(len(blocks), -1, size))
+    return decode(np.ascontiguousarray(blocks).reshape(-1, blocks.shape[-1] // size, size))
 
 
 def _halves(blocks: Any) -> Any:

@@ -13,7 +13,7 @@ from etkv.errors import EtkvError
 from etkv.export.gguf import layouts, packed, rope
 from etkv.export.gguf.file import GgufFile
 from etkv.export.gguf.layouts import Rule
-from etkv.export.published.weight import Groups, Weight
+from etkv.export.published.weight import Groups, Weight, joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -107,17 +107,30 @@ class _Reader:
         return np.require(values, requirements=["C", "W"])
 
     def groups(self, name: str, sources: list[str], shape: tuple[int, ...]) -> Groups | None:
-        """Return the integers and scales of transformers' parameter ``name``; ``None`` if the file has none."""
-        if len(sources) != 1 or self._rule(name) is not None or self._file.architecture == "gpt2":
-            return None
-        tensor = self._file.tensors.get(sources[0])
-        if tensor is None or tensor.kind not in packed.FORMATS or tensor.shape != shape or len(shape) != 2:
-            return None
+        """Return the integers and scales of transformers' parameter ``name``; ``None`` if the file has none.
 
-        def arranged(matrix: torch.Tensor) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(self._reordered(name, sources[0], matrix.numpy())))
+        The rows of all experts are one matrix.
+        """
+        rule = self._rule(name)
+        if (rule is not None and rule.make is not layouts.joined) or self._file.architecture == "gpt2":
+            return None
+        tensors = [self._file.tensors[source] for source in sources if source in self._file.tensors]
+        if len(tensors) != len(sources) or not all(tensor.kind in packed.FORMATS for tensor in tensors):
+            return None
+        parts = [packed.groups(tensor.blocks(), tensor.kind) for tensor in tensors]
+        if len(shape) == 2 and len(parts) == 1:
 
-        return packed.groups(tensor.blocks(), tensor.kind).rows(arranged)
+            def arranged(matrix: torch.Tensor) -> torch.Tensor:
+                return torch.from_numpy(np.ascontiguousarray(self._reordered(name, sources[0], matrix.numpy())))
+
+            return parts[0].rows(arranged)
+        experts = shape[0] if len(shape) == 3 else 1
+        of_experts = [
+            part.rows(lambda matrix, expert=expert: matrix.unflatten(0, (experts, -1))[expert])  # type: ignore[misc]
+            for expert in range(experts)
+            for part in parts
+        ]
+        return joined(of_experts)
 
     def check_there(self, name: str, sources: list[str]) -> None:
         """Raise :class:`EtkvError` for a tensor of ``name`` that the file lacks, up to biases that are zero."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,6 +90,24 @@ class Groups:
         """Return the groups with rows in the order in which ``arranged`` returns those of any matrix."""
         parts = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "biases": self.biases}
         return replace(self, **{name: arranged(part) for name, part in parts.items() if part is not None})
+
+
+def joined(parts: Sequence[Groups]) -> Groups | None:
+    """Return the rows of ``parts`` as one matrix; ``None`` if their groups differ."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for part in parts:
+        alike = part.scales.shape[1] == first.scales.shape[1] and part.codes.shape[1] == first.codes.shape[1]
+        if not alike or part.order is not None or (part.zeros is None) != (first.zeros is None):
+            return None
+
+    def rows(name: str) -> torch.Tensor | None:
+        found = [getattr(part, name) for part in parts]
+        return None if found[0] is None else torch.cat(found)
+
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    return Groups(codes, scales, rows("zeros"), biases=rows("biases"))
 
 
 @dataclass(frozen=True)
