@@ -24,6 +24,9 @@ SMALL = 1 << 20
 _AT_ONCE = 1 << 28
 """The bytes that are used until they are released."""
 
+_PIECE = 1 << 24
+"""The numbers that are copied at once."""
+
 _DROP = 4
 """``MADV_DONTNEED``."""
 
@@ -65,7 +68,12 @@ class Scratch:
         if tensor.nbytes <= SMALL or any(first <= begin < end <= last for first, last, _ in self._mappings("maps")):
             return tensor
         kept = self.empty(tensor.shape, tensor.dtype)
-        kept.copy_(tensor)
+        if not tensor.is_contiguous():
+            kept.copy_(tensor)
+            return kept
+        for part, own in zip(kept.view(-1).split(_PIECE), tensor.view(-1).split(_PIECE), strict=True):
+            part.copy_(own)
+            self.used(part.nbytes)
         return kept
 
     def used(self, size: int) -> None:
