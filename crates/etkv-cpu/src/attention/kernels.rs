@@ -56,6 +56,7 @@ pub(super) struct Next<'a> {
 
 impl<'a> Next<'a> {
     /// Returns the rows that the loop over query rows `at` to `end` of `count` prefetches.
+    #[inline(always)]
     pub fn share(mut self, at: usize, end: usize, count: usize) -> Self {
         let slots = self.rows.slots;
         self.rows.slots = &slots[slots.len() * at / count..slots.len() * end / count];
@@ -205,35 +206,42 @@ pub(super) struct Product<'a, D, const R: usize> {
 impl<D: Decode, const R: usize> Kernel for Product<'_, D, R> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
+        let vectors = self.dim / S::WIDTH;
+        let blocks = vectors / S::COLS + vectors % S::COLS;
+        let mut block = 0;
         // SAFETY: the pointers are as the fields say, and the blocks cover `dim`.
         unsafe {
             let mut at = 0;
             while at + S::COLS * S::WIDTH <= self.dim {
                 if S::COLS == 4 {
-                    self.block::<S, 4>(at);
+                    self.block::<S, 4>(at, block, blocks);
                 } else {
-                    self.block::<S, 2>(at);
+                    self.block::<S, 2>(at, block, blocks);
                 }
                 at += S::COLS * S::WIDTH;
+                block += 1;
             }
             while at < self.dim {
-                self.block::<S, 1>(at);
+                self.block::<S, 1>(at, block, blocks);
                 at += S::WIDTH;
+                block += 1;
             }
         }
     }
 }
 
 impl<D: Decode, const R: usize> Product<'_, D, R> {
-    /// Computes `C` adjacent vectors from element `at`.
+    /// Computes `C` adjacent vectors from element `at`: block `block` of `blocks`, each of which prefetches its
+    /// share of the next rows.
     #[inline(always)]
-    unsafe fn block<S: Simd, const C: usize>(&self, at: usize) {
+    unsafe fn block<S: Simd, const C: usize>(&self, at: usize, block: usize, blocks: usize) {
         let group = self.decode.group(self.dim);
         // SAFETY: the caller's.
         unsafe {
             let mut sums = [[S::splat(0.0); C]; R];
             let count = self.rows.slots.len();
-            let mut fetch = Next::in_steps(self.next.filter(|_| at == 0), count);
+            let next = self.next.map(|next| next.share(block, block + 1, blocks));
+            let mut fetch = Next::in_steps(next, count);
             for i in 0..count {
                 let row = self.rows.row(i);
                 fetch.step();

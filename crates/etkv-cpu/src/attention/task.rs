@@ -280,11 +280,16 @@ unsafe fn attend_tile<S: Simd>(
     let unpacked = scratch.unpacked.as_mut_ptr();
     // After keys come their values, after values the keys of the next head or tile.
     let in_keys = job.v.is_in(&job.k);
-    let after_keys = (!in_keys).then(|| job.v.next(head, tile.slots, 0));
     let after_values = if head + 1 < task.end_head {
         Some(job.k.next(head + 1, tile.slots, 0))
     } else {
         tile.goes_on.then(|| job.k.next(task.first_head, tile.slots, TILE))
+    };
+    let (after_keys, after_values) = match (in_keys, after_values) {
+        (false, after_values) => (Some(job.v.next(head, tile.slots, 0)), after_values),
+        // Both products read the same rows, and each prefetches half of the next ones.
+        (true, Some(next)) => (Some(next.share(0, 1, 2)), Some(next.share(1, 2, 2))),
+        (true, None) => (None, None),
     };
     let keys = job.k.rows(head, tile.slots);
     // Whether the scratch memory has the keys of this tile.
