@@ -68,6 +68,11 @@ def _packed(bits: int, symmetric: bool = True) -> dict[str, Any]:
     return _groups("pack-quantized", num_bits=bits, strategy="group", group_size=GROUP, symmetric=symmetric)
 
 
+def _mxfp4_layer() -> packers.Packed:
+    in_bytes, exponents, expected = packers.mxfp4(*SHAPE)
+    return {"weight_packed": in_bytes, "weight_scale": exponents}, expected
+
+
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 48]}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -84,7 +89,7 @@ CASES = {
     "gptq-own-bits": lambda: (packers.gptq(*SHAPE, GROUP, 8), _gptq(4, dynamic={"+:.*": {"bits": 8}})),
     **{
         f"packed-{bits}": lambda bits=bits: (packers.packed_integers(*SHAPE, GROUP, bits), _packed(bits))
-        for bits in (4, 8)
+        for bits in (1, 4, 8)
     },
     "packed-zeros": lambda: (packers.packed_integers(*SHAPE, GROUP, 3, symmetric=False), _packed(3, False)),
     "packed-channel": lambda: (
@@ -117,6 +122,14 @@ CASES = {
         packers.fp8(*SHAPE, None, scale_shape=(1,), scale_name="weight_scale"),
         _groups("naive-quantized", num_bits=8, type="float", strategy="tensor") | {"quantization_status": "frozen"},
     ),
+    "mxfp8": lambda: (
+        packers.fp8(*SHAPE, (1, 32), scale_name="weight_scale", as_powers=True),
+        _groups("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32),
+    ),
+    "mxfp4": lambda: (
+        _mxfp4_layer(),
+        _groups("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+    ),
     "nvfp4": lambda: (
         packers.nvfp4(*SHAPE, divides=True),
         _groups("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
@@ -138,6 +151,26 @@ def test_each_format_is_decoded_exactly(tmp_path, case):
     assert decoded.dtype == torch.float32
     assert torch.equal(decoded, expected)
     assert torch.equal(found[f"{LAYER}.bias"].read(), bias)
+
+
+def test_groups_of_layers_have_formats_of_their_own(tmp_path):
+    """A group that names a layer goes before one of its class."""
+    (integers, expected), (floats, others) = (
+        packers.packed_integers(*SHAPE, GROUP, 4),
+        packers.fp8(*SHAPE, None, scale_shape=(ROWS, 1), scale_name="weight_scale"),
+    )
+    other = "model.layers.0.mlp.up_proj"
+    settings = _packed(4) | {"format": "mixed-precision"}
+    of_integers = {**settings["config_groups"]["group_0"], "targets": ["re:.*q_proj"], "format": "pack-quantized"}
+    of_floats = {
+        "targets": ["Linear"],
+        "format": "float-quantized",
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+    }
+    settings["config_groups"] = {"group_0": of_integers, "group_1": of_floats}
+    found = _read(tmp_path, {**integers, **{f"{other}.{part}": x for part, x in floats.items()}}, settings).weights
+    assert torch.equal(found[f"{LAYER}.weight"].read(), expected)
+    assert torch.equal(found[f"{other}.weight"].read(), others)
 
 
 def test_experts_in_mxfp4_are_decoded_exactly(tmp_path):
