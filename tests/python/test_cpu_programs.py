@@ -249,8 +249,9 @@ def test_nodes_between_two_calls_are_one_delegate(programs, variant):
         # Kernels split its joint products: queries, keys and values, and gate and up.
         assert count == 4 * n_layers
     elif variant.quantize:
-        # Products are calls too. Between those of a layer are a norm, the rotation, a norm, and the activation.
-        assert count == 4 * n_layers + 3
+        # Products are calls too. Between those of a layer are a norm, the rotation, the order of heads, a norm, and the
+        # activation.
+        assert count == 5 * n_layers + 1
     else:
         assert count == n_layers + 3
         assert not [name for name in file.operators("forward") if "slice" in name]
