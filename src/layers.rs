@@ -188,6 +188,7 @@ pub fn layer_caches(cache: SharedCache) -> Result<Vec<LayerCache>> {
         window: match policy {
             LayerPolicy::Full => None,
             LayerPolicy::Window { window, sinks } => Some(window.saturating_add(sinks)),
+            LayerPolicy::Chunk { chunk } => Some(chunk),
         },
     };
     Ok(policies.into_iter().enumerate().map(of).collect())

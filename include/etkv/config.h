@@ -91,8 +91,12 @@ typedef struct etkv_layer_config {
    * and values that are passed to it are not read.
    */
   int32_t values_in_keys;
-  /** Must be 0. */
-  int32_t reserved;
+  /**
+   * Positions of a chunk; 0 for a layer without chunks. A query sees the
+   * positions of its own chunk, up to its own; chunks begin at multiples of
+   * this number. Such a layer has no window.
+   */
+  int32_t chunk;
 } etkv_layer_config;
 
 /** What a recurrent layer computes. */

@@ -30,6 +30,7 @@ struct LayerConfig {
   int32_t sinks = 0;
   Dtype dtype = Dtype::unknown;
   bool values_in_keys = false;
+  int32_t chunk = 0;
 };
 
 /// What a recurrent layer computes; see etkv_recurrent_kind.
@@ -119,6 +120,7 @@ class RawConfig {
       raw.sinks = layer.sinks;
       raw.dtype = static_cast<etkv_dtype>(layer.dtype);
       raw.values_in_keys = layer.values_in_keys ? 1 : 0;
+      raw.chunk = layer.chunk;
       layers_.push_back(raw);
     }
     recurrent_layers_.reserve(config.recurrent_layers.size());

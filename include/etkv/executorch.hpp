@@ -370,6 +370,10 @@ inline constexpr int32_t kMetadataVersion = 1;
 /// The version for programs with recurrent layers.
 inline constexpr int32_t kRecurrentMetadataVersion = 2;
 
+/// The version for programs with layers that attend in chunks, and recurrent
+/// layers or none.
+inline constexpr int32_t kChunkMetadataVersion = 3;
+
 /// Returns the value of the program's constant method of this name: nothing if
 /// it has none, an error if the method cannot run. Tensors live as long as the
 /// program.
@@ -393,6 +397,15 @@ class Metadata {
       return std::optional<int32_t>();
     }
     return as_count(name, **value);
+  }
+
+  /// Returns whether the program has a constant method of that name.
+  Result<bool> has(const std::string& name) const {
+    auto value = constants_(name);
+    if (!value.ok()) {
+      return value.error();
+    }
+    return value->has_value();
   }
 
   /// Returns the count of that name; an error where there is none.
@@ -586,6 +599,7 @@ struct MetadataNames {
   const char* v_head_dim;
   const char* window;
   const char* sinks;
+  const char* chunk;
   const char* values_in_keys;
   /// Whether a program without the method of windows has no windows.
   bool windows_optional;
@@ -598,6 +612,7 @@ inline constexpr MetadataNames kVersionedNames = {
     "kv_cache.v_head_dim",
     "kv_cache.window",
     "kv_cache.sinks",
+    "kv_cache.chunk",
     "kv_cache.values_in_keys",
     true};
 inline constexpr MetadataNames kExporterNames = {
@@ -606,6 +621,7 @@ inline constexpr MetadataNames kExporterNames = {
     "get_head_dims",
     nullptr,
     "get_windows",
+    nullptr,
     nullptr,
     nullptr,
     false};
@@ -656,6 +672,10 @@ inline Result<std::vector<LayerConfig>> read_layers(
   if (!sinks.ok()) {
     return sinks.error();
   }
+  auto chunks = metadata.each(names.chunk, *n_layers, zeros);
+  if (!chunks.ok()) {
+    return chunks.error();
+  }
   auto in_keys = metadata.each(names.values_in_keys, *n_layers, zeros);
   if (!in_keys.ok()) {
     return in_keys.error();
@@ -675,7 +695,8 @@ inline Result<std::vector<LayerConfig>> read_layers(
          (*windows)[i],
          (*sinks)[i],
          dtype,
-         (*in_keys)[i] == 1});
+         (*in_keys)[i] == 1,
+         (*chunks)[i]});
   }
   return layers;
 }
@@ -734,15 +755,17 @@ inline Result<std::vector<RecurrentLayerConfig>> read_recurrent_layers(
 /// Reads the facts of a program's caches from its constant methods.
 ///
 /// With `kv_cache.schema_version`, there are `kv_cache.n_layers` layers that
-/// attend. `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`, `window`, `sinks`
-/// and `values_in_keys` describe each: an integer for all layers, or a tensor of
-/// one integer per layer. All but the first two are optional. `kv_cache.dtype` is the dtype that the
-/// program computes in: f32, f16 or bf16. It is optional.
+/// attend. `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`, `window`, `sinks`,
+/// `chunk` and `values_in_keys` describe each: an integer for all layers, or a
+/// tensor of one integer per layer. All but the first two are optional.
+/// `kv_cache.dtype` is the dtype that the program computes in: f32, f16 or bf16.
+/// It is optional.
 ///
 /// In version 1 all layers attend. In version 2 there may be none that does, and
 /// `kv_cache.recurrent_layers` is a tensor of 8 integers per recurrent layer:
 /// its kind, as in etkv_recurrent_kind, and the fields of RecurrentLayerConfig
-/// in order. Other versions are refused.
+/// in order. Version 3 is that of programs with chunks, with or without
+/// recurrent layers. Other versions are refused.
 ///
 /// Without it, the layers are those that ExecuTorch's exporter writes:
 /// get_n_caches, get_kv_heads, get_head_dims and get_windows.
@@ -756,14 +779,22 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   if (!version.ok()) {
     return version.error();
   }
-  const bool is_recurrent = *version == kRecurrentMetadataVersion;
-  if (version->has_value() && **version != kMetadataVersion && !is_recurrent) {
+  bool is_recurrent = *version == kRecurrentMetadataVersion;
+  if (*version == kChunkMetadataVersion) {
+    auto has = metadata.has("kv_cache.recurrent_layers");
+    if (!has.ok()) {
+      return has.error();
+    }
+    is_recurrent = *has;
+  }
+  if (version->has_value() &&
+      (**version < kMetadataVersion || **version > kChunkMetadataVersion)) {
     return Error(
         ETKV_ERROR_PROGRAM,
         "the program's kv_cache.schema_version is " +
-            std::to_string(**version) + "; this etkv reads version " +
-            std::to_string(kMetadataVersion) + " and " +
-            std::to_string(kRecurrentMetadataVersion));
+            std::to_string(**version) + "; this etkv reads versions " +
+            std::to_string(kMetadataVersion) + " to " +
+            std::to_string(kChunkMetadataVersion));
   }
   auto dtype = detail::read_dtype(constants);
   if (!dtype.ok()) {

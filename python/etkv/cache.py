@@ -548,6 +548,7 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
         raw.sinks = int32(layer.sinks, "sinks")
         raw.dtype = 0 if layer.dtype is None else 1 + DTYPES.index(layer.dtype)
         raw.values_in_keys = int(layer.values_in_keys)
+        raw.chunk = int32(layer.chunk, "chunk")
     recurrent_layers = _raw_recurrent_layers(config.recurrent_layers)
     if config.growth not in GROWTHS:
         raise EtkvError(f"growth is {config.growth!r}, expected one of {', '.join(GROWTHS)}")

@@ -48,9 +48,12 @@ class LayerConfig:
     values_in_keys: bool = False
     """Whether a value is the first ``v_head_dim`` elements of its key, as with latent attention. The layer then stores
     keys alone, in the format of keys, and values that are passed to it are not read."""
+    chunk: int = 0
+    """Positions of a chunk: a query sees those of its own chunk, up to its own, and chunks begin at multiples of this
+    number. 0 for none. Such a layer has no window."""
 
     def __post_init__(self) -> None:
-        for name in ("n_kv_heads", "k_head_dim", "window", "sinks"):
+        for name in ("n_kv_heads", "k_head_dim", "window", "sinks", "chunk"):
             _integer(f"{type(self).__name__}.{name}", getattr(self, name))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise EtkvError(f"LayerConfig.dtype is {self.dtype!r}, expected None or one of {', '.join(DTYPES)}")

@@ -134,6 +134,7 @@ def _layer(layer: LayerConfig) -> dict[str, Any]:
         "v_head_dim": layer.value_dim,
         "window": layer.window,
         "sinks": layer.sinks,
+        "chunk": layer.chunk,
         "dtype": layer.dtype,
         **({"values_in_keys": True} if layer.values_in_keys else {}),
     }
@@ -234,6 +235,8 @@ def _layer_text(layer: dict[str, Any]) -> str:
     if layer.get("values_in_keys"):
         size = f"head_dim {k} with {'the value' if k == v else f'a value of {v}'} in it"
     dtype = f", stored as {layer['dtype']} by default" if layer["dtype"] else ""
+    if layer["chunk"]:
+        return f"{heads}, {size}, chunks of {layer['chunk']}{dtype}"
     if not layer["window"]:
         return f"{heads}, {size}, full history{dtype}"
     sinks = f" and the first {layer['sinks']}" if layer["sinks"] else ""

@@ -9,8 +9,11 @@ logits, counts. If there is no version, the facts that ExecuTorch's own exporter
 and the storage format are not in the metadata, because the application chooses them. The default storage format is the
 dtype.
 
-Programs with layers that keep a state have version 2. There ``kv_cache.n_layers`` and the facts after it are those of
-the layers that attend, which may be none. ``kv_cache.recurrent_layers`` is a tensor of int32 with 8 integers for each
+Programs with layers that attend in chunks have version 3. ``kv_cache.chunk`` is the length of a layer's chunks in
+positions, or 0.
+
+Programs with layers that keep a state have version 2, or 3 with chunks. There ``kv_cache.n_layers`` and the facts after
+it are those of the layers that attend, which may be none. ``kv_cache.recurrent_layers`` is a tensor of int32 with 8 integers for each
 recurrent layer, one layer after the other: its kind (1 for a convolution, 2 for a recurrence), ``channels``, ``width``,
 ``k_heads``, ``heads``, ``k_dim``, ``v_dim`` and ``channel_decay`` (0 or 1), see :class:`RecurrentLayer`.
 
@@ -35,6 +38,11 @@ SCHEMA_VERSION = 1
 
 RECURRENT_SCHEMA_VERSION = 2
 """The version for programs with recurrent layers. Readers of version 1 refuse it."""
+
+CHUNK_SCHEMA_VERSION = 3
+"""The version for programs with layers that attend in chunks, and recurrent layers or none."""
+
+_VERSIONS = (SCHEMA_VERSION, RECURRENT_SCHEMA_VERSION, CHUNK_SCHEMA_VERSION)
 
 MAX_LAYERS = 65536
 """The most layers of a program. A larger number means that the program is damaged."""
@@ -86,13 +94,14 @@ def write_kv_cache_metadata(
     window: Count | None = None,
     sinks: Count | None = None,
     values_in_keys: Count | None = None,
+    chunk: Count | None = None,
     dtype: Dtype | None = None,
     recurrent_layers: Sequence[RecurrentLayer] = (),
 ) -> dict[str, Any]:
     """Add the cache's facts to ``metadata``, the constant methods of a program by name, and return it.
 
     Each fact is one int for all layers, or one for each layer, which becomes an int32 tensor. ``window`` counts
-    positions; 0 is full history. ``values_in_keys`` is 1 or 0. ``dtype`` is the dtype in which the program computes
+    positions, and so does ``chunk``; 0 in both is full history. ``values_in_keys`` is 1 or 0. ``dtype`` is the dtype in which the program computes
     keys and values. With ``recurrent_layers``, ``n_layers`` may be 0, and the facts of layers that attend are then
     ignored.
 
@@ -101,8 +110,11 @@ def write_kv_cache_metadata(
     """
     layers = _in_range(_count("n_layers", n_layers), "n_layers", 0 if recurrent_layers else 1)
     version = RECURRENT_SCHEMA_VERSION if recurrent_layers else SCHEMA_VERSION
+    if chunk is not None and layers and any(_each({"chunk": chunk}, "chunk", layers)):
+        version = CHUNK_SCHEMA_VERSION
     facts: dict[str, Any] = {_VERSION: version, "kv_cache.n_layers": layers}
-    optional = {"v_head_dim": v_head_dim, "window": window, "sinks": sinks, "values_in_keys": values_in_keys}
+    optional = {"v_head_dim": v_head_dim, "window": window, "sinks": sinks, "chunk": chunk}
+    optional["values_in_keys"] = values_in_keys
     given = {name: fact for name, fact in optional.items() if fact is not None}
     for name, fact in {"n_kv_heads": n_kv_heads, "head_dim": head_dim, **given}.items():
         # A tensor for no layers would be empty.
@@ -123,7 +135,7 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
 
     ``source`` is the path of the program, or a mapping of its constant methods: name -> int, list or tensor.
 
-    Raises :class:`EtkvError` if the version is neither 1 nor 2, or if a fact is absent or not a count. The message
+    Raises :class:`EtkvError` if the version is none of 1 to 3, or if a fact is absent or not a count. The message
     names the fact.
     """
     if isinstance(source, Mapping):
@@ -134,10 +146,10 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
         constants = with_dtype(constant_methods(Path(source)), Path(source))
     dtype = _dtype(constants[_DTYPE], _DTYPE) if _DTYPE in constants else None
     version = _find(constants, _VERSION)
-    if version not in (None, SCHEMA_VERSION, RECURRENT_SCHEMA_VERSION):
-        known = f"version {SCHEMA_VERSION} and {RECURRENT_SCHEMA_VERSION}"
+    if version not in (None, *_VERSIONS):
+        known = f"versions {_VERSIONS[0]} to {_VERSIONS[-1]}"
         raise EtkvError(f"the program's {_VERSION} is {version}; this etkv reads {known}")
-    recurrent_layers = _recurrent_layers(constants) if version == RECURRENT_SCHEMA_VERSION else ()
+    recurrent_layers = _recurrent_layers(constants) if _has_recurrent_layers(constants) else ()
     read_layers = _exporters_layers if version is None else _versioned_layers
     of_layers = [replace(layer, dtype=dtype) for layer in read_layers(constants)]
     context = context_length(constants)
@@ -175,6 +187,11 @@ def describes_layers(names: Collection[str]) -> bool:
     return _VERSION in names or "get_n_caches" in names
 
 
+def _has_recurrent_layers(constants: Mapping[str, Any]) -> bool:
+    version = constants.get(_VERSION)
+    return version == RECURRENT_SCHEMA_VERSION or (version == CHUNK_SCHEMA_VERSION and _RECURRENT in constants)
+
+
 def _recurrent_layers(constants: Mapping[str, Any]) -> tuple[RecurrentLayer, ...]:
     if _RECURRENT not in constants:
         raise _absent(_RECURRENT)
@@ -189,20 +206,21 @@ def _recurrent_layers(constants: Mapping[str, Any]) -> tuple[RecurrentLayer, ...
 
 
 def _versioned_layers(constants: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
-    n_layers = _n_layers(constants, "kv_cache.n_layers", 0 if constants[_VERSION] == RECURRENT_SCHEMA_VERSION else 1)
+    n_layers = _n_layers(constants, "kv_cache.n_layers", 0 if _has_recurrent_layers(constants) else 1)
     kv_heads = _each(constants, "kv_cache.n_kv_heads", n_layers)
     head_dims = _each(constants, "kv_cache.head_dim", n_layers)
     v_head_dims = _each(constants, "kv_cache.v_head_dim", n_layers, head_dims)
-    windows, sinks, in_keys = (
-        _each(constants, f"kv_cache.{name}", n_layers, [0] * n_layers) for name in ("window", "sinks", "values_in_keys")
+    windows, sinks, chunks, in_keys = (
+        _each(constants, f"kv_cache.{name}", n_layers, [0] * n_layers)
+        for name in ("window", "sinks", "chunk", "values_in_keys")
     )
     for fact in in_keys:
         if fact > 1:
             raise EtkvError(f"`{VALUES_IN_KEYS}` has {fact}, expected 0 or 1")
-    facts = zip(kv_heads, head_dims, v_head_dims, windows, sinks, in_keys, strict=True)
+    facts = zip(kv_heads, head_dims, v_head_dims, windows, sinks, chunks, in_keys, strict=True)
     return tuple(
-        LayerConfig(heads, k, v, window=window, sinks=sinks, values_in_keys=bool(in_keys))
-        for heads, k, v, window, sinks, in_keys in facts
+        LayerConfig(heads, k, v, window=window, sinks=sinks, values_in_keys=bool(in_keys), chunk=chunk)
+        for heads, k, v, window, sinks, chunk, in_keys in facts
     )
 
 

@@ -139,6 +139,31 @@ static void other_versions(void) {
   etkv_session_free(session);
 }
 
+/* A layer with chunks keeps little more than one. */
+static void chunks(void) {
+  setup s;
+  set_up(&s);
+  s.layers[1].chunk = -3;
+  CHECK_NO_SESSION(
+      BACKEND,
+      KIND,
+      &s.config,
+      INVALID,
+      "layer 1: chunk is -3, the least is 1");
+  s.layers[1].chunk = 4;
+  s.layers[1].window = 4;
+  CHECK_NO_SESSION(BACKEND, KIND, &s.config, INVALID, "layer 1: chunk is 4");
+  s.layers[1].window = 0;
+  s.config.max_step_tokens = 1;
+  s.config.k_format = "f32";
+  s.config.v_format = "f16";
+  etkv_memory memory = {.struct_size = sizeof(memory)};
+  CHECK_OK(etkv_cache_config_estimate(&s.config, CAPACITY, &memory, NULL));
+  const uint64_t full = (uint64_t)HEADS * (K_DIM * 4 + V_DIM * 2);
+  CHECK(memory.at_capacity < 2 * CAPACITY * full);
+  CHECK(memory.at_capacity >= (CAPACITY + 4) * full);
+}
+
 /* Values that are in keys take no bytes. */
 static void values_in_keys(void) {
   setup s;
@@ -147,9 +172,6 @@ static void values_in_keys(void) {
   CHECK_NO_SESSION(
       BACKEND, KIND, &s.config, INVALID, "layer 1: values_in_keys is 2");
   s.layers[1].values_in_keys = 1;
-  s.layers[1].reserved = 1;
-  CHECK_NO_SESSION(BACKEND, KIND, &s.config, INVALID, "layer.reserved is 1");
-  s.layers[1].reserved = 0;
   s.layers[1].v_head_dim = K_DIM + 1;
   CHECK_NO_SESSION(
       BACKEND, KIND, &s.config, INVALID, "at most the 8 elements of a key");
@@ -314,6 +336,7 @@ static void formats(void) {
 int main(void) {
   fields();
   other_versions();
+  chunks();
   values_in_keys();
   estimates();
   formats();

@@ -81,8 +81,12 @@ void of_our_version() {
       .set("kv_cache.v_head_dim", std::vector<int32_t>{32, 48})
       .set("kv_cache.window", std::vector<int32_t>{0, 1024})
       .set("kv_cache.sinks", std::vector<int64_t>{0, 4})
+      .set("kv_cache.schema_version", 3)
+      .set("kv_cache.chunk", std::vector<int64_t>{8192, 0})
       .set("kv_cache.values_in_keys", std::vector<int32_t>{1, 0});
   const auto params = must(facts.read());
+  CHECK_INT(params.layers[0].chunk, 8192);
+  CHECK_INT(params.layers[1].chunk, 0);
   CHECK_INT(params.layers[0].n_kv_heads, 8);
   CHECK_INT(params.layers[1].n_kv_heads, 4);
   CHECK_INT(params.layers[1].k_head_dim, 64);
@@ -127,13 +131,13 @@ void values_in_keys() {
 }
 
 void of_another_version() {
-  for (const int64_t version : {0, 3, 1000}) {
+  for (const int64_t version : {0, 4, 1000}) {
     // Refused even beside the exporter's methods, which may differ.
     auto facts = exporters();
     facts.set("kv_cache.schema_version", version);
     CHECK_REFUSED(
         facts.read(), ETKV_ERROR_PROGRAM, std::to_string(version).c_str());
-    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "reads version 1 and 2");
+    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "reads versions 1 to 3");
   }
   auto facts = versioned();
   facts.set("kv_cache.schema_version", -1);

@@ -349,6 +349,6 @@ class Generator:
 
 def _small(config: CacheConfig) -> CacheConfig:
     """Return a config with one number in a row, whose caches answer and refuse like those of ``config``."""
-    sights = dict.fromkeys((layer.window, layer.sinks) for layer in config.layers)
-    layers = [LayerConfig(1, 1, window=window, sinks=sinks) for window, sinks in sights]
+    sights = dict.fromkeys((layer.window, layer.sinks, layer.chunk) for layer in config.layers)
+    layers = [LayerConfig(1, 1, window=window, sinks=sinks, chunk=chunk) for window, sinks, chunk in sights]
     return replace(config, layers=tuple(layers), k_format="f32", v_format="f32", float_format="f32")

@@ -334,10 +334,10 @@ def test_sliding_windows_are_declared_and_bound_the_chunk(tmp_path):
     request = ExportRequest(model, tmp_path / "x.pte")
     settled = limits.settle(request, source.read_config(source.find(model)))
     assert settled.max_context == 256
-    layout = attention.CacheLayout([2, 2], [16, 16], [16, 16], [0, 32])
+    layout = attention.CacheLayout([2, 2], [16, 16], [16, 16], [0, 32], [0, 0])
     assert settled.within(layout, request).prefill_chunk == 32
     with pytest.raises(EtkvError, match=r"^the model's sliding window of 1 is below the minimum step of 2$"):
-        settled.within(attention.CacheLayout([2], [16], [16], [1]), request)
+        settled.within(attention.CacheLayout([2], [16], [16], [1], [0]), request)
 
 
 def test_family_without_kv_cache(tmp_path):

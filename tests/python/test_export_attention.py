@@ -41,9 +41,9 @@ def _error(family: str, **changes) -> str:
 def test_caches_are_those_of_the_calls():
     """They may differ from those that the configuration suggests."""
     # JetMoE repeats its keys for each of two experts.
-    assert _survey("jetmoe") == CacheLayout([4, 4], [16, 16], [16, 16], [0, 0])
+    assert _survey("jetmoe") == CacheLayout([4, 4], [16, 16], [16, 16], [0, 0], [0, 0])
     # Values are smaller than keys.
-    assert _survey("minicpm3") == CacheLayout([4, 4], [24, 24], [16, 16], [0, 0])
+    assert _survey("minicpm3") == CacheLayout([4, 4], [24, 24], [16, 16], [0, 0], [0, 0])
     # Sizes by layer, and a window in one of them.
     layout = _survey("gemma4_text", layer_types=["sliding_attention", "full_attention"])
     assert layout.windows == [24, 0]
@@ -102,16 +102,14 @@ def test_masks_other_than_causal_ones_and_windows():
     # A union has the same parts as a window's mask, which is an intersection.
     assert found == [None] * len(others)
     assert [attention._chunk(mask) for mask in others] == [None, 8, None, None, None, None]
-    assert _error("bert").startswith("bert: its attention has a mask that is neither causal nor a sliding window")
+    assert _error("bert").startswith("bert: its attention has a mask that is neither causal, a sliding window nor of c")
 
 
-def test_chunks_as_long_as_the_context_are_attention_to_all_tokens():
-    step = _step("llama4_text")
-    assert attention.survey(step, step.inputs(3), 24).windows == [0, 0]
-    assert _error("llama4_text") == (
-        "model: its attention has chunks of 24 positions, which the KV cache op lacks; a program of one chunk has "
-        "--max-context 24"
-    )
+def test_layers_with_chunks():
+    found = _survey("llama4_text")
+    assert (found.windows, found.chunks) == ([0, 0], [24, 24])
+    layers = ["chunked_attention", "full_attention"]
+    assert _survey("llama4_text", layer_types=layers, no_rope_layers=[1, 0]).chunks == [24, 0]
 
 
 @pytest.mark.parametrize(

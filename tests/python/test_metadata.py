@@ -75,6 +75,21 @@ def test_one_number_for_all_layers(tmp_path):
         assert read_kv_cache_metadata(source) == expected
 
 
+def test_layers_with_chunks(tmp_path):
+    """Readers that know no chunks must refuse the program: they would let queries see what they must not."""
+    metadata = write_kv_cache_metadata({}, n_layers=2, n_kv_heads=2, head_dim=64, chunk=[8192, 0])
+    assert metadata["kv_cache.schema_version"] == 3
+    for source in (metadata, saved(tmp_path, metadata)):
+        assert read_kv_cache_metadata(source).layers == (LayerConfig(2, 64, 64, chunk=8192), LayerConfig(2, 64, 64))
+    none = write_kv_cache_metadata({}, n_layers=2, n_kv_heads=2, head_dim=64, chunk=0)
+    assert none["kv_cache.schema_version"] == 1
+    convolution = etkv.Convolution(64, 4)
+    both = write_kv_cache_metadata({}, n_layers=1, n_kv_heads=2, head_dim=64, chunk=16, recurrent_layers=[convolution])
+    assert both["kv_cache.schema_version"] == 3
+    read = read_kv_cache_metadata(both)
+    assert (read.layers[0].chunk, read.recurrent_layers) == (16, (convolution,))
+
+
 def test_one_number_for_each_layer(tmp_path):
     metadata = write_kv_cache_metadata(
         {"get_max_ctx_len": 2048},
@@ -86,6 +101,7 @@ def test_one_number_for_each_layer(tmp_path):
         sinks=[0, 4],
         values_in_keys=[1, 0],
     )
+    assert metadata["kv_cache.schema_version"] == 1
     assert metadata["kv_cache.window"].dtype == torch.int32
     layers = (LayerConfig(8, 64, 32, values_in_keys=True), LayerConfig(4, 96, 48, window=1024, sinks=4))
     for source in (metadata, saved(tmp_path, metadata)):
@@ -191,9 +207,9 @@ def test_equal_layers_print_as_one():
     assert repr(params).count("LayerConfig(") == 1
 
 
-@pytest.mark.parametrize("version", [0, 3, 1000])
+@pytest.mark.parametrize("version", [0, 4, 1000])
 def test_other_versions(version):
-    words = f"kv_cache.schema_version is {version}; this etkv reads version 1"
+    words = f"kv_cache.schema_version is {version}; this etkv reads versions 1 to 3"
     with pytest.raises(EtkvError, match=words):
         read_kv_cache_metadata(versioned(schema_version=version))
     # Metadata of ExecuTorch's exporter does not help: its values may differ.

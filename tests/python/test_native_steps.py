@@ -22,7 +22,12 @@ GROUP = 2
 
 LATENT = LayerConfig(1, 96, 72, values_in_keys=True)
 FULL = (LayerConfig(2, 64), LayerConfig(1, 32, 64), LATENT)
-WINDOWS = (LayerConfig(2, 64, window=3), LayerConfig(1, 32, 64), LayerConfig(2, 32, window=4, sinks=2))
+WINDOWS = (
+    LayerConfig(2, 64, window=3),
+    LayerConfig(1, 32, 64),
+    LayerConfig(2, 32, window=4, sinks=2),
+    LayerConfig(1, 64, chunk=4),
+)
 LAYOUTS = {"full": FULL, "windows": WINDOWS}
 # With short windows and many short steps, every program slides its windows, most of them repeatedly.
 SIZES = {"full": {"capacity": 40, "max_step_tokens": 8}, "windows": {"capacity": 60, "max_step_tokens": 3}}

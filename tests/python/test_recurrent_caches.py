@@ -168,8 +168,8 @@ def test_a_config_of_a_program_has_its_recurrent_layers():
         assert (session.n_layers, session.n_recurrent_layers) == (0, 2)
         holders = etkv.process_report()["memory"]["holders"]
         assert any(session.key in holder["keys"] for holder in holders)
-    for version in (3, 0):
-        with pytest.raises(etkv.EtkvError, match=rf"schema_version is {version}; this etkv reads version 1 and 2"):
+    for version in (4, 0):
+        with pytest.raises(etkv.EtkvError, match=rf"schema_version is {version}; this etkv reads versions 1 to 3"):
             etkv.read_kv_cache_metadata({**facts, "kv_cache.schema_version": version})
 
 

@@ -124,13 +124,16 @@ class Texts:
         return text + path
 
 
+def _is_seen(facts, query, position):
+    """Return whether a query of the layer sees a position that is not after its own."""
+    if facts.chunk:
+        return position >= query - query % facts.chunk
+    return facts.window == 0 or position + facts.window > query or position < facts.sinks
+
+
 def attention(q: np.ndarray, text: list[Token], layer: int, facts: LayerConfig, position: int) -> np.ndarray:
     """Return a query's attention, ``[n_heads, head_dim]``, over the part of its text in the layer's window."""
-    rows = [
-        token.rows[layer]
-        for token in text
-        if facts.window == 0 or token.position + facts.window > position or token.position < facts.sinks
-    ]
+    rows = [token.rows[layer] for token in text if _is_seen(facts, position, token.position)]
     out = []
     for head, query in enumerate(q):
         keys, values = (np.array([pair[which][head // GROUP] for pair in rows], dtype=np.float64) for which in (0, 1))
@@ -236,6 +239,13 @@ CONFIGS = {
     ),
     "a window of one": CacheConfig(
         [LayerConfig(1, 8, window=1, sinks=1)], 30, k_format="f32", v_format="f32", max_step_tokens=3
+    ),
+    "chunks": CacheConfig(
+        [LayerConfig(1, 8, chunk=5), FULL, LayerConfig(2, 4, chunk=1)],
+        70,
+        k_format="f32",
+        v_format="f32",
+        max_step_tokens=4,
     ),
     "halves": CacheConfig([FULL], 24, k_format="f16", v_format="bf16"),
     "quantized": CacheConfig(

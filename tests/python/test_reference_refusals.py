@@ -90,6 +90,11 @@ def assert_refused(cache, call, status, words):
             {"layers": [LayerConfig(1, 8, 4, values_in_keys=True)], "k_format": "f32", "v_format": "f16"},
             "v_format is f16, but the values of every layer are in its keys, which k_format stores as f32",
         ),
+        ({"layers": [LayerConfig(1, 8, chunk=-2)]}, "layer 0: chunk is -2, the least is 0"),
+        (
+            {"layers": [LayerConfig(1, 8, window=4, chunk=8)]},
+            "layer 0: expected chunk 0 for a layer with a window or sinks, got 8",
+        ),
         ({"layers": [LayerConfig(1, 8, sinks=2)]}, "layer 0: expected sinks 0 for a layer without a window, got 2"),
     ],
 )

@@ -140,7 +140,6 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {**_DENSE, "layer_types": ["full_attention"] * LAYERS, "position_embedding_type": "rope"},
     ),
-    "llama4_text, one chunk": ("llama4_text", {"attention_chunk_size": 256}),
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1], "layer_types": _MIX}),
 }
 """Forms of families as published models have them -> the family, and what its tiny form changes."""

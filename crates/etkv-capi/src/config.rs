@@ -23,7 +23,7 @@ pub struct etkv_layer_config {
     sinks: i32,
     dtype: i32,
     values_in_keys: i32,
-    reserved: i32,
+    chunk: i32,
 }
 
 /// The size of the struct before it had `values_in_keys`.
@@ -325,13 +325,18 @@ fn checkpoints(checkpoints: i32) -> Result<i32> {
 
 fn read_layer(layer: &etkv_layer_config) -> Result<LayerConfig> {
     let policy = match (layer.window, layer.sinks) {
-        (0, 0) => LayerPolicy::Full,
+        (0, 0) if layer.chunk == 0 => LayerPolicy::Full,
+        (0, 0) => LayerPolicy::Chunk { chunk: layer.chunk },
+        (window, sinks) if layer.chunk != 0 => fail!(
+            InvalidArgument,
+            "chunk is {}, for a layer with a window of {window} and {sinks} sinks; it has chunks or a window",
+            layer.chunk
+        ),
         (0, sinks) => fail!(InvalidArgument, "sinks is {sinks}, for a layer without a window"),
         (window, _) if window < 0 => fail!(InvalidArgument, "window is {window}, the least is 0"),
         (window, sinks) => LayerPolicy::Window { window, sinks },
     };
     dtype(layer)?;
-    refuse_reserved(layer.reserved, "layer")?;
     let values_in_keys = match layer.values_in_keys {
         0 => false,
         1 => true,

@@ -1,6 +1,8 @@
 //! The config of a cache: the model's layers, which are facts, and capacity and storage, which the
 //! application chooses.
 
+use std::fmt;
+
 use crate::bookkeeping::{RecurrentWindow, Window};
 use crate::error::{fail, Error, Result};
 use crate::format::KvFormat;
@@ -20,6 +22,23 @@ pub enum LayerPolicy {
         /// Positions, at least 0.
         sinks: i32,
     },
+    /// The positions of the query's own chunk, up to its own. Chunks begin at multiples of `chunk`.
+    Chunk {
+        /// Positions, at least 1.
+        chunk: i32,
+    },
+}
+
+impl fmt::Display for LayerPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Full => f.write_str("full history"),
+            Self::Window { window, sinks } => {
+                write!(f, "a window of {window} and {sinks} sinks")
+            }
+            Self::Chunk { chunk } => write!(f, "chunks of {chunk}"),
+        }
+    }
 }
 
 /// The sizes of one attention layer: facts of the model's architecture.
@@ -234,14 +253,13 @@ impl CacheConfig {
 
     /// Returns the window that a layer of this policy keeps, or `None` for full history.
     pub fn window(&self, policy: LayerPolicy) -> Option<Window> {
+        let (step, capacity) = (self.max_step_tokens.min(self.capacity), self.capacity);
         match policy {
             LayerPolicy::Full => None,
-            LayerPolicy::Window { window, sinks } => Some(Window::new(
-                window,
-                sinks,
-                self.max_step_tokens.min(self.capacity),
-                self.capacity,
-            )),
+            LayerPolicy::Window { window, sinks } => {
+                Some(Window::new(window, sinks, step, capacity))
+            }
+            LayerPolicy::Chunk { chunk } => Some(Window::chunked(chunk, step, capacity)),
         }
     }
 
@@ -280,9 +298,13 @@ fn validate_layer(layer: &LayerConfig) -> Result<()> {
             "v_head_dim is {v_head_dim}, but values in keys have at most the {k_head_dim} elements of a key"
         );
     }
-    if let LayerPolicy::Window { window, sinks } = layer.policy {
-        at_least(1, "window", window)?;
-        at_least(0, "sinks", sinks)?;
+    match layer.policy {
+        LayerPolicy::Full => {}
+        LayerPolicy::Window { window, sinks } => {
+            at_least(1, "window", window)?;
+            at_least(0, "sinks", sinks)?;
+        }
+        LayerPolicy::Chunk { chunk } => at_least(1, "chunk", chunk)?,
     }
     Ok(())
 }

@@ -173,6 +173,8 @@ pub struct LayerConfigReport {
     /// The window; absent for full history.
     pub window: Option<i32>,
     pub sinks: i32,
+    /// The length of chunks; absent for layers without any.
+    pub chunk: Option<i32>,
     /// Whether the values are in the keys.
     pub values_in_keys: bool,
 }
@@ -209,10 +211,11 @@ impl ConfigReport {
 impl LayerConfigReport {
     fn of(layer: &LayerConfig) -> Self {
         let &LayerConfig { n_kv_heads, k_head_dim, v_head_dim, policy, values_in_keys } = layer;
-        let (window, sinks) = match policy {
-            LayerPolicy::Full => (None, 0),
-            LayerPolicy::Window { window, sinks } => (Some(window), sinks),
+        let (window, sinks, chunk) = match policy {
+            LayerPolicy::Full => (None, 0, None),
+            LayerPolicy::Window { window, sinks } => (Some(window), sinks, None),
+            LayerPolicy::Chunk { chunk } => (None, 0, Some(chunk)),
         };
-        Self { n_kv_heads, k_head_dim, v_head_dim, window, sinks, values_in_keys }
+        Self { n_kv_heads, k_head_dim, v_head_dim, window, sinks, chunk, values_in_keys }
     }
 }

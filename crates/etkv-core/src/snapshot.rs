@@ -50,6 +50,9 @@ pub struct SavedLayer {
     pub v_head_dim: i32,
     /// The window and the sinks, or `None` for full history.
     pub window: Option<[i32; 2]>,
+    /// The length of chunks, or `None` for a layer without any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chunk: Option<i32>,
     /// Whether the values are in the keys.
     #[serde(default, skip_serializing_if = "is_false")]
     pub values_in_keys: bool,
@@ -248,12 +251,23 @@ pub trait SaveCache {
 
 impl From<&LayerConfig> for SavedLayer {
     fn from(layer: &LayerConfig) -> Self {
-        let window = match layer.policy {
-            LayerPolicy::Full => None,
-            LayerPolicy::Window { window, sinks } => Some([window, sinks]),
+        let (window, chunk) = match layer.policy {
+            LayerPolicy::Full => (None, None),
+            LayerPolicy::Window { window, sinks } => (Some([window, sinks]), None),
+            LayerPolicy::Chunk { chunk } => (None, Some(chunk)),
         };
         let LayerConfig { n_kv_heads, k_head_dim, v_head_dim, values_in_keys, .. } = *layer;
-        Self { n_kv_heads, k_head_dim, v_head_dim, window, values_in_keys }
+        Self { n_kv_heads, k_head_dim, v_head_dim, window, chunk, values_in_keys }
+    }
+}
+
+impl SavedLayer {
+    fn policy(&self) -> LayerPolicy {
+        match (self.window, self.chunk) {
+            (None, None) => LayerPolicy::Full,
+            (Some([window, sinks]), _) => LayerPolicy::Window { window, sinks },
+            (None, Some(chunk)) => LayerPolicy::Chunk { chunk },
+        }
     }
 }
 
@@ -271,13 +285,10 @@ impl From<&CacheConfig> for SavedFormats {
 
 impl fmt::Display for SavedLayer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { n_kv_heads, k_head_dim, v_head_dim, window, values_in_keys } = self;
+        let Self { n_kv_heads, k_head_dim, v_head_dim, values_in_keys, .. } = self;
         let place = if *values_in_keys { " of them" } else { "" };
-        write!(f, "{n_kv_heads} KV heads of {k_head_dim} and {v_head_dim}{place} with ")?;
-        match window {
-            None => f.write_str("full history"),
-            Some([window, sinks]) => write!(f, "a window of {window} and {sinks} sinks"),
-        }
+        let policy = self.policy();
+        write!(f, "{n_kv_heads} KV heads of {k_head_dim} and {v_head_dim}{place} with {policy}")
     }
 }
 
@@ -355,12 +366,8 @@ impl Snapshot {
                 let [found, expected] = [of(found.values_in_keys), of(expected.values_in_keys)];
                 fail!(File, "layer {id} has its values {found} in the file, {expected} here");
             }
-            if found.window != expected.window {
-                let of = |window: Option<[i32; 2]>| match window {
-                    None => String::from("full history"),
-                    Some([window, sinks]) => format!("a window of {window} and {sinks} sinks"),
-                };
-                let [found, expected] = [of(found.window), of(expected.window)];
+            if (found.window, found.chunk) != (expected.window, expected.chunk) {
+                let [found, expected] = [found.policy(), expected.policy()];
                 fail!(File, "layer {id} has {found} in the file, {expected} here");
             }
             self.check_window(config, layer.policy)?;

@@ -61,22 +61,28 @@ _USED = {"dropout", "is_causal", "scaling", "sliding_window", "softcap", *_SINKS
 class CacheLayout:
     """One entry for each KV cache of the program, in the order of their ids, and one for each recurrent layer.
 
-    ``kv_heads`` counts heads, ``head_dims`` and ``v_head_dims`` elements of a head's keys and values, ``windows``
-    positions (0 keeps the full history). ``recurrent`` has numbers of its own.
+    ``kv_heads`` counts heads, ``head_dims`` and ``v_head_dims`` elements of a head's keys and values, ``windows`` and
+    ``chunks`` positions (0 in both keeps the full history). ``recurrent`` has numbers of its own.
     """
 
     kv_heads: list[int]
     head_dims: list[int]
     v_head_dims: list[int]
     windows: list[int]
+    chunks: list[int]
     recurrent: list[RecurrentLayer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _CausalMask:
-    """Replaces a mask in a survey. ``window`` counts positions; 0 is the causal mask."""
+    """Replaces a mask in a survey. ``window`` and ``chunk`` count positions; with 0 in both it is the causal mask."""
 
-    window: int
+    window: int = 0
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        """Return what queries see, for messages."""
+        return f"chunks of {self.chunk}" if self.chunk else f"a window of {self.window}"
 
     def __getitem__(self, rows: object) -> _CausalMask:
         """Return the mask of a slice, which here has all tokens: see :func:`etkv.export.forward.kept_rows`."""
@@ -94,12 +100,12 @@ class _Survey:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the op: the number of its cache, its keys and values, and the window of its mask."""
+    """A call of the op: the number of its cache, its keys and values, and its mask."""
 
     cache: int
     key: torch.Tensor
     value: torch.Tensor
-    window: int
+    mask: _CausalMask
 
     def shares(self, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Return whether a call has the same rows, as calls of layers that share keys and values have."""
@@ -166,7 +172,8 @@ def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor], max_context: 
         kv_heads=[call.key.shape[1] for call in calls],
         head_dims=[call.key.shape[-1] for call in calls],
         v_head_dims=[call.value.shape[-1] for call in calls],
-        windows=[call.window for call in calls],
+        windows=[call.mask.window for call in calls],
+        chunks=[call.mask.chunk for call in calls],
         recurrent=states,
     )
 
@@ -205,25 +212,20 @@ def _surveying(found: _Survey) -> Iterator[None]:
 def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -> _CausalMask | None:
     """Return None in a graph, and a :class:`_CausalMask` in a survey.
 
-    Raises :class:`ValueError` for masks other than a causal mask and a sliding window.
+    Raises :class:`ValueError` for masks other than a causal mask, a sliding window and chunks.
     """
     import torch
 
     found = None if torch.compiler.is_compiling() else _survey.get()
     if found is None:
         return None
-    window = None if use_vmap else _window(mask_function)
-    if window is None and (chunk := _chunk(mask_function)) is not None:
-        if chunk < found.max_context:
-            raise ValueError(
-                f"its attention has chunks of {chunk} positions, which the KV cache op lacks; a program of one chunk "
-                f"has --max-context {chunk}"
-            )
-        window = 0
-    if window is None:
-        name = getattr(mask_function, "__qualname__", "?").split(".")[0]
-        raise ValueError(f"its attention has a mask that is neither causal nor a sliding window ({name})")
-    return _CausalMask(window)
+    if not use_vmap:
+        if (window := _window(mask_function)) is not None:
+            return _CausalMask(window=window)
+        if (chunk := _chunk(mask_function)) is not None:
+            return _CausalMask(chunk=chunk)
+    name = getattr(mask_function, "__qualname__", "?").split(".")[0]
+    raise ValueError(f"its attention has a mask that is neither causal, a sliding window nor of chunks ({name})")
 
 
 def _window(mask_function: Any) -> int | None:
@@ -285,8 +287,8 @@ def _attend(
     sinks, softcap = _sinks(arguments, query), float(arguments.get("softcap") or 0.0)
     found = None if torch.compiler.is_compiling() else _survey.get()
     if found is not None:
-        window = attention_mask.window if isinstance(attention_mask, _CausalMask) else 0
-        _note(found, module, query, key, value, window, arguments.get("sliding_window"))
+        mask = attention_mask if isinstance(attention_mask, _CausalMask) else _CausalMask()
+        _note(found, module, query, key, value, mask, arguments.get("sliding_window"))
         width: Any = module.v_head_dim if is_latent else value.shape[-1]
         return query.new_zeros(1, query.shape[2], query.shape[1], width), None
 
@@ -343,21 +345,21 @@ def _note(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    window: int,
+    mask: _CausalMask,
     declared: int | None,
 ) -> None:
     """Add a call to a survey. Raises :class:`ValueError` if one cache cannot serve all its calls."""
     if query.shape[2] != key.shape[2]:
         raise ValueError("a step has other tokens for its queries than for its keys")
-    if declared and declared != window:
-        raise ValueError(f"its attention has a window of {declared}, and its mask one of {window}")
+    if declared and declared != mask.window:
+        raise ValueError(f"its attention has a window of {declared}, and its mask {mask}")
     earlier = found.modules.get(module)
     if earlier is not None:
         if not earlier.shares(key, value):
             raise ValueError("a step runs the same attention several times, with keys and values of its own each time")
         return
     donor = next((call for call in found.modules.values() if call.shares(key, value)), None)
-    if donor is not None and donor.window != window:
-        raise ValueError(f"layers that share keys and values have windows of {donor.window} and {window}")
+    if donor is not None and donor.mask != mask:
+        raise ValueError(f"layers that share keys and values have {donor.mask} and {mask}")
     cache = donor.cache if donor is not None else len({call.cache for call in found.modules.values()})
-    found.modules[module] = _Call(cache, key, value, window)
+    found.modules[module] = _Call(cache, key, value, mask)

@@ -58,8 +58,8 @@ def constant_methods(
         "get_windows": torch.tensor(layout.windows, dtype=torch.int32),
     }
     methods: dict[str, Any] = {
-        # ExecuTorch's runners would take a program with recurrent layers for one without.
-        **({} if layout.recurrent else of_exporter),
+        # ExecuTorch's runners would take a program with recurrent layers or chunks for one without.
+        **({} if layout.recurrent or any(layout.chunks) else of_exporter),
         "get_prefill_chunk_size": limits.prefill_chunk,
         "get_max_ctx_len": limits.max_context,
         "get_logits_rows": 1 if request.logits == "last" else 0,
@@ -79,6 +79,7 @@ def constant_methods(
         head_dim=_once(layout.head_dims),
         v_head_dim=_once(layout.v_head_dims),
         window=_once(layout.windows),
+        chunk=_once(layout.chunks) if any(layout.chunks) else None,
         sinks=0,
         dtype=_DTYPES[request.activations],
         recurrent_layers=layout.recurrent,

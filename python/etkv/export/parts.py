@@ -18,10 +18,11 @@ def of(traced: ExportedProgram, layout: CacheLayout) -> list[str]:
             calls.setdefault(str(node.target), []).append(node)
     plain, extended = (calls.get(f"kvcache.update_and_attend.{name}", []) for name in ("default", "sinks"))
     scans = calls.get("kvcache.update_and_scan.default", [])
-    windows = set(layout.windows)
+    reaches = set(zip(layout.windows, layout.chunks, strict=True))
     found = {
-        "full attention": 0 in windows,
-        "windows": windows - {0},
+        "full attention": (0, 0) in reaches,
+        "windows": any(layout.windows),
+        "chunks": any(layout.chunks),
         "sinks": any(_argument(node, 7, "sinks") is not None for node in extended),
         "softcap": any(_argument(node, 8, "softcap") for node in extended),
         "layers that share keys and values": len(plain) + len(extended) > len(layout.windows),

@@ -65,7 +65,7 @@ class ReferenceCache(ABC):
         self.config = config
         self._max_step_tokens = config.max_step_tokens or DEFAULT_MAX_STEP_TOKENS
         step = min(self._max_step_tokens, config.capacity)
-        self._windows = [Window(layer.window, layer.sinks, step) for layer in config.layers]
+        self._windows = [Window.of(layer, step) for layer in config.layers]
         self._dropping = [window for window in self._windows if window.size and window.slots < config.capacity]
         self._step: Step | None = None  # the open forward
         self._last: Step | None = None  # the last forward, until the next change: its layers may be called again

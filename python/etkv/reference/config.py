@@ -30,8 +30,10 @@ def check_config(config: CacheConfig) -> None:
         if layer.values_in_keys and layer.value_dim > layer.k_head_dim:
             most = f"values in keys have at most the {layer.k_head_dim} elements of a key"
             raise invalid(f"layer {index}: v_head_dim is {layer.value_dim}, but {most}")
-        for name in ("window", "sinks"):
+        for name in ("window", "sinks", "chunk"):
             check_range(f"layer {index}: {name}", getattr(layer, name), 0)
+        if layer.chunk and (layer.window or layer.sinks):
+            raise invalid(f"layer {index}: expected chunk 0 for a layer with a window or sinks, got {layer.chunk}")
         if layer.sinks and not layer.window:
             raise invalid(f"layer {index}: expected sinks 0 for a layer without a window, got {layer.sinks}")
     check_formats(formats_of(config)[0], config)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from etkv.config import LayerConfig
+
 ROOT = -1  # the parent of a node that follows the sequence itself
 
 
@@ -30,9 +32,17 @@ class Window:
     size: int  # positions, including the query's own; 0 for all
     sinks: int  # first positions, which are also seen
     step: int  # the most tokens of one sequence in a step
+    is_chunk: bool = False  # whether a query sees what is in its chunk of ``size`` positions
+
+    @classmethod
+    def of(cls, layer: LayerConfig, step: int) -> Window:
+        """Returns the window of ``layer``, in a cache whose steps have at most ``step`` tokens of a sequence."""
+        return cls(layer.chunk or layer.window, layer.sinks, step, is_chunk=layer.chunk > 0)
 
     def sees(self, query: int, position: int) -> bool:
         """Returns whether a query at position ``query`` sees an earlier position of its own sequence."""
+        if self.is_chunk:
+            return position // self.size == query // self.size
         return self.size == 0 or position > query - self.size or position < self.sinks
 
     @property
@@ -48,9 +58,13 @@ class Window:
         of the next query, and the window of a query ``step`` positions before. So a step of any legal size can be
         rolled back.
         """
-        first = following - (self.size - 1) - self.step
+        earliest = max(following - self.step, 0)
         fits = len(held) <= self.slots - self.step
-        return {at for at in held if fits or at < self.sinks or at >= first}
+        return {at for at in held if fits or at < self.sinks or at > earliest or self.sees(earliest, at)}
+
+    def exact_after(self, position: int) -> int:
+        """Returns the least later position whose query does not see ``position``, which is not one of the sinks."""
+        return position + self.size - (position % self.size if self.is_chunk else 0)
 
 
 @dataclass(frozen=True)
@@ -124,9 +138,8 @@ class TokenSequence:
     @property
     def exact_from(self) -> int:
         """Returns the least position at which a query sees no dropped position."""
-        return max(
-            (at + window.size for window, held in self.held.items() for at in self.tokens.keys() - held), default=0
-        )
+        gone = ((window, at) for window, held in self.held.items() for at in self.tokens.keys() - held)
+        return max((window.exact_after(at) for window, at in gone), default=0)
 
 
 def distinct(sequences: Iterable[TokenSequence]) -> list[Token]:

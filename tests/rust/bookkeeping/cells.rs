@@ -4,21 +4,22 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Range, RangeInclusive};
 
 use etkv_core::bookkeeping::{CellsBookkeeping, LayerGroupPlan, MaskPlan, Move, Slots, Window};
-use etkv_core::Status;
-use etkv_tests::kept::WindowModel;
-use etkv_tests::model::{is_seen, Members, Model, Sight};
+use etkv_core::{LayerPolicy, Status};
+use etkv_tests::kept::{width, WindowModel};
+use etkv_tests::model::{is_seen, Members, Model};
 use etkv_tests::shrink::{check, Case};
 use etkv_tests::slots::{Id, LayerGroupSlots};
 use etkv_tests::Rng;
 
 use super::agreed;
+use super::contiguous::window;
 
-/// `windows` has `(window, sinks)` for each layer group but the first, which is full.
+/// `policies` has an entry for each layer group but the first, which is full.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub capacity: i32,
     pub max_step_tokens: i32,
-    pub windows: Vec<(i32, i32)>,
+    pub policies: Vec<LayerPolicy>,
 }
 
 /// Numbers are taken modulo the possible values when the operation runs.
@@ -85,11 +86,17 @@ pub enum Op {
 }
 
 fn generate(rng: &mut Rng) -> Case<Config, Op> {
-    let window = |rng: &mut Rng| (rng.pick(&[1, 2, 3, 8, 20, 64]), rng.pick(&[0, 0, 1, 4, 9]));
+    let policy = |rng: &mut Rng| {
+        let width = rng.pick(&[1, 2, 3, 8, 20, 64]);
+        match rng.chance(0.4) {
+            true => LayerPolicy::Chunk { chunk: width },
+            false => LayerPolicy::Window { window: width, sinks: rng.pick(&[0, 0, 1, 4, 9]) },
+        }
+    };
     let config = Config {
         capacity: rng.pick(&[1, 8, 30, 100, 300]),
         max_step_tokens: rng.pick(&[1, 2, 7, 40]),
-        windows: (0..rng.below(3)).map(|_| window(rng)).collect(),
+        policies: (0..rng.below(3)).map(|_| policy(rng)).collect(),
     };
     let n_sequences = rng.pick(&[1, 2, 4, 12]);
     let longest = rng.pick(&[1, 3, config.max_step_tokens as usize, 40]);
@@ -153,7 +160,7 @@ const ROOM: i32 = 64;
 struct Run {
     book: CellsBookkeeping,
     model: Model,
-    sights: Vec<Sight>,
+    policies: Vec<LayerPolicy>,
     windows: Vec<Window>,
     groups: Vec<LayerGroupSlots>,
     /// One entry for each layer group but the first.
@@ -162,19 +169,18 @@ struct Run {
 
 impl Run {
     fn new(config: &Config) -> Self {
-        let &Config { capacity, max_step_tokens, ref windows } = config;
+        let &Config { capacity, max_step_tokens, ref policies } = config;
         let step = max_step_tokens.min(capacity);
-        let window = |&(window, sinks): &(i32, i32)| Window::new(window, sinks, step, capacity);
-        let kept = |&(window, sinks): &(i32, i32)| WindowModel::new(window, sinks, step, capacity);
-        let windows: Vec<Window> = windows.iter().map(window).collect();
+        let kept = |&policy: &LayerPolicy| WindowModel::new(policy, step, capacity);
+        let windows: Vec<Window> =
+            policies.iter().filter_map(|&policy| window(policy, step, capacity)).collect();
         let limits = windows.iter().any(Window::slides);
-        let sights = std::iter::once(None).chain(config.windows.iter().copied().map(Some));
         Self {
             book: CellsBookkeeping::new(capacity, windows.iter().copied()),
             model: Model::new(capacity, limits.then_some(step)),
-            sights: sights.collect(),
+            policies: std::iter::once(LayerPolicy::Full).chain(policies.iter().copied()).collect(),
             groups: vec![LayerGroupSlots::new(capacity); windows.len() + 1],
-            kept: config.windows.iter().map(kept).collect(),
+            kept: policies.iter().map(kept).collect(),
             windows,
         }
     }
@@ -309,7 +315,7 @@ impl Run {
             self.groups[group].write(plan, &ids);
             self.check_read(group, plan, &owners, &ids);
             for query in 0..ids.len() {
-                let expected = self.model.visible(self.sights[group], &owners, &ids, query);
+                let expected = self.model.visible(self.policies[group], &owners, &ids, query);
                 let shown = self.groups[group].shown(plan, query, ids.len());
                 assert_eq!(shown, expected, "group {group}, query {query}: {plan:?}");
             }
@@ -363,10 +369,10 @@ impl Run {
     /// Checks that the rows that a query of a sequence at `least` sees are where they were written or moved
     /// to.
     fn check_held_at(&self, sequence: i32, least: i32) {
-        for (&sight, slots) in self.sights.iter().zip(&self.groups) {
+        for (&policy, slots) in self.policies.iter().zip(&self.groups) {
             for id in self.model.sequence(sequence).tokens {
                 let at = self.model.position(id);
-                if at < least && is_seen(sight, least, at) {
+                if at < least && is_seen(policy, least, at) {
                     assert!(slots.slot_of(id).is_some(), "position {at} is gone at {least}");
                 }
             }
@@ -485,7 +491,7 @@ impl Run {
         let n_tokens = self.model.sequence(sequence).tokens.len();
         let is_tail_in_order = run.get(n_tokens..) == Some(&known[n_tokens..]);
         run.sort_unstable();
-        let seen = || self.model.visible(self.sights[group], owners, ids, ids.len() - 1);
+        let seen = || self.model.visible(self.policies[group], owners, ids, ids.len() - 1);
         let is_known = known.iter().all(|id| run.binary_search(id).is_ok());
         if is_known && is_tail_in_order && seen() == run {
             let mask = if ids.len() == 1 { MaskPlan::None } else { MaskPlan::Causal };
@@ -718,13 +724,15 @@ impl Run {
     fn check_used(&self, group: usize) {
         let live = self.model.live().len() as i32;
         let used = self.book.used(group);
-        let Some((window, sinks)) = self.sights[group] else {
+        let policy = self.policies[group];
+        if policy == LayerPolicy::Full {
             return assert_eq!(used, live);
-        };
+        }
+        let (window, sinks) = width(policy);
         let (mut seen, mut nodes, mut most) = (BTreeSet::new(), 0, 0);
         for (&sequence, held) in self.model.sequences() {
             let at = self.model.next(sequence);
-            let is_seen = |id: &Id| is_seen(Some((window, sinks)), at, self.model.position(*id));
+            let is_seen = |id: &Id| is_seen(policy, at, self.model.position(*id));
             seen.extend(held.tokens.iter().copied().filter(is_seen));
             nodes += held.written() as i32;
             let slides = self.windows[group - 1].slides();

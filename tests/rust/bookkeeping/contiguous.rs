@@ -1,20 +1,21 @@
 //! Generated operations on one growing sequence.
 
 use etkv_core::bookkeeping::{ContiguousBookkeeping, MaskPlan, Move, Window};
-use etkv_core::{Growth, Status};
-use etkv_tests::model::is_seen;
+use etkv_core::{Growth, LayerPolicy, Status};
+use etkv_tests::kept::width;
+use etkv_tests::model::{first_exact, is_seen};
 use etkv_tests::shrink::{check, Case};
 use etkv_tests::slots::{Id, LayerGroupSlots};
 use etkv_tests::Rng;
 
 use super::agreed;
 
-/// `windows` has an entry for each layer group: `None` for full history, or `(window, sinks)`.
+/// `policies` has an entry for each layer group.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub capacity: i32,
     pub max_step_tokens: i32,
-    pub windows: Vec<Option<(i32, i32)>>,
+    pub policies: Vec<LayerPolicy>,
 }
 
 #[derive(Debug, Clone)]
@@ -51,10 +52,15 @@ pub enum Op {
 pub fn generate(rng: &mut Rng) -> Case<Config, Op> {
     let capacity = rng.pick(&[1, 5, 30, 64, 150, 400]);
     let group = |rng: &mut Rng| {
-        rng.chance(0.7).then(|| (rng.pick(&[1, 2, 3, 8, 20, 64]), rng.pick(&[0, 0, 1, 4, 9])))
+        let width = rng.pick(&[1, 2, 3, 8, 20, 64]);
+        match rng.below(10) {
+            0..=2 => LayerPolicy::Full,
+            3..=5 => LayerPolicy::Chunk { chunk: width },
+            _ => LayerPolicy::Window { window: width, sinks: rng.pick(&[0, 0, 1, 4, 9]) },
+        }
     };
-    let windows = (0..1 + rng.below(3)).map(|_| group(rng)).collect();
-    let config = Config { capacity, max_step_tokens: rng.pick(&[1, 2, 7, 40]), windows };
+    let policies = (0..1 + rng.below(3)).map(|_| group(rng)).collect();
+    let config = Config { capacity, max_step_tokens: rng.pick(&[1, 2, 7, 40]), policies };
     let longest = rng.pick(&[1, 3, config.max_step_tokens as usize, 40]);
     let op = |rng: &mut Rng| {
         let n = 1 + rng.below(longest) as i32;
@@ -76,10 +82,19 @@ pub fn generate(rng: &mut Rng) -> Case<Config, Op> {
     Case { config, ops }
 }
 
+/// Returns the window of a layer group; None for full history.
+pub fn window(policy: LayerPolicy, step: i32, capacity: i32) -> Option<Window> {
+    match policy {
+        LayerPolicy::Full => None,
+        LayerPolicy::Window { window, sinks } => Some(Window::new(window, sinks, step, capacity)),
+        LayerPolicy::Chunk { chunk } => Some(Window::chunked(chunk, step, capacity)),
+    }
+}
+
 struct Run {
     book: ContiguousBookkeeping,
     capacity: i32,
-    windows: Vec<Option<(i32, i32)>>,
+    policies: Vec<LayerPolicy>,
     slides: Vec<Option<Window>>,
     groups: Vec<LayerGroupSlots>,
     /// For each layer group, how far rows have moved to the front.
@@ -96,20 +111,16 @@ struct Run {
 
 impl Run {
     fn new(config: &Config) -> Self {
-        let Config { capacity, max_step_tokens, windows } = config.clone();
-        let slides: Vec<Option<Window>> = windows
-            .iter()
-            .map(|window| {
-                window.map(|(window, sinks)| Window::new(window, sinks, max_step_tokens, capacity))
-            })
-            .collect();
+        let Config { capacity, max_step_tokens, policies } = config.clone();
+        let slides: Vec<Option<Window>> =
+            policies.iter().map(|&policy| window(policy, max_step_tokens, capacity)).collect();
         Self {
             book: ContiguousBookkeeping::new(capacity, slides.clone()),
             capacity,
-            groups: vec![LayerGroupSlots::new(capacity); windows.len()],
-            moved: vec![0; windows.len()],
-            since_moved: vec![i32::MAX; windows.len()],
-            windows,
+            groups: vec![LayerGroupSlots::new(capacity); policies.len()],
+            moved: vec![0; policies.len()],
+            since_moved: vec![i32::MAX; policies.len()],
+            policies,
             slides,
             max_step_tokens,
             tokens: Vec::new(),
@@ -130,7 +141,8 @@ impl Run {
     /// length qualifies.
     fn least(&self) -> i32 {
         let least = |group: usize| {
-            let (window, sinks) = self.windows[group]?;
+            let policy = self.policies[group];
+            let sinks = self.slides[group]?.sinks();
             let is_there = |&at: &i32| {
                 let slot = usize::try_from(at - self.moved[group]).ok();
                 slot.is_some_and(|slot| {
@@ -139,7 +151,7 @@ impl Run {
             };
             let n = (sinks..self.length()).rev().take_while(is_there).count() as i32;
             let first = self.length() - n;
-            (first > sinks).then_some(first + window - 1)
+            (first > sinks).then(|| first_exact(policy, first - 1))
         };
         (0..self.groups.len()).filter_map(least).max().unwrap_or(0)
     }
@@ -179,8 +191,8 @@ impl Run {
             let todo = self.book.group(group, &plan).unwrap();
             slots.write(&todo, &ids);
             for (query, &at) in positions.iter().enumerate() {
-                let sight = self.windows[group];
-                let seen = |position: &usize| is_seen(sight, at, *position as i32);
+                let policy = self.policies[group];
+                let seen = |position: &usize| is_seen(policy, at, *position as i32);
                 let mut expected: Vec<Id> =
                     (0..after.len()).filter(seen).map(|position| after[position]).collect();
                 expected.sort_unstable();
@@ -198,7 +210,7 @@ impl Run {
                     let is_one_run = ids.len() == 1 && window.sinks() == 0;
                     assert!(!(is_explicit && is_one_run), "{todo:?}");
                     let last = end - 1;
-                    let sees_all = (0..end).all(|at| is_seen(self.windows[group], last, at));
+                    let sees_all = (0..end).all(|at| is_seen(self.policies[group], last, at));
                     assert!(!(is_explicit && sees_all), "a mask that hides nothing: {todo:?}");
                     let first = slots.shown(&todo, 0, ids.len());
                     let start = slots.ids()[todo.read.start as usize].unwrap();
@@ -235,7 +247,7 @@ impl Run {
     /// Checks that a layer group moves only if the next step may not fit, keeps no more than it must, and
     /// does not move again within `room` tokens.
     fn check_move(&mut self, moved: &Move, length: i32) {
-        let (window, sinks) = self.windows[moved.group].unwrap();
+        let (window, sinks) = width(self.policies[moved.group]);
         let slots = self.slides[moved.group].unwrap().slots();
         assert!(moved.from.end() + self.max_step_tokens > slots, "{moved:?}: there is room");
         assert_eq!(moved.to.end(), self.promised(moved.group, length), "{moved:?}");
@@ -246,12 +258,16 @@ impl Run {
 
     /// Returns the positions of a sequence of `length` that a layer group must hold.
     fn promised(&self, group: usize, length: i32) -> i32 {
-        match (self.slides[group], self.windows[group]) {
-            (Some(slides), Some((window, sinks))) if slides.slides() => {
-                length.min(sinks + window - 1 + self.max_step_tokens)
-            }
-            _ => length,
-        }
+        let Some(slides) = self.slides[group].filter(Window::slides) else {
+            return length;
+        };
+        let at = (length - self.max_step_tokens).max(0);
+        let is_needed = |&position: &i32| {
+            position < slides.sinks()
+                || position > at
+                || is_seen(self.policies[group], at, position)
+        };
+        (0..length).filter(is_needed).count() as i32
     }
 
     fn run_of(start: i32, n: i32) -> Vec<i32> {

@@ -1,11 +1,17 @@
 //! Cases that generated operations found once or reach rarely.
 
+use etkv_core::LayerPolicy;
+
 use super::cells::{replay, Config, Op::*};
 
 #[test]
 fn a_step_hides_its_own_tokens_outside_the_window() {
     replay(
-        Config { capacity: 30, max_step_tokens: 7, windows: vec![(1, 4)] },
+        Config {
+            capacity: 30,
+            max_step_tokens: 7,
+            policies: vec![LayerPolicy::Window { window: 1, sinks: 4 }],
+        },
         &[
             Step { sequences: vec![0], n: 3, in_turns: true, abort: false },
             Step { sequences: vec![0], n: 3, in_turns: true, abort: false },
@@ -16,7 +22,11 @@ fn a_step_hides_its_own_tokens_outside_the_window() {
 #[test]
 fn a_copy_may_end_long_before_the_window() {
     replay(
-        Config { capacity: 30, max_step_tokens: 2, windows: vec![(1, 0)] },
+        Config {
+            capacity: 30,
+            max_step_tokens: 2,
+            policies: vec![LayerPolicy::Window { window: 1, sinks: 0 }],
+        },
         &[
             Step { sequences: vec![21, 1], n: 1, in_turns: true, abort: false },
             Step { sequences: vec![0, 1], n: 1, in_turns: false, abort: false },
@@ -33,7 +43,11 @@ fn a_copy_may_end_long_before_the_window() {
 #[test]
 fn nothing_removed_keeps_the_tree() {
     replay(
-        Config { capacity: 8, max_step_tokens: 1, windows: vec![(20, 0)] },
+        Config {
+            capacity: 8,
+            max_step_tokens: 1,
+            policies: vec![LayerPolicy::Window { window: 20, sinks: 0 }],
+        },
         &[
             Propose { sequence: 2, parents: vec![538, 508] },
             Remove { sequence: 2, start: 0, end: 550 },
@@ -44,7 +58,7 @@ fn nothing_removed_keeps_the_tree() {
 #[test]
 fn compaction_puts_trees_after_their_sequences() {
     replay(
-        Config { capacity: 30, max_step_tokens: 2, windows: vec![] },
+        Config { capacity: 30, max_step_tokens: 2, policies: vec![] },
         &[
             Step { sequences: vec![1, 0], n: 1, in_turns: false, abort: false },
             Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
@@ -58,7 +72,7 @@ fn compaction_puts_trees_after_their_sequences() {
 #[test]
 fn a_chain_of_candidates_in_cells_elsewhere_takes_a_mask() {
     replay(
-        Config { capacity: 12, max_step_tokens: 4, windows: vec![] },
+        Config { capacity: 12, max_step_tokens: 4, policies: vec![] },
         &[
             Step { sequences: vec![0], n: 3, in_turns: false, abort: false },
             Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
@@ -77,7 +91,11 @@ fn a_chain_of_candidates_in_cells_elsewhere_takes_a_mask() {
 #[test]
 fn a_copy_that_ends_before_the_window_is_read_from_where_it_goes_on() {
     replay(
-        Config { capacity: 30, max_step_tokens: 2, windows: vec![(1, 0)] },
+        Config {
+            capacity: 30,
+            max_step_tokens: 2,
+            policies: vec![LayerPolicy::Window { window: 1, sinks: 0 }],
+        },
         &[
             Step { sequences: vec![0], n: 1, in_turns: false, abort: false },
             Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
@@ -93,7 +111,11 @@ fn a_copy_that_ends_before_the_window_is_read_from_where_it_goes_on() {
 #[test]
 fn a_second_copy_does_not_restore_what_windows_dropped() {
     replay(
-        Config { capacity: 60, max_step_tokens: 2, windows: vec![(2, 0)] },
+        Config {
+            capacity: 60,
+            max_step_tokens: 2,
+            policies: vec![LayerPolicy::Window { window: 2, sinks: 0 }],
+        },
         &[
             Step { sequences: vec![0], n: 2, in_turns: false, abort: false },
             Step { sequences: vec![0], n: 2, in_turns: false, abort: false },
@@ -113,7 +135,11 @@ fn a_second_copy_does_not_restore_what_windows_dropped() {
 fn a_window_moves_nothing_onto_a_tree_without_a_sequence() {
     let step = || Step { sequences: vec![0], n: 2, in_turns: false, abort: false };
     replay(
-        Config { capacity: 30, max_step_tokens: 2, windows: vec![(3, 0)] },
+        Config {
+            capacity: 30,
+            max_step_tokens: 2,
+            policies: vec![LayerPolicy::Window { window: 3, sinks: 0 }],
+        },
         &[
             Propose { sequence: 1, parents: vec![0] },
             Undeclared { n: 1, abort: false },

@@ -34,8 +34,9 @@ impl Subject {
             k_head_dim: 8,
             v_head_dim: rng.pick(&[4, 8]),
             values_in_keys: rng.chance(0.4),
-            policy: match rng.below(3) {
-                0 => LayerPolicy::Window { window: rng.pick(&[4, 30]), sinks: rng.pick(&[0, 3]) },
+            policy: match rng.below(4) {
+                0 => LayerPolicy::Chunk { chunk: rng.pick(&[4, 30]) },
+                1 => LayerPolicy::Window { window: rng.pick(&[4, 30]), sinks: rng.pick(&[0, 3]) },
                 _ => LayerPolicy::Full,
             },
         };

@@ -3,12 +3,23 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use crate::model::Model;
+use etkv_core::LayerPolicy;
+
+use crate::model::{first_exact, is_seen, Model};
 use crate::slots::Id;
+
+/// Returns the most positions that a query of a layer with a window or chunks sees besides the sinks, and the sinks.
+pub fn width(policy: LayerPolicy) -> (i32, i32) {
+    match policy {
+        LayerPolicy::Full => panic!("a layer of full history has no window"),
+        LayerPolicy::Window { window, sinks } => (window, sinks),
+        LayerPolicy::Chunk { chunk } => (chunk, 0),
+    }
+}
 
 #[derive(Debug, Clone)]
 pub struct WindowModel {
-    window: i32,
+    policy: LayerPolicy,
     sinks: i32,
     max_step_tokens: i32,
     /// The most slots that one sequence takes.
@@ -18,10 +29,12 @@ pub struct WindowModel {
 }
 
 impl WindowModel {
-    pub fn new(window: i32, sinks: i32, max_step_tokens: i32, capacity: i32) -> Self {
+    /// Returns the model of a layer with a window or chunks.
+    pub fn new(policy: LayerPolicy, max_step_tokens: i32, capacity: i32) -> Self {
+        let (window, sinks) = width(policy);
         let room = max_step_tokens.max(window / 4);
         let slots = (sinks + window - 1 + 2 * max_step_tokens + room).min(capacity);
-        Self { window, sinks, max_step_tokens, slots, capacity, held: BTreeMap::new() }
+        Self { policy, sinks, max_step_tokens, slots, capacity, held: BTreeMap::new() }
     }
 
     pub fn slots(&self) -> i32 {
@@ -40,8 +53,9 @@ impl WindowModel {
         };
         let room = self.slots - held.len() as i32;
         if self.slots < self.capacity && room < self.max_step_tokens {
-            let first = model.next(sequence) - (self.window - 1) - self.max_step_tokens;
-            let gone = self.sinks..first.max(self.sinks);
+            let at = model.next(sequence) - self.max_step_tokens;
+            let first = (self.sinks..=at).find(|&position| is_seen(self.policy, at, position));
+            let gone = self.sinks..first.unwrap_or(self.sinks);
             held.retain(|&id| !gone.contains(&model.position(id)));
         }
     }
@@ -70,6 +84,9 @@ impl WindowModel {
         let tokens = model.sequence(sequence).tokens;
         let gone = tokens.into_iter().filter(|&id| !self.holds(sequence, id));
         let positions = gone.map(|id| model.position(id)).filter(|at| range.contains(at));
-        positions.filter(|&at| at >= self.sinks).max().map_or(0, |last| last + self.window)
+        positions
+            .filter(|&at| at >= self.sinks)
+            .max()
+            .map_or(0, |last| first_exact(self.policy, last))
     }
 }

@@ -5,22 +5,26 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use etkv_core::Status;
+use etkv_core::{LayerPolicy, Status};
 
 pub use crate::slots::Id;
 
 /// The sequences in use.
 pub const SEQUENCES: Range<i32> = 0..256;
 
-/// The visible part of a sequence: all, or `(window, sinks)`.
-pub type Sight = Option<(i32, i32)>;
+/// Returns whether a query at `at` of a layer of `policy` sees a token at `position` of its sequence.
+pub fn is_seen(policy: LayerPolicy, at: i32, position: i32) -> bool {
+    position <= at
+        && match policy {
+            LayerPolicy::Full => true,
+            LayerPolicy::Window { window, sinks } => position > at - window || position < sinks,
+            LayerPolicy::Chunk { chunk } => position / chunk == at / chunk,
+        }
+}
 
-/// Returns whether a query at `at` sees a token at `position`, which is before it or at the same position.
-pub fn is_seen(sight: Sight, at: i32, position: i32) -> bool {
-    let Some((window, sinks)) = sight else {
-        return position <= at;
-    };
-    position <= at && (position > at - window || position < sinks)
+/// Returns the least position whose query sees no dropped position if `last` is the last dropped one.
+pub fn first_exact(policy: LayerPolicy, last: i32) -> i32 {
+    (last + 1..).find(|&at| !is_seen(policy, at, last)).unwrap_or(i32::MAX)
 }
 
 /// A candidate after a sequence.
@@ -214,7 +218,13 @@ impl Model {
     }
 
     /// Returns the tokens that query `query` of a step sees, sorted.
-    pub fn visible(&self, sight: Sight, owners: &[Members], ids: &[Id], query: usize) -> Vec<Id> {
+    pub fn visible(
+        &self,
+        policy: LayerPolicy,
+        owners: &[Members],
+        ids: &[Id],
+        query: usize,
+    ) -> Vec<Id> {
         let mut tokens: Vec<Id> = Vec::new();
         for &sequence in &owners[query] {
             if let Some(held) = self.sequences.get(&sequence) {
@@ -233,7 +243,7 @@ impl Model {
             }
         }
         let at = self.positions[ids[query]];
-        tokens.retain(|&id| is_seen(sight, at, self.positions[id]));
+        tokens.retain(|&id| is_seen(policy, at, self.positions[id]));
         tokens.sort_unstable();
         tokens.dedup();
         tokens

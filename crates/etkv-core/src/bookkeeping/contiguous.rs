@@ -201,9 +201,11 @@ impl ContiguousBookkeeping {
         if window.sinks() > 0 {
             return (0..end, Sight::Windows);
         }
-        let first = window.first_seen(plan.start) - self.dropped(group, plan);
-        let sight = if plan.n_tokens() == 1 { Sight::All } else { Sight::Windows };
-        (first..end, sight)
+        let first = window.first_seen(plan.start);
+        // All queries of a chunk see it from its beginning.
+        let is_shared = first == window.first_seen(plan.end - 1);
+        let sight = if is_shared { causal } else { Sight::Windows };
+        (first - self.dropped(group, plan)..end, sight)
     }
 
     /// Returns the mask of a window over the slots in `read`.

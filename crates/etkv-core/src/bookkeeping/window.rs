@@ -1,5 +1,5 @@
-//! Sliding windows: what a query sees of a sequence, and how many positions a layer keeps so that
-//! the last step can be rolled back.
+//! Windows, which slide or are chunks: what a query sees of a sequence, and how many positions a layer keeps
+//! so that the last step can be rolled back.
 
 use crate::error::{fail, Result};
 use crate::growth::Growth;
@@ -13,6 +13,7 @@ use crate::growth::Growth;
 pub struct Window {
     window: i32,
     sinks: i32,
+    is_chunk: bool,
     max_step_tokens: i32,
     slots: i32,
     capacity: i32,
@@ -28,7 +29,13 @@ impl Window {
         let slots = i64::from(sinks) + wide - 1 + 2 * step + room;
         // The minimum with `capacity`, an i32, is an i32.
         let slots = slots.min(i64::from(capacity)) as i32;
-        Self { window, sinks, max_step_tokens, slots, capacity }
+        Self { window, sinks, is_chunk: false, max_step_tokens, slots, capacity }
+    }
+
+    /// Returns a window that begins at each multiple of `chunk`, at least 1: a query sees the positions of its
+    /// own chunk. The other arguments are those of [`new`](Self::new).
+    pub fn chunked(chunk: i32, max_step_tokens: i32, capacity: i32) -> Self {
+        Self { is_chunk: true, ..Self::new(chunk, 0, max_step_tokens, capacity) }
     }
 
     /// Returns the most slots that one sequence takes.
@@ -73,12 +80,16 @@ impl Window {
 
     /// Returns the first position that a query at `position` sees, not counting the sinks.
     pub fn first_seen(&self, position: i32) -> i32 {
-        (position - (self.window - 1)).max(0)
+        if self.is_chunk {
+            position - position % self.window
+        } else {
+            (position - (self.window - 1)).max(0)
+        }
     }
 
     /// Returns the first position that a sequence of `next` positions still needs, not counting the sinks.
     pub fn first_needed(&self, next: i32) -> i32 {
-        (next - (self.window - 1) - self.max_step_tokens).max(0)
+        self.first_seen((next - self.max_step_tokens).max(0))
     }
 
     /// Returns the least length that a sequence can be rewound to if positions below `first_held`, other than
@@ -86,6 +97,10 @@ impl Window {
     pub fn rewindable_to(&self, first_held: i32) -> i32 {
         if first_held <= self.sinks {
             0
+        } else if self.is_chunk {
+            // The next chunk sees nothing that is dropped.
+            let chunks = i64::from(first_held) + i64::from(self.window) - 1;
+            i32::try_from(chunks - chunks % i64::from(self.window)).unwrap_or(i32::MAX)
         } else {
             first_held.saturating_add(self.window - 1)
         }
@@ -93,9 +108,8 @@ impl Window {
 
     /// Returns the number of positions that a sequence of `length` is promised to hold.
     pub fn held(&self, length: i32) -> i32 {
-        let promised =
-            self.sinks.saturating_add(self.window - 1).saturating_add(self.max_step_tokens);
-        length.min(if self.slides() { promised } else { length })
+        let dropped = if self.slides() { self.first_needed(length) - self.sinks } else { 0 };
+        length - dropped.max(0)
     }
 
     /// Returns the slots that are allocated when one sequence has grown to `length`.

@@ -10,7 +10,7 @@ use etkv_core::{
 };
 
 use crate::backend::{Backend, Tensor};
-use crate::model::{Members, Model, Sight};
+use crate::model::{Members, Model};
 use crate::oracle::{self, Row};
 use crate::slots::Id;
 use crate::{for_seeds, Rng};
@@ -26,11 +26,16 @@ struct StoredTensors {
 }
 
 impl StoredTensors {
-    fn push<B: Backend>(&mut self, layer: &LayerConfig, rows: [&[Row]; 2], formats: [KvFormat; 2]) {
-        let k = B::stored(rows[0], formats[0]);
+    fn push<B: Backend>(
+        &mut self,
+        layer: &LayerConfig,
+        [k, v]: [&[Row]; 2],
+        formats: [KvFormat; 2],
+    ) {
+        let k = B::stored(k, formats[0]);
         self.v.extend(match layer.values_in_keys {
             true => oracle::first(&k, layer.v_head_dim),
-            false => B::stored(rows[1], formats[1]),
+            false => B::stored(v, formats[1]),
         });
         self.k.extend(k);
     }
@@ -54,7 +59,7 @@ struct Run<B: Backend> {
     rng: Rng,
     cache: CellsCache<B::Store>,
     model: Model,
-    layers: Vec<(LayerConfig, Sight, StoredTensors)>,
+    layers: Vec<(LayerConfig, StoredTensors)>,
     formats: [KvFormat; 2],
     /// Whether the cache has not reached `quantized_kv_start` yet.
     awaits: bool,
@@ -73,8 +78,9 @@ impl<B: Backend> Run<B> {
                     n_kv_heads: rng.pick(&[1, 2, 4]),
                     k_head_dim: rng.pick(&[64, 128]),
                     v_head_dim: 64,
-                    policy: match rng.below(2) {
+                    policy: match rng.below(3) {
                         0 => LayerPolicy::Full,
+                        1 => LayerPolicy::Chunk { chunk: rng.pick(&[1, 5, 16]) },
                         _ => LayerPolicy::Window {
                             window: rng.pick(&[1, 4, 16]),
                             sinks: rng.pick(&[0, 3]),
@@ -105,20 +111,13 @@ impl<B: Backend> Run<B> {
         let formats = config.formats_at(0);
         let windowed =
             layers.iter().any(|layer| config.window(layer.policy).is_some_and(|w| w.slides()));
-        let sight = |policy| match policy {
-            LayerPolicy::Full => None,
-            LayerPolicy::Window { window, sinks } => Some((window, sinks)),
-        };
         Self {
             n_sequences: rng.pick(&[1, 2, 5]),
             model: Model::new(
                 config.capacity,
                 windowed.then_some(max_step_tokens.min(config.capacity)),
             ),
-            layers: layers
-                .iter()
-                .map(|&l| (l, sight(l.policy), StoredTensors::default()))
-                .collect(),
+            layers: layers.iter().map(|&l| (l, StoredTensors::default())).collect(),
             awaits: config.quantized_kv_start.is_some(),
             cache: CellsCache::with_trees(config).unwrap(),
             formats,
@@ -204,7 +203,7 @@ impl<B: Backend> Run<B> {
         // A layer whose last value is not finite: such a step cannot stay.
         let spoiled = self.rng.chance(0.1).then(|| self.rng.below(self.layers.len()));
         let mut step = Step::begin(&mut self.cache, positions).unwrap();
-        for (index, (layer, sight, rows)) in self.layers.iter_mut().enumerate() {
+        for (index, (layer, rows)) in self.layers.iter_mut().enumerate() {
             let heads = layer.n_kv_heads as usize;
             let (kd, vd) = (layer.k_head_dim as usize, layer.v_head_dim as usize);
             let mut k = oracle::random_rows(&mut self.rng, n, heads, kd);
@@ -224,7 +223,7 @@ impl<B: Backend> Run<B> {
             drop(spec);
             step.eval(&[&out]).unwrap();
             if spoiled != Some(index) {
-                assert_sees::<B>(&self.model, *sight, owners, &ids, (&q, &out), rows);
+                assert_sees::<B>(&self.model, layer.policy, owners, &ids, (&q, &out), rows);
             }
         }
         let n_had = stop_after.unwrap_or(self.layers.len()).min(self.layers.len());
@@ -232,7 +231,7 @@ impl<B: Backend> Run<B> {
             // A layer whose rows are already written, called with other queries and with rows that would show
             // if they were written.
             let index = self.rng.below(n_had);
-            let (layer, sight, rows) = &self.layers[index];
+            let (layer, rows) = &self.layers[index];
             let heads = layer.n_kv_heads as usize;
             let (kd, vd) = (layer.k_head_dim as usize, layer.v_head_dim as usize);
             let k = oracle::random_rows(&mut self.rng, n, heads, kd);
@@ -240,7 +239,7 @@ impl<B: Backend> Run<B> {
             let q = oracle::random_rows(&mut self.rng, n, N_HEADS, kd);
             let spec = step.update_and_fetch(index, &B::tensor(&k), &B::tensor(&v)).unwrap();
             let out = B::attend(&B::tensor(&q), &spec, SCALE).unwrap();
-            assert_sees::<B>(&self.model, *sight, owners, &ids, (&q, &out), rows);
+            assert_sees::<B>(&self.model, layer.policy, owners, &ids, (&q, &out), rows);
         }
         let step = if self.rng.chance(0.3) {
             let number = step.set_aside().ok().unwrap();
@@ -294,7 +293,7 @@ impl<B: Backend> Run<B> {
             cells.begin_step(&[sequence]).unwrap();
             let next = cells.seq_next(sequence).unwrap();
             if self.cache.can_extend(1) && self.cache.begin(&[next]).is_ok() {
-                for (index, (layer, _, _)) in self.layers.iter().enumerate() {
+                for (index, (layer, _)) in self.layers.iter().enumerate() {
                     let heads = layer.n_kv_heads as usize;
                     let k = oracle::random_rows(&mut self.rng, 1, heads, layer.k_head_dim as usize);
                     let v = oracle::random_rows(&mut self.rng, 1, heads, layer.v_head_dim as usize);
@@ -396,7 +395,7 @@ impl<B: Backend> Run<B> {
     }
 
     fn store_anew(&mut self, formats: [KvFormat; 2]) {
-        for (layer, _, rows) in &mut self.layers {
+        for (layer, rows) in &mut self.layers {
             rows.convert::<B>(layer, self.formats, formats);
         }
         self.formats = formats;
@@ -413,7 +412,7 @@ fn refused(error: &Error, spoiled: Option<usize>) {
 /// Checks that queries attend to the rows that the model says they see.
 fn assert_sees<B: Backend>(
     model: &Model,
-    sight: Sight,
+    policy: LayerPolicy,
     owners: &[Members],
     ids: &[Id],
     (q, out): (&[Row], &Tensor<B>),
@@ -421,7 +420,7 @@ fn assert_sees<B: Backend>(
 ) {
     let out = B::rows(out);
     for (query, row) in q.iter().enumerate() {
-        let seen = model.visible(sight, owners, ids, query);
+        let seen = model.visible(policy, owners, ids, query);
         let of = |rows: &[Row]| seen.iter().map(|&id| rows[id].clone()).collect::<Vec<_>>();
         let expected = oracle::attention(row, &of(&rows.k), &of(&rows.v), SCALE);
         oracle::assert_close(&out[query], &expected, 5e-5);

@@ -9,6 +9,7 @@ use etkv_core::{
 
 use super::ones;
 use crate::backend::{Backend, Tensor};
+use crate::model::is_seen;
 use crate::oracle::{self, Rows};
 use crate::{for_seeds, Rng};
 
@@ -57,8 +58,9 @@ impl<B: Backend> Run<B> {
                     n_kv_heads: rng.pick(&[1, 2, 4]),
                     k_head_dim: rng.pick(dims),
                     v_head_dim: rng.pick(dims),
-                    policy: match rng.below(2) {
+                    policy: match rng.below(3) {
                         0 => LayerPolicy::Full,
+                        1 => LayerPolicy::Chunk { chunk: rng.pick(&[1, 5, 30]) },
                         _ => LayerPolicy::Window {
                             window: rng.pick(&[1, 5, 30]),
                             sinks: rng.pick(&[0, 0, 3]),
@@ -243,14 +245,6 @@ impl<B: Backend> Run<B> {
     }
 }
 
-/// Returns whether a query at position `at` sees position `p` before it.
-fn sees(policy: LayerPolicy, at: usize, p: usize) -> bool {
-    match policy {
-        LayerPolicy::Full => true,
-        LayerPolicy::Window { window, sinks } => at - p < window as usize || p < sinks as usize,
-    }
-}
-
 /// Checks that queries from position `start` on attend to the rows that they see.
 fn assert_sees<B: Backend>(
     policy: LayerPolicy,
@@ -263,7 +257,10 @@ fn assert_sees<B: Backend>(
     for (query, row) in q.iter().enumerate() {
         let at = start + query;
         let of = |rows: &Rows| -> Rows {
-            (0..=at).filter(|&p| sees(policy, at, p)).map(|p| rows[p].clone()).collect()
+            (0..=at)
+                .filter(|&p| is_seen(policy, at as i32, p as i32))
+                .map(|p| rows[p].clone())
+                .collect()
         };
         let expected = oracle::attention(row, &of(k), &of(v), SCALE);
         oracle::assert_close(&out[query], &expected, 5e-5);

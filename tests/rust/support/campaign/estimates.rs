@@ -47,6 +47,7 @@ pub fn memory_is_what_was_estimated_at_every_length<B: Backend>() {
         LayerPolicy::Full,
         LayerPolicy::Window { window: 8, sinks: 0 },
         LayerPolicy::Window { window: 5, sinks: 2 },
+        LayerPolicy::Chunk { chunk: 7 },
     ];
     let growths =
         [Growth::Doubling { first: 8 }, Growth::Step { step: 6 }, Growth::Exact, Growth::Upfront];

@@ -11,6 +11,7 @@ use etkv_core::{
 };
 
 use crate::backend::Backend;
+use crate::model::is_seen;
 use crate::oracle::{self, Row, Rows};
 use crate::recurrence::{Kernels, Plain, Token};
 use crate::{for_seeds, Rng};
@@ -128,10 +129,11 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                 n_kv_heads: 1,
                 k_head_dim: DIM as i32,
                 v_head_dim: DIM as i32,
-                policy: match rng.below(3) {
-                    0 => {
+                policy: match rng.below(6) {
+                    0 | 1 => {
                         LayerPolicy::Window { window: rng.pick(&[2, 30]), sinks: rng.pick(&[0, 3]) }
                     }
+                    2 => LayerPolicy::Chunk { chunk: rng.pick(&[2, 30]) },
                     _ => LayerPolicy::Full,
                 },
                 values_in_keys: false,
@@ -384,12 +386,8 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         drop(spec);
         self.cache.eval(&[&out]).unwrap();
         for ((found, query), path) in B::rows(&out).iter().zip(&q).zip(paths) {
-            let seen = |at: &usize| match layer.policy {
-                LayerPolicy::Full => true,
-                LayerPolicy::Window { window, sinks } => {
-                    *at < sinks as usize || *at + window as usize >= path.len()
-                }
-            };
+            let last = path.len() as i32 - 1;
+            let seen = |at: &usize| is_seen(layer.policy, last, *at as i32);
             let rows = |part: u64| -> Rows {
                 (0..path.len()).filter(seen).map(|at| row(path[at], part)).collect()
             };

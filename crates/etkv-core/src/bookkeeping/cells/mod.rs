@@ -159,7 +159,16 @@ impl CellsBookkeeping {
         let Some(window) = state.window else {
             return taken;
         };
-        let promised = |sequence| i64::from(window.held(state.held(sequence).count()));
+        let promised = |owner| {
+            let held = state.held(owner);
+            if !window.slides() {
+                return i64::from(held.count());
+            }
+            let sinks = window.sinks();
+            let first = window.first_needed(held.next()).max(sinks);
+            let kept = held.clipped(0..sinks).chain(held.clipped(first..i32::MAX));
+            kept.map(|run| i64::from(run.len)).sum()
+        };
         let nodes: i64 = self.trees.values().map(|tree| tree.n_written() as i64).sum();
         let all: i64 = state.owners().map(promised).sum();
         // The minimum with `taken`, an i32, is an i32.

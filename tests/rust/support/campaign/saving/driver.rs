@@ -29,8 +29,9 @@ impl Shape {
                 n_kv_heads: rng.pick(&[1, 2, 4]),
                 k_head_dim: rng.pick(&[64, 128]),
                 v_head_dim: 64,
-                policy: match rng.below(2) {
+                policy: match rng.below(3) {
                     0 => LayerPolicy::Full,
+                    1 => LayerPolicy::Chunk { chunk: rng.pick(&[1, 4, 16]) },
                     _ => LayerPolicy::Window {
                         window: rng.pick(&[1, 4, 16]),
                         sinks: rng.pick(&[0, 3]),
