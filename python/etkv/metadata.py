@@ -13,9 +13,10 @@ Programs with layers that attend in chunks have version 3. ``kv_cache.chunk`` is
 positions, or 0.
 
 Programs with layers that keep a state have version 2, or 3 with chunks. There ``kv_cache.n_layers`` and the facts after
-it are those of the layers that attend, which may be none. ``kv_cache.recurrent_layers`` is a tensor of int32 with 8 integers for each
-recurrent layer, one layer after the other: its kind (1 for a convolution, 2 for a recurrence), ``channels``, ``width``,
-``k_heads``, ``heads``, ``k_dim``, ``v_dim`` and ``channel_decay`` (0 or 1), see :class:`RecurrentLayer`.
+it are those of the layers that attend, which may be none. ``kv_cache.recurrent_layers`` is a tensor of int32 with 8
+integers for each recurrent layer, one layer after the other: its kind (1 for a convolution, 2 for a recurrence),
+``channels``, ``width``, ``k_heads``, ``heads``, ``k_dim``, ``v_dim`` and ``channel_decay`` (0 or 1), see
+:class:`RecurrentLayer`.
 
 The rules are those of ``read_kv_cache_metadata`` in ``include/etkv/executorch.hpp``.
 """
@@ -100,10 +101,10 @@ def write_kv_cache_metadata(
 ) -> dict[str, Any]:
     """Add the cache's facts to ``metadata``, the constant methods of a program by name, and return it.
 
-    Each fact is one int for all layers, or one for each layer, which becomes an int32 tensor. ``window`` counts
-    positions, and so does ``chunk``; 0 in both is full history. ``values_in_keys`` is 1 or 0. ``dtype`` is the dtype in which the program computes
-    keys and values. With ``recurrent_layers``, ``n_layers`` may be 0, and the facts of layers that attend are then
-    ignored.
+    Each fact is one int for all layers, or one for each layer, which becomes an int32 tensor. ``window`` and ``chunk``
+    count positions; 0 in both is full history. ``values_in_keys`` is 1 or 0. ``dtype`` is the dtype in which the
+    program computes keys and values. With ``recurrent_layers``, ``n_layers`` may be 0, and the facts of layers that
+    attend are then ignored.
 
     Raises :class:`EtkvError` if a value is not a 32-bit count, if a fact does not have one value for each layer, or for
     another dtype. The message names the fact, and ``metadata`` is unchanged.
