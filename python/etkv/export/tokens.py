@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from etkv import experts_op, linear_op
 from etkv.errors import EtkvError, first_line
@@ -53,6 +54,8 @@ def check(
     replaced by others below ``max_context``. The error names the module in which a token reads others. ``used`` is told
     the bytes of weights that were read.
     """
+    if any(free_unbacked_symbols(node.meta.get("val")) for node in traced.graph.nodes):
+        raise ValueError("its graph depends on values that only a run knows")
     graph = traced.module(check_guards=False)
     length = str(next(node for node in graph.graph.nodes if node.op == "placeholder").meta["val"].shape[1])
     ends = next(reversed(graph.graph.nodes)).all_input_nodes
