@@ -3,6 +3,9 @@
 use etkv_core::{fail, Error, Result, Scoring, Status};
 use serde::Deserialize;
 
+#[cfg(test)]
+mod tests;
+
 /// The version of payloads that this build reads.
 const VERSION: u32 = 1;
 
@@ -339,124 +342,4 @@ fn check_scale(scale: f32) -> Result<()> {
         fail!(Program, "expected a finite scale, got {scale}");
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GOOD: &str = r#"{"op": "update_and_attend", "version": 1, "program": "p", "call": 0, "n_calls": 2,
-        "n_layers": 2, "layer": 1, "scale": 0.5, "inputs": [2, 0, 0, 1], "logits": "selected"}"#;
-
-    #[test]
-    fn a_call_is_read() {
-        let Payload::UpdateAndAttend(attend) = Payload::read(GOOD.as_bytes()).unwrap() else {
-            panic!("another op");
-        };
-        let LayerCall { layer, logits, n_recurrent, .. } = attend.call;
-        assert_eq!((layer, logits, n_recurrent), (1, Logits::Selected, 0));
-        assert_eq!(n_inputs(&attend.inputs.map(Some)), 3);
-        let rows = Payload::read(br#"{"op": "select_rows", "version": 1}"#).unwrap();
-        assert!(matches!(rows, Payload::SelectRows(_)));
-        let choice = Payload::read(br#"{"op": "select_by_capacity", "version": 1, "limit": 4096}"#);
-        let Payload::SelectByCapacity(choice) = choice.unwrap() else {
-            panic!("another op");
-        };
-        assert_eq!(choice.limit, 4096);
-    }
-
-    const CONVOLVE: &str = r#"{"op": "update_and_convolve", "program": "5f", "call": 0, "n_calls": 5,
-        "n_layers": 1, "n_recurrent": 4, "logits": "selected", "layer": 0, "activation": "silu",
-        "channels": 160, "width": 4, "version": 1, "inputs": [0, 1, null, 2]}"#;
-
-    const SCAN: &str = r#"{"op": "update_and_scan", "program": "5f", "call": 1, "n_calls": 5, "n_layers": 1,
-        "n_recurrent": 4, "logits": "selected", "layer": 1, "scale": 0.25, "k_heads": 2, "heads": 4,
-        "k_dim": 16, "v_dim": 24, "channel_decay": false, "version": 1, "inputs": [0, 1, 2, 3, null, 4]}"#;
-
-    #[test]
-    fn calls_of_recurrent_layers_are_read() {
-        let Payload::UpdateAndConvolve(convolve) = Payload::read(CONVOLVE.as_bytes()).unwrap()
-        else {
-            panic!("another op");
-        };
-        assert_eq!((convolve.activation, convolve.width), (Activation::Silu, 4));
-        assert_eq!(n_inputs(&convolve.inputs), 3);
-        let Payload::UpdateAndScan(scan) = Payload::read(SCAN.as_bytes()).unwrap() else {
-            panic!("another op");
-        };
-        assert_eq!((scan.heads, scan.v_dim, n_inputs(&scan.inputs)), (4, 24, 5));
-        for (text, from, to, told) in [
-            (CONVOLVE, "[0, 1, null, 2]", "[0, null, 1, 2]", "input 1 of a call is absent"),
-            (CONVOLVE, "[0, 1, null, 2]", "[0, 1, null, 4]", "from 0 to 3"),
-            (CONVOLVE, "silu", "gelu", "damaged"),
-            (CONVOLVE, "\"layer\": 0", "\"layer\": 4", "layer below 4, got 4"),
-            (SCAN, "0.25", "1e39", "scale"),
-            (SCAN, "\"k_dim\": 16, ", "", "damaged"),
-            (SCAN, "[0, 1, 2, 3, null, 4]", "[0, 1, 2, 3, 4, null]", "input 5 of a call is absent"),
-        ] {
-            let text = text.replacen(from, to, 1);
-            let error = Payload::read(text.as_bytes()).unwrap_err();
-            assert_eq!(error.status(), Status::Program, "{text}");
-            assert!(error.message().contains(told), "{error}");
-        }
-    }
-
-    const SINKS: &str = r#"{"op": "update_and_attend_sinks", "version": 1, "program": "p", "call": 0, "n_calls": 2,
-        "n_layers": 2, "layer": 1, "scale": 0.5, "softcap": 50.0, "inputs": [2, 0, 0, 1, 3],
-        "logits": "selected"}"#;
-
-    #[test]
-    fn sinks_and_softcaps_are_read() {
-        let read = |text: &str| match Payload::read(text.as_bytes()) {
-            Ok(Payload::UpdateAndAttendSinks(attend)) => Ok(attend),
-            Ok(other) => panic!("{other:?}"),
-            Err(error) => Err((error.status(), error.message().to_owned())),
-        };
-        let attend = read(SINKS).unwrap();
-        assert_eq!((attend.softcap, n_inputs(&attend.inputs)), (Some(50.0), 4));
-        let attend = read(&SINKS.replace("1, 3]", "1, null]").replace("50.0", "null")).unwrap();
-        assert_eq!((attend.softcap, n_inputs(&attend.inputs)), (None, 3));
-        for (from, to, told) in [
-            ("50.0", "0.0", "expected a softcap from 1e-30 to 1e30, got 0"),
-            ("50.0", "-2.0", "got -2"),
-            ("[2, 0, 0, 1, 3]", "[2, 0, 0, 1]", "damaged"),
-            ("[2, 0, 0, 1, 3]", "[2, 0, 0, null, 3]", "input 3 of a call is absent"),
-            ("[2, 0, 0, 1, 3]", "[2, 0, 0, 1, 5]", "from 0 to 4"),
-            ("\"layer\": 1", "\"layer\": 2", "layer below 2, got 2"),
-            ("0.5", "1e39", "scale"),
-        ] {
-            let (status, message) = read(&SINKS.replacen(from, to, 1)).unwrap_err();
-            assert_eq!(status, Status::Program, "{message}");
-            assert!(message.contains(told), "{message}");
-        }
-    }
-
-    #[test]
-    fn damage_is_refused() {
-        for (from, to, told) in [
-            ("update_and_attend", "update", "unknown variant `update`"),
-            ("\"call\": 0", "\"call\": 2", "below 2, got 2"),
-            ("\"call\": 0", "\"call\": -1", "damaged"),
-            ("\"n_calls\": 2", "\"n_calls\": 100000000000000", "at most 65536 calls"),
-            ("\"layer\": 1", "\"layer\": 2", "layer below 2, got 2"),
-            ("[2, 0, 0, 1]", "[2, 0, 4, 1]", "from 0 to 3, got [2, 0, 4, 1]"),
-            ("[2, 0, 0, 1]", "[2, 0, 1]", "damaged"),
-            ("0.5", "1e39", "scale"),
-            ("}", "", "damaged"),
-        ] {
-            let text = GOOD.replacen(from, to, 1);
-            assert_ne!(text, GOOD);
-            let error = Payload::read(text.as_bytes()).unwrap_err();
-            assert_eq!(error.status(), Status::Program, "{text}");
-            assert!(error.message().contains(told), "{error}");
-        }
-    }
-
-    #[test]
-    fn other_versions_are_refused() {
-        let text = GOOD.replacen("\"version\": 1", "\"version\": 2", 1);
-        let error = Payload::read(text.as_bytes()).unwrap_err();
-        assert_eq!(error.status(), Status::Version);
-        assert!(error.message().contains("version 1, got 2"), "{error}");
-    }
 }

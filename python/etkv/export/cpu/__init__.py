@@ -1,4 +1,5 @@
-"""Programs for the CPU: XNNPACK and ExecuTorch's kernels compute the model, and etkv's calls attend.
+"""Programs for the CPU: XNNPACK and ExecuTorch's kernels compute the model, and etkv's calls attend and multiply
+packed weights.
 
 Every call of ``kvcache::update_and_attend`` becomes a delegate of its own, see :mod:`etkv.export.cpu.calls`. So the
 call gets the key of its cache when the program is loaded, as an MLX program does.
