@@ -155,7 +155,7 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
     inputs = step.inputs(min(3, chunk))
     length = torch.export.Dim("tokens", min=1, max=chunk)
     with torch.no_grad(), _without_copies():
-        return torch.export.export(
+        traced = torch.export.export(
             step,
             args=(),
             kwargs=inputs,
@@ -163,6 +163,10 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
             dynamic_shapes={name: {min(1, example.dim() - 1): length} for name, example in inputs.items()},
             strict=True,
         )
+    # A model that asks for the dtype of packed weights has unpacked them for nothing.
+    traced.graph.eliminate_dead_code()
+    traced.graph_module.recompile()
+    return traced
 
 
 @contextlib.contextmanager

@@ -187,6 +187,9 @@ class _Runs:
             return self._graph.get_submodule(str(node.target))(*args, **kwargs)
         target: Any = node.target
         own = self._own.get(str(target))
+        if target is torch.ops.aten.view.dtype:
+            # Bytes of packed weights, which have no other type.
+            return target(*args, **kwargs)
         if own is None or own not in _TAKE_HALVES:
             # Weights in half precision are converted for one function at a time: all at once would double them.
             args, kwargs = torch.utils._pytree.tree_map(_in_float32, (args, kwargs))
