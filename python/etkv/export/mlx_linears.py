@@ -6,14 +6,13 @@ and their dequantization. In plain PyTorch both unpack the weights, a part at a 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from etkv.export import experts, mlx_quantization
+from etkv.export import experts, mlx_quantization, parallel
 from etkv.export.packing import PackedLayer
 from etkv.export.request import GROUP_SIZES
 from etkv.export.scratch import Scratch
@@ -33,11 +32,14 @@ def linear(x: Tensor, packed: Tensor, scales: Tensor, bits: int, biases: Tensor 
 
     ``packed``, ``scales`` and ``biases`` are those of :func:`etkv.export.mlx_quantization.dequantize`.
     """
-    step = max(1, _PART // x.shape[-1])
-    of_parts = itertools.repeat(None) if biases is None else biases.split(step)
-    parts = zip(packed.split(step), scales.split(step), of_parts, strict=False)
-    products = (mlx_quantization.product(x, codes, scale, bits, bias) for codes, scale, bias in parts)
-    return torch.cat(list(products), dim=-1)
+    made = x.new_empty((*x.shape[:-1], len(packed)))
+
+    def fill(part: slice) -> None:
+        of_part = None if biases is None else biases[part]
+        made[..., part] = mlx_quantization.product(x, packed[part], scales[part], bits, of_part)
+
+    parallel.by_parts(len(packed), max(1, _PART // x.shape[-1]), fill)
+    return made
 
 
 @linear.register_fake
