@@ -131,6 +131,7 @@ def read_model(
     replaced.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -142,7 +143,10 @@ def read_model(
     experts.register()
     quantized, state = None, None
     if source.gguf_file is None:
-        quantized = weights.read_quantized(source.path, weights.find_files(source.folder), config)
+        try:
+            quantized = weights.read_quantized(source.path, weights.find_files(source.folder), config)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise weights.unreadable(source.path, error) from error
         if quantized is not None:
             config = weights.plain(config)
     is_part = text_part.config(config) is not config
