@@ -57,6 +57,9 @@ seen_in(LayerConfig layer, int32_t window, int32_t sinks) {
   if (layer.window > 0 && layer.window <= window && layer.sinks <= sinks) {
     return layer;
   }
+  if (layer.chunk > 0) {
+    return std::nullopt;
+  }
   // The layer's own wider window drops sinks that the sequence keeps.
   if (layer.window > 0 && (layer.window <= window || sinks > 0)) {
     return std::nullopt;

@@ -28,7 +28,7 @@ Result<StoredPrefixes> open_prefixes(
       auto prefixes, PrefixCache::make(memory, store ? &*store : nullptr));
   const bool has_windows = std::any_of(
       config.layers.begin(), config.layers.end(), [](const LayerConfig& layer) {
-        return layer.window > 0;
+        return layer.window > 0 || layer.chunk > 0;
       });
   return StoredPrefixes{
       std::move(prefixes), std::move(fingerprint), has_windows};

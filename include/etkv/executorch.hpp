@@ -201,9 +201,17 @@ inline Result<void> open(
   return {};
 }
 
+/// Returns whether `n_bytes` bytes are zero.
+inline bool is_zero(const void* bytes, size_t n_bytes) {
+  const auto* first = static_cast<const unsigned char*>(bytes);
+  return n_bytes == 0 ||
+         (*first == 0 && std::memcmp(first, first + 1, n_bytes - 1) == 0);
+}
+
 /// Returns to the system the memory of outputs of a method that no step has
 /// used. ExecuTorch writes zeros to it, and a program of all rows has room for
-/// the logits of its longest step: most of them are never computed.
+/// the logits of its longest step: most of them are never computed. Memory with
+/// other contents, such as that of a constant, stays.
 inline void release_outputs(
     executorch::extension::Module& module,
     const std::string& method) {
@@ -222,9 +230,10 @@ inline void release_outputs(
         reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
     const auto first = (start + page - 1) / page * page;
     const auto end = (start + tensor.nbytes()) / page * page;
-    if (first < end) {
+    void* const pages = reinterpret_cast<void*>(first);
+    if (first < end && is_zero(pages, end - first)) {
       // Pages that are released read as zeros, as they did.
-      madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+      madvise(pages, end - first, MADV_DONTNEED);
     }
   }
 #else

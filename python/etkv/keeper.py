@@ -32,7 +32,8 @@ class Keeper:
         if program.cache is None or isinstance(program.cache, GraphCache):
             raise EtkvError(f"a {self._name} needs a program with a DecodeSession, this one has its cache in its graph")
         self.cache: Cache = program.cache
-        self.has_windows = isinstance(kept, PrefixCache) and any(layer.window for layer in program.cache.config.layers)
+        drops = any(layer.window or layer.chunk for layer in program.cache.config.layers)
+        self.has_windows = isinstance(kept, PrefixCache) and drops
         """Whether a later text can go on only near the end of a kept text. Then it is worth keeping more texts."""
         self._fingerprint = fingerprint_of(program.path) if fingerprint is None else fingerprint
 

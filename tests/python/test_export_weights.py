@@ -155,3 +155,6 @@ def test_weights_of_8_bits_need_settings(folder):
         f"tensor {name} of {folder} is float8_e4m3fn [128, 64], and the configuration does not say how it is "
         f"quantized; {REMEDY}"
     )
+    file.unlink()
+    torch.save({**loaded, name: (loaded[name] * 100).to(torch.int8)}, folder / "pytorch_model.bin")
+    assert f"tensor {name} of {folder} is int8 [128, 64], and the configuration does not say" in _error(folder)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from etkv.export import packing
+import tiny_families
+from etkv.export import check, packing
 from etkv.export.cpu import linears
 from etkv.export.scratch import Scratch
 from etkv.linear_op import embedding, linear, rounded
@@ -59,7 +60,7 @@ class _Scaled(torch.nn.Embedding):
         return super().forward(input) * 3
 
 
-def test_layers_keep_their_class_and_share_tied_weights(tmp_path):
+def test_layers_keep_their_class(tmp_path):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -79,6 +80,21 @@ def test_layers_keep_their_class_and_share_tied_weights(tmp_path):
     assert torch.equal(model.head.weight, plain)
     x = torch.randn(3, 64)
     torch.testing.assert_close(model.head(x), torch.nn.functional.linear(rounded(x, 64), plain, model.head.bias))
+
+
+@pytest.mark.parametrize(("family", "is_tied"), [("gemma3_text", True), ("olmo", True), ("olmo", False)])
+def test_tied_layers_share_packed_weights(family, is_tied, tmp_path):
+    """The embedding of Gemma has a buffer before its weights, and OLMo has no parameters that are not packed."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_families.config(family, tie_word_embeddings=is_tied)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    size = check.n_weights(model)
+    packing.Packing(linears.Packer("int8", None, Scratch(tmp_path)), Scratch(tmp_path)).finish(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert packing.share(embedding, head) == is_tied
+    assert check.n_weights(model) == size
+    assert model.dtype == torch.float32
 
 
 def test_weights_that_are_not_finite_are_refused():

@@ -259,6 +259,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
         lambda: packers.gptq(*SHAPE, GROUP, 4)[0] | {"qzeros": torch.full((2, 4), -1, dtype=torch.int32)},
         "has a zero point of 0, which checkpoints of format gptq store less one: readers take it for 0 or for 16",
     ),
+    "gptq without an order": (
+        _gptq(desc_act=True),
+        lambda: {name: tensor for name, tensor in packers.gptq(*SHAPE, GROUP, 4)[0].items() if name != "g_idx"},
+        f"weight {LAYER}.weight lacks its g_idx",
+    ),
     "gptq order": (
         _gptq(desc_act=True),
         lambda: packers.gptq(*SHAPE, GROUP, 4)[0] | {"g_idx": torch.full((COLUMNS,), 2, dtype=torch.int32)},

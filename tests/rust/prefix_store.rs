@@ -378,6 +378,32 @@ fn what_a_cache_could_not_have_read_is_not_loaded() {
     assert_eq!(load(make(200, Some(60)), &text[..55]), 50);
 }
 
+/// The slots of windows and chunks depend on the capacity, so a file of one capacity does not stand for others.
+#[test]
+fn caches_of_other_capacities_have_texts_of_their_own() {
+    for policy in [LayerPolicy::Window { window: 12, sinks: 2 }, LayerPolicy::Chunk { chunk: 12 }] {
+        let folder = TempDir::new().unwrap();
+        let store = PrefixStore::open(folder.path(), u64::MAX).unwrap();
+        let make = |capacity| -> AnyCache {
+            let mut config = CacheConfig {
+                max_step_tokens: 8,
+                ..CacheConfig::uniform(LAYERS, HEADS as i32, DIM as i32, capacity)
+            };
+            config.layers[1].policy = policy;
+            Box::new(ContiguousCache::<CpuStore>::new(config).unwrap())
+        };
+        let text: Vec<i64> = (0..90).collect();
+        for capacity in [200, 300] {
+            let mut cache = make(capacity);
+            read(&mut cache, &text);
+            assert!(store.save(&mut *cache, labels(&text)).unwrap(), "{policy} of {capacity}");
+            let mut other = make(capacity);
+            assert_eq!(store.load(&mut *other, MODEL, &text).unwrap(), 90, "{policy}");
+            assert_eq!(answer(&mut other, &text), answer(&mut cache, &text));
+        }
+    }
+}
+
 /// An address is not a folder, even in a library that cannot open it.
 #[cfg(not(feature = "buckets"))]
 #[test]

@@ -366,6 +366,13 @@ impl Snapshot {
                 let [found, expected] = [of(found.values_in_keys), of(expected.values_in_keys)];
                 fail!(File, "layer {id} has its values {found} in the file, {expected} here");
             }
+            if let (Some([window, sinks]), Some(chunk)) = (found.window, found.chunk) {
+                fail!(
+                    File,
+                    "layer {id} has a window of {window} and {sinks} sinks, and chunks of {chunk}, in the file, which \
+                     is damaged"
+                );
+            }
             if (found.window, found.chunk) != (expected.window, expected.chunk) {
                 let [found, expected] = [found.policy(), expected.policy()];
                 fail!(File, "layer {id} has {found} in the file, {expected} here");

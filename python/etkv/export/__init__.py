@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 __all__ = ["EtkvError", "ExportRequest", "Progress", "export_program", "is_current"]
 
 
+_ONE_EXPORT = threading.Lock()
+
+
 def is_current(request: ExportRequest) -> bool:
     """Return whether ``request.output`` is up to date with ``request``. Imports none of the large packages.
 
@@ -56,11 +60,15 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
     The files that a runner needs and ``export.json`` are written beside it. Files get their final names after all files
     are complete: a failed export leaves the earlier files in place.
 
+    One export runs at a time in a process; others wait. An export changes functions of torch, transformers and
+    ExecuTorch while it runs.
+
     Raises :class:`EtkvError` if the request or the model is wrong, or if anything else fails; the message is one line.
     """
     request = request.validated()
     try:
-        return _export(request, source.find(request.model), progress or Progress())
+        with _ONE_EXPORT:
+            return _export(request, source.find(request.model), progress or Progress())
     except EtkvError:
         raise
     except Exception as error:

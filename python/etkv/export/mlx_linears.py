@@ -124,6 +124,7 @@ class Packer:
 
     def __init__(self, bits: int, group_size: int | None, is_fixed: bool, scratch: Scratch) -> None:
         self._bits, self._group_size, self._is_fixed, self._scratch = bits, group_size, is_fixed, scratch
+        self.rounds = True
 
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return packed weights and scales, in groups of a size that MLX takes."""

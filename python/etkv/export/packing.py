@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 class PackedLayer(torch.nn.Module):
     """A linear layer or an embedding with packed weights, which stand for a matrix ``[rows, columns]``."""
 
+    packed: torch.Tensor
+    """The packed weights, or a part of them. Layers that share weights have the same."""
+
     def plain(self) -> torch.Tensor:
         """Return the weights, dequantized."""
         raise NotImplementedError
@@ -49,6 +52,9 @@ class PackedLayer(torch.nn.Module):
 
 class Packer(Protocol):
     """How a backend packs weights."""
+
+    rounds: bool
+    """Whether packed weights are integers: those of a file are then other ones, unless they are kept."""
 
     def pack(self, weight: torch.Tensor) -> Any:
         """Return the packed form of the matrix ``weight``. Raises :class:`ValueError` if it has none."""
@@ -173,6 +179,8 @@ class Packing:
             own: Any = type(module)
             packed: Any = self._packer.install(module, self._packed[id(weight)][1])  # type: ignore[union-attr]
             module.__class__ = _class(own, packed)
+            if not any(left.is_floating_point() for left in model.parameters()):
+                _keep_dtype(model, weight.dtype)
         self._packed.clear()
         self._stored.clear()
         self._scratch.release()
@@ -198,10 +206,15 @@ class Packing:
         def pack(name: str, weights: torch.Tensor) -> Any:
             return self._pack_matrix(module, name, weights)
 
+        packer: Any = self._packer
         try:
-            self._packer.pack_experts(module, pack)  # type: ignore[union-attr]
+            packer.pack_experts(module, pack)
         except ValueError as error:
             raise EtkvError(f"the weights of {path} cannot be packed: {error}") from error
+        # A backend may have packed them without the function, and kept no integers.
+        for key in [key for key in self._stored if key[0] is module]:
+            stored = [part.groups() for part in self._stored.pop(key)]
+            self.repacked += packer.rounds and any(groups is not None for groups in stored)
 
     def _pack_matrix(self, module: torch.nn.Module, name: str, weight: torch.Tensor) -> Any:
         """Return the packed form of a matrix of ``module``: the integers of the file, if the backend takes them."""
@@ -214,7 +227,7 @@ class Packing:
             if kept is not None:
                 self.kept += 1
                 return kept
-            self.repacked += 1
+            self.repacked += packer.rounds
         return packer.pack(weight.detach())
 
 
@@ -235,6 +248,12 @@ def _assembled(parts: list[Groups], weight: torch.Tensor) -> Groups | None:
             if torch.equal(values, weight):
                 return made
     return None
+
+
+def _keep_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let ``model`` have a dtype without parameters of its own: transformers takes that of the first."""
+    known = type(model)
+    model.__class__ = type(known.__name__, (known,), {"dtype": dtype, "__module__": known.__module__})
 
 
 def _base(module: torch.nn.Module) -> type[torch.nn.Module] | None:
@@ -277,5 +296,5 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, PackedLayer]]:
 def share(layer: torch.nn.Module, other: torch.nn.Module) -> bool:
     """Return whether two layers have the same weights."""
     if isinstance(layer, PackedLayer) and isinstance(other, PackedLayer):
-        return next(layer.buffers()) is next(other.buffers())
+        return layer.packed is other.packed
     return layer.weight is other.weight

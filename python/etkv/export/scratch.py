@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from etkv.errors import EtkvError
+
 SMALL = 1 << 20
 """The bytes up to which a tensor stays in memory."""
 
@@ -54,13 +56,33 @@ class Scratch:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor in a file, or in memory if it is small. Its values are not set."""
+        """Return a tensor in a file, or in memory if it is small. Its values are not set.
+
+        Raises :class:`EtkvError` if the disk has no room for it.
+        """
         size = torch.Size(shape).numel() * dtype.itemsize
         if size <= SMALL:
             return torch.empty(tuple(shape), dtype=dtype)
+        path = self.path / str(next(self._numbers))
+        self._allocate(path, size)
         # In bytes, because torch maps files of few dtypes.
-        path = str(self.path / str(next(self._numbers)))
-        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8).view(dtype).view(tuple(shape))
+        mapped = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        # The mapping keeps the file. It goes with the process, however that ends.
+        path.unlink()
+        return mapped.view(dtype).view(tuple(shape))
+
+    def _allocate(self, path: Path, size: int) -> None:
+        """Make a file of ``size`` bytes that the disk has: to write to a mapping without room ends the process."""
+        with path.open("wb") as file:
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
+            except OSError as error:
+                raise EtkvError(
+                    f"{self.path.parent} has no room for {size} bytes of weights: {error.strerror}"
+                ) from error
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor`` in a file; ``tensor`` itself if it is small or in a file already."""
@@ -107,6 +129,7 @@ class Scratch:
         if sys.platform != "linux":
             return
         found: tuple[int, int] | None = None
+        written = 0
         with Path(f"/proc/{os.getpid()}/{table}").open(encoding="utf-8") as lines:
             for line in lines:
                 if match := _MAPPING.match(line):
@@ -117,7 +140,10 @@ class Scratch:
                         yield *addresses, mode == "s"
                     elif found is not None and table == "maps":
                         yield *addresses, False
-                elif found is not None and line.startswith("Private_Dirty:"):
+                    written = 0
+                elif found is not None and line.startswith(("Anonymous:", "Swap:")):
                     # A page that was written to is no longer that of the file.
-                    yield *found, int(line.split()[1]) == 0
-                    found = None
+                    written += int(line.split()[1])
+                    if line.startswith("Swap:"):
+                        yield *found, written == 0
+                        found = None

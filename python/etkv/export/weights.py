@@ -109,7 +109,7 @@ def read_quantized(path: Path, files: list[Path], config: PreTrainedConfig) -> C
 
     settings = _quantization_settings(config)
     if not settings:
-        published.check_plain(path, [file for file in files if file.suffix == ".safetensors"], _WITHOUT_EFFECT)
+        published.check_plain(path, files, _WITHOUT_EFFECT)
         return None
     return published.read(path, files, quantization(config), settings, _WITHOUT_EFFECT)
 

@@ -96,7 +96,7 @@ pub fn view(
         let memory = Arc::new(memory);
         planes[p] = Some(Plane { memory, offset, slot_stride, head_stride: bytes });
     }
-    Ok(View { format, n_kv_heads, head_dim, n_slots, planes })
+    Ok(View { format, n_kv_heads, head_dim, stored_dim: head_dim, n_slots, planes })
 }
 
 /// The bytes of an element of a plane.

@@ -99,7 +99,21 @@ pub fn floats<'a>(argument: &Argument<'a>, name: &str) -> Result<&'a [f32]> {
     if !before.is_empty() || !after.is_empty() {
         fail!(Shape, "{name}: expected aligned numbers");
     }
+    check_elements(argument, name, floats.len())?;
     Ok(floats)
+}
+
+/// Checks that an argument has the elements of its shape: an output of that shape has room for no others.
+///
+/// # Errors
+/// [`Shape`](etkv_core::Status::Shape).
+pub fn check_elements(argument: &Argument, name: &str, found: usize) -> Result<()> {
+    let shape = argument.shape();
+    let expected: usize = shape.iter().map(|&size| usize::try_from(size).unwrap_or(0)).product();
+    if found != expected {
+        fail!(Shape, "{name}: expected {expected} elements for shape {shape:?}, got {found}");
+    }
+    Ok(())
 }
 
 /// Returns the bytes of packed weights.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, Weak};
 use etkv_core::{fail, Result};
 use etkv_delegate::{Argument, Host};
 
-use super::argument::{floats, packed, LONG};
+use super::argument::{check_elements, floats, packed, LONG};
 use super::forward::output_at;
 use super::payload::{self, EmbeddingCall, LinearCall};
 use crate::linear::{
@@ -139,6 +139,7 @@ impl Embeddings {
         if !ids.is_tensor() || ids.scalar_type() != LONG {
             fail!(Dtype, "ids: expected int64, got ExecuTorch's type {}", ids.scalar_type());
         }
+        check_elements(ids, "ids", ids.bytes().len() / 8)?;
         let mut shape = ids.shape().to_vec();
         shape.push(width as i32);
         let out = output_at(host, 0, &shape, output_type, &[(ids, "ids"), (weights, "weights")])?;

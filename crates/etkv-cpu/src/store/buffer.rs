@@ -236,6 +236,7 @@ impl Buffer {
             format: self.format,
             n_kv_heads: self.n_kv_heads,
             head_dim: self.head_dim,
+            stored_dim: self.head_dim,
             n_slots: slots.len(),
             planes: [plane(0), plane(1), plane(2)],
         })

@@ -398,6 +398,14 @@ impl Run {
         let [k, v] = self.store.read(0, 0..self.slots).unwrap();
         for (view, model) in [&k, &v].into_iter().zip(&self.model) {
             assert!(shown(view, 0).rows == model.rows, "{}", view.format());
+            // A part of rows may end within a group.
+            let part = view.head_dim() - 1;
+            let whole = view.dequantized().unwrap();
+            let cut = whole.chunks_exact(view.head_dim()).flat_map(|row| &row[..part]);
+            let bits = |value: &f32| value.to_bits();
+            let found: Vec<u32> =
+                view.first(part).dequantized().unwrap().iter().map(bits).collect();
+            assert!(found.into_iter().eq(cut.map(bits)), "{}", view.format());
         }
         let start = self.rng.below(self.slots as usize + 1) as i32;
         let stop = start + self.rng.below((self.slots - start) as usize + 1) as i32;

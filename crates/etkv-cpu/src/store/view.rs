@@ -43,6 +43,8 @@ pub struct View {
     pub(crate) n_kv_heads: usize,
     /// Elements of one row.
     pub(crate) head_dim: usize,
+    /// Elements of one stored row, of which the view has the first.
+    pub(crate) stored_dim: usize,
     /// The number of slots.
     pub(crate) n_slots: usize,
     /// One for each plane of the format; the others are absent.
@@ -104,10 +106,13 @@ impl View {
     pub fn dequantized(&self) -> Result<Vec<f32>> {
         let codec = Codec::of(self.format);
         let mut rows = vec![0.0; self.n_kv_heads * self.n_slots * self.head_dim];
+        // Codecs decode whole groups, and a part of a row may end within one.
+        let mut stored = vec![0.0; self.stored_dim];
         for (at, row) in rows.chunks_exact_mut(self.head_dim.max(1)).enumerate() {
             let (head, slot) = (at / self.n_slots, at % self.n_slots);
             let plane = |at: usize| self.row(at, slot, head).unwrap_or_default();
-            codec.decode([plane(0), plane(1), plane(2)], row);
+            codec.decode([plane(0), plane(1), plane(2)], &mut stored);
+            row.copy_from_slice(&stored[..self.head_dim]);
         }
         Ok(rows)
     }

@@ -11,7 +11,7 @@ use super::texts::{Entry, Texts};
 use crate::header::Header;
 
 /// The properties that the texts of one group share: the model's fingerprint, and the kind, layers and
-/// formats of the cache, as JSON. With windows also the settings that their slots depend on.
+/// formats of the cache, as JSON. With windows or chunks also the settings that their slots depend on.
 pub type Group = String;
 
 /// Returns the group of a cache's texts.
@@ -45,7 +45,8 @@ fn group(
     formats: &SavedFormats,
     sizes: [i32; 2],
 ) -> Result<Group> {
-    let sizes = layers.iter().any(|layer| layer.window.is_some()).then_some(sizes);
+    let drops = |layer: &SavedLayer| layer.window.is_some() || layer.chunk.is_some();
+    let sizes = layers.iter().any(drops).then_some(sizes);
     // Absent without recurrent layers, so that names of files stay.
     let recurrent = (!recurrent.0.is_empty()).then_some(recurrent);
     let of_text = (fingerprint, kind, layers, formats, sizes);

@@ -102,7 +102,7 @@ def prepare(model: PreTrainedModel, request: ExportRequest, scratch: Scratch) ->
     """Let a load choose the rows of logits, unless the request chooses them, and pack the weights of experts."""
     from etkv.export.cpu import calls, experts
 
-    experts.pack(model)
+    experts.pack(model, empty=scratch.empty)
     if request.logits == "all":
         calls.select_rows_before_head(model)
 

@@ -97,11 +97,16 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, _run)
 
 
-def pack(model: PreTrainedModel, name: str | None = None, group_size: int | None = None) -> None:
+def pack(
+    model: PreTrainedModel,
+    name: str | None = None,
+    group_size: int | None = None,
+    empty: Callable[..., torch.Tensor] = torch.empty,
+) -> None:
     """Pack the weights of the experts of ``model`` that are not packed yet, and let the op compute them.
 
     ``name`` is the quantization. Without one, weights whose values bfloat16 holds are stored in it, and the others in
-    float32.
+    float32. ``empty`` makes the tensors.
 
     Raises :class:`ValueError` for experts that the op cannot compute.
     """
@@ -110,7 +115,7 @@ def pack(model: PreTrainedModel, name: str | None = None, group_size: int | None
         if isinstance(module.down_proj, Packed):
             continue
         try:
-            pack_module(module, None if name is None else FORMATS[name], group_size)
+            pack_module(module, None if name is None else FORMATS[name], group_size, empty)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 

@@ -76,6 +76,7 @@ class Packer:
 
     def __init__(self, name: str, group_size: int | None, scratch: Scratch) -> None:
         self._name, self._group_size, self._scratch = name, group_size, scratch
+        self.rounds = name != "bfloat16"
         experts.register()
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, WeightFormat]:

@@ -34,6 +34,7 @@ class Gptq(Format):
             raise settings.refuse(f"{' and '.join(names)} differ: {' and '.join(sorted(formats))}")
         self._adds_one = formats == {"gptq"}
         self._has_own = bool(settings.values.get("dynamic"))
+        self._has_order = self._has_own or bool(settings.values.get("desc_act"))
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
         """Return the weight of which ``name`` is a part."""
@@ -51,7 +52,7 @@ class Gptq(Format):
                 f"tensors {codes.name} and {scales.name} are {codes.described()} and {scales.described()}, and have to "
                 "be matrices"
             )
-        order = settings.part(parts, name, "g_idx") if self._has_own else parts.get("g_idx")
+        order = settings.part(parts, name, "g_idx") if self._has_order else parts.get("g_idx")
         bits = self._bits
         columns = codes.shape[0] * 32 // bits if order is None else order.shape[0]
         if self._has_own:

@@ -41,6 +41,7 @@ impl Buffer {
             format: KvFormat::F32,
             n_kv_heads: self.heads,
             head_dim: self.dim,
+            stored_dim: self.dim,
             n_slots: self.slots.len(),
             planes: [Some(plane), None, None],
         }
