@@ -437,19 +437,21 @@ def weights(program: Program) -> dict[str, torch.Tensor]:
     """Return the weights in the .pte of ``program`` by their Hugging Face names, dequantized, as float32.
 
     The program stores a quantized weight as unsigned integers of 4 or 8 bits, packed into words from the lowest bits
-    on, and scales for groups of a row. Zero is the middle of the range.
+    on, and scales for groups of a row. Zero is the middle of the range, unless groups have biases.
     """
     constants = read_constants(program.path)
     state = {}
     for name, tensor in constants.items():
         if name.endswith(_PACKED):
             base = name.removesuffix(_PACKED)
-            scales = constants.get(f"{base}1_regrouped", constants.get(f"{base}1"))
-            assert f"{base}2" not in constants, f"{name}: a zero for each group"
-            state[_hf_name(base)] = _dequantize(tensor, scales.float(), int(program.variant.quantize.removesuffix("w")))
-        elif ".experts." in name:
-            state.update(_experts(name, tensor, constants, program.variant.quantize))
-        elif ".parametrizations." not in name and name.endswith((".weight", ".bias")):
+            scales, biases = (constants.get(f"{base}.{part}") for part in ("scales", "biases"))
+            bits = int(program.variant.quantize.removesuffix("w"))
+            state[_hf_name(base if ".experts." in base else f"{base}.weight")] = _dequantize(
+                tensor, scales, biases, bits
+            )
+        elif ".experts." in name and name.endswith(".weight"):
+            state[_hf_name(name.removesuffix(".weight"))] = tensor.float().transpose(-1, -2)
+        elif ".experts." not in name and name.endswith((".weight", ".bias")):
             state[_hf_name(name)] = tensor.float()
     return state
 
@@ -459,40 +461,27 @@ def from_weights(program: Program) -> PreTrainedModel:
     model = load_hf(program.hf)
     missing, unexpected = model.load_state_dict(weights(program), strict=False)
     assert not unexpected, unexpected
-    assert set(missing) <= set(model.all_tied_weights_keys), missing
+    tied = model.all_tied_weights_keys
+    assert set(missing) <= {*tied, *tied.values()}, missing
     return model
 
 
-def _experts(
-    name: str, tensor: torch.Tensor, constants: dict[str, torch.Tensor], quantize: str | None
-) -> dict[str, torch.Tensor]:
-    """Return the weights of experts in one constant, ``[experts, out, in]``; nothing for a constant of scales."""
-    base, _, part = name.rpartition(".")
-    if part == "weight":
-        return {_hf_name(base): tensor.float().transpose(-1, -2)}
-    if not part.endswith("to_packed"):
-        return {}
-    scales = constants[f"{base}.scale"].float()
-    rows = _dequantize(tensor.flatten(0, 1), scales.flatten(0, 1), int(quantize.removesuffix("w")))
-    return {_hf_name(base): rows.reshape(*tensor.shape[:2], -1)}
+_PACKED = ".packed"
 
 
-_PACKED = "0_to_packed"
-
-
-def _dequantize(packed: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+def _dequantize(packed: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor | None, bits: int) -> torch.Tensor:
     import torch
 
     values = packed.view(torch.uint8)
     if bits == 4:
-        values = torch.stack([values & 15, values >> 4], dim=-1).flatten(1)
-    values = values.float() - 2 ** (bits - 1)
-    groups = values.reshape(len(values), scales.shape[1], -1)
-    return (groups * scales[..., None]).reshape(values.shape)
+        values = torch.stack([values & 15, values >> 4], dim=-1).flatten(-2)
+    groups = values.float().unflatten(-1, (scales.shape[-1], -1))
+    lowest = -(2 ** (bits - 1)) * scales.float() if biases is None else biases.float()
+    return (groups * scales.float()[..., None] + lowest[..., None]).flatten(-2)
 
 
 def _hf_name(name: str) -> str:
-    return name.removeprefix("model.").replace(".parametrizations.weight.original", ".weight")
+    return name.removeprefix("model.")
 
 
 # ---- Comparing ------------------------------------------------------------------------------------------------------

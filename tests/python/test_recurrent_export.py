@@ -18,6 +18,7 @@ import tiny_families
 from etkv import op
 from etkv.errors import EtkvError
 from etkv.export import ExportRequest, _import_tools, check, cpu, export_program, limits, lowering, recurrent, rope
+from etkv.export.scratch import Scratch
 from etkv.metadata import read_kv_cache_metadata
 from etkv.pte import PteFile
 from etkv.recurrent_layer import BLOCK, RecurrentLayer
@@ -69,11 +70,11 @@ def tools():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_graphs_compute_what_transformers_computes(name):
+def test_graphs_compute_what_transformers_computes(name, tmp_path):
     step, layout = surveyed(name)
     request = SimpleNamespace(logits="all", backend="cpu")
     rope.settle(step.model, 256)
-    cpu.prepare(step.model, request)
+    cpu.prepare(step.model, request, Scratch(tmp_path))
     edge = cpu.delegate({"forward": lowering._trace(step, 16)}, {}, request)
     cpu.check(edge.exported_program("forward").graph, name)
     graph = edge.exported_program("forward").module()
