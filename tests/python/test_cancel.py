@@ -198,7 +198,7 @@ _CLOSED = """
 import sys, threading
 import etkv
 backend = etkv.read_kv_cache_metadata(sys.argv[1]).backend
-for delay in range(8):
+for delay in range(4):
     facts = etkv.read_kv_cache_metadata(sys.argv[1])
     session = etkv.DecodeSession(etkv.CacheConfig(facts.layers, 2000), backend=backend)
     program = etkv.load(sys.argv[1], session)
@@ -213,7 +213,7 @@ for delay in range(8):
             said.append(str(error))
     thread = threading.Thread(target=iterate)
     thread.start()
-    while len(answer.token_ids) < 3 + 5 * delay:
+    while len(answer.token_ids) < 3 + 10 * delay:
         pass
     program.close()
     thread.join()

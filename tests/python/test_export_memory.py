@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import tiny_models
 from etkv import _mlx_serialization
 from etkv.export import progress
+from runners import only_long
 
 _mlx_serialization.ensure_available()
 
@@ -52,6 +53,8 @@ print((watching.most - watching.begin) * 1024, file=sys.stderr)
 
 
 @linux
+@only_long
+@pytest.mark.long
 def test_an_export_needs_less_memory_than_its_weights(tmp_path):
     """The weights take 300 MB. Quantized, ExecuTorch's steps would hold several copies of them."""
     from transformers import AutoModelForCausalLM

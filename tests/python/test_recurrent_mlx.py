@@ -14,6 +14,7 @@ from etkv import CacheConfig, DecodeSession, SeqSession, TreeSession
 from etkv.export import ExportRequest, export_program
 from etkv.metadata import read_kv_cache_metadata
 from etkv.pte import PteFile
+from runners import only_long
 
 FAMILIES = [
     "lfm2",
@@ -21,7 +22,7 @@ FAMILIES = [
     "mamba-2",
     "granite-4",
     *(
-        pytest.param(name, marks=pytest.mark.long)
+        pytest.param(name, marks=[pytest.mark.long, only_long])
         for name in ("qwen3-next", "olmo-hybrid", "nemotron-h", "falcon-h1", "bamba", "lfm3", "zamba2", "qwen3.5-moe")
     ),
 ]
