@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from etkv.export.published.format import Format
+from etkv.export.published.format import Format, beside
 from etkv.export.published.stored import Stored
 from etkv.export.published.weight import Decoded, Grouped, Groups, Weight
 
@@ -36,11 +36,7 @@ class BitsAndBytes(Format):
         found = _PARTS.fullmatch(name)
         if found is not None:
             return found["weight"], found["part"].split(".")[0]
-        for end, part in _OF_8_BITS.items():
-            weight = f"{name.removesuffix(end)}.weight"
-            if name.endswith(end) and weight in tensors:
-                return weight, part
-        return None
+        return beside(name, tensors, _OF_8_BITS)
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
         """Return the weight ``name``."""

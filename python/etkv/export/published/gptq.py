@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from etkv.export.published.format import Format
+from etkv.export.published.format import Format, replaced
 from etkv.export.published.packing import unpack_words, words_of
 from etkv.export.published.settings import FLOATS, Settings
 from etkv.export.published.stored import Stored
@@ -38,10 +38,7 @@ class Gptq(Format):
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
         """Return the weight of which ``name`` is a part."""
-        for part in ("qweight", "qzeros", "scales", "g_idx"):
-            if name.endswith(f".{part}"):
-                return f"{name.removesuffix(part)}weight", part
-        return None
+        return replaced(name, ("qweight", "qzeros", "scales", "g_idx"))
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
         """Return the weight ``name``."""

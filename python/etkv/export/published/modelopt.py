@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from etkv.export.published.format import Format
+from etkv.export.published.format import Format, beside
 from etkv.export.published.fp4 import nvfp4
 from etkv.export.published.fp8 import FLOAT8, scaled
 from etkv.export.published.settings import Settings
@@ -24,11 +24,7 @@ class ModelOpt(Format):
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
         """Return the weight of which ``name`` is a scale."""
-        for end, part in _PARTS.items():
-            weight = f"{name.removesuffix(end)}.weight"
-            if name.endswith(end) and weight in tensors:
-                return weight, part
-        return None
+        return beside(name, tensors, _PARTS)
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
         """Return the weight ``name``."""
