@@ -52,17 +52,5 @@ MODEL = random_peers.RandomModel(
 )
 
 
-def main() -> None:
-    """Parses the command line."""
-    parser = random_peers.parser(__doc__, [128, 512, 2048])
-    arguments = parser.parse_args()
-    if MODEL.run_as_a_part(arguments):
-        return
-    if max(arguments.contexts) + arguments.decode > POSITIONS:
-        parser.error(f"a context and what is decoded take at most {POSITIONS} positions together")
-    for name, reason in MODEL.speed(arguments).items():
-        print(f"left out: {name}: {reason}")
-
-
 if __name__ == "__main__":
-    main()
+    MODEL.main(__doc__, [128, 512, 2048])

@@ -155,6 +155,17 @@ class RandomModel:
             return False
         return True
 
+    def main(self, description: str | None, contexts: list[int]) -> None:
+        """Runs the command line of a benchmark that compares speed alone."""
+        commands = parser(description, contexts)
+        arguments = commands.parse_args()
+        if self.run_as_a_part(arguments):
+            return
+        if max(arguments.contexts) + arguments.decode > self.positions:
+            commands.error(f"a context and what is decoded take at most {self.positions} positions together")
+        for name, reason in self.speed(arguments).items():
+            print(f"left out: {name}: {reason}")
+
     def speed(self, arguments: argparse.Namespace) -> dict[str, str]:
         """Compares the contestants. Returns those that were left out, and why."""
         reasons = {contestant.name: self.prepare(contestant, arguments) for contestant in self.contestants}
