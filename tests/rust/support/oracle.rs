@@ -1,6 +1,6 @@
 //! Attention from first principles, in float64, one query at a time.
 
-use etkv_core::{KvFormat, LayerConfig};
+use etkv_core::{KvFormat, LayerConfig, LayerPolicy};
 use half::{bf16, f16};
 
 use super::Rng;
@@ -21,6 +21,22 @@ pub fn random_rows(rng: &mut Rng, n: usize, heads: usize, dim: usize) -> Rows {
 pub fn first(rows: &[Row], elements: i32) -> Rows {
     let cut = |values: &Vec<f32>| values[..elements as usize].to_vec();
     rows.iter().map(|heads| heads.iter().map(cut).collect()).collect()
+}
+
+/// Returns a layer of any policy, whose values may be in its keys. Its rows fit every format.
+pub fn random_layer(rng: &mut Rng) -> LayerConfig {
+    let layer = LayerConfig {
+        n_kv_heads: rng.pick(&[1, 2, 4]),
+        k_head_dim: rng.pick(&[64, 128]),
+        v_head_dim: 64,
+        policy: match rng.below(3) {
+            0 => LayerPolicy::Full,
+            1 => LayerPolicy::Chunk { chunk: rng.pick(&[1, 5, 16]) },
+            _ => LayerPolicy::Window { window: rng.pick(&[1, 4, 16]), sinks: rng.pick(&[0, 3]) },
+        },
+        values_in_keys: false,
+    };
+    maybe_in_keys(rng, layer)
 }
 
 /// Returns the layer, or one like it whose values are in its keys.

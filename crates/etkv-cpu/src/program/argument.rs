@@ -52,7 +52,7 @@ pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
 pub fn contiguous(argument: &Argument, name: &str, shape: [i32; 4]) -> Result<Tensor> {
     let dtype = check_tensor(argument, name).and_then(|()| dtype(argument.scalar_type()));
     let dtype = dtype.map_err(|error| error.at(name))?;
-    let count: usize = shape.iter().map(|&size| usize::try_from(size).unwrap_or(0)).product();
+    let count = elements(&shape);
     let bytes = argument.bytes();
     if bytes.len() != count * dtype.size() || bytes.as_ptr().align_offset(dtype.size()) != 0 {
         fail!(
@@ -109,11 +109,15 @@ pub fn floats<'a>(argument: &Argument<'a>, name: &str) -> Result<&'a [f32]> {
 /// [`Shape`](etkv_core::Status::Shape).
 pub fn check_elements(argument: &Argument, name: &str, found: usize) -> Result<()> {
     let shape = argument.shape();
-    let expected: usize = shape.iter().map(|&size| usize::try_from(size).unwrap_or(0)).product();
+    let expected = elements(shape);
     if found != expected {
         fail!(Shape, "{name}: expected {expected} elements for shape {shape:?}, got {found}");
     }
     Ok(())
+}
+
+fn elements(shape: &[i32]) -> usize {
+    shape.iter().map(|&size| usize::try_from(size).unwrap_or(0)).product()
 }
 
 /// Returns the bytes of packed weights.

@@ -72,25 +72,8 @@ impl<B: Backend> Run<B> {
         let format = |rng: &mut Rng| -> KvFormat { rng.pick(&oracle::FORMATS).parse().unwrap() };
         let mut formats = [format(&mut rng), format(&mut rng)];
         let max_step_tokens = rng.pick(&[3, 12, 40]);
-        let layers: Vec<LayerConfig> = (0..1 + rng.below(3))
-            .map(|_| {
-                let layer = LayerConfig {
-                    n_kv_heads: rng.pick(&[1, 2, 4]),
-                    k_head_dim: rng.pick(&[64, 128]),
-                    v_head_dim: 64,
-                    policy: match rng.below(3) {
-                        0 => LayerPolicy::Full,
-                        1 => LayerPolicy::Chunk { chunk: rng.pick(&[1, 5, 16]) },
-                        _ => LayerPolicy::Window {
-                            window: rng.pick(&[1, 4, 16]),
-                            sinks: rng.pick(&[0, 3]),
-                        },
-                    },
-                    values_in_keys: false,
-                };
-                oracle::maybe_in_keys(&mut rng, layer)
-            })
-            .collect();
+        let layers: Vec<LayerConfig> =
+            (0..1 + rng.below(3)).map(|_| oracle::random_layer(&mut rng)).collect();
         oracle::match_formats(&layers, &mut formats);
         let config = CacheConfig {
             layers: layers.clone(),

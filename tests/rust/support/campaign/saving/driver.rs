@@ -1,8 +1,8 @@
 //! Generated operations on several equal caches, which must answer the same, bit for bit.
 
 use etkv_core::{
-    AttendCache, CacheConfig, CellsCache, ContiguousCache, Error, Growth, KvFormat, LayerConfig,
-    LayerPolicy, MemoryBudget, RecurrentLayer, Result, Step,
+    AttendCache, CacheConfig, CellsCache, ContiguousCache, Error, Growth, KvFormat, MemoryBudget,
+    RecurrentLayer, Result, Step,
 };
 
 use crate::backend::Backend;
@@ -24,23 +24,7 @@ pub struct Shape {
 impl Shape {
     pub fn new(rng: &mut Rng) -> Self {
         let format = |rng: &mut Rng| -> KvFormat { rng.pick(&oracle::FORMATS).parse().unwrap() };
-        let layers = (0..1 + rng.below(3)).map(|_| {
-            let layer = LayerConfig {
-                n_kv_heads: rng.pick(&[1, 2, 4]),
-                k_head_dim: rng.pick(&[64, 128]),
-                v_head_dim: 64,
-                policy: match rng.below(3) {
-                    0 => LayerPolicy::Full,
-                    1 => LayerPolicy::Chunk { chunk: rng.pick(&[1, 4, 16]) },
-                    _ => LayerPolicy::Window {
-                        window: rng.pick(&[1, 4, 16]),
-                        sinks: rng.pick(&[0, 3]),
-                    },
-                },
-                values_in_keys: false,
-            };
-            oracle::maybe_in_keys(rng, layer)
-        });
+        let layers = (0..1 + rng.below(3)).map(|_| oracle::random_layer(rng));
         let layers: Vec<_> = layers.collect();
         let mut formats = [format(rng), format(rng)];
         oracle::match_formats(&layers, &mut formats);
