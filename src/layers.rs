@@ -138,7 +138,7 @@ pub trait KeyValueCache {
     /// Returns the position of the next token.
     fn offset(&self) -> i32;
 
-    /// Returns the most positions that the layer sees, if it has a window.
+    /// Returns the maximum number of positions that the layer sees, if it has a window.
     fn max_size(&self) -> Option<i32>;
 
     /// Appends rows, `[1, n_kv_heads, T, head_dim]`, and returns all keys and values, in the dtype of the new

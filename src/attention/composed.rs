@@ -9,7 +9,7 @@ use super::{dtype_of_products, AttendSpec, Mask, Scoring};
 use crate::error::Result;
 use crate::mlx::{cast, slice_axis};
 
-/// The most bytes of scores in float32 that [`over_rows`] holds at a time.
+/// The maximum number of bytes of scores in float32 that [`over_rows`] holds at a time.
 const MAX_SCORES: u64 = 256 << 20;
 
 /// Computes attention with the stored rows. The queries of a KV head are rows of one matrix, so nothing is

@@ -16,7 +16,7 @@ use super::Mask;
 use crate::error::Result;
 use crate::mlx;
 
-/// The most bytes of scores that MLX's composed attention may hold. At this size it takes as long as
+/// The maximum number of bytes of scores that MLX's composed attention may hold. At this size it takes as long as
 /// a plan.
 const MAX_SCORES: u64 = 512 << 20;
 
@@ -26,7 +26,7 @@ const CALLS: u32 = 128;
 /// Lengths that are multiples of this recur: a prompt is read in steps of such a size.
 const STEP: i32 = 256;
 
-/// The most pairs of lengths that are counted.
+/// The maximum number of pairs of lengths that are counted.
 const MAX_COUNTED: usize = 256;
 
 /// Shapes of queries and keys.

@@ -119,7 +119,7 @@ pub fn attend_rows(
     }
 }
 
-/// The most bytes of keys and values that are unpacked at a time on a GPU, in float32.
+/// The maximum number of bytes of keys and values that are unpacked at a time on a GPU, in float32.
 const MAX_UNPACKED: u64 = 256 << 20;
 
 /// Computes attention over rows in the dtype of `q`, and returns that dtype.

@@ -20,10 +20,11 @@ use crate::mlx::slice_axis;
 #[cfg(test)]
 mod tests;
 
-/// The most queries of a call in half precision: the steps of a prompt. A single query has MLX's own kernel.
+/// The maximum number of queries of a call in half precision: the steps of a prompt. A single query has MLX's own
+/// kernel.
 const MAX_QUERIES: i32 = 1 << 16;
 
-/// The most queries of a call in float32, whose products are slow without tensor cores: for more, MLX's
+/// The maximum number of queries of a call in float32, whose products are slow without tensor cores: for more, MLX's
 /// attention is faster.
 const MAX_F32: i32 = 64;
 
@@ -41,10 +42,10 @@ const THREADS: i32 = 128;
 /// The number of blocks that keep a large GPU busy: four on each multiprocessor of an H100.
 const BLOCKS: i32 = 528;
 
-/// The most blocks of a launch along its second and third axes.
+/// The maximum number of blocks of a launch along its second and third axes.
 const MAX_BLOCKS: i32 = 65_535;
 
-/// The most slices of the keys. The last block reads the result of each.
+/// The maximum number of slices of the keys. The last block reads the result of each.
 const MAX_SLICES: i32 = 64;
 
 /// The minimum number of tiles of a slice.

@@ -14,13 +14,13 @@ use super::raw::Kernel;
 use super::{c_text, can_run, element, header, source, CompiledKernels};
 use crate::error::{Error, Result, Status};
 
-/// The most arrays of a call.
+/// The maximum number of arrays of a call.
 pub const MAX_ARRAYS: usize = 16;
 
 /// Threads of a block. Each array has one block.
 const THREADS: i32 = 512;
 
-/// The most elements of an array: one block reads them in some microseconds.
+/// The maximum number of elements of an array: one block reads them in some microseconds.
 const MAX_ELEMENTS: usize = 1 << 17;
 
 static KERNELS: Mutex<Option<CompiledKernels<Dtype>>> = Mutex::new(None);

@@ -21,14 +21,14 @@ use crate::error::{Error, Result};
 #[cfg(test)]
 mod tests;
 
-/// The most rows of a call. For more, cuBLAS is faster; one row has MLX's own kernel, which is faster.
+/// The maximum number of rows of a call. For more, cuBLAS is faster; one row has MLX's own kernel, which is faster.
 pub const MAX_ROWS: i32 = 16;
 
 /// Outputs of a tile, and the threads of a block: as in the kernel.
 const TILE: i32 = 16;
 const THREADS: i32 = 256;
 
-/// The most blocks: two on each multiprocessor of an H200. With more tiles a block has several.
+/// The maximum number of blocks: two on each multiprocessor of an H200. With more tiles a block has several.
 const MAX_BLOCKS: i32 = 264;
 
 /// Elements that a thread reads at a time.
@@ -289,7 +289,7 @@ fn kept(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Resu
     Ok(array)
 }
 
-/// The most forms that are kept. A program has five.
+/// The maximum number of forms that are kept. A program has five.
 const MAX_FORMS: usize = 64;
 
 /// Returns the threads of all blocks, which is what MLX counts, for tiles of `tile` outputs.

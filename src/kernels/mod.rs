@@ -32,8 +32,8 @@ pub use self::rotary::rotary;
 use crate::error::{Error, Result, Status};
 use crate::mlx;
 
-/// The most kernels of one kind that a process compiles. A program has one to six; one with another scale in
-/// each layer would never stop.
+/// The maximum number of kernels of one kind that a process compiles. A program has one to six; one with another
+/// scale in each layer would never stop.
 const MAX_KERNELS: usize = 64;
 
 /// Returns whether kernels can run here: on the shared stream of a GPU. A host may have other streams, even

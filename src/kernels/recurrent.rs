@@ -13,9 +13,9 @@ use super::raw::Kernel;
 use super::{can_run, element, header, source, CompiledKernels};
 use crate::error::{Error, Result, Status};
 
-/// The most tokens of a group: as in the kernel.
+/// The maximum number of tokens of a group: as in the kernel.
 pub const MAX_GROUP_TOKENS: usize = 16;
-/// The most rows before a group: as in the kernel.
+/// The maximum number of rows before a group: as in the kernel.
 pub const MAX_GROUP_ROWS: usize = 64;
 
 /// Columns of a state that a block computes, and its warps: as in the kernel.
@@ -28,10 +28,10 @@ const THREADS: i32 = 256;
 /// The largest keys: a thread holds a part of a state in registers.
 const MAX_K_DIM: i32 = 256;
 
-/// The most blocks of a launch along its second and third axes.
+/// The maximum number of blocks of a launch along its second and third axes.
 const MAX_BLOCKS: i32 = 65_535;
 
-/// The most elements of a result: threads are counted in 32 bits.
+/// The maximum number of elements of a result: threads are counted in 32 bits.
 const MAX_ELEMENTS: i32 = i32::MAX - THREADS;
 
 /// A convolution of the tokens of a step.

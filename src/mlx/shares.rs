@@ -14,7 +14,7 @@ use super::is_stream_on_gpu;
 use super::start::unowned_stream;
 use crate::error::Result;
 
-/// The most parts. Products are limited by memory bandwidth, which a few cores saturate.
+/// The maximum number of parts. Products are limited by memory bandwidth, which a few cores saturate.
 const MAX: usize = 8;
 
 /// The minimum number of multiplications of a part: below it, waiting for another thread takes as long as

@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::kernels;
 use crate::mlx::{self, cast};
 
-/// The most tokens of a step whose values are kept until it ends. Those of a prompt would take the memory of
-/// all layers at once, so they are read layer by layer.
+/// The maximum number of tokens of a step whose values are kept until it ends. Those of a prompt would take the
+/// memory of all layers at once, so they are read layer by layer.
 const MAX_KEPT: i32 = 64;
 
 /// The watched writes of one step.

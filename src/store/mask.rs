@@ -11,8 +11,8 @@ use crate::mlx;
 /// filling and copying the bytes on the host.
 const MIN: usize = 1 << 18;
 
-/// The most elements of each of three temporary arrays: one for each query, slot and run of a query. Larger
-/// masks are made from bytes.
+/// The maximum number of elements of each of three temporary arrays: one for each query, slot and run of a query.
+/// Larger masks are made from bytes.
 const MAX: usize = 8 << 20;
 
 /// Returns the mask as an array, `[T, L]`.
@@ -23,7 +23,7 @@ pub fn array(mask: &MaskRuns) -> Result<Array> {
     }
 }
 
-/// Returns the most runs of a query, if a GPU makes the mask faster from them than the host from bytes.
+/// Returns the maximum number of runs of a query, if a GPU makes the mask faster from them than the host from bytes.
 fn runs_to_compare(mask: &MaskRuns) -> Option<usize> {
     let elements = mask.n_tokens() * mask.n_slots();
     let most = (0..mask.n_tokens()).map(|query| mask.runs(query).len()).max()?;

@@ -32,8 +32,8 @@ pub struct MlxStore {
     pending: Cell<bool>,
 }
 
-/// The most rows that move in all layers at once, such as a chain of a tree. On a GPU, starting the work of a
-/// layer and waiting for it takes longer than moving them.
+/// The maximum number of rows that move in all layers at once, such as a chain of a tree. On a GPU, starting the work
+/// of a layer and waiting for it takes longer than moving them.
 const FEW_ROWS: usize = 64;
 
 /// Copies of the rows that a step overwrites and an abort restores: the layer, its slots, keys and

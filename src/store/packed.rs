@@ -60,7 +60,7 @@ impl Layout {
         }
     }
 
-    /// Returns the most rows a KV head for which the packed product is faster than unpacking. At
+    /// Returns the maximum number of rows a KV head for which the packed product is faster than unpacking. At
     /// this number both take the same time on two x86-64 cores, by the table of `cargo bench --bench
     /// products` in docs/performance.md. Codes of 3 and 5 bits cross bytes and are unpacked one by
     /// one for each row.

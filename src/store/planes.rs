@@ -22,8 +22,8 @@ pub(crate) const SLOTS: usize = 2;
 /// The axis of the KV heads.
 pub(crate) const HEADS: usize = 1;
 
-/// The most runs of slots that are written one by one on the CPU. More runs are scattered, which moves one
-/// row of one head at a time. On a GPU each run is a kernel launch, and so is one scatter of all runs.
+/// The maximum number of runs of slots that are written one by one on the CPU. More runs are scattered, which moves
+/// one row of one head at a time. On a GPU each run is a kernel launch, and so is one scatter of all runs.
 const MAX_RUNS: usize = 8;
 
 /// One plane of a row: codes, scales or offsets.
@@ -209,7 +209,7 @@ impl Planes {
     }
 }
 
-/// The most slots of a list whose array is kept: those of a step.
+/// The maximum number of slots of a list whose array is kept: those of a step.
 const MAX_KEPT: usize = 4096;
 
 /// Returns slots as an array. All planes of all layers are written and read at the same slots, so the last

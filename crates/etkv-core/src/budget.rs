@@ -45,13 +45,13 @@ struct Holder {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BudgetReport {
-    /// The most bytes that they may hold, if there is a limit.
+    /// The maximum number of bytes that they may hold, if there is a limit.
     pub limit: Option<u64>,
     /// The bytes they hold now. While a step or a conversion replaces buffers, both the old and the new ones
     /// count.
     pub held: u64,
-    /// The most bytes they have held or reserved. A reservation counts even if its step is rolled back before
-    /// it allocates; a refused one does not.
+    /// The maximum number of bytes they have held or reserved. A reservation counts even if its step is rolled back
+    /// before it allocates; a refused one does not.
     pub peak: u64,
     /// The number of caches, including empty ones.
     pub caches: usize,
@@ -91,8 +91,8 @@ impl MemoryBudget {
         &GLOBAL
     }
 
-    /// Sets the most bytes that all caches may hold, or removes the limit. A limit below what they hold is no
-    /// error: they keep their buffers, and do not grow until enough is free.
+    /// Sets the maximum number of bytes that all caches may hold, or removes the limit. A limit below what they hold
+    /// is no error: they keep their buffers, and do not grow until enough is free.
     pub fn set_limit(&self, limit: Option<u64>) {
         self.state.lock().limit = limit;
     }

@@ -89,7 +89,7 @@ impl LayerGroups {
     }
 }
 
-/// The most anchors of a sequence, and the most checkpoints of a cache.
+/// The maximum number of anchors of a sequence, and the most checkpoints of a cache.
 pub(crate) const MAX_ANCHORS: i32 = 64;
 const MAX_CHECKPOINTS: i32 = 256;
 
@@ -103,12 +103,12 @@ pub struct CacheConfig {
     /// The anchors that a sequence keeps in recurrences, at least 1: it can be rewound by one block for each
     /// but the last, exactly. Each takes the bytes of all states.
     pub anchors: i32,
-    /// The most checkpoints of the cache, from 0 to 256. Each takes the bytes of all states.
+    /// The maximum number of checkpoints of the cache, from 0 to 256. Each takes the bytes of all states.
     pub checkpoints: i32,
-    /// The most positions that the cache holds.
+    /// The maximum number of positions that the cache holds.
     pub capacity: i32,
-    /// The most tokens of one step in a cache with window layers. These layers keep that many positions in
-    /// addition to the window, so that a step can be rolled back. It also limits the step that reaches
+    /// The maximum number of tokens of one step in a cache with window layers. These layers keep that many positions
+    /// in addition to the window, so that a step can be rolled back. It also limits the step that reaches
     /// `quantized_kv_start`, which is stored in float before everything is converted.
     pub max_step_tokens: i32,
     /// How buffers grow.
@@ -234,8 +234,8 @@ impl CacheConfig {
         Ok(())
     }
 
-    /// Returns the most tokens of one step: `max_step_tokens` if a window slides or rows await quantization,
-    /// else the capacity.
+    /// Returns the maximum number of tokens of one step: `max_step_tokens` if a window slides or rows await
+    /// quantization, else the capacity.
     pub fn step_limit(&self) -> i32 {
         let slides =
             |layer: &LayerConfig| self.window(layer.policy).is_some_and(|window| window.slides());
@@ -279,8 +279,8 @@ impl CacheConfig {
         }
     }
 
-    /// Returns the most positions that are ever stored in `float_format` before `quantized_kv_start`. A step
-    /// is stored before it is converted.
+    /// Returns the maximum number of positions that are ever stored in `float_format` before `quantized_kv_start`. A
+    /// step is stored before it is converted.
     pub(crate) fn max_floats(&self) -> i32 {
         let before = self.quantized_kv_start.map_or(0, |tokens| tokens.saturating_sub(1));
         before.saturating_add(self.max_step_tokens).min(self.capacity)

@@ -64,7 +64,7 @@ impl CacheConfig {
         }
     }
 
-    /// Returns the most bytes that one sequence of any length needs.
+    /// Returns the maximum number of bytes that one sequence of any length needs.
     pub fn at_capacity(&self) -> u64 {
         let at = |length, [k_format, v_format]: [KvFormat; 2]| {
             self.bytes_at(length, k_format, v_format).unwrap_or(u64::MAX)
@@ -94,7 +94,7 @@ impl CacheConfig {
         })
     }
 
-    /// Returns the most bytes that any number of sequences need. If sequences share no positions, every
+    /// Returns the maximum number of bytes that any number of sequences need. If sequences share no positions, every
     /// position may need its own slot.
     pub fn at_capacity_shared(&self) -> u64 {
         let full = |layer: &LayerConfig| LayerConfig { policy: LayerPolicy::Full, ..*layer };
@@ -110,7 +110,7 @@ impl CacheConfig {
         bytes.unwrap_or(u64::MAX)
     }
 
-    /// Returns the most anchors of a cache that several sequences share, or one.
+    /// Returns the maximum number of anchors of a cache that several sequences share, or one.
     pub(crate) fn max_anchors(&self, shared: bool) -> i32 {
         let sequences = if shared { MAX_SEQUENCES } else { 1 };
         // During a step a sequence has the anchors of before and its own.

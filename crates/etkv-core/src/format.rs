@@ -134,7 +134,8 @@ impl Packing {
 }
 
 impl KvFormat {
-    /// Returns the element type of rows in a float dtype, or else the layout of packed rows. All sizes follow from it.
+    /// Returns the element type of rows in a float dtype, or else the layout of packed rows. All sizes follow from
+    /// it.
     const fn layout(self) -> std::result::Result<Element, Packing> {
         let (bits, group, scale, has_offsets) = match self {
             Self::F32 => return Ok(Element::F32),

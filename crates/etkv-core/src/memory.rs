@@ -49,7 +49,7 @@ pub struct Memory {
     /// Bytes of rows that the cache reads from a prefix, which other caches may read too. The other fields do
     /// not count them.
     pub shared: u64,
-    /// The most bytes that the cache can ever hold.
+    /// The maximum number of bytes that the cache can ever hold.
     pub at_capacity: u64,
     /// The bytes of each attention layer.
     pub layers: Vec<LayerMemory>,

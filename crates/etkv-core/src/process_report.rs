@@ -17,13 +17,13 @@ pub struct ProcessReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct MemoryBudgetReport {
-    /// The most bytes that may be held; absent without a limit.
+    /// The maximum number of bytes that may be held; absent without a limit.
     pub limit: Option<u64>,
     /// Bytes that are held.
     pub held: u64,
     /// Bytes of the limit that are free; absent without a limit.
     pub free: Option<u64>,
-    /// The most bytes that were held or reserved.
+    /// The maximum number of bytes that were held or reserved.
     pub peak: u64,
     /// The number of caches, including empty ones.
     pub caches: usize,

@@ -108,7 +108,7 @@ pub struct Entry {
     pub cache: SharedCache,
 }
 
-/// The most bytes of a key: the size of an ExecuTorch option without its terminating zero.
+/// The maximum number of bytes of a key: the size of an ExecuTorch option without its terminating zero.
 const MAX_KEY: usize = 255;
 
 /// Caches by key, for the whole process.

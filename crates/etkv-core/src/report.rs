@@ -16,7 +16,7 @@ pub struct CacheReport {
     pub kind: String,
     /// The positions that the cache holds. A position that several sequences share counts once.
     pub length: i32,
-    /// The most positions that the cache can hold.
+    /// The maximum number of positions that the cache can hold.
     pub capacity: i32,
     /// Whether a step is open.
     pub step_open: bool,
@@ -79,7 +79,7 @@ pub struct MemoryReport {
     /// Bytes of rows that the cache reads from a prefix, which other caches may read too. The other fields do
     /// not count them.
     pub shared: u64,
-    /// The most bytes that the cache can ever hold.
+    /// The maximum number of bytes that the cache can ever hold.
     pub at_capacity: u64,
 }
 

@@ -79,7 +79,7 @@ impl SharedCache {
         &self.facts.kind
     }
 
-    /// Returns the most positions that the cache can hold.
+    /// Returns the maximum number of positions that the cache can hold.
     pub fn capacity(&self) -> i32 {
         self.facts.capacity
     }
@@ -94,7 +94,8 @@ impl SharedCache {
         self.facts.n_recurrent_layers
     }
 
-    /// Returns the most tokens of one step; see [`CacheConfig::step_limit`](crate::CacheConfig::step_limit).
+    /// Returns the maximum number of tokens of one step; see
+    /// [`CacheConfig::step_limit`](crate::CacheConfig::step_limit).
     pub fn max_step_tokens(&self) -> i32 {
         self.facts.max_step_tokens
     }

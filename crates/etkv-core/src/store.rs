@@ -171,8 +171,8 @@ pub trait Store: Sized + Send + 'static {
     /// new one.
     fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()>;
 
-    /// Removes all rows and stores later ones as in [`new`](Self::new), with at least `slots[layer]` slots. Buffers that
-    /// already have their formats stay, with their contents.
+    /// Removes all rows and stores later ones as in [`new`](Self::new), with at least `slots[layer]` slots. Buffers
+    /// that already have their formats stay, with their contents.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend): rows and formats are as before; some layers may have more

@@ -13,7 +13,7 @@ use crate::checksum;
 /// The version of the format. A file of another version is refused.
 pub const VERSION: u32 = 1;
 
-/// The most bytes of a header.
+/// The maximum number of bytes of a header.
 pub const MAX_HEADER: u64 = 64 << 20;
 
 const KIND: &str = "etkv-cache";
@@ -37,7 +37,7 @@ pub fn refused(what: impl std::fmt::Display) -> Error {
     Error::new(Status::File, what)
 }
 
-/// The most characters that a message quotes from a file.
+/// The maximum number of characters that a message quotes from a file.
 const MAX_QUOTED: usize = 200;
 
 /// Quotes a text of a file for a message. A long one is cut.

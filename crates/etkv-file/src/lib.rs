@@ -156,7 +156,7 @@ fn model_of<'a>(cache: &dyn Cache, fingerprint: &'a str) -> Cow<'a, str> {
 /// The number of token ids that a file may have in addition to those of the cache's positions.
 const MORE_TOKENS: usize = 1 << 16;
 
-/// Returns the most token ids that a cache's file may have.
+/// Returns the maximum number of token ids that a cache's file may have.
 fn max_token_ids(cache: &dyn Cache) -> usize {
     capacity_of(cache).saturating_add(MORE_TOKENS)
 }

@@ -655,9 +655,9 @@ impl Run {
         }
     }
 
-    /// Returns the fewest rows of a layer group that a compaction moves, if at most one sequence is not a run and none
-    /// shares cells. That sequence becomes a run next to the others, with some room after it. Other sequences move
-    /// instead if that takes fewer rows, or leaves more room.
+    /// Returns the fewest rows of a layer group that a compaction moves, if at most one sequence is not a run and
+    /// none shares cells. That sequence becomes a run next to the others, with some room after it. Other sequences
+    /// move instead if that takes fewer rows, or leaves more room.
     fn fewest(&self, group: usize) -> Option<RangeInclusive<usize>> {
         let sequences = self.model.sequences();
         let slots: Vec<Vec<i32>> = sequences

@@ -19,14 +19,14 @@ pub const MAX: u64 = 1 << 30;
 /// The bytes of address space that a worker has in addition to those at its start.
 pub const LEFT: u64 = 6 << 30;
 
-/// The most bytes of one tensor. Several of them are less than [`MAX`].
+/// The maximum number of bytes of one tensor. Several of them are less than [`MAX`].
 pub const TENSOR: usize = 64 << 20;
 
 /// The time after which a program counts as hanging: CPU seconds, and wall-clock seconds.
 const PROCESSOR: f64 = 10.0;
 const CLOCK: Duration = Duration::from_secs(100);
 
-/// The most programs of one worker, so that earlier programs have little influence.
+/// The maximum number of programs of one worker, so that earlier programs have little influence.
 const PROGRAMS: u64 = 2_000;
 
 pub fn main() {

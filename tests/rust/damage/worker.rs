@@ -13,7 +13,7 @@ use super::corpus::{self, ExportedProgram, Tensor};
 use super::mutation::{self, DamagedProgram};
 use super::{LEFT, MAX, TENSOR};
 
-/// The most bytes of an input that is made to fit a damaged program.
+/// The maximum number of bytes of an input that is made to fit a damaged program.
 const MAX_INPUT: usize = 16 << 20;
 
 /// Runs `n` seeds from `first` on in steps of `step`. Writes a line before and after each.
@@ -86,7 +86,7 @@ fn limit() {
     }
 }
 
-/// Returns the most bytes that were resident since the last call.
+/// Returns the maximum number of bytes that were resident since the last call.
 fn peak() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();

@@ -4,10 +4,10 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// The most bytes that a file may make the process hold in addition.
+/// The maximum number of bytes that a file may make the process hold in addition.
 const MAX_BYTES: usize = 64 << 20;
 
-/// The most time for a file.
+/// The maximum time for a file.
 const MAX_TIME: Duration = Duration::from_secs(60);
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);

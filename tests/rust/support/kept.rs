@@ -8,7 +8,8 @@ use etkv_core::LayerPolicy;
 use crate::model::{first_exact, is_seen, Model};
 use crate::slots::Id;
 
-/// Returns the most positions that a query of a layer with a window or chunks sees besides the sinks, and the sinks.
+/// Returns the maximum number of positions that a query of a layer with a window or chunks sees besides the sinks,
+/// and the sinks.
 pub fn width(policy: LayerPolicy) -> (i32, i32) {
     match policy {
         LayerPolicy::Full => panic!("a layer of full history has no window"),
@@ -22,7 +23,7 @@ pub struct WindowModel {
     policy: LayerPolicy,
     sinks: i32,
     max_step_tokens: i32,
-    /// The most slots that one sequence takes.
+    /// The maximum number of slots that one sequence takes.
     slots: i32,
     capacity: i32,
     held: BTreeMap<i32, BTreeSet<Id>>,

@@ -76,7 +76,7 @@ pub type Members = Vec<i32>;
 #[derive(Debug, Clone)]
 pub struct Model {
     pub capacity: i32,
-    /// The most tokens of one sequence in a step, if windows limit them.
+    /// The maximum number of tokens of one sequence in a step, if windows limit them.
     pub max_step_tokens: Option<i32>,
     /// The position of every token ever written, even by aborted steps.
     positions: Vec<i32>,

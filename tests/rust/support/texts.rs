@@ -13,8 +13,8 @@ const LAYERS: usize = 2;
 const HEADS: usize = 2;
 const DIM: usize = 32;
 
-/// A kind of cache, in one of three formats. It holds whole texts, or drops some of what it read: with a window in its
-/// second layer, or with recurrent layers in two of the formats.
+/// A kind of cache, in one of three formats. It holds whole texts, or drops some of what it read: with a window in
+/// its second layer, or with recurrent layers in two of the formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextShape {
     pub kind: usize,

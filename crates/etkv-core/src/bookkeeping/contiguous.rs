@@ -71,7 +71,7 @@ impl ContiguousBookkeeping {
         Self { capacity, length: 0, groups, changes: 0 }
     }
 
-    /// Returns the most positions that the sequence holds.
+    /// Returns the maximum number of positions that the sequence holds.
     pub fn capacity(&self) -> i32 {
         self.capacity
     }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::error::{fail, Error, Result, Status};
 
-/// The most elements of a mask. Arrays count elements in 32 bits.
+/// The maximum number of elements of a mask. Arrays count elements in 32 bits.
 const MAX_MASK: usize = i32::MAX as usize;
 
 /// The slots that each query of a step sees, among those that the step reads. They are usually a few long

@@ -38,12 +38,12 @@ impl Window {
         Self { is_chunk: true, ..Self::new(chunk, 0, max_step_tokens, capacity) }
     }
 
-    /// Returns the most slots that one sequence takes.
+    /// Returns the maximum number of slots that one sequence takes.
     pub fn slots(&self) -> i32 {
         self.slots
     }
 
-    /// Returns the most tokens of one step.
+    /// Returns the maximum number of tokens of one step.
     pub fn max_step_tokens(&self) -> i32 {
         self.max_step_tokens
     }

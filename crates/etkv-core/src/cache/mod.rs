@@ -55,7 +55,7 @@ pub trait Cache: Send {
     /// Returns the config that the cache was created with.
     fn config(&self) -> &CacheConfig;
 
-    /// Returns the most positions that the cache holds.
+    /// Returns the maximum number of positions that the cache holds.
     fn capacity(&self) -> i32;
 
     /// Returns the limits on which the programs of the cache depend and which its capacity exceeds, in

@@ -16,10 +16,10 @@ use crate::prefix_cache::capacity_of;
 use crate::store::index::Group;
 use crate::store::TARGET;
 
-/// The most texts that wait to be read.
+/// The maximum number of texts that wait to be read.
 const MAX_WAITING: usize = 16;
 
-/// The most texts whose results are remembered.
+/// The maximum number of texts whose results are remembered.
 const MAX_ANSWERS: usize = 64;
 
 /// For this time the store is not asked again for a text that was read ahead. Other processes may store more

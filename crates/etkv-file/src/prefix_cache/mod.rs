@@ -36,8 +36,8 @@ pub struct PrefixCache {
 /// The limits of a [`PrefixCache`], and the store that it reads from.
 #[derive(Debug, Clone, Default)]
 pub struct PrefixCacheOptions {
-    /// The most bytes of rows that prefixes keep in memory, or no limit. Those that were used least recently
-    /// are removed first. Pinned ones stay, even above the limit.
+    /// The maximum number of bytes of rows that prefixes keep in memory, or no limit. Those that were used least
+    /// recently are removed first. Pinned ones stay, even above the limit.
     pub max_bytes: Option<u64>,
     /// A store that is asked for what memory lacks, and that all kept texts are written to.
     pub store: Option<Arc<PrefixStore>>,

@@ -30,7 +30,7 @@ use crate::{capacity_of, face, model_of, write, Labels};
 /// The target of log events.
 pub(crate) const TARGET: &str = "etkv::file";
 
-/// The most files that are tried for a text.
+/// The maximum number of files that are tried for a text.
 pub(crate) const MAX_TRIED: usize = 8;
 
 /// The minimum number of tokens to store, and to read a file for.

@@ -12,7 +12,7 @@ use crate::bookkeeping::recurrent::BLOCK;
 use crate::error::{fail, Result};
 use crate::snapshot::{damaged, CheckpointState};
 
-/// The most checkpoints of a cache.
+/// The maximum number of checkpoints of a cache.
 pub const MAX_CHECKPOINTS: i32 = 256;
 
 /// A position that some sequences can be rewound to.

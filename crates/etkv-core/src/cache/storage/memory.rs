@@ -121,8 +121,8 @@ impl<S: Store> Storage<S> {
         reserved.inspect_err(|_| self.settle())
     }
 
-    /// Returns the most additional bytes that a conversion of these layers holds. Buffers are converted one
-    /// after the other, and each old one is freed when its new one is made.
+    /// Returns the maximum number of additional bytes that a conversion of these layers holds. Buffers are converted
+    /// one after the other, and each old one is freed when its new one is made.
     pub(super) fn besides(&self, formats: [KvFormat; 2], layers: Range<usize>) -> u64 {
         let (mut more, mut most) = (0i128, 0i128);
         for layer in layers {

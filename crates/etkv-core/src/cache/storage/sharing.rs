@@ -13,8 +13,8 @@ use crate::store_layer::SlotsOf;
 use super::memory::bytes_of;
 use super::{Contents, Storage};
 
-/// The most prefixes in a chain. At this depth all rows are copied into a single prefix, because a buffer is
-/// mapped from that many pieces.
+/// The maximum number of prefixes in a chain. At this depth all rows are copied into a single prefix, because a
+/// buffer is mapped from that many pieces.
 const MAX_PIECES: usize = 4;
 
 impl<S: Store> Storage<S> {
@@ -76,7 +76,7 @@ impl<S: Store> Storage<S> {
         Ok(made)
     }
 
-    /// Returns the most slots that each layer can need.
+    /// Returns the maximum number of slots that each layer can need.
     fn most(&self) -> Vec<i32> {
         let capacity = self.config.capacity;
         let of = |&group: &usize| match self.layers.kinds[group] {

@@ -14,7 +14,7 @@ use super::BucketClient;
 /// The bytes of the first request for an object. In most objects they contain the header and the token ids.
 const FIRST: u64 = 256 << 10;
 
-/// The most bytes of a request.
+/// The maximum number of bytes of a request.
 const MAX: u64 = 8 << 20;
 
 /// The number of prefetch requests under way.

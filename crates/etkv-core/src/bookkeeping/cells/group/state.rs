@@ -5,14 +5,14 @@ use crate::bookkeeping::cells::{MAX_CHECKPOINTS, MAX_SEQUENCES};
 use crate::error::{fail, Error, Result, Status};
 use crate::snapshot::{damaged, GroupState, SequenceState};
 
-/// The most positions of a sequence in a file. Twice as many do not overflow an integer.
+/// The maximum number of positions of a sequence in a file. Twice as many do not overflow an integer.
 const MAX_POSITIONS: i32 = 1 << 30;
 
 /// Below this number of cells positions may lie anywhere.
 const MAX_SPARSE: usize = 1 << 22;
 
-/// The most cells for each position, above `MAX_SPARSE`. Bookkeeping takes two bytes for each cell, held or
-/// not.
+/// The maximum number of cells for each position, above `MAX_SPARSE`. Bookkeeping takes two bytes for each cell, held
+/// or not.
 const MAX_CELLS_A_ROW: i64 = 64;
 
 impl LayerGroup {

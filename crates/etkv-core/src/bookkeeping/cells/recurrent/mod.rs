@@ -33,8 +33,8 @@ impl RecurrentWindow {
         (self.oldest_anchor(next) - self.lead).max(0)
     }
 
-    /// Returns the most rows that a step of one sequence needs: those of before, which an abort goes back
-    /// to, and its own.
+    /// Returns the maximum number of rows that a step of one sequence needs: those of before, which an abort goes
+    /// back to, and its own.
     pub fn rows(&self, capacity: i32) -> i32 {
         (i64::from(self.anchors) * i64::from(BLOCK) + i64::from(self.lead))
             .saturating_mul(2)
