@@ -24,7 +24,7 @@ _INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong arguments like every other error: in one line."""
+    """Reports wrong arguments in one line, like every other error."""
 
     def error(self, message: str) -> NoReturn:
         raise EtkvError(message)
@@ -43,30 +43,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspection.add_arguments(inspect)
     generate = commands.add_parser(
-        "generate", help="answer a prompt", description="Answer a prompt with a program and the tokenizer beside it."
+        "generate", help="answer a prompt", description="Answer a prompt with a program and the tokenizer next to it."
     )
     generate.add_argument("program", type=Path, metavar="MODEL.pte")
     generate.add_argument("prompt", metavar="TEXT")
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="the most tokens (default: 256)")
+    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="maximum tokens (default: 256)")
     generate.add_argument("--capacity", type=int, metavar="N", help="positions of the cache (default: the program's)")
     generate.add_argument(
         "--kv-format", metavar="NAME", help="storage format of keys and values (default: the program's dtype)"
     )
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     generate.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the N best (default: 0, all)")
-    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the share P (default: 1)")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (default: 1, off)")
     generate.add_argument("--seed", type=int, metavar="N", help="seed of sampling")
     generate.add_argument("--show-special", action="store_true", help="write the special tokens of the answer too")
     generate.add_argument("--progress", action="store_true", help="show bars on stderr")
-    # For the list of commands only: etkv.export reads its arguments.
+    # Only for the list of commands: etkv.export parses its own arguments.
     commands.add_parser("export", help="export a model; the same as python -m etkv.export", add_help=False)
     return parser
 
 
 @contextlib.contextmanager
 def _import_noise_off() -> Iterator[None]:
-    """Keep warnings of torch's and ExecuTorch's imports off the terminal."""
+    """Hide the warnings of the imports of torch and ExecuTorch."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -79,7 +79,7 @@ def _import_noise_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loaded(options: argparse.Namespace) -> Iterator[Program]:
-    """Load the program, with a session unless it keeps its cache in its graph."""
+    """Load the program. It gets a session, unless it has its cache in its graph."""
     import etkv
     from etkv.metadata import describes_layers
     from etkv.pte import constant_methods
@@ -118,10 +118,10 @@ def _loaded(options: argparse.Namespace) -> Iterator[Program]:
 def _fit(cache: GraphCache, options: argparse.Namespace) -> None:
     """Apply the cache options to a cache in a graph. Raises :class:`EtkvError` for options that do not apply."""
     if options.kv_format:
-        raise EtkvError("--kv-format is for a cache that etkv makes, and the program has its own in its graph")
+        raise EtkvError("--kv-format does not apply: the program has its cache in its graph, in a fixed format")
     if options.capacity is not None:
         if not 1 <= options.capacity <= cache.capacity:
-            raise EtkvError(f"--capacity is {options.capacity}, the program's cache takes 1 to {cache.capacity}")
+            raise EtkvError(f"--capacity is {options.capacity}, expected 1 to {cache.capacity}, the program's capacity")
         cache.capacity = options.capacity
 
 
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return _WRONG_USE
     except BrokenPipeError:
-        # The reader has closed the pipe, as `head` does. Python flushes stdout once more at exit.
+        # The reader closed the pipe, as `head` does. Python flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Encodes and decodes text with a ``tokenizer.json``: the one rule of all Python code.
+"""Encodes and decodes text with a ``tokenizer.json``. All Python code uses this module.
 
-The runners have the same rule in ``examples/tokenizer/src/backend.rs``. A test compares the two.
+The runners follow the same rules in ``examples/tokenizer/src/backend.rs``. A test compares the two.
 
-1. ``tokenizer.json`` gives the ids of a text. Its ``truncation`` and ``padding`` are ignored: a prompt is read whole.
+1. ``tokenizer.json`` determines the ids of a text. Its ``truncation`` and ``padding`` are ignored.
 2. Two settings of ``tokenizer_config.json`` apply: ``split_special_tokens`` (text that spells a special token is not
    one) and ``clean_up_tokenization_spaces`` (as in transformers, not for BPE).
 3. The tokenizer puts no BOS token before a text that begins with one.
@@ -47,10 +47,10 @@ _log = logging.getLogger("etkv.tokenizer")
 
 
 class Backend:
-    """A tokenizer of ``tokenizers`` under the rule of this module. Raises :class:`EtkvError` only."""
+    """A tokenizer of the package ``tokenizers`` under the rules of this module. Raises :class:`EtkvError` only."""
 
     def __init__(self, tokenizer: Tokenizer, hf: Any) -> None:
-        """Take ownership of ``tokenizer``, and change it.
+        """Take ownership of ``tokenizer`` and modify it.
 
         ``hf`` is transformers' tokenizer of the same folder, with the settings of ``tokenizer_config.json``.
         """
@@ -62,7 +62,7 @@ class Backend:
         even_for_bpe = hf.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
         is_bpe = type(tokenizer.model).__name__ == "BPE"
         if hf.clean_up_tokenization_spaces and (not is_bpe or even_for_bpe):
-            # Without a decoder, a space separates tokens. No token has this prefix.
+            # Without a decoder, tokens are joined with spaces. This decoder does the same: no token has its prefix.
             decoder = tokenizer.decoder or decoders.WordPiece(prefix="\uf8fe", cleanup=False)
             cleaning = [decoders.Replace(spaced, cleaned) for spaced, cleaned in _CLEAN_UP]
             tokenizer.decoder = decoders.Sequence([decoder, decoders.Fuse(), *cleaning])
@@ -86,7 +86,7 @@ class Backend:
         return ids
 
     def encode_after(self, text: str) -> list[int]:
-        """Return the ids of a text that continues another: without the space that some tokenizers put first."""
+        """Return the ids of a text that continues another text: without the space that some tokenizers prepend."""
         anchor, anchored = self._encode("\n", False), self._encode("\n" + text, False)
         if anchor and anchored[: len(anchor)] == anchor:
             return anchored[len(anchor) :]
@@ -109,11 +109,11 @@ class Backend:
         return self._tokenizer.id_to_token(token) is not None
 
     def is_special(self, token: int) -> bool:
-        """Return whether text without special tokens omits ``token``."""
+        """Return whether ``token`` is special: ``skip_special_tokens`` leaves it out."""
         return token in self._special
 
     def is_byte(self, token: int) -> bool:
-        """Return whether ``token`` is a byte, which decodes with the bytes beside it."""
+        """Return whether ``token`` is a byte, which decodes together with adjacent bytes."""
         return self._has_byte_fallback and _BYTE.fullmatch(self._tokenizer.id_to_token(token) or "") is not None
 
 

@@ -1,6 +1,6 @@
-"""The C interface: :func:`lib` has its functions, :func:`call` raises their errors.
+"""The C interface. :func:`lib` returns its functions, and :func:`call` raises their errors.
 
-The build generates a cffi module from ``etkv.h``, so no second list of signatures goes stale.
+The build generates a cffi module from ``etkv.h``, so signatures are written once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from etkv import _library, _log
 from etkv.errors import EtkvError, status_error
 
 ABI_VERSION = 16
-"""The least ``etkv_abi_version()`` that this package works with."""
+"""The minimum ``etkv_abi_version()`` that this package works with."""
 
 INT32_MAX = 2**31 - 1
 
@@ -28,7 +28,7 @@ _loaded: tuple[Any, Any] | None = None
 
 _log_setting = threading.Lock()
 _log_filter = ""
-"""The filter of the log that was last set in the library; "" for none."""
+"""The log filter that was last set in the library; "" for no messages."""
 
 
 def lib() -> Any:
@@ -37,11 +37,11 @@ def lib() -> Any:
 
 
 class _Ffi:
-    """cffi's ``ffi``. Its first use loads the library. An export does not need the library."""
+    """cffi's ``ffi``, which loads the library on first use, because an export does not need the library."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr((_loaded or _load())[0], name)
-        # Later reads find the attribute without this function.
+        # Later reads find the attribute without __getattr__.
         setattr(self, name, value)
         return value
 
@@ -66,7 +66,7 @@ def _load() -> tuple[Any, Any]:
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a function that returns a status and takes ``etkv_error**`` last. Raises its error."""
+    """Call a function that returns a status and whose last parameter is ``etkv_error**``. Raises its error."""
     library = lib()
     error = ffi.new("etkv_error**")
     status = getattr(library, function)(*arguments, error)
@@ -77,7 +77,7 @@ def call(function: str, *arguments: Any) -> None:
 
 
 def ask_text(function: str, *arguments: Any) -> str:
-    """Return the text that such a function stores as a string, and free the string."""
+    """Call a function as :func:`call` does. Return the string that it stores in its last parameter before ``error``."""
     out = ask(function, "char*", *arguments)
     try:
         return text(out)
@@ -98,16 +98,19 @@ def ask(function: str, kind: str, *arguments: Any) -> Any: ...
 
 
 def ask(function: str, kind: str, *arguments: Any) -> Any:
-    """Return the value that such a function stores in its last parameter before ``error``, of C type ``kind``."""
+    """Call a function as :func:`call` does. Return the value that it stores in its last parameter before ``error``.
+
+    ``kind`` is the C type of the value.
+    """
     out = ffi.new(f"{kind}*")
     call(function, *arguments, out)
     return out[0]
 
 
 def ask_list(function: str, kind: str, *arguments: Any, of: Callable[[Any], Any] | None = None) -> list[Any]:
-    """Return the values that a function of ``(…, array, room, n, error)`` stores, each converted by ``of``.
+    """Call a function with the last parameters ``(array, room, n, error)``. Return the values, converted by ``of``.
 
-    Structs need ``of``: they point into the array, which is freed.
+    Structs need ``of``, because they point into the array, which is freed.
     """
     n = ffi.new("size_t*")
     call(function, *arguments, ffi.NULL, 0, n)
@@ -136,7 +139,7 @@ def struct(kind: str, **fields: Any) -> Any:
 
 
 def ask_tokens(function: str, *arguments: Any) -> list[int]:
-    """Return the token ids that a function stores at its last two parameters."""
+    """Call a function, and return the token ids that it stores in its last two parameters before ``error``."""
     tokens, n = ffi.new("int64_t**"), ffi.new("size_t*")
     call(function, *arguments, tokens, n)
     try:
@@ -146,7 +149,7 @@ def ask_tokens(function: str, *arguments: Any) -> list[int]:
 
 
 def text_options(tokens: Sequence[int], fingerprint: str) -> tuple[Any, Any]:
-    """Return the options of a text, and the objects that must outlive them."""
+    """Return the C options for ``tokens`` and ``fingerprint``, and the objects that must outlive them."""
     model = ffi.new("char[]", encoded(fingerprint, "fingerprint"))
     listed = int64s(tokens, "tokens")
     options = struct("etkv_save_options", fingerprint=model, tokens=listed, n_tokens=len(tokens))
@@ -154,7 +157,7 @@ def text_options(tokens: Sequence[int], fingerprint: str) -> tuple[Any, Any]:
 
 
 def encoded(value: str, name: str) -> bytes:
-    """Return ``value`` as a C string. Raises :class:`EtkvError` if it is no string or has a zero byte."""
+    """Return ``value`` as a C string. Raises :class:`EtkvError` if it is not a string or has a zero byte."""
     if not isinstance(value, str) or "\0" in value:
         raise EtkvError(f"{name} is {value!r}, expected a name")
     try:
@@ -201,7 +204,7 @@ def text(pointer: Any) -> str:
 
 
 def deliver_log() -> None:
-    """Pass the library's messages to the loggers. This thread must hold no lock of the library."""
+    """Pass the library's messages to the loggers. Call it only on a thread that holds no lock of the library."""
     if _log_filter:
         _deliver_log()
 
@@ -218,15 +221,15 @@ def follow_log_levels() -> None:
     """Set the library's filter to the levels of the loggers, or to none if no handler accepts a record."""
     new_filter = _log.wanted()
     if new_filter != _log_filter:
-        # A subscriber that Rust code of the process has set receives the messages instead.
+        # Fails if Rust code of the process has set a subscriber of its own, which then receives the messages.
         with contextlib.suppress(EtkvError):
             _set_log_filter(new_filter)
 
 
 def set_log_level(level: int | str) -> None:
-    """Set the level of the logger ``etkv``, at once.
+    """Set the level of the logger ``etkv``, with immediate effect.
 
-    A level that is set with :mod:`logging` applies from the next session, program or step on.
+    A level that is set with :mod:`logging` takes effect at the next session, program or step.
     """
     logging.getLogger("etkv").setLevel(level)
     _set_log_filter(_log.wanted())
@@ -244,12 +247,12 @@ def _set_log_filter(new_filter: str) -> None:
             _log_filter = new_filter
     if status:
         raise _taken(error[0], status)
-    # Deliver earlier messages.
+    # Deliver the messages from before the change.
     _deliver_log()
 
 
 def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseException) -> NoReturn:
-    """Raise the error that the delegate last reported on this thread, or else ``otherwise()``, from ``cause``."""
+    """Raise the delegate's last error on this thread, or ``otherwise()`` if there is none, from ``cause``."""
     error = lib().etkv_delegate_take_error()
     if error == ffi.NULL:
         raise otherwise() from cause
@@ -257,12 +260,12 @@ def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseExceptio
 
 
 def abort_forward() -> None:
-    """Roll back this thread's step of a CPU program, after an operator of ExecuTorch failed in it."""
+    """Roll back this thread's step of a CPU program after an operator of ExecuTorch failed."""
     lib().etkv_delegate_abort_forward()
 
 
 def forget_delegate_error() -> None:
-    """Drop an earlier error of this thread: it is not the reason for the next failure."""
+    """Drop an earlier error of this thread, so that it is not reported as the reason for the next failure."""
     lib().etkv_error_free(lib().etkv_delegate_take_error())
 
 

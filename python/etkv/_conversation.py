@@ -1,4 +1,4 @@
-"""Splits a conversation into text of the template and ids of answers, so that answers are not encoded again."""
+"""Splits a rendered conversation into the template's text and the ids of answers, so that answers keep their ids."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, TypeAlias
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 _MARK = "\uf8fe"
-"""Encloses the number of a message that stands in place of its text. No text has this private-use character."""
+"""A private-use character that no text has. It encloses the index of a message, which replaces the message's text."""
 
 
 def parts(
     messages: Messages, answers: Mapping[int, Sequence[int]], render: Callable[[Messages], str]
 ) -> list[str | list[int]]:
-    """Render a conversation. Return its text, with the ids of answers in place of their text.
+    """Render a conversation. Return its text, in which lists of ids replace the text of answers.
 
-    ``answers`` maps the number of a message to its ids. A message that the template changes stays text: some templates
+    ``answers`` maps the index of a message to its ids. A message that the template changes stays text: some templates
     remove the reasoning of earlier answers. Raises what ``render`` raises for ``messages``.
     """
     text = render(messages)
@@ -42,14 +42,14 @@ def parts(
 def _split(
     text: str, marked: str, messages: Messages, kept: Mapping[int, list[int]]
 ) -> list[str | list[int]] | int | None:
-    """Split ``text`` at the messages that ``marked``, the rendering with marks, shows.
+    """Split ``text`` at the messages that are marked in ``marked``, the rendering with marks.
 
-    If the two renderings differ, returns the number of the message next to the difference.
+    If the two renderings differ, return the index of the message next to the difference, or None without one.
     """
-    # The pieces alternate: text, number of a message, text.
+    # The pieces alternate: text, index of a message, text.
     before, *pieces = marked.split(_MARK)
     if len(pieces) % 2 or not all(number.isdecimal() and int(number) in kept for number in pieces[::2]):
-        # The template cuts messages, or one has the mark itself.
+        # The template shortens messages, or a message contains the mark.
         return None
     last = int(pieces[0]) if pieces else None
     if not text.startswith(before):
@@ -59,7 +59,7 @@ def _split(
     for number, after in zip(pieces[::2], pieces[1::2], strict=True):
         last = int(number)
         content = str(messages[last]["content"])
-        # Many templates trim a message. Its ids stay whole: the cache has them.
+        # Many templates trim messages. All ids of the answer are kept nevertheless, because the cache has them.
         for written in (content, content.strip(), content.lstrip(), content.rstrip()):
             if rest.startswith(written + after):
                 rest = rest[len(written + after) :]

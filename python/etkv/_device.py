@@ -1,4 +1,4 @@
-"""Answers whose tokens the device chooses: ``etkv_generation`` of ``etkv.h``."""
+"""Answers for which the device chooses the tokens: ``etkv_generation`` of ``etkv.h``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DeviceAnswer:
         try:
             return cls(ask("etkv_generation_new", "etkv_generation*", session._raw(), c_prompt, 1, options))
         except (KindError, UnsupportedError):
-            # A CPU program, or a program with extra inputs.
+            # For a CPU program, or a program with extra inputs.
             return None
 
     def read_prompt(self) -> int:

@@ -1,7 +1,7 @@
-"""Finds and loads the native libraries, and the MLX and ExecuTorch that they run on.
+"""Finds and loads the native libraries, and the MLX and ExecuTorch libraries that they need.
 
-libetkv and libetkv_mlx_backend name no folder of MLX or ExecuTorch. This module first loads both from the installed
-packages, so the process has one copy of each: the one that ``import mlx`` and ``import executorch`` use.
+libetkv and libetkv_mlx_backend contain no path to MLX or ExecuTorch. This module first loads both from the installed
+packages. So the process has one copy of each, which ``import mlx`` and ``import executorch`` use too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etkv.errors import EtkvError
 
 _PACKAGE = Path(__file__).resolve().parent
 _OWN = (_PACKAGE / "lib", _PACKAGE.parents[1] / "build" / "lib")
-"""The folders of a wheel's libraries, and of a checkout's."""
+"""The folders of the native libraries in a wheel and in a checkout."""
 
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
@@ -27,10 +27,11 @@ MLX_VERSION = "0.32.2"
 EXECUTORCH_VERSION = "1.5.1"
 
 MLX_BACKEND = "MLXBackend"
-"""The id of the backend that programs name."""
+"""The backend id in MLX programs."""
 
 OWN_BACKEND = "EtkvForMLX"
-"""The id that the delegate always has, as ``etkv/backend_id.hpp`` says. Programs with recurrent layers name it."""
+"""The id under which the delegate is always registered, see ``etkv/backend_id.hpp``. Programs with recurrent layers
+have this id."""
 
 FOR_MLX = frozenset({MLX_BACKEND, OWN_BACKEND})
 """The ids of delegates in MLX programs."""
@@ -39,10 +40,10 @@ CPU_DELEGATE = "EtkvForCPU"
 """The id of etkv's delegates in CPU programs."""
 
 EXECUTORCH_CALLS = threading.RLock()
-"""Hold this lock while ExecuTorch's Python module loads or runs anything.
+"""Held while ExecuTorch's Python module loads or runs anything.
 
-That module redirects the process's ``std::cerr`` during each call. Two calls at once leave it pointing to a freed
-buffer, and the next log line ends the process.
+That module redirects the process's ``std::cerr`` during each call. Two concurrent calls leave ``std::cerr`` with a
+pointer to a freed buffer, and the next log line crashes the process.
 """
 
 
@@ -62,8 +63,8 @@ def etkv() -> Path:
         )
     blas = folder() / f"libetkv_blas{_SUFFIX}"
     if sys.platform == "linux" and blas.is_file():
-        # libetkv_blas replaces MLX's matrix products, so it is loaded before MLX. It finds OpenBLAS by name, once
-        # OpenBLAS is loaded from any folder. Without OpenBLAS, MLX's own products run.
+        # libetkv_blas replaces MLX's matrix products, so it is loaded before MLX. It needs OpenBLAS to be loaded
+        # already. Without OpenBLAS, MLX's own products run.
         openblas = _optional("scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so")
         if openblas is not None:
             _load(openblas)
@@ -75,8 +76,7 @@ def etkv() -> Path:
 
 
 def backends() -> str:
-    """Load the delegates into ExecuTorch's runtime. Return the id of the backend that runs MLX programs on etkv's
-    caches.
+    """Load the delegates into ExecuTorch's runtime. Return the id of the backend for MLX programs.
 
     The id is ``MLXBackend``, or :data:`OWN_BACKEND` if another backend was registered as ``MLXBackend`` before. Imports
     torch and ExecuTorch, which takes seconds.
@@ -92,7 +92,7 @@ def backends() -> str:
     for library, backend in (("libetkv_mlx_backend", OWN_BACKEND), ("libetkv_cpu_backend", CPU_DELEGATE)):
         if not portable_lib._is_available(backend):
             raise EtkvError(
-                f"{library} is loaded, but ExecuTorch does not know {backend}: libexecutorch is loaded twice; "
+                f"{library} is loaded, but {backend} is not registered in ExecuTorch: libexecutorch is loaded twice; "
                 "start a new process, and import nothing that loads another copy"
             )
     return MLX_BACKEND if _backend(MLX_BACKEND) == _backend(OWN_BACKEND) else OWN_BACKEND
@@ -122,7 +122,7 @@ def _libexecutorch() -> Path:
 
 
 def _backend(name: str) -> int | None:
-    """Return the address of the backend with this id, or None. ExecuTorch's Python API has the ids only."""
+    """Return the address of the backend with this id, or None. ExecuTorch's Python API exposes only the ids."""
     look_up = ctypes.CDLL(str(_libexecutorch()))["_ZN10executorch7runtime17get_backend_classEPKc"]
     look_up.restype, look_up.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
     address: int | None = look_up(name.encode())
@@ -131,7 +131,7 @@ def _backend(name: str) -> int | None:
 
 @functools.cache
 def folder() -> Path:
-    """Return the folder of the native libraries: the wheel's, or that of a checkout's build.
+    """Return the folder of the native libraries, in the wheel or in the build of a checkout.
 
     The environment variable ``ETKV_LIBRARY_DIR`` overrides both. Raises :class:`EtkvError` if there is no library.
     """
@@ -147,7 +147,7 @@ def folder() -> Path:
 
 
 def capi_tables() -> Path:
-    """Return the module that the build generated from ``etkv.h``: beside the library, or else in the package.
+    """Return the path of the module that the build generated from ``etkv.h``: next to the library, or in the package.
 
     Raises :class:`EtkvError` if there is none.
     """
@@ -186,7 +186,7 @@ def _optional(package: str, file: str) -> Path | None:
 
 def _load(library: Path) -> None:
     try:
-        # Global, so that the delegate finds the runtime, and both find MLX.
+        # RTLD_GLOBAL, so that the delegate finds symbols of the runtime, and both find symbols of MLX.
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise EtkvError(f"{library} cannot be loaded: {error}") from error

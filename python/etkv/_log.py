@@ -1,8 +1,8 @@
 """The log of the native library, as records of :mod:`logging`.
 
 The library logs in the middle of a step, while it holds the locks of its caches and of MLX. ExecuTorch's Python module
-waits for MLX while it holds Python's lock, so a callback in Python could wait forever. The library keeps messages
-instead, and the call that caused them passes them to :mod:`logging` at its end.
+waits for MLX while it holds Python's lock, so a callback in Python could deadlock. Instead the library stores the
+messages, and the Python call that caused them passes them to :mod:`logging` before it returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 NAMES = ("etkv.core", "etkv.program", "etkv.file", "etkv.api")
-"""The loggers: the library's targets, with ``.`` for ``::``."""
+"""Names of the loggers: the library's targets, with ``.`` for ``::``."""
 
 TRACE = 5
 """The level of messages of each layer of a step. :mod:`logging` has no name for it."""
@@ -35,7 +35,7 @@ _FILTERS = (
 """Levels of :mod:`logging` from the lowest, and the library's filters for loggers that accept them."""
 
 KEPT = 10_000
-"""The most messages that the library keeps; older ones are dropped."""
+"""Maximum number of messages that the library keeps. It drops older messages."""
 
 _LOGGERS = {name.replace(".", "::"): logging.getLogger(name) for name in NAMES}
 """The library's target -> its logger."""
@@ -44,16 +44,16 @@ _EXECUTORCH = logging.getLogger("etkv.executorch")
 """The logger of lines that ExecuTorch writes while a program is loaded."""
 
 _LINE = re.compile(r"\[\w+\.(cpp|h|hpp):\d+\] ")
-"""How ExecuTorch begins its lines."""
+"""The beginning of a log line of ExecuTorch."""
 
 _WORDS = {word: level for level, word in _FILTERS} | {"off": logging.CRITICAL + 1}
 """A level in the variable ``ETKV_LOG`` -> the level of :mod:`logging`."""
 
 
 def follow_environment(setting: str) -> None:
-    """Log to standard error as ``setting``, the value of ``ETKV_LOG``, says: a level, or targets with a level each.
+    """Log to standard error. ``setting`` is the value of ``ETKV_LOG``: a level, or targets with a level each.
 
-    Other words cause a warning.
+    Other values cause a warning.
     """
     if not setting:
         return
@@ -94,10 +94,9 @@ def deliver(messages: str) -> None:
 
 @contextlib.contextmanager
 def executorchs_lines() -> Iterator[None]:
-    """Log the lines that ExecuTorch writes to ``sys.stderr`` in the block, to ``etkv.executorch``.
+    """Send the lines that ExecuTorch writes to ``sys.stderr`` within the block to the logger ``etkv.executorch``.
 
-    Such a line names a file about the processor that ExecuTorch reads. Other lines, such as another thread's, are
-    written unchanged.
+    ExecuTorch's lines begin with a source file and a line number. Other lines are written unchanged.
     """
     before = sys.stderr
     stream = _ExecuTorchLines(before)
@@ -145,7 +144,7 @@ class _ExecuTorchLines:
 
 
 def wanted() -> str:
-    """Return the filter, as in ``watch.h``, for the levels of the loggers; "" if no handler accepts a record."""
+    """Return the filter, as in ``watch.h``, for the levels of the loggers; "" if no handler accepts records."""
     asked = ((target, _level(logger)) for target, logger in _LOGGERS.items())
     return ",".join(f"{target}={level}" for target, level in asked if level is not None)
 

@@ -1,13 +1,13 @@
-"""Supplies the serialization modules of ExecuTorch's MLX backend, with the nodes that etkv adds to its programs.
+"""Supplies the serialization modules of ExecuTorch's MLX backend, extended by the nodes that etkv adds to programs.
 
 ExecuTorch's build generates them from ``schema.fbs``: ``mlx_graph_schema``, ``_generated_serializers``, the flatbuffer
 classes under ``_generated`` and ``_generated_inspector``. The Linux wheel ships the MLX ahead-of-time code without
 them, so ``import executorch.backends.mlx`` fails there.
 
 :func:`ensure_available` generates them with the wheel's own generator and ``flatc``, from the wheel's schema and the
-nodes of ``mlx_nodes.fbs``. They are written to a folder in the user's cache, whose name has a digest of every input,
-and an import hook finds them there. The installed wheel is never written to: it may be read-only or shared, and its
-package manager does not track extra files.
+nodes of ``mlx_nodes.fbs``. It writes them to a folder in the user's cache. The name of the folder contains a digest of
+every input, and an import hook finds the modules there. The installed wheel is never modified: it may be read-only or
+shared, and its package manager does not track extra files.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _LAYOUT = "2"
 def ensure_available() -> Path | None:
     """Make ``executorch.backends.mlx`` importable. Safe to call again, and from several processes at once.
 
-    Returns the folder of the generated modules, or ``None`` if the wheel has its own (the macOS wheel, or an ExecuTorch
-    built from source) and lacks the generator, or if its own were imported before. Those have no nodes of etkv.
+    Returns the folder of the generated modules, or ``None`` if the wheel's own modules stay in use. The macOS wheel and
+    an ExecuTorch built from source have such modules, without the nodes of etkv. They stay in use if they were imported
+    before, or if the wheel lacks the generator.
 
     Raises :class:`EtkvError` if ExecuTorch is not installed or the generator fails.
     """
@@ -60,7 +61,7 @@ def ensure_available() -> Path | None:
 
 
 class _GeneratedFinder(importlib.abc.MetaPathFinder):
-    """Finds the two modules of the wheel that are generated. Other finders find all other modules."""
+    """Finds the two generated modules of the wheel's package. Other finders find all other modules."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -124,7 +125,7 @@ def _flatc() -> Path:
 
 
 def _generated_folder(wheel: Path) -> Path:
-    """Return the folder with the generated modules for this wheel. Makes it unless a process has done so before."""
+    """Return the folder with the generated modules for this wheel. Generates them unless the folder exists."""
     flatc = _flatc()
     name = f"mlx-serialization-{_digest(wheel, flatc)}"
     root = _cache_root()
@@ -138,8 +139,8 @@ def _generated_folder(wheel: Path) -> Path:
                 _generate(wheel, flatc, scratch)
                 _publish(scratch, folder)
             return folder
-    # There is no writable cache: use a private folder for this process. A shared temporary folder with a predictable
-    # name would let another user supply the code.
+    # Without a writable cache, use a private folder for this process. In a shared temporary folder with a predictable
+    # name, another user could place code.
     folder = Path(tempfile.mkdtemp(prefix="etkv-"))
     _generate(wheel, flatc, folder)
     _remove_at_exit(folder)
@@ -147,7 +148,10 @@ def _generated_folder(wheel: Path) -> Path:
 
 
 def _cache_root() -> Path | None:
-    """Return this library's cache folder: ``$ETKV_CACHE_DIR``, or one in the platform's; None without a home folder."""
+    """Return the cache folder of this package: ``$ETKV_CACHE_DIR``, or a folder in the platform's cache folder.
+
+    Return None without a home folder.
+    """
     explicit = os.environ.get("ETKV_CACHE_DIR")
     if explicit:
         return Path(explicit)
@@ -162,7 +166,7 @@ def _cache_root() -> Path | None:
 
 
 def _digest(wheel: Path, flatc: Path) -> str:
-    """Return a digest of the wheel's modules, both schemas and ``flatc``: no other version reads these files."""
+    """Return a digest of the wheel's modules, both schemas and ``flatc``, so that each version has its own folder."""
     digest = hashlib.sha256(_LAYOUT.encode())
     serialization = wheel / "serialization"
     for path in (*sorted(serialization.glob("*.py")), serialization / "schema.fbs", _NODES, flatc):
@@ -181,7 +185,7 @@ def _scratch(root: Path, name: str) -> Iterator[Path]:
 
 
 def _publish(scratch: Path, folder: Path) -> None:
-    """Move a finished folder into place; if another process was first, its result is the same and stays."""
+    """Rename a finished folder to ``folder``. If another process was first, its equal folder stays."""
     try:
         scratch.rename(folder)
     except OSError:
@@ -196,16 +200,16 @@ def _remove_at_exit(folder: Path) -> None:
 
 
 def _generate(wheel: Path, flatc: Path, out: Path) -> None:
-    """Run the wheel's generator, and write what it makes to ``out``.
+    """Run the wheel's generator, and write the modules to ``out``.
 
-    The C++ loader is left out: it needs two templates that are not in the wheel, and nothing in Python reads it.
+    The C++ loader is not generated: it needs two templates that are not in the wheel, and Python does not use it.
 
     Raises :class:`EtkvError` if ``flatc`` fails.
     """
     source = wheel / "serialization"
     package = out / "serialization"
     package.mkdir()
-    # The package's __init__ looks for the schema module beside itself, so the hand-written modules are copied too.
+    # The package's __init__ imports the schema module from its own folder, so the hand-written modules are copied too.
     for path in source.glob("*.py"):
         shutil.copyfile(path, package / path.name)
     runtime = out / "runtime"
@@ -214,7 +218,7 @@ def _generate(wheel: Path, flatc: Path, out: Path) -> None:
     whole, flat = out / "schema.fbs", out / "flat.fbs"
     joined = _with_nodes((source / "schema.fbs").read_text(), _NODES.read_text())
     whole.write_text(joined)
-    # The generator takes names of a union, and no numbers.
+    # The generator accepts only names in a union, not numbers.
     before, union = joined.split(_UNION)
     members, after = union.split("}", 1)
     flat.write_text(before + _UNION + re.sub(r"\s*=\s*\d+", "", members) + "}" + after)
@@ -238,7 +242,7 @@ def _generate(wheel: Path, flatc: Path, out: Path) -> None:
 
 
 def _with_nodes(schema: str, nodes: str) -> str:
-    """Return ``schema`` with the tables of ``nodes``, and with the members of its union after those of the schema."""
+    """Return ``schema`` with the tables of ``nodes`` added, and the members of their union appended to its union."""
     tables, members = nodes.split(_UNION)
     before, union = schema.split(_UNION)
     of_schema, after = union.split("}", 1)
@@ -252,7 +256,7 @@ def _load_generator(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise EtkvError(f"{path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look their module up by name while the body runs.
+    # The dataclasses of the module look it up by name while its body runs.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -1,7 +1,7 @@
 """Refuses a ``tokenizer.json`` whose steps together lengthen a text too much.
 
 The runners have the same rule in ``examples/tokenizer/src/pipeline.rs``. A step that writes two characters for one
-doubles a text. Forty such steps exhaust the memory of a process. So the growth is bounded before the file is loaded.
+doubles a text, and forty such steps exhaust the memory of a process. So the growth is checked before the file is used.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 from etkv.errors import EtkvError
 
 MAX = 1024.0
-"""The most times by which a part of a tokenizer may lengthen a text. Published tokenizers stay below 200."""
+"""Maximum factor by which a part of a tokenizer may lengthen a text. Published tokenizers stay below 200."""
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 _GROWTH = {"ByteLevel": 2.0, "BertNormalizer": 3.0, "Lowercase": 3.0}
-"""Kinds of steps that write more bytes than they read, whatever their settings."""
+"""Kinds of steps that write more bytes than they read with any settings."""
 
 _STEPS = ("normalizers", "pretokenizers", "processors", "decoders")
 """The fields in which a sequence lists its steps."""
 
 
 def checked(path: Path) -> Any:
-    """Return the parsed ``tokenizer.json``; None if it is not JSON, which its reader reports.
+    """Return the parsed ``tokenizer.json``. Return None if it is not JSON: the code that loads it raises the error.
 
-    Raises :class:`EtkvError` for a tokenizer that makes texts too long.
+    Raises :class:`EtkvError` for a tokenizer that lengthens texts too much.
     """
     try:
         contents = json.loads(path.read_bytes())
@@ -45,7 +45,7 @@ def checked(path: Path) -> Any:
 
 
 def _growth(step: Any) -> float:
-    """Return the most bytes that ``step`` writes for each byte that it reads."""
+    """Return the maximum number of bytes that ``step`` writes for each byte that it reads."""
     if not isinstance(step, dict):
         return 1.0
     growth = _own_growth(step)
@@ -67,7 +67,7 @@ def _own_growth(step: dict[str, Any]) -> float:
     if kind == "Metaspace":
         return 1.0 + _bytes(step.get("replacement"))
     if kind in ("WordPiece", "BPEDecoder", "CTC"):
-        # They write a space, or the text of a special token, between tokens.
+        # These steps write a space, or the text of a special token, between tokens.
         return 1.0 + max(_bytes(step.get(name)) for name in ("prefix", "suffix", "pad_token", "word_delimiter_token"))
     if kind == "Precompiled":
         return _longest(step.get("precompiled_charsmap"))
@@ -83,7 +83,7 @@ def _bytes(text: Any) -> int:
 
 
 def _longest(charsmap: Any) -> float:
-    """Return the bytes of the longest replacement in a map of characters. Replacements follow the trie."""
+    """Return the bytes of the longest replacement in a character map. The replacements are stored after its trie."""
     try:
         data = base64.b64decode(charsmap)
     except (TypeError, ValueError):

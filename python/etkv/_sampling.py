@@ -1,4 +1,4 @@
-"""How tokens are chosen: ``etkv_sampling`` of ``etkv.h``."""
+"""The choice of tokens: ``etkv_sampling`` of ``etkv.h``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTEXT = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen; :func:`etkv.generate_tokens` documents the fields."""
+    """Options of sampling; :func:`etkv.generate_tokens` documents the fields."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -33,7 +33,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        # A NaN fails every comparison, so each condition refuses it.
+        # A NaN fails every comparison, so each of these conditions refuses NaN.
         if not self.temperature >= 0:
             raise EtkvError(f"temperature is {self.temperature}, the least is 0")
         if not 0 <= self.top_k <= INT32_MAX:
@@ -57,7 +57,7 @@ class Sampling:
             "etkv_sampling",
             temperature=self.temperature,
             top_k=self.top_k,
-            # 0 would be the default.
+            # In the C interface, 0 stands for the default.
             top_p=max(self.top_p, 1e-30),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
@@ -69,7 +69,7 @@ class Sampling:
 
 
 def choose(raw: Any, row: npt.NDArray[np.floating[Any]], recent: Collection[int], n: int) -> int:
-    """Choose token number ``n`` of the answer from a row of logits. ``recent`` has the last CONTEXT tokens."""
+    """Choose token number ``n`` of the answer from a row of logits. ``recent`` are the last CONTEXT tokens."""
     import numpy as np
 
     logits = np.ascontiguousarray(row, dtype=np.float32)

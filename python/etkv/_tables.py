@@ -1,7 +1,7 @@
 """Reads the constants of an exported ``.pte`` from its tables, without ExecuTorch, whose import takes seconds.
 
-A constant is a method without inputs, delegates and instructions. Its outputs are numbers, texts, and one-axis tensors
-of integers. The tables are the flatbuffers of ExecuTorch's ``program.fbs``.
+A constant is a method without inputs, delegates and instructions. Its outputs are numbers, strings, and
+one-dimensional tensors of integers. The tables are the flatbuffers of ExecuTorch's ``program.fbs``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from flatbuffers import number_types as types
 from flatbuffers.table import Table
 
 Read: TypeAlias = Callable[[int, int], bytes]
-"""Reads bytes after the tables. Takes the offset from the first segment, and the number of bytes."""
+"""A function that reads bytes of segments. Its arguments are the offset from the first segment and the byte count."""
 
 _PLANS, _SEGMENTS, _CONSTANTS = 1, 4, 5
-"""Field numbers of a program: methods, segments, and where the data of tensors lies in a segment."""
+"""Field numbers of a program: methods, segments, and the offsets of tensor data in a segment."""
 
 _NAME, _VALUES, _INPUTS, _OUTPUTS, _CHAINS, _DELEGATES = 0, 2, 3, 4, 5, 7
 """Field numbers of a method."""
@@ -40,10 +40,10 @@ _DTYPE, _SIZES, _DATA, _ALLOCATION = 0, 2, 5, 6
 """Field numbers of a tensor."""
 
 _INTEGERS = {0: "B", 1: "b", 2: "h", 3: "i", 4: "q"}
-"""ExecuTorch's numbers of integer types -> the letters of ``struct``."""
+"""ExecuTorch's numbers of integer dtypes -> format characters of ``struct``."""
 
 DAMAGE = (struct.error, IndexError, ValueError, TypeError, AssertionError, UnicodeDecodeError, OverflowError)
-"""The exceptions of a read of damaged tables."""
+"""The exceptions that reading damaged tables raises."""
 
 
 def constants(tables: bytes, read: Read) -> dict[str, list[Any] | None]:
@@ -75,11 +75,11 @@ def _outputs(root: Table, plan: Table, read: Read) -> list[Any] | None:
 
 
 def _value(root: Table, value: Table, read: Read) -> Any:
-    kind, place = _number(value, _KIND, types.Uint8Flags), _place(value, _VALUE)
+    kind, at = _number(value, _KIND, types.Uint8Flags), _offset(value, _VALUE)
     inner = Table(value.Bytes, 0)
-    if not place:
+    if not at:
         return None
-    value.Union(inner, place)
+    value.Union(inner, at)
     if kind in _NUMBERS:
         return _number(inner, 0, _NUMBERS[kind])
     if kind == _STRING:
@@ -88,52 +88,52 @@ def _value(root: Table, value: Table, read: Read) -> Any:
 
 
 def _integers(root: Table, tensor: Table, read: Read) -> list[int] | None:
-    """Return the elements of a constant one-axis tensor of integers; None for other tensors."""
+    """Return the elements of a constant one-dimensional tensor of integers; None for other tensors."""
     letter = _INTEGERS.get(_number(tensor, _DTYPE, types.Int8Flags))
-    sizes, place = list(_numbers(tensor, _SIZES, types.Int32Flags)), _place(root, _CONSTANTS)
-    if letter is None or len(sizes) != 1 or _place(tensor, _ALLOCATION) or not place:
+    sizes, at = list(_numbers(tensor, _SIZES, types.Int32Flags)), _offset(root, _CONSTANTS)
+    if letter is None or len(sizes) != 1 or _offset(tensor, _ALLOCATION) or not at:
         return None
-    constants = Table(root.Bytes, root.Indirect(root.Pos + place))
+    constants = Table(root.Bytes, root.Indirect(root.Pos + at))
     offset = list(_numbers(constants, 1, types.Uint64Flags))[_number(tensor, _DATA, types.Uint32Flags)]
     segment = list(_tables(root, _SEGMENTS))[_number(constants, 0, types.Uint32Flags)]
     layout = struct.Struct(f"<{math.prod(sizes)}{letter}")
     return list(layout.unpack(read(_number(segment, 0, types.Uint64Flags) + offset, layout.size)))
 
 
-def _place(table: Table, number: int) -> int:
-    place: int = table.Offset(4 + 2 * number)
-    return place
+def _offset(table: Table, number: int) -> int:
+    at: int = table.Offset(4 + 2 * number)
+    return at
 
 
 def _number(table: Table, number: int, flags: Any) -> Any:
-    """Return a number. A table omits numbers that are 0."""
-    place = _place(table, number)
-    return table.Get(flags, table.Pos + place) if place else flags.py_type(0)
+    """Return a number of a table; 0 if it is absent, because tables omit zeros."""
+    at = _offset(table, number)
+    return table.Get(flags, table.Pos + at) if at else flags.py_type(0)
 
 
 def _length(table: Table, number: int) -> int:
-    place = _place(table, number)
-    return int(table.VectorLen(place)) if place else 0
+    at = _offset(table, number)
+    return int(table.VectorLen(at)) if at else 0
 
 
 def _numbers(table: Table, number: int, flags: Any) -> Iterator[int]:
     """Yield the numbers of a vector."""
-    place = _place(table, number)
-    start = table.Vector(place) if place else 0
-    for at in range(_length(table, number)):
-        yield table.Get(flags, start + flags.bytewidth * at)
+    at = _offset(table, number)
+    start = table.Vector(at) if at else 0
+    for index in range(_length(table, number)):
+        yield table.Get(flags, start + flags.bytewidth * index)
 
 
 def _tables(table: Table, number: int) -> Iterator[Table]:
     """Yield the tables of a vector."""
-    place = _place(table, number)
-    start = table.Vector(place) if place else 0
-    for at in range(_length(table, number)):
-        yield Table(table.Bytes, table.Indirect(start + 4 * at))
+    at = _offset(table, number)
+    start = table.Vector(at) if at else 0
+    for index in range(_length(table, number)):
+        yield Table(table.Bytes, table.Indirect(start + 4 * index))
 
 
 def _text(table: Table, number: int) -> str:
-    place = _place(table, number)
-    if not place:
+    at = _offset(table, number)
+    if not at:
         raise IndexError("a method has no name")
-    return bytes(table.String(table.Pos + place)).decode()
+    return bytes(table.String(table.Pos + at)).decode()

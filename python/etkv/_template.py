@@ -1,7 +1,7 @@
-"""Renders chat templates within bounds of memory and time, because a template can come from anyone.
+"""Renders chat templates within limits of memory and time, because templates are untrusted input.
 
-transformers renders templates in jinja2's sandbox, which hides Python's internals and bounds neither memory nor time.
-:func:`checked` inserts calls of ``_template_checks.py`` into a parsed template, which transformers then renders.
+transformers renders templates in jinja2's sandbox, which hides Python's internals but limits neither memory nor time.
+:func:`checked` inserts calls of ``_template_checks.py`` into a parsed template. transformers then renders the result.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from jinja2 import nodes
 
 _MAX_SOURCE = 128 << 10
-"""The most characters of a template. Published templates have up to 60,000."""
+"""Maximum length of a template, in characters. Published templates have up to 60,000."""
 
 _MAX_NODES = 30_000
-"""The most parts of a template."""
+"""Maximum number of nodes in a template's syntax tree."""
 
 _MAX_NESTED = 40
 """The deepest nesting of loops, macros and conditions."""
 
 _MAX_NAME = 200
-"""The most characters of a name."""
+"""Maximum length of a name, in characters."""
 
 
 class Template:
     """A parsed template that transformers passes to jinja2 in place of a template's text.
 
-    The class is named as jinja2's: jinja2 selects the code for a node by the name of its class.
+    It has the name of jinja2's class, because jinja2 selects the code for a node by its class name.
     """
 
     def __init__(self, source: str, tree: nodes.Template) -> None:
@@ -41,20 +41,21 @@ class Template:
         self._tree = tree
 
     def __getattribute__(self, name: str) -> Any:
-        # jinja2 compiles only instances of nodes.Template, and reads `__class__` to tell.
+        # jinja2 compiles only instances of nodes.Template, and checks that with `__class__`.
         own = name in ("_source", "_tree")
         return object.__getattribute__(self, name) if own else getattr(self._tree, name)
 
     def __contains__(self, text: str) -> bool:
-        """Return whether the template's source has ``text``: transformers searches it for names of fields."""
+        """Return whether the source has ``text``. transformers searches a template for names of fields."""
         return text in self._source
 
 
 @functools.lru_cache(maxsize=32)
 def checked(source: str) -> Template:
-    """Return the template ``source`` with checks, for transformers' ``chat_template``.
+    """Return the template ``source`` with checks inserted, for transformers' ``chat_template``.
 
-    Raises :class:`EtkvError` for a template that is too long or too deep, and jinja2's errors for one with errors.
+    Raises :class:`EtkvError` for a template that is too long or too deeply nested, and jinja2's errors for a template
+    that does not parse.
     """
     if len(source) > _MAX_SOURCE:
         raise EtkvError(f"it has {len(source)} characters, the most is {_MAX_SOURCE}")
@@ -66,7 +67,7 @@ def checked(source: str) -> Template:
 
 
 def _check(tree: nodes.Template) -> None:
-    """Refuse a template that takes long to compile or reads other templates."""
+    """Refuse a template that is slow to compile or includes other templates."""
     from jinja2 import nodes
 
     parts = list(tree.find_all(nodes.Node))
@@ -88,7 +89,7 @@ def _check(tree: nodes.Template) -> None:
 
 @contextmanager
 def rendering(template: Template) -> Iterator[None]:
-    """Bound the memory and time of a rendering of ``template``."""
+    """Limit the memory and time of a rendering of ``template``."""
     _prepare(template)
     with checks.rendering():
         yield
@@ -116,7 +117,7 @@ def _prepare(template: Template) -> None:
 
 
 def _transformed(tree: nodes.Template) -> nodes.Template:
-    """Put the checks into a parsed template."""
+    """Insert the checks into a parsed template."""
     from jinja2 import nodes
     from jinja2.visitor import NodeTransformer
 
@@ -166,7 +167,7 @@ def _transformed(tree: nodes.Template) -> nodes.Template:
         return nodes.ExprStmt(call(checks.step, nodes.Const(sum(map(parts, body)))), lineno=lineno)
 
     def parts(node: nodes.Node) -> int:
-        """Return the number of parts of a node. Bodies of loops and macros in it count separately."""
+        """Return the number of nodes under ``node``, without the bodies of loops and macros, which count separately."""
         own = isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))
         children = () if own else node.iter_child_nodes()
         return 1 + sum(map(parts, children))

@@ -1,8 +1,8 @@
-"""Bounds the memory and time of a chat template, because a template can come from anyone.
+"""Limits the memory and time of a chat template, because templates are untrusted input.
 
-``_template.py`` inserts calls of these functions where a parsed template loops, writes and computes. :func:`rendering`
-gives one rendering a budget of units and steps. A unit is a byte of text; an item of a list counts as :data:`_ITEM`
-units. The runners have the same rule in ``examples/tokenizer/src/template``.
+``_template.py`` inserts calls of these functions into a parsed template where it loops, writes and computes.
+:func:`rendering` gives one rendering a budget of units and steps. A unit is a byte of text; an item of a list counts as
+:data:`_ITEM` units. The runners have the same rule in ``examples/tokenizer/src/template``.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _MAX_TEXT = 16 << 20
-"""The most characters of one text, within a template and as its output."""
+"""Maximum length of one text, in characters: of a value within a template, and of the output."""
 
 _MAX_UNITS = 256 << 20
-"""The most units that a rendering reads and writes."""
+"""Maximum number of units that a rendering reads and writes."""
 
 _MAX_STEPS = 20_000_000
-"""The most parts of a template that a rendering runs. Parts within a loop count in each iteration."""
+"""Maximum number of a template's nodes that a rendering runs. Nodes within a loop count in each iteration."""
 
 _MAX_DEPTH = 100
 """The deepest nesting of lists that are printed, compared or hashed."""
 
 _MAX_BITS = 4096
-"""The most bits of a number."""
+"""Maximum size of a number, in bits."""
 
 _COLLECTIONS = (list, tuple, set, frozenset, range, MappingView)
 
 _SLOW = 100
-"""Units of a character, for filters that read characters one by one."""
+"""Cost in units of a character, in filters that read characters one by one."""
 
 _ITEM = 8
 _NODE = 256
-"""Units of an item of a list, and of a value that is read within another."""
+"""Cost in units of an item of a list, and of a value that is read within another value."""
 
 
 class _Budget:
-    """The units and steps that a rendering has left."""
+    """The units and steps that remain to a rendering."""
 
     def __init__(self) -> None:
         self.units = _MAX_UNITS
@@ -68,7 +68,7 @@ _rendering = threading.local()
 
 @contextmanager
 def rendering() -> Iterator[None]:
-    """Bound the memory and time of the template that the block renders."""
+    """Limit the memory and time of the template that the block renders."""
     outer = getattr(_rendering, "budget", None)
     _rendering.budget = _Budget()
     try:
@@ -86,14 +86,14 @@ def _budget() -> _Budget:
 
 
 def _text(length: int) -> None:
-    """Take the units of a text before it is made."""
+    """Charge the units of a text before it is created."""
     if length > _MAX_TEXT:
         raise EtkvError(f"it makes a text of {length} characters, the most is {_MAX_TEXT}")
     _budget().take(length)
 
 
 def _whole(value: Any) -> int:
-    """Take the units of reading a value and all values within it. Return about how many characters it prints."""
+    """Charge the units of reading a value and all values within it. Return its approximate printed length."""
     if isinstance(value, str):
         _budget().take(len(value))
         return len(value)
@@ -114,14 +114,14 @@ def _whole(value: Any) -> int:
         elif isinstance(value, _COLLECTIONS):
             inside = cast("Iterable[Any]", value)
         elif isinstance(value, Namespace):
-            # A namespace prints its attributes.
+            # Printing a namespace prints its attributes.
             inside = value._Namespace__attrs.values()
         waiting += ((item, depth + 1) for item in inside)
     return length
 
 
 def _result(value: Any) -> None:
-    """Take the units of a value that an operation returned."""
+    """Charge the units of a value that an operation returned."""
     if isinstance(value, str):
         _text(len(value))
     elif isinstance(value, (*_COLLECTIONS, Mapping)):
@@ -131,7 +131,7 @@ def _result(value: Any) -> None:
 
 
 def _listed(value: Any) -> Any:
-    """Return an iterator as a list, which can be counted, and other values unchanged."""
+    """Return an iterator as a list, so that its items can be counted. Return other values unchanged."""
     if not isinstance(value, Iterator):
         return value
     items = []
@@ -147,16 +147,16 @@ def _number(bits: int) -> None:
         raise EtkvError(f"it makes a number of {bits} bits, the most is {_MAX_BITS}")
 
 
-# ---- What a checked template calls -------------------------------------------
+# ---- Functions that a checked template calls ---------------------------------
 
 
 def step(parts: int) -> None:
-    """Count one run of the body of a loop or a macro, of ``parts`` parts, and its overhead."""
+    """Charge one run of the body of a loop or a macro, which has ``parts`` nodes, and its overhead."""
     _budget().step(parts + 16)
 
 
 def looped(iterable: Any, tested: int) -> Any:
-    """Return the iterable of a loop, after counting it. The condition of the loop has ``tested`` parts."""
+    """Charge the iterable of a loop, and return it. The condition of the loop has ``tested`` nodes."""
     iterable = _listed(iterable) if tested else iterable
     if tested and hasattr(iterable, "__len__"):
         _budget().step(len(iterable) * tested)
@@ -165,7 +165,7 @@ def looped(iterable: Any, tested: int) -> Any:
 
 def _shallow(iterable: Any) -> Any:
     if isinstance(iterable, str):
-        # Each character becomes a text.
+        # Each character becomes a string of its own.
         _budget().take(len(iterable) * 32)
     else:
         _result(iterable)
@@ -173,38 +173,38 @@ def _shallow(iterable: Any) -> Any:
 
 
 def read(value: Any) -> Any:
-    """Return an operand that is compared, hashed or searched."""
+    """Charge an operand that is compared, hashed or searched, and return it."""
     _budget().step()
     _whole(value)
     return value
 
 
 def searched(value: Any) -> Any:
-    """Return a container that is searched for an operand. A mapping looks a key up and reads no others."""
+    """Charge a container that is searched for an operand, and return it. In a mapping a lookup reads one key."""
     return value if isinstance(value, Mapping) else read(value)
 
 
 def same(value: Any) -> Any:
-    """Return the operand of a filter. jinja2 runs a filter of a constant while it compiles, but not a filter of a
-    call."""
+    """Return the operand of a filter unchanged. jinja2 runs a filter of a constant at compile time, outside of the
+    budget, but it does not run a filter of a call."""
     return value
 
 
 def wrote(length: int) -> str:
-    """Take the units of the template's own text."""
+    """Charge the template's own text."""
     _text(length)
     return ""
 
 
 def written(value: Any) -> Any:
-    """Return a value that is printed."""
+    """Charge a value that is printed, and return it."""
     _budget().step()
     _text(_whole(value))
     return value
 
 
 def made(value: Any) -> Any:
-    """Return the result of a slice."""
+    """Charge the result of a slice, and return it."""
     _budget().step()
     _result(value)
     return value
@@ -257,7 +257,7 @@ def floor(left: Any, right: Any) -> Any:
 
 
 def _numbers(left: Any, right: Any, operator: str) -> None:
-    """Refuse operands that are not numbers: sets, views of mappings and others have such operators too."""
+    """Refuse operands that are not numbers. Sets, views of mappings and other types have these operators too."""
     _budget().step()
     if not (isinstance(left, (int, float)) and isinstance(right, (int, float))):
         raise EtkvError(f"{type(left).__name__} {operator} {type(right).__name__}: expected numbers")
@@ -285,7 +285,7 @@ def _items(count: int) -> None:
 
 
 def _formatting(text: str, arguments: Iterable[Any], sizes: Iterable[int]) -> None:
-    """Take the units of a formatted text. A number in the format is a width or the number of an argument."""
+    """Charge a formatted text. A number in the format is a width or the index of an argument."""
     each, numbers = max(sizes, default=0), [abs(argument) for argument in arguments if isinstance(argument, int)]
     length = len(text)
     _budget().take(length)
@@ -314,7 +314,7 @@ _SHALLOW = {"batch", "items", "list", "map", "reject", "rejectattr", "reverse", 
 
 
 def _grown(name: str, value: Any, arguments: list[Any], sizes: list[int], *, is_method: bool = False) -> None:
-    """Take the units of the result of a filter or a text's method on ``value``. ``sizes`` are from :func:`_whole`."""
+    """Charge the result of a filter, or of a string method, on ``value``. ``sizes`` are from :func:`_whole`."""
     numbers = [abs(argument) for argument in arguments if isinstance(argument, int)]
     most = max(numbers, default=0)
     measured = zip(arguments, sizes, strict=True)
@@ -338,12 +338,12 @@ def _grown(name: str, value: Any, arguments: list[Any], sizes: list[int], *, is_
     elif name in ("batch", "slice"):
         _items(most + (len(value) if hasattr(value, "__len__") else 0))
     elif name == "tojson":
-        # Each value may begin a line, indented by its depth.
+        # Each value may begin a line that is indented by its depth.
         _text(_whole(value) * (1 + most + longest))
     elif name in ("round", "truncate"):
         _text(most)
     elif name in _FROM_THE_END:
-        # The worst case of these searches, and of a strip of many characters.
+        # The worst case of a search, and of a strip with many characters.
         _budget().take(length * max(1, longest))
     elif name in ("sort", "unique", "groupby", "min", "max", "sum", "dictsort", "striptags", "wordcount"):
         _budget().take((length or _whole(value)) * (_SLOW if length else 1))
@@ -371,11 +371,11 @@ _BY_NAME = {
 }
 
 _MAX_NAME = 200
-"""The most characters of the name of an attribute, and of a macro."""
+"""Maximum length of the name of an attribute or a macro, in characters."""
 
 
 def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) -> Callable[..., Any]:
-    """Return a filter or a test that takes units from the budget."""
+    """Return a filter or a test that charges the budget."""
     # Tests and these two filters treat an iterator and a list differently.
     lists = not is_test and name not in ("length", "count")
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
@@ -399,7 +399,7 @@ def filtered(name: str, function: Callable[..., Any], *, is_test: bool = False) 
 
 
 def called(environment: Environment) -> Callable[..., Any]:
-    """Return the environment's ``call``, with units taken from the budget."""
+    """Return the environment's ``call``, which then charges the budget."""
     inner = environment.call  # type: ignore[attr-defined]
 
     from jinja2.runtime import Macro
@@ -412,7 +412,7 @@ def called(environment: Environment) -> Callable[..., Any]:
         # jinja2 wraps str.format in its own function.
         inside = getattr(function, "__wrapped__", function)
         bound, name = getattr(inside, "__self__", None), getattr(inside, "__name__", "")
-        # jinja2 also passes the variables of loops and blocks.
+        # jinja2 also passes the variables of loops and blocks, which are no arguments of the template.
         arguments = [*args, *(value for key, value in named.items() if key not in ("_loop_vars", "_block_vars"))]
         methods = _METHODS.get(type(bound))
         if methods is not None and name not in methods:
@@ -448,7 +448,7 @@ _METHODS: dict[type, set[str]] = {
     bytes: set(),
     range: {"count", "index"},
 }
-"""The methods of Python's types that a template may call: their cost is known."""
+"""The methods of Python's types that a template may call, because their cost is known."""
 
 LEFT_OUT = {"pprint", "random", "urlize", "wordwrap", "xmlattr", "filesizeformat"}
 """Filters of jinja2 that no chat template needs, and whose time is unknown."""

@@ -15,13 +15,13 @@ from etkv.errors import EtkvError
 from etkv.recurrent_layer import KINDS, RecurrentLayer
 
 DEFAULT_MAX_STEP_TOKENS = 512
-"""The most tokens of one step, where neither the program nor the config sets it."""
+"""Maximum tokens of one step if neither the program nor the config sets it."""
 
 Dtype: TypeAlias = Literal["f32", "f16", "bf16"]
-"""The type that a program computes in, by the name of its storage format."""
+"""The dtype that a program computes in, by the name of its storage format."""
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-"""The dtypes, in the order of ``etkv_dtype`` after its unknown dtype."""
+"""The dtypes in the order of ``etkv_dtype``, which begins with the unknown dtype."""
 
 GROWTHS = ("doubling", "step", "exact", "upfront")
 """The ways in which buffers grow, in the order of ``etkv_growth``."""
@@ -29,14 +29,14 @@ GROWTHS = ("doubling", "step", "exact", "upfront")
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The keys and values that one attention layer stores, and those that its queries see."""
+    """Shapes of the keys and values that one attention layer stores, and the positions that its queries see."""
 
     n_kv_heads: int
     """KV heads, not query heads."""
     k_head_dim: int
     """Elements of one key."""
     v_head_dim: int | None = None
-    """Elements of one value; None for as many as a key has."""
+    """Elements of one value; None for the same number as a key."""
     _: KW_ONLY
     window: int = 0
     """Positions that a query sees, its own included; 0 for full history."""
@@ -47,10 +47,10 @@ class LayerConfig:
     formats."""
     values_in_keys: bool = False
     """Whether a value is the first ``v_head_dim`` elements of its key, as with latent attention. The layer then stores
-    keys alone, in the format of keys, and values that are passed to it are not read."""
+    only keys, and ignores the values that are passed to it."""
     chunk: int = 0
-    """Positions of a chunk: a query sees those of its own chunk, up to its own, and chunks begin at multiples of this
-    number. 0 for none. Such a layer has no window."""
+    """Positions of a chunk; 0 for a layer without chunks. Chunks begin at multiples of this number. A query sees the
+    positions of its chunk up to itself. A layer with chunks has no window."""
 
     def __post_init__(self) -> None:
         for name in ("n_kv_heads", "k_head_dim", "window", "sinks", "chunk"):
@@ -84,7 +84,7 @@ class LayerConfigs(tuple[LayerConfig, ...]):
         backend: str | None = None,
         recurrent_layers: Sequence[RecurrentLayer] = (),
     ) -> LayerConfigs:
-        """Take ``layers``, and what is not given from ``layers`` if they are :class:`LayerConfigs`."""
+        """Hold ``layers``. If they are :class:`LayerConfigs`, they supply the arguments that are left out."""
         configs = super().__new__(cls, layers)
         configs.backend, configs.recurrent_layers = backend, tuple(recurrent_layers)
         if isinstance(layers, LayerConfigs):
@@ -102,10 +102,10 @@ class CacheConfig:
     """The config of a cache."""
 
     layers: Sequence[LayerConfig]
-    """One entry a layer that attends, in the order of the program's layer ids. May be empty in a config with recurrent
-    layers. Kept as :class:`LayerConfigs`."""
+    """One entry for each attention layer, in the order of the program's layer ids. May be empty in a config with
+    recurrent layers. Stored as :class:`LayerConfigs`."""
     capacity: int
-    """The most positions that the cache can hold: the session's context length."""
+    """Maximum number of positions in the cache: the session's context length."""
     _: KW_ONLY
     k_format: str | None = None
     """The format of keys, by name. None for the dtype of the layers, or ``f16`` if that is unknown.
@@ -114,25 +114,25 @@ class CacheConfig:
     """The format of values, by name; None as for keys. If the values of all layers are in their keys, None or the
     format of keys."""
     max_step_tokens: int = 0
-    """The most tokens of one step where layers have windows or ``quantized_kv_start`` is set; 0 for 512."""
+    """Maximum tokens of one step if layers have windows or ``quantized_kv_start`` is set; 0 for 512."""
     growth: str = "doubling"
     """One of :data:`GROWTHS`."""
     min_chunk: int = 0
-    """Slots of a chunk, for the growths ``doubling`` and ``step``; 0 for 256."""
+    """Minimum slots by which buffers grow, for the growths ``doubling`` and ``step``; 0 for 256."""
     quantized_kv_start: int = 0
     """Positions that are stored in ``float_format`` before quantization begins; 0 to begin at once."""
     float_format: str | None = None
     """The format of keys and values before ``quantized_kv_start``: a float format; None as for ``k_format``."""
     recurrent_layers: Sequence[RecurrentLayer] = ()
-    """One :class:`etkv.Convolution` or :class:`etkv.Recurrence` for each recurrent layer, in the order of their ids,
-    which count apart from those of ``layers``. If it is empty and ``layers`` were read from a program, those of the
-    program. They store float32, whatever the formats. Kept as a tuple."""
+    """One :class:`etkv.Convolution` or :class:`etkv.Recurrence` for each recurrent layer, in the order of their ids.
+    Recurrent layers have ids of their own, from 0. If it is empty and ``layers`` were read from a program, the
+    recurrent layers of the program are used. They store float32 in every format. Stored as a tuple."""
     anchors: int = 0
-    """The states that a sequence keeps in each recurrence, 1 to 64; 0 for 2. They lie at multiples of 64 positions. For
-    each but the last, the sequence can be rewound by 64 positions."""
+    """The number of states that a sequence keeps in each recurrence, 1 to 64; 0 for 2. They lie at multiples of 64
+    positions. Each state after the first lets the sequence rewind by 64 more positions."""
     checkpoints: int | None = None
-    """The most checkpoints of :meth:`etkv.Cache.mark` in the cache, 0 to 256; None for 32. Each keeps the states of one
-    position."""
+    """Maximum number of checkpoints in the cache, see :meth:`etkv.Cache.mark`: 0 to 256; None for 32. Each keeps the
+    states of one position."""
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, (str, LayerConfig)) or not isinstance(self.layers, Iterable):
@@ -171,6 +171,6 @@ class CacheConfig:
 
 
 def _integer(name: str, value: object) -> None:
-    # Python counts a bool as an int.
+    # In Python a bool is an int.
     if isinstance(value, bool) or not isinstance(value, int):
         raise EtkvError(f"{name} is {value!r}, expected an integer")

@@ -298,7 +298,7 @@ _REPLACEMENT = "\ufffd"
 """The character that replaces bytes that are no character."""
 
 _MAX_HELD = 64
-"""The most ids whose text is held back, or decoded again with each id, because it ends within a character."""
+"""Maximum number of ids whose text is held back, and decoded again with each id, while it ends within a character."""
 
 
 def _after_common_prefix(text: str, out: str) -> str:

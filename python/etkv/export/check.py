@@ -41,7 +41,7 @@ _BEYOND = 16
 """Tokens beyond a window, or beyond the first anchor of recurrent layers, that are compared too."""
 
 _MAX_PRODUCTS = 30e9
-"""The most parameters times tokens for which the comparison goes beyond ``_TOKENS``: a few seconds on two cores."""
+"""Maximum of parameters times tokens up to which the comparison goes beyond ``_TOKENS``: a few seconds on two cores."""
 
 _TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "8da": 0.4}
 """The dtype of activations, or the beginning of its quantization -> the largest error of a row of outputs.

@@ -31,7 +31,7 @@ class Window:
 
     size: int  # positions, including the query's own; 0 for all
     sinks: int  # first positions, which are also seen
-    step: int  # the most tokens of one sequence in a step
+    step: int  # the maximum tokens of one sequence in a step
     is_chunk: bool = False  # whether a query sees what is in its chunk of ``size`` positions
 
     @classmethod
@@ -47,7 +47,7 @@ class Window:
 
     @property
     def slots(self) -> int:
-        """Returns the most positions that a native window layer holds of a sequence. It drops older positions."""
+        """Returns the maximum number of positions that a native window layer holds for a sequence."""
         return self.sinks + self.size - 1 + 2 * self.step + max(self.step, self.size // 4)
 
     def left(self, held: set[int], following: int) -> set[int]:
@@ -63,7 +63,7 @@ class Window:
         return {at for at in held if fits or at < self.sinks or at > earliest or self.sees(earliest, at)}
 
     def exact_after(self, position: int) -> int:
-        """Returns the least later position whose query does not see ``position``, which is not one of the sinks."""
+        """Returns the smallest later position whose query does not see ``position``, which is not one of the sinks."""
         return position + self.size - (position % self.size if self.is_chunk else 0)
 
 
@@ -137,7 +137,7 @@ class TokenSequence:
 
     @property
     def exact_from(self) -> int:
-        """Returns the least position at which a query sees no dropped position."""
+        """Returns the smallest position at which a query sees no dropped position."""
         gone = ((window, at) for window, held in self.held.items() for at in self.tokens.keys() - held)
         return max((window.exact_after(at) for window, at in gone), default=0)
 
