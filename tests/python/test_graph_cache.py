@@ -20,7 +20,7 @@ from upstream_programs import CHUNK, CONTEXT, IN_GRAPH, OPTIMUM, llm
 
 MADE = llm("tiny-llama", *IN_GRAPH)
 COUNT = 24
-"""The most tokens of an answer."""
+"""Maximum tokens of an answer."""
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -294,8 +294,8 @@ def test_the_command_that_answers(model, tokenizer, capsys):
     assert told.count("the cache is part of the program: there is no session") == 1
     assert "the cache is full: 20 positions" in generate("x" * 18, "--raw", "--capacity", 20)[2]
     for options, message in (
-        (["--kv-format", "f16"], "--kv-format is for a cache that etkv makes"),
-        (["--capacity", CONTEXT + 1], f"--capacity is {CONTEXT + 1}, the program's cache takes 1 to {CONTEXT}"),
+        (["--kv-format", "f16"], "--kv-format does not apply"),
+        (["--capacity", CONTEXT + 1], f"--capacity is {CONTEXT + 1}, expected 1 to {CONTEXT}"),
     ):
         status, out, told = generate("Hi", *options)
         assert (status, out) == (2, "")
