@@ -4,14 +4,14 @@
 
 #include "cpp/delegate.hpp"
 
-// The parts of ExecuTorch's thread pool that etkv uses. Its wheel has the
-// library, but not this header.
+// The parts of ExecuTorch's thread pool that etkv uses. ExecuTorch's wheel has
+// the library, but not the header.
 namespace executorch::extension::threadpool {
 class ThreadPool {
  public:
   size_t get_thread_count() const;
-  /// Calls `part` with 0 to `n_parts - 1`. Uses only this thread if it may not
-  /// use the pool.
+  /// Calls `part` with 0 to `n_parts - 1`. Runs all of them on this thread
+  /// under a NoThreadPoolGuard.
   void run(
       ::executorch::runtime::FunctionRef<void(size_t)> part,
       size_t n_parts);
@@ -26,8 +26,8 @@ namespace {
 using ::executorch::extension::threadpool::get_threadpool;
 using ::executorch::extension::threadpool::NoThreadPoolGuard;
 
-/// The threads that XNNPACK and ExecuTorch's kernels use too: a second pool
-/// would fight for the same cores.
+/// The pool that XNNPACK and ExecuTorch's kernels use. A second pool would
+/// compete with it for the same cores.
 class SharedPool final : public interpreter::Threads {
  public:
   std::size_t count() const override {

@@ -99,7 +99,7 @@ Error check(const char* backend, const interpreter::Outcome& outcome) {
 }
 
 /// Constants from the program's file. Each is unmapped when the next one is
-/// requested, since its bytes are copied by then.
+/// requested, because the interpreter has copied its bytes by then.
 class FileConstants final : public interpreter::Constants {
  public:
   explicit FileConstants(const NamedDataMap* data) : data_(data) {}
@@ -149,7 +149,7 @@ class OutputArguments final : public interpreter::Host {
     if (resized != Error::Ok || tensor.nbytes() != n_bytes) {
       return refuse(
           i,
-          "the host's tensor does not take shape " + describe(shape, rank) +
+          "the host's tensor cannot have shape " + describe(shape, rank) +
               ", " + std::to_string(n_bytes) + " bytes");
     }
     if (n_bytes == 0) {
@@ -192,8 +192,8 @@ class OutputArguments final : public interpreter::Host {
   std::string refusal_;
 };
 
-/// Converts an argument of the host to one of the interpreter. Returns what is
-/// wrong with it, or nullptr.
+/// Converts an argument of the host to one of the interpreter. Returns nullptr,
+/// or the reason that the argument is refused.
 const char* read_argument(
     const EValue& value,
     interpreter::Argument& argument) {
@@ -206,7 +206,8 @@ const char* read_argument(
     return "an input is neither a tensor nor an integer";
   }
   const Tensor& tensor = value.toTensor();
-  // ExecuTorch's own check refuses the strides that it gives an empty tensor.
+  // Empty tensors are skipped: ExecuTorch sets strides for them that its own
+  // check refuses.
   if (tensor.numel() != 0 &&
       !::executorch::runtime::tensor_is_contiguous(tensor)) {
     return "an input tensor is not contiguous";
@@ -225,8 +226,8 @@ const char* read_argument(
   return nullptr;
 }
 
-/// The object that ExecuTorch holds for one delegate: the program, and room for
-/// the arguments of a run.
+/// The object behind ExecuTorch's handle of one delegate: the program, and room
+/// for the arguments of a run.
 struct Delegate {
   std::unique_ptr<interpreter::Program> program;
   std::vector<interpreter::Argument> inputs;
@@ -274,8 +275,8 @@ Result<DelegateHandle*> Backend::init(
     BackendInitContext& context,
     FreeableBuffer* processed,
     ArrayRef<CompileSpec>) const {
-  // Constructs the delegate last. Every path frees the payload and the objects
-  // below.
+  // The delegate is constructed last, so that a return on an error leaves
+  // nothing to free except the payload.
   if (processed == nullptr || processed->data() == nullptr) {
     return fail(name_, ETKV_ERROR_PROGRAM, "the delegate has no payload");
   }

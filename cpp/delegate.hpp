@@ -9,7 +9,8 @@ namespace etkv::executorch_backend {
 
 class Backend final : public ::executorch::runtime::BackendInterface {
  public:
-  /// `name` is for messages. All three live as long as the process.
+  /// `name` is used in messages. The arguments must live as long as the
+  /// process.
   Backend(
       const char* name,
       interpreter::Target target,

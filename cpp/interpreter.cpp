@@ -1,4 +1,5 @@
-// libetkv's side of interpreter.hpp: implements its classes with the bridge's.
+// libetkv's side of interpreter.hpp: implements its classes with those of the
+// bridge to Rust.
 #include "cpp/interpreter.hpp"
 
 #include <cstddef>

@@ -1,10 +1,10 @@
-// The interface between libetkv's backends for ExecuTorch and libetkv: they run
-// programs through it.
+// The interface through which libetkv's backends for ExecuTorch run programs in
+// libetkv.
 //
-// Private to these libraries, which are built together. It is one C symbol
-// and virtual calls, so that nothing of cxx's runtime is exported. Otherwise,
-// in a program with Rust code of its own, the program's copy of that runtime
-// would replace ours.
+// Private to these libraries, which are built together. The interface is one C
+// symbol and virtual calls, so that libetkv exports no symbol of cxx's runtime.
+// A host with Rust code may have its own copy of that runtime, which would
+// replace exported symbols.
 #pragma once
 
 #include <cstddef>
@@ -62,17 +62,17 @@ class Constants {
 class Host {
  public:
   virtual ~Host() = default;
-  /// Gives output `i` a shape, and returns where its `n_bytes` bytes go:
-  /// memory that stays valid for the run. Returns nullptr if the output does
-  /// not take the shape; `refusal` then says why.
+  /// Resizes output `i`, and returns the memory for its `n_bytes` bytes, which
+  /// stays valid for the run. Returns nullptr if the output cannot have the
+  /// shape; `refusal` then returns the reason.
   virtual std::uint8_t* place(
       std::size_t i,
       const std::int32_t* shape,
       std::size_t rank,
       std::size_t n_bytes) = 0;
-  /// Sets output `i`, an integer. Returns false if it is no integer.
+  /// Sets output `i` to an integer. Returns false if there is no such output.
   virtual bool set_integer(std::size_t i, std::int64_t value) = 0;
-  /// Returns why the last output was refused.
+  /// Returns the reason that the last output was refused.
   virtual const std::string& refusal() const = 0;
 };
 
@@ -112,8 +112,8 @@ class Program {
       std::string_view logits,
       std::string_view passes,
       std::string_view buffers) = 0;
-  /// Runs the program on its inputs and writes the outputs where `host` places
-  /// them, in the dtypes of these ExecuTorch numbers.
+  /// Runs the program on its inputs and writes the outputs to the memory that
+  /// `host` returns. `output_types` has ExecuTorch's numbers of their dtypes.
   virtual Outcome execute(
       View<Argument> inputs,
       View<std::int8_t> output_types,

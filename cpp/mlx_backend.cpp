@@ -26,8 +26,8 @@ Backend backend("MLXBackend", interpreter::Target::mlx, one_thread);
 constexpr char kOwnId[] = "EtkvForMLX";
 
 /// Registers the backend when the library is loaded, without a call. The first
-/// backend to register an id keeps it. The delegate may or may not get
-/// MLXBackend, and always has its own id.
+/// backend to register an id keeps it, so another backend may have MLXBackend.
+/// The delegate always has its own id.
 [[maybe_unused]] const bool registered = [] {
   using ::executorch::runtime::Error;
   using ::executorch::runtime::register_backend;

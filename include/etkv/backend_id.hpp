@@ -31,7 +31,7 @@ inline constexpr char kMLXBackend[] = "MLXBackend";
 /// The backend id of sessions for CPU programs.
 inline constexpr char kCPUBackend[] = "cpu";
 
-/// The backend id in CPU programsfor the calls that etkv executes.
+/// The backend id in CPU programs for the calls that etkv executes.
 inline constexpr char kCPUDelegate[] = "EtkvForCPU";
 
 /// The id that etkv's delegate always has. It is as long as kMLXBackend, which
@@ -55,8 +55,9 @@ inline const char* delegate_backend_id() {
 
 namespace detail {
 
-/// Replaces kMLXBackend by kEtkvBackend in the tables of a program. A string of
-/// a flatbuffer is its length in four bytes, its characters and a zero byte.
+/// Replaces kMLXBackend by kEtkvBackend in the tables of a program. A
+/// flatbuffer stores a string as its length in four bytes, its characters and a
+/// zero byte.
 inline void rename_backend(char* tables, std::size_t size) {
   constexpr std::size_t kLength = sizeof(kMLXBackend) - 1;
   std::string from(4, '\0');
@@ -88,7 +89,7 @@ class RenamingLoader final : public ::executorch::runtime::DataLoader {
     if (!read.ok() || info.segment_type != SegmentInfo::Type::Program) {
       return read;
     }
-    // A flatbuffer needs the alignment that loaders give.
+    // The alignment of ExecuTorch's loaders, which a flatbuffer needs.
     constexpr std::align_val_t kAlignment{64};
     void* copy = ::operator new(size, kAlignment, std::nothrow);
     if (copy == nullptr) {
@@ -139,9 +140,9 @@ Result<std::unique_ptr<::executorch::runtime::DataLoader>> open_file(
 /// backend is registered as MLXBackend.
 ///
 /// If etkv's delegate is registered as MLXBackend, this is `Module(path,
-/// mode)`. Otherwise the module names kEtkvBackend instead, and returns
-/// ETKV_ERROR_PROGRAM for a file that cannot be opened. The file does not
-/// change. ETKV_ERROR_UNSUPPORTED if the delegate is not in this process.
+/// mode)`. Otherwise MLXBackend is replaced by kEtkvBackend in memory, not in
+/// the file. ETKV_ERROR_PROGRAM then means that the file cannot be opened.
+/// ETKV_ERROR_UNSUPPORTED if the delegate is not in this process.
 inline Result<std::unique_ptr<::executorch::extension::Module>> open_module(
     const std::string& path,
     ::executorch::extension::Module::LoadMode mode =

@@ -163,10 +163,9 @@ ETKV_API etkv_status etkv_cache_rewindable_to(
 
 /**
  * Stores in `reachable` the greatest length, at most `position`, that
- * etkv_cache_rewind() accepts now. From etkv_cache_rewindable_to() on that is
- * every length of the sequence; below it, the checkpoints of etkv_cache_mark(),
- * and 0. A host that rewinds to `reachable` runs the tokens from there on
- * again.
+ * etkv_cache_rewind() accepts now. It accepts every length of the sequence from
+ * etkv_cache_rewindable_to() on, the checkpoints of etkv_cache_mark(), and 0. A
+ * host that rewinds to `reachable` must run the tokens after it again.
  *
  * ETKV_ERROR_POSITION if `position` is negative. ETKV_ERROR_INVALID_ARGUMENT if
  * the cache holds several sequences.
@@ -185,12 +184,12 @@ ETKV_API etkv_status etkv_cache_reachable(
  *
  * @param position  in a cache with recurrent layers, the checkpoint lies at the
  *                  greatest multiple of 64 that is not above it.
- * @param marked    receives the position of the checkpoint; 0, to which the
- *                  sequence can always be rewound, if the cache makes none.
+ * @param marked    receives the position of the checkpoint; 0 if the cache
+ *                  makes none. A sequence can always be rewound to 0.
  *
- * The least useful checkpoint makes room for a new one: the one that saves the
- * fewest tokens, and was not used for long. A checkpoint is dropped together
- * with the text before it.
+ * If the cache has the maximum number of checkpoints, a new one replaces the
+ * least useful one: it saves few tokens and was not used for long. A checkpoint
+ * is dropped when the text before it is removed.
  *
  * ETKV_ERROR_POSITION if `position` is negative, or can no longer be reached.
  * ETKV_ERROR_INVALID_ARGUMENT if the cache holds several sequences.
@@ -205,23 +204,24 @@ ETKV_API etkv_status etkv_cache_mark(
     etkv_error** error);
 
 /**
- * Marks where the prompt of a turn will end, before the prompt runs: the next
- * request of the chat can then go on there, whatever the answer was. Does
- * nothing for a model without recurrent layers.
+ * Marks where the prompt of a chat turn will end. Call it before the prompt
+ * runs: the next request of the chat can then continue from there, whatever the
+ * answer was. Does nothing for a model without recurrent layers.
  *
  * @param end  the length of the sequence after the prompt.
  *
- * The errors are those of etkv_cache_mark(), except ETKV_ERROR_POSITION: what
- * can no longer be marked is skipped.
+ * The errors are those of etkv_cache_mark(), except ETKV_ERROR_POSITION: a
+ * position that can no longer be marked is skipped.
  */
 ETKV_API etkv_status
 etkv_cache_mark_turn(etkv_cache* cache, int32_t end, etkv_error** error);
 
 /**
  * Rewinds the only sequence to the greatest length, at most `length`, that
- * etkv_cache_rewind() accepts: a text whose first `length` tokens the cache
- * holds goes on there. If that is below `length`, also marks `length`, so that
- * the next text that parts there runs fewer tokens again.
+ * etkv_cache_rewind() accepts. Call it before a text whose first `length`
+ * tokens are in the cache. If the sequence becomes shorter than `length`,
+ * `length` is also marked, so that the next text that differs from there on
+ * runs fewer tokens again.
  *
  * @param reached  receives the length of the sequence.
  *

@@ -26,9 +26,8 @@ struct Formats {
 /// a handle on a shared cache.
 ///
 /// Facts are returned directly: they were fixed when the cache was made. All
-/// other calls return a Result. A face that was moved from has no cache: its
-/// facts are zero or empty, and its other calls return
-/// ETKV_ERROR_INVALID_ARGUMENT.
+/// other calls return a Result. A moved-from face has no cache: its facts are
+/// zero or empty, and its other calls return ETKV_ERROR_INVALID_ARGUMENT.
 class Cache {
  public:
   /// The kind of cache that a session of this face makes.
@@ -36,8 +35,8 @@ class Cache {
 
   /// Takes ownership of a handle of the C interface.
   explicit Cache(etkv_cache* raw) : handle_(raw) {}
-  /// Takes ownership of a handle. Never fails, but adopt() of another face
-  /// fails if the cache does not have that face.
+  /// Takes ownership of a handle. Never fails; adopt() of other faces fails if
+  /// the cache does not have the face.
   static Result<Cache> adopt(etkv_cache* raw) {
     return Cache(raw);
   }
@@ -111,7 +110,8 @@ class Cache {
       return etkv_cache_rewind(raw(), length, error);
     });
   }
-  /// Returns the smallest length, apart from 0, that rewind() accepts now.
+  /// Returns the smallest length from which on rewind() accepts every length;
+  /// see etkv_cache_rewindable_to.
   Result<int32_t> rewindable_to() const {
     return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
       return etkv_cache_rewindable_to(raw(), length, error);

@@ -38,9 +38,9 @@ extern "C" {
  */
 
 /**
- * Stores the bytes of one row of `head_dim` elements, its scales included.
- * `head_dim` is at least 1. Fails where no format has that name, or rows of
- * that size do not fit the format.
+ * Stores the bytes of one row of `head_dim` elements, including its scales.
+ * `head_dim` is at least 1. Fails if no format has that name, or if `head_dim`
+ * does not fit the format.
  */
 ETKV_API etkv_status etkv_format_row_bytes(
     const char* format,
@@ -71,8 +71,8 @@ typedef struct etkv_layer_config {
   /** Elements of one value; 0 for the size of a key. */
   int32_t v_head_dim;
   /**
-   * Positions that a query sees, its own included; 0 for full history. A layer
-   * with a window keeps little more than that.
+   * Positions that a query sees, including its own; 0 for full history. A layer
+   * with a window keeps few more positions than these.
    */
   int32_t window;
   /**
@@ -118,7 +118,7 @@ typedef struct etkv_recurrent_layer_config {
   etkv_recurrent_kind kind;
   /** Convolution: elements of a column, at least 1. */
   int32_t channels;
-  /** Convolution: positions that a query reads, its own included; 1 to 64. */
+  /** Convolution: positions that a query reads, including its own; 1 to 64. */
   int32_t width;
   /** Recurrence: heads of queries and keys, at least 1. */
   int32_t k_heads;
@@ -205,14 +205,15 @@ typedef struct etkv_cache_config {
   int32_t reserved;
   /**
    * `n_recurrent_layers` recurrent layers, `recurrent_layers->struct_size`
-   * bytes apart. Their ids count apart from those of attention layers.
+   * bytes apart. Their ids begin at 0, as do those of attention layers.
    */
   const etkv_recurrent_layer_config* recurrent_layers;
   size_t n_recurrent_layers;
   /**
-   * The states that a sequence keeps in each recurrence, 1 to 64; 0 for 2. They
-   * lie at multiples of 64 positions. For each but the last, the sequence can
-   * be rewound by 64 positions. No effect without recurrent layers.
+   * The number of states that a sequence keeps in each recurrence, 1 to 64; 0
+   * for 2. They lie at multiples of 64 positions. Each state after the first
+   * lets the sequence be rewound by 64 more positions. No effect without
+   * recurrent layers.
    */
   int32_t anchors;
   /**

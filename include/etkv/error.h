@@ -24,7 +24,10 @@ enum {
   ETKV_ERROR_INVALID_ARGUMENT = 1,
   /** The step or the sequence does not fit in the cache's capacity. */
   ETKV_ERROR_CAPACITY = 2,
-  /** A position is negative, leaves a gap, or breaks the run of its step. */
+  /**
+   * A position is negative, leaves a gap, or does not follow the one before it
+   * in its step.
+   */
   ETKV_ERROR_POSITION = 3,
   /**
    * The registry has no cache under the key, or the program was loaded without

@@ -7,18 +7,19 @@
  * Conventions
  *   Names     etkv_<type>_<verb>. `_new` makes a handle, and `_free` frees it.
  *             Freeing NULL does nothing.
- *   Results   A function that can fail returns an etkv_status and takes, last,
- *             `etkv_error** error`. On failure it stores an error object
- *             there, which the caller frees; pass NULL to ignore it. It
+ *   Results   A function that can fail returns an etkv_status. Its last
+ *             parameter is `etkv_error** error`. On failure it stores an error
+ *             object there, which the caller frees; pass NULL to ignore it. It
  *             changes nothing else: out-parameters are written on success
- *             only, and the object stays as it was. The functions that
- *             differ say so.
+ *             only, and the object stays as it was. The comment of a function
+ *             names exceptions.
  *   Facts     A fact is fixed when the object is made, such as the capacity.
  *             The functions that return facts, and those that return another
  *             handle on the same object, have no status. For NULL, for a freed
  *             handle and for a handle of another type they return the value
- *             that their comment names, 0 or NULL. What can change, such as
- *             the length, has a status, because the cache may be poisoned.
+ *             that their comment names, 0 or NULL. A function that returns a
+ *             value that can change, such as the length, has a status, because
+ *             the cache may be poisoned.
  *   Structs   begin with `struct_size`. The caller sets it to the size that
  *             it was compiled with. Structs only grow, at the end. The library
  *             accepts a struct of its own version or a newer one, and refuses
@@ -65,13 +66,13 @@
  *   uses: the call in progress ends as if the handle were freed after it. The
  *   strings of the handle are gone then.
  *
- *   Calls on one cache run one at a time, and not during the steps of
- *   programs. A call during a step waits for the step to end. It sees the
- *   cache before or after the step, never in between. Functions that return
- *   facts do not wait. On the CPU backend calls that change the cache do not
- *   wait either: they answer ETKV_ERROR_STEP during a step.
+ *   Calls on one cache run one at a time, and not during the steps of programs.
+ *   A call during a step waits for the step to end. It sees the cache before or
+ *   after the step, never in between. Functions that return facts do not wait.
+ *   On the CPU backend, calls that change the cache do not wait either: they
+ *   return ETKV_ERROR_STEP during a step.
  *
- *   Calls that move, convert or free rows also wait for MLX, which takes work
+ *   Calls that move, convert or free rows also wait for MLX, which accepts work
  *   from one thread at a time. A thread that waits for a cache, for the device,
  *   or for the host to copy outputs lets others use MLX meanwhile.
  *
@@ -85,8 +86,8 @@
  *
  *   A process that is forked from one with live handles has none of etkv's
  *   threads, and locks that other threads held stay locked. In such a process
- *   every call that can fail returns ETKV_ERROR_STEP, facts are those of no
- *   live handle, and nothing is freed. Call exec() after fork(), or make
+ *   every call that can fail returns ETKV_ERROR_STEP, facts have the values for
+ *   no live handle, and nothing is freed. Call exec() after fork(), or make
  *   handles in the new process only. Programs of ExecuTorch and MLX cannot run
  *   there either, but etkv does not refuse them.
  *

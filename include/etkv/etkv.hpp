@@ -9,9 +9,9 @@
 // A runner uses a cache through one of its faces: `Cache`, `SeqCache` or
 // `TreeCache`. Making the session checks once that the cache has the face.
 //
-// A call that can fail returns a Result, in the shape of std::expected. Asking
-// a Result for the value or the error that it does not have ends the process
-// with a message. Other calls return their value.
+// A call that can fail returns a Result, in the shape of std::expected. Reading
+// the value of a Result that has an error, or the error of one that has a
+// value, ends the process with a message. Other calls return their value.
 //
 // Ownership and threads are as etkv.h says. Objects here own their handles:
 // they are moved, not copied. Move an object on one thread at a time.

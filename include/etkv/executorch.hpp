@@ -37,7 +37,7 @@ namespace etkv {
 /// The dtype of token ids and positions.
 inline constexpr auto kLong = executorch::aten::ScalarType::Long;
 
-/// The rows of the logits that a program gives.
+/// The rows of logits that a program returns.
 enum class Logits {
   all,  ///< as exported: [1, T, vocabulary]
   last, ///< of the last token only: [1, 1, vocabulary]
@@ -208,10 +208,10 @@ inline bool is_zero(const void* bytes, size_t n_bytes) {
          (*first == 0 && std::memcmp(first, first + 1, n_bytes - 1) == 0);
 }
 
-/// Returns to the system the memory of outputs of a method that no step has
-/// used. ExecuTorch writes zeros to it, and a program of all rows has room for
-/// the logits of its longest step: most of them are never computed. Memory with
-/// other contents, such as that of a constant, stays.
+/// Releases output memory of a method to the system before its first step.
+/// ExecuTorch writes zeros to this memory, and a program that returns all rows
+/// has room for the logits of its longest step, most of which are never
+/// computed. Memory that is not all zeros, such as that of a constant, stays.
 inline void release_outputs(
     executorch::extension::Module& module,
     const std::string& method) {
@@ -252,7 +252,7 @@ inline void release_outputs(
 ///
 /// ETKV_ERROR_INVALID_ARGUMENT for a method that is loaded already: it stays
 /// bound to the cache that it has, so unload it first. ETKV_ERROR_UNSUPPORTED
-/// for a method on MLXBackend where that is not etkv's delegate.
+/// for a method on MLXBackend if another backend has that id.
 inline Result<void> load_method(
     executorch::extension::Module& module,
     const std::string& method,
@@ -314,7 +314,7 @@ inline std::optional<Error> too_long(
     return std::nullopt;
   }
   const auto first = meta->input_tensor_meta(0);
-  // Only inputs of token ids count tokens.
+  // Only a first input of token ids has one element per token.
   if (inputs[0].toTensor().scalar_type() != kLong) {
     return std::nullopt;
   }
@@ -368,7 +368,7 @@ struct ModelCacheParams {
   int32_t max_context_length = 0;
   /// The backend of sessions for the program: kMLXBackend or kCPUBackend.
   std::string backend_id = kMLXBackend;
-  /// The recurrent layers. Their ids count apart from those of `layers`.
+  /// The recurrent layers. Their ids begin at 0, as do those of `layers`.
   std::vector<RecurrentLayerConfig> recurrent_layers = {};
 };
 
@@ -383,9 +383,9 @@ inline constexpr int32_t kRecurrentMetadataVersion = 2;
 /// layers or none.
 inline constexpr int32_t kChunkMetadataVersion = 3;
 
-/// Returns the value of the program's constant method of this name: nothing if
-/// it has none, an error if the method cannot run. Tensors live as long as the
-/// program.
+/// A function that returns the value of the program's constant method with a
+/// name: nullopt if there is none, an error if the method cannot run. Tensors
+/// live as long as the program.
 using ConstantMethods =
     std::function<Result<std::optional<executorch::runtime::EValue>>(
         const std::string&)>;
@@ -396,7 +396,7 @@ class Metadata {
  public:
   explicit Metadata(const ConstantMethods& constants) : constants_(constants) {}
 
-  /// Returns the count of that name; nothing where there is none.
+  /// Returns the count with that name; nullopt if there is none.
   Result<std::optional<int32_t>> find(const std::string& name) const {
     auto value = constants_(name);
     if (!value.ok()) {
@@ -417,7 +417,7 @@ class Metadata {
     return value->has_value();
   }
 
-  /// Returns the count of that name; an error where there is none.
+  /// Returns the count with that name; an error if there is none.
   Result<int32_t> get(const std::string& name) const {
     auto found = find(name);
     if (!found.ok()) {
@@ -465,8 +465,8 @@ class Metadata {
     return as_counts(name, **value, n_layers);
   }
 
-  /// Returns the counts of a tensor, for one layer after the other: `per_layer`
-  /// for each of 1 to `max_layers` layers.
+  /// Returns the counts of a tensor, layer after layer: `per_layer` for each of
+  /// its layers, of which it has 1 to `max_layers`.
   Result<std::vector<int32_t>>
   rows(const char* name, int32_t per_layer, int32_t max_layers) const {
     auto value = constants_(name);
@@ -635,10 +635,10 @@ inline constexpr MetadataNames kExporterNames = {
     nullptr,
     false};
 
-/// The most layers of a program. A larger number means a damaged program.
+/// The maximum layers of a program. A larger number means a damaged program.
 inline constexpr int32_t kMaxLayers = 65536;
 
-/// Reads the layers that attend: at least `least`.
+/// Reads the attention layers. There must be at least `least`.
 inline Result<std::vector<LayerConfig>> read_layers(
     const Metadata& metadata,
     const MetadataNames& names,
@@ -711,7 +711,8 @@ inline Result<std::vector<LayerConfig>> read_layers(
 }
 
 /// Returns the layer that 8 integers of metadata describe: its kind, and the
-/// sizes in the order of RecurrentLayerConfig. Nothing if no layer has them.
+/// sizes in the order of RecurrentLayerConfig. Returns nullopt for sizes that
+/// no layer can have.
 inline std::optional<RecurrentLayerConfig> recurrent_layer(
     const std::vector<int32_t>& facts) {
   const auto is_zero = [](int32_t fact) { return fact == 0; };
@@ -770,14 +771,14 @@ inline Result<std::vector<RecurrentLayerConfig>> read_recurrent_layers(
 /// `kv_cache.dtype` is the dtype that the program computes in: f32, f16 or bf16.
 /// It is optional.
 ///
-/// In version 1 all layers attend. In version 2 there may be none that does, and
-/// `kv_cache.recurrent_layers` is a tensor of 8 integers per recurrent layer:
-/// its kind, as in etkv_recurrent_kind, and the fields of RecurrentLayerConfig
-/// in order. Version 3 is that of programs with chunks, with or without
-/// recurrent layers. Other versions are refused.
+/// In version 1 all layers attend. In version 2, `kv_cache.n_layers` may be 0,
+/// and `kv_cache.recurrent_layers` is a tensor of 8 integers per recurrent
+/// layer: its kind, as in etkv_recurrent_kind, and the fields of
+/// RecurrentLayerConfig in order. Programs with chunks have version 3, with or
+/// without recurrent layers. Other versions are refused.
 ///
-/// Without it, the layers are those that ExecuTorch's exporter writes:
-/// get_n_caches, get_kv_heads, get_head_dims and get_windows.
+/// Without `kv_cache.schema_version`, the layers are those that ExecuTorch's
+/// exporter writes: get_n_caches, get_kv_heads, get_head_dims and get_windows.
 ///
 /// The step length is get_prefill_chunk_size. The context length is
 /// get_max_ctx_len, or else get_max_context_len, or else get_max_seq_len.

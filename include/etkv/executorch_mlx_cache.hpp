@@ -3,9 +3,9 @@
 //
 // For code inside ExecuTorch's tree: `MLXCache.h` and
 // `extension/llm/cache/cache.h` are in its repository and not in its wheel. The
-// class matches both files on its main branch of 2026-08-22, where a step's
-// positions arrive as the first of a run. It also matches a version where
-// positions arrive as a list. It was not tried with release 1.5.1.
+// class matches both files on its main branch of 2026-08-22, where a step
+// passes its first position. It also matches a version that passes a list of
+// positions. It was not tried with release 1.5.1.
 //
 //   auto session = etkv::make_decode_session("MLXBackend", config);
 //   etkv::ExecuTorchMLXCache cache(session->cache());

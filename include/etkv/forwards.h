@@ -31,15 +31,15 @@ extern "C" {
  * the unfinished forward and begins a new one. A call that is refused or fails
  * rolls back the forward too.
  *
- * Where layers of a model share keys and values, the host calls the layer once,
- * and attends to its result as often as needed. The host evaluates the results
- * when it likes. Where that fails after the forward committed, the cache holds
- * its positions with unknown rows: rewind them, or clear the cache.
+ * If several layers of a model share keys and values, the host calls the layer
+ * once, and attends to its result as often as needed. The host evaluates the
+ * results when it likes. If evaluation fails after the forward committed, the
+ * rows of its positions are unknown: rewind them, or clear the cache.
  *
  * MLX works for one thread at a time. These calls wait for each other and for
- * programs; the host must keep its own work in MLX off other threads meanwhile.
- * While a forward is open, calls that change the cache return ETKV_ERROR_STEP
- * instead of waiting.
+ * programs. Meanwhile the host must not use MLX on other threads. While a
+ * forward is open, calls that change the cache return ETKV_ERROR_STEP instead
+ * of waiting.
  */
 typedef struct etkv_forwards etkv_forwards;
 

@@ -27,20 +27,20 @@ typedef struct etkv_logit_bias {
 } etkv_logit_bias;
 
 /**
- * How a token is chosen. A struct of zeros, but for `struct_size`, is greedy:
- * it chooses the argmax, the first of equal logits.
+ * How a token is chosen. A struct that is zero except for `struct_size` is
+ * greedy: it chooses the argmax, the first of equal logits.
  *
  * The bias is added first, then repeated tokens are penalized, then the logits
- * are divided by the temperature; `top_k`, `top_p` and `min_p` then say which
- * tokens are kept, in this order.
+ * are divided by the temperature. Then `top_k`, `top_p` and `min_p` drop
+ * tokens, in this order.
  */
 typedef struct etkv_sampling {
   size_t struct_size;
   /** At least 0. 0 is greedy. */
   float temperature;
   /**
-   * Keeps the smallest set of the most probable tokens that has this share of
-   * the probability: more than 0, at most 1. 0 for 1, which keeps all.
+   * Keeps the most probable tokens, as few as together have this share of the
+   * probability: more than 0, at most 1. 0 for 1, which keeps all.
    */
   float top_p;
   /** Keeps tokens of at least this share of the greatest probability: 0 to 1.
@@ -55,8 +55,8 @@ typedef struct etkv_sampling {
   int32_t top_k;
   /**
    * How many of the last tokens of the text count as repeated; 0 for 64. The
-   * text of an etkv_generation is its prompt and answer, without what the cache
-   * held before.
+   * text of an etkv_generation is its prompt and answer, without the tokens
+   * that the cache held before.
    */
   int32_t repetition_context;
   /** The same seed chooses the same tokens from the same logits. */
@@ -68,8 +68,8 @@ typedef struct etkv_sampling {
 
 /**
  * Stores the token that `sampling` chooses from the logits of a step that the
- * host ran. With the same arguments it chooses the token that an
- * etkv_generation does, unless the last bits of a float decide.
+ * host ran. With the same arguments it chooses the same token as an
+ * etkv_generation, unless the last bits of a float decide.
  *
  * @param sampling  NULL for greedy.
  * @param logits    `n_logits` logits, one for each token of the vocabulary.
@@ -242,8 +242,8 @@ etkv_generation_pause(const etkv_generation* generation, etkv_error** error);
 /**
  * Runs one step of the program that was last loaded with the cache, as its
  * `forward` would, and stores the argmax of each token's logits, the first of
- * equal logits. The logits stay on the device: on a GPU, to copy the logits of
- * a few tokens takes longer than to verify the tokens. To verify a tree, call
+ * equal logits. The logits stay on the device: on a GPU, copying the logits of
+ * a few tokens takes longer than verifying the tokens. To verify a tree, call
  * etkv_tree_cache_propose() first and pass its tokens in that order. Declare a
  * step of several sequences first, as for `forward`.
  *

@@ -27,7 +27,7 @@ typedef struct etkv_layer_memory {
 /** Bytes of one recurrent layer's buffers. */
 typedef struct etkv_recurrent_layer_memory {
   size_t struct_size;
-  /** What a convolution or a recurrence keeps of each of the last tokens. */
+  /** The rows of a convolution or a recurrence, one for each recent token. */
   uint64_t rows_allocated;
   uint64_t rows_used;
   /** The states of a recurrence; 0 for a convolution. */
@@ -42,7 +42,7 @@ typedef struct etkv_memory {
   uint64_t allocated;
   /** Bytes of these that positions use. */
   uint64_t used;
-  /** The most bytes that the cache can ever hold. */
+  /** The maximum bytes that the cache can ever hold. */
   uint64_t at_capacity;
   /**
    * The same numbers for each attention layer, or NULL. The caller owns one
@@ -65,7 +65,7 @@ typedef struct etkv_memory {
 /** Bytes of the buffers of all caches in this process, and their limit. */
 typedef struct etkv_memory_budget {
   size_t struct_size;
-  /** The most bytes that they may hold, or 0 for no limit. */
+  /** The maximum bytes that they may hold; 0 for no limit. */
   uint64_t limit;
   /**
    * Bytes that they hold. While a step grows buffers, or a conversion replaces
@@ -84,17 +84,15 @@ typedef struct etkv_memory_budget {
 /**
  * Limits the bytes of the buffers of all caches in this process, of every
  * backend. 0 removes the limit; a process begins without one. A call that would
- * exceed the limit fails with `ETKV_ERROR_BACKEND`, whose message has the
- * bytes, and changes nothing. This can be a cache that allocates upfront, a
- * step that grows buffers, a conversion, or a load. It can be
- * etkv_seq_cache_compact() if rows would move to slots that were never used,
- * and etkv_cache_clear() without `release` if a cache that allocates upfront
- * was converted.
+ * exceed the limit fails with `ETKV_ERROR_BACKEND`, whose message names the
+ * bytes, and changes nothing. Such a call makes a cache that allocates upfront,
+ * runs a step that grows buffers, converts, or loads. etkv_seq_cache_compact()
+ * can fail if rows would move to slots that were never used; etkv_cache_clear()
+ * without `release`, if a cache that allocates upfront was converted.
  *
  * Before it refuses a call, etkv frees prefixes that nothing uses, and then
- * asks the host's callback. A limit below the held bytes is no error: caches
- * keep
- * what they have, and do not grow until enough is free. Programs' weights,
+ * calls the host's callback. A limit below the held bytes is no error: caches
+ * keep what they have, and do not grow until enough is free. Programs' weights,
  * memory that MLX keeps for reuse and caches that the application implements do
  * not count.
  */

@@ -35,10 +35,10 @@ struct RecurrentLayerMemory {
 /// Bytes of a cache's buffers.
 struct Memory {
   uint64_t allocated = 0;          ///< bytes of all buffers
-  uint64_t used = 0;               ///< bytes of these that positions use
-  uint64_t at_capacity = 0;        ///< the most that it can ever hold
+  uint64_t used = 0;               ///< of these, bytes that positions use
+  uint64_t at_capacity = 0;        ///< the maximum that it can ever hold
   std::vector<LayerMemory> layers; ///< the same for each attention layer
-  uint64_t shared = 0; ///< rows of a prefix; the others do not count them
+  uint64_t shared = 0; ///< rows of a prefix, which other fields omit
   /// The same for each recurrent layer.
   std::vector<RecurrentLayerMemory> recurrent_layers = {};
 };
@@ -87,9 +87,9 @@ ask_memory(size_t n_layers, size_t n_recurrent_layers, Call call) {
 
 /// Bytes of the buffers of all caches in this process, and their limit.
 struct MemoryBudget {
-  uint64_t limit = 0; ///< the most that they may hold, or 0 for no limit
-  uint64_t held = 0;  ///< what they hold; old and new ones during a replacement
-  uint64_t peak = 0;  ///< the most that they have held or reserved
+  uint64_t limit = 0;  ///< the maximum that they may hold; 0: no limit
+  uint64_t held = 0;   ///< bytes that they hold, old and new in a replacement
+  uint64_t peak = 0;   ///< the most that they have held or reserved
   size_t n_caches = 0; ///< the number of caches, including empty ones
 };
 
@@ -101,7 +101,7 @@ inline Result<void> set_memory_budget(uint64_t limit) {
       [&](etkv_error** error) { return etkv_memory_budget_set(limit, error); });
 }
 
-/// Returns what all caches in this process hold, and their limit.
+/// Returns the bytes that all caches in this process hold, and their limit.
 inline Result<MemoryBudget> memory_budget() {
   etkv_memory_budget raw{};
   raw.struct_size = sizeof(raw);
@@ -164,7 +164,8 @@ inline Result<void> set_memory_callback(MemoryCallback callback) {
     });
   };
   if (detail::in_memory_callback()) {
-    // Refused; no lock, since the thread with it may wait for this one.
+    // This call is refused. It takes no lock: the thread that has the lock may
+    // wait for this one.
     return set();
   }
   const std::lock_guard<std::mutex> lock(state.mutex);

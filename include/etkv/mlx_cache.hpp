@@ -26,7 +26,7 @@ namespace etkv {
 
 /// The keys and values that a layer's queries attend to, and their mask.
 struct AttendSpec {
-  /// The forms of a mask that MLX's scaled_dot_product_attention takes.
+  /// The forms of a mask that MLX's scaled_dot_product_attention accepts.
   enum class Mask {
     None,    ///< every query sees all keys
     Causal,  ///< the queries are the tail of the keys

@@ -106,8 +106,8 @@ typedef struct etkv_prefix_store etkv_prefix_store;
  *                   AWS_REGION and AWS_ENDPOINT. "The folder" then means the
  *                   bucket's objects whose names begin with the prefix and a
  *                   slash.
- * @param max_bytes  the most bytes of its files. etkv_prefix_store_save()
- *                   removes the least recently used ones. A file that is being
+ * @param max_bytes  the maximum bytes of its files. etkv_prefix_store_save()
+ *                   removes the least recently used files. A file that is being
  *                   written does not count yet.
  *
  * ETKV_ERROR_FILE where the folder cannot be made or read.
@@ -135,10 +135,10 @@ ETKV_API etkv_status etkv_prefix_store_usage(
 
 /**
  * Stores the contents of a cache of one sequence. No file is written for a text
- * of fewer than 32 tokens, for one that is the beginning of a text in the
- * folder, for one that takes more bytes than the folder may have, or for a
- * cache that etkv_cache_convert() changed. A file whose text is a beginning of
- * this one is removed, if this one serves all that it does.
+ * of fewer than 32 tokens, for the beginning of a text in the folder, for a
+ * text whose file would exceed `max_bytes` alone, or for a cache that
+ * etkv_cache_convert() changed. An older file whose text is a beginning of this
+ * one is removed if the new file serves every text that the older one serves.
  *
  * @param options  the model's fingerprint, and the text of the cache, token by
  *                 token.
@@ -157,9 +157,9 @@ ETKV_API etkv_status etkv_prefix_store_save(
     etkv_error** error);
 
 /**
- * Loads the longest beginning of a text that the folder has for a cache of this
- * kind, these layers and these formats. The caller must run at least one token
- * to get logits, so it passes the text without its last token.
+ * Loads the longest beginning of a text that is in the folder for this kind,
+ * these layers and these formats. The caller must run at least one token to get
+ * logits, so it passes the text without its last token.
  *
  * A layer with a window can be rewound only a little, so a file of such a model
  * serves only texts that go on near its end. A damaged file is skipped, with a
@@ -167,8 +167,8 @@ ETKV_API etkv_status etkv_prefix_store_save(
  *
  * @param cache     an empty cache.
  * @param options   the model's fingerprint, and the text.
- * @param n_loaded  receives how many of the first tokens the cache then holds:
- *                  0, or 32 or more.
+ * @param n_loaded  receives the number of tokens that the cache then holds: 0,
+ *                  or 32 or more.
  *
  * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint, and if the cache is not
  * empty. ETKV_ERROR_FILE if the folder cannot be read. ETKV_ERROR_STEP while a
@@ -183,9 +183,9 @@ ETKV_API etkv_status etkv_prefix_store_load(
     etkv_error** error);
 
 /**
- * Stores how many tokens etkv_prefix_store_load() would load for an empty cache
- * like this one. This one may hold positions. Files are not read in full, so
- * damage shows only when they are loaded.
+ * Stores how many tokens etkv_prefix_store_load() would load into an empty
+ * cache like `cache`, which may itself hold positions. Files are not read in
+ * full, so damage shows only when they are loaded.
  */
 ETKV_API etkv_status etkv_prefix_store_find(
     const etkv_prefix_store* store,
@@ -209,13 +209,13 @@ typedef struct etkv_prefix_pin etkv_prefix_pin;
 typedef struct etkv_prefix_cache_options {
   size_t struct_size;
   /**
-   * The most bytes of rows that prefixes keep in memory, or 0 for no limit.
-   * The least recently used go first. Pinned ones stay.
+   * The maximum bytes of rows that prefixes keep in memory; 0 for no limit. The
+   * least recently used prefixes are dropped first; pinned ones stay.
    */
   uint64_t max_bytes;
   /**
-   * A store that supplies what memory lacks, and receives all that is kept; or
-   * NULL. Its handle may be freed afterwards.
+   * A store that is read where memory has no prefix, and to which every kept
+   * text is written; or NULL. Its handle may be freed afterwards.
    */
   const etkv_prefix_store* store;
 } etkv_prefix_cache_options;
@@ -223,7 +223,7 @@ typedef struct etkv_prefix_cache_options {
 /** The contents of a prefix cache, and counts of its use. */
 typedef struct etkv_prefix_statistics {
   size_t struct_size;
-  /** The prefixes in memory, and those of them that are pinned. */
+  /** The number of prefixes in memory, and of pinned ones among them. */
   size_t n_prefixes;
   size_t n_pinned;
   /** Bytes of their rows. Rows that several share count once. */
@@ -271,8 +271,7 @@ ETKV_API void etkv_prefix_cache_free(etkv_prefix_cache* prefixes);
  * that fails is skipped, with a warning in the log.
  *
  * @param options     the model's fingerprint, and the text.
- * @param n_attached  receives how many of the first tokens the cache then
- *                    holds.
+ * @param n_attached  receives the number of tokens that the cache then holds.
  *
  * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint, and if the cache is not
  * empty. ETKV_ERROR_STEP while a step is open. ETKV_ERROR_UNSUPPORTED for a
@@ -288,7 +287,7 @@ ETKV_API etkv_status etkv_prefix_cache_attach(
 
 /**
  * Stores how many tokens etkv_prefix_cache_attach() would find for an empty
- * cache like this one. This one may hold positions.
+ * cache like `cache`, which may itself hold positions.
  */
 ETKV_API etkv_status etkv_prefix_cache_find(
     const etkv_prefix_cache* prefixes,
@@ -298,16 +297,16 @@ ETKV_API etkv_status etkv_prefix_cache_find(
     etkv_error** error);
 
 /**
- * Keeps the contents of a cache, which goes on from them. A prefix whose text
- * is a beginning of this one is removed, if this one serves all that it does.
- * The store receives the text too: its file reveals what users wrote.
+ * Keeps the contents of a cache, which goes on from them. An older prefix whose
+ * text is a beginning of this one is removed if the new one serves every text
+ * that the older one serves. The store receives the text too: its file reveals
+ * what users wrote.
  *
  * @param options  the model's fingerprint, and the text of the cache, token by
  *                 token.
  * @param kept     receives whether memory now has the text. It does not if the
- *                 text takes more bytes than allowed, or if
- *                 etkv_cache_convert() changed the cache. NULL if it is not
- *                 wanted.
+ *                 rows exceed `max_bytes`, or if etkv_cache_convert() changed
+ *                 the cache. NULL if it is not wanted.
  *
  * ETKV_ERROR_INVALID_ARGUMENT without a fingerprint or tokens, and if the cache
  * does not hold the positions of all tokens; and the errors of
@@ -327,10 +326,10 @@ ETKV_API etkv_status etkv_prefix_cache_keep(
  * accesses neither the folder nor the network.
  *
  * The result is a prefix like others: it counts against `max_bytes` and the
- * memory budget. A text that cannot be read, also for lack of memory, is
- * counted in etkv_prefix_statistics. After the read, etkv_prefix_cache_attach()
- * does not ask the store for this text again for a minute, as long as memory
- * has it. The memory budget's callback may run on that thread.
+ * memory budget. A text that cannot be read, perhaps for lack of memory, is
+ * counted in etkv_prefix_statistics. For a minute after the read,
+ * etkv_prefix_cache_attach() does not query the store for this text again, as
+ * long as memory has it. The memory budget's callback may run on that thread.
  *
  * @param cache    of the kind, layers and formats that will read the text. It
  *                 may hold positions, and does not change.

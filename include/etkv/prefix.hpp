@@ -28,7 +28,7 @@ class Prefix {
   int32_t length() const {
     return etkv_prefix_length(raw());
   }
-  /// Returns the least length that a cache can attach at.
+  /// Returns the smallest length that a cache can attach at.
   int32_t rewindable_to() const {
     return etkv_prefix_rewindable_to(raw());
   }
@@ -174,8 +174,8 @@ struct PrefixStatistics {
 /// Prefixes that caches share; see etkv_prefix_cache.
 class PrefixCache {
  public:
-  /// Makes a prefix cache of up to `max_bytes`, or without a limit for 0. It
-  /// keeps `store` for itself; nullptr for none.
+  /// Makes a prefix cache of up to `max_bytes`; 0 for no limit. It uses
+  /// `store`, which need not outlive this call; nullptr for none.
   static Result<PrefixCache> make(
       uint64_t max_bytes = 0,
       const PrefixStore* store = nullptr) {

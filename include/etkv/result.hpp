@@ -15,8 +15,8 @@
 namespace etkv {
 
 namespace detail {
-/// Ends the process: a caller asked a Result for a value or an error that it
-/// does not have. These headers throw nothing, so there is nothing to return.
+/// Ends the process, because a caller read a value or an error that a Result
+/// does not have. These headers do not throw.
 [[noreturn]] inline void result_has_none(const char* what, const Error* error) {
   if (error != nullptr) {
     std::fprintf(
@@ -40,8 +40,8 @@ namespace detail {
 ///
 /// Where std::expected throws or has undefined behaviour, this ends the process
 /// with the error's message on stderr: `*`, `->` and `value()` of a Result
-/// without a value, and `error()` of one with a value. So
-/// `*session->cache().length()` says that a failure here is a defect.
+/// without a value, and `error()` of one with a value. So write
+/// `*session->cache().length()` only where a failure would be a defect.
 ///
 /// A Result<bool> does not convert to bool, because a test of the Result could
 /// be mistaken for a test of the value. Call has_value() to test the Result,

@@ -2,8 +2,8 @@
  * The contents of a cache in a file, and back. docs/saving.md describes the
  * file. A part of etkv.h, whose conventions hold here.
  *
- * A file holds keys, values and token ids: it reveals what users wrote. Only a
- * call that asks for it writes a file.
+ * A file holds keys, values and token ids: it reveals what users wrote. etkv
+ * writes one only when a call requests it.
  */
 #ifndef ETKV_SAVING_H
 #define ETKV_SAVING_H
@@ -103,9 +103,9 @@ ETKV_API etkv_status etkv_seq_cache_save(
     etkv_error** error);
 
 /**
- * Adds the only sequence of a file to the cache. Everything is
- * checked before the cache changes, and other sequences stay as they are. The
- * rows of the sequence are in memory twice until they are complete.
+ * Adds the only sequence of a file to the cache. Everything is checked before
+ * the cache changes, and other sequences stay as they are. Until the load is
+ * complete, the rows of the sequence are in memory twice.
  *
  * A file of a cache of any kind fits, if it holds one sequence without
  * candidates, and the layers and windows are the same. Rows are converted to
@@ -121,10 +121,10 @@ ETKV_API etkv_status etkv_seq_cache_save(
  * @param n_tokens     receives their number. NULL where `tokens` is.
  *
  * ETKV_ERROR_INVALID_ARGUMENT for a sequence that holds positions or carries
- * candidates. ETKV_ERROR_CAPACITY where it does not fit beside the others.
- * ETKV_ERROR_FILE for a file that cannot be read, is damaged, or is of another
- * version, model or config, and for values that are not finite, which other
- * sequences would read. ETKV_ERROR_STEP while a step is open.
+ * candidates. ETKV_ERROR_CAPACITY if it does not fit next to the other
+ * sequences. ETKV_ERROR_FILE for a file that cannot be read, is damaged, or is
+ * of another version, model or config, and for values that are not finite,
+ * which other sequences would read. ETKV_ERROR_STEP while a step is open.
  * ETKV_ERROR_UNSUPPORTED for a kind that Rust code added. ETKV_ERROR_BACKEND if
  * the cache is poisoned or memory runs out. After an error the contents are as
  * before.

@@ -22,8 +22,8 @@ extern "C" {
  * A handle on a cache that many sequences share. Sequences have numbers from 0
  * to 255. They need no creation: a sequence without positions is empty.
  *
- * Ranges of positions go from `begin` up to, and without, `end`; INT32_MAX as
- * the end means all that follow. Calls that change the cache return
+ * Ranges of positions include `begin` and exclude `end`; INT32_MAX as the end
+ * means all positions that follow. Calls that change the cache return
  * ETKV_ERROR_STEP while a step is open. Every call returns
  * ETKV_ERROR_INVALID_ARGUMENT for a number that is not 0 to 255, and for a
  * range that starts below 0 or ends before it starts.
@@ -179,7 +179,7 @@ ETKV_API etkv_status etkv_seq_cache_mark(
     int32_t* marked,
     etkv_error** error);
 
-/** A range of positions, from `begin` up to, and without, `end`. */
+/** A range of positions: includes `begin`, excludes `end`. */
 typedef struct etkv_range {
   int32_t begin;
   int32_t end;
@@ -208,7 +208,7 @@ ETKV_API etkv_status etkv_seq_cache_positions(
  *
  * @param sequences  the caller's array, with room for `room` numbers; NULL,
  *                   with a `room` of 0, to store `n` only.
- * @param n          receives how many there are, 256 at most.
+ * @param n          receives the number of sequences, at most 256.
  *
  * ETKV_ERROR_INVALID_ARGUMENT where `room` is less than their number.
  */

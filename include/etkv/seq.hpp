@@ -19,7 +19,7 @@ namespace etkv {
 
 // ---- Sequences -------------------------------------------------------------
 
-/// A range of positions, from `begin` up to, and without, `end`.
+/// A range of positions: includes `begin`, excludes `end`.
 using Range = etkv_range;
 
 /// The end of a range that includes all positions that follow.
@@ -55,7 +55,8 @@ class SeqCache : public Cache {
   Result<void> begin_step(const std::vector<int32_t>& sequences) {
     return begin_step(sequences.data(), sequences.size());
   }
-  /// Declares the sequences of each token, which may be several each.
+  /// Declares the sequences of each token of the next step; see
+  /// etkv_seq_cache_begin_step_shared.
   Result<void> begin_step_shared(
       const std::vector<std::vector<int32_t>>& sequences) {
     std::vector<int32_t> all;

@@ -51,7 +51,7 @@ class CacheSession {
     return make(backend_id, Face::kKind, config);
   }
   /// Makes a session with a cache of any kind that has the face.
-  /// ETKV_ERROR_KIND for another kind.
+  /// ETKV_ERROR_KIND for a kind without it.
   static Result<CacheSession> make(
       const std::string& backend_id,
       const std::string& kind,
@@ -74,7 +74,7 @@ class CacheSession {
   }
 
   /// Returns the key. Load a program with it as the backend option `cache_key`.
-  /// Returns nullptr for a session that was moved from.
+  /// Returns nullptr for a moved-from session.
   const char* key() const {
     return etkv_session_key(handle_.get());
   }

@@ -182,7 +182,7 @@ typedef struct etkv_mlx_memory {
   uint64_t active;
   /** Free bytes that are kept for reuse. */
   uint64_t cached;
-  /** The most that was in use at one time. */
+  /** The maximum that was in use at one time. */
   uint64_t peak;
 } etkv_mlx_memory;
 
