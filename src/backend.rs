@@ -12,7 +12,7 @@ pub const MLX_BACKEND: &str = "MLXBackend";
 /// One sequence. It needs no mask if all layers have full history.
 pub type ContiguousCache = etkv_core::ContiguousCache<MlxStore>;
 
-/// Sequences that share cells; a single one is read like a contiguous cache.
+/// Sequences that share cells. A cache with a single sequence is read like a contiguous cache.
 pub type CellsCache = etkv_core::CellsCache<MlxStore>;
 
 /// A cache of any kind on MLX arrays.
@@ -45,7 +45,7 @@ pub type ProgramCache = etkv_core::ProgramCache<MlxStore>;
 /// ```
 pub type Step<'a> = etkv_core::Step<'a, MlxStore>;
 
-/// Returns the builders of this process, including the kinds of this crate.
+/// Returns the builders of this process, with the kinds of this crate.
 pub fn builders() -> &'static BuilderRegistry {
     static REGISTERED: Once = Once::new();
     let builders = BuilderRegistry::global();
@@ -60,7 +60,7 @@ mod tests {
 
     use super::*;
 
-    /// A program may write the rows of a step into the store itself.
+    /// A program may place the rows of a step itself, so the store does not see them.
     #[test]
     fn rows_are_placed_without_being_seen() {
         let config = CacheConfig::uniform(2, 1, 4, 16).stored_as(etkv_core::KvFormat::F16);
@@ -88,7 +88,7 @@ mod tests {
             step.commit(&[]).unwrap();
             assert_eq!(cache.length(), first + n);
         }
-        // Two sequences see their own cells.
+        // Each of two sequences sees only its own cells.
         let mut cells = CellsCache::new(config).unwrap();
         for sequence in [0, 1] {
             cells.begin_step(&[sequence; 2]).unwrap();
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!((runs.runs(0), runs.runs(1)), (&[0..2, 4..5][..], &[2..4, 5..6][..]));
     }
 
-    /// A host may choose the same keys as sessions do.
+    /// A host may have registered the keys that sessions would choose next.
     #[test]
     fn keys_pass_by_those_of_the_host() {
         let config = CacheConfig::uniform(1, 1, 4, 8);

@@ -5,7 +5,7 @@ use std::ops::Deref;
 
 pub use etkv_core::{fail, Status};
 
-/// A result of this crate.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of the core, or one that MLX reports. It converts to the core's error and back.
@@ -23,7 +23,7 @@ impl Error {
         Self(self.0.caused_by(source))
     }
 
-    /// Returns the error with its context first: `place: message`.
+    /// Returns the error with its context prepended: `place: message`.
     pub fn at(self, place: impl fmt::Display) -> Self {
         Self(self.0.at(place))
     }

@@ -1,10 +1,9 @@
 //! Keeps the kernels that MLX compiles for an NVIDIA GPU, for later processes.
 //!
-//! MLX looks up a kernel in a folder, by name, and writes there what it compiles. By default that is one
-//! folder for all users and GPUs, and a process that reads while another one writes finds an incomplete
-//! kernel. Here each process has its own folder. It starts with links to the kernels that earlier processes
-//! have published, for the same MLX and the same kind of GPU, and new kernels are published once they are
-//! complete.
+//! MLX looks up kernels by name in a folder, and writes the kernels that it compiles to the same folder. By default
+//! all users and GPUs share one folder, and a process that reads while another one writes finds an incomplete kernel.
+//! Here each process has a separate folder. It starts with links to the kernels that earlier processes have published
+//! for the same MLX version and the same kind of GPU. New kernels are published once they are complete.
 
 use std::fs;
 use std::io;
@@ -15,24 +14,24 @@ use tracing::{debug, warn};
 /// The target of this module's events.
 const TARGET: &str = "etkv::kernels";
 
-/// The environment variable with MLX's folder.
+/// The environment variable that names MLX's folder.
 const VARIABLE: &str = "MLX_PTX_CACHE_DIR";
 
 /// MLX's files of one kernel, in the order in which it writes them. Only the first two are read.
 const PARTS: [&str; 3] = ["ptx", "txt", "cu"];
 
-/// The folder of this process, and the folder with the published kernels.
+/// The folder of this process, and the folder of published kernels.
 pub struct KernelCache {
     shared: PathBuf,
     own: PathBuf,
 }
 
 impl KernelCache {
-    /// Creates the folder of this process under `root`, with the published kernels, and removes the folders
-    /// of processes that are gone. `name` identifies a kind of GPU and a version of MLX.
+    /// Creates the folder of this process under `root`, with links to the published kernels. Removes the folders of
+    /// processes that have ended. `name` identifies a kind of GPU and a version of MLX.
     ///
     /// # Errors
-    /// Those of the file system.
+    /// Errors of the file system.
     pub fn open(root: &Path, name: &str) -> io::Result<Self> {
         let folder = root.join(name);
         let (shared, runs) = (folder.join("published"), folder.join("processes"));
@@ -40,11 +39,11 @@ impl KernelCache {
         make_private(&runs)?;
         let place = place();
         for entry in fs::read_dir(&runs)?.flatten() {
-            // Processes of other machines or containers are unknown here.
+            // Only processes of this machine and container can be checked.
             let name = entry.file_name();
             let process = name.to_str().and_then(|name| name.strip_prefix(&place));
             if process.is_some_and(|process| !is_alive(process)) {
-                // Another process may do the same.
+                // Another process may remove the same folder.
                 let _ = fs::remove_dir_all(entry.path());
             }
         }
@@ -57,11 +56,11 @@ impl KernelCache {
         Ok(cache)
     }
 
-    /// Publishes the kernels that were compiled since the last call. Returns their number. Call it while
-    /// nothing is compiled.
+    /// Publishes the kernels that were compiled since the last call. Returns their number. Call it only while no
+    /// kernel is being compiled.
     ///
     /// # Errors
-    /// Those of the file system.
+    /// Errors of the file system.
     pub fn publish(&self) -> io::Result<usize> {
         link_new(&self.own, &self.shared)
     }
@@ -72,8 +71,8 @@ impl KernelCache {
     }
 }
 
-/// Makes MLX cache its kernels in the user's cache folder. Does nothing if the host has chosen a folder. Call
-/// it before MLX compiles anything. It changes the environment of the process, once.
+/// Makes MLX cache its kernels in the user's cache folder. Does nothing if the host has set a folder. Call it before
+/// MLX compiles anything. It sets an environment variable of the process, once.
 pub fn start(architecture: &str, mlx_version: &str) -> Option<KernelCache> {
     if std::env::var_os(VARIABLE).is_some() {
         return None;
@@ -105,8 +104,7 @@ fn make_private(path: &Path) -> io::Result<()> {
     builder.create(path)
 }
 
-/// Returns a name that distinguishes the processes of this machine and container from those of others which
-/// share the folder.
+/// Returns a name that distinguishes the processes of this machine and container from others that share the folder.
 fn place() -> String {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
@@ -119,14 +117,15 @@ fn is_alive(process: &str) -> bool {
     process.parse::<u32>().is_ok() && Path::new("/proc").join(process).exists()
 }
 
-/// Links every complete kernel of `from` that `to` lacks, its last file last. Returns their number.
+/// Links every complete kernel of `from` that `to` lacks, the file that marks it as complete last. Returns their
+/// number.
 fn link_new(from: &Path, to: &Path) -> io::Result<usize> {
     let mut n = 0;
     for entry in fs::read_dir(from)? {
         let path = entry?.path();
         let Some(name) = path.file_name() else { continue };
         if path.is_dir() {
-            // Long names contain folders.
+            // Names of kernels that are long contain path separators.
             make_private(&to.join(name))?;
             n += link_new(&path, &to.join(name))?;
             continue;
@@ -144,7 +143,7 @@ fn link_new(from: &Path, to: &Path) -> io::Result<usize> {
     Ok(n)
 }
 
-/// Links a file into a folder. Another process may have done so.
+/// Links a file into a folder. Succeeds if the folder already has it.
 fn link(file: &Path, folder: &Path) -> io::Result<()> {
     let Some(name) = file.file_name() else {
         return Ok(());
@@ -193,11 +192,11 @@ mod tests {
         let cache = KernelCache::open(&root.0, "gpu").unwrap();
         write(cache.own(), "add", &PARTS);
         write(cache.own(), "long/name", &PARTS);
-        // This one is still being compiled.
+        // A kernel that is still being compiled.
         write(cache.own(), "half", &PARTS[..2]);
         assert_eq!(cache.publish().unwrap(), 2);
         assert_eq!(cache.publish().unwrap(), 0);
-        // As a later process does.
+        // A later process.
         let later = KernelCache::open(&root.0, "gpu").unwrap();
         assert!(has(later.own(), "add") && has(later.own(), "long/name"));
         assert!(!later.own().join("half.ptx").exists());
@@ -212,7 +211,7 @@ mod tests {
         let named = |process: &str| cache.own().with_file_name(format!("{}{process}", place()));
         let gone = named("4294967295");
         fs::create_dir_all(&gone).unwrap();
-        // The folder of a running process: the first one.
+        // The folder of a process that runs: process 1.
         let running = named("1");
         fs::create_dir_all(&running).unwrap();
         let elsewhere = cache.own().with_file_name("elsewhere-4294967295");

@@ -1,5 +1,5 @@
-//! A cache for hosts without steps: each layer writes its rows and reads what it attends to. The forward
-//! commits once every layer has been called exactly once.
+//! Caches for hosts that do not use steps: each layer writes its rows and reads the rows that it attends to. The
+//! forward commits once every layer has been called exactly once.
 
 use std::sync::Arc;
 
@@ -13,14 +13,15 @@ use crate::error::{fail, Result};
 use crate::mlx;
 use crate::store::MlxStore;
 
-/// The forwards of a host on a cache. The first layer opens a step, and the last one commits it.
+/// The forwards of a host over a cache. The first call of a layer opens a step, and the call of the last layer
+/// commits it.
 ///
-/// A second call of a layer, or one with other positions, rolls back the unfinished forward and begins a new
-/// one. So a layer cannot be called twice within a forward, as it can in a [`Step`](crate::Step). If layers
-/// of a model share keys and values, the host attends again to the result of the layer's first call.
+/// If a layer is called a second time, or with other positions, the unfinished forward is rolled back and a new one
+/// begins. So a layer cannot be called twice within a forward, as it can in a [`Step`](crate::Step). If layers of a
+/// model share keys and values, the host attends again to the result of the layer's first call.
 ///
-/// The step commits before the host evaluates its outputs. If that evaluation fails, the cache
-/// holds the positions with unknown rows: rewind them, or clear the cache.
+/// The step commits before the host evaluates its outputs. If that evaluation fails, the cache holds positions whose
+/// rows are undefined: remove these positions, or clear the cache.
 pub struct Forwards {
     cache: SharedCache,
     forwards: etkv_core::Forwards<MlxStore>,
@@ -29,7 +30,7 @@ pub struct Forwards {
 }
 
 impl Forwards {
-    /// Makes forwards on `cache`. Meanwhile the caller must not write rows to it in another way.
+    /// Creates forwards over `cache`. The caller must not write rows to the cache in another way meanwhile.
     ///
     /// # Errors
     /// Those of [`SharedCache::program`].
@@ -38,8 +39,8 @@ impl Forwards {
         Ok(Self { cache, forwards, masks: true })
     }
 
-    /// Makes forwards for a host with causal attention only. Queries that need a mask are refused
-    /// with [`Unsupported`](crate::Status::Unsupported).
+    /// Creates forwards for a host that supports only causal attention. Queries that need a mask are refused with
+    /// [`Unsupported`](crate::Status::Unsupported).
     ///
     /// # Errors
     /// Those of [`Forwards::new`].
@@ -54,10 +55,10 @@ impl Forwards {
         &self.cache
     }
 
-    /// Returns the position of a layer's next token, in a cache of one sequence.
+    /// Returns the position of the next token of `layer`, in a cache of one sequence.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if the cache has several sequences.
     pub fn offset(&self, layer: usize) -> Result<i32> {
         match self.forwards.positions() {
             [.., last] if self.forwards.has_made(layer) => Ok(last + 1),
@@ -66,7 +67,7 @@ impl Forwards {
         }
     }
 
-    /// Writes a layer's new rows and returns what its queries attend to; see
+    /// Writes a layer's new rows and returns the rows that its queries attend to; see
     /// [`AttendCache::update_and_fetch`](crate::AttendCache::update_and_fetch).
     ///
     /// # Errors
@@ -82,9 +83,9 @@ impl Forwards {
         self.update_and(layer, positions, k, v, |spec| Ok(spec.clone()))
     }
 
-    /// Writes a layer's new rows, as [`update_and_fetch`](Self::update_and_fetch) does, and returns
-    /// the result of `work` on what its queries attend to. If `work` fails, the forward is rolled
-    /// back, even in its last layer: a forward commits only if the host has all of its results.
+    /// Writes a layer's new rows, as [`update_and_fetch`](Self::update_and_fetch) does. Passes the rows that its
+    /// queries attend to to `work`, and returns its result. If `work` fails, the forward is rolled back, even in the
+    /// last layer: a forward commits only if the host has all of its results.
     ///
     /// # Errors
     /// Those of [`update_and_fetch`](Self::update_and_fetch) and of `work`.
@@ -102,7 +103,7 @@ impl Forwards {
         let masks = self.masks;
         mlx::run(|| {
             self.forwards.call((layer, layer), positions, k, v, |spec| {
-                // A host without masks expects the rows from position 0 on, and a chunk begins later.
+                // A host without masks expects rows from position 0 on, but the rows of a chunk begin later.
                 let is_late = matches!(spec.mask, Mask::Causal) && spec.k.len() <= positions[0];
                 if !masks && (is_late || matches!(spec.mask, Mask::Explicit(_))) {
                     fail!(
@@ -118,7 +119,7 @@ impl Forwards {
         })
     }
 
-    /// Rolls back an unfinished forward, as dropping does. Does nothing without one.
+    /// Rolls back an unfinished forward, as dropping `self` does. Does nothing if there is none.
     pub fn abort(&mut self) {
         if !self.forwards.positions().is_empty() {
             let _held = mlx::hold();
@@ -141,8 +142,8 @@ pub trait KeyValueCache {
     /// Returns the maximum number of positions that the layer sees, if it has a window.
     fn max_size(&self) -> Option<i32>;
 
-    /// Appends rows, `[1, n_kv_heads, T, head_dim]`, and returns all keys and values, in the dtype of the new
-    /// ones. Attention over them is causal: the last key belongs to the last query.
+    /// Appends rows, `[1, n_kv_heads, T, head_dim]`, and returns all keys and values in the dtype of the new ones.
+    /// Attention over them is causal: the last key belongs to the last query.
     ///
     /// # Errors
     /// Those of the underlying cache.
@@ -176,7 +177,7 @@ pub struct LayerCache {
     window: Option<i32>,
 }
 
-/// Returns the layers of a cache, in order. They share one forward at a time.
+/// Returns the layers of a cache, in order. They share one forward.
 ///
 /// # Errors
 /// Those of [`SharedCache::lock`].

@@ -1,11 +1,11 @@
 //! The KV cache of an ExecuTorch program, as a library.
 //!
-//! A cache is a *bookkeeping* (integers: which position lies in which slot) and a *store* (MLX arrays: how
-//! rows lie in slots). A runner holds its [`Cache`] face. A program's attention drives its [`AttendCache`]
-//! face, one [`Step`] a forward. The program finds the cache by the key of a [`Session`].
+//! A cache consists of *bookkeeping* (integers: which position is in which slot) and a *store* (MLX arrays: the rows
+//! of each slot). A runner uses its [`Cache`] face. A program's attention uses its [`AttendCache`] face, with one
+//! [`Step`] for each forward. The program finds the cache by the key of a [`Session`].
 //!
-//! Bookkeeping, kinds, registry and sessions come from `etkv_core`, which does not depend on MLX. This crate
-//! adds the storage on MLX arrays, and attention over it. `etkv_mlx_program` runs programs on it.
+//! Bookkeeping, kinds, registry and sessions come from `etkv_core`, which does not depend on MLX. This crate adds
+//! storage in MLX arrays, and attention over it. `etkv_mlx_program` runs programs on these caches.
 //!
 //! # Examples
 //!
@@ -62,7 +62,7 @@ pub use etkv_core::{
     Session, SharedCache, Status, TreeCache,
 };
 pub use etkv_file as file;
-/// The mlx-rs whose arrays the caches take and return.
+/// The mlx-rs whose arrays the caches accept and return.
 pub use mlx_rs;
 pub use {
     attention::{attend, attend_rows, attend_stored, AttendSpec, Mask, Scoring},

@@ -1,5 +1,5 @@
-//! Attention of MLX's operations: a product, a softmax, a product. It multiplies rows as they are stored, and
-//! knows softcaps.
+//! Attention composed of MLX operations: a product, a softmax, a product. It multiplies rows in their stored format,
+//! and supports softcaps.
 
 use mlx_rs::ops::{arange, concatenate, matmul, select, sigmoid, softmax_axis, tanh};
 use mlx_rs::transforms::eval;
@@ -9,7 +9,7 @@ use super::{dtype_of_products, AttendSpec, Mask, Scoring};
 use crate::error::Result;
 use crate::mlx::{cast, slice_axis};
 
-/// The maximum number of bytes of scores in float32 that [`over_rows`] holds at a time.
+/// The maximum number of bytes of scores, in float32, that [`over_rows`] holds at a time.
 const MAX_SCORES: u64 = 256 << 20;
 
 /// Computes attention with the stored rows. The queries of a KV head are rows of one matrix, so nothing is
@@ -29,8 +29,8 @@ pub fn by_products(q: &Array, spec: &AttendSpec, group: i32, scoring: Scoring) -
     })
 }
 
-/// Computes attention over rows in the dtype of `q`, of a number of queries at a time whose scores fit
-/// [`MAX_SCORES`]. Returns that dtype.
+/// Computes attention over rows in the dtype of `q`, and returns that dtype. Runs as many queries at a time as have
+/// scores within [`MAX_SCORES`].
 pub fn over_rows(q: &Array, k: &Array, v: &Array, mask: &Mask, scoring: Scoring) -> Result<Array> {
     over_rows_within(MAX_SCORES, q, k, v, mask, scoring)
 }
@@ -52,7 +52,8 @@ pub(super) fn over_rows_within(
     let mut outs: Vec<Array> = Vec::new();
     for first in (0..t).step_by(step as usize) {
         let last = t.min(first.saturating_add(step));
-        // A causal query sees no keys after its own, so its block needs none of them.
+        // A causal query sees no keys after its own position, so a block of queries needs only the keys up to its
+        // last one.
         let (keys, mask) = match mask {
             Mask::Causal => ((n - (t - last)).max(1), Mask::Causal),
             Mask::Explicit(mask) if mask.ndim() >= 2 && mask.dim(-2) == t => {
@@ -103,11 +104,12 @@ fn scaled(q: &Array, scale: f32) -> Result<Array> {
 struct Weights {
     /// Their softmax without the sinks, `[1, n_kv_heads, group, T, L]`.
     p: Array,
-    /// With sinks, what the sink of a row leaves: `[1, n_kv_heads, group, T, 1]` in float32.
+    /// If there are sinks: the share of each row's weight that the keys keep, `[1, n_kv_heads, group, T, 1]` in
+    /// float32.
     kept: Option<Array>,
 }
 
-/// Returns the weights of scores, `[1, n_kv_heads, group, T, L]`.
+/// Computes the weights of scores, `[1, n_kv_heads, group, T, L]`.
 fn weigh(scores: Array, mask: &Mask, scoring: Scoring) -> Result<Weights> {
     if scoring.is_plain() {
         let p = softmax_axis(masked(&scores, mask)?, -1, true)?;
@@ -124,7 +126,7 @@ fn weigh(scores: Array, mask: &Mask, scoring: Scoring) -> Result<Weights> {
     let kept = match scoring.sinks {
         Some(sinks) => {
             let sinks = cast(sinks, Dtype::Float32)?.reshape(&[1, heads, group, 1, 1])?;
-            // The sum of e^x of all keys, as a part of that sum and e^sink.
+            // The share of the keys: their sum of e^score, divided by that sum plus e^sink.
             Some(sigmoid(logits.logsumexp_axes(&[-1], true)?.subtract(sinks)?)?)
         }
         None => None,
@@ -132,8 +134,8 @@ fn weigh(scores: Array, mask: &Mask, scoring: Scoring) -> Result<Weights> {
     Ok(Weights { p, kept })
 }
 
-/// Returns `scores`, `[1, n_kv_heads, group, T, L]`, with the smallest number for hidden keys, as MLX's own
-/// attention does.
+/// Returns `scores`, `[1, n_kv_heads, group, T, L]`, with the lowest finite value for hidden keys, as in MLX's own
+/// attention.
 fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
     let [heads, group, t, n] = [1, 2, 3, 4].map(|axis| scores.dim(axis));
     let seen = match mask {
@@ -154,7 +156,7 @@ fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
     };
     let least = match scores.dtype() {
         Dtype::Float16 => -65504.0,
-        // The largest bfloat16.
+        // The largest finite bfloat16.
         Dtype::Bfloat16 => -3.389_531_4e38,
         _ => f32::MIN,
     };
@@ -193,7 +195,7 @@ mod tests {
             ] {
                 let whole = over_rows_within(u64::MAX, &q, &k, &v, &mask, scoring)?;
                 assert_eq!(whole.shape(), [1, 4, t, 16]);
-                // Of seven queries, of one, and of none.
+                // Blocks of seven queries, of one query, and a limit that not even one query fits.
                 for max_scores in [7 * 4 * 40 * 4, 4 * 40 * 4, 0] {
                     let joined = over_rows_within(max_scores, &q, &k, &v, &mask, scoring)?;
                     let close = joined.all_close(&whole, 1e-6, 1e-6, None)?;

@@ -1,11 +1,10 @@
 //! The choice between MLX's two attention implementations on a GPU, for calls that [the
 //! kernel](crate::kernels) does not support: rows of few or odd sizes, and masks that differ between heads.
 //!
-//! In half precision MLX 0.32.2 passes attention of several queries to cuDNN, which makes a plan for each
-//! pair of query and key length: 37 to 58 ms on an H200, once in each thread, against 0.05 ms for the call
-//! itself. A cache has another length at every step. In float32 MLX composes attention of its matrix
-//! products, without plans: 0.05 to 0.15 ms for up to 16 queries over 1,500 keys, 0.43 ms for 512, and the
-//! result is no less exact.
+//! In half precision MLX 0.32.2 passes attention of several queries to cuDNN. cuDNN makes a plan for each pair of
+//! query and key length: 37 to 58 ms on an H200, once in each thread, against 0.05 ms for the call itself. The length
+//! of a cache changes at every step. In float32 MLX composes attention of its matrix products, without plans: 0.05 to
+//! 0.15 ms for up to 16 queries over 1,500 keys, and 0.43 ms for 512 queries. That result is no less exact.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -16,24 +15,24 @@ use super::Mask;
 use crate::error::Result;
 use crate::mlx;
 
-/// The maximum number of bytes of scores that MLX's composed attention may hold. At this size it takes as long as
-/// a plan.
+/// The maximum number of bytes of scores that MLX's composed attention may hold. With this many scores it takes as
+/// long as making a plan.
 const MAX_SCORES: u64 = 512 << 20;
 
-/// The number of calls after which a plan has paid for itself.
+/// The number of calls whose extra time without a plan equals the time of making the plan.
 const CALLS: u32 = 128;
 
-/// Lengths that are multiples of this recur: a prompt is read in steps of such a size.
+/// Lengths that are multiples of this number recur, because prompts are read in steps of such sizes.
 const STEP: i32 = 256;
 
-/// The maximum number of pairs of lengths that are counted.
+/// The maximum number of shapes that are counted.
 const MAX_COUNTED: usize = 256;
 
 /// Shapes of queries and keys.
 type Shapes = [i32; 5];
 
 thread_local! {
-    /// The calls of this thread with each shape. MLX's plans belong to a thread too.
+    /// The number of calls of this thread with each shape. MLX's plans belong to a thread too.
     static COUNTED: RefCell<HashMap<Shapes, u32>> = RefCell::default();
 }
 
@@ -54,8 +53,8 @@ pub fn dtype_for(q: &Array, k: &Array, mask: &Mask) -> Result<Dtype> {
     Ok(if planned { dtype } else { Dtype::Float32 })
 }
 
-/// Counts a call. A plan is worth its time once the calls without it have lost as much: so the total time is
-/// at most twice the minimum.
+/// Counts a call and returns whether to make a plan. A plan pays off once the calls without it have lost as much time
+/// as it costs, so the total time is at most twice the optimum.
 fn is_worth_a_plan(shapes: Shapes) -> bool {
     COUNTED.with_borrow_mut(|counted| {
         if counted.len() >= MAX_COUNTED && !counted.contains_key(&shapes) {

@@ -1,4 +1,4 @@
-//! The keys and values that a step attends to. Only this module calls MLX's attention, or the kernel instead.
+//! Attention over the keys and values of a step. Only this module calls MLX's attention or the CUDA kernel.
 
 mod composed;
 mod fused;
@@ -13,27 +13,27 @@ use crate::kernels;
 use crate::mlx::{self, cast, slice_axis};
 use crate::store::KvView;
 
-/// The keys that a query sees; an explicit mask is a boolean array.
+/// The keys that a query sees. An explicit mask is a boolean array.
 pub type Mask = etkv_core::Mask<Array>;
 
 /// How products of queries and keys become weights.
 pub type Scoring<'a> = etkv_core::Scoring<'a, Array>;
 
-/// A layer's keys and values as a step reads them, and how to mask them.
+/// A layer's keys and values as a step reads them, and their mask.
 pub type AttendSpec = etkv_core::AttendSpec<KvView, Array>;
 
-/// Computes the attention of `q`, `[1, n_heads, T, k_head_dim]`, over `spec`. `scoring` is a scale, or has a
-/// softcap and sinks too.
+/// Computes the attention of `q`, `[1, n_heads, T, k_head_dim]`, over `spec`. `scoring` is a scale, with or without a
+/// softcap and sinks.
 ///
 /// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` if that is `None`.
 ///
-/// Rows in the dtype of `q` are read in place. For packed rows and rows in another dtype, few queries read
-/// the stored rows, or a block of them at a time. For many queries the keys and values of one KV head are
-/// unpacked at a time; on a GPU, those of as many heads as fit 256 MiB. With a softcap the scores of as many
-/// queries as fit 256 MiB are computed at a time.
+/// Rows in the dtype of `q` are read in place. For packed rows and rows in another dtype, a call with few queries
+/// reads the stored rows, or one block of them at a time. A call with many queries unpacks the keys and values of one
+/// KV head at a time; on a GPU, those of as many heads as fit 256 MiB. With a softcap it computes the scores of as
+/// many queries at a time as fit 256 MiB.
 ///
-/// Values that are in the keys are not copied from there: the results are means of whole keys, of which the
-/// first elements are returned.
+/// If the values are the first elements of the keys, they are not copied: the weights multiply whole keys, and the
+/// first elements of the results are returned.
 ///
 /// # Errors
 /// [`Shape`](crate::Status::Shape) or [`Backend`](crate::Status::Backend) if the shapes do not match, and
@@ -74,7 +74,7 @@ fn attend_checked(
     cast(&out, out_dtype.unwrap_or(q.dtype()))
 }
 
-/// Checks that there is a sink for each head of `q`, and the softcap.
+/// Checks that there is a sink for each head of `q`, and that the softcap is in range.
 fn check(q: &Array, scoring: Scoring) -> Result<()> {
     scoring.check()?;
     let heads = q.shape().get(1).copied().unwrap_or_default();
@@ -86,8 +86,8 @@ fn check(q: &Array, scoring: Scoring) -> Result<()> {
     }
 }
 
-/// [`attend`] over the stored rows (`packed`) or over unpacked rows. The benchmark uses it to
-/// choose between them.
+/// [`attend`] over stored rows if `packed`, else over unpacked rows. The benchmark compares both to choose between
+/// them.
 #[doc(hidden)]
 pub fn attend_stored<'a>(
     q: &Array,
@@ -103,8 +103,8 @@ pub fn attend_stored<'a>(
     }
 }
 
-/// Computes attention over rows in the dtype of `q` with the kernel for several queries, even for a single
-/// one, or with MLX. Returns `None` if there is no kernel. The benchmark compares them.
+/// Computes attention over rows in the dtype of `q`. Uses the kernel for several queries, even for a single one, or
+/// MLX. Returns `None` if the kernel does not support the call. The benchmark compares them.
 #[doc(hidden)]
 pub fn attend_rows(
     [q, k, v]: [&Array; 3],
@@ -127,7 +127,7 @@ fn by_rows(q: &Array, k: &Array, v: &Array, mask: &Mask, scoring: Scoring) -> Re
     if scoring.softcap.is_some() {
         return composed::over_rows(q, k, v, mask, scoring);
     }
-    // The kernel knows no sinks.
+    // The kernel does not support sinks.
     let by_kernel = match scoring.sinks {
         None => kernels::several_queries(q, k, v, mask, scoring.scale)?,
         Some(_) => None,
@@ -138,7 +138,7 @@ fn by_rows(q: &Array, k: &Array, v: &Array, mask: &Mask, scoring: Scoring) -> Re
     }
 }
 
-/// Calls MLX's own attention, which knows sinks and no softcap. Returns the dtype of `q`.
+/// Calls MLX's own attention, which supports sinks but no softcap. Returns the dtype of `q`.
 fn by_mlx(q: &Array, k: &Array, v: &Array, mask: &Mask, scoring: Scoring) -> Result<Array> {
     let dtype = fused::dtype_for(q, k, mask)?;
     if dtype != q.dtype() {
@@ -150,12 +150,12 @@ fn by_mlx(q: &Array, k: &Array, v: &Array, mask: &Mask, scoring: Scoring) -> Res
         Mask::Causal => Some(ScaledDotProductAttentionMask::Causal),
         Mask::Explicit(mask) => Some(ScaledDotProductAttentionMask::Array(mask)),
     };
-    // MLX takes no sinks that are wider than the queries.
+    // MLX refuses sinks of a wider dtype than the queries.
     let sinks = scoring.sinks.map(|sinks| cast(sinks, dtype)).transpose()?;
     Ok(scaled_dot_product_attention(q, k, v, scoring.scale, mask, sinks.as_ref())?)
 }
 
-/// Returns the query heads of one KV head.
+/// Returns the number of query heads for each KV head.
 fn group_of(q: &Array, spec: &AttendSpec) -> Result<i32> {
     let heads = spec.k.n_kv_heads();
     if q.ndim() != 4 || heads <= 0 || q.dim(1) % heads != 0 || spec.v.n_kv_heads() != heads {

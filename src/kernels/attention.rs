@@ -1,9 +1,8 @@
-//! Attention of several queries in one kernel launch on CUDA, where MLX has a plan for each pair of lengths
-//! or ten launches a layer.
+//! Attention of several queries in one kernel launch on CUDA. MLX needs a cuDNN plan for each pair of lengths, or ten
+//! launches a layer.
 //!
-//! A launch costs the host 6 to 10 µs, which is most of the time of a step of a few tokens. So the slices are
-//! merged by the same kernel: its blocks count themselves, and the last one merges. See `attention.cuh` of
-//! `etkv_cuda`.
+//! A launch costs the host 6 to 10 µs, which is most of the time of a step of a few tokens. So the kernel also merges
+//! its slices: its blocks count how many have finished, and the last one merges. See `attention.cuh` of `etkv_cuda`.
 
 use etkv_cuda::text;
 use mlx_rs::transforms::eval;
@@ -20,21 +19,22 @@ use crate::mlx::slice_axis;
 #[cfg(test)]
 mod tests;
 
-/// The maximum number of queries of a call in half precision: the steps of a prompt. A single query has MLX's own
-/// kernel.
+/// The maximum number of queries of a call in half precision, enough for the steps of a prompt. For a single query
+/// MLX has a kernel.
 const MAX_QUERIES: i32 = 1 << 16;
 
 /// The maximum number of queries of a call in float32, whose products are slow without tensor cores: for more, MLX's
 /// attention is faster.
 const MAX_F32: i32 = 64;
 
-/// The same for one sequence in float32.
+/// [`MAX_F32`] for a cache of one sequence.
 const MAX_F32_OF_ONE: i32 = 16;
 
-/// The dimensions of a row that the kernel supports, in multiples of 16.
+/// The dimensions of a row that the kernel supports, if they are multiples of 16.
 const DIMS: std::ops::RangeInclusive<i32> = 32..=256;
 
-/// Keys that a block reads at a time, rows of a warp, and threads of a block: as in the kernel.
+/// The number of keys that a block reads at a time, the rows of a warp, and the threads of a block. The kernel has
+/// the same constants.
 const TILE: i32 = 64;
 const ROWS: i32 = 16;
 const THREADS: i32 = 128;
@@ -54,13 +54,12 @@ const MIN_TILES: i32 = 1;
 /// Shared memory that every GPU since Ampere has.
 const MAX_SHARED: i32 = 96 << 10;
 
-/// Slices that are merged at once, as in the kernel.
+/// The number of slices that are merged at once, as in the kernel.
 const MAX_MERGED: i32 = 16;
 
-/// The counters of a call, and the number of calls with separate counters. A row of blocks needs one counter,
-/// or 9 if there are more slices than are merged at once; calls with many rows of blocks have few slices. The
-/// kernels of calls that are further apart never run at the same time: MLX's graphs have 100 operations or
-/// fewer.
+/// The counters of one call, and the number of calls with separate counters. A row of blocks needs one counter, or 9
+/// if it has more slices than are merged at once; calls with many rows of blocks have few slices. MLX's graphs have
+/// at most 100 operations, so kernels of calls that are `CALLS` apart never run at the same time.
 const COUNTERS: i32 = 600;
 const CALLS: i32 = 512;
 
@@ -74,7 +73,7 @@ struct Template {
     scale: u32,
 }
 
-/// The kernels of this process, and the counters of its calls. Used under the lock of MLX only.
+/// The kernels of this process, and the counters of its calls. Used only under the lock of MLX.
 #[derive(Default)]
 struct Kernels {
     compiled: CompiledKernels<Template>,
@@ -86,8 +85,8 @@ static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
 
 /// Returns the attention of `q` over `k` and `v`, in the dtype of `q`, if the kernel supports it.
 ///
-/// Keys and values may be views with any strides. A query that sees nothing gets the mean of all values, as
-/// with MLX's composed attention; a query of etkv's caches sees at least its own key.
+/// Keys and values may be views with any strides. A query that sees no keys gets the mean of all values, as in MLX's
+/// composed attention. Queries of etkv's caches see at least their own key.
 pub fn several_queries(
     q: &Array,
     k: &Array,
@@ -106,7 +105,7 @@ pub fn several_queries(
     attend(q, k, v, mask, scale)
 }
 
-/// [`several_queries`], also for one query.
+/// [`several_queries`], but also for a single query.
 pub fn attend(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Option<Array>> {
     let Some(call) = Call::of(q, k, v, mask, scale) else {
         return Ok(None);
@@ -118,8 +117,8 @@ pub fn attend(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Resul
     kernels.get_or_insert_default().attend([q, k, v], mask, &call)
 }
 
-/// Compiles the masked variants of the kernels without masks that have run. A sequence whose layers have
-/// windows needs them only once it is longer than the windows.
+/// Compiles the masked variants of all kernels that have run without a mask. A sequence whose layers have windows
+/// needs a mask only once it is longer than the windows.
 pub fn compile_masked() -> Result<()> {
     if !can_run()? {
         return Ok(());
@@ -138,7 +137,7 @@ pub fn compile_masked() -> Result<()> {
 /// A call that the kernel supports.
 struct Call {
     template: Template,
-    /// Blocks along keys, KV heads, and rows.
+    /// Numbers of blocks along keys, KV heads, and rows.
     grid: [i32; 3],
     rows_of_block: i32,
     out: [i32; 4],
@@ -171,7 +170,7 @@ impl Call {
         if blocks_of_rows.max(kv_heads) > MAX_BLOCKS {
             return None;
         }
-        // MLX counts threads.
+        // MLX counts threads, not blocks.
         slices.checked_mul(kv_heads)?.checked_mul(blocks_of_rows)?.checked_mul(THREADS)?;
         Some(Self {
             template,
@@ -186,13 +185,13 @@ impl Call {
         let [slices, heads, blocks] = self.grid;
         match slices {
             1 => 1,
-            // At most `BLOCKS` in all, of 64 rows each.
+            // There are at most `BLOCKS` blocks, of up to 64 rows each.
             _ => slices * heads * blocks * self.rows_of_block * (self.template.v_dim + 2),
         }
     }
 }
 
-/// Returns the number of warps of a block that have their own rows.
+/// Returns the number of warps of a block that work on different rows.
 fn row_warps(rows: i32, most: i32) -> i32 {
     match rows {
         ..=16 => 1,
@@ -201,13 +200,13 @@ fn row_warps(rows: i32, most: i32) -> i32 {
     }
 }
 
-/// Returns the number of slices of `n` keys if `rows` blocks read each.
+/// Returns the number of slices of `n` keys if each slice has `rows` blocks.
 fn slices_of(n: i32, rows: i32) -> i32 {
     let most = (n / TILE + i32::from(n % TILE != 0)) / MIN_TILES;
     (BLOCKS / rows.max(1)).min(most).clamp(1, MAX_SLICES)
 }
 
-/// Returns the kernel's number for a mask that it supports.
+/// Returns the kernel's number for the kind of `mask`, if the kernel supports it.
 fn kind_of(mask: &Mask, t: i32, n: i32) -> Option<u8> {
     match mask {
         Mask::None => Some(0),
@@ -228,7 +227,7 @@ impl Template {
             && self.memory().is_some_and(|(_, bytes)| bytes <= MAX_SHARED)
     }
 
-    /// In float32 the queries take shared memory too, so there are fewer warps.
+    /// Queries in float32 are in shared memory too, so a block has fewer warps.
     fn max_row_warps(&self) -> i32 {
         if self.dtype == Dtype::Float32 {
             2
@@ -237,7 +236,7 @@ impl Template {
         }
     }
 
-    /// Returns the tiles that a block holds at a time, and its bytes of shared memory.
+    /// Returns the number of tiles that a block holds at a time, and its bytes of shared memory.
     fn memory(&self) -> Option<(i32, i32)> {
         let (_, size) = element(self.dtype)?;
         let pad = 16 / size;
@@ -247,8 +246,8 @@ impl Template {
             _ => 0,
         };
         let tiles = if 2 * tile + queries <= MAX_SHARED { 2 } else { 1 };
-        // The same memory holds the sums of all warps with their weights, and then those of the slices that
-        // are merged.
+        // The tiles' memory is reused for the sums of all warps with their weights, and then for those of the slices
+        // that are merged.
         let sums = 4 * ROWS * (self.v_dim + 8 + 2) * 4;
         let weights = (2 * MAX_MERGED + 1) * 4 * ROWS * 4;
         Some((tiles, (tiles * tile + queries).max(sums).max(weights)))
@@ -293,7 +292,7 @@ impl Kernels {
         }
     }
 
-    /// Returns counters that are zero while no kernel of their call runs.
+    /// Returns the next counters. Counters are zero whenever no kernel of their call runs.
     fn next_counters(&mut self) -> Result<Array> {
         if self.counters.is_empty() {
             let all = Array::zeros::<u32>(&[CALLS, COUNTERS])?;

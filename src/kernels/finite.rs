@@ -1,5 +1,5 @@
-//! Checks whether the elements of several arrays are finite, in one kernel launch on CUDA, where MLX first
-//! copies each array into one.
+//! Checks whether the elements of several arrays are finite, in one kernel launch on CUDA. MLX's operations would
+//! first copy all arrays into one.
 
 use std::ffi::{CStr, CString};
 use std::fmt::Write;
@@ -17,7 +17,7 @@ use crate::error::{Error, Result, Status};
 /// The maximum number of arrays of a call.
 pub const MAX_ARRAYS: usize = 16;
 
-/// Threads of a block. Each array has one block.
+/// Threads of a block. There is one block for each array.
 const THREADS: i32 = 512;
 
 /// The maximum number of elements of an array: one block reads them in some microseconds.
@@ -25,8 +25,8 @@ const MAX_ELEMENTS: usize = 1 << 17;
 
 static KERNELS: Mutex<Option<CompiledKernels<Dtype>>> = Mutex::new(None);
 
-/// Returns a number for each array, 0 if all its elements are finite, if the kernel supports the arrays: up
-/// to [`MAX_ARRAYS`] arrays with four axes and the same float dtype.
+/// Returns a number for each array: 0 if all its elements are finite. Returns `None` if the kernel does not support
+/// the arrays. It supports up to [`MAX_ARRAYS`] arrays with four axes and the same float dtype.
 pub fn non_finite(arrays: &[&Array]) -> Result<Option<Array>> {
     if !takes(arrays) || !can_run()? {
         return Ok(None);
@@ -52,7 +52,7 @@ fn takes(arrays: &[&Array]) -> bool {
 }
 
 fn launch(kernel: &Kernel, arrays: &[&Array]) -> Result<Array> {
-    // Missing arrays are not read.
+    // The kernel does not read the missing arrays.
     let inputs: SmallVec<[&Array; MAX_ARRAYS]> =
         (0..MAX_ARRAYS).map(|i| arrays[i % arrays.len()]).collect();
     let n = arrays.len() as i32;
@@ -108,7 +108,7 @@ mod tests {
                             _ => 65_504.0,
                         };
                         let bad = Array::from_slice(&[bad], &[1, 1, 1, 1]).as_dtype(dtype)?;
-                        // The last column of the fifth token of one head.
+                        // Damages the last column of the fifth token of one head.
                         let at = i as i32 % 3;
                         let head = slice_axis(&x, 1, at, at + 1, 1)?;
                         let token = update_axis(&slice_axis(&head, 2, 4, 5, 1)?, &bad, 3, 47, 48)?;
@@ -117,7 +117,7 @@ mod tests {
                         arrays.push(if i % 2 == 0 { x } else { x.transpose_axes(&[0, 2, 1, 3])? });
                     }
                     let all: Vec<&Array> = arrays.iter().collect();
-                    let found = non_finite(&all)?.expect("the kernel takes them");
+                    let found = non_finite(&all)?.expect("the kernel supports them");
                     found.eval()?;
                     let wanted: Vec<u32> =
                         (0..n).map(|i| u32::from(matches!(i % 4, 1 | 2))).collect();

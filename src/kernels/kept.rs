@@ -1,9 +1,8 @@
-//! Compiled kernels that later processes can use.
+//! Compiles kernels to files that later processes can use.
 //!
-//! MLX compiles a custom kernel in each process, with CUDA's headers, in one to five seconds, and does not
-//! cache it. But it first looks for it in its folder. So etkv compiles the same text without these headers,
-//! caches the result, and puts it into the folder of this process under MLX's name. If that fails, MLX
-//! compiles.
+//! MLX compiles a custom kernel in each process, with CUDA's headers, in one to five seconds, and does not cache it.
+//! But MLX first looks for the kernel in its folder. So etkv compiles the same text without these headers, caches the
+//! result, and writes it to the folder of this process under MLX's name. If this fails, MLX compiles the kernel.
 
 use std::ffi::CStr;
 use std::fmt::{Display, Write};
@@ -22,7 +21,7 @@ use crate::mlx::{self, check};
 /// The target of this module's events.
 const TARGET: &str = "etkv::kernels";
 
-/// Lets MLX find the kernel of an array that is not computed yet.
+/// Writes the kernel of an array that is not computed yet to the folder where MLX looks for it.
 pub fn provide(made: &Array) {
     let Some(folder) = mlx::kernel_folder() else {
         return;
@@ -44,7 +43,7 @@ fn provide_in(folder: &Path, made: &Array) -> Result<String> {
     let text = whole(&name, &text, |path| {
         path.starts_with(folder).then(|| fs::read_to_string(path).ok()).flatten()
     });
-    let text = text.ok_or_else(|| failed(format!("{name}: its text is not as expected")))?;
+    let text = text.ok_or_else(|| failed(format!("{name}: its text does not define the kernel")))?;
     let compiler = compiler().ok_or_else(|| failed("there is no compiler"))?;
     let cubin = compiler.cubin(&text).map_err(failed)?;
     let file = |ending: &str| folder.join(format!("{name}_{number:x}.{ending}"));
@@ -59,7 +58,7 @@ fn failed(what: impl Display) -> Error {
     Error::new(Status::Backend, what)
 }
 
-/// Returns the compiler, if it is found.
+/// Returns the compiler, or `None` if there is none.
 fn compiler() -> Option<&'static Compiler> {
     static COMPILER: OnceLock<Option<Compiler>> = OnceLock::new();
     let open = || match Compiler::open(mlx::compiled_folder().as_deref()) {
@@ -72,11 +71,11 @@ fn compiler() -> Option<&'static Compiler> {
     COMPILER.get_or_init(open).as_ref()
 }
 
-/// A kernel in the form that MLX would compile.
+/// The source of a kernel, as MLX would compile it.
 struct Kernel {
     name: String,
     text: String,
-    /// The number after the name in the names of its files.
+    /// The number at the end of the names of its files.
     number: u64,
 }
 
@@ -101,8 +100,9 @@ impl Kernel {
     }
 }
 
-/// Returns a kernel's text without `#include`, and with an unmangled name: it contains the header files that
-/// `read` knows, and [`text::MLX_HEADERS`] instead of all others. Returns `None` for another kernel.
+/// Returns a kernel's text without `#include`, and with an unmangled name. A header file that `read` returns is
+/// included in the text, and [`text::MLX_HEADERS`] replaces all others. Returns `None` if the text does not define
+/// the kernel `name`.
 fn whole(name: &str, text: &str, read: impl Fn(&Path) -> Option<String>) -> Option<String> {
     let head = format!("__global__ void {name}(");
     let (before, body) = text.split_once(&head)?;
@@ -111,7 +111,7 @@ fn whole(name: &str, text: &str, read: impl Fn(&Path) -> Option<String>) -> Opti
         let included = line.trim().strip_prefix("#include");
         match included.map(|named| read(Path::new(named.trim().trim_matches(['"', '<', '>'])))) {
             Some(Some(file)) => whole.push_str(&file),
-            // One that stands for all of MLX's and CUDA's is there already.
+            // `MLX_HEADERS` already replaces this header of MLX or CUDA.
             Some(None) => {}
             None => whole.push_str(line),
         }
@@ -127,7 +127,7 @@ mod tests {
 
     const NAME: &str = "custom_kernel_etkv_twice";
 
-    /// As MLX writes it.
+    /// The text as MLX generates it.
     const TEXT: &str = r#"
 #include "mlx/backend/cuda/device/utils.cuh"
 
@@ -168,7 +168,7 @@ __global__ void custom_kernel_etkv_twice(
 
     #[test]
     fn what_mlx_declares_is_known() {
-        // The compiler needs a device only to determine its kind.
+        // The compiler needs a device only to determine the kind of GPU.
         let text = whole(NAME, TEXT, own).unwrap();
         match Compiler::for_capability(90, None) {
             Ok(compiler) => assert_eq!(&compiler.cubin(&text).unwrap()[..4], b"\x7fELF"),

@@ -1,9 +1,9 @@
-//! Products of a few rows with a weight in one kernel launch, with the operations around them in a layer: for
-//! tokens to verify, or one token of each of several sequences.
+//! Products of a few rows with a weight, fused with the operations around them in a layer, in one kernel launch. Used
+//! for tokens to verify, or for one token of each of several sequences.
 //!
-//! MLX passes products to cuBLAS: each call costs the host 16 to 30 µs on an H200, where a launch costs 6 to
-//! 10, and the first call with another number of rows 3 ms. On the device both take the time of reading the
-//! weight. See `few_rows.cuh` of `etkv_cuda`.
+//! MLX passes products to cuBLAS. Each call costs the host 16 to 30 µs on an H200, where a launch costs 6 to 10, and
+//! the first call with another number of rows costs 3 ms. On the device both take the time of reading the weight. See
+//! `few_rows.cuh` of `etkv_cuda`.
 
 use std::ffi::CStr;
 
@@ -21,21 +21,22 @@ use crate::error::{Error, Result};
 #[cfg(test)]
 mod tests;
 
-/// The maximum number of rows of a call. For more, cuBLAS is faster; one row has MLX's own kernel, which is faster.
+/// The maximum number of rows of a call. For more rows cuBLAS is faster, and for one row MLX's kernel is.
 pub const MAX_ROWS: i32 = 16;
 
-/// Outputs of a tile, and the threads of a block: as in the kernel.
+/// The outputs of a tile, and the threads of a block, as in the kernel.
 const TILE: i32 = 16;
 const THREADS: i32 = 256;
 
-/// The maximum number of blocks: two on each multiprocessor of an H200. With more tiles a block has several.
+/// The maximum number of blocks: two on each multiprocessor of an H200. If there are more tiles, a block computes
+/// several.
 const MAX_BLOCKS: i32 = 264;
 
-/// Elements that a thread reads at a time.
+/// The number of elements that a thread reads at a time.
 const PIECE: i32 = 8;
 
-/// Rows that fit are normalized in shared memory: the padding elements between two rows, and the most
-/// elements, as in the kernel.
+/// Rows are normalized in shared memory, if they fit. `PAD` is the number of elements between two rows and
+/// `MAX_SHARED` the maximum number of elements, as in the kernel.
 const PAD: i32 = 32;
 const MAX_SHARED: i32 = 33_280;
 const BYTES_SHARED: i32 = 2 * MAX_SHARED;
@@ -45,20 +46,20 @@ const BYTES_SHARED: i32 = 2 * MAX_SHARED;
 pub struct Product<'a> {
     /// The rows, `[..., T, in]`.
     pub x: &'a Array,
-    /// The weight. It is evaluated, and its memory is `[out, in]`, row-major: it is an array of that shape,
-    /// or the transposition of one.
+    /// The weight. It must be evaluated. Its memory is `[out, in]`, row-major: the array has that shape or is the
+    /// transposition of such an array.
     pub weight: &'a Array,
-    /// Whether the weight is seen as `[in, out]`.
+    /// Whether the array `weight` has the shape `[in, out]`.
     pub transposed: bool,
     /// `[out]`, added to each row.
     pub bias: Option<&'a Array>,
-    /// The norm of `x`. Long rows are not normalized here: see [`few_rows`].
+    /// The norm of `x`. [`few_rows`] refuses rows that are too long to normalize.
     pub norm: Option<RmsNorm<'a>>,
-    /// The function of the first half of the outputs. It multiplies the second half.
+    /// The function that is applied to the first half of the outputs. The result multiplies the second half.
     pub gate: Option<Gate>,
-    /// The residual: rows that are added to the result, of its shape.
+    /// The residual: rows of the result's shape that are added to it.
     pub residual: Option<&'a Array>,
-    /// The rotation of the outputs, which are heads. Then there is no gate and no residual, and the result is
+    /// The rotation of the outputs, which are heads. It excludes a gate and a residual. The result is
     /// `[1, T, heads, head_dim]`.
     pub rotation: Option<Rotation<'a>>,
 }
@@ -71,11 +72,11 @@ pub struct Rotation<'a> {
     pub positions: &'a Array,
     /// `[head_dim / 2]`, float32.
     pub periods: &'a Array,
-    /// The number of heads that rotate. Those after them do not.
+    /// The number of heads that rotate. Later heads do not.
     pub heads: i32,
 }
 
-/// An RMS norm, as MLX's `fast.rms_norm`.
+/// An RMS norm with the semantics of MLX's `fast.rms_norm`.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm<'a> {
     /// `[in]`.
@@ -84,7 +85,7 @@ pub struct RmsNorm<'a> {
     pub eps: f32,
 }
 
-/// An activation function. The kernel uses the same numbers.
+/// An activation function. The kernel has the same numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Gate {
@@ -113,11 +114,11 @@ impl<'a> Product<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Template {
     dtype: Dtype,
-    /// The axes of `x`.
+    /// The number of axes of `x`.
     rank: usize,
 }
 
-/// The operations of a call around the product.
+/// Parameters of the operations around the product.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Form {
     gate: i32,
@@ -129,19 +130,19 @@ struct Form {
 
 const PLAIN: Form = Form { gate: 0, normalizes: false, eps: 0.0, rotated: 0 };
 
-/// The kernels of this process, and the forms of its calls. Used under the lock of MLX only.
+/// The kernels of this process, and the forms of its calls. Used only under the lock of MLX.
 #[derive(Default)]
 struct Kernels {
     compiled: CompiledKernels<Template>,
     forms: Vec<(Form, Dtype, Array)>,
-    /// A position and a period, for products that do not rotate.
+    /// A position and a period that stand in for those of products without a rotation.
     unrotated: Option<[Array; 2]>,
 }
 
 static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
 
-/// Returns the result in the dtype of `x`, if the kernel supports the product. Rows that it normalizes have
-/// at most 33,280 elements together, counting 32 more for each row.
+/// Returns the result in the dtype of `x`, or `None` if the kernel does not support the product. It normalizes rows
+/// of at most 33,280 elements in all, with 32 more for each row.
 pub fn few_rows(product: &Product) -> Result<Option<Array>> {
     let Some(call) = Call::of(product) else {
         return Ok(None);
@@ -171,7 +172,7 @@ pub fn few_rows(product: &Product) -> Result<Option<Array>> {
     }
 }
 
-/// The arrays of a call other than those of the product.
+/// The arrays of a call besides those of the product.
 #[derive(Clone, Copy)]
 struct FormArrays<'a> {
     form: &'a Array,
@@ -182,7 +183,7 @@ struct FormArrays<'a> {
 struct Call {
     template: Template,
     form: Form,
-    /// The threads of all blocks.
+    /// The number of threads of all blocks.
     threads: i32,
     out: SmallVec<[i32; 4]>,
 }
@@ -241,7 +242,7 @@ impl Call {
     fn launch(&self, kernel: &Kernel, product: &Product, how: FormArrays) -> Result<Array> {
         let Product { x, weight, bias, norm, residual, rotation, .. } = *product;
         let norm = norm.and_then(|norm| norm.weight);
-        // The form takes the place of missing arrays.
+        // The kernel does not read the array of the form that stands in for a missing one.
         let [bias, norm, residual] = [bias, norm, residual].map(|array| array.unwrap_or(how.form));
         let [position, period] = how.unrotated;
         let (positions, periods) =
@@ -252,7 +253,7 @@ impl Call {
 }
 
 impl Rotation<'_> {
-    /// Returns the size of a head, if the kernel can rotate these outputs: a tile has complete pairs.
+    /// Returns the size of a head, if the kernel can rotate these outputs. Each tile must have complete pairs.
     fn head_dim(&self, rows: i32, outputs: i32) -> Option<i32> {
         let &[half] = self.periods.shape() else {
             return None;
@@ -270,14 +271,14 @@ impl Rotation<'_> {
     }
 }
 
-/// Returns the array that describes a form to the kernel. MLX passes no numbers to a kernel except the shapes
-/// of arrays, so this array has the numbers as its shape. Its single element is broadcast, and never read.
+/// Returns the array that describes a form to the kernel. MLX passes numbers to a kernel only as shapes of arrays, so
+/// the shape of this array is these numbers. The array broadcasts a single element, which the kernel does not read.
 fn kept(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Result<Array> {
     let same = |(known, its, _): &&(Form, Dtype, Array)| (*known, *its) == (form, dtype);
     if let Some((.., array)) = forms.iter().find(same) {
         return Ok(array.clone());
     }
-    // An axis has at least one element.
+    // Adds 1, because an axis has at least one element.
     let how = 1 + form.gate + if form.normalizes { 4 } else { 0 };
     let shape = [how, (form.eps.to_bits() as i32).max(1), 1 + form.rotated];
     let array = broadcast_to(&Array::zeros::<f32>(&[1, 1, 1])?.as_dtype(dtype)?, &shape)?;
@@ -292,13 +293,14 @@ fn kept(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Resu
 /// The maximum number of forms that are kept. A program has five.
 const MAX_FORMS: usize = 64;
 
-/// Returns the threads of all blocks, which is what MLX counts, for tiles of `tile` outputs.
+/// Returns the number of threads of all blocks, as MLX counts, for tiles of `tile` outputs.
 fn threads(outputs: i32, tile: i32) -> i32 {
     let tiles = outputs / tile + i32::from(outputs % tile != 0);
     tiles.min(MAX_BLOCKS) * THREADS
 }
 
-/// Returns the outputs of a weight for rows of `inner` elements, if the kernel supports its memory layout.
+/// Returns the number of outputs of a weight for rows of `inner` elements, if the kernel supports the weight's memory
+/// layout.
 fn weight_outputs(weight: &Array, inner: i32, transposed: bool) -> Option<i32> {
     let (&[a, b], &[along_a, along_b]) = (weight.shape(), weight.strides()) else {
         return None;

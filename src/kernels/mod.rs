@@ -1,7 +1,7 @@
-//! Kernels for CUDA where MLX has none that is fast enough. They are compiled on first use, and cached for
-//! later processes.
+//! CUDA kernels for calls that are too slow in MLX. They are compiled on first use, and cached for later processes.
 //!
-//! On other devices, and for calls that a kernel does not support, there is no result and MLX computes it.
+//! On other devices, and for calls that a kernel does not support, functions return `None` and MLX computes the
+//! result.
 
 mod attention;
 mod finite;
@@ -32,17 +32,17 @@ pub use self::rotary::rotary;
 use crate::error::{Error, Result, Status};
 use crate::mlx;
 
-/// The maximum number of kernels of one kind that a process compiles. A program has one to six; one with another
-/// scale in each layer would never stop.
+/// The maximum number of kernels of one kind that a process compiles. A program has one to six. The limit stops a
+/// program with a different scale in each layer.
 const MAX_KERNELS: usize = 64;
 
-/// Returns whether kernels can run here: on the shared stream of a GPU. A host may have other streams, even
-/// on a CPU; kernels of two streams would share their counters.
+/// Returns whether kernels can run here: on the shared stream of a GPU. A host may use several streams, even one on a
+/// CPU; kernels of two streams would share their counters.
 pub fn can_run() -> Result<bool> {
     Ok(!cfg!(target_os = "macos") && mlx::on_gpu()? && mlx::is_stream_shared()?)
 }
 
-/// The kernels of one kind, with `None` for those that cannot be compiled. Used under the lock of MLX only.
+/// The kernels of one kind. `None` stands for a kernel that cannot be compiled. Used only under the lock of MLX.
 struct CompiledKernels<T>(HashMap<T, Option<Kernel>>);
 
 impl<T> Default for CompiledKernels<T> {
@@ -52,7 +52,7 @@ impl<T> Default for CompiledKernels<T> {
 }
 
 impl<T: Eq + Hash> CompiledKernels<T> {
-    /// Returns the kernel of `template`. The first time, `make` compiles it and runs it once.
+    /// Returns the kernel of `template`. On first use `make` compiles the kernel and runs it once.
     fn get(
         &mut self,
         template: T,
@@ -71,13 +71,13 @@ impl<T: Eq + Hash> CompiledKernels<T> {
         self.0.get(&template)?.as_ref()
     }
 
-    /// Returns the templates whose kernels run.
+    /// Returns the templates of the kernels that run.
     fn templates(&self) -> impl Iterator<Item = &T> {
         self.0.iter().filter(|(_, kernel)| kernel.is_some()).map(|(template, _)| template)
     }
 }
 
-/// Returns the name of a float dtype in CUDA, and its bytes.
+/// Returns the name of a float dtype in CUDA, and the bytes of an element.
 fn element(dtype: Dtype) -> Option<(&'static str, i32)> {
     match dtype {
         Dtype::Float16 => Some(("__half", 2)),
@@ -87,17 +87,18 @@ fn element(dtype: Dtype) -> Option<(&'static str, i32)> {
     }
 }
 
-/// Returns the header of an MLX kernel that provides `text`, the functions that it calls.
+/// Returns the header of an MLX kernel. It provides the functions of `text`.
 ///
-/// MLX copies and hashes a kernel's text in each call, which takes as long as the rest of the call if the
-/// text is long. So the text is in a file in the folder of this process, and the kernel includes it.
+/// MLX copies and hashes a kernel's text in each call. If the text is long, this takes as long as the rest of the
+/// call. So the text is in a file in the folder of this process, and the kernel includes that file.
 fn header(name: &str, text: &str) -> Result<CString> {
     let bare = bare(text);
     let included = mlx::kernel_folder().and_then(|folder| included(folder, name, &bare));
     c_text(included.unwrap_or(bare))
 }
 
-/// Returns the line that includes `text`, which it writes to a file of `folder`, if that is possible.
+/// Writes `text` to a file of `folder` and returns the line that includes it, or `None` if the file cannot be
+/// written.
 fn included(folder: &Path, name: &str, text: &str) -> Option<String> {
     let path = folder.join(format!("etkv_{name}.cuh"));
     let named = path.to_str().filter(|path| !path.contains(['"', '\\', '\n']))?;
@@ -114,7 +115,7 @@ fn included(folder: &Path, name: &str, text: &str) -> Option<String> {
     }
 }
 
-/// Returns the text of a kernel's own function.
+/// Returns the text of the function that a kernel consists of.
 fn source(text: &str) -> Result<CString> {
     c_text(bare(text))
 }

@@ -8,10 +8,10 @@ use mlx_rs::{Array, Dtype};
 use crate::error::{Error, Result, Status};
 use crate::mlx::{call, check, Arrays};
 
-/// A kernel that is compiled on first use, if it is not [cached](super::kept).
+/// A kernel. MLX compiles it on first use unless it is [cached](super::kept).
 pub struct Kernel {
     raw: mlx_sys::mlx_fast_cuda_kernel,
-    /// Whether it was launched.
+    /// Whether the kernel has been launched.
     launched: Cell<bool>,
 }
 
@@ -19,8 +19,8 @@ pub struct Kernel {
 unsafe impl Send for Kernel {}
 
 impl Kernel {
-    /// Makes a kernel of `source`, the body of a function of `inputs` and `outputs`, with `bytes` of shared
-    /// memory. Inputs are passed in their memory layout.
+    /// Creates a kernel of `source`, the body of a function of `inputs` and `outputs`, with `bytes` of shared memory.
+    /// The kernel receives inputs in their memory layout, without a copy.
     pub fn new(
         name: &CStr,
         inputs: &[&CStr],
@@ -67,7 +67,7 @@ impl Kernel {
         let (first, made) = self.apply(inputs, outputs, threads, block)?;
         let mut all = vec![first];
         for output in 1..outputs.len() {
-            // SAFETY: the list is live and has an array for each output; the handle gets another one.
+            // SAFETY: the list is live and has an array for each output; `out` receives a new handle.
             all.push(call(|out, _| unsafe {
                 mlx_sys::mlx_vector_array_get(out, made.as_raw(), output)
             })?);
@@ -102,7 +102,7 @@ impl Kernel {
             check(mlx_sys::mlx_fast_cuda_kernel_config_set_thread_group(config.0, block, 1, 1))?;
         }
         let out = call(|first, stream| {
-            // SAFETY: all handles are live; the first element gets another handle.
+            // SAFETY: all handles are live; `out` receives a new handle.
             unsafe {
                 match mlx_sys::mlx_fast_cuda_kernel_apply(
                     made.as_raw_mut(),

@@ -1,5 +1,5 @@
-//! Recurrent layers on CUDA: a convolution in one kernel launch, and the recurrence of a few tokens in another,
-//! where MLX has some thirty. See `recurrent.cuh` of `etkv_cuda`.
+//! Kernels of recurrent layers on CUDA: a convolution in one launch, and the recurrence of a few tokens in another.
+//! MLX's operations would need some thirty launches. See `recurrent.cuh` of `etkv_cuda`.
 
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -13,40 +13,40 @@ use super::raw::Kernel;
 use super::{can_run, element, header, source, CompiledKernels};
 use crate::error::{Error, Result, Status};
 
-/// The maximum number of tokens of a group: as in the kernel.
+/// The maximum number of tokens of a group, as in the kernel.
 pub const MAX_GROUP_TOKENS: usize = 16;
-/// The maximum number of rows before a group: as in the kernel.
+/// The maximum number of rows before a group, as in the kernel.
 pub const MAX_GROUP_ROWS: usize = 64;
 
-/// Columns of a state that a block computes, and its warps: as in the kernel.
+/// The columns of a state that a block computes, and the block's warps, as in the kernel.
 const STATE_COLUMNS: i32 = 32;
 const STATE_WARPS: i32 = 8;
 
 /// Threads of a block.
 const THREADS: i32 = 256;
 
-/// The largest keys: a thread holds a part of a state in registers.
+/// The maximum size of a key. A thread holds a part of a state in registers.
 const MAX_K_DIM: i32 = 256;
 
 /// The maximum number of blocks of a launch along its second and third axes.
 const MAX_BLOCKS: i32 = 65_535;
 
-/// The maximum number of elements of a result: threads are counted in 32 bits.
+/// The maximum number of elements of a result. Threads are counted in 32 bits.
 const MAX_ELEMENTS: i32 = i32::MAX - THREADS;
 
-/// A convolution of the tokens of a step.
+/// A convolution of the tokens of a step, with its inputs.
 #[derive(Debug, Clone, Copy)]
 pub struct Convolution<'a> {
-    /// Columns of the tokens, `[1, channels, T]`.
+    /// The columns of the tokens, `[1, channels, T]`.
     pub x: &'a Array,
     /// `[channels, width]`.
     pub weight: &'a Array,
     /// `[channels]`.
     pub bias: Option<&'a Array>,
-    /// Columns in slots, float32 `[1, 1, L, channels]`.
+    /// The columns in slots, float32 `[1, 1, L, channels]`.
     pub stored: Option<&'a Array>,
-    /// For each token the `width - 1` columns before it, int32 `[T, width - 1]`: a slot, -1 for zeros, or -2 -
-    /// token.
+    /// The `width - 1` columns before each token, int32 `[T, width - 1]`. A number from 0 is a slot, -1 is a column
+    /// of zeros, and `-2 - i` is token `i` of the step.
     pub before: &'a Array,
     /// Whether SiLU is applied to the sums.
     pub silu: bool,
@@ -54,8 +54,7 @@ pub struct Convolution<'a> {
     pub out_dtype: Dtype,
 }
 
-/// A recurrence over groups of a few tokens: its inputs, and what lies in slots. States in slots are in float32,
-/// with one decay for each head.
+/// The inputs of a recurrence over groups of a few tokens. States in slots are float32, and each head has one decay.
 #[derive(Debug, Clone, Copy)]
 pub struct Scan<'a> {
     /// `[1, k_heads, T, k_dim]`.
@@ -66,23 +65,23 @@ pub struct Scan<'a> {
     pub v: &'a Array,
     /// `[1, heads, T]`.
     pub g: &'a Array,
-    /// `[1, heads, T]`, with the delta rule.
+    /// `[1, heads, T]`, if the recurrence uses the delta rule.
     pub beta: Option<&'a Array>,
-    /// What lies in slots.
+    /// The layer's buffers of slots.
     pub stored: Stored<'a>,
-    /// States that the step makes, `[1, heads, F, k_dim * v_dim]`.
+    /// The states that the step itself computed, `[1, heads, F, k_dim * v_dim]`.
     pub folds: Option<&'a Array>,
-    /// The groups, int32, as the kernel describes them.
+    /// The groups, int32, encoded as in the kernel.
     pub groups: &'a Array,
-    /// Their number.
+    /// The number of groups.
     pub n_groups: i32,
-    /// The factor of outputs.
+    /// The factor that multiplies the outputs.
     pub scale: f32,
     /// The dtype of the outputs.
     pub out_dtype: Dtype,
 }
 
-/// What a recurrence has in slots.
+/// The buffers of a recurrent layer, which are indexed by slot.
 #[derive(Debug, Clone, Copy)]
 pub struct Stored<'a> {
     /// `[1, k_heads, L, k_dim]`.
@@ -93,7 +92,7 @@ pub struct Stored<'a> {
     pub anchors: Option<&'a Array>,
 }
 
-/// What a [`Scan`] computes for each token of the step.
+/// The results of a [`Scan`] for each token of the step.
 pub struct Scanned {
     /// `[1, heads, T, v_dim]`.
     pub out: Array,
@@ -103,18 +102,18 @@ pub struct Scanned {
     pub updates: Array,
 }
 
-/// Kernels by the text that calls their functions.
+/// Kernels, by the text that calls their functions.
 #[derive(Default)]
 struct Kernels {
     compiled: CompiledKernels<String>,
-    /// Stands for an array that is not there, and is not read.
+    /// An array that stands in for missing ones. Kernels do not read it.
     nothing: Option<Array>,
 }
 
 static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
 
 impl Kernels {
-    /// Launches the kernel of `call` over the inputs, where it can be compiled.
+    /// Launches the kernel of `call` over the inputs. Returns `None` if it cannot be compiled.
     fn launch(
         &mut self,
         name: &CStr,
@@ -140,7 +139,7 @@ impl Kernels {
         let make = |call: &String| {
             let header = header("recurrent", text::RECURRENT)?;
             let kernel = Kernel::new(name, &names, &results, &source(call)?, &header, 0)?;
-            // Only a run tells whether it can be compiled.
+            // Whether a kernel compiles is only known after a run.
             eval(&run(&kernel)?)?;
             Ok(Some(kernel))
         };
@@ -148,8 +147,8 @@ impl Kernels {
     }
 }
 
-/// Returns the outputs `[1, channels, T]`, and the columns of the tokens in float32, `[1, 1, T, channels]`, if the
-/// kernel supports the call.
+/// Computes a convolution. Returns the outputs, `[1, channels, T]`, and the columns of the tokens in float32,
+/// `[1, 1, T, channels]`, or `None` if the kernel does not support the call.
 pub fn convolve(call: &Convolution) -> Result<Option<(Array, Array)>> {
     let (channels, tokens) = (call.x.dim(1), call.x.dim(2));
     let Some(elements) = channels.checked_mul(tokens).filter(|&n| n <= MAX_ELEMENTS) else {
@@ -195,13 +194,13 @@ pub fn convolve(call: &Convolution) -> Result<Option<(Array, Array)>> {
     }
 }
 
-/// Returns whether the kernels take a recurrence of these sizes.
+/// Returns whether the kernels support a recurrence of these sizes.
 pub fn takes(k_dim: i32, v_dim: i32, heads: i32) -> Result<bool> {
     let fits = k_dim % STATE_WARPS == 0 && (STATE_WARPS..=MAX_K_DIM).contains(&k_dim);
     Ok(fits && k_dim.checked_mul(v_dim).is_some() && heads <= MAX_BLOCKS && can_run()?)
 }
 
-/// Computes a recurrence that [`takes`] accepts, if the kernel supports the dtypes.
+/// Computes a recurrence whose sizes [`takes`] accepts. Returns `None` if the kernel does not support the dtypes.
 pub fn scan(call: &Scan) -> Result<Option<Scanned>> {
     let (k_heads, tokens, k_dim) = (call.k.dim(1), call.k.dim(2), call.k.dim(3));
     let (heads, v_dim) = (call.v.dim(1), call.v.dim(3));
@@ -270,8 +269,8 @@ pub fn scan(call: &Scan) -> Result<Option<Scanned>> {
     }
 }
 
-/// Returns the states after blocks of rows, `[1, heads, F, k_dim * v_dim]`: `blocks` has, for each of the `n`, the
-/// slot of the state before it, or -1 for zeros, and 64 slots of rows.
+/// Returns the states after blocks of rows, `[1, heads, F, k_dim * v_dim]`. For each of `n` blocks, `blocks` has the
+/// slot of the state before the block, or -1 for zeros, and the slots of its 64 rows.
 pub fn fold(
     stored: &Stored,
     k_dim: i32,
@@ -322,7 +321,7 @@ fn elements_of<const N: usize>(dtypes: [Dtype; N]) -> Option<[&'static str; N]> 
     Some(names)
 }
 
-/// Adds the assignment of an array `[1, heads, rows, columns]`.
+/// Appends the assignment of an array `[1, heads, rows, columns]` to `text`.
 fn add_rows(text: &mut String, name: &str) -> Result<()> {
     add(
         text,

@@ -1,7 +1,7 @@
 //! Rotary embedding of several tokens, each with its own position, in one kernel launch on CUDA.
 //!
-//! MLX's function takes the tokens as a batch, which must be contiguous: a piece of a joined product must be
-//! copied for it.
+//! MLX's function treats the tokens as a batch, which must be contiguous. For it, a piece of a joined product would
+//! be copied.
 
 use etkv_cuda::text;
 use mlx_rs::transforms::eval;
@@ -20,9 +20,9 @@ const THREADS: i32 = 128;
 
 static KERNELS: Mutex<Option<CompiledKernels<Dtype>>> = Mutex::new(None);
 
-/// Returns the rotary embedding of `x`, `[1, heads, T, head_dim]`, if the kernel supports it. Token `i` is at
-/// `positions[i]`. Element `j` rotates together with `head_dim / 2 + j`, by `1 / periods[j]` a position.
-/// `positions` are int32, `periods` float32.
+/// Returns the rotary embedding of `x`, `[1, heads, T, head_dim]`, or `None` if the kernel does not support it. Token
+/// `i` is at `positions[i]`. Element `j` rotates together with element `head_dim / 2 + j`, by `1 / periods[j]`
+/// radians a position. `positions` are int32, `periods` float32.
 pub fn rotary(x: &Array, positions: &Array, periods: &Array) -> Result<Option<Array>> {
     let Some(threads) = threads(x, positions, periods) else {
         return Ok(None);
@@ -37,7 +37,7 @@ pub fn rotary(x: &Array, positions: &Array, periods: &Array) -> Result<Option<Ar
     }
 }
 
-/// Returns the number of threads of a call that the kernel supports: one for each pair of elements.
+/// Returns the number of threads, one for each pair of elements, if the kernel supports the call.
 fn threads(x: &Array, positions: &Array, periods: &Array) -> Option<i32> {
     let &[1, heads, tokens, dim] = x.shape() else {
         return None;
@@ -49,7 +49,7 @@ fn threads(x: &Array, positions: &Array, periods: &Array) -> Option<i32> {
         && periods.shape() == [dim / 2]
         && periods.dtype() == Dtype::Float32;
     let threads = tokens.checked_mul(heads)?.checked_mul(dim / 2)?;
-    // MLX counts the threads of whole blocks.
+    // MLX rounds the number of threads up to whole blocks.
     (fits && threads > 0 && threads <= i32::MAX - THREADS).then_some(threads)
 }
 

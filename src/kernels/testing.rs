@@ -5,7 +5,7 @@ use mlx_rs::{Array, Dtype};
 use crate::error::Result;
 use crate::mlx;
 
-/// Runs a test of a kernel, if MLX has CUDA.
+/// Runs a test of a kernel, unless MLX lacks CUDA.
 pub fn on_cuda(test: impl FnOnce() -> Result<()>) {
     let ran = mlx::run(|| match mlx::on_gpu()? && !cfg!(target_os = "macos") {
         true => test(),
@@ -34,7 +34,7 @@ pub fn array(seed: u64, shape: &[i32], dtype: Dtype) -> Array {
     Array::from_slice(&numbers(seed, n), shape).as_dtype(dtype).unwrap()
 }
 
-/// Returns the elements.
+/// Returns the elements as float64.
 pub fn values(array: &Array) -> Vec<f64> {
     let array = array.as_dtype(Dtype::Float32).unwrap();
     let array = array.reshape(&[-1]).unwrap().contiguous().unwrap();

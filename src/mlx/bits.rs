@@ -1,4 +1,4 @@
-//! MLX's bitwise functions of integers, which broadcast.
+//! MLX's bitwise functions of integers, with broadcasting.
 
 use mlx_rs::Array;
 

@@ -12,11 +12,11 @@ thread_local! {
 }
 
 extern "C" {
-    // The error handler of mlx-rs. Its wrappers read their messages from it.
+    // The error handler of mlx-rs. The wrappers of mlx-rs read the messages that it stores.
     fn default_mlx_error_handler(message: *const c_char, data: *mut c_void);
 }
 
-/// Keeps the message of the error, for [`check`].
+/// Stores the message of the error for [`check`].
 pub extern "C" fn on_error(message: *const c_char, data: *mut c_void) {
     if !message.is_null() {
         // SAFETY: mlx-c passes a string that ends in a zero byte.
@@ -26,7 +26,7 @@ pub extern "C" fn on_error(message: *const c_char, data: *mut c_void) {
             kept.push_str(&text);
         });
     }
-    // SAFETY: the arguments are the handler's own.
+    // SAFETY: both arguments are those that mlx-c passed to its handler.
     unsafe { default_mlx_error_handler(message, data) };
 }
 
@@ -44,7 +44,7 @@ pub fn check(status: i32) -> Result<()> {
     Err(MESSAGE.with_borrow(|kept| error_of(kept)))
 }
 
-/// Returns MLX's message as an error, without the source location that mlx-c adds.
+/// Returns MLX's message, without the source location that mlx-c adds, as an error.
 fn error_of(message: &str) -> Error {
     let words = message.rsplit_once(" at ").map_or(message, |(words, place)| {
         let is_place = place.rsplit_once(':').is_some_and(|(_, line)| line.parse::<u32>().is_ok());
@@ -57,12 +57,12 @@ fn error_of(message: &str) -> Error {
     Error::new(Status::Backend, words)
 }
 
-/// Calls a function of mlx-c that makes an array, on the stream of the enclosing [`run`](super::run).
+/// Calls a function of mlx-c that creates an array, on the stream of the enclosing [`run`](super::run).
 pub fn call(
     function: impl FnOnce(*mut mlx_sys::mlx_array, mlx_sys::mlx_stream) -> i32,
 ) -> Result<Array> {
     let stream = Stream::thread_local_or_default();
-    // SAFETY: an empty handle, which `function` fills or leaves.
+    // SAFETY: creates an empty handle, which `function` sets or leaves empty.
     let mut made = unsafe { mlx_sys::mlx_array_new() };
     let status = function(&mut made, stream.as_ptr());
     // SAFETY: the handle has no other owner.
@@ -70,25 +70,25 @@ pub fn call(
     check(status).map(|()| array)
 }
 
-/// Waits until all work on the stream of the enclosing [`run`](super::run) is done, and until MLX has
-/// released its arrays: on an NVIDIA GPU a thread of MLX does that some time after they are computed.
+/// Waits until all work on the stream of the enclosing [`run`](super::run) is done and MLX has released its arrays.
+/// On an NVIDIA GPU a thread of MLX releases them some time after they are computed.
 pub fn synchronize() -> Result<()> {
     let stream = Stream::thread_local_or_default();
     // SAFETY: the handle is live.
     check(unsafe { mlx_sys::mlx_synchronize(stream.as_ptr()) })
 }
 
-/// A list of arrays, which functions of mlx-c take and make.
+/// A list of arrays, as functions of mlx-c accept and return them.
 pub struct Arrays(mlx_sys::mlx_vector_array);
 
 impl Arrays {
-    /// Returns an empty list, to be filled.
+    /// Returns an empty list.
     pub fn empty() -> Self {
-        // SAFETY: the handle is freed with its owner.
+        // SAFETY: the handle is freed when its owner is dropped.
         Self(unsafe { mlx_sys::mlx_vector_array_new() })
     }
 
-    /// Returns the list of these arrays.
+    /// Creates a list of these arrays.
     pub fn of<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Self {
         let handles: smallvec::SmallVec<[mlx_sys::mlx_array; 8]> =
             arrays.into_iter().map(Array::as_ptr).collect();
@@ -98,7 +98,7 @@ impl Arrays {
 
     /// Adds an array.
     pub fn push(&mut self, array: &Array) -> Result<()> {
-        // SAFETY: both handles are live, and the list copies the array's.
+        // SAFETY: both handles are live, and the list copies the array's handle.
         check(unsafe { mlx_sys::mlx_vector_array_append_value(self.0, array.as_ptr()) })
     }
 
@@ -141,18 +141,18 @@ impl Drop for Arrays {
 /// Returns the arrays of a list.
 ///
 /// # Safety
-/// The list is live.
+/// `list` must be live.
 pub unsafe fn arrays(list: mlx_sys::mlx_vector_array) -> Result<Vec<Array>> {
-    // SAFETY: as for this function.
+    // SAFETY: as required of the caller.
     unsafe { each(list) }.collect()
 }
 
 /// Returns the arrays of a list, one after the other.
 ///
 /// # Safety
-/// The list lives as long as the iterator.
+/// `list` must outlive the iterator.
 unsafe fn each(list: mlx_sys::mlx_vector_array) -> impl Iterator<Item = Result<Array>> {
-    // SAFETY: the caller says that the list is live.
+    // SAFETY: the caller guarantees that the list is live.
     let n = unsafe { mlx_sys::mlx_vector_array_size(list) };
     (0..n).map(move |index| {
         // SAFETY: as above; each handle gets an owner.
@@ -175,8 +175,8 @@ pub fn slice_axis(array: &Array, axis: usize, start: i32, stop: i32, step: i32) 
     })
 }
 
-/// Returns `array` with the rows from `start` to `stop` along `axis` replaced by `update`. It
-/// writes in place if only the result of this call holds the buffer when it is evaluated.
+/// Returns `array` with the rows from `start` to `stop` along `axis` replaced by `update`. Writes in place if the
+/// buffer has no other owner when the result is evaluated.
 pub fn update_axis(
     array: &Array,
     update: &Array,
@@ -193,7 +193,7 @@ pub fn update_axis(
     })
 }
 
-/// Returns a number for an argument that MLX could choose itself.
+/// Wraps a value for an optional argument of MLX.
 pub fn optional_int(value: i32) -> mlx_sys::mlx_optional_int {
     mlx_sys::mlx_optional_int { value, has_value: true }
 }
@@ -204,8 +204,7 @@ pub fn wait(array: &Array) -> Result<()> {
     check(unsafe { mlx_sys::_mlx_array_wait(array.as_ptr()) })
 }
 
-/// Returns `array` without its pending writes. Returns `None` if it is the result of another pending
-/// operation.
+/// Returns `array` without its pending writes, or `None` if it is the result of another pending operation.
 pub fn before_writes(array: &Array) -> Result<Option<Array>> {
     let mut found = false;
     let before = call(|before, _| {
@@ -217,7 +216,7 @@ pub fn before_writes(array: &Array) -> Result<Option<Array>> {
 
 type Corner = smallvec::SmallVec<[i32; 8]>;
 
-/// Returns the first and the last corner of a part of `array`, and the steps between them.
+/// Returns the first and the last corner of a part of `array`, and the steps along its axes.
 fn corners(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> [Corner; 3] {
     let mut to = Corner::from_slice(array.shape());
     let mut from: Corner = smallvec::smallvec![0; to.len()];

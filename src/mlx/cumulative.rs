@@ -1,17 +1,17 @@
-//! Sums and products along an axis.
+//! Cumulative sums and products along an axis.
 
 use mlx_rs::Array;
 
 use super::is_stream_on_gpu;
 use crate::error::Result;
 
-/// Returns `scan(x, axis)`, a sum or product of the elements up to each one along `axis`.
+/// Returns `scan(x, axis)`, where `scan` computes cumulative sums or products along `axis`.
 ///
-/// On CUDA, MLX (0.32.2) reads other memory where the elements along the axis are not a multiple of four apart. So
-/// there they are made to lie side by side.
+/// On CUDA, MLX 0.32.2 reads wrong memory if the stride of `axis` is not a multiple of four elements. So the axis is
+/// made contiguous there.
 ///
 /// # Errors
-/// Those of `scan` and of MLX. `axis` must exist.
+/// Errors of `scan` and of MLX. `axis` must exist.
 pub fn cumulative(
     x: &Array,
     axis: i32,
@@ -24,18 +24,18 @@ pub fn cumulative(
     Ok(scan(&last, -1)?.swap_axes(axis, -1)?)
 }
 
-/// Returns the sums of the elements up to each one along `axis`.
+/// Returns the cumulative sums along `axis`.
 ///
 /// # Errors
-/// Those of MLX. `axis` must exist.
+/// Errors of MLX. `axis` must exist.
 pub fn cumsum(x: &Array, axis: i32) -> Result<Array> {
     cumulative(x, axis, |x, axis| Ok(x.cumsum(axis, None, None)?))
 }
 
-/// Returns the products of the elements up to each one along `axis`.
+/// Returns the cumulative products along `axis`.
 ///
 /// # Errors
-/// Those of MLX. `axis` must exist.
+/// Errors of MLX. `axis` must exist.
 pub fn cumprod(x: &Array, axis: i32) -> Result<Array> {
     cumulative(x, axis, |x, axis| Ok(x.cumprod(axis, None, None)?))
 }
@@ -45,7 +45,7 @@ mod tests {
     use super::*;
     use crate::mlx::run;
 
-    /// Ten elements apart, MLX's own sums are wrong on CUDA.
+    /// With a stride of ten elements, MLX's own sums are wrong on CUDA.
     #[test]
     fn sums_and_products_do_not_depend_on_how_far_elements_lie_apart() {
         run(|| {

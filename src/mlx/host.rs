@@ -6,14 +6,15 @@ use super::calls::{call, check};
 use super::{is_stream_on_gpu, on_gpu, Mlx};
 use crate::error::{fail, Result};
 
-/// Returns an array with elements of the host. MLX's own arrays would move to an NVIDIA GPU page by page when
-/// a kernel first reads them, in 80 to 280 µs. Small ones are read in place, in a microsecond or two.
+/// Returns an array with elements of the host. An array that MLX allocates would move to an NVIDIA GPU page by page
+/// when a kernel first reads it, in 80 to 280 µs. This array is pinned if it is small, and a kernel reads it in place
+/// in a microsecond or two.
 ///
 /// # Safety
-/// `bytes` are the elements of an array of this shape and dtype.
+/// `bytes` must be the elements of an array of this shape and dtype.
 pub unsafe fn host_array(bytes: &[u8], shape: &[i32], dtype: Dtype) -> Result<Array> {
     #[cfg(target_os = "linux")]
-    // MLX stores up to 8 bytes separately.
+    // MLX stores arrays of up to 8 bytes separately.
     if bytes.len() > 8 && is_stream_on_gpu()? {
         let mut made = false;
         let (data, n) = (bytes.as_ptr().cast(), bytes.len());
@@ -28,7 +29,7 @@ pub unsafe fn host_array(bytes: &[u8], shape: &[i32], dtype: Dtype) -> Result<Ar
             return Ok(array);
         }
     }
-    // SAFETY: the caller says that the elements match shape and dtype; MLX copies them.
+    // SAFETY: the caller guarantees that the elements match shape and dtype; MLX copies them.
     Ok(unsafe { Array::from_raw_data(bytes.as_ptr().cast(), shape, dtype) })
 }
 
@@ -48,12 +49,12 @@ pub fn array_of<T: ArrayElement>(elements: &[T], shape: &[i32]) -> Result<Array>
     }
 }
 
-/// Returns a host array that several kernels read, copied to the memory of an NVIDIA GPU.
+/// Copies a host array to the memory of an NVIDIA GPU, for arrays that several kernels read.
 pub fn on_device(array: &Array) -> Result<Array> {
     if cfg!(target_os = "macos") || !is_stream_on_gpu()? {
         return Ok(array.clone());
     }
-    // With a single operand MLX would leave the result in its memory.
+    // With a single operand MLX would leave the result in the operand's memory.
     Ok(match array.dtype() {
         Dtype::Bool => array.logical_or(array)?,
         _ => mlx_rs::ops::maximum(array, array)?,
@@ -105,16 +106,16 @@ fn copied_or_in_place<'a>(array: &'a Array, to: &mut [u8]) -> Result<Option<&'a 
             return Ok(None);
         }
     }
-    // SAFETY: the accessor reads nothing; it waits for the buffer and returns its address.
+    // SAFETY: the accessor does not read elements; it waits for the buffer and returns its address.
     let data = unsafe { mlx_sys::mlx_array_data_uint8(array.as_ptr()) };
     if data.is_null() {
         fail!(Internal, "an array has no data");
     }
-    // SAFETY: an evaluated array has `n` bytes there, and keeps them while it is borrowed.
+    // SAFETY: an evaluated array has `n` bytes at this address, which live while the array is borrowed.
     Ok(Some(unsafe { std::slice::from_raw_parts(data, n) }))
 }
 
-/// Returns the elements of a row-contiguous array. Waits until it is computed.
+/// Returns the elements of a row-contiguous array. Waits until they are computed.
 pub fn elements<T: ArrayElement + Copy + Default>(array: &Array) -> Result<Vec<T>> {
     if array.dtype() != T::DTYPE {
         fail!(Internal, "elements of {:?} are read as {:?}", array.dtype(), T::DTYPE);
@@ -127,7 +128,7 @@ pub fn elements<T: ArrayElement + Copy + Default>(array: &Array) -> Result<Vec<T
         fail!(Internal, "elements that are not contiguous are read, of shape {:?}", array.shape());
     }
     let mut elements = vec![T::default(); array.size()];
-    // SAFETY: an element of a dtype has no padding, and every bit pattern is valid.
+    // SAFETY: elements of a dtype have no padding, and every bit pattern is valid.
     let bytes = unsafe {
         std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), size_of_val(&elements[..]))
     };
@@ -143,7 +144,7 @@ mod tests {
     #[test]
     fn elements_pass_both_ways() {
         run(|| {
-            // At most 8 bytes, some, and more than a pinned block.
+            // Up to 8 bytes, a few more, and more than a pinned block.
             for n in [1, 2, 100, 40_000] {
                 let numbers: Vec<i32> = (0..n).map(|i| i * 7 - 50).collect();
                 let array = array_of(&numbers, &[1, n])?;
@@ -155,7 +156,7 @@ mod tests {
                     numbers.iter().map(|i| 2 * i).collect::<Vec<_>>()
                 );
                 assert_eq!(elements::<i32>(&array)?, numbers);
-                // The array stays where kernels read it.
+                // The array stays in the memory where kernels read it.
                 assert_eq!(elements::<i32>(&sum.subtract(&array)?)?, numbers);
             }
             let marks = [true, false, true];

@@ -1,13 +1,13 @@
-//! All access to MLX: a process-wide lock, the stream that all work runs on, and the few operations
-//! that mlx-rs does not offer.
+//! All access to MLX: a process-wide lock, the stream that all work runs on, and the few operations that mlx-rs
+//! lacks.
 //!
-//! MLX's graph is not thread-safe, and its ordinary streams belong to the thread that made them. A host may
-//! load on one thread, execute on a second and destroy on a third. So all work here runs on streams that
-//! belong to no thread, under one lock: a shared stream, and on the CPU one for each program. MLX waits when
-//! an array of one stream is used on another. [`Mlx`] is the lock: one thread at a time holds it.
+//! MLX's graph is not thread-safe, and its ordinary streams belong to the thread that created them. But a host may
+//! load on one thread, execute on a second and destroy on a third. So all work here runs on streams that belong to no
+//! thread, under one lock. There is one shared stream, and on the CPU one stream for each program. MLX waits when an
+//! array of one stream is used on another. [`Mlx`] is the lock: one thread at a time holds it.
 //!
-//! Locks cannot deadlock, because a thread that holds MLX waits for nothing but the device: [`give_way`]
-//! releases MLX while it waits for a cache.
+//! Locks cannot deadlock. A thread that holds MLX waits only for the device, because [`give_way`] releases MLX while
+//! it waits for a cache.
 
 pub mod bits;
 mod calls;
@@ -40,11 +40,11 @@ static LOCK: ReentrantMutex<()> = ReentrantMutex::new(());
 static RUNTIME: OnceLock<Result<Runtime>> = OnceLock::new();
 
 thread_local! {
-    /// The number of times that this thread holds `LOCK`.
+    /// How many times this thread holds `LOCK`.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The lock of MLX, held by this thread until dropped. Dropping arrays needs it, even if MLX could not start.
+/// The lock of MLX, held by this thread until dropped. Dropping arrays requires it, even if MLX could not start.
 pub struct MlxLock {
     _lock: ReentrantMutexGuard<'static, ()>,
 }
@@ -62,11 +62,11 @@ impl Drop for MlxLock {
     }
 }
 
-/// Runs `wait`, which may block, without the lock of MLX, however often this thread holds it. MLX objects of
-/// the thread stay valid. Other threads may build and evaluate meanwhile.
+/// Runs `wait`, which may block, without the lock of MLX, even if this thread holds it several times. MLX objects of
+/// the thread stay valid. Other threads may build and evaluate graphs meanwhile.
 #[doc(hidden)]
 pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
-    /// Takes the lock again on drop, even if `wait` panics.
+    /// Acquires the lock again on drop, even if `wait` panics.
     struct Relock(usize);
     impl Drop for Relock {
         fn drop(&mut self) {
@@ -76,8 +76,8 @@ pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
     }
     let depth = DEPTH.replace(0);
     for _ in 0..depth {
-        // SAFETY: this thread holds the lock `depth` times, by guards that live until `Relock` has taken it
-        // the same number of times.
+        // SAFETY: this thread holds the lock `depth` times, by guards that live until `Relock` has acquired it as
+        // many times.
         unsafe { LOCK.force_unlock() };
     }
     let _again = Relock(depth);
@@ -98,12 +98,11 @@ pub struct Mlx {
     _held: MlxLock,
 }
 
-/// Waits until no other thread is in MLX, and enters it. A thread may enter again while it is
-/// inside.
+/// Waits until no other thread is in MLX, and enters it. A thread that is inside may enter again.
 ///
 /// # Errors
-/// - [`Unsupported`](crate::Status::Unsupported) if the process runs another release of MLX than
-///   [`MLX_VERSION`], or if `ETKV_DEVICE` is `gpu` and MLX has none.
+/// - [`Unsupported`](crate::Status::Unsupported) if the process runs another release of MLX than [`MLX_VERSION`], or
+/// if `ETKV_DEVICE` is `gpu` and MLX has no GPU.
 /// - [`InvalidArgument`](crate::Status::InvalidArgument) if `ETKV_DEVICE` is neither `cpu` nor `gpu`.
 /// - [`Backend`](crate::Status::Backend) if MLX cannot start.
 pub fn enter() -> Result<Mlx> {
@@ -141,7 +140,7 @@ impl Mlx {
         self.runtime.on_gpu
     }
 
-    /// Publishes the kernels that were compiled since, for later processes.
+    /// Publishes the kernels that were compiled since the last call, for later processes.
     pub fn publish_kernels(&self) {
         if let Some(kernels) = &self.runtime.kernels {
             if let Err(error) = kernels.publish() {
@@ -150,8 +149,8 @@ impl Mlx {
         }
     }
 
-    /// Runs `work` without the lock of MLX, so that other threads may enter. If an enclosing call
-    /// of this thread holds the lock too, it stays locked.
+    /// Runs `work` without the lock of MLX, so that other threads may enter. If an enclosing call of this thread also
+    /// holds the lock, it stays locked.
     pub fn outside<T>(&mut self, work: impl FnOnce() -> T) -> T {
         if DEPTH.get() > 1 {
             work()
@@ -165,23 +164,22 @@ impl Mlx {
 /// cache, other threads may enter MLX.
 ///
 /// # Errors
-/// Those of `work` and of [`enter`].
+/// Errors of `work` and of [`enter`].
 pub fn run<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     enter()?.run(work)
 }
 
-/// Does what [`run`] does on the caller's stream. `work` may also use arrays of the shared stream: MLX waits
-/// if it must.
+/// Like [`run`], on the caller's stream. `work` may also use arrays of the shared stream: MLX waits if necessary.
 ///
 /// # Safety
-/// `stream` is a live stream of MLX.
+/// `stream` must be a live stream of MLX.
 #[doc(hidden)]
 pub unsafe fn run_on<T>(
     stream: mlx_sys::mlx_stream,
     work: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
     run(|| {
-        // SAFETY: the caller says that the stream is live.
+        // SAFETY: the caller guarantees that the stream is live.
         let stream = unsafe {
             let device = if is_on_gpu(stream)? { Device::gpu() } else { Device::cpu() };
             adopted(&device, stream)?
@@ -193,11 +191,11 @@ pub unsafe fn run_on<T>(
 /// Returns whether a stream is on a GPU.
 ///
 /// # Safety
-/// `stream` is a live stream of MLX.
+/// `stream` must be a live stream of MLX.
 unsafe fn is_on_gpu(stream: mlx_sys::mlx_stream) -> Result<bool> {
     let mut device = mlx_sys::mlx_device { ctx: std::ptr::null_mut() };
     let mut kind = 0;
-    // SAFETY: the caller says that the stream is live; the device is freed here.
+    // SAFETY: the caller guarantees that the stream is live; the device is freed here.
     unsafe {
         check(mlx_sys::mlx_stream_get_device(&mut device, stream))?;
         let asked = check(mlx_sys::mlx_device_get_type(&mut kind, device));
@@ -208,20 +206,20 @@ unsafe fn is_on_gpu(stream: mlx_sys::mlx_stream) -> Result<bool> {
     Ok(kind == gpu)
 }
 
-/// Returns whether the stream of the enclosing [`run`] is the shared one, and not a host's.
+/// Returns whether the stream of the enclosing [`run`] is the shared one, and not a stream of the host.
 pub fn is_stream_shared() -> Result<bool> {
     let own = Stream::thread_local_or_default();
-    // SAFETY: both streams live as long as their objects.
+    // SAFETY: both streams live as long as the objects that own them.
     Ok(unsafe { mlx_sys::mlx_stream_equal(own.as_ptr(), runtime()?.stream.as_ptr()) })
 }
 
 /// Returns whether the stream of the enclosing [`run`] is on a GPU.
 pub fn is_stream_on_gpu() -> Result<bool> {
-    // SAFETY: the stream lives as long as its object.
+    // SAFETY: the stream lives as long as the object that owns it.
     unsafe { is_on_gpu(Stream::thread_local_or_default().as_ptr()) }
 }
 
-/// Runs `work` on the shared stream, even if an enclosing call has another one. The caller is inside MLX.
+/// Runs `work` on the shared stream, even if an enclosing call uses another one. The caller must be inside MLX.
 pub fn on_shared<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     mlx_rs::with_stream(&runtime()?.stream, work)
 }
@@ -230,7 +228,7 @@ fn runtime() -> Result<&'static Runtime> {
     RUNTIME.get_or_init(start).as_ref().map_err(Clone::clone)
 }
 
-/// Returns the folder of this process for files of kernels, if there is one.
+/// Returns the folder where MLX looks up the kernels of this process, if there is one.
 pub fn kernel_folder() -> Option<&'static std::path::Path> {
     if let Ok(runtime) = runtime() {
         return runtime.kernels.as_ref().map(|kernels| kernels.own());
@@ -238,16 +236,16 @@ pub fn kernel_folder() -> Option<&'static std::path::Path> {
     None
 }
 
-/// Returns the folder that caches what etkv compiles for this MLX and GPU, if there is one.
+/// Returns the folder in which etkv caches what it compiles for this MLX and GPU, if there is one.
 #[cfg(target_os = "linux")]
 pub fn compiled_folder() -> Option<std::path::PathBuf> {
     Some(kernel_folder()?.parent()?.parent()?.join("compiled"))
 }
 
-/// Returns whether the shared stream runs on a GPU. Takes no lock once MLX has started.
+/// Returns whether the shared stream runs on a GPU. Does not lock once MLX has started.
 ///
 /// # Errors
-/// Those of [`enter`].
+/// Errors of [`enter`].
 pub fn on_gpu() -> Result<bool> {
     match RUNTIME.get() {
         Some(Ok(runtime)) => Ok(runtime.on_gpu),
@@ -275,7 +273,7 @@ mod tests {
         assert_eq!(values.join().unwrap().unwrap(), [2.0, 3.0]);
     }
 
-    /// The other thread holds the cache and needs MLX. This one holds MLX and needs the cache.
+    /// The other thread holds the cache and needs MLX. This thread holds MLX and needs the cache.
     #[test]
     fn a_thread_that_waits_for_a_cache_lets_others_into_mlx() {
         use etkv_core::{CacheConfig, SharedCache};
@@ -316,7 +314,7 @@ mod tests {
         assert!(!is_free());
         mlx.outside(|| std::thread::spawn(|| run(|| Ok(()))).join().unwrap()).unwrap();
         assert!(!is_free());
-        // An enclosing call keeps MLX locked.
+        // MLX stays locked by an enclosing call.
         let _around = hold();
         assert!(!mlx.outside(is_free));
     }

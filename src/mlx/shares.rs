@@ -1,8 +1,7 @@
 //! Products that several CPU threads share.
 //!
-//! MLX's CPU build computes an operation on the single thread of its stream. Only float32 is multiplied by a
-//! BLAS, which has its own threads. Other products are split by outputs, and each part is computed on another
-//! stream.
+//! MLX's CPU build computes an operation on the single thread of its stream. Only products in float32 use a BLAS,
+//! which has its own threads. Other products are split by outputs, and each part is computed on a different stream.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -17,17 +16,17 @@ use crate::error::Result;
 /// The maximum number of parts. Products are limited by memory bandwidth, which a few cores saturate.
 const MAX: usize = 8;
 
-/// The minimum number of multiplications of a part: below it, waiting for another thread takes as long as
+/// The minimum number of multiplications of a part. With fewer, waiting for another thread takes as long as
 /// multiplying.
 const MIN: i64 = 1 << 17;
 
-/// Parts start at multiples of this, as MLX's loops over outputs do.
+/// Parts start at multiples of this number, as MLX's loops over outputs do.
 const STEP: i32 = 16;
 
-/// Streams that belong to no thread, for all parts but the first.
+/// Streams that belong to no thread, one for each part except the first.
 struct Streams(Vec<Stream>);
 
-// SAFETY: they are used under the lock of MLX only, by one thread at a time.
+// SAFETY: the streams are used only under the lock of MLX, by one thread at a time.
 unsafe impl Send for Streams {}
 // SAFETY: as above.
 unsafe impl Sync for Streams {}
@@ -45,16 +44,16 @@ fn streams() -> Result<&'static [Stream]> {
     }
 }
 
-/// Returns how many threads a product may use: as many as OpenBLAS uses.
+/// Returns the number of threads that a product may use: as many as OpenBLAS uses.
 fn threads() -> usize {
     let asked = std::env::var("OPENBLAS_NUM_THREADS").ok().and_then(|n| n.parse().ok());
     let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     asked.unwrap_or_else(cores).clamp(1, MAX)
 }
 
-/// Returns a product whose last axis has `outputs` elements, each of `multiplications`, if threads can share
-/// it: on a CPU, if it is large enough. `part` computes a range of the outputs, on the stream that is current
-/// when it is called.
+/// Computes a product on several threads of a CPU. Returns `None` if it is too small, or runs on a GPU. Its last axis
+/// has `outputs` elements of `multiplications` each. `part` computes a range of the outputs, on the stream that is
+/// current when it is called.
 pub fn shared(
     outputs: i32,
     multiplications: i64,
@@ -113,7 +112,7 @@ mod tests {
                 assert!(ranges.iter().all(|range| range.start % STEP == 0 && !range.is_empty()));
             }
         }
-        // Small products stay whole.
+        // Small products are not split.
         assert_eq!(cut(64, MIN / 64, 8).len(), 1);
         assert_eq!(cut(64, MIN / 16, 2).len(), 2);
     }

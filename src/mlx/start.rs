@@ -8,13 +8,13 @@ use super::calls::{check, on_error};
 use crate::error::{fail, Error, Result, Status};
 use crate::kernel_cache::{self, KernelCache};
 
-/// The MLX release that this build is made for.
+/// The MLX release for which this library is built.
 pub const MLX_VERSION: &str = env!("ETKV_MLX_VERSION");
 
-/// The number of operations in a graph that MLX sends to an NVIDIA GPU.
+/// The number of operations in each graph that MLX sends to an NVIDIA GPU.
 const OPERATIONS_OF_A_GRAPH: &str = "50";
 
-/// The objects that MLX is started with.
+/// The objects with which MLX is started.
 pub struct Runtime {
     pub stream: Stream,
     pub on_gpu: bool,
@@ -22,15 +22,14 @@ pub struct Runtime {
     pub kernels: Option<KernelCache>,
 }
 
-// SAFETY: the stream belongs to no thread, and is used under the lock of MLX only, by one
-// thread at a time.
+// SAFETY: the stream belongs to no thread, and is used only under the lock of MLX, by one thread at a time.
 unsafe impl Send for Runtime {}
 // SAFETY: as above.
 unsafe impl Sync for Runtime {}
 
-/// Returns the version of the MLX in this process.
+/// Returns the version of MLX in this process.
 pub fn version() -> String {
-    // SAFETY: the string is made, read and freed here.
+    // SAFETY: the string is created, read and freed here.
     unsafe {
         let mut string = mlx_sys::mlx_string_new();
         let text = if mlx_sys::mlx_version(&mut string) == 0 {
@@ -43,8 +42,8 @@ pub fn version() -> String {
     }
 }
 
-/// Returns the name of the library that multiplies matrices for MLX on the CPU, and loads it:
-/// OpenBLAS with its configuration, `MLX's own`, or Apple's `Accelerate`.
+/// Loads the library that multiplies matrices for MLX on the CPU. Returns its name: OpenBLAS with its configuration,
+/// `MLX's own`, or Apple's `Accelerate`.
 pub fn blas() -> &'static str {
     #[cfg(target_os = "linux")]
     {
@@ -67,8 +66,8 @@ pub fn start() -> Result<Runtime> {
             "this process runs on MLX {found}, but this library is built for {MLX_VERSION}"
         );
     }
-    // The first call through mlx-rs replaces mlx-c's error handler, which would end the process. This handler
-    // then replaces that of mlx-rs, and calls it.
+    // mlx-c's error handler would end the process. The first call through mlx-rs replaces it by the handler of
+    // mlx-rs. The handler of etkv then replaces that one, and calls it.
     let device = default_device()?;
     // SAFETY: the handler is a function without state.
     unsafe { mlx_sys::mlx_set_error_handler(Some(on_error), std::ptr::null_mut(), None) };
@@ -79,31 +78,31 @@ pub fn start() -> Result<Runtime> {
     };
     limit_graphs(architecture.as_deref());
     if on_gpu && cfg!(target_os = "linux") {
-        // MLX for CUDA destroys its streams at the end of the process, and they use objects of its allocator.
-        // Objects that are made first are destroyed last.
+        // MLX for CUDA destroys its streams at the end of the process, and they use objects of its allocator. Objects
+        // that are created first are destroyed last, so the allocator is created here.
         memory::active_memory()?;
     }
     let stream = unowned_stream(&device)?;
-    // This call makes the linker keep etkv's BLAS library. MLX then finds the matrix products of that library
-    // before those of its wheel. The first product loads OpenBLAS itself: its threads would take the cores
-    // from a program that only asks for MLX's memory.
+    // This call makes the linker keep etkv's BLAS library, whose matrix products MLX then finds before those of its
+    // wheel. OpenBLAS itself is loaded by the first product: its threads would occupy the cores of a program that
+    // only asks for MLX's memory.
     #[cfg(target_os = "linux")]
     // SAFETY: the function does nothing.
     unsafe {
         mlx_sys::etkv_blas_keep();
     }
-    // At the end of a process that has used MLX before, some objects of MLX for CUDA outlive the driver and
-    // throw. With this call the process ends with its own exit status. It is needed even if the stream is on
-    // the CPU. SAFETY: it registers a function without state; the stream exists.
+    // When a process that has used MLX ends, some objects of MLX for CUDA outlive the driver and throw. With this
+    // call the process still ends with its own exit status. It is needed even if the stream is on the CPU. SAFETY: it
+    // registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
     let kernels =
         architecture.and_then(|architecture| kernel_cache::start(&architecture, MLX_VERSION));
     Ok(Runtime { stream, on_gpu, kernels })
 }
 
-/// Makes MLX send shorter graphs to the NVIDIA GPUs for which it chooses 100 operations: the GPU is idle
-/// until the first graph of a step is complete. For others it chooses 20. A host may choose another number.
-/// Call it before the first stream is made. It changes the environment of the process, once.
+/// Makes MLX send shorter graphs to those NVIDIA GPUs for which it would choose 100 operations, because the GPU is
+/// idle until the first graph of a step is complete. For other GPUs MLX chooses 20. A host may set another number.
+/// Call this before the first stream is created. It sets an environment variable of the process, once.
 fn limit_graphs(architecture: Option<&str>) {
     const VARIABLE: &str = "MLX_MAX_OPS_PER_BUFFER";
     const LONG: [&str; 3] = ["sm_90", "sm_100", "sm_120"];
@@ -114,10 +113,10 @@ fn limit_graphs(architecture: Option<&str>) {
     }
 }
 
-/// Returns MLX's name of the kind of a device, such as `sm_90`.
+/// Returns MLX's name for the kind of a device, such as `sm_90`.
 fn architecture(device: &Device) -> Option<String> {
     let (kind, index) = (device.get_type().ok()?, device.get_index().ok()?);
-    // SAFETY: handles are made and freed here; the text lives as long as `info`, and is copied.
+    // SAFETY: handles are created and freed here; the text lives as long as `info`, and is copied.
     unsafe {
         let raw = mlx_sys::mlx_device_new_type(kind.into(), index);
         let mut info = mlx_sys::mlx_device_info_new();
@@ -132,7 +131,7 @@ fn architecture(device: &Device) -> Option<String> {
     }
 }
 
-/// Returns the device that `ETKV_DEVICE` names (`cpu` or `gpu`), or else MLX's own choice.
+/// Returns the device that `ETKV_DEVICE` names (`cpu` or `gpu`), or else MLX's default.
 fn default_device() -> Result<Device> {
     let device = Device::try_default()?;
     match std::env::var("ETKV_DEVICE").as_deref() {
@@ -151,10 +150,10 @@ fn default_device() -> Result<Device> {
     }
 }
 
-/// Makes a stream that any thread may use, one at a time.
+/// Creates a stream that any thread may use, one at a time.
 pub fn unowned_stream(device: &Device) -> Result<Stream> {
     let (kind, index) = (device.get_type()?, device.get_index()?);
-    // SAFETY: handles are made and freed here; the stream outlives its use because the wrapper holds its own.
+    // SAFETY: handles are created and freed here; the wrapper holds its own handle of the stream.
     unsafe {
         let raw_device = mlx_sys::mlx_device_new_type(kind.into(), index);
         let raw = mlx_sys::mlx_stream_new_thread_unsafe(raw_device);
@@ -165,11 +164,11 @@ pub fn unowned_stream(device: &Device) -> Result<Stream> {
     }
 }
 
-/// Returns a stream of mlx-c as a stream of mlx-rs. mlx-rs only makes streams that are a device's default, so
-/// this makes the stream the default temporarily.
+/// Returns a stream of mlx-c as a stream of mlx-rs. mlx-rs can only wrap the default stream of a device, so `raw` is
+/// made the default temporarily.
 ///
 /// # Safety
-/// `raw` is a live stream on `device`.
+/// `raw` must be a live stream on `device`.
 pub unsafe fn adopted(device: &Device, raw: mlx_sys::mlx_stream) -> Result<Stream> {
     let before = Stream::try_default_on_device(device)?;
     // SAFETY: both are live streams.

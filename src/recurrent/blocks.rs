@@ -1,8 +1,8 @@
-//! Chains that reach over several blocks: what happens within blocks is computed for many at once, and the
-//! states between them one after another.
+//! Chains that span several blocks. The work within blocks is computed for many blocks at once, and the states
+//! between them one after another.
 //!
-//! With the delta rule the updates of a block are the solution of a triangular system. Its inverse applies to
-//! the values and to the keys, before the state that the block starts from is known: `u = U - W S`.
+//! With the delta rule the updates of a block are the solution of a triangular system. Its inverse is applied to the
+//! values and to the keys before the state at the start of the block is known: `u = U - W S`.
 
 use etkv_core::bookkeeping::{AnchorSource, Chain, RowSource, BLOCK};
 use mlx_rs::ops::{concatenate, select};
@@ -14,10 +14,10 @@ use super::scan::{Before, Sizes, Step};
 use crate::error::Result;
 use crate::mlx::cumsum;
 
-/// The bytes that the arrays of one operation may have.
+/// The maximum number of bytes of the arrays of one operation.
 const MAX_BYTES: u64 = 128 << 20;
 
-/// The axes of tokens or rows in `[blocks, k_heads, share, rows, dim]`.
+/// The axis of tokens or rows in `[blocks, k_heads, share, rows, dim]`.
 const ROWS: usize = 3;
 
 /// Returns the state after a block of rows, `[k_heads, share, k_dim, v_dim]`.
@@ -44,7 +44,7 @@ pub fn run(step: &mut Step, chain: &Chain) -> Result<()> {
     let Sizes { k_heads, share, k_dim, v_dim, .. } = step.sizes;
     let mut folds = chain.folds.clone();
     let n_before = (chain.position - chain.base) as usize;
-    // The state after a whole block of rows is there already.
+    // The plan already has the state after a whole block of rows.
     let (anchor, rows) = match n_before == BLOCK as usize {
         true => (AnchorSource::Fold(folds.next().unwrap_or_default()), &[][..]),
         false => (chain.anchor, &chain.rows[chain.rows.len() - n_before..]),
@@ -78,7 +78,7 @@ pub fn run(step: &mut Step, chain: &Chain) -> Result<()> {
     step.add(chain.tokens.clone().map(Some), out, &updates, &sums)
 }
 
-/// Returns the blocks whose arrays have at most [`MAX_BYTES`].
+/// Returns the number of blocks whose arrays have at most [`MAX_BYTES`].
 fn blocks_at_once(sizes: Sizes) -> usize {
     let of = |size: i32| u64::from(size.unsigned_abs());
     let block = BLOCK as u64;
@@ -87,18 +87,18 @@ fn blocks_at_once(sizes: Sizes) -> usize {
     (MAX_BYTES / (4 * of(sizes.heads()) * largest).max(1)).clamp(1, 1 << 16) as usize
 }
 
-/// A chain and the rows before it, in blocks that begin at multiples of [`BLOCK`] positions. A row before it is
-/// like a token whose update is known; after its last token come tokens of zeros.
+/// A chain and the rows before it, in blocks that begin at multiples of [`BLOCK`] positions. A row before the chain
+/// is treated as a token whose update is known. Tokens of zeros fill the last block.
 struct Aligned {
     sizes: Sizes,
     n_blocks: usize,
-    /// The rows before the chain, and its tokens.
+    /// The number of rows before the chain, and of its tokens.
     n_before: usize,
     n: usize,
     /// `[blocks, k_heads, 1, BLOCK, k_dim]`.
     q: Array,
     k: Array,
-    /// Values, multiplied by the write strengths, and updates of rows: `[blocks, k_heads, share, BLOCK, v_dim]`.
+    /// Values multiplied by the write strengths; for rows, their updates: `[blocks, k_heads, share, BLOCK, v_dim]`.
     v: Array,
     /// `[blocks, k_heads, share, BLOCK, 1]`, zero for rows.
     beta: Option<Array>,
@@ -144,7 +144,7 @@ impl Aligned {
             let Before { keys, updates } = step.rows(rows)?;
             let v_end = v_dim as usize;
             let sums = slice(&updates, 2, v_end..v_end + decays as usize)?;
-            // The sums of the first block go on from that of the last row.
+            // The sums of the first block continue from the sum of the last row.
             let last = slice(&sums, 1, n_before - 1..n_before)?;
             first_g = Some(match n_before {
                 1 => last,
@@ -185,7 +185,7 @@ impl Aligned {
         })
     }
 
-    /// Returns `[blocks, k_heads, share, BLOCK, dim]` as `[heads, n, dim]`: the rows of the chain's tokens.
+    /// Returns the rows of the chain's tokens: `[blocks, k_heads, share, BLOCK, dim]` as `[heads, n, dim]`.
     fn flat(&self, array: &Array) -> Result<Array> {
         let dim = array.dim(-1);
         let rows = array.transpose_axes(&[1, 2, 0, 3, 4])?;
@@ -193,7 +193,7 @@ impl Aligned {
         slice(&rows, 1, self.n_before..self.n_before + self.n)
     }
 
-    /// Computes what some blocks need apart from the states that they start from.
+    /// Computes the terms of some blocks that do not depend on their states.
     fn blocks(&self, range: std::ops::Range<usize>) -> Result<Blocks> {
         let of = |array: &Array| slice(array, 0, range.clone());
         let (q, k, v, sums) = (of(&self.q)?, of(&self.k)?, of(&self.v)?, of(&self.sums)?);
@@ -219,20 +219,22 @@ impl Aligned {
     }
 }
 
-/// Blocks before the states that they start from are known. A state is `[1, k_heads, share, k_dim, v_dim]`.
+/// The terms of blocks that do not depend on the states at their starts. A state is
+/// `[1, k_heads, share, k_dim, v_dim]`.
 struct Blocks {
     n: usize,
-    /// What each query reads of each update, `[blocks, k_heads, share, BLOCK, BLOCK]`.
+    /// The weight of each update in the output of each query, `[blocks, k_heads, share, BLOCK, BLOCK]`.
     own: Array,
-    /// Queries, decayed from the beginning of the block: `[blocks, k_heads, share, BLOCK, k_dim]`.
+    /// Queries, decayed from the start of the block: `[blocks, k_heads, share, BLOCK, k_dim]`.
     from_start: Array,
     /// Keys, decayed to the end of the block: `[blocks, k_heads, share, k_dim, BLOCK]`.
     to_end: Array,
     /// The decay of a block, `[blocks, k_heads, share, decays, 1]`.
     total: Array,
-    /// The updates for a state of zeros, `[blocks, k_heads, share, BLOCK, v_dim]`.
+    /// The updates if the state is zero, `[blocks, k_heads, share, BLOCK, v_dim]`.
     v: Array,
-    /// What a state takes from the updates, `[blocks, k_heads, share, BLOCK, k_dim]`.
+    /// The matrix whose product with the state is subtracted from the updates,
+    /// `[blocks, k_heads, share, BLOCK, k_dim]`.
     w: Option<Array>,
 }
 

@@ -9,7 +9,7 @@ use super::{check_shape, on_cuda, RecurrentRows, RecurrentSpec};
 use crate::error::{fail, Result};
 use crate::mlx::cast;
 
-/// What is applied to the sums of a convolution.
+/// The function that is applied to the sums of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Activation {
     /// Nothing.
@@ -19,28 +19,28 @@ pub enum Activation {
     Silu,
 }
 
-/// The inputs of a step of `T` tokens, each in a dtype of its own.
+/// The inputs of a step of `T` tokens. Their dtypes may differ.
 #[derive(Debug, Clone, Copy)]
 pub struct ConvolveInputs<'a> {
     /// The columns of the tokens, `[1, channels, T]`.
     pub x: &'a Array,
-    /// `[channels, width]`; the last weight of a channel is that of the token itself.
+    /// `[channels, width]`. The last weight of a channel multiplies the token's own column.
     pub weight: &'a Array,
     /// `[channels]`.
     pub bias: Option<&'a Array>,
-    /// What is applied to the sums.
+    /// The function that is applied to the sums.
     pub activation: Activation,
 }
 
-/// Computes a convolution of each channel over the tokens of a step and those before them. Before position 0
-/// all columns are zero.
+/// Computes a convolution of each channel over the tokens of a step and the columns before them. Columns before
+/// position 0 are zero.
 ///
-/// Returns the outputs, `[1, channels, T]` in `out_dtype`, or in the dtype of `x` if that is `None`, and the
-/// columns that the plan stores, `[1, 1, n, channels]`.
+/// Returns the outputs, `[1, channels, T]` in `out_dtype` or, if that is `None`, in the dtype of `x`, and the columns
+/// that the plan stores, `[1, 1, n, channels]`.
 ///
 /// # Errors
-/// [`Shape`](crate::Status::Shape) if shapes do not match, [`Internal`](crate::Status::Internal) for a plan
-/// that names what does not exist, and [`Backend`](crate::Status::Backend).
+/// [`Shape`](crate::Status::Shape) if shapes do not match, [`Internal`](crate::Status::Internal) if the plan refers
+/// to tokens or slots that do not exist, and [`Backend`](crate::Status::Backend).
 pub fn convolve(
     inputs: &ConvolveInputs,
     spec: &RecurrentSpec,
@@ -123,7 +123,7 @@ fn one_chain(
     Ok(sums)
 }
 
-/// Returns the sums `[T, channels]`, with the columns that each token reads gathered.
+/// Returns the sums `[T, channels]`. Gathers the columns that each token reads.
 fn by_window(
     plan: &RecurrentPlan,
     slots: Option<&Array>,
@@ -131,7 +131,7 @@ fn by_window(
     weight: &Array,
 ) -> Result<Array> {
     let (n, width) = (plan.n_tokens(), weight.dim(0) as usize);
-    // First a column of zeros, then those of the tokens, then those of slots.
+    // Index 0 is a column of zeros, then come the tokens, then the slots.
     let of_token = |token: usize| 1 + token as i32;
     let mut read: Vec<i32> = Vec::new();
     let mut windows: Vec<i32> = Vec::with_capacity(n * width);

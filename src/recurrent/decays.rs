@@ -1,7 +1,7 @@
-//! Products with keys that decay from row to row, and the system of equations of the delta rule.
+//! Products with keys that decay from row to row, and the triangular system of the delta rule.
 //!
-//! Arrays are `[..., heads of keys, heads of values that share one, rows, elements]`, where axes of size 1
-//! broadcast. Sums of log decays have one element, or one for each channel of a key.
+//! Arrays are `[..., k_heads, share, rows, elements]`, where `share` is the number of value heads for each key head.
+//! Axes of size 1 broadcast. Sums of log decays have one element, or one for each channel of a key.
 
 use mlx_rs::ops::{concatenate, select};
 use mlx_rs::Array;
@@ -9,19 +9,19 @@ use mlx_rs::Array;
 use super::rows::run;
 use crate::error::Result;
 
-/// The rows of a part of a block: decays of channels are exponentials of each pair of rows within a part.
+/// The number of rows of a part of a block. Within a part, decays of channels are computed for each pair of rows.
 const PART: usize = 16;
 
-/// Vectors of some tokens, and the sums of log decays up to each token.
+/// Vectors of some tokens, and the cumulative log decays up to each token.
 pub struct Tokens<'a> {
-    /// `n_kinds` vectors of `n` tokens, `[..., n_kinds * n, k_dim]`: those of all tokens for each kind.
+    /// `n_kinds` vectors of `n` tokens, `[..., n_kinds * n, k_dim]`, ordered by kind and then by token.
     pub vectors: &'a Array,
     pub n_kinds: i32,
     /// `[..., n, decays]`.
     pub sums: &'a Array,
 }
 
-/// Keys of some rows, and the sums of log decays up to each row.
+/// Keys of some rows, and the cumulative log decays up to each row.
 pub struct Keys<'a> {
     /// `[..., L, k_dim]`.
     pub keys: &'a Array,
@@ -50,8 +50,8 @@ impl Tokens<'_> {
         joined(&self.by_kind(vectors)?.multiply(factors.expand_dims(-3)?)?)
     }
 
-    /// Returns the products of the vectors with the keys, each decayed from its row to the token: `[...,
-    /// n_kinds * n, L]`. Where `seen`, `[..., n, L]`, is false, they are zero.
+    /// Returns the products of the vectors with the keys, each decayed from its row to the token:
+    /// `[..., n_kinds * n, L]`. They are zero where `seen`, `[..., n, L]`, is false.
     pub fn products(&self, rows: &Keys, seen: Option<&Array>) -> Result<Array> {
         if self.sums.dim(-1) > 1 {
             return self.by_channel(rows, seen);
@@ -78,11 +78,12 @@ impl Tokens<'_> {
         joined(&products.transpose_axes(&axes)?)
     }
 
-    /// Returns [`products`](Self::products) where the rows are those of the tokens, which follow each other:
-    /// each sees itself and those before it.
+    /// Returns [`products`](Self::products) if the rows are the tokens themselves: each token sees itself and the
+    /// tokens before it.
     ///
-    /// A decay of a channel goes by way of the last row of its row's part, so that no pair of distant rows has
-    /// exponentials of its own. Both factors are at most 1.
+    /// For distant pairs of rows, a channel's decay is the product of two factors: the decay to the last row of the
+    /// row's part, and the decay from there. So only pairs within a part need separate exponentials. Both factors are
+    /// at most 1.
     pub fn own_products(&self, rows: &Keys) -> Result<Array> {
         let n = self.n() as usize;
         if self.sums.dim(-1) == 1 || n <= PART {
@@ -132,33 +133,33 @@ fn joined(array: &Array) -> Result<Array> {
     Ok(array.reshape(&shape)?)
 }
 
-/// Returns the decays over these sums of log decays; zero where `seen` is false.
+/// Returns the decays, the exponentials of `sums`. They are zero where `seen` is false.
 fn decay(sums: &Array, seen: Option<&Array>) -> Result<Array> {
     match seen {
-        // Not after the exponential, which may be infinite there.
+        // Selects before the exponential, which may be infinite where `seen` is false.
         Some(seen) => Ok(select(seen, sums, Array::from_f32(f32::NEG_INFINITY))?.exp()?),
         None => Ok(sums.exp()?),
     }
 }
 
-/// Returns `[n, n]`, true where the column is at most the row.
+/// Returns a boolean matrix `[n, n]` that is true where the column is at most the row.
 pub fn triangle(n: i32) -> Result<Array> {
     matrix(n, |row, column| column <= row)
 }
 
-/// Returns a boolean matrix `[n, n]`.
+/// Returns a boolean matrix `[n, n]` with the values of `holds(row, column)`.
 pub fn matrix(n: i32, holds: impl Fn(i32, i32) -> bool) -> Result<Array> {
     let cells = (0..n).flat_map(|row| (0..n).map(move |column| (row, column)));
     let cells: Vec<bool> = cells.map(|(row, column)| holds(row, column)).collect();
     Ok(Array::from_slice(&cells, &[n, n]))
 }
 
-/// Returns the inverses of matrices `[..., n, n]` with ones on the diagonal and zeros above it. Of `a` only the
-/// elements below the diagonal are read.
+/// Returns the inverses of matrices `[..., n, n]` with ones on the diagonal and zeros above it. Only elements of `a`
+/// below the diagonal are read.
 ///
-/// An inverse is that of its blocks on the diagonal, joined in pairs: `[[A, 0], [C, B]]` has the inverse `[[A',
-/// 0], [-B' C A', B']]`. Unlike the powers of `a`, which grow where keys repeat, that keeps the precision of
-/// solving row by row.
+/// The diagonal blocks are inverted and joined in pairs: `[[A, 0], [C, B]]` has the inverse
+/// `[[A', 0], [-B' C A', B']]`. This is as precise as solving row by row. The powers of `a` would be less so, because
+/// they grow if keys repeat.
 pub fn inverse(a: &Array) -> Result<Array> {
     let n = a.dim(-1);
     let ones = matrix(n, |row, column| row == column)?.as_dtype(a.dtype())?;
@@ -201,7 +202,7 @@ mod tests {
         flat.as_slice::<f32>().to_vec()
     }
 
-    /// Each product is compared with its definition in float64.
+    /// Compares each product with its definition in float64.
     fn own_products_are_those_of_the_definition(k_dim: i32, decays: i32) {
         crate::mlx::run(|| {
             let mut random = Random::new(u64::from(k_dim.unsigned_abs()));

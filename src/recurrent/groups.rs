@@ -1,4 +1,4 @@
-//! The chains of a step, in the order in which they are computed.
+//! The chains of a step, in the order of computation.
 
 use std::collections::HashMap;
 
@@ -6,26 +6,26 @@ use etkv_core::bookkeeping::{AnchorSource, Chain, RecurrentPlan, RowSource, BLOC
 
 use crate::error::{fail, Result};
 
-/// Tokens that start from one state and see the same rows before them: a chain, or a tree.
+/// Tokens that start from one state and see the same rows before them. They form a chain or a tree.
 #[derive(Debug)]
 pub struct Group {
-    /// The state that they start from.
+    /// The state from which the tokens start.
     pub anchor: AnchorSource,
-    /// The rows that all of them see.
+    /// The rows that all tokens see.
     pub rows: Vec<RowSource>,
     /// The tokens, ascending.
     pub tokens: Vec<usize>,
-    /// For each token the one before it, as an index in `tokens`.
+    /// The parent of each token, as an index in `tokens`.
     pub parents: Vec<Option<usize>>,
 }
 
 impl Group {
-    /// Returns whether each token follows the one before it.
+    /// Returns whether each token is the parent of the next one.
     pub fn is_chain(&self) -> bool {
         self.parents.iter().enumerate().all(|(at, &parent)| parent == at.checked_sub(1))
     }
 
-    /// Returns for each token which tokens it sees: those before it, and itself.
+    /// Returns for each token which tokens it sees: its ancestors and itself.
     pub fn seen(&self) -> Vec<Vec<bool>> {
         let mut seen: Vec<Vec<bool>> = Vec::new();
         for (at, &parent) in self.parents.iter().enumerate() {
@@ -38,28 +38,28 @@ impl Group {
     }
 }
 
-/// A part of a step that can be computed once those before it are.
+/// A part of a step that can be computed once the earlier parts are.
 #[derive(Debug)]
 pub enum Work {
     /// Groups within a block, computed together.
     Groups(Vec<Group>),
-    /// The chain with this index: it ends in a later block than it begins.
+    /// The chain with this index. It ends in a later block than it begins.
     Chain(usize),
-    /// The state after a whole block of rows, which is the entry `fold` of the plan.
+    /// The state after a whole block of rows.
     Fold {
         /// The state before the block.
         anchor: AnchorSource,
         /// The rows of the block.
         rows: Vec<RowSource>,
-        /// The entry.
+        /// The index of the state in the plan's folds.
         fold: usize,
     },
 }
 
-/// Returns the parts of a step. A chain of more than `most` tokens is a part of its own.
+/// Returns the parts of a step. A chain of more than `most` tokens is a separate part.
 ///
 /// # Errors
-/// [`Internal`](crate::Status::Internal) for a plan that contradicts itself.
+/// [`Internal`](crate::Status::Internal) for an inconsistent plan.
 pub fn parts(plan: &RecurrentPlan, most: usize) -> Result<Vec<Work>> {
     let (mut parts, mut pending) = (Vec::new(), Pending::default());
     let mut made = 0;
@@ -92,7 +92,7 @@ pub fn parts(plan: &RecurrentPlan, most: usize) -> Result<Vec<Work>> {
     Ok(parts)
 }
 
-/// Checks the anchor and the folds of a chain, before which `made` folds are made.
+/// Checks the anchor and the folds of a chain, if `made` folds are computed before it.
 fn check(chain: &Chain, made: usize) -> Result<()> {
     let block = chain.position.checked_sub(chain.base).filter(|n| (0..=BLOCK).contains(n));
     let is_boundary = chain.base >= 0 && chain.base % BLOCK == 0;
@@ -120,11 +120,11 @@ fn check(chain: &Chain, made: usize) -> Result<()> {
     Ok(())
 }
 
-/// Groups whose states and rows are there, but not yet their results.
+/// Groups whose states and rows are known, but not yet their results.
 #[derive(Default)]
 struct Pending {
     groups: Vec<Group>,
-    /// The group of each token, and its index there.
+    /// The group of each token, and the token's index in that group.
     of: HashMap<usize, (usize, usize)>,
 }
 
@@ -168,7 +168,7 @@ impl Pending {
         }
     }
 
-    /// Returns the group of a chain that starts from `anchor` and sees `rows`, and the token of it that the
+    /// Returns the group of a chain that starts from `anchor` and sees `rows`, and the token of the group that the
     /// chain follows.
     fn group(&self, anchor: AnchorSource, rows: &[RowSource]) -> Option<(usize, Option<usize>)> {
         let of = |row: &RowSource| match row {

@@ -1,10 +1,10 @@
 //! Recurrent layers of a step: causal convolutions, and linear recurrences with or without the delta rule.
 //!
-//! A step's [`RecurrentPlan`](etkv_core::bookkeeping::RecurrentPlan) says which rows precede each token, and
-//! from which anchor a recurrence starts. Everything is computed in float32, by MLX's operations on whole
-//! arrays: few for a token, and for a long text matrix products over its blocks. As MLX chooses the order of
-//! sums, results depend on how a text is cut into steps by rounding errors. On a GPU with matrix units MLX rounds
-//! the factors of float32 products to TF32, unless `MLX_ENABLE_TF32` is 0.
+//! A step's [`RecurrentPlan`](etkv_core::bookkeeping::RecurrentPlan) contains the rows that precede each token, and
+//! the anchors from which a recurrence starts. MLX's operations compute in float32 on whole arrays: few operations
+//! for a token, and for a long text matrix products over its blocks. MLX chooses the order of sums, so results differ
+//! by rounding errors if a text is split into steps differently. On a GPU with matrix units MLX rounds the factors of
+//! float32 products to TF32, unless `MLX_ENABLE_TF32` is 0.
 
 mod blocks;
 mod convolve;
@@ -25,10 +25,10 @@ use mlx_rs::Array;
 use crate::error::{fail, Result};
 use crate::store::KvView;
 
-/// What a recurrent layer reads in a step.
+/// The stored rows that a recurrent layer reads in a step.
 pub type RecurrentSpec = etkv_core::RecurrentSpec<KvView>;
 
-/// What a recurrent layer writes in a step.
+/// The rows that a recurrent layer writes in a step.
 pub type RecurrentRows = etkv_core::RecurrentRows<Array>;
 
 /// Checks the shape of an input.

@@ -1,4 +1,4 @@
-//! Steps of recurrent layers by kernels for CUDA.
+//! Steps of recurrent layers on CUDA kernels.
 
 use std::sync::Arc;
 
@@ -20,28 +20,28 @@ use crate::mlx::{array_of, on_device};
 /// A plan as the kernels read it. The layers of a step share it.
 struct PlanArrays {
     plan: Arc<RecurrentPlan>,
-    /// The columns before each token, by the width of a convolution, and the number of slots that they need.
+    /// The columns before each token and the number of slots that they need, for each width of a convolution.
     before: Vec<(i32, Array, i32)>,
-    /// The groups, once a scan has asked for them; none if the kernel does not take them.
+    /// The groups, once a scan has needed them; `Some(None)` if the kernel does not support them.
     groups: Option<Option<Groups>>,
 }
 
-/// The groups of a step, and the states that it makes.
+/// The groups of a step, and the states that it computes.
 #[derive(Clone)]
 struct Groups {
     groups: Array,
     n_groups: i32,
     folds: Option<Array>,
     n_folds: i32,
-    /// The numbers of slots that they need.
+    /// The number of slots that the rows need.
     n_rows: i32,
     n_anchors: i32,
 }
 
-/// The arrays of the last plan. Used under the lock of MLX only.
+/// The arrays of the last plan. Used only under the lock of MLX.
 static LAST: Mutex<Option<PlanArrays>> = Mutex::new(None);
 
-/// Runs `read` with the arrays of `plan`.
+/// Calls `read` with the arrays of `plan`.
 fn with_arrays<T>(
     plan: &Arc<RecurrentPlan>,
     read: impl FnOnce(&mut PlanArrays) -> Result<T>,
@@ -55,7 +55,8 @@ fn with_arrays<T>(
     })))
 }
 
-/// Computes a convolution, if the kernel supports it. `stored` are the columns in slots, `[1, 1, L, channels]`.
+/// Computes a convolution, or returns `None` if the kernel does not support it. `stored` has the columns in slots,
+/// `[1, 1, L, channels]`.
 pub fn convolve(
     inputs: &ConvolveInputs,
     stored: Option<&Array>,
@@ -87,7 +88,7 @@ pub fn convolve(
     Ok(Some((out, RecurrentRows { rows: [Some(columns), None], anchors: None })))
 }
 
-/// Computes a scan, if the kernels support it.
+/// Computes a scan, or returns `None` if the kernels do not support it.
 pub fn scan(
     inputs: &ScanInputs,
     sizes: Sizes,
@@ -145,7 +146,7 @@ pub fn scan(
 }
 
 impl PlanArrays {
-    /// Returns the columns before each token, as the kernel reads them, and the number of slots that they need.
+    /// Returns the columns before each token in the kernel's encoding, and the number of slots that they need.
     fn before(&mut self, width: i32) -> Result<(Array, i32)> {
         if let Some((_, before, needed)) = self.before.iter().find(|(of, ..)| *of == width) {
             return Ok((before.clone(), *needed));
@@ -180,12 +181,12 @@ impl PlanArrays {
     }
 }
 
-/// Returns the number of slots that exist, if all of these do. Negative ones stand for something else.
+/// Returns the number of slots that a buffer needs to contain all `slots`. Negative numbers are not slots.
 fn slots_needed(slots: &[i32]) -> i32 {
     slots.iter().max().map_or(0, |&slot| slot.max(-1).saturating_add(1))
 }
 
-/// Returns for each token the `n` columns before it: a slot, -1 for zeros, or -2 - token.
+/// Returns for each token the `n` columns before it: a slot, -1 for zeros, or `-2 - token`.
 fn columns_before(plan: &RecurrentPlan, n: usize) -> Vec<i32> {
     let mut sources = Vec::with_capacity(plan.n_tokens() * n);
     for chain in &plan.chains {
@@ -205,19 +206,19 @@ fn columns_before(plan: &RecurrentPlan, n: usize) -> Vec<i32> {
     sources
 }
 
-/// The groups of a plan in the integers of `recurrent.cuh`.
+/// The groups of a plan, encoded as `recurrent.cuh` requires.
 #[derive(Debug, PartialEq)]
 struct Described {
     groups: Vec<i32>,
     n_groups: i32,
     folds: Vec<i32>,
     n_folds: i32,
-    /// The numbers of slots that they need.
+    /// The number of slots that the rows need.
     n_rows: i32,
     n_anchors: i32,
 }
 
-/// Describes a plan whose tokens all follow rows in slots, in groups of a few; `None` for another.
+/// Encodes a plan. Returns `None` unless all tokens follow rows in slots, in groups of a few.
 fn described(plan: &RecurrentPlan) -> Result<Option<Described>> {
     let mut all: Vec<Group> = Vec::new();
     let mut folds = Vec::new();
@@ -268,7 +269,7 @@ fn described(plan: &RecurrentPlan) -> Result<Option<Described>> {
     Ok(Some(Described { groups, n_groups, folds, n_folds, n_rows, n_anchors }))
 }
 
-/// Returns where a state lies: its slot, -1 for zeros, or -2 - its fold.
+/// Encodes the source of a state: its slot, -1 for zeros, or `-2 - fold`.
 fn state_of(anchor: AnchorSource) -> i32 {
     match anchor {
         AnchorSource::Zero => -1,
@@ -277,7 +278,7 @@ fn state_of(anchor: AnchorSource) -> i32 {
     }
 }
 
-/// Returns the slots of rows, if all are in slots.
+/// Returns the slots of rows, or `None` if a row is not in a slot.
 fn slots_of(rows: &[RowSource]) -> Option<Vec<i32>> {
     let slot = |row: &RowSource| match *row {
         RowSource::Slot(slot) => (slot >= 0).then_some(slot),

@@ -9,10 +9,10 @@ use crate::error::{fail, Result};
 use crate::mlx::slice_axis;
 use crate::store::KvView;
 
-/// Returns `[1, heads, L, dim]`, the stored rows of a view.
+/// Returns the stored rows of a view, `[1, heads, L, dim]`.
 ///
 /// # Errors
-/// [`Shape`](crate::Status::Shape), naming the `rows`, for another format or another shape.
+/// [`Shape`](crate::Status::Shape), with the name `rows`, for another format or another shape.
 pub fn stored<'a>(
     view: Option<&'a KvView>,
     rows: &str,
@@ -31,10 +31,10 @@ pub fn stored<'a>(
     }
 }
 
-/// Returns the rows with these indices along `axis`: a view of them, if they are a run.
+/// Returns the rows with these indices along `axis`. Returns a view if the indices are consecutive.
 ///
 /// # Errors
-/// [`Internal`](crate::Status::Internal) for an index that does not exist: MLX does not check them.
+/// [`Internal`](crate::Status::Internal) for an index that does not exist, because MLX does not check indices.
 pub fn take(array: &Array, indices: &[i32], axis: usize) -> Result<Array> {
     let n = array.shape().get(axis).copied().unwrap_or(0);
     if let Some(index) = indices.iter().find(|&index| !(0..n).contains(index)) {
@@ -55,7 +55,7 @@ pub fn take(array: &Array, indices: &[i32], axis: usize) -> Result<Array> {
 /// Returns `take(array, range)`.
 ///
 /// # Errors
-/// Those of [`slice_axis`].
+/// Errors of [`slice_axis`].
 pub fn run(array: &Array, axis: usize, range: Range<usize>) -> Result<Array> {
     let [start, end] = [range.start, range.end].map(|at| at as i32);
     match array.shape().get(axis) {
@@ -69,10 +69,10 @@ pub fn stored_tokens(plan: &RecurrentPlan) -> Vec<i32> {
     plan.stored.iter().map(|&token| token as i32).collect()
 }
 
-/// Checks that the chains of a plan cover its tokens in order, and read only rows that are stored or before them.
+/// Checks that the chains of a plan cover its tokens in order, and read only stored rows or earlier tokens.
 ///
 /// # Errors
-/// [`Internal`](crate::Status::Internal) for a plan that names tokens which do not precede a chain.
+/// [`Internal`](crate::Status::Internal) if a chain reads tokens that do not precede it.
 pub fn check_plan(plan: &RecurrentPlan) -> Result<()> {
     let mut next = 0;
     for chain in &plan.chains {

@@ -11,13 +11,13 @@ use crate::error::{fail, Result};
 use crate::kernels::recurrent::Stored;
 use crate::mlx::cast;
 
-/// A log decay below this counts as this, which is a decay to zero.
+/// Lower log decays are raised to this bound, whose decay is zero in effect.
 const MIN_LOG_DECAY: f32 = -88.0;
 
-/// The tokens of a chain whose decays of channels are exponentials of each pair of tokens.
+/// The maximum number of tokens of a chain for which decays of channels are computed for each pair of tokens.
 const MAX_PAIRS: usize = 16;
 
-/// The inputs of a step of `T` tokens, each in a dtype of its own.
+/// The inputs of a step of `T` tokens. Their dtypes may differ.
 #[derive(Debug, Clone, Copy)]
 pub struct ScanInputs<'a> {
     /// Queries, `[1, k_heads, T, k_dim]`.
@@ -28,11 +28,11 @@ pub struct ScanInputs<'a> {
     pub v: &'a Array,
     /// Log decays, `[1, heads, T]`, or `[1, heads, T, k_dim]` with a decay for each channel.
     pub g: &'a Array,
-    /// Write strengths of the delta rule, `[1, heads, T]`. Without them, the update of a token is its value.
+    /// Write strengths of the delta rule, `[1, heads, T]`. Without the delta rule the update of a token is its value.
     pub beta: Option<&'a Array>,
 }
 
-/// Computes a recurrence over the tokens of a step: with a state `S` for each head,
+/// Computes a recurrence over the tokens of a step, with a state `S` for each head:
 ///
 /// ```text
 /// u = beta (v - (exp(g) S)^T k)      or v, without beta
@@ -40,12 +40,12 @@ pub struct ScanInputs<'a> {
 /// output = scale S^T q
 /// ```
 ///
-/// Returns the outputs, `[1, heads, T, v_dim]` in `out_dtype`, or in the dtype of `q` if that is `None`, and
-/// the rows and anchors that the plan stores. A log decay below -88 counts as -88, which is a decay to zero.
+/// Returns the outputs, `[1, heads, T, v_dim]` in `out_dtype` or, if that is `None`, in the dtype of `q`, and the
+/// rows and anchors that the plan stores. A log decay below -88 is computed as -88, a decay to zero in effect.
 ///
 /// # Errors
-/// [`Shape`](crate::Status::Shape) if shapes do not match, [`Internal`](crate::Status::Internal) for a plan
-/// that names what does not exist, and [`Backend`](crate::Status::Backend).
+/// [`Shape`](crate::Status::Shape) if shapes do not match, [`Internal`](crate::Status::Internal) if the plan refers
+/// to tokens, slots or anchors that do not exist, and [`Backend`](crate::Status::Backend).
 pub fn scan(
     inputs: &ScanInputs,
     scale: f32,
@@ -92,11 +92,11 @@ pub fn scan(
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
     pub k_heads: i32,
-    /// The heads of values for each head of keys.
+    /// The number of value heads for each key head.
     pub share: i32,
     pub k_dim: i32,
     pub v_dim: i32,
-    /// 1, or `k_dim` with a decay for each channel.
+    /// 1, or `k_dim` if each channel has a decay.
     pub decays: i32,
     pub delta: bool,
 }
@@ -141,7 +141,7 @@ impl Sizes {
         self.k_heads * self.share
     }
 
-    /// Returns the elements of a row of updates.
+    /// Returns the number of elements of a row of updates.
     fn row(&self) -> i32 {
         self.v_dim.saturating_add(self.decays)
     }
@@ -177,7 +177,7 @@ impl Inputs {
     }
 }
 
-/// A step: what it reads, and what is computed so far.
+/// A step: its inputs, and the results so far.
 pub struct Step<'a> {
     pub sizes: Sizes,
     pub inputs: Inputs,
@@ -185,7 +185,7 @@ pub struct Step<'a> {
     /// `[k_heads, share, k_dim, v_dim]`.
     folds: Vec<Array>,
     computed: Vec<Computed>,
-    /// The token of each computed row, in order; none for padding.
+    /// The token of each computed row, in order; `None` for padding.
     order: Vec<Option<usize>>,
 }
 
@@ -206,7 +206,7 @@ pub struct Before {
 }
 
 impl Step<'_> {
-    /// Returns these rows, in this order, but those in slots first.
+    /// Returns these rows in the given order, except that rows in slots come first.
     pub fn rows(&self, rows: &[RowSource]) -> Result<Before> {
         let (mut slots, mut tokens) = (Vec::new(), Vec::new());
         for row in rows {
@@ -253,12 +253,12 @@ impl Step<'_> {
             }
             AnchorSource::Fold(fold) => match self.folds.get(fold) {
                 Some(state) => Ok(Some(state.clone())),
-                None => fail!(Internal, "fold {fold} is read before it is made"),
+                None => fail!(Internal, "fold {fold} is read before it is computed"),
             },
         }
     }
 
-    /// Adds the state that is the entry `fold` of the plan, `[k_heads, share, k_dim, v_dim]`.
+    /// Adds the next fold of the plan, a state `[k_heads, share, k_dim, v_dim]`. `fold` is its index.
     pub fn add_fold(&mut self, fold: usize, state: Array) -> Result<()> {
         if fold != self.folds.len() {
             fail!(Internal, "fold {fold} is made after {} others", self.folds.len());
@@ -267,8 +267,8 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Adds the results of these tokens: outputs without the scale, `[heads, n, v_dim]`, updates of the same
-    /// shape, and the sums of log decays, `[heads, n, decays]`. Those of no token are padding.
+    /// Adds results of these tokens: outputs without the scale, `[heads, n, v_dim]`, updates of the same shape, and
+    /// the sums of log decays, `[heads, n, decays]`. Rows without a token are padding.
     pub fn add(
         &mut self,
         tokens: impl IntoIterator<Item = Option<usize>>,
@@ -282,7 +282,7 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Returns a part of the results of these tokens.
+    /// Returns one of the arrays of results, with the rows of these tokens.
     fn by_token(&self, part: impl Fn(&Computed) -> &Array, tokens: &[i32]) -> Result<Array> {
         let all = match &self.computed[..] {
             [one] => part(one).clone(),

@@ -1,4 +1,4 @@
-//! Tokens within a block: one token after its rows, several, or a tree; those of several sequences at once.
+//! Tokens within a block: one token after its rows, several tokens, or a tree, of several sequences at once.
 
 use etkv_core::bookkeeping::RowSource;
 use mlx_rs::ops::{addmm, concatenate, select};
@@ -27,7 +27,7 @@ pub fn run(step: &mut Step, groups: &[Group]) -> Result<()> {
     let before = batch.before(step, groups)?;
     let sums = batch.sums(groups, g, before.as_ref().map(|before| &before.sums))?;
 
-    // Queries read the state and the rows, and so do keys with the delta rule.
+    // Queries read the state and the rows. With the delta rule, keys read them too.
     let vectors = if sizes.delta { concatenate(&[&q, &k], -2)? } else { q.clone() };
     let n_kinds = if sizes.delta { 2 } else { 1 };
     let reading = Tokens { vectors: &vectors, n_kinds, sums: &sums };
@@ -45,7 +45,7 @@ pub fn run(step: &mut Step, groups: &[Group]) -> Result<()> {
     };
     let seen_by_q = read.as_ref().map(|read| kind(read, 0)).transpose()?;
 
-    // What a token reads of the tokens of the step. Of its own update, a query reads all.
+    // The weights of the updates of the step's tokens for each token. A token's own update is not decayed.
     let own = match batch.n {
         1 => q.matmul(k.swap_axes(-1, -2)?)?,
         _ => {
@@ -78,13 +78,13 @@ fn plus_product(sum: Option<Array>, a: &Array, b: &Array) -> Result<Array> {
     }
 }
 
-/// Groups side by side, with as many tokens and rows as the longest.
+/// Groups side by side, padded to the number of tokens and rows of the longest.
 struct Batch {
     /// The number of groups.
     size: usize,
-    /// The tokens of a group.
+    /// The number of tokens of a group.
     n: usize,
-    /// The rows before them.
+    /// The number of rows before them.
     n_rows: usize,
     /// The index of each token, group by group. Padding repeats a token of its group.
     tokens: Vec<i32>,
@@ -123,13 +123,13 @@ impl Batch {
         Ok(rows.transpose_axes(&[2, 0, 1, 3, 4])?)
     }
 
-    /// Returns the rows before the tokens, with rows of zeros before those of a group that has fewer.
+    /// Returns the rows before the tokens. Zeros come before the rows of a group that has fewer.
     fn before(&self, step: &Step, groups: &[Group]) -> Result<Option<Padded>> {
         if self.n_rows == 0 {
             return Ok(None);
         }
         let Sizes { k_heads, share, v_dim, .. } = step.sizes;
-        // `Step::rows` returns slots first.
+        // `Step::rows` returns rows in slots first.
         let mut rows: Vec<RowSource> = groups.iter().flat_map(|group| group.rows.clone()).collect();
         let is_token = |row: &RowSource| matches!(row, RowSource::Token(_));
         let mut order: Vec<usize> = (0..rows.len()).collect();
@@ -161,8 +161,8 @@ impl Batch {
         Ok(Some(Padded { keys, updates, sums }))
     }
 
-    /// Returns the sums of log decays up to each token, from those of tokens and those up to each row before
-    /// them.
+    /// Returns the cumulative log decays up to each token. `g` has the log decays of tokens, and `before` the
+    /// cumulative log decays up to each row before them.
     fn sums(&self, groups: &[Group], g: Array, before: Option<&Array>) -> Result<Array> {
         let axis = g.ndim() - 2;
         let own = match groups {
@@ -234,7 +234,7 @@ impl Batch {
         Ok(array.reshape(&[sizes.heads(), self.size as i32 * n, dim])?)
     }
 
-    /// Returns the token of each row of [`flat`](Self::flat).
+    /// Returns the token of each row of [`flat`](Self::flat), `None` for padding.
     fn named(&self, groups: &[Group]) -> Vec<Option<usize>> {
         let of = |group: &Group| {
             let tokens = group.tokens.iter().map(|&token| Some(token)).collect::<Vec<_>>();

@@ -1,4 +1,4 @@
-//! Integers with a float16 scale and offset a group: MLX's affine quantization.
+//! Integers with a float16 scale and offset for each group: MLX's affine quantization.
 
 use mlx_rs::ops::{clip, quantize};
 use mlx_rs::{Array, Dtype};
@@ -11,13 +11,12 @@ use crate::error::Result;
 use crate::format::KvFormat;
 use crate::mlx::cast;
 
-/// Affine groups. MLX computes codes, scales and offsets from the rows in float32. Scales and
-/// offsets are then rounded to float16.
+/// Affine groups. MLX computes codes, scales and offsets in float32, and scales and offsets are then rounded to
+/// float16.
 ///
-/// The error of an element is at most one step of its group, and half a step except at the far end: MLX fits
-/// the scale so that zero and the end of larger magnitude are exact. Rounding adds a 2048th of the offset and
-/// of the distance to it. Elements outside the range of float16 are stored as its nearest value, so no group
-/// holds an infinity.
+/// The error of an element is at most half a step of its group, but up to one step near one end: MLX fits the scale
+/// so that zero and the end of larger magnitude are exact. Rounding adds up to a 2048th of the offset and of the
+/// distance to it. Elements outside the range of float16 are clamped to it, so no group contains an infinity.
 pub(super) struct Affine {
     bits: u8,
     group: u8,

@@ -1,5 +1,5 @@
-//! Codes of four and eight bits, made and read with elementwise operations. The same rows give the
-//! same bits on every device.
+//! Codes of four and eight bits, encoded and decoded by elementwise operations. Equal rows give equal bits on every
+//! device.
 
 use mlx_rs::ops::{maximum, minimum, sum_axis};
 use mlx_rs::{Array, Dtype};
@@ -8,14 +8,14 @@ use crate::error::Result;
 use crate::mlx::bits::{and, or, shl, shr};
 use crate::mlx::cast;
 
-/// Codes in a word of 32 bits.
+/// The number of 4-bit codes in a word of 32 bits.
 const PER_WORD: i32 = 8;
 
 fn shifts() -> Array {
     Array::from_slice(&[0u32, 4, 8, 12, 16, 20, 24, 28], &[PER_WORD])
 }
 
-/// Packs codes of 4 bits, one an element, into words of eight, the first in the lowest bits.
+/// Packs 4-bit codes, one in each element, into words of eight codes. The first code is in the lowest bits.
 pub(super) fn pack_nibbles(codes: &Array) -> Result<Array> {
     let mut shape = codes.shape().to_vec();
     let width = shape.pop().unwrap_or(0);
@@ -24,7 +24,7 @@ pub(super) fn pack_nibbles(codes: &Array) -> Result<Array> {
     Ok(sum_axis(shifted, -1, false)?)
 }
 
-/// Unpacks words of eight codes to one code an element, in 32 bits.
+/// Unpacks words of eight codes to 32-bit elements of one code each.
 pub(super) fn unpack_nibbles(words: &Array) -> Result<Array> {
     let mut shape = words.shape().to_vec();
     let codes = and(&shr(&words.expand_dims(-1)?, &shifts())?, &Array::from_slice(&[15u32], &[1]))?;
@@ -34,11 +34,10 @@ pub(super) fn unpack_nibbles(words: &Array) -> Result<Array> {
     Ok(codes.reshape(&shape)?)
 }
 
-/// Returns the E2M1 codes nearest to `values` in float32, ties to even. Magnitudes above 6 become
-/// 6.
+/// Returns the E2M1 codes nearest to `values` in float32, ties to even. Magnitudes above 6 are clamped to 6.
 pub(super) fn to_e2m1(values: &Array) -> Result<Array> {
     let size = values.abs()?;
-    // Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6. The smallest of the three results is right.
+    // Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6. The smallest of the three results is the right one.
     let by_half = size.multiply(Array::from_f32(2.0))?.round(None)?;
     let by_one = size.round(None)?.add(Array::from_f32(2.0))?;
     let by_two = size.multiply(Array::from_f32(0.5))?.round(None)?.add(Array::from_f32(4.0))?;
@@ -49,19 +48,20 @@ pub(super) fn to_e2m1(values: &Array) -> Result<Array> {
     or(&code, &shl(&negative, &Array::from_slice(&[3u32], &[1]))?)
 }
 
-/// Returns E2M1 codes, one an element, as float32.
+/// Returns E2M1 codes, one in each element, as float32.
 pub(super) fn from_e2m1(codes: &Array) -> Result<Array> {
     // The bits of a float16 whose value is 2^14 times smaller, including subnormals.
     bits_to_f32(codes, [7, 9], [8, 12], 16384.0)
 }
 
-/// Returns E4M3 codes, one an element, as float32.
+/// Returns E4M3 codes, one in each element, as float32.
 pub(super) fn from_e4m3(codes: &Array) -> Result<Array> {
     // As above, with 2^8.
     bits_to_f32(codes, [0x7f, 7], [0x80, 8], 256.0)
 }
 
-/// Moves exponent and mantissa, and the sign, to their bits in float16: a mask and a shift each.
+/// Moves exponent and mantissa, and the sign, to their bits of a float16. `size` and `sign` are a mask and a shift
+/// each.
 fn bits_to_f32(codes: &Array, size: [u16; 2], sign: [u16; 2], scale: f32) -> Result<Array> {
     let codes = cast(codes, Dtype::Uint16)?;
     let moved = |[mask, by]: [u16; 2]| {
@@ -72,19 +72,19 @@ fn bits_to_f32(codes: &Array, size: [u16; 2], sign: [u16; 2], scale: f32) -> Res
     Ok(cast(&halves, Dtype::Float32)?.multiply(Array::from_f32(scale))?)
 }
 
-/// Computes the E8M0 scale of blocks whose largest magnitudes are `peaks`, in float32, for elements of at
-/// most 1.75 times 2^`top`, such as 7 and 448. It is the smallest power of two that scales the peak to at
-/// most that. The largest E2M1 value is 6, but 7 is nearer to 6 than to the 8 that the next power would give.
-/// On normal rows the error is 3 % less than with the microscaling standard's rule, and 8 % less than with
-/// MLX's.
+/// Computes the E8M0 scales of blocks whose largest magnitudes are `peaks`, in float32. Elements have magnitudes up
+/// to 1.75 times 2^`top`, such as 7 and 448. The scale is the smallest power of two with which the peak is within
+/// that limit. The largest E2M1 value is 6, but a scaled peak of up to 7 is still nearer to 6 than to the 8 of the
+/// next power. On normal rows the error is 3 % less than with the rule of the microscaling standard, and 8 % less
+/// than with MLX's.
 ///
-/// Returns the codes and, in float32, the inverse of the scales.
+/// Returns the codes, and the inverses of the scales in float32.
 pub(super) fn e8m0(peaks: &Array, top: u32) -> Result<[Array; 2]> {
     let word = |value: u32| Array::from_slice(&[value], &[1]);
     // The exponent is one more if the mantissa is above 1.75.
     let bits = peaks.view_dtype(Dtype::Uint32)?.add(word(0x001f_ffff))?;
     let exponent = shr(&bits, &word(23))?;
-    // The limit keeps the largest element finite.
+    // The lower bound of the scale keeps the largest element finite.
     let code = minimum(maximum(exponent, word(top))?.subtract(word(top))?, word(254 - top))?;
     let inverse = shl(&word(254).subtract(&code)?, &word(23))?.view_dtype(Dtype::Float32)?;
     Ok([cast(&code, Dtype::Uint8)?, inverse])

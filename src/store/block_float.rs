@@ -1,4 +1,4 @@
-//! Floats of four and eight bits with one scale a block: OCP microscaling, and NVIDIA's.
+//! Floats of four and eight bits with one scale for each block: OCP microscaling, and NVIDIA's format.
 
 use mlx_rs::ops::{clip, from_fp8, minimum, select, to_fp8};
 use mlx_rs::{Array, Dtype};
@@ -14,10 +14,9 @@ use crate::mlx::{self, cast};
 
 /// Block floats in MLX's layouts.
 ///
-/// In mxfp8 and mxfp4 scales are powers of two, which cover every float32. The error of an element is at most
-/// 2^-4 of its magnitude in mxfp8, and half a step of E2M1 in mxfp4 and nvfp4. The scale of nvfp4 is an E4M3
-/// number. Values above 2688 (6 times the largest scale) are stored as the nearest value, and blocks below
-/// 0.006 as zeros.
+/// In mxfp8 and mxfp4 scales are powers of two, over the whole range of float32. The error of an element is at most
+/// 2^-4 of its magnitude in mxfp8, and half a step of E2M1 in mxfp4 and nvfp4. In nvfp4 a scale is an E4M3 number:
+/// values above 2688 (6 times the largest scale) are stored as the nearest value, and blocks below 0.006 as zeros.
 pub(super) struct BlockFloat {
     layout: Layout,
     head_dim: i32,
@@ -54,8 +53,8 @@ impl BlockFloat {
         })
     }
 
-    /// MLX's CPU build unpacks E4M3 by arithmetic for every row that it multiplies, which takes eight times
-    /// as long as the other layouts.
+    /// Returns whether rows are unpacked in blocks: MLX's CPU build unpacks E4M3 by arithmetic for every row that it
+    /// multiplies, which takes eight times as long as the other layouts.
     fn in_blocks(&self) -> Result<bool> {
         Ok(self.layout == Layout::Mxfp8 && !mlx::on_gpu()?)
     }

@@ -1,5 +1,5 @@
-//! The bytes of a pool's planes, for files. In a file slots come first, and the heads of a slot are adjacent;
-//! in the buffers heads come first.
+//! The bytes of a pool's planes, for files. In a file the order is slots, then heads; in the buffers it is heads,
+//! then slots.
 
 use mlx_rs::transforms::eval;
 
@@ -12,7 +12,7 @@ use etkv_core::bookkeeping::Slots;
 const EXCHANGED: [i32; 4] = [0, 2, 1, 3];
 
 impl Planes {
-    /// Copies the rows of a plane to `bytes`. Waits for them.
+    /// Copies the rows of a plane to `bytes`. Waits until they are computed.
     pub fn copy_out(&self, plane: usize, slots: &Slots, bytes: &mut [u8]) -> Result<()> {
         self.check_bytes(plane, slots, bytes.len())?;
         let rows = self.taken(plane, slots)?;
@@ -31,7 +31,7 @@ impl Planes {
         let rows = rows.transpose_axes(&EXCHANGED)?;
         let slots = self.for_writing(slots)?;
         let written = with_rows(&self.buffers[plane], &rows, &slots)?;
-        // The buffer has no other owner, so the write is in place.
+        // The buffer has no other owner, so the write was in place.
         self.buffers[plane] = written;
         Ok(eval([&self.buffers[plane]])?)
     }
@@ -59,7 +59,7 @@ impl Planes {
 mod tests {
     use crate::store::codec_for;
 
-    /// The planes of a format are those that files have.
+    /// The planes of a format are the planes of its files.
     #[test]
     fn planes_lie_as_files_say() {
         for name in

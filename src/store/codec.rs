@@ -1,4 +1,4 @@
-//! The trait that a storage format implements: it converts rows to planes and computes with planes.
+//! The trait of a storage format: it converts rows to planes and computes with planes.
 
 use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::transforms::eval;
@@ -9,7 +9,7 @@ use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::mlx::{self, slice_axis};
 
-/// A storage format for rows of one head_dim.
+/// A storage format for rows of one `head_dim`.
 pub trait Codec: Send + Sync {
     /// Returns the format.
     fn format(&self) -> KvFormat;
@@ -17,7 +17,7 @@ pub trait Codec: Send + Sync {
     /// Returns the number of elements of one row.
     fn head_dim(&self) -> i32;
 
-    /// Returns the planes of a row. Planes of zeros decode to a row of zeros.
+    /// Returns the layout of a row's planes. Planes of zeros decode to a row of zeros.
     fn layout(&self) -> Layout;
 
     /// Converts rows, `[1, n_kv_heads, n, head_dim]` in any float dtype, to planes.
@@ -32,14 +32,14 @@ pub trait Codec: Send + Sync {
     /// [`Backend`](crate::Status::Backend).
     fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array>;
 
-    /// Returns the stored rows themselves, if they are stored in `dtype`.
+    /// Returns the stored rows, if they are stored in `dtype`.
     fn as_dtype<'a>(&self, parts: &'a [Array], dtype: Dtype) -> Option<&'a Array> {
         parts.first().filter(|part| self.format().is_float() && part.dtype() == dtype)
     }
 
-    /// Multiplies `q`, `[1, n_kv_heads, m, head_dim]` in float32 or a similar dtype, by every row of these
-    /// planes: `[1, n_kv_heads, m, n]`. A format without its own product unpacks rows in blocks of a constant
-    /// number of bytes.
+    /// Returns the products of `q`, `[1, n_kv_heads, m, head_dim]` in float32 or a similar dtype, with every row of
+    /// these planes: `[1, n_kv_heads, m, n]`. A format that has no product over packed rows unpacks rows in blocks of
+    /// a constant number of bytes.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -47,8 +47,8 @@ pub trait Codec: Send + Sync {
         scores_in_blocks(self, q, parts)
     }
 
-    /// Returns the sums of the rows weighted by `p`, `[1, n_kv_heads, m, n]`: `[1, n_kv_heads, m,
-    /// head_dim]`. It unpacks rows as [`scores`](Self::scores) does.
+    /// Returns the sums of the rows weighted by `p`, `[1, n_kv_heads, m, n]`. The result is
+    /// `[1, n_kv_heads, m, head_dim]`. Rows are unpacked as in [`scores`](Self::scores).
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -64,24 +64,24 @@ pub trait Codec: Send + Sync {
     fn max_packed(&self) -> Result<i32>;
 }
 
-/// The largest float16, and therefore the limit of stored scales and offsets.
+/// The largest float16, which limits stored scales and offsets.
 pub(super) const F16_MAX: f32 = 65504.0;
 
 /// The maximum number of rows a KV head for which unpacking in blocks is faster than unpacking one KV head at a
 /// time.
 pub(super) const MAX_IN_BLOCKS: i32 = 64;
 
-/// The bytes of rows that are unpacked at a time: the size of a CPU's caches.
+/// The bytes of rows that are unpacked at a time, about the size of a CPU's caches.
 const CPU_BLOCK: i64 = 4 << 20;
-/// The same on a GPU, which waits for each block.
+/// The bytes of rows that are unpacked at a time on a GPU, which waits for each block.
 const GPU_BLOCK: i64 = 32 << 20;
 
-/// Returns the KV heads and slots of some planes.
+/// Returns the numbers of KV heads and of slots of some planes.
 fn size(parts: &[Array]) -> (i32, i32) {
     parts.first().map_or((0, 0), |part| (part.dim(HEADS as i32), part.dim(SLOTS as i32)))
 }
 
-/// Returns the slots of a block of rows that are unpacked to `dtype`.
+/// Returns the number of slots in a block of rows that are unpacked to `dtype`.
 fn block_slots(n_kv_heads: i32, head_dim: i32, dtype: Dtype) -> Result<i32> {
     let width = if dtype == Dtype::Float32 { 4 } else { 2 };
     let slot = i64::from(n_kv_heads) * i64::from(head_dim) * width;
@@ -89,7 +89,8 @@ fn block_slots(n_kv_heads: i32, head_dim: i32, dtype: Dtype) -> Result<i32> {
     Ok((block / slot.max(1)).clamp(16, i64::from(i32::MAX)) as i32)
 }
 
-/// Rows that are stored in `dtype` are one block, because they are not unpacked.
+/// Returns ranges of rows to unpack at a time. Rows that are stored in `dtype` are not unpacked, so they are one
+/// block.
 fn blocks<C: Codec + ?Sized>(
     codec: &C,
     parts: &[Array],

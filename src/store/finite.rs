@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::kernels;
 use crate::mlx::{self, cast};
 
-/// The maximum number of tokens of a step whose values are kept until it ends. Those of a prompt would take the
-/// memory of all layers at once, so they are read layer by layer.
+/// The maximum number of tokens of a step whose values are kept until it ends. For the longer steps of a prompt, that
+/// would take the memory of all layers at once, so these values are checked layer by layer.
 const MAX_KEPT: i32 = 64;
 
 /// The watched writes of one step.
@@ -22,13 +22,13 @@ pub struct Finite {
 }
 
 struct Write {
-    /// The values, unless a separate flag reads them.
+    /// The values, or `None` if a separate flag already covers them.
     kept: Option<Array>,
-    /// The dtype that they are stored in.
+    /// The dtype of the stored values.
     stored: Dtype,
 }
 
-/// Whether the values of some writes are finite as stored.
+/// A flag that tells whether the values of some writes are finite as stored.
 struct Flag {
     /// The writes, in order.
     writes: Vec<usize>,
@@ -36,9 +36,9 @@ struct Flag {
 }
 
 enum Numbers {
-    /// A number that is 0 if all values are finite.
+    /// One number, which is 0 if all values are finite.
     Together(Array),
-    /// A number for each write, 0 if its values are finite.
+    /// A number for each write, which is 0 if its values are finite.
     Each(Array),
 }
 
@@ -51,7 +51,7 @@ impl Numbers {
 }
 
 impl Write {
-    /// Returns whether one array can hold the values of both.
+    /// Returns whether one array can contain the values of both writes.
     fn joins(&self, other: &Self) -> bool {
         match (&self.kept, &other.kept) {
             (Some(a), Some(b)) => {
@@ -63,7 +63,7 @@ impl Write {
 }
 
 impl Finite {
-    /// Adds values, `[1, n_kv_heads, T, head_dim]`, that are stored as `stored`.
+    /// Adds values, `[1, n_kv_heads, T, head_dim]`, that are stored as the dtype `stored`.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -78,8 +78,8 @@ impl Finite {
         Ok(())
     }
 
-    /// Returns the flags. The caller computes them with the writes of the step. Writes since the last call
-    /// share a flag if they can: each flag is one kernel launch or more on a GPU.
+    /// Returns the flags. The caller evaluates them together with the writes of the step. Writes since the last call
+    /// share a flag if possible, because each flag is one or more kernel launches on a GPU.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -98,7 +98,7 @@ impl Finite {
         Ok(flags.iter().map(|flag| flag.numbers.array().clone()).collect())
     }
 
-    /// Returns whether the values of writes that [join](Write::joins) are finite.
+    /// Computes whether the values of writes that [join](Write::joins) are finite.
     fn numbers(&self, writes: &[usize]) -> Result<Numbers> {
         let all: Vec<&Array> =
             writes.iter().filter_map(|&write| self.writes[write].kept.as_ref()).collect();
@@ -110,12 +110,12 @@ impl Finite {
         }
         Ok(Numbers::Together(match all[..] {
             [one] => zero_if(one, stored)?,
-            // Along the heads.
+            // Joins them along the heads.
             _ => zero_if(&concatenate(&all, 1)?, stored)?,
         }))
     }
 
-    /// Waits for the computation of the flags, which was started before.
+    /// Waits until the flags are computed. Their computation must have started.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -126,7 +126,7 @@ impl Finite {
     /// Returns the first write with a value that is not finite.
     pub fn non_finite(&self) -> Option<usize> {
         if self.flags().is_err() {
-            // A flag that cannot be read may mean anything.
+            // A flag that cannot be read counts as not finite.
             return Some(0);
         }
         let flags = self.flags.borrow();

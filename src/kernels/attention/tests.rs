@@ -1,4 +1,4 @@
-//! The kernel, compared with attention in float64. Without CUDA only the code around it is tested.
+//! Compares the kernel with attention in float64. Without CUDA only the code around the kernel is tested.
 
 use super::*;
 use crate::kernels::testing::{array, on_cuda, values};
@@ -8,7 +8,7 @@ use crate::mlx::run;
 #[derive(Debug, Clone, Copy)]
 enum Layout {
     Whole,
-    /// Some slots of a pool; queries by token, as a projection leaves them.
+    /// Some slots of a pool. Queries are ordered by token, as a projection returns them.
     Pool,
     /// Rows that start at any address.
     Unaligned,
@@ -63,7 +63,7 @@ impl Case {
             (Mask::Causal, each(&|i, j| j <= n - t + i)),
             (marks(&scattered, &[self.t, self.n]), scattered),
             (marks(&diagonal, &[1, 1, self.t, self.n]), diagonal),
-            // One query sees nothing.
+            // One query sees no keys.
             (marks(&blind, &[1, self.t, self.n]), blind),
         ]
     }
@@ -104,7 +104,7 @@ impl Case {
         };
         let scale = 0.25f32;
         for (mask, seen) in self.masks().into_iter().take(most_masks) {
-            let out = attend(&q, &k, &v, &mask, scale).unwrap().expect("the kernel takes it");
+            let out = attend(&q, &k, &v, &mask, scale).unwrap().expect("the kernel supports it");
             assert_eq!(out.shape(), [1, self.kv_heads * self.group, self.t, self.dims.1]);
             assert_eq!(out.dtype(), self.dtype);
             let wanted = self.reference([&held[0], &held[1], &held[2]], &seen, f64::from(scale));
@@ -161,7 +161,7 @@ fn the_kernel_attends_as_the_definition_says() {
     });
 }
 
-/// Calls of one graph that do not wait for each other have separate counters.
+/// Calls of one graph that do not depend on each other have separate counters.
 #[test]
 fn calls_that_run_at_a_time_do_not_disturb_each_other() {
     on_cuda(|| {

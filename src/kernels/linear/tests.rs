@@ -1,10 +1,11 @@
-//! The kernel, compared with products in float64. Without CUDA only the code around it is tested.
+//! Compares the kernel with products in float64. Without CUDA only the code around the kernel is tested.
 
 use super::*;
 use crate::kernels::testing::{array, on_cuda, values};
 use crate::mlx::{run, slice_axis};
 
-/// MLX declares the shapes and strides of inputs by their names. CUDA's compiler alone would find another name.
+/// MLX declares the shapes and strides of inputs by their names, and a name that it does not declare would fail only
+/// in CUDA's compiler.
 #[test]
 fn the_call_names_inputs_alone() {
     let call = Template { dtype: Dtype::Float16, rank: 3 }.call("__half");
@@ -46,14 +47,14 @@ impl Rows {
     }
 }
 
-/// The operations around a product in a test.
+/// The operations around the product in a test.
 #[derive(Debug, Clone, Copy, Default)]
 struct Surroundings {
     bias: bool,
-    /// With weights, or without.
+    /// Whether the norm has weights, if there is a norm.
     norm: Option<bool>,
     gate: Option<Gate>,
-    /// Rows that are contiguous, or by column.
+    /// Whether the rows are contiguous or stored by column.
     residual: Option<bool>,
 }
 
@@ -67,7 +68,7 @@ fn activated(gate: Gate, x: f64) -> f64 {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
             0.5 * x * (1.0 + inner.tanh())
         }
-        // The integral of the bell curve, by small steps.
+        // The integral of the normal density, by small steps.
         Gate::Gelu => {
             let steps = 400;
             let width = x / f64::from(steps);
@@ -82,7 +83,7 @@ fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, around: S
     const EPS: f32 = 1e-5;
     let halves = if around.gate.is_some() { 2 } else { 1 };
     let x = lie.make(rows, inner, dtype);
-    // Products of about 1, which an activation does not flatten.
+    // Products of about 1, where no activation is saturated.
     let small = Array::from_f32(1.0 / (inner as f32).sqrt()).as_dtype(dtype).unwrap();
     let w = array(2, &[halves * outputs, inner], dtype).multiply(small).unwrap();
     let transposed = rows % 2 == 0;
@@ -107,7 +108,7 @@ fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, around: S
         residual: residual.as_ref(),
         ..Product::plain(&x, &seen, transposed)
     };
-    let out = few_rows(&product).unwrap().expect("the kernel takes it");
+    let out = few_rows(&product).unwrap().expect("the kernel supports it");
     assert_eq!((out.dtype(), out.shape().last()), (dtype, Some(&outputs)));
     let (mut x, w, out) = (values(&x), values(&w), values(&out));
     let (bias, residual) =
@@ -225,7 +226,7 @@ fn check_heads(dtype: Dtype, rows: i32, n: i32, head_dim: i32, lie: Rows, bias: 
     let rotation = Some(Rotation { positions: &positions, periods: &periods, heads: n - 2 });
     let norm = (rows % 2 == 0).then_some(RmsNorm { weight: None, eps: 1e-5 });
     let rotated = Product { bias: bias.as_ref(), rotation, norm, ..Product::plain(&x, &w, false) };
-    let found = values(&few_rows(&rotated).unwrap().expect("the kernel takes it"));
+    let found = values(&few_rows(&rotated).unwrap().expect("the kernel supports it"));
     let plain = few_rows(&Product { rotation: None, ..rotated }).unwrap().unwrap();
     let plain = values(&plain);
     let rounding = if dtype == Dtype::Float16 { 1e-3 } else { 8e-3 };
@@ -244,7 +245,7 @@ fn check_heads(dtype: Dtype, rows: i32, n: i32, head_dim: i32, lie: Rows, bias: 
             true => x * angle.cos() - y * angle.sin(),
             false => x * angle.sin() + y * angle.cos(),
         };
-        // The angle is a float32.
+        // The angle is computed in float32.
         let most = rounding * x.abs().max(y.abs()) + 1e-6 * angle * x.abs().max(y.abs()) + 1e-6;
         let case = (dtype, rows, n, head_dim, lie);
         assert!((found - wanted).abs() <= most, "{case:?}: {found} at {i} for {wanted}");
@@ -285,7 +286,7 @@ fn heads_that_turn_fit_the_product() {
         };
         assert_eq!(takes(3, 16, 4, None)?, Some(128));
         assert_eq!(takes(3, 16, 5, None)?, Some(160));
-        // Other tokens, heads that do not fill tiles or the outputs, no heads, and too many.
+        // Other numbers of tokens, heads that do not fill tiles or the outputs, no heads, and too many heads.
         for (tokens, periods, heads) in [(4, 16, 4), (3, 4, 4), (3, 24, 1), (3, 16, 0), (3, 16, 6)]
         {
             assert_eq!(takes(tokens, periods, heads, None)?, None);
@@ -317,7 +318,7 @@ fn only_what_the_kernel_reads_is_taken() {
             assert!(!takes(x, &[10, 64], false)?);
         }
         assert!(!takes(&[1, 4, 12], &[10, 12], false)?);
-        // A weight with the other memory layout.
+        // A weight with the transposed memory layout.
         assert!(!takes(&[1, 4, 64], &[64, 10], true)?);
         let x = array(1, &[1, 4, 64], half);
         let view = array(2, &[10, 64], half).transpose_axes(&[1, 0])?;

@@ -1,4 +1,4 @@
-//! The kernel, compared with the definition in float64. Without CUDA only the code around it is tested.
+//! Compares the kernel with the definition in float64. Without CUDA only the code around the kernel is tested.
 
 use super::*;
 use crate::kernels::testing::{array, on_cuda, values};
@@ -9,7 +9,7 @@ use crate::mlx::{run, slice_axis};
 enum TokenLayout {
     /// One head after another.
     Whole,
-    /// As a piece of a joined product, between other heads.
+    /// A piece of a joined product, between other heads.
     Piece,
     /// With gaps between the elements.
     Apart,
@@ -37,7 +37,7 @@ fn check(dtype: Dtype, lie: TokenLayout, heads: i32, positions: &[i32], periods:
     let x = lie.make(heads, tokens as i32, 2 * half as i32, dtype);
     let at = Array::from_slice(positions, &[tokens as i32]);
     let by = Array::from_slice(periods, &[half as i32]);
-    let out = rotary(&x, &at, &by).unwrap().expect("the kernel takes it");
+    let out = rotary(&x, &at, &by).unwrap().expect("the kernel supports it");
     assert_eq!((out.dtype(), out.shape()), (dtype, x.shape()));
     let (x, out) = (values(&x), values(&out));
     for (i, &found) in out.iter().enumerate() {
@@ -53,7 +53,7 @@ fn check(dtype: Dtype, lie: TokenLayout, heads: i32, positions: &[i32], periods:
             Dtype::Float16 => 1e-3,
             _ => 8e-3,
         };
-        // The angle is a float32.
+        // The angle is computed in float32.
         let most = rounding * 4.0 + angle.abs() * 5e-7;
         assert!((found - wanted).abs() <= most, "{dtype:?} {lie:?}: {found} at {i} for {wanted}");
     }

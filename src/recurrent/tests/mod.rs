@@ -1,4 +1,5 @@
-//! Scans and convolutions against plain loops in float64: generated steps, forks, cuts and trees on a cache.
+//! Compares scans and convolutions with simple loops in float64, over generated steps, forks, cuts and trees on a
+//! cache.
 
 mod refusals;
 mod steps;
@@ -8,7 +9,7 @@ use mlx_rs::{Array, Dtype};
 use super::{Activation, ConvolveInputs, ScanInputs};
 use crate::error::Result;
 
-/// A small generator of numbers.
+/// A small random number generator.
 pub struct Random(u64);
 
 impl Random {
@@ -37,7 +38,7 @@ impl Random {
     }
 }
 
-/// A recurrence, and the inputs of tokens by their numbers.
+/// A recurrence, and the inputs of each numbered token.
 #[derive(Debug, Clone, Copy)]
 pub struct Recurrence {
     pub k_heads: usize,
@@ -46,13 +47,13 @@ pub struct Recurrence {
     pub v_dim: usize,
     pub channel_decay: bool,
     pub delta: bool,
-    /// Whether all keys are equal, write strengths 1 and decays weak.
+    /// Whether all keys are equal, write strengths are 1 and decays weak.
     pub repeats: bool,
     /// The factor of log decays.
     pub decay: f32,
 }
 
-/// What a token brings along, each `[heads, dim]`.
+/// The inputs of a token, each `[heads, dim]`.
 struct Inputs {
     q: Vec<f32>,
     k: Vec<f32>,
@@ -145,7 +146,7 @@ impl Recurrence {
     }
 }
 
-/// A convolution, and the inputs of tokens by their numbers.
+/// A convolution, and the inputs of each numbered token.
 #[derive(Debug, Clone, Copy)]
 pub struct Convolution {
     pub channels: usize,
@@ -202,7 +203,7 @@ impl Convolution {
     }
 }
 
-/// Returns `[1, heads, T, dim]` or `[1, channels, T]` by token.
+/// Returns the elements of `[1, heads, T, dim]` or `[1, channels, T]` by token.
 pub fn by_token(array: &Array) -> Result<Vec<Vec<f32>>> {
     let (heads, n) = (array.dim(1) as usize, array.dim(2) as usize);
     let flat = array.as_dtype(Dtype::Float32)?.contiguous()?;
@@ -213,7 +214,7 @@ pub fn by_token(array: &Array) -> Result<Vec<Vec<f32>>> {
     Ok((0..n).map(|at| (0..heads).flat_map(|head| row(at, head).to_vec()).collect()).collect())
 }
 
-/// Returns the largest difference, in parts of the largest number.
+/// Returns the largest difference, relative to the largest expected magnitude.
 pub fn difference(found: &[f32], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let largest = expected.iter().fold(1e-2f64, |most, x| most.max(x.abs()));

@@ -1,4 +1,4 @@
-//! Inputs and plans that do not fit.
+//! Inputs and plans that are refused.
 
 use std::sync::Arc;
 

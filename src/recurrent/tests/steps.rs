@@ -67,7 +67,7 @@ impl Run {
         self.next
     }
 
-    /// Runs a step whose tokens end these texts, and compares its outputs.
+    /// Runs a step with the last token of each of these texts, and compares its outputs.
     fn forward(&mut self, paths: &[Vec<u64>]) -> Result<()> {
         let positions: Vec<i32> = paths.iter().map(|path| path.len() as i32 - 1).collect();
         let tokens: Vec<u64> = paths.iter().map(|path| path[path.len() - 1]).collect();
@@ -91,7 +91,8 @@ impl Run {
         self.cache.commit()?;
         let found = [by_token(&outs[0])?, by_token(&outs[1])?];
         for (at, path) in paths.iter().enumerate() {
-            // A text costs the loop its whole length, so some tokens of a long step stand for all.
+            // The loop runs over the whole text for each token, so a long step is compared at some of its tokens
+            // only.
             if paths.len() > 20 && at % 16 != 0 && at + 3 < paths.len() {
                 continue;
             }
@@ -200,7 +201,7 @@ fn generated(recurrence: Recurrence, convolution: Convolution, seed: u64) -> f64
     .unwrap()
 }
 
-/// The worst difference is 5e-5, with log decays down to -88: their sums in a block have few bits after the point.
+/// The largest difference is 5e-5, at log decays down to -88, whose sums in a block have few bits after the point.
 #[test]
 fn generated_steps_are_near_the_plain_loop() {
     let mut random = Random::new(3);
@@ -229,7 +230,7 @@ fn generated_steps_are_near_the_plain_loop() {
     }
 }
 
-/// Powers of the system's matrix would overflow what float32 can tell apart.
+/// Powers of the system's matrix would exceed the precision of float32.
 #[test]
 fn repeated_keys_stay_precise() {
     let recurrence = Recurrence {
