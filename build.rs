@@ -1,5 +1,5 @@
-//! Passes on what `mlx-sys` knows: cargo applies a build script's linker arguments to its own
-//! package only.
+//! Passes on the linker arguments of `mlx-sys`, because cargo applies those of a build script to its own package
+//! only.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

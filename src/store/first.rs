@@ -1,4 +1,4 @@
-//! The first elements of stored rows: values that are in their keys.
+//! The first elements of stored rows, for layers whose values are in their keys.
 
 use std::sync::Arc;
 
@@ -10,11 +10,11 @@ use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::mlx::slice_axis;
 
-/// The first elements of the rows of another codec. It reads the planes of the whole rows.
+/// The first elements of the rows of another codec. Decoding reads whole rows.
 pub(super) struct First {
     /// The codec of the whole rows.
     pub whole: Arc<dyn Codec>,
-    /// At most as many as a row has.
+    /// The number of elements, at most those of a whole row.
     pub elements: i32,
 }
 
@@ -38,14 +38,14 @@ impl Codec for First {
     }
 
     fn encode(&self, _rows: &Array) -> Result<Parts> {
-        fail!(Internal, "the first elements of rows are only read")
+        fail!(Internal, "the first elements of rows cannot be written")
     }
 
     fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array> {
         self.cut(&self.whole.decode(parts, dtype)?)
     }
 
-    /// The planes have whole rows.
+    /// Returns `None`, because the planes have whole rows.
     fn as_dtype<'a>(&self, _parts: &'a [Array], _dtype: Dtype) -> Option<&'a Array> {
         None
     }

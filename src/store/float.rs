@@ -1,4 +1,4 @@
-//! Rows in float32, float16 or bfloat16: one plane, the rows themselves.
+//! Rows in float32, float16 or bfloat16. Their only plane is the rows.
 
 use mlx_rs::{Array, Dtype};
 use smallvec::smallvec;
@@ -22,7 +22,7 @@ impl Float {
     pub fn new(format: KvFormat, head_dim: i32) -> Result<Self> {
         match float_dtype(format) {
             Some(dtype) => Ok(Self { format, dtype, head_dim }),
-            None => fail!(Internal, "{format} is no float format"),
+            None => fail!(Internal, "{format} is not a float format"),
         }
     }
 }

@@ -11,28 +11,28 @@ use super::planes::{self, Parts, HEADS, SLOTS};
 use crate::error::Result;
 use crate::format::KvFormat;
 
-/// What a step reads of a layer's keys, or of its values: some slots of a pool, in their stored form.
+/// A layer's keys, or its values, as a step reads them: some slots of a pool, in the stored format.
 #[derive(Clone)]
 pub struct KvView {
     pub(super) codec: Arc<dyn Codec>,
     pub(super) parts: Parts,
-    /// Whether these are values, which are the first elements of the keys.
+    /// Whether these are values that are stored as the first elements of the keys.
     pub(super) in_keys: bool,
 }
 
 impl KvView {
-    /// Returns the values of keys that begin with them.
+    /// Returns the values that are the first elements of these keys.
     pub(super) fn first(&self, elements: i32) -> Self {
         let codec = Arc::new(First { whole: Arc::clone(&self.codec), elements });
         Self { codec, parts: self.parts.clone(), in_keys: true }
     }
 
-    /// Returns whether these are values, which are the first elements of the keys of the same step.
+    /// Returns whether these are values that are stored as the first elements of the step's keys.
     pub(crate) fn is_in_keys(&self) -> bool {
         self.in_keys
     }
 
-    /// Returns the keys as the values of a computation that takes the first elements of its result.
+    /// Returns the whole keys in place of the values. The caller uses only the first elements of its result.
     pub(crate) fn as_values(&self) -> Self {
         Self { in_keys: true, ..self.clone() }
     }
@@ -62,7 +62,7 @@ impl KvView {
         self.codec.head_dim()
     }
 
-    /// Returns the stored rows themselves, if they are stored in `dtype`.
+    /// Returns the stored rows, if they are stored in `dtype`.
     pub fn as_dtype(&self, dtype: Dtype) -> Option<&Array> {
         self.codec.as_dtype(&self.parts, dtype)
     }
@@ -96,7 +96,7 @@ impl KvView {
         Ok(Self { codec: Arc::clone(&self.codec), parts, in_keys: self.in_keys })
     }
 
-    /// Multiplies `q`, `[1, n_kv_heads, m, head_dim]` in float32 or a similar dtype, by every row:
+    /// Returns the products of `q`, `[1, n_kv_heads, m, head_dim]` in float32 or a similar dtype, with every row:
     /// `[1, n_kv_heads, m, n]`.
     ///
     /// # Errors
@@ -105,8 +105,8 @@ impl KvView {
         self.codec.scores(q, &self.parts)
     }
 
-    /// Returns the sums of the rows weighted by `p`, `[1, n_kv_heads, m, n]`: `[1, n_kv_heads, m,
-    /// head_dim]`.
+    /// Returns the sums of the rows weighted by `p`, `[1, n_kv_heads, m, n]`. The result is
+    /// `[1, n_kv_heads, m, head_dim]`.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -114,8 +114,8 @@ impl KvView {
         self.codec.weighted(p, &self.parts)
     }
 
-    /// Returns whether multiplying `m` rows a KV head, in `dtype`, by the stored rows is faster than
-    /// unpacking them first.
+    /// Returns whether multiplying `m` rows for each KV head, in `dtype`, by the stored rows is faster than unpacking
+    /// them first.
     pub(crate) fn packed_is_better(&self, m: i32, dtype: Dtype) -> Result<bool> {
         Ok(self.as_dtype(dtype).is_some() || m <= self.codec.max_packed()?)
     }

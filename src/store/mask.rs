@@ -7,12 +7,12 @@ use mlx_rs::{Array, Dtype};
 use crate::error::Result;
 use crate::mlx;
 
-/// From this number of elements on, a GPU makes a mask from its runs. Its few launches cost as much as
-/// filling and copying the bytes on the host.
+/// The minimum number of elements of a mask that a GPU computes from its runs. For smaller masks, filling and copying
+/// the bytes on the host costs no more than these few launches.
 const MIN: usize = 1 << 18;
 
-/// The maximum number of elements of each of three temporary arrays: one for each query, slot and run of a query.
-/// Larger masks are made from bytes.
+/// The maximum number of elements of each of three temporary arrays, which have an element for each query, slot and
+/// run of a query. Larger masks are copied as bytes.
 const MAX: usize = 8 << 20;
 
 /// Returns the mask as an array, `[T, L]`.
@@ -23,7 +23,8 @@ pub fn array(mask: &MaskRuns) -> Result<Array> {
     }
 }
 
-/// Returns the maximum number of runs of a query, if a GPU makes the mask faster from them than the host from bytes.
+/// Returns the maximum number of runs of a query if the GPU should compute the mask from runs, or `None` if bytes are
+/// faster.
 fn runs_to_compare(mask: &MaskRuns) -> Option<usize> {
     let elements = mask.n_tokens() * mask.n_slots();
     let most = (0..mask.n_tokens()).map(|query| mask.runs(query).len()).max()?;
@@ -33,13 +34,14 @@ fn runs_to_compare(mask: &MaskRuns) -> Option<usize> {
 fn of_bytes(mask: &MaskRuns) -> Result<Array> {
     let bytes = mask.bytes()?;
     let shape = [mask.n_tokens() as i32, mask.n_slots() as i32];
-    // SAFETY: the shape has as many elements as there are bytes. Each byte is 0 or 1, as MLX stores booleans.
+    // SAFETY: the shape has as many elements as there are bytes. Each byte is 0 or 1, which is how MLX stores
+    // booleans.
     let mask = unsafe { mlx::host_array(&bytes, &shape, Dtype::Bool) }?;
-    // Every layer reads it.
+    // Every layer reads the mask.
     mlx::on_device(&mask)
 }
 
-/// Makes the mask on the device, for queries with at most `most` runs.
+/// Computes the mask on the device, for queries with at most `most` runs.
 fn of_runs(mask: &MaskRuns, most: usize) -> Result<Array> {
     let n = mask.n_tokens();
     let (mut starts, mut ends) = (Vec::with_capacity(n * most), Vec::with_capacity(n * most));
@@ -81,7 +83,7 @@ mod tests {
         book.commit().unwrap();
     }
 
-    /// Returns the mask of one token of each of these sequences.
+    /// Returns the mask of a step of one token for each of these sequences.
     fn mask_of(book: &mut CellsBookkeeping, sequences: &[i32], positions: &[i32]) -> Arc<MaskRuns> {
         book.begin_step(sequences).unwrap();
         book.plan(positions).unwrap();
@@ -89,7 +91,7 @@ mod tests {
         Arc::clone(mask)
     }
 
-    /// Returns two sequences of `n` tokens, each in one run of cells.
+    /// Returns the bookkeeping of two sequences of `n` tokens, each in one run of cells.
     fn two_runs(capacity: i32, n: i32) -> CellsBookkeeping {
         let mut book = CellsBookkeeping::new(capacity, []);
         for sequence in [0, 1] {

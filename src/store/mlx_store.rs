@@ -17,7 +17,7 @@ use super::{convert, float_dtype, mask, pool_for, KvView, Piece, Pool, StoredRow
 use crate::error::{self, fail};
 use crate::mlx;
 
-/// The pools of all layers. A step on it runs inside [`mlx::run`](crate::mlx::run); [`grow`](Store::grow) and
+/// The pools of all layers. A step on the store runs inside [`mlx::run`](crate::mlx::run). [`grow`](Store::grow) and
 /// calls between steps enter MLX themselves.
 pub struct MlxStore {
     /// Keys and values of each layer.
@@ -28,34 +28,33 @@ pub struct MlxStore {
     finite: Finite,
     /// The watched writes of a step that ended unread.
     unread: Finite,
-    /// Whether something was written and its computation not started.
+    /// Whether there are writes whose computation has not started.
     pending: Cell<bool>,
 }
 
-/// The maximum number of rows that move in all layers at once, such as a chain of a tree. On a GPU, starting the work
-/// of a layer and waiting for it takes longer than moving them.
+/// The maximum number of rows that are moved in all layers at once, such as a chain of a tree. For so few rows,
+/// starting the work of each layer and waiting for it takes longer on a GPU than moving the rows.
 const FEW_ROWS: usize = 64;
 
-/// Copies of the rows that a step overwrites and an abort restores: the layer, its slots, keys and
-/// values.
+/// Copies of the rows that a step overwrites and an abort restores: the layer, the slots, and their keys and values.
 pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
 
-/// Frozen rows of all layers: their format and pieces, for keys and for values. It is dropped with MLX held, as
-/// [`Store::exclusively`] does.
+/// Frozen rows of all layers: the format and the pieces, for keys and for values. Must be dropped while MLX is held,
+/// as in [`Store::exclusively`].
 pub struct FrozenPools(Vec<[(KvFormat, Vec<Piece>); 2]>);
 
 impl MlxStore {
-    /// Returns the formats and the buffers of a layer's keys and values: `[1, n_kv_heads, slots, width]` for
-    /// each plane of the format. Returns `None` if slots are frozen: the buffers then have only some of the
-    /// slots, and a kernel that reads them by address would miss the others.
+    /// Returns the formats and the buffers of a layer's keys and values, with a buffer
+    /// `[1, n_kv_heads, slots, width]` for each plane of the format. Returns `None` if slots are frozen. The buffers
+    /// then lack these slots, so a kernel that reads buffers by address cannot use them.
     pub fn planes(&self, layer: usize) -> Option<[(KvFormat, Vec<&Array>); 2]> {
         let pools = self.pools.get(layer)?;
         pools.iter().all(|pool| pool.base() == 0).then_some(())?;
         Some(pools.each_ref().map(|pool| (pool.format(), pool.buffers())))
     }
 
-    /// Returns the buffers of a layer's keys and values, `[1, n_kv_heads, slots, head_dim]` each, if both are
-    /// stored in floats and no slots are frozen.
+    /// Returns the buffers of a layer's keys and values, `[1, n_kv_heads, slots, head_dim]` each. Returns `None`
+    /// unless both are stored as floats and no slots are frozen.
     #[cfg(test)]
     pub fn float_buffers(&self, layer: usize) -> Option<[&Array; 2]> {
         let [k, v] = self.pools.get(layer)?;
@@ -68,7 +67,7 @@ impl MlxStore {
         self.pools.iter().flatten().flat_map(|pool| pool.buffers())
     }
 
-    /// Passes `outputs` to `work`, together with the buffers if something in them is not computed.
+    /// Passes `outputs` to `work`, together with the buffers if there are writes to compute.
     fn compute(
         &self,
         outputs: &[&Array],
@@ -93,14 +92,15 @@ impl MlxStore {
             let [k, v] = &self.pools[*layer];
             saved.push((*layer, slots.clone(), [k.copy(slots)?, v.copy(slots)?]));
         }
-        // Evaluates now, while the rows are unchanged: a pending copy would hold the buffer, and writes would
-        // copy all of it.
+        // Evaluates now, while the rows are unchanged. A pending copy would hold the buffer, and the next write would
+        // have to copy all of it.
         eval(saved.iter().flat_map(|(.., rows)| rows).flat_map(StoredRows::arrays))?;
         Ok(SavedRows(saved))
     }
 
-    /// Unevaluated writes are undone without evaluation: if it failed once, it would fail again. Evaluated
-    /// writes are not needed, and no value may stay that a mask cannot hide.
+    /// Undoes the writes of the open step. Unevaluated writes are dropped without evaluation, because it may have
+    /// failed before. Evaluated writes stay in unused slots, except that `blank` slots are zeroed: a mask cannot hide
+    /// a value that is not finite.
     fn undo(&mut self, saved: &SavedRows, blank: &[(usize, Slots)]) -> error::Result<()> {
         for pool in self.pools.iter_mut().flatten() {
             pool.roll_back()?;
@@ -119,8 +119,8 @@ impl MlxStore {
         Ok(())
     }
 
-    /// Returns the pools that replace those with another format, in order. The other pools then also have the
-    /// requested slots, and keep their rows.
+    /// Returns a new pool for each pool whose format changes, in order, and `None` for the others. Those keep their
+    /// rows, and grow to the requested slots.
     fn cleared(
         &mut self,
         formats: [KvFormat; 2],
@@ -154,7 +154,7 @@ impl MlxStore {
         let pools = layers.iter().flat_map(|&layer| &self.pools[layer]);
         let rows = pools.map(|pool| pool.copy(from)).collect::<error::Result<Vec<_>>>()?;
         eval(rows.iter().flat_map(StoredRows::arrays))?;
-        // Until then MLX holds the buffers that it has read, and writing to them would copy all of them.
+        // MLX holds the buffers that it has read until it is synchronized, and a write would copy them.
         mlx::synchronize()?;
         let mut rows = rows.iter();
         for &layer in layers {
@@ -168,8 +168,8 @@ impl MlxStore {
     }
 }
 
-/// Returns whether pools copy frozen rows immediately. Captured steps on CUDA read buffers by address, each
-/// with all slots, and save more time than a copy on the device takes.
+/// Returns whether a pool copies its frozen rows to its own buffers immediately. Captured steps on CUDA read whole
+/// buffers by address, which saves more time than the copy on the device takes.
 fn copies_frozen() -> error::Result<bool> {
     Ok(cfg!(target_os = "linux") && mlx::on_gpu()?)
 }
@@ -223,8 +223,8 @@ impl Store for MlxStore {
     }
 
     fn begin(&mut self, displaced: &[(usize, Slots)]) -> Result<SavedRows> {
-        // After steps that were committed without evaluation: only the open step may still be pending, in
-        // case it is aborted.
+        // Computes the writes of earlier steps that were committed without evaluation. An abort of the open step must
+        // not undo these.
         self.eval(&[])?;
         if displaced.is_empty() {
             return Ok(SavedRows(Vec::new()));
@@ -243,7 +243,7 @@ impl Store for MlxStore {
         self.pending.set(true);
         let [keys, values] = &mut self.pools[layer];
         keys.write(slots, k)?;
-        // Without values of their own, they are in the keys.
+        // A layer without separate values has them in the keys.
         let (pool, watched) = match v {
             Some(v) => {
                 values.write(slots, v)?;
@@ -302,7 +302,7 @@ impl Store for MlxStore {
         // If this fails, reading the flags fails too.
         let _ = mlx.outside(|| unread.wait());
         let found = mlx.run(|| unread.non_finite());
-        // Dropped before other threads may use MLX.
+        // The flags must be dropped before other threads may use MLX.
         drop(unread);
         found
     }
@@ -367,13 +367,14 @@ impl Store for MlxStore {
             for (pools, &end) in self.pools.iter_mut().zip(slots) {
                 pools.iter_mut().try_for_each(|pool| pool.freeze(end, anew))?;
             }
-            // Nothing can fail from here on. Until now, the frozen rows counted as this store's own.
+            // No error is possible from here on. If an error occurred earlier, the frozen rows still belong to this
+            // store alone.
             let share = |(pools, &end): (&mut [Box<dyn Pool>; 2], &i32)| {
                 pools.each_mut().map(|pool| (pool.format(), pool.share(end)))
             };
             let frozen = FrozenPools(self.pools.iter_mut().zip(slots).map(share).collect());
             if copies_frozen()? {
-                // A pool without memory for a copy continues with the frozen rows.
+                // If there is no memory for a copy, the pool continues to read the frozen rows.
                 let copied = self.pools.iter_mut().flatten().try_for_each(|pool| pool.own());
                 if let Err(error) = copied {
                     debug!(target: TARGET, %error, "a cache reads the rows that it has frozen");

@@ -1,10 +1,10 @@
-//! Storage of rows on MLX arrays: the bytes of a cache.
+//! Storage of a cache's rows in MLX arrays.
 //!
-//! [`MlxStore`] is the storage of a cache. Each layer has a pool for its keys and a pool for its values. A
-//! pool knows slots and formats. It knows no positions, sequences or steps.
+//! [`MlxStore`] is the storage of a cache. Each layer has a pool for its keys and a pool for its values. A pool has
+//! slots and a format, but no notion of positions, sequences or steps.
 //!
-//! A format is a [`Codec`]: the planes of a row, and the computations with them. Pools of all formats keep
-//! their planes in the same kind of buffers.
+//! A format is a [`Codec`]: the planes of a row, and the computations with them. Pools of all formats keep their
+//! planes in buffers of the same kind.
 
 mod affine;
 mod bits;
@@ -41,8 +41,7 @@ use row::{Element, Row};
 
 /// The rows of one layer's keys, or of its values, in slots.
 ///
-/// Rows are shaped `[1, n_kv_heads, n, head_dim]`. Slots that were never written
-/// are zero.
+/// Rows are shaped `[1, n_kv_heads, n, head_dim]`. Slots that were never written are zero.
 pub trait Pool: Send {
     /// Returns the format of the rows.
     fn format(&self) -> KvFormat;
@@ -56,63 +55,63 @@ pub trait Pool: Send {
     /// Returns the number of allocated slots.
     fn slots(&self) -> i32;
 
-    /// Grows to `slots` slots and keeps the rows; never shrinks. Until it is done the old and the new buffers
-    /// are both in memory.
+    /// Grows to `slots` slots and keeps the rows; never shrinks. The old and the new buffers are both in memory until
+    /// the rows are copied.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); the pool is unchanged.
     fn grow(&mut self, slots: i32) -> Result<()>;
 
-    /// Writes rows to these slots, in place. The slots are allocated, and none is named twice.
+    /// Writes rows to these slots, in place. The slots must be allocated and distinct.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn write(&mut self, slots: &Slots, rows: &Array) -> Result<()>;
 
-    /// Returns a view of the slots from `start` to `stop`, for attention. If only some of them are frozen, it
-    /// is a view of a copy, which exists until it is dropped.
+    /// Returns a view of the slots from `start` to `stop`, for attention. If only some of these slots are frozen, the
+    /// rows are copied for the view, and freed with it.
     ///
-    /// The view holds the buffers. Until it is dropped, a write copies all of them.
+    /// The view holds the buffers: a write before the view is dropped copies all of them.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn read(&self, start: i32, stop: i32) -> Result<KvView>;
 
-    /// Returns bitwise copies of these slots. Evaluate them before the next write. There is at least one
-    /// slot.
+    /// Returns bitwise copies of these slots, of which there must be at least one. Evaluate them before the next
+    /// write.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn copy(&self, slots: &Slots) -> Result<StoredRows>;
 
-    /// Writes copies back, to the same number of slots.
+    /// Writes copies to these slots, which must be as many as were copied.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn put(&mut self, slots: &Slots, rows: &StoredRows) -> Result<()>;
 
-    /// Writes copies back to the slots that an open step may have overwritten. Frozen slots are unchanged,
-    /// and stay so.
+    /// Writes copies back to slots that an open step may have overwritten. Slots that are still frozen are skipped:
+    /// the step did not write them.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn restore(&mut self, slots: &Slots, rows: &StoredRows) -> Result<()>;
 
-    /// Sets slots to zero that an open step may have written. Frozen slots were not written, and stay.
+    /// Zeroes slots that an open step may have written. Slots that are still frozen are skipped: the step did not
+    /// write them.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn blank(&mut self, slots: &Slots) -> Result<()>;
 
-    /// Returns the number of first slots that are frozen. The buffers begin after them.
+    /// Returns the number of frozen slots, which come first. The buffers begin after them.
     fn base(&self) -> i32;
 
     /// Returns the number of first slots that other pools may read too.
     fn shared(&self) -> i32;
 
-    /// Makes the rows of the first `end` slots read-only; with `anew`, copies those that are read-only
-    /// already. A write to such a slot first copies its row and all frozen rows after it to the pool's own
-    /// buffers.
+    /// Makes the rows of the first `end` slots read-only. With `anew`, also copies rows that are read-only already. A
+    /// write to such a slot first copies its row, and all frozen rows after it, to the pool's own buffers.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); the pool is unchanged.
@@ -121,7 +120,7 @@ pub trait Pool: Send {
     /// Returns the frozen rows of the first `end` slots, for other pools.
     fn share(&mut self, end: i32) -> Vec<Piece>;
 
-    /// Makes a pool without slots read frozen rows of its format in its first slots.
+    /// Makes a pool without slots read frozen rows of its format as its first slots.
     ///
     /// # Errors
     /// [`Internal`](crate::Status::Internal) for rows of another format, or a pool with slots.
@@ -136,8 +135,7 @@ pub trait Pool: Send {
     /// Returns the buffers, for evaluation. Frozen rows are not in them.
     fn buffers(&self) -> Vec<&Array>;
 
-    /// Rolls back the writes since the buffers were last evaluated. Evaluated writes stay in their
-    /// slots.
+    /// Rolls back the writes since the buffers were last evaluated. Evaluated writes stay.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -146,13 +144,13 @@ pub trait Pool: Send {
     /// Frees the buffers.
     fn release(&mut self);
 
-    /// Copies the rows of a plane to `bytes`: slot by slot, the heads of a slot next to each other.
+    /// Copies the rows of a plane to `bytes`: slot by slot, with the heads of a slot next to each other.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn copy_out(&self, plane: usize, slots: &Slots, bytes: &mut [u8]) -> Result<()>;
 
-    /// Writes what [`copy_out`](Self::copy_out) copied.
+    /// Writes bytes that [`copy_out`](Self::copy_out) copied.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -185,12 +183,12 @@ fn codec_for(format: KvFormat, head_dim: i32) -> Result<Arc<dyn Codec>> {
     })
 }
 
-/// The slots that are converted at a time.
+/// The number of slots that are converted at a time.
 const CONVERTED_SLOTS: i32 = 1024;
 
 /// Converts a pool's rows to another format. Slots from `used` on become zero.
 ///
-/// Unpacks the rows of 1024 slots at a time. Holds both pools until the last rows are evaluated.
+/// Unpacks 1024 slots at a time. Both pools are in memory until the last rows are evaluated.
 ///
 /// # Errors
 /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the rows do not fit the format.
@@ -201,7 +199,7 @@ pub fn convert(pool: &mut Box<dyn Pool>, format: KvFormat, used: i32) -> Result<
     }
     let mut converted = pool_for(format, pool.n_kv_heads(), pool.head_dim())?;
     converted.grow(pool.slots())?;
-    // MLX divides by the number of elements of a row. The second pool of a layer may have none.
+    // MLX divides by the number of elements of a row, and the second pool of a layer may have rows without elements.
     let used = if pool.head_dim() == 0 { 0 } else { used.min(pool.slots()) };
     let mut start = 0;
     while start < used {

@@ -1,4 +1,4 @@
-//! MLX's own packed layouts. Only this module multiplies and unpacks them.
+//! MLX's packed layouts. Only this module multiplies and unpacks them.
 
 use std::ffi::CStr;
 
@@ -12,17 +12,17 @@ use crate::mlx::{self, call, cast, optional_int, slice_axis};
 /// A packed layout of MLX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Layout {
-    /// Codes of `bits` bits, a scale and an offset for every `group`.
+    /// Codes of `bits` bits, with a scale and an offset for each group of `group` codes.
     Affine { bits: i32, group: i32 },
-    /// E4M3 elements, an E8M0 scale for every 32.
+    /// E4M3 elements, with an E8M0 scale for every 32.
     Mxfp8,
-    /// E2M1 elements, an E8M0 scale for every 32.
+    /// E2M1 elements, with an E8M0 scale for every 32.
     Mxfp4,
-    /// E2M1 elements, an E4M3 scale for every 16.
+    /// E2M1 elements, with an E4M3 scale for every 16.
     Nvfp4,
 }
 
-/// Codes with their scales, and in the affine layout also offsets.
+/// Codes with their scales and, in the affine layout, offsets.
 #[derive(Debug, Clone)]
 pub(super) struct PackedRows {
     pub layout: Layout,
@@ -60,14 +60,13 @@ impl Layout {
         }
     }
 
-    /// Returns the maximum number of rows a KV head for which the packed product is faster than unpacking. At
-    /// this number both take the same time on two x86-64 cores, by the table of `cargo bench --bench
-    /// products` in docs/performance.md. Codes of 3 and 5 bits cross bytes and are unpacked one by
-    /// one for each row.
+    /// Returns the maximum number of rows for each KV head for which the packed product is faster than unpacking. At
+    /// this number both take the same time on two x86-64 cores, by the table of `cargo bench --bench products` in
+    /// docs/performance.md. Codes of 3 and 5 bits cross bytes, so each is unpacked separately for every row.
     ///
-    /// On CUDA unpacking is faster for any number of rows, and MLX takes 16 to 59 s to compile its kernels
-    /// for packed products: on an H200 a token of 32 heads over 2,000 slots of 8 heads took 0.09 ms with 4
-    /// bits packed and 0.03 ms unpacked, over 32,000 slots 0.60 and 0.13 ms. Metal was not measured.
+    /// On CUDA unpacking is faster for any number of rows, and MLX takes 16 to 59 s to compile its kernels for packed
+    /// products. On an H200, with 8 KV heads of 4 bits, a token of 32 heads over 2,000 slots took 0.09 ms packed and
+    /// 0.03 ms unpacked; over 32,000 slots it took 0.60 and 0.13 ms. Metal was not measured.
     pub fn max_packed(self) -> Result<i32> {
         Ok(match self {
             _ if mlx::on_gpu()? && cfg!(target_os = "macos") => 32,
@@ -81,11 +80,11 @@ impl Layout {
 }
 
 impl PackedRows {
-    /// Multiplies `x`, `[1, n_kv_heads, m, head_dim]`, by the transposed rows, or `x`, `[1,
-    /// n_kv_heads, m, n]`, by the rows.
+    /// Returns the product of `x` with the rows: of `[1, n_kv_heads, m, head_dim]` with the transposed rows if
+    /// `transposed`, or else of `[1, n_kv_heads, m, n]` with the rows.
     ///
-    /// MLX copies codes unless their rows are contiguous through all heads. A range of slots is contiguous in
-    /// one head, but not in several. So a large range is multiplied head by head, without a copy.
+    /// MLX copies codes unless their rows are contiguous across all heads. A range of slots is contiguous only within
+    /// a head. So a large range is multiplied head by head, without a copy.
     pub fn product(&self, x: &Array, transposed: bool) -> Result<Array> {
         let heads = self.codes.dim(1);
         let copied = if mlx::on_gpu()? { GPU_COPIED } else { CPU_COPIED };
@@ -110,7 +109,7 @@ impl PackedRows {
     fn whole_product(&self, x: &Array, transposed: bool) -> Result<Array> {
         let fit = self;
         let (group, bits) = (optional_int(fit.layout.group()), optional_int(fit.layout.bits()));
-        // SAFETY: an empty handle is an absent array and owns nothing.
+        // SAFETY: an empty handle means an absent array and owns nothing.
         let none = unsafe { mlx_sys::mlx_array_new() };
         let offsets = fit.offsets.as_ref().map_or(none, Array::as_ptr);
         // SAFETY: the handles outlive the call.
@@ -133,7 +132,7 @@ impl PackedRows {
     /// Returns all rows in `dtype`.
     pub fn unpacked(&self, dtype: Dtype) -> Result<Array> {
         let (group, bits) = (optional_int(self.layout.group()), optional_int(self.layout.bits()));
-        // The affine layout is unpacked in the dtype of its scales.
+        // The affine layout decodes to the dtype of its scales.
         let (scales, offsets) = match &self.offsets {
             Some(offsets) if dtype != offsets.dtype() => {
                 (cast(&self.scales, Dtype::Float32)?, Some(cast(offsets, Dtype::Float32)?))
@@ -145,7 +144,7 @@ impl PackedRows {
             None => dtype,
         };
         let wanted = mlx_optional_dtype { value: wanted.into(), has_value: true };
-        // SAFETY: empty handles are absent arrays and own nothing.
+        // SAFETY: empty handles mean absent arrays and own nothing.
         let (none, no_scale) = unsafe { (mlx_sys::mlx_array_new(), mlx_sys::mlx_array_new()) };
         let offsets = offsets.as_ref().map_or(none, Array::as_ptr);
         // SAFETY: the handles outlive the call.
@@ -166,12 +165,11 @@ impl PackedRows {
         cast(&rows, dtype)
     }
 
-    /// Returns the same codes in a form that the device can multiply.
+    /// Returns the same codes in a layout that the device can multiply.
     ///
-    /// MLX 0.32.2 on CUDA has kernels only for codes whose rows are contiguous, and throws for others. A
-    /// range of the slots of several heads is copied; one head is not. Its kernel for one group a row is
-    /// wrong for several rows of 8 bits, so one group is split in two with the same scale, which represent
-    /// the same numbers.
+    /// On CUDA, MLX 0.32.2 has kernels only for codes with contiguous rows, and throws for others. So a range of
+    /// slots of several heads is copied; a single head is not. MLX's kernel for one group a row gives wrong results
+    /// for several rows of 8 bits, so a single group is split into two with the same scale.
     fn fit_for_device(&self) -> Result<Self> {
         if !mlx::on_gpu()? || cfg!(target_os = "macos") {
             return Ok(self.clone());
@@ -187,14 +185,14 @@ impl PackedRows {
         if fit.codes.dim(1) > 1 {
             fit.codes = fit.codes.contiguous()?;
         }
-        // Also if one scale is repeated or broadcast.
+        // Needed even if one scale is repeated or broadcast.
         fit.scales = fit.scales.contiguous()?;
         fit.offsets = fit.offsets.as_ref().map(Array::contiguous).transpose()?;
         Ok(fit)
     }
 }
 
-/// Up to this size of codes a copy is cheaper than a product for each head.
+/// The maximum bytes of codes for which a copy is cheaper than a product for each head, on the CPU.
 const CPU_COPIED: usize = 64 << 10;
 /// The same limit on a GPU.
 const GPU_COPIED: usize = 1 << 20;

@@ -1,5 +1,5 @@
-//! The buffers of a pool of any format. Each is `[1, n_kv_heads, slots, width]` and is written in place.
-//! Slots before them may lie in frozen pieces.
+//! The buffers of a pool of any format. Each is `[1, n_kv_heads, slots, width]` and is written in place. The first
+//! slots of a pool may be in frozen pieces instead.
 
 pub mod regions;
 
@@ -15,15 +15,16 @@ use crate::error::{fail, Result};
 use crate::mlx::{self, slice_axis, update_axis};
 use etkv_core::bookkeeping::Slots;
 
-/// The axis of the slots. Heads come first: the rows of a head are then contiguous, as attention reads them,
-/// and a range of slots is a view.
+/// The axis of the slots. Heads come before it, so the rows of a head are contiguous, as attention reads them, and a
+/// range of slots is a view.
 pub(crate) const SLOTS: usize = 2;
 
 /// The axis of the KV heads.
 pub(crate) const HEADS: usize = 1;
 
-/// The maximum number of runs of slots that are written one by one on the CPU. More runs are scattered, which moves
-/// one row of one head at a time. On a GPU each run is a kernel launch, and so is one scatter of all runs.
+/// The maximum number of runs of slots that are written one by one on the CPU. More runs are written by a scatter,
+/// which moves one row of one head at a time. On a GPU each run is a kernel launch, and a scatter of all runs is a
+/// single one.
 const MAX_RUNS: usize = 8;
 
 /// One plane of a row: codes, scales or offsets.
@@ -31,7 +32,7 @@ const MAX_RUNS: usize = 8;
 pub struct Plane {
     /// Elements in each row.
     pub width: i32,
-    /// Their dtype.
+    /// The dtype of the elements.
     pub dtype: Dtype,
 }
 
@@ -49,24 +50,24 @@ impl Plane {
 /// The planes of one pool.
 pub type Layout = SmallVec<[Plane; 3]>;
 
-/// One array a plane, `[1, n_kv_heads, n, width]` each.
+/// One array for each plane, `[1, n_kv_heads, n, width]` each.
 pub type Parts = SmallVec<[Array; 3]>;
 
-/// Returns views of a range of some planes.
+/// Returns views of a range of some planes along `axis`.
 pub(super) fn along(parts: &[Array], axis: usize, start: i32, stop: i32) -> Result<Parts> {
     parts.iter().map(|part| slice_axis(part, axis, start, stop, 1)).collect()
 }
 
-/// The buffers of a pool, all of the same size, after the frozen pieces that it reads.
+/// The buffers of a pool, all with the same number of slots, and the frozen pieces that precede them.
 pub(super) struct Planes {
     pub(super) n_kv_heads: i32,
     pub(super) layout: Layout,
-    /// One buffer for each plane, or none without slots. No other handle holds the buffers, so writes happen
-    /// in place.
+    /// One buffer for each plane, or none if the pool has no slots. There are no other handles of the buffers, so
+    /// writes happen in place.
     pub(super) buffers: Parts,
-    /// The rows of the first slots, which are only read. The first slot of the buffers follows them.
+    /// The frozen rows of the first slots. The first slot of the buffers follows them.
     pub(super) pieces: Vec<Piece>,
-    /// The number of these slots that other pools may read too.
+    /// The number of first slots that other pools may read too.
     pub(super) shared: i32,
 }
 
@@ -115,13 +116,13 @@ impl Planes {
             .map(|(at, plane)| {
                 let zeros = self.zeros(plane, slots)?;
                 match self.buffers.get(at) {
-                    // Writes into the zeros, in place: joining two arrays would hold a third.
+                    // Copies into the zeros, in place. Joining two arrays would need memory for a third.
                     Some(buffer) => update_axis(&zeros, buffer, SLOTS, 0, before),
                     None => Ok(zeros),
                 }
             })
             .collect::<Result<Parts>>()?;
-        // Evaluates now, while the old buffers exist: if that fails, they stay.
+        // Evaluates now, while the old buffers exist, so that they remain if this fails.
         eval(&grown)?;
         self.buffers = grown;
         Ok(())
@@ -154,7 +155,7 @@ impl Planes {
             .zip(&self.buffers)
             .map(|(plane, buffer)| match mlx::before_writes(buffer)? {
                 Some(before) => Ok(before),
-                // Every slot was rewritten, so none of the old rows is needed.
+                // All slots were rewritten, so the old rows are not needed.
                 None => self.zeros(plane, slots),
             })
             .collect::<Result<Parts>>()?;
@@ -162,7 +163,7 @@ impl Planes {
         Ok(())
     }
 
-    /// Writes one array for each plane, with one row for each slot.
+    /// Writes one array for each plane, with a row for each slot.
     pub fn write(&mut self, slots: &Slots, parts: &[Array]) -> Result<()> {
         if slots.is_empty() {
             return Ok(());
@@ -188,7 +189,7 @@ impl Planes {
         Ok(())
     }
 
-    /// Returns the slots from `start` to `stop`: views if they lie in one region, otherwise joined copies.
+    /// Returns the slots from `start` to `stop`: views if they are in one region, otherwise joined copies.
     pub fn slice(&self, start: i32, stop: i32) -> Result<Parts> {
         if start < 0 || stop < start || stop > self.slots() || self.slots() == 0 {
             fail!(Internal, "slots {start} to {stop} of a pool of {} are read", self.slots());
@@ -196,7 +197,7 @@ impl Planes {
         (0..self.layout.len()).map(|plane| self.range(plane, start, stop)).collect()
     }
 
-    /// Returns copies of these slots, not evaluated yet.
+    /// Returns copies of these slots, which are not evaluated yet.
     pub fn copy(&self, slots: &Slots) -> Result<Parts> {
         if slots.is_empty() || slots.end() > self.slots() {
             fail!(Internal, "slots up to {} of a pool of {} are copied", slots.end(), self.slots());
@@ -209,11 +210,11 @@ impl Planes {
     }
 }
 
-/// The maximum number of slots of a list whose array is kept: those of a step.
+/// The maximum number of slots of a list whose array is kept. Lists of steps are shorter.
 const MAX_KEPT: usize = 4096;
 
-/// Returns slots as an array. All planes of all layers are written and read at the same slots, so the last
-/// array is kept in computed form: on the shared stream of a GPU, where making it takes a kernel launch.
+/// Returns slots as an array. All planes of all layers use the same slots in a step, so the last array is kept on the
+/// device. This applies only to the shared stream of a GPU, where creating the array costs a kernel launch.
 pub(super) fn indices(list: &[i32]) -> Result<Array> {
     static LAST: Mutex<Option<(Vec<i32>, Array)>> = Mutex::new(None);
     let make = || mlx::on_device(&mlx::array_of(list, &[list.len() as i32])?);
@@ -232,11 +233,11 @@ pub(super) fn indices(list: &[i32]) -> Result<Array> {
     }
 }
 
-/// Returns a plane's buffer with rows written to these of its own slots.
+/// Returns a plane's buffer with rows written to these slots, which are numbered from the start of the buffer.
 pub(super) fn with_rows(buffer: &Array, rows: &Array, slots: &Slots) -> Result<Array> {
     match slots {
-        // MLX uses rows that replace the whole buffer as the buffer, with their strides, and their slots come
-        // first.
+        // If rows replace a whole buffer, MLX would use them as the buffer, with their strides. Their slots would
+        // then come before their heads.
         Slots::Run(run) if run.end - run.start == buffer.dim(SLOTS as i32) => {
             update_axis(buffer, &rows.contiguous()?, SLOTS, run.start, run.end)
         }
@@ -248,7 +249,8 @@ pub(super) fn with_rows(buffer: &Array, rows: &Array, slots: &Slots) -> Result<A
 /// Returns `buffer` with the slots of `list` replaced, in place.
 pub(super) fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<Array> {
     if rows.size() == 0 {
-        // MLX divides by the number of elements of a row. A layer without a second buffer has none there.
+        // MLX divides by the number of elements of a row, and a layer without a second buffer has rows without
+        // elements there.
         return Ok(buffer.clone());
     }
     let runs = runs(list);
@@ -267,7 +269,7 @@ pub(super) fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<
     Ok(buffer)
 }
 
-/// Returns the runs of consecutive slots in `list`: their start in it, and their length.
+/// Returns the runs of consecutive slots in `list`: the index at which each begins, and its length.
 fn runs(list: &[i32]) -> Vec<(usize, usize)> {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for (at, &slot) in list.iter().enumerate() {

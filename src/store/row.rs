@@ -1,4 +1,4 @@
-//! Four bits an element with one float16 scale a row: integers, or E2M1.
+//! Codes of four bits with one float16 scale for each row: integers, or E2M1.
 
 use mlx_rs::ops::{broadcast_to, clip, full, maximum, select};
 use mlx_rs::{Array, Dtype};
@@ -15,17 +15,17 @@ use crate::mlx::cast;
 /// The codes of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Element {
-    /// Integers from -8 to 7, stored with 8 added. The largest magnitude of a row becomes 7.
+    /// Integers from -8 to 7, stored with 8 added. The scale maps the largest magnitude of a row to 7.
     Int4,
-    /// E2M1 numbers. The largest magnitude of a row becomes 6.
+    /// E2M1 numbers. The scale maps the largest magnitude of a row to 6.
     Fp4,
 }
 
-/// Rows of 4-bit codes, eight in a word of 32 bits with the first in the lowest bits, and a scale.
+/// Rows of 4-bit codes and a scale. A word of 32 bits has eight codes, the first in the lowest bits.
 ///
-/// The error of an element is at most half a step of its row: half the scale for integers; for E2M1 a
-/// quarter, half or all of the scale, growing with the magnitude. Codes are computed with the scale as
-/// float16 stores it, at most 65504. Values above 7 or 6 times that scale are stored as the nearest value.
+/// The error of an element is at most half a step. A step is the scale for integers; for E2M1 it is half the scale,
+/// the scale or twice the scale, growing with the magnitude. Codes are computed with the scale as it is rounded to
+/// float16, at most 65504. Values above 7 or 6 times that scale are stored as the nearest value.
 pub(super) struct Row {
     element: Element,
     head_dim: i32,
@@ -37,8 +37,8 @@ impl Row {
         Self { element, head_dim }
     }
 
-    /// Returns the integers in MLX's affine layout: the scale of the row, and an offset of -8 times the
-    /// scale. `None` if head_dim is not a multiple of 32.
+    /// Returns the integers in MLX's affine layout, with the scale of the row and an offset of -8 times the scale.
+    /// Returns `None` if `head_dim` is not a multiple of 32.
     fn integers(&self, codes: &Array, scales: &Array) -> Result<Option<PackedRows>> {
         let Some(group) = [128, 64, 32].into_iter().find(|group| self.head_dim % group == 0) else {
             return Ok(None);
@@ -55,7 +55,7 @@ impl Row {
         }))
     }
 
-    /// Returns the E2M1 elements in MLX's mxfp4 layout, with scales of 1. `None` if head_dim is not a
+    /// Returns the E2M1 elements in MLX's mxfp4 layout, with scales of 1. Returns `None` if `head_dim` is not a
     /// multiple of 32.
     fn fp4(&self, codes: &Array) -> Result<Option<PackedRows>> {
         if self.head_dim % 32 != 0 {
@@ -108,7 +108,7 @@ impl Codec for Row {
             Element::Fp4 => to_e2m1(&steps)?,
             Element::Int4 => {
                 let shifted = clip(steps.round(None)?, (-8.0, 7.0))?.add(Array::from_f32(8.0))?;
-                // NaN has no integer; the lowest code stands for it.
+                // NaN has no integer; it gets the lowest code.
                 let shifted = maximum(shifted, Array::from_f32(0.0))?;
                 crate::mlx::bits::and(
                     &cast(&shifted, Dtype::Uint32)?,

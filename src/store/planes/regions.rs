@@ -1,4 +1,4 @@
-//! The regions of a pool: frozen pieces that other pools may read too, and after them the pool's own buffers.
+//! The regions of a pool: frozen pieces that other pools may also read, and after them the pool's own buffers.
 
 use std::sync::Arc;
 
@@ -12,24 +12,24 @@ use crate::error::{fail, Result};
 use crate::mlx::slice_axis;
 use etkv_core::bookkeeping::Slots;
 
-/// The planes of a piece, computed. They are never written.
+/// The planes of a piece. They are computed and never written.
 struct FrozenParts(Parts);
 
-// SAFETY: the arrays are computed before they are shared and never written. Only threads that hold MLX, one
-// at a time, copy, read and drop their handles: pools are used in this way, and the owner of a `Frozen` drops
-// it so.
+// SAFETY: the arrays are computed before they are shared, and never written. Only a thread that holds MLX copies,
+// reads and drops their handles. Pools are used by such threads, and the owner of a `Frozen` drops it on such a
+// thread.
 unsafe impl Send for FrozenParts {}
 // SAFETY: as above.
 unsafe impl Sync for FrozenParts {}
 
-/// The first slots of some frozen rows. A clone of the handle is the same rows. It is dropped with MLX held.
+/// The first slots of some frozen rows. A clone refers to the same rows. Must be dropped while MLX is held.
 #[derive(Clone)]
 pub struct Piece {
     parts: Arc<FrozenParts>,
     slots: i32,
 }
 
-/// Concatenates rows. A single array is returned as it is.
+/// Concatenates rows. Returns a single array without a copy.
 fn joined(parts: &[Array]) -> Result<Array> {
     match parts {
         [one] => Ok(one.clone()),
@@ -37,10 +37,10 @@ fn joined(parts: &[Array]) -> Result<Array> {
     }
 }
 
-/// Returns rows in memory that no other array shares, even if a single array has all of them.
+/// Returns rows in memory that no other array shares, even if they are a single array.
 fn copied(parts: &[Array]) -> Result<Array> {
     match parts {
-        // MLX would return the array itself as the copy of a whole array.
+        // MLX would return the array itself as its copy.
         [one] => Ok(maximum(one, one)?),
         several => joined(several),
     }
@@ -57,7 +57,8 @@ impl Planes {
         self.shared
     }
 
-    /// Returns views of the regions of a plane with the slots from `start` to `stop`, at least one view.
+    /// Returns views of the slots from `start` to `stop` of a plane, one for each region that has some of them, and
+    /// at least one.
     pub(in crate::store) fn views(
         &self,
         plane: usize,
@@ -74,7 +75,7 @@ impl Planes {
             let Some(array) = array else {
                 continue;
             };
-            // A range without slots is a view of the region in which it lies.
+            // An empty range is a view of the region that contains its start.
             let is_empty_here = start == stop && from == to && views.is_empty();
             if from < to || is_empty_here {
                 views.push(slice_axis(array, SLOTS, from, to, 1)?);
@@ -86,7 +87,7 @@ impl Planes {
         Ok(views)
     }
 
-    /// Returns the rows of a plane at a run of slots, as a view if they lie in one region.
+    /// Returns the rows of a plane at a run of slots, as a view if they are in one region.
     pub(in crate::store) fn range(&self, plane: usize, start: i32, stop: i32) -> Result<Array> {
         joined(&self.views(plane, start, stop)?)
     }
@@ -103,14 +104,14 @@ impl Planes {
         if let (0, Some(buffer)) = (base, self.buffers.get(plane)) {
             return take(buffer, list);
         }
-        // One range covers all of them, from the first to the last, and is temporarily that long.
+        // Takes the range from the first to the last slot, which may be a temporary copy of that length.
         let first = slots.least().unwrap_or(0);
         let list: Vec<i32> = list.iter().map(|slot| slot - first).collect();
         take(&self.range(plane, first, slots.end())?, &list)
     }
 
-    /// Returns slots in the numbering of the own buffers. Frozen rows from the first of these slots on become
-    /// the pool's own before.
+    /// Returns slots as indices in the pool's own buffers. Frozen rows from the first of these slots on are copied to
+    /// these buffers first.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); the pool is unchanged.
@@ -126,8 +127,8 @@ impl Planes {
         })
     }
 
-    /// Copies the frozen rows from `start` on to the pool's own buffers. Earlier writes to these are
-    /// computed, so that a rollback keeps them.
+    /// Copies the frozen rows from `start` on to the pool's own buffers. Earlier writes to these buffers are
+    /// computed, so a rollback keeps them.
     pub(in crate::store) fn own_from(&mut self, start: i32) -> Result<()> {
         if start >= self.base() {
             return Ok(());
@@ -137,7 +138,7 @@ impl Planes {
         let mut own = Parts::new();
         for plane in 0..self.layout.len() {
             own.push(copied(&self.views(plane, start, stop)?)?);
-            // One buffer at a time, so that the others are not computed together with it.
+            // Evaluates one plane at a time, which limits the memory for temporary copies.
             eval(&own[plane..])?;
         }
         self.trim(start);
@@ -146,13 +147,13 @@ impl Planes {
         Ok(())
     }
 
-    /// Forgets the part of the pieces from `end` on.
+    /// Drops frozen rows from `end` on.
     fn trim(&mut self, end: i32) {
         self.pieces = first_of(&self.pieces, end);
     }
 
-    /// Moves the own rows below `end` into a piece; with `anew`, all rows below it into a single piece. It
-    /// counts as the pool's own until [`share`](Self::share).
+    /// Moves the pool's own rows below `end` into a frozen piece. With `anew`, copies all rows below `end` into a
+    /// single piece. The piece counts as the pool's own until [`share`](Self::share).
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); the pool is unchanged.
@@ -181,13 +182,13 @@ impl Planes {
         Ok(())
     }
 
-    /// Returns the frozen rows of the first `end` slots. Others may read them from now on.
+    /// Returns the frozen rows of the first `end` slots. Other pools may read them from now on.
     pub fn share(&mut self, end: i32) -> Vec<Piece> {
         self.shared = self.base();
         first_of(&self.pieces, end)
     }
 
-    /// Makes a pool without slots read frozen rows in its first slots.
+    /// Makes a pool without slots read frozen rows as its first slots.
     pub fn attach(&mut self, pieces: &[Piece]) -> Result<()> {
         if self.slots() > 0 {
             fail!(Internal, "a pool of {} slots is attached to frozen rows", self.slots());
@@ -200,8 +201,8 @@ impl Planes {
         Ok(())
     }
 
-    /// Writes back rows that an open step may have overwritten, or zeros where it may have written. Slots
-    /// that are still frozen are unchanged: a write would have made them the pool's own.
+    /// Writes back rows that an open step may have overwritten, or zeros where it may have written. Slots that are
+    /// still frozen are skipped: a write would have copied them to the pool's own buffers.
     pub fn write_unfrozen(&mut self, slots: &Slots, parts: &[Array]) -> Result<()> {
         let base = self.base();
         if slots.least().is_none_or(|least| least >= base) {

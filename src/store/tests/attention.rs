@@ -11,10 +11,10 @@ struct Case {
     heads: i32,
     group: i32,
     t: i32,
-    /// Slots that are read.
+    /// The range of slots that is read.
     read: (i32, i32),
     softcap: Option<f32>,
-    /// A sink for each query head, or none.
+    /// A sink for each query head, or empty.
     sinks: Vec<f32>,
 }
 
@@ -80,7 +80,7 @@ fn check(case: &Case) -> Result<()> {
     let [held_k, held_v] =
         [&k, &v].map(|rows| values(&rows.dequantized(Dtype::Float32).unwrap()).unwrap());
 
-    // Every query sees at least itself; some see others.
+    // Every query sees its own key; some see others.
     let offset = (n - t) as usize;
     let scattered =
         move |head: usize, i: usize, j: usize| j == offset + i || (j * 7 + i * 3 + head) % 5 < 2;
@@ -107,7 +107,7 @@ fn check(case: &Case) -> Result<()> {
             let q = q.as_dtype(dtype)?;
             let expected = oracle(&values(&q)?, &held_k, &held_v, case, sees);
             let spec = AttendSpec { k: k.clone(), v: v.clone(), mask: mask.clone() };
-            // Sinks may be wider or narrower than the queries.
+            // The dtype of sinks may be wider or narrower than that of the queries.
             let sinks = Array::from_slice(&case.sinks, &[case.sinks.len() as i32]);
             let sinks = sinks.as_dtype([Dtype::Float32, Dtype::Bfloat16][t as usize % 2])?;
             let sinks = (!case.sinks.is_empty()).then_some(&sinks);
@@ -232,7 +232,7 @@ fn sinks_and_softcaps_that_do_not_fit_are_refused() {
     .unwrap();
 }
 
-/// Reads of more than one unpacked block.
+/// Reads that span several unpacked blocks.
 #[test]
 fn blocks_join() {
     run(|| {

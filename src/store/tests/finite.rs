@@ -1,10 +1,10 @@
-//! Finding the write of a step with a value that is not finite, with few flags.
+//! Few flags find which write of a step has a value that is not finite.
 
 use super::*;
 use crate::mlx::run;
 use crate::store::finite::Finite;
 
-/// Returns ones of this shape, except that the last value is `last`.
+/// Returns ones of this shape, except that the last element is `last`.
 fn ones(heads: i32, n: i32, dim: i32, last: f32, dtype: Dtype) -> Result<Array> {
     let mut all = vec![1.0f32; (heads * n * dim) as usize];
     *all.last_mut().unwrap() = last;
@@ -21,13 +21,13 @@ fn writes_of_one_shape_share_a_flag() {
         }
         assert_eq!(finite.flags()?.len(), 2);
         assert_eq!(finite.flags()?.len(), 2, "they are made once");
-        // Other input and stored dtypes; and later writes.
+        // Writes of other input or stored dtypes, and later writes.
         finite.watch(&ones(2, 4, 8, 1.0, Dtype::Float16)?, Dtype::Float16)?;
         finite.watch(&ones(2, 4, 8, 1.0, Dtype::Float32)?, Dtype::Bfloat16)?;
         finite.watch(&ones(2, 4, 8, 1.0, Dtype::Float32)?, Dtype::Float16)?;
         finite.watch(&ones(2, 4, 8, 1.0, Dtype::Float32)?, Dtype::Float16)?;
         assert_eq!(finite.flags()?.len(), 5);
-        // The values of a prompt are not kept for a later flag.
+        // Values of a prompt are not kept for a later flag.
         finite.watch(&ones(2, 65, 8, 1.0, Dtype::Float32)?, Dtype::Float16)?;
         finite.watch(&ones(2, 65, 8, 1.0, Dtype::Float32)?, Dtype::Float16)?;
         assert_eq!(finite.flags()?.len(), 7);

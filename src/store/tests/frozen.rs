@@ -1,4 +1,4 @@
-//! Pools that read frozen rows before their own.
+//! Pools that read frozen rows in their first slots.
 
 use mlx_rs::transforms::eval;
 
@@ -13,7 +13,7 @@ fn bits(pool: &dyn Pool, start: i32, stop: i32) -> Result<Vec<Vec<u8>>> {
     pool.read(start, stop)?.parts.iter().map(bytes_of).collect()
 }
 
-/// Returns a pool that reads the first `end` slots of another, which freezes them, with `slots` slots.
+/// Returns a pool with `slots` slots that reads the first `end` slots of another pool, which freezes them.
 fn attached(pool: &mut dyn Pool, end: i32, slots: i32) -> Result<Box<dyn Pool>> {
     pool.freeze(end, false)?;
     let mut other = pool_for(pool.format(), HEADS, DIM)?;
@@ -69,7 +69,7 @@ fn a_write_to_frozen_slots_changes_one_pool() {
                 for pool in [&mut plain, &mut second] {
                     pool.write(&slots, &rows(9, HEADS, 1, DIM))?;
                 }
-                // After the rollback the other rows are the frozen ones, wherever they lie now.
+                // After the rollback, slots that the pool had copied again have the values of the frozen rows.
                 second.roll_back()?;
                 for (from, to) in [(0, start), (start + 1, 20)] {
                     if from < to {

@@ -1,4 +1,4 @@
-//! The additional memory of writing and attending.
+//! The temporary memory of writes and attention.
 
 use mlx_rs::memory::{active_memory, clear_cache, peak_memory, reset_peak_memory};
 use mlx_rs::transforms::eval;
@@ -7,7 +7,7 @@ use super::*;
 use crate::attention::{attend, AttendSpec, Mask};
 use crate::mlx::run;
 
-/// Returns the peak of MLX's memory during `work`, minus the memory before.
+/// Returns the peak of MLX's memory during `work`, minus the memory before it.
 fn peak_of(work: impl FnOnce() -> Result<()>) -> Result<usize> {
     clear_cache()?;
     let before = active_memory()?;

@@ -1,4 +1,4 @@
-//! Pools of every format, compared with plain Rust.
+//! Compares pools of every format with plain Rust.
 
 mod attention;
 mod finite;
@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::format::KvFormat;
 use etkv_core::bookkeeping::Slots;
 
-/// Every format, with head_dims that fit it.
+/// Every format, with values of `head_dim` that fit it.
 fn formats() -> Vec<(KvFormat, i32)> {
     let mut formats = vec![
         (KvFormat::F32, 24),
@@ -39,7 +39,7 @@ fn formats() -> Vec<(KvFormat, i32)> {
     formats
 }
 
-/// Returns numbers that are roughly normally distributed, the same in every run.
+/// Returns numbers that are roughly normally distributed and the same in every run.
 fn normal(seed: u64, n: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut uniform = || {

@@ -1,5 +1,5 @@
-//! Rows that a program writes into the buffers itself, in a step that is then rolled back: the cache must
-//! have the same bits as before it.
+//! A program writes rows into the buffers itself, in a step that is then rolled back. The cache must have the same
+//! bits as before the step.
 
 use etkv_core::bookkeeping::Slots;
 use etkv_core::{AttendCache, Cache, CacheConfig, Growth, SeqCache};
@@ -37,8 +37,8 @@ fn run(cache: &mut MlxCache, positions: &[i32], seed: u64) {
     .unwrap();
 }
 
-/// Opens a step, places its rows and overwrites them with `byte`, as a kernel does without MLX's knowledge.
-/// Commits it if requested.
+/// Opens a step, places its rows and overwrites them with `byte`, as a kernel does that MLX does not see. Commits the
+/// step if requested.
 fn place(cache: &mut MlxCache, positions: &[i32], byte: u8, commit: bool) {
     let mut step = Step::begin(cache, positions).unwrap();
     for layer in 0..LAYERS {
@@ -76,7 +76,7 @@ fn bits(cache: &mut MlxCache, n: i32) -> Vec<u8> {
     mlx::run(|| Ok(buffers.map(of_buffer).collect::<Result<Vec<_>>>()?.concat())).unwrap()
 }
 
-/// Returns what MLX's own steps read after `length` rows, which is also what they wrote.
+/// Checks that the first `length` rows are still `before`, and that MLX's steps after them work.
 fn goes_on(cache: &mut ContiguousCache, length: i32, before: &[u8], what: &str) {
     run(cache, &[length], 77);
     assert_eq!(cache.length(), length + 1);
@@ -94,12 +94,12 @@ fn goes_on(cache: &mut ContiguousCache, length: i32, before: &[u8], what: &str) 
 
 const FORMATS: [KvFormat; 3] = [KvFormat::F32, KvFormat::F16, KvFormat::Bf16];
 
-/// If MLX is on a GPU, the host cannot write into its memory as a kernel does.
+/// Returns whether MLX runs on the CPU. The host cannot write into a GPU's memory as a kernel does.
 fn is_on_cpu() -> bool {
     !mlx::on_gpu().unwrap()
 }
 
-/// The step begins after the rewind: rewound rows are gone, those before them stay.
+/// The step begins after the rewind. Rewound rows are gone, and rows before them stay.
 #[test]
 fn a_step_after_a_rewind_leaves_what_was_before_it() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
@@ -130,7 +130,7 @@ fn a_step_that_rewinds_gives_back_what_it_overwrote() {
     }
 }
 
-/// The step grows the buffers, which are then replaced. The rows before it were written by MLX or placed.
+/// The step grows the buffers, which replaces them. The rows before the step were written by MLX or placed.
 #[test]
 fn a_step_that_grows_leaves_what_was_before_it() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
@@ -153,8 +153,8 @@ fn a_step_that_grows_leaves_what_was_before_it() {
     }
 }
 
-/// Where sequences share cells, others read the values with a weight of 0, which does not hide NaN. So they
-/// become zeros. The declaration of the step stays: the interpreter runs it instead.
+/// Sequences that share cells also read each other's values, with a weight of 0. Since 0 times NaN is NaN, the
+/// rollback zeroes these values. The declared step remains, and the interpreter runs it again.
 #[test]
 fn a_step_of_several_sequences_leaves_zeros_and_runs_again() {
     for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
@@ -165,7 +165,7 @@ fn a_step_of_several_sequences_leaves_zeros_and_runs_again() {
         cells.begin_step(&[1, 0]).unwrap();
         place(&mut cells, &[0, 3], 0xff, false);
         assert_eq!((cells.length(), bits(&mut cells, 3)), (3, before.clone()), "{format}");
-        // The last two rows of each head are the step's.
+        // The last two rows of each head belong to the step.
         let rows = bits(&mut cells, 5);
         let buffer = rows.len() / (2 * LAYERS);
         for values in rows.chunks_exact(buffer).skip(1).step_by(2) {

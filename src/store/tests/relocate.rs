@@ -1,4 +1,4 @@
-//! Moves of rows: a few in all layers at once, many one layer at a time.
+//! Moves of rows: a few rows in all layers at once, many rows one layer at a time.
 
 use etkv_core::bookkeeping::Slots;
 use etkv_core::snapshot::PlaneId;
@@ -44,7 +44,7 @@ fn slots_of(store: &MlxStore, id: PlaneId, bytes: usize, slots: i32) -> Vec<Vec<
 #[test]
 fn rows_move_in_the_layers_that_are_named() {
     let cases = [
-        // A chain of a tree. If sources are also targets, all rows are read first.
+        // A chain of a tree. Some sources are also targets, so all rows are read first.
         (Slots::List(vec![5, 7, 8]), Slots::Run(4..7), SLOTS),
         (Slots::List(vec![3, 2, 1, 0]), Slots::Run(0..4), SLOTS),
         // To slots that were never used.

@@ -1,4 +1,4 @@
-//! Storage of every format: error bounds, and bits that must not change.
+//! Error bounds of every format, and bits that must not change.
 
 use half::f16;
 
@@ -8,7 +8,7 @@ use crate::store::convert;
 
 const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-/// Returns the values of E4M3. It has no infinities, and no code above 448.
+/// Returns the values of E4M3, which has no infinities and no code above 448.
 fn e4m3() -> Vec<f32> {
     let value = |code: u32| match (code >> 3, code & 7) {
         (0, mantissa) => mantissa as f32 / 8.0 * 2f32.powi(-6),
@@ -17,7 +17,7 @@ fn e4m3() -> Vec<f32> {
     (0..0x7f).map(value).collect()
 }
 
-/// Returns the distance of `value` from the nearest of `magnitudes`, with its sign.
+/// Returns the distance of `value` from the nearest of `magnitudes`, signed.
 fn distance(value: f32, magnitudes: &[f32]) -> f32 {
     magnitudes.iter().map(|m| (value.abs() - m).abs()).fold(f32::INFINITY, f32::min)
 }
@@ -26,7 +26,7 @@ fn peak(block: &[f32]) -> f32 {
     block.iter().fold(0.0, |most: f32, x| most.max(x.abs()))
 }
 
-/// Returns the largest error of each element of a row, by the definition of the format.
+/// Returns the maximum error of each element of a row by the definition of the format.
 fn bounds(format: KvFormat, row: &[f32]) -> Vec<f32> {
     let power = |block: &[f32], top: i32| {
         // The smallest power of two that scales the peak to 1.75 times 2^top.
@@ -54,7 +54,7 @@ fn bounds(format: KvFormat, row: &[f32]) -> Vec<f32> {
             let wanted = peak(block) / 6.0;
             let table = e4m3();
             let least = distance(wanted, &table) * (1.0 + 1e-5);
-            // Two scales, if the exact scale lies between them.
+            // Both neighbouring scales, if the exact scale is between them.
             let scales = table.into_iter().filter(|scale| (scale - wanted).abs() <= least);
             let bounds = scales.map(|scale| nearest(block, scale, &E2M1));
             let larger = |a: Vec<f32>, b: Vec<f32>| {
@@ -71,8 +71,7 @@ fn bounds(format: KvFormat, row: &[f32]) -> Vec<f32> {
             let most = block.iter().fold(f32::MIN, |a, &b| a.max(b));
             let least = block.iter().fold(f32::MAX, |a, &b| a.min(b));
             let codes = 2f32.powi(bits.into()) - 1.0;
-            // The scale is stretched so that zero has a code: by at most half a step over at least half of
-            // the codes.
+            // The scale is stretched so that zero has a code, by at most half a step over at least half of the codes.
             let step = (most - least) / codes * (1.0 + 1.0 / codes);
             let far = most.abs().max(least.abs());
             // Half a step inside the range; at its clipped ends up to one step.
@@ -139,8 +138,8 @@ fn rows_are_as_near_as_the_format_allows() {
     .unwrap();
 }
 
-/// Rows outside the range of narrow formats become the nearest values. Neither they nor rows of NaN change
-/// their neighbours.
+/// Rows outside the range of a narrow format are stored as the nearest values. Neither such rows nor rows of NaN
+/// change neighbouring rows.
 #[test]
 fn rows_beyond_a_format_stay_by_themselves() {
     run(|| {
@@ -167,7 +166,7 @@ fn rows_beyond_a_format_stay_by_themselves() {
     .unwrap();
 }
 
-/// Returns lists of slots: one run, a few runs, and more than are written one by one.
+/// Returns lists of slots: one run, a few runs, and more runs than are written one by one.
 fn lists() -> [Slots; 4] {
     [
         Slots::Run(3..9),
@@ -306,12 +305,12 @@ fn misuse_is_refused() {
     .unwrap();
 }
 
-/// Kernels of a captured step read pools in place, head by head.
+/// Kernels of a captured step read pools in place and expect one head after another.
 #[test]
 fn rows_that_fill_a_pool_lie_head_by_head() {
     for format in [KvFormat::F32, KvFormat::Mxfp8, KvFormat::Affine { bits: 4, group: 32 }] {
         for n in [1, 2, 7] {
-            // In a model's layout: token by token.
+            // Rows in a model's layout: token by token.
             let (heads, dim) = (3, 64);
             let of_tokens =
                 array(&normal(n as u64, (n * heads * dim) as usize), &[1, n, heads, dim]);
@@ -320,7 +319,7 @@ fn rows_that_fill_a_pool_lie_head_by_head() {
                 let width = buffer.dim(3) as usize;
                 let strides = [3 * n as usize * width, n as usize * width, width, 1];
                 assert_eq!(buffer.shape()[..3], [1, heads, n], "{format:?}");
-                // The stride of an axis with one element has no meaning.
+                // The stride of an axis with one element is arbitrary.
                 let mut axes = buffer.shape().iter().zip(buffer.strides()).zip(strides);
                 let fits = axes.all(|((&size, &stride), expected)| size == 1 || stride == expected);
                 assert!(fits, "{format:?}, {n} rows: {:?}", buffer.strides());
