@@ -26,14 +26,15 @@ ELSEWHERE = {
 
 _HEAD = """# Operations
 
-What runs each operation of the schema of ExecuTorch's MLX delegate. `make upstream-ops UPSTREAM=--write-expected`
-writes this page from the code and a run of [ExecuTorch's own tests](programs.md#executorchs-own-tests).
+The file that implements each operation of ExecuTorch's MLX schema, and the results of ExecuTorch's tests of it. `make
+upstream-ops UPSTREAM=--write-expected` writes this page from the code and a run of [these
+tests](programs.md#executorchs-own-tests).
 
 - **file** is in [crates/etkv-mlx-program/src/ops](../crates/etkv-mlx-program/src/ops).
-- **CPU**: the tests of ExecuTorch with this operation that pass, of those that compare something. `-` means that the
-  wheel has no test of it; those of [crates/etkv-mlx-program/src/tests](../crates/etkv-mlx-program/src/tests) cover it.
-- **CUDA**: whether the tests with this operation were run on an NVIDIA GPU, where they pass as well, some of them
-  without TF32 ([figures](performance.md#executorchs-tests-of-operations)).
+- **CPU**: how many of ExecuTorch's tests with this operation pass, of those that compare results. `-` means that the
+  wheel has no test of it; [etkv's tests](../crates/etkv-mlx-program/src/tests) cover it.
+- **CUDA**: `run` means that these tests were run on an NVIDIA GPU. All pass there, some of them without TF32
+  ([figures](performance.md#executorchs-tests-of-operations)).
 - **Metal**: no operation was run there. [Metal kernels](programs.md#metal-kernels) run as operations of MLX.
 
 | operation | file | CPU | CUDA |
@@ -44,8 +45,8 @@ _OWN = """
 ## Operations of etkv
 
 Programs with [recurrent layers](programs.md#recurrent-layers), or with [sinks or a
-softcap](programs.md#sinks-and-softcaps), have operations beside those of the schema. Their delegate is `EtkvForMLX`, so
-ExecuTorch's own MLX backend refuses them by name.
+softcap](programs.md#sinks-and-softcaps), have operations that the schema lacks. Their delegate is `EtkvForMLX`, so
+ExecuTorch's MLX backend refuses these programs by name.
 
 | operation | file |
 | --- | --- |
