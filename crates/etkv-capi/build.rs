@@ -2,7 +2,7 @@
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    // Cargo applies a build script's linker arguments to its own package only.
+    // Cargo applies a build script's linker arguments only to the script's package.
     if let Ok(mlx) = std::env::var("DEP_MLX_LIB") {
         println!("cargo:rustc-link-arg=-Wl,-rpath,{mlx}");
     }
@@ -10,10 +10,10 @@ fn main() {
     bridge();
 }
 
-/// The headers land under `<target>/cxxbridge`, where CMake finds them.
+/// Writes the headers to `<target>/cxxbridge`, where CMake finds them.
 #[cfg(feature = "delegate")]
 fn bridge() {
-    // The folder of the sources, for `cpp/` and `include/`.
+    // The repository's root, which has `cpp/` and `include/`.
     let root = std::path::Path::new("../..");
     println!("cargo:rerun-if-changed=src/bridge.rs");
     for header in ["cpp/interpreter.hpp", "include/etkv"] {

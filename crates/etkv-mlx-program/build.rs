@@ -1,5 +1,5 @@
-//! Generates the reader of MLX program payloads, from the schema of the installed
-//! ExecuTorch and the nodes that etkv adds.
+//! Generates the reader of MLX programs' payloads, from the schema of the installed ExecuTorch and the nodes that
+//! etkv adds.
 
 // A build script reports errors by panicking.
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
@@ -13,8 +13,8 @@ fn main() {
     make_reader();
 }
 
-/// Passes on what `mlx-sys` knows: cargo applies a build script's linker arguments to its own
-/// package only.
+/// Passes on the location of MLX from `mlx-sys`, because cargo applies a build script's linker arguments only to the
+/// script's package.
 fn link_mlx() {
     let of_mlx = |name: &str| std::env::var(format!("DEP_MLX_{name}")).unwrap_or_default();
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", of_mlx("LIB"));
@@ -23,7 +23,7 @@ fn link_mlx() {
     }
 }
 
-/// Makes the reader of a delegate's payload, as the installed ExecuTorch writes it.
+/// Generates the reader of a delegate's payload, as the installed ExecuTorch writes it.
 fn make_reader() {
     let python = pip_packages::python();
     let executorch = pip_packages::package(&python, "executorch").unwrap_or_else(|| {

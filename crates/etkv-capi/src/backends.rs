@@ -1,8 +1,8 @@
-//! The backends of this build: where caches lie.
+//! The backends of this build, each of which stores caches in its own memory.
 
 use etkv_core::BuilderRegistry;
 
-/// Returns the builders of this process, with the kinds of every backend among them.
+/// Returns the cache builders of this process, including the kinds of every backend.
 pub(crate) fn builders() -> &'static BuilderRegistry {
     #[cfg(feature = "mlx")]
     etkv::builders();

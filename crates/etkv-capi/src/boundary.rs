@@ -1,5 +1,5 @@
-//! The boundary between Rust and C. No panic crosses it: a panic becomes a status with an error object, the
-//! value for a dead handle, or a log message.
+//! The boundary between Rust and C. No panic crosses it. It becomes a status with an error object, the value for no
+//! live handle, or a log message.
 
 use std::ffi::{c_char, CStr};
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -135,7 +135,7 @@ pub(crate) unsafe fn read_struct<T: Copy>(pointer: *const T, name: &str) -> Resu
     // SAFETY: it begins with its size.
     let size = unsafe { pointer.cast::<usize>().read() };
     let (needed, step) = (std::mem::size_of::<T>(), std::mem::align_of::<T>());
-    // No version of the struct has a larger size, so nothing is read at such a size.
+    // Nothing is read if the size is larger than that of any version.
     let possible = size >= needed && size <= needed + 4096 && size % step == 0;
     if !possible {
         fail!(
@@ -148,8 +148,8 @@ pub(crate) unsafe fn read_struct<T: Copy>(pointer: *const T, name: &str) -> Resu
     Ok(unsafe { pointer.read() })
 }
 
-/// Copies the caller's struct, which had `least` bytes in its first version. Fields that the caller lacks are
-/// zero. Returns the struct and its size.
+/// Copies the caller's struct, which had `least` bytes in its first version. Fields that the caller's version lacks
+/// become zero. Returns the struct and the caller's size.
 ///
 /// # Safety
 /// As [`read_struct`]; zero is a valid value of every field after the first `least` bytes.

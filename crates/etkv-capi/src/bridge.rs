@@ -18,7 +18,7 @@ use etkv_delegate::{Host, LoadOptions};
 use self::program::Program;
 use crate::{boundary, delegate};
 
-#[cfg_attr(not(feature = "mlx"), allow(dead_code))] // Constants are MLX programs'.
+#[cfg_attr(not(feature = "mlx"), allow(dead_code))] // Only MLX programs have constants.
 #[cxx::bridge(namespace = "etkv::bridge")]
 mod ffi {
     /// The result of a call: 0, or a status and a message.
@@ -45,8 +45,8 @@ mod ffi {
             buffers: &str,
         ) -> Outcome;
 
-        /// Runs the program on its inputs. Writes the outputs to the memory that `host` returns, in the
-        /// dtypes with these ExecuTorch numbers.
+        /// Runs the program on its inputs. Writes the outputs to the memory that `host` returns. `output_types` has
+        /// ExecuTorch's numbers of their dtypes.
         fn execute(
             self: &mut Delegate,
             inputs: &[Argument],
@@ -84,8 +84,7 @@ mod ffi {
         #[namespace = "etkv::interpreter"]
         type Host;
 
-        /// Gives output `i` a shape. Returns the address for its bytes, or NULL if the output does not take
-        /// the shape.
+        /// Resizes output `i`. Returns the address for its bytes, or NULL if the output cannot have the shape.
         unsafe fn place(
             self: Pin<&mut Host>,
             i: usize,
@@ -93,15 +92,15 @@ mod ffi {
             rank: usize,
             n_bytes: usize,
         ) -> *mut u8;
-        /// Sets output `i`. Returns whether it is an integer.
+        /// Sets output `i` to an integer. Returns false if there is no such output.
         fn set_integer(self: Pin<&mut Host>, i: usize, value: i64) -> bool;
-        /// Returns why the last output was refused.
+        /// Returns the reason that the last output was refused.
         fn refusal(self: &Host) -> &CxxString;
 
         /// The threads of the host.
         #[namespace = "etkv::interpreter"]
         type Threads;
-        /// Work that they share.
+        /// Work that the threads share.
         #[namespace = "etkv::interpreter"]
         type Task = super::Task;
 
@@ -307,7 +306,7 @@ impl Parallel for SharedThreads<'_> {
         let parts = Parts { call, panicked: AtomicBool::new(false) };
         self.0.run(count, &Task { run: run_part, context: std::ptr::from_ref(&parts).cast() });
         if parts.panicked.into_inner() {
-            #[allow(clippy::panic)] // That of a part goes on.
+            #[allow(clippy::panic)] // Continues the panic of a part.
             {
                 panic!("a part of the work failed by a defect");
             }

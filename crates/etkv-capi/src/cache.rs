@@ -87,7 +87,7 @@ pub unsafe extern "C" fn etkv_cache_can_extend(
     }
 }
 
-/// Returns the most positions that the cache can hold. Returns 0 if `cache` is no live handle.
+/// Returns the maximum number of positions. Returns 0 if `cache` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_cache_capacity(cache: *const etkv_cache) -> i32 {
     value(0, || Ok(handle::look_up(cache, "cache")?.cache.capacity()))
@@ -119,7 +119,7 @@ pub extern "C" fn etkv_cache_n_recurrent_layers(cache: *const etkv_cache) -> usi
     value(0, || Ok(handle::look_up(cache, "cache")?.cache.n_recurrent_layers()))
 }
 
-/// Returns the most tokens of one step. Returns 0 if `cache` is no live handle.
+/// Returns the maximum tokens of one step. Returns 0 if `cache` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_cache_max_step_tokens(cache: *const etkv_cache) -> i32 {
     value(0, || Ok(handle::look_up(cache, "cache")?.cache.max_step_tokens()))
@@ -202,7 +202,7 @@ pub unsafe extern "C" fn etkv_cache_rewind(
     unsafe { change(cache, error, |cache| cache.rewind(length)) }
 }
 
-/// Stores the least length, apart from 0, that the cache can be rewound to.
+/// Stores the smallest length from which on the cache can be rewound to every length.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -223,8 +223,8 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
     }
 }
 
-/// Copies `n` structs of the caller. Those of older callers have at least `least` bytes; the rest is zero.
-/// `names` are the name of the list, and of one in messages.
+/// Copies `n` structs of the caller. Those of older callers have at least `least` bytes; missing fields become zero.
+/// `names` are the names of the list and of one element, for messages.
 ///
 /// # Safety
 /// `first` points to `n` structs that begin with their size, which is the distance between them.
@@ -248,8 +248,8 @@ unsafe fn raw_list<T: Copy>(
     let size = unsafe { first.cast::<usize>().read() };
     (0..n)
         .map(|id| {
-            // SAFETY: within the caller's list, whose structs have the size of the
-            // first: callers of another version have structs of another size.
+            // SAFETY: within the caller's list. All its structs have the size of the first, which depends on the
+            // caller's version.
             unsafe {
                 let at = first.byte_add(id * size);
                 let own_size = at.cast::<usize>().read();
@@ -303,7 +303,7 @@ fn read_recurrent_layer(layer: &etkv_recurrent_layer_config) -> Result<Recurrent
     }
 }
 
-/// Refuses sizes of the other kind that are not 0.
+/// Refuses a layer that also has sizes of the other kind.
 fn refuse_others(others: &[(&str, i32)], kind: &str) -> Result<()> {
     if let Some((name, value)) = others.iter().find(|&&(_, value)| value != 0) {
         fail!(InvalidArgument, "{name} is {value}, expected 0 for a {kind}");
@@ -351,7 +351,7 @@ fn read_layer(layer: &etkv_layer_config) -> Result<LayerConfig> {
     })
 }
 
-/// Returns the format of the dtype that a layer's keys and values are computed in; `None` if it is unknown.
+/// Returns the dtype that a layer computes keys and values in, as a format; `None` if it is unknown.
 fn dtype(layer: &etkv_layer_config) -> Result<Option<KvFormat>> {
     match layer.dtype {
         0 => Ok(None),
@@ -362,7 +362,7 @@ fn dtype(layer: &etkv_layer_config) -> Result<Option<KvFormat>> {
     }
 }
 
-/// Returns the format of `field` in a config that names none: what the layers are computed in.
+/// Returns the default format of `field`: the dtype that the layers compute in.
 fn default_format(layers: &[etkv_layer_config], field: &str) -> Result<KvFormat> {
     let name = |dtype: Option<KvFormat>| dtype.map_or("unknown".into(), String::from);
     let Some(first) = layers.first() else {

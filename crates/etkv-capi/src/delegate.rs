@@ -14,7 +14,7 @@ use super::handle;
 pub(crate) struct LoadTexts {
     /// The key of the cache to bind.
     pub cache_key: String,
-    /// The rows of the logits to give.
+    /// The rows of logits to return.
     pub logits: String,
     /// The passes that change the program.
     pub passes: String,
@@ -31,11 +31,11 @@ thread_local! {
 #[cfg_attr(not(feature = "delegate"), allow(dead_code))]
 pub(crate) fn report(status: i32, message: &str) {
     let status = if status == 0 { Status::Internal as i32 } else { status };
-    // A thread that ends may have no storage left; the error is then dropped.
+    // Fails if the thread is ending and its storage is gone; the error is then dropped.
     let _ = REPORTED.try_with(|kept| kept.replace(Some(etkv_error::new(status, message))));
 }
 
-/// Returns the load options that ExecuTorch passed. An absent option comes from this thread's options.
+/// Returns the load options that ExecuTorch passed. Absent options are read from this thread's options.
 #[cfg_attr(not(feature = "delegate"), allow(dead_code))]
 pub(crate) fn or_of_thread(given: [&str; 4]) -> LoadTexts {
     let [cache_key, logits, passes, buffers] = given;
@@ -143,7 +143,7 @@ mod program {
         etkv_core::fail!(InvalidArgument, "no loaded program keeps buffers named `{name}`");
     }
 
-    /// The payload of a call of a CPU program is JSON.
+    /// Distinguishes payloads by their first byte: the payload of a CPU program's call is JSON.
     pub fn check(payload: &[u8]) -> Result<()> {
         if payload.starts_with(b"{") {
             return Call::check(payload);

@@ -24,7 +24,7 @@ impl Object for etkv_error {
 }
 
 impl etkv_error {
-    /// Makes a handle on an error, for the caller.
+    /// Returns a new handle on an error, which the caller frees.
     pub(crate) fn give(error: &Error) -> *mut Self {
         handle::give(Self::new(error.status() as i32, error.message()))
     }

@@ -19,7 +19,7 @@ pub(crate) const MESSAGE: &std::ffi::CStr =
 /// The number of live handles.
 pub(crate) static HANDLES: AtomicUsize = AtomicUsize::new(0);
 
-/// Notes forks from now on.
+/// Records forks from now on.
 pub(crate) fn watch() {
     static WATCHING: Once = Once::new();
     extern "C" fn note() {
@@ -27,7 +27,7 @@ pub(crate) fn watch() {
             FORKED.store(true, Ordering::Relaxed);
         }
     }
-    // SAFETY: `note` only stores a number. If memory is lacking, forks are not noticed.
+    // SAFETY: `note` only stores a number. If registration fails for lack of memory, forks are not detected.
     WATCHING.call_once(|| unsafe {
         libc::pthread_atfork(None, None, Some(note));
     });

@@ -14,7 +14,7 @@ use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle::{self, Object};
 
-/// [`boundary::boundary`] for bodies that return errors of MLX.
+/// [`boundary::boundary`] for bodies that can return errors of MLX.
 ///
 /// # Safety
 /// As for [`boundary::boundary`].

@@ -264,7 +264,7 @@ mod inner {
     pub struct Generation {
         generation: Mutex<program::Generation>,
         n_prompts: usize,
-        /// Outside the lock, which a running call holds.
+        /// Not under the lock, because a running call holds it.
         cancelled: AtomicBool,
     }
 
@@ -305,7 +305,7 @@ mod inner {
             self.cancelled.load(Ordering::Relaxed)
         }
 
-        /// Waits for other threads, except in the memory callback: they may wait for this one.
+        /// Waits for other threads, except in the memory callback, where they may wait for this one.
         fn lock(&self) -> Result<MutexGuard<'_, program::Generation>> {
             match self.generation.try_lock() {
                 Some(generation) => Ok(generation),

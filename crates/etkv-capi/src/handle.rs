@@ -1,7 +1,7 @@
 //! Handles: numbers that look like pointers.
 //!
-//! A handle is never dereferenced as a pointer, only looked up here. So a freed handle, one of another type
-//! or a foreign pointer is refused, and no freed memory is read. No number is used twice.
+//! A handle is looked up in a table, and never dereferenced. So a freed handle, a handle of another type or a foreign
+//! pointer is refused, and no freed memory is read. No number is used twice.
 
 use std::any::Any;
 use std::ptr::without_provenance_mut;
@@ -13,12 +13,12 @@ use etkv_core::{fail, Result};
 
 use super::fork;
 
-/// A type of objects behind handles. A C type is the Rust type of the same name.
+/// A type of objects that have handles. The C type has the same name as the Rust type.
 pub(crate) trait Object: Any + Send + Sync {
     /// Its name in the header.
     const NAME: &'static str;
 
-    /// Whether etkv counts as in use from the first such object on.
+    /// Whether etkv counts as in use once there is such an object.
     const IN_USE: bool = true;
 }
 
@@ -27,14 +27,14 @@ struct Entry {
     object: Arc<dyn Any + Send + Sync>,
 }
 
-/// The live handles. No object is dropped while a part of the table is locked: a drop may take long and take
-/// locks of its own.
+/// The live handles. No object is dropped while a part of the table is locked, because a drop may take long and may
+/// lock.
 static LIVE: LazyLock<DashMap<usize, Entry>> = LazyLock::new(DashMap::new);
 
 /// Bits that are set in every handle. On 64-bit machines no address of an object has them.
 const MARK: usize = if usize::BITS == 64 { 0xE74B << (usize::BITS - 16) } else { 0 };
 
-/// Makes a handle on an object, for the caller.
+/// Returns a new handle on an object, which the caller frees.
 pub(crate) fn give<T: Object>(object: T) -> *mut T {
     static NEXT: AtomicUsize = AtomicUsize::new(1);
     if T::IN_USE {

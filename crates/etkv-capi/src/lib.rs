@@ -1,5 +1,5 @@
-//! The C interface; `include/etkv/etkv.h` documents it. Caches lie in plain memory, and with the feature
-//! `mlx` also in MLX arrays. The feature `delegate` adds the bridge to ExecuTorch's backends.
+//! The C interface; `include/etkv/etkv.h` documents it. Caches are stored in plain memory or, with the feature `mlx`,
+//! in MLX arrays. The feature `delegate` adds the bridge to ExecuTorch's backends.
 //!
 //! Each file has the functions of one header or of one section of it: `tree.rs` has the functions of trees in
 //! `include/etkv/seq.h`. `boundary` and `handle` serve all of them.

@@ -1,4 +1,4 @@
-//! What functions of every kind need: freeing, strings that stay, and panics as errors.
+//! Functions that free handles, keep strings for the process, and convert panics to errors.
 
 use std::any::Any;
 use std::collections::HashSet;

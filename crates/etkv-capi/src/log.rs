@@ -38,8 +38,7 @@ unsafe impl Send for Listener {}
 // SAFETY: as above.
 unsafe impl Sync for Listener {}
 
-/// The receiver of messages. It is read-locked during a callback, so that no earlier callback runs after its
-/// replacement.
+/// The receiver of messages. It is read-locked during a callback, so that no callback runs after it was replaced.
 static LISTENER: RwLock<Option<Listener>> = RwLock::new(None);
 
 /// A message that the host may take.
@@ -52,14 +51,14 @@ struct KeptMessage {
     time: f64,
 }
 
-/// Messages that were kept and not taken. Locked briefly, after every other lock.
+/// Messages that were kept and not taken. Locked briefly, and always as the last lock.
 static KEPT: Mutex<VecDeque<KeptMessage>> = Mutex::new(VecDeque::new());
 
 /// The filter of the messages; `None` before the first callback.
 static FILTER: Mutex<Option<reload::Handle<EnvFilter, Registry>>> = Mutex::new(None);
 
 thread_local! {
-    /// Whether this thread is in the callback. Messages that it causes there are dropped.
+    /// Whether this thread is in the callback. Messages from inside the callback are dropped.
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 

@@ -200,8 +200,8 @@ pub unsafe extern "C" fn etkv_memory_budget_read(
     }
 }
 
-/// Frees memory that the host chooses: receives the number of lacking bytes and the host's pointer, and
-/// returns the number of bytes that it freed.
+/// Frees memory that the host chooses: receives the number of missing bytes and the host's pointer, and returns the
+/// number of freed bytes.
 #[allow(non_camel_case_types)]
 pub type etkv_memory_callback = unsafe extern "C" fn(u64, *mut c_void) -> u64;
 
@@ -215,8 +215,8 @@ unsafe impl Sync for Host {}
 
 impl Reclaim for Host {
     fn reclaim(&self, bytes: u64) -> u64 {
-        // Read-locked during the call, so that no earlier callback runs after its replacement. No thread is
-        // in here twice: a reclaimer's own reservations call no reclaimer.
+        // Read-locked during the call, so that no callback runs after it was replaced. A thread never locks twice
+        // here: reservations inside a reclaimer do not call reclaimers.
         match *self.0.read() {
             // SAFETY: the host says that it can be called so.
             Some((callback, user)) => unsafe { callback(bytes, user) },
@@ -225,7 +225,7 @@ impl Reclaim for Host {
     }
 }
 
-/// The host's only reclaimer. The budget knows it once there is a callback.
+/// The reclaimer that calls the host. It is registered with the budget when the first callback is set.
 static HOST: LazyLock<Arc<Host>> = LazyLock::new(|| {
     let host = Arc::new(Host(RwLock::new(None)));
     let reclaimer: Arc<dyn Reclaim> = host.clone();

@@ -65,7 +65,7 @@ pub extern "C" fn etkv_prefix_length(prefix: *const etkv_prefix) -> i32 {
     value(-1, || Ok(handle::look_up(prefix, "prefix")?.0.length()))
 }
 
-/// Returns the smallest `length` that `etkv_cache_attach` takes for a prefix, or -1 if `prefix` is no live handle.
+/// Returns the smallest length that `etkv_cache_attach` accepts for a prefix, or -1 if `prefix` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_prefix_rewindable_to(prefix: *const etkv_prefix) -> i32 {
     value(-1, || Ok(handle::look_up(prefix, "prefix")?.0.rewindable_to()))

@@ -1,4 +1,4 @@
-//! `etkv_prefix_cache`: prefixes in memory, by the texts that they hold.
+//! `etkv_prefix_cache`: prefixes in memory, by their texts.
 
 use std::sync::Arc;
 
@@ -118,7 +118,7 @@ pub unsafe extern "C" fn etkv_prefix_cache_attach(
     }
 }
 
-/// Stores how many tokens a cache could be attached to.
+/// Stores how many tokens `etkv_prefix_cache_attach` would find.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -119,7 +119,7 @@ pub unsafe extern "C" fn etkv_prefix_store_load(
     }
 }
 
-/// Stores the length of the longest prefix of a text that a cache like this one could load.
+/// Stores how many tokens `etkv_prefix_store_load` would load.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -114,7 +114,7 @@ pub unsafe extern "C" fn etkv_seq_cache_load(
     }
 }
 
-/// Saves a cache, or a part of it, by `save`.
+/// Saves a cache, or a part of it, with `save`.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -136,7 +136,7 @@ unsafe fn save(
     save(&mut *cache.lock()?, path, labels)
 }
 
-/// Loads a file by `load`, and stores its token ids if the caller asks for them.
+/// Loads a file with `load`, and stores its token ids if the caller wants them.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

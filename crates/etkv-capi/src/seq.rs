@@ -29,7 +29,7 @@ impl etkv_seq_cache {
     }
 }
 
-/// A range of positions, from `begin` up to, and without, `end`; see the header.
+/// A range of positions: includes `begin`, excludes `end`; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -133,7 +133,7 @@ pub unsafe extern "C" fn etkv_seq_cache_cancel_step(
     unsafe { change(cache, error, |cache| cache.cancel_step()) }
 }
 
-/// Returns the sequences of each token, from the list of all of them.
+/// Splits the list of all tokens' sequences into the sequences of each token.
 fn split<'a>(mut all: &'a [i32], counts: &[i32]) -> Result<Vec<&'a [i32]>> {
     let n_sequences = all.len();
     let mut tokens = Vec::with_capacity(counts.len());
@@ -193,7 +193,7 @@ pub unsafe extern "C" fn etkv_seq_cache_rm(
     unsafe { change(cache, error, |cache| cache.seq_rm(sequence, begin..end)) }
 }
 
-/// Removes every sequence but one.
+/// Removes every sequence except one.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -250,7 +250,7 @@ pub unsafe extern "C" fn etkv_seq_cache_next(
     unsafe { read(cache, position, "position", error, |cache| cache.seq_next(sequence)) }
 }
 
-/// Stores the least length, apart from 0, that a sequence can be rewound to.
+/// Stores the smallest length from which on a sequence can be rewound to every length.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

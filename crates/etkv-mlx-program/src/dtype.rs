@@ -1,4 +1,4 @@
-//! ExecuTorch's numbers for dtypes, as MLX's dtypes.
+//! Converts ExecuTorch's numbers of dtypes to MLX's dtypes.
 
 use mlx_rs::Dtype;
 

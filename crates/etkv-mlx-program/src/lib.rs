@@ -5,8 +5,8 @@
 //! frontend: payload (verified flatbuffer) -> ir -> passes -> runtime: load, interpreter -> generation
 //! ```
 //!
-//! The payload is read once. The interpreter runs `ir`: typed instructions over values that are each written
-//! once. Whatever possible is computed at load.
+//! The payload is read once. The interpreter runs `ir`: typed instructions over values that are each written once.
+//! Everything that does not depend on inputs is computed at load.
 
 mod describe;
 mod dtype;

@@ -249,9 +249,9 @@ fn a_slot_is_one_input() {
     const INT: fb::SlotType = fb::SlotType::IntValueSlot;
     Program::check(&program(vec![(TENSOR, 1), (INT, 1), (TENSOR, 0)])).unwrap();
     let twice = program(vec![(TENSOR, 1), (TENSOR, 0), (TENSOR, 1)]);
-    assert_eq!(refusal(&twice), "tensor 1 is two inputs; a slot takes one");
+    assert_eq!(refusal(&twice), "tensor 1 is named by two inputs");
     let twice = program(vec![(INT, 0), (INT, 0)]);
-    assert_eq!(refusal(&twice), "value 0 is two inputs; a slot takes one");
+    assert_eq!(refusal(&twice), "value 0 is named by two inputs");
     let past = program(vec![(INT, 2)]);
     assert_eq!(refusal(&past), "value 2 is an input, the program has 2");
 }

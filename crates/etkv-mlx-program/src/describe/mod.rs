@@ -39,8 +39,7 @@ pub struct ProgramDescription {
     pub attention_layers: Vec<AttentionDescription>,
     /// The weights.
     pub constants: ConstantsDescription,
-    /// The number of tensors that the program keeps from one forward to the next: 0 if its KV cache is
-    /// outside it.
+    /// The number of tensors that the program keeps between forwards. 0 if its KV cache is outside the program.
     pub mutable_buffers: u32,
     /// The effect of each pass on the CPU, in order; empty if the program is refused.
     pub passes: Vec<PassDescription>,
@@ -78,7 +77,7 @@ pub enum DimDescription {
     Static(i32),
     /// A range, with an upper limit if `most` is set.
     Range {
-        /// The lower limit of the traced program; it may still run with 1.
+        /// The lower limit in the export's trace. The program also runs with 1.
         least: i32,
         /// The largest size.
         most: Option<i32>,
@@ -120,11 +119,11 @@ pub struct ConstantsDescription {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ConstantDescription {
-    /// Its key in the program's data.
+    /// The key in the program's data.
     pub name: String,
-    /// Its dtype.
+    /// The dtype.
     pub dtype: String,
-    /// Its shape.
+    /// The shape.
     pub shape: Vec<i32>,
     /// The bytes; absent if the dtype is unknown.
     pub bytes: Option<u64>,
@@ -162,9 +161,9 @@ pub struct LayoutsDescription {
     pub stored: usize,
     /// Transposed, as a matrix product reads them.
     pub transposed: usize,
-    /// In the stored order, seen through a transposition.
+    /// In the stored order, read through a transposed view.
     pub views: usize,
-    /// Not kept, since nothing uses them.
+    /// Not loaded, because nothing uses them.
     pub absent: usize,
 }
 
@@ -221,8 +220,7 @@ fn describe(payload: &[u8], steps: Option<&dyn StepCompiler>) -> Result<ProgramD
 
 /// Returns the effects of the passes for a device, and the layouts of constants there.
 ///
-/// Constants are not read. Those with one element count as 1: a scale that no exporter omits from rotary
-/// tables.
+/// Constants are not read. Constants of one element are assumed to be 1, as scales of rotary tables are.
 fn passes_of(
     graph: &mut Graph,
     on_gpu: bool,
@@ -359,7 +357,7 @@ fn dtype_name(meta: fb::TensorMeta<'_>) -> (String, Option<u64>) {
 fn constants(graph: fb::MLXGraph<'_>) -> ConstantsDescription {
     let names = decode::tensor_names(graph);
     let n_described = graph.tensor_meta().map_or(0, |metas| metas.len());
-    // The program may claim any number of constants; only those that are described count.
+    // The program may claim any number of constants. Only described ones count.
     let n = (graph.num_constant_tensors() as usize).min(n_described) as u32;
     let tensors: Vec<ConstantDescription> = (0..n)
         .filter_map(|slot| {
@@ -386,8 +384,8 @@ fn instruction(found: &fb::Instruction<'_>) -> InstructionDescription {
 }
 
 impl Program {
-    /// Describes a payload, even one that this build does not run. `steps` says whether it would compile an
-    /// executor of the program's steps. Reads no constants and does not use MLX.
+    /// Describes a payload, even one that this build does not run. `steps` returns whether steps of the program can
+    /// be captured. Reads no constants and does not use MLX.
     ///
     /// # Errors
     /// [`Program`](Status::Program) for a payload that is damaged or foreign.

@@ -1,4 +1,4 @@
-//! Decodes chains inside instructions: one of two branches, or a loop over the elements of an axis.
+//! Decodes instructions that contain chains: a choice between two chains, and a loop over the elements of an axis.
 
 use std::collections::HashSet;
 
@@ -10,8 +10,8 @@ use crate::ops::slots::{SlotValues, Slots};
 /// Decodes the chain with this number.
 type Inner<'a> = dyn FnMut(&mut Slots, usize) -> Result<Chain> + 'a;
 
-/// Decodes a choice. A value that both chains leave in a slot, or that one of them changes, is a result. An
-/// integer that one of them changes is undefined after it.
+/// Decodes a choice. A tensor that both chains write, or that one of them overwrites, is a result. An integer that
+/// one of them overwrites is undefined afterwards.
 pub fn decode_if(
     slots: &mut Slots,
     instruction: fb::Instruction,
@@ -48,8 +48,7 @@ pub fn decode_if(
     Ok(vec![Instruction { op, out: Out::Tensors(first, n) }])
 }
 
-/// Decodes a loop. After it there are its outputs and the values that it carries, and nothing else that the
-/// body has written.
+/// Decodes a loop. Of the values that the body writes, only the outputs and the carried values exist afterwards.
 pub fn decode_scan(
     slots: &mut Slots,
     instruction: fb::Instruction,
@@ -126,7 +125,7 @@ fn write(slots: &mut Slots, tids: flatbuffers::Vector<'_, fb::Tid>) -> Result<Ve
         .collect()
 }
 
-/// Returns the slots whose values are the same in all of these states.
+/// Returns the slots that have the same value in all of these states.
 fn unchanged(before: &SlotValues, after: &[&SlotValues]) -> SlotValues {
     let mut same = before.clone();
     same.tensors
@@ -135,8 +134,8 @@ fn unchanged(before: &SlotValues, after: &[&SlotValues]) -> SlotValues {
     same
 }
 
-/// Refuses a body that changes a value it has read, without declaring it as carried: the next run would read
-/// something else. `known` are the declared slots.
+/// Refuses a body that overwrites a slot that it reads, unless the slot is declared as carried: the next run would
+/// read another value. `known` are the declared slots.
 fn refuse_hidden_state(
     before: &SlotValues,
     unchanged: &SlotValues,

@@ -1,4 +1,4 @@
-//! Decodes a payload to [`ir`](crate::ir), once. Values are renamed so that each is written once.
+//! Decodes a payload to [`ir`](crate::ir). Values are renamed so that each is written once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ use crate::ops::slots::{Counts, Slots};
 /// Decodes a program.
 ///
 /// # Errors
-/// - [`Program`](etkv::Status::Program) for a program that contradicts itself.
+/// - [`Program`](etkv::Status::Program) for an inconsistent program.
 /// - [`Unsupported`](etkv::Status::Unsupported) for a program that needs operations that this build lacks;
 ///   the message names all of them.
 pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
@@ -39,7 +39,7 @@ pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
     })
 }
 
-/// Checks all operations at once, so that one error names everything that is missing.
+/// Checks all operations, so that one error names every missing one.
 fn refuse_unknown_ops(graph: fb::MLXGraph) -> Result<()> {
     let mut unknown = BTreeMap::<String, usize>::new();
     for chain in graph.instruction_chains() {
@@ -112,7 +112,7 @@ fn inputs(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<I
                     fail!(Program, "tensor {} is no input", slot.idx());
                 }
                 if !tensors.insert(slot.idx()) {
-                    fail!(Program, "tensor {} is two inputs; a slot takes one", slot.idx());
+                    fail!(Program, "tensor {} is named by two inputs", slot.idx());
                 }
                 let meta = meta(graph, slot.idx())?;
                 // Only known dtypes pass, so running need not check them.
@@ -128,7 +128,7 @@ fn inputs(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<I
             fb::SlotType::IntValueSlot => {
                 let value = slots.input_int(slot.idx())?;
                 if !ints.insert(slot.idx()) {
-                    fail!(Program, "value {} is two inputs; a slot takes one", slot.idx());
+                    fail!(Program, "value {} is named by two inputs", slot.idx());
                 }
                 Ok(InputSpec::Int(value))
             }
@@ -173,7 +173,7 @@ fn init(slots: &mut Slots, graph: fb::MLXGraph) -> Result<(Chain, Vec<Value>)> {
     let Ok(index) = usize::try_from(graph.init_chain_idx()) else {
         return Ok((Chain::default(), Vec::new()));
     };
-    // Inputs and buffers do not exist yet, and what the chain writes to their slots is dropped after it.
+    // Inputs and buffers have no values yet. Values that the init chain writes to their slots are dropped after it.
     let before = slots.held().clone();
     let (tensors, ints) = (slots.counts().constants..slots.n_values(), 0..slots.n_ints());
     let mut chain = chain(slots, graph, index, &mut ChainPosition::default())?;
@@ -211,13 +211,13 @@ fn main_chain(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Chain> {
     Ok(chain)
 }
 
-/// The most nested chains.
+/// The maximum depth of nested chains.
 const MAX_INSIDE: usize = 16;
 
-/// The most instructions of a program, counting a chain once for each place where it is used.
+/// The maximum instructions of a program. A chain counts each time it is used.
 const MAX_INSTRUCTIONS: usize = 1 << 20;
 
-/// The most slots that are copied for nested chains.
+/// The maximum slots that are copied for nested chains.
 const MAX_COPIED: usize = 1 << 24;
 
 /// The position in the nested chains, and the totals so far.
@@ -253,7 +253,7 @@ fn chain(
             fail!(Program, "the program has more than {MAX_INSTRUCTIONS} instructions");
         }
         if matches!(instruction.op_type(), fb::OpNode::IfNode | fb::OpNode::ScanNode) {
-            // All held values are copied.
+            // The decoder copies the values of all slots.
             place.n_copied += slots.held().tensors.len() + slots.held().ints.len();
             if place.n_copied > MAX_COPIED {
                 fail!(Program, "the program has too many nested chains for its tensors");
@@ -349,7 +349,7 @@ mod tests {
     fn every_operation_that_is_missing_is_named_at_once() {
         let payload = program(
             |builder| {
-                // The schema may grow: these are numbers of future operations.
+                // Numbers that a future schema may use for operations.
                 let tid = fb::Tid::new(0);
                 let mut unknown = |number| {
                     let args = fb::TanNodeArgs { x: Some(&tid), out: Some(&tid) };

@@ -5,7 +5,7 @@ use flatbuffers::VerifierOptions;
 use crate::error::{fail, Error, Result, Status};
 use crate::fb;
 
-/// The header: 4 bytes of padding, the magic, and the offset and size of the data after the flatbuffer.
+/// The bytes of the header: 4 bytes of padding, the magic, and the offset and size of the data after the flatbuffer.
 const HEADER: usize = 24;
 const MAGIC: &[u8] = b"MLX0";
 /// The newest format that this build reads.
@@ -21,7 +21,7 @@ pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
         fail!(Program, "the payload has {} bytes, its header alone has {HEADER}", payload.len());
     }
     if &payload[4..8] != MAGIC {
-        fail!(Program, "the payload is not one of the MLX delegate: its mark is not MLX0");
+        fail!(Program, "the payload is not one of the MLX delegate: its magic is not MLX0");
     }
     let number = |at: usize| {
         payload[at..at + 8].iter().rev().fold(0u64, |number, &byte| number << 8 | u64::from(byte))
@@ -49,12 +49,13 @@ pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
     Ok(graph)
 }
 
-/// Returns the limits for a flatbuffer of at most `n_bytes`. Bytes count once for each reference to them.
+/// Returns the verifier's limits for a flatbuffer of at most `n_bytes`. The verifier counts bytes each time they are
+/// referenced.
 ///
-/// The exporter writes every table, list and name for one reference. If many references named the same one, a
-/// small payload could cause any amount of work and memory. So the bytes read are bounded by the payload's
-/// size. A table has at least 8 bytes. A byte of the exporter's payload counts up to 5 times: a table counts
-/// its list of fields, which others share.
+/// The exporter references every table, list and name once. If a small payload referenced one many times, it could
+/// cause any amount of work and memory. So the bytes read are bounded by the payload's size. A table has at least 8
+/// bytes. A byte of the exporter's payload counts up to 5 times, because each table counts its list of fields, which
+/// tables share.
 fn limits(n_bytes: usize) -> VerifierOptions {
     VerifierOptions {
         max_depth: 64,

@@ -7,9 +7,9 @@ use etkv::MlxCache;
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Prompt {
-    /// The sequence to continue; 0 in a cache of one.
+    /// The sequence to continue; 0 in a cache of one sequence.
     pub sequence: i32,
-    /// The tokens after what the sequence holds, at least one.
+    /// The tokens after those that the sequence holds, at least one.
     pub tokens: Vec<i64>,
 }
 
@@ -26,7 +26,7 @@ pub struct Answer {
     /// The prompt and the answer's tokens.
     pub text: Vec<i64>,
     pub n_prompt: usize,
-    /// Tokens of `text` that ran.
+    /// The number of tokens of `text` that ran.
     pub done: usize,
     /// The position of the first token.
     pub start: i32,
@@ -57,7 +57,7 @@ impl Answer {
     }
 }
 
-/// Refuses prompts that cannot be answered together.
+/// Refuses prompts that cannot be answered at once.
 pub fn check_prompts(prompts: &[Prompt]) -> Result<()> {
     if prompts.is_empty() {
         fail!(InvalidArgument, "there is no prompt to answer");
@@ -69,7 +69,7 @@ pub fn check_prompts(prompts: &[Prompt]) -> Result<()> {
         if prompts[..index].iter().any(|other| other.sequence == prompt.sequence) {
             fail!(
                 InvalidArgument,
-                "prompt {index} is the second for sequence {}; a sequence takes one",
+                "prompt {index} is the second for sequence {}; expected one for each",
                 prompt.sequence
             );
         }

@@ -1,4 +1,4 @@
-//! A step that the host runs itself and whose tokens the device chooses: a verification.
+//! Verification: the host runs a step, and the device chooses the next token of each of its tokens.
 
 use super::last_rows;
 use super::sampler::{finite, Sampler};
@@ -7,20 +7,20 @@ use crate::runtime::{Program, TextInputs, Tokens};
 use etkv::mlx;
 
 impl Program {
-    /// Runs one step on the program's cache, as [`execute`](Self::execute) does, and returns the argmax of
-    /// each token's row of logits, the first of equals. The logits stay on the device: on a GPU copying those
-    /// of a few tokens takes longer than verifying the tokens.
+    /// Runs one step on the program's cache, as [`execute`](Self::execute) does, and returns the argmax of each
+    /// token's row of logits, the first of equals. The logits stay on the device: on a GPU, copying the logits of a
+    /// few tokens takes longer than verifying the tokens.
     ///
-    /// To verify a tree, pass its tokens in the order in which they were proposed. A step of several
-    /// sequences is declared first.
+    /// To verify a tree, pass its tokens in the order in which they were proposed. Declare a step of several
+    /// sequences first.
     ///
     /// # Errors
     /// - [`InvalidArgument`](etkv::Status::InvalidArgument) without tokens, with another number of
     ///   positions, and for a program without a cache.
     /// - [`Unsupported`](etkv::Status::Unsupported) for a program whose inputs are not tokens `[1, T]` and
     ///   positions `[T]`, and for several tokens of a program that returns the last row only.
-    /// - Those of the cache for positions that it refuses, and [`Backend`](etkv::Status::Backend), also for
-    ///   logits that are not finite. The step is rolled back.
+    /// - Those of the cache for positions that it refuses, and [`Backend`](etkv::Status::Backend) for a failure of
+    ///   MLX or logits that are not finite. The step is rolled back.
     pub fn choose(&self, tokens: &[i64], positions: &[i32]) -> Result<Vec<i64>> {
         let loaded = &self.0;
         let Some(cache) = &loaded.cache else {

@@ -17,9 +17,8 @@ use etkv::ProgramCache;
 
 /// Answers to one prompt, or to several prompts in one cache of sequences.
 ///
-/// The host may change the cache between two tokens, for example by a step of its own on another sequence:
-/// the step that was enqueued ahead then runs again. If the answer's own sequence changed, the next call
-/// fails.
+/// The host may change the cache between two tokens, for example by a step of another sequence: the step that was
+/// enqueued ahead then runs again. If the answer's sequence itself changed, the next call fails.
 pub struct Generation {
     program: Program,
     cache: ProgramCache,
@@ -32,18 +31,15 @@ pub struct Generation {
     ahead: Option<PendingTokens>,
     /// The error of tokens that could not be read. The answers cannot go on after it.
     broken: Option<Error>,
-    /// The most tokens of a step of a prompt.
+    /// The maximum tokens of a step of a prompt.
     chunk: usize,
 }
 
 impl Generation {
-    /// Prepares answers by a program that was loaded with a cache. Nothing runs.
+    /// Prepares answers by a program that was loaded with a cache. Runs nothing yet.
     ///
     /// # Errors
     /// - [`Unsupported`](etkv::Status::Unsupported) for a program that is no language model.
-    /// - [`InvalidArgument`](etkv::Status::InvalidArgument) for no prompt, a prompt without tokens,
-    ///   several prompts for one sequence, several with a program that was loaded for the last row of
-    ///   the logits, and options out of their range.
     /// - [`InvalidArgument`](etkv::Status::InvalidArgument) for no prompt, a prompt without tokens, several
     ///   prompts for one sequence, several with a program that was loaded for the last row of the logits, and
     ///   options out of their range.
@@ -106,12 +102,12 @@ impl Generation {
         })
     }
 
-    /// Returns the number of tokens of the prompts that have not run yet.
+    /// Returns the number of prompt tokens that have not run yet.
     pub fn waiting(&self) -> usize {
         self.answers.iter().map(|answer| answer.n_prompt.saturating_sub(answer.done)).sum()
     }
 
-    /// Runs the next step of the prompts. Returns the number of tokens that then have not run yet.
+    /// Runs the next step of the prompts. Returns the number of prompt tokens that have not run yet.
     ///
     /// # Errors
     /// Those of [`Program::execute`]. Earlier steps stay: the host may call again, or roll the sequence back.
@@ -140,7 +136,7 @@ impl Generation {
         Ok(waiting)
     }
 
-    /// Returns the next token of each answer that goes on. Runs the rest of the prompts first. Empty once all
+    /// Runs the rest of the prompts, and returns the next token of each answer that has not ended. Empty once all
     /// answers have ended.
     ///
     /// # Errors

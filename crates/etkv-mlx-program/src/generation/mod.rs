@@ -1,10 +1,9 @@
 //! Answers of a program, token by token. The device chooses the tokens.
 //!
-//! Async decode: a step does not need the token on the host, since its input is the token that the previous
-//! step chose on the device. So the next step starts before the host has read the last token, and the device
-//! does not wait for the host. That step is set aside until the host asks for the next token. If the host
-//! does not, or the answer has ended, the step is rolled back: the cache then holds all tokens of the host
-//! but the last, as if the host had run each step itself.
+//! Async decode: the input of a step is the token that the previous step chose on the device. So the next step is
+//! enqueued before the host has read that token, and the device does not wait for the host. The step commits when the
+//! host requests the next token. If the host requests none, or the answer has ended, the step is rolled back: the
+//! cache then holds all tokens that the host received except the last, as if the host had run each step itself.
 
 mod answer;
 mod choose;
@@ -25,15 +24,15 @@ use self::sampler::Sampler;
 pub struct GenerationOptions {
     /// Sampling parameters.
     pub sampling: Sampling,
-    /// The most tokens of an answer.
+    /// The maximum tokens of an answer.
     pub max_tokens: usize,
     /// Tokens that end an answer.
     pub stop: Vec<i64>,
-    /// Whether a step starts before the host asks for its token.
+    /// Whether a step starts before the host requests its token.
     pub run_ahead: RunAhead,
 }
 
-/// Whether a step starts before the host asks for its token.
+/// Whether a step starts before the host requests its token.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RunAhead {

@@ -15,12 +15,12 @@ pub struct ChosenTokens {
     pub tokens: Array,
     /// `[B]`, float32: not finite if the logits are not finite.
     witness: Array,
-    /// An upper bound of the ids, which are less.
+    /// An exclusive upper limit of the ids.
     pub below: i32,
 }
 
 impl ChosenTokens {
-    /// Returns tokens that the host knows. A negative one stands for logits that are not finite.
+    /// Wraps token ids that are on the host. A negative id means that the logits are not finite.
     pub fn known(ids: &[i32]) -> Result<Self> {
         let n = ids.len() as i32;
         let below = ids.iter().max().map_or(0, |most| most + 1);
@@ -34,7 +34,7 @@ impl ChosenTokens {
         [&self.tokens, &self.witness]
     }
 
-    /// Waits for the computation of the tokens, which was started before.
+    /// Waits for the computation of the tokens, which was already started.
     pub fn wait(&self) -> Result<()> {
         self.arrays().into_iter().try_for_each(mlx::wait)
     }
@@ -49,7 +49,7 @@ impl ChosenTokens {
         finite(&ids, |row| witness[row].is_finite())
     }
 
-    /// Returns these tokens in one list, in order, and starts the computation.
+    /// Concatenates tokens in order, and starts the computation.
     pub fn joined(mut parts: Vec<Self>) -> Result<Self> {
         if parts.len() == 1 {
             return Ok(parts.swap_remove(0));
@@ -75,7 +75,7 @@ impl ChosenTokens {
     }
 }
 
-/// Returns the ids of rows for all of which `is_finite` is true.
+/// Returns ids as `i64`, if `is_finite` is true for every row.
 ///
 /// # Errors
 /// [`Backend`](etkv::Status::Backend) for logits that are not finite.
@@ -174,7 +174,7 @@ impl Sampler {
         let mut p = softmax_axis(&logits, -1, true)?;
         if top_p < 1.0 {
             let sorted = sort_axis(&p, -1)?;
-            // The total minus the weight of a token and all less probable ones is the weight of the more
+            // Sorted in ascending order: the total minus the cumulative sum at a token is the weight of the more
             // probable ones.
             let sums = sorted.cumsum(-1, false, true)?;
             let all = slice_axis(&sums, 1, vocabulary - 1, vocabulary, 1)?;
@@ -188,7 +188,7 @@ impl Sampler {
         }
         let sums = p.cumsum(-1, false, true)?;
         let all = slice_axis(&sums, 1, vocabulary - 1, vocabulary, 1)?;
-        // Parallel sums may grow at a token that is not kept.
+        // A parallel cumulative sum may grow at a dropped token, by rounding.
         let passed = sums.gt(all.multiply(draws)?)?.logical_and(p.gt(&zero)?)?;
         let none = Array::from_int(vocabulary);
         let ids = arange::<_, i32>(0, vocabulary, None)?.reshape(&[1, vocabulary])?;
@@ -205,7 +205,7 @@ mod tests {
     use super::*;
     use crate::error::Status;
 
-    /// Logits that an inexact sum cannot confuse: a few hundred tokens of different probability.
+    /// Logits whose probabilities differ by more than the rounding of sums: a few hundred tokens.
     fn logits(row: usize, n: usize) -> Vec<f32> {
         (0..n).map(|id| ((id * 7919 + row * 104_729) % 1009) as f32 / 130.0 - 3.0).collect()
     }

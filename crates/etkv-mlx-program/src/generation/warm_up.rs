@@ -1,7 +1,7 @@
 //! Runs a program once before its first real step.
 //!
-//! The first run of a shape has extra costs on a GPU: kernels are compiled or read from the disk, libraries
-//! choose their algorithms, and buffers are allocated. A warm-up pays them while the program is loaded.
+//! The first run of a shape has extra costs on a GPU: kernels are compiled or read from the disk, libraries choose
+//! their algorithms, and buffers are allocated. A warm-up moves these costs to the load.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -19,30 +19,30 @@ use etkv::kernels;
 use etkv::mlx::{self, Mlx};
 use etkv::MlxCache;
 
-/// The tokens of steps other than a prompt's: one of an answer, and some to verify.
+/// Lengths of steps other than a prompt's: a token of an answer, and candidates to verify.
 const FEW: [i32; 5] = [1, 2, 8, 16, 32];
 
-/// The most tokens of a chain that is captured for caches of trees: one of an answer, and the number of
-/// candidates that pays off in a text without repetition.
+/// The maximum tokens of a captured chain, for caches of trees: a token of an answer, and the number of candidates
+/// that is fastest in a text without repetition.
 const CHAIN: i32 = 7;
 
-/// The tokens of further steps that are captured for caches of trees: a draft that is fed with hidden states
-/// reads a prompt with them, other programs read the rest of one, and drafts read what was added since their
-/// last candidates. Each number is another plan, and together these use all kernels.
+/// Lengths of further captured steps, for caches of trees. A draft that is fed with hidden states reads a prompt in
+/// such steps; other programs read the end of a prompt; drafts read the tokens that were added since their last
+/// candidates. Each length has another plan, and together they use all kernels.
 const READ: [i32; 3] = [16, 32, 64];
 
-/// The most candidates of a tree that is captured. Candidates of one level do not see each other, which needs
-/// another kernel for a few numbers of tokens.
+/// The maximum candidates of a captured tree. Candidates of one level do not see each other, which needs another
+/// kernel for a few numbers of tokens.
 const TREE: i32 = 9;
 
-/// The most tokens of a step that is warmed up.
+/// The maximum tokens of a step of the warm-up.
 const MAX: i32 = 2048;
 
-/// A step of the warm-up: the sequence and the position of each token.
+/// A step of the warm-up, with the sequence and the position of each token.
 struct WarmStep {
     sequences: Vec<i32>,
     positions: Vec<i32>,
-    /// Whether it stays in the cache for the next one.
+    /// Whether the step commits, so that the next one follows it.
     stays: bool,
 }
 
@@ -53,7 +53,7 @@ impl WarmStep {
     }
 }
 
-/// Returns the numbers of tokens of the steps, if a step may have up to `most`: a few, and those that
+/// Returns the lengths of the steps, up to `most`: those of [`FEW`], and those that
 /// [products](crate::ops::ROWS_THAT_RECUR) are padded to.
 fn lengths(most: i32) -> BTreeSet<i32> {
     let prompts = (1..).map(|n| n * ROWS_THAT_RECUR).take_while(|&n| n <= MAX);
@@ -77,12 +77,12 @@ fn run_allowed(steps: usize, run: &mut dyn FnMut(usize) -> Result<()>) -> Result
 }
 
 impl Program {
-    /// On a GPU, runs steps of several lengths on the program's cache, if the cache is empty, rolls them
-    /// back, and frees the buffers that they needed. Calls `progress` before each step, and at the end, with
-    /// the number of steps that ran and the total. Returns the number of steps that ran. It is 0 on a CPU,
-    /// where the first run takes no longer than later ones, and for a program that is neither a language
-    /// model nor a draft fed with hidden states. Stops before the first step that the
-    /// [`MemoryBudget`](etkv_core::MemoryBudget) refuses: it would refuse such a step later, too.
+    /// On a GPU, runs steps of several lengths on the program's cache, if the cache is empty, rolls them back, and
+    /// frees the buffers that they needed. Calls `progress` before each step, and at the end, with the number of
+    /// steps that ran and the total. Returns the number of steps that ran. It is 0 on a CPU, where the first run
+    /// takes no longer than later ones, and for a program that is neither a language model nor a draft fed with
+    /// hidden states. Stops before the first step that the [`MemoryBudget`](etkv_core::MemoryBudget) refuses, because
+    /// the budget would refuse longer steps too.
     ///
     /// # Errors
     /// Those of [`execute`](Self::execute), and of [`AttendCache`](etkv::AttendCache) if the cache is in use.
@@ -94,7 +94,7 @@ impl Program {
         let began = Instant::now();
         let steps = self.run_ahead_of_time(progress)?;
         let seconds = began.elapsed().as_secs_f32();
-        info!(target: TARGET, steps, seconds, "a program is warm");
+        info!(target: TARGET, steps, seconds, "warmed up a program");
         Ok(steps)
     }
 
@@ -135,7 +135,7 @@ impl Program {
         };
         let ran = ran?;
         cleared?;
-        // After the clearing, so that graphs name the buffers of the first real steps.
+        // After the cache is cleared, so that graphs contain the addresses of the first real steps' buffers.
         run_allowed(1, &mut |_| self.capture_ahead_of_time(&mut mlx, &mut *cache))?;
         if cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full) {
             mlx.run(kernels::compile_masked)?;
@@ -145,8 +145,8 @@ impl Program {
         Ok(ran)
     }
 
-    /// Warms up a program that is fed with hidden states: its steps of a few tokens, if they are captured.
-    /// Longer steps use kernels that its model has compiled. Returns the number of steps that ran.
+    /// Warms up a draft that is fed with hidden states: steps of a few tokens, if they are captured. Longer steps use
+    /// kernels that the warm-up of the model has compiled. Returns the number of steps that ran.
     fn capture_draft(
         &self,
         cache: &mut MlxCache,
@@ -162,10 +162,9 @@ impl Program {
         Ok(ran)
     }
 
-    /// Captures the steps that come first: one token; on caches of trees also chains of [candidates](CHAIN),
-    /// steps that [read text](READ) and [trees](TREE); and a token of a second sequence, whose keys come
-    /// after those of the first: its attention is another kernel, which steps of several sequences and trees
-    /// need.
+    /// Captures the steps that come first: one token; on caches of trees also chains of [candidates](CHAIN), steps
+    /// that [read text](READ), and [trees](TREE). Also captures a token of a second sequence, whose keys come after
+    /// those of the first: its attention is another kernel, which steps of several sequences and of trees need.
     fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
         if self.0.executor.is_none() {
             return Ok(());
@@ -197,8 +196,8 @@ impl Program {
         captured
     }
 
-    /// Captures a step of a sequence from position 0 on, if possible: for hosts that read logits, of text or
-    /// of candidates, and for the device that chooses tokens.
+    /// Captures a step of a sequence from position 0 on, if possible. It captures graphs for hosts that read logits,
+    /// of text or of candidates, and for tokens that the device chooses.
     fn capture_step(
         &self,
         mlx: &mut Mlx,
@@ -228,8 +227,8 @@ impl Program {
         Ok(())
     }
 
-    /// Captures steps of candidates after the text of sequence 0, if it has some: without text, candidates
-    /// have no keys in common.
+    /// Captures steps of candidates after the text of sequence 0, if it has text: otherwise candidates have no keys
+    /// in common.
     fn capture_trees(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
         let text = cache.length();
         let kinds =
@@ -254,8 +253,7 @@ impl Program {
         Ok(())
     }
 
-    /// Returns whether the device may choose tokens. For a draft that is fed with hidden states the host
-    /// does.
+    /// Returns whether the device may choose tokens. For a draft that is fed with hidden states, the host chooses.
     fn chooses(&self) -> bool {
         TextInputs::find(&self.0.inputs).is_ok()
     }
@@ -273,7 +271,7 @@ impl Program {
             cells.begin_step(&step.sequences)?;
         }
         let began = Instant::now();
-        // As real steps do: a few tokens may be candidates, for which all logits are needed.
+        // As in real steps: a few tokens may be candidates, for which all logits are needed.
         let one_row = tokens.len() > FEW[FEW.len() - 1] as usize;
         let ran: Result<_> = loaded.stream.run(mlx, || {
             let tokens = Tokens::Host(&tokens);
@@ -316,7 +314,7 @@ mod tests {
         use crate::error::{Error, Status};
         use etkv::MlxStore;
 
-        // The budget belongs to the process. No cache of another test has so many bytes.
+        // The budget belongs to the process. No cache of another test needs as many bytes.
         let mut config = CacheConfig::uniform(1, 1, 4, i32::MAX);
         config.growth = Growth::Upfront;
         let budget = MemoryBudget::global();

@@ -1,9 +1,9 @@
-//! Functions of tensors that no pass looks into.
+//! Functions of tensors that no pass transforms.
 
 use mlx_rs::Dtype;
 
-/// A function of tensors and integers. An [`Op::Call`](super::Op::Call) has its arguments in the order that
-/// is documented here. Names and attributes are those of ExecuTorch's schema, which documents them.
+/// A function of tensors and integers. The arguments of an [`Op::Call`](super::Op::Call) are in the order that is
+/// documented here. Names and attributes are those of ExecuTorch's schema, which documents them.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub enum Function {
@@ -86,7 +86,7 @@ pub enum Function {
         v: Fill,
         dtype: Dtype,
     },
-    /// The argument is the tensor whose shape it has. Without a dtype it has that tensor's.
+    /// The argument is a tensor with the shape of the result, and with its dtype if none is set.
     FullLike {
         v: Fill,
         dtype: Option<Dtype>,
@@ -106,7 +106,7 @@ pub enum Function {
     /// The integers are the shape, then the strides.
     AsStrided {
         offset: u64,
-        /// The axes that its only reader reduces; `None` if it has other readers.
+        /// The axes that the only reader of the result reduces; `None` if there are other readers.
         reduced: Option<Vec<i32>>,
     },
     /// The integers are the shape.
@@ -115,7 +115,7 @@ pub enum Function {
     Flip {
         axes: Vec<i32>,
     },
-    /// The integers are the elements before and after, axis by axis.
+    /// The integers are the numbers of elements before and after, axis by axis.
     Pad {
         mode: PadMode,
         value: f32,
@@ -174,15 +174,15 @@ pub enum Function {
         global_scale: bool,
         dtype: Option<Dtype>,
     },
-    /// The arguments are `a` and `b`, then the indices that exist. The integer, if there is one, says whether
-    /// those of `b` are sorted.
+    /// The arguments are `a` and `b`, then the indices that exist. The integer, if there is one, is 1 if the indices
+    /// of `b` are sorted.
     GatherMm {
         lhs: bool,
         rhs: bool,
         sorted: bool,
     },
-    /// The arguments are `x`, packed rows and scales, then biases and indices that exist. The integer as
-    /// above.
+    /// The arguments are `x`, packed rows and scales, then biases and indices that exist. The integer is that of
+    /// `GatherMm`.
     GatherQmm {
         packing: Packing,
         transpose: bool,
@@ -214,7 +214,7 @@ pub enum Function {
         scale: f32,
         causal: bool,
         mask: bool,
-        /// Made by a pass: computes the last query only. The integer is the number of queries.
+        /// Set by a pass: computes the last query only. The integer is the number of queries.
         last_query: bool,
     },
 }
@@ -253,7 +253,7 @@ pub enum PadMode {
     Edge,
 }
 
-/// A convolution of one, two or three dimensions: the number of strides.
+/// A convolution of one, two or three dimensions, as many as there are strides.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub struct Convolution {

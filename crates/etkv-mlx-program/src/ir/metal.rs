@@ -16,8 +16,8 @@ pub enum Gguf {
 /// A kernel. Dtypes and sizes are checked when a program is decoded, inputs when it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MetalKernel {
-    /// `(values [..., dim], boundaries [15]) -> codes [..., dim / 2]`: codes of 4 bits, two a byte,
-    /// the first in the high half. A code is the number of boundaries that a value exceeds.
+    /// `(values [..., dim], boundaries [15]) -> codes [..., dim / 2]`: codes of 4 bits, two per byte, the first in
+    /// the high half. A code is the number of boundaries that a value exceeds.
     TqCompress {
         /// The dtype of the values.
         dtype: Dtype,
@@ -59,7 +59,7 @@ pub enum MetalKernel {
         out: Dtype,
         /// The elements of a row.
         features: i32,
-        /// The rows of the weight, if the kernel names them.
+        /// The rows of the weight, if the kernel specifies them.
         rows: Option<i32>,
     },
     /// `(q, k [B, T, k_heads, k_dim], v [B, T, v_heads, v_dim], decay, beta [B, T, v_heads],
@@ -102,7 +102,7 @@ impl fmt::Display for Gguf {
     }
 }
 
-/// The kernel's name, without the suffix for its form of product.
+/// The kernel's name, without the suffix for the kind of matrix product.
 impl fmt::Display for MetalKernel {
     fn fmt(&self, out: &mut fmt::Formatter) -> fmt::Result {
         match self {

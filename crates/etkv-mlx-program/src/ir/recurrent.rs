@@ -14,7 +14,7 @@ pub struct RecurrentCall {
     pub layer: usize,
     /// The sizes that the program declares.
     pub config: RecurrentLayer,
-    /// What it computes.
+    /// The function that the layer computes.
     pub function: RecurrentFunction,
     /// The operands, as the function documents them.
     pub tensors: SmallVec<[Value; 5]>,
@@ -29,7 +29,7 @@ pub struct RecurrentCall {
 pub enum RecurrentFunction {
     /// A convolution of `x`, `[1, channels, T]`, with a weight `[channels, width]` and maybe a bias.
     Convolve {
-        /// What is applied to the sums.
+        /// The function that is applied to the sums.
         activation: Activation,
     },
     /// A recurrence over q, k, v, g and maybe beta, `[1, heads, T, ...]`.

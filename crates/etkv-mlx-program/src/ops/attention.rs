@@ -94,7 +94,7 @@ pub fn run_sdpa(
         true => Some(arguments.tensor(3)?),
         false => None,
     };
-    // A boolean mask is used as it is, and an additive one in the dtype of the queries.
+    // A boolean mask is used as it is. An additive mask is converted to the dtype of the queries.
     let mask = mask.map(|mask| match mask.dtype() {
         Dtype::Bool => Ok(mask.clone()),
         _ => cast(mask, q.dtype()),
@@ -135,15 +135,15 @@ const TOKENS: usize = 2;
 
 /// Returns the last query of a step of `n` tokens.
 fn last_of(q: &Array, n: i32) -> Result<Array> {
-    // A query that broadcasts, or with other tokens, would not be that of the last token.
+    // In queries that broadcast or have another number of tokens, the last row is not that of the last token.
     if n < 1 || q.ndim() != 4 || q.dim(TOKENS as i32) != n {
         fail!(Program, "queries of shape {:?} in a step of {n} tokens", q.shape());
     }
     slice_axis(q, TOKENS, n - 1, n, 1)
 }
 
-/// Returns the row of the last of `n` queries of a mask `[..., T, L]`. A mask with fewer axes, or with one
-/// row, is for every query.
+/// Returns the row of a mask `[..., T, L]` for the last of `n` queries. A mask with fewer axes, or with one row,
+/// applies to every query.
 fn last_row_of_mask(mask: Array, n: i32) -> Result<Array> {
     match mask.ndim().checked_sub(2) {
         Some(queries) if mask.dim(queries as i32) == n => slice_axis(&mask, queries, n - 1, n, 1),
@@ -161,7 +161,7 @@ pub struct Call {
     pub last_query: bool,
 }
 
-/// Runs the op. `q` is `[1, n_heads, T, head_dim]`; `k` and `v` have the cache's heads.
+/// Runs the op. `q` is `[1, n_heads, T, head_dim]`; `k` and `v` have the cache's number of heads.
 pub fn run_update_and_attend(
     frame: &mut Frame,
     [q, k, v]: [Value; 3],

@@ -1,5 +1,5 @@
-//! Bounds of the elements of results that are known without waiting for them: indices from a sort or an
-//! argmax lie within their axis. Such indices need no check.
+//! Bounds of elements that are known before the elements are computed: indices from a sort or an argmax lie within
+//! their axis. Such indices need no check.
 
 use mlx_rs::Dtype;
 
@@ -7,7 +7,8 @@ use super::shape::normalize_axis;
 use crate::ir::{Function, OneAxis, Op, Value};
 use crate::ops::frame::Frame;
 
-/// Returns an exclusive upper limit of the elements of an instruction's results, none of which is negative.
+/// Returns an exclusive upper limit of the elements of an instruction's results, if one is known and no element is
+/// negative.
 pub fn limit(op: &Op, frame: &Frame) -> Option<i32> {
     match op {
         Op::Call { function, tensors, .. } => limit_of_call(function, *tensors.first()?, frame),
@@ -49,7 +50,7 @@ fn limit_of_call(function: &Function, x: Value, frame: &Frame) -> Option<i32> {
     }
 }
 
-/// Returns whether a dtype holds every index.
+/// Returns whether a dtype can represent every index.
 fn holds_indices(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::Int32 | Dtype::Int64 | Dtype::Uint32 | Dtype::Uint64)
 }
@@ -85,7 +86,7 @@ mod tests {
             assert_eq!(limit(&viewed, &frame), Some(5));
             let cast = |dtype| Op::AsType { x: places, dtype };
             assert_eq!(limit(&cast(Dtype::Int32), &frame), Some(5));
-            // The dtype may not hold them.
+            // The dtype cannot represent every index.
             assert_eq!(limit(&cast(Dtype::Int8), &frame), None);
             let rows = Op::Reshape { x: other, shape: vec![Int::Literal(-1)] };
             assert_eq!(limit(&rows, &frame), None);

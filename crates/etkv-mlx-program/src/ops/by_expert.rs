@@ -1,6 +1,6 @@
 //! Products with selected weights on a CPU: one product for each selected weight, with all of its rows.
 //!
-//! There MLX multiplies row by row, on one thread, and floats in float32 only.
+//! MLX would multiply row by row, on one thread, and floats only in float32.
 
 use mlx_rs::ops::{broadcast_to, concatenate};
 use mlx_rs::Array;
@@ -9,8 +9,8 @@ use super::shape::Sizes;
 use crate::error::{fail, Result};
 use etkv::mlx::slice_axis;
 
-/// The rows of a product, grouped by weight: the order in which the rows of one weight are adjacent, and the
-/// weights with their numbers of rows.
+/// The rows of a product, grouped by weight: an order in which the rows of each weight are adjacent, and the number
+/// of rows of each weight.
 #[derive(Debug, PartialEq, Eq)]
 struct Groups {
     /// `None` if the rows are already in that order.
@@ -37,8 +37,9 @@ impl Groups {
     }
 }
 
-/// Multiplies `x`, `[..., M, in]`, by the weight that the index of each matrix selects: `[..., M, out]`, with
-/// the leading axes `leading` of the indices. `product` multiplies rows, `[1, rows, in]`, by a weight.
+/// Multiplies each matrix of `x`, `[..., M, in]`, by the weight that its index selects. The result is `[..., M,
+/// out]`, whose leading axes are `leading`, those of the indices. `product` multiplies rows, `[1, rows, in]`, by a
+/// weight.
 pub fn multiply(
     x: &Array,
     indices: &[i32],
@@ -75,7 +76,7 @@ pub fn multiply(
     Ok(made.reshape(&all)?)
 }
 
-/// Returns the index of each row in an order.
+/// Returns the inverse permutation.
 fn inverse(order: &[u32]) -> Vec<u32> {
     let mut places = vec![0; order.len()];
     for (place, &row) in (0..).zip(order) {

@@ -1,4 +1,4 @@
-//! The functions that no pass looks into: their common parts, and the table of their implementations.
+//! The functions that no pass transforms: their common parts, and the table of their implementations.
 
 use mlx_rs::Array;
 use smallvec::SmallVec;
@@ -39,7 +39,7 @@ impl<'a> Arguments<'a, '_> {
     }
 }
 
-/// Decodes a call that takes tensors and makes one tensor.
+/// Decodes a call with tensors and one tensor as its result.
 pub fn decode(
     slots: &mut Slots,
     function: Function,

@@ -10,8 +10,7 @@ use crate::ops::limits::{bytes_of, max_bytes};
 use crate::ops::slots::Slots;
 use etkv::mlx::call;
 
-/// The largest stride, padding and so on: more than any model has, and small enough that sizes do not
-/// overflow.
+/// The maximum stride, padding and so on: more than any model has, and small enough that sizes do not overflow.
 const MAX: i32 = 1 << 20;
 
 macro_rules! convolution {
@@ -66,7 +65,7 @@ convolution! {
         };
 }
 
-/// Checks the numbers, because MLX divides by some of them.
+/// Checks strides, paddings, dilations and groups, because MLX divides by some of them.
 fn check(convolution: &Convolution) -> Result<()> {
     let Convolution { stride, padding, dilation, output_padding, groups } = convolution;
     let from_one = stride.iter().chain(dilation).chain(std::iter::once(groups));
@@ -83,8 +82,8 @@ fn check(convolution: &Convolution) -> Result<()> {
     Ok(())
 }
 
-/// Checks the sizes of MLX's intermediates, which it computes in 32 bits: the input with its paddings, and
-/// for a transposed convolution with its strides; the result; and on a CPU a row of the input for each
+/// Checks the sizes of MLX's intermediates, because MLX computes sizes in 32 bits: the padded input, which a
+/// transposed convolution also spreads by its strides; the result; and on a CPU the copied input, a row for each
 /// element of the result.
 fn check_sizes(x: &Array, w: &Array, convolution: &Convolution, on_gpu: bool) -> Result<()> {
     let Convolution { stride, padding, dilation, output_padding, .. } = convolution;
@@ -136,7 +135,8 @@ fn check_sizes(x: &Array, w: &Array, convolution: &Convolution, on_gpu: bool) ->
     }
 }
 
-/// The most bytes of the rows of a convolution on a CPU, as a multiple of the bytes of a tensor.
+/// The maximum bytes of the copied input rows of a convolution on a CPU, as a multiple of the maximum bytes of a
+/// tensor.
 const ROWS: usize = 4;
 
 /// Runs a convolution of `x`, `[N, ..., C]`, with `w`, `[O, ..., C / groups]`.

@@ -74,7 +74,7 @@ pub fn run_arange(arguments: &Arguments, dtype: Dtype) -> Result<Array> {
     })
 }
 
-/// Returns the number that fills a tensor, and the integers before it.
+/// Returns the number that fills a tensor, and the integers before it in the call.
 fn filled<'a>(arguments: &'a Arguments, v: Fill) -> Result<(&'a [i32], Array)> {
     Ok(match (v, arguments.ints.split_last()) {
         (Fill::Literal(v), _) => (&arguments.ints, number(v)),
@@ -83,7 +83,7 @@ fn filled<'a>(arguments: &'a Arguments, v: Fill) -> Result<(&'a [i32], Array)> {
     })
 }
 
-/// Returns a number in a dtype that MLX supports: GPUs have no 64-bit floats.
+/// Returns a number in a dtype that MLX supports on every device: GPUs have no 64-bit floats.
 fn number(v: f64) -> Array {
     const EXACT: f64 = (1u64 << 53) as f64;
     // Integers have no negative zero.
@@ -120,9 +120,9 @@ pub fn run_random_bits(arguments: &Arguments, width: i32, seed: bool) -> Result<
     };
     check_size(shape, Dtype::Uint32)?;
     let key = seed.map(|seed| {
-        // The bits of the seed, as ExecuTorch uses them.
+        // Keeps the bits of the seed, as ExecuTorch does.
         let seed = i64::from(seed) as u64;
-        // SAFETY: an empty handle, which the call fills or leaves empty.
+        // SAFETY: the handle is empty, and the call sets it or leaves it empty.
         unsafe {
             let mut key = mlx_sys::mlx_array_new();
             let status = mlx_sys::mlx_random_key(&mut key, seed);

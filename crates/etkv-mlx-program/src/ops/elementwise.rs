@@ -143,7 +143,7 @@ pub fn run_unary(function: Unary, x: &Array) -> Result<Array> {
     })
 }
 
-/// Returns `x (1 + bell(x)) / 2`. Half precision is rounded once, at the end.
+/// Returns `x (1 + bell(x)) / 2`. Half precision is computed in float32 and rounded once, at the end.
 fn run_gelu(x: &Array, bell: impl Fn(&Array) -> mlx_rs::error::Result<Array>) -> Result<Array> {
     let wide = cast(x, Dtype::Float32)?;
     let half = wide.multiply(Array::from_f32(0.5))?;
@@ -207,8 +207,8 @@ fn rest(a: &Array, b: &Array) -> Result<Array> {
     Ok(a.remainder(divisor(b)?)?)
 }
 
-/// Returns divisors with 1 instead of 0 and -1: a processor traps when an integer is divided by zero, or the
-/// smallest one by -1.
+/// Replaces divisors of 0 and -1 by 1: a processor traps when an integer is divided by zero, or the smallest integer
+/// by -1.
 fn divisor(b: &Array) -> Result<Array> {
     let one = Array::from_int(1).as_dtype(b.dtype())?;
     let mut stops = b.eq(Array::from_int(0))?;
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn integers_are_divided_as_pythons_are() {
         etkv::mlx::run(|| {
-            // The last two would trap: they are divided in another way.
+            // Division in hardware would trap for the last two.
             let a = Array::from_slice(&[7, -7, 7, -7, 6, i32::MIN, 5], &[7]);
             let b = Array::from_slice(&[2, 2, -2, -2, -1, -1, 0], &[7]);
             let quotients = run_binary(Binary::FloorDivide, &a, &b)?;

@@ -15,7 +15,7 @@ use crate::ops::slots::Slots;
 use etkv::kernels::Product;
 use etkv::mlx::{call, cast, optional_int, slice_axis};
 
-/// Returns the integer that says whether indices are sorted, if it is known only at run time.
+/// Returns the integer argument for sorted indices, if it is known only at run time.
 fn sorted_flag(slots: &Slots, flag: Option<fb::IntOrVid>) -> Result<Vec<Int>> {
     flag.into_iter().map(|flag| slots.int(flag)).collect()
 }
@@ -54,7 +54,7 @@ fn is_sorted(arguments: &Arguments, sorted: bool) -> bool {
     arguments.ints.first().map_or(sorted, |&flag| flag != 0)
 }
 
-/// Checks the indices of matrices: MLX does not check an index past the end, and treats a negative one as
+/// Checks the indices of matrices. MLX itself does not check an index past the end, and treats a negative one as
 /// unsigned.
 fn check(arguments: &Arguments, index: usize, given: bool, matrices: &Array) -> Result<()> {
     if !given {
@@ -69,8 +69,8 @@ fn check(arguments: &Arguments, index: usize, given: bool, matrices: &Array) -> 
     check_range(arguments.frame, arguments.values[index], n)
 }
 
-/// Returns the indices of weights, and their shape, if each selected weight is multiplied separately: on a
-/// CPU, for weights along one axis.
+/// Returns the indices of weights and the shape of the indices, if each selected weight is multiplied separately.
+/// This is so on a CPU, for weights along one axis.
 fn chosen<'a>(
     arguments: &Arguments<'a, '_>,
     index: usize,
@@ -94,8 +94,8 @@ fn matrix(matrices: &Array, index: i32) -> Result<Array> {
     Ok(slice_axis(matrices, 0, index, index + 1, 1)?.squeeze_axes(&[0])?)
 }
 
-/// Returns indices in the dtype that MLX's products take, if there are any. MLX itself would convert others
-/// on its default stream, and on an NVIDIA GPU wait for that forever: nothing starts the work of that stream.
+/// Returns indices, if there are any, in the dtype that MLX's products require. MLX itself would convert them on its
+/// default stream. On an NVIDIA GPU it would then wait forever, because nothing starts the work of that stream.
 fn indices(arguments: &Arguments, index: usize, given: bool) -> Result<Option<Array>> {
     given.then(|| cast(arguments.tensor(index)?, Dtype::Uint32)).transpose()
 }
@@ -129,14 +129,14 @@ pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool)
     if !is_float(a.dtype()) || !is_float(b.dtype()) {
         fail!(Program, "expected products of floats, got {:?} and {:?}", a.dtype(), b.dtype());
     }
-    // On a CPU MLX multiplies only float32 in this way, and converts both operands completely in each call.
+    // On a CPU, MLX multiplies only float32 in this way, and converts all of both operands in each call.
     let dtype = if a.dtype() == b.dtype() { a.dtype() } else { Dtype::Float32 };
     let wide = if arguments.frame.on_gpu() { dtype } else { Dtype::Float32 };
     let (a, b) = (as_rows(cast(a, wide)?)?, cast(b, wide)?);
     let (left, right) =
         (indices(arguments, 2, lhs)?, indices(arguments, 2 + usize::from(lhs), rhs)?);
     let (left, right) = (handle(left.as_ref()), handle(right.as_ref()));
-    // On CUDA MLX's products for sorted indices are wrong if a weight is transposed.
+    // On CUDA, MLX's products for sorted indices are wrong if a weight is transposed.
     let sorted = is_sorted(arguments, sorted) && cfg!(target_os = "macos");
     // SAFETY: the arrays are live, or empty handles; each index is in range.
     let made = call(|made, stream| unsafe {

@@ -21,15 +21,15 @@ pub struct Frame<'c, 's> {
     ints: Vec<Option<i32>>,
     constants: &'c [Option<Array>],
     on_gpu: bool,
-    /// Whether only the last row of the logits is needed.
+    /// Whether the run needs only the last row of the logits.
     last_row_only: bool,
     /// The elements of integer inputs, as the host passed them.
     host: SmallVec<[(Value, HostInts); 4]>,
-    /// An exclusive upper limit of the elements of each value, none of which is negative; 0 if unknown. Empty
-    /// until one is known.
+    /// An exclusive upper limit of the elements of each value, if no element is negative; 0 if unknown. Empty until a
+    /// limit is known.
     limits: Vec<i32>,
-    /// Declared after the tensors, so that it is dropped after them. Dropping a step aborts it, and live
-    /// views of its buffers would make the abort copy.
+    /// Declared after the tensors, so that it is dropped after them. Dropping a step aborts it, and the abort would
+    /// have to copy buffers that live views share.
     step: StepState<'s>,
 }
 
@@ -40,7 +40,7 @@ type Positions = SmallVec<[i32; 8]>;
 pub enum StepState<'a> {
     /// The program has no cache.
     NoCache,
-    /// The program has a cache, and its first layer opens the step.
+    /// The program has a cache. The first layer will open the step.
     Ready(&'a mut MlxCache),
     /// The step is open, with the positions of this value.
     Open(Step<'a>, Value, Positions),
@@ -139,8 +139,7 @@ impl<'c, 's> Frame<'c, 's> {
         found.map(|(_, numbers)| &numbers[..])
     }
 
-    /// Notes that the elements of a value are at least 0 and below `limit`, or, with `None`, that their range
-    /// is unknown.
+    /// Records that the elements of a value are at least 0 and below `limit`; `None` if their range is unknown.
     pub fn set_limit(&mut self, value: Value, limit: Option<i32>) {
         if self.limits.is_empty() {
             if limit.is_none() {
@@ -151,7 +150,7 @@ impl<'c, 's> Frame<'c, 's> {
         self.limits[value.0 as usize] = limit.unwrap_or(0);
     }
 
-    /// Returns the known exclusive upper limit of the elements of a value, none of which is negative.
+    /// Returns the exclusive upper limit of the elements of a value, if it is known; no element is then negative.
     pub fn limit(&self, value: Value) -> Option<i32> {
         self.limits.get(value.0 as usize).copied().filter(|&limit| limit > 0)
     }
@@ -185,8 +184,8 @@ impl<'c, 's> Frame<'c, 's> {
         }
     }
 
-    /// Returns the positions in `position`, `[T]` or `[T, 1]`. Those of an input are available on the host.
-    /// For others this waits until they are computed.
+    /// Returns the positions in `position`, `[T]` or `[T, 1]`. Those of an input are already on the host. For other
+    /// values this waits until they are computed.
     fn positions(&self, position: Value) -> Result<Positions> {
         let array = self.tensor(position)?;
         let shape = array.shape();
@@ -220,7 +219,7 @@ impl<'c, 's> Frame<'c, 's> {
         }
     }
 
-    /// Passes what a recurrent layer reads to `work`, and writes the rows that it returns.
+    /// Calls `work` with the rows and states that a recurrent layer reads, and writes those that `work` returns.
     pub fn update_recurrent(
         &mut self,
         layer: usize,
@@ -262,7 +261,7 @@ pub enum Output {
 }
 
 impl Output {
-    /// Returns the output with a tensor's elements in the dtype with this ExecuTorch number, row-major.
+    /// Converts a tensor to the dtype with this ExecuTorch number, row-major.
     pub fn of_type(self, scalar_type: i8) -> Result<Self> {
         Ok(match self {
             Self::Tensor(array) => {

@@ -22,24 +22,25 @@ pub(super) struct PendingTokens {
     pub chosen: ChosenTokens,
     /// The number of the step that computes them, if it is not committed yet.
     pub step: Option<u64>,
-    /// Whether that step is committed and its values are not read yet.
+    /// Whether the step that computes them is committed before it is known that its values are finite.
     pub unread: bool,
 }
 
 impl Generation {
-    /// Commits the step that computes the next tokens of the `active` answers, or runs it. Then starts the
-    /// next step. Returns the tokens, whose computation may still run.
+    /// Commits the enqueued step of the `active` answers, or runs one. Then starts the step after it. Returns the
+    /// chosen tokens, whose computation may still run.
     pub(super) fn advance(&mut self, active: Vec<usize>) -> Result<PendingTokens> {
         let shared = self.cache.clone();
-        // The lock is held until the values of the step are read: other calls must not build on it before.
+        // The lock is held until the step's values are known to be finite, so that no other call builds on them
+        // before.
         let mut cache = shared.lock()?;
         let coming = match self.ahead.take() {
             Some(ahead) => self.settled(&mut *cache, ahead)?,
             None => self.again(&mut *cache, active)?,
         };
         if self.runs_ahead(&*cache, coming.answers.len())? {
-            // If this fails, nothing runs ahead: the next call runs the step, and returns the error if it
-            // fails again.
+            // If this fails, no step is enqueued: the next call runs the step, and returns the error if it fails
+            // again.
             match self.run_ahead(&mut *cache, &coming) {
                 Ok(next) => self.ahead = next,
                 Err(error) => debug!(target: TARGET, %error, "no step runs ahead"),
@@ -52,8 +53,7 @@ impl Generation {
         }
     }
 
-    /// Returns whether the next step, with this number of tokens, begins before the tokens of this one are
-    /// read.
+    /// Returns whether the next step, with this number of tokens, is enqueued before the tokens of this one are read.
     fn runs_ahead(&self, cache: &MlxCache, tokens: usize) -> Result<bool> {
         match self.options.run_ahead {
             RunAhead::Auto => Ok(mlx::on_gpu()? && !self.is_fast(cache, tokens)),
@@ -62,17 +62,16 @@ impl Generation {
         }
     }
 
-    /// Returns whether an executor runs steps of this number of tokens. That is faster than async decode.
+    /// Returns whether an executor runs steps of this number of tokens, which is faster than async decode.
     fn is_fast(&self, cache: &MlxCache, tokens: usize) -> bool {
         let executor = self.program.0.executor.as_ref();
         self.options.sampling.is_greedy()
             && executor.is_some_and(|executor| executor.suits(cache, tokens))
     }
 
-    /// Checks whether the values of the committed step are finite, and waits for them. If they are not, that
-    /// step and the next one are undone.
+    /// Waits for the values of the committed step. If they are not finite, undoes that step and the next one.
     fn check(&mut self, cache: &mut MlxCache, mut coming: PendingTokens) -> Result<PendingTokens> {
-        // Waits outside of MLX. If this fails, reading the tokens returns the error.
+        // Lets other threads use MLX while it waits. If this fails, reading the tokens returns the error.
         let waited = mlx::enter().and_then(|mut mlx| mlx.outside(|| coming.chosen.wait()));
         coming.unread = false;
         let Err(error) = cache.check_unread() else {
@@ -116,7 +115,7 @@ impl Generation {
         }
     }
 
-    /// Commits a step that was set aside; with `unread`, before its values are read. Returns `false` if it
+    /// Commits an enqueued step; with `unread`, before its values are known to be finite. Returns `false` if the step
     /// was rolled back meanwhile.
     fn commit(
         &self,
@@ -127,7 +126,7 @@ impl Generation {
     ) -> Result<bool> {
         let mut mlx = mlx::enter()?;
         if cache.sequences().is_some() && !unread {
-            // The commit reads whether all values are finite, and would wait for them inside MLX.
+            // The commit checks that all values are finite, and would wait for them without releasing MLX.
             mlx.outside(|| chosen.wait())?;
         }
         let Some(step) = Step::resume(cache, number) else {
@@ -158,7 +157,7 @@ impl Generation {
         Ok(PendingTokens { answers, chosen, step: None, unread: false })
     }
 
-    /// Runs tokens of these answers, and commits the step. Returns the tokens that follow if requested.
+    /// Runs tokens of these answers, and commits the step. Returns the next tokens if requested.
     pub(super) fn run(
         &mut self,
         cache: &mut MlxCache,
@@ -209,7 +208,7 @@ impl Generation {
         })
     }
 
-    /// Starts the step after tokens that are being computed, for the answers that may go on.
+    /// Enqueues the step of tokens that are still being computed, for the answers that may go on.
     fn run_ahead(
         &mut self,
         cache: &mut MlxCache,
@@ -242,14 +241,14 @@ impl Generation {
                     step: Some(number),
                     unread: false,
                 }),
-                // Such a cache was excluded above.
+                // Excluded above.
                 _ => None,
             })
         })
     }
 }
 
-/// Rolls back a step that was set aside.
+/// Rolls back an enqueued step.
 pub(super) fn roll_back(cache: &mut MlxCache, number: u64) {
     if cache.resume(number) {
         cache.set_aside();

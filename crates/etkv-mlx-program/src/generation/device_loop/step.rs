@@ -12,7 +12,7 @@ use crate::runtime::Tokens;
 use etkv::mlx::{self, slice_axis, Mlx};
 use etkv::{MlxCache, Step};
 
-/// The tokens of one step: several of one answer, or one of each of several answers.
+/// The tokens of one step: several of one answer, or one for each of several answers.
 pub(super) struct Batch<'a> {
     pub answers: &'a [usize],
     pub tokens: Tokens<'a>,
@@ -22,8 +22,8 @@ pub(super) struct Batch<'a> {
 }
 
 impl Generation {
-    /// Starts a step, and calls `work` with it and with the tokens that it chooses. If this fails, nothing of
-    /// the step remains.
+    /// Starts a step, and calls `work` with the step and the tokens that it chooses. If this fails, the step is
+    /// rolled back.
     pub(super) fn with_step<T>(
         &mut self,
         mlx: &mut Mlx,
@@ -61,7 +61,7 @@ impl Generation {
     ) -> Result<(Option<ChosenTokens>, Step<'c>)> {
         self.declare(cache, batch.answers, batch.positions.len())?;
         let program = &self.program.0;
-        // For a prompt only the last row is sampled.
+        // For a prompt, only the last row is sampled.
         let one_row = batch.answers.len() == 1;
         let (logits, step) =
             program.logits(mlx, &self.inputs, &batch.tokens, batch.positions, one_row, cache)?;
@@ -87,7 +87,7 @@ impl Generation {
         Ok((Some(chosen), step))
     }
 
-    /// Returns the tokens that count as repeated, `[B, n]`: those of the texts, and those that the device has
+    /// Returns the tokens that count as repeated, `[B, n]`: tokens of the texts, and tokens that the device has
     /// chosen.
     fn recent(&self, batch: &Batch, vocabulary: i32) -> Result<Option<Array>> {
         let sampling = &self.options.sampling;
@@ -104,7 +104,7 @@ impl Generation {
         let mut ids: Vec<i32> = Vec::new();
         for text in texts() {
             let recent = &text[text.len() - text.len().min(most)..];
-            // A repeated token counts once.
+            // Shorter rows repeat their first token, because a token counts once.
             let filler = recent.first().copied().into_iter().cycle();
             let row = recent.iter().copied().chain(filler).take(width);
             for id in row {

@@ -1,5 +1,5 @@
-//! Answers of a program that counts: the token after `n` is `n + 1`. The values of one token are not finite,
-//! but its logits are.
+//! Tests of async decode, with a program that counts: the token after `n` is `n + 1`. The values of one token are not
+//! finite, but its logits are.
 
 use std::collections::BTreeMap;
 
@@ -56,7 +56,7 @@ fn session(kind: &str, policy: LayerPolicy) -> Session {
     Session::new(builders(), MLX_BACKEND, kind, config).unwrap()
 }
 
-/// Begins answers in sequences 0, 2 and so on to prompts of two tokens, which end with `lasts`.
+/// Begins answers in sequences 0, 2 and so on, to prompts of two tokens. `lasts` are the last tokens of the prompts.
 fn generation(program: &Program, lasts: &[i64], ahead: bool) -> Generation {
     let prompts = (0..).zip(lasts).map(|(n, &last)| Prompt::new(2 * n, vec![last - 1, last]));
     let run_ahead = if ahead { RunAhead::Always } else { RunAhead::Never };
@@ -67,7 +67,7 @@ fn generation(program: &Program, lasts: &[i64], ahead: bool) -> Generation {
 /// The result of a call, and the contents of the cache after it.
 type Observations = (Result<Vec<(usize, i64)>>, Vec<(i32, i32)>);
 
-/// Calls until all tokens are there, and twice more.
+/// Calls `next_tokens` until the answers end, and twice more.
 fn called(kind: &str, policy: LayerPolicy, lasts: &[i64], ahead: bool) -> Vec<Observations> {
     let session = session(kind, policy);
     let program = counting(&session);
@@ -112,7 +112,7 @@ fn a_step_ahead_whose_values_are_not_finite_is_refused_as_any_other() {
     }
 }
 
-/// Without a pause between, so that the step after the refused one runs when that one is undone.
+/// There is no pause between calls, so the step after the refused one is running when the refused one is undone.
 #[test]
 fn nothing_is_left_of_the_step_after_one_that_is_undone() {
     let session = session("seq", LayerPolicy::Full);
@@ -127,7 +127,7 @@ fn nothing_is_left_of_the_step_after_one_that_is_undone() {
         }
     };
     assert!(error.message().contains("not finite"), "{error}");
-    assert_eq!(text, [17, 18, 19, BAD], "the token is there, what its step chooses is not");
+    assert_eq!(text, [17, 18, 19, BAD], "the token is returned, its step's choice is not");
     assert!(generation.ahead.is_none());
     drop(generation);
     let shared = session.cache();
@@ -135,7 +135,7 @@ fn nothing_is_left_of_the_step_after_one_that_is_undone() {
     assert!(!cache.report().step_open && cache.report().poisoned.is_none());
     let cells = cache.sequences_mut().unwrap();
     assert_eq!([0, 2, 4].map(|one| cells.seq_next(one).unwrap()), [5; 3]);
-    // The others go on, after cells that the step wrote to.
+    // The other answers go on, in cells after those that the step wrote.
     cells.seq_rm(0, 0..i32::MAX).unwrap();
     drop(cache);
     let options = GenerationOptions { max_tokens: 3, ..GenerationOptions::default() };
@@ -148,7 +148,7 @@ fn nothing_is_left_of_the_step_after_one_that_is_undone() {
     assert_eq!(tokens, [7, 8, 9]);
 }
 
-/// Where a step can be undone, the next one begins before its values are read.
+/// If a step can be undone, the next one begins before its values are known to be finite.
 #[test]
 fn a_step_of_full_history_is_committed_before_its_values_are_read() {
     for (kind, policy, unread) in [
