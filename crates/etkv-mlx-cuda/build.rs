@@ -1,4 +1,5 @@
-//! Passes on what `mlx-sys` knows: cargo applies a build script's linker arguments to its own package only.
+//! Passes linker arguments of `mlx-sys` on: cargo applies the arguments of a build script only to the
+//! script's package.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

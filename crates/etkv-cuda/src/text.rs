@@ -22,6 +22,8 @@ pub const ATTENTION: &str = include_str!("kernels/attention.cuh");
 pub const ROTARY: &str = include_str!("kernels/rotary.cuh");
 /// The search for values that are not finite.
 pub const FINITE: &str = include_str!("kernels/finite.cuh");
+/// RMS norms of rows that lie anywhere.
+pub const NORM_ROWS: &str = include_str!("kernels/norm_rows.cuh");
 /// Convolutions, and linear recurrences of a few tokens.
 pub const RECURRENT: &str = include_str!("kernels/recurrent.cuh");
 /// The body of MLX's kernel that calls [`ATTENTION`], up to its mask.

@@ -1,8 +1,8 @@
 //! Steps of decoders on NVIDIA GPUs, each as one CUDA graph.
 //!
 //! When `etkv-mlx-program` loads a program, it asks [`step_compiler`] for an executor of the program's steps.
-//! If the program is a decoder, it gets one: steps of a few tokens are captured as CUDA graphs (`etkv-cuda`),
-//! whose kernels read and write MLX's arrays in place. The interpreter runs all other steps.
+//! The executor of a decoder captures steps of a few tokens as CUDA graphs (`etkv-cuda`), whose kernels read
+//! and write MLX's arrays in place. The interpreter runs all other steps.
 
 #[cfg(target_os = "linux")]
 mod steps;

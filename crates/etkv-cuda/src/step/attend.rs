@@ -10,28 +10,30 @@ use crate::step::plan::{Attend, Launch, Plan};
 use crate::step::pools::{format_of, Planes};
 use crate::step::source::Source;
 
-/// The rows of a warp, and the most slices, as in the kernel.
+/// The rows of a warp, as in the kernel.
 const ROWS: usize = 16;
+/// The maximum number of slices, as in the kernel.
 const MAX_SLICES: usize = 64;
 /// Threads and warps of a block, as in the kernel.
 pub(crate) const ATTEND_THREADS: usize = 32 * WARPS;
 const WARPS: usize = 4;
-/// The most tiles of plain pools that a block holds at a time.
+/// The maximum number of tiles of plain pools in a block's shared memory.
 const MAX_TILES: usize = 3;
-/// The most merging blocks for each multiprocessor that count as few, and as some.
+/// The maximum number of merging blocks per multiprocessor for [`MergeKernel::Few`], and for
+/// [`MergeKernel::Some`].
 const FEW_MERGING: usize = 1;
 const SOME_MERGING: usize = 4;
-/// The most blocks along the second and third axes.
+/// The maximum number of blocks along the second and third axes of a grid.
 const MAX_BLOCKS: usize = 65_535;
-/// Shared memory for the tiles of packed pools in a block.
+/// The maximum bytes of shared memory for the tiles of packed pools in a block.
 const MAX_PACKED_SHARED: usize = 96 << 10;
-/// The most tiles of packed pools that a block holds at a time. A multiprocessor runs fewer blocks rather
-/// than fewer tiles.
+/// The maximum number of tiles of packed pools in a block's shared memory. If they do not fit, a
+/// multiprocessor runs fewer blocks.
 const MAX_STAGES: usize = 4;
-/// The largest head with which a warp takes more rows, or a multiprocessor runs more than two blocks: the
-/// sums are in registers.
+/// The maximum head dim with which a warp computes more than 16 rows, or a multiprocessor runs more than two
+/// blocks. The limit exists because the sums are in registers.
 const MAX_SHARED_DIM: usize = 128;
-/// Rows of a row tile over packed pools.
+/// The rows of a row tile, for packed pools.
 const ROW_TILE: usize = 8;
 
 /// The argument of attention.
@@ -62,7 +64,8 @@ pub(crate) struct AttendShape {
     pub(crate) source: Source,
     pub(crate) grid: [usize; 3],
     pub(crate) bytes_shared: usize,
-    /// The floats that slices leave for merging, the blocks that merge, and their kernel.
+    /// The number of floats of the slices' partial results, the grid of the blocks that merge them, and the
+    /// kernel of these blocks.
     pub(crate) floats: usize,
     pub(crate) merging: [usize; 3],
     pub(crate) merge: MergeKernel,
@@ -80,7 +83,7 @@ impl AttendShape {
         }
         if bytes_shared > limits.block_shared {
             let most = limits.block_shared;
-            fail!(Plan, "heads of {dim} take {bytes_shared} bytes, the device has {most}");
+            fail!(Plan, "heads of {dim} need {bytes_shared} shared bytes, the device has {most}");
         }
         let blocks = plan.attention_blocks.unwrap_or(blocks * limits.processors);
         let tiles = attend.keys.capacity.min(attend.values.capacity).div_ceil(TILE);
@@ -95,8 +98,8 @@ impl AttendShape {
         })
     }
 
-    /// Returns what is compiled, the number of blocks that a multiprocessor runs at a time, and a block's
-    /// bytes of shared memory.
+    /// Returns the source of the kernel, the number of blocks that a multiprocessor runs at a time, and the
+    /// bytes of shared memory of a block.
     fn source(
         plan: &Plan,
         attend: &Attend,
@@ -105,22 +108,23 @@ impl AttendShape {
     ) -> (Source, usize, usize) {
         let Division { rows_of_block, row_warps, row_tiles, .. } = division;
         let (element, dim, masked) = (plan.element, attend.head_dim, plan.is_masked(attend.group));
-        // The same memory holds the sums of all warps and their results.
+        // After the last tile, the same memory holds the sums of all warps.
         let sums = WARPS * ROWS * (dim + 8 + 2) * 4;
         let shared =
             |blocks: usize| (limits.processor_shared / blocks).saturating_sub(SYSTEM_SHARED);
         let [keys, values] = [attend.keys, attend.values].map(format_of);
         let Some(row_tiles) = row_tiles else {
-            // Rows are aligned to 16 bytes. Elements have 2.
+            // A tile of keys and values. Rows are padded by 16 bytes, and an element has 2 bytes.
             let tile = TILE * 2 * (dim + 8) * 2;
-            // With many rows, fewer blocks leave less to merge, and hold more tiles each.
+            // With many rows, fewer blocks are faster: there is less to merge, and each block has room for
+            // more tiles.
             let blocks = if rows_of_block == ROWS && dim <= MAX_SHARED_DIM { 3 } else { 2 };
             let tiles = (shared(blocks) / tile).clamp(1, MAX_TILES);
             let source = Source::Attend { element, dim, tiles, row_warps, blocks, masked };
             return (source, blocks, (tiles * tile).max(sums));
         };
         let stage = stage_bytes(keys, values, dim);
-        // Fewer row tiles leave more registers, so that a multiprocessor runs more blocks.
+        // Fewer row tiles need fewer registers, so a multiprocessor can run more blocks.
         let max_blocks = match row_tiles {
             _ if dim > MAX_SHARED_DIM => 2,
             1 => 4,
@@ -146,8 +150,8 @@ impl AttendShape {
     }
 }
 
-/// The kernels that merge. With few blocks, each has more threads; with few or some, a thread requests more
-/// slices at once.
+/// The kernels that merge slices. `Few` has more threads in a block than the others. In `Few` and `Some` a
+/// thread loads more slices at a time than in `Many`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MergeKernel {
     Few,
@@ -156,7 +160,7 @@ pub(crate) enum MergeKernel {
 }
 
 impl MergeKernel {
-    /// Returns the kernel for this number of blocks for each multiprocessor.
+    /// Returns the kernel for a number of blocks per multiprocessor.
     fn of(blocks: usize) -> Self {
         if blocks <= FEW_MERGING {
             Self::Few
@@ -183,13 +187,13 @@ impl MergeKernel {
     }
 }
 
-/// The division of the rows of queries for one head of keys.
+/// The division of the query rows of one KV head among blocks and warps.
 #[derive(Debug, Clone, Copy)]
 struct Division {
     rows: usize,
-    /// Tiles of 8 rows that a warp has, for packed pools.
+    /// The number of row tiles of a warp, for packed pools.
     row_tiles: Option<usize>,
-    /// Warps of a block that share its rows.
+    /// The number of warps among which a block divides its rows.
     row_warps: usize,
     rows_of_block: usize,
 }
@@ -201,7 +205,7 @@ impl Division {
         let is_packed = [attend.keys, attend.values].iter().any(|pool| format_of(*pool).is_some());
         let row_tiles = match rows {
             ..=ROW_TILE => 1,
-            // Two parts of a warp's rows share the unpacked keys of the warp.
+            // With four row tiles, twice as many rows share the keys that a warp unpacks.
             _ if is_shared => 4,
             _ => 2,
         };
@@ -219,8 +223,8 @@ impl Division {
     }
 }
 
-/// Returns the blocks of rows that read one list of tiles each, if a layer group is masked. All attentions of
-/// a group have the same.
+/// Returns the blocks of rows of a layer group, each of which reads one list of tiles, or `None` if the group
+/// is not masked. They are the same for all layers of the group.
 pub(crate) fn row_blocks(plan: &Plan, group: usize) -> Option<RowBlocks> {
     let of_group = |launch: &Launch| match launch {
         Launch::Attend(attend) if attend.group == group => Some(*attend),

@@ -25,19 +25,19 @@ pub struct CapturedStep {
     started: bool,
     tokens: usize,
     groups: Vec<Group>,
-    /// The number of argmax ids, and the bytes of logits that are copied.
+    /// The number of argmax ids that are copied.
     chosen: usize,
     logits: usize,
-    /// The address of the rows of logits of which each step copies its last one.
+    /// The address of the rows of logits, if each step copies only the row of its last token.
     last_of: Option<u64>,
     /// The range of tapped buffers in the outputs.
     tapped: Range<usize>,
-    /// For each buffer that the host fills, its offset after the steps, and the bytes of its rows.
+    /// For each buffer that the host fills: its offset in `step`, and the bytes of a row.
     given: Vec<(usize, usize)>,
-    /// One step for each group, and the buffers that the host fills.
+    /// A [`Step`] for each group, followed by the buffers that the host fills.
     step: PinnedMemory,
     outputs: PinnedMemory,
-    /// The memory that the graph's nodes name.
+    /// The device memory and the kernels that the graph uses.
     work: Work,
     device: Device,
 }
@@ -45,35 +45,34 @@ pub struct CapturedStep {
 /// The data of a layer group.
 #[derive(Debug)]
 struct Group {
-    /// The number of rows of its pools.
+    /// The number of slots of its pools.
     capacity: usize,
-    /// Where the mask of a step is copied from, if it has one.
+    /// The host memory from which the mask of a step is copied, if the group has masks.
     tiles: Option<PinnedMemory>,
     /// The blocks of rows that read the mask.
     rows: Option<RowBlocks>,
 }
 
-// SAFETY: a graph may be used by all threads, one at a time, which `&mut` ensures.
+// SAFETY: any thread may use a graph, one at a time, which `&mut` ensures.
 unsafe impl Send for CapturedStep {}
-// SAFETY: shared references read plain fields only.
+// SAFETY: methods with a shared reference only read plain fields.
 unsafe impl Sync for CapturedStep {}
 
 /// The results of a step, for the host.
 #[derive(Debug, Clone, Copy)]
 pub struct Outputs<'a> {
-    /// The [copied](crate::Logits::copied) rows of logits, `[rows, vocabulary]` of the plan's elements, in their 2
-    /// bytes each.
+    /// The [copied](crate::Logits::copied) rows of logits, `[rows, vocabulary]`, 2 bytes for each element.
     pub logits: &'a [u8],
-    /// The elements of tapped buffers, one after the other, 2 bytes each. Empty if no logits are copied.
+    /// The tapped buffers, one after the other, 2 bytes for each element. Empty if no logits are copied.
     pub tapped: &'a [u8],
-    /// The argmax of each row of the plan, the first of equals, or -1 if a logit is NaN or the largest is
-    /// infinite. Empty if the plan computes none.
+    /// The argmax of each row of the plan: the first of equal logits, or -1 if a logit is NaN or the largest
+    /// is infinite. Empty if the plan does not compute it.
     pub chosen: &'a [i32],
 }
 
 impl Device {
-    /// Captures a plan as a CUDA graph. Kernels that no earlier plan needed are compiled, which takes
-    /// seconds, or read from the folder.
+    /// Captures a plan as a CUDA graph. Kernels that are not loaded yet are read from the cache folder, or
+    /// compiled, which takes seconds.
     ///
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) for an invalid plan; [`Error::Compiler`](crate::Error::Compiler)
@@ -142,7 +141,7 @@ impl CapturedStep {
                     copy(0, 0, 4 * chosen)?;
                     copy(layout.tapped_at, tapped_at, tapped)
                 }
-                // They follow each other in both places.
+                // The ids, the logits and the tapped buffers are contiguous on the device and on the host.
                 CopiedRows::All => copy(begin, begin, tapped_at + tapped - begin),
             }
         })?;
@@ -168,21 +167,20 @@ impl CapturedStep {
 
     /// Runs a step of a plan with one group and waits for it.
     ///
-    /// # Errors
-    /// [`Error::Step`](crate::Error::Step) for a step that does not fit the plan, or while one runs; nothing
-    /// has changed then. [`Error::Driver`](crate::Error::Driver) if the device fails; the step's rows of the
-    /// pools are then unknown.
+    /// # Errors [`Error::Step`](crate::Error::Step) if the step does not fit the plan, or while another step
+    /// runs. This error changes nothing. [`Error::Driver`](crate::Error::Driver) if the device fails. The
+    /// contents of the step's slots are then unknown.
     ///
     /// # Safety
     /// As for [`CapturedStep::start`].
     pub unsafe fn run(&mut self, step: &StepInputs) -> Result<Outputs<'_>> {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller makes the same promises.
         unsafe { self.run_groups(std::slice::from_ref(step), &[]) }
     }
 
     /// Runs a step, with inputs for each group of the plan, and waits for it. All groups have the same
-    /// tokens. `given` has the rows of these tokens for each buffer that the host [fills](Plan::given): the
-    /// bytes of the plan's elements.
+    /// tokens. For each buffer that the host [fills](Plan::given), `given` has the bytes of these tokens'
+    /// rows.
     ///
     /// # Errors
     /// As for [`CapturedStep::run`].
@@ -194,24 +192,23 @@ impl CapturedStep {
         steps: &[StepInputs],
         given: &[&[u8]],
     ) -> Result<Outputs<'_>> {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller makes the same promises.
         unsafe { self.start(steps, given) }?;
         self.wait()
     }
 
-    /// Starts a step with the inputs of [`run_groups`](Self::run_groups). It runs after the steps that were
-    /// started before on this device.
+    /// Starts a step with the inputs of [`run_groups`](Self::run_groups). It runs after all steps that were
+    /// started earlier on this device.
     ///
     /// # Errors
     /// As for [`CapturedStep::run`].
     ///
-    /// # Safety
-    /// Until the step was waited for, all addresses of the plan are live, with the shapes of the plan; writes
-    /// of other streams there are complete; and meanwhile no other work writes there, or reads the step's
-    /// rows of the pools.
+    /// # Safety Until [`wait`](Self::wait) returns, all arrays of the plan must be live and have the shapes
+    /// of the plan. Earlier writes of other streams to them must be complete. Meanwhile no other work may
+    /// write to them, or read the step's slots of the pools.
     pub unsafe fn start(&mut self, steps: &[StepInputs], given: &[&[u8]]) -> Result<()> {
         if self.started {
-            fail!(Step, "a step of this plan runs; wait for it first");
+            fail!(Step, "a step of this plan is running; wait for it first");
         }
         let groups = self.groups.iter().map(|group| (group.capacity, group.tiles.is_some()));
         check_steps(steps, self.tokens, groups)?;
@@ -220,21 +217,21 @@ impl CapturedStep {
         let _current = device.context.enter()?;
         for (group, step) in steps.iter().enumerate() {
             let inputs = Self::inputs(step, self.copy_tiles(group, step)?);
-            // SAFETY: the block has the bytes of a step for each group, and is aligned to a page. No graph
-            // reads it, since none is started.
+            // SAFETY: the block has room for a `Step` for each group, and is aligned to a page. No graph
+            // reads it, since no step is running.
             unsafe { self.step.data().cast::<Step>().add(group).write(inputs) };
         }
         for (&(at, _), rows) in self.given.iter().zip(given) {
-            // SAFETY: the block has the rows of all tokens there, and the check found no more tokens than
-            // that. No graph reads it.
+            // SAFETY: the block has room for the rows of all tokens of the plan, and the check ensures that
+            // the step has no more. No graph reads it.
             unsafe { self.step.data().add(at).copy_from_nonoverlapping(rows.as_ptr(), rows.len()) };
         }
-        // SAFETY: the graph and the stream are live, and so is the memory that the graph names, by the
-        // caller's promise.
+        // SAFETY: the graph and the stream are live. The caller ensures that the memory that the graph uses
+        // is live, too.
         let launched = unsafe { sys::cuGraphLaunch(self.exec, device.stream.raw) };
         let started = check("cuGraphLaunch", launched).and_then(|()| self.copy_last_row(&steps[0]));
         if let Err(error) = started {
-            // The copy of the tiles reads memory that the next step writes.
+            // The copy of the mask may still read memory that the next step writes.
             let _ = device.stream.wait();
             return Err(error);
         }
@@ -242,22 +239,23 @@ impl CapturedStep {
         Ok(())
     }
 
-    /// Starts the copy of the logits of a step's last token, if the host gets these. The graph does not know
-    /// which token that is.
+    /// Starts the copy of the logits of a step's last token, if the plan copies only these. The graph cannot
+    /// copy them, since the number of tokens varies.
     fn copy_last_row(&self, step: &StepInputs) -> Result<()> {
         let Some(first) = self.last_of else {
             return Ok(());
         };
         let from = first + (self.logits * (step.ids.len() - 1)) as u64;
-        // SAFETY: the check found at most as many tokens as the plan has, each with a row there. The
-        // destination has the bytes of one row.
+        // SAFETY: the check ensures that the plan has a row for the token. The destination has the bytes of
+        // one row.
         check("cuMemcpyDtoHAsync", unsafe {
             let to = self.outputs.data().add(LOGITS_AT).cast();
             sys::cuMemcpyDtoHAsync_v2(to, from, self.logits, self.device.0.stream.raw)
         })
     }
 
-    /// Returns a step as the kernels read it, whose mask has this many numbers before the tiles.
+    /// Returns a step in the layout that the kernels read. `before_tiles` is the count of numbers before the
+    /// tiles in its mask.
     fn inputs(step: &StepInputs, before_tiles: usize) -> Step {
         let mut inputs = Step {
             keys: int(step.n_keys),
@@ -265,7 +263,7 @@ impl CapturedStep {
             unused: [0; 2],
             ids: [0; MAX_TOKENS],
             positions: [0; MAX_TOKENS],
-            // Missing tokens write nothing to the pools.
+            // Tokens with slot -1 pad the step, and write nothing to the pools.
             slots: [-1; MAX_TOKENS],
         };
         let n = step.ids.len();
@@ -275,8 +273,8 @@ impl CapturedStep {
         inputs
     }
 
-    /// Starts the copy of a step's mask, whose size the graph does not know. Returns how many numbers come
-    /// before the tiles.
+    /// Starts the copy of a step's mask, which the graph cannot copy since its size varies. Returns the count
+    /// of numbers before the tiles.
     fn copy_tiles(&self, group: usize, step: &StepInputs) -> Result<usize> {
         let own = self.groups.get(group);
         let from = own.and_then(|group| Some((group.tiles.as_ref()?, group.rows?)));
@@ -285,8 +283,8 @@ impl CapturedStep {
             return Ok(0);
         };
         let numbers = from.bytes().len() / size_of::<u64>();
-        // SAFETY: both ranges have the bytes of every mask of this many tokens over the plan's pools, as the
-        // step's check verified. No running step reads them.
+        // SAFETY: both blocks have room for any mask of this number of tokens over the plan's pools, which
+        // the check of the step ensures. No running step reads them.
         let (written, copied) = unsafe {
             let own = std::slice::from_raw_parts_mut(from.data().cast::<u64>(), numbers);
             let written = mask.write(rows, own);
@@ -298,10 +296,9 @@ impl CapturedStep {
         Ok(written.lists)
     }
 
-    /// Waits for the started step, and returns its results.
+    /// Waits for the running step, and returns its results.
     ///
-    /// # Errors
-    /// [`Error::Step`](crate::Error::Step) if none was started, and
+    /// # Errors [`Error::Step`](crate::Error::Step) if no step was started, and
     /// [`Error::Driver`](crate::Error::Driver) if the device fails.
     pub fn wait(&mut self) -> Result<Outputs<'_>> {
         if !self.started {
@@ -318,15 +315,15 @@ impl CapturedStep {
 }
 
 impl CapturedStep {
-    /// Copies the beginning of a buffer after the last step, for tests: a later kernel may have overwritten
-    /// what an earlier one wrote.
+    /// Copies the beginning of a buffer after the last step, for tests. The contents are those that the last
+    /// kernel to write the buffer left.
     ///
     /// # Errors
     /// [`Error::Step`](crate::Error::Step) while a step runs or for more bytes than the buffer has, and
     /// [`Error::Driver`](crate::Error::Driver) if the device fails.
     pub fn read(&self, buffer: Buffer, to: &mut [u8]) -> Result<()> {
         if self.started {
-            fail!(Step, "a step of this plan runs; wait for it first");
+            fail!(Step, "a step of this plan is running; wait for it first");
         }
         let Some(&(place, bytes)) = self.work.places.get(buffer.0) else {
             fail!(Step, "buffer {} of {}", buffer.0, self.work.places.len());
@@ -344,11 +341,11 @@ impl CapturedStep {
 impl Drop for CapturedStep {
     fn drop(&mut self) {
         if self.started {
-            // After a device error nothing runs.
+            // The result does not matter: after a device error, no work runs.
             let _ = self.device.0.stream.wait();
         }
         if let Ok(_current) = self.device.0.context.enter() {
-            // SAFETY: instantiated once; no step runs.
+            // SAFETY: the graph is destroyed once, and no step runs.
             unsafe { sys::cuGraphExecDestroy(self.exec) };
         }
     }
@@ -361,20 +358,20 @@ impl Graph {
     /// Captures the work that `work` enqueues on the stream.
     fn capture(stream: &Stream, work: impl FnOnce() -> Result<()>) -> Result<Self> {
         let _current = stream.context.enter()?;
-        // Other threads and libraries are not affected.
+        // In this mode, the capture does not affect other threads and libraries.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream is live, and only this owner uses it.
+        // SAFETY: the stream is live, and nothing else uses it.
         check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(stream.raw, mode) })?;
         let done = work();
         let mut graph = Self(null_mut());
-        // SAFETY: writes a handle, or null.
+        // SAFETY: the call writes a handle, or null.
         let ended = unsafe { sys::cuStreamEndCapture(stream.raw, &mut graph.0) };
         done?;
         check("cuStreamEndCapture", ended)?;
         Ok(graph)
     }
 
-    /// Returns the graph as an executable one, already uploaded to the device.
+    /// Instantiates the graph, and uploads it to the device.
     fn instantiate(&self, stream: &Stream) -> Result<sys::CUgraphExec> {
         let _current = stream.context.enter()?;
         let mut exec = null_mut();
@@ -393,7 +390,7 @@ impl Graph {
 impl Drop for Graph {
     fn drop(&mut self) {
         if !self.0.is_null() {
-            // SAFETY: made once.
+            // SAFETY: the graph is destroyed once.
             unsafe { sys::cuGraphDestroy(self.0) };
         }
     }

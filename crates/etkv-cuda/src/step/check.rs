@@ -1,4 +1,4 @@
-//! The checks of plans.
+//! Checks plans.
 
 use crate::step::error::{fail, Result};
 use crate::step::plan::{
@@ -7,21 +7,23 @@ use crate::step::plan::{
     MAX_TOKENS,
 };
 
-/// The most elements of a row, rows of a table, and keys: products of two fit 64 bits, and twice each fits 32
-/// bits.
+/// The maximum number of elements of a buffer, rows of a table, and slots of a pool. The product of two such
+/// numbers fits 64 bits, and twice one of them fits 32 bits.
 const MAX: usize = 1 << 30;
-/// The most elements of a row that is multiplied, and the most heads.
+/// The maximum number of elements of a row, and of heads.
 const LONGEST: usize = 1 << 24;
 const MAX_HEADS: usize = 4096;
-/// Elements that a thread reads at a time, and outputs of a tile.
+/// The elements that a thread reads at a time.
 const PIECE: usize = 8;
+/// The width of a tile: head dims and rotated elements are multiples of it.
 const TILE: usize = 16;
-/// The bits of a packed weight's codes, and the codes of a group.
+/// The supported bits of a packed weight's codes.
 const BITS: [usize; 2] = [4, 8];
+/// The supported group sizes of a packed weight, in codes.
 const GROUPS: [usize; 3] = [32, 64, 128];
-/// The number that the elements of a head are a multiple of, if a pool is packed or heads are placed.
+/// The head dim must be a multiple of this number if a pool is packed, or for [`PlaceHeads`].
 const PLACED: usize = 32;
-/// The elements of a head.
+/// The supported head dims.
 const DIMS: std::ops::RangeInclusive<usize> = 32..=256;
 
 /// Returns an error if no device can run the plan.
@@ -63,7 +65,8 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
     }
 }
 
-/// Checks that all attentions of a group can read the same lists of tiles: the lists of a block of rows.
+/// Checks that all layers of a group can read the same lists of tiles, of which there is one for each block
+/// of rows.
 fn check_lists(plan: &Plan, group: usize) -> Result<()> {
     let queries = plan.launches.iter().filter_map(|launch| match launch {
         Launch::Attend(attend) if attend.group == group => attend.n_q.checked_div(attend.n_kv),
@@ -73,14 +76,14 @@ fn check_lists(plan: &Plan, group: usize) -> Result<()> {
     if least < most {
         fail!(
             Plan,
-            "one mask for {least} and {most} query heads for each head of keys, expected \
+            "layers of one group have {least} and {most} query heads for each KV head, expected \
              the same number"
         );
     }
     Ok(())
 }
 
-/// Returns the number of rows of each head in a group's pools.
+/// Returns the number of slots of a group's pools.
 pub(crate) fn capacity(plan: &Plan, group: usize) -> usize {
     let of = |launch: &Launch| {
         let (own, keys, values) = match launch {
@@ -139,13 +142,13 @@ impl Work<'_> {
         }
         is_norm(product.norm)?;
         if product.norm.is_some_and(|norm| norm.wide) {
-            fail!(Plan, "a product with a norm of float32 weights; normalize its rows before");
+            fail!(Plan, "a norm of a product has float32 weights; normalize its rows before");
         }
         if let Some(residual) = product.residual {
             self.read(residual, rows * outputs)?;
         }
         if product.x == product.out {
-            fail!(Plan, "the result is written over the rows that are multiplied");
+            fail!(Plan, "the result is written over the input rows");
         }
         match &product.heads {
             None => self.write(product.out, rows * outputs),
@@ -153,23 +156,17 @@ impl Work<'_> {
                 if product.gate.is_some() || product.residual.is_some() || product.last_row {
                     fail!(
                         Plan,
-                        "a product of heads has no gate and no residual, and multiplies \
+                        "a product of heads supports neither gate nor residual, and multiplies \
                          all rows"
                     );
                 }
                 self.check_heads(heads, outputs)?;
                 if heads.rotated != heads.head_dim {
-                    fail!(
-                        Plan,
-                        "heads of a product rotate completely; place heads that rotate in part"
-                    );
+                    fail!(Plan, "a product rotates whole heads; place heads that rotate in part");
                 }
                 for pool in [heads.keys, heads.values] {
                     if !matches!(pool.rows, PoolRows::Plain(_)) {
-                        fail!(
-                            Plan,
-                            "heads of a product go to plain pools; place heads of other pools"
-                        );
+                        fail!(Plan, "a product writes heads to plain pools only; place the heads");
                     }
                 }
                 self.write(product.out, rows * heads.n_q * heads.head_dim)
@@ -211,7 +208,7 @@ impl Work<'_> {
         if buffers.iter().enumerate().any(is_again)
             || next.is_some_and(|(_, out)| residual == Some(out))
         {
-            fail!(Plan, "rows are written over those that are normalized");
+            fail!(Plan, "the result is written over the rows that are normalized");
         }
         Ok(())
     }
@@ -226,7 +223,7 @@ impl Work<'_> {
             fail!(Plan, "{inner} columns from {first} on, in rows of {width}");
         }
         if normalize.next.is_some() || normalize.residual == Some(normalize.out) {
-            fail!(Plan, "columns of wider rows have no residual and no next norm");
+            fail!(Plan, "columns of wider rows support neither a residual nor a next norm");
         }
         self.write(normalize.out, self.plan.tokens * width)
     }
@@ -239,7 +236,7 @@ impl Work<'_> {
         self.read(y, elements)?;
         self.read(share, self.plan.tokens)?;
         if share == out {
-            fail!(Plan, "rows are written over the shares that they are blended by");
+            fail!(Plan, "the result is written over the shares");
         }
         self.write(out, elements)
     }
@@ -293,7 +290,7 @@ impl Work<'_> {
         }
     }
 
-    /// Checks the buffers that the host fills. They then count as written.
+    /// Checks the buffers that the host fills, and marks them as written.
     fn check_given(&mut self) -> Result<()> {
         for &buffer in &self.plan.given {
             self.has(buffer, self.plan.tokens)?;
@@ -308,13 +305,13 @@ impl Work<'_> {
                 );
             }
             if std::mem::replace(&mut self.written[buffer.0], true) {
-                fail!(Plan, "buffer {} is given twice", buffer.0);
+                fail!(Plan, "buffer {} is listed twice in `given`", buffer.0);
             }
         }
         Ok(())
     }
 
-    /// Checks the buffers that the host gets with the logits.
+    /// Checks the tapped buffers.
     fn check_tapped(&self) -> Result<()> {
         let plan = self.plan;
         if plan.logits.is_none() && !plan.tapped.is_empty() {
@@ -329,7 +326,7 @@ impl Work<'_> {
             let has_logits = plan.logits.is_some_and(|logits| logits.buffer == buffer);
             let others = plan.tapped[..n].iter().chain(&plan.given);
             if has_logits || others.into_iter().any(|&other| other == buffer) {
-                fail!(Plan, "buffer {} is tapped, and given, tapped or logits too", buffer.0);
+                fail!(Plan, "buffer {} is tapped twice, also given, or the logits", buffer.0);
             }
         }
         Ok(())
@@ -341,7 +338,7 @@ impl Work<'_> {
         if logits.copied == CopiedRows::Last && logits.rows != self.plan.tokens {
             fail!(
                 Plan,
-                "{} rows of logits, of which the last token's is copied, expected {}",
+                "{} rows of logits, expected {} to copy the row of the last token",
                 logits.rows,
                 self.plan.tokens
             );
@@ -390,7 +387,7 @@ fn is_within(what: &str, value: usize, least: usize, most: usize) -> Result<()> 
     Ok(())
 }
 
-/// Checks the elements of a row that threads read 16 bytes at a time.
+/// Checks the width of rows that threads read 16 bytes at a time.
 fn are_pieces(inner: usize) -> Result<()> {
     is_within("elements of a row", inner, PIECE, LONGEST)?;
     if inner % PIECE != 0 {
@@ -416,7 +413,7 @@ fn are_heads(n_q: usize, n_kv: usize, head_dim: usize) -> Result<()> {
     Ok(())
 }
 
-/// Checks the destinations of the heads, and their periods.
+/// Checks the pools of the heads, and the periods.
 fn are_placed(heads: &Heads) -> Result<()> {
     if let Some(periods) = heads.periods {
         is_address("the periods", periods, 4)?;

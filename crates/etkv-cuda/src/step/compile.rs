@@ -1,4 +1,4 @@
-//! The kernels' compiler, and its cache folder.
+//! Compiles kernels, and caches the results in a folder.
 
 use std::ffi::{c_char, CString};
 use std::fs;
@@ -12,7 +12,7 @@ use tracing::warn;
 use crate::step::driver::Context;
 use crate::step::error::{fail, Result};
 
-/// The compiler, for the devices of one architecture.
+/// The compiler for devices of one compute capability.
 #[derive(Debug)]
 pub struct Compiler {
     folder: Option<PathBuf>,
@@ -22,7 +22,8 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// Returns the compiler for device 0. Compiled kernels are cached in `folder`, which need not exist.
+    /// Returns the compiler for device 0. Compiled kernels are cached in `folder`, which is created if it
+    /// does not exist.
     ///
     /// # Errors
     /// [`Error::Unavailable`](crate::Error::Unavailable) with the reason, if there is no device or no compiler
@@ -31,12 +32,13 @@ impl Compiler {
         Self::for_capability(Context::open()?.capability()?, folder)
     }
 
-    /// Returns the compiler for devices of a compute capability: 90 for 9.0. No such device need exist.
+    /// Returns the compiler for devices of a compute capability, such as 90 for 9.0. This machine does not
+    /// need such a device.
     ///
     /// # Errors
     /// [`Error::Unavailable`](crate::Error::Unavailable) if there is no compiler.
     pub fn for_capability(capability: usize, folder: Option<&Path>) -> Result<Self> {
-        // SAFETY: loading the compiler runs its initializers only.
+        // SAFETY: loading the compiler's library only runs its initializers.
         if !unsafe { sys::is_culib_present() } {
             fail!(Unavailable, "the kernels' compiler, libnvrtc, is not found");
         }
@@ -50,8 +52,8 @@ impl Compiler {
         [format!("--gpu-architecture=sm_{}", self.capability), "-std=c++17".to_owned()]
     }
 
-    /// Returns the cubin of a text without `#include`: the cached one, or else a new one, which is then
-    /// cached.
+    /// Returns the cubin of a source text, which must not have `#include`. If it is not cached, compiles the
+    /// text and caches the cubin.
     ///
     /// # Errors
     /// [`Error::Compiler`](crate::Error::Compiler) with the compiler's message.
@@ -59,8 +61,8 @@ impl Compiler {
         self.load(text, |cubin| Ok(cubin.to_vec()))
     }
 
-    /// Returns the result of `load` for the cubin of a text. If `load` refuses the cached one, the text is
-    /// compiled again.
+    /// Returns the result of `load` for the cubin of a source text. If `load` refuses the cached cubin,
+    /// compiles the text again.
     pub(crate) fn load<T>(&self, text: &str, load: impl Fn(&[u8]) -> Result<T>) -> Result<T> {
         let kept = self.folder.as_ref().map(|folder| folder.join(self.name(text)));
         if let Some(found) = kept.as_deref().and_then(read) {
@@ -79,7 +81,7 @@ impl Compiler {
         Ok(loaded)
     }
 
-    /// Returns the name of the file of a text's cubin.
+    /// Returns the file name of a source text's cubin.
     fn name(&self, text: &str) -> String {
         let (major, minor) = self.version;
         let all = format!("{major}.{minor} {:?}\n{text}", self.options());
@@ -93,8 +95,8 @@ impl Compiler {
         let options = self.options().map(|option| CString::new(option).unwrap_or_default());
         let options = options.each_ref().map(|option| option.as_ptr());
         let mut program = Program(null_mut());
-        // SAFETY: the text outlives the program; each list has the stated number of elements; the buffer has
-        // the size that the compiler requests.
+        // SAFETY: the text outlives the program, each list has the stated number of elements, and the buffer
+        // has the size that the compiler requests.
         unsafe {
             let name = c"etkv.cu".as_ptr();
             let made =
@@ -114,7 +116,7 @@ impl Compiler {
     }
 }
 
-/// A text that is compiled.
+/// A source text in the compiler.
 struct Program(nvrtcProgram);
 
 impl Program {
@@ -153,7 +155,7 @@ fn check(call: &str, result: nvrtcResult) -> Result<()> {
     }
 }
 
-/// Returns a cached cubin, if it is complete: its hash follows it.
+/// Returns a cached cubin, if the hash after it shows that it is complete.
 fn read(path: &Path) -> Option<Vec<u8>> {
     let mut bytes = fs::read(path).ok()?;
     let (cubin, kept) = bytes.split_last_chunk::<16>()?;
@@ -165,7 +167,7 @@ fn read(path: &Path) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Caches a cubin. Writes it under another name first, so that no reader sees an incomplete file.
+/// Caches a cubin. Writes it under a temporary name first, so that no reader sees an incomplete file.
 fn write(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     static WRITTEN: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = path.parent() {
@@ -176,7 +178,7 @@ fn write(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     let bytes = [cubin, &hash(cubin).to_le_bytes()].concat();
     let done = fs::write(&beside, bytes).and_then(|()| fs::rename(&beside, path));
     if done.is_err() {
-        // The remaining file is useless; if it cannot be removed, that is no error.
+        // It is not an error if the temporary file cannot be removed.
         let _ = fs::remove_file(&beside);
     }
     done

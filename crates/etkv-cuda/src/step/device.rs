@@ -1,4 +1,4 @@
-//! The device that steps run on.
+//! The device on which steps run.
 
 use std::collections::HashMap;
 use std::ffi::CStr;
@@ -14,10 +14,10 @@ use crate::step::error::{fail, Result};
 use crate::step::launch::Limits;
 use crate::step::source::Source;
 
-/// The minimum compute capability: that of Ampere, whose instructions the kernels use.
+/// The minimum compute capability. The kernels use instructions of Ampere.
 const MIN_CAPABILITY: usize = 80;
 
-/// Device 0 of CUDA, and the kernels that are loaded on it. Clones are the same device.
+/// Device 0 of CUDA, with its loaded kernels. Clones share the device.
 #[derive(Debug, Clone)]
 pub struct Device(pub(crate) Arc<Inner>);
 
@@ -33,8 +33,9 @@ pub(crate) struct Inner {
 }
 
 impl Device {
-    /// Opens device 0, with its primary context, which other libraries of this process share, and with a
-    /// separate stream. Compiled kernels are cached in `cubin_folder`, which need not exist.
+    /// Opens device 0. It uses the primary context, which it shares with other libraries of this process, and
+    /// a separate stream. Compiled kernels are cached in `cubin_folder`, which is created if it does not
+    /// exist.
     ///
     /// # Errors
     /// [`Error::Unavailable`](crate::Error::Unavailable) with the reason, if there is no driver with CUDA
@@ -47,7 +48,7 @@ impl Device {
         if capability < MIN_CAPABILITY {
             fail!(
                 Unavailable,
-                "the device has compute capability {capability}, expected {MIN_CAPABILITY}"
+                "the device has compute capability {capability}, expected {MIN_CAPABILITY} or more"
             );
         }
         let limits = Limits {
@@ -64,7 +65,7 @@ impl Device {
         Ok(Self(Arc::new(Inner { modules, compiler, limits, overlaps, stream, context })))
     }
 
-    /// Allocates zeroed memory, for callers that have none from another library.
+    /// Allocates zeroed memory, for callers that do not allocate it with another library.
     ///
     /// # Errors
     /// [`Error::Driver`](crate::Error::Driver) if memory is lacking.

@@ -1,4 +1,4 @@
-//! The driver's objects, each freed with its owner.
+//! Objects of the CUDA driver, each freed when its owner is dropped.
 
 use std::ffi::{c_int, c_void, CStr};
 use std::marker::PhantomData;
@@ -9,11 +9,11 @@ use cudarc::driver::sys::{self, CUdevice_attribute};
 
 use crate::step::error::{check, fail, Error, Result};
 
-/// The oldest driver: the first with CUDA 12.3, which captures kernels that overlap.
+/// The minimum driver version, CUDA 12.3: the first that captures kernels that overlap.
 const OLDEST_DRIVER: c_int = 12_030;
 
-/// The percentage of a multiprocessor's memory that is shared memory. Kernels with different percentages
-/// cannot overlap: a multiprocessor changes the division only when it is idle.
+/// The percentage of a multiprocessor's L1 memory that is shared memory. Kernels with different percentages
+/// cannot overlap, since a multiprocessor changes the percentage only when it is idle.
 const ALL_SHARED: c_int = 100;
 
 /// The primary context of a device, which other users of CUDA in this process share.
@@ -28,7 +28,7 @@ unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// Makes a context current until dropped. Then the thread has its former context.
+/// A context that is current in this thread. Dropping it makes the former context current again.
 pub(crate) struct Current(PhantomData<*mut ()>);
 
 impl Context {
@@ -93,12 +93,12 @@ impl Drop for Context {
 impl Drop for Current {
     fn drop(&mut self) {
         let mut before = null_mut();
-        // SAFETY: pushed once, by this thread, which a guard without `Send` cannot leave.
+        // SAFETY: this thread pushed the context once. The guard is not `Send`, so it stays in this thread.
         unsafe { sys::cuCtxPopCurrent_v2(&mut before) };
     }
 }
 
-/// Memory of the device, for callers that have none from another library.
+/// Device memory, for callers that do not allocate it with another library.
 #[derive(Debug)]
 pub struct Memory {
     context: Arc<Context>,
@@ -150,8 +150,7 @@ impl Memory {
 
     /// Copies bytes from the offset `at` of this memory, and waits.
     ///
-    /// # Errors
-    /// [`Error::Driver`] if there are too few, or if the copy fails.
+    /// # Errors [`Error::Driver`] if the memory has too few bytes, or if the copy fails.
     pub fn read(&self, at: usize, to: &mut [u8]) -> Result<()> {
         let from = self.place(at, to.len())?;
         let _current = self.context.enter()?;
@@ -181,7 +180,7 @@ impl Drop for Memory {
     }
 }
 
-/// Host memory that the device copies from and to asynchronously.
+/// Page-locked host memory, for asynchronous copies from and to the device.
 #[derive(Debug)]
 pub(crate) struct PinnedMemory {
     context: Arc<Context>,
@@ -213,8 +212,8 @@ impl PinnedMemory {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: the bytes are allocated and set. While the device writes them, the caller holds `&mut` of
-        // the owner, until it has waited.
+        // SAFETY: the bytes are allocated and initialized. While the device writes them, the owner is
+        // borrowed as `&mut` until the step has ended.
         unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
     }
 }
@@ -228,7 +227,7 @@ impl Drop for PinnedMemory {
     }
 }
 
-/// A stream that does not wait for the null stream.
+/// A CUDA stream that does not synchronize with the null stream.
 #[derive(Debug)]
 pub(crate) struct Stream {
     pub(crate) context: Arc<Context>,
@@ -250,7 +249,7 @@ impl Stream {
         Ok(Self { context: context.clone(), raw })
     }
 
-    /// Waits for all work of the stream.
+    /// Waits until all work on the stream is complete.
     pub(crate) fn wait(&self) -> Result<()> {
         let _current = self.context.enter()?;
         // SAFETY: the stream is live.
@@ -267,7 +266,7 @@ impl Drop for Stream {
     }
 }
 
-/// A compiled file of kernels.
+/// A loaded cubin.
 #[derive(Debug)]
 pub(crate) struct Module {
     context: Arc<Context>,
@@ -296,7 +295,7 @@ impl Module {
     pub(crate) fn load(context: &Arc<Context>, cubin: &[u8]) -> Result<Arc<Self>> {
         let _current = context.enter()?;
         let mut raw = null_mut();
-        // SAFETY: the bytes are a complete file of the compiler, and are copied.
+        // SAFETY: the bytes are a complete cubin, and the driver copies them.
         check("cuModuleLoadData", unsafe {
             sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast())
         })?;

@@ -11,7 +11,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is no device that can run the kernels, or no compiler for them.
+    /// There is no device that can run the kernels, or no compiler.
     #[error("no CUDA device can be used: {0}")]
     Unavailable(String),
     /// A call of the driver failed.
@@ -19,7 +19,7 @@ pub enum Error {
     Driver {
         /// The driver's function.
         call: &'static str,
-        /// The driver's name for the error, and its description.
+        /// The driver's description of the error.
         reason: String,
     },
     /// A kernel cannot be compiled.
@@ -51,7 +51,7 @@ pub(crate) fn check(call: &'static str, result: CUresult) -> Result<()> {
 
 fn reason(result: CUresult) -> String {
     let mut text = std::ptr::null();
-    // SAFETY: the driver is present, since it returned a result; it writes a pointer to a static text, or
+    // SAFETY: the driver is loaded, since it returned a result. It writes a pointer to a static text, or
     // null.
     let known = unsafe { cudarc::driver::sys::cuGetErrorString(result, &mut text) };
     if known != CUresult::CUDA_SUCCESS || text.is_null() {

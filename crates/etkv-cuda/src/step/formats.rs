@@ -1,10 +1,10 @@
-//! Storage formats of keys and values, as the kernels have them.
+//! Storage formats of keys and values in the kernels.
 
 use etkv_core::KvFormat;
 
 use crate::step::mask::TILE;
 
-/// Returns the bytes of shared memory that a tile of keys and values takes, as in the kernel.
+/// Returns the bytes of shared memory of a tile of keys and values, as in the kernel.
 pub(crate) fn stage_bytes(keys: Option<KvFormat>, values: Option<KvFormat>, dim: usize) -> usize {
     let tile = |format: Option<KvFormat>, alignment: usize| {
         let packing = format.and_then(KvFormat::packing);
@@ -20,7 +20,7 @@ pub(crate) fn stage_bytes(keys: Option<KvFormat>, values: Option<KvFormat>, dim:
     tile(keys, 128) + tile(values, 32)
 }
 
-/// Returns the type of a pool's format in the kernels.
+/// Returns the CUDA type of a pool's format.
 pub(crate) fn type_of(format: Option<KvFormat>) -> String {
     let name = match format {
         None | Some(KvFormat::F32 | KvFormat::F16 | KvFormat::Bf16) => "Plain",

@@ -3,25 +3,26 @@
 use crate::step::error::{fail, Result};
 use crate::step::mask::KeyMask;
 
-/// The inputs of a step of T tokens, or fewer with a mask, for a layer group. The step writes the rows
-/// `slots` of keys and values, and reads the first `n_keys`.
+/// The inputs of a step for one layer group. T is the number of tokens: that of the plan, or fewer if all
+/// groups have masks. The step writes keys and values to `slots`, and reads slots `0..n_keys`.
 #[derive(Debug, Clone, Copy)]
 pub struct StepInputs<'a> {
     /// `[T]`.
     pub ids: &'a [i32],
     /// `[T]`: the positions of the tokens in the sequence.
     pub positions: &'a [i32],
-    /// `[T]`: different rows of the pools. Without a mask, attention assumes that the last T of the first
-    /// `n_keys` rows are those of the step's tokens.
+    /// `[T]`: the slots of the tokens, all different. Without a mask, attention assumes that the step's
+    /// tokens are in slots `n_keys - T..n_keys`, in order.
     pub slots: &'a [i32],
-    /// The number of rows that are read, including the step's own: T to the capacity of the pools.
+    /// The number of slots that are read, including those of the step's tokens: T to the capacity of the
+    /// pools.
     pub n_keys: usize,
     /// The keys that each token of the plan sees, if the group is [masked](crate::Plan::masked).
     pub mask: Option<&'a KeyMask>,
 }
 
-/// Returns an error if these are not a step of `tokens` tokens. Each group comes with its pools' rows and
-/// whether it is masked.
+/// Returns an error if the inputs do not fit a plan of `tokens` tokens. `groups` has the capacity of each
+/// group's pools, and whether the group is masked.
 pub(crate) fn check_steps(
     steps: &[StepInputs],
     tokens: usize,
@@ -39,14 +40,14 @@ pub(crate) fn check_steps(
         })?;
         let first = &steps[0];
         if (step.ids, step.positions) != (first.ids, first.positions) {
-            fail!(Step, "group {number} has other tokens than the first");
+            fail!(Step, "group {number} and group 0 differ in their tokens");
         }
     }
     Ok(())
 }
 
-/// Returns an error if `given` are not the rows of a step's tokens. `given` lists the bytes of a row in each
-/// buffer that the host fills.
+/// Returns an error unless `given` has `n` rows for each buffer that the host fills. `rows` lists the bytes
+/// of a row of each buffer.
 pub(crate) fn check_given(
     steps: &[StepInputs],
     given: &[&[u8]],
@@ -58,13 +59,13 @@ pub(crate) fn check_given(
     let n = steps.first().map_or(0, |step| step.ids.len());
     for (number, (bytes, row)) in given.iter().zip(rows).enumerate() {
         if bytes.len() != n * row {
-            fail!(Step, "{} bytes of given rows {number}, expected {n} rows of {row}", bytes.len());
+            fail!(Step, "{} bytes of input {number}, expected {n} rows of {row}", bytes.len());
         }
     }
     Ok(())
 }
 
-/// Returns an error if the step is not one of `tokens` tokens over pools of `capacity` rows.
+/// Returns an error if the inputs do not fit a plan of `tokens` tokens over pools of `capacity` slots.
 fn check_step(step: &StepInputs, tokens: usize, capacity: usize, masked: bool) -> Result<()> {
     let n = step.ids.len();
     if n != tokens && !(masked && (1..tokens).contains(&n)) {
@@ -87,13 +88,13 @@ fn check_step(step: &StepInputs, tokens: usize, capacity: usize, masked: bool) -
         }
     }
     match step.mask {
-        None if masked => fail!(Step, "no mask for a plan that takes one"),
-        Some(_) if !masked => fail!(Step, "a mask for a plan that takes none"),
+        None if masked => fail!(Step, "no mask, expected one"),
+        Some(_) if !masked => fail!(Step, "a mask, expected none"),
         Some(mask) if mask.n_tokens() != tokens => {
             fail!(Step, "a mask of {} tokens, expected {tokens}", mask.n_tokens());
         }
         Some(mask) if mask.end() > step.n_keys => {
-            fail!(Step, "a mask that sees key {} of {}", mask.end() - 1, step.n_keys);
+            fail!(Step, "a mask with key {}, expected keys below {}", mask.end() - 1, step.n_keys);
         }
         Some(mask) => match mask.blind().filter(|&token| token < n) {
             Some(token) => fail!(Step, "token {token} sees no key"),

@@ -15,27 +15,28 @@ pub(crate) const EMBED_THREADS: usize = 128;
 pub(crate) const CHOOSE_THREADS: usize = 1024;
 pub(crate) const NORMALIZE_THREADS: usize = 256;
 
-/// Outputs of a tile of a product, as in the kernel.
+/// The outputs of a product's tile, as in the kernel.
 const OUTPUTS: usize = 16;
-/// The padding elements between two rows in shared memory, and the most elements with which a multiprocessor
-/// holds two blocks on every device.
+/// The elements of padding between two rows in shared memory.
 const PAD: usize = 32;
+/// The maximum elements of a block's rows with which every device runs two blocks on a multiprocessor.
 const FEW_SHARED: usize = 33_280;
-/// The blocks of a single row's product on each multiprocessor. One would leave room for the next kernel's
-/// blocks, but takes a quarter longer on an H200.
+/// The blocks of a single row's product on each multiprocessor. With one there is room for the next kernel's
+/// blocks, but the product takes a quarter longer on an H200.
 const ROW_BLOCKS: usize = 2;
-/// The warps of such a block, and the minimum number of elements of the inner axis for each: with 1024 a
-/// product took a quarter longer on an H200.
+/// The warps of a block in the product of a single row.
 const ROW_WARPS: usize = PRODUCT_THREADS / 32;
+/// The minimum elements of the inner axis for a warp of such a block. With 1024 a product took a quarter
+/// longer on an H200.
 const ROW_SPAN: usize = 2048;
-/// The shared memory that a product needs in addition to the rows, and that every block takes of a
-/// multiprocessor's.
+/// The bytes of shared memory that a product needs in addition to the rows.
 const STATIC_SHARED: usize = 4 * (2 * 8 * 16 * 16 + 16 * 8);
+/// The bytes of a multiprocessor's shared memory that the system reserves for each block.
 pub(crate) const SYSTEM_SHARED: usize = 1024;
 
-/// The parameters of the kernel with rings: its warps; the elements of a row that a warp has at a time and
-/// the places of its ring, for rows that stay in registers and for others; and the longest rows that stay
-/// there.
+/// The parameters of the kernel with rings, as in the kernel. `WIDE` is the number of elements of a row that
+/// a warp multiplies at a time, `DEPTH` the number of slots of its ring. `HELD` is for rows that stay in
+/// registers, which have at most `MAX_HELD` elements, and `OTHER` for longer ones.
 const TILED_WARPS: usize = 16;
 const HELD_WIDE: usize = 128;
 const HELD_DEPTH: usize = 2;
@@ -43,25 +44,26 @@ const OTHER_WIDE: usize = 64;
 const OTHER_DEPTH: usize = 3;
 const MAX_HELD: usize = TILED_WARPS * HELD_WIDE;
 
-/// The parameters of the kernel of many rows: its threads, the rows of the weight in a tile and the pairs of
-/// them, the elements of a row in a place of its ring, and the most rows and places.
+/// The parameters of the kernel of many rows, as in the kernel. A tile has `MANY_TILE` rows of the weight,
+/// and a slot of the ring has `MANY_WIDE` elements of each row. `MANY_ROWS` is the maximum number of rows of
+/// `x`, `MANY_DEPTHS` the possible number of slots.
 const MANY_THREADS: usize = 256;
 const MANY_TILE: usize = 128;
 const MANY_PAIRS: usize = MANY_TILE / 2;
 const MANY_WIDE: usize = 64;
 const MANY_ROWS: usize = 64;
 const MANY_DEPTHS: std::ops::RangeInclusive<usize> = 3..=9;
-/// The most blocks that share a tile. Each leaves sums that are read again.
+/// The maximum number of blocks that share a tile. Each writes partial sums, which the last one reads.
 const MAX_SPLITS: usize = 8;
 
 /// The limits of a device.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
-    /// Multiprocessors.
+    /// The number of multiprocessors.
     pub(crate) processors: usize,
-    /// Bytes of shared memory that a block may use.
+    /// The bytes of shared memory that a block may use.
     pub(crate) block_shared: usize,
-    /// Bytes that a multiprocessor has.
+    /// The bytes of shared memory of a multiprocessor.
     pub(crate) processor_shared: usize,
 }
 
@@ -138,7 +140,7 @@ pub(crate) struct ManyWork {
     pub(crate) unused: i32,
 }
 
-// The kernels' files have the same sizes.
+// The types in the kernels' files have the same sizes.
 const _: () = assert!(size_of::<Step>() == 784);
 const _: () = assert!(size_of::<ProductWork>() == 144);
 const _: () = assert!(size_of::<PackedWork>() == 168);
@@ -147,13 +149,13 @@ const _: () = assert!(size_of::<ManyWork>() == 168);
 /// The kernels of products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ProductKernel {
-    /// A single row. `team` warps share the inner axis.
+    /// For a single row. `team` warps share the inner axis.
     Row { team: usize },
-    /// Rows that are in shared memory, or read again for each tile.
+    /// For few rows, which are in shared memory, or are read again for each tile.
     Few,
-    /// Rows in registers, and the weight in rings.
+    /// For few rows, which are in registers or rings. The weight is in rings.
     Tiled,
-    /// More rows, also with rings. `splits` blocks share each of the tiles.
+    /// For many rows, with rings. `splits` blocks share each of the `tiles` tiles.
     Many { tiles: usize, splits: usize },
 }
 
@@ -162,18 +164,17 @@ pub(crate) enum ProductKernel {
 pub(crate) struct ProductShape {
     pub(crate) kernel: ProductKernel,
     pub(crate) blocks: usize,
-    /// Threads of a block.
+    /// The threads of a block.
     pub(crate) threads: usize,
-    /// Bytes of dynamic shared memory of a block.
+    /// The bytes of dynamic shared memory of a block.
     pub(crate) shared: usize,
 }
 
 impl ProductShape {
-    /// Returns the launch parameters.
+    /// Returns the launch parameters of a product.
     ///
-    /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) if rows that are normalized do not fit shared memory, or for more
-    /// rows than the kernels of a weight take.
+    /// # Errors [`Error::Plan`](crate::Error::Plan) if normalized rows do not fit shared memory, or if no
+    /// kernel supports this number of rows with the weight.
     pub(crate) fn of(plan: &Plan, product: &Product, limits: Limits) -> Result<Self> {
         let n = rows(plan, product);
         if n > MAX_FEW {
@@ -190,7 +191,7 @@ impl ProductShape {
         if elements > most && product.norm.is_some() {
             fail!(
                 Plan,
-                "{elements} elements of rows that are normalized, {PAD} of them after each row, \
+                "{elements} elements of normalized rows, with {PAD} of padding after each row, \
                  expected {most} or fewer on this device"
             );
         }
@@ -213,8 +214,9 @@ impl ProductShape {
         Ok(Self { kernel, blocks, threads, shared: 2 * shared })
     }
 
-    /// Returns the launch parameters of the kernel with rings, if it takes the product. Its block takes a
-    /// whole multiprocessor, so for a single row kernels that overlap are faster, on an H200.
+    /// Returns the launch parameters of the kernel with rings, if it supports the product. It does not
+    /// support a single row: its blocks fill a whole multiprocessor, and on an H200 a kernel that overlaps
+    /// the next one is faster.
     fn tiled(rows: usize, product: &Product, limits: Limits) -> Option<Self> {
         let Weight::Plain(weight) = product.weight else {
             return None;
@@ -238,16 +240,20 @@ impl ProductShape {
         match product.weight {
             Weight::Plain(Address(address)) if address % 16 == 0 => {}
             Weight::Plain(_) => {
-                fail!(Plan, "{rows} rows and a weight not at a multiple of 16 bytes")
+                fail!(Plan, "{rows} rows and a weight that is not aligned to 16 bytes")
             }
             Weight::Packed(_) => {
-                fail!(Plan, "{rows} rows and a packed weight, which takes {MAX_FEW} or fewer");
+                fail!(Plan, "{rows} rows and a packed weight, expected {MAX_FEW} or fewer rows");
             }
         }
         let depth = many_depth(limits);
         if depth < *MANY_DEPTHS.start() {
             let shared = MANY_DEPTHS.start() * MANY_PLACE;
-            fail!(Plan, "{rows} rows take {shared} bytes, the device has {}", limits.block_shared);
+            fail!(
+                Plan,
+                "{rows} rows need {shared} shared bytes, the device has {}",
+                limits.block_shared
+            );
         }
         let pairs = match product.gate {
             Some(_) => product.outputs,
@@ -260,8 +266,8 @@ impl ProductShape {
         Ok(Self { kernel, blocks, threads: MANY_THREADS, shared: depth * MANY_PLACE })
     }
 
-    /// Returns the number of floats that blocks sharing tiles leave, and the number of counters of such
-    /// blocks.
+    /// Returns the number of floats of the partial sums, and the number of tile counters, of blocks that
+    /// share tiles.
     pub(crate) fn scratch(&self, rows: usize) -> (usize, usize) {
         match self.kernel {
             ProductKernel::Many { tiles, splits } if splits > 1 => {
@@ -272,16 +278,16 @@ impl ProductShape {
     }
 }
 
-/// Returns how many warps share the inner axis of a single row: the number of warps for each pair of outputs.
+/// Returns the number of warps that compute a pair of outputs of a single row. They share the inner axis.
 fn team_of(pairs: usize, inner: usize, processors: usize) -> usize {
     let most = ROW_BLOCKS * processors * ROW_WARPS / pairs.max(1);
     let fits = |team: &usize| *team <= most && inner >= team * ROW_SPAN;
     [8, 4, 2].into_iter().find(fits).unwrap_or(1)
 }
 
-/// Returns how many blocks share a tile: the number with which all multiprocessors end soonest. The end of a
-/// tile counts as one more step of its inner axis; leaving sums, and adding up the sums of others, counts as
-/// more.
+/// Returns the number of blocks that share a tile: the number with which the product ends first. The time is
+/// estimated in steps of the inner axis. The end of a tile counts as one step, or as more if blocks write and
+/// add partial sums.
 fn splits_of(tiles: usize, inner: usize, processors: usize) -> usize {
     let steps = inner.div_ceil(MANY_WIDE);
     let time = |splits: &usize| {
@@ -291,21 +297,21 @@ fn splits_of(tiles: usize, inner: usize, processors: usize) -> usize {
     (1..=steps.min(MAX_SPLITS)).min_by_key(time).unwrap_or(1)
 }
 
-/// Returns the rows that the kernel of many rows multiplies.
+/// Returns the number of rows that the kernel of many rows computes, which are padded to a multiple of 32.
 fn many_rows(rows: usize) -> usize {
     rows.next_multiple_of(32)
 }
 
-/// The bytes of one place of the ring in the kernel of many rows.
+/// The bytes of a slot of the ring in the kernel of many rows.
 const MANY_PLACE: usize = 2 * (MANY_TILE + MANY_ROWS) * MANY_WIDE;
 
-/// Returns the number of places of the ring in the kernel of many rows. A device may have too little memory
-/// for it.
+/// Returns the number of slots of the ring in the kernel of many rows. If it is below the minimum of
+/// `MANY_DEPTHS`, the device cannot run the kernel.
 pub(crate) fn many_depth(limits: Limits) -> usize {
     (limits.block_shared.saturating_sub(SYSTEM_SHARED) / MANY_PLACE).min(*MANY_DEPTHS.end())
 }
 
-/// Returns the bytes of shared memory that the kernel with rings takes.
+/// Returns the bytes of shared memory of a block of the kernel with rings.
 fn tiled_shared(rows: usize, is_held: bool) -> usize {
     let x_rows = rows.next_multiple_of(8);
     let ring = match is_held {
@@ -320,15 +326,15 @@ pub(crate) fn or_null(address: Option<Address>) -> u64 {
     address.map_or(0, |address| address.0)
 }
 
-/// Returns a size that the check of a plan has limited.
+/// Converts a size, which the check of the plan has limited to 31 bits.
 pub(crate) fn int(size: usize) -> i32 {
     i32::try_from(size).unwrap_or(i32::MAX)
 }
 
 /// Launches a kernel. With `overlaps` it may begin before the previous kernel has ended.
 ///
-/// # Safety
-/// The arguments are those of the kernel, in order, and valid until it runs.
+/// # Safety `arguments` must point to the kernel's arguments, in order. Addresses in them must be valid until
+/// the kernel has run.
 pub(crate) unsafe fn launch(
     stream: &Stream,
     kernel: &Kernel,

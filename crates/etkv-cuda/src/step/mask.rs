@@ -2,28 +2,27 @@
 
 use std::ops::Range;
 
-/// The keys that attention reads at a time, as in the kernels.
+/// The number of keys that attention reads at a time, as in the kernels.
 pub(crate) const TILE: usize = 64;
 
-/// The keys that each token of a step sees: a list of the tiles of 64 keys in which some token sees a key.
-/// The kernels read no others.
+/// The keys that each token of a step sees. The mask lists the tiles of 64 keys in which some token sees a
+/// key, and the kernels read only these tiles.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyMask {
     n_tokens: usize,
     /// The first token that sees no key.
     blind: Option<usize>,
-    /// One past the last visible key.
+    /// The end of the visible keys, exclusive.
     end: usize,
-    /// For each tile its number, and then a bit for each of its keys and each token, the first key in the
-    /// lowest bit.
+    /// For each tile: its number, followed by 64 bits for each token. The lowest bit is set if the token sees
+    /// the tile's first key.
     numbers: Vec<u64>,
-    /// For each tile the tokens that see one of its keys, as [bits](bit_of).
+    /// For each tile: the set of tokens that see one of its keys, as [bits](bit_of).
     members: Vec<u64>,
 }
 
 impl KeyMask {
-    /// Returns the mask of T tokens. Each token sees the keys of its runs; the first runs are those of the
-    /// first token.
+    /// Returns a mask in which each token sees the keys of its runs. `runs` has one item for each token.
     pub fn of<R>(runs: impl ExactSizeIterator<Item = R> + Clone) -> Self
     where
         R: IntoIterator<Item = Range<usize>>,
@@ -31,8 +30,8 @@ impl KeyMask {
         Self::padded(runs.len(), runs)
     }
 
-    /// Returns the mask of a plan's tokens, for a step with as many tokens as `runs`, or fewer than the plan.
-    /// The others see no key.
+    /// Returns a mask for a plan of `n_tokens` tokens. The step may have fewer: tokens without an item of
+    /// `runs` see no key.
     pub fn padded<R>(n_tokens: usize, runs: impl ExactSizeIterator<Item = R> + Clone) -> Self
     where
         R: IntoIterator<Item = Range<usize>>,
@@ -42,7 +41,7 @@ impl KeyMask {
         let sees_none = |runs: R| runs.into_iter().all(|run| run.is_empty());
         let blind = runs.clone().position(sees_none);
         let end = each().map(|run| run.end).max().unwrap_or(0);
-        // The index of each tile in the list, once all are known.
+        // The index of each tile in the list, or `usize::MAX` if it is not listed.
         let mut places = vec![usize::MAX; end.div_ceil(TILE)];
         for run in each() {
             places[run.start / TILE..run.end.div_ceil(TILE)].fill(0);
@@ -70,7 +69,7 @@ impl KeyMask {
         Self { n_tokens, blind, end, numbers, members }
     }
 
-    /// Returns the tokens of the plan.
+    /// Returns the number of tokens of the plan.
     pub fn n_tokens(&self) -> usize {
         self.n_tokens
     }
@@ -80,22 +79,22 @@ impl KeyMask {
         self.blind
     }
 
-    /// Returns one past the last visible key.
+    /// Returns the end of the visible keys, exclusive.
     pub(crate) fn end(&self) -> usize {
         self.end
     }
 
-    /// Returns the tiles in which some token sees a key.
+    /// Returns the number of tiles in which some token sees a key.
     pub fn n_tiles(&self) -> usize {
         self.numbers.len() / (1 + self.n_tokens)
     }
 
-    /// Writes the list as the kernels read it, and returns its size. A block of rows reads only the tiles in
-    /// which one of its tokens sees a key. First comes, for each block, the end of its tiles in the lists of
-    /// all blocks; then these lists, with each tile's number and, in the upper bits, its index; and then the
-    /// tiles.
+    /// Writes the mask in the layout that the kernels read, and returns its size. A block of rows reads only
+    /// the tiles in which one of its tokens sees a key. The layout begins with the ends of the blocks' lists.
+    /// The lists of all blocks follow. An item of a list is the number of a tile and, in the upper bits, its
+    /// index. The last part is the tiles.
     ///
-    /// `to` has [`max_numbers`] for this number of rows and keys.
+    /// `to` must have room for [`max_numbers`] numbers.
     pub(crate) fn write(&self, rows: RowBlocks, to: &mut [u64]) -> MaskSize {
         let mut lists = rows.n_blocks;
         for block in rows.blocks() {
@@ -109,15 +108,15 @@ impl KeyMask {
         MaskSize { lists, all: lists + self.numbers.len() }
     }
 
-    /// Returns the indices of the tiles in which some of the tokens see a key.
+    /// Returns the indices of the tiles in which one of these tokens sees a key.
     fn seen(&self, tokens: Range<usize>) -> impl Iterator<Item = usize> + '_ {
         let wanted = tokens.fold(0, |bits, token| bits | bit_of(token));
         let members = self.members.iter().enumerate();
         members.filter(move |(_, &members)| members & wanted != 0).map(|(place, _)| place)
     }
 
-    /// Returns the number of tiles that all blocks of `rows` rows read, where each token has `group` rows for
-    /// each head of keys. A tile that several blocks read counts for each.
+    /// Returns the number of tiles that all blocks of `rows` rows read. Each token has `group` query rows for
+    /// each KV head. A tile counts once for each block that reads it.
     pub fn tiles_of_blocks(&self, group: usize, rows: usize) -> usize {
         let rows = RowBlocks::of(self.n_tokens, group, rows);
         rows.blocks().map(|block| self.seen(rows.tokens(block)).count()).sum()
@@ -131,13 +130,13 @@ impl KeyMask {
     }
 }
 
-/// Returns the bit of a token in the set of tokens that see a tile. Plans have 64 tokens or fewer; any more
-/// share the last bit, so too many tiles are listed for them.
+/// Returns the bit of a token in the set of tokens that see a tile. Tokens from 63 on share the last bit.
+/// Plans have at most 64 tokens; with more, blocks would list tiles that they do not need.
 fn bit_of(token: usize) -> u64 {
     1 << token.min(63)
 }
 
-/// The size of a mask as the kernels read it, in numbers of 64 bits.
+/// The size of a mask in the kernels' layout, in numbers of 64 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MaskSize {
     /// The part before the tiles.
@@ -145,7 +144,7 @@ pub(crate) struct MaskSize {
     pub(crate) all: usize,
 }
 
-/// The blocks of rows of an attention. Each token has `group` adjacent rows.
+/// The blocks of query rows of a layer. Each token has `group` adjacent rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RowBlocks {
     n_tokens: usize,
@@ -171,7 +170,7 @@ impl RowBlocks {
     }
 }
 
-/// Returns the most numbers in a mask of this number of tokens over `n_keys` keys.
+/// Returns the maximum count of numbers in a mask over `n_keys` keys.
 pub(crate) fn max_numbers(rows: RowBlocks, n_keys: usize) -> usize {
     let tiles = n_keys.div_ceil(TILE);
     rows.n_blocks * (1 + tiles) + tiles * (1 + rows.n_tokens)
@@ -195,7 +194,7 @@ mod tests {
                 assert_eq!(mask.sees(token, key), expected, "token {token}, key {key}");
             }
         }
-        // Blocks of two tokens: the first reads the tiles 0, 1 and 3, the second 0 and 3.
+        // Blocks of two tokens. The first reads tiles 0, 1 and 3, the second reads 0 and 3.
         let rows = RowBlocks::of(4, 4, 8);
         let mut to = vec![u64::MAX; max_numbers(rows, 256)];
         let written = mask.write(rows, &mut to);

@@ -1,4 +1,4 @@
-//! Rows that separate kernels normalize or blend.
+//! Arguments of the kernels that normalize and blend rows.
 
 use std::ffi::c_void;
 
@@ -8,7 +8,7 @@ use crate::step::plan::{Blend, Normalize};
 /// Threads of a block, as in the kernels.
 pub(crate) const NORM_THREADS: usize = 256;
 
-/// The argument of the kernel.
+/// The argument of the kernel that normalizes rows.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NormWork {
@@ -26,7 +26,7 @@ pub(crate) struct NormWork {
     out_width: i32,
 }
 
-// The kernel's file has the same size.
+// The type in the kernel's file has the same size.
 const _: () = assert!(size_of::<NormWork>() == 72);
 
 impl NormWork {
@@ -67,7 +67,7 @@ pub(crate) struct BlendWork {
     unused: i32,
 }
 
-// The kernel's file has the same size.
+// The type in the kernel's file has the same size.
 const _: () = assert!(size_of::<BlendWork>() == 40);
 
 impl BlendWork {

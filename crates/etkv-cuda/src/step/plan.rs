@@ -1,13 +1,13 @@
-//! The computation of a step: its kernels, and the buffers between them.
+//! The plan of a step: its kernels, and the buffers between them.
 
 use etkv_core::KvFormat;
 
-/// The most tokens of a step.
+/// The maximum number of tokens of a step.
 pub const MAX_TOKENS: usize = 64;
-/// The most rows for the kernels of few rows, which packed weights need.
+/// The maximum number of rows for the kernels of few rows. Products with packed weights need these kernels.
 pub const MAX_FEW: usize = 16;
 
-/// The most layer groups of a plan.
+/// The maximum number of layer groups of a plan.
 pub const MAX_GROUPS: usize = 4;
 
 /// The type of all unpacked weights, of keys and values, and of the buffers between kernels.
@@ -32,7 +32,7 @@ impl Element {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Address(pub u64);
 
-/// A buffer of a [`Plan`]: an index of [`Plan::buffers`].
+/// A buffer of a [`Plan`]: an index into [`Plan::buffers`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Buffer(pub usize);
 
@@ -41,91 +41,94 @@ pub struct Buffer(pub usize);
 pub struct Pool {
     /// The rows of all heads.
     pub rows: PoolRows,
-    /// The rows of each head.
+    /// The number of rows of each head: the slots.
     pub capacity: usize,
 }
 
 /// How a pool stores its rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PoolRows {
-    /// `[1, n_kv, capacity, head_dim]` of the plan's elements, row-major: a multiple of 16 bytes.
+    /// `[1, n_kv, capacity, head_dim]` of the plan's elements, row-major, aligned to 16 bytes.
     Plain(Address),
-    /// Codes with scales.
+    /// Packed codes with scales.
     Packed(PackedRows),
 }
 
-/// Rows of codes: planes `[1, n_kv, capacity, width]`, row-major. The width of a row follows from the format.
+/// Packed rows: planes `[1, n_kv, capacity, width]`, row-major. The format determines the width of each
+/// plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PackedRows {
-    /// The packed format of codes and scales.
+    /// The packed format.
     pub format: KvFormat,
-    /// Words of 32 bits, the first code in the lowest bits: a multiple of 16 bytes.
+    /// Words of 32 bits with the first code in the lowest bits, aligned to 16 bytes.
     pub codes: Address,
-    /// float16, or bytes of E8M0 or E4M3: a multiple of 16 bytes.
+    /// float16, or bytes of E8M0 or E4M3, aligned to 16 bytes.
     pub scales: Address,
-    /// float16, in affine formats only: a multiple of 16 bytes.
+    /// float16, aligned to 16 bytes. Only affine formats have offsets.
     pub offsets: Option<Address>,
 }
 
-/// A matrix `[rows, columns]`, row-major.
+/// A row-major matrix `[rows, columns]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Weight {
-    /// Of the plan's elements.
+    /// In the plan's elements.
     Plain(Address),
-    /// With fewer bits an element.
+    /// Packed codes.
     Packed(PackedWeight),
 }
 
-/// A matrix of codes: code `q` stands for `scale * q + bias`, by the scale and the bias of its group.
+/// A matrix of packed codes. The value of code `q` is `scale * q + bias`, with the scale and bias of its
+/// group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PackedWeight {
-    /// `[rows, columns]` of `bits` bits, the first code in the lowest bits: a multiple of 16 bytes.
+    /// `[rows, columns]` of `bits` bits, with the first code in the lowest bits, aligned to 16 bytes.
     pub codes: Address,
     /// `[rows, columns / group]`, of the plan's elements.
     pub scales: Address,
-    /// Likewise.
+    /// The same as `scales`.
     pub biases: Address,
-    /// 4 or 8.
+    /// The bits of a code: 4 or 8.
     pub bits: usize,
-    /// The codes of a group: 32, 64 or 128. The columns are a multiple of it.
+    /// The codes of a group: 32, 64 or 128. The number of columns is a multiple of it.
     pub group: usize,
 }
 
-/// A step of `tokens` tokens, T below.
+/// The computation of a step. T in the shapes below is `tokens`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     /// The type of all elements.
     pub element: Element,
-    /// T: 1 to [`MAX_TOKENS`].
+    /// The number of tokens: 1 to [`MAX_TOKENS`].
     pub tokens: usize,
-    /// The elements of each buffer between launches. The device allocates them.
+    /// The number of elements of each buffer between launches. The device allocates the buffers.
     pub buffers: Vec<usize>,
-    /// The kernels, in the order in which they run.
+    /// The launches, in the order in which they run.
     pub launches: Vec<Launch>,
-    /// For each layer group, whether every step has a [`KeyMask`](crate::KeyMask) for it: 1 to [`MAX_GROUPS`]
-    /// groups. The layers of a group store a step's rows in the same slots of their pools, and its tokens see
-    /// the same keys. Without a mask query t of T sees the rows of the pools below `n_keys - T + t + 1`. If
-    /// all groups have masks, a step may have fewer tokens than the plan.
+    /// For each layer group, whether every step has a [`KeyMask`](crate::KeyMask) for it. There are 1 to
+    /// [`MAX_GROUPS`] groups. In all layers of a group, a step's rows have the same slots, and its tokens see
+    /// the same keys. Without a mask, query t sees the slots below `n_keys - T + t + 1`. If all groups have
+    /// masks, a step may have fewer tokens than the plan.
     pub masked: Vec<bool>,
-    /// Whether attention with a mask splits rows into small blocks, each of which reads only the keys that
-    /// its tokens see: for tokens of sequences that have few keys in common.
+    /// Whether attention with a mask splits rows into small blocks. A block reads only the tiles of keys that
+    /// its tokens see, so small blocks suit tokens that have few visible keys in common.
     pub small_blocks: bool,
-    /// Buffers that the host fills before each step, with a row for each token. All are different.
+    /// Buffers that the host fills before each step, with a row for each token. No buffer is listed twice.
     pub given: Vec<Buffer>,
     /// The outputs for the host.
     pub logits: Option<Logits>,
-    /// Buffers that the host gets with the logits, if some are copied: hidden states of layers, a multiple of
-    /// 8 elements each. They are all different, and are neither the logits nor buffers that the host fills.
+    /// Buffers that are copied to the host with the logits, for hidden states. Each has a multiple of 8
+    /// elements. No buffer is listed twice, or is the buffer of the logits, or is in `given`. If no logits
+    /// are copied, neither are these.
     pub tapped: Vec<Buffer>,
-    /// Whether a kernel may begin before the previous one has ended, and prefetch its weights. Has no effect
+    /// Whether a kernel may begin before the previous one has ended, to prefetch its weights. Has no effect
     /// on devices before compute capability 9.0.
     pub overlap: bool,
-    /// The blocks of an attention that is split among the multiprocessors, or `None` for two on each.
+    /// The number of blocks of an attention, or `None` to choose one for the device.
     pub attention_blocks: Option<usize>,
 }
 
 impl Plan {
-    /// Returns whether each step has a mask for a layer group.
+    /// Returns whether steps have a mask for a layer group. x
     pub(crate) fn is_masked(&self, group: usize) -> bool {
         self.masked.get(group).copied().unwrap_or(false)
     }
@@ -138,52 +141,52 @@ pub struct Logits {
     pub buffer: Buffer,
     /// 1 to [`MAX_TOKENS`].
     pub rows: usize,
-    /// The logits of a row.
+    /// The number of logits of a row.
     pub vocabulary: usize,
     /// The rows that are copied to the host.
     pub copied: CopiedRows,
-    /// Whether the argmax of each row is copied too.
+    /// Whether the argmax of each row is copied, too.
     pub chosen: bool,
 }
 
-/// The rows of logits that the host gets.
+/// The rows of logits that are copied to the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopiedRows {
-    /// None, and no tapped buffers either.
+    /// No rows, and no tapped buffers.
     None,
-    /// The row of the last token of each step. The plan then has a row for each of its tokens.
+    /// The row of the step's last token. The plan must then have a row for each of its tokens.
     Last,
     /// All [rows](Logits::rows).
     All,
 }
 
-/// A kernel of a step.
+/// A launch of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Launch {
-    /// The rows of the step's tokens.
+    /// Reads the embeddings of the tokens.
     Embed(Embed),
-    /// A product with a weight.
+    /// Multiplies rows by a weight.
     Product(Product),
-    /// Rows that are normalized.
+    /// Normalizes rows.
     Normalize(Normalize),
-    /// Rows that are blended with others.
+    /// Blends rows with other rows.
     Blend(Blend),
-    /// Stores the heads of a product where attention reads them.
+    /// Normalizes and rotates the heads of a product, and writes keys and values to the pools.
     PlaceHeads(PlaceHeads),
-    /// Attention over the keys of a layer.
+    /// Computes attention over the keys of a layer.
     Attend(Attend),
 }
 
-/// The rows of a table for the step's token ids. An id out of range gets the nearest row.
+/// Reads the rows of a table at the step's token ids. Ids out of range are clamped.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Embed {
     /// `[vocabulary, inner]`.
     pub table: Weight,
-    /// The factor of the rows, one of the plan's elements.
+    /// The factor of the rows, in the plan's element type.
     pub scale: Option<Address>,
     /// The number of rows of the table.
     pub vocabulary: usize,
-    /// The elements of a row.
+    /// The number of elements of a row.
     pub inner: usize,
     /// `[T, inner]`.
     pub out: Buffer,
@@ -194,23 +197,23 @@ pub struct Embed {
 pub struct Product {
     /// `[T, inner]`.
     pub x: Buffer,
-    /// Whether only the last row is multiplied, so that the result has one row.
+    /// Whether only the last row is multiplied. The result then has one row.
     pub last_row: bool,
-    /// `[outputs, inner]`; `[2 * outputs, inner]` with a gate, which is the first half.
+    /// `[outputs, inner]`, or `[2 * outputs, inner]` with a gate.
     pub weight: Weight,
-    /// The elements of a row of `x`: a multiple of 8.
+    /// The number of elements of a row of `x`: a multiple of 8.
     pub inner: usize,
-    /// The elements of a row of the result.
+    /// The number of elements of a row of the result.
     pub outputs: usize,
     /// One element for each row of the weight.
     pub bias: Option<Address>,
     /// The norm of `x`, with a weight that is not [wide](Norm::wide).
     pub norm: Option<Norm>,
-    /// The function of the first half of the outputs. It multiplies the second half.
+    /// The activation function of the first half of the outputs, whose result multiplies the second half.
     pub gate: Option<Gate>,
-    /// The residual, `[rows, outputs]`, added to the result. May be `out`.
+    /// `[rows, outputs]`, which is added to the result. May be the same buffer as `out`.
     pub residual: Option<Buffer>,
-    /// The description of the outputs if they are heads, whose pools are plain. Then there is no gate and no
+    /// The heads, if the outputs are heads. Their pools must be plain, and there is neither a gate nor a
     /// residual.
     pub heads: Option<Heads>,
     /// `[rows, outputs]`, or `[rows, n_q, head_dim]` for heads.
@@ -222,43 +225,44 @@ pub struct Product {
 pub struct Norm {
     /// `[inner]`, or `None` for ones.
     pub weight: Option<Address>,
-    /// Whether the weight is float32; a row is then rounded once after it. Not allowed for the rows of a
-    /// product.
+    /// Whether the weight is float32. A row is then rounded only once, after the multiplication by the
+    /// weight. Products do not support such norms.
     pub wide: bool,
-    /// Added to the mean square.
+    /// The number that is added to the mean square.
     pub eps: f32,
 }
 
-/// `out = norm(x) + residual`, and another norm of the result.
+/// `out = norm(x) + residual`, and optionally a norm of this result.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Normalize {
     /// `[T, inner]`.
     pub x: Buffer,
-    /// The elements of a row: a multiple of 8.
+    /// The number of elements of a row: a multiple of 8.
     pub inner: usize,
     /// The norm of `x`.
     pub norm: Norm,
-    /// The residual, `[T, inner]`, added to the normalized rows. May be `out`, if that has no other columns.
+    /// `[T, inner]`, which is added to the normalized rows. May be the same buffer as `out`, if `columns` is
+    /// `None`.
     pub residual: Option<Buffer>,
-    /// `[T, inner]`, or some columns of wider rows.
+    /// `[T, inner]`, or `[T, columns.width]`.
     pub out: Buffer,
-    /// The columns of `out`. Then there is no next norm.
+    /// The columns of `out` to which the result is written. There is then neither a residual nor a next norm.
     pub columns: Option<Columns>,
-    /// The norm of `out`, and its result.
+    /// The norm of `out`, and the buffer of its result.
     pub next: Option<(Norm, Buffer)>,
 }
 
-/// Columns of a buffer `[T, width]`. Both numbers are multiples of 8.
+/// A range of columns in a buffer `[T, width]`. Both numbers are multiples of 8.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Columns {
     /// The first column.
     pub first: usize,
-    /// The elements of a row.
+    /// The number of elements of a row.
     pub width: usize,
 }
 
-/// `out = x + share * (y - x)`, with each difference, product and sum rounded: `y` where its share is 1, `x`
-/// where it is 0.
+/// `out = x + share * (y - x)`, where each operation is rounded. A share of 1 gives `y`, a share of 0 gives
+/// `x`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Blend {
     /// `[T, inner]`.
@@ -267,13 +271,13 @@ pub struct Blend {
     pub y: Buffer,
     /// `[T]`.
     pub share: Buffer,
-    /// The elements of a row: a multiple of 8.
+    /// The number of elements of a row: a multiple of 8.
     pub inner: usize,
-    /// `[T, inner]`. May be `x` or `y`.
+    /// `[T, inner]`. May be the same buffer as `x` or `y`.
     pub out: Buffer,
 }
 
-/// An activation function. The kernel uses the same numbers.
+/// An activation function. The kernels use the same numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Gate {
@@ -282,50 +286,51 @@ pub enum Gate {
     GeluTanh = 3,
 }
 
-/// Heads that are normalized, rotated and stored. A product does this with its own heads; this launch also
-/// writes packed pools and applies norms to queries and keys.
+/// Normalizes, rotates and stores heads. In contrast to a [`Product`] with heads, this launch also supports
+/// packed pools, norms of queries and keys, and partial rotation.
 ///
-/// If a key or value of a token is not finite, its queries become NaN, since codes would hide it.
+/// If a key or value of a token is not finite, the token's queries become NaN, because packed codes would
+/// hide the value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PlaceHeads {
     /// `[T, n_q + 2 * n_kv, head_dim]`.
     pub x: Buffer,
-    /// Their destinations. Here head_dim is a multiple of 32.
+    /// The pools, periods and sizes. `head_dim` must be a multiple of 32 here.
     pub heads: Heads,
-    /// The norm of each head of queries. The weight is `[head_dim]`.
+    /// The norm of each query head. The weight is `[head_dim]`.
     pub q_norm: Option<Norm>,
-    /// Likewise for keys.
+    /// The norm of each key head. The weight is `[head_dim]`.
     pub k_norm: Option<Norm>,
     /// The queries, `[T, n_q, head_dim]`.
     pub out: Buffer,
 }
 
-/// Outputs that are heads: `n_q` of queries, then `n_kv` of keys, then `n_kv` of values. Row t of the keys
-/// and values goes to row `slots[t]` of each head of the pools.
+/// The order of the heads is: `n_q` query heads, `n_kv` key heads, `n_kv` value heads. Row t of keys and
+/// values is written to slot `slots[t]` of the pools.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Heads {
     /// The [group](Plan::masked) of the layer.
     pub group: usize,
-    /// Heads of queries: a multiple of `n_kv`.
+    /// The number of query heads: a multiple of `n_kv`.
     pub n_q: usize,
-    /// Heads of keys, and of values.
+    /// The number of key heads, and of value heads.
     pub n_kv: usize,
-    /// The elements of a head: a multiple of 16 from 32 to 256; a multiple of 64 for more than [`MAX_FEW`]
-    /// tokens.
+    /// The number of elements of a head: a multiple of 16 from 32 to 256, or a multiple of 64 for more than
+    /// [`MAX_FEW`] tokens.
     pub head_dim: usize,
-    /// The periods of the rotary embedding, `[rotated / 2]`, float32: element j of a query or key rotates
-    /// together with element `rotated / 2 + j`, by `1 / periods[j]` a position. `None` if nothing rotates.
+    /// The periods of the rotary embedding, float32 `[rotated / 2]`, or `None` if nothing rotates. Elements j
+    /// and `rotated / 2 + j` of a query or key rotate together, by the angle `position / periods[j]`.
     pub periods: Option<Address>,
-    /// The number of first elements of a head that rotate: all of them in a product, a multiple of 16 in
-    /// [`PlaceHeads`].
+    /// The number of elements that rotate, from the start of each head: `head_dim` in a product, and a
+    /// multiple of 16 in [`PlaceHeads`].
     pub rotated: usize,
-    /// The destination of the keys.
+    /// The pool to which keys are written.
     pub keys: Pool,
-    /// The destination of the values.
+    /// The pool to which values are written.
     pub values: Pool,
 }
 
-/// Attention to the rows of the pools that [`Plan::masked`] describes.
+/// Attention over the slots of the pools that [`Plan::masked`] describes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attend {
     /// The [group](Plan::masked) of the layer.
@@ -336,13 +341,13 @@ pub struct Attend {
     pub keys: Pool,
     /// The values, including those of this step.
     pub values: Pool,
-    /// Heads of queries: a multiple of `n_kv`.
+    /// The number of query heads: a multiple of `n_kv`.
     pub n_q: usize,
-    /// Heads of keys.
+    /// The number of KV heads.
     pub n_kv: usize,
-    /// The elements of a head: a multiple of 16 from 32 to 256.
+    /// The number of elements of a head: a multiple of 16 from 32 to 256.
     pub head_dim: usize,
-    /// The factor of the scores.
+    /// The factor by which scores are multiplied.
     pub scale: f32,
     /// `[T, n_q * head_dim]`.
     pub out: Buffer,

@@ -1,4 +1,4 @@
-//! Pools in the layout that the kernels read and write.
+//! Pools in the kernels' layout, and the launch parameters of the kernel that places heads.
 
 use std::ffi::c_void;
 
@@ -11,10 +11,10 @@ use crate::step::launch::{int, or_null};
 use crate::step::plan::{PlaceHeads, Plan, Pool, PoolRows};
 use crate::step::source::Source;
 
-/// The most warps of a block that places heads, as in the kernel.
+/// The maximum number of warps of a block that places heads, as in the kernel.
 const MAX_PLACE_WARPS: usize = 8;
 
-/// The addresses of a pool's rows. Plain rows are the codes.
+/// The addresses of a pool's planes. In a plain pool, `codes` is the address of the rows.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Planes {
@@ -61,12 +61,12 @@ pub(crate) struct PlaceWork {
     rotated: i32,
 }
 
-// The kernels' files have the same sizes.
+// The types in the kernels' files have the same sizes.
 const _: () = assert!(size_of::<Planes>() == 32);
 const _: () = assert!(size_of::<PlaceWork>() == 144);
 
 impl PlaceWork {
-    /// Returns the argument, with the addresses of buffers.
+    /// Returns the argument. `[x, out, step]` are the addresses of the buffers and of the step.
     pub(crate) fn of(place: &PlaceHeads, [x, out, step]: [u64; 3]) -> Self {
         let heads = &place.heads;
         let weight = |norm: Option<crate::Norm>| or_null(norm.and_then(|norm| norm.weight));
@@ -95,25 +95,25 @@ impl PlaceWork {
     }
 }
 
-/// Returns the kind of a norm, as the kernel numbers it.
+/// Returns the number of a norm's kind in the kernel.
 fn kind_of(norm: Option<crate::Norm>) -> i32 {
     norm.map_or(0, |norm| if norm.wide { 2 } else { 1 })
 }
 
-/// Returns the kernel that places heads in the pools of a launch.
+/// Returns the kernel that places heads in the pools of `place`.
 pub(crate) fn place_kernel(device: &Device, plan: &Plan, place: &PlaceHeads) -> Result<Kernel> {
     let [keys, values] = [place.heads.keys, place.heads.values].map(format_of);
     device.kernel(Source::PlaceHeads { element: plan.element, keys, values }, c"etkv_place", 0)
 }
 
-/// Returns the blocks of a launch that places heads, and the threads of each.
+/// Returns the grid of a launch that places heads, and the threads of a block.
 pub(crate) fn place_grid(plan: &Plan, place: &PlaceHeads) -> ([usize; 3], usize) {
     let heads = &place.heads;
     let warps = (heads.n_q / heads.n_kv + 2).min(MAX_PLACE_WARPS);
     ([heads.n_kv, plan.tokens, 1], 32 * warps)
 }
 
-/// Returns the format of a packed pool.
+/// Returns the format of a packed pool, or `None` for a plain one.
 pub(crate) fn format_of(pool: Pool) -> Option<KvFormat> {
     match pool.rows {
         PoolRows::Plain(_) => None,

@@ -1,4 +1,4 @@
-//! The texts that are compiled together for a step's kernels.
+//! Source texts of kernels, and the ones that are compiled together.
 
 use etkv_core::KvFormat;
 
@@ -6,7 +6,7 @@ use crate::step::formats::{stage_bytes, type_of};
 use crate::step::plan::Element;
 use crate::text;
 
-// The texts that only steps need.
+// Texts that only captured steps need.
 const ONE_ROW: &str = include_str!("../kernels/one_row.cuh");
 const TILED_ROWS: &str = include_str!("../kernels/tiled_rows.cuh");
 const MANY_ROWS: &str = include_str!("../kernels/many_rows.cuh");
@@ -35,18 +35,18 @@ const ATTEND_ENTRY: &str = include_str!("../kernels/attend_entry.cuh");
 /// Kernels that are compiled together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Source {
-    /// All kernels but attention, those that read packed weights, and those of many rows.
+    /// The kernels that the other variants do not list.
     Product(Element),
-    /// Kernels that multiply many rows, with rings of `depth` places.
+    /// Kernels that multiply many rows, with rings of `depth` slots.
     Many { element: Element, depth: usize },
     /// Kernels that read packed weights of `bits` bits.
     Packed { element: Element, bits: usize },
     /// The kernels that normalize and blend rows.
     Norm(Element),
-    /// The kernel that places heads in pools, which are packed if they have a format.
+    /// The kernel that places heads in pools. A pool with a format is packed.
     PlaceHeads { element: Element, keys: Option<KvFormat>, values: Option<KvFormat> },
-    /// Attention with the head's elements, the tiles that a block holds at a time, the warps that share rows,
-    /// and the blocks of a multiprocessor.
+    /// Attention over plain pools, with heads of `dim` elements. A block has room for `tiles` tiles, and
+    /// divides its rows among `row_warps` warps. A multiprocessor runs `blocks` blocks.
     Attend {
         element: Element,
         dim: usize,
@@ -55,8 +55,8 @@ pub(crate) enum Source {
         blocks: usize,
         masked: bool,
     },
-    /// The same for packed keys or values. `row_tiles` is the number of row tiles of a warp, which share what
-    /// it unpacks.
+    /// Attention over packed keys or values. `stages` is the number of tiles in a block. A warp has
+    /// `row_tiles` row tiles, which share the keys and values that it unpacks.
     AttendPacked {
         element: Element,
         dim: usize,
@@ -71,7 +71,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// Returns the complete text. Kernels overlap from compute capability 9.0 on.
+    /// Returns the complete source text. Kernels can overlap from compute capability 9.0 on.
     pub(crate) fn text(self, capability: usize) -> String {
         let overlaps = if capability >= 90 { "#define ETKV_OVERLAPS\n" } else { "" };
         let (head, parts) = match self {

@@ -1,4 +1,4 @@
-//! The launches of a plan's kernels, and the memory between them.
+//! Launches the kernels of a plan, and allocates the memory between them.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -20,8 +20,9 @@ use crate::step::plan::{
 use crate::step::pools::{place_grid, place_kernel, PlaceWork, Planes};
 use crate::step::source::Source;
 
-/// The offset of the logits, which follow the argmax ids, in bytes, and the alignment of buffers.
+/// The offset of the logits in the outputs, in bytes. They follow the argmax ids.
 pub(crate) const LOGITS_AT: usize = 256;
+/// The alignment of buffers, in bytes.
 pub(crate) const APART: usize = 256;
 
 /// The kernels of a plan, and the memory between them.
@@ -34,28 +35,28 @@ pub(crate) struct Work {
     many: Option<ManyKernels>,
     embed: Kernel,
     choose: Kernel,
-    /// Kernels of packed weights, by the bits of a code.
+    /// Kernels of packed weights, keyed by the bits of a code.
     packed: HashMap<usize, PackedKernels>,
-    /// Kernels of rows, if the plan has such launches.
+    /// Kernels that normalize and blend rows, if the plan has such launches.
     rows: Option<RowKernels>,
-    /// Kernels that place heads, by the launch.
+    /// Kernels that place heads, keyed by the index of the launch.
     place: HashMap<usize, Kernel>,
-    /// For each launch that is attention: its kernel, and the kernel that merges its slices.
+    /// For each launch, if it is attention: the kernel, and the kernel that merges its slices.
     attend: Vec<Option<(Kernel, Kernel, AttendShape)>>,
-    /// The address of each buffer, and its bytes.
+    /// The address and the bytes of each buffer.
     pub(crate) places: Vec<(u64, usize)>,
-    /// A step for each group, and the buffers that the host fills.
+    /// A [`Step`] for each group, followed by the buffers that the host fills.
     pub(crate) step: Memory,
-    /// The argmax ids, the logits, and tapped buffers.
+    /// The argmax ids, the logits, and the tapped buffers.
     pub(crate) outputs: Memory,
-    /// The mask of a step for each masked group.
+    /// The memory of each group's mask, if it has one.
     pub(crate) tiles: Vec<Option<Memory>>,
     partial: Memory,
     _buffers: Memory,
     device: Device,
 }
 
-/// The kernels that multiply many rows, and the memory that they share.
+/// The kernels that multiply many rows, and the memory for their partial sums.
 #[derive(Debug)]
 struct ManyKernels {
     plain: Kernel,
@@ -68,7 +69,7 @@ struct ManyKernels {
 }
 
 impl ManyKernels {
-    /// Returns the kernels if the plan needs them.
+    /// Returns the kernels, or `None` if the plan does not need them.
     fn of(device: &Device, plan: &Plan) -> Result<Option<Self>> {
         let limits = device.0.limits;
         let (mut shared, mut normalized, mut sums, mut counts) = (0, 0, 0, 0);
@@ -103,7 +104,7 @@ impl ManyKernels {
     }
 }
 
-/// The kernels that read packed weights of some number of bits.
+/// The kernels that read packed weights of one number of bits.
 #[derive(Debug)]
 struct PackedKernels {
     product: Kernel,
@@ -111,7 +112,7 @@ struct PackedKernels {
 }
 
 impl PackedKernels {
-    /// Returns the kernels that a plan needs.
+    /// Returns the kernels that a plan needs, keyed by the number of bits.
     fn of(device: &Device, plan: &Plan) -> Result<HashMap<usize, Self>> {
         let mut found = HashMap::new();
         for launch in &plan.launches {
@@ -137,7 +138,7 @@ impl PackedKernels {
     }
 }
 
-/// The kernels of rows that are not part of a product.
+/// The kernels that normalize and blend rows.
 #[derive(Debug)]
 struct RowKernels {
     norm: Kernel,
@@ -145,7 +146,7 @@ struct RowKernels {
 }
 
 impl RowKernels {
-    /// Returns the kernels if the plan needs them.
+    /// Returns the kernels, or `None` if the plan does not need them.
     fn of(device: &Device, plan: &Plan) -> Result<Option<Self>> {
         let needs = |launch: &Launch| matches!(launch, Launch::Normalize(_) | Launch::Blend(_));
         if !plan.launches.iter().any(needs) {
@@ -157,14 +158,14 @@ impl RowKernels {
     }
 }
 
-/// The memory that the host writes before a step, and reads after it. Each is one block of bytes, on the host
-/// and on the device.
+/// The layout of the memory that the host writes before a step, and of the memory that it reads after the
+/// step. Each is one block, on the host and on the device.
 #[derive(Debug)]
 pub(crate) struct Layout {
-    /// The buffers that the host fills, and their offsets after a step for each group.
+    /// The buffers that the host fills, and their offsets. They follow the [`Step`] of each group.
     pub(crate) given: Vec<(Buffer, usize)>,
     pub(crate) step_bytes: usize,
-    /// The logits, and then the tapped buffers, with their offsets after the argmax ids.
+    /// The logits and the tapped buffers, with their offsets. They follow the argmax ids.
     outputs: Vec<(Buffer, usize)>,
     /// The offset of the tapped buffers.
     pub(crate) tapped_at: usize,
@@ -245,7 +246,7 @@ impl Work {
             }
             let at = bytes;
             bytes += all.next_multiple_of(APART);
-            // In the memory of all other buffers, which is allocated below.
+            // An offset. The address of the buffers' memory is added after its allocation below.
             (at as u64, all)
         };
         let mut places: Vec<(u64, usize)> =
@@ -290,11 +291,11 @@ impl Work {
         self.places[index].0
     }
 
-    /// Enqueues all launches on the stream.
+    /// Enqueues all launches of the plan on the stream.
     pub(crate) fn launch_all(&self, stream: &Stream, plan: &Plan) -> Result<()> {
         let overlap = plan.overlap && self.device.0.overlaps;
         for (number, launch) in plan.launches.iter().enumerate() {
-            // The first launch follows a copy, which has to end.
+            // The first launch must wait for the end of the copy before it.
             let overlaps = overlap && number > 0;
             match (launch, &self.attend[number]) {
                 (Launch::Embed(embed), _) => self.embed(stream, plan, embed, overlaps)?,
@@ -303,7 +304,8 @@ impl Work {
                     let work = self.attend_work(plan, attend, shape);
                     let (threads, shared) = (ATTEND_THREADS, shape.bytes_shared);
                     let arguments = &mut [of(&work)];
-                    // SAFETY: this is the kernels' argument; the plan's check has verified all sizes.
+                    // SAFETY: the argument is that of the kernels, and the check of the plan has verified all
+                    // sizes.
                     unsafe {
                         let grid = shape.grid;
                         launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)?;
@@ -330,7 +332,8 @@ impl Work {
                     let work = PlaceWork::of(place, places);
                     let (grid, threads) = place_grid(plan, place);
                     let arguments = &mut [work.argument()];
-                    // SAFETY: this is the kernel's argument; the plan's check has verified all sizes.
+                    // SAFETY: the argument is that of the kernel, and the check of the plan has verified all
+                    // sizes.
                     unsafe {
                         launch::launch(stream, kernel, grid, threads, 0, arguments, overlaps)?;
                     }
@@ -345,7 +348,7 @@ impl Work {
                 let vocabulary = int(logits.vocabulary);
                 let arguments = &mut [of(&out), of(&from), of(&vocabulary)];
                 let threads = launch::CHOOSE_THREADS;
-                // SAFETY: these are the kernel's arguments; the logits have that many rows.
+                // SAFETY: the arguments are those of the kernel, and the logits have that many rows.
                 unsafe {
                     launch::launch(stream, &self.choose, grid, threads, 0, arguments, overlap)
                 }
@@ -354,7 +357,7 @@ impl Work {
         }
     }
 
-    /// Returns the kernels of rows. The plan must have them.
+    /// Returns the kernels of rows, which the plan must need.
     fn rows(&self) -> Result<&RowKernels> {
         match &self.rows {
             Some(kernels) => Ok(kernels),
@@ -362,7 +365,7 @@ impl Work {
         }
     }
 
-    /// Launches a kernel of rows, with one block for each token.
+    /// Launches a kernel of rows, with a block for each token.
     fn rows_of(
         &self,
         stream: &Stream,
@@ -372,11 +375,11 @@ impl Work {
         overlaps: bool,
     ) -> Result<()> {
         let (grid, arguments) = ([plan.tokens, 1, 1], &mut [argument]);
-        // SAFETY: this is the kernel's argument; the plan's check has verified all sizes.
+        // SAFETY: the argument is that of the kernel, and the check of the plan has verified all sizes.
         unsafe { launch::launch(stream, kernel, grid, NORM_THREADS, 0, arguments, overlaps) }
     }
 
-    /// Returns the kernels of a packed weight. The plan must have them.
+    /// Returns the kernels of a packed weight, which the plan must need.
     fn packed(&self, packed: &PackedWeight) -> Result<&PackedKernels> {
         match self.packed.get(&packed.bits) {
             Some(kernels) => Ok(kernels),
@@ -385,13 +388,13 @@ impl Work {
     }
 
     fn embed(&self, stream: &Stream, plan: &Plan, embed: &Embed, overlaps: bool) -> Result<()> {
-        // The ids are the same in each group.
+        // All groups have the same ids.
         let (out, step) = (self.at(embed.out), self.step_of(0));
         let (vocabulary, inner) = (int(embed.vocabulary), int(embed.inner));
         let scale = or_null(embed.scale);
         let (grid, threads) = ([plan.tokens, 1, 1], launch::EMBED_THREADS);
         let launch = |kernel: &Kernel, arguments: &mut [*mut c_void]| {
-            // SAFETY: these are the kernel's arguments; the buffer has a row for each token.
+            // SAFETY: the arguments are those of the kernel, and the buffer has a row for each token.
             unsafe { launch::launch(stream, kernel, grid, threads, 0, arguments, overlaps) }
         };
         match embed.table {
@@ -466,7 +469,7 @@ impl Work {
         let grid = [shape.blocks, 1, 1];
         let launch = |kernel: &Kernel, argument: *mut c_void| {
             let (threads, shared, arguments) = (shape.threads, shape.shared, &mut [argument]);
-            // SAFETY: this is the kernel's argument; the plan's check has verified all sizes.
+            // SAFETY: the argument is that of the kernel, and the check of the plan has verified all sizes.
             unsafe { launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps) }
         };
         match (product.weight, shape.kernel) {
@@ -494,7 +497,7 @@ impl Work {
                     let out = many.normalized.address().0;
                     let arguments = &mut [of(&work), of(&out)];
                     let (grid, threads) = ([rows(plan, product), 1, 1], launch::NORMALIZE_THREADS);
-                    // SAFETY: these are the kernel's arguments; the memory has that many rows.
+                    // SAFETY: the arguments are those of the kernel, and the memory has that many rows.
                     unsafe {
                         let kernel = &many.normalize;
                         launch::launch(stream, kernel, grid, threads, 0, arguments, overlaps)?;
@@ -516,7 +519,8 @@ impl Work {
                     (None, None) => &many.plain,
                 };
                 let (threads, shared, arguments) = (shape.threads, shape.shared, &mut [of(&work)]);
-                // SAFETY: this is the kernel's argument; the plan's check has verified all sizes.
+                // SAFETY: the argument is that of the kernel, and the check of the plan has verified all
+                // sizes.
                 unsafe {
                     launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)
                 }
@@ -539,13 +543,12 @@ impl Work {
             queries: int(attend.n_q),
             each: int(attend.n_kv),
             slices: int(shape.grid[0]),
-            // Of the four warps of a block.
             unused: 0,
         }
     }
 }
 
-/// Returns the address of a plain pool.
+/// Returns the address of a plain pool's rows.
 fn plain(pool: Pool) -> Result<u64> {
     match pool.rows {
         PoolRows::Plain(address) => Ok(address.0),
@@ -553,12 +556,12 @@ fn plain(pool: Pool) -> Result<u64> {
     }
 }
 
-/// Returns the logarithm of the size of a packed weight's groups, which the plan's check has limited.
+/// Returns the base-2 logarithm of a packed weight's group size, which is a power of two.
 fn group_shift(packed: &PackedWeight) -> i32 {
     packed.group.trailing_zeros() as i32
 }
 
-/// Returns the address of an argument, which the driver reads.
+/// Returns the address of an argument, for the driver.
 fn of<T>(argument: &T) -> *mut c_void {
     std::ptr::from_ref(argument).cast_mut().cast()
 }

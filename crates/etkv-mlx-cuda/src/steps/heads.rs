@@ -1,8 +1,8 @@
-//! The heads of a layer whose queries and keys are normalized, or do not rotate or only in part: between
-//! their product and attention, the passes leave views, norms and embeddings of each.
+//! Finds the heads of layers that the passes do not merge into one product: layers whose queries and keys are
+//! normalized, do not rotate, or rotate only in part. The graph of such a layer has separate views, norms and
+//! rotary embeddings between the product and attention.
 //!
-//! A product that includes all of this is a [`LinearHeads`](Op::LinearHeads), which the recipe reads
-//! directly.
+//! Other layers have one [`LinearHeads`](Op::LinearHeads), which the recipe reads directly.
 
 use std::collections::{HashMap, HashSet};
 
@@ -11,15 +11,16 @@ use mlx_rs::Dtype;
 use etkv_mlx_program::ir::{Graph, Int, Op, Out, Value};
 use etkv_mlx_program::passes;
 
-/// The axis of features in `[1, T, features]`, and that of heads in `[1, heads, T, head_dim]`.
+/// The axis of features in `[1, T, features]`, counted from either end.
 const FEATURES: [i32; 2] = [-1, 2];
+/// The axis of heads in `[1, heads, T, head_dim]`.
 const HEADS: i32 = 1;
-/// The axis of a head's elements.
+/// The axis of a head's elements, likewise.
 const ELEMENTS: [i32; 2] = [-1, 3];
-/// From tokens before heads to heads before tokens.
+/// The permutation of axes from `[1, T, heads, head_dim]` to `[1, heads, T, head_dim]`.
 const SWAPPED: [i32; 4] = [0, 2, 1, 3];
 
-/// A norm of rows or of heads, and the dtype that the result is converted to.
+/// A norm of rows or of heads, and the dtype to which its result is converted.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RowNorm {
     pub weight: Option<Value>,
@@ -31,15 +32,15 @@ pub struct RowNorm {
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerHeads {
     pub layer: usize,
-    /// The number of query heads, and of KV heads.
+    /// The number of query heads. `n_kv` is the number of KV heads.
     pub n_q: usize,
     pub n_kv: usize,
     pub head_dim: usize,
-    /// The periods by which queries and keys rotate, and the dtype of the result.
+    /// The rotary periods of queries and keys, and the dtype of the result.
     pub rotation: Option<(Value, Dtype)>,
-    /// The number of first elements of a head that rotate.
+    /// The number of elements that rotate, from the start of each head.
     pub rotated: usize,
-    /// The norm of each head of queries, and of keys, before it rotates.
+    /// The norms of query heads and of key heads, applied before the rotation.
     pub q_norm: Option<RowNorm>,
     pub k_norm: Option<RowNorm>,
 }
@@ -48,12 +49,12 @@ pub struct LayerHeads {
 #[derive(Debug)]
 pub struct HeadsProduct {
     pub heads: LayerHeads,
-    /// The queries, as attention reads them.
+    /// The queries that attention reads.
     pub queries: Value,
 }
 
-/// The products of a program whose heads are found here, by their instruction, and the instructions between
-/// them and attention.
+/// The products found by this module, by their instruction, and the instructions between these products and
+/// attention.
 #[derive(Debug, Default)]
 pub struct HeadsProducts {
     pub products: HashMap<usize, HeadsProduct>,
@@ -61,7 +62,7 @@ pub struct HeadsProducts {
 }
 
 impl HeadsProducts {
-    /// Searches the heads of each attention. `positions` are the values that are the step's positions.
+    /// Finds the heads of each attention. `positions` lists the values that contain the step's positions.
     pub fn of(graph: &Graph, positions: &[Value]) -> Self {
         let finder = Finder::new(graph, positions);
         let mut all = Self::default();
@@ -81,20 +82,19 @@ impl HeadsProducts {
 /// A piece of a product, and the operations on it before attention.
 struct PieceTrace {
     split: usize,
-    /// The number of the piece.
+    /// The index of the piece in the outputs of the split.
     piece: usize,
-    /// The elements of a head, if the piece is viewed as heads after the split.
+    /// The elements of a head, if the piece is reshaped to heads after the split.
     head_dim: Option<i64>,
     norm: Option<RowNorm>,
     rotation: Option<(Value, Dtype)>,
-    /// The number of elements that rotate, if not all do.
+    /// The number of elements that rotate, or `None` if all of them rotate.
     rotated: Option<i32>,
     /// The instructions between the product and attention.
     between: Vec<usize>,
 }
 
-/// Heads that rotate in part: the value before, its periods and dtype, the elements that rotate, and the
-/// instructions.
+/// Heads of which only the first `rotated` elements rotate. `x` is their value before the rotation.
 struct RotatedPart {
     x: Value,
     rotation: (Value, Dtype),
@@ -105,7 +105,8 @@ struct RotatedPart {
 struct Finder<'a> {
     graph: &'a Graph,
     positions: &'a [Value],
-    /// The instruction that makes each value, and the only one that reads it.
+    /// The instruction that computes each value. `readers` has the instruction that reads it, if there is
+    /// only one.
     makers: HashMap<Value, usize>,
     readers: HashMap<Value, usize>,
 }
@@ -117,7 +118,7 @@ impl<'a> Finder<'a> {
         Self { graph, positions, makers: makers.collect(), readers: passes::only_readers(graph) }
     }
 
-    /// Returns the instruction that makes a value with only one reader.
+    /// Returns the instruction that computes a value, if the value has only one reader.
     fn maker(&self, value: Value) -> Option<(usize, &'a Op, Out)> {
         self.readers.get(&value)?;
         let &index = self.makers.get(&value)?;
@@ -125,7 +126,8 @@ impl<'a> Finder<'a> {
         Some((index, &made.op, made.out))
     }
 
-    /// Returns the product of a layer's queries, keys and values, its heads, and the instructions between.
+    /// Returns the product that computes a layer's queries, keys and values, its heads, and the instructions
+    /// between the product and attention.
     fn heads(&self, values: [Value; 3], layer: usize) -> Option<(usize, LayerHeads, Vec<usize>)> {
         let [q, k, v] = values.map(|value| self.trace(value));
         let (q, k, v) = (q?, k?, v?);
@@ -163,7 +165,7 @@ impl<'a> Finder<'a> {
         let (to_keys, to_values) = (i64::from(to_keys), i64::from(to_values));
         let is_whole = to_keys % of_head == 0 && to_values % of_head == 0;
         let count = |n: i64| usize::try_from(n / of_head).ok().filter(|&n| n > 0 && is_whole);
-        // The check with the weight ensures that the product has this many features.
+        // The check of the weight's shape ensures that the product has this many features.
         let heads = LayerHeads {
             layer,
             n_q: count(to_keys)?,
@@ -177,7 +179,7 @@ impl<'a> Finder<'a> {
         Some((product, heads, between))
     }
 
-    /// Returns the heads whose first part was rotated and joined with the rest again.
+    /// Returns the heads whose rotated first part and unrotated rest are concatenated.
     fn rotated_part(&self, parts: &[Value], axis: i32) -> Option<RotatedPart> {
         let &[first, rest] = parts else {
             return None;
@@ -202,12 +204,12 @@ impl<'a> Finder<'a> {
         fits.then_some(RotatedPart { x, rotation, rotated, between })
     }
 
-    /// Returns whether a value with only one reader is normalized.
+    /// Returns whether a value is the result of a norm and has only one reader.
     fn is_norm(&self, value: Value) -> bool {
         self.maker(value).is_some_and(|(_, op, _)| matches!(op, Op::RmsNorm { .. }))
     }
 
-    /// Traces a value that attention reads back to a piece of a split.
+    /// Traces a value that attention reads back to the output of a split.
     fn trace(&self, mut value: Value) -> Option<PieceTrace> {
         let (mut head_dim, mut norm, mut made, mut rotation) = (None, None, None, None);
         let (mut rotated, mut is_swapped, mut between) = (None, false, Vec::new());
@@ -227,7 +229,7 @@ impl<'a> Finder<'a> {
                     between.extend(found.between);
                     found.x
                 }
-                // A norm is one for each head, whether heads or tokens come first.
+                // The norm is over the elements of a head, so the order of heads and tokens does not matter.
                 Op::Transpose { x, ref perm } if perm[..] == SWAPPED && !is_swapped => {
                     is_swapped = true;
                     x
@@ -270,7 +272,7 @@ impl<'a> Finder<'a> {
     }
 }
 
-/// Returns the elements of a head in a view `[1, T, heads, head_dim]` whose number of heads is open.
+/// Returns `head_dim` of a shape `[1, T, -1, head_dim]`.
 fn head_dim_of(shape: &[Int]) -> Option<i64> {
     match *shape {
         [Int::Literal(1), _, Int::Literal(-1), Int::Literal(head_dim)] if head_dim > 0 => {

@@ -1,16 +1,17 @@
 //! Steps of a few tokens as CUDA graphs.
 //!
-//! Each MLX operation costs the host 6 to 10 µs on an NVIDIA GPU, more than most take on the device. A
-//! program that is a decoder, which a [`Recipe`] recognizes, is captured as a CUDA graph instead: its kernels
-//! read weights, and read and write keys and values, in MLX's arrays.
+//! On an NVIDIA GPU each MLX operation costs the host 6 to 10 µs, which is more than most operations take on
+//! the device. A [`Recipe`] recognizes decoders. Their steps are captured as CUDA graphs, whose kernels read
+//! weights from MLX's arrays, and read and write keys and values there.
 //!
 //! MLX owns the memory, and MLX and the graph use a cache in turns. A captured step begins when MLX's writes
-//! to the cache's buffers are complete, and the cache is locked until its end. MLX moves an array when the
-//! host reads it and makes new ones when a pool grows, so a step compares the addresses with those of its
-//! graph, and captures it again if one has changed.
+//! to the cache's buffers are complete, and the cache is locked until the step ends. MLX moves an array when
+//! the host reads it, and allocates new arrays when a pool grows. So a step compares the current addresses
+//! with those of its graph, and captures the graph again if an address has changed.
 //!
-//! All else runs as before: other programs, steps of more tokens, and formats that are neither the program's
-//! float dtype nor packed. The results are the same except for the order of sums.
+//! The interpreter runs everything else: other programs, steps of more tokens, and formats that are neither
+//! the program's float dtype nor packed. Its results differ from those of captured steps only by the order of
+//! sums.
 
 mod heads;
 mod packed;
@@ -43,7 +44,7 @@ use etkv_mlx_program::{
     StepSignature, StepTokens, TakeOutputs, TARGET,
 };
 
-/// Returns the rows of logits that a step of this number of tokens copies to the host.
+/// Returns which rows of logits a step of `tokens` tokens copies to the host.
 fn copied(wanted: RequestedOutputs, tokens: usize) -> CopiedRows {
     match wanted {
         RequestedOutputs::LastLogits if tokens > 1 => CopiedRows::Last,
@@ -104,13 +105,14 @@ struct CapturedSteps {
 #[derive(Default)]
 struct State {
     graphs: Vec<Graph>,
-    /// Kinds that could not be captured: long rows of many tokens do not fit shared memory.
+    /// Kinds that could not be captured, for example because long rows of many tokens do not fit shared
+    /// memory.
     failed: Vec<Kind>,
 }
 
 impl State {
-    /// Returns whether steps of this number of tokens could not be captured. A step that fails without a mask
-    /// also fails with one.
+    /// Returns whether steps of this number of tokens could not be captured. If the capture of a step without
+    /// a mask fails, so does the capture of one with a mask.
     fn has_failed(&self, tokens: usize, masked: &GroupMasks) -> bool {
         let planned = planned_tokens(tokens);
         let implies =
@@ -123,12 +125,12 @@ impl State {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Kind {
     tokens: usize,
-    /// For each layer group, whether each token sees its own set of keys, and not all before it. Steps of
-    /// many tokens always have such a mask.
+    /// For each layer group, whether the step has a mask. Without a mask, each token sees itself and all keys
+    /// before it. Steps of many tokens always have a mask.
     masked: GroupMasks,
-    /// Whether tokens have few of the visible keys in common.
+    /// Whether attention runs in small blocks of rows: see [`Planner::prefers_small_blocks`].
     small_blocks: bool,
-    /// The logits that are copied to the host, and whether the argmax of each row is computed.
+    /// The logits that are copied to the host.
     copied: CopiedRows,
     chosen: bool,
 }
@@ -139,7 +141,7 @@ struct Graph {
     captured: CapturedStep,
 }
 
-/// The device, if this process can capture steps on it.
+/// Returns the device, if this process can capture steps on it.
 fn device() -> Option<&'static Device> {
     static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
     DEVICE
@@ -154,8 +156,8 @@ fn device() -> Option<&'static Device> {
 }
 
 impl CapturedSteps {
-    /// Returns the captured steps of a program, if its constants have the layouts that the kernels read and
-    /// there is a device.
+    /// Returns an executor without captured steps. Returns `None` if there is no device, or if the kernels do
+    /// not support the layouts of the program's constants.
     fn of(recipe: Recipe, constants: &[Option<Array>]) -> Option<Self> {
         let planner = Planner::of(&recipe, constants)?;
         device()?;
@@ -186,7 +188,7 @@ impl CapturedSteps {
         cache.store().is_some() && self.planner.can_store(cache.formats())
     }
 
-    /// Runs a step, or returns why it cannot be captured.
+    /// Runs a step, or returns the reason why it cannot be captured.
     fn run(
         &self,
         mlx: &mut Mlx,
@@ -203,17 +205,18 @@ impl CapturedSteps {
         };
         let mut state = self.state.lock();
         let Some(groups) = Groups::of(&cache.config().layers) else {
-            return Ok(Err("the layers have too many policies"));
+            return Ok(Err("the layers have too many different policies"));
         };
         if state.has_failed(n, &groups.may_be_masked(false)) {
             return Ok(Err("steps of this many tokens could not be captured"));
         }
-        // Codes hide a value that is not finite, and other sequences would read it.
+        // Packed codes hide values that are not finite, and in a shared cache other sequences would read
+        // them.
         let is_watched =
             cache.sequences().is_some() || cache.formats().iter().any(|format| !format.is_float());
         let mut step = Step::begin(cache, positions)?;
         let Some(rows) = groups.place(&mut step)? else {
-            return declined(step, "the cache has to see the rows");
+            return declined(step, "the cache must see the rows");
         };
         let Some(store) = step.store() else {
             return declined(step, "the cache has no buffers of its own");
@@ -246,15 +249,15 @@ impl CapturedSteps {
             return declined(step, "this kind could not be captured");
         };
         // SAFETY: the constants and the cache's buffers live as long as the step, and have the planned
-        // shapes. The addresses are current, and MLX has completed its writes there. This thread has locked
+        // shapes. The addresses are current, MLX has completed its writes to them, and this thread has locked
         // the cache.
         let ran = mlx.outside(|| unsafe { graph.captured.run_groups(&inputs, given.rows) });
         let outputs = ran.map_err(|error| Error::new(Status::Backend, error.to_string()))?;
         // The plan may have more tokens than the step.
         let chosen = &outputs.chosen[..n.min(outputs.chosen.len())];
         if is_watched && chosen.iter().any(|&id| id < 0) {
-            // A value that is not finite makes the logits of its token not finite. The interpreter refuses
-            // it, or stores its codes.
+            // If a key or value is not finite, neither are the logits of its token. The interpreter refuses
+            // such a value, or stores its codes.
             return declined(step, "logits are not finite");
         }
         let (hidden, width) = match wanted {
@@ -279,7 +282,8 @@ impl CapturedSteps {
         Ok(Ok(()))
     }
 
-    /// Returns the graph of a kind at these addresses. Captures it again if they have changed.
+    /// Returns the graph of a kind at these addresses. Captures it if there is none, or if the addresses have
+    /// changed.
     fn graph<'a>(
         &self,
         state: &'a mut State,

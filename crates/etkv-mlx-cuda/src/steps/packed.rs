@@ -1,8 +1,8 @@
-//! Rewrites products and embeddings of packed weights as those of unpacked ones.
+//! Rewrites products and embeddings of packed weights as operations on unpacked weights.
 //!
-//! The interpreter has separate operations for packed weights, and the passes leave their surroundings alone.
-//! Here, on a copy of the program, they become the operations of unpacked weights, and the passes that join
-//! these with their surroundings do the rest. The program that the interpreter runs does not change.
+//! The interpreter has separate operations for packed weights, which the passes do not fuse. This module
+//! replaces them by the operations of unpacked weights in a copy of the program, and then runs the passes
+//! that fuse those. The program that the interpreter runs does not change.
 
 use std::collections::HashMap;
 
@@ -18,11 +18,12 @@ pub struct PackedConstants {
     pub packing: Affine,
 }
 
-/// The packed weights of a program, by their codes.
+/// The packed weights of a program, keyed by the value of their codes.
 pub type PackedWeights = HashMap<Value, PackedConstants>;
 
-/// Returns the program with unpacked operations, whose weights are the codes, instead of packed ones. Returns
-/// `None` if it has no packed weights, or if different ones have the same codes.
+/// Returns a copy of the program in which packed operations are replaced by unpacked ones that have the codes
+/// as their weight. Returns `None` if the program has no packed weights, or if two of them share codes but
+/// differ otherwise.
 pub fn as_plain(graph: &Graph) -> Option<(Graph, PackedWeights)> {
     let mut plain = graph.clone();
     let mut found = PackedFinder { graph, rows: HashMap::new(), weights: PackedWeights::new() };
@@ -42,14 +43,14 @@ pub fn as_plain(graph: &Graph) -> Option<(Graph, PackedWeights)> {
 
 struct PackedFinder<'a> {
     graph: &'a Graph,
-    /// The values that are rows of a constant: the constant, and the indices.
+    /// For each value that consists of rows of a constant: the constant and the row indices.
     rows: HashMap<Value, (Value, Value)>,
     weights: PackedWeights,
 }
 
 impl PackedFinder<'_> {
-    /// Returns the replacement of an operation, if there is one. Returns `None` for codes that are packed in
-    /// two ways.
+    /// Returns the replacement of an operation, or `Some(None)` if it stays. Returns `None` if two packed
+    /// weights share codes but differ otherwise.
     fn plain(&mut self, op: &Op, out: Out) -> Option<Option<Op>> {
         match *op {
             Op::Take { x, index: Index::Many(index), axis: 0 } if self.graph.is_constant(x) => {
@@ -92,7 +93,7 @@ impl PackedFinder<'_> {
     }
 }
 
-/// Moves the constant row that is added to a packed product into the product as its bias.
+/// If a constant row is added to a packed product, makes it the bias of the product.
 fn add_biases(graph: &mut Graph, weights: &PackedWeights) {
     let readers = passes::only_readers(graph);
     for index in 0..graph.main.instructions.len() {
@@ -111,7 +112,7 @@ fn add_biases(graph: &mut Graph, weights: &PackedWeights) {
         let bias = if a == product { b } else { a };
         let is_row = graph.is_constant(bias) && graph.constants[bias.0 as usize].shape.len() == 1;
         if is_row {
-            // The product itself has no reader any more: `join_layers` removes it.
+            // Nothing reads the separate product any more, and `join_layers` removes it.
             let op = Op::Linear { x, weight, bias: Some(bias), transposed };
             graph.main.instructions[sum].op = op;
         }

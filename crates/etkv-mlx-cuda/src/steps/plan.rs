@@ -1,4 +1,4 @@
-//! Builds the plan of a recipe: shapes once, and addresses for each step.
+//! Builds plans from a recipe. The shapes are computed once, the addresses for each step.
 
 mod hidden;
 mod norms;
@@ -24,9 +24,9 @@ use etkv::mlx;
 use etkv::MlxStore;
 use etkv_mlx_program::ir::{self, Value};
 
-/// The number that the elements of rows are a multiple of, if a separate kernel normalizes or blends them.
+/// The width of rows must be a multiple of this number if a separate kernel normalizes or blends them.
 const PIECE: usize = 8;
-/// The rows of queries of an attention block: a small one, and the largest.
+/// The query rows of a small attention block, and of the largest one.
 const SMALL_BLOCK: usize = 16;
 const LARGE_BLOCK: usize = 64;
 
@@ -35,25 +35,25 @@ pub struct Planner {
     pub element: Element,
     pub dtype: Dtype,
     pub vocabulary: usize,
-    /// Whether the kernels of many rows accept its weights and heads.
+    /// Whether the kernels of many rows support the program's weights and heads.
     pub takes_many: bool,
     /// The number of rows of the embedding table.
     n_ids: usize,
-    /// The elements of a row of each buffer.
+    /// The width of each buffer's rows, in elements.
     widths: Vec<usize>,
-    /// The most query heads for one KV head.
+    /// The maximum number of query heads that share a KV head.
     group: usize,
-    /// The number of KV heads of each layer, and their elements.
+    /// The number of KV heads and the head dim of each layer.
     layers: Vec<(usize, usize)>,
     /// The constants that are read, in the order of the parts.
     constants: Vec<Value>,
-    /// Those of the constants that are weights of norms in float32.
+    /// The constants that are float32 weights of norms.
     wide: HashSet<Value>,
-    /// The buffers that are columns of wider ones: the wider buffer, and the first column.
+    /// For each buffer that is a range of columns of a wider one: the wider buffer, and the first column.
     columns: HashMap<usize, (usize, usize)>,
 }
 
-/// The current addresses of all memory that a step reads or writes.
+/// The current addresses of all arrays that a step reads or writes.
 #[derive(Debug, PartialEq, Eq)]
 pub struct StepAddresses {
     constants: Vec<u64>,
@@ -62,7 +62,8 @@ pub struct StepAddresses {
 }
 
 impl Planner {
-    /// Checks the constants of a recipe, and reads their shapes.
+    /// Checks the constants of a recipe and reads their shapes. Returns `None` if the kernels do not support
+    /// them.
     pub fn of(recipe: &Recipe, constants: &[Option<Array>]) -> Option<Self> {
         let array = |value: Value| constants.get(value.0 as usize)?.as_ref();
         let dtype = array(recipe.table()?)?.dtype();
@@ -161,16 +162,16 @@ impl Planner {
         }
     }
 
-    /// Returns whether the tokens of a mask see few keys in common, so that attention reads little more with
-    /// small blocks of rows. The warps of a small block share each tile, whereas in larger blocks most of
-    /// them see nothing in it.
+    /// Returns whether small blocks of rows suit a mask: its tokens have so few visible keys in common that
+    /// small blocks read little more than large ones. All warps of a small block work on each tile of keys,
+    /// whereas most warps of a large block see no key of the tile.
     pub fn prefers_small_blocks(&self, mask: &KeyMask) -> bool {
         let read = |rows| mask.tiles_of_blocks(self.group, rows);
         let is_one = mask.n_tokens() * self.group <= SMALL_BLOCK;
         !is_one && 2 * read(SMALL_BLOCK) < 3 * read(LARGE_BLOCK)
     }
 
-    /// Returns ids in the kernels' type, if all are rows of the table.
+    /// Returns ids in the kernels' type, or `None` if the table has no row for one of them.
     pub fn ids(&self, ids: &[i64]) -> Option<SmallVec<[i32; MAX_TOKENS]>> {
         let known =
             |&id: &i64| i32::try_from(id).ok().filter(|&id| (id as usize) < self.n_ids && id >= 0);
@@ -186,7 +187,8 @@ impl Planner {
         self.layers.iter().all(of_layer)
     }
 
-    /// Returns the current addresses, once MLX has computed the arrays, or why the kernels cannot read them.
+    /// Returns the current addresses, after MLX has computed the arrays, or the reason why the kernels cannot
+    /// read them.
     pub fn places(
         &self,
         store: &MlxStore,
@@ -194,13 +196,13 @@ impl Planner {
         groups: Groups,
     ) -> StepResult<StepAddresses> {
         if groups.of_layer().len() != self.layers.len() {
-            return Err("the cache has another number of layers");
+            return Err("the cache and the program differ in their number of layers");
         }
         let of_constant = |value: &Value| address(constants.get(value.0 as usize)?.as_ref()?);
         let constants = self.constants.iter().map(of_constant).collect::<Option<_>>();
-        let constants = constants.ok_or("kernels cannot read a constant where it is")?;
+        let constants = constants.ok_or("a constant has no address that kernels can read")?;
         let of_layer = |(layer, &(n_kv, head_dim)): (usize, &(usize, usize))| {
-            let [k, v] = store.planes(layer).ok_or("the cache reads rows that are frozen")?;
+            let [k, v] = store.planes(layer).ok_or("the cache reads frozen rows")?;
             let is_known = Cell::new(true);
             let address = |array: &Array| {
                 let found = address(array);
@@ -210,7 +212,7 @@ impl Planner {
             let at = |pool| {
                 pools::pool_at(pool, n_kv, head_dim, self.element, address).ok_or(
                     match is_known.get() {
-                        true => "the cache's buffers have other shapes, strides or dtypes",
+                        true => "no kernel for the cache's shapes, strides or dtypes",
                         false => "the cache's buffers have no address",
                     },
                 )
@@ -221,14 +223,14 @@ impl Planner {
         Ok(StepAddresses { constants, pools, groups })
     }
 
-    /// Returns the plan of a kind of step.
+    /// Returns the plan of a kind of step, with the current addresses.
     pub fn plan(&self, recipe: &Recipe, places: &StepAddresses, kind: &Kind) -> Plan {
         let &Kind { tokens, ref masked, small_blocks, copied, chosen } = kind;
         let mut addresses = places.constants.iter().map(|&address| Address(address));
         // There are as many addresses as the parts need.
         let mut next = || addresses.next().unwrap_or(Address(0));
-        // Heads for pools that a product does not write to. Each launch waits for the previous one, so all
-        // layers share this buffer.
+        // The width of the buffer for heads that the product cannot write into the pools itself. Each launch
+        // waits for the previous one, so all layers share this buffer.
         let mut unplaced = None;
         let mut launches = Vec::new();
         for part in &recipe.parts {
@@ -257,7 +259,7 @@ impl Planner {
                 Part::Normalize(rows) => {
                     launches.push(Launch::Normalize(self.normalize(rows, &mut next)));
                 }
-                // The products write its rows in place.
+                // The norms write its rows in place.
                 Part::Join { .. } => {}
                 Part::Blend { x, y, share, out } => launches.push(Launch::Blend(Blend {
                     x: Buffer(*x),
@@ -304,14 +306,14 @@ impl Planner {
         }
     }
 
-    /// Returns a product, and the norms of its heads of queries and of keys.
+    /// Returns a product, and the norms of its query heads and key heads.
     fn product(
         &self,
         product: &recipe::Product,
         places: &StepAddresses,
         next: &mut dyn FnMut() -> Address,
     ) -> (Product, [Option<Norm>; 2]) {
-        // In the order in which they were added.
+        // The addresses are in the order in which the constants were added.
         let weight = weight_at(product.weight, next);
         let bias = product.bias.map(|_| next());
         let norm = product.norm.map(|ir::Norm { weight, eps }| Norm {
@@ -349,7 +351,7 @@ impl Planner {
     }
 }
 
-/// Returns whether a product can store its heads itself.
+/// Returns whether a product can write its heads into the pools itself.
 fn fits_product(heads: &Heads, norms: [Option<Norm>; 2]) -> bool {
     let is_plain = |pool: Pool| matches!(pool.rows, PoolRows::Plain(_));
     norms == [None; 2]
@@ -358,7 +360,7 @@ fn fits_product(heads: &Heads, norms: [Option<Norm>; 2]) -> bool {
         && is_plain(heads.values)
 }
 
-/// Returns a weight at the next addresses, in the order of [`Planner::add_weight`].
+/// Returns a weight with the next addresses, which are in the order of [`Planner::add_weight`].
 fn weight_at(weight: recipe::Weight, next: &mut dyn FnMut() -> Address) -> Weight {
     match weight {
         recipe::Weight::Plain { .. } => Weight::Plain(next()),
@@ -398,7 +400,8 @@ fn weight_sizes<'a>(
     fits.then_some((rows, columns))
 }
 
-/// Returns the rows and columns of a row-major matrix.
+/// Returns the rows and columns of a matrix. Returns `None` unless it is row-major (after the transposition)
+/// and of this dtype.
 fn matrix(array: &Array, dtype: Dtype, transposed: bool) -> Option<(usize, usize)> {
     let (&[a, b], &[along_a, along_b]) = (array.shape(), array.strides()) else {
         return None;
@@ -413,7 +416,7 @@ fn is_vector(array: &Array, n: usize, dtype: Dtype) -> bool {
     array.dtype() == dtype && array.shape() == [n as i32] && array.strides() == [1]
 }
 
-/// Returns the address of an array's first element. Waits until the elements are computed.
+/// Returns the device address of an array's first element. Waits until the elements are computed.
 fn address(array: &Array) -> Option<u64> {
     for _ in 0..2 {
         let mut address = 0;

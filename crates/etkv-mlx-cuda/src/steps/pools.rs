@@ -1,4 +1,4 @@
-//! The pools of a cache in the layout that kernels read and write.
+//! Describes the pools of a cache for the kernels.
 
 use etkv_core::KvFormat;
 use etkv_cuda::{Address, Element, PackedRows, Pool, PoolRows};
@@ -6,11 +6,11 @@ use mlx_rs::{Array, Dtype};
 
 use super::{element_of, format_of};
 
-/// The number that the elements of a head are a multiple of, if the pool is packed or a separate kernel
-/// places the heads.
+/// The head dim must be a multiple of this number if the pool is packed or a separate kernel places the
+/// heads.
 pub const PLACED: usize = 32;
 
-/// Returns whether kernels support heads of `head_dim` elements in a format. Float formats must be the
+/// Returns whether the kernels support heads of `head_dim` elements in a format. A float format must be the
 /// program's dtype.
 pub fn takes(format: KvFormat, head_dim: usize, element: Element) -> bool {
     match format.is_float() {
@@ -19,8 +19,8 @@ pub fn takes(format: KvFormat, head_dim: usize, element: Element) -> bool {
     }
 }
 
-/// Returns the address of a pool: `n_kv` heads of rows of `head_dim` elements. Returns `None` if the kernels
-/// do not support its buffers. `address` returns the address of an array's first element.
+/// Returns a pool of `n_kv` heads, whose rows have `head_dim` elements. Returns `None` if the kernels do not
+/// support its buffers. `address` returns the address of an array's first element.
 pub fn pool_at(
     &(format, ref buffers): &(KvFormat, Vec<&Array>),
     n_kv: usize,
@@ -61,7 +61,7 @@ pub fn pool_at(
 }
 
 /// Returns whether an array is `[1, heads, slots, width]` and row-major. The stride of an axis with one
-/// element has no meaning: a step that has written a single slot may leave any.
+/// element has no meaning, and may be any number after a step that wrote a single slot.
 fn is_plane(array: &Array, [heads, slots, width]: [usize; 3]) -> bool {
     let shape = [1, heads, slots, width];
     let strides = [heads * slots * width, slots * width, width, 1];

@@ -1,4 +1,4 @@
-//! The decoders that can be captured, in the form in which the GPU passes leave them.
+//! Recognizes decoders that can be captured, in the graphs that the GPU passes produce.
 
 mod gates;
 mod hidden;
@@ -16,22 +16,23 @@ use etkv_mlx_program::ir::{Binary, Graph, Index, Norm, Op, Out, Unary, Value};
 use etkv_mlx_program::passes;
 use etkv_mlx_program::TextInputs;
 
-/// The parts of a program, in the order in which they run. Values are constants of the program; buffers lie
-/// between two parts.
+/// The parts of a program, in the order in which they run. A [`Value`] is a constant of the program; a
+/// `usize` is the number of a buffer between two parts.
 #[derive(Debug, PartialEq)]
 pub struct Recipe {
     pub parts: Vec<Part>,
-    /// The buffers, by number.
+    /// The number of buffers.
     pub n_buffers: usize,
     /// The buffer of the logits.
     pub logits: usize,
     /// The index of the logits in the outputs.
     pub logits_at: usize,
-    /// The buffers whose joined rows are the other output, if there is one: hidden states.
+    /// The buffers that are concatenated to the program's other output, the hidden states. Empty if there is
+    /// none.
     pub tapped: Vec<usize>,
     /// The host's inputs in addition to tokens.
     pub given: Vec<RowInput>,
-    /// Whether the program drops all rows but the last before the end. Steps of several tokens are then not
+    /// Whether the program computes logits for the last row only. Steps of several tokens are then not
     /// captured.
     pub last_row_only: bool,
     pub inputs: TextInputs,
@@ -39,7 +40,7 @@ pub struct Recipe {
 
 #[derive(Debug, PartialEq)]
 pub enum Part {
-    /// The rows of tokens, multiplied by the number in a constant.
+    /// The embeddings of tokens, multiplied by the number in the constant `scale`.
     Embed {
         table: Weight,
         scale: Option<Value>,
@@ -47,7 +48,7 @@ pub enum Part {
     },
     Product(Product),
     Normalize(Normalize),
-    /// Normalized rows, joined.
+    /// The concatenation of normalized rows.
     Join {
         x: Vec<usize>,
         out: usize,
@@ -71,7 +72,7 @@ pub enum Part {
 /// A matrix among the program's constants.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Weight {
-    /// Optionally seen through a transposition.
+    /// A float matrix, which is transposed before its use if `transposed`.
     Plain {
         value: Value,
         transposed: bool,
@@ -87,12 +88,12 @@ pub struct Product {
     pub norm: Option<Norm>,
     pub gate: Option<Gate>,
     pub residual: Option<usize>,
-    /// The description of the features if they are heads.
+    /// The layer's heads, if the features are heads.
     pub heads: Option<LayerHeads>,
     pub out: usize,
 }
 
-/// Normalized rows, the residual, the norm of the sum, and its result.
+/// Normalizes `x` and adds the residual. `next` is a norm of the sum, and the buffer of its result.
 #[derive(Debug, PartialEq)]
 pub struct Normalize {
     pub x: usize,
@@ -102,7 +103,7 @@ pub struct Normalize {
     pub next: Option<(RowNorm, usize)>,
 }
 
-/// An input `[1, T, width]`: a row for each token, in a buffer that the host fills.
+/// An input `[1, T, width]`, in a buffer that the host fills with one row for each token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RowInput {
     pub value: Value,
@@ -112,8 +113,8 @@ pub struct RowInput {
 }
 
 impl Recipe {
-    /// Returns the recipe of a program if the interpreter would leave out rows of the same output, or the
-    /// unknown part.
+    /// Returns the recipe of a program, or what is not supported. Also refuses a program if the interpreter
+    /// takes another output for the logits.
     pub fn with_known_logits(graph: &Graph) -> Result<Self, Unknown> {
         let recipe = Self::of(graph)?;
         match passes::logits_output(graph) {
@@ -122,7 +123,7 @@ impl Recipe {
         }
     }
 
-    /// Returns the recipe of a program, or the unknown part.
+    /// Returns the recipe of a program, or what is not supported.
     pub fn of(graph: &Graph) -> Result<Self, Unknown> {
         match packed::as_plain(graph) {
             Some((plain, weights)) => Self::read(&plain, &weights),
@@ -130,7 +131,7 @@ impl Recipe {
         }
     }
 
-    /// Returns the constant whose dtype is that of the embeddings.
+    /// Returns a constant of the embedding table that has the dtype of the embeddings.
     pub fn table(&self) -> Option<Value> {
         match self.parts.first()? {
             &Part::Embed { table: Weight::Plain { value, .. }, .. }
@@ -188,13 +189,13 @@ impl Recipe {
 pub enum Unknown {
     /// The inputs are not token ids and positions, alone or with rows of tokens.
     Inputs,
-    /// The number of an instruction after the passes, and its kind.
+    /// The index of an instruction in the graph after the passes, and its kind.
     Instruction(usize, String),
     /// The outputs are not the logits, alone or with hidden states.
     Outputs,
     /// More than one output may be the logits.
     Logits,
-    /// The program keeps keys and values itself, or has none.
+    /// The program stores keys and values itself, or has no attention.
     Cache,
 }
 
@@ -205,7 +206,7 @@ impl fmt::Display for Unknown {
                 "its inputs are not token ids and positions, alone or with hidden states",
             ),
             Self::Instruction(index, kind) => {
-                write!(out, "instruction {index}, {kind}, is not one of a decoder's step")
+                write!(out, "instruction {index}, {kind}, is not part of a supported decoder")
             }
             Self::Outputs => {
                 out.write_str("its outputs are not logits, alone or with hidden states")
@@ -216,7 +217,7 @@ impl fmt::Display for Unknown {
     }
 }
 
-/// Returns the values that are the positions: the input, and its conversions.
+/// Returns the values that contain the positions: the input, and its conversions to int32.
 fn positions(graph: &Graph, input: Value) -> Vec<Value> {
     let mut all = vec![input];
     for made in &graph.main.instructions {
@@ -235,19 +236,19 @@ struct Reader<'a> {
     inputs: TextInputs,
     /// The buffer of each value that has one.
     buffers: HashMap<Value, usize>,
-    /// The buffers of values that are outputs: rows side by side.
+    /// The buffers of each output that concatenates the rows of several buffers.
     joined: HashMap<Value, Vec<usize>>,
-    /// The values that are the positions.
+    /// The values that contain the positions.
     positions: Vec<Value>,
-    /// Heads that take more than one instruction.
+    /// Products whose heads are computed by separate instructions.
     found: HeadsProducts,
     /// The only instruction that reads each value, for values with one reader.
     readers: HashMap<Value, usize>,
-    /// Instructions that are already part of an earlier one.
+    /// Instructions that an earlier part includes.
     taken: HashSet<usize>,
     parts: Vec<Part>,
     n_buffers: usize,
-    /// The first buffers are those that the host fills.
+    /// The number of buffers that the host fills. They come first.
     n_given: usize,
     last_row_only: bool,
 }
@@ -257,7 +258,7 @@ impl Reader<'_> {
         self.buffers.get(&value).copied()
     }
 
-    /// Gives a value its own buffer.
+    /// Assigns a new buffer to a value.
     fn made(&mut self, value: Value) -> usize {
         let buffer = self.n_buffers;
         self.n_buffers += 1;
@@ -265,7 +266,7 @@ impl Reader<'_> {
         buffer
     }
 
-    /// Gives a value the same buffer as another.
+    /// Assigns the buffer of another value to a value.
     fn same(&mut self, value: Value, as_other: Value) -> Option<()> {
         self.buffers.insert(value, self.buffer(as_other)?);
         Some(())
@@ -296,14 +297,14 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads an instruction. Returns `None` for an unknown one.
+    /// Reads an instruction. Returns `None` if it is not supported.
     fn read(&mut self, index: usize) -> Option<()> {
         let instruction = &self.graph.main.instructions[index];
         if self.found.between.contains(&index) || self.taken.contains(&index) {
             return Some(());
         }
         match (&instruction.op, instruction.out) {
-            // Only the shapes of views use such integers, which are the tokens of the step.
+            // The integer is the number of tokens. Only the shapes of views use it.
             (Op::SymSize { .. }, Out::Int(_)) => Some(()),
             (&Op::AsType { x, dtype: Dtype::Int32 }, Out::Tensor(out))
                 if self.positions.contains(&x) && self.positions.contains(&out) =>
@@ -390,7 +391,7 @@ impl Reader<'_> {
         Some(())
     }
 
-    /// Reads a product of heads. The layer's attention is the one that reads its pieces.
+    /// Reads a product of heads. The attention that reads its outputs determines the layer.
     fn read_layer(&mut self, op: &Op, out: Out, index: usize) -> Option<()> {
         let Op::LinearHeads { x, weight, bias, transposed, norm, heads } = op else {
             return None;
@@ -438,7 +439,7 @@ impl Reader<'_> {
     }
 
     fn read_attention(&mut self, op: &Op, out: Value) -> Option<()> {
-        // The kernels know no softcap and no sinks.
+        // The kernels support neither a softcap nor sinks.
         let &Op::UpdateAndAttend {
             q,
             position,
@@ -454,7 +455,7 @@ impl Reader<'_> {
             return None;
         };
         self.positions.contains(&position).then_some(())?;
-        // Its keys and values must come from the same product as its queries.
+        // Queries, keys and values must come from the same product.
         let queries = self.buffer(q)?;
         let is_own = |part: &Part| {
             matches!(part, Part::Product(Product { heads: Some(heads), out, .. })

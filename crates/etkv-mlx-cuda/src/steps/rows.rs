@@ -1,4 +1,4 @@
-//! The slots of a captured step's rows, and the keys that its tokens see.
+//! Computes the slots of a captured step's rows, and the keys that its tokens see.
 
 use std::iter::once;
 use std::ops::Range;
@@ -11,12 +11,12 @@ use smallvec::SmallVec;
 use etkv::Result;
 use etkv::Step;
 
-/// The layer groups of a cache, within the limit of a step.
+/// The layer groups of a cache, at most [`MAX_GROUPS`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct Groups(LayerGroups);
 
 impl Groups {
-    /// Returns the groups, if a step can have that many.
+    /// Returns the groups, or `None` if there are more than a step supports.
     pub fn of(layers: &[LayerConfig]) -> Option<Self> {
         let groups = LayerGroups::of(layers);
         (1..=MAX_GROUPS).contains(&groups.policies.len()).then_some(Self(groups))
@@ -27,20 +27,21 @@ impl Groups {
         &self.0.of_layer
     }
 
-    /// Returns whether steps always have a mask for a group. A window slides at some point, and a step with a
-    /// mask needs another graph.
+    /// Returns whether steps always have a mask for a group. Layers with a window do, even before the window
+    /// slides: otherwise the step would need a second graph once it does.
     fn is_masked(&self, group: usize) -> bool {
         self.0.policies[group] != LayerPolicy::Full
     }
 
-    /// Returns the groups for which steps may have masks, if sequences may share the cache.
+    /// Returns for each group whether steps may have a mask. `is_shared` is whether sequences share the
+    /// cache.
     pub fn may_be_masked(&self, is_shared: bool) -> GroupMasks {
         let of = |group| is_shared || self.is_masked(group);
         (0..self.0.policies.len()).map(of).collect()
     }
 
-    /// Places the rows of all layers. Returns the rows of each group, or `None` if the cache must see the
-    /// rows.
+    /// Assigns slots to the rows of all layers. Returns the rows of each group, or `None` if the cache must
+    /// see the rows' values.
     pub fn place(&self, step: &mut Step) -> Result<Option<SmallVec<[Rows; MAX_GROUPS]>>> {
         let mut placed: SmallVec<[Option<Placement>; MAX_GROUPS]> =
             self.0.policies.iter().map(|_| None).collect();
@@ -67,15 +68,15 @@ pub type GroupMasks = SmallVec<[bool; MAX_GROUPS]>;
 pub struct Rows {
     /// The slot of each token.
     pub slots: SmallVec<[i32; MAX_TOKENS]>,
-    /// The number of first slots that attention may read.
+    /// Attention may read the slots `0..n_keys`.
     pub n_keys: usize,
     /// The keys that each token sees, with room for the number of [planned tokens](planned_tokens). Without a
     /// mask, each token sees itself and all before it.
     pub mask: Option<KeyMask>,
 }
 
-/// Returns the tokens of the plan that runs a step of `n`. Steps of many tokens share a few plans: padding
-/// costs little, and each other number would need another capture.
+/// Returns the number of tokens of the plan that runs a step of `n` tokens. Numbers above [`MAX_FEW`] are
+/// rounded up, because padding costs less than a capture for each number.
 pub fn planned_tokens(n: usize) -> usize {
     if n > MAX_FEW {
         n.next_multiple_of(32)
@@ -86,10 +87,11 @@ pub fn planned_tokens(n: usize) -> usize {
 
 impl Rows {
     fn of(Placement { write, read, mask }: &Placement, is_masked: bool) -> Self {
-        // The kernels read all slots from the first on, and assume that the last ones are the step's.
+        // Without a mask, the kernels read all slots from 0, and assume that the last slots are those of the
+        // step.
         let is_at_end =
             read.start == 0 && *write == Slots::Run(read.end - write.len() as i32..read.end);
-        // A plan without a mask has exactly the step's tokens.
+        // A plan without a mask has no padding: it has as many tokens as the step.
         let causal = !is_masked
             && is_at_end
             && write.len() <= MAX_FEW

@@ -18,7 +18,7 @@ fn window(window: i32, sinks: i32) -> LayerPolicy {
     LayerPolicy::Window { window, sinks }
 }
 
-/// A config with one layer for each of these policies.
+/// A config with one layer for each policy.
 fn with_policies(policies: &[LayerPolicy]) -> CacheConfig {
     let mut config = CacheConfig::uniform(policies.len(), 1, 8, CAPACITY).stored_as(KvFormat::F32);
     for (layer, &policy) in config.layers.iter_mut().zip(policies) {
@@ -27,7 +27,7 @@ fn with_policies(policies: &[LayerPolicy]) -> CacheConfig {
     CacheConfig { max_step_tokens: 6, ..config }
 }
 
-/// Places the rows of a step whose layers are all alike, and commits it.
+/// Assigns slots to the rows of a step whose layers share a policy, and commits the step.
 fn placed(cache: &mut MlxCache, positions: &[i32]) -> Option<Rows> {
     let groups = Groups::of(&cache.config().layers).unwrap();
     let mut step = Step::begin(cache, positions).unwrap();
@@ -47,7 +47,7 @@ fn seen(rows: &Rows) -> Vec<Vec<usize>> {
 #[test]
 fn rows_of_full_history_go_after_all_that_is_read() {
     let mut contiguous = ContiguousCache::new(config()).unwrap();
-    // A single sequence is read in the same way.
+    // A cell cache reads a single sequence in the same way.
     let mut cells = CellsCache::new(config()).unwrap();
     for cache in [&mut contiguous as &mut MlxCache, &mut cells] {
         for (first, n) in [(0, 3), (3, 1), (4, 2)] {
@@ -57,7 +57,7 @@ fn rows_of_full_history_go_after_all_that_is_read() {
             assert_eq!((rows.n_keys, rows.mask), (slots.end as usize, None));
         }
     }
-    // A step may rewind.
+    // A step at an earlier position rewinds the cache.
     let rows = placed(&mut contiguous, &[1]).unwrap();
     assert_eq!((&rows.slots[..], rows.n_keys, rows.mask), (&[1][..], 2, None));
     assert_eq!(contiguous.length(), 2);
@@ -68,7 +68,7 @@ fn layers_of_one_policy_are_a_group() {
     let policies = [FULL, window(4, 0), FULL, window(4, 1), window(4, 0)];
     let groups = Groups::of(&with_policies(&policies).layers).unwrap();
     assert_eq!(groups.of_layer(), [0, 1, 0, 2, 1]);
-    // A window has a mask before it slides.
+    // A window has a mask even before it slides.
     assert_eq!(groups.may_be_masked(false)[..], [false, true, true]);
     assert_eq!(groups.may_be_masked(true)[..], [true; 3]);
     let many: Vec<LayerPolicy> = (2..7).map(|width| window(width, 0)).collect();
@@ -86,7 +86,7 @@ fn tokens_of_several_sequences_see_their_own_keys() {
     let rows = placed(&mut cells, &[3, 3]).unwrap();
     assert_eq!((&rows.slots[..], rows.n_keys), (&[6, 7][..], 8));
     assert_eq!(seen(&rows), [[3, 4, 5, 6], [0, 1, 2, 7]]);
-    // A single sequence is read as one run, wherever it begins.
+    // A single sequence is one run of slots, wherever it begins.
     cells.seq_rm(0, 0..i32::MAX).unwrap();
     let rows = placed(&mut cells, &[4]).unwrap();
     assert_eq!((&rows.slots[..], seen(&rows)), (&[7][..], vec![vec![3, 4, 5, 6, 7]]));
@@ -96,14 +96,14 @@ fn tokens_of_several_sequences_see_their_own_keys() {
 fn candidates_see_those_that_lead_to_them() {
     let mut cells = CellsCache::with_trees(config()).unwrap();
     placed(&mut cells, &[0, 1]).unwrap();
-    // Two nodes that follow the sequence, and one after each.
+    // Two nodes follow the sequence, and one node follows each of them.
     cells.propose(0, &[-1, -1, 0, 1]).unwrap();
     let rows = placed(&mut cells, &[2, 2, 3, 3]).unwrap();
     assert_eq!(rows.slots[..], [2, 3, 4, 5]);
     assert_eq!(seen(&rows), [vec![0, 1, 2], vec![0, 1, 3], vec![0, 1, 2, 4], vec![0, 1, 3, 5]]);
 }
 
-/// Returns random numbers below a limit.
+/// Returns a function that returns random numbers below a limit.
 fn numbers(mut state: u64) -> impl FnMut(usize) -> usize {
     move |below| {
         // A step of xorshift64.
@@ -123,7 +123,7 @@ struct SlotContents {
 
 const SEQUENCES: i32 = 5;
 
-/// A cache, and the expected contents of its slots.
+/// A cache and the expected contents of its slots.
 struct Sequences {
     cells: CellsCache,
     held: Vec<SlotContents>,
@@ -148,7 +148,8 @@ impl Sequences {
         }
     }
 
-    /// Runs a token of each of these sequences. Returns its rows, and the keys that each token should see.
+    /// Runs a step of one token for each element of `sequences`. Returns the step's rows, and the keys that
+    /// each token must see.
     fn step(&mut self, sequences: &[i32]) -> (Rows, Vec<Vec<usize>>) {
         let mut next: Vec<i32> = (0..SEQUENCES).map(|sequence| self.next(sequence)).collect();
         let mut position = |&sequence: &i32| {
@@ -179,10 +180,7 @@ impl Sequences {
 fn seen_without(rows: &Rows) -> Vec<Vec<usize>> {
     let first = rows.n_keys - rows.slots.len();
     let is_last = (first..rows.n_keys).eq(rows.slots.iter().map(|&slot| slot as usize));
-    assert!(
-        is_last,
-        "without a mask the kernels take the last keys for those of the step: {rows:?}"
-    );
+    assert!(is_last, "without a mask, the last slots must be those of the step: {rows:?}");
     (first..rows.n_keys).map(|own| (0..=own).collect()).collect()
 }
 
@@ -217,7 +215,7 @@ fn tokens_see_what_their_sequences_hold() {
             }
         }
     }
-    // Without a mask, with one, and with slots that are not contiguous.
+    // Steps without a mask, with a mask, and with slots that are not contiguous.
     assert!(kinds.iter().all(|&n| n > 20), "{kinds:?}");
 }
 

@@ -279,7 +279,7 @@ fn rows_that_cannot_be_normalized_are_refused() {
     assert!(refused(|_, rows| rows.norm.weight = Some(Address(2))).contains("a multiple of 4"));
     assert!(refused(|_, rows| rows.norm.eps = f32::NAN).contains("an epsilon of NaN"));
     assert!(refused(|_, rows| rows.x = Buffer(4)).contains("buffer 4 is read before"));
-    assert!(refused(|_, rows| rows.out = Buffer(0)).contains("over those that are normalized"));
+    assert!(refused(|_, rows| rows.out = Buffer(0)).contains("over the rows that are normalized"));
     for over in [|rows: &Normalize| rows.x, |rows: &Normalize| rows.out] {
         let mut rows = Normalize {
             x: Buffer(0),
@@ -293,7 +293,7 @@ fn rows_that_cannot_be_normalized_are_refused() {
         rows.next = Some((rows.norm, over(&rows)));
         let mut plan = plan();
         plan.launches.insert(1, Launch::Normalize(rows));
-        assert!(check(&plan).unwrap_err().to_string().contains("over those"));
+        assert!(check(&plan).unwrap_err().to_string().contains("over the rows"));
     }
     assert!(refused(|plan, _| {
         if let Launch::Embed(embed) = &mut plan.launches[0] {
@@ -321,8 +321,8 @@ fn buffers_that_do_not_fit_are_refused() {
         let logits = plan.logits.as_mut().unwrap();
         (logits.copied, logits.rows) = (CopiedRows::Last, plan.tokens + 1);
     });
-    assert!(text.contains("of which the last token's is copied"), "{text}");
-    assert!(refused(|plan| product(plan, 1).gate = Some(Gate::Silu)).contains("no gate"));
+    assert!(text.contains("to copy the row of the last token"), "{text}");
+    assert!(refused(|plan| product(plan, 1).gate = Some(Gate::Silu)).contains("neither gate"));
     let text = refused(|plan| {
         plan.masked = vec![true];
         plan.launches.truncate(1);
@@ -357,14 +357,14 @@ fn rows_that_the_host_cannot_fill_or_get_are_refused() {
     let same = |_: &mut Plan| {};
     assert_eq!(refused(&[4, 5], &[0, 1], same), "");
     assert!(refused(&[9], &[], same).contains("buffer 9 of 6"));
-    assert!(refused(&[4, 4], &[], same).contains("buffer 4 is given twice"));
+    assert!(refused(&[4, 4], &[], same).contains("buffer 4 is listed twice"));
     assert!(refused(&[4], &[], |plan| plan.buffers[4] = 1023)
         .contains("1023 elements, expected a multiple of 4"));
     assert!(refused(&[], &[99], same).contains("99"));
     assert!(refused(&[], &[4], same).contains("buffer 4 is read before it is written"));
-    assert!(refused(&[4], &[4], same).contains("buffer 4 is tapped, and given"));
-    assert!(refused(&[], &[0, 0], same).contains("buffer 0 is tapped, and given"));
-    assert!(refused(&[], &[logits.0], same).contains("tapped, and given, tapped or logits too"));
+    assert!(refused(&[4], &[4], same).contains("buffer 4 is tapped twice, also given"));
+    assert!(refused(&[], &[0, 0], same).contains("buffer 0 is tapped twice"));
+    assert!(refused(&[], &[logits.0], same).contains("also given, or the logits"));
     assert!(refused(&[], &[0], |plan| plan.logits = None).contains("without logits"));
     assert!(refused(&[], &[0], |plan| plan.buffers[0] = 1028).contains("1028 tapped elements"));
 }

@@ -34,10 +34,10 @@ fn masks_that_do_not_fit_are_refused() {
         }
     };
     let mask = |ends: &[usize]| KeyMask::of(ends.iter().map(|&end| std::iter::once(0..end)));
-    assert_eq!(refused(None, true), "no mask for a plan that takes one");
-    assert_eq!(refused(Some(&mask(&[7, 8])), false), "a mask for a plan that takes none");
+    assert_eq!(refused(None, true), "no mask, expected one");
+    assert_eq!(refused(Some(&mask(&[7, 8])), false), "a mask, expected none");
     assert_eq!(refused(Some(&mask(&[7])), true), "a mask of 1 tokens, expected 2");
-    assert_eq!(refused(Some(&mask(&[9, 8])), true), "a mask that sees key 8 of 8");
+    assert_eq!(refused(Some(&mask(&[9, 8])), true), "a mask with key 8, expected keys below 8");
     assert_eq!(refused(Some(&mask(&[7, 0])), true), "token 1 sees no key");
     let (ids, slots) = (&[1, 2], &[0, 1]);
     let mask = mask(&[7, 8]);
@@ -59,11 +59,11 @@ fn steps_are_told_for_each_group() {
     };
     assert_eq!(told(&[full, window]), "");
     assert!(told(&[full]).contains("a step of 1 groups, expected 2"));
-    assert!(told(&[window, full]).contains("group 0: a mask for a plan that takes none"));
+    assert!(told(&[window, full]).contains("group 0: a mask, expected none"));
     let text = told(&[full, StepInputs { slots: &[3, 4], ..window }]);
     assert!(text.contains("group 1: slot 4, expected 0 to 3"), "{text}");
     let text = told(&[full, StepInputs { positions: &[8, 10], ..window }]);
-    assert!(text.contains("group 1 has other tokens"), "{text}");
+    assert!(text.contains("group 1 and group 0 differ"), "{text}");
     assert!(told(&[StepInputs { n_keys: 11, ..full }, window]).contains("group 0: 11 keys"));
 }
 
@@ -79,7 +79,8 @@ fn given_rows_that_do_not_fit_are_refused() {
     assert_eq!(told(&[], &[]), "");
     assert_eq!(told(&[&[0; 32], &[0; 4]], &[16, 2]), "");
     assert!(told(&[&[0; 32]], &[16, 2]).contains("rows of 1 buffers, expected 2"));
-    assert!(told(&[&[0; 32], &[0; 2]], &[16, 2])
-        .contains("2 bytes of given rows 1, expected 2 rows of 2"));
+    assert!(
+        told(&[&[0; 32], &[0; 2]], &[16, 2]).contains("2 bytes of input 1, expected 2 rows of 2")
+    );
     assert!(told(&[&[0; 32]], &[]).contains("rows of 1 buffers, expected 0"));
 }

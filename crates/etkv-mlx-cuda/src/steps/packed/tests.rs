@@ -6,7 +6,7 @@ use etkv_mlx_program::ir::{
     Chain, Constant, Dim, InputSpec, Instruction, Int, IntValue, Norm, Op, Unary,
 };
 
-// Constants: packed weights of three values each, a norm, the periods and a bias. The inputs follow them.
+// The constants are packed weights of three values each, a norm, the periods and a bias. The inputs follow.
 const TABLE: Value = Value(0);
 const HEADS: Value = Value(3);
 const OUT: Value = Value(6);
@@ -42,7 +42,8 @@ fn add(a: u32, b: u32, out: u32) -> (Op, Out) {
     (Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }, tensor(out))
 }
 
-/// A decoder of one layer, as the GPU passes leave it: 4 + 2 + 2 heads of 16 with a bias, and a tied head.
+/// A decoder of one layer, as the GPU passes produce it: 4 + 2 + 2 heads of 16 elements with a bias, and a
+/// tied head.
 fn decoder() -> Graph {
     let take = |x: Value, out| (Op::Take { x, index: Index::Many(IDS), axis: 0 }, tensor(out));
     let tokens = Int::Value(IntValue(0));
@@ -149,7 +150,7 @@ fn decoder() -> Graph {
     }
 }
 
-/// Returns the index of the instruction that makes a value.
+/// Returns the index of the instruction that computes a value.
 fn place(graph: &Graph, value: u32) -> usize {
     let makes = |made: &Instruction| made.out.tensors().any(|out| out == Value(value));
     graph.main.instructions.iter().position(makes).unwrap()

@@ -1,5 +1,5 @@
-//! Rows that the host exchanges with a program in addition to tokens and logits, and the operations of drafts
-//! on them.
+//! Plans the rows that the host exchanges with a program in addition to tokens and logits, and the operations
+//! of drafts on these rows.
 
 use std::borrow::Cow;
 
@@ -17,7 +17,7 @@ impl Planner {
         Some(())
     }
 
-    /// Adds joined rows: the kernels that make them write into one buffer.
+    /// Adds joined rows. The kernels that compute the parts write into one buffer.
     pub(super) fn add_join(&mut self, x: &[usize], out: usize) {
         let mut width = 0;
         for &buffer in x {
@@ -36,8 +36,8 @@ impl Planner {
         Some(())
     }
 
-    /// Returns the first rows of tapped buffers, next to each other, and the number of elements for each
-    /// token.
+    /// Returns the first `n` rows of the tapped buffers, concatenated for each token, and their total width
+    /// in elements.
     pub fn side_by_side<'a>(
         &self,
         recipe: &Recipe,
@@ -50,7 +50,7 @@ impl Planner {
         if let [_] = recipe.tapped[..] {
             return (Cow::Borrowed(&tapped[..n * all * item]), all);
         }
-        // Each buffer has a row for each token of the plan.
+        // Each buffer has a row for each token of the plan, which may have more tokens than the step.
         let planned = tapped.len().checked_div(all * item).unwrap_or(0);
         let mut rows = Vec::with_capacity(n * all * item);
         for token in 0..n {

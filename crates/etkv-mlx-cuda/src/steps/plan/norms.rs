@@ -1,4 +1,4 @@
-//! Rows and heads whose norm is not part of a product.
+//! Plans norms of rows and heads that are not part of a product.
 
 use etkv_cuda::{Address, Buffer, Columns, Norm, Normalize};
 use mlx_rs::{Array, Dtype};
@@ -26,14 +26,14 @@ impl Planner {
         Some(())
     }
 
-    /// Returns the launch, with the weights at the next addresses.
+    /// Returns the launch. Its weights have the next addresses.
     pub(super) fn normalize(
         &self,
         rows: &recipe::Normalize,
         next: &mut dyn FnMut() -> Address,
     ) -> Normalize {
         let recipe::Normalize { x, norm, residual, out, next: again } = *rows;
-        // In the order in which they were added.
+        // The addresses are in the order in which the constants were added.
         let norm = self.row_norm(norm, next);
         let again = again.map(|(norm, out)| (self.row_norm(norm, next), Buffer(out)));
         let (out, columns) = match self.columns.get(&out) {
@@ -45,7 +45,8 @@ impl Planner {
         Normalize { x, inner, norm, residual, out, columns, next: again }
     }
 
-    /// Adds the weights of a row norm. A float32 weight needs rows that are converted afterwards.
+    /// Adds the weight of a row norm. Returns `None` unless the result has the program's dtype. With a
+    /// float32 weight, the program must convert the result.
     pub(super) fn add_norm<'a>(
         &mut self,
         norm: RowNorm,
@@ -69,7 +70,7 @@ impl Planner {
         Some(())
     }
 
-    /// Returns a row norm whose weight is at the next address.
+    /// Returns a row norm. Its weight has the next address.
     pub(super) fn row_norm(&self, norm: RowNorm, next: &mut dyn FnMut() -> Address) -> Norm {
         let wide = norm.weight.is_some_and(|weight| self.wide.contains(&weight));
         Norm { weight: norm.weight.map(|_| next()), wide, eps: norm.eps }

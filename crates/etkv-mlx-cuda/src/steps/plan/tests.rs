@@ -29,7 +29,7 @@ fn kind(tokens: usize) -> Kind {
     }
 }
 
-/// A table of embeddings, and a product with it. No attention is planned here.
+/// A table of embeddings, and a product with the table. There is no attention.
 fn recipe(packing: Affine) -> Recipe {
     let weight = recipe::Weight::Packed(PackedConstants {
         codes: CODES,
@@ -119,7 +119,7 @@ fn packed_weights_are_planned_for() {
     .unwrap();
 }
 
-/// Returns whether a recipe with this packing is refused after `change` replaced a constant.
+/// Returns whether the planner refuses a recipe with this packing after `change` replaced a constant.
 fn is_refused(said: Affine, index: usize, change: fn(&Array) -> Result<Array>) -> bool {
     mlx::run(|| {
         let mut constants = constants(Affine { group_size: 32, bits: 4 })?;
@@ -136,7 +136,7 @@ fn packed_weights_that_kernels_do_not_read_are_not_planned_for() {
     let packing = Affine { group_size: 32, bits: 4 };
     let same = |array: &Array| Ok(array.clone());
     assert!(!is_refused(packing, 0, same));
-    // Other groups than the constants have, and bits that no kernel supports.
+    // Groups or bits that do not match the constants, and bits that no kernel supports.
     assert!(is_refused(Affine { group_size: 64, ..packing }, 0, same));
     assert!(is_refused(Affine { bits: 8, ..packing }, 0, same));
     assert!(is_refused(Affine { bits: 2, ..packing }, 0, same));
@@ -248,7 +248,7 @@ fn heads_of_packed_pools_are_placed() {
         scales: Address(1280),
         offsets: None,
     };
-    // Only the values are packed.
+    // The pool of values is packed, the pool of keys is not.
     let pools = [pool(PoolRows::Plain(Address(320))), pool(PoolRows::Packed(rows))];
     let plan = plan_of(pools, None);
     let [_, Launch::Product(product), Launch::PlaceHeads(place), Launch::Attend(attend), _] =
@@ -288,7 +288,7 @@ fn heads_that_are_normalized_are_placed() {
     };
     assert!(product.heads.is_none());
     assert_eq!([place.heads.keys, place.heads.values], pools);
-    // The table, the weight, the periods and the norm, in the order of the constants.
+    // The order of the addresses is: the table, the weight, the periods, the norm, the head.
     let norm = Norm { weight: Some(Address(256)), wide: false, eps: 0.5 };
     assert_eq!((place.q_norm, place.k_norm), (None, Some(norm)));
     assert_eq!(
@@ -297,7 +297,8 @@ fn heads_that_are_normalized_are_placed() {
     );
 }
 
-/// Weights of float32 and of the program's dtype are distinguished, and belong to rows that are converted.
+/// The planner distinguishes norm weights in float32 from those in the program's dtype. Rows with a float32
+/// weight must be converted.
 #[test]
 fn rows_are_normalized_with_weights_of_both_kinds() {
     let (bf16, f32) = (Dtype::Bfloat16, Dtype::Float32);
@@ -350,7 +351,7 @@ fn rows_are_normalized_with_weights_of_both_kinds() {
     assert_eq!((rows.norm, rows.next), (norm(192, true), Some((norm(256, false), Buffer(2)))));
     assert_eq!((rows.x, rows.residual, rows.out), (Buffer(0), Some(Buffer(0)), Buffer(1)));
     assert_eq!((rows.inner, plan.buffers), (COLUMNS as usize, vec![2 * COLUMNS as usize; 3]));
-    // Rows that stay float32, or become it, and a factor that is not one number.
+    // Rows that stay float32, rows that become float32, and a scale of more than one number.
     assert!(planned([None, None], 3).is_none());
     assert!(planned([Some(bf16), Some(f32)], 3).is_none());
     assert!(planned([Some(bf16), None], 2).is_none());

@@ -78,7 +78,7 @@ fn floats_are_those_of_the_program() {
     }
 }
 
-/// Formats whose groups are smaller than what a kernel reads at a time.
+/// The groups of these formats are smaller than the 32 elements that a kernel reads at a time.
 #[test]
 fn packed_heads_are_multiples_of_32() {
     for format in [KvFormat::Nvfp4, KvFormat::RowInt4] {
@@ -88,7 +88,8 @@ fn packed_heads_are_multiples_of_32() {
     }
 }
 
-/// Conversions take one pool after the other: a cache may have pools in other formats than it reports.
+/// Pools are converted one after the other, so the format of a pool may differ from the one that the cache
+/// reports.
 #[test]
 fn planes_that_are_others_than_those_of_a_format_are_refused() {
     mlx::run(|| {
@@ -111,7 +112,7 @@ fn planes_that_are_others_than_those_of_a_format_are_refused() {
         assert!(!at(KvFormat::Affine { bits: 4, group: 64 }, vec![&codes, &scales]));
         assert!(at(KvFormat::Affine { bits: 4, group: 64 }, vec![&codes, &scales, &scales]));
         assert!(!at(KvFormat::RowInt4, vec![]));
-        // Another head, and rows that are not contiguous.
+        // A wrong number of heads, and rows that are not contiguous.
         let strided = mlx::slice_axis(&zeros(16, Dtype::Uint32)?, 3, 0, 8, 1)?;
         strided.eval()?;
         assert!(!at(KvFormat::RowInt4, vec![&strided, &scales]));
@@ -128,7 +129,8 @@ fn planes_that_are_others_than_those_of_a_format_are_refused() {
     .unwrap();
 }
 
-/// If rows fill a buffer, MLX uses them as the buffer, in the axis order of the step.
+/// If the rows of a step fill a whole buffer, MLX uses their array as the buffer, with the strides of the
+/// step.
 #[test]
 fn a_single_slot_is_found_whatever_its_stride() {
     let found = mlx::run(|| {

@@ -1,4 +1,5 @@
-//! Gates of products whose halves the program splits itself: the passes do not know that there are two.
+//! Gates of products whose output the program splits into halves, which the passes do not merge into the
+//! product.
 
 use super::{gate_of, Part, Reader, Weight};
 use etkv_mlx_program::ir::{Op, Out};
@@ -7,7 +8,7 @@ use etkv_mlx_program::ir::{Op, Out};
 const FEATURES: [i32; 2] = [-1, 2];
 
 impl Reader<'_> {
-    /// Reads the halves of a product. The first is activated and multiplied by the other.
+    /// Reads a split of a product into halves. An activation of the first half is multiplied by the second.
     pub(super) fn read_gate(&mut self, op: &Op, out: Out) -> Option<()> {
         let &Op::Split { x, axis, ref at, .. } = op else {
             return None;
@@ -41,7 +42,7 @@ impl Reader<'_> {
         self.same(gated, x)
     }
 
-    /// Returns the rows of a weight, including those that are joined to it.
+    /// Returns the number of rows of a weight, including the rows of weights that are joined to it.
     fn rows_of(&self, weight: Weight) -> Option<i64> {
         let (Weight::Plain { value, .. }
         | Weight::Packed(super::PackedConstants { codes: value, .. })) = weight;

@@ -1,5 +1,5 @@
-//! Hidden states that a program takes and returns: those of tapped layers, and the operations of drafts on
-//! them.
+//! Hidden states that a program accepts and returns: the outputs of tapped layers, and the operations of
+//! drafts on them.
 
 use super::{Part, Reader, RowInput};
 use etkv_mlx_program::dtype_of;
@@ -8,7 +8,7 @@ use etkv_mlx_program::ir::{Binary, Dim, Graph, InputSpec, Op, Out, Value};
 /// The axis of features in `[1, T, features]`.
 const FEATURES: [i32; 2] = [-1, 2];
 
-/// Returns the inputs that are rows of floats, one for each token, and the other inputs.
+/// Returns the inputs that have a row of floats for each token, and the other inputs.
 pub(super) fn inputs(graph: &Graph) -> (Vec<RowInput>, Vec<InputSpec>) {
     let (mut given, mut text) = (Vec::new(), Vec::new());
     for input in &graph.inputs {
@@ -32,12 +32,12 @@ fn given_rows(input: &InputSpec, buffer: usize) -> Option<RowInput> {
 }
 
 impl Reader<'_> {
-    /// Reads joined rows: an output, or norms that have no other reader.
+    /// Reads a concatenation of rows: either an output of the program, or norms that nothing else reads.
     pub(super) fn read_join(&mut self, op: &Op, out: Value) -> Option<()> {
         let Op::Concatenate { tensors, axis } = op else {
             return None;
         };
-        // There is one row for each token, and one sequence.
+        // The first two axes are the batch, which is 1, and the tokens.
         FEATURES.contains(axis).then_some(())?;
         let x: Vec<usize> = tensors.iter().map(|&x| self.buffer(x)).collect::<Option<_>>()?;
         if self.graph.main.outputs.contains(&Out::Tensor(out)) {
@@ -54,7 +54,7 @@ impl Reader<'_> {
         Some(())
     }
 
-    /// Reads `x + share * (y - x)`, of which this is the difference. The host passes the shares.
+    /// Reads `x + share * (y - x)`, beginning at the difference. The host passes the shares.
     pub(super) fn read_blend(&mut self, op: &Op, difference: Value) -> Option<()> {
         let &Op::Binary { function: Binary::Subtract, a: from, b: taken } = op else {
             return None;
@@ -82,7 +82,7 @@ impl Reader<'_> {
     }
 
     /// Returns the buffer of the logits, their index in the outputs, and the buffers of the other output. The
-    /// last part makes the logits.
+    /// last part computes the logits.
     pub(super) fn outputs(&self) -> Option<(usize, usize, Vec<usize>)> {
         let made = match self.parts.last()? {
             Part::Product(product) => product.out,
@@ -105,7 +105,7 @@ impl Reader<'_> {
         };
         let is_again = |(n, buffer): (usize, &usize)| tapped[..n].contains(buffer);
         let fits = !tapped.contains(&made) && !tapped.iter().enumerate().any(is_again);
-        // A row from the host is returned unchanged.
+        // No part writes a buffer that the host fills, so it is not an output.
         let is_given = |&buffer: &usize| buffer < self.n_given;
         (fits && !tapped.iter().any(is_given)).then_some((made, at, tapped))
     }

@@ -1,11 +1,11 @@
-//! Norms that are not part of a product: their weights are float32, or their result is added to something or
-//! read twice.
+//! Norms that are not part of a product, because their weight is float32, or because their result is added to
+//! a residual or read twice.
 
 use super::{Normalize, Part, Reader, RowNorm};
 use etkv_mlx_program::ir::{Binary, Op, Out, Value};
 
 impl Reader<'_> {
-    /// Returns the only instruction that reads a value, and its result.
+    /// Returns the index of the only instruction that reads a value, its operation and its result.
     pub(super) fn reader(&self, value: Value) -> Option<(usize, &Op, Value)> {
         let &index = self.readers.get(&value)?;
         let made = &self.graph.main.instructions[index];
@@ -29,7 +29,8 @@ impl Reader<'_> {
         }
         let mut residual = None;
         if let Some((index, &Op::Binary { function: Binary::Add, a, b }, sum)) = self.reader(out) {
-            // If the other summand is made later, only the sum remains.
+            // If the other summand is computed later, it has no buffer yet, and the sum is read as a separate
+            // instruction.
             residual = self.buffer(if a == out { b } else { a });
             if residual.is_some() {
                 out = sum;
@@ -38,7 +39,7 @@ impl Reader<'_> {
         }
         let out = self.made(out);
         match self.parts.last_mut() {
-            // One kernel computes both.
+            // One kernel computes a norm, the sum with the residual, and the norm of the sum.
             Some(Part::Normalize(last))
                 if last.out == x && last.next.is_none() && residual.is_none() =>
             {
@@ -49,7 +50,7 @@ impl Reader<'_> {
         Some(())
     }
 
-    /// Reads the product of the rows of tokens with a number.
+    /// Reads the product of embeddings and a constant number.
     pub(super) fn read_scale(&mut self, op: &Op, out: Value) -> Option<()> {
         let &Op::Binary { function: Binary::Multiply, a, b } = op else {
             return None;

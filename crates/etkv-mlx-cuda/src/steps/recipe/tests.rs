@@ -3,7 +3,7 @@ use etkv_mlx_program::ir::{
     Binary, Chain, Constant, Dim, Heads, InputSpec, Instruction, Int, IntValue,
 };
 
-// Constants, and then the inputs.
+// The constants, followed by the inputs.
 const TABLE: Value = Value(0);
 const NORM: Value = Value(1);
 const HEADS: Value = Value(2);
@@ -219,8 +219,8 @@ fn what_is_not_known_is_left_to_the_interpreter() {
     }
 }
 
-/// The decoder with a layer whose heads the passes leave separate, instead of its product of heads. `replaced`
-/// gets the product, and makes the queries, keys and values that attention reads.
+/// The decoder with separate instructions for the heads of its layer. The instructions `replaced` begin with
+/// the product, and end with the queries, keys and values that attention reads.
 fn separate_heads(replaced: Vec<(Op, Out)>) -> Graph {
     let mut graph = decoder();
     let (bias, transposed) = (None, true);
@@ -247,7 +247,7 @@ fn tensor(op: Op, out: u32) -> (Op, Out) {
     (op, Out::Tensor(Value(out)))
 }
 
-/// The rest of Qwen3 after the passes: queries and keys are normalized, so each piece is viewed alone.
+/// A layer of Qwen3 after the passes: queries and keys are normalized, so each piece has a separate view.
 fn normalized() -> Graph {
     let perm = vec![0, 2, 1, 3];
     let split = Op::Split { x: Value(20), axis: -1, at: vec![64, 96], sizes: 128..=128 };
@@ -268,7 +268,7 @@ fn normalized() -> Graph {
     separate_heads(made)
 }
 
-/// The rest of SmolLM3's layers that do not rotate, after the passes.
+/// A layer of SmolLM3 without rotation, after the passes.
 fn unrotated() -> Graph {
     let view = Op::ReshapeTranspose { x: Value(20), shape: view(), perm: vec![0, 2, 1, 3] };
     let split = Op::Split { x: Value(21), axis: 1, at: vec![4, 6], sizes: 8..=8 };
@@ -298,7 +298,7 @@ fn heads_that_are_normalized_are_those_of_one_product() {
         k_norm: norm(PERIODS),
     };
     assert_eq!(*heads_of(&recipe), expected);
-    // Everything else is as if the product rotated its heads.
+    // All other parts are the same as if the product rotated its heads.
     let plain = Recipe::of(&decoder()).unwrap();
     let names =
         |recipe: &Recipe| -> Vec<_> { recipe.parts.iter().map(std::mem::discriminant).collect() };
@@ -365,7 +365,7 @@ fn heads_that_differ_are_left_to_the_interpreter() {
         graph.main.instructions.iter_mut().for_each(|made| change(&mut made.op));
         assert!(Recipe::of(&graph).is_err(), "{what}");
     }
-    // Values between a product and its attention that other instructions read.
+    // Another instruction reads a value between the product and attention.
     for value in [20, 21, 24, 25, 26, 11, 13] {
         let mut graph = normalized();
         let op = Op::ExpandDims { x: Value(value), axis: 0 };

@@ -1,4 +1,4 @@
-//! Steps of caches with windows. The rows that the tokens see are identified by their contents.
+//! Steps of caches with windows. The tests identify the rows that a token sees by the rows' contents.
 
 use super::*;
 use etkv::mlx;
@@ -10,7 +10,7 @@ const POLICIES: [LayerPolicy; 4] = [
     LayerPolicy::Window { window: 8, sinks: 0 },
 ];
 
-/// The contents that identify a row.
+/// The contents of a row, which identify it.
 fn mark(sequence: i32, position: i32) -> f32 {
     (1000 * sequence + position) as f32
 }
@@ -22,8 +22,8 @@ fn keys(step: &Step, layer: usize) -> *mut f32 {
     unsafe { mlx_sys::mlx_array_data_uint8(keys[0].as_ptr()) }.cast_mut().cast()
 }
 
-/// Runs a step that marks its rows, like kernels write theirs, and checks what each token sees. A sequence
-/// has all positions from 0 on.
+/// Runs a step that writes its marks to its slots, as kernels do, and checks what each token sees. Each
+/// sequence has all positions from 0.
 fn check_step(cache: &mut MlxCache, sequences: &[i32], positions: &[i32]) -> usize {
     let groups = Groups::of(&cache.config().layers).unwrap();
     let mut step = Step::begin(cache, positions).unwrap();
@@ -40,7 +40,7 @@ fn check_step(cache: &mut MlxCache, sequences: &[i32], positions: &[i32]) -> usi
         assert!(rows.mask.is_some() || policy == FULL);
         let seen = if rows.mask.is_some() { seen(rows) } else { seen_without(rows) };
         for (t, seen) in seen.into_iter().enumerate() {
-            // SAFETY: likewise.
+            // SAFETY: the same.
             let mut found: Vec<f32> =
                 seen.into_iter().map(|key| unsafe { at.add(8 * key).read() }).collect();
             found.sort_by(f32::total_cmp);
@@ -81,7 +81,7 @@ fn tokens_of_a_sequence_see_their_windows_and_sinks() {
             let n = (1 + number(6) as i32).min(CAPACITY - start);
             if n > 0 {
                 let positions: Vec<i32> = (start..start + n).collect();
-                // Three layers are windows, and full history lies in order.
+                // Three layers have windows, and therefore masks. The rows of full history are in order.
                 assert_eq!(check_step(&mut cache, &vec![0; n as usize], &positions), 3);
                 longest = longest.max(cache.length());
             }

@@ -8,7 +8,7 @@ fn tapped_rows_lie_side_by_side() {
         let mut recipe = recipe(packing);
         let planner = Planner::of(&recipe, &constants(packing)?).unwrap();
         let sizes = [2 * ROWS as usize, 2 * COLUMNS as usize];
-        // A byte for each row of two buffers of three tokens, different for each row.
+        // Two buffers of three rows. All bytes of a row have the same value, which differs between rows.
         let row = |buffer: usize, token: usize| vec![(10 * buffer + token) as u8; sizes[buffer]];
         let all = [0, 1].map(|buffer| (0..3).map(|token| row(buffer, token)).collect::<Vec<_>>());
         let tapped = all.concat().concat();
@@ -35,13 +35,13 @@ fn tapped_rows_lie_side_by_side() {
     .unwrap();
 }
 
-/// A product with the norms of given rows and of tokens' rows, joined, and its blend with given ones.
+/// A draft: the product of the joined norms of embeddings and of input rows, blended with the input rows.
 fn draft(packing: Affine, width: usize, dtype: Dtype) -> Recipe {
     let mut recipe = recipe(packing);
     let Some(Part::Product(mut product)) = recipe.parts.pop() else {
         panic!("{:?}", recipe.parts);
     };
-    // The tokens' rows, and the buffers of two inputs.
+    // Buffer 5 holds the joined rows.
     (product.x, product.out) = (5, 6);
     let given = |value, width, buffer| RowInput { value: Value(value), width, dtype, buffer };
     let rows = |x, out| {
@@ -63,7 +63,7 @@ fn draft(packing: Affine, width: usize, dtype: Dtype) -> Recipe {
 fn drafts_of_given_rows_are_planned_for() {
     mlx::run(|| {
         let packing = Affine { group_size: 32, bits: 4 };
-        // The table's rows are some columns of the product's.
+        // The embeddings fill 64 of the product's columns, and the input rows fill the others.
         let given = COLUMNS as usize - 64;
         let numbers = |shape: &[i32]| -> Result<Option<Array>> {
             let made = normal::<f32>(shape, None, None, None)?.as_dtype(Dtype::Bfloat16)?;
@@ -105,7 +105,8 @@ fn drafts_of_given_rows_are_planned_for() {
         assert_eq!(blend, Blend { x, y, share, inner: given, out });
         assert_eq!((&plan.given[..], &plan.tapped[..]), (&[y, share][..], &[out][..]));
         assert_eq!([1, 2, 5, 7].map(|n| plan.buffers[n]), [3 * given, 3, 3 * 128, 3 * given]);
-        // Rows of another dtype, rows that do not fill the product's, and rows that it does not blend with.
+        // Rows of another dtype, rows too narrow for the product, and a product whose width differs from that
+        // of the rows.
         assert!(with(given, Dtype::Float16, given as i32)?.is_none());
         assert!(with(given - 8, Dtype::Bfloat16, given as i32)?.is_none());
         assert!(with(given, Dtype::Bfloat16, given as i32 + 8)?.is_none());

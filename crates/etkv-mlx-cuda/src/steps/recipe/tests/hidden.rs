@@ -32,7 +32,7 @@ fn hidden_states_are_another_output() {
         assert_eq!(found(&graph), Ok((6, 1, vec![5, 3, 0])));
         assert_eq!(Recipe::with_known_logits(&graph), Err(Unknown::Logits), "two wide outputs");
     }
-    // A separate buffer.
+    // An output that is one buffer, without a concatenation.
     let mut graph = decoder();
     graph.main.outputs.insert(0, Out::Tensor(Value(16)));
     assert_eq!(found(&graph), Ok((6, 1, vec![3])));
@@ -43,14 +43,14 @@ fn hidden_states_are_another_output() {
     assert_eq!(found(&with(&[18, 19], -1)), Err(Unknown::Outputs), "the logits again");
     let mut graph = with(&[18], -1);
     graph.main.outputs.pop();
-    assert!(found(&graph).is_err(), "rows that are no output");
+    assert!(found(&graph).is_err(), "rows that are not an output");
     let mut graph = with(&[18], -1);
     graph.main.outputs.push(Out::Tensor(Value(18)));
     assert_eq!(found(&graph), Err(Unknown::Outputs), "three outputs");
 }
 
-/// The decoder after a predictor: its embeddings are `p + known * (rows - p)`, where `p` is a product with
-/// the joined norms of the tokens' rows and of the given rows.
+/// The decoder after a feature predictor. The input of its layer is `p + known * (rows - p)`. `p` is the
+/// product of the joined norms of the embeddings and of the rows that the host passes.
 fn draft() -> Graph {
     let mut graph = decoder();
     let input = |value, name: &str, width| InputSpec::Tensor {
@@ -110,7 +110,7 @@ fn drafts_fed_with_hidden_states_are_known() {
     }
     assert_eq!(*blend, Part::Blend { x: 6, y: 0, share: 1, out: 7 });
     assert!(matches!(heads, Part::Product(Product { x: 7, heads: Some(_), .. })));
-    // The input of the layers is the other output.
+    // The other output is the input of the layer.
     assert_eq!((recipe.logits_at, &recipe.tapped[..]), (1, &[7][..]));
 }
 

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// The rest of Gemma 3 after the passes: float32 norms, converted, also after each half of a layer, and
-/// scaled embeddings.
+/// The decoder with the norms of Gemma 3 after the passes. The norms are float32 and their results converted,
+/// there is also one after each half of a layer, and embeddings are scaled.
 fn with_norms() -> Graph {
     let mut graph = normalized();
     let (bias, transposed) = (None, true);
@@ -36,7 +36,7 @@ fn with_norms() -> Graph {
                 made.extend(norm(40, 41));
             }
             Op::LinearBlock { weight: HEADS, .. } => made.push(linear(42, HEADS, 20)),
-            // Heads are normalized in float32 too.
+            // Heads are normalized in float32, too.
             Op::RmsNorm { x, weight, eps } => {
                 let Out::Tensor(Value(number)) = out else { panic!("{out:?}") };
                 made.push(tensor(Op::RmsNorm { x, weight, eps }, number + 40));

@@ -1,4 +1,4 @@
-//! Heads that rotate in part, and gates whose halves the program splits itself, as in Phi-3.
+//! Heads of which only a part rotates, and gates whose halves the program splits, as in Phi-3.
 
 use super::*;
 
@@ -47,10 +47,10 @@ fn parts_of_heads_and_halves_of_products_are_known() {
     let heads = heads_of(&recipe);
     assert_eq!((heads.n_q, heads.n_kv, heads.head_dim, heads.rotated), (4, 2, 16, 8));
     assert_eq!(heads.rotation, Some((PERIODS, Dtype::Bfloat16)));
-    // Everything else is as if whole heads rotated, and the passes knew the halves.
+    // All other parts are the same as if whole heads rotated and the passes merged the gate.
     let plain = Recipe::of(&decoder()).unwrap();
     assert_eq!((&recipe.parts[2..], recipe.n_buffers), (&plain.parts[2..], plain.n_buffers));
-    // Joined weights count.
+    // The rows of joined weights count.
     let mut graph = partly();
     let gated = &mut graph.constants[GATED.0 as usize];
     gated.shape[0] = 32;
