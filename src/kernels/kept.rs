@@ -43,7 +43,8 @@ fn provide_in(folder: &Path, made: &Array) -> Result<String> {
     let text = whole(&name, &text, |path| {
         path.starts_with(folder).then(|| fs::read_to_string(path).ok()).flatten()
     });
-    let text = text.ok_or_else(|| failed(format!("{name}: its text does not define the kernel")))?;
+    let text =
+        text.ok_or_else(|| failed(format!("{name}: its text does not define the kernel")))?;
     let compiler = compiler().ok_or_else(|| failed("there is no compiler"))?;
     let cubin = compiler.cubin(&text).map_err(failed)?;
     let file = |ending: &str| folder.join(format!("{name}_{number:x}.{ending}"));

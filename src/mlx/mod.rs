@@ -102,7 +102,7 @@ pub struct Mlx {
 ///
 /// # Errors
 /// - [`Unsupported`](crate::Status::Unsupported) if the process runs another release of MLX than [`MLX_VERSION`], or
-/// if `ETKV_DEVICE` is `gpu` and MLX has no GPU.
+///   if `ETKV_DEVICE` is `gpu` and MLX has no GPU.
 /// - [`InvalidArgument`](crate::Status::InvalidArgument) if `ETKV_DEVICE` is neither `cpu` nor `gpu`.
 /// - [`Backend`](crate::Status::Backend) if MLX cannot start.
 pub fn enter() -> Result<Mlx> {

@@ -1,4 +1,4 @@
-//! The cells of one sequence and its tree, which compaction makes one run.
+//! The cells of one sequence and its tree, which compaction moves into one run.
 
 use std::collections::BTreeMap;
 
@@ -8,18 +8,18 @@ use super::group::LayerGroup;
 pub struct Block<'a> {
     pub cells: Vec<i32>,
     pub nodes: &'a [i32],
-    /// Whether the cells must lie in the order of their positions.
+    /// Whether the cells must be in the order of their positions.
     pub ordered: bool,
     /// Whether other sequences also own some of the cells.
     pub shares: bool,
-    /// The first of `cells`, or of `nodes` without cells.
+    /// The lowest of `cells`, or of `nodes` if there are no cells.
     pub start: i32,
-    /// Whether `cells` are one run, ordered if they must be, and the nodes follow it in order.
+    /// Whether `cells` are one run, in order if `ordered`, and the nodes follow it in order.
     pub is_run: bool,
 }
 
 impl<'a> Block<'a> {
-    /// Returns the blocks of all sequences that hold cells of a layer group or carry trees.
+    /// Returns the blocks of all sequences that have cells of a layer group or a tree.
     pub fn all(group: &LayerGroup, trees: &'a [(i32, Vec<i32>)], ordered: bool) -> Vec<Self> {
         let mut sequences: Vec<i32> = group.owners().collect();
         sequences.extend(trees.iter().map(|(sequence, _)| *sequence));
@@ -45,7 +45,7 @@ impl<'a> Block<'a> {
         Some(Self { cells, nodes, ordered, shares, start, is_run })
     }
 
-    /// Returns whether the cells are one run after a move that gives each its `target`.
+    /// Returns whether the cells are one run after each has moved to its `target`.
     pub fn is_run_after(&self, target: impl Fn(i32) -> i32) -> bool {
         let moved = |cells: &[i32]| cells.iter().map(|&cell| target(cell)).collect();
         let (cells, nodes): (Vec<i32>, Vec<i32>) = (moved(&self.cells), moved(self.nodes));
@@ -57,14 +57,14 @@ impl<'a> Block<'a> {
         (self.cells.len() + self.nodes.len()) as i32
     }
 
-    /// Returns the start from `least` to `most` of a run of `cells` and the nodes after it that leaves the
-    /// most of them in place, and the number that stays. Of equal starts it is the first.
+    /// Finds a start from `least` to `most` for a run of `cells` and the nodes after it. Returns the start for which
+    /// most of them stay in their cells, and how many stay. Prefers the lowest such start.
     pub fn window(&self, cells: &[i32], least: i32, most: i32) -> Option<(i32, i32)> {
         if most < least {
             return None;
         }
         let len = cells.len() as i32;
-        // What stays in place for one start alone: everything that must lie in order.
+        // For each start, the number of cells and nodes in fixed order that would stay.
         let mut at: BTreeMap<i32, i32> = BTreeMap::new();
         let in_order = if self.ordered { cells } else { &[] };
         let nodes = self.nodes.iter().zip(len..);
@@ -73,7 +73,7 @@ impl<'a> Block<'a> {
         }
         let mut sorted = if self.ordered { Vec::new() } else { cells.to_vec() };
         sorted.sort_unstable();
-        // Between two of these starts a run loses cells and gains none.
+        // The number of other cells that stay can only increase at one of these starts.
         let mut starts: Vec<i32> = sorted.iter().copied().chain(at.keys().copied()).collect();
         starts.retain(|start| (least..=most).contains(start));
         starts.extend([least, most]);

@@ -1,8 +1,9 @@
-//! Checkpoints: positions that sequences can be rewound to although later tokens displaced what a query there
-//! sees.
+//! Checkpoints: positions to which sequences can be rewound although later tokens have displaced rows that a query
+//! there sees.
 //!
-//! A checkpoint owns rows as a sequence does: those of each window before its position, and the anchor and
-//! convolution rows of recurrent layers. Going back to it shares them again, and copies nothing.
+//! A checkpoint owns rows as a sequence does: the rows of each window before its position, and the anchor and
+//! convolution rows of recurrent layers. A rewind to the checkpoint shares these rows with the sequence, without a
+//! copy.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,25 +16,25 @@ use crate::snapshot::{damaged, CheckpointState};
 /// The maximum number of checkpoints of a cache.
 pub const MAX_CHECKPOINTS: i32 = 256;
 
-/// A position that some sequences can be rewound to.
+/// A position to which some sequences can be rewound.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Checkpoint {
-    /// The owner of its rows: a number that no sequence has.
+    /// The number under which the checkpoint owns its rows. It is not the number of a sequence.
     pub owner: i32,
-    /// The length that a sequence has after going back to it.
+    /// The length of a sequence after a rewind to the checkpoint.
     pub position: i32,
-    /// The sequences that hold the text before it.
+    /// The sequences that can be rewound to it: they contain the same text before it.
     pub members: Vec<i32>,
-    /// When it was last made or used, by a counter.
+    /// The value of the counter when it was last created or used.
     used: u64,
 }
 
-/// The checkpoints of all sequences, and the positions at which the host wants more.
+/// The checkpoints of all sequences, and the positions that the host has marked for more.
 #[derive(Debug, Clone)]
 pub struct Checkpoints {
     most: usize,
     all: Vec<Checkpoint>,
-    /// The positions that the host marked and no step has reached yet, by sequence.
+    /// The positions that the host has marked and no step has reached yet, by sequence.
     marks: BTreeMap<i32, Vec<i32>>,
     counter: u64,
 }
@@ -48,23 +49,23 @@ impl Checkpoints {
         *self = Self::new(self.most as i32);
     }
 
-    /// Returns the checkpoints, in the order in which they were made.
+    /// Returns the checkpoints, in order of creation.
     pub fn all(&self) -> &[Checkpoint] {
         &self.all
     }
 
-    /// Returns whether a mark waits for a step.
+    /// Returns whether a mark waits for a step to reach it.
     pub fn has_marks(&self) -> bool {
         !self.marks.is_empty()
     }
 
-    /// Returns the marked positions of a sequence among these.
+    /// Returns the marked positions of a sequence that are in `positions`.
     pub fn marked(&self, sequence: i32, positions: &Range<i32>) -> Vec<i32> {
         let marks = self.marks.get(&sequence).into_iter().flatten();
         marks.copied().filter(|mark| positions.contains(mark)).collect()
     }
 
-    /// Returns the greatest checkpoint of a sequence at or below a position.
+    /// Returns the last checkpoint of a sequence at or before a position.
     pub fn below(&self, sequence: i32, position: i32) -> Option<&Checkpoint> {
         let of = |kept: &&Checkpoint| kept.position <= position && kept.members.contains(&sequence);
         self.all.iter().filter(of).max_by_key(|kept| kept.position)
@@ -80,10 +81,10 @@ impl Checkpoints {
         self.all.iter().map(of).collect()
     }
 
-    /// Replaces the checkpoints by those of a file. A cache may load more than it makes.
+    /// Replaces the checkpoints by those of a file, of which there may be more than this cache creates.
     ///
     /// # Errors
-    /// [`File`](crate::Status::File) for numbers that no cache gives.
+    /// [`File`](crate::Status::File) for numbers that a cache does not assign.
     pub fn load(&mut self, state: &[CheckpointState]) -> Result<()> {
         self.clear();
         for kept in state {
@@ -106,7 +107,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Adds a checkpoint, if there is room. Returns its owner.
+    /// Adds a checkpoint and returns its owner, or `None` if there is no room.
     pub fn add(&mut self, position: i32, members: Vec<i32>) -> Option<i32> {
         let owner = self.free_owner()?;
         self.counter += 1;
@@ -120,8 +121,8 @@ impl Checkpoints {
         (MAX_SEQUENCES..MAX_SEQUENCES + MAX_CHECKPOINTS).find(|&owner| room && !taken(owner))
     }
 
-    /// Returns the checkpoint that saves the fewest tokens: those between it and the one before it in the
-    /// same text. What was not used for long counts less.
+    /// Returns the index of the least useful checkpoint: the one that saves the fewest tokens, which are those
+    /// between it and the previous checkpoint of the same text. The value decreases with the time since its last use.
     fn least_useful(&self) -> Option<usize> {
         let usefulness = |kept: &Checkpoint| {
             let same = |other: &&Checkpoint| {
@@ -130,7 +131,7 @@ impl Checkpoints {
             };
             let before = self.all.iter().filter(same).map(|other| other.position).max();
             let saves = i64::from(kept.position - before.unwrap_or(0));
-            // Compared as integers, so that the order is the same everywhere.
+            // Integers, so the order is the same on every machine.
             saves * 1024 / (self.counter - kept.used + 8) as i64
         };
         (0..self.all.len()).min_by_key(|&at| (usefulness(&self.all[at]), self.all[at].used))
@@ -144,7 +145,7 @@ impl Checkpoints {
 }
 
 impl CellsBookkeeping {
-    /// Returns the greatest length, at most `position`, that a sequence can be rewound to.
+    /// Returns the greatest length, at most `position`, to which a sequence can be rewound.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range,
@@ -156,7 +157,7 @@ impl CellsBookkeeping {
         }
         let position = position.min(self.next(sequence));
         let least = self.rewindable_to(sequence)?;
-        // The last position before it that was not removed.
+        // The end of the last positions before `position` that were not removed.
         let before = self.full().held(sequence).clipped(0..position).last();
         let exact = before.map_or(0, |run| run.position + run.len);
         if exact >= least {
@@ -166,8 +167,9 @@ impl CellsBookkeeping {
         Ok(kept.map_or(0, |kept| kept.position))
     }
 
-    /// Makes a checkpoint of a sequence at `position`, or at the next anchor below it: at once if the sequence
-    /// can still be rewound there, else when a step reaches it. Returns its position.
+    /// Creates a checkpoint of a sequence at `position`, or at the next anchor before it. If the sequence can still
+    /// be rewound to that position, it is created at once, otherwise when a step reaches the position. Returns the
+    /// position.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range,
@@ -184,7 +186,7 @@ impl CellsBookkeeping {
             return Ok(0);
         }
         if self.recurrent.is_none() && self.groups.len() == 1 {
-            // Nothing is ever dropped.
+            // Without windows and recurrent layers, no position is ever dropped.
             return Ok(at);
         }
         if let Some(kept) = self.checkpoints.below(sequence, at).filter(|kept| kept.position == at)
@@ -214,16 +216,16 @@ impl CellsBookkeeping {
         Ok(at)
     }
 
-    /// Makes the marks those of bookkeeping from before a rewind.
+    /// Replaces the marks by those of `before`, the bookkeeping before a rewind.
     pub fn keep_marks(&mut self, before: &Self) {
         self.checkpoints.marks.clone_from(&before.checkpoints.marks);
     }
 
-    /// Makes the checkpoints that a step has reached: the marks of these sequences among the positions that
-    /// it wrote.
+    /// Creates the checkpoints that a step has reached: the marks of these sequences at positions that it wrote.
     pub(super) fn pin_marks(&mut self, written: &[(i32, Range<i32>)]) {
         for (sequence, positions) in written {
-            // A mark at the end of a text waits for the token after it, which makes the anchor.
+            // With recurrent layers, a mark at the end of a text waits for the next token, whose step stores the
+            // anchor.
             let due = match self.recurrent {
                 Some(_) => positions.clone(),
                 None => positions.start + 1..positions.end + 1,
@@ -240,7 +242,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Keeps what a query at `position` sees.
+    /// Creates a checkpoint that owns the rows which a query at `position` sees.
     fn pin(&mut self, sequence: i32, position: i32) {
         if self.recurrent.as_ref().is_some_and(|state| !state.has_anchor(sequence, position)) {
             return;
@@ -274,7 +276,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Makes a sequence end at one of its checkpoints. The caller has checked that it carries no tree.
+    /// Rewinds a sequence to one of its checkpoints. The caller has checked that it has no tree.
     pub(super) fn go_back(&mut self, sequence: i32, owner: i32, position: i32) {
         self.checkpoints.touch(owner);
         let (full, windows) = match self.groups.split_first_mut() {
@@ -292,7 +294,7 @@ impl CellsBookkeeping {
         self.leave_checkpoints(sequence, position);
     }
 
-    /// Gives up the checkpoints of a sequence after `length`.
+    /// Removes a sequence from checkpoints after `length`.
     pub(super) fn leave_checkpoints(&mut self, sequence: i32, length: i32) {
         for kept in &mut self.checkpoints.all {
             if kept.position > length {
@@ -305,7 +307,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Gives `target` the checkpoints of `source` up to `length`.
+    /// Adds `target` to the checkpoints of `source` up to `length`.
     pub(super) fn share_checkpoints(&mut self, source: i32, target: i32, length: i32) {
         for kept in &mut self.checkpoints.all {
             let has = |sequence: &i32| kept.members.contains(sequence);

@@ -1,4 +1,4 @@
-//! Closes holes, so that sequences are runs of cells again.
+//! Moves rows into free cells, so that sequences are runs of cells again.
 
 use super::group::LayerGroup;
 use super::layout::Layout;
@@ -7,9 +7,9 @@ use crate::bookkeeping::Move;
 use crate::error::Result;
 
 impl CellsBookkeeping {
-    /// Makes every sequence one run of cells, unless shared cells prevent it. Does nothing if they are runs
-    /// already. Returns the moves of rows: the fewest that leave room for more tokens. Room for 64 tokens is
-    /// worth 64 moved rows.
+    /// Makes every sequence one run of cells, unless shared cells prevent it. Does nothing if all are runs already.
+    /// Returns the moves of rows. Prefers layouts with few moved rows and with room after each sequence, which counts
+    /// as much as 64 rows.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.

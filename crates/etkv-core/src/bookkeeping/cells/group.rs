@@ -8,28 +8,28 @@ use super::occupancy::Occupancy;
 use super::runs::{Run, Runs};
 use crate::bookkeeping::Window;
 
-/// Cells that stay free between the last cell of another sequence and the first of a new one. Both then grow
-/// as one run for a while.
+/// The number of cells that stay free between the last cell of a sequence and the first cell of a new one. Both can
+/// then grow as runs for a while.
 pub const ROOM: i32 = 64;
 
-/// The same for a sequence that goes on elsewhere, such as a fork: otherwise the cells of sequences that
-/// decode together would alternate, and each would read the rows of all. Each fork takes that much more
-/// memory.
+/// The number of cells that stay free before the further cells of a sequence whose next cell is taken, such as a
+/// fork. Otherwise the cells of sequences that decode together would alternate, and each would read the rows of all.
+/// Each fork takes that much more memory.
 const ROOM_TO_GO_ON: i32 = 16;
 
-/// The cells of the layers of one policy.
+/// The cells of the layers that share a policy.
 #[derive(Debug, Clone)]
 pub struct LayerGroup {
     pub window: Option<Window>,
     capacity: i32,
-    /// The cells that are added at a time.
+    /// The number of cells by which the group grows.
     chunk: i32,
-    /// Cells below this one are allocated. It grows when more are needed.
+    /// The number of allocated cells. It grows when more are needed.
     size: i32,
     pub occupancy: Occupancy,
-    /// The number of sequences that own each cell; 0 past the end.
+    /// The number of owners of each cell. Cells past the end have none.
     owners: Vec<u16>,
-    /// The cells of each sequence.
+    /// The cells of each sequence and of each checkpoint.
     held: Vec<Runs>,
 }
 
@@ -70,30 +70,30 @@ impl LayerGroup {
         &mut self.held[index]
     }
 
-    /// Returns the number of cells that sequences or trees own.
+    /// Returns the number of cells that are taken.
     pub fn taken(&self) -> i32 {
         self.occupancy.taken()
     }
 
-    /// Returns the cell below which cells are allocated.
+    /// Returns the number of allocated cells.
     pub fn size(&self) -> i32 {
         self.size
     }
 
-    /// Returns the sequences that own cells.
+    /// Returns the sequences and checkpoints that own cells.
     pub fn owners(&self) -> impl Iterator<Item = i32> + '_ {
         let owns = |(_, held): &(usize, &Runs)| held.count() > 0;
         self.held.iter().enumerate().filter(owns).map(|(sequence, _)| sequence as i32)
     }
 
-    /// Returns the number of sequences that own a cell.
+    /// Returns the number of owners of a cell.
     pub fn n_owners(&self, cell: i32) -> u16 {
         self.owners.get(cell as usize).copied().unwrap_or(0)
     }
 
-    /// Allocates `n` cells, which are available: after `after` if those are free, else a run with room for
-    /// all, away from the ends of other sequences if possible, else the first free ones. Without `after` a
-    /// new sequence begins. `cells` has the cells that the step took before.
+    /// Takes `n` cells, which must be available, and appends them to `cells`. They are those from `after` on if these
+    /// are free, else a run of free cells, preferably away from the ends of sequences, else the first free cells. If
+    /// `after` is `None`, a new sequence begins. `cells` has the cells that the step took earlier.
     pub fn allocate(&mut self, n: i32, after: Option<i32>, cells: &mut Vec<i32>) {
         self.make_room(n);
         let mut left = n;
@@ -117,7 +117,7 @@ impl LayerGroup {
         }
     }
 
-    /// Allocates the first `n` free cells, which are available.
+    /// Takes the first `n` free cells, which must be available.
     pub fn allocate_first(&mut self, n: i32, cells: &mut Vec<i32>) {
         self.make_room(n);
         for _ in 0..n {
@@ -132,17 +132,17 @@ impl LayerGroup {
         }
     }
 
-    /// Returns the cell in which a sequence holds a position.
+    /// Returns the cell in which a sequence has a position.
     pub fn cell_of(&self, sequence: i32, position: i32) -> Option<i32> {
         self.held(sequence).clipped(position..position + 1).next().map(|run| run.cell)
     }
 
-    /// Returns the number of cells that are not taken, of all that the group can ever have.
+    /// Returns the number of cells that can still be taken, with those that are not allocated yet.
     pub fn free_cells(&self) -> i32 {
         self.capacity - self.taken()
     }
 
-    /// Returns the start of the first free run of `n` cells, preferably one with room before it.
+    /// Returns the start of the first free run of `n` cells, preferably one with free cells before it.
     fn run_for(&self, n: i32, room: i32, just_taken: &[i32]) -> Option<i32> {
         let mut found = None;
         let mut start = self.occupancy.next_free(0);
@@ -163,7 +163,7 @@ impl LayerGroup {
         found
     }
 
-    /// Returns whether a sequence would go on right after this cell.
+    /// Returns whether the next cell is the one with which a sequence would continue.
     fn is_tail(&self, cell: i32) -> bool {
         self.held.iter().any(|held| held.cell_after() == Some(cell + 1))
     }
@@ -175,28 +175,28 @@ impl LayerGroup {
         }
     }
 
-    /// Frees an allocated cell.
+    /// Frees a taken cell without an owner.
     pub fn free(&mut self, cell: i32) {
         self.occupancy.free(cell);
     }
 
-    /// Takes this cell, which is free.
+    /// Takes a free cell.
     pub fn hold(&mut self, cell: i32) {
         self.occupancy.take(cell);
     }
 
-    /// Gives an allocated cell to a tree, its only owner.
+    /// Makes a tree the only owner of a taken cell.
     pub fn own_as_node(&mut self, cell: i32) {
         self.own(&Run { position: 0, cell, len: 1 });
     }
 
-    /// Frees a tree's cell.
+    /// Frees the cell of a tree.
     pub fn release(&mut self, cell: i32) {
         self.owners[cell as usize] = 0;
         self.occupancy.free(cell);
     }
 
-    /// Gives an allocated cell to `sequence`, at its next position.
+    /// Adds a taken cell to `sequence`, as its next position.
     pub fn append(&mut self, sequence: i32, position: i32, cell: i32) {
         self.own(&Run { position, cell, len: 1 });
         self.held_mut(sequence).push(Run { position, cell, len: 1 });
@@ -212,11 +212,11 @@ impl LayerGroup {
         }
     }
 
-    /// Makes `target` another owner of the cells of `source`'s `positions`.
+    /// Makes `target` another owner of the cells of `source` at `positions`.
     pub fn share(&mut self, source: i32, target: i32, positions: Range<i32>) {
         let runs: Vec<Run> = self.held(source).clipped(positions).collect();
         let known = self.held(target).clone();
-        // Both have these positions in the same cells already.
+        // The positions that `target` does not share with `source` yet.
         let mut fresh = Vec::new();
         for run in runs {
             let mut position = run.position;
@@ -230,7 +230,7 @@ impl LayerGroup {
         self.held_mut(target).insert_all(fresh);
     }
 
-    /// Removes `positions` from a sequence. Cells without an owner are then free.
+    /// Removes `positions` from a sequence. Cells that have no owner afterwards become free.
     pub fn remove(&mut self, sequence: i32, positions: &Range<i32>) {
         let (owners, occupancy) = (&mut self.owners, &mut self.occupancy);
         let Some(held) = self.held.get_mut(sequence as usize) else {
@@ -246,8 +246,8 @@ impl LayerGroup {
         });
     }
 
-    /// Drops the positions that a sequence of `next` positions no longer needs, if its window is full.
-    /// Returns whether it was full.
+    /// If the window of a sequence is full, drops the positions that the sequence, whose next position is `next`, no
+    /// longer needs. Returns whether the window was full.
     pub fn trim(&mut self, sequence: i32, next: i32) -> bool {
         let Some(window) = self.window else {
             return false;
@@ -260,7 +260,7 @@ impl LayerGroup {
         true
     }
 
-    /// Moves every cell to the cell that `moved` returns for it.
+    /// Moves every cell to `moved(cell)`.
     pub fn remap(&mut self, moved: impl Fn(i32) -> i32) {
         let owners = std::mem::take(&mut self.owners);
         self.occupancy.clear();
@@ -277,13 +277,13 @@ impl LayerGroup {
         }
     }
 
-    /// Gives up allocated cells that no taken cell needs, if the taken ones are the first.
+    /// Reduces the number of allocated cells to the minimum. The taken cells must come first.
     pub fn shrink(&mut self) {
         self.size = self.chunk;
         self.make_room(0);
     }
 
-    /// Returns a group like this one without sequences.
+    /// Returns an empty group with the same parameters.
     pub fn emptied(&self) -> Self {
         Self::with_chunks(self.window, self.chunk, self.capacity)
     }

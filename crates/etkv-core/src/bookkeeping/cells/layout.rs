@@ -8,15 +8,15 @@ use crate::bookkeeping::{Move, Slots};
 /// The new cell of each cell.
 #[derive(Default)]
 pub struct Layout {
-    /// By cell; -1 while a cell has no new cell.
+    /// The new cell of each cell; -1 if it has none.
     targets: Vec<i32>,
     /// The number of cells that move.
     n_moved: i32,
 }
 
 impl Layout {
-    /// Returns the layout of all cells of a layer group, or `None` if it would not make more sequences runs.
-    /// An `ordered` layer group keeps positions in order.
+    /// Returns a layout of all cells of a layer group in which more sequences are runs, or `None` if there is none.
+    /// In an `ordered` layer group positions stay in order.
     pub fn of(group: &LayerGroup, trees: &[(i32, Vec<i32>)], ordered: bool) -> Option<Self> {
         let mut blocks = Block::all(group, trees, ordered);
         let n_runs = blocks.iter().filter(|block| block.is_run).count();
@@ -24,8 +24,8 @@ impl Layout {
             return None;
         }
         blocks.sort_by_key(|block| block.start);
-        // Without room after it a sequence is a run only until its next token. Room is worth as many moved
-        // rows as it has cells.
+        // Without room after it, a sequence is a run only until its next token. Room counts as much as the same
+        // number of moved rows.
         let candidates = [(ROOM, 0), (0, ROOM)].into_iter().flat_map(|(room, price)| {
             let layouts = [Self::around(&blocks, group, room), Self::in_turn(&blocks, group, room)];
             layouts.into_iter().flatten().map(move |layout| (layout, price))
@@ -33,7 +33,7 @@ impl Layout {
         let n_runs_in = |layout: &Self| {
             blocks.iter().filter(|block| block.is_run_after(|cell| layout.target(cell))).count()
         };
-        // Sequences that share cells cannot all be runs. Rows move only for a gain.
+        // Sequences that share cells cannot all be runs. Rows move only if more sequences become runs.
         candidates
             .map(|(layout, price)| (n_runs_in(&layout), layout.n_moved + price, layout))
             .filter(|&(n, ..)| n > n_runs)
@@ -41,8 +41,8 @@ impl Layout {
             .map(|(.., layout)| layout)
     }
 
-    /// Keeps blocks that are runs or share cells, and puts the others next to them, the largest first.
-    /// Returns `None` if a block has no free run.
+    /// Leaves blocks in place that are runs or share cells, and moves the others into free runs, the largest first.
+    /// Returns `None` if there is no free run for a block.
     fn around(blocks: &[Block], group: &LayerGroup, room: i32) -> Option<Self> {
         let mut layout = Self::default();
         let mut taken = Occupancy::default();
@@ -79,8 +79,8 @@ impl Layout {
         Some(layout)
     }
 
-    /// Puts one block after the other, each after the cells that it shares with earlier ones. Returns `None`
-    /// if there is too little room; with `room` 0 there is always enough.
+    /// Moves all blocks into one sequence, each after the cells that it shares with earlier blocks. Returns `None` if
+    /// there is not enough room; for a `room` of 0 there always is.
     fn in_turn(blocks: &[Block], group: &LayerGroup, room: i32) -> Option<Self> {
         let mut layout = Self::default();
         let mut left = group.taken();
@@ -95,7 +95,7 @@ impl Layout {
             let follows =
                 shares && layout.target(block.cells[block.cells.len() - rest.len() - 1]) == last;
             let least = if follows || end == 0 { end } else { end + room };
-            // Leaves space for the blocks that follow.
+            // Leaves space for the blocks after this one.
             let most = group.size() - left;
             let start = if follows {
                 least
@@ -116,8 +116,8 @@ impl Layout {
         Some(layout)
     }
 
-    /// Puts the cells of a block at `start` and the following cells, and its nodes after them. If order does
-    /// not matter, cells that are there already stay.
+    /// Moves `cells` of a block to `start` and the following cells, and the block's nodes after them. If the order of
+    /// cells does not matter, cells that are in this range stay.
     fn put(&mut self, block: &Block, cells: &[i32], start: i32) {
         let places = start..start + cells.len() as i32;
         block.nodes.iter().zip(places.end..).for_each(|(&node, place)| self.place(node, place));
@@ -137,7 +137,7 @@ impl Layout {
         }
     }
 
-    /// Gives a cell its new cell, if it has none.
+    /// Sets the new cell of a cell that has none yet.
     pub fn place(&mut self, cell: i32, target: i32) {
         let index = cell as usize;
         if self.targets.len() <= index {
@@ -147,7 +147,7 @@ impl Layout {
         self.n_moved += i32::from(cell != target);
     }
 
-    /// Returns the new cell of a cell.
+    /// Returns the new cell of a cell, or the cell itself if it has none.
     pub fn target(&self, cell: i32) -> i32 {
         match self.targets.get(cell as usize) {
             Some(&target) if target >= 0 => target,
@@ -155,14 +155,14 @@ impl Layout {
         }
     }
 
-    /// Returns the cells of a block that have no new cell.
+    /// Returns the cells of a block that have no new cell yet.
     fn rest(&self, block: &Block) -> Vec<i32> {
         let is_placed =
             |cell: i32| self.targets.get(cell as usize).is_some_and(|&target| target >= 0);
         block.cells.iter().copied().filter(|&cell| !is_placed(cell)).collect()
     }
 
-    /// Returns the move of the rows.
+    /// Returns the layout as a move of rows, or `None` if no row moves.
     pub fn into_move(self, group: usize) -> Option<Move> {
         let moved = |(cell, target): &(i32, i32)| *target >= 0 && cell != target;
         let (from, to): (Vec<i32>, Vec<i32>) = (0..).zip(self.targets).filter(moved).unzip();
@@ -170,7 +170,7 @@ impl Layout {
     }
 }
 
-/// Returns the number of cells that stay free at the end of a layer group, for the sequence before them.
+/// Returns the number of cells that stay free at the end of a layer group, for the last sequence.
 fn tail(group: &LayerGroup) -> i32 {
     ROOM.min((group.size() - group.taken()) / 2)
 }

@@ -1,5 +1,5 @@
-//! What the queries of a step see of a layer group: one whole run of cells if possible, otherwise a mask over
-//! the cells.
+//! The cells that the queries of a step see in a layer group: a whole run of cells if possible, otherwise a mask over
+//! cells.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::bookkeeping::{LayerGroupPlan, MaskPlan, MaskRuns, Slots};
 use crate::error::Result;
 
 impl CellsBookkeeping {
-    /// Returns the plan of one layer group for tokens at these positions in these cells.
+    /// Returns the plan of one layer group for tokens with these positions and cells.
     ///
     /// # Errors
     /// [`Capacity`](crate::Status::Capacity) for a mask that is too large.
@@ -37,9 +37,8 @@ impl CellsBookkeeping {
         Ok(LayerGroupPlan { write, read, mask: MaskPlan::Explicit(Arc::new(mask)) })
     }
 
-    /// Returns the cells that the step reads, if the order of its tokens is the only mask it needs: it is one
-    /// sequence, or a chain of candidates after one, in one run of cells, and the last query sees all of
-    /// them.
+    /// Returns the cells that the step reads, if a causal mask suffices. The step must be one sequence, or a chain of
+    /// candidates after one, in one run of cells, and the last query must see all of these cells.
     fn single(
         &self,
         group: usize,
@@ -74,20 +73,21 @@ impl CellsBookkeeping {
             return Some(start..write.end);
         };
         let seen = window.first_seen(last);
-        // The last query does not see these positions: none may be held, and this step may add none.
+        // The last query does not see these positions. The sequence must not have them, and this step must not add
+        // any.
         let unseen = window.sinks()..seen;
         let first_fresh = (first - nodes.len() as i32).max(unseen.start);
         if held.clipped(unseen.clone()).next().is_none() && first_fresh >= unseen.end {
             return Some(start..write.end);
         }
-        // A single query's window is one run if positions lie in order.
+        // A single query's window is one run if the positions are in order.
         let in_order = held.n_runs() == 1 && nodes.is_empty() && window.sinks() == 0;
-        // A copied sequence may end far before the window.
+        // A sequence that is a copy may end long before the window.
         let hidden = (seen - held.first()?).min(held.count());
         (positions.len() == 1 && in_order).then(|| start + hidden..write.end)
     }
 
-    /// Returns the cells that the step reads, and those that each token sees.
+    /// Returns the range of cells that the step reads, and a mask of the cells that each token sees.
     fn explicit(
         &self,
         group: usize,
@@ -127,9 +127,9 @@ impl CellsBookkeeping {
         Ok((read, mask))
     }
 
-    /// Returns the range from the first to the last cell that the step may see. It depends on nothing else in
-    /// the cache: attention sums by the offset of a key in this range, so the same keys in the same order
-    /// give the same sums.
+    /// Returns the range from the first to the last cell that the step may see. It does not depend on other
+    /// sequences. Attention groups its sums by the offset of a key in this range, so equal keys in equal order give
+    /// equal sums.
     fn extent(
         &self,
         group: usize,
@@ -168,7 +168,7 @@ impl CellsBookkeeping {
     }
 }
 
-/// One token's row of the mask. Its first slot is the cell `start`.
+/// One token's row of the mask. Its first column is the cell `start`.
 struct Row<'a> {
     mask: &'a mut MaskRuns,
     start: i32,
@@ -180,7 +180,7 @@ impl Row<'_> {
     }
 }
 
-/// What a query at `position` sees.
+/// A query, which determines the positions that it sees.
 struct QueryView<'a> {
     group: &'a LayerGroup,
     position: i32,
@@ -203,8 +203,8 @@ impl QueryView<'_> {
         [0..sinks.min(first), first..end]
     }
 
-    /// Marks the ancestors of the next node of `tree`. The `written` nodes got cells in earlier steps, the
-    /// `fresh` ones in this step.
+    /// Marks the ancestors of the next node of `tree`. Nodes in `written` got their cells in earlier steps, nodes in
+    /// `fresh` in this step.
     fn mark_chain(&self, tree: &Tree, written: &[i32], fresh: &[i32], row: &mut Row) -> Result<()> {
         let node = written.len() + fresh.len();
         let base = self.position - tree.depth(node);

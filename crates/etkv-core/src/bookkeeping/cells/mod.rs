@@ -1,7 +1,7 @@
-//! A pool of cells that many sequences share. A cell holds one position and belongs to a set of sequences.
-//! Forks share cells. A cell is free once no sequence owns it.
+//! A pool of cells that many sequences share. A cell has one position and belongs to a set of sequences. Forks share
+//! cells. A cell is free when no sequence owns it.
 //!
-//! The first layer group holds every position of every sequence. The others hold what their windows show.
+//! The first layer group has every position of every sequence. The others have the positions in their windows.
 
 mod block;
 mod checkpoints;
@@ -36,31 +36,31 @@ use step::OpenStep;
 use tree::Tree;
 pub use undo::AddedStep;
 
-/// The number of sequences; they are numbered from 0.
+/// The number of sequences, which are numbered from 0.
 pub const MAX_SEQUENCES: i32 = 256;
 
 /// Sequences, and trees of candidates after them, in `capacity` cells.
 #[derive(Debug, Clone)]
 pub struct CellsBookkeeping {
     capacity: i32,
-    /// The first has full history.
+    /// The first group has full history.
     groups: Vec<LayerGroup>,
     /// The rows and anchors of recurrent layers, if the model has any.
     recurrent: Option<Recurrent>,
     checkpoints: Checkpoints,
     trees: BTreeMap<i32, Tree>,
-    /// The sequences of the next step's tokens, if they are declared.
+    /// The sequences of the next step's tokens, if they have been declared.
     declared: Option<Segments>,
     step: Option<OpenStep>,
-    /// The open step's plan for each layer group, and the cells and positions of its tokens. The lists keep
-    /// their memory from step to step. Masks do not, or the mask of a long prompt would stay forever.
+    /// The open step's plan for each layer group, and the cells and positions of its tokens. The lists keep their
+    /// memory from step to step. Masks do not, because the mask of a long prompt would occupy memory until the end.
     plans: Vec<LayerGroupPlan>,
     cells: Vec<Vec<i32>>,
     positions: Vec<i32>,
 }
 
 impl CellsBookkeeping {
-    /// Returns empty bookkeeping with a layer group of full history and one for each window.
+    /// Returns empty bookkeeping, with a layer group of full history and one for each window.
     pub fn new(capacity: i32, windows: impl IntoIterator<Item = Window>) -> Self {
         let windows = std::iter::once(None).chain(windows.into_iter().map(Some));
         let groups: Vec<LayerGroup> =
@@ -80,7 +80,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Adds recurrent layers, and room for this number of checkpoints. The cache is empty.
+    /// Adds recurrent layers, and room for `checkpoints` checkpoints, to an empty cache.
     pub fn with_recurrent(self, window: Option<RecurrentWindow>, checkpoints: i32) -> Self {
         let recurrent = window.map(|window| Recurrent::new(window, self.capacity));
         Self { recurrent, checkpoints: Checkpoints::new(checkpoints), ..self }
@@ -96,7 +96,7 @@ impl CellsBookkeeping {
         self.plans().get(self.groups.len()..).unwrap_or_default()
     }
 
-    /// Returns those of the cells of a layer group that sequences or trees own.
+    /// Returns those of `cells` that sequences or trees own.
     ///
     /// # Panics
     /// If the layer group does not exist.
@@ -105,11 +105,11 @@ impl CellsBookkeeping {
         Slots::of(&cells.iter().filter(|&cell| held.n_owners(cell) > 0).collect::<Vec<_>>())
     }
 
-    /// Returns the cells of a layer group; after those of attention come the rows and the anchors of
-    /// recurrent layers.
+    /// Returns the cells of a layer group. The rows and the anchors of recurrent layers follow the groups of
+    /// attention.
     ///
     /// # Panics
-    /// If there is none.
+    /// If the layer group does not exist.
     fn cells_of(&self, group: usize) -> &LayerGroup {
         match (&self.recurrent, group.checked_sub(self.groups.len())) {
             (Some(recurrent), Some(0)) => &recurrent.rows,
@@ -127,13 +127,13 @@ impl CellsBookkeeping {
         self.capacity
     }
 
-    /// Returns the number of cells taken in the layer group of full history. The cells of an open
-    /// step count once it is committed.
+    /// Returns the number of taken cells in the layer group of full history. The cells of an open step count after
+    /// its commit.
     pub fn length(&self) -> i32 {
         self.taken(0)
     }
 
-    /// Returns the number of cells taken in a layer group, without those of the open step.
+    /// Returns the number of taken cells in a layer group, without those of the open step.
     fn taken(&self, group: usize) -> i32 {
         let planned = match (&self.recurrent, group.checked_sub(self.groups.len())) {
             (Some(recurrent), Some(buffer)) => recurrent.n_planned()[buffer],
@@ -148,9 +148,8 @@ impl CellsBookkeeping {
         n >= 0 && n <= self.capacity - self.length()
     }
 
-    /// Returns the number of positions that one layer group promises to hold for its sequences.
-    /// Layer group 0 has full history, 1 the first window. The last two are the rows and the anchors of
-    /// recurrent layers.
+    /// Returns the number of positions that a layer group guarantees to keep for its sequences. Layer group 0 has
+    /// full history, 1 the first window. The rows and the anchors of recurrent layers are the last two.
     ///
     /// # Panics
     /// If the layer group does not exist.
@@ -171,11 +170,11 @@ impl CellsBookkeeping {
         };
         let nodes: i64 = self.trees.values().map(|tree| tree.n_written() as i64).sum();
         let all: i64 = state.owners().map(promised).sum();
-        // The minimum with `taken`, an i32, is an i32.
+        // At most `taken`, which is an i32.
         (all + nodes).min(i64::from(taken)) as i32
     }
 
-    /// Returns the sequences that hold positions or carry trees.
+    /// Returns the sequences that have positions or trees.
     pub fn sequences(&self) -> Vec<i32> {
         let mut all: Vec<i32> = self.full().owners().chain(self.trees.keys().copied()).collect();
         all.sort_unstable();
@@ -183,11 +182,10 @@ impl CellsBookkeeping {
         all
     }
 
-    /// Returns the only sequence, or 0 if the cache is empty. `otherwise` is the advice in the error for
-    /// several sequences.
+    /// Returns the only sequence, or 0 if the cache is empty. `otherwise` is the advice in the error message.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
     pub fn only_sequence(&self, otherwise: &str) -> Result<i32> {
         let mut live = self.full().owners().chain(self.trees.keys().copied());
         let only = live.next().unwrap_or(0);
@@ -201,18 +199,18 @@ impl CellsBookkeeping {
         Ok(only)
     }
 
-    /// Returns the number of positions that a sequence holds.
+    /// Returns the number of positions of a sequence.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range, as everywhere
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a sequence number out of range, as in all functions
     /// below.
     pub fn seq_len(&self, sequence: i32) -> Result<i32> {
         check_sequence(sequence)?;
         Ok(self.full().held(sequence).count())
     }
 
-    /// Returns the position of a sequence's next token: its last position plus 1. After a removal at the
-    /// front it is more than the number of positions.
+    /// Returns the position of a sequence's next token: its last position plus 1. If its first positions were
+    /// removed, this is more than the number of its positions.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -225,7 +223,7 @@ impl CellsBookkeeping {
         self.full().held(sequence).next()
     }
 
-    /// Returns the positions that a sequence holds, as ranges in order.
+    /// Returns the positions of a sequence, as ranges in order.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -241,8 +239,8 @@ impl CellsBookkeeping {
         Ok(ranges)
     }
 
-    /// Returns whether this sequence alone is read without a mask in the layer group of full history: its
-    /// cells are one run, in any order.
+    /// Returns whether this sequence can be read without a mask in the layer group of full history: whether its cells
+    /// are one run, in any order.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -251,14 +249,14 @@ impl CellsBookkeeping {
         Ok(self.full().held(sequence).is_contiguous())
     }
 
-    /// Removes every sequence and every tree, and an open step.
+    /// Removes all sequences, trees and checkpoints, and the open step.
     pub fn clear(&mut self) {
         self.groups.iter_mut().for_each(LayerGroup::clear);
         self.recurrent.iter_mut().for_each(Recurrent::clear);
         self.checkpoints.clear();
         self.trees.clear();
         self.declared = None;
-        // The cells of the step are free again, so nothing is left to commit or abort.
+        // The cells of the step are already free.
         self.step = None;
     }
 

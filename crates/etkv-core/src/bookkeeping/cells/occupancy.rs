@@ -1,11 +1,11 @@
-//! The taken cells: one bit each.
+//! A set of taken cells, with one bit for each cell.
 
 /// The cells of a layer group, taken or free. Cells beyond the last taken one are free.
 #[derive(Debug, Clone, Default)]
 pub struct Occupancy {
     words: Vec<u64>,
     taken: i32,
-    /// No cell below this word is free.
+    /// All cells below this word are taken.
     first_free_word: usize,
 }
 
@@ -55,7 +55,7 @@ impl Occupancy {
         self.scan(cell, |bits| !bits).unwrap_or_else(|| cell.max((self.words.len() * 64) as i32))
     }
 
-    /// Returns the first taken cell from `cell` on, or `limit` if none lies before it.
+    /// Returns the first taken cell from `cell` on, or `limit` if there is none below it.
     pub fn next_taken(&self, cell: i32, limit: i32) -> i32 {
         self.scan(cell, |bits| bits).map_or(limit, |taken| taken.min(limit))
     }

@@ -1,4 +1,4 @@
-//! One of several sequences, in a file and back. Its checkpoints go with it.
+//! Saves and loads one of several sequences, with its checkpoints.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,8 +9,8 @@ use crate::error::{fail, Result};
 use crate::snapshot::{CellsState, CheckpointState, GroupState, RecurrentState, SequenceState};
 
 impl CellsBookkeeping {
-    /// Returns the state of bookkeeping that holds this sequence only, as sequence 0, and its checkpoints, in the
-    /// first cells. Its tree is left out.
+    /// Returns the state of bookkeeping that has only this sequence, as sequence 0, and its checkpoints, in the first
+    /// cells. Its tree is omitted.
     pub fn sequence_state(&self, sequence: i32) -> CellsState {
         let mut checkpoints: Vec<CheckpointState> = self.checkpoints.state();
         checkpoints.retain(|kept| kept.sequences.contains(&sequence));
@@ -47,7 +47,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Returns a sequence, and the owners of its checkpoints, ascending.
+    /// Returns the sequence, and the owners of its checkpoints, ascending.
     fn owners_of_text(&self, sequence: i32) -> Vec<i32> {
         let kept = self.checkpoints.all().iter().filter(|kept| kept.members.contains(&sequence));
         let mut owners: Vec<i32> =
@@ -56,8 +56,8 @@ impl CellsBookkeeping {
         owners
     }
 
-    /// Returns the cells of a sequence in a layer group, in the order of its positions, and then those that only
-    /// its checkpoints hold.
+    /// Returns the cells of a sequence in a layer group, in the order of its positions, followed by those that only
+    /// its checkpoints own.
     fn cells_of_text(&self, group: usize, sequence: i32) -> Vec<i32> {
         let group = self.cells_of(group);
         let mut known = BTreeSet::new();
@@ -66,8 +66,8 @@ impl CellsBookkeeping {
         all.filter(|&cell| known.insert(cell)).collect()
     }
 
-    /// Returns the cells of a sequence and of its checkpoints in a layer group, in the order in which its
-    /// [state](Self::sequence_state) has them.
+    /// Returns the cells of a sequence and of its checkpoints in a layer group, in the order of their
+    /// [state](Self::sequence_state).
     ///
     /// # Panics
     /// If the layer group does not exist.
@@ -75,8 +75,8 @@ impl CellsBookkeeping {
         Slots::of(&self.cells_of_text(group, sequence))
     }
 
-    /// Returns bookkeeping that also holds the only sequence of a state, which [fits](Self::with_state),
-    /// under a number that has neither positions nor a tree. Also returns its cells in each layer group, in
+    /// Returns bookkeeping that also has the only sequence of a state, which must [fit](Self::with_state). The number
+    /// `sequence` must have neither positions nor a tree. Also returns the sequence's cells in each layer group, in
     /// the order of the cells of the state.
     ///
     /// # Errors
@@ -98,7 +98,7 @@ impl CellsBookkeeping {
         let states = state.recurrent.iter().flat_map(|state| [&state.rows, &state.anchors]);
         let groups = book.groups.iter_mut().chain(recurrent);
         for (index, (group, state)) in groups.zip(state.groups.iter().chain(states)).enumerate() {
-            // In the order of the sequence's positions; what only checkpoints hold comes last.
+            // In the order of the sequence's positions, followed by cells that only checkpoints own.
             let mut order: Vec<i32> = Vec::new();
             let mut known: BTreeSet<i32> = BTreeSet::new();
             for &[_, cell, len] in state.sequences.iter().flat_map(|held| &held.runs) {
@@ -134,7 +134,7 @@ impl CellsBookkeeping {
                     }
                 }
             }
-            // Cells of checkpoints for which there is no room.
+            // Frees cells of checkpoints for which there is no room.
             let unowned = cells.into_iter().filter(|&cell| group.n_owners(cell) == 0);
             unowned.collect::<Vec<_>>().into_iter().for_each(|cell| group.free(cell));
             moved.sort_unstable();

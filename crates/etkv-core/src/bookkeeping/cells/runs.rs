@@ -5,7 +5,7 @@ use std::ops::Range;
 /// Consecutive positions in consecutive cells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// Returns the first position.
+    /// The first position.
     pub position: i32,
     /// The cell of the first position.
     pub cell: i32,
@@ -46,7 +46,7 @@ impl Run {
 pub struct Runs {
     runs: Vec<Run>,
     count: i32,
-    /// From the first to the last cell; empty if there are no cells.
+    /// The range from the first to the last cell; empty if there are no cells.
     extent: Range<i32>,
 }
 
@@ -89,13 +89,13 @@ impl Runs {
         self.runs.first().map(|run| run.position)
     }
 
-    /// Returns the last position plus 1, or 0 without positions.
+    /// Returns the last position plus 1, or 0 if there are no positions.
     pub fn next(&self) -> i32 {
         self.runs.last().map_or(0, |run| run.position + run.len)
     }
 
-    /// Returns the cell for the next position: after all cells if they are one run in any order, which stays
-    /// a run; else after the last position's cell.
+    /// Returns the preferred cell for the next position. If the cells are one run in any order, it is the cell after
+    /// the run, which extends it. Otherwise it is the cell after that of the last position.
     pub fn cell_after(&self) -> Option<i32> {
         let last = self.runs.last()?;
         Some(if self.is_contiguous() { self.extent.end } else { last.cell + last.len })
@@ -129,7 +129,7 @@ impl Runs {
         None
     }
 
-    /// Appends a run. Its positions are greater than all others.
+    /// Appends a run. Its positions must be greater than all others.
     pub fn push(&mut self, run: Run) {
         self.widen(&run);
         match self.runs.last_mut() {
@@ -138,7 +138,7 @@ impl Runs {
         }
     }
 
-    /// Adds positions in any order. None of them may be there already.
+    /// Adds positions in any order. None of them may already be in `self`.
     pub fn insert_all(&mut self, other: impl IntoIterator<Item = Run>) {
         let mut all = std::mem::take(&mut self.runs);
         all.extend(other);
@@ -147,7 +147,7 @@ impl Runs {
         all.into_iter().for_each(|run| self.push(run));
     }
 
-    /// Removes the positions in `range`, and passes each removed piece to `gone`.
+    /// Removes the positions in `range`, and passes each removed part of a run to `gone`.
     pub fn remove(&mut self, range: &Range<i32>, mut gone: impl FnMut(Run)) {
         let before = std::mem::take(self);
         for run in before.runs {
@@ -164,7 +164,7 @@ impl Runs {
         }
     }
 
-    /// Returns the same positions in other cells.
+    /// Returns the same positions, with each cell replaced by `cell(cell)`.
     pub fn mapped(&self, cell: impl Fn(i32) -> i32) -> Self {
         let mut moved = Self::default();
         for run in &self.runs {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// Tokens of a step that follow each other and belong to the same sequences.
+/// Consecutive tokens of a step that belong to the same sequences.
 #[derive(Debug, Clone, Copy)]
 pub struct Segment {
     first_member: usize,
@@ -19,9 +19,9 @@ impl Segment {
 /// The sequences of a step's tokens.
 #[derive(Debug, Clone)]
 pub enum Segments {
-    /// All tokens belong to one sequence: the single-stream path, which allocates nothing.
+    /// All tokens belong to one sequence. This case allocates nothing.
     One { sequence: i32, n_tokens: usize },
-    /// The segments in order, and the members of all segments.
+    /// The segments in order, and the members of all of them.
     Many { members: Vec<i32>, list: Vec<Segment> },
 }
 
@@ -75,7 +75,7 @@ impl Segments {
         one.into_iter().chain(many)
     }
 
-    /// Returns the sequences of all segments.
+    /// Returns the members of all segments.
     pub fn members(&self) -> &[i32] {
         match self {
             Self::One { sequence, .. } => std::slice::from_ref(sequence),
@@ -83,7 +83,7 @@ impl Segments {
         }
     }
 
-    /// Returns the sequence that all tokens belong to, if it is the only one.
+    /// Returns the sequence of all tokens, if they belong to a single one.
     pub fn only_member(&self) -> Option<i32> {
         match self {
             Self::One { sequence, .. } => Some(*sequence),

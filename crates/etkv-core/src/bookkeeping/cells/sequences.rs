@@ -7,11 +7,11 @@ use super::{check_sequence, CellsBookkeeping};
 use crate::error::{fail, Result};
 
 impl CellsBookkeeping {
-    /// Returns the least position other than 0 that a sequence can be rewound to: the sequence holds the
-    /// position before it, and every layer group holds all that a query there sees.
+    /// Returns the least position, other than 0, to which a sequence can be rewound without a checkpoint. The
+    /// sequence has the position before it, and every layer group has all positions that a query there sees.
     ///
     /// # Errors
-    /// As [`seq_len`](Self::seq_len).
+    /// Errors of [`seq_len`](Self::seq_len).
     pub fn rewindable_to(&self, sequence: i32) -> Result<i32> {
         check_sequence(sequence)?;
         let held = self.full().held(sequence);
@@ -23,8 +23,8 @@ impl CellsBookkeeping {
         Ok(reachable.map_or(0, |run| run.position + 1))
     }
 
-    /// Returns the least position at which a query sees none of the `positions` of a sequence that a layer
-    /// group has dropped, or 0 if none is dropped.
+    /// Returns the least position at which a query sees none of those `positions` of a sequence that a layer group
+    /// has dropped, or 0 if none has been dropped.
     fn exact_from(&self, sequence: i32, positions: Range<i32>) -> i32 {
         let exact_from = |group: &LayerGroup| {
             let window = group.window?;
@@ -38,7 +38,7 @@ impl CellsBookkeeping {
         windows.max(recurrent)
     }
 
-    /// Returns the kind of the layers that drop positions, for messages.
+    /// Returns the kinds of layers that drop positions, for messages.
     fn forgetful(&self) -> &'static str {
         match (&self.recurrent, self.groups.len()) {
             (None, _) => "window",
@@ -47,14 +47,14 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Makes `target` share `source`'s positions in `positions`, in the same cells. `i32::MAX` as the end
-    /// means all positions from the start on.
+    /// Makes `target` share the cells of `source` at `positions`. If the range ends at `i32::MAX`, it includes all
+    /// positions from its start on.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument): a sequence or range out of range.
-    /// - [`Position`](crate::Status::Position): `target` has other cells for some of these
-    ///   positions, or window layer groups have dropped what its next query would see.
-    /// - [`Step`](crate::Status::Step): a step is open, or `target` carries a tree.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): the number of a sequence or the range is out of range.
+    /// - [`Position`](crate::Status::Position): `target` has other cells for some of these positions, or window layer
+    ///   groups have dropped positions that its next query would see.
+    /// - [`Step`](crate::Status::Step): a step is open, or `target` has a tree.
     pub fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()> {
         self.refuse_in_step("copy a sequence")?;
         check_sequence(source)?;

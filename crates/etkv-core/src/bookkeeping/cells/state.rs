@@ -1,4 +1,4 @@
-//! The state of sequences and trees, in a file and back.
+//! Converts the state of sequences and trees to that of a file, and back.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::snapshot::{damaged, CellsState, ContiguousState};
 
 impl CellsBookkeeping {
-    /// Returns the state. No step may be open. The declaration of the next step is left out.
+    /// Returns the state. No step may be open. The declaration of the next step is omitted.
     pub fn state(&self) -> CellsState {
         CellsState {
             groups: self.groups.iter().map(|group| group.state()).collect(),
@@ -22,11 +22,11 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Returns bookkeeping of the same capacity and layer groups with this state.
+    /// Returns bookkeeping with this state, and with the same capacity and layer groups as `self`.
     ///
     /// # Errors
-    /// [`File`](crate::Status::File) for a state that no sequence of steps produces, or that does not fit;
-    /// [`Backend`](crate::Status::Backend) if memory is lacking.
+    /// [`File`](crate::Status::File) for a state that no steps produce, or that does not fit;
+    /// [`Backend`](crate::Status::Backend) if there is too little memory.
     pub fn with_state(&self, state: &CellsState) -> Result<Self> {
         let n_groups = self.groups.len();
         if state.groups.len() != n_groups {
@@ -70,7 +70,7 @@ impl CellsBookkeeping {
         Ok(book)
     }
 
-    /// Refuses layer groups that hold positions their sequences lack, and states that no steps produce.
+    /// Refuses layer groups that have positions which their sequences lack, and states that no steps produce.
     fn check_windows(&self) -> Result<()> {
         let (full, windows) = (&self.groups[0], &self.groups[1..]);
         let kept_by = |owner: i32| self.checkpoints.all().iter().find(|kept| kept.owner == owner);
@@ -90,8 +90,8 @@ impl CellsBookkeeping {
                 return Err(damaged("a window holds positions that their sequence lacks"));
             }
         }
-        // What a query at `position` of a text sees and `owner` does not hold. Positions that were removed from the
-        // text are in no window either.
+        // Returns whether a query at `position` of `text` sees a position that `owner` lacks. Positions that were
+        // removed from the text are expected in no window.
         let lacks = |owner: i32, text: i32, position: i32| {
             windows.iter().filter_map(|group| Some((group, group.window?))).any(
                 |(group, window)| {
@@ -132,7 +132,7 @@ impl CellsBookkeeping {
             if tree.anchors.keys().any(|node| after(node) % BLOCK != 0) {
                 return Err(damaged("an anchor of a tree lies between boundaries"));
             }
-            // The step of a node at a boundary made the anchor there.
+            // The anchor at a boundary was stored in the step of a node there.
             let lacks = |node: usize| match tree.parent(node) {
                 Some(parent) => !tree.anchors.contains_key(&parent),
                 None => !recurrent.has_anchor(sequence, next),
@@ -162,15 +162,15 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Moves the rows and anchors of recurrent layers to the first slots, in their order. A file may have a few of
-    /// them anywhere, and the buffers of a cache reach up to the last.
+    /// Moves the rows and anchors of recurrent layers to the first slots, and keeps their order. In a file they may
+    /// be scattered, and the buffers of a cache extend to the last one.
     pub fn pack_recurrent(&mut self) {
         if let Some(recurrent) = &mut self.recurrent {
             recurrent.pack(&mut self.trees);
         }
     }
 
-    /// Refuses a state of one growing sequence that no steps produce, or that does not fit.
+    /// Refuses the state of a contiguous cache if no steps produce it, or it does not fit.
     ///
     /// # Errors
     /// [`File`](crate::Status::File).
@@ -179,7 +179,7 @@ impl CellsBookkeeping {
         ContiguousBookkeeping::new(self.capacity, windows).with_state(state).map(drop)
     }
 
-    /// Returns the number of layer groups, with the rows and the anchors of recurrent layers.
+    /// Returns the number of layer groups, including the rows and the anchors of recurrent layers.
     pub fn n_groups(&self) -> usize {
         self.groups.len() + if self.recurrent.is_some() { 2 } else { 0 }
     }
@@ -190,7 +190,7 @@ impl CellsBookkeeping {
         self.groups.iter().map(|group| (sinks(group), group.size())).collect()
     }
 
-    /// Returns the cells of a layer group that hold rows, in order.
+    /// Returns the cells of a layer group that have owners, in order.
     ///
     /// # Panics
     /// If the layer group does not exist.

@@ -1,4 +1,4 @@
-//! One step over sequences and trees: the sequences of its tokens, their cells, and its commit or abort.
+//! One step over sequences and trees: the sequences and cells of its tokens, and its commit or abort.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use super::{check_sequence, CellsBookkeeping, MAX_SEQUENCES};
 use crate::bookkeeping::{LayerGroupPlan, Move};
 use crate::error::{fail, Result};
 
-/// A step that is planned and neither committed nor aborted.
+/// A planned step that is neither committed nor aborted.
 #[derive(Debug, Clone)]
 pub struct OpenStep {
     pub(super) segments: Segments,
@@ -21,15 +21,14 @@ pub struct OpenStep {
 type PerSequence = [i32; MAX_SEQUENCES as usize];
 
 impl CellsBookkeeping {
-    /// Declares the sequence of each token of the next step. Without a declaration the step takes the pending
-    /// frontiers, ordered by sequence number, or the only sequence if no frontier is pending.
+    /// Declares the sequence of each token of the next step. Without a declaration the tokens belong to the pending
+    /// frontiers, in the order of their sequences, or to the only sequence if no frontier is pending.
     ///
-    /// The declaration holds for the next step that is committed.
+    /// The declaration applies until a step commits.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no tokens and for a number out of
-    /// range; [`Step`](crate::Status::Step) while a step is open. An earlier declaration then
-    /// holds.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are no tokens, or for a number out of range;
+    /// [`Step`](crate::Status::Step) while a step is open. An earlier declaration then remains.
     pub fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
         self.refuse_in_step("declare the sequences of tokens")?;
         refuse_none(sequences.len())?;
@@ -42,10 +41,11 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Declares the sequences of each token of the next step. A token may have several.
+    /// Declares the sequences of each token of the next step. A token may belong to several.
     ///
     /// # Errors
-    /// As [`begin_step`](Self::begin_step), and for a token without a sequence or with the same one twice.
+    /// Errors of [`begin_step`](Self::begin_step), and [`InvalidArgument`](crate::Status::InvalidArgument) for a
+    /// token without a sequence or with the same sequence twice.
     pub fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()> {
         self.refuse_in_step("declare the sequences of tokens")?;
         refuse_none(sequences.len())?;
@@ -73,7 +73,7 @@ impl CellsBookkeeping {
     }
 
     /// Withdraws the declaration of [`begin_step`](Self::begin_step) or
-    /// [`begin_step_shared`](Self::begin_step_shared). Does nothing without one.
+    /// [`begin_step_shared`](Self::begin_step_shared). Does nothing if there is none.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.
@@ -83,24 +83,24 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Returns whether the tokens of the next step belong to the only sequence: no frontier is pending, and
-    /// nothing is declared.
+    /// Returns whether the tokens of the next step belong to the only sequence: no frontier is pending and there is
+    /// no declaration.
     pub fn awaits_text(&self) -> bool {
         self.declared.is_none() && self.trees.values().all(|tree| tree.n_pending() == 0)
     }
 
-    /// Plans a step for tokens at these positions, and opens it: what each layer group writes,
-    /// reads and masks. [`commit`](Self::commit) or [`abort`](Self::abort) ends it.
+    /// Plans a step for tokens at these positions, and opens it. Each plan has the slots that a layer group writes
+    /// and reads, and its mask. [`commit`](Self::commit) or [`abort`](Self::abort) ends the step.
     ///
-    /// A token's position is the next position of each of its sequences. A candidate's position is that plus
-    /// its depth in the tree.
+    /// A token's position must be the next position of each of its sequences. A candidate's position is that position
+    /// plus its depth in the tree.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tokens, more or
-    ///   fewer than were declared, or several sequences and none declared.
-    /// - [`Position`](crate::Status::Position): a position other than the next.
-    /// - [`Capacity`](crate::Status::Capacity): too few free cells, more tokens of a sequence than window
-    ///   layer groups take in a step, or a mask with more elements than an array can have.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): there are no tokens, more or fewer than were declared,
+    ///   or several sequences without a declaration.
+    /// - [`Position`](crate::Status::Position): a position is not the next one.
+    /// - [`Capacity`](crate::Status::Capacity): too few cells are free, a sequence has more tokens than layer groups
+    ///   with windows accept in a step, or a mask would have more elements than an array can have.
     pub fn plan(&mut self, positions: &[i32]) -> Result<&[LayerGroupPlan]> {
         self.refuse_in_step("begin another")?;
         let declared = self.declared.take();
@@ -122,7 +122,7 @@ impl CellsBookkeeping {
         Ok(&self.plans)
     }
 
-    /// Allocates cells for the tokens of a step and plans every layer group, or allocates none.
+    /// Allocates cells for the tokens of a step and plans every layer group. On failure, no cells stay allocated.
     fn plan_groups(&mut self, segments: &Segments, positions: &[i32]) -> Result<()> {
         let mut plans = std::mem::take(&mut self.plans);
         let mut all = std::mem::take(&mut self.cells);
@@ -153,13 +153,12 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Refuses a token of several sequences that do not hold the same text before it, if the model has
-    /// recurrent layers.
+    /// Refuses a token that belongs to sequences with different texts before it, if the model has recurrent layers.
     fn check_one_text(&self, segments: &Segments) -> Result<()> {
         if self.recurrent.is_none() || segments.only_member().is_some() {
             return Ok(());
         }
-        // The token before the next one of each sequence: the cell of an earlier step, or a token of this one.
+        // The last token of each sequence: the cell of an earlier step, or a token of this step.
         let mut last: BTreeMap<i32, usize> = BTreeMap::new();
         let mut token = 0;
         for (members, n_tokens) in segments.iter() {
@@ -191,7 +190,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Returns the plans of the open step, one a layer group; empty without a step.
+    /// Returns the plans of the open step, one for each layer group. Empty if no step is open.
     pub fn plans(&self) -> &[LayerGroupPlan] {
         if self.step.is_some() {
             &self.plans
@@ -281,7 +280,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Checks that a frontier is complete, and that windows take the tokens.
+    /// Checks that a frontier is complete, and that layer groups with windows accept the number of tokens.
     fn check_count(&self, sequence: i32, n_tokens: i32) -> Result<()> {
         if let Some(tree) = self.trees.get(&sequence) {
             if n_tokens as usize != tree.n_pending() {
@@ -298,7 +297,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Returns the position of a token with `ahead` tokens before it in this step.
+    /// Returns the position of a token of `sequence` after `ahead` others of this step.
     fn expected(&self, sequence: i32, ahead: i32, members: &[i32]) -> Result<i64> {
         let next = i64::from(self.next(sequence));
         let Some(tree) = self.trees.get(&sequence) else {
@@ -350,7 +349,7 @@ impl CellsBookkeeping {
     /// Commits the open step. Returns the moves of rows in window layer groups.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) if none is open.
+    /// [`Step`](crate::Status::Step) if no step is open.
     pub fn commit(&mut self) -> Result<Vec<Move>> {
         let Some(OpenStep { segments, .. }) = self.step.take() else {
             fail!(Step, "no step is open on this cache");
@@ -388,7 +387,7 @@ impl CellsBookkeeping {
         Ok(self.slide(segments.members()))
     }
 
-    /// Makes the checkpoints that a committed step has reached.
+    /// Creates the checkpoints that a committed step has reached.
     fn keep_marked(&mut self, segments: &Segments) {
         if self.checkpoints.has_marks() {
             let mut first = 0;
@@ -404,7 +403,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Rolls the open step back. Does nothing without one.
+    /// Rolls the open step back. Does nothing if no step is open.
     pub fn abort(&mut self) {
         if let Some(OpenStep { segments, declared, .. }) = self.step.take() {
             self.free_planned();
@@ -415,8 +414,8 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Drops the positions of these sequences that window layer groups no longer need. A layer group that
-    /// holds one sequence is then packed to its front, in order of positions.
+    /// Drops the positions of these sequences that layer groups with windows no longer need. If a layer group has a
+    /// single sequence, its rows are then moved to the first cells, in order of positions.
     pub(super) fn slide(&mut self, sequences: &[i32]) -> Vec<Move> {
         let mut moves = Vec::new();
         if self.groups.len() == 1 && self.recurrent.is_none() {
@@ -447,7 +446,7 @@ fn is_written(tree: &Tree) -> bool {
     tree.cells.first().is_some_and(|cells| cells.len() == tree.len())
 }
 
-/// Checks that a declaration has tokens: no step could commit an empty one.
+/// Checks that a declaration has tokens, because a step without tokens could not commit.
 fn refuse_none(n_tokens: usize) -> Result<()> {
     if n_tokens == 0 {
         fail!(InvalidArgument, "expected the sequences of at least 1 token, got none");

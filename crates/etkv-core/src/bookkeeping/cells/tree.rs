@@ -7,19 +7,19 @@ use crate::bookkeeping::{Move, Slots};
 use crate::error::{fail, Result};
 use crate::snapshot::{damaged, TreeState};
 
-/// A tree of candidates after one sequence. Nodes are numbered in the order of their proposal. A parent comes
-/// before its children.
+/// A tree of candidates after one sequence. Nodes are numbered in the order of their proposal, parents before
+/// children.
 #[derive(Debug, Clone, Default)]
 pub struct Tree {
     parents: Vec<i32>,
     depths: Vec<i32>,
-    /// Nodes whose rows are written: all nodes, or all before the last frontier.
+    /// The number of nodes with written rows: all nodes, or all before the last frontier.
     n_written: usize,
     /// The cells of the written nodes, for each layer group.
     pub cells: Vec<Vec<i32>>,
-    /// The cells of the written nodes' rows in recurrent layers.
+    /// The cells of the rows of written nodes in recurrent layers.
     pub rows: Vec<i32>,
-    /// The slots of the states after some nodes, in recurrent layers.
+    /// The slots of the anchors after some nodes, in recurrent layers.
     pub anchors: BTreeMap<usize, i32>,
 }
 
@@ -38,10 +38,10 @@ impl Tree {
         TreeState { sequence, parents, n_written, cells, rows, anchors }
     }
 
-    /// Returns the tree of a file's state. Its cells are not checked.
+    /// Returns the tree of a file's state. Does not check its cells.
     ///
     /// # Errors
-    /// [`File`](crate::Status::File) if the state is no tree.
+    /// [`File`](crate::Status::File) if the state is not a tree.
     pub fn of_state(state: &TreeState, n_groups: usize) -> Result<Self> {
         let mut tree = Self::new(n_groups);
         tree.propose(&state.parents).map_err(damaged)?;
@@ -74,7 +74,7 @@ impl Tree {
         self.len() - self.n_written
     }
 
-    /// Returns the distance of a node from the end of the sequence: 0 if it directly follows it.
+    /// Returns the distance of a node from the end of the sequence: 0 for a node that directly follows it.
     pub fn depth(&self, node: usize) -> i32 {
         self.depths[node]
     }
@@ -82,9 +82,8 @@ impl Tree {
     /// Appends a frontier of nodes with these parents.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no nodes, or for a parent that is
-    /// neither an earlier node nor [`ROOT`]; [`Step`](crate::Status::Step) while the last frontier
-    /// is not written.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are no nodes, or a parent is neither an earlier
+    /// node nor [`ROOT`]; [`Step`](crate::Status::Step) if the last frontier has not been written.
     pub fn propose(&mut self, parents: &[i32]) -> Result<()> {
         if parents.is_empty() {
             fail!(InvalidArgument, "expected a frontier of at least 1 node, got none");
@@ -114,7 +113,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Marks the pending nodes as written. Their cells are set.
+    /// Marks the pending nodes as written. Their cells must be set.
     pub fn written(&mut self) {
         self.n_written = self.len();
     }

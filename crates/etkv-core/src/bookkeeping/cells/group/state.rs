@@ -1,22 +1,22 @@
-//! The cells of a layer group, in a file and back.
+//! Converts the cells of a layer group to their state in a file, and back.
 
 use super::{LayerGroup, Run};
 use crate::bookkeeping::cells::{MAX_CHECKPOINTS, MAX_SEQUENCES};
 use crate::error::{fail, Error, Result, Status};
 use crate::snapshot::{damaged, GroupState, SequenceState};
 
-/// The maximum number of positions of a sequence in a file. Twice as many do not overflow an integer.
+/// The maximum number of positions of a sequence in a file. Twice this number fits in an i32.
 const MAX_POSITIONS: i32 = 1 << 30;
 
-/// Below this number of cells positions may lie anywhere.
+/// Up to this number of cells, any number of them may be empty.
 const MAX_SPARSE: usize = 1 << 22;
 
-/// The maximum number of cells for each position, above `MAX_SPARSE`. Bookkeeping takes two bytes for each cell, held
-/// or not.
+/// The maximum number of cells for each position in larger files. Bookkeeping takes two bytes for each cell, even an
+/// empty one.
 const MAX_CELLS_A_ROW: i64 = 64;
 
 impl LayerGroup {
-    /// Returns the state without the trees.
+    /// Returns the state, without the cells of trees.
     pub fn state(&self) -> GroupState {
         let sequence = |sequence: i32| SequenceState {
             sequence,
@@ -30,11 +30,11 @@ impl LayerGroup {
         (0..).zip(&self.owners).filter(|(_, &n)| n > 0).map(|(cell, _)| cell).collect()
     }
 
-    /// Returns a layer group like this one with the contents of `state`, and the cells of trees in `nodes`.
+    /// Returns a layer group with the same parameters, the contents of `state`, and the cells of trees in `nodes`.
     ///
     /// # Errors
-    /// [`File`](Status::File) for cells that cannot be held like this, [`Backend`](Status::Backend) if memory
-    /// is lacking.
+    /// [`File`](Status::File) for cells that do not fit or that contradict each other, [`Backend`](Status::Backend)
+    /// if there is too little memory.
     pub fn with_state(&self, state: &GroupState, nodes: &[i32]) -> Result<Self> {
         let mut group = self.emptied();
         if self.window.is_some() {
@@ -43,7 +43,8 @@ impl LayerGroup {
                 fail!(File, "the file has {size} cells of a window, expected {least} to {most}");
             }
         }
-        // Full history and recurrent layers may use every cell of any capacity.
+        // Layers with full history and recurrent layers may use all cells, whatever the capacity of the cache that
+        // was saved.
         group.size = state.size.clamp(group.size, self.capacity);
         let mut all: Vec<Run> = Vec::new();
         let mut before = -1;
@@ -87,10 +88,10 @@ impl LayerGroup {
         Ok(group)
     }
 
-    /// Checks that cells exist, and that each holds one position or one node. Returns the index after the
+    /// Checks that the cells exist, and that each has one position or one node. Returns the number of cells up to the
     /// last one.
     fn check_cells(&self, runs: Vec<Run>, nodes: &[i32]) -> Result<usize> {
-        // The distance from a cell to its position; `None` for a node.
+        // The difference between a position and its cell identifies a run; nodes have `None`.
         let shifted = runs.iter().map(|run| (run.cell, run.len, Some(run.position)));
         let mut all: Vec<(i32, i32, Option<i32>)> =
             shifted.chain(nodes.iter().map(|&cell| (cell, 1, None))).collect();
@@ -113,7 +114,7 @@ impl LayerGroup {
             }
             (end, before) = (end.max(after), shift);
         }
-        // At most the size, which is an i32.
+        // `end` is at most the size, an i32.
         Ok(end as usize)
     }
 }

@@ -8,11 +8,11 @@ use crate::bookkeeping::cells::tree::Tree;
 use crate::bookkeeping::recurrent::{AnchorSource, Chain, RecurrentPlan, RowSource, BLOCK};
 use crate::error::{fail, Result};
 
-/// Who gets an anchor.
+/// The owner of a new anchor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Owner {
     Sequence(i32),
-    /// The tree after a sequence: the state after this node.
+    /// The tree after this sequence. The anchor is the state after this node.
     Node(i32, usize),
 }
 
@@ -22,35 +22,35 @@ struct Fresh {
     /// The position of the first token.
     start: i32,
     tokens: Vec<usize>,
-    /// By the anchor's block.
+    /// The new anchors, by block.
     anchors: BTreeMap<i32, AnchorSource>,
 }
 
-/// The nodes of a frontier that a step has so far. Tokens of other sequences may lie between them.
+/// The nodes of a frontier that are already part of the step. Tokens of other sequences may come between them.
 #[derive(Debug, Default)]
 struct Frontier {
     /// The token of each node.
     tokens: Vec<usize>,
-    /// The anchors of this step by the node before them.
+    /// The anchors of this step, by the node before them.
     anchors: BTreeMap<usize, AnchorSource>,
 }
 
-/// A plan in the making. Slots of new rows and anchors are not chosen yet.
+/// A plan under construction. Slots of new rows and anchors are not chosen yet.
 pub struct Builder<'a> {
     state: &'a Recurrent,
     pub plan: RecurrentPlan,
     /// Whether each fold is stored.
     pub kept: Vec<bool>,
-    /// The anchors that sequences and trees get, and the block of each.
+    /// New anchors with their owners and blocks.
     pub owners: Vec<(Owner, i32, AnchorSource)>,
     fresh: BTreeMap<i32, Fresh>,
-    /// By the sequence of the tree.
+    /// The frontiers, by sequence.
     frontiers: BTreeMap<i32, Frontier>,
-    /// The folds of this step by the last row before the anchor: texts that share it share the anchor.
+    /// The folds of this step, by the last row before the anchor. Texts that share this row share the anchor.
     folds: BTreeMap<(RowKey, i32), AnchorSource>,
 }
 
-/// A row, in an order.
+/// A row as a key of a map.
 type RowKey = (bool, usize);
 
 fn key(row: RowSource) -> RowKey {
@@ -73,8 +73,8 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Adds tokens that follow each other in all of the sequences `members`. The rows at the positions for
-    /// which `keeps_row` holds are stored, and the anchors for which `keeps_anchor` does.
+    /// Adds consecutive tokens that belong to all of the sequences `members`. Stores the rows at positions for which
+    /// `keeps_row` holds, and the anchors for which `keeps_anchor` holds.
     pub fn add_text(
         &mut self,
         members: &[i32],
@@ -138,8 +138,7 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    /// Adds tokens that are the next nodes of the frontier of a tree after a sequence; `position` is that of the
-    /// first.
+    /// Adds tokens that are the next nodes of a tree's frontier. `position` is the position of the first token.
     pub fn add_nodes(
         &mut self,
         sequence: i32,
@@ -175,7 +174,7 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    /// Starts a chain at a node, the last of `frontier`.
+    /// Starts a chain at the last node of `frontier`.
     fn start_chain(
         &mut self,
         sequence: i32,
@@ -248,7 +247,7 @@ impl<'a> Builder<'a> {
         AnchorSource::Fold(self.kept.len() - 1)
     }
 
-    /// Notes that these sequences get an anchor, unless they have it.
+    /// Adds an anchor to these sequences, except those that have it.
     fn give(&mut self, members: &[i32], position: i32, anchor: AnchorSource) {
         for &member in members {
             if self.anchor_of(member, position).is_some() {
@@ -270,7 +269,7 @@ impl<'a> Builder<'a> {
         fresh.copied().or_else(held)
     }
 
-    /// Returns the state after `position` positions of another sequence with the same text.
+    /// Returns the state after `position` positions if another sequence with the same text has it.
     fn shared_anchor(&self, sequence: i32, position: i32) -> Result<Option<AnchorSource>> {
         let before = self.row_of(sequence, position - 1)?;
         if let Some(&fold) = self.folds.get(&(key(before), position)) {

@@ -1,4 +1,4 @@
-//! The rows and anchors of recurrent layers, in a file and back.
+//! Converts the rows and anchors of recurrent layers to their state in a file, and back.
 
 use std::collections::BTreeMap;
 
@@ -10,15 +10,15 @@ use crate::error::Result;
 use crate::snapshot::{damaged, RecurrentState};
 
 impl Recurrent {
-    /// Returns the state without the trees.
+    /// Returns the state, without trees.
     pub fn state(&self) -> RecurrentState {
         RecurrentState { rows: self.rows.state(), anchors: self.anchors.state() }
     }
 
-    /// Returns bookkeeping like this one with the contents of `state` and of trees.
+    /// Returns bookkeeping with the same parameters and the contents of `state` and of trees.
     ///
     /// # Errors
-    /// [`File`](crate::Status::File) for cells that cannot be held like this.
+    /// [`File`](crate::Status::File) for cells that do not fit or that contradict each other.
     pub fn with_state(&self, state: &RecurrentState, trees: &BTreeMap<i32, Tree>) -> Result<Self> {
         if trees.values().any(|tree| tree.rows.len() != tree.n_written()) {
             return Err(damaged("a tree lacks rows of recurrent layers"));
@@ -32,7 +32,7 @@ impl Recurrent {
         Ok(empty)
     }
 
-    /// Moves rows and anchors to the first slots, in their order.
+    /// Moves rows and anchors to the first slots, and keeps their order.
     pub fn pack(&mut self, trees: &mut BTreeMap<i32, Tree>) {
         for (group, is_rows) in [(&mut self.rows, true), (&mut self.anchors, false)] {
             let targets: BTreeMap<i32, i32> = group.owned_cells().into_iter().zip(0..).collect();
@@ -49,8 +49,8 @@ impl Recurrent {
         }
     }
 
-    /// Returns whether `owner` holds all that the state after `next` positions follows from, and those after
-    /// positions before it back to its oldest anchor.
+    /// Returns whether `owner` has the rows and anchors from which its state after `next` positions follows, and its
+    /// states after earlier positions, back to its oldest anchor.
     pub fn is_whole(&self, owner: i32, next: i32) -> bool {
         let mut base = next / BLOCK * BLOCK;
         if base == next && !self.has_anchor(owner, base) {
@@ -64,7 +64,7 @@ impl Recurrent {
             anchors.first().is_none_or(|block| block > 0) && anchors.next() <= next / BLOCK + 1;
         let has_gaps =
             |runs: &Runs| runs.first().is_some_and(|first| runs.next() - first != runs.count());
-        // Where all rows are held, every position can be reached.
+        // If no rows have been dropped, every position must be reachable.
         let reaches = rows.first() != Some(0) || anchors.first().is_none_or(|block| block == 1);
         let whole = !has_gaps(rows) && !has_gaps(anchors) && reaches;
         self.has_anchor(owner, base) && n == next - first && rows.next() <= next && ordered && whole

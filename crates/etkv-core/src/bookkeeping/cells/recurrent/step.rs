@@ -12,7 +12,7 @@ use crate::bookkeeping::recurrent::{AnchorSource, Chain, RecurrentPlan, RowSourc
 use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Slots};
 use crate::error::{fail, Result};
 
-/// A planned step. Its rows and anchors lie in cells that were free.
+/// A planned step. Its rows and anchors are in cells that were free.
 #[derive(Debug, Clone)]
 pub struct OpenStep {
     plan: Arc<RecurrentPlan>,
@@ -22,11 +22,11 @@ pub struct OpenStep {
 }
 
 impl Recurrent {
-    /// Plans a step for tokens at these positions; the members of a segment hold the same text. `pins` returns
-    /// the positions of a sequence, among those that the step writes, at which a checkpoint is wanted.
+    /// Plans a step for tokens at these positions. The members of a segment must have the same text. `pins` returns
+    /// the positions of a sequence, among those that the step writes, that need a checkpoint.
     ///
     /// # Errors
-    /// [`Capacity`](crate::Status::Capacity) if too few cells are free. Nothing has changed.
+    /// [`Capacity`](crate::Status::Capacity) if too few cells are free. The bookkeeping is then unchanged.
     pub fn plan(
         &mut self,
         segments: &Segments,
@@ -39,7 +39,8 @@ impl Recurrent {
         let n_named = members.len();
         members.sort_unstable();
         members.dedup();
-        // Otherwise tokens may read rows of any token of the step before them.
+        // A sequence that is in several segments may read the row of any earlier token of the step, so all rows are
+        // stored.
         let once = members.len() == n_named;
         let mut builder = Builder::new(self);
         let mut first = 0;
@@ -101,8 +102,8 @@ impl Recurrent {
             .map_or([0, 0], |step| [step.rows.len() as i32, step.anchors.len() as i32])
     }
 
-    /// Returns the plans of the open step for the buffers of rows and of anchors. `end` is the largest
-    /// position that the step writes, plus 1.
+    /// Returns the plans of the open step for the buffers of rows and of anchors. `end` is 1 more than the largest
+    /// position that the step writes.
     pub fn buffer_plans(&self, end: i32) -> [LayerGroupPlan; 2] {
         let Some(OpenStep { plan, .. }) = &self.step else {
             let none =
@@ -132,7 +133,7 @@ impl Recurrent {
         [of(&plan.rows, rows), of(&plan.anchors, anchors)]
     }
 
-    /// Gives the rows and anchors of the open step to their sequences and trees. Drops nothing yet.
+    /// Adds the rows and anchors of the open step to their sequences and trees. Does not drop older ones yet.
     pub fn commit(
         &mut self,
         segments: &Segments,
@@ -179,7 +180,7 @@ impl Recurrent {
         }
     }
 
-    /// Rolls the open step back. Does nothing without one.
+    /// Rolls the open step back. Does nothing if no step is open.
     pub fn abort(&mut self) {
         if let Some(OpenStep { rows, anchors, .. }) = self.step.take() {
             rows.iter().for_each(|&cell| self.rows.free(cell));
