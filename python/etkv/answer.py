@@ -1,4 +1,4 @@
-"""Answers of a language model as text, over the token ids of :mod:`etkv.generation`.
+"""Answers of a language model as text, made from the token ids of :mod:`etkv.generation`.
 
 :func:`generate` returns the text of an answer, :func:`stream_generate` yields its pieces.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerationResponse:
-    """A piece of an answer, as :func:`stream_generate` yields them."""
+    """A piece of an answer, which :func:`stream_generate` yields."""
 
     text: str
     """Whole characters; may be empty."""
@@ -42,7 +42,8 @@ class GenerationResponse:
     finish_reason: FinishReason | None
     """The reason why the answer ended, in the last response; None in the others."""
     cached_tokens: int = 0
-    """Tokens of the prompt from a prefix cache, which the model has not read. ``prompt_tps`` counts the others."""
+    """Tokens of the prompt that came from a prefix cache. The model did not read them, and ``prompt_tps`` excludes
+    them."""
 
 
 def generate(
@@ -74,27 +75,27 @@ def stream_generate(
     skip_special_tokens: bool = True,
     **options: Unpack[GenerateOptions],
 ) -> Answer:
-    """Iterate over the answer to ``prompt``: a response for each token, and a last one with the ``finish_reason``.
+    """Iterate over the answer to ``prompt``: a response for each token, and a last response with the ``finish_reason``.
 
-    ``prompt`` is a text or token ids, such as :meth:`Tokenizer.apply_chat_template` makes; a text is encoded as
-    :meth:`Tokenizer.encode` does. ``options`` are those of :func:`generate_tokens`. If the program names no eos token
-    ids, those of the tokenizer end the answer. Special tokens of the answer, such as those around a tool call, are in
-    its text unless ``skip_special_tokens``.
+    ``prompt`` is a text, or token ids such as :meth:`Tokenizer.apply_chat_template` returns. :meth:`Tokenizer.encode`
+    encodes a text. ``options`` are those of :func:`generate_tokens`. If the program has no eos token ids, the eos token
+    ids of the tokenizer end the answer. Special tokens of the answer, such as those around a tool call, are in its text
+    unless ``skip_special_tokens``.
 
-    With a ``prefix_cache`` the prompt is a whole text. The cache of ``program`` is cleared, and goes on from the
-    longest kept beginning of the prompt. The prefix cache keeps what the cache holds when the answer ends and, if
-    layers have windows, when the prompt ends. ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the
-    program. A prefix cache that fails is skipped, with a warning in the log.
+    With a ``prefix_cache``, ``prompt`` is the whole text. The cache of ``program`` is cleared, and continues from the
+    longest prefix of the prompt in the prefix cache. The contents of the cache are added to the prefix cache when the
+    answer ends and, if layers have windows, when the prompt ends. ``fingerprint`` identifies the model; None for
+    :func:`etkv.fingerprint` of the program. If the prefix cache fails, the answer goes on without it, and the log has
+    a warning.
 
-    The arguments are checked at once. Nothing runs before the first response is requested. :meth:`Answer.cancel` ends
+    This call checks the arguments. Nothing runs before the first response is requested. :meth:`Answer.cancel` ends
     the answer from any thread.
     """
     if not hasattr(tokenizer, "encode"):
-        raise EtkvError(f"tokenizer is {type(tokenizer).__name__}, expected an etkv.Tokenizer; the program goes first")
+        raise EtkvError(f"tokenizer is {type(tokenizer).__name__}, expected an etkv.Tokenizer; pass the program first")
     ids: Ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     options = with_eos_token_ids(options, program, tokenizer)
     detokenizer = StreamingDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    # Checks the arguments.
     generation = generate_tokens(program, ids, **options)
     if prefix_cache is None:
         return Answer(generation, _responses(generation, detokenizer))
@@ -107,7 +108,7 @@ def stream_generate(
 def _kept_responses(
     keeper: Keeper, generation: Generation, ids: list[int], detokenizer: StreamingDetokenizer
 ) -> Iterator[GenerationResponse]:
-    """Answer a whole text on a cache that goes on from the kept beginning of the text."""
+    """Clear the cache, continue from the longest prefix that is kept, and answer the whole text."""
     keeper.cache.clear()
     cached = keeper.attach(ids[:-1])
     generation.skip(cached)
@@ -119,14 +120,14 @@ def _kept_responses(
 
 
 class Answer(Iterator[GenerationResponse]):
-    """An iterator over the responses of an answer. :func:`stream_generate` makes it.
+    """An iterator over the responses of an answer, from :func:`stream_generate`.
 
-    A ``break``, :meth:`close` and :meth:`cancel` leave the cache as :func:`generate_tokens` says.
+    :func:`generate_tokens` documents the state of the cache after a ``break``, :meth:`close` or :meth:`cancel`.
     """
 
     def __init__(self, generation: Generation, responses: Iterator[GenerationResponse]) -> None:
         self.generation = generation
-        """The token ids of the answer, and what the cache holds of prompt and answer."""
+        """The token ids of the answer, and the numbers of tokens of prompt and answer in the cache."""
         self._responses = responses
 
     def __next__(self) -> GenerationResponse:
@@ -137,7 +138,7 @@ class Answer(Iterator[GenerationResponse]):
         self.generation.cancel()
 
     def close(self) -> None:
-        """End the answer without a last response, as a ``break`` does. Only for the thread that iterates."""
+        """End the answer without a last response, as a ``break`` does. Call it only on the thread that iterates."""
         close = getattr(self._responses, "close", None)
         if close is not None:
             close()

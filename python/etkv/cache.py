@@ -1,7 +1,7 @@
-"""The faces of a cache: :class:`Cache`, which every kind has, :class:`SeqCache` and :class:`TreeCache`.
+"""The interfaces of a cache: :class:`Cache` for every kind, :class:`SeqCache` and :class:`TreeCache`.
 
-Their methods call the functions of ``etkv.h``, and follow its rules of threads. Sessions of :mod:`etkv.session` have
-these faces.
+Their methods call the functions of ``etkv.h``, whose rules on threads apply. The sessions of :mod:`etkv.session`
+implement these interfaces.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RecurrentLayerMemory:
     """Bytes of one recurrent layer's buffers."""
 
     rows_allocated: int
-    """Bytes of the rows, which the last tokens of each sequence have."""
+    """Bytes of the rows that the layer keeps for the last tokens of each sequence."""
     rows_used: int
     anchors_allocated: int
     """Bytes of the states of a recurrence; 0 for a convolution."""
@@ -68,20 +68,20 @@ class Memory:
     used: int
     """Bytes of the buffers that positions use."""
     at_capacity: int
-    """The most bytes that the cache can hold."""
+    """Maximum bytes that the cache can hold."""
     layers: tuple[LayerMemory, ...]
     """The bytes of each attention layer."""
     shared: int = 0
-    """Bytes of rows that the cache reads from a prefix, which other caches may share. No other field counts them."""
+    """Bytes of the rows of an attached prefix, which other caches may share. No other field includes them."""
     recurrent_layers: tuple[RecurrentLayerMemory, ...] = ()
     """The bytes of each recurrent layer."""
 
 
 class Cache:
-    """The face that every cache has: admission, length, rollback, memory."""
+    """The interface of every cache: admission, length, rollback, memory."""
 
     def __init__(self, handle: Any) -> None:
-        """Take ownership of an ``etkv_cache*``. Users make sessions instead."""
+        """Take ownership of an ``etkv_cache*``. Applications create sessions instead."""
         self._cache = ffi.gc(handle, lib().etkv_cache_free)
 
     def _raw(self) -> Any:
@@ -95,7 +95,7 @@ class Cache:
         return fact
 
     def _count(self, function: str) -> int:
-        """Return a fact that may be 0. A handle that was freed has no capacity either."""
+        """Return a fact for which 0 is a valid value. The capacity tells 0 from a handle that was freed."""
         count = int(getattr(lib(), function)(self._raw()))
         if count == 0:
             self._fact("etkv_cache_capacity")
@@ -103,7 +103,7 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """The most positions that the cache can hold."""
+        """Maximum number of positions in the cache."""
         return int(self._fact("etkv_cache_capacity"))
 
     @property
@@ -123,8 +123,8 @@ class Cache:
 
     @property
     def max_step_tokens(self) -> int:
-        """The most tokens of one step: ``max_step_tokens`` of the config if a window slides or ``quantized_kv_start``
-        is set, else the capacity. A program may take fewer.
+        """Maximum tokens of one step: ``max_step_tokens`` of the config if a window slides or ``quantized_kv_start``
+        is set, else the capacity. The maximum of a program may be lower.
         """
         return int(self._fact("etkv_cache_max_step_tokens"))
 
@@ -135,7 +135,7 @@ class Cache:
 
     @property
     def formats(self) -> tuple[str, str]:
-        """The formats that keys and values have now."""
+        """The present formats of keys and values."""
         k, v = ffi.new("const char**"), ffi.new("const char**")
         call("etkv_cache_formats", self._raw(), k, v)
         return _capi.text(k[0]), _capi.text(v[0])
@@ -145,37 +145,36 @@ class Cache:
         return ask("etkv_cache_can_extend", "bool", self._raw(), int32(n, "n"))
 
     def clear(self, *, release: bool = False) -> None:
-        """Remove every position, and free the buffers if ``release``. Reset the formats to those of the config."""
+        """Remove every position, and free the buffers if ``release``. Restore the formats of the config."""
         call("etkv_cache_clear", self._raw(), bool(release))
 
     def rewind(self, length: int) -> None:
         """Remove the positions of the only sequence from ``length`` on.
 
-        Raises :class:`~etkv.PositionError` if ``length`` is more than the next position, or if layers with windows have
-        dropped rows that the next query would see.
+        Raises :class:`~etkv.PositionError` if ``length`` is greater than the next position, or if layers with windows
+        have dropped rows that the next query would see.
         """
         call("etkv_cache_rewind", self._raw(), int32(length, "length"))
 
     def rewindable_to(self) -> int:
-        """Return the least length above 0 that :meth:`rewind` accepts now."""
+        """Return the smallest length above 0 that :meth:`rewind` accepts now."""
         return ask("etkv_cache_rewindable_to", "int32_t", self._raw())
 
     def reachable(self, position: int) -> int:
         """Return the greatest length, at most ``position``, that :meth:`rewind` accepts now.
 
-        From :meth:`rewindable_to` on that is every length; below it, the checkpoints of :meth:`mark`, and 0. Raises
-        :class:`~etkv.PositionError` if ``position`` is negative, and :class:`~etkv.EtkvError` if the cache holds
-        several sequences.
+        :meth:`rewind` accepts every length from :meth:`rewindable_to` on, the checkpoints of :meth:`mark`, and 0.
+        Raises :class:`~etkv.PositionError` if ``position`` is negative, and :class:`~etkv.EtkvError` if the cache
+        holds several sequences.
         """
         return ask("etkv_cache_reachable", "int32_t", self._raw(), int32(position, "position"))
 
     def mark(self, position: int) -> int:
-        """Make a checkpoint of the only sequence at ``position``, and return its position; 0 if the cache makes none.
+        """Make a checkpoint of the only sequence at ``position``. Return its position, or 0 without a checkpoint.
 
-        The cache makes it at once if the sequence can be rewound there, and otherwise when a step reaches it.
-
-        In a cache with recurrent layers it lies at the greatest multiple of 64 that is not above ``position``.
-        The least useful checkpoint makes room for a new one. A checkpoint is dropped together with the text before it.
+        If the sequence can be rewound to ``position``, the checkpoint exists at once, and otherwise as soon as a step
+        reaches the position. In a cache with recurrent layers, its position is rounded down to a multiple of 64. If
+        there is no room, the least useful checkpoint is dropped. A checkpoint is also dropped with the text before it.
 
         Raises :class:`~etkv.PositionError` if ``position`` is negative or can no longer be reached,
         :class:`~etkv.EtkvError` if the cache holds several sequences, and :class:`~etkv.UnsupportedError` for a
@@ -184,23 +183,23 @@ class Cache:
         return ask("etkv_cache_mark", "int32_t", self._raw(), int32(position, "position"))
 
     def mark_turn(self, end: int) -> None:
-        """Mark where the prompt of a turn will end, before the prompt runs.
+        """Mark the end of a turn's prompt, before the prompt runs.
 
-        The next request of the chat can then go on there, whatever the answer was. ``end`` is the length of the
-        sequence after the prompt. Does nothing for a model without recurrent layers.
+        The next request of the chat can then continue from there, even if it changes the answer. ``end`` is the length
+        of the sequence after the prompt. Does nothing for a model without recurrent layers.
         """
         call("etkv_cache_mark_turn", self._raw(), int32(end, "end"))
 
     def rewind_to_reachable(self, length: int) -> int:
-        """Rewind to the greatest length, at most ``length``, that :meth:`rewind` accepts, and return it.
+        """Rewind to the greatest length, at most ``length``, that :meth:`rewind` accepts, and return that length.
 
-        A text whose first ``length`` tokens the cache holds goes on there. If that is below ``length``, the tokens
-        between run again, and ``length`` is marked: the next text that parts there runs fewer.
+        For a text that shares its first ``length`` tokens with the cache. If the returned length is below ``length``,
+        run the tokens between again. ``length`` is marked, so the next text that differs from there on runs fewer.
         """
         return ask("etkv_cache_rewind_to_reachable", "int32_t", self._raw(), int32(length, "length"))
 
     def convert(self, k_format: str, v_format: str | None = None) -> None:
-        """Convert stored and later rows to other formats, until the cache is cleared."""
+        """Convert stored and later rows to other formats. They apply until the cache is cleared."""
         v_format = k_format if v_format is None else v_format
         call("etkv_cache_convert", self._raw(), encoded(k_format, "k_format"), encoded(v_format, "v_format"))
 
@@ -210,10 +209,10 @@ class Cache:
         return report
 
     def save(self, path: str | os.PathLike[str], *, tokens: Sequence[int] = (), fingerprint: str = "") -> None:
-        """Write the contents to a file: rows as they are stored, positions, sequences and trees, and ``tokens``.
+        """Write the contents to a file: rows in their storage format, positions, sequences and trees, and ``tokens``.
 
-        An older file stays until the new one is complete and on the disk. ``fingerprint`` identifies the model, such as
-        :func:`~etkv.fingerprint` of the program. Raises :class:`~etkv.CacheFileError` if the file cannot be written.
+        An older file stays until the new file is complete and on the disk. ``fingerprint`` identifies the model, such
+        as :func:`~etkv.fingerprint` of the program. Raises :class:`~etkv.CacheFileError` if the file cannot be written.
         """
         options, _keep = text_options(tokens, fingerprint)
         call("etkv_cache_save", self._raw(), encoded_path(path), options)
@@ -222,21 +221,21 @@ class Cache:
         """Replace the contents by those of a file, and return the file's tokens.
 
         Raises :class:`~etkv.CacheFileError` for a file that cannot be read, is damaged, or is of another version, model
-        or config. The contents are then as before.
+        or config. After an error the contents are unchanged.
         """
         return ask_tokens("etkv_cache_load", self._raw(), encoded_path(path), encoded(fingerprint, "fingerprint"))
 
     def freeze(self) -> Prefix:
-        """Freeze the contents of the cache, and go on from them. Other caches of the same layers and formats
-        :meth:`attach` to the prefix without a copy.
+        """Freeze the contents of the cache as a prefix, and attach this cache to it.
 
-        Raises :class:`~etkv.EtkvError` unless the cache holds sequence 0 alone, from position 0 on, without gaps and
-        candidates. Raises :class:`~etkv.UnsupportedError` for a backend that shares no memory.
+        Other caches of the same layers and formats can :meth:`attach` to the prefix without a copy. Raises
+        :class:`~etkv.EtkvError` unless the cache holds only sequence 0, from position 0 on, without gaps and
+        candidates. Raises :class:`~etkv.UnsupportedError` for a backend that cannot share memory.
         """
         return Prefix(ask("etkv_cache_freeze", "etkv_prefix*", self._raw()))
 
     def attach(self, prefix: Prefix, length: int | None = None) -> None:
-        """Make an empty cache hold the first ``length`` positions of a prefix; None for all. No rows are copied.
+        """Attach the empty cache to the first ``length`` positions of a prefix; None for all. No rows are copied.
 
         Raises :class:`~etkv.EtkvError` if the cache is not empty, for a prefix that does not fit, and for a length
         that is not from :attr:`Prefix.rewindable_to` to :attr:`Prefix.length`.
@@ -250,7 +249,7 @@ class Cache:
         return _read_memory(*counts, lambda memory: call("etkv_cache_memory", self._raw(), memory))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise EtkvError(f"a {type(self).__name__} is neither copied nor sent to another process: make a new one there")
+        raise EtkvError(f"a {type(self).__name__} cannot be copied or sent to another process: create one there")
 
     def __repr__(self) -> str:
         k, v = self.formats
@@ -262,10 +261,10 @@ class Cache:
 
 
 class SeqCache(Cache):
-    """The face of a cache that many sequences share.
+    """The interface of a cache that several sequences share.
 
     Sequences have numbers from 0 to 255. They need no creation: a sequence without positions is empty. Ranges of
-    positions include ``begin`` and exclude ``end``; None is the end of the sequence.
+    positions include ``begin`` and exclude ``end``. An ``end`` of None is the end of the sequence.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -284,7 +283,7 @@ class SeqCache(Cache):
         call("etkv_seq_cache_begin_step", self._seq(), int32s(sequences, "sequences"), len(sequences))
 
     def begin_step_shared(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Declare the sequences of each token of the next step, which share the token's cell."""
+        """Declare the sequences of each token of the next step. The sequences of a token share its cell."""
         numbers = [number for members in sequences for number in members]
         counts = [len(members) for members in sequences]
         call(
@@ -297,16 +296,16 @@ class SeqCache(Cache):
         )
 
     def cancel_step(self) -> None:
-        """Withdraw the declaration of ``begin_step`` or ``begin_step_shared`` of a step that will not run."""
+        """Withdraw the declaration of ``begin_step`` or ``begin_step_shared`` for a step that will not run."""
         call("etkv_seq_cache_cancel_step", self._seq())
 
     def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
-        """Make ``target`` share the positions of ``source`` in a range, in the same cells. No bytes move."""
+        """Make ``target`` share the cells of ``source`` in a range of positions. No rows are copied."""
         numbers = int32(source, "source"), int32(target, "target"), int32(begin, "begin"), _end(end)
         call("etkv_seq_cache_cp", self._seq(), *numbers)
 
     def seq_rm(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
-        """Remove the positions in a range from a sequence. A cell that no sequence owns is free."""
+        """Remove the positions in a range from a sequence. Cells that no sequence owns become free."""
         numbers = int32(sequence, "sequence"), int32(begin, "begin"), _end(end)
         call("etkv_seq_cache_rm", self._seq(), *numbers)
 
@@ -319,7 +318,7 @@ class SeqCache(Cache):
         return ask("etkv_seq_cache_len", "int32_t", self._seq(), int32(sequence, "sequence"))
 
     def seq_next(self, sequence: int) -> int:
-        """Return the position of a sequence's next token. After a removal at the front it is more than the length."""
+        """Return the position of a sequence's next token. It exceeds the length after a removal at the front."""
         return ask("etkv_seq_cache_next", "int32_t", self._seq(), int32(sequence, "sequence"))
 
     def seq_rewindable_to(self, sequence: int) -> int:
@@ -332,7 +331,7 @@ class SeqCache(Cache):
         return ask("etkv_seq_cache_reachable", "int32_t", self._seq(), *numbers)
 
     def seq_mark_turn(self, sequence: int, end: int) -> None:
-        """Mark where the prompt of a turn of one of several sequences will end, as :meth:`mark_turn` does."""
+        """Mark the end of a turn's prompt in one of several sequences, as :meth:`mark_turn` does."""
         call("etkv_seq_cache_mark_turn", self._seq(), int32(sequence, "sequence"), int32(end, "end"))
 
     def seq_mark(self, sequence: int, position: int) -> int:
@@ -351,13 +350,13 @@ class SeqCache(Cache):
         )
 
     def sequences(self) -> list[int]:
-        """Return the sequences that hold positions or carry trees, in order."""
+        """Return the sequences that hold positions or have trees, in order."""
         return ask_list("etkv_seq_cache_sequences", "int32_t", self._seq())
 
     def seq_save(
         self, sequence: int, path: str | os.PathLike[str], *, tokens: Sequence[int] = (), fingerprint: str = ""
     ) -> None:
-        """Write one sequence to a file, as :meth:`save` writes a cache that holds it alone, as sequence 0.
+        """Write one sequence to a file. The file is that of a cache with only this sequence, as sequence 0.
 
         Raises what :meth:`save` raises, and :class:`~etkv.EtkvError` for a sequence without positions or with
         candidates.
@@ -368,22 +367,21 @@ class SeqCache(Cache):
     def seq_load(self, sequence: int, path: str | os.PathLike[str], *, fingerprint: str = "") -> list[int]:
         """Load the only sequence of a file as ``sequence``, which must be empty, and return the file's tokens.
 
-        Other sequences do not change. Raises :class:`~etkv.EtkvError` if ``sequence`` holds positions or carries
-        candidates, :class:`~etkv.CapacityError` if the file does not fit beside the other sequences, and
-        :class:`~etkv.CacheFileError` as :meth:`load` does and for values that are not finite. The contents are then as
-        before.
+        Other sequences do not change. Raises :class:`~etkv.EtkvError` if ``sequence`` holds positions or candidates,
+        :class:`~etkv.CapacityError` if the free cells are too few, and :class:`~etkv.CacheFileError` as :meth:`load`
+        does, and for values that are not finite. After an error the contents are unchanged.
         """
         number = int32(sequence, "sequence")
         model = encoded(fingerprint, "fingerprint")
         return ask_tokens("etkv_seq_cache_load", self._seq(), number, encoded_path(path), model)
 
     def compact(self) -> None:
-        """Move each sequence to one run of cells, as far as shared cells allow. A run is read without a mask."""
+        """Move each sequence to contiguous cells, as far as shared cells allow. Contiguous cells need no mask."""
         call("etkv_seq_cache_compact", self._seq())
 
 
 class TreeCache(SeqCache):
-    """The face of a cache whose sequences carry trees of candidates. The default sequence is 0."""
+    """The interface of a cache whose sequences may have trees of candidates. The default sequence is 0."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
@@ -402,12 +400,12 @@ class TreeCache(SeqCache):
         call("etkv_tree_cache_propose", self._tree(), int32(sequence, "sequence"), int32s(parents, "parents"), n)
 
     def commit(self, accepted: Sequence[int], sequence: int = 0) -> None:
-        """Add a chain of candidates to the sequence, and remove the rest of its tree; ``[]`` removes it all."""
+        """Add a chain of candidates to the sequence, and remove the rest of its tree. ``[]`` removes the whole tree."""
         n = len(accepted)
         call("etkv_tree_cache_commit", self._tree(), int32(sequence, "sequence"), int32s(accepted, "accepted"), n)
 
     def tree_len(self, sequence: int = 0) -> int:
-        """Return the number of nodes of the tree after a sequence; 0 without a tree."""
+        """Return the number of nodes in the tree of a sequence; 0 without a tree."""
         return ask("etkv_tree_cache_len", "size_t", self._tree(), int32(sequence, "sequence"))
 
 
@@ -416,11 +414,12 @@ class MemoryBudget:
     """Bytes of the buffers of all caches in this process, and their limit."""
 
     limit: int | None
-    """The most bytes that they may hold, if there is a limit."""
+    """Maximum bytes of the buffers; None without a limit."""
     held: int
-    """Bytes that they hold. While a step grows buffers or a conversion replaces them, old and new buffers count."""
+    """Present bytes of the buffers. While a step grows buffers or a conversion replaces them, old and new buffers
+    count."""
     peak: int
-    """The most bytes that they have held or a step has reserved, even if the step was rolled back."""
+    """Highest bytes so far, including bytes that a step reserved and rolled back."""
     n_caches: int
     """The number of caches, including empty ones."""
 
@@ -429,9 +428,9 @@ def set_memory_budget(limit: int | None) -> None:
     """Limit the bytes of the buffers of all caches in this process, of every backend, or remove the limit (``None``).
 
     A cache that allocates upfront, a growing step, a conversion or a load that would exceed the limit raises
-    :class:`EtkvError` with the status ``BACKEND``, and changes nothing. A limit below the bytes held is no error:
-    caches keep their buffers, and grow no more until enough is free. Weights and memory that MLX keeps for reuse do not
-    count.
+    :class:`EtkvError` with the status ``BACKEND``, and changes nothing. A limit below the present bytes is no error:
+    caches keep their buffers, and cannot grow until enough is free. Weights, and memory that MLX keeps for reuse, do
+    not count.
 
     Before a refusal, idle prefixes are freed, and then the callback of :func:`set_memory_callback` is called.
     """
@@ -441,14 +440,14 @@ def set_memory_budget(limit: int | None) -> None:
 
 
 def memory_budget() -> MemoryBudget:
-    """Return what all caches in this process hold, and their limit."""
+    """Return the bytes of all caches in this process, and their limit."""
     budget = struct("etkv_memory_budget")
     call("etkv_memory_budget_read", budget)
     return MemoryBudget(budget.limit or None, budget.held, budget.peak, budget.n_caches)
 
 
 _memory_callback: Any = None
-"""The callback that the library has. It must live as long as the library may call it."""
+"""The callback that is set in the library. It must live as long as the library may call it."""
 
 _memory_callback_setting = threading.Lock()
 _memory_callback_here = threading.local()
@@ -458,14 +457,14 @@ _logger = logging.getLogger("etkv.core")
 def set_memory_callback(callback: Callable[[int], int | None] | None) -> None:
     """Set the callback that frees memory before the memory budget refuses an allocation, or remove it (``None``).
 
-    The call that lacks memory calls it, with the bytes that are lacking, on any thread and on several at once. The
-    callback may close sessions, and clear other caches with ``release``. Its calls on a cache in use do not wait: they
-    raise :class:`EtkvError` with the status ``STEP``. The cache that lacks memory is always in use. The callback
-    returns the bytes that it freed, or ``None``. They are for the log: the budget counts by itself. An exception is
-    logged, and counts as nothing freed.
+    A library call that needs memory calls it with the number of bytes that are missing, on any thread, and possibly on
+    several threads at once. The callback may close sessions, and clear other caches with ``release``. Its calls on a
+    cache in use do not wait: they raise :class:`EtkvError` with the status ``STEP``. The cache that needs memory is
+    always in use. The callback returns the bytes that it freed, or ``None``. The value is only logged. An exception is
+    logged too, and does not fail the library call.
 
-    The callback needs Python's lock, which a thread in ExecuTorch's own runtime holds. So such a thread must not run on
-    a cache that another thread uses at that time.
+    The callback needs Python's lock, which a thread holds while it runs in ExecuTorch's own runtime. So such a thread
+    must not run a program on a cache that another thread uses at that time.
     """
     global _memory_callback
 
@@ -481,54 +480,55 @@ def set_memory_callback(callback: Callable[[int], int | None] | None) -> None:
             _memory_callback_here.inside = False
 
     if getattr(_memory_callback_here, "inside", False):
-        # The library refuses this. Do not take the lock: its holder may set a callback, and wait until this one ends.
+        # The library refuses this call from a callback and raises. Taking the lock first could deadlock: its holder
+        # may be setting a callback, and waits until this callback ends.
         call("etkv_memory_budget_set_callback", ffi.NULL, ffi.NULL)
         return
     with _memory_callback_setting:
         lib()
         handle = ffi.NULL if callback is None else ffi.callback("uint64_t(uint64_t, void*)", free, error=0)
         if _memory_callback is None:
-            # Python must call no callback while it exits.
+            # No callback may run while Python exits.
             atexit.register(set_memory_callback, None)
-        # If the call is interrupted, the library may call either callback.
+        # Keep both callbacks alive during the call: if it is interrupted, the library may call either.
         _memory_callback = (_memory_callback, handle)
         call("etkv_memory_budget_set_callback", handle, ffi.NULL)
         _memory_callback = handle
 
 
 def process_report() -> dict[str, Any]:
-    """Return a report of this process: the memory budget and its holders. ``docs/reports.md`` lists the fields."""
+    """Return a report of this process: the memory budget and its caches. ``docs/reports.md`` lists the fields."""
     report: dict[str, Any] = json.loads(ask_text("etkv_process_report"))
     return report
 
 
 def estimate(config: CacheConfig, length: int) -> Memory:
-    """Return the bytes that a ``contiguous`` cache of ``config`` holds once it has grown to ``length`` positions.
+    """Return the bytes of a ``contiguous`` cache of ``config`` after it has grown to ``length`` positions.
 
-    Exact to the byte; no cache is made. ``length`` is 0 to the capacity.
+    The result is exact. No cache is created. ``length`` is 0 to the capacity.
     """
     return _estimate("etkv_cache_config_estimate", config, length)
 
 
 def estimate_shared(config: CacheConfig, length: int) -> Memory:
-    """Return the same as :func:`estimate` for the kinds ``seq`` and ``tree``, while they hold one sequence.
+    """Return :func:`estimate` for the kinds ``seq`` and ``tree`` with one sequence.
 
-    ``at_capacity`` holds for any number of sequences: if layers have windows, all sequences together may need a slot
-    for every position.
+    The field ``at_capacity`` is right for any number of sequences: if layers have windows, all sequences together may
+    need a slot for every position.
     """
     return _estimate("etkv_cache_config_estimate_shared", config, length)
 
 
 def row_bytes(format: str, head_dim: int) -> int:
-    """Return the bytes of one row of ``head_dim`` elements in a format, its scales included."""
+    """Return the bytes of one row of ``head_dim`` elements in a format, including its scales."""
     return ask("etkv_format_row_bytes", "uint64_t", encoded(format, "format"), int32(head_dim, "head_dim"))
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
     """Return the fingerprint of a file, such as a program, for :meth:`Cache.save` and :meth:`Cache.load`.
 
-    Files of equal bytes have equal fingerprints. Reads the whole file. Raises :class:`~etkv.CacheFileError` if it
-    cannot be read.
+    Files with equal bytes have equal fingerprints. Reads the whole file. Raises :class:`~etkv.CacheFileError` if the
+    file cannot be read.
     """
     return ask_text("etkv_fingerprint", encoded_path(path))
 
@@ -584,7 +584,7 @@ def _raw_recurrent_layers(layers: Sequence[RecurrentLayer]) -> Any:
 
 
 def _raw_checkpoints(checkpoints: int | None) -> int:
-    """Return the C interface's number, in which 0 is the default and -1 is none."""
+    """Return ``checkpoints`` for the C interface, where 0 is the default and -1 is no checkpoints."""
     if checkpoints is None:
         return 0
     number = int32(checkpoints, "checkpoints")

@@ -1,4 +1,4 @@
-"""A conversation on one cache. A turn runs only the tokens that the cache does not hold yet."""
+"""A conversation on one cache. A turn runs only tokens that are not in the cache yet."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reuse:
-    """What a turn did not run again. All counts are tokens."""
+    """The reuse of cached tokens in one turn. All fields count tokens."""
 
     matched: int
-    """The beginning that the text shares with what was held or kept."""
+    """The longest prefix of the text that was in the cache, in the prefix cache or in the store."""
     restored: int
-    """The beginning that the turn went on from."""
+    """The prefix from which the turn continued."""
     run: int
-    """Tokens of the text that the turn ran, without its answer."""
+    """Tokens of the text that the turn ran, without the answer."""
 
     @property
     def run_again(self) -> int:
-        """Tokens that matched and ran again all the same."""
+        """Tokens that matched and ran again nevertheless."""
         return self.matched - self.restored
 
     @property
     def reason(self) -> str:
-        """Why tokens ran again; empty if none did."""
+        """The reason why matching tokens ran again; empty if none did."""
         if self.run_again == 0:
             return ""
         return (
-            f"{self.matched} tokens matched, and the last place up to there that the cache could go back to was "
-            f"{self.restored}"
+            f"{self.matched} tokens matched, and the greatest length up to {self.matched} that the cache could be "
+            f"rewound to was {self.restored}"
         )
 
 
@@ -53,9 +53,9 @@ class Chat:
     """Turns of a conversation under the model's chat template.
 
     ``messages`` are dicts ``{"role": …, "content": …}``. The caller may change them between turns: the next turn keeps
-    the beginning that the cache shares with them, and runs the rest. An answer whose text is not changed keeps the ids
-    that the model chose, special tokens too. ``generation`` is the :class:`Generation` of the
-    last turn, and ``reuse`` says what the turn did not run again; both are None before the first.
+    the prefix that the cache shares with them, and runs the rest. An answer whose text is not changed keeps the ids
+    that the model chose, including special tokens. ``generation`` is the :class:`Generation` of the last turn, and
+    ``reuse`` is its :class:`Reuse`. Both are None before the first turn.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class Chat:
         skip_special_tokens: bool = True,
     ) -> None:
         """Begin a conversation on the cache of ``program``, a :class:`DecodeSession` or a :class:`GraphCache`. The
-        cache is cleared, and is for this chat alone.
+        cache is cleared, and only this chat may use it.
 
-        ``system`` is the content of the system message; None for no such message. With a ``prefix_cache`` the chat goes
-        on from beginnings that other chats have kept, and keeps each turn that ends. If layers have windows, it also
-        keeps the prompt of each turn, where the next turn goes on if its tokens differ within the answer. With a
-        ``prefix_store`` the chat loads the stored beginning of its text, and stores each turn that ends.
-        ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the program. A store or a prefix cache
-        that fails is skipped, with a warning in the log. Answers have special tokens in their text, such as those
-        around a tool call, unless ``skip_special_tokens``.
+        ``system`` is the content of the system message; None for no such message. With a ``prefix_cache`` the chat
+        continues from prefixes of other chats, and adds the text of each completed turn. If layers have windows, it
+        also adds the prompt of each turn: the next turn continues from there if its tokens differ within the answer.
+        With a ``prefix_store`` the chat loads the stored prefix of its text, and stores each completed turn.
+        ``fingerprint`` identifies the model; None for :func:`etkv.fingerprint` of the program. If a store or a prefix
+        cache fails, the chat goes on without it, and the log has a warning. Answers have special tokens in their text,
+        such as those around a tool call, unless ``skip_special_tokens``.
 
         Raises :class:`EtkvError` if ``program`` has no cache or a cache of another type, for a ``prefix_store`` or a
-        ``prefix_cache`` with a :class:`GraphCache`, and for both together: a prefix cache takes a store of its own.
+        ``prefix_cache`` with a :class:`GraphCache`, and for both together: pass the store to the prefix cache instead.
         """
         if not isinstance(program.cache, (DecodeSession, GraphCache)):
             raise EtkvError(f"a chat needs a program with a DecodeSession, this one has {program.cache!r}")
@@ -90,14 +90,12 @@ class Chat:
         self.reuse: Reuse | None = None
         self._program, self._cache, self._tokenizer = program, program.cache, tokenizer
         if prefix_store is not None and prefix_cache is not None:
-            raise EtkvError(
-                "a chat takes a prefix_store or a prefix_cache, not both: give the store to the prefix cache"
-            )
+            raise EtkvError("expected a prefix_store or a prefix_cache, got both: pass the store to the prefix cache")
         kept = prefix_store or prefix_cache
         self._keeper = None if kept is None else Keeper(program, kept, fingerprint)
         self._held: list[int] = []
         self._skip_special_tokens = skip_special_tokens
-        # The answers in order: the text, and the ids that the model chose.
+        # The text of each answer, and the ids that the model chose, in order.
         self._answers: list[tuple[str, list[int]]] = []
         self._cache.clear()
 
@@ -105,8 +103,8 @@ class Chat:
         """Yield the model's answer to ``text`` in pieces. ``options`` are those of :func:`etkv.generate_tokens`.
 
         If the caller stops early, ``messages`` keeps the turn with the text so far. If the turn is refused or fails, or
-        is interrupted before the answer begins, its messages are removed, and the next turn goes on from the messages
-        before it.
+        is interrupted before the answer begins, its messages are removed, and the next turn continues from the earlier
+        messages.
         """
         before, question = len(self.messages), {"role": "user", "content": text}
         try:
@@ -117,11 +115,11 @@ class Chat:
             raise
         finally:
             if self.messages[before:] == [question]:
-                # Interrupted before the answer began. Some templates refuse a question without an answer.
+                # The answer did not begin. Some templates refuse a question without an answer.
                 del self.messages[before:]
 
     def _turn(self, options: GenerateOptions) -> Iterator[str]:
-        """Yield the answer to the last message. Append the answer to ``messages``, also if the turn stops early."""
+        """Yield the answer to the last message. Append the answer to ``messages``, even if the turn stops early."""
         ids = self._tokenizer.conversation_ids(self.messages, self._unchanged_answers())
         matched = self._rewind_to_shared(ids)
         kept = self._attach(ids)
@@ -150,8 +148,8 @@ class Chat:
             keeper.keep(self._held)
 
     def _unchanged_answers(self) -> dict[int, list[int]]:
-        """Forget the answers whose messages the caller has changed or removed. Return the ids of the others, by the
-        number of the message.
+        """Forget the answers whose messages the caller has changed or removed. Return the ids of the other answers, by
+        the index of the message.
         """
         ids_of: dict[int, list[int]] = {}
         left, kept = self._answers, []
@@ -165,19 +163,19 @@ class Chat:
         return ids_of
 
     def _mark_system(self, ids: list[int]) -> None:
-        """Mark the end of the system message in the first turn: other chats with the same message can go on there."""
+        """Mark the end of the system message in the first turn, so that other chats with it can continue from there."""
         first = self.messages[0]
         if len(self.messages) != 2 or first["role"] != "system" or isinstance(self._cache, GraphCache):
             return
-        # The template has no text of the system message alone: it is what two conversations have in common.
+        # Templates may refuse a system message alone. Two conversations with it have its tokens in common.
         others = ([first, {"role": "user", "content": text}] for text in ("a", "1"))
         system = min(_n_shared(ids, self._tokenizer.conversation_ids(other, {})) for other in others)
         if self._cache.n_recurrent_layers > 0 and system > len(self._held):
             self._cache.mark(system)
 
     def _attach(self, ids: list[int]) -> int:
-        """Go on from the kept beginning of ``ids``, if it is longer than the beginning that the cache holds. Return the
-        length of that beginning; 0 if it is not longer.
+        """Attach the cache to the longest kept prefix of ``ids``, if it is longer than the prefix in the cache. Return
+        the length of the kept prefix; 0 if it is not longer.
         """
         text = ids[:-1]
         if self._keeper is None or (self._held and self._keeper.find(text) <= len(self._held)):
@@ -189,11 +187,11 @@ class Chat:
         return len(self._held)
 
     def _rewind_to_shared(self, ids: list[int]) -> int:
-        """Rewind the cache to the positions that it shares with ``ids``. Return the number that they share.
+        """Rewind the cache to the prefix that it shares with ``ids``. Return the length of the shared prefix.
 
-        The last of ``ids`` always runs again: its logits choose the next token. Layers with windows and recurrent
-        layers may have dropped what the next token reads. Then the cache goes back further, to a checkpoint or to its
-        beginning.
+        The last of ``ids`` always runs again, because its logits choose the next token. Layers with windows and
+        recurrent layers may have dropped data that the next token needs. Then the cache is rewound further, to a
+        checkpoint or to 0.
         """
         shared = min(_n_shared(self._held, ids), len(ids) - 1)
         # In this order, the cache begins with `_held` wherever an interrupt stops this.
@@ -203,6 +201,6 @@ class Chat:
 
 
 def _n_shared(text: list[int], other: list[int]) -> int:
-    """Return the number of tokens that two texts share at their beginning."""
+    """Return the length of the common prefix of two texts."""
     pairs = zip(text, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

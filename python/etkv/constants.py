@@ -1,4 +1,4 @@
-"""Reads the constants of an exported ``.pte``: the weights as the program ships them."""
+"""Reads the constants of an exported ``.pte``: the weights in the format of the program."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from etkv.errors import EtkvError
 def read_constants(path: Path, index: int = 0) -> dict[str, Any]:
     """Return the constants of MLX delegate number ``index``, as torch tensors by their name in the source program.
 
-    Packed quantized weights are uint32. A constant that the program computes at load is the scalar that stands in for
-    it.
+    Packed quantized weights are uint32. For a constant that the program computes at load, the file has a scalar as a
+    placeholder, and this function returns the scalar.
     """
     import numpy as np
     import torch

@@ -1,4 +1,4 @@
-"""Describes programs, with the interpreter that runs them."""
+"""Describes programs, with the library's interpreter."""
 
 from __future__ import annotations
 

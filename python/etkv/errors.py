@@ -1,4 +1,4 @@
-"""Errors that a user can correct, and messages for errors of other packages."""
+"""Errors that a user can correct, and messages of other packages' errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from enum import IntEnum
 
 
 class Status(IntEnum):
-    """The class of an error: the numbers of ``etkv_status`` in ``etkv.h``, and the names of ``etkv_status_name``."""
+    """The class of an error. Numbers are those of ``etkv_status`` in ``etkv.h``, names those of
+    ``etkv_status_name``.
+    """
 
     INVALID_ARGUMENT = 1
     CAPACITY = 2
@@ -52,7 +54,7 @@ class CapacityError(StatusError):
 
 
 class PositionError(StatusError):
-    """A position is negative, leaves a gap, breaks the run of its step, or is gone."""
+    """A position is negative, leaves a gap, is out of order in its step, or was dropped."""
 
     status = Status.POSITION
 
@@ -64,13 +66,13 @@ class NoCacheError(StatusError):
 
 
 class KindError(StatusError):
-    """The kind is unknown, or caches of this kind lack the operation."""
+    """The kind of cache is unknown, or caches of this kind lack the operation."""
 
     status = Status.KIND
 
 
 class ProgramError(StatusError):
-    """The program is damaged or foreign."""
+    """The program is damaged, or is not a program for this backend."""
 
     status = Status.PROGRAM
 
@@ -88,7 +90,7 @@ class StepError(StatusError):
 
 
 class CacheFileError(StatusError):
-    """A file of a cache's contents cannot be read or written, is damaged, or is of another version, model or config."""
+    """A file with a cache's contents cannot be read or written, is damaged, or has another version, model or config."""
 
     status = Status.FILE
 

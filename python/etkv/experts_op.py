@@ -1,6 +1,6 @@
-"""``etkv::routed_experts``: the experts of one layer, of which a router chooses some for each token.
+"""``etkv::routed_experts``: the experts of one layer. A router chooses some of them for each token.
 
-In a program for the CPU a delegate runs it, see ``crates/etkv-cpu/src/experts/``. In plain PyTorch it computes the
+In a CPU program a delegate runs the op, see ``crates/etkv-cpu/src/experts/``. In plain PyTorch the op computes the
 experts one after the other.
 """
 
@@ -23,22 +23,22 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.nn.functional.relu,
     "relu2": lambda x: torch.nn.functional.relu(x).square(),
 }
-"""The names of activations -> what they compute."""
+"""Names of activations -> their functions."""
 
 ACTIVATIONS = tuple(_ACTIVATIONS)
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What experts compute between their two products.
+    """The function between the two products of an expert.
 
-    Without a gate, ``name`` of each element. With a gate::
+    Without a gate, it is the activation ``name`` of each element. With a gate::
 
         gate = min(gate, limit)
         up = min(max(up, -limit), limit)
         name(alpha * gate) / alpha * (up + offset)
 
-    ``alpha`` is 1 except for ``silu``. ``limit`` is infinite where nothing is clamped.
+    ``alpha`` is 1 except for ``silu``. ``limit`` is infinite if nothing is clamped.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Activation:
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise :class:`ValueError` for a factor where there is none."""
+        """Raise :class:`ValueError` for an ``alpha`` that the activation does not use."""
         if self.alpha != 1.0 and not (self.gated and self.name == "silu"):
             raise ValueError(f"alpha is {self.alpha}, and only gated experts with silu have one other than 1")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the activations of elements ``[..., n]``; with a gate, of the gates and the others side by side."""
+        """Return the activations of ``x`` ``[..., n]``. With a gate, the first half of ``x`` is the gate."""
         compute = _ACTIVATIONS[self.name]
         if not self.gated:
             return compute(x)
@@ -79,26 +79,26 @@ def routed_experts(
     limit: float,
     offset: float,
 ) -> Tensor:
-    """Return, for each token, the sum of its experts' outputs, each times its weight.
+    """Return for each token the weighted sum of its experts' outputs.
 
     Args:
         x: hidden states, ``[T, hidden]``.
-        experts: int64 ``[T, k]``, the experts of each token; one may be there several times.
-        weights: ``[T, k]``, the factors of their outputs.
+        experts: int64 ``[T, k]``, the experts of each token, possibly with repetitions.
+        weights: ``[T, k]``, the factors of the experts' outputs.
         first: the packed weights of all experts' first products, see :mod:`etkv.packed_weights`. With a gate, tiles of
-            the gate and of what it gates alternate.
-        second: those of the second products.
-        first_bias: ``[experts, rows of the packed weights]``, in their order, or None.
+            the gate and of the product that it gates alternate.
+        second: the packed weights of all experts' second products.
+        first_bias: ``[experts, rows of the packed weights]``, in the order of the packed rows, or None.
         second_bias: ``[experts, hidden]``, or None.
         weight_format: the format of the weights.
-        group_size: the weights that share a scale, or 0.
-        activation: the fields of :class:`Activation`, with those that follow.
+        group_size: the number of weights that share a scale, or 0.
+        activation: the name of :class:`Activation`. The arguments after it are the other fields.
 
     Returns:
         ``[T, hidden]`` in the dtype of ``x``.
 
     Raises:
-        ValueError: an index is none of an expert.
+        ValueError: an index is not the number of an expert.
     """
     return compute(
         x,
@@ -148,10 +148,10 @@ def compute(
 ) -> Tensor:
     """Return the outputs of :func:`routed_experts`.
 
-    Without ``rounds``, the inputs of products with integers are not rounded.
+    Without ``rounds``, the inputs of products with integer weights are not rounded.
 
-    Each expert computes all tokens, and those that did not choose it get nothing of it. So the outputs of a token do
-    not depend on what others choose, not even in their last bits.
+    Each chosen expert computes all tokens, and the outputs of tokens that did not choose it are discarded. So the
+    outputs of a token do not depend on the choices of other tokens, not even in their last bits.
     """
     chosen = sorted({int(expert) for expert in experts.flatten()})
     if chosen and not 0 <= chosen[0] <= chosen[-1] < len(first):

@@ -1,4 +1,4 @@
-"""Answers of a language model as token ids, made without a tokenizer. :mod:`etkv.answer` has their text."""
+"""Answers of a language model as token ids, without a tokenizer. :mod:`etkv.answer` returns text."""
 
 from __future__ import annotations
 
@@ -64,28 +64,29 @@ def generate_tokens(
 ) -> Generation:
     """Append ``prompt`` to the cache of ``program``, then the answer of the model.
 
-    The cache, :attr:`Program.cache`, is the session's or is in the program's graph. ``prompt`` follows the positions
-    that the cache holds; none is removed. ``sequence`` is the sequence to continue, if the session has several.
-    ``eos_token_ids`` end the answer; ``None`` uses those of the program. ``progress`` shows bars on stderr.
+    The cache, :attr:`Program.cache`, is that of the session, or is in the program's graph. ``prompt`` is appended to
+    the positions in the cache. ``sequence`` is the sequence to continue, if the session has several. ``eos_token_ids``
+    end the answer; ``None`` uses those of the program. ``progress`` shows bars on stderr.
 
-    ``logit_bias`` is added to the logits of the token ids that it names; minus infinity forbids one.
-    ``repetition_penalty`` divides the positive logits of the last 64 tokens of prompt and answer, and multiplies the
-    negative ones. At a ``temperature`` of 0 the argmax is then chosen. Otherwise three filters apply in order, and the
-    rest is sampled: the ``top_k`` best tokens (0 for all), the fewest best tokens that together have probability
-    ``top_p``, and the tokens with at least ``min_p`` times the greatest probability. A ``seed`` repeats an answer.
+    ``logit_bias`` maps token ids to values that are added to their logits; minus infinity forbids a token.
+    ``repetition_penalty`` divides the positive logits of the last 64 tokens of prompt and answer, and multiplies their
+    negative logits. At a ``temperature`` of 0 the argmax is chosen. Otherwise the token is sampled after three filters,
+    in this order: the ``top_k`` most probable tokens (0 for all), the smallest set of most probable tokens whose
+    probabilities add up to ``top_p``, and the tokens with at least ``min_p`` times the greatest probability. The same
+    ``seed`` gives the same answer.
 
-    With an MLX program the device chooses each token, and decodes asynchronously: the next step starts before Python
-    asks for its token. A CPU program, or a program with its cache in its graph, runs step by step. The answers are the
+    With an MLX program the device chooses each token and decodes asynchronously: the next step starts before Python
+    requests its token. A CPU program, and a program with its cache in its graph, run step by step. The answers are the
     same.
 
     Nothing runs before the first token is requested. A ``break``, :meth:`Generation.cancel` and an interruption
     (Ctrl-C) leave the cache usable: it holds the prompt and the first :attr:`Generation.cached_tokens` of the answer.
-    If the prompt was not read to its end, the cache holds its first :attr:`Generation.read_tokens`: go on with the
+    If the prompt was not read completely, the cache holds its first :attr:`Generation.read_tokens`: continue with the
     rest, or call :meth:`Generation.roll_back`. If a step fails, the step and the prompt are rolled back, as far as
     layers with windows still hold earlier positions. A cache in a graph keeps the steps that ran.
 
     The cache must not change between two tokens: if the next position of the sequence has changed, the answer ends with
-    an error. Threads that share a session must each hold an application lock while they iterate: a failed step cancels
+    an error. Threads that share a session need a common lock, which each holds while it iterates: a failed step cancels
     the declaration of the next step.
     """
     if not isinstance(program, Program):
@@ -106,7 +107,7 @@ def generate_tokens(
 
 
 class Generation(Iterator[int]):
-    """An iterator over the token ids of an answer. :func:`generate_tokens` makes it.
+    """An iterator over the token ids of an answer, from :func:`generate_tokens`.
 
     ``token_ids`` are the ids so far. ``finish_reason`` is ``None`` until the answer ends, and then ``stop`` (at an eos
     token, which is not among ``token_ids``), ``length`` (at ``max_tokens``), ``capacity`` (the cache is full, or the
@@ -134,10 +135,11 @@ class Generation(Iterator[int]):
         self._max_tokens = max_tokens
         self._bars = _Bars(len(prompt), max_tokens) if progress else None
         self.before_last: Callable[[], None] | None = None
-        """Called when all of the prompt but its last token has run. Set before the first token is requested."""
+        """A function that is called after the prompt has run except for its last token. Set it before the first token
+        is requested."""
         self._start: int | None = None
         self._ran = 0
-        """Tokens of prompt and answer that ran. The next token follows them."""
+        """Number of tokens of prompt and answer that ran."""
         self._cancelled = False
         self._prompt = prompt
         # The steps hold a weak reference, so a dropped answer releases the session at once.
@@ -151,12 +153,12 @@ class Generation(Iterator[int]):
         return next(self._steps)
 
     def cancel(self) -> None:
-        """End the answer after the running step, with the ``finish_reason`` ``cancelled``. Any thread may call it."""
+        """End the answer after the current step, with the ``finish_reason`` ``cancelled``. Any thread may call it."""
         self._cancelled = True
 
     def skip(self, count: int) -> None:
-        """Skip the first ``count`` tokens of the prompt, which the cache holds. Call it before the first token is
-        requested.
+        """Skip the first ``count`` tokens of the prompt, which are in the cache already. Call it before the first token
+        is requested.
         """
         self._prompt = self._prompt[count:]
         self.prompt_tokens = len(self._prompt)
@@ -165,8 +167,8 @@ class Generation(Iterator[int]):
 
     @property
     def read_tokens(self) -> int:
-        """Tokens of the prompt that the cache holds: all once the answer has begun, and before that at most all but the
-        last.
+        """Number of tokens of the prompt in the cache: all of them after the answer has begun, and before that at most
+        all except the last.
         """
         return 0 if self._start is None else max(0, min(self._next() - self._start, self.prompt_tokens))
 
@@ -190,11 +192,11 @@ class Generation(Iterator[int]):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the answer that the cache holds. The last token runs when the next token is requested.
+        """Number of tokens of the answer in the cache. The last token runs when the next token is requested.
 
-        A prompt that continues this answer begins with ``token_ids[cached_tokens:]``. That is the last token, also
-        after a cancel, or no token if the model ended the answer. A cache in a program's graph cannot rewind: if the
-        answer was interrupted, clear it.
+        A prompt that continues this answer must begin with ``token_ids[cached_tokens:]``. This is the last token, even
+        after a cancel, or no token if the model ended the answer. A cache in a program's graph cannot rewind: clear it
+        after an interrupted answer.
         """
         if self._start is None:
             return 0
@@ -231,10 +233,10 @@ class Generation(Iterator[int]):
                     return
                 self.before_last()
                 prompt = prompt[-1:]
-            # The device knows only the tokens that it runs. A repetition penalty counts earlier tokens too.
+            # The device knows only the tokens that it runs. A repetition penalty also counts tokens that ran before.
             on_device = len(recent) <= len(prompt) or self._sampling.repetition_penalty == 1.0
             answer = self._on_device(prompt) if on_device else None
-            # Call on the class: a bound method would keep the object alive.
+            # Functions of the class, because a bound method would keep the object alive.
             own = Generation
             yield from (
                 own._stepped(self, prompt, recent) if answer is None else own._received(self, answer, len(prompt))
@@ -244,7 +246,7 @@ class Generation(Iterator[int]):
                 bars.close()
 
     def _mark_turn(self, end: int) -> None:
-        """Keep the state at the end of the prompt: another text may go on there, without the answer."""
+        """Keep the state at the end of the prompt, so that another text can continue there without the answer."""
         if isinstance(self._cache, SeqCache):
             self._cache.seq_mark_turn(self._sequence, end)
         elif not isinstance(self._cache, GraphCache):
@@ -265,11 +267,11 @@ class Generation(Iterator[int]):
         return self._cancelled
 
     def _undo(self, error: BaseException) -> None:
-        """Roll back the tokens that ran without yielding a next token. Of an interrupted prompt, only the last token
-        goes.
+        """Roll back the tokens that ran without yielding a next token. If the prompt was interrupted, roll back only
+        its last token.
         """
         if isinstance(error, PositionError):
-            # Another caller has changed the cache. Its positions stay.
+            # The cache was changed by another caller, whose positions stay.
             if isinstance(self._cache, SeqCache):
                 with contextlib.suppress(EtkvError):
                     self._cache.cancel_step()
@@ -279,7 +281,7 @@ class Generation(Iterator[int]):
             self._keep_read()
 
     def _keep_read(self) -> None:
-        """Keep the tokens of the prompt that ran, except its last token, which begins the rest."""
+        """Keep the tokens of the prompt that ran, except the last token, whose logits are still needed."""
         assert self._start is not None
         self._forget(min(self._next(), self._start + self.prompt_tokens - 1))
 
@@ -321,7 +323,7 @@ class Generation(Iterator[int]):
         except GeneratorExit:
             raise
         except BaseException as error:
-            # The device may have chosen a token that was not yielded. Its step runs again.
+            # The device may have chosen a token that was not yielded. The step that computed it will run again.
             answer.close()
             self._undo(error)
             if isinstance(error, EtkvError):
@@ -354,7 +356,7 @@ class Generation(Iterator[int]):
         return self._start + self.prompt_tokens + n - 1 if n else self._start
 
     def _stepped(self, prompt: list[int], recent: deque[int]) -> Iterator[int]:
-        """Yield the tokens that are chosen from the logits of each step."""
+        """Yield the tokens that this process chooses from the logits of each step."""
         cache, sampling = self._cache, self._sampling.raw()
         ids = prompt
         while not self._ended_by_cancel():
@@ -362,7 +364,7 @@ class Generation(Iterator[int]):
                 row = self._decode(ids) if self.token_ids else self._prefill(ids)
                 if self._ended_by_cancel():
                     if self.token_ids:
-                        # The last token ran, but its next token is not delivered. The last token runs again.
+                        # The last token ran, but the token after it is not delivered, so the last token will run again.
                         self._forget(self._last())
                     return
                 assert row is not None
@@ -417,18 +419,18 @@ class Generation(Iterator[int]):
         assert self._start is not None
         with contextlib.suppress(EtkvError):
             if self._next() < self._start + self._ran:
-                # Another caller has changed the cache.
+                # The cache was changed by another caller.
                 return
             self._ran = min(self._ran, position - self._start)
             if isinstance(self._cache, SeqCache):
-                # The declaration of a step that did not run would apply to the next one.
+                # Otherwise the declaration of a step that did not run would apply to the next step.
                 self._cache.cancel_step()
                 self._cache.seq_rm(self._sequence, position)
             elif self._cache.length > position:
                 self._cache.rewind(position)
 
     def _step(self, ids: list[int]) -> Row:
-        """Run ``ids`` after the positions of the answer; return the last row of logits [vocabulary]."""
+        """Run ``ids`` after the positions of the answer. Return the last row of logits, [vocabulary]."""
         assert self._start is not None
         position = self._start + self._ran
         if self._next() != position:
@@ -444,7 +446,7 @@ class Generation(Iterator[int]):
 
 
 class _Bars:
-    """Progress on stderr: of the prompt, then of the answer."""
+    """Progress bars on stderr, first for the prompt, then for the answer."""
 
     def __init__(self, n_prompt: int, n_answer: int) -> None:
         from tqdm import tqdm

@@ -7,7 +7,7 @@ from etkv.errors import EtkvError, PositionError
 
 
 class GraphCache:
-    """The positions of one text, in buffers of a program. :attr:`Program.cache` of such a program has one.
+    """A cache of one text in buffers of a program, found as :attr:`Program.cache`.
 
     It cannot rewind. Steps of the program extend it, and :meth:`clear` empties it.
     """
@@ -16,12 +16,12 @@ class GraphCache:
         self._buffers = _capi.ffi.new("char[]", buffers.encode())
         self._length = 0
         self.capacity = capacity
-        """The most positions that it holds: the context that the program was exported for."""
+        """Maximum number of positions: the context that the program was exported for."""
         self.clear()
 
     @property
     def length(self) -> int:
-        """The number of positions that it holds now, which is the next position."""
+        """The present number of positions, which is also the next position."""
         return self._length
 
     def can_extend(self, n: int = 1) -> bool:
@@ -29,11 +29,11 @@ class GraphCache:
         return self._length + n <= self.capacity
 
     def rewindable_to(self) -> int:
-        """Return the least length above 0 that :meth:`rewind` accepts: the present length."""
+        """Return the smallest length above 0 that :meth:`rewind` accepts: the present length."""
         return self._length
 
     def rewind(self, length: int) -> None:
-        """Clear it if ``length`` is 0. Raises :class:`PositionError` for any other length but the present one."""
+        """Clear the cache if ``length`` is 0. Raises :class:`PositionError` for other lengths than the present one."""
         if length == 0:
             self.clear()
         elif length != self._length:
@@ -47,26 +47,26 @@ class GraphCache:
         return self._length if position >= self._length else 0
 
     def rewind_to_reachable(self, length: int) -> int:
-        """Clear it unless ``length`` is the present length. Return the length that it then has."""
+        """Clear the cache unless ``length`` is the present length. Return the length after that."""
         if length < self._length:
             self.clear()
         return self._length
 
     def clear(self) -> None:
-        """Remove every position. Raises :class:`EtkvError` if the program is closed, or if it keeps no buffers."""
+        """Remove every position. Raises :class:`EtkvError` if the program is closed, or if it has no such buffers."""
         try:
             _capi.call("etkv_delegate_reset_buffers", self._buffers)
         except EtkvError:
             raise
         except BaseException:
-            # An interrupt may come after the reset of the buffers: with the old length, the cache would hold zeros.
+            # If an interrupt came between these lines, the cache would have the old length and rows of zeros.
             _capi.call("etkv_delegate_reset_buffers", self._buffers)
             self._length = 0
             raise
         self._length = 0
 
     def ran_to(self, length: int) -> None:
-        """Record that a step of the program has extended it to ``length`` positions."""
+        """Record that a step of the program has extended the cache to ``length`` positions."""
         self._length = length
 
     def __repr__(self) -> str:

@@ -1,4 +1,5 @@
-"""``python -m etkv inspect``: reports the contents of a ``.pte``, whether this build runs it, and its cache's bytes."""
+"""``python -m etkv inspect``: reports the contents of a ``.pte``, whether this build runs it, and the bytes of its
+cache."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ DEFAULT_FORMATS = ("f32", "f16", "affine4")
 """The storage formats that a report has by default."""
 
 _FACTS = ("kv_cache.", "get_kv_heads", "get_head_dims", "get_windows", "get_n_caches")
-"""Prefixes of the constant methods that describe layers. A report omits them: it has the layers."""
+"""Prefixes of the constant methods that describe layers. A report omits them, because it lists the layers."""
 
 
 def report(
@@ -33,7 +34,7 @@ def report(
     """Return a report on the program at ``path``, as JSON types.
 
     ``cache`` has the bytes of a cache of ``capacity`` positions in each of ``formats``. The default capacity is the
-    number of positions that the program was exported for, or 4,096 if the program does not say.
+    number of positions that the program was exported for, or 4,096 if the program does not contain it.
 
     Raises :class:`EtkvError` if the file cannot be read, is not a program, or is damaged.
     """
@@ -73,7 +74,7 @@ def report(
 
 
 def _has_graph_cache(contents: dict[str, Any], constants: dict[str, Any]) -> bool:
-    """Return whether the program keeps tensors between forwards and uses no cache outside of its graph."""
+    """Return whether the program has its cache in its graph: it has mutable buffers and uses no other cache."""
     program = contents.get("program", {"mutable_buffers": 0})
     return program["mutable_buffers"] > 0 and not program["attention_layers"] and not describes_layers(constants)
 
@@ -103,7 +104,7 @@ def _counts(operations: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _refusal(payloads: list[bytes]) -> str | None:
-    """Return why this build does not run the calls of a CPU program; None if it does."""
+    """Return the reason why this build cannot run the delegates of a CPU program; None if it can."""
     try:
         for payload in payloads:
             call("etkv_delegate_check", ffi.from_buffer("uint8_t[]", payload), len(payload))
@@ -113,9 +114,9 @@ def _refusal(payloads: list[bytes]) -> str | None:
 
 
 def _runs_here(described: dict[str, Any], file: PteFile, known: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the versions of this build and whether it runs the program. ``why`` has the reason or a condition.
+    """Return the versions of this build, and whether it runs the program. ``why`` is the reason or a condition.
 
-    Every runtime that runs the program has the operators that begin with one of ``known``.
+    Operators that begin with one of ``known`` are left out of the condition: every runtime of such programs has them.
     """
     versions = {"etkv": lib().etkv_version(), "mlx": lib().etkv_mlx_version(), "blas": lib().etkv_mlx_blas()}
     build = {name: text(version) for name, version in versions.items()}
@@ -141,7 +142,7 @@ def _layer(layer: LayerConfig) -> dict[str, Any]:
 
 
 def _recurrent_layer(layer: RecurrentLayer) -> dict[str, Any]:
-    """Return the layer's kind and the sizes of that kind, as a report of a cache has them."""
+    """Return the kind and the sizes of a recurrent layer, with the names that a cache's report uses."""
     if layer.kind == "convolution":
         return {"kind": layer.kind, "channels": layer.channels, "width": layer.width}
     names = ("kind", "k_heads", "heads", "k_dim", "v_dim", "channel_decay")
@@ -171,7 +172,7 @@ def lines(contents: dict[str, Any]) -> Iterator[str]:
     for name, value in contents["tells"].items():
         yield f"{name}: {value}"
     if "get_draft_tap" in contents["tells"]:
-        yield f"a draft, which takes the hidden states of its model's layer {contents['tells']['get_draft_tap']}"
+        yield f"a draft, which reads the hidden states of its model's layer {contents['tells']['get_draft_tap']}"
     yield from _cache_lines(contents)
     if "program" in contents:
         program = contents["program"]
@@ -195,14 +196,14 @@ def _runs_text(runs: dict[str, Any]) -> str:
 def _cache_lines(contents: dict[str, Any]) -> Iterator[str]:
     if in_graph := contents["cache"].get("in_graph"):
         capacity = f" for {in_graph['capacity']} positions" if in_graph["capacity"] else ""
-        yield f"cache: part of the program, in {in_graph['buffers']} buffers{capacity}; it takes no session"
+        yield f"cache: part of the program, in {in_graph['buffers']} buffers{capacity}; load it without a session"
         return
     if contents["layers"] is None:
         yield f"cache: {contents['cache']['unknown']}"
         return
     for layer, same in itertools.groupby(contents["layers"]):
         yield f"cache: {_layers_text(len(list(same)))} of {_layer_text(layer)}"
-    # Convolutions and recurrences alternate.
+    # Convolutions and recurrences alternate, so equal layers are counted instead of adjacent ones.
     for layer_text, n in Counter(map(_recurrent_layer_text, contents.get("recurrent_layers", ()))).items():
         yield f"cache: {_layers_text(n, 'recurrent ')}: {layer_text}"
     for name, size in contents["cache"]["bytes"].items():
@@ -271,7 +272,7 @@ def _bytes(n: float) -> str:
 
 
 def instruction_lines(described: dict[str, Any]) -> Iterator[str]:
-    """Yield each instruction with its fields, one a line; ``t7`` is a tensor, ``v2`` an integer value slot."""
+    """Yield each instruction with its fields, one a line. ``t7`` is tensor 7, and ``v2`` is integer slot 2."""
     for label, chain in (("at load", "instructions_at_load"), ("a step", "instructions")):
         yield f"instructions {label}:"
         for index, instruction in enumerate(described[chain]):
@@ -295,7 +296,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         action="append",
         metavar="NAME",
-        help="how keys and values are stored, such as f16 or affine4g64; may be given again "
+        help="storage format of keys and values, such as f16 or affine4g64; may be repeated "
         f"(default: {', '.join(DEFAULT_FORMATS)})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")

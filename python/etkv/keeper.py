@@ -1,4 +1,4 @@
-"""Keeps what a program's cache has read for later texts, in memory or in files. Failures are logged and skipped."""
+"""Keeps the contents of a program's cache for later texts, in memory or in files. Failures are logged and ignored."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _log = logging.getLogger("etkv.chat")
 
 
 class Keeper:
-    """A prefix cache or store, with the cache of a program and the fingerprint of its model."""
+    """A prefix cache or store, together with the cache of a program and the fingerprint of its model."""
 
     def __init__(self, program: Program, kept: PrefixCache | PrefixStore, fingerprint: str | None) -> None:
-        """Take the program's own fingerprint if ``fingerprint`` is None. Raises :class:`EtkvError` for a cache in the
+        """Compute the program's fingerprint if ``fingerprint`` is None. Raises :class:`EtkvError` for a cache in the
         graph.
         """
         if isinstance(kept, PrefixCache):
@@ -34,17 +34,18 @@ class Keeper:
         self.cache: Cache = program.cache
         drops = any(layer.window or layer.chunk for layer in program.cache.config.layers)
         self.has_windows = isinstance(kept, PrefixCache) and drops
-        """Whether a later text can go on only near the end of a kept text. Then it is worth keeping more texts."""
+        """Whether layers have windows. A later text can then continue only near the end of a kept text, so it pays to
+        keep more texts."""
         self._fingerprint = fingerprint_of(program.path) if fingerprint is None else fingerprint
 
     def find(self, text: Sequence[int]) -> int:
-        """Return how many of the first tokens of ``text`` are kept."""
+        """Return the length of the longest prefix of ``text`` that is kept."""
         with self._warning():
             return self._find(self.cache, text, fingerprint=self._fingerprint)
         return 0
 
     def attach(self, text: Sequence[int]) -> int:
-        """Make the empty cache hold the kept beginning of ``text``. Return its number of tokens."""
+        """Attach the empty cache to the longest prefix of ``text`` that is kept, and return its length."""
         with self._warning():
             return self._load(self.cache, text, fingerprint=self._fingerprint)
         return 0
@@ -57,7 +58,7 @@ class Keeper:
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
-        """Log an error of the block, and go on."""
+        """Log an error of the block instead of raising it."""
         try:
             yield
         except EtkvError as error:

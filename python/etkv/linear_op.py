@@ -1,7 +1,7 @@
 """``etkv::linear`` and ``etkv::embedding``: products with packed weights, and rows of packed embeddings.
 
-In a program for the CPU a delegate runs them, see ``crates/etkv-cpu/src/linear/``. The head of a model and its
-embedding may have the same weights. In plain PyTorch both unpack the weights.
+In a CPU program a delegate runs them, see ``crates/etkv-cpu/src/linear/``. The output head of a model and its embedding
+may share weights. In plain PyTorch both ops unpack the weights.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from torch import Tensor
 from etkv.packed_weights import ROWS, WeightFormat
 
 _PART = 1 << 20
-"""The weights that are unpacked at once."""
+"""Number of weights that are unpacked at a time."""
 
 
 @torch.library.custom_op("etkv::linear", mutates_args=())
 def linear(x: Tensor, weights: Tensor, bias: Tensor | None, weight_format: str, group_size: int, rows: int) -> Tensor:
-    """Return the products of ``x`` with a matrix of ``rows`` rows.
+    """Return the product of ``x`` with a packed matrix.
 
     Args:
         x: ``[.., in]``.
         weights: the packed matrix, see :mod:`etkv.packed_weights`.
         bias: ``[rows]``, or None.
         weight_format: the format of the weights.
-        group_size: the weights that share a scale, or 0.
-        rows: the rows of the matrix.
+        group_size: the number of weights that share a scale, or 0.
+        rows: the number of rows of the matrix.
 
     Returns:
         ``[.., rows]`` in the dtype of ``x``.
@@ -41,7 +41,7 @@ def _(x: Tensor, weights: Tensor, bias: Tensor | None, weight_format: str, group
 def compute(
     x: Tensor, weights: Tensor, bias: Tensor | None, fmt: WeightFormat, rows: int, *, rounds: bool = True
 ) -> Tensor:
-    """Return the outputs of :func:`linear`. Without ``rounds``, inputs of products with integers are not rounded."""
+    """Return the outputs of :func:`linear`. Without ``rounds``, inputs are not rounded for integer weights."""
     inputs = x.float()
     if rounds and fmt.group_size:
         inputs = rounded(inputs, fmt.group_size)
@@ -58,14 +58,14 @@ def embedding(ids: Tensor, weights: Tensor, weight_format: str, group_size: int,
         ids: int64 of any shape.
         weights: the packed matrix, see :mod:`etkv.packed_weights`.
         weight_format: the format of the weights.
-        group_size: the weights that share a scale, or 0.
-        rows: the rows of the matrix.
+        group_size: the number of weights that share a scale, or 0.
+        rows: the number of rows of the matrix.
 
     Returns:
         ``[*shape, in]`` in float32.
 
     Raises:
-        IndexError: an id is none of a row.
+        IndexError: an id is not the number of a row.
     """
     for end in (ids.min(), ids.max()) if ids.numel() else ():
         if not 0 <= int(end) < rows:
@@ -83,7 +83,7 @@ def _(ids: Tensor, weights: Tensor, weight_format: str, group_size: int, rows: i
 
 
 def rounded(x: Tensor, group_size: int) -> Tensor:
-    """Return ``x`` as 8-bit integers times a scale for each group of elements of a row."""
+    """Return ``x`` rounded to 8-bit integers times a scale, with one scale for each group of elements of a row."""
     groups = x.unflatten(-1, (-1, group_size))
     most = groups.abs().amax(dim=-1, keepdim=True)
     codes = torch.where(most < 2.0**-100, 0.0, (groups * (127.0 / most)).round())

@@ -2,23 +2,23 @@
 
 ``kv_cache.schema_version`` is 1, and ``kv_cache.n_layers`` is the number of layers. ``kv_cache.n_kv_heads``,
 ``head_dim``, ``v_head_dim``, ``window``, ``sinks`` and ``values_in_keys`` are one integer for all layers, or a tensor
-with an integer for each layer. All but the first two may be absent. ``values_in_keys`` is 1 if a value is the first
-elements of its key, or else 0; a reader that does not know it stores these values as well. ``kv_cache.dtype`` is the
-dtype of keys and values, ``f32``, ``f16`` or ``bf16``. If it is absent, the dtype of the program's first output, the
-logits, counts. If there is no version, the facts that ExecuTorch's own exporter writes are read instead. The capacity
-and the storage format are not in the metadata, because the application chooses them. The default storage format is the
-dtype.
+with an integer for each layer. All of them except ``n_kv_heads`` and ``head_dim`` may be absent. ``values_in_keys`` is
+1 if a value is the first elements of its key, else 0; a reader that ignores it stores these values twice.
+``kv_cache.dtype`` is the dtype of keys and values, ``f32``, ``f16`` or ``bf16``. If it is absent, the dtype is that of
+the program's first output, the logits. Without a version, the facts that ExecuTorch's own exporter writes are read
+instead. The capacity and the storage format are not in the metadata, because the application chooses them. The default
+storage format is the dtype.
 
 Programs with layers that attend in chunks have version 3. ``kv_cache.chunk`` is the length of a layer's chunks in
 positions, or 0.
 
-Programs with layers that keep a state have version 2, or 3 with chunks. There ``kv_cache.n_layers`` and the facts after
-it are those of the layers that attend, which may be none. ``kv_cache.recurrent_layers`` is a tensor of int32 with 8
+Programs with recurrent layers have version 2, or 3 with chunks. ``kv_cache.n_layers`` and the facts above then describe
+only the attention layers, of which there may be none. ``kv_cache.recurrent_layers`` is a tensor of int32 with 8
 integers for each recurrent layer, one layer after the other: its kind (1 for a convolution, 2 for a recurrence),
 ``channels``, ``width``, ``k_heads``, ``heads``, ``k_dim``, ``v_dim`` and ``channel_decay`` (0 or 1), see
 :class:`RecurrentLayer`.
 
-The rules are those of ``read_kv_cache_metadata`` in ``include/etkv/executorch.hpp``.
+``read_kv_cache_metadata`` in ``include/etkv/executorch.hpp`` follows the same rules.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ RECURRENT_SCHEMA_VERSION = 2
 """The version for programs with recurrent layers. Readers of version 1 refuse it."""
 
 CHUNK_SCHEMA_VERSION = 3
-"""The version for programs with layers that attend in chunks, and recurrent layers or none."""
+"""The version for programs with layers that attend in chunks, with or without recurrent layers."""
 
 _VERSIONS = (SCHEMA_VERSION, RECURRENT_SCHEMA_VERSION, CHUNK_SCHEMA_VERSION)
 
 MAX_LAYERS = 65536
-"""The most layers of a program. A larger number means that the program is damaged."""
+"""Maximum number of layers. A larger number means that the program is damaged."""
 
 BACKENDS = ("MLXBackend", "cpu")
 """The ids of the backends whose programs use caches."""
@@ -55,10 +55,10 @@ Backend: TypeAlias = Literal["MLXBackend", "cpu"]
 """One of :data:`BACKENDS`."""
 
 BACKEND = "kv_cache.backend"
-"""The constant method with the backend of the program. A program without it is for MLX."""
+"""The constant method with the backend of the program. A program without this method is for MLX."""
 
 VALUES_IN_KEYS = "kv_cache.values_in_keys"
-"""The constant method that says of each layer whether its values are the first elements of its keys."""
+"""The constant method with 1 for each layer whose values are the first elements of its keys, else 0."""
 
 _VERSION = "kv_cache.schema_version"
 _DTYPE = "kv_cache.dtype"
@@ -72,17 +72,17 @@ Count = int | Sequence[int]
 
 @dataclass(frozen=True)
 class ModelCacheParams:
-    """The cache metadata of a program, and the sizes that it was exported for."""
+    """The cache metadata of a program, and the sizes for which it was exported."""
 
     layers: LayerConfigs
     prefill_chunk_size: int
-    """The most tokens of one step; 0 if the program does not say."""
+    """Maximum tokens of one step; 0 if the program does not contain it."""
     max_context_length: int
-    """The positions that the program was exported for; 0 if it does not say."""
+    """The positions that the program was exported for; 0 if the program does not contain it."""
     backend: Backend = "MLXBackend"
-    """The backend that runs the program, for its session."""
+    """The backend that runs the program; pass it to the session."""
     recurrent_layers: tuple[RecurrentLayer, ...] = ()
-    """The layers that keep a state, in the order of their ids, which count apart from those of ``layers``."""
+    """The recurrent layers in the order of their ids, which are counted separately from those of ``layers``."""
 
 
 def write_kv_cache_metadata(
@@ -101,13 +101,13 @@ def write_kv_cache_metadata(
 ) -> dict[str, Any]:
     """Add the cache's facts to ``metadata``, the constant methods of a program by name, and return it.
 
-    Each fact is one int for all layers, or one for each layer, which becomes an int32 tensor. ``window`` and ``chunk``
-    count positions; 0 in both is full history. ``values_in_keys`` is 1 or 0. ``dtype`` is the dtype in which the
-    program computes keys and values. With ``recurrent_layers``, ``n_layers`` may be 0, and the facts of layers that
-    attend are then ignored.
+    Each fact is one int for all layers, or one int for each layer, which becomes an int32 tensor. ``window`` and
+    ``chunk`` count positions; 0 in both is full history. ``values_in_keys`` is 1 or 0. ``dtype`` is the dtype in which
+    the program computes keys and values. With ``recurrent_layers``, ``n_layers`` may be 0. The facts of attention
+    layers are then ignored.
 
-    Raises :class:`EtkvError` if a value is not a 32-bit count, if a fact does not have one value for each layer, or for
-    another dtype. The message names the fact, and ``metadata`` is unchanged.
+    Raises :class:`EtkvError` if a value is not a 32-bit count, if a fact does not have one value for each layer, or if
+    ``dtype`` is not a :data:`Dtype`. The message names the fact, and ``metadata`` is unchanged.
     """
     layers = _in_range(_count("n_layers", n_layers), "n_layers", 0 if recurrent_layers else 1)
     version = RECURRENT_SCHEMA_VERSION if recurrent_layers else SCHEMA_VERSION
@@ -118,7 +118,7 @@ def write_kv_cache_metadata(
     optional["values_in_keys"] = values_in_keys
     given = {name: fact for name, fact in optional.items() if fact is not None}
     for name, fact in {"n_kv_heads": n_kv_heads, "head_dim": head_dim, **given}.items():
-        # A tensor for no layers would be empty.
+        # Without layers, a tensor would be empty.
         facts[f"kv_cache.{name}"] = _written(name, fact, layers) if layers else 0
     if dtype is not None:
         facts[_DTYPE] = _dtype(dtype, "dtype")
@@ -136,8 +136,8 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
 
     ``source`` is the path of the program, or a mapping of its constant methods: name -> int, list or tensor.
 
-    Raises :class:`EtkvError` if the version is none of 1 to 3, or if a fact is absent or not a count. The message
-    names the fact.
+    Raises :class:`EtkvError` if the version is not 1, 2 or 3, or if a fact is absent or not a count. The message names
+    the fact.
     """
     if isinstance(source, Mapping):
         constants = source
@@ -163,7 +163,7 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
 
 
 def with_dtype(constants: Mapping[str, Any], program: Path) -> Mapping[str, Any]:
-    """Return ``constants`` with the dtype of ``program``'s first output as the dtype, if they lack one.
+    """Return ``constants``. If they have no dtype, add the dtype of ``program``'s first output.
 
     Raises :class:`EtkvError` if the program is damaged.
     """
@@ -176,7 +176,7 @@ def with_dtype(constants: Mapping[str, Any], program: Path) -> Mapping[str, Any]
 
 
 def context_length(constants: Mapping[str, Any]) -> int:
-    """Return the positions that a program was exported for; 0 if its constant methods do not say.
+    """Return the positions that a program was exported for; 0 if no constant method contains them.
 
     Raises :class:`EtkvError` if the value is not a count.
     """

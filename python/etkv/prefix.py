@@ -1,4 +1,4 @@
-"""Prefixes: frozen contents of a cache, from which any number of caches go on without a copy."""
+"""Prefixes: frozen contents of a cache, from which any number of caches continue without a copy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from etkv.errors import EtkvError
 
 
 class Prefix:
-    """A sequence from position 0 on, read-only. :meth:`Cache.freeze` makes one, :meth:`Cache.attach` reads it.
+    """A read-only sequence from position 0 on. :meth:`Cache.freeze` creates it, :meth:`Cache.attach` reads it.
 
-    Its rows are freed when it and every cache that reads them are gone, in any order. Any thread may use it.
+    Its rows are freed once the prefix and all attached caches are gone, in any order. Any thread may use it.
     """
 
     def __init__(self, raw: Any) -> None:
@@ -24,18 +24,18 @@ class Prefix:
 
     @property
     def rewindable_to(self) -> int:
-        """The least length that a cache can attach at. It is more than 1 if layers with windows have dropped rows that
+        """The smallest length at which a cache can attach. It exceeds 1 if layers with windows have dropped rows that
         an earlier query would see.
         """
         return int(lib().etkv_prefix_rewindable_to(self._prefix))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows, without rows of an earlier prefix that the cache was attached to."""
+        """Bytes of the rows, without the rows of an earlier prefix to which the cache was attached."""
         return int(lib().etkv_prefix_bytes(self._prefix))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise EtkvError("a Prefix is neither copied nor sent to another process: use a PrefixStore")
+        raise EtkvError("a Prefix cannot be copied or sent to another process: use a PrefixStore")
 
     def __repr__(self) -> str:
         return f"<Prefix: {self.length} positions, {self.nbytes} bytes>"

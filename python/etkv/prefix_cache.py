@@ -1,4 +1,4 @@
-"""Prefixes in memory, by the texts that they hold. A text that one cache has read, another cache reuses."""
+"""Prefixes in memory, found by their texts, so that a cache reuses a text that another cache has read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etkv.prefix_store import PrefixStore
 
 
 class PrefixStatistics(NamedTuple):
-    """The contents and the requests of a prefix cache."""
+    """Counters of a prefix cache: its contents and its requests."""
 
     prefixes: int
     """Prefixes in memory."""
@@ -24,17 +24,17 @@ class PrefixStatistics(NamedTuple):
     tokens_asked: int
     """Tokens of the texts that were passed to :meth:`PrefixCache.attach`."""
     tokens_in_memory: int
-    """Of these, tokens that memory had."""
+    """Those of the requested tokens that were in memory."""
     tokens_in_store: int
-    """Of these, tokens that the store had."""
+    """Those of the requested tokens that came from the store."""
     ahead_waiting: int
-    """Texts that wait to be read ahead, and the text that is being read."""
+    """Texts in the read-ahead queue, including the text that is being read."""
     ahead_read: int
-    """Texts that were read ahead into memory, in whole or in part."""
+    """Texts that were read ahead into memory, wholly or partly."""
     tokens_ahead: int
     """Tokens that were read ahead."""
     ahead_failed: int
-    """Texts that could not be read ahead. The log has the reasons."""
+    """Texts for which reading ahead failed. The log has the reasons."""
 
 
 class PrefixPin:
@@ -57,18 +57,18 @@ class PrefixPin:
 
 
 class PrefixCache:
-    """Prefixes by the model's fingerprint, the layers and formats of the cache, and the token ids of the text.
+    """Prefixes by the fingerprint of the model, the layers and formats of the cache, and the token ids of the text.
 
-    Any number of threads may use one. ``fingerprint`` is :func:`etkv.fingerprint` of the program, or another name of
-    the model.
+    Any number of threads may use it. ``fingerprint`` is :func:`etkv.fingerprint` of the program, or another string
+    that identifies the model.
     """
 
     def __init__(self, max_bytes: int | None = None, *, store: PrefixStore | None = None) -> None:
-        """Make a prefix cache without prefixes.
+        """Create an empty prefix cache.
 
-        Rows of prefixes take ``max_bytes`` at most; None is no limit. The least recently used prefixes go first; pinned
-        ones stay. A ``store`` supplies texts that memory lacks, and stores every text that is kept. Its files contain
-        what users wrote.
+        ``max_bytes`` limits the bytes of all rows; None for no limit. The least recently used prefixes are removed
+        first, pinned prefixes never. A ``store`` supplies texts that are not in memory, and stores every text that is
+        kept. Its files contain the texts of users.
         """
         if max_bytes is not None and not 0 < max_bytes < 2**64:
             raise EtkvError(f"max_bytes is {max_bytes}, expected 1 to {2**64 - 1}, or None for no limit")
@@ -79,10 +79,10 @@ class PrefixCache:
         self.store = store
 
     def attach(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
-        """Attach an empty cache to the longest beginning of ``tokens`` that is kept, and return its length.
+        """Attach an empty cache to the longest prefix of ``tokens`` that is kept, and return its length.
 
-        Pass the text without its last token: the program must run at least one token for its logits. A store that fails
-        is skipped, with a warning in the log.
+        Pass the text without its last token: the program must run at least one token for its logits. If the store
+        fails, only memory is searched, and the log has a warning.
 
         Raises :class:`~etkv.EtkvError` if the cache is not empty.
         """
@@ -90,36 +90,36 @@ class PrefixCache:
         return ask("etkv_prefix_cache_attach", "size_t", self._prefixes, cache._raw(), options)
 
     def find(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
-        """Return how many tokens :meth:`attach` would find for a cache like this one, which need not be empty."""
+        """Return the length that :meth:`attach` would return for an empty cache with the config of ``cache``."""
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_cache_find", "size_t", self._prefixes, cache._raw(), options)
 
     def keep(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
-        """Keep the contents of a cache, whose text is ``tokens``. Return whether memory then has the text.
+        """Keep the contents of a cache, whose text is ``tokens``. Return whether the text is then in memory.
 
-        It has not if the text takes more than ``max_bytes``, or if the cache was converted by hand. The cache goes on
-        from the kept prefix itself. A prefix whose text is the beginning of this text is removed, if this one can
-        replace it.
+        It is not in memory if its rows exceed ``max_bytes``, or if :meth:`Cache.convert` was called on the cache. The
+        cache is attached to the new prefix. An older prefix whose text is the beginning of ``tokens`` is removed if the
+        new prefix can replace it.
 
-        Raises :class:`~etkv.EtkvError` unless the cache holds the positions of all tokens in sequence 0 alone, without
-        candidates. Raises what :meth:`Cache.freeze` raises.
+        Raises :class:`~etkv.EtkvError` unless the cache holds exactly the positions of ``tokens``, in sequence 0 and
+        without candidates. Raises what :meth:`Cache.freeze` raises.
         """
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_cache_keep", "bool", self._prefixes, cache._raw(), options)
 
     def prefetch(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
-        """Ask another thread to read the longest beginning of ``tokens`` that the store has into memory, for a later
-        :meth:`attach` of a cache like this one. Does not wait.
+        """Let a background thread read the longest prefix of ``tokens`` in the store into memory.
 
-        Return whether the text waits to be read: not if memory has all of it, if there is no store, or if 16 other
-        texts wait. :meth:`statistics` counts texts that cannot be read, also for lack of memory. For a minute after the
-        read, :meth:`attach` does not ask the store for the text while memory has it.
+        A later :meth:`attach` of a cache with the config of ``cache`` then finds it. Does not wait. Returns whether the
+        text was queued. It is not queued if all of it is in memory, without a store, or if the queue has 16 texts.
+        :meth:`statistics` counts reads that fail, for example for lack of memory. For a minute after a read,
+        :meth:`attach` does not query the store for the text as long as the text is in memory.
         """
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_cache_prefetch", "bool", self._prefixes, cache._raw(), options)
 
     def pin(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> PrefixPin:
-        """Pin a prefix that holds all of ``tokens``, for caches like this one. A pinned prefix stays in memory.
+        """Pin a prefix that holds all of ``tokens``, for the config of ``cache``. A pinned prefix stays in memory.
 
         Raises :class:`~etkv.EtkvError` if no prefix has the text.
         """
@@ -127,19 +127,20 @@ class PrefixCache:
         return PrefixPin(ask("etkv_prefix_cache_pin", "etkv_prefix_pin*", self._prefixes, cache._raw(), options))
 
     def reclaim(self, n_bytes: int) -> int:
-        """Free prefixes that are not pinned and that no cache reads, least recently used first, until ``n_bytes`` are
-        free. Return the bytes that were freed.
+        """Remove prefixes until ``n_bytes`` are freed. Return the number of freed bytes.
+
+        The least recently used prefixes are removed first, without those that are pinned or that a cache reads.
         """
         if not 0 <= n_bytes < 2**64:
             raise EtkvError(f"n_bytes is {n_bytes}, expected 0 to {2**64 - 1}")
         return ask("etkv_prefix_cache_reclaim", "uint64_t", self._prefixes, n_bytes)
 
     def clear(self) -> None:
-        """Drop all prefixes that are not pinned. The files of the store stay."""
+        """Remove all prefixes that are not pinned. The files of the store stay."""
         call("etkv_prefix_cache_clear", self._prefixes)
 
     def statistics(self) -> PrefixStatistics:
-        """Return the contents and the requests in numbers."""
+        """Return the counters."""
         counts = struct("etkv_prefix_statistics")
         call("etkv_prefix_cache_read", self._prefixes, counts)
         return PrefixStatistics(

@@ -1,4 +1,4 @@
-"""Files with the contents of caches, in a folder or a bucket, which outlive the process."""
+"""Files with the contents of caches, in a folder or a bucket. They outlive the process."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from etkv.errors import EtkvError
 
 
 class Usage(NamedTuple):
-    """The files of a store, and their bytes."""
+    """The number of files in a store, and their bytes."""
 
     files: int
     bytes: int
 
 
 class PrefixStore:
-    """A folder or a bucket of texts that caches have read, for any number of threads and processes.
+    """A folder or a bucket with the contents of caches, for any number of threads and processes.
 
-    The files hold keys, values and token ids, from which the texts of users can be read. Only :meth:`save`, and a
+    The files contain keys, values and token ids, which reveal the texts of users. Only :meth:`save`, and a
     :class:`~etkv.PrefixCache` with this store, write files.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
-        """Open a folder. If it does not exist, it is made, for the user alone.
+        """Open a folder. If it does not exist, it is created with access for the user only.
 
-        Its files take ``max_bytes`` at most: :meth:`save` removes the least recently used files. In a library that was
-        built with ``ETKV_BUCKETS``, ``folder`` may be the address of a bucket, such as ``s3://bucket/prefix``. The
-        environment then has the credentials and the endpoint. Raises :class:`~etkv.CacheFileError` if the folder cannot
-        be made or read, and :class:`~etkv.UnsupportedError` for an address in a library without buckets.
+        ``max_bytes`` limits the bytes of the files: :meth:`save` removes the least recently used files. In a library
+        that was built with ``ETKV_BUCKETS``, ``folder`` may be the address of a bucket, such as ``s3://bucket/prefix``.
+        Credentials and endpoint come from environment variables. Raises :class:`~etkv.CacheFileError` if the folder
+        cannot be created or read, and :class:`~etkv.UnsupportedError` for an address in a library without buckets.
         """
         if not 0 <= max_bytes < 2**64:
             raise EtkvError(f"max_bytes is {max_bytes}, expected 0 to {2**64 - 1}")
@@ -48,21 +48,21 @@ class PrefixStore:
     def save(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
         """Store the contents of a cache of one sequence, whose text is ``tokens``. Return whether a file was written.
 
-        No file is written for a text of fewer than 32 tokens, for the beginning of a stored text, for a text that takes
-        more than ``max_bytes``, and for a cache that was converted by hand. A file whose text is the beginning of this
-        text is removed, if this one can replace it. ``fingerprint`` is :func:`etkv.fingerprint` of the program, or
-        another name of the model.
+        No file is written for a text of fewer than 32 tokens, for the beginning of a stored text, for contents of more
+        than ``max_bytes``, and if :meth:`Cache.convert` was called on the cache. A file whose text is the beginning of
+        ``tokens`` is removed if the new file can replace it. ``fingerprint`` is :func:`etkv.fingerprint` of the
+        program, or another string that identifies the model.
 
-        Raises :class:`~etkv.EtkvError` unless the cache holds the positions of all tokens in sequence 0 alone, without
-        candidates. Raises what :meth:`Cache.save` raises.
+        Raises :class:`~etkv.EtkvError` unless the cache holds exactly the positions of ``tokens``, in sequence 0 and
+        without candidates. Raises what :meth:`Cache.save` raises.
         """
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_store_save", "bool", self._store, cache._raw(), options)
 
     def load(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
-        """Load the longest beginning of ``tokens`` that the folder has into an empty cache, and return its length.
+        """Load the longest stored prefix of ``tokens`` into an empty cache, and return its length.
 
-        Returns 0 if there is no beginning of 32 tokens or more. Pass the text without its last token: the program must
+        Returns 0 if there is no prefix of 32 tokens or more. Pass the text without its last token: the program must
         run at least one token for its logits. A damaged file is skipped, with a warning in the log.
 
         Raises :class:`~etkv.EtkvError` if the cache is not empty.
@@ -71,7 +71,7 @@ class PrefixStore:
         return ask("etkv_prefix_store_load", "size_t", self._store, cache._raw(), options)
 
     def find(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
-        """Return how many tokens :meth:`load` would load for a cache like this one, which need not be empty."""
+        """Return the length that :meth:`load` would return for an empty cache with the config of ``cache``."""
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_store_find", "size_t", self._store, cache._raw(), options)
 

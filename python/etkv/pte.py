@@ -1,6 +1,6 @@
 """Reads the methods, the constants and the delegates' payloads of an exported ``.pte``.
 
-Only the tables and the requested parts are read. A file with many gigabytes of weights opens as fast as a small file.
+Only the tables and the requested parts are read, so a file with gigabytes of weights opens as fast as a small file.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from etkv.config import Dtype
 from etkv.errors import EtkvError, first_line
 
 DAMAGE = (RuntimeError, UnicodeDecodeError, IndexError, MemoryError)
-"""The exceptions of ExecuTorch's Python module on damaged tables: error codes, names that are not text, inputs of
-another kind, and sizes above the memory."""
+"""The exceptions of ExecuTorch's Python module on damaged tables: error codes, names that are not UTF-8, values of
+wrong types, and sizes above the memory."""
 
 _LISTS = frozenset({"get_eos_ids"})
 """Constant methods that return a list, with an output for each element."""
@@ -27,24 +27,24 @@ _LISTS = frozenset({"get_eos_ids"})
 _MLX = _library.MLX_BACKEND
 
 _DTYPES: dict[str | None, Dtype] = {"FLOAT": "f32", "HALF": "f16", "BFLOAT16": "bf16"}
-"""ExecuTorch's name of a type -> the dtype."""
+"""ExecuTorch's name of a dtype -> the dtype."""
 
 _HEAD = struct.Struct("<8x4sIQQ")
-"""The flatbuffer's header, then the extended header: mark, length, bytes of the tables, offset of the segments."""
+"""The flatbuffer's header, then the extended header: magic, length, bytes of the tables, offset of the segments."""
 
 
 def check_mark(head: bytes, path: Path) -> None:
-    """Raise :class:`EtkvError` unless ``head``, the first bytes of a file, has the mark of a program.
+    """Raise :class:`EtkvError` unless ``head``, the first bytes of a file, has the magic of a program.
 
-    The mark is ``ET`` and two digits, after 4 bytes for the offset of the root. ExecuTorch would log the mark of a file
-    that it refuses, and its Python module ends the process if the mark is not text.
+    The magic is ``ET`` and two digits, after 4 bytes with the offset of the root. Without this check, ExecuTorch would
+    log the wrong magic, and its Python module crashes the process if that is not UTF-8.
     """
     if head[4:6] != b"ET" or not head[6:8].isdigit():
         raise EtkvError(f"{path} is not an ExecuTorch program")
 
 
 class PteFile:
-    """The tables of a program. Segments are read on demand.
+    """The tables of a program; reads segments on demand.
 
     Raises :class:`EtkvError` if ``path`` cannot be read, is not a program, or is damaged.
     """
@@ -66,11 +66,11 @@ class PteFile:
 
     @property
     def constant_names(self) -> list[str]:
-        """Return the names of the methods without inputs and delegates: facts that the exporter wrote."""
+        """Return the names of the constant methods: those without inputs and delegates, which the exporter wrote."""
         return [name for name, plan in self._plans.items() if not plan.get("delegates") and not plan.get("inputs")]
 
     def output_dtype(self) -> Dtype | None:
-        """Return the dtype of the first output of the method that delegates run; None if it is not a :data:`Dtype`."""
+        """Return the dtype of the first output of the method with delegates; None if it is not a :data:`Dtype`."""
         for plan in self._plans.values():
             if plan.get("delegates") and plan.get("outputs"):
                 with self._damage_told():
@@ -89,7 +89,7 @@ class PteFile:
 
     @property
     def named_data(self) -> dict[str, int]:
-        """Return the size in bytes of each constant that delegates read, by the constant's name."""
+        """Return the bytes of each constant that delegates read, by its name."""
         segments = self._tables.get("segments", [])
         return {item["key"]: segments[item["segment_index"]]["size"] for item in self._tables.get("named_data", [])}
 
@@ -106,7 +106,7 @@ class PteFile:
         return self._payload(delegates[index])
 
     def cpu_payloads(self) -> list[bytes]:
-        """Return the payloads of the calls that etkv carries out on the CPU, in order over all methods.
+        """Return the payloads of etkv's CPU delegates, in order over all methods.
 
         Raises :class:`EtkvError` if the file is damaged.
         """
@@ -126,7 +126,7 @@ class PteFile:
 
     @contextlib.contextmanager
     def _damage_told(self) -> Iterator[None]:
-        """Raise exceptions of the block as :class:`EtkvError`. A damaged file raises many types of them."""
+        """Convert exceptions of the block to :class:`EtkvError`. A damaged file raises many types of exceptions."""
         try:
             yield
         except EtkvError:
@@ -159,9 +159,9 @@ def read_tables(path: Path) -> tuple[bytes, int]:
 
 
 def _extent(head: bytes, path: Path, size: int) -> tuple[int, int]:
-    """Return the bytes of a file's tables and the offset of its segments.
+    """Return the size of a file's tables, and the offset of its segments, both in bytes.
 
-    ``head`` is the beginning of the file, and ``size`` its bytes.
+    ``head`` is the beginning of the file, and ``size`` the number of its bytes.
 
     Raises :class:`EtkvError` if the file is not a program, or is shorter than its tables.
     """
@@ -177,9 +177,9 @@ def _extent(head: bytes, path: Path, size: int) -> tuple[int, int]:
 def constant_methods(path: Path) -> dict[str, Any]:
     """Return the value of each constant method by its name: an int, a bool, a float or a list of ints.
 
-    Numbers, texts and lists of integers are read from the tables. Other constants are run with the wheel's runtime, as
-    a runner in C++ does. A program may return a list of ints as an output for each element. This function returns a
-    list even for one element.
+    Numbers, strings and lists of integers are read from the tables. Methods of other types are run with the wheel's
+    runtime, as a runner in C++ does. A method may return a list of ints as one output for each element. This function
+    returns a list even for one element.
 
     Raises :class:`EtkvError` if the program is damaged.
     """
@@ -208,7 +208,7 @@ def _run_constants(path: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def output_dtype(path: Path) -> Dtype | None:
-    """Return the dtype of a program's first output, which is the dtype that it computes in."""
+    """Return the dtype of a program's first output, in which the program computes."""
     return PteFile(path).output_dtype()
 
 
@@ -219,7 +219,7 @@ def for_backend(path: Path, backend: str) -> bytes:
     """
     if len(backend) != len(_MLX):
         raise EtkvError(f"backend is {backend!r}, expected a name of {len(_MLX)} characters")
-    # A string of a flatbuffer: its length, its characters and a zero.
+    # A string in a flatbuffer is its length, its characters and a zero.
     before, after = (struct.pack("<I", len(name)) + name.encode() + b"\0" for name in (_MLX, backend))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         n_tables, _ = _extent(whole[: _HEAD.size], path, len(whole))

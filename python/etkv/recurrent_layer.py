@@ -9,23 +9,24 @@ from typing import Literal
 from etkv.errors import EtkvError
 
 KINDS = ("convolution", "recurrence")
-"""The kinds of recurrent layers. The metadata of a program has the number of a kind here plus 1."""
+"""The kinds of recurrent layers. In the metadata of a program, the number of a kind is its index here plus 1."""
 
 BLOCK = 64
 """Anchors and checkpoints lie at multiples of this many positions."""
 
 N_FACTS = 8
-"""The integers that metadata have for each layer: the kind, and the fields of :class:`RecurrentLayer` in order."""
+"""Integers for each layer in the metadata: the kind, and the fields of :class:`RecurrentLayer` in order."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecurrentLayer:
-    """A recurrent layer as its cache needs it: a :class:`Convolution` or a :class:`Recurrence`. The sizes of the other
-    kind are 0. Layers of equal facts are equal.
+    """The facts about a recurrent layer that its cache needs: a :class:`Convolution` or a :class:`Recurrence`.
 
-    A convolution keeps, of each sequence, the ``channels`` inputs of its last ``width`` - 1 tokens. A recurrence keeps
-    a state of ``k_dim`` times ``v_dim`` elements for each of ``heads`` heads, of which several share one of ``k_heads``
-    heads of queries and keys. ``channel_decay`` tells whether each channel of a key has a decay of its own.
+    The sizes of the other kind are 0. Layers with equal facts are equal.
+
+    For each sequence, a convolution keeps the ``channels`` inputs of the last ``width`` - 1 tokens. A recurrence keeps
+    a state of ``k_dim`` times ``v_dim`` elements for each of ``heads`` heads. Several heads share one of ``k_heads``
+    heads of queries and keys. With ``channel_decay`` each channel of a key has a decay, otherwise each head has one.
     """
 
     kind: Literal["convolution", "recurrence"]
@@ -44,15 +45,15 @@ class RecurrentLayer:
         return hash(tuple(self.facts()))
 
     def facts(self) -> list[int]:
-        """Return the integers that describe the layer in metadata."""
+        """Return the integers that describe the layer in the metadata."""
         sizes = (self.channels, self.width, self.k_heads, self.heads, self.k_dim, self.v_dim)
         return [KINDS.index(self.kind) + 1, *sizes, int(self.channel_decay)]
 
     @staticmethod
     def of_facts(facts: Sequence[int], name: str) -> RecurrentLayer:
-        """Return the layer that ``facts`` of metadata describe. Raises :class:`EtkvError` if no layer has them.
+        """Return the layer that ``facts`` of the metadata describe. Raises :class:`EtkvError` if they are not valid.
 
-        ``name`` is the layer's in messages.
+        ``name`` is the layer's name in messages.
         """
         kind, channels, width, k_heads, heads, k_dim, v_dim, channel_decay = facts
         of_convolution, of_recurrence = (channels, width), (k_heads, heads, k_dim, v_dim)
@@ -68,7 +69,8 @@ class Convolution(RecurrentLayer):
     """A causal depthwise convolution."""
 
     def __init__(self, channels: int, width: int) -> None:
-        """Take the elements of a column, at least 1, and the positions that a query reads, its own included: 1 to 64.
+        """``channels`` is at least 1. ``width`` is the number of positions that an output reads, its own included: 1
+        to 64.
 
         The native library checks the limits.
         """
@@ -82,10 +84,11 @@ class Recurrence(RecurrentLayer):
     """A linear recurrence: each head keeps a state of ``k_dim`` times ``v_dim`` elements."""
 
     def __init__(self, k_heads: int, heads: int, k_dim: int, v_dim: int, *, channel_decay: bool = False) -> None:
-        """Take the heads of queries and keys, the heads of values, and the elements of a key and of a value.
+        """``k_heads`` are the heads of queries and keys, ``heads`` the heads of values, a multiple of ``k_heads``.
 
-        ``heads`` is a multiple of ``k_heads``; all are at least 1. ``channel_decay`` tells whether each channel of a
-        key has a decay of its own; otherwise each head has one. The native library checks the limits.
+        ``k_dim`` and ``v_dim`` are the elements of a key and of a value. All sizes are at least 1. With
+        ``channel_decay`` each channel of a key has a decay, otherwise each head has one. The native library checks the
+        limits.
         """
         super().__init__("recurrence", 0, 0, k_heads, heads, k_dim, v_dim, channel_decay)
 

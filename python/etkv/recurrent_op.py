@@ -1,14 +1,14 @@
 """The ops that join recurrent layers to their cache: ``kvcache::update_and_convolve`` and ``kvcache::update_and_scan``.
 
-They are to recurrent layers what ``kvcache::update_and_attend`` is to attention, see :mod:`etkv.op`. In an exported
-program a delegate runs them on a native cache; in plain PyTorch they run on the state that is active::
+They correspond to ``kvcache::update_and_attend`` of attention layers, see :mod:`etkv.op`. In an exported program a
+delegate runs them on a native cache. In plain PyTorch they run on the active state::
 
     state = etkv.reference.RecurrentState(n_layers)
     with etkv.op.active(cache, state):
         logits = model(tokens, positions)
 
-``layer_id`` counts convolutions and recurrences together, from 0, in the order of the program. Attention layers have
-ids of their own.
+``layer_id`` counts convolutions and recurrences together, from 0, in the order of the program. Attention layers are
+counted separately.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def update_and_convolve(
 ) -> Tensor:
     """Store a layer's inputs, and return their causal depthwise convolution.
 
-    The output of a token reads the inputs of the token and of its W - 1 predecessors; those before the first are zeros.
+    The output of a token depends on its input and on the inputs of the W - 1 tokens before it. Inputs before the first
+    token are zeros.
 
     Args:
         x: ``[1, channels, T]``.
@@ -40,7 +41,7 @@ def update_and_convolve(
         bias: ``[channels]``, or None.
         position: int32 or int64, ``[T]`` or ``[T, n]``, as for ``update_and_attend``.
         layer_id: the layer's number among the recurrent layers.
-        activation: what is applied to the sums: ``silu``, or ``none``.
+        activation: the function that is applied to the sums: ``silu``, or ``none``.
         out_dtype: the dtype of the result.
 
     Returns:
@@ -79,7 +80,7 @@ def update_and_scan(
         k: ``[1, Hk, T, k_dim]``.
         v: ``[1, H, T, v_dim]``.
         g: the log of the decay: ``[1, H, T]``, or ``[1, H, T, k_dim]`` for a decay of each channel of a key.
-        beta: the strengths of the delta rule, ``[1, H, T]``; None for a recurrence without it.
+        beta: the strengths of the delta rule, ``[1, H, T]``; None for a recurrence without the delta rule.
         position: as for :func:`update_and_convolve`.
         layer_id: the layer's number among the recurrent layers.
         scale: the factor of the outputs.
@@ -108,7 +109,7 @@ def _convolve(
 ) -> Tensor:
     state = _state()
     positions = _positions(state, position, x)
-    # The reference keeps its rows on the CPU.
+    # The reference stores its rows on the CPU.
     made = state.update_and_convolve(layer_id, x.cpu(), weight.cpu(), _on_cpu(bias), positions, activation, out_dtype)
     return made.to(x.device)
 

@@ -71,7 +71,7 @@ def test_a_draft_describes_itself(draft):
     assert methods["kv_cache.window"] == 0, "the second layer sees everything"
     assert config["num_hidden_layers"] == 2, "the model is as it was"
     said = list(inspection.lines(inspection.report(path)))
-    assert "a draft, which takes the hidden states of its model's layer 0" in said
+    assert "a draft, which reads the hidden states of its model's layer 0" in said
 
 
 def test_a_draft_on_known_hidden_states_is_the_model(draft):

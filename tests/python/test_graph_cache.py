@@ -278,7 +278,7 @@ def test_inspect_names_it(model):
     found = inspection.report(model)
     assert found["layers"] is None
     assert found["cache"] == {"in_graph": {"buffers": 4, "capacity": CONTEXT}}
-    assert f"cache: part of the program, in 4 buffers for {CONTEXT} positions; it takes no session" in list(
+    assert f"cache: part of the program, in 4 buffers for {CONTEXT} positions; load it without a session" in list(
         inspection.lines(found)
     )
 

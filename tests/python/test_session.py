@@ -269,7 +269,7 @@ def test_statuses_have_the_names_of_the_library():
 def test_a_session_is_not_copied():
     with SeqSession(config()) as session:
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(etkv.EtkvError, match="a SeqSession is neither copied nor sent to another process"):
+            with pytest.raises(etkv.EtkvError, match="a SeqSession cannot be copied or sent to another process"):
                 copied(session)
         assert session.length == 0
 
