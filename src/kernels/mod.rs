@@ -4,10 +4,12 @@
 //! result.
 
 mod attention;
+mod by_text;
 mod finite;
 #[cfg(target_os = "linux")]
 mod kept;
 mod linear;
+mod norm;
 mod raw;
 pub mod recurrent;
 mod rotary;
@@ -27,6 +29,7 @@ pub use self::attention::compile_masked;
 pub use self::attention::{attend, several_queries};
 pub use self::finite::{non_finite, MAX_ARRAYS};
 pub use self::linear::{few_rows, Gate, Product, RmsNorm, Rotation, MAX_ROWS};
+pub use self::norm::{norm, Norm};
 use self::raw::Kernel;
 pub use self::rotary::rotary;
 use crate::error::{Error, Result, Status};
@@ -85,6 +88,15 @@ fn element(dtype: Dtype) -> Option<(&'static str, i32)> {
         Dtype::Float32 => Some(("float", 4)),
         _ => None,
     }
+}
+
+/// Returns the names of float dtypes in CUDA.
+fn elements_of<const N: usize>(dtypes: [Dtype; N]) -> Option<[&'static str; N]> {
+    let mut names = [""; N];
+    for (name, dtype) in names.iter_mut().zip(dtypes) {
+        *name = element(dtype)?.0;
+    }
+    Some(names)
 }
 
 /// Returns the header of an MLX kernel. It provides the functions of `text`.

@@ -5,12 +5,11 @@ use std::ffi::CStr;
 use std::fmt::Write;
 
 use etkv_cuda::text;
-use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 
-use super::raw::Kernel;
-use super::{can_run, element, header, source, CompiledKernels};
+use super::by_text::TextKernels;
+use super::{can_run, elements_of};
 use crate::error::{Error, Result, Status};
 
 /// The maximum number of tokens of a group, as in the kernel.
@@ -102,49 +101,17 @@ pub struct Scanned {
     pub updates: Array,
 }
 
-/// Kernels, by the text that calls their functions.
-#[derive(Default)]
-struct Kernels {
-    compiled: CompiledKernels<String>,
-    /// An array that stands in for missing ones. Kernels do not read it.
-    nothing: Option<Array>,
-}
+static KERNELS: Mutex<TextKernels> = Mutex::new(TextKernels::new("recurrent", text::RECURRENT));
 
-static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
-
-impl Kernels {
-    /// Launches the kernel of `call` over the inputs. Returns `None` if it cannot be compiled.
-    fn launch(
-        &mut self,
-        name: &CStr,
-        call: String,
-        inputs: &[(&CStr, Option<&Array>)],
-        outputs: &[(&CStr, &[i32], Dtype)],
-        blocks: [i32; 3],
-    ) -> Result<Option<Vec<Array>>> {
-        let nothing = match self.nothing.take() {
-            Some(nothing) => nothing,
-            None => Array::from_slice(&[0f32], &[1, 1, 1, 1]),
-        };
-        let nothing = &*self.nothing.insert(nothing);
-        let arrays: Vec<&Array> =
-            inputs.iter().map(|(_, array)| array.unwrap_or(nothing)).collect();
-        let names: Vec<&CStr> = inputs.iter().map(|&(name, _)| name).collect();
-        let results: Vec<&CStr> = outputs.iter().map(|&(name, ..)| name).collect();
-        let shapes: Vec<(&[i32], Dtype)> =
-            outputs.iter().map(|&(_, shape, dtype)| (shape, dtype)).collect();
-        let [x, y, z] = blocks;
-        let run =
-            |kernel: &Kernel| kernel.launch_all(&arrays, &shapes, [x * THREADS, y, z], THREADS);
-        let make = |call: &String| {
-            let header = header("recurrent", text::RECURRENT)?;
-            let kernel = Kernel::new(name, &names, &results, &source(call)?, &header, 0)?;
-            // Whether a kernel compiles is only known after a run.
-            eval(&run(&kernel)?)?;
-            Ok(Some(kernel))
-        };
-        self.compiled.get(call, make).map(run).transpose()
-    }
+/// Launches the kernel of a text in blocks of [`THREADS`].
+fn launch(
+    name: &CStr,
+    call: String,
+    inputs: &[(&CStr, Option<&Array>)],
+    outputs: &[(&CStr, &[i32], Dtype)],
+    [x, y, z]: [i32; 3],
+) -> Result<Option<Vec<Array>>> {
+    KERNELS.lock().launch(name, call, inputs, outputs, [x * THREADS, y, z], THREADS)
 }
 
 /// Computes a convolution. Returns the outputs, `[1, channels, T]`, and the columns of the tokens in float32,
@@ -186,9 +153,7 @@ pub fn convolve(call: &Convolution) -> Result<Option<(Array, Array)>> {
     let rows = [1, 1, tokens, channels];
     let outputs = [(c"out", &shape[..], call.out_dtype), (c"columns", &rows[..], Dtype::Float32)];
     let blocks = [(elements + THREADS - 1) / THREADS, 1, 1];
-    let mut kernels = KERNELS.lock();
-    let kernels = kernels.get_or_insert_default();
-    match kernels.launch(c"etkv_convolve", text, &inputs, &outputs, blocks)?.as_deref() {
+    match launch(c"etkv_convolve", text, &inputs, &outputs, blocks)?.as_deref() {
         Some([out, columns]) => Ok(Some((out.transpose_axes(&[0, 2, 1])?, columns.clone()))),
         _ => Ok(None),
     }
@@ -257,9 +222,7 @@ pub fn scan(call: &Scan) -> Result<Option<Scanned>> {
         (c"new_updates", &shapes[2][..], Dtype::Float32),
     ];
     let blocks = [(v_dim + STATE_COLUMNS - 1) / STATE_COLUMNS, heads, call.n_groups];
-    let mut kernels = KERNELS.lock();
-    let kernels = kernels.get_or_insert_default();
-    match kernels.launch(c"etkv_scan", text, &inputs, &outputs, blocks)?.as_deref() {
+    match launch(c"etkv_scan", text, &inputs, &outputs, blocks)?.as_deref() {
         Some([out, keys, updates]) => Ok(Some(Scanned {
             out: out.transpose_axes(&[0, 2, 1, 3])?,
             keys: keys.clone(),
@@ -306,19 +269,8 @@ pub fn fold(
     let shape = [1, heads, n, k_dim * v_dim];
     let outputs = [(c"out", &shape[..], Dtype::Float32)];
     let grid = [(v_dim + STATE_COLUMNS - 1) / STATE_COLUMNS, heads, n];
-    let mut kernels = KERNELS.lock();
-    let kernels = kernels.get_or_insert_default();
-    let made = kernels.launch(c"etkv_fold", text, &inputs, &outputs, grid)?;
+    let made = launch(c"etkv_fold", text, &inputs, &outputs, grid)?;
     Ok(made.and_then(|made| made.into_iter().next()))
-}
-
-/// Returns the names of float dtypes in CUDA.
-fn elements_of<const N: usize>(dtypes: [Dtype; N]) -> Option<[&'static str; N]> {
-    let mut names = [""; N];
-    for (name, dtype) in names.iter_mut().zip(dtypes) {
-        *name = element(dtype)?.0;
-    }
-    Some(names)
 }
 
 /// Appends the assignment of an array `[1, heads, rows, columns]` to `text`.

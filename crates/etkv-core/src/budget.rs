@@ -1,8 +1,9 @@
 //! A limit for the total bytes of the buffers of all caches in the process.
 //!
-//! Before its buffers grow, a cache reserves the bytes they grow by, on top of the old buffers, which it
-//! still holds. When the step has ended it settles what it holds. At the limit the budget asks reclaimers to
-//! free memory. If that is not enough, it refuses the reservation before anything is allocated.
+//! Before a cache's buffers grow, the cache reserves the bytes by which they grow, in addition to those of its old
+//! buffers. After the step it settles: it reports the bytes that it actually holds. If the limit would be exceeded,
+//! the budget first calls reclaimers to free memory. If this is not enough, it refuses the reservation before
+//! anything is allocated.
 
 use std::collections::BTreeMap;
 use std::sync::Weak;
@@ -23,11 +24,11 @@ pub struct MemoryBudget {
 #[derive(Debug)]
 struct State {
     limit: Option<u64>,
-    /// The sum over all holders. It cannot overflow: there are few holders, each with less than 2^64 bytes.
+    /// The sum over all holders. It cannot overflow, because there are few holders of less than 2^64 bytes each.
     held: u128,
     peak: u128,
     holders: BTreeMap<u64, Holder>,
-    /// The id that was given last.
+    /// The id of the last new holder.
     last: u64,
 }
 
@@ -41,17 +42,17 @@ struct Holder {
     shares: usize,
 }
 
-/// What all caches of the process hold, in bytes of buffers.
+/// The memory of all caches of the process, in bytes of buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BudgetReport {
-    /// The maximum number of bytes that they may hold, if there is a limit.
+    /// The maximum number of bytes, if there is a limit.
     pub limit: Option<u64>,
-    /// The bytes they hold now. While a step or a conversion replaces buffers, both the old and the new ones
-    /// count.
+    /// The bytes that caches and prefixes hold now. While a step or a conversion replaces buffers, both the old and
+    /// the new buffers count.
     pub held: u64,
-    /// The maximum number of bytes they have held or reserved. A reservation counts even if its step is rolled back
-    /// before it allocates; a refused one does not.
+    /// The maximum number of bytes that were held or reserved at a time. A reservation counts even if its step is
+    /// rolled back before it allocates; a refused one does not.
     pub peak: u64,
     /// The number of caches, including empty ones.
     pub caches: usize,
@@ -61,19 +62,19 @@ pub struct BudgetReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct HolderReport {
-    /// Its number. A process uses no number twice.
+    /// The number of the holder, unique in the process.
     pub id: u64,
-    /// The kind of the cache, or `prefix` for a kept prefix of prompts.
+    /// The kind of the cache, or `prefix` for a prefix that is kept.
     pub kind: String,
-    /// The name that its owner gave it, if any.
+    /// The name that the owner has set, if any.
     pub name: Option<String>,
-    /// The keys that a cache is registered under.
+    /// The keys under which a cache is registered.
     pub keys: Vec<String>,
-    /// Bytes that it holds.
+    /// The bytes that it holds.
     pub held: u64,
 }
 
-/// Why a reservation is refused.
+/// The reason of a refused reservation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 struct OverBudget(String);
@@ -85,33 +86,32 @@ impl MemoryBudget {
         Self { state: Mutex::new(state), reclaimers: Reclaimers::new() }
     }
 
-    /// The budget of this process. At first it has no limit.
+    /// The budget of this process. Initially it has no limit.
     pub fn global() -> &'static Self {
         static GLOBAL: MemoryBudget = MemoryBudget::new();
         &GLOBAL
     }
 
-    /// Sets the maximum number of bytes that all caches may hold, or removes the limit. A limit below what they hold
-    /// is no error: they keep their buffers, and do not grow until enough is free.
+    /// Sets the maximum number of bytes that all caches may hold, or removes the limit. A limit below the current
+    /// bytes is not an error: caches keep their buffers, but do not grow until enough is free.
     pub fn set_limit(&self, limit: Option<u64>) {
         self.state.lock().limit = limit;
     }
 
-    /// Adds a reclaimer after the others of its class. Before a reservation is refused, they are called in
-    /// order until it fits, each with the number of bytes that are still lacking. A reservation above the
-    /// whole limit never fits, so no reclaimer is called for it. The budget forgets a reclaimer that is
-    /// dropped.
+    /// Adds a reclaimer after the others of its class. Before a reservation is refused, reclaimers are called in
+    /// order until it fits, each with the number of bytes that are still lacking. For a reservation above the whole
+    /// limit no reclaimer is called, because it never fits. A reclaimer that has been dropped is removed.
     pub fn add_reclaimer(&self, class: ReclaimClass, reclaimer: Weak<dyn Reclaim>) {
         self.reclaimers.add(class, reclaimer);
     }
 
-    /// Returns the bytes held, and the limit.
+    /// Returns the number of bytes held, and the limit.
     pub fn report(&self) -> BudgetReport {
         self.state.lock().report()
     }
 
-    /// Returns the bytes held, the limit, and each holder's bytes, in the order in which the holders were
-    /// added. Their keys are left out.
+    /// Returns the number of bytes held, the limit, and the bytes of each holder, in the order in which holders were
+    /// added. Their keys are omitted.
     pub fn holders(&self) -> (BudgetReport, Vec<HolderReport>) {
         let state = self.state.lock();
         let of = |(&id, holder): (&u64, &Holder)| HolderReport {
@@ -124,13 +124,13 @@ impl MemoryBudget {
         (state.report(), state.holders.iter().map(of).collect())
     }
 
-    /// Returns whether this thread runs a reclaimer. It must then wait for no lock that another thread may
-    /// hold while that thread asks for memory.
+    /// Returns whether this thread runs a reclaimer. Such a thread must not wait for a lock that another thread may
+    /// hold while it requests memory.
     pub fn is_reclaiming() -> bool {
         inside()
     }
 
-    /// Returns whether an error comes from a budget, and not from the backend.
+    /// Returns whether an error is the refusal of a budget, and not an error of the backend.
     pub fn is_refusal(error: &Error) -> bool {
         error.is_caused_by::<OverBudget>()
     }
@@ -148,11 +148,11 @@ fn shown(bytes: u128) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
-/// A part of one holder's bytes in a budget. Dropping it gives the bytes back.
+/// A part of the bytes of one holder. Its bytes are released when it is dropped.
 #[derive(Debug)]
 pub struct Share {
     budget: &'static MemoryBudget,
-    /// The number of its holder.
+    /// The number of the holder.
     id: u64,
     held: u64,
 }
@@ -174,8 +174,8 @@ impl Share {
         Self { budget, id, held: 0 }
     }
 
-    /// Returns the share of a new holder that is not a cache, in the budget of this process. `kind` is its
-    /// kind in reports, such as `prefix`.
+    /// Returns the share of a new holder that is not a cache, in the budget of this process. `kind` is the kind in
+    /// reports, such as `prefix`.
     pub fn new(kind: &str) -> Self {
         Self::of(MemoryBudget::global(), kind, false)
     }
@@ -189,32 +189,32 @@ impl Share {
         Self { budget: self.budget, id: self.id, held: 0 }
     }
 
-    /// Returns the number of its holder.
+    /// Returns the number of the holder.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Describes its holder in reports: the kind, and what its owner calls it.
+    /// Sets the holder's kind and name in reports.
     pub fn describe(&self, kind: &str, name: Option<&str>) {
         if let Some(holder) = self.budget.state.lock().holders.get_mut(&self.id) {
             (holder.kind, holder.name) = (kind.to_owned(), name.map(str::to_owned));
         }
     }
 
-    /// Reserves this number of additional bytes, if the limit allows them. Asks reclaimers if it does not.
+    /// Reserves this number of additional bytes. If the limit does not allow them, calls reclaimers first.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend) if the limit does not allow them, or `bytes` is [`u64::MAX`],
+    /// [`Backend`](crate::Status::Backend) if the limit does not allow these bytes, or if `bytes` is [`u64::MAX`],
     /// which stands for a sum above 2^64. Nothing is reserved.
     pub fn reserve(&mut self, bytes: u64) -> Result<()> {
         self.reserve_giving_way(bytes, |reclaim| reclaim())
     }
 
-    /// Does what [`reserve`](Self::reserve) does. Reclaimers run inside `give_way`, which releases locks that
-    /// they may wait for, as [`Store::give_way`](crate::Store::give_way) does.
+    /// Like [`reserve`](Self::reserve), but calls reclaimers inside `give_way`, which releases locks that they may
+    /// wait for, as [`Store::give_way`](crate::Store::give_way) does.
     ///
     /// # Errors
-    /// As [`reserve`](Self::reserve).
+    /// Errors of [`reserve`](Self::reserve).
     pub fn reserve_giving_way(
         &mut self,
         bytes: u64,
@@ -252,7 +252,7 @@ impl Share {
         Ok(())
     }
 
-    /// Sets the bytes that the share holds now.
+    /// Sets the number of bytes that the share holds now.
     pub fn settle(&mut self, held: u64) {
         if held != self.held {
             let budget = self.budget;
@@ -274,7 +274,7 @@ impl Share {
 struct Refusal {
     limit: Option<u64>,
     held: u128,
-    /// The bytes that other holders would have to free.
+    /// The number of bytes that other holders would have to free.
     lacking: u64,
 }
 
@@ -283,10 +283,10 @@ impl Refusal {
         let Self { limit, held, .. } = self;
         let message = match limit {
             _ if bytes == u64::MAX => String::from("the buffers would have 2^64 bytes or more"),
-            None => format!("{held} bytes are held, and {bytes} more are 2^64 bytes or more"),
+            None => format!("{held} bytes are held; {bytes} more would make 2^64 bytes or more"),
             Some(limit) => format!(
-                "the memory budget is {limit} bytes, {held} are held, and this one needs {bytes} more; \
-                 free a cache, clear one with `release` set, without which it keeps its buffers, or raise \
+                "the memory budget is {limit} bytes, {held} are held, and this call needs {bytes} more; \
+                 free a cache, clear one with `release` set (otherwise it keeps its buffers), or raise \
                  the budget"
             ),
         };

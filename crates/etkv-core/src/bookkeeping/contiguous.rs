@@ -1,5 +1,5 @@
-//! One growing sequence. Position `p` lies in slot `p`, so a length is enough to describe it. Layers with a
-//! sliding window drop positions at the front and move their rows.
+//! One growing sequence. Position `p` is in slot `p`, so its length describes it. Layers with a sliding window drop
+//! early positions and move their rows.
 
 mod state;
 
@@ -10,22 +10,21 @@ use super::mask_runs::{mask_len, MaskRuns};
 use super::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use crate::error::{fail, Result};
 
-/// The length of one sequence of at most `capacity` positions, and the positions that its layer
-/// groups still hold.
+/// The length of one sequence of at most `capacity` positions, and the positions that its layer groups have dropped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContiguousBookkeeping {
     capacity: i32,
     length: i32,
     groups: Vec<LayerGroup>,
-    /// Counts changes, so that a stale plan can be detected.
+    /// A counter of changes, to detect stale plans.
     changes: u64,
 }
 
-/// The layers of one policy.
+/// The layers that share a policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct LayerGroup {
     window: Option<Window>,
-    /// Dropped positions, between the sinks and the held positions.
+    /// The number of dropped positions, which follow the sinks.
     dropped: i32,
 }
 
@@ -38,15 +37,15 @@ enum Sight {
     Windows,
 }
 
-/// The positions that a step writes and reads. [`ContiguousBookkeeping::plan`] returns it and changes
-/// nothing. [`ContiguousBookkeeping::commit`] applies it, unless the sequence has changed in between.
+/// The positions that a step writes and reads. [`ContiguousBookkeeping::plan`] computes it without changing the
+/// sequence, and [`ContiguousBookkeeping::commit`] applies it, unless the sequence has changed in between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ContiguousPlan {
-    /// The step's first position.
+    /// The first position of the step.
     pub start: i32,
     /// The last position plus 1: the length after the step.
     pub end: i32,
-    /// The length before the step. If it is more than `start`, the step rewinds.
+    /// The length before the step. If it is greater than `start`, the step rewinds.
     pub length: i32,
     changes: u64,
 }
@@ -71,17 +70,17 @@ impl ContiguousBookkeeping {
         Self { capacity, length: 0, groups, changes: 0 }
     }
 
-    /// Returns the maximum number of positions that the sequence holds.
+    /// Returns the maximum number of positions of the sequence.
     pub fn capacity(&self) -> i32 {
         self.capacity
     }
 
-    /// Returns the number of positions that the sequence holds.
+    /// Returns the number of positions of the sequence.
     pub fn length(&self) -> i32 {
         self.length
     }
 
-    /// Returns the number of positions that one layer group promises to hold.
+    /// Returns the number of positions that a layer group guarantees to keep.
     ///
     /// # Panics
     /// If the layer group does not exist.
@@ -94,23 +93,21 @@ impl ContiguousBookkeeping {
         n >= 0 && n <= self.capacity - self.length
     }
 
-    /// Returns the least length other than 0 that the sequence can be rewound to: every layer group
-    /// still holds all that a query there sees.
+    /// Returns the least length, other than 0, to which the sequence can be rewound: every layer group still has all
+    /// positions that a query there sees.
     pub fn rewindable_to(&self) -> i32 {
         self.groups.iter().map(LayerGroup::rewindable_to).max().unwrap_or(0)
     }
 
-    /// Plans a step for tokens at these positions. They are consecutive, and the first is at most
-    /// the length. At the length the step appends. Below it, the step first rewinds to that
-    /// position.
+    /// Plans a step for tokens at these positions. They must be consecutive, and the first is at most the length. If
+    /// it is the length, the step appends. If it is less, the step first rewinds to it.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): there are no tokens.
-    /// - [`Position`](crate::Status::Position): a negative position, a gap after
-    ///   the sequence, positions that are not consecutive, or a rewind below
-    ///   [`rewindable_to`](Self::rewindable_to).
-    /// - [`Capacity`](crate::Status::Capacity): the positions end past the capacity, are more than window
-    ///   layer groups take in a step, or need a mask with more elements than an array can have.
+    /// - [`Position`](crate::Status::Position): a position is negative, there is a gap after the sequence, the
+    ///   positions are not consecutive, or a rewind would go below [`rewindable_to`](Self::rewindable_to).
+    /// - [`Capacity`](crate::Status::Capacity): the positions end after the capacity, there are more than layer
+    ///   groups with windows accept in a step, or a mask would have more elements than an array can have.
     pub fn plan(&self, positions: &[i32]) -> Result<ContiguousPlan> {
         let Some(&start) = positions.first() else {
             fail!(InvalidArgument, "a step needs at least 1 token");
@@ -147,7 +144,7 @@ impl ContiguousBookkeeping {
         if start < self.length {
             self.check_rewind(start)?;
         }
-        // `end` is at most `capacity`, an i32.
+        // `end` is at most `capacity`, which is an i32.
         let plan =
             ContiguousPlan { start, end: end as i32, length: self.length, changes: self.changes };
         for (group, state) in self.groups.iter().enumerate() {
@@ -162,12 +159,11 @@ impl ContiguousBookkeeping {
         Ok(plan)
     }
 
-    /// Returns the slots of one layer group that a plan writes and reads. The plan is not stale. Layer groups
-    /// are numbered from 0 in the order that [`new`](Self::new) got them in.
+    /// Returns the slots of one layer group that a plan writes and reads. The plan must not be stale. Layer groups
+    /// have the numbers of their order in [`new`](Self::new).
     ///
     /// # Panics
-    /// If the layer group does not exist. [`used`](Self::used) and [`displaced`](Self::displaced) panic as
-    /// well.
+    /// If the layer group does not exist, as in [`used`](Self::used) and [`displaced`](Self::displaced).
     pub fn group(&self, group: usize, plan: &ContiguousPlan) -> Result<LayerGroupPlan> {
         let dropped = self.dropped(group, plan);
         let write = Slots::Run(plan.start - dropped..plan.end - dropped);
@@ -188,7 +184,7 @@ impl ContiguousBookkeeping {
         (0..self.groups.len()).map(|group| self.group(group, plan))
     }
 
-    /// Returns the slots of a layer group that a plan reads, and the mask of its queries.
+    /// Returns the slots that a plan reads in a layer group, and the mask of its queries.
     fn read(&self, group: usize, plan: &ContiguousPlan) -> (Range<i32>, Sight) {
         let end = plan.end - self.dropped(group, plan);
         let causal = if plan.n_tokens() == 1 { Sight::All } else { Sight::Causal };
@@ -202,13 +198,13 @@ impl ContiguousBookkeeping {
             return (0..end, Sight::Windows);
         }
         let first = window.first_seen(plan.start);
-        // All queries of a chunk see it from its beginning.
+        // If all queries are in one chunk, they see it from its start.
         let is_shared = first == window.first_seen(plan.end - 1);
         let sight = if is_shared { causal } else { Sight::Windows };
         (first - self.dropped(group, plan)..end, sight)
     }
 
-    /// Returns the mask of a window over the slots in `read`.
+    /// Returns the mask of windows over the slots in `read`.
     fn windows(&self, group: usize, plan: &ContiguousPlan, read: &Range<i32>) -> Result<MaskRuns> {
         let dropped = self.dropped(group, plan);
         let mut mask = MaskRuns::new(plan.n_tokens() as usize, read.len())?;
@@ -216,7 +212,7 @@ impl ContiguousBookkeeping {
             return Ok(mask);
         };
         for position in plan.start..plan.end {
-            // With sinks, slots are read from 0 on.
+            // If there are sinks, slots are read from 0 on.
             mask.see(0..window.sinks().min(position + 1))?;
             let seen = window.first_seen(position).max(window.sinks());
             let slot = |position: i32| position - dropped - read.start;
@@ -226,7 +222,7 @@ impl ContiguousBookkeeping {
         Ok(mask)
     }
 
-    /// Returns the slots of one layer group whose current rows a plan overwrites. The plan is not stale.
+    /// Returns the slots of one layer group whose current rows a plan overwrites. The plan must not be stale.
     ///
     /// # Panics
     /// If the layer group does not exist.
@@ -236,7 +232,8 @@ impl ContiguousBookkeeping {
         positions.start - dropped..positions.end - dropped
     }
 
-    /// A step from 0 on uses the slots from the front.
+    /// Returns the number of dropped positions in a plan's step. A step from position 0 starts again without dropped
+    /// ones.
     fn dropped(&self, group: usize, plan: &ContiguousPlan) -> i32 {
         if plan.start == 0 {
             0
@@ -245,12 +242,12 @@ impl ContiguousBookkeeping {
         }
     }
 
-    /// Applies a plan: the sequence then ends where its step ends. Layer groups without room for another step
-    /// drop the positions that they no longer need. Returns the moves of their rows.
+    /// Applies a plan: the sequence then ends where the step ends. Layer groups without room for another step drop
+    /// the positions that they no longer need. Returns the moves of rows.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) for a stale plan: another plan was committed after this one was made, or
-    /// the sequence was rewound or cleared. Nothing has changed.
+    /// [`Step`](crate::Status::Step) for a stale plan: after it was computed, another plan was committed, or the
+    /// sequence was rewound or cleared. Nothing has changed.
     pub fn commit(&mut self, plan: &ContiguousPlan) -> Result<Vec<Move>> {
         if plan.changes != self.changes {
             fail!(
@@ -328,7 +325,7 @@ impl LayerGroup {
         }
     }
 
-    /// Drops the positions that a sequence of `length` no longer needs, if the layer group is full.
+    /// Drops the positions that a sequence of `length` positions no longer needs, if the layer group is full.
     fn slide(&mut self, length: i32) -> Option<Move> {
         let window = self.window.filter(|window| window.is_full(length - self.dropped))?;
         let first = window.first_needed(length).max(window.sinks());

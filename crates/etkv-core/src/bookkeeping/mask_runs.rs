@@ -7,19 +7,19 @@ use crate::error::{fail, Error, Result, Status};
 /// The maximum number of elements of a mask. Arrays count elements in 32 bits.
 const MAX_MASK: usize = i32::MAX as usize;
 
-/// The slots that each query of a step sees, among those that the step reads. They are usually a few long
-/// runs. A backend skips the gaps between runs, or makes an array from them.
+/// The slots that each query of a step sees, among those that the step reads. They are usually a few long runs. A
+/// backend either skips the gaps between runs or creates an array from them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MaskRuns {
     n_slots: usize,
     /// The runs of all queries, one query after the other.
     runs: Vec<Range<u32>>,
-    /// For each query, where its runs end.
+    /// The index in `runs` at which each query's runs end.
     ends: Vec<u32>,
 }
 
 impl MaskRuns {
-    /// Returns a mask without queries; `n_tokens` queries are added later. They read `n_slots` slots.
+    /// Returns a mask of `n_tokens` queries over `n_slots` slots. The queries are added later.
     ///
     /// # Errors
     /// Those of [`mask_len`]; [`Backend`](Status::Backend) if memory is lacking.
@@ -32,11 +32,11 @@ impl MaskRuns {
         Ok(made)
     }
 
-    /// Adds slots that the next query sees, in any order; the same slot may be added twice. The first slot
-    /// that is read is 0.
+    /// Adds slots that the next query sees, in any order. Slots may be added twice. They are numbered from the first
+    /// slot that is read.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if memory is lacking, [`Internal`](Status::Internal) for slots that are
+    /// [`Backend`](Status::Backend) if there is too little memory, [`Internal`](Status::Internal) for slots that are
     /// not read.
     pub(crate) fn see(&mut self, slots: Range<i32>) -> Result<()> {
         if slots.is_empty() {
@@ -60,7 +60,7 @@ impl MaskRuns {
         Ok(())
     }
 
-    /// Ends the next query: it sees the slots that were added.
+    /// Ends the next query, which sees the slots that were added.
     pub(crate) fn end_query(&mut self) {
         let begin = self.begin();
         let own = &mut self.runs[begin..];
@@ -81,7 +81,7 @@ impl MaskRuns {
         self.ends.push(self.runs.len() as u32);
     }
 
-    /// Returns where the runs of the next query begin.
+    /// Returns the index at which the runs of the next query begin.
     fn begin(&self) -> usize {
         self.ends.last().map_or(0, |&end| end as usize)
     }
@@ -96,8 +96,8 @@ impl MaskRuns {
         self.n_slots
     }
 
-    /// Returns the runs of slots that a query sees, in order, with gaps between them. The first slot that is
-    /// read is 0. A query that the mask lacks sees none.
+    /// Returns the runs of slots that a query sees, in order, with gaps between them. Slots are numbered from the
+    /// first slot that is read. A query that does not exist sees none.
     pub fn runs(&self, query: usize) -> &[Range<u32>] {
         let start =
             query.checked_sub(1).and_then(|before| self.ends.get(before)).map_or(0, |end| *end);
@@ -105,8 +105,7 @@ impl MaskRuns {
         &self.runs[start as usize..stop as usize]
     }
 
-    /// Returns the runs of all queries, one query after the other, and for each query where its runs
-    /// end.
+    /// Returns the runs of all queries, one query after the other, and the index at which each query's runs end.
     pub fn all(&self) -> (&[Range<u32>], &[u32]) {
         (&self.runs, &self.ends)
     }
@@ -146,7 +145,7 @@ fn lacking(n_tokens: usize, n_slots: usize) -> Error {
     )
 }
 
-/// Returns the elements of the mask of `n_tokens` queries over `width` slots.
+/// Returns the number of elements of the mask of `n_tokens` queries over `width` slots.
 ///
 /// # Errors
 /// [`Capacity`](Status::Capacity) if no array can have that many elements.
@@ -156,7 +155,7 @@ pub(crate) fn mask_len(n_tokens: usize, width: usize) -> Result<usize> {
         _ => fail!(
             Capacity,
             "a step of {n_tokens} tokens that reads {width} slots takes a mask of \
-             {n_tokens} x {width} elements, the most are {MAX_MASK}: take fewer tokens at a time"
+             {n_tokens} x {width} elements, the most is {MAX_MASK}: take fewer tokens at a time"
         ),
     }
 }

@@ -1,7 +1,7 @@
-//! Bookkeeping: which position lies in which slot. Integers only.
+//! Bookkeeping, in integers only: the slot of each position.
 //!
-//! This module knows no arrays, formats or layers. A cache asks for a plan, writes and reads its pools by the
-//! plan, and commits it.
+//! This module has no notion of arrays, formats or layers. A cache requests a plan, writes and reads its buffers
+//! accordingly, and commits the plan.
 
 mod cells;
 mod contiguous;

@@ -1,14 +1,14 @@
-//! What a step does to the slots of one layer group: integers that a cache passes to its pools.
+//! The effect of a step on the slots of one layer group: integers that a cache passes to its store.
 //!
-//! A *layer group* is the layers of one policy. They keep the same positions in the same
-//! slots, so they share one plan and one mask.
+//! A *layer group* consists of the layers that share a policy. They keep the same positions in the same slots, so
+//! they share one plan and one mask.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::MaskRuns;
 
-/// Slots that rows are written to, read from or moved to.
+/// Slots, as the target or source of writes, reads and moves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Slots {
     /// One run of slots.
@@ -42,7 +42,7 @@ impl Slots {
         self.len() == 0
     }
 
-    /// Returns the last slot plus 1, or 0 without slots.
+    /// Returns the last slot plus 1, or 0 if there are no slots.
     pub fn end(&self) -> i32 {
         match self {
             Self::Run(run) => run.end,
@@ -78,10 +78,10 @@ pub enum MaskPlan {
     Explicit(Arc<MaskRuns>),
 }
 
-/// What a step does to the slots of one layer group.
+/// The effect of a step on the slots of one layer group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerGroupPlan {
-    /// The slots for the rows of the step's tokens, in their order.
+    /// The slots for the rows of the step's tokens, in the order of the tokens.
     pub write: Slots,
     /// The slots that attention reads.
     pub read: Range<i32>,
@@ -96,11 +96,10 @@ impl LayerGroupPlan {
     }
 }
 
-/// Rows of one layer group that move to other slots. The two lists may overlap. Each names a slot
-/// once.
+/// Rows of one layer group that move to other slots. The two lists may overlap. Each slot occurs once in each list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Move {
-    /// The layer group's number.
+    /// The number of the layer group.
     pub group: usize,
     /// The current slots.
     pub from: Slots,

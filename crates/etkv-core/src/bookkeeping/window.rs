@@ -1,14 +1,14 @@
-//! Windows, which slide or are chunks: what a query sees of a sequence, and how many positions a layer keeps
-//! so that the last step can be rolled back.
+//! Windows that slide, and chunks: the positions that a query sees, and the number of positions that a layer keeps so
+//! that the last step can be rolled back.
 
 use crate::error::{fail, Result};
 use crate::growth::Growth;
 
-/// The window of a layer, and the slots that one sequence takes in it.
+/// The window of a layer, and the slots that it needs for one sequence.
 ///
-/// Rows are appended, so a window is one run of slots, which attention reads fastest. When another step may
-/// not fit, the rows that are still needed move to the front, at the end of a step and never within one. They
-/// are the window and `max_step_tokens` more positions, so that a step of that many tokens can be rewound.
+/// Rows are appended, so a window is one run of slots, which attention reads fastest. If another step might not fit,
+/// the rows that are still needed move to the first slots, at the end of a step and never within one. They are the
+/// rows of the window and of `max_step_tokens` more positions, so that a step of that many tokens can be rolled back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Window {
     window: i32,
@@ -20,20 +20,20 @@ pub struct Window {
 }
 
 impl Window {
-    /// Returns a window of at least 1 position with at least 0 sinks, for steps of at most
+    /// Returns a window of `window` positions, at least 1, with `sinks` sinks, at least 0, for steps of at most
     /// `max_step_tokens` tokens and sequences of at most `capacity` positions.
     pub fn new(window: i32, sinks: i32, max_step_tokens: i32, capacity: i32) -> Self {
         let (wide, step) = (i64::from(window), i64::from(max_step_tokens));
-        // Moving a window copies it, at most once every `room` tokens.
+        // A move copies the window, and there is at most one for every `room` tokens.
         let room = step.max(wide / 4);
         let slots = i64::from(sinks) + wide - 1 + 2 * step + room;
-        // The minimum with `capacity`, an i32, is an i32.
+        // At most `capacity`, which is an i32.
         let slots = slots.min(i64::from(capacity)) as i32;
         Self { window, sinks, is_chunk: false, max_step_tokens, slots, capacity }
     }
 
-    /// Returns a window that begins at each multiple of `chunk`, at least 1: a query sees the positions of its
-    /// own chunk. The other arguments are those of [`new`](Self::new).
+    /// Returns a window that begins at each multiple of `chunk`, at least 1: a query sees the positions of its own
+    /// chunk. The other arguments are those of [`new`](Self::new).
     pub fn chunked(chunk: i32, max_step_tokens: i32, capacity: i32) -> Self {
         Self { is_chunk: true, ..Self::new(chunk, 0, max_step_tokens, capacity) }
     }
@@ -48,7 +48,7 @@ impl Window {
         self.max_step_tokens
     }
 
-    /// Returns the number of sinks: positions at the front that every query sees.
+    /// Returns the number of sinks: first positions that every query sees.
     pub fn sinks(&self) -> i32 {
         self.sinks
     }
@@ -78,7 +78,7 @@ impl Window {
         Ok(())
     }
 
-    /// Returns the first position that a query at `position` sees, not counting the sinks.
+    /// Returns the first position that a query at `position` sees, apart from the sinks.
     pub fn first_seen(&self, position: i32) -> i32 {
         if self.is_chunk {
             position - position % self.window
@@ -87,18 +87,18 @@ impl Window {
         }
     }
 
-    /// Returns the first position that a sequence of `next` positions still needs, not counting the sinks.
+    /// Returns the first position that a sequence of `next` positions still needs, apart from the sinks.
     pub fn first_needed(&self, next: i32) -> i32 {
         self.first_seen((next - self.max_step_tokens).max(0))
     }
 
-    /// Returns the least length that a sequence can be rewound to if positions below `first_held`, other than
-    /// the sinks, are dropped.
+    /// Returns the least length to which a sequence can be rewound if positions below `first_held`, except the sinks,
+    /// are dropped.
     pub fn rewindable_to(&self, first_held: i32) -> i32 {
         if first_held <= self.sinks {
             0
         } else if self.is_chunk {
-            // The next chunk sees nothing that is dropped.
+            // A query in the next chunk sees no dropped positions.
             let chunks = i64::from(first_held) + i64::from(self.window) - 1;
             i32::try_from(chunks - chunks % i64::from(self.window)).unwrap_or(i32::MAX)
         } else {
@@ -106,15 +106,15 @@ impl Window {
         }
     }
 
-    /// Returns the number of positions that a sequence of `length` is promised to hold.
+    /// Returns the number of positions that are guaranteed to be kept of a sequence of `length` positions.
     pub fn held(&self, length: i32) -> i32 {
         let dropped = if self.slides() { self.first_needed(length) - self.sinks } else { 0 };
         length - dropped.max(0)
     }
 
-    /// Returns the slots that are allocated when one sequence has grown to `length`.
+    /// Returns the number of slots that are allocated when one sequence has grown to `length`.
     pub fn allocated(&self, growth: Growth, length: i32) -> i32 {
-        // From here on the window slides and uses all of its slots in turn.
+        // When it is full, the window slides and uses all of its slots.
         growth.slots(if self.is_full(length) { self.slots } else { length }, self.slots)
     }
 }

@@ -23,8 +23,8 @@ fn shares_end_at_the_limit() {
     let error = a.reserve(1).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the memory budget is 300 bytes, 300 are held, and this one needs 1 more; free a cache, clear one with \
-         `release` set, without which it keeps its buffers, or raise the budget"
+        "the memory budget is 300 bytes, 300 are held, and this call needs 1 more; free a cache, clear one with \
+         `release` set (otherwise it keeps its buffers), or raise the budget"
     );
     assert!(MemoryBudget::is_refusal(&error.at("layer 1")));
     assert!(!MemoryBudget::is_refusal(&Error::new(
@@ -55,11 +55,8 @@ fn what_no_memory_can_hold_is_refused_and_forgets_no_one() {
     assert!(a.reserve(u64::MAX).unwrap_err().message().contains("2^64"));
     a.reserve(7).unwrap();
     let error = b.reserve(u64::MAX - 1).unwrap_err();
-    assert!(
-        error.message().starts_with("7 bytes are held, and 18446744073709551614 more"),
-        "{error}"
-    );
-    // A share that counts without being refused is settled as well.
+    assert!(error.message().starts_with("7 bytes are held; 18446744073709551614 more"), "{error}");
+    // A share whose reservation could not be refused is settled as well.
     b.settle(u64::MAX);
     assert_eq!(BUDGET.report().held, u64::MAX);
     drop(b);
@@ -92,7 +89,7 @@ fn holders_are_told() {
     assert_eq!(told(), (0, vec![prefixes]));
 }
 
-/// Frees a share, a part at a time, and remembers what it was asked for.
+/// A holder that frees its share in parts, and records the numbers of bytes it was called with.
 struct Idle {
     share: Mutex<Share>,
     part: u64,
@@ -118,7 +115,7 @@ impl Reclaim for Idle {
         let freed = self.part.min(share.held);
         let left = share.held - freed;
         share.settle(left);
-        // It does not fit, and calls no reclaimer: this one would wait for its own lock.
+        // This does not fit, but calls no reclaimer: the reclaimer would wait for its own lock.
         assert!(share.reserve(1 << 20).is_err());
         freed
     }
@@ -139,21 +136,21 @@ fn reclaimers_are_asked_in_order_before_a_refusal() {
     let mut cache = share(&BUDGET);
     cache.reserve(400).unwrap();
     assert_eq!((prefixes.asked(), host.asked()), (0, 0));
-    // The first one frees enough.
+    // The first reclaimer frees enough.
     cache.reserve(60).unwrap();
     assert_eq!((prefixes.asked(), host.asked()), (60, 0));
-    // The first one does not free enough: 40 are free, 250 are needed.
+    // The first reclaimer does not free enough: 40 bytes are free, 250 are needed.
     cache.reserve(250).unwrap();
     assert_eq!((prefixes.asked(), host.asked()), (210, 110));
     // A reservation above the limit calls no reclaimer.
     cache.reserve(1001).unwrap_err();
     assert_eq!((prefixes.asked(), host.asked()), (0, 0));
-    // Anything that still does not fit is refused.
+    // A reservation that still does not fit is refused.
     let held = BUDGET.report().held;
     let error = cache.reserve(900).unwrap_err();
     assert_eq!(prefixes.asked(), 900 - (1000 - held));
     assert!(error.message().contains("710 are held"), "{error}");
-    // A dropped reclaimer is forgotten.
+    // A dropped reclaimer is no longer called.
     drop((prefixes, host));
     cache.reserve(900).unwrap_err();
 }

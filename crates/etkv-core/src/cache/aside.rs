@@ -1,9 +1,9 @@
 //! An open step that waits for its host's next call.
 
-/// Which step is open, and whether it was set aside.
+/// The step that was set aside, if one waits.
 #[derive(Debug, Default)]
 pub struct SetAsideStep {
-    /// The number of the last step that was set aside; numbers are unique.
+    /// The number of the last step that was set aside. Numbers are unique.
     number: u64,
     waits: bool,
 }
@@ -26,7 +26,7 @@ impl SetAsideStep {
         self.waits
     }
 
-    /// Forgets the step, which has ended or was resumed. Returns whether it was waiting.
+    /// Ends the waiting of a step that has ended or was resumed. Returns whether a step was waiting.
     pub fn end(&mut self) -> bool {
         std::mem::take(&mut self.waits)
     }

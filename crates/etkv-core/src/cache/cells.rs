@@ -25,10 +25,10 @@ use crate::spec::Placement;
 use crate::store::{RecurrentWork, Spec, Store};
 use crate::watch::TARGET;
 
-/// A committed step whose values are not read yet.
+/// A committed step whose values have not been read yet.
 struct UnreadStep {
     added: AddedStep,
-    /// Whether the step after it has begun.
+    /// Whether the next step has begun.
     followed: bool,
 }
 
@@ -38,7 +38,7 @@ pub struct CellsCache<S: Store> {
     book: CellsBookkeeping,
     storage: Storage<S>,
     open: bool,
-    /// The bookkeeping before a step that rewinds the only sequence.
+    /// The bookkeeping before the open step, if that step rewinds the only sequence.
     before: Option<Box<CellsBookkeeping>>,
     aside: SetAsideStep,
     unread: Option<UnreadStep>,
@@ -69,8 +69,8 @@ impl<S: Store> CellsCache<S> {
         Self::of_kind(Self::TREE, config)
     }
 
-    /// Returns an empty cache of kind [`CONTIGUOUS`](Self::CONTIGUOUS): one sequence. A model with recurrent
-    /// layers has it in cells, because a checkpoint owns rows as a sequence does.
+    /// Returns an empty cache of kind [`CONTIGUOUS`](Self::CONTIGUOUS), with one sequence. Models with recurrent
+    /// layers need cells for it, because a checkpoint owns rows as a sequence does.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -90,12 +90,12 @@ impl<S: Store> CellsCache<S> {
         Ok(Self { kind, book, storage, open: false, before: None, aside, unread: None, passed })
     }
 
-    /// Returns whether the cache holds one sequence, whose steps may rewind it.
+    /// Returns whether the cache has only one sequence, which steps may rewind.
     fn is_single(&self) -> bool {
         self.kind == Self::CONTIGUOUS
     }
 
-    /// Rewinds the only sequence to the first position of a step, if it is longer. An abort restores it.
+    /// Rewinds the only sequence to the first position of a step, if it is longer. An abort undoes this.
     fn rewind_for(&mut self, positions: &[i32]) -> Result<()> {
         let (Some(&first), next) = (positions.first(), self.book.seq_next(0)?) else {
             return Ok(());
@@ -105,13 +105,13 @@ impl<S: Store> CellsCache<S> {
         }
         let before = Box::new(self.book.clone());
         self.book.rewind(first)?;
-        // They may be of the text that begins with this step.
+        // The marks may belong to the text that begins with this step.
         self.book.keep_marks(&before);
         self.before = Some(before);
         Ok(())
     }
 
-    /// Drops checkpoints, the least useful first, until the budget has room for a step. Returns whether it has.
+    /// Drops checkpoints, the least useful first, until the budget has room for a step. Returns whether it has room.
     fn reserve_without_checkpoints(&mut self, positions: &[i32]) -> bool {
         while self.book.drop_checkpoint() {
             if self.book.plan(positions).is_err() {
@@ -156,7 +156,7 @@ impl<S: Store> CellsCache<S> {
         self.book.plan(positions)?;
         if let Err(error) = self.storage.reserve_for(self.book.plans()) {
             self.book.abort();
-            // Checkpoints give way to a step, if that is enough.
+            // Drops checkpoints if that makes room for the step.
             let spared = self.book.clone();
             if !self.reserve_without_checkpoints(positions) {
                 self.book = spared;
@@ -174,31 +174,31 @@ impl<S: Store> CellsCache<S> {
         Ok(())
     }
 
-    /// Returns the bookkeeping for a change. Rolls back a step that was set aside, and reads the values of
-    /// the step before.
+    /// Returns the bookkeeping for a change. First rolls back a step that was set aside, and reads the values of the
+    /// previous step.
     fn changing(&mut self) -> Result<&mut CellsBookkeeping> {
         self.settle()?;
         Ok(&mut self.book)
     }
 
-    /// Returns the bookkeeping for a declaration. Rolls back a step that was set aside.
+    /// Returns the bookkeeping for a declaration. First rolls back a step that was set aside.
     fn declaring(&mut self) -> &mut CellsBookkeeping {
         self.drop_aside();
         &mut self.book
     }
 
-    /// Rolls back a step that was set aside. Then reads the values of the step that was committed unread, so
-    /// that nothing builds on values that would be undone.
+    /// Rolls back a step that was set aside. Then reads the values of the step that was committed unread, because a
+    /// change must not depend on values that may be undone.
     fn settle(&mut self) -> Result<()> {
         self.drop_aside();
-        // While a step is open, the call is refused. The commit of that step reads the values.
+        // If a step is open, its commit reads the values, and the current call is refused later.
         if self.open {
             return Ok(());
         }
         self.check_before()
     }
 
-    /// Reads the values of the step that was committed unread, for a call that did not write them.
+    /// Reads the values of the step that was committed unread, in a call that did not write them.
     fn check_before(&mut self) -> Result<()> {
         self.check_unread().map_err(|error| error.at("the previous step is undone"))
     }
@@ -212,7 +212,7 @@ impl<S: Store> CellsCache<S> {
         }
     }
 
-    /// The positions that count for `quantized_kv_start`; candidates do not count.
+    /// The number of positions that count for `quantized_kv_start`. Candidates do not count.
     fn counted(&self) -> i32 {
         self.book.length() - self.book.candidates()
     }
@@ -282,8 +282,8 @@ impl<S: Store> Cache for CellsCache<S> {
         if self.open {
             fail!(Step, "cannot clear the cache in the middle of a step");
         }
-        // The positions are removed in either case. Buffers may stay, so no value may stay that a mask cannot
-        // hide.
+        // The positions are removed in either case. Buffers may remain, and values that are not finite must not,
+        // because a mask cannot hide them.
         let _ = self.check_unread();
         self.storage.clear(release)?;
         self.book.clear();
@@ -320,7 +320,7 @@ impl<S: Store> Cache for CellsCache<S> {
             })
         };
         let sequences = book.sequences().into_iter().map(of);
-        // Live sequences can be asked for it, so this does not fail.
+        // This cannot fail for sequences that exist.
         let sequences = sequences.collect::<Result<_>>().unwrap_or_default();
         self.storage.report(CacheReport { sequences, ..CacheReport::of(self) })
     }
@@ -480,7 +480,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
 
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
         self.drop_aside();
-        // The first step after it may begin before the values are read: its commit reads them.
+        // The first step after an unread one may begin before the values are read. Its commit reads them.
         let follows = match &mut self.unread {
             Some(unread) if !self.open => !std::mem::replace(&mut unread.followed, true),
             _ => false,
@@ -586,7 +586,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
         };
         let checked = self.storage.check_unread();
         if checked.is_err() {
-            // The open step has read values that are now undone.
+            // The open step has read values that are undone now.
             self.drop_aside();
             self.abort();
             // No step is open now, so this cannot be refused.

@@ -25,7 +25,7 @@ pub struct ContiguousCache<S: Store> {
     storage: Storage<S>,
     step: Option<ContiguousPlan>,
     aside: SetAsideStep,
-    /// The open step's plan for each layer group, made once for all of its layers.
+    /// The open step's plan for each layer group, computed once for all layers of the group.
     plans: Vec<LayerGroupPlan>,
     passed: PassedLimits,
 }
@@ -34,11 +34,11 @@ impl<S: Store> ContiguousCache<S> {
     /// The name of this kind.
     pub const KIND: &'static str = "contiguous";
 
-    /// Returns an empty cache. It allocates as positions are added, unless the config says otherwise.
+    /// Returns an empty cache. It allocates as positions are added, unless the config requests it upfront.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for an invalid config, and for recurrent layers, which
-    /// [`CellsCache::contiguous`](crate::CellsCache::contiguous) has.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for an invalid config, and for recurrent layers, for which
+    /// there is [`CellsCache::contiguous`](crate::CellsCache::contiguous).
     pub fn new(config: CacheConfig) -> Result<Self> {
         config.validate()?;
         if !config.recurrent_layers.is_empty() {
@@ -157,7 +157,7 @@ impl<S: Store> Cache for ContiguousCache<S> {
                 "a contiguous cache with window layers makes no checkpoints; use kind seq or tree"
             );
         }
-        // Nothing is ever dropped.
+        // Without windows, no position is ever dropped.
         Ok(position)
     }
 

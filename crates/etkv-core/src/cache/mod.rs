@@ -1,8 +1,8 @@
-//! Caches: bookkeeping and a backend's store, with two faces.
+//! Caches, which combine bookkeeping and a backend's store, and their faces.
 //!
-//! A runner controls a [`Cache`], with integers. [`SeqCache`] and [`TreeCache`] add the calls for several
-//! sequences and for candidates. A program's `update_and_attend` drives an [`AttendCache`], with the tensors
-//! of its backend. One object has both faces.
+//! A runner controls a [`Cache`], with integers. [`SeqCache`] and [`TreeCache`] add calls for several sequences and
+//! for candidates. A program's `update_and_attend` uses an [`AttendCache`], with tensors of the backend. A cache
+//! object has all of these faces.
 
 mod aside;
 mod cells;
@@ -27,11 +27,11 @@ use crate::snapshot::SaveCache;
 use crate::spec::Placement;
 use crate::store::{RecurrentWork, Spec, Store};
 
-/// The tokens before the end of a prompt where a chat's next request often parts from it already: templates
-/// write the beginning of an answer in one way and the answer itself in another.
+/// The number of tokens before the end of a prompt where the chat's next request may already differ: some templates
+/// format the start of an answer in one way and the finished answer in another.
 const TURN_MARGIN: i32 = 16;
 
-/// Marks the end of a prompt and the place a little before it, with `mark`.
+/// Calls `mark` for the end of a prompt and a position a little before it.
 fn mark_end(end: i32, mark: &mut dyn FnMut(i32) -> Result<i32>) -> Result<()> {
     for position in [end - TURN_MARGIN, end] {
         unless_passed(mark(position.max(0)))?;
@@ -39,7 +39,7 @@ fn mark_end(end: i32, mark: &mut dyn FnMut(i32) -> Result<i32>) -> Result<()> {
     Ok(())
 }
 
-/// Ignores the refusal of a mark that lies where the text cannot go back any more.
+/// Ignores the refusal of a mark at a position to which the text can no longer be rewound.
 fn unless_passed(marked: Result<i32>) -> Result<()> {
     match marked {
         Err(error) if error.status() == Status::Position => Ok(()),
@@ -49,32 +49,32 @@ fn unless_passed(marked: Result<i32>) -> Result<()> {
 
 /// The runner's face of a cache.
 pub trait Cache: Send {
-    /// Returns the name of the kind, which sessions use.
+    /// Returns the name of the kind, as used to create sessions.
     fn kind(&self) -> &str;
 
     /// Returns the config that the cache was created with.
     fn config(&self) -> &CacheConfig;
 
-    /// Returns the maximum number of positions that the cache holds.
+    /// Returns the maximum number of positions of the cache.
     fn capacity(&self) -> i32;
 
-    /// Returns the limits on which the programs of the cache depend and which its capacity exceeds, in
-    /// ascending order. Rows written under other limits belong to another model: a rotary embedding with
-    /// factors for long texts rotated them by other angles.
+    /// Returns the limits that the programs of the cache depend on and its capacity exceeds, in ascending order. For
+    /// example, a rotary embedding may have other factors for long texts. Rows that were written without such a limit
+    /// belong to another model, because they were rotated by other angles.
     fn passed_limits(&self) -> &[i32] {
         &[]
     }
 
-    /// Notes that the capacity exceeds a limit, for [`passed_limits`](Self::passed_limits). A program does so
-    /// when it is loaded.
+    /// Adds a limit to [`passed_limits`](Self::passed_limits). A program calls this when it is loaded, if the
+    /// capacity exceeds one of its limits.
     ///
     /// # Errors
-    /// [`Kind`](crate::Status::Kind) if the limit is new and the cache holds rows.
+    /// [`Kind`](crate::Status::Kind) if the limit is new and the cache has rows.
     fn pass_limit(&mut self, _limit: i32) -> Result<()> {
         Ok(())
     }
 
-    /// Returns the number of positions held. A position that several sequences share counts once.
+    /// Returns the number of positions in the cache. A position that several sequences share counts once.
     fn length(&self) -> i32;
 
     /// Returns the position of the next token of the only sequence.
@@ -88,36 +88,35 @@ pub trait Cache: Send {
     /// Returns whether `n` more positions fit; false for a negative `n`.
     fn can_extend(&self, n: i32) -> bool;
 
-    /// Removes every position, and frees the buffers if `release`. The cache is then like a new one:
-    /// conversions are undone as well. Freed buffers are allocated again with the next step, whatever the
-    /// growth.
+    /// Removes every position, and frees the buffers if `release`. The cache is then like a new one: conversions are
+    /// undone as well. Freed buffers are allocated again in the next step, even if the config allocates upfront.
     ///
     /// # Errors
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Backend`](crate::Status::Backend) if memory is lacking for buffers that are allocated upfront;
+    /// - [`Backend`](crate::Status::Backend) if there is too little memory for buffers that are allocated upfront;
     ///   nothing has changed. This cannot happen with `release`.
     fn clear(&mut self, release: bool) -> Result<()>;
 
-    /// Removes the positions from `length` on of the only sequence.
+    /// Removes the positions from `length` on from the only sequence.
     ///
     /// # Errors
-    /// - [`Position`](crate::Status::Position) if `length` is negative or more than the next position; or if
-    ///   it is not 0, and it is below [`rewindable_to`](Self::rewindable_to) or the position before it was
-    ///   removed, so that the sequence could not go on there.
+    /// - [`Position`](crate::Status::Position) if `length` is negative or greater than the next position. Also if it
+    ///   is not 0 and the sequence could not continue there: it is below [`rewindable_to`](Self::rewindable_to), or
+    ///   the position before it was removed.
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
-    /// - [`Step`](crate::Status::Step) while a step is open, or if the sequence carries a tree and
-    ///   some of its positions would stay.
+    /// - [`Step`](crate::Status::Step) while a step is open, or if the sequence has a tree and some of its positions
+    ///   would stay.
     fn rewind(&mut self, length: i32) -> Result<()>;
 
-    /// Returns the least length other than 0 that the only sequence can be rewound to. Below it, window
-    /// layers have dropped what a query would see, or positions were removed.
+    /// Returns the least length, other than 0, to which the only sequence can be rewound without a checkpoint. For
+    /// lower lengths, window layers have dropped positions that a query would see, or positions were removed.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
     fn rewindable_to(&self) -> Result<i32>;
 
-    /// Returns the greatest length, at most `position`, that the only sequence can be rewound to. From
-    /// [`rewindable_to`](Self::rewindable_to) on that is every length; below it, the checkpoints and 0.
+    /// Returns the greatest length, at most `position`, to which the only sequence can be rewound. These are all
+    /// lengths from [`rewindable_to`](Self::rewindable_to) on, and below it the checkpoints and 0.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences,
@@ -130,14 +129,13 @@ pub trait Cache: Send {
         Ok(if position >= self.rewindable_to()? { position } else { 0 })
     }
 
-    /// Rewinds the only sequence to the greatest length, at most `length`, that it [can be rewound
-    /// to](Self::reachable), and returns that: a text whose first `length` tokens the cache holds goes on
-    /// there. Tokens from there to `length` run again. Where that is any, and the model has recurrent layers,
-    /// it also marks `length`, where the texts part, so that the next one that parts there runs fewer, unless
-    /// that can no longer be marked.
+    /// Rewinds the only sequence to the greatest [reachable](Self::reachable) length up to `length`, and returns it.
+    /// Use it for a text that shares its first `length` tokens with the sequence; the tokens from the result to
+    /// `length` must run again. If there are any and the model has recurrent layers, this also marks `length`, unless
+    /// it can no longer be marked. The next text that diverges there then runs fewer tokens.
     ///
     /// # Errors
-    /// Those of [`reachable`](Self::reachable) and [`rewind`](Self::rewind).
+    /// Errors of [`reachable`](Self::reachable) and [`rewind`](Self::rewind).
     fn rewind_to_reachable(&mut self, length: i32) -> Result<i32> {
         let reached = self.reachable(length)?;
         self.rewind(reached)?;
@@ -155,7 +153,7 @@ pub trait Cache: Send {
         Ok(Vec::new())
     }
 
-    /// Returns the lengths that the only sequence can be rewound to.
+    /// Returns the lengths to which the only sequence can be rewound.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
@@ -163,12 +161,12 @@ pub trait Cache: Send {
         Ok(Reach { rewindable_to: self.rewindable_to()?, checkpoints: self.checkpoints()? })
     }
 
-    /// Makes a checkpoint of the only sequence at `position`, at once if the sequence can be rewound there,
-    /// else when a step reaches it. With recurrent layers it lies at the next multiple of
-    /// [`BLOCK`](crate::bookkeeping::BLOCK) below. The least useful checkpoint makes room for it. Returns its
-    /// position; 0, which can always be reached, if the cache makes none.
+    /// Creates a checkpoint of the only sequence at `position` and returns its position. If the sequence can still be
+    /// rewound there, it is created at once, otherwise when a step reaches the position. With recurrent layers the
+    /// position is rounded down to a multiple of [`BLOCK`](crate::bookkeeping::BLOCK). If there is no room, the least
+    /// useful checkpoint is dropped. Returns 0, which is always reachable, if no checkpoint is needed.
     ///
-    /// A checkpoint is dropped with the text before it.
+    /// A checkpoint is dropped together with the text before it.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
@@ -179,12 +177,12 @@ pub trait Cache: Send {
         fail!(Unsupported, "a cache of kind `{}` makes no checkpoints", self.kind())
     }
 
-    /// Marks where the prompt of a turn will end, before the prompt runs: the next request of the chat can then
-    /// go on there, whatever the answer was. Does nothing for a model without recurrent layers, and for what
-    /// can no longer be marked.
+    /// Marks the end of a turn's prompt, before the prompt runs. The next request of the chat can then continue
+    /// there, whatever the answer was. Does nothing for a model without recurrent layers, or for positions that can
+    /// no longer be marked.
     ///
     /// # Errors
-    /// Those of [`mark`](Self::mark) but [`Position`](crate::Status::Position).
+    /// Errors of [`mark`](Self::mark), except [`Position`](crate::Status::Position).
     fn mark_turn(&mut self, end: i32) -> Result<()> {
         if self.config().recurrent_layers.is_empty() {
             return Ok(());
@@ -200,8 +198,8 @@ pub trait Cache: Send {
         CacheReport::of(self)
     }
 
-    /// Returns the cache's number in [`MemoryBudget::holders`](crate::MemoryBudget::holders), which never
-    /// changes; `None` if the budget does not count the cache's bytes.
+    /// Returns the cache's number in [`MemoryBudget::holders`](crate::MemoryBudget::holders), which never changes, or
+    /// `None` if the budget does not count the cache's bytes.
     fn holder(&self) -> Option<u64> {
         None
     }
@@ -209,53 +207,53 @@ pub trait Cache: Send {
     /// Returns the current formats of keys and values.
     fn formats(&self) -> [KvFormat; 2];
 
-    /// Converts stored and future rows to other formats, until the cache is cleared. Converts one layer's
-    /// keys or values at a time, which takes the memory of one of them in addition. The
-    /// [`MemoryBudget`](crate::MemoryBudget) must allow that before it begins; otherwise nothing changes.
+    /// Converts stored and future rows to other formats, until the cache is cleared. Converts the keys or values of
+    /// one layer at a time, which needs additional memory for one of these buffers. If the
+    /// [`MemoryBudget`](crate::MemoryBudget) does not allow that, nothing changes.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) for a format that does not fit the rows of some
     ///   layer; nothing has changed.
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Backend`](crate::Status::Backend): some layers may be converted and others not, each completely or
-    ///   not at all; call again to go on.
+    /// - [`Backend`](crate::Status::Backend): some layers may be converted and others not, but no layer partly; call
+    ///   again to continue.
     fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()>;
 
-    /// Returns the face that writes the contents to a file and reads them back, if the cache has it.
+    /// Returns the face that saves the contents to a file and loads them, or `None` if the cache does not support it.
     fn saving(&mut self) -> Option<&mut dyn SaveCache> {
         None
     }
 
-    /// Returns the face that writes one sequence to a file and reads it back, if the cache has several
-    /// sequences and the face. It writes a cache that holds this sequence only, as sequence 0. It reads such
-    /// a cache of any kind and adds its sequence to the contents; meanwhile it needs the memory of the rows
-    /// twice. Its calls check the sequence number:
+    /// Returns the face that saves one sequence to a file and loads it, or `None` if the cache does not support it.
+    /// It saves a cache that has only this sequence, as sequence 0. It loads such a cache of any kind, and adds its
+    /// sequence to the contents; meanwhile it needs the memory of the sequence's rows twice. Its calls check the
+    /// sequence number:
     ///
-    /// - `snapshot` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range, for a
-    ///   sequence without positions, and for one that carries candidates.
-    /// - `restore` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range and
-    ///   for a sequence that holds positions or carries candidates, [`Capacity`](crate::Status::Capacity) if
-    ///   the sequence does not fit next to the others, and [`File`](crate::Status::File) for values that are
-    ///   not finite, which other sequences would read.
+    /// - `snapshot` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range, and for a
+    ///   sequence without positions or with candidates.
+    /// - `restore` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range, and for a
+    ///   sequence that already has positions or candidates; [`Capacity`](crate::Status::Capacity) if the sequence
+    ///   does not fit next to the others; and [`File`](crate::Status::File) for values that are not finite, which
+    ///   other sequences would read.
     fn saving_sequence(&mut self, _sequence: i32) -> Option<Box<dyn SaveCache + '_>> {
         None
     }
 
-    /// Returns an empty cache of the same backend, kind and config, if the cache can make one. The new cache
-    /// allocates only what it holds.
+    /// Returns an empty cache of the same backend, kind and config, or `None` if the cache does not support it. The
+    /// new cache allocates memory only as it is filled.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend) if memory is lacking.
+    /// [`Backend`](crate::Status::Backend) if there is too little memory.
     fn make_empty(&self) -> Result<Option<Box<dyn Cache>>> {
         Ok(None)
     }
 
-    /// Returns the face that shares the contents with other caches, if the cache has it.
+    /// Returns the face that shares the contents with other caches, or `None` if the cache does not support it.
     fn sharing(&mut self) -> Option<&mut dyn ShareCache> {
         None
     }
 
-    /// Returns the face for several sequences, if the cache has it.
+    /// Returns the face for several sequences, or `None` if the cache does not support it.
     fn sequences(&self) -> Option<&dyn SeqCache> {
         None
     }
@@ -265,7 +263,7 @@ pub trait Cache: Send {
         None
     }
 
-    /// Returns the face for trees of candidates, if the cache has it.
+    /// Returns the face for trees of candidates, or `None` if the cache does not support it.
     fn trees(&self) -> Option<&dyn TreeCache> {
         None
     }
@@ -280,59 +278,59 @@ pub trait Cache: Send {
 /// [`MAX_SEQUENCES`](crate::bookkeeping::MAX_SEQUENCES) - 1. They need no creation: a sequence
 /// without positions is empty.
 ///
-/// Ranges are of positions. `i32::MAX` as the end means all positions from the start on.
+/// Ranges are ranges of positions. A range that ends at `i32::MAX` includes all positions from its start on.
 ///
-/// While a step is open and not [set aside](AttendCache::set_aside), every call that changes something is
-/// refused with [`Step`](crate::Status::Step), and queries answer as before the step. Every call returns
-/// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range and for a range that starts
-/// below 0 or ends before it starts. After a step that was [committed unread](AttendCache::commit_unread), a
-/// call that changes something returns that step's error if its values are not finite.
+/// While a step is open and not [set aside](AttendCache::set_aside), every call that changes the cache returns
+/// [`Step`](crate::Status::Step), and queries return the state before the step. Every call returns
+/// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range and for a range that starts below 0
+/// or ends before it starts. After a step that was [committed unread](AttendCache::commit_unread), a call that
+/// changes the cache returns that step's error if its values are not finite.
 pub trait SeqCache: Cache {
-    /// Declares the sequence of each token of the next step. Without a declaration the step takes the
-    /// proposed frontiers, ordered by sequence number, or the only sequence if there are no frontiers. The
-    /// declaration holds until a step is committed or another declaration replaces it.
+    /// Declares the sequence of each token of the next step. Without a declaration the tokens belong to the proposed
+    /// frontiers, in the order of their sequences, or to the only sequence if there are no frontiers. The declaration
+    /// applies until a step commits or another declaration replaces it.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no tokens or a number out of range;
-    /// [`Step`](crate::Status::Step) while a step is open. An earlier declaration then holds.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are no tokens, or for a number out of range;
+    /// [`Step`](crate::Status::Step) while a step is open. An earlier declaration then remains.
     fn begin_step(&mut self, sequences: &[i32]) -> Result<()>;
 
-    /// Declares the sequences of each token, which may be several; they share the token's cell.
+    /// Declares the sequences of each token. If a token belongs to several, they share its cell.
     ///
     /// # Errors
-    /// As [`begin_step`](Self::begin_step), and [`InvalidArgument`](crate::Status::InvalidArgument) for a
-    /// token without a sequence, or with the same one twice.
+    /// Errors of [`begin_step`](Self::begin_step), and [`InvalidArgument`](crate::Status::InvalidArgument) for a
+    /// token without a sequence, or with the same sequence twice.
     fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()>;
 
     /// Withdraws the declaration of [`begin_step`](Self::begin_step) or
-    /// [`begin_step_shared`](Self::begin_step_shared), for a host that does not run the step. Does nothing
-    /// without one.
+    /// [`begin_step_shared`](Self::begin_step_shared), for a host that does not run the step. Does nothing if there
+    /// is none.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.
     fn cancel_step(&mut self) -> Result<()>;
 
-    /// Returns whether the tokens of the next step belong to the only sequence: nothing is declared, and no
+    /// Returns whether the tokens of the next step belong to the only sequence: there is no declaration, and no
     /// [frontier](TreeCache::propose) is pending.
     fn awaits_text(&self) -> bool;
 
-    /// Makes `target` share `source`'s positions, in the same cells. No bytes move.
+    /// Makes `target` share the cells of `source` at `positions`. Copies nothing.
     ///
     /// # Errors
-    /// [`Position`](crate::Status::Position) if `target` has other cells for some of the positions, or if
-    /// window layers have dropped what its next query would see. [`Step`](crate::Status::Step) if `target`
-    /// carries a tree, or while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument) for
-    /// numbers or a range out of range.
+    /// [`Position`](crate::Status::Position) if `target` has other cells for some of the positions, or if window
+    /// layers have dropped positions that its next query would see. [`Step`](crate::Status::Step) if `target` has a
+    /// tree, or while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument) for numbers or a range out
+    /// of range.
     fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()>;
 
-    /// Removes positions from a sequence. A cell without an owner is free. A sequence without positions
+    /// Removes positions from a sequence. A cell without an owner is free. A sequence that has lost all positions
     /// begins at 0 again, even if its first position was not 0.
     ///
     /// # Errors
-    /// [`Position`](crate::Status::Position) if the sequence would go on below
-    /// [`seq_rewindable_to`](Self::seq_rewindable_to). [`Step`](crate::Status::Step) if it carries
-    /// a tree and some of its positions would stay, or while a step is open.
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number or range out of range.
+    /// [`Position`](crate::Status::Position) if the sequence would continue below
+    /// [`seq_rewindable_to`](Self::seq_rewindable_to). [`Step`](crate::Status::Step) if it has a tree and some of its
+    /// positions would stay, or while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument) for a
+    /// number or range out of range.
     fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()>;
 
     /// Removes every sequence but one.
@@ -342,54 +340,54 @@ pub trait SeqCache: Cache {
     /// [`Step`](crate::Status::Step) while a step is open.
     fn seq_keep(&mut self, sequence: i32) -> Result<()>;
 
-    /// Returns the number of positions that a sequence holds.
+    /// Returns the number of positions of a sequence.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_len(&self, sequence: i32) -> Result<i32>;
 
-    /// Returns the position of a sequence's next token: its last position plus 1. After a removal at the
-    /// front it is more than the number of positions.
+    /// Returns the position of a sequence's next token: its last position plus 1. If its first positions were
+    /// removed, this is more than the number of its positions.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_next(&self, sequence: i32) -> Result<i32>;
 
-    /// Returns the positions that a sequence holds, as ranges in order.
+    /// Returns the positions of a sequence, as ranges in order.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_positions(&self, sequence: i32) -> Result<Vec<Range<i32>>>;
 
-    /// Returns what [`Cache::rewindable_to`] returns, for one of several sequences.
+    /// [`Cache::rewindable_to`] of one of several sequences.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_rewindable_to(&self, sequence: i32) -> Result<i32>;
 
-    /// Returns what [`Cache::reachable`] returns, for one of several sequences.
+    /// [`Cache::reachable`] of one of several sequences.
     ///
     /// # Errors
-    /// As [`Cache::reachable`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
+    /// Errors of [`Cache::reachable`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
     /// range.
     fn seq_reachable(&self, sequence: i32, position: i32) -> Result<i32>;
 
-    /// Returns what [`Cache::checkpoints`] returns, for one of several sequences.
+    /// [`Cache::checkpoints`] of one of several sequences.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_checkpoints(&self, sequence: i32) -> Result<Vec<i32>>;
 
-    /// Makes a checkpoint of one of several sequences; see [`Cache::mark`].
+    /// Creates a checkpoint of one of several sequences; see [`Cache::mark`].
     ///
     /// # Errors
-    /// As [`Cache::mark`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    /// Errors of [`Cache::mark`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_mark(&mut self, sequence: i32, position: i32) -> Result<i32>;
 
-    /// Marks where the prompt of a turn of one of several sequences will end; see [`Cache::mark_turn`].
+    /// Marks the end of a turn's prompt in one of several sequences; see [`Cache::mark_turn`].
     ///
     /// # Errors
-    /// As [`Cache::mark_turn`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
+    /// Errors of [`Cache::mark_turn`], and [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of
     /// range.
     fn seq_mark_turn(&mut self, sequence: i32, end: i32) -> Result<()> {
         if self.config().recurrent_layers.is_empty() {
@@ -398,72 +396,68 @@ pub trait SeqCache: Cache {
         mark_end(end, &mut |position| self.seq_mark(sequence, position))
     }
 
-    /// Returns the sequences that hold positions or carry trees, in order.
+    /// Returns the sequences that have positions or trees, in order.
     fn live_sequences(&self) -> Vec<i32>;
 
-    /// Makes each sequence one run of cells, unless shared cells prevent it, so that it is read without a
-    /// mask again. Moves as few rows as possible.
+    /// Makes each sequence one run of cells, unless shared cells prevent it, so that it can be read without a mask
+    /// again. Moves as few rows as possible.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open. [`Backend`](crate::Status::Backend) if the
-    /// [`MemoryBudget`](crate::MemoryBudget) refuses the slots that rows would move to (nothing has changed),
-    /// or if the rows could not be moved (the cache is poisoned until it is cleared).
+    /// [`MemoryBudget`](crate::MemoryBudget) refuses the slots to which rows would move (nothing has changed), or if
+    /// the rows could not be moved (the cache is poisoned until it is cleared).
     fn compact(&mut self) -> Result<()>;
 }
 
-/// The runner's face of a cache whose sequences carry trees of candidates.
+/// The runner's face of a cache whose sequences may have trees of candidates.
 pub trait TreeCache: SeqCache {
-    /// Appends a frontier of candidates to the tree after a sequence: queries of its next step. Each sees the
-    /// sequence, its ancestors and itself. A parent is the number of an earlier node of the tree, over all
-    /// its frontiers, or -1 for the sequence itself. A node's position is the sequence's next position plus
-    /// its depth.
+    /// Appends a frontier of candidates to the tree after a sequence. They are queries of the sequence's next step,
+    /// and each sees the sequence, its ancestors and itself. A parent is the number of an earlier node of the tree,
+    /// counted over all its frontiers, or -1 for the sequence itself. A node's position is the sequence's next
+    /// position plus the node's depth.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no nodes or a parent that is not an earlier
-    /// node; [`Step`](crate::Status::Step) if the last frontier has not run;
-    /// [`Capacity`](crate::Status::Capacity) if the frontier does not fit.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are no nodes, or a parent is not an earlier node;
+    /// [`Step`](crate::Status::Step) if the last frontier has not run; [`Capacity`](crate::Status::Capacity) if the
+    /// frontier does not fit.
     fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()>;
 
-    /// Adds a chain of candidates to the sequence, beginning with a child of the sequence, and removes the
-    /// rest of its tree. An empty chain removes the whole tree.
+    /// Adds a chain of candidates to the sequence, and removes the rest of its tree. The chain begins with a child of
+    /// the sequence. An empty chain removes the whole tree.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there is no tree, or if the nodes are not a
-    /// chain of nodes that ran. [`Backend`](crate::Status::Backend) if the rows could not be moved: the cache
-    /// is poisoned until it is cleared.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there is no tree, or if the nodes are not a chain of
+    /// nodes that have run. [`Backend`](crate::Status::Backend) if the rows could not be moved: the cache is poisoned
+    /// until it is cleared.
     fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()>;
 
-    /// Returns the number of nodes of the tree after a sequence, or 0 without a tree.
+    /// Returns the number of nodes of the tree after a sequence, or 0 if it has none.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn tree_len(&self, sequence: i32) -> Result<usize>;
 }
 
-/// The program's face of a cache. Drive it through a [`Step`](crate::Step), which ends every step that it
-/// opens.
+/// The program's face of a cache. Use it through a [`Step`](crate::Step), which ends every step that it opens.
 pub trait AttendCache: Cache {
-    /// The store of the backend whose tensors the cache takes.
+    /// The store of the backend whose tensors the cache accepts.
     type Store: Store;
 
     /// Opens a step for tokens at these positions, one for each query token.
     ///
     /// # Errors
-    /// Those of the cache for positions that it refuses; [`Step`](crate::Status::Step) while another step is
-    /// open.
+    /// Errors of the cache for positions that it refuses; [`Step`](crate::Status::Step) while another step is open.
     fn begin(&mut self, positions: &[i32]) -> Result<()>;
 
-    /// Writes a layer's new rows and returns what its queries attend to.
+    /// Writes a layer's new rows, and returns the rows that its queries attend to.
     ///
-    /// `k` is `[1, n_kv_heads, T, k_head_dim]`, `v` is
-    /// `[1, n_kv_heads, T, v_head_dim]`.
+    /// `k` is `[1, n_kv_heads, T, k_head_dim]`, `v` is `[1, n_kv_heads, T, v_head_dim]`.
     ///
-    /// A layer may be called again within a step, with the rows of its first call: in models whose layers
-    /// share keys and values, several layers attend to the same ones. Such a call writes nothing and returns
-    /// the same.
+    /// A layer may be called again within a step with the same rows, because several layers of a model may share keys
+    /// and values. Such a call writes nothing and returns the same result.
     ///
     /// # Errors
-    /// - [`Step`](crate::Status::Step) outside a step.
+    /// - [`Step`](crate::Status::Step) if no step is open.
     /// - [`Shape`](crate::Status::Shape) for rows that do not fit, or a layer out of range.
     /// - [`Backend`](crate::Status::Backend).
     fn update_and_fetch(
@@ -473,11 +467,11 @@ pub trait AttendCache: Cache {
         v: &<Self::Store as Store>::Tensor,
     ) -> Result<Spec<Self::Store>>;
 
-    /// Passes what a recurrent layer reads in the step to `work`, and writes the rows and anchors that it
-    /// returns. `work` computes the layer's outputs as well.
+    /// Passes the stored rows and anchors that a recurrent layer reads in the step to `work`, and writes the rows and
+    /// anchors that `work` returns. `work` also computes the layer's outputs.
     ///
     /// # Errors
-    /// - [`Step`](crate::Status::Step) outside a step.
+    /// - [`Step`](crate::Status::Step) if no step is open.
     /// - [`Shape`](crate::Status::Shape) for rows that do not fit, or a layer out of range.
     /// - [`Backend`](crate::Status::Backend), and the errors of `work`.
     /// - [`Unsupported`](crate::Status::Unsupported) by default.
@@ -489,20 +483,20 @@ pub trait AttendCache: Cache {
         fail!(Unsupported, "a cache of kind `{}` has no recurrent layers", self.kind())
     }
 
-    /// Counts a layer's new rows as written and returns their slots, which are allocated: the caller writes
-    /// the rows into the [store](Self::store) itself before it commits. Returns `None`, and changes nothing,
-    /// if this cache must see the rows, as for a layer whose values are in its keys.
+    /// Returns the slots for a layer's new rows, which are allocated, and counts the rows as written: the caller
+    /// writes them into the [store](Self::store) itself before it commits. Returns `None`, and changes nothing, if
+    /// this cache must see the rows. An example is a layer whose values are in its keys.
     ///
-    /// Where sequences share cells, the caller commits only finite values: other sequences would read them
-    /// with a weight of 0, which gives NaN.
+    /// If sequences share cells, the caller must commit only finite values. Other sequences read them with a weight
+    /// of 0, and 0 times infinity is NaN.
     ///
     /// # Errors
-    /// As [`update_and_fetch`](Self::update_and_fetch).
+    /// Errors of [`update_and_fetch`](Self::update_and_fetch).
     fn place(&mut self, _layer: usize) -> Result<Option<Placement>> {
         Ok(None)
     }
 
-    /// Returns the storage, if rows can be [placed](Self::place) in it.
+    /// Returns the store, if rows can be [placed](Self::place) in it.
     fn store(&self) -> Option<&Self::Store> {
         None
     }
@@ -513,50 +507,49 @@ pub trait AttendCache: Cache {
     /// [`Backend`](crate::Status::Backend).
     fn eval(&self, outputs: &[&<Self::Store as Store>::Tensor]) -> Result<()>;
 
-    /// Starts what [`eval`](Self::eval) does, and may return before it is finished: the caller waits for the
+    /// Starts the work of [`eval`](Self::eval), and may return before it is finished: the caller waits for the
     /// outputs.
     ///
     /// # Errors
-    /// As [`eval`](Self::eval).
+    /// Errors of [`eval`](Self::eval).
     fn schedule(&self, outputs: &[&<Self::Store as Store>::Tensor]) -> Result<()> {
         self.eval(outputs)
     }
 
-    /// Makes the step's positions visible.
+    /// Commits the open step: makes its positions visible.
     ///
     /// # Errors
-    /// - [`Step`](crate::Status::Step) if no step is open or a layer is missing; the step stays
-    ///   open.
-    /// - [`Backend`](crate::Status::Backend) if window layers could not move their rows: the cache is
-    ///   poisoned until it is cleared.
+    /// - [`Step`](crate::Status::Step) if no step is open, or if a layer was not called; the step then stays open.
+    /// - [`Backend`](crate::Status::Backend) if window layers could not move their rows; the cache is then poisoned
+    ///   until it is cleared.
     fn commit(&mut self) -> Result<()>;
 
-    /// Returns whether [`commit_unread`](Self::commit_unread) defers reading the values of the open step.
-    /// Otherwise it is the same as [`commit`](Self::commit), which waits for them.
+    /// Returns whether [`commit_unread`](Self::commit_unread) would commit the open step without waiting for its
+    /// values. If not, it is the same as [`commit`](Self::commit), which waits for them.
     fn can_commit_unread(&self) -> bool {
         false
     }
 
-    /// Commits the open step before it is known whether its values are finite, which caches with shared cells
-    /// check. The device may still compute them. [`check_unread`](Self::check_unread) reads them, and undoes
-    /// the step if they are not.
+    /// Commits the open step before it is known whether its values are finite, which caches with shared cells check.
+    /// The device may still compute them. [`check_unread`](Self::check_unread) reads them, and undoes the step if
+    /// they are not finite.
     ///
-    /// Until then queries count the step. One further step may begin and be set aside: the next one, which
-    /// the same caller begins before it gives the cache to others. Every other call that changes the cache
-    /// reads the values first, and so does the commit of that further step. If they are not finite, the call
-    /// undoes the unread step, changes nothing else and returns the error of `check_unread`. Two calls
-    /// differ: [`clear`](Cache::clear) goes on, and a call that declares a step does not check.
+    /// Until then queries count the step. The same caller may begin one further step and set it aside before it
+    /// releases the cache. Every other call that changes the cache reads the values first, as does the commit of the
+    /// further step. If they are not finite, the call undoes the unread step, changes nothing else and returns the
+    /// error of `check_unread`. There are two exceptions: [`clear`](Cache::clear) continues, and a call that declares
+    /// a step does not check.
     ///
     /// # Errors
-    /// As [`commit`](Self::commit).
+    /// Errors of [`commit`](Self::commit).
     fn commit_unread(&mut self) -> Result<()> {
         self.commit()
     }
 
-    /// Waits for the values of the step that was committed unread, and checks them. If they are not finite,
-    /// undoes the step: its positions are removed, as if it had been rolled back. A later step that is open
-    /// or set aside is rolled back first; one that was set aside loses its declaration. Does nothing without
-    /// an unread step.
+    /// Waits for the values of the step that was committed unread, and checks them. If they are not finite, undoes
+    /// the step: its positions are removed, as if it had been rolled back. A later step that is open or set aside is
+    /// rolled back first; the declaration of one that was set aside is withdrawn. Does nothing if there is no unread
+    /// step.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) if the values are not finite, with the
@@ -565,7 +558,7 @@ pub trait AttendCache: Cache {
         Ok(())
     }
 
-    /// Rolls the step back. Does nothing without one.
+    /// Rolls the step back. Does nothing if no step is open.
     fn abort(&mut self);
 
     /// Returns whether steps can be set aside.
@@ -573,16 +566,14 @@ pub trait AttendCache: Cache {
         false
     }
 
-    /// Sets the open step aside: a program that runs ahead of its host waits without holding the cache. Any
-    /// other call that changes the cache first rolls the step back and withdraws its declaration. Returns the
-    /// step's number for [`resume`](Self::resume), or `None` if no step is open or the cache cannot set steps
-    /// aside.
+    /// Sets the open step aside. A program that runs ahead of its host then waits without locking the cache. Any
+    /// other call that changes the cache first rolls the step back and withdraws its declaration. Returns the step's
+    /// number for [`resume`](Self::resume), or `None` if no step is open or the cache cannot set steps aside.
     fn set_aside(&mut self) -> Option<u64> {
         None
     }
 
-    /// Resumes a step that was set aside, to commit or abort it. Returns `false` if it was rolled back
-    /// meanwhile.
+    /// Resumes a step that was set aside, to commit or abort it. Returns `false` if the step has been rolled back.
     fn resume(&mut self, _step: u64) -> bool {
         false
     }

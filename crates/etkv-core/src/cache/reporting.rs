@@ -1,4 +1,4 @@
-//! Makes the report of a cache.
+//! Creates the report of a cache.
 
 use super::Cache;
 use crate::memory::{Bytes, Memory, RecurrentMemory};
@@ -9,7 +9,7 @@ use crate::report::{
 use crate::store::Extent;
 
 impl CacheReport {
-    /// Returns the report of a cache from its face alone: without sequences, slots, `step_open` and
+    /// Returns the part of the report that every cache provides: without sequences, slots, `step_open` and
     /// `poisoned`.
     pub fn of<C: Cache + ?Sized>(cache: &C) -> Self {
         let [k, v] = cache.formats();

@@ -1,5 +1,4 @@
-//! The bytes of a cache: a backend's store, driven by the plans of its layer groups. It has everything that
-//! all kinds of caches share in using a store.
+//! The bytes of a cache: a backend's store, and the plans of layer groups applied to it. All kinds of caches use it.
 
 mod memory;
 mod recurrent;
@@ -30,37 +29,36 @@ use crate::watch::{self, TARGET};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Progress {
     Waiting,
-    /// Some of the layer's rows may be written.
+    /// Some of the layer's rows may have been written.
     Begun,
     Done,
 }
 
-/// The store of all layers, and the state of the open step apart from the bookkeeping.
+/// The store of all layers, and the state of the open step except its bookkeeping.
 pub struct Storage<S: Store> {
     config: CacheConfig,
-    /// The store's layers. "Layer" means one of them in this file.
+    /// The layers of the store. In this file "layer" means one of them.
     layers: StoreLayers,
     store: S,
     /// The store's share of the process's memory budget.
     share: Share,
-    /// The frozen rows that buffers read and other caches may read too. They stay while any buffer lies in
-    /// them.
+    /// The frozen rows that buffers read and other caches may read too. They are kept as long as a buffer reads them.
     prefix: Option<Arc<FrozenRows<S>>>,
-    /// For each layer group, the number of its first slots that are frozen; empty without a prefix.
+    /// The number of frozen slots of each layer group, which come first; empty without a prefix.
     frozen: Vec<i32>,
-    /// Whether buffers may have grown since the share was settled.
+    /// Whether buffers may have grown since the share was last settled.
     unsettled: bool,
-    /// The progress of the open step in each layer; empty without one.
+    /// The progress of the open step in each layer; empty if no step is open.
     done: Vec<Progress>,
-    /// The masks of the open step, made when a layer first needs them.
+    /// The masks of the open step, created when a layer first needs them.
     masks: Vec<Option<S::Mask>>,
-    /// Copies of the rows that the open step overwrites. An abort restores them.
+    /// Copies of the rows that the open step overwrites, which an abort restores.
     saved: Option<S::Saved>,
-    /// Whether sequences share the slots. Queries then read rows that a mask hides from them.
+    /// Whether sequences share the slots. Queries then also read rows that their mask hides.
     shared: bool,
     /// The formats of the store.
     formats: [KvFormat; 2],
-    /// Whether the cache has not reached `quantized_kv_start` yet.
+    /// Whether rows still wait for their conversion at `quantized_kv_start`.
     awaits: bool,
     /// The span of the open step.
     step: Span,
@@ -69,7 +67,7 @@ pub struct Storage<S: Store> {
 }
 
 impl<S: Store> Storage<S> {
-    /// Returns a store for a valid config. It allocates as positions are added, or now if the config says so.
+    /// Returns a store for a valid config. It allocates as positions are added, or at once if the config requests it.
     /// `shared`: several sequences will use it.
     pub fn new(config: CacheConfig, shared: bool) -> Result<Self> {
         let formats = config.formats_at(0);
@@ -78,7 +76,7 @@ impl<S: Store> Storage<S> {
         Ok(storage)
     }
 
-    /// Returns a store for a valid config that has allocated nothing and stores rows in `formats`.
+    /// Returns a store for a valid config that has allocated no slots and stores rows in `formats`.
     fn without_slots(config: CacheConfig, shared: bool, formats: [KvFormat; 2]) -> Result<Self> {
         let layers = StoreLayers::of(&config);
         let store = S::new(&layers.layers, formats)?;
@@ -103,7 +101,7 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Allocates everything, if the config says so.
+    /// Allocates all slots, if the config requests it.
     fn grow_upfront(&mut self) -> Result<()> {
         if self.config.growth != Growth::Upfront {
             return Ok(());
@@ -120,7 +118,7 @@ impl<S: Store> Storage<S> {
         &self.config
     }
 
-    /// Returns the windows of the layer groups after the first, which has full history.
+    /// Returns the windows of the layer groups other than the first, which has full history.
     pub fn windows(&self) -> impl Iterator<Item = Window> + '_ {
         let policies = self.layers.kinds.iter().filter_map(|kind| match kind {
             SlotsOf::Attention(policy) => Some(*policy),
@@ -133,7 +131,7 @@ impl<S: Store> Storage<S> {
         self.formats
     }
 
-    /// Refuses every call on a poisoned cache.
+    /// Returns an error if the cache is poisoned.
     pub fn check(&self) -> Result<()> {
         match &self.poisoned {
             Some(error) => {
@@ -143,9 +141,9 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Refuses a step of `n_tokens` after `length` positions that would store more positions in float than
-    /// the memory estimate allows before `quantized_kv_start`. First repeats a conversion that failed before.
-    /// `counted` positions count for `quantized_kv_start`.
+    /// Refuses a step of `n_tokens` after `length` positions if it would store more positions in float than the
+    /// memory estimate allows before `quantized_kv_start`. First repeats a conversion that failed earlier. `counted`
+    /// positions count for `quantized_kv_start`.
     ///
     /// # Errors
     /// - [`Capacity`](Status::Capacity): the step is too long.
@@ -175,12 +173,12 @@ impl<S: Store> Storage<S> {
         );
     }
 
-    /// Returns whether `length` positions reach `quantized_kv_start`, and are not converted yet.
+    /// Returns whether `length` positions reach `quantized_kv_start` and are not converted yet.
     pub fn is_time_to_quantize(&self, length: i32) -> bool {
         self.awaits && self.config.quantized_kv_start.is_some_and(|tokens| length >= tokens)
     }
 
-    /// Opens a step. An abort restores the rows in `displaced`, given as slots of each layer group.
+    /// Opens a step. An abort restores the rows in the slots `displaced` of each layer group.
     pub fn begin(&mut self, displaced: impl Fn(usize) -> Slots) -> Result<()> {
         let of_layer = |(layer, &group): (usize, &usize)| (layer, displaced(group));
         let mut displaced: Vec<(usize, Slots)> =
@@ -201,8 +199,8 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Logs the beginning of a step: a span that lasts until the step ends, or the reason of its refusal.
-    /// `plans` are those of the layer groups.
+    /// Logs the beginning of a step, whose span lasts until the step ends, or the reason of its refusal. `plans` are
+    /// the plans of the layer groups.
     pub fn begun(
         &mut self,
         positions: &[i32],
@@ -215,7 +213,7 @@ impl<S: Store> Storage<S> {
             warn!(target: TARGET, tokens, first, ?status, %error, "a step is refused");
             return Err(error);
         }
-        // The first layer group may have no layers.
+        // The first layer group may be without layers.
         let used = || {
             (0..).zip(plans).filter(|(n, _)| self.layers.groups.contains(n)).map(|(_, plan)| plan)
         };
@@ -250,8 +248,8 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Writes a layer's new rows and reads by the plan of its layer group. If the step already has the
-    /// layer's rows, the call only reads. Of values that are in the keys only the shape is checked.
+    /// Writes a layer's new rows and reads rows by the plan of its layer group. If the step already has the layer's
+    /// rows, the call only reads. Values that are in the keys are not written; only their shape is checked.
     pub fn update_and_fetch(
         &mut self,
         layer: usize,
@@ -286,7 +284,7 @@ impl<S: Store> Storage<S> {
         if progress != Progress::Done {
             self.grow(layer, slots)?;
             self.done[layer] = Progress::Begun;
-            // Rows that a mask hides have weight 0, and 0 times infinity is NaN.
+            // The values must be watched: hidden rows have weight 0, and 0 times infinity is NaN.
             self.store.write(layer, &plan.write, k, v, self.shared)?;
         }
         let [k, v] = self.store.read(layer, plan.read.clone())?;
@@ -302,8 +300,8 @@ impl<S: Store> Storage<S> {
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n)? })
     }
 
-    /// Counts a layer's new rows as written, and returns their slots, which are allocated. Returns `None` for a
-    /// layer without a buffer for values.
+    /// Counts a layer's new rows as written, and returns their slots, which are allocated. Returns `None` for a layer
+    /// without a buffer for values.
     pub fn place(&mut self, layer: usize, plan: &LayerGroupPlan) -> Result<Option<Placement>> {
         let _span = self.enter_step();
         let group = self.group(layer)?;
@@ -361,7 +359,7 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Returns the number of slots that a layer group allocates when it needs `needed` slots.
+    /// Returns the number of slots that a layer group allocates if it needs `needed` slots.
     fn allocated(&self, group: usize, needed: i32) -> i32 {
         let kind = self.layers.kinds[group];
         if let (SlotsOf::Attention(policy), Some(&frozen)) = (kind, self.frozen.get(group)) {
@@ -382,7 +380,7 @@ impl<S: Store> Storage<S> {
         self.compute(|store| store.eval(outputs))
     }
 
-    /// Starts to compute them.
+    /// Starts to compute `outputs`.
     pub fn schedule(&self, outputs: &[&S::Tensor]) -> Result<()> {
         self.compute(|store| store.schedule(outputs))
     }
@@ -394,7 +392,7 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Refuses to end a step that lacks a layer, or that wrote values which would spoil other sequences.
+    /// Refuses to end a step in which a layer was not called, or whose values would spoil other sequences.
     pub fn check_done(&self) -> Result<()> {
         let found =
             self.find_missing().and_then(|()| self.refuse_non_finite(self.store.non_finite()));
@@ -428,7 +426,7 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Returns the formats of values, for a message.
+    /// Returns the formats of values for a message.
     fn formats_of_values(&self) -> String {
         let [k, v] = self.formats;
         let mut in_keys = self.config.layers.iter().map(|layer| layer.values_in_keys);
@@ -448,8 +446,8 @@ impl<S: Store> Storage<S> {
         self.apply(moves)
     }
 
-    /// Refuses to end a step that lacks a layer, as [`check_done`](Self::check_done) does, and starts the
-    /// computation of the rest.
+    /// Refuses to end a step in which a layer was not called, as [`check_done`](Self::check_done) does, and starts
+    /// the computation of pending writes.
     pub fn check_written(&self) -> Result<()> {
         log_end_error(self.find_missing())?;
         self.schedule(&[])
@@ -461,7 +459,7 @@ impl<S: Store> Storage<S> {
         self.end();
     }
 
-    /// Waits for the values of the step that was committed unread, and refuses it if they would spoil other
+    /// Waits for the values of the step that was committed unread, and returns an error if they would spoil other
     /// sequences.
     pub fn check_unread(&mut self) -> Result<()> {
         let found = self.store.unread_non_finite();
@@ -470,12 +468,12 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Sets these slots of each layer group to zero. No step is open.
+    /// Zeroes these slots of each layer group. No step may be open.
     pub fn blank(&mut self, slots: impl Fn(usize) -> Slots) {
         S::exclusively(&mut || {
             let of_layer = |(layer, &group): (usize, &usize)| (layer, slots(group));
             let blank: Vec<_> = self.layers.groups.iter().enumerate().map(of_layer).collect();
-            // A step that is rolled back immediately.
+            // Opens a step and rolls it back immediately.
             let begun = self.store.begin(&[]);
             if let Err(error) = begun.and_then(|saved| self.store.abort(saved, &blank)) {
                 self.poison(error);
@@ -486,8 +484,8 @@ impl<S: Store> Storage<S> {
     /// Converts the rows if `length` positions reach `quantized_kv_start`.
     pub fn quantize_at(&mut self, length: i32) {
         if self.is_time_to_quantize(length) {
-            // If memory is lacking, the floats stay, and the contents are still right. The next step tries
-            // again. If that step has no room for floats, it reports why (`check_floats`).
+            // If there is too little memory, the floats stay, and the contents are still right. The next step tries
+            // again. If it has no room for floats, it returns the reason (`check_floats`).
             let [k, v] = [self.config.k_format, self.config.v_format];
             if let Err(error) = self.convert([k, v]) {
                 warn!(
@@ -502,11 +500,12 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Rolls the step back. `written` are the slots that it wrote in each layer group. For a step that was
-    /// set `aside` this is normal, so it logs no warning.
+    /// Rolls the step back. `written` are the slots that it wrote in each layer group. A step that was set `aside` is
+    /// often rolled back, so this logs no warning.
     ///
-    /// Unevaluated writes are undone without evaluation: if it failed once, it would fail again. Evaluated
-    /// writes are not needed, and no value may stay that a mask cannot hide.
+    /// Unevaluated writes are dropped without evaluation, because it may have failed before. Evaluated writes stay in
+    /// unused slots, except in buffers that sequences share: there they are zeroed, because a mask cannot hide values
+    /// that are not finite.
     pub fn abort(&mut self, aside: bool, written: impl Fn(usize) -> Option<Slots>) {
         S::exclusively(&mut || self.roll_back(aside, &written));
     }
@@ -591,7 +590,7 @@ impl<S: Store> Storage<S> {
         self.settle();
         converted?;
         if self.formats[0] != k_format && self.formats[1] != v_format {
-            // No buffer lies in the prefix any more.
+            // No buffer reads the prefix any more.
             self.prefix = None;
             self.frozen.clear();
         }
@@ -602,7 +601,7 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Converts layer by layer. Reserves the peak first, so that the budget refuses no conversion halfway.
+    /// Converts layer by layer. Reserves the peak first, so that the budget does not refuse a conversion halfway.
     fn convert_layers(&mut self, formats: [KvFormat; 2]) -> Result<()> {
         let layers = self.layers.groups.len();
         self.reserve_bytes(self.besides(formats, 0..layers))?;
@@ -614,20 +613,20 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Empties the store; frees its buffers, or keeps them. Freed buffers are allocated again with
-    /// the next step, whatever the growth.
+    /// Empties the store and keeps or frees its buffers. Freed buffers are allocated again in the next step, even if
+    /// the config allocates upfront.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if memory is lacking for a config that allocates upfront. The store keeps
+    /// [`Backend`](Status::Backend) if there is too little memory and the config allocates upfront. The store keeps
     /// its rows, and a poisoned cache stays poisoned.
     pub fn clear(&mut self, release: bool) -> Result<()> {
         if self.poisoned.is_some() {
-            // Buffers with unfinished work are useless, and take memory that the new ones may need.
+            // Buffers with unfinished work are useless, and occupy memory that the new ones may need.
             self.store.release();
             self.unsettled = true;
             self.settle();
         }
-        // Buffers in a prefix are freed with it: the next writes are this cache's own.
+        // Buffers that read a prefix are dropped: the next writes go to buffers of this cache alone.
         let release = release || self.prefix.is_some();
         let formats = self.config.formats_at(0);
         let slots = |&group: &usize| if release { 0 } else { self.allocated(group, 0) };
@@ -648,7 +647,7 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Adds to a report the figures that only the storage knows.
+    /// Adds the figures of the storage to a report.
     pub fn report(&self, report: CacheReport) -> CacheReport {
         let extents = (0..self.layers.groups.len()).map(|layer| self.store.extents(layer));
         CacheReport {
@@ -659,7 +658,7 @@ impl<S: Store> Storage<S> {
     }
 }
 
-/// Logs why a step cannot end, if so.
+/// Logs why a step cannot end.
 fn log_end_error(checked: Result<()>) -> Result<()> {
     checked.inspect_err(|error| {
         warn!(target: TARGET, status = ?error.status(), %error, "a step cannot end");

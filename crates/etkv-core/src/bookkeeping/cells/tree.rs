@@ -118,7 +118,7 @@ impl Tree {
         self.n_written = self.len();
     }
 
-    /// Returns the parent of a node, or `None` if it follows the sequence itself.
+    /// Returns the parent of a node, or `None` if it is a child of the sequence.
     pub fn parent(&self, node: usize) -> Option<usize> {
         usize::try_from(self.parents[node]).ok()
     }
@@ -128,13 +128,13 @@ impl Tree {
         std::iter::successors(Some(node), |&node| usize::try_from(self.parents[node]).ok())
     }
 
-    /// Returns whether every node follows the one before.
+    /// Returns whether every node is the child of the previous one.
     pub fn is_chain(&self) -> bool {
         self.parents.iter().zip(ROOT..).all(|(&parent, before)| parent == before)
     }
 
-    /// Checks that each node is the child of the one before, that the first is a child of the sequence, and
-    /// that all are written.
+    /// Checks that each node is the child of the previous one, that the first is a child of the sequence, and that
+    /// all have been written.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument).
@@ -163,12 +163,11 @@ impl Tree {
 }
 
 impl CellsBookkeeping {
-    /// Appends a frontier of candidates to the tree after a sequence: the queries of its next step. A parent
-    /// is the number of an earlier node, or -1 for the sequence itself.
+    /// Appends a frontier of candidates to the tree after a sequence. They are queries of the sequence's next step. A
+    /// parent is the number of an earlier node, or -1 for the sequence itself.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no nodes, or a parent that is no
-    ///   earlier node.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): there are no nodes, or a parent is not an earlier node.
     /// - [`Step`](crate::Status::Step): a step is open, or the last frontier has not run.
     /// - [`Capacity`](crate::Status::Capacity): the frontier does not fit.
     pub fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()> {
@@ -197,7 +196,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Returns the number of nodes of the tree after a sequence, or 0 without a tree.
+    /// Returns the number of nodes of the tree after a sequence, or 0 if it has none.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -206,17 +205,17 @@ impl CellsBookkeeping {
         Ok(self.trees.get(&sequence).map_or(0, Tree::len))
     }
 
-    /// Returns the number of cells that candidates of all trees take.
+    /// Returns the number of cells that the candidates of all trees take.
     pub fn candidates(&self) -> i32 {
         self.trees.values().map(|tree| tree.n_written() as i32).sum()
     }
 
-    /// Adds a chain of candidates to their sequence and removes the rest of the tree. The rows of the chain
-    /// move to the first of the tree's cells; the moves are returned. A sequence that is one run stays one.
+    /// Adds a chain of candidates to their sequence and removes the rest of the tree. Returns the moves of the
+    /// chain's rows to the first of the tree's cells. A sequence that is one run stays one.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tree, or nodes that are not a chain from the
-    ///   sequence.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): there is no tree, or the nodes are not a chain that
+    ///   begins with a child of the sequence.
     /// - [`Step`](crate::Status::Step): a step is open.
     pub fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<Vec<Move>> {
         self.refuse_in_step("commit a tree")?;

@@ -21,8 +21,8 @@ impl AddedStep {
 }
 
 impl CellsBookkeeping {
-    /// Returns whether the open step only adds positions: its commit moves and drops no rows, so
-    /// [`undo`](Self::undo) restores the state before it.
+    /// Returns whether the open step only adds positions: its commit neither moves nor drops rows, so
+    /// [`undo`](Self::undo) can restore the state before it.
     pub fn only_adds(&self) -> bool {
         self.step.is_some()
             && self.groups.len() == 1
@@ -30,11 +30,11 @@ impl CellsBookkeeping {
             && self.trees.is_empty()
     }
 
-    /// Commits the open step, which [only adds](Self::only_adds) positions. Returns what [`undo`](Self::undo)
-    /// needs.
+    /// Commits the open step, which must [only add](Self::only_adds) positions. Returns the argument of
+    /// [`undo`](Self::undo).
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) if none is open.
+    /// [`Step`](crate::Status::Step) if no step is open.
     pub fn commit_added(&mut self) -> Result<AddedStep> {
         let (Some(step), Some(plan)) = (&self.step, self.plans.first()) else {
             fail!(Step, "no step is open on this cache");
@@ -48,8 +48,8 @@ impl CellsBookkeeping {
         Ok(added)
     }
 
-    /// Removes what the last committed step added. The sequences are as before the step. Its declaration is
-    /// not restored.
+    /// Removes the positions that the last committed step added. The sequences are then as before the step, but its
+    /// declaration is not restored.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.

@@ -1,4 +1,4 @@
-//! The state of one growing sequence, in a file and back.
+//! Converts the state of one growing sequence to that of a file, and back.
 
 use super::{ContiguousBookkeeping, LayerGroup};
 use crate::bookkeeping::Slots;
@@ -6,16 +6,16 @@ use crate::error::{fail, Result};
 use crate::snapshot::{damaged, ContiguousState};
 
 impl ContiguousBookkeeping {
-    /// Returns the state. No plan may be in progress.
+    /// Returns the state. There must be no uncommitted plan.
     pub fn state(&self) -> ContiguousState {
         let dropped = self.groups.iter().map(|group| group.dropped).collect();
         ContiguousState { length: self.length, dropped }
     }
 
-    /// Returns bookkeeping of the same capacity and layer groups with this state.
+    /// Returns bookkeeping with this state, and with the same capacity and layer groups as `self`.
     ///
     /// # Errors
-    /// [`File`](crate::Status::File) for a state that no sequence of steps produces, or that does not fit.
+    /// [`File`](crate::Status::File) for a state that no steps produce, or that does not fit.
     pub fn with_state(&self, state: &ContiguousState) -> Result<Self> {
         let (length, capacity) = (state.length, self.capacity);
         if length < 0 {
@@ -46,7 +46,7 @@ impl ContiguousBookkeeping {
         self.groups.len()
     }
 
-    /// Returns the slots of a layer group that hold rows.
+    /// Returns the slots of a layer group that have rows.
     ///
     /// # Panics
     /// If the layer group does not exist.

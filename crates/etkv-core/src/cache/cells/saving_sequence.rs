@@ -9,7 +9,7 @@ use crate::format::KvFormat;
 use crate::snapshot::{Book, CellsState, GiveRows, PlaneRows, SaveCache, Snapshot, TakeRows};
 use crate::store::Store;
 
-/// One sequence of a cache as a file stores it: alone, as sequence 0, in the first cells by position.
+/// One sequence of a cache as a file stores it: alone, as sequence 0, in the first cells in the order of positions.
 pub struct OneSequence<'a, S: Store> {
     pub cache: &'a mut CellsCache<S>,
     pub sequence: i32,
@@ -48,7 +48,7 @@ impl<S: Store> OneSequence<'_, S> {
         Ok(())
     }
 
-    /// Returns the cells that the only sequence of a snapshot has.
+    /// Returns the cells of a snapshot that has only one sequence.
     fn only_state(&self, snapshot: &Snapshot) -> Result<CellsState> {
         let cache = &self.cache;
         snapshot.check_layers(cache.config())?;
@@ -75,11 +75,11 @@ impl<S: Store> OneSequence<'_, S> {
         }
     }
 
-    /// Returns the formats of the cache once it also holds the sequence.
+    /// Returns the formats of the cache after the sequence is added.
     fn formats_with(&self, snapshot: &Snapshot) -> [KvFormat; 2] {
         let cache = &self.cache;
         let quantized = [cache.config().k_format, cache.config().v_format];
-        // An empty cache can become what the saved one was after `quantized_kv_start`.
+        // An empty cache takes the formats that the saved one had after `quantized_kv_start`.
         let is_empty = cache.book.length() == 0;
         if is_empty && cache.storage.awaits() && !snapshot.awaits && snapshot.formats == quantized {
             return quantized;
@@ -89,7 +89,7 @@ impl<S: Store> OneSequence<'_, S> {
 
     /// Returns the slots of the rows in the file: the first slots of each layer group.
     fn as_given(&self, state: &CellsState) -> Result<Vec<Slots>> {
-        // Checks the integers without the sequences of this cache.
+        // Checks the state alone, without the sequences of this cache.
         let alone = self.cache.book.with_state(state)?;
         let n = |group| alone.held_cells(group).len() as i32;
         Ok((0..alone.n_groups()).map(|group| Slots::Run(0..n(group))).collect())

@@ -9,7 +9,7 @@ use crate::snapshot::SaveCache;
 use crate::store::Store;
 
 impl<S: Store> CellsCache<S> {
-    /// Returns the length of sequence 0, if the cache holds nothing else and the sequence has no gaps.
+    /// Returns the length of sequence 0, if the cache has no other sequence and this one has no gaps.
     fn only_text(&self) -> Result<i32> {
         let others = self.live_sequences();
         if others.iter().any(|&sequence| sequence != 0) {

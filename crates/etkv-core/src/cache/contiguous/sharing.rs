@@ -38,7 +38,7 @@ impl<S: Store> ShareCache for ContiguousCache<S> {
         let as_argument =
             |error: Error| Error::new(Status::InvalidArgument, error.at("the prefix does not fit"));
         let mut book = self.book.with_state(&state).map_err(as_argument)?;
-        // All rows of the prefix can be read, even those after `length`.
+        // The cache can read all rows of the prefix, even those after `length`.
         let held = (0..state.dropped.len()).map(|group| book.held(group)).collect();
         let snapshot = prefix.snapshot();
         let target = (snapshot.formats, snapshot.awaits);
