@@ -175,12 +175,12 @@ def test_the_memory_callback_frees_what_another_cache_needs(caplog):
                 report["holders"], key=lambda holder: holder["id"]
             ).items()
             # No other cache exists any more, and the callback raises. The exception is logged.
-            with pytest.raises(etkv.EtkvError, match=f"this one needs {needed} more"):
+            with pytest.raises(etkv.EtkvError, match=f"this call needs {needed} more"):
                 DecodeSession(upfront)
             assert len(asked) == 2
             assert "the memory callback failed" in caplog.text
             etkv.set_memory_callback(None)
-            with pytest.raises(etkv.EtkvError, match=f"this one needs {needed} more"):
+            with pytest.raises(etkv.EtkvError, match=f"this call needs {needed} more"):
                 DecodeSession(upfront)
             assert len(asked) == 2
     finally:
@@ -223,7 +223,7 @@ def test_allocations_beyond_the_memory_budget_are_refused():
             found = etkv.memory_budget()
             assert (found.held, found.n_caches) == (before.held + needed, before.n_caches + 1)
             assert found.peak >= found.held
-            with pytest.raises(etkv.EtkvError, match=f"this one needs {needed} more") as refused:
+            with pytest.raises(etkv.EtkvError, match=f"this call needs {needed} more") as refused:
                 DecodeSession(upfront)
             assert refused.value.status == etkv.Status.BACKEND
         with DecodeSession(upfront):
