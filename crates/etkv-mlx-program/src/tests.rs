@@ -1,5 +1,5 @@
-//! Hand-made payloads: contradictions, payloads that would cost more than their size, and rare forms of the
-//! exporter.
+//! Tests with hand-made payloads: inconsistent payloads, payloads whose cost grows faster than their size, and rare
+//! output of the exporter.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -30,20 +30,20 @@ pub type Builder<'a> = FlatBufferBuilder<'a>;
 /// temporaries.
 #[derive(Default)]
 pub struct Parts {
-    /// Name and shape, in float32.
+    /// Names and shapes, in float32.
     pub constants: Vec<(String, Vec<i32>)>,
-    /// Shape and dtype.
+    /// Shapes and dtypes.
     pub inputs: Vec<(Vec<i32>, i8)>,
     /// The shapes of the program's buffers, in float32.
     pub buffers: Vec<Vec<i32>>,
     pub n_temporaries: u32,
     pub n_values: u32,
-    /// Whether all chains but the first are nested.
+    /// Whether all chains except the first are nested.
     pub inner: bool,
     /// Replaces all inputs, in order.
     pub input_map: Option<Vec<(fb::SlotType, u32)>>,
     pub outputs: Vec<u32>,
-    /// Whether all inputs are one table in the payload.
+    /// Whether all inputs share one table in the payload.
     pub one_meta: bool,
 }
 
@@ -199,7 +199,7 @@ pub fn expand(builder: &mut Builder, x: u32, out: u32) -> Node {
     (fb::OpNode::ExpandDimsNode, fb::ExpandDimsNode::create(builder, &args).as_union_value())
 }
 
-/// Takes rows of `x` at the indices of `index`.
+/// Gathers rows of `x` at the indices in `index`.
 pub fn take(builder: &mut Builder, x: u32, index: u32, out: u32) -> Node {
     let [x, index, out] = [x, index, out].map(fb::Tid::new);
     let args = fb::IntOrVidOrTidArgs { kind: 2, tid: Some(&index), ..Default::default() };
@@ -230,7 +230,7 @@ pub fn attend(builder: &mut Builder, rows: u32, position: u32, out: u32) -> Node
     (fb::OpNode::UpdateAndAttendNode, node.as_union_value())
 }
 
-// ---- What contradicts itself -----------------------------------------------
+// ---- Inconsistent payloads -------------------------------------------------
 
 fn refusal(payload: &[u8]) -> String {
     let error = Program::check(payload).unwrap_err();
@@ -274,12 +274,12 @@ fn an_init_chain_reads_no_input() {
     };
     let payload = parts().payload(|builder| vec![vec![], vec![neg(builder, 1, 0)]]);
     assert_eq!(refusal(&payload), "the init chain reads value 1, which is an input or a buffer");
-    // Values that it writes over an input are dropped after it.
+    // Values that the init chain writes over an input are dropped after it.
     let chains = |builder: &mut Builder| vec![vec![neg(builder, 1, 0)], vec![neg(builder, 0, 1)]];
     Program::check(&parts().payload(chains)).unwrap();
 }
 
-// ---- What would cost more than its size ------------------------------------
+// ---- Cost grows with the size ----------------------------------------------
 
 const MEGABYTE: usize = 1 << 20;
 
@@ -293,10 +293,9 @@ fn read_whole(payload: &[u8]) -> Result<()> {
     })
 }
 
-/// Decodes payloads of about a megabyte and of a quarter of it, made with `scale` 4 and 1. The large one must
-/// not take much more than four times as long: with quadratic cost, it would take sixteen times. Only this
-/// thread's computing time counts, and the minimum of a few tries, so that other load on the machine does not
-/// matter.
+/// Decodes payloads of about a megabyte (`scale` 4) and a quarter of it (`scale` 1). The large one must not take much
+/// more than four times as long: with quadratic cost, it would take sixteen times as long. Compares the minimum CPU
+/// time of this thread over a few tries, so that other load on the machine does not matter.
 fn grows_with_its_size(make: impl Fn(usize) -> Vec<u8>) -> Result<()> {
     let cost = |payload: &[u8]| {
         let spent = || {
@@ -315,7 +314,7 @@ fn grows_with_its_size(make: impl Fn(usize) -> Vec<u8>) -> Result<()> {
         let (one, _) = cost(&small);
         let (four, result) = cost(&large);
         least = [one.min(least[0]), four.min(least[1])];
-        // A payload that is refused immediately takes nearly no time, too little to measure.
+        // An immediate refusal takes too little time to measure.
         if least[1] < least[0] * 9 + Duration::from_millis(2) {
             return result;
         }
@@ -393,10 +392,10 @@ fn tracing_positions_through_views_grows_with_their_number() {
     grows_with_its_size(made).unwrap();
 }
 
-/// A small payload that stands for a large one, because many references name the same bytes.
+/// A small payload that would expand to a large one, because many references name the same bytes.
 #[test]
 fn what_many_places_share_is_refused() {
-    // A shape of many dimensions, of many inputs.
+    // A shape of many dimensions that many inputs share.
     let inputs = vec![(vec![1; 20_000], INT64); 8_000];
     let parts = Parts { inputs, one_meta: true, ..Default::default() };
     let error = read_whole(&parts.payload(|_| vec![vec![]])).unwrap_err();
@@ -404,7 +403,7 @@ fn what_many_places_share_is_refused() {
     assert!(error.message().contains("the payload is damaged"), "{error}");
 }
 
-// ---- What the exporter writes seldom ---------------------------------------
+// ---- Rare output of the exporter -------------------------------------------
 
 pub struct Weights(pub BTreeMap<&'static str, Vec<u8>>);
 
@@ -452,8 +451,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 const W: [f32; 6] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
 const V: [f32; 6] = [-1.0, 0.0, 1.0, 0.0, 2.0, 0.0];
 
-/// Loads a program of the weights `w` and `v`, both `[2, 3]`, and an input `[1, 3]`, and returns its result
-/// for ones.
+/// Loads a program with the weights `w` and `v`, both `[2, 3]`, and an input `[1, 3]`. Returns its result for ones.
 fn run(
     n_temporaries: u32,
     outputs: Vec<u32>,
@@ -495,7 +493,7 @@ fn a_constant_that_init_makes_may_be_an_output() {
 
 #[test]
 fn init_may_exchange_constants() {
-    // 3: a slot that keeps one of them. Nothing is computed.
+    // Slot 3 is the temporary of the exchange.
     let made = run(1, vec![0, 1], |builder| {
         vec![vec![], vec![copy(builder, 0, 3), copy(builder, 1, 0), copy(builder, 3, 1)]]
     });

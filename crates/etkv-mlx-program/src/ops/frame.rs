@@ -279,7 +279,7 @@ impl Output {
         if let Self::Tensor(array) = self {
             let &[1, rows, _] = array.shape() else {
                 let shape = array.shape();
-                fail!(Unsupported, "cannot leave out rows of logits of shape {shape:?}, expected [1, T, vocabulary]; load with logits=all");
+                fail!(Unsupported, "cannot return only the last row of logits of shape {shape:?}, expected [1, T, vocabulary]; load with logits=all");
             };
             *array = slice_axis(array, 1, rows - 1, rows, 1)?;
         }
@@ -294,7 +294,7 @@ impl Output {
         }
     }
 
-    /// Waits for the computation of the output, which was started before.
+    /// Waits for the computation of the output, which was already started.
     pub fn wait(&self) -> Result<()> {
         self.tensor().map_or(Ok(()), mlx::wait)
     }
@@ -306,7 +306,7 @@ impl Output {
     pub fn give(&self, mlx: &mut Mlx, index: usize, host: &mut dyn Host) -> Result<()> {
         match self {
             Self::Tensor(array) => {
-                // Outside of MLX: the host may log what it refuses, and wait for others.
+                // Without the lock of MLX: the host may log a refusal, and wait for other threads.
                 let (shape, n_bytes) = (array.shape(), array.nbytes());
                 let memory = mlx.outside(|| host.place(index, shape, n_bytes))?;
                 mlx.copy_to(array, memory)

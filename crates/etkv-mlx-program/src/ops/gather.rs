@@ -60,7 +60,8 @@ pub fn run_gather(arguments: &Arguments, axes: &[i32], slice_sizes: &[i32]) -> R
         if !(0..x.ndim() as i32).contains(&axis) {
             fail!(Program, "expected an axis from 0 to {}, got {axis}", x.ndim() as i32 - 1);
         }
-        // A slice starts at the index. MLX counts a negative one from the end, and reads on from there.
+        // A slice starts at its index. For a negative index MLX starts at that distance from the end, and may read
+        // past the end.
         let (frame, value) = (arguments.frame, arguments.values[index + 1]);
         match slice_sizes[axis as usize] {
             ..=1 => check_indices(frame, value, x.dim(axis), x.dim(axis))?,
@@ -83,7 +84,7 @@ pub fn run_gather(arguments: &Arguments, axes: &[i32], slice_sizes: &[i32]) -> R
     })
 }
 
-/// Copies the rows of an update to the indices, run by run.
+/// Copies the rows of an update to the indices. Consecutive indices are copied at once.
 pub fn run_index_copy(arguments: &Arguments, axis: i32) -> Result<Array> {
     let (dst, update) = (arguments.tensor(0)?, arguments.tensor(1)?);
     let axis = normalize_axis(axis, dst.ndim())?;
@@ -95,7 +96,7 @@ pub fn run_index_copy(arguments: &Arguments, axis: i32) -> Result<Array> {
     if update.ndim() != dst.ndim() || i64::from(update.dim(axis as i32)) != indices.size() as i64 {
         fail!(
             Program,
-            "cannot copy {:?} to {} places along axis {axis} of {:?}",
+            "cannot copy {:?} to {} indices along axis {axis} of {:?}",
             update.shape(),
             indices.size(),
             dst.shape()
@@ -194,7 +195,7 @@ pub fn run_take_along_axis(arguments: &Arguments, axis: i32) -> Result<Array> {
     })
 }
 
-/// Checks that indices along an axis of `x` have the same other axes as `x`, or one element there.
+/// Checks that on every other axis the indices have as many elements as `x`, or one.
 fn check_along_axis(x: &Array, indices: &Array, axis: i32) -> Result<()> {
     let fits = indices.ndim() == x.ndim()
         && (0..x.ndim() as i32).all(|other| {

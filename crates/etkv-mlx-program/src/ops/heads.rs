@@ -14,7 +14,7 @@ use etkv::mlx::cast;
 /// The axis of heads in `[1, heads, T, head_dim]`.
 const HEADS: i32 = 1;
 
-/// A product, and the norm of its rows.
+/// A product, and the norm of its input rows.
 pub struct Layer {
     pub x: Value,
     pub weight: Value,
@@ -22,7 +22,8 @@ pub struct Layer {
     pub norm: Option<Norm>,
 }
 
-/// Multiplies, and returns the pieces of the heads. If the kernel supports the product, it does all of this.
+/// Computes the product, and returns the pieces of its heads. A single kernel does all of this if it supports the
+/// product.
 pub fn run(frame: &Frame, layer: &Layer, transposed: bool, heads: &Heads) -> Result<Pieces> {
     let tensor = |value: Option<Value>| value.map(|value| frame.tensor(value)).transpose();
     let (x, weight) = (frame.tensor(layer.x)?, frame.tensor(layer.weight)?);
@@ -57,7 +58,7 @@ pub fn run(frame: &Frame, layer: &Layer, transposed: bool, heads: &Heads) -> Res
         fail!(Internal, "{} of {} heads rotate", heads.rotated, heads.n);
     };
     let rotated = cast(&rotary(rotated, positions, periods)?, heads.dtype)?;
-    // A boundary lies among the heads that rotate, or after them.
+    // The boundaries between heads that rotate. The others come after them.
     let inside = heads.at.partition_point(|&at| at < heads.rotated);
     let mut pieces = split(&rotated, &heads.at[..inside], heads.rotated)?;
     if let Some(still) = &still {

@@ -44,7 +44,7 @@ pub fn run_take(frame: &Frame, x: Value, index: Index, axis: i32) -> Result<Arra
     }
 }
 
-/// Gathers rows by `[...]` indices into `x`, `[features, rows]`: `[..., features]`.
+/// Gathers columns of `x`, `[features, rows]`, by indices `[...]`. The result is `[..., features]`.
 pub fn run_take_transposed(frame: &Frame, x: Value, index: Value) -> Result<Array> {
     let x = frame.tensor(x)?;
     check_range(frame, index, x.dim(1))?;
@@ -54,18 +54,18 @@ pub fn run_take_transposed(frame: &Frame, x: Value, index: Value) -> Result<Arra
     Ok(columns.transpose_axes(&perm)?)
 }
 
-/// Checks indices, because MLX does not check an index past the end. Indices of an input, such as tokens, are
-/// available; others must be computed first.
+/// Checks indices, because MLX does not check an index past the end. Indices of an input, such as tokens, are on the
+/// host. For others this waits until they are computed.
 pub fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
     check_between(frame, index, 0, size)
 }
 
-/// Checks indices below `end`, of an axis of `size` elements. Negative ones count from the end.
+/// Checks that indices of an axis of `size` elements are below `end`. Negative ones count from the end.
 pub fn check_indices(frame: &Frame, index: Value, end: i32, size: i32) -> Result<()> {
     check_between(frame, index, -size, end)
 }
 
-/// Returns indices that are checked like in [`check_range`].
+/// Returns indices after the check of [`check_range`].
 pub fn read_range(frame: &Frame, index: Value, size: i32) -> Result<Vec<i32>> {
     check_range(frame, index, size)?;
     if let Some(indices) = frame.host_ints(index) {
@@ -105,7 +105,7 @@ fn check_between(frame: &Frame, index: Value, begin: i32, size: i32) -> Result<(
                     .map_err(|error| Error::new(Status::Backend, &error).caused_by(error))
             };
             let (least, most) = (indices.min(None)?, indices.max(None)?);
-            // Waits once for both.
+            // Computes both in one wait.
             eval([&least, &most])?;
             (one(least)?, one(most)?)
         }

@@ -32,7 +32,7 @@ pub fn item(slots: &mut Slots, node: fb::ItemIntNode) -> Result<Instruction> {
     Ok(instruction(op, slots.write_int(node.out())?))
 }
 
-/// Returns the element of a tensor with one element, which must be computed first.
+/// Returns the element of a tensor with one element. Waits until it is computed.
 pub fn run_item(x: &Array) -> Result<i32> {
     if x.size() != 1 {
         fail!(Program, "expected a tensor of one element, got shape {:?}", x.shape());

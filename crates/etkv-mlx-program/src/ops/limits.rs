@@ -1,5 +1,5 @@
-//! The limits on the tensors of a program. A damaged file can name any shape: MLX allocates whatever it says, and on a
-//! CPU the allocator ends the process if memory is lacking.
+//! The limits on the tensors of a program. A damaged file can contain any shape. MLX would allocate it, and on a CPU
+//! its allocator ends the process if there is too little memory.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -10,29 +10,29 @@ use crate::error::{fail, Result};
 use crate::ir::Op;
 use crate::ops::frame::Frame;
 
-/// The most bytes of one tensor, in addition to those of the tensors that it reads. The value is that of
-/// ExecuTorch.
+/// The maximum bytes of one tensor, in addition to those of the tensors that it is computed from. ExecuTorch has the
+/// same limit.
 static MAX_BYTES: AtomicUsize = AtomicUsize::new(4 << 30);
 
-/// Returns the most bytes of a program's tensor, in addition to those of the tensors that it reads.
+/// Returns the maximum bytes of a program's tensor, in addition to those of the tensors that it is computed from.
 pub fn max_bytes() -> usize {
     MAX_BYTES.load(Ordering::Relaxed)
 }
 
-/// Sets the most bytes of a tensor, for tests with less memory.
+/// Sets the maximum bytes of a tensor, for tests with less memory.
 #[doc(hidden)]
 pub fn set_max_bytes(bytes: usize) {
     MAX_BYTES.store(bytes, Ordering::Relaxed);
 }
 
-/// Returns the bytes of a tensor, or `None` for a negative size or above 64 bits.
+/// Returns the bytes of a tensor, or `None` for a negative size or a number above 64 bits.
 pub fn bytes_of(shape: &[i32], dtype: Dtype) -> Option<usize> {
     shape
         .iter()
         .try_fold(item_size(dtype), |bytes, &size| bytes.checked_mul(usize::try_from(size).ok()?))
 }
 
-/// Checks the shape of a tensor before it is made.
+/// Checks the shape of a tensor before it is created.
 pub fn check_size(shape: &[i32], dtype: Dtype) -> Result<()> {
     let most = max_bytes();
     match bytes_of(shape, dtype) {
@@ -44,7 +44,7 @@ pub fn check_size(shape: &[i32], dtype: Dtype) -> Result<()> {
     }
 }
 
-/// Checks the result of an instruction before it is computed. Views of a large tensor may be as large as it.
+/// Checks the size of an instruction's result before it is computed. A view may be as large as its tensor.
 pub fn check_made(made: &Array, op: &Op, frame: &Frame) -> Result<()> {
     let bytes = bytes_of(made.shape(), made.dtype());
     if bytes.is_some_and(|bytes| bytes <= max_bytes()) {

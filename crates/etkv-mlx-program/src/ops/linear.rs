@@ -59,7 +59,7 @@ pub struct Block {
     pub residual: Option<Value>,
 }
 
-/// Multiplies as [`run_linear`] does, with the operations of `block` before and after.
+/// Multiplies as [`run_linear`] does, with the operations of `block` before and after the product.
 pub fn run_block(
     frame: &Frame,
     x: Value,
@@ -88,7 +88,7 @@ pub fn run_block(
         let features = out.shape().last().copied().unwrap_or_default();
         let halves = run_split(&out, -1, &[features / 2], &(features..=features))?;
         let [activated, gated] = &halves[..] else {
-            fail!(Shape, "a gate takes an even number of features, got {features}");
+            fail!(Shape, "expected an even number of features for a gate, got {features}");
         };
         out = activation::run(frame, gate, activated, Some(gated))?;
     }
@@ -100,13 +100,14 @@ pub fn run_block(
 
 /// The part of a product that the kernel has computed.
 pub enum KernelResult {
-    /// All of it.
+    /// The whole product.
     Complete(Array),
-    /// Nothing. This has the normalized rows, if the product has a norm.
+    /// Nothing except the normalized rows, if the product has a norm.
     Remaining(Option<Array>),
 }
 
-/// Computes a product and its surroundings with the [kernel](kernels::few_rows), if the kernel supports them.
+/// Computes a product with its norm, gate and residual by the [kernel](kernels::few_rows), if the kernel supports
+/// them.
 pub fn by_kernel(product: &Product) -> Result<KernelResult> {
     if let Some(out) = kernels::few_rows(product)? {
         return Ok(KernelResult::Complete(out));
@@ -115,7 +116,7 @@ pub fn by_kernel(product: &Product) -> Result<KernelResult> {
         return Ok(KernelResult::Remaining(None));
     };
     let normalized = mlx_rs::fast::rms_norm(product.x, norm.weight, norm.eps)?;
-    // The kernel may only refuse because rows are too long to be normalized in it.
+    // The kernel may have refused only because the rows are too long for its norm.
     let rest = Product { x: &normalized, norm: None, ..*product };
     Ok(match kernels::few_rows(&rest)? {
         Some(out) => KernelResult::Complete(out),
@@ -141,7 +142,7 @@ pub fn linear(linear: &Product) -> Result<Array> {
     let axis = usize::from(transposed);
     let outputs = weight.shape().get(axis).copied().unwrap_or_default();
     let cuts = weight.ndim() == 2 && bias.is_none_or(|bias| bias.shape() == [outputs]);
-    // float32 is multiplied by a BLAS, which has its own threads.
+    // float32 is multiplied by a BLAS, which uses several threads itself.
     if x.dtype() != Dtype::Float32 && cuts {
         let shared = mlx::shared(outputs, x.size() as i64, |range| {
             let part = |array, axis| slice_axis(array, axis, range.start, range.end, 1);
@@ -171,12 +172,12 @@ fn whole(x: &Array, weight: &Array, transposed: bool, bias: Option<&Array>) -> R
     }
 }
 
-/// For more rows than the [kernel](kernels::few_rows) takes, cuBLAS gets half of this number or a multiple of
-/// it. For each number of rows that is new to the process it takes 3 ms, for each weight, to choose an
-/// algorithm.
+/// Rows are padded to half of this number or to a multiple of it, if there are more than the
+/// [kernel](kernels::few_rows) supports. cuBLAS needs 3 ms for each weight and each new number of rows to choose an
+/// algorithm, so few numbers should occur.
 pub const ROWS_THAT_RECUR: i32 = 64;
 
-/// Returns how many rows must be added to `x`, `[1, T, in]`, on a GPU to reach a recurring number.
+/// Returns the number of rows to pad `x`, `[1, T, in]`, with: 0 on a CPU.
 fn rows_to_add(x: &Array) -> Result<i32> {
     let is_one = x.ndim() == 3 && x.dim(0) == 1;
     if cfg!(target_os = "macos") || !is_one || !mlx::is_stream_on_gpu()? {
@@ -185,7 +186,7 @@ fn rows_to_add(x: &Array) -> Result<i32> {
     Ok(lacking(x.dim(1)))
 }
 
-/// Returns how many rows to add to `rows`, at most `rows`.
+/// Returns the number of rows to pad `rows` rows with, at most `rows`.
 fn lacking(rows: i32) -> i32 {
     match rows {
         ..=kernels::MAX_ROWS => 0,
@@ -194,8 +195,8 @@ fn lacking(rows: i32) -> i32 {
     }
 }
 
-/// Calls `work` with `x`, `[1, T, in]`, extended by its first `more` rows, at most `T`. Returns the part of
-/// the result for the rows of `x`.
+/// Calls `work` with `x`, `[1, T, in]`, padded by its first `more` rows, at most `T`. Returns the part of the result
+/// for the rows of `x`.
 fn with_rows(x: &Array, more: i32, work: impl FnOnce(&Array) -> Result<Array>) -> Result<Array> {
     let n = x.dim(1);
     let out = work(&concatenate(&[x, &slice_axis(x, 1, 0, more, 1)?], 1)?)?;

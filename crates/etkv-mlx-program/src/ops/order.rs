@@ -30,7 +30,7 @@ pub fn argpartition(slots: &mut Slots, node: fb::ArgPartitionNode) -> Result<Ins
 pub fn run_sort(function: &Function, arguments: &Arguments, axis: i32) -> Result<Array> {
     let x = arguments.tensor(0)?;
     let axis = normalize_axis(axis, x.ndim())? as i32;
-    // MLX divides by the elements of the axis.
+    // MLX would divide by the number of elements of the axis, 0.
     if x.size() == 0 {
         return match function {
             Function::Sort { .. } => Ok(x.clone()),

@@ -1,5 +1,5 @@
-//! Weights in MLX's packed forms, which no pass looks into: numbers of few bits with a shared exponent or
-//! scale. Matrices with a scale and a bias for each group are in [`quantized`](super::quantized).
+//! Weights in MLX's packed float formats: numbers of few bits with a shared exponent or scale. No pass transforms
+//! them. Matrices with a scale and a bias for each group are in [`quantized`](super::quantized).
 
 use std::ffi::CStr;
 
@@ -10,7 +10,7 @@ use crate::error::{fail, Result};
 use crate::ir::{Packing, PackingMode};
 use etkv::mlx::{call, optional_int};
 
-/// MLX's packings, with the sizes of their groups and their bits.
+/// MLX's packings: name, mode, size of a group, and bits.
 const FLOATS: [(&str, PackingMode, i32, i32); 3] = [
     ("mxfp4", PackingMode::Mxfp4, 32, 4),
     ("mxfp8", PackingMode::Mxfp8, 32, 8),

@@ -66,7 +66,7 @@ pub fn dequantize(slots: &mut Slots, node: fb::DequantizeNode) -> Result<Instruc
     Ok(instruction(op, slots.write(node.out())?))
 }
 
-/// A packed matrix: `bits` bits an element, a scale and a bias for each group.
+/// A packed matrix: `bits` bits per element, a scale and a bias for each group.
 pub struct Packed<'a> {
     pub w: &'a Array,
     pub scales: &'a Array,
@@ -75,8 +75,8 @@ pub struct Packed<'a> {
 }
 
 impl Packed<'_> {
-    /// Returns the matrix in the dtype of its scales. Half precision is rounded once, at the end: if it was
-    /// unpacked in half precision, the error would be three times as large.
+    /// Returns the matrix in the dtype of its scales. It is unpacked in float32 and rounded once: unpacking in half
+    /// precision has three times the error.
     fn unpack(&self) -> Result<Array> {
         let Affine { group_size, bits } = self.packing;
         let wide = |array| cast(array, Dtype::Float32);
@@ -121,8 +121,8 @@ pub fn run_quantized_matmul(
     Ok(product.reshape(&shape)?)
 }
 
-/// Multiplies by MLX's packed product, except for weights with one group a row. Their product with several
-/// rows is wrong on CUDA: 8 bits and 64 features, 4 bits and 128 features, MLX 0.32.2.
+/// Multiplies by MLX's packed product, except for weights with one group per row: their product with several rows is
+/// wrong on CUDA, for 8 bits with 64 features and 4 bits with 128 features (MLX 0.32.2).
 fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
     let (rows, groups) = (x.dim(1), packed.scales.dim(-1));
     if rows > 1 && groups == 1 {
@@ -134,14 +134,13 @@ fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
 /// The elements of a weight that fit the caches of an x86-64 processor in float32: 32 MB.
 const CACHED_ELEMENTS: i64 = 8 << 20;
 
-/// Multiplies `[1, rows, in]` in the faster way. MLX's packed product on the CPU runs row by row, unpacks the
-/// weight for each row, and is an order of magnitude slower in half precision than in float32. For a few rows
-/// it is used in float32. For more rows it is faster to unpack the weight once and multiply.
+/// Multiplies `[1, rows, in]`. MLX's packed product on the CPU unpacks the weight for each row, and is an order of
+/// magnitude slower in half precision than in float32. For a few rows it is used in float32. For more rows, unpacking
+/// the weight once and multiplying is faster.
 ///
-/// The limit was measured on x86-64 with MLX 0.32.2 and two threads of OpenBLAS, for 4 and 8 bits (`cargo
-/// bench -p etkv-benches --bench weights`). Both ways take the same time at 3 to 4 rows in float32 and at 6
-/// to 8 in half precision. A weight that does not fit the caches when unpacked needs two to three times as
-/// many rows.
+/// The limit was measured on x86-64 with MLX 0.32.2 and two threads of OpenBLAS, for 4 and 8 bits (`cargo bench -p
+/// etkv-benches --bench weights`). Both ways take the same time at 3 to 4 rows in float32 and at 6 to 8 in half
+/// precision; at two to three times as many rows if the unpacked weight does not fit the caches.
 pub fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
     let (rows, dtype) = (x.dim(1), x.dtype());
     let is_float = dtype == Dtype::Float32;
@@ -169,8 +168,7 @@ pub fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
         return cast(&product, dtype);
     }
     let w = packed.unpack()?;
-    // The weight is the left factor, in its stored layout: as the right one, BLAS would traverse it along its
-    // short side.
+    // The weight is the left factor, in its stored layout. BLAS would traverse a right factor along its short side.
     let columns = x.reshape(&[rows, -1])?.transpose_axes(&[1, 0])?.contiguous()?;
     let product = matmul(w, columns)?.transpose_axes(&[1, 0])?.expand_dims(0)?;
     cast(&product, dtype)
@@ -194,7 +192,7 @@ fn packed_product(x: &Array, packed: &Packed, transpose: bool) -> Result<Array> 
     })
 }
 
-/// Returns some outputs of a packed product with the rows of a weight.
+/// Returns a range of the outputs of a packed product.
 fn packed_outputs(x: &Array, packed: &Packed, range: Range<i32>) -> Result<Array> {
     let part = |array| slice_axis(array, 0, range.start, range.end, 1);
     let (w, scales, biases) = (part(packed.w)?, part(packed.scales)?, part(packed.biases)?);

@@ -86,7 +86,7 @@ pub fn triu(slots: &mut Slots, node: fb::TriuNode) -> Result<Instruction> {
     decode(slots, Function::Triu { k: node.k() }, &[node.x()], Vec::new(), node.out())
 }
 
-/// Notes for each strided view which axes its only reader reduces.
+/// Records, for each strided view, the axes that its only reader reduces.
 pub fn note_reduced(chain: &mut Chain) {
     let mut readers: HashMap<Value, Option<Vec<i32>>> = HashMap::new();
     for instruction in &chain.instructions {
@@ -95,7 +95,7 @@ pub fn note_reduced(chain: &mut Chain) {
                 Op::Call { function, .. } => reduced_by(function),
                 _ => None,
             };
-            // A second reader may read anything.
+            // With a second reader, unknown axes are read.
             readers.entry(value).and_modify(|axes| *axes = None).or_insert(axes);
         }
     }
@@ -137,9 +137,9 @@ fn overlaps(shape: &[i32], strides: &[i32]) -> bool {
     })
 }
 
-/// Returns whether MLX (0.32.2) reduces these axes of an overlapping view correctly: on a CPU it computes as
-/// many results at once as the smallest stride of a reduced axis, if that many elements inside the axis are
-/// contiguous. These must be the last axes, and none of them may be reduced.
+/// Returns whether MLX (0.32.2) reduces these axes of an overlapping view correctly. On a CPU it computes as many
+/// results at once as the smallest stride of a reduced axis. So that many elements must be contiguous in the last
+/// axes, none of which may be reduced.
 fn reduces_within(shape: &[i32], strides: &[i32], reduced: &[i32]) -> bool {
     let rank = shape.len() as i32;
     let is_reduced = |axis: i32| {
@@ -165,7 +165,7 @@ fn reduces_within(shape: &[i32], strides: &[i32], reduced: &[i32]) -> bool {
     false
 }
 
-/// Returns elements of `x`, as a contiguous array, at any strides. MLX does not check the bounds.
+/// Returns a view of `x`, read as a contiguous array, with any strides. Checks the bounds, because MLX does not.
 pub fn run_as_strided(
     arguments: &Arguments,
     offset: u64,
@@ -212,14 +212,14 @@ pub fn run_as_strided(
             stream,
         )
     })?;
-    // Other operations of MLX do not expect elements that share memory.
+    // Other operations of MLX are wrong for elements that share memory.
     if is_copied {
         return Ok(view.contiguous()?);
     }
     Ok(view)
 }
 
-/// Broadcasts. A size of -1 means that of `x`.
+/// Broadcasts. A size of -1 stands for the size of `x`.
 pub fn run_broadcast_to(arguments: &Arguments) -> Result<Array> {
     let x = arguments.tensor(0)?;
     let mut shape = arguments.ints.clone();
@@ -318,7 +318,7 @@ pub fn run_roll(arguments: &Arguments, axes: &[i32]) -> Result<Array> {
     })
 }
 
-/// Removes axes with one element: the named ones, or all. A named axis with more stays.
+/// Removes axes with one element: those in `dims`, or all. An axis in `dims` with more elements stays.
 pub fn run_squeeze(arguments: &Arguments, dims: &[i32]) -> Result<Array> {
     let x = arguments.tensor(0)?;
     let mut axes = Vec::new();
@@ -378,7 +378,7 @@ mod tests {
         assert!(overlaps(&[3], &[-1]));
     }
 
-    /// Windows of a pooling, which MLX reduces without a copy, and others.
+    /// Windows of pooling, which MLX reduces without a copy, and other views.
     #[test]
     fn windows_are_reduced_where_they_lie() {
         let (shape, strides) = ([1, 16, 3, 8], [272, 16, 8, 1]);

@@ -94,8 +94,8 @@ fn axes_of(x: &Array, over: &Reduction) -> Result<Vec<i32>> {
     Ok(axes)
 }
 
-/// Returns the tensor that is reduced. On a CPU MLX (0.32.2) reads the strides of an empty tensor, and loops
-/// over those of a view without strides.
+/// Returns the tensor to reduce. Replaces an empty tensor by a contiguous one: on a CPU, MLX (0.32.2) reads the
+/// strides of an empty view, which may not exist.
 fn reduced(arguments: &Arguments) -> Result<Array> {
     let x = arguments.tensor(0)?;
     Ok(if x.size() == 0 { zeros_dtype(x.shape(), x.dtype())? } else { x.clone() })
@@ -167,7 +167,7 @@ pub fn run_cumsum(
 ) -> Result<Array> {
     let x = arguments.tensor(0)?;
     let axis = normalize_axis(axis, x.ndim())? as i32;
-    // MLX divides by the elements of the axis.
+    // MLX would divide by the number of elements of the axis, 0.
     if x.size() == 0 {
         return match x.dtype() {
             Dtype::Bool => cast(x, Dtype::Int32),

@@ -34,9 +34,9 @@ pub fn rope(slots: &mut Slots, node: fb::RopeNode) -> Result<Instruction> {
 
 /// The parameters of a rotary embedding.
 pub struct Rotation {
-    /// The number of first elements of a row that rotate.
+    /// The number of elements at the start of a row that rotate.
     pub dims: i32,
-    /// Whether neighbouring elements rotate together, instead of the halves.
+    /// Whether adjacent elements rotate together, instead of the two halves.
     pub traditional: bool,
     /// The factor of positions.
     pub scale: f32,
@@ -49,7 +49,7 @@ pub fn run_rope(
     [offsets, freqs]: [bool; 2],
 ) -> Result<Array> {
     let Rotation { dims, traditional, scale } = rotation;
-    // On CUDA MLX's function writes past the end of its result if there are gaps between tokens.
+    // On CUDA, MLX's function writes past the end of its result if there are gaps between tokens.
     let x = arguments.tensor(0)?.contiguous()?;
     let features = if x.ndim() < 3 { 0 } else { x.dim(-1) };
     if dims % 2 != 0 || !(1..=features).contains(&dims) {
@@ -97,8 +97,8 @@ pub fn run(frame: &Frame, x: Value, [offsets, periods]: [Value; 2], dtype: Dtype
     cast(&rotary(frame.tensor(x)?, offsets, periods)?, dtype)
 }
 
-/// Rotates `x`, `[1, heads, T, head_dim]`. MLX's function has one offset for each entry of a batch, and
-/// counts the tokens of an entry from there. Here each token is a separate entry.
+/// Rotates `x`, `[1, heads, T, head_dim]`. MLX's function has one offset for each batch entry, and the tokens of an
+/// entry have consecutive positions from there. So each token is passed as an entry.
 pub fn rotary(x: &Array, offsets: &Array, periods: &Array) -> Result<Array> {
     if x.ndim() != 4 || x.dim(0) != 1 || offsets.shape() != [x.dim(2)] {
         let (x, offsets) = (x.shape(), offsets.shape());
@@ -112,8 +112,8 @@ pub fn rotary(x: &Array, offsets: &Array, periods: &Array) -> Result<Array> {
         return Ok(rotated);
     }
     let tokens_first = [2, 1, 0, 3];
-    // A piece of a joined product has gaps between its tokens. On CUDA MLX's function allocates only the
-    // elements, but writes them with the gaps of its input: past the end of its result (MLX 0.32.2).
+    // A piece of a joined product has gaps between its tokens. On CUDA, MLX's function allocates a result without
+    // gaps, but writes it with those of its input: past its end (MLX 0.32.2).
     let dense = x.transpose_axes(&tokens_first)?.contiguous()?;
     Ok(embed(&dense)?.transpose_axes(&tokens_first)?)
 }
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
     use etkv::mlx::{self, slice_axis};
 
-    /// In the form that exporters write.
+    /// The formula that exporters write.
     fn written(x: &Array, offsets: &Array, inverse: &Array) -> Result<Array> {
         let half = x.dim(3) / 2;
         let angles = offsets.as_dtype(Dtype::Float32)?.reshape(&[-1, 1])?.multiply(inverse)?;
@@ -143,7 +143,7 @@ mod tests {
             for positions in [&[0][..], &[5], &[0, 1, 2, 3], &[9, 9, 2, 700, 11]] {
                 let n = positions.len() as i32;
                 let offsets = Array::from_slice(positions, &[n]);
-                // In the layout that a projection leaves.
+                // In the layout of a projection's result.
                 let x = normal::<f32>(&[1, n, 3, 8], None, None, None)?
                     .transpose_axes(&[0, 2, 1, 3])?;
                 let found = rotary(&x, &offsets, &inverse.reciprocal()?)?;

@@ -42,8 +42,8 @@ pub fn slice(slots: &mut Slots, node: fb::SliceNode) -> Result<Instruction> {
     Ok(instruction(op, slots.write(node.out())?))
 }
 
-/// Decodes a split: one piece of the same tensor for each output. A single size is that of all pieces but the
-/// last, which may be smaller; several sizes are those of the pieces.
+/// Decodes a split into one piece for each output. A single size is the size of all pieces except the last, which may
+/// be smaller. Several sizes are the sizes of the pieces.
 pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>> {
     let sizes = ints(slots, node.sizes())?;
     let literals: Option<Vec<i64>> = sizes
@@ -74,7 +74,7 @@ pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>>
         .collect()
 }
 
-/// Decodes a split whose sizes are known only at run time: slices whose bounds are sums.
+/// Decodes a split whose sizes are known only at run time, as slices with computed bounds.
 fn split_at_run(slots: &mut Slots, node: fb::SplitNode, sizes: &[Int]) -> Result<Vec<Instruction>> {
     let n = node.outs().len();
     let each: Vec<Int> = match sizes {
@@ -147,7 +147,7 @@ pub fn sizes(frame: &Frame, shape: &[Int]) -> Result<Sizes> {
     shape.iter().map(|&dim| frame.int(dim)).collect()
 }
 
-/// Returns a new shape of `x` with its open dimension, -1, resolved.
+/// Returns `shape` as a shape of `x`, with its open dimension, -1, computed.
 pub fn resolved(x: &Array, mut shape: Sizes) -> Result<Sizes> {
     let open = shape.iter().filter(|&&dim| dim == -1).count();
     let product = shape
@@ -189,7 +189,7 @@ pub fn run_slice(
         let start = start.clamp(0, size);
         return slice_axis(x, axis, start, stop.clamp(start, size), step);
     }
-    // Backwards: the last bound is the element before the first, which MLX counts from the end.
+    // Backwards, the end may be the index before element 0. MLX counts negative indices from the end.
     let start = start.clamp(-1, size - 1);
     let stop = stop.clamp(-1, start);
     match stop == start {
@@ -208,7 +208,7 @@ pub fn run_piece(
     slice_axis(x, axis, start, stop.min(size), 1)
 }
 
-/// Returns an axis whose size is in this range, and its size.
+/// Returns a normalized axis and its size. Refuses a size that is not in `sizes`.
 pub fn axis_to_split(x: &Array, axis: i32, sizes: &RangeInclusive<i32>) -> Result<(usize, i32)> {
     let axis = normalize_axis(axis, x.ndim())?;
     let size = x.dim(axis as i32);

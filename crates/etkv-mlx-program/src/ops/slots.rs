@@ -1,4 +1,4 @@
-//! The payload's slots, and the value that each has while a program is decoded.
+//! The payload's slots, and the value of each slot while a program is decoded.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use crate::error::{fail, Result};
 use crate::fb;
 use crate::ir::{Int, IntValue, Out, Value};
 
-/// The most slots of a program: more than any program has, and few enough to allocate.
+/// The maximum slots of a program: more than any program has, and few enough to allocate.
 const MAX_SLOTS: u32 = 1_000_000;
 
 /// The number of tensor slots of each kind. Slots are numbered in this order, temporaries last.
@@ -20,7 +20,7 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Reads the numbers from a payload.
+    /// Reads the numbers of slots from a payload.
     pub fn read(graph: fb::MLXGraph) -> Result<Self> {
         let kinds = [
             graph.num_constant_tensors(),
@@ -164,9 +164,8 @@ impl Slots {
         value
     }
 
-    /// Ends the init chain. Returns the constants that it has overwritten, as pairs of the constant and its
-    /// new contents. Afterwards all slots have their values from `before`, and nothing else of the chain is
-    /// visible.
+    /// Ends the init chain. Returns the constants that it has overwritten, as pairs of the constant and its new
+    /// value. Restores all slots to `before`.
     pub fn end_init(&mut self, before: SlotValues) -> Vec<(Value, Value)> {
         let mut written = Vec::new();
         for slot in 0..self.counts.constants {
@@ -185,18 +184,18 @@ impl Slots {
         &self.held
     }
 
-    /// Replaces the values of the slots by those of another point. Returns the current ones.
+    /// Replaces the values of the slots, and returns the old values.
     pub fn exchange(&mut self, held: SlotValues) -> SlotValues {
         std::mem::replace(&mut self.held, held)
     }
 
-    /// Returns the first of `n` new consecutive values, which no slot holds.
+    /// Returns the first of `n` new consecutive values, which are in no slot.
     pub fn new_values(&mut self, n: u32) -> Value {
         self.n_values += n;
         Value(self.n_values - n)
     }
 
-    /// Returns a new integer value, which no slot holds.
+    /// Returns a new integer value, which are in no slot.
     pub fn new_int(&mut self) -> IntValue {
         self.n_ints += 1;
         IntValue(self.n_ints - 1)

@@ -14,11 +14,11 @@ use etkv::mlx::{check, slice_axis, Arrays};
 /// The outputs of a split.
 pub type Pieces = SmallVec<[Array; 4]>;
 
-/// Returns the pieces of an axis that is split at these places.
+/// Returns the pieces of an axis that is split at these indices.
 pub fn run_split(x: &Array, axis: i32, at: &[i32], sizes: &RangeInclusive<i32>) -> Result<Pieces> {
     let (axis, size) = axis_to_split(x, axis, sizes)?;
     if at.last().is_none_or(|&last| last > size) {
-        // Slices past the end are short or empty, as in Python.
+        // Pieces past the end are short or empty, as in Python.
         let ends = at.iter().copied().chain([size]);
         return std::iter::once(0)
             .chain(at.iter().copied())
@@ -81,8 +81,8 @@ pub fn run_transpose_reshape(
     Ok(x.transpose_axes(perm)?.reshape(&shape)?)
 }
 
-/// Returns the shape after a transposition that keeps the elements in order, because it moves only axes with
-/// one element.
+/// Returns the shape after a transposition, if it keeps the elements in order because it moves only axes with one
+/// element.
 fn transposed_in_order(shape: &[i32], perm: &[i32]) -> Option<Sizes> {
     let mut last = None;
     let mut seen: SmallVec<[bool; 8]> = smallvec![false; shape.len()];

@@ -1,9 +1,9 @@
-//! Fuses a product with the operations around it in a layer: the norm before it, the gate made of its halves,
-//! and the residual.
+//! Fuses a product with the operations around it in a layer: the norm before it, the gate on its halves, and the
+//! residual.
 //!
-//! On a GPU a product of 2 to 16 rows in half precision computes all of them in its kernel. Each launch costs
-//! the host more than the work takes on the device: for such a step a layer of a Llama has 8 launches instead
-//! of 14, and 7 once the kernel also [rotates](super::rotated) its heads.
+//! On a GPU, the kernel of a product of 2 to 16 rows in half precision computes these operations too. A launch costs
+//! the host more time than the work takes on the device. In such a step, a layer of a Llama has 8 launches instead of
+//! 14, and 7 if the kernel also [rotates](super::rotated) heads.
 
 use std::collections::HashMap;
 
@@ -22,7 +22,7 @@ pub fn join(graph: &mut Graph) {
         if found.replaced.len() < 2 {
             continue;
         }
-        // At the position of the last of them: all that it reads exists there.
+        // The block gets the index of the last replaced instruction, where all its operands exist.
         let last = found.replaced.iter().copied().max().unwrap_or(index);
         for place in found.replaced {
             instructions[place] = None;
@@ -59,7 +59,7 @@ impl Block {
     }
 }
 
-/// A block, the instructions that it replaces, and the value that it makes.
+/// A block, the instructions that it replaces, and its result.
 struct BlockMatch {
     block: Block,
     replaced: Vec<usize>,
@@ -84,7 +84,7 @@ impl Finder<'_> {
         self.op(index).map(|(op, out)| (index, op, out))
     }
 
-    /// Returns the product at `index` with everything around it that can be fused.
+    /// Returns the product at `index` with all operations around it that can be fused.
     fn around(&self, index: usize, block: Block) -> BlockMatch {
         let Some((_, Out::Tensor(out))) = self.op(index) else {
             return BlockMatch { out: block.x, block, replaced: Vec::new() };
@@ -107,7 +107,7 @@ impl Finder<'_> {
         }
     }
 
-    /// Matches a split in halves, one of which is activated and multiplied by the other.
+    /// Matches a gate: a split in halves, one of which is activated and multiplied by the other.
     fn gate(&self, found: &mut BlockMatch) {
         let Some((split, Op::Split { axis: -1, at, sizes, .. }, out)) = self.reader(found.out)
         else {
@@ -153,8 +153,8 @@ mod tests {
 
     const NORM: Norm = Norm { weight: Some(Value(2)), eps: 1e-5 };
 
-    /// The constants are two weights, of 6 rows and of 8, and the weights of a norm; the inputs are 3 and
-    /// 4. Each of `ops` makes the values of its `Out`. The last one is the output.
+    /// Constants 0 to 2 are weights of 6 and 8 rows and the weight of a norm; 3 and 4 are inputs. The result of the
+    /// last of `ops` is the output.
     fn graph(ops: Vec<(Op, Out)>) -> Graph {
         let constant = |shape: &[i32]| Constant {
             name: String::new(),
@@ -195,7 +195,7 @@ mod tests {
         tensor(Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }, out)
     }
 
-    /// A gate on the product 11.
+    /// A gate on product 11.
     fn gate(first: i32) -> [(Op, Out); 2] {
         let split = Op::Split { x: Value(11), axis: -1, at: vec![first], sizes: 8..=8 };
         let by = Some(Value(13));
@@ -234,7 +234,7 @@ mod tests {
 
     #[test]
     fn a_block_stands_where_the_last_of_it_stood() {
-        // The residual is made after the product.
+        // The residual is computed after the product.
         let made = joined(vec![linear(3, 0, 10), norm(4, 11), add(10, 11, 12)]);
         let summed = Block { residual: Some(Value(11)), ..block(3, 0) };
         assert_eq!(made, [norm(4, 11), tensor(summed.into_op(), 12)]);
@@ -243,7 +243,7 @@ mod tests {
     #[test]
     fn what_others_read_stays() {
         let stays = |ops: Vec<(Op, Out)>| assert_eq!(joined(ops.clone()), ops);
-        // Normalized rows, and a product, that have two readers; a product that is added to itself.
+        // Normalized rows and a product with two readers; a product that is added to itself.
         stays(vec![norm(3, 10), linear(10, 0, 11), norm(10, 12)]);
         stays(vec![linear(3, 0, 10), add(3, 10, 11), norm(10, 12)]);
         stays(vec![linear(3, 0, 10), add(10, 10, 11)]);

@@ -1,8 +1,8 @@
-//! Chooses by the capacity of the cache: the frequencies of a rotary embedding with a separate set for long
-//! texts.
+//! Chooses the frequencies of rotary embeddings that have a separate set for long texts, by the capacity of the
+//! cache.
 //!
-//! The exporter writes `where(flag, beyond, within)`. The flag is a constant, false, whose name contains the
-//! limit: a runtime that does not know the name computes with the frequencies of short texts.
+//! The exporter writes `where(flag, beyond, within)`. The flag is a constant whose name contains the limit. Its value
+//! is false, so a runtime that ignores the name computes with the frequencies of short texts.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -11,8 +11,8 @@ use crate::ir::{Function, Graph, Op, Out, Value};
 /// The prefix of a flag's name, after the program's own prefix. The limit follows.
 const FLAG: &str = "etkv_capacity_over_";
 
-/// Replaces each choice by its result for a cache of `capacity` positions. Returns the limits that the
-/// capacity exceeds.
+/// Replaces each choice by the operand for a cache of `capacity` positions. Returns the limits that the capacity
+/// exceeds.
 pub fn choose(graph: &mut Graph, capacity: i32) -> BTreeSet<i32> {
     let mut passed = BTreeSet::new();
     let mut chosen = HashMap::new();
@@ -57,8 +57,8 @@ mod tests {
     use super::*;
     use crate::ir::{Chain, Constant, Instruction, Unary};
 
-    /// Constants are 0, a flag, and 1 and 2, the frequencies beyond and within the limit. The cosine of the
-    /// choice is the output.
+    /// Constant 0 is a flag; 1 and 2 are the frequencies beyond and within the limit. The cosine of the choice is the
+    /// output.
     fn graph(flag: &str) -> Graph {
         let constant = |name: &str| Constant {
             name: name.to_owned(),

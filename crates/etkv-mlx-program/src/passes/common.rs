@@ -1,13 +1,13 @@
-//! Removes instructions that repeat the work of another one.
+//! Removes instructions that repeat an earlier one.
 //!
-//! Exporters write the same conversion, view or size in each layer. Instructions are functions of their
-//! operands, except those that write to the cache or draw random numbers, which stay.
+//! Exporters write the same conversion, view or size in each layer. Instructions that write to the cache or draw
+//! random numbers stay. All others are functions of their operands.
 
 use std::collections::HashMap;
 
 use crate::ir::{Graph, Instruction, Int, IntValue, Op, Out, Value};
 
-/// Removes repeated instructions of the main chain. Their readers read the first one's result.
+/// Removes repeated instructions of the main chain. Their readers read the result of the first one.
 pub fn share(graph: &mut Graph) {
     let mut first = HashMap::<Key, Out>::new();
     let mut tensors = HashMap::<Value, Value>::new();
@@ -50,8 +50,8 @@ fn rename(op: &mut Op, tensors: &HashMap<Value, Value>, ints: &HashMap<IntValue,
     });
 }
 
-/// An operation as a key. Its text contains every field, and distinguishes floats by their bits: it has all
-/// significant digits, and the sign of zero.
+/// An operation as a key. Its text contains every field. Floats are written with all significant digits and the sign
+/// of zero, so different floats have different texts.
 #[derive(PartialEq, Eq, Hash)]
 struct Key(String);
 
@@ -120,7 +120,7 @@ mod tests {
             vec![
                 unary(0, 1),
                 unary(0, 2),
-                // Equal instructions whose operands were equal instructions.
+                // Equal instructions whose operands are results of equal instructions.
                 sum(1, 2, 3),
                 sum(2, 1, 4),
                 size(0, 0),

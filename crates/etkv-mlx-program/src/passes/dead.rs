@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use crate::ir::{Graph, IntValue, Out, Value};
 
-/// Removes them from the main chain. Writing to the cache counts as a use.
+/// Removes unused instructions of the main chain. Instructions that write to the cache stay.
 pub fn eliminate(graph: &mut Graph) {
     let mut tensors: HashSet<Value> = HashSet::new();
     let mut ints: HashSet<IntValue> = HashSet::new();

@@ -1,17 +1,17 @@
 //! Computes values at load that are the same in every step.
 //!
-//! Everything that depends on an input may change between steps, so these are the values that depend on
-//! constants only: the periods of rotary embeddings, a norm's weight plus one, conversions of scalars.
+//! These are the values that depend only on constants: the periods of rotary embeddings, a norm's weight plus one,
+//! conversions of scalars.
 
 use std::collections::{HashMap, HashSet};
 
 use crate::ir::{Constant, Graph, Op, Out, Value};
 
-/// The most elements of a result. Results are kept in addition to their constants, and weights must not be in
+/// The maximum elements of a result. Results need memory in addition to their constants, and weights must not be in
 /// memory twice.
 const MAX_ELEMENTS: u64 = 1 << 18;
 
-/// Moves instructions whose operands are small constants to the load.
+/// Moves instructions whose operands are small constants to the init chain.
 pub fn fold(graph: &mut Graph) {
     let mut sizes = HashMap::<Value, u64>::new();
     let written: HashSet<Value> = graph.init_targets.iter().copied().collect();
@@ -40,8 +40,7 @@ fn elements(constant: &Constant) -> Option<u64> {
     constant.shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(u64::try_from(dim).ok()?))
 }
 
-/// Returns the most elements that the result of an instruction can have, if it is a function of small
-/// constants.
+/// Returns the maximum elements of an instruction's result, if it is a function of small constants.
 fn result_size(op: &Op, sizes: &HashMap<Value, u64>) -> Option<u64> {
     let size = |value: &Value| sizes.get(value).copied();
     match op {
@@ -73,7 +72,7 @@ mod tests {
     use crate::ir::{Binary, Chain, Dim, InputSpec, Instruction, Unary};
     use mlx_rs::Dtype;
 
-    /// Constants are 0, a norm's weight, 1, a number, and 2, which is large. The input is 3.
+    /// Constant 0 is a norm's weight, 1 a number, and 2 a large tensor. The input is 3.
     fn folded(ops: Vec<Op>, init: Chain, init_targets: Vec<Value>) -> Graph {
         let constant = |shape: &[i32]| Constant {
             name: String::new(),
@@ -142,7 +141,7 @@ mod tests {
             assert_eq!(graph.main.instructions[0].op, op);
             assert_eq!(graph.constants.len(), 3);
         }
-        // An output is computed where it is read.
+        // An output is not moved.
         assert_eq!(folded(vec![wide(0)], Chain::default(), Vec::new()).constants.len(), 3);
         // The init chain replaces the constant.
         let replaced = Instruction {

@@ -1,7 +1,7 @@
-//! Joins the operations that the queries, keys and values of a joined product have in common: the view of
-//! their features as heads, and rotary embedding.
+//! Joins the operations on the queries, keys and values of a joined product: the view of features as heads, and
+//! rotary embedding.
 //!
-//! All heads are split along the axis of heads, after one view. Queries and keys that rotate by the same
+//! One view has the heads of all pieces, which are then split along the axis of heads. Queries and keys with the same
 //! angles rotate in one kernel launch.
 
 use std::collections::{HashMap, HashSet};
@@ -13,7 +13,7 @@ use crate::ir::{Graph, Instruction, Int, Op, Out, Value};
 /// The axis of heads in `[1, heads, T, head_dim]`.
 const HEADS: i32 = 1;
 
-/// Rewrites the pieces of products in the main chain that have only heads.
+/// Rewrites the products of the main chain whose pieces are all heads.
 pub fn join(graph: &mut Graph) {
     let found: Vec<Heads> = {
         let finder = Finder::new(graph);
@@ -45,13 +45,13 @@ struct Heads {
     sizes: Vec<i32>,
     /// The views of the pieces.
     views: Vec<usize>,
-    /// The embeddings that the first pieces share: at least two, or none.
+    /// The embeddings of the first pieces, if at least two have the same angles; otherwise empty.
     rotary: Vec<usize>,
 }
 
 struct Finder<'a> {
     graph: &'a Graph,
-    /// The instruction that reads each value, for values with only one reader that are no output.
+    /// The only instruction that reads each value. Outputs, and values with several readers, are absent.
     readers: HashMap<Value, usize>,
 }
 
@@ -70,7 +70,7 @@ impl<'a> Finder<'a> {
         };
         let views: Vec<usize> =
             out.tensors().map(|piece| self.readers.get(&piece).copied()).collect::<Option<_>>()?;
-        // Features of the same kind of heads, whose number each view leaves open.
+        // The heads of all pieces have the same size, and each view infers the number of heads.
         let Op::ReshapeTranspose { shape, perm, .. } = &instructions[*views.first()?].op else {
             return None;
         };
@@ -148,7 +148,7 @@ impl HeadsRewrite {
         let op = Op::ReshapeTranspose { x, shape, perm };
         let mut first = vec![Instruction { op, out: Out::Tensor(all) }];
 
-        // At first the pieces that rotate together are one piece.
+        // The first split leaves the pieces that rotate together as one piece.
         let n_rotated = rotary.len();
         let mut outer = sizes[n_rotated..].to_vec();
         if n_rotated > 0 {
@@ -200,8 +200,8 @@ mod tests {
     use crate::ir::{Chain, IntValue};
     use mlx_rs::Dtype;
 
-    /// A product 0 of 4 + 2 + 2 heads of 8, split into 1 to 3, viewed as 4 to 6. 4 and 5 rotate to 7 and
-    /// 8. Angles are 9 and 10.
+    /// Product 0 has 4 + 2 + 2 heads of 8 elements, split into 1 to 3 and viewed as 4 to 6. Values 7 and 8 are 4 and
+    /// 5 after rotation. Angles are 9 and 10.
     fn graph() -> Graph {
         let view = |x| Op::ReshapeTranspose {
             x: Value(x),
@@ -301,7 +301,7 @@ mod tests {
             join(&mut graph);
             assert_eq!(graph.main.instructions, before);
         };
-        // A piece that something else reads.
+        // A piece with another reader.
         stays(|graph| graph.main.outputs.push(Out::Tensor(Value(3))));
         // Heads of another size.
         stays(|graph| {

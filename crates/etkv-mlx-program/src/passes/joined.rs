@@ -1,8 +1,8 @@
-//! Joins products that read the same tensor: queries, keys and values; a gate and its other half.
+//! Joins products that read the same tensor, such as queries, keys and values, or the two halves of a gate.
 //!
-//! One product of all rows of their weights takes one kernel launch, and its result is split. The joined
-//! weight replaces its parts, so weights are in memory once. On the CPU products are limited by memory
-//! bandwidth, and splitting costs more than calls.
+//! One product with all rows of the weights takes one kernel launch, and its result is split. The joined weight
+//! replaces its parts, so weights are in memory once. Not for the CPU: there memory bandwidth limits products, and
+//! splitting costs more than calls.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,7 +10,7 @@ use mlx_rs::Dtype;
 
 use crate::ir::{Affine, Binary, Graph, Instruction, Op, Out, Value};
 
-/// Joins the products of the main chain whose weights have no other use.
+/// Joins products of the main chain whose weights have no other use.
 pub fn join(graph: &mut Graph) {
     let mut groups: Vec<(Key, Vec<Product>)> = Vec::new();
     {
@@ -39,13 +39,13 @@ pub fn join(graph: &mut Graph) {
             let parts: Vec<_> = parts.collect();
             graph.constants[kept.0 as usize].joined = parts;
         }
-        // The first product's instruction at load makes the joined biases.
+        // The init chain's instruction for the first product's biases computes the joined biases.
         unneeded.extend(others.iter().filter_map(|other| other.biases_at_load));
         let mut made = vec![graph.main.instructions[first.index].clone()];
         if let Some(add) = first.add {
             made.push(graph.main.instructions[add].clone());
         }
-        // The first product makes the joined result, as a new value.
+        // The first product becomes the joined product, with a new value as its result.
         let joined = graph.new_value();
         let n = products.len() as u32;
         let pieces = Out::Tensors(graph.new_values(n), n);
@@ -91,7 +91,7 @@ fn split(x: Value, products: &[Product]) -> Op {
     Op::Split { x, axis: -1, at, sizes: total..=total }
 }
 
-/// Returns the boundaries of pieces of these sizes along an axis, and its size.
+/// Returns the boundaries of pieces of these sizes along an axis, and the size of the axis.
 pub fn cuts(sizes: impl Iterator<Item = i32>) -> (Vec<i32>, i32) {
     let mut total = 0;
     let mut at: Vec<i32> = sizes
@@ -104,16 +104,16 @@ pub fn cuts(sizes: impl Iterator<Item = i32>) -> (Vec<i32>, i32) {
     (at, total)
 }
 
-/// A product with a constant, and the sum with a constant that is its only reader, if there is one.
+/// A product with a constant weight. Includes the addition of a constant, if that is the only reader of the product.
 struct Product {
     index: usize,
     add: Option<usize>,
-    /// The result of both.
+    /// The final result.
     out: Value,
     rows: i32,
-    /// Its constants, whose rows are joined.
+    /// The constants whose rows are joined.
     constants: Vec<Value>,
-    /// Its biases, if the init chain computes them from its scales.
+    /// The biases, if the init chain computes them from the scales.
     biases_at_load: Option<Value>,
 }
 
@@ -123,7 +123,7 @@ struct Key {
     x: Value,
     packing: Option<Affine>,
     adds: bool,
-    /// The factor of scales in the init chain, which makes biases.
+    /// The factor by which the init chain multiplies scales to get biases.
     factor: Option<Value>,
     /// The shapes of rows and the dtypes of the constants.
     constants: Vec<(Vec<i32>, Dtype)>,
@@ -133,9 +133,10 @@ struct Finder<'a> {
     graph: &'a Graph,
     /// The constants that only one instruction reads, once.
     movable: HashSet<Value>,
-    /// The instructions that read each value, once for each read; an output counts as the end.
+    /// The instructions that read each value, once for each read. An output counts as a read after the last
+    /// instruction.
     readers: HashMap<Value, Vec<usize>>,
-    /// The biases that the init chain makes, each with its scales and its factor. Neither has another reader.
+    /// The biases that the init chain computes, with their scales and factor, which it reads nowhere else.
     at_load: HashMap<Value, (Value, Value)>,
 }
 
@@ -179,7 +180,7 @@ impl<'a> Finder<'a> {
                         (biases_at_load, factor) = (*biases, alone.then_some(*number));
                         factor?;
                     }
-                    // Without biases it is refused when it runs; scales with other biases stay.
+                    // A product without biases is refused when it runs. Scales with other biases are not joined.
                     Some(_) | None => constants.push((*biases)?),
                 }
                 (*x, Some(*packing), constants)
@@ -201,8 +202,7 @@ impl<'a> Finder<'a> {
                 fits.then(|| (row.to_vec(), dtype))
             })
             .collect::<Option<Vec<_>>>()?;
-        // A matrix given by its rows, and at most one bias of numbers; anything else is another kind of
-        // product.
+        // The weight must be a matrix. With other ranks this is another kind of product.
         if described.first()?.0.len() != 1 || constants.contains(&x) {
             return None;
         }
@@ -211,8 +211,8 @@ impl<'a> Finder<'a> {
         Some((key, Product { index, add, out, rows, constants, biases_at_load }))
     }
 
-    /// Returns the sum with a bias, `[rows]`, that is the only reader of a value: its index, the bias and its
-    /// result.
+    /// Returns the addition of a bias, `[rows]`, if it is the only reader of a value: its index, the bias and the
+    /// sum.
     fn added(&self, value: Value, rows: i32) -> Option<(usize, Value, Value)> {
         let [reader] = self.readers.get(&value)?[..] else { return None };
         let sum = self.graph.main.instructions.get(reader)?;
@@ -230,9 +230,8 @@ impl<'a> Finder<'a> {
     }
 }
 
-/// Returns the constants that the init chain computes as the product of a constant and a number: biases from
-/// zero points that are the same for all groups. Also returns the two operands of each. The first has no
-/// other reader in the init chain.
+/// Returns the constants that the init chain computes as a constant times a number, with both operands. These are
+/// biases from zero points that are the same for all groups. The init chain reads the first operand nowhere else.
 fn biases_at_load(graph: &Graph) -> HashMap<Value, (Value, Value)> {
     let n_uses = graph.init.n_uses();
     let written: HashSet<Value> = graph.init_targets.iter().copied().collect();
@@ -267,7 +266,7 @@ mod tests {
         }
     }
 
-    /// The input is the value after the constants; `ops` make the next ones, which are outputs.
+    /// The input is the value after the constants. The results of `ops` are the next values and the outputs.
     fn graph(constants: Vec<Constant>, ops: Vec<Op>) -> Graph {
         let first = constants.len() as u32 + 1;
         let n_values = first + ops.len() as u32;
@@ -328,14 +327,14 @@ mod tests {
         };
         let pair = || vec![linear(2, 0, None), linear(2, 1, None)];
         let same = |_: &mut Graph| {};
-        // Products of other tensors, with other rows, or of another dtype.
+        // Products of different tensors, weights of different row sizes or dtypes.
         stays(vec![w("a"), w("b")], vec![linear(2, 0, None), linear(3, 1, None)], same);
         stays(vec![w("a"), constant("b", &[4, 5])], pair(), same);
         stays(vec![w("a"), w("b")], pair(), |graph| graph.constants[1].dtype = Dtype::Bfloat16);
         // One with a bias.
         let bias = constant("bias", &[4]);
         stays(vec![w("a"), w("b"), bias], vec![linear(3, 0, None), linear(3, 1, Some(2))], same);
-        // A weight that has another reader, at load or later, or that the load replaces.
+        // A weight with another reader, at load or later, or a weight that the init chain replaces.
         stays(vec![w("a"), w("b")], vec![linear(2, 0, None), linear(2, 0, None)], same);
         stays(vec![w("a"), w("b")], pair(), |graph| graph.main.outputs.push(Out::Tensor(Value(0))));
         stays(vec![w("a"), w("b")], pair(), |graph| graph.init.outputs.push(Out::Tensor(Value(1))));
@@ -392,7 +391,7 @@ mod tests {
         for (place, name) in [(0, "w1"), (1, "s1"), (3, "a1")] {
             assert_eq!(joined_names(&graph, place), [name]);
         }
-        // The joined biases come from the joined scales.
+        // The joined biases are computed from the joined scales.
         assert!(graph.constants[2].joined.is_empty());
         assert_eq!(graph.init.instructions.len(), 1);
         assert_eq!(graph.init_targets, [Value(2)]);
@@ -403,7 +402,7 @@ mod tests {
     fn biases_of_other_numbers_stay() {
         let mut graph = quantized();
         graph.constants.push(constant("other", &[]));
-        // Values are renumbered because of the constant; of the init chain only the compared parts matter.
+        // The added constant renumbers values.
         if let Op::Binary { b, .. } = &mut graph.init.instructions[1].op {
             *b = Value(3);
         }

@@ -1,12 +1,12 @@
-//! Narrows a program to the last token's row of its logits.
+//! Narrows a program so that it computes only the last token's row of logits.
 //!
-//! The rows of a prompt matter only through the cache: the host reads one row of its logits. So the last
-//! product, which is the widest, needs only one row, and so does everything before it that works row by row,
-//! up to the last layer's attention. A program that was exported to return the last row has a slice before
-//! that product. The operands of such a slice can always be narrowed.
+//! The host reads one row of a prompt's logits. So the last product, which is the widest, needs only one row, and so
+//! does everything before it that is computed row by row, back to the last layer's attention. A program that was
+//! exported to return the last row has a slice before that product. The operands of such a slice can always be
+//! narrowed.
 //!
-//! Attention may be the op with the cache, or MLX's function on a cache in the graph. Keys, values and their
-//! writes need all rows: only queries are narrowed.
+//! Attention may be the op with the cache, or MLX's function on a cache in the graph. Only queries are narrowed,
+//! because all keys and values are written.
 
 use std::collections::{HashMap, HashSet};
 
@@ -15,8 +15,8 @@ use super::{insert, makers};
 use crate::error::{fail, Result};
 use crate::ir::{Function, Graph, Index, InputSpec, Instruction, Int, Op, Out, Value};
 
-/// Removes rows that nothing reads. With `last_only`, only the last row of the [logits](logits_output) is read:
-/// `[1, T, ...]` becomes `[1, 1, ...]`. Other outputs stay whole.
+/// Removes rows that nothing reads. With `last_only`, the [logits](logits_output) `[1, T, ...]` become `[1, 1, ...]`.
+/// Other outputs keep all rows.
 ///
 /// # Errors
 /// [`Unsupported`](etkv::Status::Unsupported) with `last_only` if no output may be logits, or they are not
@@ -26,7 +26,7 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     let mut logits = None;
     if last_only {
         let (_, output) = logits_output(graph)?;
-        // A value with one row already has only the last one.
+        // A value with one row is already the last row.
         logits = (!rows.is_single(output)).then_some(output);
     }
     let narrow = narrowed(graph, logits, &rows);
@@ -41,8 +41,8 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     Ok(())
 }
 
-/// Returns the index of the logits in the outputs, and their value: the first output that may be logits, or
-/// the one that products compute from it. In some programs hidden states come before their logits.
+/// Returns the index and the value of the logits: the first output that may be logits, or the output that products
+/// compute from it. In some programs hidden states come before their logits.
 ///
 /// # Errors
 /// [`Unsupported`](etkv::Status::Unsupported) if no output may be logits.
@@ -51,7 +51,7 @@ pub fn logits_output(graph: &Graph) -> Result<(usize, Value)> {
     let Some(&(mut found)) = outputs.first() else {
         fail!(
             Unsupported,
-            "cannot leave out rows of logits: the program's outputs are numbers, \
+            "cannot return only the last row of logits: the program's outputs are numbers, \
          and none has rows; load with logits=all"
         );
     };
@@ -64,8 +64,8 @@ pub fn logits_output(graph: &Graph) -> Result<(usize, Value)> {
     }
 }
 
-/// Returns the outputs that may be logits. Others are integers and elements of inputs, such as the lengths of
-/// caches in the graph, which an exporter returns from each call.
+/// Returns the outputs that may be logits. Other outputs are integers and elements of inputs, such as the lengths of
+/// caches in the graph, which some exporters return from each call.
 fn possible_logits(graph: &Graph) -> Vec<(usize, Value)> {
     let inputs: HashSet<Value> = graph
         .inputs
@@ -86,7 +86,7 @@ fn possible_logits(graph: &Graph) -> Vec<(usize, Value)> {
             _ => None,
         })
         .collect();
-    // The new values of the buffers follow the outputs.
+    // The new values of buffers come after the outputs.
     let n = graph.main.outputs.len().saturating_sub(graph.buffers.len());
     let outputs = graph.main.outputs[..n].iter().enumerate();
     outputs
@@ -127,8 +127,8 @@ fn products_of(graph: &Graph, value: Value) -> HashSet<Value> {
     products
 }
 
-/// Returns the values of which only the last row is read: from `logits` and from slices backwards, while all
-/// readers are narrowed too.
+/// Returns the values that can be narrowed to the last row. Walks backwards from `logits` and from slices: a value
+/// can be narrowed if all its readers are.
 fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value> {
     let mut readers = HashMap::<Value, Vec<usize>>::new();
     for (index, instruction) in graph.main.instructions.iter().enumerate() {
@@ -142,7 +142,7 @@ fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value>
         *n_outputs.entry(value).or_default() += 1;
     }
     let mut narrow = HashSet::new();
-    // Walk backwards: each value comes after all of its readers.
+    // In reverse order, a value is visited after all its readers.
     for (index, instruction) in graph.main.instructions.iter().enumerate().rev() {
         let Out::Tensor(value) = instruction.out else { continue };
         if made.get(&value) != Some(&index) {
@@ -169,7 +169,7 @@ fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value>
     narrow
 }
 
-/// Narrows the values: attention computes its last query only, and wide operands pass through `LastToken`.
+/// Narrows the values: attention computes its last query only, and `LastToken` cuts operands with all rows.
 fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, rows: &Rows) {
     let mut inserted: Vec<(usize, Instruction)> = Vec::new();
     let mut last_rows = HashMap::<Value, Value>::new();

@@ -14,9 +14,9 @@ pub enum Layout {
     Stored,
     /// Transposed, as a matrix product reads it.
     Transposed,
-    /// In the stored order, seen through a transposition.
+    /// In the stored order, read through a transposed view.
     View,
-    /// Not kept, since nothing uses it.
+    /// Not loaded, because nothing uses it.
     Absent,
 }
 
@@ -50,7 +50,7 @@ pub fn fuse(graph: &mut Graph) {
     }
 }
 
-/// Decides the layout of each constant, and adapts the instructions.
+/// Chooses the layout of each constant, and changes the instructions accordingly.
 pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
     let mut layouts = vec![Layout::Absent; graph.constants.len()];
     let mut transposable = HashMap::<Value, bool>::new();
@@ -64,7 +64,7 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
     }
     // Constants that the init chain writes keep their layout.
     transposable.extend(graph.init_targets.iter().map(|&value| (value, false)));
-    // Constants that either chain passes on keep it, too.
+    // So do constants that are outputs of a chain.
     for value in graph.init.tensor_outputs().chain(graph.main.tensor_outputs()) {
         if graph.is_constant(value) {
             layouts[value.0 as usize] = Layout::Stored;
@@ -94,12 +94,11 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
             *transposable.entry(read).or_insert(true) &= fits;
         }
     }
-    // MLX's CPU build passes float32 products to a BLAS. It streams through the rows of [in, out], but the
-    // reference BLAS traverses [out, in] with dot products, which a compiler may not reorder. Measured on
-    // x86-64: [in, out] is 1.5 times as fast for the rows of a prompt. With OpenBLAS SmolLM2 decodes 1.02 to
-    // 1.08 times as fast, and its prompts take the same time. Other weights of products are seen through a
-    // transposition that is made once. A weight that is also looked up by rows stays, because a lookup reads
-    // whole rows.
+    // MLX's CPU build passes float32 products to a BLAS. A BLAS streams through the rows of [in, out]. For [out, in],
+    // the reference BLAS uses dot products, which a compiler may not reorder. Measured on x86-64 with the reference
+    // BLAS: [in, out] is 1.5 times as fast for the rows of a prompt. With OpenBLAS, SmolLM2 decodes 1.02 to 1.08
+    // times as fast, and its prompts take the same time. Other weights are read through a transposed view, which is
+    // created once. A weight that is also looked up by rows keeps its layout, because a lookup reads whole rows.
     for constant in linear {
         let kept = &graph.constants[constant.0 as usize];
         if target.only_needed || !transposable[&constant] || kept.shape.len() != 2 {

@@ -4,11 +4,10 @@
 use crate::ir::{Graph, Index, InputSpec, Instruction, Int, Op, Out, Value};
 use std::collections::HashMap;
 
-/// The most axes of positions: more than any program has, and few enough to copy for every view.
+/// The maximum axes of positions: more than any program has, and few enough to copy for every view.
 const MAX_AXES: usize = 8;
 
-/// Makes every cache op read its positions from an input, if they are that input element for
-/// element.
+/// Makes every cache op read its positions directly from an input, if they are the elements of that input in order.
 pub fn trace(graph: &mut Graph) {
     let views = views(graph);
     for instruction in &mut graph.main.instructions {
@@ -20,8 +19,8 @@ pub fn trace(graph: &mut Graph) {
     }
 }
 
-/// Returns the inputs `[T]` of integers, and the views with the elements of one input in order, each
-/// with its input.
+/// Returns the integer inputs `[T]` and the views of them that have the same elements in the same order, each with
+/// its input.
 pub fn views(graph: &Graph) -> HashMap<Value, Value> {
     let mut views: HashMap<Value, (Value, Vec<Axis>)> = graph
         .inputs
@@ -44,7 +43,7 @@ pub fn views(graph: &Graph) -> HashMap<Value, Value> {
     views.into_iter().map(|(view, (input, _))| (view, input)).collect()
 }
 
-/// Returns the operand of a view that may keep every element.
+/// Returns the operand of an operation that may keep every element.
 fn viewed(op: &Op) -> Option<Value> {
     match op {
         Op::ExpandDims { x, .. } | Op::Reshape { x, .. } | Op::Take { x, .. } => Some(*x),
@@ -79,7 +78,7 @@ fn apply(op: &Op, mut axes: Vec<Axis>) -> Option<Vec<Axis>> {
             (axes.get(at) == Some(&Axis::One)).then(|| axes.remove(at))?;
             Some(axes)
         }
-        // A reshape keeps the order. Its one open dimension is that of the tokens.
+        // A reshape keeps the order. The open dimension is that of the tokens.
         Op::Reshape { shape, .. } if shape.len() <= MAX_AXES => {
             let axes: Vec<Axis> = shape
                 .iter()

@@ -1,7 +1,7 @@
-//! Recognises rotary embedding in the form that exporters write, and replaces it by MLX's own function.
+//! Recognises the rotary embedding formula that exporters write, and replaces it by MLX's function.
 //!
-//! Exporters write `x * cos + rotate_half(x) * sin` in seven instructions, six of which launch a GPU kernel,
-//! for the queries and again for the keys. MLX's function takes one kernel launch, for any positions.
+//! Exporters write `x * cos + rotate_half(x) * sin` in seven instructions for the queries and seven for the keys. Six
+//! of the seven launch a GPU kernel. MLX's function takes one kernel launch, for any positions.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ use crate::ir::{Binary, Graph, Instruction, Int, Op, Out, Unary, Value};
 struct Angles {
     /// The positions, an input `[T]`.
     positions: Value,
-    /// The constant with the angle of each pair from one position to the next.
+    /// The constant with the angle per position of each pair of elements.
     inverse: Value,
 }
 
@@ -30,7 +30,7 @@ pub fn fuse(graph: &mut Graph, scalars: &HashMap<Value, f32>) {
     let Some(&(first, _)) = found.first() else {
         return;
     };
-    // Made once, before the first instruction that reads them.
+    // Offsets and periods are created once, before the first instruction that reads them.
     let mut shared = HashMap::<Angles, [Value; 2]>::new();
     let mut made = Vec::new();
     for (at, RotaryMatch { x, angles, dtype }) in found {
@@ -76,7 +76,7 @@ impl Finder<'_> {
         }
     }
 
-    /// Returns the embedding that a sum computes: a product with cosines and one with sines.
+    /// Returns the embedding, if the instruction is the sum of a product with cosines and a product with sines.
     fn rotary(&self, sum: &Op) -> Option<RotaryMatch> {
         let Op::Binary { function: Binary::Add, a, b } = *sum else {
             return None;
@@ -109,7 +109,7 @@ impl Finder<'_> {
         (start == half && (stop == i64::MAX || stop == 2 * half)).then_some(half)
     }
 
-    /// Returns the end and the start of a part of the last axis of `x`, `[1, heads, T, head_dim]`.
+    /// Returns the end and the start of `part`, if it is a slice of the last axis of `x`, `[1, heads, T, head_dim]`.
     fn part(&self, x: Value, part: Value) -> Option<(i64, i64)> {
         match *self.op(part)? {
             Op::Slice {
@@ -123,7 +123,7 @@ impl Finder<'_> {
         }
     }
 
-    /// Returns the angles of a table `[1, 1, T, 2 * half]` of cosines or sines, and its dtype.
+    /// Returns the angles and the dtype of a table `[1, 1, T, 2 * half]` of cosines or sines.
     fn table(&self, table: Value, function: Unary, half: i64) -> Option<(Angles, Dtype)> {
         let Op::ExpandDims { x: mut value, axis: 1 } = *self.op(table)? else {
             return None;
@@ -133,7 +133,7 @@ impl Finder<'_> {
             (value, dtype) = (x, stored);
         }
         if let Some([a, b]) = self.product(value) {
-            // Some methods for longer contexts scale a table.
+            // Some methods for longer contexts scale the table.
             let is_one = |value| self.scalars.get(&value) == Some(&1.0);
             value = if is_one(b) { a } else { is_one(a).then_some(b)? };
         }
@@ -268,15 +268,15 @@ mod tests {
         let cosine = Op::Unary { function: Unary::Cos, x: v(8) };
         assert!(fused(replace(8, cosine), 1.0).is_none(), "cosines twice");
         let back = Op::Unary { function: Unary::Neg, x: v(16) };
-        assert!(fused(replace(14, back), 1.0).is_none(), "the front twice");
+        assert!(fused(replace(14, back), 1.0).is_none(), "the first half twice");
         let swapped = Op::Concatenate { tensors: vec![v(16), v(18)], axis: -1 };
         assert!(fused(replace(15, swapped), 1.0).is_none(), "rotated the other way");
         let first = Op::Take { x: v(2), index: crate::ir::Index::One(Int::Literal(0)), axis: 0 };
-        assert!(fused(replace(0, first), 1.0).is_none(), "the first position alone");
+        assert!(fused(replace(0, first), 1.0).is_none(), "only the first position");
         assert!(
             fused(|graph| graph.constants[0].shape = vec![1, 1, 8], 1.0).is_none(),
             "more pairs"
         );
-        assert!(fused(|graph| graph.init_targets = vec![v(0)], 1.0).is_none(), "rewritten at load");
+        assert!(fused(|graph| graph.init_targets = vec![v(0)], 1.0).is_none(), "replaced at load");
     }
 }

@@ -1,7 +1,7 @@
-//! Fuses the rotary embedding of the heads that rotate into the product of queries, keys and values.
+//! Fuses rotary embedding into the product of queries, keys and values.
 //!
-//! On a GPU a product of 2 to 16 rows in half precision rotates its outputs in its kernel, which saves one
-//! launch a layer.
+//! On a GPU, the kernel of a product of 2 to 16 rows in half precision also rotates the outputs, which saves one
+//! launch per layer.
 
 use std::collections::HashMap;
 
@@ -27,7 +27,7 @@ pub fn join(graph: &mut Graph) {
         for &place in &replaced {
             instructions[place] = None;
         }
-        // At the position of the last of them: all that it reads exists there.
+        // The product gets the index of the last replaced instruction, where all its operands exist.
         if let Some(&last) = replaced.iter().max() {
             instructions[last] = Some(Instruction { op, out });
         }
@@ -36,7 +36,7 @@ pub fn join(graph: &mut Graph) {
     graph.rename(&renamed);
 }
 
-/// A product, the instructions that it replaces, and the values that they finally make.
+/// A product, the instructions that it replaces, and their final results.
 struct RotatedMatch {
     op: Op,
     replaced: Vec<usize>,
@@ -56,7 +56,8 @@ impl Finder<'_> {
         Some((index, &instruction.op, instruction.out))
     }
 
-    /// Returns the split of a value along the heads: its index, its boundaries, and its pieces.
+    /// Returns the split of a value along the axis of heads: its index, its boundaries, its number of heads, and its
+    /// pieces.
     fn cut(&self, value: Value) -> Option<(usize, &[i32], i32, Vec<Value>)> {
         match self.reader(value)? {
             (index, Op::Split { axis: HEADS, at, sizes, .. }, out)
@@ -102,7 +103,7 @@ impl Finder<'_> {
         let (inner, among, rotated, mut made) = self.cut(embedded)?;
         made.extend_from_slice(still);
         let replaced = vec![index, view, cut, rotary, inner];
-        // Nothing may read the heads that do not rotate before the others exist.
+        // No instruction before the new product may read the heads that do not rotate.
         let reads = |value: &Value| {
             self.graph.main.instructions[..inner].iter().any(|made| made.op.reads().contains(value))
         };
@@ -123,7 +124,7 @@ mod tests {
     use super::*;
     use crate::ir::{Chain, IntValue};
 
-    /// The input 0 times the weight 1, viewed as 4 + 2 + 2 heads of 16. The first six rotate: 6 are the
+    /// Input 0 times weight 1, viewed as 4 + 2 + 2 heads of 16 elements. The first six heads rotate. Value 6 has the
     /// queries, 7 the keys, 5 the values. Angles are 9 and 10.
     fn graph() -> Graph {
         let split =
@@ -223,7 +224,7 @@ mod tests {
             join(&mut graph);
             assert_eq!(graph.main.instructions, before);
         }
-        // Values that are read before the queries have rotated.
+        // The values are read before the queries are rotated.
         stays(|graph| {
             let op = Op::ExpandDims { x: Value(5), axis: 0 };
             let made = Instruction { op, out: Out::Tensor(Value(11)) };

@@ -1,4 +1,4 @@
-//! Finds the values of a program that are computed row by row, one row for each token.
+//! Finds the values of a program that are computed row by row, with one row for each token.
 
 use std::collections::{HashMap, HashSet};
 
@@ -7,7 +7,7 @@ use crate::ir::{
     Reduction, Value,
 };
 
-/// Values, and the number of axes of each.
+/// Values, with the number of axes of each.
 type Ranks = HashMap<Value, usize>;
 
 /// The axes of rows that are split into heads.
@@ -16,32 +16,30 @@ const HEAD_AXES: usize = 4;
 /// The properties of the program's rows.
 #[derive(Default)]
 pub struct Rows {
-    /// The integers that count the tokens.
+    /// The integers that are the number of tokens.
     pub counts: HashSet<IntValue>,
-    /// The first of them that the program computes.
+    /// The first such integer that the program computes.
     pub count: Option<IntValue>,
-    /// The integers of the tokens, `[1, T]`: ids and positions.
+    /// The integer tensors `[1, T]` with one element per token: ids and positions.
     ids: HashSet<Value>,
-    /// The values that are the same for every row and are computed from constants, with one axis or none.
+    /// The values with at most one axis that are computed from constants, and so are the same for every row.
     constants: HashSet<Value>,
-    /// The values whose second axis is that of the tokens, `[1, T, ...]`, with their number of axes, which is
-    /// at least 3.
+    /// The values of at least 3 axes whose second axis is that of the tokens, `[1, T, ...]`.
     by_row: Ranks,
-    /// The values that are computed from the last row of such a value, `[1, 1, ...]`, with their number of
-    /// axes.
+    /// The values that are computed from the last row of such a value, `[1, 1, ...]`.
     single: Ranks,
-    /// The rows split into heads, `[1, T, heads, head_dim]`, with their number of axes.
+    /// Rows that are split into heads, `[1, T, heads, head_dim]`.
     cut: Ranks,
-    /// Those with their axes in the order of attention, `[1, heads, T, head_dim]`, and values that are
-    /// computed from them token by token, such as rotated queries.
+    /// Heads with their axes in the order of attention, `[1, heads, T, head_dim]`, and values that are computed from
+    /// such heads token by token, such as rotated queries.
     heads: HashSet<Value>,
     /// Rows with their axes in the order of convolutions, `[1, channels, T]`, the results of recurrent layers'
-    /// convolutions, and values that are computed from both token by token.
+    /// convolutions, and values that are computed from either token by token.
     columns: HashSet<Value>,
     /// The results of attention and of recurrences, `[1, heads, T, head_dim]`.
     attended: HashSet<Value>,
-    /// Those results of attention that have only one reader and are no output: their attention may compute
-    /// its last query only.
+    /// The results of attention that have only one reader and are no output. Their attention can be narrowed to the
+    /// last query.
     pub narrowable: HashSet<Value>,
 }
 
@@ -109,9 +107,9 @@ impl Rows {
         rows
     }
 
-    /// Returns whether an instruction is attention of the step's tokens: the op with the cache, or MLX's
-    /// function with queries that are computed token by token, whose keys and values may be those of a cache
-    /// in the graph.
+    /// Returns whether an instruction is attention of the step's tokens: the op with the cache, or MLX's function
+    /// with queries that are computed token by token. Keys and values of the latter may come from a cache in the
+    /// graph.
     fn attends(&self, op: &Op) -> bool {
         match op {
             Op::UpdateAndAttend { .. } => true,
@@ -122,7 +120,7 @@ impl Rows {
         }
     }
 
-    /// Returns whether an instruction makes `[1, T, heads, head_dim]`, each row from the same row.
+    /// Returns whether an instruction computes `[1, T, heads, head_dim]`, each row from the same row of its operands.
     fn cuts(&self, op: &Op, graph: &Graph) -> bool {
         match op {
             Op::Reshape { x, shape } => {
@@ -138,7 +136,7 @@ impl Rows {
         }
     }
 
-    /// Returns whether an instruction makes `[1, heads, T, head_dim]` token by token.
+    /// Returns whether an instruction computes `[1, heads, T, head_dim]` token by token.
     fn has_heads(&self, op: &Op) -> bool {
         let heads = &self.heads;
         match op {
@@ -152,8 +150,8 @@ impl Rows {
                 heads.contains(x)
             }
             Op::Concatenate { tensors, axis: 3 | -1 } => tensors.iter().all(|x| heads.contains(x)),
-            // The other operand, such as the cosines of the tokens' angles, broadcasts to the heads. When
-            // attention runs, it is checked that it does not broadcast the tokens.
+            // The other operand, such as the cosines of the tokens' angles, broadcasts along the heads. Attention
+            // checks when it runs that tokens were not broadcast.
             Op::Binary { a, b, .. } => heads.contains(a) || heads.contains(b),
             Op::Call { function: Function::Rope { .. }, tensors, .. } => {
                 tensors.first().is_some_and(|x| heads.contains(x))
@@ -162,7 +160,7 @@ impl Rows {
         }
     }
 
-    /// Returns whether an instruction makes `[1, channels, T]` token by token.
+    /// Returns whether an instruction computes `[1, channels, T]` token by token.
     fn has_columns(&self, op: &Op) -> bool {
         let columns = &self.columns;
         match op {
@@ -185,7 +183,7 @@ impl Rows {
         self.constants.contains(&value) || is_row_constant(graph, value)
     }
 
-    /// Returns whether an instruction computes a value for all rows from other such values.
+    /// Returns whether an instruction computes a value that is the same for every row from other such values.
     fn is_computed_constant(&self, op: &Op, graph: &Graph) -> bool {
         match op {
             Op::Call { function: Function::Full { .. }, ints, .. } => ints.is_empty(),
@@ -195,7 +193,7 @@ impl Rows {
         }
     }
 
-    /// Returns whether an instruction makes integers `[1, T]`, one for each token.
+    /// Returns whether an instruction computes integers `[1, T]`, one for each token.
     fn makes_ids(&self, op: &Op, graph: &Graph) -> bool {
         elementwise(op).is_some_and(|read| {
             read.iter().any(|x| self.ids.contains(x))
@@ -218,7 +216,7 @@ impl Rows {
                 [0, 2, 1] => self.columns.contains(x).then_some(3),
                 _ => None,
             },
-            // Also for values that are not computed row by row, such as those of a mixture of experts.
+            // Even if the operand is not computed row by row, as in a mixture of experts.
             Op::Reshape { shape, .. } => self.counts_tokens(shape).then_some(shape.len()),
             op => self.by_row.get(self.read_by(op, graph)?.first()?).copied(),
         }
@@ -232,20 +230,20 @@ impl Rows {
         self.single.get(read.first()?).copied()
     }
 
-    /// Returns the tensors that an instruction reads row by row, if it computes its own rows, `[1, T, ...]`,
-    /// only from theirs. Otherwise `None`.
+    /// Returns the operands of an instruction that computes each row of its result, `[1, T, ...]`, only from the same
+    /// row of these operands. Otherwise `None`.
     pub fn read_by(&self, op: &Op, graph: &Graph) -> Option<Vec<Value>> {
         match op {
             // [1, T, heads, head_dim] to [1, T, features].
             Op::Reshape { x, shape } => {
                 (self.counts_tokens(shape) && self.by_row.contains_key(x)).then(|| vec![*x])
             }
-            // The result of attention, to [1, T, heads, head_dim]. The second axis of the result itself is
-            // that of the heads, so no row can be split off while it stays whole.
+            // The result of attention, transposed to [1, T, heads, head_dim]. Before, its second axis is that of the
+            // heads, so a row cannot be sliced from it: either attention is narrowed or all rows stay.
             Op::Transpose { x, perm } if perm[..] == [0, 2, 1, 3] => {
                 self.narrowable.contains(x).then(|| vec![*x])
             }
-            // One of several rows of features of a token.
+            // One of several groups of features of each token.
             Op::Take { x, index: Index::One(Int::Literal(_)), axis: 2.. } => {
                 self.by_row.get(x).is_some_and(|&rank| rank > 3).then(|| vec![*x])
             }
@@ -253,7 +251,7 @@ impl Rows {
         }
     }
 
-    /// Returns whether a shape is `[1, T, features]`, or has the features on several axes.
+    /// Returns whether a shape is `[1, T, ...]`, with the features on one or more axes.
     fn counts_tokens(&self, shape: &[Int]) -> bool {
         matches!(
             shape,
@@ -282,14 +280,14 @@ impl Rows {
         }
     }
 
-    /// Returns the tensors of the set `known` that an instruction reads, if it computes each row from the
-    /// same row of theirs.
+    /// Returns the operands of an instruction that are in `known`, if it computes each row from the same row of
+    /// these.
     fn row_by_row(&self, op: &Op, graph: &Graph, known: &Ranks) -> Option<Vec<Value>> {
         match op {
             Op::RmsNorm { x, .. } | Op::LayerNorm { x, .. } => {
                 known.contains_key(x).then(|| vec![*x])
             }
-            // Along an axis of features: rows have at least one such axis.
+            // Along an axis of features, of which rows have at least one.
             Op::Piece { x, axis, .. } => {
                 (known.contains_key(x) && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
             }
@@ -311,7 +309,7 @@ impl Rows {
                 let (rows, others): (Vec<Value>, Vec<Value>) =
                     elementwise(op)?.into_iter().partition(|x| known.contains_key(x));
                 let others_have_none = others.iter().all(|&x| self.is_constant(graph, x));
-                // With different ranks the rows of one would be aligned with another axis of the other.
+                // With different ranks, broadcasting would align rows with another axis.
                 let side_by_side = rows.windows(2).all(|pair| known[&pair[0]] == known[&pair[1]]);
                 (!rows.is_empty() && others_have_none && side_by_side).then_some(rows)
             }
@@ -319,7 +317,7 @@ impl Rows {
     }
 }
 
-/// Returns the tensors that an instruction combines element by element; `None` for another instruction.
+/// Returns the operands of an element-wise instruction; `None` for other instructions.
 fn elementwise(op: &Op) -> Option<Vec<Value>> {
     match op {
         Op::Unary { x, .. } | Op::AsType { x, .. } => Some(vec![*x]),
@@ -347,7 +345,7 @@ fn elementwise(op: &Op) -> Option<Vec<Value>> {
     }
 }
 
-/// Returns whether a function reduces the last axis to one number and keeps the axis, or computes along it.
+/// Returns whether a function computes along the last axis, or reduces it and keeps it as an axis of one element.
 fn reduces_features(function: &Function) -> bool {
     match function {
         Function::Max(over)

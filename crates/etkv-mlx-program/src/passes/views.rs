@@ -1,8 +1,7 @@
-//! Merges chains of views: reshapes, transpositions and slices, and removes those that change
-//! nothing.
+//! Merges chains of views (reshapes, transpositions and slices), and removes views that change nothing.
 //!
-//! A view moves no elements, but MLX builds, schedules and frees a node for each. In a decode step with one
-//! token the heads need no transposition, and one reshape replaces two views.
+//! A view moves no elements, but MLX creates, schedules and frees a node for each. In a decode step with one token,
+//! heads need no transposition, and one reshape replaces two views.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::RangeInclusive;
@@ -10,7 +9,7 @@ use std::ops::RangeInclusive;
 use super::{dead, dtypes, maker, makers};
 use crate::ir::{Graph, Instruction, Int, Op, Out, Value};
 
-/// Merges the views of the main chain. Results are identical bit for bit.
+/// Merges the views of the main chain. Results stay the same bit for bit.
 pub fn merge(graph: &mut Graph) {
     skip_through(graph);
     pair(graph);
@@ -22,14 +21,14 @@ pub fn merge(graph: &mut Graph) {
 fn skip_through(graph: &mut Graph) {
     let dtypes = dtypes::known(graph);
     let mut renamed = HashMap::<Value, Value>::new();
-    // The views so far, each with its operand after the changes.
+    // The views so far, with their operands after the changes.
     let mut views = HashMap::<Value, Op>::new();
     for Instruction { op, out } in &mut graph.main.instructions {
         op.for_each_read(&mut |value| *value = *renamed.get(value).unwrap_or(value));
         let Out::Tensor(value) = *out else { continue };
         match op {
             Op::Reshape { x, .. } => {
-                // Both views read the same elements in the same order.
+                // The view before keeps the order of elements, so this one can read its operand.
                 if let Some(Op::Reshape { x: read, .. } | Op::ExpandDims { x: read, .. }) =
                     views.get(x)
                 {
@@ -73,7 +72,7 @@ fn skip_through(graph: &mut Graph) {
         .retain(|made| !matches!(made.out, Out::Tensor(value) if renamed.contains_key(&value)));
 }
 
-/// Returns the transposition that does `first`, then `second`, or `None` if they do not match.
+/// Returns the transposition that is `first`, then `second`, or `None` if their numbers of axes differ.
 fn composed(first: &[i32], second: &[i32]) -> Option<Vec<i32>> {
     let is_permutation = |perm: &[i32]| {
         let mut sorted = perm.to_vec();
@@ -86,8 +85,7 @@ fn composed(first: &[i32], second: &[i32]) -> Option<Vec<i32>> {
     Some(second.iter().map(|&axis| first[axis as usize]).collect())
 }
 
-/// Merges a reshape and a following transposition into one instruction, if nothing else reads the value
-/// between.
+/// Merges a reshape and a following transposition into one instruction, if nothing else reads the intermediate value.
 fn pair(graph: &mut Graph) {
     let n_uses = graph.main.n_uses();
     let makers = makers(graph);
@@ -173,7 +171,7 @@ fn split(graph: &mut Graph) {
     graph.rename(&renamed);
 }
 
-/// Returns the operand and the axis of a slice with fixed bounds, and the piece that it makes.
+/// Returns the operand and the axis of a slice with fixed bounds, and its piece.
 fn piece(index: usize, op: &Op, value: Value) -> Option<((Value, i32), Piece)> {
     match op {
         Op::Piece { x, axis, start, stop, sizes } => {
@@ -201,8 +199,7 @@ fn piece(index: usize, op: &Op, value: Value) -> Option<((Value, i32), Piece)> {
     }
 }
 
-/// Returns the boundaries of consecutive pieces, if there are at least two and together they are the whole
-/// axis.
+/// Returns the boundaries of pieces, if there are at least two, they are consecutive, and they cover the axis.
 fn cuts(pieces: &[Piece]) -> Option<Vec<i32>> {
     let (last, before) = pieces.split_last()?;
     let mut at = Vec::new();
@@ -220,7 +217,7 @@ mod tests {
     use crate::ir::{Chain, Dim, InputSpec, IntValue, Unary};
     use mlx_rs::Dtype;
 
-    /// The input is 0; `ops` make the values from 1 on, and the last ones are outputs.
+    /// The input is 0. The results of `ops` are the values from 1 on, and the last `n_outputs` are outputs.
     fn merged(ops: Vec<Op>, n_outputs: u32) -> (Vec<Op>, Vec<Out>) {
         let n = ops.len() as u32;
         let made = (1..).zip(ops);
@@ -299,10 +296,10 @@ mod tests {
             merged(back, 1).0,
             [Op::TransposeReshape { x, perm: perm.clone(), shape: shape.clone() }]
         );
-        // Of three views the first two pair.
+        // Of three views, the first two are merged.
         let three = vec![reshape(0, 8), transpose(1, &perm), reshape(2, 8)];
         assert_eq!(merged(three, 1).0, [expected, reshape(2, 8)]);
-        // The value between is read.
+        // The intermediate value is read.
         let read = vec![reshape(0, 8), transpose(1, &perm), neg(1)];
         assert_eq!(merged(read.clone(), 2).0, read);
     }

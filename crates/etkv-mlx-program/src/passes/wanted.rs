@@ -1,16 +1,16 @@
-//! Leaves out rows of the product of the logits, the widest of a program, in a run that needs only the last
-//! row of logits.
+//! Computes only the last row of the product of the logits, the widest of a program, in runs that need only the last
+//! row.
 //!
-//! Unlike [`last_token`](super::last_token) it decides in each run: a program that verifies candidates reads
-//! prompts too. It narrows the last product only, because everything before it takes little time in
+//! Unlike [`last_token`](super::last_token), the choice is made in each run, because a program that verifies
+//! candidates also reads prompts. Only the last product is narrowed, because its operands take little time in
 //! comparison.
 
 use super::rows::is_row_constant;
 use super::{insert, logits_output, makers, only_readers};
 use crate::ir::{Function, Graph, Instruction, Op, Out, Value};
 
-/// Inserts a selection of the needed rows before the product of the logits. Does not change a program whose
-/// logits are not computed by a product of rows, or have other readers before the output.
+/// Inserts a selection of the needed rows before the product of the logits. Changes nothing if logits are not a
+/// product of rows, or have other readers than the output.
 pub fn leave_out_unwanted_rows(graph: &mut Graph) {
     let Some((index, x)) = product_of_logits(graph) else {
         return;
@@ -24,11 +24,11 @@ pub fn leave_out_unwanted_rows(graph: &mut Graph) {
     insert(graph, vec![(index, Instruction { op: Op::WantedRows { x }, out: Out::Tensor(rows) })]);
 }
 
-/// Returns the instruction that multiplies rows to logits, and the rows.
+/// Returns the product that computes the logits, and its rows.
 fn product_of_logits(graph: &Graph) -> Option<(usize, Value)> {
     let (_, mut value) = logits_output(graph).ok()?;
     let (makers, readers) = (makers(graph), only_readers(graph));
-    // Used once, as the output.
+    // The only use must be the output.
     if graph.main.uses().filter(|&used| used == value).count() != 1 {
         return None;
     }
@@ -48,7 +48,7 @@ fn product_of_logits(graph: &Graph) -> Option<(usize, Value)> {
                 return constant.then_some((index, x));
             }
             Op::Unary { x, .. } | Op::AsType { x, .. } | Op::Activation { x, by: None, .. } => x,
-            // For example, the scale of logits that are capped.
+            // For example, the scale of capped logits.
             Op::Binary { a, b, .. } if is_row_constant(graph, b) => a,
             Op::Binary { a, b, .. } if is_row_constant(graph, a) => b,
             _ => return None,

@@ -1,4 +1,4 @@
-//! The tensors that a program keeps from one call to the next, such as a cache in its graph.
+//! The tensors that a program keeps between calls, such as a cache in its graph.
 
 use mlx_rs::ops::zeros_dtype;
 use mlx_rs::Array;
@@ -9,12 +9,12 @@ use crate::error::{fail, Error, Result};
 use crate::ir::Buffer;
 use crate::ops::frame::{Frame, Output};
 
-/// The buffers of a loaded program. They are zero until a call writes them. Used under the lock of MLX only.
+/// The buffers of a loaded program. They are zero until a call writes them. Use them only under the lock of MLX.
 pub struct Buffers {
     name: Option<String>,
     list: Vec<Buffer>,
     arrays: Mutex<Vec<Option<Array>>>,
-    /// The error of the call whose results could not be computed.
+    /// The error of a call that failed to compute the buffers.
     broken: Mutex<Option<Error>>,
 }
 
@@ -25,7 +25,7 @@ impl Buffers {
         Self { name, list, arrays, broken: Mutex::new(None) }
     }
 
-    /// Returns whether there are buffers, under this name.
+    /// Returns whether there are buffers and they have this name.
     pub fn is_named(&self, name: &str) -> bool {
         !self.list.is_empty() && self.name.as_deref() == Some(name)
     }
@@ -41,15 +41,15 @@ impl Buffers {
         *self.broken.lock() = None;
     }
 
-    /// Refuses further calls until a reset, because the contents left by the last call could not be computed.
+    /// Refuses further calls until a reset, because the last call failed to compute the buffers.
     pub fn give_up(&self, error: &Error) {
         if !self.list.is_empty() {
             *self.broken.lock() = Some(error.clone());
         }
     }
 
-    /// Binds the values of the buffers. Returns another reference to each: a call that fails before its
-    /// computation starts leaves all of them unchanged.
+    /// Binds the values of the buffers. Returns a second reference to each, so that a call that fails before its
+    /// computation starts leaves the buffers unchanged.
     pub fn bind(&self, frame: &mut Frame) -> Result<SmallVec<[Array; 4]>> {
         if let Some(error) = &*self.broken.lock() {
             fail!(
@@ -70,7 +70,7 @@ impl Buffers {
         Ok(found)
     }
 
-    /// Keeps the buffers that a call returns; they need not be computed. Returns them.
+    /// Stores the buffers that a call returns, which may not be computed yet. Returns them.
     pub fn keep(&self, made: SmallVec<[Output; 4]>) -> Result<Vec<Array>> {
         let mut kept = Vec::with_capacity(made.len());
         for (buffer, output) in self.list.iter().zip(&made) {

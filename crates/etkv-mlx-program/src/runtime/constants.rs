@@ -17,8 +17,8 @@ pub trait ConstantSource {
     fn find(&mut self, name: &str) -> Option<&[u8]>;
 }
 
-/// Returns the values of the constants with one float32 element that nothing replaces. A missing or damaged
-/// constant is left out: loading it returns the error.
+/// Returns the values of constants with one float32 element that the init chain does not replace. Skips a missing or
+/// damaged constant: loading it returns the error.
 pub fn scalars(graph: &Graph, source: &mut dyn ConstantSource) -> HashMap<Value, f32> {
     let mut scalars = HashMap::new();
     for (value, constant) in (0..).map(Value).zip(&graph.constants) {
@@ -35,8 +35,8 @@ pub fn scalars(graph: &Graph, source: &mut dyn ConstantSource) -> HashMap<Value,
 
 /// Loads a constant.
 ///
-/// Copies the bytes once, into MLX's memory. The source may free them as soon as this returns, so a program's
-/// weights are never in memory twice. Only the parts of a joined constant are, while they are joined.
+/// Copies the bytes once, into MLX's memory. The source may free them as soon as this returns, so a program's weights
+/// are not in memory twice. Only the parts of a joined constant are, while they are joined.
 ///
 /// # Errors
 /// [`Program`](etkv::Status::Program) if the data are missing or their size differs from the program's;
@@ -60,7 +60,7 @@ pub fn load(constant: &Constant, layout: Layout, source: &mut dyn ConstantSource
     Ok(transposed)
 }
 
-/// Copies the bytes of a constant, without those that are joined to it.
+/// Copies the bytes of a constant, without the constants that are joined to it.
 fn stored(constant: &Constant, source: &mut dyn ConstantSource) -> Result<Array> {
     let Constant { name, shape, .. } = constant;
     let Some(bytes) = source.find(name) else {

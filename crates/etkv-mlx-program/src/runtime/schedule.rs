@@ -13,9 +13,9 @@ use crate::ops::frame::Frame;
 use crate::ops::limits::check_made;
 use crate::ops::{self, OpResult};
 
-/// A chain, and the instruction after which each value is no longer needed.
+/// A chain, and the last instruction that uses each value.
 ///
-/// Values are dropped there, so that MLX can reuse their buffers.
+/// Values are dropped after their last use, so that MLX can reuse their buffers.
 pub struct Schedule {
     chain: Chain,
     dead_after: Vec<Vec<Value>>,
@@ -29,7 +29,7 @@ impl Schedule {
         Self::keeping(chain, |value| value.0 < n_kept)
     }
 
-    /// Computes the last uses in a nested chain. Values that it does not make stay.
+    /// Computes the last uses in a nested chain. Values from outside the chain stay.
     fn inner(chain: &Chain) -> Self {
         let made = chain.instructions.iter().flat_map(|instruction| instruction.out.tensors());
         let made: HashSet<Value> = made.collect();
@@ -74,7 +74,7 @@ impl Schedule {
                 error.at(place)
             })?;
             self.check(&made, index, frame)?;
-            // A choice has already set the limits of its results.
+            // The chain that a choice ran has already set the limits.
             if !matches!(instruction.op, Op::If { .. }) {
                 let limit = ops::bounds::limit(&instruction.op, frame);
                 instruction.out.tensors().for_each(|value| frame.set_limit(value, limit));
@@ -123,8 +123,7 @@ impl Schedule {
     }
 }
 
-/// Returns the context of a failure: the instruction, and the shapes of its operands if these may be the
-/// reason.
+/// Returns the context of an error: the instruction, and the shapes of its operands if these may be the reason.
 fn place(index: usize, op: &Op, frame: &Frame, status: Status) -> String {
     let mut text = format!("instruction {index}, {}", op.name());
     let is_of_shapes = matches!(

@@ -1,7 +1,7 @@
 //! Executors: the interface for running steps faster than the interpreter, for example as one CUDA graph.
 //!
-//! A [`StepCompiler`] is passed when a program is loaded, and makes a [`StepExecutor`] for it. Each step is
-//! first offered to the executor. If it declines, nothing has changed, and the interpreter runs the step.
+//! A [`StepCompiler`] is passed when a program is loaded, and creates a [`StepExecutor`] for it. Each step is first
+//! offered to the executor. If the executor declines, nothing has changed, and the interpreter runs the step.
 
 use mlx_rs::{Array, Dtype};
 
@@ -11,14 +11,14 @@ use crate::ir::{Graph, Value};
 use etkv::mlx::Mlx;
 use etkv::MlxCache;
 
-/// Makes executors of the steps of programs.
+/// Creates executors of the steps of programs.
 pub trait StepCompiler: Sync {
-    /// Returns why the steps of a program can have no executor, as far as its instructions and dtypes show,
-    /// or `None` if they have one on a supported device. `graph` is the program after the GPU passes.
+    /// Returns the reason that a program can have no executor, as far as its instructions and dtypes show, or `None`
+    /// if it has one on a supported device. `graph` is the program after the GPU passes.
     fn why_not(&self, graph: &Graph) -> Option<String>;
 
-    /// Returns the executor of a program's steps on MLX's device, if there can be one. `constants` are the
-    /// loaded constants of `graph`, by their values.
+    /// Returns an executor of the program's steps on MLX's device, if it can have one. `constants` are the loaded
+    /// constants of `graph`, by their values.
     fn compile(
         &self,
         mlx: &Mlx,
@@ -32,12 +32,11 @@ pub trait StepExecutor: Send + Sync {
     /// Returns the inputs and outputs of the program.
     fn signature(&self) -> &StepSignature;
 
-    /// Returns whether it runs a step of this number of tokens on this cache, as far as is known before the
-    /// step.
+    /// Returns whether the executor will probably run a step of this number of tokens on this cache.
     fn suits(&self, cache: &MlxCache, tokens: usize) -> bool;
 
-    /// Runs a step on the cache, passes the result to `take`, and commits the step if that succeeds. Returns
-    /// whether it did. If not, the cache is unchanged.
+    /// Runs a step on the cache, passes the result to `take`, and commits the step if `take` succeeds. Returns false,
+    /// with the cache unchanged, if the executor declines the step.
     ///
     /// # Errors
     /// Those of the cache for positions that it refuses, those of `take`, and

@@ -6,14 +6,14 @@ use parking_lot::Mutex;
 use crate::error::Result;
 use etkv::mlx::{unowned_stream, Mlx};
 
-/// The stream of one program on the CPU. There MLX computes each stream on a separate thread, so programs on
-/// several threads are computed at the same time. A GPU's programs use the shared stream.
+/// The stream of one program on the CPU. MLX computes each CPU stream on a separate thread, so several programs can
+/// run at the same time. Programs on a GPU use the shared stream.
 pub struct ProgramStream(Option<UnownedStream>);
 
 /// A stream that belongs to no thread.
 struct UnownedStream(Stream);
 
-// SAFETY: it is used under the lock of MLX only, by one thread at a time.
+// SAFETY: it is used only under the lock of MLX, by one thread at a time.
 unsafe impl Send for UnownedStream {}
 
 /// Streams of dropped programs. MLX keeps a stream, and its thread, until the process ends.
@@ -22,8 +22,7 @@ static SPARE: Mutex<Vec<UnownedStream>> = Mutex::new(Vec::new());
 impl ProgramStream {
     /// Returns a stream that no other program uses.
     ///
-    /// # Errors
-    /// [`Backend`](etkv::Status::Backend) if MLX cannot make one.
+    /// # Errors [`Backend`](etkv::Status::Backend) if MLX cannot create a stream.
     pub fn new(mlx: &Mlx) -> Result<Self> {
         if mlx.on_gpu() {
             return Ok(Self(None));

@@ -12,9 +12,9 @@ use etkv::MlxCache;
 
 /// Tokens of a step, on the device or on the host.
 pub enum Tokens<'a> {
-    /// Ids that the host knows.
+    /// Ids on the host.
     Host(&'a [i64]),
-    /// Ids that the device has chosen, `[T]`, each below a limit.
+    /// Ids that the device has chosen, `[T]`, and an exclusive upper limit of them.
     Device(&'a Array, i32),
 }
 
@@ -25,12 +25,12 @@ pub struct TextInputs {
     tokens: (Value, Dtype),
     /// Their positions, `[T]`.
     positions: (Value, Dtype),
-    /// The most tokens of a step, if the program limits them.
+    /// The maximum tokens of a step, if the program limits them.
     pub most: Option<i32>,
 }
 
 impl TextInputs {
-    /// Finds the two among the inputs of a program.
+    /// Finds the token and position inputs among the inputs of a program.
     ///
     /// # Errors
     /// [`Unsupported`](etkv::Status::Unsupported) for a program with other inputs.
@@ -82,7 +82,7 @@ impl TextInputs {
         self.positions.0
     }
 
-    /// Returns the most tokens of a step on a cache.
+    /// Returns the maximum tokens of a step on a cache.
     pub fn max_tokens(&self, cache: &MlxCache) -> i32 {
         self.most.unwrap_or(i32::MAX).min(cache.config().step_limit()).max(1)
     }

@@ -11,7 +11,7 @@ use crate::{fb, Argument, Host, LoadOptions, Passes, Program};
 use etkv::builders;
 use etkv::MLX_BACKEND;
 
-/// The system's allocator, with a counter for each thread. MLX does not use it.
+/// The system's allocator, with a counter for each thread. MLX does not allocate with it.
 struct CountingAllocator;
 
 thread_local! {
@@ -35,7 +35,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-/// A host with room for one output.
+/// A host with memory for one output.
 struct Room(Vec<u8>);
 
 impl Host for Room {
@@ -98,7 +98,7 @@ fn split(builder: &mut Builder, x: u32, outs: [u32; 2]) -> Node {
     (fb::OpNode::SplitNode, fb::SplitNode::create(builder, &args).as_union_value())
 }
 
-/// Loads a program of `n` blocks of views, pieces and sums, and of one layer of attention.
+/// Loads a program of `n` blocks of views, pieces and sums, and one layer of attention.
 fn blocks(n: u32, session: &Session, passes: Passes) -> Program {
     let parts = Parts {
         constants: vec![("rows".to_owned(), vec![4, 8])],
@@ -133,7 +133,7 @@ fn blocks(n: u32, session: &Session, passes: Passes) -> Program {
     Program::load(&payload, &mut weights, &options, None).unwrap()
 }
 
-/// Returns the allocations of a decode step, after a few such steps.
+/// Returns the number of allocations of a decode step, after a few such steps.
 fn of_a_step(n: u32, passes: Passes) -> usize {
     let config = CacheConfig::uniform(1, 1, 8, 64);
     let session = Session::new(builders(), MLX_BACKEND, "contiguous", config).unwrap();

@@ -43,7 +43,7 @@ fn choose(builder: &mut Builder, cond: u32, then_chain_idx: u32, else_chain_idx:
     (fb::OpNode::IfNode, fb::IfNode::create(builder, &args).as_union_value())
 }
 
-/// The tensors of a loop: the ones that are split, the pieces, the outputs, and the carried ones.
+/// The tensors of a loop: those that are split, their pieces, the outputs, and the carried values.
 struct Loop<'a> {
     originals: &'a [u32],
     sliced: &'a [u32],
@@ -96,7 +96,7 @@ fn execute(program: &Program, inputs: &[Input]) -> Result<Vec<(Vec<i32>, Vec<f32
 
 // ---- Choices ----------------------------------------------------------------
 
-/// A program: `then` doubles the input, `otherwise` squares it, and both change slot 1. Slot 2 is a temporary
+/// A program in which `then` doubles the input, `otherwise` squares it, and both write slot 1. Slot 2 is a temporary
 /// of one of them.
 fn choice() -> Vec<u8> {
     let parts = Parts {
@@ -153,7 +153,7 @@ fn what_one_chain_makes_is_not_there_after_a_choice() {
     assert!(refusal(&missing).contains("chain 7 does not exist, the program has 1"));
 }
 
-/// Nested choices stand for many more instructions than there are.
+/// Nested choices expand to many more instructions than the payload has.
 #[test]
 fn choices_of_choices_are_refused() {
     let parts = Parts {
@@ -167,16 +167,15 @@ fn choices_of_choices_are_refused() {
     let payload = parts.payload(|builder| {
         (0..14u32).map(|n| (0..40).map(|_| choose(builder, 0, n + 1, n + 1)).collect()).collect()
     });
-    // 40 to the power of 14 instructions must not be counted one by one, which would exceed the time limit of
-    // the tests.
+    // Counting 40 to the power of 14 instructions one by one would exceed the time limit of the tests.
     assert!(Program::check(&payload).is_err());
 }
 
 // ---- Loops ------------------------------------------------------------------
 
-/// A loop along an axis of `x`, `[2, T, 3]`: the carried value becomes half of its square plus the piece, and
-/// the output is that times the piece. Slots: 0 `x`, 1 the first carried value, 2 the piece, 3 the carried
-/// value, 4 the output, 5 a temporary.
+/// A loop along an axis of `x`, `[2, T, 3]`. Each run computes a new carried value, the cube of the old one plus the
+/// piece. The output is the new carried value times the piece. Slots: 0 `x`, 1 the initial carried value, 2 the
+/// piece, 3 the carried value, 4 the output, 5 a temporary.
 fn recurrence(axis: i32) -> Vec<u8> {
     let parts = Parts {
         inputs: vec![(vec![OPEN, OPEN, 3], FLOAT32), (vec![OPEN, 3], FLOAT32)],
@@ -274,7 +273,7 @@ fn loops_that_contradict_themselves_are_refused() {
         axis,
         body: 1,
     };
-    // Slot 4 changes from run to run.
+    // A run would read the slot 4 of the run before.
     let body = |builder: &mut Builder| vec![add(builder, 2, 4, 3), add(builder, 4, 2, 4)];
     Program::check(&program(scan(&[4], 1), body)).unwrap();
     let hidden = refusal(&program(scan(&[], 1), body));
@@ -293,9 +292,9 @@ fn loops_that_contradict_themselves_are_refused() {
     assert_eq!(execute(&past, &inputs).unwrap_err().status(), Status::Program);
 }
 
-// ---- What is kept -----------------------------------------------------------
+// ---- Buffers ----------------------------------------------------------------
 
-/// A program that adds its input to a buffer, and writes the sum's first column to a position in another one.
+/// A program that adds its input to a buffer, and writes the sum's first column to a position in another buffer.
 /// Slots: 0 the input, 1 and 2 the buffers, 3 a temporary.
 fn keeping() -> Vec<u8> {
     let parts = Parts {
@@ -326,7 +325,7 @@ fn keeping() -> Vec<u8> {
         let first = fb::SliceNode::create(builder, &args).as_union_value();
         let (axis, start) = (WIPOffset::new(literal(builder, 0)), value(builder, 0));
         let stop = WIPOffset::new(literal(builder, i64::MAX));
-        // To the end: a row with one element is repeated.
+        // Up to the end of the axis: the single element of the update is repeated.
         let args = fb::SliceUpdateNodeArgs {
             dst: Some(&fb::Tid::new(2)),
             update: Some(&fb::Tid::new(3)),
@@ -361,7 +360,7 @@ fn buffers_are_kept_over_a_hundred_calls() {
             assert!(execute(&program, &bad).is_err());
         }
     }
-    // Another handle has its own buffers, and a reset one starts again.
+    // Another handle has other buffers, and reset buffers start again from zero.
     let inputs = || [Input::Tensor(&[3], bytes(&[1.0; 3])), Input::Int(99)];
     let fresh = execute(&other, &inputs()).unwrap();
     assert_eq!(fresh[0].1, [1.0; 3]);

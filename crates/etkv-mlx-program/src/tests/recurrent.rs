@@ -87,7 +87,7 @@ fn a_convolution_goes_on_in_the_next_step() {
     let made = step(&program, &[1.0, 2.0, 3.0, 0.0, 0.0, 1.0], 0);
     assert_eq!(made, [100.0, 210.0, 321.0, 0.0, 0.0, 200.0]);
     assert_eq!(step(&program, &[4.0, 1.0], 3), [432.0, 220.0]);
-    // A step below the length rewinds.
+    // A step at a position below the length rewinds.
     assert_eq!(step(&program, &[5.0, 0.0], 2), [521.0, 0.0]);
 }
 

@@ -21,8 +21,8 @@ const GOOD: Fields = Fields { layer: Some(0), scale: Some(1.0), softcap: Some(2.
 const HEADS: i32 = 2;
 const DIM: i32 = 4;
 
-/// Returns a program of one attention, of which each head is its query, key and value. 0: sinks, 1: rows,
-/// 2: positions, 3: result.
+/// Returns a program of one attention layer. Each head of the input is query, key and value. Slots: 0 sinks, 1 rows,
+/// 2 positions, 3 result.
 fn payload(fields: Fields, n_sinks: i32) -> Vec<u8> {
     let parts = Parts {
         constants: vec![(String::from("sinks"), vec![n_sinks])],
@@ -67,7 +67,7 @@ fn row(head: usize, at: usize) -> impl Iterator<Item = f32> {
     (0..DIM as usize).map(move |i| ((at * 7 + head * 3 + i * 5) % 11) as f32 * 0.3 - 1.0)
 }
 
-/// Returns the outputs of tokens from `first` to before `end`.
+/// Returns the outputs of tokens `first..end`.
 fn step(program: &Program, first: usize, end: usize) -> Result<Vec<f32>> {
     let rows = (0..HEADS as usize).flat_map(|head| (first..end).flat_map(move |at| row(head, at)));
     let rows = bytes(&rows.collect::<Vec<_>>());
@@ -152,7 +152,7 @@ fn nodes_that_lack_what_they_need_are_refused() {
     }
 }
 
-/// Each byte of a payload, changed in some ways: the program runs or is refused.
+/// Changes each byte of a payload in some ways: the program runs or is refused.
 #[test]
 fn damaged_nodes_run_or_are_refused() {
     let session = session();

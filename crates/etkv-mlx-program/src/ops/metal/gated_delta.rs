@@ -1,4 +1,4 @@
-//! The gated delta rule: a state for each head. Each token decays and corrects it.
+//! The gated delta rule: each head has a state, which each token decays and corrects.
 //!
 //! For each token, with the state `S` of a head, `[v_dim, k_dim]`:
 //!
@@ -8,17 +8,17 @@
 //! y = S q
 //! ```
 //!
-//! Tokens are computed in chunks. Within a chunk the corrections `C` of all tokens depend on the
-//! state before it and on the corrections before them:
+//! Tokens are computed in chunks. Within a chunk, the corrections `C` depend on the state before the chunk and on the
+//! corrections of earlier tokens:
 //!
 //! ```text
 //! (I + L) C = beta * (V - P K S^T)    where L[t, s] = beta[t] D[t, s] (k[t] . k[s]) for s < t
 //! Y = P Q S^T + (D * Q K^T) C
 //! ```
 //!
-//! `D[t, s]` is the product of the decays after token `s` up to token `t`, and `P[t]` that of all up to `t`.
-//! They are computed as products, because a quotient or a logarithm fails for a decay of 0. `I + L` is
-//! inverted by blocks, like substitution: powers of `L` grow without limit for similar keys.
+//! `D[t, s]` is the product of the decays after token `s` up to token `t`, and `P[t]` the product of all decays up to
+//! `t`. They are computed as products, because a quotient or a logarithm fails for a decay of 0. `I + L` is inverted
+//! by blocks, as in substitution, because powers of `L` grow without limit for similar keys.
 
 use mlx_rs::ops::{concatenate, matmul, select};
 use mlx_rs::{Array, Dtype};
@@ -27,7 +27,7 @@ use super::{expect_dtype, expect_float, expect_shape};
 use crate::error::{fail, Result};
 use etkv::mlx::{array_of, cast, cumprod, slice_axis};
 
-/// The most tokens of a chunk, a power of two.
+/// The maximum tokens of a chunk, a power of two.
 const CHUNK: i32 = 32;
 
 /// The axis of tokens in `[B, k_heads, v_heads / k_heads, T, ...]`.
@@ -43,8 +43,8 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Returns the outputs `[B, T, v_heads, v_dim]` and the state after the last token. Computes in float32.
-    /// The number of tokens is that of `q`; the input `T` has the same and is not read.
+    /// Returns the outputs `[B, T, v_heads, v_dim]` and the state after the last token. Computes in float32. `q`
+    /// gives the number of tokens; the input `T`, which is equal, is not read.
     pub fn run(&self, inputs: &[&Array]) -> Result<Vec<Array>> {
         let &[q, k, v, decay, beta, state, tokens] = inputs else {
             fail!(Internal, "{} inputs of the gated delta rule", inputs.len());
@@ -102,7 +102,7 @@ impl Rule {
     }
 }
 
-/// Some consecutive tokens, `[B, k_heads, v_heads / k_heads, n, ...]`.
+/// Consecutive tokens, `[B, k_heads, v_heads / k_heads, n, ...]`.
 struct Chunk {
     q: Array,
     k: Array,
@@ -135,8 +135,8 @@ impl Chunk {
         Ok((y, kept.add(added)?))
     }
 
-    /// Returns the product of the decays after each token (last axis) up to each token (axis before): 1 for
-    /// the same token, 0 for later ones.
+    /// Returns `D`: for each token `t` (last axis but one) and token `s` (last axis), the product of the decays after
+    /// `s` up to `t`. It is 1 if `s` is `t`, and 0 if `s` is later.
     fn between(&self, n: i32) -> Result<Array> {
         let factors = select(mask(n, |t, s| s < t)?, &self.decay, Array::from_f32(1.0))?;
         let products = cumprod(&factors, TOKENS as i32)?;
@@ -146,8 +146,8 @@ impl Chunk {
 
 /// Returns the inverse of `I + L`, where `L` is the part of `below`, `[..., n, n]`, below the diagonal.
 ///
-/// Inverts blocks of the diagonal, which have one element at first. The inverse of two blocks `A` and `B`,
-/// with `E` below `A` and left of `B`, has `-B^-1 E A^-1` in the place of `E`.
+/// Inverts blocks of the diagonal, from one element up. For two blocks `A` and `B`, with `E` below `A` and left of
+/// `B`, the inverse has `-B^-1 E A^-1` instead of `E`.
 fn inverse(below: &Array, n: i32) -> Result<Array> {
     let mut inverse = cast(&mask(n, |t, s| t == s)?, Dtype::Float32)?;
     let mut size = 1;
@@ -164,7 +164,7 @@ fn inverse(below: &Array, n: i32) -> Result<Array> {
     Ok(inverse)
 }
 
-/// Returns a boolean `[n, n]`: `is_set` of each row and column.
+/// Returns a boolean `[n, n]` with `is_set` of each row and column.
 fn mask(n: i32, is_set: impl Fn(i32, i32) -> bool) -> Result<Array> {
     let elements = (0..n).flat_map(|row| (0..n).map(move |column| (row, column)));
     let elements: Vec<bool> = elements.map(|(row, column)| is_set(row, column)).collect();

@@ -1,12 +1,12 @@
-//! Weights of GGUF files: super-blocks of 256 elements, whose parts of 32 or 16 have their own scales.
+//! Weights of GGUF files: super-blocks of 256 elements, with a scale for each 32 or 16 elements.
 //!
 //! | format | bytes of a super-block |
 //! | --- | --- |
 //! | Q4_K | scale, scale of minima (float16 each), 12 of scales and minima, 128 of codes |
-//! | Q5_K | as Q4_K, with 32 of the fifth bits in front of the codes |
+//! | Q5_K | as Q4_K, with 32 of the fifth bits before the codes |
 //! | Q6_K | 128 of the lower bits, 64 of the upper ones, 16 scales, scale (float16) |
 //!
-//! A weight stays packed in memory. Each product unpacks it again, in parts that fit a processor's caches.
+//! A weight stays packed in memory. Each product unpacks it in parts that fit a processor's caches.
 
 use std::ops::Range;
 
@@ -21,8 +21,8 @@ use etkv::mlx::{cast, slice_axis};
 /// The elements of a super-block.
 pub const BLOCK: i32 = 256;
 
-/// The elements of a weight that are unpacked at a time: 2 MB in float32 on a CPU, where parts stay in its
-/// caches, and 512 MB on a GPU, where each part costs one kernel launch for each of its operations.
+/// The elements of a weight that are unpacked at a time. On a CPU 2 MB in float32, which stay in its caches; on a GPU
+/// 512 MB, because each part costs kernel launches.
 const PART: i64 = 1 << 19;
 const PART_ON_GPU: i64 = 1 << 27;
 
@@ -37,10 +37,10 @@ impl Gguf {
     }
 }
 
-/// Refuses a weight that is not `rows` by `features`. Returns its number of rows.
+/// Refuses a weight that is not `rows` by `features`. Returns the number of rows.
 fn check_weight(weight: &Array, format: Gguf, rows: Option<i32>, features: i32) -> Result<i32> {
     expect_dtype("weight", weight, Dtype::Uint8)?;
-    // At most the elements of the weight, otherwise the sizes contradict each other.
+    // A row cannot be longer than the weight.
     let row = i64::from(features / BLOCK) * i64::from(format.block_bytes());
     match *weight.shape() {
         [n, bytes] if i64::from(bytes) == row && rows.is_none_or(|rows| rows == n) => Ok(n),
@@ -76,7 +76,7 @@ impl Linear {
             expect_float("bias", bias)?;
             expect_shape("bias", bias, &[self.outputs])?;
         }
-        // Half precision on a CPU is an order of magnitude slower than float32.
+        // On a CPU half precision is an order of magnitude slower than float32.
         let dtype = if on_gpu { self.dtype } else { Dtype::Float32 };
         let rows = leading.iter().try_fold(1i32, |rows, &size| rows.checked_mul(size));
         let Some(rows) = rows else {
@@ -96,13 +96,13 @@ impl Linear {
 
     /// Returns the outputs, `[rows of x, outputs]`. Unpacks `step` rows of the weight at a time.
     ///
-    /// The parts are not computed in parallel: BLAS has its own threads, which would wait for each other.
+    /// The parts are not computed in parallel: BLAS itself uses several threads, which would wait for each other.
     fn product(&self, columns: &Array, weight: &Array, step: i32) -> Result<Array> {
         let parts = (0..self.outputs).step_by(step as usize).map(|start| {
             let stop = self.outputs.min(start.saturating_add(step));
             let part = unpacked(&slice_axis(weight, 0, start, stop, 1)?, self.format)?;
-            // The weight is the left factor, in its stored layout: as the right one, BLAS would traverse it
-            // along its short side.
+            // The weight is the left factor, in its stored layout. BLAS would traverse a right factor along its short
+            // side.
             Ok(matmul(cast(&part, columns.dtype())?, columns)?)
         });
         let parts = parts.collect::<Result<Vec<_>>>()?;
@@ -114,7 +114,7 @@ impl Linear {
     }
 }
 
-/// Returns rows of a weight by `indices`, which are in range: `[..., features]`.
+/// Returns the rows of a weight at `indices`, which must be in range: `[..., features]`.
 pub fn embedding(
     weight: &Array,
     indices: &Array,
@@ -158,7 +158,7 @@ struct Blocks {
 }
 
 impl Blocks {
-    /// Returns some bytes of each super-block, reshaped to these axes.
+    /// Returns a range of the bytes of each super-block, reshaped to these axes.
     fn part(&self, range: Range<i32>, axes: &[i32]) -> Result<Array> {
         let part = slice_axis(&self.bytes, 2, range.start, range.end, 1)?;
         Ok(part.reshape(&with(&self.bytes.shape()[..2], axes))?)
@@ -170,16 +170,16 @@ impl Blocks {
         cast(&scale, Dtype::Float32)
     }
 
-    /// Returns 128 bytes as 256 elements of 4 bits. In each `run` bytes, all low halves come first, then all
-    /// high ones.
+    /// Returns 128 bytes as 256 elements of 4 bits. The elements of each `run` bytes are first the low halves, then
+    /// the high halves.
     fn nibbles(&self, range: Range<i32>, run: i32) -> Result<Array> {
         let part = self.part(range, &[128 / run, 1, run])?;
         let halves = [and(&part, &bytes(&[15]))?, shr(&part, &bytes(&[4]))?];
         self.flat(&concatenate(&halves, 3)?)
     }
 
-    /// Returns bytes as 256 elements of `bits` bits, in `runs` runs. In each run, the lowest bits of all its
-    /// bytes come first.
+    /// Returns bytes as 256 elements of `bits` bits, in `runs` runs. The elements of a run are first the lowest bits
+    /// of all its bytes, then the next bits.
     fn fields(&self, range: Range<i32>, bits: u8, runs: i32) -> Result<Array> {
         let n = (range.end - range.start) / runs;
         let part = self.part(range, &[runs, 1, n])?;
@@ -201,8 +201,8 @@ impl Blocks {
 
     /// Returns codes times the scales of their groups of 32, minus the minima of the groups.
     fn affine(&self, codes: &Array) -> Result<Array> {
-        // The lower six bits of eight scales and eight minima. For the last four of each, four bits lie in
-        // the last four bytes, and the upper two in the first eight bytes.
+        // Eight scales and eight minima of six bits. For the last four of each, four bits are in the last four bytes,
+        // and the upper two in the first eight bytes.
         let [a, b, c] = [4..8, 8..12, 12..16].map(|range| self.part(range, &[4]));
         let (a, b, c) = (a?, b?, c?);
         let six = |bytes_of| and(bytes_of, &bytes(&[63]));

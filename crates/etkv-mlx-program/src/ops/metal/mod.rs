@@ -1,9 +1,8 @@
 //! Metal kernels, identified by their computation.
 //!
-//! ExecuTorch's exporter writes some operations as the Metal source of a kernel. The source is never read
-//! here: a kernel is identified by its name, and its arguments and template arguments are checked. Operations
-//! of MLX compute it, on every device, Metal included. An unknown kernel is refused when the program is
-//! loaded.
+//! ExecuTorch's exporter writes some operations as the Metal source of a kernel. The source is not read: a kernel is
+//! identified by its name, and its arguments and template arguments are checked. It is computed by operations of MLX
+//! on every device, including Metal. An unknown kernel is refused when the program is loaded.
 
 mod gated_delta;
 mod gguf;
@@ -23,7 +22,7 @@ use crate::ops::frame::Frame;
 use crate::ops::slots::Slots;
 use etkv::mlx::bits::{and, or, shl, shr};
 
-/// The most axes of a result.
+/// The maximum axes of a result.
 const MAX_AXES: usize = 8;
 
 /// The names of the kernels, for messages.
@@ -39,7 +38,7 @@ pub fn metal_kernel(slots: &mut Slots, node: fb::MetalKernelNode) -> Result<Inst
     let inputs = node.inputs().iter().map(|tid| slots.read(tid)).collect::<Result<_>>()?;
     let shapes = shapes(slots, node).map_err(|error| error.at(place()))?;
     let mut outs = node.outputs().iter().map(|tid| slots.write(tid));
-    // Values that are made one after the other have consecutive numbers.
+    // Consecutive writes return consecutive values.
     let out = match (outs.next().transpose()?, outs.collect::<Result<Vec<_>>>()?.len()) {
         (Some(Out::Tensor(first)), others @ 1..) => Out::Tensors(first, 1 + others as u32),
         (Some(out), _) => out,
@@ -109,7 +108,7 @@ struct KernelDescription<'a> {
 type Names<'a> = flatbuffers::Vector<'a, flatbuffers::ForwardsUOffset<&'a str>>;
 
 impl<'a> KernelDescription<'a> {
-    /// Reads a node, and refuses options that no known kernel has.
+    /// Reads a node. Refuses options that no known kernel uses.
     fn read(node: fb::MetalKernelNode<'a>) -> Result<Self> {
         if node.atomic_outputs() || !node.ensure_row_contiguous() || node.init_value().is_some() {
             fail!(
@@ -136,7 +135,7 @@ impl<'a> KernelDescription<'a> {
         Ok(described)
     }
 
-    /// Returns the kernel with this name, after checking everything that it depends on.
+    /// Returns the kernel with this name, after checks of its arguments.
     fn kernel(&self) -> Result<MetalKernel> {
         let gguf = self.name.strip_prefix("gguf_").and_then(|rest| rest.split_once('_'));
         let kernel = match (self.name, gguf) {
@@ -187,7 +186,7 @@ impl<'a> KernelDescription<'a> {
             3 => &["x", "weight", "bias"],
             _ => &["x", "weight"],
         };
-        // How the kernel splits its work, and a dtype that some kernels take from `x`.
+        // NSG is how the kernel splits its work. Without OutT the result has the dtype of `x`.
         let mut template = vec!["InT", "OutT", "N", "K", "NSG"];
         template.retain(|name| !matches!(*name, "NSG" | "OutT") || self.argument(name).is_some());
         self.has(inputs, &["out"], &template)?;
@@ -414,7 +413,7 @@ fn expect_shape(input: &str, array: &Array, expected: &[i32]) -> Result<()> {
     Ok(())
 }
 
-/// Returns all axes but the last of an input whose last axis has `size` elements.
+/// Returns all axes except the last of an input whose last axis has `size` elements.
 fn leading<'a>(input: &str, array: &'a Array, size: i32) -> Result<&'a [i32]> {
     match array.shape().split_last() {
         Some((&last, leading)) if last == size && leading.len() < MAX_AXES => Ok(leading),
@@ -426,7 +425,7 @@ fn leading<'a>(input: &str, array: &'a Array, size: i32) -> Result<&'a [i32]> {
     }
 }
 
-/// Returns a shape with further axes.
+/// Appends axes to a shape.
 fn with(leading: &[i32], axes: &[i32]) -> SmallVec<[i32; 8]> {
     leading.iter().chain(axes).copied().collect()
 }

@@ -142,7 +142,7 @@ fn kernels_are_known_by_name_and_arguments() {
     for node in [norm(), gated_delta(), linear()] {
         node.check().unwrap();
     }
-    // Attributes that no product depends on, and one that it does not name.
+    // Attributes that do not affect a product, and an absent one.
     let mut node = linear();
     (node.name, node.kinds) = ("gguf_q6k_matmul", 3);
     node.template.retain(|(name, ..)| !matches!(*name, "OutT" | "NSG"));
@@ -370,8 +370,8 @@ fn check_close(found: &Array, expected: &[f64], limit: f64) -> Result<()> {
     Ok(())
 }
 
-/// Compares the rule with tokens computed one by one. `alike` makes all keys nearly the same, so that powers
-/// of their products grow.
+/// Compares the rule with a computation token by token. With `alike` all keys are nearly the same, so that powers of
+/// their products grow.
 fn compare(sizes: [i32; 6], dtype: Dtype, alike: bool, limit: f64) -> Result<()> {
     let [batch, tokens, k_heads, v_heads, k_dim, v_dim] = sizes;
     let numbers = |shape: &[i32]| normal::<f32>(shape, None, None, None);

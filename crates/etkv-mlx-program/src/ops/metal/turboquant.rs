@@ -1,4 +1,4 @@
-//! TurboQuant: vectors as codes of 4 bits, two in a byte, and their norms.
+//! TurboQuant: vectors as codes of 4 bits, two per byte, and norms.
 
 use mlx_rs::{Array, Dtype};
 
@@ -6,14 +6,14 @@ use super::{bytes, expect_dtype, expect_float, expect_shape, leading, or, shl, w
 use crate::error::{fail, Result};
 use etkv::mlx::{cast, slice_axis};
 
-/// The boundaries between the codes.
+/// The number of boundaries between codes.
 pub const BOUNDARIES: i32 = 15;
 
-/// The codes.
+/// The number of codes.
 const CODES: usize = 16;
 
-/// Returns the codes of values `[..., dim]`, `[..., dim / 2]`: the number of boundaries below each
-/// value, 0 for a NaN.
+/// Converts values `[..., dim]` to codes `[..., dim / 2]`. A code is the number of boundaries below a value, 0 for a
+/// NaN.
 pub fn compress(values: &Array, boundaries: &Array, dtype: Dtype) -> Result<Array> {
     expect_dtype("values", values, dtype)?;
     expect_float("boundaries", boundaries)?;
@@ -32,7 +32,7 @@ pub fn compress(values: &Array, boundaries: &Array, dtype: Dtype) -> Result<Arra
     Ok(packed.reshape(&with(leading, &[last / 2]))?)
 }
 
-/// Returns the vectors of codes `[..., dim / 2]` and norms `[..., 1]`, `[..., dim]`.
+/// Converts codes `[..., dim / 2]` and norms `[..., 1]` to vectors `[..., dim]`.
 pub fn dequantize(
     codes: &Array,
     norms: &Array,
@@ -54,7 +54,7 @@ pub fn dequantize(
     Ok(values.multiply(norms)?)
 }
 
-/// Returns the norms of vectors `[..., dim]`, `[..., 1]`.
+/// Returns the norms, `[..., 1]`, of vectors `[..., dim]`.
 pub fn norm(x: &Array, dtype: Dtype, dim: i32) -> Result<Array> {
     expect_dtype("x", x, dtype)?;
     leading("x", x, dim)?;

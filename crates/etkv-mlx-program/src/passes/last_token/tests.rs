@@ -1,17 +1,17 @@
-//! The pass on programs of a few instructions.
+//! Tests of the pass with programs of a few instructions.
 
 use super::*;
 use crate::ir::{Binary, Buffer, Chain, Constant, Dim, IntValue, Unary};
 use etkv::Status;
 use mlx_rs::Dtype;
 
-/// A matrix.
+/// The weight, a matrix.
 pub const WEIGHT: Value = Value(0);
 const TOKENS: Value = Value(1);
 pub const COUNT: IntValue = IntValue(0);
 
-/// Returns a program over `[1, T]` inputs with one weight. `ops` make the values from 2 on. The last one is
-/// its output.
+/// Returns a program over `[1, T]` inputs with one weight. The results of `ops` are the values from 2 on. The last
+/// one is the output.
 pub fn graph(ops: Vec<Op>) -> Graph {
     let shape = vec![8, 8];
     let mut instructions =
@@ -81,7 +81,7 @@ fn the_last_product_runs_on_one_row() {
 
 #[test]
 fn rows_are_dropped_at_the_last_attention() {
-    // 2: embedding, 3: attention, 4: heads back, 5: merged, 6: residual, 7: logits.
+    // 2: embedding, 3: attention, 4: heads transposed back, 5: merged, 6: residual, 7: logits.
     let merged = Op::Reshape {
         x: Value(4),
         shape: vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(-1)],
@@ -95,7 +95,7 @@ fn rows_are_dropped_at_the_last_attention() {
     assert!(made
         .iter()
         .any(|op| matches!(op, Op::Reshape { shape, .. } if shape[1] == Int::Literal(1))));
-    assert!(made.contains(&&Op::LastToken { x: Value(2) }), "the residual enters by its last row");
+    assert!(made.contains(&&Op::LastToken { x: Value(2) }), "the residual's last row");
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn a_value_that_others_read_stays_whole() {
     let mut graph = graph(vec![embed(), linear(2), attend(3), sum, linear(5)]);
     narrow(&mut graph, true).unwrap();
     let made = ops(&graph);
-    assert!(matches!(made[2], Op::Linear { x: Value(2), .. }), "hidden is made for every row");
+    assert!(matches!(made[2], Op::Linear { x: Value(2), .. }), "hidden has every row");
     assert!(matches!(made[3], Op::UpdateAndAttend { last_query: false, .. }));
 }
 
@@ -122,7 +122,7 @@ fn a_gate_on_the_heads_is_not_cut_along_the_wrong_axis() {
     let made = ops(&graph);
     assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
     let cut: Vec<_> = made.iter().filter(|op| matches!(op, Op::LastToken { .. })).collect();
-    assert_eq!(cut, [&&Op::LastToken { x: Value(7) }], "once the tokens are in place");
+    assert_eq!(cut, [&&Op::LastToken { x: Value(7) }], "once tokens are the second axis");
 }
 
 fn sdpa(q: u32, causal: bool) -> Op {
@@ -162,7 +162,7 @@ fn rows_are_dropped_at_attention_in_the_graph() {
         panic!("{:?}", made[5]);
     };
     assert_eq!(ints[..], [Int::Value(COUNT)]);
-    assert!(matches!(made[4], Op::Binary { a: Value(4), .. }), "queries are made of all rows");
+    assert!(matches!(made[4], Op::Binary { a: Value(4), .. }), "queries from all rows");
     let one = vec![Int::Literal(1), Int::Literal(1), Int::Literal(-1)];
     assert_eq!(*made[7], Op::Reshape { x: Value(7), shape: one });
     assert!(!made.iter().any(|op| matches!(op, Op::LastToken { .. })));
@@ -220,7 +220,7 @@ fn attention_that_is_an_output_stays_whole() {
     narrow(&mut graph, true).unwrap();
     let made = ops(&graph);
     assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
-    // Its second axis is that of the heads: rows are narrowed once the tokens' axis is in place.
+    // The second axis of the result of attention is that of heads. Rows are cut once tokens are the second axis.
     assert!(!made.contains(&&Op::LastToken { x: Value(3) }));
 }
 
@@ -255,7 +255,7 @@ fn logits_may_come_after_hidden_states() {
 
 #[test]
 fn what_has_tokens_again_gives_its_last_row() {
-    // 2: embedding, 3: its rows alone, [T, features], 4: [1, T, features] again, 5: sum, 6: logits.
+    // 2: embedding, 3: reshaped to [T, features], 4: reshaped back to [1, T, features], 5: sum, 6: logits.
     let rows = Op::Reshape { x: Value(2), shape: vec![Int::Literal(-1), Int::Literal(8)] };
     let shape = vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(8)];
     let again = Op::Reshape { x: Value(3), shape };
@@ -311,7 +311,7 @@ fn what_only_feeds_an_exported_last_row_is_narrowed_in_any_case() {
         let made = ops(&graph);
         assert_eq!(*made[2], Op::LastToken { x: Value(2) });
         assert!(matches!(made[3], Op::Linear { x: Value(6), .. }));
-        assert_eq!(*made[4], last_row(3), "of one row, that row");
+        assert_eq!(*made[4], last_row(3), "the last of one row");
         assert_eq!(*made[5], linear(4));
     }
 }

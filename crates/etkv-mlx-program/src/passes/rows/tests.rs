@@ -1,4 +1,4 @@
-//! Values that are computed row by row, tested by what can be narrowed to the last row.
+//! Tests which values are computed row by row, by whether they can be narrowed to the last row.
 
 use mlx_rs::Dtype;
 
@@ -126,7 +126,7 @@ fn rows_after_a_convolution_are_narrowed() {
     narrow(&mut columns, true).unwrap();
     assert_eq!(*ops(&columns)[8], Op::LastToken { x: Value(8) });
     assert_eq!(*ops(&columns)[7], turn(7));
-    // Part of the tokens, and rows that are none.
+    // A part of the tokens, and rows that are not tokens.
     for mut other in [program(2, 6), program(1, 3)] {
         assert_eq!(narrow(&mut other, true).unwrap_err().status(), Status::Unsupported);
     }

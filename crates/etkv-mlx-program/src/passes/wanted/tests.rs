@@ -1,4 +1,4 @@
-//! The pass on programs of a few instructions.
+//! Tests of the pass with programs of a few instructions.
 
 use super::super::last_token::tests::{embed, graph, linear, ops, WEIGHT};
 use super::*;
@@ -47,7 +47,7 @@ fn what_works_element_by_element_may_come_after() {
     leave_out_unwanted_rows(&mut graph);
     assert_eq!(*ops(&graph)[2], Op::WantedRows { x: Value(2) });
     assert_eq!(*ops(&graph)[3], linear(6));
-    // A matrix has a value for each element, not for each column.
+    // A matrix differs from row to row.
     let by = |b| Op::Binary { function: Binary::Multiply, a: Value(3), b };
     assert!(is_untouched(&[embed(), linear(2), by(WEIGHT)]));
     assert!(is_untouched(&[embed(), linear(2), by(Value(2))]));

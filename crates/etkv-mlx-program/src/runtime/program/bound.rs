@@ -1,4 +1,4 @@
-//! The loaded programs, for hosts that have their cache, or know the name of their buffers.
+//! Finds loaded programs by their cache, or by the name of their buffers.
 
 use std::sync::{Arc, Weak};
 
@@ -12,7 +12,7 @@ use etkv::MlxStore;
 /// The programs that keep buffers under a name.
 static NAMED: Mutex<Vec<Weak<LoadedProgram>>> = Mutex::new(Vec::new());
 
-/// Remembers a program under the name of its buffers, for as long as it is loaded.
+/// Registers a program under the name of its buffers, for as long as it is loaded.
 pub fn add_named(program: &Program) {
     let mut named = NAMED.lock();
     named.retain(|other| other.strong_count() > 0);
@@ -22,7 +22,7 @@ pub fn add_named(program: &Program) {
 }
 
 impl Program {
-    /// Sets to zero the buffers of all programs that were loaded with this name of buffers.
+    /// Sets the buffers with this name to zero, in all loaded programs.
     ///
     /// # Errors
     /// [`InvalidArgument`](etkv::Status::InvalidArgument) if no loaded program keeps buffers under this name.
@@ -39,9 +39,8 @@ impl Program {
 
     /// Returns the program that was last loaded with this cache.
     ///
-    /// # Errors
-    /// [`Kind`](etkv::Status::Kind) for a cache of another backend, and
-    /// [`InvalidArgument`](etkv::Status::InvalidArgument) if no loaded program has it.
+    /// # Errors [`Kind`](etkv::Status::Kind) for a cache of another backend, and
+    /// [`InvalidArgument`](etkv::Status::InvalidArgument) if no loaded program uses it.
     pub fn bound_to(cache: &SharedCache) -> Result<Self> {
         cache.program::<MlxStore>()?;
         match cache.bound_programs().into_iter().next() {

@@ -14,8 +14,8 @@ use etkv::mlx::Mlx;
 use etkv::MlxCache;
 
 impl LoadedProgram {
-    /// Offers a step to the executor, which returns the `wanted` logits to the host. Returns whether it ran
-    /// the step. If not, nothing has changed, and the interpreter runs the step, or returns its error.
+    /// Offers a step to the executor, which returns the `wanted` logits to the host. Returns whether the executor ran
+    /// the step. If not, nothing has changed, and the interpreter must run the step.
     pub(super) fn run_fast(
         &self,
         mlx: &mut Mlx,
@@ -67,8 +67,8 @@ impl LoadedProgram {
         executor.try_step(mlx, &self.constants, cache, tokens, wanted, &mut take)
     }
 
-    /// Offers a step to the executor, and commits it if `take` accepts the argmax ids, which are negative
-    /// where logits are not finite. Returns `None` where [`run_fast`](Self::run_fast) returns false.
+    /// Offers a step to the executor, and commits it if `take` accepts the argmax ids, which are negative for logits
+    /// that are not finite. Returns `None` if the executor did not run the step.
     pub(crate) fn choose_fast<T>(
         &self,
         mlx: &mut Mlx,
@@ -99,8 +99,7 @@ impl LoadedProgram {
         Ok(taken)
     }
 
-    /// Offers a step at these positions to the executor, only to capture and run it, with zeros as tokens and
-    /// as other rows.
+    /// Offers a step at these positions to the executor, to capture it. Tokens and other input rows are zeros.
     pub(crate) fn run_fast_once(
         &self,
         mlx: &mut Mlx,

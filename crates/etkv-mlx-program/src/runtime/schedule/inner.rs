@@ -1,4 +1,4 @@
-//! Runs nested chains: one of two branches, or a loop over the elements of an axis.
+//! Runs nested chains: one of two chains, or a loop over the elements of an axis.
 
 use mlx_rs::Array;
 
@@ -9,7 +9,7 @@ use crate::ops::frame::Frame;
 use crate::ops::{normalize_axis, OpResult, Pieces};
 use etkv::mlx::{slice_axis, Arrays};
 
-/// The most runs of a loop's body.
+/// The maximum runs of a loop's body.
 const MAX_RUNS: i32 = 1 << 20;
 
 /// Runs the first chain if `cond` is not 0, else the second.
@@ -51,7 +51,7 @@ pub fn run_scan(frame: &mut Frame, scan: &Scan, body: &Schedule) -> Result<OpRes
     Ok(OpResult::Tensors(Pieces::from_vec(made)))
 }
 
-/// Returns the axis that a loop runs along, and its number of elements, which is the same in all tensors.
+/// Returns the axis of a loop, and its number of elements, which must be equal in all tensors.
 fn axis_of(frame: &Frame, scan: &Scan) -> Result<(usize, i32)> {
     let mut found = None;
     for original in &scan.originals {
