@@ -1,6 +1,7 @@
-// Attention over pools, for the `Block` and its `Rows` that are defined before.
+// Kernels of attention over pools. `Block` and its `Rows` must be defined before.
 
-// Where the slices of a block of rows leave theirs: parts of all blocks, and then what they end with.
+// Returns the first row of a block's slices in `partial`. The partial sums of all blocks come first. The
+// statistics (maximum score and sum of weights of each row) follow.
 __device__ inline long long first_part(const AttendWork& work, const Rows& slices, int head, int block) {
   return (static_cast<long long>(block) * work.each + head) * work.slices * slices.rows_of_block();
 }
@@ -10,13 +11,14 @@ __device__ inline float* stats_of(const AttendWork& work, const Rows& slices) {
   return work.partial + first_part(work, slices, 0, blocks) * DIM;
 }
 
-// As many blocks on a multiprocessor as the host counts on.
+// The host expects `ETKV_BLOCKS` blocks on a multiprocessor.
 extern "C" __global__ void __launch_bounds__(etkv::THREADS, ETKV_BLOCKS) etkv_attend(const AttendWork work) {
   extern __shared__ uint4 shared_memory[];
   etkv::let_next_begin();
   Block block;
   block.start(work, shared_memory);
-  // The step came before all kernels, and so did all rows but its own. Tokens that only fill up have none.
+  // The step's inputs and the keys of earlier steps were written before the first kernel of this step. Only
+  // the step's own slots may still be written. Padding tokens have no slot.
   int known = work.step->keys;
   for (int t = 0; t < work.tokens; ++t) {
     int slot = work.step->slots[t];
@@ -34,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(etkv::THREADS, ETKV_BLOCKS) etkv_at
   }
 }
 
-// Merges one row of one head of keys.
+// Merges the slices of one row of one KV head.
 template <typename Merge>
 __device__ inline void merge(const AttendWork& work) {
   etkv::let_next_begin();
@@ -50,7 +52,7 @@ __device__ inline void merge(const AttendWork& work) {
   Merge::run(out, work.partial + first * DIM, stats_of(work, slices) + 2 * first, slices.rows_of_block(), n);
 }
 
-// A block for each row. The fewer there are, the more threads and registers each may have.
+// There is one block for each row. With fewer blocks, each can use more threads and registers.
 extern "C" __global__ void __launch_bounds__(256) etkv_merge_few(const AttendWork work) {
   merge<etkv::Merge<Element, DIM, 256, 8>>(work);
 }

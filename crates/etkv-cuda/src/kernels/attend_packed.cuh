@@ -1,10 +1,10 @@
-// A block of attention over pools of which one is packed or both are, with `STAGES` tiles at a time.
+// A block of attention if keys, values or both are packed. Shared memory has room for `STAGES` tiles.
 
 using Packed =
     etkv::PackedSlice<Element, ETKV_KEYS, ETKV_VALUES, DIM, MASK, STAGES, ETKV_ROW_TILES, ETKV_ROW_WARPS>;
 using Rows = Packed::Rows;
 
-static_assert(Packed::STAGE == ETKV_STAGE, "as the host has it");
+static_assert(Packed::STAGE == ETKV_STAGE, "the host has the same layout");
 
 struct Block : Packed {
   __device__ void start(const AttendWork& work, void* shared) {

@@ -1,4 +1,4 @@
-// A block of attention over plain pools, with `STAGES` tiles at a time.
+// A block of attention over plain pools. Shared memory has room for `STAGES` tiles.
 
 using Rows = etkv::Slice<Element, DIM, DIM, MASK, STAGES, ETKV_ROW_WARPS, true, 1, DIM <= 128 ? 4 : 2>;
 

@@ -1,6 +1,6 @@
-// What attention over pools gets from the host, for an `Element`, a `DIM` and `IS_LISTED` that are defined before.
+// The argument of attention over pools. `Element`, `DIM` and `IS_LISTED` must be defined before.
 
-// As the host has it.
+// The layout is the same on the host.
 struct AttendWork {
   const Element* q;
   Element* out;
@@ -9,10 +9,11 @@ struct AttendWork {
   float* partial;
   etkv::Planes keys, values;
   float scale;
-  // `slices`: the most of them.
+  // `queries` and `each` are the numbers of query heads and KV heads. `slices` is the maximum number of
+  // slices.
   int tokens, queries, each, slices;
 };
-static_assert(sizeof(AttendWork) == 128, "as the host has it");
+static_assert(sizeof(AttendWork) == 128, "the host has the same layout");
 
 constexpr int MASK = IS_LISTED ? etkv::SEES_LISTED : etkv::SEES_UP_TO_ITSELF;
 
@@ -22,7 +23,7 @@ __device__ inline void set_sizes(Slices& slices, const AttendWork& work) {
   slices.divide_rows();
 }
 
-// Opens the list of a block of rows, of which a block of threads has `PARTS`.
+// Opens the list of tiles for a block of rows. All blocks of rows of a thread block share one list.
 template <typename Slices>
 __device__ inline void open_list(Slices& slices, const AttendWork& work, int block) {
   if (!IS_LISTED) return;

@@ -1,9 +1,10 @@
-// Attention of several queries over many keys, in one launch: the block that is last to finish its slice
-// of the keys merges those of all.
+// Attention of several queries over many keys, in one launch. Each block computes a slice of the keys, and
+// the last block to finish merges the results of all slices.
 
 namespace etkv {
 
-// The most slices that are merged at once; more are merged in groups first.
+// The maximum number of slices that are merged in one step. If there are more, groups of slices are merged
+// first.
 constexpr int MAX_MERGED = 16;
 constexpr int GROUP = 8;
 constexpr int MAX_GROUPS = 8;
@@ -14,8 +15,8 @@ struct Attention : Slice<E, DK, DV, MASK, STAGES, MAX_ROW_WARPS> {
   using Base::first_row, Base::leave, Base::rows_of_block, Base::shared, Base::sizes, Base::slices,
       Base::write;
 
-  // Merges `n` slices of these rows, `step` apart from `first` on. Writes the result if these are all,
-  // or else what they leave in the place of the first.
+  // Merges the `n` slices `first`, `first + step`, and so on. If these are all slices, writes the result.
+  // Otherwise replaces the partial result of slice `first` by the merged one.
   __device__ void merge(E* out, float* parts, float* stats, int first, int n, int step, bool is_all) {
     int rows = rows_of_block();
     float* weights = reinterpret_cast<float*>(shared);
@@ -38,7 +39,7 @@ struct Attention : Slice<E, DK, DV, MASK, STAGES, MAX_ROW_WARPS> {
       mosts[r] = highest;
     }
     __syncthreads();
-    // What a slice left comes from far: a thread asks for two pieces of eight slices at a time.
+    // To hide the latency of global memory, a thread loads two pieces of eight slices at a time.
     constexpr int PIECES = DV / 4;
     for (int i = threadIdx.x; i < rows * PIECES; i += 2 * THREADS) {
       float sums[2][4] = {};
@@ -47,7 +48,7 @@ struct Attention : Slice<E, DK, DV, MASK, STAGES, MAX_ROW_WARPS> {
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
           int piece = i + j / 8 * THREADS, slice = from + j % 8;
-          // A row has no part in the slices that are of other sequences.
+          // A row sees no key in slices that contain only keys of other sequences.
           bool counts = slice < n && piece < rows * PIECES && weights[slice * rows + piece / PIECES] != 0;
           const float* at = parts + static_cast<long long>(first + slice * step) * rows * DV + 4 * piece;
           loaded[j / 8][j % 8] = make_float4(0, 0, 0, 0);
@@ -79,7 +80,8 @@ struct Attention : Slice<E, DK, DV, MASK, STAGES, MAX_ROW_WARPS> {
     }
   }
 
-  // Returns whether this block is the last of `n` to get here. It then sees what the others wrote.
+  // Returns whether this block is the last of `n` blocks to call this. The writes of the other blocks are
+  // then visible to it.
   __device__ bool is_last(unsigned* count, int n) {
     int* answer = reinterpret_cast<int*>(shared);
     __threadfence();
@@ -95,12 +97,12 @@ struct Attention : Slice<E, DK, DV, MASK, STAGES, MAX_ROW_WARPS> {
     return last;
   }
 
-  // `counts` count the blocks that are finished, and are 0 before and after. Many slices are merged in
-  // two steps, so that the last block has less to read.
+  // `counts` counts finished blocks, and is 0 before and after the launch. Many slices are merged in two
+  // steps, so that the last block reads less.
   __device__ void run(E* out, float* partial, unsigned* counts) {
     this->start();
     int slice = blockIdx.x, rows_of_blocks = blockIdx.z * gridDim.y + blockIdx.y;
-    // The grid may be one for more keys than there are.
+    // The grid may be larger than this number of keys needs.
     if (slice >= slices) return;
     this->attend_to_slice();
     long long rows = static_cast<long long>(gridDim.x) * rows_of_block();

@@ -1,7 +1,7 @@
-// Codes to pairs of elements, in registers, on the way to tensor cores.
+// Unpacks codes to pairs of elements in registers, as operands of tensor cores.
 //
-// An element is rounded once, to the type in which it is multiplied. That is the program's, but float16 for
-// affine codes: their scales and offsets are float16, whatever the program has, and so are all their elements.
+// An element is rounded once, to the type in which it is multiplied: float16 for affine codes, whose scales
+// and offsets are float16, and the program's type for all other codes.
 
 namespace etkv {
 
@@ -19,25 +19,26 @@ struct Either<false, A, B> {
   using Type = B;
 };
 
-// What pairs of codes are multiplied by, and what is then added: what bfloat16 lacks of a scale, or what takes
-// away by how much the codes are too large, those in the upper half of a byte `upper`.
+// The scale of a pair of codes (`by`) and a correction that is added (`plus`): the offset, the part of a
+// scale that bfloat16 rounds away, or the scale times the number by which `Decoder::large` exceeds the code.
+// `upper` is the last of these for codes that stay in the upper half of a byte.
 struct Scales {
   unsigned by, plus, upper;
 };
 
-// `IS_APART`: whether offsets are no part of the elements, and are added to what these make.
+// With `IS_APART`, elements do not include offsets. The caller adds these to the results of products.
 template <typename F, typename E, bool IS_APART>
 struct Decoder {
-  // The type of the pairs.
+  // The type of the unpacked elements.
   using Inner = typename Either<is_affine<F>, __half, E>::Type;
 
   static constexpr int BITS = F::BITS;
   static constexpr bool IS_F16 = cuda::std::is_same_v<Inner, __half>;
-  // Four codes of one eight for the lower halves of pairs, and four of it or of another for the upper ones: in
-  // one register if they fit.
+  // Whether four codes for the lower halves of pairs and four codes for the upper halves fit one register.
   static constexpr bool IS_JOINED = BITS <= 4;
 
-  // Eight codes, the first the lowest. What is above them is not read.
+  // Eight consecutive codes of a row ("an eight"), with the first in the lowest bits. Bits above them are
+  // undefined.
   struct Eight {
     unsigned w[(BITS + 3) / 4];
   };
@@ -45,7 +46,7 @@ struct Decoder {
     unsigned a, b;
   };
 
-  // Reads an eight of a row, which begins at a multiple of 4 bytes.
+  // Reads eight number `eight` of a row, which must be aligned to 4 bytes.
   __device__ static Eight read(const char* row, int eight) {
     Eight e;
     if constexpr (BITS == 16) {
@@ -65,7 +66,7 @@ struct Decoder {
     return e;
   }
 
-  // The four codes `half` of an eight, alone in the lowest bits.
+  // Returns the first or second four codes of an eight in the lowest bits, without other bits.
   __device__ static unsigned four(const Eight& e, int half) {
     constexpr unsigned MASK = BITS == 8 ? ~0u : (1u << 4 * BITS % 32) - 1;
     if constexpr (BITS == 8) return e.w[half];
@@ -74,13 +75,13 @@ struct Decoder {
     return 0;
   }
 
-  // Pairs of these: element `i` and element `i + 4` of an eight.
+  // Returns codes whose pairs are elements `i` and `i + 4` of one eight.
   __device__ static Quads of_one(const Eight& e) {
     if constexpr (BITS == 4) return {e.w[0], 0};
     return joined(four(e, 0), four(e, 1));
   }
 
-  // Pairs of these: element `4 * half + i` of one eight, and of another.
+  // Returns codes whose pairs are element `4 * half + i` of two eights.
   __device__ static Quads of_two(const Eight& e, const Eight& f, int half) {
     if constexpr (BITS == 4) return {__byte_perm(e.w[0], f.w[0], half ? 0x7632 : 0x5410), 0};
     return joined(four(e, half), four(f, half));
@@ -91,13 +92,14 @@ struct Decoder {
     return {a, b};
   }
 
-  // The scales of a pair's two halves, and their offsets, as they are stored.
+  // Returns the factors for pairs whose halves have the stored scales `s` and `t`, and the offsets `o` and
+  // `p`.
   __device__ static Scales scales_of(unsigned s, unsigned t, unsigned o, unsigned p) {
     if constexpr (F::HAS_OFFSETS && !IS_APART) {
       return {__byte_perm(s, t, 0x5410), __byte_perm(o, p, 0x5410), 0};
     }
     if constexpr (F::HAS_OFFSETS) {
-      // Times -1024 and -64, which changes no digit.
+      // The scale times -1024 and times -64, which is exact.
       unsigned by = __byte_perm(s, t, 0x5410);
       return {by, multiply_add_pairs<Inner>(by, 0xe400e400u, 0), multiply_add_pairs<Inner>(by, 0xd400d400u, 0)};
     }
@@ -119,12 +121,13 @@ struct Decoder {
     return static_cast<float>(x);
   }
 
-  // Four pairs of elements.
+  // Unpacks codes to four pairs of elements.
   __device__ static void unpack(unsigned (&pairs)[4], const Quads& q, const Scales& scales) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (F::HAS_OFFSETS && IS_APART) {
-        // The product of a scale and a code that is too large is exact until what is too much has gone.
+        // The fused operation multiplies the scale by `large` and subtracts the excess without intermediate
+        // rounding.
         bool upper = BITS == 4 && i % 2;
         pairs[i] = multiply_add_pairs<Inner>(large(q, i), scales.by, upper ? scales.upper : scales.plus);
         continue;
@@ -138,14 +141,15 @@ struct Decoder {
         code = integer(q, i);
       }
       unsigned rest = F::HAS_OFFSETS ? scales.plus : 0;
-      // A float16 scale is two of bfloat16.
+      // In bfloat16, a float16 scale is the sum of two numbers.
       if constexpr (is_row<F> && !IS_F16) rest = multiply_add_pairs<Inner>(code, scales.plus, 0);
       pairs[i] = multiply_add_pairs<Inner>(code, scales.by, rest);
     }
   }
 
-  // A pair of codes as the last bits of a power of two: 1024, or 128 in bfloat16. In float16 every second one
-  // of four bits stays in the upper half of its byte, which saves its shift, with 64.
+  // Returns a pair of codes in the last bits of a power of two, so the value is 1024 + code, or 128 + code in
+  // bfloat16. In float16, every second code of 4 bits stays in the upper half of its byte, with the value 64
+  // + code. This saves a shift.
   __device__ static unsigned large(const Quads& q, int i) {
     constexpr unsigned MASK = (1u << BITS) - 1, PAIR = MASK | MASK << 16;
     constexpr unsigned LARGE = IS_F16 ? 0x64006400u : 0x43004300u;
@@ -161,17 +165,18 @@ struct Decoder {
     }
   }
 
-  // A pair of integers.
+  // Returns a pair of codes as numbers.
   __device__ static unsigned integer(const Quads& q, int i) {
     constexpr unsigned ONES = IS_F16 ? 0x3c003c00u : 0x3f803f80u;
-    // To codes of rows 8 was added. Affine codes are always float16.
+    // Row codes are stored with 8 added. Affine codes are always unpacked to float16.
     constexpr unsigned MINUS = !is_row<F> ? 0xe400e400u : IS_F16 ? 0xe408e408u : 0xc308c308u;
     constexpr unsigned MINUS_UPPER = is_row<F> ? 0xd480d480u : 0xd400d400u;
     bool upper = BITS == 4 && IS_F16 && i % 2;
     return multiply_add_pairs<Inner>(large(q, i), ONES, upper ? MINUS_UPPER : MINUS);
   }
 
-  // A pair of E2M1: with its bits where those of a wider float are, it is too small by a power of two.
+  // Returns a pair of E2M1 numbers. Their bits are moved to the same fields of the wider float, which makes
+  // them too small by a power of two.
   __device__ static unsigned e2m1(unsigned a, int i) {
     unsigned top = i < 3 ? a << (12 - 4 * i) : a;
     unsigned small = IS_F16 ? (top >> 3) & 0x0e000e00u : (top >> 6) & 0x01c001c0u;
@@ -185,7 +190,7 @@ struct Decoder {
   }
 };
 
-// Elements that are stored as they are.
+// Elements that are not packed.
 template <typename E, bool IS_APART>
 struct Decoder<Plain, E, IS_APART> {
   using Inner = E;

@@ -1,6 +1,6 @@
-// Rows to codes, with the bits that the caches' own codecs make: on MLX's arrays elementwise, and by MLX's
-// `affine_quantize` on CUDA. All is computed in float32. A warp has a row, and each of its first threads eight
-// elements, so that a thread writes whole bytes.
+// Packs rows. The codes have the same bits as those of the caches' codecs on MLX arrays, and of MLX's
+// `affine_quantize` on CUDA. All computation is in float32. A warp packs a row, and a thread eight elements
+// of it, so that each thread writes whole bytes.
 
 namespace etkv {
 
@@ -13,8 +13,7 @@ __device__ inline unsigned short half_bits(float x) {
   return half.bits;
 }
 
-// Combines a number of each thread with those of the threads that have the same group: `threads` of them, a
-// power of two, or all of the warp.
+// Combines the numbers of the `threads` threads that share a group. `threads` is a power of two.
 template <typename Combine>
 __device__ inline float over_group(float x, int threads, const Combine& combine) {
   for (int step = 1; step < threads; step *= 2) x = combine(x, __shfl_xor_sync(ALL, x, step));
@@ -27,7 +26,8 @@ __device__ inline float peak_of(const float (&x)[8], int threads) {
   return over_group(peak, threads, [](float a, float b) { return fmaxf(a, b); });
 }
 
-// The nearest E2M1 code, ties to even. The right one of the three results is the least.
+// Returns the nearest E2M1 code, ties to even. E2M1 has three ranges with different step sizes, and the code
+// for the right range is the smallest of the three.
 __device__ inline unsigned to_e2m1(float x) {
   float size = fabsf(x);
   float by_half = rintf(size * 2.0f), by_one = rintf(size) + 2.0f, by_two = rintf(size * 0.5f) + 4.0f;
@@ -35,16 +35,17 @@ __device__ inline unsigned to_e2m1(float x) {
   return code | (x < 0 ? 8u : 0u);
 }
 
-// The nearest E4M3 code, ties to even, of no more than 448.
+// Returns the nearest E4M3 code, ties to even. Larger numbers become 448.
 __device__ inline unsigned to_e4m3(float x) {
   unsigned bits = __float_as_uint(x), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
   if (size >= 0x43e00000u) return sign | 0x7e;
-  // Below 2^-6 steps are 2^-9, as those of float32 are from 2^14 on.
+  // E4M3 numbers below 2^-6 are multiples of 2^-9, and so are float32 numbers from 2^14 on.
   if (size < 121u << 23) return sign | ((__float_as_uint(__uint_as_float(size) + 16384.0f) - 0x46800000u) & 0xff);
   return sign | (((size - (120u << 23)) + 0x0007ffffu + (size >> 20 & 1)) >> 20 & 0xff);
 }
 
-// The code of the least power of two that brings a peak to no more than 1.75 * 2^top, and its inverse.
+// Returns the code of the smallest power of two by which `peak` must be divided to be at most 1.75 * 2^top.
+// Sets `inverse` to the inverse of that power.
 __device__ inline unsigned e8m0(float peak, unsigned top, float& inverse) {
   unsigned exponent = (__float_as_uint(peak) + 0x001fffffu) >> 23;
   unsigned code = min(max(exponent, top) - top, 254u - top);
@@ -52,7 +53,7 @@ __device__ inline unsigned e8m0(float peak, unsigned top, float& inverse) {
   return code;
 }
 
-// Writes eight codes of a row's eight number `place`.
+// Writes eight codes as eight number `place` of a row.
 template <int BITS>
 __device__ inline void write_codes(void* row, int place, const unsigned (&codes)[8]) {
   unsigned char* to = static_cast<unsigned char*>(row) + place * BITS;
@@ -69,7 +70,8 @@ __device__ inline void write_codes(void* row, int place, const unsigned (&codes)
   }
 }
 
-// As MLX's kernel: the largest is 0 or more, and ties of codes go away from zero. `x` is within float16.
+// Computes the same as MLX's kernel: the maximum is at least 0, and ties are rounded away from zero. `x` must
+// be within the range of float16.
 template <int BITS>
 __device__ inline void fit_affine(const float (&x)[8], int threads, unsigned (&codes)[8], float& scale, float& offset) {
   constexpr float TOP = (1 << BITS) - 1;
@@ -93,8 +95,8 @@ __device__ inline void fit_affine(const float (&x)[8], int threads, unsigned (&c
   }
 }
 
-// Writes a row of `dim` elements, of which this thread has eight, to row `at` of the planes. The threads that
-// have none have zeros, and take part.
+// Packs a row of `dim` elements, of which this thread has eight, to row `at` of the planes. All threads of
+// the warp must call this. Those without elements pass zeros.
 template <typename F>
 __device__ inline void encode(float (&x)[8], int thread, int dim, const Planes& planes, long long at) {
   constexpr int BITS = F::BITS;
@@ -112,7 +114,7 @@ __device__ inline void encode(float (&x)[8], int thread, int dim, const Planes& 
     }
   } else if constexpr (is_row<F>) {
     constexpr bool IS_INTEGER = cuda::std::is_same_v<F, RowInt4>;
-    // Codes are computed with the scale as it is stored.
+    // Codes are computed with the scale after its rounding to float16.
     __half stored(fminf(peak_of(x, threads) / (IS_INTEGER ? 7.0f : 6.0f), F16_MAX));
     float scale = static_cast<float>(stored), by = scale == 0.0f ? 1.0f : scale;
 #pragma unroll
@@ -127,7 +129,7 @@ __device__ inline void encode(float (&x)[8], int thread, int dim, const Planes& 
     unsigned code;
     if constexpr (cuda::std::is_same_v<F, Nvfp4>) {
       code = to_e4m3(fminf(peak / 6.0f, 448.0f));
-      // A block whose scale is 0 is zeros.
+      // All elements of a block with scale 0 become 0.
       inverse = code == 0 ? 0.0f : 1.0f / from_e4m3(code);
     } else {
       code = e8m0(peak, IS_E4M3 ? 8 : 2, inverse);

@@ -1,27 +1,28 @@
-// Products of a few rows with a weight: each weight is read once, from where it lies, into registers.
-// What a layer does before and after a product is done on the way: its rows are normalized; the
-// activated half of the outputs gates the other half, or heads rotate by rotary embedding; and the result
-// is added to other rows. Heads of keys and values may go to where a cache keeps them.
+// Products of a few rows with a weight. Each element of the weight is read once, from global memory to
+// registers. The kernel includes the operations before and after the product: the norm of its rows, a gate
+// (an activation of the first half of the outputs multiplies the second half), the rotation of heads, and the
+// sum with a residual. Heads of keys and values may be written to the pools of a cache.
 
 namespace etkv {
 
-// Outputs of a tile, and the warps of a block, which share the inner axis, 64 elements at a time.
+// The outputs of a tile, and the warps of a block. The warps share the inner axis, 64 elements at a time.
 constexpr int OUTPUTS = 16;
 constexpr int SHARES = 8;
 constexpr int STEP = 64 * SHARES;
-// Rows that are multiplied together, and the most rows.
+// The rows that are multiplied together, and the maximum number of rows.
 constexpr int ROWS = 8;
 constexpr int MAX_ROWS = 2 * ROWS;
-// Pieces of the weight that a thread has asked for.
+// The number of pieces of the weight that a thread loads ahead.
 constexpr int DEPTH = 4;
-// The floats that the warps leave of two tiles, and of the rows' squares.
+// The floats of all warps' partial sums for two tiles, and of their sums of squares for each row.
 constexpr int SUMS = 2 * SHARES * MAX_ROWS * OUTPUTS;
 constexpr int SQUARES = MAX_ROWS * SHARES;
-// Elements between rows in shared memory, so that two rows are in different banks; and the most of all.
+// The padding elements between rows in shared memory, which puts two rows in different banks. And the maximum
+// elements of all rows.
 constexpr int PAD = 32;
 constexpr int MAX_SHARED = 33280;
 
-// The function of the first half of the outputs, as the host numbers them.
+// The activation function of a gate. The host uses the same numbers.
 enum Gates { NO_GATE, SILU, GELU, GELU_TANH };
 
 __device__ inline float activated(int gate, float x) {
@@ -30,15 +31,16 @@ __device__ inline float activated(int gate, float x) {
   return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-// Where heads go. The first `queries` heads go to the result; the next `each` are keys, and the last are
-// values, which go to pools of `[each, capacity, head_dim]`. The keys are null if all go to the result.
+// The destinations of heads. The first `queries` heads are written to the result. The next `each` are keys
+// and the last `each` are values, which are written to pools `[each, capacity, head_dim]`. If `keys` is null,
+// all heads are written to the result.
 template <typename E>
 struct Pools {
   E* keys;
   E* values;
-  // The elements between two heads.
+  // The strides of heads, in elements.
   long long keys_head, values_head;
-  // The place of each row in a head.
+  // The slot of each row.
   const int* slots;
   int queries, each;
 };
@@ -48,32 +50,32 @@ struct FewRows {
   const E* x;
   long long row, column;
   const E* w;
-  // Null where there is none.
+  // May be null.
   const E* bias;
   long long bias_step;
-  // Rows are normalized by their root mean square; the weights of it are null where there are none.
+  // Whether rows are normalized by their root mean square. The weight of the norm may be null.
   bool normalizes;
   float eps;
   const E* norm;
   long long norm_step;
-  // Rows that are added to the result, or null.
+  // The residual, or null.
   const E* plus;
   long long plus_row, plus_column;
   int gate;
-  // Outputs are those of the result: a gate has twice as many rows of weights.
+  // `outputs` is the width of the result. With a gate, the weight has twice as many rows.
   int rows, outputs, inner;
-  // Outputs are heads of so many, the first `rotated` outputs of which rotate; or 0. Element `j` of a head
-  // rotates together with `j + head_dim / 2`.
+  // If outputs are heads: the elements of a head, or 0. The first `rotated` outputs rotate. Elements `j` and
+  // `j + head_dim / 2` of a head rotate together.
   int head_dim, rotated;
   const int* positions;
   long long position_step;
   const float* periods;
   long long period_step;
   Pools<E> pools = {};
-  // Rows of up to so many elements are in shared memory, those between them counted in.
+  // The maximum elements of all rows, with padding, that are copied to shared memory.
   int most_shared = MAX_SHARED;
 
-  // Eight elements that lie anywhere.
+  // Reads eight elements with any stride and alignment.
   __device__ static uint4 gathered(const E* from, long long step) {
     E each[8];
     for (int i = 0; i < 8; ++i) each[i] = from[i * step];
@@ -92,12 +94,13 @@ struct FewRows {
 
   __device__ bool is_shared() const { return rows * (inner + PAD) <= most_shared; }
 
-  // A tile has two outputs of each pair that belongs together: a gate and what is gated, or two that rotate.
+  // Whether a tile consists of pairs of outputs: a gate and the output that it multiplies, or two elements
+  // that rotate together.
   __device__ bool is_paired() const { return gate || head_dim; }
 
   __device__ int columns() const { return is_paired() ? OUTPUTS / 2 : OUTPUTS; }
 
-  // Outputs of the result in a tile.
+  // The columns of the result that a tile computes.
   __device__ int width() const { return gate ? OUTPUTS / 2 : OUTPUTS; }
 
   // The first output of a tile.
@@ -107,10 +110,10 @@ struct FewRows {
     return tile / tiles * head_dim + tile % tiles * columns();
   }
 
-  // The first of two rows of the weight, or the second, of those that belong to `place` of 8 in a tile.
+  // Returns the row of the weight for column `place` of 8 in the first or second half of a tile.
   __device__ int row_of(int tile, int place, int second) const {
     int first = first_of(tile) + place, apart = head_dim ? head_dim / 2 : ROWS;
-    // The second half of a gate's weights are those of the gated half.
+    // The second half of the weight's rows computes the outputs that the gate multiplies.
     return gate ? min(first, outputs - 1) + second * outputs : min(first + apart * second, outputs - 1);
   }
 
@@ -123,7 +126,7 @@ struct FewRows {
     return sum;
   }
 
-  // Rounds as a function of its own would.
+  // Rounds like a separate norm.
   __device__ uint4 normalized(uint4 piece, uint4 weights, float scale) const {
     E each[8], by[8];
     memcpy(each, &piece, sizeof(piece));
@@ -137,8 +140,9 @@ struct FewRows {
     return piece;
   }
 
-  // Calls `work` with the row and the place of each piece of `x` that this thread has, and `end` with the
-  // row behind its last one. Few rows have several warps each; all threads of a warp have the same rows.
+  // Calls `work` with the row and the column of each piece of `x` of this thread, and `end` with the row
+  // after the last piece of a row. If there are few rows, several warps share a row. All threads of a warp
+  // have the same rows.
   template <typename Work, typename End>
   __device__ void for_pieces(const Work& work, const End& end) const {
     int warps = rows <= 2 ? 4 : rows <= 4 ? 2 : 1;
@@ -150,7 +154,7 @@ struct FewRows {
     }
   }
 
-  // Copies the rows to shared memory, normalized if that is asked for.
+  // Copies the rows to shared memory, and normalizes them if `normalizes` is set.
   __device__ void share(E* shared, float* squares) const {
     bool aligned = is_x_aligned(), norm_aligned = norm_step == 1 && is_aligned(norm);
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -191,8 +195,8 @@ struct FewRows {
     }
   }
 
-  // Multiplies up to 8 * TILES rows with the weights of this block's tiles. What a thread has asked for
-  // goes on over the end of a tile, so that memory is never idle.
+  // Multiplies up to 8 * TILES rows by the weights of this block's tiles. Loads continue with the next tile
+  // before the current tile ends, so that memory is never idle.
   template <int TILES>
   __device__ void multiply_rows(E* out, E* shared, float* sums, float* squares) const {
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -204,7 +208,7 @@ struct FewRows {
     uint4 a[DEPTH][2][2];
     const E* at_row[2];
     int next_tile = blockIdx.x, next_slot = 0;
-    // Sets out for the next tile.
+    // Computes the addresses of the next tile.
     auto aim = [&]() {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -255,8 +259,8 @@ struct FewRows {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // Both operands take the elements of the inner axis in the order in which they were read, not
-          // in that of the matrices: the sum is the same.
+          // The elements of the inner axis are in the order in which they were read, which is not that of the
+          // matrices. It is the same for both operands, so the sum is right.
           uint4 upper = a[place][0][half], lower = a[place][1][half];
           unsigned head[4] = {upper.x, lower.x, upper.y, lower.y};
           unsigned tail[4] = {upper.z, lower.z, upper.w, lower.w};
@@ -269,7 +273,7 @@ struct FewRows {
         }
         ask(place);
         if (++slot < slots) continue;
-        // The other half of `sums` is still read by slower warps.
+        // Slower warps may still read the other half of `sums`.
         end_tile<TILES>(out, sums + parity * (SUMS / 2), tile, acc);
         slot = 0;
         parity = 1 - parity;
@@ -313,8 +317,7 @@ struct FewRows {
     }
   }
 
-  // Returns the place of an output of a head. That of another element of the head is as far as the
-  // elements are apart.
+  // Returns the address of an output of a head. The elements of the head are contiguous there.
   __device__ E* place_of(E* out, int r, int output) const {
     if (!pools.keys) return out + static_cast<long long>(r) * outputs + output;
     int head = output / head_dim, element = output % head_dim;
@@ -325,8 +328,8 @@ struct FewRows {
     return pools.values + (head - pools.each) * pools.values_head + at;
   }
 
-  // Writes two outputs of a head, which rotate if they are among the first. Rounds where a function of its
-  // own would. Keys and values of a row without a slot go nowhere.
+  // Writes two outputs of a head, and rotates them if they are below `rotated`. Rounds like a separate
+  // rotation. Keys and values of a row without a slot are not written.
   __device__ void end_pair(E* out, int r, int output, float sum, float other) const {
     int half = head_dim / 2;
     if (pools.keys && pools.slots[r] < 0 && output / head_dim >= pools.queries) return;
@@ -344,13 +347,13 @@ struct FewRows {
     to[half] = second;
   }
 
-  // Writes an output of a row: the sum, or the sum of the gate and that of what is gated.
+  // Writes an output of a row. With a gate, `sum` is the gate and `gated` the output that it multiplies.
   __device__ void end_output(E* out, int r, int output, float sum, float gated) const {
     E other = plus ? plus[r * plus_row + output * plus_column] : E(0);
     write_output(out, r, output, value_of(output, sum, gated), other);
   }
 
-  // Returns an output before what is added to it. Rounds where functions of their own would.
+  // Returns an output before the residual is added. Rounds like separate operations.
   __device__ E value_of(int output, float sum, float gated) const {
     if (bias) {
       sum += static_cast<float>(bias[output * bias_step]);
@@ -362,7 +365,7 @@ struct FewRows {
     return static_cast<E>(static_cast<float>(active) * static_cast<float>(static_cast<E>(gated)));
   }
 
-  // `other`: what is added, if anything is.
+  // `other` is the element of the residual, if there is one.
   __device__ void write_output(E* out, int r, int output, E value, E other) const {
     if (plus) value = static_cast<E>(static_cast<float>(value) + static_cast<float>(other));
     out[static_cast<long long>(r) * outputs + output] = value;
@@ -371,6 +374,6 @@ struct FewRows {
 
 }  // namespace etkv
 
-// MLX writes the kernel's first line. This adds that a multiprocessor holds two blocks, each of which
-// may then have 128 registers a thread.
+// MLX generates the kernel's signature. This adds launch bounds to it: two blocks on a multiprocessor, with
+// 128 registers for each thread.
 #define custom_kernel_etkv_few_rows __launch_bounds__(256, 2) custom_kernel_etkv_few_rows

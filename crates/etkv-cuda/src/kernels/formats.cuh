@@ -1,20 +1,20 @@
-// The formats of keys and values as types: what codes a row has, and what shares a scale.
+// The storage formats of keys and values, as types.
 
 namespace etkv {
 
-// Elements as they are.
+// Elements that are not packed.
 struct Plain {
   static constexpr int BITS = 16;
 };
 
-// Integers with a float16 scale and offset for each group.
+// Unsigned integers, with a float16 scale and offset for each group.
 template <int CODE_BITS, int ELEMENTS>
 struct Affine {
   static constexpr int BITS = CODE_BITS, GROUP = ELEMENTS, SCALE_BYTES = 2;
   static constexpr bool HAS_OFFSETS = true;
 };
 
-// E4M3 or E2M1 elements, with an E8M0 scale for every 32.
+// E4M3 elements (`Mxfp8`) or E2M1 elements (`Mxfp4`), with an E8M0 scale for every 32.
 struct Mxfp8 {
   static constexpr int BITS = 8, GROUP = 32, SCALE_BYTES = 1;
   static constexpr bool HAS_OFFSETS = false;
@@ -30,7 +30,8 @@ struct Nvfp4 {
   static constexpr bool HAS_OFFSETS = false;
 };
 
-// Integers from -8 to 7 with 8 added, or E2M1 elements, with a float16 scale for the row.
+// Integers from -8 to 7, stored with 8 added (`RowInt4`), or E2M1 elements (`RowFp4`), with a float16 scale
+// for each row.
 struct RowInt4 {
   static constexpr int BITS = 4, GROUP = 0, SCALE_BYTES = 2;
   static constexpr bool HAS_OFFSETS = false;
@@ -48,25 +49,26 @@ inline constexpr bool is_e2m1 =
 template <typename F>
 inline constexpr bool is_row = cuda::std::is_same_v<F, RowInt4> || cuda::std::is_same_v<F, RowFp4>;
 
-// The elements that share a scale, in rows of `dim`.
+// The number of elements that share a scale, in rows of `dim` elements.
 template <typename F>
 __device__ constexpr int group_of(int dim) {
   return F::GROUP ? F::GROUP : dim;
 }
 
-// A code of E4M3 that is not negative.
+// Converts an E4M3 code that is not negative.
 __device__ inline float from_e4m3(unsigned code) {
-  // The exponent's bias is 7, and 127 in float32.
+  // The bias of the exponent is 7 in E4M3 and 127 in float32.
   return __uint_as_float((code & 0x7f) << 20) * __uint_as_float((127u + 120u) << 23);
 }
 
-// Where the rows of a pool are, as the host has it: plain rows are `codes`. Each head has `capacity` rows.
+// The planes of a pool, with the same layout on the host. Each head has `capacity` rows. In a plain pool,
+// `codes` has the rows.
 struct Planes {
   void* codes;
   void* scales;
   unsigned short* offsets;
   long long capacity;
 };
-static_assert(sizeof(Planes) == 32, "as the host has it");
+static_assert(sizeof(Planes) == 32, "the host has the same layout");
 
 }  // namespace etkv

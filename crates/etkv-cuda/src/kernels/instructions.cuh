@@ -1,5 +1,5 @@
-// The instructions of a GPU that C++ has no words for. The other files have none, so that they
-// run in any C++ program that has functions of these names.
+// GPU instructions for which C++ has no syntax. The other files do not have any, so they also run in a C++
+// program that defines functions with these names.
 
 namespace etkv {
 
@@ -13,7 +13,7 @@ __device__ inline void copy_later(void* to, const void* from, bool exists) {
                : "memory");
 }
 
-// Copies `N` bytes, 4 or 8 or 16, to shared memory without waiting, of which those behind `bytes` become zeros.
+// Copies `N` bytes (4, 8 or 16) to shared memory without waiting. The bytes from `bytes` on become zeros.
 template <int N>
 __device__ inline void copy_bytes_later(void* to, const void* from, int bytes) {
   unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -29,14 +29,14 @@ __device__ inline void end_of_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits for all groups of this thread's copies but the last `N`.
+// Waits for all groups of this thread's copies except the last `N`.
 template <int N>
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Reads four matrices of 8x8 halves. Thread `i` names row `i % 8` of matrix `i / 8`, and gets the
-// elements 2 * (i % 4) and the next of row `i / 4` of each.
+// Reads four matrices of 8x8 half-precision elements. Thread `i` passes the address of row `i % 8` of matrix
+// `i / 8`. It gets elements 2 * (i % 4) and 2 * (i % 4) + 1 of row `i / 4` of each matrix.
 __device__ inline void read_matrices(unsigned (&to)[4], const void* row) {
   unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -45,7 +45,7 @@ __device__ inline void read_matrices(unsigned (&to)[4], const void* row) {
                : "memory");
 }
 
-// The same with each matrix transposed.
+// The same, but transposes each matrix.
 __device__ inline void read_transposed(unsigned (&to)[4], const void* row) {
   unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -54,15 +54,15 @@ __device__ inline void read_transposed(unsigned (&to)[4], const void* row) {
                : "memory");
 }
 
-// Returns a matrix of 8x8 halves transposed. Thread `i` has the elements 2 * (i % 4) and the next of row `i / 4`, before
-// and after.
+// Transposes a matrix of 8x8 half-precision elements. Before and after, thread `i` has elements 2 * (i % 4)
+// and 2 * (i % 4) + 1 of row `i / 4`.
 __device__ inline unsigned transposed(unsigned pair) {
   unsigned to;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to) : "r"(pair));
   return to;
 }
 
-// Reads 16 bytes that no other block reads.
+// Reads 16 bytes that no other block reads, so they are not cached.
 __device__ inline uint4 read_once(const void* at) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -71,8 +71,8 @@ __device__ inline uint4 read_once(const void* at) {
   return x;
 }
 
-// Reads 16 bytes that the kernel before this one may have written. Where that kernel may still run when
-// this one begins, the read cannot be one of constants, which the compiler moves and caches keep.
+// Reads 16 bytes that the previous kernel may have written. If kernels overlap, this cannot be a read of
+// constant memory, which the compiler may move and whose cache may be stale.
 __device__ inline uint4 read_rows(const void* at) {
 #ifdef ETKV_OVERLAPS
   return *reinterpret_cast<const uint4*>(at);
@@ -81,32 +81,33 @@ __device__ inline uint4 read_rows(const void* at) {
 #endif
 }
 
-// Reads as many floats of what other blocks have written.
+// Reads four floats that other blocks have written.
 __device__ inline float4 read_four(const float* at) { return __ldcg(reinterpret_cast<const float4*>(at)); }
 
 __device__ inline float2 read_two(const float* at) { return __ldcg(reinterpret_cast<const float2*>(at)); }
 
-// Lets the next kernel begin once all blocks are here.
+// Lets the next kernel begin when all blocks have called this.
 __device__ inline void let_next_begin() {
 #ifdef ETKV_OVERLAPS
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits for the end of the kernel before, which has waited likewise. Nothing that another kernel writes
-// is read before, and nothing is written.
+// Waits for the end of the previous kernel, which has waited for the one before it. Until then, a kernel must
+// not write, or read what another kernel writes.
 __device__ inline void wait_for_previous() {
 #ifdef ETKV_OVERLAPS
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Waits for the other threads of a team of this block, which has so many. There are up to 15 teams.
+// Waits for the other threads of a team of this block. A team has `threads` threads, and a block at most 15
+// teams.
 __device__ inline void wait_for_team(int team, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");
 }
 
-// Adds the product of a 16x16 and a 16x8 matrix to a 16x8 matrix in float32.
+// Adds the product of a 16x16 matrix and a 16x8 matrix to a 16x8 matrix in float32.
 template <typename E>
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   if constexpr (cuda::std::is_same_v<E, __half>) {
@@ -124,14 +125,14 @@ __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned 
   }
 }
 
-// Returns the bits of `x` that are in `mask`, and these.
+// Returns `(x & mask) | bits`.
 __device__ inline unsigned masked_with(unsigned x, unsigned mask, unsigned bits) {
   unsigned d;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(x), "r"(mask), "r"(bits));
   return d;
 }
 
-// Returns a * b + c of each element of pairs, rounded once.
+// Returns `a * b + c` for each element of pairs, rounded once.
 template <typename E>
 __device__ inline unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
   unsigned d;
@@ -143,14 +144,14 @@ __device__ inline unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c
   return d;
 }
 
-// Returns 2 to the power of x, or 0 where that is less than every normal number.
+// Returns 2 to the power of x, or 0 if the result is not a normal number.
 __device__ inline float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Returns two numbers as a pair.
+// Rounds two numbers to a pair.
 template <typename E>
 __device__ inline unsigned rounded_pair(float low, float high) {
   unsigned d;
@@ -162,7 +163,8 @@ __device__ inline unsigned rounded_pair(float low, float high) {
   return d;
 }
 
-// Returns two numbers as a pair of float16. What is larger than all of it becomes its largest, and NaN stays.
+// Rounds two numbers to a pair of float16. Numbers out of range become the largest finite number, and NaN
+// stays NaN.
 __device__ inline unsigned limited_pair(float low, float high) {
   unsigned d;
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));

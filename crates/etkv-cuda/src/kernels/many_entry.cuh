@@ -1,15 +1,16 @@
 // The kernels of products of many rows, for the `Element` of `ProductWork`.
 
-// As the host has it.
+// The layout is the same on the host.
 struct ManyWork {
   ProductWork product;
   float4* sums;
   int* counts;
   int splits, unused;
 };
-static_assert(sizeof(ManyWork) == 168, "as the host has it");
+static_assert(sizeof(ManyWork) == 168, "the host has the same layout");
 
-// What outputs are. A kernel has the code of one kind only: that of all does not fit where instructions are kept.
+// The kinds of outputs. A kernel has the code for one kind only, because the code for all does not fit the
+// instruction cache.
 enum Kinds { PLAIN, GATED, HEADS };
 
 template <int KIND>
@@ -43,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(etkv::MANY_THREADS, 1) etkv_many_he
   run_many<HEADS>(work, shared_memory);
 }
 
-// Writes the rows of a product, normalized, to `out`.
+// Writes the normalized rows of a product to `out`.
 extern "C" __global__ void __launch_bounds__(256) etkv_normalize(const ProductWork work, Element* out) {
   __shared__ float squares[8];
   etkv::let_next_begin();

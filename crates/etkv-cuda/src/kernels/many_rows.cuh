@@ -1,29 +1,31 @@
-// Products of 17 to 64 rows with a weight, on tensor cores. The warps of a block multiply a tile of the weight
-// with all rows, some of the inner axis at a time, which a ring in shared memory holds for them: weights are
-// read once, rows once for each tile. Where there are fewer tiles than multiprocessors, several blocks share
-// the inner axis of a tile, and the last one adds up.
+// Products of 17 to 64 rows with a weight, on tensor cores. The warps of a block multiply a tile of the
+// weight by all rows, a part of the inner axis at a time. The parts are loaded to a ring in shared memory.
+// Weights are read once, and rows once for each tile. If there are fewer tiles than multiprocessors, several
+// blocks share the inner axis of a tile, and the last of them adds up their sums.
 
 namespace etkv {
 
-// The warps of a block, and how many share the outputs of a tile; each has half of the rows.
+// The warps of a block, and the number of warps among which the outputs of a tile are divided. Each warp has
+// half of the rows.
 constexpr int MANY_WARPS = 8;
 constexpr int MANY_THREADS = 32 * MANY_WARPS;
 constexpr int OUTPUT_WARPS = 4;
-// Rows of the weight in a tile: pairs, of each one in the first half, so that a thread has the sums of both.
+// The rows of the weight in a tile. They are pairs, with one of each pair in the first half of the tile and
+// the other in the second, so that a thread has the sums of both.
 constexpr int MANY_TILE = 128;
 constexpr int MANY_PAIRS = MANY_TILE / 2;
-// Elements of a row in a place of the ring. The host says how many places there are (`MANY_DEPTH`).
+// The elements of a row in a slot of the ring. The host defines the number of slots, `MANY_DEPTH`.
 constexpr int MANY_WIDE = 64;
 
-// Where the blocks that share a tile leave their sums. `counts` has a zero for each tile.
+// The memory for the partial sums of blocks that share a tile. `counts` has a zero for each tile.
 struct Shared {
   float4* sums;
   int* counts;
-  // The blocks that share a tile.
+  // The number of blocks that share a tile.
   int splits;
 };
 
-// `PARTS`: the rows in parts of 16, of which each warp has 8.
+// `PARTS` is the number of rows divided by 16. Of each 16 rows, a warp has 8.
 template <typename E, int PARTS>
 struct ManyRows : FewRows<E> {
   using Base = FewRows<E>;
@@ -34,20 +36,21 @@ struct ManyRows : FewRows<E> {
   static constexpr int X_ROWS = 16 * PARTS;
   static constexpr int PLACE = (MANY_TILE + X_ROWS) * MANY_WIDE;
   static constexpr int PIECES = MANY_WIDE / 8;
-  // Rows that the block copies at once.
+  // The number of rows that the block copies at a time.
   static constexpr int COPIED = MANY_THREADS / PIECES;
-  // Groups of four sums that a thread leaves of a tile.
+  // The groups of four partial sums that a thread has of a tile.
   static constexpr int GROUPS = 2 * PARTS;
 
   Shared shared;
 
-  // What a thread has of a tile: of each half and of each 8 rows, two columns of two rows.
+  // The sums of a thread. For each half of a tile and each 8 rows, it has two outputs of two rows.
   using Sums = float[2][PARTS][4];
 
   __device__ int pairs() const { return gate ? outputs : (outputs + 1) / 2; }
   __device__ int tiles() const { return (pairs() + MANY_PAIRS - 1) / MANY_PAIRS; }
 
-  // The first output of a pair of a tile. The second is `apart()` behind it; of a gate it is what is gated.
+  // Returns the first output of a pair. The second row of the weight is `apart()` rows later. With a gate, it
+  // computes the output that the gate multiplies.
   __device__ int output_of(int tile, int pair) const {
     if (!is_paired()) return tile * MANY_TILE + pair;
     pair += tile * MANY_PAIRS;
@@ -57,10 +60,10 @@ struct ManyRows : FewRows<E> {
   }
   __device__ int apart() const { return gate ? outputs : head_dim ? head_dim / 2 : MANY_PAIRS; }
 
-  // Where a piece of a row is in a place: those of eight neighbouring rows are in different banks.
+  // Returns the offset of a row's piece in a slot. Pieces of eight adjacent rows are in different banks.
   __device__ static int at_piece(int r, int piece) { return r * MANY_WIDE + 8 * (piece ^ (r % 8)); }
 
-  // A unit is what a block does of a tile. Units of one tile are neighbours.
+  // A position in the work. A unit is a block's part of a tile. The units of a tile have consecutive numbers.
   struct Cursor {
     int unit, step, end;
   };
@@ -71,7 +74,7 @@ struct ManyRows : FewRows<E> {
     at.end = steps * (split + 1) / shared.splits;
   }
 
-  // Returns whether a unit ends.
+  // Moves to the next step. Returns whether a unit ended.
   __device__ bool advance(Cursor& at, int steps) const {
     if (++at.step < at.end) return false;
     at.unit += gridDim.x;
@@ -79,7 +82,7 @@ struct ManyRows : FewRows<E> {
     return true;
   }
 
-  // `ring` has `MANY_DEPTH` places.
+  // `ring` has `MANY_DEPTH` slots.
   __device__ void run_many(E* out, E* ring) const {
     constexpr int COPIES = MANY_TILE / COPIED;
     static_assert(COPIED % 8 == 0 && MANY_PAIRS % COPIED == 0, "a thread's rows are in the same banks");
@@ -89,7 +92,7 @@ struct ManyRows : FewRows<E> {
 
     Cursor next{static_cast<int>(blockIdx.x), 0, 0};
     aim(next, steps);
-    // This thread's rows of the weight of a unit; null where there is none.
+    // The rows of the weight that this thread copies, or null for rows that do not exist.
     const E* from[COPIES];
     auto open = [&](int unit) {
       int tile = unit / shared.splits, rows_of_w = gate ? 2 * outputs : outputs;
@@ -111,7 +114,7 @@ struct ManyRows : FewRows<E> {
         copy_later(mine + place * PLACE + c * COPIED * MANY_WIDE, exists ? from[c] + at : w, exists);
       }
     };
-    // The rows of `x` lie behind those of the weight.
+    // In a slot, the rows of `x` follow those of the weight.
     const E* own_x = x + static_cast<long long>(first_row) * inner + 8 * piece;
     auto ask_rows = [&](int place, const Cursor& of) {
       int at = of.step * MANY_WIDE;
@@ -146,7 +149,7 @@ struct ManyRows : FewRows<E> {
     int place = 0, free = MANY_DEPTH - 1;
     while (at.unit < units) {
       wait_for_copies<MANY_DEPTH - 2>();
-      // The place is there for all warps, and none reads the one before any more.
+      // The slot is now loaded for all warps, and no warp reads the previous slot any more.
       __syncthreads();
       ask_weights(free);
       ask_rows(free, next);
@@ -160,11 +163,12 @@ struct ManyRows : FewRows<E> {
     }
   }
 
-  // Multiplies the rows of a place with those of its weight.
+  // Multiplies the rows of `x` in a slot by the rows of the weight.
   __device__ static void multiply_place(Sums& sums, const E* place) {
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     int rotation = thread % 8;
-    // Four matrices of 8x8: of the weight, first its rows and then its columns; of x, its columns.
+    // A read loads four 8x8 matrices. Those of the weight are in the order of rows, then columns; those of x
+    // in the order of columns.
     const E* rows_of_w = place + (warp % OUTPUT_WARPS * 16 + thread % 16) * MANY_WIDE;
     const E* rows_of_x = place + (MANY_TILE + warp / OUTPUT_WARPS * 8 * PARTS + rotation) * MANY_WIDE;
 #pragma unroll
@@ -191,13 +195,15 @@ struct ManyRows : FewRows<E> {
     }
   }
 
-  // Writes what a unit makes, or leaves its sums to the last block of the tile.
+  // Writes the outputs of a tile, if this is the last block of the tile. Other blocks write partial sums for
+  // it.
   __device__ void end_unit(E* out, int unit, Sums& sums) const {
     if (shared.splits > 1 && !adds_splits(unit, sums)) return;
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     int tile = unit / shared.splits, pair = warp % OUTPUT_WARPS * 16 + thread / 4;
     int row = warp / OUTPUT_WARPS * 8 * PARTS + thread % 4 * 2;
-    // A copy of the code for each part is too much of it: the sums of the next part come forward instead.
+    // This loop is not unrolled, because the code would become too large. Instead, each iteration moves the
+    // sums of the next part to index 0.
 #pragma unroll 1
     for (int n = 0; n < PARTS; ++n, row += 8) {
       Added added[4];
@@ -225,8 +231,8 @@ struct ManyRows : FewRows<E> {
     }
   }
 
-  // Leaves the sums of a unit. Returns whether this is the last block of the tile, which gets the sums of all;
-  // the others begin again with zeros. The order of the blocks does not count.
+  // Writes the partial sums of a unit, and resets them. Returns whether this is the last block of the tile.
+  // If so, reads and adds the sums of all its blocks, in the order of units.
   __device__ bool adds_splits(int unit, Sums& sums) const {
     __shared__ bool is_last;
     int tile = unit / shared.splits;
@@ -246,7 +252,7 @@ struct ManyRows : FewRows<E> {
     __syncthreads();
     if (!is_last) return false;
     __threadfence();
-    // What is read comes from far: all that a block has left is asked for at once.
+    // To hide the latency of global memory, all partial sums of a block are loaded at once.
     const float4* its = left - static_cast<long long>(unit % shared.splits) * GROUPS * MANY_THREADS;
 #pragma unroll 2
     for (int split = 0; split < shared.splits; ++split) {
@@ -260,13 +266,13 @@ struct ManyRows : FewRows<E> {
     return true;
   }
 
-  // What is added to two outputs, which the result may be written over.
+  // The residual of two outputs. It may be in the buffer of the result.
   struct Added {
     E first, second;
   };
 
-  // Whether that is read before anything is written. Where outputs are paired, too much code would stand there
-  // for each of them.
+  // Whether the residual is read before any output is written. With paired outputs, the code for this would
+  // be too large.
   __device__ bool is_added() const { return plus && !is_paired() && !bias; }
 
   __device__ Added read_added(int output, int r) const {
@@ -284,7 +290,7 @@ struct ManyRows : FewRows<E> {
     if (output + MANY_PAIRS < outputs) write_output(out, r, output + MANY_PAIRS, E(second), added.second);
   }
 
-  // Writes what two sums of a row make.
+  // Writes the outputs of two sums of a row.
   __device__ void end(E* out, int output, int r, float first, float second) const {
     if (r >= rows || output >= outputs) return;
     if (head_dim) return end_pair(out, r, output, first, second);
@@ -293,7 +299,7 @@ struct ManyRows : FewRows<E> {
   }
 };
 
-// Normalizes a row, one a block, before many rows are multiplied. `work` has its argument.
+// Normalizes the rows of a product of many rows, one in each block.
 template <typename E>
 __device__ inline void normalize(const FewRows<E>& work, E* out, float* squares) {
   int warp = threadIdx.x / 32, warps = blockDim.x / 32;

@@ -1,19 +1,19 @@
-// Merges what the slices of an attention left of a row, in a launch of its own: many blocks read at once,
-// where a block that was last to finish its slice would read alone.
+// Merges the partial results of attention's slices, in a separate launch. In this way many blocks read them
+// in parallel, instead of only the block that finished last.
 
 namespace etkv {
 
-// `AT_ONCE`: slices that a thread asks for at once, as what they left comes from far. More take more registers, so
-// that fewer blocks run at a time.
+// `AT_ONCE` is the number of slices that a thread loads at a time, to hide the latency of global memory. With
+// more slices it needs more registers, and fewer blocks run at a time.
 template <typename E, int DV, int MERGE_THREADS, int AT_ONCE>
 struct Merge {
   static constexpr int PIECES = DV / 4;
-  // Slices that are read at a time, by a share of the threads each.
+  // The number of slices that the block reads at a time. The threads are divided among them.
   static constexpr int SHARES = MERGE_THREADS / PIECES;
-  // Floats that a thread leaves: its greatest score, its sum of weights, and four elements.
+  // The floats of a thread's result: the maximum score, the sum of weights, and four elements.
   static constexpr int LEFT = 6;
 
-  // `parts` and `stats` are those of a row in its first slice; those of the next are `pitch` rows behind.
+  // `parts` and `stats` point to the row in the first slice. In the next slice, it is `pitch` rows later.
   __device__ static void run(E* out, const float* parts, const float* stats, int pitch, int slices) {
     __shared__ float left[MERGE_THREADS * LEFT];
     int piece = threadIdx.x % PIECES, share = threadIdx.x / PIECES;
@@ -28,8 +28,8 @@ struct Merge {
         ends[i] = exists ? read_two(stats + 2LL * slice * pitch) : make_float2(0, 0);
         its[i] = exists ? read_four(parts + 1LL * slice * pitch * DV + 4 * piece) : make_float4(0, 0, 0, 0);
       }
-      // The compiler would put off each read until it is needed, so that one waited for another. Here all are needed, for
-      // bits that are always 0.
+      // The compiler would delay each load until its first use, so that loads would wait for each other. This
+      // uses all of them at once, for bits that are always 0.
       unsigned bits = 0;
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) bits |= __float_as_uint(its[i].x);
@@ -66,7 +66,8 @@ struct Merge {
     for (int i = 0; i < 4; ++i) out[4 * piece + i] = static_cast<E>(whole != 0 ? sum[i] / whole : 0.0f);
   }
 
-  // Adds what some slices left. A row that has seen nothing in a slice has a sum of weights of 0, and no elements.
+  // Adds partial results. If a row sees no key of a slice, the sum of weights is 0, and the elements are
+  // undefined.
   __device__ static void add(float& most, float& whole, float (&sum)[4], const float (&x)[AT_ONCE][LEFT]) {
     float highest = most;
 #pragma unroll

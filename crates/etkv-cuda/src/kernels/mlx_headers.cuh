@@ -1,4 +1,4 @@
-// What the text of a custom kernel has of MLX's headers and of the standard library.
+// The parts of MLX's headers and of the standard library that the text of a custom kernel uses.
 
 using int32_t = int;
 using uint32_t = unsigned;
@@ -7,7 +7,7 @@ namespace cooperative_groups {}
 
 namespace mlx::core::cu {
 
-// The sizes or the strides of an array, as MLX passes them: those of up to ten axes.
+// The sizes or strides of an array of up to ten axes, as MLX passes them.
 template <typename T>
 struct Axes {
   T each[10];

@@ -1,15 +1,15 @@
-// Norms by the root mean square whose weights are elements or float32.
+// RMS norms with weights in the element type or in float32.
 
 namespace etkv {
 
-// The weights are null where there are none. Behind weights of float32 a row is rounded once, and no elements
-// are rounded before.
+// The weight may be null. With a float32 weight, elements are rounded only once, after the multiplication by
+// it.
 struct AnyNorm {
   const void* weight;
   float eps;
   int is_wide;
 
-  // Returns an element of a row, which `scale` multiplies.
+  // Returns the normalized element `x` at column `at`. `scale` is the inverse root mean square of the row.
   template <typename E>
   __device__ E normed(E x, float scale, int at) const {
     float scaled = static_cast<float>(x) * scale;

@@ -1,15 +1,15 @@
-// The kernels that normalize and blend rows, for an `Element` that is defined before.
+// The kernels that normalize and blend rows. `Element` must be defined before.
 
 namespace etkv {
 
 constexpr int NORM_THREADS = 256;
 
-// Returns what a row is multiplied by, of whose elements each thread of the block has summed up the squares.
-// `squares` has a number for each warp.
+// Returns the inverse root mean square of a row. `sum` is this thread's sum of squares of the row's elements.
+// `squares` has room for a number for each warp.
 __device__ inline float scale_of(float sum, int inner, float eps, float* squares) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  // The norm before may still read them.
+  // Other warps may still read `squares` for the previous norm.
   __syncthreads();
   if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
   __syncthreads();
@@ -20,7 +20,7 @@ __device__ inline float scale_of(float sum, int inner, float eps, float* squares
 
 }  // namespace etkv
 
-// As the host has it. `plus` and `next_out` are null where there is nothing.
+// The layout is the same on the host. `plus`, the residual, and `next_out` may be null.
 struct NormWork {
   const Element* x;
   const void* weight;
@@ -31,10 +31,11 @@ struct NormWork {
   float eps, next_eps;
   int is_wide, next_is_wide, inner, out_width;
 };
-static_assert(sizeof(NormWork) == 72, "as the host has it");
+static_assert(sizeof(NormWork) == 72, "the host has the same layout");
 
-// Normalizes a row, one a block, adds another one, and normalizes the sum. A thread reads and writes the same
-// elements all along. Rows of `out` are wider than others where `out_width` is; they are not normalized again then.
+// Normalizes rows, one in each block, adds the residual, and normalizes the sum. A thread reads and writes
+// the same elements in all phases. If `out_width` exceeds `inner`, the result is a part of the columns of
+// `out`, and there is no second norm.
 extern "C" __global__ void __launch_bounds__(etkv::NORM_THREADS) etkv_norm(const NormWork work) {
   __shared__ float squares[etkv::NORM_THREADS / 32];
   etkv::let_next_begin();
@@ -56,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(etkv::NORM_THREADS) etkv_norm(const
   sum = 0;
   for (int at = first; at < work.inner; at += apart) {
     uint4 piece = etkv::read_rows(work.x + row + at), more = make_uint4(0, 0, 0, 0);
-    // It may be where the sum goes.
+    // The residual may be in the buffer of the sum.
     if (work.plus) more = *reinterpret_cast<const uint4*>(work.plus + row + at);
     Element x[8], added[8];
     memcpy(x, &piece, sizeof(piece));
@@ -83,23 +84,23 @@ extern "C" __global__ void __launch_bounds__(etkv::NORM_THREADS) etkv_norm(const
   }
 }
 
-// As the host has it.
+// The layout is the same on the host.
 struct BlendWork {
   const Element *x, *y, *share;
   Element* out;
   int inner, unused;
 };
-static_assert(sizeof(BlendWork) == 40, "as the host has it");
+static_assert(sizeof(BlendWork) == 40, "the host has the same layout");
 
-// Moves a row of `x` towards that of `y`, one a block, by its share. Each result is
-// rounded, as MLX rounds those of separate operations.
+// Computes `x + share * (y - x)` for rows, one in each block. Each operation is rounded, as in separate MLX
+// operations.
 extern "C" __global__ void __launch_bounds__(etkv::NORM_THREADS) etkv_blend(const BlendWork work) {
   etkv::let_next_begin();
   etkv::wait_for_previous();
   long long row = static_cast<long long>(blockIdx.x) * work.inner;
   float share = static_cast<float>(work.share[blockIdx.x]);
   for (int at = 8 * threadIdx.x; at < work.inner; at += 8 * etkv::NORM_THREADS) {
-    // Either may be where the row goes.
+    // `x` or `y` may be the buffer of the result.
     uint4 piece = *reinterpret_cast<const uint4*>(work.x + row + at);
     uint4 other = *reinterpret_cast<const uint4*>(work.y + row + at);
     Element x[8], y[8];

@@ -1,15 +1,16 @@
-// The product of a single row with a weight. A warp has two rows of the weight at a time, which belong
-// together: those of a gate and of what is gated, those of two elements that rotate, or two neighbours.
-// It asks for their first pieces before it waits for the kernel before, and never for a piece that
-// another block has asked for. Where there are fewer pairs than warps, several warps share the inner axis.
+// The product of a single row with a weight. A warp multiplies a pair of the weight's rows at a time: those
+// of a gate and of the output that it multiplies, those of two elements that rotate together, or two adjacent
+// rows. It loads their first pieces before it waits for the previous kernel. If there are fewer pairs than
+// warps, several warps share the inner axis of a pair.
 
 namespace etkv {
 
-// Pieces of 8 elements that a thread has of each of the two rows at a time, and how often it has them.
+// The pieces of 8 elements that a thread loads from each of the two rows at a time, and the number of such
+// batches that it loads ahead.
 constexpr int ROW_PIECES = 4;
 constexpr int ROW_DEPTH = 2;
 constexpr int ROW_BATCH = 8 * 32 * ROW_PIECES;
-// Pieces of `x` that a thread keeps in registers between its two readings.
+// The pieces of `x` that a thread keeps in registers, so that it does not have to read them twice.
 constexpr int ROW_HELD = 4;
 
 template <typename E>
@@ -21,7 +22,7 @@ struct OneRow : FewRows<E> {
 
   __device__ int pairs() const { return gate ? outputs : (outputs + 1) / 2; }
 
-  // The first output of a pair; of a gate, the only one.
+  // Returns the first output of a pair. With a gate, it is the only one.
   __device__ int output_of(int pair) const {
     if (gate) return pair;
     if (!head_dim) return 2 * pair;
@@ -29,10 +30,10 @@ struct OneRow : FewRows<E> {
     return pair / half * head_dim + pair % half;
   }
 
-  // How far apart the two rows of the weight are.
+  // Returns the distance between the two rows of the weight.
   __device__ int apart() const { return gate ? outputs : head_dim ? head_dim / 2 : 1; }
 
-  // Copies the row to shared memory, normalized if that is asked for.
+  // Copies the row to shared memory, and normalizes it if `normalizes` is set.
   __device__ void share_row(E* shared, float* squares) const {
     constexpr int THREADS = 32 * SHARES;
     bool aligned = is_aligned(this->x), norm_aligned = is_aligned(norm);
@@ -83,7 +84,7 @@ struct OneRow : FewRows<E> {
     for (int i = 0; i < 8; ++i) sum += static_cast<float>(a[i]) * static_cast<float>(b[i]);
   }
 
-  // `team`: the warps that share a pair. `left` has two floats for each warp, twice.
+  // `team` is the number of warps that share a pair. `left` has two floats for each warp, for two pairs.
   __device__ void run_row(E* out, E* shared, float* squares, int team, float2* left) const {
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32, teams = SHARES / team;
     int first = blockIdx.x * teams + warp / team, stride = gridDim.x * teams, n = pairs();
@@ -97,7 +98,7 @@ struct OneRow : FewRows<E> {
     int next = first, next_batch = 0;
     auto aim = [&]() {
       int output = output_of(next);
-      // The last of an odd number of outputs is its own neighbour.
+      // If the number of outputs is odd, the last one is paired with itself.
       int other = gate ? output + outputs : min(output + apart(), outputs - 1);
       at_row[0] = this->w + static_cast<long long>(output) * inner;
       at_row[1] = this->w + static_cast<long long>(other) * inner;
@@ -142,7 +143,7 @@ struct OneRow : FewRows<E> {
         ask(place);
         if (++batch < batches) continue;
         add_threads(sums);
-        // The other half of what is left is still read by a slower warp.
+        // A slower warp may still read the other half of `left`.
         if (team == 1 || add_warps(sums, left + parity * SHARES, team)) end_row(out, pair, sums);
         sums[0] = sums[1] = 0;
         batch = 0;
@@ -160,7 +161,8 @@ struct OneRow : FewRows<E> {
     }
   }
 
-  // Returns whether this is the first warp of the team, which gets the sums of all.
+  // Adds the sums of a team's warps. Returns whether this is the first warp of the team, which gets the
+  // total.
   __device__ static bool add_warps(float (&sums)[2], float2* left, int team) {
     int warp = threadIdx.x / 32;
     if (threadIdx.x % 32 == 0) left[warp] = make_float2(sums[0], sums[1]);

@@ -1,33 +1,33 @@
-// Weights of 4 or 8 bits an element, as MLX's affine format packs them: element `i` of a row is in the bits
-// from `BITS * i` on, and each group of elements has a scale and a bias, so that a code `q` stands for `scale *
-// q + bias`. That is rounded to the elements' type, as MLX does where it unpacks a weight.
+// Weights in MLX's affine format with 4 or 8 bits. The code of element `i` of a row begins at bit `BITS * i`.
+// Each group of elements has a scale and a bias, and the value of code `q` is `scale * q + bias`. The value
+// is rounded to the element type, as MLX does when it unpacks a weight.
 
 namespace etkv {
 
-// The codes of a thread: 16 bytes. They are of one group.
+// The number of codes in 16 bytes, the piece that a thread loads. They belong to one group.
 template <int BITS>
 constexpr int CODES = 128 / BITS;
 
 template <typename E, int BITS>
 struct Codes {
-  // Eights of a piece.
+  // The number of eights (groups of eight codes) of a piece.
   static constexpr int EIGHTS = CODES<BITS> / 8;
 
-  // Returns the piece with its eights in turn, beginning with number `first`.
+  // Rotates the order of a piece's eights, so that eight number `first` is the first.
   __device__ static uint4 rotated(uint4 piece, int first) {
     if (BITS == 4 && first % 2) piece = make_uint4(piece.y, piece.z, piece.w, piece.x);
     if (BITS == 4 ? first / 2 : first) piece = make_uint4(piece.z, piece.w, piece.x, piece.y);
     return piece;
   }
 
-  // Unpacks an eight of codes to pairs, in the order of `arranged`. `group` is a scale, and a bias behind it;
-  // `mask` has the four lowest bits of both halves.
+  // Unpacks eight codes to pairs, in the order of `arranged`. `group` has a scale in its lower half and a
+  // bias in its upper half. `mask` has the four lowest bits of both halves.
   __device__ static void unpack(unsigned (&pairs)[4], uint4 piece, int eight, unsigned group, unsigned mask) {
     unsigned words[4] = {piece.x, piece.y, piece.z, piece.w};
     unsigned scales = __byte_perm(group, 0, 0x1010), biases = __byte_perm(group, 0, 0x3232);
     constexpr bool IS_F16 = cuda::std::is_same_v<E, __half>;
     if constexpr (BITS == 8 && !IS_F16) {
-      // Too many bits for the trick below.
+      // bfloat16 has too few bits for the method below.
       float scale = __uint_as_float(group << 16), bias = __uint_as_float(group & 0xffff0000u);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -35,7 +35,7 @@ struct Codes {
         float numbers[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          // The code as the last byte of 2^23.
+          // The code is put in the last byte of 2^23.
           float number = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i % 2 * 2 + j)) - 8388608.0f;
           numbers[j] = number * scale + bias;
         }
@@ -43,7 +43,7 @@ struct Codes {
       }
       return;
     }
-    // The codes as the last bits of 1024 or 128.
+    // The codes are put in the last bits of 1024, or of 128 in bfloat16.
     constexpr unsigned ONES = IS_F16 ? 0x3c003c00u : 0x3f803f80u;
     constexpr unsigned LARGE = IS_F16 ? 0x64006400u : 0x43004300u;
     constexpr unsigned MINUS_LARGE = LARGE | 0x80008000u;
@@ -60,7 +60,7 @@ struct Codes {
     }
   }
 
-  // Returns eight elements as `unpack` has the codes: of 4 bits, element `i` is in a pair with `i + 4`.
+  // Returns eight elements in the order of `unpack`: with 4 bits, elements `i` and `i + 4` are a pair.
   __device__ static uint4 arranged(uint4 x) {
     if constexpr (BITS == 8) return x;
     return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
@@ -68,8 +68,8 @@ struct Codes {
   }
 };
 
-// Products of a few rows, or of one, with such a weight. A block has a tile of 16 outputs at a time, whose
-// inner axis its warps share; codes become elements in registers, on the way to the tensor cores.
+// Products of one or a few rows with a packed weight. A block computes a tile of 16 outputs at a time, and
+// its warps share the inner axis. Codes are unpacked in registers, as operands of tensor cores.
 template <typename E, int BITS>
 struct PackedRows : OneRow<E> {
   using Base = OneRow<E>;
@@ -77,13 +77,13 @@ struct PackedRows : OneRow<E> {
   using Base::is_shared, Base::width;
   using Kind = Codes<E, BITS>;
 
-  // The weight begins at `w`. A group has `1 << group_shift` elements.
+  // The codes begin at `w`. A group has `1 << group_shift` elements.
   const E* scales;
   const E* biases;
   int group_shift;
 
-  // Elements of a piece, of four threads' pieces, and of two of these for each warp; and how often a thread
-  // has asked for what it has of a tile.
+  // The elements of a piece, of four threads' pieces, and of a step, in which each warp has two such spans.
+  // And the number of steps that a thread loads ahead.
   static constexpr int PIECE = CODES<BITS>;
   static constexpr int SPAN = 4 * PIECE;
   static constexpr int PACKED_STEP = 2 * SPAN * SHARES;
@@ -106,7 +106,7 @@ struct PackedRows : OneRow<E> {
     }
   }
 
-  // Returns the scale of an element's group, with the bias behind it.
+  // Returns the scale of an element's group in the lower half, and the bias in the upper half.
   __device__ unsigned group_of(long long element) const {
     long long at = element >> group_shift;
     unsigned scale = __ldg(reinterpret_cast<const unsigned short*>(scales) + at);
@@ -114,14 +114,14 @@ struct PackedRows : OneRow<E> {
     return scale | bias << 16;
   }
 
-  // Multiplies up to 8 * TILES rows, as `FewRows` does. The rows of `x` are whole, aligned groups of 16 bytes.
+  // Multiplies up to 8 * TILES rows, as `FewRows` does. The rows of `x` must be aligned to 16 bytes.
   template <int TILES, bool IN_SHARED>
   __device__ void multiply_packed(E* out, E* shared, float* sums, float* squares) const {
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     int group = thread / 4, member = thread % 4;
     int tiles = (outputs + width() - 1) / width(), slots = (inner + PACKED_STEP - 1) / PACKED_STEP;
     int first = 2 * SPAN * warp, mine = first + PIECE * member;
-    // Threads of a group begin with different eights: those of rows in shared memory are then in different
+    // The threads of a group begin with different eights, so that they read shared memory from different
     // banks.
     int rotation = member * Kind::EIGHTS / 4;
 
@@ -160,15 +160,15 @@ struct PackedRows : OneRow<E> {
     if (IN_SHARED && rows == 1) this->share_row(shared, squares);
     if (IN_SHARED && rows > 1) this->share(shared, squares);
 
-    // Rows beyond the last are those of no output, so that any will do.
+    // Rows after the last have no outputs, so any address is valid for them.
     const E* at_x[TILES];
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
       int r = min(group + ROWS * j, rows - 1);
       at_x[j] = IN_SHARED ? shared + r * (inner + PAD) : this->x + r * this->row;
     }
-    // Not known to the compiler, which would move a constant to a register anew for each use: a seventh of all
-    // instructions here. No shift is negative.
+    // The compiler must not know this value: it would move a constant to a register for each use, which would
+    // be a seventh of all instructions here. The shift is never negative.
     unsigned mask = 0x000f000fu | (group_shift >> 31);
     float acc[TILES][4] = {};
     int tile = blockIdx.x, slot = 0, parity = 0;
@@ -180,7 +180,7 @@ struct PackedRows : OneRow<E> {
         for (int half = 0; half < 2; ++half) {
           int from = slot * PACKED_STEP + SPAN * half;
           if (from + first >= inner) continue;
-          // Codes behind a row are zeros, as their scales and biases are.
+          // Codes after the end of a row are zeros, and so are their scales and biases.
           int from_x = min(from + mine, inner - PIECE);
           uint4 upper = Kind::rotated(a[place][0][half], rotation), lower = Kind::rotated(a[place][1][half], rotation);
 #pragma unroll
@@ -202,7 +202,7 @@ struct PackedRows : OneRow<E> {
         }
         ask(place);
         if (++slot < slots) continue;
-        // The other half of `sums` is still read by slower warps.
+        // Slower warps may still read the other half of `sums`.
         this->template end_tile<TILES>(out, sums + parity * (SUMS / 2), tile, acc);
         slot = 0;
         parity = 1 - parity;
@@ -212,7 +212,7 @@ struct PackedRows : OneRow<E> {
   }
 };
 
-// Unpacks the row of a token, one a block, as `embed` copies one. Rounds before it multiplies.
+// Unpacks the embeddings of tokens, one in each block. Rounds the elements before it multiplies them by `by`.
 template <typename E, int BITS>
 __device__ inline void embed_packed(E* out, const unsigned* codes, const E* scales, const E* biases, int group_shift,
                                     const E* by, const Step* step, int vocabulary, int inner) {

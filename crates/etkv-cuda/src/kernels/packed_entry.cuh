@@ -1,14 +1,13 @@
-// The kernels of a step that read packed weights, for the `Element` of `ProductWork` and a number of `BITS`
-// that is defined before.
+// The kernels that read packed weights. `Element` and `BITS` must be defined before.
 
-// As the host has it. The product's weight is the codes.
+// The layout is the same on the host. The weight of `product` is the codes.
 struct PackedWork {
   ProductWork product;
   const Element* scales;
   const Element* biases;
   int group_shift, unused;
 };
-static_assert(sizeof(PackedWork) == 168, "as the host has it");
+static_assert(sizeof(PackedWork) == 168, "the host has the same layout");
 
 extern "C" __global__ void __launch_bounds__(256, 2) etkv_packed(const PackedWork work) {
   extern __shared__ uint4 shared_memory[];

@@ -1,15 +1,15 @@
-// The rows of a packed pool, and a tile of them in shared memory.
+// The rows of a packed pool, and tiles of rows in shared memory.
 
 namespace etkv {
 
-// The rows of one head. `IS_KEYS`: whether threads read them as keys, or as values.
+// The rows of one head. `IS_KEYS` is whether threads read them in the order for keys, or for values.
 template <typename F, int DIM, bool IS_KEYS>
 struct PackedRows {
   static constexpr int ROW = DIM / 8 * F::BITS;
   static constexpr int COPIED = ROW % 16 == 0 ? 16 : ROW % 8 == 0 ? 8 : 4;
   static constexpr int WHOLE = (ROW + 15) / 16 * 16;
-  // Rows in shared memory are apart so that what a warp reads at once is in different banks: of keys whole
-  // rows, of values a word of every second row.
+  // Rows in shared memory are padded so that a warp reads from different banks. It reads whole rows of keys
+  // at a time, and a word of every second row of values.
   static constexpr bool IS_PADDED = IS_KEYS ? WHOLE % 128 == 0 : WHOLE % 32 == 0;
   static constexpr int PITCH = WHOLE + (IS_PADDED ? 16 : 0);
 
@@ -41,11 +41,11 @@ struct PackedRows {
     offsets = reinterpret_cast<const char*>(planes.offsets) + first * offset_bytes();
   }
 
-  // This thread of the block. That there are so many tells the compiler enough to spare most of the registers that
-  // it would else have to write to memory where a warp has two parts of rows.
+  // The number of this thread. The remainder tells the compiler the range. Without it, the compiler spills
+  // registers if a warp has two parts of rows.
   __device__ static int own_thread() { return threadIdx.x % THREADS; }
 
-  // Copies a tile, of which `count` rows exist. The others become zeros.
+  // Copies a tile. Only `count` rows exist, and the others become zeros.
   __device__ void load(char* to, int first, int count) const {
     load_codes(to, first, count);
     load_plane<scale_bytes()>(to + SCALES_AT, scales, first, count);
@@ -56,7 +56,7 @@ struct PackedRows {
     constexpr int PIECES = ROW / COPIED;
     int thread = own_thread();
     if constexpr (THREADS % PIECES == 0 && THREADS / PIECES <= TILE) {
-      // All rows exist: a warp has few instructions for each piece of memory.
+      // All rows exist, so fewer instructions are necessary.
       if (count >= TILE) {
         constexpr int APART = THREADS / PIECES;
         int r = thread / PIECES, at = thread % PIECES * COPIED;
@@ -82,7 +82,7 @@ struct PackedRows {
     if constexpr (EACH > 0) {
       const char* from = plane + static_cast<long long>(first) * EACH;
       int bytes = min(max(count, 0), TILE) * EACH;
-      // Others where a head has an odd number of rows.
+      // The address may be unaligned if a head has an odd number of rows.
       bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
       for (int i = own_thread(); i < TILE * EACH / 16; i += THREADS) {
         int left = min(max(bytes - 16 * i, 0), 16);
@@ -95,12 +95,12 @@ struct PackedRows {
     }
   }
 
-  // An address of 16 bytes from which nothing is read.
+  // Returns an aligned address for copies of 0 bytes.
   __device__ static const char* plane_start(const char* plane) {
     return reinterpret_cast<const char*>(reinterpret_cast<unsigned long long>(plane) / 16 * 16);
   }
 
-  // The scale of a row's group, and its offset, as they are stored.
+  // Returns the stored bits of the scale of a row's group. `offset` returns those of the offset.
   __device__ static unsigned scale(const char* tile, int row, int group) {
     if constexpr (is_plain<F>) {
       return 0;
@@ -116,14 +116,14 @@ struct PackedRows {
     else return reinterpret_cast<const unsigned short*>(tile + OFFSETS_AT)[row * groups() + group];
   }
 
-  // The group of an eight of a row.
+  // Returns the group of an eight of a row.
   __device__ static int group(int eight) {
     if constexpr (is_plain<F>) return 0;
     else return 8 * eight / group_of<F>(DIM);
   }
 };
 
-// The scales of pairs whose halves are of two rows, or of one.
+// Returns the factors for pairs whose halves are from the rows `row` and `other`, which may be the same.
 template <typename D, typename R>
 __device__ inline Scales scales_of(const char* tile, int row, int other, int group) {
   if constexpr (R::groups() == 0) {

@@ -1,24 +1,26 @@
-// Attention over a slice of packed keys and values: a `Slice` by its blocks, tiles and ends, but keys and values come to
-// shared memory packed, and become elements in registers.
+// Attention over a slice of packed keys and values. Blocks, tiles and the merge are those of `Slice`. Keys
+// and values are packed in shared memory, and are unpacked in registers.
 //
-// Products have the keys, and then the elements of the values, as their 16 rows, and 8 rows of queries as columns. Of
-// one token a model has 4 or 8 rows of queries for a head: with those as the 16 rows, half of all products or more
-// would be of nothing, and sums and queries would take twice the registers. A part of a warp's rows has one or
-// two tiles of 8. Thread `m` of four has the rows 2 * `m` and the next of each tile, and thread `g` of eight has
-// the keys `g` and that plus 8 of each step.
+// The 16 rows of a matrix product are keys, or elements of values, and its 8 columns are query rows. A token
+// usually has 4 or 8 query rows for a KV head. If these were the 16 rows, at least half of each product would
+// be padding, and sums and queries would need twice the registers. A part of a warp's rows has one or two
+// tiles of 8 rows. In each tile, thread `m` of four has rows 2 * `m` and 2 * `m` + 1. In each step of keys,
+// thread `g` of eight has keys `g` and `g` + 8.
 //
-// Both operands of a product take the elements of a head in the order in which codes lie in memory: the sum
-// over them is the same. Of a key, thread `m` takes a quarter of all eights of codes, and the queries are read in the
-// same order. Of values, thread `g` takes the eight `g` of each 64 elements.
+// Both operands of a product have the elements of a head in the order of the codes in memory, so the sum over
+// them is right. Of a key, thread `m` reads a quarter of the eights (groups of eight codes), and queries are
+// read in the same order. Of a value, thread `g` reads eight number `g` of each 64 elements.
 //
-// Where a warp has one part of rows, offsets of affine codes come as products of their own, which saves an
-// instruction for each pair of elements. A key's score has the offset of each of its groups times the sum of a query
-// over the group, as a number of float16 and what that lacks. The values' weighted offsets of each group are added
-// to its elements at the end. With two parts there are too few registers, and half as many elements for each product.
+// If a warp has one part of rows, the offsets of affine codes are multiplied in separate products, which
+// saves an instruction for each pair of elements. For keys, this adds to each score the offset of each group
+// times the sum of the query over the group. That sum is a float16 number and the remainder of its rounding.
+// For values, the weighted offsets of each group are added to the elements at the end. With two parts there
+// are too few registers for this, and unpacking costs half as much for each product.
 
 namespace etkv {
 
-// `ROW_TILES`: the tiles of 8 rows that a warp has, of which two make a part. `ROW_WARPS`: the warps that share rows.
+// `ROW_TILES` is the number of a warp's tiles of 8 rows, two of which are a part. `ROW_WARPS` is the number
+// of warps among which the rows are divided.
 template <typename E, typename K, typename V, int DIM, int MASK, int STAGES, int ROW_TILES, int ROW_WARPS>
 struct PackedSlice {
   static constexpr int PARTS = (ROW_TILES + 1) / 2;
@@ -32,38 +34,39 @@ struct PackedSlice {
   using ValueInner = typename ValueCodes::Inner;
 
   static constexpr int ROW_TILE = 8;
-  // Tiles of rows of a part.
+  // The row tiles of a part.
   static constexpr int EACH = ROW_TILES / PARTS;
   static_assert(EACH * PARTS == ROW_TILES && ROW_TILES * ROW_TILE <= 32, "a thread of a warp for each row");
-  // Eights of a key that a thread has.
+  // The eights of a key that a thread has.
   static constexpr int EIGHTS = DIM / 32;
-  // Eights of values that all threads have, 64 elements each; half of the threads' have half of one more if there are
-  // 32 elements more.
+  // The eights of a value that a thread has, one for each 64 elements. If 32 elements remain, two threads
+  // share an eight of them.
   static constexpr int ROUNDS = DIM / 64;
   static constexpr bool HAS_HALF = DIM % 64 != 0;
-  // Elements of a row's sum that a thread has.
+  // The elements of a row's sum that a thread has.
   static constexpr int ELEMENTS = DIM / 8;
   static constexpr int VALUES_AT = (Keys::BYTES + 15) / 16 * 16;
   static constexpr int STAGE = VALUES_AT + (Values::BYTES + 15) / 16 * 16;
 
-  // The groups of a row whose offsets come apart.
+  // The number of groups of a row whose offsets are multiplied separately.
   static constexpr int KEY_GROUPS = IS_APART ? Keys::offset_bytes() / 2 : 0;
   static constexpr int VALUE_GROUPS = IS_APART ? Values::offset_bytes() / 2 : 0;
-  static_assert(KEY_GROUPS <= 8 && VALUE_GROUPS <= 8, "those of one product");
+  static_assert(KEY_GROUPS <= 8 && VALUE_GROUPS <= 8, "one product has all offsets of a row");
 
-  // Parts of rows that share the unpacked keys. Of each its blocks and slices count; rows are had as above.
+  // The parts of rows, which share unpacked keys. Only the blocks and slices of these objects are used, since
+  // threads have rows in the order above.
   Rows part[PARTS];
-  // The queries as operands, and their sums over groups.
+  // The queries as operands of products, and their sums over groups.
   unsigned q_parts[ROW_TILES][DIM / 16][2];
   unsigned q_sums[ROW_TILES][2];
-  // The running softmax of two rows of each tile. Pairs of elements of the two rows' sums are together.
+  // The running softmax of two rows of each tile. Four sums are two elements of both rows.
   float most[ROW_TILES][2];
   float total[ROW_TILES][2];
   float sums[ROW_TILES][ELEMENTS / 2][4];
-  // The weighted offsets of group `g` of packed values.
+  // The sums of weighted offsets of group `g` of packed values.
   float offsets[ROW_TILES][4];
-  // One past the last key that the row of this thread may see, of the 32 that a warp may have: less than 0 if there
-  // is no such row. And its query.
+  // For the row of a warp with the number of this thread: the end (exclusive) of the keys that it may see, or
+  // a negative number if the row does not exist. And its query.
   int ends_at, query_of;
   Keys keys;
   Values values;
@@ -90,17 +93,17 @@ struct PackedSlice {
     }
   }
 
-  // The row of the whole head that is row `of_tile` of a tile of this warp.
+  // Returns the row in the KV head of row `of_tile` of a tile of this warp.
   __device__ int row(int tile, int of_tile) const {
-    // The parts of a block are one behind another.
+    // The parts of a block are consecutive.
     int first = part[0].first_row() + tile / EACH * part[0].rows_of_block();
     return first + part[0].row_of_warp + tile % EACH * ROW_TILE + of_tile;
   }
 
-  // Reads the queries of this thread as `multiply_keys` has the keys.
+  // Reads the queries of this thread in the order of the keys in `multiply_keys`.
   __device__ void read_queries() {
     int g = part[0].thread / 4, m = part[0].thread % 4;
-    // In the place of a row that does not exist the last one is read: such a row sees no key.
+    // For a row that does not exist, the last row is read. Such a row sees no key.
     uint4 all[ROW_TILES][EIGHTS];
 #pragma unroll
     for (int i = 0; i < ROW_TILES * EIGHTS; ++i) {
@@ -118,7 +121,8 @@ struct PackedSlice {
     }
   }
 
-  // Sums the queries of all tiles, which products with keys that are prepared do not need.
+  // Sums the queries of all tiles over groups. Prepared keys include their offsets and do not need these
+  // sums.
   __device__ void sum_all_queries() {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t) {
@@ -126,12 +130,13 @@ struct PackedSlice {
     }
   }
 
-  // Sums the queries of a tile over the groups: the product of ones where an element is in a group. Element `i` of the
-  // sums of a row is that of group `i`, rounded, and the element `KEY_GROUPS` behind it what was lost.
+  // Sums the queries of a tile over groups, as a product with a matrix that is 1 where an element is in a
+  // group. Element `i` of a row's sums is the rounded sum of group `i`. Element `i + KEY_GROUPS` is the
+  // remainder of the rounding.
   __device__ void sum_queries(int t) {
     constexpr bool IS_LONG = 2 * KEY_GROUPS > 8;
     int g = part[0].thread / 4, m = part[0].thread % 4;
-    // Two products in turn: those of one wait for each other.
+    // Two sums alternate, because consecutive products of one sum depend on each other.
     float c[4] = {}, d[4] = {};
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) {
@@ -149,7 +154,8 @@ struct PackedSlice {
     q_sums[t][1] = IS_LONG ? transposed(rounded_pair<KeyInner>(c[2], c[3])) : 0;
   }
 
-  // The offsets of a key for the elements 2 * `m` and the next of the queries' sums, or for those 8 behind.
+  // Returns the offsets of a key for elements 2 * `m` and 2 * `m` + 1 of the queries' sums, plus 8 *
+  // `eights`.
   __device__ static unsigned key_offsets(const char* tile, int key, int m, int eights) {
     int first = 2 * m + 8 * eights;
     bool exists = first < 2 * KEY_GROUPS;
@@ -164,8 +170,8 @@ struct PackedSlice {
     return exists ? offsets : 0;
   }
 
-  // Returns elements in the type of the keys' products. float16 has all numbers of bfloat16 that make a
-  // difference to a score.
+  // Converts elements to the type of the products with keys. The range of float16 includes all bfloat16
+  // numbers that matter for a score.
   __device__ static uint4 converted(uint4 x) {
     if constexpr (cuda::std::is_same_v<E, KeyInner>) return x;
     unsigned words[4] = {x.x, x.y, x.z, x.w};
@@ -182,8 +188,8 @@ struct PackedSlice {
     values.load(to + VALUES_AT, first, count);
   }
 
-  // Unpacks this thread's eight `j` of key `g` of the keys from `at` on, and of key `g` plus 8. `Codes` has the offsets
-  // in the elements, or not.
+  // Unpacks this thread's eights of keys `g` and `g` + 8, counted from key `at`. `Codes` determines whether
+  // elements include offsets.
   template <typename Codes>
   struct KeysOf {
     typename Codes::Eight eights[2][EIGHTS];
@@ -208,7 +214,7 @@ struct PackedSlice {
     }
   };
 
-  // Multiplies these pairs by the rows.
+  // Multiplies the pairs of a thread's eights number `j` by the rows.
   __device__ void multiply_pairs(float (&scores)[ROW_TILES][4], const unsigned (&pairs)[2][4], int j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -220,8 +226,8 @@ struct PackedSlice {
     }
   }
 
-  // Multiplies the keys from `at` on, 16 of them, by the rows. Of each tile of rows a thread gets the scores of key `g`
-  // and of its two rows, and the same for key `g` plus 8.
+  // Multiplies 16 keys from `at` on by the rows. For each row tile, a thread gets the scores of keys `g` and
+  // `g` + 8 with its two rows.
   __device__ void multiply_keys(float (&scores)[ROW_TILES][4], const char* tile, int at) {
     KeysOf<KeyCodes> its(tile, at, part[0].thread);
 #pragma unroll
@@ -239,7 +245,8 @@ struct PackedSlice {
     }
   }
 
-  // How many of a thread's eights share a scale, beginning with each multiple of that.
+  // Returns the number of a thread's consecutive eights that share a scale. Such a run begins at each
+  // multiple of it.
   __device__ static constexpr int same_scale() {
     if constexpr (is_plain<K>) return EIGHTS;
     else {
@@ -253,7 +260,7 @@ struct PackedSlice {
     }
   }
 
-  // Reads a thread's eights of a key, 16 bytes at a time where they are whole groups of that.
+  // Reads a thread's eights of a key, 16 bytes at a time if their size allows it.
   template <typename Codes>
   __device__ static void read_eights(typename Codes::Eight (&eights)[EIGHTS], const char* row, int m) {
     constexpr int MINE = EIGHTS * K::BITS;
@@ -286,7 +293,7 @@ struct PackedSlice {
     }
   }
 
-  // Which keys of a tile the row of this thread sees, a bit each.
+  // Returns a bit for each key of a tile, which is 1 if the row of this thread sees the key.
   __device__ unsigned long long seen_of(int tile) const {
     if (ends_at < 0) return 0;
     if constexpr (MASK == SEES_LISTED) return part[0].listed.bits(tile, query_of);
@@ -294,8 +301,8 @@ struct PackedSlice {
     return count == TILE ? ~0ull : (1ull << count) - 1;
   }
 
-  // Makes weights of the scores of a step, with the sums so far multiplied to match. `seen`: the keys of the step that
-  // the row of this thread sees.
+  // Replaces the scores of a step by weights, and rescales the sums if the maximum score grows. `seen` has a
+  // bit for each key of the step that the row of this thread sees.
   __device__ void weigh(float (&scores)[ROW_TILES][4], unsigned seen) {
 #pragma unroll
     for (int i = 0; i < 4 * ROW_TILES; ++i) {
@@ -332,7 +339,7 @@ struct PackedSlice {
     }
   }
 
-  // Takes the greatest of these scores into the running softmax.
+  // Updates the maximum scores, and rescales the sums.
   __device__ void grow(const float (&scores)[ROW_TILES][4]) {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t) {
@@ -350,7 +357,7 @@ struct PackedSlice {
     }
   }
 
-  // Adds the values from `at` on, by the weights of all rows.
+  // Adds the values from `at` on, multiplied by the weights of all rows.
   __device__ void add_values(const float (&weights)[ROW_TILES][4], const char* tile, int at) {
     unsigned b[ROW_TILES][2];
 #pragma unroll
@@ -387,7 +394,7 @@ struct PackedSlice {
     }
   }
 
-  // Reads an eight of the values `first` and the next, and of those 8 later.
+  // Reads an eight of the values `first`, `first + 1`, `first + 8` and `first + 9`.
   __device__ static void read_values(typename ValueCodes::Eight (&eights)[2][2], Scales (&scales)[2], const char* tile,
                                      int first, int eight) {
 #pragma unroll
@@ -400,7 +407,8 @@ struct PackedSlice {
     }
   }
 
-  // Multiplies half of these eights. `to` is the first of this thread's four elements of sums.
+  // Multiplies half of these eights by the weights. `to` is the first of this thread's four sums to which the
+  // products are added.
   __device__ void multiply_values(const unsigned (&b)[ROW_TILES][2], const typename ValueCodes::Eight (&eights)[2][2],
                                   const Scales (&scales)[2], int half, int to) {
     unsigned upper[4], lower[4];
@@ -414,7 +422,8 @@ struct PackedSlice {
     }
   }
 
-  // The first of the four elements of a head from `element` on of this thread's sums.
+  // Returns the index in a head of element `element` of this thread's sums, which is a multiple of 4. The
+  // three after it are consecutive.
   __device__ static int column(int element, int g) {
     if (element < 8 * ROUNDS) return element / 8 * 64 + 8 * g + element % 8;
     return 64 * ROUNDS + 8 * (g % 4) + 4 * (g / 4);
@@ -424,7 +433,7 @@ struct PackedSlice {
   __device__ void attend_to_slice(int known, const Wait& wait) {
     char* stages = part[0].shared;
     auto load_tile = [&](int first, int place) { load(stages + place * STAGE, first); };
-    // A short cache is a tile for each block: its keys are unpacked while the queries are not there yet.
+    // With a short cache, each block has one tile. Its keys are unpacked before the queries are available.
     unsigned prepared[EIGHTS][2][4];
     auto prepare = [&](int place) {
       wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
@@ -441,7 +450,7 @@ struct PackedSlice {
       if constexpr (ROW_TILES == 1) {
         unsigned of_step = static_cast<unsigned>(seen_of(tile) >> part[0].key_of_warp) & 0xffff;
         if (__any_sync(ALL, of_step != 0)) {
-          // Two sums in turn: the products of one wait for each other.
+          // Two sums alternate, because consecutive products of one sum depend on each other.
           float scores[ROW_TILES][4] = {}, others[ROW_TILES][4] = {};
 #pragma unroll
           for (int j = 0; j < EIGHTS; ++j) multiply_pairs(j % 2 ? others : scores, prepared[j], j);
@@ -461,7 +470,7 @@ struct PackedSlice {
       for (int i = 0; i < 4; ++i) {
         int at = part[0].key_of_warp + STEP * i;
         unsigned of_step = static_cast<unsigned>(seen >> at % TILE) & 0xffff;
-        // A key that no row of the warp sees costs nothing: those of the other sequences of a batch.
+        // Skips steps of which no row of the warp sees a key, such as those of other sequences.
         if (i >= part[0].steps() || !__any_sync(ALL, of_step != 0)) continue;
         float scores[ROW_TILES][4] = {};
         multiply_keys(scores, rows, at);
@@ -472,7 +481,7 @@ struct PackedSlice {
     part[0].template for_tiles<ROW_TILES == 1>(known, wait, load_tile, prepare, start, begin, look, attend);
   }
 
-  // Ends a part. The parts share the memory for it.
+  // Adds the sums of a part, and writes its result or partial result. All parts use the same memory for this.
   __device__ void end_slice(int p, E* out, float* parts, float* stats) {
     if (p > 0) __syncthreads();
     int g = part[0].thread / 4, m = part[0].thread % 4;

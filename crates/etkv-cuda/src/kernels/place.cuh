@@ -1,5 +1,5 @@
-// Heads that a product has made, to where attention takes them: normalized, rotated, and stored. A block has
-// the heads of a token that belong to one head of keys, each warp a head at a time.
+// Normalizes, rotates and stores the heads that a product has computed. A block processes the heads of one
+// token that belong to one KV head. A warp processes a head at a time.
 
 namespace etkv {
 
@@ -7,7 +7,7 @@ constexpr int MAX_PLACE_WARPS = 8;
 
 template <typename E>
 struct Row {
-  // The elements of this thread of a warp, zeros behind the last one.
+  // The elements of this thread. Elements after the end of the head are zeros.
   E x[8];
   int thread, dim;
 
@@ -24,7 +24,7 @@ struct Row {
     if (8 * thread < dim) *reinterpret_cast<uint4*>(to + 8 * thread) = piece;
   }
 
-  // Rounds as `FewRows` does, but with weights of float32.
+  // Rounds like `FewRows`, unless the weight is float32.
   __device__ void normalize(const AnyNorm& norm) {
     float sum = 0;
     for (int i = 0; i < 8; ++i) sum += static_cast<float>(x[i]) * static_cast<float>(x[i]);
@@ -34,7 +34,8 @@ struct Row {
     for (int i = 0; i < 8; ++i) x[i] = norm.normed(x[i], scale, 8 * thread + i);
   }
 
-  // Element `j` of the first ones, which rotate, does together with `j + rotated / 2`, which another thread has.
+  // Rotates the first `rotated` elements. Element `j` rotates together with `j + rotated / 2`, which another
+  // thread has.
   __device__ void rotate_row(int position, const float* periods, int rotated) {
     int half = rotated / 16, other = thread < half ? thread + half : thread - half;
     bool is_second = thread >= half;

@@ -1,10 +1,10 @@
-// The kernel that places heads, for an `Element` and the formats of keys and values that are defined before.
+// The kernel that places heads. `Element` and the formats of keys and values must be defined before.
 
 using Keys = ETKV_KEYS;
 using Values = ETKV_VALUES;
 
-// As the host has it. Periods are null if nothing rotates. A norm is 0 if there is none, and 2 if its weights are
-// float32.
+// The layout is the same on the host. `periods` is null if nothing rotates. `q_normalizes` and `k_normalizes`
+// are 0 without a norm, and 2 for a norm with a float32 weight.
 struct PlaceWork {
   const Element* x;
   const void* q_norm;
@@ -16,9 +16,9 @@ struct PlaceWork {
   float q_eps, k_eps;
   int q_normalizes, k_normalizes, queries, each, dim, rotated;
 };
-static_assert(sizeof(PlaceWork) == 144, "as the host has it");
+static_assert(sizeof(PlaceWork) == 144, "the host has the same layout");
 
-// A block for each head of keys and each token.
+// There is a block for each KV head and each token.
 extern "C" __global__ void __launch_bounds__(32 * etkv::MAX_PLACE_WARPS) etkv_place(const PlaceWork work) {
   __shared__ int is_hidden;
   etkv::let_next_begin();
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(32 * etkv::MAX_PLACE_WARPS) etkv_pl
   if (threadIdx.x == 0) is_hidden = 0;
   __syncthreads();
   etkv::wait_for_previous();
-  // The key and the value come first: they take longest.
+  // The key and the value come first, because they take longest.
   for (int i = warp; i < group + 2; i += warps) {
     bool is_key = i == 0, is_value = i == 1;
     int number = is_key ? work.queries + head : is_value ? work.queries + work.each + head : head * group + i - 2;
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(32 * etkv::MAX_PLACE_WARPS) etkv_pl
       row.write(out + (i - 2) * dim);
       continue;
     }
-    // Tokens that only fill up have no place.
+    // Padding tokens have no slot.
     if (slot < 0) continue;
     long long at = head * (is_key ? work.keys : work.values).capacity + slot;
     if (is_key) row.store<Keys>(work.keys, at);
@@ -54,6 +54,6 @@ extern "C" __global__ void __launch_bounds__(32 * etkv::MAX_PLACE_WARPS) etkv_pl
   }
   __syncthreads();
   if (!is_hidden) return;
-  // Codes have no NaN. Queries that have make the token's own logits NaN.
+  // Codes cannot represent NaN. Queries that are NaN make the logits of the token NaN.
   for (int i = threadIdx.x; i < group * dim; i += blockDim.x) out[i] = Element(__int_as_float(0x7fffffff));
 }

@@ -1,4 +1,4 @@
-// What the other files expect of CUDA's headers, so that none of these are needed where they are compiled.
+// The parts of CUDA's headers that the other files use. With them, the files compile without CUDA's headers.
 
 #define INFINITY (__int_as_float(0x7f800000))
 

@@ -1,4 +1,5 @@
-// The kernels of a step but attention and products with packed weights, for the `Element` of `ProductWork`.
+// The kernels of products with plain weights, of embeddings and of the argmax, for the `Element` of
+// `ProductWork`.
 
 extern "C" __global__ void __launch_bounds__(256, 2) etkv_row(const ProductWork work) {
   extern __shared__ uint4 shared_memory[];

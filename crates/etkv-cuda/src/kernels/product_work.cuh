@@ -1,6 +1,6 @@
-// What a product gets from the host, for an `Element` that is defined before.
+// The argument of a product. `Element` must be defined before.
 
-// As the host has it.
+// The layout is the same on the host.
 struct ProductWork {
   const Element* x;
   const Element* w;
@@ -16,7 +16,7 @@ struct ProductWork {
   float eps;
   int normalizes, gate, rows, outputs, inner, head_dim, rotated, queries, each, most_shared, team;
 };
-static_assert(sizeof(ProductWork) == 144, "as the host has it");
+static_assert(sizeof(ProductWork) == 144, "the host has the same layout");
 
 __device__ inline etkv::FewRows<Element> rows_of(const ProductWork& work) {
   return {

@@ -1,9 +1,9 @@
-// Recurrent layers of a step: convolutions of any tokens, and linear recurrences of a few tokens of each sequence,
-// all within a block of positions.
+// Recurrent layers of a step: convolutions of any number of tokens, and linear recurrences of a few tokens of
+// each sequence, all of which are in one block of positions.
 
 namespace etkv {
 
-// Rows of heads that lie anywhere.
+// Rows of heads with any strides.
 template <typename E>
 struct HeadRows {
   const E* first;
@@ -14,21 +14,22 @@ struct HeadRows {
   }
 };
 
-// One thread for each channel of each token.
+// A causal convolution, with a thread for each channel of each token.
 template <typename X, typename W, typename B, typename O, bool BIAS, bool SILU>
 struct Convolution {
-  // Channels are the rows of one head, and tokens their columns.
+  // The head is 0, rows are channels, and columns are tokens.
   HeadRows<X> x;
-  // Channels are rows, and taps columns.
+  // The head is 0, rows are channels, and columns are taps.
   HeadRows<W> weight;
   const B* bias;
   long long bias_step;
   HeadRows<float> stored;
-  // For each token the `width - 1` columns before it: a slot, -1 for zeros, or -2 - token.
+  // For each token: the sources of the `width - 1` columns before it. A source is a slot, -1 for zeros, or -2
+  // - token.
   const int* before;
   int channels, tokens, width;
 
-  // Writes `[tokens, channels]`, and the columns of the tokens in the same shape.
+  // Writes the outputs `[tokens, channels]`, and the tokens' columns in the same shape.
   __device__ void run(O* out, float* columns) const {
     long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= static_cast<long long>(channels) * tokens) return;
@@ -50,18 +51,19 @@ struct Convolution {
   }
 };
 
-// The columns of a state, one for each lane, that a block computes. Its warps share the rows among them.
+// A block computes 32 columns of a state, one for each lane. The rows are divided among its warps.
 constexpr int STATE_COLUMNS = 32, STATE_WARPS = 8;
 constexpr int BLOCK_ROWS = 64, GROUP_TOKENS = 16, FOLD_ROWS = 16;
 constexpr float MIN_LOG_DECAY = -88;
 
-// A part of the rows of a state, in the registers of a lane.
+// A part of a state's column, in the registers of a lane.
 template <int K_DIM>
 struct StatePart {
   static constexpr int N = K_DIM / STATE_WARPS;
   float each[N];
 
-  // `source` is a slot, -1 for zeros, or -2 - the index of a state that was made in this step.
+  // `source` is the slot of an anchor, -1 for zeros, or -2 - the index of a state that `Fold` computed in
+  // this step.
   __device__ void load(const HeadRows<float>& anchors, const HeadRows<float>& folds, int source, int head, int warp,
                        int column, int v_dim) {
     const HeadRows<float>& from = source >= 0 ? anchors : folds;
@@ -77,26 +79,27 @@ __device__ inline float sum_of_lanes(float x) {
   return x;
 }
 
-// The tokens of a group see the same rows before them, and each its ancestors in the group. A block computes some
-// columns of one head: no column of a state needs another.
+// A linear recurrence. All tokens of a group see the same stored rows, and each token sees its ancestors in
+// the group. A block computes some columns of one head, since the columns of a state are independent.
 template <int K_DIM, bool DELTA, typename Q, typename K, typename V, typename G, typename B, typename O>
 struct Scan {
   HeadRows<Q> q;
   HeadRows<K> k;
   HeadRows<V> v;
-  // With one column.
+  // `g` and `beta` have one column.
   HeadRows<G> g;
   HeadRows<B> beta;
   HeadRows<float> keys, updates, anchors, folds;
-  // Where each group begins; there its state, as `StatePart` reads it, its numbers of rows and tokens, the slots of
-  // its rows, and for each token its index, the place of the one before it in the group or -1, and the places of its
-  // ancestors as bits.
+  // The offset of each group in this array, followed by the groups. A group has the source of its state (see
+  // `StatePart`), its numbers of rows and of tokens, the slots of its rows, and three numbers for each token:
+  // the index of the token, the position of its parent in the group or -1, and a bit for the position of each
+  // ancestor.
   const int* plan;
   int share, v_dim, tokens;
   float scale;
 
-  // Writes outputs `[tokens, heads, v_dim]`, keys `[k_heads, tokens, K_DIM]`, and updates with the sum of log decays
-  // after them, `[heads, tokens, v_dim + 1]`.
+  // Writes outputs `[tokens, heads, v_dim]`, keys `[k_heads, tokens, K_DIM]`, and updates `[heads, tokens,
+  // v_dim + 1]`, whose last column is the sum of log decays.
   __device__ void run(O* out, float* new_keys, float* new_updates) const {
     __shared__ float query[K_DIM], key[K_DIM];
     __shared__ float for_query[BLOCK_ROWS + GROUP_TOKENS], for_key[BLOCK_ROWS + GROUP_TOKENS];
@@ -128,12 +131,12 @@ struct Scan {
       if (threadIdx.x == 0) {
         float before = parent >= 0 ? token_sums[parent] : n_rows > 0 ? row_sums[n_rows - 1] : 0;
         float decay = g.at(head, token, 0);
-        // This keeps NaN.
+        // The comparison keeps NaN.
         token_sums[i] = (decay < MIN_LOG_DECAY ? MIN_LOG_DECAY : decay) + before;
       }
       __syncthreads();
 
-      // What the token reads of each row and each ancestor, and at last of itself.
+      // The products with the keys of each row, of each ancestor, and of the token itself.
       float sum = token_sums[i];
       for (int r = warp; r <= n_rows + i; r += STATE_WARPS) {
         bool is_row = r < n_rows, is_own = r == n_rows + i;
@@ -195,11 +198,11 @@ struct Scan {
   }
 };
 
-// The states after whole blocks of rows.
+// Computes the states at the ends of complete blocks of rows.
 template <int K_DIM>
 struct Fold {
   HeadRows<float> keys, updates, anchors;
-  // For each fold the slot of the state before, or -1 for zeros, and the slots of the rows.
+  // For each fold: the slot of the anchor before the block, or -1 for zeros, and the slots of the rows.
   const int* plan;
   int share, v_dim;
 

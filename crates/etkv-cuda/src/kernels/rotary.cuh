@@ -1,8 +1,8 @@
-// Rotary embedding of rows that lie anywhere.
+// Rotary embedding of rows with any strides.
 
 namespace etkv {
 
-// Turns element `j` of each row together with `j + half`.
+// Rotates elements `j` and `j + half` of each row together.
 template <typename E>
 struct Rotary {
   const E* x;
@@ -13,7 +13,7 @@ struct Rotary {
   long long period_step;
   int heads, tokens, half;
 
-  // Writes the tokens one after another, each with all its heads.
+  // Writes `[tokens, heads, elements]`.
   __device__ void run(E* out) const {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= tokens * heads * half) return;

@@ -1,4 +1,4 @@
-// Rows as the kernel gets them, and small functions on scores.
+// Views of rows, masks, and small functions on scores.
 
 namespace etkv {
 
@@ -8,7 +8,7 @@ constexpr unsigned ALL = 0xffffffffu;
 
 enum Masks { SEES_ALL, SEES_UP_TO_ITSELF, SEES_MARKED, SEES_LISTED };
 
-// Rows of one head after another, each axis with its own stride.
+// Rows of several heads, with a stride for each axis.
 template <typename E>
 struct View {
   const E* data;
@@ -16,28 +16,31 @@ struct View {
 
   __device__ const E* at(int h, int r) const { return data + h * head + r * row; }
 
-  // Returns whether each row consists of whole, aligned groups of 16 bytes.
+  // Returns whether each row is contiguous and aligned to 16 bytes.
   __device__ bool is_aligned() const {
     long long misfits = (head * sizeof(E)) | (row * sizeof(E)) | reinterpret_cast<long long>(data);
     return column == 1 && misfits % 16 == 0;
   }
 };
 
-// The mask: which keys a query sees, with a stride of 0 along an axis that repeats.
+// A mask with an element for each query and key. Along a broadcast axis the stride is 0.
 struct Marks {
   const bool* data;
   long long query, key;
 };
 
-// The mask as lists of the tiles of keys in which a query sees some. Each block of rows has a list of its own;
-// of each tile there is the number, and a bit for each of its keys and each query. Other tiles are not read.
+// A mask as lists of tiles. For each block of rows, there is a list of the tiles in which a query of the
+// block sees a key. A tile has its number, and a bit for each of its keys and each query. Other tiles are not
+// read.
 struct TileList {
-  // The ends of the blocks' lists, and these lists: of each tile its number, and above that its place.
+  // The list of this block. An item has the number of a tile in its lower half, and the index of the tile in
+  // its upper half.
   const unsigned long long* lists;
   const unsigned long long* tiles;
   int queries, count;
 
-  // `before`: how many numbers come before the tiles.
+  // `data` has the ends of all blocks' lists, the lists, and the tiles. `before` is the count of numbers
+  // before the tiles.
   __device__ void open(const unsigned long long* data, int before, int all_queries, int block, int blocks) {
     tiles = data + before;
     queries = all_queries;
@@ -66,7 +69,8 @@ __device__ inline unsigned pair_of(E low, E high) {
   return bits[0] | static_cast<unsigned>(bits[1]) << 16;
 }
 
-// The sum of `x`, or the greatest, of the threads of a warp whose numbers differ by a multiple of `FROM` below `TO`.
+// Returns the sum of `x`, or the maximum, over the threads of a warp whose numbers differ by a multiple of
+// `FROM` below `TO`.
 template <int FROM, int TO>
 __device__ inline float over_threads(float x, bool adds) {
   for (int step = FROM; step < TO; step *= 2) {
@@ -76,12 +80,12 @@ __device__ inline float over_threads(float x, bool adds) {
   return x;
 }
 
-// That of the four threads of a row of a product, and of the eight of a column.
+// The same over the four threads that share a row of a product, and over the eight that share a column.
 __device__ inline float over_row(float x, bool adds) { return over_threads<1, 4>(x, adds); }
 __device__ inline float over_column(float x, bool adds) { return over_threads<4, 32>(x, adds); }
 
-// The weight of a part of a row whose largest score is `most` where that of the row is `highest`.
-// Scores are multiples of log 2, so that the weight is a power of 2. Where nothing is seen, it is 0.
+// Returns the weight of a part of a row. `most` is the maximum score of the part, and `highest` that of the
+// whole row. Scores are in units of log 2, so the weight is a power of 2. It is 0 if the part sees no key.
 __device__ inline float weight_of(float most, float highest) {
   return most == -INFINITY ? 0.0f : power_of_two(most - highest);
 }

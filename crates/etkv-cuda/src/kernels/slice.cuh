@@ -1,31 +1,32 @@
-// The attention of several queries over a slice of many keys: what a block does.
+// Attention of several queries over a slice of many keys: the work of a block.
 //
-// A block reads the keys of one KV head once, for up to 64 rows: the query heads of that KV head times
-// the queries. Row `r` is query `r / group` of query head `r % group`, so that rows of one
-// query, which see the same keys, are neighbours. A warp has 16 rows and a share of each tile of keys,
-// and keeps the running softmax of the two in registers.
+// A block reads the keys of one KV head once, for up to 64 rows. There is a row for each query and each query
+// head of that KV head: row `r` is query `r / group` of query head `r % group`. Rows of one query, which see
+// the same keys, are therefore adjacent. A warp computes 16 rows over a share of each tile of keys, and keeps
+// the running softmax in registers.
 //
-// Lengths and strides are arguments; only dtypes, dimensions and the kind of mask are compiled in.
+// Lengths and strides are arguments. Only dtypes, head dims and the kind of mask are compiled in.
 
 namespace etkv {
 
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-// Keys that a block reads at a time, and those that a warp multiplies at a time.
+// The keys that a block reads at a time, and those that a warp multiplies at a time.
 constexpr int TILE = 64;
 constexpr int STEP = 16;
-// Rows of a warp.
+// The rows of a warp.
 constexpr int ROWS = 16;
 
-// The warps of a block that share its rows are `MAX_ROW_WARPS`, or else these are the most. A block of threads has
-// `PARTS` blocks of rows, one after another, and as many of these objects. `AT_ONCE`: the most steps of keys that a
-// warp attends to at a time, as registers allow.
+// The rows of a block are divided among `MAX_ROW_WARPS` warps if `IS_FIXED`, or else among at most that many.
+// The other warps of the block have the same rows and other keys. A thread block computes `PARTS` consecutive
+// blocks of rows, with one of these objects for each. `AT_ONCE` is the maximum number of steps of keys that a
+// warp computes at a time, which the number of registers limits.
 template <typename E, int DK, int DV, int MASK, int STAGES, int MAX_ROW_WARPS, bool IS_FIXED = false, int PARTS = 1,
           int AT_ONCE = 2>
 struct Slice {
   static constexpr int PIECE = 16 / sizeof(E);
-  // Rows in shared memory are apart by an odd number of 16 bytes, so that eight of them lie in
-  // different banks.
+  // The pitch of rows in shared memory is an odd multiple of 16 bytes, so that eight rows are in different
+  // banks.
   static constexpr int K_PITCH = DK + PIECE;
   static constexpr int V_PITCH = DV + PIECE;
   static constexpr int STAGE = TILE * (K_PITCH + V_PITCH);
@@ -39,36 +40,36 @@ struct Slice {
   float scale;
   char* shared;
 
-  // Queries: as operands of products in half precision, else rows in shared memory.
+  // The queries: operands of products in half precision, or rows in shared memory in float32.
   unsigned q_parts[is_half<E> ? DK / 16 : 1][4];
   E* q_rows;
-  // The running softmax of the rows `thread / 4` and that plus 8.
+  // The running softmax of the rows `thread / 4` and `thread / 4 + 8`.
   float most[2];
   float total[2];
   float sums[DV / 8][4];
 
-  // The slices that have keys: as many as the grid has, or fewer if there are fewer tiles.
+  // The number of slices that have keys. It is the width of the grid, or smaller if there are fewer tiles.
   int slices;
-  // The block of rows.
+  // The number of the block of rows.
   int block;
-  // Of this thread's two rows the query, and one past the last key that it may see.
+  // For this thread's two rows: the query, and the end (exclusive) of the keys that it may see.
   int query_of[2], ends_at[2];
-  // This thread of its warp, and what the warp has of the block.
+  // The number of this thread in its warp, and the warp's first row and first key in the block.
   int thread, warp, row_warps, row_of_warp, key_of_warp, head;
 
   __device__ int rows_of_block() const { return ROWS * row_warps; }
   __device__ int first_row() const { return block * rows_of_block(); }
-  // The row of the whole head that this thread's elements with `lower` belong to.
+  // Returns this thread's first row (`lower` is 0) or second row (1) in the KV head.
   __device__ int row(int lower) const { return first_row() + row_of_warp + thread / 4 + 8 * lower; }
 
   __device__ const E* query(int r) const {
     return q.at(head * sizes.group + r % sizes.group, r / sizes.group);
   }
 
-  // Steps of a tile that each warp has.
+  // The number of a warp's steps in a tile.
   __device__ int steps() const { return TILE / STEP * row_warps / WARPS; }
 
-  // Divides the warps between rows and keys. Fewer rows are fewer sequences, whose keys lie apart.
+  // Divides the warps between rows and keys.
   __device__ void divide_rows() {
     row_warps = MAX_ROW_WARPS;
     if (IS_FIXED) return;
@@ -97,7 +98,7 @@ struct Slice {
     for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] = 0;
   }
 
-  // Reads the queries of this thread, or in float32 those of the block to shared memory.
+  // Reads the queries of this thread to registers, or in float32 those of the block to shared memory.
   __device__ void read_queries() {
     if constexpr (is_half<E>) {
       if (q.is_aligned()) return read_whole_queries();
@@ -120,17 +121,17 @@ struct Slice {
     }
   }
 
-  // Does so by way of the last tile's place in shared memory, to which nothing is copied yet: threads read 16 bytes, and
-  // no two the same.
+  // Reads aligned queries through the memory of the last stage, to which no tile is copied yet. In this way
+  // threads read 16 bytes at a time, and each query is read once.
   __device__ void read_whole_queries() {
     constexpr int PIECES = DK / PIECE, EACH = (MAX_ROW_WARPS * ROWS * PIECES + THREADS - 1) / THREADS;
     E* place = reinterpret_cast<E*>(shared) + (STAGES - 1) * STAGE;
-    // All are asked for at once.
+    // All loads are issued before the first result is used.
     uint4 x[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       int at = threadIdx.x + THREADS * i, r = at / PIECES;
-      // In the place of a row that does not exist the last one is read: such a row sees no key.
+      // For a row that does not exist, the last row is read. Such a row sees no key.
       x[i] = read_rows(query(min(first_row() + r, sizes.rows() - 1)) + at % PIECES * PIECE);
     }
 #pragma unroll
@@ -165,7 +166,7 @@ struct Slice {
     }
   }
 
-  // The same for a tile of which all rows exist. A warp has few instructions for each piece of memory.
+  // The same for a tile of which all rows exist, with fewer instructions.
   template <int D>
   __device__ void load_whole(E* to, const View<E>& rows, int first) {
     constexpr int PIECES = D / PIECE, APART = THREADS / PIECES;
@@ -177,9 +178,9 @@ struct Slice {
     for (int i = 0; i < TILE / APART; ++i, from += step) copy_later(to + i * APART * (D + PIECE), from, true);
   }
 
-  // Multiplies this warp's rows by the keys from `keys` on, `N` steps of them. Of each a thread gets the scores
-  // of its two rows and of the keys 2 * (thread % 4) and the next, and the same 8 later. The products of several
-  // steps wait less for each other than those of one.
+  // Multiplies this warp's rows by the keys of `N` steps, which begin at `keys`. Of each step, a thread gets
+  // the scores of its two rows with four keys: `k`, `k + 1`, `k + 8` and `k + 9`, where `k` is 2 * (thread %
+  // 4). The products of different steps do not depend on each other, which hides their latency.
   template <int N>
   __device__ void multiply_keys(float (&scores)[N][2][4], const E* keys) {
     if constexpr (is_half<E>) {
@@ -243,7 +244,7 @@ struct Slice {
     }
   }
 
-  // Returns which of this thread's scores of the step count, a bit each.
+  // Returns a bit for each of this thread's scores of a step, which is 1 if the row sees the key.
   __device__ unsigned seen_of(int first) const {
     // Most steps are seen by all rows.
     if (MASK != SEES_MARKED && first + STEP <= min(ends_at[0], ends_at[1])) return 0xff;
@@ -257,18 +258,18 @@ struct Slice {
     return seen;
   }
 
-  // The same by the bits that a tile has for the queries of this thread's rows.
+  // The same with the mask bits of a tile for the queries of this thread's rows.
   __device__ unsigned seen_of(const unsigned long long (&bits)[2], int first) const {
     unsigned seen = 0;
     for (int i = 0; i < 2; ++i) {
-      // Keys 0 and 1, and 8 and 9, of those that follow are this thread's.
+      // Of the keys from here on, this thread has keys 0, 1, 8 and 9.
       unsigned from = static_cast<unsigned>(bits[i] >> (first + thread % 4 * 2));
       seen |= ((from & 3) | (from >> 4 & 0x30)) << 2 * i;
     }
     return seen;
   }
 
-  // Returns the bits of a tile for the queries of this thread's rows.
+  // Reads the mask bits of a tile for the queries of this thread's rows.
   __device__ void read_bits(unsigned long long (&bits)[2], int tile) const {
     static_assert(TILE == 8 * sizeof(bits[0]), "a bit for each key");
     for (int i = 0; i < 2; ++i) {
@@ -276,13 +277,13 @@ struct Slice {
     }
   }
 
-  // Attends to `N` steps of keys, of which a thread's scores count by `seen`.
+  // Computes attention over `N` steps of keys. `seen` has the bits of `seen_of` for each step.
   template <int N>
   __device__ void attend_to(const E* keys, const E* values, const unsigned* seen) {
     unsigned all = 0;
 #pragma unroll
     for (int n = 0; n < N; ++n) all |= seen[n];
-    // A key that no row of the warp sees costs nothing: those of the other sequences of a batch.
+    // Skips steps of which no row of the warp sees a key, such as those of other sequences.
     if (!__any_sync(ALL, all != 0)) return;
     float scores[N][2][4] = {};
     multiply_keys(scores, keys);
@@ -292,12 +293,12 @@ struct Slice {
 
   __device__ float scaled(float score) const {
     score *= scale;
-    // Only a key or a query that is not finite scores so low. Several sequences share the pools: the host
-    // has to see it, and it would be a key without a weight.
+    // The score is -infinity only if a key or query is not finite. With a list, sequences share the pools and
+    // the host must detect this. Without the NaN, the key would only get a weight of 0.
     return MASK == SEES_LISTED && score == -INFINITY ? INFINITY - INFINITY : score;
   }
 
-  // Makes weights of the scores of some steps, with the sums so far multiplied to match.
+  // Replaces the scores of `N` steps by weights, and rescales the sums if the maximum score grows.
   template <int N>
   __device__ void weigh(float (&scores)[N][2][4], const unsigned* seen) {
     unsigned all = 0xff;
@@ -314,7 +315,7 @@ struct Slice {
         if (!(seen[i / 8] >> i % 8 & 1)) scores[i / 8][i / 4 % 2][i % 4] = -INFINITY;
       }
     }
-    // Few steps have a greater score than all before.
+    // Few steps have a larger score than all earlier ones.
     bool grows = false;
 #pragma unroll
     for (int i = 0; i < 8 * N; ++i) grows = grows || scores[i / 8][i / 4 % 2][i % 4] > most[i / 2 % 2];
@@ -334,7 +335,7 @@ struct Slice {
 #pragma unroll
       for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] *= weight[i / 2 % 2];
     }
-    // Where nothing is seen, scores are all so low that they have no weight.
+    // If no key is seen, the maximum is -infinity. Subtracting 0 gives weights of 0.
     float from[2];
     for (int i = 0; i < 2; ++i) from[i] = most[i] == -INFINITY ? 0.0f : most[i];
 #pragma unroll
@@ -345,7 +346,7 @@ struct Slice {
     }
   }
 
-  // Returns the tiles of keys that some row of a block of rows may see.
+  // Returns the number of tiles with a key that a row of the block may see.
   __device__ int tiles_of(int block) const {
     if (MASK == SEES_LISTED) return listed.count;
     int keys = sizes.keys;
@@ -356,11 +357,12 @@ struct Slice {
     return (keys + TILE - 1) / TILE;
   }
 
-  // Returns the first key of a tile that is read.
+  // Returns the first key of tile number `tile` of this block.
   __device__ int first_key(int tile) const { return TILE * (MASK == SEES_LISTED ? listed.number(tile) : tile); }
 
-  // Returns the slices of a block of rows, of which there are no more than `most`. Of many rows they are as few as there
-  // can be without one that has more tiles: each leaves much to be merged.
+  // Returns the number of slices of a block of rows, at most `most`. With many rows, a slice has a large
+  // partial result to merge. The number is then the smallest one with the same number of tiles in the largest
+  // slice.
   __device__ int slices_of(int block, int most) const {
     int tiles = max(tiles_of_all(block), 1);
     if (MAX_ROW_WARPS * PARTS == 1) return min(tiles, most);
@@ -368,7 +370,7 @@ struct Slice {
     return (tiles + each - 1) / each;
   }
 
-  // Returns the tiles of the blocks of rows that a block of threads has, this one among them.
+  // Returns the number of tiles for all blocks of rows of the thread block that includes `block`.
   __device__ int tiles_of_all(int block) const { return tiles_of(block / PARTS * PARTS + PARTS - 1); }
 
   __device__ void attend_to_slice() {
@@ -384,7 +386,7 @@ struct Slice {
       load<DK>(to, k, first, k_aligned);
       load<DV>(to + TILE * K_PITCH, v, first, v_aligned);
     };
-    // The marks come from far: ask for those of all steps at once.
+    // The mask is in global memory. It is loaded for all steps at once.
     unsigned seen[4];
     auto look = [&](int tile) { see(seen, tile); };
     auto attend = [&](int place) {
@@ -403,7 +405,7 @@ struct Slice {
     for_tiles<false>(known, wait, load_tile, [](int) {}, start, [](int, int, bool) {}, look, attend);
   }
 
-  // Returns which scores count, for each step of the warp in a tile.
+  // Sets the bits of `seen_of` for each step of the warp in a tile.
   __device__ void see(unsigned (&seen)[4], int tile) const {
     unsigned long long bits[2];
     if constexpr (MASK == SEES_LISTED) read_bits(bits, tile);
@@ -420,18 +422,20 @@ struct Slice {
     }
   }
 
-  // Calls `load` for each tile of the slice with its first key and a place in shared memory, `start` once the
-  // first are on their way, and of each tile `look`, and `attend` with its place once it is there. The kernel before,
-  // for which `wait` waits, writes no key or value before `known`. `PREPARES`: `prepare` is called with the first
-  // tile's place, before `wait` if the kernel before writes none of the first tiles, and then `begin` in the place of
-  // `attend`, with whether others follow. `start` is told of it.
+  // Runs the tiles of the slice. Calls `load` for each tile with its first key and a stage of shared memory,
+  // and `start` when the first tiles are loading. Then calls `look` for each tile, and `attend` with its
+  // stage when it is loaded. The previous kernel, for which `wait` waits, writes only keys and values from
+  // `known` on. With `PREPARES`, the first tile is special: `prepare` is called with its stage, before `wait`
+  // if the previous kernel does not write the first tiles. `begin` is then called instead of `attend`; its
+  // last argument is whether more tiles follow. The argument of `start` is whether `prepare` is called.
   template <bool PREPARES, typename Wait, typename Load, typename Prepare, typename Start, typename Begin, typename Look,
             typename Attend>
   __device__ void for_tiles(int known, const Wait& wait, const Load& load, const Prepare& prepare, const Start& start,
                             const Begin& begin, const Look& look, const Attend& attend) {
-    // With three places or more a tile may be copied once all warps have come to the one before it: then they have
-    // ended with what was in its place, and wait for each other once a tile in place of twice. Where no warps share
-    // rows, each has so much to do for a tile that the copies would come late.
+    // With three stages or more, the copy of a tile can begin when all warps have reached the current tile,
+    // since none reads the stage of the previous one any more. Warps then wait for each other once for each
+    // tile instead of twice. If no warps share rows, this is not done: a warp takes so long for a tile that
+    // the copies would begin too late.
     constexpr bool LOADS_LATE = STAGES > 2 && MAX_ROW_WARPS < WARPS;
     int tiles = tiles_of_all(block);
     int first = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / slices);
@@ -465,21 +469,21 @@ struct Slice {
       attend((tile - first) % STAGES);
       if (!LOADS_LATE) __syncthreads();
     }
-    // What ends the slice takes the places of the tiles.
+    // The end of the slice uses the memory of the stages.
     if (LOADS_LATE) __syncthreads();
   }
 
   // Writes four elements of a row, divided by `whole`.
   __device__ void write(E* out, int r, int column, const float (&x)[4], float whole) {
     long long query_head = head * sizes.group + r % sizes.group;
-    // Token by token, as the product that follows reads it.
+    // The result is `[tokens, heads, DV]`, as the next product reads it.
     long long heads = static_cast<long long>(gridDim.y) * sizes.group;
     E* to = out + (r / sizes.group * heads + query_head) * DV + column;
     for (int i = 0; i < 4; ++i) {
       float value = x[i] / whole;
       if (whole == 0) {
-        // Nothing is seen. MLX then weighs all keys alike. A list has such queries only to fill up, and over
-        // packed values there are none.
+        // The row sees no key. MLX then gives all keys the same weight. With a list, only padding queries see
+        // no key. With packed values, `v.data` is null, and there are no such rows.
         value = 0;
         for (int key = 0; MASK != SEES_LISTED && v.data && key < sizes.keys; ++key) {
           value += static_cast<float>(v.at(head, key)[(column + i) * v.column]);
@@ -490,8 +494,8 @@ struct Slice {
     }
   }
 
-  // Leaves four elements of a row to be merged. Those of a row that has seen nothing are not read then.
-  // Row 0 is that of the first slice.
+  // Writes four elements of a row's partial result. `r` is counted from row 0 of the first slice. If the row
+  // sees no key, the elements are not written, and the merge does not read them.
   __device__ void leave(
       float* parts, float* stats, int r, int column, const float (&x)[4], float highest, float whole) {
     float* to = parts + static_cast<long long>(r) * DV + column;
@@ -503,7 +507,7 @@ struct Slice {
     *reinterpret_cast<float2*>(stats + 2 * r) = make_float2(highest, whole);
   }
 
-  // Keeps four elements of a row of this warp in shared memory for `add_warps`, from `column` on.
+  // Writes four elements of a row of this warp to shared memory, for `add_warps`.
   __device__ void keep(int of_warp, int column, const float (&x)[4]) {
     float* to = reinterpret_cast<float*>(shared) + (warp * ROWS + of_warp) * SUM_PITCH + column;
     *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
@@ -511,13 +515,13 @@ struct Slice {
 
   __device__ float* ends() const { return reinterpret_cast<float*>(shared) + WARPS * ROWS * SUM_PITCH; }
 
-  // Keeps the greatest score of a row of this warp, and the sum of its weights.
+  // Writes the maximum score of a row of this warp and the sum of its weights to shared memory.
   __device__ void keep_ends(int of_warp, float highest, float whole) {
     *reinterpret_cast<float2*>(ends() + 2 * (warp * ROWS + of_warp)) = make_float2(highest, whole);
   }
 
-  // Adds the sums of the warps that share rows. Writes the result if this is the only slice, or else
-  // what is merged.
+  // Adds the sums of the warps that share rows. Writes the result if there is only one slice, or else the
+  // partial result.
   __device__ void end_slice(E* out, float* parts, float* stats) {
     bool is_direct = MAX_ROW_WARPS == WARPS && row_warps == WARPS && slices > 1;
     for (int i = 0; i < 2; ++i) {
@@ -537,20 +541,20 @@ struct Slice {
         keep_ends(of_warp, most[i], whole);
       }
     }
-    // Where no warps share rows, nothing is added.
+    // If no warps share rows, there is nothing to add.
     if (is_direct) return;
     __syncthreads();
     add_warps(out, parts, stats);
   }
 
-  // Does so with what all warps have kept.
+  // Adds the sums that all warps have written with `keep` and `keep_ends`.
   __device__ void add_warps(E* out, float* parts, float* stats) {
     if (MAX_ROW_WARPS == WARPS && row_warps == WARPS) return add_shared<1>(out, parts, stats);
     if (MAX_ROW_WARPS > 1 && row_warps == 2) return add_shared<WARPS / 2>(out, parts, stats);
     add_shared<WARPS>(out, parts, stats);
   }
 
-  // The same for rows that `SHARING` warps share.
+  // The same if `SHARING` warps share each row.
   template <int SHARING>
   __device__ void add_shared(E* out, float* parts, float* stats) {
     constexpr int OF_BLOCK = WARPS * ROWS / SHARING, PIECES = DV / 4;

@@ -1,20 +1,20 @@
-// What the host tells of a step, in one copy.
+// The inputs of a step, which the host copies to the device.
 
 namespace etkv {
 
 constexpr int MAX_TOKENS = 64;
 
 struct Step {
-  // One past the last row of the pools that is read, the step's own rows among them.
+  // Attention reads the slots below this number, which include those of the step.
   int keys;
-  // How many numbers come before the tiles of keys, if the step has a mask.
+  // The count of numbers before the tiles in the step's mask, if it has one.
   int before_tiles;
   int unused[2];
   int ids[MAX_TOKENS];
   int positions[MAX_TOKENS];
-  // Less than 0 for a token that only fills up.
+  // Negative for padding tokens.
   int slots[MAX_TOKENS];
 };
-static_assert(sizeof(Step) == 784, "as the host has it");
+static_assert(sizeof(Step) == 784, "the host has the same layout");
 
 }  // namespace etkv

@@ -1,22 +1,22 @@
 // Products of 2 to 16 rows with a weight, on tensor cores. The warps of a team share the inner axis. Each
-// copies its share of a tile of the weight to a ring of its own in shared memory, whole lines of memory at a
-// time, and begins before it waits for the kernel before. Rows of `x` that are not too long stay in
-// registers for all tiles; others go through the ring as well.
+// warp copies its share of a tile of the weight to a ring in shared memory, in whole cache lines, and begins
+// before it waits for the previous kernel. Rows of `x` with at most `MAX_HELD` elements stay in registers for
+// all tiles. Longer rows are copied to the ring, too.
 
 namespace etkv {
 
 // The warps of a block.
 constexpr int TILED_WARPS = 16;
-// Rows of the weight in a tile.
+// The rows of the weight in a tile.
 constexpr int TILE = 16;
-// Elements of a row that a warp multiplies at a time, and the places of its ring: of rows that stay in
-// registers, and of others.
+// The elements of a row that a warp multiplies at a time, and the slots of its ring: for rows that stay in
+// registers, and for longer rows.
 constexpr int HELD_WIDE = 128, HELD_DEPTH = 2;
 constexpr int OTHER_WIDE = 64, OTHER_DEPTH = 3;
-// The longest rows that stay in registers.
+// The maximum length of rows that stay in registers.
 constexpr int MAX_HELD = TILED_WARPS * HELD_WIDE;
 
-// `HALVES`: 1 for up to 8 rows of `x`, 2 for up to 16.
+// `HALVES` is 1 for up to 8 rows of `x`, and 2 for up to 16.
 template <typename E, int HALVES, bool HELD>
 struct TiledRows : FewRows<E> {
   using Base = FewRows<E>;
@@ -28,7 +28,8 @@ struct TiledRows : FewRows<E> {
   static constexpr int WIDE = HELD ? HELD_WIDE : OTHER_WIDE;
   static constexpr int DEPTH = HELD ? HELD_DEPTH : OTHER_DEPTH;
   static constexpr int PIECES = WIDE / 8;
-  // Elements of a place of a ring, rows of one copy of a warp, and the floats that a warp leaves of a tile.
+  // The elements of a ring's slot, the rows that a warp copies at a time, and the floats of a warp's partial
+  // sums of a tile.
   static constexpr int PLACE = (TILE + (HELD ? 0 : 8 * HALVES)) * WIDE;
   static constexpr int COPIED = 32 / PIECES;
   static constexpr int SUMS_OF_WARP = 8 * HALVES * TILE;
@@ -41,10 +42,11 @@ struct TiledRows : FewRows<E> {
     return tile / tiles * head_dim + tile % tiles * (TILE / 2);
   }
 
-  // Where a piece of a row is in a place: neighbouring rows differ, so that they are in different banks.
+  // Returns the offset of a row's piece in a slot. The order of pieces differs between adjacent rows, so that
+  // they are in different banks.
   __device__ static int at_piece(int r, int piece) { return r * WIDE + 8 * (piece ^ (r % 2 * 4)); }
 
-  // `memory` has a ring for each warp, the sums of two tiles, and the squares of rows.
+  // `memory` has a ring for each warp, the partial sums of two tiles, and the sums of squares of rows.
   __device__ void run_tiled(E* out, E* memory) const {
     constexpr int W = TILED_WARPS;
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -59,7 +61,8 @@ struct TiledRows : FewRows<E> {
     float* sums = reinterpret_cast<float*>(memory + W * DEPTH * PLACE);
     float* squares = sums + 2 * W * SUMS_OF_WARP;
 
-    // This thread copies a piece of every COPIED-th row of a tile, those of pairs that belong together apart.
+    // This thread copies a piece of every COPIED-th row of a tile. The two rows of a pair are in different
+    // halves of the tile.
     int piece = thread % PIECES, first_row = thread / PIECES;
     long long apart = gate ? outputs : head_dim / 2;
     long long offsets[TILE / COPIED];
@@ -81,7 +84,7 @@ struct TiledRows : FewRows<E> {
         copy_later(to + at_piece(r, piece), exists ? at + offsets[c] : w, exists);
       }
     };
-    // The rows of `x` lie behind those of the weight.
+    // In a slot, the rows of `x` follow those of the weight.
     auto ask_rows = [&](int place, int step) {
       int from = (step * W + share) * WIDE + 8 * piece;
       E* to = ring + place * PLACE + TILE * WIDE;
@@ -134,7 +137,7 @@ struct TiledRows : FewRows<E> {
             a[i] = *reinterpret_cast<const uint4*>(at + TILE * WIDE + at_piece(group + 8 * i, 4 * j + member));
           }
         }
-        // Both operands take the elements in the order in which they lie in memory: the sum is the same.
+        // Both operands have the elements in the order of memory, so the sum is right.
         unsigned head[4] = {a[0].x, 0, a[0].y, 0}, tail[4] = {a[0].z, 0, a[0].w, 0};
         if constexpr (HALVES == 2) {
           head[1] = a[1].x, head[3] = a[1].y;
@@ -154,7 +157,7 @@ struct TiledRows : FewRows<E> {
       advance();
       place = place + 1 == DEPTH ? 0 : place + 1;
       if (++step < steps) continue;
-      // The other half of the sums is still read by slower warps.
+      // Slower warps may still read the other half of the sums.
       end_tile(out, sums + parity * W * SUMS_OF_WARP, tile, acc, team, shares);
       step = 0;
       parity = 1 - parity;
@@ -162,8 +165,8 @@ struct TiledRows : FewRows<E> {
     }
   }
 
-  // Reads this thread's pieces of the rows, normalized if that is asked for. `squares` has a float for each
-  // row and warp of the team.
+  // Reads this thread's pieces of the rows, and normalizes them if `normalizes` is set. `squares` has a float
+  // for each row and warp of the team.
   __device__ void hold(uint4 (&held)[HELD ? WIDE / 32 : 1][HALVES], float* squares, int team, int shares,
                        int share) const {
     int thread = threadIdx.x % 32, group = thread / 4, member = thread % 4;
@@ -203,7 +206,7 @@ struct TiledRows : FewRows<E> {
     }
   }
 
-  // Adds what the warps of a team have of a tile, and writes its outputs.
+  // Adds the partial sums of a team's warps, and writes the outputs of the tile.
   __device__ void end_tile(E* out, float* sums, int tile, float (&acc)[GROUPS][4], int team, int shares) const {
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     int group = thread / 4, member = thread % 4;

@@ -1,4 +1,4 @@
-// The two ends of a step: tokens to rows, and logits to tokens.
+// The first and the last kernel of a step: embeddings, and the argmax of logits.
 
 namespace etkv {
 
@@ -10,8 +10,8 @@ __device__ inline bool is_aligned(const void* at, int bytes) {
   return reinterpret_cast<unsigned long long>(at) % 16 == 0 && bytes % 16 == 0;
 }
 
-// Copies the row of a token, one a block. An id that is none gets the nearest row. `scale` is what it is multiplied
-// by, or null.
+// Copies the embeddings of tokens, one in each block, and multiplies them by `scale`, if it is not null. Ids
+// out of range are clamped.
 template <typename E>
 __device__ inline void embed(E* out, const E* table, const E* scale, const Step* step, int vocabulary, int inner) {
   int id = max(min(step->ids[blockIdx.x], vocabulary - 1), 0);
@@ -29,7 +29,7 @@ __device__ inline void embed(E* out, const E* table, const E* scale, const Step*
   }
 }
 
-// A logit and its place. That with a place of -1 is NaN, and wins.
+// A logit and its index. The index is -1 for NaN, which precedes all other logits.
 struct Choice {
   float logit;
   int place;
@@ -42,8 +42,8 @@ struct Choice {
   }
 };
 
-// Writes the place of the greatest logit of a row, one a block, or -1 if one is NaN or the greatest is
-// infinite. The first of equal logits counts.
+// Writes the index of the largest logit of a row, one row in each block. Of equal logits, the first is
+// chosen. The index is -1 if a logit is NaN or the largest is infinite.
 template <typename E>
 __device__ inline void choose(int* out, const E* logits, int vocabulary, Choice* choices) {
   const E* from = logits + static_cast<long long>(blockIdx.x) * vocabulary;

@@ -41,15 +41,15 @@ fn attention_is_divided_among_the_processors() {
     let llama = of(1, 32, 8, 64, 8192);
     assert_eq!((llama.grid, llama.bytes_shared), ([49, 8, 1], 55_296));
     assert_eq!((llama.floats, llama.merging), (49 * 8 * 16 * 66, [4, 8, 1]));
-    // With many rows a multiprocessor has two blocks instead of three, with more tiles each.
+    // With many rows, a multiprocessor runs two blocks instead of three, and each has room for more tiles.
     let many = of(16, 32, 8, 128, 8192);
     assert_eq!((many.grid, many.bytes_shared), ([33, 8, 1], 3 * 34_816));
-    // The fewer blocks merge, the more threads and registers each has.
+    // With fewer merging blocks, each has more threads and registers.
     let merges = (llama.merge, many.merge, of(64, 32, 8, 128, 8192).merge);
     assert_eq!(merges, (MergeKernel::Few, MergeKernel::Some, MergeKernel::Many));
     assert_eq!(of(1, 32, 8, 128, 8192).bytes_shared, 2 * 34_816);
     assert_eq!(of(16, 9, 1, 64, 8192).grid, [64, 1, 3]);
-    // There are no more slices than tiles.
+    // The number of slices is at most the number of tiles.
     assert_eq!(of(1, 8, 2, 64, 65).grid, [2, 2, 1]);
     assert_eq!(of(1, 8, 2, 64, 1).grid, [1, 2, 1]);
     // More KV heads than blocks.

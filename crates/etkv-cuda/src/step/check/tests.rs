@@ -176,7 +176,7 @@ fn packed_weights_that_kernels_do_not_take_are_refused() {
     assert_eq!(text, "launch 0: the table of 5 bits, expected [4, 8]");
 }
 
-/// Returns rows of codes.
+/// Returns the rows of a packed pool.
 fn packed_rows(format: KvFormat) -> PackedRows {
     let at = Address(4096);
     let offsets = matches!(format, KvFormat::Affine { .. }).then_some(at);
@@ -257,7 +257,7 @@ fn rows_that_cannot_be_normalized_are_refused() {
         let columns = None;
         let mut normalize = Normalize { x, inner: 256, norm, residual, out, columns, next };
         change(&mut plan, &mut normalize);
-        // After the rows of tokens.
+        // After the embeddings.
         let first = plan.launches.len() - 4;
         plan.launches.insert(first, Launch::Normalize(normalize));
         match check(&plan) {
@@ -266,7 +266,7 @@ fn rows_that_cannot_be_normalized_are_refused() {
         }
     };
     assert_eq!(refused(|_, _| ()), "");
-    // A residual may be in the buffer of the result, if that was written before.
+    // The residual may be in the buffer of the result, if an earlier launch has written it.
     let in_place = |plan: &mut Plan, normalize: &mut Normalize| {
         plan.launches.insert(0, plan.launches[0]);
         if let Launch::Embed(embed) = &mut plan.launches[0] {
@@ -336,7 +336,7 @@ fn groups_that_a_plan_lacks_are_refused() {
     assert!(refused(|plan| plan.masked = vec![false; 5]).contains("5 groups"));
     assert_eq!(refused(|plan| heads(plan).group = 1), "launch 1: group 1 of 1");
     assert_eq!(refused(|plan| attend(plan).group = 2), "launch 2: group 2 of 1");
-    // A mask that no attention of its group reads.
+    // A group with a mask, but without attention.
     assert_eq!(refused(|plan| plan.masked = vec![false, true]), "a mask without attention");
 }
 
@@ -369,13 +369,13 @@ fn rows_that_the_host_cannot_fill_or_get_are_refused() {
     assert!(refused(&[], &[0], |plan| plan.buffers[0] = 1028).contains("1028 tapped elements"));
 }
 
-/// A norm into some columns of wider rows, and a blend of rows that the host fills, both after the rows of
-/// tokens.
+/// A norm that writes columns of wider rows, and a blend of rows that the host fills, both after the
+/// embeddings.
 #[test]
 fn columns_and_blends_that_do_not_fit_are_refused() {
     let refused = |change: fn(&mut Normalize, &mut Blend)| {
         let mut plan = plan();
-        // Wider rows, given rows, and their shares.
+        // The wider rows, the rows from the host, and their shares.
         plan.buffers.extend([4 * 512, 4 * 256, 4]);
         plan.given = vec![Buffer(5), Buffer(6)];
         let mut normalize = Normalize {

@@ -15,7 +15,7 @@ const FORMATS: [KvFormat; 6] = [
     KvFormat::RowFp4,
 ];
 
-/// Returns the compiler, unless its library is missing.
+/// Returns the compiler, or `None` if its library is missing.
 fn found(capability: usize, folder: Option<&Path>) -> Option<Compiler> {
     let compiler = Compiler::for_capability(capability, folder);
     if let Err(error) = &compiler {
@@ -47,7 +47,7 @@ fn all_kernels_compile_without_headers() {
                 attend(128, 2, false),
                 attend(256, 1, true),
             ];
-            // All of them take a minute.
+            // Compiling all of them takes a minute.
             let count = match (capability, element) {
                 (90, _) => 9,
                 (_, Element::Bf16) => 7,

@@ -17,7 +17,7 @@ fn steps_that_do_not_fit_are_refused() {
     assert_eq!(refused(&[1, 2], &[0, 10], 10), "slot 10, expected 0 to 9");
     assert_eq!(refused(&[1, 2], &[-1, 1], 10), "slot -1, expected 0 to 9");
     assert_eq!(refused(&[1, 2], &[3, 3], 10), "slot 3 twice");
-    // Ids are not checked: an id out of range gets the nearest row of the table.
+    // Ids are not checked, because the kernel clamps them.
     let (ids, slots) = (&[-1, i32::MAX], &[9, 8]);
     let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 10, mask: None };
     check_step(&step, 2, 10, false).unwrap();
@@ -45,7 +45,7 @@ fn masks_that_do_not_fit_are_refused() {
     check_step(&step, 2, 10, true).unwrap();
 }
 
-/// Each group has its own slots, keys, masks and pools. The tokens are the same.
+/// Groups differ in slots, keys, masks and pools. All have the same tokens.
 #[test]
 fn steps_are_told_for_each_group() {
     let groups = [(10, false), (4, true)];

@@ -57,7 +57,7 @@ fn rows_that_are_normalized_fit_shared_memory() {
     assert_eq!(of(16, &last), Ok(row(1, 256, 8224)));
     let gated = Product { gate: Some(Gate::Silu), ..product(2048, 1000) };
     assert_eq!(of(1, &gated), Ok(row(1, 125, 2080)));
-    // The same kernel for all numbers of rows.
+    // All numbers of rows use the same kernel.
     let at = Address(16);
     let packed = PackedWeight { codes: at, scales: at, biases: at, bits: 4, group: 64 };
     let packed = Product { weight: Weight::Packed(packed), ..product(2048, 2560) };
