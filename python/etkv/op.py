@@ -1,16 +1,17 @@
-"""The op that joins a model to its KV cache, ``kvcache::update_and_attend``, in plain PyTorch.
+"""The op ``kvcache::update_and_attend``, by which a model uses its KV cache, in plain PyTorch.
 
-A model calls it in every layer. In an exported program a delegate runs it on a native cache; in plain PyTorch it runs
-on the reference cache that is active::
+A model calls it in every layer. In an exported program a delegate runs it on a native cache. In plain PyTorch it runs
+on the active reference cache::
 
     cache = etkv.reference.ContiguousCache(config)
     with etkv.op.active(cache):
         logits = model(tokens, positions)
 
-ExecuTorch has an op of that name and signature. If ExecuTorch's op is registered first, it stays. Otherwise this module
-registers its own op, which ExecuTorch's replaces when it is imported later. In both cases this module's kernel for each
-device takes precedence over the op's. The kernel uses the cache of ``active``; without one it calls ExecuTorch's op. It
-also keeps the dispatcher's entry alive while the op is replaced, so graphs that were traced before still run.
+ExecuTorch has an op of the same name and signature. If ExecuTorch's op is registered first, it stays. Otherwise this
+module registers its own op, and ExecuTorch's op replaces it if it is imported later. In both cases this module also
+registers a kernel for each device, which takes precedence over the op's own kernel. The kernel uses the cache of
+:func:`active`. Without an active cache it calls ExecuTorch's op. It also keeps the dispatcher's entry alive while the
+op is replaced, so graphs that were traced before still run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from etkv.errors import Status, StatusError, status_error
 from etkv.reference.errors import NoActiveCacheError
 
 NAME = "kvcache::update_and_attend"
-"""The op's name; :func:`update_and_attend` calls whichever op has it."""
+"""The op's name. :func:`update_and_attend` calls the op that is registered under this name."""
 
 SINKS = "kvcache::update_and_attend.sinks"
 """The name of the op's overload with learned sinks and a softcap."""
@@ -38,7 +39,7 @@ _DEVICES = ("CPU", "CUDA", "MPS")
 
 
 class OpCache(Protocol):
-    """The interface that the op needs of a cache. The caches of :mod:`etkv.reference` have it."""
+    """The interface of a cache for the op. The caches of :mod:`etkv.reference` have it."""
 
     def update_and_attend(
         self,
@@ -59,7 +60,9 @@ class OpCache(Protocol):
 
 
 class OpState(Protocol):
-    """The interface that the ops of :mod:`etkv.recurrent_op` need: :class:`etkv.reference.RecurrentState` has it."""
+    """The interface of a state for the ops of :mod:`etkv.recurrent_op`. :class:`etkv.reference.RecurrentState` has
+    it.
+    """
 
     def update_and_convolve(
         self,
@@ -97,9 +100,9 @@ _active_state: ContextVar[OpState | None] = ContextVar("etkv.op.active_state", d
 
 @contextmanager
 def active(cache: OpCache | None, state: OpState | None = None) -> Iterator[None]:
-    """Makes the op use ``cache`` within the block, and recurrent layers ``state``, on this thread or task only.
+    """Activates ``cache`` and ``state`` within the block, on this thread or task only.
 
-    Blocks nest: the innermost counts. The end of a cache's outermost block rolls back an unfinished forward.
+    Blocks nest: the innermost block applies. The end of a cache's outermost block rolls back an unfinished forward.
     """
     outer, outer_state = _active.get(), _active_state.get()
     token, state_token = _active.set(cache), _active_state.set(state)
@@ -115,7 +118,7 @@ def active(cache: OpCache | None, state: OpState | None = None) -> Iterator[None
 
 
 def active_state() -> OpState | None:
-    """Returns the state that recurrent layers use here; None without one."""
+    """Returns the active state of recurrent layers, or None."""
     return _active_state.get()
 
 
@@ -132,7 +135,7 @@ def update_and_attend(
 ) -> Tensor:
     """Stores a layer's new keys and values, and attends to the positions that its queries see.
 
-    With sinks or a softcap it is the overload :data:`SINKS`, which ExecuTorch's op lacks.
+    With sinks or a softcap it calls the overload :data:`SINKS`, which ExecuTorch's op lacks.
 
     Args:
         q: ``[1, n_heads, q_len, head_dim]``, with rotary embeddings applied.
@@ -144,16 +147,16 @@ def update_and_attend(
             times with one ``layer_id`` and the same rows. The first call stores them; later calls only attend.
         scale: the factor of the scores.
         out_dtype: the dtype of the result, independent of the cache's formats.
-        sinks: ``[n_heads]``, learned logits. The softmax of a head's scores counts the head's logit as one more score,
-            of a value of zeros.
-        softcap: the bound c of the scaled scores, which become c * tanh(score / c); 0 for none. Sinks have no bound.
+        sinks: ``[n_heads]``, learned logits. A head's logit is one more score in the softmax of the head, with a value
+            of zeros.
+        softcap: the bound c of the scaled scores, which become c * tanh(score / c); 0 for none. Sinks are not bounded.
 
     Returns:
         ``[1, n_heads, q_len, v_head_dim]`` in ``out_dtype``.
 
     Raises:
         NoActiveCacheError: no cache is active.
-        StatusError: the cache refuses the rows; it stays as it was.
+        StatusError: the cache refuses the rows, and is unchanged.
     """
     attended: Tensor
     if sinks is None and softcap == 0.0:
@@ -207,7 +210,7 @@ def _attend(
     except StatusError:
         cache.abort()
         raise
-    # The reference keeps its rows on the CPU.
+    # The reference stores its rows on the CPU.
     out = cache.update_and_attend(layer_id, q.cpu(), k.cpu(), v.cpu(), positions, scale, out_dtype, **more)
     return out.to(q.device)
 
@@ -235,7 +238,7 @@ def _fake(
 def _without_cache(
     q: Tensor, k: Tensor, v: Tensor, position: Tensor, layer_id: int, scale: float, out_dtype: torch.dtype
 ) -> Tensor:
-    """Calls ExecuTorch's own op, if it is imported and has a cache."""
+    """Computes the op with the cache of ExecuTorch's op, or raises :class:`NoActiveCacheError` if it has none."""
     executorch = sys.modules.get(_EXECUTORCH)
     if executorch is None:
         raise NoActiveCacheError
@@ -249,7 +252,7 @@ def _without_cache(
 
 
 def positions_of(position: Tensor, n_tokens: int | None) -> list[int]:
-    """Returns the positions of a step's tokens. Refuses another number than ``n_tokens``, if that is known."""
+    """Returns the positions of a step's tokens. Refuses a count other than ``n_tokens``, unless that is None."""
     if position.dtype not in (torch.int32, torch.int64):
         raise status_error(
             Status.DTYPE, f"position is {str(position.dtype).removeprefix('torch.')}, expected int32 or int64"
@@ -263,14 +266,14 @@ def positions_of(position: Tensor, n_tokens: int | None) -> list[int]:
 
 
 def _register() -> tuple[object, ...]:
-    """Registers the op unless it exists, and the kernels that precede the op's. Returns the registrations."""
+    """Registers the op unless it exists, and the kernels that take precedence. Returns the registrations."""
     held: list[object] = []
     if not hasattr(torch.ops.kvcache, "update_and_attend"):
         ours = torch.library.custom_op(NAME, _kernel, mutates_args=())
         ours.register_fake(_fake)
-        # If another op takes the name, torch removes the definitions of this library from torch.ops, and makes a new
-        # object. The dispatcher still gives the old one to tracers, so a search for the op in a graph would not find
-        # it. With no definitions listed in the library, the op keeps one object.
+        # If another op is registered under the name, torch removes the op objects of this library's definitions from
+        # torch.ops, and creates new objects. Tracers still get the old objects from the dispatcher, so a search for
+        # the op in a graph would fail. Without listed definitions, the op keeps its object.
         getattr(getattr(ours, "_lib", None), "_op_defs", set()).clear()
         held.append(ours)
     overload = torch.library.Library("kvcache", "FRAGMENT")
@@ -286,5 +289,5 @@ def _register() -> tuple[object, ...]:
     return *held, overload, kernels
 
 
-# The registrations end with these objects, so they live as long as the process.
+# The registrations last as long as these objects, so they live as long as the process.
 _REGISTERED = _register()

@@ -49,7 +49,7 @@ def update_and_convolve(
 
     Raises:
         NoActiveCacheError: no state is active.
-        StatusError: the state refuses the inputs; it stays as it was.
+        StatusError: the state refuses the inputs, and is unchanged.
     """
     made: Tensor = torch.ops.kvcache.update_and_convolve(x, weight, bias, position, layer_id, activation, out_dtype)
     return made
@@ -91,7 +91,7 @@ def update_and_scan(
 
     Raises:
         NoActiveCacheError: no state is active.
-        StatusError: the state refuses the inputs; it stays as it was.
+        StatusError: the state refuses the inputs, and is unchanged.
     """
     made: Tensor = torch.ops.kvcache.update_and_scan(q, k, v, g, beta, position, layer_id, scale, out_dtype)
     return made

@@ -1,7 +1,7 @@
-"""Runs programs from Python, on the runtime of the installed ExecuTorch.
+"""Runs programs from Python with the runtime of the installed ExecuTorch.
 
-:func:`load` opens a ``.pte`` and binds it to a session. ExecuTorch's ``executorch.runtime`` runs the same programs
-after a call of :func:`register_backend`: see :meth:`etkv.Session.bound`.
+:func:`load` opens a ``.pte`` and binds it to a session. After :func:`register_backend`, ExecuTorch's
+``executorch.runtime`` runs the same programs: see :meth:`etkv.Session.bound`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from etkv.metadata import ModelCacheParams
 
     IdArray: TypeAlias = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
-    """Integers outside of torch: an array of any integer type, or a sequence."""
+    """Integers without torch: a numpy array of any integer type, or a sequence."""
     Ids: TypeAlias = torch.Tensor | IdArray
     """Integers: a tensor or array of any integer type, or a sequence."""
     RowArray: TypeAlias = npt.NDArray[np.floating[Any]]
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 METHOD = "forward"
 
 _process: int | None = None
-"""The id of the process that loaded the first program."""
+"""The id of the process that loaded the first program; a fork cannot run programs."""
 
 
 def register_backend() -> str:
@@ -73,19 +73,19 @@ def load(
     ``session`` may be ``None`` for a program without a cache, or with a cache in its graph. The program is then bound
     to no session, even within :meth:`etkv.Session.bound`.
 
-    ``logits`` selects the rows of logits that a step returns: ``all``, ``last`` for the last row, which is enough for a
-    prompt, or ``proposed``. ``proposed`` returns all rows in steps of proposed candidates (:meth:`TreeSession.propose`)
-    and of declared sequences (:meth:`SeqSession.begin_step`), and the last row in other steps. Verifying a tree needs
-    ``all`` or ``proposed``. CPU programs refuse ``proposed``.
+    ``logits`` selects the rows of logits that a step returns. ``all`` returns all rows. ``last`` returns the last row,
+    which is enough for a prompt. ``proposed`` returns all rows in steps of proposed candidates
+    (:meth:`TreeSession.propose`) and of declared sequences (:meth:`SeqSession.begin_step`), and the last row in other
+    steps. Verifying a tree needs ``all`` or ``proposed``. CPU programs refuse ``proposed``.
 
-    ``passes`` selects the passes that make an MLX program faster: ``default``, ``interpreted`` to run no step as one
-    CUDA graph, or ``none`` to compare with the program as exported. ``method`` is the name of the method to run. On a
-    GPU ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later tokens.
+    ``passes`` selects the optimization passes of an MLX program: ``default``, ``interpreted`` for no CUDA graphs, or
+    ``none`` to run the program as exported, for comparisons. ``method`` is the name of the method to run. On a GPU
+    ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later tokens.
 
-    A step beyond the context that the program was exported for is refused, unless ``beyond_context``. An answer ends
-    there as at the end of the cache.
+    A step beyond the context that the program was exported for is refused, unless ``beyond_context``. An answer ends at
+    this context as it does at the end of the cache.
 
-    Raises :class:`EtkvError` if something is missing or does not fit. The message names it.
+    Raises :class:`EtkvError` with the name of what is missing or does not fit.
     """
     path = Path(path)
     if session is not None and not isinstance(session, Session):
@@ -104,12 +104,12 @@ def load(
 
 
 _LONG = 4
-"""The number of int64 among ExecuTorch's dtypes."""
+"""ExecuTorch's number of the dtype int64."""
 
 _log = logging.getLogger("etkv.program")
 
 _NUMBERS = itertools.count()
-"""The numbers of programs, which distinguish their buffers."""
+"""Numbers of programs, which tell their buffers apart."""
 
 
 class Closable(Protocol):
@@ -119,13 +119,13 @@ class Closable(Protocol):
 
 
 class Program:
-    """A loaded program, as :func:`load` returns it. A context manager: leaving it releases weights and cache.
+    """A loaded program, from :func:`load`. It is a context manager: leaving it releases weights and cache.
 
     ``session`` is the session that the program is bound to. ``cache`` is the cache that its steps extend: the session,
-    or the :class:`GraphCache` of a program that keeps its cache in its graph, or ``None``. ``max_step_tokens`` is the
-    most tokens of a step; ``None`` if the first input is not token ids. Any thread may run the program; a process runs
-    one step at a time. A process that was forked after a program was loaded lacks the threads of ExecuTorch and MLX.
-    Loading and running raise :class:`EtkvError` there.
+    the :class:`GraphCache` of a program with its cache in its graph, or ``None``. ``max_step_tokens`` is the maximum
+    tokens of a step; ``None`` if the first input is not token ids. Any thread may run the program. A process runs one
+    step at a time. A process that was forked after a program was loaded lacks the threads of ExecuTorch and MLX:
+    loading and running raise :class:`EtkvError` there.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Program:
         self.session = session
         self._buffers = f"etkv program {next(_NUMBERS)}"
         self.context: int | None = None
-        """The most positions of steps, if the session has more; None otherwise."""
+        """Number of positions that steps may use, if the session has more positions; None otherwise."""
         self._metadata: ModelCacheParams | None = None
         self._parts: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._closing = False
@@ -161,7 +161,7 @@ class Program:
 
         path = self.path
         try:
-            # For another backend id, a copy of the file in memory has that id.
+            # For another backend id, load a copy of the file in memory with that id.
             data = path if backend == _library.MLX_BACKEND else pte.for_backend(path, backend)
             self._program = Runtime.get().load_program(data, verification=Verification.InternalConsistency)
         except pte.DAMAGE as error:
@@ -212,7 +212,7 @@ class Program:
             _capi.raise_delegate_error(lambda: ProgramError(reason), error)
 
     def _graph_cache(self) -> GraphCache | None:
-        """Return the cache in the graph of a model of tokens and positions; None for another program."""
+        """Return the cache in the graph, if the program's inputs are tokens and positions and it has one; else None."""
         from etkv.metadata import describes_layers
 
         if not _takes_text(self._method.metadata) or describes_layers(self._program.method_names):
@@ -224,9 +224,9 @@ class Program:
         return None
 
     def reset_buffers(self) -> None:
-        """Set the buffers that the program keeps between calls, such as a cache in its graph, to zeros.
+        """Zero the buffers that the program keeps between calls, such as a cache in its graph.
 
-        Raises :class:`EtkvError` if it keeps none.
+        Raises :class:`EtkvError` if it has no such buffers.
         """
         if isinstance(self.cache, GraphCache):
             self.cache.clear()
@@ -242,18 +242,18 @@ class Program:
     def forward(self, tokens: Ids, positions: Ids, *, copy: bool = True) -> torch.Tensor | RowArray:
         """Run one step of ``tokens`` [T] or [1, T] at ``positions`` [T], [T, 1] or [1, T]. Return the logits.
 
-        The logits are [T, vocabulary], or [1, vocabulary] if the program computes the last row only. They are a torch
+        The logits are [T, vocabulary], or [1, vocabulary] if the program computes only the last row. They are a torch
         tensor in the program's dtype if ``tokens`` is a torch tensor, else a numpy array. Numpy lacks bfloat16, so
-        bfloat16 rows become float32. Without ``copy`` the rows are the program's own memory, valid until its next step.
+        bfloat16 rows become float32. Without ``copy`` the rows are memory of the program, valid until its next step.
 
-        Raises :class:`EtkvError` if the inputs do not fit or the step fails. The cache is then as it was before, unless
-        the last product of a CPU program fails: docs/cpu.md.
+        Raises :class:`EtkvError` if the inputs do not fit or the step fails. The cache is then unchanged, unless the
+        last product of a CPU program fails: see docs/cpu.md.
         """
         ids, at = self._step_inputs(tokens, positions)
         rows = self.execute(ids, at, copy=copy)[0]
         rows = rows.reshape(rows.shape[-2:])
         if not copy:
-            # The memory is the program's, so the rows keep the program alive.
+            # The rows are memory of the program, so they keep the program alive.
             rows.owners = (self._method, self._program)
         return rows if _is_tensor(tokens) else _array(rows)
 
@@ -282,14 +282,14 @@ class Program:
         return ids, at
 
     def execute(self, *inputs: Any, copy: bool = True) -> list[Any]:
-        """Run the method on the inputs that it declares, torch tensors or integers, and return its outputs.
+        """Run the method on its declared inputs, which are torch tensors or integers, and return its outputs.
 
         Raises :class:`EtkvError` if the inputs do not fit or the step fails, or if the program or session is closed.
         """
         return self._run(inputs, copy, list)
 
     def _run(self, inputs: tuple[Any, ...], copy: bool, take: Callable[[list[Any]], _T]) -> _T:
-        """Run the method, and return ``take`` of its outputs. Until then no other thread runs or closes the program."""
+        """Run the method, and return ``take(outputs)``. No other thread runs or closes the program before that."""
         self.check_open()
         _capi.follow_log_levels()
         try:
@@ -303,7 +303,7 @@ class Program:
         _require_one_process()
         self._opened(None if self._closing else self._method)
         if self.session is not None and self.session.closed:
-            raise EtkvError(f"the session of {self.path.name} is closed: make a new one, and load the program with it")
+            raise EtkvError(f"the session of {self.path.name} is closed: load the program with an open session")
 
     def warm_up(self) -> None:
         """Run a few steps on a GPU, if the session is empty, and roll them back. Does nothing on a CPU."""
@@ -316,9 +316,9 @@ class Program:
     def choose(self, tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
         """Run a step as :meth:`forward` does, and return the argmax of each token's logits.
 
-        The device computes the argmax, so the logits are not copied: a GPU verifies a few tokens in less time than that
-        copy takes. Needs an MLX program that was loaded with ``logits`` ``all`` or ``proposed``; raises
-        :class:`UnsupportedError` or :class:`KindError` for other programs. After an error the cache is as it was.
+        The device computes the argmax, so the logits are not copied. A GPU verifies a few tokens in less time than the
+        copy would take. Needs an MLX program that was loaded with ``logits`` ``all`` or ``proposed``; raises
+        :class:`UnsupportedError` or :class:`KindError` for other programs. After an error the cache is unchanged.
         """
         self.check_open()
         if self.session is None:
@@ -336,7 +336,7 @@ class Program:
         return list(chosen)
 
     def ends_with(self, part: Closable) -> None:
-        """Close ``part``, which holds the program, when the program is closed."""
+        """Close ``part``, which uses the program, when the program is closed."""
         self._parts.add(part)
 
     def _call(self, inputs: tuple[Any, ...], copy: bool) -> list[Any]:
@@ -346,7 +346,7 @@ class Program:
             self.check_context(int(inputs[1].max()))
         _capi.forget_delegate_error()
         try:
-            # The public execute always copies what it returns.
+            # The public `execute` always copies the outputs.
             outputs = list(loaded._method.call(list(inputs), clone_outputs=copy))
         except RuntimeError as error:
             _capi.abort_forward()
@@ -369,7 +369,7 @@ class Program:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Return the ids that end an answer; empty if the program does not report them."""
+        """Return the ids that end an answer; empty if the program does not contain them."""
         return frozenset(self.constant("get_eos_ids") or ())
 
     def constant(self, name: str) -> Any:
@@ -392,11 +392,11 @@ class Program:
         return part
 
     def close(self) -> None:
-        """Release the weights and the cache, and end answers: a request for their next token raises an error.
+        """Release the weights and the cache, and end answers: requests for further tokens raise an error.
 
-        Waits for the step that another thread runs. Closing twice does nothing.
+        Waits for a step on another thread. Closing twice does nothing.
         """
-        # Set first: a step that fails because its answer was released finds the reason here.
+        # Set first, so that a step that fails because its answer was released can report the reason.
         self._closing = True
         for part in list(self._parts):
             part.close()
@@ -418,7 +418,7 @@ class Program:
 
 
 def _require_one_process() -> None:
-    """Raise :class:`EtkvError` in a forked process: a call there would wait forever for the parent's threads."""
+    """Raise :class:`EtkvError` in a forked process, where a call would wait forever for the parent's threads."""
     global _process
     if _process is None:
         _process = os.getpid()
@@ -430,9 +430,9 @@ def _require_one_process() -> None:
 
 
 def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
-    """Raise :class:`EtkvError` for inputs of another count or rank, or above the declared sizes.
+    """Raise :class:`EtkvError` for a wrong number or rank of inputs, or sizes above the declared sizes.
 
-    ExecuTorch's own error has a code only.
+    ExecuTorch's own error is only a code.
     """
     import torch
 
@@ -444,14 +444,14 @@ def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
         try:
             most = list(method.input_tensor_meta(index).sizes())
         except pte.DAMAGE as error:
-            raise EtkvError(f"input {index} of {name} is no tensor: {first_line(error)}") from error
+            raise EtkvError(f"input {index} of {name} is not a tensor: {first_line(error)}") from error
         sizes = list(value.shape)
         if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
             raise EtkvError(f"input {index} of {name} has shape {sizes}, expected at most {most}")
 
 
 def _max_tokens(method: Any) -> int | None:
-    """Return the most tokens of one step; None for a method whose first input is not [1, T]."""
+    """Return the maximum tokens of one step; None for a method whose first input is not [1, T]."""
     if method.num_inputs() == 0:
         return None
     sizes = method.input_tensor_meta(0).sizes()
@@ -474,7 +474,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _integers(values: Ids, name: str) -> torch.Tensor:
-    """Return ``values`` as a contiguous int64 tensor. Shares their memory if possible.
+    """Return ``values`` as a contiguous int64 tensor, which shares their memory if possible.
 
     Raises :class:`EtkvError` for values that are not integers, and for empty ``values``.
     """
@@ -486,10 +486,10 @@ def _integers(values: Ids, name: str) -> torch.Tensor:
     else:
         try:
             array = np.asarray(values)
-            # Torch supports neither other byte orders nor negative strides.
+            # Torch supports neither foreign byte orders nor negative strides.
             array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
             with warnings.catch_warnings():
-                # Torch warns of a read-only array; nothing writes to it here.
+                # Torch warns about a read-only array, but nothing writes to the tensor.
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
                 tensor = torch.from_numpy(array)
         except (TypeError, ValueError) as error:
@@ -509,7 +509,7 @@ def _short(value: object) -> str:
 
 
 class _Memory:
-    """The memory that an array views, and its owner. The array keeps both alive, unlike with torch's own object."""
+    """The memory that an array views, and its owners. The array keeps both alive, unlike torch's own object."""
 
     def __init__(self, array: npt.NDArray[Any], owners: Any) -> None:
         self.__array_interface__ = array.__array_interface__

@@ -1,8 +1,7 @@
 """Sessions: caches with keys, under which programs find them.
 
-The class of a session decides what a program can do. The program is the same. :class:`DecodeSession` holds one growing
-sequence. :class:`SeqSession` holds many sequences that share cells. :class:`TreeSession` also holds trees of
-candidates.
+The same program runs with every class of session. :class:`DecodeSession` holds one growing sequence.
+:class:`SeqSession` holds several sequences that share cells. :class:`TreeSession` also holds trees of candidates.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from etkv.errors import EtkvError
 from etkv.metadata import Backend
 
 LOGITS = ("all", "last", "proposed")
-"""The rows of logits that a program returns: ``all`` as exported, or ``last`` for the last token's only. ``proposed``,
-for MLX programs, is ``all`` in steps of candidates (:meth:`TreeSession.propose`) and of declared sequences
-(:meth:`SeqSession.begin_step`), and ``last`` in other steps."""
+"""The rows of logits that a program returns: ``all`` as exported, or ``last`` for only the last token's row.
+``proposed``, for MLX programs, is ``all`` in steps of candidates (:meth:`TreeSession.propose`) and of declared
+sequences (:meth:`SeqSession.begin_step`), and ``last`` in other steps."""
 
 Logits: TypeAlias = Literal["all", "last", "proposed"]
 """One of :data:`LOGITS`."""
 
 PASSES = ("default", "interpreted", "none")
-"""The passes that change an MLX program when it is loaded. ``default`` makes it faster on its device. ``interpreted``
-does the same, and no step runs as one CUDA graph. ``none`` runs only passes that the other options need. ``gpu`` runs a
-GPU's passes on any device, for tests."""
+"""The passes over an MLX program when it is loaded. ``default`` runs those that make it faster on its device.
+``interpreted`` runs the same passes, but no step runs as a CUDA graph. ``none`` runs only passes that other options
+need. ``gpu`` runs the passes of a GPU on any device, for tests."""
 
 Passes: TypeAlias = Literal["default", "interpreted", "none", "gpu"]
 """One of :data:`PASSES`, or ``gpu``."""
@@ -40,10 +39,10 @@ _Self = TypeVar("_Self", bound="Session")
 
 
 class Session(Cache):
-    """A cache that programs find by :attr:`key`, for as long as the session is open.
+    """A cache that programs find by :attr:`key` while the session is open.
 
-    A context manager: leaving it closes the session. Programs that were loaded with it keep the cache until they are
-    closed too.
+    It is a context manager: leaving it closes the session. Programs that were loaded with it keep the cache until they
+    are closed too.
     """
 
     KIND: ClassVar[str] = "contiguous"
@@ -51,9 +50,9 @@ class Session(Cache):
     _open = False
 
     def __init__(self, config: CacheConfig, *, backend: Backend | None = None) -> None:
-        """Make the cache and register it. ``backend`` runs the programs: see :attr:`etkv.ModelCacheParams.backend`.
+        """Create the cache and register it. ``backend`` runs the programs: see :attr:`etkv.ModelCacheParams.backend`.
 
-        None is the backend of the program that the config's layers were read from, or else MLX.
+        None is the backend of the program from which the config's layers were read, or else MLX.
 
         Raises :class:`EtkvError` for a config that is not valid. The message names the value and its limit.
         """
@@ -93,7 +92,7 @@ class Session(Cache):
     def bound(self, *, logits: Logits = "all", passes: Passes = "default") -> Iterator[None]:
         """Bind every program that this thread loads in the block to this session.
 
-        For ExecuTorch's own runtime, which passes no options to backends:
+        This is for ExecuTorch's own runtime, which passes no options to backends:
 
         .. code-block:: python
 
@@ -107,7 +106,7 @@ class Session(Cache):
 
     def _raw(self) -> Any:
         if not self._open:
-            raise EtkvError("the session is closed: make a new one, and load the program with it")
+            raise EtkvError("the session is closed: load the program with an open session")
         return super()._raw()
 
     def __enter__(self: _Self) -> _Self:
@@ -128,7 +127,7 @@ class DecodeSession(Session):
 
 
 class SeqSession(Session, SeqCache):
-    """Up to 256 sequences in one program's steps: forks that share cells, removal, batches."""
+    """Up to 256 sequences, which one step may batch. Sequences fork by sharing cells, and can be removed."""
 
     KIND = "seq"
 
@@ -146,8 +145,8 @@ _of_thread = threading.local()
 def load_options(
     key: str | None, logits: Logits, passes: Passes = "default", buffers: str | None = None
 ) -> Iterator[None]:
-    """Set the load options of this thread in the block: the key of the cache or None, rows of logits, passes, and a
-    name for the buffers that programs keep.
+    """Set the load options of this thread within the block: the key of the cache or None, the rows of logits, the
+    passes, and a name for the buffers that programs keep.
 
     Blocks nest. In a block without a key, programs are bound to no cache, even if an outer block has a key.
     """

@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, with the tokenizer that the exporter writes beside a program."""
+"""Converts text to token ids and back, with the tokenizer that the exporter writes next to a program."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _GENERATION_CONFIG = "generation_config.json"
 class Tokenizer:
     """The tokenizer of a model, with its chat template and eos token ids.
 
-    ``hf``, a tokenizer of transformers, renders chat templates. It encodes and decodes by its ``tokenizer.json``, as
-    the runners do: see ``etkv/_backend.py``. :meth:`from_pretrained` and :meth:`from_file` make instances.
+    ``hf``, a tokenizer of transformers, renders chat templates. Encoding and decoding follow its ``tokenizer.json``, as
+    in the runners: see ``etkv/_backend.py``. :meth:`from_pretrained` and :meth:`from_file` create instances.
     """
 
     def __init__(self, hf: Any, *, eos_token_ids: Iterable[int] | None = None) -> None:
@@ -46,11 +46,11 @@ class Tokenizer:
         if eos_token_ids is None:
             eos_token_ids = [] if hf.eos_token_id is None else [hf.eos_token_id]
         self.eos_token_ids: frozenset[int] = frozenset(eos_token_ids)
-        """The ids that end an answer: those of generation_config.json, else the tokenizer's own, else none."""
+        """The ids that end an answer: those of generation_config.json, else those of the tokenizer, else none."""
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """Read the tokenizer in the folder ``path``, or beside the program ``path``. Downloads nothing.
+        """Read the tokenizer in the folder ``path``, or next to the program ``path``. Downloads nothing.
 
         Raises :class:`EtkvError` if there is no tokenizer, or if it cannot be read.
         """
@@ -58,7 +58,7 @@ class Tokenizer:
         folder = path.parent if path.suffix == ".pte" else path
         if not (folder / _FILE).is_file():
             raise EtkvError(
-                f"{folder} has no {_FILE}: the exporter writes it beside the program; copy the model's own there"
+                f"{folder} has no {_FILE}: the exporter writes it next to the program; copy the model's own there"
             )
         contents = _pipeline.checked(folder / _FILE)
         from transformers import PreTrainedTokenizerFast
@@ -71,14 +71,14 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
-        """Read a ``tokenizer.json`` alone. The tokenizer has no chat template and no eos token ids.
+        """Read only a ``tokenizer.json``. The tokenizer has no chat template and no eos token ids.
 
         Raises :class:`EtkvError` if the file cannot be read.
         """
         from transformers import PreTrainedTokenizerFast
 
         try:
-            # Transformers reports a missing file without its name.
+            # The message of transformers for a missing file lacks its name.
             with Path(path).open("rb"):
                 pass
         except OSError as error:
@@ -89,9 +89,9 @@ class Tokenizer:
 
     @classmethod
     def _of_file(cls, contents: dict[str, Any], hf: Any, eos_token_ids: Iterable[int] | None) -> Tokenizer:
-        """Return the tokenizer of a ``tokenizer.json`` with these ``contents``, which ``hf`` was made from.
+        """Return the tokenizer of a ``tokenizer.json`` with these ``contents``, from which ``hf`` was created.
 
-        The model part, nearly all of the file, is taken from ``hf``: transformers changes other parts only.
+        The vocabulary and merges, nearly all of the file, come from ``hf``: transformers changes only other parts.
         """
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as StringTokenizer
@@ -99,7 +99,7 @@ class Tokenizer:
         nothing = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
         backend = StringTokenizer.from_str(json.dumps({**contents, **nothing}))
         backend.model = hf.backend_tokenizer.model
-        # The order of the tokens gives their ids.
+        # The ids of added tokens follow from their order.
         added = [{**token} for token in contents.get("added_tokens") or ()]
         for token in added:
             token.pop("id")
@@ -109,17 +109,17 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``, with the special tokens around a text if ``add_special_tokens``.
+        """Return the ids of ``text``, with the tokenizer's special tokens around it if ``add_special_tokens``.
 
-        A text that begins with the first special token, such as a rendered conversation, gets no second one. Truncation
-        and padding of ``tokenizer.json`` are ignored.
+        A text that begins with the tokenizer's BOS token, such as a rendered conversation, gets no second one.
+        Truncation and padding of ``tokenizer.json`` are ignored.
         """
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``, without special tokens if ``skip_special_tokens``.
 
-        An id without a token has no text. Raises :class:`EtkvError` for a value that is no id.
+        An id without a token has no text. Raises :class:`EtkvError` for a value that is not an id.
         """
         return self._backend.decode(ids, skip_special_tokens)
 
@@ -156,10 +156,10 @@ class Tokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> list[int] | str:
-        """Return the ids of a conversation under the model's chat template, or its text unless ``tokenize``.
+        """Return the ids of a conversation under the model's chat template, or its text without ``tokenize``.
 
         ``messages`` are dicts ``{"role": …, "content": …}``. With ``add_generation_prompt`` the result ends where the
-        model answers. ``variables`` are arguments of transformers and of the template, such as ``tools`` or
+        answer begins. ``variables`` are arguments of transformers and of the template, such as ``tools`` or
         ``enable_thinking``.
 
         Raises :class:`EtkvError` if the model has no chat template, or if its template refuses the messages.
@@ -170,7 +170,7 @@ class Tokenizer:
             text = self._rendered(messages, {"add_generation_prompt": add_generation_prompt, **variables})
         except Exception as error:
             raise EtkvError(f"the chat template does not take these messages: {first_line(error)}") from error
-        # The template writes the special tokens itself.
+        # The template has written the special tokens.
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any]) -> str:
@@ -183,11 +183,11 @@ class Tokenizer:
     def conversation_ids(
         self, messages: Sequence[Mapping[str, Any]], answers: Mapping[int, Sequence[int]], **variables: Any
     ) -> list[int]:
-        """Return the ids of a conversation up to where the model answers. Earlier answers keep the ids that the model
-        chose.
+        """Return the ids of a conversation up to where the next answer begins. Earlier answers keep the ids that the
+        model chose.
 
-        ``answers`` maps an index of ``messages`` to the ids of that message. They replace the message's ``content``
-        where the template writes it unchanged; a changed message is encoded from its text.
+        ``answers`` maps an index of ``messages`` to the ids of that message. The ids replace the message's ``content``
+        if the template writes it unchanged. Otherwise the message is encoded from its text.
 
         Raises :class:`EtkvError` as :meth:`apply_chat_template` does.
         """
@@ -207,7 +207,7 @@ class Tokenizer:
 
     @property
     def detokenizer(self) -> StreamingDetokenizer:
-        """Return a new detokenizer, for the text of one answer without special tokens."""
+        """Return a new detokenizer for one answer, whose text then has no special tokens."""
         return StreamingDetokenizer(self)
 
     def __repr__(self) -> str:
@@ -218,13 +218,13 @@ class Tokenizer:
 class StreamingDetokenizer:
     """Converts the token ids of an answer to text, one at a time.
 
-    ``tokens`` are the ids that were added. ``text`` is the part of their text that later ids cannot change. At the end
-    ``text`` equals :meth:`Tokenizer.decode` of ``tokens``.
+    ``tokens`` are the ids so far. ``text`` is the part of their text that later ids cannot change. After
+    :meth:`finalize`, ``text`` equals :meth:`Tokenizer.decode` of ``tokens``.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        """Begin an answer. Special tokens, such as those around a tool call, are part of ``text`` if
-        ``skip_special_tokens`` is false.
+        """Begin an answer. Special tokens, such as those around a tool call, are in ``text`` unless
+        ``skip_special_tokens``.
         """
         self._backend = tokenizer._backend
         self._skip_special_tokens = skip_special_tokens
@@ -235,8 +235,8 @@ class StreamingDetokenizer:
         self.tokens: list[int] = []
         self.text = ""
         self._told = 0
-        # _ids affect the text to come. The text of the first _n_context ids is in `text`. _out is the part of the text
-        # of _ids that is in `text`.
+        # _ids are the last ids, which affect the text of later ids. The first _n_context of them are completely in
+        # `text`. _out is the part of their decoded text that is in `text`.
         self._ids: list[int] = []
         self._n_context = 0
         self._out = ""
@@ -252,13 +252,13 @@ class StreamingDetokenizer:
         if not backend.has_token(number) or (self._skip_special_tokens and backend.is_special(number)):
             return
         self._ids.append(number)
-        # A run of byte tokens decodes as a whole.
+        # Byte tokens are decoded together, after the last of a run.
         if not backend.is_byte(number):
             self._read()
 
     def _read(self) -> None:
         text = self._decode()
-        # The bytes of a character that is not complete.
+        # Replacement characters at the end stand for the bytes of an incomplete character.
         certain = text.removesuffix(_REPLACEMENT)
         is_cut, waits = len(certain) < len(text), len(self._ids) - self._n_context < _MAX_HELD
         if certain.startswith(self._out):
@@ -270,7 +270,7 @@ class StreamingDetokenizer:
             return
         else:
             self.text += _after_common_prefix(certain, self._out)
-        # The newest ids are the context of the next ids, because some decoders treat the first id differently.
+        # Keep the last ids as the context of the next ids, because some decoders treat the first id differently.
         del self._ids[: self._n_context]
         self._n_context = len(self._ids)
         self._out = self._decode().removesuffix(_REPLACEMENT) if is_cut else self._decode()
@@ -279,13 +279,13 @@ class StreamingDetokenizer:
         return self._backend.decode(self._ids, self._skip_special_tokens)
 
     def finalize(self) -> None:
-        """End the answer: ``text`` gets the rest, with U+FFFD for an incomplete character."""
+        """End the answer: add the rest of the text, with U+FFFD for an incomplete character."""
         self.text += _after_common_prefix(self._decode(), self._out)
         self._ids, self._n_context, self._out = [], 0, ""
 
     @property
     def last_segment(self) -> str:
-        """Return the text that was added since the last read of this property."""
+        """Return the text since the last read of this property."""
         segment = self.text[self._told :]
         self._told = len(self.text)
         return segment
@@ -295,7 +295,7 @@ class StreamingDetokenizer:
 
 
 _REPLACEMENT = "\ufffd"
-"""The character that replaces bytes that are no character."""
+"""The character that replaces bytes that are not valid UTF-8."""
 
 _MAX_HELD = 64
 """Maximum number of ids whose text is held back, and decoded again with each id, while it ends within a character."""

@@ -505,7 +505,7 @@ def test_messages_that_the_template_refuses_are_dropped(loaded, tokenizer):
 
 def test_missing_tokenizer(tmp_path):
     for path in (tmp_path, tmp_path / "model.pte"):
-        with pytest.raises(etkv.EtkvError, match=r"has no tokenizer.json: the exporter writes it beside the program"):
+        with pytest.raises(etkv.EtkvError, match=r"has no tokenizer.json: the exporter writes it next to the program"):
             etkv.Tokenizer.from_pretrained(path)
     file = tmp_path / "tokenizer.json"
     with pytest.raises(etkv.EtkvError, match=r"tokenizer.json cannot be read: No such file"):

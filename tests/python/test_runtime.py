@@ -298,7 +298,7 @@ def test_after_close(llama):
     session = etkv.DecodeSession(config(llama))
     program = etkv.load(llama.path, session)
     session.close()
-    with pytest.raises(etkv.EtkvError, match=r"the session of model.pte is closed: make a new one"):
+    with pytest.raises(etkv.EtkvError, match=r"the session of model.pte is closed: load the program"):
         run(program, PROMPT)
     program.close()
     program.close()

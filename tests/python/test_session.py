@@ -71,7 +71,7 @@ def test_a_closed_session_says_so(session_class, kind):
     if kind == "tree":
         uses += [lambda: session.propose([-1]), lambda: session.tree_len()]
     for use in uses:
-        with pytest.raises(etkv.EtkvError, match="the session is closed: make a new one"):
+        with pytest.raises(etkv.EtkvError, match="the session is closed: load the program"):
             use()
     with pytest.raises(etkv.EtkvError, match="closed"), session.bound():
         pass

@@ -16,11 +16,11 @@ def attention(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Returns the softmax of the scaled scores that ``mask`` lets through, times the values.
+    """Returns the softmax of the scaled scores under ``mask``, times the values.
 
     ``q`` is ``[1, n_heads, T, k_head_dim]``, ``k`` ``[1, n_kv_heads, L, k_head_dim]``, ``v``
     ``[1, n_kv_heads, L, v_head_dim]``, and ``mask`` ``[T, L]``, true where a query sees a key. Each KV head serves the
-    same number of adjacent query heads. ``sinks`` ``[n_heads]`` are one more score of every query, of a value of zeros.
+    same number of adjacent query heads. ``sinks`` ``[n_heads]`` add one score to every query, with a value of zeros.
     A ``softcap`` other than 0 bounds the scaled scores. Returns ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``.
     """
     share = q.shape[1] // k.shape[1]

@@ -1,7 +1,8 @@
 """The base of all kinds of caches, and the cache of one sequence.
 
-A forward is a transaction: its tokens go to copies of the sequences. The copies replace the sequences once every layer
-is called. A refused call raises :class:`StatusError` with the status of the native caches, and changes nothing.
+A forward is a transaction: its tokens are added to copies of the sequences. The copies replace the sequences after
+every layer was called. A refused call raises :class:`StatusError` with the status of the native caches, and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ Fetched = tuple[Tensor, Tensor, Tensor]  # the keys and values that queries atte
 
 @dataclass
 class Step:
-    """A forward. It changes nothing before every layer is called."""
+    """A forward. It takes effect when every layer was called."""
 
     tokens: list[Token]  # the new tokens
     owners: list[Members]  # the sequences of each new token
-    sequences: dict[int, TokenSequence]  # these sequences, as after the commit
+    sequences: dict[int, TokenSequence]  # copies of the owners' sequences, with the new tokens
     history: list[Token]  # the earlier tokens that queries read
     calls: dict[int, tuple[Tensor, Tensor, Fetched]] = field(default_factory=dict)  # by layer: k and v, and the result
     masks: dict[Window, Tensor] = field(default_factory=dict)
 
     def mask(self, window: Window) -> Tensor:
-        """Returns the mask ``[T, L]`` of a layer: the tokens that its queries see. Equal windows share it."""
+        """Returns the mask ``[T, L]`` of a layer with ``window``, true where a query sees a token."""
         if window not in self.masks:
             mask = []
             for query, members in zip(self.tokens, self.owners, strict=True):
@@ -51,7 +52,7 @@ class Step:
 
 
 class ReferenceCache(ABC):
-    """A KV cache in plain PyTorch. Tests compare the native caches' results and errors with it.
+    """A KV cache in plain PyTorch. Tests compare results and errors of the native caches with it.
 
     Use it on one thread. It is slow: it has a Python object for each token, and compares each query with each token.
     """
@@ -60,7 +61,7 @@ class ReferenceCache(ABC):
     max_sequences: ClassVar[int]
 
     def __init__(self, config: CacheConfig) -> None:
-        """Makes an empty cache. Refuses an invalid config."""
+        """Creates an empty cache. Refuses an invalid config."""
         check_config(config)
         self.config = config
         self._max_step_tokens = config.max_step_tokens or DEFAULT_MAX_STEP_TOKENS
@@ -68,17 +69,17 @@ class ReferenceCache(ABC):
         self._windows = [Window.of(layer, step) for layer in config.layers]
         self._dropping = [window for window in self._windows if window.size and window.slots < config.capacity]
         self._step: Step | None = None  # the open forward
-        self._last: Step | None = None  # the last forward, until the next change: its layers may be called again
+        self._last: Step | None = None  # the last forward, whose layers may be called again until the next change
         self.clear()
 
     @property
     def capacity(self) -> int:
-        """Returns the most positions that the cache can hold."""
+        """Returns the maximum number of positions in the cache."""
         return self.config.capacity
 
     @property
     def length(self) -> int:
-        """Returns the number of positions held. A position that several sequences share counts once."""
+        """Returns the present number of positions. A position that several sequences share counts once."""
         return len(distinct(self._sequences))
 
     def can_extend(self, n: int = 1) -> bool:
@@ -94,7 +95,7 @@ class ReferenceCache(ABC):
 
     @abstractmethod
     def rewindable_to(self) -> int:
-        """Returns the least length other than 0 that the only sequence can be rewound to."""
+        """Returns the smallest length other than 0 that the only sequence can be rewound to."""
 
     @abstractmethod
     def rewind(self, length: int) -> None:
@@ -132,12 +133,12 @@ class ReferenceCache(ABC):
 
         ``q`` is ``[1, n_heads, T, k_head_dim]``, ``k`` ``[1, n_kv_heads, T, k_head_dim]`` and ``v``
         ``[1, n_kv_heads, T, v_head_dim]``; the result is ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``. ``sinks``
-        ``[n_heads]`` are one more score of each query, of a value of zeros, and ``softcap`` bounds the scaled scores.
+        ``[n_heads]`` add one score to each query, with a value of zeros. ``softcap`` bounds the scaled scores.
 
-        A forward commits once every layer is called with the same positions, in any order. A repeated call of a layer
-        with the same rows only attends, as layers that share keys and values do. A repeated call with other rows begins
-        a new forward, in which the layers called before keep their rows. A call with other positions, or after a
-        refused call, begins a new forward without earlier rows. An unfinished forward is rolled back.
+        A forward commits when every layer was called with the same positions, in any order. A repeated call of a layer
+        with the same rows only attends: layers that share keys and values make such calls. A repeated call with other
+        rows begins a new forward, in which the other layers keep their rows. A call with other positions, or after a
+        refused call, begins a new forward without rows. An unfinished forward is rolled back.
         """
         try:
             self._check_inputs(layer, len(positions), q=q)
@@ -153,8 +154,8 @@ class ReferenceCache(ABC):
     def update_and_fetch(self, layer: int, k: Tensor, v: Tensor, positions: Sequence[int]) -> Fetched:
         """Writes a layer's rows, and returns the keys, the values and the mask for its queries.
 
-        The keys ``[1, n_kv_heads, L, k_head_dim]`` and values ``[1, n_kv_heads, L, v_head_dim]`` are all stored rows,
-        in float32, the new ones last. The mask ``[T, L]`` is true where a query sees a key.
+        The keys ``[1, n_kv_heads, L, k_head_dim]`` and values ``[1, n_kv_heads, L, v_head_dim]`` are all stored rows in
+        float32, with the new rows at the end. The mask ``[T, L]`` is true where a query sees a key.
         """
         try:
             positions = [integer("a position", position) for position in positions]
@@ -175,7 +176,7 @@ class ReferenceCache(ABC):
             raise
 
     def abort(self) -> None:
-        """Rolls the open forward back. Does nothing without one."""
+        """Rolls back the open forward, if there is one."""
         self._step = self._last = None
 
     def _write(self, layer: int, k: Tensor, v: Tensor, positions: list[int]) -> Fetched:
@@ -227,42 +228,42 @@ class ReferenceCache(ABC):
             raise CapacityError(f"a step of {n_tokens} tokens does not fit: {free} of {self.capacity} cells are free")
 
     def _check_count(self, n_tokens: int) -> None:
-        """Refuses more tokens of a sequence than windows can roll back."""
+        """Refuses more tokens of one sequence than window layers can roll back."""
         for window in self._dropping:
             if n_tokens > window.step:
                 raise CapacityError(f"{n_tokens} tokens: the window layers take at most max_step_tokens, {window.step}")
 
     def _check_floats(self, length: int) -> None:
-        """Refuses more positions in float than the memory estimate counts."""
+        """Refuses more positions in float formats than the memory estimate includes."""
         most = min(max(self.config.quantized_kv_start - 1, 0) + self._max_step_tokens, self.capacity)
         if self._awaits_quantization and length > most:
             told = f"{length} positions in {self.formats[0]}, the most is {most}"
             raise CapacityError(f"{told}: quantized_kv_start - 1, and max_step_tokens {self._max_step_tokens}")
 
     def _check_values(self, layer: int, stored_as: Format, stored: Tensor, given: Tensor) -> None:
-        """Refuses values that are not finite if other sequences may exist, which would read NaN.
+        """Refuses values that are not finite in a cache of several sequences, where other sequences would read NaN.
 
-        The native caches multiply masked rows by 0, and 0 times infinity is NaN. Where values are in keys, all elements
-        of these count.
+        The native caches multiply masked rows by 0, and 0 times infinity is NaN. If values are in keys, all elements of
+        the keys are checked.
         """
         rows = stored if stored_as.is_float else given
         if self.max_sequences > 1 and not torch.isfinite(rows).all():
             raise invalid(f"a value of layer {layer} is not finite as {stored_as.name}; other sequences would read it")
 
     def _in_keys(self, layer: int, key: Tensor) -> Tensor | None:
-        """Returns the values that are in keys of a layer; None if it has values of its own."""
+        """Returns the values that are in the keys of a layer; None if the layer has separate values."""
         config = self.config.layers[layer]
         return key[..., : config.value_dim] if config.values_in_keys else None
 
     def _check_exact(self, following: int, *sequences: TokenSequence) -> None:
-        """Refuses a sequence that goes on at ``following`` if its next query would see dropped positions."""
+        """Refuses to continue sequences at ``following`` if their next query would see dropped positions."""
         least = max(sequence.exact_from for sequence in sequences)
         if 0 < following < least:
             dropped = "the window layers have dropped what a query there sees"
             raise PositionError(f"cannot go on at {following}: {dropped}; a sequence can at 0, or at {least} or later")
 
     def _put(self, sequences: dict[int, TokenSequence]) -> None:
-        """Replaces sequences by their new state. Quantizes all if there are enough positions and no candidates."""
+        """Replaces sequences by their new state. Quantizes all rows if ``quantized_kv_start`` is reached."""
         for number, sequence in sequences.items():
             if not sequence.tree.parents:
                 sequence.drop()
@@ -278,7 +279,7 @@ class ReferenceCache(ABC):
                 value = self._in_keys(layer, key)
                 token.rows[layer] = key, _converted(rows[1], self._formats[1], formats[1]) if value is None else value
         self._formats = formats
-        # An explicit conversion is not undone later.
+        # An explicit conversion also ends the wait for quantized_kv_start.
         self._awaits_quantization = False
 
     def _empty(self) -> TokenSequence:
@@ -290,7 +291,7 @@ class ReferenceCache(ABC):
         self._last = None
 
     def _check_inputs(self, layer: int, n_tokens: int, **tensors: Tensor) -> None:
-        """Refuses ``q``, ``k`` or ``v`` of another dtype or shape than the layer's."""
+        """Refuses ``q``, ``k`` or ``v`` whose dtype or shape does not fit the layer."""
         n_layers = len(self.config.layers)
         if not 0 <= integer("layer_id", layer) < n_layers:
             raise StatusError(f"expected a layer from 0 to {n_layers - 1}, got {layer}", Status.SHAPE)

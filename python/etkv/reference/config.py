@@ -1,4 +1,4 @@
-"""Checks configs as the native caches do."""
+"""Checks configs with the rules of the native caches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_config(config: CacheConfig) -> None:
 
 
 def check_formats(formats: Formats, config: CacheConfig) -> None:
-    """Refuses formats that do not fit the head_dim of a layer, and a format of values that no layer has."""
+    """Refuses formats that do not fit the head_dim of a layer, and a value format if all values are in keys."""
     for index, layer in enumerate(config.layers):
         formats[0].check(layer.k_head_dim, f"layer {index}: keys: ")
         if not layer.values_in_keys:
@@ -52,7 +52,7 @@ def check_formats(formats: Formats, config: CacheConfig) -> None:
 
 
 def formats_of(config: CacheConfig) -> tuple[Formats, Format]:
-    """Returns the formats of keys and values, and the float format of both before ``quantized_kv_start``."""
+    """Returns the formats of keys and values, and the float format before ``quantized_kv_start``."""
     in_keys = all(layer.values_in_keys for layer in config.layers) and config.v_format is None
     of_values = "k_format" if in_keys else "v_format"
     keys, values, floats = (_format(config, field) for field in ("k_format", of_values, "float_format"))

@@ -1,4 +1,4 @@
-"""The errors of the reference caches, the same as those of the native caches."""
+"""The errors of the reference caches, with the statuses of the native caches."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def invalid(message: str) -> StatusError:
 
 
 def integer(name: str, value: Any) -> int:
-    """Returns ``value``, an integer of Python, numpy or torch, as an int. Refuses other values, also bools and
-    floats.
-    """
+    """Returns ``value``, an integer of Python, numpy or torch, as an int. Refuses other values, bools and floats too."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)

@@ -1,7 +1,7 @@
-"""The storage formats, and the rounding of rows by each.
+"""The storage formats, and how each format rounds rows.
 
-A row is one position of one KV head: the last axis of a tensor. No format mixes rows. Codes, scales and offsets equal
-those of the native caches. So :meth:`Format.stored` returns the numbers that native attention reads, in float32.
+A row is one position of one KV head: the last axis of a tensor. Each row is encoded separately. Codes, scales and
+offsets equal those of the native caches, so :meth:`Format.stored` returns the numbers that native attention reads.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from etkv.reference.errors import invalid
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}  # formats that store rows unpacked
-F16_MAX = 65504.0  # the largest float16, and so the limit of stored scales and offsets
-E4M3_MAX = 448.0  # the largest of the eight-bit floats with three bits of mantissa
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # the four-bit floats by their code, without signs
+F16_MAX = 65504.0  # the largest float16, which limits stored scales and offsets
+E4M3_MAX = 448.0  # the largest eight-bit float with three bits of mantissa
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # the magnitudes of four-bit floats by code
 
 
 @dataclass(frozen=True)
 class Planes:
-    """Stored rows: one code for each element, and for each group of elements a scale and perhaps an offset.
+    """Stored rows: one code for each element, one scale for each group of elements, and in some formats an offset.
 
     ``codes`` are numbers, not bits, in the shape of the rows. The last axis of ``scales`` and ``offsets`` has one
-    element a group. Scales in uint8 are powers of two, by the exponent bits of float32.
+    element for each group. Scales in uint8 are exponent bits of float32, so the scales are powers of two.
     """
 
     codes: Tensor
@@ -58,7 +58,7 @@ class Format:
             raise invalid(f"{place}{takes}, got head_dim {head_dim}")
 
     def stored(self, rows: Tensor) -> Tensor:
-        """Returns rows of any float dtype as attention reads them back: float32, ``[..., head_dim]``.
+        """Returns rows of any float dtype after storage: float32, ``[..., head_dim]``.
 
         Values beyond the range of float16 become infinite in ``f16``, as in the native caches.
         """
@@ -84,9 +84,9 @@ def format_of(name: str) -> Format:
 def affine_planes(rows: Tensor, bits: int, group: int) -> Planes:
     """Returns MLX's affine quantization: integers from 0 to 2^bits - 1, and a float16 scale and offset for each group.
 
-    The group's minimum or maximum, whichever has the larger magnitude, becomes its offset. The scale is negative if
-    that is the maximum. The scale is adjusted so that zero is a whole number of steps from the offset. Both are rounded
-    to float16 after the codes are computed.
+    The offset is the group's minimum or maximum, whichever has the larger magnitude. The scale is negative if the
+    offset is the maximum. The scale is adjusted so that zero is an integer number of scales from the offset. Scale and
+    offset are rounded to float16 after the codes are computed.
     """
     groups = rows.clamp(-F16_MAX, F16_MAX).unflatten(-1, (-1, group))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -104,10 +104,10 @@ def affine_planes(rows: Tensor, bits: int, group: int) -> Planes:
 
 
 def mx_planes(rows: Tensor, top: int, to_element: Callable[[Tensor], Tensor]) -> Planes:
-    """Returns elements in a layout of OCP microscaling: 32 elements share a scale, which is a power of two.
+    """Returns OCP microscaling elements: 32 elements share a scale, which is a power of two.
 
-    The scale is the least power of two that brings the largest magnitude of the group to at most 1.75 * 2^``top``:
-    448 for E4M3, and 7 for E2M1. The largest E2M1 value is 6, but 7 is nearer to 6 than to the 8 of the next power.
+    The scale is the smallest power of two with which the group's largest magnitude is at most 1.75 * 2^``top``: 448 for
+    E4M3, and 7 for E2M1. The largest E2M1 value is 6, but a 7 loses less at this scale than at the next.
     """
     groups = rows.unflatten(-1, (-1, 32))
     peaks = groups.abs().amax(-1)
@@ -119,7 +119,7 @@ def mx_planes(rows: Tensor, top: int, to_element: Callable[[Tensor], Tensor]) ->
 
 
 def nvfp4_planes(rows: Tensor) -> Planes:
-    """Returns E2M1 elements. 16 elements share an E4M3 scale, their largest magnitude over 6."""
+    """Returns E2M1 elements. 16 elements share an E4M3 scale, which is their largest magnitude divided by 6."""
     groups = rows.unflatten(-1, (-1, 16))
     scales = to_e4m3(groups.abs().amax(-1) / 6.0)
     inverse = scales.masked_fill(scales == 0, 1.0).reciprocal()
@@ -127,9 +127,9 @@ def nvfp4_planes(rows: Tensor) -> Planes:
 
 
 def row_planes(rows: Tensor, most: float, to_element: Callable[[Tensor], Tensor]) -> Planes:
-    """Returns elements with one float16 scale a row. The largest magnitude becomes ``most``."""
+    """Returns elements with one float16 scale for each row, which maps the largest magnitude to ``most``."""
     scales = (rows.abs().amax(-1, keepdim=True) / most).clamp(max=F16_MAX).half()
-    # A row of zeros has scale 0 and any elements.
+    # A row of zeros has scale 0, so its elements do not matter.
     return Planes(to_element(rows / scales.masked_fill(scales == 0, 1.0).float()), scales)
 
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 ACTIVATIONS = {"none": lambda x: x, "silu": torch.nn.functional.silu}
-"""What a convolution applies to its sums, by name."""
+"""Functions that a convolution applies to its sums, by name."""
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Return the causal depthwise convolution of ``x`` ``[1, channels, T]``, which begins with zeros, in float32.
+    """Return the causal depthwise convolution of ``x`` ``[1, channels, T]``, in float32. Earlier inputs are zeros.
 
-    ``weight`` is ``[channels, W]``; its last column is for the token itself. ``bias`` is ``[channels]``.
+    ``weight`` is ``[channels, W]``; its last column applies to the token itself. ``bias`` is ``[channels]``.
     """
     width, n_tokens = weight.shape[1], x.shape[2]
     rows = torch.nn.functional.pad(x.float(), (width - 1, 0))
@@ -26,7 +26,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-    """Return the outputs of a recurrence that begins with a state of zeros, ``[1, H, T, v_dim]``, in float32.
+    """Return the outputs ``[1, H, T, v_dim]`` of a recurrence, in float32. The first state is zeros.
 
     The shapes are those of :func:`etkv.recurrent_op.update_and_scan`. Each head of ``q`` and ``k`` serves the same
     number of adjacent heads of ``v``.

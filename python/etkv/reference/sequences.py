@@ -1,4 +1,4 @@
-"""Many sequences that share tokens."""
+"""A cache of several sequences that share tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SeqCache(ReferenceCache):
         return len(self._sequence(sequence).tokens)
 
     def seq_next(self, sequence: int) -> int:
-        """Returns the position of a sequence's next token: one after its last, also after a removal at the front."""
+        """Returns the position of a sequence's next token: one more than the position of its last token."""
         return self._sequence(sequence).following
 
     def seq_positions(self, sequence: int) -> list[range]:
@@ -42,9 +42,10 @@ class SeqCache(ReferenceCache):
         return [number for number, one in enumerate(self._sequences) if one.tokens or one.tree.parents]
 
     def seq_rewindable_to(self, sequence: int) -> int:
-        """Returns the least length other than 0 that a sequence can be rewound to.
+        """Returns the smallest length other than 0 that a sequence can be rewound to.
 
-        The sequence holds the position before that length, and every layer holds all positions that a query there sees.
+        At this length, the sequence holds the last position, and every layer holds all positions that the next query
+        sees.
         """
         one = self._sequence(sequence)
         if one.exact_from == 0 and 0 in one.tokens:
@@ -55,14 +56,14 @@ class SeqCache(ReferenceCache):
         return self.seq_rewindable_to(self._only_sequence("call seq_rewindable_to for one of them"))
 
     def begin_step(self, sequences: Sequence[int]) -> None:
-        """Declares the sequence of each token of the next step. The default is the only sequence.
+        """Declares the sequence of each token of the next step. Undeclared tokens belong to the only sequence.
 
         The declaration holds until a step commits or another declaration replaces it.
         """
         self.begin_step_shared([(sequence,) for sequence in sequences])
 
     def begin_step_shared(self, sequences: Sequence[Iterable[int]]) -> None:
-        """Declares the sequences of each token of the next step, which may be several."""
+        """Declares the sequences of each token of the next step. A token may belong to several sequences."""
         self._refuse_in_step("declare the sequences of the next")
         owners = [tuple(integer("a sequence", number) for number in members) for members in sequences]
         if not owners:
@@ -140,8 +141,8 @@ class SeqCache(ReferenceCache):
         return step
 
     def _owners(self, n_tokens: int) -> list[Members]:
-        """Returns the sequences of the next step's tokens: the declared ones, those of all frontiers, or the only
-        one.
+        """Returns the sequences of the next step's tokens: the declared sequences, else those of all frontiers, else
+        the only sequence.
         """
         if self._declared is not None:
             return self._declared
@@ -166,7 +167,7 @@ class SeqCache(ReferenceCache):
 
 
 def _span(begin: int, end: int | None) -> range:
-    """Returns a range of positions. ``end`` None is the end of the sequence."""
+    """Returns a range of positions. An ``end`` of None is the end of the sequence."""
     begin, end = integer("begin", begin), 2**31 - 1 if end is None else integer("end", end)
     if begin < 0 or end < begin:
         raise invalid(f"expected a range of positions that starts at 0 or later, got {begin} to {end}")

@@ -1,4 +1,4 @@
-"""The state of recurrent layers: the whole history of their inputs."""
+"""The reference state of recurrent layers: all inputs so far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etkv.reference.errors import invalid
 from etkv.reference.recurrence import ACTIVATIONS, convolve, scan
 
 Rows = tuple[Tensor | None, ...]
-"""The columns of a layer's inputs that belong to one token, or the inputs of several tokens."""
+"""A layer's inputs for one token, or for several tokens."""
 
 _TOKENS = 2
 """The axis of tokens, in all inputs and outputs."""
@@ -21,7 +21,7 @@ _TOKENS = 2
 
 @dataclass
 class _Step:
-    """A forward: the sequence of each of its tokens, and the histories as they will be."""
+    """A forward: the sequence of each token, and the histories after the forward."""
 
     owners: list[int]
     positions: list[int]
@@ -30,16 +30,17 @@ class _Step:
 
 
 class RecurrentState:
-    """The recurrent layers of a model, for any number of sequences: the oracle of states.
+    """The reference for the states of a model's recurrent layers, for any number of sequences.
 
     It keeps every input of every layer, and each call runs its layer from the beginning of the sequence. So a rewind
-    cuts a list, and a fork copies one. A step that begins below the length of its sequence first rewinds to its start.
+    shortens a list, and a fork copies a list. A step that begins below the length of its sequence first rewinds the
+    sequence to that position.
     """
 
     def __init__(self, n_layers: int) -> None:
-        """Make an empty state of ``n_layers`` convolutions and recurrences."""
+        """Create an empty state of ``n_layers`` convolutions and recurrences."""
         self.n_layers = n_layers
-        self._histories: dict[int, list[dict[int, Rows]]] = {}  # of each sequence: by token, the rows by layer
+        self._histories: dict[int, list[dict[int, Rows]]] = {}  # sequence -> for each token: layer -> rows
         self._declared: list[int] | None = None
         self._step: _Step | None = None
 
@@ -48,7 +49,7 @@ class RecurrentState:
         return len(self._histories.get(sequence, []))
 
     def begin_step(self, sequences: Sequence[int]) -> None:
-        """Declare the sequence of each token of the next step. Without a declaration, all are of sequence 0."""
+        """Declare the sequence of each token of the next step. Undeclared tokens belong to sequence 0."""
         self._refuse_in_step()
         self._declared = list(sequences)
 
@@ -65,7 +66,7 @@ class RecurrentState:
         self._histories[target] = list(self._histories.get(source, []))
 
     def abort(self) -> None:
-        """Roll the open forward back. Does nothing without one."""
+        """Roll back the open forward, if there is one."""
         self._step = None
 
     def update_and_convolve(
@@ -159,7 +160,7 @@ class RecurrentState:
         return torch.stack(outputs, dim=_TOKENS)
 
     def _open(self, layer: int, positions: list[int]) -> _Step:
-        """Return the open forward, or a new one: also where its tokens are others or ``layer`` was called."""
+        """Return the open forward. Open a new one if its positions differ, or if ``layer`` was called in it."""
         if self._step is not None and self._step.positions == positions and layer not in self._step.called:
             return self._step
         owners = self._declared or [0] * len(positions)

@@ -23,20 +23,20 @@ class Token:
 
 @dataclass(frozen=True)
 class Window:
-    """The positions that a layer's queries see, and those that the native caches hold for them.
+    """The positions that a layer's queries see, and the positions that a native cache holds.
 
-    The reference drops no rows. It tracks the positions that a native cache holds, to raise the same error: a sequence
-    cannot go on where a query would see dropped positions.
+    The reference drops no rows. It tracks which positions a native cache holds, to raise the same error: a sequence
+    cannot continue at a position where a query would see dropped positions.
     """
 
     size: int  # positions, including the query's own; 0 for all
-    sinks: int  # first positions, which are also seen
+    sinks: int  # first positions of the sequence, which every query sees
     step: int  # the maximum tokens of one sequence in a step
-    is_chunk: bool = False  # whether a query sees what is in its chunk of ``size`` positions
+    is_chunk: bool = False  # whether a query sees its chunk of ``size`` positions instead of a window
 
     @classmethod
     def of(cls, layer: LayerConfig, step: int) -> Window:
-        """Returns the window of ``layer``, in a cache whose steps have at most ``step`` tokens of a sequence."""
+        """Returns the window of ``layer``. A step has at most ``step`` tokens of a sequence."""
         return cls(layer.chunk or layer.window, layer.sinks, step, is_chunk=layer.chunk > 0)
 
     def sees(self, query: int, position: int) -> bool:
@@ -51,28 +51,26 @@ class Window:
         return self.sinks + self.size - 1 + 2 * self.step + max(self.step, self.size // 4)
 
     def left(self, held: set[int], following: int) -> set[int]:
-        """Returns the positions of ``held`` that are left after a step of a sequence whose next position is
-        ``following``.
+        """Returns the positions of ``held`` that stay after a step. ``following`` is the sequence's next position.
 
-        Nothing is dropped while another step of ``step`` tokens fits. Otherwise three parts stay: the sinks, the window
-        of the next query, and the window of a query ``step`` positions before. So a step of any legal size can be
-        rolled back.
+        Nothing is dropped while another step of ``step`` tokens fits. Otherwise the sinks stay, the window of the next
+        query, and the window of the query ``step`` positions earlier. So a step of any allowed size can be rolled back.
         """
         earliest = max(following - self.step, 0)
         fits = len(held) <= self.slots - self.step
         return {at for at in held if fits or at < self.sinks or at > earliest or self.sees(earliest, at)}
 
     def exact_after(self, position: int) -> int:
-        """Returns the smallest later position whose query does not see ``position``, which is not one of the sinks."""
+        """Returns the first later position whose query does not see ``position``, which must not be a sink."""
         return position + self.size - (position % self.size if self.is_chunk else 0)
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Candidates after a sequence, numbered in the order of their proposal. Without candidates there is no tree."""
+    """Candidates after a sequence, numbered in the order of their proposal. An empty tree is no tree."""
 
     parents: tuple[int, ...] = ()  # of each node; a parent comes before its children
-    tokens: tuple[Token, ...] = ()  # of the nodes that have run: all, or all before the last frontier
+    tokens: tuple[Token, ...] = ()  # of the nodes that have run: all nodes, or all before the last frontier
 
     @property
     def n_pending(self) -> int:
@@ -90,11 +88,11 @@ class Tree:
 
 @dataclass
 class TokenSequence:
-    """A sequence: its tokens by position, and perhaps a tree of candidates. New tokens go to the tree, if there is
-    one.
+    """A sequence: its tokens by position, and a tree of candidates, which may be empty. New tokens are added to a tree
+    that is not empty.
     """
 
-    held: dict[Window, set[int]]  # the positions that a native cache holds for each window that drops some
+    held: dict[Window, set[int]]  # for each window that drops positions: those that a native cache holds
     tokens: dict[int, Token] = field(default_factory=dict)  # in the order of their positions
     tree: Tree = Tree()
 
@@ -105,11 +103,11 @@ class TokenSequence:
 
     @property
     def expected(self) -> int:
-        """Returns the position of the next token, or of the next candidate if there is a tree."""
+        """Returns the position of the next token, or with a tree the position of the next candidate."""
         return self.following + (len(self.tree.path(len(self.tree.tokens))) - 1 if self.tree.parents else 0)
 
     def append(self, token: Token) -> None:
-        """Adds the next token, or runs the next candidate if there is a tree."""
+        """Adds the next token, or with a tree the token of the next candidate."""
         if self.tree.parents:
             self.tree = Tree(self.tree.parents, (*self.tree.tokens, token))
             return
@@ -118,8 +116,8 @@ class TokenSequence:
             held.add(token.position)
 
     def text(self, query: Token) -> set[Token]:
-        """Returns the tokens that a query may see: the sequence up to the query, or the sequence and the query's
-        path.
+        """Returns the tokens that a query may see without a window: the sequence up to the query, or the sequence and
+        the query's path in the tree.
         """
         if query in self.tree.tokens:
             path = self.tree.path(self.tree.tokens.index(query))
@@ -137,11 +135,11 @@ class TokenSequence:
 
     @property
     def exact_from(self) -> int:
-        """Returns the smallest position at which a query sees no dropped position."""
+        """Returns the first position whose query sees no dropped position."""
         gone = ((window, at) for window, held in self.held.items() for at in self.tokens.keys() - held)
         return max((window.exact_after(at) for window, at in gone), default=0)
 
 
 def distinct(sequences: Iterable[TokenSequence]) -> list[Token]:
-    """Returns the tokens that sequences and their trees hold, each once."""
+    """Returns the tokens of sequences and their trees without duplicates."""
     return list(dict.fromkeys(token for one in sequences for token in (*one.tokens.values(), *one.tree.tokens)))

@@ -1,4 +1,4 @@
-"""Trees of candidates after sequences."""
+"""A cache of sequences with trees of candidates."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from etkv.reference.tokens import ROOT, Tree
 
 
 class TreeCache(SeqCache):
-    """Sequences, each with a tree of candidates after it. A tree grows by a frontier a step, until it is committed.
+    """Sequences, each with a tree of candidates. A tree grows by one frontier a step, until it is committed.
 
-    A step runs the frontiers of all sequences, unless ``begin_step`` names some of them. A sequence that carries a tree
-    takes no other tokens.
+    A step runs the frontiers of all sequences, unless ``begin_step`` selects some of them. A sequence with a tree
+    accepts no other tokens.
     """
 
     kind = "tree"
 
     def tree_len(self, sequence: int = 0) -> int:
-        """Returns the number of nodes of the tree after a sequence, or 0 without a tree."""
+        """Returns the number of nodes in the tree of a sequence; 0 without a tree."""
         return len(self._sequence(sequence).tree.parents)
 
     def propose(self, parents: Sequence[int], sequence: int = 0) -> None:
-        """Appends a frontier of candidates to the tree after a sequence: the queries of its next step.
+        """Appends a frontier of candidates to the tree of a sequence: the queries of its next step.
 
         A candidate sees the sequence, its ancestors and itself. A parent is the number of an earlier node, counted over
         all frontiers of the tree; -1 is the sequence itself. A node's position is the sequence's next plus its depth.
@@ -48,7 +48,10 @@ class TreeCache(SeqCache):
         bearer.tree = Tree((*tree.parents, *parents), tree.tokens)
 
     def commit(self, accepted: Sequence[int], sequence: int = 0) -> None:
-        """Adds a chain of candidates that have run to the sequence, from a child of the root, and removes the tree."""
+        """Adds a chain of candidates to the sequence, and removes the tree.
+
+        The chain begins at a child of the root. All its nodes must have run.
+        """
         self._refuse_in_step("commit a tree")
         bearer = self._sequence(sequence)
         tree = bearer.tree
