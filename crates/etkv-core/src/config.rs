@@ -1,5 +1,4 @@
-//! The config of a cache: the model's layers, which are facts, and capacity and storage, which the
-//! application chooses.
+//! The config of a cache. The layers are facts of the model; the application chooses capacity and storage.
 
 use std::fmt;
 
@@ -22,7 +21,7 @@ pub enum LayerPolicy {
         /// Positions, at least 0.
         sinks: i32,
     },
-    /// The positions of the query's own chunk, up to its own. Chunks begin at multiples of `chunk`.
+    /// The positions of the query's own chunk, up to the query's own. Chunks begin at multiples of `chunk`.
     Chunk {
         /// Positions, at least 1.
         chunk: i32,
@@ -41,7 +40,7 @@ impl fmt::Display for LayerPolicy {
     }
 }
 
-/// The sizes of one attention layer: facts of the model's architecture.
+/// The sizes of one attention layer, which are facts of the model's architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerConfig {
     /// KV heads, not query heads.
@@ -50,14 +49,14 @@ pub struct LayerConfig {
     pub k_head_dim: i32,
     /// Elements of one value.
     pub v_head_dim: i32,
-    /// The positions that its queries see.
+    /// The positions that the layer's queries see.
     pub policy: LayerPolicy,
-    /// Whether a value is the first `v_head_dim` elements of its key, as with latent attention. Such a layer
-    /// stores keys alone, in their format.
+    /// Whether a value is the first `v_head_dim` elements of its key, as in latent attention. Such a layer stores
+    /// only keys, in the keys' format.
     pub values_in_keys: bool,
 }
 
-/// The layers of a cache in groups of one policy: a step uses the same slots in all layers of a group.
+/// The layers of a cache in groups that share a policy. A step uses the same slots in all layers of a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerGroups {
     /// The policy of each group.
@@ -72,7 +71,7 @@ impl LayerGroups {
         Self { policies: Vec::new(), of_layer: Vec::with_capacity(layers.len()) }.with(layers)
     }
 
-    /// Returns the groups as a cache plans them: the first has full history, even if no layer has it.
+    /// Returns the groups of a cache's plans. The first has full history, even if no layer does.
     pub(crate) fn with_full_history(layers: &[LayerConfig]) -> Self {
         Self { policies: vec![LayerPolicy::Full], of_layer: Vec::new() }.with(layers)
     }
@@ -89,38 +88,38 @@ impl LayerGroups {
     }
 }
 
-/// The maximum number of anchors of a sequence, and the most checkpoints of a cache.
+/// The maximum number of anchors of a sequence, and of checkpoints of a cache.
 pub(crate) const MAX_ANCHORS: i32 = 64;
 const MAX_CHECKPOINTS: i32 = 256;
 
 /// The config of a cache: layers, capacity, growth and storage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheConfig {
-    /// One entry an attention layer, in the order of the program's layer ids.
+    /// One entry for each attention layer, in the order of the program's layer ids.
     pub layers: Vec<LayerConfig>,
-    /// One entry a recurrent layer, in the order of the program's ids of these layers.
+    /// One entry for each recurrent layer, in the order of the program's ids of these layers.
     pub recurrent_layers: Vec<RecurrentLayer>,
-    /// The anchors that a sequence keeps in recurrences, at least 1: it can be rewound by one block for each
-    /// but the last, exactly. Each takes the bytes of all states.
+    /// The number of anchors that a sequence keeps in recurrences, at least 1. For each anchor except the last, a
+    /// sequence can be rewound by one block. Each anchor takes the memory of all states.
     pub anchors: i32,
-    /// The maximum number of checkpoints of the cache, from 0 to 256. Each takes the bytes of all states.
+    /// The maximum number of checkpoints of the cache, from 0 to 256. Each takes the memory of all states.
     pub checkpoints: i32,
-    /// The maximum number of positions that the cache holds.
+    /// The maximum number of positions of the cache.
     pub capacity: i32,
     /// The maximum number of tokens of one step in a cache with window layers. These layers keep that many positions
     /// in addition to the window, so that a step can be rolled back. It also limits the step that reaches
-    /// `quantized_kv_start`, which is stored in float before everything is converted.
+    /// `quantized_kv_start`, whose rows are stored in float before all are converted.
     pub max_step_tokens: i32,
-    /// How buffers grow.
+    /// How the buffers grow.
     pub growth: Growth,
-    /// Storage of keys, and of values that are in them.
+    /// The format of keys, and of values that are in keys.
     pub k_format: KvFormat,
-    /// Storage of other values. If no layer has any, it must be `k_format`.
+    /// The format of other values. If no layer has any, it must equal `k_format`.
     pub v_format: KvFormat,
-    /// If set, rows are stored in `float_format` until the cache holds this many positions. Then all are
+    /// If set, rows are stored in `float_format` until the cache has this many positions. Then all rows are
     /// converted, once.
     pub quantized_kv_start: Option<i32>,
-    /// Storage of keys and values before `quantized_kv_start`.
+    /// The format of keys and values before `quantized_kv_start`.
     pub float_format: KvFormat,
 }
 
@@ -134,7 +133,7 @@ impl CacheConfig {
     /// The default of `checkpoints`.
     pub const DEFAULT_CHECKPOINTS: i32 = 32;
 
-    /// Returns a config of `n_layers` equal layers of full history with float16 storage.
+    /// Returns a config of `n_layers` equal layers with full history and float16 storage.
     pub fn uniform(n_layers: usize, n_kv_heads: i32, head_dim: i32, capacity: i32) -> Self {
         let layer = LayerConfig {
             n_kv_heads,
@@ -166,7 +165,7 @@ impl CacheConfig {
     /// Checks every field.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument), naming the field.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument), with the name of the field.
     pub fn validate(&self) -> Result<()> {
         if self.layers.is_empty() && self.recurrent_layers.is_empty() {
             fail!(InvalidArgument, "a cache needs at least 1 layer");
@@ -210,11 +209,11 @@ impl CacheConfig {
         Ok(())
     }
 
-    /// Checks that the rows of the layers fit formats of keys and values.
+    /// Checks that the layers' rows fit these formats of keys and values.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for rows that do not fit, naming the layer, and for
-    /// a format of values that no layer has.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for rows that do not fit, with the number of the layer,
+    /// and for a format of values if no layer stores values.
     pub(crate) fn check_formats(&self, [k, v]: [KvFormat; 2]) -> Result<()> {
         for (id, layer) in self.layers.iter().enumerate() {
             let at = |what| move |error: Error| error.at(format_args!("layer {id}: {what}"));
@@ -246,12 +245,12 @@ impl CacheConfig {
         }
     }
 
-    /// Returns what the recurrent layers keep of a sequence, or `None` without such layers.
+    /// Returns the window of recurrent layers, or `None` if there are none.
     pub fn recurrent_window(&self) -> Option<RecurrentWindow> {
         window_of(&self.recurrent_layers, self.anchors)
     }
 
-    /// Returns the window that a layer of this policy keeps, or `None` for full history.
+    /// Returns the window of a layer with this policy, or `None` for full history.
     pub fn window(&self, policy: LayerPolicy) -> Option<Window> {
         let (step, capacity) = (self.max_step_tokens.min(self.capacity), self.capacity);
         match policy {
@@ -263,7 +262,7 @@ impl CacheConfig {
         }
     }
 
-    /// Returns the slots that a layer of this policy allocates for one sequence of `length` positions.
+    /// Returns the number of slots that a layer of this policy allocates for one sequence of `length` positions.
     pub fn slots_for(&self, policy: LayerPolicy, length: i32) -> i32 {
         match self.window(policy) {
             None => self.growth.slots(length, self.capacity),
@@ -279,8 +278,8 @@ impl CacheConfig {
         }
     }
 
-    /// Returns the maximum number of positions that are ever stored in `float_format` before `quantized_kv_start`. A
-    /// step is stored before it is converted.
+    /// Returns the maximum number of positions that are stored in `float_format` before `quantized_kv_start`. The
+    /// rows of a step are stored before they are converted.
     pub(crate) fn max_floats(&self) -> i32 {
         let before = self.quantized_kv_start.map_or(0, |tokens| tokens.saturating_sub(1));
         before.saturating_add(self.max_step_tokens).min(self.capacity)
@@ -383,7 +382,7 @@ mod tests {
         assert_eq!(config.at_capacity(), 2 * 10 * 1152);
         assert_eq!(config.at_capacity_shared(), 2 * 10 * 1152);
 
-        // No group of 64 divides 500 values, which have no scales of their own.
+        // 500 is not a multiple of 64, but these values are in keys and have no scales.
         let format = KvFormat::Affine { bits: 8, group: 64 };
         let mut other = config.clone().stored_as(format);
         other.layers[0].v_head_dim = 500;
@@ -410,7 +409,7 @@ mod tests {
             ..CacheConfig::uniform(1, 1, 1, 10_000)
         };
         let slots = |length| config.slots_for(config.layers[0].policy, length);
-        // Sinks, window, two steps, and room for a quarter of a window.
+        // Sinks, window, two steps, and a quarter of a window as room.
         assert_eq!(slots(10_000), 4 + 99 + 20 + 25);
         assert_eq!(slots(149), 148);
     }
@@ -439,7 +438,7 @@ mod tests {
         };
         assert_eq!(config.estimate(99).allocated, 2 * 99 * 128);
         assert_eq!(config.estimate(100).allocated, 2 * 100 * 34);
-        // A step of 512 tokens is stored as floats before all is converted.
+        // A step of 512 tokens is stored as floats before all rows are converted.
         assert_eq!(config.at_capacity(), 2 * (99 + 512) * 128);
         assert_eq!(
             CacheConfig { max_step_tokens: 1, ..config.clone() }.at_capacity(),

@@ -1,12 +1,12 @@
-//! Errors: a status whose number never changes, and a message that names the value and the limit.
+//! Errors: a status with a fixed number, and a message that names the value and the limit.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// A result of this crate.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The kind of an error. The numbers are those of `etkv.h` and are never reused.
+/// The kind of an error. The numbers match `etkv.h` and are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(i32)]
@@ -19,26 +19,26 @@ pub enum Status {
     Position = 3,
     /// The registry has no cache under this key, or the program was loaded without one.
     NoCache = 4,
-    /// The kind of the cache does not support this call.
+    /// The cache is of a kind that does not support this call.
     Kind = 5,
     /// A tensor's shape does not match the cache or the program.
     Shape = 6,
     /// A tensor's dtype does not match the cache or the program.
     Dtype = 7,
-    /// The program is damaged or foreign.
+    /// The program is damaged, or is not a program of this library.
     Program = 8,
     /// The program needs something that this build lacks.
     Unsupported = 9,
-    /// The backend reported an error, or memory for buffers is lacking.
+    /// The backend reported an error, or there is too little memory for buffers.
     Backend = 10,
     /// The call needs a closed step and one is open on this cache, or the reverse.
     Step = 11,
-    /// A defect inside this crate.
+    /// A defect inside this library.
     Internal = 12,
     /// A file of a cache's contents cannot be read or written, is damaged, or belongs to another version,
     /// model or config.
     File = 13,
-    /// The program is of a version that this build does not read.
+    /// The program has a version that this build does not read.
     Version = 14,
 }
 
@@ -81,16 +81,16 @@ impl Status {
         }
     }
 
-    /// The status of this number.
+    /// Returns the status with this number.
     pub fn from_number(number: i32) -> Option<Self> {
         Self::ALL.into_iter().find(|&status| status as i32 == number)
     }
 }
 
-/// An error. The call that returned it changed nothing, unless its documentation says otherwise.
+/// An error. Unless its documentation says otherwise, the call that returned it changed nothing.
 ///
-/// The message is complete: it includes the text of [`source`](std::error::Error::source). Errors are equal
-/// if their status and message are.
+/// The message is complete: it includes the text of [`source`](std::error::Error::source). Two errors are equal if
+/// their status and message are.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
@@ -100,15 +100,15 @@ pub struct Error {
 }
 
 impl Error {
-    /// Returns an error of this status with a message of one line.
+    /// Returns an error of this status with a message, which becomes one line.
     pub fn new(status: Status, message: impl fmt::Display) -> Self {
-        // Names from a file may contain any character; a message is one line of text.
+        // Names from a file may contain any character, but a message is one line.
         let message = message.to_string().replace(char::is_control, "?");
         Self { status, message, source: None }
     }
 
-    /// Returns the error with its cause, an error of another library, which
-    /// [`source`](std::error::Error::source) returns.
+    /// Returns the error with its cause, an error of another library. [`source`](std::error::Error::source) returns
+    /// the cause.
     pub fn caused_by(self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self { source: Some(Arc::new(source)), ..self }
     }
@@ -128,7 +128,7 @@ impl Error {
         &self.message
     }
 
-    /// Returns the error with its context first: `place: message`.
+    /// Returns the error with its context prepended: `place: message`.
     pub fn at(self, place: impl fmt::Display) -> Self {
         let placed = Self::new(self.status, format_args!("{place}: {}", self.message));
         Self { source: self.source, ..placed }

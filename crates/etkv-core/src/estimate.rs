@@ -1,4 +1,4 @@
-//! The bytes and slots that a cache of a config takes, before there is one.
+//! The bytes and slots of a cache with a config, computed without the cache.
 
 use crate::bookkeeping::MAX_SEQUENCES;
 use crate::config::{CacheConfig, LayerConfig, LayerPolicy, MAX_ANCHORS};
@@ -8,8 +8,8 @@ use crate::memory::{Bytes, LayerMemory, Memory, RecurrentMemory};
 use crate::store_layer::{SlotsOf, StoreLayer, StoreLayers};
 
 impl CacheConfig {
-    /// Returns the exact memory that a cache of this config reports when one sequence has grown to `length`
-    /// positions, for the kind "contiguous". Needs no cache.
+    /// Returns the exact memory that a contiguous cache of this config reports after one sequence has grown to
+    /// `length` positions. Needs no cache.
     pub fn estimate(&self, length: i32) -> Memory {
         self.estimate_of(length, false)
     }
@@ -45,8 +45,8 @@ impl CacheConfig {
         Memory::of(attention.collect(), recurrent.collect(), at_capacity)
     }
 
-    /// Returns the slots that one sequence of `length` positions has needed in layers of this kind, and those
-    /// that it uses.
+    /// Returns the number of slots that one sequence has needed in layers of this kind until it has `length`
+    /// positions, and the number that it uses then.
     fn slots_at(&self, kind: SlotsOf, length: i32) -> (i32, i32) {
         match (kind, self.recurrent_window()) {
             (SlotsOf::Attention(policy), _) => {
@@ -71,7 +71,7 @@ impl CacheConfig {
         };
         let whole = at(self.capacity, self.formats_at(self.capacity));
         match self.quantized_kv_start {
-            // The floats may take more than all that follows.
+            // The floats before `quantized_kv_start` may need more memory than all that follows.
             Some(_) => whole.max(at(self.max_floats(), [self.float_format; 2])),
             None => whole,
         }
@@ -84,7 +84,7 @@ impl CacheConfig {
             let lead = self.recurrent_window().map_or(0, |window| window.lead);
             let needed = match (kind, self.slots_at(kind, length).0) {
                 (SlotsOf::Attention(_), needed) => needed,
-                // Checkpoints come on top.
+                // Rows of checkpoints are additional.
                 (SlotsOf::Rows, needed) => {
                     needed.saturating_add(self.checkpoints.saturating_mul(lead)).min(self.capacity)
                 }
@@ -95,7 +95,7 @@ impl CacheConfig {
     }
 
     /// Returns the maximum number of bytes that any number of sequences need. If sequences share no positions, every
-    /// position may need its own slot.
+    /// position may need a separate slot.
     pub fn at_capacity_shared(&self) -> u64 {
         let full = |layer: &LayerConfig| LayerConfig { policy: LayerPolicy::Full, ..*layer };
         let layers = self.layers.iter().map(full).collect();
@@ -110,16 +110,16 @@ impl CacheConfig {
         bytes.unwrap_or(u64::MAX)
     }
 
-    /// Returns the maximum number of anchors of a cache that several sequences share, or one.
+    /// Returns the maximum number of anchors of a cache: of several sequences if `shared`, or of one.
     pub(crate) fn max_anchors(&self, shared: bool) -> i32 {
         let sequences = if shared { MAX_SEQUENCES } else { 1 };
-        // During a step a sequence has the anchors of before and its own.
+        // During a step a sequence has its earlier anchors and those of the step.
         let own = 2 * self.anchors.clamp(0, MAX_ANCHORS) * sequences;
         own.saturating_add(self.checkpoints).min(self.capacity)
     }
 
-    /// Returns the slots that buffers of this kind allocate when they need `needed`, for a cache that several
-    /// sequences share or not.
+    /// Returns the number of slots that buffers of this kind allocate if they need `needed` slots. `shared`: several
+    /// sequences use the cache.
     pub(crate) fn allocated(&self, kind: SlotsOf, needed: i32, shared: bool) -> i32 {
         let (growth, capacity) = (self.growth, self.capacity);
         let everything = shared && growth == Growth::Upfront;
@@ -129,7 +129,7 @@ impl CacheConfig {
                 Some(window) if needed <= window.slots() && !everything => {
                     window.allocated(growth, needed)
                 }
-                // Several sequences, or trees, need more than one sequence.
+                // Several sequences, or trees, need more slots than one sequence.
                 _ => growth.slots(needed, capacity),
             },
             (SlotsOf::Rows, Some(window)) => {
@@ -140,7 +140,7 @@ impl CacheConfig {
                     rounded_up(needed, one).min(capacity.max(needed))
                 }
             }
-            // Each is large, so they are not allocated ahead, except upfront.
+            // Anchors are large, so they are allocated ahead only for `Upfront`.
             (SlotsOf::Anchors, Some(window)) => {
                 let one = window.anchor_slots(capacity);
                 match growth {

@@ -1,16 +1,16 @@
-//! Whether the bytes of rows are finite.
+//! Checks whether the bytes of rows are finite.
 
 use crate::format::{Element, KvFormat, PlaneFormat};
 
 impl KvFormat {
-    /// Returns whether rows of this format are finite, given the bytes of one of their planes: no element,
-    /// scale or offset is infinite or NaN, and no scale makes the largest code infinite in f32.
+    /// Returns whether the bytes of one plane of rows in this format are finite. No element, scale or offset may be
+    /// infinite or NaN, and no scale may make the largest code infinite in f32.
     pub(crate) fn is_finite(self, plane: &PlaneFormat, bytes: &[u8]) -> bool {
         let halves = |bytes: &[u8], exponent: u16| {
             let mut each = bytes.chunks_exact(2).filter_map(|two| two.try_into().ok());
             each.all(|two| u16::from_le_bytes(two) & exponent != exponent)
         };
-        // E4M3 has NaN and no infinity.
+        // E4M3 has NaN but no infinity.
         let e4m3 = |bytes: &[u8]| bytes.iter().all(|byte| byte & 0x7f != 0x7f);
         let bytes_up_to = |max: u8| bytes.iter().all(|&scale| scale <= max);
         match plane.element {
@@ -23,11 +23,11 @@ impl KvFormat {
             Element::U8 => {}
         }
         match (self, plane.name == "scales") {
-            // A scale is a power of two; the largest codes are 448 and 6.
+            // A scale is a power of two. The largest codes are 448 and 6.
             (Self::Mxfp8, true) => bytes_up_to(246),
             (Self::Mxfp4, true) => bytes_up_to(252),
             (Self::Mxfp8, false) | (Self::Nvfp4, true) => e4m3(bytes),
-            // Codes that are all finite. The scales of the others are float16.
+            // All codes are finite. Scales of the other formats are float16.
             (Self::Mxfp4 | Self::Nvfp4, false)
             | (Self::Affine { .. } | Self::RowInt4 | Self::RowFp4, _)
             | (Self::F32 | Self::F16 | Self::Bf16, _) => true,

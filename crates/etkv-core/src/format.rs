@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{fail, Error, Result};
 
-/// A storage format. A row is one position of one KV head. Each row is encoded alone: no format mixes rows.
+/// A storage format. A row is one position of one KV head. Each row is encoded independently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub enum KvFormat {
@@ -18,29 +18,27 @@ pub enum KvFormat {
     F16,
     /// bfloat16.
     Bf16,
-    /// Integers of `bits` bits with a float16 scale and offset for every `group`
-    /// elements: the affine quantization of MLX.
+    /// Integers of `bits` bits with a float16 scale and offset for every `group` elements: MLX's affine quantization.
     Affine {
         /// 2, 3, 4, 5, 6 or 8.
         bits: u8,
-        /// 32, 64 or 128; head_dim must be a multiple of it.
+        /// 32, 64 or 128. It must divide head_dim.
         group: u8,
     },
-    /// OCP microscaling: E4M3 elements, an E8M0 scale for every 32.
+    /// OCP microscaling: E4M3 elements, with an E8M0 scale for every 32.
     Mxfp8,
-    /// OCP microscaling: E2M1 elements, an E8M0 scale for every 32.
+    /// OCP microscaling: E2M1 elements, with an E8M0 scale for every 32.
     Mxfp4,
-    /// NVIDIA's block float: E2M1 elements, an E4M3 scale for every 16.
+    /// NVIDIA's block float: E2M1 elements, with an E4M3 scale for every 16.
     Nvfp4,
-    /// Symmetric integers from -8 to 7 with one float16 scale a row, the largest
-    /// magnitude over 7.
+    /// Symmetric integers from -8 to 7 with one float16 scale for each row, its largest magnitude divided by 7.
     RowInt4,
-    /// E2M1 elements (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) with one
-    /// float16 scale a row, the largest magnitude over 6.
+    /// E2M1 elements (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) with one float16 scale for each row, its
+    /// largest magnitude divided by 6.
     RowFp4,
 }
 
-/// Declares the formats without parameters, with their names: the compiler names one that is left out.
+/// Declares the formats without parameters, and their names. The compiler reports a format that is missing.
 macro_rules! named_formats {
     ($($format:ident => $name:literal,)+) => {
         const NAMED: &[(KvFormat, &str)] = &[$((KvFormat::$format, $name)),+];
@@ -71,7 +69,7 @@ named_formats! {
 /// The element type of a plane. Elements are little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Element {
-    /// A byte: packed codes, or a scale of 8 bits.
+    /// A byte: packed codes, or an 8-bit scale.
     U8,
     /// IEEE binary16.
     F16,
@@ -92,14 +90,14 @@ impl Element {
     }
 }
 
-/// A plane of a row: the elements, or the codes, scales or offsets.
+/// A plane of rows: their elements, codes, scales or offsets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlaneFormat {
     /// `rows`, `codes`, `scales` or `offsets`.
     pub name: &'static str,
-    /// The type of its elements.
+    /// The type of the elements.
     pub element: Element,
-    /// The elements of one row.
+    /// The number of elements in one row.
     pub width: usize,
 }
 
@@ -113,9 +111,9 @@ impl PlaneFormat {
 /// The layout of the rows of a packed format: codes, scales, and optional offsets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packing {
-    /// The bits of a code.
+    /// The number of bits of a code.
     pub bits: usize,
-    /// The number of elements that share a scale; `None` if all elements of a row do.
+    /// The number of elements that share a scale; `None` if all elements of a row share one.
     pub group: Option<usize>,
     /// The type of a scale: float16, or a byte of E8M0 or E4M3.
     pub scale: Element,
@@ -134,8 +132,7 @@ impl Packing {
 }
 
 impl KvFormat {
-    /// Returns the element type of rows in a float dtype, or else the layout of packed rows. All sizes follow from
-    /// it.
+    /// Returns the element type of rows in a float dtype, or the layout of packed rows. All sizes follow from it.
     const fn layout(self) -> std::result::Result<Element, Packing> {
         let (bits, group, scale, has_offsets) = match self {
             Self::F32 => return Ok(Element::F32),
@@ -165,8 +162,8 @@ impl KvFormat {
         self.packing().is_none()
     }
 
-    /// Returns the number that head_dim must be a multiple of: the elements that share a scale or, in formats
-    /// with one scale a row, the elements that share a word of 32 bits.
+    /// Returns the number of which head_dim must be a multiple: the elements that share a scale or, in formats with
+    /// one scale for each row, the elements in a word of 32 bits.
     pub const fn granule(self) -> usize {
         match self.packing() {
             None => 1,
@@ -175,7 +172,7 @@ impl KvFormat {
         }
     }
 
-    /// Returns the planes of a row of `head_dim` elements. Codes are packed, the first in the lowest bits.
+    /// Returns the planes of a row of `head_dim` elements. Codes are packed from the lowest bits on.
     pub fn planes(self, head_dim: usize) -> Vec<PlaneFormat> {
         let plane = |name, element, width| PlaneFormat { name, element, width };
         let packing = match self.layout() {
@@ -201,7 +198,7 @@ impl KvFormat {
     /// Checks that the format exists and that rows of `head_dim` elements fit it.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument), naming the value.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument), with the value in the message.
     pub fn check(self, head_dim: i32) -> Result<()> {
         if let Self::Affine { bits, group } = self {
             if !matches!(bits, 2..=6 | 8) {
@@ -254,8 +251,8 @@ impl TryFrom<String> for KvFormat {
 impl FromStr for KvFormat {
     type Err = Error;
 
-    /// Parses the output of `Display`. `affine8` is `affine8g32`, and so on: groups of 32 lose half as much
-    /// as groups of 64, for 4 bytes a group.
+    /// Parses the output of `Display`. `affine8` means `affine8g32`, and so on. Groups of 32 have half the error of
+    /// groups of 64, and cost 4 bytes a group.
     fn from_str(name: &str) -> Result<Self> {
         let affine = || {
             let sizes = name.strip_prefix("affine")?;
@@ -263,7 +260,7 @@ impl FromStr for KvFormat {
             Some(Self::Affine { bits: bits.parse().ok()?, group: group.parse().ok()? })
         };
         let named = NAMED.iter().find(|(_, known)| *known == name).map(|(format, _)| *format);
-        // A head_dim of 128 is a multiple of every group, so this checks the rest.
+        // A head_dim of 128 is a multiple of every group, so only the name is checked here.
         match named.or_else(affine).filter(|format| format.check(128).is_ok()) {
             Some(format) => Ok(format),
             None => {

@@ -1,52 +1,51 @@
-//! The forwards of a host that calls a cache layer by layer.
+//! Forwards of hosts that call a cache layer by layer.
 
 use crate::cache::AttendCache;
 use crate::error::{Error, Result, Status};
 use crate::shared::ProgramCache;
 use crate::store::{RecurrentWork, Spec, Store};
 
-/// The forwards of a host on a cache, one at a time. The first call opens a step, and the step commits once
-/// every call was made. A call that fails rolls the step back, and so does dropping an unfinished forward.
+/// The forwards of a host over a cache, one at a time. The first call opens a step, and the step commits once every
+/// call has been made. It is rolled back if a call fails or an unfinished forward is dropped.
 pub struct Forwards<S: Store> {
     program: ProgramCache<S>,
-    /// The positions of the open step; empty outside one.
+    /// The positions of the open step; empty if no step is open.
     positions: Vec<i32>,
-    /// Whether each call was made in the open step.
+    /// Whether each call has been made in the open step.
     made: Vec<bool>,
 }
 
 impl<S: Store> Forwards<S> {
-    /// Returns forwards of `n_calls` calls each. Meanwhile the caller must not write rows to the cache in
-    /// another way.
+    /// Returns forwards of `n_calls` calls each. The caller must not write rows to the cache in another way
+    /// meanwhile.
     pub fn new(program: ProgramCache<S>, n_calls: usize) -> Self {
         Self { program, positions: Vec::new(), made: vec![false; n_calls] }
     }
 
-    /// Returns the positions of the open step; empty outside one.
+    /// Returns the positions of the open step; empty if no step is open.
     pub fn positions(&self) -> &[i32] {
         &self.positions
     }
 
-    /// Returns whether this call was made in the open step.
+    /// Returns whether this call has been made in the open step.
     pub fn has_made(&self, call: usize) -> bool {
         self.made.get(call).copied().unwrap_or(false)
     }
 
-    /// Returns the number of calls that were made in the open step.
+    /// Returns the number of calls that have been made in the open step.
     pub fn n_made(&self) -> usize {
         self.made.iter().filter(|&&made| made).count()
     }
 
-    /// Makes a call: writes a layer's new rows, and returns the result of `work` on what its queries attend to.
-    /// If `work` fails, the forward is rolled back, even in its last call: a forward commits only if the host
-    /// has all of its results.
+    /// Runs a call: writes a layer's new rows, and passes the rows that its queries attend to to `work`, whose result
+    /// it returns. If `work` fails, the forward is rolled back, even in its last call: a forward commits only if the
+    /// host has all of its results.
     ///
     /// # Errors
-    /// - [`Step`](crate::Status::Step) for a call that was already made, and
+    /// - [`Step`](crate::Status::Step) for a call that has already been made, and
     ///   [`Position`](crate::Status::Position) for positions other than those of the first call.
-    /// - Those of [`AttendCache::begin`],
-    ///   [`update_and_fetch`](AttendCache::update_and_fetch) and [`commit`](AttendCache::commit), and
-    ///   those of `work`.
+    /// - Errors of [`AttendCache::begin`], [`update_and_fetch`](AttendCache::update_and_fetch),
+    ///   [`commit`](AttendCache::commit) and `work`.
     pub fn call<T, E: From<Error>>(
         &mut self,
         (call, layer): (usize, usize),
@@ -57,16 +56,16 @@ impl<S: Store> Forwards<S> {
     ) -> Result<T, E> {
         self.make(call, positions, |cache| {
             let spec = cache.update_and_fetch(layer, k, v)?;
-            // A view that is still alive would make the moves of a commit copy, so it ends here.
+            // The view ends here. If it were alive during the commit, moves of rows would copy the buffers.
             work(&spec)
         })
     }
 
-    /// Makes a call of a recurrent layer: passes what it reads to `work`, and writes the rows and anchors that
+    /// Runs a call of a recurrent layer: passes the rows and anchors that it reads to `work`, and writes those that
     /// `work` returns. If `work` fails, the forward is rolled back, even in its last call.
     ///
     /// # Errors
-    /// As [`call`](Self::call), with those of [`update_recurrent`](AttendCache::update_recurrent).
+    /// Errors of [`call`](Self::call) and of [`update_recurrent`](AttendCache::update_recurrent).
     pub fn call_recurrent(
         &mut self,
         (call, layer): (usize, usize),
@@ -103,7 +102,7 @@ impl<S: Store> Forwards<S> {
             }
             self.positions.extend_from_slice(positions);
             if let Err(error) = cache.begin(positions) {
-                // No step is open, or the open one belongs to another owner.
+                // No step is open, or the open step belongs to another owner.
                 self.positions.clear();
                 return Err(error.into());
             }
@@ -125,7 +124,7 @@ impl<S: Store> Forwards<S> {
         Ok(result)
     }
 
-    /// Rolls back an unfinished forward, as dropping does. Does nothing without one.
+    /// Rolls back an unfinished forward, as dropping `self` does. Does nothing if there is none.
     pub fn abort(&mut self) {
         if !self.positions.is_empty() {
             // A poisoned cache has no step to roll back.

@@ -1,12 +1,12 @@
-//! The number of slots that a cache allocates for those that it needs.
+//! The number of slots that a cache allocates if it needs a given number.
 
-/// How buffers grow with the positions. They never grow beyond the capacity.
+/// How buffers grow with the number of positions. They never grow beyond the capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Growth {
     /// `first` slots, doubled as needed.
     Doubling {
-        /// Slots of the first allocation, at least 1.
+        /// The slots of the first allocation, at least 1.
         first: i32,
     },
     /// By `step` slots at a time.
@@ -14,7 +14,7 @@ pub enum Growth {
         /// At least 1.
         step: i32,
     },
-    /// To the slots that a step needs. This takes the least memory, and copies at each step.
+    /// To the slots that a step needs. This uses the least memory, but copies the buffers at each step.
     Exact,
     /// To the capacity, when the cache is created.
     Upfront,
@@ -27,10 +27,10 @@ impl Default for Growth {
 }
 
 impl Growth {
-    /// Slots of the first allocation by default.
+    /// The default number of slots of the first allocation.
     pub const DEFAULT_CHUNK: i32 = 256;
 
-    /// Returns the slots to allocate for `needed` slots, at most `most`.
+    /// Returns the number of slots to allocate if `needed` are needed, at most `most`.
     pub fn slots(self, needed: i32, most: i32) -> i32 {
         if needed <= 0 && self != Self::Upfront {
             return 0;
@@ -50,7 +50,7 @@ impl Growth {
             Self::Exact => i64::from(needed),
             Self::Upfront => i64::from(most),
         };
-        // `most` is an i32, so the minimum is one as well.
+        // At most `most`, which is an i32.
         slots.min(i64::from(most)) as i32
     }
 }

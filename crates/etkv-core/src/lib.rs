@@ -1,15 +1,14 @@
 //! KV caches without a backend.
 //!
-//! A cache is a *bookkeeping* (integers: which position lies in which slot) and a backend's [`Store`] (bytes:
-//! how rows lie in slots). This crate has the bookkeeping, the kinds of caches over any store, their faces,
-//! the step, the registry and the sessions. It depends on no MLX, C++ or Python.
+//! A cache consists of *bookkeeping* (integers: which position is in which slot) and a backend's [`Store`] (bytes:
+//! the rows of each slot). This crate has the bookkeeping, the kinds of caches over any store, their faces, the step,
+//! the registry and the sessions. It does not depend on MLX, C++ or Python.
 //!
-//! A runner holds a [`Cache`], and a [`SeqCache`] or [`TreeCache`] if the kind has that face. A
-//! program drives an [`AttendCache`], one [`Step`] a forward. The program finds the cache by the
-//! key of a [`Session`].
+//! A runner uses a [`Cache`], and a [`SeqCache`] or [`TreeCache`] if the kind has that face. A program uses an
+//! [`AttendCache`], with one [`Step`] for each forward. The program finds the cache by the key of a [`Session`].
 //!
-//! A backend implements [`Store`], registers the kinds of this crate with
-//! [`BuilderRegistry::register_kinds`], and each kind of its own with a builder:
+//! A backend implements [`Store`]. It registers the kinds of this crate with [`BuilderRegistry::register_kinds`], and
+//! kinds of its own with a builder for each:
 //!
 //! ```
 //! use etkv_core::{BuilderRegistry, ContiguousCache, SharedCache, Store};

@@ -3,18 +3,18 @@
 /// Bytes of one buffer, or of several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Bytes {
-    /// Bytes allocated.
+    /// The bytes that are allocated.
     pub allocated: u64,
-    /// Those of the bytes that hold positions.
+    /// The allocated bytes that positions use.
     pub used: u64,
 }
 
 /// Bytes of one layer's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LayerMemory {
-    /// Its keys.
+    /// The buffer of the keys.
     pub k: Bytes,
-    /// Its values.
+    /// The buffer of the values.
     pub v: Bytes,
 }
 
@@ -32,9 +32,9 @@ impl std::ops::Add for Bytes {
 /// Bytes of one recurrent layer's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RecurrentMemory {
-    /// Its rows.
+    /// The buffers of the rows.
     pub rows: Bytes,
-    /// Its anchors.
+    /// The buffer of the anchors.
     pub anchors: Bytes,
 }
 
@@ -42,14 +42,14 @@ pub struct RecurrentMemory {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Memory {
-    /// Bytes allocated now.
+    /// The bytes that are allocated now.
     pub allocated: u64,
-    /// Those of the bytes that hold positions.
+    /// The allocated bytes that positions use.
     pub used: u64,
-    /// Bytes of rows that the cache reads from a prefix, which other caches may read too. The other fields do
-    /// not count them.
+    /// The bytes of rows that the cache reads from a prefix and other caches may read too. The other fields do not
+    /// include them.
     pub shared: u64,
-    /// The maximum number of bytes that the cache can ever hold.
+    /// The maximum number of bytes that the cache can ever allocate.
     pub at_capacity: u64,
     /// The bytes of each attention layer.
     pub layers: Vec<LayerMemory>,
@@ -58,7 +58,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Sums layers.
+    /// Returns the sums over these layers.
     pub fn of(
         layers: Vec<LayerMemory>,
         recurrent_layers: Vec<RecurrentMemory>,

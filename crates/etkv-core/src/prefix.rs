@@ -1,4 +1,4 @@
-//! The frozen contents of a cache. Any number of caches go on from them without a copy.
+//! The frozen contents of a cache, from which any number of caches continue without a copy.
 
 use std::any::Any;
 use std::sync::{Arc, Weak};
@@ -11,11 +11,11 @@ use crate::reach::Reach;
 use crate::snapshot::{Book, CellsState, ContiguousState, SavedFormats, SavedLayer, Snapshot};
 use crate::store::Store;
 
-/// A read-only sequence from position 0 on. Caches of the same layers, formats and backend
-/// [attach](ShareCache::attach) to it: they read its rows in place, and write what follows into buffers of
-/// their own. The rows are freed when the prefix and every cache that reads them are gone, in any order.
+/// A read-only sequence from position 0 on. Caches with the same layers, formats and backend
+/// [attach](ShareCache::attach) to it: they read its rows in place, and write later rows into buffers of their own.
+/// The rows are freed when the prefix and every cache that reads them have been dropped, in any order.
 ///
-/// A clone of the handle is the same prefix. Any thread may hold one.
+/// A clone is a handle of the same prefix. Any thread may have one.
 #[derive(Clone)]
 pub struct Prefix {
     /// The integers of the cache that was frozen.
@@ -24,14 +24,14 @@ pub struct Prefix {
     rewindable_to: i32,
     bytes: u64,
     backend: &'static str,
-    /// [`FrozenRows`] of a store.
+    /// The [`FrozenRows`] of a store.
     rows: Arc<dyn Any + Send + Sync>,
-    /// The memory of its rows, and of the rows of the prefixes before it.
+    /// The memory of its rows, and of the rows of prefixes that it continues.
     pieces: Arc<[Piece]>,
 }
 
-/// Memory that holds rows of a prefix. Prefixes that follow the same prefix share its pieces. This handle
-/// does not keep the memory alive.
+/// Memory with rows of a prefix. Prefixes that continue the same prefix share its pieces. This handle does not keep
+/// the memory alive.
 #[derive(Clone)]
 pub struct Piece {
     rows: Weak<dyn Any + Send + Sync>,
@@ -39,17 +39,17 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Returns its number of bytes.
+    /// Returns the number of bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Returns a number that no other piece has while this one exists.
+    /// Returns a number that is unique among existing pieces.
     pub fn id(&self) -> usize {
         self.rows.as_ptr().cast::<()>().addr()
     }
 
-    /// Returns whether no prefix and no cache holds the piece any longer.
+    /// Returns whether the piece has been freed, because no prefix or cache uses it any more.
     pub fn is_freed(&self) -> bool {
         self.rows.strong_count() == 0
     }
@@ -57,17 +57,17 @@ impl Piece {
 
 /// The rows of a prefix, and their share of the memory budget.
 pub(crate) struct FrozenRows<S: Store> {
-    /// `None` only while it is dropped.
+    /// `None` only during the drop.
     frozen: Option<S::Frozen>,
     bytes: u64,
-    /// Gives the bytes back to the memory budget on drop.
+    /// Releases the bytes in the memory budget on drop.
     _share: Share,
-    /// The rows that hold the first slots.
+    /// The rows of the first slots, if they belong to another prefix.
     parent: Option<Arc<Self>>,
 }
 
 impl<S: Store> FrozenRows<S> {
-    /// `bytes` are those that the share has reserved.
+    /// `bytes` are reserved in `share`.
     pub fn new(frozen: S::Frozen, (bytes, share): (u64, Share), parent: Option<Arc<Self>>) -> Self {
         Self { frozen: Some(frozen), bytes, _share: share, parent }
     }
@@ -79,7 +79,7 @@ impl<S: Store> FrozenRows<S> {
         }
     }
 
-    /// Returns the pieces of these rows, and of the rows before them.
+    /// Returns the pieces of these rows and of their parents.
     fn pieces(self: &Arc<Self>) -> Arc<[Piece]> {
         let chain = std::iter::successors(Some(self), |rows| rows.parent.as_ref());
         let piece = |rows: &Arc<Self>| {
@@ -104,37 +104,36 @@ impl<S: Store> Drop for FrozenRows<S> {
 
 /// The face of a cache that can share its contents with other caches.
 pub trait ShareCache {
-    /// Freezes the contents of the cache, which goes on from the prefix itself. Rows that it already reads
-    /// from a prefix stay in place; the others move to shared memory, one layer at a time. Rolls back a step
+    /// Freezes the contents of the cache, which then continues from the prefix itself. Rows that it already reads
+    /// from a prefix stay in place; the others move to shared memory, one layer at a time. First rolls back a step
     /// that was set aside, and reads the values of a step that was committed unread.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is empty, or holds anything but
-    ///   sequence 0 from position 0 on without candidates and gaps.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is empty, or has anything but sequence 0,
+    ///   from position 0 on, without candidates and gaps.
     /// - [`Step`](crate::Status::Step) while a step is open.
     /// - [`Unsupported`](crate::Status::Unsupported) for a backend that cannot share memory.
-    /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or memory is lacking. The contents are as
-    ///   before.
+    /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or there is too little memory. The contents are
+    ///   unchanged.
     fn freeze(&mut self) -> Result<Prefix>;
 
-    /// Makes an empty cache hold the first `length` positions of a prefix. No rows are copied. Contiguous,
+    /// Makes the first `length` positions of a prefix the contents of an empty cache. No rows are copied. Contiguous,
     /// seq and tree caches accept each other's prefixes.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is not empty; for a prefix of other
-    ///   layers, formats, windows or another backend, or longer than the capacity; and for a length that is not
-    ///   from [`Prefix::rewindable_to`] to [`Prefix::length`].
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is not empty. Also for a prefix with other
+    ///   layers, formats, windows or backend, or longer than the capacity, and for a length that is not from
+    ///   [`Prefix::rewindable_to`] to [`Prefix::length`] or a checkpoint.
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or memory is lacking.
+    /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or there is too little memory.
     ///
-    /// In each case nothing has changed.
+    /// After an error nothing has changed.
     fn attach(&mut self, prefix: &Prefix, length: i32) -> Result<()>;
 
-    /// Refuses a prefix that the cache cannot [attach](Self::attach) to at any length, even if the cache were
-    /// empty.
+    /// Refuses a prefix to which the cache could not [attach](Self::attach) at any length, even if it were empty.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument), naming the difference.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument), with the difference in the message.
     fn fits(&self, prefix: &Prefix) -> Result<()>;
 
     /// Returns the name of the backend. Only caches of the same backend share memory.
@@ -152,23 +151,23 @@ impl Prefix {
         Self { snapshot, length, rewindable_to, bytes, backend: S::NAME, rows, pieces }
     }
 
-    /// Returns the number of its positions.
+    /// Returns the number of positions.
     pub fn length(&self) -> i32 {
         self.length
     }
 
-    /// Returns the least length that a cache can attach to. It is more than 1 where window layers have
-    /// dropped what an earlier query would see.
+    /// Returns the least length at which a cache can attach. It is more than 1 if window layers have dropped
+    /// positions that an earlier query would see.
     pub fn rewindable_to(&self) -> i32 {
         self.rewindable_to
     }
 
-    /// Returns the bytes of its rows, without the rows of the prefix that it follows.
+    /// Returns the bytes of its rows, without those of a prefix that it continues.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Returns the formats of its keys and values.
+    /// Returns the formats of keys and values.
     pub fn formats(&self) -> [KvFormat; 2] {
         self.snapshot.formats
     }
@@ -178,18 +177,18 @@ impl Prefix {
         &self.snapshot
     }
 
-    /// Returns the memory of its rows: first its own [`bytes`](Self::bytes), then the pieces of the prefixes
-    /// that it follows.
+    /// Returns the memory of its rows: first its own [`bytes`](Self::bytes), then the pieces of the prefixes that it
+    /// continues.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces
     }
 
-    /// Returns whether no cache and no other handle holds its rows.
+    /// Returns whether no cache and no other handle uses its rows.
     pub fn is_idle(&self) -> bool {
         Arc::strong_count(&self.rows) == 1
     }
 
-    /// Returns the rows, if they belong to a store of this type.
+    /// Returns the rows, if they belong to a store of type `S`.
     pub(crate) fn rows<S: Store>(&self) -> Result<Arc<FrozenRows<S>>> {
         match Arc::clone(&self.rows).downcast() {
             Ok(rows) => Ok(rows),
@@ -202,7 +201,7 @@ impl Prefix {
         }
     }
 
-    /// Refuses a prefix that does not fit a cache of this config.
+    /// Refuses a prefix that does not fit a cache with this config.
     pub(crate) fn check<S: Store>(&self, config: &CacheConfig) -> Result<()> {
         self.rows::<S>()?;
         let found = &self.snapshot;
@@ -249,12 +248,12 @@ impl Prefix {
         Ok(())
     }
 
-    /// Returns the lengths that a cache can attach at.
+    /// Returns the lengths at which a cache can attach.
     pub fn reach(&self) -> Reach {
         Reach { rewindable_to: self.rewindable_to, checkpoints: self.snapshot.checkpoints() }
     }
 
-    /// Refuses lengths that no cache can attach at.
+    /// Refuses a length at which no cache can attach.
     pub(crate) fn check_length(&self, length: i32) -> Result<()> {
         let reach = self.reach();
         if length < 1 || length > self.length || reach.below(length, self.length) != length {
@@ -273,7 +272,7 @@ impl Prefix {
         Ok(())
     }
 
-    /// Returns the integers for a contiguous cache whose layer groups have these sinks.
+    /// Returns the integers of a contiguous cache whose layer groups have these sinks.
     pub(crate) fn contiguous(&self, sinks: &[i32]) -> Result<ContiguousState> {
         let state = match &self.snapshot.book {
             Book::Contiguous(state) => return Ok(state.clone()),
@@ -301,7 +300,7 @@ impl Prefix {
         Ok(ContiguousState { length: self.length, dropped: groups.collect::<Result<_>>()? })
     }
 
-    /// Returns the integers for a cache of cells whose layer groups have these sinks and numbers of cells.
+    /// Returns the integers of a cache of cells whose layer groups have these sinks and numbers of cells.
     pub(crate) fn cells(&self, groups: &[(i32, i32)]) -> CellsState {
         let state = match &self.snapshot.book {
             Book::Cells(state) => return state.clone(),

@@ -13,26 +13,26 @@ pub struct ProcessReport {
     pub memory: MemoryBudgetReport,
 }
 
-/// The memory budget, and how much of it each holder has.
+/// The memory budget, and the bytes of each holder.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct MemoryBudgetReport {
-    /// The maximum number of bytes that may be held; absent without a limit.
+    /// The maximum number of bytes that may be held; absent if there is no limit.
     pub limit: Option<u64>,
-    /// Bytes that are held.
+    /// The bytes that are held.
     pub held: u64,
-    /// Bytes of the limit that are free; absent without a limit.
+    /// The bytes that are left below the limit; absent if there is no limit.
     pub free: Option<u64>,
     /// The maximum number of bytes that were held or reserved.
     pub peak: u64,
     /// The number of caches, including empty ones.
     pub caches: usize,
-    /// The holders, in the order in which they were created: caches, and kept prefixes.
+    /// The holders, in order of creation: caches, and prefixes that are kept.
     pub holders: Vec<HolderReport>,
 }
 
 impl ProcessReport {
-    /// Returns the report of this process. It waits for no cache.
+    /// Returns the report of this process. Does not wait for any cache.
     pub fn now() -> Self {
         let (report, mut holders) = MemoryBudget::global().holders();
         for (key, holder) in CacheRegistry::global().holders() {

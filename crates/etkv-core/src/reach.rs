@@ -1,17 +1,17 @@
-//! The lengths that a text in a cache can be rewound to.
+//! The lengths to which a text in a cache can be rewound.
 
-/// The lengths, other than 0, that a text can be rewound to: from a least one on all, and some below.
+/// The lengths, other than 0, to which a text can be rewound: all lengths from a least one on, and some below it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Reach {
-    /// From this length on, every length can be reached.
+    /// The least length from which all lengths are reachable.
     pub rewindable_to: i32,
-    /// The lengths below that can be reached too, ascending.
+    /// Lower lengths that are also reachable, ascending.
     pub checkpoints: Vec<i32>,
 }
 
 impl Reach {
-    /// Returns the greatest length, at most `length`, that a text of `n` tokens can be rewound to; 0 if there
-    /// is none.
+    /// Returns the greatest length, at most `length`, to which a text of `n` tokens can be rewound, or 0 if there is
+    /// none.
     pub fn below(&self, length: i32, n: i32) -> i32 {
         if length == n || (length >= self.rewindable_to && length <= n) {
             return length;
@@ -20,7 +20,8 @@ impl Reach {
         kept.max().unwrap_or(0)
     }
 
-    /// Returns whether a text reaches every length up to `n` that another text, of `n` tokens, reaches.
+    /// Returns whether every length up to `n` that is reachable in `other`, a text of `n` tokens, is also reachable
+    /// in `self`.
     pub fn covers(&self, other: &Self, n: i32) -> bool {
         let reaches =
             |length: i32| length >= self.rewindable_to || self.checkpoints.contains(&length);

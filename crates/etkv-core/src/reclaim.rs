@@ -1,4 +1,4 @@
-//! Objects that free memory when the memory budget is full.
+//! Reclaimers: objects that free memory when the memory budget is full.
 
 use std::cell::Cell;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -9,33 +9,33 @@ use tracing::{debug, error};
 
 use crate::watch::TARGET;
 
-/// An object that can free memory which the [`MemoryBudget`](crate::MemoryBudget) counts.
+/// An object that can free memory that the [`MemoryBudget`](crate::MemoryBudget) counts.
 ///
 /// # Threads and locks
 ///
-/// The budget calls it in the middle of the call that needs memory, such as the beginning of a step: on any
-/// thread, on several at once, and while the lock of the requesting cache is held. So a reclaimer must not
-/// wait for a lock that a thread may hold while it requests memory: it tries to take the lock, and frees
-/// nothing if it cannot. It also must not wait for work on another thread.
+/// The budget calls it during the call that needs memory, such as the beginning of a step. This may be on any thread,
+/// on several threads at once, and while the lock of the requesting cache is held. So a reclaimer must not wait for a
+/// lock that a thread may hold while it requests memory: it tries to lock, and frees nothing if it cannot. It also
+/// must not wait for work on another thread.
 ///
-/// The budget enforces this for caches: inside a reclaimer, [`SharedCache::lock`](crate::SharedCache::lock)
-/// refuses a cache that is in use, such as the requesting one, with [`Step`](crate::Status::Step). A
-/// reclaimer's own reservation is refused if it does not fit: no reclaimer is called for it.
+/// The budget enforces this for caches: inside a reclaimer, [`SharedCache::lock`](crate::SharedCache::lock) refuses a
+/// cache that is in use, such as the requesting one, with [`Step`](crate::Status::Step). A reservation by a reclaimer
+/// is refused if it does not fit; no reclaimer is called for it.
 ///
-/// A panic is logged, and counts as nothing freed.
+/// A panic is logged, and counts as 0 freed bytes.
 pub trait Reclaim: Send + Sync {
-    /// Tries to free `bytes` of the budget, or more. It may free less, or nothing. Returns the number of
-    /// freed bytes, for the log: the budget counts by itself.
+    /// Tries to free at least `bytes` of the budget. It may free less, or nothing. Returns the number of freed bytes
+    /// for the log; the budget does not rely on it.
     fn reclaim(&self, bytes: u64) -> u64;
 }
 
-/// What a reclaimer frees. Earlier classes are asked first.
+/// The kind of memory that a reclaimer frees. Earlier classes are called first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ReclaimClass {
-    /// Prefixes of prompts that no sequence uses, and that can be read again.
+    /// Idle prefixes that can be read again.
     IdlePrefixes,
-    /// Memory that the application chooses, by its callback.
+    /// Memory that the application chooses in its callback.
     Host,
 }
 
@@ -54,7 +54,7 @@ impl Reclaimers {
         Self(Mutex::new(Vec::new()))
     }
 
-    /// Adds a reclaimer after the others of its class. Forgets those that are gone.
+    /// Adds a reclaimer after the others of its class. Removes reclaimers that have been dropped.
     pub fn add(&self, class: ReclaimClass, reclaimer: Weak<dyn Reclaim>) {
         let mut all = self.0.lock();
         all.retain(|(_, reclaimer)| reclaimer.strong_count() > 0);
@@ -62,8 +62,8 @@ impl Reclaimers {
         all.insert(at, (class, reclaimer));
     }
 
-    /// Calls the reclaimers in order, without a lock, until `fits` returns `None`. It returns the number of
-    /// lacking bytes before.
+    /// Calls the reclaimers in order, without a lock, as long as `fits` returns the number of lacking bytes. Stops
+    /// when it returns `None`.
     pub fn ask(&self, fits: &mut dyn FnMut() -> Option<u64>) {
         let all: Vec<_> = {
             let all = self.0.lock();
@@ -80,7 +80,7 @@ impl Reclaimers {
 
 fn run(reclaimer: Arc<dyn Reclaim>, lacking: u64) -> u64 {
     let _inside = ReclaimScope::enter();
-    // This may be the last owner: the drop must run inside too.
+    // This may be the last owner, so the reclaimer must be dropped inside the scope too.
     let call = AssertUnwindSafe(move || reclaimer.reclaim(lacking));
     catch_unwind(call).unwrap_or_else(|_| {
         error!(target: TARGET, "a reclaimer of the memory budget failed by a defect");
@@ -92,12 +92,12 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns whether this thread is in a reclaimer.
+/// Returns whether this thread runs a reclaimer.
 pub(crate) fn inside() -> bool {
     INSIDE.try_with(Cell::get).unwrap_or(false)
 }
 
-/// Marks this thread as inside a reclaimer, until dropped.
+/// Marks this thread as running a reclaimer, until dropped.
 struct ReclaimScope;
 
 impl ReclaimScope {

@@ -7,31 +7,31 @@ use serde::{Deserialize, Serialize};
 use crate::bookkeeping::{RecurrentWindow, BLOCK};
 use crate::error::{fail, Result};
 
-/// The sizes of one recurrent layer: facts of the model's architecture.
+/// The sizes of one recurrent layer, which are facts of the model's architecture.
 ///
-/// A recurrent layer stores float32, whatever the formats of keys and values.
+/// A recurrent layer stores float32, independent of the formats of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum RecurrentLayer {
-    /// A causal depthwise convolution: a query reads the columns of its own position and of the `width - 1`
+    /// A causal depthwise convolution: a query reads the column of its own position and the `width - 1` columns
     /// before it.
     Convolution {
-        /// Elements of a column.
+        /// The number of elements of a column.
         channels: i32,
-        /// Positions that a query reads, from 1 to 64.
+        /// The number of positions that a query reads, from 1 to 64.
         width: i32,
     },
     /// A linear recurrence: each head keeps a state of `k_dim` times `v_dim` elements.
     Recurrence {
-        /// Heads of the queries and keys. Each serves `heads / k_heads` heads.
+        /// Heads of queries and keys. Each is used by `heads / k_heads` heads of values.
         k_heads: i32,
-        /// Heads of the values, and of the state.
+        /// Heads of values, and of the state.
         heads: i32,
-        /// Elements of a key.
+        /// The number of elements of a key.
         k_dim: i32,
-        /// Elements of a value.
+        /// The number of elements of a value.
         v_dim: i32,
-        /// Whether each channel of a key has a decay of its own. Otherwise each head has one.
+        /// Whether there is a decay for each channel of a key, rather than one for each head.
         channel_decay: bool,
     },
 }
@@ -40,7 +40,7 @@ impl RecurrentLayer {
     /// Checks every field.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument), naming the field.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument), with the name of the field.
     pub fn validate(&self) -> Result<()> {
         let at_least_1 = |name: &str, value: i32| match value {
             ..=0 => fail!(InvalidArgument, "{name} is {value}, the least is 1"),
@@ -76,8 +76,8 @@ impl RecurrentLayer {
         Ok(())
     }
 
-    /// Returns the positions before a token that the layer reads as rows, apart from those that an anchor
-    /// stands for.
+    /// Returns the number of rows before a token that a convolution reads. It is 0 for a recurrence, which reads only
+    /// rows since an anchor.
     pub fn lead(&self) -> i32 {
         match *self {
             Self::Convolution { width, .. } => width - 1,
@@ -85,7 +85,7 @@ impl RecurrentLayer {
         }
     }
 
-    /// Returns the heads and the elements of a row's two parts; the second is absent in a convolution.
+    /// Returns the heads and the elements of the two parts of a row. A convolution has only the first.
     pub fn row(&self) -> [Option<[i32; 2]>; 2] {
         match *self {
             Self::Convolution { channels, .. } => [Some([1, channels]), None],
@@ -96,7 +96,7 @@ impl RecurrentLayer {
         }
     }
 
-    /// Returns the heads and the elements of an anchor; a convolution has none.
+    /// Returns the heads and the elements of an anchor, or `None` for a convolution.
     pub fn anchor(&self) -> Option<[i32; 2]> {
         match *self {
             Self::Convolution { .. } => None,
@@ -123,7 +123,7 @@ impl fmt::Display for RecurrentLayer {
     }
 }
 
-/// Returns what these layers keep of a sequence, or `None` without layers.
+/// Returns the window of these layers, or `None` if there are none.
 pub(crate) fn window_of(layers: &[RecurrentLayer], anchors: i32) -> Option<RecurrentWindow> {
     let lead = layers.iter().map(RecurrentLayer::lead).max()?;
     Some(RecurrentWindow { lead, anchors })

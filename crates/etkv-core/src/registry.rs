@@ -1,4 +1,4 @@
-//! Two registries: caches by key, for programs, and builders by kind.
+//! Two registries: of caches by key, for programs, and of builders by kind.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -14,10 +14,10 @@ use crate::store::Store;
 /// Creates a cache of one kind.
 pub type Builder = Arc<dyn Fn(CacheConfig) -> Result<SharedCache> + Send + Sync>;
 
-/// Creates caches by backend id and kind.
+/// The builders of caches, by backend id and kind.
 ///
-/// A new kind registers itself; no code changes here. A builder may use the registry itself: it is called and
-/// dropped while no part of the registry is locked.
+/// A new kind registers itself; this code does not change. A builder may use the registry itself, because it is
+/// called and dropped while the registry is not locked.
 pub struct BuilderRegistry {
     builders: DashMap<(String, String), Builder>,
 }
@@ -30,7 +30,7 @@ impl BuilderRegistry {
         &GLOBAL
     }
 
-    /// Registers a kind. Replaces a kind of the same name. Existing caches stay as they are.
+    /// Registers a kind. Replaces a kind of the same name. Existing caches are not affected.
     pub fn register(
         &self,
         backend_id: &str,
@@ -62,7 +62,7 @@ impl BuilderRegistry {
     /// Creates a cache of this kind.
     ///
     /// # Errors
-    /// [`Kind`](Status::Kind) for an unknown kind, and those of the builder.
+    /// [`Kind`](Status::Kind) for an unknown kind, and errors of the builder.
     pub fn build(&self, backend_id: &str, kind: &str, config: CacheConfig) -> Result<SharedCache> {
         let key = (backend_id.to_owned(), kind.to_owned());
         let builder = self.builders.get(&key).map(|found| Builder::clone(&found));
@@ -79,7 +79,7 @@ impl BuilderRegistry {
         kinds
     }
 
-    /// Lists what is available instead of an unknown kind or backend.
+    /// Returns the message for an unknown kind or backend, with the available ones.
     fn unknown(&self, backend_id: &str, kind: &str) -> String {
         let known = self.kinds();
         let kinds: Vec<&str> = known
@@ -99,10 +99,10 @@ impl BuilderRegistry {
     }
 }
 
-/// A cache in the registry, and the backend that it was made for.
+/// A cache in the registry, and the backend for which it was created.
 #[derive(Clone)]
 pub struct Entry {
-    /// The backend id that the cache's builder is registered under.
+    /// The backend id under which the cache's builder is registered.
     pub backend_id: String,
     /// The cache.
     pub cache: SharedCache,
@@ -129,7 +129,7 @@ impl CacheRegistry {
     pub fn install_new(&self, entry: Entry) -> String {
         loop {
             let key = format!("cache-{}", self.next.fetch_add(1, Ordering::Relaxed));
-            // A host may have chosen the same key.
+            // The host may have registered the same key.
             if let Slot::Vacant(place) = self.entries.entry(key.clone()) {
                 place.insert(entry);
                 return key;
@@ -140,8 +140,8 @@ impl CacheRegistry {
     /// Registers `entry` under `key`.
     ///
     /// # Errors
-    /// [`InvalidArgument`](Status::InvalidArgument) if the key is taken, empty, or longer than the
-    /// 255 bytes that ExecuTorch's options hold.
+    /// [`InvalidArgument`](Status::InvalidArgument) if the key is already registered, empty, or longer than the 255
+    /// bytes of ExecuTorch's options.
     pub fn install(&self, key: &str, entry: Entry) -> Result<()> {
         if key.is_empty() || key.len() > MAX_KEY {
             fail!(
@@ -176,8 +176,8 @@ impl CacheRegistry {
         }
     }
 
-    /// Returns the keys in order, each with its cache's holder number in the memory budget. Caches that the
-    /// budget does not count are left out.
+    /// Returns the keys in order, each with its cache's holder number in the memory budget. Omits caches that the
+    /// budget does not count.
     pub(crate) fn holders(&self) -> Vec<(String, u64)> {
         let of = |entry: dashmap::mapref::multiple::RefMulti<'_, String, Entry>| {
             Some((entry.key().clone(), entry.cache.holder()?))
@@ -187,12 +187,12 @@ impl CacheRegistry {
         holders
     }
 
-    /// Removes `key`. Other owners of its cache keep the cache.
+    /// Removes `key`. The cache remains as long as it has other owners.
     pub fn erase(&self, key: &str) -> Option<Entry> {
         self.entries.remove(key).map(|(_, entry)| entry)
     }
 
-    /// Removes `key` if it belongs to this cache. After an earlier removal it may belong to another one.
+    /// Removes `key` if it belongs to this cache. After an earlier removal it may belong to another cache.
     pub fn erase_own(&self, key: &str, cache: &SharedCache) -> Option<Entry> {
         self.entries.remove_if(key, |_, entry| entry.cache.is(cache)).map(|(_, entry)| entry)
     }

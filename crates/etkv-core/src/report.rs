@@ -12,26 +12,25 @@ use crate::recurrent_layer::RecurrentLayer;
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CacheReport {
-    /// The kind's name.
+    /// The name of the kind.
     pub kind: String,
-    /// The positions that the cache holds. A position that several sequences share counts once.
+    /// The number of positions in the cache. A position that several sequences share counts once.
     pub length: i32,
-    /// The maximum number of positions that the cache can hold.
+    /// The maximum number of positions of the cache.
     pub capacity: i32,
     /// Whether a step is open.
     pub step_open: bool,
     /// The reason why the cache is poisoned, if it is.
     pub poisoned: Option<String>,
-    /// The formats of keys and values now.
+    /// The current formats of keys and values.
     pub formats: FormatsReport,
-    /// The sequences that hold positions or carry trees, in order. Empty ones are left out. Kinds with one
-    /// sequence number it 0.
+    /// The sequences that have positions or trees, in order. In kinds with one sequence its number is 0.
     pub sequences: Vec<SequenceReport>,
     /// Bytes of all buffers.
     pub memory: MemoryReport,
     /// The buffers of attention, layer by layer.
     pub layers: Vec<LayerReport>,
-    /// The buffers of recurrent layers, layer by layer; absent without such layers.
+    /// The buffers of recurrent layers, layer by layer; absent if there are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub recurrent_layers: Vec<RecurrentLayerReport>,
     /// The config that the cache was created with.
@@ -53,15 +52,15 @@ pub struct FormatsReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct SequenceReport {
-    /// Its number.
+    /// The number of the sequence.
     pub sequence: i32,
-    /// The positions that it holds.
+    /// The number of its positions.
     pub length: i32,
     /// The position of its next token.
     pub next: i32,
-    /// The least length, apart from 0, that it can be rewound to.
+    /// The least length, other than 0, from which it can be rewound to all lengths.
     pub rewindable_to: i32,
-    /// The lengths below, other than 0, that it can be rewound to as well; absent without any.
+    /// Lower lengths, other than 0, to which it can also be rewound; absent if there are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub checkpoints: Vec<i32>,
     /// The number of nodes of the tree after it.
@@ -74,12 +73,12 @@ pub struct SequenceReport {
 pub struct MemoryReport {
     /// Bytes of all buffers.
     pub allocated: u64,
-    /// Those of the bytes that positions use.
+    /// The allocated bytes that positions use.
     pub used: u64,
-    /// Bytes of rows that the cache reads from a prefix, which other caches may read too. The other fields do
-    /// not count them.
+    /// The bytes of rows that the cache reads from a prefix and other caches may read too. The other fields do not
+    /// include them.
     pub shared: u64,
-    /// The maximum number of bytes that the cache can ever hold.
+    /// The maximum number of bytes that the cache can ever allocate.
     pub at_capacity: u64,
 }
 
@@ -87,9 +86,9 @@ pub struct MemoryReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LayerReport {
-    /// The buffer of its keys.
+    /// The buffer of the keys.
     pub k: BufferReport,
-    /// The buffer of its values.
+    /// The buffer of the values.
     pub v: BufferReport,
 }
 
@@ -97,9 +96,9 @@ pub struct LayerReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct RecurrentLayerReport {
-    /// What the last tokens left behind.
+    /// The rows of the last tokens.
     pub rows: BytesReport,
-    /// States at fixed positions; nothing in a convolution.
+    /// States at fixed positions; 0 bytes for a convolution.
     pub anchors: BytesReport,
 }
 
@@ -107,9 +106,9 @@ pub struct RecurrentLayerReport {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct BytesReport {
-    /// Bytes allocated.
+    /// The bytes that are allocated.
     pub allocated: u64,
-    /// Those of the bytes that positions use.
+    /// The allocated bytes that positions use.
     pub used: u64,
 }
 
@@ -123,14 +122,14 @@ impl From<Bytes> for BytesReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct BufferReport {
-    /// The format of its rows, by name.
+    /// The name of the format of its rows.
     #[serde(serialize_with = "as_name")]
     pub format: KvFormat,
-    /// Slots allocated; absent if the kind does not report them.
+    /// The number of allocated slots; absent if the kind does not report it.
     pub slots: Option<i32>,
     /// Bytes of the buffer.
     pub allocated: u64,
-    /// Those of the bytes that positions use.
+    /// The allocated bytes that positions use.
     pub used: u64,
 }
 
@@ -143,7 +142,7 @@ pub struct ConfigReport {
     pub max_step_tokens: i32,
     /// `doubling`, `step`, `exact` or `upfront`.
     pub growth: &'static str,
-    /// Slots of a chunk; absent for growths without chunks.
+    /// `first` or `step` of the growth; absent for `exact` and `upfront`.
     pub min_chunk: Option<i32>,
     #[serde(serialize_with = "as_name")]
     pub k_format: KvFormat,
@@ -153,7 +152,7 @@ pub struct ConfigReport {
     #[serde(serialize_with = "as_name")]
     pub float_format: KvFormat,
     pub layers: Vec<LayerConfigReport>,
-    /// Absent without recurrent layers, as the next two.
+    /// Absent if there are no recurrent layers, as are the next two fields.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub recurrent_layers: Vec<RecurrentLayer>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -173,7 +172,7 @@ pub struct LayerConfigReport {
     /// The window; absent for full history.
     pub window: Option<i32>,
     pub sinks: i32,
-    /// The length of chunks; absent for layers without any.
+    /// The length of chunks; absent if the layer has none.
     pub chunk: Option<i32>,
     /// Whether the values are in the keys.
     pub values_in_keys: bool,

@@ -5,19 +5,19 @@ use crate::error::Result;
 use crate::registry::{BuilderRegistry, CacheRegistry, Entry};
 use crate::shared::SharedCache;
 
-/// A cache in the registry, for as long as the session lives.
+/// A cache that is registered as long as the session lives.
 ///
-/// Programs that are bound to the cache keep it after the session is dropped.
+/// Programs that are bound to the cache keep it alive after the session is dropped.
 pub struct Session {
     key: String,
     cache: SharedCache,
 }
 
 impl Session {
-    /// Creates a cache of this kind with one of `builders`, and registers it under a new key.
+    /// Creates a cache of this kind with a builder of `builders`, and registers it under a new key.
     ///
     /// # Errors
-    /// [`Kind`](crate::Status::Kind) for an unknown kind, and those of the builder.
+    /// [`Kind`](crate::Status::Kind) for an unknown kind, and errors of the builder.
     pub fn new(
         builders: &BuilderRegistry,
         backend_id: &str,
@@ -30,12 +30,12 @@ impl Session {
         Ok(Self { key, cache })
     }
 
-    /// Returns the key that a program is loaded with.
+    /// Returns the key with which programs are loaded.
     pub fn key(&self) -> &str {
         &self.key
     }
 
-    /// Returns another owner of the cache.
+    /// Returns another handle of the cache.
     pub fn cache(&self) -> SharedCache {
         self.cache.clone()
     }
@@ -43,7 +43,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // The entry is dropped outside the registry's lock: the last owner of a cache frees its buffers.
+        // The entry is dropped after the registry is unlocked, because the last owner of a cache frees its buffers.
         drop(CacheRegistry::global().erase_own(&self.key, &self.cache));
     }
 }

@@ -11,24 +11,23 @@ use crate::error::{fail, Result};
 use crate::reclaim::inside;
 use crate::store::Store;
 
-/// A cache that sessions, programs and handles share, with its runner's face. It lives until its last owner
-/// is gone.
+/// A cache that sessions, programs and other owners share, with its runner's face. It lives until its last owner is
+/// dropped.
 ///
-/// A panic during a call poisons the cache: its contents are unknown, and every later call is
-/// refused.
+/// A panic during a call poisons the cache: its contents are unknown, and every later call is refused.
 #[derive(Clone)]
 pub struct SharedCache {
     cache: Shared<dyn Cache>,
-    /// The same cache as a [`ProgramCache`] of its store's type, which is erased here.
+    /// The same cache as a [`ProgramCache`], whose store type is erased here.
     program: Arc<dyn Any + Send + Sync>,
-    /// The store's name.
+    /// The name of the store.
     store: &'static str,
     facts: Arc<Facts>,
     /// The programs that were loaded with the cache, the newest last.
     bound: Arc<Mutex<Vec<Weak<dyn Any + Send + Sync>>>>,
 }
 
-/// The facts of a cache. They are read without its lock.
+/// The facts of a cache, which are read without its lock.
 struct Facts {
     kind: String,
     capacity: i32,
@@ -73,13 +72,13 @@ impl SharedCache {
         }
     }
 
-    /// Returns the name of the kind. This and the next five functions do not wait for the lock, and also
-    /// answer for a poisoned cache.
+    /// Returns the name of the kind. This and the next five functions do not wait for the lock, and also work for a
+    /// poisoned cache.
     pub fn kind(&self) -> &str {
         &self.facts.kind
     }
 
-    /// Returns the maximum number of positions that the cache can hold.
+    /// Returns the maximum number of positions of the cache.
     pub fn capacity(&self) -> i32 {
         self.facts.capacity
     }
@@ -105,18 +104,18 @@ impl SharedCache {
         self.facts.holder
     }
 
-    /// Locks the cache for a query or a change. Waits for other threads. If this thread holds its backend's
-    /// own lock, other threads may take that lock meanwhile, so the order of the two locks does not matter.
+    /// Locks the cache for a query or a change. Waits for other threads. If this thread holds the lock of the cache's
+    /// backend, that lock is released meanwhile, so the order of the two locks does not matter.
     ///
     /// # Errors
-    /// [`Internal`](crate::Status::Internal) if the cache is poisoned. [`Step`](crate::Status::Step) if this
-    /// thread already holds the lock, since it would wait forever; or if this thread is in a
-    /// [`Reclaim`](crate::Reclaim) and another one uses the cache.
+    /// [`Internal`](crate::Status::Internal) if the cache is poisoned. [`Step`](crate::Status::Step) if this thread
+    /// already holds the lock and would wait forever, or if this thread runs a [`Reclaim`](crate::Reclaim) and
+    /// another one uses the cache.
     pub fn lock(&self) -> Result<CacheGuard<'_>> {
         self.cache.lock()
     }
 
-    /// Returns the cache with the face for programs of the backend with this store.
+    /// Returns the cache with its face for programs of the backend with store `S`.
     ///
     /// # Errors
     /// [`Kind`](crate::Status::Kind) if the cache has another backend's store.
@@ -132,8 +131,8 @@ impl SharedCache {
         }
     }
 
-    /// Registers a program that was loaded with this cache, or a backend's data about it. The cache does not
-    /// keep it alive.
+    /// Registers a program that was loaded with this cache, or data that a backend keeps for it. The cache does not
+    /// keep the object alive.
     pub fn bind<T: Any + Send + Sync>(&self, program: &Arc<T>) {
         let program: Weak<T> = Arc::downgrade(program);
         let mut bound = self.bound();
@@ -183,10 +182,10 @@ impl<C: ?Sized> Shared<C> {
     /// Locks the cache for a call or a whole step; see [`SharedCache::lock`].
     ///
     /// # Errors
-    /// As [`SharedCache::lock`].
+    /// Errors of [`SharedCache::lock`].
     pub fn lock(&self) -> Result<SharedGuard<'_, C>> {
         let thread = this_thread();
-        // Only this thread stores its own number, so any other value means another thread.
+        // Only this thread stores its number, so any other value means another thread.
         if self.0.holder.load(Ordering::Relaxed) == thread {
             fail!(
                 Step,
@@ -204,7 +203,7 @@ impl<C: ?Sized> Shared<C> {
         Ok(SharedGuard { holder: &self.0.holder, unwinding, cache })
     }
 
-    /// Returns the cache once other threads are done with it, or `None` if it is poisoned.
+    /// Returns the cache once other threads have released it, or `None` if it is poisoned.
     fn wait(&self) -> Result<Option<MutexGuard<'_, C>>> {
         Ok(match self.0.cache.try_lock() {
             Ok(cache) => Some(cache),
@@ -227,8 +226,7 @@ impl<C: ?Sized> Shared<C> {
 /// A locked shared cache; other threads wait until this is dropped.
 pub struct SharedGuard<'a, C: ?Sized> {
     holder: &'a AtomicU64,
-    /// Whether the thread was already panicking when it took the cache. The panic is then no defect of this
-    /// call.
+    /// Whether the thread was already panicking when it locked the cache. That panic is not a defect of this call.
     unwinding: bool,
     cache: MutexGuard<'a, C>,
 }
@@ -255,7 +253,7 @@ impl<C: ?Sized> Drop for SharedGuard<'_, C> {
                 "the cache is poisoned: a call on it failed by a defect"
             );
         }
-        // The lock is released after this.
+        // The lock is released after this store.
         self.holder.store(0, Ordering::Relaxed);
     }
 }

@@ -1,4 +1,4 @@
-//! What a cache writes to a file and reads back: its integers, and its rows plane by plane.
+//! The contents of a cache in a file: its integers, and its rows plane by plane.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use crate::format::KvFormat;
 use crate::format::PlaneFormat;
 use crate::recurrent_layer::RecurrentLayer;
 
-/// The integers of a cache: its positions and their slots, and the config that they need.
+/// The integers of a cache: its positions and their slots, and the parts of the config that they depend on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Snapshot {
@@ -21,7 +21,7 @@ pub struct Snapshot {
     /// The sizes of each recurrent layer.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub recurrent_layers: Vec<RecurrentLayer>,
-    /// The anchors that a sequence keeps; 0 without recurrent layers.
+    /// The number of anchors that a sequence keeps; 0 without recurrent layers.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub anchors: i32,
     /// The config's capacity.
@@ -30,11 +30,11 @@ pub struct Snapshot {
     pub max_step_tokens: i32,
     /// The formats of the config.
     pub storage: SavedFormats,
-    /// The formats of keys and values now.
+    /// The current formats of keys and values.
     pub formats: [KvFormat; 2],
-    /// Whether the cache has not reached `quantized_kv_start` yet.
+    /// Whether rows still wait for their conversion at `quantized_kv_start`.
     pub awaits: bool,
-    /// The positions that it holds, and their slots.
+    /// The positions and their slots.
     pub book: Book,
 }
 
@@ -42,15 +42,15 @@ pub struct Snapshot {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedLayer {
-    /// KV heads.
+    /// The number of KV heads.
     pub n_kv_heads: i32,
-    /// Elements of one key.
+    /// The number of elements of one key.
     pub k_head_dim: i32,
-    /// Elements of one value.
+    /// The number of elements of one value.
     pub v_head_dim: i32,
     /// The window and the sinks, or `None` for full history.
     pub window: Option<[i32; 2]>,
-    /// The length of chunks, or `None` for a layer without any.
+    /// The length of chunks, or `None` if the layer has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chunk: Option<i32>,
     /// Whether the values are in the keys.
@@ -62,17 +62,17 @@ pub struct SavedLayer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedFormats {
-    /// Storage of keys.
+    /// The format of keys.
     pub k_format: KvFormat,
-    /// Storage of values.
+    /// The format of values.
     pub v_format: KvFormat,
-    /// Positions that are stored in `float_format` before all are converted.
+    /// The number of positions at which rows in `float_format` are converted.
     pub quantized_kv_start: Option<i32>,
-    /// Storage before `quantized_kv_start`.
+    /// The format before `quantized_kv_start`.
     pub float_format: KvFormat,
 }
 
-/// The state of a bookkeeping.
+/// The state of the bookkeeping.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub enum Book {
@@ -90,7 +90,7 @@ pub enum Book {
 pub struct ContiguousState {
     /// The number of positions.
     pub length: i32,
-    /// For each layer group, the number of positions that it has dropped after its sinks.
+    /// The number of positions that each layer group has dropped after its sinks.
     pub dropped: Vec<i32>,
 }
 
@@ -105,7 +105,7 @@ pub struct CellsState {
     /// The cells of recurrent layers, if the model has any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recurrent: Option<RecurrentState>,
-    /// The checkpoints. In layer groups their owners are sequences, too.
+    /// The checkpoints. In layer groups, their owners are listed as sequences.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub checkpoints: Vec<CheckpointState>,
 }
@@ -136,9 +136,9 @@ pub struct CheckpointState {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GroupState {
-    /// Cells below this one are allocated.
+    /// The number of allocated cells.
     pub size: i32,
-    /// The sequences that hold cells, in order.
+    /// The sequences that own cells, in order.
     pub sequences: Vec<SequenceState>,
 }
 
@@ -146,9 +146,9 @@ pub struct GroupState {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SequenceState {
-    /// The sequence's number.
+    /// The number of the sequence.
     pub sequence: i32,
-    /// The first position, its cell, and the number of positions of each run, in the order of positions.
+    /// For each run, in the order of positions: the first position, its cell, and the number of positions.
     pub runs: Vec<[i32; 3]>,
 }
 
@@ -156,18 +156,18 @@ pub struct SequenceState {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TreeState {
-    /// The sequence's number.
+    /// The number of the sequence.
     pub sequence: i32,
     /// The parent of each node; -1 for the sequence itself.
     pub parents: Vec<i32>,
-    /// Nodes whose rows are written.
+    /// The number of nodes whose rows are written.
     pub n_written: usize,
     /// The cells of the written nodes, for each layer group.
     pub cells: Vec<Vec<i32>>,
     /// The cells of the written nodes in recurrent layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rows: Vec<i32>,
-    /// Nodes, and the slots of the anchors after them.
+    /// Nodes, each with the slot of the anchor after it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub anchors: Vec<(usize, i32)>,
 }
@@ -177,9 +177,9 @@ pub struct TreeState {
 pub struct PlaneId {
     /// The layer.
     pub layer: usize,
-    /// Whether it belongs to the values.
+    /// Whether the plane belongs to the values.
     pub values: bool,
-    /// Its number in [`KvFormat::planes`].
+    /// The index of the plane in [`KvFormat::planes`].
     pub plane: usize,
 }
 
@@ -188,16 +188,16 @@ pub struct PlaneId {
 pub struct PlaneRows {
     /// The plane of the rows.
     pub id: PlaneId,
-    /// The elements of a row.
+    /// The element type and width of a row.
     pub format: PlaneFormat,
-    /// KV heads.
+    /// The number of KV heads.
     pub n_kv_heads: usize,
-    /// The number of slots that hold rows.
+    /// The number of slots that have rows.
     pub n_slots: usize,
 }
 
 impl PlaneRows {
-    /// Returns the bytes of one slot: all of its heads.
+    /// Returns the bytes of one slot, with all of its heads.
     pub const fn slot_bytes(&self) -> usize {
         self.format.row_bytes().saturating_mul(self.n_kv_heads)
     }
@@ -214,38 +214,38 @@ pub type TakeRows<'a> = dyn FnMut(&PlaneRows, &[u8]) -> Result<()> + 'a;
 /// Provides the bytes of a plane, whole slots at a time.
 pub type GiveRows<'a> = dyn FnMut(&PlaneRows, &mut [u8]) -> Result<()> + 'a;
 
-/// The face of a cache whose contents can be written to a file and read back. The face of [one
-/// sequence](crate::Cache::saving_sequence) covers that sequence only.
+/// The face of a cache whose contents can be saved to a file and loaded. The face of
+/// [one sequence](crate::Cache::saving_sequence) covers only that sequence.
 ///
 /// A declaration for the next step is not part of the contents.
 pub trait SaveCache {
-    /// Returns the integers. Rolls back a step that was set aside, and reads the values of a step
-    /// that was committed unread.
+    /// Returns the integers. First rolls back a step that was set aside, and reads the values of a step that was
+    /// committed unread.
     ///
     /// # Errors
     /// [`Step`](Status::Step) while a step is open, [`Backend`](Status::Backend) if the cache is
     /// poisoned, and the error of an unread step.
     fn snapshot(&mut self) -> Result<Snapshot>;
 
-    /// Returns the planes that belong to a snapshot, in the order in which [`read_rows`](Self::read_rows) and
-    /// [`restore`](Self::restore) pass them. Checks that the snapshot is complete and fits the cache.
+    /// Returns the planes of a snapshot, in the order of [`read_rows`](Self::read_rows) and
+    /// [`restore`](Self::restore). Checks that the snapshot is complete and fits the cache.
     ///
     /// # Errors
-    /// [`File`](Status::File), naming the difference.
+    /// [`File`](Status::File), with the difference in the message.
     fn planes(&self, snapshot: &Snapshot) -> Result<Vec<PlaneRows>>;
 
-    /// Passes the rows that belong to the snapshot of this cache, which has not changed since.
+    /// Passes the rows of a snapshot of this cache to `take`. The cache must not have changed since the snapshot.
     ///
     /// # Errors
-    /// Those of `take`; [`Backend`](Status::Backend).
+    /// Errors of `take`; [`Backend`](Status::Backend).
     fn read_rows(&self, snapshot: &Snapshot, take: &mut TakeRows) -> Result<()>;
 
-    /// Replaces the contents by those of a snapshot and its rows. The old contents are freed when the new
-    /// ones are complete; until then both take memory.
+    /// Replaces the contents by those of a snapshot and its rows. The old contents are freed when the new ones are
+    /// complete, so both need memory until then.
     ///
     /// # Errors
-    /// Those of [`planes`](Self::planes) and of `give`, [`Step`](Status::Step) while a step is open,
-    /// and [`Backend`](Status::Backend) if memory is lacking. The contents are then as before.
+    /// Errors of [`planes`](Self::planes) and of `give`, [`Step`](Status::Step) while a step is open, and
+    /// [`Backend`](Status::Backend) if there is too little memory. The contents are then unchanged.
     fn restore(&mut self, snapshot: &Snapshot, give: &mut GiveRows) -> Result<()>;
 }
 
@@ -277,7 +277,7 @@ impl From<&CacheConfig> for SavedFormats {
             k_format: config.k_format,
             v_format: config.v_format,
             quantized_kv_start: config.quantized_kv_start,
-            // Without `quantized_kv_start` it has no meaning.
+            // Without `quantized_kv_start` this field has no meaning.
             float_format: config.quantized_kv_start.map_or(KvFormat::F32, |_| config.float_format),
         }
     }
@@ -335,7 +335,7 @@ impl Snapshot {
         positions
     }
 
-    /// Refuses a snapshot of another kind, or of layers of other sizes.
+    /// Refuses a snapshot of another kind, or of layers with other sizes.
     pub(crate) fn check(&self, kind: &str, config: &CacheConfig) -> Result<()> {
         if self.kind != kind {
             fail!(File, "the file is of a cache of kind `{}`, this one is `{kind}`", self.kind);
@@ -343,7 +343,7 @@ impl Snapshot {
         self.check_layers(config)
     }
 
-    /// Refuses a snapshot of layers of other sizes.
+    /// Refuses a snapshot of layers with other sizes.
     pub(crate) fn check_layers(&self, config: &CacheConfig) -> Result<()> {
         let [found, expected] = [self.layers.len(), config.layers.len()];
         if found != expected {
@@ -382,7 +382,7 @@ impl Snapshot {
         self.check_recurrent(config)
     }
 
-    /// Refuses other recurrent layers.
+    /// Refuses a snapshot of other recurrent layers.
     pub(crate) fn check_recurrent(&self, config: &CacheConfig) -> Result<()> {
         let (found, expected) = (&self.recurrent_layers, &config.recurrent_layers);
         if found.len() != expected.len() {
@@ -406,7 +406,7 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Refuses windows with other slots: their contents would not fit.
+    /// Refuses windows with another number of slots, whose contents would not fit.
     fn check_window(&self, config: &CacheConfig, policy: LayerPolicy) -> Result<()> {
         if self.capacity < 1 || self.max_step_tokens < 1 {
             let Self { capacity, max_step_tokens, .. } = self;
@@ -430,7 +430,7 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Returns whether a window has the same slots in the saved cache and in one of this config.
+    /// Returns whether a window has the same slots in the saved cache and in a cache of this config.
     pub(crate) fn has_window(&self, config: &CacheConfig, policy: LayerPolicy) -> bool {
         let saved = CacheConfig {
             capacity: self.capacity,
@@ -444,8 +444,8 @@ impl Snapshot {
         facts(&saved) == facts(config)
     }
 
-    /// Returns the formats that the cache has after loading, and whether it then has not reached
-    /// `quantized_kv_start` yet. `counted` positions count for it.
+    /// Returns the formats of the cache after loading, and whether rows then still wait for their conversion at
+    /// `quantized_kv_start`. `counted` positions count for it.
     pub(crate) fn target(
         &self,
         config: &CacheConfig,
@@ -453,7 +453,7 @@ impl Snapshot {
     ) -> Result<([KvFormat; 2], bool)> {
         self.check_formats()?;
         if self.storage == SavedFormats::from(config) {
-            // The formats of the saved cache, even after an explicit conversion.
+            // The formats of the saved cache remain, even those of an explicit conversion.
             let floats = [config.float_format; 2];
             if self.awaits && (config.quantized_kv_start.is_none() || self.formats != floats) {
                 let [k, v] = self.formats;
@@ -467,12 +467,11 @@ impl Snapshot {
         Ok((target, awaits))
     }
 
-    /// Refuses one sequence's rows in formats that a cache of this config, which now stores rows in
-    /// `formats`, cannot have: all sequences of a cache have the same formats.
+    /// Refuses one sequence's rows in formats that a cache of this config cannot have while it stores rows in
+    /// `formats`: all sequences of a cache have the same formats.
     pub(crate) fn check_joining(&self, config: &CacheConfig, formats: [KvFormat; 2]) -> Result<()> {
         self.check_formats()?;
-        // Rows that a cache of this config stored before `quantized_kv_start` are converted as that cache
-        // would have done.
+        // Rows that were saved before `quantized_kv_start` are converted, as the saved cache would have done later.
         let waited = self.awaits
             && self.storage == SavedFormats::from(config)
             && self.formats == [config.float_format; 2]
@@ -483,7 +482,7 @@ impl Snapshot {
         self.check_conversion(formats)
     }
 
-    /// Refuses formats that the layers' rows do not fit.
+    /// Refuses formats that the rows of the layers do not fit.
     fn check_formats(&self) -> Result<()> {
         for layer in &self.layers {
             let as_file = |error: Error| Error::new(Status::File, error.at("the file"));
@@ -495,7 +494,7 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Refuses formats that differ from these and do not convert to them.
+    /// Refuses formats that differ from `target` and cannot be converted to it.
     fn check_conversion(&self, target: [KvFormat; 2]) -> Result<()> {
         for (what, found, expected) in
             [("keys", self.formats[0], target[0]), ("values", self.formats[1], target[1])]
@@ -513,8 +512,7 @@ impl Snapshot {
 }
 
 impl ContiguousState {
-    /// Returns the same positions in the cells of sequence 0, for layer groups with these sinks and numbers
-    /// of cells.
+    /// Returns the same positions as cells of sequence 0, for layer groups with these sinks and numbers of cells.
     pub(crate) fn in_cells(&self, groups: &[(i32, i32)]) -> CellsState {
         let of = |(&(sinks, size), &dropped): (&(i32, i32), &i32)| {
             let length = self.length;
@@ -543,7 +541,7 @@ fn is_zero(n: &i32) -> bool {
     *n == 0
 }
 
-/// Returns an error of a file whose integers contradict each other.
+/// Returns the error for a file whose integers contradict each other.
 pub(crate) fn damaged(what: impl std::fmt::Display) -> Error {
     Error::new(Status::File, format_args!("the file is damaged: {what}"))
 }

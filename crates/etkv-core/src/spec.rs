@@ -11,19 +11,18 @@ use crate::error::{fail, Result};
 pub enum Mask<M> {
     /// Every key that the step reads.
     None,
-    /// Query `i` of `T` sees all keys but the last `T - 1 - i`: the last key belongs to the last query.
+    /// Query `i` of `T` sees all keys except the last `T - 1 - i`: the last key belongs to the last query.
     Causal,
-    /// The keys that are true in this boolean mask, `[T, L]` or a shape that broadcasts to `[1,
-    /// n_heads, T, L]`.
+    /// The keys for which this boolean mask is true. Its shape is `[T, L]`, or broadcasts to `[1, n_heads, T, L]`.
     Explicit(M),
 }
 
-/// A layer's keys and values as a step reads them, and how to mask them.
+/// A layer's keys and values as a step reads them, and their mask.
 #[derive(Debug, Clone)]
 pub struct AttendSpec<V, M> {
-    /// Keys, `[1, n_kv_heads, L, k_head_dim]`, as they are stored.
+    /// Keys, `[1, n_kv_heads, L, k_head_dim]`, in the stored format.
     pub k: V,
-    /// Values, `[1, n_kv_heads, L, v_head_dim]`, as they are stored.
+    /// Values, `[1, n_kv_heads, L, v_head_dim]`, in the stored format.
     pub v: V,
     /// The mask.
     pub mask: Mask<M>,
@@ -32,15 +31,15 @@ pub struct AttendSpec<V, M> {
 /// How the products of queries and keys become the weights of values.
 ///
 /// The logits of a query are its products with the keys that it sees, times [`scale`](Self::scale), bounded by
-/// [`softcap`](Self::softcap). Their softmax, with the head's sink as one more logit, are the weights. A scale
-/// alone is a `Scoring` too: `Scoring::from(0.125)`.
+/// [`softcap`](Self::softcap). The weights are their softmax, in which the head's sink is one more logit. A scale
+/// alone can be converted: `Scoring::from(0.125)`.
 #[derive(Debug)]
 pub struct Scoring<'a, T: ?Sized> {
-    /// The factor of the products.
+    /// The factor that multiplies the products.
     pub scale: f32,
-    /// The bound c of the logits: a scaled product x becomes `c * tanh(x / c)`. Sinks have no bound.
+    /// The bound c of the logits: a scaled product x becomes `c * tanh(x / c)`. Sinks are not bounded.
     pub softcap: Option<f32>,
-    /// One logit for each query head, `[n_heads]`, whose value is zeros.
+    /// An additional logit for each query head, `[n_heads]`, whose value vector is zero.
     pub sinks: Option<&'a T>,
 }
 
@@ -59,10 +58,10 @@ impl<T: ?Sized> From<f32> for Scoring<'_, T> {
 }
 
 impl<T: ?Sized> Scoring<'_, T> {
-    /// The softcaps that backends compute in float32.
+    /// The range of softcaps that backends compute in float32.
     pub const SOFTCAPS: std::ops::RangeInclusive<f32> = 1e-30..=1e30;
 
-    /// Returns whether a scale is all there is.
+    /// Returns whether there is neither a softcap nor sinks.
     pub fn is_plain(&self) -> bool {
         self.softcap.is_none() && self.sinks.is_none()
     }
@@ -70,7 +69,7 @@ impl<T: ?Sized> Scoring<'_, T> {
     /// Checks the softcap.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for one outside of [`SOFTCAPS`](Self::SOFTCAPS).
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a softcap outside of [`SOFTCAPS`](Self::SOFTCAPS).
     pub fn check(&self) -> Result<()> {
         match self.softcap {
             Some(softcap) if !Self::SOFTCAPS.contains(&softcap) => fail!(
@@ -91,30 +90,30 @@ pub struct Placement {
     pub write: Slots,
     /// The slots that attention reads, including those of the new rows.
     pub read: Range<i32>,
-    /// Which of the read slots each query sees.
+    /// The slots among `read` that each query sees.
     pub mask: MaskPlan,
 }
 
-/// What a recurrent layer reads in a step.
+/// The stored rows and anchors that a recurrent layer reads in a step, and the step's plan.
 #[derive(Debug, Clone)]
 pub struct RecurrentSpec<V> {
-    /// The rows of slots from 0 on. A convolution has one buffer, input columns `[1, 1, L, channels]`. A
-    /// recurrence has two: keys `[1, k_heads, L, k_dim]`, and updates with decays `[1, heads, L, v_dim + D]`,
-    /// where `D` is 1 or, with a decay for each channel, `k_dim`. All are float32. A decay is the sum of the
-    /// log decays from the anchor below the row's position up to the row.
+    /// The rows in slots from 0 on, as float32. A convolution has one buffer: input columns `[1, 1, L, channels]`. A
+    /// recurrence has two: keys `[1, k_heads, L, k_dim]`, and updates with decays `[1, heads, L, v_dim + D]`, where
+    /// `D` is `k_dim` if there is a decay for each channel, else 1. A decay is the sum of the log decays from the
+    /// last anchor before the row up to the row.
     pub rows: [Option<V>; 2],
-    /// The states of slots from 0 on, `[1, heads, A, k_dim * v_dim]` in float32, with `v_dim` running fastest;
-    /// `None` for a convolution, and as long as there are none.
+    /// The states in slots from 0 on, `[1, heads, A, k_dim * v_dim]` in float32, with `v_dim` as the fastest axis;
+    /// `None` for a convolution, and if there are no states yet.
     pub anchors: Option<V>,
     /// The plan.
     pub plan: Arc<RecurrentPlan>,
 }
 
-/// What a recurrent layer writes in a step, in the shapes of [`RecurrentSpec`].
+/// The rows and anchors that a recurrent layer writes in a step, in the shapes of [`RecurrentSpec`].
 #[derive(Debug, Clone)]
 pub struct RecurrentRows<T> {
     /// The rows of the tokens in [`RecurrentPlan::stored`].
     pub rows: [Option<T>; 2],
-    /// The anchors that have a slot, in the order of [`RecurrentPlan::folds`]; `None` without any.
+    /// The anchors that have a slot, in the order of [`RecurrentPlan::folds`]; `None` if there are none.
     pub anchors: Option<T>,
 }

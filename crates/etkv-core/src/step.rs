@@ -38,7 +38,7 @@ impl<'a, S: Store> Step<'a, S> {
         Ok(Self { cache, open: true })
     }
 
-    /// Writes a layer's new rows and returns what its queries attend to; see
+    /// Writes a layer's new rows and returns the rows that its queries attend to; see
     /// [`AttendCache::update_and_fetch`].
     ///
     /// # Errors
@@ -52,7 +52,7 @@ impl<'a, S: Store> Step<'a, S> {
         self.cache.update_and_fetch(layer, k, v)
     }
 
-    /// Passes what a recurrent layer reads to `work`, and writes what it returns; see
+    /// Passes the rows and anchors that a recurrent layer reads to `work`, and writes those that `work` returns; see
     /// [`AttendCache::update_recurrent`].
     ///
     /// # Errors
@@ -61,7 +61,7 @@ impl<'a, S: Store> Step<'a, S> {
         self.cache.update_recurrent(layer, work)
     }
 
-    /// Counts a layer's new rows as written, and returns the slots that the caller writes them to; see
+    /// Returns the slots to which the caller writes a layer's new rows, and counts the rows as written; see
     /// [`AttendCache::place`].
     ///
     /// # Errors
@@ -70,7 +70,7 @@ impl<'a, S: Store> Step<'a, S> {
         self.cache.place(layer)
     }
 
-    /// Returns the storage, if rows can be placed in it.
+    /// Returns the store, if rows can be placed in it.
     pub fn store(&self) -> Option<&S> {
         self.cache.store()
     }
@@ -78,28 +78,28 @@ impl<'a, S: Store> Step<'a, S> {
     /// Evaluates `outputs` together with the writes of the step.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend) if evaluating fails.
+    /// [`Backend`](crate::Status::Backend) if the evaluation fails.
     pub fn eval(&self, outputs: &[&S::Tensor]) -> Result<()> {
         self.cache.eval(outputs)
     }
 
-    /// Starts what [`eval`](Self::eval) does, and may return before it is finished.
+    /// Starts the work of [`eval`](Self::eval), and may return before it is finished.
     ///
     /// # Errors
-    /// As [`eval`](Self::eval).
+    /// Errors of [`eval`](Self::eval).
     pub fn schedule(&self, outputs: &[&S::Tensor]) -> Result<()> {
         self.cache.schedule(outputs)
     }
 
-    /// Evaluates `outputs` together with the writes of the step, unless that was done or started before, and
-    /// makes the step's positions visible.
+    /// Evaluates `outputs` together with the writes of the step, unless this has been done or started, and makes the
+    /// step's positions visible.
     ///
     /// # Errors
-    /// - [`Backend`](crate::Status::Backend) if evaluating fails, [`Step`](crate::Status::Step) if a layer is
-    ///   missing, [`InvalidArgument`](crate::Status::InvalidArgument) if values that are not finite would
-    ///   reach other sequences. The step is rolled back.
-    /// - [`Backend`](crate::Status::Backend) if a window's rows could not be moved: the cache is poisoned
-    ///   until it is cleared.
+    /// - [`Backend`](crate::Status::Backend) if the evaluation fails, [`Step`](crate::Status::Step) if a layer was
+    ///   not called, [`InvalidArgument`](crate::Status::InvalidArgument) if values are not finite and other sequences
+    ///   could read them. The step is then rolled back.
+    /// - [`Backend`](crate::Status::Backend) if rows of a window could not be moved. The cache is then poisoned until
+    ///   it is cleared.
     pub fn commit(mut self, outputs: &[&S::Tensor]) -> Result<()> {
         self.eval(outputs)?;
         self.cache.commit()?;
@@ -107,12 +107,12 @@ impl<'a, S: Store> Step<'a, S> {
         Ok(())
     }
 
-    /// Makes the step's positions visible before its values are read, if the cache can; see
-    /// [`AttendCache::commit_unread`]. Starts the computation of `outputs` and the writes of the step, unless
-    /// that was done or started before.
+    /// Makes the step's positions visible before its values are read, if the cache supports it; see
+    /// [`AttendCache::commit_unread`]. Starts the computation of `outputs` and the writes of the step, unless this
+    /// has been done or started.
     ///
     /// # Errors
-    /// As [`commit`](Self::commit), but values that are not finite become an error of
+    /// Errors of [`commit`](Self::commit), except that values that are not finite become an error of
     /// [`AttendCache::check_unread`].
     pub fn commit_unread(mut self, outputs: &[&S::Tensor]) -> Result<()> {
         if !self.cache.can_commit_unread() {
@@ -127,7 +127,7 @@ impl<'a, S: Store> Step<'a, S> {
     /// Leaves the step open and releases the cache; see [`AttendCache::set_aside`]. Returns its number.
     ///
     /// # Errors
-    /// Returns the step itself if the cache keeps each step open until it ends.
+    /// Returns the step itself if the cache cannot set steps aside.
     pub fn set_aside(mut self) -> std::result::Result<u64, Self> {
         match self.cache.set_aside() {
             Some(number) => {
@@ -138,14 +138,13 @@ impl<'a, S: Store> Step<'a, S> {
         }
     }
 
-    /// Rolls the step back because another way of computing it takes over. This is normal, so it logs no
-    /// warning.
+    /// Rolls the step back because another implementation computes it instead. This is normal, so it logs no warning.
     pub fn decline(self) {
         // Dropping rolls it back.
         self.cache.set_aside();
     }
 
-    /// Resumes the step that was set aside under this number. Returns `None` if it was rolled back meanwhile.
+    /// Resumes the step that was set aside with this number. Returns `None` if it has been rolled back.
     pub fn resume(cache: &'a mut dyn AttendCache<Store = S>, number: u64) -> Option<Self> {
         cache.resume(number).then_some(Self { cache, open: true })
     }

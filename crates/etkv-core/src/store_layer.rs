@@ -1,19 +1,19 @@
-//! The buffers of a store: what they hold, and how many slots they take.
+//! The buffers of a store: their layouts, and what determines the number of their slots.
 
 use crate::config::{CacheConfig, LayerConfig, LayerGroups, LayerPolicy};
 use crate::format::KvFormat;
 
-/// Two buffers of a store that have the same slots: keys and values, or what else a layer keeps of a token.
+/// Two buffers of a store with the same slots: keys and values, or the two parts of a recurrent layer's rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoreLayer {
-    /// The heads of each.
+    /// The number of heads in each buffer.
     pub heads: [i32; 2],
-    /// The elements of one head's row in each; 0 in the second if there is none.
+    /// The elements of one head's row in each buffer; 0 in the second if there is none.
     pub dims: [i32; 2],
-    /// The elements at the beginning of a row of the first that are read as the second; 0 if there are none.
+    /// The number of first elements of a row in the first buffer that are read as the second; 0 if there are none.
     /// Only a layer without a second buffer has them.
     pub second_in_first: i32,
-    /// The format of both, if it does not follow the cache's.
+    /// The format of both buffers, if it is independent of the cache's formats.
     pub format: Option<KvFormat>,
 }
 
@@ -32,7 +32,7 @@ impl StoreLayer {
 
     /// Returns the bytes of one slot of a buffer in this format.
     pub fn slot_bytes_in(&self, buffer: usize, format: KvFormat) -> u64 {
-        // A row is at most 8 times 2^31 bytes.
+        // A row has at most 8 times 2^31 bytes.
         let row = format.row_bytes(self.dims[buffer].max(0) as usize) as u64;
         row.saturating_mul(self.heads[buffer].max(0) as u64)
     }
@@ -63,7 +63,7 @@ impl From<&LayerConfig> for StoreLayer {
     }
 }
 
-/// What determines the slots of a store layer.
+/// The property of a layer that determines its slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotsOf {
     Attention(LayerPolicy),
@@ -73,16 +73,16 @@ pub(crate) enum SlotsOf {
     Anchors,
 }
 
-/// The layers of a store, in groups that have the same slots.
+/// The layers of a store, in groups with the same slots.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StoreLayers {
-    /// First those of attention, then those of recurrent layers: its rows, and its anchors after them.
+    /// The attention layers, followed by the rows and the anchors of each recurrent layer.
     pub layers: Vec<StoreLayer>,
     /// The group of each layer.
     pub groups: Vec<usize>,
-    /// What determines the slots of each group. The first has full history, even if no layer has it.
+    /// The kind of each group, which determines its slots. The first has full history, even if no layer does.
     pub kinds: Vec<SlotsOf>,
-    /// The layer with the rows of each recurrent layer. Its anchors, if it has any, are the next.
+    /// The index of each recurrent layer's rows in `layers`. Its anchors, if it has any, are the next entry.
     pub recurrent: Vec<usize>,
 }
 

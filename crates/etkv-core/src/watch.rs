@@ -1,7 +1,6 @@
 //! Spans and events of `tracing` that a running cache emits.
 //!
-//! This crate only emits them. Without a subscriber, each costs one integer comparison, and nothing is
-//! formatted.
+//! Without a subscriber, each costs one integer comparison, and nothing is formatted.
 //!
 //! | level | what |
 //! | --- | --- |
@@ -25,7 +24,7 @@ pub(crate) fn mask(plan: &LayerGroupPlan) -> &'static str {
     }
 }
 
-/// Returns the names of the masks of these plans, each once, separated by commas.
+/// Returns the distinct names of the masks of these plans, separated by commas.
 pub(crate) fn masks<'a>(plans: impl Iterator<Item = &'a LayerGroupPlan>) -> String {
     let mut names: Vec<&str> = plans.map(mask).collect();
     names.sort_unstable();

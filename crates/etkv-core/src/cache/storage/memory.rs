@@ -12,8 +12,8 @@ use crate::store::{Extent, Store};
 use crate::store_layer::SlotsOf;
 
 impl<S: Store> Storage<S> {
-    /// Reserves in the memory budget what growth to this number of slots of each layer group needs. The
-    /// replaced buffers stay counted until [`settle`](Self::settle).
+    /// Reserves the memory by which buffers grow to `slots` slots of each layer group. Replaced buffers count until
+    /// [`settle`](Self::settle).
     pub(super) fn reserve(&mut self, slots: impl Fn(&Self, usize) -> i32) -> Result<()> {
         let bytes = self.layers.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
             let slots = slots(self, group);
@@ -39,12 +39,12 @@ impl<S: Store> Storage<S> {
         self.share.id()
     }
 
-    /// Names the kind of the cache in reports of the memory budget.
+    /// Sets the kind of the cache in reports of the memory budget.
     pub fn describe(&self, kind: &str) {
         self.share.describe(kind, None);
     }
 
-    /// Gives the bytes of replaced buffers back to the memory budget.
+    /// Releases the bytes of replaced buffers in the memory budget.
     pub(super) fn settle(&mut self) {
         if std::mem::take(&mut self.unsettled) {
             self.share.settle(self.held());
@@ -59,11 +59,12 @@ impl<S: Store> Storage<S> {
         held.fold(0, u64::saturating_add)
     }
 
-    /// Returns the keys' and the values' buffers of a layer, and the bytes of a slot in each.
+    /// Returns the buffers of a layer's keys and values, and the bytes of a slot in each.
     pub(super) fn buffers(&self, layer: usize) -> [(Extent, u64); 2] {
         let [mut k, mut v] = self.store.extents(layer);
         if self.kind_of(layer) != SlotsOf::Attention(LayerPolicy::Full) {
-            // A window soon writes its rows over shared ones, so they count as its own from the beginning.
+            // The layer group of a window soon writes its own rows over shared ones, so they count as its own from
+            // the start.
             (k.shared, v.shared) = (0, 0);
         }
         let layer = &self.layers.layers[layer];
@@ -74,7 +75,7 @@ impl<S: Store> Storage<S> {
         self.layers.kinds[self.layers.groups[layer]]
     }
 
-    /// Reserves other buffers of these formats and slots, on top of the existing ones.
+    /// Reserves the memory of new buffers with these formats and slots, in addition to the existing ones.
     pub(super) fn reserve_others(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
         let bytes = slots.iter().enumerate().fold(0, |bytes: u64, (layer, &slots)| {
             let made = self.made(layer, formats);
@@ -90,7 +91,7 @@ impl<S: Store> Storage<S> {
         self.reserve_bytes(bytes)
     }
 
-    /// Returns the bytes of a slot of a layer's buffers in a cache of these formats, and their formats.
+    /// Returns the bytes of a slot and the format of each of a layer's buffers, in a cache of these formats.
     pub(super) fn made(
         &self,
         layer: usize,
@@ -100,7 +101,7 @@ impl<S: Store> Storage<S> {
         layer.slot_bytes(formats).into_iter().zip(layer.formats(formats))
     }
 
-    /// Reserves in the memory budget what a step with these plans of the layer groups needs.
+    /// Reserves the memory for a step with these plans of the layer groups.
     pub fn reserve_for(&mut self, plans: &[LayerGroupPlan]) -> Result<()> {
         let own = self.reserve_own(|group| plans.get(group).and_then(|plan| plan.write.least()));
         let reserved = own.and_then(|()| {
@@ -111,8 +112,8 @@ impl<S: Store> Storage<S> {
         reserved.inspect_err(|_| self.settle())
     }
 
-    /// Reserves in the memory budget what [`apply`](Self::apply) needs: compaction may move sequences apart,
-    /// to slots that were never used. Moves at the end of a step need nothing, as they go to the first slots.
+    /// Reserves the memory for [`apply`](Self::apply) of a compaction, which may move sequences apart, to slots that
+    /// were never used. Moves at the end of a step need no memory, because they go to the first slots.
     pub fn reserve_moves(&mut self, moves: &[Move]) -> Result<()> {
         let reserved = self.reserve(|storage, group| {
             let ends = moves.iter().filter(|rows| rows.group == group).map(|rows| rows.to.end());
@@ -121,8 +122,8 @@ impl<S: Store> Storage<S> {
         reserved.inspect_err(|_| self.settle())
     }
 
-    /// Returns the maximum number of additional bytes that a conversion of these layers holds. Buffers are converted
-    /// one after the other, and each old one is freed when its new one is made.
+    /// Returns the maximum number of additional bytes during a conversion of these layers. Buffers are converted one
+    /// after the other, and each old one is freed when the new one is complete.
     pub(super) fn besides(&self, formats: [KvFormat; 2], layers: Range<usize>) -> u64 {
         let (mut more, mut most) = (0i128, 0i128);
         for layer in layers {
@@ -138,7 +139,7 @@ impl<S: Store> Storage<S> {
         u64::try_from(most).unwrap_or(u64::MAX)
     }
 
-    /// Returns the bytes held. Each layer group uses `used` slots of them.
+    /// Returns the bytes of the buffers, of which each layer group uses `used` slots.
     pub fn memory(&self, used: impl Fn(usize) -> i32, at_capacity: u64) -> Memory {
         let mut shared: u64 = 0;
         let mut bytes = |layer: usize| {
@@ -164,7 +165,7 @@ impl<S: Store> Storage<S> {
     }
 }
 
-/// Returns the bytes of this number of slots, or [`u64::MAX`], which the memory budget refuses, on overflow.
+/// Returns the bytes of this number of slots, or, on overflow, [`u64::MAX`], which the memory budget refuses.
 pub(super) fn bytes_of(slots: i32, slot: u64) -> u64 {
     slot.saturating_mul(slots.max(0) as u64)
 }

@@ -12,8 +12,9 @@ use crate::store::{RecurrentWork, Store};
 use crate::watch::TARGET;
 
 impl<S: Store> Storage<S> {
-    /// Passes what a recurrent layer reads to `work`, and writes what it returns. `buffers` are the plans of
-    /// the rows and of the anchors. If the step already has the layer's rows, nothing is written.
+    /// Passes the rows and anchors that a recurrent layer reads to `work`, and writes those that `work` returns.
+    /// `buffers` are the plans of the rows and of the anchors. If the step already has the layer's rows, nothing is
+    /// written.
     pub fn update_recurrent(
         &mut self,
         layer: usize,
@@ -66,7 +67,7 @@ impl<S: Store> Storage<S> {
         let plan = Arc::clone(plan);
         let spec = RecurrentSpec { rows: [Some(first), second], anchors: states, plan };
         let made = work(&spec)?;
-        // A view that is still alive would make the writes copy.
+        // A view that is still alive would make the writes copy the buffer.
         drop(spec);
         if progress == Progress::Done {
             return Ok(());
@@ -99,7 +100,7 @@ impl<S: Store> Storage<S> {
             tensors.iter().enumerate().take(if target.has_second() { 2 } else { 1 })
         {
             let Some(tensor) = tensor else {
-                fail!(Internal, "recurrent layer {layer} returns no rows for buffer {buffer}");
+                fail!(Internal, "recurrent layer {layer} did not return rows for buffer {buffer}");
             };
             let expected = [1, target.heads[buffer], slots.len() as i32, target.dims[buffer]];
             check_rows("rows", layer, S::shape(tensor), expected)?;

@@ -10,26 +10,26 @@ use crate::store::Store;
 
 use super::Storage;
 
-/// The bytes of a plane that are passed at a time, unless one slot has more.
+/// The bytes of a plane that are passed at a time, unless a single slot has more.
 const CHUNK: usize = 4 << 20;
 
-/// The contents that a cache with this bookkeeping has after loading a snapshot.
+/// The contents of a cache after it loads a snapshot.
 pub struct Contents<B> {
-    /// The positions, and their slots.
+    /// The bookkeeping.
     pub book: B,
-    /// For each layer group, the slots that hold rows.
+    /// The slots of each layer group that have rows.
     pub held: Vec<Slots>,
-    /// The formats after loading, and whether the cache has not reached `quantized_kv_start` yet.
+    /// The formats after loading, and whether rows still wait for their conversion at `quantized_kv_start`.
     pub target: ([KvFormat; 2], bool),
 }
 
 impl<S: Store> Storage<S> {
-    /// Returns whether the cache has not reached `quantized_kv_start` yet.
+    /// Returns whether rows still wait for their conversion at `quantized_kv_start`.
     pub fn awaits(&self) -> bool {
         self.awaits
     }
 
-    /// Returns the planes of these formats, where layer groups hold rows in `held` slots.
+    /// Returns the planes of rows in these formats, in the slots `held` of each layer group.
     pub fn planes(&self, formats: [KvFormat; 2], held: &[Slots]) -> Vec<PlaneRows> {
         let mut all = Vec::new();
         for (id, layer) in self.layers.layers.iter().enumerate() {
@@ -45,12 +45,12 @@ impl<S: Store> Storage<S> {
                 }));
             }
         }
-        // Planes of wide elements come first, so that all are aligned.
+        // Planes of wide elements come first, which aligns all of them.
         all.sort_by_key(|rows| std::cmp::Reverse(rows.format.element.bytes()));
         all
     }
 
-    /// Passes the rows of the planes at the `held` slots.
+    /// Passes the rows of the planes in the slots `held`.
     pub fn read_rows(&self, held: &[Slots], take: &mut TakeRows) -> Result<()> {
         let mut buffer = Vec::new();
         for rows in self.planes(self.formats, held) {
@@ -63,8 +63,8 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Returns a store like this one with the rows from `give`, in the held slots. They have the formats of
-    /// the snapshot and are converted to those of the target.
+    /// Returns a store with the same config and the rows from `give`, in the slots of `contents`. The rows have the
+    /// formats of the snapshot and are converted to those of `contents`.
     pub fn restored<B>(
         &self,
         snapshot: &Snapshot,
@@ -74,7 +74,7 @@ impl<S: Store> Storage<S> {
         self.filled(self.config.clone(), snapshot, contents, give)
     }
 
-    /// Returns a store with only these rows, which [`take_rows`](Self::take_rows) adds to this one.
+    /// Returns a store with only these rows. [`take_rows`](Self::take_rows) then adds them to this store.
     pub fn apart<B>(
         &self,
         snapshot: &Snapshot,
@@ -95,7 +95,7 @@ impl<S: Store> Storage<S> {
         let Contents { held, target: (target, awaits), .. } = contents;
         let (target, awaits) = (*target, *awaits);
         let mut made = Self::without_slots(config, self.shared, snapshot.formats)?;
-        // Both stores belong to the same holder of the budget, and this one stays.
+        // Both stores count as the same holder of the budget, which remains if either is dropped.
         made.share = self.share.sibling();
         let needed = |made: &Self, group: usize| made.allocated(group, held[group].end());
         made.reserve(needed)?;
@@ -135,7 +135,7 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Refuses rows of a file that would make the cache hold `length` positions, if that is more than may be
+    /// Refuses to load a sequence if the cache would then have `length` positions, and that is more than may be
     /// stored in float before `quantized_kv_start`.
     pub fn check_joining_floats(&self, length: i32) -> Result<()> {
         let most = self.config.max_floats();
@@ -151,7 +151,8 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Copies the rows of a store of the same layers and formats at `held` slots to `free` slots of this one.
+    /// Copies the rows of a store with the same layers and formats from the slots `held` to the slots `free` of this
+    /// store.
     pub fn take_rows(&mut self, from: &Self, held: &[Slots], free: &[Slots]) -> Result<()> {
         self.check()?;
         let needed = |storage: &Self, group: usize| storage.allocated(group, free[group].end());
@@ -163,7 +164,7 @@ impl<S: Store> Storage<S> {
         });
         let copied = grown.and_then(|()| {
             self.copy_rows(from, held, free).inspect_err(|_| {
-                // No value may stay that a mask cannot hide.
+                // Values that are not finite must not remain, because a mask cannot hide them.
                 self.blank(|group| free[group].clone());
             })
         });
@@ -188,7 +189,7 @@ impl<S: Store> Storage<S> {
     }
 }
 
-/// Returns slots in pieces of at least one slot and about [`CHUNK`] bytes.
+/// Splits slots into parts of at least one slot and about [`CHUNK`] bytes.
 fn chunks(slots: &Slots, slot_bytes: usize) -> impl Iterator<Item = Slots> + '_ {
     let n = (CHUNK / slot_bytes.max(1)).max(1);
     (0..slots.len()).step_by(n).map(move |at| {

@@ -1,4 +1,4 @@
-//! Freezing the rows of a cache as a prefix, and attaching to one.
+//! Freezes the rows of a cache as a prefix, and attaches caches to prefixes.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use crate::store_layer::SlotsOf;
 use super::memory::bytes_of;
 use super::{Contents, Storage};
 
-/// The maximum number of prefixes in a chain. At this depth all rows are copied into a single prefix, because a
-/// buffer is mapped from that many pieces.
+/// The maximum number of prefixes in a chain, because a buffer is mapped from that many pieces. In a longer chain,
+/// all rows are copied into a single prefix.
 const MAX_PIECES: usize = 4;
 
 impl<S: Store> Storage<S> {
-    /// Freezes the slots up to the last held one of each layer group, and reads them from the prefix from now
-    /// on.
+    /// Freezes the slots of each layer group up to the last one of `held`. The store reads them from the prefix from
+    /// now on.
     pub fn freeze(&mut self, held: &[Slots]) -> Result<Arc<FrozenRows<S>>> {
         self.check()?;
         let parent = self.prefix.clone();
@@ -45,7 +45,7 @@ impl<S: Store> Storage<S> {
         Ok(rows)
     }
 
-    /// Returns a storage like this one that reads the rows of a prefix, which fit.
+    /// Returns a storage with the same config that reads the rows of a prefix. The prefix must fit.
     pub fn attached<B>(
         &self,
         rows: Arc<FrozenRows<S>>,
@@ -53,7 +53,7 @@ impl<S: Store> Storage<S> {
         contents: &Contents<B>,
     ) -> Result<Self> {
         let mut made = Self::without_slots(self.config.clone(), self.shared, formats)?;
-        // Both stores belong to the same holder of the budget, and this one stays.
+        // Both stores count as the same holder of the budget, which remains if either is dropped.
         made.share = self.share.sibling();
         made.store.attach(rows.frozen()?, &made.most())?;
         made.prefix = Some(rows);
@@ -90,9 +90,8 @@ impl<S: Store> Storage<S> {
         self.layers.groups.iter().map(of).collect()
     }
 
-    /// Reserves in the memory budget the rows that a step writes where a prefix has others: these and all
-    /// shared rows after them then count as this cache's own. `first` is the first slot that is written, for
-    /// each layer group.
+    /// Reserves the memory for writes to slots whose rows are in a prefix. These rows and all shared rows after them
+    /// then count as this cache's own. `first` is the first slot that is written in each layer group.
     pub(super) fn reserve_own(&mut self, first: impl Fn(usize) -> Option<i32>) -> Result<()> {
         if self.prefix.is_none() {
             return Ok(());
