@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import family_comparison
 import reference
 import tiny_families
 import tiny_models
@@ -34,15 +35,6 @@ KEPT = [reference.BUILD / f"families-{number}.json" for number in range(2)]
 
 _SECONDS = 600
 """The limit of one export and its comparison."""
-
-_PROMPT, _TOKENS, _CHUNK = 63, 73, 7
-"""Tokens of the prompt, of the whole text, and of a step of the prompt. A window has 24.
-
-The first anchor of recurrent layers is at 64.
-"""
-
-_TOLERANCE = 1e-3
-"""The largest difference of a logit in float32; logits of tiny models spread by 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +101,14 @@ def _outcome(family: str, backend: str, scratch: Path) -> Outcome:
         _write(config, scratch / "model")
     except Exception as error:
         return Outcome("no tiny form", f"{type(error).__name__}: {_line(error)}")
-    ids = [(number * 37 + 11) % 250 for number in range(_TOKENS)]
     # Run the model before the export: some models cannot run at all.
     try:
-        expected = reference.logits(_eager(scratch / "model"), ids)
+        expected = family_comparison.TransformersLogits(_eager(scratch / "model"))
     except Exception:
         expected = None
     (scratch / "out").mkdir()
-    request = ExportRequest(scratch / "model", scratch / "out/model.pte", backend=backend, prefill_chunk=16)
+    step = family_comparison.MAX_STEP_TOKENS
+    request = ExportRequest(scratch / "model", scratch / "out/model.pte", backend=backend, prefill_chunk=step)
     try:
         program = export_program(request)
     except EtkvError as error:
@@ -124,14 +116,13 @@ def _outcome(family: str, backend: str, scratch: Path) -> Outcome:
     if expected is None:
         return Outcome("wrong", "the model cannot run, and its program was made")
     try:
-        every, last = (torch.cat(_run(program, ids, rows)) for rows in ("all", "last"))
+        found = family_comparison.runs(program)
     except EtkvError as error:
         return Outcome("does not run", str(error))
-    ends = [*range(_CHUNK, _PROMPT + 1, _CHUNK), *range(_PROMPT + 1, _TOKENS + 1)]
-    expected = torch.from_numpy(expected)
-    off = max(float((every - expected).abs().max()), float((last - expected[[end - 1 for end in ends]]).abs().max()))
-    if not off < _TOLERANCE:
-        return Outcome("wrong", f"logits are off by {off:.2g}")
+    expected.check_unchanged()
+    wrong = family_comparison.difference(found, expected)
+    if wrong:
+        return Outcome("wrong", wrong)
     return Outcome("equal", parts=json.loads((scratch / "out/export.json").read_text())["parts"])
 
 
@@ -154,23 +145,6 @@ def _eager(folder: Path):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def _run(program: Path, ids: Sequence[int], rows: str) -> list:
-    """Run a prompt in chunks and a token a step after it. Return the logits of each step."""
-    import torch
-
-    import etkv
-
-    facts = etkv.read_kv_cache_metadata(program)
-    config = etkv.CacheConfig(facts.layers, len(ids), k_format="f32", v_format="f32")
-    with (
-        etkv.DecodeSession(config, backend=facts.backend) as session,
-        etkv.load(program, session, logits=rows) as loaded,
-    ):
-        begins = [*range(0, _PROMPT, _CHUNK), *range(_PROMPT, _TOKENS)]
-        steps = zip(begins, [*begins[1:], _TOKENS], strict=True)
-        return [loaded.forward(torch.tensor(ids[begin:end]), range(begin, end)).float().clone() for begin, end in steps]
 
 
 _NOT_RUN = "not run"
