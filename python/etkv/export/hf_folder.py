@@ -90,7 +90,7 @@ def _plain_weights(model: PreTrainedModel) -> dict[str, Any]:
     for path, layer in packing.layers(model):
         packed |= {f"{path}.{name}" for name, _ in layer.named_buffers(recurse=False)}
         if f"{path}.weight" not in tied:
-            state[f"{path}.weight"] = layer.plain()
+            state[f"{path}.weight"] = layer.weight
     for name, tensor in model.state_dict().items():
         if name not in tied | packed and not name.startswith(of_experts):
             state[name] = tensor

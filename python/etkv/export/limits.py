@@ -102,19 +102,20 @@ def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from etkv.export import experts, latent
+    from etkv.export import experts, latent, packing, scaled_experts
 
     size = request.group_size or QUANTIZATIONS[request.quantize]
     # A row's one scale is repeated over groups of a size that MLX takes.
     divisor = size or min(GROUP_SIZES)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
+    scaled_experts.take(skeleton)
     expansions = latent.expansions(skeleton)
     for name, module in skeleton.named_modules():
         if module in expansions:
             continue
-        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-            widths = {name: module.weight.shape[-1]}
+        if packing.is_linear(module) or isinstance(module, torch.nn.Embedding):
+            widths = {name: packing.matrix(module).shape[-1]}
         else:
             widths = experts.widths(name, module)
         for of, width in widths.items():

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from unittest import mock
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from etkv.errors import EtkvError
-from etkv.export import experts, latent
+from etkv.export import experts, latent, scaled_experts, unpacked
 from etkv.export.published.weight import Groups, joined
 from etkv.export.scratch import Scratch
 
@@ -33,8 +34,11 @@ class PackedLayer(torch.nn.Module):
     packed: torch.Tensor
     """The packed weights, or a part of them. Layers that share weights have the same."""
 
+    etkv_is_transposed = False
+    """Whether the model's own weight is the transposed matrix, as in the linear layers of GPT-2."""
+
     def plain(self) -> torch.Tensor:
-        """Return the weights, dequantized."""
+        """Return the matrix, dequantized."""
         raise NotImplementedError
 
     def numel(self) -> int:
@@ -46,8 +50,9 @@ class PackedLayer(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weights, for code that reads a layer's weights by itself."""
-        return self.plain()
+        """The weights as the model has them, for code that reads a layer's weights by itself."""
+        plain = self.plain()
+        return plain.T.contiguous() if self.etkv_is_transposed else plain
 
 
 class Packer(Protocol):
@@ -96,6 +101,7 @@ class Packing:
         """The number of matrices whose integers and scales are those of the file."""
         self.repacked = 0
         """The number of matrices that the file has as integers, and whose integers are others."""
+        self._left: list[str] = []
 
     @contextlib.contextmanager
     def reading(self, is_packed: bool = True, taken: Callable[[], list[Weight]] = list) -> Iterator[None]:
@@ -112,6 +118,7 @@ class Packing:
             nonlocal packed
             place(model, name, *arguments)
             if packed is None:
+                scaled_experts.take(model)
                 packed = self._to_pack(model) if is_packed else set()
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)
@@ -145,13 +152,9 @@ class Packing:
         """Return the modules of the text model in ``model`` whose weights are packed, with their names."""
         if self._packer is None:
             return
-        of_text = type(model.config.get_text_config())
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        wholes = [module for module in model.modules() if type(getattr(module, "config", None)) is of_text]
-        kept = {layer for whole in wholes for layer in latent.expansions(whole)}
-        found = {module for whole in (*wholes, *ends) if whole is not None for module in whole.modules()} - kept
-        for path, module in model.named_modules():
-            if module in found and (experts.are_plain(module) or _base(module) is not None):
+        kept = latent.expansions(model)
+        for path, module in _modules_of_text(model):
+            if module not in kept and (experts.are_plain(module) or is_linear(module) or _is_embedding(module)):
                 yield path, module
 
     def _take(self, path: str, module: Any) -> None:
@@ -162,7 +165,7 @@ class Packing:
         # transformers ties and counts weights after this, so there is one of the same shape, of one element.
         stand_in = torch.nn.Parameter(module.weight.new_zeros(1).expand(module.weight.shape), requires_grad=False)
         stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
-        self._packed[id(stand_in)] = stand_in, self._pack(path, module, module.weight)
+        self._packed[id(stand_in)] = stand_in, self._pack(path, module, matrix(module))
         module.weight = stand_in
 
     def finish(self, model: PreTrainedModel) -> None:
@@ -172,22 +175,25 @@ class Packing:
             if experts.are_plain(module):
                 self._pack_experts(path, module)
                 continue
-            weight: torch.Tensor = module._parameters.pop("weight")  # type: ignore[assignment] # There is one.
+            weight: torch.Tensor = module._parameters["weight"]  # type: ignore[assignment] # There is one.
             if id(weight) not in self._packed:
-                self._packed[id(weight)] = weight, self._pack(path, module, weight)
+                self._packed[id(weight)] = weight, self._pack(path, module, matrix(module))
                 self.note(path)
-            own: Any = type(module)
+            own = _as_linear(module)
+            del module._parameters["weight"]
             packed: Any = self._packer.install(module, self._packed[id(weight)][1])  # type: ignore[union-attr]
             module.__class__ = _class(own, packed)
             if not any(left.is_floating_point() for left in model.parameters()):
                 _keep_dtype(model, weight.dtype)
+        if self._packer is not None:
+            self._left = unpacked.remarks(_modules_of_text(model))
         self._packed.clear()
         self._stored.clear()
         self._scratch.release()
 
     def remarks(self) -> list[str]:
-        """Return what became of the integers that the source has."""
-        made = []
+        """Return which matrices are not packed, and what became of the integers that the source has."""
+        made = list(self._left)
         if self.kept:
             made.append(f"{self.kept} matrices keep the integers and the groups that the source has")
         if self.repacked:
@@ -256,11 +262,42 @@ def _keep_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.__class__ = type(known.__name__, (known,), {"dtype": dtype, "__module__": known.__module__})
 
 
-def _base(module: torch.nn.Module) -> type[torch.nn.Module] | None:
-    """Return torch's class of a layer that has weights of its own to be packed; None for other modules."""
-    if isinstance(module, PackedLayer):
-        return None
-    return next((base for base in (torch.nn.Linear, torch.nn.Embedding) if isinstance(module, base)), None)
+def _modules_of_text(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Return the modules of the text model in ``model``, with their names."""
+    of_text = type(model.config.get_text_config())
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    configs = [(module, type(module.config)) for module in model.modules() if hasattr(module, "config")]
+    wholes = [module for module, config in configs if config is of_text]
+    # A part for images or sound may lie within the model.
+    others = [module for module, config in configs if config not in (of_text, type(model.config))]
+    found = {module for whole in (*wholes, *ends) if whole is not None for module in whole.modules()}
+    found -= {module for other in others for module in other.modules()} - set(ends)
+    return ((path, module) for path, module in model.named_modules() if module in found)
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    """Return whether ``module`` is a linear layer with plain weights, which may be transposed."""
+    return isinstance(module, torch.nn.Linear | Conv1D) and not isinstance(module, PackedLayer)
+
+
+def _is_embedding(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Embedding) and not isinstance(module, PackedLayer)
+
+
+def matrix(layer: Any) -> torch.Tensor:
+    """Return the weights of a linear layer or an embedding, ``[rows, columns]``. A row makes one output."""
+    weight: torch.Tensor = layer.weight
+    return weight.T if isinstance(layer, Conv1D) else weight
+
+
+def _as_linear(layer: Any) -> Any:
+    """Return the class of ``layer``. A linear layer with transposed weights becomes one of torch's."""
+    if not isinstance(layer, Conv1D):
+        return type(layer)
+    layer.in_features, layer.out_features = layer.weight.shape
+    layer.etkv_is_transposed = True
+    layer.__class__ = torch.nn.Linear
+    return torch.nn.Linear
 
 
 @functools.cache
@@ -277,15 +314,22 @@ def without_products(model: torch.nn.Module) -> Iterator[None]:
 
     Unpacking all weights of a model takes much longer than the rest of such a run.
     """
-    linears: list[Any] = [layer for _, layer in layers(model) if isinstance(layer, torch.nn.Linear)]
-    for layer in linears:
+    # A model's own class may do more than the product, which it gets from the packed class.
+    products = {
+        base
+        for _, layer in layers(model)
+        for base in type(layer).__mro__
+        if issubclass(base, PackedLayer) and issubclass(base, torch.nn.Linear) and "forward" in vars(base)
+    }
+
+    def elements(layer: Any, input: torch.Tensor) -> torch.Tensor:
         places = torch.arange(layer.out_features) % layer.in_features
-        layer.forward = functools.partial(torch.index_select, dim=-1, index=places)
-    try:
+        return input.index_select(-1, places)
+
+    with contextlib.ExitStack() as patches:
+        for base in products:
+            patches.enter_context(mock.patch.object(base, "forward", elements))
         yield
-    finally:
-        for layer in linears:
-            del layer.forward
 
 
 def layers(model: torch.nn.Module) -> Iterator[tuple[str, PackedLayer]]:

@@ -112,13 +112,16 @@ class _Reader:
         The rows of all experts are one matrix.
         """
         rule = self._rule(name)
-        if (rule is not None and rule.make is not layouts.joined) or self._file.architecture == "gpt2":
+        if rule is not None and rule.make is not layouts.joined:
             return None
         tensors = [self._file.tensors[source] for source in sources if source in self._file.tensors]
         if len(tensors) != len(sources) or not all(tensor.kind in packed.FORMATS for tensor in tensors):
             return None
         parts = [packed.groups(tensor.blocks(), tensor.kind) for tensor in tensors]
         if len(shape) == 2 and len(parts) == 1:
+            if self._file.architecture == "gpt2":
+                # Its model has transposed weights, and packed ones are as in the file.
+                return parts[0]
 
             def arranged(matrix: torch.Tensor) -> torch.Tensor:
                 return torch.from_numpy(np.ascontiguousarray(self._reordered(name, sources[0], matrix.numpy())))

@@ -1,0 +1,143 @@
+"""What a quantized program packs: linear layers of GPT-2 and experts of Llama 4 too. The export names the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_families
+import tiny_gguf
+from etkv.export import ExportRequest, causal, experts, families, hf_folder, lowering, packing, scaled_experts, source
+from etkv.export.scratch import Scratch
+from family_sweep import _write
+
+QUANTIZED = [("mlx", "4w"), ("cpu", "8da4w")]
+
+KINDS = ("Router", "Conv1d", "CohereLayerNorm")
+"""What the classes of layers end with whose weights of two axes are never packed."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a function that writes the tiny form of a family to a folder."""
+
+    def write(family: str, **settings: Any) -> Path:
+        made = tmp_path_factory.mktemp("unpacked") / "model"
+        config = tiny_families.config(family)
+        for name, value in settings.items():
+            setattr(config, name, value)
+        _write(config, made)
+        return made
+
+    return write
+
+
+def _packed(model: Path, scratch: Scratch, backend: str = "mlx", quantize: str = "4w"):
+    """Return the model with packed weights, and its packing."""
+    origin = source.find(model)
+    wanted = ExportRequest(model, model / "model.pte", backend=backend, quantize=quantize)
+    made = packing.Packing(lowering.packer(wanted, 32, scratch), scratch)
+    return source.read_model(origin, source.read_config(origin), "float32", packing=made), made
+
+
+def _plain(model: Path):
+    origin = source.find(model)
+    return source.read_model(origin, source.read_config(origin), "float32")
+
+
+@pytest.mark.parametrize(("backend", "quantize"), QUANTIZED)
+def test_linear_layers_of_gpt2_are_packed(folder, tmp_path, backend, quantize):
+    model = folder("gpt2")
+    meant = _plain(model)
+    with Scratch(tmp_path, []) as scratch:
+        read, made = _packed(model, scratch, backend, quantize)
+        names = {name for name, _ in packing.layers(read)}
+        matrices = {name for name, weight in meant.named_parameters() if weight.dim() == 2}
+        assert {f"{name}.weight" for name in names} == matrices | {"lm_head.weight"}
+        assert not made.remarks()
+        weights = hf_folder._plain_weights(read)
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+        for name in names - {"lm_head"}:
+            own = meant.get_submodule(name).weight
+            assert weights[f"{name}.weight"].shape == own.shape
+            # A group's scale is about an eighth of its largest weight.
+            assert (weights[f"{name}.weight"] - own).abs().max() < 0.15 * own.abs().max()
+        layer, own = read.transformer.h[1].attn.c_attn, meant.transformer.h[1].attn.c_attn
+        expected = x @ layer.weight + own.bias
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+
+
+def test_integers_of_a_gguf_file_of_gpt2_are_kept(folder, tmp_path):
+    file = tiny_gguf.write(folder("gpt2", n_inner=256), tmp_path / "x.gguf", architecture="gpt2", quantize="Q4_0")
+    meant = _plain(file)
+    with Scratch(tmp_path, []) as scratch:
+        read, made = _packed(file, scratch)
+        linears = [name for name, layer in packing.layers(read) if layer.etkv_is_transposed]
+        assert len(linears) == 8
+        assert made.repacked == 0
+        for name in linears:
+            assert torch.equal(read.get_submodule(name).weight, meant.get_submodule(name).weight)
+
+
+@pytest.mark.parametrize(("backend", "quantize"), QUANTIZED)
+def test_experts_of_llama4_are_packed(folder, tmp_path, backend, quantize):
+    model = folder("llama4_text")
+    with Scratch(tmp_path, []) as scratch:
+        read, made = _packed(model, scratch, backend, quantize)
+        assert not made.remarks()
+        assert len(experts.plain_weights(read)) == 4
+
+
+def test_chosen_experts_of_llama4_suffice():
+    """All experts, as transformers computes them, and the chosen ones have the same outputs."""
+    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+    config = tiny_families.config("llama4_text")
+    generator = torch.Generator().manual_seed(0)
+    layer = Llama4TextMoe(config)
+    for weight in layer.parameters():
+        weight.data = torch.randn(weight.shape, generator=generator)
+    x = torch.randn(1, 9, 64, generator=generator)
+    with torch.no_grad():
+        expected, logits = layer(x)
+        whole = torch.nn.ModuleList([layer])
+        scaled_experts.take(whole)
+        found, same = layer(x)
+    assert type(layer) is scaled_experts.RoutedMoe
+    assert config.num_experts_per_tok == 2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4 * float(expected.abs().max()))
+    assert torch.equal(logits, same)
+
+
+def test_the_rest_is_named(folder, tmp_path):
+    with Scratch(tmp_path, []) as scratch:
+        _, made = _packed(folder("deepseek_v3"), scratch)
+        assert made.remarks() == [
+            "3 matrices stay in float32, with 8,448 weights: model.layers.*.self_attn.kv_b_proj.weight (expands "
+            "latents in parts), model.layers.*.mlp.gate.weight (DeepseekV3TopkRouter); linear layers, embeddings and "
+            "mixtures of experts are packed"
+        ]
+
+
+def test_families_leave_routers_and_convolutions_alone():
+    """No family that runs has other large weights that are not packed."""
+    from transformers import AutoModelForCausalLM
+
+    causal.register()
+    left: dict[str, Any] = {}
+    for family in families.runs(families.read()["outcomes"]):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_families.config(family))
+        scaled_experts.take(model)
+        wanted = packing.Packing(object(), None)  # type: ignore[arg-type] # It packs nothing here.
+        packed = {module for _, module in wanted._modules(model)}
+        for name, module in packing._modules_of_text(model):
+            kind = type(module).__name__
+            is_latent = name.endswith(".kv_b_proj")
+            shapes = [w.shape for w in module.parameters(recurse=False) if w.squeeze().dim() > 1]
+            if shapes and module not in packed and not is_latent and not kind.endswith(KINDS):
+                left[f"{family}: {name} ({kind})"] = shapes
+    assert not left
