@@ -1,4 +1,4 @@
-"""Refuses circles between the files of a crate, other than between a module and those within it."""
+"""Refuses import circles between the files of a crate, except between a module and its submodules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Module = tuple[str, ...]
 
 
 def modules(source: Path) -> dict[Module, str]:
-    """Return the modules under a folder with their code, without comments and tests."""
+    """Return the code of each module under a folder, without comments and tests."""
     found = {}
     for file in sorted(source.rglob("*.rs")):
         parts = file.relative_to(source).with_suffix("").parts
@@ -26,7 +26,7 @@ def modules(source: Path) -> dict[Module, str]:
 
 
 def used(name: Module, code: str, known: dict[Module, str]) -> set[Module]:
-    """Return the modules that a module names, but for those around it and within it."""
+    """Return the modules that a module names, except its parents and submodules."""
     paths = [path.split("::") for path in re.findall(r"\bcrate::([\w:]+)", code)]
     for start, names in re.findall(r"\bcrate::([\w:]*?):*\{([^}]*)\}", code):
         paths += [[*start.split("::"), *item.strip().split("::")] for item in names.split(",")]

@@ -1,6 +1,6 @@
-"""Checks that CMake's build and Cargo's tests ask for the same features of every package.
+"""Checks that CMake's build and Cargo's tests enable the same features of every package.
 
-With others, Cargo compiles a package, and all that depends on it, once for each.
+If features differ, Cargo compiles the package and its dependents twice.
 """
 
 from __future__ import annotations

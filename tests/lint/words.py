@@ -1,4 +1,4 @@
-"""Refuses words that docs/glossary.md has retired, and riddling phrases, in every file that git tracks."""
+"""Refuses words that docs/glossary.md has retired, and unclear phrases, in all files that git tracks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 EXEMPT = {"CHANGELOG.md", "Cargo.lock", "docs/glossary.md", "requirements.txt", "tests/lint/words.py"}
-"""The lock files, and the files that have to name the words: the list of changes names what was renamed."""
+"""Files that are not searched: lock files, and files that must name the words, such as the list of changes."""
 
 LANE = r"(?<![A-Za-z])[Ll]anes?(?![a-z])"
 OWN_MEANING = {LANE: ("crates/etkv-cpu/src/", "crates/etkv-cuda/src/kernels/")}
-"""Patterns, and the folders in which the word has another meaning: the elements of a vector are its lanes, and the
-threads of a warp."""
+"""Patterns, and the folders in which their words have another meaning: a lane is an element of a vector, or a thread
+of a warp."""
 
 RETIRED = {
     LANE: "layer group",
@@ -39,7 +39,7 @@ RETIRED = {
     r"\b(un)turned\b": "unrotated",
     r"etkv[_-]text|examples/text\b|\bTextStream\b": "tokenizer",
 }
-"""Patterns, and what is said instead. Words that also have an ordinary meaning are here in their other forms only."""
+"""Patterns, and the words in use. Words that also have an ordinary meaning are refused in other forms only."""
 
 PHRASES = {
     r"(?i)\b(nobody|whoever)\b|\b(any|every|some)body\b": "the caller, thread, file or owner by its name",
@@ -48,11 +48,11 @@ PHRASES = {
     r"(?i)\b(step|forward) (has|had) been(?=[^\w\s]| when\b|$)": "commits",
     r"(?i)\bwhat (it|a thing) is made of\b": "what it wraps, its parts",
 }
-"""Phrases that slow a reader down, and what is said instead."""
+"""Patterns of phrases that slow a reader down, and the phrases in use."""
 
 
 def main() -> int:
-    """Prints each retired word and phrase with its place. Returns 1 if there is any, and 0 otherwise."""
+    """Prints the file and line of each retired word and phrase. Returns 1 if there is one, or 0."""
     patterns = [(re.compile(pattern), word) for pattern, word in (RETIRED | PHRASES).items()]
     names = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout.split("\0")
     found = 0
@@ -64,7 +64,7 @@ def main() -> int:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError:
             continue
-        # The name of a file counts as its line 0.
+        # The file's name is line 0.
         for number, line in enumerate([name, *lines]):
             for pattern, word in patterns:
                 if name.startswith(OWN_MEANING.get(pattern.pattern, "//")):

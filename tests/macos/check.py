@@ -1,11 +1,11 @@
-"""Checks the build for macOS on Apple silicon, on another system. It compiles for macOS, and runs nothing there.
+"""Checks the build for macOS on Apple silicon from another system. It compiles for macOS, but does not run anything.
 
 ``check.py [--short]``: ``--short`` compiles only the sources of a wheel, and resolves no requirements.
 
-PyPI's ``ziglang`` is a clang with the headers of macOS. CMake configures this project for Darwin with it, so files are
-compiled with the commands that a Mac would use. Undefined symbols are looked up in the libraries of the macOS wheels of
-MLX and ExecuTorch. The contents of these wheels are compared with those that the build and the package need. All files
-are kept in ``build/macos``.
+The compiler is PyPI's ``ziglang``, a clang with the headers of macOS. CMake configures this project for Darwin with
+it, so files are compiled with the same commands as on a Mac. Undefined symbols are looked up in the libraries of the
+macOS wheels of MLX and ExecuTorch, and these wheels must have the files that the build and the package need. All
+files are kept in ``build/macos``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SITE = BUILD / "site"
 CARGO = SOURCE / "build/cargo"
 
 MACOS = "14.0"
-"""The oldest macOS that etkv is built for."""
+"""The minimum macOS version of etkv."""
 
 PYTHONS = ("3.10", "3.12", "3.13")
-"""The CPython releases for which the requirements must resolve. The wheels that are read are for the second."""
+"""The CPython releases for which the requirements must resolve. The wheels that this checks are for the second one."""
 
 WHEELS = ("executorch==1.5.1", "mlx==0.32.2", "mlx-metal==0.32.2")
 
@@ -41,8 +41,8 @@ SOURCE_ONLY = {"antlr4-python3-runtime"}
 """Pins without a wheel for any system. They are pure Python, and pip builds them when it installs them."""
 
 ELSEWHERE = {"blas.c", "exits.cpp", "half.cpp"}
-"""Sources that are not compiled for macOS: Linux's BLAS, a test of Linux's exit, and functions that mlx-c leaves out on
-processors without half types."""
+"""Sources that are not compiled for macOS: the BLAS for Linux, a test of exits on Linux, and functions that mlx-c
+omits on processors without half-precision types."""
 
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 
@@ -83,12 +83,12 @@ case " $* " in
 *) echo "this compiler links nothing" >&2; exit 1 ;;
 esac
 """
-"""The start of a compiler's script. CMake's first test of a compiler links a program, for which zig compiles all of
-libc++. If that fails, CMake compiles an object."""
+"""The start of a compiler's script. CMake first tests a compiler by linking a program, for which zig would compile
+all of libc++. The script lets this fail, so CMake tests the compiler with an object instead."""
 
 
 def tools() -> None:
-    """Install the tools and unpack the wheels, unless that is done for the present requirements and wheels."""
+    """Install the tools and unpack the wheels, unless they are up to date."""
     (BUILD / "objects").mkdir(parents=True, exist_ok=True)
     environment = os.environ
     environment["ZIG_GLOBAL_CACHE_DIR"] = environment["ZIG_LOCAL_CACHE_DIR"] = str(BUILD / "zig")
@@ -127,7 +127,7 @@ def script(name: str, line: str) -> None:
 
 @functools.cache
 def mach_o(library: str) -> object:
-    """Return what LIEF reads of a library in the wheels, by the library's path in site-packages."""
+    """Return the facts that LIEF reads from a library. The path is relative to the wheels' site-packages."""
     run_in = venv("python")
     reader = (
         "import json, sys, lief\n"
@@ -159,7 +159,7 @@ LOOK_UP = "__ZN10executorch7runtime17get_backend_classEPKc"
 
 
 def wheels() -> None:
-    """Check that the wheels have and load what CMake, Cargo and the Python package need."""
+    """Check that the wheels have the files, and load the libraries, that CMake, Cargo and the Python package expect."""
     for library in (MLX, EXECUTORCH, THEIRS, EXTENSION):
         file = SITE / library
         expect(file.is_file(), f"the wheels have no {library}")
@@ -168,15 +168,15 @@ def wheels() -> None:
         facts = mach_o(library)
         leaf = library.rpartition("/")[2]
         expect(facts["cpu"] == "ARM64", f"{library} is for {facts['cpu']}, expected ARM64")
-        # A request for this name gets a library that is already loaded under it. So etkv's libraries, which name no
-        # folder of MLX or ExecuTorch, find those that Python has loaded.
+        # dyld satisfies a request for this name with a library that is already loaded under it. So etkv's libraries,
+        # which do not name a folder of MLX or ExecuTorch, use the ones that Python has loaded.
         expect(facts["name"] == f"@rpath/{leaf}", f"{library} is named {facts['name']}, expected @rpath/{leaf}")
         least = tuple(map(int, facts["macos"].split(".")))
-        expect(least <= tuple(map(int, MACOS.split("."))), f"{library} needs macOS {facts['macos']}, etkv says {MACOS}")
+        expect(least <= tuple(map(int, MACOS.split("."))), f"{library} needs macOS {facts['macos']}, expected {MACOS}")
         for other in facts["loads"]:
             known = other.startswith(("@rpath/", "/usr/lib/", "/System/Library/"))
-            expect(known, f"{library} loads {other}, which is neither the system's nor a wheel's")
-    expect((SITE / MLX).with_name("mlx.metallib").is_file(), "MLX's Metal library is not beside libmlx.dylib")
+            expect(known, f"{library} loads {other}, which is neither in the system nor in a wheel")
+    expect((SITE / MLX).with_name("mlx.metallib").is_file(), "MLX's Metal library is not in the folder of libmlx.dylib")
     for file in ("mlx/include/mlx/version.h", "executorch/include/executorch/runtime/backend/interface.h"):
         expect((SITE / file).is_file(), f"the wheels have no {file}")
     for file in (
@@ -189,15 +189,13 @@ def wheels() -> None:
     expect(ours.read_bytes() == theirs.read_bytes(), "schema.fbs differs between the wheels of this system and macOS")
 
     extension, executorch_exports = mach_o(EXTENSION), set(mach_o(EXECUTORCH)["exports"])
-    # For these reasons etkv's delegate is loaded before ExecuTorch's extension module, and has its own id. If they no
-    # longer hold, neither is needed.
+    # These two facts are the reasons why etkv's delegate is loaded before ExecuTorch's extension module, and has a
+    # separate id. If they change, neither is necessary.
     expect(
         f"@rpath/{THEIRS.rpartition('/')[2]}" in extension["loads"], "_C no longer loads ExecuTorch's own MLX backend"
     )
     expect(REGISTER in mach_o(THEIRS)["imports"], "ExecuTorch's own MLX backend no longer registers itself")
-    expect(
-        "@rpath/libexecutorch.dylib" in extension["loads"], "_C has a libexecutorch of its own: etkv needs to share it"
-    )
+    expect("@rpath/libexecutorch.dylib" in extension["loads"], "_C loads no libexecutorch.dylib, which etkv must share")
     for symbol in (REGISTER, LOOK_UP):
         expect(symbol in executorch_exports, f"libexecutorch.dylib does not export {symbol}")
     torch = [other for other in mach_o(EXECUTORCH)["loads"] if "torch." in other or "torch_" in other]
@@ -214,11 +212,11 @@ def executorch() -> Path:
 
 
 def commands() -> dict[Path, list[str]]:
-    """Return the command that compiles each source for macOS: CMake's, or mlx-sys' for sources that Cargo compiles."""
+    """Return the command that compiles each source for macOS: that of CMake, or that of mlx-sys for Cargo's sources."""
     options = {
         "CMAKE_SYSTEM_NAME": "Darwin",
         "CMAKE_SYSTEM_PROCESSOR": "arm64",
-        # A program would need a C++ library for macOS; a static library does not.
+        # Linking a program would need a C++ library for macOS, a static library does not.
         "CMAKE_TRY_COMPILE_TARGET_TYPE": "STATIC_LIBRARY",
         "CMAKE_BUILD_TYPE": "Debug",
         "CMAKE_C_COMPILER": BUILD / "bin/cc",
@@ -229,7 +227,7 @@ def commands() -> dict[Path, list[str]]:
         "ETKV_EXECUTORCH_DIR": SITE / "executorch",
         "ETKV_CARGO_TARGET_DIR": CARGO,
         "ETKV_PYTHON": sys.executable,
-        # Each source has a command of its own.
+        # Without unity builds, each source has a separate command.
         "ETKV_UNITY": "OFF",
     }
     cmake = BUILD / "cmake"
@@ -242,9 +240,9 @@ def commands() -> dict[Path, list[str]]:
         found[source] = shlex.split(entry["command"])
 
     aimless = [source.name for source, command in found.items() if f"-mmacosx-version-min={MACOS}" not in command]
-    expect(not aimless, f"CMake compiles {len(aimless)} files for no particular macOS, expected {MACOS}: {aimless[:3]}")
+    expect(not aimless, f"CMake compiles {len(aimless)} files without a minimum macOS, expected {MACOS}: {aimless[:3]}")
 
-    # The options of crates/mlx-sys/build.rs. It compiles the published sources without warnings.
+    # The options are those of crates/mlx-sys/build.rs, which disables warnings for the published sources.
     cxx = [str(BUILD / "bin/c++"), "-std=c++20", f"-mmacosx-version-min={MACOS}"]
     mlx_c = published_mlx_c()
     includes = [
@@ -287,7 +285,7 @@ def commands() -> dict[Path, list[str]]:
     listed = run("git", "ls-files", "*.c", "*.cpp", "*.cc", "*.mm", cwd=SOURCE).stdout.split()
     for name in listed:
         elsewhere = Path(name).name in ELSEWHERE
-        expect(elsewhere or SOURCE / name in found, f"{name} is compiled by no command for macOS")
+        expect(elsewhere or SOURCE / name in found, f"no command compiles {name} for macOS")
     return found
 
 
@@ -299,7 +297,7 @@ def program_includes() -> list[str]:
 
 
 def published_mlx_c() -> Path:
-    """Return the folder `mlx-c` of the published mlx-sys, which Cargo has unpacked."""
+    """Return the folder `mlx-c` of the published mlx-sys in Cargo's sources."""
     manifest = SOURCE / "crates/mlx-sys/published/Cargo.toml"
     told = run("cargo", "metadata", "--format-version=1", "--locked", "--manifest-path", manifest).stdout
     (package,) = [each for each in json.loads(told)["packages"] if each["name"] == "mlx-sys"]
@@ -307,7 +305,7 @@ def published_mlx_c() -> Path:
 
 
 UMBRELLAS = {"etkv_h", "etkv_hpp", "executorch_hpp", "mlx_cache_hpp", "executorch_mlx_cache_hpp"}
-"""Headers that include all others. Linux's tests compile each alone."""
+"""Headers that include all others. The tests on Linux compile each header separately."""
 
 
 def in_wheel(source: Path) -> bool:
@@ -319,7 +317,7 @@ def in_wheel(source: Path) -> bool:
 
 
 def compiled(short: bool) -> dict[Path, Path]:
-    """Compile the sources, only those of the wheel if `short`. Return the object of each that compiles."""
+    """Compile the sources, or only those of the wheel if `short`. Return the objects of those that compile."""
     found = {source: command for source, command in commands().items() if not short or in_wheel(source)}
     objects = BUILD / "objects"
 
@@ -363,7 +361,7 @@ READ_OBJECTS = (
 
 
 def symbols(objects: dict[Path, Path]) -> None:
-    """Check that the wheels have the undefined symbols of the objects, and the C headers all exported ones."""
+    """Check that the wheels have the objects' undefined symbols, and that the C headers declare all exported ones."""
     listing = run(venv("python"), "-c", READ_OBJECTS, input="\n".join(map(str, objects.values()))).stdout
     read = json.loads(listing)
     of_mlx, *of_executorch = (set(mach_o(library)["exports"]) for library in (MLX, EXECUTORCH, THREADPOOL))
@@ -396,7 +394,7 @@ def symbols(objects: dict[Path, Path]) -> None:
 
 
 def spelled() -> None:
-    """Check that code which names a library with Linux's suffix also handles macOS, in the lines around it."""
+    """Check that code that names a library with the suffix of Linux also mentions macOS in the lines around it."""
     literal = re.compile(r"[\w}]\.so\b(?![\w.]*\()")
     for name in run("git", "ls-files", "*.py", "*.cmake", "*.rs", "CMakeLists.txt", cwd=SOURCE).stdout.split():
         path = SOURCE / name
@@ -409,11 +407,11 @@ def spelled() -> None:
                 continue
             near = "\n".join(lines[max(0, n - 6) : n + 4])
             other = re.search(r"darwin|apple|macos|dylib|linux", near, re.IGNORECASE)
-            expect(other is not None, f"{name}:{n + 1} names a library by Linux's suffix alone: {line.strip()}")
+            expect(other is not None, f"{name}:{n + 1} names a library with the suffix of Linux only: {line.strip()}")
 
 
 def run_paths() -> None:
-    """Check that each package which uses MLX passes its folder to the linker: dyld searches no other folder."""
+    """Check that each package that uses MLX passes MLX's folder to the linker, since dyld searches no other folder."""
     told = run("cargo", "metadata", "--format-version=1", "--locked", cwd=SOURCE).stdout
     metadata = json.loads(told)
     nodes = {node["id"]: node for node in metadata["resolve"]["nodes"]}
@@ -438,7 +436,7 @@ def run_paths() -> None:
             script = Path(manifest).with_name("build.rs")
             said = [script.read_text()] if script.is_file() else []
         found = bool(said) and "rustc-link-arg=-Wl,-rpath," in said[-1]
-        expect(found, f"the package {name} uses MLX, and its build script gives its tests no run path")
+        expect(found, f"the package {name} uses MLX, but its build script sets no run path for its tests")
 
 
 def mtime(path: Path) -> float:
@@ -448,22 +446,22 @@ def mtime(path: Path) -> float:
 def recipes() -> None:
     """Check that the Makefile sets SHELL.
 
-    Apple's make is 3.81. It finds the commands of simple recipes with the PATH that it was started with, unless SHELL
-    is another than /bin/sh.
+    Apple's make is 3.81. It looks up the commands of simple recipes with the PATH of its environment and ignores the
+    Makefile's, unless SHELL is not /bin/sh.
     """
     makefile = (SOURCE / "Makefile").read_text()
     shell = re.search(r"^SHELL\s*:?=\s*(\S+)", makefile, re.MULTILINE)
     found = shell and shell[1] != "/bin/sh"
-    expect(bool(found), "the Makefile exports a PATH of its own and does not set SHELL: Apple's make ignores that PATH")
+    expect(bool(found), "the Makefile exports PATH but does not set SHELL: Apple's make ignores this PATH")
 
 
 # ---- Clang on Linux, requirements -------------------------------------------------
 
 
 def c_interface() -> None:
-    """Compile the tests of the C interface with clang for Linux, which has warnings that g++ lacks."""
+    """Compile the tests of the C interface for Linux with clang, which has warnings that gcc lacks."""
     for source in sorted((SOURCE / "tests/cpp").glob("*.c")):
-        # The rows of the table of calls are made by the build, of the headers.
+        # The build generates the rows of the call table from the headers.
         folders = [SOURCE / "include", SOURCE / "build/cmake/tests/cpp"]
         flags = ["-std=c11", *WARNINGS, *(f"-I{folder}" for folder in folders), '-DETKV_TEST_VERSION="0"']
         to = BUILD / "objects" / f"linux-{source.stem}.o"
@@ -473,7 +471,7 @@ def c_interface() -> None:
 
 
 def requirements() -> None:
-    """Check that every pin of the full set has a wheel for macOS, for each of the CPython releases."""
+    """Check that every pin of the full set has a wheel for macOS for each CPython release."""
     environment = {**os.environ, "MACOSX_DEPLOYMENT_TARGET": MACOS, "UV_CACHE_DIR": str(BUILD / "uv")}
     pins = BUILD / "pins.txt"
     lines = [(SOURCE / name).read_text() for name in ("requirements.txt", "requirements-nodeps.txt")]
@@ -489,8 +487,8 @@ def requirements() -> None:
         expect(done.returncode == 0, told)
         if done.returncode == 0:
             chosen = to.read_text()
-            expect("mlx-metal==" in chosen, f"with Python {python} there is no mlx-metal, the part that computes")
-            expect("mlx-cpu" not in chosen, f"with Python {python} there is mlx-cpu, which is Linux's")
+            expect("mlx-metal==" in chosen, f"with Python {python} there is no mlx-metal, MLX's Metal backend")
+            expect("mlx-cpu" not in chosen, f"with Python {python} there is mlx-cpu, which is for Linux")
 
 
 def steps(short: bool) -> Iterator[Callable[[], None]]:

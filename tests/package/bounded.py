@@ -1,6 +1,6 @@
-"""Runs a command and its child processes for a number of seconds at most: ``bounded.py SECONDS COMMAND…``.
+"""Runs a command with a time limit: ``bounded.py SECONDS COMMAND…``. At the limit, ends it with its child processes.
 
-Ctrl-C ends the command, also if this process ignores Ctrl-C, as a shell's background jobs do.
+Ctrl-C ends the command even if this process ignores Ctrl-C, as background jobs of a shell do.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from typing import Any
 
 TOO_LONG = 124
-"""The exit status if the command was ended after its time, as for timeout(1)."""
+"""The exit status at the time limit, the same as that of timeout(1)."""
 
 
 def run(words: Sequence[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command, and return what ``subprocess.run`` does.
+    """Run a command, and return the same as ``subprocess.run``.
 
     After ``seconds``, or on another error, ends the command and its child processes. Raises
     :class:`subprocess.TimeoutExpired` after ``seconds``.
     """
     take_interruptions()
-    # In its own process group: a build has many processes, and any that is left keeps the output open.
+    # The command runs in a new process group: a build has many processes, and any that remains keeps the output open.
     with subprocess.Popen(words, start_new_session=True, **options) as process:
         try:
             output, errors = process.communicate(timeout=seconds)
@@ -35,13 +35,13 @@ def run(words: Sequence[str], seconds: float, **options: Any) -> subprocess.Comp
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
-    """End the leader of a process group and the group."""
+    """Kill a process group and its leader."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def take_interruptions() -> None:
-    """Make child processes start with the default handler of SIGINT: a child ignores the signals its parent ignores."""
+    """Ensure that child processes handle SIGINT by default: a child ignores the signals that its parent ignores."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -51,7 +51,7 @@ def main(seconds: str, *words: str) -> int:
     try:
         status = run(words, float(seconds)).returncode
     except subprocess.TimeoutExpired:
-        print(f"{' '.join(words)}: ended, it took more than {seconds} s", file=sys.stderr)
+        print(f"{' '.join(words)}: ended after {seconds} s", file=sys.stderr)
         return TOO_LONG
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

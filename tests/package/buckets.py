@@ -1,7 +1,7 @@
-"""Runs the tests of stores in buckets with a server of the S3 protocol on this machine, moto: ``buckets.py COMMAND…``.
+"""Runs the tests of stores in buckets with moto, an S3 server on this machine: ``buckets.py COMMAND…``.
 
-Its packages are installed into build/buckets. The command gets the address of an empty bucket in ETKV_TEST_BUCKET,
-and the credentials and endpoint of ``object_store`` in its environment.
+The server is installed into build/buckets. The command's environment has the address of an empty bucket in
+ETKV_TEST_BUCKET, and credentials and endpoint for ``object_store``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUCKET = "etkv-test"
 
 
 def install() -> Path:
-    """Install the server unless it is there, and return its program."""
+    """Install the server if it is missing, and return its program."""
     server = FOLDER / "env" / "bin" / "moto_server"
     ready = FOLDER / "ready"
     if not ready.is_file() or ready.read_text() != "\n".join(PACKAGES):
@@ -33,7 +33,7 @@ def install() -> Path:
 
 
 def wait_for(endpoint: str, process: subprocess.Popen[bytes]) -> None:
-    """Make the bucket, as soon as the server answers."""
+    """Create the bucket as soon as the server answers."""
     until = time.monotonic() + 120
     while True:
         try:
@@ -47,7 +47,7 @@ def wait_for(endpoint: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    """Run the command beside the server, and return its exit status."""
+    """Run the server and the command, and return the command's exit status."""
     server = install()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,8 +1,8 @@
 """Follows a page of instructions: writes its files, runs its commands and compares their output.
 
-A file is a fenced block after a line that ends in its name, as in ``... `app/main.cpp`:``. Commands are the lines of
-```` ```console ```` blocks that begin with ``$ ``; a backslash continues a line. The lines below a command are its
-output. Other blocks are ignored.
+A file is a fenced block after a line that ends in the file's name, as in ``... `app/main.cpp`:``. Commands are the
+lines of ```` ```console ```` blocks that begin with ``$ ``; a backslash continues a line. The lines after a command
+are its expected output. Other blocks are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import bounded
 
 SECONDS = 3600
-"""The most seconds that a command of a page takes."""
+"""The time limit of a command, in seconds."""
 
 FENCE = re.compile(r"^```(\w*)$")
 FILE = re.compile(r"`([\w./-]+)`:$")
@@ -71,9 +71,9 @@ def commands(block: list[str]) -> list[Command]:
 
 
 def follow(page: Path, home: Path, without: str = "") -> str | None:
-    """Follow `page` in the folder `home`. Return None, or a message on the first failure or difference.
+    """Follow `page` in the folder `home`. Return None, or a message about the first failure or difference.
 
-    Commands that contain `without`, the name of a tool, are left out.
+    Skips commands that contain `without`, the name of a tool.
     """
     todo = steps(page.read_text())
     n_commands = sum(isinstance(step, Command) for step in todo)
@@ -91,7 +91,7 @@ def follow(page: Path, home: Path, without: str = "") -> str | None:
             continue
         if without and without in step.text:
             continue
-        # Each command begins in the folder where the last one ended.
+        # Each command starts in the folder in which the previous one ended.
         words = ["bash", "-ec", f"{step.text}\npwd > ~/.folder"]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         try:

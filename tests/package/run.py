@@ -1,10 +1,10 @@
 """Tests the package: builds and runs projects that use etkv in every documented way.
 
-They use an installed tree that was moved, pkg-config, etkv's sources as a subdirectory, Rust as docs/embedding.md says,
-and Python's wheel as docs/python.md says.
+The ways are an installed tree that was moved, pkg-config, etkv's sources in a subdirectory, a Rust crate as in
+docs/embedding.md, and the Python wheel as in docs/python.md.
 
-``run.py CMAKE_BUILD``: CMAKE_BUILD is the folder that etkv is built in. Cargo's output is copied from
-``build/cargo`` the first time.
+``run.py CMAKE_BUILD``: CMAKE_BUILD is the folder of etkv's build. The first time, Cargo's output is copied from
+``build/cargo``.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent
 
 SECONDS = 3600
-"""The most seconds that a command takes. One that compiles all of etkv takes minutes."""
+"""The time limit of a command, in seconds. Compiling all of etkv takes minutes."""
 
 MODELS = SOURCE / "build/models/cpp-tests"
 PROGRAM = MODELS / "llama-f32/model.pte"
 CPU_PROGRAM = MODELS / "llama-cpu/model.pte"
 
-# As many as etkv's own build asks for, so that dependencies have the same features and are not compiled again.
+# The same packages as in etkv's build, so that dependencies have the same features and are not compiled again.
 PACKAGES = "--package;etkv-capi;--package;etkv-tokenizer"
 
 CARGO, CARGO_WITHOUT_MLX = SOURCE / "build/package/cargo", SOURCE / "build/package/cargo-without-mlx"
-"""Cargo's output for projects with other features than etkv by itself. What they build does not replace `build/lib`."""
+"""Cargo's output for projects with other features than etkv's build. `build/lib` stays as it is."""
 
 DARWIN = sys.platform == "darwin"
 
-# The linker drops libraries that no symbol needs. Some systems set this by default.
+# With this option, which some systems set by default, the linker drops libraries that no symbol needs.
 AS_NEEDED = [] if DARWIN else ["-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed"]
 
 
@@ -102,7 +102,7 @@ class Package:
         self.python = os.environ.get("ETKV_PYTHON", sys.executable)
 
     def install(self) -> None:
-        """Install etkv and move the tree. Check that its files name no folder of the build."""
+        """Install etkv and move the tree. Check that its files do not name a folder of the build."""
         first = self.scratch / "installed"
         run("cmake", "--install", self.build, "--prefix", first)
         self.prefix.parent.mkdir(parents=True)
@@ -112,7 +112,7 @@ class Package:
         for text in texts:
             for line in text.read_text().splitlines():
                 named = [path for path in (SOURCE, self.build, first) if str(path) in line]
-                # This line has the MLX that etkv was built against; users of the file may set another.
+                # This line names the MLX of the build. Users of the file can replace it.
                 expect(not named or line.startswith("mlxlibdir="), f"{text.name}: {line}")
         if not DARWIN:
             for library in self.prefix.glob("lib*/*.so"):
@@ -126,7 +126,7 @@ class Package:
         configure(HERE / "installed", build, *options)
         run("cmake", "--build", build)
         for kind in ("", "_static"):
-            expect("MLX" in run(build / f"caches_c{kind}"), "caches_c tells no version of MLX")
+            expect("MLX" in run(build / f"caches_c{kind}"), "caches_c does not print the version of MLX")
             expect(run(build / f"caches_cpp{kind}") == "0 of 64 positions\n", "caches_cpp")
             expect(run(build / f"on_mlx{kind}", PROGRAM) == "4 positions of 4\n", "on_mlx")
             expect(run(build / f"on_cpu{kind}", CPU_PROGRAM).endswith("4 positions of 4\n"), "on_cpu")
@@ -136,9 +136,9 @@ class Package:
             found = json.loads(report)
             expect((found["length"], found["sequences"][0]["next"]) == (4, 4), report)
             loaded = libraries(build / f"on_mlx{kind}")
-            expect(DARWIN or loaded.count("libmlx.so =>") == 1, f"one MLX a process, not:\n{loaded}")
+            expect(DARWIN or loaded.count("libmlx.so =>") == 1, f"expected one MLX in the process, got:\n{loaded}")
             expect(("libetkv." in loaded) == (kind == ""), f"on_mlx{kind} loads:\n{loaded}")
-            expect(DARWIN or "libetkv_blas." in loaded, f"on_mlx{kind} multiplies by MLX's own BLAS:\n{loaded}")
+            expect(DARWIN or "libetkv_blas." in loaded, f"on_mlx{kind} does not use etkv's BLAS:\n{loaded}")
             expect(DARWIN or kind != "" or str(self.prefix) in loaded, f"not the moved tree:\n{loaded}")
             expect("executorch" not in libraries(build / f"caches_c{kind}"), "caches alone load ExecuTorch")
 
@@ -169,11 +169,12 @@ class Package:
         refused(["has no include/mlx"], f"-DETKV_MLX_DIR={self.scratch}")
 
     def without_mlx(self) -> None:
-        """Build etkv for the CPU alone, install it and use it, all without MLX."""
+        """Build, install and use etkv for the CPU only, without MLX."""
         build, prefix, user = (self.scratch / f"cpu-{part}" for part in ("build", "prefix", "user"))
         executorch = [f"-DETKV_PYTHON={shutil.which('false')}", f"-DETKV_EXECUTORCH_DIR={package('executorch')}"]
         options = ["-DETKV_MLX=OFF", "-DETKV_BUILD_EXAMPLES=OFF", "-DETKV_BUILD_TESTS=OFF", *executorch]
-        # Without MLX the tokenizer's dependencies have other features: Cargo would compile them only for this.
+        # Without MLX, the tokenizer's dependencies have other features, and Cargo would have to compile them for this
+        # test only.
         cargo = [f"-DETKV_CARGO_TARGET_DIR={CARGO_WITHOUT_MLX}", "-DETKV_RUST_PACKAGES=--package;etkv-capi"]
         configure(SOURCE, build / "cmake", *options, *cargo)
         run("cmake", "--build", build / "cmake")
@@ -188,9 +189,9 @@ class Package:
             expect("MLXBackend" in said, said)
 
     def pkg_config(self) -> None:
-        """Build a C program with pkg-config, in one line."""
+        """Build a C program with one command that uses pkg-config."""
         if shutil.which("pkg-config") is None:
-            print("    there is no pkg-config here: left out")
+            print("    skipped: there is no pkg-config")
             return
         found = list(self.prefix.rglob("etkv.pc"))
         expect(len(found) == 1, f"etkv.pc: {found}")
@@ -227,7 +228,7 @@ class Package:
         expect(problem is None, str(problem))
 
     def crate(self) -> None:
-        """Build a Rust crate outside of the checkout as docs/embedding.md says, with the patch that it must repeat."""
+        """Build a Rust crate outside of the checkout as in docs/embedding.md, which includes a patch of mlx-sys."""
         home = self.scratch / "crate"
         files = [step for step in document.steps((SOURCE / "docs/embedding.md").read_text()) if hasattr(step, "path")]
         files = [file for file in files if file.path.startswith("counter/")]
@@ -236,12 +237,12 @@ class Package:
             path = home / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(file.text.replace("../etkv", str(SOURCE)))
-        # The same versions and profile as etkv's, so that Cargo reuses what is built.
+        # The crate has the same versions and profile as etkv, so that Cargo reuses built packages.
         shutil.copy(SOURCE / "Cargo.lock", home / "counter")
         with (home / "counter/Cargo.toml").open("a") as manifest:
             manifest.write('\n[profile.release]\ndebug = "line-tables-only"\n')
             manifest.write('[profile.release.package."*"]\ndebug = false\n')
-            # Packages with a path have another name here, so these are compiled for this test alone.
+            # Packages with a path have a different identity here, so they are compiled for this test only.
             for name in ("etkv", "etkv-core", "etkv-cuda", "etkv-file", "etkv-delegate", "mlx-rs", "mlx-sys"):
                 manifest.write(f"[profile.release.package.{name}]\nopt-level = 0\n")
         built = ["--release", "--quiet", "--target-dir", CARGO]
@@ -254,7 +255,7 @@ class Package:
         expect(said.endswith("0 of 4096 positions\n"), said)
 
     def wheel(self) -> None:
-        """Build Python's wheel, install it apart from the checkout, and follow docs/python.md with it."""
+        """Build the Python wheel, install it outside of the checkout, and follow docs/python.md with it."""
         wheels = self.scratch / "wheels"
         settings = {
             "build-dir": self.scratch / "wheel",
@@ -270,8 +271,8 @@ class Package:
         venv = self.scratch / "venv"
         run(self.python, "-m", "venv", venv)
         python = venv / "bin/python"
-        # The wheel's dependencies come from the folder where they are installed already. Python does not read the .pth
-        # files of a folder that a .pth file names, so the checkout stays out.
+        # The wheel's dependencies are those of the current environment, which a .pth file adds. Python does not read
+        # .pth files in a folder that a .pth file names, so the checkout is not added.
         (site,) = venv.glob("lib/python3*/site-packages")
         (site / "dependencies.pth").write_text(f"{package('executorch').parent}\n")
         run(python, "-m", "pip", "install", *offline[:1], *offline[2:], wheel)
@@ -280,7 +281,7 @@ class Package:
         )
         expect(told.count(str(site)) == 3, f"not from the wheel alone: {told}")
         said = run(python, SOURCE / "tests/python/document.py", SOURCE / "docs/python.md", cwd=SOURCE)
-        # The page saves a conversation beside the models that it names from here.
+        # The page saves a conversation in the current folder, because its paths of models are relative to it.
         (SOURCE / "chat.safetensors").unlink(missing_ok=True)
         expect(said.endswith("the page is right\n"), said)
 
@@ -290,7 +291,7 @@ def main(build: Path) -> int:
         run(sys.executable, SOURCE / "tests/cpp/models.py", SOURCE / "tests/python/tiny_models.py", MODELS)
     # Only the main thread may set a handler.
     bounded.take_interruptions()
-    # Settings of the environment would affect every project below.
+    # Settings in the environment would affect all projects below.
     for name in ("CMAKE_PREFIX_PATH", "LD_LIBRARY_PATH", "PKG_CONFIG_PATH", "MAKEFLAGS", "MAKELEVEL"):
         os.environ.pop(name, None)
     for target in (CARGO, CARGO_WITHOUT_MLX):
@@ -298,7 +299,7 @@ def main(build: Path) -> int:
             copy_cargo(target)
     with tempfile.TemporaryDirectory(prefix="etkv-package-") as scratch:
         tests = Package(build.resolve(), Path(scratch).resolve())
-        # The other tests use the tree that it installs. The longest begin first.
+        # The other tests use the tree that this one installs. The longest tests begin first.
         results = [result(tests.install)]
         others = (
             tests.crate,
@@ -310,7 +311,7 @@ def main(build: Path) -> int:
             tests.caches_only,
             tests.pkg_config,
         )
-        # Most of them wait for a single compiler or linker.
+        # Most tests wait for a single compiler or linker.
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             results += pool.map(result, others)
     print(f"{results.count(True)} passed, {results.count(False)} failed")
@@ -318,7 +319,7 @@ def main(build: Path) -> int:
 
 
 def copy_cargo(target: Path) -> None:
-    """Copy Cargo's output, most of which the projects build the same. Cargo goes by the times of files."""
+    """Copy Cargo's output, most of which the projects can reuse. The times of files must be the same for Cargo."""
     copied = target.with_name("copied")
     shutil.rmtree(copied, ignore_errors=True)
     for folder in ("release", "cxxbridge"):

@@ -1,4 +1,5 @@
-//! The time of attention alone: dependent launches, as in the layers of a model, in one CUDA graph.
+//! Measures the time of attention alone: launches that depend on each other, as in the layers of a model, in
+//! one CUDA graph.
 
 use std::iter::once;
 use std::time::Instant;
@@ -18,8 +19,8 @@ const N_KV: usize = 8;
 const DIM: usize = 128;
 const LAUNCHES: usize = 16;
 const RUNS: usize = 30;
-/// Each launch has separate pools, as each layer has, so that the device's caches do not hold the keys of the last
-/// step.
+/// Each launch has separate pools, as in a model, so that the keys of the last step are not in the device's
+/// caches.
 const CAPACITY: usize = 65_536;
 
 const FORMATS: [Option<KvFormat>; 6] = [
@@ -30,7 +31,7 @@ const FORMATS: [Option<KvFormat>; 6] = [
     Some(KvFormat::Mxfp8),
     Some(KvFormat::RowInt4),
 ];
-/// How many of these are timed in bfloat16 too. Each is compiled four times, which takes seconds.
+/// The number of formats that are timed in bfloat16, too. Each is compiled four times, which takes seconds.
 const IN_BF16: usize = 3;
 
 #[derive(Clone, Copy)]
@@ -42,7 +43,7 @@ struct TimedAttention<'a> {
     small_blocks: bool,
 }
 
-/// Prints the microseconds of a launch, and the bytes that it reads per second.
+/// Prints the time of a launch in microseconds, and the rate at which it reads keys and values.
 pub fn run(device: &Device) -> Result<()> {
     for element in [Element::F16, Element::Bf16] {
         say!("attention of {N_Q}/{N_KV} heads of {DIM}, {element:?}: us a launch (GB/s of keys and values)");
@@ -115,7 +116,8 @@ pub fn run(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Returns whether `ETKV_ATTENTION` is part of a format's name, or 1. Plain rows are always timed.
+/// Returns whether a format is timed: if `ETKV_ATTENTION` is 1 or a part of the format's name. Plain rows are
+/// always timed.
 fn is_wanted(format: Option<KvFormat>) -> bool {
     let wanted = std::env::var("ETKV_ATTENTION").unwrap_or_default();
     let is_named = |format: KvFormat| format!("{format:?}").contains(&wanted);
@@ -138,7 +140,7 @@ impl TimedAttention<'_> {
 
     fn time(&self, tokens: usize, keys: usize, mask: Option<&KeyMask>) -> Result<f64> {
         let whole = self.median(tokens, keys, mask, LAUNCHES)?;
-        // The overhead around the launches is subtracted: a graph with one launch has the same.
+        // A graph with one launch has the same overhead, which is subtracted.
         let one = self.median(tokens, keys, mask, 1)?;
         Ok((whole - one) / (LAUNCHES - 1) as f64)
     }

@@ -1,4 +1,4 @@
-//! The packed formats of keys and values, by their definitions: one element at a time, with tables.
+//! Reference implementations of the packed formats of keys and values, one element at a time.
 
 use std::sync::LazyLock;
 
@@ -16,7 +16,7 @@ pub struct Planes {
     pub offsets: Vec<u8>,
 }
 
-/// Returns the numbers of E2M1, or of E4M3, by their codes without a sign.
+/// Returns the first `count` numbers of E2M1 or E4M3 without a sign. The index is the code.
 fn minifloats(mantissa: i32, bias: i32, count: i32) -> Vec<f64> {
     let of = |code: i32| {
         let (exponent, rest) = (code >> mantissa, code & ((1 << mantissa) - 1));
@@ -30,10 +30,10 @@ fn minifloats(mantissa: i32, bias: i32, count: i32) -> Vec<f64> {
 }
 
 static E2M1: LazyLock<Vec<f64>> = LazyLock::new(|| minifloats(1, 1, 8));
-/// All but NaN.
+/// All E4M3 numbers except NaN.
 static E4M3: LazyLock<Vec<f64>> = LazyLock::new(|| minifloats(3, 7, 127));
 
-/// Returns the code of the nearest number, ties to the even one.
+/// Returns the code of the nearest number, ties to even.
 fn nearest(numbers: &[f64], size: f64) -> u8 {
     let above = numbers.partition_point(|&number| number < size).min(numbers.len() - 1);
     if above == 0 {

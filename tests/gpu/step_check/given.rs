@@ -1,5 +1,5 @@
-//! Rows that the host passes with a step: normalized into columns of wider rows, blended, and returned next
-//! to logits, compared with plain arithmetic.
+//! Checks rows that the host passes with a step. They are normalized into columns of wider rows, blended, and
+//! returned with the logits. The results are compared with plain arithmetic.
 
 use etkv_cuda::{
     Blend, Buffer, Columns, CopiedRows, Device, Element, Embed, Launch, Logits, Norm, Normalize,
@@ -57,7 +57,7 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
             Launch::Blend(blend),
         ],
         given: vec![given, share],
-        // The rows of tokens take the place of logits.
+        // The embeddings are returned as logits.
         logits: Some(Logits {
             buffer: embedded,
             rows: tokens,
@@ -76,7 +76,7 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
     let mut last = device.capture(&Plan { logits: plan.logits.map(copied), ..plan })?;
     let slots: Vec<i32> = (0..tokens as i32).collect();
     let (mut largest, mut same) = (0f64, true);
-    // Rows of an earlier step must not remain.
+    // Repeated steps show that no rows of an earlier step remain.
     for again in 0..3 {
         let ids: Vec<i32> = slots.iter().map(|t| (t * 11 + 5 + again) % TABLE as i32).collect();
         let given = numbers(all, 1.5);
@@ -90,7 +90,7 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
         let logits = to_numbers(element, outputs.logits);
         let (blended, wide) = outputs.tapped.split_at(2 * all);
         let (blended, wide) = (to_numbers(element, blended), to_numbers(element, wide));
-        // SAFETY: likewise.
+        // SAFETY: the same.
         let only = unsafe { last.run_groups(&[step], &[&bytes[0], &bytes[1]]) }?;
         same &= outputs.logits.ends_with(only.logits) && only.logits.len() == 2 * inner;
         same &= outputs.tapped == only.tapped;

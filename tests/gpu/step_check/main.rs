@@ -1,10 +1,10 @@
-//! Checks the kernels of etkv-cuda on a GPU against plain arithmetic, launch by launch, and times steps.
+//! Checks each launch of etkv-cuda on a GPU against plain arithmetic, and times steps.
 //!
 //! `step_check [FOLDER]` caches compiled kernels in FOLDER, or in a folder of the temporary directory.
-//! `ETKV_ONLY` lists the parts to run, as in `placed,packed`: `steps`, `placed`, `normalized`, `packed`,
-//! `products` and `timing`, or all but `attention`, which only times attention. `ETKV_ATTENTION=1` runs that
-//! part too, or a part of the name of a format, as in `Mxfp4` or `bits: 4`. With `ETKV_QUICK` nothing is
-//! checked.
+//! `ETKV_ONLY` lists the parts to run, for example `placed,packed`. The parts are `steps`, `placed`,
+//! `normalized`, `packed`, `products`, `timing` and `attention`. The default is all parts except `attention`,
+//! which only times attention. `ETKV_ATTENTION=1` adds that part; a part of a format's name, such as `Mxfp4`
+//! or `bits: 4`, limits it to such formats. With `ETKV_QUICK`, nothing is checked.
 #![allow(missing_docs)]
 
 mod attention;
@@ -35,7 +35,7 @@ use reference::CompletedStep;
 
 type Answer<T> = Result<T, Box<dyn Error>>;
 
-/// Prints a line and flushes it, so that it is seen if the program ends abnormally.
+/// Prints a line and flushes it, so that it is visible even if the program ends abnormally.
 macro_rules! say {
     ($($text:tt)*) => {{
         println!($($text)*);
@@ -66,7 +66,7 @@ const WIDE: Shape = Shape { name: "4/2 heads of 128", n_q: 4, head_dim: 128, ..S
 
 const ODD: Shape = Shape { name: "4/2 heads of 96", head_dim: 96, ..WIDE };
 
-// More rows of queries for each head of keys than a block has.
+// More query rows for each KV head than a block has.
 const MANY: Shape = Shape { name: "16/2 heads", n_q: 16, ..SMALL };
 
 // Rows that do not stay in registers.
@@ -156,7 +156,7 @@ fn runs(part: &str) -> bool {
     }
 }
 
-/// Returns the shape with packed matrices, including the table and the head.
+/// Returns the shape with packed matrices, including the table and the output head.
 fn with_packed(shape: Shape, bits: usize, group: usize) -> Shape {
     Shape { packing: Some(Packing { bits, group }), ..shape }
 }
@@ -226,7 +226,7 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
 }
 
 fn is_within(what: &str, largest: &BTreeMap<&str, f64>, limit: f64) -> bool {
-    // The output of a gate is rounded three times, others once: another order of sums can change each
+    // The output of a gate is rounded three times, other outputs once. The order of sums can change each
     // rounding.
     let most_of = |name: &str| if name == "gated" { 1.5 * limit } else { limit };
     let within = largest.iter().all(|(name, &most)| most <= most_of(name));
@@ -236,7 +236,8 @@ fn is_within(what: &str, largest: &BTreeMap<&str, f64>, limit: f64) -> bool {
     within
 }
 
-/// Checks steps whose tokens see different keys, and that a mask of all earlier keys changes no bit.
+/// Checks steps whose tokens see different keys. Also checks that a mask of all earlier keys gives the same
+/// bits as no mask.
 fn check_masks(
     device: &Device,
     model: &Model,
@@ -255,10 +256,9 @@ fn check_masks(
         let inputs = step.inputs(before);
         // SAFETY: the model outlives the graphs, and nothing else uses it.
         let expected = unsafe { plain.run(&inputs) }?.logits.to_vec();
-        // SAFETY: likewise.
+        // SAFETY: the same.
         let found = unsafe { captured.run(&StepInputs { mask: Some(&causal), ..inputs }) }?;
-        // Blocks after the first read fewer tiles without a mask, so their sums are divided in another way. The same
-        // holds for sums of rows in small blocks.
+        // The bits are the same if all rows are in one block. Otherwise a mask may divide sums differently.
         let most = if small_blocks { 16 } else { 64 };
         let one_block = tokens * model.shape.n_q / model.shape.n_kv <= most;
         let same = match one_block {
@@ -266,7 +266,7 @@ fn check_masks(
             false => are_near(found.logits, &expected, limit, model.shape.element),
         };
         if !same {
-            say!("  FAIL a mask of all keys before: T {tokens}, {before} keys before");
+            say!("  FAIL mask of all earlier keys: T {tokens}, {before} keys before");
             good = false;
         }
         let n_keys = before + tokens;
@@ -277,7 +277,7 @@ fn check_masks(
                 step.slots.swap(t, at);
                 step.positions[t] = number(n_keys) as i32;
             }
-            // A token's own key, and some runs that overlap or are far apart.
+            // The token's key, and some runs of keys that overlap or are far apart.
             let runs: Vec<Vec<_>> = (0..tokens)
                 .map(|t| {
                     let own = step.slots[t] as usize;
@@ -290,7 +290,7 @@ fn check_masks(
                 .collect();
             let mask = KeyMask::of(runs.into_iter());
             let step = StepInputs { mask: Some(&mask), ..step.inputs(before) };
-            // SAFETY: likewise.
+            // SAFETY: the same.
             unsafe { captured.run(&step) }?;
             let done = CompletedStep { model, plan: &plan, captured: &captured, step };
             // The other launches do not use masks.
@@ -323,11 +323,11 @@ fn check_padding(
     let expected =
         unsafe { exact.run(&StepInputs { mask: Some(&few), ..inputs }) }?.logits.to_vec();
     let pools = read_pools(model)?;
-    // SAFETY: likewise.
+    // SAFETY: the same.
     let found = unsafe { padded.run(&StepInputs { mask: Some(&all), ..inputs }) }?;
     let near = are_near(&found.logits[..expected.len()], &expected, limit, model.shape.element);
     let last_row = found.logits[expected.len() / n * (n - 1)..expected.len()].to_vec();
-    // SAFETY: likewise.
+    // SAFETY: the same.
     let found = unsafe { last.run(&StepInputs { mask: Some(&all), ..inputs }) }?;
     let is_last = found.logits == last_row;
     let row = 2 * model.shape.head_dim;
@@ -338,7 +338,7 @@ fn check_padding(
     });
     if !(near && kept && is_last) {
         say!(
-            "FAIL {n} tokens of a plan of {tokens}: near {near}, other rows kept {kept}, last \
+            "FAIL {n} tokens of a plan of {tokens}: near {near}, other rows unchanged {kept}, last \
          {is_last}"
         );
     }
@@ -353,7 +353,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    /// Makes tokens after `before` keys. The slots of some steps are in another order.
+    /// Creates `n` tokens after `before` keys. With `mixed`, the slots are not in order.
     fn new(n: usize, before: usize, mixed: bool, random: &mut Random, shape: Shape) -> Self {
         let id = |x: f64| (x.abs() * 1e4) as i32 % shape.vocabulary as i32;
         let mut ids: Vec<i32> = (0..n).map(|_| id(random.next())).collect();
@@ -414,8 +414,8 @@ fn are_argmax(logits: &[f64], chosen: &[i32]) -> bool {
     expected == chosen
 }
 
-/// Returns whether another plan for the same step has the same logits: the same bits, or nearly the same
-/// values if the work is divided in another way.
+/// Returns whether another plan for the same step has the same logits: the same bits, or similar values if
+/// the plan divides the work differently.
 fn is_same(
     what: &str,
     other: &mut CapturedStep,
@@ -434,13 +434,14 @@ fn is_same(
     if what != "few blocks" && what != "last row" {
         return Ok(outputs.logits == logits && outputs.chosen == chosen);
     }
-    // Other warps normalize the last row when it is alone.
+    // If the last row is alone, other warps normalize it.
     let last = logits.len().saturating_sub(outputs.logits.len());
     let near = are_near(outputs.logits, &logits[last..], limit, element);
     Ok(near && are_argmax(&to_numbers(element, outputs.logits), outputs.chosen))
 }
 
-/// Returns whether logits are nearly the same: differences in attention grow in the layers after it.
+/// Returns whether logits are nearly the same. The limit allows for differences in attention, which grow in
+/// later layers.
 fn are_near(found: &[u8], expected: &[u8], limit: f64, element: Element) -> bool {
     let [x, y] = [found, expected].map(|bytes| to_numbers(element, bytes));
     let near = x.iter().zip(&y).all(|(x, y)| (x - y).abs() < 8.0 * limit);

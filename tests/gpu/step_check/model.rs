@@ -74,7 +74,7 @@ pub fn to_numbers(element: Element, bytes: &[u8]) -> Vec<f64> {
 /// A matrix, on the device and on the host.
 pub struct Matrix {
     pub memory: Memory,
-    /// Its scales and its biases, if `memory` has codes.
+    /// The scales and biases, if `memory` has codes.
     groups: Option<(Packing, [Memory; 2])>,
     pub numbers: Vec<f64>,
 }
@@ -119,7 +119,7 @@ const DOWN: usize = 6;
 const EACH: usize = 7;
 
 impl Model {
-    /// Makes a decoder of random weights, or of zeros.
+    /// Creates a decoder with random weights, or with zeros.
     pub fn new(device: &Device, shape: Shape, random: Option<Random>) -> Result<Self> {
         let mut model = Self { shape, weights: Vec::new(), pools: Vec::new(), random };
         let Shape { hidden, intermediate, vocabulary, .. } = shape;
@@ -164,7 +164,7 @@ impl Model {
         Ok(())
     }
 
-    /// Adds a matrix, packed if the shape says so. Its rows are complete groups.
+    /// Adds a matrix, which is packed if the shape has a packing. Rows must be complete groups.
     fn add_matrix(&mut self, device: &Device, elements: usize, scale: f64) -> Result<()> {
         let Some(packing) = self.shape.packing else {
             return self.add(device, elements, scale);
@@ -179,7 +179,7 @@ impl Model {
             let mut bytes = vec![0u8; elements * bits / 8];
             let (mut all_scales, mut all_biases) = (Vec::new(), Vec::new());
             for of_group in 0..elements / group {
-                // Evenly spread codes have about the range of normal numbers with this scale.
+                // With this scale, uniformly distributed codes have about the range of normal numbers.
                 let step = scale * 3.5 / f64::from(most) * (0.75 + 0.25 * random.next().abs());
                 let step = rounded(element, step);
                 let bias = -step * f64::from(most) / 2.0 * (1.0 + 0.1 * random.next());
@@ -208,7 +208,7 @@ impl Model {
         found.map_or(&[], |weight| &weight.numbers)
     }
 
-    /// Returns the numbers of a weight. Those of a packed weight are not rounded.
+    /// Returns the numbers of a weight. The numbers of a packed weight are not rounded.
     pub fn numbers_of(&self, weight: Weight) -> &[f64] {
         let (Weight::Plain(address) | Weight::Packed(PackedWeight { codes: address, .. })) = weight;
         self.numbers(address)

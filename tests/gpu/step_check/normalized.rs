@@ -1,5 +1,5 @@
-//! Rows that a separate launch normalizes, sums and normalizes again, and scaled embeddings, compared with plain
-//! arithmetic.
+//! Checks rows that a separate launch normalizes, adds and normalizes again, and scaled embeddings, against
+//! plain arithmetic.
 
 use etkv_cuda::{
     Buffer, Device, Element, Embed, Launch, Norm, Normalize, Plan, StepInputs, Weight,
@@ -69,7 +69,7 @@ impl Case {
                         inner,
                         norm: norm(0),
                         residual: residual.then_some(Buffer(0)),
-                        // Sometimes replaces the residual.
+                        // The result sometimes replaces the residual.
                         out: Buffer(if residual && tokens == 5 { 0 } else { 2 }),
                         columns: None,
                         next: next.then(|| (norm(1), Buffer(3))),
@@ -109,7 +109,7 @@ impl Case {
                 let found = &sums[t * inner..][..inner];
                 largest = largest.max(difference(found, &expected));
                 if next {
-                    // The norm of the device's sum, because another rounding of the sum has another norm.
+                    // The expected norm is computed from the device's sum, whose rounding may differ.
                     let expected = normalized(element, found, &norms[1].0, wide[1]);
                     largest = largest.max(difference(&again[t * inner..][..inner], &expected));
                 }
@@ -123,7 +123,7 @@ impl Case {
     }
 }
 
-/// Returns the largest difference, relative to each number and to the size of all.
+/// Returns the largest difference, relative to the number itself and to the size of all numbers.
 pub fn difference(found: &[f64], expected: &[f64]) -> f64 {
     let squares: f64 = expected.iter().map(|x| x * x).sum();
     let size = (squares / expected.len() as f64).sqrt();

@@ -1,4 +1,4 @@
-//! Attention over packed pools, compared with plain arithmetic over the decoded rows.
+//! Checks attention over packed pools against plain arithmetic over the decoded rows.
 
 use std::iter::once;
 
@@ -12,7 +12,7 @@ use crate::model::{rounded, to_bytes, to_numbers, Random};
 use crate::{say, Answer};
 use std::io::Write;
 
-/// Odd, so that the planes of most heads start at any alignment.
+/// Odd, so that the planes of most heads are not aligned.
 const CAPACITY: usize = 2177;
 const TABLE: usize = 70;
 
@@ -28,12 +28,12 @@ struct Case {
 }
 
 const ALL: &[usize] = &[1, 2, 5, 8, 16, 24, 64];
-/// Token counts whose rows fill one part of a warp's, and two. Each is compiled separately, which takes
+/// Token counts whose rows fill one part of a warp, and two parts. Each is compiled separately, which takes
 /// seconds.
 const FEW: &[usize] = &[1, 2, 4];
 const MANY: &[usize] = &[5, 8, 16, 24, 64];
 
-/// Runs the checks: each format, and some pairs.
+/// Checks each format, and some pairs of formats.
 pub fn run(device: &Device) -> Answer<bool> {
     let all = FORMATS.map(Some);
     let base = Case {
@@ -47,7 +47,7 @@ pub fn run(device: &Device) -> Answer<bool> {
     };
     let affine = |bits, group| Some(KvFormat::Affine { bits, group });
     let mut cases: Vec<Case> = Vec::new();
-    // The formats that are compared most, in both dtypes and with both kinds of masks.
+    // The formats for which there are more cases: both dtypes, and steps with and without masks.
     cases.push(Case { dim: 128, ..base });
     cases.push(Case { dim: 128, element: Element::F16, masked: false, ..base });
     for (n, &format) in all.iter().enumerate().skip(1) {
@@ -97,7 +97,7 @@ impl Case {
                         encode(format, &row, &mut planes);
                     }
                     pool.write(&planes)?;
-                    // Rounded like in the kernel: affine rows are always float16.
+                    // The numbers are rounded as in the kernel, which unpacks affine rows to float16.
                     let inner = match format {
                         KvFormat::Affine { .. } => Element::F16,
                         _ => element,
@@ -109,7 +109,7 @@ impl Case {
             pools.push(pool);
         }
         let is_affine = |format: &Option<KvFormat>| matches!(format, Some(KvFormat::Affine { .. }));
-        // A scaled code is rounded before its offset is added, and may be twice as large as the element.
+        // A scaled code is rounded before the offset is added, and may be twice as large as the element.
         let limit = match element {
             Element::Bf16 => 0.012,
             Element::F16 if formats.iter().any(is_affine) => 0.004,
@@ -238,7 +238,7 @@ impl Case {
     }
 }
 
-/// Returns the largest difference, relative to each number and to the size of all.
+/// Returns the largest difference, relative to the number itself and to the size of all numbers.
 fn difference(found: &[f64], expected: &[f64]) -> f64 {
     let size = (expected.iter().map(|x| x * x).sum::<f64>() / expected.len() as f64).sqrt();
     let of = |(x, y): (&f64, &f64)| {

@@ -1,5 +1,5 @@
-//! Heads that are normalized, rotated and stored: plain rows are compared with plain arithmetic, and packed
-//! ones, bit for bit, with the codes of the plain rows.
+//! Checks heads that are normalized, rotated and stored. Plain rows are compared with plain arithmetic.
+//! Packed rows must have the same bits as codes that the host computes from the plain rows.
 
 use crate::codecs::packing;
 use etkv_core::KvFormat;
@@ -23,7 +23,7 @@ struct Shape {
     n_q: usize,
     n_kv: usize,
     dim: usize,
-    /// Whether queries and keys are normalized, and whether they rotate.
+    /// Whether queries are normalized, and whether keys are.
     norms: [bool; 2],
     /// Whether the weights of norms are float32.
     wide: bool,
@@ -137,7 +137,7 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
                 }
             }
             if !same {
-                say!("  FAIL other queries with {:?}, T {tokens}", pools[0].format);
+                say!("  FAIL queries differ with {:?}, T {tokens}", pools[0].format);
                 good = false;
             }
         }
@@ -146,7 +146,7 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
     let seen = case.hides_nothing(device, &packed)?;
     good &= largest <= limit && seen;
     let word = if good { "ok  " } else { "FAIL" };
-    say!("  {word} {shape:?}: rows {largest:.5}, limit {limit}; NaN is seen: {seen}");
+    say!("  {word} {shape:?}: rows {largest:.5}, limit {limit}; NaN is detected: {seen}");
     Ok(good)
 }
 
@@ -157,7 +157,7 @@ impl Case {
         let width = (n_q + 2 * n_kv) * dim;
         let mut rows: Vec<f64> = (0..TABLE * width)
             .map(|i| {
-                // Groups of all signs and sizes, and zeros: the third row, and parts of the fifth.
+                // Groups of different signs and sizes. The third row and parts of the fifth are zeros.
                 let scale = [1.0, 0.05, 30.0, 0.001][i / 32 % 4];
                 let x = scale * random.next();
                 let x = if i / 64 % 5 == 1 { -x.abs() } else { x };
@@ -165,7 +165,7 @@ impl Case {
                 rounded(element, if is_zero { 0.0 } else { x })
             })
             .collect();
-        // Ties, and a value at the end of a scale.
+        // Values halfway between codes, and values at the end of a scale.
         for (i, x) in rows.iter_mut().take(width).enumerate() {
             *x = [0.25, 0.75, 1.25, 2.5, 3.5, 5.0, 7.0, -7.0][i % 8];
         }
@@ -267,7 +267,8 @@ impl Case {
         Ok(largest)
     }
 
-    /// Returns the expected head after placing: of queries, keys or values.
+    /// Returns the expected head after normalization and rotation. `kind` is 0 for queries, 1 for keys and 2
+    /// for values.
     fn placed(&self, row: &[f64], kind: usize, position: i32) -> Vec<f64> {
         let Shape { element, dim, rotates, .. } = self.shape;
         let round = |x: f64| rounded(element, x);
@@ -293,7 +294,7 @@ impl Case {
         (0..dim).map(rotated).collect()
     }
 
-    /// Compares a row of codes with that of the plain row. Returns the difference.
+    /// Compares the codes of a packed row with those of the plain row. Returns a message if they differ.
     fn other_codes(
         &self,
         plain: &DevicePool,
@@ -318,7 +319,8 @@ impl Case {
         Ok((!is_same).then(|| format!("row {row} has {found:?}, expected {expected:?}")))
     }
 
-    /// Checks that a key or value that is not finite makes the queries that read it NaN, and no others.
+    /// Checks that if a key or value is not finite, the queries of its token and KV head become NaN, and no
+    /// others.
     fn hides_nothing(&self, device: &Device, pools: &[DevicePool]) -> Answer<bool> {
         let Shape { element, n_q, n_kv, dim, .. } = self.shape;
         let all = n_q + 2 * n_kv;

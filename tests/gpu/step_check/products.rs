@@ -1,4 +1,4 @@
-//! The time of each product and of attention alone, one after the other as in a step.
+//! Measures the times of each product and of attention, in launches that follow each other as in a step.
 
 use etkv_cuda::{
     Address, Attend, Buffer, Device, Element, Gate, Heads, Launch, Norm, Plan, Pool, PoolRows,
@@ -10,7 +10,7 @@ use crate::say;
 use crate::timing::{median, median_of_sequences};
 use std::io::Write;
 
-/// Bytes of weights that are read one after another: more than a device's caches hold.
+/// The total bytes of weights that launches read, which exceed a device's caches.
 const BYTES: usize = 540 << 20;
 /// The minimum number of launches of a plan.
 const MIN: usize = 4;

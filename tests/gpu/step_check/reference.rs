@@ -1,4 +1,4 @@
-//! The computation of each launch, on the host.
+//! The computation of each launch on the host.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,7 @@ pub struct Difference {
 }
 
 impl CompletedStep<'_> {
-    /// Adds the differences of launches to the largest so far.
+    /// Updates the largest difference of each name by the differences of all launches.
     pub fn add_differences(
         &self,
         launches: impl Fn(&Launch) -> bool,
@@ -39,7 +39,7 @@ impl CompletedStep<'_> {
         Ok(())
     }
 
-    /// Returns the differences between the results of a launch and the expected ones for its inputs.
+    /// Returns the differences between the results of a launch and the expected results for its inputs.
     fn differences(&self, launch: &Launch) -> Result<Vec<Difference>> {
         match launch {
             Launch::Embed(embed) => self.embed(embed),
@@ -84,7 +84,7 @@ impl CompletedStep<'_> {
         Ok(vec![difference("embed", &self.buffer(embed.out)?, &expected)])
     }
 
-    /// Returns a row in the form that its product multiplies.
+    /// Returns a row after the norm of its product, if it has one.
     fn normalized(&self, product: &Product, row: &[f64]) -> Vec<f64> {
         let Some(norm) = product.norm else {
             return row.to_vec();
@@ -139,7 +139,7 @@ impl CompletedStep<'_> {
         }
     }
 
-    /// Compares heads that have not rotated yet with those of the device, which have.
+    /// Rotates the heads of `rows` and compares them with the heads on the device.
     fn heads(&self, heads: &Heads, q: &[f64], rows: &[f64]) -> Result<Vec<Difference>> {
         let &Heads { n_q, n_kv, head_dim, .. } = heads;
         let all = n_q + 2 * n_kv;
@@ -219,7 +219,7 @@ impl CompletedStep<'_> {
     }
 }
 
-/// Returns the largest difference, relative to each number and to the size of all.
+/// Returns the largest difference, relative to the number itself and to the size of all numbers.
 fn difference(what: &'static str, found: &[f64], expected: &[f64]) -> Difference {
     let squares: f64 = expected.iter().map(|x| x * x).sum();
     let size = (squares / expected.len().max(1) as f64).sqrt();

@@ -1,4 +1,4 @@
-//! The time of a step.
+//! Measures the time of a step.
 
 use std::time::Instant;
 
@@ -27,7 +27,7 @@ pub const LLAMA: Shape = Shape {
     packing: None,
 };
 
-/// With the group sizes of mlx-lm's programs, and of this project's.
+/// The group size of mlx-lm. The next one is that of this project.
 const LLAMA_64: Shape = Shape {
     name: "Llama-3.2-1B in 4 bits, groups of 64",
     packing: Some(Packing { bits: 4, group: 64 }),
@@ -57,7 +57,7 @@ pub const SMOL: Shape = Shape {
     ..LLAMA
 };
 
-/// Prints the median time of steps, including the host's launch and wait.
+/// Prints the median time of steps, including the launch and the wait on the host.
 pub fn run(device: &Device) -> Result<()> {
     for shape in [LLAMA, LLAMA_64, LLAMA_32, LLAMA_8, SMOL] {
         let model = Model::new(device, shape, None)?;
@@ -129,8 +129,8 @@ pub fn run(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Prints the time of steps with one token of each of several sequences, whose ids the device chooses, and
-/// the ratio of their tokens a second to those of one sequence.
+/// Prints the time of steps with one token of each of several sequences, and the ratio of their tokens per
+/// second to those of one sequence. Only argmax ids are copied to the host.
 fn sequences(device: &Device, model: &Model) -> Result<()> {
     for each in [128, 256, 512].into_iter().filter(|_| model.shape.capacity >= CAPACITY) {
         let mut text = String::new();
@@ -151,7 +151,7 @@ fn sequences(device: &Device, model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// Returns the numbers of tokens that steps of a shape may have.
+/// Returns the token counts for which a shape is timed.
 fn tokens_of(shape: Shape) -> impl Iterator<Item = usize> {
     let takes = move |tokens: &usize| *tokens <= MAX_FEW || shape.packing.is_none();
     [1, 2, 4, 8, 16, 32, 64].into_iter().filter(takes)
@@ -164,7 +164,8 @@ pub fn median(graph: &mut etkv_cuda::CapturedStep, tokens: usize, keys: usize) -
     median_of(graph, &step)
 }
 
-/// Returns the median time of steps with one token of each of several sequences, which have `each` keys.
+/// Returns the median time of steps with one token of each of several sequences. Each sequence has `each`
+/// keys.
 pub fn median_of_sequences(
     graph: &mut etkv_cuda::CapturedStep,
     tokens: usize,

@@ -1,4 +1,4 @@
-/* Makes, queries and frees a cache from C. */
+/* Creates, queries and frees a cache in C. */
 #include <stdio.h>
 
 #include <etkv/etkv.h>

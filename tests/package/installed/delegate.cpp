@@ -1,6 +1,5 @@
-// Runs a program on a cache, without naming the delegate. If the program loads,
-// the delegate has registered itself. If the cache grows, both use one
-// registry.
+// Runs a program on a cache without naming the delegate. If the program loads, the delegate has registered itself. If
+// the cache grows, the delegate and the cache use the same registry.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -10,7 +9,7 @@
 #include <etkv/executorch.hpp>
 
 #ifdef LOGGED
-// Defined in log.c: a log on standard output, with a report at the end.
+// Functions of log.c, which print the log and the cache's report.
 extern "C" int print_log(void);
 extern "C" int end_log(const etkv_cache* cache);
 #endif

@@ -1,4 +1,4 @@
-/* Prints the log of a program, and the report of its cache, from C. */
+/* Prints the log of a program and the report of its cache, in C. */
 #include <stdio.h>
 
 #include <etkv/etkv.h>
