@@ -1,5 +1,5 @@
-// etkv_admission: requests that arrive while others are answered. Their prompts
-// are read in chunks, in the same forwards as the tokens of the running
+// etkv_admission: answers requests that arrive while others are running.
+// Prompts are read in chunks, in the same forwards as the tokens of running
 // answers. An answered request stays in the cache until its cells are needed.
 
 #include <algorithm>
@@ -84,7 +84,7 @@ class Server {
       row += static_cast<int64_t>(n);
       const auto& request = scheduler_.request(number);
       if (request.held < request.length) {
-        continue; // Some of the prompt is left to read.
+        continue; // The prompt is not read to its end.
       }
       RETURN_IF_ERROR(requests_[number].take(model_, logits, row));
       scheduler_.grow(number);
@@ -113,7 +113,7 @@ class Server {
     ASSIGN_OR_RETURN(const Memory memory, cache_.memory());
     say(counted(static_cast<int64_t>(tokens_), "token") + " in " +
         counted(static_cast<int64_t>(steps_), "step") + ", " +
-        std::to_string(mixed_) + " of them read and answered at once (" +
+        std::to_string(mixed_) + " of them with prompts and answers (" +
         rate(static_cast<int64_t>(tokens_), seconds) + ") · cache " +
         mebibytes(memory.allocated) + " of " + mebibytes(memory.at_capacity) +
         " (" + model_.format() + ")");
@@ -207,11 +207,11 @@ int main(int argc, char** argv) {
 
   Runner runner(
       "etkv_admission",
-      "Answers requests that come one after the other, while others are "
+      "Answers requests that arrive one after the other, while others are "
       "answered:\n"
       "prompts are read in chunks in the same forwards as the tokens of "
       "answers.\n"
-      "Answers stay in the cache until a request has need of their cells.\n");
+      "Answers stay in the cache until a request needs their cells.\n");
   AdmissionOptions more;
   runner.arguments().integer(
       "--every",
@@ -223,7 +223,7 @@ int main(int argc, char** argv) {
   runner.arguments().integer(
       "--step-tokens",
       "N",
-      "most tokens of a step (32)",
+      "maximum tokens of a step (32)",
       1,
       1 << 20,
       &more.step);

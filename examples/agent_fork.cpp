@@ -1,6 +1,6 @@
-// etkv_agent_fork: reads a long shared context once, or the part that a prefix
-// store lacks, forks it into branches without copying, decodes the branches
-// together, and keeps the best.
+// etkv_agent_fork: reads a long shared context once, forks it into branches
+// without copying, decodes the branches together, and keeps the best. With a
+// prefix store, it reads only the part of the context that is not stored.
 
 #include <algorithm>
 #include <cerrno>
@@ -26,7 +26,7 @@
 namespace etkv::examples {
 namespace {
 
-/// The sequence that holds only the context.
+/// The sequence with only the context.
 constexpr int32_t kTrunk = 0;
 
 const std::vector<std::string>& tasks() {
@@ -43,7 +43,7 @@ const std::vector<std::string>& tasks() {
   return all;
 }
 
-/// A register of a library, entry by entry.
+/// Returns an entry of a library's register.
 std::string entry(size_t i) {
   static const char* const readers[] = {"Ada", "Ben", "Cleo", "Dan", "Eve"};
   static const char* const titles[] = {
@@ -71,7 +71,8 @@ Result<std::string> read_file(const std::string& path) {
     return refuse(
         "cannot read a context from " + path + ": " + std::strerror(errno));
   };
-  // The C functions report why they fail; a C++ stream throws for a folder.
+  // The C functions report the reason of a failure. A C++ stream throws for a
+  // folder.
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(
       std::fopen(path.c_str(), "rb"), &std::fclose);
   if (!file) {
@@ -88,7 +89,8 @@ Result<std::string> read_file(const std::string& path) {
   return all;
 }
 
-/// The context of all branches: a file, or a register of this many tokens.
+/// Returns the context of all branches: the contents of a file, or a register
+/// of the requested number of tokens.
 Result<std::string> read_context(
     const ForkOptions& options,
     const Tokenizer& tokenizer) {
@@ -112,7 +114,7 @@ Result<std::string> read_context(
   return all;
 }
 
-/// The mean log probability of an answer's ids.
+/// Returns the mean log probability of an answer's ids.
 double score(const Decoding& branch) {
   return branch.log_probability / static_cast<double>(branch.ids.size());
 }
@@ -142,7 +144,8 @@ class Fork {
     ASSIGN_OR_RETURN(bool going, read_trunk());
     for (auto& branch : branches_) {
       if (going) {
-        // No bytes move: the branch shares the trunk's cells, and adds its own.
+        // No bytes move: the branch shares the trunk's cells, and adds new
+        // ones.
         RETURN_IF_ERROR(cache_.seq_cp(kTrunk, branch.sequence));
         ASSIGN_OR_RETURN(going, read_task(branch));
       }
@@ -168,7 +171,7 @@ class Fork {
       ASSIGN_OR_RETURN(
           auto ids, model_.encode({{"system", context_}, {"user", task}}));
       RETURN_IF_ERROR(check_length(ids.size(), cache_.capacity()));
-      // A branch runs at least its own last token, for its logits.
+      // A branch runs at least its last token, for the logits.
       const size_t most = ids.size() - 1;
       shared_ = branches_.empty()
                     ? most
@@ -186,8 +189,8 @@ class Fork {
     return branches_.front().prompt;
   }
 
-  /// Reads the shared context once, or the part that the store lacks; false
-  /// after Ctrl-C.
+  /// Reads the part of the shared context that is not in the store; false after
+  /// Ctrl-C.
   Result<bool> read_trunk() {
     const auto end = trunk().begin() + static_cast<std::ptrdiff_t>(shared_);
     SaveOptions text;
@@ -210,7 +213,7 @@ class Fork {
     return true;
   }
 
-  /// Reads a branch's own tokens; false after Ctrl-C.
+  /// Reads the tokens of a branch after the shared ones; false after Ctrl-C.
   Result<bool> read_task(Decoding& branch) {
     const size_t rest = branch.prompt.size() - shared_;
     ASSIGN_OR_RETURN(
@@ -239,7 +242,7 @@ class Fork {
           **std::min_element(active.begin(), active.end(), less_sure);
       stop_full(worst);
       if (active.size() > 1) {
-        // Its removal makes room for the others.
+        // Make room for the others.
         RETURN_IF_ERROR(cache_.seq_rm(worst.sequence));
       }
     }
@@ -263,7 +266,8 @@ class Fork {
         branch.ids);
   }
 
-  /// Whether a branch's sequence holds tokens: it does until it is removed.
+  /// Returns whether a branch's sequence holds tokens, which it does until it
+  /// is removed.
   Result<bool> holds(const Decoding& branch) const {
     ASSIGN_OR_RETURN(const int32_t length, cache_.seq_len(branch.sequence));
     return length > 0;
@@ -278,7 +282,7 @@ class Fork {
     uint64_t bytes_apart = 0;
     for (const auto& branch : branches_) {
       if (branch.ids.empty()) {
-        continue; // There was no room for its prompt.
+        continue; // There was no room for the prompt.
       }
       ++begun;
       apart += branch.prompt.size();
@@ -312,7 +316,7 @@ class Fork {
     return {};
   }
 
-  /// Removes every branch but the best, and asks it once more.
+  /// Removes every branch except the best, and asks it another question.
   Result<void> keep_best() {
     const Decoding* best = nullptr;
     for (const auto& branch : branches_) {
@@ -326,7 +330,8 @@ class Fork {
     }
     const Decoding kept = *best;
     RETURN_IF_ERROR(cache_.seq_keep(kept.sequence));
-    // Its cells lie among those of other branches; one run needs no mask.
+    // The cells are scattered among those of removed branches. Contiguous cells
+    // need no mask.
     RETURN_IF_ERROR(cache_.compact());
     ASSIGN_OR_RETURN(const int32_t length, cache_.length());
     say("kept: " + kept.title + " (" + counted(length, "position") + ")");
@@ -337,8 +342,8 @@ class Fork {
     return going && !interrupted() ? show_scored(branches_[0]) : Result<void>();
   }
 
-  /// Returns the next question to a branch, whose sequence is cut back to its
-  /// shared part.
+  /// Returns the next question to a branch, and cuts the sequence of the branch
+  /// to the ids that it shares with the question.
   Result<Decoding> follow_up(const Decoding& kept) {
     static const char kQuestion[] = "Say that again in other words.";
     ASSIGN_OR_RETURN(const std::string said, model_.decode(kept.ids));
@@ -351,7 +356,7 @@ class Fork {
              {"user", kQuestion}}));
     auto held = kept.prompt;
     held.insert(held.end(), kept.ids.begin(), kept.ids.end() - 1);
-    // The template may write the answer differently.
+    // The template may change the answer's text.
     const size_t same = std::min(shared_prefix(ids, held), ids.size() - 1);
     ASSIGN_OR_RETURN(shared_, cut(cache_, kept.sequence, same));
     return Decoding{
@@ -362,12 +367,12 @@ class Fork {
   SeqCache& cache_;
   const RunnerOptions& options_;
   std::string context_;
-  /// The stored prefixes, if there is a store.
+  /// Null without a store.
   StoredPrefixes* stored_;
   std::vector<Decoding> branches_;
   /// The number of ids that all branches begin with.
   size_t shared_ = 0;
-  /// The number of these that the store had.
+  /// The number of shared ids that the store had.
   size_t loaded_ = 0;
   size_t prefill_tokens_ = 0;
   std::vector<Decoding> answers_;
@@ -376,7 +381,8 @@ class Fork {
 Result<void> run(const RunnerOptions& options, const ForkOptions& more) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
   auto config = model.config();
-  // A context is long, and a buffer that doubles could hold as much again.
+  // A context is long: doubling buffers could allocate twice the memory that it
+  // needs.
   config.growth = Growth::step;
   config.min_chunk = 64;
   ASSIGN_OR_RETURN(auto session, make_seq_session(model.backend_id(), config));
@@ -415,7 +421,7 @@ int main(int argc, char** argv) {
   runner.arguments().integer(
       "--context-tokens",
       "N",
-      "without one, a register of so many tokens, or a few\n"
+      "without one, a register of this many tokens, or a few\n"
       "more (256)",
       1,
       1 << 20,

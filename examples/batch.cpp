@@ -1,6 +1,6 @@
 // etkv_batch: decodes several prompts together in one sequence cache, one
-// forward a step. Answers end at different times; the cells of one are then
-// free for the others.
+// forward a step. Answers end at different times. The cells of an ended answer
+// are free for the others.
 
 #include <algorithm>
 #include <string>
@@ -34,10 +34,10 @@ class Together {
   Together(Model& model, SeqCache& cache, const RunnerOptions& options)
       : model_(model), cache_(cache), options_(options) {}
 
-  /// Returns how many prompts from `first` on, at least one, fit in the empty
-  /// cache with answers of the maximum length.
+  /// Returns how many prompts from `first` on fit in the empty cache with
+  /// answers of the maximum length; at least 1.
   size_t fitting(const std::vector<Decoding>& all, size_t first) const {
-    // One step takes one token of each prompt.
+    // A step has one token of each answer.
     const auto most = static_cast<size_t>(
         std::min(model_.program().params().prefill_chunk_size, kSequences));
     int64_t needed = 0;
@@ -76,7 +76,8 @@ class Together {
   }
 
  private:
-  /// Each step starts before the host reads the tokens of the previous one.
+  /// The same, with tokens chosen on the device. Each step starts before the
+  /// host reads the tokens of the previous step.
   Result<void> answer_on_device(std::vector<Decoding>& all) {
     Stopwatch watch;
     std::vector<Prompt> prompts;
@@ -130,7 +131,7 @@ class Together {
       took_.prefill_tokens += static_cast<int64_t>(one.prompt.size());
     }
     took_.prefill_seconds += watch.lap();
-    // One token of each sequence, one forward for all of them.
+    // Run one token of each sequence in one forward.
     RETURN_IF_ERROR(retire(all));
     for (auto active = unfinished(all); !active.empty() && !interrupted();
          active = unfinished(all)) {

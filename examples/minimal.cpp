@@ -1,5 +1,5 @@
-// The shortest runner: token ids in, 16 greedy token ids out. For a float32
-// program and a prompt of one step.
+// The shortest runner: reads token ids, and prints 16 greedy token ids. For a
+// float32 program and a prompt that fits one step.
 //
 //   etkv_minimal MODEL.pte ID...
 #include <algorithm>

@@ -1,6 +1,6 @@
 // etkv_prefix: a chat server's prefix cache. Every request is a whole
-// conversation. It goes on from its longest beginning that this process, or
-// with a store an earlier one, has read.
+// conversation. It goes on from the longest beginning that this process has
+// read before, or, with a store, an earlier process.
 
 #include <algorithm>
 #include <optional>
@@ -58,8 +58,8 @@ class Server {
         options_(options),
         kept_(std::move(kept)) {}
 
-  /// Answers a conversation after the part that was read before; nothing if it
-  /// is longer than the cache.
+  /// Answers a conversation, and reads only the part that was not read before.
+  /// Returns nullopt if it is longer than the cache.
   Result<std::optional<Decoding>> answer(
       const std::vector<Message>& conversation) {
     Decoding one;
@@ -132,16 +132,17 @@ class Server {
 
  private:
   /// Attaches the cache to the longest beginning of a prompt that was read
-  /// before. Returns its length.
+  /// before. Returns the length of that beginning.
   Result<size_t> attach(const std::vector<int64_t>& prompt) {
-    // Keep what the last request has read, too. No rows are copied.
+    // The last request's rows stay in the prefix cache. No rows are copied.
     RETURN_IF_ERROR(cache_.clear());
-    // The last token always runs: its logits are not kept.
+    // The last token always runs, because its logits were not kept.
     return kept_.prefixes.attach(
         cache_, {kept_.fingerprint, {prompt.begin(), prompt.end() - 1}});
   }
 
-  /// Keeps the contents of the cache. The least recently used make room.
+  /// Keeps the contents of the cache. The least recently used prefixes make
+  /// room.
   Result<void> keep(const std::vector<int64_t>& text) {
     ASSIGN_OR_RETURN(
         const bool is_kept,
@@ -165,7 +166,7 @@ Result<void> run(
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
   ASSIGN_OR_RETURN(
       auto session, make_seq_session(model.backend_id(), model.config()));
-  // One row of logits a step is enough for one sequence at a time.
+  // One row of logits per step is enough for one sequence at a time.
   RETURN_IF_ERROR(load_warm(model.program(), session, Logits::last));
 
   std::vector<Turn> asked;
@@ -175,7 +176,7 @@ Result<void> run(
   if (asked.empty()) {
     asked = turns();
   }
-  // Waiting conversations take at most as much as the one in progress.
+  // Waiting conversations use at most as much memory as the one in progress.
   ASSIGN_OR_RETURN(const Memory memory, session.cache().memory());
   ASSIGN_OR_RETURN(
       auto kept,
@@ -193,7 +194,7 @@ Result<void> run(
     } else if (conversation.back().role == "assistant") {
       conversation.pop_back();
     } else {
-      continue; // Nothing of theirs was answered.
+      continue; // None of this client's requests was answered.
     }
     ASSIGN_OR_RETURN(auto one, server.answer(conversation));
     if (interrupted()) {
@@ -222,11 +223,9 @@ int main(int argc, char** argv) {
 
   Runner runner(
       "etkv_prefix",
-      "Answers requests that are whole conversations, as a chat server gets "
-      "them:\n"
-      "each goes on from the longest beginning that was read before, and only "
-      "the\n"
-      "rest is read. Each --prompt is a client of its own.\n");
+      "Answers requests that are whole conversations, as in a chat server:\n"
+      "each continues from the longest beginning that was read before, and\n"
+      "only the rest is read. Each --prompt is a separate client.\n");
   std::optional<std::string> prefix_store;
   runner.arguments().text(
       "--prefix-store",

@@ -1,6 +1,6 @@
 // etkv_rollback: uses of seq_rm. It undoes an exchange, repeats an answer,
-// slides a long answer through a window, and replaces a tool call by the tool's
-// result. None of it moves bytes.
+// slides a window over a long answer, and replaces a tool call by the tool's
+// result. None of these moves bytes.
 
 #include <algorithm>
 #include <optional>
@@ -41,7 +41,7 @@ constexpr Tool kTools[] = {
     {"calendar", "Today is Friday."},
     {"weather", "It will rain until Sunday."},
 };
-/// The most tokens of a call.
+/// The maximum tokens of a call.
 constexpr int64_t kCall = 12;
 
 struct WindowOptions {
@@ -49,9 +49,9 @@ struct WindowOptions {
   std::optional<int64_t> sinks;
 };
 
-/// Returns the window that a layer sees of a sequence that keeps its first
-/// `sinks` and its last `window` positions, within the layer's own window.
-/// Empty if no single window describes this.
+/// Returns the positions that a layer sees if the sequence keeps only its first
+/// `sinks` and its last `window` positions, as a layer with a window. Returns
+/// nullopt if no single window describes them.
 std::optional<LayerConfig>
 seen_in(LayerConfig layer, int32_t window, int32_t sinks) {
   if (layer.window > 0 && layer.window <= window && layer.sinks <= sinks) {
@@ -60,7 +60,7 @@ seen_in(LayerConfig layer, int32_t window, int32_t sinks) {
   if (layer.chunk > 0) {
     return std::nullopt;
   }
-  // The layer's own wider window drops sinks that the sequence keeps.
+  // The layer's window drops sinks that the sequence keeps.
   if (layer.window > 0 && (layer.window <= window || sinks > 0)) {
     return std::nullopt;
   }
@@ -87,14 +87,14 @@ Result<void> check_same(
           id(first) + " the first");
 }
 
-/// One sequence, and the ids that it holds.
+/// One sequence, and the ids in it.
 class Thread {
  public:
   Thread(Model& model, SeqCache& cache) : model_(model), cache_(cache) {}
 
-  /// Reads a prompt from the first id that differs from the held ids, and
-  /// answers it. A full cache ends the answer; a later rollback makes room
-  /// again.
+  /// Reads a prompt from the first id that differs from the ids in the
+  /// sequence, and answers it. A full cache ends the answer; a later rollback
+  /// makes room again.
   Result<Decoding>
   answer(std::string title, std::vector<int64_t> prompt, int64_t most) {
     RETURN_IF_ERROR(check_length(prompt.size(), cache_.capacity()));
@@ -120,9 +120,9 @@ class Thread {
     return one;
   }
 
-  /// Removes the ids from `length` on. If layers with windows have dropped what
-  /// the next token would see, removes all ids and says so. Returns how many
-  /// are left.
+  /// Removes the ids from `length` on. If layers with windows have dropped rows
+  /// that the next token would see, removes all ids and prints a message.
+  /// Returns the remaining length.
   Result<size_t> roll_back(size_t length) {
     length = std::min(held_.size(), length);
     ASSIGN_OR_RETURN(const size_t kept, cut(cache_, /*sequence=*/0, length));
@@ -153,8 +153,8 @@ class Rollback {
         prompts_(options.prompts_or(built_in())),
         thread_(model, cache) {}
 
-  /// Rolls the second question back, and asks the third in its place. False
-  /// after Ctrl-C, as in the other scenes.
+  /// Rolls back the second question, and asks the third in its place. Returns
+  /// false after Ctrl-C, as the other scenes do.
   Result<bool> undo() {
     std::vector<Message> said;
     ASSIGN_OR_RETURN(bool going, ask(said, prompts_.front()));
@@ -194,7 +194,7 @@ class Rollback {
     return record("regenerate: Well,", prompt);
   }
 
-  /// Rolls a tool call back, and puts the tool's result in its place.
+  /// Rolls back a tool call, and puts the tool's result in its place.
   Result<bool> call_tools() {
     std::vector<Message> said = {
         {"user", "Should I take an umbrella tomorrow?"}};
@@ -217,15 +217,15 @@ class Rollback {
     return record("with tools", prompt);
   }
 
-  /// Gives an answer of any length in a window: removes the oldest positions,
-  /// except the first few, and reuses their cells. Widens a window that is
-  /// smaller than the prompt. Empty after Ctrl-C.
+  /// Generates an answer of any length in a window: removes the oldest
+  /// positions, except the first few, and reuses their cells. Widens a window
+  /// that is smaller than the prompt. Returns nullopt after Ctrl-C.
   Result<std::optional<Decoding>> slide(int32_t* window, int32_t sinks) {
     RETURN_IF_ERROR(thread_.roll_back(0));
     Decoding one{"window: " + prompts_.back(), {}, options_.max_tokens};
     ASSIGN_OR_RETURN(one.prompt, model_.encode(prompts_.back()));
     RETURN_IF_ERROR(check_length(one.prompt.size(), cache_.capacity()));
-    // All tokens of one step see each other, so the window covers the step.
+    // All tokens of a step see each other, so the window must cover the step.
     if (const auto n = static_cast<int32_t>(one.prompt.size()); *window < n) {
       say("window: " + std::to_string(n) + " in place of " +
           std::to_string(*window) + ", as long as the prompt");
@@ -236,7 +236,7 @@ class Rollback {
       return std::optional<Decoding>();
     }
     while (!one.stop && !interrupted()) {
-      // The next token sees itself and fewer than a window before it.
+      // The next token sees itself and `window - 1` positions before it.
       const auto oldest = static_cast<int32_t>(one.position()) - *window + 1;
       if (oldest > sinks) {
         RETURN_IF_ERROR(cache_.seq_rm(one.sequence, sinks, oldest));
@@ -251,7 +251,7 @@ class Rollback {
     ASSIGN_OR_RETURN(const int32_t next, cache_.seq_next(one.sequence));
     ASSIGN_OR_RETURN(const int32_t held, cache_.length());
     RETURN_IF_ERROR(tell(one));
-    say("window: " + std::to_string(next) + " positions went by, " +
+    say("window: " + std::to_string(next) + " positions were removed, " +
         std::to_string(held) + " are held");
     RETURN_IF_ERROR(cache_.seq_rm(one.sequence));
     return interrupted() ? std::nullopt : std::optional(std::move(one));
@@ -262,7 +262,8 @@ class Rollback {
   }
 
  private:
-  /// Asks, and adds the answer; false after Ctrl-C.
+  /// Asks a question, and adds the answer to the conversation; false after
+  /// Ctrl-C.
   Result<bool> ask(std::vector<Message>& said, const std::string& question) {
     said.push_back({"user", question});
     ASSIGN_OR_RETURN(auto prompt, model_.encode(said));
@@ -332,7 +333,7 @@ Result<void> run(const RunnerOptions& options, const WindowOptions& more) {
     return {};
   }
   RETURN_IF_ERROR(check_answers(model, rollback.answers()));
-  // The same window, kept by the cache itself.
+  // The same window, as a window of the cache's layers.
   auto layers = model.config().layers;
   for (auto& layer : layers) {
     const auto seen = seen_in(layer, window, sinks);
@@ -357,11 +358,9 @@ int main(int argc, char** argv) {
 
   Runner runner(
       "etkv_rollback",
-      "Rolls back what a sequence holds: undoes exchanges, makes answers "
-      "again,\n"
-      "slides a window over a long one, and lets what tools say take the place "
-      "of\n"
-      "their calls.\n");
+      "Rolls back parts of a sequence: undoes exchanges, generates answers\n"
+      "again, slides a window over a long answer, and replaces tool calls by\n"
+      "their results.\n");
   WindowOptions more;
   runner.arguments().integer(
       "--window",

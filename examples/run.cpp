@@ -1,5 +1,6 @@
-// etkv_run: one call of a method, on tensors from a file, into another file.
-// For programs that are not language models, and for tests of operations.
+// etkv_run: calls a method once, with tensors from a file as inputs, and writes
+// the outputs to another file. For programs that are not language models, and
+// for tests of operations.
 
 #include <charconv>
 #include <cstddef>
@@ -59,7 +60,7 @@ Arguments arguments_into(Options& options) {
   arguments.text(
       "--output",
       "FILE",
-      "the file for the outputs, likewise",
+      "the file for the outputs, in the same format",
       &options.output);
   arguments.text(
       "--kv-cache",
@@ -70,8 +71,8 @@ Arguments arguments_into(Options& options) {
       "(f16), 6 (f32, the default) or 15 (bf16)",
       &options.kv_cache);
   arguments.text("--method", "NAME", "the method (forward)", &options.method);
-  arguments.flag("--help", "print this and leave", &options.help);
-  arguments.flag("--version", "print the versions and leave", &options.version);
+  arguments.flag("--help", "print this and exit", &options.help);
+  arguments.flag("--version", "print the versions and exit", &options.version);
   return arguments;
 }
 
@@ -131,8 +132,8 @@ struct Inputs {
   std::vector<executorch::extension::TensorPtr> tensors;
 };
 
-/// Returns the inputs of the method, which point into `tensors`. ExecuTorch has
-/// one code for every mismatch, and users need to know the reason.
+/// Returns the inputs of the method, which point into `tensors`. Checks them,
+/// because ExecuTorch returns one code for every mismatch.
 Result<Inputs> inputs_from(
     std::vector<FileTensor>& tensors,
     const MethodMeta& meta,
@@ -155,7 +156,7 @@ Result<Inputs> inputs_from(
     };
     const auto tag = meta.input_tag(i);
     if (tag.ok() && *tag == Tag::None) {
-      // ExecuTorch 1.5 tags a variable integer like this.
+      // ExecuTorch 1.5 writes this tag for a dynamic integer.
       return mismatch("without a type in the program, and takes no value");
     }
     if (tag.ok() && *tag == Tag::Int) {

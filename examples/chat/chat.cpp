@@ -16,7 +16,7 @@ namespace {
 constexpr char kCommands[] =
     "/undo   undo the last exchange\n"
     "/reset  begin a new conversation\n"
-    "/stats  what this one took so far; /stats json for the cache's report\n"
+    "/stats  figures of this conversation; /stats json: the cache's report\n"
     "/help   this list\n"
     "/quit   leave, as does the end of the input";
 
@@ -106,7 +106,7 @@ Result<Answer> Chat::ask(const std::string& said) {
 }
 
 void Chat::store() {
-  // A text that cannot be kept is no reason to lose the answer.
+  // The answer is valid even if its text cannot be stored.
   if (auto saved = stored_->save(*cache_.of_session(), generator_);
       !saved.ok()) {
     say(saved.error().message());
@@ -218,7 +218,7 @@ void Chat::reset() {
     say(rewound.error().message());
     return;
   }
-  say("a new conversation");
+  say("began a new conversation");
 }
 
 void Chat::stats() const {

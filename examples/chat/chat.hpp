@@ -16,7 +16,7 @@ namespace etkv::examples {
 class Chat {
  public:
   /// Borrows its arguments: a loaded model with its cache, the speculator if
-  /// steps take more than one token, and the stored texts if there are any.
+  /// there is a draft, and the stored texts if there is a store.
   Chat(
       Model& model,
       TextCache cache,
@@ -24,7 +24,7 @@ class Chat {
       Speculator* speculator = nullptr,
       StoredTexts* stored = nullptr);
 
-  /// Writes the model's answer to `said` as it is generated, then the figures.
+  /// Writes the model's answer to `said` as it is generated, then statistics.
   /// After an error the conversation is as before.
   Result<Answer> ask(const std::string& said);
 

@@ -13,7 +13,7 @@ Conversation::Conversation(
 Result<std::vector<int64_t>> Conversation::prompt(
     const std::string& said) const {
   if (raw_) {
-    // Only the start of a text gets the tokenizer's first token.
+    // The tokenizer's first token (BOS) is only for the start of a text.
     if (exchanges_.empty()) {
       return model_.encode_text(said);
     }

@@ -12,14 +12,14 @@
 
 namespace etkv::examples {
 
-/// Exchanges of a person and a model. With `raw` there are no messages, only
-/// one text that the person and the model continue in turn.
+/// Exchanges between a person and a model. With `raw` there are no messages,
+/// only one text that the person and the model continue in turn.
 class Conversation {
  public:
   Conversation(const Model& model, bool raw, std::optional<std::string> system);
 
   /// Returns the ids of the conversation so far, followed by `said`. Answers
-  /// keep the ids that the model chose. Changes nothing.
+  /// have the ids that the model chose. Changes nothing.
   Result<std::vector<int64_t>> prompt(const std::string& said) const;
 
   /// Adds an exchange.
@@ -27,7 +27,8 @@ class Conversation {
   /// @param prompt  what prompt(said) returned
   /// @param ids     the model's ids, and
   /// @param answer  their text
-  /// @param kept    ids that the cache shares with the prompt before it
+  /// @param kept    the number of first ids that this prompt shares with the
+  ///                cache
   void add(
       const std::string& said,
       std::vector<int64_t> prompt,
@@ -35,8 +36,8 @@ class Conversation {
       const std::string& answer,
       size_t kept);
 
-  /// Undoes the last exchange. Returns how many ids the cache may still hold,
-  /// or nothing if there is no exchange.
+  /// Undoes the last exchange. Returns the length to which the cache must be
+  /// rewound, or nullopt if there is no exchange.
   std::optional<size_t> undo();
 
   /// Undoes every exchange.
@@ -51,7 +52,7 @@ class Conversation {
     std::string said;
     std::string answer;
     std::vector<int64_t> answer_ids;
-    std::vector<int64_t> ids; // of everything up to here
+    std::vector<int64_t> ids; // of the text up to here
     size_t kept = 0;
   };
 

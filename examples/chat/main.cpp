@@ -1,4 +1,5 @@
-// etkv_chat: runs a language model's .pte on a cache that this program makes.
+// etkv_chat: chats with a language model (.pte), on a cache that etkv or the
+// program's graph holds.
 
 #include "etkv/executorch.hpp"
 #include "examples/chat/chat.hpp"
@@ -65,7 +66,7 @@ Result<int> run_with_graph_cache(Model& model, const Options& options) {
   RETURN_IF_ERROR(require_no_session(options));
   RETURN_IF_ERROR(model.program().load_with_graph_cache(Logits::last));
   say("the cache is part of the program: there is no session and no rewind; a "
-      "text that does not go on from the one it holds resets it and is read "
+      "text that does not continue the cached one resets the cache and is read "
       "whole");
   return talk(
       Chat(model, TextCache(model.program(), model.capacity()), options),

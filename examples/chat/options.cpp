@@ -9,7 +9,7 @@
 namespace etkv::examples {
 namespace {
 
-/// Options as written. Values that depend on several are computed later.
+/// Options as parsed. Values that depend on several options are computed later.
 struct Given {
   std::optional<int64_t> max_tokens;
   std::optional<int64_t> prefix_store_mib;
@@ -28,7 +28,7 @@ void add_sampling_arguments(Arguments& arguments, Given& given) {
       "--temperature",
       "T",
       "draw ids at random, with the logits divided by this;\n"
-      "0, the default, takes the greatest",
+      "0, the default, chooses the greatest",
       0.0,
       100.0,
       &given.temperature);
@@ -84,7 +84,8 @@ Sampling sampling_of(const Given& given) {
   return sampling;
 }
 
-/// Names the option that has no meaning with a draft; nothing if there is none.
+/// Returns the name of a set option that cannot be used with a draft; nullptr
+/// if there is none.
 const char* without_draft(const Given& given) {
   return given.top_k                       ? "--top-k"
          : given.top_p != 1.0              ? "--top-p"
@@ -100,7 +101,7 @@ Arguments arguments_into(Given& given) {
       "--prompt, or a conversation if there is none.\n");
   add_model_arguments(arguments, given.options.model);
   arguments.text(
-      "--prompt", "TEXT", "answer this and leave", &given.options.prompt);
+      "--prompt", "TEXT", "answer this and exit", &given.options.prompt);
   arguments.text(
       "--system",
       "TEXT",
@@ -109,7 +110,7 @@ Arguments arguments_into(Given& given) {
   arguments.integer(
       "--max-tokens",
       "N",
-      "stop an answer after so many tokens (256)",
+      "maximum tokens of an answer (256)",
       1,
       std::numeric_limits<int32_t>::max(),
       &given.max_tokens);
@@ -132,27 +133,27 @@ Arguments arguments_into(Given& given) {
   arguments.integer(
       "--prefix-store-mib",
       "N",
-      "let the files take so many MiB; those that were used\n"
-      "least recently go first (4096)",
+      "maximum MiB of the files; those that were used\n"
+      "least recently are removed first (4096)",
       1,
       std::numeric_limits<int32_t>::max(),
       &given.prefix_store_mib);
   arguments.integer(
       "--memory-budget-mib",
       "N",
-      "refuse what would make the cache hold more than so many\n"
-      "MiB; weights do not count",
+      "refuse steps that would make the cache hold more than\n"
+      "this many MiB; weights do not count",
       1,
       std::numeric_limits<int32_t>::max(),
       &given.memory_budget_mib);
   arguments.flag(
       "--ids",
       "end with a line `ids: …` of the generated ids, the\n"
-      "one that ended the answer among them",
+      "eos token id included",
       &given.options.ids);
-  arguments.flag("--help", "print this and leave", &given.options.help);
+  arguments.flag("--help", "print this and exit", &given.options.help);
   arguments.flag(
-      "--version", "print the versions and leave", &given.options.version);
+      "--version", "print the versions and exit", &given.options.version);
   return arguments;
 }
 
@@ -188,11 +189,12 @@ Result<Options> parse_options(int argc, const char* const* argv) {
       options.speculation.draft && unused != nullptr) {
     return refuse(
         std::string(unused) +
-        " does not go with --draft, which takes --temperature alone");
+        " does not go with --draft, which accepts only --temperature");
   }
   if (options.speculation.draft && options.prefix_store) {
     return refuse(
-        "--prefix-store does not go with --draft: a draft reads the text, too");
+        "--prefix-store does not go with --draft: a draft must read the text "
+        "too");
   }
   if (given.prefix_store_mib && !options.prefix_store) {
     return refuse(

@@ -23,9 +23,9 @@ struct Options {
   std::optional<std::string> session;
   /// The folder of stored texts; nothing is stored without one.
   std::optional<std::string> prefix_store;
-  /// The most bytes of its files.
+  /// The maximum bytes of the store's files.
   uint64_t prefix_store_bytes = 0;
-  /// The most bytes of all caches; 0 for no limit.
+  /// The maximum bytes of all caches; 0 for no limit.
   uint64_t memory_budget_bytes = 0;
   bool ids = false;
   bool help = false;

@@ -31,12 +31,13 @@ Result<void> StoredTexts::load(
   if (prompt.empty()) {
     return {};
   }
-  // The last token always runs: its logits choose the answer's first token.
+  // The last token always runs, because its logits choose the answer's first
+  // token.
   const SaveOptions text = {fingerprint_, {prompt.begin(), prompt.end() - 1}};
   ASSIGN_OR_RETURN(const size_t kept, prefixes_.find(cache, text));
   const size_t shared = shared_prefix(text.tokens, generator.held());
-  // Layers with windows and recurrent layers may have dropped what the next
-  // token reads.
+  // Layers with windows and recurrent layers may have dropped state that the
+  // next token reads.
   ASSIGN_OR_RETURN(
       const int32_t reachable, cache.reachable(static_cast<int32_t>(shared)));
   if (kept <= static_cast<size_t>(reachable)) {

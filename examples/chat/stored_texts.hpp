@@ -1,5 +1,5 @@
-// Texts that outlive the process: the contents of the cache are kept in memory
-// and in a folder, so that a beginning is read only once.
+// Stored texts: the contents of the cache are kept in memory and in a folder,
+// so that the beginning of a text is read only once, even by several processes.
 #pragma once
 
 #include <cstdint>
@@ -17,22 +17,22 @@ namespace etkv::examples {
 
 class StoredTexts {
  public:
-  /// Opens the folder that the options name; nothing if they name none.
+  /// Opens the folder in the options; nullopt if they name none.
   static Result<std::optional<StoredTexts>> open(
       const Model& model,
       const Options& options);
 
-  /// Attaches the cache to the longest stored beginning of a prompt, unless it
-  /// holds as much already. `generator` runs on the cache.
+  /// Attaches the cache to the longest stored beginning of a prompt, unless the
+  /// cache already holds as much. `generator` runs on the cache.
   Result<void>
   load(Cache& cache, Generator& generator, const std::vector<int64_t>& prompt);
 
   /// Stores the contents of the cache.
   Result<void> save(Cache& cache, const Generator& generator);
 
-  /// Whether to store a prompt before it is answered. A text of a model with
-  /// windows can be continued only near its end, and the next prompt may have
-  /// other tokens for the answer.
+  /// Returns whether to store a prompt before it is answered. A stored text of
+  /// a model with windows can be continued only near its end, and the next
+  /// prompt may have other tokens for the answer.
   bool keeps_prompts() const {
     return has_windows_;
   }

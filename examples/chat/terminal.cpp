@@ -23,7 +23,7 @@ std::optional<std::string> read_line() {
   if (watched(stdin)) {
     std::fputs("> ", stderr);
   }
-  // The C function: a C++ stream would read on after Ctrl-C.
+  // The C function returns at Ctrl-C; a C++ stream would read on.
   char* line = nullptr;
   size_t room = 0;
   const ssize_t length = getline(&line, &room, stdin);

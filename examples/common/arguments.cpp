@@ -12,8 +12,8 @@
 namespace etkv::examples {
 namespace {
 
-/// Returns the fewest characters to insert, remove or replace to get from one
-/// word to the other.
+/// Returns the edit distance of two words: the minimum number of characters to
+/// insert, remove or replace.
 size_t distance(const std::string& from, const std::string& to) {
   std::vector<size_t> row(to.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
@@ -178,7 +178,7 @@ void Arguments::number(
       [name, least, most, value](const std::string& given) -> Result<void> {
     char* stop = nullptr;
     const double number = std::strtod(given.c_str(), &stop);
-    // This refuses NaN too.
+    // The negation also refuses NaN.
     if (given.empty() || *stop != '\0' || !(number >= least) ||
         !(number <= most)) {
       return refuse(
@@ -207,7 +207,7 @@ Result<void> Arguments::parse(int argc, const char* const* argv) const {
     const std::string name =
         other == aliases_.end() ? word.substr(0, equals) : other->second;
     if (word.rfind("--", 0) != 0) {
-      return refuse("\"" + word + "\" belongs to no option; --help lists them");
+      return refuse("\"" + word + "\" is not an option; --help lists them");
     }
     const Option* option = find(name);
     if (option == nullptr) {
@@ -266,8 +266,7 @@ Error Arguments::unknown(const std::string& name) const {
       options_.begin(), options_.end(), [&](const Option& a, const Option& b) {
         return distance(name, a.name) < distance(name, b.name);
       });
-  // A difference of up to a third of the word is a typing error; more is
-  // another word.
+  // Suggest an option only if at most a third of the characters differ.
   if (closest == options_.end() ||
       distance(name, closest->name) > std::max<size_t>(2, name.size() / 3)) {
     return refuse("there is no option " + name + "; --help lists them");

@@ -16,25 +16,25 @@ namespace etkv::examples {
 /// Returns an error for a request that is not valid.
 Error refuse(std::string sentence);
 
-/// The options of a runner, and where their values go. A value that the command
-/// line does not give does not change.
+/// The options of a runner, and the variables that receive their values. A
+/// variable stays as it is if the command line does not set its option.
 class Arguments {
  public:
-  /// @param usage  the lines of help above the options.
+  /// @param usage  the help text above the options.
   explicit Arguments(std::string usage) : usage_(std::move(usage)) {}
 
   /// Adds an option without a value.
   void flag(std::string name, std::string help, bool* value);
 
-  /// Adds an option with any text as its value.
+  /// Adds an option whose value is a text.
   void text(
       std::string name,
       std::string placeholder,
       std::string help,
       std::optional<std::string>* value);
 
-  /// Adds an option that may be given several times. All of its values, in
-  /// order, replace those of `values`.
+  /// Adds an option that may be set several times. Its values, in order,
+  /// replace those of `values`.
   void texts(
       std::string name,
       std::string placeholder,
@@ -57,7 +57,7 @@ class Arguments {
       int64_t most,
       std::optional<int64_t>* value);
 
-  /// Adds the same, where `word` stands for an absent number.
+  /// The same, and the value may also be `word`, which sets no number.
   void integer_or(
       std::string word,
       std::string name,
@@ -75,10 +75,10 @@ class Arguments {
       double most,
       double* value);
 
-  /// Adds another name for an option, which the help does not list.
+  /// Adds another name for an option. The help does not list it.
   void alias(std::string other, std::string name);
 
-  /// Reads the command line. If an option is given twice, the last one counts.
+  /// Reads the command line. If an option is set twice, the last value counts.
   Result<void> parse(int argc, const char* const* argv) const;
 
   /// Returns the help text.

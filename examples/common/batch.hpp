@@ -1,5 +1,5 @@
-// Steps over several sequences of one cache, and the requests that decode in
-// them.
+// Steps with tokens of several sequences of one cache, and the requests that
+// decode in these sequences.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ class Batch {
     sequences_.push_back(sequence);
   }
 
-  /// Adds `n` tokens of one sequence, from `position` on.
+  /// Adds `n` tokens of a sequence, from `position` on.
   void
   add(const int64_t* tokens, size_t n, int64_t position, int32_t sequence) {
     for (size_t i = 0; i < n; ++i) {
@@ -65,9 +65,9 @@ struct Decoding {
   int32_t sequence = 0;
   /// The ids so far. The last one is not in the cache: the next step runs it.
   std::vector<int64_t> ids = {};
-  /// The natural logarithm of the probability of all ids together.
+  /// The natural logarithm of the joint probability of all ids.
   double log_probability = 0.0;
-  /// The reason why it ended; nothing before that.
+  /// The reason that the answer ended; nullopt while it goes on.
   std::optional<FinishReason> stop = std::nullopt;
 
   /// Returns the position of the last id.
@@ -79,9 +79,9 @@ struct Decoding {
   Result<void> take(const Model& model, const LogitsView& logits, int64_t row);
 };
 
-/// Runs `ids` from index `held` up to, and without, `end`, in a sequence that
-/// holds the ids before `held`. Returns the logits of the last step; nothing
-/// after Ctrl-C, and if there are no ids to run.
+/// Runs the ids at indices `held` to `end - 1`, in a sequence that holds the
+/// ids before `held`. Returns the logits of the last step; nullopt after
+/// Ctrl-C, or if there are no ids to run.
 Result<std::optional<LogitsView>> read_ids(
     Model& model,
     SeqCache& cache,
@@ -90,17 +90,18 @@ Result<std::optional<LogitsView>> read_ids(
     size_t held,
     size_t end);
 
-/// Removes the positions of a sequence from `length` on, or all of them if
-/// layers with windows have dropped rows that the next token needs. Returns how
-/// many are left.
+/// Removes the positions of a sequence from `length` on, or all positions if
+/// layers with windows have dropped rows that the next token needs. Returns the
+/// remaining length.
 Result<size_t> cut(SeqCache& cache, int32_t sequence, size_t length);
 
-/// Runs the prompt of `one` from index `held` on, and chooses its first id. Its
-/// sequence holds the ids before `held`. Returns false after Ctrl-C.
+/// Runs the prompt of `one` from index `held` on, and chooses the first id of
+/// the answer. The sequence holds the ids before `held`. Returns false after
+/// Ctrl-C.
 Result<bool> begin(Model& model, SeqCache& cache, Decoding& one, size_t held);
 
-/// Runs the last id of each request and chooses the next one, in one step, or
-/// in as many as the program needs for this number of tokens.
+/// Runs the last id of each request and chooses its next one. Runs one step, or
+/// several if there are more requests than the program accepts tokens.
 Result<void> step_together(
     Model& model,
     SeqCache& cache,

@@ -36,8 +36,8 @@ uint64_t peak_memory_bytes() {
 
 namespace {
 
-/// Returns a line of /proc/self/status. getrusage would also count the memory
-/// of the program that this process ran before exec.
+/// Returns the bytes in a line of /proc/self/status. getrusage would also count
+/// the memory of the program that this process ran before exec.
 uint64_t status_bytes(const char* line) {
   std::ifstream status("/proc/self/status");
   std::string name;

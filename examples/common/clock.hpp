@@ -8,7 +8,7 @@
 
 namespace etkv::examples {
 
-/// Measures seconds since it was made, or since the last lap.
+/// Measures seconds since its construction or the last lap.
 class Stopwatch {
  public:
   double lap() {
@@ -27,8 +27,8 @@ class Stopwatch {
 /// not report them.
 uint64_t memory_bytes();
 
-/// Returns the most bytes of memory that the process has held; 0 if the system
-/// does not report them.
+/// Returns the peak bytes of memory of the process; 0 if the system does not
+/// report them.
 uint64_t peak_memory_bytes();
 
 /// Returns MLX's present and peak bytes; zeros in a build without MLX.

@@ -94,7 +94,8 @@ Result<Answer> Generator::answer(
       !checked.ok()) {
     return checked.error();
   }
-  // The last token runs even if it is held: its logits are not kept.
+  // The last token runs even if the cache holds it, because its logits were not
+  // kept.
   const size_t shared =
       std::min(shared_prefix(prompt, held_), prompt.size() - 1);
   ASSIGN_OR_RETURN(const size_t kept, rewind(shared));
@@ -112,7 +113,7 @@ Result<Answer> Generator::answer(
     return answer;
   }
   const auto rewound = rewind(kept);
-  // The first error is the reason for the others.
+  // Return the first error, which caused the others.
   RETURN_IF_ERROR(ran);
   RETURN_IF_ERROR(rewound);
   return answer;
@@ -244,7 +245,7 @@ Result<void> Generator::decode(
   const auto most = static_cast<size_t>(max_tokens);
   ASSIGN_OR_RETURN(const int64_t first, stepper.first(logits));
   std::vector<int64_t> ids = {first};
-  // The ids that the cache holds, and the last one, which it does not hold.
+  // The ids that the cache holds, and the last id, which has not run.
   std::vector<int64_t> text = held_;
   for (;;) {
     for (const int64_t id : ids) {
@@ -282,8 +283,8 @@ Result<void> Generator::decode(
 }
 
 Result<size_t> Generator::rewind(size_t length) {
-  // The cache's own length, not that of `held_`: a failed step is rolled back,
-  // or fails after its commit.
+  // Use the cache's length, not that of `held_`: a failed step was either
+  // rolled back or failed after its commit.
   ASSIGN_OR_RETURN(
       const int32_t left, cache_.rewind(static_cast<int32_t>(length)));
   held_.resize(std::min(held_.size(), static_cast<size_t>(left)));

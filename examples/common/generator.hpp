@@ -1,5 +1,5 @@
-// Answers of a model, token by token, on a cache that keeps as much of the
-// conversation as it can.
+// Generates answers token by token, on a cache that keeps as much of the
+// conversation as possible.
 #pragma once
 
 #include <cstddef>
@@ -17,25 +17,25 @@ namespace etkv::examples {
 
 /// The reason why an answer ended.
 enum class FinishReason {
-  stop,      ///< the model ended it
-  length,    ///< at the limit of tokens
+  stop,      ///< an eos token id
+  length,    ///< the limit of tokens
   capacity,  ///< the cache is full
-  cancelled, ///< at Ctrl-C
+  cancelled, ///< Ctrl-C
 };
 
-/// Returns why a generation ended an answer; nothing if the answer goes on.
+/// Returns the reason that an answer ended; nullopt if it goes on.
 std::optional<FinishReason> stop_of(End end);
 
-/// An answer, with the tokens and the time that it took.
+/// An answer, with counts of tokens and times.
 struct Answer {
-  /// The ids that the model chose, the eos token id included.
+  /// The ids that the model chose, including the eos token id.
   std::vector<int64_t> ids;
   FinishReason stop = FinishReason::length;
-  /// Positions of the prompt that the cache held already.
+  /// Tokens of the prompt that the cache already held.
   size_t reused_tokens = 0;
   size_t prefill_tokens = 0;
   double prefill_seconds = 0.0;
-  /// Tokens after the first, and the steps that they took.
+  /// Tokens after the first, and the steps that computed them.
   int64_t decode_tokens = 0;
   int64_t decode_steps = 0;
   double decode_seconds = 0.0;
@@ -58,31 +58,32 @@ class Stepper {
  public:
   virtual ~Stepper() = default;
 
-  /// Called after each prefill chunk, with its first position. The program that
-  /// ran it has its hidden states.
+  /// Called after each prefill chunk, with the position of its first token. The
+  /// program has the chunk's hidden states.
   virtual void read(int64_t /*position*/) {}
 
-  /// Returns the id after a prompt, from the logits of its last token.
+  /// Returns the first id of the answer, from the logits of the prompt's last
+  /// token.
   virtual Result<int64_t> first(const LogitsView& logits) = 0;
 
-  /// Makes a step after `text`. The cache holds all ids of `text` except the
+  /// Runs a step after `text`. The cache holds all ids of `text` except the
   /// last.
   ///
-  /// @returns the ids that follow, at least 1 and at most `most`. An eos token
-  /// id is the last of them. The cache then holds all ids except the last.
+  /// @returns the next ids, 1 to `most`. Nothing follows an eos token id. The
+  /// cache then holds all ids except the last.
   virtual Result<std::vector<int64_t>> next(
       const std::vector<int64_t>& text,
       size_t most) = 0;
 };
 
-/// Runs one token a step, and chooses the next one on the host.
+/// Runs one token a step, and chooses the next token on the host.
 class SamplingStepper : public Stepper {
  public:
   SamplingStepper(Program& program, Sampling sampling)
       : program_(program), sampling_(std::move(sampling)) {}
 
-  /// Begins an answer to `prompt`, which has all tokens from the first on. Those
-  /// from `start` on count as repeated, as for an etkv::Generation.
+  /// Begins an answer to `prompt`, which has all tokens of the text. Tokens
+  /// from index `start` on count as repeated, as for an etkv::Generation.
   void begin(std::vector<int64_t> prompt, size_t start);
 
   Result<int64_t> first(const LogitsView& logits) override;
@@ -102,12 +103,12 @@ class SamplingStepper : public Stepper {
   std::vector<float> row_;
 };
 
-/// Answers prompts. It keeps the ids that the cache holds. If a prompt begins
-/// with them, only the rest of it runs.
+/// Answers prompts. It remembers the ids that the cache holds. If a prompt
+/// begins with these ids, only the rest of the prompt runs.
 ///
 /// Tokens of an MLX program are chosen on the device, by an etkv::Generation. A
-/// program for the CPU, one with its cache in the graph, and one with a stepper
-/// run step by step.
+/// program for the CPU, with its cache in the graph, or with a stepper runs
+/// step by step.
 class Generator {
  public:
   /// Borrows its arguments, which must outlive it. `eos_token_ids` end an
@@ -123,19 +124,19 @@ class Generator {
 
   /// Answers `prompt`, the whole conversation from its first token on.
   ///
-  /// After an error, and after an interruption before the first token, the
-  /// cache holds the ids that it shares with the previous prompt, or nothing if
-  /// it cannot rewind that far.
+  /// After an error or an interruption before the first token, the cache is
+  /// rewound to the ids that the prompt shares with the text before it, or to
+  /// nothing if it cannot be rewound that far.
   Result<Answer> answer(
       const std::vector<int64_t>& prompt,
       int64_t max_tokens,
       const Listener& listener);
 
-  /// Removes the positions from `length` on, or all of them if the cache cannot
-  /// rewind that far. Returns how many are left.
+  /// Removes the positions from `length` on, or all positions if the cache
+  /// cannot be rewound that far. Returns the remaining length.
   Result<size_t> rewind(size_t length);
 
-  /// Notes that the cache now holds the keys and values of these ids.
+  /// Records that the cache now holds the keys and values of these ids.
   void hold(std::vector<int64_t> ids) {
     held_ = std::move(ids);
   }

@@ -34,7 +34,7 @@ Result<HiddenStateType> hidden_state_type(
     executorch::aten::ScalarType element,
     int64_t width);
 
-/// A view of rows in a program's own memory, one a token. Valid until the
+/// A view of rows in the program's memory, one per token. Valid until the
 /// program runs again.
 struct HiddenStatesView {
   const std::byte* data = nullptr;
@@ -50,8 +50,8 @@ struct HiddenStatesView {
   }
 };
 
-/// An additional input of a draft's step: a row of hidden states for each
-/// token, and whether the row belongs to the token or to its parent.
+/// Additional inputs of a draft's step: for each token a row of hidden states,
+/// and whether the row belongs to the token or to its parent.
 struct GivenHiddenStates {
   std::vector<std::byte> rows;
   std::vector<bool> known;

@@ -17,7 +17,7 @@ void arm_interrupt() {
   noted = 0;
   struct sigaction action{};
   action.sa_handler = note_interrupt;
-  // Without SA_RESTART, Ctrl-C also ends a read of the next line.
+  // Without SA_RESTART, Ctrl-C also interrupts a read of the next line.
   action.sa_flags = static_cast<int>(SA_RESETHAND);
   sigemptyset(&action.sa_mask);
   sigaction(SIGINT, &action, nullptr);

@@ -49,8 +49,8 @@ float to_float(BFloat16 value) {
   return static_cast<float>(value);
 }
 
-/// Like ExecuTorch's own conversion, but without branches, which would keep
-/// vector instructions out of a loop over a row.
+/// Like ExecuTorch's conversion, but without branches, so that the compiler can
+/// vectorize a loop over a row.
 float to_float(Half value) {
   constexpr uint32_t kSign = 0x8000U;
   constexpr uint32_t kMinNotFinite = 0x7c00U;
@@ -70,8 +70,7 @@ constexpr float kMin = -std::numeric_limits<float>::infinity();
 /// NaN.
 template <typename T>
 float greatest(const T* values, int64_t n) {
-  // Several maxima let the compiler use vector instructions; a single fixed
-  // order of comparisons would not.
+  // Several independent maxima let the compiler vectorize the comparisons.
   constexpr int64_t kMaxima = 32;
   float maxima[kMaxima];
   for (float& maximum : maxima) {
@@ -109,8 +108,8 @@ int64_t first_equal(const T* values, int64_t from, int64_t end, float wanted) {
 /// all are NaN.
 template <typename T>
 int64_t first_greatest(const T* values, int64_t n) {
-  // The search for the index compares one value after another, so it searches
-  // one block only: the first with the greatest value.
+  // The search for the index is not vectorized, so it searches only one block:
+  // the first with the greatest value.
   constexpr int64_t kBlock = 1024;
   float best = kMin;
   int64_t best_start = -1;
@@ -160,9 +159,9 @@ Result<void> check_rows(const LogitsView& logits, size_t n_tokens) {
   }
   return Error(
       ETKV_ERROR_UNSUPPORTED,
-      "the program gives logits of " + std::to_string(logits.rows) + " of " +
+      "the program returns logits of " + std::to_string(logits.rows) + " of " +
           std::to_string(n_tokens) +
-          " tokens, and this takes all of them: export it without "
+          " tokens, and all are needed: export it without "
           "`--logits last`");
 }
 

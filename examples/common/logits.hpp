@@ -1,4 +1,4 @@
-// Logits in a program's own memory.
+// Logits in a program's memory.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace etkv::examples {
 
-/// A view of rows of logits in the program's own memory and dtype: float32,
-/// float16 or bfloat16. Valid until the program runs again.
+/// A view of rows of logits in the program's memory and dtype: float32, float16
+/// or bfloat16. Valid until the program runs again.
 struct LogitsView {
   const void* data = nullptr;
   executorch::aten::ScalarType type = executorch::aten::ScalarType::Float;
@@ -26,11 +26,11 @@ struct LogitsView {
 /// Returns a view of `tensor`, whose last dimension is the vocabulary.
 Result<LogitsView> view_logits(const executorch::aten::Tensor& tensor);
 
-/// Refuses logits without one row for each of `n_tokens` tokens: a program may
-/// be exported with the last row only.
+/// Refuses logits without a row for each of `n_tokens` tokens: a program may
+/// have been exported with `--logits last`.
 Result<void> check_rows(const LogitsView& logits, size_t n_tokens);
 
-/// Returns the index of the greatest logit of a row, the first of equals.
+/// Returns the index of the greatest logit of a row, the first of equal ones.
 /// Returns an error if all logits are NaN.
 Result<int64_t> argmax(const LogitsView& logits, int64_t row);
 

@@ -38,13 +38,13 @@ void add_model_arguments(Arguments& arguments, ModelOptions& options) {
   arguments.text(
       "--tokenizer",
       "FILE",
-      "its tokenizer.json, or the folder that holds it;\n"
-      "by default tokenizer.json beside the model",
+      "its tokenizer.json, or the folder of that file;\n"
+      "by default tokenizer.json next to the model",
       &options.tokenizer);
   arguments.integer(
       "--capacity",
       "N",
-      "positions that the cache may hold; by default all\n"
+      "maximum positions of the cache; by default the number\n"
       "that the model was exported for",
       1,
       std::numeric_limits<int32_t>::max(),
@@ -52,7 +52,7 @@ void add_model_arguments(Arguments& arguments, ModelOptions& options) {
   add_format_argument(arguments, &options.kv_format);
   arguments.flag(
       "--raw",
-      "take texts as they are, without the chat template",
+      "use texts as they are, without the chat template",
       &options.raw);
   arguments.text(
       "--chat-template-kwargs",
@@ -86,7 +86,7 @@ Result<void> check_format(
   if (!format) {
     return {};
   }
-  // A multiple of every group, so that only the name is checked.
+  // A multiple of every format's group, so that only the name is checked.
   constexpr int32_t kHeadDim = 128;
   uint64_t bytes = 0;
   etkv_error* error = nullptr;
@@ -124,8 +124,8 @@ Result<Model> Model::open(const ModelOptions& options, GraphCache graph_cache) {
   ASSIGN_OR_RETURN(auto tokenizer, Tokenizer::from_pretrained(tokenizer_path));
   if (!options.raw && !tokenizer.has_chat_template()) {
     return refuse(
-        "there is no chat template beside " + tokenizer_path +
-        "; --raw takes the prompt as it is");
+        "there is no chat template next to " + tokenizer_path +
+        "; --raw uses the prompt as it is");
   }
   if (options.template_variables) {
     if (options.raw) {
@@ -169,8 +169,8 @@ Result<std::vector<int64_t>> Model::encode(
 Result<std::vector<int64_t>> Model::encode_text(const std::string& text) const {
   ASSIGN_OR_RETURN(const bool has_bos, tokenizer_.begins_with_bos(text));
   if (has_bos) {
-    say("the text begins with the token that the tokenizer puts first: it gets "
-        "no second one");
+    say("the text begins with the tokenizer's first token (BOS), which is not "
+        "added again");
   }
   return tokenizer_.encode(text, /*add_special_tokens=*/true);
 }

@@ -18,16 +18,16 @@ namespace etkv::examples {
 struct ModelOptions {
   /// The program; by default the one that `make model` exports.
   std::optional<std::string> model;
-  /// The tokenizer; by default tokenizer.json beside the model.
+  /// The tokenizer; by default tokenizer.json next to the model.
   std::optional<std::string> tokenizer;
-  /// The positions of the cache; by default all that the program was exported
-  /// for.
+  /// The capacity of the cache; by default the context length that the program
+  /// was exported for.
   std::optional<int64_t> capacity;
-  /// The format of keys and values; by default the model's own dtype.
+  /// The format of keys and values; by default the model's dtype.
   std::optional<std::string> kv_format;
   /// Whether texts are used without the chat template.
   bool raw = false;
-  /// More variables of the chat template, as a JSON object.
+  /// Additional variables of the chat template, as a JSON object.
   std::optional<std::string> template_variables;
   /// Whether special tokens of an answer are part of its text.
   bool show_special = false;
@@ -41,7 +41,8 @@ void add_format_argument(
     Arguments& arguments,
     std::optional<std::string>* format);
 
-/// Refuses an unknown storage format, which `option` gave.
+/// Refuses an unknown storage format. `option` is the option that set it, for
+/// the message.
 Result<void> check_format(
     const std::optional<std::string>& format,
     const std::string& option = "--kv-format");
@@ -58,7 +59,7 @@ class Model {
     return program_.params().backend_id;
   }
 
-  /// Returns the positions that the cache may hold.
+  /// Returns the capacity of the cache.
   int32_t capacity() const {
     return capacity_;
   }
@@ -68,8 +69,8 @@ class Model {
     return make_config(program_.params(), capacity_, format_);
   }
 
-  /// Returns the ids of a conversation, up to the start of the model's next
-  /// message: by the chat template, or, without one, of the bare texts.
+  /// Returns the ids of a conversation in the chat template, up to the start of
+  /// the model's next message. With `raw`, returns the ids of the texts alone.
   Result<std::vector<int64_t>> encode(
       const std::vector<Message>& messages) const;
 
@@ -78,11 +79,12 @@ class Model {
     return encode({{"user", question}});
   }
 
-  /// Returns the ids of the first text, without the chat template.
+  /// Returns the ids of a text without the chat template, with the tokenizer's
+  /// first token (BOS).
   Result<std::vector<int64_t>> encode_text(const std::string& text) const;
 
-  /// Returns the ids of an answer without its eos token id, which the chat
-  /// template adds itself.
+  /// Removes the eos token id from an answer, because the chat template adds
+  /// it.
   std::vector<int64_t> without_eos(std::vector<int64_t> ids) const;
 
   /// Returns the text of an answer.

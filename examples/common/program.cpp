@@ -25,8 +25,8 @@ constexpr char kEosTokenIds[] = "get_eos_ids";
 constexpr char kTapLayers[] = "get_tap_layers";
 constexpr char kDraftTap[] = "get_draft_tap";
 
-/// Checks a file before it is opened: ExecuTorch returns one code for every
-/// file that it cannot use, and users need to know the reason.
+/// Checks a file before it is opened, to report the reason: ExecuTorch returns
+/// one code for every file that it cannot use.
 Result<void> check_file(const std::string& path) {
   std::error_code code;
   const auto status = std::filesystem::status(path, code);
@@ -119,10 +119,9 @@ Result<void> Program::read_signature() {
           " inputs and returns " + std::to_string(meta->num_outputs()) +
           " outputs; a language model takes input_ids and cache_position, "
           "both int64, and returns logits" +
-          (draft_tap_
-               ? ", and a draft of one takes hidden states and known besides, "
-                 "and returns hidden states"
-               : ""));
+          (draft_tap_ ? ", and a draft also takes hidden states and known, "
+                        "and returns hidden states"
+                      : ""));
   if (meta->num_inputs() != n_inputs || meta->num_outputs() < n_inputs / 2) {
     return mismatch;
   }
@@ -141,16 +140,16 @@ Result<void> Program::read_signature() {
   return read_hidden_states();
 }
 
-/// Reads the type of the second output, and checks that a draft takes the same.
+/// Reads the type of the second output, and checks that a draft has the same
+/// input type.
 Result<void> Program::read_hidden_states() {
   if (tap_layers_.empty() && !draft_tap_) {
     return {};
   }
   const Error unusable(
       ETKV_ERROR_PROGRAM,
-      "the program says that it has hidden states, and its `forward` has none, "
-      "or "
-      "not a row of them a token");
+      "the program reports hidden states, and its `forward` has none, or not "
+      "one row for each token");
   const auto meta = module_->method_meta(kForward);
   const auto type_of = [&](const auto& tensor) -> Result<HiddenStateType> {
     if (!tensor.ok() || tensor->sizes().size() != 3) {
@@ -174,7 +173,7 @@ Result<void> Program::read_hidden_states() {
   return {};
 }
 
-/// Reads the program's constant methods other than those of its caches.
+/// Reads the program's constant methods, except those of its caches.
 Result<void> Program::read_facts() {
   ASSIGN_OR_RETURN(eos_token_ids_, read_integers(kEosTokenIds));
   ASSIGN_OR_RETURN(const auto taps, read_integers(kTapLayers));
@@ -190,7 +189,7 @@ Result<void> Program::read_facts() {
   return {};
 }
 
-/// Returns the integers of a constant method; nothing if there is no such
+/// Returns the integers of a constant method; nullopt if there is no such
 /// method.
 Result<std::optional<std::vector<int64_t>>> Program::read_integers(
     const std::string& name) {
@@ -247,7 +246,7 @@ bool Program::tells_of_no_cache() const {
          (meta->uses_backend(kMLXBackend) || meta->uses_backend(kEtkvBackend));
 }
 
-/// Reads the sizes of a program that reports no cache.
+/// Reads the limits of a program that reports no cache.
 Result<void> Program::read_limits() {
   ASSIGN_OR_RETURN(
       params_.prefill_chunk_size, read_count("get_prefill_chunk_size"));
@@ -331,8 +330,8 @@ Result<void> Program::check_tokens(const int64_t* tokens, size_t n) const {
 }
 
 Result<void> Program::check_ids(const int64_t* tokens, size_t n) const {
-  // An embedding does not check its index: a wrong tokenizer would read memory
-  // past the table.
+  // An embedding does not check its index: ids of a wrong tokenizer would read
+  // memory past the table.
   const auto* stray = std::find_if(tokens, tokens + n, [this](int64_t token) {
     return token < 0 || token >= vocabulary_;
   });
@@ -373,7 +372,7 @@ Result<LogitsView> Program::step(
   if (!draft_tap_) {
     return Error(
         ETKV_ERROR_INVALID_ARGUMENT,
-        "the program is not one that is fed with hidden states");
+        "the program has no hidden states as inputs");
   }
   RETURN_IF_ERROR(check_tokens(tokens, n));
   const HiddenStateType type = *hidden_state_type_;

@@ -30,14 +30,14 @@ class Program {
       const std::string& path,
       GraphCache graph_cache = GraphCache::refused);
 
-  /// Loads the model, bound to the cache with this key. Unloads it first if it
-  /// is loaded, so that its weights are never in memory twice. A program that
-  /// cannot leave out rows of logits returns all of them.
+  /// Loads the model, bound to the cache with this key. If it is loaded,
+  /// unloads it first, so that its weights are never in memory twice. A program
+  /// that cannot return the requested rows of logits returns all rows.
   Result<void>
   load(const char* cache_key, Logits rows, Passes passes = Passes::standard);
 
-  /// Loads a model that keeps its cache in its graph. Refuses one that keeps
-  /// nothing from one step to the next.
+  /// Loads a model that keeps its cache in its graph. Refuses a program that
+  /// keeps nothing between steps.
   Result<void> load_with_graph_cache(Logits rows);
 
   /// Returns whether the program reports no cache outside its graph.
@@ -45,7 +45,7 @@ class Program {
     return params_.layers.empty();
   }
 
-  /// Returns the positions that the cache in the graph holds.
+  /// Returns the number of positions in the graph's cache.
   int32_t length() const {
     return length_;
   }
@@ -54,12 +54,13 @@ class Program {
   Result<void> reset();
 
   /// Runs the model on `n` tokens at these positions, in its cache. The logits
-  /// are valid until the next step. A draft with hidden states as inputs needs
-  /// the other step.
+  /// are valid until the next step. For a draft with hidden states as inputs,
+  /// use the next function.
   Result<LogitsView>
   step(const int64_t* tokens, const int64_t* positions, size_t n);
 
-  /// Runs a step of such a draft, with a row of `given` for each token.
+  /// Runs a step of a draft with hidden states as inputs: `given` has a row for
+  /// each token.
   Result<LogitsView> step(
       const int64_t* tokens,
       const int64_t* positions,
@@ -69,8 +70,8 @@ class Program {
   /// Runs a step at consecutive positions from `position` on.
   Result<LogitsView> step_at(const int64_t* tokens, int64_t position, size_t n);
 
-  /// Returns the hidden states of the last step, a row for each token; nothing
-  /// if the program gives none. Valid until the next step.
+  /// Returns the hidden states of the last step, a row for each token; nullopt
+  /// if the program returns none. Valid until the next step.
   const std::optional<HiddenStatesView>& hidden_states() const {
     return hidden_states_;
   }
@@ -82,15 +83,15 @@ class Program {
   Result<void> check_ids(const int64_t* tokens, size_t n) const;
 
   /// Returns the maximum tokens of a prompt in one step. This is the program's
-  /// limit, or fewer in two cases. If each token has a row of logits, the row
-  /// is as wide as the vocabulary and is held twice. The warm-up of a draft
-  /// that takes hidden states has no longer steps.
+  /// limit, or fewer in two cases: if each token has a row of logits, because
+  /// rows are as wide as the vocabulary and are in memory twice; and for a
+  /// draft with hidden states as inputs, whose warm-up has only short steps.
   size_t prefill_size() const;
 
   int64_t vocabulary() const {
     return vocabulary_;
   }
-  /// Returns the KV format that loses no precision of the model's computation.
+  /// Returns the KV format of the dtype that the model computes in.
   const std::string& native_format() const {
     return native_format_;
   }
@@ -98,18 +99,18 @@ class Program {
   const std::optional<std::vector<int64_t>>& eos_token_ids() const {
     return eos_token_ids_;
   }
-  /// Returns the layers whose hidden states the program returns, side by side
+  /// Returns the layers whose hidden states the program returns, concatenated
   /// in this order.
   const std::vector<int64_t>& tap_layers() const {
     return tap_layers_;
   }
   /// Returns the layer of the whole model whose hidden states are the draft's
-  /// input. Nothing if the program is not a draft of another model.
+  /// input; nullopt if the program is not a draft of another model.
   const std::optional<int64_t>& draft_tap() const {
     return draft_tap_;
   }
-  /// Returns the type of a row of the hidden states that the program returns,
-  /// and that a draft takes; nothing if there are none.
+  /// Returns the type of a row of hidden states that the program returns, and
+  /// that a draft has as input; nullopt if there are none.
   const std::optional<HiddenStateType>& hidden_state_type() const {
     return hidden_state_type_;
   }
@@ -145,16 +146,17 @@ class Program {
   Logits rows_ = Logits::all;
 };
 
-/// Called after each chunk of a prompt, with the tokens done, the tokens in
-/// all, and the chunk's logits. Returns whether to go on.
+/// Called after each chunk of a prompt, with the number of tokens done, the
+/// total, and the chunk's logits. Returns whether to go on.
 using OnChunk =
     std::function<bool(size_t done, size_t total, const LogitsView& logits)>;
 
-/// Runs `n` tokens, at least one, from `position` on in steps of at most
-/// `chunk`, or of the program's prefill_size() if that is 0.
+/// Runs `n` tokens, at least one, from `position` on, in steps of at most
+/// `chunk` tokens; 0 for the program's prefill_size().
 ///
-/// @returns the logits of the last step; nothing if `on_chunk` stopped it. The
-///          chunks that ran until then, or until an error, stay in the cache.
+/// @returns the logits of the last step; nullopt if `on_chunk` returned false.
+///          The chunks that ran before that, or before an error, stay in the
+///          cache.
 Result<std::optional<LogitsView>> prefill(
     Program& program,
     const int64_t* tokens,

@@ -14,8 +14,8 @@
 namespace etkv::examples {
 namespace {
 
-/// The result of a comparison: the ids that reference decoding chooses, and the
-/// ids whose logits are less only by rounding.
+/// The result of a comparison: the numbers of ids that reference decoding
+/// chooses, and of ids whose logits trail only by rounding.
 struct Comparison {
   size_t equal = 0;
   size_t ties = 0;
@@ -27,13 +27,13 @@ Error differs(const Decoding& answer, const std::string& how) {
       "check: the answer to \"" + answer.title + "\" " + how);
 }
 
-/// One sequence's steps on a cache, and the ids that the cache holds.
+/// Runs one sequence on a cache, and remembers the ids in the cache.
 class ReferenceDecoder {
  public:
   ReferenceDecoder(Model& model, Cache& cache) : model_(model), cache_(cache) {}
 
-  /// Feeds the ids of an answer to reference decoding, and compares each with
-  /// its choice. Returns nothing after Ctrl-C.
+  /// Feeds the ids of an answer to reference decoding, and compares each id
+  /// with the choice of reference decoding. Returns nullopt after Ctrl-C.
   Result<std::optional<Comparison>> compare(const Decoding& answer) {
     Comparison found;
     ASSIGN_OR_RETURN(const auto read_logits, read(answer.prompt));
@@ -93,11 +93,12 @@ class ReferenceDecoder {
   }
 
   /// Runs a prompt after the ids that it shares with the previous prompt.
-  /// Returns nothing after Ctrl-C.
+  /// Returns nullopt after Ctrl-C.
   Result<std::optional<LogitsView>> read(const std::vector<int64_t>& prompt) {
     const size_t shared =
         std::min(shared_prefix(prompt, held_), prompt.size() - 1);
-    // Layers with windows and recurrent layers may have dropped what is needed.
+    // Layers with windows and recurrent layers may have dropped state that the
+    // prompt needs.
     ASSIGN_OR_RETURN(
         const int32_t kept,
         cache_.rewind_to_reachable(static_cast<int32_t>(shared)));
@@ -128,8 +129,8 @@ class ReferenceDecoder {
   std::vector<float> row_;
 };
 
-/// Checks that an answer ends where the model ends it, at its limit of tokens,
-/// or at a full cache.
+/// Checks that an answer ends at an eos token id, at its limit of tokens, or at
+/// a full cache.
 ///
 /// @param capacity  the capacity of the cache, if only this answer used it
 Result<void> check_end(
@@ -226,7 +227,7 @@ double rounding_margin(
   if (!(magnitude > 0.0) || !std::isfinite(magnitude)) {
     return 0.0;
   }
-  // Bits of a significand, without the first.
+  // The stored bits of a significand.
   const int bits = dtype == "f32" ? 23 : dtype == "f16" ? 10 : 7;
   const double units = kv_format == dtype ? 4.0 : 16.0;
   return std::ldexp(units, std::ilogb(magnitude) - bits);

@@ -1,5 +1,5 @@
-// Reference decoding: one sequence on a contiguous cache, one token a step,
-// greedy. All other ways of decoding are compared with it.
+// Reference decoding: greedy, one sequence on a contiguous cache, one token a
+// step. All other ways of decoding are compared with it.
 #pragma once
 
 #include <cstddef>
@@ -15,19 +15,20 @@
 namespace etkv::examples {
 
 /// Compares answers with reference decoding in the same storage format, and
-/// prints the result. Loads the program again, with its own cache.
+/// prints the result. Loads the program again, with another cache.
 ///
-/// Float sums depend on their order. For a step of several tokens, MLX may use
-/// another order than for a step of one, as it does with 4-bit weights. Another
-/// logit can then be the greatest. So an id that reference decoding does not
-/// choose is accepted if its logit is within rounding_margin() of the greatest.
-/// Such ids are reported, and reference decoding goes on after them. A larger
-/// difference is an error that names the answer, the step, both ids and the
-/// margin. More such ids than allowed_ties() are an error too.
+/// The result of a float sum depends on the order of its terms. MLX may use
+/// another order for a step of several tokens than for a step of one, as it
+/// does with 4-bit weights, and then another logit can be the greatest. So an
+/// id that reference decoding does not choose is accepted if its logit is
+/// within rounding_margin() of the greatest. Such ids are reported, and
+/// reference decoding goes on after them. A larger difference is an error that
+/// names the answer, the step, both ids and the margin. More such ids than
+/// allowed_ties() are an error too.
 ///
-/// An answer must end where the model ends it, or at its limit of tokens. An
-/// answer that ended because the cache was full must fill the cache, if all
-/// answers are of sequence 0. In a cache of several sequences this cannot be
+/// An answer must end at an eos token id, at its limit of tokens, or because
+/// the cache is full. If all answers are of sequence 0, the last case requires
+/// that the answer fills the cache; with several sequences this cannot be
 /// checked. An empty list of answers is an error. After Ctrl-C the comparison
 /// stops without a message.
 ///
@@ -39,13 +40,13 @@ Result<void> check_answers(
     const std::vector<Decoding>& answers,
     const std::function<void(CacheConfig&)>& change = nullptr);
 
-/// Returns the largest difference between two logits of a row whose order
-/// rounding may change. The greatest logit of the row has this magnitude, the
-/// program computes in `dtype`, and keys and values are stored in `kv_format`.
+/// Returns the maximum difference of two logits of a row whose order rounding
+/// may change. The greatest logit of the row has this magnitude, the program
+/// computes in `dtype`, and keys and values are stored in `kv_format`.
 ///
 /// The margin is 4 units in the last place of the greatest logit; the largest
-/// measured difference is 2. If `kv_format` is another format, a rounding error
-/// can change the stored code: the margin is then 16, and the largest measured
+/// measured difference is 2. If `kv_format` differs from `dtype`, a rounding
+/// error can change a stored code. The margin is then 16; the largest measured
 /// difference is 7.
 double rounding_margin(
     const std::string& dtype,
@@ -53,9 +54,9 @@ double rounding_margin(
     double magnitude);
 
 /// Returns how many of `tokens` ids may differ from reference decoding's choice
-/// by rounding: 2, plus 5 per cent of `tokens`. At most 4 per cent were
-/// measured. A decoder that chooses wrong ids exceeds this, however small each
-/// difference is.
+/// by rounding: 2, plus 5 per cent of `tokens`. The maximum that was measured
+/// is 4 per cent. A decoder that chooses wrong ids exceeds this number, however
+/// small each difference is.
 size_t allowed_ties(size_t tokens);
 
 } // namespace etkv::examples

@@ -14,7 +14,7 @@
 namespace etkv::examples {
 namespace {
 
-/// Prints the memory that is still held after a round has closed everything.
+/// Prints the memory that is still in use after a round has closed everything.
 void say_memory(int64_t round) {
   say("round " + std::to_string(round) + ": " +
       counted(static_cast<int64_t>(etkv_live_handles()), "handle") + ", " +
@@ -31,32 +31,32 @@ Runner::Runner(std::string name, const std::string& about)
   arguments_.texts(
       "--prompt",
       "TEXT",
-      "in place of the prompts that are built in; may be\n"
+      "replaces the built-in prompts; may be\n"
       "given several times",
       &options_.prompts);
   arguments_.integer(
       "--max-tokens",
       "N",
-      "stop an answer after so many tokens (48)",
+      "maximum tokens of an answer (48)",
       1,
       std::numeric_limits<int32_t>::max(),
       &max_tokens_);
   arguments_.flag(
       "--check",
       "compare with reference decoding of one sequence, and\n"
-      "fail where an answer differs",
+      "fail if an answer differs",
       &options_.check);
   arguments_.flag("--ids", "print the ids of each answer, too", &options_.ids);
   arguments_.integer(
       "--repeat",
       "N",
-      "repeat the run this often, and print after each what\n"
-      "memory is still held",
+      "repeat the run this often, and print after each the\n"
+      "memory that is still in use",
       1,
       std::numeric_limits<int32_t>::max(),
       &repeat_);
-  arguments_.flag("--help", "print this and leave", &help_);
-  arguments_.flag("--version", "print the versions and leave", &version_);
+  arguments_.flag("--help", "print this and exit", &help_);
+  arguments_.flag("--version", "print the versions and exit", &version_);
   require([this] { return check_format(options_.model.kv_format); });
   require([this]() -> Result<void> {
     const auto& prompts = options_.prompts;

@@ -1,4 +1,4 @@
-// The parts that the runners of this folder share: a command line, built-in
+// The common parts of the runners in this folder: a command line, built-in
 // prompts, one line for an error, and an exit status.
 #pragma once
 
@@ -15,8 +15,8 @@
 
 namespace etkv::examples {
 
-/// Exit statuses besides 0: an error, a command line that is not valid, and the
-/// status that shells report for a program that Ctrl-C ended.
+/// Exit statuses besides 0: an error, an invalid command line, and the status
+/// that shells report for a program that Ctrl-C ended.
 inline constexpr int kFailed = 1;
 inline constexpr int kMisused = 2;
 inline constexpr int kInterrupted = 130;
@@ -41,7 +41,7 @@ struct RunnerOptions {
 class Runner {
  public:
   /// @param name   the name of the executable
-  /// @param about  the lines of help that describe it
+  /// @param about  the description in the help text
   Runner(std::string name, const std::string& about);
 
   /// Returns the command line, for a runner to add options and change defaults.
@@ -57,9 +57,9 @@ class Runner {
     checks_.push_back(std::move(check));
   }
 
-  /// Reads the command line and runs `body`, from opening the model to closing
-  /// it, as often as `--repeat` says. Returns the exit status: 0, 1 after an
-  /// error, 2 for a command line that is not valid, 130 after Ctrl-C.
+  /// Reads the command line. Opens the model, runs `body` and closes the model,
+  /// as often as `--repeat` says. Returns the exit status: 0, 1 after an error,
+  /// 2 for an invalid command line, 130 after Ctrl-C.
   int main(
       int argc,
       const char* const* argv,
@@ -81,19 +81,17 @@ class Runner {
 /// Returns questions that a small model can answer.
 const std::vector<std::string>& questions();
 
-/// Prints the text of an answer below its title, and its ids if the options say
-/// so.
+/// Prints the text of an answer below its title, and its ids with `--ids`.
 Result<void> show(
     const Model& model,
     const RunnerOptions& options,
     const std::string& title,
     const std::vector<int64_t>& ids);
 
-/// Prints a message if an answer ended because the cache is full, at its
-/// capacity.
+/// Prints a message if an answer ended because the cache is full.
 void say_stop(FinishReason stop, int32_t capacity);
 
-/// Counts the requests that a server refuses while it goes on with the others.
+/// Counts the requests that a runner refuses while it goes on with others.
 class Refusals {
  public:
   /// Returns whether a prompt fits in a cache alone, and prints a message if it

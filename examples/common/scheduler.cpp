@@ -34,7 +34,7 @@ Result<std::vector<Scheduler::Share>> Scheduler::next(Events& events) {
   RETURN_IF_ERROR(admit(events));
   std::vector<Share> shares;
   size_t left = step_tokens_;
-  // Answers first: users wait for them.
+  // Answers before prompts, because users wait for them.
   for (const bool answering : {true, false}) {
     for (const size_t number : active_) {
       if ((rest(number) == 1) == answering && left > 0) {
@@ -67,20 +67,21 @@ Result<void> Scheduler::keep_going(Events& events) {
       return {};
     }
     RETURN_IF_ERROR(release(last, State::waiting));
-    // Before all other waiting requests: they arrived later.
+    // Before all other waiting requests, which arrived later.
     waiting_.insert(waiting_.begin(), last);
     events.preempted.push_back(last);
   }
 }
 
 Result<void> Scheduler::admit(Events& events) {
-  // A step that preempts a request admits none, or it would admit that one
-  // again.
+  // A step that preempts a request admits none, because it would admit the same
+  // request again.
   while (!waiting_.empty() && events.preempted.empty() && !events.stuck) {
     const size_t number = waiting_.front();
     size_t needed = rest(number);
     for (const size_t other : active_) {
-      // Count some tokens of its answer; otherwise it would soon be preempted.
+      // Leave room for some tokens of its answer; otherwise it would soon be
+      // preempted.
       constexpr size_t kAhead = 8;
       needed += rest(other) + kAhead;
     }

@@ -1,5 +1,5 @@
 // Chooses the tokens of each step, while requests arrive and others are
-// answered. It holds numbers only, and queries the cache through two functions.
+// answered. It has only numbers, and uses the cache through two functions.
 #pragma once
 
 #include <cstddef>
@@ -24,22 +24,22 @@ class Scheduler {
 
   enum class State {
     waiting, ///< holds nothing yet
-    active,  ///< its prompt is read, or it is answered
-    idle,    ///< is answered, and held until its cells are needed
+    active,  ///< its prompt or answer is running
+    idle,    ///< is answered, and stays until its cells are needed
     gone,    ///< is removed
   };
 
   struct Request {
-    /// The ids of its prompt and its answer so far; the last one is not held.
+    /// The number of ids of its prompt and its answer so far. The last id is
+    /// not in the cache.
     size_t length = 0;
-    /// The number of these in the cache.
+    /// The number of its ids in the cache.
     size_t held = 0;
     State state = State::waiting;
     int32_t sequence = 0;
   };
 
-  /// A share of a step: the next `n` tokens of a request, after those that it
-  /// holds.
+  /// A share of a step: the next `n` tokens of a request that have not run.
   struct Share {
     size_t request;
     size_t n;
@@ -50,34 +50,34 @@ class Scheduler {
     std::vector<size_t> admitted;
     /// Idle requests that were removed for others.
     std::vector<size_t> evicted;
-    /// Active requests that were removed for others, and wait again.
+    /// Active requests that were removed for others and wait again.
     std::vector<size_t> preempted;
     /// A request that is alone and still does not fit.
     std::optional<size_t> stuck;
   };
 
-  /// @param step_tokens  the most tokens of a step
-  /// @param sequences    the most requests that hold positions, below 256
+  /// @param step_tokens  the maximum tokens of a step
+  /// @param sequences    the maximum requests that hold positions, below 256
   Scheduler(size_t step_tokens, int32_t sequences, Room room);
 
   /// Adds a request of this many ids; returns its number.
   size_t submit(size_t length);
 
-  /// Returns the shares of the next step: one token of each request that is
-  /// answered, then a prefill chunk of each request whose prompt is read,
-  /// oldest first, up to `step_tokens`.
+  /// Returns the shares of the next step: one token of each running answer,
+  /// then a prefill chunk of each running prompt, oldest first, up to
+  /// `step_tokens`.
   ///
-  /// A request is admitted when three things fit together: the rest of the
-  /// active prompts, its own prompt, and some tokens of each answer in
-  /// progress. If they do not fit, the request that has been idle longest is
-  /// evicted. If not even the rest of the admitted prompts and the next tokens
+  /// A request is admitted if three things fit together: the rest of the
+  /// running prompts, the request's prompt, and some tokens of each running
+  /// answer. If they do not fit, the request that has been idle longest is
+  /// evicted. If not even the rest of the running prompts and the next tokens
   /// fit, the active request that was admitted last is preempted.
   ///
-  /// Returns an error if the cache does not remove a request. That request
-  /// stays as it was.
+  /// Returns an error if the cache fails to remove a request, which then stays
+  /// as it was.
   Result<std::vector<Share>> next(Events& events);
 
-  /// Notes that a step with these shares has committed.
+  /// Records that a step with these shares has committed.
   void done(const std::vector<Share>& shares);
 
   /// Adds one id to a request.
@@ -85,7 +85,7 @@ class Scheduler {
     ++requests_[request].length;
   }
 
-  /// Notes that a request is answered. It is idle from now on.
+  /// Records that a request is answered. It is idle from now on.
   void finish(size_t request);
 
   /// Removes a request and the positions that it holds.
@@ -113,8 +113,8 @@ class Scheduler {
   int32_t sequences_;
   Room room_;
   std::vector<Request> requests_;
-  /// Numbers of requests: those that wait and those that are active, in the
-  /// order in which they arrived, and those that are idle, longest first.
+  /// Numbers of requests: the waiting and the active ones in order of arrival,
+  /// and the idle ones, longest idle first.
   std::vector<size_t> waiting_;
   std::vector<size_t> active_;
   std::vector<size_t> idle_;

@@ -7,7 +7,7 @@
 
 namespace etkv::examples {
 
-/// Returns how many ids `a` and `b` share from the first on.
+/// Returns the length of the common prefix of `a` and `b`.
 size_t shared_prefix(
     const std::vector<int64_t>& a,
     const std::vector<int64_t>& b);

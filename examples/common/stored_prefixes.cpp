@@ -13,7 +13,7 @@ Result<StoredPrefixes> open_prefixes(
     uint64_t bytes,
     uint64_t memory) {
   std::optional<PrefixStore> store;
-  // Memory holds texts of this model only, so any name will do.
+  // Without a store there are only texts of this model, so any name will do.
   std::string fingerprint = "this model";
   if (place) {
     ASSIGN_OR_RETURN(store, PrefixStore::open(*place, bytes));

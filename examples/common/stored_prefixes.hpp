@@ -17,7 +17,7 @@ inline constexpr uint64_t kStoreBytes = uint64_t{4} << 30;
 struct StoredPrefixes {
   PrefixCache prefixes;
   std::string fingerprint;
-  /// Whether a text serves only texts that go on near its end.
+  /// Whether a stored text serves only texts that go on near its end.
   bool has_windows = false;
 };
 

@@ -31,7 +31,7 @@ struct Dtype {
   size_t bytes;
 };
 
-/// The dtypes by their numbers in a file.
+/// The dtypes, at the index of their numbers in a file.
 constexpr std::array<Dtype, 7> kDtypes = {{
     {ScalarType::Float, "f32", 4},
     {ScalarType::Half, "f16", 2},
@@ -42,7 +42,7 @@ constexpr std::array<Dtype, 7> kDtypes = {{
     {ScalarType::Byte, "u8", 1},
 }};
 
-/// The most dimensions of a tensor in ExecuTorch.
+/// The maximum dimensions of a tensor in ExecuTorch.
 constexpr uint32_t kMaxDimensions = 16;
 
 const Dtype* find_dtype(ScalarType type) {
@@ -53,7 +53,7 @@ const Dtype* find_dtype(ScalarType type) {
   return found == kDtypes.end() ? nullptr : &*found;
 }
 
-/// Reads a file from its beginning to its end.
+/// Reads a file sequentially.
 class Reader {
  public:
   static Result<Reader> open(const std::string& path) {
@@ -69,7 +69,7 @@ class Reader {
     return reader;
   }
 
-  /// Fills `to` with the next `n` bytes, which `what` names.
+  /// Fills `to` with the next `n` bytes. `what` names them in errors.
   Result<void> take(void* to, uint64_t n, const std::string& what) {
     if (n > left_) {
       return refuse(
@@ -110,7 +110,7 @@ class Reader {
     RETURN_IF_ERROR(take(
         tensor.sizes.data(), rank * sizeof(int32_t), "the shape of " + name));
     ASSIGN_OR_RETURN(const uint64_t bytes, bytes_of(name, tensor, dtype));
-    // Allocate only for bytes that the file has.
+    // Allocate only if the file has that many bytes.
     if (bytes <= left_) {
       tensor.data.resize(std::max<size_t>(bytes, 1));
     }

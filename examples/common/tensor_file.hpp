@@ -1,12 +1,10 @@
-// Tensors in a file, in the form that ExecuTorch's tests of MLX operations have.
+// Files of tensors, in the format of ExecuTorch's tests of MLX operations.
 //
 //   u32 number of tensors, then for each
-//     u32 dtype: 0 f32, 1 f16, 2 i32, 3 i64, 4 bf16, 5 bool, 6 u8
-//     u32 rank
-//     i32 size, of each dimension
-//     the elements, row-major
+//     u32 dtype: 0 f32, 1 f16, 2 i32, 3 i64, 4 bf16, 5 bool, 6 u8 u32 rank i32
+//     size of each dimension the elements, row-major
 //
-// All of it is little endian. A number is a tensor of rank 0.
+// Everything is little endian. A number is a tensor of rank 0.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +22,7 @@ namespace etkv::examples {
 struct FileTensor {
   executorch::aten::ScalarType type = executorch::aten::ScalarType::Float;
   std::vector<executorch::aten::SizesType> sizes;
-  /// The elements. A tensor without elements has one unused byte, since
+  /// The elements. A tensor without elements has one unused byte, because
   /// programs accept no null pointer.
   std::vector<std::byte> data;
 };
@@ -35,8 +33,8 @@ struct FileTensor {
 Result<std::vector<FileTensor>> read_tensors(const std::string& path);
 
 /// Writes the outputs of a method. An integer becomes i64, a bool becomes bool
-/// and a float becomes f32, each of rank 0. Refuses everything else before it
-/// makes the file.
+/// and a float becomes f32, each of rank 0. Refuses other types before it
+/// creates the file.
 Result<void> write_tensors(
     const std::string& path,
     const std::vector<executorch::runtime::EValue>& outputs);
@@ -46,7 +44,7 @@ std::string tensor_text(
     executorch::aten::ScalarType type,
     executorch::aten::ArrayRef<executorch::aten::SizesType> sizes);
 
-/// Returns an output that was written as text, as tensor_text does.
+/// Returns the dtype and sizes of an output as text, as tensor_text does.
 std::string output_text(const executorch::runtime::EValue& output);
 
 } // namespace etkv::examples

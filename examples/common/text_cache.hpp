@@ -1,4 +1,4 @@
-// The cache of one text: etkv's, or the one that a program keeps in its graph.
+// The cache of one text: etkv's, or a cache in a program's graph.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace etkv::examples {
 
 class TextCache {
  public:
-  /// Borrows a cache of etkv's.
+  /// Borrows a cache of etkv.
   TextCache(Cache& cache) : cache_(&cache) {}
 
   /// Borrows a loaded program that keeps its cache in its graph, and uses up to
@@ -18,7 +18,7 @@ class TextCache {
   TextCache(Program& program, int32_t capacity)
       : program_(&program), capacity_(capacity) {}
 
-  /// Returns etkv's cache; nullptr for one in a graph.
+  /// Returns etkv's cache; nullptr for a cache in a graph.
   Cache* of_session() const {
     return cache_;
   }
@@ -29,9 +29,10 @@ class TextCache {
   /// Returns whether another position fits.
   Result<bool> can_extend() const;
 
-  /// Removes the positions from `length` on, and those before it that must run
-  /// again: layers with windows and recurrent layers keep the last positions and
-  /// checkpoints, and a cache in a graph keeps none. Returns how many are left.
+  /// Removes the positions from `length` on, and positions before it that must
+  /// run again. With windows or recurrent layers, the cache can be rewound only
+  /// to its last positions and to checkpoints; a cache in a graph, only to 0.
+  /// Returns the remaining length.
   Result<int32_t> rewind(int32_t length);
 
   /// Marks where the prompt of a turn will end; see etkv_cache_mark_turn.

@@ -1,5 +1,5 @@
-// Macros for the check that follows almost every call, so that the steps of a
-// runner stay readable.
+// Macros that return the error of a call, so that the steps of a runner stay
+// readable.
 #pragma once
 
 #include <utility>

@@ -101,7 +101,7 @@ void one_row_of_logits() {
   CHECK_REFUSED(
       draft("llama-last", target)->propose(prompt(), {3, 2, 32}, greedy),
       ETKV_ERROR_UNSUPPORTED,
-      "the draft: the program gives logits of 1 of 2 tokens");
+      "the draft: the program returns logits of 1 of 2 tokens");
 }
 
 /// Ctrl-C between two steps of the draft. A text goes on from what was read
