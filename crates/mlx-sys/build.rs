@@ -2,10 +2,10 @@
 //! pip-installed MLX, links that MLX dynamically, and generates the bindings.
 //!
 //! Environment:
-//! - `ETKV_PYTHON`: the Python whose packages to use (default: `.venv/bin/python`
-//!   of the workspace, then `python3`).
-//! - `ETKV_MLX_DIR`: the folder `mlx` of an installed MLX, instead of asking Python.
-//! - `LIBCLANG_PATH`: libclang for bindgen, instead of Python's `libclang` package.
+//! - `ETKV_PYTHON`: the Python whose packages are used (default: `.venv/bin/python` of the workspace, then
+//!   `python3`).
+//! - `ETKV_MLX_DIR`: the folder `mlx` of an installed MLX, instead of that of Python's package.
+//! - `LIBCLANG_PATH`: the libclang for bindgen, instead of that of Python's package `libclang`.
 
 // A build script reports errors by panicking.
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
@@ -16,7 +16,7 @@ use std::process::Command;
 
 use pip_packages::package as python_package;
 
-/// The release that the bound mlx-c is written for.
+/// The MLX release for which the bound mlx-c was written.
 const MLX_VERSION: &str = "0.32.2";
 
 fn main() {
@@ -50,7 +50,7 @@ fn mlx_dir(python: &Path) -> PathBuf {
         env::var_os("ETKV_MLX_DIR").map(PathBuf::from).or_else(|| python_package(python, "mlx"));
     match dir {
         Some(dir) if dir.join("include/mlx/version.h").exists() => dir,
-        Some(dir) => panic!("{} holds no MLX: include/mlx/version.h is missing", dir.display()),
+        Some(dir) => panic!("{} contains no MLX: include/mlx/version.h is missing", dir.display()),
         None => panic!(
             "no MLX found: `{} -c 'import mlx'` fails; run `make setup`, or set ETKV_MLX_DIR",
             python.display()
@@ -58,8 +58,7 @@ fn mlx_dir(python: &Path) -> PathBuf {
     }
 }
 
-/// mlx-c follows MLX's C++ interface release by release, so another version
-/// would compile by luck only.
+/// Panics if this is another release of MLX. mlx-c follows MLX's C++ interface release by release.
 fn check_version(mlx: &Path) {
     let header = mlx.join("include/mlx/version.h");
     let text = std::fs::read_to_string(&header).expect("version.h is readable");
@@ -111,7 +110,7 @@ fn published_mlx_c() -> PathBuf {
 }
 
 fn compile_mlx_c(mlx_c: &Path, mlx_include: &Path) {
-    // Rust's own default is macOS 11, which has no std::format; MLX needs 14.
+    // Rust's default is macOS 11, which lacks std::format. MLX needs macOS 14.
     if env::var_os("MACOSX_DEPLOYMENT_TARGET").is_none() {
         env::set_var("MACOSX_DEPLOYMENT_TARGET", "14.0");
     }
@@ -127,12 +126,12 @@ fn compile_mlx_c(mlx_c: &Path, mlx_include: &Path) {
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("aarch64") {
         sources.push(shim.join("half.cpp"));
     }
-    // As one file they compile in a seventh of the time: nearly all of it is spent on MLX's headers.
+    // A single file compiles in a seventh of the time, because nearly all of it is spent on MLX's headers.
     let include = |source: &PathBuf| format!("#include \"{}\"\n", source.display());
     let together = out_dir().join("mlx-c.cpp");
     std::fs::write(&together, sources.iter().map(include).collect::<String>())
         .expect("OUT_DIR is writable");
-    // The library is thin glue over MLX; it is never what one debugs.
+    // The library is a thin layer over MLX, so it is optimized even in debug builds.
     let opt_level = if env::var("OPT_LEVEL").as_deref() == Ok("0") { 0 } else { 2 };
     cc::Build::new()
         .cpp(true)
@@ -162,7 +161,7 @@ fn generate_bindings(mlx_c: &Path, python: &Path) {
     headers.sort();
     let mut builder = bindgen::Builder::default()
         .clang_arg(format!("-I{}", mlx_c.display()))
-        // pip's libclang brings no headers of its own; the compiler's will do.
+        // pip's libclang has no headers, so those of the compiler are used.
         .clang_args(compiler_include().map(|dir| format!("-isystem{}", dir.display())))
         .blocklist_function("malloc")
         .blocklist_function("realloc");
@@ -181,7 +180,7 @@ fn out_dir() -> PathBuf {
     PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"))
 }
 
-/// Where the C compiler keeps `stddef.h` and its like.
+/// Returns the folder in which the C compiler has `stddef.h` and similar headers.
 fn compiler_include() -> Option<PathBuf> {
     let compiler = cc::Build::new().get_compiler();
     let output = Command::new(compiler.path()).arg("-print-file-name=include").output().ok()?;
@@ -189,10 +188,9 @@ fn compiler_include() -> Option<PathBuf> {
     path.join("stddef.h").exists().then_some(path)
 }
 
-/// Builds libetkv_blas (`shim/blas.c`), which is linked before MLX. Cargo's own
-/// `LD_LIBRARY_PATH` leads to it.
+/// Builds libetkv_blas (`shim/blas.c`), which is linked before MLX. Cargo's `LD_LIBRARY_PATH` contains its folder.
 fn link_blas(python: &Path) {
-    // Called on Linux only, so the suffix is Linux's.
+    // This function is called only on Linux, so the suffix is Linux's.
     const LIBRARY: &str = "libetkv_blas.so";
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
     let mut command = cc::Build::new().opt_level(2).get_compiler().to_command();
@@ -220,16 +218,16 @@ fn link_mlx(mlx: &Path) {
     let apple = env::var("CARGO_CFG_TARGET_VENDOR").as_deref() == Ok("apple");
     println!("cargo:rustc-link-lib=dylib={}", if apple { "c++" } else { "stdc++" });
 
-    // For the tests of this package: dyld asks for the library even where nothing of it is used.
+    // For the tests of this package: dyld requires the library even if nothing of it is used.
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
 
-    // Dependents read these as DEP_MLX_*: they have to repeat the run path, since
-    // cargo passes link arguments of a build script to its own package only.
+    // Dependents read these as DEP_MLX_*. They must set the run path again, because cargo applies a build script's
+    // linker arguments to its own package only.
     println!("cargo:root={}", mlx.display());
     println!("cargo:include={}", mlx.join("include").display());
     println!("cargo:lib={}", lib.display());
     println!("cargo:version={MLX_VERSION}");
-    // GNU ld resolves the libraries that libmlx itself needs at link time.
+    // GNU ld also resolves the libraries that libmlx depends on.
     let site = mlx.parent().unwrap_or(mlx);
     println!("cargo:rpath_link={}", site.join("mlx_cpu.libs").display());
 }

@@ -212,11 +212,11 @@ def test_paths_that_are_not_files_are_refused(tmp_path):
     with socket.socket(socket.AF_UNIX) as listening, etkv.DecodeSession(config(), backend="cpu") as session:
         listening.bind(str(at_socket))
         for path in (fifo, at_socket, "/dev/null", tmp_path):
-            with pytest.raises(etkv.CacheFileError, match="it is no file"):
+            with pytest.raises(etkv.CacheFileError, match="it is not a file"):
                 etkv.fingerprint(path)
-            with pytest.raises(etkv.CacheFileError, match="it is no file"):
+            with pytest.raises(etkv.CacheFileError, match="it is not a file"):
                 session.save(path)
-            with pytest.raises(etkv.CacheFileError, match="it is no file"):
+            with pytest.raises(etkv.CacheFileError, match="it is not a file"):
                 session.load(path)
     assert fifo.is_fifo() and at_socket.is_socket()
 

@@ -317,7 +317,7 @@ fn a_bucket_that_fails_is_passed_by() {
     assert_eq!(error.status(), Status::File);
     assert!(error.message().starts_with("cannot list "), "{error}");
     let error = store.n_stored(&*cache, MODEL, &text).unwrap_err();
-    assert!(error.message().contains("not asked: it failed "), "{error}");
+    assert!(error.message().contains("not accessed: it failed "), "{error}");
     let options = PrefixCacheOptions { store: Some(store), ..PrefixCacheOptions::default() };
     let prefixes = PrefixCache::new(options);
     let mut cache = shape.make::<OnCpu>();

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use etkv_core::Result;
 
-/// An argument of a program, an input or an output: a contiguous tensor, or an integer.
+/// An input or an output of a program: a contiguous tensor, or an integer.
 ///
 /// It has the layout of `etkv::interpreter::Argument` in `cpp/interpreter.hpp`, so it crosses the bridge
 /// unchanged.
@@ -18,11 +18,11 @@ pub struct Argument<'a> {
     integer: i64,
     scalar_type: i8,
     is_tensor: bool,
-    /// The pointers borrow this memory.
+    /// The lifetime of the memory that the pointers borrow.
     borrowed: PhantomData<(&'a [u8], &'a [i32])>,
 }
 
-// The layout of cpp/interpreter.hpp, which checks the same numbers.
+// The layout in cpp/interpreter.hpp, which checks the same numbers.
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     use std::mem::{offset_of, size_of};
@@ -34,7 +34,7 @@ const _: () = {
 };
 
 impl<'a> Argument<'a> {
-    /// Returns a tensor of ExecuTorch's number of its dtype, its shape, and its elements in row-major order.
+    /// Returns a tensor argument: ExecuTorch's number of the dtype, the shape, and the elements in row-major order.
     pub fn tensor(scalar_type: i8, shape: &'a [i32], bytes: &'a [u8]) -> Self {
         Self {
             data: bytes.as_ptr(),
@@ -53,7 +53,7 @@ impl<'a> Argument<'a> {
         Self { integer, is_tensor: false, ..Self::tensor(0, &[], &[]) }
     }
 
-    /// Returns whether it is a tensor.
+    /// Returns whether the argument is a tensor.
     pub fn is_tensor(&self) -> bool {
         self.is_tensor
     }
@@ -82,27 +82,27 @@ impl<'a> Argument<'a> {
 }
 
 /// # Safety
-/// `data` is NULL or points to `n` elements that live and do not change during `'a`.
+/// `data` is NULL or points to `n` elements that stay alive and unchanged during `'a`.
 unsafe fn slice<'a, T>(data: *const T, n: usize) -> &'a [T] {
     if data.is_null() || n == 0 {
         return &[];
     }
-    // SAFETY: the caller keeps the contract above.
+    // SAFETY: the caller upholds the contract above.
     unsafe { std::slice::from_raw_parts(data, n) }
 }
 
-/// The host that runs a program.
+/// The host that runs a program, which owns the outputs.
 pub trait Host {
-    /// Gives the output at `index` a shape, and returns its memory: `n_bytes` bytes, aligned to its elements,
-    /// which the run writes in row-major order. A run that fails later may have written there.
+    /// Sets the shape of the output at `index`, and returns its memory: `n_bytes` bytes, aligned for its elements.
+    /// The run writes them in row-major order, and may fail after it has written some.
     ///
     /// # Errors
-    /// [`Shape`](etkv_core::Status::Shape) if the output does not take the shape. The step is then rolled back.
+    /// [`Shape`](etkv_core::Status::Shape) if the output cannot have this shape. The step is then rolled back.
     fn place(&mut self, index: usize, shape: &[i32], n_bytes: usize) -> Result<&mut [u8]>;
 
     /// Sets the output at `index`, an integer.
     ///
     /// # Errors
-    /// [`Shape`](etkv_core::Status::Shape) if the output is no integer. The step is then rolled back.
+    /// [`Shape`](etkv_core::Status::Shape) if the output is not an integer. The step is then rolled back.
     fn set_integer(&mut self, index: usize, value: i64) -> Result<()>;
 }

@@ -1,5 +1,4 @@
-//! What programs of every backend exchange with the host that runs them: options, arguments, callbacks, and
-//! sampling.
+//! The interface between the programs of every backend and their host: options, arguments, callbacks, and sampling.
 
 mod argument;
 mod options;

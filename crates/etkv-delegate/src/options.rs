@@ -1,18 +1,18 @@
-//! The options that a program is loaded with.
+//! The options with which a program is loaded.
 
 use etkv_core::{fail, Result};
 
-/// The rows of the logits that a program returns.
+/// The rows of logits that a program returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum LogitsRows {
-    /// As exported.
+    /// All rows, as exported.
     #[default]
     All,
-    /// The row of the last token only.
+    /// Only the row of the last token.
     Last,
-    /// All rows in steps of proposed candidates and of declared sequences, and the row of the last token in
-    /// other steps.
+    /// All rows in steps with proposed candidates or declared sequences, and the row of the last token in other
+    /// steps.
     Proposed,
 }
 
@@ -23,34 +23,34 @@ pub enum Passes {
     /// The passes that make the program faster on its device.
     #[default]
     Default,
-    /// Only the passes that the other options need.
+    /// Only the passes that other options need.
     None,
     /// The passes for a GPU, on any device; for tests.
     Gpu,
-    /// As by default, but no step is captured as a CUDA graph: the interpreter runs all steps.
+    /// The default passes, but no step is captured as a CUDA graph: the interpreter runs all steps.
     Interpreted,
 }
 
-/// The options of a load.
+/// The options with which a program is loaded.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct LoadOptions {
-    /// The key of the cache to bind.
+    /// The key of the cache to which the program is bound.
     pub cache_key: Option<String>,
     /// The rows of the logits that the program returns.
     pub logits: LogitsRows,
-    /// The passes over the program. Programs for the CPU have none.
+    /// The passes over the program. Programs for the CPU have no passes.
     pub passes: Passes,
-    /// The name with which the program's buffers can be reset.
+    /// The name under which the program's buffers can be reset.
     pub buffers: Option<String>,
 }
 
 impl LoadOptions {
-    /// Parses the options that a backend receives. An empty string means that the option is absent.
+    /// Parses the options that a backend receives. An empty string stands for an absent option.
     ///
     /// # Errors
-    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for `logits` other than `all`, `last` and
-    /// `proposed`, and for `passes` other than `default`, `interpreted`, `none` and `gpu`.
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for `logits` other than `all`, `last` and `proposed`,
+    /// and for `passes` other than `default`, `interpreted`, `none` and `gpu`.
     pub fn parse(cache_key: &str, logits: &str, passes: &str, buffers: &str) -> Result<Self> {
         let logits = match logits {
             "" | "all" => LogitsRows::All,

@@ -1,7 +1,7 @@
 //! Sampling: the choice of a token from logits.
 //!
-//! A backend may sample on its device; [`Sampling::choose`] defines the result. Both draw the same numbers,
-//! so the same seed gives the same tokens, except where the last bits of a float decide.
+//! A backend may sample on its device; [`Sampling::choose`] defines the result. Both use the same random numbers, so
+//! the same seed gives the same tokens, unless the last bits of a float decide.
 
 use std::borrow::Cow;
 
@@ -9,23 +9,23 @@ use etkv_core::{fail, Result};
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Sampling parameters. The steps are applied in the order of the fields.
+/// Sampling parameters, in the order in which they are applied.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sampling {
-    /// Added to the logits of these token ids; minus infinity forbids one.
+    /// Numbers that are added to the logits of these token ids. Minus infinity forbids a token.
     pub logit_bias: Vec<(i64, f32)>,
-    /// Divides the positive logits of tokens that the text contains, and multiplies the negative ones; 1
-    /// changes nothing.
+    /// For tokens in the text, positive logits are divided by this number, and negative ones multiplied. 1 changes
+    /// nothing.
     pub repetition_penalty: f32,
-    /// The last tokens of the text that count as repeated.
+    /// The number of last tokens of the text that count as repeated.
     pub repetition_context: usize,
-    /// Divides the logits. At 0 the argmax is taken, and the fields below have no effect.
+    /// The divisor of the logits. At 0 the argmax is chosen, and the fields below have no effect.
     pub temperature: f32,
-    /// Keeps the tokens with the `top_k` largest logits; 0 keeps all.
+    /// Only the tokens with the `top_k` largest logits are kept; 0 keeps all.
     pub top_k: usize,
-    /// Keeps the smallest set of the most probable tokens whose probability is at least this.
+    /// Only the smallest set of the most probable tokens whose probability is at least this is kept.
     pub top_p: f32,
-    /// Keeps tokens with at least this fraction of the largest probability.
+    /// Only tokens with at least this fraction of the largest probability are kept.
     pub min_p: f32,
     /// The seed of the random numbers.
     pub seed: u64,
@@ -51,7 +51,7 @@ impl Sampling {
     /// Checks the fields.
     ///
     /// # Errors
-    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of its range.
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number that is out of range.
     pub fn check(&self) -> Result<()> {
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
             fail!(
@@ -84,10 +84,10 @@ impl Sampling {
         Ok(())
     }
 
-    /// Checks the token ids of the bias against the size of the vocabulary.
+    /// Checks that the vocabulary has the token ids of the bias.
     ///
     /// # Errors
-    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an id that the vocabulary lacks.
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for an id that is not in the vocabulary.
     pub fn check_vocabulary(&self, vocabulary: usize) -> Result<()> {
         match self.logit_bias.iter().find(|(id, _)| *id >= vocabulary as i64) {
             Some((id, _)) => fail!(
@@ -98,17 +98,17 @@ impl Sampling {
         }
     }
 
-    /// Returns whether each token is the argmax of its logits, whatever the text.
+    /// Returns whether the argmax is always chosen, whatever the text.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0 && self.logit_bias.is_empty() && !self.is_repetition_penalized()
     }
 
-    /// Returns whether tokens of the text are penalized.
+    /// Returns whether repeated tokens are penalized.
     pub fn is_repetition_penalized(&self) -> bool {
         self.repetition_penalty != 1.0 && self.repetition_context > 0
     }
 
-    /// Returns the last tokens of `text`, which count as repeated.
+    /// Returns the last tokens of `text` that count as repeated.
     pub fn recent<'a>(&self, text: &'a [i64]) -> &'a [i64] {
         if self.is_repetition_penalized() {
             &text[text.len().saturating_sub(self.repetition_context)..]
@@ -122,16 +122,16 @@ impl Sampling {
         let mut numbers = ChaCha8Rng::seed_from_u64(self.seed);
         numbers.set_stream(answer as u64);
         numbers.set_word_pos(u128::from(n));
-        // The 24 bits of precision of a float.
+        // A float has 24 bits of precision.
         (numbers.next_u32() >> 8) as f32 / (1u32 << 24) as f32
     }
 
-    /// Chooses a token from the logits of the vocabulary. `recent` are the tokens that count as repeated, and
-    /// `draw` is from 0 to 1.
+    /// Chooses a token from the logits of the vocabulary. `recent` are the tokens that count as repeated, and `draw`
+    /// is the random number, from 0 to 1.
     ///
     /// # Errors
-    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for no logits, for logits that are not finite,
-    /// and for a bias of a token without a logit.
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) if there are no logits, a logit is not finite, or a
+    /// bias is for a token without a logit.
     pub fn choose(&self, logits: &[f32], recent: &[i64], draw: f32) -> Result<usize> {
         self.check_vocabulary(logits.len())?;
         let mut logits = Cow::Borrowed(logits);
@@ -155,7 +155,7 @@ impl Sampling {
         done.sort_unstable();
         done.dedup();
         for id in done {
-            // A token without a logit cannot be chosen anyway.
+            // A token without a logit cannot be chosen, so a bias that forbids it is harmless.
             let Some(logit) = usize::try_from(id).ok().and_then(|id| logits.get_mut(id)) else {
                 continue;
             };
@@ -167,7 +167,7 @@ impl Sampling {
         }
     }
 
-    /// Replaces logits by weights: 1 for the argmax, and 0 for a token that is not kept.
+    /// Replaces logits by weights. The weight is 1 for the argmax and 0 for a token that is not kept.
     fn weigh(&self, logits: &mut [f32], best: usize) {
         let most = logits[best];
         let mut sorted: Vec<f32> = Vec::new();
@@ -188,7 +188,7 @@ impl Sampling {
             sorted.extend(logits.iter().copied().filter(|&weight| weight > 0.0));
             sorted.sort_unstable_by(|a, b| b.total_cmp(a));
             let enough = self.top_p * sorted.iter().sum::<f32>();
-            // The token that reaches `top_p` is kept.
+            // The token with which the sum reaches `top_p` is kept.
             let mut before = 0.0;
             let mut last = 1.0;
             for &weight in &sorted {
@@ -205,7 +205,7 @@ impl Sampling {
     }
 }
 
-/// Returns the index of the largest number, the first of equals.
+/// Returns the index of the largest number, the first of several.
 fn argmax(values: &[f32]) -> Result<usize> {
     let Some((&first, rest)) = values.split_first() else {
         fail!(InvalidArgument, "there are no logits to choose from");
@@ -217,12 +217,12 @@ fn argmax(values: &[f32]) -> Result<usize> {
         }
     }
     if most.is_nan() || most == f32::NEG_INFINITY {
-        fail!(InvalidArgument, "the logit of token {best} is {most}, which no token can have");
+        fail!(InvalidArgument, "the logit of token {best} is {most}, expected a finite number");
     }
     Ok(best)
 }
 
-/// Returns the index of the first token whose weight and those before it together exceed `draw` of the total.
+/// Returns the index of the first token at which the cumulative weight exceeds `draw` times the total.
 fn pick(weights: &[f32], draw: f32) -> Option<usize> {
     let all: f32 = weights.iter().sum();
     let mut sum = 0.0;
@@ -237,7 +237,7 @@ mod tests {
     use super::*;
     use etkv_core::Status;
 
-    /// The logits of these probabilities.
+    /// Returns logits with these probabilities.
     fn logits(shares: &[f32]) -> Vec<f32> {
         shares.iter().map(|share| share.ln()).collect()
     }
@@ -246,7 +246,7 @@ mod tests {
         Sampling { temperature: 1.0, ..Sampling::default() }
     }
 
-    /// The tokens that the draws of a fine grid choose, and their counts.
+    /// Returns how often each token is chosen over a fine grid of draws.
     fn chosen(sampling: &Sampling, shares: &[f32]) -> Vec<usize> {
         let mut counts = vec![0; shares.len()];
         for at in 0..1000 {
@@ -262,7 +262,7 @@ mod tests {
     fn a_token_is_chosen_as_often_as_it_is_probable() {
         assert_eq!(chosen(&sampling(), &SHARES), [100, 400, 200, 300]);
         let warm = Sampling { temperature: 0.5, ..sampling() };
-        // Squares: 1, 16, 4 and 9 of 30.
+        // The shares are squared: 1, 16, 4 and 9 of 30.
         let counts = chosen(&warm, &SHARES);
         for (count, square) in counts.iter().zip([1.0, 16.0, 4.0, 9.0]) {
             assert!((*count as f32 - 1000.0 * square / 30.0).abs() <= 1.0, "{counts:?}");

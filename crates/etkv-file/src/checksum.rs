@@ -2,13 +2,13 @@
 
 use twox_hash::XxHash3_128;
 
-/// The size of a checksum in bytes.
+/// The number of bytes of a checksum.
 pub const BYTES: usize = 16;
 
 /// A checksum, little-endian.
 pub type Checksum = [u8; BYTES];
 
-/// The checksum of the bytes added so far.
+/// The checksum of the bytes that have been added.
 pub struct Sum {
     hash: XxHash3_128,
     n_bytes: usize,
@@ -29,7 +29,7 @@ impl Sum {
         std::mem::replace(self, Self::new()).hash.finish_128().to_le_bytes()
     }
 
-    /// Returns the checksum and starts a new one, if all `n_bytes` of a part were added.
+    /// Returns the checksum and starts a new one, if exactly `n_bytes` bytes have been added.
     pub fn take_after(&mut self, n_bytes: usize) -> Option<Checksum> {
         (self.n_bytes >= n_bytes).then(|| self.take())
     }

@@ -1,4 +1,4 @@
-//! The fingerprint of a program: a name for the contents of its file.
+//! The fingerprint of a program, which identifies the contents of its file.
 
 use std::io::Read;
 use std::path::Path;
@@ -9,7 +9,7 @@ use crate::checksum::Sum;
 use crate::header::refused;
 use crate::read::opened;
 
-/// The bytes that are read at a time.
+/// The number of bytes that are read at a time.
 const CHUNK: usize = 1 << 20;
 
 /// Returns `xxh3-` and 32 hexadecimal digits. Files with the same bytes have the same fingerprint.
@@ -49,7 +49,7 @@ mod tests {
             file.write_all(bytes).unwrap();
             fingerprint(file.path()).unwrap()
         };
-        // XXH3's own test vector for empty input.
+        // The test vector of XXH3 for empty input.
         assert_eq!(of(b""), "xxh3-99aa06d3014798d86001c324468d497f");
         let long: Vec<u8> = (0..CHUNK + 5).map(|at| at as u8).collect();
         assert_eq!(of(&long), of(&long));

@@ -26,9 +26,9 @@ pub struct Header {
     pub fingerprint: String,
     pub snapshot: Snapshot,
     pub n_tokens: usize,
-    /// The least length that the only sequence can be rewound to, if it is known.
+    /// The least length to which the only sequence can be rewound, if it is known.
     pub rewindable_to: Option<i32>,
-    /// Name, dtype, shape, first and last byte of each tensor.
+    /// The name, dtype, shape, and first and last byte of each tensor.
     tensors: Vec<(String, TensorInfo)>,
 }
 
@@ -37,10 +37,10 @@ pub fn refused(what: impl std::fmt::Display) -> Error {
     Error::new(Status::File, what)
 }
 
-/// The maximum number of characters that a message quotes from a file.
+/// The maximum number of characters of a file that a message quotes.
 const MAX_QUOTED: usize = 200;
 
-/// Quotes a text of a file for a message. A long one is cut.
+/// Quotes a text of a file for a message. A long text is cut.
 pub fn quoted(what: impl std::fmt::Display) -> String {
     let mut text = what.to_string();
     if let Some((end, _)) = text.char_indices().nth(MAX_QUOTED) {
@@ -50,8 +50,7 @@ pub fn quoted(what: impl std::fmt::Display) -> String {
     text
 }
 
-/// Returns the tensors of a file: token ids, planes, and the checksums of the header and of these. A plane
-/// without slots has no tensor.
+/// Returns the tensors of a file: token ids, planes, and the checksums. A plane without slots has no tensor.
 pub fn tensors(n_tokens: usize, planes: &[PlaneRows]) -> Result<Vec<(String, TensorInfo)>> {
     let mut all = Vec::new();
     let mut start = 0usize;
@@ -95,17 +94,17 @@ impl Header {
         Ok(Self { fingerprint, snapshot, n_tokens, rewindable_to: None, tensors })
     }
 
-    /// Returns the number of checksums: of the header, the tokens and each plane.
+    /// Returns the number of checksums: one for the header, one for the token ids, and one for each plane.
     pub fn n_parts(&self) -> usize {
         self.tensors.len()
     }
 
-    /// Returns the bytes of all tensors.
+    /// Returns the number of bytes of all tensors.
     pub fn data_bytes(&self) -> u64 {
         self.tensors.last().map_or(0, |(_, info)| info.data_offsets.1 as u64)
     }
 
-    /// Refuses a file whose tensors differ from those that its integers need.
+    /// Refuses a file whose tensors differ from those that its integers require.
     pub fn check_tensors(&self, expected: &[(String, TensorInfo)]) -> Result<()> {
         let same = |a: &TensorInfo, b: &TensorInfo| {
             a.dtype == b.dtype && a.shape == b.shape && a.data_offsets == b.data_offsets
@@ -132,7 +131,7 @@ impl Header {
         Ok(())
     }
 
-    /// Returns the header in its form in a file: its length, and JSON.
+    /// Returns the header as a file contains it: its length, then JSON.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let internal = |error: &dyn std::fmt::Display| Error::new(Status::Internal, error);
         let state = serde_json::to_string(&self.snapshot).map_err(|error| internal(&error))?;
@@ -154,7 +153,7 @@ impl Header {
         if length > MAX_HEADER {
             fail!(
                 File,
-                "the cache's sequences take a header of {length} bytes, the most is \
+                "the cache's sequences need a header of {length} bytes, the most is \
                  {MAX_HEADER}; compact the cache first"
             );
         }
@@ -162,10 +161,10 @@ impl Header {
         Ok(bytes)
     }
 
-    /// Parses the header of a file from JSON.
+    /// Parses a header from JSON.
     pub fn of_json(json: &[u8]) -> Result<Self> {
         let all: Metadata = serde_json::from_slice(json).map_err(|error| {
-            refused(format_args!("the file is no safetensors file: {}", quoted(error)))
+            refused(format_args!("the file is not a safetensors file: {}", quoted(error)))
         })?;
         let words = all.metadata().as_ref();
         let word = |name: &str| words.and_then(|words| words.get(name)).map(String::as_str);

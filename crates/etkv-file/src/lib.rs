@@ -1,13 +1,13 @@
-//! Saving the contents of a cache to a file, and loading them.
+//! Saves the contents of a cache to a file, and loads them.
 //!
-//! A file is a safetensors file: the planes of every layer's keys and values as they are stored, the token
-//! ids of the caller, and checksums. Its metadata has the version of this format, the model's fingerprint and
+//! A file is a safetensors file. It contains the planes of every layer's keys and values in the stored format, the
+//! token ids of the caller, and checksums. Its metadata has the version of this format, the model's fingerprint and
 //! the integers of the cache. docs/saving.md describes it.
 //!
-//! A [`PrefixStore`] is a folder or a bucket of such files, found by their texts. A [`PrefixCache`] keeps
-//! prefixes of texts in memory, which caches share.
+//! A [`PrefixStore`] is a folder or a bucket of such files, found by their texts. A [`PrefixCache`] keeps prefixes of
+//! texts in memory, which caches share.
 //!
-//! This crate knows no backend: a cache of one backend can read a file that another backend's cache wrote.
+//! This crate is independent of backends: a cache of one backend can read a file of another backend's cache.
 #![forbid(unsafe_code)]
 
 mod checksum;
@@ -30,28 +30,28 @@ pub use header::{MAX_HEADER, VERSION};
 pub use prefix_cache::{Pin, PrefixCache, PrefixCacheOptions, PrefixCacheReport};
 pub use store::{PrefixStore, MIN_TOKENS};
 
-/// The caller's data next to the contents of a cache.
+/// The caller's data that is saved with the contents of a cache.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Labels<'a> {
-    /// The name with which the caller distinguishes models, such as the [`fingerprint`] of the program. A
-    /// file is loaded with the fingerprint that it was saved with.
+    /// The name by which the caller distinguishes models, such as the [`fingerprint`] of the program. A file can only
+    /// be loaded with the fingerprint with which it was saved.
     pub fingerprint: &'a str,
-    /// Token ids, which are not interpreted: at most 65,536 more than the capacity of the cache.
+    /// Token ids, which are not interpreted: up to 65,536 more than the capacity of the cache.
     pub tokens: &'a [i64],
 }
 
-/// Writes the contents of a cache to a file, under a temporary name first. An older file of this name stays
-/// until the new one is complete and on the disk.
+/// Writes the contents of a cache to a file, first under a temporary name. An older file with this name remains until
+/// the new one is complete and on the disk.
 ///
-/// The cache is unchanged, except that a step that was set aside is rolled back.
+/// The cache does not change, except that a step that was set aside is rolled back.
 ///
 /// # Errors
 /// - [`File`](etkv_core::Status::File) if the file cannot be written, or `path` is a folder, a device, a pipe or a
-///   socket. An older file is as before.
+///   socket. An older file is unchanged.
 /// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for too many token ids.
 /// - [`Step`](etkv_core::Status::Step) while a step is open.
-/// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind or a storage that cannot be saved.
-/// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
+/// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind of cache or a backend that cannot be saved.
+/// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or there is too little memory.
 pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
     let rewindable_to = cache.rewindable_to().ok();
     let fingerprint = model_of(cache, labels.fingerprint);
@@ -62,34 +62,34 @@ pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
     write::save(saving, path, &header, labels.tokens)
 }
 
-/// Replaces the contents of a cache by those of a file, and returns the token ids of the file. Both contents
-/// are in memory until the new ones are complete.
+/// Replaces the contents of a cache by those of a file, and returns the token ids of the file. The old and the new
+/// contents are both in memory until the new ones are complete.
 ///
-/// A file fits if its cache has the same kind, layers and windows. If it also has the same formats in its
-/// config, the cache goes on as the saved one would have. Otherwise float formats are converted to those of
-/// the cache, and other formats are refused.
+/// A file fits if it was saved from a cache of the same kind with the same layers and windows. If the formats in its
+/// config are also the same, the cache continues as the saved one would have. Otherwise float formats are converted
+/// to those of the cache, and other formats are refused.
 ///
 /// # Errors
-/// - [`File`](etkv_core::Status::File) for a file that cannot be read, is damaged, or is of another
-///   version, model or config; and for values that are not finite in a cache whose sequences share cells.
+/// - [`File`](etkv_core::Status::File) if the file cannot be read, is damaged, or has another version, model or
+///   config. In a cache whose sequences share cells, also for values that are not finite.
 /// - [`Capacity`](etkv_core::Status::Capacity) for more token ids than a file of this cache may have.
 /// - [`Step`](etkv_core::Status::Step) while a step is open.
-/// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind or a storage that cannot be loaded.
-/// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
+/// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind of cache or a backend that cannot be loaded.
+/// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or there is too little memory.
 ///
-/// In each case the contents are as before.
+/// After an error the contents are unchanged.
 pub fn load(cache: &mut dyn Cache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
     let fingerprint = model_of(cache, fingerprint);
     let most = max_token_ids(cache);
     read::load(face(cache)?, path, &fingerprint, most)
 }
 
-/// Writes one sequence of a cache with several to a file, as [`save`] does. The file is that of a cache which
-/// holds only this sequence, as sequence 0.
+/// Writes one sequence of a cache with several sequences to a file, as [`save`] does. The file is like that of a
+/// cache that has only this sequence, as sequence 0.
 ///
 /// # Errors
-/// As [`save`], and [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, for a
-/// sequence without positions, and for one that carries candidates.
+/// Errors of [`save`], and [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, and for
+/// a sequence without positions or with candidates.
 pub fn save_sequence(
     cache: &mut dyn Cache,
     sequence: i32,
@@ -105,25 +105,26 @@ pub fn save_sequence(
     write::save(&*saving, path, &header, labels.tokens)
 }
 
-/// Adds the only sequence of a file to a cache with several, under an unused number. Returns the token ids of
-/// the file. Everything is checked before the cache changes, and other sequences stay as they are. The rows
-/// of the sequence are in memory twice until they are complete.
+/// Adds the only sequence of a file to a cache with several sequences, under an unused number. Returns the token ids
+/// of the file. Everything is checked before the cache changes, and other sequences do not change. The rows of the
+/// sequence are in memory twice until they are complete.
 ///
-/// A file fits if [`save_sequence`] or [`save`] wrote it from a cache of any kind with the same layers and
-/// windows, and it has one sequence without candidates. Rows get the cache's current formats: float formats
-/// are converted into each other, and other formats are refused.
+/// A file fits if [`save_sequence`] or [`save`] wrote it from a cache of any kind with the same layers and windows,
+/// and it has one sequence without candidates. Rows get the cache's current formats: float formats are converted into
+/// each other, and other formats are refused.
 ///
 /// # Errors
-/// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, and for a sequence
-///   that holds positions or carries candidates.
+/// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, and for a sequence that
+///   already has positions or candidates.
 /// - [`Capacity`](etkv_core::Status::Capacity) if the sequence does not fit next to the others.
-/// - [`File`](etkv_core::Status::File) for a file that cannot be read, is damaged, or is of another version,
-///   model or config; and for values that are not finite, which other sequences would read.
+/// - [`File`](etkv_core::Status::File) if the file cannot be read, is damaged, or has another version, model or
+///   config. Also for values that are not finite, which other sequences would read.
 /// - [`Step`](etkv_core::Status::Step) while a step is open.
-/// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind of one sequence, or that cannot be loaded.
-/// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
+/// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind with one sequence, and for a kind or a backend that
+///   cannot be loaded.
+/// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or there is too little memory.
 ///
-/// In each case the contents are as before.
+/// After an error the contents are unchanged.
 pub fn load_sequence(
     cache: &mut dyn Cache,
     sequence: i32,
@@ -135,14 +136,14 @@ pub fn load_sequence(
     read::load(&mut *sequence_face(cache, sequence)?, path, &fingerprint, most)
 }
 
-/// Returns the checksum of a header, for tests that make their own files.
+/// Returns the checksum of a header, for tests that create files.
 #[doc(hidden)]
 pub fn checksum(bytes: &[u8]) -> [u8; checksum::BYTES] {
     checksum::of(bytes)
 }
 
-/// Returns the name of the model that wrote the rows of a cache: the fingerprint, and the limits that the
-/// capacity of the cache exceeds, because the program writes other rows above them.
+/// Returns the name of the model that wrote the rows of a cache: the fingerprint, and the limits that the capacity of
+/// the cache exceeds, above which the program writes other rows.
 fn model_of<'a>(cache: &dyn Cache, fingerprint: &'a str) -> Cow<'a, str> {
     match cache.passed_limits() {
         [] => Cow::Borrowed(fingerprint),
@@ -153,7 +154,7 @@ fn model_of<'a>(cache: &dyn Cache, fingerprint: &'a str) -> Cow<'a, str> {
     }
 }
 
-/// The number of token ids that a file may have in addition to those of the cache's positions.
+/// The number of token ids that a file may have in addition to one for each position of the cache.
 const MORE_TOKENS: usize = 1 << 16;
 
 /// Returns the maximum number of token ids that a cache's file may have.

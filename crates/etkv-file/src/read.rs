@@ -1,4 +1,4 @@
-//! Reading a file. Everything is checked before the cache changes, and sizes before memory is allocated.
+//! Reads a file. Everything is checked before the cache changes, and sizes before memory is allocated.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -26,7 +26,7 @@ pub fn load(
     })
 }
 
-/// A file whose header and token ids are read and checked against their checksums. The rows follow.
+/// A file whose header and token ids have been read and verified. Its rows follow.
 pub struct OpenFile {
     pub header: Header,
     pub tokens: Vec<i64>,
@@ -87,7 +87,7 @@ impl OpenFile {
     }
 }
 
-/// The checksums of a file that are not used yet.
+/// The checksums of a file that have not been compared yet.
 struct Checksums(std::vec::IntoIter<Checksum>);
 
 impl Checksums {
@@ -99,7 +99,7 @@ impl Checksums {
     }
 }
 
-/// An open file, and the checksum of the bytes read so far.
+/// An open file, and the checksum of the bytes that have been read.
 struct Source {
     file: Box<dyn ReadSeek>,
     len: u64,
@@ -110,7 +110,7 @@ struct Source {
 pub fn opened(path: &Path) -> Result<(File, u64)> {
     let found = std::fs::metadata(path).map_err(unread)?;
     if !found.is_file() {
-        fail!(File, "it is no file");
+        fail!(File, "it is not a file");
     }
     let file = File::open(path).map_err(unread)?;
     let len = file.metadata().map_err(unread)?.len();
@@ -165,7 +165,7 @@ impl Source {
         Ok(each.filter_map(|sum| sum.try_into().ok()).collect())
     }
 
-    /// Reads `n` token ids. The file has their bytes.
+    /// Reads `n` token ids. The size of the file must have been checked.
     fn tokens(&mut self, n: usize) -> Result<Vec<i64>> {
         let mut tokens = Vec::new();
         if tokens.try_reserve_exact(n).is_err() {

@@ -23,23 +23,23 @@ pub fn header_of(
     Ok(header)
 }
 
-/// Writes a file of this header and these tokens, with the rows of the cache, which has not changed since
-/// the header was made.
+/// Writes a file with this header, these tokens, and the rows of the cache. The cache must not have changed since the
+/// header was created.
 pub fn save(cache: &dyn SaveCache, path: &Path, header: &Header, tokens: &[i64]) -> Result<()> {
     put(path, &mut |file| write(cache, header, tokens, file, path))
 }
 
-/// Writes a file next to `path` under another name, and renames it once it is complete and on the disk.
+/// Writes a file next to `path` under a temporary name, and renames it once it is complete and on the disk.
 pub fn put(path: &Path, write: &mut WriteFile) -> Result<()> {
     let wrong = |error: std::io::Error| unwritten(path, error);
     if std::fs::metadata(path).is_ok_and(|found| !found.is_file()) {
-        return Err(refused(format_args!("cannot write {}: it is no file", path.display())));
+        return Err(refused(format_args!("cannot write {}: it is not a file", path.display())));
     }
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     };
-    // Only the user may read it. It is removed if anything fails.
+    // The file is readable only by the user, and removed if anything fails.
     let mut file = tempfile::Builder::new()
         .prefix(".etkv-")
         .suffix(".part")
@@ -51,7 +51,7 @@ pub fn put(path: &Path, write: &mut WriteFile) -> Result<()> {
     sync_folder(folder).map_err(wrong)
 }
 
-/// Writes the bytes of a file to `file`. Errors name `path`.
+/// Writes the contents of a file to `file`. Errors contain `path`.
 pub fn write(
     cache: &dyn SaveCache,
     header: &Header,
@@ -80,7 +80,7 @@ pub fn write(
     file.write_all(&sums.concat()).map_err(wrong)
 }
 
-/// Returns the bytes of tokens in a file, in chunks.
+/// Returns the bytes of token ids in a file, in chunks.
 pub fn token_bytes(tokens: &[i64]) -> impl Iterator<Item = Vec<u8>> + '_ {
     tokens.chunks(1 << 16).map(|some| some.iter().flat_map(|token| token.to_le_bytes()).collect())
 }
@@ -89,7 +89,7 @@ fn unwritten(path: &Path, error: std::io::Error) -> Error {
     refused(format_args!("cannot write {}: {error}", path.display())).caused_by(error)
 }
 
-/// Makes the new name durable.
+/// Makes a new name in the folder durable.
 #[cfg(unix)]
 fn sync_folder(folder: &Path) -> std::io::Result<()> {
     std::fs::File::open(folder)?.sync_all()

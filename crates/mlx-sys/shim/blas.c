@@ -1,14 +1,15 @@
-/* libetkv_blas: the matrix products of MLX's CPU build, by OpenBLAS.
+/* libetkv_blas: computes the matrix products of MLX's CPU build with OpenBLAS.
  *
  * MLX's wheel for Linux links the reference BLAS, which uses one thread and no
- * vector unit. This library has the same symbols for the products that MLX calls,
- * and a program links it before libmlx, so that its symbols are found first. It
- * passes the calls on to the OpenBLAS that pip installs (scipy-openblas32, whose
- * symbols carry a prefix), or, where there is none, to the one that libmlx was
- * linked to.
+ * vector unit. This library defines the same symbols for the products that MLX
+ * calls, and a program links it before libmlx, so that its symbols are found
+ * first. It passes the calls on to the OpenBLAS that pip installs
+ * (scipy-openblas32, whose symbols have a prefix). If there is none, it passes
+ * them on to the BLAS that libmlx is linked to.
  *
- * ETKV_BLAS=mlx in the environment leaves MLX its own; ETKV_BLAS=FILE names
- * another libscipy_openblas.so. OPENBLAS_NUM_THREADS limits the threads.
+ * With ETKV_BLAS=mlx in the environment MLX's own BLAS is used. ETKV_BLAS=FILE
+ * is the path of another libscipy_openblas.so. OPENBLAS_NUM_THREADS limits the
+ * threads.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -51,9 +52,9 @@ static int use(void* library, const char* prefix) {
   return 1;
 }
 
-/* MLX's BLAS apart from the rest of the process. It calls functions of its own by
- * names such as sgemm_, which ExecuTorch's kernels have too: where a program links
- * these, theirs would be called. */
+/* Loads MLX's BLAS into a separate namespace. It calls its own functions by names
+ * such as sgemm_, which ExecuTorch's kernels also define. In a program that links
+ * these kernels, their functions would be called instead. */
 static void* apart(void* mlx) {
   Dl_info found;
   void* symbol = mlx ? dlsym(mlx, "cblas_sgemm") : NULL;
@@ -66,7 +67,7 @@ static void* apart(void* mlx) {
 static void choose(void) {
   const char* asked = getenv("ETKV_BLAS");
   if (!asked || strcmp(asked, "mlx") != 0) {
-    /* By its name alone it is found along this library's own run path. */
+    /* A name without a folder is looked up in this library's run path. */
     const char* file = asked && *asked ? asked : "libscipy_openblas.so";
     void* openblas = dlopen(file, RTLD_NOW | RTLD_LOCAL);
     if (openblas && use(openblas, "scipy_")) {
@@ -78,13 +79,13 @@ static void choose(void) {
     if (asked && *asked) {
       fprintf(
           stderr,
-          "etkv: ETKV_BLAS is %s, which is no OpenBLAS of the package scipy-openblas32 (%s); "
+          "etkv: ETKV_BLAS is %s, which is not an OpenBLAS of the package scipy-openblas32 (%s); "
           "MLX's own BLAS is used\n",
           asked,
           openblas ? "its products are missing" : dlerror());
     }
   }
-  /* In libmlx and what it was linked to, which this library is not among. */
+  /* Finds symbols in libmlx and its own dependencies, which exclude this library. */
   void* mlx = dlopen("libmlx.so", RTLD_NOW | RTLD_NOLOAD);
   void* own = apart(mlx);
   if (own && use(own, "")) {
@@ -95,7 +96,7 @@ static void choose(void) {
   }
 }
 
-/* Before a product. An MLX without products of its own does not ask for any. */
+/* Called before each product. An MLX without a BLAS does not call any. */
 static void need(void) {
   pthread_once(&once, choose);
   if (!sgemm) {
@@ -104,7 +105,7 @@ static void need(void) {
   }
 }
 
-/* Does nothing. A call of it makes a linker keep this library, and loads no BLAS. */
+/* Does nothing. Calling it makes the linker keep this library, without loading a BLAS. */
 API void etkv_blas_keep(void) {
 }
 

@@ -1,10 +1,8 @@
-// The end of a process that has used a GPU. Some of MLX's static objects may outlive
-// the CUDA driver: they ask it for something once more in their destructors, and throw,
-// so that a process that did all its work ends in an abort
-// (https://github.com/ml-explore/mlx/pull/4480, /4531). Their order is that in which
-// they were made, which is the host's where it has used MLX before. MLX's
-// clear_streams() comes too late in a handler of exit(): what it clears for the thread
-// is destroyed by then.
+// The end of a process that has used a GPU. Some static objects of MLX may outlive the CUDA driver. Their destructors
+// call the driver, fail and throw, so that a process that did all its work is aborted
+// (https://github.com/ml-explore/mlx/pull/4480, /4531). The order of destruction depends on the order of creation,
+// which the host determines if it has used MLX earlier. Calling MLX's clear_streams() in a handler of exit() is too
+// late: the objects of the thread that it clears are already destroyed.
 
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +10,7 @@
 #include <exception>
 #include <iostream>
 
-// Says which C library it is, once one of its headers was read.
+// A header must be included before this check, to define the macro of the C library.
 #if defined(__GLIBC__)
 
 #include <dlfcn.h>
@@ -35,8 +33,7 @@ bool driver_is_gone() {
   return false;
 }
 
-/// Ends the process as it was about to end, where it would abort for a driver that
-/// has nothing left to do.
+/// Ends the process with its own exit status if it would be aborted only because the driver has already shut down.
 [[noreturn]] void on_terminate() {
   if (driver_is_gone()) {
     std::cout.flush();
@@ -56,15 +53,15 @@ void at_exit(int code, void*) {
 
 } // namespace
 
-/// Call it after MLX has made its first stream: what is registered last runs first.
+/// Must be called after MLX has created its first stream, because the handler that is registered last runs first.
 extern "C" __attribute__((visibility("hidden"))) void
 etkv_mlx_end_without_driver() {
-  // exit() calls into this library: it stays.
+  // exit() calls into this library, so the library must stay loaded.
   Dl_info here;
   if (dladdr(reinterpret_cast<void*>(at_exit), &here) != 0) {
     dlopen(here.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
   }
-  // A full table of handlers leaves things as they are.
+  // If the table of handlers is full, nothing changes.
   on_exit(at_exit, nullptr);
 }
 

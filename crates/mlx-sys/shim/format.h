@@ -1,5 +1,5 @@
-// mlx-c formats its error messages with std::format and plain {} fields. Where
-// the standard library is older than that (libstdc++ 12), this supplies it.
+// mlx-c formats its error messages with std::format and plain {} fields. This header supplies std::format for older
+// standard libraries (libstdc++ 12).
 #pragma once
 #ifdef __cplusplus
 #include <version>

@@ -1,5 +1,4 @@
-// The half-precision accessors that mlx-c leaves out where the C compiler has
-// no half types. The values cross as bits.
+// The half-precision accessors that mlx-c omits if the C compiler has no half types. Values are passed as bits.
 #include <cstdint>
 #include <cstring>
 

@@ -1,10 +1,9 @@
-// Small arrays between the memory of the host and that of an NVIDIA GPU.
+// Transfers of small arrays between the memory of the host and that of an NVIDIA GPU.
 //
-// MLX keeps what the host makes in managed memory, whose pages move to the GPU when a
-// kernel reads them first: 80 to 280 us an array on an H200, in every step, for some
-// positions or a mask. Pinned memory is read over the bus, in a microsecond or two. And
-// what the host reads MLX moves to managed memory for good, which allocates anew each
-// time. Here it is copied.
+// MLX keeps arrays of the host in managed memory. When a kernel first reads such an array, its pages move to the GPU,
+// which takes 80 to 280 us an array on an H200, in every step, even for a few positions or a mask. Pinned memory is
+// read over the bus in a microsecond or two. When the host reads an array, MLX moves it to managed memory
+// permanently, with a new allocation each time. This file copies it instead.
 
 #include <cstddef>
 #include <cstdint>
@@ -32,8 +31,8 @@ static_assert(
 
 namespace {
 
-/// What a buffer of MLX for CUDA points to (mlx/backend/cuda/allocator.h, MLX 0.32.2).
-/// The host may read and write memory of device -1.
+/// The object that a buffer of MLX for CUDA points to (mlx/backend/cuda/allocator.h, MLX 0.32.2). The host may read
+/// and write memory of device -1.
 struct CudaBuffer {
   void* data;
   size_t size;
@@ -43,11 +42,11 @@ struct CudaBuffer {
 constexpr size_t kBlock = size_t{1} << 16;
 constexpr size_t kBlocks = 64;
 
-/// The driver, which is there already where MLX runs on a GPU, and a non-blocking stream
-/// of device 0. Its header is not needed to build.
+/// The CUDA driver, which is already loaded if MLX runs on a GPU, and a non-blocking stream of device 0. Its header
+/// is not needed to build.
 class Driver {
  public:
-  /// Returns the driver, or null if it is not there.
+  /// Returns the driver, or null if there is none.
   static Driver* get() {
     static auto* driver = new Driver();
     return driver->ready_ ? driver : nullptr;
@@ -62,7 +61,7 @@ class Driver {
     return done ? memory : nullptr;
   }
 
-  /// Copies computed memory of the device to the host. Returns whether it did.
+  /// Copies computed memory of the device to the host. Returns whether it succeeded.
   bool read(void* to, const void* from, size_t bytes) {
     const auto address = reinterpret_cast<uintptr_t>(from);
     return in_context([&] {
@@ -111,8 +110,8 @@ class Driver {
   int (*wait_)(void*) = nullptr;
 };
 
-/// Pinned memory in blocks, all of it allocated at once, and never freed: MLX may give
-/// back an array after everything else.
+/// Blocks of pinned memory. All are allocated at once and never freed, because MLX may release an array after all
+/// other objects.
 class PinnedBlocks {
  public:
   static PinnedBlocks& get() {
@@ -153,10 +152,10 @@ class PinnedBlocks {
 
 } // namespace
 
-// Hidden: for the Rust beside them, and no part of what libetkv exports.
+// Hidden: used only by the Rust code of this crate, and not exported by libetkv.
 
-/// Makes an array of `bytes` bytes in pinned memory, for MLX's build for CUDA only. `made`
-/// is false, and there is no array, where there is no such memory or no block is free.
+/// Creates an array of `bytes` bytes in pinned memory. For MLX's CUDA build only. If there is no such memory or no
+/// block is free, creates no array and sets `made` to false.
 extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_pinned(
     mlx_array* array,
     bool* made,
@@ -184,7 +183,7 @@ extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_pinned(
     };
     mlx::core::Shape sizes(shape, shape + rank);
     auto kept = std::make_unique<CudaBuffer>(CudaBuffer{block, kBlock, -1});
-    // From here on the array gives it back. Without memory for the array it is lost.
+    // From here on the array releases the block. If creating the array fails, the block is leaked.
     block = nullptr;
     mlx::core::array pinned(
         mlx::core::allocator::Buffer(kept.release()),
@@ -203,9 +202,8 @@ extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_pinned(
   }
 }
 
-/// Stores where the elements of a computed array of MLX for CUDA begin, or 0 if they are not
-/// computed. Kernels of others can use them there until the host reads the array through MLX,
-/// which moves it.
+/// Stores the address of the elements of a computed array of MLX for CUDA, or 0 if they are not computed. Kernels of
+/// other libraries can use this address until the host reads the array through MLX, which moves it.
 extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_address(
     uint64_t* address,
     const mlx_array array) {
@@ -216,7 +214,7 @@ extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_address(
       return 0;
     }
     const auto* buffer = static_cast<const CudaBuffer*>(found.buffer().ptr());
-    // Device 0, or memory that it shares with the host.
+    // Device 0, or memory that device 0 shares with the host.
     if (buffer != nullptr && buffer->data != nullptr && buffer->device <= 0) {
       *address = reinterpret_cast<uint64_t>(buffer->data) +
                  static_cast<uint64_t>(found.offset());
@@ -228,16 +226,15 @@ extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_address(
   }
 }
 
-/// Copies the elements of a computed, row-contiguous array of MLX for CUDA. `done` is
-/// false, and nothing is copied, where the host can read them in place, and where there
-/// is no driver.
+/// Copies the elements of a computed, row-contiguous array of MLX for CUDA. If the host can read them in place, or
+/// there is no driver, copies nothing and sets `done` to false.
 extern "C" __attribute__((visibility("hidden"))) int
 etkv_mlx_array_read(bool* done, void* to, size_t bytes, const mlx_array array) {
   *done = false;
   try {
     auto& found = mlx_array_get_(array);
     const auto* buffer = static_cast<const CudaBuffer*>(found.buffer().ptr());
-    // The stream is one of device 0.
+    // The stream belongs to device 0.
     if (buffer == nullptr || buffer->device != 0 || bytes != found.nbytes()) {
       return 0;
     }

@@ -1,5 +1,5 @@
-// The text of a custom kernel as MLX compiles it, and its name among the files that MLX
-// keeps. MLX looks there for custom kernels too, but never puts one there.
+// The text of a custom kernel as MLX compiles it, and its name in the folder where MLX caches kernels. MLX looks for
+// custom kernels there too, but never writes one.
 
 #if defined(__linux__)
 
@@ -22,11 +22,10 @@ static_assert(
     "compare the state of CustomKernel, and how jit_module.cpp of this MLX "
     "names files");
 
-// Hidden: for the Rust beside it, and no part of what libetkv exports.
+// Hidden: used only by the Rust code of this crate, and not exported by libetkv.
 
-/// Stores the name and the text of the kernel that makes an array which is not computed, and
-/// the number behind the name in the names of its files. They are empty, and the number 0, for
-/// other arrays.
+/// Stores the name and the text of the custom kernel that computes `made`, which must not be computed yet, and the
+/// number after the name in the names of its files. For other arrays the strings are empty and the number is 0.
 extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_kernel_text(
     mlx_string* name,
     mlx_string* text,

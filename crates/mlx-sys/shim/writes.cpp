@@ -1,6 +1,5 @@
-// What a buffer was before the writes to it that MLX has not carried out. mlx-c
-// shows no inputs of an array, and nothing else leads back to a buffer that was
-// given up so that a write could happen in place.
+// Finds the buffer before the writes that MLX has not executed yet. mlx-c does not expose the inputs of an array, and
+// there is no other reference to a buffer that was donated so that a write could happen in place.
 
 #include <cstring>
 #include <exception>
@@ -10,7 +9,7 @@
 #include "mlx/c/private/mlx.h"
 #include "mlx/primitives.h"
 
-// Hidden: for the Rust beside it, and no part of what libetkv exports.
+// Hidden: used only by the Rust code of this crate, and not exported by libetkv.
 extern "C" __attribute__((visibility("hidden"))) int
 etkv_mlx_array_before_writes(
     mlx_array* before,
@@ -26,7 +25,7 @@ etkv_mlx_array_before_writes(
         *found = false;
         return 0;
       }
-      // A copy: the array that it is an input of goes when the variable does.
+      // A copy, because `array` owns its inputs and is assigned next.
       auto target = array.inputs().at(0);
       array = target;
     }

@@ -1,14 +1,14 @@
 //! Raw bindings to mlx-c, linked to the MLX that pip installs.
 //!
-//! A replacement for the published crate of the same name and version, which builds MLX from source and only
-//! on Apple's systems. The workspace substitutes it with `[patch.crates-io]`; `mlx-rs` uses it unchanged.
+//! Replaces the published crate of the same name and version, which builds MLX from source and only on Apple's
+//! systems. The workspace substitutes it with `[patch.crates-io]`; `mlx-rs` uses it unchanged.
 #![allow(non_upper_case_globals, non_camel_case_types, non_snake_case)]
 #![allow(clippy::all)]
 
 include!(concat!(env!("OUT_DIR"), "/bindings.rs"));
 
-/// Half types and their functions: mlx-c declares these only if the C compiler has such types, which on
-/// x86-64 it does not.
+/// Half types and their functions. mlx-c declares them only if the C compiler has such types, which is not the case
+/// on x86-64.
 #[cfg(not(target_arch = "aarch64"))]
 mod half {
     use super::mlx_array;
@@ -36,16 +36,16 @@ mod half {
 pub use half::*;
 
 extern "C" {
-    /// Stores the array that `written` becomes without its pending writes. Returns "not found", and stores
-    /// nothing, if anything but writes is pending.
+    /// Stores the array `written` without its pending writes, and whether that was possible. If anything but writes
+    /// is pending, stores no array.
     pub fn etkv_mlx_array_before_writes(
         before: *mut mlx_array,
         found: *mut bool,
         written: mlx_array,
     ) -> ::std::os::raw::c_int;
 
-    /// Stores an array of `bytes` bytes of host memory that a GPU reads in place. Does nothing for more than
-    /// 64 KiB, or while too many of these arrays exist. For MLX's CUDA build only.
+    /// Stores an array of `bytes` bytes of host memory that a GPU reads in place. Does nothing for more than 64 KiB,
+    /// or while too many of these arrays exist. For MLX's CUDA build only.
     #[cfg(target_os = "linux")]
     pub fn etkv_mlx_array_pinned(
         array: *mut mlx_array,
@@ -67,13 +67,13 @@ extern "C" {
         array: mlx_array,
     ) -> ::std::os::raw::c_int;
 
-    /// Stores the address of an array's first element, or 0 if the elements are not computed. For a view it
-    /// is the view's first element. For MLX's CUDA build only.
+    /// Stores the address of the first element of an array or view, or 0 if its elements are not computed. For MLX's
+    /// CUDA build only.
     #[cfg(target_os = "linux")]
     pub fn etkv_mlx_array_address(address: *mut u64, array: mlx_array) -> ::std::os::raw::c_int;
 
-    /// Stores the name and the text of the custom kernel of an array that is not computed yet, and the number
-    /// after the name in the names of its files. For other arrays they stay empty, and the number is 0.
+    /// Stores the name and the text of the custom kernel of an array that is not computed yet, and the number after
+    /// the name in the names of its files. For other arrays the strings stay empty, and the number is 0.
     #[cfg(target_os = "linux")]
     pub fn etkv_mlx_kernel_text(
         name: *mut mlx_string,
@@ -82,24 +82,23 @@ extern "C" {
         made: mlx_array,
     ) -> ::std::os::raw::c_int;
 
-    /// Does nothing. A call of it keeps libetkv_blas linked.
+    /// Does nothing. Calling it keeps libetkv_blas linked.
     #[cfg(target_os = "linux")]
     pub fn etkv_blas_keep();
 
-    /// The name of the library that multiplies matrices for MLX on the CPU, a string of libetkv_blas. Loads
-    /// that library.
+    /// Loads the library that multiplies matrices for MLX on the CPU. Returns its name, a string of libetkv_blas.
     #[cfg(target_os = "linux")]
     pub fn etkv_blas_name() -> *const ::std::os::raw::c_char;
 
-    /// From now on, if the CUDA driver ends before MLX, the process ends with its own status, where MLX would
-    /// abort it. To be called after the first stream was made.
+    /// If the CUDA driver shuts down before MLX, makes the process end with its own exit status, although MLX would
+    /// abort it. Call it after the first stream is created.
     pub fn etkv_mlx_end_without_driver();
 }
 
-/// The clock that seeds mlx-rs's random state. Apple's kernel has it, others do not.
+/// The clock that seeds mlx-rs's random state. Only Apple's systems have this function.
 ///
-/// Returns nanoseconds since the first call, plus the process's start as Unix
-/// time, so that two processes differ.
+/// Returns nanoseconds since the first call, plus the start of the process as Unix time, so that the values of two
+/// processes differ.
 #[cfg(not(target_vendor = "apple"))]
 #[no_mangle]
 pub extern "C" fn mach_approximate_time() -> u64 {

@@ -1,11 +1,11 @@
-//! Finds the folders of installed Python packages, for build scripts: MLX, ExecuTorch and libclang come from
-//! pip, so that the library and the Python code next to it use the same ones.
+//! Finds the folders of installed Python packages for build scripts. MLX, ExecuTorch and libclang come from pip, so
+//! that the library and the Python code use the same ones.
 
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The Python whose packages a build uses: `ETKV_PYTHON`, else the nearest `.venv/bin/python` in a folder
+/// Returns the Python whose packages a build uses: `ETKV_PYTHON`, else the nearest `.venv/bin/python` in a folder
 /// above the package that is being built, else `python3`.
 pub fn python() -> PathBuf {
     println!("cargo:rerun-if-env-changed=ETKV_PYTHON");
@@ -20,7 +20,7 @@ pub fn python() -> PathBuf {
         .unwrap_or_else(|| "python3".into())
 }
 
-/// The folder of the importable package `name`, or `None` if `python` cannot import it.
+/// Returns the folder of the importable package `name`, or `None` if `python` cannot import it.
 pub fn package(python: &Path, name: &str) -> Option<PathBuf> {
     let script = format!(
         "import importlib.util as u; s = u.find_spec('{name}'); \

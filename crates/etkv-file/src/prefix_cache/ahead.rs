@@ -1,4 +1,4 @@
-//! Reading texts from the store before they are needed, on a separate thread.
+//! Reads texts from the store before they are needed, on a separate thread.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,13 +22,12 @@ const MAX_WAITING: usize = 16;
 /// The maximum number of texts whose results are remembered.
 const MAX_ANSWERS: usize = 64;
 
-/// For this time the store is not asked again for a text that was read ahead. Other processes may store more
-/// of it.
+/// How long the store is not queried again for a text that was read ahead. Other processes may store more of it.
 const ANSWERED_FOR: Duration = Duration::from_secs(60);
 
 /// A text that waits to be read.
 struct Job {
-    /// An empty cache, which is filled and frozen.
+    /// An empty cache, into which the text is read and which is then frozen.
     cache: Box<dyn Cache>,
     group: Group,
     fingerprint: String,
@@ -46,9 +45,9 @@ struct Answer {
 
 /// The result of a waiting text.
 struct ReadCount {
-    /// Tokens that were read.
+    /// The number of tokens that were read.
     n: usize,
-    /// Tokens of the text that memory and the store had together.
+    /// The number of first tokens of the text that memory or the store had.
     n_there: usize,
 }
 
@@ -63,8 +62,8 @@ pub struct ReadQueue {
 }
 
 impl ReadQueue {
-    /// Returns whether memory, with this number of tokens of a text, has all that the store had of it
-    /// recently.
+    /// Returns whether memory, which has the first `in_memory` tokens of a text, has as much of it as the store
+    /// recently had.
     pub fn has(&self, group: &str, tokens: &[i64], in_memory: usize) -> bool {
         self.answered.iter().any(|answer| {
             answer.when.elapsed() < ANSWERED_FOR
@@ -85,7 +84,7 @@ impl ReadQueue {
         self.waiting.iter().any(|(of, text)| of == group && **text == *tokens)
     }
 
-    /// Notes the result of a waiting text.
+    /// Records the result of a waiting text.
     fn end(&mut self, group: Group, tokens: Arc<[i64]>, read: Result<ReadCount>) {
         self.waiting.retain(|(of, text)| !(*of == group && *text == tokens));
         match read {
@@ -103,8 +102,8 @@ impl ReadQueue {
     }
 }
 
-/// A thread that reads texts ahead. It starts with the first text. Dropping it ends the thread, after the
-/// text that is being read.
+/// A thread that reads texts ahead. It starts with the first text. Dropping this ends the thread once the current
+/// text has been read.
 #[derive(Debug)]
 pub struct ReadAhead {
     inner: Arc<Inner>,
@@ -184,7 +183,7 @@ impl Drop for ReadAhead {
         self.ends.store(true, Ordering::Relaxed);
         if let Some(Thread { jobs, handle }) = self.thread.get_mut().take() {
             drop(jobs);
-            // A callback of the memory budget may drop this on the thread itself.
+            // A callback of the memory budget may drop this on the thread itself, which cannot join itself.
             if handle.thread().id() != std::thread::current().id() {
                 // The thread has logged its errors.
                 let _ = handle.join();
@@ -202,7 +201,7 @@ fn work(inner: &Inner, ends: &AtomicBool, waiting: &Receiver<Job>) {
         if let Err(error) = &read {
             warn!(target: TARGET, %error, tokens = tokens.len(), "a text is not read ahead");
         }
-        // The rows belong to the prefix now.
+        // The rows now belong to the prefix.
         drop(cache);
         inner.asked.lock().end(group, tokens, read);
     }
@@ -230,7 +229,7 @@ impl Inner {
         }
         if !self.keep(cache, group, &tokens[..n])? {
             let most = self.max_bytes;
-            let message = format_args!("its {n} tokens take more than max_bytes, {most}");
+            let message = format_args!("its {n} tokens need more than max_bytes, {most}");
             return Err(Error::new(Status::Backend, message));
         }
         debug!(target: TARGET, tokens = n, "a text was read ahead");

@@ -1,4 +1,4 @@
-//! The kept prefixes, how recently they were used, and their sizes.
+//! The prefixes in memory, how recently they were used, and their sizes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use super::PrefixCacheReport;
 use crate::store::index::Group;
 use crate::store::texts::{Entry, Texts};
 
-/// A text that a cache holds.
+/// A text whose rows are in a cache.
 #[derive(Clone, Copy)]
 pub struct CachedText<'a> {
     pub group: &'a Group,
     pub tokens: &'a [i64],
-    /// The lengths that the cache can be rewound to.
+    /// The lengths to which the cache can be rewound.
     pub reach: &'a Reach,
     pub capacity: usize,
 }
@@ -24,33 +24,33 @@ struct CachedPrefix {
     prefix: Prefix,
     group: Group,
     tokens: Arc<[i64]>,
-    /// The number of its last use.
+    /// The value of the counter of uses at its last use.
     used: u64,
     pins: usize,
 }
 
 /// The prefixes of a prefix cache.
 ///
-/// Calls that remove prefixes return them: dropping one may wait for a backend, so the caller must do it
-/// without a lock.
+/// Calls that remove prefixes return them. The caller must drop them without a lock, because dropping one may wait
+/// for a backend.
 #[derive(Debug, Default)]
 pub struct KeptPrefixes {
     groups: HashMap<Group, Texts<u64>>,
     held: HashMap<u64, CachedPrefix>,
-    /// Bytes of a piece, and the number of prefixes that have it.
+    /// For each piece, its bytes and the number of prefixes that contain it.
     pieces: HashMap<usize, (u64, usize)>,
     bytes: u64,
-    /// The number of uses so far.
+    /// The counter of uses.
     now: u64,
-    /// The number of the prefix that was added last.
+    /// The number of the last prefix that was added.
     last: u64,
     asked: u64,
     found: [u64; 2],
 }
 
 impl KeptPrefixes {
-    /// Returns the prefixes that have the longest common beginning with a text: its length, their numbers,
-    /// and handles.
+    /// Returns the prefixes that share the most first tokens with a text: the number of shared tokens, the prefix's
+    /// number, and a handle.
     pub fn matches(
         &self,
         group: &str,
@@ -67,12 +67,12 @@ impl KeptPrefixes {
         found.filter_map(of).collect()
     }
 
-    /// Returns the length of the longest beginning that a prefix has in common with a text.
+    /// Returns the maximum number of first tokens that a prefix shares with a text.
     pub fn common(&self, group: &str, tokens: &[i64], capacity: usize) -> usize {
         self.groups.get(group).map_or(0, |texts| texts.common(tokens, capacity))
     }
 
-    /// Notes that a prefix is used, if it is still there.
+    /// Records a use of a prefix, if it still exists.
     pub fn touch(&mut self, number: u64) {
         self.now += 1;
         if let Some(held) = self.held.get_mut(&number) {
@@ -80,7 +80,7 @@ impl KeptPrefixes {
         }
     }
 
-    /// Adds to the number of requested tokens, and of those found in memory and in the store.
+    /// Counts tokens of a lookup: those of the text, and those found in memory and in the store.
     pub fn count(&mut self, asked: usize, found: [usize; 2]) {
         self.asked = self.asked.saturating_add(asked as u64);
         for (all, n) in self.found.iter_mut().zip(found) {
@@ -88,28 +88,28 @@ impl KeptPrefixes {
         }
     }
 
-    /// Returns a prefix that can replace one of this text in every use.
+    /// Returns a prefix that can replace a prefix of this text in every use.
     fn covering(&self, text: CachedText) -> Option<u64> {
         let texts = self.groups.get(text.group)?;
         let entry = texts.covering(text.tokens, text.reach, text.capacity)?;
         Some(entry.what)
     }
 
-    /// Returns whether a prefix can replace one of this text in every use. This counts as a use of it.
+    /// Returns whether a prefix can replace a prefix of this text in every use. This counts as a use.
     pub fn has(&mut self, group: &Group, tokens: &[i64], reach: &Reach, capacity: usize) -> bool {
         let found = self.covering(CachedText { group, tokens, reach, capacity });
         found.inspect(|&number| self.touch(number)).is_some()
     }
 
-    /// Adds a prefix. Removes those that it makes unnecessary and those that were used least recently.
-    /// Returns whether memory then has the text, and the removed prefixes.
+    /// Adds a prefix. Removes the prefixes that it replaces, and the least recently used ones until all fit. Returns
+    /// whether memory then has the text, and the removed prefixes.
     pub fn insert(
         &mut self,
         text: CachedText,
         prefix: Prefix,
         max_bytes: u64,
     ) -> (bool, Vec<Prefix>) {
-        // Another thread may have added it first.
+        // Another thread may have added the text first.
         if self.covering(text).is_some() {
             return (true, vec![prefix]);
         }
@@ -124,7 +124,7 @@ impl KeptPrefixes {
         let covered: Vec<u64> =
             texts.covered(tokens, reach).iter().map(|entry| entry.what).collect();
         let same = texts.get(tokens).map(|entry| entry.what);
-        // A prefix of the same text is replaced. Its number and its pins stay, as pins refer to the number.
+        // A prefix of the same text is replaced. Its number and its pins remain, because pins refer to the number.
         let pins = same.and_then(|number| self.held.get(&number)).map_or(0, |held| held.pins);
         let number = same.unwrap_or(self.last + 1);
         self.last = self.last.max(number);
@@ -147,12 +147,14 @@ impl KeptPrefixes {
         (self.held.contains_key(&number), gone)
     }
 
-    /// Removes prefixes that are not pinned until the others fit. The newest goes last.
+    /// Removes prefixes that are not pinned, the least recently used first, until the others fit. The newest is
+    /// removed last.
     pub fn make_room(&mut self, max_bytes: u64, newest: Option<u64>) -> Vec<Prefix> {
         let mut gone = Vec::new();
         while self.bytes > max_bytes {
             let unpinned = self.held.iter().filter(|(_, held)| held.pins == 0);
-            // Removing a prefix whose rows all lie in others too would free nothing, so the longest go first.
+            // Removing a prefix whose rows are all part of others frees nothing, so such prefixes go after the longer
+            // ones.
             let last = |(&number, held): &(&u64, &CachedPrefix)| {
                 (Some(number) == newest, self.alone(&held.prefix) == 0, held.used)
             };
@@ -169,8 +171,8 @@ impl KeptPrefixes {
         unpinned.into_iter().filter_map(|number| self.remove(number)).collect()
     }
 
-    /// Removes prefixes that nothing else holds or pins, those that were used least recently first, until the
-    /// removed ones have `bytes` bytes that no other prefix has; at least one, if there is one.
+    /// Removes prefixes that are neither in use nor pinned, the least recently used first, until at least `bytes`
+    /// bytes are freed. Removes at least one, if there is one.
     pub fn take_idle(&mut self, bytes: u64) -> Vec<Prefix> {
         let of = |(&number, held): (&u64, &CachedPrefix)| {
             (held.pins == 0 && held.prefix.is_idle()).then_some((held.used, number))
@@ -189,7 +191,7 @@ impl KeptPrefixes {
         taken
     }
 
-    /// Pins a prefix that can replace one of all `tokens`. Returns its number, or `None` if there is none.
+    /// Pins a prefix that can replace a prefix of all `tokens`. Returns its number, or `None` if there is none.
     pub fn pin(&mut self, group: &Group, tokens: &[i64], capacity: usize) -> Option<u64> {
         let rewindable_to = i32::try_from(tokens.len()).unwrap_or(i32::MAX);
         let reach = &Reach { rewindable_to, checkpoints: Vec::new() };
@@ -246,7 +248,7 @@ impl KeptPrefixes {
         }
     }
 
-    /// Returns the bytes that no other prefix here has.
+    /// Returns the bytes of a prefix that no other prefix here shares.
     fn alone(&self, prefix: &Prefix) -> u64 {
         let is_alone = |piece: &&Piece| {
             self.pieces.get(&piece.id()).is_some_and(|(_, prefixes)| *prefixes == 1)

@@ -16,30 +16,30 @@ use crate::store::index::{group_with, Group};
 use crate::store::{check_fingerprint, mark_parting, text_length, MAX_TRIED, TARGET};
 use crate::{capacity_of, model_of, Labels, PrefixStore};
 
-/// Prefixes of texts that caches of this process share: what one cache has read of a text is kept as a
-/// [`Prefix`], and an empty cache whose text begins alike attaches to it, without a copy.
+/// Prefixes of texts that caches of this process share. After a cache has read a text, its rows are kept as a
+/// [`Prefix`]. An empty cache whose text begins with the same tokens attaches to the prefix, without a copy.
 ///
-/// A prefix serves caches of the same backend, layers and formats with the same fingerprint, up to the length
-/// that both texts have in common. Layers with windows can be rewound only a little, so their prefixes serve
-/// texts that differ near their end, in caches of the same capacity and `max_step_tokens`. Each kind accepts
-/// the prefixes of every other, as [`ShareCache::attach`](etkv_core::ShareCache::attach) says.
+/// A prefix is used by caches with the same backend, layers, formats and fingerprint, up to the length that both
+/// texts have in common. Layers with windows can be rewound only a little, so their prefixes are used for texts that
+/// differ near their end, in caches of the same capacity and `max_step_tokens`. Each kind accepts the prefixes of all
+/// others; see [`ShareCache::attach`](etkv_core::ShareCache::attach).
 ///
-/// Any number of threads may use it. A clone of the handle is the same prefix cache; the prefixes are dropped
-/// with the last one. A cache that is attached keeps its rows.
+/// It can be used from several threads. A clone is a handle of the same prefix cache; the prefixes are dropped with
+/// the last handle. A cache that is attached keeps its rows.
 #[derive(Debug, Clone)]
 pub struct PrefixCache {
     inner: Arc<Inner>,
-    /// The last handle ends its thread.
+    /// The thread ends when the last handle is dropped.
     ahead: Arc<ReadAhead>,
 }
 
-/// The limits of a [`PrefixCache`], and the store that it reads from.
+/// The limits of a [`PrefixCache`], and the store from which it reads.
 #[derive(Debug, Clone, Default)]
 pub struct PrefixCacheOptions {
-    /// The maximum number of bytes of rows that prefixes keep in memory, or no limit. Those that were used least
-    /// recently are removed first. Pinned ones stay, even above the limit.
+    /// The maximum number of bytes of the rows of prefixes in memory, or no limit. The least recently used prefixes
+    /// are removed first. Pinned ones stay, even above the limit.
     pub max_bytes: Option<u64>,
-    /// A store that is asked for what memory lacks, and that all kept texts are written to.
+    /// A store in which texts that are not in memory are looked up, and to which all kept texts are written.
     pub store: Option<Arc<PrefixStore>>,
 }
 
@@ -49,23 +49,23 @@ pub struct PrefixCacheOptions {
 pub struct PrefixCacheReport {
     /// The number of prefixes in memory.
     pub prefixes: usize,
-    /// Bytes of their rows. Rows that several have in common count once.
+    /// The bytes of their rows. Rows that several prefixes share count once.
     pub bytes: u64,
-    /// Prefixes that are pinned.
+    /// The number of pinned prefixes.
     pub pinned: usize,
-    /// Tokens of all texts passed to `attach`.
+    /// The number of tokens of all texts passed to `attach`.
     pub tokens_asked: u64,
-    /// Those of the tokens that were found in memory.
+    /// The number of these tokens that were found in memory.
     pub tokens_in_memory: u64,
-    /// Those of the tokens that were loaded from the store.
+    /// The number of these tokens that were loaded from the store.
     pub tokens_in_store: u64,
-    /// Texts that wait to be [read ahead](PrefixCache::prefetch), including the one that is being read.
+    /// The number of texts that wait to be [read ahead](PrefixCache::prefetch), including the one that is being read.
     pub ahead_waiting: usize,
-    /// Texts that were read ahead into memory, at least in part.
+    /// The number of texts that were read ahead into memory, at least in part.
     pub ahead_read: u64,
-    /// Their tokens.
+    /// The number of their tokens that were read.
     pub tokens_ahead: u64,
-    /// Texts that could not be read ahead. The log has the reasons.
+    /// The number of texts that could not be read ahead. The log has the reasons.
     pub ahead_failed: u64,
 }
 
@@ -73,13 +73,13 @@ pub struct PrefixCacheReport {
 struct Inner {
     max_bytes: u64,
     store: Option<Arc<PrefixStore>>,
-    /// No prefix is dropped while this is locked: a drop may wait for a backend.
+    /// No prefix may be dropped while this is locked, because a drop may wait for a backend.
     kept: Mutex<KeptPrefixes>,
     /// The texts to read ahead, and the results.
     asked: Mutex<ReadQueue>,
 }
 
-/// Keeps a prefix in memory until this is dropped.
+/// Pins a prefix, which stays in memory until this is dropped.
 #[derive(Debug)]
 #[must_use = "the prefix is pinned for as long as this lives"]
 pub struct Pin {
@@ -98,7 +98,8 @@ impl Drop for Pin {
 }
 
 impl PrefixCache {
-    /// Returns an empty prefix cache. A full memory budget [reclaims](Self::reclaim) from it.
+    /// Returns an empty prefix cache. If the memory budget is full, it [reclaims](Self::reclaim) memory from this
+    /// cache.
     pub fn new(options: PrefixCacheOptions) -> Self {
         let PrefixCacheOptions { max_bytes, store } = options;
         let max_bytes = max_bytes.unwrap_or(u64::MAX);
@@ -110,18 +111,18 @@ impl PrefixCache {
         Self { inner, ahead }
     }
 
-    /// Attaches an empty cache to the longest kept prefix of a text. Returns how many of the text's tokens
-    /// the cache then holds. The host runs the rest. The model computes logits only for tokens that run, so
-    /// the host passes the text without its last token.
+    /// Attaches an empty cache to the longest prefix of a text that is kept. Returns the number of the text's tokens
+    /// that the cache then has. The host runs the rest. The model computes logits only for tokens that run, so the
+    /// host should pass the text without its last token.
     ///
-    /// If the store has a longer prefix, the cache loads it, and shares it in memory from then on. If the
-    /// store fails, it is skipped, with a warning in the log.
+    /// If the store has a longer prefix, it is loaded into the cache, and kept in memory from then on. If the store
+    /// fails, it is skipped, with a warning in the log.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache is not empty.
-    /// - [`Unsupported`](Status::Unsupported) for a kind that shares no memory.
+    /// - [`Unsupported`](Status::Unsupported) for a kind that cannot share memory.
     /// - [`Step`](Status::Step) while a step is open.
-    /// - [`Backend`](Status::Backend) if the cache is poisoned or memory is lacking.
+    /// - [`Backend`](Status::Backend) if the cache is poisoned or there is too little memory.
     pub fn attach(
         &self,
         cache: &mut dyn Cache,
@@ -139,8 +140,8 @@ impl PrefixCache {
         let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), MAX_TRIED);
         let in_memory = found.first().map_or(0, |(n, ..)| *n);
         let mut counted = [0, 0];
-        // This was read ahead recently: the store has no more than memory. The store is asked without the
-        // lock, because `prefetch` would wait for it.
+        // The text was read ahead recently: the store has no more of it than memory. Otherwise the store is queried
+        // without holding the lock, because `prefetch` would wait for the lock.
         let was_read = self.inner.asked.lock().has(&group, tokens, in_memory);
         let in_store = match was_read {
             true => 0,
@@ -152,8 +153,7 @@ impl PrefixCache {
             counted[1] = n;
         }
         if n > 0 {
-            // The loaded text is shared in memory from now on. If that is not possible, the cache holds it
-            // anyway.
+            // The loaded text is kept in memory from now on. If this fails, the cache still has the text.
             if let Err(error) = self.inner.keep(cache, &group, &tokens[..n]) {
                 debug!(target: TARGET, %error, "a loaded text is not shared");
             }
@@ -168,20 +168,19 @@ impl PrefixCache {
         Ok(n)
     }
 
-    /// Keeps the contents of a cache, which are those of the text `tokens`. The cache itself goes on from
-    /// them. Returns whether memory then has the text. It does not if the text takes more than the allowed
-    /// bytes, or the cache was converted explicitly. Removes texts that are a prefix of this one, if it can
-    /// replace them in every use.
+    /// Keeps the contents of a cache, whose text is `tokens`. The cache itself continues from them. Returns whether
+    /// memory then has the text. It does not if the text needs more than the allowed bytes, or the cache was
+    /// converted explicitly. Removes texts that are prefixes of this one, if it can replace them in every use.
     ///
-    /// A store gets the text too: **the file has what users wrote**. If the store fails, it is skipped, with
-    /// a warning in the log.
+    /// The text is also written to the store, if there is one: **the file contains the users' text**. If the store
+    /// fails, it is skipped, with a warning in the log.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, for no tokens, and if the
-    ///   cache does not hold exactly the positions of all tokens, in sequence 0 only and without candidates.
-    /// - Those of [`ShareCache::freeze`](etkv_core::ShareCache::freeze).
+    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint or no tokens. Also if the cache does
+    ///   not have exactly the positions of all tokens, in sequence 0 only and without candidates.
+    /// - Errors of [`ShareCache::freeze`](etkv_core::ShareCache::freeze).
     ///
-    /// In each case the cache is as before.
+    /// After an error the cache is unchanged.
     pub fn keep(&self, cache: &mut dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<bool> {
         let group = group_of(fingerprint, cache)?;
         let length = text_length(cache)?;
@@ -193,7 +192,7 @@ impl PrefixCache {
             );
         }
         let kept = match self.inner.keep(cache, &group, tokens) {
-            // The text can still be stored.
+            // The text can still be written to the store.
             Err(error) if error.status() == Status::Unsupported && self.inner.store.is_some() => {
                 debug!(target: TARGET, %error, "a text is in the store alone");
                 false
@@ -208,12 +207,12 @@ impl PrefixCache {
         Ok(kept)
     }
 
-    /// Returns how many of the first tokens of a text an empty cache like this one could get from memory or
-    /// the store.
+    /// Returns how many of the first tokens of a text an empty cache with the config of `cache` could get from memory
+    /// or the store.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint.
-    /// - [`Unsupported`](Status::Unsupported) for a kind that shares no memory.
+    /// - [`Unsupported`](Status::Unsupported) for a kind that cannot share memory.
     pub fn n_kept(
         &self,
         cache: &mut dyn Cache,
@@ -225,22 +224,21 @@ impl PrefixCache {
         Ok(in_memory.max(self.inner.in_store(cache, fingerprint, tokens, in_memory)))
     }
 
-    /// Reads the longest prefix of a text that the store has into memory, on a thread of this prefix cache,
-    /// so that a later [`attach`](Self::attach) of a cache like this one finds it there. Does not wait, and
-    /// asks neither the folder nor the network. Returns whether the text was queued. It is not if memory has
-    /// all of it, if there is no store, if too many texts wait, or if the cache [cannot
-    /// make](Cache::make_empty) one like it.
+    /// Reads the longest prefix of a text in the store into memory, on a thread of this prefix cache, for a later
+    /// [`attach`](Self::attach) of a cache with the config of `cache`. Does not wait, and accesses neither the folder
+    /// nor the network. Returns whether the text was queued. It is not queued if memory has all of it, there is no
+    /// store, too many texts wait, or the cache [cannot create](Cache::make_empty) another one.
     ///
-    /// The result is a prefix like others: it counts for `max_bytes` and the memory budget, and is removed
-    /// when it was used least recently. Texts that cannot be read, including for lack of memory, are counted
-    /// in the [report](Self::report). After a text was read, `attach` does not ask the store for it again for
-    /// a minute, as long as memory has it.
+    /// The result is a prefix like others: it counts for `max_bytes` and the memory budget, and may be removed as the
+    /// least recently used. Texts that cannot be read, for example because there is too little memory, are counted in
+    /// the [report](Self::report). After a text was read, `attach` does not query the store for it for a minute, as
+    /// long as memory has it.
     ///
-    /// Dropping the last handle of the prefix cache waits for the text that is being read.
+    /// Dropping the last handle of the prefix cache waits until the current text has been read.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint.
-    /// - [`Unsupported`](Status::Unsupported) for a kind that shares no memory.
+    /// - [`Unsupported`](Status::Unsupported) for a kind that cannot share memory.
     /// - [`Backend`](Status::Backend) if the thread cannot be started.
     pub fn prefetch(
         &self,
@@ -257,12 +255,12 @@ impl PrefixCache {
         self.ahead.read(empty, group, fingerprint, tokens, in_memory)
     }
 
-    /// Pins a prefix that holds a complete text, for caches like this one: nothing removes it from memory
-    /// while the pin lives.
+    /// Pins a prefix with a complete text, for caches with the config of `cache`: it stays in memory as long as the
+    /// pin lives.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if no prefix has the text.
-    /// - [`Unsupported`](Status::Unsupported) for a kind that shares no memory.
+    /// - [`Unsupported`](Status::Unsupported) for a kind that cannot share memory.
     pub fn pin(&self, cache: &mut dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<Pin> {
         let group = group_of(fingerprint, cache)?;
         match self.inner.kept.lock().pin(&group, tokens, capacity_of(cache)) {
@@ -275,18 +273,18 @@ impl PrefixCache {
         }
     }
 
-    /// Frees prefixes that are not pinned and that no cache reads, those that were used least recently first,
-    /// until `bytes` bytes are free. Returns the number of freed bytes.
+    /// Frees prefixes that are not pinned and that no cache uses, the least recently used first, until `bytes` bytes
+    /// are free. Returns the number of freed bytes.
     ///
-    /// May wait until no other thread uses a backend. The caller must hold no lock that such a thread may
-    /// want.
+    /// May wait until no other thread uses a backend. The caller must not hold a lock for which such a thread may
+    /// wait.
     pub fn reclaim(&self, bytes: u64) -> u64 {
         self.inner.reclaim(bytes)
     }
 
     /// Drops all prefixes that are not pinned. The files of the store stay.
     pub fn clear(&self) {
-        // Dropped without the lock: it takes long, and other calls should not wait for it.
+        // Dropped without the lock, because it takes long and other calls need the lock.
         let gone = self.inner.kept.lock().clear();
         drop(gone);
     }
@@ -298,7 +296,7 @@ impl PrefixCache {
         report
     }
 
-    /// Returns the store that it reads from, if there is one.
+    /// Returns the store from which it reads, if there is one.
     pub fn store(&self) -> Option<&Arc<PrefixStore>> {
         self.inner.store.as_ref()
     }
@@ -313,7 +311,7 @@ impl PrefixCache {
                     self.inner.kept.lock().touch(number);
                     return Ok(n);
                 }
-                // For example, cells in an order that a contiguous cache cannot have.
+                // For example, a contiguous cache cannot use cells in another order.
                 Err(error) if error.status() == Status::InvalidArgument => {
                     debug!(target: TARGET, %error, "a prefix does not fit");
                 }
@@ -331,7 +329,8 @@ impl Inner {
         found.first().map_or(0, |(n, ..)| *n)
     }
 
-    /// Returns the length of the prefix in the store, which is asked if it can be longer than that in memory.
+    /// Returns the length of the prefix in the store. The store is queried only if it may have a longer one than
+    /// memory.
     fn in_store(
         &self,
         cache: &dyn Cache,
@@ -348,7 +347,7 @@ impl Inner {
         })
     }
 
-    /// Loads the text from the store. If that loads nothing, the cache is empty.
+    /// Loads the text from the store. If nothing was loaded, the cache is empty.
     fn load(&self, cache: &mut dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<usize> {
         let Some(store) = &self.store else { return Ok(0) };
         match store.load(cache, fingerprint, tokens) {
@@ -361,13 +360,13 @@ impl Inner {
         }
     }
 
-    /// Freezes a cache that holds a text, unless memory already has it.
+    /// Freezes a cache with a text, unless memory already has the text.
     fn keep(&self, cache: &mut dyn Cache, group: &Group, tokens: &[i64]) -> Result<bool> {
         let length = cache.length();
         if cache.formats() != cache.config().formats_at(length) {
             return Ok(false);
         }
-        // A text shorter than `quantized_kv_start` has other formats.
+        // A text shorter than `quantized_kv_start` has other formats, so a prefix of this one cannot replace it.
         let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
         let mut reach = cache.reach()?;
         reach.rewindable_to = reach.rewindable_to.max(converted_at.unwrap_or_default());
@@ -398,7 +397,7 @@ impl Reclaim for Inner {
             if idle.is_empty() {
                 break;
             }
-            // Several prefixes may have the same piece.
+            // Several prefixes may share a piece.
             let mut pieces: Vec<Piece> =
                 idle.iter().flat_map(|prefix| prefix.pieces().to_vec()).collect();
             drop(idle);
@@ -412,7 +411,7 @@ impl Reclaim for Inner {
     }
 }
 
-/// Returns the group of a cache's texts. Kinds share their contents, backends do not.
+/// Returns the group of a cache's texts. All kinds of a backend share their contents.
 fn group_of(fingerprint: &str, cache: &mut dyn Cache) -> Result<Group> {
     check_fingerprint(fingerprint)?;
     let backend = match cache.sharing() {

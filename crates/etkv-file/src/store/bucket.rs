@@ -29,17 +29,17 @@ use crate::checksum;
 use crate::header::refused;
 use crate::io::{ReadSeek, WriteFile};
 
-/// The time of an object's last use cannot be set. A second, empty object records it: it is written again
-/// when a file is used.
+/// The suffix of empty objects that record uses: the time of an object's last use cannot be set, so a second object
+/// is written again when the file is used.
 const USED: &str = ".used";
 
-/// The minimum time between two records of a use: a request for each use would be wasteful.
+/// The minimum time between two records of a use, because each record is a request.
 const NOTED_EVERY: Duration = Duration::from_secs(60);
 
-/// A bucket that failed is not asked again for this time: each request would make the host wait.
+/// How long a bucket that failed is not accessed: each request would make the host wait.
 const PASSED_BY: Duration = Duration::from_secs(30);
 
-/// Objects that are opened at once.
+/// The number of objects that are opened at once.
 const AT_ONCE: usize = 8;
 
 /// A bucket's objects below a prefix.
@@ -48,13 +48,13 @@ pub struct Bucket {
     noted_every: Duration,
 }
 
-/// The parts of a bucket that open objects need.
+/// The parts of a bucket that open objects use.
 struct BucketClient {
     store: Arc<dyn ObjectStore>,
     prefix: Path,
-    /// `None` while it is dropped.
+    /// `None` only during the drop.
     runtime: Option<Runtime>,
-    /// When a request failed last, and why.
+    /// The time and the reason of the last failed request.
     failed: Mutex<Option<(Instant, String)>>,
 }
 
@@ -62,11 +62,11 @@ impl Bucket {
     /// Opens an address, such as `s3://bucket/prefix`. Credentials and endpoint come from the environment.
     pub fn open(address: &str) -> Result<Self> {
         let wrong = |error: &dyn Display| refused(format_args!("cannot open {address}: {error}"));
-        // TLS uses the provider that the process chose, or this one.
+        // TLS uses the provider that the process has installed, or else this one.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let url = url::Url::parse(address).map_err(|error| wrong(&error))?;
         let (scheme, prefix) = ObjectStoreScheme::parse(&url).map_err(|error| wrong(&error))?;
-        // The host waits for the result: a text that takes longer than this is computed by the model instead.
+        // The host waits for the result. If loading a text takes longer than this, the model computes it instead.
         let retry = RetryConfig {
             max_retries: 3,
             retry_timeout: Duration::from_secs(15),
@@ -97,7 +97,7 @@ impl Bucket {
 
     /// Opens the objects of a bucket below a prefix.
     pub fn new(store: Arc<dyn ObjectStore>, prefix: Path) -> Result<Self> {
-        // Connections live on its thread, even between calls.
+        // Connections live on this runtime's thread, even between calls.
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("etkv-bucket")
@@ -139,7 +139,7 @@ impl Bucket {
         Ok((files, uses))
     }
 
-    /// Removes the records of uses of files that are gone. Checks that the bucket answers.
+    /// Removes records of uses of files that no longer exist. Checks that the bucket can be accessed.
     fn tidy(&self) -> Result<()> {
         let (files, uses) = self.all()?;
         let names: HashSet<&str> = files.iter().map(|file| file.name.as_str()).collect();
@@ -175,7 +175,7 @@ impl BucketClient {
             let ago = when.elapsed();
             if ago < PASSED_BY {
                 return Err(io::Error::other(format!(
-                    "not asked: it failed {} s ago, and is asked again after {} s: {why}",
+                    "not accessed: it failed {} s ago, and is accessed again after {} s: {why}",
                     ago.as_secs(),
                     PASSED_BY.as_secs()
                 )));
@@ -192,7 +192,7 @@ impl BucketClient {
         done.map_err(io::Error::from)
     }
 
-    /// Waits for work on the runtime. A thread of another runtime must not block, so a new thread waits.
+    /// Waits for work on the runtime. A thread of another runtime must not block, so a new thread waits for it.
     fn block_on<T: Send>(&self, work: impl Future<Output = T> + Send) -> io::Result<T> {
         let ended = || io::Error::other("the request ended without an answer");
         let Some(runtime) = &self.runtime else { return Err(ended()) };
@@ -206,7 +206,7 @@ impl BucketClient {
 
 impl Drop for BucketClient {
     fn drop(&mut self) {
-        // A thread of another runtime must not wait for its end.
+        // A thread of another runtime must not wait for this one to shut down.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -313,11 +313,11 @@ mod tests {
         bucket.noted_every = Duration::ZERO;
         touch(&bucket, &one);
         assert_eq!(names(&bucket), [two.clone(), one.clone()]);
-        // It does not count as bytes of a file, and is removed with it.
+        // The record does not count for the bytes of files, and is removed with its file.
         assert_eq!(bucket.files().unwrap().iter().map(|file| file.bytes).sum::<u64>(), 6);
         bucket.remove(&one);
         assert!(bucket.all().unwrap().1.is_empty());
-        // A record that another process left is removed when the bucket is opened.
+        // Opening a bucket removes a record that another process left without its file.
         touch(&bucket, &two);
         bucket.delete(&two);
         assert_eq!(bucket.all().unwrap().1.len(), 1);
@@ -344,14 +344,14 @@ mod tests {
         for (at, n) in [(0, 8), (39_999_990, 10), (8, 300_000), (300_008, 39_699_992), (5, 5)] {
             check(at, n);
         }
-        // In steps that are prefetched and that are not, and at the end.
+        // Reads in steps that are prefetched, in steps that are not, and at the end.
         for at in (0..39_000_000).step_by(3_000_001) {
             check(at, 1_000_000);
         }
         assert_eq!(file.seek(SeekFrom::End(0)).unwrap(), len);
         assert_eq!(file.read(&mut [0; 4]).unwrap(), 0);
         assert!(file.seek(SeekFrom::Current(-50_000_000)).is_err());
-        // Another object of the same name is not read further.
+        // Reading stops if another object replaces this one.
         put(&bucket, &name, &bytes[1..]);
         file.seek(SeekFrom::Start(20_000_000)).unwrap();
         assert!(file.read_exact(&mut [0; 4]).is_err());
@@ -373,7 +373,7 @@ mod tests {
         }
     }
 
-    /// For example, a server that waits for its own requests.
+    /// For example, a server that handles its own requests.
     #[test]
     fn a_thread_of_another_runtime_may_call() {
         let other = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();

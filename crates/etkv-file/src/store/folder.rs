@@ -14,7 +14,7 @@ use crate::header::refused;
 use crate::io::{ReadSeek, WriteFile};
 use crate::{read, write};
 
-/// How long writing a file may take.
+/// The maximum time for writing a file. Older incomplete files are removed.
 const WRITTEN_WITHIN: Duration = Duration::from_secs(3600);
 
 #[derive(Debug)]
@@ -63,7 +63,7 @@ impl Folder {
         Ok(files)
     }
 
-    /// Removes files that were never completed.
+    /// Removes incomplete files that are no longer being written.
     fn tidy(&self) -> Result<()> {
         let now = SystemTime::now();
         for file in self.all(|name| name.starts_with(".etkv-") && name.ends_with(".part"))? {
@@ -90,7 +90,7 @@ impl StorePlace for Folder {
         write::put(&self.file(name), write)
     }
 
-    /// The next process reads this as the time of the file's last change.
+    /// Sets the modification time, which the next process reads as the time of the last use.
     fn touch(&self, file: &StoredFile) {
         let touched = File::options()
             .append(true)

@@ -1,4 +1,4 @@
-//! The texts of the files of a folder.
+//! The index of the texts of a store's files.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use super::place::StoredFile;
 use super::texts::{Entry, Texts};
 use crate::header::Header;
 
-/// The properties that the texts of one group share: the model's fingerprint, and the kind, layers and
-/// formats of the cache, as JSON. With windows or chunks also the settings that their slots depend on.
+/// The properties that the texts of one group share, as JSON: the model's fingerprint, and the kind, layers and
+/// formats of the cache. For layers with windows or chunks, also the settings that determine their slots.
 pub type Group = String;
 
 /// Returns the group of a cache's texts.
@@ -19,7 +19,7 @@ pub fn group_of(fingerprint: &str, cache: &dyn Cache) -> Result<Group> {
     group_with(fingerprint, cache.kind(), cache)
 }
 
-/// Returns the group of texts for caches that share contents if they share `kind`.
+/// Returns the group of texts of a cache, whose contents are shared by all caches with the same `kind`.
 pub fn group_with(fingerprint: &str, kind: &str, cache: &dyn Cache) -> Result<Group> {
     let config = cache.config();
     let layers: Vec<SavedLayer> = config.layers.iter().map(SavedLayer::from).collect();
@@ -47,7 +47,7 @@ fn group(
 ) -> Result<Group> {
     let drops = |layer: &SavedLayer| layer.window.is_some() || layer.chunk.is_some();
     let sizes = layers.iter().any(drops).then_some(sizes);
-    // Absent without recurrent layers, so that names of files stay.
+    // Omitted if there are no recurrent layers, so that names of older files stay valid.
     let recurrent = (!recurrent.0.is_empty()).then_some(recurrent);
     let of_text = (fingerprint, kind, layers, formats, sizes);
     match recurrent {
@@ -57,37 +57,38 @@ fn group(
     .map_err(|error| Error::new(Status::Internal, error))
 }
 
-/// A file whose text has a common beginning with another text.
+/// A file whose text begins with the same tokens as another text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Match {
-    /// Its name in the store.
+    /// The name in the store.
     pub name: String,
-    /// The length of the common beginning, which its cache can be rewound to.
+    /// The number of first tokens that both texts share and to which the file's cache can be rewound.
     pub n_tokens: usize,
 }
 
-/// The texts of a folder's files.
+/// The texts of a store's files.
 #[derive(Debug, Default)]
 pub struct Index {
-    /// File names by text.
+    /// The names of files, by text.
     groups: HashMap<Group, Texts<String>>,
     /// The files by their names.
     files: HashMap<String, IndexedFile>,
-    /// Files whose texts are longer than a capacity: the identity of each, and the capacity.
+    /// Files whose texts are longer than the capacity with which they were read: the identity of each, and that
+    /// capacity.
     longer: HashMap<String, (u64, usize)>,
 }
 
 /// A file that was read.
 #[derive(Debug)]
 struct IndexedFile {
-    /// A number that differs for another file of the same name.
+    /// A number that differs if another file has the same name.
     identity: u64,
-    /// The group and the text, or `None` if it cannot be used.
+    /// The group and the text, or `None` if the file cannot be used.
     place: Option<(Group, Arc<[i64]>)>,
 }
 
 impl Index {
-    /// Returns whether this file was read, or is known to have a text longer than a capacity.
+    /// Returns whether this file has been read, or its text is known to be longer than `capacity`.
     pub fn knows(&self, file: &StoredFile, capacity: usize) -> bool {
         let is_longer =
             |&(identity, than): &(u64, usize)| identity == file.identity && than >= capacity;
@@ -95,12 +96,12 @@ impl Index {
             || self.longer.get(&file.name).is_some_and(is_longer)
     }
 
-    /// Notes that the text of a file is longer than a capacity.
+    /// Records that the text of a file is longer than `capacity`.
     pub fn is_longer(&mut self, file: &StoredFile, capacity: usize) {
         self.longer.insert(file.name.clone(), (file.identity, capacity));
     }
 
-    /// Adds a file with its beginning, or marks it as unusable.
+    /// Adds a file with its header and token ids, or marks it as unusable.
     pub fn add(&mut self, file: &StoredFile, beginning: Option<(&Header, Vec<i64>)>) -> Result<()> {
         let StoredFile { name, identity, .. } = file;
         self.remove(name);
@@ -112,7 +113,7 @@ impl Index {
                 rewindable_to: header.rewindable_to.unwrap_or(all),
                 checkpoints: header.snapshot.checkpoints(),
             };
-            // Shorter texts have other formats.
+            // Texts shorter than `quantized_kv_start` have other formats.
             let start = header.snapshot.storage.quantized_kv_start;
             let converted_at = start.filter(|&start| start <= all).unwrap_or_default();
             reach.checkpoints.retain(|&kept| kept >= converted_at);
@@ -126,7 +127,7 @@ impl Index {
         Ok(())
     }
 
-    /// Notes that a file cannot be used, until another file has its name.
+    /// Records that a file cannot be used, until another file has its name.
     pub fn give_up(&mut self, name: &str) {
         if let Some(identity) = self.files.get(name).map(|known| known.identity) {
             self.remove(name);
@@ -148,15 +149,15 @@ impl Index {
         }
     }
 
-    /// Forgets the files that are gone.
+    /// Removes the files for which `is_there` is false.
     pub fn keep(&mut self, is_there: impl Fn(&str) -> bool) {
         self.longer.retain(|name, _| is_there(name));
         let gone: Vec<String> = self.files.keys().filter(|name| !is_there(name)).cloned().collect();
         gone.iter().for_each(|name| self.remove(name));
     }
 
-    /// Returns the files whose caches have at least `least` tokens in common with a text and hold at most
-    /// `capacity` in all, those that serve the most of it first; at most `most`.
+    /// Returns at most `most` files whose caches have at most `capacity` positions and share at least `least` first
+    /// tokens with a text. Those that share most come first.
     pub fn matches<'a>(
         &'a self,
         group: &str,
@@ -173,12 +174,12 @@ impl Index {
             .map(|(n_tokens, entry)| Match { name: entry.what.clone(), n_tokens })
     }
 
-    /// Returns the length of the longest beginning that a text here has in common with another.
+    /// Returns the maximum number of first tokens that a text here shares with another text.
     pub fn common(&self, group: &str, tokens: &[i64], capacity: usize) -> usize {
         self.groups.get(group).map_or(0, |texts| texts.common(tokens, capacity))
     }
 
-    /// Returns a file that can replace one of this text in every use, including caches of `capacity`.
+    /// Returns a file that can replace a file of this text in every use, including by caches of `capacity`.
     pub fn covering(
         &self,
         group: &str,
@@ -247,7 +248,7 @@ mod tests {
         header
     }
 
-    /// A text of a few tokens. Many of the texts begin alike.
+    /// Returns a text of a few tokens. Many of these texts begin with the same tokens.
     fn text(state: &mut u64) -> Vec<i64> {
         let mut next = |below: u64| {
             *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_041);

@@ -1,7 +1,7 @@
-//! A folder or a bucket of files with keys and values, found by their texts.
+//! A folder or a bucket of files with the contents of caches, found by their texts.
 //!
-//! Any number of processes may use it. A file appears under its name when it is complete, and never changes.
-//! Each call looks at the current files.
+//! Several processes may use it. A file appears under its name when it is complete, and never changes. Each call
+//! lists the current files.
 
 #[cfg(feature = "buckets")]
 mod bucket;
@@ -33,19 +33,19 @@ pub(crate) const TARGET: &str = "etkv::file";
 /// The maximum number of files that are tried for a text.
 pub(crate) const MAX_TRIED: usize = 8;
 
-/// The minimum number of tokens to store, and to read a file for.
+/// The minimum number of tokens for which a file is written or read.
 pub const MIN_TOKENS: usize = 32;
 
-/// The part of a file before its rows.
+/// The part of a file before its rows: the header and the token ids.
 type Beginning = (Header, Vec<i64>);
 
-/// Prefixes of texts that outlive the process: what a cache has read of a text is stored in a folder or a
-/// bucket, and a cache whose text begins alike loads it.
+/// Prefixes of texts that outlive the process. After a cache has read a text, its contents are stored in a folder or
+/// a bucket. A cache whose text begins with the same tokens loads them.
 ///
-/// A file holds a whole cache of one sequence. A cache of the same kind, layers and formats, and with the
-/// same fingerprint of the model, can load it. It is then rewound to the length that both texts have in
-/// common. Layers with windows can be rewound only a little, so their files serve texts that differ near
-/// their end, in caches of the same capacity and `max_step_tokens`.
+/// A file contains a whole cache of one sequence. A cache with the same kind, layers, formats and fingerprint of the
+/// model can load it. It is then rewound to the length that both texts have in common. Layers with windows can be
+/// rewound only a little, so their files are used for texts that differ near their end, in caches of the same
+/// capacity and `max_step_tokens`.
 #[derive(Debug)]
 pub struct PrefixStore {
     /// The folder, or the address of the bucket.
@@ -56,18 +56,18 @@ pub struct PrefixStore {
 }
 
 impl PrefixStore {
-    /// Opens a folder. Creates it for the user only if it does not exist. Removes incomplete files that a
-    /// killed process left an hour ago or earlier.
+    /// Opens a folder. If it does not exist, creates it with access for the user only. Removes incomplete files of
+    /// killed processes that are an hour old or older.
     ///
-    /// With the feature `buckets`, an address such as `s3://bucket/prefix` opens a bucket. Its credentials
-    /// and endpoint come from the environment, as `from_env` of the crate `object_store` reads them. The word
-    /// folder then means the objects whose names begin with the prefix and a slash.
+    /// With the feature `buckets`, an address such as `s3://bucket/prefix` opens a bucket. Its credentials and
+    /// endpoint come from the environment, as read by `from_env` of the crate `object_store`. "Folder" then means the
+    /// objects whose names begin with the prefix and a slash.
     ///
-    /// Files take at most `max_bytes`: [`save`](Self::save) removes those that were used least recently.
-    /// While a new file is written it takes space in addition.
+    /// Files have at most `max_bytes` bytes in all: [`save`](Self::save) removes the least recently used ones. While
+    /// a new file is written it needs additional space.
     ///
     /// # Errors
-    /// [`File`](Status::File) if the folder cannot be made or read. [`Unsupported`](Status::Unsupported) for an
+    /// [`File`](Status::File) if the folder cannot be created or read. [`Unsupported`](Status::Unsupported) for an
     /// address without the feature `buckets`.
     pub fn open(folder: &Path, max_bytes: u64) -> Result<Self> {
         if let Some(address) = folder.to_str().filter(|path| is_address(path)) {
@@ -91,8 +91,8 @@ impl PrefixStore {
         );
     }
 
-    /// Opens a bucket through the crate `object_store`: the objects whose names begin with `prefix` and a
-    /// slash, or all objects if it is empty.
+    /// Opens a bucket of the crate `object_store`: the objects whose names begin with `prefix` and a slash, or all
+    /// objects if `prefix` is empty.
     ///
     /// # Errors
     /// [`File`](Status::File) if the objects cannot be listed.
@@ -124,15 +124,15 @@ impl PrefixStore {
         Ok((found.len(), found.iter().map(|file| file.bytes).sum()))
     }
 
-    /// Stores the contents of a cache, which are those of the text `labels.tokens`. Returns whether a file
-    /// was written. No file is written if the text is shorter than [`MIN_TOKENS`], is already in the folder,
-    /// or takes more bytes than the folder may have; nor if the cache was converted explicitly. Removes files
-    /// whose texts are a prefix of this one, if it can replace them in every use.
+    /// Stores the contents of a cache, whose text is `labels.tokens`. Returns whether a file was written. No file is
+    /// written if the text is shorter than [`MIN_TOKENS`], is already in the folder, or needs more bytes than the
+    /// folder may have, or if the cache was converted explicitly. Removes files whose texts are prefixes of this one,
+    /// if it can replace them in every use.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache does not
-    ///   hold exactly the positions of all tokens, in sequence 0 only and without candidates.
-    /// - Those of [`save`](crate::save).
+    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache does not have
+    ///   exactly the positions of all tokens, in sequence 0 only and without candidates.
+    /// - Errors of [`save`](crate::save).
     pub fn save(&self, cache: &mut dyn Cache, labels: Labels) -> Result<bool> {
         let tokens = labels.tokens;
         check_fingerprint(labels.fingerprint)?;
@@ -150,7 +150,7 @@ impl PrefixStore {
         if tokens.len() < MIN_TOKENS || cache.formats() != formats {
             return Ok(false);
         }
-        // A text shorter than `quantized_kv_start` has other formats.
+        // A text shorter than `quantized_kv_start` has other formats, so this file cannot replace its file.
         let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
         let mut reach = cache.reach()?;
         reach.rewindable_to = reach.rewindable_to.max(converted_at.unwrap_or_default());
@@ -174,7 +174,7 @@ impl PrefixStore {
         let path = self.path.join(&name);
         self.place
             .put(&name, bytes, &mut |file| write::write(saving, &header, tokens, file, &path))?;
-        // The new file is read from the folder like other files.
+        // Adds the new file to the index, like other files.
         self.refresh(capacity)?;
         let covered = self.index.lock().covered(&group, tokens, &reach);
         for name in &covered {
@@ -185,7 +185,7 @@ impl PrefixStore {
         Ok(true)
     }
 
-    /// Returns how many of the first tokens of a text a cache like this one could load.
+    /// Returns how many of the first tokens of a text a cache with the config of `cache` could load.
     ///
     /// # Errors
     /// [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and [`File`](Status::File) if
@@ -196,19 +196,19 @@ impl PrefixStore {
         Ok(matches.first().map_or(0, |found| found.n_tokens))
     }
 
-    /// Loads the longest prefix of a text that the folder has. Returns how many of the text's tokens the
-    /// cache then holds: 0, or at least [`MIN_TOKENS`]. The host runs the rest. The model computes logits
-    /// only for tokens that run, so the host passes the text without its last token.
+    /// Loads the longest prefix of a text that is in the folder. Returns the number of the text's tokens that the
+    /// cache then has: 0, or at least [`MIN_TOKENS`]. The host runs the rest. The model computes logits only for
+    /// tokens that run, so the host should pass the text without its last token.
     ///
-    /// A file that is damaged, does not fit, or has disappeared, is skipped.
+    /// Files that are damaged, do not fit or have disappeared are skipped.
     ///
     /// # Errors
     /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache is not
     ///   empty.
     /// - [`File`](Status::File) if the folder cannot be read.
     /// - [`Step`](Status::Step) while a step is open.
-    /// - [`Unsupported`](Status::Unsupported) for a kind or a storage that cannot be loaded.
-    /// - [`Backend`](Status::Backend) if the cache is poisoned or memory is lacking.
+    /// - [`Unsupported`](Status::Unsupported) for a kind of cache or a backend that cannot be loaded.
+    /// - [`Backend`](Status::Backend) if the cache is poisoned or there is too little memory.
     pub fn load(&self, cache: &mut dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<usize> {
         if cache.length() > 0 {
             fail!(
@@ -233,7 +233,7 @@ impl PrefixStore {
                 Ok(false) => debug!(target: TARGET, file = name, "a stored text does not fit"),
                 Err(error) if error.status() == Status::File => {
                     warn!(target: TARGET, %error, file = name, "a stored text is skipped");
-                    // The system may fail in another way next time.
+                    // An error of the system may not recur, so the file stays usable.
                     if error.source().is_none() {
                         self.index.lock().give_up(&name);
                     }
@@ -245,8 +245,8 @@ impl PrefixStore {
         Ok(0)
     }
 
-    /// Loads a text, and rewinds the cache to `tokens`. Returns `false` for a file that does not fit. Then,
-    /// and after an error, the cache is empty.
+    /// Loads a text, and rewinds the cache to `tokens`. Returns `false` for a file that does not fit. The cache is
+    /// empty in this case and after an error.
     fn load_file(
         &self,
         cache: &mut dyn Cache,
@@ -271,12 +271,12 @@ impl PrefixStore {
             && cache.formats() == cache.config().formats_at(n);
         if !rewound {
             cache.clear(false)?;
-            fail!(File, "the file {name} does not hold the text that it names");
+            fail!(File, "the file {name} does not contain the text of its name");
         }
         Ok(true)
     }
 
-    /// Returns all files, and some that hold prefixes of a text, the longest first.
+    /// Returns all files, and the best ones for a text: those with the longest common prefix come first.
     fn matches(
         &self,
         cache: &dyn Cache,
@@ -300,8 +300,8 @@ impl PrefixStore {
         }
     }
 
-    /// Reads the beginnings of new files, and forgets those that are gone. Returns all files. Texts longer
-    /// than this capacity are left for a larger cache.
+    /// Reads the headers and token ids of new files, and removes from the index files that no longer exist. Returns
+    /// all files. Texts longer than `capacity` are skipped, and read when a larger cache needs them.
     fn refresh(&self, capacity: usize) -> Result<Vec<StoredFile>> {
         let found = self.place.files()?;
         let names: HashSet<&str> = found.iter().map(|file| file.name.as_str()).collect();
@@ -309,7 +309,7 @@ impl PrefixStore {
         index.keep(|name| names.contains(name));
         let new: Vec<&StoredFile> =
             found.iter().filter(|file| !index.knows(file, capacity)).collect();
-        // Other threads may search while this one reads. They may read the same files.
+        // Other threads may search meanwhile. They may also read the same files.
         drop(index);
         let read = self.beginnings(&new, capacity);
         let mut index = self.index.lock();
@@ -317,7 +317,7 @@ impl PrefixStore {
             match beginning {
                 Ok((header, tokens)) => index.add(file, Some((&header, tokens)))?,
                 Err(error) if error.status() == Status::Capacity => index.is_longer(file, capacity),
-                // The system may fail in another way next time.
+                // An error of the system may not recur, so the file is read again next time.
                 Err(error) if error.status() != Status::File || error.source().is_some() => {
                     debug!(target: TARGET, %error, file = file.name, "a stored text was not read");
                 }
@@ -331,8 +331,8 @@ impl PrefixStore {
         Ok(found)
     }
 
-    /// Returns the beginnings of files, several read at once if the place allows it. Texts of more tokens
-    /// than `capacity` are not read.
+    /// Returns the headers and token ids of files. Reads several at once if the place supports it. Texts of more
+    /// tokens than `capacity` are not read.
     fn beginnings(&self, files: &[&StoredFile], capacity: usize) -> Vec<Result<Beginning>> {
         let read = |file: &StoredFile| {
             let (source, bytes) = self.place.open(&file.name)?;
@@ -360,7 +360,7 @@ impl PrefixStore {
         all.into_iter().map(|(_, beginning)| beginning).collect()
     }
 
-    /// Removes files, those that were used least recently first, until the rest fits. Keeps the newest.
+    /// Removes files, the least recently used first, until the rest fits. Keeps the newest.
     fn make_room(&self, newest: &str) -> Result<()> {
         let mut files = self.place.files()?;
         files.sort_unstable_by_key(|file| (file.name == newest, file.used));
@@ -377,8 +377,8 @@ impl PrefixStore {
     }
 }
 
-/// Marks where a text parts from one that is kept, if the cache could not go on there from the kept one: the next
-/// text that parts there can.
+/// Marks the position at which a text diverges from a stored one, unless the cache could be rewound to that position.
+/// The next text that diverges there can then continue from it.
 pub(crate) fn mark_parting(cache: &mut dyn Cache, held: usize, common: usize) {
     if common <= held || cache.config().recurrent_layers.is_empty() {
         return;
@@ -388,7 +388,7 @@ pub(crate) fn mark_parting(cache: &mut dyn Cache, held: usize, common: usize) {
     }
 }
 
-/// Returns how many positions of one text the cache holds. The text is sequence 0 from position 0 on.
+/// Returns the number of positions of the cache's text, which must be sequence 0 from position 0 on.
 pub(crate) fn text_length(cache: &dyn Cache) -> Result<i32> {
     let length = cache.next_position()?;
     let others = cache.sequences().map(|all| all.live_sequences()).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The place of a store's files: the interface between the index and a folder or a bucket.
+//! The interface between a store's index and its files in a folder or a bucket.
 
 use std::fmt::Debug;
 use std::time::SystemTime;
@@ -19,23 +19,23 @@ pub struct StoredFile {
     pub bytes: u64,
     /// The time of its last use.
     pub used: SystemTime,
-    /// A number that differs for another file of the same name.
+    /// A number that differs if another file has the same name.
     pub identity: u64,
 }
 
-/// A place where complete files appear under names, never change, and may disappear at any time.
+/// Storage in which complete files appear under names, never change, and may disappear at any time.
 pub trait StorePlace: Debug + Send + Sync {
-    /// Returns the stored files, without those that others are writing or have removed.
+    /// Returns the complete files.
     ///
     /// # Errors
-    /// [`File`](etkv_core::Status::File), here and below.
+    /// [`File`](etkv_core::Status::File), as in the functions below.
     fn files(&self) -> Result<Vec<StoredFile>>;
 
     /// Opens a file. Returns it with its size in bytes.
     fn open(&self, name: &str) -> Result<(Box<dyn ReadSeek>, u64)>;
 
-    /// Writes a file of `bytes` bytes, which gets its name once it is complete. If `write` fails, no file is
-    /// created, and an older one of this name stays.
+    /// Writes a file of `bytes` bytes, which gets its name once it is complete. If `write` fails, no file is created,
+    /// and an older file of this name remains.
     fn put(&self, name: &str, bytes: u64, write: &mut WriteFile) -> Result<()>;
 
     /// Records a use of a file.
@@ -44,7 +44,7 @@ pub trait StorePlace: Debug + Send + Sync {
     /// Removes a file. Another process may have removed it first.
     fn remove(&self, name: &str);
 
-    /// Returns how many files are opened at once: more than one if each takes the time of a request.
+    /// Returns how many files should be opened at once. More than one is useful if opening a file is a request.
     fn at_once(&self) -> usize {
         1
     }

@@ -1,4 +1,4 @@
-//! Texts in the order of their tokens, so that the texts with the longest common beginning are neighbours.
+//! Texts in the order of their tokens. The texts that share the most first tokens with a text are its neighbours.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -7,18 +7,18 @@ use std::sync::Arc;
 
 use etkv_core::Reach;
 
-/// The entry of a text, and the caches that it serves.
+/// The entry of a text, and the caches that can use it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry<T> {
-    /// The entry: a file's name, or a number.
+    /// The name of a file, or the number of a prefix.
     pub what: T,
-    /// The lengths that its cache can be rewound to.
+    /// The lengths to which its cache can be rewound.
     pub reach: Reach,
     /// The capacity of the cache that read the text.
     pub capacity: usize,
 }
 
-/// Texts of one group, each once.
+/// The distinct texts of one group.
 #[derive(Debug)]
 pub struct Texts<T>(BTreeMap<Arc<[i64]>, Entry<T>>);
 
@@ -33,7 +33,7 @@ impl<T> Texts<T> {
         self.0.is_empty()
     }
 
-    /// Adds a text. Replaces the same text.
+    /// Adds a text, or replaces the entry of the same text.
     pub fn insert(&mut self, tokens: Arc<[i64]>, entry: Entry<T>) {
         self.0.insert(tokens, entry);
     }
@@ -46,9 +46,9 @@ impl<T> Texts<T> {
         self.0.remove(tokens);
     }
 
-    /// Returns at most `most` texts of at most `capacity` tokens that have at least `least` in common with
-    /// another, with the length up to which each can serve it: the greatest that its cache can be rewound to,
-    /// within the common beginning. The greatest comes first.
+    /// Returns at most `most` texts of at most `capacity` tokens that share at least `least` first tokens with
+    /// `tokens`. Each comes with the number of tokens for which it can be used: the greatest length, within the
+    /// shared tokens, to which its cache can be rewound. The greatest comes first.
     pub fn matches<'a>(
         &'a self,
         tokens: &'a [i64],
@@ -63,7 +63,7 @@ impl<T> Texts<T> {
         let least = least.max(1);
         let mut best: Vec<(usize, &Entry<T>)> = Vec::new();
         for (n, text, entry) in merged(counted(before, tokens), counted(after, tokens)) {
-            // What follows has no more in common.
+            // The following texts do not share more.
             let full = best.len() == most && best.last().is_none_or(|(served, _)| *served >= n);
             if n < least || full {
                 break;
@@ -78,8 +78,8 @@ impl<T> Texts<T> {
         best.into_iter()
     }
 
-    /// Returns the length of the longest beginning that a text here, of at most `capacity` tokens, has in common
-    /// with another, whether its cache can be rewound there or not.
+    /// Returns the maximum number of first tokens that a text here, of at most `capacity` tokens, shares with
+    /// `tokens`, even if its cache cannot be rewound there.
     pub fn common(&self, tokens: &[i64], capacity: usize) -> usize {
         let up_to: (Bound<&[i64]>, _) = (Bound::Unbounded, Bound::Included(tokens));
         let later: (_, Bound<&[i64]>) = (Bound::Excluded(tokens), Bound::Unbounded);
@@ -90,7 +90,7 @@ impl<T> Texts<T> {
         neighbours.map(|(text, _)| shared(text, tokens)).max().unwrap_or(0)
     }
 
-    /// Returns an entry that can replace this text in every use, including caches of `capacity`.
+    /// Returns an entry that can replace this text in every use, including by caches of `capacity`.
     pub fn covering(&self, tokens: &[i64], reach: &Reach, capacity: usize) -> Option<&Entry<T>> {
         let from: (Bound<&[i64]>, _) = (Bound::Included(tokens), Bound::Unbounded);
         self.0
@@ -104,13 +104,13 @@ impl<T> Texts<T> {
     pub fn covered(&self, tokens: &[i64], reach: &Reach) -> Vec<&Entry<T>> {
         let mut covered = Vec::new();
         let mut bound = Bound::Excluded(tokens);
-        // Prefixes of a text come before it, the longest first.
+        // The prefixes of a text come before it. Backwards, the longest is first.
         while let Some((text, entry)) =
             self.0.range::<[i64], _>((Bound::Unbounded, bound)).next_back()
         {
             let n = shared(text, tokens);
             bound = if n < text.len() {
-                // A text that differs: prefixes longer than the common beginning would come after it.
+                // This text is not a prefix. Prefixes that come before it have at most the shared tokens.
                 Bound::Included(&tokens[..n])
             } else {
                 if covers(reach, &entry.reach, text) && tokens.len() <= entry.capacity {
@@ -152,18 +152,18 @@ fn merged<'a, T: 'a>(
     })
 }
 
-/// Returns the length up to which a text of `len` tokens can serve one that has `n` in common with it.
+/// Returns the greatest usable length of a text of `len` tokens for a text with which it shares `n` tokens.
 fn below(reach: &Reach, n: usize, len: usize) -> usize {
     let [n, len] = [n, len].map(|n| i32::try_from(n).unwrap_or(i32::MAX));
     usize::try_from(reach.below(n, len)).unwrap_or_default()
 }
 
-/// Returns whether a longer text serves whatever a shorter one serves.
+/// Returns whether a longer text can be used wherever a shorter one can.
 fn covers(longer: &Reach, shorter: &Reach, text: &[i64]) -> bool {
     longer.covers(shorter, i32::try_from(text.len()).unwrap_or(i32::MAX))
 }
 
-/// Returns the length of the common beginning of two texts.
+/// Returns the number of first tokens that two texts share.
 fn shared(a: &[i64], b: &[i64]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }

@@ -11,16 +11,17 @@ use tokio::task::JoinHandle;
 
 use super::BucketClient;
 
-/// The bytes of the first request for an object. In most objects they contain the header and the token ids.
+/// The number of bytes of the first request for an object. In most objects these contain the header and the token
+/// ids.
 const FIRST: u64 = 256 << 10;
 
 /// The maximum number of bytes of a request.
 const MAX: u64 = 8 << 20;
 
-/// The number of prefetch requests under way.
+/// The number of concurrent prefetch requests.
 const AHEAD: usize = 3;
 
-/// Bytes of an object, from an offset on.
+/// Bytes of an object, starting at an offset.
 #[derive(Default)]
 struct Part {
     begins: u64,
@@ -42,10 +43,10 @@ impl Part {
 pub struct Object {
     shared: Arc<BucketClient>,
     at: Path,
-    /// The version that was opened. Another version of the same name is refused.
+    /// The version of the object that was opened. Another version with the same name is refused.
     version: Option<String>,
     len: u64,
-    /// Its beginning, which is read twice: the token ids come after the checksums.
+    /// The start of the object, which is read twice, because the checksums are read before the token ids.
     head: Part,
     part: Part,
     ahead: VecDeque<(Range<u64>, Fetch)>,

@@ -1,4 +1,4 @@
-//! An object that is written: at once if it is small, else in parts, which the bucket shows when all are
+//! Writes an object: a small one in a single request, others in parts. It becomes visible when all parts are
 //! complete.
 
 use std::io::{self, Write};
@@ -9,13 +9,13 @@ use tracing::debug;
 
 use super::{BucketClient, TARGET};
 
-/// The bytes of a part of an upload, unless that would make too many parts.
+/// The number of bytes of a part of an upload, unless that would give too many parts.
 const PART: u64 = 8 << 20;
 
-/// The number of parts of an upload that are sent at the same time, each from its own memory.
+/// The number of parts of an upload that are sent at the same time. Each needs separate memory.
 const PARTS_AT_ONCE: usize = 3;
 
-/// S3 allows 10,000 parts of an upload at most.
+/// The maximum number of parts. S3 allows 10,000.
 const MAX_PARTS: u64 = 9_000;
 
 pub struct Upload<'a> {
@@ -33,7 +33,7 @@ impl<'a> Upload<'a> {
         Self { shared, at, part, pending: Vec::new(), parts: None }
     }
 
-    /// Sends the pending bytes, once fewer parts are under way.
+    /// Sends the pending bytes once fewer parts are in flight.
     fn send(&mut self) -> io::Result<()> {
         let (store, part) = (&self.shared.store, self.part);
         let mut parts = match self.parts.take() {
@@ -69,13 +69,13 @@ impl<'a> Upload<'a> {
             }
         }
         match self.parts.take() {
-            // A failing part aborts the upload.
+            // A failed part aborts the upload.
             Some(parts) => self.shared.wait(parts.finish()).map(drop),
             None => Ok(()),
         }
     }
 
-    /// Removes the parts.
+    /// Aborts the upload and removes its parts.
     pub fn abort(mut self) {
         if let Some(parts) = self.parts.take() {
             if let Err(error) = self.shared.wait(parts.abort()) {
