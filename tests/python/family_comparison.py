@@ -64,11 +64,24 @@ class TransformersLogits:
             self._known[text] = reference.logits(self._model, text)
         return self._known[text]
 
-    def check_unchanged(self) -> None:
-        """Raise an ``AssertionError`` if the model computes other logits than it did first."""
-        assert np.array_equal(self._known[_text()], reference.logits(self._model, _text())), (
-            "the export changed the model"
-        )
+    def effect(self, distance: int) -> float:
+        """Return the largest change of logits if the token ``distance`` or more tokens before is another.
+
+        It is a part of the spread of logits.
+        """
+        text, at = list(_text()), _PROMPT - 12
+        text[at] += 1
+        return float(np.abs(self.of(tuple(text)) - self.of(_text()))[at + distance :].max() / self.spread)
+
+    def check(self) -> None:
+        """Raise an ``AssertionError`` if the model has changed, or has nearly the same logits after any text.
+
+        Equal logits would then say nothing.
+        """
+        again = reference.logits(self._model, _text())
+        assert np.array_equal(self._known[_text()], again), "the export changed the model"
+        effect = self.effect(1)
+        assert effect > 100 * TOLERANCE, f"a token before changes logits by {effect:.2g} of their spread"
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def _outcome(family: str, backend: str, scratch: Path) -> Outcome:
         found = family_comparison.runs(program)
     except EtkvError as error:
         return Outcome("does not run", str(error))
-    expected.check_unchanged()
+    expected.check()
     wrong = family_comparison.difference(found, expected)
     if wrong:
         return Outcome("wrong", wrong)
@@ -133,9 +133,12 @@ def _write(config, folder: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            if name.endswith("dt_bias"):
+                # States decay slowly. Otherwise many models forget a token within ten tokens.
+                parameter.sub_(4)
     model.save_pretrained(folder)
     tiny_models.tokenizer().save_pretrained(folder)
 

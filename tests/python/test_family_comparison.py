@@ -6,11 +6,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 import etkv.export
 import family_comparison
 import family_sweep
 import reference
+import tiny_families
 from family_comparison import TOLERANCE, Rows, TransformersLogits
 
 KINDS = (
@@ -52,7 +54,7 @@ def last(found: list[Rows], what: str) -> Rows:
 def test_a_program_equals_its_model(found, expected):
     assert tuple(dict.fromkeys(rows.what for rows in found)) == KINDS
     assert family_comparison.difference(found, expected) == ""
-    expected.check_unchanged()
+    expected.check()
 
 
 @pytest.mark.parametrize("what", KINDS)
@@ -82,6 +84,31 @@ def test_another_greedy_id_is_found(found, expected):
     wrong = dataclasses.replace(chosen[-1], greedy=chosen[-1].greedy + 1)
     said = family_comparison.difference([*found[:at], wrong, *found[at + 1 :]], expected)
     assert said.startswith(f"a greedy id is {wrong.greedy}, not {wrong.greedy - 1}, whose logit is ")
+
+
+def test_a_model_that_has_changed_is_found(llama):
+    model = reference.load_hf(llama.hf)
+    expected = TransformersLogits(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    with pytest.raises(AssertionError, match="the export changed the model"):
+        expected.check()
+
+
+def test_logits_that_depend_on_one_token_are_found(llama):
+    model = reference.load_hf(llama.hf)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    with pytest.raises(AssertionError, match="a token before changes logits by 0 of their spread"):
+        TransformersLogits(model).check()
+
+
+@pytest.mark.parametrize("family", ["bamba", "mamba2", "opt", "qwen3_5_text", "qwen3_next"])
+def test_a_token_has_an_effect_ten_tokens_later(family, tmp_path):
+    """Beyond what convolutions read. A state that decays at once would hide a wrong anchor."""
+    family_sweep._write(tiny_families.config(family), tmp_path)
+    assert TransformersLogits(family_sweep._eager(tmp_path)).effect(10) > 100 * TOLERANCE
 
 
 def test_the_program_of_another_model_is_a_wrong_outcome(llama, tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ _SIZES: dict[int | float, tuple[str, ...]] = {
     100: ("encoder_hash_byte_group_vocab",),
     1000: ("ngram_vocab_size_base",),
     # Random weights this large keep the logits of different tokens apart.
-    0.2: ("initializer_range",),
+    0.2: ("initializer_range", "init_std"),
 }
 """A small size -> the entries of configurations that get it, if they have a number."""
 
