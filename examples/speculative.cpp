@@ -1,5 +1,5 @@
 // etkv_speculative: a draft proposes a tree of tokens, and the model verifies
-// it in one forward. The answer is the model's own.
+// it in one forward. The answer is the same as without a draft.
 
 #include <memory>
 #include <string>
@@ -97,7 +97,7 @@ int main(int argc, char** argv) {
       "--temperature",
       "T",
       "draw ids at random, with the logits divided by this;\n"
-      "0, the default, takes the greatest",
+      "0, the default, chooses the greatest",
       0.0,
       100.0,
       &sampling.temperature);

@@ -16,22 +16,22 @@ class Draft {
  public:
   virtual ~Draft() = default;
 
-  /// Grows a tree after `text`, whose last id is the root. The text may differ
-  /// from the one before.
+  /// Returns a tree after `text`, whose last id is the root. The text need not
+  /// continue the text of the last call.
   virtual Result<TokenTree> propose(
       const std::vector<int64_t>& text,
       const TreeShape& shape,
       Sampler& sampler) = 0;
 
-  /// Reports the chain of the last tree that is now text, the root first.
+  /// Called with the accepted chain of the last tree, the root first.
   virtual Result<void> commit(const std::vector<int32_t>& accepted) = 0;
 
-  /// Takes the target's hidden states, if it gives any: a row for each position
-  /// from this one on, of prompts and of accepted ids. They replace earlier
-  /// rows from this position on.
+  /// Called with the target's hidden states, if it returns any: a row for each
+  /// position of a prompt or of accepted ids, from this position on. They
+  /// replace earlier rows from this position on.
   virtual void saw(int64_t, const HiddenStatesView&) {}
 
-  /// Returns the best width of trees, if it is known for the draft. Otherwise
+  /// Returns the best width of trees, if it is known for this draft. Otherwise
   /// widths are tried.
   virtual std::optional<int64_t> width() const {
     return std::nullopt;

@@ -8,8 +8,9 @@
 
 namespace etkv::examples {
 
-/// Opens the program at `path`: a model by itself, or one that is fed with the
-/// target's hidden states. Errors of the draft name it, here and later.
+/// Opens the program at `path`: an independent model, or a draft that is fed
+/// with the target's hidden states. Messages of errors, now and later, begin
+/// with "the draft".
 Result<std::unique_ptr<Draft>> open_draft(
     const std::string& path,
     const DraftTarget& target);

@@ -17,8 +17,8 @@ std::string listed(const std::vector<int64_t>& layers) {
   return (layers.size() == 1 ? "layer " : "layers ") + list;
 }
 
-/// Returns where the hidden states of the draft's layer begin in a row of the
-/// target's, in bytes.
+/// Returns the byte offset of the hidden states of the draft's layer in a row
+/// of the target's hidden states.
 Result<size_t> find_tap(const Program& program, const DraftTarget& target) {
   const int64_t wanted = *program.draft_tap();
   const auto& taps = target.tap_layers;
@@ -38,8 +38,8 @@ Result<size_t> find_tap(const Program& program, const DraftTarget& target) {
   if (!(each == taken) || given.width % n_taps != 0) {
     return Error(
         ETKV_ERROR_PROGRAM,
-        "it takes hidden states of " + taken.describe() +
-            ", and the model gives those of " + each.describe() +
+        "it needs hidden states of " + taken.describe() +
+            ", and the model returns hidden states of " + each.describe() +
             ": export both from one model with the same --dtype");
   }
   return static_cast<size_t>(tap - taps.begin()) * taken.bytes();
@@ -66,7 +66,7 @@ void HiddenStateDraft::saw(
     const HiddenStatesView& hidden_states) {
   const auto first = static_cast<size_t>(position);
   if (first > seen() || !(hidden_states.type == given_type_)) {
-    // A row after a gap is useless: reusable() refuses the text.
+    // Ignore rows after a gap. reusable() will refuse the text.
     return;
   }
   hidden_states_.resize(first * type_.bytes());
@@ -86,7 +86,7 @@ Result<size_t> HiddenStateDraft::reusable(const std::vector<int64_t>& text) {
             " are missing, and the text has " + std::to_string(needed) +
             " positions before its last");
   }
-  // Rows after them belonged to another text.
+  // Later rows belong to another text.
   hidden_states_.resize(needed * type_.bytes());
   known_ = std::min(known_, needed);
   return known_;
@@ -101,7 +101,7 @@ Result<LogitsView> HiddenStateDraft::run_text(
   const std::vector<std::byte> nothing(type_.bytes());
   std::vector<int64_t> positions;
   for (size_t i = first; i < first + n; ++i) {
-    // The target has not run the last id, so use the row of the id before it.
+    // The target has not run the last id, so use the row of the id before.
     const size_t row = i < last ? i : std::max<size_t>(i, 1) - 1;
     const std::byte* at = row < last
                               ? hidden_states_.data() + row * type_.bytes()

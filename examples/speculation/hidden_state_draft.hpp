@@ -1,5 +1,5 @@
-// Draft tokens from a model's own last layers, fed with the hidden states of
-// the layer below.
+// Draft tokens from the model's last layers, which are fed with the hidden
+// states of the layer below.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,14 @@
 
 namespace etkv::examples {
 
-/// Keeps the target's hidden states of each position of the text. Its cache
-/// holds rows computed from these. Rows computed from drafted states are
-/// dropped, and computed again once the target's states are known.
+/// Keeps the target's hidden states of each position of the text. The draft's
+/// cache holds rows computed from these states. Rows that were computed from
+/// the draft's own states are dropped, and computed again once the target's
+/// states are known.
 class HiddenStateDraft : public ProgramDraft {
  public:
   /// Loads a program, and makes a session for it. Refuses a target that does
-  /// not give the hidden states that the draft takes.
+  /// not return the hidden states that the draft needs.
   static Result<std::unique_ptr<Draft>> make(
       Program program,
       const DraftTarget& target);
@@ -39,7 +40,8 @@ class HiddenStateDraft : public ProgramDraft {
         given_type_(given),
         offset_(offset) {}
 
-  /// Refuses a text without the hidden states of all ids but its last.
+  /// Refuses a text unless the hidden states of all ids except the last are
+  /// known.
   Result<size_t> reusable(const std::vector<int64_t>& text) override;
   Result<LogitsView>
   run_text(const std::vector<int64_t>& text, size_t first, size_t n) override;
@@ -60,10 +62,10 @@ class HiddenStateDraft : public ProgramDraft {
   size_t offset_;
   /// The target's rows, one for each position of the text from the first on.
   std::vector<std::byte> hidden_states_;
-  /// The number of ids in the cache, from the first on, that ran with these
-  /// rows.
+  /// The number of first ids in the cache that ran with these rows.
   size_t known_ = 0;
-  /// The draft's outputs for the nodes of the tree, the root first.
+  /// The hidden states that the draft returned for the nodes of the tree, the
+  /// root first.
   std::vector<std::byte> handed_on_;
   GivenHiddenStates given_;
 };

@@ -5,12 +5,13 @@
 namespace etkv::examples {
 
 void LatencyModel::add(size_t tokens, double seconds) {
-  // The machine's speed changes: new measurements count more than old ones.
+  // The machine's speed changes, so new measurements count more than old ones.
   constexpr double kNew = 0.25;
-  // A cache that grows makes one forward several times as long. Without a cap,
-  // no forward of as many tokens might run again to correct the mean.
+  // If the cache grows, a forward takes several times as long. Without a cap,
+  // such a measurement could prevent further forwards of that many tokens,
+  // which would correct the mean.
   constexpr double kMax = 1.5;
-  // Forwards before the mean begins.
+  // The first forwards, of which only the shortest counts.
   constexpr int kEarly = 4;
   const auto entry = means_.try_emplace(tokens, Mean{seconds, 0}).first;
   Mean& mean = entry->second;
@@ -24,12 +25,12 @@ void LatencyModel::add(size_t tokens, double seconds) {
 }
 
 double LatencyModel::at(double tokens) const {
-  // Two points make a line.
+  // A line needs two points.
   const bool settled =
       std::count_if(means_.begin(), means_.end(), [](const auto& entry) {
         return entry.second.settled();
       }) >= 2;
-  // The line's last two points so far: their numbers of tokens and seconds.
+  // The last two points so far: tokens and seconds.
   double x0 = 0.0;
   double y0 = 0.0;
   double x1 = 0.0;
@@ -44,7 +45,7 @@ double LatencyModel::at(double tokens) const {
     x1 = static_cast<double>(n);
     y1 = std::max(y0, mean.seconds);
     if (tokens <= x1) {
-      // Below the first point the seconds are constant.
+      // Before the first point the seconds are constant.
       return first ? y1 : y0 + (y1 - y0) * (tokens - x0) / (x1 - x0);
     }
   }

@@ -6,12 +6,12 @@
 
 namespace etkv::examples {
 
-/// Running means of seconds, with linear interpolation between measured numbers
-/// of tokens. The last line continues.
+/// Running means of seconds, interpolated linearly between measured numbers of
+/// tokens, and extrapolated after the last.
 ///
 /// The first forward of a number of tokens also creates kernels and buffers.
-/// The next few may be slow too, as at the start of a process. So the shortest
-/// of the first few counts.
+/// The next few may be slow too, as at the start of a process. So only the
+/// shortest of the first few forwards counts.
 class LatencyModel {
  public:
   void add(size_t tokens, double seconds);
@@ -22,10 +22,10 @@ class LatencyModel {
  private:
   struct Mean {
     double seconds;
-    /// The forwards that it measures.
+    /// The number of measured forwards.
     int forwards;
 
-    /// Whether it measures forwards after the first.
+    /// Returns whether there are measurements after the first forward.
     bool settled() const {
       return forwards > 1;
     }

@@ -7,19 +7,19 @@
 namespace etkv::examples {
 namespace {
 
-/// The minimum and maximum ids that must match: a single id says little, and a
-/// longer match adds nothing.
+/// The minimum and maximum length of a match that counts: one id is a poor
+/// predictor, and longer matches are no better.
 constexpr size_t kMin = 2;
 constexpr size_t kMax = 8;
 
-/// An earlier place of the text, and the match before it.
-struct Place {
-  size_t next; ///< where it goes on
+/// An earlier match in the text.
+struct Match {
+  size_t next; ///< the index after the match
   double weight;
 };
 
 /// Returns how many ids before `at` match those before the end.
-size_t likeness(const std::vector<int64_t>& text, size_t at) {
+size_t match_length(const std::vector<int64_t>& text, size_t at) {
   size_t n = 0;
   while (n < kMax && n < at && text[at - 1 - n] == text[text.size() - 1 - n]) {
     ++n;
@@ -27,11 +27,12 @@ size_t likeness(const std::vector<int64_t>& text, size_t at) {
   return n;
 }
 
-std::vector<Place> places(const std::vector<int64_t>& text) {
-  std::vector<Place> found;
+std::vector<Match> matches(const std::vector<int64_t>& text) {
+  std::vector<Match> found;
   for (size_t at = kMin; at < text.size(); ++at) {
-    if (const size_t n = likeness(text, at); n >= kMin) {
-      // One more id outweighs several places; of ties the later place wins.
+    if (const size_t n = match_length(text, at); n >= kMin) {
+      // A longer match outweighs several shorter ones. Of equal matches, the
+      // later one wins.
       double weight = 1.0 + static_cast<double>(at) /
                                 (4.0 * static_cast<double>(text.size()));
       for (size_t i = kMin; i < n; ++i) {
@@ -43,15 +44,15 @@ std::vector<Place> places(const std::vector<int64_t>& text) {
   return found;
 }
 
-/// A node of the tree, the places that match it, and the ids on its path.
+/// A node of the tree, the matches of its path, and the ids on its path.
 struct Branch {
   int32_t node;
-  std::vector<Place> places;
+  std::vector<Match> matches;
   std::vector<int64_t> path;
 };
 
-/// Returns the id at `at` of the text and its proposed continuation, so that a
-/// repetition can go on past the end.
+/// Returns the id at index `at` of the text followed by the proposed
+/// continuation, so that a repetition can go on past the end of the text.
 int64_t id_at(
     const std::vector<int64_t>& text,
     const std::vector<int64_t>& path,
@@ -63,7 +64,7 @@ int64_t id_at(
 struct Candidate {
   const Branch* parent;
   int64_t token;
-  std::vector<Place> places;
+  std::vector<Match> matches;
   double weight;
 };
 
@@ -73,13 +74,13 @@ std::vector<Candidate> candidates(
   std::vector<Candidate> found;
   for (const Branch& branch : level) {
     std::map<int64_t, Candidate> by_token;
-    for (const Place& place : branch.places) {
-      const int64_t token = id_at(text, branch.path, place.next);
+    for (const Match& match : branch.matches) {
+      const int64_t token = id_at(text, branch.path, match.next);
       auto& candidate =
           by_token.try_emplace(token, Candidate{&branch, token, {}, 0.0})
               .first->second;
-      candidate.places.push_back({place.next + 1, place.weight});
-      candidate.weight += place.weight;
+      candidate.matches.push_back({match.next + 1, match.weight});
+      candidate.weight += match.weight;
     }
     for (auto& [token, candidate] : by_token) {
       found.push_back(std::move(candidate));
@@ -105,7 +106,7 @@ TokenTree NgramDraft::grow(
     const std::vector<int64_t>& text,
     const TreeShape& shape) {
   TokenTree tree(text.back());
-  std::vector<Branch> level = {{0, places(text), {}}};
+  std::vector<Branch> level = {{0, matches(text), {}}};
   for (int64_t depth = 0; depth < shape.depth; ++depth) {
     std::vector<Branch> next;
     for (auto& candidate : candidates(text, level)) {
@@ -117,7 +118,7 @@ TokenTree NgramDraft::grow(
       path.push_back(candidate.token);
       next.push_back(
           {tree.add(candidate.token, candidate.parent->node),
-           std::move(candidate.places),
+           std::move(candidate.matches),
            std::move(path)});
     }
     level = std::move(next);

@@ -1,5 +1,5 @@
-// Draft tokens from the text itself: the ids that followed the last few ids
-// earlier.
+// Draft tokens from the text itself: the ids that followed an earlier
+// occurrence of the last few ids.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,9 @@ class NgramDraft : public Draft {
  public:
   /// Needs no second model and no random numbers: the choice is deterministic.
   ///
-  /// Every earlier place with the same last ids proposes the ids after it. A
-  /// longer match counts more, and of equal matches the later one. Each level
-  /// has the candidates that count most.
+  /// Every earlier occurrence of the last ids proposes the ids after it. Longer
+  /// matches have more weight, and of equal matches the later ones. Each level
+  /// has the candidates with the most weight.
   Result<TokenTree> propose(
       const std::vector<int64_t>& text,
       const TreeShape& shape,
@@ -26,8 +26,8 @@ class NgramDraft : public Draft {
     return {};
   }
 
-  /// A chain: if the best place is wrong, other places are seldom right, and
-  /// each id of a step has a cost.
+  /// Returns 1, a chain: if the best match is wrong, other matches are seldom
+  /// right, and each id of a step has a cost.
   std::optional<int64_t> width() const override {
     return 1;
   }

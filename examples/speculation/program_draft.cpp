@@ -13,8 +13,8 @@
 namespace etkv::examples {
 namespace {
 
-/// A node that can have children: the distribution that they are drawn from,
-/// and the probability of its path.
+/// A node that can have children: the distribution of the children, and the
+/// probability of the path to the node.
 struct Leaf {
   int32_t node;
   Distribution q;
@@ -39,16 +39,16 @@ std::vector<int64_t> likeliest_ids(const Distribution& q, size_t n) {
     if (!(q[i] > 0.0F) || (ids.size() == n && !likelier(id, ids.back()))) {
       continue;
     }
-    // `n` is small: the few are kept in order.
+    // `n` is small, so insertion into a sorted list is fast.
     ids.insert(std::upper_bound(ids.begin(), ids.end(), id, likelier), id);
     ids.resize(std::min(ids.size(), n));
   }
   return ids;
 }
 
-/// Returns the `n` likeliest children of all leaves together, likeliest first.
-/// The first is the likeliest child of the first leaf, so the chain of
-/// likeliest ids is always in the tree.
+/// Returns the `n` likeliest children of all leaves, likeliest first. The first
+/// one is always the likeliest child of the first leaf, so the chain of
+/// likeliest ids is in the tree.
 std::vector<Child> likeliest(const std::vector<Leaf>& leaves, size_t n) {
   std::vector<Child> all;
   for (size_t leaf = 0; leaf < leaves.size(); ++leaf) {
@@ -68,8 +68,8 @@ std::vector<Child> likeliest(const std::vector<Leaf>& leaves, size_t n) {
   return all;
 }
 
-/// Replaces the likeliest ids of each leaf by the same number of drawn ids: the
-/// number does not depend on the draw.
+/// Replaces the likeliest ids of each leaf by the same number of drawn ids, so
+/// that the number does not depend on the draw.
 std::vector<Child> drawn(
     const std::vector<Leaf>& leaves,
     const std::vector<Child>& chosen,
@@ -107,7 +107,7 @@ Result<CacheSession<TreeCache>> ProgramDraft::make_session(
         "it has a vocabulary of " + std::to_string(program.vocabulary()) +
             " ids, and the model one of " + std::to_string(target.vocabulary));
   }
-  // A program without a declared context takes the target's.
+  // A program that reports no context length gets that of the target.
   const int32_t context = program.params().max_context_length;
   const int32_t capacity =
       context > 0 ? std::min(target.capacity, context) : target.capacity;
@@ -156,7 +156,7 @@ Result<TokenTree> ProgramDraft::grow(
     const std::vector<int64_t>& text,
     const TreeShape& shape,
     Sampler& sampler) {
-  // The result of the last tree was never reported: nothing was accepted.
+  // If the result of the last tree was not reported, nothing was accepted.
   RETURN_IF_ERROR(keep({}));
   greedy_ = sampler.greedy();
   TokenTree tree(text.back());
@@ -164,7 +164,7 @@ Result<TokenTree> ProgramDraft::grow(
   if (shape.depth == 0 || static_cast<int64_t>(text.size()) > room) {
     return tree;
   }
-  // Greedy decoding has no temperature, and any keeps the order of ids.
+  // Greedy decoding has no temperature. Any temperature keeps the order of ids.
   const double temperature = sampler.greedy() ? 1.0 : sampler.temperature;
   ASSIGN_OR_RETURN(const auto read_logits, read(text));
   if (!read_logits) {
@@ -241,8 +241,8 @@ Result<TokenTree> ProgramDraft::grow_chain(
   return tree;
 }
 
-/// Reads the part of a text that is not held, at least its last id; empty after
-/// Ctrl-C.
+/// Runs the part of a text that is not in the cache, at least its last id.
+/// Returns nullopt after Ctrl-C.
 Result<std::optional<LogitsView>> ProgramDraft::read(
     const std::vector<int64_t>& text) {
   ASSIGN_OR_RETURN(const size_t lasting, reusable(text));
@@ -255,7 +255,7 @@ Result<std::optional<LogitsView>> ProgramDraft::read(
     RETURN_IF_ERROR(cache().rewind(static_cast<int32_t>(kept)));
     held_.resize(kept);
   }
-  // Longer steps say little about the cost of levels.
+  // Longer steps are a poor measure of the cost of levels.
   constexpr size_t kFew = 64;
   while (!interrupted()) {
     const size_t n =
@@ -276,8 +276,8 @@ Result<std::optional<LogitsView>> ProgramDraft::read(
   return std::optional<LogitsView>();
 }
 
-/// Runs the last `n` nodes of a tree as one frontier. The root is part of the
-/// text here, so nodes have one number less in the cache.
+/// Runs the last `n` nodes of a tree as one frontier. In the cache the root is
+/// part of the text, so the numbers of nodes are one less.
 Result<LogitsView> ProgramDraft::run_level(const TokenTree& tree, size_t n) {
   const auto first = static_cast<std::ptrdiff_t>(tree.size() - n);
   std::vector<int32_t> parents;
@@ -325,7 +325,7 @@ double ProgramDraft::seconds(int64_t depth, int64_t width) const {
   if (depth == 0) {
     return 0.0;
   }
-  // With random numbers a chain needs probabilities too.
+  // Without greedy decoding, a chain needs probabilities too.
   const bool likeliest_only = width == 1 && greedy_;
   const auto level = [&](double nodes) {
     return latency_.at(nodes) +

@@ -20,20 +20,20 @@ struct DraftTarget {
   int32_t capacity;
   /// The storage of keys and values; empty for the draft's own dtype.
   std::optional<std::string> kv_format;
-  /// The layers whose hidden states the target gives, and the size of a row.
+  /// The layers whose hidden states the target returns, and the type of a row.
   std::vector<int64_t> tap_layers = {};
   std::optional<HiddenStateType> hidden_state_type = {};
 };
 
-/// Names the draft in an error, since two programs are in use.
+/// Adds "the draft" to an error, because two programs are in use.
 Error of_draft(const Error& error);
 
-/// The base of drafts with a program: the ids in their cache, and trees grown
-/// from the program's probabilities.
+/// The base of drafts with a program. Tracks the ids in the draft's cache, and
+/// grows trees from the program's probabilities.
 class ProgramDraft : public Draft {
  public:
-  /// A level has at most as many nodes as the draft takes in a step. After
-  /// Ctrl-C the tree stays as it is.
+  /// A level has at most as many nodes as the draft accepts tokens in a step.
+  /// After Ctrl-C the tree grows no further.
   Result<TokenTree> propose(
       const std::vector<int64_t>& text,
       const TreeShape& shape,
@@ -52,12 +52,12 @@ class ProgramDraft : public Draft {
       Program& program,
       const DraftTarget& target);
 
-  /// Times steps of one token and choices of candidates, so that their costs are
-  /// known before the first tree.
+  /// Times steps of one token and the choice of candidates, so that their costs
+  /// are known before the first tree.
   Result<void> measure();
 
   /// Returns how many ids in the cache may stay for a text that begins with
-  /// them: all, or fewer if some did not run as text.
+  /// them. All may stay, unless some ran as nodes of a tree.
   virtual Result<size_t> reusable(const std::vector<int64_t>&) {
     return held_.size();
   }
@@ -67,7 +67,7 @@ class ProgramDraft : public Draft {
   run_text(const std::vector<int64_t>& text, size_t first, size_t n) = 0;
 
   /// Runs the nodes of a tree from `first` on, which are already proposed to
-  /// the cache. There are positions for all nodes.
+  /// the cache. `positions` has the positions of all nodes.
   virtual Result<LogitsView> run_nodes(
       const TokenTree& tree,
       const std::vector<int64_t>& positions,
@@ -83,25 +83,24 @@ class ProgramDraft : public Draft {
       const std::vector<int64_t>& text,
       const TreeShape& shape,
       Sampler& sampler);
-  /// Adds the likeliest ids one below the other, which needs no probabilities.
+  /// Grows a chain of the likeliest ids, which needs no probabilities.
   Result<TokenTree>
   grow_chain(TokenTree tree, LogitsView logits, const TreeShape& shape);
   Result<std::optional<LogitsView>> read(const std::vector<int64_t>& text);
   Result<LogitsView> run_level(const TokenTree& tree, size_t n);
   Result<void> keep(const std::vector<int32_t>& accepted);
 
-  /// Destroyed before the program, which keeps the cache alive: no handle is
-  /// bound to it then.
+  /// Destroyed before the program, which keeps the cache alive.
   CacheSession<TreeCache> session_;
   /// The ids in the cache.
   std::vector<int64_t> held_;
-  /// The ids of the nodes of the last tree in the cache, without its root,
-  /// which is an id of the text, and its last level, which never runs.
+  /// The ids of the last tree's nodes in the cache: without the root, which is
+  /// part of the text, and the last level, which never runs.
   std::vector<int64_t> run_;
   /// The seconds of a forward, by its tokens.
   LatencyModel latency_;
-  /// The seconds in which the host chooses candidates below this many nodes,
-  /// and the seconds for a chain that is chosen without random numbers.
+  /// The seconds in which the host chooses candidates, by the number of parent
+  /// nodes; and the seconds of a greedy choice for a chain.
   LatencyModel choosing_;
   LatencyModel choosing_one_;
   bool greedy_ = true;

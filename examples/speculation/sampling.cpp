@@ -9,7 +9,7 @@
 namespace etkv::examples {
 namespace {
 
-/// Scales to a sum of 1; false if all values are 0.
+/// Scales the values to a sum of 1; false if all values are 0.
 bool normalize(Distribution& p) {
   double sum = 0.0;
   for (const float value : p) {
@@ -24,7 +24,7 @@ bool normalize(Distribution& p) {
   return true;
 }
 
-/// Returns the place of the greatest value, or of the first NaN.
+/// Returns the index of the greatest value, or of the first NaN.
 size_t largest(const std::vector<float>& values) {
   size_t at = 0;
   for (size_t i = 0; i < values.size(); ++i) {
@@ -60,7 +60,7 @@ softmax(const LogitsView& logits, int64_t row, double temperature) {
             std::to_string(id) + " is " +
             (std::isnan(best) ? "nan" : std::to_string(best)));
   }
-  // In float32, which is much faster: the result is rounded to float32 anyway.
+  // Float32 is much faster, and the result is rounded to float32 anyway.
   for (float& value : p) {
     value = std::exp(
         static_cast<float>((static_cast<double>(value) - best) / temperature));
@@ -74,7 +74,8 @@ int64_t draw(const Distribution& p, Rng& rng) {
   for (const float value : p) {
     sum += static_cast<double>(value);
   }
-  // The sum is 1 except for rounding, which must not make the last id likelier.
+  // Scale by the sum: it is 1 except for rounding, which must not make the last
+  // id likelier.
   double left = rng.uniform() * sum;
   int64_t last = 0;
   for (size_t id = 0; id < p.size(); ++id) {
@@ -102,7 +103,8 @@ bool accept(Distribution& p, const Distribution& q, int64_t id, Rng& rng) {
     return true;
   }
   if (q.empty()) {
-    // If only this id has a probability, it is refused by rounding alone.
+    // If no other id has a probability, the refusal is a rounding error: keep
+    // the id.
     const float before = p[at];
     if (!remove(p, id)) {
       p[at] = before;
@@ -114,7 +116,8 @@ bool accept(Distribution& p, const Distribution& q, int64_t id, Rng& rng) {
   for (size_t i = 0; i < p.size(); ++i) {
     rest[i] = std::max(0.0F, p[i] - q[i]);
   }
-  // Equal except for rounding: there is nothing else to draw from.
+  // The distributions are equal except for rounding, so there is nothing to
+  // draw from.
   if (!normalize(rest)) {
     return true;
   }

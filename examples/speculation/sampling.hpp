@@ -1,5 +1,5 @@
-// Distributions over a vocabulary: drawing ids, and accepting ids that were
-// drawn from another distribution.
+// Distributions over a vocabulary: draws ids, and accepts ids that were drawn
+// from another distribution.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace etkv::examples {
 /// Probabilities, one for each id, that sum to 1.
 using Distribution = std::vector<float>;
 
-/// Random numbers that are the same for the same seed on every machine.
+/// Random numbers that depend only on the seed, not on the machine.
 class Rng {
  public:
   explicit Rng(uint64_t seed) : bits_(seed) {}
@@ -28,12 +28,12 @@ class Rng {
   std::mt19937_64 bits_;
 };
 
-/// The choice of ids from logits.
+/// Chooses ids from logits.
 struct Sampler {
   explicit Sampler(double temperature = 0.0, uint64_t seed = 0)
       : temperature(temperature), rng(seed) {}
 
-  /// Whether the greatest logit is taken without drawing.
+  /// Returns whether the greatest logit is chosen without drawing.
   bool greedy() const {
     return temperature == 0.0;
   }
@@ -56,13 +56,13 @@ int64_t draw(const Distribution& p, Rng& rng);
 /// nothing is left (all are 0).
 bool remove(Distribution& p, int64_t id);
 
-/// Decides whether an id drawn from `q` is accepted as one drawn from `p`: with
-/// probability min(1, p/q). If it is rejected, `p` becomes the distribution to
-/// draw from instead: the positive part of p - q, scaled to 1. An id chosen
-/// without drawing has an empty `q`, which stands for certainty.
+/// Decides whether an id drawn from `q` is accepted as an id drawn from `p`,
+/// with probability min(1, p/q). If the id is rejected, `p` becomes the
+/// distribution to draw from instead: the positive part of p - q, scaled to 1.
+/// An empty `q` means that the id was chosen without drawing.
 ///
-/// For any `q`, the resulting id has the distribution of the original `p`,
-/// whether it was accepted or drawn from the new `p`.
+/// For any `q`, the resulting id (accepted, or drawn from the new `p`) has the
+/// distribution of the original `p`.
 bool accept(Distribution& p, const Distribution& q, int64_t id, Rng& rng);
 
 } // namespace etkv::examples

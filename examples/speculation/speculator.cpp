@@ -27,15 +27,15 @@ void add_speculation_arguments(
       "auto",
       "--depth",
       "levels of draft tokens; auto, the default,\n"
-      "weighs the cost of trees against their gain",
+      "compares the cost and the gain of trees",
       0,
       64,
       &options.depth);
   arguments.integer_or(
       "auto",
       "--width",
-      "draft tokens of each level; auto, the default, is 1\n"
-      "for ngram, and otherwise weighed likewise",
+      "draft tokens per level; auto, the default, is 1 for\n"
+      "ngram, and otherwise compares the cost too",
       1,
       64,
       &options.width);
@@ -93,8 +93,8 @@ Result<std::vector<int64_t>> Speculator::next(
       cache_.capacity() - length,
       target_.program().params().prefill_chunk_size));
   if (shape.depth > 0) {
-    // If the step or the cache lacks room, make the tree narrow rather than
-    // short.
+    // If the step or the cache lacks room, make the tree narrower rather than
+    // shorter.
     const auto each = static_cast<int64_t>(shape.most - 1) / shape.depth;
     shape.width = std::min(shape.width, std::max<int64_t>(each, 1));
   }
@@ -107,10 +107,10 @@ Result<std::vector<int64_t>> Speculator::next(
   const auto agreed = verified;
   cut_at_end(tree, verified);
   RETURN_IF_ERROR(cache_.commit(verified.accepted));
-  // A chain of a wide tree may move to the sequence's end.
+  // Verification includes the commit, which may move rows of a wide tree.
   const double verify_seconds = watch.lap();
   tuner_.observe(shape, tree, agreed, verify_seconds, draft_seconds);
-  // Both keep the same chain.
+  // The draft keeps the same chain as the model.
   RETURN_IF_ERROR(draft_.commit(verified.accepted));
   if (const auto& hidden_states = target_.program().hidden_states()) {
     for (size_t i = 0; i < verified.accepted.size(); ++i) {
@@ -141,13 +141,13 @@ Result<VerificationResult> Speculator::verify_in_one_forward(
     int64_t base) {
   RETURN_IF_ERROR(cache_.propose(tree.parents));
   const Program& program = target_.program();
-  // A draft that takes hidden states needs those of every token.
+  // A draft that needs hidden states needs those of every token.
   const bool on_device = sampler_.greedy() && !program.hidden_state_type() &&
                          program.params().backend_id == kMLXBackend;
   auto verified =
       on_device ? verify_on_device(tree, base) : verify_on_host(tree, base);
   if (!verified.ok()) {
-    // The sequence goes on without the tree.
+    // Remove the tree.
     RETURN_IF_ERROR(cache_.commit({}));
   }
   return verified;
@@ -164,7 +164,7 @@ Result<VerificationResult> Speculator::verify_on_host(
   return verify(tree, logits, sampler_);
 }
 
-/// Verifies a tree without its logits on the host.
+/// Verifies a tree on the device, without a copy of the logits.
 Result<VerificationResult> Speculator::verify_on_device(
     const TokenTree& tree,
     int64_t base) {
@@ -175,8 +175,8 @@ Result<VerificationResult> Speculator::verify_on_device(
   return verify(tree, chosen);
 }
 
-/// An eos id is the last of its answer: it does not run, and nothing after it
-/// is kept.
+/// Ends the accepted chain at an eos token id, which ends the answer and does
+/// not run.
 void Speculator::cut_at_end(const TokenTree& tree, VerificationResult& verified)
     const {
   auto& accepted = verified.accepted;

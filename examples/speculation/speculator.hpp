@@ -1,5 +1,5 @@
-// Speculative decoding: a draft proposes a tree of ids, the model verifies it in
-// one forward, and both keep the chain that the model agrees with.
+// Speculative decoding: a draft proposes a tree of ids, the model verifies it
+// in one forward, and both keep the chain that the model accepts.
 #pragma once
 
 #include <cstddef>
@@ -41,20 +41,20 @@ Result<std::unique_ptr<Draft>> make_draft(
 
 class Speculator : public Stepper {
  public:
-  /// The figures of steps.
+  /// Statistics of steps.
   struct Statistics {
     int64_t steps = 0;
-    /// The ids of the steps, and how many of them the draft proposed.
+    /// The ids that the steps added, and how many of them the draft proposed.
     int64_t ids = 0;
     int64_t accepted = 0;
-    /// The candidates that were verified.
+    /// The number of verified candidates.
     int64_t candidates = 0;
     double seconds = 0.0;
     double draft_seconds = 0.0;
   };
 
-  /// Borrows its arguments. `target` is loaded with Logits::proposed or
-  /// Logits::all, and bound to the cache, of which it uses sequence 0.
+  /// Borrows its arguments. `target` must be loaded with Logits::proposed or
+  /// Logits::all, and bound to the cache. Uses sequence 0 of the cache.
   Speculator(
       Model& target,
       TreeCache& cache,
@@ -68,7 +68,7 @@ class Speculator : public Stepper {
       const std::vector<int64_t>& text,
       size_t most) override;
 
-  /// Returns the figures since the last call, or since the start.
+  /// Returns the statistics since the last call, or since the start.
   Statistics take_statistics();
 
  private:

@@ -10,14 +10,14 @@ namespace {
 
 using Children = std::vector<int32_t>;
 
-/// The accepted child of a node, or -1 and the id to continue with.
+/// The accepted child of a node; or -1, and the id to continue with.
 struct Choice {
   int32_t child;
   int64_t next;
 };
 
-/// Walks from the root to the last accepted node. `choose` chooses among the
-/// children of a node.
+/// Walks from the root to the last accepted node. `choose` chooses a child of a
+/// node.
 template <typename Choose>
 Result<VerificationResult> walk(const TokenTree& tree, const Choose& choose) {
   VerificationResult verified;
@@ -52,7 +52,7 @@ Choice draw_choice(
     if (accept(p, q, token, rng)) {
       return {child, token};
     }
-    // The next child was drawn from the rest.
+    // The next child was drawn without this one.
     if (!q.empty()) {
       remove(q, token);
     }

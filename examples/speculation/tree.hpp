@@ -12,7 +12,7 @@
 namespace etkv::examples {
 
 /// Nodes in the order they were added, each after its parent. Node 0 is the
-/// root: the last id of the text, which is no candidate.
+/// root: the last id of the text, which is not a candidate.
 struct TokenTree {
   explicit TokenTree(int64_t root) {
     add(root, -1);
@@ -54,25 +54,25 @@ struct TokenTree {
   std::vector<int64_t> tokens;
   std::vector<int32_t> parents;
   std::vector<int32_t> depths;
-  /// The distribution that a node's children were drawn from, one after the
-  /// other and each once; empty if they were chosen without drawing.
+  /// The distribution that a node's children were drawn from, without
+  /// replacement; empty if they were chosen without drawing.
   std::vector<Distribution> drawn_from;
 };
 
 /// The limits of a tree.
 struct TreeShape {
-  /// Levels below the root, and nodes of a level.
+  /// Levels below the root, and nodes per level.
   int64_t depth = 0;
   int64_t width = 0;
-  /// Nodes of the whole tree, including its root; at least 1.
+  /// The maximum nodes of the tree, including the root; at least 1.
   size_t most = 1;
 };
 
 /// The result of verifying a tree.
 struct VerificationResult {
-  /// The accepted chain, which is now part of the text, the root first.
+  /// The accepted chain, the root first.
   std::vector<int32_t> accepted;
-  /// The id after the chain: the model's own.
+  /// The model's choice after the chain.
   int64_t next = 0;
 };
 
@@ -80,13 +80,13 @@ struct VerificationResult {
 /// row for each node.
 ///
 /// Greedy verification accepts the child that is the argmax after its parent,
-/// so the text is the same as without the tree. Otherwise it offers each child
-/// in order, see accept(), so every id of the text has the probability that the
-/// model gives it.
+/// so the text is the same as without the tree. Otherwise children are tried in
+/// order with accept(), so every id of the text has the probability that the
+/// model assigns to it.
 Result<VerificationResult>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler);
 
-/// The same for greedy verification, with the argmax after each node.
+/// The same for greedy verification, from the argmax after each node.
 Result<VerificationResult> verify(
     const TokenTree& tree,
     const std::vector<int64_t>& chosen);

@@ -5,31 +5,33 @@
 namespace etkv::examples {
 namespace {
 
-/// The weight of old observations at each new one: for acceptance overall, and
-/// for recent acceptance.
+/// The factor of old observations at each new one: for long-term and for recent
+/// acceptance.
 constexpr double kFade = 0.97;
 constexpr double kLateFade = 0.8;
-/// The assumed acceptance of an untried candidate by its rank, and the number
-/// of trials that the assumption counts as.
+/// The assumed acceptance of an untried candidate, by its rank, and the number
+/// of observations that the assumption counts as.
 constexpr double kFirst = 0.5;
 constexpr double kFurther = 0.3;
 constexpr double kBelief = 2.0;
 constexpr double kLateBelief = 1.0;
-/// Steps without a tree before any comparison: the first steps of a process
-/// take longer than later ones, and so does the first step of each size.
+/// Steps without a tree before any comparison, because the first steps of a
+/// process and the first step of each size are slow.
 constexpr int64_t kSingles = 4;
-/// The first trials are chains of this depth. They come early: their drafts
-/// take this share of the time, or more if they would wait too long.
+/// The depth of the first trials, which are chains. Their drafts take this
+/// share of the time, or more if trials would otherwise come too late.
 constexpr int64_t kTrials = 2;
 constexpr int64_t kTrialDepth = 3;
 constexpr double kEarlyTrialShare = 0.02;
 constexpr double kMaxEarlyPatience = 32.0;
-/// The minimum and maximum steps without a tree before a trial. The drafts of
-/// trials then take this share of the time. Their verification takes some more.
+/// The minimum and maximum steps without a tree before a trial, and the share
+/// of the time that the drafts of trials take. Their verification takes
+/// additional time.
 constexpr double kPatience = 16.0;
 constexpr double kMaxPatience = 256.0;
 constexpr double kTrialShare = 0.01;
-/// Steps with a tree before a step without one is measured again.
+/// The number of steps with a tree after which a step without one is measured
+/// again.
 constexpr int64_t kMaxTrees = 256;
 
 } // namespace
@@ -42,7 +44,7 @@ TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
     return best;
   }
   is_trial_ = false;
-  // Measure the cost of one id first, and then trees.
+  // Measure the cost of a single id first, and then of trees.
   if ((singles_ < kSingles || behind_ >= kMaxTrees) && !depth_) {
     best.depth = 0;
     return best;
@@ -77,7 +79,7 @@ TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
   return best;
 }
 
-/// Ids a second.
+/// Returns the expected ids per second.
 double Tuner::promise(
     int64_t depth,
     int64_t width,
@@ -93,7 +95,7 @@ double Tuner::promise(
       1.0 + filled_ * static_cast<double>(depth) * static_cast<double>(width);
   const double seconds = verification_.at(nodes) +
                          (depth == 0 ? 0.0 : draft_seconds(depth, width));
-  // A tree without measurable cost is worth its ids.
+  // Avoid a division by 0 if no cost was measured.
   return ids / std::max(seconds, 1e-9);
 }
 
@@ -116,7 +118,7 @@ void Tuner::observe(
   verification_.add(tree.size(), seconds);
   ++without_;
   if (tree.size() == 1) {
-    // A step without draft tokens says nothing about candidates.
+    // A step without draft tokens has no observation of candidates.
     ++singles_;
     behind_ = 0;
     return;

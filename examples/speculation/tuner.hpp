@@ -1,4 +1,5 @@
-// Chooses the depth and width of a tree, by the cost of trees and the ids they bring.
+// Chooses the depth and width of trees, by their cost and the number of
+// accepted ids.
 #pragma once
 
 #include <array>
@@ -13,22 +14,22 @@ namespace etkv::examples {
 
 class Tuner {
  public:
-  /// The limits of its own search; given values may exceed them.
+  /// The limits of the search. Fixed values may exceed them.
   static constexpr int64_t kDeepest = 6;
   static constexpr int64_t kWidest = 8;
 
-  /// Tunes the values that are not given.
+  /// Tunes the values that are not set.
   Tuner(std::optional<int64_t> depth, std::optional<int64_t> width)
       : depth_(depth), width_(width) {}
 
   /// The seconds of a draft for a tree of this depth and width.
   using DraftSeconds = std::function<double(int64_t depth, int64_t width)>;
 
-  /// Returns the shape that promises the most ids per second. Depth 0 means no
+  /// Returns the shape with the most expected ids per second. Depth 0 means no
   /// tree. The tuner then tries a tree from time to time, because a text may
-  /// become easier. The longer the draft of a trial takes, the rarer are
-  /// trials, the first included. The first trials are chains, since more
-  /// candidates in a level cost more.
+  /// become easier. The longer the draft of a trial takes, the rarer trials
+  /// are, including the first. The first trials are chains, because more
+  /// candidates per level cost more.
   TreeShape next(const DraftSeconds& draft_seconds);
 
   /// Records the result of a tree, and the seconds of its verification and of its
@@ -40,12 +41,12 @@ class Tuner {
       double seconds,
       double draft_seconds);
 
-  /// Returns the probability that one of `width` candidates is accepted, if
-  /// there are any and their parent is accepted.
+  /// Returns the probability that one of `width` candidates is accepted, given
+  /// that their parent is accepted.
   double acceptance(int64_t width) const;
 
  private:
-  /// How often candidates are accepted.
+  /// Acceptance statistics of candidates.
   struct Rank {
     double tried = 0.0;
     double accepted = 0.0;
@@ -55,34 +56,36 @@ class Tuner {
       tried = fade * tried + 1.0;
       accepted = fade * accepted + (is_accepted ? 1.0 : 0.0);
     }
-    /// Returns the accepted share; `assumed` counts as `many` observations.
+    /// Returns the share that was accepted. `assumed` counts as `many`
+    /// observations.
     double share(double assumed, double many) const {
       return (accepted + many * assumed) / (tried + many);
     }
   };
-  /// Returns the steps without a tree after which one is tried. The first
-  /// trials need an estimate of their drafts' time.
+  /// Returns the number of steps without a tree after which a tree is tried.
+  /// For the first trials, the time of their drafts is estimated.
   double patience(double first_draft_seconds) const;
   double promise(int64_t depth, int64_t width, const DraftSeconds& draft) const;
 
   std::optional<int64_t> depth_;
   std::optional<int64_t> width_;
   LatencyModel verification_;
-  /// Acceptance by the place of a candidate among its siblings.
+  /// Acceptance by the rank of a candidate among its siblings.
   std::array<Rank, kWidest> ranks_;
-  /// Recent acceptance of the first ones: a text may turn harder from one token to
-  /// the next.
+  /// Recent acceptance of first candidates, because a text may become harder
+  /// from one token to the next.
   Rank late_;
-  /// The mean share of possible nodes in trees that are not empty.
+  /// The mean share of nodes that trees have, of those that their shape allows;
+  /// empty trees do not count.
   double filled_ = 1.0;
   /// Steps without a tree, steps with one, steps since the last tree, and steps
-  /// since the last one without a tree.
+  /// since the last step without a tree.
   int64_t singles_ = 0;
   int64_t trees_ = 0;
   int64_t without_ = 0;
   int64_t behind_ = 0;
-  /// The draft seconds of the last trial, including the text that was read
-  /// since the trial before.
+  /// The draft seconds of the last trial, including reading the text since the
+  /// trial before.
   double trial_seconds_ = 0.0;
   /// Whether the next tree is a trial after a long time without trees.
   bool is_trial_ = false;

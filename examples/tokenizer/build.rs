@@ -1,5 +1,5 @@
-//! Makes the C++ face of `src/bridge.rs`. Its header lands under
-//! `<target>/cxxbridge`, where CMake finds it.
+//! Generates the C++ interface of `src/bridge.rs`. The header is written to `<target>/cxxbridge`, where CMake finds
+//! it.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -1,4 +1,4 @@
-// Implements tokenizer.hpp with the functions that cxx makes from
+// Implements tokenizer.hpp with the functions that cxx generates from
 // src/bridge.rs. No exception leaves this file.
 #include "examples/tokenizer/tokenizer.hpp"
 
@@ -21,7 +21,7 @@ rust::Slice<const uint8_t> bytes(std::string_view text) {
                    reinterpret_cast<const uint8_t*>(text.data()), text.size());
 }
 
-/// Copies ids into the type that programs take.
+/// Copies ids to the type that programs accept.
 template <typename Ids>
 std::vector<int64_t> copied(const Ids& ids) {
   return {ids.begin(), ids.end()};

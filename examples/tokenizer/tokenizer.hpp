@@ -1,5 +1,5 @@
-// The tokenizer and the chat template that a model is published with. A part of
-// the examples, not of etkv.
+// The tokenizer and the chat template of a published model. A part of the
+// examples, not of etkv.
 #pragma once
 
 #include <cstdint>
@@ -26,14 +26,14 @@ struct Message {
   std::vector<int64_t> ids = {};
 };
 
-/// Makes the text of one answer from its ids, one at a time. The pieces
-/// together are the text of all ids: text that later ids may change is held
-/// back.
+/// Decodes the ids of one answer, one at a time. The returned pieces together
+/// are the text of all ids: text that later ids may change is held back.
 class Detokenizer {
  public:
   /// Returns the text that `id` completes: whole characters, or none. U+FFFD
   /// stands for bytes that form no character. An id without a token has no
-  /// text; a number that is no id is an error. Valid until the next call.
+  /// text; a number that cannot be an id is an error. Valid until the next
+  /// call.
   Result<std::string_view> add_token(int64_t id);
 
   /// Ends the answer and returns the rest of its text. U+FFFD stands for an
@@ -60,15 +60,15 @@ class Tokenizer {
   /// tokenizer_config.json and generation_config.json.
   static Result<Tokenizer> from_pretrained(const std::string& path);
 
-  /// Returns the ids of `text`: all of them, since the truncation and the
-  /// padding of tokenizer.json are ignored. With `add_special_tokens`, includes
-  /// the tokens that the tokenizer puts around a text; a text that begins with
-  /// the first of them gets no second one.
+  /// Returns all ids of `text`: truncation and padding of tokenizer.json are
+  /// ignored. With `add_special_tokens`, includes the tokens that the tokenizer
+  /// adds around a text. The first one (BOS) is not added to a text that
+  /// already begins with it.
   Result<std::vector<int64_t>> encode(
       std::string_view text,
       bool add_special_tokens) const;
 
-  /// Returns whether `text` begins with the token that the tokenizer puts
+  /// Returns whether `text` begins with the token that the tokenizer adds
   /// before a text.
   Result<bool> begins_with_bos(std::string_view text) const;
 
@@ -78,16 +78,16 @@ class Tokenizer {
   /// Returns the text of a conversation in the model's chat template. With
   /// `add_generation_prompt`, it ends where the model's next message begins.
   ///
-  /// @param variables  more variables of the template as a JSON object, such as
-  ///                   {"tools": […], "enable_thinking": false}; may be empty.
-  ///                   Its `messages` replace `messages`.
+  /// @param variables  additional variables of the template as a JSON object,
+  ///                   such as {"tools": […], "enable_thinking": false}; may be
+  ///                   empty. If it has `messages`, they replace the argument.
   Result<std::string> render_chat_template(
       const std::vector<Message>& messages,
       bool add_generation_prompt,
       std::string_view variables = {}) const;
 
-  /// Returns the ids of a conversation. The ids of a message replace its
-  /// content, as far as the template writes that content unchanged.
+  /// Returns the ids of a conversation. The ids of a message are used instead
+  /// of its content, if the template writes that content unchanged.
   Result<std::vector<int64_t>> apply_chat_template(
       const std::vector<Message>& messages,
       bool add_generation_prompt,
@@ -98,8 +98,7 @@ class Tokenizer {
   /// or else none.
   std::vector<int64_t> eos_token_ids() const;
 
-  /// Returns a detokenizer for one answer, which leaves special tokens out
-  /// unless told otherwise. It may outlive the tokenizer.
+  /// Returns a detokenizer for one answer, which may outlive the tokenizer.
   Detokenizer detokenizer(bool skip_special_tokens = true) const;
 
  private:

@@ -1,10 +1,11 @@
-//! The tokenizer of a `tokenizer.json`: the one rule by which the runners convert between text and ids.
-//! `python/etkv/_backend.py` has the same rule, and a test compares the two:
+//! The tokenizer of a `tokenizer.json`. All runners convert between text and ids by these rules.
+//! `python/etkv/_backend.py` has the same rules, and a test compares the two:
 //!
-//! 1. `tokenizer.json` decides the ids of a text. Its `truncation` and `padding` are ignored: a prompt is read in full.
+//! 1. `tokenizer.json` determines the ids of a text. Its `truncation` and `padding` are ignored: a prompt is read in
+//!    full.
 //! 2. Two settings of `tokenizer_config.json` apply: `split_special_tokens` (text that spells a special token is
-//!    not one) and `clean_up_tokenization_spaces` (as in transformers, not for BPE).
-//! 3. A text that begins with the token that the tokenizer puts first (BOS) does not get a second one.
+//!    ordinary text) and `clean_up_tokenization_spaces` (as in transformers, not for BPE).
+//! 3. The tokenizer's first token (BOS) is not added to a text that already begins with it.
 
 use serde_json::Value;
 use tokenizers::decoders::fuse::Fuse;
@@ -31,14 +32,14 @@ const CLEAN_UP: [(&str, &str); 10] = [
 
 pub struct Backend {
     tokenizer: Tokenizer,
-    /// Whether tokens `<0xE2>` are bytes.
+    /// Whether tokens such as `<0xE2>` stand for bytes.
     byte_fallback: bool,
 }
 
 impl Backend {
-    /// Takes a tokenizer and the contents of its `tokenizer_config.json`.
+    /// `config` is the contents of `tokenizer_config.json`.
     pub fn new(mut tokenizer: Tokenizer, config: &Value) -> std::result::Result<Self, String> {
-        // A tokenizer's cache of words stays with the thread, even after the tokenizer is dropped.
+        // Disable the cache of words, which each thread would keep even after the tokenizer is dropped.
         let mut model = tokenizer.get_model().clone();
         model.resize_cache(0);
         let is_bpe = matches!(model, ModelWrapper::BPE(_));
@@ -58,7 +59,8 @@ impl Backend {
         Ok(Self { tokenizer, byte_fallback })
     }
 
-    /// Returns the ids of `text`. With `add_special_tokens`, includes the tokens that the tokenizer puts around a text.
+    /// Returns the ids of `text`. With `add_special_tokens`, includes the tokens that the tokenizer adds around a
+    /// text.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         let mut ids = self.encoded(text, add_special_tokens)?;
         if add_special_tokens && self.doubles_first(text, &ids)? {
@@ -67,12 +69,12 @@ impl Backend {
         Ok(ids)
     }
 
-    /// Does `text` begin with the token that the tokenizer puts before a text?
+    /// Returns whether `text` begins with the token that the tokenizer adds before a text.
     pub fn begins_with_bos(&self, text: &str) -> Result<bool> {
         self.doubles_first(text, &self.encoded(text, true)?)
     }
 
-    /// Do `ids`, those of `text` with special tokens, double the first id of `text` and then continue with the rest?
+    /// Returns whether `ids`, the ids of `text` with special tokens, have the first id of `text` twice.
     fn doubles_first(&self, text: &str, ids: &[u32]) -> Result<bool> {
         if ids.len() < 2 || ids[0] != ids[1] {
             return Ok(false);
@@ -88,7 +90,8 @@ impl Backend {
             .map_err(|error| Error::Encode(error.to_string()))
     }
 
-    /// Returns the ids of a text that continues another one: without the space that some tokenizers put first.
+    /// Returns the ids of a text that continues another one, without the space that some tokenizers add before a
+    /// text.
     pub fn encode_after(&self, text: &str) -> Result<Vec<u32>> {
         let anchor = self.encoded("\n", false)?;
         let anchored = self.encoded(&format!("\n{text}"), false)?;
@@ -109,7 +112,7 @@ impl Backend {
         self.tokenizer.token_to_id(token)
     }
 
-    /// Returns the token of `id`; None where the vocabulary has none.
+    /// Returns the token of `id`; None if the vocabulary has none.
     pub fn token(&self, id: u32) -> Option<String> {
         self.tokenizer.id_to_token(id)
     }
@@ -118,7 +121,7 @@ impl Backend {
         self.tokenizer.get_added_vocabulary().is_special_token(token)
     }
 
-    /// Does the token stand for one byte, which makes characters with the bytes beside it?
+    /// Returns whether the token stands for one byte, which forms characters with adjacent bytes.
     pub fn is_byte(&self, token: &str) -> bool {
         let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
         self.byte_fallback
@@ -135,9 +138,9 @@ fn has_byte_fallback(decoder: &DecoderWrapper) -> bool {
     }
 }
 
-/// Returns a decoder that removes the spaces of [`CLEAN_UP`] from what `decoder` makes.
+/// Returns a decoder that applies [`CLEAN_UP`] to the output of `decoder`.
 fn cleaning(decoder: Option<&DecoderWrapper>) -> tokenizers::Result<DecoderWrapper> {
-    // Tokens without a decoder have a space between them; no token has this prefix.
+    // Without a decoder, tokens are separated by spaces. No token has this prefix, so WordPiece only adds spaces.
     let spaced = || DecoderWrapper::WordPiece(WordPiece::new("\u{f8fe}".to_owned(), false));
     let decoder = decoder.cloned().unwrap_or_else(spaced);
     let mut steps = vec![decoder, DecoderWrapper::Fuse(Fuse::new())];

@@ -1,7 +1,7 @@
 //! The C++ interface, which `cxx` generates from this file; `tokenizer.cpp` calls it.
 //!
-//! An error throws `rust::Error` in C++. A panic would end the process, so the functions that return
-//! a `Result` turn it into an error; the others return what the tokenizer holds. Text arrives as bytes, and is checked for UTF-8 here.
+//! An error throws `rust::Error` in C++. A panic would end the process, so the functions that return a `Result`
+//! convert it to an error; the others only read fields. Text arrives as bytes, and is checked for UTF-8 here.
 
 use std::ffi::OsStr;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -123,8 +123,7 @@ fn finalize(detokenizer: &mut Detokenizer) -> Result<&str> {
 
 /// Runs `body`, and returns its panic as an error.
 fn boundary<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
-    // A panic leaves nothing half-changed that a caller can see: tokenizers are read only, and the
-    // pieces of a detokenizer are text only.
+    // A panic cannot leave invalid state: tokenizers are read-only, and a detokenizer holds only text.
     catch_unwind(AssertUnwindSafe(body))
         .unwrap_or_else(|panic| Err(Error::Panic(panic_message(panic.as_ref()))))
 }

@@ -1,4 +1,4 @@
-//! A conversation in parts: text of the template, and the ids of answers, which are not tokenized again.
+//! A conversation in parts: text of the template, and ids of answers, which are not tokenized again.
 
 use crate::error::Result;
 use crate::template::Variables;
@@ -11,13 +11,14 @@ pub enum Part {
     Ids(Vec<u32>),
 }
 
-/// Marks the number of a message in place of its text. This character has no meaning, so no text of a conversation has
-/// it.
+/// The delimiter of a message's number, which stands in place of its text. It is a private-use character, which no
+/// text of a conversation has.
 const MARK: char = '\u{f8fe}';
 
-/// Renders a conversation, and returns ids of messages in the place of their text.
+/// Renders a conversation, and replaces the text of messages with ids by their ids.
 ///
-/// A message that the template changes stays text: some templates remove the reasoning of earlier answers.
+/// A message that the template changes stays text. Some templates, for example, remove the reasoning of earlier
+/// answers.
 pub fn parts(
     variables: &Variables,
     render: impl Fn(&Variables) -> Result<String>,
@@ -44,14 +45,14 @@ fn mark(n: usize) -> String {
     format!("{MARK}{n}{MARK}")
 }
 
-/// Splits `text` where `marked`, its rendering with marks, has the messages. Returns the message beside which the two
-/// differ, if they do.
+/// Splits `text` at the messages, whose marks are in `marked`, another rendering of the conversation. If the two
+/// differ elsewhere, returns the message next to the difference.
 fn split(
     text: &str,
     marked: &str,
     variables: &Variables,
 ) -> std::result::Result<Vec<Part>, Option<usize>> {
-    // Text and message numbers, in alternation.
+    // Texts and message numbers alternate.
     let mut pieces = marked.split(MARK);
     let mut before = pieces.next().unwrap_or_default();
     let mut last = marked.split(MARK).nth(1).and_then(|n| n.parse().ok());
@@ -61,7 +62,7 @@ fn split(
         last = number.parse().ok();
         let message = last.and_then(|n: usize| variables.messages.get(n)).ok_or(last)?;
         let content = message.content.as_str();
-        // Many templates trim a message. Its ids stay whole: the cache has them.
+        // Many templates trim a message. Its ids stay complete, because the cache has them.
         rest = [content, content.trim(), content.trim_start(), content.trim_end()]
             .into_iter()
             .find_map(|content| rest.strip_prefix(content)?.strip_prefix(after))

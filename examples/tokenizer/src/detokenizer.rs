@@ -1,4 +1,4 @@
-//! Makes text from ids, one at a time: whole characters only, wherever the tokens cut them.
+//! Decodes ids to text, one id at a time, in whole characters even if a character spans several tokens.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use crate::error::{Error, Result};
 /// Replaces bytes that form no character.
 const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
 
-/// The most ids whose text is held back, or read again with each id because it ends within a character.
+/// The maximum ids whose text is held back or decoded again with each new id, because it ends within a character.
 const MAX_HELD: usize = 64;
 
 /// The text of one answer during its generation. The pieces together are the text of all ids.
 ///
 /// Text that the next ids may change is held back: the bytes of an incomplete character, and a run of byte tokens,
-/// which decodes as a whole.
+/// which is decoded at once.
 pub struct Detokenizer {
     backend: Arc<Backend>,
     skip_special_tokens: bool,
@@ -59,7 +59,7 @@ impl Detokenizer {
         Ok(&self.piece)
     }
 
-    /// Moves the text of the ids, as far as it is final, to `piece`.
+    /// Moves the final part of the ids' text to `piece`.
     fn read(&mut self) -> Result<()> {
         let text = self.backend.decode(&self.ids, self.skip_special_tokens)?;
         let certain = text.strip_suffix(REPLACEMENT).unwrap_or(&text);
@@ -76,7 +76,7 @@ impl Detokenizer {
             None if waits => return Ok(()),
             None => self.piece.push_str(after_common_prefix(certain, &self.out)),
         }
-        // The ids since the last time are the context of the next ones: some decoders treat only the first id
+        // The ids since the last piece become the context of the next ids, because some decoders treat the first id
         // differently.
         self.ids.drain(..self.n_context);
         self.n_context = self.ids.len();
@@ -149,7 +149,7 @@ mod tests {
         let ids: Vec<u32> = [a]
             .into_iter()
             .chain("é".bytes().map(byte))
-            // A whole character and then a cut one: with the cut one the first is no character either.
+            // A whole character, then an incomplete one. Decoded together, neither is a character.
             .chain([byte(0xe2), a, fixture::START, byte(0xf0), a, a])
             .chain("🙂".bytes().map(byte))
             .collect();

@@ -1,4 +1,4 @@
-//! A small model folder for tests: a tokenizer whose tokens are single bytes.
+//! A small model folder for tests. The tokenizer's tokens are single bytes.
 
 use std::fs;
 
@@ -16,7 +16,7 @@ pub fn tokenizer() -> Tokenizer {
     Tokenizer::from_pretrained(folder().path()).unwrap()
 }
 
-/// Returns a tokenizer like [`tokenizer`] with tokens for bytes, as Llama 2 has them.
+/// Returns a tokenizer like [`tokenizer`], with byte tokens as in Llama 2.
 pub fn with_byte_fallback() -> Tokenizer {
     let folder = folder();
     let path = folder.path().join("tokenizer.json");

@@ -1,4 +1,4 @@
-//! The files that a published model keeps beside its `tokenizer.json`.
+//! The files of a published model next to its `tokenizer.json`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,16 +9,16 @@ use serde_json::Value;
 
 use crate::error::{Error, Result};
 
-/// The settings of the folder besides the tokenizer itself. Every file may be missing.
+/// The settings of a model's folder, without the tokenizer. Every file may be missing.
 pub struct Folder {
     pub path: PathBuf,
     /// The contents of `tokenizer_config.json`, or null.
     pub config: Value,
-    /// The chat templates by name. The only one of a folder is named "default".
+    /// The chat templates by name. A single template has the name "default".
     pub chat_templates: BTreeMap<String, String>,
     /// `bos_token`, `eos_token` and the other special tokens, by name.
     pub special_tokens: BTreeMap<String, String>,
-    /// From `generation_config.json`: the ids that end an answer.
+    /// The ids that end an answer, from `generation_config.json`.
     pub eos_token_ids: Option<Vec<u32>>,
 }
 
@@ -80,7 +80,7 @@ fn read_json(path: &Path) -> Result<Option<Value>> {
         .map_err(|error| Error::File { path: path.to_owned(), reason: error.to_string() })
 }
 
-/// Returns the templates of a config: a single one, a list with names, or a map by name.
+/// Returns the templates of a config, which has a single one, a list with names, or a map by name.
 fn templates_in(config: &Value) -> BTreeMap<String, String> {
     let named = |name: &Value, template: &Value| {
         Some((name.as_str()?.to_owned(), template.as_str()?.to_owned()))
@@ -98,8 +98,8 @@ fn templates_in(config: &Value) -> BTreeMap<String, String> {
     }
 }
 
-/// Returns every `…_token` of the config, and those that it names for this model alone. Older folders write a token as
-/// an object.
+/// Returns every `…_token` of the config, and its model-specific special tokens. In older folders a token is an
+/// object.
 fn special_tokens(config: &Value) -> BTreeMap<String, String> {
     let of_the_model = ["extra_special_tokens", "model_specific_special_tokens"]
         .into_iter()

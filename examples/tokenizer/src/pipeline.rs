@@ -1,8 +1,7 @@
-//! Refuses a `tokenizer.json` whose steps together make a text too long.
+//! Refuses a `tokenizer.json` whose steps could make a text too long.
 //!
-//! The rule is that of Python, `python/etkv/_pipeline.py`. A step that writes two characters for one doubles a text,
-//! and forty such steps exhaust the memory of a process. So the growth that a file may ask for is checked before it is
-//! loaded.
+//! `python/etkv/_pipeline.py` has the same rule. A step that writes two characters for one doubles a text, and forty
+//! such steps exhaust the memory of a process. So the maximum growth of a text is computed before a file is loaded.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -11,10 +10,10 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// How many times as long a text may become in one part of a tokenizer. Published ones stay below 200.
+/// The maximum growth factor of a text in one part of a tokenizer. Published tokenizers stay below 200.
 const MAX: f64 = 1024.0;
 
-/// The names under which a sequence has its steps.
+/// The names of the lists of steps in a sequence.
 const STEPS: [&str; 4] = ["normalizers", "pretokenizers", "processors", "decoders"];
 
 /// The parts of a `tokenizer.json` that have steps.
@@ -26,7 +25,8 @@ struct Parts {
     decoder: Option<Value>,
 }
 
-/// Returns why a tokenizer makes texts too long. Accepts a file that cannot be read: its reader reports it.
+/// Returns an error if a tokenizer could make texts too long. Accepts a file that cannot be read, because loading it
+/// reports the error.
 pub fn check(path: &Path) -> Result<(), String> {
     let parts = File::open(path).ok().map(BufReader::new);
     let Some(parts) = parts.and_then(|file| serde_json::from_reader::<_, Parts>(file).ok()) else {
@@ -60,7 +60,7 @@ fn own_growth(step: &Value) -> f64 {
     match step["type"].as_str() {
         Some("Replace") => {
             let exact = step["pattern"]["String"].as_str().map_or(0.0, |text| text.len() as f64);
-            // A regular expression may match a single character, or nothing, before each.
+            // A regular expression may match a single character, or the empty text before each character.
             match exact > 0.0 {
                 true => (bytes("content") / exact).max(1.0),
                 false => 1.0 + bytes("content"),
@@ -68,7 +68,7 @@ fn own_growth(step: &Value) -> f64 {
         }
         Some("Prepend") => 1.0 + bytes("prepend"),
         Some("Metaspace") => 1.0 + bytes("replacement"),
-        // They write a space, or the text of a special token, between tokens.
+        // These write a space, or the text of a special token, between tokens.
         Some("WordPiece" | "BPEDecoder" | "CTC") => {
             let written = ["prefix", "suffix", "pad_token", "word_delimiter_token"];
             1.0 + written.into_iter().map(bytes).fold(0.0, f64::max)
@@ -84,7 +84,8 @@ fn own_growth(step: &Value) -> f64 {
     }
 }
 
-/// Returns the bytes of the longest text that a base64 map of characters writes. The texts lie after its trie.
+/// Returns the bytes of the longest replacement text in a base64 map of characters. The texts are stored after its
+/// trie.
 fn longest(charsmap: &str) -> f64 {
     let data = decoded(charsmap);
     let (Some(length), rest) = (data.first_chunk::<4>(), data.get(4..).unwrap_or_default()) else {

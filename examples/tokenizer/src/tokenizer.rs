@@ -48,13 +48,13 @@ impl Tokenizer {
         Ok(Self { backend: Arc::new(backend), folder, templates, eos_token_ids })
     }
 
-    /// Returns the ids of `text`. With `add_special_tokens`, includes the tokens that the tokenizer
-    /// puts around a text; a text that begins with the first of them gets no second one.
+    /// Returns the ids of `text`. With `add_special_tokens`, includes the tokens that the tokenizer adds around a
+    /// text. The first one (BOS) is not added to a text that already begins with it.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         self.backend.encode(text, add_special_tokens)
     }
 
-    /// Does `text` begin with the token that the tokenizer puts before a text?
+    /// Returns whether `text` begins with the token that the tokenizer adds before a text.
     pub fn begins_with_bos(&self, text: &str) -> Result<bool> {
         self.backend.begins_with_bos(text)
     }
@@ -67,8 +67,8 @@ impl Tokenizer {
         self.templates.render(variables)
     }
 
-    /// Returns the ids of a conversation. Ids of messages stand in the place of their text, as far as the template
-    /// writes that text.
+    /// Returns the ids of a conversation. The ids of a message are used instead of its text, if the template writes
+    /// that text unchanged.
     pub fn apply_chat_template(&self, variables: &Variables) -> Result<Vec<u32>> {
         let parts = parts(variables, |variables| self.render_chat_template(variables))?;
         let mut ids = Vec::new();
@@ -139,7 +139,7 @@ mod tests {
         let once = tokenizer.encode("a", true).unwrap();
         assert_eq!(tokenizer.encode("<start>a", true).unwrap(), once);
         assert!(tokenizer.begins_with_bos("<start>a").unwrap());
-        // A BOS that the text itself spells stays.
+        // A BOS in the text itself stays.
         let twice = [&[fixture::START][..], &once].concat();
         assert_eq!(tokenizer.encode("<start><start>a", true).unwrap(), twice);
         assert_eq!(tokenizer.encode("", true).unwrap(), [fixture::START]);
@@ -208,7 +208,7 @@ mod tests {
     #[test]
     fn an_answer_keeps_its_ids() {
         let tokenizer = fixture::tokenizer();
-        // The tokenizer makes other ids of the same text.
+        // The tokenizer would encode the same text to other ids.
         let answer = [fixture::END, 1, 2];
         let whole = tokenizer
             .apply_chat_template(&conversation(&[

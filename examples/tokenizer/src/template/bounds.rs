@@ -1,8 +1,8 @@
-//! The limits of a rendering: a template can come from anyone, and must not exhaust memory or time.
+//! The limits of a rendering. Templates are untrusted, and must not exhaust memory or time.
 //!
-//! minijinja counts instructions; one instruction can still double a text. So each operation that reads or writes more
-//! than a few bytes says here how many units that takes, before it runs. A unit is a byte of text; an item of a list
-//! counts as [`ITEM`] of them.
+//! minijinja limits the number of instructions, but one instruction can double a text. So each operation that reads
+//! or writes more than a few bytes takes units from a [`Budget`] before it runs. A unit is a byte of text; an item of
+//! a list counts as [`ITEM`] units.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,22 +10,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
-/// The most bytes of one text, within a template and as its output.
+/// The maximum bytes of one text, within a template and as its output.
 pub const MAX_TEXT: u64 = 16 << 20;
 
-/// The most units that a rendering reads and writes.
+/// The maximum units that a rendering reads and writes.
 const MAX_UNITS: u64 = 256 << 20;
 
 /// The maximum nesting of lists that are printed or compared.
 const MAX_DEPTH: usize = 100;
 
-/// The units of an item of a list or a mapping: its bytes, and the time of reading it.
+/// The units of an item of a list or a mapping, for its bytes and the time to read it.
 pub const ITEM: u64 = 32;
 
-/// The units of a new list or mapping, which limit how deep a template nests them.
+/// The units of a new list or mapping. They limit the depth of nesting.
 const CONTAINER: u64 = 512;
 
-/// The units that a rendering has left.
+/// The remaining units of a rendering.
 pub struct Budget(AtomicU64);
 
 impl Budget {
@@ -42,7 +42,7 @@ impl Budget {
             .map_err(|_| refusal(format!("it reads and writes more than {} MiB", MAX_UNITS >> 20)))
     }
 
-    /// Takes the units of a text before it is made.
+    /// Takes the units of a text before it is written.
     pub fn take_text(&self, bytes: u64) -> Result<(), Error> {
         if bytes > MAX_TEXT {
             return Err(too_long(bytes));
@@ -50,8 +50,8 @@ impl Budget {
         self.take(bytes)
     }
 
-    /// Takes the units of a value that an operation returned. Returns the value; a lazy iterable becomes a list,
-    /// because lazy ones can be nested without end.
+    /// Takes the units of a value that an operation returned. Returns the value. A lazy iterable becomes a list,
+    /// because lazy iterables can be nested without end.
     pub fn take_result(&self, value: Value) -> Result<Value, Error> {
         if let Some(text) = value.as_str() {
             self.take_text(text.len() as u64)?;
@@ -74,8 +74,8 @@ impl Budget {
         self.take(1 + text_or_items(value))
     }
 
-    /// Takes the units of reading a value and all of its contents. Returns the bytes of its texts, and at least one for
-    /// each other value.
+    /// Takes the units of reading a value and all of its contents. Returns the bytes of its texts, plus at least one
+    /// for each other value.
     pub fn take_whole(&self, value: &Value) -> Result<u64, Error> {
         let bytes = self.whole(value, 0)?;
         self.take(bytes)?;
@@ -103,7 +103,7 @@ impl Budget {
     pub fn take_comparison(&self, left: &Value, right: &Value) -> Result<(), Error> {
         match (left.as_str(), right.as_str()) {
             (Some(left), Some(right)) => self.take(1 + left.len().min(right.len()) as u64),
-            // Values of different kinds differ at once.
+            // Values of different kinds are unequal without a look at their contents.
             (Some(_), _) | (_, Some(_)) => Ok(()),
             _ if left.as_object().is_some() && right.as_object().is_some() => {
                 self.take_whole(left)?;
@@ -113,7 +113,7 @@ impl Budget {
         }
     }
 
-    /// Takes the units of looking for `what` in `container`.
+    /// Takes the units of a search for `what` in `container`.
     pub fn take_search(&self, what: &Value, container: &Value) -> Result<(), Error> {
         if container.as_str().is_some() || container.kind() == ValueKind::Map {
             self.take_read(container)?;
@@ -126,15 +126,15 @@ impl Budget {
         self.take(items(container).saturating_mul(one))
     }
 
-    /// Takes the units of a list or a mapping that is made of `parts`.
+    /// Takes the units of a new list or mapping with the contents `parts`.
     pub fn take_container(&self, parts: &[Value]) -> Result<(), Error> {
         self.take(CONTAINER + parts.len() as u64 * ITEM)?;
         Self::check_parts(parts)
     }
 
-    /// Refuses a value that must not be within another value.
+    /// Refuses values that must not be contained in another value.
     pub fn check_parts(parts: &[Value]) -> Result<(), Error> {
-        // A namespace can change later, and so come to contain itself.
+        // A namespace can change later, so it could come to contain itself.
         match parts.iter().any(is_namespace) {
             true => Err(refusal("a namespace cannot be within another value".into())),
             false => Ok(()),
@@ -147,7 +147,7 @@ impl Budget {
     }
 }
 
-/// Text that takes its units from the budget while it is written.
+/// A text that takes units from the budget while it is written.
 pub struct Writer<'a> {
     text: String,
     budget: &'a Budget,
@@ -185,7 +185,7 @@ impl fmt::Write for Writer<'_> {
     }
 }
 
-/// Is `depth` too deep to print?
+/// Returns whether `depth` is too deep to print.
 pub fn is_too_deep(depth: usize) -> bool {
     depth > MAX_DEPTH
 }
@@ -202,7 +202,7 @@ fn text_or_items(value: &Value) -> u64 {
     value.as_str().map_or_else(|| items(value) * ITEM, |text| text.len() as u64)
 }
 
-/// Returns the contents of a list or a mapping, keys included; None for other values.
+/// Returns the contents of a list or a mapping, including keys; None for other values.
 fn inside(value: &Value) -> Result<Option<Box<dyn Iterator<Item = Value>>>, Error> {
     match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => Ok(Some(Box::new(value.try_iter()?))),

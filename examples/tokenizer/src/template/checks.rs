@@ -1,5 +1,5 @@
-//! The checks that [`super::program`] puts before operators, filters, methods and tests. Each takes the units of the
-//! following operation from the budget, and returns the operation's arguments.
+//! The checks that [`super::program`] inserts before operators, filters, methods and tests. Each takes the units of
+//! the following operation from the budget, and returns the operation's arguments.
 
 use std::sync::Arc;
 
@@ -84,7 +84,7 @@ fn times(all: &[Value], budget: &Budget) -> Result<(), Error> {
     Ok(())
 }
 
-/// `{key: value, …}`, of which the keys are hashed.
+/// `{key: value, …}`. Keys are hashed.
 fn mapping(all: &[Value], budget: &Budget) -> Result<(), Error> {
     budget.take_container(all)?;
     whole(all.iter().step_by(2), budget)
@@ -139,7 +139,7 @@ fn filter(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
             }
             budget.take(items(value).saturating_mul(each))
         }
-        // They do not read the contents of the items.
+        // These do not read the contents of items.
         "list" | "reverse" => characters(all, budget),
         "first" | "last" | "length" | "count" | "default" | "d" | "items" => read(all, budget),
         "trim" => stripped(value, arguments, budget),
@@ -156,7 +156,7 @@ fn characters(all: &[Value], budget: &Budget) -> Result<(), Error> {
 
 fn call(name: &str, all: &[Value], budget: &Budget) -> Result<(), Error> {
     match name {
-        // They take texts: other values are printed.
+        // These convert other values to text.
         "raise_exception" | "strftime_now" => whole(all, budget),
         _ => read(all, budget),
     }
@@ -222,13 +222,13 @@ fn replacement(value: &Value, arguments: &[Value], budget: &Budget) -> Result<()
     budget.take_text((value.len() as u64).saturating_add(found.saturating_mul(to.len() as u64)))
 }
 
-/// A join of the items of `parts`, each as it prints.
+/// A join of the printed items of `parts`.
 fn joined(parts: &Value, separator: u64, budget: &Budget) -> Result<(), Error> {
     let bytes = budget.take_whole(parts)?;
     budget.take_text(bytes.saturating_add(items(parts).saturating_mul(separator)))
 }
 
-/// The filter `indent`: it makes lines longer by its argument.
+/// The filter `indent`, which makes each line longer by its argument.
 fn indentation(value: &Value, arguments: &[Value], budget: &Budget) -> Result<(), Error> {
     let value = text::printed(value, budget)?;
     let lines = 1 + value.matches('\n').count() as u64;
@@ -255,12 +255,12 @@ pub fn formatting(value: &Value, arguments: &[Value], budget: &Budget) -> Result
         total = total.saturating_add(width).saturating_add(each);
         places += 1;
     }
-    // A format may print a part of a value at each place.
+    // A format may print a part of a value at each placeholder.
     budget.take(places)?;
     budget.take_text(total)
 }
 
-/// Returns the format specification that begins at the start of `text`, after its `%` or `{`.
+/// Returns the format specification at the start of `text`, which follows a `%` or `{`.
 fn spec(text: &str) -> &str {
     let is_longer = |c: char| c.is_ascii_digit() || "-+ #.*".contains(c);
     if let Some(inside) = text.strip_prefix('{') {
@@ -282,12 +282,12 @@ fn width(digits: &str) -> u64 {
     digits.parse().unwrap_or(u64::MAX)
 }
 
-/// Returns the numbers among arguments, named ones too, without a sign.
+/// Returns the absolute values of the numbers among arguments, including named ones.
 fn numbers(arguments: &[Value]) -> impl Iterator<Item = u64> + '_ {
     flat(arguments).filter(Value::is_number).map(|value| number(&value))
 }
 
-/// Returns a number without its sign; `u64::MAX` if it is not an `i64`.
+/// Returns the absolute value of a number; `u64::MAX` if it is not an `i64`.
 fn number(value: &Value) -> u64 {
     value.as_i64().map_or(u64::MAX, i64::unsigned_abs)
 }

@@ -1,5 +1,5 @@
-//! Jinja with the settings of transformers: block tags remove the line that they are on, `break` and `continue` work
-//! in loops, values have Python's methods, and tests and filters decide as Jinja2's do.
+//! Jinja with the settings of transformers: a block tag removes the rest of its line, `break` and `continue` work in
+//! loops, values have Python's methods, and tests and filters behave as in Jinja2.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::bounds::{self, Budget};
 use super::program::{self, Check};
 use super::{checks, json, methods, rewrite, text};
 
-/// Returns an environment for one rendering of the template whose operands `checks` looks at.
+/// Returns an environment for one rendering of a template with these checks.
 pub fn new(checks: &[Check]) -> Result<Environment<'static>, Error> {
     let budget = Arc::new(Budget::new());
     let mut environment = Environment::new();
@@ -35,7 +35,7 @@ pub fn new(checks: &[Check]) -> Result<Environment<'static>, Error> {
         let printing = budget.clone();
         environment.add_filter(name, move |value: &Value| escape(value, &printing));
     }
-    // Jinja2 has none of these, and lazy lists can be nested without end.
+    // Jinja2 does not have these, and lazy lists could be nested without end.
     for name in ["bool", "chain", "lines", "pprint", "split", "zip"] {
         environment.remove_filter(name);
     }
@@ -50,7 +50,7 @@ pub fn new(checks: &[Check]) -> Result<Environment<'static>, Error> {
     let taken = budget.clone();
     environment.add_function(program::ITER, move |value: &Value| {
         let items = iter(value)?;
-        // The items live only as long as the loop.
+        // The list of items lives only during the loop.
         taken.take(bounds::items(&items))?;
         Ok::<_, Error>(items)
     });
@@ -76,17 +76,17 @@ pub fn syntax() -> Result<SyntaxConfig, Error> {
     SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()
 }
 
-/// Is this a macro or a function?
+/// Returns whether a value is a macro or a function.
 fn is_callable(value: &Value) -> bool {
     value.kind() == ValueKind::Plain
 }
 
-/// Can Python iterate over this value? Not over None, though minijinja loops over it.
+/// Returns whether Python can iterate over a value. It cannot over None, although minijinja can.
 fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
 }
 
-/// Does this value have a length and items, as strings and mappings do?
+/// Returns whether a value has a length and items, as strings and mappings do.
 fn is_sequence(value: &Value) -> bool {
     value.is_undefined()
         || matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
@@ -115,7 +115,7 @@ fn string(value: &Value, budget: &Budget) -> Result<Value, Error> {
     }
 }
 
-/// Escapes for HTML with the references that Python writes.
+/// Escapes for HTML with the same character references as Python.
 fn escape(value: &Value, budget: &Budget) -> Result<Value, Error> {
     if value.is_safe() {
         return Ok(value.clone());
@@ -141,7 +141,7 @@ fn length(value: &Value) -> Result<usize, Error> {
     filters::length(value)
 }
 
-/// Jinja2's filter returns the default for text that is not numeric.
+/// Jinja2's filter `int`, which returns the default for text that is not numeric.
 fn int(
     state: &State,
     value: &Value,
@@ -169,7 +169,7 @@ fn no_names() -> Kwargs {
     std::iter::empty::<(String, Value)>().collect()
 }
 
-/// Jinja2's filter, which does not indent empty lines unless `blank`.
+/// Jinja2's filter `indent`, which indents empty lines only with `blank`.
 fn indent(
     value: &str,
     width: Option<Value>,
@@ -204,7 +204,7 @@ fn indent(
     Ok(made)
 }
 
-/// Returns the value that a loop iterates over: a list if minijinja would not know the length.
+/// Returns the value that a loop iterates over, as a list if minijinja would not know its length.
 fn iter(value: &Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::None => {

@@ -1,4 +1,4 @@
-//! JSON in the form of Python's `json.dumps`, which chat templates rely on.
+//! JSON in the format of Python's `json.dumps`, which chat templates rely on.
 
 use std::io;
 
@@ -9,15 +9,15 @@ use serde_json::ser::{Formatter, Serializer};
 
 use super::bounds::{too_long, MAX_TEXT};
 
-/// The arguments of `json.dumps` that templates may give.
+/// The arguments of `json.dumps` that templates may pass.
 struct Python {
     ensure_ascii: bool,
-    /// The indentation of a level; none for one line.
+    /// The indentation of a level; None writes one line.
     indent: Option<String>,
     item_separator: String,
     key_separator: String,
     level: usize,
-    /// Whether the innermost list or mapping has any items.
+    /// Whether an item of the innermost list or mapping was written.
     has_value: bool,
 }
 
@@ -134,7 +134,7 @@ pub fn float(value: f64) -> String {
     }
 }
 
-/// The `tojson` filter of chat templates. Unlike Jinja's own, it does not escape for HTML.
+/// The `tojson` filter of chat templates. Unlike Jinja's, it does not escape for HTML.
 pub fn tojson(
     value: &Value,
     ensure_ascii: Option<Value>,
@@ -167,7 +167,7 @@ pub fn tojson(
     String::from_utf8(bytes.0).map_err(|error| refused(&error.to_string()))
 }
 
-/// Bytes, up to the limit of a text.
+/// A buffer that refuses bytes beyond the limit of a text.
 struct Limited(Vec<u8>);
 
 impl io::Write for Limited {
@@ -185,7 +185,7 @@ impl io::Write for Limited {
     }
 }
 
-/// The deepest indentation of a level.
+/// The maximum indentation of a level.
 const MAX_INDENT: usize = 64;
 
 fn indentation(indent: &Value) -> Result<String, Error> {
@@ -200,7 +200,7 @@ fn refused(reason: &str) -> Error {
     Error::new(ErrorKind::BadSerialization, reason.to_owned())
 }
 
-/// Returns `value` with the keys of every mapping in order.
+/// Returns `value` with the keys of every mapping sorted.
 fn sorted(value: &Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::Map => {

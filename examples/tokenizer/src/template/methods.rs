@@ -1,11 +1,11 @@
-//! Python's methods of strings, lists and mappings that change nothing: transformers refuses the others.
+//! Python's methods of strings, lists and mappings, except those that change a value, which transformers refuses.
 
 use minijinja::value::FunctionArgs;
 use minijinja::value::{from_args, Kwargs, Tuple, ValueKind};
 use minijinja::{Error, ErrorKind, State, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-/// Calls `method` of `value`. minijinja-contrib has the methods that are not here.
+/// Calls `method` of `value`. minijinja-contrib implements the methods that are not here.
 pub fn call(
     state: &mut State,
     value: &Value,
@@ -52,7 +52,7 @@ pub fn slice(
     })
 }
 
-/// Returns the indices of the items that a slice of `length` items has.
+/// Returns the indices that a slice selects from `length` items.
 fn places(
     length: usize,
     start: Option<i64>,
@@ -60,7 +60,7 @@ fn places(
     step: i64,
 ) -> impl Iterator<Item = usize> {
     let length = length as i64;
-    // The indices that a start or an end may have.
+    // The range of indices for starts and ends.
     let (least, most) = if step > 0 { (0, length) } else { (-1, length - 1) };
     let place = |n: i64| (if n < 0 { n + length } else { n }).clamp(least, most);
     let (first, last) = if step > 0 { (least, most) } else { (most, least) };
@@ -70,7 +70,7 @@ fn places(
         .map(|at| at as usize)
 }
 
-/// Removes `chars`, or Python's white space, from the chosen ends.
+/// Removes `chars`, or Python's white space, from one end or both.
 pub fn strip<'a>(text: &'a str, chars: Option<&str>, left: bool, right: bool) -> &'a str {
     let removed = |c: char| match chars {
         Some(chars) => chars.contains(c),
@@ -276,8 +276,8 @@ impl<'a> Iterator for Lines<'a> {
     }
 }
 
-/// Returns the characters from `start` to `end`, which count from the end where they are negative, and the number of
-/// characters before them. None if `start` is after the text or after `end`.
+/// Returns the number of characters before `start`, and the characters from `start` to `end`. Negative bounds count
+/// from the end. None if `start` is after the text or after `end`.
 fn sliced(text: &str, start: Option<i64>, end: Option<i64>) -> Option<(usize, &str)> {
     let length = text.chars().count() as i64;
     let place = |n: i64| if n < 0 { (n + length).max(0) } else { n };
@@ -290,14 +290,14 @@ fn sliced(text: &str, start: Option<i64>, end: Option<i64>) -> Option<(usize, &s
     Some((start as usize, &text[byte(start)..byte(end)]))
 }
 
-/// Returns the index of the character that begins at `what`.
+/// Returns the index of the first or last character at which `what` begins.
 fn find(text: &str, what: &str, start: Option<i64>, end: Option<i64>, last: bool) -> Option<usize> {
     let (before, part) = sliced(text, start, end)?;
     let place = if last { part.rfind(what) } else { part.find(what) }?;
     Some(before + part[..place].chars().count())
 }
 
-/// Does `part` have the prefix or suffix `what`, or one of several?
+/// Returns whether `part` has the prefix or suffix `what`, or one of several in a tuple.
 fn has_affix(part: Option<&str>, what: &Value, method: &str) -> Result<bool, Error> {
     if what.kind() == ValueKind::Seq {
         for one in what.try_iter()? {
@@ -322,10 +322,10 @@ fn has_affix(part: Option<&str>, what: &Value, method: &str) -> Result<bool, Err
     }))
 }
 
-/// The widest text that is padded.
+/// The maximum width of padding.
 const MAX_WIDTH: i64 = 1 << 20;
 
-/// Returns how many characters `text` lacks to `width`.
+/// Returns the number of characters to pad `text` with, to reach `width`.
 fn padding(text: &str, width: i64) -> Result<usize, Error> {
     if width > MAX_WIDTH {
         return refused(format!("the width is {width}, the most is {MAX_WIDTH}"));
@@ -338,14 +338,14 @@ fn justified(text: &str, method: &str, width: i64, fill: char) -> Result<Value, 
     let left = match method {
         "ljust" => 0,
         "rjust" => lacking,
-        // Python puts the odd character on the left if the width is odd.
+        // As in Python, the extra character is on the left if the width is odd.
         _ => lacking / 2 + (lacking & (width as usize) & 1),
     };
     let fill = |n: usize| fill.to_string().repeat(n);
     Ok(Value::from(format!("{}{text}{}", fill(left), fill(lacking - left))))
 }
 
-/// A letter after a letter is lower case; any other letter is upper case.
+/// A letter after a letter becomes lower case; any other letter becomes upper case.
 fn title(text: &str) -> String {
     let mut inside = false;
     let mut made = String::with_capacity(text.len());

@@ -22,17 +22,18 @@ use minijinja::{AutoEscape, Error as TemplateError, ErrorKind, Value};
 use crate::error::{Error, Result};
 pub use values::{Message, Variables};
 
-/// The most bytes of a template. Published ones have up to 60,000.
+/// The maximum bytes of a template. Published templates have up to 60,000.
 const MAX_SOURCE: usize = 256 << 10;
 
-/// The stack of the rendering thread, in bytes; the system provides only the pages in use. Expressions nest at most
-/// once for two bytes of a template, and values once for the 512 units of a list.
+/// The stack of the rendering thread, in bytes; the system provides only the pages in use. The limits bound the
+/// recursion: a level of an expression takes at least two bytes of the template, and a level of a value takes the 512
+/// units of a list.
 const STACK: usize = 256 << 20;
 
-/// The most instructions that a rendering executes.
+/// The maximum instructions that a rendering executes.
 const MAX_FUEL: u64 = 30_000_000;
 
-/// The most macros and loops within each other.
+/// The maximum depth of nested macros and loops.
 const MAX_RECURSION: usize = 100;
 
 /// The name of the template for conversations without tools.
@@ -60,7 +61,7 @@ impl ChatTemplates {
         self.sources.is_empty()
     }
 
-    /// Renders the conversation, and the start of the model's next message if `add_generation_prompt`.
+    /// Renders the conversation. With `add_generation_prompt`, also renders the start of the model's next message.
     pub fn render(&self, variables: &Variables) -> Result<String> {
         let source = self.choose(variables.has_tools())?;
         let context = variables.context(&self.special_tokens);
@@ -117,7 +118,7 @@ fn render(source: &str, context: Value) -> std::result::Result<String, TemplateE
     }
 }
 
-/// Returns the template's own message if it has one, and the line.
+/// Returns the message of a template error, with its line. A message that the template raises comes first.
 fn sentence(error: &TemplateError) -> String {
     let reason = match (error.kind(), error.detail()) {
         (ErrorKind::OutOfFuel, _) => format!("it executes more than {MAX_FUEL} instructions"),

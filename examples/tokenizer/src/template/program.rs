@@ -1,17 +1,17 @@
-//! A template as instructions, with the checks of `bounds` and Python's operators among them.
+//! A template as instructions, with calls of the checks of `bounds` and of Python's operators.
 //!
-//! minijinja compiles a template to instructions for a machine with a stack. [`compiled`] puts calls of functions
-//! before or in the place of some of them:
+//! minijinja compiles a template to instructions for a stack machine. [`compiled`] inserts calls of functions, or
+//! replaces instructions by them:
 //!
-//! | instruction | in its place | because |
+//! | instruction | change | reason |
 //! | --- | --- | --- |
-//! | `a % b`, `a ~ b`, `y[a:b:c]` | a call | minijinja computes remainders alone, prints as Rust does, and takes other ends for negative steps |
-//! | `for x in y` | a call before it | minijinja loops over None, and does not know the length of a text |
-//! | text of the template | the text as a value that is written | all output is counted in one place |
+//! | `a % b`, `a ~ b`, `y[a:b:c]` | replaced by a call | minijinja's `%` does not format text, it prints as Rust does, and its negative steps end elsewhere |
+//! | `for x in y` | a call before it | minijinja iterates over None, and does not know the length of a text |
+//! | text of the template | written as a value | all output is counted in one place |
 //! | other operators, filters, methods, calls | a call before it | its operands are checked |
-//! | what returns a value of any size | a call after it | the result is checked |
+//! | operations with a result of any size | a call after it | the result is checked |
 //!
-//! The names of these functions are no identifiers, so that no template can call or replace them.
+//! The names of these functions are not identifiers, so that no template can call or replace them.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ use minijinja::{Error, ErrorKind, Value};
 
 use super::environment::syntax;
 
-/// Takes the value that a loop iterates over; returns a list if minijinja does not know its length.
+/// Returns the value that a loop iterates over, as a list if minijinja does not know its length.
 pub const ITER: &str = "for";
 
 /// Returns `value[start:stop:step]`.
@@ -35,8 +35,8 @@ pub const CONCAT: &str = "~";
 /// Returns its argument, the result of an operation, unless it is too large.
 pub const RESULT: &str = "=";
 
-/// Names of functions that take the operands of an operator and return them as a list, unless the operator would take
-/// too much.
+/// Names of functions that return the operands of an operator as a list, or an error if the operator would exceed the
+/// budget.
 pub const ADD: &str = "+";
 pub const TIMES: &str = "*";
 pub const COMPARE: &str = "==";
@@ -48,7 +48,7 @@ pub const SPREAD: &str = "**";
 pub const SET: &str = ". =";
 pub const CALL: &str = "()";
 
-/// The maximum items of a list that a template spells out.
+/// The maximum items of a list literal.
 const MAX_SPELLED: usize = u16::MAX as usize;
 
 /// A template and its blocks.
@@ -84,7 +84,7 @@ impl Program<'_> {
         checks
     }
 
-    /// Returns the program with the checks among its instructions. `checks` are those of [`Program::checks`].
+    /// Returns the program with checks inserted. `checks` are those of [`Program::checks`].
     pub fn checked<'b>(&'b self, checks: &'b [Check]) -> Result<Program<'b>, Error> {
         let blocks = self.blocks.iter().map(|(&name, block)| Ok((name, checked(block, checks)?)));
         Ok(Program {
@@ -130,7 +130,7 @@ fn each<'b, 'a>(all: &'b Instructions<'a>) -> impl Iterator<Item = &'b Instructi
 
 fn checked<'b>(all: &'b Instructions<'_>, checks: &'b [Check]) -> Result<Instructions<'b>, Error> {
     let mut made = Instructions::new(all.name(), all.source());
-    // The new place of each instruction. Jumps go to the checks before it.
+    // The new index of each instruction, or of the checks before it, so that jumps lead to the checks.
     let mut places = Vec::new();
     let mut length = 0;
     for (n, instruction) in each(all).enumerate() {
@@ -161,14 +161,14 @@ fn checked<'b>(all: &'b Instructions<'_>, checks: &'b [Check]) -> Result<Instruc
     Ok(made)
 }
 
-/// Returns `instruction` as [`checked`] writes it.
+/// Returns the instructions that replace `instruction`.
 fn with_checks<'b>(
     instruction: &'b Instruction<'_>,
     checks: &'b [Check],
 ) -> Result<Vec<Instruction<'b>>, Error> {
     use Instruction as I;
     let call = |name: &'b str, n: usize| I::CallFunction(name, u16::try_from(n).ok());
-    // The check takes the operands and returns them as a list, which is spread on the stack again, with its length.
+    // The check returns the operands as a list, which is then unpacked to the stack, with its length.
     let before = |name: &'b str, n: usize, then: I<'b>| {
         vec![call(name, n), I::UnpackLists(1), I::DiscardTop, then]
     };
@@ -202,7 +202,7 @@ fn with_checks<'b>(
         }
         I::Eq | I::Ne | I::Gt | I::Gte | I::Lt | I::Lte => before(COMPARE, 2, same),
         I::In => before(IN, 2, same),
-        // `a < b < c` or `a in b in c`: a search takes as much as a comparison, or more.
+        // `a < b < c` or `a in b in c`. A search takes at least as many units as a comparison.
         I::CompareAndPreserve(_) => before(IN, 2, same),
         I::GetItem => before(INDEX, 2, same),
         I::Include(_) | I::LoadBlocks => {
@@ -224,7 +224,7 @@ fn with_checks<'b>(
             vec![check, I::UnpackLists(1), I::PerformTest(name, None, id)]
         }
         I::CallMethod(name, n) => around(named(Kind::Method, name), n, I::CallMethod(name, None)),
-        // A range is as short as its bounds.
+        // A range is lazy, as small as its bounds.
         I::CallFunction("range", _) => vec![same],
         I::CallFunction(name, n) => {
             around(named(Kind::Function, name), n, I::CallFunction(name, None))

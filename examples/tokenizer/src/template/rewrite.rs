@@ -1,10 +1,10 @@
 //! Changes in the text of a template before it is compiled:
 //!
-//! | in the template | in its place | because |
+//! | in the template | replaced by | reason |
 //! | --- | --- | --- |
-//! | `{% generation %}` | `{% if true %}` | minijinja does not know the marks, which are for training |
-//! | `for x in 1, 2` | `for x in (1, 2)` | minijinja reads no tuple there |
-//! | `a * b` | `a|__same__ * b` | minijinja computes with constants as it compiles, without bounds |
+//! | `{% generation %}` | `{% if true %}` | minijinja does not have this tag, which is for training |
+//! | `for x in 1, 2` | `for x in (1, 2)` | minijinja does not parse a tuple there |
+//! | `a * b` | `a|__same__ * b` | minijinja folds constants when it compiles, without limits |
 
 use minijinja::machinery::{tokenize, Span, Token};
 use minijinja::{Error, ErrorKind};
@@ -14,14 +14,14 @@ use super::environment::syntax;
 /// A filter that returns its argument.
 pub const SAME: &str = "__same__";
 
-/// Text that applies the filter.
+/// The text that applies the filter.
 const KEPT: &str = "|__same__ ";
 
-/// The most words and signs of one tag: compiling takes as many steps for each of them.
+/// The maximum tokens of one tag, because the time to compile a tag grows with the square of their number.
 const MAX_TOKENS: usize = 4096;
 
-/// Returns a template that renders as `source` does in transformers. One that cannot be read stays as it is: the error
-/// is reported when it is compiled.
+/// Returns a template that renders as `source` does in transformers. A template with a syntax error stays as it is,
+/// because compiling it reports the error.
 pub fn prepared(source: &str) -> Result<String, Error> {
     let source = without_generation_marks(source);
     let mut edits = Vec::new();
@@ -51,11 +51,11 @@ pub fn prepared(source: &str) -> Result<String, Error> {
     Ok(made)
 }
 
-/// A tag of a template as far as it was read.
+/// The part of a tag that was read so far.
 #[derive(Default)]
 struct Tag {
     length: usize,
-    /// The open brackets.
+    /// The number of open brackets.
     depth: usize,
     after_operand: bool,
     /// The start of a tuple that a loop may iterate over.
@@ -66,7 +66,7 @@ struct Tag {
 }
 
 impl Tag {
-    /// Reads the next token, and records text to insert and its place.
+    /// Reads the next token. Adds texts to insert to `edits`, with their offsets.
     fn read(&mut self, token: &Token<'_>, span: Span, edits: &mut Vec<(usize, &'static str)>) {
         let (start, end) = (span.start_offset as usize, span.end_offset as usize);
         match token {
@@ -106,8 +106,8 @@ impl Tag {
     }
 }
 
-/// Replaces the marks `{% generation %}`, which are for training and render as nothing. A condition that always holds
-/// does the same with the same trimming.
+/// Replaces the tags `{% generation %}`, which are for training and render nothing, by a condition that is always
+/// true, which trims white space in the same way.
 fn without_generation_marks(source: &str) -> String {
     let mut made = String::with_capacity(source.len());
     let mut rest = source;

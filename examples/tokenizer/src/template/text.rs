@@ -16,7 +16,7 @@ pub fn printed(value: &Value, budget: &Budget) -> Result<String, Error> {
     })
 }
 
-/// Writes `repr(value)`. Fails where lists are nested too deep.
+/// Writes `repr(value)`. Fails if lists are nested too deep.
 fn write_repr(writer: &mut impl Write, value: &Value, depth: usize) -> fmt::Result {
     if is_too_deep(depth) {
         return Err(fmt::Error);

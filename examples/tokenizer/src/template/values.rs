@@ -20,11 +20,11 @@ pub struct Message {
 pub struct Variables {
     pub messages: Vec<Message>,
     pub add_generation_prompt: bool,
-    /// More variables by name, such as `tools`. They replace others of the same name, `messages` too.
+    /// Additional variables by name, such as `tools`. They replace others of the same name, even `messages`.
     more: Value,
 }
 
-/// Names of a message's reasoning. The first is the one that templates read.
+/// Names of a message's reasoning. Templates read the first.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 impl Variables {
@@ -45,7 +45,7 @@ impl Variables {
         self.named("tools").is_some_and(|tools| !tools.is_none())
     }
 
-    /// Returns the same with the mark of each message of `numbers` in place of its text.
+    /// Returns the variables with a mark in place of the text of each message in `numbers`.
     pub fn with_marks(&self, numbers: &[usize], mark: impl Fn(usize) -> String) -> Self {
         let mut messages = self.messages.clone();
         for &n in numbers {
@@ -68,7 +68,7 @@ impl Variables {
                 .map(|message| context! { role => message.role.as_str(), content => message.content.as_str() })
                 .collect(),
         };
-        // The later ones replace those of the same name.
+        // Later variables replace earlier ones of the same name.
         let defaults = context! {
             add_generation_prompt => self.add_generation_prompt,
             tools => (),
@@ -84,7 +84,7 @@ impl Variables {
     }
 }
 
-/// Returns messages as transformers gives them to templates: keys without a value are absent, and reasoning has the
+/// Returns messages as transformers passes them to templates: keys without a value are absent, and reasoning has the
 /// names that templates read.
 fn normalized(messages: &Value) -> Value {
     let Ok(messages) = messages.try_iter() else {
@@ -105,7 +105,7 @@ fn normalized_message(message: &Value) -> Value {
     };
     let reasoning = REASONING.iter().find_map(|name| value_of(&kept, name));
     if let Some(reasoning) = reasoning {
-        // The keys in the order of transformers.
+        // Keys are in the order of transformers.
         let thinking = value_of(&kept, "thinking").unwrap_or_else(|| reasoning.clone());
         kept.retain(|(key, _)| key.as_str() != Some("thinking"));
         kept.insert(0, (Value::from("thinking"), thinking));
