@@ -1,9 +1,10 @@
-//! The time of attention on the CPU, with keys and values that are not in its caches. "latents" are keys with
-//! values in them, of the sizes of GLM-4.7-Flash; "expanded" are the keys and values that they stand for.
+//! Measures attention on the CPU, with keys and values that are not in its caches. "latents" are keys that
+//! contain the values, with the sizes of GLM-4.7-Flash. "expanded" are the keys and values that are computed
+//! from such latents.
 //!
-//! `cargo bench -p etkv-cpu --bench attention [-- <part of a name> [<threads> [<rounds>]]]`. Prints
-//! the median and the least of interleaved rounds in milliseconds; beside them, the same of a plain read of the
-//! same bytes on the same threads, and what part of that speed attention has.
+//! `cargo bench -p etkv-cpu --bench attention [-- <part of a name> [<threads> [<rounds>]]]`. Prints the
+//! median and the minimum of interleaved rounds in milliseconds, the same for a plain read of the same bytes
+//! on the same threads, and the ratio of the two speeds.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -33,10 +34,10 @@ const LATENTS: Layer =
     Layer { name: "latents, ", heads: 20, kv_heads: 1, k_dim: 576, v_dim: 512, in_keys: true };
 const EXPANDED: Layer =
     Layer { name: "expanded, ", heads: 20, kv_heads: 20, k_dim: 256, v_dim: 256, in_keys: false };
-/// Keys and values are new to the caches if this many bytes were read since.
+/// After reads of this many other bytes, keys and values are not in the caches any more.
 const COLD: usize = 600 << 20;
 
-/// Threads that stay, as a host's do. To start them for each call would take as long as a short one.
+/// Threads that exist for the whole run, as in a host. Starting threads would take as long as a short call.
 struct Threads(rayon::ThreadPool);
 
 impl Parallel for Threads {
@@ -49,7 +50,7 @@ impl Parallel for Threads {
     }
 }
 
-/// A call and the copies of its keys and values that it goes through.
+/// A call, and several copies of its keys and values, which rounds use in turn.
 struct Case {
     name: String,
     layer: Layer,
@@ -93,7 +94,7 @@ impl Case {
         let each = words.div_ceil(32);
         threads.run(32, &|i| {
             let part = &bytes[(i * each).min(words)..((i + 1) * each).min(words)];
-            // Eight sums, so that the reads do not wait for one another.
+            // Eight sums, so that reads do not wait for each other.
             let mut sums = [0u64; 8];
             for chunk in part.chunks_exact(8) {
                 sums.iter_mut().zip(chunk).for_each(|(sum, x)| *sum = sum.wrapping_add(*x));
@@ -104,7 +105,7 @@ impl Case {
     }
 }
 
-/// Returns the median and the least.
+/// Returns the median and the minimum.
 fn median(times: &mut [f64]) -> [f64; 2] {
     times.sort_by(f64::total_cmp);
     [times[times.len() / 2], times[0]]
@@ -113,7 +114,7 @@ fn median(times: &mut [f64]) -> [f64; 2] {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1).filter(|arg| !arg.starts_with('-'));
     let filter = args.next().unwrap_or_default();
-    // 0 threads stand for as many as the process may use processors.
+    // rayon uses one thread for each available processor if the number is 0.
     let n_threads = args.next().and_then(|n| n.parse().ok()).unwrap_or(0);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(n_threads).use_current_thread();
     let threads = Threads(pool.build()?);
@@ -156,7 +157,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 continue;
             }
             let copies = if tokens == [512] { 1 } else { COLD.div_ceil(bytes) };
-            // Rows of one copy are as good as those of another.
+            // All copies have the same rows.
             let made = [k_dim, v_dim]
                 .map(|dim| synthetic::view(format, kv_heads, dim, n_slots, &mut random));
             let [k, v] = made;
@@ -189,7 +190,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut round = 0;
         for _ in 0..rounds {
             for case in &mut cases {
-                // No two calls read the same copy soon after each other.
+                // Consecutive calls read different copies.
                 round += 1;
                 case.call(&threads, &mut work, round)?;
                 case.read(&threads, &bytes, round);
@@ -198,7 +199,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         for case in &mut cases {
             let ([time, least], [read, min_read]) =
                 (median(&mut case.times), median(&mut case.reads));
-            // Under a causal mask the first query sees one slot less than the second.
+            // With a causal mask, each query sees one slot more than the one before it.
             let pairs = case.n_tokens * n_slots - case.n_tokens * (case.n_tokens - 1) / 2;
             let flops = 2.0 * (heads * (k_dim + v_dim) * pairs) as f64;
             println!(

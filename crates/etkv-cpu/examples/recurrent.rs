@@ -1,8 +1,8 @@
-//! The time of the kernels of recurrent layers, with anchors and rows that are not in the nearest caches.
+//! Measures the kernels of recurrent layers, with anchors and rows that are not in the first-level caches.
 //!
-//! `cargo run --release -p etkv-cpu --example recurrent [-- <threads>]`. For a decode step it prints the time of
-//! one layer, and beside it that of a plain read of the bytes that the layer reads, on the same threads; for a
-//! prompt, the speed in GFLOP/s. Each call takes another of 18 layers.
+//! `cargo run --release -p etkv-cpu --example recurrent [-- <threads>]`. For a decode step it prints the time
+//! of one layer, and the time of a plain read of the same bytes on the same threads. For a prompt it prints
+//! the speed in GFLOP/s. Calls use 18 layers in turn.
 
 use std::error::Error;
 use std::hint::black_box;
@@ -19,7 +19,7 @@ use etkv_cpu::{Dtype, Parallel, Tensor, View};
 use rayon::prelude::*;
 
 const LAYERS: usize = 18;
-/// Slots of rows and of anchors, more than a sequence has.
+/// The slots of rows and of anchors, which are more than a sequence uses.
 const SLOTS: [usize; 2] = [160, 3];
 
 struct Threads(rayon::ThreadPool);
@@ -34,13 +34,13 @@ impl Parallel for Threads {
     }
 }
 
-/// Returns the median and the least.
+/// Returns the median and the minimum.
 fn median(times: &mut [f64]) -> [f64; 2] {
     times.sort_by(f64::total_cmp);
     [times[times.len() / 2], times[0]]
 }
 
-/// Adds up some numbers, with as many sums as wait for no read.
+/// Adds up numbers in several sums, so that reads do not wait for each other.
 fn sum(numbers: &[u8]) -> u64 {
     let mut sums = [0u64; 32];
     for chunk in numbers.chunks_exact(256) {
@@ -60,7 +60,7 @@ fn plan(n: usize, before: usize) -> RecurrentPlan {
         chains: vec![Chain {
             tokens: 0..n,
             position: position as i32,
-            // Slots of a window: in order, from somewhere on.
+            // The slots are in order, but do not begin at 0.
             rows: (0..before).map(|at| RowSource::Slot(3 + at as i32)).collect(),
             anchor: AnchorSource::Slot(1),
             base: 640,
@@ -129,7 +129,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 };
                 let start = out.as_mut_ptr().cast();
                 let begin = Instant::now();
-                // SAFETY: the vector has the outputs; the rows are dropped here.
+                // SAFETY: the vector has room for the outputs, and the rows are dropped here.
                 unsafe {
                     scan_into(&scan, &inputs, &spec, start, Dtype::F32, &mut workspace, &threads)?
                 };
@@ -157,7 +157,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 reads.push(begin.elapsed().as_secs_f64());
             }
             let ([time, least], [read, least_read]) = (median(&mut times), median(&mut reads));
-            // The state and half a block's rows for each vector, their products, and the folds.
+            // For each vector: products with the state and with half a block of rows. And the folds.
             let vectors = if delta { 2 } else { 1 };
             let pairs: usize = (0..n).map(|t| (before + t) % 64).sum();
             let each = vectors * (n * k_dim * v_dim + pairs * (k_dim + v_dim));
@@ -204,7 +204,7 @@ fn convolutions(
         let mut times = Vec::new();
         for _ in 0..60 {
             let begin = Instant::now();
-            // SAFETY: the vector has the outputs; the columns are dropped here.
+            // SAFETY: the vector has room for the outputs, and the columns are dropped here.
             unsafe {
                 convolve_into(
                     &inputs,

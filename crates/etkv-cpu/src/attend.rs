@@ -1,4 +1,4 @@
-//! The attention of a step.
+//! Attention of a step.
 
 use etkv_core::{fail, Mask, Result, Scoring, Spec};
 use half::{bf16, f16};
@@ -9,12 +9,13 @@ use crate::store::CpuStore;
 use crate::tensor::{Dtype, Tensor, Values};
 
 /// Computes the attention of `q`, `[1, n_heads, T, k_head_dim]`, over the keys and values that a step reads.
-/// `scoring` is a scale, or has a softcap and sinks too.
+/// `scoring` is a scale, or a [`Scoring`] with a softcap and sinks.
 ///
-/// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` if that is `None`.
+/// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` if it is `None`.
 ///
 /// # Errors
-/// [`Shape`](etkv_core::Status::Shape) for queries whose batch is not 1, and those of [`attention::attend`].
+/// [`Shape`](etkv_core::Status::Shape) for queries whose batch is not 1, and the errors of
+/// [`attention::attend`].
 pub fn attend<'a>(
     q: &Tensor,
     spec: &Spec<CpuStore>,
@@ -32,16 +33,16 @@ pub fn attend<'a>(
         Dtype::Bf16 => Values::Bf16(vec![bf16::ZERO; size]),
     };
     let (start, dtype) = values.as_mut_ptr();
-    // SAFETY: these are the elements of `values`, contiguous.
+    // SAFETY: `values` has the elements, and they are contiguous.
     unsafe { attend_into(q, spec, scoring.into(), start, dtype, workspace, parallel)? };
     Tensor::new(shape, values)
 }
 
-/// [`attend`], with the output at `start`.
+/// The same as [`attend`], but writes the output to `start`.
 ///
 /// # Safety
-/// `n_heads * T * v_head_dim` elements of `dtype` lie at `start`, aligned to their size, and nothing else
-/// accesses them during the call.
+/// `start` must point to `n_heads * T * v_head_dim` elements of `dtype`, aligned to their size, which nothing
+/// else accesses during the call.
 pub(crate) unsafe fn attend_into(
     q: &Tensor,
     spec: &Spec<CpuStore>,
@@ -64,7 +65,7 @@ pub(crate) unsafe fn attend_into(
         fail!(Shape, "expected queries of shape [1, n_heads, T, k_head_dim], got {:?}", q.shape());
     }
     let shape = Shape::contiguous(heads as usize, n as usize, spec.v.head_dim());
-    // SAFETY: the caller keeps the contract above.
+    // SAFETY: the caller ensures the same.
     let mut out = unsafe { Output::new(start, dtype, shape) };
     with_queries(q, |queries| {
         let (k, v) = (&spec.k, &spec.v);
@@ -72,7 +73,7 @@ pub(crate) unsafe fn attend_into(
     })
 }
 
-/// Passes the first batch of a tensor as queries to `work`. Copies it if the elements of its rows are not contiguous.
+/// Passes the first batch of a tensor as queries to `work`. Copies it if its rows are not contiguous.
 fn with_queries<T>(q: &Tensor, work: impl FnOnce(&Queries) -> T) -> T {
     let [_, heads, n, dim] = q.shape().map(|size| size as usize);
     let mut shape = Shape::contiguous(heads, n, dim);
@@ -80,12 +81,12 @@ fn with_queries<T>(q: &Tensor, work: impl FnOnce(&Queries) -> T) -> T {
     match (usize::try_from(head_stride), usize::try_from(token_stride)) {
         (Ok(head_stride), Ok(token_stride)) if q.has_runs() => {
             (shape.head_stride, shape.token_stride) = (head_stride, token_stride);
-            // SAFETY: the elements lie there, by the contracts of the constructors.
+            // SAFETY: the constructors of the tensor ensure that the elements exist.
             work(&unsafe { Queries::new(q.start(), q.dtype(), shape) })
         }
         _ => {
             let values = q.to_f32();
-            // SAFETY: there are as many contiguous elements as the shape has.
+            // SAFETY: `values` has the elements of the shape, and they are contiguous.
             work(&unsafe { Queries::new(values.as_ptr().cast(), Dtype::F32, shape) })
         }
     }

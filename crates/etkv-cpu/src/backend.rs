@@ -1,4 +1,4 @@
-//! The kinds of caches in plain memory, and their builders.
+//! The cache kinds of this backend, and their builders.
 
 use std::sync::Once;
 
@@ -9,16 +9,16 @@ use crate::store::CpuStore;
 /// The backend id of caches in plain memory.
 pub const CPU_BACKEND: &str = "cpu";
 
-/// One sequence. It needs no mask if all layers have full history.
+/// A cache of one sequence. It needs no mask if all layers have full history.
 pub type ContiguousCache = etkv_core::ContiguousCache<CpuStore>;
 
-/// Sequences that share cells; a single one is read like a contiguous cache.
+/// A cache of several sequences that share cells. A single sequence is read like a contiguous cache.
 pub type CellsCache = etkv_core::CellsCache<CpuStore>;
 
 /// A cache of any kind in plain memory.
 pub type CpuCache = dyn AttendCache<Store = CpuStore>;
 
-/// A shared cache with the face for CPU programs.
+/// A cache with the face for CPU programs.
 pub type ProgramCache = etkv_core::ProgramCache<CpuStore>;
 
 /// One forward of a CPU program on a cache.

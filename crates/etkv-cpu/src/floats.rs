@@ -1,17 +1,19 @@
-//! Rows of half floats, converted like MLX does on x86-64. Rows are byte slices, as planes are.
+//! Conversions of half-precision rows, with the same results as MLX on x86-64. Rows are byte slices, like
+//! planes.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-/// Elements that are converted at a time.
+/// The number of elements that are converted at a time.
 const BLOCK: usize = 64;
 
-/// Returns the bits of a float32 without its sign. They order magnitudes: NaN is above infinity.
+/// Returns the bits of a float32 without its sign. Their order is that of magnitudes, and NaN is above
+/// infinity.
 pub(crate) fn magnitude(value: f32) -> u32 {
     value.to_bits() & 0x7fff_ffff
 }
 
-/// Returns the largest magnitude of some values.
+/// Returns the largest [`magnitude`] of the values.
 pub(crate) fn peak(values: &[f32]) -> u32 {
     values.iter().fold(0, |most, &value| most.max(magnitude(value)))
 }
@@ -28,7 +30,7 @@ pub(crate) fn load_f32(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Rounds to nearest, ties to even. Every NaN becomes the same NaN with its sign.
+/// Rounds to nearest, ties to even. Every NaN becomes the same NaN, and keeps its sign.
 pub(crate) fn store_f16(values: &[f32], out: &mut [u8]) {
     let mut halves = [f16::ZERO; BLOCK];
     for (values, out) in values.chunks(BLOCK).zip(out.chunks_mut(2 * BLOCK)) {
@@ -51,7 +53,7 @@ pub(crate) fn load_f16(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Returns a float16, rounded as [`store_f16`] rounds.
+/// Converts to float16, with the rounding of [`store_f16`].
 pub(crate) fn to_f16(value: f32) -> f16 {
     without_payload(f16::from_f32(value), value)
 }
@@ -65,7 +67,7 @@ fn without_payload(half: f16, value: f32) -> f16 {
 pub(crate) fn store_bf16(values: &[f32], out: &mut [u8]) {
     for (&value, out) in values.iter().zip(out.chunks_exact_mut(2)) {
         let bits = value.to_bits();
-        // This cannot overflow: NaN is left out.
+        // Only NaN can overflow here, and its result is not used.
         let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
         let stored = if value.is_nan() { bf16::NAN.to_bits() } else { rounded as u16 };
         out.copy_from_slice(&stored.to_le_bytes());

@@ -1,10 +1,10 @@
 //! KV caches in plain memory, and attention over them on the CPU.
 //!
-//! The kinds of caches come from `etkv_core`. This crate adds a [`Store`](etkv_core::Store) on plain memory,
-//! attention that reads rows as they are stored, and the attention calls of ExecuTorch's programs. It depends
-//! on no MLX, C++ or Python.
+//! The cache kinds are those of `etkv_core`. This crate adds a [`Store`](etkv_core::Store) in plain memory,
+//! attention that reads rows in their storage format, and the calls of ExecuTorch programs. It does not
+//! depend on MLX, C++ or Python.
 //!
-//! Rows are stored with the same bits as etkv's storage on MLX arrays, in every format.
+//! In every format, rows are stored with the same bits as on MLX arrays.
 
 mod attend;
 pub mod attention;

@@ -1,6 +1,6 @@
-//! Threads that share the work of one call.
+//! The interface to threads that share the work of a call.
 
-/// Threads that can make calls at the same time: the host's.
+/// The host's threads.
 pub trait Parallel: Send + Sync {
     /// Returns how many calls can run at the same time.
     fn threads(&self) -> usize;
@@ -10,7 +10,7 @@ pub trait Parallel: Send + Sync {
     fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync));
 }
 
-/// Makes calls one after another.
+/// Runs calls one after another on the current thread.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Serial;
 

@@ -1,4 +1,4 @@
-//! Steps of one shape allocate nothing after the first.
+//! Only the first step of a shape allocates memory.
 
 mod counting;
 
@@ -8,7 +8,7 @@ use etkv_cpu::attention::synthetic::{self, Random};
 use etkv_cpu::attention::{attend, MaskRef, Output, Queries, Shape, Workspace};
 use etkv_cpu::Parallel;
 
-/// The work of two threads, run in sequence: threads themselves would allocate.
+/// Runs the work of two threads in sequence, since starting threads would allocate.
 struct InTurn;
 
 impl Parallel for InTurn {

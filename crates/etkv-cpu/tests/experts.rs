@@ -1,8 +1,8 @@
-//! Calls of mixtures of experts, as ExecuTorch's delegates make them.
+//! Calls of mixtures of experts, made in the same way as by ExecuTorch's delegates.
 
 #![allow(clippy::panic, clippy::unwrap_used)]
 
-#[allow(dead_code)] // Others use the rest of it.
+#[allow(dead_code)] // Other tests use the other items.
 mod calls;
 
 use calls::{bytes, Taker, FLOAT, LONG};
@@ -13,7 +13,7 @@ use etkv_delegate::{Argument, LoadOptions};
 
 const BYTE: i8 = 0;
 
-/// Two experts without a gate: 4 elements, 16 between the products.
+/// Two experts without a gate, with 4 elements and 16 intermediate elements.
 const PAYLOAD: &str = r#"{"op": "routed_experts", "n_experts": 2, "hidden": 4, "intermediate": 16,
     "weights": "float32", "group_size": 0, "activation": "relu", "gated": false, "alpha": 1.0, "limit": null,
     "offset": 0.0, "version": 1, "inputs": [0, 1, 2, 3, 4, 5, null]}"#;
@@ -22,7 +22,8 @@ fn load(payload: &str) -> Result<Call> {
     Call::load(payload.as_bytes(), &LoadOptions::default())
 }
 
-/// The tensors of a call. The first products of expert `e` copy the elements, times `e + 1`; the second copy them back.
+/// The tensors of a call. The first product of expert `e` copies the elements, multiplied by `e + 1`. The
+/// second product copies them back.
 struct Tensors {
     x: Vec<f32>,
     experts: Vec<i64>,
@@ -52,7 +53,7 @@ impl Tensors {
         }
     }
 
-    /// Makes a call with the arguments that `change` leaves.
+    /// Makes a call, after `change` has modified the arguments.
     fn call(&self, call: &mut Call, change: impl Fn(&mut [Argument; 6])) -> Result<Vec<f32>> {
         let experts: Vec<u8> =
             self.experts.iter().flat_map(|expert| expert.to_le_bytes()).collect();
@@ -77,8 +78,8 @@ fn outputs_are_sums_over_the_experts_of_a_token() {
     let mut call = load(PAYLOAD).unwrap();
     assert_eq!(call.n_inputs(), 6);
     let found = Tensors::new().call(&mut call, |_| {}).unwrap();
-    // Of token 0: half of expert 0, and a quarter of expert 1, which has a bias of 10 in its first element. Of token 1:
-    // expert 1 twice.
+    // The output of token 0 is half of expert 0 plus a quarter of expert 1, which has a bias of 10 in its
+    // first element. That of token 1 is expert 1 with two factors.
     assert_eq!(found, [0.5 + 0.25 * 12.0, 0.0, 1.5 + 1.5, 2.0 + 2.0, 60.0, 36.0, 0.0, 48.0]);
 }
 
@@ -145,7 +146,7 @@ fn damaged_payloads_are_refused() {
     assert_eq!(error.status(), Status::Version);
 }
 
-/// Payloads with random damage load or are refused, and those that load run or refuse their arguments.
+/// Payloads with random damage are loaded or refused. Loaded ones run or refuse their arguments.
 #[test]
 fn random_damage() {
     let tensors = Tensors::new();

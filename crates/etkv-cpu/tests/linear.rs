@@ -1,8 +1,8 @@
-//! Calls of products and of embeddings, as ExecuTorch's delegates make them.
+//! Calls of products and of embeddings, made in the same way as by ExecuTorch's delegates.
 
 #![allow(clippy::panic, clippy::unwrap_used)]
 
-#[allow(dead_code)] // Others use the rest of it.
+#[allow(dead_code)] // Other tests use the other items.
 mod calls;
 
 use calls::{bytes, FLOAT, LONG};
@@ -13,14 +13,14 @@ use etkv_delegate::{Argument, Host, LoadOptions};
 
 const BYTE: i8 = 0;
 
-/// Two matrices for rows of 4: of 3 rows, with a bias, and of 17.
+/// Two matrices with 4 columns: one of 3 rows, with a bias, and one of 17 rows.
 const LINEAR: &str = r#"{"op": "linear", "columns": 4, "weights": "float32", "group_size": 0, "rows": [3, 17],
     "version": 1, "inputs": [0, 1, 3, 2, null]}"#;
 
 const EMBEDDING: &str = r#"{"op": "embedding", "rows": 17, "width": 4, "weights": "float32", "group_size": 0,
     "version": 1, "inputs": [0, 1]}"#;
 
-/// Keeps the outputs of a call. With `one_memory` all of them get the same.
+/// A host that keeps the outputs of a call. With `one_memory`, all outputs get the same memory.
 #[derive(Default)]
 struct Outputs {
     shapes: Vec<Vec<i32>>,
@@ -53,7 +53,7 @@ fn load(payload: &str) -> Result<Call> {
     Call::load(payload.as_bytes(), &LoadOptions::default())
 }
 
-/// Returns packed float32 weights of `tiles` tiles: row `r` is `r` in column 0, and 1 in column 3.
+/// Returns packed float32 weights of `tiles` tiles. Row `r` has `r` in column 0 and 1 in column 3.
 fn weights(tiles: usize) -> Vec<f32> {
     let mut made = vec![0.0; tiles * 4 * 16];
     for row in 0..tiles * 16 {
@@ -63,7 +63,7 @@ fn weights(tiles: usize) -> Vec<f32> {
     made
 }
 
-/// Makes a call of products with the arguments that `change` leaves.
+/// Makes a call of products, after `change` has modified the arguments.
 fn multiply(payload: &str, host: &mut Outputs, change: impl Fn(&mut [Argument; 4])) -> Result<()> {
     let mut call = load(payload)?;
     let (x, first, second) = ([1.0, 0.0, 0.0, 2.0, 0.0, 5.0, 6.0, 0.5], weights(1), weights(2));
@@ -168,7 +168,7 @@ fn damaged_payloads_are_refused() {
     }
 }
 
-/// Payloads with random damage load or are refused, and those that load run or refuse their arguments.
+/// Payloads with random damage are loaded or refused. Loaded ones run or refuse their arguments.
 #[test]
 fn random_damage() {
     let words: Vec<&str> = LINEAR.split_inclusive([' ', ',', ':']).collect();

@@ -1,4 +1,4 @@
-//! Forwards during which the process runs out of memory: each is refused, and changes nothing.
+//! Forwards during which the process runs out of memory. Each is refused and changes nothing.
 
 #![allow(clippy::panic, clippy::unwrap_used)]
 
@@ -11,17 +11,17 @@ use calls::Method;
 use etkv_core::{CacheConfig, Growth, KvFormat, LayerPolicy, Session, Status};
 use etkv_cpu::{builders, CellsCache, ContiguousCache, CPU_BACKEND};
 
-/// The size from which an allocation can fail. The test's own allocations are smaller.
+/// Allocations of at least this many bytes can fail. Those of the test itself are smaller.
 const LARGE: usize = 1024;
 
-/// The system's allocator. It refuses large blocks to a thread after a given number of them.
+/// The system's allocator, with a limit on the number of large blocks that a thread can allocate.
 struct FailingAllocator;
 
 thread_local! {
     static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-// SAFETY: it forwards calls, or returns no memory.
+// SAFETY: calls are forwarded to the system's allocator, or return no memory.
 unsafe impl GlobalAlloc for FailingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() >= LARGE {
@@ -31,12 +31,12 @@ unsafe impl GlobalAlloc for FailingAllocator {
                 return std::ptr::null_mut();
             }
         }
-        // SAFETY: as for this function.
+        // SAFETY: the caller ensures the same.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
-        // SAFETY: as for this function.
+        // SAFETY: the caller ensures the same.
         unsafe { System.dealloc(start, layout) }
     }
 }
@@ -44,7 +44,7 @@ unsafe impl GlobalAlloc for FailingAllocator {
 #[global_allocator]
 static ALLOCATOR: FailingAllocator = FailingAllocator;
 
-/// The tokens of the forwards: they cover growth, conversion and the end of a window.
+/// The numbers of tokens of the forwards, which include growth, conversion and the slide of a window.
 const TOKENS: [i64; 14] = [3, 16, 1, 16, 16, 16, 16, 1, 16, 16, 1, 1, 16, 16];
 
 fn session(kind: &str, config: &CacheConfig) -> Session {

@@ -1,4 +1,4 @@
-//! A step of one token allocates nothing in the store.
+//! In a step of one token, the store allocates nothing.
 
 mod counting;
 
@@ -42,7 +42,7 @@ fn a_step_of_one_token_allocates_nothing() {
             store.end();
             drop(saved);
         };
-        // The first step allocates room for the watched writes.
+        // The first step allocates the list of watched writes.
         step(0);
         assert_eq!(allocations(|| (1..64).for_each(&mut step)), 0, "{format}");
     }

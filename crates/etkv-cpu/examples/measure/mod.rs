@@ -1,4 +1,4 @@
-//! What the measurements of kernels share.
+//! Functions that the measurements of kernels share.
 
 use std::error::Error;
 use std::time::Instant;
@@ -19,7 +19,7 @@ impl Parallel for Threads {
     }
 }
 
-/// Xorshift.
+/// Pseudorandom numbers from xorshift.
 pub struct Random(pub u64);
 
 impl Random {
@@ -41,7 +41,7 @@ pub fn weights(size: usize, random: &mut Random) -> Vec<u8> {
     words
 }
 
-/// Returns the medians of the time of a call, and of the processor's time.
+/// Returns the median wall-clock time of a call, and the median processor time.
 pub fn seconds(mut call: impl FnMut(usize), calls: usize) -> [f64; 2] {
     let cpu = || {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
@@ -60,7 +60,7 @@ pub fn seconds(mut call: impl FnMut(usize), calls: usize) -> [f64; 2] {
     })
 }
 
-/// Adds up some numbers, with as many sums as wait for no read.
+/// Adds up numbers in several sums, so that reads do not wait for each other.
 pub fn sum(bytes: &[u8]) -> u64 {
     let mut sums = [0u64; 32];
     for chunk in bytes.as_chunks::<256>().0 {
@@ -71,7 +71,7 @@ pub fn sum(bytes: &[u8]) -> u64 {
     sums.iter().fold(0, |sum, &x| sum.wrapping_add(x))
 }
 
-/// Returns as many threads as the first argument says, or two.
+/// Returns as many threads as the first argument specifies, or two.
 pub fn threads() -> Result<Threads, Box<dyn Error>> {
     let threads = std::env::args().nth(1).map_or(Ok(2), |text| text.parse())?;
     Ok(Threads(rayon::ThreadPoolBuilder::new().num_threads(threads).build()?))

@@ -1,4 +1,4 @@
-//! Stored rows, unpacked in registers: one type for each layout of codes and scales.
+//! Unpacks stored rows in registers. There is a type for each layout of codes and scales.
 
 use etkv_core::{fail, KvFormat, Result};
 
@@ -7,12 +7,12 @@ use crate::simd::{Simd, E4M3};
 /// One row of one KV head: the address of its bytes in each plane.
 pub(super) type Row = [*const u8; 3];
 
-/// How the rows of a format are read.
+/// Reads the rows of a storage format.
 pub(super) trait Decode: Copy {
     /// The bits of an element in the first plane.
     const BITS: usize;
 
-    /// The factor and the offset for the elements of a group, in every element of a vector.
+    /// The factor and the offset of a group, broadcast to vectors.
     type Scale<S: Simd>: Copy;
 
     /// Returns the number of elements that share a scale, in rows of `dim` elements.
@@ -21,13 +21,14 @@ pub(super) trait Decode: Copy {
     /// Returns the scale of group `group`.
     ///
     /// # Safety
-    /// As [`Simd`]; the row has this group.
+    /// The same as for [`Simd`], and the row must have this group.
     unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> Self::Scale<S>;
 
-    /// Returns the elements from `at`, a multiple of the vector width; all belong to the group of `scale`.
+    /// Returns a vector of elements from `at`, which is a multiple of the vector width. All of them belong to
+    /// the group of `scale`.
     ///
     /// # Safety
-    /// As [`Simd`]; the row has these elements.
+    /// The same as for [`Simd`], and the row must have these elements.
     unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: Self::Scale<S>) -> S::F;
 }
 
@@ -52,7 +53,7 @@ macro_rules! floats {
 
             #[inline(always)]
             unsafe fn load<S: Simd>(self, row: Row, at: usize, (): ()) -> S::F {
-                // SAFETY: the caller's.
+                // SAFETY: the caller ensures the same.
                 unsafe { $load(row[0].add(at * ($bits / 8))) }
             }
         }
@@ -85,14 +86,14 @@ impl<const BITS: usize> Decode for Affine<BITS> {
 
     #[inline(always)]
     unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> Self::Scale<S> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe { (S::splat_f16(row[1].add(2 * group)), S::splat_f16(row[2].add(2 * group))) }
     }
 
     #[inline(always)]
     unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: Self::Scale<S>) -> S::F {
-        // SAFETY: the caller's; the vector width is a multiple of 8, so the element starts at a byte
-        // boundary.
+        // SAFETY: the caller ensures the same. The vector width is a multiple of 8, so the element starts at
+        // a byte boundary.
         unsafe { S::fma(S::integers::<BITS>(row[0].add(at / 8 * BITS)), scale.0, scale.1) }
     }
 }
@@ -114,7 +115,7 @@ impl Decode for Affine4 {
 
     #[inline(always)]
     unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> Self::Scale<S> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             let scale = S::splat_f16(row[1].add(2 * group));
             S::int4_table(scale, S::splat_f16(row[2].add(2 * group)))
@@ -123,12 +124,12 @@ impl Decode for Affine4 {
 
     #[inline(always)]
     unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: Self::Scale<S>) -> S::F {
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe { S::int4(row[0].add(at / 2), scale) }
     }
 }
 
-/// Codes with one scale a group.
+/// Codes with one scale for each group.
 macro_rules! scaled {
     ($($(#[$doc:meta])* $name:ident: $bits:literal, $group:expr, $scale:ty, $of:expr, $load:expr;)+) => {$(
         $(#[$doc])*
@@ -146,13 +147,13 @@ macro_rules! scaled {
 
             #[inline(always)]
             unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> Self::Scale<S> {
-                // SAFETY: the caller's.
+                // SAFETY: the caller ensures the same.
                 unsafe { $of(row[1], group) }
             }
 
             #[inline(always)]
             unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: Self::Scale<S>) -> S::F {
-                // SAFETY: the caller's.
+                // SAFETY: the caller ensures the same.
                 unsafe { $load(row[0].add(at / 8 * $bits), scale) }
             }
         }
@@ -174,7 +175,7 @@ scaled! {
 
 #[inline(always)]
 unsafe fn row_int4<S: Simd>(scale: *const u8) -> S::Table {
-    // SAFETY: the caller's.
+    // SAFETY: the caller ensures the same.
     unsafe {
         let scale = S::splat_f16(scale);
         S::int4_table(scale, S::mul(scale, S::splat(-8.0)))
@@ -183,13 +184,13 @@ unsafe fn row_int4<S: Simd>(scale: *const u8) -> S::Table {
 
 #[inline(always)]
 unsafe fn e8m0<S: Simd>(scales: *const u8, group: usize) -> S::F {
-    // SAFETY: the caller's.
+    // SAFETY: the caller ensures the same.
     unsafe { S::splat(f32::from_bits(u32::from(*scales.add(group)) << 23)) }
 }
 
 #[inline(always)]
 unsafe fn e4m3<S: Simd>(scales: *const u8, group: usize) -> S::F {
-    // SAFETY: the caller's.
+    // SAFETY: the caller ensures the same.
     unsafe { S::splat(E4M3[usize::from(*scales.add(group))]) }
 }
 

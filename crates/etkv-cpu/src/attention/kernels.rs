@@ -1,19 +1,19 @@
-//! The loops of attention, each written once for every instruction set and every format.
+//! The loops of attention. Each is written once, and generic over instruction sets and formats.
 //!
 //! A tile is up to [`TILE`] slots of one KV head. For a few query rows, [`Dots`] multiplies the stored keys
-//! in place, and [`Product`] the stored values. For many, [`Unpack`] and [`Transpose`] first bring the tile
-//! into scratch memory, and both products use [`Product`].
+//! in place, and [`Product`] the stored values. For many query rows, [`Unpack`] and [`Transpose`] first copy
+//! the tile to scratch memory, and both products use [`Product`].
 
-// An index names a register; iterators would hide which.
+// An index selects a register, which iterators would hide.
 #![allow(clippy::needless_range_loop)]
 
 use super::decode::{Decode, Row};
 use crate::simd::{Kernel, Simd};
 
-/// The most slots that are processed at once: the number of bits of a word.
+/// The maximum number of slots that are processed at a time: the bits of a word.
 pub(super) const TILE: usize = 64;
 
-/// Bytes of a cache line.
+/// The bytes of a cache line.
 const LINE: usize = 64;
 
 /// Rows of one KV head, addressed by their slots.
@@ -21,7 +21,7 @@ const LINE: usize = 64;
 pub(super) struct Rows<'a> {
     /// The row of slot 0 in each plane.
     pub first: Row,
-    /// Bytes from a slot to the next one in each plane.
+    /// The bytes from a slot to the next one in each plane.
     pub strides: [usize; 3],
     /// The slots that are read.
     pub slots: &'a [u32],
@@ -31,7 +31,7 @@ impl Rows<'_> {
     /// Returns the row of the `i`th slot.
     #[inline(always)]
     unsafe fn row(&self, i: usize) -> Row {
-        // SAFETY: the caller's: there are more than `i` slots, and the planes have them.
+        // SAFETY: the caller ensures that there are more than `i` slots and that the planes have them.
         unsafe {
             let slot = *self.slots.get_unchecked(i) as usize;
             let [a, b, c] = self.first;
@@ -44,13 +44,14 @@ impl Rows<'_> {
     }
 }
 
-/// Rows that are read after this loop. It prefetches them, as they are too far apart for the hardware
-/// prefetcher.
+/// Rows that the next loop reads. The current loop prefetches them, because they are too far apart for the
+/// hardware prefetcher.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Next<'a> {
     /// The rows.
     pub rows: Rows<'a>,
-    /// Bytes of a row in the first plane. The other planes are small and contiguous.
+    /// The bytes of a row in the first plane. Other planes are small and contiguous, so they are not
+    /// prefetched.
     pub bytes: usize,
 }
 
@@ -74,12 +75,12 @@ impl<'a> Next<'a> {
     }
 }
 
-/// Prefetches rows, a few cache lines at a time: a processor stalls on many requests at once.
+/// Prefetches rows, a few cache lines at a time, because many requests at once would stall the processor.
 struct Fetch<'a> {
     rows: Rows<'a>,
-    /// Cache lines of a row.
+    /// The cache lines of a row.
     lines: usize,
-    /// Cache lines of a step.
+    /// The cache lines to prefetch in a step.
     each: usize,
     /// The next row.
     row: usize,
@@ -111,13 +112,13 @@ impl Fetch<'_> {
 #[inline(always)]
 fn prefetch(at: *const u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch has no visible effect, whatever the address; all machines have SSE.
+    // SAFETY: a prefetch of any address has no visible effect, and all x86-64 machines have SSE.
     unsafe {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
         _mm_prefetch::<_MM_HINT_T0>(at.cast());
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: as above.
+    // SAFETY: a prefetch of any address has no visible effect.
     unsafe {
         std::arch::asm!("prfm pldl1keep, [{}]", in(reg) at, options(nostack, readonly));
     }
@@ -125,16 +126,16 @@ fn prefetch(at: *const u8) {
     let _ = at;
 }
 
-/// Scores of `R` query rows: their products with each stored row.
+/// The scores of `R` query rows: their products with each stored row.
 pub(super) struct Dots<'a, D, const R: usize> {
     pub decode: D,
     /// `R` rows of `dim` numbers.
     pub queries: [*const f32; R],
     pub keys: Rows<'a>,
-    /// A multiple of the vector width, and of the group.
+    /// A multiple of the vector width and of the group.
     pub dim: usize,
-    /// `R` rows of [`TILE`] numbers, one after another. Numbers past the slots, up to a multiple of four, are
-    /// written too.
+    /// `R` contiguous rows of [`TILE`] numbers. The number of written scores is rounded up to a multiple of
+    /// four.
     pub scores: *mut f32,
     pub next: Option<Next<'a>>,
 }
@@ -143,16 +144,16 @@ impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let (group, count) = (self.decode.group(self.dim), self.keys.slots.len());
-        // SAFETY: the pointers are as the fields say.
+        // SAFETY: the fields document the validity of the pointers.
         unsafe {
-            // Closures over vectors become calls, which are not compiled for the instructions of `S`. Loops
-            // over a few vectors are too short for the iterators of the standard library.
+            // There are no closures over vectors here: these would become calls, which are not compiled for
+            // the instructions of `S`.
             let mut fetch = Next::in_steps(self.next, count.div_ceil(4));
             let mut first = 0;
             while first < count {
                 let mut rows = [self.keys.row(first); 4];
                 for i in 1..4 {
-                    // The last row replaces the missing ones.
+                    // The last row is repeated in place of missing rows.
                     rows[i] = self.keys.row((first + i).min(count - 1));
                 }
                 fetch.step();
@@ -191,14 +192,14 @@ impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
 /// i of factors[r][i] * row[i]`.
 pub(super) struct Product<'a, D, const R: usize> {
     pub decode: D,
-    /// `R` rows with a number for each stored row.
+    /// `R` rows with a factor for each stored row.
     pub factors: [*const f32; R],
     pub rows: Rows<'a>,
-    /// Elements of a stored row: a multiple of the vector width, and of the group.
+    /// The elements of a stored row: a multiple of the vector width and of the group.
     pub dim: usize,
     /// `R` rows of `dim` numbers, which do not overlap.
     pub out: [*mut f32; R],
-    /// Zero if the memory is uninitialized and may hold NaN.
+    /// If it is 0, `out` is overwritten and may contain NaN before.
     pub keep: [f32; R],
     pub next: Option<Next<'a>>,
 }
@@ -209,7 +210,7 @@ impl<D: Decode, const R: usize> Kernel for Product<'_, D, R> {
         let vectors = self.dim / S::WIDTH;
         let blocks = vectors / S::COLS + vectors % S::COLS;
         let mut block = 0;
-        // SAFETY: the pointers are as the fields say, and the blocks cover `dim`.
+        // SAFETY: the fields document the validity of the pointers, and the blocks cover `dim`.
         unsafe {
             let mut at = 0;
             while at + S::COLS * S::WIDTH <= self.dim {
@@ -231,12 +232,12 @@ impl<D: Decode, const R: usize> Kernel for Product<'_, D, R> {
 }
 
 impl<D: Decode, const R: usize> Product<'_, D, R> {
-    /// Computes `C` adjacent vectors from element `at`: block `block` of `blocks`, each of which prefetches its
-    /// share of the next rows.
+    /// Computes block number `block` of `blocks`: `C` adjacent vectors from element `at`. Each block
+    /// prefetches its share of the next rows.
     #[inline(always)]
     unsafe fn block<S: Simd, const C: usize>(&self, at: usize, block: usize, blocks: usize) {
         let group = self.decode.group(self.dim);
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             let mut sums = [[S::splat(0.0); C]; R];
             let count = self.rows.slots.len();
@@ -280,10 +281,10 @@ impl<D: Decode, const R: usize> Product<'_, D, R> {
 pub(super) struct Unpack<'a, D> {
     pub decode: D,
     pub rows: Rows<'a>,
-    /// Elements of a row: a multiple of the group, or less than one vector above such a multiple.
+    /// The elements of a row: a multiple of the group, plus less than one vector.
     pub dim: usize,
-    /// One row of `padded` numbers for each stored row. Numbers past `dim` are finite if the row is, so that
-    /// they do not count where queries have zeros.
+    /// A row of `padded` numbers for each stored row. Numbers after `dim` are finite if the row is, and are
+    /// multiplied by zeros of the queries.
     pub out: *mut f32,
     /// `dim`, rounded up to the vector width.
     pub padded: usize,
@@ -294,7 +295,7 @@ impl<D: Decode> Kernel for Unpack<'_, D> {
     unsafe fn run<S: Simd>(self) {
         let group = self.decode.group(self.dim);
         let whole = self.dim - self.dim % S::WIDTH;
-        // SAFETY: the pointers are as the fields say.
+        // SAFETY: the fields document the validity of the pointers.
         unsafe {
             for i in 0..self.rows.slots.len() {
                 let (row, out) = (self.rows.row(i), self.out.add(i * self.padded));
@@ -316,14 +317,15 @@ impl<D: Decode> Kernel for Unpack<'_, D> {
 }
 
 impl<D: Decode> Unpack<'_, D> {
-    /// Unpacks the last elements, fewer than a vector, without reading past the row.
+    /// Unpacks the last elements of a row, which are fewer than a vector, without reading past its end.
     #[inline(always)]
     unsafe fn tail<S: Simd>(&self, row: Row, at: usize, out: *mut f32) {
         let (begins, count) = (at * D::BITS / 8, self.dim - at);
-        // 16 elements of 32 bits.
+        // Room for 16 elements of 32 bits.
         let mut codes = [0u8; 64];
         let mut numbers = [0f32; 16];
-        // SAFETY: the caller's; only the end of the row is copied, which is less than a vector.
+        // SAFETY: the caller ensures the same. Only the end of the row is copied, which is shorter than a
+        // vector.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 row[0].add(begins),
@@ -338,7 +340,8 @@ impl<D: Decode> Unpack<'_, D> {
     }
 }
 
-/// Transposes [`TILE`] rows of `dim` numbers, a multiple of the vector width, to `dim` rows of [`TILE`].
+/// Transposes [`TILE`] rows of `dim` numbers to `dim` rows of [`TILE`]. `dim` is a multiple of the vector
+/// width.
 pub(super) struct Transpose {
     pub from: *const f32,
     pub dim: usize,
@@ -350,7 +353,7 @@ impl Kernel for Transpose {
     unsafe fn run<S: Simd>(self) {
         for slot in (0..TILE).step_by(S::WIDTH) {
             for at in (0..self.dim).step_by(S::WIDTH) {
-                // SAFETY: the pointers are as the fields say.
+                // SAFETY: the fields document the validity of the pointers.
                 unsafe {
                     let from = self.from.add(slot * self.dim + at);
                     S::transpose(from, self.dim, self.to.add(at * TILE + slot), TILE);

@@ -1,4 +1,4 @@
-//! The slots that a query sees. They are never a matrix of booleans.
+//! Masks: the slots that a query sees, without a matrix of booleans.
 
 use std::ops::Range;
 
@@ -11,13 +11,13 @@ use super::kernels::TILE;
 pub enum MaskRef<'a> {
     /// Every slot.
     None,
-    /// Query `i` of `T` sees all slots but the last `T - 1 - i`: the last slot belongs to the last query.
+    /// Query `i` of `T` sees all slots except the last `T - 1 - i`. The last slot is that of the last query.
     Causal,
-    /// Query `i` sees the slots of `runs[ends[i - 1]..ends[i]]`. For query 0 the runs begin at 0.
+    /// Query `i` sees the slots of `runs[ends[i - 1]..ends[i]]`. The runs of query 0 begin at index 0.
     Runs {
         /// Runs of slots. The runs of one query are ascending and do not overlap; they may be empty.
         runs: &'a [Range<u32>],
-        /// For each query, the index after its last run.
+        /// For each query, the end (exclusive) of its runs.
         ends: &'a [u32],
     },
 }
@@ -66,8 +66,8 @@ impl<'a> MaskRef<'a> {
         &runs[begin..ends[token] as usize]
     }
 
-    /// Returns a bit for each of the [`TILE`] slots from `first`, the first in the lowest bit: 1 if query
-    /// `token` of `n_tokens` sees the slot.
+    /// Returns a bit for each of the [`TILE`] slots from `first`, which is 1 if query `token` of `n_tokens`
+    /// sees the slot. The lowest bit is that of `first`.
     pub(super) fn seen(&self, token: usize, n_tokens: usize, first: usize, n_slots: usize) -> u64 {
         match *self {
             Self::None => bits(0, n_slots.saturating_sub(first)),
@@ -88,7 +88,7 @@ impl<'a> MaskRef<'a> {
         }
     }
 
-    /// Returns a slot after all slots that the queries up to `last_token` see.
+    /// Returns an upper bound (exclusive) of the slots that the queries up to `last_token` see.
     pub(super) fn end(&self, last_token: usize, n_tokens: usize, n_slots: usize) -> usize {
         match self {
             Self::Causal => (n_slots + last_token + 1).saturating_sub(n_tokens),
@@ -97,13 +97,13 @@ impl<'a> MaskRef<'a> {
     }
 }
 
-/// Returns a word with the bits from `begin` to `end` set. Both may be past the last bit.
+/// Returns a word with the bits `begin..end` set. Both may exceed the number of bits.
 fn bits(begin: usize, end: usize) -> u64 {
     let below = |bit: usize| if bit >= TILE { u64::MAX } else { (1 << bit) - 1 };
     below(end) & !below(begin)
 }
 
-/// Returns the bits of `seen` at the set bits of `all`, moved together.
+/// Extracts the bits of `seen` at the set bits of `all` to contiguous low bits.
 pub(super) fn compact(seen: u64, all: u64) -> u64 {
     if all & all.wrapping_add(1) == 0 {
         return seen;

@@ -1,10 +1,10 @@
-//! Attention over rows as they are stored.
+//! Attention over rows in their storage format.
 //!
-//! A call is split into tasks (`plan`) of some query rows and some slots. A task goes through its slots in
-//! tiles of 64 (`task`): scores, maybe bounded by a softcap (`softcap`), an online softmax, and the weighted
-//! values (`kernels`, `softmax`). If several tasks share the slots of a row, their partial results are merged at
-//! the end. A sink joins there, because it has no slot. Kernels are written once over vectors (`simd`) and
-//! formats (`decode`).
+//! A call is split into tasks (`plan`) of some query rows and some slots. A task processes its slots in tiles
+//! of 64 (`task`): it computes scores, optionally bounds them by a softcap (`softcap`), updates an online
+//! softmax, and adds weighted values (`kernels`, `softmax`). If several tasks share the slots of a row, their
+//! partial results are merged at the end. Sinks are added there, since they have no slots. Kernels are
+//! generic over vectors (`simd`) and formats (`decode`).
 
 mod decode;
 mod kernels;
@@ -37,21 +37,20 @@ use plan::{Plan, Sizes};
 use task::{Job, StoredRows};
 use workspace::Blocks;
 
-/// Computes the attention of `queries`, `[n_heads, T, k_head_dim]`, over the keys `k` and the values
-/// `v`, with weights `softmax(scale * q k^T)` over the slots that `mask` shows. Writes `[n_heads, T,
-/// v_head_dim]` to `out`. `scoring` is a scale, or has a softcap and sinks too.
+/// Computes the attention of `queries`, `[n_heads, T, k_head_dim]`, over the keys `k` and the values `v`,
+/// with weights `softmax(scale * q k^T)` over the slots that `mask` allows. Writes `[n_heads, T, v_head_dim]`
+/// to `out`. `scoring` is a scale, or also has a softcap and sinks.
 ///
 /// `n_heads` is a multiple of the KV heads. Keys and values may differ in format and head_dim. All sums are
-/// in float32. The result does not depend on the number of threads. A query that sees no slot gives zeros.
-/// Slots that no query sees are not read. A slot that one query of a step sees and another does not must be
-/// finite: its values have weight 0.
+/// in float32. The result does not depend on the number of threads. The result of a query that sees no slot
+/// is zeros. Slots that no query sees are not read. A slot that only some queries of a step see must be
+/// finite, because its values get weight 0 for the others.
 ///
 /// # Errors
 /// [`Shape`](etkv_core::Status::Shape) if the shapes do not match,
-/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) if the mask has slots past the views or the softcap
-/// is out of range,
-/// [`Unsupported`](etkv_core::Status::Unsupported) for a format that attention does not read, and
-/// [`Backend`](etkv_core::Status::Backend) if memory is lacking. Then nothing is written.
+/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) if the mask has slots past the views or the
+/// softcap is out of range, [`Unsupported`](etkv_core::Status::Unsupported) for a format that attention does
+/// not read, and [`Backend`](etkv_core::Status::Backend) if memory is lacking. An error writes nothing.
 #[allow(clippy::too_many_arguments)]
 pub fn attend<'a>(
     workspace: &mut Workspace,
@@ -67,7 +66,7 @@ pub fn attend<'a>(
     attend_with(Instructions::best(), workspace, parallel, queries, k, v, mask, scoring, out)
 }
 
-/// [`attend`] with one of the machine's instruction sets.
+/// The same as [`attend`], with a given instruction set of this machine.
 #[allow(clippy::too_many_arguments)]
 fn attend_with(
     instructions: Instructions,
@@ -91,24 +90,24 @@ fn attend_with(
     if sizes.rows() == 0 || sizes.n_kv_heads == 0 || sizes.v_dim == 0 {
         return Ok(());
     }
-    // About ten microseconds of work are not worth waking a thread.
+    // Less than about ten microseconds of work is not worth waking another thread.
     let work = sizes.n_kv_heads * sizes.n_slots * (sizes.k_dim + sizes.v_dim) * sizes.rows();
     let parallel = if work < 1 << 17 { &Serial } else { parallel };
-    // A host may take a lock for this call.
+    // The host may lock a mutex in this call, so it is called once.
     let available = parallel.threads();
     let plan = Plan::new(sizes, available);
     let threads = available.min(plan.n_tasks()).max(1);
     let (parts, blocks) = workspace.prepare(&plan, threads)?;
     let [k, v] = stored;
     let factor = scoring.scale * LOG2_E;
-    // Logits are those of powers of two from here on.
+    // From here on, weights are powers of 2 of the logits.
     let softcap = scoring.softcap.map(|softcap| softcap * LOG2_E);
     let job = Job { plan, queries, k, v, mask, factor, softcap, sinks: scoring.sinks, out, parts };
     with_simd!(instructions, |S| run::<S>(&job, &blocks, parallel, threads));
     Ok(())
 }
 
-/// Runs the tasks of a call, then merges their parts.
+/// Runs the tasks of a call, and merges their partial results.
 fn run<S: Simd>(job: &Job, blocks: &Blocks, parallel: &dyn Parallel, threads: usize) {
     let (begun, n_tasks) = (AtomicUsize::new(0), job.plan.n_tasks());
     parallel.run(threads, &|thread| {
@@ -120,14 +119,14 @@ fn run<S: Simd>(job: &Job, blocks: &Blocks, parallel: &dyn Parallel, threads: us
             }
             // SAFETY: only this call uses the block; see `Parallel::run`.
             let scratch = scratch.get_or_insert_with(|| unsafe { blocks.scratch(thread) });
-            // SAFETY: the machine has the instructions, and each task has rows of its own.
+            // SAFETY: the machine has the instructions, and tasks have different rows.
             unsafe { task::run::<S>(job, job.plan.task(i), scratch) };
         }
     });
     if job.plan.n_parts == 1 {
         return;
     }
-    // The task of part 0 represents all parts of its rows.
+    // Rows are enumerated by the tasks of part 0.
     let n_rows = job.plan.all_rows() * job.plan.n_parts;
     let serial = n_rows * job.plan.sizes.v_dim < 1 << 17;
     let merged = AtomicUsize::new(0);
@@ -153,7 +152,7 @@ fn run<S: Simd>(job: &Job, blocks: &Blocks, parallel: &dyn Parallel, threads: us
     }
 }
 
-/// Checks that the shapes match, and returns the sizes.
+/// Checks that the shapes match. Returns the sizes.
 fn sizes(queries: Shape, k: &View, v: &View, out: Shape, vector_width: usize) -> Result<Sizes> {
     let Shape { n_heads, n_tokens, head_dim, .. } = queries;
     let n_kv_heads = k.n_kv_heads;

@@ -1,18 +1,20 @@
-//! How a call is split into tasks. The split depends on the shapes alone and not on the threads, so neither
-//! does the result. The threads only decide how many heads a task takes.
+//! Splits a call into tasks. Query rows and slots are split by the shapes only, so that the result does not
+//! depend on the number of threads. That number only determines how many heads a task has.
 
 use super::kernels::TILE;
 
-/// Query rows of a KV head in one task. They use each tile that the task unpacks, and their sums stay in the
-/// cache.
+/// The maximum query rows of a KV head in a task. They share each tile that the task unpacks, and their sums
+/// fit the processor's cache.
 const ROWS: usize = 192;
 
-/// Up to this number of query rows of a KV head a task takes several heads, so that it reads whole slots.
+/// With at most this many query rows for each KV head, a task has several heads, so that it reads whole
+/// slots.
 const FEW_ROWS: usize = 32;
 
-/// The minimum and maximum number of parts that slots are split into, and between them the number of rows of
-/// all parts of a KV head: each row of a part is written and later merged with the others.
+/// The minimum and maximum number of parts into which slots are split.
 const PARTS: [usize; 2] = [8, 32];
+/// The maximum number of rows in all parts of a KV head, within the limits above. Each row of a part is written
+/// and then merged, which costs time.
 const PART_ROWS: usize = 512;
 
 /// The minimum number of tiles of a part.
@@ -22,13 +24,13 @@ const TILES: usize = 2;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sizes {
     pub n_kv_heads: usize,
-    /// Query heads of a KV head.
+    /// The query heads of a KV head.
     pub group: usize,
     pub n_tokens: usize,
     pub n_slots: usize,
     pub k_dim: usize,
     pub v_dim: usize,
-    /// Float32 elements of a vector.
+    /// The float32 elements of a vector.
     pub vector_width: usize,
 }
 
@@ -38,28 +40,28 @@ impl Sizes {
         self.group * self.n_tokens
     }
 
-    /// Returns the elements of a key, padded with zeros to whole vectors.
+    /// Returns the elements of a key, rounded up to whole vectors.
     pub fn k_padded(&self) -> usize {
         self.k_dim.next_multiple_of(self.vector_width)
     }
 
-    /// Returns the elements of a value, padded with zeros to whole vectors.
+    /// Returns the elements of a value, rounded up to whole vectors.
     pub fn v_padded(&self) -> usize {
         self.v_dim.next_multiple_of(self.vector_width)
     }
 }
 
-/// The tasks of a call: some KV heads, some tokens and some slots each.
+/// The tasks of a call. Each has some KV heads, some tokens and some slots.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Plan {
     pub sizes: Sizes,
-    /// KV heads of a task.
+    /// The KV heads of a task.
     pub heads: usize,
-    /// Tokens of a task.
+    /// The tokens of a task.
     pub tokens: usize,
-    /// Slots of a task: whole tiles.
+    /// The slots of a task, in whole tiles.
     pub slots: usize,
-    /// The number of tasks that share the slots of the same rows. If it is 1, tasks write the result.
+    /// The number of tasks among which the slots of a row are split. If it is 1, tasks write the result.
     pub n_parts: usize,
 }
 
@@ -88,7 +90,7 @@ impl Plan {
         let slots = n_tiles.div_ceil(most).max(TILES) * TILE;
         let n_parts = sizes.n_slots.div_ceil(slots).max(1);
         let mut heads = if few { sizes.n_kv_heads } else { 1 };
-        // Four tasks for each thread even out other load on the machine.
+        // With four tasks for each thread, other load on the machine delays the call less.
         while heads > 1 && n_parts * sizes.n_kv_heads.div_ceil(heads) < 4 * threads {
             heads = heads.div_ceil(2);
         }
@@ -104,7 +106,7 @@ impl Plan {
     pub fn task(&self, i: usize) -> Task {
         let (part, i) = (i % self.n_parts, i / self.n_parts);
         let (group, i) = (i % self.n_head_groups(), i / self.n_head_groups());
-        // Under a causal mask the last tokens see most.
+        // With a causal mask, the last tokens see the most slots.
         let block = self.n_blocks() - 1 - i;
         let sizes = &self.sizes;
         Task {
@@ -118,12 +120,12 @@ impl Plan {
         }
     }
 
-    /// Returns the rows of query heads in a task, of one KV head.
+    /// Returns the number of query rows of one KV head in a task.
     pub fn rows(&self) -> usize {
         self.tokens * self.sizes.group
     }
 
-    /// Returns the rows of query heads in the call, of all KV heads.
+    /// Returns the number of query rows of all KV heads in the call.
     pub fn all_rows(&self) -> usize {
         self.sizes.rows() * self.sizes.n_kv_heads
     }

@@ -1,11 +1,11 @@
-//! The bound of scores: `c * tanh(x / c)`.
+//! The softcap of scores: `c * tanh(x / c)`.
 
 use crate::simd::{Kernel, Simd};
 
-/// Bounds scores in place.
+/// Applies a softcap to scores in place.
 pub(super) struct Softcap {
     pub scores: *mut f32,
-    /// A multiple of the vector width. Numbers of slots that a tile lacks may be anything.
+    /// A multiple of the vector width. The numbers of missing slots at the end of a tile are arbitrary.
     pub count: usize,
     pub softcap: f32,
 }
@@ -24,16 +24,17 @@ impl Kernel for Softcap {
     }
 }
 
-/// The magnitude from which the tangent is 1 in float32.
+/// The magnitude from which the hyperbolic tangent is 1 in float32.
 const SATURATED: f32 = 9.0;
 
-/// The hyperbolic tangent of x up to [`SATURATED`] is `x * P(x^2) / Q(x^2)` up to 2.1e-8 of itself: the
-/// polynomials of degree 4 whose largest relative error is least. The highest power comes first.
+/// For x up to [`SATURATED`], the hyperbolic tangent is `x * P(x^2) / Q(x^2)`, with a relative error of at
+/// most 2.1e-8. These polynomials of degree 4 minimize the maximum relative error. The highest power comes
+/// first.
 const P: [f32; 5] = [1.335_569_7e-8, 2.061_000_5e-5, 3.495_652_3e-3, 0.133_810_83, 0.999_999_98];
 const Q: [f32; 5] = [7.777_033e-7, 3.285_734e-4, 2.587_723_5e-2, 0.467_143_98, 1.0];
 
-/// Writes `factor` times the hyperbolic tangent of each number, with an error of up to 6 units in the last
-/// place. NaN stays.
+/// Replaces each number by `factor` times its hyperbolic tangent, with an error of at most 6 units in the
+/// last place. NaN stays NaN.
 #[inline(always)]
 unsafe fn tanh<S: Simd>(x: S::F, factor: f32, to: *mut f32) {
     // SAFETY: the caller's.
@@ -61,7 +62,7 @@ mod tests {
     use super::*;
     use crate::simd::{with_simd, Instructions};
 
-    /// Bounds numbers with every instruction set.
+    /// Applies a softcap to numbers with every instruction set.
     fn bounded(numbers: &[f32], softcap: f32) -> Vec<Vec<f32>> {
         let run = |instructions| {
             let mut scores = numbers.to_vec();

@@ -3,7 +3,8 @@
 use super::kernels::TILE;
 use crate::simd::{Kernel, Simd};
 
-/// The peak of a row that has seen no slot. It is finite, so that no difference of two peaks is NaN.
+/// The peak of a row that has not seen a slot. It is finite, so that the difference of two peaks is never
+/// NaN.
 pub(super) const NO_PEAK: f32 = f32::MIN;
 
 /// Returns 2 to the power of numbers that are at most 0, or NaN. The error is at most 2 units in the last
@@ -19,9 +20,9 @@ unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
         2.402_264_7e-1,
         6.931_472e-1,
     ];
-    // A float32 of this size is an integer; its lowest bits are those of the number that was added.
+    // Adding this number rounds to an integer, whose lowest bits are then those of the float32.
     const INTEGER: f32 = 12_582_912.0;
-    // SAFETY: the caller's.
+    // SAFETY: the caller ensures the same.
     unsafe {
         let x = S::max(S::splat(-127.0), x);
         let shifted = S::add(x, S::splat(INTEGER));
@@ -34,28 +35,28 @@ unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
     }
 }
 
-/// The totals of the scores of each query row so far.
+/// The running totals of the scores of each query row.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Totals {
     /// The largest score.
     pub peaks: *mut f32,
-    /// The sum of 2 to the power of each score minus the peak.
+    /// The sum of 2 to the power of (score - peak).
     pub sums: *mut f32,
 }
 
 /// Converts the scores of a tile to weights, and updates the totals.
 pub(super) struct Weigh<'a> {
-    /// A row of [`TILE`] scores for each of `rows`. They become 2 to the power of the score minus the row's
-    /// peak, and zeros for slots that the row does not see.
+    /// A row of [`TILE`] scores for each of `rows`. Each score is replaced by 2 to the power of (score -
+    /// peak), or by 0 if the row does not see the slot.
     pub scores: *mut f32,
-    /// The slots of the tile.
+    /// The number of slots of the tile.
     pub count: usize,
-    /// The numbers of the query rows in the totals.
+    /// The indices of the query rows in the totals.
     pub rows: &'a [u32],
-    /// For each row, one bit for each slot that it sees; at least one is set.
+    /// For each row, a bit for each slot, which is set if the row sees it. At least one bit is set.
     pub seen: &'a [u64],
     pub totals: Totals,
-    /// For each row, the factor for the weights of earlier tiles.
+    /// For each row, the factor by which sums of earlier tiles must be multiplied.
     pub keep: &'a mut [f32],
 }
 
@@ -64,7 +65,7 @@ impl Kernel for Weigh<'_> {
     unsafe fn run<S: Simd>(self) {
         let all = u64::MAX >> (TILE - self.count);
         for (i, (&row, &seen)) in self.rows.iter().zip(self.seen).enumerate() {
-            // SAFETY: the pointers are as the fields say.
+            // SAFETY: the fields document the validity of the pointers.
             unsafe {
                 let scores = self.scores.add(i * TILE);
                 for slot in self.count..TILE {
@@ -96,11 +97,11 @@ impl Kernel for Weigh<'_> {
     }
 }
 
-/// Converts the scores of a tile, `N` vectors, to weights. Returns the larger of `before` and their peak, and
-/// the sum of the weights.
+/// Converts `N` vectors of scores to weights. Returns the new peak, which is at least `before`, and the sum
+/// of the weights.
 #[inline(always)]
 unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32, f32) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller ensures the same.
     unsafe {
         let mut x = [S::splat(0.0); N];
         for (i, x) in x.iter_mut().enumerate() {
@@ -121,18 +122,18 @@ unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32,
     }
 }
 
-/// Merges the parts of one query row: each has a peak, a sum and the weighted values.
+/// Merges the partial results of one query row. Each has a peak, a sum and weighted values.
 pub(super) struct Merge<'a> {
-    /// The peak of the first part; the next one is `stride` numbers later. The sums are laid out alike.
+    /// The totals of the first part. Those of the next part are `stride` numbers later.
     pub totals: Totals,
     pub totals_stride: usize,
     /// The weighted values of the first part, `dim` numbers.
     pub values: *const f32,
     pub values_stride: usize,
     pub parts: usize,
-    /// One more score, of a value of zeros.
+    /// The score of a sink, whose value is zeros.
     pub sink: Option<f32>,
-    /// The mean of the values by their weights; zeros if the row has seen no slot. It has the length of a row
+    /// The weighted mean of the values, or zeros if the row has not seen a slot. It has the length of a row
     /// of `values`, a multiple of the vector width.
     pub out: &'a mut [f32],
 }
@@ -140,7 +141,7 @@ pub(super) struct Merge<'a> {
 impl Kernel for Merge<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the pointers are as the fields say.
+        // SAFETY: the fields document the validity of the pointers.
         unsafe {
             let peak_of = |part: usize| *self.totals.peaks.add(part * self.totals_stride);
             let sum_of = |part: usize| *self.totals.sums.add(part * self.totals_stride);
@@ -154,7 +155,7 @@ impl Kernel for Merge<'_> {
             }
             self.out.fill(0.0);
             for part in 0..self.parts {
-                // A part that has seen no slot has no weight. A part with NaN has.
+                // Skips parts that have not seen a slot. Parts with NaN are not skipped.
                 if sum_of(part) == 0.0 {
                     continue;
                 }

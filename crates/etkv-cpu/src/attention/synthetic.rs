@@ -11,7 +11,7 @@ use crate::parallel::Parallel;
 use crate::store::view::{Plane, View};
 use crate::store::Codec;
 
-/// A number of threads, which start and end with each task.
+/// A number of threads, which are started for each call.
 #[derive(Debug, Clone, Copy)]
 pub struct Threads(pub usize);
 
@@ -43,7 +43,7 @@ impl Parallel for Threads {
 pub struct Random(u64);
 
 impl Random {
-    /// Returns the numbers of a seed.
+    /// Returns the generator for a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -61,13 +61,13 @@ impl Random {
         (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 
-    /// Returns an integer from `from` to `to`, both included.
+    /// Returns an integer from `from` to `to`, inclusive.
     pub fn integer(&mut self, from: usize, to: usize) -> usize {
         from + (self.bits() % (to - from + 1) as u64) as usize
     }
 }
 
-/// Returns a view of random rows, of magnitudes up to about 2. Every code of the format occurs.
+/// Returns a view of random rows, with magnitudes up to about 2. Every code of the format occurs.
 ///
 /// # Errors
 /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
@@ -88,7 +88,7 @@ pub fn view(
         while at < offset + n_slots * slot_stride {
             let element = element(format, p, random);
             for byte in element.bytes() {
-                // SAFETY: a plane has whole elements, and only this function has the memory.
+                // SAFETY: the plane has the byte, and only this function has the memory.
                 unsafe { memory.as_ptr().add(at).write(byte) };
                 at += 1;
             }
@@ -121,20 +121,20 @@ impl Element {
 fn element(format: KvFormat, plane: usize, random: &mut Random) -> Element {
     let f16_of = |x: f32| Element::Two(f16::from_f32(x).to_le_bytes());
     let code = Element::One([random.bits() as u8]);
-    // The largest code is about 2.
+    // The largest code then has a value of about 2.
     let scale = (1.5 + 0.5 * random.number()) / 1.5;
     match (format, plane) {
         (KvFormat::F32, _) => Element::Four((2.0 * random.number()).to_le_bytes()),
         (KvFormat::F16, _) => f16_of(2.0 * random.number()),
         (KvFormat::Bf16, _) => Element::Two(bf16::from_f32(2.0 * random.number()).to_le_bytes()),
-        // E4M3 has no infinity; the codes of its NaN are not written.
+        // E4M3 has no infinity, and clearing the lowest bit avoids its NaN.
         (KvFormat::Mxfp8, 0) => Element::One([(random.bits() as u8) & 0xfe]),
         (_, 0) => code,
         (KvFormat::Affine { bits, .. }, 1) => f16_of(3.0 * scale / (1 << bits) as f32),
         (KvFormat::Affine { .. }, _) => f16_of(-1.5 * scale),
         (KvFormat::Mxfp8, _) => Element::One([random.integer(117, 119) as u8]),
         (KvFormat::Mxfp4, _) => Element::One([random.integer(124, 126) as u8]),
-        // From 0, with subnormals, to 0.5.
+        // Numbers from 0 to 0.5, including subnormals.
         (KvFormat::Nvfp4, _) => Element::One([random.integer(0, 0x30) as u8]),
         (KvFormat::RowInt4, _) => f16_of(0.2 * scale),
         _ => f16_of(0.3 * scale),
@@ -142,7 +142,7 @@ fn element(format: KvFormat, plane: usize, random: &mut Random) -> Element {
 }
 
 impl View {
-    /// Returns a view of the same rows in its own memory.
+    /// Returns a view of a copy of the rows.
     ///
     /// # Errors
     /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
@@ -152,7 +152,7 @@ impl View {
         for plane in copy.planes.iter_mut().flatten() {
             let bytes = self.n_slots * plane.slot_stride;
             let memory = Memory::zeroed(bytes)?;
-            // SAFETY: the plane has the bytes, and only this function has the other memory.
+            // SAFETY: the plane has the bytes, and only this function has the new memory.
             unsafe {
                 let from = plane.memory.as_ptr().add(plane.offset);
                 std::ptr::copy_nonoverlapping(from, memory.as_ptr(), bytes);

@@ -1,4 +1,4 @@
-//! One task: some query rows over some slots, tile by tile.
+//! Runs one task: some query rows over some slots, tile by tile.
 
 use std::f32::consts::LOG2_E;
 
@@ -12,17 +12,17 @@ use super::tensor::{Output, Queries};
 use super::workspace::{Parts, Scratch};
 use crate::simd::Simd;
 
-/// The elements of a long row, whose products are summed at little cost, and the most query rows for which that
-/// is faster than a transposed tile.
+/// The minimum elements of a long row. In products of long rows, the cost of the horizontal sums is small.
 const LONG: usize = 256;
+/// The maximum number of query rows with which these products are faster than a transposed tile.
 const MAX_DOTS: usize = 64;
 
-/// The rows of keys, or of values, as tasks read them.
+/// The rows of keys or of values.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StoredRows {
     pub encoding: Encoding,
     pub dim: usize,
-    /// Bytes of a row in the first plane.
+    /// The bytes of a row in the first plane.
     pub bytes: usize,
     /// The row of slot 0 and head 0 in each plane.
     pub first: [*const u8; 3],
@@ -30,12 +30,12 @@ pub(super) struct StoredRows {
     pub head_strides: [usize; 3],
 }
 
-// SAFETY: it is only read, through pointers that are valid during the call.
+// SAFETY: the rows are only read, and the pointers are valid during the call.
 unsafe impl Sync for StoredRows {}
 
 impl StoredRows {
-    /// Returns whether the kernels of `n_rows` query rows read the rows in place. Packed rows are then
-    /// unpacked again for every few query rows; otherwise they are unpacked once, to memory.
+    /// Returns whether the kernels read the rows in place for `n_rows` query rows. Packed rows are then
+    /// unpacked repeatedly, for a few query rows at a time. Otherwise they are unpacked once, to memory.
     fn in_place<S: Simd>(&self, n_rows: usize) -> bool {
         let most = match self.encoding {
             Encoding::F32 => 12,
@@ -44,19 +44,19 @@ impl StoredRows {
         S::ROWS > 0 && n_rows <= most && self.dim.is_multiple_of(S::WIDTH)
     }
 
-    /// Returns whether these are the first elements of `keys`.
+    /// Returns whether these rows are the first elements of `keys`.
     fn is_in(&self, keys: &Self) -> bool {
         let planes = |rows: &Self| (rows.first, rows.slot_strides, rows.head_strides);
         self.encoding == keys.encoding && self.dim <= keys.dim && planes(self) == planes(keys)
     }
 
-    /// Returns whether the kernels of `n_rows` query rows multiply the elements of a row one after another. The
-    /// alternative is to transpose a tile, which takes longer than the sums of long rows.
+    /// Returns whether scores of `n_rows` query rows are computed as dot products with each row. The
+    /// alternative is to transpose a tile, which takes longer if rows are long.
     fn by_dots<S: Simd>(&self, n_rows: usize) -> bool {
         S::ROWS > 0 && self.dim >= LONG && n_rows <= MAX_DOTS
     }
 
-    /// Returns whether nothing is gained by unpacking: rows in float32 of whole vectors.
+    /// Returns whether rows are used without unpacking: float32 rows of whole vectors.
     fn is_unpacked<S: Simd>(&self) -> bool {
         self.encoding == Encoding::F32 && self.dim.is_multiple_of(S::WIDTH)
     }
@@ -67,7 +67,7 @@ impl StoredRows {
         Rows { first, strides: self.slot_strides, slots }
     }
 
-    /// Returns the slots that are `ahead` slots later, to prefetch.
+    /// Returns the rows `ahead` slots later, for prefetching.
     fn next<'a>(&self, head: usize, slots: &'a [u32], ahead: usize) -> Next<'a> {
         let mut rows = self.rows(head, slots);
         rows.first[0] = rows.first[0].wrapping_add(ahead * self.slot_strides[0]);
@@ -75,31 +75,31 @@ impl StoredRows {
     }
 }
 
-/// A call, for its tasks.
+/// The data of a call that all tasks use.
 pub(super) struct Job<'a> {
     pub plan: Plan,
     pub queries: &'a Queries<'a>,
     pub k: StoredRows,
     pub v: StoredRows,
     pub mask: MaskRef<'a>,
-    /// The factor of the queries that makes weights powers of two.
+    /// The factor of the queries: the scale times log2(e), so that weights are powers of 2.
     pub factor: f32,
-    /// The bound of the scores.
+    /// The softcap, in the same unit as the scores.
     pub softcap: Option<f32>,
-    /// One more logit of each query head, of powers of e.
+    /// The sink of each query head: a logit whose weight is a power of e.
     pub sinks: Option<&'a [f32]>,
     pub out: &'a Output<'a>,
     pub parts: Parts,
 }
 
-/// Runs an expression for all `count` query rows, at most `most` at a time: their number is the constant
-/// `rows`, the first of them `at`. Only numbers up to `most` are compiled.
+/// Runs an expression for blocks of at most `most` of `count` query rows. In the expression, the constant
+/// `rows` is the number of rows in the block, and `at` the first one.
 macro_rules! by_rows {
     ($count:expr, $most:expr, |$at:ident, $rows:ident| $body:expr) => {{
         let mut $at = 0;
         while $at < $count {
             let left = $count - $at;
-            // Blocks of about the same size.
+            // Blocks have about the same size.
             match left.div_ceil(left.div_ceil(usize::max($most, 1))) {
                 1 => by_rows!(1, $most, $at, $rows, $body),
                 2 => by_rows!(2, $most, $at, $rows, $body),
@@ -119,7 +119,7 @@ macro_rules! by_rows {
     }};
 }
 
-/// Returns the query rows that fit the registers beside four stored rows that need no unpacking.
+/// Returns the number of query rows that fit the registers in addition to four unpacked stored rows.
 const fn rows_of_dots<S: Simd>() -> usize {
     match S::COLS {
         4 => 6,
@@ -130,8 +130,8 @@ const fn rows_of_dots<S: Simd>() -> usize {
 /// Runs a task.
 ///
 /// # Safety
-/// The machine has the instructions of `S`; the scratch memory and the parts are those of the plan, and no
-/// other thread uses the scratch memory or the rows of this task.
+/// The machine must have the instructions of `S`. The scratch memory and the parts must be those of the plan.
+/// No other thread may use the scratch memory or the rows of this task.
 pub(super) unsafe fn run<S: Simd>(job: &Job, task: Task, scratch: &mut Scratch) {
     let sizes = &job.plan.sizes;
     let rows = (task.end_token - task.first_token) * sizes.group;
@@ -142,7 +142,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job, task: Task, scratch: &mut Scratch) 
         // SAFETY: the rows belong to this task.
         let (totals, _) = unsafe { job.totals_and_values(task, head, scratch.part) };
         for row in 0..rows {
-            // SAFETY: as above.
+            // SAFETY: the same.
             unsafe {
                 *totals.peaks.add(row) = NO_PEAK;
                 *totals.sums.add(row) = 0.0;
@@ -155,7 +155,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job, task: Task, scratch: &mut Scratch) 
             continue;
         };
         for head in heads.clone() {
-            // SAFETY: the caller's.
+            // SAFETY: the caller ensures the same.
             unsafe { attend_tile::<S>(job, task, head, &tile, scratch) };
         }
     }
@@ -169,18 +169,18 @@ pub(super) unsafe fn run<S: Simd>(job: &Job, task: Task, scratch: &mut Scratch) 
     }
 }
 
-/// The slots of a tile that a query of the task sees.
+/// The slots of a tile that some query of the task sees.
 struct Tile<'a> {
     slots: &'a [u32],
-    /// The number of rows in `scratch.rows`, which see some of the slots.
+    /// The number of rows in `scratch.rows`: those that see one of the slots.
     n_rows: usize,
     /// Whether the task continues with the next tile.
     goes_on: bool,
 }
 
 impl<'a> Tile<'a> {
-    /// Returns the tile at slot `first`, or `None` if no query sees it. Writes the rows that see some of it,
-    /// and the slots that each sees, to the scratch memory.
+    /// Returns the tile at slot `first`, or `None` if no query sees a slot of it. Writes the rows that see
+    /// one of its slots, and the slots that each row sees, to the scratch memory.
     fn new(
         job: &Job,
         task: Task,
@@ -219,7 +219,7 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// Converts the queries of a task to float32, scaled.
+/// Converts the queries of a task to scaled float32.
 fn read_queries(job: &Job, task: Task, scratch: &mut Scratch) {
     let (group, padded) = (job.plan.sizes.group, job.plan.sizes.k_padded());
     let mut rows = scratch.queries.chunks_exact_mut(padded);
@@ -235,11 +235,11 @@ fn read_queries(job: &Job, task: Task, scratch: &mut Scratch) {
 }
 
 impl Job<'_> {
-    /// Returns the totals and the weighted values of the first row of a head in a task: in the task's part,
-    /// or in scratch memory if there is only one part.
+    /// Returns the memory for totals and weighted values of the first row of a head in a task. It is in the
+    /// task's part, or in scratch memory if there is only one part.
     ///
     /// # Safety
-    /// The memory belongs to the plan.
+    /// The memory must be that of the plan.
     unsafe fn totals_and_values(&self, task: Task, head: usize, own: Parts) -> (Totals, *mut f32) {
         let sizes = &self.plan.sizes;
         let (parts, row) = match self.plan.n_parts {
@@ -257,10 +257,10 @@ impl Job<'_> {
     }
 }
 
-/// Attends the rows of one head to one tile.
+/// Computes attention of one head's rows over one tile.
 ///
 /// # Safety
-/// As [`run`].
+/// The same as for [`run`].
 unsafe fn attend_tile<S: Simd>(
     job: &Job,
     task: Task,
@@ -270,7 +270,7 @@ unsafe fn attend_tile<S: Simd>(
 ) {
     let sizes = &job.plan.sizes;
     let (k_padded, v_padded) = (sizes.k_padded(), sizes.v_padded());
-    // SAFETY: the caller's.
+    // SAFETY: the caller ensures the same.
     let (totals, values) = unsafe { job.totals_and_values(task, head, scratch.part) };
     let n_rows = tile.n_rows;
     let rows = &scratch.rows[..n_rows];
@@ -278,7 +278,8 @@ unsafe fn attend_tile<S: Simd>(
     let queries = scratch.queries[own..].as_ptr();
     let scores = scratch.scores.as_mut_ptr();
     let unpacked = scratch.unpacked.as_mut_ptr();
-    // After keys come their values, after values the keys of the next head or tile.
+    // The loop over keys prefetches their values. The loop over values prefetches the keys of the next head
+    // or tile.
     let in_keys = job.v.is_in(&job.k);
     let after_values = if head + 1 < task.end_head {
         Some(job.k.next(head + 1, tile.slots, 0))
@@ -287,15 +288,15 @@ unsafe fn attend_tile<S: Simd>(
     };
     let (after_keys, after_values) = match (in_keys, after_values) {
         (false, after_values) => (Some(job.v.next(head, tile.slots, 0)), after_values),
-        // Both products read the same rows, and each prefetches half of the next ones.
+        // Both loops read the same rows, and each prefetches half of the next ones.
         (true, Some(next)) => (Some(next.share(0, 1, 2)), Some(next.share(1, 2, 2))),
         (true, None) => (None, None),
     };
     let keys = job.k.rows(head, tile.slots);
-    // Whether the scratch memory has the keys of this tile.
+    // Whether the keys of this tile are unpacked in scratch memory.
     let mut has_keys = false;
-    // SAFETY: the scratch memory has the size of the plan, so each pointer is valid for what the kernels'
-    // fields say. The machine has the instructions.
+    // SAFETY: the scratch memory has the sizes of the plan, so the pointers are valid as the kernels' fields
+    // document. The machine has the instructions.
     unsafe {
         if job.k.in_place::<S>(n_rows) {
             with_decode!(job.k.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
@@ -396,13 +397,13 @@ fn in_order(first: *const f32, dim: usize, slots: &[u32]) -> Rows<'_> {
     Rows { first: [first.cast(); 3], strides: [4 * dim; 3], slots }
 }
 
-/// Unpacks rows to `out`, `padded` numbers each.
+/// Unpacks rows to `out`, as rows of `padded` numbers.
 ///
 /// # Safety
-/// As [`run`]; `out` has room.
+/// The same as for [`run`], and `out` must have room.
 unsafe fn unpack<S: Simd>(stored: &StoredRows, rows: Rows, out: *mut f32, padded: usize) {
     let dim = stored.dim;
-    // SAFETY: the caller's.
+    // SAFETY: the caller ensures the same.
     unsafe {
         with_decode!(stored.encoding, |decode| {
             S::enter(Unpack { decode, rows, dim, out, padded });
@@ -410,10 +411,10 @@ unsafe fn unpack<S: Simd>(stored: &StoredRows, rows: Rows, out: *mut f32, padded
     }
 }
 
-/// Writes the result of row `row` of a head of a task: from the task's own part, or from all parts.
+/// Merges all parts of row `row` of a head, and writes the result.
 ///
 /// # Safety
-/// As [`run`]; all parts are complete.
+/// The same as for [`run`], and all parts must be complete.
 pub(super) unsafe fn finish<S: Simd>(
     job: &Job,
     task: Task,
@@ -423,7 +424,7 @@ pub(super) unsafe fn finish<S: Simd>(
 ) {
     let sizes = &job.plan.sizes;
     let v_padded = sizes.v_padded();
-    // SAFETY: the caller's.
+    // SAFETY: the caller ensures the same.
     unsafe {
         let (totals, values) = job.totals_and_values(task, head, scratch.part);
         let out = &mut scratch.result[..v_padded];

@@ -6,30 +6,30 @@ use half::{bf16, f16};
 
 use crate::tensor::Dtype;
 
-/// The shape of queries or outputs, `[n_heads, n_tokens, head_dim]`, and the strides of their rows. The
-/// elements of a row are contiguous.
+/// The shape `[n_heads, n_tokens, head_dim]` of queries or outputs, and the strides of their rows, in
+/// elements. The elements of a row are contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Query heads.
+    /// The number of query heads.
     pub n_heads: usize,
-    /// Tokens of the step.
+    /// The number of tokens of the step.
     pub n_tokens: usize,
-    /// Elements from a head to the next one.
+    /// The number of elements of a row.
     pub head_dim: usize,
-    /// Elements from a token to the next one.
+    /// The elements from a head to the next one.
     pub head_stride: usize,
-    /// Elements from a token to the next.
+    /// The elements from a token to the next one.
     pub token_stride: usize,
 }
 
 impl Shape {
-    /// Returns the least number of elements in memory for a tensor of this shape.
+    /// Returns the shape of a contiguous tensor.
     pub const fn contiguous(n_heads: usize, n_tokens: usize, head_dim: usize) -> Self {
         let head_stride = n_tokens * head_dim;
         Self { n_heads, n_tokens, head_dim, head_stride, token_stride: head_dim }
     }
 
-    /// Returns the least number of elements that a tensor of this shape lies in.
+    /// Returns the number of elements from the first to the last of a tensor of this shape, including gaps.
     const fn span(&self) -> usize {
         if self.n_heads == 0 || self.n_tokens == 0 || self.head_dim == 0 {
             return 0;
@@ -44,7 +44,7 @@ impl Shape {
     }
 }
 
-/// The queries of a step, before they are scaled.
+/// The queries of a step, without the scale.
 #[derive(Debug, Clone, Copy)]
 pub struct Queries<'a> {
     start: *const u8,
@@ -53,7 +53,7 @@ pub struct Queries<'a> {
     lifetime: PhantomData<&'a [u8]>,
 }
 
-// SAFETY: it is a shared borrow of numbers.
+// SAFETY: this is a shared borrow of numbers.
 unsafe impl Sync for Queries<'_> {}
 // SAFETY: as above.
 unsafe impl Send for Queries<'_> {}
@@ -62,8 +62,8 @@ impl<'a> Queries<'a> {
     /// Returns the queries at `start`.
     ///
     /// # Safety
-    /// Elements of `dtype` lie at the strides of `shape`, aligned to their size, and do not change during
-    /// `'a`.
+    /// The elements of `shape` must exist at its strides, be of type `dtype`, be aligned to their size, and
+    /// not change during `'a`.
     pub unsafe fn new(start: *const u8, dtype: Dtype, shape: Shape) -> Self {
         Self { start, dtype, shape, lifetime: PhantomData }
     }
@@ -80,12 +80,12 @@ impl<'a> Queries<'a> {
         self.shape
     }
 
-    /// Writes `factor` times a row to `out`, and zeros after it.
+    /// Writes `factor` times a row to `out`, and fills the rest with zeros.
     pub(super) fn read(&self, head: usize, token: usize, factor: f32, out: &mut [f32]) {
         let (dim, offset) = (self.shape.head_dim, self.shape.offset(head, token));
         let (out, rest) = out.split_at_mut(dim);
         rest.fill(0.0);
-        // SAFETY: the row belongs to the tensor, as promised to `new`.
+        // SAFETY: the row is part of the tensor, which the caller of `new` ensures to be valid.
         unsafe {
             let start = self.start.add(offset * self.dtype.size());
             self.dtype.load(std::slice::from_raw_parts(start, dim * self.dtype.size()), out);
@@ -94,7 +94,7 @@ impl<'a> Queries<'a> {
     }
 }
 
-/// The destination of the result of a step.
+/// The destination of a step's result.
 #[derive(Debug)]
 pub struct Output<'a> {
     start: *mut u8,
@@ -103,17 +103,17 @@ pub struct Output<'a> {
     lifetime: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: tasks write rows of their own; see `write`.
+// SAFETY: threads write different rows; see `write`.
 unsafe impl Sync for Output<'_> {}
-// SAFETY: it is an exclusive borrow of numbers.
+// SAFETY: this is an exclusive borrow of numbers.
 unsafe impl Send for Output<'_> {}
 
 impl<'a> Output<'a> {
     /// Returns the output at `start`.
     ///
     /// # Safety
-    /// Elements of `dtype` lie at the strides of `shape`, aligned to their size. Rows do not overlap, and
-    /// nothing else accesses them during `'a`.
+    /// The elements of `shape` must exist at its strides, be of type `dtype`, and be aligned to their size.
+    /// Rows must not overlap, and nothing else may access them during `'a`.
     pub unsafe fn new(start: *mut u8, dtype: Dtype, shape: Shape) -> Self {
         Self { start, dtype, shape, lifetime: PhantomData }
     }
@@ -139,10 +139,11 @@ impl<'a> Output<'a> {
     /// Writes a row.
     ///
     /// # Safety
-    /// No other thread writes the same row.
+    /// No other thread may write the same row.
     pub(super) unsafe fn write(&self, head: usize, token: usize, row: &[f32]) {
         let dim = self.shape.head_dim;
-        // SAFETY: the row belongs to the tensor, as promised to `new`; only the caller writes it.
+        // SAFETY: the row is part of the tensor, which the caller of `new` ensures to be valid. Only this
+        // thread writes it.
         unsafe {
             let start = self.start.add(self.shape.offset(head, token) * self.dtype.size());
             match self.dtype {

@@ -1,4 +1,4 @@
-//! Scratch memory for attention, kept from call to call.
+//! Scratch memory for attention, which is reused between calls.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -9,8 +9,8 @@ use super::kernels::TILE;
 use super::plan::Plan;
 use crate::memory::Memory;
 
-/// Memory for calls of [`attend`](super::attend). It grows to the size that the largest call needs, so steps
-/// of one shape allocate in the first only. Each calling thread needs its own.
+/// Memory for calls of [`attend`](super::attend). It grows to the size of the largest call, so only the first
+/// step of a shape allocates. Each calling thread needs a separate workspace.
 #[derive(Debug, Default)]
 pub struct Workspace {
     memory: Option<Memory>,
@@ -27,14 +27,14 @@ impl Workspace {
         self.memory.as_ref().map_or(0, |memory| memory.bytes().len())
     }
 
-    /// Returns room for the parts of a call, and scratch memory for each of `threads` threads.
+    /// Returns memory for the parts of a call, and scratch memory for each of `threads` threads.
     ///
     /// # Errors
     /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
     pub(super) fn prepare(&mut self, plan: &Plan, threads: usize) -> Result<(Parts, Blocks<'_>)> {
         let rows = if plan.n_parts > 1 { plan.n_parts * plan.all_rows() } else { 0 };
         let v_padded = plan.sizes.v_padded();
-        // Pieces of an empty block give its size.
+        // The first pass over the pieces, without a block, only computes the size.
         let mut pieces = Pieces::default();
         Parts::new(&mut pieces, rows, v_padded);
         let shared = pieces.used;
@@ -59,15 +59,15 @@ pub(super) struct Blocks<'a> {
     lifetime: PhantomData<&'a mut Workspace>,
 }
 
-// SAFETY: it hands out memory under the conditions of `scratch`.
+// SAFETY: `scratch` documents the conditions for the memory that it returns.
 unsafe impl Sync for Blocks<'_> {}
 
 impl Blocks<'_> {
-    /// Returns the scratch memory of thread `thread`. Its numbers are arbitrary.
+    /// Returns the scratch memory of thread `thread`. Its contents are arbitrary.
     ///
     /// # Safety
-    /// There are more than `thread` threads. Earlier scratch memory of the same thread is no longer used, and
-    /// this one only while the blocks live.
+    /// `thread` must be below the number of threads. Earlier scratch memory of the same thread must not be
+    /// used any more. The scratch memory must not be used after the blocks are dropped.
     pub unsafe fn scratch(&self, thread: usize) -> Scratch {
         debug_assert!(thread < self.threads);
         let start = self.start.wrapping_add(thread * self.each);
@@ -77,7 +77,7 @@ impl Blocks<'_> {
     }
 }
 
-/// Hands out pieces of a block of memory, one after another.
+/// Divides a block of memory into consecutive pieces.
 struct Pieces {
     start: *mut u8,
     used: usize,
@@ -90,7 +90,7 @@ impl Default for Pieces {
 }
 
 impl Pieces {
-    /// Returns room for `len` values, aligned to a cache line.
+    /// Returns a piece for `len` values, aligned to a cache line.
     fn take<T: Number>(&mut self, len: usize) -> Piece<T> {
         let start = self.start.wrapping_add(self.used).cast();
         self.used += (len * size_of::<T>()).next_multiple_of(64);
@@ -98,13 +98,13 @@ impl Pieces {
     }
 }
 
-/// Types for which every bit pattern is a value.
+/// Types for which every bit pattern is valid.
 trait Number: Copy {}
 impl Number for f32 {}
 impl Number for u32 {}
 impl Number for u64 {}
 
-/// A piece of a block. Only one thread uses it, while the block lives.
+/// A piece of a block. Only one thread may use it, and not after the block is dropped.
 #[derive(Debug)]
 pub(super) struct Piece<T> {
     start: *mut T,
@@ -115,19 +115,19 @@ impl<T> Deref for Piece<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: the block has the piece, zeroed at first, and every bit pattern is a value.
+        // SAFETY: the block has the piece, was zeroed when it was allocated, and every bit pattern is valid.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }
 
 impl<T> DerefMut for Piece<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above.
+        // SAFETY: the same, and the borrow is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 }
 
-/// Partial results: for each row a peak, a sum and the weighted values.
+/// Partial results. Each row has a peak, a sum and the weighted values.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Parts {
     pub peaks: *mut f32,
@@ -135,7 +135,7 @@ pub(super) struct Parts {
     pub values: *mut f32,
 }
 
-// SAFETY: each task uses its own rows, and they are read after all tasks are done.
+// SAFETY: tasks use different rows, and rows are merged after all tasks have ended.
 unsafe impl Sync for Parts {}
 
 impl Parts {
@@ -153,25 +153,25 @@ impl Parts {
 pub(super) struct Scratch {
     /// The queries of the task in float32.
     pub queries: Piece<f32>,
-    /// The results of the task, if no other task has a part of them.
+    /// The partial results of the task, if the plan has only one part.
     pub part: Parts,
     /// A row of [`TILE`] scores for each query row.
     pub scores: Piece<f32>,
-    /// The factor of each query row for its weights of earlier tiles.
+    /// The factor of each query row for its sums of earlier tiles.
     pub keep: Piece<f32>,
-    /// One result.
+    /// The result of one row.
     pub result: Piece<f32>,
-    /// The rows of a tile.
+    /// The unpacked rows of a tile.
     pub unpacked: Piece<f32>,
     /// The keys of a tile, transposed.
     pub columns: Piece<f32>,
-    /// The query rows that see some of a tile.
+    /// The query rows that see a slot of the tile.
     pub rows: Piece<u32>,
     /// The numbers 0, 1, 2 and so on.
     pub in_order: Piece<u32>,
-    /// For each of `rows`, the slots of the tile that it sees.
+    /// For each of `rows`, a bit for each slot of the tile that it sees.
     pub seen: Piece<u64>,
-    /// For each token, which of the [`TILE`] slots it sees.
+    /// For each token, a bit for each of the [`TILE`] slots that it sees.
     pub seen_by_token: Piece<u64>,
 }
 

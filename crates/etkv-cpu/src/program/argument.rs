@@ -1,4 +1,4 @@
-//! The checked arguments of a call.
+//! Checks and converts the arguments of a call.
 
 use etkv_core::{fail, Result};
 use etkv_delegate::Argument;
@@ -6,7 +6,7 @@ use etkv_delegate::Argument;
 use crate::linear::WeightFormat;
 use crate::tensor::{Dtype, Tensor};
 
-/// ExecuTorch's numbers of dtypes.
+/// ExecuTorch's numbers for dtypes.
 const BYTE: i8 = 0;
 pub const LONG: i8 = 4;
 const FLOAT: i8 = 6;
@@ -28,11 +28,11 @@ pub fn dtype(scalar_type: i8) -> Result<Dtype> {
     }
 }
 
-/// Returns rows, `[1, heads, T, dim]`, which stay in the argument's memory.
+/// Returns the rows `[1, heads, T, dim]` of an argument, without a copy.
 ///
 /// # Errors
 /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for any other argument. The
-/// message has its `name`.
+/// message includes `name`.
 pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
     check_tensor(argument, name).map_err(|error| error.at(name))?;
     let &[batch, heads, n, dim] = argument.shape() else {
@@ -45,7 +45,7 @@ pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
     contiguous(argument, name, shape)
 }
 
-/// Returns the elements of an argument, in the order in which they lie there, as a tensor of this shape.
+/// Returns the elements of an argument, in the order of its memory, as a tensor of this shape.
 ///
 /// # Errors
 /// As [`rows`].
@@ -66,11 +66,11 @@ pub fn contiguous(argument: &Argument, name: &str, shape: [i32; 4]) -> Result<Te
     for axis in (0..3).rev() {
         strides[axis] = strides[axis + 1] * shape[axis + 1] as isize;
     }
-    // SAFETY: the argument has the bytes for the shape, and lives longer than the call.
+    // SAFETY: the argument has the bytes of the shape, and outlives the call.
     unsafe { Tensor::borrowed(bytes.as_ptr().cast(), dtype, shape, strides) }
 }
 
-/// Returns an argument of shape `expected` as a tensor of 4 axes.
+/// Returns an argument of shape `expected` as a tensor of shape `axes`.
 ///
 /// # Errors
 /// As [`rows`].
@@ -85,7 +85,7 @@ pub fn tensor(argument: &Argument, name: &str, expected: &[i32], axes: [i32; 4])
 ///
 /// # Errors
 /// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for any other argument. The
-/// message has its `name`.
+/// message includes `name`.
 pub fn floats<'a>(argument: &Argument<'a>, name: &str) -> Result<&'a [f32]> {
     if !argument.is_tensor() || argument.scalar_type() != FLOAT {
         fail!(
@@ -103,7 +103,8 @@ pub fn floats<'a>(argument: &Argument<'a>, name: &str) -> Result<&'a [f32]> {
     Ok(floats)
 }
 
-/// Checks that an argument has the elements of its shape: an output of that shape has room for no others.
+/// Checks that an argument has as many elements as its shape, since an output of that shape has room for no
+/// more.
 ///
 /// # Errors
 /// [`Shape`](etkv_core::Status::Shape).
@@ -123,7 +124,7 @@ fn elements(shape: &[i32]) -> usize {
 /// Returns the bytes of packed weights.
 ///
 /// # Errors
-/// [`Dtype`](etkv_core::Status::Dtype) for a tensor of another dtype than that of `format`.
+/// [`Dtype`](etkv_core::Status::Dtype) if the tensor does not have the dtype of `format`.
 pub fn packed<'a>(argument: &Argument<'a>, format: WeightFormat) -> Result<&'a [u8]> {
     let expected = match format {
         WeightFormat::F32 => FLOAT,
@@ -140,7 +141,7 @@ pub fn packed<'a>(argument: &Argument<'a>, format: WeightFormat) -> Result<&'a [
     Ok(argument.bytes())
 }
 
-/// Returns the arguments of a call in the order of its payload.
+/// Returns the arguments of a call in the order of its payload's `inputs`.
 pub fn pick<'a, const N: usize>(
     inputs: &'a [Argument<'a>],
     order: &[Option<usize>; N],
@@ -148,10 +149,10 @@ pub fn pick<'a, const N: usize>(
     order.map(|input| input.and_then(|input| inputs.get(input)))
 }
 
-/// Reads positions, int64 or int32 in `[T]` or `[T, n]`. The first component is the position.
+/// Reads positions from int64 or int32 `[T]` or `[T, n]`. In the latter, the first column has the positions.
 ///
 /// # Errors
-/// [`Position`](etkv_core::Status::Position) for a value that is no 32-bit integer;
+/// [`Position`](etkv_core::Status::Position) for a value that is not a 32-bit integer;
 /// [`Dtype`](etkv_core::Status::Dtype) and [`Shape`](etkv_core::Status::Shape) for other tensors.
 pub fn positions(argument: &Argument, out: &mut Vec<i32>) -> Result<()> {
     check_tensor(argument, "positions").map_err(|error| error.at("positions"))?;
@@ -180,7 +181,7 @@ pub fn positions(argument: &Argument, out: &mut Vec<i32>) -> Result<()> {
     Ok(())
 }
 
-/// Makes room for `n` more positions in `positions`.
+/// Reserves room for `n` more positions.
 ///
 /// # Errors
 /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.

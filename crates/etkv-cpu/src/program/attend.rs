@@ -14,10 +14,10 @@ use crate::tensor::Tensor;
 /// Runs a call of attention. An error rolls the step back.
 ///
 /// # Errors
-/// Those of [`begin`](etkv_core::AttendCache::begin),
+/// The errors of [`begin`](etkv_core::AttendCache::begin),
 /// [`update_and_fetch`](etkv_core::AttendCache::update_and_fetch) and
-/// [`commit`](etkv_core::AttendCache::commit), those of the host, and
-/// [`Step`](etkv_core::Status::Step) for a call out of order.
+/// [`commit`](etkv_core::AttendCache::commit), the errors of the host, and [`Step`](etkv_core::Status::Step)
+/// for a call out of order.
 pub fn attend(forward: &Arc<Forward>, attend: &Attend, run: Run) -> Result<()> {
     let tensors = attend.inputs.map(|input| &run.inputs[input]);
     run_attention(forward, &attend.call, tensors, None, attend.scale.into(), run)
@@ -59,8 +59,7 @@ fn run_attention(
         forwards.call((call.call, call.layer), positions, &k, &v, |spec| {
             let shape = [1, heads, n, spec.v.head_dim() as i32];
             let out = output(host, &shape, output_type, &[(queries, "queries")])?;
-            // SAFETY: the host's memory has the elements of the shape and is aligned, and only this call borrows
-            // it.
+            // SAFETY: the host's memory has room for the shape and is aligned, and only this call borrows it.
             unsafe { attend_into(&q, spec, scoring, out.start, out.dtype, attention, parallel) }
         })
     })

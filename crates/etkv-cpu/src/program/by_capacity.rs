@@ -1,5 +1,5 @@
-//! A choice by the capacity of the cache: the frequencies of a rotary embedding with a separate set for long
-//! texts.
+//! A choice between two tensors by the capacity of the cache. It is used for rotary embeddings with separate
+//! frequencies for long texts.
 
 use etkv_core::Result;
 use tracing::debug;
@@ -8,15 +8,15 @@ use super::forward::entry_of;
 use super::payload::SelectByCapacity;
 use super::TARGET;
 
-/// The tensors to choose from: for capacities up to the limit, and above it.
+/// The number of tensors to choose from: one for capacities up to the limit, and one for capacities above it.
 pub const N_INPUTS: usize = 2;
 
-/// Returns the number of the tensor that a program uses, and notes in its cache that the capacity passes the
-/// limit. Without a cache it is the first tensor.
+/// Returns the index of the tensor that a program uses. If it is the second, the cache records that its
+/// capacity exceeds the limit. Without a cache, it is the first.
 ///
 /// # Errors
 /// [`NoCache`](etkv_core::Status::NoCache) for an unknown key, and [`Kind`](etkv_core::Status::Kind) for a
-/// cache of another backend, or one with rows of the other choice.
+/// cache of another backend, or a cache with rows that were computed with the other tensor.
 pub fn choose(choice: &SelectByCapacity, key: Option<&str>) -> Result<usize> {
     let Some(key) = key else {
         return Ok(0);

@@ -17,10 +17,10 @@ use crate::parallel::Parallel;
 pub struct Call(Op);
 
 enum Op {
-    /// A call of a layer; without a forward if the program was loaded without a cache.
+    /// A call of a layer. There is no forward if the program was loaded without a cache.
     Layer(Box<LayerOp>, Option<Arc<Forward>>),
     SelectRows(LogitsRows),
-    /// The number of the chosen input.
+    /// The index of the chosen input.
     SelectByCapacity(usize),
     Experts(Box<ExpertsCall>),
     Linear(Box<Linears>),
@@ -75,10 +75,10 @@ impl Call {
     /// # Errors
     /// - [`Program`](etkv_core::Status::Program) for a payload that is damaged or of another version.
     /// - [`NoCache`](etkv_core::Status::NoCache) for an unknown key, [`Kind`](etkv_core::Status::Kind) for a
-    ///   cache of another backend, and [`Shape`](etkv_core::Status::Shape) for a cache with another number of
-    ///   layers. Also [`Kind`](etkv_core::Status::Kind) if the program chooses by the capacity and the cache
-    ///   holds rows of another choice.
-    /// - [`Unsupported`](etkv_core::Status::Unsupported) if only the last row is requested of a program that
+    ///   cache of another backend, and [`Shape`](etkv_core::Status::Shape) if the cache differs in the number
+    ///   of layers. Also [`Kind`](etkv_core::Status::Kind) if the program chooses a tensor by the capacity,
+    ///   and the cache has rows that were computed with another one.
+    /// - [`Unsupported`](etkv_core::Status::Unsupported) for the last row of logits only, if the program
     ///   computes all rows, and for the rows of candidates.
     pub fn load(payload: &[u8], options: &LoadOptions) -> Result<Self> {
         Self::load_now(payload, options).inspect_err(|error| {
@@ -127,7 +127,7 @@ impl Call {
     /// Checks a payload.
     ///
     /// # Errors
-    /// [`Program`](etkv_core::Status::Program) for one that is damaged or of another version.
+    /// [`Program`](etkv_core::Status::Program) for a payload that is damaged or of another version.
     pub fn check(payload: &[u8]) -> Result<()> {
         Payload::read(payload).map(|_| ())
     }
@@ -152,12 +152,12 @@ impl Call {
         }
     }
 
-    /// Runs the call and writes its outputs to the memory that `host` returns, in the dtypes with these
-    /// ExecuTorch numbers.
+    /// Runs the call, and writes its outputs to the memory that `host` returns. `output_types` are
+    /// ExecuTorch's numbers for the outputs' dtypes.
     ///
     /// # Errors
-    /// [`NoCache`](etkv_core::Status::NoCache) if the program was loaded without a cache, those of the cache,
-    /// and those of the host. The step is then rolled back.
+    /// [`NoCache`](etkv_core::Status::NoCache) if the program was loaded without a cache, and the errors of
+    /// the cache and of the host. An error rolls the step back.
     pub fn execute(
         &mut self,
         inputs: &[Argument],

@@ -1,5 +1,5 @@
-//! The forward that the calls of a program share: a step that is open on the cache from the first call to the
-//! last.
+//! The forward that the calls of a program share: a step of the cache, which begins with the first call and
+//! is committed after the last.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -19,25 +19,25 @@ use crate::recurrent;
 use crate::store::CpuStore;
 use crate::tensor::Dtype;
 
-/// The forwards of a loaded method on its cache, one at a time.
+/// The state of a loaded method, which runs one forward at a time on its cache.
 pub struct Forward {
     program: String,
-    /// The thread that loads the method, and whether each of its calls is loaded: ExecuTorch makes the
-    /// delegates of a method one after another.
+    /// The thread that loads the method, and for each call whether it is loaded. ExecuTorch creates the
+    /// delegates of a method one after another on one thread.
     loading: Mutex<(ThreadId, Vec<bool>)>,
     state: Mutex<State>,
 }
 
-/// The arguments of a call and its output's dtype, from the host.
+/// The arguments of a call and the dtype of its output, from the host.
 pub struct Run<'a> {
     pub inputs: &'a [Argument<'a>],
-    /// The output's dtype, as ExecuTorch numbers it.
+    /// ExecuTorch's number for the output's dtype.
     pub output_type: i8,
     pub host: &'a mut dyn Host,
     pub parallel: &'a dyn Parallel,
 }
 
-/// The part that changes from call to call.
+/// The state that calls change.
 pub struct State {
     pub forwards: Forwards<CpuStore>,
     /// The positions of the call.
@@ -47,13 +47,13 @@ pub struct State {
 }
 
 thread_local! {
-    /// The forward whose step this thread opened last: ExecuTorch makes all calls of a forward on one thread.
+    /// The forward whose step this thread began last. ExecuTorch makes all calls of a forward on one thread.
     static OPEN: RefCell<Weak<Forward>> = const { RefCell::new(Weak::new()) };
 }
 
-/// Rolls back the unfinished forward that this thread began: an operator between two calls failed.
+/// Rolls back the unfinished forward of this thread, after the failure of an operator between two calls.
 pub fn abort_forward() {
-    // A thread that ends may have no thread-local storage left.
+    // This fails in a thread whose thread-local storage is already destroyed.
     let open = OPEN.try_with(|open| open.take().upgrade()).ok().flatten();
     if let Some(forward) = open {
         if let Ok(mut state) = forward.state() {
@@ -81,13 +81,13 @@ pub fn entry_of(key: &str) -> Result<Entry> {
 }
 
 impl Forward {
-    /// Returns the forward of the method that this thread loads: the one of its earlier calls, or a new one
-    /// on the cache with this key.
+    /// Returns the forward of the method that this thread loads. Creates it on the cache with this key for
+    /// the first call of the method.
     ///
     /// # Errors
-    /// [`NoCache`](etkv_core::Status::NoCache) for an unknown key, [`Kind`](etkv_core::Status::Kind)
-    /// for a cache of another backend, and [`Shape`](etkv_core::Status::Shape) for a cache with
-    /// another number of layers.
+    /// [`NoCache`](etkv_core::Status::NoCache) for an unknown key, [`Kind`](etkv_core::Status::Kind) for a
+    /// cache of another backend, and [`Shape`](etkv_core::Status::Shape) for a cache that differs in the
+    /// number of layers.
     pub fn of_call(call: &LayerCall, key: &str) -> Result<Arc<Self>> {
         let entry = entry_of(key)?;
         let joined =
@@ -129,7 +129,7 @@ impl Forward {
         Ok(forward)
     }
 
-    /// Adds a call, if it belongs to the method that this thread loads. Returns whether it does.
+    /// Adds a call if it belongs to the method that this thread loads. Returns whether it does.
     fn joins(&self, call: &LayerCall, key: &str) -> bool {
         let mut loading = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let (thread, had) = &mut *loading;
@@ -145,10 +145,11 @@ impl Forward {
         lacks
     }
 
-    /// Runs a call: `work` makes it on the forward's step. An error rolls the step back.
+    /// Runs `work` for a call on the forward's step. An error rolls the step back.
     ///
     /// # Errors
-    /// [`Step`](etkv_core::Status::Step) for a call out of order; those of the positions and of `work`.
+    /// [`Step`](etkv_core::Status::Step) for a call out of order, and the errors of the positions and of
+    /// `work`.
     pub fn run(
         self: &Arc<Self>,
         call: &LayerCall,
@@ -181,12 +182,12 @@ impl Forward {
 }
 
 impl State {
-    /// Reads the positions, and refuses a call out of order.
+    /// Reads the positions. Refuses a call out of order.
     fn begin(&mut self, call: &LayerCall, positions: &Argument) -> Result<()> {
         argument::positions(positions, &mut self.positions)?;
         let next = self.forwards.n_made();
         if call.call == 0 {
-            // An operator between the calls of the last forward failed.
+            // The last forward was not completed: an operator between its calls failed.
             self.forwards.abort();
         } else if next != call.call {
             fail!(
@@ -205,11 +206,11 @@ pub struct OutputMemory {
     pub dtype: Dtype,
 }
 
-/// Asks the host for the memory of the output, of this shape. `read` are the inputs that are read while the
-/// output is written.
+/// Gets the memory of an output of this shape from the host. `read` lists the inputs that are read while the
+/// output is written, which must not overlap it.
 ///
 /// # Errors
-/// Those of `host`, and [`Shape`](etkv_core::Status::Shape) for memory that does not fit.
+/// The errors of `host`, and [`Shape`](etkv_core::Status::Shape) for memory that does not fit.
 pub fn output(
     host: &mut dyn Host,
     shape: &[i32],
@@ -219,7 +220,7 @@ pub fn output(
     output_at(host, 0, shape, output_type, read)
 }
 
-/// [`output`] of a call with several: of the one at `index`.
+/// The same as [`output`] for output number `index` of a call with several outputs.
 pub fn output_at(
     host: &mut dyn Host,
     index: usize,

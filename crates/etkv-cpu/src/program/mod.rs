@@ -1,8 +1,8 @@
-//! The calls of a CPU program that etkv runs. ExecuTorch and XNNPACK run the others.
+//! The calls of a CPU program that etkv runs. ExecuTorch and XNNPACK run the other parts of the program.
 //!
-//! The exporter makes each call a separate delegate, with a `payload` that describes it. A loaded method has
-//! one [`Call`] for each. Those of layers share a `forward`: the step that is open on the cache from the
-//! first of them to the last.
+//! The exporter writes each call as a separate delegate, with a `payload` that describes it. A loaded method
+//! has a [`Call`] for each. The calls of layers share a `forward`: a step of the cache, which begins with the
+//! first of these calls and is committed after the last.
 
 mod argument;
 mod attend;

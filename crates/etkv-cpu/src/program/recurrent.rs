@@ -12,10 +12,10 @@ use crate::recurrent::{convolve_into, scan_into, Activation, ConvolveInputs, Sca
 /// Runs a call of a convolution. An error rolls the step back.
 ///
 /// # Errors
-/// Those of [`begin`](etkv_core::AttendCache::begin),
+/// The errors of [`begin`](etkv_core::AttendCache::begin),
 /// [`update_recurrent`](etkv_core::AttendCache::update_recurrent) and
-/// [`commit`](etkv_core::AttendCache::commit), those of the host, and
-/// [`Step`](etkv_core::Status::Step) for a call out of order.
+/// [`commit`](etkv_core::AttendCache::commit), the errors of the host, and [`Step`](etkv_core::Status::Step)
+/// for a call out of order.
 pub fn convolve(forward: &Arc<Forward>, convolve: &Convolve, run: Run) -> Result<()> {
     let Run { inputs, output_type, host, parallel } = run;
     let [Some(x), Some(weight), bias, Some(positions)] = pick(inputs, &convolve.inputs) else {
@@ -40,8 +40,8 @@ pub fn convolve(forward: &Arc<Forward>, convolve: &Convolve, run: Run) -> Result
         forwards.call_recurrent(call, positions, &mut |spec| {
             let shape = [1, channels, n];
             let out = output(host, &shape, output_type, &[(x, "columns"), (weight, "weights")])?;
-            // SAFETY: the host's memory has the elements of the shape and is aligned, and only this call borrows
-            // it. The cache copies the columns before the next call.
+            // SAFETY: the host's memory has room for the shape and is aligned, and only this call borrows it.
+            // The cache copies the columns before the next call.
             unsafe { convolve_into(&inputs, spec, out.start, out.dtype, recurrent, parallel) }
         })
     })
@@ -85,7 +85,7 @@ pub fn scan(forward: &Arc<Forward>, scan: &Scan, run: Run) -> Result<()> {
         let call = (scan.call.call, scan.call.layer);
         forwards.call_recurrent(call, positions, &mut |spec| {
             let out = output(host, &values, output_type, &read)?;
-            // SAFETY: as in `convolve`; the cache copies rows and anchors.
+            // SAFETY: the same as in `convolve`. The cache copies rows and anchors before the next call.
             unsafe { scan_into(&sizes, &inputs, spec, out.start, out.dtype, recurrent, parallel) }
         })
     })

@@ -1,12 +1,12 @@
-//! The rows of hidden states for which a model's head computes logits.
+//! Selects the rows of hidden states for which the model's head computes logits.
 
 use etkv_core::{fail, Result};
 use etkv_delegate::{Argument, Host, LogitsRows};
 
-/// Gives `host` all rows of the input, `[1, T, hidden]`, or only the last.
+/// Copies all rows of the input, `[1, T, hidden]`, or only the last one, to an output of `host`.
 ///
 /// # Errors
-/// [`Shape`](etkv_core::Status::Shape) for another input, and those of the host.
+/// [`Shape`](etkv_core::Status::Shape) for other inputs, and the errors of the host.
 pub fn select(rows: LogitsRows, input: &Argument, host: &mut dyn Host) -> Result<()> {
     let (bytes, shape) = (input.bytes(), input.shape());
     let &[1, n, width] = shape else {
@@ -21,10 +21,10 @@ pub fn select(rows: LogitsRows, input: &Argument, host: &mut dyn Host) -> Result
     }
 }
 
-/// Gives `host` an output of this shape and these bytes.
+/// Copies these bytes to an output of `host` of this shape.
 ///
 /// # Errors
-/// Those of the host.
+/// The errors of the host.
 pub fn copy(host: &mut dyn Host, shape: &[i32], bytes: &[u8]) -> Result<()> {
     host.place(0, shape, bytes.len())?.copy_from_slice(bytes);
     Ok(())

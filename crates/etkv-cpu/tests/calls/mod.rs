@@ -1,4 +1,4 @@
-//! A method of two layers, called as ExecuTorch's delegates call it.
+//! A method of two layers, which is called in the same way as by ExecuTorch's delegates.
 
 #![allow(clippy::panic, clippy::unwrap_used)]
 
@@ -7,13 +7,13 @@ use etkv_cpu::program::Call;
 use etkv_cpu::Serial;
 use etkv_delegate::{Argument, Host, LoadOptions};
 
-/// Elements of a row.
+/// The elements of a row.
 pub const DIM: usize = 8;
-/// ExecuTorch's numbers of dtypes.
+/// ExecuTorch's numbers for dtypes.
 pub const FLOAT: i8 = 6;
 pub const LONG: i8 = 4;
 
-/// Keeps the output of a call, or refuses it.
+/// A host that keeps the output of a call, or refuses it.
 #[derive(Default)]
 pub struct Taker {
     pub shape: Vec<i32>,
@@ -42,7 +42,7 @@ fn bytes_mut(values: &mut [f32]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
 }
 
-/// The payload of a call in which a layer attends.
+/// Returns the payload of an attention call.
 pub fn attend_payload(program: &str, call: usize, n_calls: usize) -> String {
     format!(
         r#"{{"op": "update_and_attend", "version": 1, "program": "{program}", "call": {call},
@@ -51,7 +51,7 @@ pub fn attend_payload(program: &str, call: usize, n_calls: usize) -> String {
     )
 }
 
-/// A loaded method of two layers, one query and one KV head each.
+/// A loaded method of two layers, each with one query head and one KV head.
 pub struct Method(pub Vec<Call>);
 
 impl Method {
@@ -65,7 +65,7 @@ impl Method {
         Self((0..2).map(|call| load(call).unwrap()).collect())
     }
 
-    /// Makes one call with rows that follow from the positions. Returns the output.
+    /// Makes one call, with rows that are computed from the positions. The host gets the output.
     pub fn call(&mut self, call: usize, positions: &[i64], host: &mut dyn Host) -> Result<()> {
         let rows = |add: f32| -> Vec<f32> {
             let row = |&at: &i64| (0..DIM).map(move |i| (at as f32 + add) * 0.1 + i as f32 * 0.01);
@@ -95,7 +95,7 @@ impl Method {
     }
 }
 
-/// Returns the bytes of floats, which are aligned.
+/// Returns the bytes of floats.
 pub fn bytes(values: &[f32]) -> &[u8] {
     // SAFETY: every bit pattern is valid as bytes.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }

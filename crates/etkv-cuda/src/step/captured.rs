@@ -167,9 +167,10 @@ impl CapturedStep {
 
     /// Runs a step of a plan with one group and waits for it.
     ///
-    /// # Errors [`Error::Step`](crate::Error::Step) if the step does not fit the plan, or while another step
-    /// runs. This error changes nothing. [`Error::Driver`](crate::Error::Driver) if the device fails. The
-    /// contents of the step's slots are then unknown.
+    /// # Errors
+    /// [`Error::Step`](crate::Error::Step) if the step does not fit the plan, or while another step runs.
+    /// This error changes nothing. [`Error::Driver`](crate::Error::Driver) if the device fails. The contents
+    /// of the step's slots are then unknown.
     ///
     /// # Safety
     /// As for [`CapturedStep::start`].
@@ -203,9 +204,10 @@ impl CapturedStep {
     /// # Errors
     /// As for [`CapturedStep::run`].
     ///
-    /// # Safety Until [`wait`](Self::wait) returns, all arrays of the plan must be live and have the shapes
-    /// of the plan. Earlier writes of other streams to them must be complete. Meanwhile no other work may
-    /// write to them, or read the step's slots of the pools.
+    /// # Safety
+    /// Until [`wait`](Self::wait) returns, all arrays of the plan must be live and have the shapes of the
+    /// plan. Earlier writes of other streams to them must be complete. Meanwhile no other work may write to
+    /// them, or read the step's slots of the pools.
     pub unsafe fn start(&mut self, steps: &[StepInputs], given: &[&[u8]]) -> Result<()> {
         if self.started {
             fail!(Step, "a step of this plan is running; wait for it first");
@@ -298,7 +300,8 @@ impl CapturedStep {
 
     /// Waits for the running step, and returns its results.
     ///
-    /// # Errors [`Error::Step`](crate::Error::Step) if no step was started, and
+    /// # Errors
+    /// [`Error::Step`](crate::Error::Step) if no step was started, and
     /// [`Error::Driver`](crate::Error::Driver) if the device fails.
     pub fn wait(&mut self) -> Result<Outputs<'_>> {
         if !self.started {

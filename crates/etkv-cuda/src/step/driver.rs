@@ -150,7 +150,8 @@ impl Memory {
 
     /// Copies bytes from the offset `at` of this memory, and waits.
     ///
-    /// # Errors [`Error::Driver`] if the memory has too few bytes, or if the copy fails.
+    /// # Errors
+    /// [`Error::Driver`] if the memory has too few bytes, or if the copy fails.
     pub fn read(&self, at: usize, to: &mut [u8]) -> Result<()> {
         let from = self.place(at, to.len())?;
         let _current = self.context.enter()?;

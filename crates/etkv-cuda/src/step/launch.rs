@@ -173,8 +173,9 @@ pub(crate) struct ProductShape {
 impl ProductShape {
     /// Returns the launch parameters of a product.
     ///
-    /// # Errors [`Error::Plan`](crate::Error::Plan) if normalized rows do not fit shared memory, or if no
-    /// kernel supports this number of rows with the weight.
+    /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) if normalized rows do not fit shared memory, or if no kernel
+    /// supports this number of rows with the weight.
     pub(crate) fn of(plan: &Plan, product: &Product, limits: Limits) -> Result<Self> {
         let n = rows(plan, product);
         if n > MAX_FEW {
@@ -333,8 +334,9 @@ pub(crate) fn int(size: usize) -> i32 {
 
 /// Launches a kernel. With `overlaps` it may begin before the previous kernel has ended.
 ///
-/// # Safety `arguments` must point to the kernel's arguments, in order. Addresses in them must be valid until
-/// the kernel has run.
+/// # Safety
+/// `arguments` must point to the kernel's arguments, in order. Addresses in them must be valid until the
+/// kernel has run.
 pub(crate) unsafe fn launch(
     stream: &Stream,
     kernel: &Kernel,

@@ -11,7 +11,7 @@ use super::synthetic::{self, Random, Threads};
 use super::*;
 use crate::Dtype;
 
-/// Every format, with every size of group.
+/// Returns every format, with every group size.
 fn formats() -> Vec<KvFormat> {
     let mut formats = vec![KvFormat::F32, KvFormat::F16, KvFormat::Bf16];
     for bits in [2, 3, 4, 5, 6, 8] {
@@ -22,7 +22,7 @@ fn formats() -> Vec<KvFormat> {
     formats
 }
 
-/// A head_dim from 16 to 256 that fits the format.
+/// Returns a head_dim from 16 to 256 that the format supports.
 fn head_dim(format: KvFormat, random: &mut Random) -> usize {
     let granule = format.granule();
     let least = 16usize.div_ceil(granule);
@@ -36,7 +36,7 @@ fn every_format_and_mask_and_shape() {
     let (formats, mut worst) = (formats(), 0f64);
     for round in 0..3 {
         for (i, &k) in formats.iter().enumerate() {
-            // Values in the same format first, then in others.
+            // The values have the same format in the first round, and others after it.
             let v = formats[(i + 7 * round) % formats.len()];
             for mask in 0..3 {
                 let n_tokens = [1, 2, 5, 13, 40, 70][random.integer(0, 5)];
@@ -55,11 +55,11 @@ fn every_format_and_mask_and_shape() {
             }
         }
     }
-    // A bound that no result comes near would detect nothing.
+    // A bound that is much larger than all errors would not detect anything.
     assert!(worst > 0.02, "{worst}");
 }
 
-/// Long and short rows, of few and many queries.
+/// Long and short rows, with few and many queries.
 #[test]
 fn values_are_read_from_their_keys() {
     let mut work = Workspace::new();
@@ -114,7 +114,7 @@ fn a_query_that_sees_nothing_gives_zeros() {
             }
         }
     }
-    // Causal, with more queries than slots: the first queries see nothing.
+    // A causal mask with more queries than slots. The first queries see no slot.
     let case =
         case([1, 1, 9, 4], (KvFormat::F16, 32), (KvFormat::F16, 32), TestMask::Causal, &mut random);
     case.check(&mut work);
@@ -151,7 +151,7 @@ fn a_nan_that_is_seen_is_shown() {
         let case = case([1, 2, n_tokens, 300], format, format, TestMask::None, &mut random);
         let view = if in_values { &case.v } else { &case.k };
         let plane = view.planes[0].as_ref().unwrap();
-        // SAFETY: the plane has slot 200, all of whose elements become NaN.
+        // SAFETY: the plane has slot 200. All its elements become NaN.
         unsafe {
             plane.memory.as_ptr().add(plane.offset + 200 * 256).cast::<f32>().write_bytes(0xff, 64);
         }
@@ -168,7 +168,7 @@ fn large_scores_stay_finite() {
     let format = (KvFormat::F32, 64);
     for n_tokens in [1, 30] {
         let mut case = case([1, 1, n_tokens, 900], format, format, TestMask::None, &mut random);
-        // Scores of several thousand: one slot takes all the weight.
+        // With scores of several thousands, one slot has all the weight.
         case.scale = 100.0;
         let (expected, _) = case.expected();
         for isa in Instructions::available() {
@@ -186,7 +186,7 @@ fn tensors_have_strides_and_dtypes() {
     let format = (KvFormat::F32, 48);
     let mask = TestMask::Causal;
     let case = case([2, 2, 5, 90], format, (KvFormat::F32, 40), mask, &mut random);
-    // Token-major, with a gap after each token.
+    // Rows in the order of tokens, with a gap after each token.
     let strided = |dim: usize| Shape {
         head_stride: dim,
         token_stride: 4 * dim + 3,
@@ -214,7 +214,7 @@ fn tensors_have_strides_and_dtypes() {
             };
             let expected = case.attend(Instructions::best(), &Serial, &mut Workspace::new());
             let mut out = vec![of(7.0); 5 * to.token_stride];
-            // SAFETY: the elements lie where the shapes say.
+            // SAFETY: the vectors have the elements at the strides of the shapes.
             let (queries, mut output) = unsafe {
                 (
                     Queries::new(queries.as_ptr().cast(), $dtype, from),

@@ -1,4 +1,4 @@
-//! The naive computation, and calls to compare with it.
+//! The reference computation, and calls to compare with it.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use super::super::synthetic::{self, Random, Threads};
 use super::super::*;
 
-/// The bytes of a row in plane `p`.
+/// Returns the bytes of a row in plane `p`.
 fn bytes_of(view: &View, p: usize, slot: usize, head: usize) -> &[u8] {
     let plane = view.planes[p].as_ref().unwrap();
     let at = plane.offset + slot * plane.slot_stride + head * plane.head_stride;
@@ -20,7 +20,7 @@ fn f16_at(bytes: &[u8], i: usize) -> f64 {
     f16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f64()
 }
 
-/// The number of a small float with `mantissa` bits of mantissa.
+/// Decodes a small float with `mantissa` bits of mantissa.
 fn small_float(code: u32, exponent_bits: u32, mantissa: u32) -> f64 {
     let bias = (1 << (exponent_bits - 1)) - 1;
     let exponent = (code >> mantissa & ((1 << exponent_bits) - 1)) as i32;
@@ -36,7 +36,7 @@ fn small_float(code: u32, exponent_bits: u32, mantissa: u32) -> f64 {
     }
 }
 
-/// The integer of `bits` bits at place `i`, bit by bit.
+/// Returns code number `i`, of `bits` bits, bit by bit.
 fn code_at(bytes: &[u8], i: usize, bits: usize) -> u32 {
     (0..bits).fold(0, |code, bit| {
         let at = i * bits + bit;
@@ -44,7 +44,7 @@ fn code_at(bytes: &[u8], i: usize, bits: usize) -> u32 {
     })
 }
 
-/// A row in float64.
+/// Returns a row in float64.
 fn decoded(view: &View, slot: usize, head: usize) -> Vec<f64> {
     let codes = bytes_of(view, 0, slot, head);
     let scale = |i: usize, group: usize| {
@@ -100,7 +100,7 @@ impl TestMask {
         }
     }
 
-    /// Runs of all kinds: none, single slots, short and long ones, empty ones.
+    /// Returns random runs: none, single slots, short, long and empty ones.
     pub fn random(n_tokens: usize, n_slots: usize, random: &mut Random) -> Self {
         let (mut runs, mut ends) = (Vec::new(), Vec::new());
         for _ in 0..n_tokens {
@@ -169,30 +169,30 @@ impl Case {
         Scoring { scale: self.scale, softcap: self.softcap, sinks }
     }
 
-    /// The case with sinks from -4 to 4.
+    /// Returns the case with sinks from -4 to 4.
     pub fn with_sinks(mut self, random: &mut Random) -> Self {
         self.sinks = Some((0..self.n_heads()).map(|_| 4.0 * random.number()).collect());
         self.name.push_str(", sinks");
         self
     }
 
-    /// The case with a softcap.
+    /// Returns the case with a softcap.
     pub fn with_softcap(mut self, softcap: f32) -> Self {
         self.softcap = Some(softcap);
         self.name.push_str(&format!(", softcap {softcap}"));
         self
     }
 
-    /// The result, and the allowed float32 error of each row.
+    /// Returns the result, and the allowed float32 error of each row.
     ///
-    /// A score is a sum of `d` products of float32 numbers. Each product is rounded once by a fused operation
-    /// (twice without one), after the query is scaled, which rounds twice. In the order of vectors the
-    /// longest chain is `d / 8 + 4` additions. So the error of a score is at most `(d / 8 + 10) * e` times
-    /// the sum of the magnitudes of its products, with `e = 2^-24`, and one rounding more for unpacked
-    /// elements. The difference from the peak and the power of two add `4 e` of the score and of the weight.
-    /// A relative error `x` of all weights moves the mean by at most `2 x` times the largest magnitude of the
-    /// values. Sums over `n` values in parts add `(n / 16 + 70) * e`. The bound below is half of that: errors
-    /// do not all have the same sign. A softcap moves no two scores apart, and adds `10 * e` of its result.
+    /// A score is a sum of `d` products of float32 numbers. The scaling of the query rounds twice. Each
+    /// product is rounded once by a fused operation, or twice without one. With vectors, the longest chain of
+    /// additions is `d / 8 + 4`. So the error of a score is at most `(d / 8 + 10) * e` times the sum of the
+    /// magnitudes of its products, where `e = 2^-24`. Unpacked elements add one rounding. The difference from
+    /// the peak and the power of two add `4 e` of the score and of the weight. A relative error `x` of all
+    /// weights changes the mean by at most `2 x` times the largest magnitude of the values. Sums over `n`
+    /// values in parts add `(n / 16 + 70) * e`. The bound is half of the total, since errors have different
+    /// signs. A softcap does not increase differences between scores, and adds `10 * e` of its result.
     pub fn expected(&self) -> (Vec<f64>, Vec<f64>) {
         let (n, d) = (self.k.n_slots, self.k.head_dim);
         let e = f64::from(f32::EPSILON) / 2.0;
@@ -246,7 +246,7 @@ impl Case {
         (out, bounds)
     }
 
-    /// Checks all instruction sets, each with 1, 2 and 3 threads. Returns the largest error as a fraction of
+    /// Checks all instruction sets, each with 1, 2 and 3 threads. Returns the largest error, as a fraction of
     /// its bound.
     pub fn check(&self, work: &mut Workspace) -> f64 {
         let (expected, bounds) = self.expected();

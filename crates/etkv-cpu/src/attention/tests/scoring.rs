@@ -27,7 +27,8 @@ fn every_format_and_mask_and_shape_with_sinks_and_softcaps() {
                 case = case.with_sinks(&mut random);
             }
             if which > 0 {
-                // Some bound nearly every score, some none.
+                // The softcaps range from one that changes nearly every score to one that changes almost
+                // none.
                 case = case.with_softcap([0.3, 2.0, 30.0][random.integer(0, 2)]);
             }
             worst = worst.max(case.check(&mut work));
@@ -45,7 +46,7 @@ fn parts_share_one_sink() {
             let shape = [2, 3, n_tokens, n_slots];
             let of = (format, 64);
             let case = case(shape, of, of, TestMask::Causal, &mut random).with_sinks(&mut random);
-            // Some sinks weigh as much as all slots together.
+            // Some sinks have as much weight as all slots together.
             let sinks = case.sinks.as_ref().unwrap().iter().map(|sink| sink + 8.0).collect();
             Case { sinks: Some(sinks), ..case }.with_softcap(5.0).check(&mut work);
         }
@@ -65,7 +66,7 @@ fn sinks_at_the_ends_of_the_range() {
             let out = case.attend(isa, &Serial, &mut Workspace::new());
             for (at, (found, expected)) in out.iter().zip(&expected).enumerate() {
                 let fits = match at / (32 * n_tokens) {
-                    // A sink takes all the weight.
+                    // The sink has all the weight.
                     1 => *found == 0.0,
                     2 => found.is_nan(),
                     _ => (found - expected).abs() < 1e-5,

@@ -1,4 +1,4 @@
-//! Payloads that are read, and those that are refused.
+//! Valid payloads, and payloads that are refused.
 
 use super::*;
 
