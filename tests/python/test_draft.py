@@ -153,7 +153,7 @@ def test_the_predictor_is_the_best_linear_one(tiny, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"draft": 2}, "draft 2 is above 1, the layers of the model but the first"),
+        ({"draft": 2}, "draft 2 is above 1, the number of layers after the first"),
         ({"draft": 0}, "draft 0 is below the minimum of 1"),
         ({"draft": 1, "layers": 1}, "draft and layers do not go together"),
         ({"draft": 1, "tap_layers": (0,)}, "draft and tap-layers do not go together"),

@@ -62,7 +62,7 @@ def test_layers_that_share_keys_and_values_share_a_cache():
 
 
 def test_attention_that_is_not_called_or_called_twice():
-    assert _error("rwkv") == "the KV cache op cannot take its attention's place"
+    assert _error("rwkv") == "the KV cache op cannot replace its attention"
     assert _error("hrm_text") == (
         "model.L_module.layers.0.self_attn: a step runs the same attention several times, with keys and values of its "
         "own each time"
@@ -78,9 +78,7 @@ def test_attention_that_is_not_called_or_called_twice():
     ],
 )
 def test_masks_that_a_family_applies_by_itself(family, module):
-    assert _error(family) == (
-        f"{module}: it applies a mask by itself, and the KV cache op cannot take its attention's place"
-    )
+    assert _error(family) == (f"{module}: it applies a mask by itself, so the KV cache op cannot replace its attention")
 
 
 def test_masks_other_than_causal_ones_and_windows():
@@ -102,7 +100,7 @@ def test_masks_other_than_causal_ones_and_windows():
     # A union has the same parts as a window's mask, which is an intersection.
     assert found == [None] * len(others)
     assert [attention._chunk(mask) for mask in others] == [None, 8, None, None, None, None]
-    assert _error("bert").startswith("bert: its attention has a mask that is neither causal, a sliding window nor of c")
+    assert _error("bert").startswith("bert: its attention has a mask that is not causal, a sliding window or chunks")
 
 
 def test_layers_with_chunks():
@@ -118,8 +116,8 @@ def test_layers_with_chunks():
         ({"position_bias": torch.zeros(1)}, "its attention has a bias by position, which the KV cache op lacks"),
         ({"block_indices": torch.zeros(1)}, "its attention has a selection of blocks, which the KV cache op lacks"),
         ({"temperature": 2.0}, "its attention takes 'temperature', which the KV cache op lacks"),
-        ({"dropout": 0.1}, "its attention drops out, and a program is not trained"),
-        ({"is_causal": False}, "its tokens see those after them, and the KV cache op is causal"),
+        ({"dropout": 0.1}, "its attention has dropout, which is for training"),
+        ({"is_causal": False}, "its tokens attend to later tokens, but the KV cache op is causal"),
     ],
 )
 def test_arguments_that_change_the_result(given, said):
@@ -136,7 +134,7 @@ def test_sinks_are_one_a_head():
         ("sinks", torch.zeros(1, 4, 2, 1), "[1, 4, 2, 1]"),
         ("s_aux", torch.zeros(1, 4), "[1, 4]"),
     ]:
-        said = f"its attention has learned sinks of shape {shape}, and the KV cache op has one for each of 4 heads"
+        said = f"its attention has learned sinks of shape {shape}; the KV cache op has one for each of 4 heads"
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
             attention._attend(module, query, query, query, None, **{name: sinks})
 
@@ -171,7 +169,7 @@ def test_sinks_and_softcaps_reach_the_op(monkeypatch):
 
 def test_a_mask_as_a_tensor():
     module = types.SimpleNamespace(is_causal=True)
-    with pytest.raises(ValueError, match="it makes a mask of its own"):
+    with pytest.raises(ValueError, match="it computes a mask for its attention"):
         attention._attend(module, None, None, None, torch.zeros(1, 1, 2, 2), softcap=None, use_cache=False)
 
 

@@ -97,7 +97,7 @@ def test_single_parts_are_refused(parts, tmp_path):
 def test_parts_in_another_order_are_refused(parts, tmp_path):
     for file, name in zip(parts, (parts[0].name, parts[2].name, parts[1].name), strict=True):
         shutil.copy(file, tmp_path / name)
-    with pytest.raises(EtkvError, match=r"tiny-00002-of-00003\.gguf says that it is part 3 of its model"):
+    with pytest.raises(EtkvError, match=r"tiny-00002-of-00003\.gguf contains part 3 of its model"):
         source.read_config(source.find(tmp_path / parts[0].name))
 
 

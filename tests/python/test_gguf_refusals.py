@@ -107,29 +107,29 @@ def test_every_architecture_is_tried():
 def test_other_architectures_are_refused(opened, architecture):
     file = copy.copy(opened("llama"))
     file.values = file.values | {"general.architecture": architecture}
-    with pytest.raises(EtkvError, match=rf"architecture '{architecture}' of .* is not among those"):
+    with pytest.raises(EtkvError, match=rf"architecture '{architecture}' of .* is not one that"):
         gguf.read_config(file)
 
 
 @pytest.mark.parametrize("key", ["mystery", "unsloth.version", "clip.vision.image_size"])
 def test_unknown_keys_are_refused(opened, key):
-    with pytest.raises(EtkvError, match=f"has {key} = 7, which the exporter does not know"):
+    with pytest.raises(EtkvError, match=f"has {key} = 7, which the exporter does not support"):
         gguf.read_config(changed(opened("llama"), **{key: 7}))
 
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("general.type", "adapter", "holds no model: its general.type is 'adapter'"),
-        ("general.type", "mmproj", "holds no model: its general.type is 'mmproj'"),
-        ("adapter.type", "lora", "holds no model but an adapter: it has adapter.type"),
+        ("general.type", "adapter", "is not a model: its general.type is 'adapter'"),
+        ("general.type", "mmproj", "is not a model: its general.type is 'mmproj'"),
+        ("adapter.type", "lora", "is an adapter, not a model: it has adapter.type"),
         (".attention.key_length", 8, "and its queries have heads of 16 numbers"),
         (".embedding_length", 32, "and its embedding has rows of 64 numbers"),
-        (".attention.value_length", 8, r"and llama\.attention\.key_length is 16; they have to be alike"),
+        (".attention.value_length", 8, r"and llama\.attention\.key_length is 16; both must be equal"),
         (".rope.dimension_count", 8, "this architecture rotates exactly 16 numbers of a head"),
-        (".rope.scaling.type", "ntk", "the exporter knows none, linear, yarn and longrope"),
+        (".rope.scaling.type", "ntk", "the exporter supports none, linear, yarn and longrope"),
         (".rope.scaling.type", "longrope", "and no rope_factors_short.weight"),
-        (".attention.head_count_kv", [2, 1], "which differs from layer to layer"),
+        (".attention.head_count_kv", [2, 1], "which differs between layers"),
         (".attention.head_count", 0, "which has to be above 0"),
         (".attention.causal", False, "the KV cache is for causal attention"),
         (".rope.freq_base", 0.0, "which has to be above 0"),

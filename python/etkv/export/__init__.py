@@ -1,6 +1,6 @@
-"""Exports a causal language model as an ExecuTorch program whose KV caches live outside the graph.
+"""Exports a causal language model as an ExecuTorch program whose KV caches are outside the graph.
 
-:func:`export_program` is the library; ``python -m etkv.export`` is the command.
+:func:`export_program` is the function, and ``python -m etkv.export`` the command.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _ONE_EXPORT = threading.Lock()
 
 
 def is_current(request: ExportRequest) -> bool:
-    """Return whether ``request.output`` is up to date with ``request``. Imports none of the large packages.
+    """Return whether ``request.output`` is up to date with ``request``. Imports no large packages.
 
-    Raises :class:`EtkvError` if the request is wrong for any model, or if there is no model at its path.
+    Raises :class:`EtkvError` if the request is invalid for every model, or if there is no model at its path.
     """
     request = request.validated()
     return manifest.is_current(request, source.find(request.model))
@@ -57,13 +57,14 @@ def is_current(request: ExportRequest) -> bool:
 def export_program(request: ExportRequest, progress: Progress | None = None) -> Path:
     """Export ``request.model`` to ``request.output`` and return the absolute path of the program.
 
-    The files that a runner needs and ``export.json`` are written beside it. Files get their final names after all files
-    are complete: a failed export leaves the earlier files in place.
+    The files that a runner needs and ``export.json`` are written next to the program. Files get their final names after
+    all files are complete, so a failed export leaves the earlier files in place.
 
-    One export runs at a time in a process; others wait. An export changes functions of torch, transformers and
+    A process runs one export at a time; other exports wait. An export patches functions of torch, transformers and
     ExecuTorch while it runs.
 
-    Raises :class:`EtkvError` if the request or the model is wrong, or if anything else fails; the message is one line.
+    Raises :class:`EtkvError` with a message of one line if the request or the model is invalid, or if anything else
+    fails.
     """
     request = request.validated()
     try:
@@ -122,7 +123,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
         weights.release()
         kept = None
         if request.keep_hf is not None:
-            # Write the folder now, while the model is as traced. It moves into place once the program exists.
+            # Write the folder now, while the model is as traced. It gets its final name once the program exists.
             with _writing(request.keep_hf):
                 kept = scratches.enter_context(hf_folder.Staged(request.keep_hf))
             with progress.step(f"writing the weights for {request.keep_hf}"), _writing(request.keep_hf):
@@ -155,7 +156,7 @@ def _export(request: ExportRequest, origin: source.Source, progress: Progress) -
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Raise an :class:`OSError` of the block as :class:`EtkvError` with ``path``."""
+    """Convert an :class:`OSError` of the block to :class:`EtkvError` with ``path``."""
     try:
         yield
     except OSError as error:
@@ -163,7 +164,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _import_tools() -> None:
-    """Import the packages that take seconds. Raises :class:`EtkvError` if one is not installed."""
+    """Import the packages whose import takes seconds. Raises :class:`EtkvError` if one is not installed."""
     try:
         import transformers  # noqa: F401
 
@@ -183,7 +184,7 @@ def _feature_predictor(
     generation: dict[str, Any],
     progress: Progress,
 ) -> FeaturePredictor:
-    """Fit a predictor of the input of the last ``count`` layers of ``model``, and keep these layers only."""
+    """Fit a predictor of the input of the last ``count`` layers of ``model``, and keep only these layers."""
     from etkv.export import draft
 
     starts = draft.starts(tokenizer, [generation.get("bos_token_id"), *generation["eos_token_id"]])
@@ -194,7 +195,7 @@ def _feature_predictor(
 
 
 def _step(request: ExportRequest, model: PreTrainedModel, predictor: FeaturePredictor | None) -> Forward | DraftForward:
-    """Return the module to trace: the model's, or a draft's if there is a predictor."""
+    """Return the module to trace: a draft if there is a predictor, else the whole model."""
     from etkv.export.draft import DraftForward
     from etkv.export.forward import Forward
 
@@ -203,7 +204,7 @@ def _step(request: ExportRequest, model: PreTrainedModel, predictor: FeaturePred
 
 
 def _publish(scratch: Path, folder: Path, names: list[str], kept: hf_folder.Staged | None) -> None:
-    """Move the finished files into place, the manifest last: it describes the others."""
+    """Move the finished files to ``folder``. The manifest moves last, because it describes the other files."""
     (folder / manifest.NAME).unlink(missing_ok=True)
     if kept is not None:
         kept.publish()

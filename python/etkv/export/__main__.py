@@ -29,7 +29,7 @@ _INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong arguments like every other error: in one line."""
+    """Reports wrong arguments in one line, like every other error."""
 
     def error(self, message: str) -> NoReturn:
         raise EtkvError(message)
@@ -44,7 +44,7 @@ def _indices(text: str) -> tuple[int, ...]:
 
 
 class _List(argparse.Action):
-    """Prints the families that run, and ends the command."""
+    """Prints the families that can be exported, and ends the command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         print(families.table())
@@ -57,14 +57,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Export a causal language model as an ExecuTorch program (.pte) for MLX or the CPU, with its "
         "caches outside the graph: keys and values, and the states of recurrent layers. The tokenizer, its "
         "configuration, the chat template, the generation settings and export.json, a record of the export, are "
-        "written beside it.",
+        "written next to the program.",
     )
     parser.add_argument(
         "--list",
         action=_List,
         nargs=0,
         default=argparse.SUPPRESS,
-        help="print the families of models that tests compare, with their parts and backends, and do nothing else",
+        help="print the families of models that tests compare, with their parts and backends, and exit",
     )
     parser.add_argument(
         "--model",
@@ -78,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         "--backend",
         default="mlx",
         metavar="NAME",
-        help="what runs the program: mlx, for Apple silicon, NVIDIA GPUs and trials on a CPU, or cpu, for XNNPACK and "
-        "ExecuTorch's kernels (default: mlx)",
+        help="the backend of the program: mlx, for Apple silicon, NVIDIA GPUs and trials on a CPU, or cpu, for XNNPACK "
+        "and ExecuTorch's kernels (default: mlx)",
     )
     parser.add_argument(
         "--dtype",
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--group-size",
         type=int,
         metavar="N",
-        help=f"weights that share a scale: {', '.join(map(str, GROUP_SIZES))} "
+        help=f"number of weights that share a scale: {', '.join(map(str, GROUP_SIZES))} "
         f"(default: {QUANTIZATIONS['4w']} for 4w and 8da4w, a whole row for 8w and 8da8w)",
     )
     parser.add_argument(
@@ -114,37 +114,37 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="tokens in one execution, at most the context and the smallest sliding window "
-        f"(default: that limit, but at most {DEFAULT_PREFILL_CHUNK}). With 2048 a fast GPU reads long prompts in less "
-        "time, with more memory",
+        f"(default: that limit, but at most {DEFAULT_PREFILL_CHUNK}). With 2048 a fast GPU reads long prompts faster, "
+        "with more memory",
     )
     parser.add_argument(
         "--layers",
         type=int,
         metavar="N",
-        help="export the model's first N layers only, with its final norm and its head: a draft of the model for "
+        help="export only the model's first N layers, with its final norm and its head: a draft of the model for "
         "speculative decoding (default: all)",
     )
     parser.add_argument(
         "--draft",
         type=int,
         metavar="N",
-        help="export the model's last N layers as a draft that is fed with the hidden states of the layer below, which "
-        "the whole model returns with --tap-layers. A predictor of these hidden states is fitted on texts that the "
-        "model makes, which takes minutes",
+        help="export the model's last N layers as a draft that reads the hidden states of the layer below, which the "
+        "whole model returns with --tap-layers. A predictor of these hidden states is fitted on texts that the model "
+        "generates, which takes minutes",
     )
     parser.add_argument(
         "--logits",
         default="all",
         metavar="ROWS",
-        help=f"rows of logits that a step returns, {' or '.join(LOGITS)}: one for each of its tokens, or the last "
-        "token's, which suffices to decode a token a step (default: all)",
+        help=f"rows of logits that a step returns, {' or '.join(LOGITS)}: a row for each token, or only the row of the "
+        "last token, which suffices to decode one token a step (default: all)",
     )
     parser.add_argument(
         "--tap-layers",
         type=_indices,
         default=(),
         metavar="I,J,...",
-        help="layers, from 0, whose outputs the program also returns, side by side: hidden states for a draft",
+        help="layers, from 0, whose outputs the program also returns, concatenated: hidden states for a draft",
     )
     parser.add_argument(
         "--keep-hf",
@@ -156,13 +156,13 @@ def _parser() -> argparse.ArgumentParser:
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="run the program on a few tokens and compare it with the model, before it is written (default: for models "
+        help="run the program on a few tokens and compare it with the model before it is written (default: for models "
         "of less than a billion parameters)",
     )
     parser.add_argument(
         "--if-changed",
         action="store_true",
-        help="do nothing if the program was made from the same model and arguments with the same versions",
+        help="do nothing if the program was exported from the same model and arguments with the same versions",
     )
     parser.add_argument("--verbose", action="store_true", help="show what torch, transformers and ExecuTorch print")
     return parser
@@ -179,9 +179,10 @@ def main(arguments: list[str] | None = None) -> int:
         if if_changed and is_current(request):
             print(f"{request.output} is current", file=sys.stderr)
             return 0
-        # An export makes millions of objects that live until its end. A search for cycles takes an eighth of its time.
+        # An export creates millions of objects that live until its end. By default, the garbage collector's search for
+        # cycles takes an eighth of the time.
         gc.set_threshold(50_000, 20, 100)
-        # A terminated export cleans up like an interrupted export.
+        # A terminated export cleans up like an interrupted one.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with third_party_noise(allowed=verbose), native_noise(allowed=verbose) as stream:
             export_program(request, Progress(stream))

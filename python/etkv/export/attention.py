@@ -1,7 +1,7 @@
 """Attention that calls the KV cache op, and refuses features that the op lacks.
 
-A model runs twice in an export. The first run, :func:`survey`, is plain PyTorch: it records the cache of each
-attention, its sizes and window, and the masks that the family asks for. The second run is the trace.
+A model runs twice in an export. The first run, :func:`survey`, is plain PyTorch: it records the cache, the sizes, the
+window and the mask of each attention module. The second run is the trace.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _WITHOUT_EFFECT = {
     "position_embeddings",
     "past_key_values",
     "use_cache",
-    # They select outputs beside the logits.
+    # These select outputs in addition to the logits.
     "logits_to_keep",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
     "return_dict",
-    # They are for training.
+    # These are for training.
     "deterministic",
     "labels",
     "num_items_in_batch",
 }
-"""Arguments of attention functions that do not change the result here. None and False never do."""
+"""Arguments of attention functions that do not change the result here. Values of None and False never change it."""
 
 _SINKS = ("s_aux", "sinks")
-"""Arguments of attention functions that are learned sinks, by the family."""
+"""Arguments of attention functions that are learned sinks; the name depends on the family."""
 
 _USED = {"dropout", "is_causal", "scaling", "sliding_window", "softcap", *_SINKS}
 """Arguments of attention functions that :func:`_attend` reads."""
@@ -61,8 +61,8 @@ _USED = {"dropout", "is_causal", "scaling", "sliding_window", "softcap", *_SINKS
 class CacheLayout:
     """One entry for each KV cache of the program, in the order of their ids, and one for each recurrent layer.
 
-    ``kv_heads`` counts heads, ``head_dims`` and ``v_head_dims`` elements of a head's keys and values, ``windows`` and
-    ``chunks`` positions (0 in both keeps the full history). ``recurrent`` has numbers of its own.
+    ``kv_heads`` counts heads, ``head_dims`` and ``v_head_dims`` count elements of a head's keys and values, and
+    ``windows`` and ``chunks`` count positions (0 in both for full history). Recurrent layers have separate ids.
     """
 
     kv_heads: list[int]
@@ -75,23 +75,23 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class _CausalMask:
-    """Replaces a mask in a survey. ``window`` and ``chunk`` count positions; with 0 in both it is the causal mask."""
+    """Replaces a mask in a survey. ``window`` and ``chunk`` count positions; 0 in both is the causal mask."""
 
     window: int = 0
     chunk: int = 0
 
     def __str__(self) -> str:
-        """Return what queries see, for messages."""
+        """Return a description of the mask, for messages."""
         return f"chunks of {self.chunk}" if self.chunk else f"a window of {self.window}"
 
     def __getitem__(self, rows: object) -> _CausalMask:
-        """Return the mask of a slice, which here has all tokens: see :func:`etkv.export.forward.kept_rows`."""
+        """Return the mask itself: the slices of :func:`etkv.export.forward.kept_rows` contain all tokens in a survey."""
         return self
 
 
 @dataclass
 class _Survey:
-    """The calls of a model's attention in one step. No step is after ``max_context`` positions."""
+    """The calls of a model's attention in one step. The program has ``max_context`` positions."""
 
     max_context: int
     modules: dict[Any, _Call] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class _Survey:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the op: the number of its cache, its keys and values, and its mask."""
+    """A call of the op: the id of its cache, its keys and values, and its mask."""
 
     cache: int
     key: torch.Tensor
@@ -108,7 +108,7 @@ class _Call:
     mask: _CausalMask
 
     def shares(self, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether a call has the same rows, as calls of layers that share keys and values have."""
+        """Return whether ``key`` and ``value`` are those of this call, because layers share keys and values."""
         return all(
             mine.data_ptr() == other.data_ptr() and mine.shape == other.shape
             for mine, other in ((self.key, key), (self.value, value))
@@ -123,18 +123,18 @@ class _Positions:
 
 
 _positions = _Positions()
-"""The positions of a step's tokens, ``[T]``, while a model runs: not every family passes them to its attention."""
+"""The positions of a step's tokens, ``[T]``, while a model runs. Not every family passes them to its attention."""
 
 
 def register() -> None:
-    """Register the attention :data:`NAME` with transformers. The cache applies the masks, so a graph has none."""
+    """Register the attention :data:`NAME` with transformers. A graph has no masks, because the cache applies them."""
     ensure_available()
-    # This registers the op, once.
+    # The import registers the op.
     from executorch.extension.llm.cache import update_and_attend  # noqa: F401
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # This registers its overload with sinks and a softcap.
+    # The import registers the op's overload with sinks and a softcap.
     import etkv.op  # noqa: F401
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
@@ -144,10 +144,10 @@ def register() -> None:
 def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor], max_context: int) -> CacheLayout:
     """Run ``step`` once with ``inputs`` in plain PyTorch, and return the caches that its attention uses.
 
-    ``max_context`` is the positions of the program. Attention within chunks as long is attention to all earlier tokens.
+    ``max_context`` is the number of positions of the program. Chunks of at least this length are full history.
 
-    Gives each attention module of the model the number of its cache. Modules that share keys and values share a cache.
-    Raises what the model raises, and :class:`ValueError` for attention that the op lacks.
+    Stores in each attention module the id of its cache. Modules that share keys and values share a cache. Raises what
+    the model raises, and :class:`ValueError` for attention that the op lacks.
     """
     import torch
 
@@ -158,12 +158,12 @@ def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor], max_context: 
         except (AttributeError, TypeError) as error:
             if _CausalMask.__name__ not in str(error):
                 raise
-            own = ValueError("it applies a mask by itself, and the KV cache op cannot take its attention's place")
+            own = ValueError("it applies a mask by itself, so the KV cache op cannot replace its attention")
             raise own.with_traceback(error.__traceback__) from None
         finally:
             recurrent.end()
     if not found.modules and not states:
-        raise ValueError("the KV cache op cannot take its attention's place")
+        raise ValueError("the KV cache op cannot replace its attention")
     for module, call in found.modules.items():
         module.etkv_cache = call.cache
     first = {call.cache: call for call in reversed(found.modules.values())}
@@ -179,13 +179,13 @@ def survey(step: torch.nn.Module, inputs: dict[str, torch.Tensor], max_context: 
 
 
 def run(model: torch.nn.Module, cache_position: torch.Tensor, **arguments: Any) -> Any:
-    """Call ``model`` with ``arguments`` for tokens at ``cache_position``, ``[T]``, without a cache of transformers'."""
+    """Call ``model`` with ``arguments`` for tokens at ``cache_position``, ``[T]``, without a transformers cache."""
     _positions.value = cache_position
     recurrent.begin(cache_position)
     made = model(
         **arguments,
         cache_position=cache_position,
-        # Without position_ids, the model would count positions from its own cache, which it lacks here.
+        # Without position_ids, the model would derive positions from a transformers cache.
         position_ids=cache_position.unsqueeze(0),
         use_cache=False,
         past_key_values=None,
@@ -196,7 +196,7 @@ def run(model: torch.nn.Module, cache_position: torch.Tensor, **arguments: Any) 
 
 
 def is_in_step() -> bool:
-    """Return whether a model runs in :func:`run` with this attention, and not as transformers does."""
+    """Return whether a model runs in :func:`run` with this attention instead of that of transformers."""
     return _positions.value is not None and not recurrent.is_as_transformers()
 
 
@@ -225,11 +225,11 @@ def _mask(*, mask_function: Any = None, use_vmap: bool = False, **others: Any) -
         if (chunk := _chunk(mask_function)) is not None:
             return _CausalMask(chunk=chunk)
     name = getattr(mask_function, "__qualname__", "?").split(".")[0]
-    raise ValueError(f"its attention has a mask that is neither causal, a sliding window nor of chunks ({name})")
+    raise ValueError(f"its attention has a mask that is not causal, a sliding window or chunks ({name})")
 
 
 def _window(mask_function: Any) -> int | None:
-    """Return the window of one of transformers' mask functions; 0 for the causal mask, None for other masks."""
+    """Return the window of a mask function of transformers; 0 for the causal mask, None for other masks."""
     from transformers.masking_utils import causal_mask_function, sliding_window_overlay
 
     if mask_function is causal_mask_function:
@@ -238,7 +238,7 @@ def _window(mask_function: Any) -> int | None:
 
 
 def _chunk(mask_function: Any) -> int | None:
-    """Return the length of the chunks of one of transformers' mask functions; None for other masks."""
+    """Return the chunk length of a mask function of transformers; None for other masks."""
     import torch
     from transformers.masking_utils import chunked_overlay
 
@@ -246,7 +246,7 @@ def _chunk(mask_function: Any) -> int | None:
 
 
 def _of_overlay(mask_function: Any, known: Any) -> int | None:
-    """Return the length in an overlay like ``known`` that is laid over the causal mask; None for other masks."""
+    """Return the length of an overlay on the causal mask whose code is that of ``known``; None for other masks."""
     from transformers.masking_utils import and_masks, causal_mask_function
 
     if getattr(mask_function, "__code__", None) is not and_masks().__code__:
@@ -255,7 +255,7 @@ def _of_overlay(mask_function: Any, known: Any) -> int | None:
     if len(parts) == 1 and isinstance(parts[0], tuple) and len(parts[0]) == 2 and parts[0][1] is causal_mask_function:
         overlay = parts[0][0]
         if overlay.__code__ is known.__code__:
-            # The first variable of both overlays is their length.
+            # The first closure variable of both overlays is their length.
             return int(overlay.__closure__[0].cell_contents)
     return None
 
@@ -279,11 +279,11 @@ def _attend(
     _check_arguments(module, arguments)
     if is_latent := latent.is_latent(module):
         if arguments.get("scaling") is None:
-            # The scale is that of the keys which the latents stand for.
+            # The default scale follows from the dimension of the expanded keys, not of the latents.
             arguments["scaling"] = query.shape[-1] ** -0.5
         query = latent.query(module, query)
     if isinstance(attention_mask, torch.Tensor):
-        raise ValueError("it makes a mask of its own for its attention, which the KV cache op lacks")
+        raise ValueError("it computes a mask for its attention, which the KV cache op lacks")
     sinks, softcap = _sinks(arguments, query), float(arguments.get("softcap") or 0.0)
     found = None if torch.compiler.is_compiling() else _survey.get()
     if found is not None:
@@ -311,15 +311,15 @@ def _attend(
 
 
 def _sinks(arguments: dict[str, Any], query: torch.Tensor) -> torch.Tensor | None:
-    """Return the sinks of a layer, ``[heads]``, or None. Raises :class:`ValueError` for others than one a head."""
+    """Return the sinks of a layer, ``[heads]``, or None. Raises :class:`ValueError` unless there is one for each head."""
     given = [arguments[name] for name in _SINKS if arguments.get(name) is not None]
     if not given:
         return None
     shapes = [list(sinks.shape) for sinks in given]
     if shapes != [[query.shape[1]]]:
         raise ValueError(
-            f"its attention has learned sinks of shape {', '.join(map(str, shapes))}, and the KV cache op has one for "
-            f"each of {query.shape[1]} heads"
+            f"its attention has learned sinks of shape {', '.join(map(str, shapes))}; the KV cache op has one for each "
+            f"of {query.shape[1]} heads"
         )
     sinks: torch.Tensor = given[0]
     return sinks
@@ -328,7 +328,7 @@ def _sinks(arguments: dict[str, Any], query: torch.Tensor) -> torch.Tensor | Non
 def _check_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
     causal = arguments.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise ValueError("its tokens see those after them, and the KV cache op is causal")
+        raise ValueError("its tokens attend to later tokens, but the KV cache op is causal")
     for name, given in arguments.items():
         if given is None or given is False or name in _WITHOUT_EFFECT or name in _USED:
             continue
@@ -336,7 +336,7 @@ def _check_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None
             raise ValueError(f"its attention has {_LACKED[name]}, which the KV cache op lacks")
         raise ValueError(f"its attention takes {name!r}, which the KV cache op lacks")
     if arguments.get("dropout"):
-        raise ValueError("its attention drops out, and a program is not trained")
+        raise ValueError("its attention has dropout, which is for training")
 
 
 def _note(
@@ -348,11 +348,11 @@ def _note(
     mask: _CausalMask,
     declared: int | None,
 ) -> None:
-    """Add a call to a survey. Raises :class:`ValueError` if one cache cannot serve all its calls."""
+    """Add a call to a survey. Raises :class:`ValueError` if one cache cannot serve all calls of the module."""
     if query.shape[2] != key.shape[2]:
-        raise ValueError("a step has other tokens for its queries than for its keys")
+        raise ValueError("in a step, its queries and its keys are of different tokens")
     if declared and declared != mask.window:
-        raise ValueError(f"its attention has a window of {declared}, and its mask {mask}")
+        raise ValueError(f"its attention has a window of {declared}, but its mask has {mask}")
     earlier = found.modules.get(module)
     if earlier is not None:
         if not earlier.shares(key, value):
@@ -360,6 +360,6 @@ def _note(
         return
     donor = next((call for call in found.modules.values() if call.shares(key, value)), None)
     if donor is not None and donor.mask != mask:
-        raise ValueError(f"layers that share keys and values have {donor.mask} and {mask}")
+        raise ValueError(f"layers that share keys and values have different masks: {donor.mask} and {mask}")
     cache = donor.cache if donor is not None else len({call.cache for call in found.modules.values()})
     found.modules[module] = _Call(cache, key, value, mask)

@@ -1,7 +1,8 @@
 """The op that chooses between two tensors by the capacity of the cache, which is known when a program is loaded.
 
-On MLX the choice is a ``where`` with a constant flag, false, whose name the pass ``by_capacity`` of
-``crates/etkv-mlx-program`` knows. On the CPU it is a call of etkv, see :mod:`etkv.export.cpu.calls`.
+In an MLX program the choice is a ``where`` with a constant flag, false. The pass ``by_capacity`` of
+``crates/etkv-mlx-program`` finds the flag by its name and sets it. In a CPU program the choice is a call of etkv, see
+:mod:`etkv.export.cpu.calls`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FLAG = "etkv_capacity_over_{}"
-"""The name of a limit's flag in MLX programs."""
+"""The name of the flag in MLX programs, with the limit."""
 
 _capacity: ContextVar[int] = ContextVar("capacity", default=0)
-"""The capacity, in positions, by which the op chooses in plain PyTorch."""
+"""The capacity, in positions, that the op uses in plain PyTorch."""
 
 
 @torch.library.custom_op("etkv::select_by_capacity", mutates_args=())
 def select_by_capacity(within: torch.Tensor, beyond: torch.Tensor, limit: int) -> torch.Tensor:
-    """Return ``beyond`` if the capacity of the cache is more than ``limit`` positions, else ``within``.
+    """Return ``beyond`` if the cache has a capacity of more than ``limit`` positions, else ``within``.
 
     Both have the same shape and dtype.
     """
@@ -38,7 +39,7 @@ def _(within: torch.Tensor, beyond: torch.Tensor, limit: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def capacity(positions: int) -> Iterator[None]:
-    """Let the op in plain PyTorch choose as for a cache of ``positions`` positions."""
+    """Within the block, the op in plain PyTorch chooses for a cache of ``positions`` positions."""
     token = _capacity.set(positions)
     try:
         yield

@@ -1,10 +1,10 @@
-"""Makes ``AutoModelForCausalLM`` know every causal language model that transformers has."""
+"""Registers every causal language model of transformers with ``AutoModelForCausalLM``."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Register the causal language models that transformers lists among models for images only: Mistral 4, in 5.23."""
+    """Register the causal language models that transformers lists only as image models: Mistral 4, in 5.23."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto import configuration_auto, modeling_auto
 
@@ -14,5 +14,5 @@ def register() -> None:
             config = configuration_auto.CONFIG_MAPPING[family]
             if config not in known:
                 model = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config]
-                # Without exist_ok, transformers skips its own configurations in silence.
+                # Without exist_ok, transformers silently skips its own configurations.
                 AutoModelForCausalLM.register(config, model, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Compares a program with its model, on a few tokens of prompt and decoding."""
+"""Compares a program with its model on a few tokens of prompt and decoding."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
     from etkv.export.request import ExportRequest
 
 MAX_PARAMETERS = 10**9
-"""The number of parameters from which on a program is checked only if the request says so."""
+"""The number of parameters from which a program is checked only on request."""
 
 _TOKENS, _DECODED = 24, 8
-"""Tokens that are compared, and how many of them at the end run one a step."""
+"""Number of tokens that are compared, and number of last tokens that run one a step."""
 
 _BEYOND = 16
-"""Tokens beyond a window, or beyond the first anchor of recurrent layers, that are compared too."""
+"""Number of further tokens that are compared beyond a window, or beyond the first anchor of recurrent layers."""
 
 _MAX_PRODUCTS = 30e9
-"""Maximum of parameters times tokens up to which the comparison goes beyond ``_TOKENS``: a few seconds on two cores."""
+"""Maximum of parameters times tokens for a comparison of more than ``_TOKENS``: a few seconds on two cores."""
 
 _TOLERANCES = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "8da": 0.4}
-"""The dtype of activations, or the beginning of its quantization -> the largest error of a row of outputs.
+"""The dtype of activations, or the beginning of a quantization's name -> the largest error of a row of outputs.
 
-It is a fraction of their spread. A wrong mask, position or weight makes an error of about 1. The model is computed in
-the same dtype, with the same weights. With 8-bit activations, a difference in the last bit changes their rounding in
-each layer: SmolLM2-135M is off by at most 0.28.
+The error is a fraction of the outputs' spread. A wrong mask, position or weight causes an error of about 1. The model
+is computed in the same dtype with the same weights. With 8-bit activations, a difference in the last bit changes the
+rounding in each layer: the error of SmolLM2-135M is up to 0.28.
 """
 
 
 class Check:
-    """The comparison of one export. Its methods do nothing where the program is not checked."""
+    """The comparison of one export. Its methods do nothing if the program is not checked."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Check:
         self._length = min(longest, limits.max_context)
 
     def run_model(self) -> None:
-        """Run the model with transformers' own attention, and keep the outputs that its program must return.
+        """Run the model with transformers' own attention, and store the outputs that its program must return.
 
         Raises :class:`EtkvError` if the model fails.
         """
@@ -91,7 +91,7 @@ class Check:
             explained(model.config.model_type, doing, model),
         ):
             model.set_attn_implementation("eager")
-            # Compute every row, to have the last row of each step.
+            # Compute every row of logits, because each step of the program returns its last row.
             rows, self._step.rows = self._step.rows, {}
             try:
                 with torch.no_grad(), by_capacity.capacity(self._length), recurrent.as_transformers():
@@ -102,10 +102,10 @@ class Check:
         self._outputs = [_rows(output) for output in (made if isinstance(made, tuple) else (made,))]
 
     def run_program(self, program: Path) -> bool:
-        """Run ``program`` and compare it. Return whether it was compared: without etkv's library it is not, unless a
-        check was requested.
+        """Run ``program`` and compare it. Return whether it was compared.
 
-        Raises :class:`EtkvError` if the program does not run, or if its outputs differ from the model's.
+        Without etkv's library it is not compared, unless a check was requested. Raises :class:`EtkvError` if the
+        program does not run, or if its outputs differ from those of the model.
         """
         if not self._wanted:
             return False
@@ -129,7 +129,7 @@ class Check:
         """Run ``program`` on the inputs. Yield the end of each step, in tokens, and its outputs."""
         facts = read_kv_cache_metadata(program)
         prompt = self._length - min(_DECODED, self._length // 2)
-        # The steps have different lengths. No step begins at the edge of a window.
+        # The steps have different lengths, and no step begins at the edge of a window.
         chunk = self._limits.prefill_chunk
         ends = [*range(min(7, chunk, prompt), prompt, chunk), *range(prompt, self._length + 1)]
         config = CacheConfig(facts.layers, capacity=self._length)
@@ -144,11 +144,11 @@ class Check:
     def _compare(
         self, name: str, steps: list[tuple[int, list[torch.Tensor]]], number: int, expected: torch.Tensor
     ) -> None:
-        """Compare output ``number`` of all steps, which may be the last row of each step only."""
+        """Compare output ``number`` of all steps. An output may be only the last row of a step."""
         finite = torch.isfinite(expected).all(dim=1)
         if not finite.any():
             raise EtkvError(
-                f"the model's {name} are not finite in {self._request.dtype}: export it in another --dtype; "
+                f"the model's {name} are not finite in {self._request.dtype}: export the model in another --dtype; "
                 "--no-verify writes the program as it is"
             )
         spread = max(float(expected[finite].std()), 1e-6)
@@ -156,7 +156,7 @@ class Check:
         for end, outputs in steps:
             rows = outputs[number]
             for at, row in enumerate(rows, start=end - len(rows)):
-                # Skip rows where the model itself overflows in its dtype.
+                # Skip rows in which the model itself overflows in its dtype.
                 if finite[at]:
                     error = float((row - expected[at]).square().mean().sqrt()) / spread
                     errors.append((error if math.isfinite(error) else math.inf, at))
@@ -165,7 +165,7 @@ class Check:
         tolerance = _TOLERANCES["8da" if rounds_activations else request.activations]
         is_exact = request.activations == "float32" and not rounds_activations
         if not is_exact and experts.is_mixture(self._step.model) and max(errors)[0] < math.inf:
-            # If two experts are nearly equal, a difference in the last bit decides which one a router takes.
+            # If two experts have nearly equal scores, a difference in the last bit decides which one is chosen.
             errors = sorted(errors)[: len(errors) // 2 + 1]
         wrong = [(at, error) for error, at in errors if not error <= tolerance]
         if wrong:
@@ -179,7 +179,7 @@ class Check:
 
 
 def n_weights(model: PreTrainedModel) -> int:
-    """Return the number of weights of ``model``, packed or not. Those that several layers share count once."""
+    """Return the number of weights of ``model``, packed or not. Shared weights count once."""
     sizes = {id(weight): weight.numel() for weight in model.parameters()}
     for _, layer in packing.layers(model):
         sizes[id(layer.packed)] = layer.numel()

@@ -1,4 +1,4 @@
-"""The files beside a program that a runner needs."""
+"""The files next to a program that a runner needs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REQUIRED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-"""Files beside every program."""
+"""Files next to every program."""
 
 TEMPLATE = "chat_template.jinja"
-"""The file of the chat template, beside a program if the model has one."""
+"""The file of the chat template, if the model has one."""
 
 TEMPLATES = "additional_chat_templates"
-"""The folder of named chat templates, such as ``tool_use``, beside a program if the model has some."""
+"""The folder of named chat templates, such as ``tool_use``, if the model has some."""
 
 _PROBES = (
     "Hello, world! It's 2026.",
     "  two spaces\n\tand a tab\n\n",
     "na\u00efve \u65e5\u672c\u8a9e \U0001f642 e\u0301 <|x|>",
 )
-"""Texts whose ids show whether a tokenizer was written correctly."""
+"""Texts for comparing the ids of the written tokenizer with those of the model's tokenizer."""
 
 
 def write(folder: Path, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> list[str]:
-    """Write the files to ``folder`` and return their names. A named template's name begins with its folder.
+    """Write the files to ``folder``, and return their paths in it.
 
-    Raises :class:`EtkvError` if the tokenizer does more than a ``tokenizer.json`` can say.
+    Raises :class:`EtkvError` if the tokenizer has behaviour that a ``tokenizer.json`` cannot express.
     """
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
@@ -42,7 +42,7 @@ def write(folder: Path, tokenizer: PreTrainedTokenizerBase, generation: dict[str
 
 
 def publish(scratch: Path, folder: Path, names: list[str]) -> None:
-    """Move the files ``names`` from ``scratch`` to ``folder``. Remove an earlier export's templates from ``folder``."""
+    """Move the files ``names`` from ``scratch`` to ``folder``. Remove templates of an earlier export from ``folder``."""
     for stale in (folder / TEMPLATE, *(folder / TEMPLATES).glob("*.jinja")):
         if stale.relative_to(folder).as_posix() not in names:
             stale.unlink(missing_ok=True)
@@ -61,11 +61,11 @@ def _check(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
             if ids != found:
                 raise EtkvError(
                     f"the tokenizer ({type(tokenizer).__name__}) cannot be written as tokenizer.json: "
-                    f"the ids of {text!r} are {ids}, and by that file {found}"
+                    f"the ids of {text!r} are {ids}, but with that file {found}"
                 )
         made, back = tokenizer.decode(ids, skip_special_tokens=True), written.decode(ids)
         if made != back:
             raise EtkvError(
                 f"the tokenizer ({type(tokenizer).__name__}) cannot be written as tokenizer.json: "
-                f"the text of {ids} is {made!r}, and by that file {back!r}"
+                f"the text of {ids} is {made!r}, but with that file {back!r}"
             )

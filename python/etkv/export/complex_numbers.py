@@ -1,6 +1,6 @@
-"""Replaces complex numbers of a graph, which no backend has, by their real and imaginary parts.
+"""Replaces complex tensors in a graph, which no backend supports, by their real and imaginary parts.
 
-Llama 4 rotates keys and queries as complex numbers.
+Llama 4 rotates keys and queries with complex products.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 _ATEN = torch.ops.aten
 
 _Parts = tuple["Node", "Node"]
-"""The real and the imaginary part of a tensor, of its shape."""
+"""The real and the imaginary part of a tensor, each in the shape of the tensor."""
 
 _OF_EACH = {
     *(_ATEN.expand.default, _ATEN.permute.default, _ATEN.reshape.default, _ATEN.select.int, _ATEN.slice.Tensor),
     *(_ATEN.squeeze.dim, _ATEN.transpose.int, _ATEN.unsqueeze.default, _ATEN.view.default),
 }
-"""Operators that move elements, and so do the same to both parts."""
+"""Operators that only move elements, so they apply to both parts."""
 
 _AS_THEY_ARE = {_ATEN.to.dtype_layout, _ATEN.to.dtype, _ATEN.to.device, _ATEN.contiguous.default, _ATEN.alias.default}
-"""Operators that leave a complex tensor as it is."""
+"""Operators that do not change a complex tensor."""
 
 
 def replace(program: ExportedProgram) -> None:
-    """Replace the complex numbers in the graph of ``program`` in place.
+    """Replace the complex tensors in the graph of ``program``.
 
-    Raises :class:`ValueError` for an operator on complex numbers other than products and moves.
+    Raises :class:`ValueError` for operators on complex tensors other than products and moves.
     """
     graph, parts = program.graph, dict[Any, _Parts]()
     for node in list(graph.nodes):
@@ -90,7 +90,7 @@ def _product(graph: Graph, first: Any, second: Any, parts: dict[Any, _Parts]) ->
 
 
 def _known(node: Any, parts: dict[Any, _Parts]) -> _Parts:
-    """Return the parts of ``node``. Raises :class:`ValueError` for a complex number that no operator makes."""
+    """Return the parts of ``node``. Raises :class:`ValueError` for a complex input or constant."""
     if node not in parts:
         raise ValueError(f"it computes with complex constants ({node})")
     return parts[node]

@@ -1,8 +1,8 @@
-"""Makes drafts that are fed with hidden states: a feature predictor, and a model's last layers after it.
+"""Creates drafts that read hidden states: a feature predictor, followed by a model's last layers.
 
 A model that is tapped below its last layers returns the input of these layers for each token that it has run. For other
-tokens the feature predictor predicts this input, as a linear function of the token's embedding and of the hidden states
-of the token before it. The predictor is fitted by least squares, on texts that the model itself generates.
+tokens the feature predictor predicts this input. It is a linear function of the token's embedding and of the hidden
+states of the token before it, fitted by least squares on texts that the model generates.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from etkv.export.forward import kept_rows, token_inputs
 from etkv.export.progress import Progress
 
 _TEXTS, _TOKENS, _AT_ONCE = 96, 192, 32
-"""Texts that the predictor is fitted on, tokens generated for each text, and texts generated at the same time."""
+"""Number of texts for fitting the predictor, of tokens in each text, and of texts that are generated in a batch."""
 
 _FIRST = 4
-"""Tokens at the start of a text that are not fitted, because the first hidden states differ from later ones."""
+"""Number of tokens at the start of a text that are not fitted, because the first hidden states are different."""
 
 _RIDGE = 1e-3
-"""The term added to the squares of the inputs, as a fraction of their mean."""
+"""The ridge term that is added to the squares of the inputs, as a fraction of their mean."""
 
 
 class FeaturePredictor(torch.nn.Module):
@@ -42,10 +42,11 @@ class FeaturePredictor(torch.nn.Module):
 
 
 class DraftForward(torch.nn.Module):
-    """Takes ``input_ids [1, T]``, ``cache_position [T]``, ``hidden_states [1, T, hidden]`` and ``known [1, T, 1]``.
+    """The step of a draft: ``forward(input_ids [1, T], cache_position [T], hidden_states [1, T, hidden],
+    known [1, T, 1])`` -> logits and hidden states.
 
-    Where ``known`` is 1, a row of ``hidden_states`` belongs to the token itself; where it is 0, to the token before.
-    Returns logits and hidden states: the input of the layers, as known or predicted. Later tokens need it.
+    A row of ``hidden_states`` belongs to the token itself where ``known`` is 1, and to the token before it where
+    ``known`` is 0. The returned hidden states are the known or predicted input of the layers, which later tokens need.
     """
 
     def __init__(self, model: PreTrainedModel, predictor: FeaturePredictor, last_logits: bool = False) -> None:
@@ -73,7 +74,7 @@ class DraftForward(torch.nn.Module):
 
 
 def cut(model: PreTrainedModel, count: int) -> None:
-    """Keep only the last ``count`` layers of ``model``, and number their caches from 0."""
+    """Remove all but the last ``count`` layers of ``model``, and number their caches from 0."""
     decoder = model.get_decoder()
     dropped = len(layers.modules(model)) - count
     decoder.layers = torch.nn.ModuleList(list(decoder.layers)[dropped:])
@@ -86,13 +87,13 @@ def cut(model: PreTrainedModel, count: int) -> None:
 
 
 def starts(tokenizer: PreTrainedTokenizerBase, first: list[int | None]) -> list[list[int]]:
-    """Return the beginnings of texts: a first token, and the start of a chat if the tokenizer has a chat template.
+    """Return beginnings of texts: a first token, and the start of a chat if the tokenizer has a chat template.
 
-    ``first`` are candidates for the first token, the best first. Raises :class:`EtkvError` if all of them are None.
+    ``first`` are candidates for the first token, best first. Raises :class:`EtkvError` if all of them are None.
     """
     token = next((token for token in first if token is not None), None)
     if token is None:
-        raise EtkvError("draft: the model names no token that a text could begin with")
+        raise EtkvError("draft: the model has no BOS, eos or other token that a text could begin with")
     found = [[token]]
     said = "etkv"
     with contextlib.suppress(Exception):  # A template is a program, and may raise anything.
@@ -104,9 +105,8 @@ def starts(tokenizer: PreTrainedTokenizerBase, first: list[int | None]) -> list[
 def fit(model: PreTrainedModel, tap: int, starts: list[list[int]], progress: Progress) -> FeaturePredictor:
     """Return the fitted predictor of the output of layer ``tap`` of ``model``.
 
-    The first texts begin with the first of ``starts``, the following texts with the next, and the rest with the last.
-
-    Raises :class:`EtkvError` for a family that changes embeddings before its first layer.
+    The texts are divided among ``starts`` in order. Raises :class:`EtkvError` for a family that changes embeddings
+    before its first layer.
     """
     _check_embeddings(model)
     hidden = model.config.get_text_config().hidden_size
@@ -129,7 +129,7 @@ def fit(model: PreTrainedModel, tap: int, starts: list[list[int]], progress: Pro
 
 
 def _inputs(embedding: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return both at the same scale, side by side."""
+    """Return both, scaled to the same magnitude and concatenated."""
     size = (embedding.shape[-1],)
     norm = torch.nn.functional.rms_norm
     return torch.cat([norm(embedding, size, eps=1e-6), norm(hidden_states, size, eps=1e-6)], dim=-1)
@@ -137,9 +137,9 @@ def _inputs(embedding: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tenso
 
 @contextlib.contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Run ``model`` with transformers' attention, and without its settings for generation."""
+    """Run ``model`` with transformers' eager attention, and without its own generation settings."""
     settings = model.generation_config
-    # The others leave out softcaps and sinks, or refuse them.
+    # Other implementations ignore or refuse softcaps and sinks.
     model.set_attn_implementation("eager")
     model.generation_config = GenerationConfig(do_sample=True, top_k=0, pad_token_id=0)
     try:
@@ -165,7 +165,7 @@ def _texts(model: PreTrainedModel, tap: int, start: list[int]) -> tuple[torch.Te
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most)
     finally:
         hook.remove()
-    # The last token is generated and has not run.
+    # The last token was generated but has not run.
     return made[:, :-1], torch.cat(kept, dim=1)
 
 

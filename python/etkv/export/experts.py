@@ -16,7 +16,7 @@ NAME = "etkv_gathered"
 """The name under which transformers finds these products."""
 
 SORTED_FROM = 64
-"""The least number of rows of a step that are sorted by expert, so that rows of one expert are adjacent."""
+"""Minimum number of rows in a step for sorting them by expert, so that rows of one expert are adjacent."""
 
 
 class Weights(torch.nn.Module):
@@ -28,7 +28,7 @@ class Weights(torch.nn.Module):
     biases: torch.Tensor
 
     def __init__(self, shape: torch.Size, bits: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Make them of ``tensors``: ``weight``, or ``packed``, ``scales`` and ``biases`` in ``bits`` bits.
+        """``tensors`` are ``weight``, or ``packed``, ``scales`` and ``biases`` in ``bits`` bits.
 
         ``shape`` is ``[experts, out, in]``.
         """
@@ -58,7 +58,7 @@ class Weights(torch.nn.Module):
 
 def register() -> None:
     """Register the products with transformers."""
-    # This registers the operations.
+    # The import registers the operations.
     import executorch.backends.mlx.custom_ops  # noqa: F401
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -66,12 +66,12 @@ def register() -> None:
 
 
 def _is_mixture(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` holds experts whose computation transformers lets others replace."""
+    """Return whether ``module`` holds experts whose computation transformers allows to replace."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
 def are_plain(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` holds experts whose weights are as transformers reads them."""
+    """Return whether ``module`` holds experts with the weights of transformers, which no backend has replaced."""
     return _is_mixture(module) and all(isinstance(getattr(module, name), torch.Tensor) for name in names(module))
 
 
@@ -81,7 +81,7 @@ def is_mixture(model: torch.nn.Module) -> bool:
 
 
 def mixtures(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return the modules of experts, each with its name."""
+    """Yield the name and the module of each layer's experts."""
     return ((name, module) for name, module in model.named_modules() if _is_mixture(module))
 
 
@@ -99,7 +99,7 @@ def widths(name: str, module: Any) -> dict[str, int]:
 
 
 def take(model: PreTrainedModel, keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let every mixture of experts in ``model`` whose weights are not packed compute with this module.
+    """Let mixtures of experts in ``model`` whose weights are not packed compute with the functions of this file.
 
     ``keep`` moves a tensor to a file.
     """
@@ -114,15 +114,15 @@ def pack(
     pack_rows: Callable[[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
     keep: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Pack the weights of a module of experts in ``bits`` bits, and let it compute with this module.
+    """Pack the weights of a module of experts in ``bits`` bits, and let it compute with the functions of this file.
 
-    ``pack_rows`` returns packed integers, scales and biases of the rows of all experts, for the weight of a name.
+    ``pack_rows`` returns packed integers, scales and biases for a name and the rows of all experts.
     """
 
     def packed(name: str, weights: torch.Tensor) -> tuple[int, dict[str, torch.Tensor]]:
         integers, scales, biases = pack_rows(name, weights.flatten(0, 1))
         if biases is None:
-            # MLX adds a bias to an unsigned integer times its scale.
+            # In MLX, a weight is an unsigned integer times its scale, plus a bias.
             biases = keep(mlx_quantization.biases_of(scales, bits))
         parts = {"packed": integers, "scales": scales, "biases": biases}
         return bits, {part: tensor.unflatten(0, weights.shape[:2]) for part, tensor in parts.items()}
@@ -146,7 +146,7 @@ def plain_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         f"{name}.{part}": (plain.transpose(-1, -2).contiguous() if module.is_transposed else plain)
         for name, module in mixtures(model)
         for part in names(module)
-        # A module that no backend took has tensors.
+        # In a module that no backend has replaced, weights are tensors.
         if not isinstance(weights := getattr(module, part), torch.Tensor)
         for plain in [weights.plain()]
     }

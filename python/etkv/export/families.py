@@ -1,4 +1,4 @@
-"""The families of models that tests export, with what came of it: ``families.json``, made by ``family_sweep.py``."""
+"""The families of models that tests export, and the outcomes: ``families.json``, written by ``family_sweep.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from etkv.export.request import BACKENDS
 
 FILE = Path(__file__).with_name("families.json")
-"""The version of transformers, and for each family and backend an outcome: its kind, a reason, parts of the model."""
+"""The version of transformers, and the outcome for each family and backend: kind, reason, and parts of the model."""
 
 EQUAL = "equal"
 """The kind of outcome of a family whose program has the logits of transformers."""
@@ -22,7 +22,7 @@ def read() -> dict[str, Any]:
 
 
 def runs(outcomes: dict[str, dict[str, Any]]) -> dict[str, tuple[list[str], list[str]]]:
-    """Return the families that run: name -> the parts of their models, and the backends on which they were compared."""
+    """Return the families that can be exported: name -> parts of the model, and backends on which it was compared."""
     found = {}
     for name, had in outcomes.items():
         backends = [backend for backend in BACKENDS if had.get(backend, {}).get("kind") == EQUAL]
@@ -33,7 +33,7 @@ def runs(outcomes: dict[str, dict[str, Any]]) -> dict[str, tuple[list[str], list
 
 
 def table() -> str:
-    """Return the families that run as lines of text in columns."""
+    """Return the families that can be exported as a table of text."""
     contents = read()
     rows = [("family", "tested on", "parts")]
     rows += [

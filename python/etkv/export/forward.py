@@ -17,7 +17,7 @@ class Forward(torch.nn.Module):
     """``forward(input_ids [1, T], cache_position [T])`` -> logits, or logits and hidden states.
 
     Logits are ``[1, T, vocabulary]``, or ``[1, 1, vocabulary]`` for the last token if ``last_logits`` is set. With
-    ``taps``, hidden states are ``[1, T, hidden * taps]``: the outputs of the layers of these indices side by side,
+    ``taps``, hidden states are ``[1, T, hidden * taps]``: the concatenated outputs of the layers with these indices,
     before any final norm.
     """
 
@@ -60,14 +60,14 @@ def token_inputs(length: int) -> dict[str, torch.Tensor]:
 
 def sample_ids(model: PreTrainedModel, length: int) -> torch.Tensor:
     """Return ``length`` different ids for ``model``, ``[1, length]``."""
-    # The first and last ids of a vocabulary are special tokens, and some of them stand for images.
+    # The first and last ids of a vocabulary are often special tokens, some of them for images.
     n = model.get_input_embeddings().num_embeddings
     ids: torch.Tensor = torch.arange(length) * 37 % max(1, min(n // 2, 1000)) + n // 4
     return ids.reshape(1, -1)
 
 
 def samples(step: Any, length: int) -> dict[str, torch.Tensor]:
-    """Return inputs of ``length`` different tokens for ``step``, a :class:`Forward` or the step of a draft."""
+    """Return inputs of ``length`` different tokens for ``step``, a :class:`Forward` or a draft."""
     inputs: dict[str, torch.Tensor] = step.inputs(length)
     inputs["input_ids"] = sample_ids(step.model, length)
     numbers = torch.Generator().manual_seed(0)
@@ -80,7 +80,7 @@ def samples(step: Any, length: int) -> dict[str, torch.Tensor]:
 
 
 def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int | slice]:
-    """Return the argument that makes ``model`` compute its head on the last token only; empty unless ``last_only``.
+    """Return the argument that makes ``model`` compute logits only for the last token; empty unless ``last_only``.
 
     Raises :class:`EtkvError` for a family without such an argument.
     """
@@ -89,6 +89,6 @@ def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int | slice]
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise EtkvError(f"logits last: model family {model.config.model_type!r} computes every row of its logits")
     if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
-        # A number would also limit layers that share keys and values to the last token. A slice limits the head only.
+        # A number would also limit layers that share keys and values to the last token. A slice limits only the head.
         return {"logits_to_keep": slice(-1, None)}
     return {"logits_to_keep": 1}

@@ -1,10 +1,10 @@
-"""Latent attention (MLA): the cache keeps one latent row a token, and not the keys and values of each head.
+"""Latent attention (MLA): the cache keeps one latent row for each token, instead of keys and values of each head.
 
-transformers' modules expand a latent of ``rank`` values to the keys and values of all heads, by one weight, in their
-method ``expand_kv``. Within a step of a program that weight is applied to queries and results instead: a query reads
-latents, as if they were keys, and its result is a mean of latents. Both forms are equal but for rounding. So each token
-has one row of ``rank`` and ``rotary`` elements as its key, of which the first ``rank`` are its value.
-:mod:`etkv.export.values_in_keys` finds that in the graph, and the cache stores the key alone.
+The modules of transformers expand a latent of ``rank`` elements to the keys and values of all heads, with one weight,
+in their method ``expand_kv``. In a program, that weight is applied to queries and results instead: queries attend to
+latents as if they were keys, and a result is a mean of latents. Both computations are equal except for rounding. So
+each token has one row of ``rank + rotary`` elements as its key, and the first ``rank`` elements are its value.
+:mod:`etkv.export.values_in_keys` finds this in the graph, and the cache stores only the key.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 _EXPANDS = "expand_kv"
-"""The method by which transformers' modules expand latents."""
+"""The method of transformers' modules that expands latents."""
 
 
 class _Expansion(torch.nn.Module):
-    """The weight that expands latents, ``[heads * (key + value), rank]``, under the name of the layer that it replaces.
+    """The weight that expands latents, ``[heads * (key + value), rank]``. It has the name of the layer that it
+    replaces.
 
-    It is no linear layer, so it is not quantized.
+    It is not a linear layer, so it is not quantized.
     """
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
@@ -34,9 +35,9 @@ class _Expansion(torch.nn.Module):
 
 
 def take(model: torch.nn.Module) -> None:
-    """Let the modules of ``model`` with latent attention keep latents within a step of a program.
+    """Let the modules of ``model`` with latent attention cache latents within a step of a program.
 
-    Raises :class:`ValueError` for a module whose latents are expanded in a form that is not known.
+    Raises :class:`ValueError` for a module that expands latents in an unknown way.
     """
     for name, module in model.named_modules():
         if hasattr(module, _EXPANDS) and not is_latent(module):
@@ -49,19 +50,19 @@ def expansions(model: torch.nn.Module) -> set[Any]:
 
 
 def is_latent(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` was taken."""
+    """Return whether :func:`take` has changed ``module``."""
     return hasattr(module, "etkv_expands")
 
 
 def query(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """Return queries that read latent rows, ``[1, heads, T, rank + rotary]``, of those that read keys."""
+    """Convert queries for keys to queries for latent rows, ``[1, heads, T, rank + rotary]``."""
     plain, rotary = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
     joined: torch.Tensor = torch.cat((plain @ module.etkv_of_key, rotary), dim=-1)
     return joined
 
 
 def result(module: Any, latent: torch.Tensor) -> torch.Tensor:
-    """Return results ``[1, heads, T, v_head_dim]`` of means of latents, ``[1, heads, T, rank]``."""
+    """Convert means of latents ``[1, heads, T, rank]`` to results ``[1, heads, T, v_head_dim]``."""
     expanded: torch.Tensor = latent @ module.etkv_of_value
     return expanded
 
@@ -78,7 +79,7 @@ def _take(name: str, module: Any) -> None:
     if not _expands(module, of_key, of_value, rotary):
         raise ValueError(f"{name}: its latents are expanded in a form that the exporter does not know")
     module.kv_b_proj = _Expansion(weight)
-    # Not written with the model: they are parts of the weight.
+    # Not written with the model, because they are parts of the weight.
     module.register_buffer("etkv_of_key", of_key, persistent=False)
     module.register_buffer("etkv_of_value", of_value, persistent=False)
     module.etkv_expands = getattr(module, _EXPANDS)
@@ -86,7 +87,7 @@ def _take(name: str, module: Any) -> None:
 
 
 def _expands(module: Any, of_key: torch.Tensor, of_value: torch.Tensor, rotary: int) -> bool:
-    """Return whether the method of ``module`` expands a latent as the parts of its weight do."""
+    """Return whether the method of ``module`` expands a latent to its products with the two parts of the weight."""
     random = torch.Generator().manual_seed(0)
     latent = torch.randn(1, 1, 2, of_value.shape[1], generator=random).to(of_value)
     rotated = torch.randn(1, 1, 2, rotary, generator=random).to(of_value)
@@ -101,7 +102,7 @@ def _expands(module: Any, of_key: torch.Tensor, of_value: torch.Tensor, rotary: 
 
 
 def _expand(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of latents ``[1, 1, T, rank]``, or expand them outside of a step."""
+    """Return the latent rows of ``[1, 1, T, rank]`` within a step. Outside of a step, expand the latents."""
     from etkv.export import attention
 
     if not attention.is_in_step():

@@ -22,9 +22,9 @@ _ATTENDING = "attn_layer_indices"
 
 
 def keep_first(config: PreTrainedConfig, count: int | None) -> range:
-    """Reduce ``config`` to the first ``count`` layers of its model; ``None`` keeps all.
+    """Reduce ``config`` to the first ``count`` layers of its model; ``None`` keeps all layers.
 
-    Returns the removed layers. Raises :class:`EtkvError` if the model has fewer layers.
+    Returns the indices of the removed layers. Raises :class:`EtkvError` if the model has fewer layers.
     """
     if count is None:
         return range(0)
@@ -43,7 +43,7 @@ def last(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     """
     there = config.get_text_config().num_hidden_layers
     if count >= there:
-        raise EtkvError(f"draft {count} is above {there - 1}, the layers of the model but the first")
+        raise EtkvError(f"draft {count} is above {there - 1}, the number of layers after the first")
     _check_apart("draft", count, config)
     config = copy.deepcopy(config)
     _keep(config, slice(there - count, there))
@@ -51,7 +51,7 @@ def last(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
 
 
 def _check_apart(option: str, count: int, config: PreTrainedConfig) -> None:
-    """Raise :class:`EtkvError` if the layers of ``config``'s model cannot run without the others."""
+    """Raise :class:`EtkvError` if some layers of ``config``'s model cannot run without the other layers."""
     text_config = config.get_text_config()
     if count == text_config.num_hidden_layers:
         return
@@ -72,9 +72,9 @@ def _keep(config: PreTrainedConfig, kept: slice) -> None:
     n_layers = text_config.num_hidden_layers
     text_config.num_hidden_layers = len(range(n_layers)[kept])
     begin, end, _ = kept.indices(n_layers)
-    # A family may have two names for a list.
+    # A list may have two names in a family.
     for name in dict.fromkeys(text_config.attribute_map.get(name, name) for name in _ONE_A_LAYER):
-        # It may also make a list of other entries.
+        # A family may also compute the list from other entries.
         is_made = isinstance(getattr(type(text_config), name, None), property)
         if not is_made and getattr(text_config, name, None) is not None:
             setattr(text_config, name, list(getattr(text_config, name))[kept])
@@ -84,13 +84,13 @@ def _keep(config: PreTrainedConfig, kept: slice) -> None:
 
 
 def check_taps(taps: tuple[int, ...], config: PreTrainedConfig) -> None:
-    """Raise :class:`EtkvError` if ``config`` has no layer of one of the indices ``taps``."""
+    """Raise :class:`EtkvError` if one of the indices ``taps`` is not a layer of ``config``."""
     if taps and max(taps) > (last := config.get_text_config().num_hidden_layers - 1):
         raise EtkvError(f"tap-layers {max(taps)} is above {last}, the last layer of the model")
 
 
 def modules(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """Return the decoder layers of ``model``. Raises :class:`EtkvError` if the family keeps them elsewhere."""
+    """Return the decoder layers of ``model``. Raises :class:`EtkvError` if the family has no list of them."""
     layers: torch.nn.ModuleList | None = getattr(model.get_decoder(), "layers", None)
     if layers is None:
         raise EtkvError(f"tap-layers: model family {model.config.model_type!r} has no list of layers to tap")

@@ -1,4 +1,4 @@
-"""Turns a model in memory into an ExecuTorch program whose KV caches are outside the graph."""
+"""Lowers a model in memory to an ExecuTorch program whose KV caches are outside the graph."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def constant_methods(
 ) -> dict[str, Any]:
     """Return the constant methods of the program: name -> value.
 
-    ExecuTorch's MLX exporter writes the first six too. ExecuTorch's own LLM runner reads ``get_bos_id`` and
-    ``get_eos_ids``. ``get_logits_rows`` is 0 for a row of logits a token, and 1 for the last token's row only.
-    ``get_tap_layers`` is there if hidden states are an output. ``kv_cache.*`` repeats the facts of the first four, with
-    a version.
+    ExecuTorch's MLX exporter also writes the first six. ExecuTorch's own LLM runner reads ``get_bos_id`` and
+    ``get_eos_ids``. ``get_logits_rows`` is 0 for one row of logits for each token, and 1 for only the last token's row.
+    ``get_tap_layers`` is present if hidden states are an output. ``kv_cache.*`` repeats the facts of the first four,
+    with a version.
     """
     import torch
 
@@ -58,7 +58,7 @@ def constant_methods(
         "get_windows": torch.tensor(layout.windows, dtype=torch.int32),
     }
     methods: dict[str, Any] = {
-        # ExecuTorch's runners would take a program with recurrent layers or chunks for one without.
+        # With these facts, ExecuTorch's runners would run a program with recurrent layers or chunks incorrectly.
         **({} if layout.recurrent or any(layout.chunks) else of_exporter),
         "get_prefill_chunk_size": limits.prefill_chunk,
         "get_max_ctx_len": limits.max_context,
@@ -87,7 +87,7 @@ def constant_methods(
 
 
 def _in_keys(caches: list[bool]) -> dict[str, Any]:
-    """Return the constant method that names the caches with values in their keys, if there are any."""
+    """Return the constant method that marks the caches with values in their keys, if there are any."""
     import torch
 
     fact = _once([int(in_keys) for in_keys in caches])
@@ -97,7 +97,7 @@ def _in_keys(caches: list[bool]) -> dict[str, Any]:
 
 
 def _once(facts: list[int]) -> int | list[int]:
-    """Return one number if all layers have the same, else ``facts``."""
+    """Return one number if ``facts`` are equal in all layers, else ``facts``."""
     return facts[0] if len(set(facts)) == 1 else facts
 
 
@@ -117,10 +117,10 @@ def lower(
 ) -> tuple[ExecutorchProgramManager, list[str]]:
     """Return the program of ``step``, with T from 1 to ``limits.prefill_chunk`` and the caches of ``layout``.
 
-    Also returns the parts that it has, see :mod:`etkv.export.parts`.
+    Also returns the names of its parts, see :mod:`etkv.export.parts`.
 
     Raises :class:`EtkvError` if the family cannot be traced, if its calls of the KV cache op do not match ``layout``,
-    if its tokens depend on each other elsewhere, or if the backend lacks one of its operators.
+    if its tokens depend on each other outside of the ops of the cache, or if the backend lacks one of its operators.
     """
     from etkv.export import complex_numbers, parts, streaming, tokens, values_in_keys
     from etkv.export.forward import samples
@@ -132,7 +132,7 @@ def lower(
         traced = _trace(step, limits.prefill_chunk)
         _check_caches(traced, layout, family)
         methods = {**methods, **_in_keys(values_in_keys.of(traced, len(layout.kv_heads)))}
-    with progress.step("checking that tokens meet in the cache only"), explained(family, "checked", step.model):
+    with progress.step("checking that tokens interact only in the cache"), explained(family, "checked", step.model):
         tokens.check(traced, samples(step, 3), limits.max_context, family, scratch.used)
         scratch.release()
         complex_numbers.replace(traced)
@@ -163,7 +163,7 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
             dynamic_shapes={name: {min(1, example.dim() - 1): length} for name, example in inputs.items()},
             strict=True,
         )
-    # A model that asks for the dtype of packed weights has unpacked them for nothing.
+    # A model that reads only the dtype of packed weights has unpacked them in the trace.
     traced.graph.eliminate_dead_code()
     traced.graph_module.recompile()
     return traced
@@ -171,7 +171,7 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
 
 @contextlib.contextmanager
 def _without_copies() -> Iterator[None]:
-    """Let a trace see weights as they are. torch copies them, in case that the model changes them."""
+    """Keep torch from copying the weights in a trace. It copies them in case the model changes them."""
     import torch
     from torch._dynamo.variables import builder
 
@@ -203,8 +203,8 @@ def _check_caches(traced: ExportedProgram, layout: CacheLayout, family: str) -> 
     declared = dict(enumerate(zip(layout.kv_heads, layout.head_dims, layout.v_head_dims, strict=True)))
     if sizes != {layer: {size} for layer, size in declared.items()}:
         raise EtkvError(
-            f"model family {family!r} cannot be exported: traced, its attention uses the caches {sizes} (heads, and "
-            f"elements of a key and a value), and in plain PyTorch {declared}"
+            f"model family {family!r} cannot be exported: in the trace, its attention uses the caches {sizes} (heads, "
+            f"and elements of a key and a value), but in plain PyTorch {declared}"
         )
 
 
@@ -223,8 +223,8 @@ def _check_states(traced: ExportedProgram, layout: CacheLayout, family: str) -> 
     ]
     if called != list(range(len(layout.recurrent))):
         raise EtkvError(
-            f"model family {family!r} cannot be exported: traced, it calls its recurrent layers {called}, and in plain "
-            f"PyTorch {len(layout.recurrent)} in order"
+            f"model family {family!r} cannot be exported: in the trace, it calls its recurrent layers {called}, but in "
+            f"plain PyTorch {len(layout.recurrent)} in order"
         )
 
 

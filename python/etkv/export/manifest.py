@@ -1,4 +1,4 @@
-"""``export.json``: the sources of a program, so that it is exported again only when they change."""
+"""``export.json``: the sources of a program. The program is exported again only when they change."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from etkv.export.source import Source
 NAME = "export.json"
 
 _OUTWARD = {"etkv", *(f"{__package__}.{name}" for name in ("__main__", "progress", "check", "families", "reasons"))}
-"""Modules that do not affect the program: the package's own names, and what the exporter says, lists and compares."""
+"""Modules that do not affect the program: the package's ``__init__``, and modules for messages, lists and checks."""
 
 _PACKAGES = ("executorch", "torch", "torchao", "transformers", "gguf")
 
 
 def describe(request: ExportRequest, source: Source) -> dict[str, Any]:
-    """Return everything that affects an export. Two exports with equal descriptions write the same program."""
+    """Return everything that affects an export. Exports with equal descriptions write the same program."""
     return {
         "request": {
             field.name: _plain(getattr(request, field.name))
             for field in dataclasses.fields(request)
-            # The folder can move, and a check changes nothing: the files stay current.
+            # Files stay current if the folder moves, and a check does not change them.
             if field.name not in ("output", "verify")
         },
         "source": [[file.name, *_stamp(file)] for file in source.files()],
@@ -44,7 +44,7 @@ def describe(request: ExportRequest, source: Source) -> dict[str, Any]:
 
 
 def is_current(request: ExportRequest, source: Source) -> bool:
-    """Return whether all files of ``request`` exist and come from the same sources."""
+    """Return whether all files of ``request`` exist and were exported from the same sources."""
     file = request.output.parent / NAME
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
@@ -62,9 +62,9 @@ def is_current(request: ExportRequest, source: Source) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """What an export made: a program of ``size`` bytes, and the files ``companions`` beside it.
+    """The result of an export: a program of ``size`` bytes, and the files ``companions`` next to it.
 
-    ``checked`` tells whether the program was compared with the model, and ``parts`` which parts of models it has.
+    ``checked`` is whether the program was compared with the model. ``parts`` are the names of the model's parts.
     """
 
     size: int
@@ -106,7 +106,7 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _exporter_digest(backend: str) -> str:
-    """Return a digest of the code that affects an export for ``backend``, without its comments and docstrings."""
+    """Return a digest of the code that affects an export for ``backend``. Comments and docstrings do not count."""
     digest = hashlib.sha256()
     for module, file in sources(backend).items():
         digest.update(module.encode())
@@ -118,8 +118,8 @@ def _exporter_digest(backend: str) -> str:
 def sources(backend: str, package: Path = Path(__file__).parents[1]) -> dict[str, Path]:
     """Return the files that affect an export for ``backend``, by their names in order.
 
-    These are the exporter, the modules of etkv that it imports, those that they import and so on, and the schemas of
-    ``package``, the folder of etkv.
+    These are the exporter, the modules of etkv that it imports directly or indirectly, and the schemas of ``package``,
+    the folder of etkv.
     """
     others = {f"{__package__}.{known}" for known in BACKENDS if known != backend}
     found: dict[str, Path] = {}
@@ -147,13 +147,13 @@ def _file(module: str, package: Path) -> Path | None:
 
 
 def _imports(file: Path) -> list[str]:
-    """Return the names that a module imports, at its top or within a function."""
+    """Return the names that a module imports, at the top level or within a function."""
     names: list[str] = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            # What is imported may be a module itself.
+            # An imported name may itself be a module.
             names += [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
     return names
 

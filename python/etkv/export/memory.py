@@ -1,7 +1,7 @@
-"""Places the tensors of a program in its memory.
+"""Plans the memory of a program's tensors.
 
-ExecuTorch's own plan puts a tensor above all that live with it. Where the logits of a long step make the memory large,
-the tensors of the layers climb through all of it, and all of it counts as the process's in a long step.
+ExecuTorch's own plan places a tensor above all tensors with an overlapping lifetime. If the logits of a long step make
+the arena large, the tensors of the layers are spread over the whole arena, and a long step touches all its pages.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def plan(alignment: int, specs: set[Any], graph_module: Any, graph_signature: Any, extra_padding: int = 0) -> Any:
-    """Return where ``specs`` lie: each at the lowest place that is free as long as it lives, the largest first.
+    """Plan ``specs`` by size, the largest first: each gets the lowest offset that is free during its lifetime.
 
-    Offsets and sizes are in bytes. Graphs whose tensors share a storage, and parts of a graph, get ExecuTorch's plan.
+    Offsets and sizes are in bytes. Graphs whose tensors share storage, and subgraphs, get ExecuTorch's plan.
     """
     from executorch.exir import memory_planning
 
@@ -21,7 +21,7 @@ def plan(alignment: int, specs: set[Any], graph_module: Any, graph_signature: An
     if shared or getattr(graph_module, "input_mem_buffer_sizes", None):
         return made
     sizes = [0] * len(made.bufsizes)
-    # For each memory its tensors: the first and last instruction, and the bytes from and to.
+    # For each arena its tensors: first and last instruction, first byte and end.
     placed: list[list[tuple[int, int, int, int]]] = [[] for _ in sizes]
     for spec in sorted(made.spec_dict, key=lambda spec: (-spec.allocated_memory, spec.lifetime)):
         result, (first, last) = made.spec_dict[spec], spec.lifetime
@@ -34,7 +34,7 @@ def plan(alignment: int, specs: set[Any], graph_module: Any, graph_signature: An
         end = begin + spec.allocated_memory
         others.append((first, last, begin, end))
         sizes[result.mem_id] = max(sizes[result.mem_id], end + extra_padding)
-        # One object, in which tensors have offsets.
+        # All tensors of an arena are in one memory object.
         result.mem_offset, result.mem_obj_id = begin, 0
     made.bufsizes = sizes
     return made

@@ -1,8 +1,8 @@
 """Programs for MLX: one delegate that runs the whole graph.
 
 ``kvcache::update_and_convolve``, ``kvcache::update_and_scan`` and attention with sinks or a softcap become nodes that
-ExecuTorch's schema does not have. The delegate of such a program is named ``EtkvForMLX``, so that ExecuTorch's own MLX
-backend does not take it.
+ExecuTorch's schema does not have. The delegate of such a program has the backend id ``EtkvForMLX``, so that
+ExecuTorch's own MLX backend does not load it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NAME = "MLX"
 
 
 def packer(request: ExportRequest, group_size: int | None, scratch: Scratch) -> packing.Packer | None:
-    """Return what packs the weights of linear layers, embeddings and experts; None without quantization.
+    """Return the packer for the weights of linear layers, embeddings and experts; None without quantization.
 
-    ``group_size`` counts elements; ``None`` is one scale a row.
+    ``group_size`` counts elements; ``None`` is one scale for each row.
     """
     from etkv.export import mlx_linears
 
@@ -40,7 +40,7 @@ def packer(request: ExportRequest, group_size: int | None, scratch: Scratch) -> 
 
 
 def prepare(model: PreTrainedModel, request: ExportRequest, scratch: Scratch) -> None:
-    """Prepare ``model`` for the trace: experts whose weights are not packed become products with indexed weights."""
+    """Prepare ``model`` for the trace: experts with unpacked weights become products with indexed weights."""
     from etkv.export import experts
 
     experts.take(model, scratch.keep)
@@ -81,7 +81,7 @@ def _has_own_nodes(program: ExportedProgram) -> bool:
 
 
 def _name_delegates(program: ExportedProgram) -> None:
-    """Name the delegates of ``program`` after etkv's backend alone."""
+    """Give the delegates of ``program`` the backend id of etkv."""
     from executorch.exir.delegate import executorch_call_delegate
 
     for node in program.graph.nodes:
@@ -99,12 +99,12 @@ def check(graph: torch.fx.Graph, family: str) -> None:
     if left:
         raise EtkvError(f"model family {family!r} has operators that the MLX backend lacks: {', '.join(left)}")
     if len(delegates) != 1:
-        raise EtkvError(f"model family {family!r} splits into {len(delegates)} delegates, and a program has one")
+        raise EtkvError(f"model family {family!r} splits into {len(delegates)} delegates, expected 1")
 
 
 @functools.cache
 def _register_ops() -> None:
-    """Tell ExecuTorch how the ops of the exporter become nodes of MLX programs."""
+    """Register with ExecuTorch the conversions of the exporter's ops to nodes of MLX programs."""
     import torch
     from executorch.backends.mlx.builder.op_registry import REGISTRY
     from executorch.backends.mlx.serialization.mlx_graph_schema import TakeAlongAxisNode, WhereNode
@@ -125,7 +125,7 @@ def _register_ops() -> None:
         source, axis, index = builder.args(node)
         shape, wanted = _shape(node, 0), _shape(node, 2)
         axis %= len(shape)
-        # Indices of fewer rows than the source has would need a slice first.
+        # If the indices had fewer rows than the source, the source would have to be sliced first.
         if [*map(str, shape[:axis]), *map(str, shape[axis + 1 :])] != [
             *map(str, wanted[:axis]),
             *map(str, wanted[axis + 1 :]),
@@ -142,16 +142,16 @@ def _register_ops() -> None:
 
 @functools.cache
 def _register_cache_ops() -> None:
-    """Tell ExecuTorch how the ops of the cache that it lacks become nodes of MLX programs.
+    """Register with ExecuTorch the conversions of the cache ops that it lacks to nodes of MLX programs.
 
-    Raises :class:`EtkvError` if its schema was loaded without the nodes of etkv.
+    Raises :class:`EtkvError` if ExecuTorch's schema was loaded without the nodes of etkv.
     """
     import torch
     from executorch.backends.mlx.builder.op_helpers import torch_dtype_to_scalar_type
     from executorch.backends.mlx.builder.op_registry import REGISTRY
     from executorch.backends.mlx.serialization import mlx_graph_schema
 
-    # This registers the ops of recurrent layers.
+    # The import registers the ops of recurrent layers.
     import etkv.recurrent_op  # noqa: F401
 
     if not hasattr(mlx_graph_schema, "UpdateAndScanNode"):

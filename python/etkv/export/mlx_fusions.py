@@ -1,4 +1,4 @@
-"""Joins formulas of recurrent layers into operations of MLX: on a GPU each operation is a kernel launch."""
+"""Fuses formulas of recurrent layers into single MLX operations, because on a GPU each operation is a kernel launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Node = Any
 _aten = torch.ops.aten
 
 _MAX_SUM = 20.0
-"""``log(1 + exp(x))`` is ``x`` in float32 from here on, which is PyTorch's default threshold of a softplus."""
+"""PyTorch's default threshold of a softplus. In float32, ``log(1 + exp(x))`` is ``x`` from there on."""
 
 
 def fuse(program: ExportedProgram) -> None:
@@ -36,7 +36,7 @@ def fuse(program: ExportedProgram) -> None:
 def _softplus(graph: Graph, node: Node) -> None:
     """Replace a softplus by ``log(exp(x) + exp(0))``."""
     given: tuple[Any, ...] = node.args
-    # Left out are a factor of 1, and this threshold.
+    # Arguments may be left out: the defaults are a factor of 1, and this threshold.
     x, beta, threshold = given + (1, _MAX_SUM)[len(given) - 1 :]
     if beta != 1 or threshold < _MAX_SUM:
         return
@@ -51,7 +51,7 @@ def _softplus(graph: Graph, node: Node) -> None:
 
 
 def _unit_norm(graph: Graph, node: Node) -> None:
-    """Replace ``x * rsqrt(sum(x * x) + eps)`` over the last axis by an RMS norm without weight, and a factor."""
+    """Replace ``x * rsqrt(sum(x * x) + eps)`` over the last axis by an RMS norm without weight, times a factor."""
     x, factor = node.args
     eps = _eps(x, factor)
     value = node.meta["val"]
@@ -67,7 +67,7 @@ def _unit_norm(graph: Graph, node: Node) -> None:
 
 
 def _eps(x: Node, factor: Node) -> float | None:
-    """Return ``eps`` if ``factor`` is ``rsqrt(sum(x * x) + eps)`` over the last axis, which stays."""
+    """Return ``eps`` if ``factor`` is ``rsqrt(sum(x * x) + eps)`` over the last axis with ``keepdim``; else None."""
     if not (_is(factor, _aten.rsqrt.default) and _is(factor.args[0], _aten.add.Tensor)):
         return None
     total, eps = factor.args[0].args[0], factor.args[0].args[1]

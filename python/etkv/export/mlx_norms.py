@@ -1,7 +1,8 @@
-"""Finds the RMS norms of a graph, which MLX computes in one operation.
+"""Finds the RMS norms in a graph, which MLX computes in one operation.
 
-ExecuTorch's pass takes a product for a norm without comparing its operands: a weight for each head, or a mean of
-another tensor than the one that is scaled, would end in an error or in another norm. Such products stay as they are.
+ExecuTorch's own pass does not compare the operands of a product before it replaces the product by a norm. A product
+with a weight for each head, or with the mean of another tensor, would become an error or a wrong norm. This pass leaves
+such products unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def passes() -> list[Any]:
 
 
 def _is_norm(match: RMSNormMatch) -> bool:
-    """Return whether ``match`` scales a tensor by its own mean square over the last axis, and by one weight of it."""
+    """Return whether ``match`` scales a tensor by its mean square over the last axis, and by a weight of that axis."""
     value = match.input_node.meta["val"]
     weight = match.weight_node.meta["val"] if isinstance(match.weight_node, torch.fx.Node) else None
     if weight is None or weight.shape != value.shape[-1:]:

@@ -1,7 +1,7 @@
-"""Rewrites a traced graph to operators that ExecuTorch's exporter for MLX has, and has right.
+"""Rewrites a traced graph to operators that ExecuTorch's exporter for MLX has and exports correctly.
 
-Routers of experts gather scores and scatter ones. One index of as many axes as its tensor would become an operation
-that takes along an axis.
+Routers of experts gather scores and scatter ones. The exporter would convert an index with as many axes as its tensor
+to a take-along-axis, which is another operation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ATEN = torch.ops.aten
 
 
 def apply(program: ExportedProgram) -> None:
-    """Rewrite the graph of ``program`` in place."""
+    """Rewrite the graph of ``program``."""
     graph = program.graph
     for node in list(graph.nodes):
         rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
@@ -28,7 +28,7 @@ def apply(program: ExportedProgram) -> None:
                 made = rewrite(graph, node)
             if made is not None:
                 if node.target in _IN_PLACE:
-                    # Later nodes may read what it wrote under its source's name.
+                    # Later nodes may read the result of an in-place operator through its source.
                     node.args[0].replace_all_uses_with(made, lambda user, made=made: user > made)
                 node.replace_all_uses_with(made)
                 graph.erase_node(node)
@@ -37,14 +37,14 @@ def apply(program: ExportedProgram) -> None:
 
 
 def _scatter(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None:
-    """Replace a scatter along the last axis by a choice where any index is that of the element."""
+    """Replace a scatter along the last axis by a ``where``, true for the elements whose index is among the indices."""
     arguments: list[Any] = [*node.args]
     source, axis, index, value = arguments
     shape = source.meta["val"].shape
     if axis % len(shape) != len(shape) - 1 or not isinstance(shape[-1], int):
         return None
     if node.target in _IN_PLACE and (source.target not in _NEW or any(user < node for user in source.users)):
-        # Another name of the tensor that it writes to may be read later.
+        # A view of the tensor that the operator writes to may be read later.
         return None
     indexed = [str(size) for size in index.meta["val"].shape]
     if indexed[:-1] != [str(size) for size in shape[:-1]]:
@@ -52,13 +52,13 @@ def _scatter(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None
     if isinstance(value, torch.fx.Node):
         given_value = value.meta["val"]
         if [str(size) for size in given_value.shape] != indexed or not given_value.is_floating_point():
-            # A sum would have another dtype than integers.
+            # The sum of integers below would have another dtype.
             return None
     places = call(graph, _ATEN.arange.default, shape[-1])
     hits = call(graph, _ATEN.eq.Tensor, call(graph, _ATEN.unsqueeze.default, index, -1), places)
     hit = call(graph, _ATEN.any.dim, hits, -2)
     if isinstance(value, torch.fx.Node):
-        # One index, at most, is that of an element: the others add zeros.
+        # At most one index matches an element, and the other indices add zeros.
         column = call(graph, _ATEN.unsqueeze.default, value, -1)
         given = call(graph, _ATEN.where.self, hits, column, call(graph, _ATEN.zeros_like.default, column))
         written = call(graph, _ATEN.sum.dim_IntList, given, [-2])
@@ -68,7 +68,7 @@ def _scatter(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None
 
 
 def _index(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None:
-    """Flatten the only index of a tensor of as many axes, and shape the rows afterwards."""
+    """Flatten the only index of a tensor with the same number of axes, and reshape the selected rows."""
     given: list[Any] = [*node.args]
     source, indices = given
     if len(indices) != 1 or indices[0].meta["val"].dtype == torch.bool:
@@ -84,7 +84,7 @@ def _index(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _max(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Replace the largest elements along an axis and their indices by an operation for each."""
+    """Replace a max with indices by separate operations for values and indices."""
     arguments: list[Any] = [*node.args, *([False] if len(node.args) < 3 else [])]
     source, axis, keeps = arguments
     for user in list(node.users):
@@ -100,11 +100,11 @@ def _max(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 _IN_PLACE = (_ATEN.scatter_.value, _ATEN.scatter_.src)
 
 _NEW = (_ATEN.full_like.default, _ATEN.zeros_like.default, _ATEN.zeros.default, _ATEN.new_zeros.default)
-"""Operators that return a tensor without another name."""
+"""Operators that return a new tensor, which has no views."""
 
 _REWRITES = {
     **dict.fromkeys((_ATEN.scatter.value, _ATEN.scatter.src, *_IN_PLACE), _scatter),
     _ATEN.index.Tensor: _index,
     _ATEN.max.dim: _max,
 }
-"""Operators -> the functions that return what takes their place, or None."""
+"""Operators -> functions that return the replacement, or None to leave the node unchanged."""

@@ -1,4 +1,4 @@
-"""Work on parts of a matrix, on all cores."""
+"""Runs work on parts of a matrix in parallel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def by_parts(n: int, step: int, work: Callable[[slice], None]) -> None:
-    """Call ``work`` for slices of ``step`` of ``n`` rows, on as many threads as torch's operations have.
+    """Call ``work`` for slices of ``step`` of ``n`` rows, on as many threads as torch uses for an operation.
 
-    Each part is the work of one core. Raises what ``work`` raises.
+    Each slice runs on one thread. Raises what ``work`` raises.
     """
     n_threads = torch.get_num_threads()
     parts = [slice(first, min(first + step, n)) for first in range(0, n, step)]
@@ -20,7 +20,7 @@ def by_parts(n: int, step: int, work: Callable[[slice], None]) -> None:
             work(part)
         return
     try:
-        # The threads of the operations would wait for each other. A new thread takes the number that is set last.
+        # Nested threads of torch's operations would slow each other down. New threads inherit the number set here.
         torch.set_num_threads(1)
         with ThreadPoolExecutor(n_threads) as pool:
             list(pool.map(work, parts))

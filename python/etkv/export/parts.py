@@ -1,4 +1,4 @@
-"""The parts of a model's layers that matter to its cache and its backend, as its program has them."""
+"""The parts of a model that affect its cache and its backend, found in its program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def of(traced: ExportedProgram, layout: CacheLayout) -> list[str]:
-    """Return the names of the parts of ``traced``, whose caches are those of ``layout``."""
+    """Return the names of the parts of ``traced``. Its caches are described by ``layout``."""
     calls: dict[str, list[Any]] = {}
     for node in traced.graph.nodes:
         if node.op == "call_function":

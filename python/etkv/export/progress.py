@@ -19,18 +19,18 @@ from typing import TextIO
 _HEARTBEAT_SECONDS = 10.0
 
 _LINE_SECONDS = 1.0
-"""The least time between two lines about places of a step."""
+"""Minimum time between two lines about the progress of a step."""
 
 
 class Step:
-    """A step that runs. It prints the layers to which it comes."""
+    """A running step, which prints the layers that it reaches."""
 
     def __init__(self, note: Callable[[str], None], text: str) -> None:
         self._note, self._text = note, text
         self._layer, self._printed = "", time.monotonic()
 
     def at(self, module: str) -> None:
-        """Print the layer of a module of this name, if it is another than before and a second has passed."""
+        """Print the layer of the module with this name, if the layer is new and a second has passed."""
         found = re.search(r"(?:^|\.)(layers|h|blocks)\.(\d+)\.", module)
         if found is None or found[2] == self._layer or time.monotonic() - self._printed < _LINE_SECONDS:
             return
@@ -41,7 +41,7 @@ class Step:
 class Progress:
     """Prints steps to ``stream``; ``None`` prints nothing.
 
-    A long step is printed repeatedly, so a process without output hangs.
+    A long step is printed repeatedly, so a process without output has hung.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -78,8 +78,8 @@ class Progress:
 def third_party_noise(allowed: bool) -> Iterator[None]:
     """Hide warnings, log lines, prints and progress bars of torch, transformers and ExecuTorch unless ``allowed``.
 
-    It affects the whole process, so only commands open it. Open it before those packages are imported. Errors are still
-    logged.
+    It affects the whole process, so it is only for commands. Enter it before these packages are imported. Errors are
+    still logged.
     """
     if allowed:
         yield
@@ -98,11 +98,11 @@ def third_party_noise(allowed: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def native_noise(allowed: bool) -> Iterator[TextIO]:
-    """Hide what libraries write to the process's standard error unless ``allowed``. Yield a stream that still reaches
-    it.
+    """Hide the output of libraries to the process's standard error unless ``allowed``. Yield a stream that still
+    reaches it.
 
-    ExecuTorch reports there which files about the processor it reads. Like :func:`third_party_noise`, for commands
-    only.
+    ExecuTorch reports there which files about the processor it reads. Like :func:`third_party_noise`, this is only for
+    commands.
     """
     shown = sys.stderr
     if allowed or shown is not sys.__stderr__:
@@ -111,7 +111,7 @@ def native_noise(allowed: bool) -> Iterator[TextIO]:
     number = 2
     with os.fdopen(os.dup(number), "w", buffering=1) as stream, Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), number)
-        # A library's last message before it ends the process is hidden. The traceback still reaches the user.
+        # If a library aborts the process, its last message is hidden, but the traceback still reaches the user.
         faulthandler.enable(stream)
         try:
             yield stream

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 _TOKENIZER_FILES = ("token*", "vocab*", "*.model")
-"""Files of tokenizers, old and new."""
+"""Files of tokenizers, in old and new formats."""
 
 
 @dataclass(frozen=True)
 class Source:
     """The source of a model.
 
-    ``folder`` has the files. ``gguf_file`` is the name of the GGUF file in it; ``None`` for a Hugging Face folder.
+    ``folder`` contains the files. ``gguf_file`` is the name of the GGUF file in it; ``None`` for a Hugging Face folder.
     """
 
     folder: Path
@@ -36,7 +36,7 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """Return the path that the user gave."""
+        """Return the path of the model: the folder or the GGUF file."""
         return self.folder / self.gguf_file if self.gguf_file else self.folder
 
     def files(self) -> list[Path]:
@@ -53,15 +53,15 @@ class Source:
 
 
 def find(model: Path) -> Source:
-    """Return the source at ``model`` after a check of its files. Raises :class:`EtkvError` if there is no model."""
+    """Check the files at ``model``, and return the source. Raises :class:`EtkvError` if there is no model."""
     if model.is_dir():
         if not (model / "config.json").is_file():
-            raise EtkvError(f"folder {model} has no config.json; it has to be a Hugging Face model folder")
+            raise EtkvError(f"folder {model} has no config.json; expected a Hugging Face model folder")
         if not any(file for pattern in _WEIGHTS for file in model.glob(pattern)):
             raise EtkvError(f"folder {model} has no weights ({' or '.join(_WEIGHTS)})")
         return Source(model, None)
     if model.suffix.lower() != ".gguf":
-        raise EtkvError(f"file {model} does not end in .gguf; a model is a Hugging Face folder or a .gguf file")
+        raise EtkvError(f"file {model} does not end in .gguf; expected a Hugging Face folder or a .gguf file")
     gguf.find_files(model)
     return Source(model.parent, model.name)
 
@@ -91,9 +91,9 @@ def read_config(source: Source) -> PreTrainedConfig:
 
 
 def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, which has a ``tokenizer.json`` form.
+    """Return the model's tokenizer, a fast tokenizer that can be written as ``tokenizer.json``.
 
-    Raises :class:`EtkvError` if it cannot be read or has no such form.
+    Raises :class:`EtkvError` if it cannot be read or is not a fast tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -103,8 +103,8 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     except Exception as error:
         if not any(path for name in _TOKENIZER_FILES for path in source.folder.glob(name)):
-            raise EtkvError(f"{source.path} has no tokenizer: tokenizer.json belongs beside config.json") from error
-        # The message goes on with a list after these words.
+            raise EtkvError(f"{source.path} has no tokenizer: expected tokenizer.json next to config.json") from error
+        # In the message a list follows these words.
         why = first_line(error).removesuffix(" from one of:")
         raise EtkvError(f"the tokenizer of {source.path} cannot be read: {why}") from error
     if not tokenizer.is_fast:
@@ -123,9 +123,9 @@ def read_model(
 ) -> PreTrainedModel:
     """Return the text model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op.
 
-    ``dropped`` are the layers of the source that ``config`` leaves out. ``note`` is told what the publisher's runtimes
-    do with quantized weights and a program does not. ``packing`` packs the weights as they are read, unless
-    ``is_packed`` is False.
+    ``dropped`` are the layers of the source that ``config`` leaves out. ``note`` receives remarks on what the
+    publisher's runtimes do with quantized weights but a program does not. ``packing`` packs the weights while they are
+    read, unless ``is_packed`` is False.
 
     Raises :class:`EtkvError` if weights are missing, unexpected or unreadable, or if the family's attention cannot be
     replaced.
@@ -169,10 +169,10 @@ def read_model(
                 source.folder if state is None else None,
                 config=config,
                 dtype=getattr(torch, dtype),
-                # The part for images may lack a choice of attention.
+                # The image part of a model may not support other attention implementations.
                 attn_implementation="eager" if is_part else attention.NAME,
                 output_loading_info=True,
-                # The report has the mismatched sizes.
+                # The loading report then lists the mismatched sizes.
                 ignore_mismatched_sizes=True,
                 **origin,
             )
@@ -183,8 +183,7 @@ def read_model(
             raise state.failure from error
         if isinstance(error, KeyError) and error.args == (attention.NAME,):
             raise EtkvError(
-                f"model family {config.model_type!r} cannot be exported: the KV cache op cannot take its attention's "
-                "place"
+                f"model family {config.model_type!r} cannot be exported: the KV cache op cannot replace its attention"
             ) from error
         raise weights.unreadable(source.path, error) from error
     weights.check_loaded(source.path, model, report, dropped)
@@ -200,10 +199,10 @@ def read_model(
 def generation_settings(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the contents of ``generation_config.json``, with every eos token id of model and tokenizer.
 
-    The model's ids are those at which transformers ends a generation: from ``generation_config.json``, or else from the
-    configuration, with the family's default. Often only the model or only the tokenizer names the token that ends a
-    turn. ``eos_token_id`` is a list, the model's ids first. ``bos_token_id`` is present if the model or the tokenizer
-    has one.
+    The model's ids are those with which transformers ends a generation: from ``generation_config.json``, or else from
+    the configuration, with the family's default. The token that ends a turn is often only in the model's settings or
+    only in the tokenizer's. ``eos_token_id`` is a list that begins with the model's ids. ``bos_token_id`` is present if
+    the model or the tokenizer has one.
     """
     from transformers import GenerationConfig
 

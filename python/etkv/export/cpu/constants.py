@@ -1,6 +1,6 @@
-"""Computes the parts of a graph that depend on weights alone, once, when a program is exported.
+"""Constant folding: computes the parts of a graph that depend only on weights when a program is exported.
 
-Recurrent layers have many: the exponential of a decay, one axis less of the weight of a convolution.
+Recurrent layers have many such parts, such as the exponential of a decay or the squeezed weight of a convolution.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _FOLDED = {
     _ATEN.unsqueeze.default,
     _ATEN.view.default,
 }
-"""Operators that are computed. Those of quantized weights are not among them."""
+"""Operators that are folded. Operators on quantized weights are not folded."""
 
 
 def fold(program: ExportedProgram) -> None:
-    """Replace each such part of the graph of ``program`` by a constant."""
+    """Replace each constant part of the graph of ``program`` by its value."""
     values: dict[torch.fx.Node, torch.Tensor] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -48,7 +48,7 @@ def fold(program: ExportedProgram) -> None:
 
 
 def _inputs(node: torch.fx.Node) -> list[torch.fx.Node | None]:
-    """Return the inputs of ``node``; None stands for no input at all."""
+    """Return the inputs of ``node``. None in the list marks a node without inputs."""
     return [*node.all_input_nodes] or [None]
 
 
@@ -63,7 +63,7 @@ def _value(program: ExportedProgram, node: torch.fx.Node) -> Any:
 
 def _replace(program: ExportedProgram, node: torch.fx.Node, value: torch.Tensor) -> None:
     graph = program.graph
-    # XNNPACK's writer takes a tensor's storage from its beginning.
+    # XNNPACK's serializer writes a tensor's storage from its beginning, so the tensor must begin there.
     value = value.contiguous().clone()
     with graph.inserting_before(next(iter(graph.nodes))):
         name = f"etkv_folded_{node.name}"

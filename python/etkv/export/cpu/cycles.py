@@ -1,7 +1,7 @@
-"""Splits delegates that would need each other's results, such as those before and after a call of the cache.
+"""Splits delegates that would need each other's results, such as nodes before and after a call of the cache.
 
-XNNPACK's partitioner looks at the nodes between which a delegate lies, one delegate at a time. Models whose layers take
-more inputs than the layer before, such as Gemma 3n and Gemma 4, get delegates that wait for each other.
+XNNPACK's partitioner checks cycles for one delegate at a time. In models whose layers have other inputs than the
+output of the layer below, such as Gemma 3n and Gemma 4, several delegates together can form a cycle.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _TAG = "delegation_tag"
 
 
 def split(graph: torch.fx.Graph, tags: set[str]) -> dict[str, str]:
-    """Give nodes of ``graph`` with one of ``tags`` further tags, until the delegates can run one after the other.
+    """Split the nodes of ``tags`` into more tags, until the delegates can run one after the other.
 
-    Returns each new tag with the one that its nodes had.
+    Returns a mapping from each new tag to the earlier tag of its nodes.
     """
     made: dict[str, str] = {}
     while cycle := _cycle(graph):
@@ -31,16 +31,16 @@ def split(graph: torch.fx.Graph, tags: set[str]) -> dict[str, str]:
 
 
 def _part(node: torch.fx.Node) -> Any:
-    """Return what runs ``node``: the tag of its delegate, or the node itself."""
+    """Return the tag of the delegate of ``node``, or ``node`` itself if it is in no delegate."""
     return node.meta.get(_TAG, node)
 
 
 def _cycle(graph: torch.fx.Graph) -> set[Any]:
-    """Return parts that wait for each other; empty if there are none."""
+    """Return parts that form a cycle; empty if there is no cycle."""
     needed: dict[Any, set[Any]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            # It is there from the beginning. A weight may have the tag of one of its readers.
+            # Inputs are available from the beginning. A weight may have the tag of one of its readers.
             continue
         part, inputs = _part(node), (given for given in node.all_input_nodes if given.op != "placeholder")
         needed.setdefault(part, set()).update(map(_part, inputs))
@@ -53,9 +53,9 @@ def _cycle(graph: torch.fx.Graph) -> set[Any]:
 
 
 def _levels(graph: torch.fx.Graph, parts: set[Any]) -> dict[torch.fx.Node, int]:
-    """Return for each node of ``parts`` how often the longest way to it goes from one of ``parts`` to another."""
+    """Return for each node of ``parts`` its level: the maximum number of changes between ``parts`` on a path to it."""
     levels: dict[torch.fx.Node, int] = {}
-    # For each node the level of its longest ways, and the parts that they come from.
+    # For each node: the level of its longest paths, and the last parts on these paths.
     ends: dict[torch.fx.Node, tuple[int, set[Any]]] = {}
     for node in graph.nodes:
         part, ways = _part(node), [ends[given] for given in node.all_input_nodes]

@@ -1,4 +1,4 @@
-"""Partitions a program into delegates: each call in its own, and the nodes that XNNPACK computes between calls."""
+"""Partitions a program into delegates: one for each call, and some for the nodes between calls, which XNNPACK runs."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ _AS_THEY_ARE = {
     "torchao.quantize_affine.default",
     "getitem",
 }
-"""Operators that XNNPACK's passes leave unchanged. The passes replace other operators."""
+"""Operators that XNNPACK's passes leave unchanged. The passes may replace other operators."""
 
 _ONE_PASS = CompileSpec("dqlinear_partitioner", b"")
-"""Makes XNNPACK's ``preprocess`` run one of its passes, for linear layers, instead of all 17.
+"""The option with which XNNPACK's ``preprocess`` runs only the pass for linear layers, instead of all 17 passes.
 
-Each pass traces the graph of each delegate again. Together, they take most of an export. A release that does not know
-this name runs all passes.
+Each pass traces the graph of each delegate again. Together, the passes take most of the time of an export. A release of
+ExecuTorch without this option runs all passes.
 """
 
 
 class CPUPartitioner(XnnpackPartitioner):  # type: ignore[misc] # ExecuTorch's classes have no types.
-    """Tags every node that etkv or XNNPACK computes. The nodes with one tag become one delegate.
+    """Tags every node that etkv or XNNPACK runs. The nodes with one tag become one delegate.
 
-    ``logits`` are the rows that the request asks for.
+    ``logits`` is that of the request: which rows of logits a step returns.
     """
 
     def __init__(self, logits: str) -> None:
@@ -80,10 +80,10 @@ class CPUPartitioner(XnnpackPartitioner):  # type: ignore[misc] # ExecuTorch's c
     def ops_to_not_decompose(
         self, ep: ExportedProgram
     ) -> tuple[list[torch._ops.OpOverload[Any, Any]], Callable[[torch.fx.Node], bool] | None]:
-        """Return the operators that XNNPACK takes whole at every place in the graph.
+        """Return the operators that XNNPACK supports without decomposition, everywhere in the graph.
 
-        XNNPACK's own method also returns a function that decides for each node. With it, ExecuTorch traces the whole
-        graph twice more.
+        XNNPACK's own method also returns a function that decides for each node. With that function, ExecuTorch would
+        trace the whole graph two more times.
         """
         operators, takes = super().ops_to_not_decompose(ep)
         refused = {node.target for node in ep.graph.nodes if node.op == "call_function" and not takes(node)}
@@ -91,7 +91,7 @@ class CPUPartitioner(XnnpackPartitioner):  # type: ignore[misc] # ExecuTorch's c
 
 
 def _spec(spec: DelegationSpec, nodes: list[torch.fx.Node]) -> DelegationSpec:
-    """Return ``spec`` for a delegate of ``nodes``, with one pass if the other passes would change nothing."""
+    """Return ``spec`` for a delegate of ``nodes``, with only one pass if the other passes would change nothing."""
     plain = all(_is_as_it_is(node) for node in nodes)
     return DelegationSpec(spec.backend_id, [*spec.compile_specs, _ONE_PASS] if plain else spec.compile_specs)
 

@@ -1,7 +1,7 @@
-"""Rewrites a traced graph to operators that XNNPACK takes, so that the nodes between two calls are one delegate.
+"""Rewrites a traced graph to operators that XNNPACK supports, so that the nodes between two calls are one delegate.
 
-XNNPACK takes no means over the last axis, no slices of tensors with a dynamic length, and no views with a length that
-is an input. Means and slices become products, and a view infers its length.
+XNNPACK does not support means over the last axis, slices of tensors with a dynamic length, and views with a length that
+is an input. Means and slices become products, and views infer their length.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def apply(program: ExportedProgram) -> None:
 
 
 def _calls(program: ExportedProgram, *targets: Any) -> Iterator[torch.fx.Node]:
-    """Yield the calls of ``targets`` in their order. The graph may change meanwhile."""
+    """Yield the calls of ``targets`` in order. The graph may change during the iteration."""
     for node in list(program.graph.nodes):
         if node.op == "call_function" and node.target in targets:
             yield node
 
 
 def _drop_checks(program: ExportedProgram) -> None:
-    """Remove checks of dtypes, and conversions of a tensor to its own dtype. Later passes would trace them again."""
+    """Remove checks of dtypes, and conversions of a tensor to its own dtype, which would slow down later passes."""
     for node in _calls(program, _ATEN._assert_tensor_metadata.default):
         program.graph.erase_node(node)
     for node in _calls(program, _ATEN.to.dtype, _ATEN.to.device, _ATEN.alias.default):
@@ -95,7 +95,7 @@ def _parts(program: ExportedProgram, node: torch.fx.Node) -> None:
 
 
 def _whole(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Remove a slice that is all of its tensor, and empty parts of a concatenation. Fully rotated heads have both."""
+    """Remove slices of a whole tensor, and empty parts of concatenations. Models with fully rotated heads have both."""
     source: Any = node.args[0]
     if node.target is _ATEN.slice.Tensor:
         # Compare sizes as text: a comparison of numbers would add a guard to the graph.
@@ -111,7 +111,7 @@ def _whole(program: ExportedProgram, node: torch.fx.Node) -> None:
 
 
 def _norm(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Replace a LayerNorm or an RMSNorm over the last axis by its arithmetic."""
+    """Replace a LayerNorm or an RMSNorm over the last axis by elementary operators."""
     centered = node.target is _ATEN.layer_norm.default
     names = ["input", "normalized_shape", "weight", *(["bias"] if centered else []), "eps"]
     given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -135,7 +135,7 @@ def _norm(program: ExportedProgram, node: torch.fx.Node) -> None:
 
 
 def _gelu(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Replace GELU's approximation with tanh by its arithmetic: XNNPACK would compute the exact function."""
+    """Replace GELU's tanh approximation by elementary operators, because XNNPACK would compute the exact function."""
     if node.kwargs.get("approximate", "none") != "tanh":
         return
     source: Any = node.args[0]
@@ -164,7 +164,7 @@ def _softplus(program: ExportedProgram, node: torch.fx.Node) -> None:
 
 
 def _sum(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Replace a sum over the last axis, kept as one element, by a product with ones."""
+    """Replace a sum over the last axis with ``keepdim`` by a product with ones."""
     width = _kept_axis(node)
     if width is not None:
         source: Any = node.args[0]
@@ -173,7 +173,7 @@ def _sum(program: ExportedProgram, node: torch.fx.Node) -> None:
 
 
 def _kept_axis(node: torch.fx.Node) -> int | None:
-    """Return the length of the last axis, if ``node`` reduces it alone and keeps it as one element."""
+    """Return the length of the last axis if ``node`` reduces only this axis, with ``keepdim``; else None."""
     given: list[Any] = [*node.args]
     source, dims, *rest = given
     keep = rest[0] if rest else node.kwargs.get("keepdim", False)
@@ -185,7 +185,7 @@ def _kept_axis(node: torch.fx.Node) -> int | None:
 
 
 def _power(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Replace a third power by products, and powers of a half by roots: XNNPACK takes squares alone."""
+    """Replace third powers by products and powers of a half by roots, because XNNPACK supports only squares."""
     given: list[Any] = [*node.args]
     source, exponent = given
     if exponent not in (3, 0.5, -0.5):
@@ -204,7 +204,7 @@ def _replace(program: ExportedProgram, node: torch.fx.Node, other: torch.fx.Node
 
 
 def _mean(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Replace a mean over the last axis, kept as one element, by a product with equal weights."""
+    """Replace a mean over the last axis with ``keepdim`` by a product with equal weights."""
     width = _kept_axis(node)
     if width is not None:
         source: Any = node.args[0]
@@ -242,13 +242,13 @@ def _part_of_head(program: ExportedProgram, node: torch.fx.Node) -> None:
         return
     part = _range(node, 3, value.shape[-1])
     if part is not None:
-        # XNNPACK's writer takes a tensor's storage from its beginning.
+        # XNNPACK's serializer writes a tensor's storage from its beginning, so the tensor must begin there.
         rows = torch.eye(value.shape[-1], dtype=value.dtype)[part[0] : part[1]].clone()
         _linear(program, node, source, f"etkv_{part[0]}_to_{part[1]}_of_{value.shape[-1]}", rows)
 
 
 def _range(node: torch.fx.Node, axis: int, width: int) -> tuple[int, int] | None:
-    """Return the first element and the end of a slice of the last axis, or None for other slices."""
+    """Return the begin and the end of a slice of the last axis; None for other slices."""
     given: list[Any] = [*node.args, *[None] * (4 - len(node.args))]
     _, dim, first, end, *step = given
     if (dim or 0) % (axis + 1) != axis or (step and step[0] not in (None, 1)):
@@ -262,7 +262,7 @@ def _range(node: torch.fx.Node, axis: int, width: int) -> tuple[int, int] | None
 def _linear(
     program: ExportedProgram, node: torch.fx.Node, source: torch.fx.Node, name: str, weights: torch.Tensor
 ) -> None:
-    """Replace ``node`` by a product of ``source`` with constant weights, [out, in], shared by name."""
+    """Replace ``node`` by a product of ``source`` with constant weights [out, in]. Weights of one name are shared."""
     from executorch.backends.transforms.utils import create_constant_placeholder
     from torch.export.graph_signature import InputKind
 
@@ -276,7 +276,7 @@ def _linear(
 
 
 def _infer_length(node: torch.fx.Node) -> None:
-    """Make a view infer its dynamic length, if it has one."""
+    """Let a view infer its dynamic length, if it has one."""
     if _n_dynamic(node) <= 1:
         sizes = node.meta["val"].shape
         node.args = (node.args[0], [size if isinstance(size, int) else -1 for size in sizes])
@@ -287,10 +287,10 @@ def _n_dynamic(node: torch.fx.Node) -> int:
 
 
 def _share(program: ExportedProgram) -> None:
-    """Share views and rows with equal arguments, which each layer makes of positions.
+    """Merge equal views and row selections, which each layer computes from positions.
 
-    Activations that are quantized for several layers are not shared: XNNPACK's partitioner would split the delegate at
-    each of them.
+    Quantized activations are not merged: XNNPACK's partitioner would split the delegate at activations that several
+    layers read.
     """
     had: dict[Any, torch.fx.Node] = {}
     for node in _calls(program, _ATEN.select.int, _ATEN.view.default, _ATEN.reshape.default):

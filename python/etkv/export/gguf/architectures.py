@@ -1,6 +1,6 @@
-"""The architectures of GGUF files that can be read, and their configurations in transformers.
+"""The supported architectures of GGUF files, and their configurations in transformers.
 
-llama.cpp defines the meaning and the default of a key.
+llama.cpp defines the meaning and the default of each key.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def read_config(file: GgufFile) -> PreTrainedConfig:
     """Return the configuration of the model in ``file``.
 
-    Raises :class:`EtkvError` for an architecture that cannot be read, and for a key or a settings tensor that this
-    module does not know or that transformers' model of the family cannot express.
+    Raises :class:`EtkvError` for an unsupported architecture, for an unknown key or settings tensor, and for settings
+    that transformers' model of the family cannot express.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -29,7 +29,7 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
     read = READERS.get(file.architecture)
     if read is None:
         raise EtkvError(
-            f"architecture {file.architecture!r} of {file.path} is not among those that the exporter reads from GGUF "
+            f"architecture {file.architecture!r} of {file.path} is not one that the exporter reads from GGUF "
             f"({', '.join(sorted(READERS))}); export the model's Hugging Face folder instead"
         )
     keys = Keys(file)
@@ -42,10 +42,10 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
 def _check_is_model(file: GgufFile) -> None:
     kind = file.values.get("general.type", "model")
     if kind != "model":
-        raise EtkvError(f"{file.path} holds no model: its general.type is {kind!r}")
+        raise EtkvError(f"{file.path} is not a model: its general.type is {kind!r}")
     adapter = next((key for key in file.values if key.startswith("adapter.")), None)
     if adapter is not None:
-        raise EtkvError(f"{file.path} holds no model but an adapter: it has {adapter}")
+        raise EtkvError(f"{file.path} is an adapter, not a model: it has {adapter}")
 
 
 _NEUTRAL: dict[str, tuple[float, ...]] = {
@@ -62,11 +62,11 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "residual_scale": (0.0, 1.0),
     "router_logit_softcapping": (0.0,),
 }
-"""Keys that add to the computation -> the values with which they add nothing."""
+"""Keys that enable further computations -> the values that disable them."""
 
 
 def _check_neutral(keys: Keys) -> None:
-    """Accept keys that no reader took, if their value adds nothing."""
+    """Accept keys that no reader has read, if their values disable the computation."""
     for name, values in _NEUTRAL.items():
         if not keys.was_read(name):
             keys.only(name, *values, reason="which transformers' model of this architecture does not apply")

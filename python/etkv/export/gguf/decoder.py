@@ -14,14 +14,14 @@ Settings = dict[str, Any]
 """Arguments of a transformers configuration."""
 
 Reader = Callable[[Keys], tuple[str, Settings]]
-"""Returns the transformers family of a file, and its settings."""
+"""A function that returns the transformers family of a file, and the settings of its configuration."""
 
 
 class Decoder:
-    """The settings that all decoders share: sizes, the output's weight, and which projections have biases."""
+    """The settings that all decoders share: sizes, the output weight, and which projections have biases."""
 
     def __init__(self, keys: Keys, *, is_hybrid: bool = False) -> None:
-        """Read the keys. Layers of a model that ``is_hybrid`` need not attend: they have 0 heads of keys."""
+        """Read the keys. In a model that ``is_hybrid``, layers without attention have 0 heads of keys."""
         self.keys = keys
         self.vocab_size, self.hidden = embedding(keys)
         self.layers = layers(keys)
@@ -41,7 +41,7 @@ class Decoder:
         keys.only(
             "attention.value_length",
             self.head_dim,
-            reason=f"and {keys.key('attention.key_length')} is {self.head_dim}; they have to be alike",
+            reason=f"and {keys.key('attention.key_length')} is {self.head_dim}; both must be equal",
         )
 
     def _stored_head_dim(self) -> int:
@@ -53,13 +53,13 @@ class Decoder:
         return rows // self.heads
 
     def _intermediate(self) -> int:
-        """Return the width of feed-forward blocks. Models with experts in every layer need not have the key."""
+        """Return the width of feed-forward blocks. The key is optional in models with experts in every layer."""
         has = self.keys.has("feed_forward_length") or not self.keys.has("expert_feed_forward_length")
         return self.keys.positive("feed_forward_length" if has else "expert_feed_forward_length")
 
     @property
     def common(self) -> Settings:
-        """Return the settings with a name that transformers' decoders share."""
+        """Return the settings whose names transformers' decoders share."""
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden,
@@ -68,13 +68,13 @@ class Decoder:
             "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": self.context,
             "intermediate_size": self._intermediate(),
-            # llama.cpp uses the embedding if the output has no weight of its own.
+            # Without an output weight, llama.cpp uses the embedding.
             "tie_word_embeddings": not self.keys.has_tensor("output.weight"),
         }
 
     def llama_like(self, *, partial: bool = False) -> Settings:
-        """Return :attr:`common`, an RMS norm's epsilon, the head's size and the rotary embedding."""
-        # Converters also write a configuration's other epsilon, which no RMS norm reads.
+        """Return :attr:`common`, the epsilon of RMS norms, the head size and the rotary embedding."""
+        # Converters also write the epsilon of layer norms, which these models do not have.
         self.keys.skip("attention.layer_norm_epsilon")
         return self.common | {
             "rms_norm_eps": self.keys.real("attention.layer_norm_rms_epsilon"),
@@ -88,15 +88,15 @@ class Decoder:
         return self.keys.real("attention.layer_norm_epsilon")
 
     def usual_head_dim(self) -> None:
-        """Raise :class:`EtkvError` unless the heads together have the model's width: the family has no other head
+        """Raise :class:`EtkvError` unless heads times head size is the model's width. The family supports no other head
         size.
         """
         if self.head_dim * self.heads != self.hidden:
             name = "attention.key_length" if self.keys.has("attention.key_length") else "attention.head_count"
-            raise self.keys.refuse(name, f"and heads of this architecture make up its width of {self.hidden} numbers")
+            raise self.keys.refuse(name, f"and in this architecture heads times head size is the width, {self.hidden}")
 
     def usual_scale(self) -> None:
-        """Raise :class:`EtkvError` if attention is scaled by anything but the root of the head's size."""
+        """Raise :class:`EtkvError` unless attention is scaled by one over the root of the head size."""
         usual = 1.0 / math.sqrt(self.head_dim)
         self.keys.only("attention.scale", 0.0, usual, reason=f"and this architecture scales by {usual:.6g}")
 
@@ -125,7 +125,7 @@ class Decoder:
         return {"sliding_window": window or None, "layer_types": kinds}
 
     def multipliers(self) -> Settings:
-        """Return Granite's factors of embeddings, residuals, attention and logits."""
+        """Return Granite's multipliers of embeddings, residuals, attention and logits."""
         real = self.keys.real
         return {
             "logits_scaling": real("logit_scale", 0.0) or 1.0,
@@ -135,9 +135,9 @@ class Decoder:
         }
 
     def routed_experts(self, gating: int) -> Settings:
-        """Return the settings of experts as DeepSeek's families name them: in groups, some for all tokens.
+        """Return the settings of experts, by the names of DeepSeek's families: experts in groups, and shared experts.
 
-        ``gating`` is llama.cpp's number of the router's function. It has to be a sigmoid (2).
+        ``gating`` is llama.cpp's number of the router's function, which must be a sigmoid (2).
         """
         keys = self.keys
         if gating != 2:
@@ -145,10 +145,10 @@ class Decoder:
         return grouped_experts(keys)
 
     def experts(self, *, normalized: bool, fixed: bool = True) -> Settings:
-        """Return the number of experts and how many a token takes.
+        """Return the number of experts, and of experts for each token.
 
         ``normalized`` is the default of whether the weights of a token's experts add up to 1. If it is ``fixed``, the
-        family has no other rule; otherwise the settings have ``norm_topk_prob``.
+        family supports no other value. Otherwise the settings have ``norm_topk_prob``.
         """
         keys = self.keys
         keys.only("expert_gating_func", 0, 1, reason="and this architecture's router is a softmax (1)")
@@ -165,7 +165,7 @@ class Decoder:
 
 
 def embedding(keys: Keys) -> tuple[int, int]:
-    """Return the number of tokens and the width of the model, which the embedding's shape has to confirm."""
+    """Return the size of the vocabulary and the width of the model, which must match the shape of the embedding."""
     tensor = keys.file.tensors.get("token_embd.weight")
     if tensor is None:
         raise EtkvError(f"{keys.file.path} lacks tensor token_embd.weight")
@@ -177,7 +177,7 @@ def embedding(keys: Keys) -> tuple[int, int]:
 
 
 def layers(keys: Keys) -> int:
-    """Return the number of layers. Blocks that predict further tokens follow them, and no program has these."""
+    """Return the number of layers, without the blocks after them that predict further tokens."""
     blocks, others = keys.positive("block_count"), keys.integer("nextn_predict_layers", 0)
     if others >= blocks:
         raise keys.refuse("nextn_predict_layers", f"and the file has {blocks} blocks")
@@ -185,7 +185,7 @@ def layers(keys: Keys) -> int:
 
 
 def grouped_experts(keys: Keys) -> Settings:
-    """Return the settings of experts as DeepSeek's families name them, for any function of the router."""
+    """Return the settings of experts, by the names of DeepSeek's families, for any function of the router."""
     count, used = keys.positive("expert_count"), keys.positive("expert_used_count")
     if used > count:
         raise keys.refuse("expert_used_count", f"and there are {count} experts")

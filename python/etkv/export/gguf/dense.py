@@ -1,4 +1,4 @@
-"""Architectures whose layers attend and have one feed-forward block, and Mixtral, which shares Llama's name."""
+"""Architectures whose layers have attention and one feed-forward block, and Mixtral, which uses Llama's name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _gemma(keys: Keys) -> tuple[str, Settings]:
 
 
 def _gemma_scale(decoder: Decoder, layers_of_27b: int) -> Settings:
-    """Return the number whose root scales attention: the head's size, except in the family's 27B model."""
+    """Return ``query_pre_attn_scalar``: the head size, except in the family's 27B model."""
     keys = decoder.keys
     usual = decoder.hidden // decoder.heads if decoder.layers == layers_of_27b else decoder.head_dim
     scale = keys.real("attention.scale", 0.0) or usual**-0.5
@@ -63,7 +63,7 @@ def _gemma2(keys: Keys) -> tuple[str, Settings]:
 def _gemma3(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     settings = decoder.llama_like() | decoder.window(6) | _gemma_scale(decoder, 62)
-    # Layers with a window have their own base, and no scaling.
+    # Layers with a window have another rotary base, and no scaling.
     local = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base_swa", 10000.0)}
     settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
     settings["final_logit_softcapping"] = keys.real("final_logit_softcapping", 0.0) or None
@@ -105,7 +105,7 @@ def _stablelm(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_head_dim()
     decoder.usual_scale()
-    # Converters write true if a configuration lacks this key. llama.cpp ignores it and checks the tensors.
+    # Converters write true if a configuration lacks this key. llama.cpp ignores the key and checks the tensors.
     keys.skip("use_parallel_residual")
     settings = decoder.common | {
         "layer_norm_eps": decoder.layer_norm(),
@@ -160,7 +160,7 @@ def _smollm3(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_scale()
     settings = decoder.llama_like() | decoder.biases()
-    # No key says that every fourth layer has no rotary embedding. llama.cpp knows it.
+    # Every fourth layer has no rotary embedding. This is fixed in llama.cpp, and there is no key for it.
     return "smollm3", settings | {"no_rope_layer_interval": 4, "use_sliding_window": False, "sliding_window": None}
 
 
@@ -215,7 +215,7 @@ def _mistral3(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     settings = decoder.llama_like() | {"sliding_window": keys.integer("attention.sliding_window", 0) or None}
     rotary = settings["rope_parameters"]
-    # Queries are scaled by the logarithm of their position, in units of the original context length.
+    # Queries are scaled by the logarithm of their position divided by the original context length.
     rotary["llama_4_scaling_beta"] = keys.real("attention.temperature_scale", 0.0)
     length = rotary.setdefault("original_max_position_embeddings", decoder.context)
     keys.only("attention.temperature_length", length, reason=f"and this architecture counts in lengths of {length}")
@@ -242,7 +242,7 @@ def _cohere2(keys: Keys) -> tuple[str, Settings]:
 def _glm4(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_scale()
-    # Frequencies in sections are for images: the sections of a text's position are equal.
+    # Sections of frequencies are for images. In a text, all sections have the same position.
     keys.skip("rope.dimension_sections")
     return "glm4", decoder.llama_like(partial=True) | {"attention_bias": decoder.has_bias("attn_q")}
 

@@ -1,4 +1,4 @@
-"""GGUF files on disk: their metadata and tensors, also when the model is split into several files."""
+"""GGUF files: their metadata and tensors. A model may be split into several files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 _MAGIC = b"GGUF"
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
-"""The name of one file of a split model, as llama.cpp's gguf-split writes it. Numbers begin with 1."""
+"""The name of a file of a split model, as llama.cpp's gguf-split writes it. Parts are counted from 1."""
 
 
 def find_files(path: Path) -> list[Path]:
-    """Return the files of the model at ``path``: ``path`` alone, or all files of a split model, the first one first.
+    """Return the files of the model at ``path``: only ``path``, or all files of a split model in order.
 
-    Looks at names and the first bytes only. Raises :class:`EtkvError` if a file is missing, cannot be read or is not a
-    GGUF file, or if ``path`` is a part of a split model other than its first.
+    Reads only names and first bytes. Raises :class:`EtkvError` if a file is missing, cannot be read or is not a GGUF
+    file, or if ``path`` is not the first part of a split model.
     """
     files = [path]
     name = _SPLIT_NAME.fullmatch(path.name)
@@ -50,7 +50,7 @@ def _check_magic(path: Path) -> None:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a file stores it. ``shape`` has the slowest axis first."""
+    """A tensor in a file. ``shape`` begins with the slowest axis."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class StoredTensor:
         return name
 
     def blocks(self) -> np.ndarray:
-        """Return the bytes of a tensor in a format of blocks, ``[.., rows, bytes]``."""
+        """Return the bytes of a tensor whose format has blocks, ``[.., rows, bytes]``."""
         data: np.ndarray = self._tensor.data
         return data
 
@@ -83,15 +83,15 @@ class GgufFile:
     """The metadata and the tensors of a GGUF model. Tensors stay on disk until they are read."""
 
     def __init__(self, path: Path) -> None:
-        """Open the model at ``path`` and the other files that it is split into.
+        """Open the model at ``path``, with all parts of a split model.
 
-        Raises :class:`EtkvError` if a file cannot be read, or if the files are not those of one model.
+        Raises :class:`EtkvError` if a file cannot be read, or if the files are not of one model.
         """
         files = find_files(path)
         readers = [_open(file) for file in files]
         self.path = path
         self.values = _values(path, readers[0])
-        """The metadata of the first file: key -> value. Other files have no other metadata."""
+        """The metadata of the first file: key -> value. Later parts have no further metadata."""
         self.tensors: dict[str, StoredTensor] = {}
         """Tensor name -> tensor, in the order of the files."""
         for file, reader in zip(files, readers, strict=True):
@@ -107,7 +107,7 @@ class GgufFile:
         count = self.values.get("split.count", 1) or 1
         if count != len(files):
             raise EtkvError(
-                f"file {self.path} is one of {count} parts of a split model, and its name is not that of a part "
+                f"file {self.path} is one of {count} parts of a split model, but its name is not that of a part "
                 "(NAME-00001-of-0000N.gguf); restore the names, or merge the parts with llama-gguf-split --merge"
             )
         if count == 1:
@@ -117,14 +117,14 @@ class GgufFile:
             number = None if field is None else field.contents()
             if number != index:
                 said = "no part" if number is None else f"part {number + 1}"
-                raise EtkvError(f"file {file} says that it is {said} of its model; restore the names of the parts")
+                raise EtkvError(f"file {file} contains {said} of its model; restore the names of the parts")
         total = self.values.get("split.tensors.count", len(self.tensors))
         if total != len(self.tensors):
-            raise EtkvError(f"the parts of {self.path} have {len(self.tensors)} tensors, and the first says {total}")
+            raise EtkvError(f"the parts of {self.path} have {len(self.tensors)} tensors, expected {total}")
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the model's architecture. Raises :class:`EtkvError` if the file names none."""
+        """llama.cpp's name of the model's architecture. Raises :class:`EtkvError` if the file has none."""
         name = self.values.get("general.architecture")
         if not isinstance(name, str):
             raise EtkvError(f"file {self.path} does not name its architecture (general.architecture)")
@@ -136,7 +136,7 @@ def _open(path: Path) -> GGUFReader:
 
     try:
         return GGUFReader(path)
-    except Exception as error:  # the package checks little of a file, and fails in many ways
+    except Exception as error:  # the package raises many types of exceptions for damaged files
         raise EtkvError(f"file {path} cannot be read as GGUF; is it whole? {first_line(error)}") from error
 
 

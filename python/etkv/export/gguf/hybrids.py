@@ -9,7 +9,7 @@ from etkv.export.gguf.keys import Keys
 
 
 def _mamba_sizes(keys: Keys) -> dict[str, int]:
-    """Return the sizes of the layers of Mamba-2: of the convolution and the state, of groups and heads."""
+    """Return the sizes of Mamba-2 layers: of the convolution, the state, the groups and the heads."""
     inner, heads = keys.positive("ssm.inner_size"), keys.positive("ssm.time_step_rank")
     if inner % heads:
         raise keys.refuse("ssm.time_step_rank", f"which does not divide {inner}, the size of its states")
@@ -24,7 +24,7 @@ def _mamba_sizes(keys: Keys) -> dict[str, int]:
 
 
 def _expand(keys: Keys, sizes: dict[str, int], hidden: int) -> int:
-    """Return how many times wider states are than layers, a whole number."""
+    """Return the width of states divided by the width of layers. Raises :class:`EtkvError` unless it is an integer."""
     if sizes["inner"] % hidden:
         raise keys.refuse("ssm.inner_size", f"which is no multiple of the width of {hidden} numbers")
     return sizes["inner"] // hidden
@@ -55,7 +55,7 @@ def _mamba2(keys: Keys) -> tuple[str, Settings]:
 def _granite_hybrid(keys: Keys) -> tuple[str, Settings]:
     decoder, sizes = Decoder(keys, is_hybrid=True), _mamba_sizes(keys)
     decoder.usual_head_dim()
-    # In this architecture the key tells whether layers rotate queries and keys.
+    # In this architecture the key contains whether layers rotate queries and keys.
     rotates = keys.flag("rope.scaling.finetuned", True)
     recurrent = next(layer for layer, heads in enumerate([*decoder.kv_heads_of_layers, 0]) if not heads)
     settings = decoder.llama_like() | decoder.multipliers()
@@ -90,7 +90,7 @@ def _granite_hybrid(keys: Keys) -> tuple[str, Settings]:
 def _nemotron_h(keys: Keys) -> tuple[str, Settings]:
     decoder, sizes = Decoder(keys, is_hybrid=True), _mamba_sizes(keys)
     decoder.usual_scale()
-    # Layers that attend do not rotate. Files say so with the key of Granite.
+    # Attention layers do not rotate. As in Granite's files, this key is false then.
     keys.only("rope.scaling.finetuned", False, reason="and this architecture rotates nothing")
     keys.only("rope.dimension_count", decoder.head_dim, reason="and this architecture rotates nothing")
     keys.only("rope.freq_base", 10000.0, reason="and this architecture rotates nothing")
@@ -126,7 +126,7 @@ def _nemotron_h(keys: Keys) -> tuple[str, Settings]:
 
 
 def _nemotron_kinds(decoder: Decoder) -> list[str]:
-    """Return the kind of each layer: one with experts, a feed-forward block, one that attends, or a recurrent one."""
+    """Return the kind of each layer: experts, a feed-forward block, attention, or recurrent."""
     keys = decoder.keys
     kinds = []
     for layer in range(decoder.layers):
@@ -162,7 +162,7 @@ def _falcon_h1(keys: Keys) -> tuple[str, Settings]:
     decoder, sizes = Decoder(keys), _mamba_sizes(keys)
     decoder.usual_scale()
     settings = decoder.llama_like()
-    # The factors of the family are within the weights of a file.
+    # In GGUF files the multipliers of the family are already applied to the weights.
     ones = ["lm_head_multiplier", "embedding_multiplier", "key_multiplier", "attention_out_multiplier"]
     ones += ["attention_in_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"]
     return "falcon_h1", settings | dict.fromkeys(ones, 1.0) | {
@@ -177,7 +177,7 @@ def _falcon_h1(keys: Keys) -> tuple[str, Settings]:
         "mamba_conv_bias": keys.has_tensor("blk.0.ssm_conv1d.bias"),
         "mamba_proj_bias": keys.has_tensor("blk.0.ssm_in.bias"),
         "mamba_rms_norm": keys.has_tensor("blk.0.ssm_norm.weight"),
-        # The family's models norm after the gate, and llama.cpp computes so.
+        # Models of the family, and llama.cpp, normalize after the gate.
         "mamba_norm_before_gate": False,
         "attention_bias": decoder.biases()["attention_bias"],
         "mlp_bias": decoder.biases()["mlp_bias"],
@@ -216,12 +216,12 @@ def _lfm2moe(keys: Keys) -> tuple[str, Settings]:
 
 
 def _delta(keys: Keys) -> tuple[Decoder, Settings]:
-    """Return the settings of layers with the gated delta rule, and of those that attend with a gate."""
+    """Return the settings of layers with the gated delta rule, and of layers with gated attention."""
     decoder = Decoder(keys, is_hybrid=True)
     decoder.usual_scale()
     settings = decoder.llama_like(partial=True)
     recurrent = keys.flags_or_integer("attention.recurrent_layers", 0)
-    # A file may list the layers, or say which of how many attends.
+    # A file has a list of the recurrent layers, or the interval between attention layers.
     interval = keys.positive("full_attention_interval", 4)
     if not isinstance(recurrent, list):
         recurrent = [(layer + 1) % interval != 0 for layer in range(decoder.layers)]
@@ -253,7 +253,7 @@ def _qwen3next(keys: Keys) -> tuple[str, Settings]:
 
 
 def _qwen35(keys: Keys) -> tuple[str, Settings]:
-    # The sections of a text's position are equal.
+    # In a text, all sections of frequencies have the same position.
     keys.skip("rope.dimension_sections")
     return "qwen3_5_text", _delta(keys)[1]
 

@@ -9,16 +9,16 @@ from etkv.errors import EtkvError
 from etkv.export.gguf.file import GgufFile
 
 _DESCRIPTIVE = ("general.", "quantize.imatrix.", "imatrix.", "mradermacher.", "split.", "tokenizer.")
-"""Prefixes of keys that do not affect the model's computation: the origin of the file.
+"""Prefixes of keys that do not affect the model's computation, such as the origin of the file.
 
-The opening of files checks ``split.``; the reader of the tokenizer checks ``tokenizer.``."""
+Other modules check ``split.`` when files are opened, and ``tokenizer.`` when the tokenizer is read."""
 
 _WITHOUT_EFFECT = ("tensor_data_layout", "rope.scaling.finetuned")
 """Keys of an architecture that describe the origin of the weights. No computation reads them."""
 
 
 class Keys:
-    """Reads the keys of a file's architecture. Names lack its prefix, such as ``attention.head_count``."""
+    """Reads the keys of a file's architecture. Names are without the architecture, as in ``attention.head_count``."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
@@ -27,15 +27,15 @@ class Keys:
         self._tensors_read: set[str] = set()
 
     def key(self, name: str) -> str:
-        """Return the whole key of ``name``, for messages."""
+        """Return the key of ``name`` with the architecture, for messages."""
         return self._prefix + name
 
     def refuse(self, name: str, reason: str) -> EtkvError:
-        """Return the error for the value of ``name``."""
+        """Return the error for an unsupported value of ``name``."""
         return EtkvError(f"{self.file.path} has {self.key(name)} = {_shown(self._get(name))}, {reason}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return a whole number from 0 on. A list for each layer must repeat one number, which is returned.
+        """Return an integer of at least 0. If the file has a list for all layers, its numbers must be equal.
 
         Raises :class:`EtkvError` for another value, and for an absent key without a ``default``.
         """
@@ -45,7 +45,7 @@ class Keys:
         return value
 
     def positive(self, name: str, default: int | None = None) -> int:
-        """Return a whole number from 1 on; otherwise as :meth:`integer`."""
+        """Return an integer of at least 1, as :meth:`integer` does."""
         value = self.integer(name, default)
         if value == 0:
             raise self.refuse(name, "which has to be above 0")
@@ -73,14 +73,14 @@ class Keys:
         return value
 
     def flags_or_integer(self, name: str, default: int) -> int | list[bool]:
-        """Return a whole number, or a list of booleans, one for each layer. Raises :class:`EtkvError` otherwise."""
+        """Return an integer, or a list with a boolean for each layer. Raises :class:`EtkvError` otherwise."""
         value = self._required(name, default)
         if isinstance(value, list) and all(isinstance(item, bool | int) for item in value):
             return [bool(item) for item in value]
         return self.integer(name, default)
 
     def of_layers(self, name: str, layers: int, default: int | None = None) -> list[int]:
-        """Return a whole number for each of the first ``layers``. A file may have one for all.
+        """Return an integer for each of the first ``layers``. A file may have one integer for all layers.
 
         Raises :class:`EtkvError` as :meth:`integer` does, and for a list that is too short.
         """
@@ -94,18 +94,17 @@ class Keys:
         return value[:layers]
 
     def has(self, name: str) -> bool:
-        """Return whether the file has the key ``name``. It does not count as read."""
+        """Return whether the file has the key ``name``. This does not mark the key as read."""
         return self._get(name) is not None
 
     def was_read(self, name: str) -> bool:
-        """Return whether a reader took the key ``name``."""
+        """Return whether the key ``name`` is marked as read."""
         return self.key(name) in self._read
 
     def only(self, name: str, *allowed: float | bool | str, reason: str) -> None:
-        """Read a key that can only confirm this architecture's own rule. ``allowed`` are the values that confirm it.
+        """Read a key that must be absent or have one of the values ``allowed``, the only supported ones.
 
-        The key may be absent. Numbers are compared up to the rounding of float32. Raises :class:`EtkvError` with
-        ``reason`` for any other value.
+        Numbers are compared up to the rounding of float32. Raises :class:`EtkvError` with ``reason`` for other values.
         """
         self._read.add(self.key(name))
         value = self._get(name)
@@ -117,7 +116,7 @@ class Keys:
         raise self.refuse(name, reason)
 
     def skip(self, *names: str) -> None:
-        """Count ``names`` as read. They change nothing."""
+        """Mark ``names``, which have no effect, as read."""
         self._read.update(self.key(name) for name in names)
 
     def has_tensor(self, name: str) -> bool:
@@ -127,7 +126,7 @@ class Keys:
     def vector(self, name: str, length: int) -> list[float] | None:
         """Return a settings tensor of ``length`` numbers; ``None`` if the file has no tensor ``name``.
 
-        Raises :class:`EtkvError` for another shape, and for values that are not finite and above 0.
+        Raises :class:`EtkvError` for another shape, and for values that are not finite or not above 0.
         """
         tensor = self.file.tensors.get(name)
         if tensor is None:
@@ -147,13 +146,13 @@ class Keys:
             if key in self._read or key in allowed or key.startswith(_DESCRIPTIVE):
                 continue
             raise EtkvError(
-                f"{self.file.path} has {key} = {_shown(value)}, which the exporter does not know for architecture "
+                f"{self.file.path} has {key} = {_shown(value)}, which the exporter does not support for architecture "
                 f"{self.file.architecture!r}; export the model's Hugging Face folder instead"
             )
         for name in settings:
             if name in self.file.tensors and name not in self._tensors_read:
                 raise EtkvError(
-                    f"{self.file.path} has tensor {name}, which the exporter does not know for architecture "
+                    f"{self.file.path} has tensor {name}, which the exporter does not support for architecture "
                     f"{self.file.architecture!r}; export the model's Hugging Face folder instead"
                 )
 
@@ -173,7 +172,7 @@ class Keys:
         if not isinstance(value, list):
             return value
         if not value or any(item != value[0] for item in value):
-            raise self.refuse(name, "which differs from layer to layer; the exporter takes one value for all layers")
+            raise self.refuse(name, "which differs between layers; the exporter supports one value for all layers")
         return value[0]
 
 
@@ -185,6 +184,6 @@ def _same(value: Any, allowed: float | bool | str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return ``value`` for a message, cut where it is long."""
+    """Return ``value`` for a message, truncated if it is long."""
     text = repr(value) if not isinstance(value, list) else f"{value[:4]!r}"[:-1] + (", …]" if len(value) > 4 else "]")
     return text if len(text) <= 60 else text[:57] + "…"

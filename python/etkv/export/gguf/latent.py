@@ -7,7 +7,7 @@ from etkv.export.gguf.decoder import Reader, Settings, embedding, grouped_expert
 from etkv.export.gguf.keys import Keys
 
 _LITE_VOCABULARY = 154880
-"""The vocabulary of GLM-4.7-Flash, whose first files do not name the function of their router."""
+"""The vocabulary of GLM-4.7-Flash, whose first files lack the function of the router."""
 
 
 def _deepseek2(keys: Keys) -> tuple[str, Settings]:
@@ -15,38 +15,38 @@ def _deepseek2(keys: Keys) -> tuple[str, Settings]:
     gating = keys.integer("expert_gating_func", 0) or (2 if decoder.vocab_size == _LITE_VOCABULARY else 0)
     biased = any(name.endswith(".exp_probs_b.bias") for name in keys.file.tensors)
     if not gating:
-        # llama.cpp takes a softmax. Files with a bias of the choice come from models with a sigmoid.
+        # llama.cpp assumes a softmax. Files with a selection bias come from models with a sigmoid.
         gating = 2 if biased else 1
     if gating not in (1, 2) or biased != (gating == 2):
         with_bias = "a bias" if biased else "no bias"
         raise keys.refuse(
-            "expert_gating_func", f"and {with_bias} of the choice; a softmax (1) has none, a sigmoid (2) one"
+            "expert_gating_func", f"and {with_bias} for choosing experts; a softmax (1) has none, a sigmoid (2) one"
         )
     settings = decoder.settings() | grouped_experts(keys)
     if gating == 2:
         return "deepseek_v3", settings | {"num_nextn_predict_layers": 0}
     settings["topk_method"] = "group_limited_greedy" if settings["n_group"] > 1 else "greedy"
-    # transformers multiplies by the factor, and does not let the weights add up to 1.
-    keys.only("expert_weights_norm", False, reason="and transformers' DeepSeek-V2 does not let weights add up to 1")
+    # transformers multiplies by the factor, and does not normalize the weights.
+    keys.only("expert_weights_norm", False, reason="and transformers' DeepSeek-V2 does not normalize weights")
     return "deepseek_v2", settings
 
 
 def _minicpm3(keys: Keys) -> tuple[str, Settings]:
     decoder = _Latent(keys)
     settings = decoder.settings()
-    # No key has these numbers. llama.cpp knows them.
+    # These numbers are fixed in llama.cpp, and there are no keys for them.
     return "minicpm3", settings | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 
 
 class _Latent:
-    """The settings of attention to latents. The last part of a query's head rotates, and the first does not."""
+    """The settings of latent attention. The last part of a query's head is rotated, the first part is not."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self.vocab_size, self._hidden = embedding(keys)
 
     def settings(self) -> Settings:
-        """Return them, with the sizes that all decoders share."""
+        """Return the settings, with the sizes that all decoders share."""
         keys = self._keys
         heads, rank = keys.positive("attention.head_count"), keys.positive("attention.kv_lora_rank")
         rotary = keys.positive("rope.dimension_count")
@@ -55,7 +55,7 @@ class _Latent:
             raise keys.refuse("rope.dimension_count", f"and heads of queries have {key} numbers")
         value = self._value_length(heads, key - rotary)
         if keys.has("attention.key_length_mla"):
-            # In llama.cpp all heads attend to one head, the latent and its rotary part.
+            # In llama.cpp all heads attend to one head, which consists of the latent and its rotary part.
             keys.only("attention.key_length", rank + rotary, reason=f"and latents have {rank} + {rotary} numbers")
             keys.only("attention.value_length", rank, reason=f"and latents have {rank} numbers")
             keys.only("attention.head_count_kv", 1, reason="and there is one latent a token")
@@ -83,7 +83,7 @@ class _Latent:
         }
 
     def _value_length(self, heads: int, unrotated: int) -> int:
-        """Return the size of a head's value, from the shape of the tensor that expands latents."""
+        """Return the elements of a head's value, from the shape of the tensor that expands latents."""
         apart, joined = (self._keys.file.tensors.get(f"blk.0.attn_{name}.weight") for name in ("v_b", "kv_b"))
         if apart is not None:
             self._keys.only("attention.value_length_mla", apart.shape[1], reason="and tensor attn_v_b has another size")
@@ -93,11 +93,11 @@ class _Latent:
         return joined.shape[0] // heads - unrotated
 
     def _rope(self, rotary: int) -> Settings:
-        """Return the rotary embedding. YaRN's logarithm scales attention, and not the cosines."""
+        """Return the rotary embedding. YaRN's logarithm scales attention scores, not the cosines."""
         keys = self._keys
         if keys.text("rope.scaling.type", "linear") != "yarn":
             return rope.read(keys, rotary)
-        # Converters write a tenth of the multiplier.
+        # Converters divide the multiplier by 10.
         multiplier = keys.real("rope.scaling.yarn_log_multiplier", 0.0) * 10
         for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
             keys.only(name, 0.0, 1.0, reason="and this architecture scales by yarn_log_multiplier alone")

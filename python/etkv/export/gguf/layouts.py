@@ -1,6 +1,7 @@
-"""Weights that GGUF files store under other names or in another form than transformers, by architecture.
+"""Weights that GGUF files store under other names or in another layout than transformers, by architecture.
 
-What no rule names has the name of the ``gguf`` package and is stored as it is, up to :mod:`etkv.export.gguf.weights`.
+Weights without a rule have the names of the ``gguf`` package, and the layout of transformers except for the changes in
+:mod:`etkv.export.gguf.weights`.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import Any
 import numpy as np
 
 Make = Callable[[Sequence[Any], Any], Any]
-"""Returns the values of a parameter from those of its tensors, for a configuration."""
+"""A function that computes a parameter from its tensors and the configuration."""
 
 
 def joined(parts: Sequence[Any], config: Any) -> Any:
-    """Join parts by rows. Experts are stacked: their rows are the axis after the first."""
+    """Concatenate parts along the rows. For stacked experts, rows are the second axis."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=parts[0].ndim - 2)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A parameter: ``pattern`` matches its name after that of its layer, ``sources`` are its tensors in the layer's
-    block, and ``make`` returns its values.
+    """A rule for a parameter. ``pattern`` matches its name after that of its layer, ``sources`` are its tensors in the
+    layer's block, and ``make`` computes its values.
     """
 
     pattern: str
@@ -37,12 +38,12 @@ def _flat(parts: Sequence[Any], config: Any) -> Any:
 
 
 def _logarithm(parts: Sequence[Any], config: Any) -> Any:
-    """Return the logarithm of decays, which files have as negative numbers."""
+    """Return the logarithm of decays, which files store as negative numbers."""
     return np.log(-parts[0].ravel())
 
 
 def _channels(parts: Sequence[Any], config: Any) -> Any:
-    """Return the weights of a convolution of each channel alone."""
+    """Return the weights of a depthwise convolution."""
     return parts[0][:, None]
 
 
@@ -51,19 +52,19 @@ def _transposed(parts: Sequence[Any], config: Any) -> Any:
 
 
 def _alternating(parts: Sequence[Any], config: Any) -> Any:
-    """Return the outputs of two products in turn, as the last axis."""
+    """Return the outputs of two products, interleaved in the last axis."""
     parts = [part.swapaxes(-1, -2) if part.ndim == 3 else part for part in parts]
     return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
 
 
 def _latents(parts: Sequence[Any], config: Any) -> Any:
-    """Return the matrix that expands latents, from one for keys [heads, rank, key] and one for values."""
+    """Return the matrix that expands latents, from a tensor for keys [heads, rank, key] and one for values."""
     keys, values = parts
     return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(-1, config.kv_lora_rank)
 
 
 def _by_key_head(parts: Sequence[Any], config: Any) -> Any:
-    """Return the rows of queries, keys, values and gates of each head of keys, from those of all heads."""
+    """Return rows in the order of the heads of keys: for each head its queries, keys, values and gates."""
     joined, gate = parts
     heads, key = config.linear_num_key_heads, config.linear_key_head_dim
     queries, keys, values = np.split(joined, [heads * key, 2 * heads * key])
@@ -72,7 +73,7 @@ def _by_key_head(parts: Sequence[Any], config: Any) -> Any:
 
 
 def _grouped(values: Any, config: Any, size: int, axis: int = 0) -> Any:
-    """Return heads of values by their head of keys. Files have the first head of each group, then the second."""
+    """Return heads of values grouped by their head of keys. Files have the first head of all groups, then the second."""
     groups = config.linear_num_key_heads
     in_group = config.linear_num_value_heads // groups
     shape = values.shape
@@ -81,7 +82,7 @@ def _grouped(values: Any, config: Any, size: int, axis: int = 0) -> Any:
 
 
 def _grouped_values(parts: Sequence[Any], config: Any) -> Any:
-    """Return rows with the values grouped, after those of queries and keys."""
+    """Return the rows of queries and keys, followed by the rows of values, which are grouped."""
     first = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     values = _grouped(parts[0][first:], config, config.linear_value_head_dim)
     return np.concatenate([parts[0][:first], values])
@@ -96,7 +97,7 @@ _EXPERTS = (
     Rule(r"shared_mlp\.input_linear\.weight", ("ffn_gate_shexp.weight", "ffn_up_shexp.weight")),
     Rule(r"e_score_correction_bias|expert_bias|moe_statics\.e_score_correction_bias", ("exp_probs_b.bias",)),
 )
-"""The names of experts' weights that the ``gguf`` package does not map."""
+"""Names of experts' weights that the ``gguf`` package does not map."""
 
 _MAMBA = (
     Rule(r"(mamba|mixer)\.A_log", ("ssm_a",), _logarithm),
@@ -179,7 +180,7 @@ _RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "granitehybrid": (
         *_MAMBA,
-        # Without experts the block for all tokens is the only one.
+        # Without experts, the block for all tokens is the only block.
         Rule(r"shared_mlp\.input_linear\.weight", ("ffn_gate_shexp.weight", "ffn_up_shexp.weight")),
         Rule(r"shared_mlp\.input_linear\.weight", ("ffn_gate.weight", "ffn_up.weight")),
         Rule(r"shared_mlp\.output_linear\.weight", ("ffn_down_shexp.weight",)),
@@ -194,11 +195,11 @@ _RULES: dict[str, tuple[Rule, ...]] = {
     "qwen35moe": _QWEN35,
     "qwen3next": _NEXT,
 }
-"""llama.cpp's name of an architecture -> its rules. The first whose tensors are in the file applies."""
+"""llama.cpp's name of an architecture -> its rules. The first rule whose tensors are in the file applies."""
 
 
 def rules(architecture: str, name: str) -> list[Rule]:
-    """Return the rules for the part ``name`` of a layer, with whole names of tensors."""
+    """Return the rules that match ``name``, the name of a parameter after that of its layer."""
     found = []
     for rule in (*_RULES.get(architecture, ()), *_EXPERTS):
         match = re.fullmatch(rf"(?:.*\.)?(?:{rule.pattern})", name)

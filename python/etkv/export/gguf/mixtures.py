@@ -48,7 +48,7 @@ def _olmoe(keys: Keys) -> tuple[str, Settings]:
 
 
 def _width(decoder: Decoder) -> int:
-    """Return the width of experts, for families that have one key for it and for feed-forward blocks."""
+    """Return the width of experts, for families with one setting for experts and feed-forward blocks."""
     keys = decoder.keys
     width = keys.positive("expert_feed_forward_length", keys.integer("feed_forward_length", 0) or None)
     keys.only("feed_forward_length", width, reason=f"and experts of {width} numbers, the only blocks here")
@@ -60,13 +60,13 @@ def _gpt_oss(keys: Keys) -> tuple[str, Settings]:
     decoder.usual_scale()
     settings = decoder.llama_like() | decoder.window(2) | {"attention_bias": decoder.has_bias("attn_q")}
     settings["intermediate_size"] = _width(decoder)
-    # The weights of a token's experts are the softmax of their logits alone.
+    # The softmax is over the logits of the chosen experts only.
     keys.only("expert_gating_func", 0, 3, reason="and this architecture's router is a softmax of chosen experts (3)")
     settings["num_local_experts"] = keys.positive("expert_count")
     settings["num_experts_per_tok"] = keys.positive("expert_used_count")
     keys.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], reason="and one base for all layers")
     if settings["rope_parameters"]["rope_type"] == "yarn":
-        # As the family is published. No key says it.
+        # The value of the published models. There is no key for it.
         settings["rope_parameters"]["truncate"] = False
     return "gpt_oss", settings
 
@@ -135,7 +135,7 @@ _NOT_IN_MINIMAX = {
     "first_k_dense_replace": 0,
     "n_shared_experts": 0,
 }
-"""Settings of experts that the architecture lacks -> the values with which they do nothing."""
+"""Settings of experts that the architecture lacks -> the values without effect."""
 
 
 def _minimax_m2(keys: Keys) -> tuple[str, Settings]:
@@ -158,7 +158,7 @@ def _afmoe(keys: Keys) -> tuple[str, Settings]:
     decoder = Decoder(keys)
     decoder.usual_scale()
     settings = decoder.llama_like() | decoder.routed_experts(keys.integer("expert_gating_func", 2) or 2)
-    # transformers lets the weights of a token's experts always add up to 1.
+    # transformers always normalizes the weights of a token's experts.
     keys.only("expert_weights_norm", True, reason="and this architecture's weights of experts add up to 1")
     for name in ("norm_topk_prob", "n_group", "topk_group"):
         settings.pop(name)

@@ -1,4 +1,4 @@
-"""The integers and scales of GGUF's formats with groups of 32 numbers of a row."""
+"""The integers and scales of GGUF's formats with groups of 32 elements of a row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etkv.export.published.weight import Groups
 
 _GROUP = 32
 _OF_BLOCK = 8
-"""The groups of a block of the formats whose scales are integers."""
+"""Number of groups in a block of the formats with integer scales."""
 
 
 def groups(blocks: Any, kind: str) -> Groups:
@@ -22,56 +22,57 @@ def groups(blocks: Any, kind: str) -> Groups:
 
 
 def _halves(blocks: Any) -> Any:
-    """Return 16-bit numbers, ``[rows, blocks, n]`` in float32, of ``[rows, blocks, 2 * n]`` bytes."""
+    """Return 16-bit floats as float32 ``[rows, blocks, n]``, from bytes ``[rows, blocks, 2 * n]``."""
     return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
 
 
 def _nibbles(blocks: Any, fifths: Any) -> Any:
-    """Return the 32 codes of a block: the lower halves of 16 bytes, then the upper ones, with a fifth bit if given."""
+    """Return the 32 codes of a block: the lower halves of 16 bytes, then the upper halves. ``fifths`` has fifth bits."""
     codes = np.concatenate([blocks & 15, blocks >> 4], axis=-1)
     return codes if fifths is None else codes | np.unpackbits(fifths, axis=-1, bitorder="little") << 4
 
 
 def _flat(numbers: Any) -> torch.Tensor:
-    """Return numbers as a matrix, with the rows that they have."""
+    """Return numbers as a matrix with the same rows."""
     return torch.from_numpy(numbers.reshape(len(numbers), -1))
 
 
 def _symmetric(blocks: Any, has_fifths: bool) -> Groups:
-    """Return Q4_0 and Q5_0: a scale, and codes around half of their range."""
+    """Decode Q4_0 and Q5_0: a scale, and codes whose zero is the middle of their range."""
     scales = _flat(_halves(blocks[..., :2]))
     codes = _nibbles(blocks[..., -_GROUP // 2 :], blocks[..., 2:6] if has_fifths else None)
     return Groups(_flat(codes), scales, torch.full_like(scales, 16.0 if has_fifths else 8.0))
 
 
 def _shifted(blocks: Any, has_fifths: bool) -> Groups:
-    """Return Q4_1 and Q5_1: a scale, the least number, and codes from it on."""
+    """Decode Q4_1 and Q5_1: a scale, the minimum, and codes that count from the minimum."""
     scales, least = np.split(_halves(blocks[..., :4]), 2, axis=-1)
     codes = _nibbles(blocks[..., -_GROUP // 2 :], blocks[..., 4:8] if has_fifths else None)
     return Groups(_flat(codes), _flat(scales), None, biases=_flat(least))
 
 
 def _bytes(blocks: Any) -> Groups:
-    """Return Q8_0: a scale, and signed bytes."""
+    """Decode Q8_0: a scale, and signed bytes."""
     scales = _flat(_halves(blocks[..., :2]))
     return Groups(_flat(blocks[..., 2:] ^ 128), scales, torch.full_like(scales, 128.0))
 
 
 def _super(blocks: Any, has_fifths: bool) -> Groups:
-    """Return Q4_K and Q5_K: eight groups with scales and least numbers of 6 bits, and one of 16 bits for each kind.
+    """Decode Q4_K and Q5_K: eight groups with 6-bit scales and 6-bit minimums, and a 16-bit factor for each of both.
 
-    The first four of a kind have the lower six bits of a byte. The others have four bits in further bytes, a kind in
-    each half, and two in the highest bits of the first.
+    The scales and the minimums of the first four groups are in the lower six bits of a byte each. Those of the last
+    four groups have their lower four bits in further bytes, the scale in the lower half and the minimum in the upper
+    half, and their upper two bits in the two highest bits of the first bytes.
     """
     whole, least = np.split(_halves(blocks[..., :4]), 2, axis=-1)
     first, second, third = np.split(blocks[..., 4:16], 3, axis=-1)
     scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
     minima = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=-1)
-    # Of 64 numbers the first 32 are in the lower halves of 32 bytes.
+    # Of 64 codes, the first 32 are in the lower halves of 32 bytes, and the others in the upper halves.
     pairs = blocks[..., -_OF_BLOCK * _GROUP // 2 :].reshape(*blocks.shape[:2], -1, 1, _GROUP)
     codes = np.concatenate([pairs & 15, pairs >> 4], axis=3).reshape(*blocks.shape[:2], _OF_BLOCK, _GROUP)
     if has_fifths:
-        # Bit k of byte j belongs to number j of group k.
+        # Bit k of byte j is the fifth bit of code j of group k.
         bits = blocks[..., 16:48, None] >> np.arange(_OF_BLOCK, dtype=np.uint8) & 1
         codes = codes | bits.swapaxes(2, 3) << 4
     return Groups(_flat(codes), _flat(whole * scales), None, biases=_flat(-(least * minima)))

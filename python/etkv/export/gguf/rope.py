@@ -9,17 +9,17 @@ from etkv.errors import EtkvError
 from etkv.export.gguf.keys import Keys
 
 FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
-"""Tensors that divide the frequencies: for all texts (Llama 3), and for short and long texts (Phi-3)."""
+"""Tensors with divisors of the frequencies: for all texts (Llama 3), or for short and long texts (Phi-3)."""
 
 SETTINGS = (FACTORS, SHORT_FACTORS, LONG_FACTORS)
-"""Tensors that are settings of the rotary embedding, and not weights."""
+"""Tensors that are settings of the rotary embedding, not weights."""
 
 
 def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
     """Return the rotary embedding of every layer, as transformers' ``rope_parameters``.
 
-    Factors that a file stores as a tensor become ``longrope``, which divides frequencies by any factors. ``partial``
-    allows heads that rotate only their first numbers.
+    Factors that a file stores as a tensor become ``longrope``, which divides frequencies by arbitrary factors.
+    ``partial`` allows heads in which only the first elements are rotated.
 
     Raises :class:`EtkvError` for settings that transformers' embeddings cannot express.
     """
@@ -48,16 +48,16 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
         raise EtkvError(f"{keys.file.path} has one of {SHORT_FACTORS} and {LONG_FACTORS}; it needs both")
     if kind == "yarn":
         if factors or short:
-            raise keys.refuse("rope.scaling.type", "and factors of its own beside it; the exporter takes one of them")
+            raise keys.refuse("rope.scaling.type", "and a tensor of factors too; the exporter supports one of both")
         return parameters | _yarn(keys, factor, original, attention_factor)
     if kind == "none":
         factor = 1.0
     elif kind not in ("linear", "longrope"):
-        raise keys.refuse("rope.scaling.type", "and the exporter knows none, linear, yarn and longrope")
+        raise keys.refuse("rope.scaling.type", "and the exporter supports none, linear, yarn and longrope")
     _refuse_yarn_settings(keys, kind)
     if short is not None and long is not None:
         if factors is not None:
-            raise EtkvError(f"{keys.file.path} has {FACTORS} and {SHORT_FACTORS}; the exporter takes one of them")
+            raise EtkvError(f"{keys.file.path} has {FACTORS} and {SHORT_FACTORS}; the exporter supports one of both")
         parameters |= {"rope_type": "longrope", "short_factor": _scaled(short, factor), "original": original}
         parameters |= {"long_factor": _scaled(long, factor)}
     elif kind == "longrope":
@@ -71,13 +71,13 @@ def read(keys: Keys, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
         return parameters
     parameters["original_max_position_embeddings"] = parameters.pop("original")
     parameters["factor"] = max(1.0, context / parameters["original_max_position_embeddings"])
-    # Otherwise transformers derives an attention factor from the context's factor.
+    # Without this entry, transformers would derive an attention factor from the context lengths.
     parameters["attention_factor"] = attention_factor or 1.0
     return parameters
 
 
 def _factor(keys: Keys) -> float:
-    """Return the factor that stretches positions: 1 if the file has none. ``rope.scale_linear`` is its older name."""
+    """Return the scaling factor of positions; 1 if the file has none. ``rope.scale_linear`` is an older key for it."""
     keys.skip("rope.scale_linear")
     for name in ("rope.scaling.factor", "rope.scale_linear"):
         factor = keys.real(name, 0.0)
@@ -91,8 +91,8 @@ def _factor(keys: Keys) -> float:
 def _yarn(keys: Keys, factor: float, original: int, attention_factor: float) -> dict[str, Any]:
     """Return YaRN's settings.
 
-    ``yarn_attn_factor`` is the whole factor of cosines and sines, like transformers' ``attention_factor``. Without it
-    the factor follows from the scaling, times ``attn_factor``.
+    ``yarn_attn_factor`` is the factor of cosines and sines, like transformers' ``attention_factor``. Without this key,
+    the factor is the one that follows from the scaling, times ``attn_factor``.
     """
     keys.only("rope.scaling.yarn_ext_factor", 1.0, reason="and YaRN is read with an extrapolation factor of 1 only")
     logarithm = math.log(factor)
@@ -124,6 +124,6 @@ def _scaled(factors: list[float], factor: float) -> list[float]:
 
 
 def _share(rotary_dim: int, head_dim: int) -> float:
-    """Return the fraction that, multiplied by ``head_dim`` and rounded down in transformers, gives ``rotary_dim``."""
+    """Return the ``partial_rotary_factor`` from which transformers computes ``rotary_dim``, with rounding down."""
     share = rotary_dim / head_dim
     return share if int(share * head_dim) == rotary_dim else math.nextafter(share, 1.0)

@@ -36,15 +36,15 @@ _ENDS = frozenset(
 )
 """Tokens that end a turn or a text in every vocabulary that has them.
 
-Files name one such token, but chat models often end their turns with another."""
+A file has a key for one such token, but chat models often end their turns with another one."""
 
 
 _OF_SENTENCEPIECE = {"unknown": 0, "bos": 1, "eos": 2}
-"""The default ids of these tokens in a SentencePiece vocabulary."""
+"""The default ids of special tokens in a SentencePiece vocabulary."""
 
 
 def token_id(file: GgufFile, name: str) -> int | None:
-    """Return the id in ``tokenizer.ggml.{name}_token_id``, or the default of the kind of tokenizer, or ``None``.
+    """Return the id in ``tokenizer.ggml.{name}_token_id``, or the default for this kind of tokenizer, or ``None``.
 
     Raises :class:`EtkvError` for an id outside the vocabulary.
     """
@@ -59,7 +59,7 @@ def token_id(file: GgufFile, name: str) -> int | None:
 
 
 def ends(file: GgufFile) -> list[int]:
-    """Return the ids of the tokens that end an answer: first those in keys, then those known by their text."""
+    """Return the ids of the tokens that end an answer: those in keys, then those with a known text."""
     named = [token_id(file, name) for name in ("eos", "eot", "eom")]
     texts = {text: index for index, text in enumerate(file.values.get("tokenizer.ggml.tokens") or ()) if text in _ENDS}
     if {"<|return|>", "<|call|>"} <= texts.keys() or {"<|calls|>", "<|flush|>"} <= texts.keys():

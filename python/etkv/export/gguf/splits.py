@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001, SIM905 (the expressions name characters that look like others, and many of them)
-"""How the pre-tokenizers that GGUF files name split text, before byte pairs are merged.
+"""The pre-tokenizers of GGUF files: regular expressions that split text before byte pairs are merged.
 
-A file has only the name. The expressions come from the models' own ``tokenizer.json`` files, as facts of the
-vocabularies. Each expression splits the pieces that the one before leaves.
+A file has only the name of a pre-tokenizer. The expressions come from the models' own ``tokenizer.json`` files. Each
+expression splits the pieces that the expression before it has left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE
 
 
 def _cased(contraction: str, number: str, upper: str = _UPPER, lower: str = _LOWER) -> str:
-    """Return the expression that also splits words where small letters are followed by capitals."""
+    """Return the expression that also splits words between a lowercase and an uppercase letter."""
     words = rf"{_START}{upper}*{lower}+{contraction}|{_START}{upper}+{lower}*{contraction}"
     return rf"{words}|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
@@ -45,7 +45,8 @@ _DEEPSEEK_LETTERS = "".join(
         "1E900-1E943"
     ).split()
 )
-"""Code points of cased letters. As characters, Unicode normalization of this file would change some of them."""
+"""Code points of cased letters. They are numbers because Unicode normalization of this file would change some letters.
+"""
 _WITHOUT_HAN = ("[" + _UPPER + r"&&[^\p{Han}]]", "[" + _LOWER + r"&&[^\p{Han}]]")
 _ASIAN = (
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
@@ -57,8 +58,8 @@ _ASIAN = (
 class Splits:
     """The expressions of a pre-tokenizer, in order, and other settings that its name implies.
 
-    ``whole_words`` is whether a piece that is a token stays whole, without merges. ``adds_bos`` is whether texts begin
-    with the BOS token by default.
+    ``whole_words`` is whether a piece that is itself a token is not merged. ``adds_bos`` is whether texts begin with
+    the BOS token by default.
     """
 
     expressions: tuple[str, ...]
@@ -205,7 +206,7 @@ _BY_SPLITS: list[tuple[Splits, str]] = [
 ]
 
 SPLITS = {name: splits for splits, names in _BY_SPLITS for name in names.split()}
-"""llama.cpp's name of a pre-tokenizer for merges of bytes -> how it splits text."""
+"""llama.cpp's name of a pre-tokenizer for merges of bytes -> its :class:`Splits`."""
 
 MERGES_CHARACTERS = frozenset({"gemma4", "granite-embed-multi-311m", "sarvam-moe"})
-"""llama.cpp's names of pre-tokenizers for merges of characters, in vocabularies of byte pairs by their kind."""
+"""llama.cpp's names of pre-tokenizers for merges of characters, although the kind of the vocabulary is byte pairs."""

@@ -40,7 +40,7 @@ _READ = frozenset(
     )
 )
 _WITHOUT_EFFECT = frozenset(
-    # Ids of tokens for filling in the middle and for encoders. A decoder's tokenizer does not use them.
+    # Ids of tokens for fill-in-the-middle and for encoders. A decoder's tokenizer does not use them.
     [
         f"tokenizer.ggml.{name}_token_id"
         for name in (
@@ -49,7 +49,7 @@ _WITHOUT_EFFECT = frozenset(
             *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"),
         )
     ]
-    # Another form of the same tokenizer.
+    # The same tokenizer in another format.
     + ["tokenizer.huggingface.json"]
 )
 _ONLY = {
@@ -58,7 +58,7 @@ _ONLY = {
     "tokenizer.ggml.normalizer.strip_accents": False,
     "tokenizer.ggml.remove_extra_whitespaces": False,
 }
-"""Key -> the only value that the exporter reproduces. Other values change text or ids."""
+"""Key -> the only value that the exporter supports. Other values would change text or ids."""
 
 _TEMPLATE = "tokenizer.chat_template"
 
@@ -66,8 +66,8 @@ _TEMPLATE = "tokenizer.chat_template"
 def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     """Return the tokenizer of ``file`` with its chat templates.
 
-    Raises :class:`EtkvError` for a kind of tokenizer, a pre-tokenizer or a key that the exporter does not know, and for
-    a vocabulary that contradicts itself.
+    Raises :class:`EtkvError` for an unsupported kind of tokenizer, pre-tokenizer or key, and for a vocabulary that
+    contradicts itself.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +75,7 @@ def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     vocabulary = _Vocabulary(file)
     kind = file.values.get("tokenizer.ggml.model")
     if kind == "gemma4" or (kind == "gpt2" and file.values.get("tokenizer.ggml.pre") in MERGES_CHARACTERS):
-        # llama.cpp begins every text of these with BOS, whatever a file says.
+        # In these models, llama.cpp begins every text with BOS and ignores the key of the file.
         tokenizer, adds_bos = _characters(vocabulary), True
     elif kind == "gpt2":
         tokenizer, adds_bos = _byte_level(vocabulary)
@@ -83,7 +83,7 @@ def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
         tokenizer, adds_bos = _sentencepiece(vocabulary), True
     else:
         raise EtkvError(
-            f"{file.path} has tokenizer.ggml.model = {kind!r}, and the exporter reads gpt2 (byte pairs), llama "
+            f"{file.path} has tokenizer.ggml.model = {kind!r}, but the exporter reads gpt2 (byte pairs), llama "
             "(SentencePiece) and gemma4; export the model's Hugging Face folder instead"
         )
     tokenizer.add_tokens(vocabulary.added())
@@ -106,7 +106,7 @@ def _check_keys(file: GgufFile) -> None:
         if key.startswith(f"{_TEMPLATE}.") or (key in _ONLY and value == _ONLY[key]):
             continue
         raise EtkvError(
-            f"{file.path} has {key} = {str(value)[:40]}, which the exporter does not know for a decoder's tokenizer; "
+            f"{file.path} has {key} = {str(value)[:40]}, which the exporter does not support in a decoder's tokenizer; "
             "export the model's Hugging Face folder instead"
         )
 
@@ -130,7 +130,7 @@ class _Vocabulary:
         embedding = file.tensors.get("token_embd.weight")
         if embedding is not None and embedding.shape[0] < len(self.tokens):
             raise EtkvError(
-                f"the vocabulary of {file.path} has {len(self.tokens)} tokens, and its embedding has "
+                f"the vocabulary of {file.path} has {len(self.tokens)} tokens, but its embedding has "
                 f"{embedding.shape[0]} rows"
             )
 
@@ -142,13 +142,13 @@ class _Vocabulary:
             return None
         allowed = (int, float) if kind is float else kind
         if not isinstance(values, list) or not all(isinstance(value, allowed) for value in values):
-            raise EtkvError(f"{self.file.path} has {key} of another form than a list of {kind.__name__}")
+            raise EtkvError(f"{self.file.path} has {key}, expected a list of {kind.__name__}")
         if name not in ("tokens", "merges") and len(values) != len(self.tokens):
             raise EtkvError(f"{self.file.path} has {key} of {len(values)} elements for {len(self.tokens)} tokens")
         return values
 
     def special(self, name: str) -> str | None:
-        """Return the token that ``tokenizer.ggml.{name}_token_id`` gives, or ``None``."""
+        """Return the token with the id in ``tokenizer.ggml.{name}_token_id``, or ``None``."""
         index = special_tokens.token_id(self.file, name)
         return None if index is None else self.tokens[index]
 
@@ -159,14 +159,14 @@ class _Vocabulary:
         return value
 
     def added(self) -> list[AddedToken]:
-        """Return the tokens that are matched in a text before it is split, in the order of their ids.
+        """Return the tokens that are matched before a text is split, in the order of their ids.
 
-        Control tokens and tokens that end an answer are special: a text without special tokens omits them.
+        Control tokens and tokens that end an answer are special: ``skip_special_tokens`` leaves them out.
         """
         from tokenizers import AddedToken
 
         ends = set(special_tokens.ends(self.file))
-        # Phi-3's own tokenizer drops white space after its tokens; no key says so.
+        # Phi-3's own tokenizer removes white space after these tokens. There is no key for it.
         strips = self.file.architecture == "phi3" and self.file.values.get("tokenizer.ggml.model") == "llama"
         return [
             AddedToken(
@@ -180,7 +180,7 @@ class _Vocabulary:
         ]
 
     def merges(self) -> list[tuple[str, str]] | None:
-        """Return the pairs to merge, in order; ``None`` if the file does not list them."""
+        """Return the pairs to merge, in order; ``None`` if the file has no list of merges."""
         lines = self.list_of("merges", str)
         if lines is None:
             return None
@@ -195,9 +195,9 @@ class _Vocabulary:
         return pairs
 
     def merges_of_scores(self) -> list[tuple[str, str]]:
-        """Return the pairs whose union is a token, the token with the highest score first.
+        """Return the pairs whose concatenation is a token, ordered by the token's score, the highest first.
 
-        SentencePiece merges the neighbours that make the best token. Among equal scores the lower id comes first.
+        SentencePiece merges the neighbours whose token has the highest score. Equal scores are ordered by id.
         """
         scores = self.list_of("scores", float)
         if scores is None:
@@ -221,7 +221,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     name = vocabulary.file.values.get("tokenizer.ggml.pre")
     if name is None:
         raise EtkvError(
-            f"{path} does not say how its tokenizer splits text (tokenizer.ggml.pre); convert the model again, or "
+            f"{path} has no pre-tokenizer (tokenizer.ggml.pre); convert the model again, or "
             "export its Hugging Face folder"
         )
     splits = SPLITS.get(name)
@@ -232,8 +232,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
         )
     if vocabulary.flag("add_space_prefix", False):
         raise EtkvError(
-            f"{path} has tokenizer.ggml.add_space_prefix = True, and a tokenizer of byte pairs is read without a space "
-            "before texts; export the model's Hugging Face folder instead"
+            f"{path} has tokenizer.ggml.add_space_prefix = True, but the exporter reads a tokenizer of byte pairs only "
+            "without a space before texts; export the model's Hugging Face folder instead"
         )
     merges = vocabulary.merges()
     if merges is None:
@@ -241,7 +241,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     try:
         tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=splits.whole_words))
     except Exception as error:
-        raise EtkvError(f"the tokenizer of {path} cannot be made: {first_line(error)}") from error
+        raise EtkvError(f"the tokenizer of {path} cannot be built: {first_line(error)}") from error
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in splits.expressions),
@@ -253,9 +253,9 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary, prefix: bool | None = None) -> Tokenizer:
-    """Return a tokenizer that merges characters, spaces among them, and falls back to bytes.
+    """Return a tokenizer that merges characters, including spaces, and falls back to bytes.
 
-    ``prefix`` is whether a space stands before a text; ``None`` if the file says it.
+    ``prefix`` is whether a text gets a leading space; ``None`` for the value in the file.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -286,8 +286,8 @@ def _characters(vocabulary: _Vocabulary) -> Tokenizer:
         raise EtkvError(f"{vocabulary.file.path} lacks tokenizer.ggml.merges")
     if vocabulary.flag("add_space_prefix", False):
         raise EtkvError(
-            f"{vocabulary.file.path} has tokenizer.ggml.add_space_prefix = True, and its tokenizer is read without a "
-            "space before texts; export the model's Hugging Face folder instead"
+            f"{vocabulary.file.path} has tokenizer.ggml.add_space_prefix = True, but the exporter reads its tokenizer "
+            "only without a space before texts; export the model's Hugging Face folder instead"
         )
     tokenizer = _sentencepiece(vocabulary, prefix=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), behavior="isolated")
@@ -295,7 +295,7 @@ def _characters(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
-    """Make ``tokenizer`` put BOS before a text and EOS after it, if the file or its kind says so."""
+    """Let ``tokenizer`` add BOS before a text and EOS after it, by the keys of the file or the kind of tokenizer."""
     from tokenizers import processors
 
     adds = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
@@ -303,7 +303,7 @@ def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> 
     for name, token in named.items():
         if token is None:
             raise EtkvError(
-                f"{vocabulary.file.path} adds {name.upper()} tokens to texts and lacks tokenizer.ggml.{name}_token_id"
+                f"{vocabulary.file.path} adds {name.upper()} tokens to texts, but lacks tokenizer.ggml.{name}_token_id"
             )
     if not named:
         return
@@ -313,7 +313,7 @@ def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> 
 
 
 def _chat_template(file: GgufFile) -> str | dict[str, str] | None:
-    """Return the file's chat template, or its templates by name if it has several."""
+    """Return the file's chat template, or a dict of named templates if it has several."""
     named = {
         key.removeprefix(f"{_TEMPLATE}."): value
         for key, value in file.values.items()
