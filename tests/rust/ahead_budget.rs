@@ -1,5 +1,5 @@
-//! Prefetching under a memory budget. The budget belongs to the process, so this file is a separate process,
-//! with one test.
+//! Prefetching under a memory budget. The budget is shared by the process, so this file is a separate process with a
+//! single test.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ const MODEL: &str = "a model";
 fn when_read(prefixes: &PrefixCache) -> PrefixCacheReport {
     let until = Instant::now() + Duration::from_secs(60);
     while prefixes.report().ahead_waiting > 0 {
-        assert!(Instant::now() < until, "a text waits for ever");
+        assert!(Instant::now() < until, "a text waits forever");
         std::thread::sleep(Duration::from_millis(5));
     }
     prefixes.report()
@@ -50,7 +50,7 @@ fn what_does_not_fit_is_counted_and_takes_nothing() {
     assert_eq!(budget.report().held, report.bytes);
     assert!(report.bytes >= rows);
 
-    // A full budget reclaims it: no cache reads it.
+    // A full budget reclaims the prefix, because no cache uses it.
     assert_eq!(prefixes.reclaim(1), report.bytes);
     assert_eq!(budget.report().held, 0);
     assert_eq!(prefixes.attach(&mut *cache, MODEL, &text), Ok(90));

@@ -1,8 +1,8 @@
-//! Stores of texts in buckets: in memory, in `object_store`'s local file system, and in the bucket at the
-//! address in `ETKV_TEST_BUCKET`, such as that of `make test-buckets`. A loaded cache must equal one that
-//! read the text.
+//! Stores of texts in buckets: in memory, in `object_store`'s local file system, and at the address in
+//! `ETKV_TEST_BUCKET`, for example that of `make test-buckets`. A loaded cache must equal one that read the text
+//! itself.
 //!
-//! `ETKV_RUNS=N` generates N times as much. Empty without the feature `buckets`.
+//! `ETKV_RUNS=N` generates N times as many operations. The file is empty without the feature `buckets`.
 
 #![cfg(feature = "buckets")]
 
@@ -32,7 +32,7 @@ struct Bucket {
     name: &'static str,
     objects: Arc<dyn ObjectStore>,
     prefix: String,
-    /// The address, for a bucket that has one.
+    /// The address, if the bucket has one.
     address: Option<String>,
     folder: TempDir,
 }
@@ -71,7 +71,7 @@ fn wait<T>(work: impl std::future::Future<Output = T>) -> T {
     runtime.unwrap().block_on(work)
 }
 
-/// Returns every kind of bucket, empty.
+/// Returns an empty bucket of every kind.
 fn buckets() -> Vec<Bucket> {
     let folder = || TempDir::new().unwrap();
     let local = folder();
@@ -113,8 +113,8 @@ fn save(store: &PrefixStore, shape: TextShape, text: &[i64]) -> bool {
     store.save(&mut *cache, Labels { fingerprint: MODEL, tokens: text }).unwrap()
 }
 
-/// Loads the stored beginning of a text, and checks that the cache then equals one that read the text. Returns the
-/// length that was loaded.
+/// Loads the longest stored prefix of a text, and checks that the cache then equals one that read it. Returns its
+/// length.
 fn load(store: &PrefixStore, shape: TextShape, text: &[i64]) -> usize {
     let mut cache = shape.make::<OnCpu>();
     let n = store.load(&mut *cache, MODEL, text).unwrap();
@@ -160,7 +160,7 @@ fn the_longest_beginning_is_loaded() {
                         let found = load(&stores[which], shape, &text);
                         let longest = saved.iter().map(|old| shared(old, &text)).max().unwrap_or(0);
                         let whole = saved.iter().filter(|old| text.starts_with(old)).map(Vec::len);
-                        // Windows and conversions serve the end of a text.
+                        // With windows and conversions, only texts that differ near the end can be loaded.
                         let least = match shape.windowed || shape.format == 2 {
                             true => whole.max().unwrap_or(0),
                             false => longest,
@@ -177,7 +177,7 @@ fn the_longest_beginning_is_loaded() {
     }
 }
 
-/// Uploaded in parts, and with prefetching.
+/// The object is uploaded in parts, and read with prefetching.
 #[test]
 fn a_large_object_is_whole() {
     let config = CacheConfig::uniform(3, 8, 128, 1200).stored_as("f32".parse().unwrap());
@@ -221,7 +221,7 @@ fn the_oldest_make_room() {
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
     let text = |first: i64| -> Vec<i64> { (first..first + 40).collect() };
     for bucket in buckets() {
-        // S3 has times in seconds.
+        // S3 stores times in seconds.
         let pause =
             || std::thread::sleep(Duration::from_millis(if bucket.is_slow() { 1100 } else { 15 }));
         assert!(save(&bucket.open(u64::MAX), shape, &text(0)));
@@ -254,7 +254,7 @@ fn what_is_damaged_or_foreign_is_passed_by() {
         for name in [format!("prefix-{:032x}.safetensors", 7), "other.txt".to_owned()] {
             wait(bucket.objects.put(&bucket.path(&name), b"no cache".to_vec().into())).unwrap();
         }
-        // Damage in the rows, which are read only on loading.
+        // Damages the rows, which are read only by loads.
         let got = wait(async { bucket.objects.get(&bucket.path(&long)).await?.bytes().await });
         let mut bytes = got.unwrap().to_vec();
         let at = bytes.len() - 1000;
@@ -262,7 +262,7 @@ fn what_is_damaged_or_foreign_is_passed_by() {
         wait(bucket.objects.put(&bucket.path(&long), bytes.into())).unwrap();
         assert_eq!(load(&store, shape, &text), 50, "{}", bucket.name);
         assert_eq!(load(&bucket.open(u64::MAX), shape, &text), 50);
-        // It is stored again under its name.
+        // The text is stored again under its name.
         assert!(save(&store, shape, &text));
         assert_eq!(load(&store, shape, &text), 90);
         wait(bucket.objects.delete(&bucket.path(&long))).unwrap();
@@ -285,7 +285,7 @@ fn what_is_read_ahead_is_in_memory() {
         assert!(prefixes.prefetch(&mut *cache, MODEL, &text[..80]).unwrap());
         let until = Instant::now() + Duration::from_secs(60);
         while prefixes.report().ahead_waiting > 0 {
-            assert!(Instant::now() < until, "a text waits for ever");
+            assert!(Instant::now() < until, "a text waits forever");
             std::thread::sleep(Duration::from_millis(5));
         }
         assert_eq!(prefixes.attach(&mut *cache, MODEL, &text[..80]), Ok(80));
@@ -299,8 +299,7 @@ fn what_is_read_ahead_is_in_memory() {
     }
 }
 
-/// A bucket that fails returns an error, immediately while the failure is recent, and a prefix cache skips
-/// it.
+/// A bucket that fails returns an error, and does so immediately if the failure is recent. A prefix cache skips it.
 #[test]
 fn a_bucket_that_fails_is_passed_by() {
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
@@ -308,7 +307,7 @@ fn a_bucket_that_fails_is_passed_by() {
     let bucket = buckets().into_iter().find(|bucket| bucket.name == "files").unwrap();
     let store = Arc::new(bucket.open(u64::MAX));
     assert!(save(&store, shape, &text));
-    // A folder is replaced by a file.
+    // Replaces a folder by a file.
     let folder = bucket.folder.path().join("some");
     std::fs::rename(&folder, bucket.folder.path().join("gone")).unwrap();
     std::fs::write(&folder, b"a file").unwrap();
@@ -351,7 +350,7 @@ fn a_process_stores_and_loads() {
     let seconds: f64 = std::env::var(SECONDS).unwrap().parse().unwrap();
     let until = Instant::now() + Duration::from_secs_f64(seconds);
     let rng = &mut Rng::new(u64::from(std::process::id()));
-    // Room for a dozen files.
+    // There is room for a dozen files.
     let store = open_place(&place, 400_000);
     while Instant::now() < until {
         let (shape, text) = (TextShape::of(rng.next_u64() % 6), some_text(rng));
@@ -383,7 +382,7 @@ fn start(place: &str, seconds: f64) -> Child {
         .unwrap()
 }
 
-/// Places that other processes can open.
+/// Returns buckets that other processes can open.
 fn shared_places() -> Vec<(Bucket, String)> {
     let all = buckets().into_iter().filter(|bucket| bucket.name != "memory");
     all.map(|bucket| {
@@ -407,7 +406,7 @@ fn processes_share_a_bucket() {
     }
 }
 
-/// A process that is killed while it stores leaves complete objects.
+/// A process that is killed while it stores a text leaves only complete objects.
 #[test]
 fn a_killed_process_leaves_whole_objects() {
     for (bucket, place) in shared_places() {
@@ -426,7 +425,7 @@ fn a_killed_process_leaves_whole_objects() {
             found += usize::from(load(&store, shape, &text) > 0);
         }
         assert!(found > 0, "nothing was stored in {}", bucket.name);
-        // Every object with the name of a file can be read.
+        // Every object that has the name of a file can be read.
         for name in bucket.names().iter().filter(|name| name.ends_with(".safetensors")) {
             let path = bucket.path(name);
             let bytes = wait(async { bucket.objects.get(&path).await?.bytes().await }).unwrap();
@@ -454,7 +453,7 @@ fn no_answer_is_an_error() {
             .output()
             .unwrap();
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        // A process that runs no test succeeds too.
+        // A process that runs no test also succeeds, so tests are counted.
         let counted = String::from_utf8_lossy(&done.stdout);
         assert!(counted.contains("ok. 1 passed"), "{counted}");
         return;

@@ -1,5 +1,5 @@
-//! Sessions that are created, grow, convert and are dropped under one memory budget. The budget belongs to
-//! the process, so this file is a separate process, with one test.
+//! Sessions that are created, grow, convert and are dropped under one memory budget. The budget is shared by the
+//! process, so this file is a separate process with a single test.
 
 use etkv_core::{
     AttendCache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, LayerPolicy,
@@ -17,10 +17,10 @@ const SCALE: f32 = 0.3;
 
 struct Session<B: Backend> {
     cache: Box<dyn AttendCache<Store = B::Store>>,
-    /// The contents of each layer at each position. Both layers have the same.
+    /// The expected rows at each position. Both layers have the same rows.
     keys: Rows,
     values: Rows,
-    /// Whether the oracle computes the attention: full history that was never rounded.
+    /// Whether the oracle computes the attention. It can for full history that was never rounded.
     is_exact: bool,
 }
 
@@ -112,7 +112,7 @@ impl<B: Backend> Session<B> {
     }
 }
 
-/// Refused by the budget, or because memory is lacking: nothing else may fail.
+/// Returns whether the error is a refusal of the budget or a lack of memory. No other error may occur.
 fn is_refusal(error: &etkv_core::Error) -> bool {
     assert_eq!(error.status(), Status::Backend, "{error}");
     assert!(error.message().contains("the memory budget is"), "{error}");
@@ -177,7 +177,7 @@ fn caches_together_stay_within_the_budget() {
         (0..2).for_each(|i| counts[i] += found[i]);
     });
     let counts = counts.into_inner().unwrap();
-    // A single seed may see no refusal.
+    // A single seed may have no refusals.
     let enough = runs(200) < 20 || counts.iter().all(|&n| n > 100);
     assert!(enough || std::env::var_os("ETKV_SEED").is_some(), "refused, not refused: {counts:?}");
 }

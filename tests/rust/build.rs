@@ -1,4 +1,4 @@
-//! Tests find MLX's library in the same folder as the build.
+//! Sets the run path of the tests to the folder of MLX's library.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -1,6 +1,6 @@
-//! The C interface after a defect: a panic inside every call.
+//! The C interface after a defect: a panic in each call.
 //!
-//! A kind that panics is registered as a kind from outside the crate, and driven through the functions that C
+//! A kind that panics is registered, as a kind of another crate would be, and used through the functions that C
 //! calls.
 
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Mutex;
 
 use etkv::{AttendSpec, CellsCache, MlxStore, MLX_BACKEND};
-// The exported functions are called as from C.
+// Links the exported functions, which are called as from C.
 use etkv_capi as _;
 use etkv_core::{
     AttendCache, Cache, CacheConfig, KvFormat, Memory, Result, SeqCache, SharedCache, TreeCache,
 };
 use mlx_rs::Array;
 
-/// The types of the C interface: handles are opaque.
+/// Handles are opaque in the C interface.
 type Handle = *mut c_void;
 
 #[repr(C)]
@@ -74,7 +74,7 @@ extern "C" {
 
 const INTERNAL: c_int = 12;
 
-/// Panics in the calls of the chosen face.
+/// A cache that panics in the calls of the chosen face.
 struct BreakingCache {
     inner: CellsCache,
     armed: &'static AtomicBool,
@@ -158,7 +158,7 @@ impl AttendCache for BreakingCache {
     }
 }
 
-/// All handles on one cache of the kind.
+/// All handles of one cache of this kind.
 struct Handles {
     session: Handle,
     cache: Handle,
@@ -177,7 +177,7 @@ fn try_session(kind: &CStr) -> (c_int, Handle, Handle) {
     };
     let backend = CString::new(MLX_BACKEND).unwrap();
     let (mut session, mut error) = (null_mut(), null_mut());
-    // SAFETY: structs and strings follow the header.
+    // SAFETY: structs and strings have the layout of the header.
     let status = unsafe {
         etkv_session_new(backend.as_ptr(), kind.as_ptr(), &config, &mut session, &mut error)
     };
@@ -213,7 +213,7 @@ impl Drop for Handles {
 
 /// Returns the message of an error and frees the error.
 fn take(error: Handle) -> String {
-    // SAFETY: the error is live, and its message lives as long.
+    // SAFETY: the error is live, and its message lives as long as the error.
     unsafe {
         let message = CStr::from_ptr(etkv_error_message(error)).to_str().unwrap().to_owned();
         etkv_error_free(error);
@@ -228,7 +228,7 @@ fn tripped(call: impl FnOnce(*mut Handle) -> c_int, words: &str) {
     assert!(message.contains(words), "{message}");
 }
 
-/// Every face refuses everything but freeing and facts.
+/// Every call is refused, except those that free an object or return a fact.
 fn broken(all: &Handles) {
     let words = "it can only be freed";
     let (mut number, mut size, mut handle) = (7i32, 7usize, null_mut());
@@ -247,7 +247,7 @@ fn broken(all: &Handles) {
         let shared = etkv_cache_share(all.cache);
         tripped(|error| etkv_cache_length(shared, &mut number, error), words);
         etkv_cache_free(shared);
-        // A handle obtained by its key is refused too.
+        // A handle obtained by its key is also refused.
         let key = etkv_session_key(all.session);
         assert_eq!(etkv_registry_get(key, &mut handle, null_mut()), 0);
         tripped(|error| etkv_cache_length(handle, &mut number, error), words);
@@ -260,17 +260,17 @@ fn broken(all: &Handles) {
 static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 unsafe extern "C" fn log(level: i32, target: *const c_char, message: *const c_char, _: Handle) {
-    // SAFETY: both are strings during the call.
+    // SAFETY: both strings live during the call.
     let [target, message] = unsafe { [target, message].map(|text| CStr::from_ptr(text)) };
     LOG.lock().unwrap().push(format!("{level} {target:?} {message:?}"));
 }
 
-/// The number of log messages with these words.
+/// Returns the number of log messages with these words.
 fn logged(words: &str) -> usize {
     LOG.lock().unwrap().iter().filter(|line| line.contains(words)).count()
 }
 
-// This is one test, because it counts the handles of the process.
+// A single test, because it counts the handles of the process.
 #[test]
 fn a_panic_inside_breaks_the_cache_and_nothing_else() {
     static ARMED: AtomicBool = AtomicBool::new(false);
@@ -282,7 +282,7 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
         }))
     });
     registry.register(MLX_BACKEND, "unmakable", |_| panic!("tripped in the builder"));
-    // The panics are expected; their messages are checked instead.
+    // The panics are expected. Their messages are checked instead of printed.
     let usual = take_hook();
     set_hook(Box::new(move |panic| {
         if !panic.to_string().contains("tripped in") {
@@ -329,7 +329,7 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
         broken(&all);
     }
 
-    // Each panic is logged once, and so is the cache that it poisons; a later refusal is no defect.
+    // Each panic is logged once, as is each cache that it poisons. A later refusal is not a defect.
     assert_eq!(logged("a defect was caught"), 6);
     assert_eq!(logged("etkv::core\" \"the cache is poisoned"), 5);
     assert_eq!(LOG.lock().unwrap().len(), 11);

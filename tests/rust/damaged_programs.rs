@@ -1,16 +1,16 @@
-//! Damaged programs of every operation: each runs or is refused. None ends its process, takes more than 10
-//! CPU seconds, or requests unlimited memory.
+//! Damaged programs of every operation: each runs or is refused. None ends its process, takes more than 10 CPU
+//! seconds, or requests memory without limit.
 //!
-//! `python -m tests.upstream_ops.damage` runs it. Without its environment variables it does nothing: it needs
-//! the programs that ExecuTorch's own tests export.
+//! `python -m tests.upstream_ops.damage` runs this test. Without its environment variables the test does nothing,
+//! because it needs the programs that ExecuTorch's tests export.
 //!
 //! | variable | meaning |
 //! | --- | --- |
 //! | `ETKV_DAMAGE_PROGRAMS` | the file of `tests.upstream_ops.payloads` |
-//! | `ETKV_RUNS` | damaged programs |
-//! | `ETKV_SEED` | runs this seed alone |
-//! | `ETKV_FIRST_SEED` | the first seed; 1 without it |
-//! | `ETKV_JOBS` | worker processes |
+//! | `ETKV_RUNS` | the number of damaged programs |
+//! | `ETKV_SEED` | runs only this seed |
+//! | `ETKV_FIRST_SEED` | the first seed, 1 by default |
+//! | `ETKV_JOBS` | the number of worker processes |
 
 #[cfg(target_os = "linux")]
 #[path = "damage/mod.rs"]

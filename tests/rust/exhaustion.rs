@@ -1,6 +1,6 @@
-//! The state of a cache when the system refuses it memory.
+//! The state of a cache after the system has refused memory.
 //!
-//! The limit applies to the whole process, so each test runs in a separate one.
+//! The limit applies to the whole process, so each test runs in a separate process.
 #![cfg(target_os = "linux")]
 
 use std::process::Command;
@@ -12,14 +12,14 @@ use mlx_rs::Array;
 const N_KV_HEADS: usize = 8;
 const HEAD_DIM: usize = 64;
 const CAPACITY: i32 = 1 << 16;
-/// The memory left to a process: enough for steps of a few tokens, and less than any pool of the capacity.
+/// The memory that is left to a process: enough for steps of a few tokens, but less than any pool of full capacity.
 const LEFT: u64 = 8 << 20;
 
-/// Runs `body` in a separate process, by the name of the test that calls this.
+/// Runs `body` in a separate process. `name` is the name of the calling test.
 fn in_a_process_of_its_own(name: &str, body: fn() -> etkv::Result<()>) {
     const INSIDE: &str = "ETKV_TEST_EXHAUSTION";
     if etkv::mlx::on_gpu().unwrap() {
-        // A limit of the process does not limit the device's memory.
+        // A limit of the process does not limit the memory of the device.
         return;
     }
     if std::env::var_os(INSIDE).is_some() {
@@ -32,12 +32,12 @@ fn in_a_process_of_its_own(name: &str, body: fn() -> etkv::Result<()>) {
         .unwrap();
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}: {told}", output.status);
-    // A process that runs no test succeeds too.
+    // A process that runs no test also succeeds, so tests are counted.
     let counted = String::from_utf8_lossy(&output.stdout);
     assert!(counted.contains("ok. 1 passed"), "{counted}");
 }
 
-/// Limits the process to its current memory and `left` more bytes; without `left` removes the limit.
+/// Limits the process to its current memory plus `left` bytes, or removes the limit.
 fn limit(left: Option<u64>) {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = status.split(' ').next().unwrap().parse().unwrap();
@@ -59,7 +59,7 @@ fn rows(seed: u64, n: usize) -> Array {
     on_mlx::array(&oracle::random_rows(&mut Rng::new(seed), n, N_KV_HEADS, HEAD_DIM))
 }
 
-/// Runs a step of `n` tokens from position `at`; returns its attention.
+/// Runs a step of `n` tokens from position `at` on. Returns its attention.
 fn append(cache: &mut MlxCache, at: i32, n: i32) -> etkv::Result<Vec<f32>> {
     let positions: Vec<i32> = (at..at + n).collect();
     let rows = rows(at as u64, n as usize);
@@ -113,8 +113,8 @@ fn a_clear_of_sequences_that_fails_changes_nothing() {
     });
 }
 
-/// Steps continue in float while memory for `quantized_kv_start` is lacking. The first one without room is
-/// refused with the reason, and succeeds once there is memory.
+/// Steps continue in float as long as there is not enough memory for the conversion at `quantized_kv_start`. The
+/// first step without room is refused with the reason, and succeeds once there is memory.
 fn conversions(cache: &mut MlxCache) -> etkv::Result<()> {
     append(cache, 0, 8)?;
     limit(Some(LEFT));
@@ -134,7 +134,7 @@ fn conversions(cache: &mut MlxCache) -> etkv::Result<()> {
 }
 
 fn quantized_later() -> CacheConfig {
-    // The allocator keeps up to 32 MiB of freed memory; the pools are larger.
+    // The allocator keeps up to 32 MiB of freed memory, so the pools are larger.
     CacheConfig {
         quantized_kv_start: Some(10),
         capacity: 4 * CAPACITY,

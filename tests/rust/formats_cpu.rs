@@ -1,4 +1,4 @@
-//! Rows in plain memory have the same bits as rows on MLX arrays, in every format.
+//! In every format, rows in plain memory have the same bits as rows in MLX arrays.
 
 use etkv_core::{Cache, CacheConfig, ContiguousCache, KvFormat, LayerConfig, LayerPolicy, Step};
 use etkv_cpu::{CpuStore, Tensor, View};
@@ -9,7 +9,7 @@ use mlx_rs::{Array, ArrayElement, Dtype};
 
 const HEADS: usize = 2;
 
-/// Every format, with head_dims that fit it.
+/// Every format, with values of `head_dim` that fit it.
 fn formats() -> Vec<(KvFormat, usize)> {
     let mut formats: Vec<(KvFormat, usize)> =
         [KvFormat::F32, KvFormat::F16, KvFormat::Bf16].map(|format| (format, 72)).to_vec();
@@ -27,7 +27,7 @@ fn formats() -> Vec<(KvFormat, usize)> {
     formats
 }
 
-/// Returns a row of some kind: ordinary, or at a limit of the float range.
+/// Returns a random row: ordinary, or at a limit of the float range.
 fn row(rng: &mut Rng, dim: usize) -> Vec<f32> {
     let normal = |rng: &mut Rng| ((0..6).map(|_| rng.unit() - 0.5).sum::<f64>() * 1.4) as f32;
     let bits = |rng: &mut Rng| f32::from_bits(rng.next_u64() as u32);
@@ -38,7 +38,7 @@ fn row(rng: &mut Rng, dim: usize) -> Vec<f32> {
         2 => (0..dim).map(|_| rng.pick(&[0.0, -0.0])).collect(),
         3 => (0..dim).map(|_| f32::from_bits(rng.below(1 << 23) as u32)).collect(),
         4 => (0..dim).map(|_| finite(bits(rng))).collect(),
-        // Values between two codes.
+        // Values halfway between two codes.
         5 => (0..dim).map(|_| rng.below(129) as f32 / 8.0 - 8.0).collect(),
         6 => {
             let positive = rng.unit() as f32 * 1e5;
@@ -62,7 +62,7 @@ fn row(rng: &mut Rng, dim: usize) -> Vec<f32> {
     row
 }
 
-/// The same rows, `[1, HEADS, n, dim]`, for both backends.
+/// Returns the same rows, `[1, HEADS, n, dim]`, for both backends.
 fn tensors(rng: &mut Rng, n: usize, dim: usize) -> (Array, Tensor) {
     let values: Vec<f32> = (0..HEADS * n).flat_map(|_| row(rng, dim)).collect();
     let shape = [1, HEADS as i32, n as i32, dim as i32];
@@ -133,7 +133,7 @@ impl CachePair {
         Self { mlx, cpu: ContiguousCache::new(config).unwrap(), dim }
     }
 
-    /// Appends generated rows, and compares all.
+    /// Appends generated rows, and compares all rows.
     fn append(&mut self, rng: &mut Rng, n: usize) {
         let [k, v] = [0, 1].map(|_| tensors(rng, n, self.dim));
         let length = self.mlx.length();
@@ -193,7 +193,7 @@ fn bytes<T: ArrayElement + Copy>(array: &Array, to: impl Fn(T) -> Vec<u8>) -> Ve
     flat.as_slice::<T>().iter().flat_map(|&word| to(word)).collect()
 }
 
-/// MLX's own planes, computed by its function.
+/// The planes are those that MLX's own function computes.
 #[test]
 fn affine_planes_are_those_of_mlx() {
     for_seeds(20, |seed| {

@@ -1,7 +1,7 @@
-//! Processes that are killed while they save caches with recurrent layers: afterwards each file has its old or
-//! its new contents, whole, and a prefix store has every text that was stored.
+//! Processes that are killed while they save caches with recurrent layers. Afterwards each file has its complete old
+//! or new contents, and a prefix store has every text that was stored.
 //!
-//! `make kill-saves KILLS=1000` kills more of them.
+//! `make kill-saves KILLS=1000` kills that many.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -24,17 +24,17 @@ type AnyCache = Box<dyn AttendCache<Store = CpuStore>>;
 
 const MODEL: &str = "a model";
 
-/// The number of contents that a process saves in turns.
+/// The number of different contents, which a process saves in turn.
 const VERSIONS: u64 = 6;
 
-/// What is saved.
+/// The target of a save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Target {
     /// A cache of one sequence.
     Contiguous,
-    /// A cache of some sequences and candidates.
+    /// A cache with several sequences and candidates.
     Tree,
-    /// One sequence of it.
+    /// One sequence of such a cache.
     Sequence,
     /// A text in a store.
     Store,
@@ -77,7 +77,7 @@ impl Target {
             run(&mut cache, &text, &(0..text.len() as i32).collect::<Vec<_>>());
             return cache;
         }
-        // Two sequences that begin alike, and candidates after the second.
+        // Two sequences that share their first tokens, and candidates after the second.
         let (first, second) = text.split_at(text.len() / 2);
         let mut at = 0;
         for (part, sequence) in [(first, 0), (second, 1)] {
@@ -95,7 +95,7 @@ impl Target {
         cache
     }
 
-    /// Saves a version in a folder.
+    /// Saves a version to a folder.
     fn save(self, cache: &mut AnyCache, version: u64, folder: &Path) {
         let path = self.path(folder);
         let tokens = [version as i64];
@@ -105,15 +105,15 @@ impl Target {
             Self::Sequence => save_sequence(&mut **cache, 1, &path, labels).unwrap(),
             Self::Store => {
                 let tokens: Vec<i64> = text_of(version).iter().map(|&one| one as i64).collect();
-                // Room for some of the versions.
+                // There is room for some of the versions.
                 let store = PrefixStore::open(&path, 600_000).unwrap();
                 store.save(&mut **cache, Labels { fingerprint: MODEL, tokens: &tokens }).unwrap();
             }
         }
     }
 
-    /// Loads what is saved in a folder, of the text of this version in a store. Returns the version that it says
-    /// it is, and its contents; nothing for a file that does not exist yet.
+    /// Loads the target from a folder; in a store, the text of `version`. Returns the version that the contents claim
+    /// and the contents, or `None` if the file does not exist yet.
     fn load(self, version: u64, folder: &Path) -> Option<(u64, Vec<u8>)> {
         let path = self.path(folder);
         let mut cache = self.empty();
@@ -138,7 +138,7 @@ impl Target {
     }
 }
 
-/// Returns the text of a version. All begin alike.
+/// Returns the text of a version. All of these texts begin with the same tokens.
 fn text_of(version: u64) -> Vec<Token> {
     let rng = &mut Rng::new(version);
     let n = 200 + rng.below(200);
@@ -192,7 +192,7 @@ fn a_process_saves() {
     let rng = &mut Rng::new(seed);
     let of = |version| Target::ALL.map(|target| ((target, version), target.filled(version)));
     let mut caches: HashMap<(Target, u64), AnyCache> = (0..VERSIONS).flat_map(of).collect();
-    // Each line is one write, which a kill does not cut.
+    // Each line is a single write, which a kill does not split.
     let mut log = File::options().append(true).create(true).open(folder.join("log")).unwrap();
     for _ in 0..100_000 {
         let (target, version) = (rng.pick(&Target::ALL), rng.below(VERSIONS as usize) as u64);
@@ -213,8 +213,8 @@ fn start(folder: &Path, seed: u64) -> Child {
         .unwrap()
 }
 
-/// What the processes noted: the version of each target that was saved last, and the one that may have been
-/// saved since.
+/// The log of the processes: for each target, the version that was saved last, and the one that may have been saved
+/// since then.
 #[derive(Debug, Default)]
 struct Noted {
     saved: HashMap<Target, u64>,
@@ -262,7 +262,7 @@ fn a_process_that_is_killed_leaves_old_or_new_contents() {
             let Some(&old) = noted.saved.get(&target) else { continue };
             let new = unsure.filter(|(one, _)| *one == target).map(|(_, new)| new);
             let Some((found, contents)) = target.load(old, folder.path()) else {
-                panic!("{target:?} is gone after {old} was saved, and {new:?} begun");
+                panic!("{target:?} is missing after {old} was saved, and {new:?} begun");
             };
             assert!(found == old || Some(found) == new, "{found}, not {old} or {new:?}");
             assert!(contents == expected[&(target, found)], "{target:?} {found} differs");

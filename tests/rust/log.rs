@@ -1,4 +1,4 @@
-//! The log callback when Rust code of the process has its own subscriber. A process has one, so this is a
+//! The log callback in a process whose Rust code has its own subscriber. A process can have only one, so this is a
 //! separate program.
 
 use std::ffi::{c_char, c_void, CStr};
@@ -6,7 +6,7 @@ use std::ptr::null_mut;
 
 use tracing_subscriber::layer::SubscriberExt;
 
-// This links the C interface.
+// Links the C interface.
 use etkv_capi as _;
 
 extern "C" {
@@ -38,7 +38,7 @@ fn a_subscriber_of_the_application_stays_the_one() {
             etkv_error_free(error);
         }
     }
-    // There is nothing to remove, which is no error. SAFETY: no pointers are passed.
+    // Removing an absent callback is not an error. SAFETY: no pointers are passed.
     let status = unsafe { etkv_set_log_callback(std::ptr::null(), None, null_mut(), null_mut()) };
     assert_eq!(status, 0);
 }

@@ -1,6 +1,6 @@
-//! The effect of steps, forks and clears on MLX's memory.
+//! The MLX memory that steps, forks and clears use.
 //!
-//! MLX counts memory for the whole process, so each test holds `mlx::run` throughout.
+//! MLX counts the memory of the whole process, so each test holds `mlx::run` throughout.
 
 use std::time::Duration;
 
@@ -41,7 +41,7 @@ fn step(cache: &mut MlxCache, positions: &[i32], dtype: Dtype) {
     let mut step = Step::begin(cache, positions).unwrap();
     for layer in 0..n_layers {
         let spec = step.update_and_fetch(layer, &rows, &rows).unwrap();
-        // Layers depend on each other, as in a program.
+        // Each layer depends on the previous one, as in a program.
         x = etkv::attend(&x, &spec, 0.1, None).unwrap();
     }
     step.commit(&[&x]).unwrap();
@@ -62,8 +62,8 @@ fn fill(cache: &mut MlxCache, length: i32, dtype: Dtype) {
     }
 }
 
-/// Returns active memory in bytes. A GPU frees buffers a little after it is done with them, so this
-/// waits until the number is stable.
+/// Returns active memory in bytes. A GPU frees buffers some time after their last use, so this waits until the number
+/// is stable.
 fn active() -> i64 {
     let now = || active_memory().unwrap() as i64;
     if !etkv::mlx::on_gpu().unwrap() {
@@ -79,7 +79,7 @@ fn active() -> i64 {
     last
 }
 
-/// Returns how much `steps` decode steps raise active memory and its peak, in bytes.
+/// Returns by how many bytes `steps` decode steps raise active memory and its peak.
 fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
     let length = cache.length();
     (length..length + 8).for_each(|position| step(cache, &[position], dtype));
@@ -88,7 +88,7 @@ fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
     reset_peak_memory().unwrap();
     for position in length + 8..length + 8 + steps {
         step(cache, &[position], dtype);
-        // Otherwise it would be the peak of several steps.
+        // Waits, because otherwise the peak would be that of several steps.
         active();
     }
     (active() - before, peak_memory().unwrap() as i64 - before)
@@ -97,7 +97,7 @@ fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
 type New = fn(CacheConfig) -> Box<MlxCache>;
 
 const LENGTH: i32 = 32_768;
-/// The bytes of one layer's keys: a copy of them would be visible.
+/// The number of elements of one layer's keys. A copy of them would be visible.
 const LAYER_ELEMENTS: i64 = LENGTH as i64 * (N_KV_HEADS * HEAD_DIM) as i64;
 
 #[test]
@@ -117,11 +117,11 @@ fn decoding_copies_no_history() {
                 let many = kind == "contiguous" && format == KvFormat::F32;
                 let steps = if many { etkv_tests::runs(60) as i32 } else { 16 };
                 let (active, peak) = raised(&mut *cache, steps, dtype);
-                assert_eq!(active, 0, "{kind} {format}: decoding holds on to memory");
+                assert_eq!(active, 0, "{kind} {format}: decoding leaks memory");
                 // The scores of one layer, and their softmax.
                 let scores = i64::from(N_HEADS * (LENGTH + 2000)) * 4;
-                println!("{kind} {format}: a step takes {peak} bytes, scores are {scores}");
-                assert!(peak < 4 * scores, "{kind} {format}: a decode step takes {peak} bytes");
+                println!("{kind} {format}: a step needs {peak} bytes, scores are {scores}");
+                assert!(peak < 4 * scores, "{kind} {format}: a decode step needs {peak} bytes");
                 assert!(4 * scores < LAYER_ELEMENTS * format.row_bytes(64) as i64 / 64);
             }
         }
@@ -130,7 +130,7 @@ fn decoding_copies_no_history() {
     .unwrap();
 }
 
-/// Packed rows are multiplied as stored, and rows of a dtype other than the queries' in blocks.
+/// Packed rows are multiplied in their stored format, and rows of a dtype other than that of the queries in blocks.
 #[test]
 fn decoding_unpacks_no_history() {
     let formats = [
@@ -154,15 +154,15 @@ fn decoding_unpacks_no_history() {
                 ContiguousCache::new(config(format, LENGTH + 64, &[LayerPolicy::Full; 2]))?;
             fill(&mut cache, LENGTH, Dtype::Float32);
             let (active, peak) = raised(&mut cache, 8, Dtype::Float32);
-            println!("{name}: a step takes {peak} bytes, unpacked keys {}", 4 * LAYER_ELEMENTS);
-            assert_eq!(active, 0, "{name}: decoding holds on to memory");
+            println!("{name}: a step needs {peak} bytes, unpacked keys {}", 4 * LAYER_ELEMENTS);
+            assert_eq!(active, 0, "{name}: decoding leaks memory");
             // Some formats are unpacked in blocks of a constant size.
             let in_blocks = ["f16", "bf16", "mxfp8"].contains(&name);
             let block = if etkv::mlx::on_gpu()? { 32 << 20 } else { 4 << 20 };
-            // A GPU frees the buffers of one layer after it has begun the next.
+            // A GPU frees the buffers of one layer after the next layer has begun.
             let share = if etkv::mlx::on_gpu()? { 2 * LAYER_ELEMENTS } else { LAYER_ELEMENTS };
             let bound = if in_blocks { 7 * block / 2 } else { 4 * share / 3 };
-            assert!(peak < bound, "{name}: a decode step takes {peak} bytes");
+            assert!(peak < bound, "{name}: a decode step needs {peak} bytes");
         }
         Ok(())
     })
@@ -185,12 +185,12 @@ fn windows_slide_without_growing() {
         for cache in &mut caches {
             fill(&mut **cache, 8192, Dtype::Float32);
             let (active, peak) = raised(&mut **cache, 1200, Dtype::Float32);
-            assert_eq!(active, 0, "{}: sliding holds on to memory", cache.kind());
-            // The rows of one buffer, while they move to the front.
+            assert_eq!(active, 0, "{}: sliding leaks memory", cache.kind());
+            // The rows of one buffer while they move to the first slots.
             let moved = 4 * i64::from((1023 + 512 + 4) * N_KV_HEADS * HEAD_DIM);
-            // A GPU moves the rows of all six before it frees the first.
+            // A GPU moves the rows of all six buffers before it frees the first.
             let buffers = if etkv::mlx::on_gpu()? { 12 } else { 2 };
-            assert!(peak < buffers * moved, "{}: sliding takes {peak} bytes", cache.kind());
+            assert!(peak < buffers * moved, "{}: sliding needs {peak} bytes", cache.kind());
             assert_eq!(cache.memory().allocated, config.estimate(9400).allocated);
         }
         Ok(())
@@ -213,7 +213,7 @@ fn forks_and_removals_move_no_bytes() {
         }
         (1..=32).for_each(|branch| sequences.seq_rm(branch, 0..i32::MAX).unwrap());
         assert_eq!(active(), before);
-        // Nothing was allocated after the reset.
+        // Nothing was allocated since the reset.
         assert!(peak_memory()? as i64 <= before);
         assert_eq!(cache.memory(), held, "branches count once");
         Ok(())
@@ -245,7 +245,7 @@ fn clearing_and_dropping_give_the_buffers_back() {
     .unwrap();
 }
 
-/// MLX's CPU build ends the process if the system gives it no memory.
+/// Without this check MLX's CPU build would end the process if the system has no memory.
 #[test]
 fn memory_that_there_is_not_is_an_error() {
     let config =

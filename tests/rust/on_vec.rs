@@ -39,7 +39,7 @@ fn a_cache_whose_rows_could_not_be_moved_refuses_steps_until_it_is_cleared() {
     }
 }
 
-/// Returns a cache that allocates upfront, with a window whose rows move.
+/// Returns a cache that allocates upfront, and has a window whose rows move.
 fn upfront() -> ContiguousCache<VecStore> {
     let mut config = CacheConfig {
         max_step_tokens: 4,
@@ -103,7 +103,7 @@ fn a_step_without_memory_is_rolled_back() {
     assert_eq!(cache.length(), 300);
 }
 
-/// A backend that registers its kinds has sessions, and programs find their caches.
+/// After a backend has registered its kinds, sessions can be created, and programs find their caches.
 #[test]
 fn a_backend_registers_its_kinds() {
     const BACKEND: &str = "VecBackend";

@@ -1,5 +1,5 @@
-//! Prefix caches: an attached cache equals one that read the text, whatever else was kept, pinned, reclaimed
-//! or dropped, by several threads.
+//! Prefix caches: an attached cache equals one that read the text itself, whatever else several threads have kept,
+//! pinned, reclaimed or dropped.
 //!
 //! `ETKV_RUNS=N` generates N times as many operations.
 
@@ -25,7 +25,8 @@ fn unlimited() -> PrefixCache {
     limited(None)
 }
 
-/// Reads a text after its kept prefix, and keeps it. The cache goes on like one that read it all.
+/// Attaches to a prefix of a text, reads the rest, and keeps the text. The cache then continues like one that read it
+/// all.
 fn keep<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> bool {
     let mut cache = shape.make::<B>();
     prefixes.attach(&mut *cache, MODEL, text).unwrap();
@@ -37,7 +38,7 @@ fn keep<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> b
     kept
 }
 
-/// Attaches a cache, and checks that it equals one that read the text. Returns its length.
+/// Attaches a cache, and checks that it equals one that read the text itself. Returns its length.
 fn attach<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> usize {
     let mut cache = shape.make::<B>();
     let n = prefixes.attach(&mut *cache, MODEL, text).unwrap();
@@ -50,7 +51,7 @@ fn attach<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) ->
     n
 }
 
-/// A process may open few files, and needs some for other purposes.
+/// A process may open only a limited number of files, and needs some for other purposes.
 #[cfg(target_os = "linux")]
 #[test]
 fn many_texts_take_few_files() {
@@ -61,13 +62,13 @@ fn many_texts_take_few_files() {
         assert!(keep::<OnCpu>(&prefixes, TextShape::of(0), &text));
     }
     assert_eq!(prefixes.report().prefixes, 400);
-    // Concurrent tests open some too.
+    // Concurrent tests also open some.
     assert!(files() < before + 100, "{} files, and {before} before", files());
     prefixes.clear();
     assert_eq!(prefixes.report().prefixes, 0);
 }
 
-/// Returns how much of a text a kept text serves if no layer has a window.
+/// Returns how many tokens of a text can be read from a kept text if no layer has a window.
 fn served(shape: TextShape, kept: &[i64], text: &[i64]) -> usize {
     let n = shared(kept, text);
     let converted = shape.format == 2 && kept.len() >= CONVERTED_AT;
@@ -138,7 +139,7 @@ fn limits_and_pins<B: Backend>() {
             keep::<B>(&prefixes, shape, &(0..90).collect::<Vec<_>>());
             prefixes.report().bytes
         };
-        // A backend that copies has up to four pieces of a text.
+        // A backend that copies may have up to four pieces of a text.
         let max_bytes = one * 6;
         let prefixes = limited(Some(max_bytes));
         let mut pinned: Vec<(Vec<i64>, etkv_file::Pin)> = Vec::new();
@@ -148,7 +149,7 @@ fn limits_and_pins<B: Backend>() {
                 0..=2 => {
                     let kept = keep::<B>(&prefixes, shape, &text);
                     assert!(kept || !pinned.is_empty());
-                    // Older texts make room for the last one.
+                    // Older texts are removed to make room for the last one.
                     assert!(!kept || attach::<B>(&prefixes, shape, &text) == text.len());
                 }
                 3 if pinned.len() < 2 => {
@@ -194,11 +195,11 @@ fn the_oldest_goes_first<B: Backend>() {
     for (first, n) in [(0, 40), (100, 0), (200, 40), (300, 40)] {
         assert_eq!(attach::<B>(&prefixes, shape, &text(first)), n, "{first}");
     }
-    // A text that is larger than the limit replaces nothing.
+    // A text that is larger than the limit does not replace others.
     let long: Vec<i64> = (1000..1180).collect();
     assert!(!keep::<B>(&prefixes, shape, &long));
     assert_eq!(prefixes.report().prefixes, 3);
-    // A cache that reads one keeps its rows, so it is not idle.
+    // A cache that uses a prefix keeps its rows, so the prefix is not idle.
     let mut reader = shape.make::<B>();
     assert_eq!(prefixes.attach(&mut *reader, MODEL, &text(0)), Ok(40));
     assert_eq!(prefixes.reclaim(u64::MAX), 2 * one);
@@ -209,7 +210,7 @@ fn the_oldest_goes_first<B: Backend>() {
     assert_eq!(answer::<B>(&mut reader, &text(0)), answer::<B>(&mut fresh, &text(0)));
 }
 
-/// Prefixes of one text lie in the same memory, and the longest replaces the others.
+/// Prefixes of one text share memory, and the longest replaces the others.
 fn a_text_takes_the_place_of_its_beginnings<B: Backend>() {
     let text: Vec<i64> = (0..160).collect();
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
@@ -233,7 +234,8 @@ fn a_text_takes_the_place_of_its_beginnings<B: Backend>() {
     }
     let mut empty = shape.make::<B>();
     assert_eq!(prefixes.attach(&mut *empty, "another model", &text), Ok(0));
-    // A window serves texts that go on at its end, or from a point where it was kept before.
+    // With a window, a prefix can be used for texts that continue at its end, or at a position where it was kept
+    // earlier.
     let shape = TextShape { windowed: true, ..shape };
     let prefixes = unlimited();
     for n in [50, 100] {
@@ -305,7 +307,7 @@ fn threads<B: Backend>() {
     assert_eq!(prefixes.report().bytes, 0);
 }
 
-/// A store that cannot be used is skipped.
+/// A store that fails is skipped.
 fn a_store_that_fails<B: Backend>() {
     let folder = TempDir::new().unwrap();
     let store = Arc::new(PrefixStore::open(&folder.path().join("gone"), u64::MAX).unwrap());
@@ -364,7 +366,7 @@ macro_rules! tests {
 tests!(on_vec, OnVec);
 tests!(on_cpu, OnCpu);
 
-/// A text that one process kept is found in the store by another, which shares it from then on.
+/// A text that one process kept is found in the store by another process, which then shares it in memory.
 #[test]
 fn what_memory_lacks_comes_from_the_store() {
     for_seeds(18, |seed| {
@@ -385,21 +387,21 @@ fn what_memory_lacks_comes_from_the_store() {
         assert_eq!(attach::<OnCpu>(&second, shape, &text), 60);
         assert_eq!(second.report().tokens_in_store, 60);
         assert!(second.report().prefixes == 1 && second.report().bytes > 0);
-        // From memory now, also for the other kinds, which the file does not fit.
+        // Now it comes from memory, also for other kinds, which the file does not fit.
         for kind in 0..3 {
             assert_eq!(attach::<OnCpu>(&second, TextShape { kind, ..shape }, &text), 60);
         }
         let report = second.report();
         assert_eq!((report.tokens_in_memory, report.tokens_in_store), (180, 60));
         assert_eq!(report.tokens_asked, 480);
-        // The longer one is used, wherever it is.
+        // The longer one is used, whether it is in memory or in the store.
         assert!(keep::<OnCpu>(&first, shape, &text[..90]));
         assert_eq!(attach::<OnCpu>(&second, shape, &text), 90);
         assert_eq!(second.report().tokens_in_store, 150);
     });
 }
 
-/// Caches on one prefix take the memory of one, plus their own continuations.
+/// Caches on one prefix use the memory of one cache, plus that of their continuations.
 #[test]
 fn beginnings_are_held_once() {
     let shape = TextShape { kind: 0, windowed: false, format: 0 };
@@ -414,8 +416,8 @@ fn beginnings_are_held_once() {
         assert!(held > bytes);
         bytes = held;
     }
-    // Rows of two layers, keys and values of two heads of 32 numbers of 16 bits, once, and the padding to
-    // whole pages.
+    // Rows of two layers, with keys and values of two heads of 32 numbers of 16 bits, once, and the padding to whole
+    // pages.
     let rows = 160 * 2 * 2 * 2 * 32 * 2;
     assert!((rows..2 * rows).contains(&bytes), "{bytes} for {rows}");
     let all: Vec<_> = (0..8)
@@ -432,7 +434,7 @@ fn beginnings_are_held_once() {
     assert_eq!(prefixes.reclaim(1), bytes);
 }
 
-/// A store with texts in a folder, and a prefix cache on it.
+/// Returns a store with texts in a folder, and a prefix cache that reads from it.
 fn with_store(max_bytes: Option<u64>, texts: &[&[i64]]) -> (TempDir, PrefixCache) {
     let folder = TempDir::new().unwrap();
     let store = PrefixStore::open(&folder.path().join("texts"), u64::MAX).unwrap();
@@ -451,8 +453,8 @@ fn prefetch(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> bool {
     prefixes.prefetch(&mut *shape.make::<OnCpu>(), MODEL, text).unwrap()
 }
 
-/// Waits until no text is queued. Returns the number of texts that were prefetched, their tokens, and the
-/// failures.
+/// Waits until no text is queued. Returns the number of texts that were prefetched, the number of their tokens, and
+/// the number of failures.
 fn read_ahead(prefixes: &PrefixCache) -> [u64; 3] {
     let until = Instant::now() + Duration::from_secs(60);
     loop {
@@ -472,14 +474,14 @@ fn what_was_read_ahead_is_in_memory() {
     let asked = &text[..80];
     assert!(prefetch(&prefixes, AHEAD, asked));
     assert_eq!(read_ahead(&prefixes), [1, 80, 0]);
-    // Memory has it now, so nothing else is queued.
+    // The text is in memory now, so it is not queued again.
     assert!(!prefetch(&prefixes, AHEAD, asked));
     let mut longer = asked.to_vec();
     longer.push(1000);
     assert!(prefetch(&prefixes, AHEAD, &longer));
     assert_eq!(read_ahead(&prefixes), [1, 80, 0]);
     assert!(!prefetch(&prefixes, AHEAD, &longer));
-    // The store is not asked: it could not answer.
+    // The store is not queried: it would fail.
     std::fs::remove_dir_all(folder.path().join("texts")).unwrap();
     assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, asked), 80);
     assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, &longer), 80);
@@ -508,7 +510,7 @@ fn what_memory_has_lost_is_asked_for_again() {
 #[test]
 fn what_cannot_be_read_ahead_is_counted() {
     let text: Vec<i64> = (0..90).collect();
-    // Without a store, and for a text that it lacks.
+    // Without a store, and for a text that is not in the store.
     assert!(!prefetch(&unlimited(), AHEAD, &text));
     let (folder, prefixes) = with_store(None, &[&text]);
     assert!(prefetch(&prefixes, AHEAD, &[5; 50]));
@@ -516,7 +518,7 @@ fn what_cannot_be_read_ahead_is_counted() {
     let error = prefixes.prefetch(&mut *AHEAD.make::<OnCpu>(), "", &text).unwrap_err();
     assert_eq!(error.status(), Status::InvalidArgument);
 
-    // A file that is damaged in a part that only loading reads, and a folder that is gone.
+    // A file whose damage is only found on loading, and a folder that was removed.
     let texts = folder.path().join("texts");
     let file = std::fs::read_dir(&texts).unwrap().next().unwrap().unwrap().path();
     let mut bytes = std::fs::read(&file).unwrap();
@@ -530,7 +532,7 @@ fn what_cannot_be_read_ahead_is_counted() {
     assert_eq!(read_ahead(&prefixes), [0, 0, 2]);
     assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, &text), 0);
 
-    // A text that exceeds the memory limit is still in the store.
+    // A text that exceeds the memory limit can still be loaded from the store.
     let (_folder, small) = with_store(Some(100), &[&text]);
     assert!(prefetch(&small, AHEAD, &text));
     assert_eq!(read_ahead(&small), [0, 0, 1]);
@@ -539,7 +541,7 @@ fn what_cannot_be_read_ahead_is_counted() {
     assert_eq!(small.report().tokens_in_store, 90);
 }
 
-/// Many texts are requested: some wait, the others are refused, and dropping waits for one only.
+/// When many texts are requested, some wait and the others are refused. Dropping waits for only one of them.
 #[test]
 fn as_many_texts_wait_as_may() {
     let texts: Vec<Vec<i64>> = (0..60).map(|first| (first..first + 40).collect()).collect();

@@ -1,5 +1,5 @@
-//! The machine memory that sessions on one prefix take. It is measured for the process, so this file is a
-//! separate process, with one test.
+//! The memory that sessions on one prefix use. It is measured for the process, so this file is a separate process
+//! with a single test.
 //!
 //! `cargo test -p etkv-tests --test prefix_memory -- --nocapture` prints the figures.
 #![cfg(target_os = "linux")]
@@ -17,10 +17,10 @@ const DIM: usize = 64;
 const PREFIX: usize = 4096;
 const TAIL: usize = 64;
 const SESSIONS: usize = 8;
-/// Bytes of a position: keys and values of all layers, in 16 bits.
+/// The bytes of a position: keys and values of all layers, in 16 bits.
 const POSITION: u64 = (LAYERS * 2 * HEADS * DIM * 2) as u64;
 
-/// Returns the process's proportional set size: pages that are mapped several times count once.
+/// Returns the proportional set size of the process, in which pages that are mapped several times count once.
 fn pss() -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap();
@@ -35,7 +35,7 @@ fn make() -> ContiguousCache<CpuStore> {
     ContiguousCache::new(config).unwrap()
 }
 
-/// Reads `n` tokens after those that the cache holds, and attends to all of them.
+/// Reads `n` tokens after those in the cache, and attends to all of them.
 fn read(cache: &mut ContiguousCache<CpuStore>, n: usize) {
     const MAX: usize = 256;
     let end = cache.length() as usize + n;
@@ -51,7 +51,7 @@ fn read(cache: &mut ContiguousCache<CpuStore>, n: usize) {
             let shape = [1, HEADS as i32, n as i32, DIM as i32];
             let kv = Tensor::new(shape, values.clone()).unwrap();
             let spec = step.update_and_fetch(layer, &kv, &kv).unwrap();
-            // One query: the memory that is read matters, not how often.
+            // A single query: only the memory that is read matters, not how often.
             let q: Vec<f32> = values[..HEADS * DIM].to_vec();
             let q = Tensor::new([1, HEADS as i32, 1, DIM as i32], q).unwrap();
             OnCpu::attend(&q, &spec, 0.125).unwrap();
@@ -64,7 +64,7 @@ fn read(cache: &mut ContiguousCache<CpuStore>, n: usize) {
 fn sessions_on_one_prefix_take_the_memory_of_one() {
     let prefixes = PrefixCache::new(PrefixCacheOptions::default());
     let text: Vec<i64> = (0..PREFIX as i64).collect();
-    // The other memory of the process, such as the threads' workspaces.
+    // Includes other memory of the process, such as the threads' workspaces.
     read(&mut make(), 512);
     let held = || MemoryBudget::global().report().held;
     let (pss_before, held_before) = (pss(), held());

@@ -1,5 +1,5 @@
-//! Stores of texts: a loaded cache equals one that read the text, whatever else was stored, removed or
-//! damaged, by several processes, and after one was killed.
+//! Stores of texts: a loaded cache equals one that read the text itself, whatever else several processes have stored,
+//! removed or damaged, and after one of them was killed.
 //!
 //! `ETKV_RUNS=N` generates N times as many operations, kills and seconds.
 
@@ -22,7 +22,7 @@ const HEADS: usize = 2;
 const DIM: usize = 16;
 const MODEL: &str = "a model";
 
-/// A kind of cache, with a window in its second layer or without.
+/// A kind of cache, with or without a window in its second layer.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     kind: usize,
@@ -50,13 +50,13 @@ impl Shape {
     }
 }
 
-/// Reads the tokens of a text after those that the cache holds. Keys and values of a token are a function of
-/// the text up to it. Returns the bits that the last step's queries see.
+/// Reads the tokens of a text after those in the cache. Keys and values of a token are a function of the text up to
+/// it. Returns the bits of the rows that the last step's queries see.
 fn read(cache: &mut AnyCache, text: &[i64]) -> Vec<u32> {
     let mut bits = Vec::new();
     loop {
         let start = cache.next_position().unwrap() as usize;
-        // Chunks end at the same tokens, wherever a cache begins.
+        // Steps end at the same tokens, wherever a cache begins.
         let end = text.len().min((start / 8 + 1) * 8);
         if start == end {
             return bits;
@@ -100,12 +100,12 @@ fn answer(cache: &mut AnyCache, text: &[i64]) -> Vec<u32> {
     step(cache, &longer, at, at + 1)
 }
 
-/// Returns a text of a family whose members have common beginnings.
+/// Returns a text of a family in which many texts share their first tokens.
 fn some_text(rng: &mut Rng) -> Vec<i64> {
     let mut text = Vec::new();
     let n = 20 + rng.below(60);
     while text.len() < n {
-        // One of two pieces of 13 tokens.
+        // Appends one of two lists of 13 tokens.
         let which = i64::from(rng.chance(0.35));
         text.extend((0..13).map(|i| which * 100 + i));
     }
@@ -127,8 +127,7 @@ fn save(store: &PrefixStore, shape: Shape, text: &[i64]) -> bool {
     store.save(&mut *cache, labels(text)).unwrap()
 }
 
-/// Loads the stored beginning of a text, and checks that it equals a cache that read the text. Returns its
-/// length.
+/// Loads the longest stored prefix of a text, and checks that the cache equals one that read it. Returns its length.
 fn load(store: &PrefixStore, shape: Shape, text: &[i64]) -> usize {
     let mut cache = shape.make();
     let n = store.load(&mut *cache, MODEL, text).unwrap();
@@ -166,7 +165,7 @@ fn the_longest_beginning_is_loaded() {
                     let has = saved.iter().any(|old| old.starts_with(&text));
                     let written = save(&stores[which], shape, &text);
                     assert!(!written || text.len() >= MIN_TOKENS);
-                    // A window may have to be stored again where it ends.
+                    // With a window a text may have to be stored again at another length.
                     assert!(written || text.len() < MIN_TOKENS || has);
                     assert!(!(written && has && !shape.windowed));
                     if text.len() >= MIN_TOKENS {
@@ -204,14 +203,14 @@ fn a_text_takes_the_place_of_its_beginnings() {
         assert!(save(&store, shape, &text[..n]));
         assert_eq!(files(folder.path()).len(), 1);
     }
-    // The store already has these, and a text that differs is another file.
+    // The store already has these texts, but a text that differs is a new file.
     assert!(!save(&store, shape, &text[..70]));
     let mut other = text.clone();
     other[50] = 0;
     assert!(save(&store, shape, &other));
     assert_eq!(files(folder.path()).len(), 2);
     assert_eq!(load(&store, shape, &other[..60]), 60);
-    // Other kinds, layers and models do not see it.
+    // Other kinds, layers and models do not find it.
     for other in [Shape { kind: 1, ..shape }, Shape { windowed: true, ..shape }] {
         assert_eq!(load(&store, other, &text), 0);
     }
@@ -243,7 +242,7 @@ fn what_was_used_least_recently_makes_room() {
     for (first, n) in [(0, 40), (100, 0), (200, 40), (300, 40)] {
         assert_eq!(load(&store, shape, &text(first)), n, "{first}");
     }
-    // A text that is larger than the folder's limit, alone.
+    // A text that is itself larger than the folder's limit.
     let small = PrefixStore::open(folder.path(), one / 2).unwrap();
     assert!(!save(&small, shape, &text(400)));
     assert_eq!(store.usage(), Ok((3, 3 * one)));
@@ -267,14 +266,14 @@ fn what_is_damaged_or_foreign_is_passed_by() {
     std::fs::write(folder.path().join("other.txt"), b"not ours").unwrap();
     std::fs::create_dir(folder.path().join("prefix-folder.safetensors")).unwrap();
 
-    // Damage in the rows, which are read only on loading.
+    // Damages the rows, which are read only by loads.
     let mut bytes = std::fs::read(&long).unwrap();
     let at = bytes.len() - 1000;
     bytes[at] ^= 1;
     std::fs::write(&long, &bytes).unwrap();
     assert_eq!(load(&store, shape, &text), 50);
     assert_eq!(load(&PrefixStore::open(folder.path(), u64::MAX).unwrap(), shape, &text), 50);
-    // It is stored again under its name.
+    // The text is stored again under its name.
     assert!(save(&store, shape, &text));
     assert_eq!(load(&store, shape, &text), 90);
     std::fs::remove_file(&long).unwrap();
@@ -291,7 +290,7 @@ fn what_is_damaged_or_foreign_is_passed_by() {
     assert_eq!(refused.status(), Status::File);
 }
 
-/// Keys and values that are not a text, or no longer in the config's formats, are not stored.
+/// A cache is not stored if its contents are not a text, or no longer in the formats of the config.
 #[test]
 fn only_texts_are_stored() {
     let folder = TempDir::new().unwrap();
@@ -336,7 +335,7 @@ fn only_texts_are_stored() {
     assert_eq!(files(folder.path()).len(), 0);
 }
 
-/// A file serves caches that are as large as its text, in the formats that they would have.
+/// A file can be used only by caches that are as large as its text and would have the same formats.
 #[test]
 fn what_a_cache_could_not_have_read_is_not_loaded() {
     let folder = TempDir::new().unwrap();
@@ -369,7 +368,7 @@ fn what_a_cache_could_not_have_read_is_not_loaded() {
     assert!(save(make(200, None), &text));
     assert!(save(make(64, None), &text[..50]));
 
-    // After the start the rows are converted; before it they are not.
+    // Above `quantized_kv_start` the rows are converted; below it they are not.
     assert!(save(make(200, Some(60)), &text));
     assert_eq!(load(make(200, Some(60)), &text), 90);
     assert_eq!(load(make(200, Some(60)), &text[..70]), 70);
@@ -378,7 +377,7 @@ fn what_a_cache_could_not_have_read_is_not_loaded() {
     assert_eq!(load(make(200, Some(60)), &text[..55]), 50);
 }
 
-/// The slots of windows and chunks depend on the capacity, so a file of one capacity does not stand for others.
+/// The slots of windows and chunks depend on the capacity, so a file is used only by caches of the same capacity.
 #[test]
 fn caches_of_other_capacities_have_texts_of_their_own() {
     for policy in [LayerPolicy::Window { window: 12, sinks: 2 }, LayerPolicy::Chunk { chunk: 12 }] {
@@ -404,7 +403,7 @@ fn caches_of_other_capacities_have_texts_of_their_own() {
     }
 }
 
-/// An address is not a folder, even in a library that cannot open it.
+/// An address is not treated as a folder, even in a library that cannot open it.
 #[cfg(not(feature = "buckets"))]
 #[test]
 fn a_bucket_is_refused_without_the_feature() {
@@ -439,7 +438,7 @@ fn a_process_stores_and_loads() {
     let seconds: f64 = std::env::var(SECONDS).unwrap().parse().unwrap();
     let until = Instant::now() + Duration::from_secs_f64(seconds);
     let rng = &mut Rng::new(u64::from(std::process::id()));
-    // Room for a dozen files.
+    // There is room for a dozen files.
     let store = PrefixStore::open(&folder, 400_000).unwrap();
     while Instant::now() < until {
         let (shape, text) = (Shape::of(rng.next_u64() % 6), some_text(rng));
@@ -469,10 +468,10 @@ fn several_processes_use_one_folder() {
     for child in &mut all {
         assert!(child.wait().unwrap().success());
     }
-    // A process that runs no test succeeds too.
+    // A process that runs no test also succeeds.
     assert!(!files(folder.path()).is_empty(), "the processes stored nothing");
     check_all(folder.path());
-    // Each removes the excess when it stores; both may store at the same time.
+    // Each process removes the excess when it stores a file, but both may store one at the same time.
     let (_, bytes) = PrefixStore::open(folder.path(), 1).unwrap().usage().unwrap();
     assert!(bytes < 500_000, "{bytes}");
 }

@@ -1,5 +1,5 @@
-//! The CPU's kernels of recurrent layers over real caches: the same bits as a text that runs in one step, whatever
-//! was cut, forked, aborted, proposed, saved, loaded and attached before.
+//! The CPU's kernels of recurrent layers over real caches: they give the same bits as a text that runs in one step,
+//! whatever was cut, forked, aborted, proposed, saved, loaded and attached earlier.
 
 use etkv_core::{
     AttendCache, CacheConfig, CellsCache, RecurrentLayer, RecurrentRows, RecurrentSpec, Result,
@@ -54,7 +54,7 @@ impl Kernels<OnCpu> for CpuKernels {
                     k: &of(&|token| token.k.clone()),
                     v: &of(&|token| token.v.clone()),
                     g: &of(&|token| token.g.clone()),
-                    // Layers of both kinds: with the delta rule, and without.
+                    // Layers with and without the delta rule.
                     beta: (layer != 1).then_some(&beta),
                 };
                 scan(&sizes, &inputs, spec, None, &mut workspace, &Threads(2))?

@@ -16,7 +16,7 @@ fn config() -> CacheConfig {
     CacheConfig::uniform(1, 1, 8, 8)
 }
 
-/// Uses the registry when it is dropped, which happens when its builder is replaced.
+/// An object that uses the registry when it is dropped, which happens when its builder is replaced.
 struct RegisterOnDrop(Arc<AtomicUsize>);
 
 impl Drop for RegisterOnDrop {
@@ -26,7 +26,7 @@ impl Drop for RegisterOnDrop {
     }
 }
 
-/// Every name belongs to some shard of the table: none may be locked while a builder is called or dropped.
+/// Every name belongs to a shard of the table. No shard may be locked while a builder is called or dropped.
 #[test]
 fn builders_use_the_registry_from_within() {
     let builders = BuilderRegistry::global();
@@ -35,7 +35,7 @@ fn builders_use_the_registry_from_within() {
         let same = name.clone();
         builders.register("Nesting", &name, move |config| {
             let builders = BuilderRegistry::global();
-            // Its own name, and others.
+            // Registers its own name, and others.
             builders.register("Nesting", &same, cache);
             assert!(builders.kinds().contains(&("Nesting".into(), same.clone())));
             builders.build("Nesting", &same, config)
@@ -50,7 +50,7 @@ fn builders_use_the_registry_from_within() {
             cache(config)
         });
     }
-    // The last one was replaced by a registration of the previous one.
+    // The last builder was replaced by a registration of the previous one.
     assert!(drops.load(Ordering::Relaxed) >= 49);
 }
 
@@ -107,7 +107,7 @@ fn one_of_many_gets_a_key() {
             }
         });
         assert_eq!(installed.into_inner(), 1);
-        // Another cache's entry is not erased.
+        // The entry of another cache is not erased.
         assert!(registry.erase_own(&key, &cache(config()).unwrap()).is_none());
         assert!(registry.erase_own(&key, &entry.cache).is_some());
         assert!(registry.erase(&key).is_none());

@@ -1,4 +1,4 @@
-//! The spans and events of a cache, recorded by a subscriber, and its report.
+//! The spans and events of a cache, as a subscriber records them, and its report.
 
 use std::fmt::{Debug, Write};
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Records each event and each new span as a line: level, target, message, fields.
+/// A subscriber that records each event and each new span as a line: level, target, message, fields.
 #[derive(Clone, Default)]
 struct EventRecorder(Arc<Mutex<Vec<String>>>);
 
@@ -91,7 +91,7 @@ fn a_step_tells_its_tokens_mask_and_read() {
     has(&lines, &["DEBUG etkv::core grow:", "layer=0", "from=0", "to=100"]);
     has(&lines, &["TRACE etkv::core in [step]:", "layer=0", "written=3", "read=0..3"]);
     assert_eq!(warnings(&lines), Vec::<&String>::new());
-    // One token sees all that there is, and nothing grows.
+    // A single token sees all rows, and no buffer grows.
     let lines = told(|| append(&mut cache, 3, 1).unwrap());
     has(&lines, &["step:", "tokens=1", "first=3", "mask=none", "read=4"]);
     assert!(!lines.iter().any(|line| line.contains("grow")), "{lines:?}");
@@ -129,7 +129,7 @@ fn a_rollback_is_told() {
     let mut cells = CellsCache::<VecStore>::new(CacheConfig::uniform(1, 1, 8, 16)).unwrap();
     let lines = told(|| drop(Step::begin(&mut cells, &[0, 1]).unwrap()));
     has(&lines, &["WARN etkv::core in [step]:", "a step is rolled back", "layers=0"]);
-    // A step that another way of computing takes over causes no warning.
+    // A step that another implementation computes instead causes no warning.
     let lines = told(|| Step::begin(&mut cells, &[0, 1]).unwrap().decline());
     has(&lines, &["DEBUG etkv::core in [step]:", "in the ordinary course", "layers=0"]);
     assert!(!lines.iter().any(|line| line.starts_with("WARN")), "{lines:?}");
@@ -283,7 +283,7 @@ fn a_report_tells_of_an_open_step() {
     assert!(!cache.report().step_open);
 }
 
-/// Nothing is formatted and no cache is queried if no layer listens.
+/// If no layer of the subscriber is interested, nothing is formatted and no cache is queried.
 #[test]
 fn levels_that_are_off_cost_no_formatting() {
     struct Counts(Level, Arc<Mutex<usize>>);

@@ -14,7 +14,7 @@ use etkv_tests::Rng;
 use super::agreed;
 use super::contiguous::window;
 
-/// `policies` has an entry for each layer group but the first, which is full.
+/// `policies` has an entry for each layer group except the first, which has full history.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub capacity: i32,
@@ -22,28 +22,28 @@ pub struct Config {
     pub policies: Vec<LayerPolicy>,
 }
 
-/// Numbers are taken modulo the possible values when the operation runs.
+/// Numbers are taken modulo the number of possible values when the operation runs.
 #[derive(Debug, Clone)]
 pub enum Op {
-    /// `n` tokens for each of these sequences, interleaved or one sequence after the other.
+    /// Takes `n` tokens for each of these sequences, interleaved or one sequence after the other.
     Step {
         sequences: Vec<i32>,
         n: i32,
         in_turns: bool,
         abort: bool,
     },
-    /// `n` tokens that all of these sequences share.
+    /// Takes `n` tokens that all of these sequences share.
     Shared {
         sequences: Vec<i32>,
         n: i32,
         abort: bool,
     },
-    /// `n` tokens without a declaration of their sequences.
+    /// Takes `n` tokens without a declaration of their sequences.
     Undeclared {
         n: i32,
         abort: bool,
     },
-    /// One of the positions is off by `by`.
+    /// Takes tokens of which one position is off by `by`.
     Skewed {
         sequence: i32,
         n: i32,
@@ -61,7 +61,7 @@ pub enum Op {
         start: i32,
         end: i32,
     },
-    /// A rewind to a position that differs by `by` from the least allowed one.
+    /// Rewinds to a position that differs by `by` from the least allowed one.
     BackToLeast {
         sequence: i32,
         by: i32,
@@ -69,13 +69,13 @@ pub enum Op {
     Keep {
         sequence: i32,
     },
-    /// Parents are taken modulo the number of earlier nodes plus two, minus one; `i32::MAX` is the previous
+    /// Parents are taken modulo the number of earlier nodes plus two, minus one. `i32::MAX` stands for the previous
     /// node.
     Propose {
         sequence: i32,
         parents: Vec<i32>,
     },
-    /// A node and its ancestors, or, if `chain` is false, arbitrary nodes.
+    /// Accepts a node and its ancestors, or, if `chain` is false, arbitrary nodes.
     Accept {
         sequence: i32,
         node: i32,
@@ -154,7 +154,7 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
     Case { config, ops }
 }
 
-/// The cells after a sequence that are worth the same number of moves.
+/// The number of free cells after a sequence, which count as much as the same number of moves.
 const ROOM: i32 = 64;
 
 struct Run {
@@ -163,7 +163,7 @@ struct Run {
     policies: Vec<LayerPolicy>,
     windows: Vec<Window>,
     groups: Vec<LayerGroupSlots>,
-    /// One entry for each layer group but the first.
+    /// One entry for each layer group except the first.
     kept: Vec<WindowModel>,
 }
 
@@ -269,7 +269,7 @@ impl Run {
         }
     }
 
-    /// Runs a step of the expected positions, if there are any.
+    /// Runs a step at the expected positions, if there are any.
     fn step(&mut self, n: Option<usize>, abort: bool) {
         let n = n.unwrap_or_else(|| self.model.declared.as_ref().map_or(1, Vec::len));
         let owners = self.model.owners(n);
@@ -337,7 +337,7 @@ impl Run {
         self.kept.iter_mut().for_each(|kept| kept.settle(&self.model));
     }
 
-    /// Window layer groups hold the tokens of a step, and slide. Trees do neither.
+    /// Records the tokens of a step in the layer groups with windows, and slides these. Trees are not recorded.
     fn keep(&mut self, owners: &[Members], ids: &[Id]) {
         let carries_none = |sequence: &&i32| self.model.sequence(**sequence).tree.is_empty();
         for kept in &mut self.kept {
@@ -355,8 +355,8 @@ impl Run {
         self.kept.iter().map(exact_from).max().unwrap_or(0)
     }
 
-    /// Returns the least position that a sequence can be rewound to: it can go on there, and its query finds
-    /// all that it sees; 0 if every position qualifies.
+    /// Returns the least position to which a sequence can be rewound: the sequence can continue there, and the query
+    /// there finds all rows that it sees. Returns 0 if this holds for every position.
     fn least(&self, sequence: i32) -> i32 {
         let least = self.exact_from(sequence, &(0..i32::MAX));
         let positions = self.model.positions_of(sequence);
@@ -366,21 +366,20 @@ impl Run {
         positions.into_iter().map(|at| at + 1).find(|&next| next >= least).unwrap_or(0)
     }
 
-    /// Checks that the rows that a query of a sequence at `least` sees are where they were written or moved
-    /// to.
+    /// Checks that the rows that a query of a sequence at `least` sees are where they were written or moved.
     fn check_held_at(&self, sequence: i32, least: i32) {
         for (&policy, slots) in self.policies.iter().zip(&self.groups) {
             for id in self.model.sequence(sequence).tokens {
                 let at = self.model.position(id);
                 if at < least && is_seen(policy, least, at) {
-                    assert!(slots.slot_of(id).is_some(), "position {at} is gone at {least}");
+                    assert!(slots.slot_of(id).is_some(), "position {at} is missing at {least}");
                 }
             }
         }
     }
 
-    /// Checks that every sequence goes on directly after its own cells, if all can. Otherwise the tokens that do not
-    /// fit there form one run, if one is free: the first free run, unless a sequence goes on there.
+    /// Checks that every sequence continues directly after its own cells, if all its tokens fit there. Otherwise the
+    /// tokens that do not fit must be one run, if one is free: the first free run, unless a sequence continues there.
     fn check_cells(&self, owners: &[Members], write: &Slots) {
         let live = self.model.live();
         let is_live = |id: &Option<Id>| id.is_some_and(|id| live.contains(&id));
@@ -440,7 +439,7 @@ impl Run {
             }
             let breaks = cells.windows(2).filter(|pair| pair[1] != pair[0] + 1).count();
             let most = usize::from(fits > 0 && rest > 0);
-            assert!(breaks <= most, "{cells:?}, of which {fits} fit after the sequence");
+            assert!(breaks <= most, "{cells:?}, but {fits} fit after the sequence");
         }
     }
 
@@ -457,8 +456,8 @@ impl Run {
         last.map(|&last| last + 1)
     }
 
-    /// Returns the cell of the last node of a sequence's tree in the first layer group. Without a tree, its
-    /// last cell if it is one run, otherwise the cell of its last token.
+    /// Returns the cell of the last node of a sequence's tree in the first layer group. If there is no tree, returns
+    /// the last cell if the sequence is one run, else the cell of its last token.
     fn tail(&self, sequence: i32) -> Option<usize> {
         let held = self.model.sequences().get(&sequence)?;
         let last = *held.all().last()?;
@@ -468,8 +467,8 @@ impl Run {
         held.tokens.iter().filter_map(|&id| self.groups[0].slot_of(id)).max()
     }
 
-    /// Checks that reads begin and end with cells that sequences of the step hold or write. One sequence in
-    /// one run, all of which the last query sees, needs no mask.
+    /// Checks that reads begin and end with cells that sequences of the step have or write. A step of one sequence in
+    /// one run needs no mask if the last query sees the whole run.
     fn check_read(&self, group: usize, plan: &LayerGroupPlan, owners: &[Members], ids: &[Id]) {
         let slots = self.groups[group].ids();
         let (start, end) = (plan.read.start as usize, plan.read.end as usize);
@@ -487,7 +486,7 @@ impl Run {
             return;
         };
         let mut run: Vec<Id> = slots[first..end].iter().flatten().copied().collect();
-        // Nodes and the step's tokens must lie in order; cells before them need not.
+        // Nodes and the step's tokens must be in order; cells before them need not be.
         let n_tokens = self.model.sequence(sequence).tokens.len();
         let is_tail_in_order = run.get(n_tokens..) == Some(&known[n_tokens..]);
         run.sort_unstable();
@@ -499,7 +498,7 @@ impl Run {
         }
     }
 
-    /// Checks that an open step refuses everything but its commit and abort.
+    /// Checks that everything except its commit and abort is refused while a step is open.
     fn refuses_in_step(&mut self) {
         let book = &mut self.book;
         let refused = [
@@ -647,17 +646,17 @@ impl Run {
         let counted: i32 = all.iter().map(|&one| self.book.seq_len(one).unwrap()).sum();
         let nodes: usize = self.model.sequences().values().map(|held| held.written()).sum();
         if counted as usize + nodes == live {
-            // Without shared cells every sequence is a run, and stays in place.
+            // If no cells are shared, every sequence is a run, and stays in place.
             for &sequence in &all {
                 assert!(self.book.is_contiguous(sequence).unwrap(), "sequence {sequence}");
             }
-            assert_eq!(self.book.compact().unwrap(), [], "what is compact moves again");
+            assert_eq!(self.book.compact().unwrap(), [], "a compact cache moves rows again");
         }
     }
 
-    /// Returns the fewest rows of a layer group that a compaction moves, if at most one sequence is not a run and
-    /// none shares cells. That sequence becomes a run next to the others, with some room after it. Other sequences
-    /// move instead if that takes fewer rows, or leaves more room.
+    /// Returns the range of the number of rows that a compaction should move in a layer group, or `None` unless at
+    /// most one sequence is not a run and none shares cells. That sequence becomes a run next to the others, with
+    /// some room after it. Other sequences move instead if that needs fewer moves, or leaves more room.
     fn fewest(&self, group: usize) -> Option<RangeInclusive<usize>> {
         let sequences = self.model.sequences();
         let slots: Vec<Vec<i32>> = sequences
@@ -675,7 +674,7 @@ impl Run {
         }
         let stays = |slots: &[i32], start: i32| {
             let end = start + slots.len() as i32;
-            // Windows are read without a mask if positions lie in order.
+            // Windows are read without a mask only if positions are in order.
             let stays = |(slot, place): &(&i32, i32)| match group {
                 0 => (start..end).contains(*slot),
                 _ => *slot == place,
@@ -719,8 +718,8 @@ impl Run {
         }
     }
 
-    /// Checks the number of used slots. The minimum is what the next query of each sequence sees, and the nodes of
-    /// trees. The maximum is the window's positions of each sequence, and the nodes.
+    /// Checks the number of used slots. It is at least the number of slots that the next query of each sequence sees,
+    /// plus the nodes of trees. It is at most the window's positions of each sequence, plus the nodes.
     fn check_used(&self, group: usize) {
         let live = self.model.live().len() as i32;
         let used = self.book.used(group);
@@ -778,7 +777,7 @@ fn unknown(sequences: &[i32]) -> Vec<Status> {
     }
 }
 
-/// Runs operations and compares after each.
+/// Runs operations and compares the results after each.
 pub fn replay(config: Config, ops: &[Op]) {
     let mut run = Run::new(&config);
     for op in ops {
@@ -792,7 +791,7 @@ fn equals_lists_of_tokens_over_generated_operations() {
     check(3000, generate, |config, ops| replay(config.clone(), ops));
 }
 
-/// The path of a runner with one sequence: it never needs a mask.
+/// The steps of a runner with one sequence, which never needs a mask.
 #[test]
 fn one_sequence_is_read_without_a_mask() {
     let mut book = CellsBookkeeping::new(200, []);
@@ -804,7 +803,7 @@ fn one_sequence_is_read_without_a_mask() {
         assert_eq!(plan.mask, if n == 1 { MaskPlan::None } else { MaskPlan::Causal });
         book.commit().unwrap();
         next += n;
-        // A tree with an accepted chain, and a step that is rolled back.
+        // A tree of which a chain is accepted, and a step that is rolled back.
         book.propose(0, &[-1, 0, 0, 2, 1]).unwrap();
         book.plan(&[next, next + 1, next + 1, next + 2, next + 2]).unwrap();
         book.commit().unwrap();

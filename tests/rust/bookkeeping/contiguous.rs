@@ -20,29 +20,29 @@ pub struct Config {
 
 #[derive(Debug, Clone)]
 pub enum Op {
-    /// `n` tokens at the end.
+    /// Appends `n` tokens.
     Append {
         n: i32,
         abort: bool,
     },
-    /// `n` tokens from `start` on, modulo the length plus one.
+    /// Writes `n` tokens from `start` on, modulo the length plus one.
     Rewrite {
         start: i32,
         n: i32,
         abort: bool,
     },
-    /// Tokens from `start` on, modulo the length plus one; the `odd`th position is off by `by`.
+    /// Writes tokens from `start` on, modulo the length plus one, of which the `odd`th position is off by `by`.
     Skewed {
         start: i32,
         n: i32,
         odd: usize,
         by: i32,
     },
-    /// A rewind to a length, modulo the current one plus two.
+    /// Rewinds to a length, modulo the current one plus two.
     Rewind {
         length: i32,
     },
-    /// A rewind to a length that differs by `by` from the least allowed one.
+    /// Rewinds to a length that differs by `by` from the least allowed one.
     RewindToLeast {
         by: i32,
     },
@@ -82,7 +82,7 @@ pub fn generate(rng: &mut Rng) -> Case<Config, Op> {
     Case { config, ops }
 }
 
-/// Returns the window of a layer group; None for full history.
+/// Returns the window of a layer group, or `None` for full history.
 pub fn window(policy: LayerPolicy, step: i32, capacity: i32) -> Option<Window> {
     match policy {
         LayerPolicy::Full => None,
@@ -97,9 +97,9 @@ struct Run {
     policies: Vec<LayerPolicy>,
     slides: Vec<Option<Window>>,
     groups: Vec<LayerGroupSlots>,
-    /// For each layer group, how far rows have moved to the front.
+    /// For each layer group, the number of slots by which rows have moved to the front.
     moved: Vec<i32>,
-    /// For each layer group, the tokens that were written since it moved.
+    /// For each layer group, the number of tokens that were written since its last move.
     since_moved: Vec<i32>,
     max_step_tokens: i32,
     /// The token at each position.
@@ -137,8 +137,8 @@ impl Run {
         self.slides.iter().flatten().any(Window::slides)
     }
 
-    /// Returns the least length whose next query finds the rows that it sees among the held ones; 0 if every
-    /// length qualifies.
+    /// Returns the least length at which the next query finds all rows that it sees, or 0 if this holds for every
+    /// length.
     fn least(&self) -> i32 {
         let least = |group: usize| {
             let policy = self.policies[group];
@@ -214,7 +214,7 @@ impl Run {
                     assert!(!(is_explicit && sees_all), "a mask that hides nothing: {todo:?}");
                     let first = slots.shown(&todo, 0, ids.len());
                     let start = slots.ids()[todo.read.start as usize].unwrap();
-                    assert!(first.contains(&start), "{todo:?} reads what no query sees");
+                    assert!(first.contains(&start), "{todo:?} reads slots that no query sees");
                     let most = window.allocated(Growth::Exact, self.peak.max(end));
                     assert!(todo.needed() <= most, "{todo:?}, {most} slots");
                 }
@@ -244,8 +244,8 @@ impl Run {
         self.peak = peak.max(self.length());
     }
 
-    /// Checks that a layer group moves only if the next step may not fit, keeps no more than it must, and
-    /// does not move again within `room` tokens.
+    /// Checks that a layer group moves rows only if the next step might not fit, keeps no more than it must, and does
+    /// not move them again within `room` tokens.
     fn check_move(&mut self, moved: &Move, length: i32) {
         let (window, sinks) = width(self.policies[moved.group]);
         let slots = self.slides[moved.group].unwrap().slots();
@@ -256,7 +256,7 @@ impl Run {
         assert!(since > room, "{moved:?} after {since} tokens, sinks: {sinks}");
     }
 
-    /// Returns the positions of a sequence of `length` that a layer group must hold.
+    /// Returns the number of positions that a layer group must keep of a sequence of `length` positions.
     fn promised(&self, group: usize, length: i32) -> i32 {
         let Some(slides) = self.slides[group].filter(Window::slides) else {
             return length;
@@ -329,7 +329,7 @@ impl Run {
             if self.any_slides() { (self.peak - self.max_step_tokens).max(0) } else { 0 };
         let least = self.least();
         assert_eq!(self.book.rewindable_to(), least);
-        assert!((0..=promised).contains(&least), "{least}, promised are {promised}");
+        assert!((0..=promised).contains(&least), "{least}, of {promised} positions to keep");
         self.step(&[], false);
         // The positions that the next tokens will see.
         for n in [1, 3.min(self.max_step_tokens)] {

@@ -1,4 +1,4 @@
-//! States of files: those that steps produce are accepted, and those that none produces are refused.
+//! States in files. Those that steps produce are accepted, and all others are refused.
 
 use etkv_core::bookkeeping::{CellsBookkeeping, RecurrentWindow, Window, BLOCK};
 use etkv_core::{CacheConfig, LayerPolicy, Status};
@@ -17,7 +17,7 @@ fn append(book: &mut CellsBookkeeping, sequence: i32, n: i32) {
     book.commit().unwrap();
 }
 
-/// Returns a sequence of 100 positions without those from 50 to 59, in layers of full history and of a window.
+/// Returns a sequence of 100 positions without positions 50 to 59, in layers of full history and of a window.
 fn with_a_gap() -> CellsBookkeeping {
     let book = CellsBookkeeping::new(CAPACITY, [window(30, 2)]);
     let mut book = book.with_recurrent(None, 8);
@@ -96,7 +96,7 @@ fn a_window_that_lacks_what_the_next_query_sees_is_refused() {
     book.with_state(&state).unwrap();
 }
 
-/// A file may name any slot. What takes memory for it is refused, or packed.
+/// A file may contain any slot. Slots that would need memory are refused or packed.
 #[test]
 fn rows_and_anchors_in_distant_slots_are_packed_or_refused() {
     let window = RecurrentWindow { lead: 3, anchors: 2 };
@@ -129,7 +129,7 @@ fn rows_and_anchors_in_distant_slots_are_packed_or_refused() {
     }
 }
 
-/// The state after each position from the oldest anchor on must follow from what the file has.
+/// The state after each position from the oldest anchor on must follow from the contents of the file.
 #[test]
 fn an_anchor_whose_rows_are_missing_is_refused() {
     let window = RecurrentWindow { lead: 5, anchors: 2 };
@@ -153,7 +153,7 @@ fn an_anchor_whose_rows_are_missing_is_refused() {
     book.with_state(&state).unwrap();
 }
 
-/// Where the file has all rows of a text, it must have all anchors.
+/// If the file has all rows of a text, it must have all anchors.
 #[test]
 fn rows_whose_anchors_are_missing_are_refused() {
     let window = RecurrentWindow { lead: 5, anchors: 3 };
@@ -169,7 +169,7 @@ fn rows_whose_anchors_are_missing_are_refused() {
     recurrent.rows.sequences[0].runs = vec![[0, 0, 3 * BLOCK + 1]];
     book.with_state(&damaged).unwrap();
     assert_eq!(n, 2 * BLOCK + 6);
-    // The anchor of 64 is gone.
+    // Removes the anchor at 64.
     let runs = &mut damaged.recurrent.as_mut().unwrap().anchors.sequences[0].runs;
     let held = runs
         .iter()
@@ -179,7 +179,7 @@ fn rows_whose_anchors_are_missing_are_refused() {
     assert!(error.message().contains("lacks rows or anchors"), "{error}");
 }
 
-/// Candidates whose chain passes a boundary follow from the anchor there.
+/// Candidates whose chain passes a block boundary depend on the anchor there.
 #[test]
 fn a_tree_that_lacks_an_anchor_is_refused() {
     let window = RecurrentWindow { lead: 3, anchors: 2 };

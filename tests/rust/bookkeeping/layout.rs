@@ -1,12 +1,12 @@
-//! The places of rows, and the number of moves. Reads are right without these properties, but need a mask,
-//! memory or copies.
+//! The slots of rows, and the number of moves. Without these properties reads would still be right, but would need a
+//! mask, memory or copies.
 
 use etkv_core::bookkeeping::{
     CellsBookkeeping, ContiguousBookkeeping, MaskPlan, Move, Slots, Window,
 };
 use etkv_core::Growth;
 
-/// Runs a step of `n` tokens of each of these sequences, one after the other.
+/// Runs a step of `n` tokens for each of these sequences, one sequence after the other.
 fn step(book: &mut CellsBookkeeping, sequences: &[i32], n: i32) -> (Vec<Slots>, Vec<Move>) {
     let each = |&sequence: &i32| vec![sequence; n as usize];
     book.begin_step(&sequences.iter().flat_map(each).collect::<Vec<_>>()).unwrap();
@@ -48,7 +48,7 @@ fn sequences_have_numbers_to_255() {
     assert!(book.begin_step(&[256]).is_err() && book.begin_step(&[-1]).is_err());
 }
 
-/// Before it slides, a layer group uses all of its slots in turn.
+/// A layer group uses all of its slots before it slides.
 #[test]
 fn a_full_window_has_all_of_its_slots() {
     let window = Window::new(8, 1, 3, 1000);
@@ -69,7 +69,7 @@ fn a_new_sequence_leaves_room_where_there_is_enough_for_both() {
     assert_eq!(cells(&mut book, 1, 2), Slots::Run(3..5));
 }
 
-/// If they took the first free cell, sequences would alternate once their room is used up.
+/// If they took the first free cell, sequences would alternate once the room after each is used up.
 #[test]
 fn sequences_that_decode_together_go_on_in_runs() {
     const SEQUENCES: i32 = 8;
@@ -82,12 +82,12 @@ fn sequences_that_decode_together_go_on_in_runs() {
     book.begin_step(&sequences).unwrap();
     let plans = book.plan(&[299; SEQUENCES as usize]).unwrap();
     let MaskPlan::Explicit(seen) = &plans[0].mask else {
-        panic!("several sequences without a mask");
+        panic!("expected a mask for several sequences");
     };
     for &sequence in &sequences {
         let runs = seen.runs(sequence as usize);
         assert_eq!(runs.iter().map(|run| run.len()).sum::<usize>(), 300);
-        assert!(runs.len() <= 1 + 200 / 16, "sequence {sequence} lies in {runs:?}");
+        assert!(runs.len() <= 1 + 200 / 16, "sequence {sequence} is in {runs:?}");
     }
 }
 
@@ -161,7 +161,7 @@ fn runs_stay_where_they_are() {
     }
 }
 
-/// If there is no space for room between sequences, they begin where they would without room.
+/// If there is not enough space for room between sequences, they begin where they would without room.
 #[test]
 fn tight_sequences_close_their_holes_in_place() {
     let mut book = CellsBookkeeping::new(20, []);
@@ -207,7 +207,7 @@ fn candidates_without_a_sequence_stay_where_they_are() {
     assert_eq!(book.compact().unwrap(), moved(&[299], &[1]));
 }
 
-/// A window is read without a mask if positions lie in order.
+/// A window is read without a mask only if positions are in order.
 #[test]
 fn windows_stay_in_order() {
     let mut book = CellsBookkeeping::new(100, [Window::new(20, 0, 5, 100)]);
@@ -246,7 +246,7 @@ fn a_chain_of_candidates_keeps_its_order_when_it_moves() {
     assert_eq!(node(&mut book, -1).write, Slots::Run(4..5));
     cells(&mut book, 2, 1);
     assert_eq!(node(&mut book, 0).write, Slots::Run(6..7));
-    // This sequence is in two pieces, so there is something to compact.
+    // This sequence has two runs, so there is something to compact.
     assert_eq!(cells(&mut book, 2, 1), Slots::Run(7..8));
     book.seq_rm(1, 0..i32::MAX).unwrap();
     book.compact().unwrap();
@@ -255,7 +255,7 @@ fn a_chain_of_candidates_keeps_its_order_when_it_moves() {
     assert_eq!((plan.write, plan.read, plan.mask), (Slots::Run(5..6), 0..6, MaskPlan::None));
 }
 
-/// Returns how many rows a compaction moves.
+/// Returns the number of rows that a compaction moves.
 fn n_moved(book: &mut CellsBookkeeping) -> usize {
     book.compact().unwrap().iter().map(|one| one.from.len()).sum()
 }
@@ -268,7 +268,7 @@ fn what_lies_after_a_hole_moves_and_not_the_rest() {
         book.seq_rm(0, 4..1000).unwrap();
         assert_eq!(n_moved(&mut book), moves, "of {capacity} cells");
         assert!(book.is_contiguous(0).unwrap());
-        // The next tokens do not break it again.
+        // The next tokens keep the sequence contiguous.
         let plan = &book.plan(&[2000]).unwrap()[0];
         assert_eq!(plan.mask, MaskPlan::None);
     }
@@ -279,7 +279,7 @@ fn a_long_run_does_not_make_way_for_a_short_sequence() {
     let mut book = CellsBookkeeping::new(4096, []);
     cells(&mut book, 0, 300);
     cells(&mut book, 1, 2000);
-    // The first sequence fills the room before the second, and goes on after it.
+    // The first sequence fills the room before the second, and continues after it.
     cells(&mut book, 0, 70);
     book.seq_rm(0, 0..294).unwrap();
     assert!(!book.is_contiguous(0).unwrap());
@@ -288,7 +288,7 @@ fn a_long_run_does_not_make_way_for_a_short_sequence() {
     assert_eq!(n_moved(&mut book), 0);
 }
 
-/// Only layers of full history leave room between sequences: in windows it would cost memory.
+/// Only layers of full history leave room between sequences. In windows it would waste memory.
 #[test]
 fn a_window_group_takes_the_slots_of_its_sequences() {
     let window = Window::new(8, 0, 3, 1000);

@@ -1,7 +1,7 @@
 //! The bookkeeping, compared with a slow and simple model after each of many generated operations.
 //!
-//! A failure prints its seed and the shortest failing list of operations, ready to paste into a
-//! test. `ETKV_SEED=<seed>` runs only that seed, `ETKV_RUNS=<n>` runs more.
+//! A failure prints its seed and the shortest failing list of operations, ready to paste into a test.
+//! `ETKV_SEED=<seed>` runs only that seed, `ETKV_RUNS=<n>` runs `n` seeds.
 
 mod cells;
 mod contiguous;
@@ -13,7 +13,7 @@ mod undo;
 
 use etkv_core::{Result, Status};
 
-/// Returns the accepted result, or `None` if the model has reasons for a refusal and one of them was given.
+/// Returns the result. Returns `None` if the call was refused for one of the reasons of the model.
 #[track_caller]
 fn agreed<T>(result: Result<T>, refusals: &[Status]) -> Option<T> {
     match result {
@@ -24,7 +24,7 @@ fn agreed<T>(result: Result<T>, refusals: &[Status]) -> Option<T> {
         Err(error) => {
             let status = error.status();
             assert!(!refusals.is_empty(), "refused as {status:?}, though legal: {error}");
-            assert!(refusals.contains(&status), "{status:?} is none of {refusals:?}: {error}");
+            assert!(refusals.contains(&status), "{status:?} is not one of {refusals:?}: {error}");
             None
         }
     }

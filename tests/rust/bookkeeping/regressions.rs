@@ -1,4 +1,4 @@
-//! Cases that generated operations found once or reach rarely.
+//! Cases that generated operations have found, or reach only rarely.
 
 use etkv_core::LayerPolicy;
 
@@ -82,7 +82,7 @@ fn a_chain_of_candidates_in_cells_elsewhere_takes_a_mask() {
             Step { sequences: vec![3], n: 1, in_turns: false, abort: false },
             Remove { sequence: 2, start: 0, end: i32::MAX },
             Propose { sequence: 0, parents: vec![i32::MAX] },
-            // There is a cell after three tokens and one candidate, but not after the tokens.
+            // There is a free cell after three tokens and one candidate, but not after the tokens.
             Undeclared { n: 1, abort: false },
         ],
     );
@@ -101,7 +101,7 @@ fn a_copy_that_ends_before_the_window_is_read_from_where_it_goes_on() {
             Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
             Step { sequences: vec![0], n: 2, in_turns: false, abort: false },
             Step { sequences: vec![0], n: 2, in_turns: false, abort: false },
-            // The window layer holds none of these positions.
+            // The window layer has none of these positions.
             Copy { source: 0, target: 1, start: 1, end: 3 },
             Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
         ],
@@ -123,7 +123,7 @@ fn a_second_copy_does_not_restore_what_windows_dropped() {
             Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
             Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
             Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
-            // Three positions before these four are gone.
+            // The three positions before these four have been removed.
             Copy { source: 0, target: 1, start: 0, end: i32::MAX },
             Remove { sequence: 1, start: 6, end: i32::MAX },
             Step { sequences: vec![1], n: 1, in_turns: false, abort: false },

@@ -7,7 +7,7 @@ fn run(start: i32, n: i32) -> Vec<i32> {
     (start..start + n).collect()
 }
 
-/// Runs a step of the next `n` tokens of each of these sequences.
+/// Runs a step of the next `n` tokens for each of these sequences.
 fn step(book: &mut CellsBookkeeping, sequences: &[i32], n: i32) {
     let each = |&sequence: &i32| vec![sequence; n as usize];
     book.begin_step(&sequences.iter().flat_map(each).collect::<Vec<_>>()).unwrap();
@@ -44,7 +44,7 @@ fn a_step_of_no_tokens_is_refused_when_it_is_said() {
     book.plan(&[0]).unwrap();
 }
 
-/// A tree takes its frontier again after a declared step that did not run.
+/// After a declared step that did not run, the pending frontier of a tree can run.
 #[test]
 fn what_was_said_of_a_step_can_be_cancelled() {
     let mut book = CellsBookkeeping::new(10, []);
@@ -62,7 +62,7 @@ fn what_was_said_of_a_step_can_be_cancelled() {
     assert_eq!(book.tree_len(0).unwrap(), 1);
 }
 
-/// 40,000 queries of 80,000 cells: no array can have that many elements.
+/// A mask of 40,000 queries over 80,000 cells has more elements than an array can have.
 #[test]
 fn a_mask_that_is_too_large_is_refused_and_nothing_has_changed() {
     let mut book = CellsBookkeeping::new(100_000, []);
@@ -70,11 +70,11 @@ fn a_mask_that_is_too_large_is_refused_and_nothing_has_changed() {
     let both = [vec![0; 20_000], vec![1; 20_000]].concat();
     let positions = [run(40_000, 20_000), run(0, 20_000)].concat();
     book.begin_step(&both).unwrap();
-    // Twice: the first attempt took no cells and changed nothing.
+    // Tries twice: the first attempt must not take cells or change anything.
     for _ in 0..2 {
         let error = book.plan(&positions).unwrap_err();
         assert_eq!(error.status(), Status::Capacity);
-        // 64 of these slots are left free between the two sequences.
+        // 64 of these slots are free between the two sequences.
         for named in ["40000 tokens", "80064 slots", "2147483647"] {
             assert!(error.message().contains(named), "{error}");
         }
@@ -83,7 +83,7 @@ fn a_mask_that_is_too_large_is_refused_and_nothing_has_changed() {
     }
     let error = book.plan(&[0]).unwrap_err();
     assert!(error.message().contains("declared 40000"), "{error}");
-    // Tokens of one sequence read less, and need no mask.
+    // Tokens of one sequence read fewer slots, and need no mask.
     step(&mut book, &[0], 20_000);
     step(&mut book, &[1], 20_000);
     assert_eq!(book.length(), 80_000);
@@ -100,7 +100,7 @@ fn a_window_whose_mask_is_too_large_is_refused() {
     assert_eq!(error.status(), Status::Capacity);
     assert!(error.message().contains("40000"), "{error}");
     assert_eq!(book, before);
-    // A smaller part of it fits.
+    // A part of it fits.
     assert!(book.plan(&run(40_000, 10_000)).is_ok());
 }
 
@@ -117,7 +117,7 @@ fn a_plan_that_is_stale_is_refused() {
     let before = book.clone();
     assert_eq!(book.commit(&plan).unwrap_err().status(), Status::Step);
     assert_eq!(book, before);
-    // It stays stale at any length.
+    // The plan stays stale at any length.
     append(&mut book, 3);
     assert_eq!(book.commit(&plan).unwrap_err().status(), Status::Step);
     let plan = book.plan(&[3]).unwrap();

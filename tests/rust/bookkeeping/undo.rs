@@ -1,4 +1,4 @@
-//! Undoing a committed step leaves nothing of it.
+//! Undoing a committed step leaves no trace of it.
 
 use etkv_core::bookkeeping::{CellsBookkeeping, LayerGroupPlan, Window};
 use etkv_core::Status;
@@ -6,7 +6,7 @@ use etkv_tests::{for_seeds, Rng};
 
 const N_SEQUENCES: i32 = 4;
 
-/// Plans a step of one token for each of these lists of sequences, which share the token.
+/// Plans a step of one token for each of these lists of sequences. The sequences of a list share the token.
 fn plan(book: &mut CellsBookkeeping, owners: &[Vec<i32>]) -> Option<Vec<LayerGroupPlan>> {
     let members: Vec<&[i32]> = owners.iter().map(Vec::as_slice).collect();
     book.begin_step_shared(&members).unwrap();
@@ -40,7 +40,7 @@ fn random_owners(rng: &mut Rng) -> Vec<Vec<i32>> {
 fn change(book: &mut CellsBookkeeping, rng: &mut Rng) {
     let (source, target) = (rng.below(4) as i32, rng.below(4) as i32);
     let at = rng.below(12) as i32;
-    // Some of these are refused.
+    // Some of these operations are refused.
     match rng.below(4) {
         0 => drop(book.seq_cp(source, target, 0..i32::MAX)),
         1 => drop(book.seq_rm(source, at..i32::MAX)),
@@ -66,7 +66,7 @@ fn what_follows_is_as_if_the_step_had_not_been() {
                 let added = other.commit_added().unwrap();
                 assert_eq!(added.cells(), &written);
                 assert_eq!(other.length(), book.length() + written.len() as i32);
-                // A step that the host does not see yet.
+                // Plans a step of which the host does not know yet.
                 if rng.chance(0.5) && plan(&mut other, &[vec![0]]).is_some() {
                     assert_eq!(other.undo(&added).unwrap_err().status(), Status::Step);
                     other.abort();

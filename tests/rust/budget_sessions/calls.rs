@@ -1,4 +1,4 @@
-//! The calls of a session, and their answers.
+//! The calls of a session, and their results.
 
 use std::path::Path;
 
@@ -8,12 +8,12 @@ use etkv_tests::backend::Backend;
 use etkv_tests::campaign::saving::driver::{one, AnyCache};
 use etkv_tests::{oracle, Rng};
 
-/// The answer of a call.
+/// The result of a call.
 #[derive(Clone, PartialEq)]
 pub enum Answer {
-    /// The bits that the queries of a step see.
+    /// The bits of the rows that the queries of a step see.
     Done(Vec<u32>),
-    /// The budget refused it.
+    /// The budget refused the call.
     Refused,
     Failed(Status),
 }
@@ -34,7 +34,7 @@ impl Answer {
         }
     }
 
-    /// Returns whether both have the same values, except for rounding.
+    /// Returns whether both have the same values, up to rounding.
     pub fn is_close(&self, other: &Self) -> bool {
         let (Self::Done(a), Self::Done(b)) = (self, other) else { return false };
         let close = |(&a, &b): (&u32, &u32)| {
@@ -46,7 +46,7 @@ impl Answer {
 }
 
 impl std::fmt::Debug for Answer {
-    /// The bits of a step would fill pages.
+    /// Shows the number of bits only, because the bits of a step would fill pages.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Done(bits) => write!(f, "{} values, {:?}…", bits.len(), bits.first()),
@@ -63,12 +63,12 @@ pub fn state<B: Backend>(cache: &AnyCache<B>) -> State {
     (cache.length(), cache.formats())
 }
 
-/// Whether the call of a seed loads a file.
+/// Returns whether the call of a seed loads a file.
 pub fn loads(seed: u64) -> bool {
     matches!(Rng::new(seed).below(30), 3 | 4)
 }
 
-/// Makes the call of a seed. `file` is the session's own.
+/// Runs the call of a seed. `file` belongs to the session.
 pub fn call<B: Backend>(seed: u64, cache: &mut AnyCache<B>, file: &Path) -> Result<Vec<u32>> {
     let mut rng = Rng::new(seed);
     let done = |result: Result<()>| result.map(|()| Vec::new());
@@ -84,7 +84,7 @@ pub fn call<B: Backend>(seed: u64, cache: &mut AnyCache<B>, file: &Path) -> Resu
     }
 }
 
-/// Begins a step with the rows of its first layer, and rolls it back or sets it aside.
+/// Begins a step, writes the rows of its first layer, and rolls it back or sets it aside.
 pub fn interrupted<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>, aside: bool) -> Result<()> {
     let n = 1 + rng.below(8) as i32;
     let mut first = cache.length();

@@ -1,9 +1,9 @@
-//! Random sessions on several threads under one memory budget, each compared with the same session without
-//! one. The budget belongs to the process, so this file is a separate process, with one test.
+//! Random sessions on several threads under one memory budget. Each is compared with the same session without a
+//! budget. The budget is shared by the process, so this file is a separate process with a single test.
 //!
-//! A session without a budget repeats the calls of the other one. A call that the budget refused is also
-//! refused in the repetition, so that both have done the same before and after it. Then the queries of all
-//! steps must see the same bits.
+//! A session without a budget repeats the calls of the other session. A call that the budget refused is refused in
+//! the repetition too, so that both have done the same before and after it. Then the queries of all steps must see
+//! the same bits.
 
 mod calls;
 mod prefixes;
@@ -26,13 +26,13 @@ use twins::{compare, Action, Call, Counts, EndedSession};
 
 const CALLS: usize = 60;
 
-/// Prefixes that nothing uses, and caches that the host does not need.
+/// Prefixes that are not in use, and caches that the host does not need.
 struct Spare<T>(Mutex<Vec<T>>);
 
 impl<T: Send> Reclaim for Spare<T> {
     fn reclaim(&self, bytes: u64) -> u64 {
         assert!(bytes > 0 && MemoryBudget::is_reclaiming());
-        // Another thread may be here, and may wait for a lock that this one holds.
+        // Another thread may hold this lock, and may wait for a lock that this thread holds.
         self.0.try_lock().map_or(0, |mut spare| u64::from(spare.pop().is_some()))
     }
 }
@@ -52,7 +52,7 @@ impl<B: Backend> Shelter<B> {
         assert!(held as f64 <= limit as f64 * 1.01, "{held} bytes are held, {limit} allowed");
     }
 
-    /// Holds something that the budget can reclaim, or frees something.
+    /// Adds an object that the budget can reclaim, or frees one.
     fn change(&self, rng: &mut Rng, cache: &mut AnyCache<B>) {
         if rng.chance(0.1) {
             let mut prefix = Share::new("prefix");
@@ -66,7 +66,7 @@ impl<B: Backend> Shelter<B> {
             if let Ok(cache) = &mut spare {
                 let _ = interrupted::<B>(rng, cache, true);
             }
-            // Outside the lock, because a reclaimer may need it.
+            // Drops it outside the lock, because a reclaimer may need the lock.
             if let Ok(cache) = spare {
                 self.host.0.lock().unwrap().push(cache);
             }
@@ -79,18 +79,18 @@ impl<B: Backend> Shelter<B> {
     }
 }
 
-/// A session under the budget, and its answers.
+/// A session under the budget, and its results.
 struct Session<B: Backend> {
     shape: Shape,
     cache: AnyCache<B>,
     file: PathBuf,
-    /// The text that the cache holds, as far as it is known.
+    /// The text of the cache, as far as it is known.
     text: Text,
     calls: Vec<Call>,
 }
 
 impl<B: Backend> Session<B> {
-    /// Makes random calls. Returns `None` if the budget refuses the cache.
+    /// Runs random calls. Returns `None` if the budget refuses the cache.
     fn run(rng: &mut Rng, shape: Shape, among: &Shelter<B>) -> Option<Self> {
         let made = shape.try_make::<B>();
         let cache = made.map_err(|error| assert!(MemoryBudget::is_refusal(&error), "{error}"));
@@ -105,7 +105,7 @@ impl<B: Backend> Session<B> {
                 _ => session.call(rng.next_u64(), among),
             }
         }
-        // A step that was set aside keeps its reservation until it ends.
+        // A step that is set aside keeps its reservation until it ends.
         session.cache.abort();
         Some(session)
     }
@@ -114,7 +114,7 @@ impl<B: Backend> Session<B> {
         among.check();
         let after = state::<B>(&self.cache);
         let is_attached = matches!(what, Action::SharedAction(SharedAction::Attach { .. }));
-        // Not after other calls, because it ends a step that was set aside.
+        // Not after other calls, because reading it ends a step that was set aside.
         let book = (is_attached || answer == Answer::Refused).then(|| book::<B>(&mut self.cache));
         self.calls.push(Call { order: among.common.tick(), what, answer, after, book });
     }
@@ -134,7 +134,7 @@ impl<B: Backend> Session<B> {
     fn freeze(&mut self, rng: &mut Rng, among: &Shelter<B>) {
         self.text = among.common.text_of::<B>(&self.text, &self.cache);
         let before = state::<B>(&self.cache);
-        // Others may attach to it as soon as it is frozen.
+        // Other sessions may attach to the prefix as soon as it is frozen.
         let order = among.common.tick();
         let answer = Answer::of(among.common.freeze::<B>(rng, &mut self.cache, &self.text));
         assert_eq!(state::<B>(&self.cache), before);
@@ -142,10 +142,11 @@ impl<B: Backend> Session<B> {
         self.calls.last_mut().unwrap().order = order;
     }
 
-    /// Drops the contents of the cache, and goes on from any session's frozen text.
+    /// Drops the contents of the cache, and continues from the frozen text of any session.
     fn attach(&mut self, rng: &mut Rng, among: &Shelter<B>) {
         self.cache.abort();
-        // Buffers that are allocated upfront are the cache's own again, unless it releases them.
+        // After the attachment, buffers that were allocated upfront belong to the cache again, unless it releases
+        // them.
         let keeps = rng.chance(0.5);
         let frees =
             !keeps || Answer::of(self.cache.clear(false).map(|()| Vec::new())) == Answer::Refused;
@@ -184,7 +185,7 @@ fn sessions<B: Backend>(seed: u64) -> Counts {
         budget.add_reclaimer(*class, Arc::downgrade(reclaimer));
     }
     drop(all);
-    // Sessions of one model, of any kind.
+    // All sessions have the same model, but any kind of cache.
     let shape = Shape::new(&mut rng);
     let given: Vec<(Shape, u64)> = (0..1 + rng.below(3))
         .map(|_| (Shape { kind: rng.below(3), ..shape.clone() }, rng.next_u64()))
@@ -199,7 +200,7 @@ fn sessions<B: Backend>(seed: u64) -> Counts {
     });
     let Shelter { folder, idle, host, common, .. } = among;
     drop((idle, host, common));
-    // Rows of prefixes are held as long as a cache reads them, and no longer.
+    // The rows of prefixes stay allocated as long as a cache reads them, and no longer.
     let own: u64 = ran.iter().map(|session| session.cache.memory().allocated).sum();
     assert!(budget.report().held >= own, "{:?}, {own}", budget.report());
     assert_eq!(budget.report().caches, ran.len());
@@ -236,7 +237,7 @@ fn sessions_under_a_budget_answer_as_without() {
     });
     let all = counts.into_inner().unwrap();
     println!("{all:?}");
-    // A single seed may see no refusal.
+    // A single seed may have no refusals.
     let Counts { sessions, calls, refused, frozen, attached } = all;
     let enough = runs(100) < 20
         || (calls > sessions * CALLS / 4

@@ -1,6 +1,7 @@
 //! Prefixes that the sessions under one budget freeze, keep, attach to and drop.
 //!
-//! A token stands for the rows of a position: two texts that begin with the same tokens begin with the same rows.
+//! A token determines the rows of its position, so two texts that begin with the same tokens begin with the same
+//! rows.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -19,16 +20,16 @@ pub const MODEL: &str = "a model";
 
 pub type Text = Vec<i64>;
 
-/// The actions of a session in addition to its own calls.
+/// Actions of a session that involve other sessions.
 #[derive(Debug, Clone)]
 pub enum SharedAction {
-    /// Freezes the cache, which holds this text.
+    /// Freezes the cache, whose text this is.
     Freeze(Text),
     /// Empties the cache, and attaches it to `n` tokens of a text.
     Attach { text: Text, n: usize, frees: bool },
 }
 
-/// Returns where the positions of a cache lie.
+/// Returns the slots of the positions of a cache.
 pub fn book<B: Backend>(cache: &mut AnyCache<B>) -> Book {
     cache.saving().unwrap().snapshot().unwrap().book
 }
@@ -59,12 +60,12 @@ impl SharedObjects {
         }
     }
 
-    /// Returns a number greater than all that were returned before, on any thread.
+    /// Returns a number greater than all numbers that were returned earlier, on any thread.
     pub fn tick(&self) -> u64 {
         self.clock.fetch_add(1, Ordering::SeqCst)
     }
 
-    /// Returns the text of a cache. No other text has the same positions after those of `known`.
+    /// Returns the text of a cache. After the tokens of `known`, its tokens are unique.
     pub fn text_of<B: Backend>(&self, known: &Text, cache: &AnyCache<B>) -> Text {
         let length = cache.next_position().unwrap_or(0) as usize;
         let mut text = known.clone();
@@ -73,14 +74,13 @@ impl SharedObjects {
         text
     }
 
-    /// Freezes a cache, or keeps its contents. The answer is whether it is frozen.
+    /// Freezes a cache, or keeps its contents. Returns whether it was frozen.
     pub fn freeze<B: Backend>(
         &self,
         rng: &mut Rng,
         cache: &mut AnyCache<B>,
         text: &Text,
     ) -> Result<Vec<u32>> {
-        // Before others can attach to it: the last action is also repeated last.
         let is_kept = if rng.chance(0.7) {
             self.prefixes.keep(&mut **cache, MODEL, text)?
         } else {
@@ -92,7 +92,8 @@ impl SharedObjects {
         Ok(vec![u32::from(is_kept)])
     }
 
-    /// Attaches a cache to a frozen or kept text. Returns the text, and how much of it the cache then has.
+    /// Attaches a cache to a frozen or kept text. Returns the text, and the number of its tokens that the cache then
+    /// has.
     pub fn attach<B: Backend>(
         &self,
         rng: &mut Rng,
@@ -109,14 +110,14 @@ impl SharedObjects {
         let mut text = pick(rng, &self.texts)?;
         text.truncate(1 + rng.below(text.len()).max(rng.below(text.len())));
         if rng.chance(0.3) {
-            // Another continuation.
+            // Continues with another token.
             text.push(-1);
         }
         let attached = self.prefixes.attach(&mut **cache, MODEL, &text);
         Some((text, attached))
     }
 
-    /// Frees something, or keeps it, as any thread may at any time.
+    /// Frees an object or keeps one. Any thread may do this at any time.
     pub fn change<B: Backend>(&self, rng: &mut Rng, cache: &mut AnyCache<B>) {
         match rng.below(8) {
             0..=2 => drop(take(rng, &self.frozen)),
@@ -134,13 +135,13 @@ impl SharedObjects {
     }
 }
 
-/// Returns a copy of one of these: nothing is dropped or attached while others wait.
+/// Returns a clone of a random element, which the caller can attach or drop without the lock.
 fn pick<T: Clone>(rng: &mut Rng, all: &Mutex<Vec<T>>) -> Option<T> {
     let all = all.lock().unwrap();
     (!all.is_empty()).then(|| all[rng.below(all.len())].clone())
 }
 
-/// Removes one of these.
+/// Removes a random element.
 fn take<T>(rng: &mut Rng, all: &Mutex<Vec<T>>) -> Option<T> {
     let mut all = all.lock().unwrap();
     (!all.is_empty()).then(|| {
@@ -149,7 +150,7 @@ fn take<T>(rng: &mut Rng, all: &Mutex<Vec<T>>) -> Option<T> {
     })
 }
 
-/// Returns what is known of a cache's text after one of its calls that was not [`SharedAction`].
+/// Returns the known part of a cache's text after one of its calls that was not a [`SharedAction`].
 pub fn known_after<B: Backend>(
     mut text: Text,
     (seed, answer): (u64, &Answer),

@@ -1,4 +1,4 @@
-//! The same sessions without a budget, in the order in which their calls ended.
+//! Repeats sessions without a budget, in the order in which their calls ended.
 
 use std::path::PathBuf;
 
@@ -17,18 +17,18 @@ pub enum Action {
     SharedAction(SharedAction),
 }
 
-/// A call of a session: the action, its answer, and the state of the cache after it.
+/// A call of a session: the action, its result, and the state of the cache after it.
 pub struct Call {
     /// Its index in the order of the calls of all sessions.
     pub order: u64,
     pub what: Action,
     pub answer: Answer,
     pub after: State,
-    /// The places of the positions after a call that was refused or that attached the cache.
+    /// The slots of the positions, after a call that was refused or that attached the cache.
     pub book: Option<Book>,
 }
 
-/// A session that is over.
+/// A session that has ended.
 pub struct EndedSession {
     pub shape: Shape,
     pub file: PathBuf,
@@ -56,27 +56,26 @@ impl Counts {
     }
 }
 
-/// A session without a budget.
+/// A session without a budget, which repeats another.
 struct Twin<B: Backend> {
     cache: AnyCache<B>,
-    /// Whether it was frozen or attached: its buffers may then have another capacity than those of the
-    /// session.
+    /// Whether it was frozen or attached. Its buffers may then have another capacity than those of the session.
     shares: bool,
-    /// Whether rows may lie in other places than in the session: a call that was refused late may have made
-    /// room for more of a window's rows. Values are then summed in another order.
+    /// Whether rows may be in other slots than in the session: a call that was refused late may have made room for
+    /// more rows of a window. Values are then summed in another order.
     apart: bool,
     /// Whether it is no longer compared.
     ended: bool,
 }
 
-/// Repeats the calls of sessions without a budget, and compares the answers.
+/// Repeats the calls of sessions without a budget, and compares the results.
 pub fn compare<B: Backend>(sessions: &[EndedSession]) -> Counts {
     let make = |session: &EndedSession| {
         let _ = std::fs::remove_file(&session.file);
         Twin::<B> { cache: session.shape.make::<B>(), shares: false, apart: false, ended: false }
     };
     let mut twins: Vec<Twin<B>> = sessions.iter().map(make).collect();
-    // None is ever dropped, so that a twin has everything that its session had.
+    // No prefix is dropped, so that a twin can use all prefixes that its session used.
     let mut frozen: Vec<(Text, Prefix)> = Vec::new();
     let mut counts = Counts { sessions: sessions.len(), ..Counts::default() };
     let mut order: Vec<(usize, &Call)> = sessions
@@ -97,8 +96,8 @@ pub fn compare<B: Backend>(sessions: &[EndedSession]) -> Counts {
         };
         let formats = state::<B>(&twin.cache).1;
         if !goes_on || formats != call.after.1 {
-            // A conversion of `quantized_kv_start` that waits for memory is not a refusal: rows are stored in
-            // float for longer than without a budget, including those of sessions that attach to them.
+            // If a conversion of `quantized_kv_start` waits for memory, this is not a refusal. Rows are then stored
+            // in float for longer than without a budget, including rows of sessions that attach to them.
             let waits = sessions[at].shape.config.quantized_kv_start.is_some();
             assert!(waits && (goes_on || others_ended), "{:?}: {formats:?}", call.what);
             twin.ended = true;
@@ -115,7 +114,7 @@ impl<B: Backend> Twin<B> {
     fn call(&mut self, seed: u64, done: &Call, session: &EndedSession) -> bool {
         let is_refused = done.answer == Answer::Refused;
         if is_refused && self.shares {
-            // A refused call has changed nothing.
+            // A refused call has not changed anything.
             self.cache.abort();
         } else {
             let budget = MemoryBudget::global();
@@ -130,7 +129,7 @@ impl<B: Backend> Twin<B> {
         true
     }
 
-    /// Returns whether the twin goes on: the prefix may belong to a twin that does not.
+    /// Returns whether the twin is still compared. It is not if the prefix belongs to a twin that is not.
     fn share(
         &mut self,
         shared: &SharedAction,
@@ -154,8 +153,8 @@ impl<B: Backend> Twin<B> {
                     return true;
                 }
                 (self.shares, self.apart) = (true, false);
-                // Of several with these rows, the one with the same places: windows drop rows at other times
-                // if the places differ, and values are summed in another order.
+                // Of several prefixes with these rows, use the one with the same slots. If slots differ, windows drop
+                // rows at other times, and values are summed in another order.
                 let is_attached = frozen.iter().any(|(of, prefix)| {
                     if of.get(..*n) != Some(text) || prefix.formats() != done.after.1 {
                         return false;

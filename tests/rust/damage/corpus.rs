@@ -1,15 +1,15 @@
-//! The programs of the campaign, as `tests/upstream_ops/payloads.py` writes them.
+//! The programs of the campaign, in the format of `tests/upstream_ops/payloads.py`.
 
 use std::path::Path;
 
 const MARK: &[u8] = b"etkv-damage-4\n";
 
-/// A number of a payload.
+/// The offset of a number in a payload.
 #[derive(Clone, Copy)]
 pub struct Site {
     pub at: usize,
     pub kind: Kind,
-    /// Whether it is part of an instruction.
+    /// Whether the number is part of an instruction.
     pub inside: bool,
 }
 
@@ -22,13 +22,13 @@ pub enum Kind {
     Int64,
     Float,
     Double,
-    /// The number of a tensor or of a value.
+    /// The index of a tensor or of a value.
     Slot,
     /// The length of a list or of a text.
     Length,
-    /// The distance to a table, a list or a text.
+    /// The offset of a table, a list or a text.
     Offset,
-    /// The offset of a field in its table, 0 if the field is absent.
+    /// The offset of a field in its table, or 0 if the field is absent.
     Field,
     /// The type of an operation.
     Type,
@@ -51,7 +51,7 @@ const KINDS: [Kind; 12] = [
     Kind::Text,
 ];
 
-/// A tensor of a host.
+/// A tensor that a host passes to a program.
 #[derive(Clone)]
 pub struct Tensor {
     pub scalar_type: i8,
@@ -63,7 +63,7 @@ pub struct Tensor {
 #[derive(Clone)]
 pub struct ExportedProgram {
     pub name: String,
-    /// `capacity,n_layers,n_kv_heads,head_dim[,dtype]`; empty for none.
+    /// `capacity,n_layers,n_kv_heads,head_dim[,dtype]`, or empty if there is no cache.
     pub cache: String,
     pub ops: Vec<String>,
     pub payload: Vec<u8>,

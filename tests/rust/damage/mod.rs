@@ -1,4 +1,4 @@
-//! The campaign: starts workers, and reports what happened to the programs that they ran.
+//! The campaign: starts workers, and reports the results of the programs that they ran.
 
 mod corpus;
 mod mutation;
@@ -13,20 +13,20 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// The bytes of memory that a program may take in addition to those of the worker at its start.
+/// The bytes of memory that a program may use in addition to those of the worker at its start.
 pub const MAX: u64 = 1 << 30;
 
-/// The bytes of address space that a worker has in addition to those at its start.
+/// The bytes of address space that a worker may use in addition to those at its start.
 pub const LEFT: u64 = 6 << 30;
 
 /// The maximum number of bytes of one tensor. Several of them are less than [`MAX`].
 pub const TENSOR: usize = 64 << 20;
 
-/// The time after which a program counts as hanging: CPU seconds, and wall-clock seconds.
+/// The times after which a program counts as hanging, in CPU seconds and in wall-clock seconds.
 const PROCESSOR: f64 = 10.0;
 const CLOCK: Duration = Duration::from_secs(100);
 
-/// The maximum number of programs of one worker, so that earlier programs have little influence.
+/// The maximum number of programs of one worker, which limits the influence of earlier programs.
 const PROGRAMS: u64 = 2_000;
 
 pub fn main() {
@@ -66,14 +66,14 @@ struct Campaign {
     first: u64,
     n: u64,
     jobs: u64,
-    /// Whether to print the changes, and every error.
+    /// Whether to print the changes and every error.
     tell: bool,
 }
 
 /// A line of a worker, or its end.
 struct WorkerLine {
     seed: u64,
-    /// The first word of a line: `ran`, `load`, `run`, or that of a finding.
+    /// The first word of the line: `ran`, `load` or `run`, or the kind of a finding.
     what: String,
     told: String,
 }
@@ -152,7 +152,7 @@ impl Campaign {
         }
     }
 
-    /// Assigns every `jobs`-th seed to workers, one after the other.
+    /// Runs every `jobs`-th seed in workers, one worker after the other.
     fn job(&self, job: u64, send: &mpsc::Sender<WorkerLine>) {
         let (mut seed, end) = (self.first + job, self.first + self.n);
         while seed < end {
@@ -179,7 +179,7 @@ impl Worker {
             .env("ETKV_FIRST_SEED", first.to_string())
             .env("ETKV_JOBS", step.to_string())
             .env("ETKV_DEVICE", "cpu")
-            // Each thread's arena takes address space.
+            // The arena of each thread uses address space.
             .env("MALLOC_ARENA_MAX", "1")
             .env("OPENBLAS_NUM_THREADS", "1")
             .stdin(Stdio::null())
@@ -190,7 +190,7 @@ impl Worker {
         Self { child, errors, step, first, n }
     }
 
-    /// Sends the result of each program. Returns the next seed.
+    /// Sends the result of each program. Returns the next seed to run.
     fn follow(mut self, send: &mpsc::Sender<WorkerLine>) -> u64 {
         let lines = BufReader::new(self.child.stdout.take().unwrap()).lines();
         let (line, told) = mpsc::channel();
@@ -244,7 +244,7 @@ impl Worker {
             panic!("a worker ran none of {} programs: {}", self.n, self.last_words());
         }
         if running.is_none() && !status.success() {
-            // One of the earlier programs has written to foreign memory.
+            // One of the earlier programs has written to memory that it does not own.
             let told =
                 format!("{status} after seeds {} to here: {}", self.first, self.last_words());
             let _ =
@@ -254,7 +254,7 @@ impl Worker {
         next
     }
 
-    /// Returns the CPU seconds of the worker.
+    /// Returns the CPU seconds that the worker has used.
     fn processor(&self) -> f64 {
         let path = format!("/proc/{}/stat", self.child.id());
         let text = std::fs::read_to_string(path).unwrap_or_default();
@@ -264,7 +264,7 @@ impl Worker {
         (of(11).unwrap_or(0.0) + of(12).unwrap_or(0.0)) / 100.0
     }
 
-    /// Returns the end of the worker's stderr.
+    /// Returns the last lines of the worker's stderr.
     fn last_words(&self) -> String {
         let mut text = Vec::new();
         if let Ok(mut file) = File::open(&self.errors) {

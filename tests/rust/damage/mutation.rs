@@ -7,21 +7,21 @@ use etkv_tests::Rng;
 
 use super::corpus::{ExportedProgram, Kind, Site};
 
-/// A damaged program, and how it is loaded and run.
+/// A damaged program, and the settings with which it is loaded and run.
 pub struct DamagedProgram {
     pub program: ExportedProgram,
     pub passes: Passes,
     pub logits: LogitsRows,
     pub runs: usize,
-    /// The changes, as text.
+    /// Descriptions of the changes.
     pub changes: Vec<String>,
 }
 
-/// Returns the program of a seed. Each operation has the same number of seeds.
+/// Returns the damaged program of a seed. Each operation has the same number of seeds.
 pub fn damaged(programs: &[ExportedProgram], seed: u64) -> DamagedProgram {
     let mut rng = Rng::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5dee_ce66);
     let rng = &mut rng;
-    // The first random numbers of consecutive seeds are similar.
+    // The first random numbers of consecutive seeds are similar, so they are skipped.
     for _ in 0..4 {
         rng.next_u64();
     }
@@ -92,7 +92,7 @@ impl Damage<'_> {
     }
 
     fn site(&mut self) -> Site {
-        // Few changes to the structure get past the verifier, and few changed tensors past the decoder.
+        // The verifier refuses most changes to the structure, and the decoder most changes to tensors.
         let (inside, kinds) = (below(self.rng, 100) < 75, below(self.rng, 100));
         let fits = |kind: Kind| match kind {
             Kind::Slot | Kind::Type => (72..86).contains(&kinds),
@@ -208,7 +208,7 @@ impl Damage<'_> {
                 8 => old * 2,
                 _ => pick(rng, &[u64::from(u32::MAX), 1 << 31, 1 << 29, of_other]),
             },
-            // The target of another offset.
+            // Points to the target of another offset.
             Kind::Offset if !one_in(rng, 4) => {
                 (other.at as u64).wrapping_add(of_other).wrapping_sub(at as u64)
             }
@@ -305,7 +305,7 @@ fn read(payload: &[u8], at: usize, size: usize) -> u64 {
     payload[at..at + size].iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
 }
 
-/// Writes a number at an offset that is a multiple of its bytes.
+/// Writes a number at an offset that is a multiple of its size.
 fn overwrite(bytes: &mut [u8], at: usize, number: &[u8; 8]) {
     let words = bytes.len() / 8;
     if words > 0 {

@@ -13,10 +13,10 @@ use super::corpus::{self, ExportedProgram, Tensor};
 use super::mutation::{self, DamagedProgram};
 use super::{LEFT, MAX, TENSOR};
 
-/// The maximum number of bytes of an input that is made to fit a damaged program.
+/// The maximum number of bytes of an input that is adapted to a damaged program.
 const MAX_INPUT: usize = 16 << 20;
 
-/// Runs `n` seeds from `first` on in steps of `step`. Writes a line before and after each.
+/// Runs `n` seeds, starting with `first`, in steps of `step`. Writes a line before and after each.
 pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
     let programs = corpus::read(programs);
     // A panic is reported to the parent process.
@@ -36,7 +36,7 @@ pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
             told = format!("memory {grown} bytes: {told}");
         }
         writeln!(out, "end {seed} {told}").unwrap();
-        // The memory of earlier programs must not count for the next.
+        // The memory of earlier programs must not count for the next one.
         if resident() > start + MAX / 4 {
             writeln!(out, "grown {seed}").unwrap();
             return;
@@ -45,12 +45,12 @@ pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
     writeln!(out, "done").unwrap();
 }
 
-/// Initializes what MLX initializes once.
+/// Makes MLX initialize its global state.
 fn warm_up(program: &ExportedProgram) {
     assert_eq!(run(&whole(program)), "ran", "{} does not run", program.name);
 }
 
-/// Returns a program without damage.
+/// Returns an undamaged program.
 fn whole(program: &ExportedProgram) -> DamagedProgram {
     DamagedProgram {
         program: program.clone(),
@@ -61,7 +61,7 @@ fn whole(program: &ExportedProgram) -> DamagedProgram {
     }
 }
 
-/// Returns the results of undamaged programs that did not run, except those with a kernel that no build has.
+/// Returns the results of undamaged programs that did not run, except those that need a kernel that no build has.
 pub fn refused(programs: &Path) -> Vec<String> {
     etkv_mlx_program::set_max_bytes(TENSOR);
     let programs = corpus::read(programs);
@@ -71,7 +71,7 @@ pub fn refused(programs: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Limits the process to its current memory and [`LEFT`] more.
+/// Limits the address space of the process to its current size plus [`LEFT`].
 fn limit() {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = status.split(' ').next().unwrap().parse().unwrap();
@@ -99,7 +99,7 @@ fn resident() -> u64 {
     status.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).unwrap_or(0) * 4096
 }
 
-/// Returns the result of a program, in a line.
+/// Returns the result of a program as a line.
 pub fn run(damaged: &DamagedProgram) -> String {
     match load_and_run(damaged) {
         Ok(()) => String::from("ran"),
@@ -153,11 +153,11 @@ fn execute(loaded: &Program, inputs: &[Tensor], program: &ExportedProgram) -> et
     loaded.execute(&arguments, &types, &mut DiscardingHost::default())
 }
 
-/// The number of float32, and the number that stands for an integer input.
+/// ExecuTorch's number of float32, and a number that stands for an integer input.
 const FLOAT32: i8 = 6;
 const INTEGER: i8 = -1;
 
-/// Returns inputs of the dtypes and shapes that a damaged program declares, with the elements of its original
+/// Returns inputs with the dtypes and shapes that a damaged program declares, and the elements of its original
 /// inputs.
 fn fitting(program: &ExportedProgram) -> Option<Vec<Tensor>> {
     let described = Program::describe(&program.payload, None).ok()?;
@@ -230,7 +230,7 @@ impl ConstantSource for Constants<'_> {
     }
 }
 
-/// Reads every output, and keeps none.
+/// A host that reads every output, and keeps none.
 #[derive(Default)]
 struct DiscardingHost(Vec<u8>);
 

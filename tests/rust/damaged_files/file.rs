@@ -1,4 +1,4 @@
-//! A cache file in its parts, which are changed one by one and put together again with correct checksums.
+//! A cache file that is split into its parts. The parts are changed and joined again with correct checksums.
 
 use std::collections::BTreeMap;
 
@@ -21,12 +21,12 @@ pub struct Parts {
     /// The metadata, without the integers of the cache.
     pub words: BTreeMap<String, String>,
     pub snapshot: Snapshot,
-    /// The token ids, and the planes, in the order of their bytes. The checksums are made anew.
+    /// The token ids and the planes, in the order of their bytes. The checksums are computed anew.
     pub sections: Vec<Section>,
 }
 
 impl Parts {
-    /// Takes a whole file apart.
+    /// Splits a file into its parts.
     pub fn of(file: &[u8]) -> Self {
         let end = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
         let header: Map<String, Value> = serde_json::from_slice(&file[8..end]).unwrap();
@@ -51,7 +51,8 @@ impl Parts {
         Self { words, snapshot, sections }
     }
 
-    /// Replaces the planes by those that the snapshot needs. Their bytes are those of the file, cut or repeated.
+    /// Replaces the planes by those that the snapshot requires. Their bytes are cut or repeated from those of the
+    /// file.
     pub fn fit(&mut self, planes: &[PlaneRows]) {
         let old: BTreeMap<String, Vec<u8>> =
             self.sections.drain(1..).map(|section| (section.name, section.bytes)).collect();

@@ -1,10 +1,10 @@
-//! Limits of memory and time for one damaged file. What exceeds them is printed with its seed.
+//! Limits on memory and time for one damaged file. If a file exceeds one of them, its seed is printed.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// The maximum number of bytes that a file may make the process hold in addition.
+/// The maximum number of bytes by which a file may increase the memory of the process.
 const MAX_BYTES: usize = 64 << 20;
 
 /// The maximum time for a file.
@@ -13,11 +13,11 @@ const MAX_TIME: Duration = Duration::from_secs(60);
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static LIMIT: AtomicUsize = AtomicUsize::new(usize::MAX);
 static SEED: AtomicU64 = AtomicU64::new(0);
-/// The number of the file among those of its seed, counted over all seeds.
+/// The number of the current file, counted over all seeds.
 static FILE: AtomicU64 = AtomicU64::new(0);
 
-/// The system's allocator, which counts the bytes in use and ends the process where they exceed the limit: the
-/// library would answer a lack of memory with an error, and the test would not see why.
+/// The system's allocator, which counts the bytes in use and ends the process if they exceed the limit. The library
+/// would turn a lack of memory into an error, which would hide the excess from the test.
 struct LimitedAllocator;
 
 fn taken(bytes: usize) {
@@ -25,28 +25,28 @@ fn taken(bytes: usize) {
     if live > LIMIT.load(Ordering::Relaxed) {
         LIMIT.store(usize::MAX, Ordering::Relaxed);
         let seed = SEED.load(Ordering::Relaxed);
-        eprintln!("failed with ETKV_SEED={seed}: a file takes {bytes} bytes more, {live} in all");
+        eprintln!("failed with ETKV_SEED={seed}: a file needs {bytes} bytes more, {live} in all");
         std::process::abort();
     }
 }
 
-// SAFETY: it forwards all calls.
+// SAFETY: all calls are forwarded to the system's allocator.
 unsafe impl GlobalAlloc for LimitedAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         taken(layout.size());
-        // SAFETY: as for this function.
+        // SAFETY: as required of the caller.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         taken(layout.size());
-        // SAFETY: as for this function.
+        // SAFETY: as required of the caller.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
         LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: as for this function.
+        // SAFETY: as required of the caller.
         unsafe { System.dealloc(start, layout) }
     }
 }

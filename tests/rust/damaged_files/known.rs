@@ -1,4 +1,4 @@
-//! Damage that a generated file found, or that needs a certain cache.
+//! Damage that generated files have found, or that requires a certain cache.
 
 use etkv_core::bookkeeping::BLOCK;
 use etkv_core::snapshot::{Book, CellsState};
@@ -34,7 +34,7 @@ fn filled(shape: &Shape, n: i32) -> AnyCache {
     cache
 }
 
-/// Writes the file of a cache with other integers, and loads it into another cache.
+/// Saves the file of a cache with other integers, and loads it into another cache.
 fn reload(
     cache: &mut AnyCache,
     shape: &Shape,
@@ -67,7 +67,7 @@ fn a_contiguous_cache_has_sequence_0_only() {
     assert!(error.message().contains("it has sequence 5"), "{error}");
 }
 
-/// An anchor takes 8 KiB here: 3000 of them would be 24 MiB.
+/// An anchor needs 8 KiB here, so 3000 of them would need 24 MiB.
 #[test]
 fn a_distant_slot_takes_no_memory() {
     let shape = shape();
@@ -83,7 +83,7 @@ fn a_distant_slot_takes_no_memory() {
     .unwrap();
     let [found, expected] = [loaded.memory(), cache.memory()].map(|memory| memory.allocated);
     assert_eq!(found, expected);
-    // They answer alike.
+    // Both caches give the same results.
     for at in 150..200 {
         let [one, other] = [&mut cache, &mut loaded]
             .map(|cache| forward::<OnCpu>(&mut Rng::new(at as u64), cache, &[at]).unwrap());
@@ -91,7 +91,7 @@ fn a_distant_slot_takes_no_memory() {
     }
 }
 
-/// The place where texts part is behind what a window can go back to, and the text goes back nevertheless.
+/// The texts diverge at a position to which a window can no longer be rewound. The text is rewound further instead.
 #[test]
 fn a_place_that_can_no_longer_be_marked_is_left() {
     let mut shape = shape();

@@ -1,8 +1,7 @@
-//! Damaged files of caches with recurrent layers: each is refused, or loads and does no harm. A cache that
-//! loaded one takes steps, forks, rewinds and is saved again, without a panic, within limits of memory and time.
+//! Damaged files of caches with recurrent layers: each is refused, or is loaded and does no harm. A cache that has
+//! loaded one runs steps, forks, is rewound and saved again, without a panic, within limits of memory and time.
 //!
-//! `make fuzz-files FILES=100000` runs more of them. A failure prints its seed; `ETKV_SEED=<seed>` runs only that
-//! one.
+//! `make fuzz-files FILES=100000` runs that many. A failure prints its seed; `ETKV_SEED=<seed>` runs only that seed.
 
 mod file;
 mod guard;
@@ -19,21 +18,21 @@ use etkv_tests::{for_seeds, runs, Rng};
 use file::Parts;
 use subject::{exercise, labels, AnyCache, Subject, MODEL};
 
-/// The number of damaged files of a seed: `FILES` of the Makefile counts as many for a run.
+/// The number of damaged files of a seed. The Makefile divides `FILES` by this number.
 const FILES: usize = 20;
 
-/// How the files of a seed are written and read.
+/// The kind of files of a seed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Form {
     /// A whole cache.
     Whole,
-    /// One sequence of a cache, which joins others.
+    /// One sequence of a cache, which is added to others.
     Sequence,
     /// A text in a prefix store.
     Store,
 }
 
-/// Files that were loaded, and files that were refused.
+/// The number of files that were loaded, and of files that were refused.
 static OUTCOMES: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
 
 #[test]
@@ -67,12 +66,12 @@ fn damaged_files_are_refused_or_harmless() {
     }
 }
 
-/// Returns a folder in memory, where there is one: a write to a disk takes longer than all else.
+/// Returns a folder in memory, if possible. Writing to a disk would take longer than all the rest.
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// Writes a whole file. Returns its path and its bytes.
+/// Writes an undamaged file. Returns its path and its bytes.
 fn written(
     rng: &mut Rng,
     subject: &Subject,
@@ -111,7 +110,7 @@ fn damaged(rng: &mut Rng, subject: &Subject, form: Form, parts: &Parts) -> Vec<u
             Form::Sequence => cache.saving_sequence(9).unwrap().planes(&parts.snapshot),
             _ => cache.saving().unwrap().planes(&parts.snapshot),
         };
-        // Where the integers fit, so do the tensors.
+        // If the integers fit, the tensors are adapted to them.
         if let Some(planes) = planes.ok().filter(|_| rng.chance(0.95)) {
             parts.fit(&planes);
         }
@@ -126,7 +125,7 @@ fn damaged(rng: &mut Rng, subject: &Subject, form: Form, parts: &Parts) -> Vec<u
     file
 }
 
-/// Loads a file into an empty cache, or into one with contents, which stay if it is refused.
+/// Loads a file into an empty cache, or into one with contents, which must remain if the file is refused.
 fn load_whole(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
     let mut cache = if rng.chance(0.8) { subject.empty() } else { subject.filled(rng) };
     let before = subject::contents(cache.saving().unwrap());
@@ -136,7 +135,7 @@ fn load_whole(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
             true
         }
         Err(error) => {
-            // A file may have more token ids than the cache takes.
+            // A file may have more token ids than the cache accepts.
             assert!(matches!(error.status(), Status::File | Status::Capacity), "{error}");
             assert_eq!(subject::contents(cache.saving().unwrap()), before, "{error}");
             false
@@ -144,7 +143,7 @@ fn load_whole(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
     }
 }
 
-/// Loads a file as one more sequence of a cache.
+/// Loads a file as an additional sequence of a cache.
 fn join(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
     let mut cache = if rng.chance(0.5) { subject.empty() } else { subject.filled(rng) };
     let target = 9 + rng.below(3) as i32;
@@ -163,7 +162,7 @@ fn join(rng: &mut Rng, subject: &Subject, path: &Path) -> bool {
     }
 }
 
-/// Looks for a text in a store with a damaged file, and stores it again.
+/// Looks up a text in a store with a damaged file, and stores it again.
 fn load_text(rng: &mut Rng, subject: &Subject, folder: &Path, text: &[i64]) -> bool {
     let store = PrefixStore::open(folder, u64::MAX).unwrap();
     let n = if rng.chance(0.7) { text.len() } else { rng.below(text.len() + 1) };
@@ -177,7 +176,7 @@ fn load_text(rng: &mut Rng, subject: &Subject, folder: &Path, text: &[i64]) -> b
     let bytes: Vec<_> =
         std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().path()).collect();
     exercise(rng, &mut cache);
-    // Another text of the same beginning.
+    // Another text that begins with the same tokens.
     let mut other = subject.filled(rng);
     let tokens: Vec<i64> = (0..other.next_position().unwrap().into()).collect();
     store.save(&mut *other, labels(&tokens)).unwrap();
@@ -186,7 +185,7 @@ fn load_text(rng: &mut Rng, subject: &Subject, folder: &Path, text: &[i64]) -> b
     held > 0
 }
 
-/// Uses a cache that loaded a file, and checks that it can be saved and loaded again.
+/// Uses a cache that has loaded a file, and checks that it can be saved and loaded again.
 fn use_and_save(rng: &mut Rng, subject: &Subject, mut cache: AnyCache, path: &Path) {
     let again = path.with_file_name("again");
     for uses in [false, true] {

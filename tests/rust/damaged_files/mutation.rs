@@ -1,5 +1,5 @@
-//! Changes to the parts of a file. Its checksums are correct afterwards, so only the integers themselves can tell
-//! that the file is damaged.
+//! Changes to the parts of a file. Its checksums are then corrected, so the damage can only be detected in the
+//! integers.
 
 use etkv_core::bookkeeping::BLOCK;
 use etkv_core::snapshot::{
@@ -42,7 +42,7 @@ fn index(rng: &mut Rng, len: usize) -> Option<usize> {
     (len > 0).then(|| rng.below(len))
 }
 
-/// Removes, doubles, moves or exchanges an element.
+/// Removes, duplicates, moves or swaps elements.
 fn rearrange<T: Clone>(rng: &mut Rng, list: &mut Vec<T>) {
     let (Some(at), Some(other)) = (index(rng, list.len()), index(rng, list.len())) else {
         return;
@@ -72,7 +72,7 @@ pub fn change_snapshot(rng: &mut Rng, snapshot: &mut Snapshot) {
     }
 }
 
-/// Changes what a cache and its file have in common.
+/// Changes sizes and settings that must be equal in the cache and its file.
 fn change_facts(rng: &mut Rng, snapshot: &mut Snapshot) {
     match rng.below(9) {
         0 => snapshot.kind = rng.pick(&["contiguous", "seq", "tree", "", "rows"]).into(),
@@ -97,7 +97,7 @@ fn change_facts(rng: &mut Rng, snapshot: &mut Snapshot) {
     }
 }
 
-/// Returns a layer group, or the rows or the anchors of recurrent layers, which are the likelier ones.
+/// Returns a layer group or, more often, the rows or the anchors of recurrent layers.
 fn group<'a>(rng: &mut Rng, state: &'a mut CellsState) -> Option<&'a mut GroupState> {
     match &mut state.recurrent {
         Some(recurrent) if rng.chance(0.7) => {
@@ -107,7 +107,7 @@ fn group<'a>(rng: &mut Rng, state: &'a mut CellsState) -> Option<&'a mut GroupSt
     }
 }
 
-/// Every layer group, and the rows and the anchors of recurrent layers.
+/// Returns every layer group, and the rows and the anchors of recurrent layers.
 fn groups(state: &mut CellsState) -> impl Iterator<Item = &mut GroupState> {
     let recurrent = state.recurrent.iter_mut();
     state.groups.iter_mut().chain(recurrent.flat_map(|own| [&mut own.rows, &mut own.anchors]))
@@ -152,15 +152,15 @@ fn change_group(rng: &mut Rng, group: &mut GroupState) {
     match rng.below(8) {
         0 => number(rng, sequence),
         1 => rearrange(rng, runs),
-        // Its cells are those of another owner.
+        // Replaces its cells by those of another owner.
         2 => runs.clone_from(&others[rng.below(others.len())].runs),
         3 => {
-            // All positions move.
+            // Moves all positions.
             let by = rng.pick(&[-BLOCK, -1, 1, BLOCK]);
             runs.iter_mut().for_each(|run| run[0] = run[0].wrapping_add(by));
         }
         4 => {
-            // The first positions, or the last ones, are gone.
+            // Removes the first or the last positions.
             let ends = rng.chance(0.5);
             let n = rng.pick(&[1, 2, 3, BLOCK]);
             let run = if ends { runs.last_mut() } else { runs.first_mut() };
@@ -180,7 +180,7 @@ fn change_group(rng: &mut Rng, group: &mut GroupState) {
     }
 }
 
-/// Moves all cells of a layer group far away: a cache with holes.
+/// Moves all cells of a layer group far away, which leaves holes.
 fn spread(rng: &mut Rng, group: &mut GroupState) {
     let by = rng.pick(&[1, 50, 1000, 1 << 20, (1 << 22) - 2000, 1 << 24, i32::MAX - 600]);
     let least = rng.below(300) as i32;
@@ -193,7 +193,7 @@ fn spread(rng: &mut Rng, group: &mut GroupState) {
 
 fn change_checkpoints(rng: &mut Rng, state: &mut CellsState) {
     let Some(at) = index(rng, state.checkpoints.len()) else {
-        // One of a text that nothing is kept of.
+        // Adds a checkpoint for which no rows are kept.
         let position = BLOCK * (1 + rng.below(4) as i32);
         return state.checkpoints.push(CheckpointState {
             owner: 256 + rng.below(3) as i32,
@@ -211,7 +211,7 @@ fn change_checkpoints(rng: &mut Rng, state: &mut CellsState) {
             let Some(member) = index(rng, sequences.len()) else { return };
             number(rng, &mut sequences[member]);
         }
-        // A copy with cells of its own.
+        // Adds a copy with cells of its own.
         6 | 7 => {
             let from = state.checkpoints[at].clone();
             let taken = |owner: i32| state.checkpoints.iter().any(|kept| kept.owner == owner);
@@ -225,7 +225,7 @@ fn change_checkpoints(rng: &mut Rng, state: &mut CellsState) {
             let position = from.position.saturating_add(by);
             state.checkpoints.push(CheckpointState { owner, position, ..from });
         }
-        // A checkpoint takes a sequence's cells, or loses its own.
+        // A checkpoint takes the cells of a sequence, or loses its own.
         8 => {
             let owner = state.checkpoints[at].owner;
             let Some(group) = group(rng, state) else { return };
@@ -287,7 +287,7 @@ fn change_trees(rng: &mut Rng, state: &mut CellsState) {
     }
 }
 
-/// Gives a sequence another number everywhere.
+/// Renumbers a sequence everywhere.
 fn renumber(rng: &mut Rng, state: &mut CellsState) {
     let (from, to) = (rng.below(4) as i32, rng.pick(&[1, 5, 200, 255, 256, 300]));
     for group in groups(state) {
@@ -304,7 +304,7 @@ fn renumber(rng: &mut Rng, state: &mut CellsState) {
     members.filter(|member| **member == from).for_each(|member| *member = to);
 }
 
-/// Ends a sequence earlier in every layer group, or in all but the anchors.
+/// Shortens a sequence in every layer group, or in all except the anchors.
 fn cut(rng: &mut Rng, state: &mut CellsState) {
     let (sequence, end) = (rng.below(4) as i32, rng.below(400) as i32);
     let keeps_anchors = rng.chance(0.3);
@@ -324,7 +324,7 @@ fn cut(rng: &mut Rng, state: &mut CellsState) {
     }
 }
 
-/// Exchanges, doubles, cuts or renames tensors, changes token ids, or the words of the header.
+/// Swaps, duplicates, cuts or renames tensors, or changes token ids or words of the header.
 pub fn change_sections(rng: &mut Rng, parts: &mut Parts) {
     let at = rng.below(parts.sections.len());
     let other = rng.below(parts.sections.len());
@@ -351,7 +351,7 @@ pub fn change_sections(rng: &mut Rng, parts: &mut Parts) {
             section.shape[dim] = rng.pick(&[0, 1, section.shape[dim] + 1, 1 << 40, u64::MAX]);
         }
         7 => {
-            // Bytes that are no sensible numbers.
+            // Fills a section with bytes that are not sensible numbers.
             let section = &mut parts.sections[at];
             let Some(start) = index(rng, section.bytes.len()) else { return };
             let end = (start + rng.below(200)).min(section.bytes.len());
@@ -363,7 +363,7 @@ pub fn change_sections(rng: &mut Rng, parts: &mut Parts) {
             parts.words.insert(name.into(), rng.pick(&values).into());
         }
         _ => {
-            // A text of another length.
+            // Changes the length of the text.
             let tokens = &mut parts.sections[0];
             let n = rng.below(2 * tokens.bytes.len() / 8 + 2);
             tokens.bytes.resize(8 * n, 1);
@@ -372,7 +372,7 @@ pub fn change_sections(rng: &mut Rng, parts: &mut Parts) {
     }
 }
 
-/// Changes some bytes, and leaves the checksums as they are.
+/// Changes some bytes, without correcting the checksums.
 pub fn change_bytes(rng: &mut Rng, file: &mut Vec<u8>) {
     let at = rng.below(file.len());
     match rng.below(4) {

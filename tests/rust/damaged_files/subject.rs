@@ -1,4 +1,4 @@
-//! Caches with recurrent layers whose files are damaged, and what is done with a cache that loaded one.
+//! Caches with recurrent layers whose files are damaged, and operations on a cache that has loaded such a file.
 
 use etkv_core::bookkeeping::BLOCK;
 use etkv_core::snapshot::{Book, CellsState};
@@ -19,10 +19,10 @@ pub fn labels(tokens: &[i64]) -> Labels<'_> {
     Labels { fingerprint: MODEL, tokens }
 }
 
-/// The caches of a seed.
+/// The config of the caches of a seed.
 pub struct Subject {
     shape: Shape,
-    /// Whether they hold one text.
+    /// Whether each cache has one text.
     is_text: bool,
 }
 
@@ -117,7 +117,7 @@ impl Subject {
     }
 }
 
-/// Refuses errors that say that the cache is in a state that it cannot be in.
+/// Fails for errors that report a state in which the cache cannot be.
 fn ignore<T>(result: Result<T>) {
     if let Err(error) = result {
         assert!(!matches!(error.status(), Status::Internal | Status::Backend), "{error}");
@@ -128,14 +128,14 @@ fn live(cache: &AnyCache) -> Vec<i32> {
     cache.sequences().map_or_else(|| vec![0], |all| all.live_sequences())
 }
 
-/// Returns the sequences that hold positions and carry no candidates.
+/// Returns the sequences that have positions and no candidates.
 pub fn without_trees(cache: &AnyCache) -> Vec<i32> {
     let carries = |one| cache.trees().is_some_and(|trees| trees.tree_len(one).unwrap() > 0);
     let holds = |one| cache.sequences().is_none_or(|all| all.seq_len(one).unwrap() > 0);
     live(cache).into_iter().filter(|&one| !carries(one) && holds(one)).collect()
 }
 
-/// Returns the integers and rows that a face writes.
+/// Returns the integers and rows that a face saves.
 pub fn contents(face: &mut dyn SaveCache) -> (String, Vec<u8>) {
     let snapshot = face.snapshot().unwrap();
     let mut rows = Vec::new();
@@ -183,7 +183,7 @@ fn grow_tree(rng: &mut Rng, cache: &mut AnyCache, sequence: i32) -> Result<()> {
     if rng.chance(0.2) {
         return proposed;
     }
-    // Where they did not fit, others may wait.
+    // If they did not fit, earlier ones may be pending.
     ignore(proposed);
     run_tree(rng, cache, sequence)?;
     if let Some(trees) = cache.trees_mut().filter(|_| rng.chance(0.3)) {
@@ -192,7 +192,7 @@ fn grow_tree(rng: &mut Rng, cache: &mut AnyCache, sequence: i32) -> Result<()> {
     Ok(())
 }
 
-/// Runs the candidates of a sequence that wait.
+/// Runs the pending candidates of a sequence.
 fn run_tree(rng: &mut Rng, cache: &mut AnyCache, sequence: i32) -> Result<()> {
     let book = cache.saving().unwrap().snapshot()?.book;
     let Book::Cells(CellsState { trees, .. }) = book else { return Ok(()) };
@@ -215,8 +215,8 @@ fn run_tree(rng: &mut Rng, cache: &mut AnyCache, sequence: i32) -> Result<()> {
     ran
 }
 
-/// Uses a cache in every way. Its answers may be wrong after a damaged file. Nothing may panic or call itself
-/// broken, and what it says that it can do it does.
+/// Uses a cache in every way. After a damaged file its results may be wrong. But nothing may panic or poison the
+/// cache, and what the cache reports as possible must succeed.
 pub fn exercise(rng: &mut Rng, cache: &mut AnyCache) {
     let _ = (cache.memory(), cache.report());
     for _ in 0..10 {
@@ -258,7 +258,7 @@ pub fn exercise(rng: &mut Rng, cache: &mut AnyCache) {
     let _ = (cache.memory(), cache.report());
 }
 
-/// Rewinds a sequence to a length that it says it can reach.
+/// Rewinds a sequence to a length that it reports as reachable.
 fn go_back(rng: &mut Rng, cache: &mut AnyCache, sequence: i32) {
     let at = rng.below(500) as i32;
     if let Some(all) = cache.sequences_mut() {
@@ -266,7 +266,7 @@ fn go_back(rng: &mut Rng, cache: &mut AnyCache, sequence: i32) {
         if reached > 0 {
             match all.seq_rm(sequence, reached..i32::MAX) {
                 Ok(()) => assert_eq!(all.seq_next(sequence).unwrap(), reached),
-                // It carries candidates.
+                // The sequence has candidates.
                 Err(error) => assert_eq!(error.status(), Status::Step, "{error}"),
             }
         }

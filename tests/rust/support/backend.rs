@@ -1,4 +1,4 @@
-//! The trait that the campaign of the caches needs of a backend.
+//! The interface to a backend that the campaign of the caches needs.
 
 use etkv_core::{KvFormat, Result, Spec, Store};
 
@@ -7,20 +7,20 @@ use crate::oracle::{Row, Rows};
 /// The tensor of a backend's programs.
 pub type Tensor<B> = <<B as Backend>::Store as Store>::Tensor;
 
-/// A backend's storage, and as much of a program as the tests need.
+/// A backend's storage, and the parts of a program that the tests need.
 pub trait Backend: 'static {
     type Store: Store;
 
-    /// Whether a failing op fails when it is called, and not when its outputs are computed.
+    /// Whether a failing op fails when it is called, rather than when its outputs are computed.
     const COMPUTES_AT_ONCE: bool = false;
 
     /// Whether its caches can be saved.
     const SAVES: bool = true;
 
-    /// Runs `work` where tensors may be made and computed.
+    /// Runs `work` in a context where tensors may be created and computed.
     fn run<T>(work: impl FnOnce() -> T) -> T;
 
-    /// Returns `[1, heads, rows, dim]`, as a program passes it.
+    /// Returns rows as a tensor that a program passes, `[1, heads, rows, dim]`.
     fn tensor(rows: &[Row]) -> Tensor<Self>
     where
         Self: Sized;
@@ -30,26 +30,26 @@ pub trait Backend: 'static {
     where
         Self: Sized;
 
-    /// Returns the rows of what a step reads: `rows[slot][head]`.
+    /// Returns the rows of a view that a step reads: `rows[slot][head]`.
     fn view(view: &<Self::Store as Store>::View) -> Rows
     where
         Self: Sized;
 
-    /// Returns the attention of `q` over what a step reads.
+    /// Returns the attention of `q` over the rows of `spec`.
     fn attend(q: &Tensor<Self>, spec: &Spec<Self::Store>, scale: f32) -> Result<Tensor<Self>>
     where
         Self: Sized;
 
-    /// Returns rows as a quantized format rounds them.
+    /// Returns rows after rounding in a quantized format.
     fn quantized(rows: &[Row], format: KvFormat) -> Rows;
 
-    /// Returns a tensor like `x` that fails when it is computed, or the error itself with
+    /// Returns a tensor like `x` whose computation fails, or the error if
     /// [`COMPUTES_AT_ONCE`](Self::COMPUTES_AT_ONCE).
     fn failing(x: &Tensor<Self>) -> Result<Tensor<Self>>
     where
         Self: Sized;
 
-    /// Returns rows as `format` rounds them.
+    /// Returns rows after rounding in `format`.
     fn stored(rows: &[Row], format: KvFormat) -> Rows {
         if format.is_float() || rows.is_empty() {
             crate::oracle::rounded(rows, format)

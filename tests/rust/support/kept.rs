@@ -1,4 +1,4 @@
-//! The positions that the layers of one window hold of each sequence, in the simplest form: a set of tokens.
+//! A simple model of the positions that layers with one window keep of each sequence: a set of tokens.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -8,8 +8,8 @@ use etkv_core::LayerPolicy;
 use crate::model::{first_exact, is_seen, Model};
 use crate::slots::Id;
 
-/// Returns the maximum number of positions that a query of a layer with a window or chunks sees besides the sinks,
-/// and the sinks.
+/// Returns the maximum number of positions, apart from the sinks, that a query of a layer with a window or chunks
+/// sees, and the number of sinks.
 pub fn width(policy: LayerPolicy) -> (i32, i32) {
     match policy {
         LayerPolicy::Full => panic!("a layer of full history has no window"),
@@ -23,7 +23,7 @@ pub struct WindowModel {
     policy: LayerPolicy,
     sinks: i32,
     max_step_tokens: i32,
-    /// The maximum number of slots that one sequence takes.
+    /// The maximum number of slots that one sequence needs.
     slots: i32,
     capacity: i32,
     held: BTreeMap<i32, BTreeSet<Id>>,
@@ -46,7 +46,7 @@ impl WindowModel {
         self.held.entry(sequence).or_default().extend(ids);
     }
 
-    /// Ends a step of this sequence. If another step of the maximum size may not fit, drops what neither the
+    /// Ends a step of this sequence. If another step of the maximum size might not fit, drops tokens that neither the
     /// window nor a rewind of one step needs.
     pub fn slide(&mut self, model: &Model, sequence: i32) {
         let Some(held) = self.held.get_mut(&sequence) else {
@@ -80,7 +80,7 @@ impl WindowModel {
         self.held.get(&sequence).is_some_and(|held| held.contains(&id))
     }
 
-    /// Returns the least position at which the window of a query holds no dropped token of `range`.
+    /// Returns the least position at which the window of a query contains no dropped token of `range`.
     pub fn exact_from(&self, model: &Model, sequence: i32, range: &Range<i32>) -> i32 {
         let tokens = model.sequence(sequence).tokens;
         let gone = tokens.into_iter().filter(|&id| !self.holds(sequence, id));

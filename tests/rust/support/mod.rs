@@ -1,4 +1,4 @@
-//! Shared by the tests: random numbers from a seed, the oracles, the backends that caches are tested on, and
+//! Shared parts of the tests: random numbers from a seed, the oracles, the backends on which caches are tested, and
 //! the campaign that runs on each of them.
 
 pub mod backend;
@@ -15,7 +15,7 @@ pub mod slots;
 pub mod texts;
 pub mod vec_store;
 
-/// xorshift64*: small, and the same on every machine.
+/// xorshift64*, which is small and gives the same numbers on every machine.
 pub struct Rng(u64);
 
 impl Rng {
@@ -30,7 +30,7 @@ impl Rng {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// Returns a number below `n`, which is at least 1.
+    /// Returns a number below `n`, which must be at least 1.
     pub fn below(&mut self, n: usize) -> usize {
         ((self.next_u64() >> 33) % n as u64) as usize
     }
@@ -49,7 +49,7 @@ impl Rng {
     }
 }
 
-/// Runs a test for many seeds, and names the seed that fails.
+/// Runs a test for many seeds, and prints the seed that fails.
 pub fn for_seeds(default_runs: u64, test: impl Fn(u64) + std::panic::RefUnwindSafe) {
     for seed in seeds(default_runs) {
         if let Err(panic) = std::panic::catch_unwind(|| test(seed)) {
@@ -59,7 +59,7 @@ pub fn for_seeds(default_runs: u64, test: impl Fn(u64) + std::panic::RefUnwindSa
     }
 }
 
-/// Returns the seed in `ETKV_SEED`, or as many as `ETKV_RUNS` says from `ETKV_FIRST` on.
+/// Returns the seed in `ETKV_SEED`, or the seeds from `ETKV_FIRST` on, whose number is in `ETKV_RUNS`.
 fn seeds(default_runs: u64) -> std::ops::Range<u64> {
     let first = number("ETKV_FIRST").unwrap_or(0);
     match number("ETKV_SEED") {
@@ -68,7 +68,7 @@ fn seeds(default_runs: u64) -> std::ops::Range<u64> {
     }
 }
 
-/// Returns the number in `ETKV_RUNS`.
+/// Returns the number in `ETKV_RUNS`, or the default.
 pub fn runs(default_runs: u64) -> u64 {
     number("ETKV_RUNS").unwrap_or(default_runs)
 }

@@ -1,6 +1,5 @@
-//! The expected contents of a cache of sequences, in the simplest form: every token ever written has a
-//! position, a sequence is a list of tokens, a tree is a list of nodes. There are no cells, runs or layer
-//! groups.
+//! A simple model of a cache of sequences: every token that was ever written has a position, a sequence is a list of
+//! tokens, and a tree is a list of nodes. There are no cells, runs or layer groups.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -12,7 +11,7 @@ pub use crate::slots::Id;
 /// The sequences in use.
 pub const SEQUENCES: Range<i32> = 0..256;
 
-/// Returns whether a query at `at` of a layer of `policy` sees a token at `position` of its sequence.
+/// Returns whether a query at position `at`, in a layer of `policy`, sees a token at `position` of its sequence.
 pub fn is_seen(policy: LayerPolicy, at: i32, position: i32) -> bool {
     position <= at
         && match policy {
@@ -22,7 +21,7 @@ pub fn is_seen(policy: LayerPolicy, at: i32, position: i32) -> bool {
         }
 }
 
-/// Returns the least position whose query sees no dropped position if `last` is the last dropped one.
+/// Returns the least position at which a query sees no dropped position, if `last` is the last dropped one.
 pub fn first_exact(policy: LayerPolicy, last: i32) -> i32 {
     (last + 1..).find(|&at| !is_seen(policy, at, last)).unwrap_or(i32::MAX)
 }
@@ -32,7 +31,7 @@ pub fn first_exact(policy: LayerPolicy, last: i32) -> i32 {
 pub struct Node {
     /// The number of an earlier node, or -1.
     pub parent: i32,
-    /// None until a step has written it.
+    /// The token, or `None` until a step has written it.
     pub token: Option<Id>,
 }
 
@@ -76,11 +75,11 @@ pub type Members = Vec<i32>;
 #[derive(Debug, Clone)]
 pub struct Model {
     pub capacity: i32,
-    /// The maximum number of tokens of one sequence in a step, if windows limit them.
+    /// The maximum number of tokens of one sequence in a step, if windows limit it.
     pub max_step_tokens: Option<i32>,
-    /// The position of every token ever written, even by aborted steps.
+    /// The position of every token that was ever written, even by aborted steps.
     positions: Vec<i32>,
-    /// The sequences that hold tokens or carry trees.
+    /// The sequences that have tokens or trees.
     sequences: BTreeMap<i32, Sequence>,
     pub declared: Option<Vec<Members>>,
 }
@@ -120,12 +119,12 @@ impl Model {
         last.map_or(0, |&id| self.positions[id] + 1)
     }
 
-    /// Returns the held tokens, each once.
+    /// Returns the distinct tokens of all sequences and trees.
     pub fn live(&self) -> BTreeSet<Id> {
         self.sequences.values().flat_map(Sequence::all).collect()
     }
 
-    /// Returns the tokens of sequences, each once, without candidates.
+    /// Returns the number of distinct tokens of sequences, without candidates.
     pub fn committed(&self) -> usize {
         let tokens: BTreeSet<Id> =
             self.sequences.values().flat_map(|held| held.tokens.iter().copied()).collect();
@@ -136,7 +135,7 @@ impl Model {
         self.capacity - self.live().len() as i32
     }
 
-    /// Returns numbers for the tokens of a step, before it commits or aborts.
+    /// Returns numbers for the tokens of a step, which is not committed yet.
     pub fn write(&mut self, positions: &[i32]) -> Vec<Id> {
         let first = self.positions.len();
         self.positions.extend_from_slice(positions);
@@ -163,7 +162,7 @@ impl Model {
         }
     }
 
-    /// Returns the node that token `token` of a step writes in the tree of `sequence`.
+    /// Returns the node of the tree of `sequence` that token `token` of a step writes.
     fn node(&self, owners: &[Members], token: usize, sequence: i32) -> usize {
         let before = owners[..token].iter().filter(|members| members.contains(&sequence)).count();
         self.sequences[&sequence].written() + before
@@ -173,8 +172,7 @@ impl Model {
         self.sequences.get(&sequence).is_some_and(|held| !held.tree.is_empty())
     }
 
-    /// Returns the position that token `token` must have for `sequence`, or `None` if its tree
-    /// takes no such token.
+    /// Returns the position that token `token` must have for `sequence`, or `None` if its tree refuses the token.
     pub fn expected(&self, owners: &[Members], token: usize, sequence: i32) -> Option<i32> {
         if !self.has_tree(sequence) {
             let before = owners[..token].iter().filter(|members| members.contains(&sequence));
@@ -270,8 +268,8 @@ impl Model {
         tokens.iter().copied().filter(inside).collect()
     }
 
-    /// Returns every reason to refuse a copy, and the least `next` that `target` may then have if windows
-    /// have dropped something.
+    /// Returns every reason to refuse a copy. Also returns the least `next` that `target` may then have if windows
+    /// have dropped tokens.
     pub fn copy_refusals(
         &self,
         [source, target]: [i32; 2],
@@ -364,7 +362,7 @@ impl Model {
         held.tree.extend(parents.iter().map(|&parent| Node { parent, token: None }));
     }
 
-    /// Returns every reason to refuse the acceptance of these nodes.
+    /// Returns every reason to refuse accepting these nodes.
     pub fn accept_refusals(&self, sequence: i32, accepted: &[i32]) -> Vec<Status> {
         let held = self.sequence(sequence);
         let mut before = -1;

@@ -1,4 +1,4 @@
-//! The backend of plain memory, computed at once.
+//! The backend of plain memory, which computes eagerly.
 
 use etkv_core::{CacheConfig, Error, KvFormat, Result, Spec, Status};
 use etkv_cpu::attention::synthetic::Threads;
@@ -8,7 +8,7 @@ use etkv_cpu::{ContiguousCache, CpuStore, Step, Tensor, View};
 use crate::backend::Backend;
 use crate::oracle::{Row, Rows};
 
-/// Returns `[1, heads, rows, dim]`, as a program passes it.
+/// Returns rows as a tensor that a program passes, `[1, heads, rows, dim]`.
 pub fn tensor(rows: &[Row]) -> Tensor {
     let (heads, dim) = (rows[0].len(), rows[0][0].len());
     let values: Vec<f32> = (0..heads)
@@ -23,7 +23,7 @@ fn split(values: &[f32], [heads, n, dim]: [usize; 3]) -> Rows {
     (0..n).map(row).collect()
 }
 
-/// Plain memory.
+/// The backend of plain memory.
 pub struct OnCpu;
 
 impl Backend for OnCpu {
@@ -52,7 +52,7 @@ impl Backend for OnCpu {
         etkv_cpu::attend(q, spec, scale, None, &mut Workspace::new(), &Threads(2))
     }
 
-    /// Returns the rows that a cache reads back, which the tests of the storage compare with bounds.
+    /// Returns the rows that a cache reads. The tests of the storage compare these with error bounds.
     fn quantized(stored: &[Row], format: KvFormat) -> Rows {
         let (heads, dim) = (stored[0].len(), stored[0][0].len());
         let n = stored.len();

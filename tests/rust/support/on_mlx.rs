@@ -1,4 +1,4 @@
-//! The backend of MLX arrays, which are computed lazily.
+//! The backend of MLX arrays, which computes lazily.
 
 use etkv::{ContiguousCache, KvView, MlxStore};
 use etkv_core::{CacheConfig, KvFormat, Result, Spec, Step};
@@ -7,7 +7,7 @@ use mlx_rs::{Array, Dtype};
 use crate::backend::Backend;
 use crate::oracle::{Row, Rows};
 
-/// Returns `[1, heads, rows, dim]`, as a program passes it.
+/// Returns rows as an array that a program passes, `[1, heads, rows, dim]`.
 pub fn array(rows: &[Row]) -> Array {
     let (heads, dim) = (rows[0].len(), rows[0][0].len());
     let values: Vec<f32> = (0..heads)
@@ -21,13 +21,13 @@ pub fn rows(array: &Array) -> Rows {
     let shape: Vec<usize> = array.shape().iter().map(|&size| size as usize).collect();
     let [heads, n, dim] = [shape[1], shape[2], shape[3]];
     let flat = array.contiguous().unwrap();
-    // MLX has no memory for an array without elements.
+    // MLX has no data pointer for an array without elements.
     let values = if array.size() > 0 { flat.as_slice::<f32>() } else { &[] };
     let row = |at| (0..heads).map(|head| values[(head * n + at) * dim..][..dim].to_vec()).collect();
     (0..n).map(row).collect()
 }
 
-/// The MLX of this process.
+/// The backend of MLX.
 pub struct OnMlx;
 
 impl Backend for OnMlx {
@@ -55,7 +55,7 @@ impl Backend for OnMlx {
         Ok(etkv::attend(q, spec, scale, None)?)
     }
 
-    /// Returns the rows that a cache reads back, which the tests of the storage compare with bounds.
+    /// Returns the rows that a cache reads. The tests of the storage compare these with error bounds.
     fn quantized(stored: &[Row], format: KvFormat) -> Rows {
         let (heads, dim) = (stored[0].len() as i32, stored[0][0].len() as i32);
         let n = stored.len() as i32;
@@ -69,7 +69,7 @@ impl Backend for OnMlx {
         rows(&read)
     }
 
-    /// A transform that MLX refuses when it runs.
+    /// Returns the result of a transform that MLX refuses when it runs.
     fn failing(x: &Array) -> Result<Array> {
         let failing = || -> etkv::Result<Array> {
             let odd = Array::ones::<f32>(&[1, 11])?.hadamard_transform(None)?;

@@ -17,13 +17,13 @@ pub fn random_rows(rng: &mut Rng, n: usize, heads: usize, dim: usize) -> Rows {
     (0..n).map(|_| row()).collect()
 }
 
-/// Returns the first `elements` of each row: the values that are in keys.
+/// Returns the first `elements` elements of each row, which are the values that are in keys.
 pub fn first(rows: &[Row], elements: i32) -> Rows {
     let cut = |values: &Vec<f32>| values[..elements as usize].to_vec();
     rows.iter().map(|heads| heads.iter().map(cut).collect()).collect()
 }
 
-/// Returns a layer of any policy, whose values may be in its keys. Its rows fit every format.
+/// Returns a layer of random policy, whose values may be in its keys. Its rows fit every format.
 pub fn random_layer(rng: &mut Rng) -> LayerConfig {
     let layer = LayerConfig {
         n_kv_heads: rng.pick(&[1, 2, 4]),
@@ -48,7 +48,7 @@ pub fn maybe_in_keys(rng: &mut Rng, layer: LayerConfig) -> LayerConfig {
     LayerConfig { v_head_dim, values_in_keys: true, ..layer }
 }
 
-/// Makes the format of values that of keys, if no layer has others.
+/// Makes the format of values equal to that of keys, if no layer stores values.
 pub fn match_formats(layers: &[LayerConfig], formats: &mut [KvFormat; 2]) {
     if !layers.is_empty() && layers.iter().all(|layer| layer.values_in_keys) {
         formats[1] = formats[0];
@@ -73,13 +73,13 @@ pub const FORMATS: [&str; 14] = [
     "row-fp4",
 ];
 
-/// Returns rows in a float format.
+/// Returns rows rounded to a float format.
 pub fn rounded(rows: &[Row], format: KvFormat) -> Rows {
     let row = |values: &Vec<f32>| values.iter().map(|&value| round(value, format)).collect();
     rows.iter().map(|heads| heads.iter().map(row).collect()).collect()
 }
 
-/// Rounds a number to a float format; other formats do not change it.
+/// Rounds a number to a float format. Other formats do not change it.
 pub fn round(value: f32, format: KvFormat) -> f32 {
     match format {
         KvFormat::F16 => f16::from_f32(value).to_f32(),
@@ -88,8 +88,8 @@ pub fn round(value: f32, format: KvFormat) -> f32 {
     }
 }
 
-/// Returns one query's attention over the rows that it sees. Query heads share KV heads evenly, adjacent ones
-/// together.
+/// Returns one query's attention over the rows that it sees. Adjacent query heads share a KV head, in groups of equal
+/// size.
 pub fn attention(query: &Row, keys: &[Row], values: &[Row], scale: f32) -> Row {
     let share = query.len() / keys[0].len();
     query

@@ -1,5 +1,5 @@
-//! A convolution and a recurrence from first principles, in float32 and in one order: over a whole text, and
-//! by the plan of a step. Where the plan is right, both give the same bits.
+//! A convolution and a recurrence from first principles, in float32 and in a fixed order: over a whole text, and by
+//! the plan of a step. If the plan is right, both give the same bits.
 
 use etkv_core::bookkeeping::{AnchorSource, RecurrentPlan, RowSource, BLOCK};
 use etkv_core::{RecurrentLayer, RecurrentRows, RecurrentSpec, Result};
@@ -8,13 +8,13 @@ use crate::backend::{Backend, Tensor};
 use crate::oracle::{Row, Rows};
 use crate::Rng;
 
-/// A token of a text. Its number determines its inputs to every layer.
+/// A token of a text. Its number determines its inputs in every layer.
 pub type Token = u64;
 
-/// What a token leaves behind in a layer: its two parts of a row.
+/// The data that a layer keeps of a token: the two parts of its row.
 type Part = [Row; 2];
 
-/// How the recurrent layers of a test are computed.
+/// The kernels of recurrent layers in a test.
 pub trait Kernels<B: Backend>: 'static {
     /// Computes a layer of a step by its plan. Adds the outputs of the tokens to `outputs`.
     fn planned(
@@ -48,12 +48,12 @@ impl<B: Backend> Kernels<B> for Plain {
     }
 }
 
-/// The inputs of one token to a layer. Those of a convolution are `k`.
+/// The inputs of one token in a layer. Those of a convolution are `k`.
 pub struct Inputs {
     pub q: Row,
     pub k: Row,
     pub v: Row,
-    /// Log decays and write strengths, by head.
+    /// Log decays, and write strengths, for each head.
     pub g: Row,
     pub beta: Vec<f32>,
 }
@@ -108,8 +108,8 @@ fn inputs(layer: usize, sizes: &Sizes, token: Token) -> Inputs {
     Inputs { q, k, v, g, beta }
 }
 
-/// Returns the output of a convolution: the products of the columns before the token and of its own with
-/// weights that differ by distance.
+/// Returns the output of a convolution: the sum of the products of the columns, those before the token and its own,
+/// with weights that depend on the distance.
 fn convolve(columns: &[&[f32]], width: usize) -> Vec<f32> {
     let own = columns[columns.len() - 1];
     let seen = &columns[columns.len().saturating_sub(width)..];
@@ -123,7 +123,7 @@ fn convolve(columns: &[&[f32]], width: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Returns the row of a token and its output, from the anchor below it and the rows since.
+/// Returns the row of a token and its output, from the last anchor before it and the rows since then.
 fn scan(sizes: &Sizes, anchor: &Row, rows: &[&Part], token: &Inputs) -> (Part, Row) {
     let share = sizes.heads / sizes.k_heads;
     let (mut updates, mut outputs) = (Row::new(), Row::new());

@@ -1,6 +1,6 @@
-//! Generated runs of operations. A failing run is shortened and printed, ready to paste into a test.
+//! Runs of generated operations. A failing run is shortened and printed, ready to paste into a test.
 //!
-//! `ETKV_SEED=<n>` replays one seed, `ETKV_RUNS=<n>` runs that many.
+//! `ETKV_SEED=<n>` runs only one seed, `ETKV_RUNS=<n>` runs `n` seeds.
 
 use std::cell::Cell;
 use std::fmt::Debug;
@@ -9,15 +9,15 @@ use std::sync::Once;
 
 use crate::{seeds, Rng};
 
-/// The start of a run and its operations. Operations are generated without knowledge of the state, and are
-/// valid in every state: any part of a run is a run.
+/// The start of a run and its operations. Operations are generated independently of the state, and are valid in every
+/// state, so any part of a run is also a run.
 #[derive(Debug, Clone)]
 pub struct Case<C, O> {
     pub config: C,
     pub ops: Vec<O>,
 }
 
-/// Runs generated cases, and fails with the shortest form of the first that fails.
+/// Runs generated cases. On a failure, shortens the case and panics with it.
 pub fn check<C: Debug + Clone, O: Debug + Clone>(
     default_runs: u64,
     generate: impl Fn(&mut Rng) -> Case<C, O>,
@@ -49,7 +49,7 @@ pub fn shrink<O: Clone>(ops: &[O], fails: impl Fn(&[O]) -> bool) -> Vec<O> {
     let mut chunk = ops.len().div_ceil(2).max(1);
     loop {
         let mut removed = false;
-        // From the end: operations after the failure are removed first.
+        // Starts at the end, so operations after the failure are removed first.
         let mut end = ops.len();
         while end > 0 {
             let start = end.saturating_sub(chunk);
@@ -69,9 +69,9 @@ pub fn shrink<O: Clone>(ops: &[O], fails: impl Fn(&[O]) -> bool) -> Vec<O> {
     }
 }
 
-/// Returns a call of `replay`, as source.
+/// Returns the source of a call of `replay`.
 fn pasteable<C: Debug, O: Debug>(config: &C, ops: &[O]) -> String {
-    // Every list in it is a vector.
+    // Every list in the config is a vector.
     let source = |value: &dyn Debug| format!("{value:?}").replace('[', "vec![");
     let ops: Vec<String> = ops.iter().map(|op| format!("        {},\n", source(op))).collect();
     format!("replay(\n    {},\n    &[\n{}    ],\n);\n", source(config), ops.concat())

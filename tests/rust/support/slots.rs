@@ -1,4 +1,4 @@
-//! Executes plans as a cache does, on the ids of tokens instead of their rows.
+//! Executes plans as a cache does, but on the ids of tokens instead of their rows.
 
 use etkv_core::bookkeeping::{LayerGroupPlan, MaskPlan, Slots};
 
@@ -28,13 +28,13 @@ impl LayerGroupSlots {
         }
     }
 
-    /// Moves rows: all are read before any is written.
+    /// Moves rows. All are read before any is written.
     pub fn relocate(&mut self, from: &Slots, to: &Slots) {
         let (from, to) = (distinct(from), distinct(to));
         assert_eq!(from.len(), to.len(), "a target for each source");
-        assert!(from.iter().zip(&to).all(|(from, to)| from != to), "a row moves nowhere");
+        assert!(from.iter().zip(&to).all(|(from, to)| from != to), "a row moves to its own slot");
         let gathered: Vec<Option<Id>> = from.iter().map(|&slot| self.slots[slot]).collect();
-        // A held token then lies in one slot.
+        // Each token is then in one slot.
         from.iter().for_each(|&slot| self.slots[slot] = None);
         for (&slot, id) in to.iter().zip(gathered) {
             assert!(id.is_some(), "a row moves to slot {slot} that was never written");
@@ -47,7 +47,7 @@ impl LayerGroupSlots {
         &self.slots
     }
 
-    /// Returns the slot of a held token.
+    /// Returns the slot of a token.
     pub fn slot_of(&self, id: Id) -> Option<usize> {
         self.slots.iter().position(|&at| at == Some(id))
     }
@@ -62,12 +62,12 @@ impl LayerGroupSlots {
         self.slots[start as usize..][..saved.len()].copy_from_slice(saved);
     }
 
-    /// Returns the tokens that a plan shows to query `query` of `n_queries`, sorted.
+    /// Returns the tokens that query `query` of `n_queries` sees by a plan, sorted.
     pub fn shown(&self, plan: &LayerGroupPlan, query: usize, n_queries: usize) -> Vec<Id> {
         let read = &self.slots[plan.read.start as usize..plan.read.end as usize];
         let is_shown = |offset: usize| match &plan.mask {
             MaskPlan::None => true,
-            // Aligned at the lower right: the last query sees all.
+            // The mask is aligned at the lower right: the last query sees all slots.
             MaskPlan::Causal => offset + (n_queries - 1 - query) < read.len(),
             MaskPlan::Explicit(mask) => mask.sees(query, offset),
         };
@@ -85,13 +85,13 @@ impl LayerGroupSlots {
     }
 }
 
-/// Returns the slots as indices; each occurs once.
+/// Returns the slots as indices, and checks that they are distinct.
 fn distinct(slots: &Slots) -> Vec<usize> {
     let list: Vec<usize> = slots.iter().map(|slot| slot as usize).collect();
     assert_eq!(list.len(), slots.len());
     let mut sorted = list.clone();
     sorted.sort_unstable();
     sorted.dedup();
-    assert_eq!(sorted.len(), list.len(), "a slot is named twice: {list:?}");
+    assert_eq!(sorted.len(), list.len(), "a slot occurs twice: {list:?}");
     list
 }

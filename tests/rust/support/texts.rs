@@ -13,13 +13,13 @@ const LAYERS: usize = 2;
 const HEADS: usize = 2;
 const DIM: usize = 32;
 
-/// A kind of cache, in one of three formats. It holds whole texts, or drops some of what it read: with a window in
-/// its second layer, or with recurrent layers in two of the formats.
+/// A kind of cache, in one of three formats. It keeps whole texts, or drops some of their rows: because of a window
+/// in its second layer or, in two of the formats, in recurrent layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextShape {
     pub kind: usize,
     pub windowed: bool,
-    /// 0 for 16 bits, 1 for 8 bits, 2 for 8 bits from [`CONVERTED_AT`] positions on.
+    /// 0 for 16 bits, 1 for 8 bits, 2 for 8 bits from position [`CONVERTED_AT`] on.
     pub format: usize,
 }
 
@@ -74,15 +74,15 @@ impl TextShape {
     }
 }
 
-/// Reads the tokens of a text after those that the cache holds.
+/// Reads the tokens of a text after those in the cache.
 pub fn read<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) {
     loop {
         let start = cache.next_position().unwrap() as usize;
         if start < 64 {
-            // Texts that part after this go on there.
+            // Texts that diverge after this position can continue from it.
             cache.mark_turn(70).unwrap();
         }
-        // Chunks end at the same tokens, wherever a cache begins.
+        // Steps end at the same tokens, wherever a cache begins.
         let end = text.len().min((start / 8 + 1) * 8);
         if start == end {
             return;
@@ -91,7 +91,7 @@ pub fn read<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) {
     }
 }
 
-/// Returns the bits of what the query of one more token sees.
+/// Returns the bits of the rows that the query of one more token sees.
 pub fn answer<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) -> Vec<u32> {
     let mut longer = text.to_vec();
     longer.push(5);
@@ -136,12 +136,12 @@ fn step<B: Backend>(cache: &mut TextCache<B>, text: &[i64], start: usize, end: u
     bits
 }
 
-/// Returns a text of a family whose members have common beginnings.
+/// Returns a text of a family in which many texts share their first tokens.
 pub fn some_text(rng: &mut Rng) -> Vec<i64> {
     let mut text = Vec::new();
     let n = 1 + rng.below(90);
     while text.len() < n {
-        // One of two pieces of 13 tokens.
+        // Appends one of two lists of 13 tokens.
         let which = i64::from(rng.chance(0.35));
         text.extend((0..13).map(|i| which * 100 + i));
     }
@@ -149,7 +149,7 @@ pub fn some_text(rng: &mut Rng) -> Vec<i64> {
     text
 }
 
-/// Returns the length of the common beginning of two texts.
+/// Returns the number of first tokens that two texts share.
 pub fn shared(a: &[i64], b: &[i64]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }

@@ -1,8 +1,8 @@
-//! Caches of sequences and trees, in every format, compared with attention from first principles over the
-//! rows that the model of tokens says are seen.
+//! Caches of sequences and trees, in every format. They are compared with attention from first principles over the
+//! rows that the queries see by the model of tokens.
 //!
-//! Rounding formats are compared over the rounded rows. A failure prints its seed;
-//! `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
+//! Formats that round are compared over the rounded rows. A failure prints its seed; `ETKV_SEED=<seed>` runs only
+//! that seed, `ETKV_RUNS=<n>` runs `n` seeds.
 
 use etkv_core::{
     AttendCache, Cache, CacheConfig, CellsCache, Error, Growth, KvFormat, LayerConfig, LayerPolicy,
@@ -61,7 +61,7 @@ struct Run<B: Backend> {
     model: Model,
     layers: Vec<(LayerConfig, StoredTensors)>,
     formats: [KvFormat; 2],
-    /// Whether the cache has not reached `quantized_kv_start` yet.
+    /// Whether rows still wait for their conversion at `quantized_kv_start`.
     awaits: bool,
     n_sequences: usize,
 }
@@ -108,7 +108,7 @@ impl<B: Backend> Run<B> {
         }
     }
 
-    /// Models `quantized_kv_start`: the cache quantizes once, at some length.
+    /// Models `quantized_kv_start`: once the cache reaches this length, it quantizes its rows.
     fn quantize(&mut self) {
         let config = self.cache.config();
         let committed = self.model.committed();
@@ -126,7 +126,7 @@ impl<B: Backend> Run<B> {
         self.rng.below(self.n_sequences) as i32
     }
 
-    /// Runs a step of some tokens or of the pending frontiers, committed or not.
+    /// Runs a step of some tokens or of the pending frontiers, and commits it or not.
     fn step(&mut self) {
         let pending = self.model.sequences().values().any(|held| held.pending() > 0);
         if !pending {
@@ -141,7 +141,7 @@ impl<B: Backend> Run<B> {
             let members: Vec<i32> = (0..n).map(|_| self.rng.pick(&free)).collect();
             self.cache.sequences_mut().unwrap().begin_step(&members).unwrap();
             self.model.declared = Some(members.into_iter().map(|one| vec![one]).collect());
-            // Tokens of two sequences, if both go on at the same position.
+            // Takes tokens of two sequences, if both continue at the same position.
             let other = self.rng.pick(&free);
             let all = self.model.declared.iter().flatten().flatten();
             let all: Vec<i32> = all.copied().filter(|&one| one != other).collect();
@@ -156,7 +156,7 @@ impl<B: Backend> Run<B> {
         let Ok(owners) = self.model.owners(1) else {
             return;
         };
-        // A token that a tree refuses is refused at any position.
+        // A tree refuses a token at any position.
         let positions: Vec<i32> = (0..owners.len())
             .map(|token| self.model.expected(&owners, token, owners[token][0]).unwrap_or(0))
             .collect();
@@ -183,14 +183,14 @@ impl<B: Backend> Run<B> {
         let ids: Vec<Id> = self.model.write(positions);
         let stop_after = self.rng.chance(0.2).then(|| self.rng.below(self.layers.len() + 1));
         let length = self.cache.length();
-        // A layer whose last value is not finite: such a step cannot stay.
+        // In one layer the last value is not finite: such a step must be undone.
         let spoiled = self.rng.chance(0.1).then(|| self.rng.below(self.layers.len()));
         let mut step = Step::begin(&mut self.cache, positions).unwrap();
         for (index, (layer, rows)) in self.layers.iter_mut().enumerate() {
             let heads = layer.n_kv_heads as usize;
             let (kd, vd) = (layer.k_head_dim as usize, layer.v_head_dim as usize);
             let mut k = oracle::random_rows(&mut self.rng, n, heads, kd);
-            // Values that are in keys are not read from here.
+            // Values that are in keys are not read from this tensor.
             let mut v = oracle::random_rows(&mut self.rng, n, heads, vd);
             rows.push::<B>(layer, [&k, &v], self.formats);
             if stop_after.is_some_and(|stop| index >= stop) {
@@ -211,8 +211,8 @@ impl<B: Backend> Run<B> {
         }
         let n_had = stop_after.unwrap_or(self.layers.len()).min(self.layers.len());
         if n_had > 0 && spoiled.is_none() && self.rng.chance(0.3) {
-            // A layer whose rows are already written, called with other queries and with rows that would show
-            // if they were written.
+            // Calls a layer whose rows are already written, with other queries and with rows that would be visible if
+            // they were written.
             let index = self.rng.below(n_had);
             let (layer, rows) = &self.layers[index];
             let heads = layer.n_kv_heads as usize;
@@ -228,7 +228,7 @@ impl<B: Backend> Run<B> {
             let number = step.set_aside().ok().unwrap();
             assert_eq!(self.cache.length(), length);
             if stop_after.is_some() {
-                // The next call that changes the cache rolls it back, together with its declaration.
+                // The next call that changes the cache rolls the step back, together with its declaration.
                 self.model.declared = None;
                 return;
             }
@@ -242,8 +242,8 @@ impl<B: Backend> Run<B> {
             step.commit_unread(&[]).map_or_else(|error| refused(&error, spoiled), drop);
             let late = self.cache.length() > length;
             match spoiled {
-                // The next call that changes the cache reads the values, or the one after that if a step
-                // begins.
+                // The next call that changes the cache reads the values. If this call begins a step, the one after it
+                // does.
                 None => {
                     self.model.commit(owners, &ids);
                     self.quantize();
@@ -358,7 +358,7 @@ impl<B: Backend> Run<B> {
         }
     }
 
-    /// Stored rows are converted.
+    /// Converts stored rows.
     fn convert(&mut self) {
         let mut formats =
             [0, 1].map(|_| self.rng.pick(&oracle::FORMATS).parse::<KvFormat>().unwrap());
@@ -392,7 +392,7 @@ fn refused(error: &Error, spoiled: Option<usize>) {
     assert!(error.message().contains(&layer), "{error}: expected {layer}");
 }
 
-/// Checks that queries attend to the rows that the model says they see.
+/// Checks that queries attend to the rows that they see by the model.
 fn assert_sees<B: Backend>(
     model: &Model,
     policy: LayerPolicy,

@@ -1,6 +1,6 @@
 //! The contiguous cache, compared with a slow and simple one over generated operations.
 //!
-//! A failure prints its seed; `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
+//! A failure prints its seed; `ETKV_SEED=<seed>` runs only that seed, `ETKV_RUNS=<n>` runs `n` seeds.
 
 use etkv_core::{
     AttendCache, Cache, CacheConfig, ContiguousCache, Growth, KvFormat, LayerConfig, LayerPolicy,
@@ -40,7 +40,7 @@ struct Run<B: Backend> {
     cache: ContiguousCache<B::Store>,
     model: Model,
     formats: [KvFormat; 2],
-    /// Whether the cache has not reached `quantized_kv_start` yet.
+    /// Whether rows still wait for their conversion at `quantized_kv_start`.
     awaits: bool,
 }
 
@@ -138,8 +138,8 @@ impl<B: Backend> Run<B> {
             written.push((all_k, all_v));
         }
         if !written.is_empty() && self.rng.chance(0.3) {
-            // A layer whose rows are already written, called with other queries and with rows that would show
-            // if they were written.
+            // Calls a layer whose rows are already written, with other queries and with rows that would be visible if
+            // they were written.
             let id = self.rng.below(written.len());
             let layer = self.model.layers[id].0;
             let heads = layer.n_kv_heads as usize;
@@ -154,7 +154,7 @@ impl<B: Backend> Run<B> {
             let number = step.set_aside().ok().unwrap();
             assert_eq!(self.cache.length() as usize, length);
             if stop_after.is_some() {
-                // The next call that changes the cache rolls it back.
+                // The next call that changes the cache rolls the step back.
                 return;
             }
             Step::resume(&mut self.cache, number).unwrap()
@@ -162,7 +162,7 @@ impl<B: Backend> Run<B> {
             step
         };
         if stop_after.is_some() {
-            // Not committed: the cache is as before, even where the step overwrote rows.
+            // Without a commit the cache is unchanged, even if the step overwrote rows.
             drop(step);
         } else {
             step.commit(&[]).unwrap();
@@ -173,7 +173,7 @@ impl<B: Backend> Run<B> {
         }
     }
 
-    /// Models `quantized_kv_start`: the cache quantizes once, at some length.
+    /// Models `quantized_kv_start`: once the cache reaches this length, it quantizes its rows.
     fn quantize(&mut self) {
         let config = self.cache.config();
         let length = self.model.length() as i32;

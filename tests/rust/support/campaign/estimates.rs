@@ -1,4 +1,4 @@
-//! A cache holds the memory that its config estimates.
+//! A cache uses exactly the memory that its config estimates.
 
 use etkv_core::{
     AttendCache, CacheConfig, CellsCache, ContiguousCache, Growth, LayerConfig, LayerPolicy, Step,
@@ -35,13 +35,13 @@ fn step<B: Backend>(cache: &mut dyn AttendCache<Store = B::Store>, positions: &[
     let mut step = Step::begin(cache, positions).unwrap();
     for layer in 0..n_layers {
         let spec = step.update_and_fetch(layer, &rows, &rows).unwrap();
-        // Layers depend on each other, as in a program.
+        // Each layer depends on the previous one, as in a program.
         x = B::attend(&x, &spec, 0.1).unwrap();
     }
     step.commit(&[&x]).unwrap();
 }
 
-/// Every layer policy, growth and kind, before and after the conversion.
+/// Covers every layer policy, growth and kind, before and after the conversion.
 pub fn memory_is_what_was_estimated_at_every_length<B: Backend>() {
     let policies = [
         LayerPolicy::Full,

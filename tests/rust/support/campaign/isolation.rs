@@ -9,7 +9,7 @@ use super::filled;
 use crate::backend::{Backend, Tensor};
 use crate::{oracle, Rng};
 
-/// Runs one step of one layer; returns the first query's output.
+/// Runs one step of one layer. Returns the output of the first query.
 fn append<B: Backend>(
     cache: &mut dyn AttendCache<Store = B::Store>,
     positions: &[i32],
@@ -50,7 +50,7 @@ pub fn values_that_are_not_finite_reach_no_other_sequence<B: Backend>() {
                 }
                 cache.sequences_mut().unwrap().begin_step(&[2])?;
                 append::<B>(&mut cache, &[0], 1.0)?;
-                // This reads all cells, including the other sequence's.
+                // This reads all cells, including those of the other sequence.
                 cache.sequences_mut().unwrap().begin_step(&[0, 2])?;
                 let seen = append::<B>(&mut cache, &[2, 1], 1.0)?;
                 assert!((seen - 1.0).abs() < 0.1, "{format} {value}: {seen}");
@@ -61,10 +61,10 @@ pub fn values_that_are_not_finite_reach_no_other_sequence<B: Backend>() {
     B::run(run).unwrap();
 }
 
-/// Rows of an evaluated and dropped step lie in free cells.
+/// Rows of a step that was evaluated and dropped are in free cells.
 pub fn rows_of_an_aborted_step_reach_no_sequence<B: Backend>() {
     let run = || -> Result<()> {
-        // Enough cells for sequences to leave each other room.
+        // There are enough cells for room between sequences.
         let mut cache = CellsCache::<B::Store>::new(CacheConfig::uniform(1, 1, 64, 512))?;
         append::<B>(&mut cache, &[0], 1.0)?;
         cache.sequences_mut().unwrap().begin_step(&[1; 8])?;
@@ -87,14 +87,14 @@ pub fn rows_of_an_aborted_step_reach_no_sequence<B: Backend>() {
     B::run(run).unwrap();
 }
 
-/// A step that fails in any layer leaves the cache's answers as they were.
+/// After a step that fails in any layer, the cache's results are unchanged.
 pub fn a_failed_step_is_rolled_back<B: Backend>() {
     let formats = ["f32", "affine4g64", "row-int4"];
     let policies = [LayerPolicy::Full, LayerPolicy::Window { window: 3, sinks: 1 }];
     let run = || -> Result<()> {
         for format in formats.map(|name| name.parse::<KvFormat>().unwrap()) {
             for policy in policies {
-                // Appending, and overwriting rows.
+                // The steps append, or overwrite rows.
                 for (start, n) in [(10, 1), (10, 3), (7, 3)] {
                     for failing in 0..4 {
                         let mut config = CacheConfig::uniform(3, 2, 64, 64).stored_as(format);
@@ -140,7 +140,7 @@ fn fill<B: Backend>(cache: &mut ContiguousCache<B::Store>) -> Result<()> {
     Ok(())
 }
 
-/// Runs a step whose layer `failing` fails; 3 fails after the last layer.
+/// Runs a step that fails in layer `failing`, or after the last layer for 3.
 fn fail<B: Backend>(
     cache: &mut ContiguousCache<B::Store>,
     start: i32,
@@ -153,7 +153,7 @@ fn fail<B: Backend>(
         if layer == failing {
             match spoil::<B>(x) {
                 Some(spoiled) => x = spoiled,
-                // A program ends here, and its step with it.
+                // A program ends here, which drops its step.
                 None => return Ok(()),
             }
         }
@@ -171,7 +171,7 @@ fn fail<B: Backend>(
     Ok(())
 }
 
-/// Returns a tensor that fails when it is computed, or `None` if that is now.
+/// Returns a tensor whose computation fails, or `None` if it fails at once.
 fn spoil<B: Backend>(x: Tensor<B>) -> Option<Tensor<B>> {
     let spoiled = B::failing(&x);
     assert_eq!(spoiled.is_err(), B::COMPUTES_AT_ONCE);
@@ -233,7 +233,7 @@ pub fn candidates_do_not_count_for_quantized_kv_start<B: Backend>() {
     B::run(run).unwrap();
 }
 
-/// A step is stored in float before `quantized_kv_start` converts it, so it has a limit.
+/// The rows of a step are stored in float before they are converted at `quantized_kv_start`, so the step has a limit.
 pub fn at_capacity_is_the_most_that_is_held<B: Backend>() {
     let run = || -> Result<()> {
         let config = CacheConfig {

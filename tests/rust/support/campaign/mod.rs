@@ -1,4 +1,4 @@
-//! Tests of every kind of cache on every storage, generic over the backend. [`campaign!`](crate::campaign!)
+//! Tests of every kind of cache on every store, generic over the backend. [`campaign!`](crate::campaign!)
 //! instantiates them for one backend.
 
 pub mod caches;
@@ -12,7 +12,7 @@ pub mod unread;
 
 use crate::backend::{Backend, Tensor};
 
-/// Returns `n` rows of `heads` heads with the same number everywhere.
+/// Returns `n` rows of `heads` heads, in which every element is `value`.
 fn filled<B: Backend>(heads: usize, n: usize, dim: usize, value: f32) -> Tensor<B> {
     B::tensor(&vec![vec![vec![value; dim]; heads]; n])
 }
@@ -21,7 +21,7 @@ fn ones<B: Backend>(heads: usize, n: usize, dim: usize) -> Tensor<B> {
     filled::<B>(heads, n, dim, 1.0)
 }
 
-/// Makes a test of each function of the campaign, on this backend.
+/// Creates a test for each function of the campaign, on this backend.
 #[macro_export]
 macro_rules! campaign {
     ($backend:ty) => {

@@ -1,5 +1,5 @@
-//! Caches of models with recurrent layers, compared with each sequence run alone from its beginning: bit for
-//! bit in recurrent layers, whatever was forked, cut, aborted, saved, shared or proposed before.
+//! Caches of models with recurrent layers. They are compared with each sequence run alone from its beginning: bit for
+//! bit in recurrent layers, whatever was forked, cut, aborted, saved, shared or proposed earlier.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
@@ -38,14 +38,15 @@ impl Tree {
     }
 }
 
-/// What a sequence must hold.
+/// The expected state of a sequence.
 #[derive(Debug, Clone, Default)]
 struct Text {
     tokens: Vec<Token>,
     tree: Tree,
-    /// Which load its first tokens came from; 0 for steps. Equal texts of two loads lie in different cells.
+    /// The number of the load that its first tokens came from, or 0 for steps. Equal texts of two loads are in
+    /// different cells.
     origin: u64,
-    /// The least position from which on every rewind must succeed.
+    /// The least position from which every rewind must succeed.
     low: i32,
     checkpoints: BTreeSet<i32>,
     marks: BTreeSet<i32>,
@@ -56,7 +57,7 @@ impl Text {
         self.tokens.len() as i32
     }
 
-    /// Models that the tokens from `start` on were committed.
+    /// Records that the tokens from `start` on were committed.
     fn committed(&mut self, start: i32, anchors: i32) {
         let next = self.next();
         let oldest = ((next - 1).max(0) / BLOCK - (anchors - 1)).max(0) * BLOCK;
@@ -94,7 +95,7 @@ struct Run<B: Backend, K> {
     cache: CellsCache<B::Store>,
     texts: BTreeMap<i32, Text>,
     fresh: Token,
-    /// Whether the model knows every checkpoint: none was dropped to make room, and no window slides.
+    /// Whether the model knows every checkpoint. It does if none was dropped to make room, and no window slides.
     exact: bool,
     aborts: bool,
     kernels: PhantomData<K>,
@@ -194,7 +195,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         self.fresh
     }
 
-    /// Tokens to take now: few or many.
+    /// Returns the number of tokens of the next step: small or large.
     fn count(&mut self) -> usize {
         let most = (self.cache.config().step_limit() as usize).min(200);
         match self.rng.below(3) {
@@ -212,13 +213,13 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         if self.single() {
             let mut text = self.text(0);
             let at = match self.rng.below(4) {
-                // Another text begins.
+                // Begins another text.
                 0 if self.rng.chance(0.3) => 0,
                 0 => self.rng.below(text.tokens.len() + 1) as i32,
                 _ => text.next(),
             };
             if at < text.next() && !self.exact {
-                // Windows may refuse it.
+                // Layers with windows may not allow this rewind.
                 if self.cache.reachable(at).unwrap() != at {
                     return;
                 }
@@ -228,7 +229,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                 return;
             }
             if at < text.next() {
-                // Marks stay: they may be of the new text.
+                // The marks remain, because they may be of the new text.
                 let marks = text.marks.clone();
                 text.cut(at);
                 text.marks = marks;
@@ -260,7 +261,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                 current = self.rng.pick(&chosen);
             }
             let text = texts.get(&current).cloned().unwrap_or_default();
-            // A token of all sequences with the same text.
+            // Takes a token of all sequences with the same text.
             let same: Vec<i32> = free
                 .iter()
                 .copied()
@@ -295,7 +296,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         }
     }
 
-    /// Runs the candidates that wait: those of one tree after the other, or in between each other.
+    /// Runs the pending candidates of trees, one tree after the other or interleaved.
     fn frontiers(&mut self) {
         let mut waiting: Vec<(i32, std::ops::Range<usize>)> = self
             .texts
@@ -336,7 +337,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         }
     }
 
-    /// Runs a step of tokens; `paths` are the texts up to each. Returns whether it was committed.
+    /// Runs a step of tokens, where `paths` are the texts up to each token. Returns whether it was committed.
     fn forward(&mut self, paths: &[Vec<Token>], positions: &[i32]) -> bool {
         let (layers, recurrent) =
             (self.cache.config().layers.clone(), self.cache.config().recurrent_layers.clone());
@@ -411,7 +412,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             assert!(reachable <= at);
         }
         let boundary = at / BLOCK * BLOCK;
-        // Whether the anchor at the very end exists depends on how the end was reached.
+        // Whether there is an anchor at the very end of a text depends on how the end was reached.
         if boundary == text.next() || self.cache.config().checkpoints == 0 || !self.exact {
             return;
         }
@@ -439,7 +440,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         let mut text = self.text(source);
         let mut at = self.rng.below(text.tokens.len() + 1) as i32;
         if self.rng.chance(0.3) {
-            // Where anchors lie.
+            // Rounds down to the position of an anchor.
             at = at / BLOCK * BLOCK;
         }
         if self.single() && self.exact && self.rng.chance(0.3) {
@@ -480,7 +481,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
                 self.texts.insert(source, text);
             }
             2 if at > 0 => {
-                // The middle of a text cannot be removed, and nothing changes.
+                // The middle of a text cannot be removed, and the refusal changes nothing.
                 if at < text.next() {
                     assert!(all.seq_rm(source, 0..at).is_err());
                 }
@@ -559,7 +560,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         self.texts.insert(sequence, text);
     }
 
-    /// Saves the cache and loads it into a new one, or one sequence into another.
+    /// Saves the cache and loads it into a new one, or saves one sequence and loads it into another cache.
     fn save_and_load(&mut self) {
         if !B::SAVES {
             return;
@@ -578,7 +579,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
             let [loaded, saved] = [cache.memory(), self.cache.memory()];
             assert!(saved.shared > 0 || loaded.used == saved.used, "{loaded:?}, not {saved:?}");
             self.cache = cache;
-            // Marks of tokens to come are not saved.
+            // Marks of future positions are not saved.
             self.texts.values_mut().for_each(|text| text.marks.clear());
             return;
         }
@@ -596,7 +597,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         });
         let whole = alone && self.rng.chance(0.5);
         let snapshot = if whole {
-            // A file of the whole cache that holds one sequence.
+            // A file of a whole cache with one sequence.
             saved(&mut self.cache, &mut rows)
         } else {
             let mut one = self.cache.saving_sequence(source).unwrap();
@@ -620,7 +621,7 @@ impl<B: Backend, K: Kernels<B>> Run<B, K> {
         }
     }
 
-    /// Freezes the cache, and goes on in one that is attached to the prefix.
+    /// Freezes the cache, and continues in one that is attached to the prefix.
     fn freeze_and_attach(&mut self) {
         let texts: Vec<(&i32, &Text)> = self
             .texts
@@ -733,7 +734,7 @@ fn assert_alone<B: Backend, K: Kernels<B>>(
     outputs: &Rows,
 ) {
     assert_eq!(outputs.len(), paths.len());
-    // The longest texts give the outputs of those that they continue.
+    // The outputs of a text are also those of its prefixes, so only the longest texts run.
     let mut runs: Vec<(&[Token], Rows)> = Vec::new();
     for (at, path) in paths.iter().enumerate().rev() {
         let known = runs.iter().position(|(text, _)| text.starts_with(path));
@@ -755,7 +756,7 @@ pub fn recurrent_layers_answer_as_if_each_text_ran_alone<B: Backend>() {
     texts_run_as_if_alone::<B, Plain>(120);
 }
 
-/// Runs generated operations from this many seeds, with the layers computed by `K`.
+/// Runs generated operations of this many seeds, with the layers computed by `K`.
 pub fn texts_run_as_if_alone<B: Backend, K: Kernels<B>>(seeds: u64) {
     for_seeds(seeds, |seed| {
         B::run(|| {
@@ -780,7 +781,7 @@ pub fn texts_run_as_if_alone<B: Backend, K: Kernels<B>>(seeds: u64) {
     });
 }
 
-/// A mark that was set before the first step of a text holds for it, even if the step replaces another text.
+/// A mark that was set before the first step of a text applies to that text, even if the step replaces another text.
 pub fn marks_hold_for_the_text_that_begins_next<B: Backend>() {
     B::run(|| {
         let fits = |run: &Run<B, Plain>| run.single() && run.exact;
@@ -802,7 +803,7 @@ pub fn memory_of_recurrent_layers_is_what_was_estimated<B: Backend>() {
     for_seeds(20, |seed| {
         B::run(|| {
             let mut run = Run::<B, Plain>::new(seed);
-            // A step that is rolled back leaves its buffers.
+            // A step that is rolled back keeps the buffers that it allocated.
             run.aborts = false;
             if run.cache.trees().is_some() {
                 return;

@@ -1,6 +1,6 @@
-//! Caches that read frozen rows answer like caches that ran every step themselves, bit for bit.
+//! Caches that read frozen rows give the same results as caches that ran every step themselves, bit for bit.
 //!
-//! A failure prints its seed; `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
+//! A failure prints its seed; `ETKV_SEED=<seed>` runs only that seed, `ETKV_RUNS=<n>` runs `n` seeds.
 
 use etkv_core::{Prefix, Status};
 
@@ -42,8 +42,8 @@ impl<B: Backend> Pair<B> {
         }
     }
 
-    /// Returns a cache at the first `length` positions of a prefix, and one that reached them by its own
-    /// steps.
+    /// Returns a cache that is attached to the first `length` positions of a prefix, and one that ran the same steps
+    /// itself.
     fn attached(shape: &Shape, (prefix, done): &(Prefix, Vec<Action>), length: i32) -> Self {
         let mut pair = Self::new(shape);
         pair.caches[0].sharing().unwrap().attach(prefix, length).unwrap();

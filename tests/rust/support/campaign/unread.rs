@@ -9,14 +9,14 @@ use crate::backend::Backend;
 
 const DIM: usize = 64;
 
-/// The sequences of the tokens of a step that cannot stay.
+/// The sequences of the tokens of a step that will be undone.
 const BAD: [i32; 7] = [0, 1, 2, 2, 2, 2, 0];
 
 fn cache<B: Backend>(config: CacheConfig) -> CellsCache<B::Store> {
     CellsCache::with_trees(config).unwrap()
 }
 
-/// Opens a step of these tokens, whose values in the last layer are `value`.
+/// Opens a step of tokens of these sequences, whose values in the last layer are `value`.
 fn open<'a, B: Backend>(
     cache: &'a mut CellsCache<B::Store>,
     sequences: &[i32],
@@ -40,14 +40,14 @@ fn open<'a, B: Backend>(
     Ok(step)
 }
 
-/// Commits a step of these tokens unread.
+/// Commits a step of tokens of these sequences unread.
 fn unread<B: Backend>(cache: &mut CellsCache<B::Store>, sequences: &[i32], value: f32) {
     let step = open::<B>(cache, sequences, value).unwrap();
     step.schedule(&[]).unwrap();
     step.commit_unread(&[]).unwrap();
 }
 
-/// Returns what a query of each sequence sees in the last layer, where all values are 1.
+/// Returns the attention of a query of each sequence in the last layer, where all values are 1.
 fn seen<B: Backend>(cache: &mut CellsCache<B::Store>, sequences: &[i32]) -> Vec<f32> {
     let layer = cache.config().layers.len() - 1;
     let mut step = open::<B>(cache, sequences, 1.0).unwrap();
@@ -60,10 +60,9 @@ fn seen<B: Backend>(cache: &mut CellsCache<B::Store>, sequences: &[i32]) -> Vec<
     B::rows(&out).into_iter().map(|row| row[0][0]).collect()
 }
 
-/// Returns a cache of three layers in which sequences 0 and 1 share two tokens and have one token each of
-/// their own.
+/// Returns a cache of three layers in which sequences 0 and 1 share two tokens, and have one more token each.
 fn forked<B: Backend>(format: KvFormat) -> CellsCache<B::Store> {
-    // Enough cells for sequences to leave each other room.
+    // There are enough cells for room between sequences.
     let mut cache = cache::<B>(CacheConfig::uniform(3, 1, DIM as i32, 512).stored_as(format));
     seen::<B>(&mut cache, &[0, 0]);
     cache.sequences_mut().unwrap().seq_cp(0, 1, 0..i32::MAX).unwrap();
@@ -77,8 +76,8 @@ fn assert_undone<B: Backend>(cache: &mut CellsCache<B::Store>) {
     let cells = cache.sequences().unwrap();
     assert_eq!([0, 1, 2].map(|one| cells.seq_len(one).unwrap()), [3, 3, 0]);
     assert_eq!(cells.live_sequences(), [0, 1]);
-    // Sequence 2 takes the first of its former cells, and 3 takes cells after them: those between are read
-    // with a mask.
+    // Sequence 2 takes the first of the cells that are free again, and 3 takes cells after them. The cells between
+    // them are read with a mask.
     for sequences in [&[2][..], &[3], &[0, 3], &[2, 1, 0], &[0; 9], &[1, 2]] {
         for value in seen::<B>(cache, sequences) {
             assert!((value - 1.0).abs() < 0.1, "{value}");
@@ -88,7 +87,7 @@ fn assert_undone<B: Backend>(cache: &mut CellsCache<B::Store>) {
 
 type Change<B> = fn(&mut CellsCache<<B as Backend>::Store>) -> Result<()>;
 
-/// Returns calls that read the values first, and change nothing if those are not finite.
+/// Returns calls that read the values first, and change nothing if these are not finite.
 fn changes<B: Backend>() -> Vec<Change<B>> {
     vec![
         |cache| cache.check_unread(),
@@ -118,7 +117,7 @@ fn changes<B: Backend>() -> Vec<Change<B>> {
     ]
 }
 
-/// The next call that changes the cache gets the error of the step, and the step is undone.
+/// The next call that changes the cache returns the error of the step, and the step is undone.
 pub fn values_that_are_not_finite_undo_a_committed_step<B: Backend>() {
     B::run(|| {
         for format in ["f16", "f32", "affine4g64"].map(|name| name.parse().unwrap()) {
@@ -149,7 +148,7 @@ pub fn values_that_are_not_finite_undo_a_committed_step<B: Backend>() {
     });
 }
 
-/// Finite values are read and forgotten, and a later step that was set aside stays.
+/// Finite values are read once, and a later step that was set aside remains.
 pub fn a_step_that_was_committed_unread_stays<B: Backend>() {
     B::run(|| {
         let mut cache = forked::<B>(KvFormat::F16);
@@ -164,11 +163,12 @@ pub fn a_step_that_was_committed_unread_stays<B: Backend>() {
             let mut cache = forked::<B>(KvFormat::F16);
             unread::<B>(&mut cache, &[0, 1, 2], 1.0);
             let changed = change(&mut cache);
-            // Sequence 1 has its own token at the target of the copy, and several sequences cannot be
-            // rewound.
+            // The copy is refused because sequence 1 has another token at the target, and the rewind because there
+            // are several sequences.
             assert!(changed.is_ok() || !changed.unwrap_err().message().contains("finite"));
         }
-        // Dropping it is no error, and neither is clearing it: no value stays that a mask cannot hide.
+        // Dropping or clearing the cache is not an error. Values that are not finite must not remain, because a mask
+        // cannot hide them.
         let mut cache = forked::<B>(KvFormat::F16);
         if B::Store::ENDS_UNREAD {
             unread::<B>(&mut cache, &[0, 1, 2], f32::NAN);
@@ -182,7 +182,7 @@ pub fn a_step_that_was_committed_unread_stays<B: Backend>() {
     });
 }
 
-/// A commit that drops, moves or converts cannot be undone, so such a step is read immediately.
+/// A commit that drops, moves or converts rows cannot be undone, so the values of such a step are read immediately.
 pub fn steps_that_cannot_be_undone_are_read_at_once<B: Backend>() {
     B::run(|| {
         let uniform = || CacheConfig::uniform(2, 1, DIM as i32, 64);
@@ -208,7 +208,7 @@ pub fn steps_that_cannot_be_undone_are_read_at_once<B: Backend>() {
         let step = open::<B>(&mut tree, &[0], f32::NAN).unwrap();
         assert_eq!(step.commit_unread(&[]).unwrap_err().status(), Status::InvalidArgument);
         assert_eq!(tree.length(), 1);
-        // A layer is missing.
+        // A layer was not called.
         let mut cache = cache::<B>(uniform());
         let ones = filled::<B>(1, 1, DIM, 1.0);
         let mut step = Step::begin(&mut cache, &[0]).unwrap();

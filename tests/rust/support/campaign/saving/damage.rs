@@ -1,7 +1,7 @@
-//! Damaged files: some bytes are changed, removed, added or exchanged, integers replaced by absurd ones, and
-//! words of the header by others, and checksums are corrected again.
+//! Damaged files. Some bytes are changed, removed, added or swapped. Or integers and words of the header are
+//! replaced, and the checksums corrected.
 //!
-//! A second cache does not load the files. After each of them both answer the same.
+//! A second cache does not load the damaged files. After each file both caches must give the same results.
 
 use etkv_core::Status;
 use etkv_file::{load, save};
@@ -21,7 +21,7 @@ fn header_end(bytes: &[u8]) -> usize {
 /// Changes a file at random.
 fn damage(rng: &mut Rng, bytes: &mut Vec<u8>) {
     let n = bytes.len();
-    // Half of the changes hit the header, which is short.
+    // Half of the changes are in the header, which is short.
     let end = if rng.chance(0.5) { header_end(bytes).min(n) } else { n };
     let at = rng.below(end);
     match rng.below(9) {
@@ -37,7 +37,7 @@ fn damage(rng: &mut Rng, bytes: &mut Vec<u8>) {
             bytes.drain(at..stop);
         }
         7 => {
-            // Two parts of the same length, such as the keys of two layers.
+            // Swaps two parts of the same length, such as the keys of two layers.
             let other = rng.below(n);
             let len = (1 + rng.below(4096)).min(at.abs_diff(other)).min(n - at.max(other));
             for i in 0..len {
@@ -53,7 +53,7 @@ fn damage(rng: &mut Rng, bytes: &mut Vec<u8>) {
 fn lie(rng: &mut Rng, bytes: &mut Vec<u8>) {
     let end = header_end(bytes);
     let mut text = String::from_utf8(bytes[8..end].to_vec()).unwrap().trim_end().to_owned();
-    // Not only those of the tensors' offsets.
+    // Mostly in the integers of the cache, because most other numbers are offsets of tensors.
     let state = text.find("\"cache\":").unwrap_or(0);
     let from = if rng.chance(0.8) { state } else { 0 };
     let digits: Vec<usize> = (from.max(1)..text.len())
@@ -120,7 +120,7 @@ fn reword(rng: &mut Rng, bytes: &mut Vec<u8>) {
     replace_header(bytes, &text);
 }
 
-/// Gives a file another header, with a correct checksum.
+/// Replaces the header of a file, and corrects its checksum.
 fn replace_header(bytes: &mut Vec<u8>, text: &str) {
     let end = header_end(bytes);
     let mut header = vec![0; 8];
@@ -152,7 +152,7 @@ pub fn damaged_files_are_refused_and_change_nothing<B: Backend>() {
             }
             let tokens: Vec<i64> = (0..caches[0].length().into()).collect();
             save(&mut *caches[0], &place.path, labels(&tokens)).unwrap();
-            // Rolls back what is set aside.
+            // Rolls back a step that was set aside.
             save(&mut *caches[1], &place.path, labels(&tokens)).unwrap();
             let whole = std::fs::read(&place.path).unwrap();
             for _ in 0..10 {
@@ -179,7 +179,7 @@ pub fn damaged_files_are_refused_and_change_nothing<B: Backend>() {
                         operate::<B>(&mut rng, &mut caches);
                     }
                     Ok(_) => {
-                        // A file with correct checksums may be loaded; it does no harm.
+                        // A file with correct checksums may be loaded, but does no harm.
                         assert!(lies || bytes == whole, "a damaged file is loaded");
                         for _ in 0..3 {
                             let one = &mut Rng::new(rng.next_u64());

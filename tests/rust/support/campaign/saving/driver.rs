@@ -1,4 +1,4 @@
-//! Generated operations on several equal caches, which must answer the same, bit for bit.
+//! Generated operations on several equal caches, whose results must be equal, bit for bit.
 
 use etkv_core::{
     AttendCache, CacheConfig, CellsCache, ContiguousCache, Error, Growth, KvFormat, MemoryBudget,
@@ -80,7 +80,7 @@ fn recurrent_layers(rng: &mut Rng) -> Vec<RecurrentLayer> {
     (0..1 + rng.below(2)).map(|_| layer(rng)).collect()
 }
 
-/// Runs a generated operation on each cache, and checks that all answer the same.
+/// Runs a generated operation on each cache, and checks that all results are equal.
 pub fn operate<B: Backend>(rng: &mut Rng, caches: &mut [AnyCache<B>]) {
     let seed = rng.next_u64();
     let mut answers = caches.iter_mut().map(|cache| {
@@ -100,7 +100,7 @@ pub fn operate<B: Backend>(rng: &mut Rng, caches: &mut [AnyCache<B>]) {
     }
 }
 
-/// Runs an operation; returns the bits of what the queries of a step see.
+/// Runs an operation. Returns the bits of the rows that the queries of a step see.
 pub fn one<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32>> {
     let done = |result: Result<()>| result.map(|()| Vec::new());
     match rng.below(24) {
@@ -111,7 +111,7 @@ pub fn one<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32
             done(cache.convert(k, v))
         }
         2 if rng.chance(0.5) => {
-            // A mark of a position to come is not in a file.
+            // Marks of future positions are not saved, so only past positions are marked.
             let at = rng.below(cache.length() as usize + 1) as i32;
             done(cache.mark(at).map(drop))
         }
@@ -177,7 +177,7 @@ fn step<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32>> 
         if let Some(all) = cache.sequences_mut() {
             all.cancel_step()?;
         }
-        // A refusal for memory is the answer, even if another step would fit.
+        // A refusal of the memory budget is the result, even if another step would fit.
         if MemoryBudget::is_refusal(&error) {
             return Err(error);
         }
@@ -209,7 +209,7 @@ fn frontiers<B: Backend>(
     forward::<B>(rng, cache, &positions)
 }
 
-/// Runs a step; returns the bits of what its queries see.
+/// Runs a step. Returns the bits of the rows that its queries see.
 pub fn forward<B: Backend>(
     rng: &mut Rng,
     cache: &mut AnyCache<B>,

@@ -1,6 +1,6 @@
-//! Caches that were saved and loaded go on like those that were not, and damaged files are refused.
+//! Caches that were saved and loaded continue like caches that were not, and damaged files are refused.
 //!
-//! A failure prints its seed; `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
+//! A failure prints its seed; `ETKV_SEED=<seed>` runs only that seed, `ETKV_RUNS=<n>` runs `n` seeds.
 
 mod damage;
 pub mod driver;
@@ -36,7 +36,7 @@ impl SaveFile {
     }
 }
 
-/// Returns the integers and rows that a face writes.
+/// Returns the integers and rows that a face saves.
 fn written(face: &mut dyn SaveCache) -> (String, Vec<u8>) {
     let snapshot = face.snapshot().unwrap();
     let mut all = Vec::new();
@@ -68,7 +68,7 @@ pub fn what_was_saved_and_loaded_goes_on_alike<B: Backend>() {
                 }
                 let tokens = [round, -1, i64::MAX];
                 save(&mut *caches[0], &place.path, labels(&tokens)).unwrap();
-                // Into a new cache, and into one with contents, which are replaced.
+                // Loads into a new cache, or into one with contents, which are replaced.
                 if caches.len() < 3 {
                     caches.push(shape.make::<B>());
                 }
@@ -83,7 +83,7 @@ pub fn what_was_saved_and_loaded_goes_on_alike<B: Backend>() {
     });
 }
 
-/// A cache of one backend loads what one of another saved, and saves the same bytes.
+/// A cache of one backend loads a file of another backend's cache, and saves the same bytes.
 pub fn files_cross_backends<A: Backend, B: Backend>() {
     let place = SaveFile::new();
     for_seeds(30, |seed| {
@@ -113,7 +113,7 @@ pub fn files_cross_backends<A: Backend, B: Backend>() {
     });
 }
 
-/// A cache of one sequence with some rows in it.
+/// Returns a cache of one sequence with some rows.
 fn filled<B: Backend>(config: CacheConfig, steps: usize) -> AnyCache<B> {
     let mut caches = vec![Shape { kind: 0, config }.make::<B>()];
     for seed in 0..steps as u64 {
@@ -186,7 +186,7 @@ pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
     });
 }
 
-/// Rows of one float format in a cache of another equal those that a conversion makes.
+/// Rows in one float format that are loaded as another equal those of a conversion.
 pub fn float_formats_are_converted<B: Backend>() {
     if !B::SAVES {
         return;

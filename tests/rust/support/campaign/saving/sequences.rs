@@ -1,5 +1,5 @@
-//! Single sequences of caches in files: they go on in another cache next to others, which are unchanged, or
-//! they are refused and nothing changes.
+//! Single sequences of caches in files. They continue in another cache next to other sequences, which are unchanged,
+//! or they are refused and nothing changes.
 
 use std::slice::from_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,7 +16,7 @@ fn of_sequence<B: Backend>(cache: &mut AnyCache<B>, sequence: i32) -> (String, V
     written(&mut *cache.saving_sequence(sequence).unwrap())
 }
 
-/// Returns the sequences that carry no candidates.
+/// Returns the sequences without candidates.
 fn whole<B: Backend>(cache: &AnyCache<B>) -> Vec<i32> {
     let tree = |sequence| cache.trees().map_or(0, |trees| trees.tree_len(sequence).unwrap());
     let all = cache.sequences().unwrap();
@@ -84,7 +84,7 @@ pub fn a_sequence_joins_others_that_stay<B: Backend>() {
                     let waits = saved.config().quantized_kv_start.is_some();
                     let fits = fit(saved.formats(), formats);
                     let expected = match error.status() {
-                        // Without room, or as floats that wait for their conversion.
+                        // There is no room for them, or for floats that wait for their conversion.
                         Status::Capacity => {
                             (fits || waits) && length + n > other.capacity().min(12)
                         }
@@ -105,7 +105,7 @@ pub fn a_sequence_joins_others_that_stay<B: Backend>() {
     }
 }
 
-/// Runs `n` tokens of a sequence at its end. Returns the bits that they see.
+/// Runs the next `n` tokens of a sequence. Returns the bits of the rows that they see.
 fn go_on<B: Backend>(seed: u64, cache: &mut AnyCache<B>, sequence: i32, n: i32) -> Vec<u32> {
     let all = cache.sequences_mut().unwrap();
     let next = all.seq_next(sequence).unwrap();
@@ -129,8 +129,8 @@ fn check_alike(found: &[u32], expected: &[u32], same_bits: bool) {
     assert!(found.len() == expected.len() && all, "other values");
 }
 
-/// The answers after it are the same, in caches that hold it as another sequence, alone, or as the only one
-/// of a saved cache. Rows of a window may lie in another order, in which values are summed.
+/// Later results are equal in caches that have the sequence under another number, alone, or as the only one of a
+/// saved cache. Rows of a window may be in another order, in which values are summed.
 pub fn a_sequence_goes_on_alike<B: Backend>() {
     if !B::SAVES {
         return;
@@ -159,7 +159,7 @@ pub fn a_sequence_goes_on_alike<B: Backend>() {
             go_on::<B>(99, &mut other, 0, 7);
             go_on::<B>(98, &mut other, 200, 7);
             assert_eq!(load_sequence(&mut *other, 100, &place.path, MODEL).unwrap(), [5]);
-            // A file of one sequence is one of a cache, too.
+            // A file of one sequence can also be loaded as a cache.
             let mut alone = shape(1).make::<B>();
             load(&mut *alone, &place.path, MODEL).unwrap();
             for seed in 0..5 {
@@ -168,7 +168,7 @@ pub fn a_sequence_goes_on_alike<B: Backend>() {
                 check_alike(&go_on::<B>(seed, &mut alone, 0, 3), &expected, same_bits);
             }
 
-            // One growing sequence can join others, too.
+            // The sequence of a contiguous cache can also be added to others.
             let mut growing = shape(0).make::<B>();
             let mut same = shape(1).make::<B>();
             for seed in 0..4i32 {
@@ -248,7 +248,7 @@ pub fn a_sequence_that_does_not_fit_is_refused<B: Backend>() {
     });
 }
 
-/// One growing sequence may have such values, since no other reads them. In shared cells others would.
+/// A contiguous cache may have such values, because no other sequence reads them. In shared cells others would.
 pub fn a_sequence_that_is_not_finite_joins_no_others<B: Backend>() {
     if !B::SAVES {
         return;
@@ -274,7 +274,7 @@ fn not_finite<B: Backend>(config: &CacheConfig, place: &SaveFile) {
     for (value, to, fits) in [
         (f32::NAN, "f32", false),
         (1e30, "f32", true),
-        // Infinite once it is converted.
+        // This value is infinite after its conversion.
         (1e30, "f16", false),
     ] {
         let mut growing = Shape { kind: 0, config: config.clone() }.make::<B>();
@@ -294,7 +294,7 @@ fn not_finite<B: Backend>(config: &CacheConfig, place: &SaveFile) {
             .iter()
             .all(|&bits| f32::from_bits(bits).is_finite()));
     }
-    // The same for all sequences at once.
+    // The same holds for a file of all sequences.
     let mut wide = Shape { kind: 1, config: config.clone() }.make::<B>();
     write(&mut wide, 1e30);
     save(&mut *wide, &place.path, labels(&[])).unwrap();
