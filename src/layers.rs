@@ -33,7 +33,7 @@ impl Forwards {
     /// Creates forwards over `cache`. The caller must not write rows to the cache in another way meanwhile.
     ///
     /// # Errors
-    /// Those of [`SharedCache::program`].
+    /// Errors of [`SharedCache::program`].
     pub fn new(cache: SharedCache) -> Result<Self> {
         let forwards = etkv_core::Forwards::new(cache.program()?, cache.n_layers());
         Ok(Self { cache, forwards, masks: true })
@@ -43,7 +43,7 @@ impl Forwards {
     /// [`Unsupported`](crate::Status::Unsupported).
     ///
     /// # Errors
-    /// Those of [`Forwards::new`].
+    /// Errors of [`Forwards::new`].
     pub fn without_masks(cache: SharedCache) -> Result<Self> {
         let mut forwards = Self::new(cache)?;
         forwards.masks = false;
@@ -71,7 +71,7 @@ impl Forwards {
     /// [`AttendCache::update_and_fetch`](crate::AttendCache::update_and_fetch).
     ///
     /// # Errors
-    /// Those of [`AttendCache::begin`](crate::AttendCache::begin), `update_and_fetch` and `commit`.
+    /// Errors of [`AttendCache::begin`](crate::AttendCache::begin), `update_and_fetch` and `commit`.
     /// The forward is then rolled back.
     pub fn update_and_fetch(
         &mut self,
@@ -88,7 +88,7 @@ impl Forwards {
     /// last layer: a forward commits only if the host has all of its results.
     ///
     /// # Errors
-    /// Those of [`update_and_fetch`](Self::update_and_fetch) and of `work`.
+    /// Errors of [`update_and_fetch`](Self::update_and_fetch) and of `work`.
     pub fn update_and<T>(
         &mut self,
         layer: usize,
@@ -146,7 +146,7 @@ pub trait KeyValueCache {
     /// Attention over them is causal: the last key belongs to the last query.
     ///
     /// # Errors
-    /// Those of the underlying cache.
+    /// Errors of the underlying cache.
     fn update_and_fetch(&mut self, keys: Array, values: Array) -> Result<(Array, Array)>;
 }
 
@@ -180,7 +180,7 @@ pub struct LayerCache {
 /// Returns the layers of a cache, in order. They share one forward.
 ///
 /// # Errors
-/// Those of [`SharedCache::lock`].
+/// Errors of [`SharedCache::lock`].
 pub fn layer_caches(cache: SharedCache) -> Result<Vec<LayerCache>> {
     let policies: Vec<LayerPolicy> =
         cache.lock()?.config().layers.iter().map(|layer| layer.policy).collect();

@@ -51,9 +51,9 @@ fn threads() -> usize {
     asked.unwrap_or_else(cores).clamp(1, MAX)
 }
 
-/// Computes a product on several threads of a CPU. Returns `None` if it is too small, or runs on a GPU. Its last axis
-/// has `outputs` elements of `multiplications` each. `part` computes a range of the outputs, on the stream that is
-/// current when it is called.
+/// Computes a product on several threads of a CPU. Returns `None` if the product is too small, or runs on a GPU. The
+/// product's last axis has `outputs` elements, each of `multiplications` multiplications. `part` computes a range of
+/// the outputs, on the stream that is current when it is called.
 pub fn shared(
     outputs: i32,
     multiplications: i64,

@@ -11,7 +11,7 @@ use crate::error::{fail, Result};
 use crate::kernels::recurrent::Stored;
 use crate::mlx::cast;
 
-/// Lower log decays are raised to this bound, whose decay is zero in effect.
+/// Lower log decays are clamped to this bound. Its decay is close to 0.
 const MIN_LOG_DECAY: f32 = -88.0;
 
 /// The maximum number of tokens of a chain for which decays of channels are computed for each pair of tokens.
@@ -41,7 +41,7 @@ pub struct ScanInputs<'a> {
 /// ```
 ///
 /// Returns the outputs, `[1, heads, T, v_dim]` in `out_dtype` or, if that is `None`, in the dtype of `q`, and the
-/// rows and anchors that the plan stores. A log decay below -88 is computed as -88, a decay to zero in effect.
+/// rows and anchors that the plan stores. A log decay below -88 is clamped to -88, whose decay is close to 0.
 ///
 /// # Errors
 /// [`Shape`](crate::Status::Shape) if shapes do not match, [`Internal`](crate::Status::Internal) if the plan refers

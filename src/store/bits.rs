@@ -42,7 +42,7 @@ pub(super) fn to_e2m1(values: &Array) -> Result<Array> {
     let by_one = size.round(None)?.add(Array::from_f32(2.0))?;
     let by_two = size.multiply(Array::from_f32(0.5))?.round(None)?.add(Array::from_f32(4.0))?;
     let code = minimum(minimum(by_half, by_one)?, minimum(by_two, Array::from_f32(7.0))?)?;
-    // The integer of a NaN is undefined. The other codes in the word must not change.
+    // The integer of a NaN is undefined, so it is masked: the other codes in the word must not change.
     let code = and(&cast(&code, Dtype::Uint32)?, &Array::from_slice(&[7u32], &[1]))?;
     let negative = cast(&values.lt(Array::from_f32(0.0))?, Dtype::Uint32)?;
     or(&code, &shl(&negative, &Array::from_slice(&[3u32], &[1]))?)

@@ -21,7 +21,7 @@ pub enum LayerPolicy {
         /// Positions, at least 0.
         sinks: i32,
     },
-    /// The positions of the query's own chunk, up to the query's own. Chunks begin at multiples of `chunk`.
+    /// The positions of the query's chunk, up to the query's own position. Chunks begin at multiples of `chunk`.
     Chunk {
         /// Positions, at least 1.
         chunk: i32,
@@ -99,8 +99,8 @@ pub struct CacheConfig {
     pub layers: Vec<LayerConfig>,
     /// One entry for each recurrent layer, in the order of the program's ids of these layers.
     pub recurrent_layers: Vec<RecurrentLayer>,
-    /// The number of anchors that a sequence keeps in recurrences, at least 1. For each anchor except the last, a
-    /// sequence can be rewound by one block. Each anchor takes the memory of all states.
+    /// The number of anchors that a sequence keeps in recurrences, at least 1. A sequence can be rewound by one block
+    /// for each anchor except the last. Each anchor takes the memory of all states.
     pub anchors: i32,
     /// The maximum number of checkpoints of the cache, from 0 to 256. Each takes the memory of all states.
     pub checkpoints: i32,

@@ -109,8 +109,8 @@ pub trait ShareCache {
     /// that was set aside, and reads the values of a step that was committed unread.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is empty, or has anything but sequence 0,
-    ///   from position 0 on, without candidates and gaps.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is empty, or its contents are not just
+    ///   sequence 0, from position 0 on, without candidates and gaps.
     /// - [`Step`](crate::Status::Step) while a step is open.
     /// - [`Unsupported`](crate::Status::Unsupported) for a backend that cannot share memory.
     /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or there is too little memory. The contents are

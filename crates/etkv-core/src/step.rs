@@ -32,7 +32,7 @@ impl<'a, S: Store> Step<'a, S> {
     /// Opens a step for tokens at these positions, one for each query token.
     ///
     /// # Errors
-    /// Those of [`AttendCache::begin`].
+    /// Errors of [`AttendCache::begin`].
     pub fn begin(cache: &'a mut dyn AttendCache<Store = S>, positions: &[i32]) -> Result<Self> {
         cache.begin(positions)?;
         Ok(Self { cache, open: true })
@@ -42,7 +42,7 @@ impl<'a, S: Store> Step<'a, S> {
     /// [`AttendCache::update_and_fetch`].
     ///
     /// # Errors
-    /// Those of [`AttendCache::update_and_fetch`].
+    /// Errors of [`AttendCache::update_and_fetch`].
     pub fn update_and_fetch(
         &mut self,
         layer: usize,
@@ -56,7 +56,7 @@ impl<'a, S: Store> Step<'a, S> {
     /// [`AttendCache::update_recurrent`].
     ///
     /// # Errors
-    /// Those of [`AttendCache::update_recurrent`].
+    /// Errors of [`AttendCache::update_recurrent`].
     pub fn update_recurrent(&mut self, layer: usize, work: &mut RecurrentWork<S>) -> Result<()> {
         self.cache.update_recurrent(layer, work)
     }
@@ -65,7 +65,7 @@ impl<'a, S: Store> Step<'a, S> {
     /// [`AttendCache::place`].
     ///
     /// # Errors
-    /// Those of [`AttendCache::place`].
+    /// Errors of [`AttendCache::place`].
     pub fn place(&mut self, layer: usize) -> Result<Option<Placement>> {
         self.cache.place(layer)
     }

@@ -1,6 +1,6 @@
 //! Spans and events of `tracing` that a running cache emits.
 //!
-//! Without a subscriber, each costs one integer comparison, and nothing is formatted.
+//! Without a subscriber, each span or event costs one integer comparison, and nothing is formatted.
 //!
 //! | level | what |
 //! | --- | --- |

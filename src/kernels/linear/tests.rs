@@ -4,8 +4,8 @@ use super::*;
 use crate::kernels::testing::{array, on_cuda, values};
 use crate::mlx::{run, slice_axis};
 
-/// MLX declares the shapes and strides of inputs by their names, and a name that it does not declare would fail only
-/// in CUDA's compiler.
+/// MLX declares the shapes and strides of inputs by their names. Without this test, only CUDA's compiler would find a
+/// wrong name.
 #[test]
 fn the_call_names_inputs_alone() {
     let call = Template { dtype: Dtype::Float16, rank: 3 }.call("__half");

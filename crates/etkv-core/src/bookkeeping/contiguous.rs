@@ -37,7 +37,7 @@ enum Sight {
     Windows,
 }
 
-/// The positions that a step writes and reads. [`ContiguousBookkeeping::plan`] computes it without changing the
+/// The positions that a step writes and reads. [`ContiguousBookkeeping::plan`] computes a plan without changing the
 /// sequence, and [`ContiguousBookkeeping::commit`] applies it, unless the sequence has changed in between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ContiguousPlan {
@@ -232,8 +232,8 @@ impl ContiguousBookkeeping {
         positions.start - dropped..positions.end - dropped
     }
 
-    /// Returns the number of dropped positions in a plan's step. A step from position 0 starts again without dropped
-    /// ones.
+    /// Returns the number of positions that are dropped before a plan's step. It is 0 for a step from position 0, which
+    /// begins the sequence anew.
     fn dropped(&self, group: usize, plan: &ContiguousPlan) -> i32 {
         if plan.start == 0 {
             0

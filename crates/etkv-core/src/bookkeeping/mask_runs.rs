@@ -22,7 +22,7 @@ impl MaskRuns {
     /// Returns a mask of `n_tokens` queries over `n_slots` slots. The queries are added later.
     ///
     /// # Errors
-    /// Those of [`mask_len`]; [`Backend`](Status::Backend) if memory is lacking.
+    /// Errors of [`mask_len`]; [`Backend`](Status::Backend) if there is too little memory.
     pub(crate) fn new(n_tokens: usize, n_slots: usize) -> Result<Self> {
         mask_len(n_tokens, n_slots)?;
         let mut made = Self { n_slots, runs: Vec::new(), ends: Vec::new() };
@@ -118,7 +118,7 @@ impl MaskRuns {
     /// Returns the mask as `n_tokens` rows of one byte for each slot: 1 if the query sees the slot, else 0.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if memory is lacking.
+    /// [`Backend`](Status::Backend) if there is too little memory.
     pub fn bytes(&self) -> Result<Vec<u8>> {
         let len = self.n_tokens() * self.n_slots;
         let mut bytes = Vec::new();

@@ -48,7 +48,7 @@ pub struct Bucket {
     noted_every: Duration,
 }
 
-/// The parts of a bucket that open objects use.
+/// The connection to a bucket, which open objects share.
 struct BucketClient {
     store: Arc<dyn ObjectStore>,
     prefix: Path,

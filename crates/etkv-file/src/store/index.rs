@@ -19,7 +19,7 @@ pub fn group_of(fingerprint: &str, cache: &dyn Cache) -> Result<Group> {
     group_with(fingerprint, cache.kind(), cache)
 }
 
-/// Returns the group of texts of a cache, whose contents are shared by all caches with the same `kind`.
+/// Returns the group of a cache's texts. Caches with the same `kind` share these texts.
 pub fn group_with(fingerprint: &str, kind: &str, cache: &dyn Cache) -> Result<Group> {
     let config = cache.config();
     let layers: Vec<SavedLayer> = config.layers.iter().map(SavedLayer::from).collect();

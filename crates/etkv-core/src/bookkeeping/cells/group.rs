@@ -12,9 +12,9 @@ use crate::bookkeeping::Window;
 /// then grow as runs for a while.
 pub const ROOM: i32 = 64;
 
-/// The number of cells that stay free before the further cells of a sequence whose next cell is taken, such as a
-/// fork. Otherwise the cells of sequences that decode together would alternate, and each would read the rows of all.
-/// Each fork takes that much more memory.
+/// The number of cells that stay free before the next run of a sequence that cannot continue after its last cell,
+/// such as a fork. Otherwise the cells of sequences that decode together would alternate, and each would read the
+/// rows of all. Each fork takes that much more memory.
 const ROOM_TO_GO_ON: i32 = 16;
 
 /// The cells of the layers that share a policy.

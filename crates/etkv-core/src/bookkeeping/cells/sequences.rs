@@ -126,16 +126,17 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Removes positions from a sequence. Cells without an owner become free. `i32::MAX` as the end means all
-    /// positions from the start on. Removing all positions also removes the sequence's tree. The sequence
-    /// then begins at 0 again, even if its first position was not 0.
+    /// Removes positions from a sequence. Cells without an owner become free. If the range ends at `i32::MAX`, it
+    /// includes all positions from its start on. Removing all positions also removes the sequence's tree. The
+    /// sequence then begins at 0 again, even if its first position was not 0.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument): a sequence or range out of range.
-    /// - [`Position`](crate::Status::Position): the sequence would go on below
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): the number of the sequence or the range is out of
+    ///   range.
+    /// - [`Position`](crate::Status::Position): the sequence would continue below
     ///   [`rewindable_to`](Self::rewindable_to).
-    /// - [`Step`](crate::Status::Step): a step is open, or the sequence carries a tree and some of
-    ///   its positions would stay.
+    /// - [`Step`](crate::Status::Step): a step is open, or the sequence has a tree and some of its positions would
+    ///   stay.
     pub fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()> {
         self.refuse_in_step("remove from a sequence")?;
         check_sequence(sequence)?;
@@ -194,15 +195,15 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Removes the positions from `length` on of the only sequence, which then goes on at `length`. With 0 it
-    /// removes all.
+    /// Removes the positions from `length` on from the only sequence, which then continues at `length`. A `length` of
+    /// 0 removes all.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
-    /// - [`Position`](crate::Status::Position): `length` is negative or more than the next position; or it is
+    /// - [`Position`](crate::Status::Position): `length` is negative or greater than the next position. Also if it is
     ///   not 0, and it is below [`rewindable_to`](Self::rewindable_to) or the position before it was removed.
-    /// - [`Step`](crate::Status::Step): a step is open, or the sequence carries a tree and some of
-    ///   its positions would stay.
+    /// - [`Step`](crate::Status::Step): a step is open, or the sequence has a tree and some of its positions would
+    ///   stay.
     pub fn rewind(&mut self, length: i32) -> Result<()> {
         self.refuse_in_step("rewind the cache")?;
         let sequence = self.only_sequence("call seq_rm to shorten one of them")?;
@@ -213,7 +214,7 @@ impl CellsBookkeeping {
                 "cannot rewind to length {length}: the sequence goes on at position {next}"
             );
         }
-        // Otherwise the sequence would go on at another position than `length`.
+        // Otherwise the sequence would continue at another position than `length`.
         let before = length - 1;
         if length > 0 && self.full().held(sequence).clipped(before..length).next().is_none() {
             fail!(

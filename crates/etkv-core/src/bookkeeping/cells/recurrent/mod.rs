@@ -28,7 +28,7 @@ impl RecurrentWindow {
         ((next - 1).max(0) / BLOCK - (self.anchors - 1)).max(0) * BLOCK
     }
 
-    /// Returns the first position of which a sequence of `next` positions keeps the row.
+    /// Returns the first position whose row a sequence of `next` positions keeps.
     pub fn first_row(&self, next: i32) -> i32 {
         (self.oldest_anchor(next) - self.lead).max(0)
     }
