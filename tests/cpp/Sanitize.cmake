@@ -1,7 +1,6 @@
-# AddressSanitizer and UndefinedBehaviorSanitizer for the C++ code: the delegate,
-# libetkv's side of it, the runners and the tests. Rust and MLX are as in the ordinary
-# build, and Cargo's outputs are shared with it. The sanitizers see their allocations,
-# but not their reads and writes.
+# AddressSanitizer and UndefinedBehaviorSanitizer for the C++ code: the delegate, libetkv's side of it, the runners
+# and the tests. Rust and MLX are built as usual, and Cargo's outputs are shared with the ordinary build. The
+# sanitizers see the allocations of Rust and MLX, but not their reads and writes.
 #
 # `make test-sanitize` builds it in build/sanitize and runs the tests.
 

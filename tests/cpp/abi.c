@@ -1,7 +1,7 @@
 /*
- * The C interface, from C: versions, errors, kinds, and how long handles and
- * caches live. Needs no program. Invalid arguments are in abi_table.c, configs
- * in abi_config.c, and files in abi_files.c.
+ * The C interface, from C: versions, errors, kinds, and lifetimes of handles
+ * and caches. Needs no program. abi_table.c tests invalid arguments,
+ * abi_config.c configs, and abi_files.c files.
  */
 #include <sys/wait.h>
 #include <unistd.h>
@@ -30,7 +30,7 @@ static void errors(void) {
   etkv_error* second = NULL;
   CHECK_INT(etkv_cache_rewind(NULL, 0, &first), INVALID);
   CHECK_INT(etkv_session_new(NULL, KIND, NULL, UNTOUCHED, &second), INVALID);
-  /* Each call has its own error: the second leaves the first as it is. */
+  /* Each call stores a separate error object. */
   CHECK(first != second);
   CHECK_HAS(etkv_error_message(first), "cache is NULL");
   CHECK(etkv_error_message(first) == etkv_error_message(first));
@@ -38,14 +38,16 @@ static void errors(void) {
   CHECK_HAS(etkv_error_message(second), "backend_id is NULL");
   etkv_error_free(second);
 
-  /* The delegate has reported nothing; errors of other calls do not count.
+  /*
+   * The delegate has reported nothing. Errors of other calls are not its
+   * errors.
    */
   CHECK(etkv_delegate_take_error() == NULL);
   etkv_delegate_abort_forward();
   CHECK(etkv_delegate_take_error() == NULL);
 }
 
-/* sessions.cpp tests its effect on programs. */
+/* sessions.cpp tests the effect of load options on programs. */
 static void the_delegate(void) {
   CHECK_REFUSED(
       etkv_delegate_set_load_options("a", NULL, "some", NULL, error),
@@ -55,14 +57,14 @@ static void the_delegate(void) {
 }
 
 static void visit(void* context, const char* backend_id, const char* kind) {
-  /* In order, so each occurs once. */
+  /* Kinds are in order, so each occurs once. */
   char* last = context;
   char place[64];
   snprintf(place, sizeof(place), "%s/%s", backend_id, kind);
   CHECK(strcmp(place, last) > 0);
   memcpy(last, place, sizeof(place));
 
-  /* No lock is held: the callback can make the listed kind. */
+  /* No lock is held, so the callback can make a cache of the listed kind. */
   setup s;
   set_up(&s);
   etkv_cache* cache = NULL;
@@ -106,7 +108,7 @@ static void numbers_at_the_limits(void) {
   CHECK_OK(etkv_cache_rewind(cache, 0, &error));
   CHECK_OK(etkv_cache_clear(cache, true, &error));
   CHECK_OK(etkv_cache_clear(cache, true, &error));
-  /* Success writes no error. */
+  /* A call that succeeds writes no error. */
   CHECK(error == UNTOUCHED);
   CHECK_REFUSED(
       etkv_cache_can_extend(cache, INT32_MIN, &fits, error),
@@ -166,7 +168,7 @@ static void numbers_do_not_come_back(void) {
   }
 }
 
-/* The new process has one thread, and perhaps locks that others held. */
+/* The new process has one thread, and perhaps locks that other threads held. */
 static void calls_after_a_fork_are_refused(void) {
   setup s;
   set_up(&s);

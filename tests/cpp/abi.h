@@ -18,8 +18,7 @@ typedef struct {
   etkv_cache_config config;
 } setup;
 
-/* A valid config, for tests to spoil. Do not copy it: it points to
- * itself. */
+/* A valid config, for tests to change. Do not copy it: it points to itself. */
 static inline void set_up(setup* s) {
   memset(s, 0, sizeof(*s));
   for (int i = 0; i < LAYERS; ++i) {
@@ -61,7 +60,7 @@ static inline etkv_cache* cache_of(const etkv_session* session) {
   return cache;
 }
 
-/* A place where a call must write nothing. */
+/* A non-null pointer, to detect writes to an out-parameter. */
 static inline void* untouched(void) {
   static char place;
   return &place;
@@ -70,7 +69,7 @@ static inline void* untouched(void) {
 
 #define CHECK_OK(call) CHECK_INT(call, ETKV_OK)
 
-/* A refused call: its status, and a message that has `words`. */
+/* Checks a refused call: its status, and a message that contains `words`. */
 static inline void check_refused(
     int line,
     etkv_status status,
@@ -96,7 +95,7 @@ static inline void check_refused(
     CHECK_INT(call, wanted);                                        \
   } while (0)
 
-/* The call is refused, and makes no session. */
+/* Checks that the call is refused, and makes no session. */
 #define CHECK_NO_SESSION(backend, kind, config, wanted, words)          \
   do {                                                                  \
     etkv_session* session = UNTOUCHED;                                  \

@@ -5,8 +5,10 @@
 
 static const etkv_status INVALID = ETKV_ERROR_INVALID_ARGUMENT;
 
-/* Every field is read at its place in the header: the message that refuses its
- * value names the field and the value. */
+/*
+ * Every field is read at its offset in the header: the message that refuses a
+ * value names the field and the value.
+ */
 static void fields(void) {
   setup s;
 #define CHECK_FIELD(field, value, words)                        \
@@ -55,7 +57,7 @@ static void fields(void) {
   CHECK_FIELD(layers[1].struct_size, 0, "layer 1: struct_size");
 #undef CHECK_FIELD
 
-  /* Fields that contradict each other. */
+  /* Contradictory fields. */
   set_up(&s);
   s.layers[1].window = 4;
   s.layers[1].sinks = -1;
@@ -78,8 +80,10 @@ static void fields(void) {
       "float_format f32, f16 or bf16, got row-int4");
 }
 
-/* Layers and structs of a later header are longer; those of an earlier header
- * have no `shared` and no recurrent layers. */
+/*
+ * Structs of a later header are longer. Those of an earlier header have no
+ * `shared` and no recurrent layers.
+ */
 static void other_versions(void) {
   struct {
     etkv_layer_config known;
@@ -114,7 +118,7 @@ static void other_versions(void) {
   etkv_cache_free(cache);
   etkv_session_free(session);
 
-  /* An earlier header ends before `values_in_keys`. */
+  /* In an earlier header the struct ends before `values_in_keys`. */
   enum { EARLIER = offsetof(etkv_layer_config, values_in_keys) };
   uint64_t earlier[LAYERS * EARLIER / 8];
   for (int i = 0; i < LAYERS; ++i) {
@@ -123,7 +127,7 @@ static void other_versions(void) {
   }
   s.config.layers = (const etkv_layer_config*)earlier;
 
-  /* Fields after the size are not read. */
+  /* Fields beyond `struct_size` are not read. */
   s.config.struct_size = offsetof(etkv_cache_config, recurrent_layers);
   s.config.n_recurrent_layers = SIZE_MAX;
   s.config.anchors = s.config.checkpoints = -9;
@@ -139,7 +143,7 @@ static void other_versions(void) {
   etkv_session_free(session);
 }
 
-/* A layer with chunks keeps little more than one. */
+/* A layer with chunks keeps few positions more than one chunk. */
 static void chunks(void) {
   setup s;
   set_up(&s);
@@ -164,7 +168,7 @@ static void chunks(void) {
   CHECK(memory.at_capacity >= (CAPACITY + 4) * full);
 }
 
-/* Values that are in keys take no bytes. */
+/* Values in keys take no bytes. */
 static void values_in_keys(void) {
   setup s;
   set_up(&s);
@@ -193,8 +197,10 @@ static void values_in_keys(void) {
       memory.at_capacity, (uint64_t)LAYERS * CAPACITY * HEADS * K_DIM * 4);
 }
 
-/* The values that an estimate writes for layers, and the arguments that it
- * refuses. metadata.cpp tests that the numbers are those of steps. */
+/*
+ * The values that an estimate writes for layers, and the arguments that it
+ * refuses. metadata.cpp compares estimates with the memory of caches.
+ */
 static void estimates(void) {
   setup s;
   set_up(&s);

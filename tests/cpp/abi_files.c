@@ -91,7 +91,7 @@ static void prefixes_and_their_caches(void) {
       INVALID,
       "no prefix in memory");
   CHECK(kept && pin == UNTOUCHED);
-  /* There is no store to read from. */
+  /* Without a store there is nothing to prefetch. */
   CHECK_OK(etkv_prefix_cache_prefetch(made, cache, &a_text, &kept, NULL));
   CHECK(!kept);
   etkv_prefix_cache_free(made);
@@ -116,7 +116,7 @@ static void prefix_stores(void) {
       INVALID,
       "holds 0 positions, and the text has 2 tokens");
   CHECK(written);
-  /* An empty cache has the empty text, which is too short. */
+  /* The text of an empty cache is too short to be written. */
   CHECK_OK(etkv_prefix_store_save(store, cache, &no_text, &written, NULL));
   CHECK(!written);
   etkv_prefix_store_free(store);

@@ -102,8 +102,7 @@ static void estimates(void) {
       .n_recurrent_layers = RECURRENT};
   CHECK_OK(etkv_cache_config_estimate(config, 10, &memory, NULL));
   const uint64_t of_attention = 10 * HEADS * (K_DIM + V_DIM) * 2;
-  /* float32, whatever the formats. A row of the recurrence also has the decay
-   * of each head. */
+  /* Always float32. A row of the recurrence also has the decay of each head. */
   const uint64_t column = CHANNELS * 4;
   const uint64_t row = (K_HEADS * KEY_DIM + VALUE_HEADS * (VALUE_DIM + 1)) * 4;
   CHECK_INT(layers[1].struct_size, sizeof(layers[1]));
@@ -115,7 +114,7 @@ static void estimates(void) {
   CHECK_INT(recurrent[1].anchors_used, 0);
   CHECK_INT(memory.used, LAYERS * of_attention + 10 * (column + row));
 
-  /* Each anchor is a state. */
+  /* Each anchor has one state. */
   const uint64_t state = VALUE_HEADS * KEY_DIM * VALUE_DIM * 4;
   CHECK_OK(etkv_cache_config_estimate(config, LONG, &memory, NULL));
   CHECK_INT(recurrent[1].anchors_used, 2 * state);
@@ -127,7 +126,7 @@ static void estimates(void) {
   CHECK_OK(etkv_cache_config_estimate(config, LONG, &memory, NULL));
   CHECK_INT(rows_of_three - recurrent[1].rows_used, BLOCK * row);
 
-  /* 32 checkpoints by default, each with a state. */
+  /* 32 checkpoints by default, each with one state. */
   config->capacity = 64 * BLOCK;
   etkv_memory shared = {.struct_size = sizeof(shared)};
   CHECK_OK(etkv_cache_config_estimate_shared(config, 0, &shared, NULL));
@@ -139,7 +138,7 @@ static void estimates(void) {
   CHECK_OK(etkv_cache_config_estimate_shared(config, 0, &shared, NULL));
   CHECK_INT(by_default - shared.at_capacity, 32 * state);
 
-  /* What a cache reports is what was estimated. */
+  /* A cache reports the estimated bytes. */
   config = set_up_recurrent(&s);
   config->growth = ETKV_GROWTH_UPFRONT;
   for (int backend = 0; backend < 2; ++backend) {
@@ -169,7 +168,7 @@ static void estimates(void) {
     }
   }
 
-  /* The wrong number of layers; the others are not written. */
+  /* With a wrong number of layers nothing is written. */
   etkv_cache* cache = NULL;
   CHECK_OK(etkv_cache_new(BACKEND, KIND, config, &cache, NULL));
   layers[0].k_allocated = 77;
@@ -190,7 +189,7 @@ static void estimates(void) {
       INVALID,
       "memory.recurrent_layers.struct_size is 8");
   CHECK_INT(layers[0].k_allocated, 77);
-  /* A caller of the earlier interface gets the sums. */
+  /* A caller with the earlier struct gets the sums. */
   memory.struct_size = offsetof(etkv_memory, recurrent_layers);
   CHECK_OK(etkv_cache_memory(cache, &memory, NULL));
   CHECK_INT(layers[0].k_allocated, LONG * HEADS * K_DIM * 2);
@@ -222,7 +221,7 @@ static void without_attention(void) {
   CHECK_NO_SESSION(BACKEND, KIND, config, INVALID, "at least 1 layer");
 }
 
-/* Positions of checkpoints before any token has run. */
+/* The positions of checkpoints that are marked before any token runs. */
 static void checkpoints(void) {
   recurrent_setup s;
   etkv_cache_config* config = set_up_recurrent(&s);

@@ -1,6 +1,6 @@
 /*
  * Calls every function of the C interface with invalid arguments, and checks
- * the layout of every struct, by the tables of abi_table.py.
+ * the layout of every struct, with the tables that abi_table.py writes.
  */
 #include <signal.h>
 #include <unistd.h>
@@ -9,7 +9,7 @@
 
 enum { MAX_ARGUMENTS = 10, ROOM = 512, FOREIGN_HANDLES = 5, UNWRITTEN = 0xA5 };
 
-/* A valid value for the pointer parameter at `at`. */
+/* A valid value for the pointer parameter with index `at`. */
 typedef struct {
   int at;
   /* ANY is NULL, and ZEROS is an array. */
@@ -19,8 +19,10 @@ typedef struct {
   const char* text;
 } parameter;
 
-/* A call of a function, with the pointers of `a` as arguments. A function
- * without a status gives 0 if its value is as documented. */
+/*
+ * A call of a function, with the pointers in `a` as arguments. For a function
+ * without a status, `call` returns 0 if the function's value is as documented.
+ */
 typedef struct {
   const char* name;
   etkv_status (*call)(void* const* a, etkv_error** error);
@@ -29,11 +31,11 @@ typedef struct {
   parameter parameters[MAX_ARGUMENTS];
 } function;
 
-/* A wrong argument at `at`, refused with these words or accepted. */
+/* A wrong argument with index `at`, and whether it is refused with `words`. */
 typedef struct {
   int function;
   int at;
-  /* The argument that is NULL too, or -1. */
+  /* The index of an argument that is NULL too, or -1. */
   int pair;
   enum { NOTHING, FREED, FOREIGN, OTHER, SIZE } is;
   size_t value;
@@ -134,7 +136,7 @@ static void set_arguments(const function* f, const wrong* w) {
   }
 }
 
-/* The state that a refused call must not change. */
+/* Writes the state that a refused call must not change. */
 static void tell_state(char* state, size_t room) {
   char* cache = NULL;
   char* process = NULL;
@@ -185,7 +187,9 @@ static void check_accepted_call(const function* f, const wrong* w) {
       memcpy(&made, place, sizeof(made));
       FREE[p->handle](&made, NULL);
     }
-    /* The tail of a newer version's struct is not written. */
+    /*
+     * The fields that a newer version of the struct adds must not be written.
+     */
     if (p->size > 0) {
       check_int(f->name, p->at, "the tail", place[p->size], UNWRITTEN);
     }

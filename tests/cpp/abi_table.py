@@ -1,4 +1,4 @@
-"""The C interface as its headers declare it, and the tables with which ``abi_table.c`` tests it.
+"""Reads the C interface from its headers, and writes the tables with which ``abi_table.c`` tests it.
 
 ``abi_table.py INCLUDE CC LAYOUT OUTPUT`` writes OUTPUT. LAYOUT has a line for each type: its size, and the offsets of
 its fields or the values of its constants. A number there changes only with the interface.
@@ -28,7 +28,7 @@ TEXTS = {"backend_id": "MLXBackend", "kind": "tree", "path": "/dev/null/file", "
 TEXTS |= {"format": "f32", "k_format": "f32", "v_format": "f32", "filter": "off", "logits": "all", "passes": "none"}
 NUMBERS = {"head_dim": "8", "target": "1", "end": "1"}
 
-# Types of handles that need a program or rows, which this test does not have.
+# Types of handles that need a program or rows. This test has neither.
 NOT_MADE = {"etkv_generation", "etkv_prefix", "etkv_prefix_pin"}
 
 FOREIGN_HANDLES = 5
@@ -94,7 +94,7 @@ class Function:
         self.comment = " ".join(" ".join(line.strip(" /*") for line in lines[start:]).split())
 
     def said_of(self, parameter: str) -> str:
-        """What the comment says of a parameter; for `as for f()`, what the comment of f says."""
+        """The comment's text about a parameter; for `as for f()`, the text in the comment of f."""
         parts = re.split(r"@param (\w+) ", self.comment)
         said = dict(zip(parts[1::2], parts[2::2], strict=True)).get(parameter, "")
         other = re.match(r"as for (\w+)\(\)", said)
@@ -192,10 +192,10 @@ class Parameter:
             for number in ("0", f"{size} - 1", f"{size} + 1", "(size_t)1 << 40"):
                 yield f'-1, SIZE, {number}, true, "{name}.struct_size is"'
             yield f'-1, SIZE, {size} + 16, false, "struct_size"'
-        # One that is NULL where another is must be NULL together with it.
+        # A parameter that is NULL where another is must be NULL together with it.
         pair = re.search(r"NULL where `(\w+)` is\.", said)
         follower = next((p for p in self.function.parameters if f"`{name}` is." in self.function.said_of(p.name)), None)
-        # NULL is also an array of 0 elements, and the stored value where there is nothing.
+        # The word NULL also occurs for arrays of 0 elements, and for a stored value: "NULL where there is none".
         allowed = re.search(r"\bNULL (?!where there is none)", said) and not self.is_array and not pair
         if allowed or self.passed_on:
             yield f'{follower.at if follower else -1}, NOTHING, 0, false, "NULL"'
@@ -204,7 +204,7 @@ class Parameter:
 
 
 def numbers(headers: Headers, layout: Path) -> Iterator[str]:
-    """Each size, offset and constant, beside its value in the file."""
+    """Each size, offset and constant, with its value in the file."""
     known: dict[str, str] = {}
     for line in layout.read_text().splitlines():
         head, _, members = line.partition(": ")

@@ -65,7 +65,7 @@ static inline int check_has(
   const int holds = found != NULL && strstr(found, wanted) != NULL;
   if (!check_count(holds)) {
     printf(
-        "%s:%d: failed: %s: \"%s\" does not say \"%s\"\n",
+        "%s:%d: failed: %s: \"%s\" does not contain \"%s\"\n",
         file,
         line,
         text,

@@ -1,5 +1,5 @@
-// What `--check` of the example runners detects: an answer that differs from
-// reference decoding, or ends for no reason.
+// Tests of the runners' `--check`: it detects an answer that differs from
+// reference decoding or ends for no reason.
 
 #include <atomic>
 #include <cmath>
@@ -26,7 +26,7 @@ examples::Model open(
   return must(examples::Model::open(options));
 }
 
-/// Reference decoding's answer, of `n` ids.
+/// Returns the answer of reference decoding, of `n` ids.
 Decoding answer(const Ids& prompt, size_t n, int32_t window = 0) {
   On<Cache> on([&](CacheConfig& config) {
     for (auto& layer : config.layers) {
@@ -47,7 +47,7 @@ void right_and_wrong() {
   auto model = open("llama-f32");
   model.end_with({});
   const Decoding first = answer(text(7), 12);
-  // Shares its beginning with the previous prompt: it is not read again.
+  // The beginning that it shares with the previous prompt is not read again.
   Ids longer = text(7);
   longer.push_back(3);
   const Decoding second = answer(longer, 12);
@@ -85,7 +85,7 @@ void ends() {
   CHECK_REFUSED(
       check_answers(model, {cut}), ETKV_ERROR_INTERNAL, "for no reason");
 
-  // An id that ends an answer is its last.
+  // An eos token id must be the last id of its answer.
   model.end_with({one.ids.back()});
   REQUIRE(std::count(one.ids.begin(), one.ids.end(), one.ids.back()) == 1);
   CHECK_REFUSED(
@@ -99,7 +99,8 @@ void ends() {
       "goes on after the id that ends it, the 12. of 13");
 }
 
-/// An answer that ended at a full cache has filled it, if it had it alone.
+/// An answer that ended at a full cache must have filled the cache, unless
+/// other sequences share it.
 void full_caches() {
   Decoding one = answer(text(7), 12);
   one.max_tokens = 100;
@@ -133,9 +134,9 @@ void no_answers() {
       "check: there is no answer to compare");
 }
 
-/// Checks an answer whose last id is wrong. Calls `at_step` at the end of each
-/// step, with the number of earlier steps. Returns whether the wrong id was
-/// detected.
+/// Checks an answer whose last id is wrong, and returns whether that was
+/// detected. Calls `at_step` at the end of each step, with the number of
+/// earlier steps.
 bool finds_the_wrong_id(
     examples::Model& model,
     const Decoding& wrong,
@@ -157,7 +158,7 @@ bool finds_the_wrong_id(
   return found;
 }
 
-/// Ctrl-C comes in the middle of an answer.
+/// Ctrl-C in the middle of an answer.
 void interrupts() {
   auto model = open("llama-f32");
   model.end_with({});
@@ -177,7 +178,8 @@ void interrupts() {
   CHECK(last == n / 2);
 }
 
-/// Reference decoding on a changed cache, for an answer made on such a one.
+/// Reference decoding on a cache with a changed config, for an answer from such
+/// a cache.
 void windows() {
   auto model = open("llama-f32");
   model.end_with({});
@@ -195,7 +197,8 @@ void windows() {
 void margins() {
   using examples::allowed_ties;
   using examples::rounding_margin;
-  // Units in the last place: of the dtype, for the greatest logit.
+  // The margin is in units of the last place of the greatest logit, in the
+  // dtype.
   CHECK(rounding_margin("bf16", "bf16", 4.0) == 4 * 0x1p-5);
   CHECK(rounding_margin("bf16", "bf16", 7.9) == 4 * 0x1p-5);
   CHECK(rounding_margin("f16", "f16", 4.0) == 4 * 0x1p-8);
@@ -209,8 +212,8 @@ void margins() {
   CHECK_INT(allowed_ties(1000), 52);
 }
 
-/// An answer that takes, at each step, the worst id whose logit is within
-/// `most` of the best, as a fraction of it.
+/// Returns an answer with the worst id at each step whose logit is at most
+/// `most(|best|)` below the best.
 Decoding worst(const Ids& prompt, size_t n, double (*most)(double best)) {
   Bound on("llama-bf16", 64, "bf16");
   Decoding one{"the worst", prompt, static_cast<int64_t>(n)};
@@ -232,7 +235,7 @@ Decoding worst(const Ids& prompt, size_t n, double (*most)(double best)) {
   return one;
 }
 
-/// In bfloat16 many ids are near the best; a wrong one is still refused.
+/// In bfloat16 many ids are close to the best. A wrong id is still refused.
 void short_floats() {
   auto model = open("llama-bf16");
   model.end_with({});

@@ -1,5 +1,5 @@
-// A smaller model as the draft: limits of its room, rows or windows affect the
-// draft only, and end no answer.
+// A smaller model as the draft. Its limits (capacity, rows of logits, windows)
+// affect only the draft, and end no answer.
 
 #include <csignal>
 #include <filesystem>
@@ -13,7 +13,7 @@
 namespace etkv::tests {
 namespace {
 
-/// The proposal of a draft that has read nothing before.
+/// Returns the proposal of a new draft.
 TokenTree
 fresh(const std::string& name, const Ids& text, const TreeShape& shape) {
   Target target;
@@ -25,7 +25,8 @@ bool same(const TokenTree& a, const TokenTree& b) {
   return a.tokens == b.tokens && a.parents == b.parents;
 }
 
-/// Answers every prompt greedily, and compares with reference decoding.
+/// Answers every prompt greedily, and compares the answers with reference
+/// decoding.
 void answers_as_reference(
     const std::string& name,
     const std::vector<Ids>& prompts,
@@ -45,7 +46,7 @@ void answers_as_reference(
   }
 }
 
-/// A tuner needs costs before a draft has proposed a tree.
+/// A tuner needs the draft's costs before the first tree.
 void costs_before_the_first_tree() {
   Target target;
   const auto proposer = draft("llama-f32", target);
@@ -55,8 +56,8 @@ void costs_before_the_first_tree() {
   CHECK(proposer->seconds(3, 1) > 2.0 * one);
 }
 
-/// Layers with windows have dropped rows that a text needs if it differs early:
-/// the whole text is read again.
+/// A text that differs early needs rows that layers with windows have dropped,
+/// so the whole text is read again.
 void windows() {
   const TreeShape shape = {3, 2, 32};
   const Ids before = text(120, 5);
@@ -70,7 +71,7 @@ void windows() {
   must(proposer->propose(before, shape, greedy));
   const auto tree = must(proposer->propose(other, shape, greedy));
   CHECK(same(tree, fresh("mistral-window", other, shape)));
-  // A text that only continues goes on from the cache.
+  // A text that continues the last one goes on from the cache.
   const auto again =
       must(proposer->propose(slice(other, 0, 35), shape, greedy));
   CHECK(same(again, fresh("mistral-window", slice(other, 0, 35), shape)));
@@ -78,7 +79,7 @@ void windows() {
   answers_as_reference("mistral-window", {before, other, before}, 40, 3, 2);
 }
 
-/// No level is wider than a step of the draft.
+/// No level has more nodes than the draft accepts tokens in a step.
 void narrower_steps() {
   Target target;
   Sampler greedy;
@@ -104,8 +105,8 @@ void one_row_of_logits() {
       "the draft: the program returns logits of 1 of 2 tokens");
 }
 
-/// Ctrl-C between two steps of the draft. A text goes on from what was read
-/// until then.
+/// Ctrl-C between two steps of the draft. The next text goes on after the
+/// tokens that were read before.
 void interrupts() {
   const TreeShape shape = {3, 2, 32};
   const Ids whole = text(100, 5);
@@ -123,8 +124,8 @@ void interrupts() {
       fresh("llama-f32", whole, shape)));
 }
 
-/// Nodes that are no chain leave the draft as it was. The next text goes on
-/// from the cache.
+/// A commit of nodes that are not a chain is refused, and the draft stays as it
+/// was. The next text goes on from the cache.
 void commits_that_cannot_be() {
   const TreeShape shape = {3, 2, 32};
   Target target;
@@ -158,7 +159,7 @@ void untold_context(const std::string& path) {
   std::ofstream(path, std::ios::binary) << bytes;
 }
 
-/// A draft without a context length takes that of its target.
+/// A draft without a context length gets that of its target.
 void without_context() {
   const auto path = std::filesystem::temp_directory_path() /
                     ("etkv-untold-" + std::to_string(std::rand()) + ".pte");
@@ -183,7 +184,7 @@ void refusals() {
       examples::open_draft("nowhere.pte", {320, 64, {}}),
       ETKV_ERROR_INVALID_ARGUMENT,
       "the draft: there is no program at nowhere.pte");
-  // The model's text has an id outside the draft's vocabulary.
+  // A text with an id outside the draft's vocabulary.
   Target target;
   Sampler greedy;
   CHECK_REFUSED(

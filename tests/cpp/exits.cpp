@@ -1,5 +1,5 @@
-// The end of a process whose static objects throw, as MLX's do if the CUDA
-// driver has ended before them.
+// The end of a process whose static objects throw in their destructors, as
+// MLX's do if the CUDA driver ends before them.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -24,7 +24,8 @@ struct Late {
   std::string words;
 };
 
-/// Returns how a process ends that exits with 7 while a static object throws.
+/// Returns the wait status of a process that exits with 7 while a static object
+/// throws.
 int end_with(const char* words, bool prepared) {
   std::fflush(nullptr);
   const pid_t child = fork();
@@ -49,7 +50,7 @@ int main() {
       "cudaStreamSynchronize(stream_) failed: driver shutting down";
   const int quiet = end_with(gone, true);
   CHECK(WIFEXITED(quiet) && WEXITSTATUS(quiet) == 7);
-  // Without the preparation it aborts, and so do other messages.
+  // Without the preparation the process aborts. So it does for other messages.
   const int alone = end_with(gone, false);
   CHECK(WIFSIGNALED(alone) && WTERMSIG(alone) == SIGABRT);
   const int other = end_with("out of memory", true);

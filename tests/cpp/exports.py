@@ -1,4 +1,4 @@
-"""libetkv exports what the C headers declare, and one symbol for the delegate. The tests call every function.
+"""libetkv exports the functions of the C headers, and one symbol for the delegate. The tests call every function.
 
 ``exports.py NM CC LIBRARY INCLUDE TEST...``, of which the last are executables
 """

@@ -1,6 +1,6 @@
 /*
- * The faces for sequences and for trees, and the registry, from C: what they
- * refuse, and what they report before any program has run.
+ * The faces for sequences and for trees, and the registry, from C: refusals,
+ * and values before any program has run.
  */
 #include "abi.h"
 
@@ -76,7 +76,7 @@ static void empty_sequences(void) {
         etkv_seq_cache_rewindable_to(c, sequence, &number, NULL), ETKV_OK);
     CHECK_INT(number, 0);
   }
-  /* The number of elements, with an array and without. */
+  /* The number of elements is stored with an array and without. */
   etkv_range range = {7, 7};
   size_t n = 7;
   CHECK_INT(etkv_seq_cache_positions(c, 0, NULL, 0, &n, NULL), ETKV_OK);
@@ -282,8 +282,10 @@ static void keys_of_the_callers_own(void) {
   CHECK_INT(etkv_registry_erase("mine", NULL), ETKV_OK);
   etkv_cache_free(cache);
 
-  /* A session's key is found like others. Once it is erased and given to
-   * another cache, it belongs to that cache, even when the session ends. */
+  /*
+   * A session's key is found like others. If it is erased and installed for
+   * another cache, it stays that cache's key even when the session ends.
+   */
   etkv_session* session = new_session(&s.config);
   char key[64];
   snprintf(key, sizeof(key), "%s", etkv_session_key(session));

@@ -1,5 +1,5 @@
-// Shared by the C++ tests: tiny programs by name, run one step at a time on a
-// cache, with their logits as numbers to compare.
+// Shared by the C++ tests: tiny programs by name, which run one step at a time
+// on a cache and return logits to compare.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ inline bool on_cpu() {
   return backend != nullptr && std::strcmp(backend, kCPUBackend) == 0;
 }
 
-/// The backend of sessions for those programs.
+/// Returns the backend of sessions for these programs.
 inline const char* backend() {
   return on_cpu() ? kCPUBackend : kMLXBackend;
 }
@@ -52,7 +52,7 @@ inline std::string program_path(std::string name) {
   return std::string(ETKV_TEST_MODELS) + "/" + name + "/model.pte";
 }
 
-/// Returns the value, or ends the test with the error's message.
+/// Returns the value of a Result, or ends the test with the error's message.
 template <typename T>
 T must(Result<T> result) {
   if (!result.ok()) {
@@ -68,7 +68,7 @@ inline void must(Result<void> result) {
   REQUIRE(result.ok());
 }
 
-/// The first `n` tokens of the text of `seed`.
+/// Returns the first `n` tokens of the text of `seed`.
 inline Ids text(int64_t n, uint32_t seed = 1) {
   Ids ids;
   for (int64_t i = 0; i < n; ++i) {
@@ -78,7 +78,7 @@ inline Ids text(int64_t n, uint32_t seed = 1) {
   return ids;
 }
 
-/// `n` positions from `start` on.
+/// Returns `n` positions from `start` on.
 inline Ids run(int64_t start, int64_t n) {
   Ids positions(static_cast<size_t>(n));
   std::iota(positions.begin(), positions.end(), start);
@@ -122,7 +122,7 @@ inline bool operator==(const Rows& a, const Rows& b) {
              a.values.size() * sizeof(float)) == 0;
 }
 
-/// The largest difference; infinite if the shapes differ.
+/// Returns the largest difference; infinite if the shapes differ.
 inline double distance(const Rows& a, const Rows& b) {
   if (a.count != b.count || a.values.size() != b.values.size()) {
     return HUGE_VAL;
@@ -130,7 +130,7 @@ inline double distance(const Rows& a, const Rows& b) {
   double most = 0.0;
   for (size_t i = 0; i < a.values.size(); ++i) {
     const double apart = std::abs(double{a.values[i]} - double{b.values[i]});
-    // NaN is infinitely far from everything.
+    // NaN counts as infinitely far from everything.
     most = apart <= most ? most : (apart == apart ? apart : HUGE_VAL);
   }
   return most;
@@ -159,7 +159,7 @@ class Model {
                 program_path(name),
                 Module::LoadMode::Mmap)) {}
 
-  /// Loads it, bound to the cache with this key.
+  /// Loads the program, bound to the cache with this key.
   Result<void> load(const char* key, Logits rows = Logits::all) {
     LoadOptions options(key);
     options.logits(rows);
@@ -182,7 +182,7 @@ class Model {
     return rows_of(*outputs);
   }
 
-  /// Runs steps that must succeed: the ids from `position` on.
+  /// Runs the ids from `position` on, in steps that must succeed.
   Rows at(int64_t position, const Ids& ids) {
     return must(step(ids, run(position, static_cast<int64_t>(ids.size()))));
   }
@@ -198,8 +198,8 @@ class Model {
   std::unique_ptr<Module> module_;
 };
 
-/// A float32 cache with 4 slots in its first allocation, so that tests make it
-/// grow.
+/// Returns a session with a float32 cache, whose first allocation has 4 slots,
+/// so that it grows in tests.
 inline Session session_for(
     Model& model,
     int32_t capacity = 64,
@@ -210,7 +210,7 @@ inline Session session_for(
       params.backend_id, make_config(params, capacity, format, min_chunk)));
 }
 
-/// A program on its own cache, of the kind that the face has.
+/// A program on a cache of the kind that the face has.
 template <typename Face>
 struct On {
   explicit On(
@@ -239,7 +239,7 @@ struct On {
   CacheSession<Face> session;
 };
 
-/// The rows of `ids` on a contiguous cache, a few per step.
+/// Returns the rows of `ids` on a contiguous cache, a few per step.
 inline Rows alone(
     const Ids& ids,
     const std::function<void(CacheConfig&)>& change = nullptr,
@@ -256,12 +256,13 @@ inline Rows alone(
   return all;
 }
 
-/// Attention with a mask sums in another order than without.
+/// Compares with a tolerance, because attention with a mask sums in another
+/// order than without.
 inline bool close(const Rows& a, const Rows& b) {
   return distance(a, b) < 1e-4;
 }
 
-/// A program on its own cache.
+/// A program on a contiguous cache.
 struct Bound {
   explicit Bound(
       const std::string& name = "llama-f32",
@@ -306,7 +307,7 @@ struct Seen {
   Memory memory;
 };
 
-/// A refused result: its status, and a message that has `words`.
+/// Checks a refused result: its status, and a message that contains `words`.
 template <typename T>
 void check_refused(
     const char* file,

@@ -1,5 +1,6 @@
-// etkv_forward: runs a program on ids from a file, for tests and benchmarks:
-// a prompt in chunks, then greedy steps; logits as raw float32, times as JSON.
+// etkv_forward: runs a program on ids from a file, for tests and benchmarks.
+// Runs a prompt in chunks, then greedy steps. Writes logits as raw float32, and
+// times as JSON.
 
 #include <charconv>
 #include <cstdint>
@@ -78,14 +79,14 @@ Arguments arguments_into(Options& options) {
   arguments.choice(
       "--loop",
       {"steps", "device"},
-      "what chooses tokens: this program from the logits of\n"
-      "each step (steps), or the device (async decode)",
+      "where tokens are chosen: on the host, from the logits of\n"
+      "each step (steps), or on the device (async decode)",
       &options.loop);
   arguments.choice(
       "--rows",
       {"last", "all", "proposed"},
-      "rows of logits that a step computes (last); proposed\n"
-      "as programs are loaded that verify candidates",
+      "rows of logits that a step computes (last); proposed is\n"
+      "for programs that verify candidates",
       &options.rows);
   arguments.text(
       "--logits",
@@ -110,7 +111,7 @@ Arguments arguments_into(Options& options) {
       "print one line of JSON instead of a table; a run's ids\n"
       "are the token after the prompt and one for each step",
       &options.json);
-  arguments.flag("--help", "print this and leave", &options.help);
+  arguments.flag("--help", "print this and exit", &options.help);
   return arguments;
 }
 
@@ -191,7 +192,7 @@ class Forward {
   Forward(Program& program, Cache& cache, std::vector<int64_t> prompt)
       : program_(program), cache_(cache), prompt_(std::move(prompt)) {}
 
-  /// Runs once. The row files are written where they are given.
+  /// Runs once. Writes rows to the files that are not null.
   Result<Run>
   run(size_t chunk, int64_t decode, RowFile* last_row, RowFile* all_rows) {
     Run run;
@@ -384,8 +385,8 @@ Result<void> run(const Options& options) {
     if (auto cleared = session->cache().clear(); !cleared.ok()) {
       return cleared;
     }
-    // The rows are the same in each run. Write them once, so that the times of
-    // the other runs do not include it.
+    // The rows are the same in each run. Write them in the first run only, so
+    // that the times of other runs do not include it.
     auto run = on_device ? forward.run_on_device(options.decode.value_or(0))
                          : forward.run(
                                static_cast<size_t>(options.chunk.value_or(0)),

@@ -1,4 +1,4 @@
-// Answers whose tokens the device chooses, compared with the host's own steps.
+// Answers whose tokens the device chooses, compared with steps of the host.
 
 #include <atomic>
 #include <limits>
@@ -12,7 +12,8 @@ namespace {
 
 constexpr int32_t kTokens = 24;
 
-/// The answer of steps: the host chooses each token from the last logits.
+/// Returns the answer of steps in which the host chooses each token from the
+/// last logits.
 Ids by_steps(
     const Ids& prompt,
     const Sampling& sampling,
@@ -84,7 +85,7 @@ void same_as_steps() {
 }
 
 /// At every token the cache holds the prompt and the earlier tokens, even if
-/// windows have moved. It continues as if there were no async decode.
+/// windows have moved. The host can continue as without async decode.
 void holds_what_was_delivered() {
   const auto windows = [](CacheConfig& config) {
     for (auto& layer : config.layers) {
@@ -141,7 +142,8 @@ void ends() {
   CHECK_INT(*nothing->length(), 20);
 }
 
-/// Several sequences in a cache that end at different times: each as if alone.
+/// Answers in several sequences end at different times. Each is the same as
+/// alone.
 void batches() {
   const std::vector<Ids> prompts = {text(9, 3), text(17, 4), text(1, 5)};
   Sampling sampling;
@@ -208,14 +210,13 @@ void between_tokens() {
   }
   CHECK(first == slice(wanted, 0, 8));
   CHECK(second == slice(wanted, 0, 4));
-  // The answer's own sequence has changed.
+  // The host changed the answer's sequence.
   must(bound->seq_rm(0, 10, kAll));
   CHECK_REFUSED(one.next(), ETKV_ERROR_POSITION, "goes on at 10");
 }
 
 /// After a cancel, even from another thread, there are no more tokens. The
-/// cache holds the tokens that were returned, and another answer goes on from
-/// it.
+/// cache holds the returned tokens, and another answer can continue from them.
 void cancels() {
   const Ids prompt = text(40, 3);
   const Ids wanted = by_steps(prompt, {});
@@ -252,8 +253,8 @@ void cancels() {
   CHECK(must(endless.next()).empty());
 }
 
-/// Steps of the host whose ids the device chooses: the argmax of each row of
-/// logits, for text and trees. A refused step changes nothing.
+/// Steps of the host with ids that the device chooses: the argmax of each row
+/// of logits, for text and trees. A refused step changes nothing.
 void choices() {
   const Ids prompt = text(20, 11);
   Ids wanted;
@@ -295,7 +296,8 @@ void choices() {
   CHECK_INT(*bound->length(), 22);
 }
 
-/// A warm-up leaves nothing, and does nothing to a cache that holds positions.
+/// A warm-up leaves the cache empty, and does nothing if the cache holds
+/// positions.
 template <typename Face>
 void warm_ups() {
   On<Face> bound;

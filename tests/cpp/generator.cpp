@@ -1,5 +1,5 @@
-// The positions that a generator keeps of a cache that cannot rewind to every
-// position, and its state after a failed step.
+// The positions that a generator keeps in a cache that cannot be rewound to
+// every position, and its state after a failed step.
 
 #include "examples/common/generator.hpp"
 #include "examples/common/model.hpp"
@@ -15,7 +15,7 @@ using examples::Listener;
 /// are dropped.
 constexpr int64_t kLong = 120;
 
-/// A model on a cache of the kind that the face has.
+/// A model on a cache of the face's kind.
 template <typename Face>
 struct Target {
   explicit Target(int32_t window = 0)
@@ -44,7 +44,7 @@ struct Target {
 };
 
 /// If windows have moved past the position where two prompts differ, the second
-/// is read from its beginning. Its answer equals that of a fresh cache.
+/// prompt is read from its beginning. Its answer equals that of a fresh cache.
 template <typename Face>
 void windows() {
   const Ids first = text(9, 3);
@@ -71,7 +71,7 @@ void windows() {
   CHECK(must(generator.answer(second, kLong, Listener())).ids == wanted.ids);
 }
 
-/// If nothing was dropped, it forgets exactly what it is told to.
+/// Without windows, it rewinds exactly to the requested length.
 void without_windows() {
   Target<Cache> target;
   Generator generator(target.model.program(), target.cache(), {});
@@ -83,7 +83,8 @@ void without_windows() {
   CHECK_INT(more.reused_tokens, 9);
 }
 
-/// Fails after the first id, when the cache can no longer rewind.
+/// A stepper that fails after the first id, when the cache can no longer be
+/// rewound.
 class Failing : public examples::Stepper {
  public:
   explicit Failing(SeqCache& cache) : cache_(cache) {}

@@ -1,6 +1,6 @@
-"""Each public header compiles on its own, twice over, and in two files of one library, with every warning an error.
+"""Each public header compiles alone, included twice, and in two files of one library, with warnings as errors.
 
-``headers.py INCLUDE CC CXX FLAG...``: FLAGs are what the headers need to find ExecuTorch and MLX.
+``headers.py INCLUDE CC CXX FLAG...``: with the FLAGs the headers find ExecuTorch and MLX.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NEITHER = ["-fno-exceptions", "-fno-rtti"]
 # The include path of MLX's headers, which need no other.
 MLX = {"mlx_cache.hpp", "executorch_mlx_cache.hpp"}
 
-# Headers that need ExecuTorch or MLX, and so exceptions and a certain standard.
+# Headers that need ExecuTorch or MLX, and therefore exceptions and a newer standard.
 OF_HOSTS = {"executorch.hpp", "backend_id.hpp", *MLX}
 
 
 def standards(header: str) -> list[tuple[str, list[str]]]:
-    """How a header is compiled: a C header as C and C++, a C++ header without exceptions and RTTI."""
+    """The ways to compile a header: a C header as C and C++, a C++ header without exceptions and RTTI."""
     if header in MLX:
         return [("C++20", CPP20)]
     if header in OF_HOSTS:
@@ -36,12 +36,12 @@ def standards(header: str) -> list[tuple[str, list[str]]]:
 
 
 EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
-"""True compiles each header in every way. Otherwise each is compiled in the oldest standard of each language, and
-all together in the newest one at the end.
+"""Whether to compile each header in every way. Otherwise each is compiled in the oldest standard of each language,
+and all together in the newest standard.
 """
 
 
-# ETKV_API by the defined macros. For Windows only its text is checked.
+# The expansion of ETKV_API by the defined macros. For Windows only the text is checked.
 EXPORTS = {
     ("-D_WIN32", "-DETKV_BUILDING"): "__declspec(dllexport)",
     ("-D_WIN32",): "__declspec(dllimport)",

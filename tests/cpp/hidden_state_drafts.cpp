@@ -1,6 +1,6 @@
-// Drafts that take the target's hidden states: their proposals depend on the
-// text and its hidden states only, not on history, and equal those of their
-// program run one id at a time.
+// Drafts that are fed with the target's hidden states. Their proposals depend
+// only on the text and its hidden states, not on earlier texts, and equal the
+// choices of the draft's program when it runs one id at a time.
 
 #include <algorithm>
 #include <array>
@@ -17,7 +17,7 @@ using examples::HiddenStatesView;
 using examples::HiddenStateType;
 using examples::Program;
 
-/// Hidden states of a text in reference decoding, a row for each id.
+/// Hidden states of a text by reference decoding, a row for each id.
 struct HiddenStates {
   HiddenStateType type;
   std::vector<std::byte> rows;
@@ -46,7 +46,7 @@ bool same(const TokenTree& a, const TokenTree& b) {
   return a.tokens == b.tokens && a.parents == b.parents;
 }
 
-/// The proposal of a draft that has only the hidden states of this text.
+/// Returns the proposal of a new draft with the hidden states of this text.
 TokenTree fresh(
     const std::string& name,
     Target& target,
@@ -54,14 +54,14 @@ TokenTree fresh(
     const TreeShape& shape) {
   const auto hidden_states = hidden_states_of(target, text);
   const auto proposer = draft(name, target);
-  // A tuner needs its costs before the first tree.
+  // A tuner needs the draft's costs before the first tree.
   CHECK(proposer->seconds(1, 1) > 0.0);
   proposer->saw(0, hidden_states.view(0, text.size() - 1));
   Sampler greedy;
   return must(proposer->propose(text, shape, greedy));
 }
 
-/// Records the proposals of a draft.
+/// A draft that records the proposals of another.
 class Recorder : public Draft {
  public:
   struct Proposal {
@@ -124,7 +124,7 @@ void as_if_fresh(
     must(target.cache().clear());
     auto answer = must(generator.answer(asked, 20, examples::Listener()));
     CHECK(answer.ids == reference_ids(untapped, asked, 20));
-    // Continues from within the answer, with another id.
+    // A text that continues from the middle of the answer, with another id.
     Ids longer = asked;
     longer.insert(longer.end(), answer.ids.begin(), answer.ids.begin() + 9);
     longer.push_back((answer.ids[9] + 1) % kVocabulary);
@@ -146,9 +146,9 @@ void as_if_fresh(
       nodes);
 }
 
-/// A chain of likeliest ids from the draft's program on a contiguous cache. Ids
-/// of the text have their own hidden states; each later id has the program's
-/// output for the id before.
+/// Compares with a chain of likeliest ids from the draft's program on a
+/// contiguous cache. The inputs for ids of the text are the target's hidden
+/// states; for later ids, the program's output for the id before.
 void chains_by_hand() {
   constexpr int64_t kDepth = 5;
   Target target("llama-tapped");
@@ -189,7 +189,7 @@ void chains_by_hand() {
   }
 }
 
-/// Missing hidden states are an error.
+/// Missing hidden states are errors.
 void missing_hidden_states() {
   const TreeShape shape = {2, 2, 32};
   const Ids ids = text(30, 4);
@@ -232,7 +232,8 @@ void missing_hidden_states() {
   refused(19);
 }
 
-/// Rows have the states of several layers; the draft takes those of its own.
+/// Rows have the states of several layers. The draft uses those of its input
+/// layer.
 void one_of_several_taps() {
   const TreeShape shape = {3, 2, 32};
   Target two("llama-taps");
@@ -264,12 +265,13 @@ void refusals() {
   CHECK_REFUSED(
       open({0}, {ScalarType::BFloat16, 64}),
       ETKV_ERROR_PROGRAM,
-      "64 elements of Float, and the model gives those of 64 elements of "
+      "64 elements of Float, and the model returns hidden states of 64 "
+      "elements of "
       "BFloat16");
   CHECK_REFUSED(
       open({0}, {ScalarType::Float, 32}),
       ETKV_ERROR_PROGRAM,
-      "the model gives those of 32 elements of Float");
+      "the model returns hidden states of 32 elements of Float");
   CHECK_REFUSED(
       examples::open_draft(path, {1000, 64, {}, {0}, type}),
       ETKV_ERROR_PROGRAM,

@@ -1,5 +1,5 @@
-// The argmax of a row, and a row as float32, in every dtype that a program may
-// return.
+// The argmax of a row and its conversion to float32, in every dtype that a
+// program may return.
 
 #include <cmath>
 #include <limits>
@@ -37,7 +37,8 @@ examples::LogitsView view_of(const std::vector<T>& values) {
   return view;
 }
 
-/// The argmax without NaN by a simple search; -1 if all are NaN.
+/// Returns the argmax by a simple search that skips NaN; -1 if all values are
+/// NaN.
 template <typename T>
 int64_t plain_argmax(const std::vector<T>& values) {
   int64_t best = -1;
@@ -63,8 +64,9 @@ void compare(const std::vector<T>& values) {
   }
 }
 
-/// A row of `n` values out of few, so that the greatest occurs more than once:
-/// `special` of 16 are NaN, infinite or a zero of either sign.
+/// Returns a row of `n` values from a small set, so that the greatest occurs
+/// more than once. `special` of 16 values are NaN, infinite or zeros of either
+/// sign.
 template <typename T>
 std::vector<T> made_up(size_t n, uint32_t seed, uint32_t special) {
   constexpr float kSpecial[] = {kNan, -kInfinity, -0.0F, 0.0F};

@@ -1,5 +1,5 @@
-// The facts that a program reports about its caches: by versioned metadata, by
-// the methods of ExecuTorch's exporter, or not at all.
+// The facts that a program reports about its caches: in versioned metadata, in
+// methods of ExecuTorch's exporter, or not at all.
 
 #include <map>
 #include <stdexcept>
@@ -72,7 +72,8 @@ void of_our_version() {
   CHECK_INT(uniform.prefill_chunk_size, 0);
   CHECK_INT(uniform.max_context_length, 0);
 
-  // Layer by layer, as int32 or int64. It precedes other exporters' methods.
+  // Tensors with a value for each layer, int32 or int64. Versioned metadata
+  // take precedence over the methods of ExecuTorch's exporter.
   auto facts = exporters();
   for (const auto& [name, value] : versioned().values) {
     facts.values.insert_or_assign(name, value);
@@ -119,7 +120,8 @@ void values_in_keys() {
   facts.set("kv_cache.v_head_dim", 48).set("kv_cache.values_in_keys", 1);
   auto config = make_config(must(facts.read()), 10, "f32");
   config.growth = Growth::exact;
-  // Keys alone take bytes, and 48 elements need not fill groups.
+  // Only keys take bytes, so 48 elements of a value need not be a multiple of
+  // the group.
   CHECK_INT(must(estimate(config, 10)).allocated, 2 * 10 * 8 * 64 * 4);
   config.k_format = config.v_format = "affine8g64";
   CHECK(make_decode_session(kMLXBackend, config).ok());
@@ -132,7 +134,7 @@ void values_in_keys() {
 
 void of_another_version() {
   for (const int64_t version : {0, 4, 1000}) {
-    // Refused even beside the exporter's methods, which may differ.
+    // Refused even if there are also the exporter's methods.
     auto facts = exporters();
     facts.set("kv_cache.schema_version", version);
     CHECK_REFUSED(
@@ -187,7 +189,7 @@ void of_recurrent_layers() {
   CHECK_INT(recurrence.v_dim, 24);
   CHECK(recurrence.channel_decay);
 
-  // A session has them.
+  // A session has these layers.
   auto config = make_config(params, 256);
   config.growth = Growth::upfront;
   for (const char* backend : {kMLXBackend, kCPUBackend}) {
@@ -231,7 +233,7 @@ void of_recurrent_layers() {
       ETKV_ERROR_INVALID_ARGUMENT,
       "anchors is 65, the most is 64");
 
-  // Other layers are not needed.
+  // Attention layers are not needed.
   auto facts = recurrent();
   facts.set("kv_cache.n_layers", 0)
       .set("kv_cache.n_kv_heads", 0)
@@ -283,7 +285,7 @@ void of_executorchs_exporter() {
   CHECK_INT(params.prefill_chunk_size, 256);
   CHECK_INT(params.max_context_length, 4096);
 
-  // Other exporters have other names for the context length.
+  // Exporters have different names for the context length.
   auto facts = exporters();
   facts.values.erase("get_max_ctx_len");
   facts.set("get_max_seq_len", 128);
@@ -328,7 +330,7 @@ void what_is_missing_or_wrong() {
   facts.set("get_prefill_chunk_size", -1);
   CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "get_prefill_chunk_size");
 
-  // An error of the host's reader is returned.
+  // An error of the host's function is returned.
   CHECK_REFUSED(
       read_kv_cache_metadata([](const std::string&) -> Result<Value> {
         return Error(ETKV_ERROR_UNSUPPORTED, "no constants here");
@@ -337,7 +339,7 @@ void what_is_missing_or_wrong() {
       "no constants here");
 }
 
-/// From a method, and its inputs.
+/// Facts from a method and its inputs.
 void of_a_method() {
   Model model("llama-f32");
   REQUIRE(model.module().load() == executorch::runtime::Error::Ok);
@@ -385,7 +387,8 @@ void default_formats() {
     session = must(make_decode_session(params.backend_id, config));
     CHECK(session.cache().formats()->k == "f16");
   }
-  // Another exporter does not report the dtype: take that of the logits.
+  // ExecuTorch's exporter does not report the dtype, so it is that of the
+  // logits.
   Model model("llama-bf16");
   const auto meta = model.module().method_meta("forward");
   REQUIRE(meta.ok());
@@ -411,7 +414,7 @@ void default_formats() {
       "`kv_cache.dtype` is `float32`, expected f32, f16 or bf16");
 }
 
-/// The memory of a session can be estimated before it is made.
+/// The memory of a session can be estimated before the session is made.
 void estimates() {
   Model model("llama-f32");
   auto config = make_config(model.params(), 48, "", 4);
@@ -473,7 +476,7 @@ void budgets() {
   must(set_memory_budget(0));
 }
 
-/// Before a step is refused, the host's callback may free another cache.
+/// Before a step is refused, the host's callback can free another cache.
 void callbacks_for_memory() {
   const Ids ids = text(8);
   const auto before = must(memory_budget()).held;

@@ -1,4 +1,4 @@
-"""Misuses of the C++ interface do not compile, and the correct use beside each of them does.
+"""Misuses of the C++ interface do not compile. The correct use next to each misuse compiles.
 
 ``misuse.py INCLUDE CXX``
 """
@@ -32,19 +32,19 @@ int use{number}(etkv::Cache& cache, etkv::SeqCache& sequences, const etkv::Resul
 # A misuse, the correct use, and a word of the compiler's message for the misuse.
 MISUSES = {
     "a Result that is ignored": ("number();", "if (!number()) return 1;", "nodiscard"),
-    "a success that is not asked for": ("done();", "if (!done()) return 1;", "nodiscard"),
-    "a verb whose outcome is ignored": ("cache.rewind(0);", "if (!cache.rewind(0)) return 1;", "nodiscard"),
-    "an answer taken for the question": (
+    "a Result<void> that is ignored": ("done();", "if (!done()) return 1;", "nodiscard"),
+    "a method whose Result is ignored": ("cache.rewind(0);", "if (!cache.rewind(0)) return 1;", "nodiscard"),
+    "a Result<bool> as a condition": (
         "while (cache.can_extend()) {}",
         "while (cache.can_extend().value_or(false)) {}",
         "a Result<bool> is no condition",
     ),
-    "an answer that is denied": (
+    "a Result<bool> that is negated": (
         "if (!cache.can_extend()) return 1;",
         "if (!*cache.can_extend()) return 1;",
         "a Result<bool> is no condition",
     ),
-    "a Result in the place of its value": (
+    "a Result instead of its value": (
         "int32_t length = cache.length();",
         "int32_t length = *cache.length(); return length;",
         "int32_t",
@@ -55,7 +55,7 @@ MISUSES = {
         "etkv::Cache other = cache.share(); return other.capacity();",
         "delete|deleted",
     ),
-    "a verb of another face": ("auto x = cache.seq_rm(0);", "auto x = sequences.seq_rm(0); return x.ok();", "seq_rm"),
+    "a method of another face": ("auto x = cache.seq_rm(0);", "auto x = sequences.seq_rm(0); return x.ok();", "seq_rm"),
 }
 
 
@@ -65,7 +65,7 @@ def main(include: Path, cxx: str) -> int:
         source = Path(scratch) / "misuse.cpp"
 
         def said(*bodies: str) -> str | None:
-            """What the compiler says of a program with this body; None if it compiles."""
+            """The compiler's output for a program with these bodies; None if it compiles."""
             uses = (USE.format(number=number, body=body) for number, body in enumerate(bodies))
             source.write_text(HEAD + "".join(uses))
             command = [cxx, *FLAGS, f"-I{include}", str(source)]

@@ -1,5 +1,5 @@
-// A host that computes with MLX itself: results are compared with rows that the
-// host keeps itself.
+// A host that computes with MLX itself. Results are compared with rows that the
+// test keeps.
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -59,7 +59,7 @@ std::vector<int32_t> positions(int32_t first, int32_t n) {
   return positions;
 }
 
-// Rows of each layer that the host keeps to compare with.
+// Rows of each layer, for comparison.
 struct Kept {
   std::vector<mx::array> k = {}, v = {};
 
@@ -80,7 +80,7 @@ attention(const mx::array& q, const mx::array& k, const mx::array& v) {
   return mx::fast::scaled_dot_product_attention(q, k, v, kScale, "causal");
 }
 
-// Steps of several sizes, on the host's streams and the library's.
+// Steps of several sizes, on streams of the host and of the library.
 void rows_come_back() {
   for (const char* kind : {"contiguous", "seq", "tree"}) {
     auto cache =
@@ -235,7 +235,7 @@ void what_cannot_be_is_refused() {
   etkv_forwards_free(nullptr);
 }
 
-// Rows that are not evaluated yet survive an aborted forward.
+// Rows that are not evaluated yet stay valid after an aborted forward.
 void lazy_forwards_stay() {
   auto cache = must(
       etkv::make_cache<etkv::Cache>("MLXBackend", "contiguous", config("f32")));
@@ -257,7 +257,7 @@ void lazy_forwards_stay() {
   CHECK_INT(odd.error().status(), ETKV_ERROR_DTYPE);
 }
 
-// Calls the adapter as ExecuTorch's own backend does.
+// Calls the adapter as ExecuTorch's backend does.
 void inside_executorch() {
   auto cache = must(
       etkv::make_cache<etkv::Cache>("MLXBackend", "contiguous", config("f32")));
@@ -286,7 +286,7 @@ void inside_executorch() {
   CHECK_INT(*cache.length(), 0);
 }
 
-// The adapter owns the cache, as other owners do.
+// The adapter is an owner of the cache.
 void the_adapter_outlives_the_session() {
   auto session = std::make_unique<etkv::CacheSession<etkv::Cache>>(
       must(etkv::make_decode_session("MLXBackend", config("f32"))));
@@ -307,7 +307,7 @@ void the_adapter_outlives_the_session() {
     must(forwards.update_and_fetch(layer, {0, 1}, rows, rows));
   }
   CHECK_INT(*other.length(), 2);
-  // Assignment to a handle frees its old one.
+  // Assignment to an object frees its old handle.
   const size_t live = etkv_live_handles();
   other = std::move(cache);
   CHECK_INT(etkv_live_handles(), live - 1);

@@ -1,4 +1,4 @@
-"""Exports the programs of the C++ tests, if they are missing or would be exported differently now.
+"""Exports the programs of the C++ tests, if they are missing or stale.
 
 ``models.py TINY_MODELS.py OUTDIR`` writes ``OUTDIR/<name>/model.pte`` for every name in PROGRAMS. For models with
 recurrent layers it also writes ``OUTDIR/hf/<model>/greedy.txt``: a prompt, and transformers' greedy ids after it.
@@ -22,11 +22,11 @@ PROGRAMS = {
     # The same layers and KV heads as the others, with a larger head_dim.
     "qwen3-f32": ("tiny-qwen3", {}),
     "qwen3-cpu": ("tiny-qwen3", {"backend": "cpu"}),
-    # Drafts that accept fewer tokens than their targets, or hold fewer.
+    # Drafts that accept fewer tokens in a step than their targets, or have a shorter context.
     "llama-chunk4": ("tiny-llama", {"prefill_chunk": 4}),
     "llama-last": ("tiny-llama", {"logits": "last"}),
     "mistral-window": ("tiny-mistral-window", {}),
-    # Drafts of their last layer, and targets that return the hidden states for them.
+    # Drafts of the last layer, and targets that return the hidden states for them.
     "llama-tapped": ("tiny-llama", {"tap_layers": (0,)}),
     "llama-taps": ("tiny-llama", {"tap_layers": (1, 0)}),
     "llama-draft": ("tiny-llama", {"draft": 1}),
@@ -39,7 +39,7 @@ PROGRAMS = {
 """Name -> tiny model, and its differences from :data:`DEFAULTS`."""
 
 RECURRENT = ("qwen3.5",)
-"""The models of ``recurrent_models.py``, beside ``TINY_MODELS.py``."""
+"""The models of ``recurrent_models.py``, in the folder of ``TINY_MODELS.py``."""
 
 PROMPT, ANSWER = 150, 80
 """The numbers of ids in ``greedy.txt``. Anchors lie at multiples of 64."""
@@ -48,7 +48,7 @@ DEFAULTS = {"dtype": "float32", "prefill_chunk": 32}
 
 
 def _module(path: Path):
-    # It imports others of its folder.
+    # The module imports others of its folder.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -73,7 +73,7 @@ def _write_greedy(model, file: Path) -> None:
 
 
 def _write(name: str, tiny_models: Path, weights: Path) -> None:
-    """Write the weights of a model, and what tests compare its programs with."""
+    """Write the weights of a model, and the ids that tests compare its programs with."""
     if name not in RECURRENT:
         _module(tiny_models).write(name, weights)
         return

@@ -1,5 +1,5 @@
-// What the example runners decide between steps, without a model: which
-// requests the next step runs.
+// The scheduler of the example runners, without a model: it chooses the
+// requests of each step.
 
 #include <algorithm>
 #include <map>
@@ -14,7 +14,8 @@ namespace {
 
 using examples::Scheduler;
 
-/// A cache that only counts, and requests with answers of given lengths.
+/// A simulated cache that only counts positions, and requests with answers of
+/// fixed lengths.
 struct Simulation {
   Simulation(size_t capacity, size_t step_tokens, int32_t sequences)
       : capacity(capacity),
@@ -45,7 +46,7 @@ struct Simulation {
   }
 
   void step() {
-    // The requests that were idle before, longest first.
+    // The requests that were idle before the step, longest idle first.
     auto idle_before = idle;
     Scheduler::Events events;
     const auto shares = must(scheduler.next(events));
@@ -65,7 +66,7 @@ struct Simulation {
     if (events.stuck) {
       CHECK_INT(active.size(), 1);
       CHECK(idle.empty());
-      // Only this request is held, and its next token does not fit.
+      // Only this request is in the cache, and its next token does not fit.
       CHECK_INT(used(), scheduler.request(*events.stuck).held);
       CHECK_INT(used(), capacity);
       stuck.insert(*events.stuck);
@@ -75,8 +76,8 @@ struct Simulation {
     active.insert(active.end(), events.admitted.begin(), events.admitted.end());
     n_evicted += events.evicted.size();
 
-    // Answers come first, with one token each, and all take part unless the
-    // step is full.
+    // Answers come first, with one token each. All of them are in the step,
+    // unless it is full.
     size_t total = 0;
     std::set<size_t> answering;
     for (const size_t number : active) {
@@ -156,8 +157,8 @@ void mixed_steps() {
   CHECK_INT(shares[1].n, 7);
 }
 
-/// A cache that fails to remove a sequence: the step reports it, even if the
-/// next removal would succeed.
+/// If the cache fails to remove a sequence, the step returns the error, even if
+/// the next removal would succeed.
 void a_cache_that_fails() {
   std::vector<Result<void>> outcomes = {
       Error(ETKV_ERROR_STEP, "not now"), Result<void>()};
@@ -184,7 +185,7 @@ void a_cache_that_fails() {
   CHECK_INT(scheduler.request(0).held, 4);
 }
 
-/// Random requests in random caches: all are answered in full in the end.
+/// Random requests in random caches are all answered in full.
 void all_are_answered() {
   size_t preempted = 0;
   size_t evicted = 0;
@@ -205,7 +206,7 @@ void all_are_answered() {
       REQUIRE(++steps < 100000);
     }
     for (size_t i = 0; i < n; ++i) {
-      // The last id of an answer takes no cell.
+      // The last id of an answer needs no cell.
       const bool fits = run.prompts[i] + run.answers[i] - 1 <= capacity;
       CHECK_INT(run.stuck.count(i), fits ? 0 : 1);
       CHECK_INT(

@@ -1,5 +1,5 @@
-// A program with recurrent layers on its caches: its ids are transformers' own,
-// whatever was rewound, forked, proposed or saved before.
+// A program with recurrent layers on each kind of cache. Its ids equal those of
+// transformers, whatever was rewound, forked, proposed or saved before.
 
 #include <filesystem>
 #include <fstream>
@@ -12,7 +12,7 @@ namespace {
 
 const char* const kModel = "qwen3.5-f32";
 
-/// The distance of anchors.
+/// The distance between anchors.
 constexpr int32_t kBlock = 64;
 
 /// A prompt, and transformers' greedy ids after it.
@@ -54,8 +54,8 @@ template <typename Face>
 struct Program : On<Face> {
   Program() : On<Face>(large, kModel) {}
 
-  /// Runs ids at consecutive positions, `chunk` in a step, and returns the rows
-  /// of the last step. `sequence` is that of a cache with several.
+  /// Runs ids at consecutive positions, `chunk` per step, and returns the rows
+  /// of the last step. `sequence` is for caches of several sequences.
   Rows read(
       const Ids& ids,
       int64_t begin,
@@ -75,7 +75,8 @@ struct Program : On<Face> {
     return rows;
   }
 
-  /// Runs the text from `begin` on. The answer is transformers'.
+  /// Runs the text from `begin` on, and checks that the answer is that of
+  /// transformers.
   void follow(int64_t begin, int32_t sequence = 0) {
     const Text& text = Text::get();
     if (begin < text.prompt) {
@@ -107,7 +108,7 @@ void it_goes_back() {
   for (const int32_t back : {1, 7, kBlock}) {
     const int32_t length = must(program->length());
     must(program->rewind(length - back));
-    // Other tokens leave no trace.
+    // Other tokens must leave no trace.
     program.read(text.ids, length - back, length - back + 1);
     must(program->rewind(length - back));
     program.follow(length - back);
@@ -118,7 +119,7 @@ void it_goes_back() {
   CHECK_INT(must(program->reachable(100)), kBlock);
   CHECK_INT(must(program->rewind_to_reachable(100)), kBlock);
   program.follow(kBlock);
-  // A step that begins below the length rewinds, too.
+  // A step that begins below the length also rewinds.
   program.follow(0);
 }
 
@@ -131,7 +132,7 @@ void it_forks() {
   const auto used = must(program->memory()).used;
   must(program->seq_cp(0, 1));
   CHECK(must(program->memory()).used == used);
-  // Both go on in the same steps, one of them with other tokens.
+  // Both sequences go on in the same steps, one of them with other tokens.
   for (int64_t at = text.prompt; at < text.prompt + 20; ++at) {
     must(program->begin_step({1, 0}));
     const Rows rows = must(
@@ -143,14 +144,14 @@ void it_forks() {
   program.follow(text.prompt, 1);
   CHECK_REFUSED(
       program->seq_rm(1, 0, prompt), ETKV_ERROR_POSITION, "are not its last");
-  // The branch has the checkpoint of the text that it came from.
+  // The branch shares the checkpoint of its source.
   CHECK_INT(must(program->seq_reachable(1, 100)), kBlock);
   must(program->seq_rm(1, kBlock));
   program.follow(kBlock, 1);
 }
 
-/// Chains of candidates after two sequences, in between each other, and a wrong
-/// sibling of each.
+/// Interleaved chains of candidates after two sequences, with a wrong sibling
+/// of each candidate.
 void it_proposes() {
   const Text& text = Text::get();
   Program<TreeCache> program;
@@ -198,7 +199,7 @@ void it_proposes() {
   program.follow(at, 1);
 }
 
-/// A file of one sequence has its checkpoints.
+/// A file of one sequence includes its checkpoints.
 void it_is_saved() {
   const Text& text = Text::get();
   const auto path = (std::filesystem::temp_directory_path() /

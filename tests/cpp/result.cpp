@@ -1,5 +1,4 @@
-// etkv::Result: a value or an error, and the effect of asking for the wrong
-// one.
+// etkv::Result: a value or an error, and the effect of reading the absent one.
 
 #include "etkv/result.hpp"
 

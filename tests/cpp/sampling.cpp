@@ -1,5 +1,5 @@
-// Ids that are drawn at random: for any proposal, each id has the probability
-// that the model gives it.
+// Ids drawn at random: for any proposal, each id has the probability that the
+// model assigns to it.
 
 #include <cmath>
 #include <limits>
@@ -10,8 +10,9 @@
 namespace etkv::tests {
 namespace {
 
-/// How far counts are from the expected ones, in standard deviations of the
-/// chi-square distribution. Cells that expect less than 5 count as one.
+/// The deviation of counts from the expected ones, in standard deviations of
+/// the chi-square distribution. Cells with an expected count below 5 are
+/// merged.
 class ChiSquare {
  public:
   void add(double expected, double found) {
@@ -48,8 +49,8 @@ class ChiSquare {
 // ---- Made-up distributions
 // -----------------------------------------------------
 
-/// Logits of a language of a few letters: the next letter depends on the last
-/// two.
+/// Returns logits of a language of a few letters, in which the next letter
+/// depends on the last two.
 std::vector<float> language(uint32_t seed, const Ids& text, float sharpness) {
   std::vector<float> logits(kLetters);
   const size_t n = text.size();
@@ -75,10 +76,11 @@ Ids way_to(const TokenTree& tree, int32_t node) {
   return ids;
 }
 
-/// How the children of a tree are chosen.
+/// The choice of a tree's children.
 enum class Drawn { at_random, likeliest };
 
-/// A tree of two levels, `width` children a node, by the language `seed`.
+/// Returns a tree of two levels with `width` children per node, from the
+/// language `seed`.
 TokenTree
 grow(uint32_t seed, size_t width, Drawn how, double temperature, Rng& rng) {
   TokenTree tree(/*root=*/0);
@@ -107,8 +109,8 @@ grow(uint32_t seed, size_t width, Drawn how, double temperature, Rng& rng) {
   return tree;
 }
 
-/// How the first two ids after a root deviate from the target's own, if a tree
-/// of another language is verified. `judge` verifies.
+/// Returns the deviation of the first two ids after a root from the target's
+/// distribution, if trees of another language are verified by `judge`.
 using Judge = std::function<
     VerificationResult(const TokenTree&, const LogitsView&, Sampler&)>;
 double deviations(
@@ -179,8 +181,9 @@ void sampling_keeps_the_distribution() {
   }
   std::printf("made-up languages: at most %.2f deviations\n", most);
 
-  // The test detects judges that are almost right: one accepts a child by its
-  // probability alone, one ignores what a rejection says of the rest.
+  // The test detects judges that are almost right. One accepts a child by its
+  // probability alone. The other does not change the distribution after a
+  // rejection.
   const Judge careless =
       [](const auto& tree, const auto& logits, auto& sampler) {
         const auto child = tree.children(0)[0];
@@ -199,7 +202,7 @@ void sampling_keeps_the_distribution() {
         const auto& q = tree.drawn_from[0];
         for (const int32_t child : tree.children(0)) {
           const int64_t token = tree.tokens[static_cast<size_t>(child)];
-          // The second child was not drawn from all of q.
+          // A mistake: after the first child, q should lack it.
           if (examples::accept(p, q, token, sampler.rng)) {
             return VerificationResult{{0}, token};
           }
@@ -224,7 +227,7 @@ void drawing() {
   // The same seed gives the same numbers on every machine.
   Rng again(42);
   CHECK(again.uniform() == 0.75515553295453897);
-  // Equal distributions: always accepted.
+  // With equal distributions, every id is accepted.
   for (int i = 0; i < 1000; ++i) {
     Distribution equal = {0.1F, 0.2F, 0.7F};
     const Distribution q = equal;
@@ -232,14 +235,14 @@ void drawing() {
   }
 }
 
-/// Every caller refuses logits without a softmax: nothing is drawn from them.
+/// Every caller refuses logits that have no softmax, and draws nothing.
 void no_numbers() {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const auto refused = [](const std::vector<float>& row, const char* words) {
     Sampler sampler(1.0, 7);
     CHECK_REFUSED(sampler.choose(view(row), 0), ETKV_ERROR_PROGRAM, words);
-    // In the second row of a tree, which the only child always reaches.
+    // The row is the second of a tree, whose node is always reached.
     TokenTree tree(0);
     tree.add(1, 0);
     tree.add(2, 1);
@@ -256,7 +259,7 @@ void no_numbers() {
   refused({0, 1, kInfinity, 3, 4, 5}, "logit 2 is inf");
   refused({kInfinity, 1, 2, 3, 4, kNan}, "logit 5 is nan");
   refused(std::vector<float>(kLetters, -kInfinity), "logit 0 is -inf");
-  // An id that the model masks out is never drawn.
+  // A masked id is never drawn.
   const std::vector<float> masked = {-kInfinity, 0, 0, -kInfinity, 0, 0};
   Sampler sampler(1.0, 7);
   for (int i = 0; i < 200; ++i) {
@@ -267,13 +270,13 @@ void no_numbers() {
 
 // ---- On programs ----------------------------------------------------------------
 
-/// Counts, or probabilities, of each first id and each pair of ids.
+/// Counts or probabilities of each first id and each pair of ids.
 struct Pairs {
   std::vector<double> first = std::vector<double>(kVocabulary);
   std::vector<std::vector<double>> both = {kVocabulary, first};
 };
 
-/// The target's own probabilities, from its logits.
+/// Returns the target's probabilities, from its logits.
 Pairs probabilities_after(const Ids& before, double temperature) {
   Bound bound("llama-f32", 64);
   const auto distribution = [&](int64_t position, const Ids& ids) {
@@ -298,7 +301,8 @@ Pairs probabilities_after(const Ids& before, double temperature) {
   return p;
 }
 
-/// How far `found` is from `n` times `p`, for the first id and for both.
+/// Returns the deviation of `found` from `n` times `p`, for the first id and
+/// for pairs.
 std::pair<ChiSquare, ChiSquare>
 compare(const Pairs& p, const Pairs& found, double n) {
   std::pair<ChiSquare, ChiSquare> tests;
@@ -311,15 +315,15 @@ compare(const Pairs& p, const Pairs& found, double n) {
   return tests;
 }
 
-/// The distribution of the first two ids, by the target's own logits.
+/// The first two ids have the distribution of the target's logits.
 void same_distribution() {
   const double temperature = 0.5;
   constexpr long kSamples = 1000;
   const Ids before = prompt();
   const Pairs p = probabilities_after(before, temperature);
 
-  // This many samples detect a temperature that is a fifth too high: the mean
-  // alone deviates as much, and noise adds to it.
+  // The number of samples is large enough to detect a temperature that is a
+  // fifth too high: the mean deviation exceeds the limit, and noise adds to it.
   Pairs other = probabilities_after(before, 1.2 * temperature);
   for (size_t a = 0; a < other.first.size(); ++a) {
     other.first[a] *= kSamples;

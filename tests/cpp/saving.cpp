@@ -1,5 +1,5 @@
-// Caches in files: a loaded cache continues with the same logits, bit for bit,
-// under a program. Files that do not fit are refused.
+// Caches in files, with programs: a loaded cache continues with the same
+// logits, bit for bit. Files that do not fit are refused.
 
 #include <chrono>
 #include <filesystem>
@@ -42,8 +42,8 @@ struct Folder {
   std::string path;
 };
 
-/// A prompt, saved. The next tokens run in the saved cache, and in another one
-/// that loads it.
+/// Saves a prompt. The next tokens give the same logits in the saved cache and
+/// in a cache that loads the file.
 template <typename Face>
 void goes_on(const std::function<void(CacheConfig&)>& change) {
   const Place place;
@@ -57,7 +57,7 @@ void goes_on(const std::function<void(CacheConfig&)>& change) {
   CHECK(must(fingerprint(place.path)).rfind("xxh3-", 0) == 0);
 
   On<Face> loaded(change);
-  // Its contents are replaced.
+  // The load replaces these contents.
   loaded.model.at(0, text(5, 9));
   const auto tokens =
       must(load_cache(loaded.session.cache(), place.path, kFingerprint));
@@ -69,8 +69,8 @@ void goes_on(const std::function<void(CacheConfig&)>& change) {
   }
 }
 
-/// One of two sequences, saved. Its next tokens run there, and in a cache with
-/// another sequence that loads it.
+/// Saves one of two sequences. Its next tokens give the same logits there and
+/// in a cache with another sequence that loads the file.
 template <typename Face>
 void a_sequence_goes_on() {
   const Place place;
@@ -142,8 +142,8 @@ void a_damaged_file() {
   CHECK(bound.at(8, {1}) == other.at(8, {1}));
 }
 
-/// The status for an address that is no bucket, in a library with buckets and
-/// in one without.
+/// Returns the status for an invalid address, which depends on whether the
+/// library has buckets.
 etkv_status refusal_of_addresses() {
   const auto opened = PrefixStore::open("nothing://a-bucket", 1);
   REQUIRE(!opened.ok());
@@ -151,8 +151,8 @@ etkv_status refusal_of_addresses() {
   return has_buckets ? ETKV_ERROR_FILE : ETKV_ERROR_UNSUPPORTED;
 }
 
-/// Two texts with a common beginning: the cache loads it, and continues with
-/// the same logits.
+/// Of two texts with a common beginning, the second loads the beginning from a
+/// store, and continues with the same logits.
 template <typename Face>
 void a_stored_text() {
   const Folder folder;
@@ -200,7 +200,7 @@ void a_stored_text() {
       PrefixStore::open("nothing://a-bucket", 1),
       refusal_of_addresses(),
       "nothing://a-bucket");
-  // Another model, and a cache that holds something.
+  // Another model, and a cache that is not empty.
   On<Face> fresh;
   CHECK_INT(
       must(store.load(fresh.session.cache(), {"another model", other})), 0);
@@ -210,8 +210,8 @@ void a_stored_text() {
       "clear it");
 }
 
-/// A prefix, and the same in a prefix cache: another cache continues with the
-/// same logits, after the cache that read it is gone.
+/// A prefix, alone and in a prefix cache: another cache continues from it with
+/// the same logits, even after the cache that read the text is freed.
 template <typename Face>
 void a_shared_text() {
   const Ids ids = text(44);

@@ -1,5 +1,5 @@
-// Many sequences in one program's steps: each gives the same results as alone
-// on its own contiguous cache.
+// Many sequences in the steps of one program. Each has the same results as
+// alone on a contiguous cache.
 
 #include "tap.hpp"
 
@@ -26,8 +26,8 @@ Rows step(On<SeqCache>& on, const Batch& batch) {
   return must(on.model.step(batch.ids, batch.positions));
 }
 
-/// Layers of full history and with windows, in lossless and in rounding
-/// formats.
+/// Returns configs with full history and with windows, in formats that are
+/// lossless and formats that round.
 std::vector<Change> configs() {
   return {
       [](CacheConfig&) {},
@@ -82,7 +82,7 @@ void batches(const Change& change) {
       }
     }
   }
-  // At most 8 tokens of a sequence in a step, and more of all together.
+  // A step has at most 8 tokens of a sequence, and more in total.
   check(prompt, step(on, prompt));
   CHECK_INT(*on->length(), 9);
   for (int32_t s = 0; s < kSequences; ++s) {
@@ -90,7 +90,8 @@ void batches(const Change& change) {
     CHECK_INT(must(on->seq_next(s)), s + 2);
   }
   CHECK(must(on->sequences()) == std::vector<int32_t>({0, 1, 2}));
-  // Then a token of each, and finally two of one and one of another.
+  // Then one token of each; finally two tokens of one sequence and one of
+  // another.
   while (done[2] < 12) {
     Batch batch;
     for (int32_t s = kSequences; s-- > 0;) {
@@ -105,7 +106,7 @@ void batches(const Change& change) {
   check(uneven, step(on, uneven));
 }
 
-/// A trunk that branches share, and the branch that is kept.
+/// Branches share a trunk, and one branch is kept.
 void forks(const Change& change) {
   const Ids trunk = text(10);
   On<SeqCache> on(change);
@@ -202,7 +203,7 @@ void removal() {
   const Ids ids = text(20);
   On<SeqCache> on;
   on.model.at(0, slice(ids, 0, 12));
-  // Backtracking: the last answer again, with other tokens.
+  // Backtracking: repeat the last answer with other tokens.
   must(on->seq_rm(0, 8));
   CHECK_INT(must(on->seq_next(0)), 8);
   Ids other = slice(ids, 0, 8);
@@ -213,7 +214,8 @@ void removal() {
   for (int64_t i = 0; i < 5; ++i) {
     CHECK(close(rows.row(i), wanted.row(8 + i)));
   }
-  // Removal in the middle and at the front: other tokens keep their positions.
+  // After a removal in the middle or at the front, other tokens keep their
+  // positions.
   must(on->seq_rm(0, 4, 6));
   CHECK(is(must(on->seq_positions(0)), {{0, 4}, {6, 13}}));
   must(on->seq_rm(0, 0, 2));
@@ -252,7 +254,7 @@ void removal() {
   must(windowed->seq_rm(0));
 }
 
-/// Tokens that belong to two sequences at once lie in one cell.
+/// A token that belongs to two sequences is in one cell.
 void shared_tokens() {
   const Ids trunk = text(6);
   On<SeqCache> on;
@@ -274,13 +276,13 @@ void shared_tokens() {
   four.push_back(12);
   CHECK(close(two.row(0), alone(nine).row(6)));
   CHECK(close(two.row(1), alone(four).row(6)));
-  // Removed from one sequence, they stay in the other.
+  // After their removal from one sequence, tokens stay in the other.
   must(on->seq_rm(9));
   CHECK_INT(*on->length(), 7);
   CHECK_INT(must(on->seq_len(4)), 7);
 }
 
-/// A refused step is rolled back, and the declaration of the step still holds.
+/// A refused step is rolled back, and its declaration still applies.
 void refusals() {
   const Ids ids = text(12);
   On<SeqCache> on([](CacheConfig& config) { config.capacity = 12; });
@@ -303,7 +305,7 @@ void refusals() {
       on.model.step({1}, {2}), ETKV_ERROR_INVALID_ARGUMENT, "declared 2");
   CHECK_REFUSED(on.model.step({1, 2}, {2, 3}), ETKV_ERROR_POSITION, "got 3");
   CHECK(Seen(on.session.cache()) == before);
-  // The declaration still holds.
+  // The declaration still applies.
   must(on.model.step({1, 2}, {2, 2}));
   CHECK_INT(*on->length(), 6);
 
@@ -312,7 +314,7 @@ void refusals() {
       on.model.step(slice(ids, 0, 7), run(3, 7)),
       ETKV_ERROR_CAPACITY,
       "6 of 12 cells");
-  // A sequence with its own cells there accepts no others.
+  // A sequence that has cells at these positions cannot share others.
   CHECK_REFUSED(on->seq_cp(0, 1), ETKV_ERROR_POSITION, "sequence 1");
   CHECK_INT(*on->length(), 6);
 }
@@ -334,7 +336,7 @@ void faces() {
   model.at(0, text(3));
   CHECK_INT(must(session->seq_len(0)), 3);
   CHECK(session->kind() == "seq");
-  // The same cache by its key, with a smaller face and with the same face.
+  // The registry returns the cache with a smaller face and with the same face.
   auto plain = must(CacheRegistry::get(session.key()));
   CHECK_INT(*plain.length(), 3);
   auto again = must(CacheRegistry::get<SeqCache>(session.key()));

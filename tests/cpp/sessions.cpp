@@ -1,4 +1,5 @@
-// Sessions, keys and programs: which cache a program finds, and its lifetime.
+// Sessions, keys and programs: the cache that a program finds, and its
+// lifetime.
 
 #include <algorithm>
 #include <cstring>
@@ -54,8 +55,8 @@ void what_a_program_tells() {
       "backward");
 }
 
-/// ExecuTorch's default checks only a program's first bytes. Here the table
-/// after them declares fields far outside the file.
+/// By default ExecuTorch checks only the first bytes of a program. Here the
+/// table after them has fields far outside the file.
 void damaged_tables() {
   std::ifstream whole(program_path("llama-f32"), std::ios::binary);
   std::string bytes(
@@ -93,7 +94,7 @@ void faces_in_cpp() {
   CHECK_INT(session.cache().capacity(), 0);
   CHECK_INT(session.cache().n_layers(), 0);
   CHECK(session.cache().kind().empty());
-  // Calls on a moved-from face are errors, not answers.
+  // Calls on a moved-from face return errors.
   const auto none = ETKV_ERROR_INVALID_ARGUMENT;
   CHECK_REFUSED(session.cache().can_extend(0), none, "cache is NULL");
   CHECK_REFUSED(session.cache().length(), none, "cache is NULL");
@@ -188,7 +189,7 @@ void no_key() {
     CHECK_REFUSED(
         model.step(text(1), run(0, 1)), ETKV_ERROR_NO_CACHE, "cache_key");
   };
-  // Loaded by its first run, as Module does without an explicit load.
+  // Without an explicit load, Module loads the method at its first run.
   Model by_itself("llama-f32");
   check(by_itself);
   // Loaded without a key.
@@ -203,7 +204,7 @@ void no_key() {
   check(empty);
 }
 
-/// Options that a host sets for its thread, instead of passing them.
+/// Options that a host sets for its thread instead of passing them.
 void options_of_the_thread() {
   using executorch::runtime::Error;
   const auto set = [](const char* key, const char* logits) {
@@ -229,7 +230,7 @@ void options_of_the_thread() {
   CHECK_INT(must(model.step(text(3), run(0, 3))).count, 1);
   CHECK_INT(*session.cache().length(), 3);
 
-  // Each option that ExecuTorch passes takes precedence.
+  // Options that ExecuTorch passes take precedence.
   Model second("llama-f32");
   const Session own = session_for(second);
   must(second.load(own.key()));
@@ -286,7 +287,7 @@ void other_sizes() {
       {small_config(2, 2, 32), "layer 0"},
       {small_config(2, 4, 16), "layer 0"},
       {small_config(2, 1, 16), "layer 0"},
-      // Detected after the first layer is written.
+      // This fault is detected after the first layer is written.
       {last_layer, "expected values of shape"},
   };
   for (const auto& [config, words] : cases) {
@@ -303,13 +304,13 @@ void other_sizes() {
       CHECK_INT(session->memory()->used, 0);
       CHECK(*session->can_extend(16));
     }
-    // Layers before the refusing one may keep their new slots until a clear.
+    // Layers before the one that refuses may keep new slots until a clear.
     must(session->clear(/*release=*/true));
     CHECK(Seen(session.cache()) == before);
   }
 }
 
-/// A session of the C interface, whose handles may outlive it.
+/// Returns a session of the C interface, whose handles may outlive it.
 etkv_session* raw_session(Model& model) {
   const auto params = model.params();
   auto made = make_config(params, 64, "f32", 4);
@@ -344,7 +345,7 @@ void any_order_of_leaving() {
     model->at(0, slice(ids, 0, 6));
 
     for (const char leaving : order) {
-      // The remaining owners have the cache unchanged.
+      // For the remaining owners the cache is unchanged.
       switch (leaving) {
         case 'h':
           handle.reset();
@@ -360,7 +361,7 @@ void any_order_of_leaving() {
         CHECK_INT(*handle->length(), 6);
       }
       if (model) {
-        // Overwrites earlier rows, unless the handle removed them.
+        // This overwrites earlier rows, unless the handle removed them.
         CHECK(model->at(6, slice(ids, 6, 3)) == wanted);
       }
       Model next("llama-f32");

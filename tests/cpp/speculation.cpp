@@ -1,4 +1,5 @@
-// Draft tokens and their verification: every greedy answer is that of reference decoding.
+// Draft tokens and their verification: every greedy answer equals that of
+// reference decoding.
 
 #include <map>
 #include <optional>
@@ -47,12 +48,12 @@ void ngrams() {
   const auto grow = [](const Ids& text, int64_t depth, int64_t width) {
     return NgramDraft::grow(text, {depth, width, 64});
   };
-  // 7 8 was followed by 9 1; a single id is no match.
+  // 9 1 came after 7 8. A single id is no match.
   CHECK(grow({7, 8, 9, 1, 7, 8}, 2, 1).tokens == (Ids{8, 9, 1}));
   CHECK(grow({7, 8, 9, 1, 8}, 2, 1).tokens == (Ids{8}));
   CHECK(grow({7}, 3, 3).tokens == (Ids{7}));
   CHECK(grow({7, 8, 9, 1, 7, 8}, 0, 1).tokens == (Ids{8}));
-  // Of two continuations the later one comes first; both if there is room.
+  // Of two continuations, the later one comes first. A wider tree has both.
   const Ids twice = {7, 8, 1, 0, 7, 8, 2, 0, 7, 8};
   CHECK(grow(twice, 1, 1).tokens == (Ids{8, 2}));
   const auto both = grow(twice, 2, 2);
@@ -62,7 +63,7 @@ void ngrams() {
   CHECK(grow({5, 7, 8, 1, 6, 7, 8, 2, 5, 7, 8}, 1, 1).tokens == (Ids{8, 1}));
   // A repetition goes on past the end.
   CHECK(grow({1, 2, 3, 1, 2, 3, 1, 2}, 5, 1).tokens == (Ids{2, 3, 1, 2, 3, 1}));
-  // No more nodes than asked for.
+  // The tree has at most the requested number of nodes.
   CHECK_INT(NgramDraft::grow(twice, {3, 2, 3}).size(), 3);
 }
 
@@ -97,7 +98,7 @@ void repetition() {
 
 // ---- On programs ----------------------------------------------------------------------
 
-/// Greedy: the ids of reference decoding, for every draft and shape.
+/// Greedy answers are those of reference decoding, for every draft and shape.
 void same_ids() {
   const size_t most = 24;
   const Ids reference = reference_ids("llama-f32", prompt(), most);
@@ -123,7 +124,7 @@ void same_ids() {
         const auto took = speculator.take_statistics();
         CHECK_INT(took.ids, n - 1);
         if (std::string(name) == "llama-f32") {
-          // The model's own draft tokens are all correct.
+          // With the model itself as the draft, all draft tokens are correct.
           CHECK_INT(
               took.steps, (static_cast<int64_t>(n) - 1 + depth) / (depth + 1));
         }
@@ -143,7 +144,7 @@ void same_ids() {
   }
 }
 
-/// Keeps the widths that it is asked for, and proposes nothing.
+/// A draft that records the requested widths, and proposes nothing.
 class Asked : public examples::Draft {
  public:
   explicit Asked(std::optional<int64_t> pays) : pays_(pays) {}
@@ -190,7 +191,7 @@ void width_that_pays() {
   CHECK(widths(2, 5) == std::set<int64_t>{5});
 }
 
-/// A full cache ends the answer; a rewind lets it go on, to the same ids.
+/// A full cache ends the answer. After a rewind it goes on with the same ids.
 void at_capacity() {
   const Ids wanted = reference_ids("llama-f32", prompt(), 40);
   for (const char* name : {"ngram", "llama-f32"}) {
@@ -212,7 +213,8 @@ void at_capacity() {
     CHECK(again.ids == slice(wanted, 0, 10));
     CHECK_INT(again.reused_tokens, prompt().size() - 1);
   }
-  // A draft with less room than the target proposes while it has room.
+  // A draft with a smaller cache than the target proposes until its cache is
+  // full.
   Target target;
   const auto proposer = draft("llama-f32", target, /*capacity=*/30);
   examples::Speculator speculator(
@@ -223,7 +225,7 @@ void at_capacity() {
       must(generator.answer(prompt(), 40, examples::Listener())).ids == wanted);
 }
 
-/// An eos id is the last of its answer, wherever in a tree it was.
+/// An eos token id ends its answer, wherever in a tree it is.
 void ends_within_a_tree() {
   const Ids wanted = reference_ids("llama-f32", prompt(), 24);
   Target target;

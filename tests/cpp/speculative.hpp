@@ -1,5 +1,5 @@
-// Shared by the tests of drafts: a target on a tree cache with drafts for it,
-// and made-up rows of logits.
+// Shared by the tests of drafts: a target on a tree cache, drafts for it, and
+// made-up rows of logits.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,6 @@
-// Steps through ExecuTorch's Module: a refused step leaves no trace, a rewind
-// gives a fresh start, and chunks, formats and growth change no results.
+// Steps through ExecuTorch's Module: a refused step leaves no trace, steps
+// after a rewind give the results of a fresh cache, and chunks, formats and
+// growth change no results.
 
 #include <limits>
 
@@ -18,7 +19,7 @@ struct Refused {
   const char* words;
 };
 
-/// Steps that a cache of 9 of 12 positions refuses.
+/// Steps that a cache with 9 of 12 positions refuses.
 std::vector<Refused> refused_steps() {
   constexpr int64_t kBig = std::numeric_limits<int32_t>::max();
   constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
@@ -61,7 +62,7 @@ Rows with_refusals(const std::vector<Refused>& steps, Ids ids) {
     if (result.ok() || !(Seen(bound.cache()) == before)) {
       std::printf("%s:\n", step.what);
     }
-    // On the CPU ExecuTorch's own kernel looks tokens up.
+    // On the CPU, ExecuTorch's kernel looks up tokens.
     const bool by_kernel =
         on_cpu() && step.status == ETKV_ERROR_INVALID_ARGUMENT;
     CHECK_REFUSED(
@@ -84,7 +85,7 @@ void refused_steps_leave_no_trace() {
 }
 
 /// Unequal numbers of ids and positions fail in the first layer, after the step
-/// has opened and just before it overwrites rows.
+/// is open and before it overwrites rows.
 void lengths_that_differ() {
   const Ids ids = text(12);
   const Rows wanted = with_refusals({}, ids);
@@ -140,8 +141,8 @@ void inputs_that_executorch_refuses() {
       {EValue(*id), EValue(9.0)},
   };
   for (const auto& input : inputs) {
-    // If inputs are missing, Module uses those of an earlier run. So this may
-    // run a step; it is rolled back.
+    // If inputs are missing, Module uses those of an earlier run. So a step may
+    // run here, and is rolled back.
     const auto ran = execute(bound.model.module(), "forward", input);
     if (ran.ok()) {
       CHECK(input.size() < 2);
@@ -187,8 +188,8 @@ void explicit_rewind() {
     }
     const Rows wanted = fresh.at(length, other);
 
-    // The kept rows are written by their own step: a product of more rows may
-    // round differently.
+    // The rows that stay are written by a separate step, because a product of
+    // more rows may round differently.
     Bound bound;
     if (kept > 0) {
       bound.at(0, slice(ids, 0, kept));
@@ -201,7 +202,7 @@ void explicit_rewind() {
     const Memory before = *bound.cache().memory();
     must(bound.cache().rewind(length));
     CHECK_INT(*bound.cache().length(), length);
-    // Slots stay allocated for later tokens.
+    // A rewind keeps slots for later tokens.
     CHECK_INT(bound.cache().memory()->allocated, before.allocated);
     CHECK_INT(bound.cache().memory()->used, before.used / 10 * kept);
     CHECK(bound.at(length, other) == wanted);
@@ -257,7 +258,7 @@ void chunks() {
     CHECK(apart < 1e-4);
     CHECK_INT(pieces.best(), all.best());
   }
-  // The maximum step of the program.
+  // One step of the program's maximum length.
   Bound most;
   CHECK_INT(most.at(0, text(kMaxTokens)).count, kMaxTokens);
 }
@@ -282,8 +283,8 @@ void last_row() {
 
 // ---- Storage ----------------------------------------------------------------
 
-/// Bytes of one slot of the tiny llama: 2 layers of 2 KV heads, keys and values
-/// of 16 elements.
+/// Returns the bytes of one slot of the tiny llama: 2 layers of 2 KV heads,
+/// with keys and values of 16 elements.
 constexpr uint64_t slot_bytes(uint64_t element) {
   return uint64_t{2} * 2 * (16 + 16) * element;
 }
@@ -308,18 +309,18 @@ void growth() {
       CHECK_INT(memory.used, length * slot);
       CHECK_INT(memory.at_capacity, 22 * slot);
     }
-    // One step that grows past several such sizes.
+    // One step can grow past several such sizes.
     must(bound.cache().clear(/*release=*/true));
     bound.at(0, slice(ids, 0, 9));
     CHECK_INT(bound.cache().memory()->allocated, 16 * slot);
   }
-  // The first allocation does not exceed the capacity, either.
+  // The first allocation does not exceed the capacity.
   Bound small("llama-f32", 3, "f32", 100);
   small.at(0, {1});
   CHECK_INT(small.cache().memory()->allocated, 3 * slot_bytes(4));
 }
 
-/// The places where a cache grows do not change its answers.
+/// The positions at which a cache grows do not change its results.
 void growth_changes_nothing() {
   const Ids ids = text(30);
   const auto answers = [&](int32_t min_chunk) {
@@ -360,7 +361,7 @@ void clearing() {
   CHECK(*bound.cache().memory() == full);
 }
 
-/// MLX's own count follows the cache's.
+/// MLX's count of bytes follows the cache's count.
 void memory_is_freed() {
   const auto active = [] {
     etkv_mlx_memory memory{};
@@ -368,7 +369,7 @@ void memory_is_freed() {
     REQUIRE(etkv_mlx_memory_read(&memory, nullptr) == ETKV_OK);
     return memory.active;
   };
-  // A row a slot and 4,096 slots: more than MLX's rounding.
+  // 4,096 slots are more bytes than MLX rounds to.
   Bound bound("llama-f32", 4096, "f32", 4096);
   bound.at(0, text(8));
   must(bound.cache().clear(/*release=*/true));
@@ -396,8 +397,8 @@ void formats() {
     const double bf16 = distance(answer("bf16"), exact);
     std::printf(
         "%s: distance of f32 %g, f16 %g, bf16 %g\n", name, f32, f16, bf16);
-    // A storage of the program's dtype loses nothing. A wider storage computes
-    // products in the wider dtype.
+    // Storage in the program's dtype loses nothing. With wider storage,
+    // products are computed in the wider dtype.
     CHECK(half ? f32 < 0.3 : f32 == 0.0);
     CHECK(f16 < (half ? 0.3 : 0.05));
     CHECK(bf16 < 0.3);

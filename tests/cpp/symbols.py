@@ -1,6 +1,6 @@
-"""A shared library exports only its own symbols: neither Rust's standard library nor cxx's runtime.
+"""A shared library exports only its interface, and no symbols of Rust's standard library or cxx's runtime.
 
-``symbols.py NM LIBRARY PREFIX...``: each symbol begins with one of the prefixes, and each prefix occurs.
+``symbols.py NM LIBRARY PREFIX...``: each exported symbol begins with one of the prefixes, and each prefix occurs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// A backend between ExecuTorch and MLXBackend. With it a test passes arguments
-// to the delegate that ExecuTorch would refuse.
+// A backend between ExecuTorch and MLXBackend, with which a test passes
+// arguments to the delegate that ExecuTorch would refuse.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ class Tap final : public ::executorch::runtime::BackendInterface {
         ::executorch::runtime::Error::Ok);
   }
 
-  /// Applies to the next execution only.
+  /// Sets a change of arguments for the next execution only.
   void tamper_once(Tamper tamper) {
     tamper_ = std::move(tamper);
   }
@@ -80,7 +80,7 @@ class Tap final : public ::executorch::runtime::BackendInterface {
   mutable Tamper tamper_;
 };
 
-/// A program whose delegate is called through the tap, on its own cache.
+/// A program whose delegate is called through the tap, with its cache.
 class Tapped {
  public:
   explicit Tapped(

@@ -1,5 +1,5 @@
-// Programs and caches on several threads: one thread at a time uses each
-// object, but caches may be shared.
+// Programs and caches on several threads. Each object is used by one thread at
+// a time; caches may be shared.
 
 #include <atomic>
 #include <mutex>
@@ -17,7 +17,7 @@ void on_a_thread(Work work) {
   std::thread(work).join();
 }
 
-/// `n` greedy ids after a prompt.
+/// Returns `n` greedy ids after a prompt.
 Ids greedy(Bound& bound, const Ids& prompt, size_t n) {
   Ids ids;
   Rows rows = bound.at(0, prompt);
@@ -46,8 +46,8 @@ void load_execute_destroy() {
   }
 }
 
-/// Session, handle and program are each freed on a thread that has done nothing
-/// else, in order of creation and in reverse.
+/// Session, handle and program are each freed on a separate thread, in order of
+/// creation and in reverse.
 void parts_on_their_own_threads() {
   for (int round = 0; round < 6; ++round) {
     std::unique_ptr<Model> model;
@@ -116,7 +116,7 @@ void one_cache() {
     for (int i = 0; i < 150; ++i) {
       seed = seed * 1664525U + 1013904223U;
       const int64_t n = 1 + (seed >> 10) % 5;
-      // A position near the end; the other thread moves the end meanwhile.
+      // A position near the end, which the other thread moves meanwhile.
       const int64_t at =
           *first.cache().length() + int64_t((seed >> 20) % 4) - 2;
       const auto result = model.step(text(n, seed), run(at, n));
@@ -126,7 +126,8 @@ void one_cache() {
       } else {
         ++refused;
         const auto status = result.error().status();
-        // A CPU forward is several calls, and does not wait for another.
+        // A CPU forward consists of several calls, and is refused instead of
+        // waiting for another forward.
         CHECK(
             status == ETKV_ERROR_POSITION || status == ETKV_ERROR_CAPACITY ||
             (on_cpu() && status == ETKV_ERROR_STEP));
@@ -134,7 +135,7 @@ void one_cache() {
       const int32_t length = *first.cache().length();
       CHECK(length >= 0 && length <= kCapacity);
       if (length > kCapacity - 6) {
-        // Refused if the other thread has already cleared it.
+        // This is refused if the other thread has already cleared the cache.
         (void)first.cache().rewind(3).ok();
       }
     }
@@ -147,7 +148,7 @@ void one_cache() {
   CHECK_INT(worked + refused, 300);
   CHECK(worked > 0);
 
-  // The cache still works like any other.
+  // The cache still works.
   must(first.cache().clear());
   CHECK(first.at(0, ids) == wanted);
   must(first.cache().clear());
@@ -185,7 +186,7 @@ void control_during_steps() {
           memory.used <= memory.allocated && *bound.cache().can_extend(0) &&
           !*bound.cache().can_extend(kCapacity - length + 1) &&
           bound.cache().capacity() == kCapacity &&
-          // Past the end: changes nothing.
+          // Past the end: refused, and changes nothing.
           !bound.cache().rewind(kCapacity + 1).ok();
       consistent = consistent && holds;
       last = length;
@@ -201,8 +202,8 @@ void control_during_steps() {
   CHECK(consistent);
 }
 
-/// Each thread decodes its own sequences in one cache, with its own program. A
-/// lock covers each declaration and its step.
+/// Each thread decodes different sequences of one cache, with a separate
+/// program. A lock covers each declaration and its step.
 void sequences_of_two_threads() {
   constexpr int64_t kIds = 14;
   On<SeqCache> on;
@@ -231,8 +232,8 @@ void sequences_of_two_threads() {
   CHECK_INT(*on->length(), 0);
 }
 
-/// A call that succeeds between steps. On MLX it waits for the step of another
-/// thread; on the CPU it is refused until that step ends.
+/// Makes a call that needs the end of another thread's step. On MLX the call
+/// waits; on the CPU it is refused, and repeated.
 template <typename Call>
 void between_steps(Call call) {
   auto result = call();
@@ -244,9 +245,10 @@ void between_steps(Call call) {
   must(std::move(result));
 }
 
-/// Without a common lock, a step may run under the other thread's declaration, and
-/// be refused or written there (see "Threads" in etkv.h). The cache stays intact:
-/// every sequence is one range from 0, and nothing is lost or counted twice.
+/// Without a common lock, a step may run under the other thread's declaration,
+/// and be refused or written to the other sequence (see "Threads" in etkv.h).
+/// The cache stays consistent: every sequence is one range from 0, and nothing
+/// is lost or counted twice.
 void a_cache_stays_whole_without_a_lock() {
   On<SeqCache> on;
   Model second("llama-f32");
@@ -352,7 +354,7 @@ void coming_and_going() {
       Model other("llama-f32");
       must(other.load(session.key()));
       other.at(0, text(5));
-      // The program is the cache's last owner, and this thread frees both.
+      // The program is the last owner of the cache, and this thread frees both.
       Session gone = std::move(session);
     }
   });

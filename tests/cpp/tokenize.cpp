@@ -1,5 +1,6 @@
-// Answers requests about text, one a line, so that tests can compare the runners'
-// tokenizer with Python's. Texts are in hexadecimal, so that every one fits a line.
+// Answers requests about texts, one per line, so that tests can compare the
+// runners' tokenizer with Python's. Texts are in hexadecimal, so that each fits
+// one line.
 //
 //   open PATH              reads a tokenizer, for the requests that follow
 //   encode 0|1 TEXT        ids, with special tokens if 1

@@ -1,5 +1,5 @@
 // The C++ interface of the tokenizer: text to ids and back, and errors as
-// results, next to libetkv, the other Rust library with cxx in the process.
+// results. libetkv, another Rust library with cxx, is in the same process.
 
 #include <filesystem>
 #include <optional>
@@ -53,7 +53,7 @@ void text_and_back() {
   CHECK(decoded(file.detokenizer(), cut) == "\ufffd");
   CHECK(decoded(file.detokenizer(), {1 << 20}).empty());
 
-  // Special tokens of an answer, and a second BOS.
+  // Special tokens in an answer, and a second BOS.
   const Ids special = must(file.encode("<|im_end|>a", false));
   CHECK(decoded(file.detokenizer(), special) == "a");
   CHECK(

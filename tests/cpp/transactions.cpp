@@ -1,5 +1,5 @@
-// A step that fails after its beginning is rolled back, for every kind of wrong
-// input and at every place in the step.
+// A step that fails after it began is rolled back, for every kind of wrong
+// input and at every point of the step.
 
 #include <algorithm>
 
@@ -32,7 +32,7 @@ constexpr size_t kPositions = 1;
 constexpr size_t kLogits = 2;
 constexpr size_t kArguments = 3;
 
-/// Replaces an argument by `value`, which lives as long as the tamper.
+/// Returns a tamper that replaces an argument by `value`, and keeps it alive.
 Tamper replace(size_t index, EValue value, TensorPtr keep = nullptr) {
   auto held = std::make_shared<EValue>(std::move(value));
   return [=](std::vector<EValue*>& arguments) {
@@ -50,14 +50,14 @@ int64_t integers[64];
 int32_t narrow_integers[64];
 float reals[64 * kVocabulary];
 
-/// Faults that show after the step's rows are written: the logits cannot be
-/// stored.
+/// Faults that are detected after the step's rows are written: the logits
+/// cannot be stored.
 std::vector<Fault> output_faults() {
   const auto shape = ETKV_ERROR_SHAPE;
   return {
       {"a fixed output",
        shape,
-       "output 0: the host's tensor does not take",
+       "output 0: the host's tensor cannot have",
        replace(
            kLogits,
            from_blob(
@@ -68,7 +68,7 @@ std::vector<Fault> output_faults() {
                TensorShapeDynamism::STATIC))},
       {"a small output",
        shape,
-       "output 0: the host's tensor does not take",
+       "output 0: the host's tensor cannot have",
        replace(
            kLogits,
            from_blob(
@@ -79,7 +79,7 @@ std::vector<Fault> output_faults() {
                TensorShapeDynamism::DYNAMIC_BOUND))},
       {"another rank",
        shape,
-       "output 0: the host's tensor does not take",
+       "output 0: the host's tensor cannot have",
        replace(
            kLogits, from_blob(reals, {64, kVocabulary}, ScalarType::Float))},
       {"no memory",
@@ -102,7 +102,8 @@ std::vector<Fault> output_faults() {
   };
 }
 
-/// Every second of six ids. ExecuTorch's helpers make only contiguous tensors.
+/// Returns every second of six ids, as a tensor with strides. ExecuTorch's
+/// helpers make only contiguous tensors.
 TensorImpl* strided_ids() {
   static SizesType sizes[] = {1, 3};
   static DimOrderType order[] = {0, 1};
@@ -111,7 +112,7 @@ TensorImpl* strided_ids() {
   return &ids;
 }
 
-/// Faults in the arguments themselves.
+/// Faults in the arguments.
 std::vector<Fault> argument_faults() {
   const auto invalid = ETKV_ERROR_INVALID_ARGUMENT;
   const auto dtype = ETKV_ERROR_DTYPE;
@@ -173,8 +174,8 @@ std::vector<Fault> argument_faults() {
   };
 }
 
-/// The place of a step that fails: after `rows` rows in separate steps, at
-/// `position`, with `n` tokens.
+/// A step that fails: after steps of `rows` rows, at `position`, with `n`
+/// tokens.
 struct Place {
   const char* what;
   std::vector<int64_t> rows;
@@ -204,8 +205,8 @@ void fill(Tapped& tapped, const Place& place) {
   }
 }
 
-/// Answers that reveal the rows of a cache: those of the step itself, and of
-/// one more token after the earlier rows.
+/// Logits that depend on the rows of a cache: of one more token, of the step
+/// itself, and of a token after it.
 struct Answers {
   Rows more;
   Rows again;
@@ -225,7 +226,7 @@ bool operator==(const Answers& a, const Answers& b) {
   return a.more == b.more && a.again == b.again && a.after == b.after;
 }
 
-/// Checks one fault at one place.
+/// Checks one fault in one step.
 void check_fault(const Place& place, const Fault& fault, bool may_have_grown) {
   Tapped clean;
   fill(clean, place);
@@ -260,7 +261,7 @@ void check_fault(const Place& place, const Fault& fault, bool may_have_grown) {
 void outputs_that_take_nothing() {
   for (const auto& place : places()) {
     for (const auto& fault : output_faults()) {
-      // The new slots of the step stay, without positions.
+      // New slots of the step stay, without positions.
       check_fault(place, fault, /*may_have_grown=*/true);
     }
   }
@@ -274,7 +275,7 @@ void arguments_that_cannot_be() {
   }
 }
 
-/// Every place where a step can fail, in sequence on one cache.
+/// Makes every step fail in turn, on one cache.
 void one_fault_after_the_other() {
   const Ids ids = text(40);
   std::vector<Rows> wanted;
@@ -303,7 +304,7 @@ void one_fault_after_the_other() {
   }
 }
 
-/// The first layer is written, and has grown, when the second refuses.
+/// The first layer has grown and is written when the second layer refuses.
 void a_layer_that_does_not_fit() {
   Tapped tapped(
       64, [](CacheConfig& config) { config.layers[1].v_head_dim = 8; });
@@ -315,7 +316,8 @@ void a_layer_that_does_not_fit() {
   CHECK(Seen(tapped.cache()) == before);
 }
 
-/// A step over capacity that fails for another reason first, and the reverse.
+/// A step at the capacity that fails for another reason, and a step over the
+/// capacity.
 void at_the_capacity() {
   const Place place{"up to the capacity", {5}, 5, 5};
   Tapped clean(10);

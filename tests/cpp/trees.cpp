@@ -1,5 +1,5 @@
-// Trees of candidates in a program's steps: a node gives the same results as
-// its chain alone, and accepted tokens the same as decoding them.
+// Trees of candidates in a program's steps. A node has the same results as its
+// chain alone, and accepted tokens the same results as decoding them.
 
 #include "tap.hpp"
 
@@ -8,7 +8,7 @@ namespace {
 
 using Parents = std::vector<int32_t>;
 
-/// How far after the sequence each node lies.
+/// Returns the depth of each node below the sequence.
 std::vector<int64_t> depths(const Parents& parents) {
   std::vector<int64_t> found;
   for (const int32_t parent : parents) {
@@ -26,7 +26,7 @@ Ids positions(int64_t base, const Parents& parents, size_t first, size_t n) {
   return found;
 }
 
-/// A text, a node and its ancestors.
+/// Returns a text, followed by the ancestors of a node and the node.
 Ids chain(
     const Ids& prefix,
     const Parents& parents,
@@ -64,7 +64,7 @@ std::vector<Change> configs() {
   };
 }
 
-/// Verified in one step: all nodes together.
+/// Verifies all nodes in one step.
 void whole(const Change& change) {
   const Ids prompt = text(9);
   const Parents parents = {-1, 0, 0, 1, -1, 4, 3};
@@ -79,7 +79,7 @@ void whole(const Change& change) {
     const Ids ids = chain(prompt, parents, nodes, node);
     CHECK(close(rows.row(node), alone(ids, change).last()));
   }
-  // Candidates take cells; they are no part of the sequence yet.
+  // Candidates take cells, but are not part of the sequence yet.
   CHECK_INT(must(on->seq_len(0)), 9);
   CHECK(!*on->can_extend(64 - 9));
 
@@ -97,7 +97,7 @@ void whole(const Change& change) {
   }
 }
 
-/// Drafted level by level, a step each.
+/// Drafts a tree level by level, one step per level.
 void levels(const Change& change) {
   const Ids prompt = text(7);
   const Parents parents = {-1, -1, 0, 1, 1, 3, 2};
@@ -125,7 +125,7 @@ void levels(const Change& change) {
   CHECK(close(on.model.at(10, {17}), alone(all, change).last()));
 }
 
-/// Nothing is accepted: the sequence is as it was.
+/// If no node is accepted, the sequence is as before.
 void rejected() {
   const Ids prompt = text(7);
   On<TreeCache> on;
@@ -144,7 +144,7 @@ void rejected() {
   CHECK_INT(*on->length(), 9);
 }
 
-/// Trees after several sequences, verified in one step.
+/// Verifies trees after several sequences in one step.
 void several() {
   const Ids a = text(6, 1);
   const Ids b = text(4, 2);
@@ -175,7 +175,7 @@ void several() {
   CHECK_INT(*on->length(), 13);
 }
 
-/// Speculative decoding gives the ids of reference decoding, for any draft.
+/// Speculative decoding returns the ids of reference decoding, for any draft.
 void speculative(const Change& change) {
   constexpr size_t kIds = 30;
   const Ids prompt = text(6, 3);
@@ -197,8 +197,8 @@ void speculative(const Change& change) {
   while (ids.size() < kIds) {
     ++steps;
     const auto base = static_cast<int64_t>(*on->length());
-    // The root, then a draft that is sometimes right: two chains, one of which
-    // has the correct id as often as the seed allows.
+    // The root, then a draft that is sometimes right: two chains, of which one
+    // has the correct ids at random.
     Parents parents = {-1};
     Ids nodes = {root};
     const size_t at = ids.size();
@@ -237,7 +237,8 @@ void speculative(const Change& change) {
   CHECK(steps < kIds - 5);
 }
 
-/// Without proposals a tree cache gives the same bits as a contiguous one.
+/// Without proposals, a tree cache has the same results as a contiguous one,
+/// bit for bit.
 void without_trees() {
   const Ids ids = text(14);
   On<Cache> plain;
@@ -277,7 +278,7 @@ void refusals() {
   CHECK_INT(*on->length(), 8);
 }
 
-/// A step of candidates that fails after its rows are written can be repeated.
+/// A step of candidates that fails after its rows were written can be repeated.
 void undone_steps() {
   const Ids prompt = text(6);
   const Parents parents = {-1, 0, 0};

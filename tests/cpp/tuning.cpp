@@ -15,15 +15,15 @@ namespace {
 using examples::LatencyModel;
 using examples::Tuner;
 
-/// The largest tested number of tokens: a little more than the largest tree.
+/// The maximum tested number of tokens, slightly more than the largest tree.
 constexpr double kMaxLength = 64.0;
 
-/// Checks that more tokens never take less time, and that each number has a
-/// time.
+/// Checks that more tokens never take less time, and that each number of tokens
+/// has a time.
 void check_rises(const LatencyModel& latency) {
   for (double n = 0.0; n < kMaxLength; n += 0.5) {
     CHECK(latency.at(n) >= 0.0 && std::isfinite(latency.at(n)));
-    // Except for rounding.
+    // The factor allows for rounding.
     CHECK(latency.at(n) <= latency.at(n + 0.5) * (1.0 + 1e-12));
   }
 }
@@ -32,8 +32,8 @@ bool near(double found, double expected) {
   return std::abs(found - expected) <= 1e-9 * std::abs(expected);
 }
 
-/// For any measurements, times rise, lie between measured times, and scale with
-/// the unit.
+/// For any measurements, times increase, lie between measured times, and scale
+/// with the unit.
 void any_measurements() {
   CHECK(LatencyModel().at(5) == 0.0);
   Rng rng(3);
@@ -61,8 +61,8 @@ void any_measurements() {
   }
 }
 
-/// If times are a line, the model has that line, between and after the measured
-/// numbers, however long the first forward of each number takes.
+/// If times are on a line, the model returns that line, between and after the
+/// measured numbers, however long the first forward of each number takes.
 void a_line() {
   for (const double once : {0.0, 7.0}) {
     for (const double each : {0.0, 0.001, 2.0}) {
@@ -72,18 +72,18 @@ void a_line() {
         latency.add(n, line(static_cast<double>(n)) + once);
         latency.add(n, line(static_cast<double>(n)));
       }
-      // A single measurement does not count beside repeated ones.
+      // A single measurement does not count next to repeated ones.
       latency.add(7, 100.0);
       for (double n = 1.0; n < kMaxLength; n += 0.5) {
         CHECK(near(latency.at(n), line(n)));
       }
-      // Below the first point the time is constant.
+      // Before the first point the time is constant.
       CHECK(latency.at(0.5) == latency.at(1));
     }
   }
 }
 
-/// A single exception does not count, a lasting change does.
+/// A single outlier does not count; a lasting change does.
 void exceptions() {
   LatencyModel latency;
   for (int time = 0; time < 8; ++time) {
@@ -110,7 +110,7 @@ void exceptions() {
   }
 }
 
-/// The ids per second that a shape promises, by the times of `latency`.
+/// Returns the expected ids per second of a shape, with the times of `latency`.
 double promise(
     const TreeShape& shape,
     const Tuner& tuner,
@@ -124,7 +124,7 @@ double promise(
   return ids / (latency.at(nodes) + (shape.depth == 0 ? 0.0 : draft_seconds));
 }
 
-/// The highest expected ids per second of any tree shape.
+/// Returns the maximum expected ids per second of all shapes.
 double best_promise(
     const Tuner& tuner,
     const LatencyModel& latency,
@@ -142,10 +142,10 @@ double best_promise(
   return best;
 }
 
-/// Runs a tuner where a forward of n tokens takes `fixed + each * n`, and
-/// candidates of rank r are right with probability `ranks[r]`. Returns the
-/// final shape. The first forward of each n takes `once` more. Checks that no
-/// other shape promises more, except for trials.
+/// Runs a tuner, and returns the final shape. A forward of n tokens takes
+/// `fixed + each * n` seconds, and `once` more the first time. Candidates of
+/// rank r are right with probability `ranks[r]`. Checks that no other shape has
+/// more expected ids per second, except in trials.
 TreeShape settle(
     double fixed,
     double each,
@@ -181,7 +181,7 @@ TreeShape settle(
     VerificationResult verified{{0}, 0};
     std::vector<int32_t> level = {0};
     for (int64_t i = 0; i < shape.depth; ++i) {
-      // All candidates are children of one node of the last level.
+      // All candidates of a level are children of one node of the level before.
       const int32_t parent = level[0];
       level.clear();
       double at = rng.uniform();
@@ -195,7 +195,7 @@ TreeShape settle(
         }
         at -= right;
       }
-      // The accepted candidate has the children.
+      // The next level's candidates are children of the accepted candidate.
       if (verified.accepted.back() >= level[0]) {
         level[0] = verified.accepted.back();
       }
@@ -218,7 +218,7 @@ TreeShape settle(
 }
 
 /// Returns how many of 1,000 steps have a tree if no draft token is right. A
-/// step takes a second and a draft `draft` seconds.
+/// step takes one second, and a draft `draft` seconds.
 int trials(double draft) {
   Tuner tuner(std::nullopt, std::nullopt);
   const auto seconds = [&](int64_t, int64_t) { return draft; };
@@ -239,7 +239,8 @@ int trials(double draft) {
 }
 
 void patience() {
-  // A trial each 17th step if drafts are cheap, else 1 of 100 seconds.
+  // A trial at each 17th step if drafts are cheap; otherwise 1 per cent of the
+  // time.
   const int cheap = trials(0.01);
   CHECK(cheap >= 55 && cheap <= 70);
   const int dear = trials(2.0);
@@ -248,9 +249,9 @@ void patience() {
   CHECK(trials(1000.0) >= 4);
 }
 
-/// Returns the steps before the first tree, and those between it and the
-/// second, if no draft token is right. A step of one token takes a second, and
-/// a draft `draft` seconds.
+/// Returns the number of steps before the first tree, and between the first and
+/// the second, if no draft token is right. A step of one token takes one
+/// second, and a draft `draft` seconds.
 std::pair<int, int> first_trials(double draft) {
   Tuner tuner(std::nullopt, std::nullopt);
   std::vector<int> at;
@@ -277,7 +278,8 @@ void first_patience() {
   // Free drafts are tried as soon as a step is measured, and then each step.
   const auto [measured, between] = first_trials(0.0);
   CHECK(measured <= 10 && between == 0);
-  // Others wait until the draft takes about 1 of 50 seconds or less.
+  // Slower drafts wait until the draft takes about 2 per cent of the time or
+  // less.
   auto before = std::make_pair(measured, between);
   for (const double draft : {0.05, 0.1, 0.25, 0.5}) {
     const auto found = first_trials(draft);
@@ -320,7 +322,8 @@ int trees_until_noticed() {
   return asked;
 }
 
-/// Steps without a tree are measured again even if trees pay, but rarely.
+/// Even if trees are faster, steps without a tree are measured again, but
+/// rarely.
 void remeasuring() {
   Tuner tuner(std::nullopt, /*width=*/1);
   int singles = 0;
@@ -341,25 +344,25 @@ void remeasuring() {
 }
 
 void noticing() {
-  // Some until the tuner notices, and a trial every 17th step.
+  // Some trees until the tuner notices, and a trial at every 17th step.
   const int asked = trees_until_noticed();
   CHECK(asked >= 2 && asked <= 9);
 }
 
 void tuning() {
-  // Verification costs almost nothing: deep and wide trees.
+  // If verification costs almost nothing, trees are deep and wide.
   auto shape = settle(1.0, 0.001, {0.6, 0.3});
   CHECK(shape.depth >= 5 && shape.width >= 2);
-  // Every token costs the same: nothing pays.
+  // If every token costs the same, no tree is faster.
   shape = settle(0.0, 1.0, {0.6, 0.1});
   CHECK_INT(shape.depth, 0);
-  // Draft tokens are never right.
+  // If draft tokens are never right, there is no tree.
   shape = settle(1.0, 0.1, {});
   CHECK_INT(shape.depth, 0);
-  // The second candidate is never right, and costs.
+  // If the second candidate is never right, trees are chains.
   shape = settle(1.0, 0.1, {0.8});
   CHECK(shape.depth >= 2 && shape.width == 1);
-  // The draft costs as much as the model.
+  // If the draft costs as much as the model, there is no tree.
   shape = settle(1.0, 0.1, {0.5}, /*draft=*/1.0);
   CHECK_INT(shape.depth, 0);
   // A one-time cost, however large, changes nothing.
@@ -371,17 +374,17 @@ void tuning() {
     shape = settle(1.0, 0.1, {0.8}, 0.0, {}, {}, once);
     CHECK(shape.depth >= 2 && shape.width == 1);
   }
-  // A given depth stays.
+  // A fixed depth stays.
   shape = settle(0.0, 1.0, {0.6}, 0.0, /*depth=*/4);
   CHECK_INT(shape.depth, 4);
-  // Even a value outside the tuner's range.
+  // So does a value outside the tuner's range.
   shape = settle(1.0, 0.001, {0.6, 0.3}, 0.0, std::nullopt, /*width=*/9);
   CHECK(shape.depth >= 3 && shape.width == 9);
   shape = settle(1.0, 0.001, {0.3, 0.3, 0.3}, 0.0, /*depth=*/7);
   CHECK(shape.depth == 7 && shape.width >= 3);
   shape = settle(1.0, 0.001, {0.3, 0.3, 0.3}, 0.0, /*depth=*/64);
   CHECK(shape.depth == 64 && shape.width >= 3);
-  // It begins with a step of one token and with chains.
+  // The tuner begins with steps of one token, then chains.
   Tuner fresh(std::nullopt, std::nullopt);
   const auto free = [](int64_t, int64_t) { return 0.0; };
   bool had_tree = false;

@@ -1,6 +1,6 @@
 /*
- * The log callback and the reports, from C: what is reported and when, what is
- * refused, and who frees what.
+ * The log callback and the reports, from C: messages, refusals, and the
+ * ownership of strings.
  */
 #include "abi.h"
 
@@ -59,7 +59,7 @@ static void test_log(etkv_cache* cache) {
   CHECK_HAS(first.message, "a call fails status=Position error=");
   CHECK_HAS(first.message, "-3");
 
-  /* A conversion logs its span with the time, and its result. */
+  /* A conversion logs its span with the duration, and its result. */
   CHECK_INT(etkv_cache_convert(cache, "f32", "f32", NULL), ETKV_OK);
   CHECK_INT(first.calls, 3);
   CHECK_HAS(first.target, "etkv::core");
@@ -81,15 +81,17 @@ static void test_log(etkv_cache* cache) {
   CHECK_INT(second.level, ETKV_LOG_INFO);
   CHECK_HAS(second.message, "the cache is converted k_format=f32 v_format=f32");
 
-  /* An invalid filter leaves the present one. */
+  /* An invalid filter leaves the current one in place. */
   CHECK_INT(
       etkv_set_log_callback("=,=", hear, &first, NULL),
       ETKV_ERROR_INVALID_ARGUMENT);
   CHECK_INT(etkv_cache_convert(cache, "f16", "f16", NULL), ETKV_OK);
   CHECK_INT(second.calls, 3);
 
-  /* Inside the callback it is refused. That error is not logged: there would be
-   * no end. */
+  /*
+   * Setting a callback inside the callback is refused. The error is not logged,
+   * because that would never end.
+   */
   second.sets_itself = true;
   CHECK_INT(etkv_set_log_callback("debug", hear, &second, NULL), ETKV_OK);
   fail(cache);
@@ -119,7 +121,7 @@ static void test_kept_log(etkv_cache* cache) {
       etkv_log_keep("etkv=loud", 2, error),
       ETKV_ERROR_INVALID_ARGUMENT,
       "the syntax of RUST_LOG");
-  /* The refused calls keep no messages. */
+  /* After refused calls, no messages are kept. */
   CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
   CHECK(json == NULL);
 
@@ -138,7 +140,7 @@ static void test_kept_log(etkv_cache* cache) {
   CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
   CHECK(json == NULL);
 
-  /* A callback replaces it. */
+  /* A callback replaces the kept messages. */
   heard now = {0};
   CHECK_INT(etkv_set_log_callback("info", hear, &now, NULL), ETKV_OK);
   CHECK_INT(etkv_cache_convert(cache, "f16", "f16", NULL), ETKV_OK);
@@ -163,7 +165,7 @@ static void test_program_describe(void) {
   CHECK_REFUSED(
       etkv_program_describe(bytes, sizeof(bytes), &json, error),
       ETKV_ERROR_PROGRAM,
-      "its mark is not MLX0");
+      "its magic is not MLX0");
   CHECK(json == UNTOUCHED);
 }
 

@@ -1,4 +1,4 @@
-// What a program's steps log, and reports of the state after them.
+// Log messages of a program's steps, and reports of the state after them.
 
 #include <atomic>
 #include <mutex>
@@ -76,7 +76,7 @@ void a_step_is_told() {
   bound.at(3, text(1));
   CHECK_COUNT(heard.take(), "step{tokens=1 first=3 mask=none read=4}: done", 1);
 
-  // A gap: the cache refuses the step, and so the forward fails.
+  // The cache refuses a step with a gap, so the forward fails.
   const auto refused = bound.model.step({1}, {9});
   CHECK_REFUSED(refused, ETKV_ERROR_POSITION, "position 9");
   const auto told = heard.take();
@@ -107,7 +107,7 @@ void layers_are_told_on_trace() {
   CHECK_COUNT(told, "etkv::program", 0);
 }
 
-/// A replaced callback no longer runs, and its state may be freed.
+/// A replaced callback no longer runs, so its state may be freed.
 void callbacks_are_replaced_while_steps_run() {
   Bound bound;
   std::atomic<bool> over{false};

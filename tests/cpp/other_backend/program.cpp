@@ -1,8 +1,8 @@
-// Programs run on etkv's delegate whether another MLXBackend registers before it,
-// after it, or not at all.
+// Programs run on etkv's delegate, whether another MLXBackend registers before
+// it, after it, or not at all.
 //
-// `program OURS OTHER`: the libraries, each loaded once. Backends cannot be
-// unregistered, so each order needs its own process.
+// `program OURS OTHER`: the two libraries. Backends cannot be unregistered, so
+// each order needs a separate process.
 
 #include <dlfcn.h>
 #include <sys/wait.h>
@@ -22,7 +22,7 @@ namespace {
 
 const Ids kPrompt = {1, 2, 3, 4};
 
-/// The rows of a prompt, from a program that open_module opens.
+/// Returns the rows of a prompt, from a program that open_module opens.
 Rows rows_of_prompt(Module::LoadMode mode) {
   auto module = must(open_module(program_path("llama-f32"), mode));
   auto params = must(read_kv_cache_metadata(*module));
@@ -46,7 +46,7 @@ void load(const char* library) {
   }
 }
 
-/// Loads the libraries, runs a program and keeps its rows in the file `to`.
+/// Loads the libraries, runs a program and writes its rows to the file `to`.
 int in_order(const std::vector<const char*>& libraries, const char* to) {
   CHECK(delegate_backend_id() == nullptr);
   CHECK_REFUSED(
@@ -62,7 +62,7 @@ int in_order(const std::vector<const char*>& libraries, const char* to) {
       delegate_backend_id() ==
       std::string(other_first ? kEtkvBackend : kMLXBackend));
 
-  // Opened as users do: it runs, or the error says what to do.
+  // Opened without open_module, the program runs, or the error says what to do.
   Module plain(program_path("llama-f32"));
   auto params = must(read_kv_cache_metadata(plain));
   auto made = must(make_decode_session_and_options(
@@ -91,7 +91,7 @@ int in_order(const std::vector<const char*>& libraries, const char* to) {
   return check_report();
 }
 
-/// Exactly the strings of the id's length are renamed.
+/// Only strings that equal the id, with its length, are renamed.
 void what_is_renamed() {
   const std::string counted("\x0a\0\0\0MLXBackend\0", 15);
   const std::string other("\x0b\0\0\0MLXBackend2\0", 16);
