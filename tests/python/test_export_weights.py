@@ -140,7 +140,7 @@ def test_weights_under_another_name_are_not_read(folder):
 def test_settings_of_a_quantization_that_the_weights_lack(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gguf"}}))
-    assert "are quantized (gguf), and the exporter reads awq, " in _error(folder)
+    assert "are quantized (gguf), but the exporter reads awq, " in _error(folder)
     # Nothing is quantized, whatever the configuration says.
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
     _read(folder)
@@ -152,9 +152,9 @@ def test_weights_of_8_bits_need_settings(folder):
     name = "model.layers.0.mlp.up_proj.weight"
     save_file({**loaded, name: loaded[name].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
     assert _error(folder) == (
-        f"tensor {name} of {folder} is float8_e4m3fn [128, 64], and the configuration does not say how it is "
+        f"tensor {name} of {folder} is float8_e4m3fn [128, 64], but the configuration does not say how it is "
         f"quantized; {REMEDY}"
     )
     file.unlink()
     torch.save({**loaded, name: (loaded[name] * 100).to(torch.int8)}, folder / "pytorch_model.bin")
-    assert f"tensor {name} of {folder} is int8 [128, 64], and the configuration does not say" in _error(folder)
+    assert f"tensor {name} of {folder} is int8 [128, 64], but the configuration does not say" in _error(folder)

@@ -192,8 +192,8 @@ def test_scales_of_activations_and_of_caches_are_said(tmp_path):
     found = _read(tmp_path, {**tensors, **scales}, FP8)
     assert found.weights.keys() == {f"{LAYER}.weight"}
     assert found.remarks == (
-        "the folder is for activations in 8 bits, and the program does not round them",
-        "the folder has scales of keys and values in 8 bits, and an etkv cache has formats of its own",
+        "the folder is for activations in 8 bits, but the program does not round activations",
+        "the folder has scales of keys and values in 8 bits, which an etkv cache does not use",
     )
     tensors, _ = packers.awq(*SHAPE, GROUP)
     assert not _read(tmp_path, tensors, AWQ).remarks
@@ -203,24 +203,24 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "method": (
         {"quant_method": "unheard-of"},
         lambda: packers.awq(*SHAPE, GROUP)[0],
-        "(unheard-of), and the exporter reads awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, ",
+        "(unheard-of), but the exporter reads awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, ",
     ),
     "no method": ({"bits": 4}, lambda: packers.awq(*SHAPE, GROUP)[0], "(by a method that it does not name)"),
-    "awq bits": ({**AWQ, "bits": 8}, lambda: packers.awq(*SHAPE, GROUP)[0], "bits is 8, and the exporter reads 4"),
+    "awq bits": ({**AWQ, "bits": 8}, lambda: packers.awq(*SHAPE, GROUP)[0], "bits is 8, but the exporter reads 4"),
     "awq version": (
         {**AWQ, "version": "marlin"},
         lambda: packers.awq(*SHAPE, GROUP)[0],
-        "version is 'marlin', and the exporter reads the layouts gemm and gemv",
+        "version is 'marlin', expected gemm or gemv",
     ),
     "awq layout": (
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gemv_fast"},
         lambda: packers.awq(*SHAPE, GROUP)[0],
-        "checkpoint_format is 'gemv_fast', and the exporter reads the layouts gemm and gemv",
+        "checkpoint_format is 'gemv_fast', expected gemm or gemv",
     ),
     "awq layouts": (
         {**AWQ, "format": "gemv"},
         lambda: packers.awq(*SHAPE, GROUP)[0],
-        "version and format are gemm and gemv, and differ",
+        "version and format differ: gemm and gemv",
     ),
     "awq part": (
         AWQ,
@@ -230,18 +230,18 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "awq group": (
         {**AWQ, "group_size": 64},
         lambda: packers.awq(*SHAPE, GROUP)[0],
-        f"tensor {LAYER}.qzeros is int32 [2, 4], and int32 [1, 4] is expected",
+        f"tensor {LAYER}.qzeros is int32 [2, 4], expected int32 [1, 4]",
     ),
-    "gptq bits": (_gptq(5), lambda: packers.gptq(*SHAPE, GROUP, 4)[0], "bits is 5, and the exporter reads 2, 3, 4, 8"),
+    "gptq bits": (_gptq(5), lambda: packers.gptq(*SHAPE, GROUP, 4)[0], "bits is 5, but the exporter reads 2, 3, 4, 8"),
     "gptq other bits": (
         _gptq(8),
         lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
-        f"tensor {LAYER}.qweight is int32 [8, 32], and int32 [16, 32] is expected",
+        f"tensor {LAYER}.qweight is int32 [8, 32], expected int32 [16, 32]",
     ),
     "gptq group": (
         _gptq(group_size=16),
         lambda: packers.gptq(*SHAPE, GROUP, 4)[0],
-        "has 2 groups of 64 columns, and group_size is 16",
+        "has 2 groups in 64 columns, but group_size is 16",
     ),
     "gptq format": (
         _gptq(checkpoint_format="marlin"),
@@ -255,9 +255,9 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     ),
     "gptq zero": (
         _gptq(),
-        # All bits of a zero point that is stored less one.
+        # A stored zero point of -1, which stands for 0.
         lambda: packers.gptq(*SHAPE, GROUP, 4)[0] | {"qzeros": torch.full((2, 4), -1, dtype=torch.int32)},
-        "has a zero point of 0, which checkpoints of format gptq store less one: readers take it for 0 or for 16",
+        "has a zero point of 0, which checkpoints of format gptq store as -1: packages read it as 0 or as 16",
     ),
     "gptq without an order": (
         _gptq(desc_act=True),
@@ -267,23 +267,23 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "gptq order": (
         _gptq(desc_act=True),
         lambda: packers.gptq(*SHAPE, GROUP, 4)[0] | {"g_idx": torch.full((COLUMNS,), 2, dtype=torch.int32)},
-        f"tensor {LAYER}.g_idx has groups outside of the 2 of {LAYER}.weight",
+        f"tensor {LAYER}.g_idx has groups outside of the 2 groups of {LAYER}.weight",
     ),
     "fp8 grid": (
         {**FP8, "weight_block_size": [16, 16]},
         lambda: packers.fp8(*SHAPE, (16, 48))[0],
-        f"tensor {LAYER}.weight_scale_inv is float32 [2, 2], and [2, 4] or [32, 1] is expected for a weight [32, 64]",
+        f"tensor {LAYER}.weight_scale_inv is float32 [2, 2], expected [2, 4] or [32, 1] for a weight [32, 64]",
     ),
     "fp8 block": ({**FP8, "weight_block_size": [16]}, lambda: packers.fp8(*SHAPE, (16, 48))[0], "weight_block_size is"),
     "fp8 without a scale": (
         FP8,
         lambda: {"weight": packers.fp8(*SHAPE, (16, 48))[0]["weight"]},
-        "is float8_e4m3fn [32, 64], and the configuration does not say how it is quantized",
+        "is float8_e4m3fn [32, 64], but the configuration does not say how it is quantized",
     ),
     "sparse": (
         _packed(4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
         lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
-        "sparsity_config is {'format': 'sparse-24-bitmask'}, which the exporter does not know",
+        "sparsity_config is {'format': 'sparse-24-bitmask'}, which the exporter does not support",
     ),
     "rotations": (
         _packed(4) | {"transform_config": {"config_groups": {"R1": {}}}},
@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "ignored": (
         _packed(4) | {"ignore": ["re:.*q_proj"]},
         lambda: packers.packed_integers(*SHAPE, GROUP, 4)[0],
-        f"layer {LAYER} is among those to ignore, and is quantized",
+        f"layer {LAYER} is among the ignored layers, but is quantized",
     ),
     "class": (
         _packed(4) | {"config_groups": {"group_0": {"targets": ["LlamaMLP"]}}},
@@ -308,7 +308,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "zeros": (
         _packed(4),
         lambda: packers.packed_integers(*SHAPE, GROUP, 4, symmetric=False)[0],
-        f"weight {LAYER}.weight is symmetric, and has {LAYER}.weight_zero_point",
+        f"weight {LAYER}.weight is symmetric, but has {LAYER}.weight_zero_point",
     ),
     "format": (
         _groups("marlin-24", num_bits=4, strategy="channel"),
@@ -326,12 +326,12 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "bitsandbytes layout": (
         BNB,
         lambda: packers.llm_int8(*SHAPE)[0] | {"weight_format": torch.tensor(2, dtype=torch.uint8)},
-        f"weight {LAYER}.weight has the layout 2, and 0 is row by row",
+        f"weight {LAYER}.weight has the layout 2, expected 0, row by row",
     ),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
         lambda: packers.nvfp4(*SHAPE, divides=False)[0],
-        "quant_algo is 'W4A8_AWQ', and the exporter reads 'FP8', 'NVFP4'",
+        "quant_algo is 'W4A8_AWQ', but the exporter reads 'FP8', 'NVFP4'",
     ),
 }
 

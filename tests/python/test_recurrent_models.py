@@ -149,5 +149,5 @@ def test_a_state_of_another_kind_is_named():
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(tiny_families.config("jamba"))
-    with pytest.raises(ValueError, match=r"layers\.0\.mamba: the state of JambaMambaMixer is none that the cache has"):
+    with pytest.raises(ValueError, match=r"layers\.0\.mamba: the cache has no op for the state of JambaMambaMixer"):
         recurrent.take(model)

@@ -44,11 +44,11 @@ def model(tmp_path) -> Path:
         (["--backend", "cpu", "--quantize", "4w"], "quantize '4w' is not one of 8da4w, 8da8w, those of backend cpu"),
         (
             ["--backend", "cpu", "--dtype", "f16"],
-            "dtype 'f16' is not one of those of backend cpu: float32, and bfloat16 for weights",
+            "dtype 'f16' is not one of float32 and bfloat16 (for weights), those of backend cpu",
         ),
         (
             ["--backend", "cpu", "--dtype", "bf16", "--quantize", "8da8w"],
-            "dtype 'bf16' is one of weights on backend cpu, and quantize '8da8w' is another",
+            "dtype 'bf16' and quantize '8da8w' are both for weights on backend cpu; leave one out",
         ),
         (["--backend", "cpu", "--group-size", "32"], "group-size 32 needs --quantize 8da4w or 8da8w"),
         (["--group-size", "32"], "group-size 32 needs --quantize 4w or 8w"),
@@ -79,7 +79,7 @@ def test_missing_model(capsys, tmp_path):
 
 
 def test_output_without_suffix(capsys, tmp_path, model):
-    assert "has to be a file name that ends in .pte" in _run(capsys, "--model", model, "--output", tmp_path / "x")
+    assert "expected a file name that ends in .pte" in _run(capsys, "--model", model, "--output", tmp_path / "x")
 
 
 def test_output_is_a_folder(capsys, tmp_path, model):
@@ -130,7 +130,7 @@ def test_files_that_the_model_links_to_are_not_written_to(capsys, tmp_path, mode
     (model / "config.json").replace(blobs / "config.json")
     (model / "config.json").symlink_to(blobs / "config.json")
     said = _run(capsys, "--model", model, "--output", tmp_path / "out" / "x.pte", "--keep-hf", blobs)
-    assert said.startswith(f"keep-hf {blobs} is where files of the model {model} are linked from")
+    assert said.startswith(f"keep-hf {blobs} has files that the model {model} links to")
     assert contents(blobs) == {"config.json": b"{}"}
 
 

@@ -1,4 +1,4 @@
-"""Reduces an error within an export to one sentence: the family, the module and the reason."""
+"""Converts an error within an export to one sentence with the family, the module and the reason."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 _OF_THE_TRACER = (
     (r"Constraints violated", "its graph depends on the number of tokens in a step"),
-    (r"[Dd]ata-dependent|DataDependent|GuardOnDataDependent", "its graph depends on values that only a run knows"),
+    (r"[Dd]ata-dependent|DataDependent|GuardOnDataDependent", "its graph depends on values known only at run time"),
     (r"marked as skipped", "it calls a function that torch.export does not enter"),
-    (r"[Gg]raph break", "it does what torch.export cannot put into a graph"),
+    (r"[Gg]raph break", "it has code that torch.export cannot put into a graph"),
 )
-"""Messages of torch's tracer -> what they mean for the model."""
+"""Messages of torch's tracer -> their meaning for the model."""
 
 
 @contextlib.contextmanager
 def explained(family: str, doing: str, model: torch.nn.Module | None = None) -> Iterator[None]:
-    """Raise an error of the block as :class:`EtkvError`. It says that ``family`` cannot be ``doing``, where, and why.
+    """Convert an error of the block to :class:`EtkvError`: ``family`` cannot be ``doing``, and the reason.
 
-    The place is a module of ``model``.
+    The message also has the name of the failing module of ``model``.
     """
     try:
         yield
@@ -56,10 +56,10 @@ def reason(error: Exception) -> str:
         began = earlier
     line = first_line(began)
     if raised := re.fullmatch(r"raised exception \w+\((['\"])(.*)\1\)", line):
-        # The model's code raised this while it was traced.
+        # The code of the model raised this error during the trace.
         return raised[2]
     if "found dependency cycles" in line:
-        return "its graph cannot be cut into parts that run one after the other"
+        return "its graph cannot be split into delegates that run one after the other"
     if _is_the_tracers(error):
         for pattern, meaning in _OF_THE_TRACER:
             if re.search(pattern, f"{error}\n{line}"):
@@ -68,11 +68,11 @@ def reason(error: Exception) -> str:
 
 
 def _is_the_tracers(error: BaseException) -> bool:
-    """Return whether torch's tracer raised ``error``, which often wraps another error."""
+    """Return whether torch's tracer raised ``error``, which then often wraps another error."""
     return type(error).__module__.startswith(("torch._dynamo", "torch.fx", "torch._export", "torch.export"))
 
 
 def _code(error: Exception) -> str:
-    """Return the line of the model's code at which the tracer stopped, if its error has one."""
+    """Return the line of the model's code at which the tracer stopped; empty if the error has none."""
     lines = re.findall(r'File "[^"]*/(modeling_\w+\.py)", line (\d+), in (\w+)', str(error))
     return f" ({lines[-1][0]}, line {lines[-1][1]}, in {lines[-1][2]})" if lines else ""

@@ -1,9 +1,9 @@
-"""Recurrent layers that call the ops of their cache, in place of transformers' functions.
+"""Makes recurrent layers call the ops of their cache instead of transformers' functions.
 
-transformers writes such a layer as a module with projections and norms of its own, around functions that all families
-share: a causal convolution, the gated delta rule (with a decay of each head, or of each channel), the scan of Mamba-2.
-A layer is recognised by the functions that it calls, and these are what is replaced; the rest of the module runs as
-transformers wrote it. So a family needs no code here, unless its layers call another function.
+In transformers, such a layer is a module with projections and norms, which calls functions that all families share: a
+causal convolution, the gated delta rule (with a decay for each head, or for each channel), and the scan of Mamba-2. A
+layer is recognised by the functions that it calls. Only these functions are replaced; the rest of the module is
+unchanged. So a family needs no code here, unless its layers call another function.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 KINDS = ("linear_attention", "conv", "hybrid")
-"""The kinds of layers with a state, by their names in configurations. Those of kind ``hybrid`` attend as well."""
+"""The kinds of layers with a state, by their names in configurations. Layers of kind ``hybrid`` also have attention."""
 
 _CONVOLUTION = "causal_conv1d_fn"
 _RECURRENCES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
-"""The names of transformers' functions that are replaced."""
+"""The names of the functions of transformers that are replaced."""
 
 _NEEDS = {"update_conv_state": (_CONVOLUTION,), "update_recurrent_state": _RECURRENCES}
-"""What a module calls on a cache of transformers' -> the functions of which it must call one."""
+"""A method of transformers' caches that a module calls -> functions, of which the module must then call one."""
 
 
 class _Ids:
-    """The numbers of a module's recurrent layers; -1 before a survey."""
+    """The ids of a module's recurrent layers; -1 before a survey."""
 
     def __init__(self) -> None:
         self.convolution = -1
@@ -42,7 +42,7 @@ class _Ids:
 
 
 class _Current:
-    """The module that runs, by its numbers, and the positions of the step's tokens, ``[T]``."""
+    """The ids of the running module, and the positions of the step's tokens, ``[T]``."""
 
     ids: _Ids | None = None
     position: torch.Tensor | None = None
@@ -53,16 +53,16 @@ _current = _Current()
 
 
 class _Survey:
-    """The recurrent layers that have run, and those that had the first call of each module."""
+    """The recurrent layers that have run, and the ids that each module got for them."""
 
     def __init__(self) -> None:
         self.layers: list[RecurrentLayer] = []
         self.had: set[tuple[_Ids, str]] = set()
 
     def note(self, ids: _Ids, layer: RecurrentLayer) -> int:
-        """Add ``layer``, and return its number. Raises :class:`ValueError` if the module had such a layer before."""
+        """Add ``layer``, and return its id. Raises :class:`ValueError` if the module has such a layer already."""
         if (ids, layer.kind) in self.had:
-            raise ValueError(f"one of its layers has several {layer.kind}s, or runs several times in a step")
+            raise ValueError(f"one of its layers has more than one {layer.kind}, or runs more than once in a step")
         self.had.add((ids, layer.kind))
         self.layers.append(layer)
         return len(self.layers) - 1
@@ -74,7 +74,7 @@ _survey: ContextVar[_Survey | None] = ContextVar("etkv.export.recurrent.survey",
 def mixers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules of ``model`` that have a state, in order.
 
-    Raises :class:`ValueError` for a module whose state no function of this module computes.
+    Raises :class:`ValueError` for a module with a state that no op supports.
     """
     found = []
     for name, module in model.named_modules():
@@ -84,7 +84,7 @@ def mixers(model: torch.nn.Module) -> list[torch.nn.Module]:
             found.append(module)
         for functions in needed:
             if not calls.intersection(functions):
-                raise ValueError(f"{name}: the state of {type(module).__name__} is none that the cache has ops for")
+                raise ValueError(f"{name}: the cache has no op for the state of {type(module).__name__}")
     return found
 
 
@@ -110,9 +110,9 @@ def is_supported(config: PreTrainedConfig) -> bool:
 def take(model: torch.nn.Module) -> None:
     """Let the modules of ``model`` that have a state call the ops within a step of :func:`etkv.export.attention.run`.
 
-    Raises :class:`ValueError` for a module whose state no function of this module computes.
+    Raises :class:`ValueError` for a module with a state that no op supports.
     """
-    # This registers the ops.
+    # The import registers the ops.
     import etkv.recurrent_op  # noqa: F401
 
     # A step of an earlier export may have failed.
@@ -129,7 +129,7 @@ def take(model: torch.nn.Module) -> None:
 def surveying() -> Iterator[list[RecurrentLayer]]:
     """Yield a list to which each recurrent layer that runs within the block is added, in order.
 
-    Each is given its place in the list as its number. It computes zeros.
+    The id of a layer is its index in the list. Layers return zeros.
     """
     survey = _Survey()
     token = _survey.set(survey)
@@ -141,7 +141,7 @@ def surveying() -> Iterator[list[RecurrentLayer]]:
 
 @contextmanager
 def as_transformers() -> Iterator[None]:
-    """Let recurrent layers compute as transformers does within the block: from a state of zeros, without the ops."""
+    """Within the block, recurrent layers run transformers' functions on a state of zeros, without the ops."""
     _current.is_transformers = True
     try:
         yield
@@ -150,7 +150,7 @@ def as_transformers() -> Iterator[None]:
 
 
 def is_as_transformers() -> bool:
-    """Return whether a block of :func:`as_transformers` runs."""
+    """Return whether the caller is within a block of :func:`as_transformers`."""
     return _current.is_transformers
 
 
@@ -165,7 +165,7 @@ def end() -> None:
 
 
 def _calls(cls: type[torch.nn.Module]) -> set[str]:
-    """Return the names of what ``forward`` of ``cls`` calls, as far as its code tells."""
+    """Return the names of the functions and methods that the code of ``forward`` of ``cls`` contains."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return set(code.co_names) if code is not None else set()
 
@@ -180,7 +180,7 @@ def _leave(module: torch.nn.Module, arguments: object, output: object) -> None:
 
 
 def _replace(modeling: Any) -> None:
-    """Replace the functions of one of transformers' modules by those that call the ops within a step."""
+    """Replace the functions in a module of transformers by functions that call the ops within a step."""
     for name, own in _FUNCTIONS.items():
         theirs = getattr(modeling, name, None)
         if theirs is not None and not hasattr(theirs, "etkv_replaces"):
@@ -239,7 +239,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the gated delta rule, of tensors ``[1, T, heads, ...]``."""
+    """Compute the gated delta rule of tensors ``[1, T, heads, ...]``."""
     import torch
 
     if initial_state is not None or output_final_state:
@@ -269,7 +269,7 @@ def _mamba2(
     return_final_states: bool = False,
     **others: Any,
 ) -> torch.Tensor:
-    """Compute the scan of Mamba-2 of ``hidden_states`` ``[1, T, heads, head_dim]``, with ``D`` added."""
+    """Compute the scan of Mamba-2 of ``hidden_states`` ``[1, T, heads, head_dim]``, plus ``D * hidden_states``."""
     import torch
 
     if initial_states is not None or return_final_states or z is not None:
@@ -295,7 +295,7 @@ def _scan(
     scale: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Call the op with tensors ``[1, T, heads, ...]``, and return its outputs in that order."""
+    """Call the op with tensors ``[1, T, heads, ...]``, and return its outputs in the same layout."""
     import torch
 
     if (survey := _found()) is not None:
@@ -327,7 +327,7 @@ def _position() -> torch.Tensor:
 
 
 def _found() -> _Survey | None:
-    """Return the survey that runs, if any."""
+    """Return the current survey, or None."""
     import torch
 
     return None if torch.compiler.is_compiling() else _survey.get()
@@ -336,8 +336,8 @@ def _found() -> _Survey | None:
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     _CONVOLUTION: _convolve,
     "torch_chunk_gated_delta_rule": _delta_rule,
-    # The same, with a decay of each channel.
+    # The delta rule with a decay for each channel.
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2,
 }
-"""transformers' functions by name -> what takes their place."""
+"""Names of transformers' functions -> their replacements."""

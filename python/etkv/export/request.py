@@ -16,45 +16,45 @@ DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
-"""Accepted spelling -> torch's name of the dtype."""
+"""Accepted spellings -> torch's name of the dtype."""
 
 BACKENDS = {"mlx": ("4w", "8w"), "cpu": ("8da4w", "8da8w")}
 """A backend -> its quantizations of weights."""
 
 QUANTIZATIONS = {"4w": 32, "8w": None, "8da4w": 32, "8da8w": None}
-"""Quantization of weights -> default group size in elements; ``None`` is one scale a row."""
+"""Quantization of weights -> default group size in elements; ``None`` is one scale for each row."""
 
 GROUP_SIZES = (32, 64, 128)
 """Group sizes, in elements, that MLX's quantized matrix products take."""
 
 DEFAULT_MAX_CONTEXT = 8192
-"""The default context of a program, in tokens; never more than the model's own."""
+"""The default context of a program, in tokens. It is limited by the context of the model."""
 
 DEFAULT_PREFILL_CHUNK = 512
-"""The default prefill chunk: the most tokens in one execution of a program."""
+"""The default prefill chunk: the maximum tokens in one execution of a program."""
 
 LOGITS = ("all", "last")
-"""The rows of logits that a step returns: one for each of its tokens, or the last token's only."""
+"""The rows of logits that a step returns: a row for each token, or only the row of the last token."""
 
 MIN_STEP = 2
-"""The least context and prefill chunk, in tokens: a dynamic dimension has at least two lengths, one and two tokens."""
+"""Minimum context and prefill chunk, in tokens, because a dynamic dimension needs at least two lengths: 1 and 2."""
 
 
 @dataclass(frozen=True)
 class ExportRequest:
     """The arguments of one export.
 
-    ``model`` is a Hugging Face model folder or a ``.gguf`` file. ``backend`` is what will run the program: ``mlx``, or
-    ``cpu`` for XNNPACK, ExecuTorch's kernels and etkv's. ``output`` is the ``.pte`` to write; the files that a runner
-    needs beside it go into its folder. ``dtype`` is the type of activations and of weights that are not quantized; on
-    the CPU, ``bfloat16`` is that of the weights of linear layers, embeddings and experts alone. ``quantize`` names the
-    quantization of linear and embedding weights. ``group_size`` counts elements, ``max_context`` and ``prefill_chunk``
-    count tokens; ``None`` takes the default. ``keep_hf`` is a folder that receives the exported weights, dequantized,
-    as a Hugging Face model.
+    ``model`` is a Hugging Face model folder or a ``.gguf`` file. ``backend`` is the backend of the program: ``mlx``, or
+    ``cpu`` for XNNPACK and the kernels of ExecuTorch and etkv. ``output`` is the ``.pte`` to write; other files that a
+    runner needs are written to the same folder. ``dtype`` is the dtype of activations and of weights that are not
+    quantized; on the CPU, ``bfloat16`` applies only to the weights of linear layers, embeddings and experts.
+    ``quantize`` names the quantization of linear and embedding weights. ``group_size`` counts elements, ``max_context``
+    and ``prefill_chunk`` count tokens; ``None`` is the default. ``keep_hf`` is a folder for the exported weights,
+    dequantized, as a Hugging Face model.
 
-    ``layers`` exports the model's first layers only, with its final norm and its head: a draft of the model. ``draft``
-    exports its last layers, fed with the hidden states of the layer below them. ``logits`` selects the rows of logits
-    that a step returns, ``all`` or ``last``. ``tap_layers`` are indices of layers, from 0. Their outputs, side by side,
+    ``layers`` exports only the model's first layers, with its final norm and its head: a draft of the model. ``draft``
+    exports its last layers, which read the hidden states of the layer below them. ``logits`` selects the rows of logits
+    that a step returns, ``all`` or ``last``. ``tap_layers`` are indices of layers, from 0. Their concatenated outputs
     are a second output of the program.
 
     ``verify`` compares the program with the model before it is written; ``None`` compares models of less than a billion
@@ -78,17 +78,17 @@ class ExportRequest:
 
     @property
     def activations(self) -> str:
-        """Return the dtype of activations, by torch's name: float32 on the CPU, whatever that of weights is."""
+        """Return torch's name of the dtype of activations. On the CPU it is always float32."""
         return "float32" if self.backend == "cpu" else DTYPES[self.dtype]
 
     def validated(self) -> ExportRequest:
-        """Return the request with the dtype spelled in full and absolute paths.
+        """Return the request with torch's name of the dtype and with absolute paths.
 
-        Raises :class:`EtkvError` if the request is wrong for any model. Limits that depend on the model are checked
-        after its configuration is read.
+        Raises :class:`EtkvError` if the request is invalid for every model. Limits that depend on the model are checked
+        later, after its configuration is read.
         """
         model = _existing(self.model)
-        # Checked before anything is written, including folders and trial files.
+        # Check before anything is written, including folders and trial files.
         _spares(model, "output", self.output, self.output.absolute().parent)
         if self.keep_hf is not None:
             _spares(model, "keep-hf", self.keep_hf, self.keep_hf)
@@ -111,10 +111,10 @@ class ExportRequest:
 
 
 def _spares(model: Path, name: str, given: Path, folder: Path) -> None:
-    """Raise :class:`EtkvError` if ``folder`` is in the model's folder, or has a file that the model links to.
+    """Raise :class:`EtkvError` if writing to ``folder`` could replace files of the model.
 
-    The export writes to ``folder``. Links are resolved. The folder of a GGUF file is accepted, because an export writes
-    no file with its name.
+    That is if ``folder`` is in the model's folder, or has a file that the model links to. Links are resolved. The
+    folder of a GGUF file is accepted, because an export writes no file with its name.
     """
     if not model.is_dir():
         return
@@ -122,7 +122,7 @@ def _spares(model: Path, name: str, given: Path, folder: Path) -> None:
     if any(_is_same(parent, model) for parent in (folder, *folder.parents)):
         where = f"is inside the model's folder {model}"
     elif any(_is_same(folder, file.resolve().parent) for file in model.iterdir() if file.is_symlink()):
-        where = f"is where files of the model {model} are linked from"
+        where = f"has files that the model {model} links to"
     else:
         return
     raise EtkvError(f"{name} {given} {where}, whose files the export would replace; choose a folder outside of it")
@@ -132,21 +132,21 @@ def _is_same(folder: Path, other: Path) -> bool:
     try:
         return folder.samefile(other)
     except OSError:
-        # One of them does not exist yet, or cannot be read.
+        # One of the paths does not exist yet, or cannot be read.
         return False
 
 
 def _existing(model: Path) -> Path:
     if not model.exists():
-        raise EtkvError(f"model {model} does not exist; it has to be a Hugging Face model folder or a .gguf file")
+        raise EtkvError(f"model {model} does not exist; expected a Hugging Face model folder or a .gguf file")
     return model.absolute()
 
 
 def _writable_program(output: Path) -> Path:
     if output.suffix != ".pte":
-        raise EtkvError(f"output {output} has to be a file name that ends in .pte")
+        raise EtkvError(f"output is {output}, expected a file name that ends in .pte")
     if output.is_dir():
-        raise EtkvError(f"output {output} is a folder; it has to be a file name that ends in .pte")
+        raise EtkvError(f"output {output} is a folder, expected a file name that ends in .pte")
     _writable_folder(output.absolute().parent)
     return output.absolute()
 
@@ -175,7 +175,7 @@ def _dtype(name: str, backend: str) -> str:
     if name not in DTYPES:
         raise EtkvError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     if backend == "cpu" and DTYPES[name] == "float16":
-        raise EtkvError(f"dtype {name!r} is not one of those of backend cpu: float32, and bfloat16 for weights")
+        raise EtkvError(f"dtype {name!r} is not one of float32 and bfloat16 (for weights), those of backend cpu")
     return DTYPES[name]
 
 
@@ -183,7 +183,7 @@ def _quantization(name: str | None, backend: str, dtype: str) -> str | None:
     if name is not None and name not in BACKENDS[backend]:
         raise EtkvError(f"quantize {name!r} is not one of {', '.join(BACKENDS[backend])}, those of backend {backend}")
     if name is not None and backend == "cpu" and _dtype(dtype, backend) != "float32":
-        raise EtkvError(f"dtype {dtype!r} is one of weights on backend cpu, and quantize {name!r} is another")
+        raise EtkvError(f"dtype {dtype!r} and quantize {name!r} are both for weights on backend cpu; leave one out")
     return name
 
 

@@ -1,8 +1,8 @@
-"""Rotary embeddings whose frequencies depend on the length of a text, which is unknown in a graph.
+"""Fixes rotary embeddings whose frequencies depend on the length of a text, which is unknown in a graph.
 
-A cache holds rotated keys, so a text keeps one set of frequencies. Long RoPE has two sets: one up to the original
-context length, and one for longer texts. A program for longer texts has both sets. When it is loaded, the capacity of
-its cache selects the set.
+A cache stores rotated keys, so a text must use one set of frequencies. Long RoPE has two sets: one up to the original
+context length, and one for longer texts. A program for longer texts has both sets. When the program is loaded, the
+capacity of its cache selects the set.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FIXED = "default"
-"""The kind of rotary embedding that keeps its frequencies."""
+"""The kind of rotary embedding with constant frequencies."""
 
 
 def settle(model: PreTrainedModel, max_context: int) -> None:
     """Make the rotary embeddings of ``model`` independent of the length of a text, for ``max_context`` positions.
 
-    Dynamic scaling begins beyond the model's own context, which no program exceeds.
+    Dynamic scaling begins beyond the model's own context, which no program exceeds, so its initial frequencies stay.
     """
     for module in model.modules():
         if hasattr(module, "recomposition_frequencies") and _takes_the_first(module):
@@ -39,19 +39,19 @@ def settle(model: PreTrainedModel, max_context: int) -> None:
 
 
 def _takes_the_first(module: Any) -> bool:
-    """Return whether ``module`` composes three equal frequencies as :func:`_of_text` does."""
+    """Return whether ``module`` composes three equal sets of frequencies as :func:`_of_text` does."""
     import torch
 
     n = getattr(getattr(module, "inv_freq", None), "shape", (0,))[-1]
     equal = torch.arange(float(n)).expand(3, 1, 1, n)
-    # It may write to what it is given.
+    # The method may modify its argument.
     return n > 0 and torch.equal(module.recomposition_frequencies(equal.clone()), _of_text(equal))
 
 
 def _of_text(frequencies: torch.Tensor) -> torch.Tensor:
-    """Return what Qwen's rotary embeddings compose of ``frequencies`` of time, height and width, ``[3, 1, T, n]``.
+    """Replace the method of Qwen's rotary embeddings that composes ``frequencies`` ``[3, 1, T, n]``.
 
-    A text has one position for all three, so composing them is taking the first.
+    They are for time, height and width. In a text, all three have the same position, so the first is used.
     """
     import torch
 
@@ -59,7 +59,7 @@ def _of_text(frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_once(module: Any, kind: str) -> None:
-    """Let a module that computes its frequencies in every step read those that it was made with."""
+    """Let a module that computes its frequencies in every step use the frequencies that it was created with."""
     if kind == _FIXED and hasattr(module, "rope_init_fn"):
         module.rope_init_fn = lambda *_, **__: (module.inv_freq, module.attention_scaling)
 
@@ -84,7 +84,7 @@ def _settle(module: torch.nn.Module, kind: str, layer_type: str | None, max_cont
 
 
 def _choose(module: torch.nn.Module, name: str, beyond: torch.Tensor, limit: int) -> None:
-    """Make the attribute ``name`` of ``module`` a choice: its value up to ``limit`` positions, and else ``beyond``."""
+    """Let the attribute ``name`` of ``module`` be its value up to a capacity of ``limit`` positions, else ``beyond``."""
     from etkv.export.by_capacity import select_by_capacity
 
     module.register_buffer(f"{name}_within", getattr(module, name), persistent=False)

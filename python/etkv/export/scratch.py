@@ -1,7 +1,7 @@
-"""Weights in files while a program is made: those of a large model do not fit into the memory.
+"""Stores weights in files during an export, because those of a large model do not fit into memory.
 
-A file is mapped, so a tensor in it is read and written like any other. Its pages count as the process's memory from
-their first use on, until :meth:`Scratch.release`.
+A file is mapped, so a tensor in it is read and written like any other tensor. Its pages count as memory of the process
+from their first use until :meth:`Scratch.release`.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import torch
 from etkv.errors import EtkvError
 
 SMALL = 1 << 20
-"""The bytes up to which a tensor stays in memory."""
+"""Maximum bytes of a tensor that stays in memory."""
 
 _AT_ONCE = 1 << 28
-"""The bytes that are used until they are released."""
+"""Number of used bytes after which pages are released."""
 
 _PIECE = 1 << 24
-"""The numbers that are copied at once."""
+"""Number of elements that are copied at a time."""
 
 _DROP = 4
 """``MADV_DONTNEED``."""
 
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...([ps]) \S+ \S+ \d+ +(/.*)")
-"""A line of Linux's list of mappings: addresses, whether others see what is written, and the file."""
+"""A line of Linux's list of mappings: addresses, whether the mapping is shared, and the file."""
 
 
 class Scratch:
-    """A folder of tensors, made inside of ``folder``. A context manager: leaving it removes the folder.
+    """A temporary folder of tensors in ``folder``. It is a context manager: leaving it removes the temporary folder.
 
-    ``sources`` are the files of the model that is read.
+    ``sources`` are the files of the model.
     """
 
     def __init__(self, folder: Path, sources: Sequence[Path] = ()) -> None:
@@ -52,11 +52,11 @@ class Scratch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Tensors that are still in use keep their pages.
+        # Tensors that are still in use keep their pages after the files are removed.
         shutil.rmtree(self.path, ignore_errors=True)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor in a file, or in memory if it is small. Its values are not set.
+        """Return an uninitialized tensor in a file, or in memory if it is small.
 
         Raises :class:`EtkvError` if the disk has no room for it.
         """
@@ -65,14 +65,14 @@ class Scratch:
             return torch.empty(tuple(shape), dtype=dtype)
         path = self.path / str(next(self._numbers))
         self._allocate(path, size)
-        # In bytes, because torch maps files of few dtypes.
+        # Map bytes, because torch maps files only in some dtypes.
         mapped = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-        # The mapping keeps the file. It goes with the process, however that ends.
+        # The mapping keeps the file alive, and the file vanishes with the process even after a crash.
         path.unlink()
         return mapped.view(dtype).view(tuple(shape))
 
     def _allocate(self, path: Path, size: int) -> None:
-        """Make a file of ``size`` bytes that the disk has: to write to a mapping without room ends the process."""
+        """Allocate a file of ``size`` bytes on the disk. Writing to a mapping crashes the process if the disk is full."""
         with path.open("wb") as file:
             try:
                 if hasattr(os, "posix_fallocate"):
@@ -99,16 +99,16 @@ class Scratch:
         return kept
 
     def used(self, size: int) -> None:
-        """Count bytes of the files that were used, and release them from time to time."""
+        """Add ``size`` to the bytes of files that were used. Release pages from time to time."""
         self._unreleased += size
         if self._unreleased > _AT_ONCE:
             self.release()
 
     def release(self) -> None:
-        """Let pages leave the memory: those of the files, and those that were freed.
+        """Release the pages of files, and of freed memory, to the system.
 
-        What is used again is read again. Only Linux tells which pages are those of files. Other systems take them by
-        themselves when memory is short.
+        Pages that are used again are read again. Only Linux lists the pages of files. Other systems reclaim them
+        automatically when memory is short.
         """
         self._unreleased = 0
         if sys.platform != "linux":
@@ -118,13 +118,13 @@ class Scratch:
             if is_kept:
                 system.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DROP)
         if hasattr(system, "malloc_trim"):
-            # Parts of weights leave holes between smaller tensors, in which the next parts do not fit.
+            # Freed parts of weights leave holes between smaller tensors, into which the next parts do not fit.
             system.malloc_trim(0)
 
     def _mappings(self, table: str) -> Iterator[tuple[int, int, bool]]:
-        """Yield the first and last address of each mapping of the files, and whether all that was written is in a file.
+        """Yield for each mapping of the files its begin, its end, and whether the file has all written data.
 
-        It is unknown, and thus False, for a model's files in the table ``maps``.
+        The last is False for the model's files in the table ``maps``, where it is unknown.
         """
         if sys.platform != "linux":
             return
@@ -142,7 +142,7 @@ class Scratch:
                         yield *addresses, False
                     written = 0
                 elif found is not None and line.startswith(("Anonymous:", "Swap:")):
-                    # A page that was written to is no longer that of the file.
+                    # A private page that was written to is no longer a page of the file.
                     written += int(line.split()[1])
                     if line.startswith("Swap:"):
                         yield *found, written == 0

@@ -1,6 +1,7 @@
-"""Sparse activations of Gemma 3n: a layer keeps the values above a quantile of a normal distribution.
+"""Sparse activations of Gemma 3n: a layer keeps only values above a quantile of a normal distribution.
 
-transformers computes the quantile in each step, with a function that no graph takes. It follows from the configuration.
+transformers computes the quantile in each step, with a function that cannot be exported. Here the quantile is a
+constant, because it follows from the configuration.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ _METHOD = "_gaussian_topk"
 
 
 def settle(model: torch.nn.Module) -> None:
-    """Let the layers of ``model`` with sparse activations compute with a constant quantile.
+    """Let the layers of ``model`` with sparse activations use a constant quantile.
 
-    Raises :class:`ValueError` if one computes something else with it.
+    Raises :class:`ValueError` for a layer that gives another result with it.
     """
     for name, module in model.named_modules():
         if hasattr(module, _METHOD) and getattr(module, "activation_sparsity", 0.0) > 0.0:
@@ -26,12 +27,12 @@ def settle(model: torch.nn.Module) -> None:
             own = _keep_above(module.activation_sparsity, dtype)
             trial = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
             if not torch.allclose(own(trial), getattr(module, _METHOD)(trial), atol=8 * torch.finfo(dtype).eps):
-                raise ValueError(f"{name}: it makes activations sparse in a way that the exporter does not know")
+                raise ValueError(f"{name}: it makes activations sparse in a way that the exporter does not support")
             setattr(module, _METHOD, own)
 
 
 def _keep_above(sparsity: float, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that subtracts the quantile ``sparsity`` of the last axis, and drops what is below it."""
+    """Return a function that subtracts the quantile ``sparsity`` of the last axis, and clamps the result at 0."""
     quantile = float(torch.distributions.Normal(0, 1).icdf(torch.tensor(sparsity, dtype=torch.float32)).to(dtype))
 
     def keep(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Makes ExecuTorch read weights when it writes a program, and not copy them before.
+"""Makes ExecuTorch read weights when it writes a program, instead of copying them before.
 
-ExecuTorch takes data that is in files. Its exporter gives it bytes of every tensor instead, and copies weights on the
-way. Here it gets :class:`TensorData`.
+ExecuTorch can write data from files. But its exporter passes it the bytes of every tensor, with several copies of the
+weights. Within :func:`streaming` it gets :class:`TensorData` instead.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.fx.passes.tools_common import legalize_graph
 from etkv.export.scratch import SMALL, Scratch
 
 _PIECE = 1 << 26
-"""The bytes that are written at once."""
+"""Number of bytes that are written at a time."""
 
 
 @contextlib.contextmanager
 def streaming(scratch: Scratch) -> Iterator[None]:
-    """Make it so for programs that are made within the block."""
+    """Stream the weights of programs that are written within the block."""
     add, emit = NamedDataStore.add_named_data, _Emitter._tensor_spec_to_evalue
 
     def added(
@@ -61,7 +61,8 @@ def streaming(scratch: Scratch) -> Iterator[None]:
             at = emitter._save_new_const_tensor(spec, data, digest)
         return EValue(make_tensor_value(at, None, spec))
 
-    # ExecuTorch copies the program of each delegate, which may change its copy. None changes a tensor.
+    # ExecuTorch copies the program for each delegate, because a delegate may change its copy. No delegate changes a
+    # tensor, so the tensors need no copies.
     with (
         mock.patch.object(NamedDataStore, "add_named_data", added),
         mock.patch.object(_Emitter, "_tensor_spec_to_evalue", emitted),
@@ -72,9 +73,9 @@ def streaming(scratch: Scratch) -> Iterator[None]:
 
 
 def _sorted(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Return ``module`` with nodes after those that they read.
+    """Return ``module`` with its nodes in topological order.
 
-    ExecuTorch sorts a whole graph for each of its delegates. Most graphs are sorted already.
+    ExecuTorch sorts the whole graph for each delegate. Most graphs are sorted already.
     """
     seen: set[torch.fx.Node] = set()
     for node in module.graph.nodes:
@@ -85,13 +86,13 @@ def _sorted(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _copied(backend: object, program: ExportedProgram, compile_specs: object) -> ExportedProgram:
-    """Return a copy of ``program`` with the same tensors."""
+    """Return a copy of ``program`` that shares its tensors."""
     tensors = (*program.state_dict.values(), *program.constants.values())
     return copy.deepcopy(program, {id(tensor): tensor for tensor in tensors})
 
 
 class TensorData(FileBackedData):  # type: ignore[misc] # ExecuTorch's classes have no types.
-    """The bytes of a tensor in a program. They are read when the program is written, and not copied before."""
+    """The bytes of a tensor in a program. They are read when the program is written, without earlier copies."""
 
     def __init__(self, tensor: torch.Tensor, scratch: Scratch) -> None:
         # The base class would open a file.
@@ -107,7 +108,7 @@ class TensorData(FileBackedData):  # type: ignore[misc] # ExecuTorch's classes h
         return self._tensor.nbytes
 
     def __deepcopy__(self, memo: object) -> TensorData:
-        """Return the same data, which never changes."""
+        """Return the same object, because the data never changes."""
         return self
 
     def prefix(self, size: int) -> bytes:

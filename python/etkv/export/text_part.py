@@ -1,8 +1,8 @@
-"""Takes the text model out of a model for text and images or sound.
+"""Extracts the text model of a model for text and images or sound.
 
-transformers reads the whole model, with its own rules for the names of weights. The part that is exported is a causal
-language model of the text configuration with the decoder and the head of the whole, and it must answer a text as the
-whole does.
+transformers reads the whole model, with its own rules for the names of weights. The exported part is a causal language
+model of the text configuration, with the decoder and the head of the whole model. Its logits for a text must equal
+those of the whole model.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _TOKENS = 8
-"""The tokens on which the part and the whole are compared."""
+"""Number of tokens for comparing the text part with the whole model."""
 
 _TOLERANCE = 1e-3
-"""The largest difference of their logits, as a fraction of the spread. They run the same operations."""
+"""The largest difference of both logits, as a fraction of their spread. Both run the same operations."""
 
 
 def config(whole: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the causal language model in ``whole``; ``whole`` itself where it is one alone."""
+    """Return the configuration of the causal language model in ``whole``; ``whole`` itself if it has no other part."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     text: PreTrainedConfig | None = getattr(whole, "text_config", None)
@@ -35,7 +35,7 @@ def config(whole: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def whole_class(whole: PreTrainedConfig) -> Any:
-    """Return the class of the model of ``whole``: the one that its configuration names, or else that of its family.
+    """Return the class of the model of ``whole``: the class in its configuration, or else the class of its family.
 
     Raises :class:`EtkvError` if there is none.
     """
@@ -49,13 +49,13 @@ def whole_class(whole: PreTrainedConfig) -> Any:
     for mapping in (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(whole) in mapping:
             return mapping[type(whole)]
-    raise EtkvError(f"model family {whole.model_type!r} has a text part, and transformers has no class for the whole")
+    raise EtkvError(f"model family {whole.model_type!r} has a text part, but transformers has no class for the whole")
 
 
 def take(whole: PreTrainedModel) -> PreTrainedModel:
     """Return the causal language model in ``whole``, with its weights.
 
-    Raises :class:`EtkvError` if ``whole`` is not built around one, or answers a text otherwise.
+    Raises :class:`EtkvError` if ``whole`` has no such model, or if its logits for a text differ.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -69,9 +69,7 @@ def take(whole: PreTrainedModel) -> PreTrainedModel:
     decoder: Any = part.get_decoder()
     found = [module for module in whole.modules() if type(module) is type(decoder)]
     if len(found) != 1:
-        raise EtkvError(
-            f"model family {family!r} has {len(found)} modules {type(decoder).__name__}, and a text part has one"
-        )
+        raise EtkvError(f"model family {family!r} has {len(found)} modules {type(decoder).__name__}, expected 1")
     name = next(name for name, module in part.named_modules() if module is decoder)
     parent, _, attribute = name.rpartition(".")
     setattr(part.get_submodule(parent), attribute, found[0])
@@ -86,7 +84,7 @@ def take(whole: PreTrainedModel) -> PreTrainedModel:
 
 
 def _compare(whole: PreTrainedModel, part: PreTrainedModel) -> None:
-    """Raise :class:`EtkvError` unless both give a text the same logits."""
+    """Raise :class:`EtkvError` unless both return the same logits for a text."""
     family, ids = whole.config.model_type, sample_ids(part, _TOKENS)
     with torch.no_grad():
         expected = part(input_ids=ids, use_cache=False).logits
@@ -99,6 +97,6 @@ def _compare(whole: PreTrainedModel, part: PreTrainedModel) -> None:
     off = float((made - expected).abs().max() / expected.std())
     if not off <= _TOLERANCE:
         raise EtkvError(
-            f"model family {family!r} answers a text otherwise than its text part alone, a {type(part).__name__}: its "
-            f"logits differ by {off:.2g} of their spread"
+            f"model family {family!r} and its text part, a {type(part).__name__}, return different logits for a text: "
+            f"they differ by {off:.2g} of their spread"
         )

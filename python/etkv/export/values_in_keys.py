@@ -1,4 +1,4 @@
-"""Values that are the first elements of their keys, proved from the graph of a program."""
+"""Finds caches whose values are the first elements of their keys, from the graph of a program."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 def of(traced: ExportedProgram, n_caches: int) -> list[bool]:
     """Return for each cache of ``traced`` whether its values are the first elements of its keys, in every step.
 
-    They are if every call that writes to the cache takes keys that join the values with other elements after them, or
-    values that are a slice of the keys from their first element on. Other values may be equal too, but nothing proves
-    it.
+    This holds if in every call that writes to the cache, keys are a concatenation of the values and other elements, or
+    values are a slice of the keys that begins with the first element. Other values may be equal too, but that cannot be
+    proved from the graph.
     """
     import torch
 

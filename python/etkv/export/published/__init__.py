@@ -1,7 +1,7 @@
 """Reads the weights of Hugging Face folders in the quantizations in which models are published.
 
-Each weight is decoded exactly, in float32 and with torch alone, when a loader reads it. Before that only the sizes of
-tensors are read: a layout that is not known is refused before any work.
+Each weight is decoded exactly, in float32 and only with torch, when a loader reads it. Before that, only the sizes of
+tensors are read, so unsupported layouts are refused early.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ METHODS: dict[str, type[Format]] = {
     "modelopt": ModelOpt,
     "mxfp4": Mxfp4,
 }
-"""The name of a method in a configuration -> its format."""
+"""The name of a quantization method in a configuration -> its format."""
 
 _OF_ACTIVATIONS = re.compile(
     r".*[._](activation_scale|qscale_act)|.*\.(input|output)_(scale|scale_ub|global_scale|zero_point)"
 )
-"""Names of scales with which runtimes round activations."""
+"""Names of scales for rounding activations."""
 
 _OF_CACHES = re.compile(r".*\.(k|v|q|kv|prob)_(scale|zero_point|global_scale)")
-"""Names of scales with which runtimes store keys and values in 8 bits."""
+"""Names of scales for storing keys and values in 8 bits."""
 
 
 _BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
@@ -54,9 +54,9 @@ _BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weights of a folder, by the names of its files.
+    """The weights of a folder, by their names in the files.
 
-    ``remarks`` say what the publisher's runtimes do with the folder and a program does not.
+    ``remarks`` are sentences about things that the publisher's runtimes do with the folder but a program does not.
     """
 
     weights: dict[str, Weight]
@@ -68,13 +68,13 @@ def read(
 ) -> Checkpoint:
     """Return the weights in ``files`` of the folder ``path``, quantized by ``method`` with ``settings``.
 
-    Tensors ``without_effect`` may have any type. Raises :class:`EtkvError` for a method, a setting or a layout that
-    cannot be decoded.
+    Tensors ``without_effect`` may have any dtype. Raises :class:`EtkvError` for an unsupported method, setting or
+    layout.
     """
     form = METHODS.get(method or "")
     if form is None:
         raise EtkvError(
-            f"the weights of {path} are quantized ({method}), and the exporter reads {', '.join(sorted(METHODS))}; "
+            f"the weights of {path} are quantized ({method}), but the exporter reads {', '.join(sorted(METHODS))}; "
             f"{REMEDY}"
         )
     reader = form(Settings(path, str(method), settings))
@@ -99,16 +99,16 @@ def read(
     remarks = []
     if reader.activations is not None or of_activations:
         how = reader.activations or "of few bits"
-        remarks.append(f"the folder is for activations {how}, and the program does not round them")
+        remarks.append(f"the folder is for activations {how}, but the program does not round activations")
     if of_caches or settings.get("kv_cache_scheme"):
-        remarks.append("the folder has scales of keys and values in 8 bits, and an etkv cache has formats of its own")
+        remarks.append("the folder has scales of keys and values in 8 bits, which an etkv cache does not use")
     return Checkpoint({**weights, **{name: Plain(stored) for name, stored in plain.items()}}, tuple(remarks))
 
 
 def check_plain(path: Path, files: list[Path], without_effect: re.Pattern[str]) -> None:
-    """Raise :class:`EtkvError` for a matrix of 8 bits or less in ``files``, which a loader would take for weights.
+    """Raise :class:`EtkvError` for a matrix of 8 bits or less in ``files``, which a loader would mistake for weights.
 
-    Tensors ``without_effect`` may have any type.
+    Tensors ``without_effect`` may have any dtype.
     """
     _check_plain(path, read_headers(files).values(), without_effect)
 
@@ -117,6 +117,6 @@ def _check_plain(path: Path, tensors: Iterable[Stored], without_effect: re.Patte
     for stored in tensors:
         if stored.dtype in _BYTES and len(stored.shape) > 1 and not without_effect.fullmatch(stored.name):
             raise EtkvError(
-                f"tensor {stored.name} of {path} is {stored.described()}, and the configuration does not say how it is "
+                f"tensor {stored.name} of {path} is {stored.described()}, but the configuration does not say how it is "
                 f"quantized; {REMEDY}"
             )

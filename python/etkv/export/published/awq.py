@@ -1,7 +1,7 @@
-"""Integers of 4 bits with zero points, as AutoAWQ publishes them: ``awq``.
+"""The method ``awq`` of AutoAWQ: integers of 4 bits with zero points.
 
-Matrices are stored transposed. In the layout ``gemm`` a word holds eight outputs in an order of its own; in ``gemv`` it
-holds eight inputs in order.
+Matrices are stored transposed. In the layout ``gemm`` a word has eight outputs in the order of ``_ORDER``; in ``gemv``
+a word has eight inputs in order.
 """
 
 from __future__ import annotations
@@ -21,36 +21,35 @@ _BITS = 4
 _IN_WORD = 32 // _BITS
 _LAYOUT = ("version", "format", "checkpoint_format")
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in a word of ``gemm`` of each of its eight outputs."""
+"""The position of each of the eight outputs in a word of ``gemm``."""
 
 
 class Awq(Format):
-    """Decodes such weights."""
+    """Decodes ``awq``."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         settings.one_of("bits" if "bits" in settings.values else "w_bit", (_BITS,), _BITS)
-        # Packages have three names for the layout. Runtimes change gemm when they load it, and write their own names.
+        # Packages use three names for the layout. Runtimes convert gemm when they load it, and write other names.
         named = {name: str(settings.values[name]).lower() for name in _LAYOUT if settings.values.get(name)}
         for name, layout in named.items():
             if layout not in ("gemm", "gemv", "exllama", "ipex"):
-                raise settings.refuse(f"{name} is {layout!r}, and the exporter reads the layouts gemm and gemv")
+                raise settings.refuse(f"{name} is {layout!r}, expected gemm or gemv")
         self._is_gemv = "gemv" in named.values()
         if self._is_gemv and len(set(named.values())) > 1:
-            raise settings.refuse(f"{' and '.join(named)} are {' and '.join(named.values())}, and differ")
+            raise settings.refuse(f"{' and '.join(named)} differ: {' and '.join(named.values())}")
         settings.one_of("zero_point", (True,), True)
         self._group_size = settings.group_size("group_size" if "group_size" in settings.values else "q_group_size")
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-        """Return the weight of which ``name`` is a part."""
+
         return replaced(name, ("qweight", "qzeros", "scales"))
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
-        """Return the weight ``name``."""
         settings = self._settings
         codes, zeros, scales = (settings.part(parts, name, part) for part in ("qweight", "qzeros", "scales"))
         if len(codes.shape) != 2:
-            raise settings.refuse(f"tensor {codes.name} is {codes.described()}, and a matrix is expected")
+            raise settings.refuse(f"tensor {codes.name} is {codes.described()}, expected a matrix")
         columns = codes.shape[1] * _IN_WORD if self._is_gemv else codes.shape[0]
         rows = codes.shape[0] if self._is_gemv else codes.shape[1] * _IN_WORD
         size = columns if self._group_size == -1 else self._group_size
@@ -59,7 +58,7 @@ class Awq(Format):
         groups = columns // size
         settings.check(codes, ("int32",), codes.shape)
         if self._is_gemv:
-            # Rows of scales and zero points are filled up to a number of words.
+            # Rows of scales and zero points are padded to whole words.
             words = zeros.shape[-1]
             if words * _IN_WORD < groups:
                 raise settings.refuse(f"tensor {zeros.name} is {zeros.described()}, and there are {groups} groups")

@@ -1,7 +1,7 @@
-"""Weights as bitsandbytes publishes them: ``bitsandbytes``, in 4 bits (NF4, FP4) and in 8 (LLM.int8).
+"""The method ``bitsandbytes``: weights in 4 bits (NF4, FP4) and in 8 bits (LLM.int8).
 
-In 4 bits a table has the value of each code, and a scale is for a block of the flattened matrix. Scales may be codes of
-8 bits themselves, with a table, scales of blocks and an offset. A tensor of bytes has the sizes as JSON.
+With 4 bits, a table has the value of each code, and each block of the flattened matrix has a scale. The scales may
+themselves be codes of 8 bits with a table, scales of blocks and an offset. A tensor of bytes has the sizes as JSON.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PARTS = re.compile(
 )
 _OF_8_BITS = {".SCB": "scale", ".weight_format": "format"}
 _HIGHEST = 127.0
-"""The code that a row's scale is for, in 8 bits."""
+"""In 8 bits, a row's scale is the magnitude of this code."""
 
 
 class BitsAndBytes(Format):
-    """Decodes such weights."""
+    """Decodes ``bitsandbytes``."""
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
         """Return the weight of which ``name`` is a part."""
@@ -45,11 +45,11 @@ class BitsAndBytes(Format):
         if "quant_state" not in parts:
             scale = settings.part(parts, name, "scale")
             if len(codes.shape) != 2:
-                raise settings.refuse(f"tensor {codes.name} is {codes.described()}, and a matrix is expected")
-            # Other layouts are for one kind of GPU, and have another number here.
+                raise settings.refuse(f"tensor {codes.name} is {codes.described()}, expected a matrix")
+            # Other layouts are for specific GPUs, and have other numbers.
             if "format" in parts and int(parts["format"].read()) != 0:
                 raise settings.refuse(
-                    f"weight {name} has the layout {int(parts['format'].read())}, and 0 is row by row"
+                    f"weight {name} has the layout {int(parts['format'].read())}, expected 0, row by row"
                 )
             settings.check(codes, ("int8",), codes.shape)
             settings.check(scale, ("float32",), codes.shape[:1])
@@ -71,7 +71,7 @@ class BitsAndBytes(Format):
         return Decoded(partial(_blocks, dict(parts), state))
 
     def _state(self, name: str, stored: Stored) -> dict[str, Any]:
-        """Return the sizes of a weight. Raises :class:`EtkvError` if they are no such sizes."""
+        """Return the sizes of a weight. Raises :class:`EtkvError` if they are not valid."""
         try:
             state: dict[str, Any] = json.loads(bytes(stored.read().tolist()))
             sizes = [
@@ -100,7 +100,7 @@ def _blocks(parts: Mapping[str, Stored], state: Mapping[str, Any]) -> torch.Tens
         of_blocks = outer.repeat_interleave(state["nested_blocksize"])[: len(scales)]
         scales = table[scales.int()] * of_blocks + state["nested_offset"]
     count = math.prod(state["shape"])
-    # The upper half of a byte is the first.
+    # The upper half of a byte is the first code.
     codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[:count]
     values = parts["quant_map"].read()[codes.int()]
     values *= scales.repeat_interleave(state["blocksize"])[:count]

@@ -1,7 +1,7 @@
-"""The formats of the package compressed-tensors, which llm-compressor writes: ``compressed-tensors``.
+"""The method ``compressed-tensors``: the formats of the package of this name, which llm-compressor writes.
 
-A configuration has groups of layers, each with the bits and the strategy of its weights. A layer's names of tensors and
-their shapes have to agree with its group.
+A configuration has groups of layers. A group has the bits and the strategy of the weights of its layers. The names and
+shapes of a layer's tensors must agree with its group.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _FORMATS = (
     "dense",
 )
 _CLASSES = ("Linear", "Embedding")
-"""The classes of layers that a group may name."""
+"""The classes of layers that a group may contain."""
 
 
 class CompressedTensors(Format):
-    """Decodes such weights."""
+    """Decodes ``compressed-tensors``."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -52,20 +52,18 @@ class CompressedTensors(Format):
         for name in ("sparsity_config", "transform_config"):
             value = values.get(name)
             if value and (name != "sparsity_config" or value.get("format", "dense") != "dense"):
-                raise settings.refuse(f"{name} is {value!r}, which the exporter does not know")
-        # The second is that of older packages, which compressed weights too.
+                raise settings.refuse(f"{name} is {value!r}, which the exporter does not support")
+        # Older packages wrote `frozen`, also for compressed weights.
         settings.one_of("quantization_status", ("compressed", "frozen", None), None)
         self._format = settings.one_of("format", (*_FORMATS, "mixed-precision"), "dense")
         groups = values.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-            raise settings.refuse("config_groups is no table of groups")
+            raise settings.refuse("config_groups is not a table of groups")
         self._groups: list[Mapping[str, Any]] = list(groups.values())
         for group in self._groups:
             for target in group.get("targets") or ():
                 if "." not in target and not target.startswith("re:") and target not in _CLASSES:
-                    raise settings.refuse(
-                        f"a group is for layers of class {target}, and the exporter knows {' and '.join(_CLASSES)}"
-                    )
+                    raise settings.refuse(f"a group is for layers of class {target}, expected {' or '.join(_CLASSES)}")
         rounded = next((args for group in self._groups if (args := group.get("input_activations"))), None)
         self.activations = None if rounded is None else f"in {rounded.get('num_bits', 8)} bits"
 
@@ -83,7 +81,7 @@ class CompressedTensors(Format):
         kind = group.get("format") or self._format
         args = group.get("weights") or {}
         if kind not in _FORMATS or kind == "dense":
-            raise settings.refuse(f"weight {name} has the format {kind!r} and {', '.join(sorted(parts))}")
+            raise settings.refuse(f"weight {name} has the format {kind!r}, but the tensors {', '.join(sorted(parts))}")
         if "packed" not in parts and args.get("type") == "float" and kind in _INTEGERS:
             kind = "float-quantized"
         scale = settings.part(parts, name, "scale")
@@ -97,7 +95,7 @@ class CompressedTensors(Format):
         codes = settings.part(parts, name, "weight")
         if kind in ("float-quantized", "mxfp8-quantized"):
             if codes.dtype not in FLOAT8:
-                raise settings.refuse(f"tensor {codes.name} is {codes.described()}, and float8_e4m3fn is expected")
+                raise settings.refuse(f"tensor {codes.name} is {codes.described()}, expected float8_e4m3fn")
             block = args.get("block_structure") if args.get("strategy") == "block" else None
             if args.get("strategy") in ("group", "tensor_group"):
                 block = (1, self._columns_of_a_group(args, codes.shape[1]))
@@ -105,14 +103,14 @@ class CompressedTensors(Format):
         return self._integers(name, codes, parts, args)
 
     def _group(self, layer: str) -> Mapping[str, Any]:
-        """Return the settings of ``layer``: the group that names it, or else that of its class."""
+        """Return the settings of ``layer``: of the group with its name, or else of the group with its class."""
 
         def names(target: str) -> bool:
             return re.match(target[3:], layer) is not None if target.startswith("re:") else target == layer
 
         ignored = self._settings.values.get("ignore") or ()
         if any(names(target) for target in ignored):
-            raise self._settings.refuse(f"layer {layer} is among those to ignore, and is quantized")
+            raise self._settings.refuse(f"layer {layer} is among the ignored layers, but is quantized")
         named = [group for group in self._groups if any(names(target) for target in group.get("targets") or ())]
         found = named or [group for group in self._groups if set(group.get("targets") or ()) & set(_CLASSES)]
         if len(found) != 1:
@@ -120,11 +118,11 @@ class CompressedTensors(Format):
         return found[0]
 
     def _columns_of_a_group(self, args: Mapping[str, Any], columns: int) -> int:
-        """Return the columns that share a scale."""
+        """Return the number of columns that share a scale."""
         strategy = args.get("strategy")
         size = args.get("group_size")
         if strategy is None:
-            # Older packages left it to be inferred.
+            # Older packages did not write the strategy.
             strategy = "tensor" if size is None else "channel" if size == -1 else "group"
         if strategy in ("tensor", "channel"):
             return columns
@@ -135,7 +133,7 @@ class CompressedTensors(Format):
         return size
 
     def _packed(self, name: str, parts: Mapping[str, Stored], args: Mapping[str, Any]) -> Weight:
-        """Return a weight of integers in words."""
+        """Return a weight whose integers are packed in words."""
         settings = self._settings
         codes, scale, size = (settings.part(parts, name, part) for part in ("packed", "scale", "shape"))
         bits = args.get("num_bits")
@@ -144,7 +142,7 @@ class CompressedTensors(Format):
         rows, columns = (int(length) for length in size.read().flatten().tolist())
         words = words_of(columns, bits)
         if 32 % bits and words == -(-columns // (32 // bits)):
-            raise settings.refuse(f"weight {name} of {bits} bits may be in the words of old or of new packages")
+            raise settings.refuse(f"weight {name} of {bits} bits may be packed by old or by new packages")
         settings.check(codes, ("int32",), (rows, words))
         of_group = self._columns_of_a_group(args, columns)
         groups = columns // of_group
@@ -155,7 +153,7 @@ class CompressedTensors(Format):
             settings.check(order, ("int32", "int64"), (columns,))
             of_columns = order.read().long()
             if bool((of_columns < 0).any()) or bool((of_columns >= groups).any()):
-                raise settings.refuse(f"tensor {order.name} has groups outside of the {groups} of {name}")
+                raise settings.refuse(f"tensor {order.name} has groups outside of the {groups} groups of {name}")
             return Grouped(partial(_packed, codes, scale, zero, bits, (rows, columns), of_columns))
         return Grouped(partial(_packed, codes, scale, zero, bits, (rows, columns), None))
 
@@ -177,7 +175,7 @@ class CompressedTensors(Format):
         shapes = {(rows, groups), *({(rows,), (1,), (), (1, 1)} if groups == 1 else ())}
         if scale.dtype not in FLOATS or scale.shape not in shapes:
             raise self._settings.refuse(
-                f"tensor {scale.name} is {scale.described()}, and floating-point numbers {[rows, groups]} are expected"
+                f"tensor {scale.name} is {scale.described()}, expected floating-point numbers {[rows, groups]}"
             )
 
     def _zero(
@@ -192,12 +190,12 @@ class CompressedTensors(Format):
         zero = parts.get("zero")
         if args.get("symmetric", True):
             if zero is not None:
-                raise self._settings.refuse(f"weight {name} is symmetric, and has {zero.name}")
+                raise self._settings.refuse(f"weight {name} is symmetric, but has {zero.name}")
             return None
         zero = self._settings.part(parts, name, "zero")
         if (zero.dtype, zero.shape) not in (("int32", packed), ("int8", plain)):
             raise self._settings.refuse(
-                f"tensor {zero.name} is {zero.described()}, and int32 {list(packed)} or int8 {list(plain)} is expected"
+                f"tensor {zero.name} is {zero.described()}, expected int32 {list(packed)} or int8 {list(plain)}"
             )
         return zero
 
@@ -222,11 +220,11 @@ def _integers(codes: Stored, scale: Stored, zero: Stored | None) -> Groups:
     rows = codes.shape[0]
     scales = _of_rows(scale, rows)
     zeros = torch.zeros_like(scales) if zero is None else _of_rows(zero, rows)
-    # Signed integers become unsigned ones, and so do their zero points.
+    # Convert signed integers and zero points to unsigned ones.
     return Groups(codes.read().view(torch.uint8) ^ 128, scales, zeros + 128)
 
 
 def _of_rows(stored: Stored, rows: int) -> torch.Tensor:
-    """Return one number a row and group, ``[rows, groups]`` in float32."""
+    """Return one number for each row and group, ``[rows, groups]`` in float32."""
     numbers = stored.read().float()
     return numbers.reshape(1, 1).expand(rows, 1) if numbers.numel() == 1 else numbers.reshape(rows, -1)

@@ -1,4 +1,4 @@
-"""What a method of quantization has to know of a checkpoint."""
+"""The base class of quantization methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etkv.export.published.weight import Weight
 
 
 def replaced(name: str, parts: Iterable[str]) -> tuple[str, str] | None:
-    """Return the weight that files have as ``parts`` in its place, if ``name`` is one of them, and the part."""
+    """Return the name of the weight that files replace by ``parts``, and the part ``name``; None for other names."""
     for part in parts:
         if name.endswith(f".{part}"):
             return f"{name.removesuffix(part)}weight", part
@@ -19,9 +19,9 @@ def replaced(name: str, parts: Iterable[str]) -> tuple[str, str] | None:
 
 
 def beside(name: str, tensors: Mapping[str, Stored], parts: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the weight of ``tensors`` that ``name`` is beside, and the part's name; None for other tensors.
+    """Return the weight of ``tensors`` that the tensor ``name`` accompanies, and the part's name; None without one.
 
-    ``parts`` has the ends of names.
+    ``parts`` maps suffixes of names to names of parts.
     """
     for end, part in parts.items():
         weight = f"{name.removesuffix(end)}.weight"
@@ -31,22 +31,22 @@ def beside(name: str, tensors: Mapping[str, Stored], parts: Mapping[str, str]) -
 
 
 class Format(ABC):
-    """A method of quantization, with the settings of a folder."""
+    """A quantization method with the settings of a folder."""
 
     activations: str | None = None
-    """How the publisher's runtimes round activations; ``None`` if they do not."""
+    """A description of how the publisher's runtimes round activations; ``None`` if they do not."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raise :class:`EtkvError` for settings that are not known."""
+        """Raise :class:`EtkvError` for unsupported settings."""
         self._settings = settings
 
     @abstractmethod
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-        """Return the weight of which ``name`` is a part, and the part's name; None for other tensors."""
+        """Return the name of the weight to which the tensor ``name`` belongs, and the part; None for other tensors."""
 
     @abstractmethod
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
-        """Return the weight ``name``, with the part ``weight`` if the files have a tensor of its name.
+        """Return the weight ``name`` from its parts. A tensor with the weight's own name is the part ``weight``.
 
-        Raises :class:`EtkvError` if its parts contradict each other or the settings.
+        Raises :class:`EtkvError` if the parts contradict each other or the settings.
         """

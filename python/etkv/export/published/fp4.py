@@ -1,4 +1,4 @@
-"""Numbers of 4-bit floating point, two a byte, with a scale for each 16 or 32: NVFP4 and MXFP4 in layers."""
+"""NVFP4 and MXFP4 in linear layers: 4-bit floats, two in a byte, with a scale for each 16 or 32 elements."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from etkv.export.published.weight import Decoded, Weight
 def nvfp4(settings: Settings, packed: Stored, scale: Stored, whole: Stored | None, *, divides: bool) -> Weight:
     """Return the weight of ``packed`` bytes [rows, columns / 2].
 
-    ``scale`` is in 8-bit floating point for each 16 numbers, and ``whole``, one number, scales it: it ``divides`` or
-    multiplies. Without ``whole`` scales are powers of two for each 32 numbers.
+    ``scale`` has an 8-bit float for each 16 elements. ``whole`` is a factor for all scales, or a divisor if it
+    ``divides``. Without ``whole``, scales are powers of two for each 32 elements.
     """
     if len(packed.shape) != 2:
-        raise settings.refuse(f"tensor {packed.name} is {packed.described()}, and a matrix is expected")
+        raise settings.refuse(f"tensor {packed.name} is {packed.described()}, expected a matrix")
     columns = packed.shape[1] * 2
     size = 32 if whole is None else 16
     if columns % size:
@@ -28,7 +28,7 @@ def nvfp4(settings: Settings, packed: Stored, scale: Stored, whole: Stored | Non
     dtypes = ("uint8", "float8_e8m0fnu") if whole is None else ("float8_e4m3fn",)
     settings.check(scale, dtypes, (packed.shape[0], columns // size))
     if whole is not None and (whole.dtype != "float32" or whole.shape not in ((), (1,))):
-        raise settings.refuse(f"tensor {whole.name} is {whole.described()}, and one number in float32 is expected")
+        raise settings.refuse(f"tensor {whole.name} is {whole.described()}, expected one number in float32")
     return Decoded(partial(_decode, packed, scale, whole, divides))
 
 

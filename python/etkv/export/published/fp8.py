@@ -1,7 +1,7 @@
-"""Weights in 8-bit floating point, with a scale for a tensor, a row or a block: ``fp8`` and ``fbgemm_fp8``.
+"""The methods ``fp8`` and ``fbgemm_fp8``: 8-bit floats with a scale for each tensor, row or block.
 
-DeepSeek-V3, Qwen3 FP8 and Ministral 3 are published so. The names of scales differ between publishers. A scale always
-multiplies, also where its name ends in ``inv``.
+DeepSeek-V3, Qwen3 FP8 and Ministral 3 are published in this form. The names of scales differ between publishers. A
+scale is always a factor, even if its name ends in ``inv``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from etkv.export.published.weight import Decoded, Weight
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _SCALES = (".weight_scale_inv", ".weight_scale", ".qscale_weight", ".scale")
-"""The ends of the names of scales of a layer's weight."""
+"""The suffixes of the names of scales."""
 
 _OF_EXPERTS = "_scale_inv"
-"""The end of the name of the scales of a parameter that holds the weights of all experts."""
+"""The suffix of the name of scales for a parameter with the weights of all experts."""
 
 
 class Fp8(Format):
-    """Decodes such weights."""
+    """Decodes ``fp8``."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -35,13 +35,13 @@ class Fp8(Format):
         if block is not None and (
             not isinstance(block, (list, tuple)) or len(block) != 2 or not all(_is_size(size) for size in block)
         ):
-            raise settings.refuse(f"weight_block_size is {block!r}, and it has to be two numbers: rows and columns")
+            raise settings.refuse(f"weight_block_size is {block!r}, expected two numbers: rows and columns")
         self._block = None if block is None else (int(block[0]), int(block[1]))
         scheme = settings.values.get("activation_scheme")
         self.activations = "in 8 bits" if scheme in ("dynamic", "static") or settings.method == "fbgemm_fp8" else None
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-        """Return the weight whose scale ``name`` is."""
+
         for end in _SCALES:
             weight = name.removesuffix(end) + ".weight"
             if name.endswith(end) and weight in tensors and (end != ".scale" or tensors[weight].dtype in FLOAT8):
@@ -50,21 +50,20 @@ class Fp8(Format):
         return (weight, "scale") if name.endswith(_OF_EXPERTS) and weight in tensors else None
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
-        """Return the weight ``name``."""
         codes, scale = self._settings.part(parts, name, "weight"), self._settings.part(parts, name, "scale")
         if codes.dtype not in FLOAT8 or len(codes.shape) < 2:
-            raise self._settings.refuse(f"tensor {codes.name} is {codes.described()}, and it has a scale, {scale.name}")
+            raise self._settings.refuse(f"tensor {codes.name} is {codes.described()}, but has a scale, {scale.name}")
         return scaled(self._settings, codes, scale, self._block)
 
 
 def scaled(settings: Settings, codes: Stored, scale: Stored, block: tuple[int, int] | None) -> Weight:
-    """Return the weight of ``codes`` [.., rows, columns] that ``scale`` multiplies.
+    """Return the weight of ``codes`` [.., rows, columns] times ``scale``.
 
-    The scale is one number, one a row, or one for each ``block`` of rows and columns; scales of bytes are powers of
-    two. Raises :class:`EtkvError` for another shape or type.
+    The scale is one number, one number for each row, or one for each ``block`` of rows and columns. Scales in uint8 are
+    powers of two. Raises :class:`EtkvError` for another shape or dtype.
     """
     if scale.dtype not in (*FLOATS, "uint8", "float8_e8m0fnu"):
-        raise settings.refuse(f"tensor {scale.name} is {scale.described()}, and scales are floating-point numbers")
+        raise settings.refuse(f"tensor {scale.name} is {scale.described()}, expected floating-point numbers")
     rows, columns = codes.shape[-2:]
     grids = {(*codes.shape[:-2], rows, 1): (1, columns)}
     if block is not None:
@@ -73,7 +72,7 @@ def scaled(settings: Settings, codes: Stored, scale: Stored, block: tuple[int, i
     if math.prod(shape) == 1:
         return Decoded(partial(_decode, codes, scale, (1,) * len(codes.shape), (rows, columns)))
     if len(shape) == len(codes.shape) - 1:
-        # One a row, or one an expert.
+        # One scale for each row, or one for each expert.
         shape = (*shape, 1) if shape[-1] == rows else shape
     if len(codes.shape) == 3 and math.prod(shape) == codes.shape[0] != rows:
         shape = (codes.shape[0], 1, 1)
@@ -81,7 +80,7 @@ def scaled(settings: Settings, codes: Stored, scale: Stored, block: tuple[int, i
     if shape not in grids:
         expected = " or ".join(str(list(grid)) for grid in grids)
         raise settings.refuse(
-            f"tensor {scale.name} is {scale.described()}, and {expected} is expected for a weight {list(codes.shape)}"
+            f"tensor {scale.name} is {scale.described()}, expected {expected} for a weight {list(codes.shape)}"
         )
     return Decoded(partial(_decode, codes, scale, shape, grids[shape]))
 

@@ -1,7 +1,7 @@
-"""Integers of 2, 3, 4 and 8 bits, as GPTQ's packages publish them: ``gptq``.
+"""The method ``gptq``: integers of 2, 3, 4 and 8 bits.
 
-Matrices are stored transposed, and words hold numbers of one column. Zero points are stored less one in checkpoints of
-the first format (``checkpoint_format`` ``gptq``), and as they are in the second (``gptq_v2``).
+Matrices are stored transposed, and a word has numbers of one column. In checkpoints of the first format
+(``checkpoint_format`` ``gptq``) stored zero points are smaller by 1. In the second (``gptq_v2``) they are unchanged.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _BITS = (2, 3, 4, 8)
 
 
 class Gptq(Format):
-    """Decodes such weights."""
+    """Decodes ``gptq``."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._bits = settings.one_of("bits", _BITS, 4)
         self._group_size = settings.group_size()
-        # Packages have two names for the format.
+        # Packages use two names for the format.
         names = [name for name in ("checkpoint_format", "format") if settings.values.get(name)]
         formats = {settings.one_of(name, ("gptq", "gptq_v2"), "gptq") for name in names} or {"gptq"}
         if len(formats) > 1:
@@ -46,14 +46,14 @@ class Gptq(Format):
         codes, zeros, scales = (settings.part(parts, name, part) for part in ("qweight", "qzeros", "scales"))
         if len(codes.shape) != 2 or len(scales.shape) != 2:
             raise settings.refuse(
-                f"tensors {codes.name} and {scales.name} are {codes.described()} and {scales.described()}, and have to "
-                "be matrices"
+                f"tensors {codes.name} and {scales.name} are {codes.described()} and {scales.described()}, expected "
+                "matrices"
             )
         order = settings.part(parts, name, "g_idx") if self._has_order else parts.get("g_idx")
         bits = self._bits
         columns = codes.shape[0] * 32 // bits if order is None else order.shape[0]
         if self._has_own:
-            # Layers may have bits of their own, which their shapes tell.
+            # Layers may have other numbers of bits, which follow from their shapes.
             bits = next((bits for bits in _BITS if words_of(columns, bits) == codes.shape[0]), bits)
         groups, rows = scales.shape
         settings.check(codes, ("int32",), (words_of(columns, bits), rows))
@@ -63,7 +63,7 @@ class Gptq(Format):
             settings.check(order, ("int32", "int64"), (columns,))
         size = columns if self._group_size == -1 else self._group_size
         if not self._has_own and groups != -(-columns // size):
-            raise settings.refuse(f"weight {name} has {groups} groups of {columns} columns, and group_size is {size}")
+            raise settings.refuse(f"weight {name} has {groups} groups in {columns} columns, but group_size is {size}")
         of_columns = self._order(name, order, columns, groups)
         if self._adds_one:
             self._check_zeros(name, zeros, bits, rows)
@@ -71,26 +71,26 @@ class Gptq(Format):
         return Grouped(read)
 
     def _order(self, name: str, order: Stored | None, columns: int, groups: int) -> torch.Tensor | None:
-        """Return the group of each column; None if columns follow each other in groups of one size."""
+        """Return the group of each column; None if groups are contiguous columns of one size."""
         size = columns // groups if columns % groups == 0 else self._group_size
         plain = torch.arange(columns) // size
         if order is None:
             return None if columns % groups == 0 else plain
         found = order.read().long()
         if bool((found < 0).any()) or bool((found >= groups).any()):
-            raise self._settings.refuse(f"tensor {order.name} has groups outside of the {groups} of {name}")
+            raise self._settings.refuse(f"tensor {order.name} has groups outside of the {groups} groups of {name}")
         return None if columns % groups == 0 and bool((found == plain).all()) else found
 
     def _check_zeros(self, name: str, zeros: Stored, bits: int, rows: int) -> None:
-        """Raise :class:`EtkvError` for a zero point of 0 in the first format: it is stored as -1 and packages differ.
+        """Raise :class:`EtkvError` for a zero point of 0 in the first format, which is stored as -1.
 
-        Some take it for 0 and some for the number after the highest, and some packed it over its neighbours.
+        Packages read it as 0 or as the number after the highest, and some packages overwrite its neighbours with it.
         """
         highest = (1 << bits) - 1
         if bool((unpack_words(zeros.read(), bits, rows) == highest).any()):
             raise self._settings.refuse(
-                f"weight {name} has a zero point of 0, which checkpoints of format gptq store less one: readers take "
-                f"it for 0 or for {highest + 1}"
+                f"weight {name} has a zero point of 0, which checkpoints of format gptq store as -1: packages read it "
+                f"as 0 or as {highest + 1}"
             )
 
 

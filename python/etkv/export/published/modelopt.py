@@ -1,4 +1,4 @@
-"""Weights as NVIDIA's Model Optimizer publishes them: ``modelopt``, in FP8 and NVFP4."""
+"""The method ``modelopt`` of NVIDIA's Model Optimizer: FP8 and NVFP4."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARTS = {".weight_scale": "scale", ".weight_scale_2": "whole"}
 
 
 class ModelOpt(Format):
-    """Decodes such weights."""
+    """Decodes ``modelopt``."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

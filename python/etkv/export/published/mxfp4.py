@@ -1,4 +1,4 @@
-"""Experts in 4-bit floating point with a power of two for each 32 numbers, as gpt-oss is published: ``mxfp4``."""
+"""The method ``mxfp4`` of gpt-oss: experts in 4-bit floats, with a power of two for each 32 elements."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from etkv.export.published.stored import Stored
 from etkv.export.published.weight import Decoded, Weight
 
 GROUP = 32
-"""The numbers that share a scale."""
+"""Number of elements that share a scale."""
 
 
 class Mxfp4(Format):
-    """Decodes such weights. A parameter is ``[experts, in, out]``, and its blocks ``[experts, out, groups, 16]``."""
+    """Decodes ``mxfp4``. A parameter is ``[experts, in, out]``, and its blocks ``[experts, out, groups, 16]``."""
 
     def owner(self, name: str, tensors: Mapping[str, Stored]) -> tuple[str, str] | None:
-        """Return the weight of which ``name`` holds the blocks or the scales."""
+
         for part in ("blocks", "scales"):
             if name.endswith(f"_{part}"):
                 return name.removesuffix(f"_{part}"), part
         return None
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Weight:
-        """Return the weight ``name``."""
         blocks, scales = (self._settings.part(parts, name, part) for part in ("blocks", "scales"))
         if len(blocks.shape) != 4:
-            raise self._settings.refuse(f"tensor {blocks.name} is {blocks.described()}, and 4 axes are expected")
+            raise self._settings.refuse(f"tensor {blocks.name} is {blocks.described()}, expected 4 axes")
         self._settings.check(blocks, ("uint8",), (*blocks.shape[:3], GROUP // 2))
         self._settings.check(scales, ("uint8",), blocks.shape[:3])
         return Decoded(partial(_decode, blocks, scales))

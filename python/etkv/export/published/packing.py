@@ -1,47 +1,47 @@
-"""Numbers of few bits in words and bytes, and scales of blocks."""
+"""Unpacks numbers of few bits from words and bytes, and applies scales of blocks."""
 
 from __future__ import annotations
 
 import torch
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of a number of 4 bits with 2 bits of exponent and 1 of mantissa, without its sign, the highest bit."""
+"""The magnitudes of E2M1, 4-bit floats with 2 bits of exponent and 1 of mantissa. The highest bit is the sign."""
 
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Return the ``count`` unsigned numbers of ``bits`` bits that each row of int32 ``words`` [rows, n] holds: uint8.
+    """Return ``count`` unsigned numbers of ``bits`` bits, in uint8, from each row of int32 ``words`` [rows, n].
 
-    A row is one stream of bits, from the lowest bit of its first word on. A number may begin in one word and end in
-    the next.
+    A row is a stream of bits, which begins with the lowest bit of its first word. A number may begin in one word and
+    end in the next.
     """
     if bits in (2, 4, 8):
-        # A number lies within a byte, and memory has the lowest byte of a word first.
+        # A number is within a byte, and words are little-endian.
         in_bytes = words.contiguous().view(torch.uint8)
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
         numbers = (in_bytes.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
         return numbers.flatten(1)[:, :count]
     starts = torch.arange(count) * bits
     low = words.long()[:, starts // 32] & 0xFFFFFFFF
-    # A word after the last holds nothing.
+    # Pad with a word of zeros after the last word.
     high = torch.nn.functional.pad(words, (0, 1)).long()[:, starts // 32 + 1] & 0xFFFFFFFF
     numbers = ((low | high << 32) >> starts % 32) & ((1 << bits) - 1)
     return numbers.to(torch.uint8)
 
 
 def words_of(count: int, bits: int) -> int:
-    """Return the int32 words that hold ``count`` numbers of ``bits`` bits."""
+    """Return the number of int32 words for ``count`` numbers of ``bits`` bits."""
     return -(-count * bits // 32)
 
 
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """Return the two numbers of each byte of ``packed`` [.., n], the lower half first: float32 [.., 2 * n]."""
+    """Return the two floats in each byte of ``packed`` [.., n], the lower half first: float32 [.., 2 * n]."""
     table = torch.tensor([*_FP4, *(-value for value in _FP4)])
     halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     return table[halves.int()]
 
 
 def power_scales(exponents: torch.Tensor) -> torch.Tensor:
-    """Return the powers of two whose exponents, plus 127, are the bytes ``exponents``: float32. 255 is NaN."""
+    """Return the powers of two with biased exponents (bias 127) in uint8: float32. 255 is NaN."""
     return exponents.contiguous().view(torch.float8_e8m0fnu).float()
 
 

@@ -1,4 +1,4 @@
-"""The settings of a quantization, as a folder's configuration has them."""
+"""The settings of a quantization in a folder's configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REMEDY = "export the model from before its quantization, and let the export quan
 
 
 class Settings:
-    """Reads settings, and makes errors that name them."""
+    """Reads settings, and creates errors with their names."""
 
     def __init__(self, path: Path, method: str, values: Mapping[str, Any]) -> None:
         self.path = path
@@ -21,28 +21,28 @@ class Settings:
         self.values = values
 
     def refuse(self, reason: str) -> EtkvError:
-        """Return the error for a quantization that cannot be decoded."""
+        """Return the error for an unsupported quantization."""
         return EtkvError(f"the weights of {self.path} are quantized ({self.method}): {reason}; {REMEDY}")
 
     def one_of(self, name: str, known: tuple[Any, ...], default: Any) -> Any:
         """Return the setting ``name``. Raises :class:`EtkvError` unless it is ``known``."""
         value = self.values.get(name, default)
         if value not in known:
-            raise self.refuse(f"{name} is {value!r}, and the exporter reads {', '.join(map(repr, known))}")
+            raise self.refuse(f"{name} is {value!r}, but the exporter reads {', '.join(map(repr, known))}")
         return value
 
     def group_size(self, name: str = "group_size", default: int = 128) -> int:
         """Return the size of a group in columns; -1 for a whole row. Raises :class:`EtkvError` for another number."""
         value = self.values.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != -1):
-            raise self.refuse(f"{name} is {value!r}, and it has to be a number of columns, or -1 for a row")
+            raise self.refuse(f"{name} is {value!r}, expected a number of columns, or -1 for a row")
         return value
 
     def check(self, stored: Stored, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
         """Raise :class:`EtkvError` unless ``stored`` has one of ``dtypes`` and ``shape``."""
         if stored.dtype not in dtypes or stored.shape != shape:
             raise self.refuse(
-                f"tensor {stored.name} is {stored.described()}, and {' or '.join(dtypes)} {list(shape)} is expected"
+                f"tensor {stored.name} is {stored.described()}, expected {' or '.join(dtypes)} {list(shape)}"
             )
 
     def part(self, parts: Mapping[str, Stored], weight: str, name: str) -> Stored:
@@ -54,4 +54,4 @@ class Settings:
 
 
 FLOATS = ("float32", "float16", "bfloat16")
-"""The types of scales."""
+"""The dtypes of scales."""

@@ -1,4 +1,4 @@
-"""The tensors in the files of a checkpoint: their names, sizes and types without their values, until they are read."""
+"""The tensors in the files of a checkpoint: names, shapes and dtypes. Values are read on demand."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _DTYPES = {
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
 }
-"""safetensors' name of a type -> torch's."""
+"""safetensors' name of a dtype -> torch's name."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file. ``dtype`` is torch's name of its type, such as ``float8_e4m3fn``."""
+    """A tensor in a file. ``dtype`` is torch's name of the dtype, such as ``float8_e4m3fn``."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,14 +47,14 @@ class Stored:
         return self.dtype in ("float64", "float32", "float16", "bfloat16")
 
     def described(self) -> str:
-        """Return type and shape, for messages."""
+        """Return dtype and shape, for messages."""
         return f"{self.dtype} {list(self.shape)}"
 
 
 def read_headers(files: list[Path]) -> dict[str, Stored]:
-    """Return the tensors of ``files``, safetensors or torch's: name -> tensor.
+    """Return the tensors of ``files``, in the format of safetensors or torch: name -> tensor.
 
-    Raises :class:`EtkvError` for a type of numbers that is not known.
+    Raises :class:`EtkvError` for an unsupported dtype.
     """
     found: dict[str, Stored] = {}
     for file in files:
@@ -64,13 +64,13 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
 
 def _of_safetensors(file: Path) -> dict[str, Stored]:
     found = {}
-    # Every tensor keeps the file open. Its pages are read when the tensor is.
+    # Every tensor keeps the file open. Pages of the file are read when the tensor is read.
     tensors: Any = safe_open(file, framework="pt")
     for name in tensors.keys():  # noqa: SIM118 (the object is no mapping)
         header = tensors.get_slice(name)
         dtype = _DTYPES.get(header.get_dtype())
         if dtype is None:
-            raise EtkvError(f"tensor {name} of {file} has numbers of type {header.get_dtype()}, which are not known")
+            raise EtkvError(f"tensor {name} of {file} has the unsupported dtype {header.get_dtype()}")
         found[name] = Stored(name, tuple(header.get_shape()), dtype, partial(tensors.get_tensor, name))
     return found
 

@@ -1,4 +1,4 @@
-"""A weight as a loader takes it: values that are decoded when they are read."""
+"""Weights for a loader, which are decoded when they are read."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class Weight(ABC):
         """Return the values."""
 
     def groups(self) -> Groups | None:
-        """Return the integers and scales that the values stand for; ``None`` if the weight is stored otherwise."""
+        """Return the integers and scales of a quantized weight; ``None`` if the weight is not stored as integers."""
         return None
 
 
 @dataclass(frozen=True)
 class Plain(Weight):
-    """A weight that is stored as it is."""
+    """A weight that is not quantized."""
 
     stored: Stored
 
     def read(self) -> torch.Tensor:
-        """Return the values in the type of the file."""
+        """Return the values in the dtype of the file."""
         return self.stored.read()
 
 
 @dataclass(frozen=True)
 class Decoded(Weight):
-    """A weight that a function decodes, to float32."""
+    """A weight that a function decodes to float32."""
 
     decode: Callable[[], torch.Tensor]
 
@@ -52,8 +52,8 @@ class Groups:
     """A matrix of integers in groups that share a scale: a weight is ``(code - zero) * scale``.
 
     ``codes`` is ``[rows, columns]``, unsigned. ``scales`` and ``zeros`` are float32 ``[rows, groups]``. ``order`` is
-    the group of each column; ``None`` where columns follow each other. With ``biases``, ``[rows, groups]`` too, a
-    weight is ``code * scale + bias``, and there are no zeros and no order.
+    the group of each column; ``None`` if groups are contiguous columns. With ``biases`` ``[rows, groups]``, a weight is
+    ``code * scale + bias``, and there are no zeros and no order.
     """
 
     codes: torch.Tensor
@@ -74,9 +74,9 @@ class Groups:
         return (groups if self.biases is None else groups + self.biases.unsqueeze(2)).flatten(1)
 
     def signed(self, bits: int) -> torch.Tensor | None:
-        """Return the integers that scales multiply, int8 ``[rows, columns]``; ``None`` if they exceed ``bits`` bits.
+        """Return ``code - zero``, int8 ``[rows, columns]``; ``None`` if a value exceeds ``bits`` bits.
 
-        Groups have to be of columns that follow each other.
+        Groups must be contiguous columns.
         """
         if self.order is not None or self.zeros is None:
             return None
@@ -87,13 +87,13 @@ class Groups:
         return groups.flatten(1).to(torch.int8) if fits else None
 
     def rows(self, arranged: Callable[[torch.Tensor], torch.Tensor]) -> Groups:
-        """Return the groups with rows in the order in which ``arranged`` returns those of any matrix."""
+        """Return the groups with their rows reordered by ``arranged``, a function that reorders the rows of a matrix."""
         parts = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "biases": self.biases}
         return replace(self, **{name: arranged(part) for name, part in parts.items() if part is not None})
 
 
 def joined(parts: Sequence[Groups]) -> Groups | None:
-    """Return the rows of ``parts`` as one matrix; ``None`` if their groups differ."""
+    """Concatenate the rows of ``parts``; return ``None`` if their groups have different layouts."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -127,10 +127,10 @@ class Grouped(Weight):
 
 
 class State(dict[str, Any]):
-    """Weights by name, as transformers loads them: a value is read as ``value[...]``.
+    """Weights by name, for transformers' loader, which reads a value as ``value[...]``.
 
-    transformers collects what goes wrong with single weights, and says another thing in the end. ``failure`` is the
-    first error.
+    transformers collects the errors of single weights and raises another error in the end. ``failure`` is the first
+    error.
     """
 
     def __init__(self, weights: Mapping[str, Weight]) -> None:
@@ -139,7 +139,7 @@ class State(dict[str, Any]):
         self._read: list[Weight] = []
 
     def read(self, weight: Weight) -> torch.Tensor:
-        """Return the values of ``weight``, and remember that it was read."""
+        """Return the values of ``weight``, and record that it was read."""
         self._read.append(weight)
         try:
             return weight.read()
