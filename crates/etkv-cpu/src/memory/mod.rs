@@ -1,4 +1,4 @@
-//! Memory that a store and its views share.
+//! Blocks of memory that a store and its views share.
 
 mod pages;
 
@@ -11,7 +11,7 @@ use etkv_core::{Error, Result, Status};
 use pages::Mapping;
 pub(crate) use pages::{page, Freezer, Piece, SHARES};
 
-/// A block of bytes, aligned to a cache line. The store writes to it only while no view holds it.
+/// A block of bytes, aligned to a cache line. The store writes to it only while no view uses it.
 #[derive(Debug)]
 pub(crate) struct Memory {
     block: Block,
@@ -19,25 +19,25 @@ pub(crate) struct Memory {
     size: usize,
 }
 
-/// The memory of the bytes.
+/// The kind of memory.
 #[derive(Debug)]
 enum Block {
-    /// In memory of the allocator.
+    /// Memory of the allocator.
     Own(NonNull<u8>, Layout),
-    /// In pages. The first ones may be shared with other blocks.
+    /// Mapped pages. The first pages may be shared with other blocks.
     Mapped(Mapping),
 }
 
-// SAFETY: it owns its bytes, and hands them out under the rules of references to it.
+// SAFETY: a block owns its bytes, and gives access to them through references to the block only.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: the same.
 unsafe impl Sync for Memory {}
 
 impl Memory {
     const LINE: usize = 64;
 
-    /// The requested alignment. With a larger one, the allocator would write the zeros itself; with this one,
-    /// large blocks are pages that the system already zeroes.
+    /// The alignment that is requested from the allocator. With a larger one, the allocator would write
+    /// zeros. With this one, large blocks are fresh pages, which the system has zeroed.
     const ALIGN: usize = 16;
 
     /// Returns `size` bytes of zeros.
@@ -61,15 +61,15 @@ impl Memory {
             .checked_add(Self::LINE)
             .and_then(|padded| Layout::from_size_align(padded, Self::ALIGN).ok())
             .ok_or_else(lacking)?;
-        // SAFETY: the layout's size is not 0.
+        // SAFETY: the size of the layout is not 0.
         let block = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(lacking)?;
         let skipped = block.as_ptr().align_offset(Self::LINE).min(Self::LINE);
-        // SAFETY: the block has one cache line more than `size` bytes.
+        // SAFETY: the block is one cache line longer than `size`.
         let start = unsafe { block.add(skipped) };
         Ok(Self { block: Block::Own(block, layout), start, size })
     }
 
-    /// Returns `size` bytes that begin with frozen ones, and can grow to `most` bytes without a copy.
+    /// Returns `size` bytes that begin with frozen bytes. They can grow to `most` bytes without a copy.
     ///
     /// # Errors
     /// [`Backend`](Status::Backend) if memory is lacking.
@@ -78,7 +78,7 @@ impl Memory {
         Ok(Self { start: mapping.start(), block: Block::Mapped(mapping), size })
     }
 
-    /// Returns the frozen bytes that it was mapped with, or `None` for allocated memory.
+    /// Returns the frozen bytes at the beginning, or `None` for allocated memory.
     pub fn pieces(&self) -> Option<&[Piece]> {
         match &self.block {
             Block::Own(..) => None,
@@ -86,7 +86,7 @@ impl Memory {
         }
     }
 
-    /// Returns whether it can grow to `size` bytes in place.
+    /// Returns whether the block can grow to `size` bytes in place.
     pub fn has_room(&self, size: usize) -> bool {
         match &self.block {
             Block::Own(..) => size <= self.size,
@@ -94,18 +94,18 @@ impl Memory {
         }
     }
 
-    /// Grows to `size` bytes, if it has room for them: new bytes are zero. Never shrinks.
+    /// Grows to `size` bytes in place, if there is room. New bytes are zero. Never shrinks.
     pub fn extend(&mut self, size: usize) {
         if self.has_room(size) {
             self.size = self.size.max(size);
         }
     }
 
-    /// Returns a block of at least `size` bytes: the one in `place`, or a new zeroed one, which is stored
-    /// there. The old one is freed first.
+    /// Returns the block in `place` if it has at least `size` bytes. Otherwise frees it, and replaces it by a
+    /// new zeroed block.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if memory is lacking; `place` is then empty.
+    /// [`Backend`](Status::Backend) if memory is lacking. `place` is then empty.
     pub fn at_least(place: &mut Option<Self>, size: usize) -> Result<&mut Self> {
         let block = match place.take() {
             Some(block) if block.size >= size => block,
@@ -117,7 +117,7 @@ impl Memory {
         Ok(place.insert(block))
     }
 
-    /// Returns `size` bytes: these, and zeros after them.
+    /// Returns a copy of `size` bytes, with zeros after the bytes of this block.
     ///
     /// # Errors
     /// [`Backend`](Status::Backend) if memory is lacking.
@@ -128,20 +128,22 @@ impl Memory {
         Ok(copy)
     }
 
-    /// Returns the first byte. Only a single owner without a reference to the bytes may write through it.
+    /// Returns the address of the first byte. Only the single owner may write through it, while there is no
+    /// reference to the bytes.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
     /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: there are `size` bytes, initially zero. They are not written while they are borrowed.
+        // SAFETY: there are `size` bytes, which are zeroed at first. They are not written while they are
+        // borrowed.
         unsafe { std::slice::from_raw_parts(self.as_ptr(), self.size) }
     }
 
-    /// Returns the bytes, to be written.
+    /// Returns the bytes for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and this reference is the only one.
+        // SAFETY: the same, and this reference is the only one.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.size) }
     }
 }
@@ -149,13 +151,14 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         if let Block::Own(block, layout) = self.block {
-            // SAFETY: allocated with this layout.
+            // SAFETY: the block was allocated with this layout.
             unsafe { dealloc(block.as_ptr(), layout) };
         }
     }
 }
 
-/// Returns the bytes for writing. If a view holds them, it keeps them, and they are copied first.
+/// Returns the bytes for writing. If a view uses them, they are copied first, and the view keeps the old
+/// ones.
 ///
 /// # Errors
 /// [`Backend`](Status::Backend) if memory for the copy is lacking.
@@ -169,7 +172,7 @@ pub(crate) fn unshared(memory: &mut Arc<Memory>) -> Result<&mut [u8]> {
     }
 }
 
-/// Makes allocations of this thread fail.
+/// Failures of this thread's allocations, for tests.
 #[cfg(test)]
 pub(crate) mod shortage {
     use std::cell::Cell;
@@ -178,7 +181,7 @@ pub(crate) mod shortage {
         static AFTER: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
-    /// Makes all allocations fail after `n` more. With `None`, none fails.
+    /// Makes all allocations fail after `n` more. With `None`, no allocation fails.
     pub fn after(n: Option<usize>) {
         AFTER.set(n);
     }
@@ -207,7 +210,7 @@ mod tests {
         }
     }
 
-    /// Mappings of the same bytes see them, and only their own writes.
+    /// Mappings of the same bytes do not see each other's writes.
     #[test]
     fn mappings_share_what_none_of_them_wrote() {
         let page = page();
@@ -230,7 +233,7 @@ mod tests {
         assert_eq!((a.bytes()[0], a.bytes()[page], a.bytes()[4 * page]), (0, 255, 9));
         assert_eq!((b.bytes()[0], b.bytes()[page]), (77, bytes[page]));
         drop(a);
-        // A block that begins with a part of it, and continues with other bytes.
+        // A block that begins with a part of the frozen bytes, and continues with other bytes.
         let mut freezer = Freezer::new().unwrap();
         let next = freezer.add(&[5; 10], 2 * page).unwrap();
         let joined = vec![piece.up_to(2 * page).unwrap(), next];

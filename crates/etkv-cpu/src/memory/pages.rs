@@ -1,5 +1,5 @@
-//! Memory that begins with bytes that caches share. It looks like any other memory, so that kernels need not
-//! know. When a shared page is written to, the system gives the writer its own copy of the page.
+//! Memory that begins with bytes that caches share. Kernels use it like any other memory: when a shared page
+//! is written, the system first copies the page for the writer.
 
 #[cfg(not(target_os = "linux"))]
 #[path = "pages/copies.rs"]
@@ -21,7 +21,7 @@ use frozen::{FrozenPages, Writer};
 
 const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
-/// A run of frozen bytes, and its offset in a mapping. Both start at a page boundary and have whole pages.
+/// A run of frozen bytes and its place in a mapping. Both consist of whole pages.
 #[derive(Debug, Clone)]
 pub(crate) struct Piece {
     frozen: Arc<FrozenPages>,
@@ -30,8 +30,8 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
-    /// Returns the part of this piece before the offset `end`, which starts a page; `None` if the piece lies
-    /// after it.
+    /// Returns the part of this piece before the offset `end`, which is a page boundary. Returns `None` if
+    /// the piece begins at or after `end`.
     pub fn up_to(&self, end: usize) -> Option<Self> {
         let end = end.min(self.place.end);
         (self.place.start < end).then(|| Self { place: self.place.start..end, ..self.clone() })
@@ -48,7 +48,7 @@ impl Freezer {
         Writer::new().map(Self).map_err(|error| lacking("a prefix", error))
     }
 
-    /// Copies bytes at the offset `place`, which starts a page, of a mapping.
+    /// Copies bytes to a piece for the offset `place` of a mapping, which is a page boundary.
     ///
     /// # Errors
     /// [`Backend`](Status::Backend) if memory is lacking.
@@ -61,8 +61,8 @@ impl Freezer {
     }
 }
 
-/// A run of memory that begins with frozen bytes. The bytes after them are zero at first, and take memory
-/// once they are written.
+/// A run of memory that begins with frozen bytes. The bytes after them are zero at first, and use no memory
+/// until they are written.
 #[derive(Debug)]
 pub(super) struct Mapping {
     start: NonNull<u8>,
@@ -70,22 +70,23 @@ pub(super) struct Mapping {
     pieces: Vec<Piece>,
 }
 
-// SAFETY: it owns its mapping, and hands its bytes out under the rules of references to it.
+// SAFETY: a mapping owns its bytes, and gives access to them through references to it only.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: the same.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the pieces, in order and without gaps from the beginning, into room for `size` bytes.
+    /// Reserves addresses for `size` bytes, and maps the pieces to the beginning. The pieces must be in
+    /// order, without gaps.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if the system has no such room.
+    /// [`Backend`](Status::Backend) if the system lacks addresses or memory.
     pub fn new(pieces: Vec<Piece>, size: usize) -> Result<Self> {
         let used = pieces.last().map_or(0, |piece| piece.place.end);
         let size = whole_pages(size.max(used).max(1));
         let lacks = |error| lacking(&format!("{size} bytes of addresses for a cache"), error);
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a new mapping, at an address that the system chooses.
+        // SAFETY: this is a new mapping, at an address that the system chooses.
         let start = may_lack()
             .and_then(|()| unsafe { mmap_anonymous(std::ptr::null_mut(), size, ACCESS, flags) });
         let start =
@@ -93,7 +94,7 @@ impl Mapping {
         let mapping = Self { start, size, pieces };
         for Piece { frozen, offset, place } in &mapping.pieces {
             debug_assert!(place.start % page() == 0 && place.end <= size);
-            // SAFETY: the range lies in this mapping, which no reference points into yet.
+            // SAFETY: the range is inside the new mapping, to which there are no references yet.
             let mapped = unsafe {
                 let at = mapping.start.as_ptr().add(place.start);
                 frozen.map(at, place.len(), *offset)
@@ -107,7 +108,7 @@ impl Mapping {
         self.start
     }
 
-    /// Returns the number of bytes that it has room for.
+    /// Returns the number of bytes for which addresses are reserved.
     pub fn size(&self) -> usize {
         self.size
     }
@@ -119,13 +120,13 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: it was mapped with this size, and nothing refers to it any more. It fails for other
-        // addresses only.
+        // SAFETY: the memory was mapped with this size, and there are no references to it any more. The call
+        // can only fail for other addresses.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.size) };
     }
 }
 
-/// Returns the bytes of a page.
+/// Returns the size of a page in bytes.
 pub(crate) fn page() -> usize {
     rustix::param::page_size()
 }
@@ -139,7 +140,7 @@ fn lacking(what: &str, error: Errno) -> Error {
     Error::new(Status::Backend, format_args!("no memory for {what}: {error}; free memory"))
 }
 
-/// Fails where tests make allocations fail.
+/// Fails if a test makes allocations fail.
 fn may_lack() -> rustix::io::Result<()> {
     #[cfg(test)]
     if super::shortage::is_now() {

@@ -1,10 +1,11 @@
-//! Products with rows whose channels decay each at its own rate.
+//! Products with decayed rows, if each channel has a separate decay.
 //!
-//! A decay from a row to a token is an exponential for each channel, which costs more than the product. So a
-//! block has parts of [`PART`] rows. Between parts a decay goes by way of the end of the row's part: keys decay
-//! to it, and vectors from it, and both serve many products. Both decays are at most 1, so neither overflows.
+//! The decay from a row to a token is an exponential for each channel, which costs more than the product. So
+//! a block is divided into parts of [`PART`] rows. The decay from a row to a token of a later part is split
+//! at the end of the row's part: keys are decayed to this end, and vectors from it, and both are used in many
+//! products. Both factors are at most 1, so they cannot overflow.
 
-// An index names a register; iterators would hide which.
+// An index selects a register, which iterators would hide.
 #![allow(clippy::needless_range_loop)]
 
 use super::exp::exp;
@@ -14,10 +15,10 @@ use crate::simd::{Kernel, Simd};
 /// The rows of a part: a multiple of four.
 pub(super) const PART: usize = 16;
 
-/// Multiplies the keys of a part with the decays to its end: `out[i] = exp(end - decays[i]) keys[i]`.
+/// Multiplies the keys of a part by the decays to its end: `out[i] = exp(end - decays[i]) keys[i]`.
 pub(super) struct ToEnd<'a> {
     pub keys: &'a [*const f32],
-    /// As many as `keys`.
+    /// One for each of `keys`.
     pub decays: &'a [*const f32],
     pub end: *const f32,
     /// A multiple of the vector width.
@@ -29,7 +30,7 @@ pub(super) struct ToEnd<'a> {
 impl Kernel for ToEnd<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the pointers are as the fields say.
+        // SAFETY: the fields document the validity of the pointers.
         unsafe {
             for i in 0..self.keys.len() {
                 let (key, decays) = (*self.keys.get_unchecked(i), *self.decays.get_unchecked(i));
@@ -45,24 +46,24 @@ impl Kernel for ToEnd<'_> {
     }
 }
 
-/// Multiplies the `M` vectors of each token with its decays from the end of an earlier part: `exp(decays[n] -
+/// Multiplies the `M` vectors of each token by the decays from the end of an earlier part: `exp(decays[n] -
 /// end)`.
 pub(super) struct FromEnd<'a, const M: usize> {
-    /// `M` vectors of `dim` numbers for each token, one after another.
+    /// `M` contiguous vectors of `dim` numbers for each token.
     pub vectors: *const f32,
-    /// Those of the tokens.
+    /// The decays of the tokens.
     pub decays: &'a [*const f32],
     pub end: *const f32,
     /// A multiple of the vector width.
     pub dim: usize,
-    /// As `vectors`.
+    /// The results, in the layout of `vectors`.
     pub out: *mut f32,
 }
 
 impl<const M: usize> Kernel for FromEnd<'_, M> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the pointers are as the fields say.
+        // SAFETY: the fields document the validity of the pointers.
         unsafe {
             for n in 0..self.decays.len() {
                 let decays = *self.decays.get_unchecked(n);
@@ -82,18 +83,19 @@ impl<const M: usize> Kernel for FromEnd<'_, M> {
     }
 }
 
-/// The products of a token's `M` vectors with rows of the same part: `out[m][i]` is the sum over channels of
+/// Multiplies a token's `M` vectors by rows of the same part: `out[m][i]` is the sum over channels of
 /// `exp(decay - decays[i]) rows[i] vectors[m]`.
 pub(super) struct DecayedDots<'a, const M: usize> {
-    /// `M` vectors of `dim` numbers, one after another.
+    /// `M` contiguous vectors of `dim` numbers.
     pub vectors: *const f32,
     pub decay: *const f32,
-    /// As many as `rows`, at least one.
+    /// One for each of `rows`, and at least one.
     pub decays: &'a [*const f32],
     pub rows: &'a [*const f32],
     /// A multiple of the vector width.
     pub dim: usize,
-    /// `M` rows of [`ROWS`] numbers. Numbers past the rows, up to a multiple of four, are written too.
+    /// `M` rows of [`ROWS`] numbers. The count of written numbers in a row is rounded up to a multiple of
+    /// four.
     pub out: *mut f32,
 }
 
@@ -102,7 +104,7 @@ impl<const M: usize> Kernel for DecayedDots<'_, M> {
     unsafe fn run<S: Simd>(self) {
         let last = self.rows.len() - 1;
         let mut first = 0;
-        // SAFETY: the pointers are as the fields say.
+        // SAFETY: the fields document the validity of the pointers.
         unsafe {
             while first <= last {
                 let mut sums = [[S::splat(0.0); 4]; M];

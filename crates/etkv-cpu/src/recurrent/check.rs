@@ -1,4 +1,4 @@
-//! Checks that plans and views fit each other, so that the kernels can rely on them.
+//! Checks that plans and views match, so that the kernels can rely on them.
 
 use etkv_core::bookkeeping::{AnchorSource, RecurrentPlan, RowSource, BLOCK};
 use etkv_core::{fail, KvFormat, Result};
@@ -16,10 +16,11 @@ pub(super) struct Stored {
 }
 
 impl Stored {
-    /// Returns the rows of a view of `heads` heads with `dim` numbers each. Without a view there are no slots.
+    /// Returns the rows of a view, which must have `heads` heads with rows of `dim` numbers. Without a view
+    /// there are no slots.
     ///
     /// # Errors
-    /// [`Shape`](etkv_core::Status::Shape), naming the `rows`, for another format or another shape.
+    /// [`Shape`](etkv_core::Status::Shape) for another format or shape. The message includes the name `rows`.
     pub fn of(view: Option<&View>, rows: &str, heads: usize, dim: usize) -> Result<Self> {
         let none = Self { first: std::ptr::null(), slot_stride: 0, head_stride: 0, n_slots: 0 };
         let Some(view) = view else { return Ok(none) };
@@ -51,11 +52,11 @@ impl Stored {
     }
 }
 
-/// Checks the tokens and rows of a plan of `n_tokens` tokens. The rows lie in all of `stored`.
+/// Checks that a plan has `n_tokens` tokens, and that its slots exist in all of `stored`.
 ///
 /// # Errors
 /// [`Shape`](etkv_core::Status::Shape) for another number of tokens, and
-/// [`Internal`](etkv_core::Status::Internal) for a plan that names what does not exist.
+/// [`Internal`](etkv_core::Status::Internal) for a plan with invalid indices.
 pub(super) fn check_rows(plan: &RecurrentPlan, n_tokens: usize, stored: &[Stored]) -> Result<()> {
     if plan.n_tokens() != n_tokens {
         fail!(Shape, "expected inputs of {} tokens, got {n_tokens}", plan.n_tokens());
@@ -91,7 +92,7 @@ pub(super) fn check_rows(plan: &RecurrentPlan, n_tokens: usize, stored: &[Stored
 /// Checks the anchors and folds of a plan.
 ///
 /// # Errors
-/// [`Internal`](etkv_core::Status::Internal) for a plan that names what does not exist.
+/// [`Internal`](etkv_core::Status::Internal) for a plan with invalid indices.
 pub(super) fn check_anchors(plan: &RecurrentPlan, anchors: &Stored) -> Result<()> {
     let mut made = 0;
     for chain in &plan.chains {
@@ -130,7 +131,7 @@ pub(super) fn check_anchors(plan: &RecurrentPlan, anchors: &Stored) -> Result<()
 /// Checks the shape of an input.
 ///
 /// # Errors
-/// [`Shape`](etkv_core::Status::Shape), naming the input.
+/// [`Shape`](etkv_core::Status::Shape), with the name of the input.
 pub(super) fn check_shape(tensor: &Tensor, name: &str, expected: [usize; 4]) -> Result<()> {
     if tensor.shape().map(|size| usize::try_from(size).unwrap_or(usize::MAX)) != expected {
         fail!(Shape, "expected {name} of shape {expected:?}, got {:?}", tensor.shape());
@@ -138,10 +139,10 @@ pub(super) fn check_shape(tensor: &Tensor, name: &str, expected: [usize; 4]) -> 
     Ok(())
 }
 
-/// Returns a size as the axis of a shape.
+/// Converts a size to the type of a shape's axis.
 ///
 /// # Errors
-/// [`Shape`](etkv_core::Status::Shape) for a size that no shape has.
+/// [`Shape`](etkv_core::Status::Shape) for a size that does not fit.
 pub(super) fn axis(size: usize) -> Result<i32> {
     match i32::try_from(size) {
         Ok(size) => Ok(size),

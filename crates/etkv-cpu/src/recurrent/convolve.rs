@@ -1,6 +1,6 @@
 //! Causal depthwise convolutions.
 
-// An index names a register; iterators would hide which.
+// An index selects a register, which iterators would hide.
 #![allow(clippy::needless_range_loop)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,13 +22,13 @@ use crate::simd::{Kernel, Simd};
 use crate::store::view::View;
 use crate::tensor::{Dtype, Tensor, Values};
 
-/// The channels of a task: whole vectors.
+/// The channels of a task, in whole vectors.
 const CHANNELS: usize = 256;
 
-/// The channels whose columns are stored together if lanes are tokens: a cache line.
+/// If lanes are tokens: the number of channels whose columns are written together. They fill a cache line.
 const LINE: usize = 16;
 
-/// What is applied to the sums of a convolution.
+/// The activation function of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Activation {
     /// Nothing.
@@ -38,30 +38,30 @@ pub enum Activation {
     Silu,
 }
 
-/// The inputs of a step of `T` tokens, each in a dtype of its own.
+/// The inputs of a step of `T` tokens. Their dtypes may differ.
 #[derive(Debug, Clone, Copy)]
 pub struct ConvolveInputs<'a> {
     /// The columns of the tokens, `[1, channels, T, 1]`.
     pub x: &'a Tensor,
-    /// `[1, 1, channels, width]`; the last weight of a channel is that of the token itself.
+    /// `[1, 1, channels, width]`. The last weight of a channel is that of the token itself.
     pub weight: &'a Tensor,
     /// `[1, 1, 1, channels]`.
     pub bias: Option<&'a Tensor>,
-    /// What is applied to the sums.
+    /// The function that is applied to the sums.
     pub activation: Activation,
 }
 
-/// Computes a convolution of each channel over the tokens of a step and those before them. Before position 0
-/// all columns are zero.
+/// Computes a causal convolution of each channel over the tokens of a step and the columns before them.
+/// Columns before position 0 are zero.
 ///
-/// Returns the outputs, `[1, channels, T, 1]` in `out_dtype`, or in the dtype of `x` if that is `None`, and the
-/// columns that the plan stores, `[1, 1, n, channels]`. Sums are in float32, from the earliest column to the
-/// last, then the bias. Neither result depends on the number of threads, nor on how the text was cut into
-/// steps.
+/// Returns the outputs, `[1, channels, T, 1]` in `out_dtype`, or in the dtype of `x` if it is `None`, and the
+/// columns that the plan stores, `[1, 1, n, channels]`. Sums are in float32, in the order of columns,
+/// followed by the bias. The results depend neither on the number of threads nor on the division of the text
+/// into steps.
 ///
 /// # Errors
-/// [`Shape`](etkv_core::Status::Shape) if shapes do not match, [`Internal`](etkv_core::Status::Internal) for a
-/// plan that names what does not exist, and [`Backend`](etkv_core::Status::Backend) if memory is lacking.
+/// [`Shape`](etkv_core::Status::Shape) if shapes do not match, [`Internal`](etkv_core::Status::Internal) for
+/// a plan with invalid indices, and [`Backend`](etkv_core::Status::Backend) if memory is lacking.
 pub fn convolve(
     inputs: &ConvolveInputs,
     spec: &RecurrentSpec<View>,
@@ -79,20 +79,21 @@ pub fn convolve(
         Dtype::Bf16 => Values::Bf16(vec![bf16::ZERO; size]),
     };
     let (start, dtype) = values.as_mut_ptr();
-    // SAFETY: these are the elements of `values`, contiguous. What lies in the workspace is copied while it is
-    // borrowed.
+    // SAFETY: `values` has the elements, and they are contiguous. Rows in the workspace are copied while it
+    // is borrowed.
     let rows = unsafe { convolve_into(inputs, spec, start, dtype, workspace, parallel)? };
     Ok((Tensor::new(shape, values)?, owned(rows)?))
 }
 
-/// [`convolve`], with the output at `start`, and the columns in the workspace.
+/// The same as [`convolve`], but writes the output to `start`, and returns columns in the workspace.
 ///
 /// # Errors
-/// Those of [`convolve`]. Then the output is not written.
+/// The errors of [`convolve`]. The output is then not written.
 ///
 /// # Safety
-/// `channels * T` elements of `dtype` lie at `start`, aligned to their size, and nothing else accesses them
-/// during the call. The returned tensor is dropped before the workspace is used again or dropped.
+/// `start` must point to `channels * T` elements of `dtype`, aligned to their size, which nothing else
+/// accesses during the call. The returned tensor must be dropped before the workspace is used again or
+/// dropped.
 pub unsafe fn convolve_into(
     inputs: &ConvolveInputs,
     spec: &RecurrentSpec<View>,
@@ -102,14 +103,14 @@ pub unsafe fn convolve_into(
     parallel: &dyn Parallel,
 ) -> Result<RecurrentRows<Tensor>> {
     let best = Instructions::best();
-    // SAFETY: the caller's; the machine has the instructions.
+    // SAFETY: the caller ensures the same, and the machine has the instructions.
     unsafe { convolve_with(best, inputs, spec, start, dtype, workspace, parallel) }
 }
 
-/// [`convolve_into`] with one of the machine's instruction sets.
+/// The same as [`convolve_into`], with a given instruction set of this machine.
 ///
 /// # Safety
-/// As [`convolve_into`].
+/// The same as for [`convolve_into`].
 pub(super) unsafe fn convolve_with(
     instructions: Instructions,
     inputs: &ConvolveInputs,
@@ -159,8 +160,8 @@ pub(super) unsafe fn convolve_with(
             if i >= n_tasks {
                 break;
             }
-            // SAFETY: only this call uses the block; the shapes and the plan were checked; the machine has the
-            // instructions; each task runs once.
+            // SAFETY: only this call uses the block, the shapes and the plan were checked, the machine has
+            // the instructions, and each task runs once.
             with_simd!(instructions, |S| unsafe {
                 job.run::<S>(i * CHANNELS, blocks.scratch(thread));
             });
@@ -168,7 +169,7 @@ pub(super) unsafe fn convolve_with(
     }
     let shape = [1, 1, axis(plan.stored.len())?, axis(channels)?];
     let strides = [0, 0, channels as isize, 1];
-    // SAFETY: the workspace has the columns, and the caller keeps it.
+    // SAFETY: the workspace has the columns, and the caller ensures that it outlives them.
     let rows = unsafe { Tensor::borrowed(columns.cast(), Dtype::F32, shape, strides)? };
     Ok(RecurrentRows { rows: [Some(rows), None], anchors: None })
 }
@@ -182,8 +183,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// Returns whether lanes are tokens: then a channel's columns are contiguous, as programs pass them. In
-    /// short steps lanes are channels.
+    /// Returns whether lanes are tokens. This is the case if the columns of a channel are contiguous, except
+    /// in short steps, in which lanes are channels.
     fn by_channel(&self) -> bool {
         self.n_tokens >= 16
     }
@@ -194,9 +195,9 @@ impl Sizes {
 struct Scratch {
     /// The step's columns: `[T, CHANNELS]`, or `[LINE, T]` if lanes are tokens.
     columns: *mut f32,
-    /// The columns of a chain and the `width - 1` before it, in the same order.
+    /// The `width - 1` columns before a chain and those of the chain, in the same layout.
     chain: *mut f32,
-    /// `[width, CHANNELS]`, or one channel of them.
+    /// `[width, CHANNELS]`, or the weights of one channel.
     weights: *mut f32,
     /// `[CHANNELS]`.
     bias: *mut f32,
@@ -215,7 +216,7 @@ impl Layout for Sizes {
 
     fn scratch(&self, pieces: &mut Pieces) -> Scratch {
         let lanes = if self.by_channel() { 1 } else { CHANNELS };
-        // Kernels read and write whole vectors.
+        // Sizes are rounded up, because kernels read and write whole vectors.
         Scratch {
             columns: pieces.take(&[self.n_tokens, lanes.max(LINE)]),
             chain: pieces.take(&[self.n_tokens + self.width + 15, lanes]),
@@ -238,18 +239,18 @@ struct Job<'a> {
     dtype: Dtype,
 }
 
-// SAFETY: tasks write to channels of their own.
+// SAFETY: tasks write different channels.
 unsafe impl Sync for Job<'_> {}
 
 impl Job<'_> {
     /// Computes the channels from `first` on.
     ///
     /// # Safety
-    /// The machine has the instructions of `S`, and the job's pointers are as their fields say. No other thread
-    /// computes these channels or uses the scratch memory.
+    /// The machine must have the instructions of `S`, and the job's pointers must be valid as their fields
+    /// document. No other thread may compute these channels or use the scratch memory.
     unsafe fn run<S: Simd>(&self, first: usize, scratch: Scratch) {
         let n = CHANNELS.min(self.sizes.channels - first);
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             if let Some(bias) = self.inputs.bias {
                 let out = std::slice::from_raw_parts_mut(scratch.bias, n);
@@ -265,7 +266,8 @@ impl Job<'_> {
                     let scratch = Scratch { bias: scratch.bias.add(c), columns, ..scratch };
                     self.lanes::<S, true>(first + c, 1, scratch);
                 }
-                // The columns of one token lie far from those of the next: a line of each at a time.
+                // The columns of consecutive tokens are far apart in memory, so a cache line of each is
+                // written at a time.
                 for (at, &token) in self.plan.stored.iter().enumerate() {
                     let to = self.columns.add(at * self.sizes.channels + first + group);
                     for c in 0..end - group {
@@ -276,11 +278,12 @@ impl Job<'_> {
         }
     }
 
-    /// Computes `n` channels: with `SPLAT` one, whose tokens are the lanes, and else each lane is a channel.
+    /// Computes `n` channels. With `SPLAT`, it is one channel, and lanes are tokens. Otherwise lanes are
+    /// channels.
     unsafe fn lanes<S: Simd, const SPLAT: bool>(&self, first: usize, n: usize, scratch: Scratch) {
         let Sizes { channels, n_tokens, width, .. } = self.sizes;
         let lanes = if SPLAT { 1 } else { CHANNELS };
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             let row = |start: *mut f32, at: usize| {
                 std::slice::from_raw_parts_mut(start.add(at * lanes), n)
@@ -341,7 +344,7 @@ impl Job<'_> {
         }
     }
 
-    /// Writes outputs from element `at` on, `stride` elements apart.
+    /// Writes outputs from element `at` on, with a stride in elements.
     unsafe fn write(&self, values: &[f32], at: usize, stride: usize) {
         let size = self.dtype.size();
         let store = match self.dtype {
@@ -351,7 +354,7 @@ impl Job<'_> {
         };
         let run = if stride == 1 { values.len().max(1) } else { 1 };
         for (i, values) in values.chunks(run).enumerate() {
-            // SAFETY: the elements belong to the task.
+            // SAFETY: the elements are those of the task.
             let out = unsafe {
                 let start = self.out.add((at + i * stride) * size);
                 std::slice::from_raw_parts_mut(start, values.len() * size)
@@ -361,18 +364,18 @@ impl Job<'_> {
     }
 }
 
-/// The sums of a convolution.
+/// Computes the sums of a convolution.
 struct Taps<const SPLAT: bool> {
-    /// Columns in lanes: `count` of the earliest, and as many for each of the others, [`CHANNELS`] numbers after
-    /// the one before, or one number with `SPLAT`.
+    /// The numbers for the `width` taps, `count` for each, beginning with the earliest tap. Those of the next
+    /// tap begin [`CHANNELS`] numbers later, or one number later with `SPLAT`.
     data: *const f32,
-    /// One for each column, and with lanes of their own without `SPLAT`.
+    /// A weight for each tap. Without `SPLAT`, each lane has a separate weight.
     weights: *const f32,
     width: usize,
-    /// One number, or one for each lane; null for none.
+    /// One number with `SPLAT`, or else one for each lane. May be null.
     bias: *const f32,
     silu: bool,
-    /// Rounded up to whole vectors, which the memory has.
+    /// The number of lanes. The memory has room for whole vectors.
     count: usize,
     out: *mut f32,
 }
@@ -381,7 +384,7 @@ impl<const SPLAT: bool> Kernel for Taps<SPLAT> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let mut at = 0;
-        // SAFETY: the pointers are as the fields say.
+        // SAFETY: the fields document the validity of the pointers.
         unsafe {
             while at < self.count {
                 let mut sum = S::splat(0.0);

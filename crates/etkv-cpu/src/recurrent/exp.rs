@@ -2,12 +2,12 @@
 
 use crate::simd::Simd;
 
-/// A decay by less than `exp` of this is none: [`exp`] is zero there. It bounds the sums of log decays, so that
-/// their differences are numbers even after a decay to zero.
+/// The minimum log decay, at which [`exp`] is zero. It limits the sums of log decays, so that their
+/// differences are not NaN even after a decay to zero.
 pub(super) const MIN_LOG_DECAY: f32 = -88.0;
 
 /// Returns e to the power of each number, with an error of about 2 units in the last place. Numbers are first
-/// brought to the range of -88, where the result is zero, to 88. NaN stays.
+/// clamped to the range from -88, where the result is zero, to 88. NaN stays NaN.
 #[inline(always)]
 pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
     // (e^r - 1 - r) / r^2 over r on [-ln 2 / 2, ln 2 / 2]: the polynomial of Cephes' expf, by S. Moshier.
@@ -15,9 +15,9 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
         [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
     // ln 2 in two parts; products of the first with small integers are exact.
     const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
-    // A float32 of this size is an integer; its lowest bits are those of the number that was added.
+    // Adding this number rounds to an integer, whose lowest bits are then those of the float32.
     const INTEGER: f32 = 12_582_912.0;
-    // SAFETY: the caller's.
+    // SAFETY: the caller ensures the same.
     unsafe {
         let zero = S::splat(0.0);
         let x = S::max(S::splat(MIN_LOG_DECAY), x);

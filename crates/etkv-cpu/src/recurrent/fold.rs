@@ -1,17 +1,17 @@
-//! The fold of a block's rows into the next anchor.
+//! Computes the next anchor from an anchor and the rows of a block (a fold).
 
-// An index names a register; iterators would hide which.
+// An index selects a register, which iterators would hide.
 #![allow(clippy::needless_range_loop)]
 
 use super::exp::exp;
 use super::layout::ROWS;
 use crate::simd::{Kernel, Simd};
 
-/// Multiplies the keys of a block with the decays from each row to the last: `exp(decays[last] - decays[i])
-/// keys[i]`. Writes the decays from the anchor as one row more: `exp(decays[last])`.
+/// Multiplies the keys of a block by the decays from each row to the last: `exp(decays[last] - decays[i])
+/// keys[i]`. Also writes the decay from the anchor, `exp(decays[last])`, as an additional row.
 pub(super) struct DecayKeys<'a> {
     pub keys: &'a [*const f32; ROWS],
-    /// For each row one number, or with `by_channel` one for each channel.
+    /// For each row, one number, or one for each channel with `by_channel`.
     pub decays: &'a [*const f32; ROWS],
     pub by_channel: bool,
     /// A multiple of the vector width.
@@ -24,7 +24,7 @@ impl Kernel for DecayKeys<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let last = self.decays[ROWS - 1];
-        // SAFETY: the pointers are as the fields say.
+        // SAFETY: the fields document the validity of the pointers.
         unsafe {
             for i in 0..=ROWS {
                 let mut weight = S::splat(0.0);
@@ -55,10 +55,10 @@ impl Kernel for DecayKeys<'_> {
     }
 }
 
-/// Computes the next state: `to[c] = keys[ROWS][c] from[c] + sum over i of keys[i][c] updates[i]`, rows
-/// ascending.
+/// Computes the next state: `to[c] = keys[ROWS][c] from[c] + sum over i of keys[i][c] updates[i]`, in the
+/// order of rows.
 pub(super) struct Fold<'a> {
-    /// `k_dim` rows; null if all are zero.
+    /// `k_dim` rows, or null if the state is zero.
     pub from: *const f32,
     pub from_stride: usize,
     pub k_dim: usize,
@@ -76,7 +76,7 @@ impl Kernel for Fold<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let mut at = 0;
-        // SAFETY: the pointers are as the fields say, and the blocks cover `width`.
+        // SAFETY: the fields document the validity of the pointers, and the blocks cover `width`.
         unsafe {
             while at + S::COLS * S::WIDTH <= self.width {
                 match S::COLS {
@@ -98,7 +98,7 @@ impl Fold<'_> {
     #[inline(always)]
     unsafe fn block<S: Simd, const C: usize>(&self, at: usize) {
         let mut c = 0;
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             while c + 6 <= self.k_dim {
                 self.tile::<S, 6, C>(c, at);
@@ -113,7 +113,7 @@ impl Fold<'_> {
 
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize, const C: usize>(&self, c: usize, at: usize) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             let mut sums = [[S::splat(0.0); C]; R];
             if !self.from.is_null() {

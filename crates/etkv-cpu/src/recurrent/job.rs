@@ -1,4 +1,4 @@
-//! A scan and its inputs, for its tasks.
+//! The data of a scan that all its tasks use.
 
 use etkv_core::bookkeeping::RecurrentPlan;
 
@@ -6,25 +6,25 @@ use super::check::Stored;
 use super::layout::{Shared, Sizes};
 use crate::tensor::{Dtype, Tensor};
 
-/// A linear recurrence: for each head a state of `k_dim` times `v_dim` elements, of which each token reads
-/// its query's part and adds its own.
+/// A linear recurrence. Each head has a state of `k_dim` times `v_dim` elements. A token adds an update to
+/// the state, and reads it with its query.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scan {
-    /// Heads of the queries and keys.
+    /// The number of heads of queries and keys.
     pub k_heads: usize,
-    /// Heads of the values, a multiple of `k_heads`.
+    /// The number of heads of values, a multiple of `k_heads`.
     pub heads: usize,
-    /// Elements of a key.
+    /// The elements of a key.
     pub k_dim: usize,
-    /// Elements of a value.
+    /// The elements of a value.
     pub v_dim: usize,
-    /// Whether each channel of a key has a decay of its own.
+    /// Whether each channel of a key has a separate decay.
     pub channel_decay: bool,
-    /// The factor of the outputs.
+    /// The factor by which outputs are multiplied.
     pub scale: f32,
 }
 
-/// The inputs of a step of `T` tokens, each in a dtype of its own.
+/// The inputs of a step of `T` tokens. Their dtypes may differ.
 #[derive(Debug, Clone, Copy)]
 pub struct ScanInputs<'a> {
     /// Queries, `[1, k_heads, T, k_dim]`.
@@ -39,17 +39,17 @@ pub struct ScanInputs<'a> {
     pub beta: Option<&'a Tensor>,
 }
 
-/// A call, for its tasks.
+/// A call's data for its tasks.
 pub(super) struct Job<'a> {
     pub sizes: Sizes,
     pub plan: &'a RecurrentPlan,
     pub inputs: &'a ScanInputs<'a>,
-    /// The factor of the queries.
+    /// The factor by which queries are multiplied.
     pub scale: f32,
     pub keys: Stored,
     pub updates: Stored,
     pub anchors: Stored,
-    /// Where the anchor of each fold is kept, if it is.
+    /// For each fold, the index of its anchor in the workspace, if it is kept.
     pub places: &'a [Option<u32>],
     pub shared: Shared,
     /// `[heads, T, v_dim]`.
@@ -57,5 +57,5 @@ pub(super) struct Job<'a> {
     pub dtype: Dtype,
 }
 
-// SAFETY: tasks write to heads and columns of their own, and read those only. Inputs are not written.
+// SAFETY: each task reads and writes different heads and columns. Inputs are not written.
 unsafe impl Sync for Job<'_> {}

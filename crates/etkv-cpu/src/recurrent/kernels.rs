@@ -1,28 +1,29 @@
-//! The loops over the tokens of a block, each written once for every instruction set.
+//! The loops over the tokens of a block. Each is written once, and generic over instruction sets.
 //!
-//! Each element of a result comes from one sequence of operations, however many rows and columns a loop takes
-//! at once.
+//! Each element of a result is computed by the same sequence of operations, independent of the number of rows
+//! and columns that a loop processes at a time.
 
-// An index names a register; iterators would hide which.
+// An index selects a register, which iterators would hide.
 #![allow(clippy::needless_range_loop)]
 
 use super::exp::exp;
 use super::layout::ROWS;
 use crate::simd::{Kernel, Simd};
 
-/// Products of the `M` vectors of each token with rows: `out[v][i] = vectors[v] . rows[i]`.
+/// Multiplies the `M` vectors of each token by rows: `out[v][i] = vectors[v] . rows[i]`.
 pub(super) struct Dots<'a, const M: usize> {
-    /// `M` vectors of `dim` numbers for each token, one after another.
+    /// `M` contiguous vectors of `dim` numbers for each token.
     pub vectors: *const f32,
     pub n_tokens: usize,
     /// Rows of `dim` numbers.
     pub rows: &'a [*const f32],
-    /// Whether the last rows are those of the tokens, so that none after a token's own is needed.
+    /// Whether the last rows are those of the tokens. Products with rows after a token's own are then not
+    /// needed.
     pub causal: bool,
     /// A multiple of the vector width.
     pub dim: usize,
-    /// [`ROWS`] numbers for each vector. Numbers past the rows, up to a multiple of four, are written too, and some
-    /// past the token's own row.
+    /// [`ROWS`] numbers for each vector. The count of written numbers is rounded up to a multiple of four,
+    /// and may include rows after the token's own.
     pub out: *mut f32,
 }
 
@@ -30,7 +31,7 @@ impl<const M: usize> Kernel for Dots<'_, M> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let mut at = 0;
-        // SAFETY: the pointers are as the fields say.
+        // SAFETY: the fields document the validity of the pointers.
         unsafe {
             let count = M * self.n_tokens;
             while S::ROWS >= 4 && at + 4 <= count {
@@ -58,11 +59,11 @@ impl<const M: usize> Dots<'_, M> {
             false => self.rows.len() - 1,
         };
         let mut first = 0;
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             let vectors = self.vectors.add(at * self.dim);
             while first <= last {
-                // The last row replaces the missing ones.
+                // The last row is repeated in place of missing rows.
                 let mut rows = [*self.rows.get_unchecked(last); 4];
                 for i in 0..4 {
                     rows[i] = *self.rows.get_unchecked(last.min(first + i));
@@ -91,21 +92,20 @@ impl<const M: usize> Dots<'_, M> {
     }
 }
 
-/// Multiplies the products of a token with the decays from each row to the token: by `exp(decay -
-/// decays[i])`.
+/// Multiplies the products of a token by the decays from each row to the token, `exp(decay - decays[i])`.
 pub(super) struct Weigh<'a, const M: usize> {
     /// `M` rows of [`ROWS`] numbers.
     pub products: *mut f32,
     pub decay: f32,
     pub decays: &'a [f32; ROWS],
-    /// The numbers of a row that are multiplied; more may be.
+    /// The count of numbers in a row that must be multiplied. More may be multiplied.
     pub count: usize,
 }
 
 impl<const M: usize> Kernel for Weigh<'_, M> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the pointers are as the fields say, and the vector width divides `ROWS`.
+        // SAFETY: the fields document the validity of the pointers, and the vector width divides `ROWS`.
         unsafe {
             let decay = S::splat(self.decay);
             let mut i = 0;
@@ -121,13 +121,13 @@ impl<const M: usize> Kernel for Weigh<'_, M> {
     }
 }
 
-/// Multiplies the `M` vectors of a token with its decay from the anchor, `exp(decay)`, in place.
+/// Multiplies the `M` vectors of a token by its decay from the anchor, `exp(decay)`, in place.
 pub(super) struct Decay<const M: usize> {
-    /// `M` vectors, one after another.
+    /// `M` contiguous vectors.
     pub vectors: *mut f32,
     /// A multiple of the vector width.
     pub dim: usize,
-    /// One number, or with `by_channel` one for each channel.
+    /// One number, or one for each channel with `by_channel`.
     pub decay: *const f32,
     pub by_channel: bool,
 }
@@ -135,7 +135,7 @@ pub(super) struct Decay<const M: usize> {
 impl<const M: usize> Kernel for Decay<M> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the pointers are as the fields say.
+        // SAFETY: the fields document the validity of the pointers.
         unsafe {
             let mut factor = S::splat(0.0);
             if !self.by_channel {
@@ -156,25 +156,26 @@ impl<const M: usize> Kernel for Decay<M> {
     }
 }
 
-/// Computes updates and outputs of tokens that follow each other, over columns of the values.
+/// Computes updates and outputs of consecutive tokens, for some columns of the values.
 ///
-/// With the delta rule a token has `M = 2` vectors, its decayed key and query; without it `M = 1`, the query.
-/// For each vector, the sum of the state's rows by the vector's numbers, then of the updates by its weights,
-/// both ascending. The sum of a key is taken from the value, which gives the token's update; the sum of a
-/// query, with this update, is the output.
+/// With the delta rule, a token has `M = 2` vectors: its decayed key and its decayed query. Without it, `M =
+/// 1`: the query. The result of a vector is the sum of the state's rows, weighted by the vector's numbers,
+/// plus the sum of the block's updates, weighted by the vector's weights, both in ascending order. The
+/// token's update is its value minus the result of its key, times the write strength. The output is the
+/// result of the query, including this update.
 pub(super) struct Columns<'a, const M: usize> {
-    /// The anchor, `k_dim` rows; null if it is zero.
+    /// The anchor with `k_dim` rows, or null if it is zero.
     pub state: *const f32,
     pub state_stride: usize,
     pub k_dim: usize,
-    /// `M` vectors for each token, `vector_stride` numbers each.
+    /// `M` vectors for each token, with a stride of `vector_stride` numbers.
     pub vectors: *const f32,
     pub vector_stride: usize,
     /// `M` rows of [`ROWS`] weights for each token.
     pub weights: *const f32,
-    /// The updates of the block's rows before the tokens, at their first column.
+    /// The updates of the block's rows before the tokens, from the first column on.
     pub rows: &'a [*const f32],
-    /// The tokens' values, which become their updates, at the first column.
+    /// The tokens' values, from the first column on. They are replaced by the updates.
     pub updates: *mut f32,
     pub update_stride: usize,
     /// The write strength of each token, for the delta rule.
@@ -182,7 +183,7 @@ pub(super) struct Columns<'a, const M: usize> {
     pub out: *mut f32,
     pub out_stride: usize,
     pub n_tokens: usize,
-    /// Columns: a multiple of the vector width.
+    /// The number of columns, a multiple of the vector width.
     pub width: usize,
 }
 
@@ -190,7 +191,7 @@ impl<const M: usize> Kernel for Columns<'_, M> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let mut at = 0;
-        // SAFETY: the pointers are as the fields say, and the blocks cover `width`.
+        // SAFETY: the fields document the validity of the pointers, and the blocks cover `width`.
         unsafe {
             if self.n_tokens == 1 {
                 while at + 2 * S::COLS * S::WIDTH <= self.width {
@@ -221,7 +222,7 @@ impl<const M: usize> Columns<'_, M> {
     #[inline(always)]
     unsafe fn block<S: Simd, const C: usize>(&self, at: usize) {
         let mut token = 0;
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             while M == 1 && token + 6 <= self.n_tokens {
                 self.tile::<S, 6, C>(token, at);
@@ -242,7 +243,7 @@ impl<const M: usize> Columns<'_, M> {
     /// Computes `C` adjacent vectors from column `at` for `R` tokens.
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize, const C: usize>(&self, token: usize, at: usize) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             let mut sums = [[[S::splat(0.0); C]; M]; R];
             if !self.state.is_null() {
@@ -287,7 +288,7 @@ impl<const M: usize> Columns<'_, M> {
                 }
                 for later in r..R {
                     for m in 0..M {
-                        // The key of the token itself has no part in its update.
+                        // A token's update does not depend on the product of its key with itself.
                         if later == r && m + 1 < M {
                             continue;
                         }
@@ -306,7 +307,7 @@ impl<const M: usize> Columns<'_, M> {
         }
     }
 
-    /// Adds a row's update, by the weights at `weights` and after it.
+    /// Adds a row's update, multiplied by each of the weights from `weights` on.
     #[inline(always)]
     unsafe fn add<S: Simd, const R: usize, const C: usize>(
         &self,
@@ -314,7 +315,7 @@ impl<const M: usize> Columns<'_, M> {
         weights: *const f32,
         row: *const f32,
     ) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             let mut update = [S::splat(0.0); C];
             for i in 0..C {

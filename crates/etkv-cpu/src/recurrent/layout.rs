@@ -1,4 +1,4 @@
-//! The sizes of a scan, and what it keeps in a workspace.
+//! The sizes of a scan, and the layout of its workspace.
 
 use etkv_core::bookkeeping::BLOCK;
 
@@ -7,7 +7,7 @@ use super::workspace::{Layout, Pieces};
 /// The rows of a block.
 pub(super) const ROWS: usize = BLOCK as usize;
 
-/// The sizes of a call. Padded ones are multiples of the vector width.
+/// The sizes of a call. Padded sizes are multiples of the vector width.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sizes {
     pub k_heads: usize,
@@ -20,17 +20,17 @@ pub(super) struct Sizes {
     /// Whether updates follow the delta rule.
     pub delta: bool,
     pub n_tokens: usize,
-    /// Anchors that later chains or the store read.
+    /// The number of anchors that later chains or the store read.
     pub n_anchors: usize,
-    /// Rows that are stored, if they have to be gathered.
+    /// The number of stored rows, if they must be gathered, or 0.
     pub n_gathered: usize,
-    /// Tasks of a head, and their columns of values: whole vectors.
+    /// The number of tasks for each head. They divide its columns of values into whole vectors.
     pub n_slices: usize,
     pub slice: usize,
 }
 
 impl Sizes {
-    /// Returns the numbers of a decay.
+    /// Returns the count of numbers of a decay.
     pub fn decay_dim(&self) -> usize {
         if self.channel_decay {
             self.k_dim
@@ -39,7 +39,7 @@ impl Sizes {
         }
     }
 
-    /// Returns the numbers of a decay in the workspace.
+    /// Returns the count of numbers of a decay in the workspace, with padding.
     pub fn decay_padded(&self) -> usize {
         if self.channel_decay {
             self.k_padded
@@ -48,17 +48,17 @@ impl Sizes {
         }
     }
 
-    /// Returns the numbers from one row of updates, each with its decay, to the next in the workspace.
+    /// Returns the stride of rows of updates in the workspace. Each row includes its decay.
     pub fn update_stride(&self) -> usize {
         (self.v_dim + self.decay_dim()).max(self.v_padded).next_multiple_of(16)
     }
 
-    /// Returns whether rows and anchors end with whole vectors, so that the kernels can read them in place.
+    /// Returns whether rows and anchors consist of whole vectors, so that the kernels can read them in place.
     pub fn whole(&self) -> bool {
         self.k_dim == self.k_padded && self.v_dim == self.v_padded
     }
 
-    /// Returns the vectors of a token: its key for the delta rule, and its query.
+    /// Returns the number of a token's vectors: its query, and its key with the delta rule.
     fn vectors(&self) -> usize {
         if self.delta {
             2
@@ -67,20 +67,20 @@ impl Sizes {
         }
     }
 
-    /// Returns the most tokens of a block.
+    /// Returns the maximum number of tokens of a block.
     fn most(&self) -> usize {
         self.n_tokens.min(ROWS)
     }
 }
 
-/// What the tasks of a step share. Each head belongs to its tasks.
+/// The memory that the tasks of a step share. Only the tasks of a head use that head.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shared {
     /// `[k_heads, T, k_padded]`, padded with zeros.
     pub keys: *mut f32,
-    /// `[heads, T, update_stride]`: values, which become updates.
+    /// `[heads, T, update_stride]`: values, which are replaced by updates.
     pub updates: *mut f32,
-    /// `[heads, T, decay_padded]`: decays since the anchor.
+    /// `[heads, T, decay_padded]`: log decays since the anchor.
     pub decays: *mut f32,
     /// `[heads, T]`.
     pub betas: *mut f32,
@@ -95,21 +95,21 @@ pub(super) struct Shared {
 /// The scratch memory of one thread.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scratch {
-    /// The vectors of a block's tokens, and then the same decayed.
+    /// The vectors of a block's tokens, followed by the decayed vectors.
     pub vectors: *mut f32,
     /// [`ROWS`] weights for each vector.
     pub weights: *mut f32,
-    /// With a decay for each channel, the vectors decayed from the end of a part of the block.
+    /// With a decay for each channel: the vectors, decayed from the end of a part of the block.
     pub part: *mut f32,
-    /// The outputs of these tokens, unless the job's memory takes them as they are.
+    /// The outputs of these tokens, unless they are written to the job's memory directly.
     pub out: *mut f32,
-    /// Two states: the last one and the next.
+    /// The last state and the next one.
     pub states: [*mut f32; 2],
-    /// The rows of a block that lay in slots.
+    /// Copies of a block's rows from slots.
     pub keys: *mut f32,
     pub updates: *mut f32,
     pub decays: *mut f32,
-    /// The decayed keys of a fold, or of the parts of a block with a decay for each channel.
+    /// The decayed keys of a fold. With a decay for each channel, also those of the parts of a block.
     pub folded: *mut f32,
 }
 

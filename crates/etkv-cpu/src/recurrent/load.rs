@@ -1,4 +1,4 @@
-//! The inputs of a scan in float32, and the decays since the anchors.
+//! Converts the inputs of a scan to float32, and sums the log decays since the anchors.
 
 use etkv_core::bookkeeping::{RowSource, BLOCK};
 
@@ -9,14 +9,14 @@ use crate::tensor::Tensor;
 /// Converts elements along an axis to float32, from an index on.
 ///
 /// # Safety
-/// The elements are inside the shape.
+/// The elements must be inside the shape.
 pub(super) unsafe fn load_run(tensor: &Tensor, index: [usize; 4], axis: usize, out: &mut [f32]) {
     let (dtype, strides) = (tensor.dtype(), tensor.strides());
     let size = dtype.size() as isize;
     let along = index.iter().zip(strides);
     let offset: isize = along.map(|(&at, stride)| at as isize * stride).sum();
-    // SAFETY: the elements are initialized and not written meanwhile, by the contracts of the tensor's
-    // constructors.
+    // SAFETY: the constructors of the tensor ensure that the elements are initialized and not written
+    // meanwhile.
     unsafe {
         let start = tensor.start().offset(offset * size);
         if strides[axis] == 1 || out.len() <= 1 {
@@ -31,15 +31,15 @@ pub(super) unsafe fn load_run(tensor: &Tensor, index: [usize; 4], axis: usize, o
     }
 }
 
-/// Loads what the tasks of a head share: decays and write strengths, and with the first head of a group their
-/// keys.
+/// Loads the inputs that the tasks of a head share: decays and write strengths, and also the keys if it is
+/// the first head that uses them.
 ///
 /// # Safety
-/// The inputs have the job's sizes, and no other thread loads the same head.
+/// The inputs must have the job's sizes, and no other thread may load the same head.
 pub(super) unsafe fn load(job: &Job, head: usize) {
     let (sizes, shared, inputs) = (&job.sizes, &job.shared, job.inputs);
     let group = sizes.heads / sizes.k_heads;
-    // SAFETY: the caller's.
+    // SAFETY: the caller ensures the same.
     unsafe {
         if head.is_multiple_of(group) {
             for token in 0..sizes.n_tokens {
@@ -59,20 +59,20 @@ pub(super) unsafe fn load(job: &Job, head: usize) {
     }
 }
 
-/// Loads the log decays of a head, and sums them from the anchor below each token up to the token.
+/// Loads the log decays of a head. The result for a token is the sum from the last anchor up to the token.
 unsafe fn load_decays(job: &Job, g: &Tensor, head: usize) {
     let (sizes, shared) = (&job.sizes, &job.shared);
     let (dim, padded) = (sizes.decay_dim(), sizes.decay_padded());
     for chain in &job.plan.chains {
         for (i, token) in chain.tokens.clone().enumerate() {
             let at = head * sizes.n_tokens + token;
-            // SAFETY: the caller's; the plan was checked.
+            // SAFETY: the caller ensures the same, and the plan was checked.
             unsafe {
                 let decay = shared.decays.add(at * padded);
                 let out = std::slice::from_raw_parts_mut(decay, padded);
                 load_run(g, [0, head, token, 0], 3, &mut out[..dim]);
                 out[dim..].fill(0.0);
-                // This keeps NaN.
+                // The comparison keeps NaN.
                 out.iter_mut().filter(|x| **x < MIN_LOG_DECAY).for_each(|x| *x = MIN_LOG_DECAY);
                 let position = chain.position as usize + i;
                 if position.is_multiple_of(BLOCK as usize) {

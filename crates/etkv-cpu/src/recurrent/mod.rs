@@ -1,12 +1,11 @@
-//! The kernels of recurrent layers: causal convolutions, and linear recurrences with or without the delta
-//! rule.
+//! Recurrent layers: causal convolutions, and linear recurrences with or without the delta rule.
 //!
-//! A step's [`RecurrentPlan`](etkv_core::bookkeeping::RecurrentPlan) says which rows precede each token, and
-//! from which anchor a recurrence starts. Every element of an output, a row or an anchor comes from one
-//! sequence of float operations, whatever the step, the number of threads and the chains are: sums go over
-//! the channels of a key and over the rows of a block in ascending order, with the elements of a value in
-//! lanes of their own, and products of keys use the same lanes everywhere. So the same text gives the same
-//! bits however it is cut into steps.
+//! A step's [`RecurrentPlan`](etkv_core::bookkeeping::RecurrentPlan) defines the rows before each token, and
+//! the anchor from which a recurrence starts. Each element of an output, a row or an anchor is computed by
+//! the same sequence of float operations, independent of the steps, the threads and the chains. Sums over the
+//! channels of a key and over the rows of a block are in ascending order. Each element of a value has a
+//! separate lane, and products of keys always use the same lanes. So the results of a text have the same bits
+//! for any division into steps.
 
 mod channels;
 mod check;

@@ -1,4 +1,4 @@
-//! The scan of a step: checks, tasks, and the rows and anchors that are stored.
+//! The scan of a step: its checks, its tasks, and the rows and anchors that are stored.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -17,7 +17,7 @@ use crate::simd::{with_simd, Instructions};
 use crate::store::view::View;
 use crate::tensor::{Dtype, Tensor, Values};
 
-/// Computes a recurrence over the tokens of a step: with a state `S` for each head,
+/// Computes a recurrence over the tokens of a step. Each head has a state `S`, and each token computes
 ///
 /// ```text
 /// u = beta (v - (exp(g) S)^T k)      or v, without beta
@@ -25,14 +25,14 @@ use crate::tensor::{Dtype, Tensor, Values};
 /// output = scale S^T q
 /// ```
 ///
-/// Returns the outputs, `[1, heads, T, v_dim]` in `out_dtype`, or in the dtype of `q` if that is `None`, and
-/// the rows and anchors that the plan stores. All sums are in float32. Neither result depends on the number of
-/// threads, nor on how the text was cut into steps. A log decay below -88 counts as -88, which is a decay to
-/// zero.
+/// Returns the outputs, `[1, heads, T, v_dim]` in `out_dtype`, or in the dtype of `q` if it is `None`, and
+/// the rows and anchors that the plan stores. All sums are in float32. The results depend neither on the
+/// number of threads nor on the division of the text into steps. Log decays below -88 are replaced by -88,
+/// which is a decay to zero.
 ///
 /// # Errors
-/// [`Shape`](etkv_core::Status::Shape) if shapes do not match, [`Internal`](etkv_core::Status::Internal) for a
-/// plan that names what does not exist, and [`Backend`](etkv_core::Status::Backend) if memory is lacking.
+/// [`Shape`](etkv_core::Status::Shape) if shapes do not match, [`Internal`](etkv_core::Status::Internal) for
+/// a plan with invalid indices, and [`Backend`](etkv_core::Status::Backend) if memory is lacking.
 pub fn scan(
     scan: &Scan,
     inputs: &ScanInputs,
@@ -43,7 +43,7 @@ pub fn scan(
 ) -> Result<(Tensor, RecurrentRows<Tensor>)> {
     let n_tokens = spec.plan.n_tokens();
     let shape = [1, axis(scan.heads)?, axis(n_tokens)?, axis(scan.v_dim)?];
-    // Before memory is taken for them.
+    // This is checked before memory for the outputs is allocated.
     check_shape(inputs.v, "values", [1, scan.heads, n_tokens, scan.v_dim])?;
     let size = scan.heads * n_tokens * scan.v_dim;
     let mut values = match out_dtype.unwrap_or(inputs.q.dtype()) {
@@ -52,13 +52,13 @@ pub fn scan(
         Dtype::Bf16 => Values::Bf16(vec![bf16::ZERO; size]),
     };
     let (start, dtype) = values.as_mut_ptr();
-    // SAFETY: these are the elements of `values`, contiguous. What lies in the workspace is copied while it is
-    // borrowed.
+    // SAFETY: `values` has the elements, and they are contiguous. Rows in the workspace are copied while it
+    // is borrowed.
     let rows = unsafe { scan_into(scan, inputs, spec, start, dtype, workspace, parallel)? };
     Ok((Tensor::new(shape, values)?, owned(rows)?))
 }
 
-/// Returns the rows in memory of their own.
+/// Copies the rows to separate memory.
 pub(super) fn owned(rows: RecurrentRows<Tensor>) -> Result<RecurrentRows<Tensor>> {
     let own = |tensor: Option<Tensor>| match tensor {
         Some(tensor) => Tensor::new(*tensor.shape(), tensor.to_f32()).map(Some),
@@ -68,14 +68,15 @@ pub(super) fn owned(rows: RecurrentRows<Tensor>) -> Result<RecurrentRows<Tensor>
     Ok(RecurrentRows { rows: [own(a)?, own(b)?], anchors: own(rows.anchors)? })
 }
 
-/// [`scan`], with the output at `start`, and the rows and anchors in the workspace.
+/// The same as [`scan`], but writes the output to `start`, and returns rows and anchors in the workspace.
 ///
 /// # Errors
-/// Those of [`scan`]. Then the output may be written in part.
+/// The errors of [`scan`]. The output may then be partly written.
 ///
 /// # Safety
-/// `heads * T * v_dim` elements of `dtype` lie at `start`, aligned to their size, and nothing else accesses them
-/// during the call. The returned tensors are dropped before the workspace is used again or dropped.
+/// `start` must point to `heads * T * v_dim` elements of `dtype`, aligned to their size, which nothing else
+/// accesses during the call. The returned tensors must be dropped before the workspace is used again or
+/// dropped.
 pub unsafe fn scan_into(
     scan: &Scan,
     inputs: &ScanInputs,
@@ -86,14 +87,14 @@ pub unsafe fn scan_into(
     parallel: &dyn Parallel,
 ) -> Result<RecurrentRows<Tensor>> {
     let best = Instructions::best();
-    // SAFETY: the caller's; the machine has the instructions.
+    // SAFETY: the caller ensures the same, and the machine has the instructions.
     unsafe { scan_with(best, scan, inputs, spec, start, dtype, workspace, parallel) }
 }
 
-/// [`scan_into`] with one of the machine's instruction sets.
+/// The same as [`scan_into`], with a given instruction set of this machine.
 ///
 /// # Safety
-/// As [`scan_into`].
+/// The same as for [`scan_into`].
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn scan_with(
     instructions: Instructions,
@@ -116,10 +117,10 @@ pub(super) unsafe fn scan_with(
     let anchors = Stored::of(spec.anchors.as_ref(), "anchors", scan.heads, state)?;
     check_rows(plan, n_tokens, &[keys, updates])?;
     check_anchors(plan, &anchors)?;
-    // About ten microseconds of work are not worth waking a thread.
+    // Less than about ten microseconds of work is not worth waking another thread.
     let work = state.saturating_mul(scan.heads).saturating_mul(n_tokens);
     let parallel = if work < 1 << 16 { &Serial } else { parallel };
-    // A host may take a lock for this call.
+    // The host may lock a mutex in this call, so it is called once.
     let available = parallel.threads();
     let width = with_simd!(instructions, |S| <S as crate::simd::Simd>::WIDTH);
     let (memory, places) = workspace.parts();
@@ -161,16 +162,16 @@ pub(super) unsafe fn scan_with(
                 }
                 // SAFETY: only this call uses the block; see `Parallel::run`.
                 let scratch = scratch.get_or_insert_with(|| unsafe { blocks.scratch(thread) });
-                // SAFETY: the machine has the instructions; the plan was checked; each task runs once.
+                // SAFETY: the machine has the instructions, the plan was checked, and each task runs once.
                 with_simd!(instructions, |S| unsafe { task::run::<S>(&job, i, scratch) });
             }
         });
     }
-    // SAFETY: the workspace has the rows, and the caller keeps it.
+    // SAFETY: the workspace has the rows, and the caller ensures that it outlives them.
     unsafe { rows(&sizes, plan, &shared) }
 }
 
-/// Checks the inputs, and returns the number of tokens.
+/// Checks the inputs. Returns the number of tokens.
 fn check(scan: &Scan, inputs: &ScanInputs, plan: &RecurrentPlan) -> Result<usize> {
     let &Scan { k_heads, heads, k_dim, v_dim, channel_decay, .. } = scan;
     if k_heads == 0 || heads == 0 || heads % k_heads != 0 || k_dim == 0 || v_dim == 0 {
@@ -191,8 +192,8 @@ fn check(scan: &Scan, inputs: &ScanInputs, plan: &RecurrentPlan) -> Result<usize
     Ok(n)
 }
 
-/// Says where the anchor of each fold is kept: those with a slot first and in order, then those that later
-/// chains start from. Returns their number.
+/// Assigns an index in the workspace to the anchor of each fold that is used later. Anchors that are stored
+/// come first, in order. Anchors from which later chains start follow. Returns the number of anchors.
 fn place_anchors(plan: &RecurrentPlan, places: &mut Vec<Option<u32>>) -> usize {
     places.clear();
     places.resize(plan.folds.len(), None);
@@ -222,8 +223,8 @@ fn sizes(
     threads: usize,
 ) -> Sizes {
     let v_padded = scan.v_dim.next_multiple_of(width);
-    // Two tasks for each thread even out other load on the machine. A task of a head's part multiplies all of
-    // its keys again, so parts are not small.
+    // With two tasks for each thread, other load on the machine delays the call less. Parts of a head are not
+    // small, because each part repeats the products of keys.
     let parts = match scan.v_dim == v_padded {
         true => (2 * threads).div_ceil(scan.heads).min(v_padded / width / 2).max(1),
         false => 1,
@@ -252,7 +253,7 @@ fn sizes(
 /// Returns the rows and anchors that are stored.
 ///
 /// # Safety
-/// The workspace has them until they are dropped.
+/// The workspace must have the rows until they are dropped.
 unsafe fn rows(
     sizes: &Sizes,
     plan: &RecurrentPlan,
@@ -280,7 +281,7 @@ unsafe fn rows(
                 plan.stored.iter().flat_map(|&token| (0..heads).map(move |head| (token, head)));
             for (i, (token, head)) in places.enumerate() {
                 let from = (head * sizes.n_tokens + token) * stride;
-                // SAFETY: the tokens are of this step; there is room for those that are stored.
+                // SAFETY: the tokens are those of this step, and there is room for those that are stored.
                 unsafe {
                     std::ptr::copy_nonoverlapping(computed.add(from), gathered.add(i * dim), dim)
                 };
@@ -288,7 +289,7 @@ unsafe fn rows(
         }
         let shape = [1, axis(heads)?, axis(plan.stored.len())?, axis(dim)?];
         let strides = [0, strides[0] as isize, strides[1] as isize, 1];
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         *tensor = Some(unsafe { Tensor::borrowed(start.cast(), Dtype::F32, shape, strides)? });
     }
     let n_stored = plan.folds.iter().flatten().count();
@@ -297,7 +298,7 @@ unsafe fn rows(
         let state = sizes.k_dim * sizes.v_dim;
         let shape = [1, axis(sizes.heads)?, axis(n_stored)?, axis(state)?];
         let strides = [0, state as isize, (sizes.heads * state) as isize, 1];
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         anchors =
             Some(unsafe { Tensor::borrowed(shared.anchors.cast(), Dtype::F32, shape, strides)? });
     }

@@ -1,4 +1,4 @@
-//! One task of a scan: one head, and some columns of its values, through all chains of the step.
+//! Runs one task of a scan: some columns of one head's values, over all chains of the step.
 
 use etkv_core::bookkeeping::{AnchorSource, Chain, RowSource};
 
@@ -12,14 +12,14 @@ use crate::floats::{store_bf16, store_f16, store_f32};
 use crate::simd::Simd;
 use crate::tensor::Dtype;
 
-/// A state: `k_dim` rows of the task's columns, or null for zero.
+/// A state: `k_dim` rows of the task's columns, or null if it is zero.
 #[derive(Debug, Clone, Copy)]
 struct State {
     start: *const f32,
     stride: usize,
 }
 
-/// The rows of a block so far: keys, updates from the task's first column on, and decays.
+/// The rows of a block so far: keys, updates (from the task's first column on), and decays.
 struct Block {
     n: usize,
     keys: [*const f32; ROWS],
@@ -33,7 +33,7 @@ struct Task {
     head: usize,
     k_head: usize,
     column: usize,
-    /// The columns that exist, and with those that fill the last vector.
+    /// The number of columns. `padded` is rounded up to whole vectors.
     n_columns: usize,
     padded: usize,
 }
@@ -41,8 +41,8 @@ struct Task {
 /// Runs task `i`.
 ///
 /// # Safety
-/// The machine has the instructions of `S`. The job's pointers are as their fields say, and its heads are
-/// loaded. No other thread uses the scratch memory, or runs the same task.
+/// The machine must have the instructions of `S`. The job's pointers must be valid as their fields document,
+/// and its heads must be loaded. No other thread may use the scratch memory or run the same task.
 pub(super) unsafe fn run<S: Simd>(job: &Job, i: usize, scratch: &Scratch) {
     let sizes = &job.sizes;
     let (head, column) = (i / sizes.n_slices, i % sizes.n_slices * sizes.slice);
@@ -51,11 +51,11 @@ pub(super) unsafe fn run<S: Simd>(job: &Job, i: usize, scratch: &Scratch) {
     let k_head = head / (sizes.heads / sizes.k_heads);
     let task = Task { head, k_head, column, n_columns, padded };
     for chain in &job.plan.chains {
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe { job.chain::<S>(task, chain, scratch) };
     }
     if i.is_multiple_of(sizes.n_slices) {
-        // SAFETY: the decays of the head belong to this task, as do the columns after its updates.
+        // SAFETY: only this task uses the decays of the head, and the columns after its updates.
         unsafe { job.append_decays(head) };
     }
 }
@@ -64,12 +64,12 @@ impl Job<'_> {
     unsafe fn chain<S: Simd>(&self, task: Task, chain: &Chain, scratch: &Scratch) {
         let sizes = &self.sizes;
         let before = (chain.position - chain.base) as usize;
-        // Rows of slots lie far apart. They are copied if they are read often.
+        // Rows in slots are far apart in memory. They are copied if they are read often.
         let pack = !sizes.whole() || chain.tokens.len() > 8;
         let null = std::ptr::null();
         let mut block =
             Block { n: 0, keys: [null; ROWS], updates: [null; ROWS], decays: [null; ROWS] };
-        // SAFETY: the caller's; the plan was checked.
+        // SAFETY: the caller ensures the same, and the plan was checked.
         unsafe {
             for &source in &chain.rows[chain.rows.len() - before..] {
                 match source {
@@ -99,7 +99,7 @@ impl Job<'_> {
     /// Appends the row of a token of this step.
     unsafe fn take(&self, block: &mut Block, task: Task, token: usize) {
         let (sizes, shared, n) = (&self.sizes, &self.shared, block.n);
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             block.keys[n] =
                 shared.keys.add((task.k_head * sizes.n_tokens + token) * sizes.k_padded);
@@ -110,12 +110,12 @@ impl Job<'_> {
         block.n += 1;
     }
 
-    /// Appends the row of a slot, and copies it to scratch memory with `pack`.
+    /// Appends the row of a slot. With `pack`, copies it to scratch memory.
     unsafe fn read(&self, block: &mut Block, task: Task, slot: i32, pack: bool, scratch: &Scratch) {
         let (sizes, n) = (&self.sizes, block.n);
         let key = self.keys.row(slot, task.k_head);
         let update = self.updates.row(slot, task.head);
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             let decay = update.add(sizes.v_dim);
             let update = update.add(task.column);
@@ -137,7 +137,7 @@ impl Job<'_> {
         block.n += 1;
     }
 
-    /// Returns the state that a chain starts from. Uses the first scratch state if it has to be padded.
+    /// Returns the state from which a chain starts. Uses the first scratch state if it must be padded.
     unsafe fn state(&self, task: Task, source: AnchorSource, scratch: &Scratch) -> State {
         let sizes = &self.sizes;
         let first = match source {
@@ -145,7 +145,7 @@ impl Job<'_> {
             AnchorSource::Slot(slot) => self.anchors.row(slot, task.head),
             AnchorSource::Fold(fold) => self.kept(fold, task.head),
         };
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             let start = first.add(task.column);
             if sizes.v_dim == sizes.v_padded {
@@ -161,7 +161,7 @@ impl Job<'_> {
         }
     }
 
-    /// Returns where a head of a fold's anchor is kept; null if it is not.
+    /// Returns the address of a head of a fold's anchor in the workspace, or null if it is not kept.
     fn kept(&self, fold: usize, head: usize) -> *mut f32 {
         let sizes = &self.sizes;
         match self.places[fold] {
@@ -173,14 +173,14 @@ impl Job<'_> {
         }
     }
 
-    /// Copies a new state to where its anchor is kept.
+    /// Copies a new state to the workspace, if its anchor is kept.
     unsafe fn keep(&self, task: Task, fold: usize, state: *const f32) {
         let kept = self.kept(fold, task.head);
         if kept.is_null() {
             return;
         }
         for c in 0..self.sizes.k_dim {
-            // SAFETY: the caller's; the columns belong to the task.
+            // SAFETY: the caller ensures the same, and only this task uses the columns.
             unsafe {
                 let to = kept.add(c * self.sizes.v_dim + task.column);
                 std::ptr::copy_nonoverlapping(state.add(c * task.padded), to, task.n_columns);
@@ -188,7 +188,7 @@ impl Job<'_> {
         }
     }
 
-    /// Computes the state after a whole block.
+    /// Computes the state after a complete block.
     unsafe fn fold<S: Simd>(
         &self,
         task: Task,
@@ -200,7 +200,7 @@ impl Job<'_> {
         let sizes = &self.sizes;
         let (dim, by_channel) = (sizes.k_padded, sizes.channel_decay);
         let (keys, decays, out) = (&block.keys, &block.decays, scratch.folded);
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             S::enter(DecayKeys { keys, decays, by_channel, dim, out });
             S::enter(Fold {
@@ -216,7 +216,7 @@ impl Job<'_> {
         }
     }
 
-    /// Computes updates and outputs of tokens, the last rows of the block after `before` others.
+    /// Computes updates and outputs of tokens, which are the rows of the block after the first `before`.
     unsafe fn tokens<S: Simd>(
         &self,
         task: Task,
@@ -226,7 +226,7 @@ impl Job<'_> {
         state: State,
         scratch: &Scratch,
     ) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             match self.sizes.delta {
                 true => self.tokens_of::<S, 2>(task, token, before, block, state, scratch),
@@ -235,7 +235,7 @@ impl Job<'_> {
         }
     }
 
-    /// [`tokens`](Self::tokens) with `M` vectors for each token.
+    /// The same as [`tokens`](Self::tokens), with `M` vectors for each token.
     unsafe fn tokens_of<S: Simd, const M: usize>(
         &self,
         task: Task,
@@ -248,7 +248,7 @@ impl Job<'_> {
         let (sizes, shared) = (&self.sizes, &self.shared);
         let (n_tokens, dim) = (block.n - before, sizes.k_padded);
         let at = task.head * sizes.n_tokens + token;
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             for n in 0..n_tokens {
                 let vectors = scratch.vectors.add(n * M * dim);
@@ -262,7 +262,7 @@ impl Job<'_> {
                 let (decay, vectors) = (block.decays[before + n], scratch.vectors.add(n * M * dim));
                 S::enter(Decay::<M> { vectors, dim, decay, by_channel: sizes.channel_decay });
             }
-            // Outputs that need no conversion are written where they belong.
+            // Outputs that need no conversion are written directly.
             let in_place = self.dtype == Dtype::F32 && task.n_columns == task.padded;
             let first = at * sizes.v_dim + task.column;
             let (out, out_stride) = match in_place {
@@ -303,7 +303,7 @@ impl Job<'_> {
         let (n_tokens, dim) = (block.n - before, self.sizes.k_padded);
         let (vectors, rows, out) = (scratch.vectors, &block.keys[..block.n], scratch.weights);
         let mut decays = [0.0; ROWS];
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             S::enter(Dots::<M> { vectors, n_tokens, rows, causal: true, dim, out });
             for (decay, &row) in decays.iter_mut().zip(&block.decays[..block.n]) {
@@ -317,7 +317,7 @@ impl Job<'_> {
         }
     }
 
-    /// Does the same with a decay for each channel.
+    /// The same with a decay for each channel.
     unsafe fn weigh_channels<S: Simd, const M: usize>(
         &self,
         before: usize,
@@ -325,13 +325,13 @@ impl Job<'_> {
         scratch: &Scratch,
     ) {
         let dim = self.sizes.k_padded;
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             let vectors = |n: usize| scratch.vectors.add((n - before) * M * dim).cast_const();
             let weights = |n: usize| scratch.weights.add((n - before) * M * ROWS);
             for part in 0..(block.n - 1) / PART {
                 let (start, next) = (part * PART, (part + 1) * PART);
-                // The tokens of later parts.
+                // The first token of a later part.
                 let first = before.max(next);
                 let (keys, decays) = (&block.keys[start..next], &block.decays[start..next]);
                 let (end, out) = (block.decays[next - 1], scratch.folded.add(start * dim));
@@ -371,7 +371,7 @@ impl Job<'_> {
     ) {
         let (sizes, dim) = (&self.sizes, self.sizes.k_padded);
         let at = task.head * sizes.n_tokens + token;
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe {
             if M == 2 {
                 std::ptr::copy_nonoverlapping(key, vectors, dim);
@@ -390,7 +390,7 @@ impl Job<'_> {
     /// Writes outputs from element `at` on.
     unsafe fn write(&self, at: usize, row: &[f32]) {
         let size = self.dtype.size();
-        // SAFETY: the columns belong to the task.
+        // SAFETY: only this task uses the columns.
         let out =
             unsafe { std::slice::from_raw_parts_mut(self.out.add(at * size), row.len() * size) };
         match self.dtype {
@@ -400,11 +400,11 @@ impl Job<'_> {
         }
     }
 
-    /// Writes the decays of a head behind its updates, as rows have them.
+    /// Writes the decays of a head after its updates, as in stored rows.
     unsafe fn append_decays(&self, head: usize) {
         let sizes = &self.sizes;
         for at in head * sizes.n_tokens..(head + 1) * sizes.n_tokens {
-            // SAFETY: the caller's.
+            // SAFETY: the caller ensures the same.
             unsafe {
                 let from = self.shared.decays.add(at * sizes.decay_padded());
                 let to = self.shared.updates.add(at * sizes.update_stride() + sizes.v_dim);

@@ -1,4 +1,4 @@
-//! Memory for the steps of recurrent layers, kept from call to call.
+//! Memory for the steps of recurrent layers, which is reused between calls.
 
 use std::marker::PhantomData;
 
@@ -6,16 +6,16 @@ use etkv_core::Result;
 
 use crate::memory::Memory;
 
-/// Memory for calls of [`scan`](super::scan) and [`convolve`](super::convolve). It grows to the size that the
-/// largest call needs, so steps of one shape allocate in the first only. Each calling thread needs its own.
+/// Memory for calls of [`scan`](super::scan) and [`convolve`](super::convolve). It grows to the size of the
+/// largest call, so only the first step of a shape allocates. Each calling thread needs a separate workspace.
 #[derive(Debug, Default)]
 pub struct Workspace {
     memory: Option<Memory>,
-    /// Where the anchors of a step lie, kept for its memory.
+    /// The indices of a step's anchors. The vector is kept to reuse its memory.
     pub(super) places: Vec<Option<u32>>,
 }
 
-/// What a call keeps in a workspace.
+/// The layout of a call's memory in a workspace.
 pub(super) trait Layout: Copy + Sync {
     /// The pieces that all threads use.
     type Shared;
@@ -37,7 +37,7 @@ impl Workspace {
         self.memory.as_ref().map_or(0, |memory| memory.bytes().len())
     }
 
-    /// Returns the pieces of a call. Their numbers are arbitrary, but initialized.
+    /// Returns the pieces of a call. Their contents are arbitrary, but initialized.
     ///
     /// # Errors
     /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
@@ -46,7 +46,7 @@ impl Workspace {
         layout: L,
         threads: usize,
     ) -> Result<(L::Shared, Blocks<'_, L>)> {
-        // Pieces of an empty block give its size.
+        // The first pass over the pieces, without a block, only computes the size.
         let mut pieces = Pieces::at(std::ptr::null_mut());
         layout.shared(&mut pieces);
         let shared = pieces.used;
@@ -60,7 +60,7 @@ impl Workspace {
         Ok((layout.shared(&mut Pieces::at(start)), blocks))
     }
 
-    /// Returns its parts, to borrow them separately.
+    /// Returns the parts of the workspace, so that they can be borrowed separately.
     pub(super) fn parts(&mut self) -> (&mut Option<Memory>, &mut Vec<Option<u32>>) {
         (&mut self.memory, &mut self.places)
     }
@@ -75,21 +75,21 @@ pub(super) struct Blocks<'a, L> {
     lifetime: PhantomData<&'a mut Workspace>,
 }
 
-// SAFETY: it hands out memory under the conditions of `scratch`.
+// SAFETY: `scratch` documents the conditions for the memory that it returns.
 unsafe impl<L: Sync> Sync for Blocks<'_, L> {}
 
 impl<L: Layout> Blocks<'_, L> {
     /// Returns the pieces of thread `thread`.
     ///
     /// # Safety
-    /// There are more than `thread` threads. Earlier pieces of the same thread are no longer used, and these
-    /// only while the blocks live.
+    /// `thread` must be below the number of threads. Earlier pieces of the same thread must not be used any
+    /// more. The pieces must not be used after the blocks are dropped.
     pub unsafe fn scratch(&self, thread: usize) -> L::Scratch {
         self.layout.scratch(&mut Pieces::at(self.start.wrapping_add(thread * self.each)))
     }
 }
 
-/// Hands out pieces of a block of memory, one after another.
+/// Divides a block of memory into consecutive pieces.
 pub(super) struct Pieces {
     start: *mut u8,
     used: usize,
@@ -100,11 +100,11 @@ impl Pieces {
         Self { start, used: 0 }
     }
 
-    /// Returns room for the product of `sizes` numbers, aligned to a cache line.
+    /// Returns a piece whose size is the product of `sizes`, in numbers. It is aligned to a cache line.
     pub fn take(&mut self, sizes: &[usize]) -> *mut f32 {
         let start = self.start.wrapping_add(self.used).cast();
         let bytes = sizes.iter().fold(4usize, |bytes, &size| bytes.saturating_mul(size));
-        // Saturated sizes are refused by the allocation.
+        // The allocation refuses a saturated size.
         self.used = self.used.saturating_add(bytes.saturating_add(63) & !63);
         start
     }

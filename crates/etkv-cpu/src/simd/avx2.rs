@@ -16,13 +16,13 @@ impl Avx2 {
             && is_x86_feature_detected!("f16c")
     }
 
-    /// Returns the integers of `BITS` bits, in 32 bits each; the bits above them are not cleared.
+    /// Returns the integers of `BITS` bits in elements of 32 bits. Bits above the integers are not cleared.
     #[inline(always)]
     unsafe fn shifted<const BITS: usize>(from: *const u8) -> __m256i {
         const {
             assert!(matches!(BITS, 2..=6));
         }
-        // SAFETY: the machine has AVX2; 8 integers are `BITS` bytes.
+        // SAFETY: the machine has AVX2, and 8 integers have `BITS` bytes.
         unsafe {
             if BITS == 4 {
                 let words = _mm256_set1_epi32(from.cast::<i32>().read_unaligned());
@@ -44,8 +44,8 @@ impl Avx2 {
     }
 }
 
-/// Safety is that of the trait: the machine has AVX2, FMA and F16C, and pointers are valid for the bytes that
-/// are read and written.
+/// The safety conditions are those of the trait: the machine must have AVX2, FMA and F16C, and pointers must
+/// be valid for the bytes that are read and written.
 impl Simd for Avx2 {
     const WIDTH: usize = 8;
     const ROWS: usize = 3;
@@ -57,10 +57,10 @@ impl Simd for Avx2 {
     unsafe fn enter<K: Kernel>(kernel: K) {
         #[target_feature(enable = "avx2,fma,f16c")]
         unsafe fn inside<K: Kernel>(kernel: K) {
-            // SAFETY: the caller's.
+            // SAFETY: the caller ensures the same.
             unsafe { kernel.run::<Avx2>() }
         }
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe { inside(kernel) }
     }
 
@@ -161,7 +161,7 @@ impl Simd for Avx2 {
             for (i, row) in rows.iter_mut().enumerate() {
                 *row = _mm256_loadu_ps(from.add(i * from_stride));
             }
-            // Inside parts of 128 bits: blocks of 4 by 4.
+            // First transpose blocks of 4 by 4 within parts of 128 bits.
             let mut blocks = rows;
             for i in [0, 4] {
                 let low = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
@@ -173,7 +173,7 @@ impl Simd for Avx2 {
                 blocks[i + 2] = _mm256_shuffle_ps::<0b01_00_01_00>(high, high2);
                 blocks[i + 3] = _mm256_shuffle_ps::<0b11_10_11_10>(high, high2);
             }
-            // Then the parts.
+            // Then exchange the parts.
             for i in 0..4 {
                 let low = _mm256_permute2f128_ps::<0x20>(blocks[i], blocks[i + 4]);
                 let high = _mm256_permute2f128_ps::<0x31>(blocks[i], blocks[i + 4]);
@@ -230,7 +230,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe { Self::fma(Self::integers::<4>(from), table.0, table.1) }
     }
 
@@ -244,7 +244,7 @@ impl Simd for Avx2 {
         // SAFETY: see the trait.
         unsafe {
             let codes = Self::shifted::<4>(from);
-            // The permutation reads the lowest three bits.
+            // The permutation uses only the lowest three bits of an index.
             let size = _mm256_permutevar8x32_ps(_mm256_loadu_ps(E2M1.as_ptr()), codes);
             let sign = _mm256_slli_epi32::<28>(codes);
             let sign = _mm256_and_si256(sign, _mm256_set1_epi32(i32::MIN));
@@ -256,7 +256,8 @@ impl Simd for Avx2 {
     unsafe fn e4m3(from: *const u8) -> Self::F {
         // SAFETY: see the trait.
         unsafe {
-            // The bits of a float16 whose value is 2^8 times smaller, including subnormals.
+            // Shifted, the code has the bits of a float16 whose value is 2^8 times smaller, also if it is
+            // subnormal.
             let codes = _mm_cvtepi8_epi16(_mm_loadl_epi64(from.cast()));
             let bits = _mm_and_si128(_mm_slli_epi16::<7>(codes), _mm_set1_epi16(0xbf80_u16 as i16));
             _mm256_mul_ps(_mm256_cvtph_ps(bits), _mm256_set1_ps(256.0))

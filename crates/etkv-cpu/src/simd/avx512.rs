@@ -61,10 +61,10 @@ impl Simd for Avx512 {
     unsafe fn enter<K: Kernel>(kernel: K) {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
         unsafe fn inside<K: Kernel>(kernel: K) {
-            // SAFETY: the caller's.
+            // SAFETY: the caller ensures the same.
             unsafe { kernel.run::<Avx512>() }
         }
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe { inside(kernel) }
     }
 
@@ -144,7 +144,7 @@ impl Simd for Avx512 {
             let [a, b, c, d] = x;
             let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
             let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-            // Each part of 128 bits has a sum of each vector, in order.
+            // Each part of 128 bits has a partial sum of each of the four vectors, in order.
             let low = _mm512_shuffle_ps::<0b01_00_01_00>(ab, cd);
             let high = _mm512_shuffle_ps::<0b11_10_11_10>(ab, cd);
             let parts = _mm512_add_ps(low, high);
@@ -163,7 +163,7 @@ impl Simd for Avx512 {
             for (i, row) in rows.iter_mut().enumerate() {
                 *row = _mm512_loadu_ps(from.add(i * from_stride));
             }
-            // Inside parts of 128 bits: blocks of 4 by 4.
+            // First transpose blocks of 4 by 4 within parts of 128 bits.
             let mut blocks = rows;
             for i in (0..16).step_by(4) {
                 let low = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
@@ -175,7 +175,7 @@ impl Simd for Avx512 {
                 blocks[i + 2] = _mm512_shuffle_ps::<0b01_00_01_00>(high, high2);
                 blocks[i + 3] = _mm512_shuffle_ps::<0b11_10_11_10>(high, high2);
             }
-            // Then the parts.
+            // Then exchange the parts.
             for i in 0..4 {
                 let [a, b, c, d] = [blocks[i], blocks[i + 4], blocks[i + 8], blocks[i + 12]];
                 let even = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
@@ -245,7 +245,7 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: see the trait. The permutation reads the lowest four bits.
+        // SAFETY: see the trait. The permutation uses only the lowest four bits of an index.
         unsafe { _mm512_permutexvar_ps(Self::shifted::<4>(from), table) }
     }
 
@@ -257,7 +257,7 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: see the trait. The permutation reads the lowest four bits.
+        // SAFETY: see the trait. The permutation uses only the lowest four bits of an index.
         unsafe { _mm512_permutexvar_ps(Self::shifted::<4>(from), table) }
     }
 
@@ -265,7 +265,8 @@ impl Simd for Avx512 {
     unsafe fn e4m3(from: *const u8) -> Self::F {
         // SAFETY: see the trait.
         unsafe {
-            // The bits of a float16 whose value is 2^8 times smaller, including subnormals.
+            // Shifted, the code has the bits of a float16 whose value is 2^8 times smaller, also if it is
+            // subnormal.
             let codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()));
             let bits = _mm256_slli_epi16::<7>(codes);
             let bits = _mm256_and_si256(bits, _mm256_set1_epi16(0xbf80_u16 as i16));

@@ -1,7 +1,7 @@
-//! Vectors of float32 numbers, one implementation for each instruction set.
+//! Vectors of float32 numbers, with an implementation for each instruction set.
 //!
-//! A [`Kernel`] is written once, over [`Simd`]. [`Simd::enter`] runs it in a function that is compiled with
-//! the instructions of the set; everything below is inlined.
+//! A [`Kernel`] is generic over [`Simd`]. [`Simd::enter`] runs it in a function that is compiled for the
+//! instruction set, into which everything else is inlined.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -19,7 +19,7 @@ pub(crate) use avx512::Avx512;
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
 
-/// An instruction set that kernels are compiled for.
+/// An instruction set for which kernels are compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Instructions {
     #[cfg(target_arch = "x86_64")]
@@ -83,25 +83,26 @@ pub(crate) use with_simd;
 
 /// A loop that is compiled for each instruction set. Implementations are `#[inline(always)]`.
 pub(crate) trait Kernel {
-    /// Runs it.
+    /// Runs the kernel.
     ///
     /// # Safety
-    /// The machine has the instructions of `S`, and the fields point to what their comments say.
+    /// The machine must have the instructions of `S`, and pointers must be valid as the comments of the
+    /// fields describe.
     unsafe fn run<S: Simd>(self);
 }
 
-/// One vector of an instruction set, and the operations that kernels need.
+/// The vector type of an instruction set, with the operations that kernels need.
 ///
 /// # Safety
-/// All functions need a machine that has the instructions. Pointers must be valid for the bytes that the
-/// function reads or writes; they need no alignment.
+/// The machine must have the instructions. Pointers must be valid for the bytes that the function reads or
+/// writes. They do not have to be aligned.
 pub(crate) trait Simd: Copy {
-    /// Float32 numbers in a vector: 8 or 16.
+    /// The number of float32 numbers in a vector: 8 or 16.
     const WIDTH: usize;
-    /// The number of query rows that fit the registers next to four stored rows; 0 if it is faster to unpack
-    /// stored rows to memory first.
+    /// The number of query rows that fit the registers in addition to four stored rows, or 0 if it is faster
+    /// to unpack stored rows to memory first.
     const ROWS: usize;
-    /// The number of adjacent vectors that fit the registers for six rows of a product.
+    /// The number of adjacent vectors for which six rows of a product fit the registers.
     const COLS: usize;
     /// A vector.
     type F: Copy;
@@ -119,15 +120,16 @@ pub(crate) trait Simd: Copy {
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
     /// Returns `a * b + c`.
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// Returns the larger, and `b` if `b` is NaN.
+    /// Returns the larger number, or `b` if `b` is NaN.
     unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
-    /// Returns 2 to the power of the integer in the lowest nine bits of each number, -127 to 127; 0 for -127.
+    /// Returns 2 to the power of the integer in the lowest nine bits of each number. It is from -127 to 127,
+    /// and the result for -127 is 0.
     unsafe fn pow2(x: Self::F) -> Self::F;
     /// Returns the sum of the numbers.
     unsafe fn sum(x: Self::F) -> f32;
     /// Returns the largest of the numbers.
     unsafe fn largest(x: Self::F) -> f32;
-    /// Writes the sums of four vectors to four numbers.
+    /// Writes the sum of each of four vectors to `to`.
     unsafe fn sums(x: [Self::F; 4], to: *mut f32);
     /// Transposes `WIDTH` rows of `WIDTH` numbers. Strides are in numbers.
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
@@ -136,7 +138,7 @@ pub(crate) trait Simd: Copy {
     unsafe fn f16(from: *const u8) -> Self::F;
     /// Returns `WIDTH` bfloat16 numbers.
     unsafe fn bf16(from: *const u8) -> Self::F;
-    /// Returns one float16 number in every element of the vector.
+    /// Returns a vector with one float16 number in every element.
     unsafe fn splat_f16(from: *const u8) -> Self::F;
     /// Returns `WIDTH` integers of `BITS` bits, the first in the lowest bits.
     unsafe fn integers<const BITS: usize>(from: *const u8) -> Self::F;
@@ -177,7 +179,7 @@ pub(crate) static E4M3: [f32; 256] = {
 /// Returns a little-endian number of `BYTES` bytes, 2 to 12.
 ///
 /// # Safety
-/// There are `BYTES` bytes at `from`.
+/// `from` must be valid for `BYTES` bytes.
 #[inline(always)]
 pub(crate) unsafe fn bytes<const BYTES: usize>(from: *const u8) -> u128 {
     // SAFETY: each read ends at or before `BYTES`.
@@ -202,14 +204,14 @@ pub(crate) unsafe fn bytes<const BYTES: usize>(from: *const u8) -> u128 {
 }
 
 #[cfg(target_arch = "x86_64")]
-/// For integer `i` of a vector, of `bits` bits: the bytes that hold it, as four indices of a byte shuffle,
-/// and the number of bits to shift them right.
+/// Returns, for each integer of `bits` bits in a vector, the indices of a byte shuffle that moves its bytes
+/// to an element, and the number of bits by which the element must then be shifted right.
 pub(crate) const fn places<const WIDTH: usize>(bits: usize) -> ([[u8; 4]; WIDTH], [u32; WIDTH]) {
     let (mut bytes, mut shifts) = ([[0; 4]; WIDTH], [0; WIDTH]);
     let mut i = 0;
     while i < WIDTH {
         let first = i * bits / 8;
-        // An integer of at most 8 bits lies in two bytes; the others are cleared (128).
+        // An integer of at most 8 bits is in one or two bytes. The index 128 clears a byte.
         bytes[i] = [first as u8, first as u8 + 1, 128, 128];
         shifts[i] = (i * bits % 8) as u32;
         i += 1;

@@ -1,4 +1,4 @@
-//! NEON, which every 64-bit ARM has. Two registers make a vector, so that packed integers of every size start
+//! NEON, which every 64-bit ARM has. A vector is two registers, so that the packed integers of a vector start
 //! at a byte boundary.
 
 use std::arch::aarch64::*;
@@ -11,8 +11,8 @@ use super::{bytes, Kernel, Simd, E2M1, E4M3};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Neon;
 
-/// Safety is that of the trait: pointers are valid for the bytes that are read and written. Every machine has
-/// the instructions.
+/// The safety conditions are those of the trait: pointers must be valid for the bytes that are read and
+/// written. Every machine has the instructions.
 impl Simd for Neon {
     const WIDTH: usize = 8;
     const ROWS: usize = 2;
@@ -132,7 +132,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     unsafe fn f16(from: *const u8) -> Self::F {
-        // SAFETY: see the trait. The instructions are part of NEON; the types are not in stable Rust.
+        // SAFETY: see the trait. This is assembly because stable Rust lacks the float16 types of NEON.
         unsafe {
             let halves = vld1q_u16(from.cast());
             let (low, high): (float32x4_t, float32x4_t);
@@ -178,7 +178,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     unsafe fn integers<const BITS: usize>(from: *const u8) -> Self::F {
-        // SAFETY: see the trait; eight integers are `BITS` bytes.
+        // SAFETY: see the trait. Eight integers have `BITS` bytes.
         unsafe {
             let codes = match BITS {
                 2 => bytes::<2>(from),
@@ -194,7 +194,7 @@ impl Simd for Neon {
                     ];
                 }
             } as u64;
-            // Four integers of at most 6 bits lie within 32.
+            // Four integers of at most 6 bits fit 32 bits.
             from_fn(|half| {
                 let shifts: [i32; 4] = from_fn(|i| -((i * BITS) as i32));
                 let word = vdupq_n_u32((codes >> (4 * half * BITS)) as u32);
@@ -211,7 +211,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
-        // SAFETY: the caller's.
+        // SAFETY: the caller ensures the same.
         unsafe { Self::fma(Self::integers::<4>(from), table.0, table.1) }
     }
 
@@ -222,7 +222,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
-        // Twice each number is an integer of 8 bits.
+        // Each number times two is an integer of 8 bits.
         const TWICE: [i8; 16] = {
             let (mut twice, mut code) = ([0; 16], 0);
             while code < 16 {

@@ -1,4 +1,4 @@
-//! Integers with a float16 scale and offset a group: MLX's affine quantization.
+//! MLX's affine quantization: integers with a float16 scale and offset for each group.
 
 use half::f16;
 
@@ -6,18 +6,18 @@ use super::bits::to_byte;
 use super::row_codec::{RowCodec, Widths};
 use crate::floats::to_f16;
 
-/// Affine groups, with the codes, scales and offsets that MLX computes from the rows in float32. Scales and
-/// offsets are then rounded to float16.
+/// The codec of affine groups. Codes, scales and offsets are those that MLX computes from float32 rows.
+/// Scales and offsets are then rounded to float16.
 ///
-/// MLX fits the scale so that zero and the end of larger magnitude are exact. Elements outside the range of
-/// float16 are stored as its nearest value, so no group holds an infinity.
+/// MLX chooses the scale so that zero and the end of the group's range with the larger magnitude are exact.
+/// Elements outside the range of float16 are clipped to it, so no group contains an infinity.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Affine {
     bits: u8,
     group: u8,
 }
 
-/// The most elements of a group.
+/// The maximum number of elements of a group.
 const MAX: usize = 128;
 
 /// The largest float16.
@@ -27,7 +27,7 @@ const F16_MAX: f32 = 65504.0;
 const MIN_SCALE: f32 = 1e-7;
 
 impl Affine {
-    /// Returns the codec. There must be formats with these bits and groups.
+    /// Returns the codec. A format with these bits and this group size must exist.
     pub fn new(bits: u8, group: u8) -> Self {
         Self { bits, group }
     }
@@ -40,11 +40,11 @@ impl Affine {
         let step = (most - least) / top;
         let step = if step < MIN_SCALE { MIN_SCALE } else { step };
         let (edge, step) = if reaches_down { (least, step) } else { (most, -step) };
-        // Zero has a code, and the last code is as many steps from it.
+        // The number of steps from zero to the edge of the range.
         let to_edge = (edge / step).round_ties_even();
         let (scale, offset) = if to_edge == 0.0 { (step, 0.0) } else { (edge / to_edge, edge) };
         for (code, &value) in codes.iter_mut().zip(group) {
-            // NaN becomes the code 0.
+            // NaN gets code 0.
             *code = to_byte(((clipped(value) - offset) / scale).max(0.0).min(top));
         }
         (scale, offset)
@@ -55,11 +55,11 @@ fn clipped(value: f32) -> f32 {
     value.clamp(-F16_MAX, F16_MAX)
 }
 
-/// Returns the minimum and maximum of some values, ignoring NaN.
+/// Returns the minimum and maximum of the values, ignoring NaN.
 fn range(group: &[f32]) -> (f32, f32) {
     const WIDTH: usize = 8;
     let (mut least, mut most) = ([f32::INFINITY; WIDTH], [f32::NEG_INFINITY; WIDTH]);
-    // Groups are multiples of 32.
+    // The size of groups is a multiple of 32.
     for values in group.chunks_exact(WIDTH) {
         for ((least, most), &value) in least.iter_mut().zip(&mut most).zip(values) {
             let value = clipped(value);
@@ -72,7 +72,7 @@ fn range(group: &[f32]) -> (f32, f32) {
     (least.iter().fold(f32::INFINITY, smaller), most.iter().fold(f32::NEG_INFINITY, larger))
 }
 
-/// Packs eight codes at a time into as many bytes as a code has bits, the first in the lowest bits.
+/// Packs codes, with the first in the lowest bits. Eight codes of `bits` bits fill `bits` bytes.
 fn pack(bits: usize, codes: &[u8], out: &mut [u8]) {
     for (codes, out) in codes.chunks_exact(8).zip(out.chunks_exact_mut(bits)) {
         let along = codes.iter().zip((0..).step_by(bits));

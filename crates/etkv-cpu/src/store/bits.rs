@@ -2,11 +2,11 @@
 
 use crate::floats::magnitude;
 
-/// Adding this to a float32 of up to 2^22 rounds it to an integer, ties to even. The lowest bits of the sum
-/// are those of the integer.
+/// Adding this to a float32 of at most 2^22 rounds it to an integer, ties to even. The lowest bits of the sum
+/// are the integer.
 const ROUNDING: f32 = 12_582_912.0;
 
-/// Returns the integer nearest to `value`, ties to even. Its magnitude is at most 2^22.
+/// Returns the integer nearest to `value`, ties to even. The magnitude of `value` must be at most 2^22.
 pub(super) fn rounded(value: f32) -> f32 {
     (value + ROUNDING) - ROUNDING
 }
@@ -16,7 +16,7 @@ pub(super) fn to_byte(value: f32) -> u8 {
     (value + ROUNDING).to_bits() as u8
 }
 
-/// Packs codes of 4 bits in pairs, the first in the lower bits.
+/// Packs pairs of 4-bit codes to bytes, with the first in the lower bits.
 pub(super) fn pack_nibbles(codes: &[u8], out: &mut [u8]) {
     for (pair, out) in codes.chunks_exact(2).zip(out) {
         *out = pair[0] | pair[1] << 4;
@@ -31,7 +31,7 @@ pub(super) fn unpack_nibbles(bytes: &[u8], row: &mut [f32], element: impl Fn(u8)
     }
 }
 
-/// Returns the E2M1 code nearest to `value`, ties to even. Magnitudes above 6 become 6, NaN 0.
+/// Returns the E2M1 code nearest to `value`, ties to even. Magnitudes above 6 become 6, and NaN becomes 0.
 pub(super) fn to_e2m1(value: f32) -> u8 {
     let size = value.abs();
     let size = if size <= 8.0 {
@@ -41,7 +41,8 @@ pub(super) fn to_e2m1(value: f32) -> u8 {
     } else {
         0.0
     };
-    // Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6. The smallest of the three results is right.
+    // The steps between numbers are 0.5 up to 2, 1 up to 4, and 2 up to 6. The smallest of the three codes is
+    // the right one.
     let by_half = rounded(size * 2.0);
     let by_one = rounded(size) + 2.0;
     let by_two = rounded(size * 0.5) + 4.0;
@@ -53,22 +54,22 @@ pub(super) fn to_e2m1(value: f32) -> u8 {
 pub(super) const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
-/// Returns the E4M3 code nearest to `value`, ties to even. Magnitudes above 448 become 448, and so
-/// does NaN.
+/// Returns the E4M3 code nearest to `value`, ties to even. Magnitudes above 448 and NaN become 448.
 pub(super) fn to_e4m3(value: f32) -> u8 {
     let size = magnitude(value);
     let sign = (value.to_bits() >> 24) as u8 & 0x80;
-    // Below the smallest normal number, 2^-6, steps are 2^-9, which is the step of float32 from 2^14 on.
+    // Below the smallest normal number, 2^-6, the step is 2^-9, which is also the step of float32 from 2^14
+    // on.
     let base = 16384f32;
     let low = (f32::from_bits(size) + base).to_bits().wrapping_sub(base.to_bits());
-    // Three bits of the mantissa remain, and the exponent's bias becomes 7.
+    // The mantissa is rounded to three bits, and the bias of the exponent becomes 7.
     let rounding = 0x0007_ffff + (size >> 20 & 1);
     let high = size.wrapping_sub(120 << 23).wrapping_add(rounding) >> 20;
     let code = if size < 121 << 23 { low } else { high };
     sign | if size >= 448f32.to_bits() { 0x7e } else { code as u8 }
 }
 
-/// The values of the E4M3 codes. 127 and 255 are not written.
+/// The values of the E4M3 codes. Codes 127 and 255 are never stored.
 pub(super) static E4M3: [f32; 256] = e4m3();
 
 const fn e4m3() -> [f32; 256] {
@@ -76,7 +77,7 @@ const fn e4m3() -> [f32; 256] {
     let mut code = 0;
     while code < 256 {
         let (exponent, mantissa) = (code >> 3 & 15, code & 7);
-        // The step of the code's exponent, a power of two; subnormals have the step of exponent 1.
+        // The step at the code's exponent, a power of two. Subnormals have the step of exponent 1.
         let step = if exponent == 0 { 1 } else { exponent } as u32 + 117;
         let steps = if exponent == 0 { mantissa } else { 8 + mantissa } as f32;
         let value = steps * f32::from_bits(step << 23);
@@ -86,19 +87,19 @@ const fn e4m3() -> [f32; 256] {
     values
 }
 
-/// Computes the E8M0 scale of a block whose largest magnitude is `peak`, for elements of at most 1.75 times
-/// 2^`top`, such as 7 and 448. It is the smallest power of two that scales the peak to at most that.
+/// Computes the E8M0 scale of a block. It is the smallest power of two by which the block's largest
+/// magnitude, whose bits are `peak`, must be divided to be at most 1.75 * 2^`top`.
 ///
 /// Returns the code, and the inverse of the scale.
 pub(super) fn e8m0(peak: u32, top: u32) -> (u8, f32) {
-    // The exponent is one more if the mantissa is above 1.75.
+    // If the mantissa exceeds 1.75, the carry increases the exponent by one.
     let exponent = peak.wrapping_add(0x001f_ffff) >> 23;
-    // The limit keeps the largest element finite.
+    // The limit ensures that the largest element stays finite.
     let code = (exponent.max(top) - top).min(254 - top);
     (code as u8, f32::from_bits((254 - code) << 23))
 }
 
-/// Returns the value of an E8M0 code. The smallest code stands for 0.
+/// Returns the value of an E8M0 code. The value of code 0 is 0.
 pub(super) fn from_e8m0(code: u8) -> f32 {
     f32::from_bits(u32::from(code) << 23)
 }
@@ -107,7 +108,7 @@ pub(super) fn from_e8m0(code: u8) -> f32 {
 mod tests {
     use super::*;
 
-    /// Returns the code of the nearest value, ties to the even code.
+    /// Returns the code of the nearest value, ties to even.
     fn nearest(value: f32, values: &[f32]) -> u8 {
         let apart = |code: &u8| (f64::from(values[*code as usize]) - f64::from(value)).abs();
         let order = |a: &u8, b: &u8| apart(a).total_cmp(&apart(b)).then((a & 1).cmp(&(b & 1)));
@@ -140,7 +141,7 @@ mod tests {
     #[test]
     fn codes_are_read_back() {
         for code in 0..16 {
-            // MLX has no -0.
+            // Like MLX, the codec stores -0 as 0.
             let expected = if code == 8 { 0 } else { code };
             assert_eq!(to_e2m1(E2M1[code as usize]), expected);
         }

@@ -1,4 +1,5 @@
-//! Floats of four and eight bits with one scale a block: OCP microscaling, and NVIDIA's.
+//! Floats of four and eight bits with a scale for each block: the microscaling formats of OCP, and NVFP4 of
+//! NVIDIA.
 
 use super::bits::{e8m0, from_e8m0, pack_nibbles, to_e2m1, to_e4m3, unpack_nibbles, E2M1, E4M3};
 use super::row_codec::{RowCodec, Widths};
@@ -7,23 +8,23 @@ use crate::floats::peak;
 /// A layout of block floats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Layout {
-    /// E4M3 elements, an E8M0 scale for every 32.
+    /// E4M3 elements, with an E8M0 scale for every 32.
     Mxfp8,
-    /// E2M1 elements, an E8M0 scale for every 32.
+    /// E2M1 elements, with an E8M0 scale for every 32.
     Mxfp4,
-    /// E2M1 elements, an E4M3 scale for every 16.
+    /// E2M1 elements, with an E4M3 scale for every 16.
     Nvfp4,
 }
 
-/// Block floats. In mxfp8 and mxfp4 scales are powers of two, which cover every float32. The scale of nvfp4
-/// is an E4M3 number: values above 2688 (6 times the largest scale) are stored as the nearest value, and
-/// blocks below 0.006 as zeros.
+/// The codec of block floats. In mxfp8 and mxfp4, scales are powers of two and cover the range of float32. In
+/// nvfp4, the scale is an E4M3 number: magnitudes above 2688 (6 times the largest scale) are clipped, and
+/// blocks with a maximum below 0.006 become zeros.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BlockFloat {
     layout: Layout,
 }
 
-/// The most elements of a block.
+/// The maximum number of elements of a block.
 const MAX: usize = 32;
 
 impl BlockFloat {
@@ -56,7 +57,7 @@ impl BlockFloat {
             Layout::Nvfp4 => {
                 let code = to_e4m3(f32::from_bits(peak) / 6.0);
                 let scale = E4M3[usize::from(code)];
-                // Blocks whose scale is 0 are zeros.
+                // All elements of a block with scale 0 become 0.
                 (code, if scale == 0.0 { 0.0 } else { 1.0 / scale })
             }
         }

@@ -1,4 +1,4 @@
-//! The buffers of one layer's keys, or of its values: one for each plane.
+//! The buffer of a layer's keys or values.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,8 +14,8 @@ use crate::memory::{unshared, Memory, SHARES};
 use crate::store::view::{Plane, View};
 use crate::tensor::Tensor;
 
-/// The rows of one layer's keys, or of its values, in slots. The slot is the outer axis in memory, and the
-/// heads of a slot are contiguous. Slots that were never written are zero.
+/// The rows of a layer's keys or values, in slots. In memory, the slot is the outer axis, and the heads of a
+/// slot are contiguous. Slots that were never written are zero.
 pub(super) struct Buffer {
     format: KvFormat,
     codec: Codec,
@@ -23,13 +23,13 @@ pub(super) struct Buffer {
     head_dim: usize,
     widths: Widths,
     pub(super) slots: i32,
-    /// The number of first slots whose rows lie in frozen memory and were not written since.
+    /// The slots below this number are in frozen memory, and were not written since.
     pub(super) shared: i32,
-    /// One for each plane of the format; absent without slots.
+    /// The memory of each plane of the format. Absent if there are no slots.
     pub(super) planes: [Option<Arc<Memory>>; 3],
 }
 
-/// Bitwise copies of rows: a run of slots for each plane.
+/// Bitwise copies of rows. Each plane has a run of slots.
 pub(super) struct Rows {
     format: KvFormat,
     n_slots: usize,
@@ -40,8 +40,8 @@ impl Buffer {
     /// Returns a buffer without slots.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for rows that do not fit the
-    ///   format.
+    /// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) if the format does not support rows of
+    ///   `head_dim` elements.
     pub fn new(format: KvFormat, n_kv_heads: usize, head_dim: usize) -> Result<Self> {
         format.check(i32::try_from(head_dim).unwrap_or(-1))?;
         let codec = Codec::of(format);
@@ -68,9 +68,9 @@ impl Buffer {
         self.head_dim
     }
 
-    /// Returns the bytes of one slot in a plane: all of its heads.
+    /// Returns the bytes of one slot in a plane, including all heads.
     pub(super) fn slot_bytes(&self, plane: usize) -> usize {
-        // Saturated sizes are refused by the allocation.
+        // The allocation refuses a saturated size.
         self.n_kv_heads.saturating_mul(self.widths[plane])
     }
 
@@ -78,7 +78,7 @@ impl Buffer {
         plane == 0 || self.widths[plane] > 0
     }
 
-    /// Allocates planes of `n` slots; `make` receives the plane and its bytes.
+    /// Creates the planes for `n` slots. `make` creates a plane from its index and its bytes.
     fn planes_of<T>(
         &self,
         n: usize,
@@ -91,11 +91,11 @@ impl Buffer {
         Ok(planes)
     }
 
-    /// Grows to `slots` slots and keeps the rows; never shrinks. The old planes exist until the new
-    /// ones are complete.
+    /// Grows to `slots` slots and keeps the rows. Never shrinks. The old planes exist until the new ones are
+    /// complete.
     ///
     /// # Errors
-    /// [`Backend`](etkv_core::Status::Backend); the buffer is unchanged.
+    /// [`Backend`](etkv_core::Status::Backend). The buffer is then unchanged.
     pub fn grow(&mut self, slots: i32) -> Result<()> {
         if slots <= self.slots || self.extend(slots) {
             return Ok(());
@@ -115,7 +115,7 @@ impl Buffer {
         Ok(())
     }
 
-    /// Grows the planes in place, if they have room.
+    /// Grows the planes in place, if they have room. Returns whether they do.
     fn extend(&mut self, slots: i32) -> bool {
         let sizes = [0, 1, 2].map(|at| (slots as usize).saturating_mul(self.slot_bytes(at)));
         let mut planes = Vec::new();
@@ -139,7 +139,7 @@ impl Buffer {
         (self.slots, self.shared) = (0, 0);
     }
 
-    /// Notes that these slots are written: from the first of them on the rows belong to this buffer only.
+    /// Records that these slots are written. From the first of them on, rows are not shared any more.
     pub(super) fn own(&mut self, slots: &Slots) {
         if self.shared > 0 {
             self.shared = slots.least().map_or(self.shared, |first| first.min(self.shared));
@@ -157,12 +157,12 @@ impl Buffer {
         Ok(())
     }
 
-    /// Writes one row for each slot. Returns whether all are finite as stored, which is checked only with
-    /// `watch`. `row` has room for a row.
+    /// Writes one row for each slot. Returns whether all stored values are finite, which is checked only with
+    /// `watch`. `row` must have room for a row.
     ///
     /// # Errors
-    /// [`Backend`](etkv_core::Status::Backend) if a view holds the buffer and memory for a copy is lacking.
-    /// Then no row is written.
+    /// [`Backend`](etkv_core::Status::Backend) if a view uses the buffer and memory for a copy is lacking. No
+    /// row is then written.
     pub fn write(
         &mut self,
         slots: &Slots,
@@ -258,7 +258,7 @@ impl Buffer {
         Ok(Rows { format: self.format, n_slots: slots.len(), planes: copies })
     }
 
-    /// Writes copies back, to the same number of slots.
+    /// Writes copies of rows to the same number of slots.
     ///
     /// # Errors
     /// [`Backend`](etkv_core::Status::Backend).
@@ -282,13 +282,13 @@ impl Buffer {
         Ok(())
     }
 
-    /// Moves rows as if all were read before any is written. Takes no memory for a run of slots, nor for rows
-    /// in the order of their slots that move towards slot 0, which covers windows, accepted candidates and
-    /// compaction.
+    /// Moves rows, as if all were read before any is written. It needs no memory for a run of slots, or if
+    /// rows are in the order of their slots and move towards slot 0. These cases include windows, accepted
+    /// candidates and compaction.
     ///
     /// # Errors
-    /// [`Backend`](etkv_core::Status::Backend), before anything is moved, if memory for a copy of the rows is
-    /// lacking.
+    /// [`Backend`](etkv_core::Status::Backend) if memory for a copy of the rows is lacking. Nothing is then
+    /// moved.
     pub fn relocate(&mut self, from: &Slots, to: &Slots) -> Result<()> {
         self.check(from)?;
         self.check(to)?;
@@ -325,7 +325,7 @@ impl Buffer {
     /// Sets slots to zero.
     ///
     /// # Errors
-    /// [`Backend`](etkv_core::Status::Backend) if a view holds the buffer and memory for a copy is lacking.
+    /// [`Backend`](etkv_core::Status::Backend) if a view uses the buffer and memory for a copy is lacking.
     pub fn blank(&mut self, slots: &Slots) -> Result<()> {
         self.check(slots)?;
         self.own(slots);
@@ -339,10 +339,10 @@ impl Buffer {
         Ok(())
     }
 
-    /// Returns the same rows in another format. `row` has room for a row.
+    /// Returns the same rows in another format. `row` must have room for a row.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new) and [`grow`](Self::grow).
+    /// The errors of [`new`](Self::new) and [`grow`](Self::grow).
     pub fn converted(&self, format: KvFormat, row: &mut [f32]) -> Result<Self> {
         let mut converted = Self::new(format, self.n_kv_heads, self.head_dim)?;
         converted.grow(self.slots)?;
@@ -388,7 +388,7 @@ fn row_mut(plane: &mut [u8], width: usize, place: usize) -> &mut [u8] {
     &mut plane[place * width..][..width]
 }
 
-/// Returns the slot of the row `at`.
+/// Returns the slot of row number `at`.
 fn slot_at(slots: &Slots, at: usize) -> usize {
     match slots {
         Slots::Run(run) => run.start as usize + at,
@@ -396,8 +396,7 @@ fn slot_at(slots: &Slots, at: usize) -> usize {
     }
 }
 
-/// Passes runs of slots to `take`, in bytes: their range in a plane, and their range in a copy of only these
-/// slots.
+/// Passes each run of slots to `take`, as two ranges of bytes: in a plane, and in a copy of only these slots.
 pub(super) fn for_each_run(
     slots: &Slots,
     slot_bytes: usize,

@@ -1,4 +1,4 @@
-//! The bytes of a buffer's planes, for files: the layout is the same in memory and in a file.
+//! The bytes of a buffer's planes, for files. The layout is the same in memory and in a file.
 
 use etkv_core::bookkeeping::Slots;
 use etkv_core::error::fail;
@@ -25,8 +25,8 @@ impl Buffer {
     /// Writes rows of a plane.
     ///
     /// # Errors
-    /// As [`copy_out`](Self::copy_out), and [`Backend`](etkv_core::Status::Backend) if a view holds the
-    /// buffer and memory for a copy is lacking.
+    /// The errors of [`copy_out`](Self::copy_out), and [`Backend`](etkv_core::Status::Backend) if a view uses
+    /// the buffer and memory for a copy is lacking.
     pub fn copy_in(&mut self, plane: usize, slots: &Slots, bytes: &[u8]) -> Result<()> {
         self.check_bytes(plane, slots, bytes.len())?;
         self.own(slots);

@@ -1,4 +1,4 @@
-//! The storage formats: encoding a row to the bytes of its planes, and decoding.
+//! Codecs of the storage formats, which convert between a row and the bytes of its planes.
 
 use etkv_core::KvFormat;
 

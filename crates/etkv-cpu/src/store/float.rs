@@ -1,10 +1,10 @@
-//! Rows in float32, float16 or bfloat16: one plane, the rows themselves.
+//! Rows in float32, float16 or bfloat16, with one plane.
 
 use super::row_codec::{RowCodec, Widths};
 use crate::floats::{store_bf16, store_f16, store_f32};
 use crate::tensor::Dtype;
 
-/// Rows in a float dtype. Values outside the range of float16 become infinite.
+/// The codec of a float dtype. Values outside the range of float16 become infinite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Float {
     F32,
@@ -43,7 +43,7 @@ impl RowCodec for Float {
     fn infinite_from(&self) -> u32 {
         match self {
             Self::F32 => f32::INFINITY.to_bits(),
-            // Half a step above the largest value: ties round to even, which is infinity.
+            // Half a step above the largest value. This tie is rounded to even, which is infinity.
             Self::F16 => 65520f32.to_bits(),
             Self::Bf16 => 0x7f7f_8000,
         }

@@ -1,4 +1,4 @@
-//! Four bits an element with one float16 scale a row: integers, or E2M1.
+//! Elements of four bits, integers or E2M1, with a float16 scale for each row.
 
 use half::f16;
 
@@ -6,7 +6,7 @@ use super::bits::{pack_nibbles, rounded, to_byte, to_e2m1, unpack_nibbles, E2M1}
 use super::row_codec::{RowCodec, Widths};
 use crate::floats::{peak, to_f16};
 
-/// The codes of a row.
+/// The type of a row's codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Element {
     /// Integers from -8 to 7, stored with 8 added. The largest magnitude of a row becomes 7.
@@ -15,16 +15,17 @@ pub(crate) enum Element {
     Fp4,
 }
 
-/// Rows of 4-bit codes, eight in a word of 32 bits with the first in the lowest bits, and a scale.
+/// The codec of rows of 4-bit codes with a scale. A word of 32 bits has eight codes, with the first in the
+/// lowest bits.
 ///
-/// Codes are computed with the scale as float16 stores it, at most 65504. Values above 7 or 6 times that
-/// scale are stored as the nearest value.
+/// Codes are computed with the scale after its rounding to float16, which is at most 65504. Values above 7
+/// times (`Int4`) or 6 times (`Fp4`) this scale are clipped.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Row {
     element: Element,
 }
 
-/// Elements that are converted at a time.
+/// The number of elements that are converted at a time.
 const BLOCK: usize = 64;
 
 /// The largest float16.
@@ -42,14 +43,14 @@ impl Row {
             Element::Fp4 => 6.0,
         };
         let scale = f32::from_bits(peak(row)) / most;
-        // NaN stays.
+        // NaN stays NaN.
         to_f16(if scale > F16_MAX { F16_MAX } else { scale })
     }
 }
 
 /// Returns the code of an integer.
 fn to_int4(step: f32) -> u8 {
-    // NaN has no integer; the lowest code stands for it.
+    // NaN gets the lowest code.
     let step = if step >= -8.0 { step.min(7.0) } else { -8.0 };
     to_byte(rounded(step) + 8.0)
 }
@@ -62,7 +63,7 @@ impl RowCodec for Row {
     fn encode(&self, row: &[f32], [codes, scale_out, _]: [&mut [u8]; 3]) {
         let stored = self.scale(row);
         scale_out.copy_from_slice(&stored.to_le_bytes());
-        // A row of zeros has scale 0 and arbitrary codes.
+        // A row of zeros has scale 0, so its codes do not matter.
         let scale = if stored.to_f32() == 0.0 { 1.0 } else { stored.to_f32() };
         for (values, codes) in row.chunks(BLOCK).zip(codes.chunks_mut(BLOCK / 2)) {
             let mut apart = [0; BLOCK];

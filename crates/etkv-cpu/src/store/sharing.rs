@@ -1,4 +1,4 @@
-//! Rows that several stores read: the first slots of every buffer, in pages that each store maps.
+//! Rows that several stores share: the first slots of every buffer, in pages that each store maps.
 
 use std::sync::Arc;
 
@@ -21,8 +21,8 @@ struct FrozenBuffer {
 }
 
 impl Buffer {
-    /// Freezes the first `slots` slots, and continues on the frozen rows, with room for `most`. The slots
-    /// after them hold no rows and are freed: they come back without a copy.
+    /// Freezes the first `slots` slots. The buffer then maps the frozen rows, with room for `most` slots.
+    /// Slots after them have no rows. They are freed, and can be added again without a copy.
     fn freeze(
         &mut self,
         freezer: &mut Freezer,
@@ -33,7 +33,7 @@ impl Buffer {
         if slots < 0 || slots > self.slots {
             fail!(Internal, "{slots} slots of {} must be frozen", self.slots);
         }
-        // Pages that were never written are already shared.
+        // Slots that were not written since the last freeze are already in shared pages.
         let shared = if anew { 0 } else { self.extent().shared.min(slots) };
         let mut frozen: [Vec<Piece>; 3] = Default::default();
         let mut mapped: [Option<Arc<Memory>>; 3] = Default::default();
@@ -89,7 +89,7 @@ impl CpuStore {
             self.layers.iter().flatten().map(|buffer| buffer.extent().shared).collect();
         let frozen = self.try_freeze(slots, most, anew);
         if frozen.is_err() {
-            // The frozen rows are this store's own again.
+            // Slots that this failed call froze are not shared with another store.
             for (buffer, shared) in self.layers.iter_mut().flatten().zip(shared) {
                 buffer.shared = buffer.shared.min(shared);
             }

@@ -1,5 +1,5 @@
-//! Generated calls on stores of every format, with memory that runs out, compared with rows that are kept
-//! separately.
+//! Random calls on stores of every format, with failing allocations. The rows are compared with a simple
+//! model.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::memory::{shortage, SHARES};
 use crate::store::view::View;
 use crate::tensor::{Dtype, Tensor};
 
-/// Pseudorandom numbers of a seed.
+/// A pseudorandom number generator.
 struct Rng(u64);
 
 impl Rng {
@@ -30,14 +30,14 @@ impl Rng {
         choices[self.below(choices.len())]
     }
 
-    /// Roughly normally distributed.
+    /// Returns a number from a roughly normal distribution.
     fn number(&mut self) -> f32 {
         let sum: f32 = (0..6).map(|_| self.below(1 << 20) as f32 / (1 << 20) as f32 - 0.5).sum();
         sum * 1.4
     }
 }
 
-/// Every format, with a head_dim that fits it.
+/// Returns every format, with a head_dim that it supports.
 fn formats() -> Vec<(KvFormat, i32)> {
     let mut formats = vec![
         (KvFormat::F32, 24),
@@ -73,13 +73,13 @@ fn read_back(format: KvFormat, planes: &Stored, dim: usize) -> Vec<f32> {
     row
 }
 
-/// The rows of one layer's keys, or of its values: by slot and head.
+/// The rows of a layer's keys or values, by slot and head.
 #[derive(Clone, Default)]
 struct Model {
     rows: BTreeMap<(i32, i32), Stored>,
 }
 
-/// The rows of a view.
+/// Returns the rows of a view.
 fn shown(view: &View, start: i32) -> Model {
     let row = |slot: usize, head: usize| {
         let plane = |at| view.row(at, slot, head).unwrap_or_default().to_vec();
@@ -94,7 +94,7 @@ fn zeros(format: KvFormat, dim: usize) -> Stored {
     Codec::of(format).widths(dim).map(|width| vec![0; width])
 }
 
-/// A store of one layer, and the expected contents.
+/// A store of one layer and its expected contents.
 struct Run {
     rng: Rng,
     store: CpuStore,
@@ -102,9 +102,9 @@ struct Run {
     formats: [KvFormat; 2],
     model: [Model; 2],
     slots: i32,
-    /// Views, and what they showed when they were read.
+    /// Views and their expected contents.
     held: Vec<(View, Model)>,
-    /// The frozen formats, slots and rows.
+    /// Frozen layers, with their formats, slots and rows.
     frozen: Vec<Shared>,
 }
 
@@ -147,7 +147,7 @@ impl Run {
         rng.pick(&all)
     }
 
-    /// Makes memory run out at times.
+    /// Makes some allocations fail.
     fn starve(&mut self) {
         shortage::after((self.rng.below(3) == 0).then(|| self.rng.below(6)));
     }
@@ -163,7 +163,7 @@ impl Run {
         self.slots = self.slots.max(slots);
     }
 
-    /// Grows until both buffers have these slots: a call that fails may have grown one of them.
+    /// Grows until both buffers have these slots, because a call that fails may grow only one of them.
     fn grow(&mut self, slots: i32) {
         self.starve();
         let grown = self.store.grow(0, slots);
@@ -178,7 +178,7 @@ impl Run {
         self.grown(slots);
     }
 
-    /// Returns some different slots.
+    /// Returns some distinct slots.
     fn some_slots(&mut self) -> Slots {
         let n = 1 + self.rng.below(self.slots.min(5) as usize) as i32;
         if self.rng.below(2) == 0 {
@@ -194,7 +194,7 @@ impl Run {
         Slots::List(all)
     }
 
-    /// Returns rows of any dtype, some of them outside its range, and their values.
+    /// Returns rows of a random dtype, some of them outside its range, and their values.
     fn rows(&mut self, n: i32) -> (Tensor, Vec<f32>) {
         let shape = [1, self.layer.n_kv_heads, n, 128];
         let mut values: Vec<f32> = (0..shape.iter().product()).map(|_| self.rng.number()).collect();
@@ -215,7 +215,7 @@ impl Run {
         (tensor, values)
     }
 
-    /// Runs a step. It is committed, or aborted, perhaps because memory ran out.
+    /// Runs a step, which is committed or aborted, for example because an allocation failed.
     fn step(&mut self) {
         let slots = self.some_slots();
         let n = slots.len() as i32;
@@ -257,7 +257,7 @@ impl Run {
         assert_eq!(self.store.non_finite(), None);
     }
 
-    /// Blanks slots, as the abort of a step does that displaced nothing.
+    /// Blanks slots, like the abort of a step that did not replace any rows.
     fn blank(&mut self) {
         let slots = self.some_slots();
         let saved = self.store.begin(&[]).unwrap();
@@ -336,7 +336,7 @@ impl Run {
             }
         }
         self.formats = formats;
-        // The same slots everywhere, for the other calls.
+        // Both buffers get the same number of slots, which the other calls expect.
         for which in 0..2 {
             let held = extents[which].slots;
             for slot in held..most {
@@ -349,7 +349,7 @@ impl Run {
         self.slots = most;
     }
 
-    /// Freezes the first slots and continues on them. The slots after them are freed.
+    /// Freezes the first slots. The slots after them are freed.
     fn freeze(&mut self) {
         let all = self.slots;
         let slots =
@@ -373,7 +373,7 @@ impl Run {
         self.frozen.push(Shared { rows, formats: self.formats, slots, model });
     }
 
-    /// Continues with another store, attached to earlier frozen rows, whatever was written since.
+    /// Continues with a new store that is attached to earlier frozen rows.
     fn attach(&mut self) {
         if self.frozen.is_empty() {
             return;
@@ -393,12 +393,12 @@ impl Run {
         }
     }
 
-    /// Compares all rows, including those of held views.
+    /// Compares all rows, including those of earlier views.
     fn check(&mut self) {
         let [k, v] = self.store.read(0, 0..self.slots).unwrap();
         for (view, model) in [&k, &v].into_iter().zip(&self.model) {
             assert!(shown(view, 0).rows == model.rows, "{}", view.format());
-            // A part of rows may end within a group.
+            // The first elements of a row may end within a group.
             let part = view.head_dim() - 1;
             let whole = view.dequantized().unwrap();
             let cut = whole.chunks_exact(view.head_dim()).flat_map(|row| &row[..part]);
@@ -457,7 +457,7 @@ fn stores_hold_what_was_written_while_memory_runs_out() {
     }
 }
 
-/// The hash (FNV-1a) of the planes that MLX 0.32.2 makes of the same rows on x86-64.
+/// The hashes (FNV-1a) of the planes that MLX 0.32.2 computes for the same rows on x86-64.
 const HASHES: [(&str, u64); 14] = [
     ("f32", 0x3468_260d_d0e2_52bf),
     ("f16", 0x2d3e_f76d_5010_206c),
@@ -475,7 +475,7 @@ const HASHES: [(&str, u64); 14] = [
     ("row-fp4", 0xe2aa_152b_d488_e886),
 ];
 
-/// Other builds read caches from disk and from other machines.
+/// The bytes must not change, because caches are exchanged through files with other builds and machines.
 #[test]
 fn the_bits_of_a_format_do_not_change() {
     let mut rng = Rng(1);
@@ -500,7 +500,7 @@ fn the_bits_of_a_format_do_not_change() {
     assert_eq!(found, HASHES);
 }
 
-/// The error of an element is within what its format allows.
+/// The error of each element is within the limit of its format.
 #[test]
 fn rows_are_as_near_as_the_format_allows() {
     let mut rng = Rng(2);
@@ -519,12 +519,12 @@ fn rows_are_as_near_as_the_format_allows() {
                         KvFormat::F32 => 0.0,
                         KvFormat::F16 => x.abs() / 2048.0 + 3e-8,
                         KvFormat::Bf16 => x.abs() / 256.0,
-                        // One step of the codes from the minimum to the maximum.
+                        // One step between codes.
                         KvFormat::Affine { bits, .. } => {
                             2.0 * most / ((1 << bits) as f32 - 1.0) * 1.5 + most / 500.0
                         }
                         KvFormat::Mxfp8 => x.abs() / 16.0 + most / 448.0 / 8.0,
-                        // Half the step from 4 to 6, for a scaled peak of 3.5; or 7.
+                        // The error of a scaled element is at most 1, and the scaled peak is above 3.5.
                         KvFormat::Mxfp4 => most / 3.5,
                         KvFormat::Nvfp4 => (most / 5.0).max(0.006),
                         KvFormat::RowInt4 => most / 7.0 * 0.51,
@@ -547,7 +547,7 @@ fn rows_have_the_bytes_of_the_format() {
     }
 }
 
-/// Impossible sizes are refused, and nothing changes.
+/// Impossible sizes are refused without a change.
 #[test]
 fn slots_that_do_not_fit_memory_are_refused() {
     let layer = LayerConfig {

@@ -1,4 +1,4 @@
-//! Views of rows as attention reads them.
+//! Views of stored rows, for attention.
 
 use std::sync::Arc;
 
@@ -7,26 +7,26 @@ use etkv_core::{KvFormat, Result};
 use crate::memory::Memory;
 use crate::store::Codec;
 
-/// One plane of rows: elements or codes, scales, or offsets. The plane of one row of one KV head is
-/// a run of bytes.
+/// A plane of rows: elements or codes, scales, or offsets. In a plane, a row of a KV head is a run of bytes.
 #[derive(Debug, Clone)]
 pub struct Plane {
     pub(crate) memory: Arc<Memory>,
-    /// Bytes from the start of the memory to the first slot of the view.
+    /// The bytes from the start of the memory to the first slot of the view.
     pub(crate) offset: usize,
-    /// Bytes from a slot to the next one. The heads of a slot lie between.
+    /// The bytes from a slot to the next one. The heads of a slot are between them.
     pub(crate) slot_stride: usize,
-    /// Bytes from a head to the next one: the bytes of one row.
+    /// The bytes from a head to the next one, which are those of one row.
     pub(crate) head_stride: usize,
 }
 
-/// What a step reads of a layer's keys, or of its values: some slots, in their stored form. The rows of a
-/// slot are contiguous, head by head, so a thread that takes some slots reads one run of memory.
+/// The slots of a layer's keys or values that a step reads, in their storage format. The rows of a slot are
+/// contiguous, head by head, so a thread that processes adjacent slots reads one run of memory.
 ///
-/// A view never changes. It shares the store's memory: if the store writes to a layer while a view of it
-/// exists, it copies the layer's keys or values first. Drop views before the next step.
+/// A view never changes, but shares the memory of the store. If the store writes to a layer while there is a
+/// view of it, the store first copies the layer's keys or values. Drop views before the next step to avoid
+/// this.
 ///
-/// The planes of each format are the same as in etkv's MLX storage, bit for bit:
+/// The planes of each format have the same bits as in etkv's MLX storage:
 ///
 /// | format | planes |
 /// | --- | --- |
@@ -39,15 +39,15 @@ pub struct Plane {
 pub struct View {
     /// The format of the rows.
     pub(crate) format: KvFormat,
-    /// KV heads of each slot.
+    /// The number of KV heads of each slot.
     pub(crate) n_kv_heads: usize,
-    /// Elements of one row.
+    /// The elements of a row.
     pub(crate) head_dim: usize,
-    /// Elements of one stored row, of which the view has the first.
+    /// The elements of a stored row. The view has the first `head_dim` of them.
     pub(crate) stored_dim: usize,
     /// The number of slots.
     pub(crate) n_slots: usize,
-    /// One for each plane of the format; the others are absent.
+    /// The planes of the format. The others are absent.
     pub(crate) planes: [Option<Plane>; 3],
 }
 
@@ -85,14 +85,14 @@ impl View {
         self.head_dim
     }
 
-    /// Returns the first `elements` of each row, at most as many as it has. Both views read the same memory.
+    /// Returns a view of the first `elements` of each row, or of all if there are fewer. Both views share
+    /// memory.
     #[doc(hidden)]
     pub fn first(&self, elements: usize) -> Self {
         Self { head_dim: elements.min(self.head_dim), ..self.clone() }
     }
 
-    /// Returns the bytes of one row in one plane, or `None` if the view lacks the plane, the slot or
-    /// the head.
+    /// Returns the bytes of a row in a plane, or `None` if the view lacks the plane, the slot or the head.
     pub fn row(&self, plane: usize, slot: usize, head: usize) -> Option<&[u8]> {
         let exists = slot < self.n_slots && head < self.n_kv_heads;
         let plane = self.planes.get(plane)?.as_ref();
@@ -102,11 +102,11 @@ impl View {
     /// Returns all rows in float32, `[n_kv_heads, len, head_dim]`.
     ///
     /// # Errors
-    /// None: every format has a codec. The result stays for those who call it.
+    /// None. The function returns a `Result` for compatibility.
     pub fn dequantized(&self) -> Result<Vec<f32>> {
         let codec = Codec::of(self.format);
         let mut rows = vec![0.0; self.n_kv_heads * self.n_slots * self.head_dim];
-        // Codecs decode whole groups, and a part of a row may end within one.
+        // Codecs decode whole groups, and the view may end within a group.
         let mut stored = vec![0.0; self.stored_dim];
         for (at, row) in rows.chunks_exact_mut(self.head_dim.max(1)).enumerate() {
             let (head, slot) = (at / self.n_slots, at % self.n_slots);

@@ -1,7 +1,7 @@
-//! Frozen bytes in an anonymous file. Every mapping has them as its own pages until it writes to them.
+//! Frozen bytes in an anonymous file. Mappings share the pages of the file until they write to them.
 //!
-//! All frozen bytes of a process lie in one file, because a process may open few. Bytes that nothing reads
-//! any more are cut out of it.
+//! All frozen bytes of a process are in one file, because the number of open files is limited. When bytes are
+//! not used any more, a hole is punched in their place.
 
 use std::ffi::c_void;
 use std::os::fd::OwnedFd;
@@ -14,26 +14,26 @@ use rustix::process::{getpid, getrlimit, Pid, Resource};
 
 use super::ACCESS;
 
-/// Whether mappings of the same bytes are the same memory.
+/// Whether mappings of the same bytes share memory.
 pub const SHARES: bool = true;
 
-/// The maximum size of a file. Bytes that were cut out take no memory, but their room is not reused.
+/// The maximum size of a file. Holes use no memory, but their offsets are not reused.
 const MAX: u64 = 1 << 40;
 
-/// The file that new bytes are written to.
+/// The file to which new bytes are written.
 static CURRENT: Mutex<Weak<PrefixFile>> = Mutex::new(Weak::new());
 
 /// A file with the frozen bytes of many prefixes.
 #[derive(Debug)]
 struct PrefixFile {
     file: OwnedFd,
-    /// The process that made it. A forked process has the same file, and does not change it.
+    /// The process that created the file. A forked process has the same file, but does not change it.
     owner: Pid,
     end: Mutex<u64>,
 }
 
 impl PrefixFile {
-    /// Returns a file with room for `len` bytes, and their offset.
+    /// Returns a file with room for `len` bytes, and the offset of these bytes.
     fn with_room(len: u64) -> Result<(Arc<Self>, u64)> {
         let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
         let most = getrlimit(Resource::Fsize).current.unwrap_or(MAX).min(MAX);
@@ -44,13 +44,13 @@ impl PrefixFile {
         }
         let file = memfd_create(c"etkv-prefixes", MemfdFlags::CLOEXEC)?;
         let shared = Arc::new(Self { file, owner: getpid(), end: Mutex::default() });
-        // A run longer than the largest possible file fails here, with the system's error.
+        // If `len` exceeds the maximum size of a file, this fails with the system's error.
         let start = shared.extend(len, u64::MAX)?.unwrap_or_default();
         *current = Arc::downgrade(&shared);
         Ok((shared, start))
     }
 
-    /// Makes room at the end. Returns `None` if the file would be longer than `most`.
+    /// Reserves `len` bytes at the end. Returns `None` if the file would become longer than `most`.
     fn extend(&self, len: u64, most: u64) -> Result<Option<u64>> {
         let mut end = self.end.lock().unwrap_or_else(PoisonError::into_inner);
         let (start, new_end) = (*end, end.saturating_add(len));
@@ -63,7 +63,7 @@ impl PrefixFile {
     }
 }
 
-/// Bytes that nothing writes to: a run of whole pages of a file.
+/// Bytes that are never written: a run of whole pages of a file.
 #[derive(Debug)]
 pub struct FrozenPages {
     shared: Arc<PrefixFile>,
@@ -72,15 +72,15 @@ pub struct FrozenPages {
 }
 
 impl FrozenPages {
-    /// Maps `len` bytes at `at`, whole pages, from `offset` on.
+    /// Maps `len` bytes from `offset` on to the address `at`. All of these are multiples of the page size.
     ///
     /// # Safety
-    /// These pages are mapped, and no reference points into them.
+    /// The pages at `at` must be mapped, and there must be no references to them.
     pub unsafe fn map(&self, at: *mut u8, len: usize, offset: u64) -> Result<()> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         let offset = self.start.saturating_add(offset);
-        // SAFETY: the caller's promise. The file has that many bytes, and nothing writes to them or cuts them
-        // out.
+        // SAFETY: the caller ensures that the pages are mapped. The file has that many bytes, and they do not
+        // change while this object exists.
         unsafe { mmap(at.cast::<c_void>(), len, ACCESS, flags, &self.shared.file, offset) }
             .map(drop)
     }
@@ -90,7 +90,7 @@ impl Drop for FrozenPages {
     fn drop(&mut self) {
         if self.len > 0 && self.shared.owner == getpid() {
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            // If this fails, the bytes are freed with the file.
+            // If this fails, the bytes are freed when the file is closed.
             let _ = fallocate(&self.shared.file, flags, self.start, self.len);
         }
     }
@@ -104,11 +104,11 @@ impl Writer {
         Ok(Self)
     }
 
-    /// Adds bytes, padded with zeros to `whole` bytes. Returns where they lie.
+    /// Adds bytes, padded with zeros to `whole` bytes. Returns their pages and offset.
     pub fn add(&mut self, bytes: &[u8], whole: usize) -> Result<(Arc<FrozenPages>, u64)> {
         let len = whole as u64;
         let (shared, start) = PrefixFile::with_room(len)?;
-        // If the rest fails, dropping this frees what was written.
+        // If a later operation fails, dropping this frees the written bytes.
         let frozen = FrozenPages { shared, start, len };
         let mut written = 0;
         while written < bytes.len() {
@@ -142,7 +142,7 @@ mod tests {
         let before = taken();
         assert!(before >= 300 * page);
         drop(runs);
-        // Other tests may have runs in the same file.
+        // Other tests may have bytes in the same file.
         assert!(taken() <= before - 300 * page, "{} of {before} bytes are taken", taken());
     }
 }

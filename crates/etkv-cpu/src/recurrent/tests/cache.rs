@@ -1,4 +1,4 @@
-//! A cache of one text for the tests: rows and anchors in slots, and the plans of its steps.
+//! A simple cache of one text: rows and anchors in slots, and the plans of steps.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::memory::Memory;
 use crate::store::view::{Plane, View};
 use crate::tensor::Tensor;
 
-/// Slots of rows, `heads` of `dim` numbers.
+/// Slots with rows of `heads` heads of `dim` numbers.
 #[derive(Clone)]
 struct Buffer {
     heads: usize,
@@ -24,7 +24,7 @@ impl Buffer {
         Self { heads, dim, slots: Vec::new() }
     }
 
-    /// The view ends with its last row, so that reads past it are reads past the memory.
+    /// Returns a view whose memory ends with the last row, so that reads past it are detected.
     fn view(&self) -> View {
         let (offset, bytes) = (64, 4 * self.dim);
         let mut memory = Memory::zeroed(offset + self.slots.len() * self.heads * bytes).unwrap();
@@ -50,14 +50,14 @@ impl Buffer {
     fn set(&mut self, slot: i32, row: Vec<f32>) {
         let slot = slot as usize;
         if self.slots.len() <= slot {
-            // Rows that nothing reads.
+            // Unused slots are NaN, so that reads of them are detected.
             self.slots.resize(slot + 1, vec![f32::NAN; self.heads * self.dim]);
         }
         self.slots[slot] = row;
     }
 }
 
-/// The rows of a tensor, `[1, heads, n, dim]`, as `n` of `[heads, dim]`.
+/// Returns the `n` rows `[heads, dim]` of a tensor `[1, heads, n, dim]`.
 pub fn by_token(tensor: &Tensor) -> Vec<Vec<f32>> {
     let [_, heads, n, dim] = tensor.shape().map(|size| size as usize);
     let values = tensor.to_f32();
@@ -71,9 +71,9 @@ pub struct Cache {
     anchors: Option<Buffer>,
     /// The slot of each position.
     pub slots: Vec<i32>,
-    /// The slot of each anchor, by its position.
+    /// The slot of each anchor, keyed by position.
     pub anchor_slots: BTreeMap<usize, i32>,
-    /// Columns that a convolution reads before a token.
+    /// The number of columns before a token that a convolution reads.
     reach: usize,
     next: [i32; 2],
 }
@@ -95,15 +95,15 @@ impl Cache {
         }
     }
 
-    /// Forgets what follows position `n`.
+    /// Removes all rows and anchors after position `n`.
     pub fn rewind(&mut self, n: usize) {
         self.slots.truncate(n);
-        // The state after `n` tokens stays of use.
+        // The state after `n` tokens is still valid.
         self.anchor_slots.retain(|&at, _| at <= n);
     }
 
-    /// Plans a step of tokens with these parents, `None` for the end of the text. Stored rows and anchors get
-    /// slots in a random order.
+    /// Plans a step of tokens with these parents, where `None` is the end of the text. Stored rows and
+    /// anchors get slots in a random order.
     pub fn plan(&mut self, parents: &[Option<usize>], random: &mut Random) -> Planned {
         let (start, block) = (self.slots.len(), BLOCK as usize);
         let mut paths: Vec<Vec<usize>> = Vec::new();
@@ -114,7 +114,7 @@ impl Cache {
         }
         let mut plan = RecurrentPlan::default();
         let mut folds = Vec::new();
-        // The folds of the step, by the token that made it necessary.
+        // The folds of the step, keyed by the token that needs the fold.
         let mut made = BTreeMap::new();
         let mut token = 0;
         while token < parents.len() {
@@ -124,7 +124,7 @@ impl Cache {
             }
             let path = &paths[token];
             let position = start + path.len() - 1;
-            // The last anchor on the path: one of this step, or of the text.
+            // The last anchor on the path, which is one of this step or one of the text.
             let of_step = path[..path.len() - 1].iter().rev().find_map(|t| made.get(t).copied());
             let parent = parents[token];
             let sibling =
@@ -174,7 +174,7 @@ impl Cache {
         self.next[which]
     }
 
-    /// Says that the step stores the rows of a path, and the anchors on it.
+    /// Adds to the plan that the step stores the rows of a path and the anchors on it.
     pub fn store(&mut self, planned: &mut Planned, path: &[usize], random: &mut Random) {
         let plan = &mut planned.plan;
         plan.stored = path.to_vec();
@@ -200,7 +200,7 @@ impl Cache {
         }
     }
 
-    /// Writes what a step returned.
+    /// Stores the rows and anchors that a step returned.
     pub fn commit(&mut self, planned: &Planned, rows: &RecurrentRows<Tensor>) {
         let slots = |slots: &Slots| match slots {
             Slots::Run(run) => run.clone().collect(),
@@ -221,7 +221,7 @@ impl Cache {
         }
     }
 
-    /// Returns the rows of all positions, and the anchors, as bits.
+    /// Returns the bits of the rows of all positions, and of the anchors.
     pub fn bits(&self) -> (Vec<Vec<u32>>, BTreeMap<usize, Vec<u32>>) {
         let bits = |row: &Vec<f32>| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         let of = |buffer: &Option<Buffer>, slot: i32| {
@@ -234,11 +234,11 @@ impl Cache {
     }
 }
 
-/// A step: its plan, the position and slot of each fold, and the path to each token within the step.
+/// A step: its plan, the folds, and the path to each token within the step.
 pub struct Planned {
     pub plan: RecurrentPlan,
     pub folds: Vec<(usize, Option<i32>)>,
-    /// The position and the fold that a token needs, by the token.
+    /// The position and the index of the fold that a token needs, keyed by the token.
     made: BTreeMap<usize, (usize, usize)>,
     pub paths: Vec<Vec<usize>>,
 }

@@ -50,7 +50,7 @@ impl Run<'_> {
         let mut out = vec![f32::NAN; channels * n];
         let start = out.as_mut_ptr().cast();
         let (set, workspace) = (self.instructions, &mut self.workspace);
-        // SAFETY: the vector has the outputs; the columns are dropped before the next step.
+        // SAFETY: the vector has room for the outputs, and the columns are dropped before the next step.
         let rows = unsafe {
             convolve_with(set, &inputs, &spec, start, Dtype::F32, workspace, self.parallel)
         }

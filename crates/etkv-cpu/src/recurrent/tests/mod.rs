@@ -1,4 +1,5 @@
-//! Scans and convolutions against plain loops in float64, and the bits of one text cut in many ways.
+//! Scans and convolutions, compared with simple loops in float64. The bits of a text's results must not
+//! depend on its steps.
 
 mod cache;
 mod convolutions;

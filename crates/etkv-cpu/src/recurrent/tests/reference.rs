@@ -1,9 +1,9 @@
-//! The recurrence and the convolution, token by token in float64, and a text's inputs.
+//! The recurrence and the convolution, token by token in float64, and the inputs of a text.
 
 use crate::attention::synthetic::Random;
 use crate::recurrent::Scan;
 
-/// The inputs of a text: what each token brings along.
+/// The inputs of all tokens of a text.
 #[derive(Debug, Clone)]
 pub struct Text {
     pub scan: Scan,

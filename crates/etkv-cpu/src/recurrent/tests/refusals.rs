@@ -1,4 +1,4 @@
-//! Inputs that do not fit, and those in other dtypes and orders.
+//! Invalid inputs, and inputs with other dtypes and strides.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::tensor::{Dtype, Tensor};
 const SCAN: Scan =
     Scan { k_heads: 1, heads: 2, k_dim: 4, v_dim: 6, channel_decay: false, scale: 0.5 };
 
-/// Inputs of a scan of two tokens: queries, keys, values, decays, write strengths.
+/// Returns inputs of a scan of two tokens: queries, keys, values, decays, write strengths.
 fn inputs() -> [Tensor; 5] {
     let mut random = Random::new(1);
     [[1, 1, 2, 4], [1, 1, 2, 4], [1, 2, 2, 6], [1, 2, 2, 1], [1, 2, 2, 1]].map(|shape| {
@@ -24,7 +24,7 @@ fn inputs() -> [Tensor; 5] {
     })
 }
 
-/// Two tokens at position 65, after the rows of slots 2 and 0 and the anchor of slot 1.
+/// Returns the plan of two tokens at position 65, after the rows in slots 2 and 0 and the anchor in slot 1.
 fn plan() -> RecurrentPlan {
     RecurrentPlan {
         chains: vec![Chain {
@@ -202,7 +202,7 @@ fn steps_without_tokens_give_nothing() {
     assert!(rows.anchors.is_none());
 }
 
-/// Inputs in float16 or with other strides count as their values in float32, and outputs are rounded.
+/// Inputs in float16 or with other strides are converted to float32, and outputs are rounded.
 #[test]
 fn dtypes_and_strides_do_not_matter() {
     let spec = spec(plan());
@@ -211,7 +211,7 @@ fn dtypes_and_strides_do_not_matter() {
         Tensor::new(*tensor.shape(), values).unwrap()
     });
     let values = halves.each_ref().map(Tensor::to_f32);
-    // Elements in the reverse order of axes.
+    // The elements are in memory in the reverse order of axes.
     let turned: Vec<Vec<f32>> = halves
         .iter()
         .zip(&values)

@@ -9,10 +9,10 @@ use crate::recurrent::{Scan, ScanInputs, Workspace};
 use crate::simd::Instructions;
 use crate::tensor::{Dtype, Tensor};
 
-/// The bits of outputs, rows and anchors.
+/// The bits of outputs, of rows and of anchors.
 type Bits = (Vec<Vec<u32>>, Vec<Vec<u32>>, BTreeMap<usize, Vec<u32>>);
 
-/// A text that is fed to a cache, in steps.
+/// A text that is run on a cache in steps.
 struct Run<'a> {
     text: &'a Text,
     cache: Cache,
@@ -25,7 +25,7 @@ struct Run<'a> {
     outs: Vec<Vec<f32>>,
 }
 
-/// `[1, heads, T, dim]` of rows `[heads, dim]`.
+/// Returns a tensor `[1, heads, T, dim]` from rows `[heads, dim]`.
 fn tensor(rows: &[Vec<f32>], tokens: &[usize], heads: usize) -> Tensor {
     let (n, dim) = (tokens.len(), rows[0].len() / heads);
     let mut values = Vec::<f32>::new();
@@ -50,8 +50,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Runs a step of these tokens of the text with these parents, and keeps one path of it. Returns the
-    /// outputs of all tokens.
+    /// Runs a step of tokens of the text with these parents. Keeps one path of the step. Returns the outputs
+    /// of all tokens.
     fn step(
         &mut self,
         tokens: &[usize],
@@ -70,7 +70,7 @@ impl<'a> Run<'a> {
         let spec = cache.spec(&planned);
         let mut out = vec![f32::NAN; heads * tokens.len() * v_dim];
         let start = out.as_mut_ptr().cast();
-        // SAFETY: the vector has the outputs; the rows are dropped before the next step.
+        // SAFETY: the vector has room for the outputs, and the rows are dropped before the next step.
         let rows = unsafe {
             let (instructions, parallel) = (self.instructions, self.parallel);
             scan_with(
@@ -121,7 +121,7 @@ fn scan(heads: [usize; 2], dims: [usize; 2], channel_decay: bool) -> Scan {
     Scan { k_heads, heads, k_dim, v_dim, channel_decay, scale: 1.0 / (k_dim as f32).sqrt() }
 }
 
-/// Returns the largest difference in parts of the largest number.
+/// Returns the largest difference, relative to the largest number.
 fn difference(outs: &[f32], expected: &[f64]) -> f64 {
     let scale = expected.iter().fold(1e-3f64, |most, x| most.max(x.abs()));
     let pairs = outs.iter().zip(expected);
@@ -170,11 +170,11 @@ fn every_shape_is_near_the_plain_loop() {
             assert!(worst < 2e-5, "{scan:?} {n} {instructions:?}: {worst}");
         }
     }
-    // A bound that no result comes near would detect nothing.
+    // A bound that is much larger than all errors would not detect anything.
     assert!(worst > 5e-7, "{worst}");
 }
 
-/// The same text has the same bits, in whatever steps it comes.
+/// The results of a text have the same bits for any division into steps.
 fn same_bits(scan: Scan, delta: bool, instructions: Instructions, rounds: usize, seed: u64) {
     const N: usize = 300;
     let mut random = Random::new(seed);
@@ -197,7 +197,7 @@ fn same_bits(scan: Scan, delta: bool, instructions: Instructions, rounds: usize,
                 }
             }
             if left > 0 {
-                // Often to a boundary.
+                // Often rewinds to a boundary of blocks.
                 let n = random.integer(0, run.tokens.len());
                 run.rewind(if random.integer(0, 2) == 0 { n / 64 * 64 } else { n });
             }
@@ -250,7 +250,7 @@ fn threads_and_their_parts_give_the_same_bits() {
     }
 }
 
-/// Each node of a tree has the bits that its path has alone.
+/// The results of each node of a tree have the same bits as those of its path alone.
 #[test]
 fn trees_have_the_bits_of_their_paths() {
     let mut random = Random::new(5);
@@ -289,7 +289,7 @@ fn trees_have_the_bits_of_their_paths() {
                 assert!(same, "case {case}, node {t}");
             }
         }
-        // What was kept continues like the path alone.
+        // The text after the kept path continues like the path alone.
         let mut alone = Run::new(&text, &Serial);
         alone.cache = start;
         let path = run.tokens[before..].to_vec();
@@ -302,7 +302,7 @@ fn trees_have_the_bits_of_their_paths() {
     }
 }
 
-/// A decay to zero is one, and what follows is exact.
+/// A decay to zero clears the state, and later results are exact.
 #[test]
 fn decays_to_zero_forget() {
     let mut random = Random::new(6);
