@@ -1,6 +1,6 @@
 /*
  * A cache, and the functions that every kind has. A part of etkv.h, whose
- * conventions hold here.
+ * conventions apply here.
  */
 #ifndef ETKV_CACHE_H
 #define ETKV_CACHE_H

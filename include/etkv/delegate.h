@@ -1,6 +1,6 @@
 /*
  * Load options, checks and errors of the delegate. A part of etkv.h, whose
- * conventions hold here.
+ * conventions apply here.
  */
 #ifndef ETKV_DELEGATE_H
 #define ETKV_DELEGATE_H
@@ -20,7 +20,7 @@ extern "C" {
  * Use it in a host that cannot pass backend options, such as ExecuTorch's
  * Python runtime. Options that ExecuTorch passes take precedence.
  *
- * @param cache_key  a session's key, or one of the registry; NULL for none.
+ * @param cache_key  the key of a session or of a registry entry; NULL for none.
  * @param logits     the rows of logits that the program returns: "all", "last",
  *                   or, on the MLX delegate only, "proposed". NULL for "all".
  * @param passes     the passes over the program when it is loaded: "default"

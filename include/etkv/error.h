@@ -1,6 +1,6 @@
 /*
  * Statuses and errors.
- * A part of etkv.h, whose conventions hold here.
+ * A part of etkv.h, whose conventions apply here.
  */
 #ifndef ETKV_ERROR_H
 #define ETKV_ERROR_H

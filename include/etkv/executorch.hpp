@@ -96,8 +96,8 @@ class LoadOptions {
   }
 
   /// Names the buffers that the program keeps between calls, such as a cache in
-  /// its graph, for reset_buffers(). Programs may share a name. ExecuTorch holds
-  /// names of at most 255 characters.
+  /// its graph, for reset_buffers(). Programs may share a name. ExecuTorch
+  /// stores names of at most 255 characters.
   LoadOptions& buffers(const char* name) {
     options_.set_option("buffers", name);
     return *this;
@@ -383,9 +383,9 @@ inline constexpr int32_t kRecurrentMetadataVersion = 2;
 /// layers or none.
 inline constexpr int32_t kChunkMetadataVersion = 3;
 
-/// A function that returns the value of the program's constant method with a
-/// name: nullopt if there is none, an error if the method cannot run. Tensors
-/// live as long as the program.
+/// Returns the value of the program's constant method with this name: nullopt
+/// if there is none, an error if the method cannot run. Tensors live as long as
+/// the program.
 using ConstantMethods =
     std::function<Result<std::optional<executorch::runtime::EValue>>(
         const std::string&)>;
@@ -465,8 +465,8 @@ class Metadata {
     return as_counts(name, **value, n_layers);
   }
 
-  /// Returns the counts of a tensor, layer after layer: `per_layer` for each of
-  /// its layers, of which it has 1 to `max_layers`.
+  /// Returns the counts of a tensor with `per_layer` counts for each of 1 to
+  /// `max_layers` layers.
   Result<std::vector<int32_t>>
   rows(const char* name, int32_t per_layer, int32_t max_layers) const {
     auto value = constants_(name);

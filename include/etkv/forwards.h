@@ -1,6 +1,6 @@
 /*
  * Caches for hosts that compute with MLX themselves.
- * A part of etkv.h, whose conventions hold here.
+ * A part of etkv.h, whose conventions apply here.
  */
 #ifndef ETKV_FORWARDS_H
 #define ETKV_FORWARDS_H

@@ -1,6 +1,6 @@
 /*
  * How tokens are chosen, and answers of a loaded MLX program.
- * A part of etkv.h, whose conventions hold here.
+ * A part of etkv.h, whose conventions apply here.
  */
 #ifndef ETKV_GENERATION_H
 #define ETKV_GENERATION_H
@@ -39,7 +39,7 @@ typedef struct etkv_sampling {
   /** At least 0. 0 is greedy. */
   float temperature;
   /**
-   * Keeps the most probable tokens, as few as together have this share of the
+   * Keeps the smallest set of most probable tokens with at least this total
    * probability: more than 0, at most 1. 0 for 1, which keeps all.
    */
   float top_p;
@@ -121,7 +121,7 @@ typedef struct etkv_prompt {
   int32_t reserved;
 } etkv_prompt;
 
-/** Whether a step starts before the host asks for its token. */
+/** Whether a step starts before the host requests its token. */
 typedef int32_t etkv_run_ahead;
 enum {
   /**
@@ -129,7 +129,7 @@ enum {
    * each buffer that the previous step still reads.
    */
   ETKV_RUN_AHEAD_AUTO = 0,
-  /** Each step starts when the host asks for its token. */
+  /** Each step starts when the host requests its token. */
   ETKV_RUN_AHEAD_NEVER = 1,
   /** Also on a CPU. */
   ETKV_RUN_AHEAD_ALWAYS = 2,
@@ -145,7 +145,7 @@ typedef struct etkv_generation_options {
   size_t n_stop;
   /** The maximum tokens of an answer; 0 only reads the prompts. */
   int32_t max_tokens;
-  /** Whether a step starts before the host asks for its token. */
+  /** Whether a step starts before the host requests its token. */
   etkv_run_ahead run_ahead;
 } etkv_generation_options;
 
@@ -269,8 +269,8 @@ ETKV_API etkv_status etkv_generation_choose(
 /**
  * Warms up the MLX program that was last loaded with the cache, while the cache
  * is empty. On a GPU it runs steps of several lengths and rolls them back, so
- * that the first token takes no longer than later ones. What the GPU compiles
- * is kept in the user's cache folder for later processes (docs/performance.md).
+ * that the first token takes no longer than later ones. Compiled kernels are
+ * kept in the user's cache folder for later processes (docs/performance.md).
  * Does nothing on a CPU, and for a cache that holds positions. Stops without an
  * error before the first step that the memory budget does not allow.
  *

@@ -103,10 +103,10 @@ struct Prompt {
   int32_t sequence = 0;
 };
 
-/// Whether a step starts before the host asks for its token.
+/// Whether a step starts before the host requests its token.
 enum class RunAhead : etkv_run_ahead {
   automatic = ETKV_RUN_AHEAD_AUTO, ///< on a GPU
-  never = ETKV_RUN_AHEAD_NEVER,    ///< when the host asks for its token
+  never = ETKV_RUN_AHEAD_NEVER,    ///< when the host requests its token
   always = ETKV_RUN_AHEAD_ALWAYS,  ///< also on a CPU
 };
 

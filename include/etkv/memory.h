@@ -1,6 +1,6 @@
 /*
  * Bytes of caches' buffers, and their limit.
- * A part of etkv.h, whose conventions hold here.
+ * A part of etkv.h, whose conventions apply here.
  */
 #ifndef ETKV_MEMORY_H
 #define ETKV_MEMORY_H
@@ -57,7 +57,7 @@ typedef struct etkv_memory {
    * read too. The other fields do not count them.
    */
   uint64_t shared;
-  /** The same for each recurrent layer, as `layers`; or NULL and 0. */
+  /** Like `layers`, for each recurrent layer; or NULL and 0. */
   etkv_recurrent_layer_memory* recurrent_layers;
   size_t n_recurrent_layers;
 } etkv_memory;

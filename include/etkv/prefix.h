@@ -1,6 +1,6 @@
 /*
  * Prefixes: frozen contents of caches, from which other caches go on.
- * docs/prefixes.md describes them. A part of etkv.h, whose conventions hold
+ * docs/prefixes.md describes them. A part of etkv.h, whose conventions apply
  * here.
  *
  *   etkv_prefix        the frozen contents of a cache
@@ -23,7 +23,7 @@
 extern "C" {
 #endif
 
-/* ---- What a cache holds, frozen ---------------------------------------- */
+/* ---- Frozen contents of a cache ---------------------------------------- */
 
 /**
  * A sequence from position 0 on, read-only, for any number of threads. Its rows
@@ -230,7 +230,7 @@ typedef struct etkv_prefix_statistics {
   uint64_t n_bytes;
   /** Tokens of the texts passed to etkv_prefix_cache_attach(). */
   uint64_t tokens_asked;
-  /** Tokens of these that were found in memory, and in the store. */
+  /** Of these, the tokens that were found in memory, and in the store. */
   uint64_t tokens_in_memory;
   uint64_t tokens_in_store;
   /**

@@ -16,7 +16,7 @@
 
 namespace etkv {
 
-// ---- What a cache holds, frozen --------------------------------------------
+// ---- Frozen contents of a cache --------------------------------------------
 
 /// The frozen contents of a cache; see etkv_prefix.
 class Prefix {

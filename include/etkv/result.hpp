@@ -117,7 +117,7 @@ class [[nodiscard]] Result {
     return std::move(*std::get_if<1>(&state_));
   }
 
-  /// Returns the Result of `next`, called with the value; or the error.
+  /// Calls `next` with the value, and returns its Result; or returns the error.
   template <typename F>
   auto and_then(
       F&& next) const& -> std::decay_t<std::invoke_result_t<F, const T&>> {
@@ -134,8 +134,8 @@ class [[nodiscard]] Result {
     return std::invoke(std::forward<F>(next), *std::move(*this));
   }
 
-  /// Returns the result of `change`, called with the value, as a Result; or the
-  /// error.
+  /// Calls `change` with the value, and returns its result as a Result; or
+  /// returns the error.
   template <typename F>
   auto transform(F&& change)
       const& -> Result<std::decay_t<std::invoke_result_t<F, const T&>>> {

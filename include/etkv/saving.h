@@ -1,6 +1,6 @@
 /*
  * The contents of a cache in a file, and back. docs/saving.md describes the
- * file. A part of etkv.h, whose conventions hold here.
+ * file. A part of etkv.h, whose conventions apply here.
  *
  * A file holds keys, values and token ids: it reveals what users wrote. etkv
  * writes one only when a call requests it.

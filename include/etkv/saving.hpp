@@ -90,7 +90,7 @@ inline Result<void> save_sequence(
   });
 }
 
-/// Adds the only sequence of a file under a number that holds nothing, and
+/// Adds the only sequence of a file as `sequence`, which must be empty, and
 /// returns the token ids of the file; see etkv_seq_cache_load.
 inline Result<std::vector<int64_t>> load_sequence(
     SeqCache& cache,

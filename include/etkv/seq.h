@@ -1,6 +1,6 @@
 /*
  * Several sequences in one cache, and trees of candidates after them.
- * A part of etkv.h, whose conventions hold here.
+ * A part of etkv.h, whose conventions apply here.
  */
 #ifndef ETKV_SEQ_H
 #define ETKV_SEQ_H
@@ -160,8 +160,7 @@ ETKV_API etkv_status etkv_seq_cache_reachable(
     etkv_error** error);
 
 /**
- * Marks where the prompt of a turn of one of several sequences will end, as
- * etkv_cache_mark_turn() does.
+ * Does what etkv_cache_mark_turn() does, for one of several sequences.
  */
 ETKV_API etkv_status etkv_seq_cache_mark_turn(
     etkv_seq_cache* cache,

@@ -139,8 +139,7 @@ class SeqCache : public Cache {
           raw_sequences(), sequence, position, reachable, error);
     });
   }
-  /// Marks where the prompt of a turn of a sequence will end, as `mark_turn`
-  /// does.
+  /// Does what `mark_turn` does, for one of several sequences.
   Result<void> seq_mark_turn(int32_t sequence, int32_t end) {
     return detail::run([&](etkv_error** error) {
       return etkv_seq_cache_mark_turn(raw_sequences(), sequence, end, error);

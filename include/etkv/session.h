@@ -1,6 +1,6 @@
 /*
  * Kinds of caches, and the keys under which programs find caches.
- * A part of etkv.h, whose conventions hold here.
+ * A part of etkv.h, whose conventions apply here.
  */
 #ifndef ETKV_SESSION_H
 #define ETKV_SESSION_H

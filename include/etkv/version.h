@@ -1,6 +1,6 @@
 /*
  * Versions of the library and of its dependencies.
- * A part of etkv.h, whose conventions hold here.
+ * A part of etkv.h, whose conventions apply here.
  */
 #ifndef ETKV_VERSION_H
 #define ETKV_VERSION_H

@@ -1,6 +1,6 @@
 /*
  * Observing a running etkv: its log, reports, MLX's memory, and handles.
- * A part of etkv.h, whose conventions hold here.
+ * A part of etkv.h, whose conventions apply here.
  */
 #ifndef ETKV_WATCH_H
 #define ETKV_WATCH_H
@@ -142,7 +142,7 @@ etkv_cache_report(const etkv_cache* cache, char** json, etkv_error** error);
 
 /**
  * Stores a report of this process: the memory budget, its used and free bytes,
- * and what each cache and each kept prefix holds. Waits for no cache.
+ * and the bytes of each cache and each kept prefix. Waits for no cache.
  *
  * @param json  receives a JSON object, which the caller frees with
  *              etkv_string_free().

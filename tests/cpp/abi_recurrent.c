@@ -288,8 +288,11 @@ static void checkpoints(void) {
     config->checkpoints = 0;
   }
 
-  /* Without recurrent layers a checkpoint lies at any position. A contiguous
-   * cache keeps all rows, so it needs none; with windows it makes none. */
+  /*
+   * Without recurrent layers, checkpoints may be at any position. A contiguous
+   * cache without windows keeps all rows, so it needs no checkpoints. With
+   * windows it supports none.
+   */
   config->n_recurrent_layers = 0;
   for (int kind = 0; kind < 3; ++kind) {
     CHECK_OK(etkv_cache_new(BACKEND, KINDS[kind], config, &cache, NULL));

@@ -1,6 +1,6 @@
 """libetkv exports the functions of the C headers, and one symbol for the delegate. The tests call every function.
 
-``exports.py NM CC LIBRARY INCLUDE TEST...``, of which the last are executables
+``exports.py NM CC LIBRARY INCLUDE TEST...``: each TEST is an executable.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ MISUSES = {
         "int32_t length = *cache.length(); return length;",
         "int32_t",
     ),
-    "a change of what is const": ("*found = 3;", "return *found;", "read-only|assign"),
+    "a change of a const value": ("*found = 3;", "return *found;", "read-only|assign"),
     "a copy of a face": (
         "etkv::Cache other = cache;",
         "etkv::Cache other = cache.share(); return other.capacity();",

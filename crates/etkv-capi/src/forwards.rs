@@ -248,7 +248,7 @@ impl Rows<'_> {
                 return mlx::run(work);
             }
             let stream = mlx_sys::mlx_stream { ctx: self.stream.cast_mut() };
-            // SAFETY: the caller says that it is a stream of MLX.
+            // SAFETY: the caller guarantees that it is a stream of MLX.
             unsafe { mlx::run_on(stream, work) }
         })
     }
@@ -272,7 +272,7 @@ unsafe fn array(pointer: *const c_void, name: &str) -> Result<Array> {
     if pointer.is_null() {
         fail!(InvalidArgument, "{name} is NULL");
     }
-    // SAFETY: the caller says so; the handle made here has no other owner.
+    // SAFETY: the caller guarantees that it is an array; the handle created here has no other owner.
     unsafe {
         let mut copy = mlx_sys::mlx_array_new();
         let status =
@@ -288,6 +288,6 @@ fn target((pointer, name): (*mut c_void, &str)) -> Result<mlx_sys::mlx_array> {
 
 /// Assigns to an array of the host.
 fn give(mut target: mlx_sys::mlx_array, array: &Array) -> Result<()> {
-    // SAFETY: the caller says that `target` is an `mlx::core::array`.
+    // SAFETY: the caller guarantees that `target` is an `mlx::core::array`.
     mlx::check(unsafe { mlx_sys::mlx_array_set(&mut target, array.as_ptr()) })
 }

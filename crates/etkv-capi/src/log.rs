@@ -191,7 +191,7 @@ fn deliver(metadata: &'static Metadata<'static>, message: String) {
         Some(Listener::Callback(callback, user)) => {
             let target = CString::new(target).unwrap_or_default();
             let message = CString::new(message).unwrap_or_default();
-            // SAFETY: the host says that it can be called so; the strings outlive the call.
+            // SAFETY: the host guarantees that the callback may be called so; the strings outlive the call.
             unsafe { callback(level, target.as_ptr(), message.as_ptr(), user) };
         }
         Some(Listener::Keep(most)) => {

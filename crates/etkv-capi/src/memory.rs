@@ -102,7 +102,7 @@ pub(super) unsafe fn fill_memory(
     filled.used = found.used;
     filled.at_capacity = found.at_capacity;
     filled.shared = found.shared;
-    // SAFETY: the caller says so, and its struct has that size.
+    // SAFETY: the caller guarantees that its struct has that size.
     unsafe { memory.cast::<u8>().copy_from_nonoverlapping((&raw const filled).cast(), size) };
     Ok(())
 }
@@ -127,7 +127,7 @@ unsafe fn room<T: Copy>(
     if room != n {
         fail!(InvalidArgument, "memory.n_{name} is {room}, the cache has {n}");
     }
-    // SAFETY: the caller says so; it begins with its size.
+    // SAFETY: the caller guarantees that the struct begins with its size.
     unsafe {
         read_struct(layers, &format!("memory.{name}"))?;
         Ok(Some(layers.cast::<usize>().read()))
@@ -218,7 +218,7 @@ impl Reclaim for Host {
         // Read-locked during the call, so that no callback runs after it was replaced. A thread never locks twice
         // here: reservations inside a reclaimer do not call reclaimers.
         match *self.0.read() {
-            // SAFETY: the host says that it can be called so.
+            // SAFETY: the host guarantees that the callback may be called with this pointer.
             Some((callback, user)) => unsafe { callback(bytes, user) },
             None => 0,
         }

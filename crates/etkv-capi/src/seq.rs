@@ -284,7 +284,7 @@ pub unsafe extern "C" fn etkv_seq_cache_reachable(
     }
 }
 
-/// Marks where the prompt of a turn of one of several sequences will end.
+/// Marks where the prompt of a sequence's turn will end.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -225,9 +225,9 @@ const MAX_COPIED: usize = 1 << 24;
 struct ChainPosition {
     /// The enclosing chains.
     around: Vec<usize>,
-    /// The instructions so far, in all chains.
+    /// The number of instructions so far, in all chains.
     n_instructions: usize,
-    /// The slots that were copied so far, once for each nested chain.
+    /// The number of slots that were copied so far, for all nested chains.
     n_copied: usize,
 }
 
