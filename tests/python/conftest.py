@@ -1,4 +1,4 @@
-"""Fixtures that tests share: tiny models and exports of them, each made once a session."""
+"""Shared fixtures: tiny models and their programs, each created once a session."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-# A shell's background jobs ignore Ctrl-C, and so would programs that tests start: a process inherits ignored signals.
-# With Python's own handler here, these programs begin with the default handler.
+# A shell's background jobs ignore SIGINT, and processes inherit ignored signals. With Python's own handler, programs
+# that tests start get the default handler instead.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Workers share the cores. OpenMP's threads spin while they wait for each other: with a thread per core in each worker,
-# they would mostly wait.
+# Workers share the cores. OpenMP's threads spin while they wait for each other, so with a thread per core in each
+# worker most of the time would be spent waiting.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 # Tests compare float32 with float32. Without this, newer GPUs round the factors of products to TF32.
 os.environ["MLX_ENABLE_TF32"] = "0"
 
-# Some virtual machines report AMX but cannot run it. PyTorch's bfloat16 products end the process there.
+# Some virtual machines report AMX but cannot run it. PyTorch's bfloat16 products would crash the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import etkv
@@ -33,7 +33,7 @@ from reference import PROMPT, Variant, config
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files with the real model first. They take longest: at the end, other workers would wait for them."""
+    """Sort files with the real model first. They take longest, and other workers would wait for them at the end."""
     long = {item.path for item in items if item.get_closest_marker("real_model")}
     items.sort(key=lambda item: item.path not in long)
 
@@ -46,7 +46,7 @@ def quiet():
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[[str], Path]:
-    """Return a function: name of a tiny model -> its Hugging Face folder."""
+    """Return a function from the name of a tiny model to its Hugging Face folder."""
     return reference.tiny_source
 
 
@@ -65,7 +65,7 @@ def loaded(llama) -> Iterator[etkv.Program]:
 
 @pytest.fixture(scope="session")
 def greedy_ids(llama) -> list[int]:
-    """24 greedy ids of tiny-llama after ``PROMPT``, by transformers."""
+    """24 greedy ids after ``PROMPT``, by tiny-llama in transformers."""
     return reference.greedy(llama.hf, {"prompt": PROMPT}, 24)["prompt"].ids
 
 
@@ -81,8 +81,8 @@ def tiny_llama_gguf(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def exported() -> Callable[..., Path]:
-    """Return a function: arguments of a :class:`Variant` -> the folder of its program.
+    """Return a function from the arguments of a :class:`Variant` to the folder of its program.
 
-    The folder has ``model.pte`` and, in ``hf/``, the exported weights.
+    The folder has ``model.pte``, and the exported weights in ``hf/``.
     """
     return lambda *parts, **more: reference.program(Variant(*parts, **more)).path.parent

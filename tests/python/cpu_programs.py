@@ -1,4 +1,4 @@
-"""Exports programs for the CPU, beside those for MLX, and runs them in Python."""
+"""Exports programs for the CPU, and runs them in Python."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def session(path: Path) -> etkv.DecodeSession:
 
 
 def run(path: Path, ids: Sequence[int], *others: torch.Tensor, logits: str = "all", step: int = 40) -> list[Any]:
-    """Return every output of the program at ``path``, [rows, ...], the rows of its steps one after the other.
+    """Return every output of the program at ``path``, [rows, ...], with the rows of its steps concatenated.
 
-    Steps have ``step`` tokens. ``others`` are inputs [1, T, ...] after tokens and positions.
+    Steps have ``step`` tokens. ``others`` are the inputs [1, T, ...] after tokens and positions.
     """
     made = []
     with session(path) as cache, etkv.load(path, cache, logits=logits) as loaded:
@@ -57,9 +57,9 @@ def run(path: Path, ids: Sequence[int], *others: torch.Tensor, logits: str = "al
 
 
 def greedy(path: Path, prompt: Sequence[int], count: int, step: int = 40) -> tuple[list[int], torch.Tensor]:
-    """Return ``count`` greedy ids after ``prompt``, and the rows of logits of all tokens but the last.
+    """Return ``count`` greedy ids after ``prompt``, and the rows of logits of all tokens except the last.
 
-    The prompt runs in steps of ``step`` tokens. The answer runs a token a step.
+    The prompt runs in steps of ``step`` tokens, and the answer in steps of one token.
     """
     with session(path) as cache, etkv.load(path, cache) as loaded:
         rows, ids = [], list(prompt)

@@ -1,6 +1,6 @@
 """Damaged copies of a program: the regions of a ``.pte``, and changes of some bytes.
 
-A copy depends on its number only, and is the same on every machine. So a copy that ends a process can be repeated.
+A copy depends only on its number, and is the same on every machine. So a copy that crashes a process can be repeated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 
 HEAD = struct.Struct("<8x4sIQQ")
-"""The flatbuffer's own header, then the extended header: mark, length, bytes of tables, offset of the segments."""
+"""The flatbuffer's own header, then the extended header: magic, length, bytes of tables, offset of the segments."""
 
 REGIONS = ("header", "tables", "payload", "segments")
 _SHARES = (15, 45, 30, 10)
@@ -19,7 +19,7 @@ _VALUES = (0, 1, 127, 128, 255)
 
 @dataclass(frozen=True)
 class Copy:
-    """One damaged copy. ``changes`` has the new value of each changed byte. ``length`` is the number of bytes."""
+    """A damaged copy. ``changes`` has the offset and the new value of each changed byte. ``length`` counts bytes."""
 
     number: int
     region: str
@@ -53,7 +53,7 @@ def regions(image: bytes) -> dict[str, range]:
 
 
 def copy(image: bytes, number: int) -> Copy:
-    """Return the damaged copy of this number, with bytes changed, bits flipped, or the end cut off."""
+    """Return damaged copy ``number``, with bytes changed, bits flipped, or the end cut off."""
     rng = random.Random(number)
     (region,) = rng.choices(REGIONS, _SHARES)
     places = regions(image)[region]

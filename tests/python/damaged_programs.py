@@ -1,9 +1,9 @@
 """Opens and runs programs from Python: ``damaged_programs.py SECONDS``.
 
-Reads the path of a program from each line of stdin, and writes its outcome before it reads the next line: 0 if the
-program ran, 1 if it was refused, 2 for an error that is not etkv's, or the negative number of the signal that ended the
-process. Errors go to stderr. A process runs many programs. When it ends, another goes on. All are forked from this
-process, which has made the imports.
+Each line of stdin is the path of a program. The outcome is written before the next line is read: 0 if the program ran,
+1 if it was refused, 2 for an error that is not etkv's, or the negative number of the signal that ended the process.
+Errors go to stderr. A child process runs many programs. When it ends, the next child continues. All children are forked
+from this process, which has imported all packages.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from etkv import _mlx_serialization
 RAN, REFUSED, RAISED = 0, 1, 2
 OVER, MORE, ERROR = 0, 1, 2
 MEMORY = 12 << 30
-"""The limit of the address space, in bytes: an impossible allocation must fail at once."""
+"""The limit of the address space, in bytes, so that an impossible allocation fails at once."""
 
 PROGRAMS = 100
-"""The most programs of one process, so that outcomes depend little on earlier programs."""
+"""Maximum number of programs in one process, so that outcomes depend little on earlier programs."""
 
 LAYERS = (etkv.LayerConfig(2, 16), etkv.LayerConfig(2, 16))
 
@@ -33,7 +33,7 @@ LAYERS = (etkv.LayerConfig(2, 16), etkv.LayerConfig(2, 16))
 def use(path: Path, index: int) -> int:
     """Use a program as a host does: load it with a session, run a prompt and a step, and read its metadata.
 
-    Reading metadata takes longest, so only one in ten programs does it.
+    Reading metadata takes longest, so it is done for one in ten programs.
     """
     status = RAN
     for attempt in (run, etkv.read_kv_cache_metadata)[: 2 if index % 10 == 0 else 1]:
@@ -60,11 +60,11 @@ def take(seconds: int) -> bool:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for index in range(PROGRAMS):
-        # A read has one line: the next line comes after the answer to this one.
+        # A read returns one line, because the next line is only written after the answer to this one.
         path = os.read(0, 4096).decode().rstrip("\n")
         if not path:
             return True
-        # The alarm also ends the process within native code.
+        # The alarm ends the process even within native code.
         signal.alarm(seconds)
         status = use(Path(path), index)
         signal.alarm(0)
@@ -99,7 +99,7 @@ def main(seconds: str) -> None:
 
 
 if __name__ == "__main__":
-    # Tools that are started write errors to stdout.
+    # File descriptor 1 is for outcomes only. Everything else, such as the output of tools, goes to stderr.
     REPORTS = os.dup(1)
     os.dup2(2, 1)
     main(*sys.argv[1:])

@@ -1,6 +1,6 @@
-"""Runs the Python blocks of a page, one after the other in one namespace, and compares what they print.
+"""Runs the Python blocks of a page, one after the other in one namespace, and compares their output.
 
-A block marked ``python`` is run. A ``text`` block right after it is its expected output.
+Blocks marked ``python`` are run. A ``text`` block right after one is its expected output.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def blocks(page: str) -> Iterator[tuple[int, str, str | None]]:
 
 
 def run(path: Path) -> list[str]:
-    """Return the differences from the page, one entry a block."""
+    """Return the differences from the page, one for each block with a difference."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     wrong = []
     for line, code, expected in blocks(path.read_text(encoding="utf-8")):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            # A traceback then has the line numbers of the page.
+            # With leading newlines, a traceback has the line numbers of the page.
             exec(compile("\n" * (line - 1) + code, str(path), "exec"), namespace)
         if expected is not None and printed.getvalue() != expected:
             wrong.append(f"{path}:{line} prints\n{printed.getvalue()}and the page says\n{expected}")

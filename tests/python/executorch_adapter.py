@@ -2,22 +2,24 @@
 
     python executorch_adapter.py        prints the outcome of each test, as JSON
 
-The tests import names of ExecuTorch's modules. Data and host helpers stay ExecuTorch's: configs, policies, specs and
-``flatten_step``. The op, its registry, the caches and the attention are adapters of ours, and translate these
-differences:
+The tests import names of ExecuTorch's modules. Data types and host helpers are ExecuTorch's own: configs, policies,
+specs and ``flatten_step``. The op, its registry, the caches and the attention are adapters of this package's, which
+translate these differences:
 
-* ExecuTorch's caches describe a mask by its kind, and return a mask if that is not enough. Ours always return a mask.
-* Their step commits when its first layer is called, and tests omit other layers. Ours commits once all layers are
-  called, so the adapter calls the omitted layers with zeros.
-* Their ``begin_step`` refuses a step that does not fit. Ours refuses in the step, and ``can_extend`` tells before.
-* Theirs needs ``begin_step`` before each attempt of a forward. Ours needs it if there are several sequences, and a
-  declaration holds until a step commits.
-* Theirs raises RuntimeError if ours has the status CAPACITY or STEP.
-* Theirs has 63 sequences; ours has 256.
-* Theirs allocates by a sizing policy. Ours has none.
+* ExecuTorch's caches describe a mask by its kind, and return a mask only if that is not enough. This package's caches
+  always return a mask.
+* ExecuTorch's step commits when its first layer is called, and its tests omit other layers. This package's step commits
+  when all layers were called, so the adapter calls the omitted layers with zeros.
+* ExecuTorch's ``begin_step`` refuses a step that does not fit. Here the step is refused, and ``can_extend`` predicts
+it. * ExecuTorch needs ``begin_step`` before each attempt of a forward. This package needs it only for several
+sequences, and
+  a declaration holds until a step commits.
+* ExecuTorch raises RuntimeError for errors with the status CAPACITY or STEP here.
+* ExecuTorch has 63 sequences; this package has 256.
+* ExecuTorch allocates by a sizing policy. This package has none.
 
-So five of the tests say little about this package: one tests ``flatten_step``, one the policies, two the step protocol,
-and one admission in ``begin_step``. The adapter itself does what the last three test.
+So five of the tests do not test much of this package: one tests ``flatten_step``, one the policies, two the step
+protocol, and one admission in ``begin_step``. The adapter implements what the last three test.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ PACKAGE = "executorch.extension.llm.cache"
 
 
 def source(name: str) -> Path:
-    """Return the file of a module of ExecuTorch, without an import."""
+    """Return the file of a module of ExecuTorch without importing it."""
     spec = importlib.util.find_spec("executorch")
     folders = spec.submodule_search_locations if spec else []
     return next(Path(folder, "extension/llm/cache", f"{name}.py") for folder in folders)
@@ -74,7 +76,7 @@ def their_errors() -> Iterator[None]:
 
 
 class Adapter:
-    """A cache of ours with the methods that all of theirs have."""
+    """A cache of this package with the methods of all of ExecuTorch's caches."""
 
     kind = "contiguous"
 
@@ -83,12 +85,12 @@ class Adapter:
             LayerConfig(config.n_kv_heads, config.head_dim, window=config.policy_for(layer).window)
             for layer in range(config.n_layers)
         ]
-        # With steps as long as the capacity, windows drop no rows.
+        # If steps may be as long as the capacity, windows drop no rows.
         ours = CacheConfig(layers, config.capacity, k_format="f32", v_format="f32", max_step_tokens=config.capacity)
         self.cache: Any = reference.make_cache(self.kind, ours)
         self.n_layers = config.n_layers
         self.served: dict[int, tuple[Any, ...]] = {}
-        """The called layers of the open forward, and their arguments."""
+        """Layers that the open forward has called -> their arguments."""
 
     def update_and_fetch(self, layer_id: int, k: Any, v: Any, position: Any) -> tuple[Any, Any, Any]:
         with self.call(layer_id, k, v, position) as positions:
@@ -109,7 +111,7 @@ class Adapter:
             self.served.clear()
 
     def finish(self) -> None:
-        """Calls the omitted layers."""
+        """Call the omitted layers."""
         if self.served:
             k, v, positions = next(iter(self.served.values()))
             for layer in range(self.n_layers):
@@ -203,7 +205,7 @@ class Registry:
 
 
 def tests() -> ModuleType:
-    """Returns their module of tests, with our names in place of theirs."""
+    """Return ExecuTorch's module of tests, with the adapters in place of its imports."""
     caches = {"CellReferenceCache": CellAdapter, "ContiguousReferenceCache": Adapter, "attend": attend}
     served = {
         f"{PACKAGE}.reference_cache": SimpleNamespace(**{**vars(theirs), **caches, "MAX_SEQS": MAX_SEQUENCES}),
@@ -218,7 +220,7 @@ def tests() -> ModuleType:
 
 
 class Counting(unittest.TestResult):
-    """Records the tests that passed, and the outcomes of the others."""
+    """Records the tests that passed, and the outcomes of the other tests."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""GGUF files of models with mixtures of experts, latents or recurrent layers, in the form of ``CASES`` of
+"""GGUF files of models with mixtures of experts, latent attention or recurrent layers, for ``CASES`` of
 ``test_gguf_architectures.py``.
 """
 
@@ -38,7 +38,7 @@ ROUTED_KEYS = {
     ".expert_weights_norm": True,
     ".expert_weights_scale": 1.5,
 }
-"""Experts in groups, as DeepSeek has them."""
+"""Experts in groups, as in DeepSeek's models."""
 
 LATENT = {
     "q_lora_rank": 32,
@@ -348,4 +348,4 @@ CASES: dict[str, Case] = {
         {},
     ),
 }
-"""Case -> architecture, family of transformers, its settings, the file's keys, further tensors."""
+"""Case -> architecture, family of transformers, its settings, keys of the file, further tensors."""

@@ -1,4 +1,4 @@
-"""Chat templates that try to exhaust memory, time or stack, made from a seed."""
+"""Chat templates that try to exhaust memory, time or stack, some of them random from a seed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _START = (
 
 
 def bombs() -> Iterator[str]:
-    """Yield handwritten templates, one of each kind."""
+    """Yield handwritten templates, one for each kind of attack."""
     depth = 20_000
     yield "{{ " + "(" * depth + "1" + ")" * depth + " }}"
     yield "{{ " + "[" * depth + "]" * depth + " }}"
@@ -162,7 +162,7 @@ def bombs() -> Iterator[str]:
 
 
 def templates(seed: int, count: int) -> Iterator[str]:
-    """Yield ``count`` templates, the ones above first."""
+    """Yield ``count`` templates: those of :func:`bombs`, then random ones."""
     n = 0
     for bomb in bombs():
         if n == count:

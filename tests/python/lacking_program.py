@@ -1,4 +1,4 @@
-"""A program with an operation that this build lacks, as from a newer schema."""
+"""A program with an operation that this build lacks, as if from a newer schema."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _changed(program: bytes, places: list[int]) -> bytes:
 
 
 def _is_operation(program: bytes, place: int, path: Path) -> bool:
-    """Return whether a byte is the number of an operation."""
+    """Return whether the byte at offset ``place`` is the number of an operation."""
     path.write_bytes(_changed(program, [place]))
     try:
         return etkv.describe_program(path)["missing"] == [{"operation": NAME, "count": 1}]

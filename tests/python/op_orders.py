@@ -27,13 +27,13 @@ class OneLayer(torch.nn.Module):
 
 def trace(traced):
     exported = torch.export.export(OneLayer(), (ROWS, POSITION), strict=True)
-    # A garbage collection must not replace the traced op object.
+    # The traced op object must survive a garbage collection.
     gc.collect()
     calls = [node.target for node in exported.graph.nodes if node.op == "call_function"]
     assert calls == [torch.ops.kvcache.update_and_attend.default]
     traced += [exported.module(), exported.run_decompositions({}).module()]
     traced.append(torch.compile(OneLayer(), backend="eager", fullgraph=True))
-    # This one is bound to the op that is registered now.
+    # This program is bound to the op that is registered now.
     traced.append(
         lambda x, position, bound=torch.ops.kvcache.update_and_attend.default: bound(
             x, x, x, position, 0, 0.5, torch.float32

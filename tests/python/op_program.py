@@ -1,6 +1,6 @@
-"""A program of ``kvcache::update_and_attend`` alone, once a layer, and functions that run it on a native session.
+"""A program of only ``kvcache::update_and_attend``, once for each layer, and functions to run it on a native session.
 
-The delegate here runs the same operations that a reference cache runs through the op in PyTorch.
+In the program the delegate runs the same operations that a reference cache runs through the op in PyTorch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SESSIONS: dict[str, type[Session]] = {session.KIND: session for session in (Deco
 class Attention(torch.nn.Module):
     """``forward(positions, q0, k0, v0, q1, …) -> attended`` of every layer.
 
-    If the layers are ``shared``, each is called twice, as by two layers of a model that share keys and values. The
-    second calls are in reverse order, with other queries. Their outputs follow those of the first calls.
+    If the layers are ``shared``, the program calls each twice, as two layers of a model do that share keys and values.
+    The second calls are in reverse order, with other queries, and their outputs follow those of the first calls.
     """
 
     def __init__(self, config: CacheConfig, out_dtype: torch.dtype, shared: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Exports missing or stale programs that most tests run, two at a time. Tests export the rest."""
+"""Exports the programs that most tests run, if they are missing or stale, two at a time. Tests export the rest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Packs matrices as published checkpoints store them, number by number, and says which weights they stand for.
+"""Packs matrices in the formats of published checkpoints, number by number.
 
-Each function returns the tensors of one layer, by the ends of their names, and the weight ``[rows, columns]`` in
-float32. Loops and whole numbers only: nothing is shared with the exporter.
+Each function returns the tensors of one layer, by the suffixes of their names, and the expected weight
+``[rows, columns]`` in float32. The code uses only loops and integers, and shares nothing with the exporter.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ Packed = tuple[dict[str, Tensor], Tensor]
 
 _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 _AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]
-"""The outputs of a word of eight, from its lowest bits on."""
+"""The indices of the eight outputs in a word, from the lowest bits on."""
 
 
 def numbers(bits: int, *shape: int, seed: int = 0, low: int = 0) -> Tensor:
-    """Return random whole numbers from ``low`` on that fit ``bits`` bits."""
+    """Return random integers of ``bits`` bits that are at least ``low``."""
     return torch.randint(low, 1 << bits, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def scales(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Return random scales, small enough for weights of a layer."""
+    """Return random scales in the usual range of weights."""
     return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.02 + 0.001).to(dtype)
 
 
 def words(row: Sequence[int], bits: int) -> list[int]:
-    """Return the int32 words of a stream of numbers, from the lowest bit on."""
+    """Return the int32 words with the numbers of ``row``, packed from the lowest bit on."""
     stream = 0
     for place, number in enumerate(row):
         stream |= int(number) << place * bits
@@ -40,12 +40,12 @@ def words(row: Sequence[int], bits: int) -> list[int]:
 
 
 def in_words(matrix: Tensor, bits: int) -> Tensor:
-    """Return the rows of ``matrix`` in words."""
+    """Return the rows of ``matrix`` packed in words."""
     return torch.tensor([words(row, bits) for row in matrix.tolist()], dtype=torch.int32)
 
 
 def weight(codes: Tensor, scale: Tensor, zero: Tensor, group_of: Sequence[int]) -> Tensor:
-    """Return weights [rows, columns] of integers, with scales and zero points [rows, groups]."""
+    """Return the weights [rows, columns] of ``codes``, with scales and zero points [rows, groups]."""
     made = []
     for of_row, zeros, factors in zip(codes.tolist(), zero.tolist(), scale.tolist(), strict=True):
         made.append([(code - zeros[group]) * factors[group] for code, group in zip(of_row, group_of, strict=True)])
@@ -122,7 +122,7 @@ def packed_integers(
 
 
 def integers(rows: int, columns: int, *, symmetric: bool = True, seed: int = 0) -> Packed:
-    """Return a layer of compressed-tensors in the format int-quantized, with a scale a row."""
+    """Return a layer of compressed-tensors in the format int-quantized, with a scale for each row."""
     codes = numbers(8, rows, columns, seed=seed) - 128
     zeros = torch.zeros(rows, 1, dtype=torch.int64) if symmetric else numbers(7, rows, 1, seed=seed) - 64
     scale = scales(rows, 1, seed=seed, dtype=torch.bfloat16)
@@ -142,7 +142,7 @@ def fp8(
     as_powers: bool = False,
     seed: int = 0,
 ) -> Packed:
-    """Return a layer in 8-bit floating point with a scale for each block; without one, a scale of ``scale_shape``."""
+    """Return a layer in 8-bit floats with a scale for each block, or with scales of shape ``scale_shape``."""
     codes = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
     grid = (rows, 1) if block is None else (-(-rows // block[0]), -(-columns // block[1]))
     if as_powers:
@@ -162,7 +162,7 @@ def fp8(
 
 
 def _fp4(codes: Tensor, factor: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return two numbers a byte, and their values times the factor of their group."""
+    """Return bytes of two numbers each, and the values of the numbers times the factor of their group."""
     in_bytes, made = [], []
     for of_row, factors in zip(codes.tolist(), factor.tolist(), strict=True):
         in_bytes.append([low + 16 * high for low, high in zip(of_row[::2], of_row[1::2], strict=True)])
@@ -171,7 +171,7 @@ def _fp4(codes: Tensor, factor: Tensor, group_size: int) -> tuple[Tensor, Tensor
 
 
 def nvfp4(rows: int, columns: int, *, divides: bool, seed: int = 0) -> Packed:
-    """Return a layer in NVFP4, of compressed-tensors if the scale of the whole divides, else of Model Optimizer."""
+    """Return a layer in NVFP4: of compressed-tensors if the global scale divides, else of Model Optimizer."""
     scale = (scales(rows, columns // 16, seed=seed) * 20000).to(torch.float8_e4m3fn)
     whole = torch.tensor([3000.0]) if divides else torch.tensor(1 / 3000.0)
     factor = scale.float() / whole if divides else scale.float() * whole
@@ -182,7 +182,7 @@ def nvfp4(rows: int, columns: int, *, divides: bool, seed: int = 0) -> Packed:
 
 
 def mxfp4(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two numbers a byte [rows, columns / 2], exponents [rows, columns / 32], and the weight."""
+    """Return bytes of two numbers each [rows, columns / 2], exponents [rows, columns / 32], and the weight."""
     exponents = numbers(3, rows, columns // 32, seed=seed).to(torch.uint8) + 118
     factor = torch.tensor([[2.0 ** (byte - 127) for byte in row] for row in exponents.tolist()])
     in_bytes, made = _fp4(numbers(4, rows, columns, seed=seed), factor, 32)

@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba-2": ("mamba2", {}),
     "lfm2": ("lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "lfm3": ("lfm3", {}),
-    # Windows beside convolutions, as long as the steps of tests.
+    # Windows and convolutions. Windows are as long as the steps of tests.
     "lfm3-window": (
         "lfm3",
         {
@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next-moe": ("qwen3_next", _OF_DELTA_RULE),
     "granite-4-moe": ("granitemoehybrid", {"num_hidden_layers": 3, "layer_types": _MIX}),
     "lfm2-moe": ("lfm2_moe", {}),
-    # Forms without attention.
+    # Models without attention.
     "qwen3.5-recurrent": ("qwen3_5_text", {**_OF_DELTA_RULE, "layer_types": ["linear_attention"] * 3}),
     "lfm2-recurrent": ("lfm2", {"layer_types": ["conv", "conv"]}),
     "nemotron-h-recurrent": (
@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers_block_type": ["linear_attention", "mlp", "linear_attention"]},
     ),
 }
-"""Name -> family of transformers, and what its tiny form changes."""
+"""Name -> family of transformers, and changes to the settings of its tiny model."""
 
 
 def config(name: str) -> Any:
@@ -71,7 +71,7 @@ def config(name: str) -> Any:
 
 
 def model(name: str, seed: int = 0) -> Any:
-    """Return the model ``name`` with random weights in float32, and transformers' own attention."""
+    """Return the model ``name`` with random weights in float32, with transformers' own attention."""
     import tiny_programs
     from etkv.export import attention
 

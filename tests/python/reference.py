@@ -1,7 +1,7 @@
-"""Exports and runs programs for tests, and computes the same with transformers and mlx-lm.
+"""Exports and runs programs for tests, and computes the expected outputs with transformers and mlx-lm.
 
-Programs are exported to ``build/models/`` if they are missing or if their sources have changed. Set
-``ETKV_TEST_KEEP_PROGRAMS=1`` to use every existing program as it is, while the exporter changes.
+Programs are exported to ``build/models/`` if they are missing or if their sources have changed. While the exporter
+changes, ``ETKV_TEST_KEEP_PROGRAMS=1`` keeps every existing program.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 MODELS = BUILD / "models"
 BIN = Path(os.environ.get("ETKV_TEST_BIN", BUILD / "bin"))
-"""The folder of the runners. For another build, ETKV_LIBRARY_DIR names its libraries for Python."""
+"""The folder of the runners. Python finds the libraries of another build through ETKV_LIBRARY_DIR."""
 CHAT = BIN / "etkv_chat"
 FORWARD = BIN / "etkv_forward"
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
-"""The largest relative error of rounding to the dtype."""
+"""dtype -> the largest relative error of rounding to it."""
 
 TINY_CHUNK = 64
-"""The most tokens in one execution of a tiny model's program."""
+"""Maximum tokens in one execution of a tiny model's program."""
 
 EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
-"""True for all cases of a test. Otherwise some run, which saves minutes."""
+"""Whether all cases of a test run (`make test-long`). Otherwise some cases run, which saves minutes."""
 
 _TIMEOUT_SECONDS = 300
 
@@ -79,7 +79,7 @@ was wrong until she climbed down to the river and measured afresh.
 """A text of about 300 tokens."""
 
 PROMPT = [60, 61, 62, 63, 64, 65, 66]
-"""Ids for a tiny model."""
+"""Ids of a prompt for a tiny model."""
 
 
 # ---- Programs -------------------------------------------------------------------------------------------------------
@@ -131,16 +131,16 @@ LONG = {
     Variant("tiny-qwen3-moe", "f32", "8w"),
     Variant("tiny-qwen3-moe", "bf16"),
 }
-"""Variants for `make test-long` only. The others have every kind of part: windows, norms of heads, experts, packed
-weights, half precision, tied and untied heads.
+"""Variants that run only in `make test-long`, because an export takes ten seconds.
 
-An export takes ten seconds.
+The other variants have every kind of part: windows, norms of heads, experts, packed weights, half precision, tied and
+untied heads.
 """
 
 
 @dataclass(frozen=True)
 class Program:
-    """An exported program and the Hugging Face folder with the weights that it computes with."""
+    """An exported program, and the Hugging Face folder with its weights."""
 
     variant: Variant
     path: Path
@@ -148,7 +148,7 @@ class Program:
 
 
 def chosen(variants: Iterable[Variant]) -> list[Variant]:
-    """Return the ``variants`` that run: all in `make test-long`, otherwise without :data:`LONG`."""
+    """Return the ``variants`` that run: in `make test-long` all, otherwise those that are not in :data:`LONG`."""
     return [variant for variant in variants if EVERYTHING or variant not in LONG]
 
 
@@ -168,13 +168,13 @@ def export(requests: Sequence[ExportRequest]) -> None:
     """Run the ``requests`` whose programs are missing or stale, two at a time."""
     if not all(map(_is_usable, requests)):
         with alone():
-            # An earlier holder of the lock may have exported some of them.
+            # Another process may have exported some of them while this process waited for the lock.
             list(_exporters().map(_export, [request for request in requests if not _is_usable(request)]))
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Hold the lock on ``build/models/``. Other processes that run tests would write the same files."""
+    """Hold the lock on ``build/models/``, because other test processes write the same files."""
     MODELS.mkdir(parents=True, exist_ok=True)
     with (MODELS / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -183,7 +183,7 @@ def alone() -> Iterator[None]:
 
 @functools.cache
 def _exporters() -> ProcessPoolExecutor:
-    """Return a pool of two processes, kept while the tests run: their imports take longer than a tiny export."""
+    """Return a pool of two processes. It is kept for all tests, because imports take longer than a tiny export."""
     return ProcessPoolExecutor(2, get_context("spawn"))
 
 
@@ -205,9 +205,8 @@ def request(variant: Variant) -> ExportRequest:
 
 
 def _package_source(variant: Variant) -> Path:
-    """Return the GGUF file for the unchanged model, and its exported folder for all other variants.
-
-    The folder is read in less time.
+    """Return the GGUF file for the unchanged model, and its exported folder, which is faster to read, for all other
+    variants.
     """
     plain = Variant(variant.model)
     return models.path(variant.model) if variant == plain else program(plain).hf
@@ -233,7 +232,7 @@ def _is_usable(request: ExportRequest) -> bool:
 
 
 def speed_up_exports() -> None:
-    """Speed up the exports of this process. Their programs stay the same."""
+    """Speed up the exports of this process without changing the programs."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
     from tests.upstream_ops import fast_exports  # With torch, which takes seconds.
@@ -261,7 +260,7 @@ def config(program: Program, capacity: int = 64, **changes: Any) -> etkv.CacheCo
 class ForwardOutput:
     """The output of ``etkv_forward`` for a prompt: greedy ids, logits or None, and bytes allocated for the cache.
 
-    ``logits`` has a row for each token of the prompt and for each later step, or the prompt's last row only.
+    ``logits`` has a row for each token of the prompt and for each later step, or only the last row of the prompt.
     """
 
     ids: list[int]
@@ -300,7 +299,7 @@ def forward(
 
 
 def run(command: Sequence[Any], timeout: float = _TIMEOUT_SECONDS, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a tool to its end, for ``timeout`` seconds at most. Return its output as text; it must be UTF-8."""
+    """Run a tool for at most ``timeout`` seconds. Return its output, which must be UTF-8, as text."""
     words = [str(word) for word in command]
     options = {"stdin": subprocess.DEVNULL, "check": False, **options}
     return subprocess.run(words, capture_output=True, text=True, encoding="utf-8", timeout=timeout, **options)
@@ -308,7 +307,7 @@ def run(command: Sequence[Any], timeout: float = _TIMEOUT_SECONDS, **options: An
 
 @contextlib.contextmanager
 def started(command: Sequence[Any], **options: Any) -> Iterator[subprocess.Popen]:
-    """Run a tool beside the test. End it at the end of the block, also after an error."""
+    """Run a tool in the background. End it at the end of the block, even after an error."""
     with subprocess.Popen([str(word) for word in command], **options) as process:
         try:
             yield process
@@ -320,7 +319,7 @@ def started(command: Sequence[Any], **options: Any) -> Iterator[subprocess.Popen
 
 
 def load_hf(folder: Path, dtype: str = "f32") -> PreTrainedModel:
-    """Return the model in ``folder``, which computes in ``dtype``."""
+    """Return the model in ``folder``, computing in ``dtype``."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -330,7 +329,7 @@ def load_hf(folder: Path, dtype: str = "f32") -> PreTrainedModel:
 
 
 def logits(model: PreTrainedModel, ids: Sequence[int], dtype: str = "f32") -> np.ndarray:
-    """Return logits ``[ids, vocabulary]`` in float32, computed in one pass in ``dtype``. ``model`` is float32."""
+    """Return the logits ``[ids, vocabulary]`` of one forward in ``dtype``, as float32. ``model`` is float32."""
     import torch
 
     if dtype != "f32":
@@ -357,7 +356,7 @@ class Greedy:
 def greedy(folder: Path, prompts: dict[str, list[int]], count: int) -> dict[str, Greedy]:
     """Return the ``count`` ids that transformers generates for each prompt, by the prompt's name.
 
-    Decoding is greedy, in float32, with transformers' cache, and goes on past eos tokens. Results are stored in
+    Decoding is greedy, in float32, with transformers' cache, and does not stop at eos tokens. Results are cached in
     ``build/reference/`` by the weights, the prompt and the versions.
     """
     model: PreTrainedModel | None = None
@@ -380,7 +379,7 @@ def _generate(model: PreTrainedModel, prompt: list[int], count: int) -> Greedy:
     import torch
     from transformers import GenerationConfig
 
-    # `generate` takes its other settings from here. There are no eos tokens.
+    # `generate` reads its other settings from here. Without eos tokens it does not stop early.
     model.generation_config = GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
     ids = torch.tensor([prompt])
     made = model.generate(
@@ -437,7 +436,7 @@ def weights(program: Program) -> dict[str, torch.Tensor]:
     """Return the weights in the .pte of ``program`` by their Hugging Face names, dequantized, as float32.
 
     The program stores a quantized weight as unsigned integers of 4 or 8 bits, packed into words from the lowest bits
-    on, and scales for groups of a row. Zero is the middle of the range, unless groups have biases.
+    on, with a scale for each group of a row. Zero is the middle of the range, unless groups have biases.
     """
     constants = read_constants(program.path)
     state = {}
@@ -457,7 +456,7 @@ def weights(program: Program) -> dict[str, torch.Tensor]:
 
 
 def from_weights(program: Program) -> PreTrainedModel:
-    """Return transformers' model with the configuration of ``program`` and the weights in its .pte, in float32."""
+    """Return the model in transformers, with the configuration of ``program`` and the weights of its .pte in float32."""
     model = load_hf(program.hf)
     missing, unexpected = model.load_state_dict(weights(program), strict=False)
     assert not unexpected, unexpected
@@ -493,10 +492,10 @@ def rms(values: np.ndarray) -> float:
 
 
 def spread(rows: np.ndarray) -> float:
-    """Return the standard deviation of logits within their rows, the measure of errors of logits."""
+    """Return the standard deviation of logits within their rows, by which errors of logits are measured."""
     return rms(rows - rows.mean(axis=-1, keepdims=True))
 
 
 def note(text: str) -> None:
-    """Print a measured figure; ``pytest -s`` or ``-rP`` shows it."""
+    """Print a measured figure, which ``pytest -s`` and ``-rP`` show."""
     print(text, file=sys.stderr)

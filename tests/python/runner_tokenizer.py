@@ -37,7 +37,7 @@ class RunnerTokenizer:
         return reply
 
     def open(self, path: Path) -> None:
-        """Read the tokenizer that the following calls use."""
+        """Read the tokenizer for the following calls."""
         self._ask("open", _hex(str(path)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -45,7 +45,7 @@ class RunnerTokenizer:
         return [int(field) for field in self._ask("encode", str(int(add_special_tokens)), _hex(text))]
 
     def pieces(self, ids: Iterable[int], skip_special_tokens: bool = True) -> list[str]:
-        """Return the pieces of text that a detokenizer makes of ids: one for each id, and the rest."""
+        """Return the pieces of text that a detokenizer returns for ids: one piece for each id, and the rest."""
         reply = self._ask("decode", str(int(skip_special_tokens)), *map(str, ids))
         return [_text(piece) for piece in "".join(reply).split(",")]
 

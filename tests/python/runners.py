@@ -1,4 +1,4 @@
-"""Runs the example runners for their tests, makes their programs and options, and reads their answers."""
+"""Runs the example runners for tests, with programs and options, and parses their answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNNERS = {
     "rollback": [],
     "speculative": ["--depth", 3, "--width", 2],
 }
-"""Name -> options that make the runner short on a tiny model."""
+"""Name of a runner -> options for a short run on a tiny model."""
 
 EACH = pytest.mark.parametrize("name", RUNNERS)
 
@@ -36,11 +36,11 @@ FORMATS = [
 
 QUESTIONS = [f"Question {i}: what comes after {'abcdefghij'[i] * (i + 1)}?" for i in range(10)]
 MAX = 64
-"""The most tokens of an answer."""
+"""Maximum tokens of an answer."""
 CONTEXT = 2048
 
 LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
-"""Options for three prompts with little in common."""
+"""Options for three different prompts."""
 
 DRAFTED = ("tiny-gemma3", "tiny-llama", "tiny-qwen3") if EVERYTHING else ("tiny-llama",)
 TARGET_AND_DRAFT = ({"tap_layers": (0,)}, {"draft": 1})
@@ -62,7 +62,7 @@ LONGER = [
 ]
 if EVERYTHING:
     LONGER += [("tiny-llama", {"prefill_chunk": 512}), ("tiny-llama", {"tap_layers": (1,)}), ("tiny-gemma3", {})]
-"""The programs of `with_longer_context` in tests of the runners."""
+"""The arguments of `with_longer_context` in tests of the runners."""
 
 
 def with_longer_context(name: str, **options: object) -> Program:
@@ -73,7 +73,7 @@ def with_longer_context(name: str, **options: object) -> Program:
 
 
 def request_with_longer_context(name: str, **options: object) -> ExportRequest:
-    """Return the request of that program. Write its weights if they are missing or stale."""
+    """Return the request of :func:`with_longer_context`. Write the weights if they are missing or stale."""
     short = reference.program(Variant(name))
     folder = reference.MODELS / "-".join([name, "long", *(f"{key}-{value}" for key, value in options.items())])
     hf = reference.MODELS / f"{name}-long" / "hf"
@@ -102,7 +102,7 @@ def answers(output: str) -> list[list[int]]:
 
 
 def checked(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
-    """Return the numbers of answers and tokens that the runner checked. Fail unless all equal reference decoding."""
+    """Return the numbers of answers and tokens that the runner checked. Fails unless all equal reference decoding."""
     found = re.findall(r"^check: (\d+) answers?, (\d+) tokens? as reference decoding chooses them$", done.stderr, re.M)
     assert len(found) == done.stderr.count("check: ") > 0, done.stderr
     return sum(int(n_answers) for n_answers, _ in found), sum(int(n_tokens) for _, n_tokens in found)

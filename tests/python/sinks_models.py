@@ -1,4 +1,4 @@
-"""Tiny models whose attention has learned sinks or a softcap, large enough to count in every logit."""
+"""Tiny models whose attention has learned sinks or a softcap that affect every logit."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import tiny_families
 import tiny_models
 
 SOFTCAP = 0.8
-"""The softcap of the tiny models. Published models have 50, which bounds few scores of random weights."""
+"""The softcap of the tiny models. Published models have 50, which would hardly change the scores of random weights."""
 
 WINDOW = 100
 """The positions of the windows."""
 
 _HEADS = {"head_dim": 32}
-"""Rows of 32 elements have a storage format of every kind."""
+"""Rows have 32 elements, which fit every kind of storage format."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    # A window in the first layer, everything in the second.
+    # The first layer has a window, the second has full history.
     "gemma2": ("gemma2", {**_HEADS, "attn_logit_softcapping": SOFTCAP}),
     "vaultgemma": ("vaultgemma", {**_HEADS, "attn_logit_softcapping": SOFTCAP}),
-    # The other way around.
+    # The first layer has full history, the second has a window.
     "granite-swa": ("granite_swa", {"hidden_size": 128}),
     # Mixtures of experts.
     "gpt-oss": ("gpt_oss", _HEADS),
     "flint": ("flint", _HEADS),
 }
-"""Name -> family of transformers, and what its tiny form changes."""
+"""Name -> family of transformers, and changes to the settings of its tiny model."""
 
 
 def model(name: str, *, plain: bool = False) -> Any:
-    """Return the model ``name`` with random weights in float32, and transformers' own attention.
+    """Return the model ``name`` with random weights in float32, with transformers' own attention.
 
-    ``plain`` leaves its sinks and its softcap out.
+    With ``plain``, sinks and softcap have no effect.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -52,7 +52,7 @@ def model(name: str, *, plain: bool = False) -> Any:
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             if at.endswith(".sinks"):
-                # About as much weight as the keys of a window.
+                # Without ``plain``, a sink has about the same weight as all keys of a window.
                 parameter.copy_(-1e4 if plain else 2.5 + torch.randn_like(parameter))
     return made
 

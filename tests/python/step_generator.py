@@ -1,4 +1,4 @@
-"""Makes the programs of :mod:`step_programs`."""
+"""Generates the random programs of :mod:`step_programs`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from etkv.errors import StatusError
 from etkv.reference import make_cache
 
 SEQUENCES = (0, 1, 2, 7, 255)
-"""The sequences that programs use."""
+"""The numbers of sequences that programs use."""
 
 Members = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A method of the cache's face, and its arguments."""
+    """A call of a method of the cache, with its arguments."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -35,18 +35,18 @@ class Step:
     owners: tuple[Members, ...] | None
     """The declared sequences of each token; None without a declaration."""
     seed: int
-    """The seed of its queries, keys and values."""
+    """The seed of the queries, keys and values."""
 
 
 @dataclass(frozen=True)
 class Operation:
     action: Call | Step
     refused: int | None
-    """The status of its refusal, or None."""
+    """The status if the operation is refused, or None."""
 
 
 class Generator:
-    """Draws operations, and applies each to a small cache of the kind to know its outcome."""
+    """Draws operations, and applies each to a small cache of the same kind to find its outcome."""
 
     def __init__(self, kind: str, config: CacheConfig, seed: int, most_tokens: int) -> None:
         self.random = random.Random(f"{kind} {seed}")
@@ -54,11 +54,11 @@ class Generator:
         self.cache: Any = make_cache(kind, _small(config))
         self.max_step_tokens = min(config.max_step_tokens or 512, config.capacity)
         self.trees: dict[int, list[int]] = {}
-        """Parents of the nodes after each sequence."""
+        """Sequence -> the parents of the nodes in its tree."""
         self.n_run: dict[int, int] = {}
-        """The number of these nodes that a step has run."""
+        """Sequence -> the number of these nodes that have run."""
         self.left_over: tuple[Members, ...] | None = None
-        """The declaration of a refused step, which still holds."""
+        """The declaration of a refused step, which is still in force."""
         self.seed = seed * 1_000_000
 
     def program(self, n_operations: int) -> list[Operation]:
@@ -104,7 +104,7 @@ class Generator:
     # ---- Drawing ---------------------------------------------------------
 
     def _draw(self) -> Call | Step:
-        """Return an action. If the drawn action makes no sense now, draw another."""
+        """Return an action. Draws again if an action makes no sense in the present state."""
         common = [(self._rewind, 3), (self._clear, 1), (self._bad_rewind, 2)]
         table: dict[str, list[tuple[Callable[[], Call | Step | None], int]]] = {
             "contiguous": [(self._append, 24), (self._step_back, 5), (self._bad_run, 4), *common],
@@ -138,7 +138,7 @@ class Generator:
         return Step(tuple(positions), None if owners is None else tuple(owners), self.seed)
 
     def _n_tokens(self) -> int:
-        """Return a number of tokens that most often fits; 0 if none fit."""
+        """Return a number of tokens, which usually fits; 0 if no token fits."""
         room = self.cache.capacity - self.cache.length
         return self.random.randint(0, min(self.most_tokens, self.max_step_tokens, room))
 
@@ -195,7 +195,7 @@ class Generator:
         return [sequence for sequence in SEQUENCES if sequence not in self.trees]
 
     def _positions(self, owners: list[Members]) -> list[int]:
-        """Return the positions that these tokens must have, if their sequences carry no trees."""
+        """Return the positions that tokens of ``owners`` must have if the sequences have no trees."""
         following = {sequence: self.cache.seq_next(sequence) for members in owners for sequence in members}
         positions = []
         for members in owners:
@@ -227,7 +227,7 @@ class Generator:
         return self._step(self._positions(owners), owners)
 
     def _shared_step(self) -> Step | None:
-        """Return a step with tokens that several sequences share. They are at the same position."""
+        """Return a step with tokens that several sequences share, all at the same position."""
         free, n = self._free_sequences(), self._n_tokens()
         if n == 0 or not free:
             return None
@@ -259,7 +259,7 @@ class Generator:
         )()
 
     def _range(self, sequence: int) -> tuple[int, int | None]:
-        """Return a range of a sequence: all of it, one end, or the middle."""
+        """Return a range of positions of a sequence: all, the beginning, the end, or the middle."""
         length = self.cache.seq_next(sequence)
         begin, end = sorted(self.random.randint(0, length) for _ in range(2))
         return self.random.choice([(0, None), (begin, None), (0, end), (begin, end)])
@@ -348,7 +348,7 @@ class Generator:
 
 
 def _small(config: CacheConfig) -> CacheConfig:
-    """Return a config with one number in a row, whose caches answer and refuse like those of ``config``."""
+    """Return a config with one element in a row. Its caches return the same answers and refusals."""
     sights = dict.fromkeys((layer.window, layer.sinks, layer.chunk) for layer in config.layers)
     layers = [LayerConfig(1, 1, window=window, sinks=sinks, chunk=chunk) for window, sinks, chunk in sights]
     return replace(config, layers=tuple(layers), k_format="f32", v_format="f32", float_format="f32")

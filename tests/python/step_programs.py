@@ -1,28 +1,28 @@
-"""Random programs of steps, and a runner that applies one to a cache.
+"""Random programs of cache operations, and a function that applies one to a cache.
 
 A *program* is a list of :class:`Operation`. An operation is an *action*, and the status of its refusal, or None. There
 are two kinds of actions:
 
 ``Call(name, arguments)``
-    A call of this method of the cache's face, with these positional arguments: ``rewind(length)``, ``clear()``,
+    A call of this method of the cache, with these positional arguments: ``rewind(length)``, ``clear()``,
     ``seq_cp(source, target, begin, end)``, ``seq_rm(sequence, begin, end)``, ``seq_keep(sequence)``, ``propose(parents,
-    sequence)``, ``commit(accepted, sequence)``. ``end`` is None for all positions that follow.
+    sequence)``, ``commit(accepted, sequence)``. ``end`` is None for all positions from ``begin`` on.
 
 ``Step(positions, owners, seed)``
-    One forward over every layer, with a token for each position. ``owners`` has the sequences of each token, or is
-    None. They are declared before the forward with ``begin_step``, or with ``begin_step_shared`` if a token has
-    several. If the declaration is refused, the step is refused without a forward. :func:`step_rows` makes the queries,
-    keys and values of a layer from ``seed``.
+    One forward over every layer, with a token for each position. ``owners`` are the sequences of each token, or None
+    without a declaration. They are declared before the forward with ``begin_step``, or with ``begin_step_shared`` if a
+    token has several sequences. If the declaration is refused, the step is refused without a forward.
+    :func:`step_rows` computes the queries, keys and values of a layer from ``seed``.
 
 A refused operation does not change the cache, with one exception: a declaration holds until a step commits. So a step
 after a refused step may use its declaration again.
 
-:func:`generate` makes a program from a kind, a config and a seed. It applies operations to its own reference cache,
-which gives lengths to find valid operations, and decides whether an operation is refused. :func:`run` applies a program
-to a cache, and returns an :class:`Outcome` for each operation: the status of a refusal, the outputs of every layer, and
-the answers of the cache afterwards. Two caches agree if their outcomes do: ``refused`` and ``answers`` are equal,
-``outputs`` are close. For a cache whose program runs all layers at once, do what :func:`run` does with :func:`declare`,
-:func:`step_rows` and :func:`answers`.
+:func:`generate` creates a program from a kind, a config and a seed. It applies operations to a reference cache, whose
+lengths lead to valid operations, and which decides whether an operation is refused. :func:`run` applies a program to a
+cache, and returns an :class:`Outcome` for each operation: the status of a refusal, the outputs of every layer, and the
+answers of the cache afterwards. Two caches agree if in their outcomes ``refused`` and ``answers`` are equal and
+``outputs`` are close. If the cache belongs to a program that runs all layers at once, use :func:`declare`,
+:func:`step_rows` and :func:`answers` instead of :func:`run`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ __all__ = [
 ]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
-"""Layer, queries, keys, values and positions to the attention: ``[1, n_heads, T, v_head_dim]``."""
+"""A function of layer, queries, keys, values and positions that returns the attention ``[1, n_heads, T, v_head_dim]``.
+"""
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Outcome:
     """The status of the error, or None."""
     message: str
     outputs: list[Tensor]
-    """The output of each layer, for a step that committed."""
+    """The output of each layer, for a committed step."""
     answers: dict[str, Any]
     """The answers of the cache afterwards: see :func:`answers`."""
 
@@ -81,10 +82,10 @@ def generate(kind: str, config: CacheConfig, seed: int, n_operations: int, most_
 
 
 def run(program: Sequence[Operation], cache: Any, attend: Attend, group: int = 2) -> list[Outcome]:
-    """Applies a program to a cache with ``config`` and the methods of its kind's face.
+    """Apply a program to ``cache``, which has a ``config`` and the methods of its kind.
 
-    Steps call ``attend`` once a layer, in order. It raises an :class:`EtkvError` with a ``status`` for a refusal, and
-    later layers are then not called. There are ``group`` query heads for each KV head.
+    A step calls ``attend`` once for each layer, in order. ``attend`` raises an :class:`EtkvError` with a ``status`` to
+    refuse the step, and later layers are then not called. There are ``group`` query heads for each KV head.
     """
     with one_thread():
         return [_outcome(operation.action, cache, attend, group) for operation in program]
@@ -107,7 +108,7 @@ def _outcome(action: Call | Step, cache: Any, attend: Attend, group: int) -> Out
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keeps torch on one thread: for rows this small, threads cost several times the work."""
+    """Run torch on one thread: for small rows, threads cost several times as much as the work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -117,7 +118,7 @@ def one_thread() -> Iterator[None]:
 
 
 def declare(cache: Any, step: Step) -> None:
-    """Declares the sequences of a step's tokens, if the step has them."""
+    """Declare the sequences of a step's tokens, if the step has ``owners``."""
     if step.owners is None:
         return
     if all(len(members) == 1 for members in step.owners):
@@ -136,15 +137,16 @@ def step_rows(
     def normal(heads: int, head_dim: int) -> Tensor:
         return torch.randn(1, heads, n_tokens, head_dim, generator=random).to(dtype)
 
-    return (
+    query, key, value = (
         normal(group * facts.n_kv_heads, facts.k_head_dim),
         normal(facts.n_kv_heads, facts.k_head_dim),
         normal(facts.n_kv_heads, facts.value_dim),
     )
+    return query, key, key[..., : facts.value_dim].clone() if facts.values_in_keys else value
 
 
 def answers(cache: Any) -> dict[str, Any]:
-    """Return the answers of a cache, by question."""
+    """Return the results of the cache's queries, such as lengths, by name."""
     length, capacity = cache.length, cache.capacity
     found = {
         "length": length,

@@ -30,7 +30,7 @@ class Decoder:
         attending = [layer for layer, heads in enumerate(self.kv_heads_of_layers) if heads]
         counts = {heads for heads in self.kv_heads_of_layers if heads}
         if len(counts) != 1 or (len(attending) < self.layers and not is_hybrid):
-            raise keys.refuse("attention.head_count_kv", "which differs from layer to layer, or is 0 in all")
+            raise keys.refuse("attention.head_count_kv", "which differs between layers, or is 0 in all")
         self.kv_heads = counts.pop()
         self.context = keys.positive("context_length")
         self._query = f"blk.{attending[0]}.attn_q.weight"
