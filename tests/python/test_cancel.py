@@ -14,7 +14,7 @@ from etkv import _device
 from reference import Variant, config
 
 CHUNK = 64
-"""The most tokens of a step."""
+"""Maximum tokens of a step."""
 
 LONG = [(7 * number) % 250 for number in range(3 * CHUNK + 5)]
 """A prompt of four steps."""

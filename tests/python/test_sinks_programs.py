@@ -28,7 +28,7 @@ from reference import EVERYTHING
 from tiny_programs import TOLERANCE, TinyProgram, error, ids
 
 CHUNK = sinks_models.WINDOW
-"""The most tokens of a step."""
+"""Maximum tokens of a step."""
 
 PROMPT, DECODED = 300, 32
 

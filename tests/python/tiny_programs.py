@@ -21,7 +21,7 @@ from etkv.export import ExportRequest
 from etkv.session import Session
 
 CHUNK = 100
-"""The most tokens of a step."""
+"""Maximum tokens of a step."""
 
 TOLERANCE = 1e-3
 """The largest error of a logit in float32, as a part of the spread of the logits."""
@@ -51,7 +51,7 @@ class TinyProgram:
     backend: str = "cpu"
     quantize: str | None = None
     chunk: int = CHUNK
-    """The most tokens of a step."""
+    """Maximum tokens of a step."""
 
     made_by: ClassVar[tuple[ModuleType, ...]] = (tiny_families, tiny_models)
     """The modules that make the model."""

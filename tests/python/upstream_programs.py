@@ -26,7 +26,7 @@ import upstream_models
 
 FOLDER = reference.MODELS / "upstream"
 CONTEXT, CHUNK = 256, 64
-"""The most tokens of a context and of a step."""
+"""Maximum tokens of a context and of a step."""
 
 OPTIMUM = os.environ.get("ETKV_TEST_OPTIMUM")
 """A folder with optimum-executorch, which pins a transformers of its own and so cannot be among the other packages."""
