@@ -1,8 +1,9 @@
 //! The instructions of a program, typed, over values that are each written once.
 //!
-//! The payload reuses tensor slots, and an instruction may write the slot that it reads. Here every write
-//! makes a new value. So "the value that linear 12 makes" is unique, and passes can reason about uses.
+//! The payload reuses tensor slots, and an instruction may write the slot that it reads. Here every write creates a
+//! new value. So each value has one definition, and passes can reason about uses.
 
+mod expression;
 mod function;
 mod metal;
 mod op;
@@ -12,6 +13,7 @@ use std::collections::HashMap;
 
 use mlx_rs::Dtype;
 
+pub use expression::{Expression, Node};
 pub use function::{
     Convolution, Fill, Function, OneAxis, Packing, PackingMode, PadMode, Reduction,
 };
@@ -41,7 +43,7 @@ pub enum Int {
 pub enum Out {
     /// A tensor.
     Tensor(Value),
-    /// Several tensors: this value and the following ones, this many in total. They are never outputs of a
+    /// Several tensors: this value and the following ones. The number is their total. They are never outputs of a
     /// chain.
     Tensors(Value, u32),
     /// An integer.
@@ -71,14 +73,14 @@ pub struct Instruction {
 /// A constant of the program.
 #[derive(Debug, Clone)]
 pub struct Constant {
-    /// Its key in the program's data.
+    /// The key in the program's data.
     pub name: String,
     /// Its shape.
     pub shape: Vec<i32>,
     /// Its dtype.
     pub dtype: Dtype,
-    /// Made by a pass: the constants whose rows follow its own. Each has the same shape except for the number
-    /// of rows. `shape` counts this constant's own rows alone.
+    /// Set by a pass: constants whose rows are appended to this one's. Each has the same shape except for the number
+    /// of rows. `shape` counts only the rows of this constant.
     pub joined: Vec<Constant>,
 }
 
@@ -119,7 +121,7 @@ pub struct Chain {
     pub outputs: Vec<Out>,
 }
 
-/// A tensor that a program keeps from one call to the next, such as the rows of its own cache.
+/// A tensor that a program keeps between calls, such as the rows of a cache in its graph.
 #[derive(Debug, Clone)]
 pub struct Buffer {
     /// Its name in the program.
@@ -133,8 +135,8 @@ pub struct Buffer {
 }
 
 impl Chain {
-    /// Calls `visit` with every tensor that the chain reads or makes. For an instruction that makes several,
-    /// this is the first.
+    /// Calls `visit` with every tensor that the chain reads or writes. Of an instruction that writes several, only
+    /// the first is visited.
     pub fn for_each_value(&mut self, visit: &mut dyn FnMut(&mut Value)) {
         for instruction in &mut self.instructions {
             instruction.op.for_each_read(visit);
@@ -170,8 +172,8 @@ impl Chain {
     }
 }
 
-/// A program. Values `0..constants.len()` are its constants, then come its tensor inputs, then its buffers,
-/// and instructions make the rest.
+/// A program. Values `0..constants.len()` are its constants, followed by its tensor inputs, its buffers, and the
+/// results of instructions.
 #[derive(Debug, Clone)]
 pub struct Graph {
     /// Constants, in the order of their values.
@@ -204,7 +206,7 @@ impl Graph {
         self.new_values(1)
     }
 
-    /// Returns the first of `n` new values, which follow each other.
+    /// Returns the first of `n` new consecutive values.
     pub fn new_values(&mut self, n: u32) -> Value {
         self.n_values += n;
         Value(self.n_values - n)
@@ -226,7 +228,7 @@ impl Graph {
         }
     }
 
-    /// Adds constants that the init chain computes: the values of `made`, which the main chain made before.
+    /// Moves the instructions `made` to the init chain: their results become constants.
     ///
     /// Constants come first, so all other values are renumbered.
     pub fn make_at_load(&mut self, made: Vec<Instruction>) {

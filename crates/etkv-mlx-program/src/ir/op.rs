@@ -1,15 +1,16 @@
 //! The operations.
 
 use std::ops::RangeInclusive;
+use std::sync::Arc;
 
 use mlx_rs::Dtype;
 
 use smallvec::SmallVec;
 
-use super::{Chain, Function, Int, IntValue, MetalKernel, RecurrentCall, Value};
+use super::{Chain, Expression, Function, Int, IntValue, MetalKernel, RecurrentCall, Value};
 
 /// Element-wise functions of one tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 pub enum Unary {
     Abs,
@@ -50,7 +51,7 @@ pub enum Unary {
 }
 
 /// Element-wise functions of two tensors, which broadcast.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 pub enum Binary {
     Add,
@@ -114,9 +115,9 @@ pub struct Heads {
     pub head_dim: i32,
     /// The heads.
     pub n: i32,
-    /// The boundaries of the pieces of heads: the number of heads before each.
+    /// The boundaries between pieces: the number of heads before each.
     pub at: Vec<i32>,
-    /// How many heads rotate: those of all pieces but the last.
+    /// The number of heads that rotate: those of all pieces except the last.
     pub rotated: i32,
     /// The position of each token.
     pub offsets: Value,
@@ -129,15 +130,15 @@ pub struct Heads {
 /// A chain that runs for each element of an axis.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scan {
-    /// The axis, of all of `originals`.
+    /// The axis of the tensors in `originals`.
     pub axis: i32,
     /// The tensors that are split along the axis.
     pub originals: Vec<Value>,
-    /// The body's value for each: the element of this run.
+    /// The body's value for each of `originals`: the element of this run.
     pub sliced: Vec<Value>,
-    /// The value of each of `inside` in the first run.
+    /// The initial value of each of `inside`.
     pub carried: Vec<Value>,
-    /// The body's values that the previous run has computed.
+    /// The body's values that the previous run computes.
     pub inside: Vec<Value>,
     /// The number of outputs that are stacked. The body's other outputs are the values for the next run.
     pub n_stacked: usize,
@@ -182,8 +183,8 @@ pub enum Op {
         stop: Int,
         step: i32,
     },
-    /// One of the pieces of a Split: `start..stop` of an axis whose size is in `sizes`; otherwise the program
-    /// is inconsistent.
+    /// One of the pieces of a Split: `start..stop` of an axis. The size of the axis must be in `sizes`; otherwise the
+    /// program is inconsistent.
     Piece {
         x: Value,
         axis: i32,
@@ -191,32 +192,45 @@ pub enum Op {
         stop: i32,
         sizes: RangeInclusive<i32>,
     },
-    /// Made by a pass: the pieces of an axis that is split at these places, in order. Results are several
-    /// tensors. The axis has a size in `sizes`, as for `Piece`.
+    /// Created by a pass: the pieces of an axis that is split at these indices, in order. The result is several
+    /// tensors. The size of the axis is in `sizes`, as for `Piece`.
     Split {
         x: Value,
         axis: i32,
         at: Vec<i32>,
         sizes: RangeInclusive<i32>,
     },
-    /// Made by a pass: a reshape, then a transposition. One reshape is enough if the axes of more than one
-    /// element stay in order, such as those of a single token.
+    /// Created by a pass: a reshape, then a transposition. One reshape is enough if the axes of more than one element
+    /// stay in order, as for a single token.
     ReshapeTranspose {
         x: Value,
         shape: Vec<Int>,
         perm: Vec<i32>,
     },
-    /// Made by a pass: a transposition, then a reshape, in the same way.
+    /// Created by a pass: a transposition, then a reshape, in the same way.
     TransposeReshape {
         x: Value,
         perm: Vec<i32>,
         shape: Vec<Int>,
     },
-    /// Made by a pass: a function of `x`, times another tensor if there is one. One kernel launch on a GPU.
+    /// Created by a pass: a function of `x`, times another tensor if there is one. One kernel launch on a GPU.
     Activation {
         function: Unary,
         x: Value,
         by: Option<Value>,
+    },
+    /// Made by a pass: several element-wise operations. One kernel launch on a GPU.
+    Elementwise {
+        expression: Arc<Expression>,
+        inputs: SmallVec<[Value; 4]>,
+    },
+    /// Made by a pass: the RMS norm of `x`, computed in float32, times the weight of each feature, times the
+    /// one element of `scale`, and then rounded to `dtype`. One kernel launch on a GPU.
+    NormInFloat32 {
+        x: Value,
+        norm: Norm,
+        scale: Option<Value>,
+        dtype: Dtype,
     },
     Concatenate {
         tensors: Vec<Value>,
@@ -271,21 +285,21 @@ pub enum Op {
         /// A logit for each head of `q`.
         sinks: Option<Value>,
         out_dtype: Option<Dtype>,
-        /// Made by a pass: only the last query's row is computed.
+        /// Set by a pass: only the last query's row is computed.
         last_query: bool,
     },
     /// A recurrent layer of the cache.
     UpdateRecurrent(Box<RecurrentCall>),
-    /// Made by a pass: `x` times the transpose of a weight `[out, in]`, or times a weight that is
-    /// kept transposed, `[in, out]`.
+    /// Created by a pass: `x` times the transpose of a weight `[out, in]`, or times a weight that is stored
+    /// transposed, `[in, out]`.
     Linear {
         x: Value,
         weight: Value,
         bias: Option<Value>,
         transposed: bool,
     },
-    /// Made by a pass: a `Linear` with the operations around it in a layer. `x` is normalized first if there
-    /// is a norm. If there is a gate, the result is its function of the first half of the features, times the
+    /// Created by a pass: a `Linear` with the operations around it in a layer. `x` is normalized first if there is a
+    /// norm. If there is a gate, its function is applied to the first half of the features, and multiplied by the
     /// second half. Then the `residual` is added. One kernel launch on a GPU for a few rows.
     LinearBlock {
         x: Value,
@@ -296,8 +310,8 @@ pub enum Op {
         gate: Option<Unary>,
         residual: Option<Value>,
     },
-    /// Made by a pass: a `Linear` whose features are heads, and whose rows are normalized first if there is a
-    /// norm. Makes the pieces, `[1, heads, T, head_dim]`. One kernel launch on a GPU for a few rows.
+    /// Created by a pass: a `Linear` whose features are heads. Its input rows are normalized first if there is a
+    /// norm. The results are the pieces, `[1, heads, T, head_dim]`. One kernel launch on a GPU for a few rows.
     LinearHeads {
         x: Value,
         weight: Value,
@@ -306,32 +320,32 @@ pub enum Op {
         norm: Option<Norm>,
         heads: Heads,
     },
-    /// Made by a pass: rows of a weight that is kept transposed.
+    /// Created by a pass: rows of a weight that is stored transposed.
     TakeTransposed {
         x: Value,
         index: Value,
     },
-    /// Made by a pass: the rotary embedding of `x`, `[1, heads, T, head_dim]`, in `dtype`. Token `i` is at
-    /// `offsets[i]`. Element `j` rotates together with `head_dim / 2 + j`, by `1 / periods[j]` a position.
+    /// Created by a pass: the rotary embedding of `x`, `[1, heads, T, head_dim]`, in `dtype`. Token `i` is at
+    /// position `offsets[i]`. Element `j` rotates together with `head_dim / 2 + j`, by `1 / periods[j]` per position.
     Rotary {
         x: Value,
         offsets: Value,
         periods: Value,
         dtype: Dtype,
     },
-    /// Made by a pass: the reciprocal of each element of a constant, in one axis.
+    /// Created by a pass: the reciprocal of each element of a constant, in one axis.
     RotaryPeriods {
         inverse: Value,
     },
-    /// Made by a pass: the last row of the tokens' axis, the second of `x`.
+    /// Created by a pass: the last row of `x` along the axis of tokens, its second axis.
     LastToken {
         x: Value,
     },
-    /// Made by a pass: that row in a run that needs no other logits, and all of `x` in other runs.
+    /// Created by a pass: the same row in a run that needs only the last logits; all of `x` in other runs.
     WantedRows {
         x: Value,
     },
-    /// A function that no pass looks into, of tensors and integers in the order that it documents.
+    /// A function that no pass transforms, with tensors and integers in the order that [`Function`] documents.
     Call {
         function: Function,
         tensors: SmallVec<[Value; 4]>,
@@ -347,7 +361,7 @@ pub enum Op {
     /// A chain that runs for each element of an axis. The results are its outputs, each stacked along that
     /// axis, and then the carried values after the last element.
     Scan(Box<Scan>),
-    /// A Metal kernel, identified by its computation. Results have these shapes; several are several tensors.
+    /// A Metal kernel, identified by its computation. It has one result for each shape.
     MetalKernel {
         kernel: MetalKernel,
         inputs: Vec<Value>,
@@ -369,8 +383,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Calls `visit` with every tensor that the instruction reads. For nested chains, also with those that
-    /// they make.
+    /// Calls `visit` with every tensor that the instruction reads, and with every tensor that nested chains write.
     pub fn for_each_read(&mut self, visit: &mut dyn FnMut(&mut Value)) {
         match self {
             Op::Unary { x, .. }
@@ -407,6 +420,11 @@ impl Op {
             Op::Activation { x, by, .. } => {
                 visit(x);
                 by.iter_mut().for_each(visit);
+            }
+            Op::Elementwise { inputs, .. } => inputs.iter_mut().for_each(visit),
+            Op::NormInFloat32 { x, norm, scale, .. } => {
+                visit(x);
+                norm.weight.iter_mut().chain(scale).for_each(visit);
             }
             Op::Concatenate { tensors, .. } => tensors.iter_mut().for_each(visit),
             Op::MetalKernel { inputs, .. } => inputs.iter_mut().for_each(visit),
@@ -538,7 +556,7 @@ impl Op {
         values
     }
 
-    /// Returns whether another instruction with the same arguments has the same results, and no other effect.
+    /// Returns whether instructions with the same arguments have the same results and no side effects.
     pub fn is_repeatable(&self) -> bool {
         match self {
             op if op.writes_cache() => false,

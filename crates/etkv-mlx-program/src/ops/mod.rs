@@ -9,6 +9,7 @@ pub mod bounds;
 mod by_expert;
 mod calls;
 mod compare;
+mod compiled;
 mod convolution;
 mod create;
 mod elementwise;
@@ -34,6 +35,7 @@ pub mod slots;
 mod views;
 
 use mlx_rs::Array;
+use smallvec::SmallVec;
 
 pub use self::linear::ROWS_THAT_RECUR;
 pub use self::rearrange::note_reduced;
@@ -272,6 +274,16 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<OpResult> {
         Op::Activation { function, x, by } => {
             let by = by.map(|by| frame.tensor(by)).transpose()?;
             activation::run(frame, *function, frame.tensor(*x)?, by)?
+        }
+        Op::Elementwise { expression, inputs } => {
+            let inputs = inputs
+                .iter()
+                .map(|&input| frame.tensor(input))
+                .collect::<Result<SmallVec<[&Array; 4]>>>()?;
+            compiled::run(frame.on_gpu(), expression, &inputs)?
+        }
+        Op::NormInFloat32 { x, norm, scale, dtype } => {
+            norm::run_in_float32(frame, *x, *norm, *scale, *dtype)?
         }
         Op::Concatenate { tensors, axis } => shape::run_concatenate(frame, tensors, *axis)?,
         Op::Take { x, index, axis } => indexing::run_take(frame, *x, *index, *axis)?,

@@ -1,13 +1,15 @@
 //! Normalisation.
 
-use mlx_rs::Array;
+use mlx_rs::{Array, Dtype};
 
 use super::instruction;
 use crate::error::Result;
 use crate::fb;
-use crate::ir::{Instruction, Op, Value};
+use crate::ir::{Instruction, Norm, Op, Value};
 use crate::ops::frame::Frame;
 use crate::ops::slots::Slots;
+use etkv::kernels;
+use etkv::mlx::cast;
 
 pub fn rms_norm(slots: &mut Slots, node: fb::RMSNormNode) -> Result<Instruction> {
     let op = Op::RmsNorm {
@@ -43,4 +45,28 @@ pub fn run_layer_norm(
     let weight = weight.map(|weight| frame.tensor(weight)).transpose()?;
     let bias = bias.map(|bias| frame.tensor(bias)).transpose()?;
     Ok(mlx_rs::fast::layer_norm(frame.tensor(x)?, weight, bias, eps)?)
+}
+
+/// Returns the norm of `x` in float32, times the one element of `scale`, in `dtype`.
+pub fn run_in_float32(
+    frame: &Frame,
+    x: Value,
+    norm: Norm,
+    scale: Option<Value>,
+    dtype: Dtype,
+) -> Result<Array> {
+    let x = frame.tensor(x)?;
+    let [weight, scale] = [norm.weight, scale].map(|value| value.map(|value| frame.tensor(value)));
+    let (weight, scale) = (weight.transpose()?, scale.transpose()?);
+    let call = kernels::Norm { x, weight, scale, eps: norm.eps, dtype };
+    if let Some(out) = kernels::norm(&call)? {
+        return Ok(out);
+    }
+    let weight = weight.map(|weight| cast(weight, Dtype::Float32)).transpose()?;
+    let x = cast(x, Dtype::Float32)?;
+    let normalized = mlx_rs::fast::rms_norm(&x, weight.as_ref(), norm.eps)?;
+    match scale {
+        Some(scale) => cast(&normalized.multiply(scale)?, dtype),
+        None => cast(&normalized, dtype),
+    }
 }

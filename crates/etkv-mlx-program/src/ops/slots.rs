@@ -33,7 +33,7 @@ impl Counts {
         if all > u64::from(MAX_SLOTS) || graph.num_values() > MAX_SLOTS {
             fail!(
                 Program,
-                "the program has {all} tensors and {} values, the most is {MAX_SLOTS}",
+                "the program has {all} tensors and {} values, the maximum is {MAX_SLOTS}",
                 graph.num_values()
             );
         }

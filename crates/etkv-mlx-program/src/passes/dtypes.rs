@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use mlx_rs::Dtype;
+use mlx_rs::{Array, Dtype};
 
 use crate::dtype::{dtype_of, is_float};
 use crate::ir::{Graph, InputSpec, Op, Unary, Value};
@@ -10,11 +10,18 @@ use crate::ir::{Graph, InputSpec, Op, Unary, Value};
 /// Returns the dtypes of the constants and the inputs, and of those results of the main chain whose dtype
 /// follows from theirs.
 pub fn known(graph: &Graph) -> HashMap<Value, Dtype> {
+    with_constants(graph, &[])
+}
+
+/// [`known`], with the dtypes of the loaded constants, which include those that are computed at load.
+pub fn with_constants(graph: &Graph, loaded: &[Option<Array>]) -> HashMap<Value, Dtype> {
     let constants = (0..).map(Value).zip(&graph.constants);
     let mut dtypes: HashMap<Value, Dtype> = constants
         .filter(|(value, _)| !graph.init_targets.contains(value))
         .map(|(value, constant)| (value, constant.dtype))
         .collect();
+    let loaded = (0..).map(Value).zip(loaded);
+    dtypes.extend(loaded.filter_map(|(value, array)| Some((value, array.as_ref()?.dtype()))));
     for input in &graph.inputs {
         if let InputSpec::Tensor { value, scalar_type, .. } = input {
             dtypes.extend(dtype_of(*scalar_type).ok().map(|dtype| (*value, dtype)));
@@ -31,7 +38,9 @@ pub fn known(graph: &Graph) -> HashMap<Value, Dtype> {
 fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
     let of = |value: &Value| dtypes.get(value).copied();
     match op {
-        Op::AsType { dtype, .. } | Op::Rotary { dtype, .. } => Some(*dtype),
+        Op::AsType { dtype, .. } | Op::Rotary { dtype, .. } | Op::NormInFloat32 { dtype, .. } => {
+            Some(*dtype)
+        }
         Op::UpdateAndAttend { out_dtype, .. } => *out_dtype,
         Op::UpdateRecurrent(call) => call.out_dtype,
         Op::Dequantize { dtype, .. } => *dtype,
@@ -74,6 +83,7 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
         }
         Op::QuantizedMatmul { x, scales, .. } => shared([of(x), of(scales)].into_iter()),
         Op::Call { .. }
+        | Op::Elementwise { .. }
         | Op::If { .. }
         | Op::Scan(_)
         | Op::SymSize { .. }

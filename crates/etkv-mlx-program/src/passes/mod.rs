@@ -6,11 +6,13 @@ pub mod by_capacity;
 mod common;
 mod dead;
 mod dtypes;
+mod elementwise;
 mod fold;
 mod heads;
 mod joined;
 mod last_token;
 mod linear;
+mod norms;
 mod positions;
 mod rotary;
 mod rotated;
@@ -26,6 +28,7 @@ use crate::ir::{Graph, Instruction, Op, Out, Value};
 use crate::TARGET;
 use std::collections::HashMap;
 
+use mlx_rs::Array;
 use tracing::{debug, debug_span};
 
 /// The target that the passes prepare a program for.
@@ -113,6 +116,15 @@ pub fn join_layers(graph: &mut Graph) {
     dead::eliminate(graph);
     blocks::join(graph);
     rotated::join(graph);
+}
+
+/// Fuses what remains of the small operations of a program that the interpreter runs on a GPU. `constants` are
+/// the loaded constants. Executors of steps do not know the results of these passes.
+pub fn fuse_launches(graph: &mut Graph, constants: &[Option<Array>]) {
+    let before = graph.main.instructions.len();
+    norms::fuse(graph, constants);
+    elementwise::fuse(graph);
+    debug!(target: TARGET, before, after = graph.main.instructions.len(), "launches are fused");
 }
 
 /// Returns the instruction of the main chain that makes each value.

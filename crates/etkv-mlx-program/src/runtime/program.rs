@@ -117,6 +117,9 @@ impl Program {
             if options.logits == LogitsRows::Proposed && options.passes != Passes::None {
                 passes::leave_out_unwanted_rows(&mut graph);
             }
+            if target.on_gpu && !target.only_needed && executor.is_none() {
+                passes::fuse_launches(&mut graph, &constants);
+            }
             info!(
                 target: TARGET,
                 instructions = graph.main.instructions.len(),

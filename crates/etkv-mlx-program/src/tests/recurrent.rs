@@ -109,8 +109,8 @@ fn nodes_that_lack_what_they_need_are_refused() {
         (Convolution { layer: None, ..GOOD }, "expected a layer_id of UpdateAndConvolve, got none"),
         (Convolution { layer: Some(-1), ..GOOD }, "layer_id of UpdateAndConvolve of at least 0"),
         (Convolution { channels: None, ..GOOD }, "expected a channels of UpdateAndConvolve"),
-        (Convolution { width: Some(65), ..GOOD }, "width is 65, the most is 64"),
-        (Convolution { channels: Some(0), ..GOOD }, "channels is 0, the least is 1"),
+        (Convolution { width: Some(65), ..GOOD }, "width is 65, the maximum is 64"),
+        (Convolution { channels: Some(0), ..GOOD }, "channels is 0, the minimum is 1"),
     ];
     for (of, words) in cases {
         let message = refusal(&payload(of));

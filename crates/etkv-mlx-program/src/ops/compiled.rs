@@ -1,0 +1,240 @@
+//! Element-wise expressions, as one kernel launch on a GPU.
+//!
+//! MLX's `compile` makes one kernel of a function's element-wise operations. The function is traced once for
+//! the dtypes and ranks of its arguments. Later calls compare these and make one node.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+
+use mlx_rs::Array;
+use mlx_sys::{mlx_closure, mlx_vector_array};
+use parking_lot::Mutex;
+
+use super::elementwise::{run_binary, run_unary};
+use crate::error::{fail, Result};
+use crate::ir::{Expression, Node};
+use etkv::mlx::{self, arrays, cast, check, Arrays};
+
+/// The maximum number of expressions that a process compiles. A program has a few.
+const MAX_COMPILED: usize = 256;
+
+/// Returns the result of an expression.
+pub fn run(on_gpu: bool, expression: &Expression, inputs: &[&Array]) -> Result<Array> {
+    // On a CPU MLX would compile with the machine's C++ compiler.
+    if !on_gpu {
+        return separately(expression, inputs);
+    }
+    let compiled = {
+        let mut all = COMPILED.lock();
+        let all = all.get_or_insert_default();
+        match all.get(expression) {
+            Some(compiled) => *compiled,
+            None if all.len() >= MAX_COMPILED => None,
+            None => {
+                let compiled: &'static Compiled = Box::leak(Box::new(Compiled::new(expression)?));
+                *all.entry(expression.clone()).or_insert(Some(compiled))
+            }
+        }
+    };
+    match compiled {
+        Some(compiled) => compiled.call(inputs),
+        None => separately(expression, inputs),
+    }
+}
+
+/// Computes each operation by itself.
+fn separately(expression: &Expression, inputs: &[&Array]) -> Result<Array> {
+    let mut results: Vec<Array> = Vec::with_capacity(expression.nodes.len());
+    for node in &expression.nodes {
+        let result = match *node {
+            Node::Input(index) => match inputs.get(index) {
+                Some(input) => (*input).clone(),
+                None => fail!(Internal, "an expression of {} inputs reads {index}", inputs.len()),
+            },
+            Node::Unary(function, x) => run_unary(function, &results[x])?,
+            Node::Binary(function, a, b) => run_binary(function, &results[a], &results[b])?,
+            Node::AsType(x, dtype) => cast(&results[x], dtype)?,
+        };
+        results.push(result);
+    }
+    match results.pop() {
+        Some(result) => Ok(result),
+        None => fail!(Internal, "an expression without operations"),
+    }
+}
+
+/// The expressions that MLX has compiled. Used under the lock of MLX only.
+static COMPILED: Mutex<Option<HashMap<Expression, Option<&'static Compiled>>>> = Mutex::new(None);
+
+/// An expression compiled by MLX. It lives until the process ends: MLX identifies compiled functions by their
+/// addresses, on each thread that has called them.
+struct Compiled(mlx_closure);
+
+// SAFETY: what the closure reads never changes; it is used under the lock of MLX only, by one thread at a time.
+unsafe impl Send for Compiled {}
+// SAFETY: as above.
+unsafe impl Sync for Compiled {}
+
+impl Compiled {
+    fn new(expression: &Expression) -> Result<Self> {
+        let expression = Box::into_raw(Box::new(expression.clone()));
+        // SAFETY: the expression is never freed; handles are made here, and the result is kept.
+        unsafe {
+            let traced =
+                mlx_sys::mlx_closure_new_func_payload(Some(trace), expression.cast(), None);
+            let mut compiled = mlx_sys::mlx_closure_new();
+            // For any shapes, so that a prompt does not compile again.
+            let status = check(mlx_sys::mlx_compile(&mut compiled, traced, true));
+            mlx_sys::mlx_closure_free(traced);
+            status.map(|()| Self(compiled))
+        }
+    }
+
+    /// Computes the expression. The caller holds the lock of MLX.
+    fn call(&self, inputs: &[&Array]) -> Result<Array> {
+        let (inputs, mut results) = (Arrays::of(inputs.iter().copied()), Arrays::empty());
+        // SAFETY: the lists outlive the call.
+        check(unsafe {
+            mlx_sys::mlx_closure_apply(results.as_raw_mut(), self.0, inputs.as_raw())
+        })?;
+        match <[Array; 1]>::try_from(results.to_vec()?) {
+            Ok([array]) => Ok(array),
+            Err(results) => fail!(Internal, "an expression returns {} arrays", results.len()),
+        }
+    }
+}
+
+/// Computes an expression of placeholders, whose operations MLX records.
+///
+/// The recorded operations keep their stream. So they are recorded on the shared stream, which lives until
+/// the process ends: the stream of an enclosing call may be gone at the next call.
+///
+/// # Safety
+/// Both lists are live, and `expression` is an [`Expression`].
+unsafe extern "C" fn trace(
+    results: *mut mlx_vector_array,
+    inputs: mlx_vector_array,
+    expression: *mut c_void,
+) -> i32 {
+    let traced = || -> Result<Array> {
+        // SAFETY: the caller says so.
+        let (expression, inputs) = unsafe { (&*expression.cast::<Expression>(), arrays(inputs)?) };
+        separately(expression, &inputs.iter().collect::<Vec<_>>())
+    };
+    // A panic must not unwind into MLX.
+    let traced = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| mlx::on_shared(traced)));
+    match traced {
+        // SAFETY: the caller says that the list is live; it takes its own reference.
+        Ok(Ok(array)) => unsafe {
+            let one = [array.as_ptr()];
+            mlx_sys::mlx_vector_array_set_data(results, one.as_ptr(), 1)
+        },
+        _ => 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::Dtype;
+
+    use super::*;
+    use crate::ir::{Binary, Unary};
+    use crate::ops::views::run_split;
+
+    fn activation(function: Unary) -> Expression {
+        let nodes = vec![
+            Node::Input(0),
+            Node::Unary(function, 0),
+            Node::Input(1),
+            Node::Binary(Binary::Multiply, 1, 2),
+        ];
+        Expression { nodes }
+    }
+
+    /// The decay of a recurrent layer: the sum of two tensors of different dtypes and shapes is broadcast.
+    fn decay() -> Expression {
+        let nodes = vec![
+            Node::Input(0),
+            Node::AsType(0, Dtype::Float32),
+            Node::Input(1),
+            Node::Binary(Binary::Add, 1, 2),
+            Node::Input(2),
+            Node::Binary(Binary::LogAddExp, 3, 4),
+            Node::Input(3),
+            Node::Binary(Binary::Multiply, 6, 5),
+        ];
+        Expression { nodes }
+    }
+
+    #[test]
+    fn a_traced_expression_is_the_same() {
+        mlx::run(|| {
+            let x = Array::from_slice(&[-3.0f32, -0.5, 0.0, 0.25, 2.0, 7.0], &[1, 6]);
+            let y = Array::from_slice(&[1.0f32, -2.0, 3.0, 0.5, -0.1, 2.0], &[1, 6]);
+            for dtype in [Dtype::Float32, Dtype::Bfloat16] {
+                let (x, y) = (x.as_dtype(dtype)?, y.as_dtype(dtype)?);
+                for function in [Unary::Silu, Unary::Gelu, Unary::GeluTanh] {
+                    // The function itself: if compiled, it would need a C++ compiler on the CPU.
+                    let mut expression = activation(function);
+                    let (inputs, mut results) = (Arrays::of([&x, &y]), Arrays::empty());
+                    let payload = (&raw mut expression).cast();
+                    // SAFETY: the handle is made and freed here; the lists and the expression outlive the call.
+                    unsafe {
+                        let closure =
+                            mlx_sys::mlx_closure_new_func_payload(Some(trace), payload, None);
+                        let called = mlx_sys::mlx_closure_apply(
+                            results.as_raw_mut(),
+                            closure,
+                            inputs.as_raw(),
+                        );
+                        mlx_sys::mlx_closure_free(closure);
+                        check(called)?;
+                    }
+                    let results = results.to_vec()?;
+                    let expected = run_unary(function, &x)?.multiply(&y)?;
+                    assert_eq!(results[0].dtype(), dtype);
+                    assert!(results[0].eq_values(&expected)?);
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    /// On the CPU MLX would need a C++ compiler.
+    #[test]
+    fn a_compiled_expression_is_the_same_on_a_gpu() {
+        let compare = || {
+            mlx::run(|| {
+                let normal = |shape: &[i32]| mlx_rs::random::normal::<f32>(shape, None, None, None);
+                let vectors = [normal(&[32])?, Array::from_f32(0.0), normal(&[32])?];
+                for n_tokens in [1, 5] {
+                    let parts = run_split(&normal(&[1, n_tokens, 64])?, -1, &[32], &(64..=64))?;
+                    for dtype in [Dtype::Float32, Dtype::Bfloat16] {
+                        let (x, by) = (parts[0].as_dtype(dtype)?, parts[1].as_dtype(dtype)?);
+                        let [bias, zero, rate] = &vectors;
+                        for (expression, inputs, made) in [
+                            (activation(Unary::Silu), &[&x, &by][..], dtype),
+                            (activation(Unary::GeluTanh), &[&x, &by], dtype),
+                            (decay(), &[&x, bias, zero, rate], Dtype::Float32),
+                        ] {
+                            let result = run(true, &expression, inputs)?;
+                            let expected = separately(&expression, inputs)?;
+                            assert_eq!(result.shape(), expected.shape());
+                            assert_eq!(result.dtype(), made);
+                            assert!(result.all_close(&expected, 1e-2, 1e-2, None)?);
+                        }
+                    }
+                }
+                Ok(())
+            })
+            .unwrap();
+        };
+        if mlx::on_gpu().unwrap() {
+            compare();
+            // Each thread traces its own.
+            std::thread::spawn(compare).join().unwrap();
+            compare();
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! Fuses element-wise operations into [expressions](Expression), for programs that the interpreter runs on a
+//! GPU: there each launch costs the host microseconds, more than the work takes on the device.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::{makers, only_readers};
+use crate::ir::{Binary, Expression, Graph, Instruction, Node, Op, Out, Value};
+
+/// The maximum number of tensors that an expression reads, and of operations on the way to each. MLX splits
+/// larger ones.
+const MAX_INPUTS: usize = 8;
+const MAX_DEPTH: usize = 10;
+
+/// Replaces element-wise operations of the main chain, each with those whose results only it reads.
+pub fn fuse(graph: &mut Graph) {
+    let (readers, makers) = (only_readers(graph), makers(graph));
+    let mut instructions: Vec<Option<Instruction>> =
+        std::mem::take(&mut graph.main.instructions).into_iter().map(Some).collect();
+    for index in (0..instructions.len()).rev() {
+        let Some(Instruction { op, out: out @ Out::Tensor(_) }) = &instructions[index] else {
+            continue;
+        };
+        if operands(op).is_none() {
+            continue;
+        }
+        let mut tree = Tree {
+            instructions: &instructions,
+            readers: &readers,
+            makers: &makers,
+            nodes: Vec::new(),
+            inputs: SmallVec::new(),
+            fused: Vec::new(),
+        };
+        if tree.add_operation(index, 1).is_none() || tree.fused.len() < 2 {
+            continue;
+        }
+        let expression = Arc::new(Expression { nodes: tree.nodes });
+        let fused =
+            Instruction { op: Op::Elementwise { expression, inputs: tree.inputs }, out: *out };
+        tree.fused.into_iter().for_each(|index| instructions[index] = None);
+        instructions[index] = Some(fused);
+    }
+    graph.main.instructions = instructions.into_iter().flatten().collect();
+}
+
+/// Returns the tensors that an element-wise operation reads; `None` for another operation.
+fn operands(op: &Op) -> Option<SmallVec<[Value; 2]>> {
+    Some(match *op {
+        Op::Unary { x, .. } | Op::AsType { x, .. } | Op::Activation { x, by: None, .. } => {
+            SmallVec::from_slice(&[x])
+        }
+        Op::Binary { a, b, .. } | Op::Activation { x: a, by: Some(b), .. } => {
+            SmallVec::from_slice(&[a, b])
+        }
+        _ => return None,
+    })
+}
+
+/// An expression that grows from its result towards its inputs.
+struct Tree<'a> {
+    instructions: &'a [Option<Instruction>],
+    readers: &'a HashMap<Value, usize>,
+    makers: &'a HashMap<Value, usize>,
+    nodes: Vec<Node>,
+    inputs: SmallVec<[Value; 4]>,
+    /// The instructions that are part of the expression.
+    fused: Vec<usize>,
+}
+
+impl Tree<'_> {
+    /// Adds the instruction at `index`, at this depth, and returns its node. `None` if it would read too many
+    /// tensors.
+    fn add_operation(&mut self, index: usize, depth: usize) -> Option<usize> {
+        let op = &self.instructions[index].as_ref()?.op;
+        self.fused.push(index);
+        let nodes = operands(op)?
+            .into_iter()
+            .map(|value| self.add_operand(value, depth))
+            .collect::<Option<SmallVec<[usize; 2]>>>()?;
+        Some(match (op, &nodes[..]) {
+            (Op::Unary { function, .. } | Op::Activation { function, .. }, &[x]) => {
+                self.add(Node::Unary(*function, x))
+            }
+            (Op::AsType { dtype, .. }, &[x]) => self.add(Node::AsType(x, *dtype)),
+            (Op::Binary { function, .. }, &[a, b]) => self.add(Node::Binary(*function, a, b)),
+            (Op::Activation { function, .. }, &[x, by]) => {
+                let activated = self.add(Node::Unary(*function, x));
+                self.add(Node::Binary(Binary::Multiply, activated, by))
+            }
+            _ => return None,
+        })
+    }
+
+    /// Adds the node of a value that the expression reads: the operation that makes it, if nothing else reads it.
+    fn add_operand(&mut self, value: Value, depth: usize) -> Option<usize> {
+        let made = self.makers.get(&value).filter(|_| self.readers.contains_key(&value));
+        if let Some(&index) = made.filter(|_| depth < MAX_DEPTH) {
+            let before = (self.nodes.len(), self.inputs.len(), self.fused.len());
+            if let Some(node) = self.add_operation(index, depth + 1) {
+                return Some(node);
+            }
+            self.nodes.truncate(before.0);
+            self.inputs.truncate(before.1);
+            self.fused.truncate(before.2);
+        }
+        let input = match self.inputs.iter().position(|&known| known == value) {
+            Some(input) => input,
+            None if self.inputs.len() >= MAX_INPUTS => return None,
+            None => {
+                self.inputs.push(value);
+                self.inputs.len() - 1
+            }
+        };
+        Some(self.add(Node::Input(input)))
+    }
+
+    fn add(&mut self, node: Node) -> usize {
+        self.nodes.push(node);
+        self.nodes.len() - 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::Dtype;
+
+    use super::*;
+    use crate::ir::{Chain, Unary};
+
+    fn fused(ops: Vec<(Op, u32)>, outputs: &[u32]) -> Vec<Instruction> {
+        let tensor = |value: u32| Out::Tensor(Value(value));
+        let mut graph = Graph {
+            constants: Vec::new(),
+            inputs: Vec::new(),
+            init: Chain::default(),
+            init_targets: Vec::new(),
+            buffers: Vec::new(),
+            main: Chain {
+                instructions: ops
+                    .into_iter()
+                    .map(|(op, out)| Instruction { op, out: tensor(out) })
+                    .collect(),
+                outputs: outputs.iter().copied().map(tensor).collect(),
+            },
+            n_values: 40,
+            n_ints: 0,
+        };
+        fuse(&mut graph);
+        graph.main.instructions
+    }
+
+    fn unary(function: Unary, x: u32) -> Op {
+        Op::Unary { function, x: Value(x) }
+    }
+
+    fn binary(function: Binary, a: u32, b: u32) -> Op {
+        Op::Binary { function, a: Value(a), b: Value(b) }
+    }
+
+    fn as_type(x: u32, dtype: Dtype) -> Op {
+        Op::AsType { x: Value(x), dtype }
+    }
+
+    #[test]
+    fn a_gate_is_one_expression() {
+        // bfloat16(float32(x) * silu(float32(gate)))
+        let made = fused(
+            vec![
+                (as_type(1, Dtype::Float32), 10),
+                (as_type(2, Dtype::Float32), 11),
+                (unary(Unary::Silu, 11), 12),
+                (binary(Binary::Multiply, 10, 12), 13),
+                (as_type(13, Dtype::Bfloat16), 14),
+            ],
+            &[14],
+        );
+        let nodes = vec![
+            Node::Input(0),
+            Node::AsType(0, Dtype::Float32),
+            Node::Input(1),
+            Node::AsType(2, Dtype::Float32),
+            Node::Unary(Unary::Silu, 3),
+            Node::Binary(Binary::Multiply, 1, 4),
+            Node::AsType(5, Dtype::Bfloat16),
+        ];
+        let expression = Arc::new(Expression { nodes });
+        let inputs = SmallVec::from_slice(&[Value(1), Value(2)]);
+        let op = Op::Elementwise { expression, inputs };
+        assert_eq!(made, [Instruction { op, out: Out::Tensor(Value(14)) }]);
+    }
+
+    #[test]
+    fn results_with_other_readers_stay() {
+        let two_readers = vec![
+            (unary(Unary::Exp, 1), 10),
+            (unary(Unary::Neg, 10), 11),
+            (binary(Binary::Add, 10, 11), 12),
+        ];
+        let made = fused(two_readers, &[12]);
+        assert_eq!(made.len(), 2);
+        assert_eq!(made[0].op, unary(Unary::Exp, 1));
+        let Op::Elementwise { expression, inputs } = &made[1].op else { panic!("{made:?}") };
+        assert_eq!(&inputs[..], [Value(10)]);
+        let (x, negative) = (Node::Input(0), Node::Unary(Unary::Neg, 1));
+        assert_eq!(expression.nodes, [x, x, negative, Node::Binary(Binary::Add, 0, 2)]);
+        // An output of the program, and an operation alone.
+        let outputs = vec![(unary(Unary::Exp, 1), 10), (unary(Unary::Neg, 10), 11)];
+        assert_eq!(fused(outputs, &[10, 11]).len(), 2);
+    }
+
+    #[test]
+    fn long_chains_are_several_expressions() {
+        let chain = (10..60).map(|at| (unary(Unary::Sin, at - 1), at)).collect();
+        let made = fused(chain, &[59]);
+        let sizes: Vec<usize> = made
+            .iter()
+            .map(|made| match &made.op {
+                Op::Elementwise { expression, .. } => expression.nodes.len() - 1,
+                _ => 1,
+            })
+            .collect();
+        assert_eq!(sizes, [MAX_DEPTH; 5]);
+    }
+}

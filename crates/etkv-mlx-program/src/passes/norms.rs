@@ -1,0 +1,197 @@
+//! Fuses RMS norms that are computed in float32 with the conversions before and after them, and with a factor,
+//! for programs that the interpreter runs on a GPU: three or four launches become one.
+
+use std::collections::HashMap;
+
+use mlx_rs::{Array, Dtype};
+
+use super::{dead, dtypes, makers, only_readers};
+use crate::ir::{Binary, Graph, Norm, Op, Out, Value};
+
+/// Replaces norms of the main chain. `constants` are the loaded constants.
+pub fn fuse(graph: &mut Graph, constants: &[Option<Array>]) {
+    let finder = Finder {
+        graph,
+        constants,
+        dtypes: dtypes::with_constants(graph, constants),
+        readers: only_readers(graph),
+        makers: makers(graph),
+    };
+    let found: Vec<Found> =
+        (0..graph.main.instructions.len()).filter_map(|index| finder.norm(index)).collect();
+    for Found { at, op } in found {
+        graph.main.instructions[at].op = op;
+    }
+    dead::eliminate(graph);
+}
+
+/// A norm, and the index of the instruction whose result it computes.
+struct Found {
+    at: usize,
+    op: Op,
+}
+
+struct Finder<'a> {
+    graph: &'a Graph,
+    constants: &'a [Option<Array>],
+    dtypes: HashMap<Value, Dtype>,
+    readers: HashMap<Value, usize>,
+    makers: HashMap<Value, usize>,
+}
+
+impl Finder<'_> {
+    fn norm(&self, index: usize) -> Option<Found> {
+        let made = &self.graph.main.instructions[index];
+        let (&Op::RmsNorm { x, weight, eps }, Out::Tensor(out)) = (&made.op, made.out) else {
+            return None;
+        };
+        // If any operand is float32, MLX computes in it.
+        let operands = std::iter::once(x).chain(weight).map(|value| self.dtypes.get(&value));
+        let operands: Vec<Dtype> =
+            operands.collect::<Option<Vec<_>>>()?.into_iter().copied().collect();
+        if !operands.contains(&Dtype::Float32) || !operands.iter().all(|&dtype| is_supported(dtype))
+        {
+            return None;
+        }
+        let source = self.before(x);
+        let (mut at, mut result) = (index, out);
+        let mut scale = None;
+        if let Some((next, value, by)) = self.factor(result) {
+            (at, result, scale) = (next, value, Some(by));
+        }
+        let mut dtype = Dtype::Float32;
+        if let Some((next, to)) = self.conversion(result) {
+            (at, dtype) = (next, to);
+        }
+        let converts = self.dtypes.get(&source) != Some(&Dtype::Float32);
+        if at == index && !converts {
+            return None;
+        }
+        let op = Op::NormInFloat32 { x: source, norm: Norm { weight, eps }, scale, dtype };
+        Some(Found { at, op })
+    }
+
+    /// Returns the value of which `x` is a conversion to float32, or `x`.
+    fn before(&self, x: Value) -> Value {
+        let made = self.makers.get(&x).map(|&index| &self.graph.main.instructions[index].op);
+        match made {
+            Some(&Op::AsType { x: source, dtype: Dtype::Float32 })
+                if self.dtypes.get(&source).is_some_and(|&dtype| is_supported(dtype)) =>
+            {
+                source
+            }
+            _ => x,
+        }
+    }
+
+    /// Returns the only reader of `value`, if it multiplies by a float32 constant of one element: its index, its
+    /// result, and the constant.
+    fn factor(&self, value: Value) -> Option<(usize, Value, Value)> {
+        let &index = self.readers.get(&value)?;
+        let made = &self.graph.main.instructions[index];
+        let (&Op::Binary { function: Binary::Multiply, a, b }, Out::Tensor(out)) =
+            (&made.op, made.out)
+        else {
+            return None;
+        };
+        let by = if a == value { b } else { a };
+        let constant = self.constants.get(by.0 as usize)?.as_ref()?;
+        // One with more axes than the rows would add axes to them.
+        (constant.size() == 1 && constant.ndim() < 2 && constant.dtype() == Dtype::Float32)
+            .then_some((index, out, by))
+    }
+
+    /// Returns the only reader of `value`, if it converts to half precision: its index, and the dtype.
+    fn conversion(&self, value: Value) -> Option<(usize, Dtype)> {
+        let &index = self.readers.get(&value)?;
+        match self.graph.main.instructions[index].op {
+            Op::AsType { dtype, .. } if is_supported(dtype) => Some((index, dtype)),
+            _ => None,
+        }
+    }
+}
+
+fn is_supported(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ir::{Chain, Constant, Instruction};
+
+    /// Constants are 0, the weights of a norm in float32, and 1 and 2, a number and two of them. The values 3 and
+    /// 4 are made in bfloat16 and float32.
+    fn fused(ops: Vec<(Op, u32)>) -> Vec<(Op, u32)> {
+        let constants =
+            [Array::ones::<f32>(&[6]), Array::ones::<f32>(&[]), Array::ones::<f32>(&[2])];
+        let constants: Vec<Option<Array>> =
+            constants.into_iter().map(|constant| Some(constant.unwrap())).collect();
+        let known = |dtype, out| (Op::AsType { x: Value(30), dtype }, out);
+        let made = [known(Dtype::Bfloat16, 3), known(Dtype::Float32, 4)].into_iter().chain(ops);
+        let instructions: Vec<Instruction> =
+            made.map(|(op, out)| Instruction { op, out: Out::Tensor(Value(out)) }).collect();
+        let constant = |array: &Option<Array>| Constant {
+            name: String::new(),
+            shape: array.iter().flat_map(|array| array.shape().to_vec()).collect(),
+            dtype: Dtype::Float32,
+            joined: Vec::new(),
+        };
+        let outputs = instructions.last().map(|made| made.out).into_iter().collect();
+        let mut graph = Graph {
+            constants: constants.iter().map(constant).collect(),
+            inputs: Vec::new(),
+            init: Chain::default(),
+            init_targets: vec![Value(0)],
+            buffers: Vec::new(),
+            main: Chain { instructions, outputs },
+            n_values: 40,
+            n_ints: 0,
+        };
+        fuse(&mut graph, &constants);
+        let out = |out: Out| out.tensors().next().map_or(0, |value| value.0);
+        let left = graph.main.instructions.into_iter().map(|made| (made.op, out(made.out)));
+        left.filter(|(_, out)| *out > 4).collect()
+    }
+
+    fn norm(x: u32, weight: Option<u32>, out: u32) -> (Op, u32) {
+        (Op::RmsNorm { x: Value(x), weight: weight.map(Value), eps: 1e-6 }, out)
+    }
+
+    fn as_type(x: u32, dtype: Dtype, out: u32) -> (Op, u32) {
+        (Op::AsType { x: Value(x), dtype }, out)
+    }
+
+    fn times(a: u32, b: u32, out: u32) -> (Op, u32) {
+        (Op::Binary { function: Binary::Multiply, a: Value(a), b: Value(b) }, out)
+    }
+
+    fn whole(x: u32, weight: Option<u32>, scale: Option<u32>, dtype: Dtype, out: u32) -> (Op, u32) {
+        let norm = Norm { weight: weight.map(Value), eps: 1e-6 };
+        (Op::NormInFloat32 { x: Value(x), norm, scale: scale.map(Value), dtype }, out)
+    }
+
+    #[test]
+    fn conversions_and_a_factor_are_part_of_the_norm() {
+        let bf16 = Dtype::Bfloat16;
+        let made = fused(vec![norm(3, Some(0), 5), as_type(5, bf16, 6)]);
+        assert_eq!(made, [whole(3, Some(0), None, bf16, 6)]);
+        let ops = vec![as_type(3, Dtype::Float32, 5), norm(5, None, 6), times(6, 1, 7)];
+        assert_eq!(fused(ops), [whole(3, None, Some(1), Dtype::Float32, 7)]);
+        let ops = vec![norm(4, None, 5), times(1, 5, 6), as_type(6, bf16, 7)];
+        assert_eq!(fused(ops), [whole(4, None, Some(1), bf16, 7)]);
+    }
+
+    #[test]
+    fn other_norms_stay() {
+        // In bfloat16; in float32 from end to end; of unknown dtype.
+        for ops in [vec![norm(3, None, 5)], vec![norm(4, Some(0), 5)], vec![norm(20, Some(0), 5)]] {
+            assert_eq!(fused(ops.clone()), ops);
+        }
+        // A factor for each feature, and a result that something else reads too.
+        let made = fused(vec![norm(4, None, 5), times(5, 2, 6), as_type(6, Dtype::Float16, 7)]);
+        assert_eq!(made.len(), 3);
+        let made = fused(vec![norm(4, None, 5), as_type(5, Dtype::Float16, 6), times(6, 5, 7)]);
+        assert_eq!(made.len(), 3);
+    }
+}
