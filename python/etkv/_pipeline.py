@@ -39,7 +39,7 @@ def checked(path: Path) -> Any:
         if growth > MAX:
             raise EtkvError(
                 f"the tokenizer {path} cannot be used: its {part} makes a text up to {growth:.3g} times as long, the "
-                f"most is {MAX:.0f}"
+                f"maximum is {MAX:.0f}"
             )
     return contents
 

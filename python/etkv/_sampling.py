@@ -35,9 +35,9 @@ class Sampling:
     def __post_init__(self) -> None:
         # A NaN fails every comparison, so each of these conditions refuses NaN.
         if not self.temperature >= 0:
-            raise EtkvError(f"temperature is {self.temperature}, the least is 0")
+            raise EtkvError(f"temperature is {self.temperature}, the minimum is 0")
         if not 0 <= self.top_k <= INT32_MAX:
-            raise EtkvError(f"top_k is {self.top_k}, the least is 0")
+            raise EtkvError(f"top_k is {self.top_k}, the minimum is 0")
         if not 0 < self.top_p <= 1:
             raise EtkvError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
         if not 0 <= self.min_p <= 1:
@@ -45,7 +45,7 @@ class Sampling:
         if not 0 < self.repetition_penalty < math.inf:
             raise EtkvError(f"repetition_penalty is {self.repetition_penalty}, expected more than 0")
         if self.seed is not None and self.seed < 0:
-            raise EtkvError(f"seed is {self.seed}, the least is 0")
+            raise EtkvError(f"seed is {self.seed}, the minimum is 0")
 
     def raw(self) -> Any:
         """Return an ``etkv_sampling*``. Its pointers are valid as long as this object lives."""

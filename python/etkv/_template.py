@@ -58,7 +58,7 @@ def checked(source: str) -> Template:
     that does not parse.
     """
     if len(source) > _MAX_SOURCE:
-        raise EtkvError(f"it has {len(source)} characters, the most is {_MAX_SOURCE}")
+        raise EtkvError(f"it has {len(source)} characters, the maximum is {_MAX_SOURCE}")
     from transformers.utils import chat_template_utils
 
     tree = chat_template_utils._compile_jinja_template("").environment.parse(source)
@@ -72,12 +72,12 @@ def _check(tree: nodes.Template) -> None:
 
     parts = list(tree.find_all(nodes.Node))
     if len(parts) > _MAX_NODES:
-        raise EtkvError(f"it has {len(parts)} parts, the most is {_MAX_NODES}")
+        raise EtkvError(f"it has {len(parts)} parts, the maximum is {_MAX_NODES}")
     for node in parts:
         if isinstance(node, (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
             raise EtkvError("it reads other templates")
         if isinstance(node, (nodes.Macro, nodes.Name)) and len(node.name) > _MAX_NAME:
-            raise EtkvError(f"it has a name of {len(node.name)} characters, the most is {_MAX_NAME}")
+            raise EtkvError(f"it has a name of {len(node.name)} characters, the maximum is {_MAX_NAME}")
 
     def nested(node: nodes.Node) -> int:
         inner = max(map(nested, node.iter_child_nodes()), default=0)

@@ -88,7 +88,7 @@ def _budget() -> _Budget:
 def _text(length: int) -> None:
     """Charge the units of a text before it is created."""
     if length > _MAX_TEXT:
-        raise EtkvError(f"it makes a text of {length} characters, the most is {_MAX_TEXT}")
+        raise EtkvError(f"it makes a text of {length} characters, the maximum is {_MAX_TEXT}")
     _budget().take(length)
 
 
@@ -144,7 +144,7 @@ def _listed(value: Any) -> Any:
 def _number(bits: int) -> None:
     _budget().take(bits)
     if bits > _MAX_BITS:
-        raise EtkvError(f"it makes a number of {bits} bits, the most is {_MAX_BITS}")
+        raise EtkvError(f"it makes a number of {bits} bits, the maximum is {_MAX_BITS}")
 
 
 # ---- Functions that a checked template calls ---------------------------------
@@ -350,7 +350,7 @@ def _grown(name: str, value: Any, arguments: list[Any], sizes: list[int], *, is_
     if name == "sum" and any(not isinstance(argument, (int, float, str)) for argument in arguments[1:]):
         raise EtkvError("the filter sum begins with a number")
     if any(isinstance(argument, str) and len(argument) > _MAX_NAME for argument in arguments) and name in _BY_NAME:
-        raise EtkvError(f"the filter {name} takes a name of {longest} characters, the most is {_MAX_NAME}")
+        raise EtkvError(f"the filter {name} takes a name of {longest} characters, the maximum is {_MAX_NAME}")
 
 
 _FROM_THE_END = {"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim"}
@@ -424,7 +424,9 @@ def called(environment: Environment) -> Callable[..., Any]:
         elif isinstance(bound, (list, tuple)):
             _whole(bound)
         elif name == "strftime_now" and args and len(str(args[0])) > _MAX_NAME:
-            raise EtkvError(f"strftime_now takes a format of {len(str(args[0]))} characters, the most is {_MAX_NAME}")
+            raise EtkvError(
+                f"strftime_now takes a format of {len(str(args[0]))} characters, the maximum is {_MAX_NAME}"
+            )
         result = inner(context, function, *args, **named)
         _result(result)
         return result

@@ -589,7 +589,7 @@ def _raw_checkpoints(checkpoints: int | None) -> int:
         return 0
     number = int32(checkpoints, "checkpoints")
     if number < 0:
-        raise EtkvError(f"checkpoints is {number}, the least is 0")
+        raise EtkvError(f"checkpoints is {number}, the minimum is 0")
     return number or -1
 
 

@@ -98,7 +98,7 @@ def generate_tokens(
         raise EtkvError("prompt is empty, expected at least one token")
     max_tokens = int32(max_tokens, "max_tokens")
     if max_tokens < 0:
-        raise EtkvError(f"max_tokens is {max_tokens}, the least is 0")
+        raise EtkvError(f"max_tokens is {max_tokens}, the minimum is 0")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {}, seed)
     if sequence and not isinstance(program.cache, SeqCache):
         raise EtkvError(f"sequence is {sequence}, but the cache has one sequence only: use a SeqSession")

@@ -306,7 +306,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[str]:
     """Return the lines that the command prints. Raises :class:`EtkvError` for a wrong option or file."""
     if options.capacity is not None and options.capacity < 1:
-        raise EtkvError(f"capacity is {options.capacity}, the least is 1")
+        raise EtkvError(f"capacity is {options.capacity}, the minimum is 1")
     contents = report(options.program, capacity=options.capacity, formats=tuple(options.format or DEFAULT_FORMATS))
     if options.json:
         return [json.dumps(contents, indent=2)]

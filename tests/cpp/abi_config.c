@@ -18,7 +18,7 @@ static void fields(void) {
     CHECK_NO_SESSION(BACKEND, KIND, &s.config, INVALID, words); \
   } while (0)
 
-  CHECK_FIELD(config.capacity, 0, "capacity is 0, the least is 1");
+  CHECK_FIELD(config.capacity, 0, "capacity is 0, the minimum is 1");
   CHECK_FIELD(config.capacity, INT32_MIN, "capacity is -2147483648");
   CHECK_FIELD(config.min_chunk, -3, "min_chunk is -3");
   CHECK_FIELD(config.max_step_tokens, -2, "max_step_tokens is -2");
@@ -153,7 +153,7 @@ static void chunks(void) {
       KIND,
       &s.config,
       INVALID,
-      "layer 1: chunk is -3, the least is 1");
+      "layer 1: chunk is -3, the minimum is 1");
   s.layers[1].chunk = 4;
   s.layers[1].window = 4;
   CHECK_NO_SESSION(BACKEND, KIND, &s.config, INVALID, "layer 1: chunk is 4");

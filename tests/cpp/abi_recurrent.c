@@ -55,10 +55,11 @@ static void fields(void) {
   } while (0)
 #define CHECK_CONFIG(field, value, words) \
   CHECK_FIELD(attention.config.field, value, words)
-  CHECK_CONFIG(anchors, -1, "anchors is -1, the least is 1");
-  CHECK_CONFIG(anchors, 65, "anchors is 65, the most is 64");
-  CHECK_CONFIG(checkpoints, -2, "checkpoints is -2, the least is -1, for none");
-  CHECK_CONFIG(checkpoints, 257, "checkpoints is 257, the most is 256");
+  CHECK_CONFIG(anchors, -1, "anchors is -1, the minimum is 1");
+  CHECK_CONFIG(anchors, 65, "anchors is 65, the maximum is 64");
+  CHECK_CONFIG(
+      checkpoints, -2, "checkpoints is -2, the minimum is -1, for none");
+  CHECK_CONFIG(checkpoints, 257, "checkpoints is 257, the maximum is 256");
   CHECK_CONFIG(recurrent_layers, NULL, "recurrent_layers is NULL");
   CHECK_CONFIG(n_recurrent_layers, SIZE_MAX, "n_recurrent_layers is");
   CHECK_CONFIG(struct_size, 64, "config.struct_size is 64");
@@ -66,8 +67,8 @@ static void fields(void) {
   CHECK_FIELD(layers[0].kind, 0, "recurrent layer 0: kind is 0");
   CHECK_FIELD(layers[1].kind, 3, "recurrent layer 1: kind is 3");
   CHECK_FIELD(layers[0].channels, 0, "recurrent layer 0: channels is 0");
-  CHECK_FIELD(layers[0].width, 0, "width is 0, the least is 1");
-  CHECK_FIELD(layers[0].width, 65, "width is 65, the most is 64");
+  CHECK_FIELD(layers[0].width, 0, "width is 0, the minimum is 1");
+  CHECK_FIELD(layers[0].width, 65, "width is 65, the maximum is 64");
   CHECK_FIELD(layers[0].k_heads, 1, "k_heads is 1, expected 0");
   CHECK_FIELD(layers[0].channel_decay, 1, "expected 0 for a convolution");
   CHECK_FIELD(layers[1].channels, 7, "channels is 7, expected 0");

@@ -331,7 +331,7 @@ void refusals() {
   refused({{text(65), 0}}, options(), ETKV_ERROR_CAPACITY, "65 tokens");
   auto how = options();
   how.max_tokens = -1;
-  refused({{{1}, 0}}, how, invalid, "max_tokens is -1, the least is 0");
+  refused({{{1}, 0}}, how, invalid, "max_tokens is -1, the minimum is 0");
   how = options();
   how.sampling.top_p = 1.5F;
   refused({{{1}, 0}}, how, invalid, "top_p is 1.5");

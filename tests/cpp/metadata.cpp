@@ -231,7 +231,7 @@ void of_recurrent_layers() {
   CHECK_REFUSED(
       make_tree_session(kCPUBackend, config),
       ETKV_ERROR_INVALID_ARGUMENT,
-      "anchors is 65, the most is 64");
+      "anchors is 65, the maximum is 64");
 
   // Attention layers are not needed.
   auto facts = recurrent();

@@ -116,7 +116,7 @@ static void test_kept_log(etkv_cache* cache) {
   CHECK_REFUSED(
       etkv_log_keep("debug", 0, error),
       ETKV_ERROR_INVALID_ARGUMENT,
-      "most is 0, the least is 1");
+      "most is 0, the minimum is 1");
   CHECK_REFUSED(
       etkv_log_keep("etkv=loud", 2, error),
       ETKV_ERROR_INVALID_ARGUMENT,

@@ -210,13 +210,13 @@ def test_paths_that_are_not_text_are_refused(llama):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"max_tokens": -1}, "max_tokens is -1, the least is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1, the minimum is 0"),
         ({"max_tokens": 1.5}, "max_tokens is 1.5, expected an integer"),
-        ({"temperature": -0.5}, "temperature is -0.5, the least is 0"),
-        ({"temperature": float("nan")}, "temperature is nan, the least is 0"),
-        ({"seed": -1}, "seed is -1, the least is 0"),
+        ({"temperature": -0.5}, "temperature is -0.5, the minimum is 0"),
+        ({"temperature": float("nan")}, "temperature is nan, the minimum is 0"),
+        ({"seed": -1}, "seed is -1, the minimum is 0"),
         ({"top_p": 0}, "top_p is 0, expected more than 0 and at most 1"),
-        ({"top_k": -2}, "top_k is -2, the least is 0"),
+        ({"top_k": -2}, "top_k is -2, the minimum is 0"),
         ({"min_p": 2}, "min_p is 2, expected 0 to 1"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0, expected more than 0"),
         ({"sequence": 3}, "sequence is 3, but the cache has one sequence only: use a SeqSession"),
@@ -330,7 +330,7 @@ def test_the_tokenizers_eos_token_ids_end_answers_of_programs_without_any(loaded
 
 
 def test_arguments_are_refused_before_the_first_response(loaded, tokenizer):
-    with pytest.raises(etkv.EtkvError, match="temperature is -1, the least is 0"):
+    with pytest.raises(etkv.EtkvError, match="temperature is -1, the minimum is 0"):
         etkv.stream_generate(loaded, tokenizer, "Hi", temperature=-1)
 
 
@@ -556,4 +556,4 @@ def test_a_capacity_of_0_is_refused(llama, capsys):
     from etkv.__main__ import main
 
     assert main(["generate", str(llama.path), "Hi", "--capacity", "0"]) == 2
-    assert "capacity is 0, the least is 1" in capsys.readouterr().err
+    assert "capacity is 0, the minimum is 1" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def written(folder, changes: dict):
 @pytest.mark.parametrize("name", GROWING)
 def test_steps_that_multiply_are_refused(tmp_path, name):
     folder = written(tmp_path / "model", GROWING[name])
-    with pytest.raises(EtkvError, match="times as long, the most is 1024") as told:
+    with pytest.raises(EtkvError, match="times as long, the maximum is 1024") as told:
         Tokenizer.from_pretrained(folder)
     with pytest.raises(EtkvError, match="times as long"):
         Tokenizer.from_file(folder / "tokenizer.json")

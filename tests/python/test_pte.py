@@ -82,7 +82,7 @@ def test_wrong_use(program, tmp_path, capsys):
     assert capsys.readouterr().err.splitlines() == [
         f"error: {file} cannot be read: No such file or directory",
         f"error: {file} is not an ExecuTorch program",
-        "error: capacity is 0, the least is 1",
+        "error: capacity is 0, the minimum is 1",
         "error: the following arguments are required: MODEL.pte",
         "error: argument COMMAND: invalid choice: 'what' (choose from 'inspect', 'generate', 'export')",
     ]

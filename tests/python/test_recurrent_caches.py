@@ -113,12 +113,12 @@ def test_a_model_without_attention(session_class, backend):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"anchors": -1}, "anchors is -1, the least is 1"),
-        ({"anchors": 65}, "anchors is 65, the most is 64"),
-        ({"checkpoints": -1}, "checkpoints is -1, the least is 0"),
-        ({"checkpoints": 257}, "checkpoints is 257, the most is 256"),
-        ({"recurrent_layers": [Convolution(0, 4)]}, "recurrent layer 0: channels is 0, the least is 1"),
-        ({"recurrent_layers": [CONVOLUTION, Convolution(8, 65)]}, "recurrent layer 1: width is 65, the most is 64"),
+        ({"anchors": -1}, "anchors is -1, the minimum is 1"),
+        ({"anchors": 65}, "anchors is 65, the maximum is 64"),
+        ({"checkpoints": -1}, "checkpoints is -1, the minimum is 0"),
+        ({"checkpoints": 257}, "checkpoints is 257, the maximum is 256"),
+        ({"recurrent_layers": [Convolution(0, 4)]}, "recurrent layer 0: channels is 0, the minimum is 1"),
+        ({"recurrent_layers": [CONVOLUTION, Convolution(8, 65)]}, "recurrent layer 1: width is 65, the maximum is 64"),
         ({"recurrent_layers": [Recurrence(3, 4, 16, 24)]}, "multiple of k_heads, got 4 and 3"),
         ({"recurrent_layers": [Recurrence(1, 1, 2**31 - 1, 2)]}, "is too large"),
         ({"recurrent_layers": [RecurrentLayer("convolution", 8, 4, heads=2)]}, "heads is 2, expected 0 for a convolut"),
@@ -129,7 +129,7 @@ def test_limits(changes, message):
     for make in (DecodeSession, SeqSession, lambda wrong: etkv.estimate(wrong, 0)):
         with pytest.raises(etkv.EtkvError, match=re.escape(message)) as caught:
             make(config(**changes))
-        if "-1, the least is 0" not in message:
+        if "-1, the minimum is 0" not in message:
             assert caught.value.status is etkv.Status.INVALID_ARGUMENT
 
 

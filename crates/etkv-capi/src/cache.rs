@@ -79,7 +79,7 @@ pub unsafe extern "C" fn etkv_cache_can_extend(
             let fits = out(fits, "fits")?;
             let cache = handle::look_up(cache, "cache")?;
             if n < 0 {
-                fail!(InvalidArgument, "n is {n}, the least is 0");
+                fail!(InvalidArgument, "n is {n}, the minimum is 0");
             }
             fits.write(cache.cache.lock()?.can_extend(n));
             Ok(())

@@ -91,7 +91,7 @@ pub unsafe extern "C" fn etkv_format_row_bytes(
             let bytes = out(bytes, "bytes")?;
             let format: KvFormat = text(format, "format")?.parse()?;
             if head_dim < 1 {
-                fail!(InvalidArgument, "head_dim is {head_dim}, the least is 1");
+                fail!(InvalidArgument, "head_dim is {head_dim}, the minimum is 1");
             }
             format.check(head_dim)?;
             bytes.write(format.row_bytes(head_dim as usize) as u64);
@@ -167,7 +167,7 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
         if config.quantized_kv_start < 0 {
             fail!(
                 InvalidArgument,
-                "quantized_kv_start is {}, the least is 0, for never",
+                "quantized_kv_start is {}, the minimum is 0, for never",
                 config.quantized_kv_start
             );
         }
@@ -237,7 +237,7 @@ unsafe fn raw_list<T: Copy>(
     const MAX_LAYERS: usize = 65_536;
     let [list, one] = names;
     if n > MAX_LAYERS {
-        fail!(InvalidArgument, "n_{list} is {n}, the most is {MAX_LAYERS}");
+        fail!(InvalidArgument, "n_{list} is {n}, the maximum is {MAX_LAYERS}");
     }
     if n == 0 {
         return Ok(Vec::new());
@@ -318,7 +318,7 @@ fn checkpoints(checkpoints: i32) -> Result<i32> {
         1.. => Ok(checkpoints),
         _ => fail!(
             InvalidArgument,
-            "checkpoints is {checkpoints}, the least is {NO_CHECKPOINTS}, for none"
+            "checkpoints is {checkpoints}, the minimum is {NO_CHECKPOINTS}, for none"
         ),
     }
 }
@@ -333,7 +333,7 @@ fn read_layer(layer: &etkv_layer_config) -> Result<LayerConfig> {
             layer.chunk
         ),
         (0, sinks) => fail!(InvalidArgument, "sinks is {sinks}, for a layer without a window"),
-        (window, _) if window < 0 => fail!(InvalidArgument, "window is {window}, the least is 0"),
+        (window, _) if window < 0 => fail!(InvalidArgument, "window is {window}, the minimum is 0"),
         (window, sinks) => LayerPolicy::Window { window, sinks },
     };
     dtype(layer)?;

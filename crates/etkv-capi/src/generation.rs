@@ -277,7 +277,7 @@ mod inner {
             options: &etkv_generation_options,
         ) -> Result<Self> {
             let Ok(max_tokens) = usize::try_from(options.max_tokens) else {
-                fail!(InvalidArgument, "max_tokens is {}, the least is 0", options.max_tokens);
+                fail!(InvalidArgument, "max_tokens is {}, the minimum is 0", options.max_tokens);
             };
             let mut made = GenerationOptions::default();
             (made.sampling, made.stop, made.max_tokens) = (sampling, stop, max_tokens);

@@ -99,7 +99,7 @@ pub unsafe extern "C" fn etkv_log_keep(
     unsafe {
         boundary(error, || {
             if most == 0 {
-                fail!(InvalidArgument, "most is 0, the least is 1");
+                fail!(InvalidArgument, "most is 0, the minimum is 1");
             }
             let filter = if filter.is_null() { "info" } else { text(filter, "filter")? };
             listen(filter, Listener::Keep(most))

@@ -51,7 +51,7 @@ pub(crate) unsafe fn read_sampling(sampling: *const etkv_sampling) -> Result<Sam
     let count = |given: i32, name: &str| -> Result<usize> {
         match usize::try_from(given) {
             Ok(count) => Ok(count),
-            Err(_) => fail!(InvalidArgument, "{name} is {given}, the least is 0"),
+            Err(_) => fail!(InvalidArgument, "{name} is {given}, the minimum is 0"),
         }
     };
     let sampling = Sampling {

@@ -310,14 +310,14 @@ fn validate_layer(layer: &LayerConfig) -> Result<()> {
 
 fn at_most(most: i32, name: &str, value: i32) -> Result<()> {
     if value > most {
-        fail!(InvalidArgument, "{name} is {value}, the most is {most}");
+        fail!(InvalidArgument, "{name} is {value}, the maximum is {most}");
     }
     Ok(())
 }
 
 fn at_least(least: i32, name: &str, value: i32) -> Result<()> {
     if value < least {
-        fail!(InvalidArgument, "{name} is {value}, the least is {least}");
+        fail!(InvalidArgument, "{name} is {value}, the minimum is {least}");
     }
     Ok(())
 }
@@ -464,24 +464,24 @@ mod tests {
             change(&mut config);
             config.validate().unwrap_err().to_string()
         };
-        assert_eq!(message(|c| c.capacity = 0), "capacity is 0, the least is 1");
-        assert_eq!(message(|c| c.max_step_tokens = 0), "max_step_tokens is 0, the least is 1");
+        assert_eq!(message(|c| c.capacity = 0), "capacity is 0, the minimum is 1");
+        assert_eq!(message(|c| c.max_step_tokens = 0), "max_step_tokens is 0, the minimum is 1");
         assert_eq!(
             message(|c| c.growth = Growth::Doubling { first: -1 }),
-            "min_chunk is -1, the least is 1"
+            "min_chunk is -1, the minimum is 1"
         );
         assert_eq!(message(|c| c.layers.clear()), "a cache needs at least 1 layer");
         assert_eq!(
             message(|c| c.layers[1].v_head_dim = 0),
-            "layer 1: v_head_dim is 0, the least is 1"
+            "layer 1: v_head_dim is 0, the minimum is 1"
         );
         assert_eq!(
             message(|c| c.layers[1] = windowed(0, 0)),
-            "layer 1: window is 0, the least is 1"
+            "layer 1: window is 0, the minimum is 1"
         );
         assert_eq!(
             message(|c| c.layers[0] = windowed(9, -1)),
-            "layer 0: sinks is -1, the least is 0"
+            "layer 0: sinks is -1, the minimum is 0"
         );
         assert_eq!(
             message(|c| c.k_format = KvFormat::Affine { bits: 4, group: 128 }),

@@ -43,7 +43,7 @@ impl RecurrentLayer {
     /// [`InvalidArgument`](crate::Status::InvalidArgument), with the name of the field.
     pub fn validate(&self) -> Result<()> {
         let at_least_1 = |name: &str, value: i32| match value {
-            ..=0 => fail!(InvalidArgument, "{name} is {value}, the least is 1"),
+            ..=0 => fail!(InvalidArgument, "{name} is {value}, the minimum is 1"),
             _ => Ok(()),
         };
         match *self {
@@ -51,7 +51,7 @@ impl RecurrentLayer {
                 at_least_1("channels", channels)?;
                 at_least_1("width", width)?;
                 if width > BLOCK {
-                    fail!(InvalidArgument, "width is {width}, the most is {BLOCK}");
+                    fail!(InvalidArgument, "width is {width}, the maximum is {BLOCK}");
                 }
             }
             Self::Recurrence { k_heads, heads, k_dim, v_dim, .. } => {
@@ -138,8 +138,8 @@ mod tests {
         let message = |layer: RecurrentLayer| layer.validate().unwrap_err().to_string();
         let convolution = |channels, width| RecurrentLayer::Convolution { channels, width };
         assert!(convolution(8, 4).validate().is_ok());
-        assert_eq!(message(convolution(0, 4)), "channels is 0, the least is 1");
-        assert_eq!(message(convolution(8, 65)), "width is 65, the most is 64");
+        assert_eq!(message(convolution(0, 4)), "channels is 0, the minimum is 1");
+        assert_eq!(message(convolution(8, 65)), "width is 65, the maximum is 64");
         let recurrence = |k_heads, heads, k_dim| RecurrentLayer::Recurrence {
             k_heads,
             heads,

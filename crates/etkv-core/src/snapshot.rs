@@ -412,7 +412,7 @@ impl Snapshot {
             let Self { capacity, max_step_tokens, .. } = self;
             fail!(
                 File,
-                "the file has capacity {capacity} and max_step_tokens {max_step_tokens}, the least \
+                "the file has capacity {capacity} and max_step_tokens {max_step_tokens}, the minimum \
                  is 1"
             );
         }

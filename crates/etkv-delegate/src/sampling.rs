@@ -75,7 +75,7 @@ impl Sampling {
         }
         for (id, bias) in &self.logit_bias {
             if *id < 0 {
-                fail!(InvalidArgument, "logit_bias names token {id}, the least is 0");
+                fail!(InvalidArgument, "logit_bias names token {id}, the minimum is 0");
             }
             if bias.is_nan() || *bias == f32::INFINITY {
                 fail!(InvalidArgument, "the logit_bias of token {id} is {bias}, expected a number");

@@ -153,7 +153,7 @@ impl Header {
         if length > MAX_HEADER {
             fail!(
                 File,
-                "the cache's sequences need a header of {length} bytes, the most is \
+                "the cache's sequences need a header of {length} bytes, the maximum is \
                  {MAX_HEADER}; compact the cache first"
             );
         }

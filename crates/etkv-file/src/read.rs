@@ -133,7 +133,7 @@ impl Source {
     /// Returns the header, including its length field.
     fn header(&mut self) -> Result<Vec<u8>> {
         if self.len < 8 {
-            fail!(File, "the file has {} bytes, the least is 8", self.len);
+            fail!(File, "the file has {} bytes, the minimum is 8", self.len);
         }
         let mut length = [0; 8];
         self.read(&mut length)?;
@@ -142,7 +142,7 @@ impl Source {
         if n > most {
             fail!(
                 File,
-                "the header has {n} bytes, the most is {most} in a file of {} bytes",
+                "the header has {n} bytes, the maximum is {most} in a file of {} bytes",
                 self.len
             );
         }

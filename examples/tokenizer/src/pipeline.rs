@@ -42,7 +42,7 @@ pub fn check(path: &Path) -> Result<(), String> {
         let growth = growth(&part.unwrap_or_default());
         if growth > MAX {
             return Err(format!(
-                "its {name} makes a text up to {growth:.0} times as long, the most is {MAX}"
+                "its {name} makes a text up to {growth:.0} times as long, the maximum is {MAX}"
             ));
         }
     }
@@ -163,7 +163,7 @@ mod tests {
         let told = check(&path).unwrap_err();
         assert_eq!(
             told,
-            "its normalizer makes a text up to 1099511627776 times as long, the most is 1024"
+            "its normalizer makes a text up to 1099511627776 times as long, the maximum is 1024"
         );
         std::fs::write(&path, "no JSON").unwrap();
         check(&path).unwrap();

@@ -34,5 +34,5 @@ def integer(name: str, value: Any) -> int:
 
 def check_range(name: str, value: int, least: int, most: int = 2**31 - 1) -> None:
     if not least <= value <= most:
-        limit = f"least is {least}" if value < least else f"most is {most}"
+        limit = f"minimum is {least}" if value < least else f"maximum is {most}"
         raise invalid(f"{name} is {value}, the {limit}")

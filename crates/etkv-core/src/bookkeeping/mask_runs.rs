@@ -155,7 +155,7 @@ pub(crate) fn mask_len(n_tokens: usize, width: usize) -> Result<usize> {
         _ => fail!(
             Capacity,
             "a step of {n_tokens} tokens that reads {width} slots takes a mask of \
-             {n_tokens} x {width} elements, the most is {MAX_MASK}: take fewer tokens at a time"
+             {n_tokens} x {width} elements, the maximum is {MAX_MASK}: take fewer tokens at a time"
         ),
     }
 }

@@ -223,7 +223,7 @@ pub fn is_namespace(value: &Value) -> bool {
 }
 
 pub fn too_long(bytes: u64) -> Error {
-    refusal(format!("it makes a text of {bytes} bytes, the most is {MAX_TEXT}"))
+    refusal(format!("it makes a text of {bytes} bytes, the maximum is {MAX_TEXT}"))
 }
 
 fn too_deep() -> Error {

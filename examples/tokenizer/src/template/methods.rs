@@ -328,7 +328,7 @@ const MAX_WIDTH: i64 = 1 << 20;
 /// Returns the number of characters to pad `text` with, to reach `width`.
 fn padding(text: &str, width: i64) -> Result<usize, Error> {
     if width > MAX_WIDTH {
-        return refused(format!("the width is {width}, the most is {MAX_WIDTH}"));
+        return refused(format!("the width is {width}, the maximum is {MAX_WIDTH}"));
     }
     Ok(usize::try_from(width).unwrap_or(0).saturating_sub(text.chars().count()))
 }

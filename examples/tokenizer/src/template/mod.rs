@@ -91,7 +91,7 @@ fn render(source: &str, context: Value) -> std::result::Result<String, TemplateE
     if source.len() > MAX_SOURCE {
         return Err(TemplateError::new(
             ErrorKind::InvalidOperation,
-            format!("it has {} bytes, the most is {MAX_SOURCE}", source.len()),
+            format!("it has {} bytes, the maximum is {MAX_SOURCE}", source.len()),
         ));
     }
     let source = rewrite::prepared(source)?;

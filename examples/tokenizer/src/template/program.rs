@@ -183,7 +183,7 @@ fn with_checks<'b>(
     let spelled = |n: usize| match n > MAX_SPELLED {
         true => Err(Error::new(
             ErrorKind::InvalidOperation,
-            format!("a list of {n} items, the most is {MAX_SPELLED}"),
+            format!("a list of {n} items, the maximum is {MAX_SPELLED}"),
         )),
         false => Ok(n),
     };

@@ -179,7 +179,7 @@ fn values_within_a_template_are_bounded() {
         ("{{ 'a' * 99999999 }}".to_owned(), "makes a text of"),
         ("{% set ns = namespace() %}{% set ns.a = [ns] %}".to_owned(), "namespace"),
         (format!("{{{{ x{} }}}}", "+1".repeat(9999)), "more than 4096 words and signs"),
-        ("x".repeat(300_000), "the most is 262144"),
+        ("x".repeat(300_000), "the maximum is 262144"),
     ] {
         let refusal = render(&source).unwrap_err().to_string();
         assert!(refusal.contains(why), "{source}: {refusal}");

@@ -172,7 +172,7 @@ pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
         save(&mut *cache, &place.path, labels(&[])).unwrap();
         refused(full(2), 0, MODEL, "the capacity of this cache is 2");
         std::fs::write(&place.path, b"no").unwrap();
-        refused(full(40), 0, MODEL, "the file has 2 bytes, the least is 8");
+        refused(full(40), 0, MODEL, "the file has 2 bytes, the minimum is 8");
         std::fs::remove_file(&place.path).unwrap();
         refused(full(40), 0, MODEL, "a cache.safetensors");
         cache.begin(&[cache.length()]).unwrap();
