@@ -1,21 +1,22 @@
-"""Compares etkv on the CPU with its peers: the same SmolLM2-135M, prompt and threads, side by side.
+"""Compares etkv on the CPU with other engines: the same SmolLM2-135M, prompt and number of threads.
 
-Every contestant reads a prompt in steps of 512 tokens and then answers greedily. They take turns: one round of each,
-then the next round. Each round is a separate process that answers twice; the second answer counts. It prints medians of
-the rounds and ratios of medians. For speed a ratio above 1 favours etkv, for memory a ratio below 1.
+Every contestant reads a prompt in steps of 512 tokens and then answers greedily. Contestants run in turns: one round
+of each, then the next round. Each round is a separate process that answers twice; the second answer counts. The
+output has medians of the rounds and ratios of medians. For speed a ratio above 1 favours etkv, for memory a ratio
+below 1.
 
-Memory is the peak of the process, minus its memory before the model was loaded: Python and its imports. etkv runs in a
-program without Python, whose memory counts in full.
+Memory is the peak of the process, minus its memory before the model was loaded, which is that of Python and its
+imports. etkv's process has no Python, so all of its memory counts.
 
-A contestant that cannot run is left out, and the end says why. ExecuTorch's own program takes minutes to export, once,
-and stays in build/models/peers-executorch. llama.cpp needs llama-cpp-python in the Python of ``--llama-python``; pip
-builds it for the processor. If SIGILL ends llama.cpp, as on a virtual machine that reports AMX but lacks it, build it
-again with ``-mno-amx-tile -mno-amx-int8 -mno-amx-bf16`` in ``CFLAGS`` and ``CXXFLAGS``::
+A contestant that cannot run is left out; the end of the output has the reason. ExecuTorch's program takes minutes to
+export, once, and stays in build/models/peers-executorch. llama.cpp needs llama-cpp-python in the Python of
+``--llama-python``; pip builds it for the processor. If SIGILL ends llama.cpp, as on a virtual machine that reports
+AMX but lacks it, build it again with ``-mno-amx-tile -mno-amx-int8 -mno-amx-bf16`` in ``CFLAGS`` and ``CXXFLAGS``::
 
     python -m venv build/llama
     build/llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
-``--work`` runs one round of a contestant in Python and prints JSON; it is how the comparison starts its processes.
+``--work`` runs one round of a contestant in Python and prints JSON. The comparison starts its processes this way.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ MAX_CONTEXT = 2304
 
 @dataclass(frozen=True)
 class Contestant:
-    """An engine, its model under build/models, and etkv's contestant to compare it with."""
+    """An engine, its model under build/models, and the contestant of etkv to compare it with."""
 
     name: str
     engine: str
@@ -58,7 +59,7 @@ class Contestant:
     positions: int = MAX_CONTEXT
     """Positions of its cache."""
     script: str = __file__
-    """What runs a round of it with ``--work``."""
+    """The script that runs a round with ``--work``."""
     dtype: str = "f32"
     """The dtype of weights that are not quantized."""
 
@@ -80,12 +81,12 @@ CONTESTANTS = [
     Contestant("llama.cpp-q4_0", "llama", "peers-llama/q4_0.gguf", "etkv-8da4w", kv="f16", quantize="q4_0"),
 ]
 ON_REQUEST = ("mlx-lm", "executorch-8da4w")
-"""Run only if ``--only`` names them: mlx-lm is slow on a CPU, and the other takes minutes to export."""
+"""Run only if ``--only`` names them: mlx-lm is slow on a CPU, and executorch-8da4w takes minutes to export."""
 
 
 def prepare(contestant: Contestant, llama_python: str) -> str | None:
-    """Makes the model's file if it is missing. Returns why the contestant is left out, if it is."""
-    # Imported here: the Python that runs llama.cpp need not have etkv.
+    """Creates the model's file if it is missing. Returns the reason if it cannot, otherwise None."""
+    # Imported here because the Python that runs llama.cpp may lack etkv.
     from etkv.models import path
 
     source, file, folder = str(path("smollm2-135m")), str(contestant.file), contestant.file.parent
@@ -93,8 +94,8 @@ def prepare(contestant: Contestant, llama_python: str) -> str | None:
     if contestant.engine == "etkv":
         if not FORWARD.exists():
             return "there is no build/bin/etkv_forward: make build makes it"
-        # The exporter checks whether the program is current. `make model` has the same options, so one file serves
-        # both.
+        # The exporter checks whether the program is current. `make model` uses the same options, so both share one
+        # file.
         command = [sys.executable, "-m", "etkv.export", "--if-changed", "--backend", "cpu", "--model", source]
         command += ["--output", file, "--dtype", contestant.dtype]
         if contestant.quantize:
@@ -120,7 +121,7 @@ def prepare(contestant: Contestant, llama_python: str) -> str | None:
 
 
 def requantize(contestant: Contestant, source: Path) -> None:
-    """Writes the GGUF file ``source`` with the weights of ``contestant``, by llama.cpp's own quantizer."""
+    """Writes the GGUF file ``source`` with the weights of ``contestant``, quantized by llama.cpp."""
     import ctypes
 
     import llama_cpp
@@ -132,9 +133,9 @@ def requantize(contestant: Contestant, source: Path) -> None:
         parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_BF16
     if contestant.quantize:
         parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
-        # Otherwise llama.cpp chooses more bits for some tensors, such as the head's.
+        # Otherwise llama.cpp uses more bits for some tensors, such as the head's.
         parameters.pure = contestant.quantize == "q4_0-pure"
-    # Renamed when it is complete: an existing file is taken as it is.
+    # Renamed when it is complete, because an existing file is used without a check.
     target = contestant.file.with_suffix(".partial")
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters)) != 0:
         raise SystemExit(f"llama.cpp cannot write {contestant.file}")
@@ -142,14 +143,14 @@ def requantize(contestant: Contestant, source: Path) -> None:
 
 
 def failure(ended: subprocess.CompletedProcess) -> str:
-    """Returns why a process failed: the last line that it wrote, or the signal that ended it."""
+    """Returns the reason of a failure: the last line that the process wrote, or the signal that ended it."""
     if ended.returncode < 0:
         return f"{signal.Signals(-ended.returncode).name} ended {shlex.join(ended.args)}"
     return f"{(ended.stderr.strip() or 'nothing said').splitlines()[-1]} ({shlex.join(ended.args)})"
 
 
 def memory(line: str) -> int:
-    """Returns bytes of this process: ``VmRSS``, its present memory, or ``VmHWM``, its peak."""
+    """Returns memory of this process in bytes: ``VmRSS`` is the current value, ``VmHWM`` the peak."""
     status = Path("/proc/self/status")
     if not status.exists():
         # macOS reports only the peak, in bytes.
@@ -189,20 +190,20 @@ def load_llama(contestant: Contestant, n_threads: int) -> Callable[[list[int], i
     def step(tokens: list[int], position: int) -> int:
         if position == 0:
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-        # The batch points to them.
+        # The batch refers to their memory.
         array = (llama_cpp.llama_token * len(tokens))(*tokens)
         if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(tokens))) != 0:
             raise SystemExit("llama.cpp cannot decode")
         logits = llama_cpp.llama_get_logits_ith(context, -1)
         return int(np.ctypeslib.as_array(logits, (vocabulary,)).argmax())
 
-    # Keep the callback: the library calls it as long as it logs.
+    # Keep a reference to the callback: the library calls it whenever it logs.
     step.silent = silent
     return step
 
 
 def answer_by_mlx_lm(model, ids: list[int], n_decode: int) -> dict:
-    """Reads and decodes by mlx-lm's own loop, as ``benches/run/peer_mlx_lm.py`` does."""
+    """Reads and decodes with mlx-lm's own loop, like ``benches/run/peer_mlx_lm.py``."""
     import mlx.core as mx
     from mlx_lm.generate import generate_step
 
@@ -216,7 +217,7 @@ def answer_by_mlx_lm(model, ids: list[int], n_decode: int) -> dict:
 
 def work(contestant: Contestant, ids: list[int], n_decode: int, n_threads: int) -> dict:
     """Runs one round of a contestant in this process; returns seconds, ids and bytes."""
-    # Import before the first reading of the memory.
+    # Import before the memory is measured for the first time.
     if contestant.engine == "executorch":
         from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401
         from executorch_sdpa import load
@@ -238,7 +239,7 @@ def work(contestant: Contestant, ids: list[int], n_decode: int, n_threads: int) 
 
 
 def run(contestant: Contestant, ids_file: Path, arguments: argparse.Namespace) -> dict | str:
-    """Runs one round in a separate process. Returns its result, or why it failed."""
+    """Runs one round in a separate process. Returns its result, or the reason of its failure."""
     if contestant.engine == "etkv":
         command = [str(FORWARD), "--model", str(contestant.file), "--kv-format", contestant.kv]
         command += ["--capacity", str(contestant.positions), "--repeat", "2", "--json"]
@@ -259,7 +260,7 @@ def run(contestant: Contestant, ids_file: Path, arguments: argparse.Namespace) -
 
 
 def compare(contestants: list[Contestant], prompt: list[int], left_out: dict, arguments: argparse.Namespace) -> None:
-    """Runs all in turns and prints a table. Those that fail join ``left_out``."""
+    """Runs all contestants in turns and prints a table. Adds contestants that fail to ``left_out``."""
     ids_file = ROOT / "build" / "bench-cpu-ids.txt"
     ids_file.write_text(" ".join(map(str, prompt)))
     results: dict[Contestant, list[dict]] = {contestant: [] for contestant in contestants}
@@ -314,7 +315,7 @@ def figures(rounds: list[dict], n_prompt: int, n_decode: int) -> list[float]:
 
 
 def prompt_ids(n: int) -> list[int]:
-    """Returns the first ``n`` ids of the license, a text that does not change."""
+    """Returns the first ``n`` ids of the license, because that text does not change."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(CONTESTANTS[0].file.parent / "tokenizer.json"))

@@ -1,14 +1,15 @@
 """Compares etkv with llama.cpp on the CPU on a model of a billion parameters.
 
-The model has the shapes of Llama-3.2-1B and random weights, the same on both sides. Its head is tied to its embedding,
-which is a fifth of all weights.
+The model has the shapes of Llama-3.2-1B and random weights, the same on both sides. Its head is tied to its
+embedding, which has a fifth of all weights.
 
-Prompts and decoding are compared as ``benches/cpu_peers.py`` does: in turns, each round in a separate process that
-answers twice; the second answer counts. Medians of the rounds, ratios of medians. For speed a ratio above 1 favours
-etkv, for memory a ratio below 1. etkv runs 8da4w and bfloat16. llama.cpp runs q4_0, in which its quantizer gives the
-embedding and the head 6 bits, q4_0 for every matrix (q4_0-pure), and bfloat16.
+The comparison is that of ``benches/cpu_peers.py``: contestants run in turns, each round in a separate process that
+answers twice; the second answer counts. The output has medians of the rounds and ratios of medians. For speed a ratio
+above 1 favours etkv, for memory a ratio below 1. etkv runs 8da4w and bfloat16. llama.cpp runs q4_0 (its quantizer
+gives the embedding and the head 6 bits), q4_0 for every matrix (q4_0-pure), and bfloat16.
 
-The files take 9 GB in build/models/dense-peers. ``benches/random_peers.py`` says what a first run needs.
+The files take 9 GB in build/models/dense-peers. ``benches/random_peers.py`` describes the requirements of a first
+run.
 """
 
 from __future__ import annotations

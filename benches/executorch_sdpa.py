@@ -1,7 +1,7 @@
-"""ExecuTorch's own program of a Llama model: XNNPACK, a cache in its graph, and ``llama::custom_sdpa``.
+"""Exports and runs a Llama model as ExecuTorch does: XNNPACK, a cache in the graph, and ``llama::custom_sdpa``.
 
-Its own exporter makes it, :func:`executorch.examples.models.llama.export_llama_lib.export_llama`, which needs weights
-under Meta's names. ``benches/cpu_peers.py`` runs this file to export a program, and imports it to run one.
+The exporter is :func:`executorch.examples.models.llama.export_llama_lib.export_llama`, which needs weights under
+Meta's names. ``benches/cpu_peers.py`` runs this file to export a program, and imports it to run one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 CHUNK = 512
-"""Tokens of a call, as etkv's programs have."""
+"""Maximum tokens of a call, as in etkv's programs."""
 
 _NAMES = {
     "input_layernorm": "attention_norm",
@@ -29,9 +29,10 @@ _NAMES = {
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Writes the model of the GGUF file ``source`` as Meta's weights.pth and params.json.
+    """Converts the GGUF file ``source`` to Meta's weights.pth and params.json.
 
-    Meta's rotary embedding rotates neighbours, that of transformers rotates halves. So rows of queries and keys move.
+    Meta's rotary embedding rotates neighbouring elements, that of transformers rotates halves. So the rows of the
+    query and key weights are reordered.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -74,7 +75,7 @@ def export(source: Path, program: Path, max_context: int, quantize: str | None) 
 
     folder = program.parent
     if "8da4w" in str(folder) or "int8" in str(folder):
-        raise SystemExit(f"ExecuTorch takes what is in {folder} for quantized already, by its name")
+        raise SystemExit(f"ExecuTorch would treat the weights in {folder} as quantized, because of the folder's name")
     folder.mkdir(parents=True, exist_ok=True)
     convert(source, folder)
     config = LlmConfig()
@@ -84,7 +85,7 @@ def export(source: Path, program: Path, max_context: int, quantize: str | None) 
     config.base.metadata = "{}"
     config.model.use_kv_cache = True
     config.model.use_sdpa_with_kv_cache = True
-    # A call takes one token less than this.
+    # A call accepts one token less than this.
     config.export.max_seq_length = CHUNK + 1
     config.export.max_context_length = max_context
     config.backend.xnnpack.enabled = True
@@ -92,7 +93,7 @@ def export(source: Path, program: Path, max_context: int, quantize: str | None) 
     if quantize:
         config.quantization.qmode = quantize
         config.quantization.group_size = 32
-    # Renamed when it is complete: an existing program is taken as it is.
+    # Renamed when it is complete, because an existing program is used without a check.
     partial = program.with_suffix(".partial.pte")
     config.export.output_name = str(partial)
     export_llama(config)
@@ -101,7 +102,7 @@ def export(source: Path, program: Path, max_context: int, quantize: str | None) 
 
 
 def load(program: Path, n_threads: int) -> Callable[[list[int], int], int]:
-    """Returns a function for one call of ``program``: from tokens and the first position to the greedy id."""
+    """Returns a function that runs a call of ``program``: it maps tokens and the first position to the greedy id."""
     import torch
     from executorch.extension.pybindings import portable_lib
 
@@ -120,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar="MODEL.gguf")
     parser.add_argument("program", type=Path, metavar="MODEL.pte")
-    parser.add_argument("--max-context", type=int, required=True, metavar="N", help="positions of its cache")
+    parser.add_argument("--max-context", type=int, required=True, metavar="N", help="positions of the cache")
     parser.add_argument("--quantize", choices=["8da4w"], help="its linear layers' weights, in groups of 32")
     arguments = parser.parse_args()
     export(arguments.source, arguments.program, arguments.max_context, arguments.quantize)

@@ -1,15 +1,16 @@
 """Compares etkv with llama.cpp on the CPU on a mixture of experts.
 
-The model has the layers of Qwen3-30B-A3B, four of its 48, and random weights, the same on both sides: each layer has
-128 experts of which a token takes eight, 2.4 billion weights of experts in all. Its vocabulary is small, so that the
-layers take the time.
+The model has four of the 48 layers of Qwen3-30B-A3B, and random weights, the same on both sides. Each layer has 128
+experts, eight per token; all experts have 2.4 billion weights. The vocabulary is small, so that the layers take most
+of the time.
 
-Prompts and decoding are compared as ``benches/cpu_peers.py`` does: in turns, each round in a separate process that
-answers twice; the second answer counts. Medians of the rounds, ratios of medians. For speed a ratio above 1 favours
-etkv, for memory a ratio below 1. etkv runs 8da4w. llama.cpp runs q4_0, in which its quantizer gives the embedding and
-the head 6 bits, and q4_0 for every matrix (q4_0-pure).
+The comparison is that of ``benches/cpu_peers.py``: contestants run in turns, each round in a separate process that
+answers twice; the second answer counts. The output has medians of the rounds and ratios of medians. For speed a ratio
+above 1 favours etkv, for memory a ratio below 1. etkv runs 8da4w. llama.cpp runs q4_0 (its quantizer gives the
+embedding and the head 6 bits), and q4_0 for every matrix (q4_0-pure).
 
-The files take 13 GB in build/models/experts-peers. ``benches/random_peers.py`` says what a first run needs.
+The files take 13 GB in build/models/experts-peers. ``benches/random_peers.py`` describes the requirements of a first
+run.
 """
 
 from __future__ import annotations

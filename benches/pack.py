@@ -1,12 +1,12 @@
-"""Makes a folder with which the benchmark runs on a machine without a checkout, such as one with an NVIDIA GPU.
+"""Packs the benchmark for a machine without a checkout, such as one with an NVIDIA GPU.
 
-The folder (build/bench-pack) has etkv's programs in ``bin``, the libraries that they need except MLX's in ``lib``, the
-package ``run``, and ``models``: programs of repeating weights, and the same weights for mlx-lm, compressed. One archive
-beside it (build/bench-pack.tar.xz) holds all of it. On the machine, whose Python has MLX and mlx-lm::
+The folder build/bench-pack contains etkv's executables in ``bin``, the libraries that they need except MLX's in
+``lib``, the package ``run``, and ``models``: programs with repeating weights, and the same weights for mlx-lm,
+compressed. build/bench-pack.tar.xz is an archive of the folder. On a machine whose Python has MLX and mlx-lm, run::
 
     tar xf bench-pack.tar.xz && cd bench-pack && python3 -m run
 
-Models that are missing from build/repeating are made, which takes minutes and 8 GB of memory for llama-3.2-1b.
+Models that are missing in build/repeating are created, which takes minutes, and 8 GB of memory for llama-3.2-1b.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPEATING = ROOT / "build" / "repeating"
 
 TOOLS = ["etkv_captured", "etkv_forward", "etkv_speculative", "etkv_lengths", "etkv_sequences", "etkv_op"]
 OWN, OTHERS = ("lib{}.0.dylib", "lib{}.dylib") if sys.platform == "darwin" else ("lib{}.so.0", "lib{}.so")
-"""The files of libraries: etkv's, and ExecuTorch's."""
+"""The file names of libraries: etkv's, and ExecuTorch's."""
 
 LIBRARIES = [
     OWN.format(name) for name in ("etkv", "etkv_blas", "etkv_mlx_backend", "etkv_cpu_backend", "etkv_tokenizer")
@@ -58,7 +58,7 @@ class Packed:
 
 
 MODELS = {
-    # In the order of a report: most topics take the first.
+    # In the order of the report. Most topics use only the first model.
     "llama-3.2-1b": Packed("Llama-3.2-1B's shapes, bfloat16", "llama-3.2-1b"),
     "llama-3.2-1b-4w": Packed("Llama-3.2-1B's shapes, 4-bit", "llama-3.2-1b", "4w"),
     "smollm2-135m": Packed("SmolLM2-135M's shapes, bfloat16", "smollm2-135m"),
@@ -68,11 +68,11 @@ MODELS = {
 }
 
 MLX_LM_TYPES = {"qwen3_5_text": "qwen3_5"}
-"""model_type -> mlx-lm's, where they differ."""
+"""model_type -> mlx-lm's model_type, if they differ."""
 
 
 def make(model: Packed) -> None:
-    """Makes the program and the weights of a model where they are missing."""
+    """Creates the program and the weights of a model if they are missing."""
     source = REPEATING / f"{model.shape}-bf16" / "hf"
     if not (source / "config.json").exists():
         repeating_model.write(model.shape, source)
@@ -113,7 +113,7 @@ def pack_model(number: int, model: Packed, folder: Path) -> None:
 
 
 def find(name: str, folders: list[Path]) -> Path:
-    """Returns a file in one of some folders."""
+    """Returns the path of a file in the first of some folders that has it."""
     for folder in folders:
         if (folder / name).exists():
             return folder / name
@@ -121,7 +121,7 @@ def find(name: str, folders: list[Path]) -> Path:
 
 
 def strip(file: Path) -> None:
-    """Removes debug information. Without `strip` the file keeps its size."""
+    """Removes debug information. If `strip` is not installed, the file is unchanged."""
     if shutil.which("strip"):
         subprocess.run(["strip", "--strip-unneeded", str(file)], check=True)
 

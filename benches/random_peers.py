@@ -1,9 +1,9 @@
-"""A model with random weights as etkv's program and as llama.cpp's files, for benchmarks that compare them on the CPU.
+"""Models with random weights, as programs of etkv and files of llama.cpp, for comparisons on the CPU.
 
-The first run of such a benchmark takes minutes: it writes the model, exports it, and converts it with llama.cpp's own
-converter. It needs ``make build``; llama-cpp-python in the Python of ``--llama-python``, which
-``benches/cpu_peers.py --help`` says how to build; and llama.cpp's source in ``--llama-source``, which the sdist of
-llama-cpp-python has in vendor/llama.cpp::
+The first run of such a benchmark takes minutes: it writes the model, exports it, and converts it with llama.cpp's
+converter. It needs ``make build``; llama-cpp-python in the Python of ``--llama-python`` (``benches/cpu_peers.py
+--help`` describes its build); and llama.cpp's source in ``--llama-source``, which is in vendor/llama.cpp of
+llama-cpp-python's sdist::
 
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36
     tar xf llama_cpp_python-0.3.36.tar.gz
@@ -32,7 +32,7 @@ from cpu_peers import Contestant
 class RandomModel:
     """A model of transformers with random weights.
 
-    ``config`` returns its configuration. ``converter`` is the module and the class of llama.cpp's converter for it.
+    ``config`` returns its configuration. ``converter`` is the module and the class of llama.cpp's converter.
     """
 
     folder: str
@@ -44,7 +44,7 @@ class RandomModel:
     options: tuple[str, ...] = ()
     """Options of the converter."""
     bf16: bool = False
-    """Whether weights in bfloat16 are compared too."""
+    """Whether bfloat16 weights are compared too."""
 
     @property
     def hf(self) -> Path:
@@ -56,7 +56,8 @@ class RandomModel:
 
     @property
     def contestants(self) -> list[Contestant]:
-        """Return etkv in 8da4w, and llama.cpp in q4_0: as its quantizer chooses, and in q4_0 throughout.
+        """Return etkv in 8da4w, and llama.cpp in q4_0, both with its quantizer's choice of bits and with q4_0 for
+        every matrix.
 
         With ``bf16``, also both in bfloat16.
         """
@@ -78,7 +79,7 @@ class RandomModel:
         ]
 
     def write(self) -> None:
-        """Writes it as a Hugging Face folder in bfloat16."""
+        """Writes the model as a Hugging Face folder in bfloat16."""
         import repeating_model
         import torch
         from transformers import AutoModelForCausalLM
@@ -86,11 +87,12 @@ class RandomModel:
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(self.config(), dtype=torch.bfloat16)
         model.save_pretrained(self.hf)
-        # The exporter wants a tokenizer; prompts here are ids. Written last: a folder with it is complete.
+        # The exporter requires a tokenizer, although prompts here are ids. It is written last: a folder with it is
+        # complete.
         (self.hf / "tokenizer.json").write_text(json.dumps(repeating_model.tokenizer()))
 
     def convert(self, source: Path) -> None:
-        """Writes it as GGUF by the converter in ``source``, without a vocabulary."""
+        """Converts the model to GGUF with the converter in ``source``, without a vocabulary."""
         sys.path[:0] = [str(source), str(source / "gguf-py")]
         module, name = self.converter
         vocabulary = self.vocabulary
@@ -106,7 +108,7 @@ class RandomModel:
         partial.rename(self.gguf)
 
     def prepare(self, wanted: Contestant, arguments: argparse.Namespace) -> str | None:
-        """Makes the contestant's file if it is missing. Returns why the contestant is left out, if it is."""
+        """Creates the contestant's file if it is missing. Returns the reason if it cannot, otherwise None."""
         itself = [sys.executable, self.script]
         llama = [arguments.llama_python, self.script]
         steps: list[tuple[Path, list[str]]] = [(self.hf / "tokenizer.json", [*itself, "--write-model"])]
@@ -135,11 +137,11 @@ class RandomModel:
         return None
 
     def prompt_ids(self, n: int) -> list[int]:
-        """Returns ``n`` ids. The model is random, so they need no meaning."""
+        """Returns ``n`` arbitrary ids: the model is random."""
         return random.Random(1).choices(range(self.vocabulary), k=n)
 
     def run_as_a_part(self, arguments: argparse.Namespace) -> bool:
-        """Does what a process that the benchmark started is for. Returns whether it is such a process."""
+        """Does the work of a process that the benchmark has started. Returns False if this process is not one."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         by_name = {contestant.name: contestant for contestant in self.contestants}
         if arguments.write_model:

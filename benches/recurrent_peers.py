@@ -1,19 +1,21 @@
-"""Compares etkv with llama.cpp on the CPU on a model with recurrent layers, and measures what only its cache can do.
+"""Compares etkv with llama.cpp on a CPU, for a model with recurrent layers, and measures etkv's rewinds and forks.
 
-The model has the shapes of Qwen3.5-0.8B (text part) and random weights, the same on both sides: 24 layers, of which 18
-are recurrent and every fourth attends, 752 million weights with a vocabulary of 248,320.
+The model has the shapes of Qwen3.5-0.8B (text part) and random weights, the same on both sides: 24 layers, every
+fourth of which attends while the others are recurrent; 752 million weights with a vocabulary of 248,320.
 
-``speed``: prompts and decoding, as ``benches/cpu_peers.py`` compares them: in turns, each round in a separate process
-that answers twice; the second answer counts. Medians of the rounds, ratios of medians. For speed a ratio above 1
-favours etkv, for memory a ratio below 1. etkv runs 8da4w. llama.cpp runs q4_0, in which its quantizer gives the
-embedding and the head 6 bits, and q4_0 for every matrix (q4_0-pure).
+``speed``: prompts and decoding, compared as in ``benches/cpu_peers.py``: contestants run in turns, each round in a
+separate process that answers twice; the second answer counts. The output has medians of the rounds and ratios of
+medians. For speed a ratio above 1 favours etkv, for memory a ratio below 1. etkv runs 8da4w. llama.cpp runs q4_0 (its
+quantizer gives the embedding and the head 6 bits), and q4_0 for every matrix (q4_0-pure).
 
-``rewind``: a rewind by 1 to 64 tokens after a text, whose tokens then run again. The first call after a step finds
-little in the processor's caches; a second call follows at once.
+``rewind``: rewinds by 1 to 64 tokens at the end of a text; the removed tokens then run again. The first call after a
+step finds little in the processor's caches, so a second call is measured immediately after it.
 
-``fork``: one sequence becomes 8 branches without copies. Bytes before, after, and after each branch decoded tokens.
+``fork``: one sequence is forked into 8 branches without copies. Bytes before, after, and after each branch has
+decoded tokens.
 
-The files take 6 GB in build/models/recurrent-peers. ``benches/random_peers.py`` says what a first run needs.
+The files take 6 GB in build/models/recurrent-peers. ``benches/random_peers.py`` describes the requirements of a first
+run.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ POSITIONS = 4864
 """Positions of every cache."""
 BRANCHES = 8
 DECODED = (10, 70)
-"""Tokens that each branch has decoded in each row of the table. In the last it has an anchor of its own."""
+"""Tokens that each branch has decoded, for each row of the table. After 70 each branch has a separate anchor."""
 LONGEST = 64
-"""The most tokens of a rewind."""
+"""The maximum tokens of a rewind."""
 
 
 def _config() -> Any:
@@ -78,7 +80,7 @@ def read(program: Any, ids: list[int], first: int = 0) -> None:
 
 
 def config() -> Any:
-    """Returns the configuration of a cache of the program."""
+    """Returns the configuration of a cache for the program."""
     import etkv
 
     facts = etkv.read_kv_cache_metadata(PROGRAM.file)
@@ -86,7 +88,7 @@ def config() -> Any:
 
 
 def rewind(n_context: int, calls: int) -> None:
-    """Prints how long a rewind takes."""
+    """Prints the time of a rewind."""
     import etkv
 
     ids = MODEL.prompt_ids(n_context)

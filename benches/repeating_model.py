@@ -1,11 +1,12 @@
-"""Writes a model in the shapes of a published one, with weights that repeat and so compress well.
+"""Writes a model with the shapes of a published one, whose weights repeat so that they compress well.
 
 ``python benches/repeating_model.py llama-3.2-1b FOLDER`` writes a Hugging Face folder in bfloat16: config.json,
-model.safetensors, and a tokenizer whose ids are the bytes of the text. Steps of a program take as long as with trained
-weights, and a program of 2.5 GB compresses to a few MB. The model's answers are meaningless.
+model.safetensors, and a tokenizer whose ids are the bytes of the text. Steps take as long as with trained weights,
+and a program of 2.5 GB compresses to a few MB. The model's answers are meaningless.
 
-Every tensor repeats its own random values. The number of values differs from tensor to tensor, so that no two tensors
-are equal: a program would store equal ones once. It is a multiple of 64, so that quantized groups repeat too.
+Every tensor repeats a sequence of random values. The length of the sequence differs from tensor to tensor, so that no
+two tensors are equal: a program would store equal tensors once. The length is a multiple of 64, so that quantized
+groups repeat too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 BOS, EOS = 256, 257
-"""The ids after those of the bytes."""
+"""Ids after those of the bytes."""
 
 POSITIONS = 16384
 """The context of every model, and of its program with ``--max-context``: enough for 8,192 tokens and an answer."""
@@ -65,7 +66,7 @@ SHAPES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         "rms_norm_eps": 1e-6,
     },
-    # A minimal program, for trials of the benchmark itself.
+    # A minimal model, for trials of the benchmark.
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -77,7 +78,7 @@ SHAPES = {
         "rope_theta": 10000.0,
     },
 }
-"""Name -> the settings in config.json of published models of this name."""
+"""Name -> settings in config.json of the published model."""
 
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM"}
@@ -90,7 +91,7 @@ def tensors(shape: dict) -> dict[str, tuple[int, ...]]:
 
 
 def mlp_and_norms(layer: str, shape: dict) -> dict[str, tuple[int, ...]]:
-    """Returns those of a layer that do not depend on how it attends."""
+    """Returns the shapes of a layer's tensors outside of attention and recurrence."""
     hidden, between = shape["hidden_size"], shape["intermediate_size"]
     return {
         f"{layer}.mlp.gate_proj.weight": (between, hidden),
@@ -102,7 +103,7 @@ def mlp_and_norms(layer: str, shape: dict) -> dict[str, tuple[int, ...]]:
 
 
 def llama_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
-    """Returns those of a Llama model."""
+    """Returns the shapes of a Llama model."""
     hidden = shape["hidden_size"]
     queries = shape["num_attention_heads"] * shape["head_dim"]
     keys = shape["num_key_value_heads"] * shape["head_dim"]
@@ -121,7 +122,7 @@ def llama_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
 
 
 def qwen3_5_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
-    """Returns those of a Qwen3.5 model's text part."""
+    """Returns the shapes of the text part of a Qwen3.5 model."""
     hidden, dim = shape["hidden_size"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
     heads, v_dim = shape["linear_num_value_heads"], shape["linear_value_head_dim"]
@@ -132,7 +133,7 @@ def qwen3_5_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
         name = f"model.layers.{layer}"
         if kind == "full_attention":
             found |= {
-                # Each head of queries has a gate beside it.
+                # Each query head has a gate.
                 f"{name}.self_attn.q_proj.weight": (2 * queries, hidden),
                 f"{name}.self_attn.k_proj.weight": (keys, hidden),
                 f"{name}.self_attn.v_proj.weight": (keys, hidden),
@@ -158,7 +159,7 @@ def qwen3_5_tensors(shape: dict) -> dict[str, tuple[int, ...]]:
 
 
 def values(shapes: dict[str, tuple[int, ...]]) -> Iterator[np.ndarray]:
-    """Yields each tensor's values, flat, as bfloat16 in unsigned integers. Norms are ones."""
+    """Yields each tensor's values, flattened, as bfloat16 bits in unsigned integers. Norms are ones."""
     rng = np.random.default_rng(1)
     for number, dims in enumerate(shapes.values()):
         n = int(np.prod(dims))
@@ -171,8 +172,8 @@ def values(shapes: dict[str, tuple[int, ...]]) -> Iterator[np.ndarray]:
 
 
 def tokenizer() -> dict:
-    """Returns the contents of tokenizer.json for such a model: the ids are the bytes, without a merge."""
-    # The letters by which byte-level tokenizers write bytes: a printable byte is its own letter.
+    """Returns the contents of tokenizer.json: the ids are the bytes, without merges."""
+    # The characters that byte-level tokenizers use for bytes: a printable byte is represented by itself.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -228,7 +229,7 @@ def write(name: str, folder: Path) -> Path:
         size = 2 * int(np.prod(dims))
         header[tensor] = {"dtype": "BF16", "shape": dims, "data_offsets": [offset, offset + size]}
         offset += size
-    # The values begin at a multiple of 8 bytes: spaces may follow the header.
+    # The values must begin at a multiple of 8 bytes, so the header is padded with spaces.
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with (folder / "model.safetensors").open("wb") as file:
@@ -242,7 +243,7 @@ def write(name: str, folder: Path) -> Path:
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    # Written last: a folder with it is complete.
+    # config.json is written last: a folder with it is complete.
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
 

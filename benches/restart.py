@@ -1,8 +1,8 @@
-"""Measures the time of a prompt after a restart: read by the model, and loaded from a store of texts.
+"""Measures the time of a prompt after a restart, without and with a prefix store.
 
-Every figure is of a new process that has loaded the program: the seconds until the first token of the answer. Both
-ways take turns, and the file is in the page cache. The first load in a process that does nothing else is compared, in
-turns, with a ``read`` of the same file into as much new memory.
+Every figure is the time until the first token of the answer, in seconds, in a new process that has loaded the
+program. Both ways run in turns, and the file is in the page cache. The first load in a process that does nothing else
+is also compared, in turns, with a ``read`` of the same file into as much new memory.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CHUNK = 512
 
 
 def prompt(n: int) -> list[int]:
-    """Return token ids of a vocabulary of 49,152."""
+    """Return token ids for a vocabulary of 49,152."""
     return [5 + i * 7919 % 40000 for i in range(n)]
 
 
 def measure(way: str, model: str, n: int, folder: str) -> dict[str, float]:
-    """Run one way in this process, and return its seconds."""
+    """Run one of the ways in this process, and return its times in seconds."""
     import etkv
 
     facts = etkv.read_kv_cache_metadata(model)
@@ -66,7 +66,7 @@ def measure(way: str, model: str, n: int, folder: str) -> dict[str, float]:
 
 
 def read(path: Path) -> float:
-    """Return the seconds that reading a file into new memory takes."""
+    """Return the seconds of reading a file into new memory."""
     start = time.perf_counter()
     held = bytearray(path.stat().st_size)
     with path.open("rb", buffering=0) as file:

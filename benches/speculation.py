@@ -1,10 +1,10 @@
 """Measures the cost and gain of speculative decoding: forwards of several tokens, and drafts on questions.
 
-The first table shows the cost of a forward by the number of its tokens, with all rows of logits, relative to one token.
-The second runs ``etkv_speculative`` on a few questions with every draft, in turns, each in its own process: no draft,
-n-grams of the text, the model's first layers fed with tokens, and its last layers fed with hidden states. Missing
-programs are exported. Figures are sums over the questions of a kind. Speed is a ratio to the answers without a draft in
-the same round, the median of the rounds.
+The first table shows the cost of a forward as a function of its number of tokens, with all rows of logits, relative
+to one token. The second table is of ``etkv_speculative`` on a few questions with every draft, in turns, each in a
+separate process: no draft, n-grams of the text, the model's first layers, which read tokens, and its last layers,
+which read hidden states. Missing programs are exported. Figures are sums over the questions of a kind. Speed is the
+median over the rounds of the ratio to the answers without a draft in the same round.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODEL = ROOT / "build" / "models" / "smollm2-135m" / "model.pte"
 
 TOKENS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
 CONTEXT = 96
-"""The ids of a measurement: a multiple of all of ``TOKENS``."""
+"""The number of ids of a measurement: a multiple of all of ``TOKENS``."""
 
 QUESTIONS = {
     "a question": ["Why is the sky blue?", "What is a library?", "Who wrote Hamlet?"],
@@ -37,7 +37,7 @@ QUESTIONS = {
 }
 
 LAYERS = 30
-"""Of the model."""
+"""Layers of the model."""
 SHAPES = {"auto": [], "2 x 1": ["--depth", "2", "--width", "1"], "2 x 4": ["--depth", "2", "--width", "4"]}
 
 
@@ -51,7 +51,7 @@ class Draft:
 
 
 def export(name: str, *options: object) -> Path:
-    """Returns the program that the exporter makes of the model with these options."""
+    """Exports the model with these options. Returns the program."""
     from etkv.models import path
 
     output = MODEL.parent.with_name(f"{MODEL.parent.name}-{name}") / "model.pte"
@@ -61,7 +61,7 @@ def export(name: str, *options: object) -> Path:
 
 
 def make_drafts(first: list[int], last: list[int]) -> list[Draft]:
-    """Returns the drafts: none, n-grams of the text, and programs of these numbers of first and last layers."""
+    """Returns the drafts: none, n-grams of the text, and programs of the given numbers of first and last layers."""
     drafts = [Draft("none", MODEL, ["--depth", "0"]), Draft("ngram, auto", MODEL, [])]
     drafts.append(Draft("ngram, 4 x 1", MODEL, ["--depth", "4", "--width", "1"]))
     programs = [(f"first {n}", MODEL, export(f"first-{n}", "--layers", n)) for n in first]
@@ -74,7 +74,7 @@ def make_drafts(first: list[int], last: list[int]) -> list[Draft]:
 
 
 def forward_seconds(model: Path, ids_file: Path, n_tokens: int) -> float:
-    """Returns the seconds of a forward of this many tokens with all rows of logits: a mean over ``CONTEXT`` ids."""
+    """Returns the mean seconds of a forward of ``n_tokens`` tokens with all rows of logits, over ``CONTEXT`` ids."""
     command = [BIN / "etkv_forward", "--model", model, "--ids-file", ids_file, "--rows", "all"]
     command += ["--chunk", str(n_tokens), "--repeat", "2", "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -83,7 +83,7 @@ def forward_seconds(model: Path, ids_file: Path, n_tokens: int) -> float:
 
 
 def print_costs(model: Path, rounds: int) -> None:
-    """Prints the cost of a forward by its tokens."""
+    """Prints the cost of a forward by its number of tokens."""
     ids_file = ROOT / "build" / "bench-ids.txt"
     ids_file.write_text(" ".join(str(1 + 7919 * i % 40000) for i in range(CONTEXT)))
     times: dict[int, list[float]] = {n_tokens: [] for n_tokens in TOKENS}
@@ -100,7 +100,7 @@ def print_costs(model: Path, rounds: int) -> None:
 
 @dataclass
 class Took:
-    """The sums over some answers."""
+    """Sums over some answers."""
 
     ids: int = 0
     steps: int = 0
@@ -126,7 +126,7 @@ def answer(draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
 
 
 def print_drafts(drafts: list[Draft], most: int, rounds: int) -> None:
-    """Prints the gain of every draft, by the kind of question."""
+    """Prints the gain of every draft, by kind of question."""
     print(f"at most {most} tokens an answer; rounds in turns: {rounds}")
     print(f"  {'':12}{'draft':24}{'tokens a step':>14}{'forwards a token':>18}{'drafting':>10}{'speed':>8}")
     for kind, questions in QUESTIONS.items():

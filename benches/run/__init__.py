@@ -1,1 +1,1 @@
-"""Compares etkv's speed and memory with others, side by side in one run; see ``__main__``."""
+"""Compares etkv's speed and memory with other programs in one run; see ``__main__``."""

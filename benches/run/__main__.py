@@ -1,12 +1,12 @@
-"""Compares etkv's speed and memory with mlx-lm's and with bare MLX, side by side, in one run.
+"""Compares etkv's speed and memory with mlx-lm and with MLX alone, in one run.
 
-Every contestant runs in a process of its own, in turns: a round of each, then the next round. The report goes to a
-folder: report.json with every figure of every round, report.md with tables of medians and ratios, and plots. What
-cannot run is named in the report with its reason.
+Contestants run in turns, each round in a separate process: a round of each, then the next round. The report is a
+folder: report.json with every figure of every round, report.md with tables of medians and ratios, and plots. The
+report names contestants that cannot run, with the reason.
 
-In a checkout ``make bench`` runs it, on the programs of SmolLM2. ``make bench-pack`` makes a folder that needs nothing
-else of the checkout: there, ``python3 -m run`` runs it on any machine whose Python has MLX, a GPU's too. MLX chooses
-the device.
+In a checkout ``make bench`` runs the comparison on the programs of SmolLM2. ``make bench-pack`` creates a folder that
+works without a checkout: in it, ``python3 -m run`` runs the comparison on any machine whose Python has MLX, with or
+without a GPU. MLX chooses the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .measure import PEER, Bench, Figures, NotRunError, json_lines, run_process,
 TOPICS = {topic.NAME: topic for topic in (decode, lengths, formats, batch, fork, speculation, startup, op)}
 
 PACK = Path(__file__).resolve().parents[1]
-"""Holds this package: benches/ of a checkout, or a pack of binaries."""
+"""The parent folder of this package: benches/ of a checkout, or a pack of binaries."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def folders_of(binaries: Path | None, carried: bool) -> list[Path]:
-    """Returns where etkv's programs are."""
+    """Returns the folders with etkv's executables."""
     if binaries:
         return [binaries, binaries / "bin"]
     if carried:
@@ -112,8 +112,8 @@ def folders_of(binaries: Path | None, carried: bool) -> list[Path]:
 def environment(folders: list[Path]) -> dict[str, str]:
     """Returns the environment of the processes.
 
-    Carried programs find their libraries in ``lib`` beside ``bin``, MLX's in its Python package, and CUDA's in the
-    packages of NVIDIA. Those of a checkout know their places.
+    Executables of a pack find etkv's libraries in ``lib`` next to ``bin``, MLX's in its Python package, and CUDA's in
+    NVIDIA's packages. Executables of a checkout have run paths.
     """
     found = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     library = "libetkv.0.dylib" if sys.platform == "darwin" else "libetkv.so.0"
@@ -164,7 +164,7 @@ def run(bench: Bench, names: list[str]) -> Figures:
         if why:
             topic.not_run.append(f"mlx-lm: {why}")
         made["topics"].append(report.topic_as_json(topic))
-        # A stopped run keeps its figures so far.
+        # If the run is stopped, the figures so far are kept.
         made["seconds"] = time.monotonic() - clock
         made["samples"] = bench.samples
         report.write(made, bench.output)
@@ -174,7 +174,7 @@ def run(bench: Bench, names: list[str]) -> Figures:
 
 
 def facts(bench: Bench) -> tuple[Figures, str | None]:
-    """Returns what MLX in Python reports of itself and its device; or a substitute, and why."""
+    """Returns the versions and the device that MLX in Python reports; or a substitute, with the reason."""
     job = bench.output / "job.json"
     job.write_text(json.dumps({"work": "facts"}))
     try:
@@ -185,7 +185,7 @@ def facts(bench: Bench) -> tuple[Figures, str | None]:
 
 
 def machine(found: Figures) -> Figures:
-    """Returns the machine's facts for the report."""
+    """Returns a description of the machine for the report."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -203,7 +203,7 @@ def machine(found: Figures) -> Figures:
 
 
 def version_of_etkv() -> dict[str, str]:
-    """Returns etkv's version: the commit of the checkout, or what the pack was made from."""
+    """Returns etkv's version: the commit of the checkout, or of the pack."""
     file = PACK / "version.txt"
     if file.exists():
         return {"etkv": file.read_text().strip()}

@@ -1,4 +1,4 @@
-"""Several sequences a step, from 1 to 64, against mlx-lm."""
+"""Compares steps of 1 to 64 sequences with mlx-lm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ETKV, PIPELINED, WAITING = "etkv", "mlx-lm", "mlx-lm, waiting"
 
 
 def measure(bench: Bench) -> Topic:
-    """Compares both on the first model for every number of sequences."""
+    """Compares etkv and mlx-lm on the first model for every number of sequences."""
     topic = Topic(
         NAME,
         "Several sequences a step",
@@ -42,7 +42,7 @@ def measure(bench: Bench) -> Topic:
 
 
 def compare(bench: Bench, topic: Topic, model: Model, size: int, context: int, steps: int) -> Results:
-    """Runs one number of sequences."""
+    """Measures steps of one number of sequences."""
 
     def etkv() -> Figures:
         options = ["--model", model.program, "--sequences", size, "--context", context, "--steps", steps]

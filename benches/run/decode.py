@@ -1,4 +1,4 @@
-"""Reading a prompt and decoding after it, against mlx-lm: the same weights, dtype and MLX."""
+"""Compares reading a prompt and decoding with mlx-lm: the same weights, dtype and MLX."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ETKV, STEPS, PIPELINED, WAITING = "etkv", "etkv, waiting", "mlx-lm", "mlx-lm, wa
 """The contestants."""
 
 LOOPS: dict[str, list[str]] = {ETKV: ["--loop", "device"], STEPS: ["--loop", "steps"]}
-"""etkv's loops -> options of ``etkv_forward``: one leaves tokens on the device, the other reads every token before the
-next step begins."""
+"""etkv's loops -> options of ``etkv_forward``. The first leaves tokens on the device; the second reads every token
+before the next step begins."""
 
 RIVALS = {PIPELINED: ETKV, WAITING: STEPS}
-"""mlx-lm's loops -> etkv's loop to compare with."""
+"""mlx-lm's loops -> the loop of etkv to compare with."""
 
 SAME_ON_CPU = "on a CPU it takes as long as mlx-lm's own loop, and its prompt takes minutes"
 
@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def measure(bench: Bench) -> Topic:
-    """Compares both on every model at every context."""
+    """Compares etkv and mlx-lm on every model after every number of tokens."""
     topic = Topic(
         NAME,
         "Decoding, against mlx-lm",
@@ -62,10 +62,10 @@ def measure(bench: Bench) -> Topic:
 
 
 def compare(bench: Bench, topic: Topic, model: Model, context: int, n_decode: int) -> Results:
-    """Runs a model at one context."""
+    """Measures a model after one number of tokens."""
     ids = model.prompt(context)
     file = bench.ids_file(ids)
-    # An uncounted run first, in which kernels are compiled and lengths planned.
+    # A first run does not count: it compiles kernels and plans lengths.
     repeat = bench.choose(quick=1, cpu=2 if context <= 512 else 1, gpu=2)
 
     def etkv(loop: list[str]) -> Figures:
@@ -79,7 +79,7 @@ def compare(bench: Bench, topic: Topic, model: Model, context: int, n_decode: in
     for name, loop in ((PIPELINED, "pipelined"), (WAITING, "waiting")):
         job = {"ids": ids, "decode": n_decode, "repeat": repeat, "loop": loop}
         contestants[name] = partial(bench.peer, "decode", model, **job)
-    # A round of mlx-lm takes ten minutes there.
+    # There, a round of mlx-lm takes ten minutes.
     rounds = 1 if bench.device == "cpu" and context > 4096 else None
     skipped = {}
     if bench.device == "cpu" and context > 512:
@@ -96,7 +96,7 @@ def rate(results: Results, contestant: str, metric: str, tokens: int) -> float |
 
 
 def same_ids(results: Results) -> str:
-    """Returns how many ids from the first on are the same on both sides."""
+    """Returns the number of leading ids that are the same on both sides."""
     if not results.rounds.get(ETKV) or not results.rounds.get(PIPELINED):
         return ""
     ours, theirs = (results.rounds[name][0]["ids"] for name in (ETKV, PIPELINED))

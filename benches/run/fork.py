@@ -1,4 +1,4 @@
-"""Branches of one context: the cost of a fork, and decoding the branches together."""
+"""Compares branches of one context with mlx-lm: the time of a fork, and of decoding the branches together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ETKV, PEER = "etkv", "mlx-lm"
 
 
 def measure(bench: Bench) -> Topic:
-    """Compares both on the first model for some numbers of branches."""
+    """Compares etkv and mlx-lm on the first model for some numbers of branches."""
     topic = Topic(
         NAME,
         "Forks",
@@ -31,7 +31,7 @@ def measure(bench: Bench) -> Topic:
 
 
 def compare(bench: Bench, topic: Topic, model: Model, size: int, context: int, steps: int) -> Results:
-    """Runs one number of branches."""
+    """Measures one number of branches."""
 
     def etkv() -> Figures:
         options = ["--model", model.program, "--sequences", size, "--context", context, "--steps", steps, "--fork"]

@@ -1,4 +1,4 @@
-"""Formats of keys and values against float16."""
+"""Compares formats of keys and values with float16."""
 
 from __future__ import annotations
 

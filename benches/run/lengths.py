@@ -1,4 +1,4 @@
-"""Prompts and steps of lengths that the process has not run before, and the same lengths again."""
+"""Measures prompts and steps of lengths that the process has not run before, and the same lengths again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ETKV, PEER = "etkv", "mlx-lm"
 
 
 def lengths(longest: int, prompts: int) -> list[int]:
-    """Returns the lengths of the prompts as ``etkv_lengths`` takes them, neither growing nor shrinking."""
+    """Returns the lengths of the prompts in the order of ``etkv_lengths``, which is not monotonic."""
     return [100 + (longest - 100) * (i * 7 % prompts) // prompts + i for i in range(prompts)]
 
 
 def measure(bench: Bench) -> Topic:
-    """Compares both on the first model."""
+    """Compares etkv and mlx-lm on the first model."""
     topic = Topic(
         NAME,
         "Lengths never run before",
@@ -36,7 +36,8 @@ def measure(bench: Bench) -> Topic:
     cases = [(context, n) for context in contexts for n in sizes]
 
     def etkv() -> Figures:
-        # Its dtype's own format is the default of the others; this tool takes formats by place.
+        # Other tools default to the format of the program's dtype; this tool has positional arguments, so the format
+        # must be given.
         kv_format = native_format(bench, model)
         (result,) = bench.tool("etkv_lengths", model.program, kv_format, longest, prompts, steps, "--json")
         return with_steps(result)
@@ -57,13 +58,13 @@ def measure(bench: Bench) -> Topic:
 
 
 def native_format(bench: Bench, model: Model) -> str:
-    """Returns the KV format of the model's dtype, which ``etkv_forward`` names."""
+    """Returns the KV format of the model's dtype, which ``etkv_forward`` prints."""
     (result,) = bench.tool("etkv_forward", "--model", model.program, "--ids-file", bench.ids_file([1]), "--json")
     return str(result["kv_format"])
 
 
 def with_steps(result: Figures) -> Figures:
-    """Returns the figures with the times of each kind of step under its own name, and the ratio of a round."""
+    """Returns the figures with a separate name for the times of each kind of step, and the ratio of a round."""
     for one in result["steps"]:
         result[step_metric(one["context"], one["tokens"])] = one["ms"]
     pairs = zip(result["fresh_ms"], result["again_ms"], strict=True)
@@ -100,7 +101,7 @@ def table(model: Model, results: Results, longest: int, prompts: int, cases: lis
 
 
 def plot(model: Model, results: Results, longest: int, prompts: int) -> Plot:
-    """Returns the plot: the time of a prompt by its length."""
+    """Returns the plot: the time of a prompt over its length."""
     by_length = sorted((n, i) for i, n in enumerate(lengths(longest, prompts)))
     series = {}
     for name in (ETKV, PEER):

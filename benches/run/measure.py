@@ -1,4 +1,4 @@
-"""Runs contestants in turns, each round in a separate process, and takes medians and ratios of their figures."""
+"""Runs contestants in turns, each round in a separate process, and computes medians and ratios of their figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Figures = dict[str, Any]
-"""The figures of one round by name: numbers, lists of numbers, and ids."""
+"""Figures of one round by name: numbers, lists of numbers, and ids."""
 
 Option = TypeVar("Option")
 
@@ -22,13 +22,14 @@ PEER = Path(__file__).with_name("peer_mlx_lm.py")
 
 
 class NotRunError(Exception):
-    """Says why a contestant did not run, in one line."""
+    """A contestant did not run. The message has the reason in one line."""
 
 
 def run_process(
     command: list[str], environment: Mapping[str, str], limit: float, *, messages: bool = False
 ) -> list[str]:
-    """Runs a command to its end; returns the lines of its standard output, with those of its messages if asked for.
+    """Runs a command to its end. Returns the lines of its standard output, and on request also those of standard
+    error.
 
     Raises :class:`NotRunError` if it cannot start, fails, or takes longer than ``limit`` seconds.
     """
@@ -51,7 +52,7 @@ def run_process(
 
 
 def json_lines(lines: Iterable[str]) -> list[Figures]:
-    """Returns the JSON among the lines of an output. Raises :class:`NotRunError` if nothing is."""
+    """Returns the lines of an output that are JSON. Raises :class:`NotRunError` if there is none."""
     found = [json.loads(line) for line in lines if line.startswith("{")]
     if not found:
         raise NotRunError("it printed no figures")
@@ -68,7 +69,7 @@ def number(figures: Figures, metric: str) -> float | None:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times better one contestant is: by medians, and the minimum and maximum of the rounds."""
+    """How many times better a contestant is: the ratio of medians, and the range over the rounds."""
 
     value: float
     least: float
@@ -77,13 +78,13 @@ class Ratio:
 
 @dataclass
 class Results:
-    """The rounds of some contestants on one case."""
+    """The rounds of several contestants on one case."""
 
     rounds: dict[str, list[Figures]] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
 
     def values(self, contestant: str, metric: str) -> list[float]:
-        """Returns the figure of each round; none if the contestant did not run or does not report it."""
+        """Returns the figure of each round; an empty list if the contestant did not run or does not report it."""
         found = (number(figures, metric) for figures in self.rounds.get(contestant, []))
         return [value for value in found if value is not None]
 
@@ -95,7 +96,7 @@ class Results:
     def ratio(self, ours: str, theirs: str, metric: str, *, more_is_better: bool) -> Ratio | None:
         """Returns how many times better ``ours`` is by this figure; None if either is missing.
 
-        Rounds are in turns, so that a round of one belongs to the same round of the other.
+        Contestants run in turns, so the rounds of both are compared pairwise.
         """
         a, b = self.values(ours, metric), self.values(theirs, metric)
         if not more_is_better:
@@ -108,13 +109,13 @@ class Results:
 
 @dataclass(frozen=True)
 class Model:
-    """A program, and the folder of the same weights that mlx-lm loads."""
+    """A program, and the folder with the same weights for mlx-lm."""
 
     name: str
     program: Path
     weights: Path | None = None
     trained: bool = True
-    """Without this, the model's texts are meaningless."""
+    """If False, the model's texts are meaningless."""
 
     @property
     def config(self) -> Figures:
@@ -124,7 +125,7 @@ class Model:
 
     @property
     def n_ids(self) -> int:
-        """Ids of prompts are below this."""
+        """The upper bound of the ids of prompts, exclusive."""
         return min(int(self.config.get("vocab_size", 200)), 40000)
 
     @property
@@ -159,15 +160,15 @@ class Bench:
         return quick if self.quick else gpu if self.device == "gpu" else cpu
 
     def tool(self, name: str, *options: object) -> list[Figures]:
-        """Runs one of etkv's programs; returns its JSON output, one object a line."""
+        """Runs one of etkv's executables. Returns its JSON output, one object per line."""
         return json_lines(run_process(self.command(name, *options), self.environment, self.limit))
 
     def output_of_tool(self, name: str, *options: object) -> str:
-        """Runs one of etkv's runners; returns all that it prints."""
+        """Runs one of etkv's runners. Returns its complete output."""
         return "\n".join(run_process(self.command(name, *options), self.environment, self.limit, messages=True))
 
     def command(self, name: str, *options: object) -> list[str]:
-        """Returns the command line of one of etkv's programs, which must be in one of the folders."""
+        """Returns the command line of one of etkv's executables, which must be in one of the folders."""
         for folder in self.folders:
             if (folder / name).exists():
                 return [str(folder / name), *map(str, options)]
@@ -183,7 +184,7 @@ class Bench:
         return json_lines(run_process([sys.executable, str(PEER), str(file)], self.environment, self.limit))[-1]
 
     def ids_file(self, ids: list[int]) -> Path:
-        """Writes a prompt as etkv's tools read it."""
+        """Writes a prompt in the format that etkv's tools read."""
         file = self.output / "ids.txt"
         file.write_text(" ".join(map(str, ids)))
         return file
@@ -195,9 +196,9 @@ class Bench:
         rounds: int | None = None,
         skipped: Mapping[str, str] | None = None,
     ) -> Results:
-        """Runs a round of each contestant, then the next round. One that cannot run is left out from there on.
+        """Runs a round of each contestant, then the next round. A contestant that fails does not run in later rounds.
 
-        ``skipped`` has those that do not run here at all, and why.
+        ``skipped`` maps contestants that do not run at all to the reason.
         """
         results = Results(not_run=dict(skipped or {}))
         rounds = rounds or self.rounds
@@ -220,7 +221,7 @@ class Bench:
 
 
 def say(text: str) -> None:
-    """Shows what runs now: in one line of a terminal, else in a line each."""
+    """Shows what is running: on a terminal always in the same line, otherwise in a new line."""
     if sys.stderr.isatty():
         print(f"\r\033[K  {text}"[: max(os.get_terminal_size(2).columns - 1, 40)], end="", file=sys.stderr, flush=True)
     else:

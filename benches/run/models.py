@@ -1,4 +1,4 @@
-"""The models that a run compares: those of a checkout, of a pack of binaries, or of the command line."""
+"""Finds the models of a run: those of the checkout, of a pack of binaries, or of the command line."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 from .measure import Model
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Of the checkout."""
+"""The root of the checkout."""
 
 MODELS = ROOT / "build" / "models"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kind of weights of SmolLM2: the options of the exporter, and the folder of its program."""
+    """A format of SmolLM2's weights: the options of the exporter, and the folder of the program."""
 
     name: str
     folder: str
@@ -48,7 +48,7 @@ def named(text: str) -> Model:
 
 
 def of_checkout(*, quick: bool) -> list[Model]:
-    """Returns SmolLM2's programs, exported where they are missing or stale, and mlx-lm's folders of their weights."""
+    """Returns SmolLM2's programs, with their weights for mlx-lm. Exports programs that are missing or stale."""
     from etkv.models import path
 
     found = []
@@ -56,7 +56,7 @@ def of_checkout(*, quick: bool) -> list[Model]:
         folder = MODELS / variant.folder
         command = [sys.executable, "-m", "etkv.export", "--if-changed", "--model", str(path("smollm2-135m"))]
         command += ["--output", str(folder / "model.pte"), "--dtype", variant.dtype]
-        # The same options as the tests, so that one export serves both.
+        # The same options as in the tests, so that both share one export.
         command += ["--keep-hf", str(folder / "hf")]
         command += ["--quantize", variant.quantize] if variant.quantize else []
         subprocess.run(command, check=True, cwd=ROOT)
@@ -70,7 +70,7 @@ def of_checkout(*, quick: bool) -> list[Model]:
 
 
 def bits_of(quantize: str | None) -> int | None:
-    """Returns the bits of a weight as the exporter names them."""
+    """Returns the bits of a weight for the exporter's option ``--quantize``."""
     return int(quantize[0]) if quantize else None
 
 
@@ -82,9 +82,9 @@ def convert_apart(source: Path, program: Path, target: Path, **options: Any) -> 
 
 
 def convert(source: str, program: str, target: str, *, dtype: str, bits: int | None, group_size: int = 32) -> None:
-    """Writes the weights in ``source`` to ``target`` as mlx-lm loads them.
+    """Writes the weights in ``source`` to ``target`` in the form that mlx-lm loads.
 
-    Quantized weights are those of the program, bit by bit: mlx-lm's own quantization would choose other scales.
+    Quantized weights have the same bits as in the program: mlx-lm's quantization would choose other scales.
     """
     import mlx.core as mx
     import mlx.nn as nn
@@ -105,14 +105,14 @@ def convert(source: str, program: str, target: str, *, dtype: str, bits: int | N
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder, model)
-    # Last: a folder with it is whole.
+    # Written last: a folder with it is complete.
     save_config(config, folder / "config.json")
 
 
 def quantized_weights(program: Path, bits: int) -> dict[str, Any]:
     """Returns the packed weights, scales and biases in ``program``, under mlx-lm's names.
 
-    The program ships no biases: they are the scales times the value of a code in the middle.
+    The program contains no biases: they are the scales times the middle code.
     """
     import mlx.core as mx
 
@@ -146,7 +146,7 @@ def of_pack(pack: Path) -> list[Model]:
 
 
 def unpack(packed: Path) -> None:
-    """Writes the file that ``packed`` (.xz) holds beside it, unless it is there."""
+    """Decompresses ``packed`` (.xz) to a file next to it, unless that file exists."""
     target = packed.with_suffix("")
     if target.exists():
         return

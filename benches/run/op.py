@@ -1,4 +1,4 @@
-"""The op alone: writing rows into a cache and attending to it, against the same work in MLX without a cache."""
+"""Compares the op alone, which writes rows and attends, with the same work in MLX without a cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAYERS = 8
 
 
 def measure(bench: Bench) -> Topic:
-    """Compares both for every length, and for steps of one and of several tokens."""
+    """Compares etkv and MLX for every length, and for steps of one and of several tokens."""
     model = bench.models[0]
     config = model.config
     heads = int(config.get("num_attention_heads", 32))
@@ -49,7 +49,7 @@ def measure(bench: Bench) -> Topic:
 
 
 def compare(bench: Bench, topic: Topic, shape: list[object], length: int) -> Results:
-    """Runs one length. The program has the rounds of both, in turns."""
+    """Measures one length. The executable runs the rounds of both contestants in turns."""
     results = Results()
     case = {"tokens": shape[-1], "length": length}
 

@@ -1,8 +1,8 @@
-"""mlx-lm's side of a round, in a process of its own: reads a job (JSON) from a file, and prints what it took as JSON.
+"""mlx-lm's side of a round, in a separate process: reads a job (JSON) from a file, and prints its figures as JSON.
 
-The jobs are the functions in ``WORK``. Decoding has two loops. ``pipelined`` is mlx-lm's own: it enqueues the next step
-before it reads a token. ``waiting`` reads each token before the next step begins, as a program must if it inspects
-every token.
+``WORK`` has the functions of the jobs. Decoding has two loops. ``pipelined`` is mlx-lm's own loop, which enqueues the
+next step before it reads a token. ``waiting`` reads each token before the next step begins, as a program must if it
+inspects every token.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 STEP = 2048
-"""Tokens of a prefill step: mlx-lm's own default."""
+"""Tokens of a prefill step: mlx-lm's default."""
 
 UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes of the unit in which the system reports memory."""
+"""Bytes per unit in which the system reports memory."""
 
 
 def installed(package: str) -> str | None:
-    """Returns the version of a package; nothing if it is not installed as one."""
+    """Returns the version of a package; None if it is not installed as a package."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -50,7 +50,7 @@ def facts(job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Peer:
-    """A model of mlx-lm, and how it runs."""
+    """A model of mlx-lm, and functions that run it."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         start = time.perf_counter()
@@ -66,11 +66,11 @@ class Peer:
         self.load_seconds = time.perf_counter() - start
 
     def next(self, tokens: Any, cache: Any) -> Any:
-        """Returns the greedy tokens after ``tokens`` ([sequences, n]), not evaluated."""
+        """Returns the greedy tokens after ``tokens`` ([sequences, n]), without evaluating them."""
         return self.mx.argmax(self.model(tokens, cache=cache)[:, -1], axis=-1)
 
     def prefill(self, ids: list[list[int]]) -> tuple[Any, Any]:
-        """Runs prompts of one length; returns the cache and the next tokens, which the host has read."""
+        """Runs prompts of equal length. Returns the cache and the next tokens, which the host has read."""
         mx = self.mx
         cache = self.make_prompt_cache(self.model)
         tokens = mx.array(ids)
@@ -85,7 +85,7 @@ class Peer:
         return cache, chosen
 
     def steps(self, chosen: Any, cache: Any, n: int, loop: str) -> tuple[list[float], list[list[int]]]:
-        """Runs ``n`` steps; returns the seconds of each and the tokens. Pipelined steps have one mean time."""
+        """Runs ``n`` steps. Returns the seconds of each and the tokens. Pipelined steps all have the mean time."""
         mx = self.mx
         tokens, seconds = [], []
         if loop == "waiting":
@@ -144,7 +144,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def startup(job: dict[str, Any]) -> dict[str, Any]:
-    """Loads, and reads the first prompt of the process up to the first token."""
+    """Loads the model, and runs the first prompt of the process until the first token."""
     peer = Peer(job)
     start = time.perf_counter()
     peer.prefill([job["ids"]])
@@ -158,7 +158,7 @@ def startup(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def lengths(job: dict[str, Any]) -> dict[str, Any]:
-    """Does what ``etkv_lengths`` does: prompts of lengths never run before and again, and steps of some tokens."""
+    """Measures what ``etkv_lengths`` does: prompts of new lengths, the same lengths again, and steps of tokens."""
     peer = Peer(job)
     ids = job["ids"]
 
@@ -200,7 +200,7 @@ def lengths(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def batch(job: dict[str, Any]) -> dict[str, Any]:
-    """Decodes sequences of one length together: one array of tokens, one cache with a row for each."""
+    """Decodes sequences of equal length together: one array of tokens, and one cache with a row for each sequence."""
     peer = Peer(job)
     cache, chosen = peer.prefill(job["ids"])
     peer.steps(chosen, cache, 2, job["loop"])
@@ -211,8 +211,8 @@ def batch(job: dict[str, Any]) -> dict[str, Any]:
 def fork(job: dict[str, Any]) -> dict[str, Any]:
     """Copies the cache of a prompt for each branch, as mlx-lm's prompt caches do; then decodes the branches together.
 
-    The branches' copies are merged into one cache with a row for each, as mlx-lm's batches are. MLX copies no bytes
-    before that: a copied array is the same buffer until one of both changes.
+    The copies are merged into one cache with a row for each branch, as in mlx-lm's batches. MLX copies no bytes
+    before that: a copied array shares its buffer until one of the two changes.
     """
     peer = Peer(job)
     mx, n = peer.mx, job["sequences"]
@@ -231,7 +231,7 @@ def fork(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def forwards(job: dict[str, Any]) -> dict[str, Any]:
-    """Reads a prompt in steps of so many tokens, every row of logits, twice; reports a step of the second time."""
+    """Runs a prompt twice in steps of a fixed size, with all rows of logits. Reports a step of the second run."""
     peer = Peer(job)
     mx, ids, n = peer.mx, job["ids"], job["tokens"]
     for _ in range(2):
@@ -255,7 +255,7 @@ def main() -> None:
         # One line, which the report shows as the reason.
         said = str(error).splitlines()
         raise SystemExit(f"mlx-lm: {type(error).__name__}: {said[0] if said else ''}") from None
-    # MLX on CUDA may abort a process that ends in the usual way, after all its work.
+    # With MLX on CUDA, a process that exits normally may abort after all its work.
     os._exit(0)
 
 

@@ -12,7 +12,7 @@ from .report import REFERENCE
 COLORS = ["#1f77b4", "#ff7f0e", "#c9a227", "#7f7f7f", "#2ca02c", "#9467bd"]
 MARKERS = ["o", "s", "D", "^", "v", "x"]
 WIDTH = 8.5
-"""Inches, at 150 dots each: letters are readable where a page shows a plot 830 dots wide."""
+"""Width in inches, at 150 dots per inch: text is readable on a page that shows plots with a width of 830 pixels."""
 
 
 def draw(report: Figures, folder: Path) -> list[str]:
@@ -67,7 +67,7 @@ def draw_plot(plot: dict[str, Any], device: str, file: Path) -> None:
 
 
 def lines(axis: Any, panel: dict[str, Any], plot: dict[str, Any]) -> None:
-    """Draws the series as lines, with a mark at every value."""
+    """Draws the series as lines, with a marker at every value."""
     values_of_all = [y for values in panel["series"].values() for y in values if y]
     for i, (name, values) in enumerate(panel["series"].items()):
         points = [(x, y) for x, y in zip(panel["x"], values, strict=True) if y is not None]
@@ -81,7 +81,7 @@ def lines(axis: Any, panel: dict[str, Any], plot: dict[str, Any]) -> None:
         axis.set_xticks(panel["x"])
         axis.xaxis.set_minor_formatter(NullFormatter())
     axis.xaxis.set_major_formatter(whole)
-    # Less than a power of ten shows better from zero on.
+    # A range of less than a power of ten is clearer on a linear axis from zero.
     if plot["log_y"] and values_of_all and max(values_of_all) > 10 * min(values_of_all):
         axis.set_yscale("log")
         narrow = max(values_of_all) < 100 * min(values_of_all)
@@ -95,7 +95,7 @@ def lines(axis: Any, panel: dict[str, Any], plot: dict[str, Any]) -> None:
 
 
 def line_style(number: int, name: str) -> dict[str, Any]:
-    """Returns the style of a series: a second one of the same contestant is dashed, in its colour."""
+    """Returns the style of a series: a second series of the same contestant is dashed, in the same colour."""
     if name.startswith(REFERENCE):
         return {"color": "#999999", "linestyle": ":", "marker": ""}
     if name.endswith(", again"):
@@ -106,7 +106,7 @@ def line_style(number: int, name: str) -> dict[str, Any]:
 
 
 def only(*digits: int) -> Any:
-    """Returns a formatter of those marks that begin with one of these digits."""
+    """Returns a formatter that labels only ticks whose first digit is one of ``digits``."""
 
     def text(value: float, _: Any) -> str:
         return f"{value:,.10g}" if int(f"{value:e}"[0]) in digits else ""
@@ -115,7 +115,7 @@ def only(*digits: int) -> Any:
 
 
 def bars(axis: Any, panel: dict[str, Any]) -> None:
-    """Draws the series as bars side by side, with their values."""
+    """Draws the series as adjacent bars, labelled with their values."""
     n = len(panel["series"])
     width = 0.8 / n
     for i, (name, values) in enumerate(panel["series"].items()):
@@ -130,7 +130,7 @@ def bars(axis: Any, panel: dict[str, Any]) -> None:
 
 
 def flat_bars(axis: Any, panel: dict[str, Any]) -> None:
-    """Draws the series as horizontal bars, for names that are long."""
+    """Draws the series as horizontal bars, for long names."""
     n = len(panel["series"])
     width = 0.8 / n
     for i, (name, values) in enumerate(panel["series"].items()):
@@ -145,7 +145,7 @@ def flat_bars(axis: Any, panel: dict[str, Any]) -> None:
 
 
 def text_of(value: float | None) -> str:
-    """Returns the value of a bar."""
+    """Returns the label of a bar."""
     if value is None:
         return "not run"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""The report of a run: tables as Markdown, and everything as JSON."""
+"""The report of a run: tables as Markdown, and all figures as JSON."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from .measure import Figures, Ratio, Results
 
 FORMAT = 1
-"""Raised when report.json changes its shape."""
+"""The version of report.json. Increase it when the structure changes."""
 
 NOT_RUN = "not run"
 
 REFERENCE = "as many"
-"""The beginning of the name of a series that no contestant ran."""
+"""The prefix of the name of a reference series, which no contestant ran."""
 
 
 @dataclass
 class Table:
-    """Cells of text under headings. ``note`` says what is compared, and what a ratio above 1 means."""
+    """Cells of text under headings. ``note`` describes what is compared, and the meaning of a ratio above 1."""
 
     title: str
     note: str
@@ -41,7 +41,7 @@ class Panel:
 
 @dataclass
 class Plot:
-    """A picture: ``bars``, or ``lines`` over numbers, whose axes may be logarithmic."""
+    """A plot of ``bars``, or of ``lines`` over numbers with optionally logarithmic axes."""
 
     file: str
     title: str
@@ -63,17 +63,17 @@ class Topic:
     not_run: list[str] = field(default_factory=list)
 
     def left_out(self, results: Results, case: str) -> None:
-        """Notes who did not run on a case, and why."""
+        """Records the contestants that did not run on a case, with reasons."""
         self.not_run += [f"{name}, {case}: {reason}" for name, reason in results.not_run.items()]
 
 
 def cell(value: float | None, digits: int = 1, unit: float = 1.0) -> str:
-    """Returns a number as a cell: with separators of thousands, in ``unit``."""
+    """Returns a number as a cell: divided by ``unit``, with thousands separators."""
     return NOT_RUN if value is None else f"{value / unit:,.{digits}f}"
 
 
 def ratio_cell(ratio: Ratio | None) -> str:
-    """Returns a ratio as a cell: with the range of the rounds, where it is wide enough to show."""
+    """Returns a ratio as a cell, with the range over the rounds if it is wide enough to show."""
     if ratio is None:
         return ""
     low, high = f"{ratio.least:.2f}", f"{ratio.most:.2f}"
@@ -81,12 +81,12 @@ def ratio_cell(ratio: Ratio | None) -> str:
 
 
 def thousands(number: int) -> str:
-    """Returns an integer with separators of thousands."""
+    """Returns an integer with thousands separators."""
     return f"{number:,}"
 
 
 def markdown_table(table: Table) -> str:
-    """Returns a table as Markdown, its title and note above."""
+    """Returns a table as Markdown, after its title and note."""
     lines = [f"### {table.title}", "", table.note, ""] if table.title else [table.note, ""]
     lines += ["| " + " | ".join(table.head) + " |", "|" + " --- |" * len(table.head)]
     lines += ["| " + " | ".join(row) + " |" for row in table.rows]
@@ -94,7 +94,7 @@ def markdown_table(table: Table) -> str:
 
 
 def markdown(report: Figures) -> str:
-    """Returns a whole report as Markdown, from what report.json has."""
+    """Returns the complete report as Markdown, from the contents of report.json."""
     parts = ["# etkv side by side", "", *described(report), ""]
     for topic in report["topics"]:
         parts += [f"## {topic['title']}", "", topic["about"], ""]
@@ -127,7 +127,7 @@ def described(report: Figures) -> list[str]:
 
 
 def joined(reports: list[Figures]) -> Figures:
-    """Returns reports of different topics as one. Raises ValueError if they are not of one device and one etkv."""
+    """Combines reports of different topics. Raises ValueError if their devices or their versions of etkv differ."""
     first = reports[0]
     made = {**first, "topics": [], "samples": [], "seconds": 0.0}
     for one in reports:
@@ -146,13 +146,13 @@ def write(report: Figures, folder: Path) -> None:
 
 
 def topic_as_json(topic: Topic) -> Figures:
-    """Returns a topic as report.json has it, without plots that have no value."""
+    """Returns a topic in the form of report.json, without plots that have no value."""
     made = asdict(topic)
     made["plots"] = [plot for plot in made["plots"] if any(measured(panel) for panel in plot["panels"])]
     return made
 
 
 def measured(panel: Figures) -> bool:
-    """Whether any contestant has a value; a line to compare with is none."""
+    """Returns whether any contestant has a value. Reference lines do not count."""
     values = (one for name, one in panel["series"].items() if not name.startswith(REFERENCE))
     return any(value is not None for one in values for value in one)

@@ -1,4 +1,4 @@
-"""The cost and gain of draft tokens: forwards of several tokens, and answers with n-grams as drafts."""
+"""Measures the cost and gain of draft tokens: forwards of several tokens, and answers with n-grams as drafts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def measure(bench: Bench) -> Topic:
 
 
 def forwards(bench: Bench, topic: Topic, model: Model, size: int) -> Results:
-    """Runs a prompt in steps of so many tokens, with all rows of logits."""
+    """Runs a prompt in steps of ``size`` tokens, with all rows of logits."""
     ids = model.prompt(bench.choose(quick=16, cpu=96, gpu=192))
     file = bench.ids_file(ids)
 
@@ -65,7 +65,7 @@ def forwards(bench: Bench, topic: Topic, model: Model, size: int) -> Results:
 
 
 def relative(found: dict[int, Results], contestant: str, size: int) -> float | None:
-    """Returns the time of a forward of this many tokens, in forwards of one."""
+    """Returns the time of a forward of ``size`` tokens as a multiple of a forward of one."""
     one, many = (found[n].median(contestant, "step_seconds") for n in (1, size))
     return many / one if one and many else None
 
@@ -87,7 +87,7 @@ def costs(model: Model, found: dict[int, Results]) -> Table:
 
 
 def answers(bench: Bench, topic: Topic, model: Model) -> Table:
-    """Answers a prompt with every draft; returns the table."""
+    """Answers a prompt with every draft. Returns the table."""
     most = bench.choose(quick=8, cpu=48, gpu=128)
 
     def run(options: list[str]) -> Figures:
@@ -122,7 +122,7 @@ def answers(bench: Bench, topic: Topic, model: Model) -> Table:
 
 
 def has_chat_template(model: Model) -> bool:
-    """Whether texts can be asked as questions."""
+    """Returns whether the model has a chat template, so that prompts can be questions."""
     folder = model.program.parent
     settings = folder / "tokenizer_config.json"
     beside = (folder / "chat_template.jinja").exists()

@@ -1,4 +1,4 @@
-"""A process from its start to its first token, and its peak memory."""
+"""Measures a process from its start to its first token, and its peak memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 def measure(bench: Bench) -> Topic:
-    """Compares both on every model."""
+    """Compares etkv and mlx-lm on every model."""
     topic = Topic(
         NAME,
         "Load, first token and memory",
@@ -48,7 +48,7 @@ def measure(bench: Bench) -> Topic:
 
 
 def values(found: dict[str, Results], metric: str, scale: float) -> dict[str, list[float | None]]:
-    """Returns a figure of both on each model."""
+    """Returns a figure of both contestants for each model."""
     made: dict[str, list[float | None]] = {}
     for name in (ETKV, PEER):
         medians = (results.median(name, metric) for results in found.values())
@@ -57,7 +57,7 @@ def values(found: dict[str, Results], metric: str, scale: float) -> dict[str, li
 
 
 def compare(bench: Bench, topic: Topic, model: Model) -> Results:
-    """Runs one model."""
+    """Measures one model."""
     ids = model.prompt(PROMPT)
     file = bench.ids_file(ids)
 
@@ -68,7 +68,7 @@ def compare(bench: Bench, topic: Topic, model: Model) -> Results:
         return {**run, "load_seconds": result["load_seconds"], "first_token_seconds": run["prefill_seconds"]}
 
     contestants = {ETKV: partial(timed, etkv), PEER: partial(timed, partial(bench.peer, "startup", model, ids=ids))}
-    # An uncounted round first: files come from the disk, and kernels are compiled.
+    # A first round does not count: it reads files from the disk and compiles kernels.
     for run in contestants.values():
         bench.in_turns({"model": model.name, "warm-up": True}, {"warm-up": run}, 1)
     results = bench.in_turns({"model": model.name}, contestants)
